@@ -1,0 +1,47 @@
+# The two commands a newcomer needs: `make demo` and `make test`. Both set up everything in .venv first.
+PYTHON ?= python3
+VENV   ?= .venv
+BIN    := $(VENV)/bin
+PIP    := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c constraints.txt
+
+.PHONY: help demo test test-slow lint format clean
+
+help: ## Show this list
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "FathomLM needs Python 3.11 or newer; '$(PYTHON)' is $$($(PYTHON) -V). Try: make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 2; }
+	@echo "creating $(VENV)"
+	@$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.core: pyproject.toml constraints.txt | $(BIN)/python
+	@echo "installing FathomLM into $(VENV) (a minute or two, once)"
+	@$(PIP) -e .
+	@touch $@
+
+$(VENV)/.dev: pyproject.toml constraints.txt | $(BIN)/python
+	@echo "installing FathomLM and its test tools into $(VENV) (a minute or two, once)"
+	@$(PIP) -e ".[dev]"
+	@touch $(VENV)/.core $@
+
+demo: $(VENV)/.core ## Fetch SmolLM2-135M, make it recursive, show the two side by side
+	@$(BIN)/fathomlm demo
+
+test: $(VENV)/.dev ## Run the tests (2 cores, no GPU)
+	@$(BIN)/python -m pytest
+
+test-slow: $(VENV)/.dev ## Run the tests marked slow
+	@$(BIN)/python -m pytest -m slow
+
+lint: $(VENV)/.dev ## Run ruff, mypy and the import contract
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/mypy
+	@$(BIN)/lint-imports
+
+format: $(VENV)/.dev ## Format the code
+	@$(BIN)/ruff check --fix . ; $(BIN)/ruff format .
+
+clean: ## Remove the environment, caches and the demo's output
+	rm -rf $(VENV) demo .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

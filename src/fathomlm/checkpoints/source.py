@@ -1,0 +1,76 @@
+"""What every base checkpoint offers, whatever file it lies in: tensors one at a time, by this house's names.
+
+    embed.weight                              layers.I.norm_attn.{weight,bias}
+    layers.I.attn.{q,k,v,o}.{weight,bias}     layers.I.norm_mlp.{weight,bias}
+    layers.I.attn.{q_norm,k_norm}.weight      layers.I.{norm_attn_out,norm_mlp_out}.weight   (sandwich)
+    layers.I.mlp.{gate,up,down}.{weight,bias} norm.{weight,bias}, head.weight                (untied)
+
+Reading a tensor at a time is what keeps a conversion's memory near the size of its result.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from fathomlm.depth import Architecture
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenIds:
+    """The special tokens that decoding needs to know."""
+
+    bos: int | None = None
+    eos: tuple[int, ...] = ()
+    """Every token that ends a text; some checkpoints have several."""
+    pad: int | None = None
+
+
+class BaseCheckpoint(Protocol):
+    """An untied model's checkpoint, read lazily."""
+
+    @property
+    def architecture(self) -> Architecture: ...
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What the weights are stored in (float32 for quantised files)."""
+        ...
+
+    @property
+    def tokens(self) -> TokenIds: ...
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """One tensor by this house's name, in any floating dtype."""
+        ...
+
+    def tokenizer(self) -> Any | None:
+        """The transformers tokenizer with its chat template, or None where the checkpoint has none."""
+        ...
+
+
+def parameter_names(architecture: Architecture) -> list[str]:
+    """Every tensor that a plain model of this architecture has."""
+    names = ["embed.weight"]
+    for i in range(architecture.layers):
+        names += [f"layers.{i}.{name}" for name in layer_parameter_names(architecture)]
+    names += ["norm.weight"] + (["norm.bias"] if architecture.norm == "layer" else [])
+    return names if architecture.tied_embeddings else [*names, "head.weight"]
+
+
+def layer_parameter_names(architecture: Architecture) -> list[str]:
+    """Every tensor of one layer."""
+    names = []
+    for linear in architecture.linears():
+        half = "attn" if linear.name in ("q", "k", "v", "o") else "mlp"
+        names += [f"{half}.{linear.name}.weight"] + ([f"{half}.{linear.name}.bias"] if linear.bias else [])
+    if architecture.qk_norm:
+        names += ["attn.q_norm.weight", "attn.k_norm.weight"]
+    norms = ["norm_attn", "norm_mlp"]
+    if architecture.residual == "sandwich":
+        norms += ["norm_attn_out", "norm_mlp_out"]
+    for norm in norms:
+        names += [f"{norm}.weight"] + ([f"{norm}.bias"] if architecture.norm == "layer" else [])
+    return names

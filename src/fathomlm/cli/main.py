@@ -1,0 +1,75 @@
+"""`fathomlm VERB ...`: a table of verbs, and the one place where errors become exit codes.
+
+A mistake of the user's is one line on standard error and exit code 2; a bug keeps its traceback. Verbs import torch and
+transformers inside `run`, so that `--help` and typos answer at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from types import FrameType
+from typing import NoReturn
+
+from fathomlm import __version__
+from fathomlm.errors import FathomError, choices
+
+VERBS = ("demo", "get", "inspect", "convert", "export", "generate", "chat")
+
+
+class _Parser(argparse.ArgumentParser):
+    """argparse, with the nearest verb or option named when one is mistyped."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"fathomlm: {message}\ntry: {self.prog} --help\n")
+
+    def _check_value(self, action: argparse.Action, value: object) -> None:
+        if action.choices is not None and value not in action.choices:
+            what = action.dest.replace("_", " ")
+            raise argparse.ArgumentError(None, choices(what, str(value), [str(c) for c in action.choices]))
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="fathomlm",
+        description="Convert, inspect and run adaptive-depth language models.",
+        epilog="MODEL is a preset name (smollm2-135m), a Hugging Face directory or hub id, a GGUF file, or a FathomLM "
+        "directory. `fathomlm VERB --help` explains a verb.",
+    )
+    parser.add_argument("--version", action="version", version=f"fathomlm {__version__}")
+    verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True, parser_class=_Parser)
+    for verb in VERBS:
+        module = importlib.import_module(f"fathomlm.cli.{verb}")
+        sub = verbs.add_parser(verb, help=module.HELP, description=module.DESCRIPTION)
+        module.add_arguments(sub)
+        sub.set_defaults(run=module.run)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    signal.signal(signal.SIGTERM, _terminated)
+    try:
+        args = build_parser().parse_args(argv)
+        return int(args.run(args))
+    except FathomError as error:
+        print(f"fathomlm: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("fathomlm: interrupted; nothing was left half-written", file=sys.stderr)
+        return 2
+    except BrokenPipeError:
+        # The reader went away (`fathomlm inspect ... | head`); keep Python from complaining again at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+def _terminated(number: int, frame: FrameType | None) -> NoReturn:
+    raise KeyboardInterrupt
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,172 @@
+"""What one layer is made of, and what stands around the layers.
+
+An `Architecture` describes a plain, untied Transformer: the base that a depth plan is laid over. It is all that the cost
+counter needs and all that the model builder needs, so the two cannot disagree. Families differ only in these traits.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from fathomlm.errors import OptionError
+
+NormKind = Literal["rms", "rms_plus_one", "layer"]
+Residual = Literal["pre", "sandwich", "parallel"]
+Activation = Literal["silu", "gelu", "gelu_tanh"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rope:
+    """Rotary position embedding: the base frequency and how it is stretched to longer contexts."""
+
+    theta: float = 10_000.0
+    scaling: Literal["none", "linear", "llama3"] = "none"
+    factor: float = 1.0
+    low_freq_factor: float = 1.0
+    """Llama 3 only: wavelengths longer than original_context / this are divided by `factor`."""
+    high_freq_factor: float = 4.0
+    """Llama 3 only: wavelengths shorter than original_context / this stay as they are."""
+    original_context: int = 8192
+    """Llama 3 only: the context length that the model was first trained at."""
+
+
+@dataclass(frozen=True, slots=True)
+class LinearSpec:
+    """One weight matrix of a layer, by its name in this house (q, k, v, o, gate, up, down)."""
+
+    name: str
+    inputs: int
+    outputs: int
+    bias: bool
+
+    @property
+    def parameters(self) -> int:
+        return self.inputs * self.outputs + (self.outputs if self.bias else 0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Architecture:
+    """A plain decoder-only Transformer, described by its traits."""
+
+    family: str
+    """llama, mistral, qwen2, qwen3, gemma, gemma3 or neox: the checkpoint layout that it is read from and exported to."""
+    layers: int
+    hidden: int
+    intermediate: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocab: int
+    context: int = 2048
+    """The longest sequence that the base was trained for."""
+    tied_embeddings: bool = True
+    """Whether the output head is the input embedding."""
+    norm: NormKind = "rms"
+    norm_eps: float = 1e-5
+    activation: Activation = "silu"
+    gated: bool = True
+    """Whether the feed-forward part is down(act(gate(x)) * up(x)); otherwise down(act(up(x)))."""
+    residual: Residual = "pre"
+    """pre: norm before each half; sandwich: before and after (Gemma 3); parallel: both halves read one input (Pythia)."""
+    qk_norm: bool = False
+    qkv_bias: bool = False
+    o_bias: bool = False
+    mlp_bias: bool = False
+    rope: Rope = field(default_factory=Rope)
+    local_rope: Rope | None = None
+    """The rotary base of layers with a window, where it differs (Gemma 3)."""
+    rotary_fraction: float = 1.0
+    """The part of each head that is rotated (Pythia: a quarter)."""
+    windows: tuple[int | None, ...] = ()
+    """The attention window of each layer (None: the whole context); empty means no layer has one."""
+    attention_scale: float | None = None
+    """What scores are multiplied by; None means head_dim ** -0.5."""
+    embedding_scale: float = 1.0
+    """What embeddings are multiplied by (Gemma: hidden ** 0.5)."""
+
+    def __post_init__(self) -> None:
+        for name in ("layers", "hidden", "intermediate", "heads", "kv_heads", "head_dim", "vocab", "context"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < 1:
+                raise OptionError(f"{name} must be a positive whole number, got {value!r}")
+        if self.heads % self.kv_heads:
+            raise OptionError(f"kv_heads must divide heads, got {self.kv_heads} and {self.heads}")
+        if self.windows and len(self.windows) != self.layers:
+            raise OptionError(f"windows must name every layer: got {len(self.windows)} for {self.layers} layers")
+        if self.rotary_dim % 2:
+            raise OptionError(f"the rotated part of a head must be even, got {self.rotary_dim} of {self.head_dim}")
+
+    @property
+    def rotary_dim(self) -> int:
+        return int(self.head_dim * self.rotary_fraction)
+
+    @property
+    def query_width(self) -> int:
+        return self.heads * self.head_dim
+
+    @property
+    def kv_width(self) -> int:
+        return self.kv_heads * self.head_dim
+
+    @property
+    def scale(self) -> float:
+        return self.head_dim**-0.5 if self.attention_scale is None else self.attention_scale
+
+    def window(self, layer: int) -> int | None:
+        return self.windows[layer] if self.windows else None
+
+    def linears(self) -> tuple[LinearSpec, ...]:
+        """The weight matrices of one layer, in the order they are used."""
+        attention = (
+            LinearSpec("q", self.hidden, self.query_width, self.qkv_bias),
+            LinearSpec("k", self.hidden, self.kv_width, self.qkv_bias),
+            LinearSpec("v", self.hidden, self.kv_width, self.qkv_bias),
+            LinearSpec("o", self.query_width, self.hidden, self.o_bias),
+        )
+        gate = (LinearSpec("gate", self.hidden, self.intermediate, self.mlp_bias),) if self.gated else ()
+        return (
+            *attention,
+            *gate,
+            LinearSpec("up", self.hidden, self.intermediate, self.mlp_bias),
+            LinearSpec("down", self.intermediate, self.hidden, self.mlp_bias),
+        )
+
+    @property
+    def norm_parameters(self) -> int:
+        """Parameters of one norm over the hidden state."""
+        return self.hidden * (2 if self.norm == "layer" else 1)
+
+    @property
+    def layer_parameters(self) -> int:
+        norms = (4 if self.residual == "sandwich" else 2) * self.norm_parameters
+        return sum(linear.parameters for linear in self.linears()) + norms + (2 * self.head_dim if self.qk_norm else 0)
+
+    @property
+    def embedding_parameters(self) -> int:
+        """Embedding and head, as the thesis counts them (Table of model architectures): a tied head counts once."""
+        return self.vocab * self.hidden * (1 if self.tied_embeddings else 2)
+
+    def with_layers(self, origins: tuple[int, ...]) -> Architecture:
+        """The plain architecture whose layer i stands where base layer origins[i] stood (an unrolled export)."""
+        windows = tuple(self.windows[origin] for origin in origins) if self.windows else ()
+        return dataclasses.replace(self, layers=len(origins), windows=windows)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON values; `from_dict` restores an equal architecture."""
+        record = dataclasses.asdict(self)
+        record["windows"] = list(self.windows)
+        return record
+
+    @classmethod
+    def from_dict(cls, record: dict[str, Any]) -> Architecture:
+        known = {f.name for f in dataclasses.fields(cls)}
+        if unknown := sorted(set(record) - known):
+            raise OptionError(f"unknown architecture field(s) {', '.join(unknown)}; known: {', '.join(sorted(known))}")
+        values = dict(record)
+        values["rope"] = Rope(**values.get("rope", {}))
+        if values.get("local_rope") is not None:
+            values["local_rope"] = Rope(**values["local_rope"])
+        values["windows"] = tuple(values.get("windows", ()))
+        return cls(**values)

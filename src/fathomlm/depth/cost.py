@@ -1,0 +1,165 @@
+"""What a plan costs: parameters, forward FLOPs, KV bytes. Counted by walking the plan, never by a formula per model.
+
+The rules are the thesis' own (appendix "FLOPs approximated calculation of Transformers"): forward pass only, two per
+parameter of every linear, embedding and head left out, attention 4 x d x T/2 per layer and token (the causal half).
+Recursion r of N_r handles (N_r - r) / N_r of the tokens under a router (r from 0). With recursion-wise caching those tokens
+attend to each other only, so attention shrinks with the square; with sharing they attend to all keys of the first
+recursion, so it shrinks linearly and the later k and v projections fall away.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any, Literal
+
+from fathomlm.depth.architecture import Architecture
+from fathomlm.depth.plan import DepthPlan, Step
+from fathomlm.depth.relaxation import Relaxation
+from fathomlm.errors import OptionError
+
+Router = Literal["expert", "token"]
+KVMode = Literal["cache", "share"]
+REFERENCE_BATCH = 32
+"""The thesis' fixed batch, which `relative_max_batch` scales (4.3.3)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cost:
+    """What `fathomlm inspect --json` prints."""
+
+    layout: str
+    """Unique layers, "15" or "1+10+1"."""
+    unique_layers: int
+    unrolled_layers: int
+    non_embedding_parameters: int
+    embedding_parameters: int
+    relaxation_parameters: int
+    """The part of the non-embedding parameters that the relaxation adds."""
+    router_parameters: int
+    forward_flops_per_token: int
+    relative_flops: float
+    """Forward FLOPs against the untied base at the same context."""
+    kv_bytes_per_token: int
+    relative_kv: float
+    """KV bytes of the whole model against the untied base."""
+    relative_max_batch: int
+    """How many sequences fit where 32 of the unrolled model did, by the shared block's KV alone."""
+    context: int
+    tokens: int | None
+    training_flops: float | None
+    """Forward FLOPs x tokens, as the thesis states its budgets; a backward pass costs about twice as much again."""
+
+    def to_dict(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+
+def count(
+    architecture: Architecture,
+    plan: DepthPlan,
+    *,
+    relaxation: Relaxation | None = None,
+    router: Router | None = None,
+    kv: KVMode = "cache",
+    tokens: int | None = None,
+    context: int = 2048,
+    kv_element_bytes: int = 2,
+) -> Cost:
+    """The cost of `plan` laid over `architecture`."""
+    if router is not None and not plan.loops:
+        raise OptionError(f"a router needs a looped core (cycle or middle-cycle), not {plan.sharing}")
+    if context < 1 or (tokens is not None and tokens < 1):
+        raise OptionError(f"context and tokens must be at least 1, got {context} and {tokens}")
+    rules = _Rules(architecture, plan, relaxation, router, kv, context)
+    base_plan = DepthPlan.vanilla(plan.base_layers)
+    base = _Rules(architecture, base_plan, None, None, "cache", context)
+
+    flops = sum(rules.flops(step) for step in plan)
+    kv_share = sum(rules.kv_share(step) for step in plan)
+    core = [step for step in plan if step.part == "core"]
+    core_share = sum(rules.kv_share(step) for step in core) / Fraction(len(core))
+    relaxed = relaxation_parameters(architecture, plan, relaxation)
+    routed = architecture.hidden * plan.recursions if router is not None else 0
+    tied = plan.unique_layers * architecture.layer_parameters + architecture.norm_parameters
+    return Cost(
+        layout=plan.layout,
+        unique_layers=plan.unique_layers,
+        unrolled_layers=plan.unrolled_layers,
+        non_embedding_parameters=tied + relaxed + routed,
+        embedding_parameters=architecture.embedding_parameters,
+        relaxation_parameters=relaxed,
+        router_parameters=routed,
+        forward_flops_per_token=round(flops),
+        relative_flops=float(flops / sum(base.flops(step) for step in base_plan)),
+        kv_bytes_per_token=round(kv_share * 2 * architecture.kv_width * kv_element_bytes),
+        relative_kv=float(kv_share / base_plan.unrolled_layers),
+        relative_max_batch=int(REFERENCE_BATCH / core_share),
+        context=context,
+        tokens=tokens,
+        training_flops=None if tokens is None else float(flops * tokens),
+    )
+
+
+def relaxation_parameters(architecture: Architecture, plan: DepthPlan, relaxation: Relaxation | None) -> int:
+    """What all steps together add of their own."""
+    if relaxation is None:
+        return 0
+    if relaxation.kind == "prefix":
+        return relaxation.prefix_length * architecture.hidden * plan.unrolled_layers
+    if relaxation.kind == "encoding":
+        return architecture.hidden * plan.recursions
+    per_step = sum(relaxation.linear_parameters(linear) for linear in architecture.linears())
+    return per_step * sum(plan.is_shared(step) for step in plan)
+
+
+@dataclass(frozen=True, slots=True)
+class _Rules:
+    """The counting rules at one step, in exact fractions."""
+
+    architecture: Architecture
+    plan: DepthPlan
+    relaxation: Relaxation | None
+    router: Router | None
+    kv: KVMode
+    context: int
+
+    def tokens(self, step: Step) -> Fraction:
+        """The part of the tokens that runs this step: capacities N_r/N_r, ..., 1/N_r under a router."""
+        if self.router is None or step.part != "core":
+            return Fraction(1)
+        return Fraction(self.plan.recursions - step.recursion, self.plan.recursions)
+
+    def reads_shared_kv(self, step: Step) -> bool:
+        return self.kv == "share" and step.part == "core" and step.recursion > 0
+
+    def kv_share(self, step: Step) -> Fraction:
+        """KV entries that this step stores for each token of the sequence."""
+        return Fraction(0) if self.reads_shared_kv(step) else self.tokens(step)
+
+    def flops(self, step: Step) -> Fraction:
+        """Forward FLOPs of this step for each token of the sequence."""
+        part = self.tokens(step)
+        skipped = ("k", "v") if self.reads_shared_kv(step) else ()
+        linear = sum(
+            2 * (spec.inputs * spec.outputs + self._added(step, spec.name))
+            for spec in self.architecture.linears()
+            if spec.name not in skipped
+        )
+        keys_seen = part if self.router is not None and self.kv == "cache" else Fraction(1)
+        prefix = self.relaxation.prefix_length if self.relaxation is not None else 0
+        keys = self._mean_keys(step) * keys_seen + prefix
+        return part * (linear + 4 * self.architecture.query_width * keys)
+
+    def _added(self, step: Step, name: str) -> int:
+        if self.relaxation is None or not self.relaxation.low_rank or not self.plan.is_shared(step):
+            return 0
+        spec = next(linear for linear in self.architecture.linears() if linear.name == name)
+        return self.relaxation.rank(spec) * (spec.inputs + spec.outputs)
+
+    def _mean_keys(self, step: Step) -> Fraction:
+        """Keys that a token sees on average: T/2, less where the layer has a window."""
+        window = self.architecture.window(step.origin)
+        if window is None or window >= self.context:
+            return Fraction(self.context, 2)
+        return window - Fraction(window * window, 2 * self.context)

@@ -1,0 +1,162 @@
+"""The depth plan: one idea used everywhere.
+
+A model is a set of unique layers and a plan that says which layer runs at which step. A plain Transformer is the plan with
+one recursion; a recursive one loops its core. The model, the cache, the cost counter and the converter all walk a plan;
+nothing else counts layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Literal
+
+from fathomlm.depth.sharing import STRATEGIES, kept_apart, spread
+from fathomlm.errors import PlanError, choices
+
+Resize = Literal["add", "drop"]
+Part = Literal["prelude", "core", "coda"]
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One application of a layer."""
+
+    index: int
+    """Its place in the unrolled depth, from 0."""
+    layer: int
+    """The unique layer that runs."""
+    recursion: int
+    """Which use of that layer this is, from 0; always 0 in prelude and coda."""
+    part: Part
+    origin: int
+    """The base layer whose place this step takes: its window, and what its relaxation is initialised towards."""
+
+
+@dataclass(frozen=True)
+class DepthPlan:
+    """Unique layers laid out over an unrolled depth. Make one with `DepthPlan.build` or `DepthPlan.vanilla`."""
+
+    sharing: str
+    recursions: int
+    base_layers: int
+    """How many layers the untied base has."""
+    steps: tuple[Step, ...]
+
+    @classmethod
+    def vanilla(cls, layers: int) -> DepthPlan:
+        """Every layer its own, once: the plan of a plain Transformer."""
+        return cls.build("cycle", 1, layers)
+
+    @classmethod
+    def build(cls, sharing: str, recursions: int, base_layers: int, resize: Resize | None = None) -> DepthPlan:
+        """Lay `sharing` with `recursions` over a base of `base_layers`.
+
+        `resize` changes the unrolled depth where it does not divide: "add" rounds it up, as the thesis does for its MoR
+        models (30 -> 1+10+1 looped three times, 32 -> 34 for four); "drop" rounds it down, as in its sharing tables.
+        """
+        if sharing not in STRATEGIES:
+            raise PlanError(choices("sharing strategy", sharing, STRATEGIES))
+        if recursions < 1:
+            raise PlanError(f"recursions must be at least 1, got {recursions}")
+        if resize not in (None, "add", "drop"):
+            raise PlanError(f"resize must be 'add' or 'drop', got {resize!r}")
+        ends = kept_apart(sharing)
+        core = base_layers - 2 * ends
+        if core < 1:
+            raise PlanError(f"{sharing} keeps the first and last layer apart, so it needs 3 layers; got {base_layers}")
+        if core % recursions:
+            if resize is None:
+                raise PlanError(_does_not_divide(sharing, recursions, base_layers, core))
+            core += -core % recursions if resize == "add" else -(core % recursions)
+        unique = core // recursions
+        if unique < 1:
+            raise PlanError(f"{recursions} recursions leave no layer of {base_layers}; at most {base_layers - 2 * ends}")
+        return cls(sharing, recursions, base_layers, tuple(_lay(sharing, recursions, base_layers, unique, ends)))
+
+    @property
+    def unrolled_layers(self) -> int:
+        return len(self.steps)
+
+    @cached_property
+    def unique_layers(self) -> int:
+        return 1 + max(step.layer for step in self.steps)
+
+    @cached_property
+    def core_layers(self) -> int:
+        return len({step.layer for step in self.steps if step.part == "core"})
+
+    @property
+    def layout(self) -> str:
+        """Unique layers as the thesis writes them: "15", or "1+10+1" with a prelude and a coda."""
+        prelude = sum(step.part == "prelude" for step in self.steps)
+        coda = sum(step.part == "coda" for step in self.steps)
+        return f"{prelude}+{self.core_layers}+{coda}" if prelude else str(self.core_layers)
+
+    @property
+    def loops(self) -> bool:
+        """Whether the core is one block run again and again in the same order, so that routers and exits fit between."""
+        return self.sharing in ("cycle", "middle-cycle")
+
+    def is_shared(self, step: Step) -> bool:
+        """Whether other steps run this step's layer too."""
+        return step.part == "core" and self.recursions > 1
+
+    def uses(self, layer: int) -> tuple[Step, ...]:
+        """The steps that run a layer, in order."""
+        return tuple(step for step in self.steps if step.layer == layer)
+
+    def is_last_of_recursion(self, step: Step) -> bool:
+        """Whether a pass through the core ends with this step."""
+        after = self.steps[step.index + 1] if step.index + 1 < len(self.steps) else None
+        return step.part == "core" and (after is None or after.part != "core" or after.recursion != step.recursion)
+
+    def __iter__(self) -> Iterator[Step]:
+        return iter(self.steps)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The few numbers that the plan follows from; `from_dict` lays it out again."""
+        return {
+            "sharing": self.sharing,
+            "recursions": self.recursions,
+            "base_layers": self.base_layers,
+            "unrolled_layers": self.unrolled_layers,
+        }
+
+    @classmethod
+    def from_dict(cls, record: dict[str, Any]) -> DepthPlan:
+        if unknown := sorted(set(record) - {"sharing", "recursions", "base_layers", "unrolled_layers"}):
+            raise PlanError(f"unknown plan field(s): {', '.join(unknown)}")
+        base, unrolled = int(record["base_layers"]), int(record["unrolled_layers"])
+        resize: Resize | None = None if base == unrolled else ("add" if unrolled > base else "drop")
+        plan = cls.build(record["sharing"], int(record["recursions"]), base, resize)
+        if plan.unrolled_layers != unrolled:
+            raise PlanError(f"the plan says {unrolled} unrolled layers, but its other fields give {plan.unrolled_layers}")
+        return plan
+
+
+def _lay(sharing: str, recursions: int, base_layers: int, unique: int, ends: int) -> Iterator[Step]:
+    order = STRATEGIES[sharing](unique, recursions)
+    origins = spread(ends, base_layers - 1 - ends, len(order))
+    if ends:
+        yield Step(0, 0, 0, "prelude", 0)
+    seen: dict[int, int] = {}
+    for i, (layer, origin) in enumerate(zip(order, origins, strict=True)):
+        recursion = seen.get(layer, 0)
+        seen[layer] = recursion + 1
+        yield Step(ends + i, ends + layer, recursion, "core", origin)
+    if ends:
+        yield Step(ends + len(order), ends + unique, 0, "coda", base_layers - 1)
+
+
+def _does_not_divide(sharing: str, recursions: int, base_layers: int, core: int) -> str:
+    apart = f" ({base_layers} less the first and last)" if core != base_layers else ""
+    fits = ", ".join(str(n) for n in range(1, core + 1) if core % n == 0)
+    more = core + -core % recursions
+    total = more + base_layers - core
+    shape = f"1+{more // recursions}+1" if core != base_layers else str(more // recursions)
+    return (
+        f"{recursions} recursions do not divide {core} layers{apart}; these do: {fits}. "
+        f"--resize adds {total - base_layers} ({shape} looped {recursions} times, {total} layers in all)"
+    )

