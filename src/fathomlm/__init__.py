@@ -1,1 +1,78 @@
+"""FathomLM: language models that give every token the depth it needs.
+
+    import fathomlm
+    model = fathomlm.load("smollm2-135m")
+    small = fathomlm.convert(model, sharing="cycle", recursions=2, init="average", relax="lora", rank=64)
+    small.save_pretrained("small")
+
+Importing the package also teaches `transformers.AutoModelForCausalLM` and `AutoConfig` to read FathomLM directories.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
 __version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from fathomlm.checkpoints.convert import convert
+    from fathomlm.checkpoints.export import export
+    from fathomlm.checkpoints.resolve import load
+    from fathomlm.decode.full import Generation, generate
+    from fathomlm.decode.sampling import Sampling
+    from fathomlm.depth import Architecture, DepthPlan, Relaxation
+    from fathomlm.errors import FathomError
+    from fathomlm.model.hub import FathomConfig, FathomForCausalLM
+
+_PUBLIC = {
+    "Architecture": "fathomlm.depth",
+    "DepthPlan": "fathomlm.depth",
+    "FathomConfig": "fathomlm.model.hub",
+    "FathomError": "fathomlm.errors",
+    "FathomForCausalLM": "fathomlm.model.hub",
+    "Generation": "fathomlm.decode.full",
+    "Relaxation": "fathomlm.depth",
+    "Sampling": "fathomlm.decode.sampling",
+    "convert": "fathomlm.checkpoints.convert",
+    "export": "fathomlm.checkpoints.export",
+    "generate": "fathomlm.decode.full",
+    "load": "fathomlm.checkpoints.resolve",
+}
+
+__all__ = [
+    "Architecture",
+    "DepthPlan",
+    "FathomConfig",
+    "FathomError",
+    "FathomForCausalLM",
+    "Generation",
+    "Relaxation",
+    "Sampling",
+    "__version__",
+    "convert",
+    "export",
+    "generate",
+    "load",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """Public names are imported when first used: torch and transformers take seconds, `fathomlm --help` must not."""
+    if name not in _PUBLIC:
+        raise AttributeError(f"module 'fathomlm' has no attribute '{name}'")
+    import importlib
+
+    value = getattr(importlib.import_module(_PUBLIC[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return __all__
+
+
+# The command imports what its verb needs; everyone else gets the transformers registration with `import fathomlm`.
+if Path((sys.argv or [""])[0]).stem != "fathomlm":
+    import fathomlm.model.hub

@@ -62,15 +62,4 @@ def parameter_names(architecture: Architecture) -> list[str]:
 
 def layer_parameter_names(architecture: Architecture) -> list[str]:
     """Every tensor of one layer."""
-    names = []
-    for linear in architecture.linears():
-        half = "attn" if linear.name in ("q", "k", "v", "o") else "mlp"
-        names += [f"{half}.{linear.name}.weight"] + ([f"{half}.{linear.name}.bias"] if linear.bias else [])
-    if architecture.qk_norm:
-        names += ["attn.q_norm.weight", "attn.k_norm.weight"]
-    norms = ["norm_attn", "norm_mlp"]
-    if architecture.residual == "sandwich":
-        norms += ["norm_attn_out", "norm_mlp_out"]
-    for norm in norms:
-        names += [f"{norm}.weight"] + ([f"{norm}.bias"] if architecture.norm == "layer" else [])
-    return names
+    return [f"{linear.path}.weight" for linear in architecture.linears()] + list(architecture.vectors())

@@ -1,7 +1,8 @@
 """What one layer is made of, and what stands around the layers.
 
-An `Architecture` describes a plain, untied Transformer: the base that a depth plan is laid over. It is all that the cost
-counter needs and all that the model builder needs, so the two cannot disagree. Families differ only in these traits.
+An `Architecture` describes a plain, untied Transformer: the base that a depth plan is laid over. It is all that the
+cost counter needs and all that the model builder needs, so the two cannot disagree. Families differ only in these
+traits.
 """
 
 from __future__ import annotations
@@ -42,8 +43,9 @@ class LinearSpec:
     bias: bool
 
     @property
-    def parameters(self) -> int:
-        return self.inputs * self.outputs + (self.outputs if self.bias else 0)
+    def path(self) -> str:
+        """Where a layer keeps it: attn.q, mlp.gate."""
+        return f"attn.{self.name}" if self.name in ("q", "k", "v", "o") else f"mlp.{self.name}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +53,7 @@ class Architecture:
     """A plain decoder-only Transformer, described by its traits."""
 
     family: str
-    """llama, mistral, qwen2, qwen3, gemma, gemma3 or neox: the checkpoint layout that it is read from and exported to."""
+    """llama, mistral, qwen2, qwen3, gemma, gemma3 or neox: the checkpoint layout that is read and exported."""
     layers: int
     hidden: int
     intermediate: int
@@ -69,7 +71,7 @@ class Architecture:
     gated: bool = True
     """Whether the feed-forward part is down(act(gate(x)) * up(x)); otherwise down(act(up(x)))."""
     residual: Residual = "pre"
-    """pre: norm before each half; sandwich: before and after (Gemma 3); parallel: both halves read one input (Pythia)."""
+    """pre: norm before each half; sandwich: also after (Gemma 3); parallel: both halves read one input (Pythia)."""
     qk_norm: bool = False
     qkv_bias: bool = False
     o_bias: bool = False
@@ -133,15 +135,23 @@ class Architecture:
             LinearSpec("down", self.intermediate, self.hidden, self.mlp_bias),
         )
 
+    def vectors(self) -> dict[str, int]:
+        """The other tensors of one layer, norms and biases, by name and width."""
+        ends = ("weight", "bias") if self.norm == "layer" else ("weight",)
+        norms = ["norm_attn", "norm_mlp"] + (["norm_attn_out", "norm_mlp_out"] if self.residual == "sandwich" else [])
+        widths = {f"{norm}.{end}": self.hidden for norm in norms for end in ends}
+        if self.qk_norm:
+            widths |= {f"attn.{norm}.{end}": self.head_dim for norm in ("q_norm", "k_norm") for end in ends}
+        return widths | {f"{linear.path}.bias": linear.outputs for linear in self.linears() if linear.bias}
+
     @property
     def norm_parameters(self) -> int:
-        """Parameters of one norm over the hidden state."""
+        """Parameters of the final norm."""
         return self.hidden * (2 if self.norm == "layer" else 1)
 
     @property
     def layer_parameters(self) -> int:
-        norms = (4 if self.residual == "sandwich" else 2) * self.norm_parameters
-        return sum(linear.parameters for linear in self.linears()) + norms + (2 * self.head_dim if self.qk_norm else 0)
+        return sum(linear.inputs * linear.outputs for linear in self.linears()) + sum(self.vectors().values())
 
     @property
     def embedding_parameters(self) -> int:
@@ -161,12 +171,25 @@ class Architecture:
 
     @classmethod
     def from_dict(cls, record: dict[str, Any]) -> Architecture:
-        known = {f.name for f in dataclasses.fields(cls)}
-        if unknown := sorted(set(record) - known):
-            raise OptionError(f"unknown architecture field(s) {', '.join(unknown)}; known: {', '.join(sorted(known))}")
+        _check_fields(cls, record, "architecture")
         values = dict(record)
-        values["rope"] = Rope(**values.get("rope", {}))
+        values["rope"] = _rope(values.get("rope", {}))
         if values.get("local_rope") is not None:
-            values["local_rope"] = Rope(**values["local_rope"])
+            values["local_rope"] = _rope(values["local_rope"])
         values["windows"] = tuple(values.get("windows", ()))
         return cls(**values)
+
+
+def _rope(record: dict[str, Any]) -> Rope:
+    _check_fields(Rope, record, "rope")
+    return Rope(**record)
+
+
+def _check_fields(cls: type[Architecture] | type[Rope], record: dict[str, Any], what: str) -> None:
+    fields = dataclasses.fields(cls)
+    known = sorted(f.name for f in fields)
+    if unknown := sorted(set(record) - set(known)):
+        raise OptionError(f"unknown {what} field(s) {', '.join(unknown)}; known: {', '.join(known)}")
+    required = {f.name for f in fields if f.default is f.default_factory is dataclasses.MISSING}
+    if missing := sorted(required - set(record)):
+        raise OptionError(f"the {what} lacks {', '.join(missing)}")

@@ -1,8 +1,8 @@
 """The depth plan: one idea used everywhere.
 
-A model is a set of unique layers and a plan that says which layer runs at which step. A plain Transformer is the plan with
-one recursion; a recursive one loops its core. The model, the cache, the cost counter and the converter all walk a plan;
-nothing else counts layers.
+A model is a set of unique layers and a plan that says which layer runs at which step. A plain Transformer is the plan
+with one recursion; a recursive one loops its core. The model, the cache, the cost counter and the converter all walk a
+plan; nothing else counts layers.
 """
 
 from __future__ import annotations
@@ -72,7 +72,8 @@ class DepthPlan:
             core += -core % recursions if resize == "add" else -(core % recursions)
         unique = core // recursions
         if unique < 1:
-            raise PlanError(f"{recursions} recursions leave no layer of {base_layers}; at most {base_layers - 2 * ends}")
+            most = base_layers - 2 * ends
+            raise PlanError(f"{recursions} recursions leave no layer of {base_layers}; at most {most} fit")
         return cls(sharing, recursions, base_layers, tuple(_lay(sharing, recursions, base_layers, unique, ends)))
 
     @property
@@ -96,8 +97,13 @@ class DepthPlan:
 
     @property
     def loops(self) -> bool:
-        """Whether the core is one block run again and again in the same order, so that routers and exits fit between."""
+        """Whether the core is one block run again and again in one order, so that routers and exits fit between."""
         return self.sharing in ("cycle", "middle-cycle")
+
+    @property
+    def whole_passes(self) -> bool:
+        """Whether a recursion runs the whole core before the next begins, so that a recursion has an output."""
+        return self.loops or self.sharing == "cycle-rev"
 
     def is_shared(self, step: Step) -> bool:
         """Whether other steps run this step's layer too."""
@@ -126,13 +132,16 @@ class DepthPlan:
 
     @classmethod
     def from_dict(cls, record: dict[str, Any]) -> DepthPlan:
-        if unknown := sorted(set(record) - {"sharing", "recursions", "base_layers", "unrolled_layers"}):
+        known = {"sharing", "recursions", "base_layers", "unrolled_layers"}
+        if unknown := sorted(set(record) - known):
             raise PlanError(f"unknown plan field(s): {', '.join(unknown)}")
+        if missing := sorted(known - set(record)):
+            raise PlanError(f"the plan lacks {', '.join(missing)}")
         base, unrolled = int(record["base_layers"]), int(record["unrolled_layers"])
         resize: Resize | None = None if base == unrolled else ("add" if unrolled > base else "drop")
         plan = cls.build(record["sharing"], int(record["recursions"]), base, resize)
         if plan.unrolled_layers != unrolled:
-            raise PlanError(f"the plan says {unrolled} unrolled layers, but its other fields give {plan.unrolled_layers}")
+            raise PlanError(f"the plan says {unrolled} unrolled layers, its other fields give {plan.unrolled_layers}")
         return plan
 
 

@@ -1,7 +1,7 @@
 """What a step may add of its own to the layer it shares (thesis 3.3.3; appendices "Alternative Approaches to Relaxed
 Parameter Sharing" and "Relaxation for key-value sharing constraints").
 
-    lora      a low-rank delta B A on linears, one module per step
+    lora      a low-rank delta B A on linears, one module per step, and offsets for the norms and biases
     dora      the same with a learned length for each output row
     prefix    trainable vectors from which a step makes extra keys and values
     encoding  a vector that multiplies the output of each recursion
@@ -12,6 +12,7 @@ every step has one. That is also what the thesis' parameter tables count.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -40,6 +41,9 @@ class Relaxation:
     """lora, dora: the rank on each linear, before it is capped by the matrix; a linear not named here has none."""
     prefix_length: int = 0
     """prefix: how many vectors each step has."""
+    vectors: bool = True
+    """lora, dora: whether a step also has offsets for norms and biases. No product of matrices can restore those, so
+    without them even full rank does not give the original model back; they are under 0.1 % of its parameters."""
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
@@ -72,10 +76,14 @@ class Relaxation:
         return rank * (linear.inputs + linear.outputs) + (linear.outputs if rank and self.kind == "dora" else 0)
 
     def to_dict(self) -> dict[str, Any]:
-        return {"kind": self.kind, "ranks": dict(self.ranks), "prefix_length": self.prefix_length}
+        return dataclasses.asdict(self)
 
     @classmethod
     def from_dict(cls, record: dict[str, Any]) -> Relaxation:
+        if unknown := sorted(set(record) - {f.name for f in dataclasses.fields(cls)}):
+            raise OptionError(f"unknown relaxation field(s): {', '.join(unknown)}")
+        if "kind" not in record:
+            raise OptionError("the relaxation lacks kind")
         return cls(**record)
 
 
@@ -84,7 +92,7 @@ def parse_ranks(value: int | str | Mapping[str, int], linears: Iterable[LinearSp
     names = [linear.name for linear in linears]
     if isinstance(value, Mapping):
         pairs = list(value.items())
-    elif isinstance(value, int) or value.strip().lstrip("-").isdigit():
+    elif isinstance(value, int) or value.strip().removeprefix("-").isdecimal():
         pairs = [(name, int(value)) for name in names]
     else:
         pairs = [_pair(item) for item in value.split(",")]
@@ -103,6 +111,6 @@ def parse_ranks(value: int | str | Mapping[str, int], linears: Iterable[LinearSp
 
 def _pair(item: str) -> tuple[str, int]:
     name, _, number = item.partition("=")
-    if not number.strip().isdigit():
+    if not number.strip().isdecimal():
         raise OptionError(f"cannot read '{item}' as a rank; write a number (64) or pairs (q=64,kv=128,ffn=256)")
     return name.strip(), int(number)

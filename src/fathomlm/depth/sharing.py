@@ -44,8 +44,11 @@ def kept_apart(sharing: str) -> int:
 def spread(first: int, last: int, count: int) -> list[int]:
     """`count` whole numbers evenly from `first` to `last`, both included: round(linspace(first, last, count)).
 
-    Stepwise initialisation picks its layers so (thesis 3.3.2, "fixed-ends"). A half rounds to even, as numpy does.
+    Stepwise initialisation picks its layers so (thesis 3.3.2, "fixed-ends"). The arithmetic is numpy's, in numpy's
+    order, so that a place half-way between two layers falls where `np.linspace(...).round()` puts it: the middle one of
+    15 from 30 is layer 15.
     """
     if count == 1:
         return [first]
-    return [round(first + i * (last - first) / (count - 1)) for i in range(count)]
+    gap = (last - first) / (count - 1)
+    return [*(round(i * gap + first) for i in range(count - 1)), last]

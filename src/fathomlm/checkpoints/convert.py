@@ -1,0 +1,234 @@
+"""From a plain model to a (relaxed) recursive one (thesis 3.3.2, 3.3.3).
+
+Walks the unique layers of the plan. For each tensor it reads the base layers that the looped layer stands for, ties them,
+and initialises what each step adds. Only one tensor's group is held beside the result, so a large checkpoint converts in
+little more memory than its result takes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from fathomlm.checkpoints.assemble import ModelBase, configure, finish, put
+from fathomlm.checkpoints.resolve import describe, is_native, locate, open_base, parse_dtype, read_config
+from fathomlm.checkpoints.source import BaseCheckpoint, layer_parameter_names
+from fathomlm.checkpoints.tying import (
+    INITS,
+    NORM_INITS,
+    RELAX_INITS,
+    Init,
+    NormInit,
+    RelaxInit,
+    starting_layers,
+)
+from fathomlm.depth import Architecture, DepthPlan, LinearSpec, Relaxation, Step
+from fathomlm.depth.cost import relaxation_parameters
+from fathomlm.depth.plan import Resize
+from fathomlm.depth.relaxation import parse_ranks
+from fathomlm.errors import OptionError, choices
+from fathomlm.model.hub import FathomForCausalLM, empty_model
+from fathomlm.model.relax.step import offset_key
+from fathomlm.model.relax.svd import svd_factors
+
+DEFAULT_RANK = 64
+DEFAULT_PREFIX = 256
+Tick = Callable[[int, int], None]
+
+
+def convert(
+    model: FathomForCausalLM | str | Path,
+    *,
+    sharing: str = "cycle",
+    recursions: int = 2,
+    init: str | None = None,
+    norm_init: str | None = None,
+    relax: str | None = None,
+    rank: int | str | dict[str, int] | None = None,
+    relax_init: str | None = None,
+    prefix_length: int | None = None,
+    linears_only: bool = False,
+    resize: bool | Resize | None = None,
+    dtype: torch.dtype | str | None = None,
+    device: torch.device | str = "cpu",
+    seed: int = 0,
+    on_layer: Tick | None = None,
+) -> FathomForCausalLM:
+    """A recursive model made from a plain one, given as a loaded model or as any source that `load` takes.
+
+    `init` defaults to what the thesis found best: average under lora or dora, stepwise otherwise. `rank` is a number for
+    every linear, or pairs such as "q=64,kv=128,ffn=256" (linears not named get none). `linears_only` leaves norms and
+    biases tied under lora and dora, as the thesis does; otherwise a step has its own offsets for them too.
+    `resize` (True or "add", or "drop") changes the unrolled depth where it does not divide.
+    """
+    base = _base(model)
+    plan = DepthPlan.build(sharing, recursions, base.architecture.layers, "add" if resize is True else resize or None)
+    relaxation = build_relaxation(base.architecture, relax, rank, prefix_length, linears_only=linears_only)
+    relaxation_parameters(base.architecture, plan, relaxation)  # refuses a relaxation that the plan has no place for
+    start = _Start.of(init, norm_init, relax_init, relaxation)
+    kind = parse_dtype(dtype) or base.dtype
+    result = empty_model(configure(base.architecture, plan, relaxation, base.tokens, kind))
+    _Conversion(base, result, start, kind, torch.device(device), torch.Generator().manual_seed(seed)).run(on_layer)
+    return finish(result, base.tokenizer())
+
+
+def build_relaxation(
+    architecture: Architecture,
+    relax: str | None,
+    rank: int | str | dict[str, int] | None = None,
+    prefix_length: int | None = None,
+    *,
+    linears_only: bool = False,
+) -> Relaxation | None:
+    """A relaxation from the options of the command line, each refused where it has no meaning."""
+    low_rank = relax in ("lora", "dora")
+    if rank is not None and not low_rank:
+        raise OptionError("--rank goes with --relax lora or dora")
+    if linears_only and not low_rank:
+        raise OptionError("--linears-only goes with --relax lora or dora")
+    if prefix_length is not None and relax != "prefix":
+        raise OptionError("--prefix-length goes with --relax prefix")
+    if relax is None:
+        return None
+    ranks = parse_ranks(DEFAULT_RANK if rank is None else rank, architecture.linears()) if low_rank else {}
+    length = (DEFAULT_PREFIX if prefix_length is None else prefix_length) if relax == "prefix" else 0
+    return Relaxation(kind=relax, ranks=ranks, prefix_length=length, vectors=not linears_only)
+
+
+@dataclass(frozen=True, slots=True)
+class _Start:
+    """The initialisations, checked."""
+
+    init: Init
+    norm: NormInit
+    relax: RelaxInit
+
+    @classmethod
+    def of(
+        cls, init: str | None, norm_init: str | None, relax_init: str | None, relaxation: Relaxation | None
+    ) -> _Start:
+        low_rank = relaxation is not None and relaxation.low_rank
+        init = init or ("average" if low_rank else "stepwise")
+        for what, value, known in (("init", init, INITS), ("norm-init", norm_init, NORM_INITS)):
+            if value is not None and value not in known:
+                raise OptionError(choices(what, value, known))
+        if relax_init is not None and relax_init not in RELAX_INITS:
+            raise OptionError(choices("relax-init", relax_init, RELAX_INITS))
+        if norm_init is not None and init != "average":
+            raise OptionError(f"--norm-init goes with --init average; {init} brings its own norms")
+        if relax_init is not None and not low_rank:
+            raise OptionError("--relax-init goes with --relax lora or dora")
+        return cls(init, norm_init or "average", relax_init or "svd")  # type: ignore[arg-type]
+
+
+def _base(model: FathomForCausalLM | str | Path) -> BaseCheckpoint:
+    if isinstance(model, FathomForCausalLM):
+        if model.plan.recursions > 1 or model.relaxation is not None:
+            raise OptionError(f"the model is recursive already: {describe(model)}; convert the plain model it came from")
+        return ModelBase(model)
+    path = locate(model)
+    if path.is_dir() and is_native(read_config(path)):
+        from fathomlm.checkpoints.resolve import load
+
+        return _base(load(path))
+    return open_base(path)
+
+
+@dataclass(frozen=True, slots=True)
+class _Conversion:
+    """One conversion under way: tensors are read from `base` and put into `result` as they are made."""
+
+    base: BaseCheckpoint
+    result: FathomForCausalLM
+    start: _Start
+    dtype: torch.dtype
+    device: torch.device
+    generator: torch.Generator
+
+    def run(self, on_layer: Tick | None) -> None:
+        plan = self.result.plan
+        starts = starting_layers(plan, self.start.init)
+        total = plan.unique_layers
+        for name in [n for n, _ in self.result.decoder.named_parameters() if n.split(".")[0] in ("embed", "norm", "head")]:
+            self._put(name, self.base.tensor(name))
+        for layer in range(total):
+            if on_layer is not None:
+                on_layer(layer, total)
+            self._convert_layer(layer, starts[layer])
+        for i in range(len(self.result.decoder.encodings)):
+            self._put(f"encodings.{i}", torch.ones(self.base.architecture.hidden))
+        if on_layer is not None:
+            on_layer(total, total)
+
+    def _convert_layer(self, layer: int, starts: tuple[int, ...]) -> None:
+        specs = {f"{spec.path}.weight": spec for spec in self.base.architecture.linears()}
+        uses = self.result.plan.uses(layer)
+        for name in layer_parameter_names(self.base.architecture):
+            tied = self._tie(name, starts).to(self.dtype)
+            self._put(f"layers.{layer}.{name}", tied)
+            for step in uses:
+                self._relax(step, name, specs.get(name), tied)
+        for step in uses:
+            delta = self.result.decoder.delta(step)
+            if delta is not None and delta.prefix is not None:
+                prefix = torch.empty(delta.prefix.shape).normal_(std=0.02, generator=self.generator)
+                self._put(f"deltas.{step.index}.prefix", prefix)
+
+    def _tie(self, name: str, starts: tuple[int, ...]) -> Tensor:
+        """The tied tensor: one base layer's own, bit for bit, or the mean of several in float32."""
+        is_norm = "norm" in name
+        if not starts:
+            return self._fresh(name)
+        if is_norm and len(starts) > 1 and self.start.norm == "zero":
+            return torch.zeros_like(self.base.tensor(f"layers.{starts[0]}.{name}"))
+        if is_norm and self.start.norm == "choice":
+            starts = starts[:1]
+        first = self.base.tensor(f"layers.{starts[0]}.{name}")
+        if len(starts) == 1:
+            return first
+        total = first.float().clone()
+        for other in starts[1:]:
+            total += self.base.tensor(f"layers.{other}.{name}").float()
+        return total / len(starts)
+
+    def _fresh(self, name: str) -> Tensor:
+        architecture = self.base.architecture
+        if name in architecture.vectors():
+            neutral = 1.0 if "norm" in name and name.endswith("weight") and architecture.norm != "rms_plus_one" else 0.0
+            return torch.full((architecture.vectors()[name],), neutral)
+        spec = next(spec for spec in architecture.linears() if f"{spec.path}.weight" == name)
+        std = float(self.result.config.initializer_range)
+        return torch.empty(spec.outputs, spec.inputs).normal_(std=std, generator=self.generator)
+
+    def _relax(self, step: Step, name: str, spec: LinearSpec | None, tied: Tensor) -> None:
+        """What a step adds to one tensor, towards the base layer in its place (svd) or starting as nothing (zero)."""
+        delta = self.result.decoder.delta(step)
+        if delta is None:
+            return
+        towards = self.start.relax == "svd"
+        if spec is not None and spec.name in delta.linears:
+            relaxation = self.result.relaxation
+            assert relaxation is not None
+            residual = self._residual(step, name, tied) if towards else torch.zeros(tied.shape)
+            a, b = svd_factors(residual, relaxation.rank(spec), self.generator)
+            where = f"deltas.{step.index}.linears.{spec.name}"
+            self._put(f"{where}.a", a)
+            self._put(f"{where}.b", b)
+            if relaxation.kind == "dora":
+                merged = tied.float() + b.to(self.dtype).float() @ a.to(self.dtype).float()
+                self._put(f"{where}.magnitude", torch.linalg.vector_norm(merged, dim=1))
+        elif spec is None and offset_key(name) in delta.offsets:
+            offset = self._residual(step, name, tied) if towards else torch.zeros(tied.shape)
+            self._put(f"deltas.{step.index}.offsets.{offset_key(name)}", offset)
+
+    def _residual(self, step: Step, name: str, tied: Tensor) -> Tensor:
+        """The base layer at this depth, less the tied weight as it is stored."""
+        return self.base.tensor(f"layers.{step.origin}.{name}").float() - tied.float()
+
+    def _put(self, name: str, tensor: Tensor) -> None:
+        shape = tuple(self.result.decoder.get_parameter(name).shape)
+        put(self.result, name, tensor, self.dtype, self.device, shape, "the base checkpoint")

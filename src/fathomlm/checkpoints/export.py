@@ -1,0 +1,145 @@
+"""Unrolled export: a plain Hugging Face checkpoint that transformers, vLLM or llama.cpp can serve.
+
+Each step becomes a layer of its own with what the step adds merged in, so the file is as large as the untied model; what
+it computes is what the recursive model computes.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from fathomlm.checkpoints.families import FAMILIES, hf_name
+from fathomlm.checkpoints.huggingface import fuse_qkv
+from fathomlm.checkpoints.shards import INDEX, SINGLE
+from fathomlm.checkpoints.source import layer_parameter_names
+from fathomlm.checkpoints.writing import check_room, check_target, whole_directory
+from fathomlm.depth import Architecture, DepthPlan, Step
+from fathomlm.errors import OptionError
+from fathomlm.model.hub import FathomForCausalLM
+
+Tick = Callable[[int, int], None]
+
+
+def export(
+    model: FathomForCausalLM,
+    out: str | Path,
+    *,
+    force: bool = False,
+    shard_bytes: int = 4_000_000_000,
+    on_layer: Tick | None = None,
+) -> Path:
+    """Write `model` unrolled into the directory `out`, and return it."""
+    out = Path(out)
+    if model.relaxation is not None and not model.relaxation.low_rank:
+        raise OptionError(
+            f"a plain checkpoint has no place for a {model.relaxation.kind} relaxation; only tied, lora and dora models "
+            "can be exported"
+        )
+    check_target(out, force)
+    unrolled = model.architecture.with_layers(tuple(step.origin for step in model.plan))
+    dtype = model.decoder.embed.weight.dtype
+    check_room(out, _bytes(unrolled, dtype))
+    with whole_directory(out, force) as directory:
+        _write_shards(directory, _tensors(model, on_layer), shard_bytes)
+        config = _config(model, unrolled, dtype)
+        (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        model.generation_config.save_pretrained(directory)
+        if model.tokenizer is not None:
+            model.tokenizer.save_pretrained(directory)
+    return out
+
+
+def _config(model: FathomForCausalLM, unrolled: Architecture, dtype: torch.dtype) -> dict[str, Any]:
+    family = FAMILIES[unrolled.family]
+    ids = {key: getattr(model.config, key) for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    return {
+        "architectures": [family.architecture_class],
+        "model_type": family.model_type,
+        **family.write(unrolled),
+        **ids,
+        "dtype": str(dtype).removeprefix("torch."),
+    }
+
+
+@torch.no_grad()
+def _tensors(model: FathomForCausalLM, on_layer: Tick | None) -> Iterator[tuple[str, Tensor]]:
+    """The plain model's tensors by Hugging Face's names, in order, each made when it is asked for."""
+    family = FAMILIES[model.architecture.family]
+    decoder = model.decoder
+    plan: DepthPlan = decoder.plan
+    yield hf_name(family, "embed.weight"), decoder.embed.weight
+    for step in plan:
+        if on_layer is not None:
+            on_layer(step.index, plan.unrolled_layers)
+        merged = _merged_layer(model, step)
+        if model.architecture.family == "neox":
+            merged = _fuse(merged, model.architecture.heads)
+        for name, tensor in merged.items():
+            yield hf_name(family, f"layers.{step.index}.{name}"), tensor
+    for name, parameter in decoder.norm.named_parameters():
+        yield hf_name(family, f"norm.{name}"), parameter
+    if decoder.head is not None:
+        yield hf_name(family, "head.weight"), decoder.head.weight
+    if on_layer is not None:
+        on_layer(plan.unrolled_layers, plan.unrolled_layers)
+
+
+def _merged_layer(model: FathomForCausalLM, step: Step) -> dict[str, Tensor]:
+    layer, delta = model.decoder.layers[step.layer], model.decoder.delta(step)
+    tensors = {name: layer.get_parameter(name) for name in layer_parameter_names(model.architecture)}
+    if delta is None:
+        return tensors
+    return {name: delta.merged(name, tensor).to(tensor.dtype) for name, tensor in tensors.items()}
+
+
+def _fuse(tensors: dict[str, Tensor], heads: int) -> dict[str, Tensor]:
+    """GPT-NeoX: q, k and v back into one matrix."""
+    rest = {name: tensor for name, tensor in tensors.items() if name.split(".")[-2] not in ("q", "k", "v")}
+    for end in ("weight", "bias"):
+        if f"attn.q.{end}" in tensors:
+            rest[f"attn.qkv.{end}"] = fuse_qkv(*(tensors[f"attn.{which}.{end}"] for which in "qkv"), heads=heads)
+    return rest
+
+
+def _write_shards(directory: Path, tensors: Iterator[tuple[str, Tensor]], limit: int) -> None:
+    """Files of at most `limit` bytes, held one at a time, with an index where there are several."""
+    where: dict[str, str] = {}
+    total = 0
+    batch: dict[str, Tensor] = {}
+    files: list[Path] = []
+
+    def flush() -> None:
+        file = directory / f"shard-{len(files):05d}.safetensors"
+        save_file(batch, file, metadata={"format": "pt"})
+        where.update(dict.fromkeys(batch, file.name))
+        files.append(file)
+        batch.clear()
+
+    for name, tensor in tensors:
+        size = tensor.numel() * tensor.element_size()
+        if batch and sum(t.numel() * t.element_size() for t in batch.values()) + size > limit:
+            flush()
+        # A copy, because tied layers are one storage here and each needs its own place in the file.
+        batch[name] = tensor.detach().to("cpu", copy=True).contiguous()
+        total += size
+    flush()
+    if len(files) == 1:
+        files[0].rename(directory / SINGLE)
+        return
+    final = {f.name: f"model-{i + 1:05d}-of-{len(files):05d}.safetensors" for i, f in enumerate(files)}
+    for file in files:
+        file.rename(directory / final[file.name])
+    index = {"metadata": {"total_size": total}, "weight_map": {name: final[file] for name, file in where.items()}}
+    (directory / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+
+def _bytes(architecture: Architecture, dtype: torch.dtype) -> int:
+    parameters = architecture.layers * architecture.layer_parameters + architecture.embedding_parameters
+    return (parameters + architecture.norm_parameters) * dtype.itemsize

@@ -1,0 +1,107 @@
+"""A plain Hugging Face directory as a base checkpoint: config.json, safetensors, tokenizer files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fathomlm.checkpoints.families import Family, family_of, hf_name
+from fathomlm.checkpoints.shards import Shards, read_json
+from fathomlm.checkpoints.source import TokenIds
+from fathomlm.depth import Architecture
+from fathomlm.errors import CheckpointError, FathomError, UnsupportedModel
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
+
+
+class HuggingFaceCheckpoint:
+    """Reads lazily: making one touches the configuration and the shards' headers only."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        config = read_config(directory)
+        self._family = family_of(config, str(directory))
+        self._architecture = architecture_from_config(config, str(directory))
+        self._tokens = tokens_of(directory, config)
+        self._shards = Shards(directory)
+
+    @property
+    def architecture(self) -> Architecture:
+        return self._architecture
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.tensor("embed.weight").dtype
+
+    @property
+    def tokens(self) -> TokenIds:
+        return self._tokens
+
+    def tensor(self, name: str) -> torch.Tensor:
+        if self._architecture.family == "neox" and ".attn." in name and name.split(".")[-2] in ("q", "k", "v"):
+            return self._split_qkv(name)
+        return self._shards.get(hf_name(self._family, name))
+
+    def tokenizer(self) -> Any | None:
+        return read_tokenizer(self._directory)
+
+    def _split_qkv(self, name: str) -> torch.Tensor:
+        """GPT-NeoX keeps q, k and v of each head together in one matrix; here they are three."""
+        *front, which, end = name.split(".")
+        fused = self._shards.get(hf_name(self._family, ".".join([*front, "qkv", end])))
+        a = self._architecture
+        by_head = fused.view(a.heads, 3, a.head_dim, *fused.shape[1:])
+        return by_head[:, "qkv".index(which)].reshape(a.query_width, *fused.shape[1:]).contiguous()
+
+
+def fuse_qkv(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, heads: int) -> torch.Tensor:
+    """The inverse of the split above, for export."""
+    parts = [t.view(heads, -1, *t.shape[1:]) for t in (q, k, v)]
+    return torch.stack(parts, dim=1).flatten(0, 2).contiguous()
+
+
+def read_config(directory: Path) -> dict[str, Any]:
+    if not (directory / "config.json").is_file():
+        raise CheckpointError(f"{directory} has no config.json, so it is not a model directory")
+    return read_json(directory / "config.json")
+
+
+def architecture_from_config(config: dict[str, Any], where: str) -> Architecture:
+    """The architecture that a Hugging Face configuration describes."""
+    family: Family = family_of(config, where)
+    if config.get("quantization_config"):
+        method = config["quantization_config"].get("quant_method", "unknown")
+        raise UnsupportedModel(f"{where} is quantised ({method}); give the unquantised checkpoint or a GGUF file")
+    try:
+        return family.read(config)
+    except KeyError as error:
+        raise CheckpointError(f"{where}: config.json lacks {error}") from error
+    except FathomError as error:
+        raise type(error)(f"{where}: {error}") from error
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(f"{where}: config.json has a value that cannot be read ({error})") from error
+
+
+def tokens_of(directory: Path, config: dict[str, Any]) -> TokenIds:
+    """Special tokens; generation_config.json is newer than config.json where both speak."""
+    found = dict(config)
+    if (directory / "generation_config.json").is_file():
+        later = read_json(directory / "generation_config.json")
+        found |= {key: value for key, value in later.items() if value is not None}
+    eos = found.get("eos_token_id")
+    ends = () if eos is None else tuple(eos) if isinstance(eos, list) else (int(eos),)
+    return TokenIds(bos=found.get("bos_token_id"), eos=ends, pad=found.get("pad_token_id"))
+
+
+def read_tokenizer(directory: Path) -> Any | None:
+    """The tokenizer beside the weights, or None. Tokenizers that bring their own code are not run."""
+    if not any((directory / name).is_file() for name in TOKENIZER_FILES):
+        return None
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(str(directory), local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # the tokenizers library raises a bare Exception on a corrupt tokenizer.json
+        raise CheckpointError(f"{directory}: the tokenizer cannot be read ({str(error).splitlines()[0]})") from error

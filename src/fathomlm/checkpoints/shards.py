@@ -1,0 +1,87 @@
+"""Tensors of a safetensors directory, read one at a time. Pickles are refused: nothing from a checkpoint is executed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from fathomlm.errors import CheckpointError
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+
+
+class Shards:
+    """The safetensors files of a directory, by tensor name."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self._files: dict[str, Any] = {}
+        self._where = self._locate()
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._where
+
+    def names(self) -> list[str]:
+        return list(self._where)
+
+    def get(self, name: str) -> torch.Tensor:
+        """One tensor, or an error that says which file lacks it or is broken."""
+        if name not in self._where:
+            raise CheckpointError(f"{self.directory}: the checkpoint has no tensor '{name}'")
+        file = self._where[name]
+        try:
+            tensor: torch.Tensor = self._open(file).get_tensor(name)
+        except SafetensorError as error:
+            raise CheckpointError(f"{self.directory / file} is corrupt: cannot read '{name}' ({error})") from error
+        return tensor
+
+    def _locate(self) -> dict[str, str]:
+        """Which file holds each tensor. Missing shards are found here, before any work is done."""
+        index = self.directory / INDEX
+        if index.is_file():
+            where = read_json(index).get("weight_map")
+            if not isinstance(where, dict) or not where:
+                raise CheckpointError(f"{index} has no weight_map")
+            if missing := sorted({f for f in where.values() if not (self.directory / f).is_file()}):
+                raise CheckpointError(f"{self.directory} lacks {', '.join(missing)}, which {INDEX} names")
+            for file in sorted(set(where.values())):
+                held = set(self._open(file).keys())
+                if lost := sorted(n for n, f in where.items() if f == file and n not in held):
+                    raise CheckpointError(f"{self.directory / file} lacks the tensor '{lost[0]}', which {INDEX} names")
+            return dict(where)
+        if (self.directory / SINGLE).is_file():
+            return {name: SINGLE for name in self._open(SINGLE).keys()}  # noqa: SIM118 - safe_open is no mapping
+        found = sorted(file.name for pattern in PICKLES for file in self.directory.glob(pattern))
+        if found:
+            raise CheckpointError(
+                f"{self.directory} has pickled weights only ({found[0]}), which can run code when loaded and are refused; "
+                f"save the model again as safetensors"
+            )
+        raise CheckpointError(f"{self.directory} has no weights: neither {SINGLE} nor {INDEX} is there")
+
+    def _open(self, file: str) -> Any:
+        if file not in self._files:
+            try:
+                self._files[file] = safe_open(str(self.directory / file), framework="pt")
+            except (SafetensorError, OSError) as error:
+                raise CheckpointError(f"{self.directory / file} is corrupt or truncated ({error})") from error
+        return self._files[file]
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a file, or an error that names the file."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
+    except ValueError as error:
+        raise CheckpointError(f"{path} is not valid JSON ({error})") from error
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path} holds a {type(value).__name__}, not a JSON object")
+    return value

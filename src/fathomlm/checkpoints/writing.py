@@ -1,0 +1,94 @@
+"""Directories appear whole or not at all: written under a temporary name beside the target, then renamed."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from safetensors import SafetensorError
+
+from fathomlm.errors import OutputError
+
+
+def check_target(out: Path, force: bool) -> None:
+    """Refuse a target that exists, before any work is done. `force` replaces a model directory, never anything else."""
+    if not os.path.lexists(out):
+        return
+    if not force:
+        raise OutputError(f"{out} exists; choose another name, or --force to replace it")
+    if not out.is_dir() or out.is_symlink():
+        raise OutputError(f"{out} is not a directory; --force replaces model directories only")
+    if any(out.iterdir()) and not (out / "config.json").is_file():
+        raise OutputError(f"{out} does not look like a model directory (no config.json); --force will not delete it")
+
+
+def check_room(out: Path, needed: int) -> None:
+    """Refuse early where the disk is too small: better now than after minutes of work."""
+    place = next(parent for parent in out.absolute().parents if parent.exists())
+    free = shutil.disk_usage(place).free
+    if free < needed:
+        raise OutputError(f"{out} needs {needed / 1e6:,.0f} MB, but only {free / 1e6:,.0f} MB are free there")
+
+
+@contextmanager
+def whole_directory(out: Path, force: bool) -> Iterator[Path]:
+    """A fresh directory to write into. It takes `out`'s name when the block ends well, and vanishes when it does not."""
+    out = out.absolute()
+    check_target(out, force)
+    made = [parent for parent in out.parents if not parent.exists()]
+    temporary = out.parent / f".{out.name}.partial-{os.getpid()}"
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        _sweep(out)
+        temporary.mkdir()
+        yield temporary
+        _swap(temporary, out)
+    except (OSError, SafetensorError) as error:
+        _discard(temporary, made)
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        raise OutputError(f"cannot write {out}: {reason}; nothing was left behind") from error
+    except BaseException:
+        _discard(temporary, made)
+        raise
+
+
+def _swap(temporary: Path, out: Path) -> None:
+    if not out.exists():
+        temporary.rename(out)
+        return
+    old = out.parent / f".{out.name}.replaced-{os.getpid()}"
+    out.rename(old)
+    try:
+        temporary.rename(out)
+    except OSError:
+        old.rename(out)
+        raise
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _discard(temporary: Path, made: list[Path]) -> None:
+    shutil.rmtree(temporary, ignore_errors=True)
+    for parent in made:
+        if parent.is_dir() and not any(parent.iterdir()):
+            parent.rmdir()
+
+
+def _sweep(out: Path) -> None:
+    """Remove what a killed run of the same target left: it had no chance to clean up."""
+    for stale in out.parent.glob(f".{out.name}.partial-*"):
+        number = stale.name.rsplit("-", 1)[-1]
+        if number.isdigit() and not _alive(int(number)):
+            shutil.rmtree(stale, ignore_errors=True)
+
+
+def _alive(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True

@@ -1,0 +1,216 @@
+"""`fathomlm inspect MODEL`: what a model costs under a depth plan, counted without its weights.
+
+Presets need no file at all; for anything else only the configuration is read.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from decimal import Decimal, InvalidOperation
+
+from fathomlm.depth import Architecture, DepthPlan, Relaxation, cost
+from fathomlm.depth.presets import PRESETS
+from fathomlm.depth.relaxation import KINDS, parse_ranks
+from fathomlm.depth.sharing import STRATEGIES
+from fathomlm.errors import OptionError
+
+HELP = "count what a model costs: parameters, compute, cache memory"
+DESCRIPTION = (
+    "Count the parameters, forward FLOPs and key-value cache of a model under a depth plan, beside those of the untied "
+    "base. No weights are read. Without --sharing and --recursions, MODEL is shown as it is."
+)
+DEFAULT_RANK = "64"
+DEFAULT_PREFIX_LENGTH = 256
+MOST_TOKENS = 10**18
+SUFFIXES = {"K": 3, "M": 6, "B": 9, "T": 12}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("model", metavar="MODEL", help="a preset, Hugging Face directory, hub id, GGUF file or FathomLM directory")
+    add("--sharing", metavar="S", help=f"which layers are shared: {', '.join(STRATEGIES)} (default: cycle)")
+    add("--recursions", metavar="N", type=int, help="how often the shared block runs (default: 1, nothing shared)")
+    how = "where the recursions do not divide the layers: add layers (the default) or drop some"
+    add("--resize", metavar="HOW", nargs="?", const="add", help=how)
+    add("--relax", metavar="KIND", help=f"what each step adds to the shared weights: {', '.join(KINDS)}")
+    add("--rank", metavar="K", help=f"lora, dora: 64, or q=64,kv=128,ffn=256 (default: {DEFAULT_RANK})")
+    add("--prefix-length", metavar="P", type=int, help=f"prefix: vectors per step (default: {DEFAULT_PREFIX_LENGTH})")
+    add("--router", metavar="R", help="let a router choose how deep each token goes: expert or token")
+    add("--kv", metavar="MODE", default="cache", help="keys and values: cache every recursion's (default), or share")
+    add("--tokens", metavar="D", help="training tokens to count FLOPs for: 20e9, 20B, 300M, 1.5T")
+    add("--context", metavar="T", type=int, default=2048, help="sequence length to count attention at (default: 2048)")
+    add("--json", action="store_true", help="print one JSON object")
+
+
+def run(args: argparse.Namespace) -> int:
+    if args.resize is not None and args.recursions is None:
+        raise OptionError("--resize goes with --recursions")
+    architecture, own_plan, own_relaxation = _read(args.model)
+    if own_plan is not None and args.sharing is None and args.recursions is None:
+        plan, kept = own_plan, own_relaxation
+    else:
+        recursions = 1 if args.recursions is None else args.recursions
+        plan, kept = DepthPlan.build(args.sharing or "cycle", recursions, architecture.layers, args.resize), None
+    relaxation = _relaxation(args, architecture) or kept
+    _needs_a_loop(args, plan)
+    tokens = None if args.tokens is None else parse_tokens(args.tokens)
+    counted = cost.count(
+        architecture,
+        plan,
+        relaxation=relaxation,
+        router=args.router,
+        kv=args.kv,
+        tokens=tokens,
+        context=args.context,
+    )
+    if args.json:
+        about = {
+            "model": args.model,
+            "family": architecture.family,
+            "sharing": plan.sharing,
+            "recursions": plan.recursions,
+        }
+        print(json.dumps(about | counted.to_dict(), indent=2))
+        return 0
+    base = cost.count(architecture, DepthPlan.vanilla(plan.base_layers), tokens=tokens, context=args.context)
+    caption = (
+        f"FLOPs at a context of {args.context} tokens; cache in 16 bits. Sequences that fit: where "
+        f"{cost.REFERENCE_BATCH} of the base fill the memory for the cache of the shared layers."
+    )
+    _print_table(_title(args, architecture, plan, relaxation), _rows(counted, base), caption)
+    return 0
+
+
+def parse_tokens(text: str) -> int:
+    """A number of tokens from 20e9, 20B, 300M, 1.5T or 20_000; it must be whole."""
+    power = SUFFIXES.get(text[-1:].upper(), 0)
+    try:
+        number = Decimal(text[:-1] if power else text).scaleb(power)
+    except InvalidOperation:
+        number = Decimal("NaN")
+    if not number.is_finite() or not 1 <= number <= MOST_TOKENS or number != number.to_integral_value():
+        rule = "a whole number from 1 to 1e18, such as 20e9, 20B, 300M or 1.5T"
+        raise OptionError(f"--tokens must be {rule}; got '{text}'")
+    return int(number)
+
+
+def _read(model: str) -> tuple[Architecture, DepthPlan | None, Relaxation | None]:
+    if model in PRESETS:
+        return PRESETS[model].architecture, None, None
+    from fathomlm.checkpoints.resolve import architecture_of
+
+    return architecture_of(model)
+
+
+def _relaxation(args: argparse.Namespace, architecture: Architecture) -> Relaxation | None:
+    if args.rank is not None and args.relax not in ("lora", "dora"):
+        raise OptionError("--rank goes with --relax lora or --relax dora")
+    if args.prefix_length is not None and args.relax != "prefix":
+        raise OptionError("--prefix-length goes with --relax prefix")
+    if args.relax is None:
+        return None
+    if args.relax in ("lora", "dora"):
+        ranks = parse_ranks(DEFAULT_RANK if args.rank is None else args.rank, architecture.linears())
+        return Relaxation(kind=args.relax, ranks=ranks)
+    if args.relax == "prefix":
+        length = DEFAULT_PREFIX_LENGTH if args.prefix_length is None else args.prefix_length
+        return Relaxation(kind="prefix", prefix_length=length)
+    return Relaxation(kind=args.relax)
+
+
+def _needs_a_loop(args: argparse.Namespace, plan: DepthPlan) -> None:
+    """Refuse options that would do nothing when no layer is shared: a forgotten --recursions, most likely."""
+    if plan.recursions > 1:
+        return
+    pointless = {
+        "--router": args.router is not None,
+        "--kv share": args.kv == "share",
+        f"--relax {args.relax}": args.relax in ("lora", "dora"),
+    }
+    for option, given in pointless.items():
+        if given:
+            raise OptionError(f"{option} needs shared layers; give --recursions 2 or more")
+
+
+def _title(args: argparse.Namespace, architecture: Architecture, plan: DepthPlan, relaxation: Relaxation | None) -> str:
+    if plan.recursions == 1:
+        parts = [f"{args.model} ({architecture.family}), no shared layers"]
+    else:
+        parts = [f"{args.model} ({architecture.family}), {plan.sharing}, {plan.recursions} recursions"]
+    if relaxation is not None and relaxation.low_rank:
+        low, high = min(relaxation.ranks.values()), max(relaxation.ranks.values())
+        parts.append(f"{relaxation.kind} rank {low if low == high else f'{low} to {high}'}")
+    elif relaxation is not None:
+        parts.append(f"prefix of {relaxation.prefix_length}" if relaxation.kind == "prefix" else relaxation.kind)
+    if args.router is not None:
+        parts.append(f"{args.router}-choice router")
+    if args.kv == "share":
+        parts.append("shared keys and values")
+    return ", ".join(parts)
+
+
+def _rows(counted: cost.Cost, base: cost.Cost) -> list[tuple[str, str, str]]:
+    """One fact a row: what it is, this model's figure, the untied base's."""
+    rows = [
+        ("layers with weights of their own", counted.layout, base.layout),
+        ("layers run at full depth", str(counted.unrolled_layers), str(base.unrolled_layers)),
+        (
+            "parameters without embeddings",
+            _against(counted.non_embedding_parameters, base.non_embedding_parameters),
+            _short(base.non_embedding_parameters),
+        ),
+    ]
+    if counted.relaxation_parameters:
+        rows.append(("  of these, relaxation", _short(counted.relaxation_parameters), "-"))
+    if counted.router_parameters:
+        rows.append(("  of these, router", _short(counted.router_parameters), "-"))
+    rows += [
+        ("parameters of embeddings", _short(counted.embedding_parameters), _short(base.embedding_parameters)),
+        (
+            "forward FLOPs a token",
+            _against(counted.forward_flops_per_token, base.forward_flops_per_token),
+            _short(base.forward_flops_per_token),
+        ),
+        (
+            "key-value cache a token",
+            f"{_bytes(counted.kv_bytes_per_token)} ({counted.relative_kv:.2f}x the base)",
+            _bytes(base.kv_bytes_per_token),
+        ),
+        ("sequences that fit", str(counted.relative_max_batch), str(base.relative_max_batch)),
+    ]
+    if counted.tokens is not None:
+        label = f"forward FLOPs for {_short(counted.tokens)} tokens"
+        rows.append((label, f"{counted.training_flops:.3g}", f"{base.training_flops:.3g}"))
+    return rows
+
+
+def _print_table(title: str, rows: list[tuple[str, str, str]], caption: str) -> None:
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(title=Text(title), caption=caption, title_justify="left", caption_justify="left", box=box.SIMPLE_HEAD)
+    table.add_column("")
+    table.add_column("this plan", justify="right")
+    table.add_column("untied base", justify="right")
+    for row in rows:
+        table.add_row(*row)
+    Console().print(table)
+
+
+def _against(value: int, base: int) -> str:
+    return f"{_short(value)} ({value / base:.2f}x the base)"
+
+
+def _short(value: int) -> str:
+    """167.2M for 167 150 400."""
+    for suffix, power in reversed(SUFFIXES.items()):
+        if value >= 10**power:
+            return f"{value / 10**power:.{2 if power >= SUFFIXES['B'] else 1}f}{suffix}"
+    return str(value)
+
+
+def _bytes(value: int) -> str:
+    return f"{value / 1024:.1f} KiB" if value < 1024**2 else f"{value / 1024**2:.1f} MiB"

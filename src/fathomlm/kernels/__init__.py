@@ -1,0 +1,1 @@
+"""The arithmetic: one op a file, each with its plain-torch meaning."""

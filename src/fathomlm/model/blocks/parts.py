@@ -1,0 +1,151 @@
+"""What blocks are made of: norms, attention, feed-forward, and what a step hands to them.
+
+Shapes: B batch, T tokens, H query heads, G key-value heads, D head width, M hidden width, P prefix length.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fathomlm.cache import StepKV
+from fathomlm.cache.dense import stack_prefix
+from fathomlm.depth import Architecture, LinearSpec
+from fathomlm.kernels.attention import attention
+from fathomlm.kernels.norm import RMSNorm
+from fathomlm.kernels.rope import apply_rope
+from fathomlm.model.relax import StepDelta
+
+
+@dataclass(frozen=True, slots=True)
+class StepContext:
+    """What a layer needs to know about the step it runs at."""
+
+    cos: Tensor
+    sin: Tensor
+    mask: Tensor | None
+    """Which keys each query sees; None where all, or all up to itself, are seen (`causal`)."""
+    causal: bool
+    kv: StepKV | None
+    delta: StepDelta | None
+
+    def project(self, name: str, linear: nn.Linear, x: Tensor) -> Tensor:
+        """A linear of the layer, with what this step adds to it."""
+        if self.delta is not None:
+            return self.delta.project(name, linear, x)
+        out: Tensor = linear(x)
+        return out
+
+    def norm(self, name: str, module: nn.Module, x: Tensor) -> Tensor:
+        """A norm of the layer, with what this step adds to it."""
+        if self.delta is not None:
+            return self.delta.norm(name, module, x)
+        out: Tensor = module(x)
+        return out
+
+
+class Block(nn.Module):
+    """One layer. Subclasses wire the same parts differently around the residual stream."""
+
+    def __init__(self, architecture: Architecture) -> None:
+        super().__init__()
+        self.attn = Attention(architecture)
+        self.mlp = FeedForward(architecture)
+        self.norm_attn = build_norm(architecture)
+        self.norm_mlp = build_norm(architecture)
+
+    def forward(self, x: Tensor, step: StepContext) -> Tensor:
+        """The residual stream after this layer."""
+        raise AssertionError("a block says how it is wired")
+
+
+def build_norm(architecture: Architecture, width: int | None = None) -> nn.Module:
+    width = architecture.hidden if width is None else width
+    if architecture.norm == "layer":
+        return nn.LayerNorm(width, eps=architecture.norm_eps)
+    return RMSNorm(width, architecture.norm_eps, plus_one=architecture.norm == "rms_plus_one")
+
+
+def _linear(spec: LinearSpec) -> nn.Linear:
+    return nn.Linear(spec.inputs, spec.outputs, bias=spec.bias)
+
+
+class Attention(nn.Module):
+    """Grouped-query attention with rotary positions, and per-head norms where the family has them."""
+
+    def __init__(self, architecture: Architecture) -> None:
+        super().__init__()
+        specs = {spec.name: spec for spec in architecture.linears()}
+        self.q, self.k, self.v, self.o = (_linear(specs[name]) for name in ("q", "k", "v", "o"))
+        self.q_norm = build_norm(architecture, architecture.head_dim) if architecture.qk_norm else None
+        self.k_norm = build_norm(architecture, architecture.head_dim) if architecture.qk_norm else None
+        self.head_dim = architecture.head_dim
+        self.scale = architecture.scale
+
+    def forward(self, x_BTM: Tensor, step: StepContext) -> Tensor:
+        q = self._heads(step.project("q", self.q, x_BTM))
+        k = self._heads(step.project("k", self.k, x_BTM))
+        v = self._heads(step.project("v", self.v, x_BTM))
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = step.norm("attn.q_norm", self.q_norm, q), step.norm("attn.k_norm", self.k_norm, k)
+        q, k = apply_rope(q, step.cos, step.sin), apply_rope(k, step.cos, step.sin)
+        if step.kv is not None:
+            k, v = step.kv.append(k, v)
+        mask, causal = step.mask, step.causal
+        if step.delta is not None and step.delta.prefix is not None:
+            k, v, mask = self._with_prefix(k, v, queries=x_BTM.shape[1], step=step)
+            causal = False
+        mixed = attention(q, k, v, scale=self.scale, mask=mask, causal=causal)
+        return step.project("o", self.o, mixed.transpose(1, 2).flatten(2))
+
+    def _heads(self, x_BTW: Tensor) -> Tensor:
+        B, T, _ = x_BTW.shape
+        return x_BTW.view(B, T, -1, self.head_dim).transpose(1, 2)
+
+    def _with_prefix(
+        self, k: Tensor, v: Tensor, *, queries: int, step: StepContext
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Keys, values and mask with the step's prefix in front; every query sees all of the prefix."""
+        prefix_k, prefix_v = self._prefix_kv(step) if step.kv is None else step.kv.prefix(lambda: self._prefix_kv(step))
+        mask = step.mask
+        if mask is None and step.causal:
+            mask = torch.ones(queries, k.shape[2], dtype=torch.bool, device=k.device).tril()[None, None]
+        if mask is not None:
+            mask = F.pad(mask, (prefix_k.shape[2], 0), value=True)
+        return stack_prefix(prefix_k, k), stack_prefix(prefix_v, v), mask
+
+    def _prefix_kv(self, step: StepContext) -> tuple[Tensor, Tensor]:
+        assert step.delta is not None
+        assert step.delta.prefix is not None
+        prefix_1PM = step.delta.prefix[None]
+        k = self._heads(step.project("k", self.k, prefix_1PM))
+        v = self._heads(step.project("v", self.v, prefix_1PM))
+        return (k if self.k_norm is None else step.norm("attn.k_norm", self.k_norm, k)), v
+
+
+ACTIVATIONS = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+}
+
+
+class FeedForward(nn.Module):
+    """down(act(gate(x)) * up(x)), or down(act(up(x))) without a gate."""
+
+    def __init__(self, architecture: Architecture) -> None:
+        super().__init__()
+        specs = {spec.name: spec for spec in architecture.linears()}
+        self.gate = _linear(specs["gate"]) if architecture.gated else None
+        self.up = _linear(specs["up"])
+        self.down = _linear(specs["down"])
+        self.activation = architecture.activation
+
+    def forward(self, x: Tensor, step: StepContext) -> Tensor:
+        act = ACTIVATIONS[self.activation]
+        up = step.project("up", self.up, x)
+        inner = act(up) if self.gate is None else act(step.project("gate", self.gate, x)) * up
+        return step.project("down", self.down, inner)

@@ -1,0 +1,157 @@
+"""The decoder: embeddings, a walk over the depth plan, the head.
+
+Shapes: B batch, T new tokens, S all tokens so far, M hidden width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fathomlm.cache import StepKV
+from fathomlm.depth import Architecture, DepthPlan, Relaxation, Step
+from fathomlm.kernels.attention import attention_mask
+from fathomlm.kernels.norm import RMSNorm
+from fathomlm.kernels.rope import rope_table
+from fathomlm.model.blocks import StepContext, build_block
+from fathomlm.model.blocks.parts import build_norm
+from fathomlm.model.relax import StepDelta, build_deltas, build_encodings
+
+
+class Cache(Protocol):
+    """What the decoder asks of a key-value cache."""
+
+    @property
+    def length(self) -> int: ...
+
+    def at(self, step: Step) -> StepKV: ...
+
+    def advance(self, tokens: int) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Sight:
+    """Rotary tables and mask of one kind of attention (whole context, or a window)."""
+
+    cos: Tensor
+    sin: Tensor
+    mask: Tensor | None
+    causal: bool
+
+
+class Decoder(nn.Module):
+    """Unique layers and the plan that says which runs when. Tied layers are one module, so a tie cannot come apart."""
+
+    def __init__(self, architecture: Architecture, plan: DepthPlan, relaxation: Relaxation | None = None) -> None:
+        super().__init__()
+        self.architecture = architecture
+        self.plan = plan
+        self.relaxation = relaxation
+        self.embed = nn.Embedding(architecture.vocab, architecture.hidden)
+        self.layers = nn.ModuleList(build_block(architecture) for _ in range(plan.unique_layers))
+        self.deltas = build_deltas(architecture, plan, relaxation)
+        self.encodings = build_encodings(architecture, plan, relaxation)
+        self.norm = build_norm(architecture)
+        self.head = None if architecture.tied_embeddings else nn.Linear(architecture.hidden, architecture.vocab, bias=False)
+
+    def unrolled(self) -> list[nn.Module]:
+        """The layer of each step in order; tied steps give the same object."""
+        return [self.layers[step.layer] for step in self.plan]
+
+    def delta(self, step: Step) -> StepDelta | None:
+        """What a step adds of its own, or None."""
+        name = str(step.index)
+        if name not in self.deltas:
+            return None
+        delta = self.deltas[name]
+        assert isinstance(delta, StepDelta)
+        return delta
+
+    def reset_parameters(self, std: float = 0.02, generator: torch.Generator | None = None) -> None:
+        """Fresh weights: Gaussian linears and embeddings, neutral norms, deltas that add nothing."""
+        for module in self.modules():
+            reset_module(module, std, generator)
+        self.reset_own_parameters()
+
+    def reset_own_parameters(self) -> None:
+        """What no single module can reset: encodings, and row lengths that follow from the shared weights."""
+        for encoding in self.encodings:
+            nn.init.ones_(encoding)
+        for step in self.plan:
+            if (delta := self.delta(step)) is not None:
+                delta.match_lengths(self.layers[step.layer])
+
+    def forward(
+        self,
+        tokens_BT: Tensor,
+        *,
+        positions_BT: Tensor | None = None,
+        keep_BS: Tensor | None = None,
+        cache: Cache | None = None,
+        embeddings_BTM: Tensor | None = None,
+    ) -> Tensor:
+        """Hidden states after the final norm.
+
+        `keep_BS` is False at padding, over all slots so far; `positions_BT` are true positions, which default to counting
+        the kept slots. With a `cache`, tokens continue what it holds.
+        """
+        x = self.embed(tokens_BT) if embeddings_BTM is None else embeddings_BTM
+        if self.architecture.embedding_scale != 1.0:
+            x = x * torch.tensor(self.architecture.embedding_scale, dtype=x.dtype, device=x.device)
+        sights = self._sights(x, positions_BT, keep_BS, past=0 if cache is None else cache.length)
+        for step in self.plan:
+            sight = sights[self.architecture.window(step.origin)]
+            kv = None if cache is None else cache.at(step)
+            context = StepContext(sight.cos, sight.sin, sight.mask, sight.causal, kv, self.delta(step))
+            x = self.layers[step.layer](x, context)
+            if self.encodings and self.plan.is_last_of_recursion(step):
+                x = x * self.encodings[step.recursion]
+        if cache is not None:
+            cache.advance(x.shape[1])
+        out: Tensor = self.norm(x)
+        return out
+
+    def logits(self, hidden_BTM: Tensor) -> Tensor:
+        """Scores over the vocabulary; the head is the embedding where the two are tied."""
+        return F.linear(hidden_BTM, self.embed.weight if self.head is None else self.head.weight)
+
+    def _sights(
+        self, x_BTM: Tensor, positions_BT: Tensor | None, keep_BS: Tensor | None, past: int
+    ) -> dict[int | None, _Sight]:
+        """Tables and masks for each window that the plan's steps have, made once a pass."""
+        B, T, _ = x_BTM.shape
+        if keep_BS is not None and bool(keep_BS.all()):
+            keep_BS = None
+        if positions_BT is None:
+            positions_BT = _count_positions(B, T, past, keep_BS, x_BTM.device)
+        a = self.architecture
+        sights: dict[int | None, _Sight] = {}
+        for window in {a.window(step.origin) for step in self.plan}:
+            rope = a.rope if window is None or a.local_rope is None else a.local_rope
+            cos, sin = rope_table(rope, a.rotary_dim, positions_BT, x_BTM.dtype)
+            mask = attention_mask(T, past + T, window=window, keep_BS=keep_BS, device=x_BTM.device)
+            sights[window] = _Sight(cos, sin, mask, causal=mask is None and T > 1)
+        return sights
+
+
+def _count_positions(B: int, T: int, past: int, keep_BS: Tensor | None, device: torch.device) -> Tensor:
+    if keep_BS is None:
+        return torch.arange(past, past + T, device=device)[None].expand(B, T)
+    return (keep_BS.long().cumsum(-1) - 1).clamp_min(0)[:, -T:]
+
+
+def reset_module(module: nn.Module, std: float, generator: torch.Generator | None = None) -> None:
+    """Fresh weights for one module of ours; containers and modules without weights are left alone."""
+    if isinstance(module, nn.Linear | nn.Embedding):
+        nn.init.normal_(module.weight, std=std, generator=generator)
+        if isinstance(module, nn.Linear) and module.bias is not None:
+            nn.init.zeros_(module.bias)
+    elif isinstance(module, RMSNorm | nn.LayerNorm | StepDelta):
+        module.reset_parameters()
+
+
+__all__ = ["Cache", "Decoder", "reset_module"]

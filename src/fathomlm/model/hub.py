@@ -1,0 +1,199 @@
+"""The thin Hugging Face shell: configuration, `save_pretrained`, `from_pretrained`, the Auto classes, `generate`.
+
+Everything inside is ours; everything outside is what users of transformers know. Importing this module registers the
+`fathomlm` model type.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationMixin, PreTrainedConfig, PreTrainedModel
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+from fathomlm.depth import Architecture, DepthPlan, Relaxation, Step
+from fathomlm.model.decoder import Decoder, reset_module
+
+
+class FathomConfig(PreTrainedConfig):  # type: ignore[misc]
+    """An architecture, a plan over it and a relaxation, with the field names that transformers' tools look for."""
+
+    model_type = "fathomlm"
+    keys_to_ignore_at_inference = ("past_key_values",)
+
+    def __init__(
+        self,
+        architecture: dict[str, Any] | None = None,
+        plan: dict[str, Any] | None = None,
+        relaxation: dict[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        # transformers builds a default instance of every configuration class, so there is a smallest one.
+        tiny = {"family": "llama", "layers": 1, "hidden": 8, "intermediate": 8, "heads": 1, "kv_heads": 1, "head_dim": 8}
+        self.architecture = architecture or Architecture.from_dict({**tiny, "vocab": 8}).to_dict()
+        shape = Architecture.from_dict(self.architecture)
+        self.plan = plan or DepthPlan.vanilla(shape.layers).to_dict()
+        self.relaxation = relaxation
+        self.vocab_size = shape.vocab
+        self.hidden_size = shape.hidden
+        self.intermediate_size = shape.intermediate
+        self.num_hidden_layers = DepthPlan.from_dict(self.plan).unrolled_layers
+        self.num_attention_heads = shape.heads
+        self.num_key_value_heads = shape.kv_heads
+        self.head_dim = shape.head_dim
+        self.max_position_embeddings = shape.context
+        self.initializer_range = kwargs.pop("initializer_range", 0.02)
+        self.use_cache = kwargs.pop("use_cache", True)
+        for derived in DERIVED:
+            kwargs.pop(derived, None)
+        # A tied head is no second tensor here (`Decoder.logits`), so transformers has nothing to tie.
+        super().__init__(tie_word_embeddings=False, **kwargs)
+
+    @classmethod
+    def of(
+        cls, architecture: Architecture, plan: DepthPlan, relaxation: Relaxation | None = None, **kwargs: Any
+    ) -> FathomConfig:
+        relaxed = None if relaxation is None else relaxation.to_dict()
+        return cls(architecture=architecture.to_dict(), plan=plan.to_dict(), relaxation=relaxed, **kwargs)
+
+    def build_parts(self) -> tuple[Architecture, DepthPlan, Relaxation | None]:
+        """The typed objects behind the JSON."""
+        relaxation = None if self.relaxation is None else Relaxation.from_dict(self.relaxation)
+        return Architecture.from_dict(self.architecture), DepthPlan.from_dict(self.plan), relaxation
+
+
+DERIVED = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "max_position_embeddings",
+    "tie_word_embeddings",
+)
+"""Fields that follow from the architecture and the plan; what a file says of them is not read back."""
+
+
+class FathomForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
+    """A `Decoder` in Hugging Face clothes."""
+
+    config_class = FathomConfig
+    base_model_prefix = "decoder"
+    main_input_name = "input_ids"
+    _supports_sdpa = True
+    _no_split_modules = ("PreNormBlock", "SandwichBlock", "ParallelBlock")
+
+    def __init__(self, config: FathomConfig) -> None:
+        super().__init__(config)
+        self.decoder = Decoder(*config.build_parts())
+        self.tokenizer: Any | None = None
+        """The transformers tokenizer that came with the checkpoint; `save_pretrained` writes it beside the weights."""
+        self.post_init()
+
+    @property
+    def architecture(self) -> Architecture:
+        return self.decoder.architecture
+
+    @property
+    def plan(self) -> DepthPlan:
+        return self.decoder.plan
+
+    @property
+    def relaxation(self) -> Relaxation | None:
+        return self.decoder.relaxation
+
+    def _init_weights(self, module: nn.Module) -> None:
+        reset_module(module, self.config.initializer_range)
+        # transformers marks what it has read from a file; only a model that is new throughout gets the rest set.
+        if module is self.decoder and not any(getattr(p, "_is_hf_initialized", False) for p in module.parameters()):
+            self.decoder.reset_own_parameters()
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.decoder.embed
+
+    def set_input_embeddings(self, value: nn.Embedding) -> None:
+        self.decoder.embed = value
+
+    def get_output_embeddings(self) -> nn.Module | None:
+        return self.decoder.head
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Any | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | Tensor = 0,
+        **kwargs: Any,
+    ) -> CausalLMOutputWithPast:
+        """As in any transformers causal model; `past_key_values` is a transformers cache, one entry a step."""
+        if attention_mask is not None and attention_mask.dim() != 2:
+            raise ValueError(f"attention_mask must be (batch, tokens), got {tuple(attention_mask.shape)}")
+        hidden = self.decoder(
+            input_ids,
+            positions_BT=position_ids,
+            keep_BS=attention_mask,
+            cache=None if past_key_values is None else HubCache(past_key_values),
+            embeddings_BTM=inputs_embeds,
+        )
+        keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        logits = self.decoder.logits(hidden[:, keep])
+        loss = None
+        if labels is not None:
+            loss = F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten(), ignore_index=-100)
+        return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=past_key_values)
+
+    def save_pretrained(self, save_directory: str | Path, **kwargs: Any) -> None:
+        super().save_pretrained(save_directory, **kwargs)
+        if self.tokenizer is not None and kwargs.get("is_main_process", True):
+            self.tokenizer.save_pretrained(save_directory)
+
+
+class HubCache:
+    """A transformers cache seen through this house's protocol: its layers are our steps."""
+
+    def __init__(self, cache: Any) -> None:
+        self._cache = cache
+        self.length = int(cache.get_seq_length())
+
+    def at(self, step: Step) -> HubKV:
+        return HubKV(self._cache, step.index)
+
+    def advance(self, tokens: int) -> None:
+        """transformers counts for itself."""
+
+
+class HubKV:
+    """One step's entries in a transformers cache."""
+
+    def __init__(self, cache: Any, index: int) -> None:
+        self._cache = cache
+        self._index = index
+
+    def append(self, k_BGTD: Tensor, v_BGTD: Tensor) -> tuple[Tensor, Tensor]:
+        k, v = self._cache.update(k_BGTD, v_BGTD, self._index)
+        return k, v
+
+    def prefix(self, make: Callable[[], tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+        """Made anew each time: a transformers cache has no place for entries that are not tokens."""
+        return make()
+
+
+def empty_model(config: FathomConfig) -> FathomForCausalLM:
+    """A model whose weights are not allocated yet; they are assigned as they are read."""
+    with torch.device("meta"):
+        return FathomForCausalLM(config)
+
+
+AutoConfig.register("fathomlm", FathomConfig)
+AutoModelForCausalLM.register(FathomConfig, FathomForCausalLM)

@@ -1,0 +1,97 @@
+"""Presets: the shapes against published totals, and architectures as records."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+
+from fathomlm.depth import Architecture, DepthPlan
+from fathomlm.depth.cost import count
+from fathomlm.depth.presets import PRESETS, preset
+from fathomlm.errors import ModelNotFound, OptionError
+
+# Every parameter of the published checkpoints, a tied head counted once (Hugging Face `model.num_parameters()`).
+PUBLISHED = {
+    "smollm-135m": 134_515_008,
+    "smollm-360m": 361_821_120,
+    "smollm-1.7b": 1_711_376_384,
+    "smollm2-135m": 134_515_008,
+    "smollm2-360m": 361_821_120,
+    "smollm2-1.7b": 1_711_376_384,
+    "tinyllama-1.1b": 1_100_048_384,
+    "llama-3.2-1b": 1_235_814_400,
+    "llama-3.2-3b": 3_212_749_824,
+    "llama-3.1-8b": 8_030_261_248,
+    "mistral-7b": 7_248_023_552,
+    "qwen2.5-0.5b": 494_032_768,
+    "qwen2.5-1.5b": 1_543_714_304,
+    "qwen3-0.6b": 596_049_920,
+    "qwen3-1.7b": 1_720_574_976,
+    "gemma-2b": 2_506_172_416,
+    "gemma-7b": 8_537_680_896,
+    "gemma3-270m": 268_098_176,
+    "gemma3-1b": 999_885_952,
+    "pythia-70m": 70_426_624,
+    "pythia-160m": 162_322_944,
+    "pythia-410m": 405_334_016,
+    "pythia-1b": 1_011_781_632,
+    "pythia-1.4b": 1_414_647_808,
+    "pythia-2.8b": 2_775_208_960,
+}
+
+
+@pytest.mark.parametrize("name", sorted(PUBLISHED))
+def test_parameters_in_all_are_the_published_ones(name):
+    architecture = PRESETS[name].architecture
+    counted = count(architecture, DepthPlan.vanilla(architecture.layers))
+    assert counted.non_embedding_parameters + counted.embedding_parameters == PUBLISHED[name]
+
+
+def test_only_the_thesis_own_730m_has_no_weights_anywhere():
+    assert sorted(set(PRESETS) - set(PUBLISHED)) == ["smollm-730m"]
+    assert [name for name, entry in PRESETS.items() if entry.hub is None] == ["smollm-730m"]
+
+
+@pytest.mark.parametrize("name", sorted(PRESETS))
+def test_an_architecture_survives_json(name):
+    architecture = PRESETS[name].architecture
+    assert Architecture.from_dict(json.loads(json.dumps(architecture.to_dict()))) == architecture
+
+
+def test_a_mistyped_preset_names_the_nearest():
+    with pytest.raises(ModelNotFound, match=re.escape("unknown preset 'gema-2b' (did you mean 'gemma-2b'?)")):
+        preset("gema-2b")
+    assert preset("gemma-2b") is PRESETS["gemma-2b"]
+
+
+def test_every_sixth_layer_of_gemma3_sees_the_whole_context():
+    architecture = PRESETS["gemma3-270m"].architecture
+    assert [i for i in range(architecture.layers) if architecture.window(i) is None] == [5, 11, 17]
+    assert architecture.with_layers((0, 5, 5)).windows == (512, None, None)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"layers": 0}, "layers must be a positive whole number, got 0"),
+        ({"hidden": 1.5}, "hidden must be a positive whole number, got 1.5"),
+        ({"kv_heads": 4}, "kv_heads must divide heads, got 4 and 15"),
+        ({"windows": [128]}, "windows must name every layer: got 1 for 32 layers"),
+        ({"rotary_fraction": 0.36}, "must be even, got 23 of 64"),
+        ({"depth": 3}, "unknown architecture field(s) depth"),
+        ({"rope": {"base": 1e4}}, "unknown rope field(s) base"),
+    ],
+)
+def test_architectures_that_make_no_sense(change, message):
+    record = PRESETS["smollm-360m"].architecture.to_dict() | change
+    with pytest.raises(OptionError, match=re.escape(message)):
+        Architecture.from_dict(record)
+
+
+def test_a_record_with_fields_missing():
+    record = PRESETS["smollm-360m"].architecture.to_dict()
+    del record["hidden"], record["heads"], record["norm"]
+    with pytest.raises(OptionError, match="the architecture lacks heads, hidden"):
+        Architecture.from_dict(record)

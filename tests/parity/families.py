@@ -1,0 +1,75 @@
+"""Tiny random Hugging Face models of every family, with all weights random (norms and biases too).
+
+Fresh Hugging Face models have norms of one and biases of zero, which would hide a norm in the wrong place.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma3TextConfig,
+    GemmaConfig,
+    GPTNeoXConfig,
+    LlamaConfig,
+    MistralConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+SHAPE: dict[str, Any] = {
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 128,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+GROUPED = {**SHAPE, "num_key_value_heads": 2}
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+
+CONFIGS: dict[str, Any] = {
+    "llama": lambda: LlamaConfig(**GROUPED),
+    "llama-tied": lambda: LlamaConfig(**GROUPED, tie_word_embeddings=True),
+    "llama-biased": lambda: LlamaConfig(**GROUPED, attention_bias=True, mlp_bias=True),
+    "llama3-rope": lambda: LlamaConfig(**GROUPED, rope_parameters=LLAMA3_ROPE),
+    "llama-linear-rope": lambda: LlamaConfig(
+        **GROUPED, rope_parameters={"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
+    ),
+    "llama-wide-head": lambda: LlamaConfig(**GROUPED, head_dim=16),
+    "mistral": lambda: MistralConfig(**GROUPED, sliding_window=None),
+    "mistral-window": lambda: MistralConfig(**GROUPED, sliding_window=5),
+    "qwen2": lambda: Qwen2Config(**GROUPED),
+    "qwen2-window": lambda: Qwen2Config(**GROUPED, use_sliding_window=True, sliding_window=5, max_window_layers=3),
+    "qwen3": lambda: Qwen3Config(**GROUPED, head_dim=16),
+    "gemma": lambda: GemmaConfig(**GROUPED, head_dim=16),
+    "gemma3": lambda: Gemma3TextConfig(**GROUPED, head_dim=16, sliding_window=5, query_pre_attn_scalar=24),
+    "neox": lambda: GPTNeoXConfig(**SHAPE, rotary_pct=0.25),
+    "neox-sequential": lambda: GPTNeoXConfig(**SHAPE, use_parallel_residual=False, rotary_pct=0.5),
+}
+
+
+def tiny(name: str, seed: int = 0) -> PreTrainedModel:
+    """A tiny random model of a family, in float32, every tensor random."""
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(CONFIGS[name](), dtype=torch.float32).eval()
+    with torch.no_grad():
+        for key, parameter in model.named_parameters():
+            if "norm" in key or key.endswith("bias"):
+                parameter.add_(torch.randn_like(parameter) * 0.2)
+            else:
+                parameter.copy_(torch.randn_like(parameter) * (0.5 if "embed" in key else 0.18))
+    return model
