@@ -75,4 +75,4 @@ def __dir__() -> list[str]:
 
 # The command imports what its verb needs; everyone else gets the transformers registration with `import fathomlm`.
 if Path((sys.argv or [""])[0]).stem != "fathomlm":
-    import fathomlm.model.hub
+    import fathomlm.model.hub  # noqa: F401

@@ -15,7 +15,9 @@ import torch
 from torch import Tensor
 
 from fathomlm.checkpoints.assemble import ModelBase, configure, finish, put
-from fathomlm.checkpoints.resolve import describe, is_native, locate, open_base, parse_dtype, read_config
+from fathomlm.checkpoints.huggingface import read_config
+from fathomlm.checkpoints.native import is_native
+from fathomlm.checkpoints.resolve import describe, load, locate, open_base, parse_dtype
 from fathomlm.checkpoints.source import BaseCheckpoint, layer_parameter_names
 from fathomlm.checkpoints.tying import (
     INITS,
@@ -108,9 +110,7 @@ class _Start:
     relax: RelaxInit
 
     @classmethod
-    def of(
-        cls, init: str | None, norm_init: str | None, relax_init: str | None, relaxation: Relaxation | None
-    ) -> _Start:
+    def of(cls, init: str | None, norm_init: str | None, relax_init: str | None, relaxation: Relaxation | None) -> _Start:
         low_rank = relaxation is not None and relaxation.low_rank
         init = init or ("average" if low_rank else "stepwise")
         for what, value, known in (("init", init, INITS), ("norm-init", norm_init, NORM_INITS)):
@@ -132,8 +132,6 @@ def _base(model: FathomForCausalLM | str | Path) -> BaseCheckpoint:
         return ModelBase(model)
     path = locate(model)
     if path.is_dir() and is_native(read_config(path)):
-        from fathomlm.checkpoints.resolve import load
-
         return _base(load(path))
     return open_base(path)
 

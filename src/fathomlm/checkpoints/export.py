@@ -93,7 +93,7 @@ def _tensors(model: FathomForCausalLM, on_layer: Tick | None) -> Iterator[tuple[
 
 def _merged_layer(model: FathomForCausalLM, step: Step) -> dict[str, Tensor]:
     layer, delta = model.decoder.layers[step.layer], model.decoder.delta(step)
-    tensors = {name: layer.get_parameter(name) for name in layer_parameter_names(model.architecture)}
+    tensors: dict[str, Tensor] = {name: layer.get_parameter(name) for name in layer_parameter_names(model.architecture)}
     if delta is None:
         return tensors
     return {name: delta.merged(name, tensor).to(tensor.dtype) for name, tensor in tensors.items()}
@@ -104,7 +104,7 @@ def _fuse(tensors: dict[str, Tensor], heads: int) -> dict[str, Tensor]:
     rest = {name: tensor for name, tensor in tensors.items() if name.split(".")[-2] not in ("q", "k", "v")}
     for end in ("weight", "bias"):
         if f"attn.q.{end}" in tensors:
-            rest[f"attn.qkv.{end}"] = fuse_qkv(*(tensors[f"attn.{which}.{end}"] for which in "qkv"), heads=heads)
+            rest[f"attn.qkv.{end}"] = fuse_qkv(heads, *(tensors[f"attn.{which}.{end}"] for which in "qkv"))
     return rest
 
 

@@ -56,9 +56,9 @@ class HuggingFaceCheckpoint:
         return by_head[:, "qkv".index(which)].reshape(a.query_width, *fused.shape[1:]).contiguous()
 
 
-def fuse_qkv(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, heads: int) -> torch.Tensor:
+def fuse_qkv(heads: int, *qkv: torch.Tensor) -> torch.Tensor:
     """The inverse of the split above, for export."""
-    parts = [t.view(heads, -1, *t.shape[1:]) for t in (q, k, v)]
+    parts = [t.view(heads, -1, *t.shape[1:]) for t in qkv]
     return torch.stack(parts, dim=1).flatten(0, 2).contiguous()
 
 

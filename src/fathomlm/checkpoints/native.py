@@ -23,7 +23,7 @@ def is_native(config: dict[str, Any]) -> bool:
 def native_config(config: dict[str, Any], where: str) -> FathomConfig:
     """The configuration of a FathomLM directory, checked field by field."""
     try:
-        built = FathomConfig.from_dict(dict(config))
+        built: FathomConfig = FathomConfig.from_dict(dict(config))
         built.build_parts()
     except FathomError as error:
         raise CheckpointError(f"{where}: {error}") from error

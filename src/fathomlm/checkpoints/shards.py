@@ -56,7 +56,7 @@ class Shards:
                     raise CheckpointError(f"{self.directory / file} lacks the tensor '{lost[0]}', which {INDEX} names")
             return dict(where)
         if (self.directory / SINGLE).is_file():
-            return {name: SINGLE for name in self._open(SINGLE).keys()}  # noqa: SIM118 - safe_open is no mapping
+            return dict.fromkeys(self._open(SINGLE).keys(), SINGLE)
         found = sorted(file.name for pattern in PICKLES for file in self.directory.glob(pattern))
         if found:
             raise CheckpointError(

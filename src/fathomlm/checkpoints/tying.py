@@ -1,9 +1,9 @@
 """Initialisations of tied layers: which base layers each looped layer starts from (thesis 3.3.2; 4 appendix).
 
-    stepwise  layers picked at even intervals, the first and last always among them
-    average   the mean of all base layers that the looped layer stands for
-    lower     the first layers           upper  the last layers
-    random    fresh weights; embeddings, head and layers kept apart stay pretrained
+stepwise  layers picked at even intervals, the first and last always among them
+average   the mean of all base layers that the looped layer stands for
+lower     the first layers           upper  the last layers
+random    fresh weights; embeddings, head and layers kept apart stay pretrained
 """
 
 from __future__ import annotations

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 from decimal import Decimal, InvalidOperation
+from pathlib import Path
 
 from fathomlm.depth import Architecture, DepthPlan, Relaxation, cost
 from fathomlm.depth.presets import PRESETS
@@ -96,7 +97,7 @@ def parse_tokens(text: str) -> int:
 
 
 def _read(model: str) -> tuple[Architecture, DepthPlan | None, Relaxation | None]:
-    if model in PRESETS:
+    if model in PRESETS and not Path(model).exists():
         return PRESETS[model].architecture, None, None
     from fathomlm.checkpoints.resolve import architecture_of
 

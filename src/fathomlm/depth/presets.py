@@ -142,9 +142,7 @@ PRESETS: dict[str, Preset] = {
     "smollm2-1.7b": Preset(
         architecture=_llama(24, 2048, 8192, 32, 32, context=8192, theta=130_000.0), hub="HuggingFaceTB/SmolLM2-1.7B"
     ),
-    "tinyllama-1.1b": Preset(
-        architecture=_llama(22, 2048, 5632, 32, 4, 32_000, tied=False), hub="TinyLlama/TinyLlama_v1.1"
-    ),
+    "tinyllama-1.1b": Preset(architecture=_llama(22, 2048, 5632, 32, 4, 32_000, tied=False), hub="TinyLlama/TinyLlama_v1.1"),
     "llama-3.2-1b": Preset(
         architecture=_llama(16, 2048, 8192, 32, 8, 128_256, context=131_072, rope=_LLAMA3_ROPE),
         hub="meta-llama/Llama-3.2-1B",
@@ -158,9 +156,7 @@ PRESETS: dict[str, Preset] = {
         hub="meta-llama/Llama-3.1-8B",
     ),
     "mistral-7b": Preset(
-        architecture=_llama(
-            32, 4096, 14336, 32, 8, 32_768, family="mistral", context=32_768, theta=1_000_000.0, tied=False
-        ),
+        architecture=_llama(32, 4096, 14336, 32, 8, 32_768, family="mistral", context=32_768, theta=1_000_000.0, tied=False),
         hub="mistralai/Mistral-7B-v0.3",
     ),
     "qwen2.5-0.5b": Preset(

@@ -43,7 +43,7 @@ class Relaxation:
     """prefix: how many vectors each step has."""
     vectors: bool = True
     """lora, dora: whether a step also has offsets for norms and biases. No product of matrices can restore those, so
-    without them even full rank does not give the original model back; they are under 0.1 % of its parameters."""
+    without them even full rank does not give the original model back; they are about a thousandth of its parameters."""
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:

@@ -10,9 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
-def attention(
-    q_BHTD: Tensor, k_BGSD: Tensor, v_BGSD: Tensor, *, scale: float, mask: Tensor | None, causal: bool
-) -> Tensor:
+def attention(q_BHTD: Tensor, k_BGSD: Tensor, v_BGSD: Tensor, *, scale: float, mask: Tensor | None, causal: bool) -> Tensor:
     """softmax(q k^T * scale) v. `mask` is boolean (B or 1, 1, T, S), True where a query may look; `causal` needs T = S."""
     B, H, T, D = q_BHTD.shape
     G = k_BGSD.shape[1]

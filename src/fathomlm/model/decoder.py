@@ -19,7 +19,7 @@ from fathomlm.kernels.norm import RMSNorm
 from fathomlm.kernels.rope import rope_table
 from fathomlm.model.blocks import StepContext, build_block
 from fathomlm.model.blocks.parts import build_norm
-from fathomlm.model.relax import StepDelta, build_deltas, build_encodings
+from fathomlm.model.relax import LoraDelta, StepDelta, build_deltas, build_encodings
 
 
 class Cache(Protocol):
@@ -75,12 +75,10 @@ class Decoder(nn.Module):
         """Fresh weights: Gaussian linears and embeddings, neutral norms, deltas that add nothing."""
         for module in self.modules():
             reset_module(module, std, generator)
-        self.reset_own_parameters()
+        self.match_lengths()
 
-    def reset_own_parameters(self) -> None:
-        """What no single module can reset: encodings, and row lengths that follow from the shared weights."""
-        for encoding in self.encodings:
-            nn.init.ones_(encoding)
+    def match_lengths(self) -> None:
+        """Set DoRA's row lengths, which follow from the shared weights, so that new deltas add nothing."""
         for step in self.plan:
             if (delta := self.delta(step)) is not None:
                 delta.match_lengths(self.layers[step.layer])
@@ -150,8 +148,14 @@ def reset_module(module: nn.Module, std: float, generator: torch.Generator | Non
         nn.init.normal_(module.weight, std=std, generator=generator)
         if isinstance(module, nn.Linear) and module.bias is not None:
             nn.init.zeros_(module.bias)
-    elif isinstance(module, RMSNorm | nn.LayerNorm | StepDelta):
+    elif isinstance(module, RMSNorm | nn.LayerNorm | LoraDelta | StepDelta):
         module.reset_parameters()
+    elif isinstance(module, nn.ParameterDict):  # a step's offsets
+        for offset in module.values():
+            nn.init.zeros_(offset)
+    elif isinstance(module, nn.ParameterList):  # the recursions' encodings
+        for encoding in module:
+            nn.init.ones_(encoding)
 
 
 __all__ = ["Cache", "Decoder", "reset_module"]

@@ -19,6 +19,8 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from fathomlm.depth import Architecture, DepthPlan, Relaxation, Step
 from fathomlm.model.decoder import Decoder, reset_module
 
+SMALLEST = Architecture(family="llama", layers=1, hidden=2, intermediate=2, heads=1, kv_heads=1, head_dim=2, vocab=2)
+
 
 class FathomConfig(PreTrainedConfig):  # type: ignore[misc]
     """An architecture, a plan over it and a relaxation, with the field names that transformers' tools look for."""
@@ -34,8 +36,7 @@ class FathomConfig(PreTrainedConfig):  # type: ignore[misc]
         **kwargs: Any,
     ) -> None:
         # transformers builds a default instance of every configuration class, so there is a smallest one.
-        tiny = {"family": "llama", "layers": 1, "hidden": 8, "intermediate": 8, "heads": 1, "kv_heads": 1, "head_dim": 8}
-        self.architecture = architecture or Architecture.from_dict({**tiny, "vocab": 8}).to_dict()
+        self.architecture = architecture or SMALLEST.to_dict()
         shape = Architecture.from_dict(self.architecture)
         self.plan = plan or DepthPlan.vanilla(shape.layers).to_dict()
         self.relaxation = relaxation
@@ -96,6 +97,8 @@ class FathomForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
         self.tokenizer: Any | None = None
         """The transformers tokenizer that came with the checkpoint; `save_pretrained` writes it beside the weights."""
         self.post_init()
+        if self.decoder.embed.weight.device.type != "meta":
+            self.decoder.match_lengths()
 
     @property
     def architecture(self) -> Architecture:
@@ -110,10 +113,8 @@ class FathomForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
         return self.decoder.relaxation
 
     def _init_weights(self, module: nn.Module) -> None:
+        """transformers asks this of each module that holds parameters directly and was not read from a file."""
         reset_module(module, self.config.initializer_range)
-        # transformers marks what it has read from a file; only a model that is new throughout gets the rest set.
-        if module is self.decoder and not any(getattr(p, "_is_hf_initialized", False) for p in module.parameters()):
-            self.decoder.reset_own_parameters()
 
     def get_input_embeddings(self) -> nn.Module:
         return self.decoder.embed

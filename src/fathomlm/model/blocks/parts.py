@@ -5,7 +5,9 @@ Shapes: B batch, T tokens, H query heads, G key-value heads, D head width, M hid
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -105,9 +107,7 @@ class Attention(nn.Module):
         B, T, _ = x_BTW.shape
         return x_BTW.view(B, T, -1, self.head_dim).transpose(1, 2)
 
-    def _with_prefix(
-        self, k: Tensor, v: Tensor, *, queries: int, step: StepContext
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
+    def _with_prefix(self, k: Tensor, v: Tensor, *, queries: int, step: StepContext) -> tuple[Tensor, Tensor, Tensor | None]:
         """Keys, values and mask with the step's prefix in front; every query sees all of the prefix."""
         prefix_k, prefix_v = self._prefix_kv(step) if step.kv is None else step.kv.prefix(lambda: self._prefix_kv(step))
         mask = step.mask
@@ -126,10 +126,10 @@ class Attention(nn.Module):
         return (k if self.k_norm is None else step.norm("attn.k_norm", self.k_norm, k)), v
 
 
-ACTIVATIONS = {
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
     "gelu": F.gelu,
-    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
 }
 
 

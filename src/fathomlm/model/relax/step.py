@@ -40,14 +40,9 @@ class StepDelta(nn.Module):
                 self.offsets[offset_key(name)] = nn.Parameter(torch.empty(width))
 
     def reset_parameters(self) -> None:
-        """A prefix starts small and random; everything else starts as nothing."""
+        """A prefix starts small and random; deltas and offsets are modules of their own and reset themselves."""
         if self.prefix is not None:
             nn.init.normal_(self.prefix, std=0.02)
-        for delta in self.linears.values():
-            assert isinstance(delta, LoraDelta)
-            delta.reset_parameters()
-        for offset in self.offsets.values():
-            nn.init.zeros_(offset)
 
     def match_lengths(self, layer: nn.Module) -> None:
         """Give DoRA rows the lengths they have now, so that the step starts as its plain LoRA delta."""
@@ -70,7 +65,8 @@ class StepDelta(nn.Module):
             plain: Tensor = module(x)
             return plain
         if isinstance(module, RMSNorm):
-            return module(x, offset=weight)
+            shifted: Tensor = module(x, offset=weight)
+            return shifted
         assert isinstance(module, nn.LayerNorm)
         bias = self._offset(f"{name}.bias")
         assert bias is not None
@@ -88,8 +84,8 @@ class StepDelta(nn.Module):
         return tensor.float() if offset is None else tensor.float() + offset.float()
 
     def _offset(self, name: str) -> Tensor | None:
-        key = offset_key(name)
-        return self.offsets[key] if key in self.offsets else None
+        offset: Tensor | None = self.offsets.get(offset_key(name))
+        return offset
 
 
 def offset_key(name: str) -> str:

@@ -1,0 +1,235 @@
+"""What a GGUF file's metadata say of its architecture.
+
+Keys follow llama.cpp's converter. What would change a layer's arithmetic in a way that no block here has is an error: a
+model that runs wrongly is worse than one that does not run.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import re
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from fathomlm.checkpoints.gguf_reader import GGUFFile
+from fathomlm.depth import Architecture, Rope
+from fathomlm.errors import CheckpointError, OptionError, UnsupportedModel
+
+_REFUSED = (
+    "expert_count",
+    "logit_scale",
+    "residual_scale",
+    "embedding_scale",
+    "attn_logit_softcapping",
+    "final_logit_softcapping",
+)
+"""Metadata that change what a layer computes and that no block here has; nought means that the file does not use it."""
+
+
+class _Facts:
+    """The metadata of one architecture, by key and of the type that is asked for."""
+
+    def __init__(self, file: GGUFFile, prefix: str) -> None:
+        self.file = file
+        self._prefix = prefix
+
+    def get(self, key: str) -> Any:
+        return self.file.metadata.get(f"{self._prefix}.{key}")
+
+    def whole(self, key: str, default: int | None = None) -> int:
+        """A whole number; a list with one value for every layer stands for that value."""
+        value = self.get(key)
+        if value is None and default is not None:
+            return default
+        if isinstance(value, list) and value:
+            values = set(value)
+            if len(values) != 1:
+                raise UnsupportedModel(f"{self.file.path}: {self._prefix}.{key} differs from layer to layer")
+            value = values.pop()
+        if not isinstance(value, int) or isinstance(value, bool):
+            raise self.wrong(key, "a whole number")
+        return value
+
+    def number(self, key: str, default: float | None = None) -> float:
+        value = self.get(key)
+        if value is None and default is not None:
+            return default
+        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value <= 0:
+            raise self.wrong(key, "a number above 0")
+        return float(value)
+
+    def has(self, tensor: str) -> bool:
+        return tensor in self.file.tensors
+
+    def wrong(self, key: str, rule: str) -> CheckpointError:
+        value = self.get(key)
+        got = "nothing" if value is None else repr(value)[:40]
+        return CheckpointError(f"{self.file.path}: {self._prefix}.{key} must be {rule}, got {got}")
+
+
+def read_architecture(file: GGUFFile) -> Architecture:
+    name = file.metadata.get("general.architecture")
+    if not isinstance(name, str):
+        raise CheckpointError(f"{file.path}: the metadata names no architecture")
+    if (kind := file.metadata.get("general.type", "model")) != "model":
+        raise UnsupportedModel(f"{file.path}: holds a GGUF {kind!r}, not a model")
+    if name not in _FAMILIES:
+        known = ", ".join(sorted(_FAMILIES))
+        raise UnsupportedModel(f"{file.path}: GGUF architecture {name!r} has no block here; known: {known}")
+    facts = _Facts(file, name)
+    if (parts := file.metadata.get("split.count")) not in (None, 0, 1):
+        raise UnsupportedModel(f"{file.path}: one of {parts} parts; join them first (llama-gguf-split --merge)")
+    for key in _REFUSED:
+        if facts.get(key):
+            raise UnsupportedModel(f"{file.path}: {name}.{key} is set, which no block here can do")
+    layers = facts.whole("block_count")
+    blocks = {match[1] for tensor in file.tensors if (match := re.match(r"blk\.(\d+)\.", tensor))}
+    if layers != len(blocks):
+        raise CheckpointError(
+            f"{file.path}: {name}.block_count is {layers:,}, but there are tensors of {len(blocks)} layers"
+        )
+    try:
+        return _FAMILIES[name](facts)
+    except OptionError as error:
+        raise CheckpointError(f"{file.path}: the metadata make no sense: {error}") from error
+
+
+def _common(facts: _Facts, norm: str = "layer_norm_rms_epsilon", partial_rotary: bool = False) -> dict[str, Any]:
+    """The traits that every family writes under the same keys."""
+    path = facts.file.path
+    embedding = facts.file.tensors.get("token_embd.weight")
+    if embedding is None or len(embedding.shape) != 2:
+        raise CheckpointError(f"{path}: incomplete: it has no table of token embeddings (token_embd.weight)")
+    hidden, heads = facts.whole("embedding_length"), facts.whole("attention.head_count")
+    if heads < 1:
+        raise facts.wrong("attention.head_count", "above 0")
+    head_dim = facts.whole("attention.key_length", hidden // heads)
+    rotary_dim = facts.whole("rope.dimension_count", head_dim)
+    if facts.whole("attention.value_length", head_dim) != head_dim:
+        raise UnsupportedModel(f"{path}: a head's keys and values differ in width, which no block here can do")
+    if not 0 < rotary_dim <= head_dim or (rotary_dim != head_dim and not partial_rotary):
+        raise UnsupportedModel(f"{path}: rope.dimension_count is {rotary_dim}, but each head has {head_dim}")
+    return {
+        "layers": facts.whole("block_count"),
+        "hidden": hidden,
+        "intermediate": facts.whole("feed_forward_length"),
+        "heads": heads,
+        "kv_heads": facts.whole("attention.head_count_kv", heads),
+        "head_dim": head_dim,
+        "rotary_fraction": rotary_dim / head_dim,
+        "vocab": embedding.shape[0],
+        "context": facts.whole("context_length"),
+        "tied_embeddings": not facts.has("output.weight"),
+        "norm_eps": _decimal(facts.number(f"attention.{norm}")),
+        "rope": _rope(facts, head_dim),
+        "attention_scale": facts.number("attention.scale") if facts.get("attention.scale") else None,
+    }
+
+
+def _llama(facts: _Facts, family: str = "llama") -> Architecture:
+    window = facts.whole("attention.sliding_window", 0)
+    traits = _common(facts)
+    if window and window < traits["context"]:
+        if family != "llama":
+            raise UnsupportedModel(f"{facts.file.path}: a {family} model with a sliding window has no block here")
+        traits |= {"windows": (window,) * traits["layers"]}
+        family = "mistral"
+    return Architecture(
+        family=family,
+        qkv_bias=facts.has("blk.0.attn_q.bias"),
+        o_bias=facts.has("blk.0.attn_output.bias"),
+        mlp_bias=facts.has("blk.0.ffn_up.bias"),
+        qk_norm=family == "qwen3",
+        **traits,
+    )
+
+
+def _gemma(facts: _Facts) -> Architecture:
+    traits = _common(facts)
+    return Architecture(
+        family="gemma", norm="rms_plus_one", activation="gelu_tanh", embedding_scale=traits["hidden"] ** 0.5, **traits
+    )
+
+
+def _gemma3(facts: _Facts) -> Architecture:
+    traits = _common(facts)
+    window = facts.whole("attention.sliding_window")
+    # As llama.cpp has it: the 27B model, known by its 62 layers, is the one that does not scale by its head size.
+    scale_width = traits["hidden"] / traits["heads"] if traits["layers"] == 62 else traits["head_dim"]
+    traits |= {"attention_scale": traits["attention_scale"] or scale_width**-0.5}
+    return Architecture(
+        family="gemma3",
+        norm="rms_plus_one",
+        activation="gelu_tanh",
+        residual="sandwich",
+        qk_norm=True,
+        local_rope=Rope(theta=facts.number("rope.freq_base_swa", 10_000.0)),
+        windows=tuple(None if (i + 1) % 6 == 0 else window for i in range(traits["layers"])),
+        embedding_scale=traits["hidden"] ** 0.5,
+        **traits,
+    )
+
+
+def _neox(facts: _Facts) -> Architecture:
+    if not facts.get("use_parallel_residual"):
+        raise UnsupportedModel(f"{facts.file.path}: gptneox without use_parallel_residual has no block here")
+    return Architecture(
+        family="neox",
+        norm="layer",
+        activation="gelu",
+        gated=False,
+        residual="parallel",
+        qkv_bias=True,
+        o_bias=True,
+        mlp_bias=True,
+        **_common(facts, norm="layer_norm_epsilon", partial_rotary=True),
+    )
+
+
+_FAMILIES: dict[str, Callable[[_Facts], Architecture]] = {
+    "llama": _llama,
+    "qwen2": functools.partial(_llama, family="qwen2"),
+    "qwen3": functools.partial(_llama, family="qwen3"),
+    "gemma": _gemma,
+    "gemma3": _gemma3,
+    "gptneox": _neox,
+}
+
+
+def _rope(facts: _Facts, head_dim: int) -> Rope:
+    theta = facts.number("rope.freq_base", 10_000.0)
+    kind = facts.get("rope.scaling.type")
+    factor = facts.number("rope.scaling.factor", facts.number("rope.scale_linear", 1.0))
+    if kind not in (None, "none", "linear"):
+        raise UnsupportedModel(f"{facts.file.path}: unknown rotary scaling {kind!r:.40}; known: none, linear, llama3")
+    if facts.has("rope_freqs.weight"):
+        return _llama3_rope(facts.file, theta, head_dim)
+    return Rope(theta=theta) if kind == "none" or factor == 1 else Rope(theta=theta, scaling="linear", factor=factor)
+
+
+def _llama3_rope(file: GGUFFile, theta: float, head_dim: int) -> Rope:
+    """Llama 3's scaling, which a GGUF file holds only as the table of divisors that it leads to.
+
+    All of Meta's models, and so llama.cpp's converter, use the low and high factors 1 and 4 at 8192 positions; only
+    `factor` differs, and it is the divisor of the slowest frequency.
+    """
+    table = file.tensor("rope_freqs.weight")
+    if table.numel() != head_dim // 2:
+        raise CheckpointError(f"{file.path}: rope_freqs.weight has {table.numel()} values, not {head_dim // 2}")
+    if bool((table == 1).all()):
+        return Rope(theta=theta)
+    rope = Rope(theta=theta, scaling="llama3", factor=float(table.max()))
+    wavelengths = 2 * math.pi * theta ** (torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
+    span = rope.high_freq_factor - rope.low_freq_factor
+    smooth = ((rope.original_context / wavelengths - rope.low_freq_factor) / span).clamp(0, 1)
+    if not torch.allclose(table.double(), 1 / ((1 - smooth) / rope.factor + smooth), rtol=1e-4):
+        raise UnsupportedModel(f"{file.path}: rope_freqs.weight is not Llama 3's rotary scaling; no other is known")
+    return rope
+
+
+def _decimal(value: float) -> float:
+    """The decimal that was written: metadata are float32, so that 1e-5 comes back as 9.999999747378752e-06."""
+    return float(f"{value:.7g}")

@@ -1,0 +1,44 @@
+"""`fathomlm export`: a recursive model out as a plain Hugging Face checkpoint."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+from fathomlm.cli.progress import amount, layer_bar
+
+HELP = "write an unrolled plain Hugging Face checkpoint"
+DESCRIPTION = (
+    "Writes MODEL as a plain Hugging Face checkpoint in the directory OUT: every step a layer of its own, LoRA and DoRA "
+    "merged in. transformers, vLLM and llama.cpp's converter read it; it is as large as the untied model."
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", metavar="MODEL", help="a FathomLM directory (or any other model source)")
+    parser.add_argument("out", metavar="OUT", type=Path, help="directory to write; must not exist unless --force")
+    parser.add_argument("--dtype", help="float32, bfloat16 or float16 (default: as stored)")
+    parser.add_argument("--force", action="store_true", help="replace OUT if it is a model directory")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
+
+
+def run(args: argparse.Namespace) -> int:
+    from fathomlm.checkpoints.export import export
+    from fathomlm.checkpoints.families import FAMILIES
+    from fathomlm.checkpoints.resolve import describe, load
+    from fathomlm.checkpoints.save import directory_bytes
+    from fathomlm.checkpoints.writing import check_target
+
+    check_target(args.out, args.force)
+    model = load(args.model, dtype=args.dtype)
+    with layer_bar("exporting") as tick:
+        export(model, args.out, force=args.force, on_layer=tick)
+    kind = FAMILIES[model.architecture.family].architecture_class
+    size = directory_bytes(args.out)
+    if args.json:
+        record = {"model": args.model, "out": str(args.out), "class": kind, "layers": model.plan.unrolled_layers, "bytes": size}
+        print(json.dumps(record))
+        return 0
+    print(f"{args.out}: {kind} with {model.plan.unrolled_layers} layers, {amount(size, 'B')}, from {describe(model)}")
+    return 0

@@ -1,0 +1,68 @@
+"""The options that `generate` and `chat` share: how to load the model and how to choose tokens."""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING
+
+from fathomlm.errors import OptionError
+
+if TYPE_CHECKING:
+    from fathomlm.decode.sampling import Sampling
+    from fathomlm.model.hub import FathomForCausalLM
+
+
+def add_model_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("model", metavar="MODEL", help="a preset, Hugging Face directory, hub id, GGUF file or FathomLM directory")
+    dtypes = ("float32", "bfloat16", "float16")
+    add("--dtype", choices=dtypes, help="number format to compute in (default: as stored; float32 for GGUF files)")
+    add("--device", choices=("cpu", "cuda"), default="cpu", help="where to compute (default: cpu)")
+    add("--threads", metavar="N", type=int, help="processor threads to use (default: all)")
+
+
+def add_sampling_arguments(parser: argparse.ArgumentParser, max_new_tokens: int) -> None:
+    add = parser.add_argument_group("how tokens are chosen").add_argument
+    length = f"end after this many tokens (default: {max_new_tokens})"
+    add("--max-new-tokens", metavar="N", type=int, default=max_new_tokens, help=length)
+    heat = "0, the default, takes the likeliest token; 1 samples as the model's probabilities say"
+    add("--temperature", metavar="T", type=float, default=0.0, help=heat)
+    add("--top-k", metavar="K", type=int, default=0, help="sample among the K likeliest tokens (default: 0, all)")
+    nucleus = "sample among the likeliest tokens that together have probability P (default: 1)"
+    add("--top-p", metavar="P", type=float, default=1.0, help=nucleus)
+    floor = "leave out tokens below P times the likeliest one's probability (default: 0)"
+    add("--min-p", metavar="P", type=float, default=0.0, help=floor)
+    penalty = "above 1 makes tokens that occurred already less likely (default: 1)"
+    add("--repetition-penalty", metavar="X", type=float, default=1.0, help=penalty)
+    add("--seed", metavar="N", type=int, help="make sampling repeatable")
+    add("--stop", metavar="TEXT", action="append", default=[], help="end before this text; may be given more than once")
+
+
+def read_sampling(args: argparse.Namespace) -> Sampling:
+    """The checked settings; asked for before the model is loaded, so that a slip costs no waiting."""
+    from fathomlm.decode.sampling import Sampling
+
+    return Sampling(
+        max_new_tokens=args.max_new_tokens,
+        temperature=args.temperature,
+        top_k=args.top_k,
+        top_p=args.top_p,
+        min_p=args.min_p,
+        repetition_penalty=args.repetition_penalty,
+        seed=args.seed,
+        stop=tuple(args.stop),
+    )
+
+
+def load_model(args: argparse.Namespace) -> FathomForCausalLM:
+    import torch
+
+    from fathomlm.checkpoints.resolve import load
+
+    if args.threads is not None:
+        if args.threads < 1:
+            raise OptionError(f"--threads must be at least 1, got {args.threads}")
+        torch.set_num_threads(args.threads)
+    if args.device == "cuda" and not torch.cuda.is_available():
+        raise OptionError("--device cuda: this machine has no CUDA device that PyTorch can use")
+    return load(args.model, args.dtype, args.device)

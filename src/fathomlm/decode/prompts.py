@@ -1,0 +1,96 @@
+"""From what a user gives to token ids that the model can read, or a sentence that says why not."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from fathomlm.errors import OptionError
+from fathomlm.model.hub import FathomForCausalLM
+
+Prompt = str | Sequence[int]
+
+
+def encode_prompts(model: FathomForCausalLM, prompts: str | Sequence[Prompt]) -> list[list[int]]:
+    """Token ids of each prompt; one text is a batch of one. An empty prompt becomes the model's begin token."""
+    if isinstance(prompts, str):
+        prompts = [prompts]
+    return [encode_prompt(model, prompt) for prompt in prompts]
+
+
+def encode_prompt(model: FathomForCausalLM, prompt: Prompt) -> list[int]:
+    tokens = _tokenize(model, prompt) if isinstance(prompt, str) else _checked_ids(prompt)
+    if not tokens:
+        begin: int | None = _special(model, "bos_token_id")
+        if begin is None:
+            raise OptionError("the prompt is empty and this model has no begin token to start from; give some text")
+        tokens = [begin]
+    vocab = model.architecture.vocab
+    for token in tokens:
+        if not 0 <= token < vocab:
+            raise OptionError(f"token id {token} is outside the model's vocabulary of {vocab}")
+    return tokens
+
+
+def chat_prompt(model: FathomForCausalLM, messages: Sequence[Mapping[str, str]]) -> list[int]:
+    """A conversation ({"role": ..., "content": ...}) in the model's own chat format, up to where the reply begins."""
+    tokenizer = _tokenizer(model)
+    if tokenizer.chat_template is None:
+        raise OptionError("this model has no chat template, so it was not made for chat; use plain prompts")
+    try:
+        text: str = tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=False)
+    except Exception as error:  # a template is the checkpoint's own code and raises what it likes
+        raise OptionError(f"the model's chat template refused the conversation: {error}") from error
+    return encode_prompt(model, _ids(tokenizer, text, add_special_tokens=False))
+
+
+def end_tokens(model: FathomForCausalLM) -> frozenset[int]:
+    """The ids after which a text is over."""
+    eos: int | list[int] | None = _special(model, "eos_token_id")
+    if eos is None:
+        return frozenset()
+    return frozenset([eos] if isinstance(eos, int) else eos)
+
+
+def check_context(prompt_tokens: int, max_new_tokens: int, context: int) -> None:
+    """Refuse what would run past the context, before any work is done."""
+    if prompt_tokens + max_new_tokens > context:
+        raise OptionError(
+            f"{prompt_tokens} prompt tokens and max_new_tokens={max_new_tokens} make {prompt_tokens + max_new_tokens}, "
+            f"more than the context of {context}"
+        )
+
+
+def _special(model: FathomForCausalLM, name: str) -> Any:
+    """A special token of the configuration; transformers leaves out the attribute where none was ever set."""
+    return getattr(model.config, name, None)
+
+
+def _tokenizer(model: FathomForCausalLM) -> Any:
+    if model.tokenizer is None:
+        raise OptionError("this model has no tokenizer; give the prompt as token ids")
+    return model.tokenizer
+
+
+def _tokenize(model: FathomForCausalLM, text: str) -> list[int]:
+    return _ids(_tokenizer(model), text, add_special_tokens=True)
+
+
+def _ids(tokenizer: Any, text: str, add_special_tokens: bool) -> list[int]:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise OptionError(f"the prompt is not valid Unicode text ({error.reason} at {error.start})") from error
+    # Not verbose: transformers would warn about length, and `check_context` refuses it.
+    ids: list[int] = tokenizer(text, add_special_tokens=add_special_tokens, verbose=False)["input_ids"]
+    return ids
+
+
+def _checked_ids(prompt: Sequence[int]) -> list[int]:
+    try:
+        return [operator.index(token) for token in prompt]
+    except TypeError as error:
+        raise OptionError(
+            f"prompts must be a text, a list of texts or a list of token-id lists; one of them is {prompt!r}"
+        ) from error

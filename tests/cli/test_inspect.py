@@ -1,0 +1,258 @@
+"""`fathomlm inspect`: its facts as JSON and as a table, and one line for every mistake."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from fathomlm.cli.inspect import parse_tokens
+from fathomlm.cli.main import main
+from fathomlm.depth import DepthPlan, Relaxation
+from fathomlm.depth.cost import Cost
+from fathomlm.depth.presets import PRESETS
+from fathomlm.errors import OptionError
+
+
+@pytest.fixture
+def inspect(capsys):
+    """Run `fathomlm inspect ... --json` and give back its record."""
+
+    def run(*arguments: str) -> dict:
+        assert main(["inspect", *arguments, "--json"]) == 0
+        captured = capsys.readouterr()
+        assert captured.err == ""
+        return json.loads(captured.out)
+
+    return run
+
+
+@pytest.fixture
+def mistake(capsys):
+    """Run `fathomlm inspect ...`, which must fail in one line on standard error, and give back that line."""
+
+    def run(*arguments: str) -> str:
+        assert main(["inspect", *arguments]) == 2
+        captured = capsys.readouterr()
+        assert captured.out == ""
+        assert captured.err.startswith("fathomlm: ")
+        assert captured.err.count("\n") == 1
+        return captured.err.strip()
+
+    return run
+
+
+@pytest.fixture
+def saved_model(monkeypatch):
+    """A source that is already recursive: what `architecture_of` answers for a FathomLM directory."""
+    architecture = PRESETS["smollm-135m"].architecture
+    plan = DepthPlan.build("middle-cycle", 3, 30, "add")
+    relaxation = Relaxation(kind="prefix", prefix_length=16)
+    answer = SimpleNamespace(architecture_of=lambda source: (architecture, plan, relaxation))
+    monkeypatch.setitem(sys.modules, "fathomlm.checkpoints.resolve", answer)
+    return "some/directory"
+
+
+def test_the_record_has_every_field_of_the_cost_and_the_plan(inspect):
+    record = inspect("smollm-360m", "--sharing", "middle-cycle", "--recursions", "2")
+    assert set(record) == {f.name for f in dataclasses.fields(Cost)} | {"model", "family", "sharing", "recursions"}
+    assert record["model"] == "smollm-360m"
+    assert record["family"] == "llama"
+    assert (record["sharing"], record["recursions"], record["layout"]) == ("middle-cycle", 2, "1+15+1")
+    assert (record["unique_layers"], record["unrolled_layers"]) == (17, 32)
+    assert record["non_embedding_parameters"] == 167_150_400
+    assert record["embedding_parameters"] == 47_185_920
+    assert record["relative_flops"] == 1.0
+    assert (record["context"], record["tokens"], record["training_flops"]) == (2048, None, None)
+
+
+def test_a_model_alone_is_shown_as_it_is(inspect):
+    record = inspect("smollm-360m")
+    assert (record["sharing"], record["recursions"], record["layout"]) == ("cycle", 1, "32")
+    assert record["non_embedding_parameters"] == 314_635_200
+
+
+def test_recursions_alone_mean_cycle(inspect):
+    record = inspect("gemma-2b", "--recursions", "3")
+    assert (record["sharing"], record["layout"]) == ("cycle", "6")
+
+
+@pytest.mark.parametrize(
+    ("resize", "layout", "unrolled"),
+    [(["--resize"], "1+10+1", 32), (["--resize", "add"], "1+10+1", 32), (["--resize", "drop"], "1+9+1", 29)],
+)
+def test_resize(inspect, resize, layout, unrolled):
+    record = inspect("smollm-135m", "--sharing", "middle-cycle", "--recursions", "3", *resize)
+    assert (record["layout"], record["unrolled_layers"]) == (layout, unrolled)
+
+
+def test_resize_before_another_option_takes_no_value_from_it(inspect):
+    assert inspect("smollm-360m", "--recursions", "4", "--sharing", "middle-cycle", "--resize", "--context", "512")
+
+
+@pytest.mark.parametrize(
+    ("options", "added"),
+    [
+        (["--relax", "encoding"], 3 * 960),
+        (["--relax", "prefix"], 32 * 256 * 960),
+        (["--relax", "prefix", "--prefix-length", "8"], 32 * 8 * 960),
+        (["--relax", "lora", "--rank", "q=64,v=64"], 30 * (64 * (960 + 960 + 960 + 320) + 2 * 960)),
+        (["--relax", "dora", "--rank", "o=2"], 30 * (2 * (960 + 960) + 960 + 2 * 960)),
+    ],
+)
+def test_relaxations(inspect, options, added):
+    record = inspect("smollm-360m", "--sharing", "middle-cycle", "--recursions", "3", *options)
+    assert record["relaxation_parameters"] == added
+    assert record["non_embedding_parameters"] == 117_988_800 + added
+
+
+@pytest.mark.parametrize("kind", ["lora", "dora"])
+def test_the_rank_is_64_unless_given(inspect, kind):
+    plan = ("pythia-1b", "--recursions", "2", "--relax", kind)
+    assert inspect(*plan) == inspect(*plan, "--rank", "64")
+    assert inspect(*plan) != inspect(*plan, "--rank", "65")
+
+
+def test_router_cache_mode_tokens_and_context(inspect):
+    plan = ("smollm-360m", "--sharing", "middle-cycle", "--recursions", "3", "--router", "expert", "--tokens", "20B")
+    cached = inspect(*plan)
+    assert (cached["tokens"], cached["relative_max_batch"], cached["router_parameters"]) == (20 * 10**9, 48, 3 * 960)
+    assert cached["relative_flops"] == pytest.approx(0.664, abs=5e-4)
+    assert cached["training_flops"] == pytest.approx(cached["forward_flops_per_token"] * 20e9)
+    shared = inspect(*plan, "--kv", "share")
+    assert shared["relative_kv"] < cached["relative_kv"]
+    assert shared["forward_flops_per_token"] != cached["forward_flops_per_token"]
+    assert inspect(*plan, "--context", "512")["forward_flops_per_token"] < cached["forward_flops_per_token"]
+
+
+def test_a_recursive_model_is_counted_by_its_own_plan(inspect, saved_model):
+    record = inspect(saved_model)
+    assert (record["sharing"], record["recursions"], record["layout"]) == ("middle-cycle", 3, "1+10+1")
+    assert record["relaxation_parameters"] == 32 * 16 * 576
+
+
+def test_another_plan_over_a_recursive_model_starts_from_its_base(inspect, saved_model):
+    record = inspect(saved_model, "--recursions", "2")
+    assert (record["sharing"], record["layout"], record["relaxation_parameters"]) == ("cycle", "15", 0)
+    other = inspect(saved_model, "--relax", "encoding")
+    assert (other["layout"], other["relaxation_parameters"]) == ("1+10+1", 3 * 576)
+
+
+def test_the_table_says_the_same_beside_the_base(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    plan = ["smollm-360m", "--sharing", "middle-cycle", "--recursions", "2", "--router", "expert", "--tokens", "20e9"]
+    assert main(["inspect", *plan]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert max(len(line.rstrip()) for line in lines) <= 80
+    facts = [line.split("  ") for line in lines]
+    table = {cells[0]: cells[1:] for cells in ([c.strip() for c in f if c.strip()] for f in facts) if len(cells) == 3}
+    assert table["layers with weights of their own"] == ["1+15+1", "32"]
+    assert table["parameters without embeddings"] == ["167.2M (0.53x the base)", "314.6M"]
+    assert table["of these, router"] == ["1.9K", "-"]
+    assert table["forward FLOPs a token"] == ["563.3M (0.75x the base)", "755.0M"]
+    assert table["key-value cache a token"] == ["30.6 KiB (0.77x the base)", "40.0 KiB"]
+    assert table["sequences that fit"] == ["42", "32"]
+    assert table["forward FLOPs for 20.00B tokens"] == ["1.13e+19", "1.51e+19"]
+    assert "smollm-360m (llama), middle-cycle, 2 recursions, expert-choice router" in lines[0]
+
+
+def test_the_table_names_the_relaxation(capsys):
+    assert main(["inspect", "gemma-2b", "--recursions", "2", "--relax", "lora", "--rank", "q=8,ffn=32"]) == 0
+    out = capsys.readouterr().out
+    assert "lora rank 8 to 32" in out
+    assert "of these, relaxation" in out
+    assert "of these, router" not in out
+
+
+@pytest.mark.parametrize(
+    ("text", "tokens"),
+    [
+        ("20e9", 20 * 10**9),
+        ("20B", 20 * 10**9),
+        ("300M", 300 * 10**6),
+        ("1.5T", 1_500_000_000_000),
+        ("0.1b", 10**8),
+        ("12k", 12_000),
+        ("7", 7),
+        ("1_000", 1000),
+    ],
+)
+def test_tokens_are_read_exactly(text, tokens):
+    assert parse_tokens(text) == tokens
+
+
+@pytest.mark.parametrize("text", ["", "B", "twenty", "1.5", "0", "-3B", "nan", "inf", "1e99", "0.0000001K", "20BB"])
+def test_tokens_that_are_no_whole_number(text):
+    with pytest.raises(OptionError, match="--tokens must be a whole number from 1 to 1e18"):
+        parse_tokens(text)
+
+
+def test_a_mistyped_preset_names_the_nearest(mistake):
+    line = mistake("smolm-360m")
+    assert "'smolm-360m' (did you mean 'smollm-360m'?)" in line
+
+
+def test_a_mistyped_sharing_names_the_nearest(mistake):
+    line = mistake("smollm-360m", "--sharing", "midle-cycle", "--recursions", "2")
+    assert "unknown sharing strategy 'midle-cycle' (did you mean 'middle-cycle'?)" in line
+
+
+def test_layers_that_do_not_divide_name_the_counts_that_do(mistake):
+    line = mistake("smollm-360m", "--recursions", "3")
+    assert "3 recursions do not divide 32 layers; these do: 1, 2, 4, 8, 16, 32." in line
+    assert "--resize adds 1 (11 looped 3 times, 33 layers in all)" in line
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--recursions", "0"], "recursions must be at least 1, got 0"),
+        (["--recursions", "3", "--resize", "shrink"], "resize must be 'add' or 'drop', got 'shrink'"),
+        (["--resize"], "--resize goes with --recursions"),
+        (["--recursions", "2", "--relax", "lorra"], "unknown relaxation 'lorra' (did you mean 'lora'?)"),
+        (["--recursions", "2", "--rank", "8"], "--rank goes with --relax lora or --relax dora"),
+        (["--recursions", "2", "--relax", "prefix", "--rank", "8"], "--rank goes with --relax lora"),
+        (["--recursions", "2", "--relax", "lora", "--rank", "big"], "cannot read 'big' as a rank"),
+        (["--recursions", "2", "--relax", "lora", "--rank", "0"], "must be at least 1, got 0"),
+        (["--recursions", "2", "--prefix-length", "8"], "--prefix-length goes with --relax prefix"),
+        (["--recursions", "2", "--relax", "lora", "--prefix-length", "8"], "--prefix-length goes with --relax prefix"),
+        (["--recursions", "2", "--relax", "prefix", "--prefix-length", "0"], "prefix length of at least 1, got 0"),
+        (["--sharing", "sequence", "--recursions", "2", "--relax", "encoding"], "loops as a whole"),
+        (["--sharing", "sequence", "--recursions", "2", "--router", "expert"], "a router needs a looped core"),
+        (["--recursions", "2", "--router", "exprt"], "unknown router 'exprt' (did you mean 'expert'?)"),
+        (["--recursions", "2", "--kv", "shared"], "unknown kv mode 'shared' (did you mean 'share'?)"),
+        (["--router", "expert"], "--router needs shared layers; give --recursions 2 or more"),
+        (["--kv", "share"], "--kv share needs shared layers"),
+        (["--relax", "lora"], "--relax lora needs shared layers"),
+        (["--tokens", "many"], "--tokens must be a whole number"),
+        (["--context", "0"], "must be at least 1, got 0"),
+    ],
+)
+def test_a_mistake_is_one_line(mistake, options, message):
+    assert message in mistake("smollm-360m", *options)
+
+
+def test_a_number_that_is_none_is_a_usage_error(capsys):
+    with pytest.raises(SystemExit) as caught:
+        main(["inspect", "smollm-360m", "--recursions", "two"])
+    assert caught.value.code == 2
+    captured = capsys.readouterr()
+    assert "--recursions" in captured.err
+    assert "Traceback" not in captured.err
+
+
+def test_a_preset_needs_neither_torch_nor_transformers():
+    script = (
+        "import sys; sys.argv = ['fathomlm', 'inspect', 'smollm-360m', '--recursions', '2', '--json']\n"
+        "from fathomlm.cli.main import main\n"
+        "code = main()\n"
+        "print(sorted({'torch', 'transformers', 'numpy'} & set(sys.modules)), file=sys.stderr)\n"
+        "sys.exit(code)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=60)
+    assert (done.returncode, done.stderr.strip()) == (0, "[]")
+    assert json.loads(done.stdout)["layout"] == "16"

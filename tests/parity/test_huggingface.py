@@ -1,0 +1,107 @@
+"""Every family against Hugging Face: logits, padding, greedy text, and the way back out (unrolled export)."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from parity.families import CONFIGS, tiny
+from transformers import AutoModelForCausalLM
+
+import fathomlm
+from fathomlm.checkpoints.families import FAMILIES
+from fathomlm.checkpoints.huggingface import architecture_from_config
+from fathomlm.checkpoints.save import save
+
+TOKENS = torch.randint(3, 96, (3, 24), generator=torch.Generator().manual_seed(1))
+
+
+@pytest.fixture(scope="module", params=list(CONFIGS))
+def pair(request, tmp_path_factory):
+    """A tiny Hugging Face model, ours read from its directory, and the directory."""
+    directory = tmp_path_factory.mktemp(request.param)
+    theirs = tiny(request.param)
+    theirs.save_pretrained(directory)
+    return theirs, fathomlm.load(directory), directory
+
+
+@torch.inference_mode()
+def test_logits_equal(pair):
+    theirs, ours, _ = pair
+    expected = theirs(TOKENS).logits
+    assert expected.abs().max() > 1
+    torch.testing.assert_close(ours(TOKENS).logits, expected, rtol=0, atol=1e-5)
+
+
+@torch.inference_mode()
+def test_left_padding_equal(pair):
+    theirs, ours, _ = pair
+    mask = torch.ones_like(TOKENS)
+    mask[0, :7] = 0
+    mask[2, :1] = 0
+    positions = (mask.cumsum(-1) - 1).clamp_min(0)
+    expected = theirs(TOKENS, attention_mask=mask, position_ids=positions).logits[mask.bool()]
+    torch.testing.assert_close(ours(TOKENS, attention_mask=mask).logits[mask.bool()], expected, rtol=0, atol=1e-5)
+
+
+@torch.inference_mode()
+def test_greedy_text_equal(pair):
+    theirs, ours, _ = pair
+    options = {"max_new_tokens": 16, "do_sample": False, "eos_token_id": None}
+    expected = theirs.generate(TOKENS[:1], **options)
+    assert torch.equal(ours.generate(TOKENS[:1], **options), expected)
+    row = fathomlm.generate(ours, [TOKENS[0].tolist()], max_new_tokens=16, ignore_eos=True)[0]
+    assert list(row.tokens) == expected[0, 24:].tolist()
+
+
+def test_configuration_survives_the_way_there_and_back(pair):
+    _, ours, directory = pair
+    architecture = ours.architecture
+    written = FAMILIES[architecture.family].write(architecture)
+    model_type = json.loads((directory / "config.json").read_text())["model_type"]
+    assert architecture_from_config({"model_type": model_type, **written}, "here") == architecture
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"sharing": "cycle", "recursions": 2, "init": "stepwise"},
+        {"sharing": "middle-sequence", "recursions": 2, "init": "average"},
+        {"sharing": "cycle-rev", "recursions": 3, "relax": "lora", "rank": 4},
+        {"sharing": "cycle", "recursions": 2, "relax": "dora", "rank": "q=3,kv=5"},
+        {"sharing": "middle-cycle", "recursions": 3, "init": "upper", "resize": True},
+    ],
+    ids=lambda options: f"{options['sharing']}-{options.get('relax', 'tied')}",
+)
+@torch.inference_mode()
+def test_unrolled_export_equals_the_recursive_model_in_plain_transformers(pair, options, tmp_path):
+    _, ours, _ = pair
+    recursive = fathomlm.convert(ours, **options)
+    fathomlm.export(recursive, tmp_path / "plain", shard_bytes=20_000)
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "plain")
+    assert type(plain).__name__ == FAMILIES[ours.architecture.family].architecture_class
+    assert plain.config.num_hidden_layers == recursive.plan.unrolled_layers
+    torch.testing.assert_close(plain(TOKENS).logits, recursive(TOKENS).logits, rtol=0, atol=3e-5)
+
+
+@torch.inference_mode()
+def test_exported_model_reads_back_here(pair, tmp_path):
+    _, ours, _ = pair
+    recursive = fathomlm.convert(ours, sharing="cycle", recursions=2, init="stepwise")
+    fathomlm.export(recursive, tmp_path / "plain")
+    again = fathomlm.load(tmp_path / "plain")
+    assert again.architecture.windows == recursive.architecture.windows
+    assert torch.equal(again(TOKENS).logits, recursive(TOKENS).logits)
+
+
+@torch.inference_mode()
+def test_auto_classes_read_a_saved_model(pair, tmp_path):
+    _, ours, _ = pair
+    recursive = fathomlm.convert(ours, sharing="cycle", recursions=2, relax="dora", rank=3)
+    save(recursive, tmp_path / "ours")
+    auto = AutoModelForCausalLM.from_pretrained(tmp_path / "ours")
+    assert isinstance(auto, fathomlm.FathomForCausalLM)
+    assert auto.plan == recursive.plan
+    assert auto.relaxation == recursive.relaxation
+    assert torch.equal(auto(TOKENS).logits, recursive(TOKENS).logits)
