@@ -6,13 +6,13 @@ import copy
 
 import pytest
 import torch
-from parity.families import CONFIGS, tiny
 from safetensors import safe_open
 from torch import nn
 
 import fathomlm
 from fathomlm.checkpoints.save import save
 from fathomlm.depth.cost import count
+from parity.families import CONFIGS, tiny
 
 TOKENS = torch.randint(3, 96, (2, 18), generator=torch.Generator().manual_seed(2))
 PLANS = ["cycle", "sequence", "cycle-rev", "middle-cycle", "middle-sequence"]
@@ -118,7 +118,7 @@ def test_ties_survive_every_transform(llama, sharing, tmp_path):
     check(fathomlm.load(tmp_path / "saved"))
     check(fathomlm.FathomForCausalLM.from_pretrained(tmp_path / "saved"))
     copied = copy.deepcopy(model)
-    assert not set(sum(shared_pointers(copied), [])) & set(sum(shared_pointers(model), []))
+    assert not {p for row in shared_pointers(copied) for p in row} & {p for row in shared_pointers(model) for p in row}
 
 
 def test_a_saved_model_stores_each_weight_once(base, tmp_path):
@@ -132,7 +132,8 @@ def test_a_saved_model_stores_each_weight_once(base, tmp_path):
 
 @pytest.mark.parametrize("name", list(CONFIGS))
 @pytest.mark.parametrize(
-    "options", [{}, {"relax": "lora", "rank": "attn=3"}, {"relax": "dora", "rank": 2}, {"relax": "prefix"}, {"relax": "encoding"}]
+    "options",
+    [{}, {"relax": "lora", "rank": "attn=3"}, {"relax": "dora", "rank": 2}, {"relax": "prefix"}, {"relax": "encoding"}],
 )
 def test_the_cost_counter_counts_the_parameters_that_a_model_has(name, options, tmp_path):
     tiny(name).save_pretrained(tmp_path)
@@ -163,7 +164,9 @@ def test_gradients_reach_every_parameter_of_a_relaxed_model(base):
         model = fathomlm.convert(base, recursions=2, **options)
         model(TOKENS, labels=TOKENS).loss.backward()
         # Pythia's key bias shifts every score of a query alike, so softmax gives it no gradient; nor does padding's row.
-        silent = [n for n, p in model.named_parameters() if p.grad is None or (p.grad.abs().max() == 0 and "k.bias" not in n)]
+        silent = [
+            n for n, p in model.named_parameters() if p.grad is None or (p.grad.abs().max() == 0 and "k.bias" not in n)
+        ]
         assert silent == []
 
 

@@ -6,13 +6,13 @@ import json
 
 import pytest
 import torch
-from parity.families import CONFIGS, tiny
 from transformers import AutoModelForCausalLM
 
 import fathomlm
 from fathomlm.checkpoints.families import FAMILIES
 from fathomlm.checkpoints.huggingface import architecture_from_config
 from fathomlm.checkpoints.save import save
+from parity.families import CONFIGS, tiny
 
 TOKENS = torch.randint(3, 96, (3, 24), generator=torch.Generator().manual_seed(1))
 

@@ -83,7 +83,8 @@ class ModelBase:
         return TokenIds(bos=config.bos_token_id, eos=ends, pad=config.pad_token_id)
 
     def tensor(self, name: str) -> torch.Tensor:
-        return self._tensors[name].detach()
+        """A copy: what is made from a model must not change with it."""
+        return self._tensors[name].detach().clone()
 
     def tokenizer(self) -> Any | None:
         return self._model.tokenizer

@@ -17,7 +17,7 @@ from torch import Tensor
 from fathomlm.checkpoints.assemble import ModelBase, configure, finish, put
 from fathomlm.checkpoints.huggingface import read_config
 from fathomlm.checkpoints.native import is_native
-from fathomlm.checkpoints.resolve import describe, load, locate, open_base, parse_dtype
+from fathomlm.checkpoints.resolve import describe, load, locate, open_base, parse_device, parse_dtype
 from fathomlm.checkpoints.source import BaseCheckpoint, layer_parameter_names
 from fathomlm.checkpoints.tying import (
     INITS,
@@ -67,6 +67,7 @@ def convert(
     biases tied under lora and dora, as the thesis does; otherwise a step has its own offsets for them too.
     `resize` (True or "add", or "drop") changes the unrolled depth where it does not divide.
     """
+    place = parse_device(device)
     base = _base(model)
     plan = DepthPlan.build(sharing, recursions, base.architecture.layers, "add" if resize is True else resize or None)
     relaxation = build_relaxation(base.architecture, relax, rank, prefix_length, linears_only=linears_only)
@@ -74,7 +75,7 @@ def convert(
     start = _Start.of(init, norm_init, relax_init, relaxation)
     kind = parse_dtype(dtype) or base.dtype
     result = empty_model(configure(base.architecture, plan, relaxation, base.tokens, kind))
-    _Conversion(base, result, start, kind, torch.device(device), torch.Generator().manual_seed(seed)).run(on_layer)
+    _Conversion(base, result, start, kind, place, torch.Generator().manual_seed(seed)).run(on_layer)
     return finish(result, base.tokenizer())
 
 

@@ -30,7 +30,7 @@ def load(
 
     `dtype` defaults to what the weights are stored in (float32 for GGUF files).
     """
-    place, kind = torch.device(device), parse_dtype(dtype)
+    place, kind = parse_device(device), parse_dtype(dtype)
     path = locate(source)
     if path.is_dir():
         config = read_config(path)
@@ -83,6 +83,17 @@ def parse_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
     if dtype not in DTYPES:
         raise OptionError(choices("dtype", dtype, DTYPES))
     return DTYPES[dtype]
+
+
+def parse_device(device: torch.device | str) -> torch.device:
+    """A device that this machine has."""
+    try:
+        place = torch.device(device)
+    except RuntimeError as error:
+        raise OptionError(f"unknown device '{device}'; write cpu, cuda or cuda:0") from error
+    if place.type == "cuda" and not torch.cuda.is_available():
+        raise OptionError(f"no CUDA device is to be had for '{device}' (this torch is {torch.__version__}); use --device cpu")
+    return place
 
 
 def describe(model: Any) -> str:

@@ -41,11 +41,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     relax = parser.add_argument_group("what each step adds of its own")
     relax.add_argument("--relax", choices=KINDS, help="lora, dora, prefix or encoding (default: nothing)")
     relax.add_argument(
-        "--rank", metavar="K", help="lora, dora: a rank for every linear (64), or q=64,kv=128,ffn=256; unnamed linears get none"
+        "--rank",
+        metavar="K",
+        help="lora, dora: a rank for every linear (64), or q=64,kv=128,ffn=256; unnamed linears get none",
     )
     relax.add_argument("--relax-init", choices=("svd", "zero"), help="towards the original weights, or nothing (svd)")
     relax.add_argument("--prefix-length", type=int, metavar="P", help="prefix: vectors a step (256)")
-    relax.add_argument("--linears-only", action="store_true", help="lora, dora: keep norms and biases tied, as the thesis does")
+    relax.add_argument(
+        "--linears-only", action="store_true", help="lora, dora: keep norms and biases tied, as the thesis does"
+    )
     parser.add_argument("--dtype", help="float32, bfloat16 or float16 (default: as stored; float32 for GGUF)")
     parser.add_argument("--device", default="cpu", help="where to compute (default: cpu)")
     parser.add_argument("--seed", type=int, default=0, help="for what starts random (default: 0)")

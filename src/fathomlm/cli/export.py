@@ -37,7 +37,13 @@ def run(args: argparse.Namespace) -> int:
     kind = FAMILIES[model.architecture.family].architecture_class
     size = directory_bytes(args.out)
     if args.json:
-        record = {"model": args.model, "out": str(args.out), "class": kind, "layers": model.plan.unrolled_layers, "bytes": size}
+        record = {
+            "model": args.model,
+            "out": str(args.out),
+            "class": kind,
+            "layers": model.plan.unrolled_layers,
+            "bytes": size,
+        }
         print(json.dumps(record))
         return 0
     print(f"{args.out}: {kind} with {model.plan.unrolled_layers} layers, {amount(size, 'B')}, from {describe(model)}")

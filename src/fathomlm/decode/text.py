@@ -71,7 +71,7 @@ class TextStream:
 
     def _opening(self, context: Sequence[int]) -> list[int]:
         """The shortest end of the prompt that decodes cleanly; it may not begin inside a character."""
-        for length in (4, 8, WINDOW):
+        for length in range(LONGEST_CHARACTER, WINDOW + 1):
             tokens = list(context[-length:])
             text = self._decode(tokens)
             if text and REPLACEMENT not in text:

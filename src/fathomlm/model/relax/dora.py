@@ -34,7 +34,9 @@ class DoraDelta(LoraDelta):
         direction = F.linear(x, linear.weight) + F.linear(F.linear(x, self.a), self.b)
         scale = (self.magnitude.float() / self._lengths(linear.weight)).to(x.dtype)
         out = scale * direction
-        return out if linear.bias is None else out + linear.bias
+        if linear.bias is not None:
+            out = out + linear.bias
+        return out
 
     def merged(self, weight: Tensor) -> Tensor:
         return (self.magnitude.float() / self._lengths(weight))[:, None] * super().merged(weight)

@@ -1,0 +1,196 @@
+"""`fathomlm convert` and `export` as a user meets them: results, refusals, interrupts, full disks."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+import fathomlm
+from fathomlm.cli.main import main
+from parity.families import tiny
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("models") / "plain"
+    tiny("llama").save_pretrained(directory)
+    return directory
+
+
+def listing(directory):
+    return sorted(path.name for path in directory.iterdir())
+
+
+def test_convert_writes_a_model_and_says_what_it_did(plain, tmp_path, capsys):
+    out = tmp_path / "deep" / "looped"
+    assert main(["convert", str(plain), str(out), "--recursions", "3", "--relax", "lora", "--rank", "4"]) == 0
+    said = capsys.readouterr().out
+    assert "2 layers looped 3 times (cycle, lora), from 6 layers" in said
+    assert "uptrain" in said
+    model = fathomlm.load(out)
+    assert model.plan.layout == "2"
+    assert listing(tmp_path / "deep") == ["looped"]
+
+
+def test_convert_json_is_one_object(plain, tmp_path, capsys):
+    assert main(["convert", str(plain), str(tmp_path / "m"), "--sharing", "middle-cycle", "--json"]) == 0
+    record = json.loads(capsys.readouterr().out)
+    assert record["layout"] == "1+2+1"
+    model = fathomlm.load(tmp_path / "m")
+    weights = sum(p.numel() for p in model.parameters())
+    assert record["non_embedding_parameters"] + record["embedding_parameters"] == weights
+    assert record["bytes"] > 4 * weights
+
+
+def test_export_is_read_by_plain_transformers(plain, tmp_path, capsys):
+    main(["convert", str(plain), str(tmp_path / "m"), "--relax", "dora", "--rank", "q=2,ffn=3"])
+    assert main(["export", str(tmp_path / "m"), str(tmp_path / "out"), "--json"]) == 0
+    record = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert (record["class"], record["layers"]) == ("LlamaForCausalLM", 6)
+    tokens = torch.arange(3, 30)[None]
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "out")(tokens).logits
+    torch.testing.assert_close(theirs, fathomlm.load(tmp_path / "m")(tokens).logits, rtol=0, atol=3e-5)
+
+
+def test_export_refuses_what_a_plain_checkpoint_cannot_hold(plain, tmp_path, capsys):
+    main(["convert", str(plain), str(tmp_path / "m"), "--relax", "prefix", "--prefix-length", "3"])
+    assert main(["export", str(tmp_path / "m"), str(tmp_path / "out")]) == 2
+    assert "no place for a prefix relaxation" in capsys.readouterr().err
+    assert listing(tmp_path) == ["m"]
+
+
+def test_an_existing_target_is_left_alone_without_force(plain, tmp_path, capsys):
+    out = tmp_path / "m"
+    main(["convert", str(plain), str(out)])
+    before = (out / "model.safetensors").read_bytes()
+    for verb in ("convert", "export"):
+        assert main([verb, str(plain), str(out)]) == 2
+    assert capsys.readouterr().err.count("exists; choose another name, or --force to replace it\n") == 2
+    assert (out / "model.safetensors").read_bytes() == before
+    assert main(["convert", str(plain), str(out), "--recursions", "3", "--force"]) == 0
+    assert fathomlm.load(out).plan.recursions == 3
+    assert listing(tmp_path) == ["m"]
+
+
+def test_force_never_deletes_what_is_no_model(plain, tmp_path, capsys):
+    (tmp_path / "thesis").mkdir()
+    (tmp_path / "thesis" / "chapter.tex").write_text("years of work")
+    assert main(["convert", str(plain), str(tmp_path / "thesis"), "--force"]) == 2
+    assert "does not look like a model directory" in capsys.readouterr().err
+    (tmp_path / "file").write_text("x")
+    assert main(["convert", str(plain), str(tmp_path / "file"), "--force"]) == 2
+    assert (tmp_path / "thesis" / "chapter.tex").read_text() == "years of work"
+    assert (tmp_path / "file").read_text() == "x"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--recursions", "4"], "4 recursions do not divide 6 layers; these do: 1, 2, 3, 6"),
+        (["--relax", "lora", "--rank", "none"], "cannot read 'none' as a rank"),
+        (["--relax", "lora", "--rank", "-3"], "at least 1"),
+        (["--sharing", "cylce"], "did you mean 'cycle'"),
+        (["--dtype", "float8"], "unknown dtype"),
+        (["--device", "tpu9"], "device"),
+    ],
+)
+def test_wrong_options_exit_with_2_and_leave_nothing(plain, tmp_path, capsys, arguments, says):
+    try:
+        code = main(["convert", str(plain), str(tmp_path / "m"), *arguments])
+    except SystemExit as error:
+        code = error.code
+    assert code == 2
+    assert says in capsys.readouterr().err
+    assert listing(tmp_path) == []
+
+
+def command(*arguments):
+    return [sys.executable, "-m", "fathomlm.cli.main", *map(str, arguments)]
+
+
+@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_conversion_leaves_nothing(plain, tmp_path, sent):
+    """The process stops itself at the moment the weights are half written."""
+    script = (
+        "import os, sys, fathomlm.checkpoints.save as s\n"
+        "from fathomlm.model.hub import FathomForCausalLM as F\n"
+        "save = F.save_pretrained\n"
+        "def half(self, d, **k):\n"
+        "    save(self, d, **k)\n"
+        f"    os.kill(os.getpid(), {int(sent)})\n"
+        "    import time; time.sleep(30)\n"
+        "F.save_pretrained = half\n"
+        "from fathomlm.cli.main import main\n"
+        f"sys.exit(main(['convert', {str(plain)!r}, {str(tmp_path / 'new' / 'm')!r}]))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2
+    assert done.stderr.strip().splitlines()[-1] == "fathomlm: interrupted; nothing was left half-written"
+    assert "Traceback" not in done.stderr
+    assert listing(tmp_path) == []
+
+
+def test_what_a_killed_run_left_is_swept_by_the_next(plain, tmp_path):
+    gone = subprocess.Popen([sys.executable, "-c", "pass"])
+    gone.wait()
+    (tmp_path / f".m.partial-{gone.pid}").mkdir()
+    mine = tmp_path / f".m.partial-{os.getppid()}"
+    mine.mkdir()
+    assert main(["convert", str(plain), str(tmp_path / "m")]) == 0
+    assert listing(tmp_path) == [mine.name, "m"], "a living process's work is not touched"
+
+
+def test_a_full_disk_leaves_nothing(plain, tmp_path):
+    """A limit on file size fails the write just as a full disk does: with an error from the operating system."""
+    script = (
+        "import resource, signal, sys\n"
+        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
+        "from fathomlm.cli.main import main\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))\n"
+        f"sys.exit(main([sys.argv[1], {str(plain)!r}, {str(tmp_path / 'm')!r}]))\n"
+    )
+    for verb in ("convert", "export"):
+        done = subprocess.run([sys.executable, "-c", script, verb], capture_output=True, text=True, timeout=120)
+        assert done.returncode == 2, done.stderr
+        assert "cannot write" in done.stderr.splitlines()[-1]
+        assert "Traceback" not in done.stderr
+        assert listing(tmp_path) == []
+
+
+def test_too_small_a_disk_is_refused_before_writing(plain, tmp_path, capsys, monkeypatch):
+    usage = os.statvfs(tmp_path)
+    assert usage.f_bavail > 0
+    monkeypatch.setattr("shutil.disk_usage", lambda path: type("Usage", (), {"free": 10})())
+    assert main(["convert", str(plain), str(tmp_path / "m")]) == 2
+    assert "MB are free there" in capsys.readouterr().err
+
+
+def test_an_unwritable_place(plain, tmp_path, capsys):
+    (tmp_path / "file").write_text("x")
+    assert main(["convert", str(plain), str(tmp_path / "file" / "m")]) == 2
+    assert "cannot write" in capsys.readouterr().err
+
+
+def test_help_and_typos_answer_without_loading_torch(tmp_path):
+    launcher = tmp_path / "fathomlm"
+    launcher.write_text(
+        "import sys\nfrom fathomlm.cli.main import main\n"
+        "try:\n    code = main()\nexcept SystemExit as e:\n    code = e.code\n"
+        "assert 'torch' not in sys.modules and 'transformers' not in sys.modules\nsys.exit(code)\n"
+    )
+    begin = time.perf_counter()
+    done = subprocess.run([sys.executable, launcher, "--help"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "convert" in done.stdout
+    done = subprocess.run([sys.executable, launcher, "conver", "a", "b"], capture_output=True, text=True)
+    assert done.returncode == 2
+    assert "did you mean 'convert'" in done.stderr
+    assert time.perf_counter() - begin < 10

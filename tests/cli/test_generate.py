@@ -1,0 +1,173 @@
+"""`fathomlm generate`: text, stream and JSON from a tiny model's directory, and one line for every mistake."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fathomlm.cli.main import main
+from fathomlm.decode import chat_prompt, generate
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+PROMPT = "the depth of the water"
+
+
+class Answer:
+    """What a run of the command printed."""
+
+    def __init__(self, code: int, out: str, err: str) -> None:
+        self.code, self.out, self.err = code, out, err
+
+
+@pytest.fixture
+def run(tiny_model_dir: Path, capsys: pytest.CaptureFixture[str]) -> Any:
+    def call(*arguments: str) -> Answer:
+        code = main(["generate", str(tiny_model_dir), *arguments])
+        captured = capsys.readouterr()
+        return Answer(code, captured.out, captured.err)
+
+    return call
+
+
+@pytest.fixture
+def mistake(run: Any) -> Any:
+    """Run what must fail in one line on standard error, and give back that line."""
+
+    def call(*arguments: str) -> str:
+        answer = run(*arguments)
+        assert (answer.code, answer.out) == (2, "")
+        assert answer.err.startswith("fathomlm: ")
+        assert answer.err.count("\n") == 1
+        return str(answer.err)
+
+    return call
+
+
+def text_of(tiny_model: Any, prompt: str = PROMPT, **options: Any) -> str:
+    return generate(tiny_model, prompt, max_new_tokens=12, **options)[0].text
+
+
+def test_text_on_standard_output_and_cost_on_standard_error(run: Any, tiny_model: Any) -> None:
+    answer = run("-p", PROMPT, "--max-new-tokens", "12")
+    assert answer.code == 0
+    assert answer.out == text_of(tiny_model) + "\n"
+    assert answer.err.count("\n") == 1
+    assert "new in" in answer.err
+    assert "tokens/s" in answer.err
+
+
+def test_streamed_text_is_the_same(run: Any, tiny_model: Any) -> None:
+    answer = run("-p", PROMPT, "--max-new-tokens", "12", "--stream")
+    assert answer.out == text_of(tiny_model) + "\n"
+    assert "tokens/s" in answer.err
+
+
+def test_a_batch_from_options_and_a_file(run: Any, tiny_model: Any, tmp_path: Path) -> None:
+    (tmp_path / "prompts.txt").write_text("a fathom\n\n  six feet é\n", encoding="utf-8")
+    answer = run("-p", PROMPT, "--prompt-file", str(tmp_path / "prompts.txt"), "--max-new-tokens", "12", "--json")
+    record = json.loads(answer.out)
+    prompts = [PROMPT, "a fathom", "  six feet é"]
+    assert [result["prompt"] for result in record["results"]] == prompts
+    assert [result["text"] for result in record["results"]] == [text_of(tiny_model, prompt) for prompt in prompts]
+    shown = run("-p", PROMPT, "-p", "a fathom", "--max-new-tokens", "12").out
+    assert f"--- 1: {PROMPT}\n{text_of(tiny_model)}\n--- 2: a fathom\n" in shown
+
+
+def test_the_record_says_everything(run: Any, tiny_model: Any, tiny_model_dir: Path) -> None:
+    answer = run("-p", PROMPT, "--max-new-tokens", "12", "--json")
+    record = json.loads(answer.out)
+    assert answer.err == ""
+    assert record["model"] == str(tiny_model_dir)
+    assert record["plan"] == "2 layers looped 2 times (cycle)"
+    assert record["dtype"] == "float32"
+    expected = generate(tiny_model, PROMPT, max_new_tokens=12)[0]
+    (result,) = record["results"]
+    assert result["tokens"] == list(expected.tokens)
+    assert result["prompt_tokens"] == list(expected.prompt_tokens)
+    assert result["finish"] == expected.finish
+    assert record["tokens_per_second"] == result["tokens_per_second"] > 0
+    assert set(record["timings"]) == {"load_seconds", "prefill_seconds", "decode_seconds"}
+
+
+def test_standard_input_is_a_prompt(run: Any, tiny_model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO(PROMPT + "\n"))
+    assert run("-p", "-", "--max-new-tokens", "12").out == text_of(tiny_model) + "\n"
+
+
+def test_chat_puts_the_template_around_the_prompt(run: Any, tiny_model: Any) -> None:
+    messages = [{"role": "system", "content": "be deep"}, {"role": "user", "content": PROMPT}]
+    expected = generate(tiny_model, [chat_prompt(tiny_model, messages)], max_new_tokens=12)[0].text
+    assert run("-p", PROMPT, "--chat", "--system", "be deep", "--max-new-tokens", "12").out == expected + "\n"
+    assert run("-p", PROMPT, "--chat", "--max-new-tokens", "12").out != expected + "\n"
+
+
+def test_every_sampling_option_arrives(run: Any, tiny_model: Any) -> None:
+    options = {"temperature": 1.3, "top_k": 30, "top_p": 0.9, "min_p": 0.01, "repetition_penalty": 1.2, "seed": 5}
+    flags = [word for name, value in options.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+    text = text_of(tiny_model, **options)
+    assert run("-p", PROMPT, "--max-new-tokens", "12", *flags).out == text + "\n"
+    assert text != text_of(tiny_model)
+    stop = text[4:6]
+    stopped = json.loads(
+        run("-p", PROMPT, "--max-new-tokens", "12", *flags, "--stop", "never", "--stop", stop, "--json").out
+    )
+    assert stopped["results"][0]["text"] == text[: text.find(stop)]
+    assert stopped["results"][0]["finish"] == "stop"
+
+
+def test_dtype_and_threads(run: Any) -> None:
+    import torch
+
+    before = torch.get_num_threads()
+    try:
+        answer = run("-p", PROMPT, "--max-new-tokens", "2", "--dtype", "bfloat16", "--threads", "2", "--json")
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
+    assert json.loads(answer.out)["dtype"] == "bfloat16"
+
+
+def test_progress_goes_to_a_terminal_only(
+    run: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import sys
+
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    monkeypatch.setenv("TERM", "xterm")
+    answer = run("-p", PROMPT, "--max-new-tokens", "12")
+    assert "generating" in answer.err
+    assert "generating" not in answer.out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((), "give a prompt"),
+        (("-p", "a", "-p", "b", "--stream"), "there are 2 prompts"),
+        (("-p", "a", "--stream", "--json"), "exclude each other"),
+        (("-p", "a", "--system", "x"), "--system goes with --chat"),
+        (("-p", "-", "-p", "-"), "once"),
+        (("--prompt-file", "/no/such/file"), "cannot read /no/such/file"),
+        (("-p", "a", "--top-p", "0"), "top_p must be above 0 and at most 1, got 0.0"),
+        (("-p", "a", "--temperature", "nan"), "temperature must be"),
+        (("-p", "a", "--stop", ""), "stop must be"),
+        (("-p", "a", "--threads", "0"), "--threads must be at least 1"),
+        (("-p", "a", "--max-new-tokens", "256"), "make 257, more than the context of 256"),
+    ],
+)
+def test_mistakes_are_one_line(mistake: Any, arguments: tuple[str, ...], message: str) -> None:
+    assert message in mistake(*arguments)
+
+
+def test_a_file_that_is_no_text_is_refused(mistake: Any, tmp_path: Path) -> None:
+    (tmp_path / "bytes").write_bytes(b"\xff\xfe")
+    assert "is not UTF-8 text" in mistake("--prompt-file", str(tmp_path / "bytes"))
+
+
+def test_a_missing_cuda_device_is_said(mistake: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert "no CUDA device" in mistake("-p", "a", "--device", "cuda")

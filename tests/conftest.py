@@ -1,0 +1,77 @@
+"""Fixtures that several rooms' tests share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+CHAT_TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+@pytest.fixture(scope="session")
+def tiny_tokenizer() -> Any:
+    """A byte-level BPE tokenizer of a few hundred tokens, with a chat template: reads any text, adds no special tokens."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    trainer = trainers.BpeTrainer(
+        vocab_size=320, special_tokens=special, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+    )
+    words = "the quick brown fox jumps over the lazy dog and the depth of the water is the measure of the fathom line"
+    tokenizer.train_from_iterator([words, "user assistant system\n", "a fathom is six feet; the water is deep."], trainer)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        bos_token="<|endoftext|>",
+        eos_token="<|im_end|>",
+        pad_token="<|endoftext|>",
+        chat_template=CHAT_TEMPLATE,
+    )
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tiny_tokenizer: Any) -> Any:
+    """A looped model of a few dozen units with random weights, the tiny tokenizer and its special tokens."""
+    import torch
+
+    from fathomlm.depth import Architecture, DepthPlan
+    from fathomlm.model.hub import FathomConfig, FathomForCausalLM
+
+    shape = {"layers": 4, "hidden": 32, "intermediate": 48, "heads": 4, "kv_heads": 2, "head_dim": 8, "context": 256}
+    architecture = Architecture(family="llama", vocab=len(tiny_tokenizer), tied_embeddings=False, **shape)
+    ids = {"bos_token_id": tiny_tokenizer.bos_token_id, "eos_token_id": tiny_tokenizer.eos_token_id}
+    model = FathomForCausalLM(FathomConfig.of(architecture, DepthPlan.build("cycle", 2, 4), dtype=torch.float32, **ids))
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.normal_(mean=1.0 if "norm" in name else 0.0, std=0.3, generator=generator)
+    model.tokenizer = tiny_tokenizer
+    return model.eval()
+
+
+@pytest.fixture(scope="session")
+def tiny_model_dir(tiny_model: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """`tiny_model` as a FathomLM directory. Shared by the whole run: read it, do not write to it."""
+    directory = tmp_path_factory.mktemp("models") / "tiny"
+    tiny_model.save_pretrained(directory)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    """Tiny models are slower on many threads than on one, very much so where tests share a busy machine."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
