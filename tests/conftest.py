@@ -75,3 +75,15 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="session")
+def smollm2_path() -> Path:
+    """The real SmolLM2-135M-Instruct, a GGUF file, fetched into the user's cache directory the first time."""
+    from fathomlm.checkpoints.fetch import fetch
+    from fathomlm.errors import ModelNotFound
+
+    try:
+        return fetch("smollm2-135m")
+    except ModelNotFound as error:
+        pytest.skip(str(error))

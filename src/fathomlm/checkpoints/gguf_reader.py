@@ -147,9 +147,7 @@ class GGUFFile:
         letter = _SCALARS[item]
         width = struct.calcsize("<" + letter)
         self._checked_count(count, width)
-        values = np.frombuffer(
-            self._data, dtype=f"<{_NUMPY_KINDS.get(letter, letter)}", count=count, offset=self._position
-        )
+        values = np.frombuffer(self._data, dtype=f"<{_NUMPY_KINDS.get(letter, letter)}", count=count, offset=self._position)
         self._position += count * width
         return values.tolist()
 

@@ -144,9 +144,7 @@ def _wrapped(metadata: dict[str, Any], tokenizer: Any) -> Any:
         single = [f"{first}:0"] * bool(first) + ["$A:0"] + [f"{last}:0"] * bool(last)
         second = [f"{first}:1"] * bool(first) + ["$B:1"] + [f"{last}:1"] * bool(last)
         used = [(named[name], ids[name]) for name, token in (("bos", first), ("eos", last)) if token]
-        tokenizer.post_processor = processors.TemplateProcessing(
-            single=single, pair=single + second, special_tokens=used
-        )
+        tokenizer.post_processor = processors.TemplateProcessing(single=single, pair=single + second, special_tokens=used)
     template = metadata.get("tokenizer.chat_template")
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,

@@ -39,8 +39,10 @@ class DoraDelta(LoraDelta):
         return out
 
     def merged(self, weight: Tensor) -> Tensor:
-        return (self.magnitude.float() / self._lengths(weight))[:, None] * super().merged(weight)
+        rows: Tensor = (self.magnitude.float() / self._lengths(weight))[:, None] * super().merged(weight)
+        return rows
 
     @torch.no_grad()
     def _lengths(self, weight: Tensor) -> Tensor:
-        return torch.linalg.vector_norm(super().merged(weight), dim=1).clamp_min(1e-12)
+        lengths: Tensor = torch.linalg.vector_norm(super().merged(weight), dim=1)
+        return lengths.clamp_min(1e-12)
