@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import random
+import re
 
 import gguf
 import numpy as np
 import pytest
 import torch
-from transformers import Gemma3TextConfig, LlamaConfig
+from transformers import AutoModelForCausalLM, Gemma3TextConfig, LlamaConfig
 
 import fathomlm
 from checkpoints.gguf_files import byte_level_metadata, write_gguf
@@ -253,12 +254,13 @@ def test_smollm2_is_its_preset(smollm2_path):
 
 
 @pytest.mark.real
-def test_smollm2_tensors_are_those_of_transformers(smollm2_path, tmp_path):
+def test_smollm2_tensors_are_those_of_transformers(smollm2_path):
     pytest.importorskip("accelerate", reason="transformers needs it to read GGUF files")
-    from transformers import AutoModelForCausalLM
-
     where = {"gguf_file": smollm2_path.name, "dtype": torch.float32}
-    AutoModelForCausalLM.from_pretrained(smollm2_path.parent, **where).save_pretrained(tmp_path)
-    ours, theirs = GGUFCheckpoint(smollm2_path), HuggingFaceCheckpoint(tmp_path)
+    theirs = AutoModelForCausalLM.from_pretrained(smollm2_path.parent, **where).state_dict()
+    ours = GGUFCheckpoint(smollm2_path)
+    names = {"embed": "embed_tokens", "norm_attn": "input_layernorm", "norm_mlp": "post_attention_layernorm"}
     for key in parameter_names(ours.architecture):
-        assert torch.equal(ours.tensor(key), theirs.tensor(key)), key
+        renamed = re.sub(r"\b(attn|mlp)\.(\w+)", r"\1.\2_proj", key).replace(".attn.", ".self_attn.")
+        renamed = ".".join(names.get(part, part) for part in renamed.split("."))
+        assert torch.equal(ours.tensor(key), theirs[f"model.{renamed}"]), key

@@ -47,10 +47,13 @@ def test_conversion_and_generation_equal_the_cpu(name, options, tmp_path):
 
 @pytest.mark.parametrize("name", ["llama", "gemma3", "neox"])
 @torch.inference_mode()
-def test_bfloat16_stays_near_transformers(name, tmp_path):
+def test_bfloat16_is_as_near_to_float32_as_transformers_is(name, tmp_path):
+    tokens = TOKENS.cuda()
+    exact = tiny(name).to(torch.bfloat16).float().cuda()(tokens).logits
     theirs = tiny(name).to(torch.bfloat16).cuda()
     theirs.save_pretrained(tmp_path)
     ours = fathomlm.load(tmp_path, device="cuda")
     assert ours.decoder.embed.weight.dtype == torch.bfloat16
-    expected = theirs(TOKENS.cuda()).logits.float()
-    assert (ours(TOKENS.cuda()).logits.float() - expected).norm() / expected.norm() < 1e-2
+    their_error = (theirs(tokens).logits.float() - exact).norm() / exact.norm()
+    our_error = (ours(tokens).logits.float() - exact).norm() / exact.norm()
+    assert our_error < 1.25 * their_error
