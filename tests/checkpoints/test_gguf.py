@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, Gemma3TextConfig, LlamaConfig
 import fathomlm
 from checkpoints.gguf_files import byte_level_metadata, write_gguf
 from fathomlm.checkpoints.gguf import GGUFCheckpoint
-from fathomlm.checkpoints.gguf_reader import GGUFFile
+from fathomlm.checkpoints.gguf.reader import GGUFFile
 from fathomlm.checkpoints.huggingface import HuggingFaceCheckpoint
 from fathomlm.checkpoints.source import TokenIds, parameter_names
 from fathomlm.depth import Rope

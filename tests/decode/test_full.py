@@ -318,10 +318,16 @@ def test_the_end_token_is_counted_and_not_shown(tiny_model: FathomForCausalLM) -
         tiny_model.config.eos_token_id = free.tokens[at]
         shown: list[str] = []
         (result,) = generate(tiny_model, ["the depth"], max_new_tokens=12, on_text=lambda _, piece: shown.append(piece))
+        (quiet,) = generate(tiny_model, ["the depth"], max_new_tokens=12)
     finally:
         tiny_model.config.eos_token_id = before
     assert (result.tokens, result.finish) == (free.tokens[: at + 1], "eos")
-    assert result.text == "".join(shown) == tiny_model.tokenizer.decode(free.tokens[:at], skip_special_tokens=True)
+    assert (
+        quiet.text
+        == result.text
+        == "".join(shown)
+        == tiny_model.tokenizer.decode(free.tokens[:at], skip_special_tokens=True)
+    )
 
 
 def test_chat_prompt_is_the_template(tiny_model: FathomForCausalLM) -> None:

@@ -101,6 +101,11 @@ def test_special_tokens_are_not_shown(tiny_tokenizer: Any) -> None:
     assert "".join(pieces(TextStream(tiny_tokenizer), [*a, *[end] * 200, *b])) == "a b"
 
 
+def test_special_tokens_do_not_swallow_the_space_behind_them(sentencepiece: Any) -> None:
+    the, fox = ids(sentencepiece, "the"), ids(sentencepiece, "fox")
+    assert "".join(pieces(TextStream(sentencepiece), [*the, *[2] * 20, *fox])) == "the fox"
+
+
 @settings(max_examples=60, deadline=None)
 @given(seed=st.integers(0, 10**6), length=st.integers(1, 200), broken=st.booleans())
 def test_random_bytes_decode_as_they_would_whole(tiny_tokenizer: Any, seed: int, length: int, broken: bool) -> None:
@@ -162,6 +167,14 @@ def test_text_is_cut_before_the_stop_string(tokenizer: Any, stop: tuple[str, ...
     shown = pieces(stream, ids(tokenizer, "the quick brown fox jumps"))
     assert "".join(shown) == expected
     assert stream.stopped == (expected != "the quick brown fox jumps")
+
+
+def test_the_stop_string_that_is_complete_first_wins(tiny_tokenizer: Any) -> None:
+    """Also where both come in one token; letter by letter the longer one would not be waited for."""
+    whole, letters = ids(tiny_tokenizer, " the"), [ids(tiny_tokenizer, letter)[0] for letter in " the"]
+    assert (len(whole), len(letters)) == (1, 4)
+    for tokens in (whole, letters):
+        assert "".join(pieces(TextStream(tiny_tokenizer, stop=(" the", "h")), tokens)) == " t"
 
 
 def test_the_beginning_of_a_stop_string_is_held_back(tiny_tokenizer: Any) -> None:

@@ -92,7 +92,7 @@ def parse_device(device: torch.device | str) -> torch.device:
     except RuntimeError as error:
         raise OptionError(f"unknown device '{device}'; write cpu, cuda or cuda:0") from error
     if place.type == "cuda" and not torch.cuda.is_available():
-        raise OptionError(f"no CUDA device is to be had for '{device}' (this torch is {torch.__version__}); use --device cpu")
+        raise OptionError(f"'{device}' asks for CUDA, but torch {torch.__version__} finds no such device here; use cpu")
     return place
 
 

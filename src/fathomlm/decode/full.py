@@ -157,8 +157,8 @@ class Session:
         try:
             _run(self.model.decoder, [row], chosen, self._cache)
         finally:
-            # An interrupted pass has filled some steps further than others; the cache's own count is what all have.
-            self._cache.truncate(self._cache.length)
+            # An interrupted pass leaves some steps with more entries than others. The cache counts what all of them have,
+            # and the next call truncates to no more than that.
             self.held = (*tokens, *row.tokens)[: self._cache.length]
         return row.result()
 

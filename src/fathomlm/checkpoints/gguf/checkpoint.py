@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
-from fathomlm.checkpoints.gguf_architecture import read_architecture
-from fathomlm.checkpoints.gguf_reader import GGUFFile
-from fathomlm.checkpoints.gguf_tokenizer import build_tokenizer
+from fathomlm.checkpoints.gguf.architecture import read_architecture
+from fathomlm.checkpoints.gguf.reader import GGUFFile
+from fathomlm.checkpoints.gguf.tokenizer import build_tokenizer
 from fathomlm.checkpoints.source import TokenIds, parameter_names
 from fathomlm.depth import Architecture
 from fathomlm.errors import CheckpointError, UnsupportedModel

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from fathomlm.checkpoints.gguf_reader import GGUFFile
+from fathomlm.checkpoints.gguf.reader import GGUFFile
 from fathomlm.depth import Architecture
 from fathomlm.errors import CheckpointError, UnsupportedModel
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from fathomlm.checkpoints.gguf_reader import GGUFFile
+from fathomlm.checkpoints.gguf.reader import GGUFFile
 from fathomlm.depth import Architecture, Rope
 from fathomlm.errors import CheckpointError, OptionError, UnsupportedModel
 
