@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from fathomlm.cli.main import main
-from fathomlm.decode import Session, chat_prompt, generate
+from fathomlm.decode.full import Session, generate
+from fathomlm.decode.prompts import chat_prompt
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 FIRST, SECOND = "the depth of the water", "and the fox?"

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from fathomlm.cli.main import main
-from fathomlm.decode import chat_prompt, generate
+from fathomlm.decode.full import generate
+from fathomlm.decode.prompts import chat_prompt
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 PROMPT = "the depth of the water"

@@ -10,8 +10,9 @@ import torch
 
 import fathomlm
 from fathomlm.cache import DenseCache
-from fathomlm.decode import Generation, Sampling, Session, chat_prompt, decode_step, generate, prefill
-from fathomlm.decode.full import left_pad
+from fathomlm.decode.full import Generation, Session, decode_step, generate, left_pad, prefill
+from fathomlm.decode.prompts import chat_prompt
+from fathomlm.decode.sampling import Sampling
 from fathomlm.depth import Architecture, DepthPlan, Relaxation, Rope
 from fathomlm.errors import OptionError
 from fathomlm.model.hub import FathomConfig, FathomForCausalLM

@@ -70,7 +70,7 @@ class Conversation:
     """What was said so far, and the session that remembers it."""
 
     def __init__(self, name: str, model: FathomForCausalLM, sampling: Sampling, system: str | None) -> None:
-        from fathomlm.decode import Session
+        from fathomlm.decode.full import Session
 
         self.name = name
         self.model = model
@@ -121,7 +121,7 @@ class Conversation:
         return [] if self.system is None else [_message("system", self.system)]
 
     def _prompt(self, text: str) -> list[int]:
-        from fathomlm.decode import chat_prompt
+        from fathomlm.decode.prompts import chat_prompt
 
         return chat_prompt(self.model, [*self._opening(), *self.messages, _message("user", text)])
 

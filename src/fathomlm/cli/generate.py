@@ -45,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
     _check(args, prompts)
     sampling = read_sampling(args)
 
-    from fathomlm.decode import generate
+    from fathomlm.decode.full import generate
 
     begun = time.perf_counter()
     model = load_model(args)
@@ -59,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
             results = generate(model, inputs, sampling, on_step=on_step)
     if args.json:
         record = _record(args, model, prompts, results, load_seconds=loaded - begun)
-        print(json.dumps(record, indent=2, ensure_ascii=False))
+        print(json.dumps(record, ensure_ascii=False))
         return 0
     if not args.stream:
         _print_texts(prompts, results)
@@ -106,7 +106,7 @@ def _read_file(path: Path) -> str:
 def _encode(
     args: argparse.Namespace, model: FathomForCausalLM, prompts: Sequence[str]
 ) -> Sequence[str] | Sequence[list[int]]:
-    from fathomlm.decode import chat_prompt
+    from fathomlm.decode.prompts import chat_prompt
 
     if not args.chat:
         return prompts
