@@ -85,6 +85,7 @@ def main() -> None:
     }
     print(json.dumps(record))
     if args.out is not None:
+        args.out.parent.mkdir(parents=True, exist_ok=True)
         args.out.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
 
 

@@ -20,7 +20,9 @@ if TYPE_CHECKING:
     from fathomlm.checkpoints.convert import convert
     from fathomlm.checkpoints.export import export
     from fathomlm.checkpoints.resolve import load
-    from fathomlm.decode.full import Generation, generate
+    from fathomlm.checkpoints.save import save
+    from fathomlm.decode.full import Generation, Session, generate
+    from fathomlm.decode.prompts import chat_prompt
     from fathomlm.decode.sampling import Sampling
     from fathomlm.depth import Architecture, DepthPlan, Relaxation
     from fathomlm.errors import FathomError
@@ -35,10 +37,13 @@ _PUBLIC = {
     "Generation": "fathomlm.decode.full",
     "Relaxation": "fathomlm.depth",
     "Sampling": "fathomlm.decode.sampling",
+    "Session": "fathomlm.decode.full",
+    "chat_prompt": "fathomlm.decode.prompts",
     "convert": "fathomlm.checkpoints.convert",
     "export": "fathomlm.checkpoints.export",
     "generate": "fathomlm.decode.full",
     "load": "fathomlm.checkpoints.resolve",
+    "save": "fathomlm.checkpoints.save",
 }
 
 __all__ = [
@@ -50,11 +55,14 @@ __all__ = [
     "Generation",
     "Relaxation",
     "Sampling",
+    "Session",
     "__version__",
+    "chat_prompt",
     "convert",
     "export",
     "generate",
     "load",
+    "save",
 ]
 
 

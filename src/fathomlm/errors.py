@@ -42,5 +42,7 @@ def choices(what: str, got: str, known: Iterable[str]) -> str:
     """The message for a name that is not in a list, with the nearest known name when the slip looks like a typo."""
     names = sorted(known)
     near = difflib.get_close_matches(got, names, n=1)
+    if near and len(names) > 12:
+        return f"unknown {what} '{got}' (did you mean '{near[0]}'?)"
     hint = f" (did you mean '{near[0]}'?)" if near else ""
     return f"unknown {what} '{got}'{hint}; known: {', '.join(names)}"

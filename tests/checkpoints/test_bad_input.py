@@ -149,6 +149,19 @@ def test_unsupported_family_or_option(copy, changes, says):
         fathomlm.load(copy)
 
 
+def test_a_tensor_without_a_place(copy):
+    tensors = load_file(copy / "model.safetensors")
+    save_file({**tensors, "model.layers.0.self_attn.q_norm.weight": torch.ones(8)}, copy / "model.safetensors")
+    with pytest.raises(UnsupportedModel, match=r"no place in a llama model here, the first is 'model\.layers\.0\.self_attn"):
+        fathomlm.load(copy)
+
+
+def test_buffers_of_old_checkpoints_are_ignored(copy):
+    tensors = load_file(copy / "model.safetensors")
+    save_file({**tensors, "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}, copy / "model.safetensors")
+    fathomlm.load(copy)
+
+
 def test_a_directory_that_is_no_model(tmp_path):
     with pytest.raises(CheckpointError, match=r"no config\.json"):
         fathomlm.load(tmp_path)

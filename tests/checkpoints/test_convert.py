@@ -184,16 +184,18 @@ def test_dtype_of_the_result(base):
         ({"recursions": 0}, PlanError, "at least 1"),
         ({"sharing": "cicle"}, PlanError, "did you mean 'cycle'"),
         ({"init": "averge"}, OptionError, "did you mean 'average'"),
-        ({"init": "lower", "norm_init": "zero"}, OptionError, "--norm-init goes with --init average"),
+        ({"init": "lower", "norm_init": "zero"}, OptionError, "norm-init goes with the init average"),
         ({"relax": "lora", "rank": 0}, OptionError, "at least 1"),
         ({"relax": "lora", "rank": "q=x"}, OptionError, "q=x"),
         ({"relax": "lora", "rank": "fnn=3"}, OptionError, "did you mean 'ffn'"),
-        ({"rank": 4}, OptionError, "--rank goes with --relax lora or dora"),
-        ({"relax": "prefix", "rank": 4}, OptionError, "--rank goes with"),
+        ({"rank": 4}, OptionError, "rank goes with a lora or dora relaxation"),
+        ({"relax": "prefix", "rank": 4}, OptionError, "rank goes with"),
         ({"relax": "prefix", "prefix_length": 0}, OptionError, "at least 1"),
-        ({"relax": "lora", "prefix_length": 3}, OptionError, "--prefix-length goes with"),
-        ({"relax": "encoding", "relax_init": "svd"}, OptionError, "--relax-init goes with"),
+        ({"relax": "lora", "prefix_length": 3}, OptionError, "prefix-length goes with"),
+        ({"relax": "encoding", "relax_init": "svd"}, OptionError, "relax-init goes with"),
         ({"relax": "encoding", "sharing": "sequence"}, OptionError, "encoding"),
+        ({"recursions": 1, "relax": "lora"}, OptionError, "nothing is tied"),
+        ({"seed": -1}, OptionError, "seed must be"),
         ({"relax": "lara"}, OptionError, "did you mean 'lora'"),
         ({"dtype": "int8"}, OptionError, "unknown dtype"),
     ],
@@ -205,8 +207,8 @@ def test_options_that_make_no_sense(base, options, error, says):
 
 def test_a_recursive_model_is_not_converted_twice(base, tmp_path):
     model = fathomlm.convert(base, recursions=2)
-    with pytest.raises(OptionError, match="recursive already"):
+    with pytest.raises(OptionError, match="converted already"):
         fathomlm.convert(model, recursions=3)
     save(model, tmp_path / "looped")
-    with pytest.raises(OptionError, match="recursive already"):
+    with pytest.raises(OptionError, match="converted already"):
         fathomlm.convert(tmp_path / "looped", recursions=3)

@@ -120,7 +120,8 @@ def command(*arguments):
 def test_an_interrupted_conversion_leaves_nothing(plain, tmp_path, sent):
     """The process stops itself at the moment the weights are half written."""
     script = (
-        "import os, sys, fathomlm.checkpoints.save as s\n"
+        "import os, signal, sys, fathomlm.checkpoints.save as s\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job starts with it ignored\n"
         "from fathomlm.model.hub import FathomForCausalLM as F\n"
         "save = F.save_pretrained\n"
         "def half(self, d, **k):\n"

@@ -88,7 +88,7 @@ def test_which_plans_loop(sharing, loops, whole_passes):
     assert (plan.loops, plan.whole_passes) == (loops, whole_passes)
 
 
-# Every layout of the thesis (4.3; appendices "Expanded Results of IsoFLOP Analysis" and "of Parameter Sharing
+# Every layout of the thesis (4.4; appendices "Expanded Results of IsoFLOP Analysis" and "of Parameter Sharing
 # Strategy"). Its MoR models add layers, its sharing tables drop them.
 LAYOUTS = [
     (30, "cycle", 2, None, "15", 30),

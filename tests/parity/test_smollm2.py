@@ -59,6 +59,18 @@ def test_full_rank_svd_restores_the_real_model(ours):
     torch.testing.assert_close(restored(tokens).logits, expected, rtol=0, atol=1e-4 * float(expected.abs().max()))
 
 
+@pytest.mark.slow
+@torch.inference_mode()
+def test_full_rank_svd_restores_the_whole_real_model(ours):
+    restored = fathomlm.convert(ours, recursions=2, init="average", relax="lora", rank=10_000)
+    for prompt in PROMPTS:
+        tokens = torch.tensor([ours.tokenizer(prompt).input_ids])
+        expected = ours(tokens).logits
+        error = (restored(tokens).logits - expected).abs().max()
+        print(f"largest difference {error:.1e} of scores up to {expected.abs().max():.1f}")
+        assert error < 1e-4 * expected.abs().max()
+
+
 def test_tokenizer_and_chat_template_travel_with_the_model(ours, tmp_path):
     fathomlm.convert(ours, recursions=2).save_pretrained(tmp_path)
     again = fathomlm.load(tmp_path)

@@ -28,17 +28,14 @@ from fathomlm.checkpoints.tying import (
     RelaxInit,
     starting_layers,
 )
-from fathomlm.depth import Architecture, DepthPlan, LinearSpec, Relaxation, Step
-from fathomlm.depth.cost import relaxation_parameters
+from fathomlm.depth import DepthPlan, LinearSpec, Relaxation, Step
 from fathomlm.depth.plan import Resize
-from fathomlm.depth.relaxation import parse_ranks
+from fathomlm.depth.relaxation import build_relaxation, check_fits
 from fathomlm.errors import OptionError, choices
 from fathomlm.model.hub import FathomForCausalLM, empty_model
 from fathomlm.model.relax.step import offset_key
 from fathomlm.model.relax.svd import svd_factors
 
-DEFAULT_RANK = 64
-DEFAULT_PREFIX = 256
 Tick = Callable[[int, int], None]
 
 
@@ -68,38 +65,17 @@ def convert(
     `resize` (True or "add", or "drop") changes the unrolled depth where it does not divide.
     """
     place = parse_device(device)
+    if not 0 <= seed < 2**63:
+        raise OptionError(f"seed must be a whole number from 0 to 2^63-1, got {seed}")
     base = _base(model)
     plan = DepthPlan.build(sharing, recursions, base.architecture.layers, "add" if resize is True else resize or None)
-    relaxation = build_relaxation(base.architecture, relax, rank, prefix_length, linears_only=linears_only)
-    relaxation_parameters(base.architecture, plan, relaxation)  # refuses a relaxation that the plan has no place for
+    relaxation = build_relaxation(base.architecture.linears(), relax, rank, prefix_length, linears_only=linears_only)
+    check_fits(relaxation, plan)
     start = _Start.of(init, norm_init, relax_init, relaxation)
     kind = parse_dtype(dtype) or base.dtype
     result = empty_model(configure(base.architecture, plan, relaxation, base.tokens, kind))
     _Conversion(base, result, start, kind, place, torch.Generator().manual_seed(seed)).run(on_layer)
     return finish(result, base.tokenizer())
-
-
-def build_relaxation(
-    architecture: Architecture,
-    relax: str | None,
-    rank: int | str | dict[str, int] | None = None,
-    prefix_length: int | None = None,
-    *,
-    linears_only: bool = False,
-) -> Relaxation | None:
-    """A relaxation from the options of the command line, each refused where it has no meaning."""
-    low_rank = relax in ("lora", "dora")
-    if rank is not None and not low_rank:
-        raise OptionError("--rank goes with --relax lora or dora")
-    if linears_only and not low_rank:
-        raise OptionError("--linears-only goes with --relax lora or dora")
-    if prefix_length is not None and relax != "prefix":
-        raise OptionError("--prefix-length goes with --relax prefix")
-    if relax is None:
-        return None
-    ranks = parse_ranks(DEFAULT_RANK if rank is None else rank, architecture.linears()) if low_rank else {}
-    length = (DEFAULT_PREFIX if prefix_length is None else prefix_length) if relax == "prefix" else 0
-    return Relaxation(kind=relax, ranks=ranks, prefix_length=length, vectors=not linears_only)
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,16 +96,16 @@ class _Start:
         if relax_init is not None and relax_init not in RELAX_INITS:
             raise OptionError(choices("relax-init", relax_init, RELAX_INITS))
         if norm_init is not None and init != "average":
-            raise OptionError(f"--norm-init goes with --init average; {init} brings its own norms")
+            raise OptionError(f"norm-init goes with the init average; {init} brings its own norms")
         if relax_init is not None and not low_rank:
-            raise OptionError("--relax-init goes with --relax lora or dora")
+            raise OptionError("relax-init goes with a lora or dora relaxation")
         return cls(init, norm_init or "average", relax_init or "svd")  # type: ignore[arg-type]
 
 
 def _base(model: FathomForCausalLM | str | Path) -> BaseCheckpoint:
     if isinstance(model, FathomForCausalLM):
         if model.plan.recursions > 1 or model.relaxation is not None:
-            raise OptionError(f"the model is recursive already: {describe(model)}; convert the plain model it came from")
+            raise OptionError(f"the model was converted already ({describe(model)}); convert the plain model it came from")
         return ModelBase(model)
     path = locate(model)
     if path.is_dir() and is_native(read_config(path)):

@@ -1,4 +1,4 @@
-"""Unrolled export: a plain Hugging Face checkpoint that transformers, vLLM or llama.cpp can serve.
+"""Unrolled export: a plain Hugging Face checkpoint, which transformers, vLLM and llama.cpp's converter read.
 
 Each step becomes a layer of its own with what the step adds merged in, so the file is as large as the untied model; what
 it computes is what the recursive model computes.

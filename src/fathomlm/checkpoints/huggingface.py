@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -9,10 +10,12 @@ import torch
 
 from fathomlm.checkpoints.families import Family, family_of, hf_name
 from fathomlm.checkpoints.shards import Shards, read_json
-from fathomlm.checkpoints.source import TokenIds
+from fathomlm.checkpoints.source import TokenIds, parameter_names
 from fathomlm.depth import Architecture
 from fathomlm.errors import CheckpointError, FathomError, UnsupportedModel
 
+COMPUTED = re.compile(r"rotary_emb\.inv_freq$|attention\.(bias|masked_bias)$")
+"""Buffers of old checkpoints that follow from the configuration."""
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
 
 
@@ -26,6 +29,7 @@ class HuggingFaceCheckpoint:
         self._architecture = architecture_from_config(config, str(directory))
         self._tokens = tokens_of(directory, config)
         self._shards = Shards(directory)
+        self._refuse_strangers()
 
     @property
     def architecture(self) -> Architecture:
@@ -46,6 +50,19 @@ class HuggingFaceCheckpoint:
 
     def tokenizer(self) -> Any | None:
         return read_tokenizer(self._directory)
+
+    def _refuse_strangers(self) -> None:
+        """A tensor without a place here means that the model computes something that our block does not."""
+        names = parameter_names(self._architecture)
+        if self._architecture.family == "neox":
+            names = [re.sub(r"\.attn\.[qkv]\.", ".attn.qkv.", name) for name in names]
+        known = {hf_name(self._family, name) for name in names} | {hf_name(self._family, "head.weight")}
+        more = sorted(name for name in set(self._shards.names()) - known if not COMPUTED.search(name))
+        if more:
+            raise UnsupportedModel(
+                f"{self._directory}: {len(more)} tensor(s) have no place in a {self._family.model_type} model here, "
+                f"the first is '{more[0]}'"
+            )
 
     def _split_qkv(self, name: str) -> torch.Tensor:
         """GPT-NeoX keeps q, k and v of each head together in one matrix; here they are three."""

@@ -97,9 +97,10 @@ def parse_device(device: torch.device | str) -> torch.device:
 
 
 def describe(model: Any) -> str:
-    """A model's plan in a few words: "30 layers", "15 layers looped 2 times (cycle), lora"."""
+    """A model's plan in a few words: "30 layers", "15 layers looped 2 times (cycle, lora)"."""
     plan: DepthPlan = model.plan
-    if plan.recursions == 1:
-        return f"{plan.unique_layers} layers"
-    relaxed = "" if model.relaxation is None else f", {model.relaxation.kind}"
-    return f"{plan.layout} layers looped {plan.recursions} times ({plan.sharing}{relaxed})"
+    layers = "1 layer" if plan.layout == "1" else f"{plan.layout} layers"
+    notes = [plan.sharing] if plan.recursions > 1 else []
+    notes += [] if model.relaxation is None else [model.relaxation.kind]
+    looped = f" looped {plan.recursions} times" if plan.recursions > 1 else ""
+    return f"{layers}{looped} ({', '.join(notes)})" if notes else layers

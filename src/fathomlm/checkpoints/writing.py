@@ -45,6 +45,7 @@ def whole_directory(out: Path, force: bool) -> Iterator[Path]:
         _sweep(out)
         temporary.mkdir()
         yield temporary
+        _open_to_readers(temporary)
         _swap(temporary, out)
     except (OSError, SafetensorError) as error:
         _discard(temporary, made)
@@ -53,6 +54,14 @@ def whole_directory(out: Path, force: bool) -> Iterator[Path]:
     except BaseException:
         _discard(temporary, made)
         raise
+
+
+def _open_to_readers(directory: Path) -> None:
+    """Give files the permissions that the user's umask asks for; safetensors makes its own readable by the owner only."""
+    mask = os.umask(0)
+    os.umask(mask)
+    for file in directory.rglob("*"):
+        file.chmod((0o777 if file.is_dir() else 0o666) & ~mask)
 
 
 def _swap(temporary: Path, out: Path) -> None:

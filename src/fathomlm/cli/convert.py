@@ -7,9 +7,9 @@ import json
 import time
 from pathlib import Path
 
+from fathomlm.cli.plan_options import DEFAULT_RECURSIONS, add_plan_arguments, add_relax_arguments
 from fathomlm.cli.progress import amount, layer_bar
-from fathomlm.depth.relaxation import KINDS
-from fathomlm.depth.sharing import STRATEGIES
+from fathomlm.cli.sampling_options import add_dtype_argument
 
 HELP = "tie a model's layers into a looped block"
 DESCRIPTION = (
@@ -22,36 +22,19 @@ DESCRIPTION = (
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL", help="preset, Hugging Face directory or hub id, GGUF file")
     parser.add_argument("out", metavar="OUT", type=Path, help="directory to write; must not exist unless --force")
-    plan = parser.add_argument_group("the plan")
-    plan.add_argument("--sharing", choices=tuple(STRATEGIES), default="cycle", help="which layers are tied (default: cycle)")
-    plan.add_argument("--recursions", type=int, default=2, metavar="N", help="how often the block is run (default: 2)")
-    plan.add_argument(
-        "--resize",
-        nargs="?",
-        const="add",
-        choices=("add", "drop"),
-        help="where the layers do not divide: add steps (the default of this option) or drop some",
-    )
-    start = parser.add_argument_group("where the tied layers start from")
+    add_plan_arguments(parser)
+    start = parser.add_argument_group("where tied layers and what steps add start from")
     inits = ("stepwise", "average", "lower", "upper", "random")
     start.add_argument(
         "--init", choices=inits, help="default: average with lora and dora, stepwise otherwise, as the thesis found best"
     )
     start.add_argument("--norm-init", choices=("average", "choice", "zero"), help="norms under --init average (average)")
-    relax = parser.add_argument_group("what each step adds of its own")
-    relax.add_argument("--relax", choices=KINDS, help="lora, dora, prefix or encoding (default: nothing)")
-    relax.add_argument(
-        "--rank",
-        metavar="K",
-        help="lora, dora: a rank for every linear (64), or q=64,kv=128,ffn=256; unnamed linears get none",
+    add_relax_arguments(parser)
+    start.add_argument(
+        "--relax-init", choices=("svd", "zero"), help="lora, dora: towards the original weights, or nothing (svd)"
     )
-    relax.add_argument("--relax-init", choices=("svd", "zero"), help="towards the original weights, or nothing (svd)")
-    relax.add_argument("--prefix-length", type=int, metavar="P", help="prefix: vectors a step (256)")
-    relax.add_argument(
-        "--linears-only", action="store_true", help="lora, dora: keep norms and biases tied, as the thesis does"
-    )
-    parser.add_argument("--dtype", help="float32, bfloat16 or float16 (default: as stored; float32 for GGUF)")
-    parser.add_argument("--device", default="cpu", help="where to compute (default: cpu)")
+    add_dtype_argument(parser)
+    parser.add_argument("--device", default="cpu", help="where the result is held: cpu, cuda or cuda:N (default: cpu)")
     parser.add_argument("--seed", type=int, default=0, help="for what starts random (default: 0)")
     parser.add_argument("--force", action="store_true", help="replace OUT if it is a model directory")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
@@ -70,8 +53,8 @@ def run(args: argparse.Namespace) -> int:
     with layer_bar("converting") as tick:
         model = convert(
             args.model,
-            sharing=args.sharing,
-            recursions=args.recursions,
+            sharing=args.sharing or "cycle",
+            recursions=DEFAULT_RECURSIONS if args.recursions is None else args.recursions,
             init=args.init,
             norm_init=args.norm_init,
             relax=args.relax,
@@ -98,6 +81,8 @@ def run(args: argparse.Namespace) -> int:
             "plan": model.plan.to_dict(),
             "layout": model.plan.layout,
             "relaxation": None if model.relaxation is None else model.relaxation.to_dict(),
+            "dtype": str(model.decoder.embed.weight.dtype).removeprefix("torch."),
+            "seed": args.seed,
             "non_embedding_parameters": after.non_embedding_parameters,
             "base_non_embedding_parameters": before.non_embedding_parameters,
             "embedding_parameters": after.embedding_parameters,

@@ -53,8 +53,9 @@ def run(args: argparse.Namespace) -> int:
     from fathomlm.checkpoints.resolve import load
 
     begin = time.perf_counter()
-    _say(f"1/3  SmolLM2-135M-Instruct (Apache-2.0), kept in the cache directory: {MODEL}")
+    _say("1/3  SmolLM2-135M-Instruct (Apache-2.0): fetched once")
     file = fetch(MODEL)
+    _say(f"     {file}")
     base = load(file, dtype="float32")
     small_dir = args.out / f"{MODEL}-cycle2-lora64"
     _make_recursive(base, small_dir)
@@ -151,7 +152,7 @@ def _show(columns: list[Column], out: Path, seconds: float) -> None:
         f"  fathomlm generate {out} -p 'The capital of France is' --stream\n"
         f"  fathomlm inspect {MODEL} --sharing middle-cycle --recursions 3 --resize --router expert\n"
         f"  fathomlm convert {MODEL} my-model --sharing middle-cycle --recursions 2 --relax lora --rank 128\n"
-        f"  fathomlm export {out} plain-model      # for transformers, vLLM, llama.cpp\n"
+        f"  fathomlm export {out} plain-model      # a plain Hugging Face checkpoint\n"
         "(in this checkout the command is .venv/bin/fathomlm)"
     )
 

@@ -7,18 +7,19 @@ import json
 from pathlib import Path
 
 from fathomlm.cli.progress import amount, layer_bar
+from fathomlm.cli.sampling_options import add_dtype_argument
 
 HELP = "write an unrolled plain Hugging Face checkpoint"
 DESCRIPTION = (
     "Writes MODEL as a plain Hugging Face checkpoint in the directory OUT: every step a layer of its own, LoRA and DoRA "
-    "merged in. transformers, vLLM and llama.cpp's converter read it; it is as large as the untied model."
+    "merged in. It is as large as the untied model, and transformers and whatever else reads that format can serve it."
 )
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL", help="a FathomLM directory (or any other model source)")
     parser.add_argument("out", metavar="OUT", type=Path, help="directory to write; must not exist unless --force")
-    parser.add_argument("--dtype", help="float32, bfloat16 or float16 (default: as stored)")
+    add_dtype_argument(parser)
     parser.add_argument("--force", action="store_true", help="replace OUT if it is a model directory")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
 

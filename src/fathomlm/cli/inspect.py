@@ -10,10 +10,10 @@ import json
 from decimal import Decimal, InvalidOperation
 from pathlib import Path
 
+from fathomlm.cli.plan_options import DEFAULT_RECURSIONS, add_plan_arguments, add_relax_arguments
 from fathomlm.depth import Architecture, DepthPlan, Relaxation, cost
 from fathomlm.depth.presets import PRESETS
-from fathomlm.depth.relaxation import KINDS, parse_ranks
-from fathomlm.depth.sharing import STRATEGIES
+from fathomlm.depth.relaxation import build_relaxation
 from fathomlm.errors import OptionError
 
 HELP = "count what a model costs: parameters, compute, cache memory"
@@ -21,8 +21,6 @@ DESCRIPTION = (
     "Count the parameters, forward FLOPs and key-value cache of a model under a depth plan, beside those of the untied "
     "base. No weights are read. Without --sharing and --recursions, MODEL is shown as it is."
 )
-DEFAULT_RANK = "64"
-DEFAULT_PREFIX_LENGTH = 256
 MOST_TOKENS = 10**18
 SUFFIXES = {"K": 3, "M": 6, "B": 9, "T": 12}
 
@@ -30,30 +28,36 @@ SUFFIXES = {"K": 3, "M": 6, "B": 9, "T": 12}
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("model", metavar="MODEL", help="a preset, Hugging Face directory, hub id, GGUF file or FathomLM directory")
-    add("--sharing", metavar="S", help=f"which layers are shared: {', '.join(STRATEGIES)} (default: cycle)")
-    add("--recursions", metavar="N", type=int, help="how often the shared block runs (default: 1, nothing shared)")
-    how = "where the recursions do not divide the layers: add layers (the default) or drop some"
-    add("--resize", metavar="HOW", nargs="?", const="add", help=how)
-    add("--relax", metavar="KIND", help=f"what each step adds to the shared weights: {', '.join(KINDS)}")
-    add("--rank", metavar="K", help=f"lora, dora: 64, or q=64,kv=128,ffn=256 (default: {DEFAULT_RANK})")
-    add("--prefix-length", metavar="P", type=int, help=f"prefix: vectors per step (default: {DEFAULT_PREFIX_LENGTH})")
-    add("--router", metavar="R", help="let a router choose how deep each token goes: expert or token")
-    add("--kv", metavar="MODE", default="cache", help="keys and values: cache every recursion's (default), or share")
+    add("--router", metavar="R", choices=cost.ROUTERS, help="let a router choose how deep each token goes: expert or token")
+    add(
+        "--kv",
+        metavar="MODE",
+        choices=cost.KV_MODES,
+        default="cache",
+        help="keys and values: cache every recursion's (default), or share",
+    )
     add("--tokens", metavar="D", help="training tokens to count FLOPs for: 20e9, 20B, 300M, 1.5T")
     add("--context", metavar="T", type=int, default=2048, help="sequence length to count attention at (default: 2048)")
     add("--json", action="store_true", help="print one JSON object")
+    add_plan_arguments(parser)
+    add_relax_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    if args.resize is not None and args.recursions is None:
-        raise OptionError("--resize goes with --recursions")
+    asked = args.sharing is not None or args.recursions is not None
+    if args.resize is not None and not asked:
+        raise OptionError("--resize goes with --sharing or --recursions")
     architecture, own_plan, own_relaxation = _read(args.model)
-    if own_plan is not None and args.sharing is None and args.recursions is None:
+    kept = None
+    if asked:
+        recursions = DEFAULT_RECURSIONS if args.recursions is None else args.recursions
+        plan = DepthPlan.build(args.sharing or "cycle", recursions, architecture.layers, args.resize)
+    elif own_plan is not None:
         plan, kept = own_plan, own_relaxation
     else:
-        recursions = 1 if args.recursions is None else args.recursions
-        plan, kept = DepthPlan.build(args.sharing or "cycle", recursions, architecture.layers, args.resize), None
-    relaxation = _relaxation(args, architecture) or kept
+        plan = DepthPlan.vanilla(architecture.layers)
+    options = (args.relax, args.rank, args.prefix_length)
+    relaxation = build_relaxation(architecture.linears(), *options, linears_only=args.linears_only) or kept
     _needs_a_loop(args, plan)
     tokens = None if args.tokens is None else parse_tokens(args.tokens)
     counted = cost.count(
@@ -71,13 +75,16 @@ def run(args: argparse.Namespace) -> int:
             "family": architecture.family,
             "sharing": plan.sharing,
             "recursions": plan.recursions,
+            "relaxation": None if relaxation is None else relaxation.to_dict(),
+            "router": args.router,
+            "kv": args.kv,
         }
-        print(json.dumps(about | counted.to_dict(), indent=2))
+        print(json.dumps(about | counted.to_dict()))
         return 0
     base = cost.count(architecture, DepthPlan.vanilla(plan.base_layers), tokens=tokens, context=args.context)
     caption = (
         f"FLOPs at a context of {args.context} tokens; cache in 16 bits. Sequences that fit: where "
-        f"{cost.REFERENCE_BATCH} of the base fill the memory for the cache of the shared layers."
+        f"{cost.REFERENCE_BATCH} of the same plan without routing or sharing fill the memory for the shared layers' cache."
     )
     _print_table(_title(args, architecture, plan, relaxation), _rows(counted, base), caption)
     return 0
@@ -104,22 +111,6 @@ def _read(model: str) -> tuple[Architecture, DepthPlan | None, Relaxation | None
     return architecture_of(model)
 
 
-def _relaxation(args: argparse.Namespace, architecture: Architecture) -> Relaxation | None:
-    if args.rank is not None and args.relax not in ("lora", "dora"):
-        raise OptionError("--rank goes with --relax lora or --relax dora")
-    if args.prefix_length is not None and args.relax != "prefix":
-        raise OptionError("--prefix-length goes with --relax prefix")
-    if args.relax is None:
-        return None
-    if args.relax in ("lora", "dora"):
-        ranks = parse_ranks(DEFAULT_RANK if args.rank is None else args.rank, architecture.linears())
-        return Relaxation(kind=args.relax, ranks=ranks)
-    if args.relax == "prefix":
-        length = DEFAULT_PREFIX_LENGTH if args.prefix_length is None else args.prefix_length
-        return Relaxation(kind="prefix", prefix_length=length)
-    return Relaxation(kind=args.relax)
-
-
 def _needs_a_loop(args: argparse.Namespace, plan: DepthPlan) -> None:
     """Refuse options that would do nothing when no layer is shared: a forgotten --recursions, most likely."""
     if plan.recursions > 1:
@@ -127,7 +118,6 @@ def _needs_a_loop(args: argparse.Namespace, plan: DepthPlan) -> None:
     pointless = {
         "--router": args.router is not None,
         "--kv share": args.kv == "share",
-        f"--relax {args.relax}": args.relax in ("lora", "dora"),
     }
     for option, given in pointless.items():
         if given:
@@ -182,7 +172,7 @@ def _rows(counted: cost.Cost, base: cost.Cost) -> list[tuple[str, str, str]]:
     ]
     if counted.tokens is not None:
         label = f"forward FLOPs for {_short(counted.tokens)} tokens"
-        rows.append((label, f"{counted.training_flops:.3g}", f"{base.training_flops:.3g}"))
+        rows.append((label, f"{counted.training_flops:.2e}", f"{base.training_flops:.2e}"))
     return rows
 
 

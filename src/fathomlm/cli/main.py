@@ -13,7 +13,7 @@ import signal
 import sys
 from collections.abc import Sequence
 from types import FrameType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from fathomlm import __version__
 from fathomlm.errors import FathomError, choices
@@ -22,10 +22,19 @@ VERBS = ("demo", "get", "inspect", "convert", "export", "generate", "chat")
 
 
 class _Parser(argparse.ArgumentParser):
-    """argparse, with the nearest verb or option named when one is mistyped."""
+    """argparse, with the nearest verb, option or value named when one is mistyped."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"fathomlm: {message}\ntry: {self.prog} --help\n")
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
+        found, rest = super().parse_known_args(args, namespace)
+        wrong = next((word for word in rest if word.startswith("-")), None)
+        if wrong is not None:
+            self.error(
+                choices("option", wrong.split("=")[0], [o for o in self._option_string_actions if o.startswith("--")])
+            )
+        return found, rest
 
     def _check_value(self, action: argparse.Action, value: object) -> None:
         if action.choices is not None and value not in action.choices:

@@ -23,14 +23,15 @@ def layer_bar(what: str, unit: str = "layers") -> Iterator[Tick]:
         TextColumn("left"),
         TimeRemainingColumn(),
     )
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task(what, total=None)
         yield lambda done, total: progress.update(task, completed=done, total=total)
 
 
 def amount(number: float, unit: str = "") -> str:
     """A number for people: 134.5M, 98.4 MB."""
-    for size, letter in ((1e12, "T"), (1e9, "B" if not unit else "G"), (1e6, "M"), (1e3, "k")):
+    for size, letter in ((1e12, "T"), (1e9, "B" if not unit else "G"), (1e6, "M"), (1e3, "K" if not unit else "k")):
         if abs(number) >= size:
             gap = " " if unit else ""
             return f"{number / size:.4g}{gap}{letter}{unit}"

@@ -15,10 +15,15 @@ if TYPE_CHECKING:
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("model", metavar="MODEL", help="a preset, Hugging Face directory, hub id, GGUF file or FathomLM directory")
-    dtypes = ("float32", "bfloat16", "float16")
-    add("--dtype", choices=dtypes, help="number format to compute in (default: as stored; float32 for GGUF files)")
-    add("--device", choices=("cpu", "cuda"), default="cpu", help="where to compute (default: cpu)")
+    add_dtype_argument(parser)
+    add("--device", default="cpu", help="where to compute: cpu, cuda or cuda:N (default: cpu)")
     add("--threads", metavar="N", type=int, help="processor threads to use (default: all)")
+
+
+def add_dtype_argument(parser: argparse.ArgumentParser) -> None:
+    dtypes = ("float32", "bfloat16", "float16")
+    what = f"number format: {', '.join(dtypes)} (default: as stored; float32 for quantised GGUF files)"
+    parser.add_argument("--dtype", metavar="FORMAT", choices=dtypes, help=what)
 
 
 def add_sampling_arguments(parser: argparse.ArgumentParser, max_new_tokens: int) -> None:
@@ -63,6 +68,4 @@ def load_model(args: argparse.Namespace) -> FathomForCausalLM:
         if args.threads < 1:
             raise OptionError(f"--threads must be at least 1, got {args.threads}")
         torch.set_num_threads(args.threads)
-    if args.device == "cuda" and not torch.cuda.is_available():
-        raise OptionError("--device cuda: this machine has no CUDA device that PyTorch can use")
     return load(args.model, args.dtype, args.device)

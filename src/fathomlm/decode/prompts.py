@@ -69,7 +69,9 @@ def _special(model: FathomForCausalLM, name: str) -> Any:
 
 def _tokenizer(model: FathomForCausalLM) -> Any:
     if model.tokenizer is None:
-        raise OptionError("this model has no tokenizer; give the prompt as token ids")
+        raise OptionError(
+            "this model has no tokenizer, so it takes no text (from Python, prompts may be lists of token ids)"
+        )
     return model.tokenizer
 
 

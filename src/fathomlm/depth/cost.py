@@ -20,7 +20,7 @@ from typing import Any, Literal, get_args
 
 from fathomlm.depth.architecture import Architecture
 from fathomlm.depth.plan import DepthPlan, Step
-from fathomlm.depth.relaxation import Relaxation
+from fathomlm.depth.relaxation import Relaxation, check_fits
 from fathomlm.errors import OptionError, choices
 
 Router = Literal["expert", "token"]
@@ -28,7 +28,7 @@ KVMode = Literal["cache", "share"]
 ROUTERS: tuple[str, ...] = get_args(Router)
 KV_MODES: tuple[str, ...] = get_args(KVMode)
 REFERENCE_BATCH = 32
-"""The thesis' fixed batch, which `relative_max_batch` scales (4.3.3)."""
+"""The thesis' fixed batch, which `relative_max_batch` scales (thesis 4.4.3)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,16 +113,12 @@ def count(
 
 def relaxation_parameters(architecture: Architecture, plan: DepthPlan, relaxation: Relaxation | None) -> int:
     """What all steps together add of their own."""
+    check_fits(relaxation, plan)
     if relaxation is None:
         return 0
     if relaxation.kind == "prefix":
         return relaxation.prefix_length * architecture.hidden * plan.unrolled_layers
     if relaxation.kind == "encoding":
-        if not plan.whole_passes:
-            raise OptionError(
-                f"encoding multiplies the output of each recursion, so it needs a core that loops as a whole "
-                f"(cycle, middle-cycle or cycle-rev), not {plan.sharing}"
-            )
         return architecture.hidden * plan.recursions
     per_step = sum(relaxation.linear_parameters(linear) for linear in architecture.linears())
     per_step += sum(architecture.vectors().values()) if relaxation.vectors else 0

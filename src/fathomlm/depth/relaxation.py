@@ -18,8 +18,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fathomlm.depth.architecture import LinearSpec
+from fathomlm.depth.plan import DepthPlan
 from fathomlm.errors import OptionError, choices
 
+DEFAULT_RANK = 64
+DEFAULT_PREFIX_LENGTH = 256
 KINDS = ("lora", "dora", "prefix", "encoding")
 LINEARS = ("q", "k", "v", "o", "gate", "up", "down")
 RANK_GROUPS: dict[str, tuple[str, ...]] = {
@@ -85,6 +88,41 @@ class Relaxation:
         if "kind" not in record:
             raise OptionError("the relaxation lacks kind")
         return cls(**record)
+
+
+def build_relaxation(
+    linears: tuple[LinearSpec, ...],
+    relax: str | None,
+    rank: int | str | Mapping[str, int] | None = None,
+    prefix_length: int | None = None,
+    *,
+    linears_only: bool = False,
+) -> Relaxation | None:
+    """A relaxation from what a user asks for, each option refused where it has no meaning."""
+    low_rank = relax in ("lora", "dora")
+    for name, given in (("rank", rank is not None), ("linears-only", linears_only)):
+        if given and not low_rank:
+            raise OptionError(f"{name} goes with a lora or dora relaxation")
+    if prefix_length is not None and relax != "prefix":
+        raise OptionError("prefix-length goes with a prefix relaxation")
+    if relax is None:
+        return None
+    ranks = parse_ranks(DEFAULT_RANK if rank is None else rank, linears) if low_rank else {}
+    length = (DEFAULT_PREFIX_LENGTH if prefix_length is None else prefix_length) if relax == "prefix" else 0
+    return Relaxation(kind=relax, ranks=ranks, prefix_length=length, vectors=not linears_only)
+
+
+def check_fits(relaxation: Relaxation | None, plan: DepthPlan) -> None:
+    """Refuse a relaxation that a plan has no place for."""
+    if relaxation is None:
+        return
+    if relaxation.low_rank and plan.recursions == 1:
+        raise OptionError(f"{relaxation.kind} relaxes a tie, but with one recursion nothing is tied; give 2 or more")
+    if relaxation.kind == "encoding" and not plan.whole_passes:
+        raise OptionError(
+            "encoding multiplies the output of each recursion, so it needs a core that loops as a whole "
+            f"(cycle, middle-cycle or cycle-rev), not {plan.sharing}"
+        )
 
 
 def parse_ranks(value: int | str | Mapping[str, int], linears: Iterable[LinearSpec]) -> dict[str, int]:

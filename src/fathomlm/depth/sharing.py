@@ -1,4 +1,4 @@
-"""Sharing strategies: which of K unique layers runs at each of K x R steps (thesis 3.3.2; 4.2.1 and its appendix).
+"""Sharing strategies: which of K unique layers runs at each of K x R steps (thesis 3.3.2; 4.3.1 and its appendix).
 
 Each strategy is a pure function of (unique layers, recursions). For L = 9 and three recursions:
 

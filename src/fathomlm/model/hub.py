@@ -50,6 +50,9 @@ class FathomConfig(PreTrainedConfig):  # type: ignore[misc]
         self.max_position_embeddings = shape.context
         self.initializer_range = kwargs.pop("initializer_range", 0.02)
         self.use_cache = kwargs.pop("use_cache", True)
+        self.bos_token_id = kwargs.pop("bos_token_id", None)
+        self.eos_token_id = kwargs.pop("eos_token_id", None)
+        self.pad_token_id = kwargs.pop("pad_token_id", None)
         for derived in DERIVED:
             kwargs.pop(derived, None)
         # A tied head is no second tensor here (`Decoder.logits`), so transformers has nothing to tie.
