@@ -171,4 +171,4 @@ def test_a_file_that_is_no_text_is_refused(mistake: Any, tmp_path: Path) -> None
 
 def test_a_missing_cuda_device_is_said(mistake: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    assert "no CUDA device" in mistake("-p", "a", "--device", "cuda")
+    assert "finds no such device" in mistake("-p", "a", "--device", "cuda")

@@ -59,7 +59,8 @@ def saved_model(monkeypatch):
 
 def test_the_record_has_every_field_of_the_cost_and_the_plan(inspect):
     record = inspect("smollm-360m", "--sharing", "middle-cycle", "--recursions", "2")
-    assert set(record) == {f.name for f in dataclasses.fields(Cost)} | {"model", "family", "sharing", "recursions"}
+    chosen = {"model", "family", "sharing", "recursions", "relaxation", "router", "kv"}
+    assert set(record) == {f.name for f in dataclasses.fields(Cost)} | chosen
     assert record["model"] == "smollm-360m"
     assert record["family"] == "llama"
     assert (record["sharing"], record["recursions"], record["layout"]) == ("middle-cycle", 2, "1+15+1")
@@ -198,7 +199,7 @@ def test_a_mistyped_preset_names_the_nearest(mistake):
 
 def test_a_mistyped_sharing_names_the_nearest(mistake):
     line = mistake("smollm-360m", "--sharing", "midle-cycle", "--recursions", "2")
-    assert "unknown sharing strategy 'midle-cycle' (did you mean 'middle-cycle'?)" in line
+    assert "unknown sharing 'midle-cycle' (did you mean 'middle-cycle'?)" in line
 
 
 def test_layers_that_do_not_divide_name_the_counts_that_do(mistake):
@@ -211,23 +212,23 @@ def test_layers_that_do_not_divide_name_the_counts_that_do(mistake):
     ("options", "message"),
     [
         (["--recursions", "0"], "recursions must be at least 1, got 0"),
-        (["--recursions", "3", "--resize", "shrink"], "resize must be 'add' or 'drop', got 'shrink'"),
-        (["--resize"], "--resize goes with --recursions"),
-        (["--recursions", "2", "--relax", "lorra"], "unknown relaxation 'lorra' (did you mean 'lora'?)"),
-        (["--recursions", "2", "--rank", "8"], "--rank goes with --relax lora or --relax dora"),
-        (["--recursions", "2", "--relax", "prefix", "--rank", "8"], "--rank goes with --relax lora"),
+        (["--recursions", "3", "--resize", "shrink"], "unknown resize 'shrink'; known: add, drop"),
+        (["--resize"], "--resize goes with --sharing or --recursions"),
+        (["--recursions", "2", "--relax", "lorra"], "unknown relax 'lorra' (did you mean 'lora'?)"),
+        (["--recursions", "2", "--rank", "8"], "rank goes with a lora or dora relaxation"),
+        (["--recursions", "2", "--relax", "prefix", "--rank", "8"], "rank goes with a lora or dora relaxation"),
         (["--recursions", "2", "--relax", "lora", "--rank", "big"], "cannot read 'big' as a rank"),
         (["--recursions", "2", "--relax", "lora", "--rank", "0"], "must be at least 1, got 0"),
-        (["--recursions", "2", "--prefix-length", "8"], "--prefix-length goes with --relax prefix"),
-        (["--recursions", "2", "--relax", "lora", "--prefix-length", "8"], "--prefix-length goes with --relax prefix"),
+        (["--recursions", "2", "--prefix-length", "8"], "prefix-length goes with a prefix relaxation"),
+        (["--recursions", "2", "--relax", "lora", "--prefix-length", "8"], "prefix-length goes with a prefix relaxation"),
         (["--recursions", "2", "--relax", "prefix", "--prefix-length", "0"], "prefix length of at least 1, got 0"),
         (["--sharing", "sequence", "--recursions", "2", "--relax", "encoding"], "loops as a whole"),
         (["--sharing", "sequence", "--recursions", "2", "--router", "expert"], "a router needs a looped core"),
         (["--recursions", "2", "--router", "exprt"], "unknown router 'exprt' (did you mean 'expert'?)"),
-        (["--recursions", "2", "--kv", "shared"], "unknown kv mode 'shared' (did you mean 'share'?)"),
+        (["--recursions", "2", "--kv", "shared"], "unknown kv 'shared' (did you mean 'share'?)"),
         (["--router", "expert"], "--router needs shared layers; give --recursions 2 or more"),
         (["--kv", "share"], "--kv share needs shared layers"),
-        (["--relax", "lora"], "--relax lora needs shared layers"),
+        (["--relax", "lora"], "lora relaxes a tie, but with one recursion nothing is tied"),
         (["--tokens", "many"], "--tokens must be a whole number"),
         (["--context", "0"], "must be at least 1, got 0"),
     ],
@@ -256,3 +257,18 @@ def test_a_preset_needs_neither_torch_nor_transformers():
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=60)
     assert (done.returncode, done.stderr.strip()) == (0, "[]")
     assert json.loads(done.stdout)["layout"] == "16"
+
+
+def test_linears_only_leaves_out_the_offsets(inspect):
+    whole = inspect("gemma-2b", "--recursions", "2", "--relax", "lora")
+    strict = inspect("gemma-2b", "--recursions", "2", "--relax", "lora", "--linears-only")
+    assert whole["relaxation_parameters"] - strict["relaxation_parameters"] == 18 * 2 * 2048
+    assert strict["relaxation"]["vectors"] is False
+
+
+def test_sharing_alone_means_two_recursions_as_in_convert(inspect):
+    assert inspect("smollm-360m", "--sharing", "sequence")["recursions"] == 2
+
+
+def test_a_mistyped_option_names_the_nearest(mistake):
+    assert "unknown option '--recursionz' (did you mean '--recursions'?)" in mistake("smollm-360m", "--recursionz", "3")

@@ -250,7 +250,7 @@ BAD: list[tuple[Callable[[FathomForCausalLM], object], str]] = [
     (lambda m: generate(m, [[]]), "the prompt is empty and this model has no begin token"),
     (lambda m: generate(m, [1, 2]), "prompts must be a text, a list of texts or a list of token-id lists"),
     (lambda m: generate(m, [[1.5]]), "prompts must be a text"),
-    (lambda m: generate(m, "text"), "no tokenizer; give the prompt as token ids"),
+    (lambda m: generate(m, "text"), "no tokenizer, so it takes no text"),
     (lambda m: generate(m, [[1]], max_new_tokens=3, stop=("x",)), "stop strings need a tokenizer"),
     (lambda m: generate(m, [[1]], max_tokens=3), "unknown sampling option 'max_tokens'"),
     (lambda m: chat_prompt(m, [{"role": "user", "content": "hi"}]), "no tokenizer"),

@@ -13,7 +13,7 @@ from pathlib import Path
 from fathomlm.cli.plan_options import DEFAULT_RECURSIONS, add_plan_arguments, add_relax_arguments
 from fathomlm.depth import Architecture, DepthPlan, Relaxation, cost
 from fathomlm.depth.presets import PRESETS
-from fathomlm.depth.relaxation import build_relaxation
+from fathomlm.depth.relaxation import build_relaxation, check_fits
 from fathomlm.errors import OptionError
 
 HELP = "count what a model costs: parameters, compute, cache memory"
@@ -58,6 +58,7 @@ def run(args: argparse.Namespace) -> int:
         plan = DepthPlan.vanilla(architecture.layers)
     options = (args.relax, args.rank, args.prefix_length)
     relaxation = build_relaxation(architecture.linears(), *options, linears_only=args.linears_only) or kept
+    check_fits(relaxation, plan)
     _needs_a_loop(args, plan)
     tokens = None if args.tokens is None else parse_tokens(args.tokens)
     counted = cost.count(

@@ -16,7 +16,7 @@ from types import FrameType
 from typing import Any, NoReturn
 
 from fathomlm import __version__
-from fathomlm.errors import FathomError, choices
+from fathomlm.errors import FathomError, OptionError, choices
 
 VERBS = ("demo", "get", "inspect", "convert", "export", "generate", "chat")
 
@@ -25,7 +25,7 @@ class _Parser(argparse.ArgumentParser):
     """argparse, with the nearest verb, option or value named when one is mistyped."""
 
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"fathomlm: {message}\ntry: {self.prog} --help\n")
+        raise OptionError(f"{message} (see: {self.prog} --help)")
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
         found, rest = super().parse_known_args(args, namespace)

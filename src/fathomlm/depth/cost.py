@@ -113,12 +113,12 @@ def count(
 
 def relaxation_parameters(architecture: Architecture, plan: DepthPlan, relaxation: Relaxation | None) -> int:
     """What all steps together add of their own."""
-    check_fits(relaxation, plan)
     if relaxation is None:
         return 0
     if relaxation.kind == "prefix":
         return relaxation.prefix_length * architecture.hidden * plan.unrolled_layers
     if relaxation.kind == "encoding":
+        check_fits(relaxation, plan)
         return architecture.hidden * plan.recursions
     per_step = sum(relaxation.linear_parameters(linear) for linear in architecture.linears())
     per_step += sum(architecture.vectors().values()) if relaxation.vectors else 0

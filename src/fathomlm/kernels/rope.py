@@ -38,17 +38,19 @@ def _llama3(base: Tensor, rope: Rope) -> Tensor:
 
 
 def rope_table(rope: Rope, rotary_dim: int, positions_BT: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Cosine and sine at each position, shaped (B, 1, T, R) to meet the heads."""
-    angles_BTR = positions_BT[..., None].float() * frequencies(rope, rotary_dim, positions_BT.device)
-    angles = torch.cat((angles_BTR, angles_BTR), dim=-1).unsqueeze(1)
-    return angles.cos().to(dtype), angles.sin().to(dtype)
+    """Cosine and sine at each position, shaped (B, 1, T, R) to meet the heads.
+
+    The first half of the sines is negated: with that, turning a pair is one roll and two products (`apply_rope`).
+    """
+    angles = (positions_BT[..., None].float() * frequencies(rope, rotary_dim, positions_BT.device)).unsqueeze(1)
+    cos, sin = angles.cos(), angles.sin()
+    return torch.cat((cos, cos), dim=-1).to(dtype), torch.cat((-sin, sin), dim=-1).to(dtype)
 
 
 def apply_rope(x_BHTD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate the first R entries of each head, pairing entry i with i + R/2; the rest pass through (Pythia)."""
     rotary_dim = cos.shape[-1]
+    if rotary_dim == x_BHTD.shape[-1]:
+        return x_BHTD * cos + x_BHTD.roll(rotary_dim // 2, -1) * sin
     turned, rest = x_BHTD[..., :rotary_dim], x_BHTD[..., rotary_dim:]
-    half = rotary_dim // 2
-    swapped = torch.cat((-turned[..., half:], turned[..., :half]), dim=-1)
-    turned = turned * cos + swapped * sin
-    return turned if rest.shape[-1] == 0 else torch.cat((turned, rest), dim=-1)
+    return torch.cat((turned * cos + turned.roll(rotary_dim // 2, -1) * sin, rest), dim=-1)
