@@ -7,9 +7,7 @@ from typing import Any
 from fathomlm.checkpoints.families.shared import (
     HF_ACTIVATIONS,
     Config,
-    activation_of,
-    common,
-    rope_of,
+    llama_traits,
     windows_of,
     write_common,
     write_windows,
@@ -33,17 +31,13 @@ LLAMA_OUTER = {"embed": "model.embed_tokens", "norm": "model.norm", "head": "lm_
 
 
 def read_llama(config: Config) -> Architecture:
+    traits = llama_traits(config, "llama")
     bias = bool(config.get("attention_bias", False))
     return Architecture(
-        family="llama",
-        **common(config),
-        tied_embeddings=bool(config.get("tie_word_embeddings", False)),
-        norm_eps=float(config.get("rms_norm_eps", 1e-6)),
-        activation=activation_of(config.get("hidden_act", "silu"), "llama"),
+        **traits,
         qkv_bias=bias,
         o_bias=bias,
         mlp_bias=bool(config.get("mlp_bias", False)),
-        rope=rope_of(config),
     )
 
 
@@ -53,15 +47,10 @@ def write_llama(a: Architecture) -> dict[str, Any]:
 
 
 def read_mistral(config: Config) -> Architecture:
-    shape = common(config)
+    traits = llama_traits(config, "mistral")
     return Architecture(
-        family="mistral",
-        **shape,
-        tied_embeddings=bool(config.get("tie_word_embeddings", False)),
-        norm_eps=float(config.get("rms_norm_eps", 1e-6)),
-        activation=activation_of(config.get("hidden_act", "silu"), "mistral"),
-        rope=rope_of(config),
-        windows=windows_of(config, shape["layers"]),
+        **traits,
+        windows=windows_of(config, traits["layers"]),
     )
 
 

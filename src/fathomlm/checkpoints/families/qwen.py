@@ -7,9 +7,7 @@ from typing import Any
 from fathomlm.checkpoints.families.shared import (
     HF_ACTIVATIONS,
     Config,
-    activation_of,
-    common,
-    rope_of,
+    llama_traits,
     windows_of,
     write_common,
     write_windows,
@@ -27,33 +25,23 @@ def _qwen_windows(config: Config, layers: int) -> tuple[int | None, ...]:
 
 
 def read_qwen2(config: Config) -> Architecture:
-    shape = common(config)
+    traits = llama_traits(config, "qwen2")
     return Architecture(
-        family="qwen2",
-        **shape,
-        tied_embeddings=bool(config.get("tie_word_embeddings", False)),
-        norm_eps=float(config.get("rms_norm_eps", 1e-6)),
-        activation=activation_of(config.get("hidden_act", "silu"), "qwen2"),
+        **traits,
         qkv_bias=True,
-        rope=rope_of(config),
-        windows=_qwen_windows(config, shape["layers"]),
+        windows=_qwen_windows(config, traits["layers"]),
     )
 
 
 def read_qwen3(config: Config) -> Architecture:
-    shape = {**common(config), "head_dim": int(config.get("head_dim") or 128)}
+    traits = {**llama_traits(config, "qwen3"), "head_dim": int(config.get("head_dim") or 128)}
     bias = bool(config.get("attention_bias", False))
     return Architecture(
-        family="qwen3",
-        **shape,
-        tied_embeddings=bool(config.get("tie_word_embeddings", False)),
-        norm_eps=float(config.get("rms_norm_eps", 1e-6)),
-        activation=activation_of(config.get("hidden_act", "silu"), "qwen3"),
+        **traits,
         qk_norm=True,
         qkv_bias=bias,
         o_bias=bias,
-        rope=rope_of(config),
-        windows=_qwen_windows(config, shape["layers"]),
+        windows=_qwen_windows(config, traits["layers"]),
     )
 
 

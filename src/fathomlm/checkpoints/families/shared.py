@@ -82,6 +82,18 @@ def common(config: Config) -> dict[str, Any]:
     }
 
 
+def llama_traits(config: Config, family: str) -> dict[str, Any]:
+    """What Llama, Mistral and Qwen spell alike beyond their sizes."""
+    return {
+        "family": family,
+        **common(config),
+        "tied_embeddings": bool(config.get("tie_word_embeddings", False)),
+        "norm_eps": float(config.get("rms_norm_eps", 1e-6)),
+        "activation": activation_of(config.get("hidden_act", "silu"), family),
+        "rope": rope_of(config),
+    }
+
+
 def write_common(a: Architecture) -> dict[str, Any]:
     return {
         "num_hidden_layers": a.layers,
