@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from pathlib import Path
 
 from fathomlm.cli.progress import amount, layer_bar
@@ -47,5 +48,8 @@ def run(args: argparse.Namespace) -> int:
         }
         print(json.dumps(record))
         return 0
+    dtype = str(model.decoder.embed.weight.dtype).removeprefix("torch.")
+    if model.relaxation is not None and dtype != "float32":
+        print(f"  what each step adds was merged and rounded to {dtype}; --dtype float32 keeps it exact", file=sys.stderr)
     print(f"{args.out}: {kind} with {model.plan.unrolled_layers} layers, {amount(size, 'B')}, from {describe(model)}")
     return 0
