@@ -17,7 +17,7 @@ from checkpoints.gguf_files import byte_level_metadata, write_gguf
 from fathomlm.checkpoints.gguf import GGUFCheckpoint
 from fathomlm.checkpoints.gguf.reader import GGUFFile
 from fathomlm.checkpoints.huggingface import HuggingFaceCheckpoint
-from fathomlm.checkpoints.source import TokenIds, parameter_names
+from fathomlm.checkpoints.source import TokenIds, parameter_shapes
 from fathomlm.depth import Rope
 from fathomlm.depth.presets import PRESETS
 from fathomlm.errors import CheckpointError, FathomError, ModelNotFound, UnsupportedModel
@@ -81,7 +81,7 @@ def test_architecture_tensors_and_logits_are_the_original_models(models, name, t
     assert dataclasses.replace(ours.architecture, attention_scale=ours.architecture.scale) == dataclasses.replace(
         theirs.architecture, attention_scale=theirs.architecture.scale
     )
-    for key in parameter_names(ours.architecture):
+    for key in parameter_shapes(ours.architecture):
         tensor = ours.tensor(key)
         assert tensor.dtype == torch.float32
         # Adding 1 to a norm and taking it away again rounds the last bits off.
@@ -260,7 +260,7 @@ def test_smollm2_tensors_are_those_of_transformers(smollm2_path):
     theirs = AutoModelForCausalLM.from_pretrained(smollm2_path.parent, **where).state_dict()
     ours = GGUFCheckpoint(smollm2_path)
     names = {"embed": "embed_tokens", "norm_attn": "input_layernorm", "norm_mlp": "post_attention_layernorm"}
-    for key in parameter_names(ours.architecture):
+    for key in parameter_shapes(ours.architecture):
         renamed = re.sub(r"\b(attn|mlp)\.(\w+)", r"\1.\2_proj", key).replace(".attn.", ".self_attn.")
         renamed = ".".join(names.get(part, part) for part in renamed.split("."))
         assert torch.equal(ours.tensor(key), theirs[f"model.{renamed}"]), key

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 
 import pytest
 
@@ -27,18 +28,8 @@ def downloads(monkeypatch, tmp_path):
 
 
 @pytest.fixture
-def mistake(capsys):
-    """Run `fathomlm get ...`, which must fail in one line on standard error, and give back that line."""
-
-    def run(*arguments: str) -> str:
-        assert main(["get", *arguments]) == 2
-        captured = capsys.readouterr()
-        assert captured.out == ""
-        assert captured.err.startswith("fathomlm: ")
-        assert captured.err.count("\n") == 1
-        return captured.err.strip()
-
-    return run
+def mistake(mistake_of):
+    return partial(mistake_of, "get")
 
 
 def test_it_says_where_the_file_is_and_the_second_time_that_it_was_there(downloads, capsys, tmp_path):

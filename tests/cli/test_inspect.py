@@ -6,6 +6,7 @@ import dataclasses
 import json
 import subprocess
 import sys
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -32,18 +33,8 @@ def inspect(capsys):
 
 
 @pytest.fixture
-def mistake(capsys):
-    """Run `fathomlm inspect ...`, which must fail in one line on standard error, and give back that line."""
-
-    def run(*arguments: str) -> str:
-        assert main(["inspect", *arguments]) == 2
-        captured = capsys.readouterr()
-        assert captured.out == ""
-        assert captured.err.startswith("fathomlm: ")
-        assert captured.err.count("\n") == 1
-        return captured.err.strip()
-
-    return run
+def mistake(mistake_of):
+    return partial(mistake_of, "inspect")
 
 
 @pytest.fixture

@@ -7,13 +7,14 @@ from typing import Any
 
 import torch
 
-from fathomlm.checkpoints.source import BaseCheckpoint, TokenIds
+from fathomlm.checkpoints.source import BaseCheckpoint, TokenIds, end_ids
 from fathomlm.depth import Architecture, DepthPlan, Relaxation
 from fathomlm.errors import CheckpointError
 from fathomlm.model.hub import FathomConfig, FathomForCausalLM, empty_model
 
 Reader = Callable[[str], torch.Tensor]
-Tick = Callable[[str], None]
+Tick = Callable[[int, int], None]
+"""Told how many layers of how many are done."""
 
 
 def configure(
@@ -78,9 +79,7 @@ class ModelBase:
     @property
     def tokens(self) -> TokenIds:
         config = self._model.config
-        eos = config.eos_token_id
-        ends = () if eos is None else tuple(eos) if isinstance(eos, list) else (eos,)
-        return TokenIds(bos=config.bos_token_id, eos=ends, pad=config.pad_token_id)
+        return TokenIds(bos=config.bos_token_id, eos=end_ids(config.eos_token_id), pad=config.pad_token_id)
 
     def tensor(self, name: str) -> torch.Tensor:
         """A copy: what is made from a model must not change with it."""

@@ -7,18 +7,17 @@ little more memory than its result takes.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from fathomlm.checkpoints.assemble import ModelBase, configure, finish, put
+from fathomlm.checkpoints.assemble import ModelBase, Tick, configure, finish, put
 from fathomlm.checkpoints.huggingface import read_config
 from fathomlm.checkpoints.native import is_native
 from fathomlm.checkpoints.resolve import describe, load, locate, open_base, parse_device, parse_dtype
-from fathomlm.checkpoints.source import BaseCheckpoint, layer_parameter_names
+from fathomlm.checkpoints.source import BaseCheckpoint, layer_parameter_shapes
 from fathomlm.checkpoints.tying import (
     INITS,
     NORM_INITS,
@@ -32,11 +31,11 @@ from fathomlm.depth import DepthPlan, LinearSpec, Relaxation, Step
 from fathomlm.depth.plan import Resize
 from fathomlm.depth.relaxation import build_relaxation, check_fits
 from fathomlm.errors import OptionError, choices
+from fathomlm.model.blocks import build_block
+from fathomlm.model.decoder import reset_module
 from fathomlm.model.hub import FathomForCausalLM, empty_model
 from fathomlm.model.relax.step import offset_key
 from fathomlm.model.relax.svd import svd_factors
-
-Tick = Callable[[int, int], None]
 
 
 def convert(
@@ -90,11 +89,10 @@ class _Start:
     def of(cls, init: str | None, norm_init: str | None, relax_init: str | None, relaxation: Relaxation | None) -> _Start:
         low_rank = relaxation is not None and relaxation.low_rank
         init = init or ("average" if low_rank else "stepwise")
-        for what, value, known in (("init", init, INITS), ("norm-init", norm_init, NORM_INITS)):
+        given = (("init", init, INITS), ("norm-init", norm_init, NORM_INITS), ("relax-init", relax_init, RELAX_INITS))
+        for what, value, known in given:
             if value is not None and value not in known:
                 raise OptionError(choices(what, value, known))
-        if relax_init is not None and relax_init not in RELAX_INITS:
-            raise OptionError(choices("relax-init", relax_init, RELAX_INITS))
         if norm_init is not None and init != "average":
             raise OptionError(f"norm-init goes with the init average; {init} brings its own norms")
         if relax_init is not None and not low_rank:
@@ -142,8 +140,9 @@ class _Conversion:
     def _convert_layer(self, layer: int, starts: tuple[int, ...]) -> None:
         specs = {f"{spec.path}.weight": spec for spec in self.base.architecture.linears()}
         uses = self.result.plan.uses(layer)
-        for name in layer_parameter_names(self.base.architecture):
-            tied = self._tie(name, starts).to(self.dtype)
+        fresh = {} if starts else self._fresh_layer()
+        for name in layer_parameter_shapes(self.base.architecture):
+            tied = (self._tie(name, starts) if starts else fresh[name]).to(self.dtype)
             self._put(f"layers.{layer}.{name}", tied)
             for step in uses:
                 self._relax(step, name, specs.get(name), tied)
@@ -156,8 +155,6 @@ class _Conversion:
     def _tie(self, name: str, starts: tuple[int, ...]) -> Tensor:
         """The tied tensor: one base layer's own, bit for bit, or the mean of several in float32."""
         is_norm = "norm" in name
-        if not starts:
-            return self._fresh(name)
         if is_norm and len(starts) > 1 and self.start.norm == "zero":
             return torch.zeros_like(self.base.tensor(f"layers.{starts[0]}.{name}"))
         if is_norm and self.start.norm == "choice":
@@ -170,14 +167,13 @@ class _Conversion:
             total += self.base.tensor(f"layers.{other}.{name}").float()
         return total / len(starts)
 
-    def _fresh(self, name: str) -> Tensor:
-        architecture = self.base.architecture
-        if name in architecture.vectors():
-            neutral = 1.0 if "norm" in name and name.endswith("weight") and architecture.norm != "rms_plus_one" else 0.0
-            return torch.full((architecture.vectors()[name],), neutral)
-        spec = next(spec for spec in architecture.linears() if f"{spec.path}.weight" == name)
-        std = float(self.result.config.initializer_range)
-        return torch.empty(spec.outputs, spec.inputs).normal_(std=std, generator=self.generator)
+    def _fresh_layer(self) -> dict[str, Tensor]:
+        """A new layer's tensors, drawn as every new model's are."""
+        with torch.device("meta"):
+            layer = build_block(self.base.architecture)
+        for module in layer.to_empty(device="cpu").modules():
+            reset_module(module, self.result.config.initializer_range, self.generator)
+        return {name: parameter.detach() for name, parameter in layer.named_parameters()}
 
     def _relax(self, step: Step, name: str, spec: LinearSpec | None, tied: Tensor) -> None:
         """What a step adds to one tensor, towards the base layer in its place (svd) or starting as nothing (zero)."""

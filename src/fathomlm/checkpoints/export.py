@@ -7,7 +7,7 @@ it computes is what the recursive model computes.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,16 +15,16 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from fathomlm.checkpoints.assemble import Tick
 from fathomlm.checkpoints.families import FAMILIES, hf_name
 from fathomlm.checkpoints.huggingface import fuse_qkv
+from fathomlm.checkpoints.resolve import dtype_name
 from fathomlm.checkpoints.shards import INDEX, SINGLE
-from fathomlm.checkpoints.source import layer_parameter_names
-from fathomlm.checkpoints.writing import check_room, check_target, whole_directory
+from fathomlm.checkpoints.source import layer_parameter_shapes
+from fathomlm.checkpoints.writing import check_room, whole_directory
 from fathomlm.depth import Architecture, DepthPlan, Step
 from fathomlm.errors import OptionError
 from fathomlm.model.hub import FathomForCausalLM
-
-Tick = Callable[[int, int], None]
 
 
 def export(
@@ -42,13 +42,12 @@ def export(
             f"a plain checkpoint has no place for a {model.relaxation.kind} relaxation; only tied, lora and dora models "
             "can be exported"
         )
-    check_target(out, force)
     unrolled = model.architecture.with_layers(tuple(step.origin for step in model.plan))
     dtype = model.decoder.embed.weight.dtype
     check_room(out, _bytes(unrolled, dtype))
     with whole_directory(out, force) as directory:
         _write_shards(directory, _tensors(model, on_layer), shard_bytes)
-        config = _config(model, unrolled, dtype)
+        config = _config(model, unrolled)
         (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         model.generation_config.save_pretrained(directory)
         if model.tokenizer is not None:
@@ -56,7 +55,7 @@ def export(
     return out
 
 
-def _config(model: FathomForCausalLM, unrolled: Architecture, dtype: torch.dtype) -> dict[str, Any]:
+def _config(model: FathomForCausalLM, unrolled: Architecture) -> dict[str, Any]:
     family = FAMILIES[unrolled.family]
     ids = {key: getattr(model.config, key) for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
     return {
@@ -64,7 +63,7 @@ def _config(model: FathomForCausalLM, unrolled: Architecture, dtype: torch.dtype
         "model_type": family.model_type,
         **family.write(unrolled),
         **ids,
-        "dtype": str(dtype).removeprefix("torch."),
+        "dtype": dtype_name(model),
     }
 
 
@@ -93,7 +92,7 @@ def _tensors(model: FathomForCausalLM, on_layer: Tick | None) -> Iterator[tuple[
 
 def _merged_layer(model: FathomForCausalLM, step: Step) -> dict[str, Tensor]:
     layer, delta = model.decoder.layers[step.layer], model.decoder.delta(step)
-    tensors: dict[str, Tensor] = {name: layer.get_parameter(name) for name in layer_parameter_names(model.architecture)}
+    tensors: dict[str, Tensor] = {name: layer.get_parameter(name) for name in layer_parameter_shapes(model.architecture)}
     if delta is None:
         return tensors
     return {name: delta.merged(name, tensor).to(tensor.dtype) for name, tensor in tensors.items()}
@@ -111,7 +110,7 @@ def _fuse(tensors: dict[str, Tensor], heads: int) -> dict[str, Tensor]:
 def _write_shards(directory: Path, tensors: Iterator[tuple[str, Tensor]], limit: int) -> None:
     """Files of at most `limit` bytes, held one at a time, with an index where there are several."""
     where: dict[str, str] = {}
-    total = 0
+    total = held = 0
     batch: dict[str, Tensor] = {}
     files: list[Path] = []
 
@@ -124,10 +123,12 @@ def _write_shards(directory: Path, tensors: Iterator[tuple[str, Tensor]], limit:
 
     for name, tensor in tensors:
         size = tensor.numel() * tensor.element_size()
-        if batch and sum(t.numel() * t.element_size() for t in batch.values()) + size > limit:
+        if batch and held + size > limit:
             flush()
+            held = 0
         # A copy, because tied layers are one storage here and each needs its own place in the file.
         batch[name] = tensor.detach().to("cpu", copy=True).contiguous()
+        held += size
         total += size
     flush()
     if len(files) == 1:

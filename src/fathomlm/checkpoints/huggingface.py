@@ -10,7 +10,7 @@ import torch
 
 from fathomlm.checkpoints.families import Family, family_of, hf_name
 from fathomlm.checkpoints.shards import Shards, read_json
-from fathomlm.checkpoints.source import TokenIds, parameter_names
+from fathomlm.checkpoints.source import TokenIds, end_ids, parameter_shapes
 from fathomlm.depth import Architecture
 from fathomlm.errors import CheckpointError, FathomError, UnsupportedModel
 
@@ -53,7 +53,7 @@ class HuggingFaceCheckpoint:
 
     def _refuse_strangers(self) -> None:
         """A tensor without a place here means that the model computes something that our block does not."""
-        names = parameter_names(self._architecture)
+        names = list(parameter_shapes(self._architecture))
         if self._architecture.family == "neox":
             names = [re.sub(r"\.attn\.[qkv]\.", ".attn.qkv.", name) for name in names]
         known = {hf_name(self._family, name) for name in names} | {hf_name(self._family, "head.weight")}
@@ -107,9 +107,7 @@ def tokens_of(directory: Path, config: dict[str, Any]) -> TokenIds:
     if (directory / "generation_config.json").is_file():
         later = read_json(directory / "generation_config.json")
         found |= {key: value for key, value in later.items() if value is not None}
-    eos = found.get("eos_token_id")
-    ends = () if eos is None else tuple(eos) if isinstance(eos, list) else (int(eos),)
-    return TokenIds(bos=found.get("bos_token_id"), eos=ends, pad=found.get("pad_token_id"))
+    return TokenIds(bos=found.get("bos_token_id"), eos=end_ids(found.get("eos_token_id")), pad=found.get("pad_token_id"))
 
 
 def read_tokenizer(directory: Path) -> Any | None:

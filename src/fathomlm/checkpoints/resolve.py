@@ -28,7 +28,7 @@ def load(
 ) -> FathomForCausalLM:
     """A model from any source, ready to run, with its tokenizer as `model.tokenizer`.
 
-    `dtype` defaults to what the weights are stored in (float32 for GGUF files).
+    `dtype` defaults to what the weights are stored in (float32 for quantised GGUF files).
     """
     place, kind = parse_device(device), parse_dtype(dtype)
     path = locate(source)
@@ -83,6 +83,11 @@ def parse_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
     if dtype not in DTYPES:
         raise OptionError(choices("dtype", dtype, DTYPES))
     return DTYPES[dtype]
+
+
+def dtype_name(model: FathomForCausalLM) -> str:
+    """The number format of a model's weights, as users write it."""
+    return str(model.decoder.embed.weight.dtype).removeprefix("torch.")
 
 
 def parse_device(device: torch.device | str) -> torch.device:

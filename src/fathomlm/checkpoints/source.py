@@ -28,6 +28,13 @@ class TokenIds:
     pad: int | None = None
 
 
+def end_ids(eos: int | list[int] | tuple[int, ...] | None) -> tuple[int, ...]:
+    """End tokens as a tuple; configurations write none, one or several."""
+    if eos is None:
+        return ()
+    return (eos,) if isinstance(eos, int) else tuple(eos)
+
+
 class BaseCheckpoint(Protocol):
     """An untied model's checkpoint, read lazily."""
 
@@ -51,15 +58,18 @@ class BaseCheckpoint(Protocol):
         ...
 
 
-def parameter_names(architecture: Architecture) -> list[str]:
+def parameter_shapes(architecture: Architecture) -> dict[str, tuple[int, ...]]:
     """Every tensor that a plain model of this architecture has."""
-    names = ["embed.weight"]
+    table = (architecture.vocab, architecture.hidden)
+    shapes: dict[str, tuple[int, ...]] = {"embed.weight": table}
     for i in range(architecture.layers):
-        names += [f"layers.{i}.{name}" for name in layer_parameter_names(architecture)]
-    names += ["norm.weight"] + (["norm.bias"] if architecture.norm == "layer" else [])
-    return names if architecture.tied_embeddings else [*names, "head.weight"]
+        shapes |= {f"layers.{i}.{name}": shape for name, shape in layer_parameter_shapes(architecture).items()}
+    for end in ("weight", "bias") if architecture.norm == "layer" else ("weight",):
+        shapes[f"norm.{end}"] = (architecture.hidden,)
+    return shapes if architecture.tied_embeddings else {**shapes, "head.weight": table}
 
 
-def layer_parameter_names(architecture: Architecture) -> list[str]:
+def layer_parameter_shapes(architecture: Architecture) -> dict[str, tuple[int, ...]]:
     """Every tensor of one layer."""
-    return [f"{linear.path}.weight" for linear in architecture.linears()] + list(architecture.vectors())
+    linears = {f"{linear.path}.weight": (linear.outputs, linear.inputs) for linear in architecture.linears()}
+    return {**linears, **{name: (width,) for name, width in architecture.vectors().items()}}

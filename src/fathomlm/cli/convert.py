@@ -7,6 +7,7 @@ import json
 import time
 from pathlib import Path
 
+from fathomlm.checkpoints.tying import INITS, NORM_INITS, RELAX_INITS
 from fathomlm.cli.plan_options import DEFAULT_RECURSIONS, add_plan_arguments, add_relax_arguments
 from fathomlm.cli.progress import amount, layer_bar
 from fathomlm.cli.sampling_options import add_dtype_argument
@@ -24,14 +25,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("out", metavar="OUT", type=Path, help="directory to write; must not exist unless --force")
     add_plan_arguments(parser)
     start = parser.add_argument_group("where tied layers and what steps add start from")
-    inits = ("stepwise", "average", "lower", "upper", "random")
     start.add_argument(
-        "--init", choices=inits, help="default: average with lora and dora, stepwise otherwise, as the thesis found best"
+        "--init", choices=INITS, help="default: average with lora and dora, stepwise otherwise, as the thesis found best"
     )
-    start.add_argument("--norm-init", choices=("average", "choice", "zero"), help="norms under --init average (average)")
+    start.add_argument("--norm-init", choices=NORM_INITS, help="norms under --init average (average)")
     add_relax_arguments(parser)
     start.add_argument(
-        "--relax-init", choices=("svd", "zero"), help="lora, dora: towards the original weights, or nothing (svd)"
+        "--relax-init", choices=RELAX_INITS, help="lora, dora: towards the original weights, or nothing (svd)"
     )
     add_dtype_argument(parser)
     parser.add_argument("--device", default="cpu", help="where the result is held: cpu, cuda or cuda:N (default: cpu)")
@@ -42,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from fathomlm.checkpoints.convert import convert
-    from fathomlm.checkpoints.resolve import describe
+    from fathomlm.checkpoints.resolve import describe, dtype_name
     from fathomlm.checkpoints.save import directory_bytes, save
     from fathomlm.checkpoints.writing import check_target
     from fathomlm.depth import DepthPlan
@@ -81,7 +81,7 @@ def run(args: argparse.Namespace) -> int:
             "plan": model.plan.to_dict(),
             "layout": model.plan.layout,
             "relaxation": None if model.relaxation is None else model.relaxation.to_dict(),
-            "dtype": str(model.decoder.embed.weight.dtype).removeprefix("torch."),
+            "dtype": dtype_name(model),
             "seed": args.seed,
             "non_embedding_parameters": after.non_embedding_parameters,
             "base_non_embedding_parameters": before.non_embedding_parameters,

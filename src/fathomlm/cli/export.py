@@ -28,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from fathomlm.checkpoints.export import export
     from fathomlm.checkpoints.families import FAMILIES
-    from fathomlm.checkpoints.resolve import describe, load
+    from fathomlm.checkpoints.resolve import describe, dtype_name, load
     from fathomlm.checkpoints.save import directory_bytes
     from fathomlm.checkpoints.writing import check_target
 
@@ -48,8 +48,10 @@ def run(args: argparse.Namespace) -> int:
         }
         print(json.dumps(record))
         return 0
-    dtype = str(model.decoder.embed.weight.dtype).removeprefix("torch.")
-    if model.relaxation is not None and dtype != "float32":
-        print(f"  what each step adds was merged and rounded to {dtype}; --dtype float32 keeps it exact", file=sys.stderr)
+    if model.relaxation is not None and dtype_name(model) != "float32":
+        print(
+            f"  what each step adds was merged and rounded to {dtype_name(model)}; --dtype float32 keeps it exact",
+            file=sys.stderr,
+        )
     print(f"{args.out}: {kind} with {model.plan.unrolled_layers} layers, {amount(size, 'B')}, from {describe(model)}")
     return 0

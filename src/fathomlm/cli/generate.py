@@ -170,7 +170,7 @@ def _record(
     results: Sequence[Generation],
     load_seconds: float,
 ) -> dict[str, Any]:
-    from fathomlm.checkpoints.resolve import describe
+    from fathomlm.checkpoints.resolve import describe, dtype_name
 
     rows = [
         {"prompt": prompt, **asdict(result), "tokens_per_second": result.tokens_per_second}
@@ -179,7 +179,7 @@ def _record(
     return {
         "model": args.model,
         "plan": describe(model),
-        "dtype": str(model.dtype).removeprefix("torch."),
+        "dtype": dtype_name(model),
         "device": args.device,
         "results": rows,
         "timings": {

@@ -6,6 +6,7 @@ import operator
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from fathomlm.checkpoints.source import end_ids
 from fathomlm.errors import OptionError
 from fathomlm.model.hub import FathomForCausalLM
 
@@ -22,7 +23,7 @@ def encode_prompts(model: FathomForCausalLM, prompts: str | Sequence[Prompt]) ->
 def encode_prompt(model: FathomForCausalLM, prompt: Prompt) -> list[int]:
     tokens = _tokenize(model, prompt) if isinstance(prompt, str) else _checked_ids(prompt)
     if not tokens:
-        begin: int | None = _special(model, "bos_token_id")
+        begin: int | None = model.config.bos_token_id
         if begin is None:
             raise OptionError("the prompt is empty and this model has no begin token to start from; give some text")
         tokens = [begin]
@@ -47,10 +48,7 @@ def chat_prompt(model: FathomForCausalLM, messages: Sequence[Mapping[str, str]])
 
 def end_tokens(model: FathomForCausalLM) -> frozenset[int]:
     """The ids after which a text is over."""
-    eos: int | list[int] | None = _special(model, "eos_token_id")
-    if eos is None:
-        return frozenset()
-    return frozenset([eos] if isinstance(eos, int) else eos)
+    return frozenset(end_ids(model.config.eos_token_id))
 
 
 def check_context(prompt_tokens: int, max_new_tokens: int, context: int) -> None:
@@ -60,11 +58,6 @@ def check_context(prompt_tokens: int, max_new_tokens: int, context: int) -> None
             f"{prompt_tokens} prompt tokens and max_new_tokens={max_new_tokens} make {prompt_tokens + max_new_tokens}, "
             f"more than the context of {context}"
         )
-
-
-def _special(model: FathomForCausalLM, name: str) -> Any:
-    """A special token of the configuration; transformers leaves out the attribute where none was ever set."""
-    return getattr(model.config, name, None)
 
 
 def _tokenizer(model: FathomForCausalLM) -> Any:

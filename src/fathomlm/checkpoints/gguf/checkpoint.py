@@ -17,7 +17,7 @@ import torch
 from fathomlm.checkpoints.gguf.architecture import read_architecture
 from fathomlm.checkpoints.gguf.reader import GGUFFile
 from fathomlm.checkpoints.gguf.tokenizer import build_tokenizer
-from fathomlm.checkpoints.source import TokenIds, parameter_names
+from fathomlm.checkpoints.source import TokenIds, parameter_shapes
 from fathomlm.depth import Architecture
 from fathomlm.errors import CheckpointError, UnsupportedModel
 
@@ -81,9 +81,8 @@ class GGUFCheckpoint:
     def _check_tensors(self) -> None:
         arch, path = self._architecture, self._file.path
         wanted: dict[str, tuple[int, ...]] = {}
-        for name in parameter_names(arch):
+        for name, shape in parameter_shapes(arch).items():
             stored, part = _stored_name(name, arch)
-            shape = _shape(name, arch)
             wanted[stored] = shape if part is None else (3 * shape[0], *shape[1:])
         if missing := sorted(set(wanted) - set(self._file.tensors)):
             raise CheckpointError(f"{path}: incomplete: {len(missing)} tensor(s) are missing, such as {missing[0]}")
@@ -117,17 +116,6 @@ def _stored_name(name: str, arch: Architecture) -> tuple[str, int | None]:
     if arch.family == "neox" and module in ("attn.q", "attn.k", "attn.v"):
         return f"blk.{layer}.attn_qkv.{leaf}", "qkv".index(module[-1])
     return f"blk.{layer}.{_LAYER_NAMES[module]}.{leaf}", None
-
-
-def _shape(name: str, arch: Architecture) -> tuple[int, ...]:
-    module, _, leaf = name.rpartition(".")
-    last = module.rsplit(".", 1)[-1]
-    if last in ("embed", "head"):
-        return (arch.vocab, arch.hidden)
-    for linear in arch.linears():
-        if linear.name == last:
-            return (linear.outputs, linear.inputs) if leaf == "weight" else (linear.outputs,)
-    return (arch.head_dim,) if last in ("q_norm", "k_norm") else (arch.hidden,)
 
 
 def _sorted_halves(tensor: torch.Tensor, heads: int) -> torch.Tensor:
