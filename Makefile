@@ -22,7 +22,7 @@ $(VENV)/.core: pyproject.toml constraints.txt | $(BIN)/python
 
 $(VENV)/.dev: pyproject.toml constraints.txt | $(BIN)/python
 	@echo "installing FathomLM and its test tools into $(VENV) (a minute or two, once)"
-	@$(PIP) -e ".[dev]"
+	@$(PIP) -e ".[dev,train,plot]"
 	@touch $(VENV)/.core $@
 
 demo: $(VENV)/.core ## Fetch SmolLM2-135M, make it recursive, show the two side by side

@@ -26,12 +26,20 @@ class CheckpointError(FathomError):
     """A checkpoint that is corrupt, truncated, incomplete or of a kind that is never loaded."""
 
 
+class DataError(FathomError):
+    """A corpus that is missing, corrupt or made with another tokenizer."""
+
+
 class PlanError(FathomError):
     """A depth plan that cannot be laid out over the given layers."""
 
 
 class OptionError(FathomError):
     """An option whose value is out of range, or that does not go with another."""
+
+
+class TrainingError(FathomError):
+    """A run that cannot go on: the loss is not finite, or its checkpoint belongs to another recipe."""
 
 
 class OutputError(FathomError):

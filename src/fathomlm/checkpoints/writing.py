@@ -56,6 +56,19 @@ def whole_directory(out: Path, force: bool) -> Iterator[Path]:
         raise
 
 
+@contextmanager
+def whole_file(out: Path) -> Iterator[Path]:
+    """A temporary name beside `out` that takes its place when the block ends well."""
+    temporary = out.with_name(f".{out.name}.partial-{os.getpid()}")
+    try:
+        yield temporary
+        os.replace(temporary, out)
+    except OSError as error:
+        raise OutputError(f"cannot write {out}: {error.strerror or error}") from error
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
 def _open_to_readers(directory: Path) -> None:
     """Give files the permissions that the user's umask asks for; safetensors makes its own readable by the owner only."""
     mask = os.umask(0)

@@ -18,17 +18,22 @@ from typing import Any, NoReturn
 from fathomlm import __version__
 from fathomlm.errors import FathomError, OptionError, choices
 
-VERBS = ("demo", "get", "inspect", "convert", "export", "generate", "chat")
+VERBS = ("demo", "get", "inspect", "convert", "data", "train", "export", "generate", "chat", "plot")
 
 
 class _Parser(argparse.ArgumentParser):
     """argparse, with the nearest verb, option or value named when one is mistyped."""
+
+    takes_fields = False
+    """Whether words that the parser does not know are kept for the verb: fields of a training recipe."""
 
     def error(self, message: str) -> NoReturn:
         raise OptionError(f"{message} (see: {self.prog} --help)")
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
         found, rest = super().parse_known_args(args, namespace)
+        if self.takes_fields:
+            found.fields, rest = rest, []
         wrong = next((word for word in rest if word.startswith("-")), None)
         if wrong is not None:
             self.error(
@@ -54,6 +59,8 @@ def build_parser() -> argparse.ArgumentParser:
     for verb in VERBS:
         module = importlib.import_module(f"fathomlm.cli.{verb}")
         sub = verbs.add_parser(verb, help=module.HELP, description=module.DESCRIPTION)
+        sub.takes_fields = verb == "train"
+        sub.allow_abbrev = not sub.takes_fields
         module.add_arguments(sub)
         sub.set_defaults(run=module.run)
     return parser

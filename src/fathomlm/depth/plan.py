@@ -7,7 +7,8 @@ plan; nothing else counts layers.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import dataclasses
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
@@ -43,6 +44,8 @@ class DepthPlan:
     base_layers: int
     """How many layers the untied base has."""
     steps: tuple[Step, ...]
+    exits: tuple[int, ...] = ()
+    """The steps after which a token may leave early, through the final norm and the head; the last step is no early exit."""
 
     @classmethod
     def vanilla(cls, layers: int) -> DepthPlan:
@@ -105,6 +108,23 @@ class DepthPlan:
         """Whether a recursion runs the whole core before the next begins, so that a recursion has an output."""
         return self.loops or self.sharing == "cycle-rev"
 
+    def with_exits(self, exits: Iterable[int]) -> DepthPlan:
+        """The same plan, with exits after these steps (by index, from 0)."""
+        chosen = tuple(sorted(set(exits)))
+        for index in chosen:
+            if not 0 <= index < self.unrolled_layers - 1:
+                raise PlanError(
+                    f"an exit goes after one of steps 1 to {self.unrolled_layers - 1} of {self.unrolled_layers}, got {index + 1}"
+                )
+        return dataclasses.replace(self, exits=chosen)
+
+    def recursion_ends(self) -> tuple[int, ...]:
+        """The steps that end a recursion, the last recursion left out: where a recursive model may be left early."""
+        if not self.whole_passes:
+            raise PlanError(f"recursions have no outputs under {self.sharing}; exits need cycle, middle-cycle or cycle-rev")
+        ends = [step for step in self.steps if self.is_last_of_recursion(step)]
+        return tuple(step.index for step in ends if step.recursion < self.recursions - 1)
+
     def is_shared(self, step: Step) -> bool:
         """Whether other steps run this step's layer too."""
         return step.part == "core" and self.recursions > 1
@@ -123,17 +143,18 @@ class DepthPlan:
 
     def to_dict(self) -> dict[str, Any]:
         """The few numbers that the plan follows from; `from_dict` lays it out again."""
-        return {
+        record: dict[str, Any] = {
             "sharing": self.sharing,
             "recursions": self.recursions,
             "base_layers": self.base_layers,
             "unrolled_layers": self.unrolled_layers,
         }
+        return record | ({"exits": list(self.exits)} if self.exits else {})
 
     @classmethod
     def from_dict(cls, record: dict[str, Any]) -> DepthPlan:
         known = {"sharing", "recursions", "base_layers", "unrolled_layers"}
-        if unknown := sorted(set(record) - known):
+        if unknown := sorted(set(record) - known - {"exits"}):
             raise PlanError(f"unknown plan field(s): {', '.join(unknown)}")
         if missing := sorted(known - set(record)):
             raise PlanError(f"the plan lacks {', '.join(missing)}")
@@ -142,7 +163,7 @@ class DepthPlan:
         plan = cls.build(record["sharing"], int(record["recursions"]), base, resize)
         if plan.unrolled_layers != unrolled:
             raise PlanError(f"the plan says {unrolled} unrolled layers, its other fields give {plan.unrolled_layers}")
-        return plan
+        return plan.with_exits(int(index) for index in record.get("exits", ()))
 
 
 def _lay(sharing: str, recursions: int, base_layers: int, unique: int, ends: int) -> Iterator[Step]:

@@ -24,20 +24,33 @@ def attention(q_BHTD: Tensor, k_BGSD: Tensor, v_BGSD: Tensor, *, scale: float, m
 
 
 def attention_mask(
-    queries: int, keys: int, *, window: int | None, keep_BS: Tensor | None, device: torch.device
+    queries: int,
+    keys: int,
+    *,
+    window: int | None,
+    keep_BS: Tensor | None,
+    device: torch.device,
+    documents_BT: Tensor | None = None,
 ) -> Tensor | None:
     """Which keys each of the last `queries` of `keys` slots may see; None where nothing needs to be hidden from SDPA.
 
     None with one query means "all keys"; None with as many queries as keys means "plain causal". A padded slot still sees
-    itself, so that no row of the softmax is empty; nobody reads what it computes.
+    itself, so that no row of the softmax is empty; nobody reads what it computes. `documents_BT` numbers the documents of
+    a packed row, which do not see each other; it covers all slots, so there can be no cache beside it.
     """
-    if keep_BS is None and (window is None or window >= keys) and queries in (1, keys):
+    plain = keep_BS is None and documents_BT is None
+    if plain and (window is None or window >= keys) and queries in (1, keys):
         return None
     query_T1 = torch.arange(keys - queries, keys, device=device)[:, None]
     key_1S = torch.arange(keys, device=device)[None, :]
     seen = key_1S <= query_T1
     if window is not None:
         seen = seen & (key_1S > query_T1 - window)
-    if keep_BS is None:
+    if plain:
         return seen[None, None]
-    return (seen & keep_BS[:, None, :].bool() | (key_1S == query_T1))[:, None]
+    seen = seen[None]
+    if documents_BT is not None:
+        seen = seen & (documents_BT[:, :, None] == documents_BT[:, None, :])
+    if keep_BS is not None:
+        seen = seen & keep_BS[:, None, :].bool() | (key_1S == query_T1)
+    return seen[:, None]

@@ -33,6 +33,7 @@ class FathomConfig(PreTrainedConfig):  # type: ignore[misc]
         architecture: dict[str, Any] | None = None,
         plan: dict[str, Any] | None = None,
         relaxation: dict[str, Any] | None = None,
+        exit_rank: int = 0,
         **kwargs: Any,
     ) -> None:
         # transformers builds a default instance of every configuration class, so there is a smallest one.
@@ -40,6 +41,7 @@ class FathomConfig(PreTrainedConfig):  # type: ignore[misc]
         shape = Architecture.from_dict(self.architecture)
         self.plan = plan or DepthPlan.vanilla(shape.layers).to_dict()
         self.relaxation = relaxation
+        self.exit_rank = exit_rank
         self.vocab_size = shape.vocab
         self.hidden_size = shape.hidden
         self.intermediate_size = shape.intermediate
@@ -96,7 +98,7 @@ class FathomForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
 
     def __init__(self, config: FathomConfig) -> None:
         super().__init__(config)
-        self.decoder = Decoder(*config.build_parts())
+        self.decoder = Decoder(*config.build_parts(), exit_rank=config.exit_rank)
         self.tokenizer: Any | None = None
         """The transformers tokenizer that came with the checkpoint; `save_pretrained` writes it beside the weights."""
         self.post_init()

@@ -1,0 +1,140 @@
+"""The records of training runs, and the few numbers that sum each of them up.
+
+A run is a directory with a metrics.jsonl: one record a line, of kind `train` or `validation`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fathomlm.errors import OptionError
+from fathomlm.train.report import read_records
+
+Record = dict[str, Any]
+Points = list[tuple[float, float]]
+FILE = "metrics.jsonl"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """What one run recorded."""
+
+    name: str
+    train: tuple[Record, ...]
+    validation: tuple[Record, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Summary:
+    """A run in one line; None where it recorded nothing of the kind."""
+
+    run: str
+    step: int
+    tokens: int
+    tokens_per_s: float | None
+    """The median of its records, so that a first step that compiles does not count."""
+    loss: float | None
+    """The training loss of the last record, a single step's."""
+    validation: float | None
+    """The last validation loss."""
+    best: float | None
+    """The lowest validation loss."""
+    exits: dict[str, float]
+    """The last validation loss at each early exit, by the number of steps run before leaving."""
+
+    def to_dict(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+
+def read_runs(paths: Sequence[Path]) -> list[Run]:
+    """The runs at some paths: directories of runs, runs, or their metrics files. Each has a name of its own."""
+    files: dict[Path, Path] = {}
+    for path in paths:
+        for file in _files(path):
+            files.setdefault(file.resolve(), file)
+    names = _names(list(files))
+    return [_read(file, name) for file, name in zip(files.values(), names, strict=True)]
+
+
+def summarise(run: Run) -> Summary:
+    last = max((*run.train[-1:], *run.validation[-1:]), key=lambda record: int(record["step"]))
+    rates = sorted(value for _, value in points(run.train, "tokens_per_s", lambda record: 0.0))
+    losses = [value for _, value in points(run.train, "loss", lambda record: 0.0)]
+    validated = [value for _, value in points(run.validation, "loss", lambda record: 0.0)]
+    exits = run.validation[-1].get("exits") or {} if run.validation else {}
+    return Summary(
+        run=run.name,
+        step=int(last["step"]),
+        tokens=int(last["tokens"]),
+        tokens_per_s=rates[len(rates) // 2] if rates else None,
+        loss=losses[-1] if losses else None,
+        validation=validated[-1] if validated else None,
+        best=min(validated) if validated else None,
+        exits={depth: float(exits[depth]) for depth in sorted(exits, key=int)},
+    )
+
+
+def points(records: Sequence[Record], field: str, x: Callable[[Record], float]) -> Points:
+    """One field over the run, without records that lack it or in which it is not finite. `exits.15` is an entry of one."""
+    group, _, entry = field.partition(".")
+    found = []
+    for record in records:
+        value = (record.get(group) or {}).get(entry) if entry else record.get(group)
+        if isinstance(value, int | float) and math.isfinite(value):
+            found.append((x(record), float(value)))
+    return found
+
+
+def smooth(values: Sequence[float], factor: float) -> list[float]:
+    """A running mean that forgets by `factor`, corrected for its start, so that it begins at the first value."""
+    mean, weight, out = 0.0, 0.0, []
+    for value in values:
+        mean = factor * mean + (1 - factor) * value
+        weight = factor * weight + (1 - factor)
+        out.append(mean / weight)
+    return out
+
+
+def exit_depths(runs: Sequence[Run]) -> list[str]:
+    """The early exits that any of the runs was validated at, shallow to deep."""
+    return sorted({depth for run in runs for record in run.validation for depth in record.get("exits") or {}}, key=int)
+
+
+def _files(path: Path) -> list[Path]:
+    if path.is_file():
+        return [path]
+    if not path.is_dir():
+        raise OptionError(f"there is no run at {path}; a run is a directory with a {FILE}")
+    if (path / FILE).is_file():
+        return [path / FILE]
+    inside = sorted(path.glob(f"*/{FILE}"))
+    if not inside:
+        raise OptionError(f"{path} holds no {FILE}, and neither do the directories in it; name a run")
+    return inside
+
+
+def _names(files: list[Path]) -> list[str]:
+    """The runs' directories, with as much of their paths as tells them apart."""
+    parts = [(file.parent if file.name == FILE else file.with_suffix("")).parts for file in files]
+    for length in range(1, max(map(len, parts), default=1) + 1):
+        names = ["/".join(part[-length:]) for part in parts]
+        if len(set(names)) == len(names):
+            return names
+    return [str(file) for file in files]
+
+
+def _read(file: Path, name: str) -> Run:
+    try:
+        records = read_records(file)
+    except (OSError, UnicodeDecodeError) as error:
+        raise OptionError(f"{file} cannot be read as the records of a run ({error})") from error
+    known = [record for record in records if isinstance(record, dict) and {"kind", "step", "tokens"} <= set(record)]
+    train, validation = ([r for r in known if r["kind"] == kind] for kind in ("train", "validation"))
+    if not train and not validation:
+        raise OptionError(f"{file} holds no record of training yet")
+    return Run(name=name, train=tuple(train), validation=tuple(validation))

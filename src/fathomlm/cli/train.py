@@ -1,0 +1,108 @@
+"""`fathomlm train RECIPE`: train, uptrain, distil or add exits, as a recipe says."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from typing import Any
+
+HELP = "train a model as a recipe says"
+DESCRIPTION = (
+    "Trains as RECIPE says: a YAML file, or the name of a recipe that comes with FathomLM (--list shows them). Any field "
+    "is changed with --section.field value, for example --optimizer.lr 1e-4 --budget.tokens 2B. Ctrl-C or SIGTERM saves "
+    "and stops; --resume goes on. For many GPUs: torchrun --nproc-per-node 8 -m fathomlm train RECIPE."
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("recipe", metavar="RECIPE", nargs="?", help="a YAML file, or a shipped recipe's name; before fields")
+    parser.add_argument("--resume", action="store_true", help="go on with the run in its directory, if there is one")
+    parser.add_argument("--print-config", action="store_true", help="print the whole recipe, every field, and stop")
+    parser.add_argument("--dry-run", action="store_true", help="print parameters, FLOPs, tokens, memory and time, and stop")
+    parser.add_argument("--list", action="store_true", help="list the recipes that come with FathomLM, and stop")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
+    parser.set_defaults(fields=[])
+
+
+def run(args: argparse.Namespace) -> int:
+    from fathomlm.errors import OptionError
+
+    try:
+        from fathomlm.train.reading import read_recipe, to_yaml
+    except ImportError as error:
+        raise OptionError(f"training needs the package {error.name}; pip install 'fathomlm[train]'") from error
+    if args.list:
+        return _list(args.json)
+    if args.recipe is None:
+        raise OptionError("which recipe? Give a YAML file or a name (see: fathomlm train --list)")
+    recipe = read_recipe(args.recipe, args.fields)
+    if args.print_config:
+        import dataclasses
+
+        print(json.dumps(dataclasses.asdict(recipe)) if args.json else to_yaml(recipe), end="\n" if args.json else "")
+        return 0
+    if args.dry_run:
+        return _dry_run(recipe, args.json)
+    return _train(recipe, args.resume, args.json)
+
+
+def _list(as_json: bool) -> int:
+    from fathomlm.train.reading import shipped_recipes
+
+    found = {name: _first_comment(path.read_text(encoding="utf-8")) for name, path in shipped_recipes().items()}
+    if as_json:
+        print(json.dumps(found))
+        return 0
+    width = max(map(len, found))
+    for name, text in found.items():
+        print(f"{name:{width}}  {text}")
+    return 0
+
+
+def _first_comment(text: str) -> str:
+    first = text.splitlines()[0] if text else ""
+    return first.removeprefix("#").strip()
+
+
+def _dry_run(recipe: Any, as_json: bool) -> int:
+    from fathomlm.train.estimate import estimate, format_estimate
+
+    found = estimate(recipe, rows_in_epoch=_rows_if_prepared(recipe))
+    print(json.dumps(found.to_dict()) if as_json else format_estimate(found))
+    return 0
+
+
+def _rows_if_prepared(recipe: Any) -> int | None:
+    from pathlib import Path
+
+    from fathomlm.train.data.corpus import Corpus
+    from fathomlm.train.setup import make_loader
+
+    if not (Path(recipe.data.path) / "corpus.json").exists() or not recipe.data.path:
+        return None
+    return len(make_loader(recipe, Corpus.open(recipe.data.path), "train"))
+
+
+def _train(recipe: Any, resume: bool, as_json: bool) -> int:
+    from fathomlm.cli.training_bar import TrainingBar
+    from fathomlm.train.run import train
+
+    with TrainingBar(recipe.name) as bar:
+        summary = train(recipe, resume=resume, watcher=bar, on_prepare=bar.prepared)
+    if not bar.watching:  # another rank speaks
+        return 0 if summary.finished else 2
+    if as_json:
+        print(json.dumps(summary.to_dict()))
+    elif summary.finished:
+        exits = "".join(f", after {depth} steps {loss:.4f}" for depth, loss in summary.exits.items())
+        value = "no validation data" if summary.validation is None else f"validation loss {summary.validation:.4f}{exits}"
+        print(f"{summary.directory}: {summary.steps:,} steps, {summary.tokens:,} tokens, {value}")
+        print(f"  try it: fathomlm generate {summary.directory}/last 'Once upon a time'")
+    if not summary.finished:
+        print(
+            f"fathomlm: stopped at step {summary.step:,} of {summary.steps:,}, saved; the same command with --resume goes on",
+            file=sys.stderr,
+        )
+        return 2
+    return 0

@@ -1,0 +1,192 @@
+"""corpus.json: what a corpus holds, what it was made from, and how far its preparation has come."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict, dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+
+from fathomlm.errors import DataError
+from fathomlm.train.data.sources import Source
+
+FILE = "corpus.json"
+VERSION = 1
+SPLITS = ("train", "validation")
+KINDS = ("tokens", "pairs")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shard:
+    """One file of tokens with its index beside it."""
+
+    file: str
+    """The .bin file; .idx, and .mid for pairs, have the same stem."""
+    tokens: int
+    documents: int
+    sha256: str
+    """Of the tokens."""
+    index_sha256: str
+    """Of the .idx file, followed by the .mid file where there is one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Split:
+    """All that is trained on, or all that is held out."""
+
+    tokens: int = 0
+    documents: int = 0
+    shards: tuple[Shard, ...] = ()
+
+    def plus(self, shard: Shard | None) -> Split:
+        if shard is None:
+            return self
+        shards = (*self.shards, shard)
+        return Split(tokens=self.tokens + shard.tokens, documents=self.documents + shard.documents, shards=shards)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cursor:
+    """How far the sources have been read; everything before it is in the shards."""
+
+    source: int = 0
+    """Which source is being read."""
+    documents: int = 0
+    """How many of its documents have been taken, empty ones too."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Manifest:
+    """The contents of corpus.json."""
+
+    version: int = VERSION
+    kind: str
+    """tokens: documents in one stream; pairs: a source and a target each."""
+    tokenizer: str
+    """Where the tokenizer came from, in the words of the one who prepared."""
+    fingerprint: str
+    """What the tokenizer is known by; see `tokenizers.fingerprint`."""
+    vocab: int
+    dtype: str
+    """uint16 where the vocabulary has room in it, else uint32; little-endian."""
+    separator: int
+    """The token that ends every document and every target."""
+    columns: tuple[str, ...]
+    sources: tuple[Source, ...]
+    validation_fraction: float
+    shard_tokens: int
+    max_tokens: int | None
+    splits: dict[str, Split] = field(default_factory=lambda: dict.fromkeys(SPLITS, Split()))
+    empty_documents: int = 0
+    """Documents without text, which are left out."""
+    cursor: Cursor = field(default_factory=Cursor)
+    complete: bool = False
+
+    @property
+    def started(self) -> bool:
+        """Whether any shard is there."""
+        return any(split.shards for split in self.splits.values())
+
+    def plus(self, shards: dict[str, Shard | None], cursor: Cursor, empty: int) -> Manifest:
+        """This manifest after one more segment."""
+        splits = {name: split.plus(shards[name]) for name, split in self.splits.items()}
+        return replace(self, splits=splits, cursor=cursor, empty_documents=self.empty_documents + empty)
+
+    def difference(self, wanted: Manifest) -> str | None:
+        """The first thing that `wanted` would make otherwise, in words; None where it would make the same corpus."""
+        if self.fingerprint != wanted.fingerprint:
+            return (
+                f"tokenizer {self.tokenizer} ({self.fingerprint[:12]}), not {wanted.tokenizer} ({wanted.fingerprint[:12]})"
+            )
+        for name, what in _SETTINGS.items():
+            mine, theirs = getattr(self, name), getattr(wanted, name)
+            if mine != theirs:
+                return f"{what} {_say(mine)}, not {_say(theirs)}"
+        for mine, theirs in zip(self.sources, wanted.sources, strict=False):
+            if mine != theirs:
+                return f"source {_say(mine)}, not {_say(theirs)}"
+        if len(self.sources) != len(wanted.sources):
+            return f"{len(self.sources)} source file(s), not {len(wanted.sources)}"
+        return None
+
+    def write(self, directory: Path) -> None:
+        """Replace corpus.json at once and for good: the shards it names are on the disk before it is."""
+        temporary = directory / f".{FILE}.partial"
+        with temporary.open("w", encoding="utf-8") as file:
+            file.write(json.dumps(asdict(self), indent=1, ensure_ascii=False) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, directory / FILE)
+        sync_directory(directory)
+
+    @classmethod
+    def read(cls, directory: Path) -> Manifest:
+        path = directory / FILE
+        try:
+            record = json.loads(path.read_text(encoding="utf-8"))
+        except FileNotFoundError as error:
+            what = f"{directory} is not a corpus (no {FILE})" if directory.exists() else f"{directory} does not exist"
+            raise DataError(f"{what}; `fathomlm data prepare` makes one") from error
+        except (OSError, ValueError) as error:
+            raise DataError(f"{path} cannot be read ({error}); prepare the corpus again with --force") from error
+        if not isinstance(record, dict) or record.get("version") != VERSION:
+            found = record.get("version") if isinstance(record, dict) else None
+            raise DataError(f"{path} has format version {found}, and this FathomLM reads {VERSION}; prepare it again")
+        try:
+            return cls._from_dict(record)
+        except (TypeError, ValueError, KeyError, AttributeError) as error:
+            raise DataError(f"{path} is damaged ({error}); prepare the corpus again with --force") from error
+
+    @classmethod
+    def _from_dict(cls, record: dict[str, Any]) -> Manifest:
+        if unknown := set(record) - {f.name for f in fields(cls)}:
+            raise ValueError(f"unknown key '{min(unknown)}'")
+        if (
+            record["kind"] not in KINDS
+            or record["dtype"] not in ("uint16", "uint32")
+            or set(record["splits"]) != set(SPLITS)
+        ):
+            raise ValueError("kind, dtype or splits have values that are not known")
+        read = {
+            "columns": tuple(record["columns"]),
+            "sources": tuple(Source(**source) for source in record["sources"]),
+            "cursor": Cursor(**record["cursor"]),
+            "splits": {
+                name: Split(**{**split, "shards": tuple(Shard(**shard) for shard in split["shards"])})
+                for name, split in record["splits"].items()
+            },
+        }
+        return cls(**{**record, **read})
+
+
+_SETTINGS = {
+    "kind": "kind",
+    "columns": "column(s)",
+    "separator": "separator token",
+    "validation_fraction": "validation fraction",
+    "shard_tokens": "shard tokens",
+    "max_tokens": "max tokens",
+}
+"""What decides a corpus besides its tokenizer and sources, and how it is called."""
+
+
+def sync_directory(directory: Path) -> None:
+    """Renames last through a power cut only once the directory itself is on the disk."""
+    handle = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _say(value: object) -> str:
+    match value:
+        case Source():
+            size = "" if value.bytes is None else f" ({value.bytes:,} bytes)"
+            return f"{value.name}{size}{' for validation' if value.validation else ''}"
+        case tuple():
+            return " ".join(map(str, value))
+        case None:
+            return "none"
+    return f"{value:,}" if isinstance(value, int) else str(value)

@@ -1,0 +1,315 @@
+"""Sources in, a corpus on disk out, one segment at a time.
+
+A segment is as many consecutive documents as make a shard. Its shards are written and renamed before corpus.json says
+that they are there, so a preparation may be stopped at any moment, even by a power cut: run again, it goes on behind the
+last whole segment and ends with the same bytes as one that was never stopped.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from fathomlm.checkpoints.writing import whole_directory
+from fathomlm.errors import DataError, OptionError, OutputError
+from fathomlm.train.data.corpus import TOKENIZER, Corpus, check_sizes
+from fathomlm.train.data.encoding import LOTS, Encoded, EncoderSettings, encode_in_order
+from fathomlm.train.data.manifest import FILE, SPLITS, Cursor, Manifest, sync_directory
+from fathomlm.train.data.shards import ShardWriter
+from fathomlm.train.data.sources import Document, expand, read
+from fathomlm.train.data.tokenizers import find_tokenizer, fingerprint, separator_id, vocab_size
+
+DEFAULT_FRACTION = 0.01
+DEFAULT_SHARD_TOKENS = 32_000_000
+_BATCH_DOCUMENTS = 512
+_BATCH_CHARACTERS = 1 << 20
+_OURS = re.compile(r"(train|validation)-\d{5}\.(bin|idx|mid)|corpus\.json|tokenizer|\..*\.partial")
+"""What a corpus directory may hold; --force deletes nothing else."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrepareOptions:
+    """What to prepare, from what, and where."""
+
+    sources: tuple[str, ...]
+    """Files, directories, patterns and hf:owner/name:config@split, in reading order."""
+    out: Path
+    tokenizer: str
+    """A tokenizer's directory or file, a model source, or `bytes`."""
+    column: str = "text"
+    """Where the text is in JSON lines, Parquet and hub datasets."""
+    pairs: tuple[str, str] | None = None
+    """Source and target column, for pairs in place of documents."""
+    validation_fraction: float | None = None
+    """The share of documents that is held out; None is 0.01, or 0 beside `validation_from`."""
+    validation_from: tuple[str, ...] = ()
+    """Sources that are held out as a whole."""
+    separator: str | None = None
+    """The token behind every document; None is <|endoftext|>, or the tokenizer's own end."""
+    shard_tokens: int = DEFAULT_SHARD_TOKENS
+    max_tokens: int | None = None
+    """Stop behind the document with which training has this many tokens."""
+    workers: int = 1
+    """Processes that tokenise; the corpus does not depend on it."""
+    force: bool = False
+    """Delete the corpus that is in `out` and start again."""
+
+    def __post_init__(self) -> None:
+        if not self.sources:
+            raise OptionError("give at least one source")
+        if self.validation_fraction is not None and not 0 <= self.validation_fraction < 1:
+            raise OptionError(f"--validation-fraction must be at least 0 and below 1, not {self.validation_fraction:g}")
+        for name in ("shard_tokens", "workers", "max_tokens"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise OptionError(f"--{name.replace('_', '-')} must be at least 1, not {value}")
+
+    @property
+    def fraction(self) -> float:
+        if self.validation_fraction is not None:
+            return self.validation_fraction
+        return 0.0 if self.validation_from else DEFAULT_FRACTION
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Progress:
+    """How far a preparation is, what an earlier run did included."""
+
+    documents: int
+    tokens: int
+    characters: int
+    """Text that this run has tokenised."""
+    share: float | None
+    """Of the work, between 0 and 1; None where the hub does not say how much there is."""
+
+
+Tell = Callable[[Progress], None]
+
+
+def prepare(options: PrepareOptions, on_progress: Tell | None = None) -> Corpus:
+    """Make a corpus, or finish one. One that is complete and asked for in the same words is returned as it is.
+
+    Raises without leaving anything behind where no segment was finished; else the finished ones stay, to go on from.
+    """
+    tokenizer = find_tokenizer(options.tokenizer)
+    wanted = _wanted(options, tokenizer)
+    out = options.out.expanduser()
+    try:
+        manifest = _begin(out, wanted, tokenizer, options.force)
+        if not manifest.complete:
+            with _alone(out):
+                _fill(out, Manifest.read(out), tokenizer, options.workers, on_progress)
+    except OSError as error:
+        raise OutputError(f"cannot write {out}: {error.strerror or error}; what was finished is kept") from error
+    return Corpus.open(out)
+
+
+def _wanted(options: PrepareOptions, tokenizer: Any) -> Manifest:
+    """The corpus that the options describe, before any of it is there."""
+    vocab = vocab_size(tokenizer)
+    return Manifest(
+        kind="tokens" if options.pairs is None else "pairs",
+        tokenizer=options.tokenizer,
+        fingerprint=fingerprint(tokenizer),
+        vocab=vocab,
+        dtype="uint16" if vocab <= 1 << 16 else "uint32",
+        separator=separator_id(tokenizer, options.separator),
+        columns=options.pairs or (options.column,),
+        sources=tuple(expand(options.sources, validation_from=options.validation_from, leave_out=options.out.expanduser())),
+        validation_fraction=options.fraction,
+        shard_tokens=options.shard_tokens,
+        max_tokens=options.max_tokens,
+    )
+
+
+def _begin(out: Path, wanted: Manifest, tokenizer: Any, force: bool) -> Manifest:
+    """The manifest to go on from: the one that is there if it is of the same corpus, or a new one."""
+    fresh = not os.path.lexists(out)
+    empty = out.is_dir() and not out.is_symlink() and not any(out.iterdir())
+    if not fresh and not empty:
+        if not (out / FILE).is_file():
+            raise OutputError(f"{out} exists and is not a corpus (no {FILE}); choose another name")
+        if not force:
+            return _same(out, wanted)
+        _delete(out)
+    with whole_directory(out, force=empty) as directory:
+        tokenizer.save_pretrained(directory / TOKENIZER)
+        wanted.write(directory)
+        saved = fingerprint(find_tokenizer(str(directory / TOKENIZER)))
+        if saved != wanted.fingerprint:
+            raise DataError(f"the tokenizer {wanted.tokenizer} changes when it is saved and read again; give its directory")
+    return wanted
+
+
+def _same(out: Path, wanted: Manifest) -> Manifest:
+    found = Manifest.read(out)
+    if (difference := found.difference(wanted)) is not None:
+        raise OutputError(f"{out} was prepared with {difference}; choose another name, or --force to start again")
+    check_sizes(out, found)
+    return found
+
+
+def _delete(out: Path) -> None:
+    strangers = sorted(path.name for path in out.iterdir() if _OURS.fullmatch(path.name) is None)
+    if strangers or out.is_symlink():
+        what = f"holds {strangers[0]}, which is no part of a corpus" if strangers else "is a link"
+        raise OutputError(f"{out} {what}; --force will not delete it")
+    with _alone(out):
+        _remove(out)
+
+
+@contextmanager
+def _alone(out: Path) -> Iterator[None]:
+    """Two preparations of one corpus would write over each other. The lock goes with the process, however it ends."""
+    handle = os.open(out, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    except BlockingIOError as error:
+        raise OutputError(f"another process is preparing {out}; wait for it, or choose another name") from error
+    finally:
+        os.close(handle)
+
+
+def _fill(out: Path, manifest: Manifest, tokenizer: Any, workers: int, on_progress: Tell | None) -> None:
+    """Everything from the cursor on. Where nothing at all was kept, the directory goes too."""
+    for left in out.glob(".*.partial"):
+        left.unlink()
+    settings = EncoderSettings(
+        tokenizer=tokenizer.backend_tokenizer.to_str(), separator=manifest.separator, dtype=manifest.dtype
+    )
+    filling = _Filling(out, manifest)
+    batches = encode_in_order(_batches(manifest), lambda batch: [item.fields for item in batch.documents], settings, workers)
+    characters = 0
+    try:
+        for batch, encoded in batches:
+            more = filling.take(batch, encoded)
+            characters += batch.characters
+            if on_progress is not None:
+                on_progress(filling.progress(batch, characters))
+            if not more:
+                break
+        filling.finish()
+    except BaseException:
+        filling.discard()
+        if not filling.manifest.started:
+            _remove(out)
+        raise
+    finally:
+        batches.close()
+
+
+def _remove(out: Path) -> None:
+    """Renamed first, to a name that the next run sweeps away: a half-deleted corpus is never met under its own name."""
+    away = out.absolute().parent / f".{out.absolute().name}.partial-{os.getpid()}"
+    out.rename(away)
+    shutil.rmtree(away)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Batch:
+    """Consecutive documents of one source."""
+
+    source: int
+    first: int
+    """The number of the first document in its source."""
+    documents: tuple[Document, ...]
+    characters: int
+
+
+def _batches(manifest: Manifest) -> Iterator[_Batch]:
+    """All documents behind the cursor. Batches never cross sources, and where they end changes nothing in the corpus."""
+    for number in range(manifest.cursor.source, len(manifest.sources)):
+        source = manifest.sources[number]
+        first = manifest.cursor.documents if number == manifest.cursor.source else 0
+        waiting: list[Document] = []
+        characters = 0
+        for document in read(source, manifest.columns, skip=first):
+            waiting.append(document)
+            characters += sum(map(len, document.fields))
+            if len(waiting) == _BATCH_DOCUMENTS or characters >= _BATCH_CHARACTERS:
+                yield _Batch(source=number, first=first, documents=tuple(waiting), characters=characters)
+                first += len(waiting)
+                waiting, characters = [], 0
+        if waiting:
+            yield _Batch(source=number, first=first, documents=tuple(waiting), characters=characters)
+
+
+class _Filling:
+    """The segment being written, and the manifest of what is done."""
+
+    def __init__(self, out: Path, manifest: Manifest) -> None:
+        self.manifest = manifest
+        self._out = out
+        self._limit = int(manifest.validation_fraction * LOTS)
+        self._cursor = manifest.cursor
+        self._open()
+
+    def take(self, batch: _Batch, encoded: Encoded) -> bool:
+        """Write a batch; False once there is enough."""
+        held_out = self.manifest.sources[batch.source].validation
+        starts, middles, lots = encoded.starts.tolist(), encoded.middles.tolist(), encoded.lots.tolist()
+        for at in range(len(batch.documents)):
+            self._cursor = Cursor(source=batch.source, documents=batch.first + at + 1)
+            begin, end = starts[at], starts[at + 1]
+            if begin == end:
+                self._empty += 1
+                continue
+            split = "validation" if held_out or lots[at] < self._limit else "train"
+            self._writers[split].add(encoded.ids[begin:end], middles[at] - begin)
+            self._documents += 1
+            enough = self.manifest.max_tokens is not None and self._tokens("train") >= self.manifest.max_tokens
+            if enough or sum(writer.tokens for writer in self._writers.values()) >= self.manifest.shard_tokens:
+                self._commit()
+            if enough:
+                return False
+        return True
+
+    def finish(self) -> None:
+        self._commit()
+        if not self.manifest.started:
+            raise DataError("the sources hold no document with text, so there is nothing to prepare")
+        self.manifest = replace(self.manifest, complete=True)
+        self.manifest.write(self._out)
+
+    def discard(self) -> None:
+        for writer in self._writers.values():
+            writer.discard()
+
+    def progress(self, batch: _Batch, characters: int) -> Progress:
+        documents = sum(split.documents for split in self.manifest.splits.values()) + self._documents
+        sizes = [source.bytes for source in self.manifest.sources]
+        share = None
+        if None not in sizes:
+            done = sum(size or 0 for size in sizes[: batch.source]) + batch.documents[-1].position
+            share = min(1.0, done / max(1, sum(size or 0 for size in sizes)))
+        if self.manifest.max_tokens is not None:
+            share = max(share or 0.0, min(1.0, self._tokens("train") / self.manifest.max_tokens))
+        tokens = sum(self._tokens(split) for split in SPLITS)
+        return Progress(documents=documents, tokens=tokens, characters=characters, share=share)
+
+    def _tokens(self, split: str) -> int:
+        return self.manifest.splits[split].tokens + self._writers[split].tokens
+
+    def _open(self) -> None:
+        pairs = self.manifest.kind == "pairs"
+        self._writers = {
+            name: ShardWriter(self._out, f"{name}-{len(split.shards):05d}", pairs)
+            for name, split in self.manifest.splits.items()
+        }
+        self._empty = 0
+        self._documents = 0
+
+    def _commit(self) -> None:
+        shards = {name: writer.finish() for name, writer in self._writers.items()}
+        sync_directory(self._out)
+        self.manifest = self.manifest.plus(shards, self._cursor, self._empty)
+        self.manifest.write(self._out)
+        self._open()

@@ -1,0 +1,242 @@
+"""Where documents come from: text files, JSON lines, Parquet and streamed Hugging Face datasets, read in a fixed order.
+
+A document is known by its source and its number there, which is all that a resumed preparation needs to find its place.
+"""
+
+from __future__ import annotations
+
+import difflib
+import glob
+import json
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fathomlm.errors import DataError, OptionError
+from fathomlm.train.data.compressed import open_lines
+
+HUB = re.compile(r"hf:(?P<name>[\w.-]+/[\w.-]+)(:(?P<config>[^@]+))?(@(?P<split>.+))?")
+KNOWN = re.compile(r"\.(?P<text>txt|md)$|\.(jsonl|json-lines)(\.(gz|xz|zst))?$|\.(?P<parquet>parquet)$", re.IGNORECASE)
+NAMES = ".txt, .md, .jsonl (also .gz, .xz, .zst), .parquet"
+_ROWS = 1024
+"""Parquet rows that are read at once."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """One file, or one dataset of the hub."""
+
+    name: str
+    """A path, or hf:owner/name:config@split."""
+    kind: str
+    """text, jsonl, parquet or hub."""
+    bytes: int | None
+    """The file's size, by which a changed file is noticed; None for the hub."""
+    validation: bool
+    """Whether all of its documents go to validation."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Document:
+    """One document, or one pair, as it stands in its source."""
+
+    fields: tuple[str, ...]
+    """The text, or the source and the target text of a pair."""
+    position: int
+    """How many of its file's bytes had been read with it, for the progress bar."""
+
+
+def expand(patterns: Sequence[str], *, validation_from: Sequence[str] = (), leave_out: Path | None = None) -> list[Source]:
+    """All sources in reading order, each once: those for validation first, so that --max-tokens never cuts them off.
+
+    A file that is named for validation is not trained on, even where a directory above it is. Files under `leave_out`,
+    the directory being written, are not sources.
+    """
+    found: dict[str, Source] = {}
+    for validation, group in ((True, validation_from), (False, patterns)):
+        for pattern in group:
+            for source in _expand_one(pattern, validation):
+                key = source.name if source.kind == "hub" else str(Path(source.name).resolve())
+                inside = leave_out is not None and Path(key).is_relative_to(leave_out.resolve())
+                if not inside:
+                    found.setdefault(key, source)
+    if not any(not source.validation for source in found.values()):
+        raise DataError("no source is left to train on: all are named with --validation-from, or lie in the output")
+    return list(found.values())
+
+
+def read(source: Source, columns: tuple[str, ...], skip: int = 0) -> Iterator[Document]:
+    """The documents of a source in order, without the first `skip`."""
+    match source.kind:
+        case "text":
+            return _read_text(source, columns, skip)
+        case "jsonl":
+            return _read_jsonl(source, columns, skip)
+        case "parquet":
+            return _read_parquet(source, columns, skip)
+    return _read_hub(source, columns, skip)
+
+
+def _expand_one(pattern: str, validation: bool) -> list[Source]:
+    if pattern.startswith("hf:"):
+        if HUB.fullmatch(pattern) is None:
+            raise DataError(f"'{pattern}' is not a hub dataset; write hf:owner/name or hf:owner/name:config@split")
+        return [Source(name=pattern, kind="hub", bytes=None, validation=validation)]
+    path = Path(pattern).expanduser()
+    if path.is_dir():
+        files = [file for file in path.rglob("*") if _visible(file.relative_to(path))]
+    elif path.exists():
+        if KNOWN.search(path.name) is None:
+            raise DataError(f"{path}: files of this kind are not read; known: {NAMES}")
+        files = [path]
+    elif glob.has_magic(pattern):
+        files = [Path(name) for name in glob.glob(str(path), recursive=True)]
+    else:
+        raise DataError(_missing(path))
+    wanted = sorted(file for file in files if KNOWN.search(file.name) and file.is_file())
+    if not wanted:
+        raise DataError(f"{pattern}: no file of a known kind is there; known: {NAMES}")
+    return [Source(name=str(file), kind=_kind(file), bytes=file.stat().st_size, validation=validation) for file in wanted]
+
+
+def _visible(path: Path) -> bool:
+    return not any(part.startswith(".") for part in path.parts)
+
+
+def _kind(path: Path) -> str:
+    found = KNOWN.search(path.name)
+    assert found is not None
+    return "text" if found["text"] else "parquet" if found["parquet"] else "jsonl"
+
+
+def _missing(path: Path) -> str:
+    beside = [file.name for file in path.parent.iterdir()] if path.parent.is_dir() else []
+    near = difflib.get_close_matches(path.name, beside, n=1)
+    hint = f" (did you mean {path.parent / near[0]}?)" if near else ""
+    return f"the source {path} does not exist{hint}"
+
+
+def _read_text(source: Source, columns: tuple[str, ...], skip: int) -> Iterator[Document]:
+    if len(columns) > 1:
+        raise OptionError(f"{source.name}: a text file has no columns; --pairs needs JSON lines, Parquet or a hub dataset")
+    if skip:
+        return
+    try:
+        raw = Path(source.name).read_bytes()
+        text = raw.decode("utf-8-sig")
+    except OSError as error:
+        raise DataError(f"cannot read {source.name}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        line = 1 + raw.count(b"\n", 0, error.start)
+        raise DataError(f"{source.name} line {line}: not UTF-8 text") from error
+    yield Document(fields=(text,), position=len(raw))
+
+
+def _read_jsonl(source: Source, columns: tuple[str, ...], skip: int) -> Iterator[Document]:
+    seen = 0
+    for number, (line, position) in enumerate(open_lines(Path(source.name)), start=1):
+        if not line.strip():
+            continue
+        seen += 1
+        if seen <= skip:
+            continue
+        where = f"{source.name} line {number}"
+        try:
+            record = json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))
+        except UnicodeDecodeError as error:
+            raise DataError(f"{where}: not UTF-8 text") from error
+        except (ValueError, RecursionError) as error:
+            raise DataError(f"{where}: not JSON ({error})") from error
+        if not isinstance(record, dict):
+            raise DataError(f"{where}: a {type(record).__name__}, not a JSON object")
+        yield Document(fields=_fields(record, columns, where), position=position)
+
+
+def _read_parquet(source: Source, columns: tuple[str, ...], skip: int) -> Iterator[Document]:
+    parquet = _module("pyarrow.parquet", source)
+    arrow = _module("pyarrow", source)
+    try:
+        file = parquet.ParquetFile(source.name)
+        names = file.schema_arrow.names
+        if lacking := [column for column in columns if column not in names]:
+            raise DataError(_no_column(lacking[0], names, source.name))
+        row = 0
+        for group in range(file.num_row_groups):
+            rows = file.metadata.row_group(group).num_rows
+            if row + rows <= skip:
+                row += rows
+                continue
+            for batch in file.iter_batches(batch_size=_ROWS, row_groups=[group], columns=list(columns)):
+                for record in batch.to_pylist():
+                    row += 1
+                    if row > skip:
+                        fields = _fields(record, columns, f"{source.name} row {row}")
+                        yield Document(fields=fields, position=(source.bytes or 0) * row // file.metadata.num_rows)
+    except UnicodeDecodeError as error:
+        raise DataError(f"{source.name} near row {row + 1}: not UTF-8 text") from error
+    except (arrow.ArrowException, OSError) as error:
+        raise DataError(f"{source.name} is damaged, or is no Parquet file ({_one_line(error)})") from error
+
+
+def _read_hub(source: Source, columns: tuple[str, ...], skip: int) -> Iterator[Document]:
+    datasets = _module("datasets", source)
+    found = HUB.fullmatch(source.name)
+    assert found is not None
+    try:
+        stream = datasets.load_dataset(found["name"], found["config"], split=found["split"] or "train", streaming=True)
+        records = iter(stream.skip(skip) if skip else stream)
+    except Exception as error:  # the hub, its HTTP client and dataset scripts raise what they like
+        raise DataError(f"{source.name} could not be opened on the hub: {_one_line(error)}") from error
+    row = skip
+    while True:
+        try:
+            record = next(records, None)
+        except Exception as error:
+            raise DataError(f"{source.name} stopped coming after row {row:,}: {_one_line(error)}") from error
+        if record is None:
+            return
+        row += 1
+        yield Document(fields=_fields(record, columns, f"{source.name} row {row}"), position=0)
+
+
+def _fields(record: dict[str, Any], columns: tuple[str, ...], where: str) -> tuple[str, ...]:
+    """The wanted columns as text. A list in the last column of a pair holds several answers; the first is taken."""
+    values = []
+    for at, column in enumerate(columns):
+        if column not in record:
+            raise DataError(_no_column(column, list(record), where))
+        value = record[column]
+        if at > 0 and isinstance(value, list):
+            value = value[0] if value else None
+        value = "" if value is None else value
+        if not isinstance(value, str):
+            raise DataError(f"{where}: column '{column}' holds a {type(value).__name__}, not text")
+        try:
+            value.encode("utf-8")
+        except UnicodeEncodeError as error:
+            raise DataError(f"{where}: column '{column}' holds half a character (a lone surrogate)") from error
+        values.append(value)
+    return tuple(values)
+
+
+def _no_column(column: str, names: list[str], where: str) -> str:
+    near = difflib.get_close_matches(column, names, n=1)
+    hint = f" (did you mean '{near[0]}'?)" if near else ""
+    return f"{where}: no column '{column}'{hint}; it has: {', '.join(names[:12]) or 'none'}"
+
+
+def _module(name: str, source: Source) -> Any:
+    import importlib
+
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise DataError(
+            f"reading {source.name} needs the package {name.split('.')[0]}: pip install 'fathomlm[train]'"
+        ) from error
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())[:160] or type(error).__name__

@@ -1,0 +1,272 @@
+"""What a run will be, before it starts: its model, its length, its compute, its memory and its time.
+
+Compute is stated twice. "As the thesis counts" is the forward pass without embedding and head (appendix "FLOPs
+approximated calculation of Transformers"), tripled for the backward pass. "6 x parameters x tokens", with looped layers
+counted per use and the head once, is what the field states utilisation (MFU) against, and so do we.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from fathomlm.depth import Architecture, DepthPlan, Relaxation
+from fathomlm.depth.cost import count
+from fathomlm.errors import OptionError
+from fathomlm.train.budget import plan_steps, row_length
+from fathomlm.train.footprint import COMFORT, Memory, count_memory
+from fathomlm.train.hardware import accelerator_name, memory_bytes, peak_tflops
+from fathomlm.train.parts import Parts, learns, read_parts, read_source
+from fathomlm.train.recipe import Recipe
+from fathomlm.train.schedule import LearningRate
+
+MFU = 0.4
+"""The part of the peak that a run is assumed to reach."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Estimate:
+    """A run in numbers."""
+
+    name: str
+    layout: str
+    """Unique layers as the thesis writes them: "15", or "1+10+1" with a prelude and a coda."""
+    recursions: int
+    unique_layers: int
+    unrolled_layers: int
+    exits: tuple[int, ...]
+    """Where losses are taken early, as numbers of steps run before leaving."""
+    non_embedding_parameters: int
+    """The relaxation included, as the thesis' tables have it."""
+    embedding_parameters: int
+    relaxation_parameters: int
+    exit_parameters: int
+    """What exits add to the head."""
+    total_parameters: int
+    trainable_parameters: int
+    forward_flops_per_token: int
+    """As the thesis counts: without embedding and head."""
+    flops_per_token_6n: int
+    steps: int
+    warmup_steps: int
+    rows_per_step: int
+    tokens_per_step: int
+    rows: int
+    tokens: int
+    micro_batches: int
+    """Forward passes that one device makes in a step."""
+    forward_flops: float
+    """Forward FLOPs x tokens: how the thesis states a budget."""
+    training_flops: float
+    """Three times that: with the backward pass."""
+    model_flops: float
+    """6 x parameters x tokens."""
+    work_flops: float
+    """What the devices compute in products: with exits' heads, teacher and recomputation, less what is frozen."""
+    gpu: str | None
+    devices: int
+    parallel: str
+    """none, ddp or fsdp."""
+    memory: Memory
+    """On one device."""
+    device_memory: int | None
+    fits: bool | None
+    """Whether that fits into nine tenths of the device's memory; None where the device is not known."""
+    peak_tflops: float | None
+    mfu: float
+    """The part of the peak that `seconds` assumes."""
+    seconds: float | None
+
+    def to_dict(self) -> dict[str, Any]:
+        record = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        return record | {"exits": list(self.exits), "memory": self.memory.to_dict()}
+
+
+def estimate(
+    recipe: Recipe, *, rows_in_epoch: int | None = None, device_name: str | None = None, mfu: float = MFU
+) -> Estimate:
+    """The run that a recipe asks for, from configurations alone: no weights and no data are read.
+
+    `rows_in_epoch` is needed for a budget in epochs only; `device_name` is what the driver calls the device that is
+    there, for recipes that name none.
+    """
+    if not 0 < mfu <= 1:
+        raise OptionError(f"the assumed part of the peak must be above 0 and at most 1, got {mfu}")
+    parts = read_parts(recipe)
+    architecture, plan, relaxation = parts.architecture, parts.plan, parts.relaxation
+    teacher = None if recipe.loss.distill is None else read_source(recipe.loss.distill.source)
+    cost = count(architecture, plan, relaxation=relaxation, context=row_length(recipe))
+    schedule = plan_steps(recipe, architecture, plan, relaxation, rows_in_epoch)
+    sizes = dict.fromkeys(("base", "embedding", "relaxation", "exits"), 0)
+    for group, shape in parts.tensors():
+        sizes[group] += math.prod(shape)
+    assert sizes["base"] + sizes["relaxation"] == cost.non_embedding_parameters, "two counts of one model disagree"
+    trainable = sum(size for group, size in sizes.items() if learns(recipe.train, group))
+    limit, peak = memory_bytes(recipe.hardware, device_name), peak_tflops(recipe.hardware, device_name)
+    parallel, memory = _spread(recipe, parts, 0 if teacher is None else _parameters(*teacher), limit)
+    work = float(work_flops_per_token(recipe, parts, teacher) * schedule.tokens)
+    per_token = flops_per_token_6n(architecture, plan, relaxation)
+    devices = recipe.hardware.count
+    return Estimate(
+        name=recipe.name,
+        layout=cost.layout,
+        recursions=plan.recursions,
+        unique_layers=cost.unique_layers,
+        unrolled_layers=cost.unrolled_layers,
+        exits=tuple(index + 1 for index in plan.exits),
+        non_embedding_parameters=cost.non_embedding_parameters,
+        embedding_parameters=cost.embedding_parameters,
+        relaxation_parameters=cost.relaxation_parameters,
+        exit_parameters=sizes["exits"],
+        total_parameters=sum(sizes.values()),
+        trainable_parameters=trainable,
+        forward_flops_per_token=cost.forward_flops_per_token,
+        flops_per_token_6n=per_token,
+        steps=schedule.steps,
+        warmup_steps=LearningRate.of(recipe.schedule, schedule.steps).warmup,
+        rows_per_step=schedule.rows_per_step,
+        tokens_per_step=schedule.tokens_per_step,
+        rows=schedule.steps * schedule.rows_per_step,
+        tokens=schedule.tokens,
+        micro_batches=math.ceil(schedule.rows_per_step / (recipe.batch.micro * devices)),
+        forward_flops=float(cost.forward_flops_per_token * schedule.tokens),
+        training_flops=float(3 * cost.forward_flops_per_token * schedule.tokens),
+        model_flops=float(per_token * schedule.tokens),
+        work_flops=work,
+        gpu=accelerator_name(recipe.hardware, device_name),
+        devices=devices,
+        parallel=parallel,
+        memory=memory,
+        device_memory=limit,
+        fits=None if limit is None else memory.total <= COMFORT * limit,
+        peak_tflops=peak,
+        mfu=mfu,
+        seconds=None if peak is None else work / (devices * peak * 1e12 * mfu),
+    )
+
+
+def flops_per_token_6n(architecture: Architecture, plan: DepthPlan, relaxation: Relaxation | None) -> int:
+    """6 x the parameters that a token meets: linears at every use, what steps add to them, and the head once."""
+    return 6 * (_layer_weights(architecture, plan, relaxation) + architecture.vocab * architecture.hidden)
+
+
+def work_flops_per_token(
+    recipe: Recipe, parts: Parts, teacher: tuple[Architecture, DepthPlan | None, Relaxation | None] | None
+) -> int:
+    """FLOPs of all products for one token: 2 a weight forward, 2 for the gradient of its input, 2 for its own.
+
+    Frozen weights need no gradient of their own, and layers below nothing that learns none of their inputs either.
+    """
+    architecture, plan = parts.architecture, parts.plan
+    layers = _layer_weights(architecture, plan, parts.relaxation)
+    head = architecture.vocab * architecture.hidden
+    exits = architecture.vocab * (architecture.hidden + parts.exit_rank) * len(plan.exits)
+    match recipe.train:
+        case "all":
+            work = 6 * (layers + head + exits)
+        case "relaxation":
+            added = layers - _layer_weights(architecture, plan, None)
+            work = 4 * (layers + head + exits) + 2 * added
+        case "exit_heads":
+            work = 2 * (layers + head) + 6 * exits
+    if recipe.recompute != "none" and recipe.train != "exit_heads":
+        work += 2 * layers
+    if teacher is not None:
+        work += flops_per_token_6n(teacher[0], teacher[1] or DepthPlan.vanilla(teacher[0].layers), teacher[2]) // 3
+    return work
+
+
+def _layer_weights(architecture: Architecture, plan: DepthPlan, relaxation: Relaxation | None) -> int:
+    """Weights of all linears over the unrolled depth."""
+    plain = sum(linear.inputs * linear.outputs for linear in architecture.linears())
+    added = 0
+    if relaxation is not None and relaxation.low_rank:
+        added = sum(relaxation.rank(linear) * (linear.inputs + linear.outputs) for linear in architecture.linears())
+    return sum(plain + (added if plan.is_shared(step) else 0) for step in plan)
+
+
+def _spread(recipe: Recipe, parts: Parts, teacher: int, limit: int | None) -> tuple[str, Memory]:
+    """How the model lies on the devices, by the rule that a run follows, and what that takes of each."""
+    from fathomlm.train.parallel import COMFORT as COPIES_FIT
+
+    if recipe.hardware.count == 1:
+        return "none", count_memory(recipe, parts, teacher, "none")
+    copies = count_memory(recipe, parts, teacher, "ddp")
+    state = copies.weights + copies.optimizer + copies.gradients // 2
+    if recipe.parallel == "ddp" or (recipe.parallel == "auto" and (limit is None or state < COPIES_FIT * limit)):
+        return "ddp", copies
+    return "fsdp", count_memory(recipe, parts, teacher, "fsdp")
+
+
+def _parameters(architecture: Architecture, plan: DepthPlan | None, relaxation: Relaxation | None) -> int:
+    cost = count(architecture, plan or DepthPlan.vanilla(architecture.layers), relaxation=relaxation)
+    return cost.non_embedding_parameters + cost.embedding_parameters
+
+
+def format_estimate(found: Estimate) -> str:
+    """The estimate as text for people."""
+    looped = f" looped {found.recursions} times, {found.unrolled_layers} run" if found.recursions > 1 else ""
+    exits = f", exits after {', '.join(map(str, found.exits))}" if found.exits else ""
+    lines = [
+        ("model", f"{found.layout} layers{looped}{exits}"),
+        ("parameters", f"{_short(found.non_embedding_parameters)} + {_short(found.embedding_parameters)} of embeddings"),
+    ]
+    if found.relaxation_parameters:
+        lines.append(("  relaxation", f"{_short(found.relaxation_parameters)} of the first"))
+    if found.exit_parameters:
+        lines.append(("  exit heads", f"{_short(found.exit_parameters)} besides"))
+    lines += [
+        ("  that learn", f"{_short(found.trainable_parameters)} of {_short(found.total_parameters)}"),
+        (
+            "length",
+            f"{found.steps:,} steps of {found.tokens_per_step:,} tokens = {_short(found.tokens)}, {found.rows:,} rows",
+        ),
+        ("  warm-up", f"{found.warmup_steps:,} steps"),
+        (
+            "  a step",
+            f"{found.rows_per_step:,} rows in {found.micro_batches} micro-batch(es) on each of {found.devices} device(s)",
+        ),
+        (
+            "compute",
+            f"{found.forward_flops:.3g} FLOPs forward as the thesis counts, {found.training_flops:.3g} with backward",
+        ),
+        ("", f"{found.model_flops:.3g} as 6 x parameters x tokens; {found.work_flops:.3g} with all that this run computes"),
+        ("memory", f"{_gb(found.memory.total)} a device ({_spread_in_words(found)})"),
+    ]
+    record = found.memory.to_dict()
+    lines += [(f"  {kind}", _gb(size)) for kind, size in record.items() if size and kind != "total"]
+    lines += [("fits", _fits(found)), ("time", _time(found))]
+    return "\n".join(f"{label:<14}{text}" for label, text in lines)
+
+
+def _spread_in_words(found: Estimate) -> str:
+    return {"none": "one device", "ddp": f"{found.devices} copies", "fsdp": f"shards over {found.devices}"}[found.parallel]
+
+
+def _fits(found: Estimate) -> str:
+    if found.fits is None or found.device_memory is None:
+        return "not known: name the device with hardware.gpu"
+    verdict = "yes" if found.fits else "no: lower batch.micro, set recompute: layer, or parallel: fsdp on several devices"
+    return f"{verdict} ({_gb(COMFORT * found.device_memory)} of {_gb(found.device_memory)} are planned for)"
+
+
+def _time(found: Estimate) -> str:
+    if found.seconds is None:
+        return "not known: name the device with hardware.gpu, or give hardware.peak_tflops"
+    hours = found.seconds / 3600
+    length = f"{hours / 24:.1f} days" if hours >= 48 else f"{hours:.1f} hours" if hours >= 1 else f"{hours * 60:.1f} minutes"
+    device = f"{found.devices} x {found.gpu}" if found.gpu else f"{found.devices} device(s)"
+    return f"{length} on {device}, assuming {found.mfu:.0%} of {found.peak_tflops:g} TFLOP/s each"
+
+
+def _gb(size: float) -> str:
+    return f"{size / 1e9:.2f} GB" if size >= 1e7 else f"{size / 1e6:.2f} MB"
+
+
+def _short(value: int) -> str:
+    for size, letter in ((10**12, "T"), (10**9, "B"), (10**6, "M"), (10**3, "K")):
+        if value >= size:
+            return f"{value / size:.4g}{letter}"
+    return str(value)

@@ -1,0 +1,158 @@
+"""How much memory a run needs on each device, counted from the shapes before anything is loaded.
+
+Weights, gradients and optimizer state are exact. Activations are what autograd keeps of a pre-norm block in this code,
+tensor by tensor; a test holds that count against the real thing. What a compiler fuses away is an estimate.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from fathomlm.depth import Step
+from fathomlm.train.budget import row_length, rows_per_step
+from fathomlm.train.parts import Parts, learns
+from fathomlm.train.recipe import Recipe
+
+COMFORT = 0.9
+"""The part of a device's memory that may be planned for; the rest is the driver's, and lost between blocks."""
+LOGITS = 2**28
+"""Logits that are held at once where `loss.chunk` does not say."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Memory:
+    """Bytes on one device."""
+
+    weights: int
+    """Float32 master weights; a shard of them under fsdp."""
+    gradients: int
+    """Float32. ddp holds them a second time, in the buckets it sends; fsdp shards them, but sums them whole over the
+    micro-batches of a step."""
+    optimizer: int
+    copies: int
+    """The bfloat16 copies that products are computed with; under fsdp the tensors that are gathered at once."""
+    teacher: int
+    """The teacher's weights, whole on every device."""
+    activations: int
+    """What the backward pass of one micro-batch needs."""
+    head: int
+    """Logits of one chunk with what is computed from them, and the gradients that each output's head passes on."""
+
+    @property
+    def total(self) -> int:
+        return sum(getattr(self, f.name) for f in dataclasses.fields(self))
+
+    def to_dict(self) -> dict[str, Any]:
+        return dataclasses.asdict(self) | {"total": self.total}
+
+
+def count_memory(recipe: Recipe, parts: Parts, teacher_parameters: int, parallel: str) -> Memory:
+    """The bytes of each kind under `parallel`: none, ddp or fsdp."""
+    devices = recipe.hardware.count
+    split = devices if parallel == "fsdp" else 1
+    tensors = list(parts.tensors())
+    learning = [shape for group, shape in tensors if learns(recipe.train, group)]
+    total, learned = sum(math.prod(shape) for _, shape in tensors), sum(map(math.prod, learning))
+    state = sum(_optimizer_floats(recipe.optimizer.kind, shape) for shape in learning)
+    rows = min(recipe.batch.micro, math.ceil(rows_per_step(recipe) / devices))
+    summed = rows_per_step(recipe) > rows * devices
+    gradients = 4 * learned // split + (4 * learned if parallel == "ddp" or (split > 1 and summed) else 0)
+    tokens = rows * row_length(recipe)
+    return Memory(
+        weights=4 * total // split,
+        gradients=gradients,
+        optimizer=4 * state // split,
+        copies=_copies(recipe, parts, gathered=parallel == "fsdp"),
+        teacher=_wide(recipe) * teacher_parameters,
+        activations=tokens * activation_bytes(recipe, parts),
+        head=_head(recipe, parts, tokens),
+    )
+
+
+def activation_bytes(recipe: Recipe, parts: Parts) -> int:
+    """Bytes that the layers keep of each token, by what is computed again (`recompute`)."""
+    steps = [_step_bytes(recipe, parts, step) for step in parts.plan]
+    if recipe.train == "exit_heads":
+        return max(steps)  # the layers are frozen: nothing is kept but what one of them works on
+    if recipe.recompute == "none":
+        return sum(steps)
+    segments, run = [], 0
+    for step, needed in zip(parts.plan, steps, strict=True):
+        run += needed
+        last = step.index == parts.plan.unrolled_layers - 1 or step.index in parts.plan.exits
+        if last or recipe.recompute == "layer" or parts.plan.is_last_of_recursion(step):
+            segments.append(run)
+            run = 0
+    return max(segments) + 4 * parts.architecture.hidden * len(segments)
+
+
+def _step_bytes(recipe: Recipe, parts: Parts, step: Step) -> int:
+    """What autograd keeps of one step for one token. The residual stream and the norms are float32 in either precision;
+    in bfloat16 each linear that reads a norm keeps a rounded copy of its own, which a compiler makes one again."""
+    a = parts.architecture
+    mixed = recipe.precision == "bf16"
+    wide = _wide(recipe)
+    norms = 4 if a.residual == "sandwich" else 2
+    readers = 5 if a.gated else 4
+    attention = wide * (2 * a.query_width + 2 * a.kv_width) + 4 * a.heads
+    if recipe.compile:
+        return 4 * norms * a.hidden + 2 * wide * a.hidden + attention + wide * a.intermediate * (2 if a.gated else 1)
+    stream = norms * (8 * a.hidden + 4)
+    copies = 2 * readers * a.hidden if mixed else 4 * norms * a.hidden
+    head_norms = 8 * (a.query_width + a.kv_width) if a.qk_norm else 0
+    inner = wide * a.intermediate * (4 if a.gated else 2)
+    return stream + copies + attention + head_norms + inner + _relaxed_bytes(parts, step, mixed)
+
+
+def _relaxed_bytes(parts: Parts, step: Step, mixed: bool) -> int:
+    """A low-rank delta keeps its inner vector, and in bfloat16 another rounded copy of a norm's output."""
+    relaxation = parts.relaxation
+    if relaxation is None or not relaxation.low_rank or not parts.plan.is_shared(step):
+        return 0
+    ranked = [linear for linear in parts.architecture.linears() if relaxation.rank(linear)]
+    again = sum(2 * linear.inputs for linear in ranked if mixed and linear.name not in ("o", "down"))
+    return again + sum((2 if mixed else 4) * relaxation.rank(linear) for linear in ranked)
+
+
+def _optimizer_floats(kind: str, shape: tuple[int, ...]) -> int:
+    """AdamW keeps two moments of everything; Adafactor a row and a column of each matrix, and vectors whole."""
+    if kind == "adamw":
+        return 2 * math.prod(shape)
+    return sum(shape)
+
+
+def _head(recipe: Recipe, parts: Parts, tokens: int) -> int:
+    """In eager mode four float32 tensors of a chunk's shape meet at the peak beside the logits; a compiler leaves two."""
+    a, loss = parts.architecture, recipe.loss
+    wide = _wide(recipe)
+    taught = loss.distill is not None or (loss.exits is not None and loss.exits.distill is not None)
+    each = wide * (3 if taught else 2) if recipe.compile else (2 * wide + 28 if taught else wide + 16)
+    chunk = min(loss.chunk or max(1, LOGITS // a.vocab), tokens)
+    learned = 4 * a.vocab * a.hidden if recipe.train == "all" else 0
+    kept = learned + 4 * tokens * a.hidden if recipe.train != "exit_heads" else 0
+    exits = len(parts.plan.exits) * (kept or 4 * a.vocab * (a.hidden + parts.exit_rank))
+    return chunk * a.vocab * each + kept + exits
+
+
+def _copies(recipe: Recipe, parts: Parts, gathered: bool) -> int:
+    """Each matrix once in bfloat16, for autocast caches them; fsdp gathers shared layers, embedding and what steps add
+    with the whole model, and of the other layers one in use and one on its way."""
+    a, plan = parts.architecture, parts.plan
+    if recipe.precision != "bf16" and not gathered:
+        return 0
+    matrices = [(group, math.prod(shape)) for group, shape in parts.tensors() if len(shape) == 2]
+    head = a.vocab * a.hidden
+    if not gathered:
+        return 2 * (sum(size for group, size in matrices if group != "embedding") + head)
+    shared = {step.layer for step in plan if plan.is_shared(step)}
+    alone = min(2, plan.unique_layers - len(shared))
+    others = sum(size for group, size in matrices if group != "base")
+    return _wide(recipe) * ((len(shared) + alone) * a.layer_parameters + others)
+
+
+def _wide(recipe: Recipe) -> int:
+    """Bytes of a number that products are computed with."""
+    return 2 if recipe.precision == "bf16" else 4

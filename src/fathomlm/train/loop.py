@@ -1,0 +1,196 @@
+"""The loop: one for pretraining, uptraining, distillation and exits (thesis 2, 3, 4).
+
+A step reads its share of the global batch in micro-batches, adds up gradients of *sums* divided by the tokens of the
+whole step, clips, and learns. Losses and weights therefore do not depend on micro-batches or ranks beyond rounding, and
+with the same split a resumed run repeats an uninterrupted one bit for bit.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from fathomlm.errors import TrainingError
+from fathomlm.train.checkpoint import Progress
+from fathomlm.train.data.loader import Batch, Prefetched, prefetch
+from fathomlm.train.losses.head import IGNORED
+from fathomlm.train.objective import Objective
+from fathomlm.train.optim import set_rate
+from fathomlm.train.parallel import World, accumulating, whole
+from fathomlm.train.recipe import Recipe
+from fathomlm.train.report import Record
+from fathomlm.train.schedule import LearningRate
+from fathomlm.train.setup import AnyLoader
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What one optimizer step did; losses are means over the tokens of the global batch."""
+
+    loss: float
+    parts: dict[str, float]
+    grad_norm: float
+    tokens: int
+    """Tokens with a target, over all ranks."""
+    skipped: bool
+    stop: bool
+    """Whether any rank was asked to stop."""
+
+
+class Stepper:
+    """Takes optimizer steps. Everything that must agree between ranks is settled here."""
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        objective: Objective,
+        module: nn.Module,
+        optimizer: Optimizer,
+        rate: LearningRate,
+        world: World,
+    ) -> None:
+        self.objective = objective
+        self.world = world
+        self._recipe = recipe
+        self._module = module
+        self._optimizer = optimizer
+        self._rate = rate
+        self._in_a_row = 0
+        self._learns = [parameter for parameter in module.parameters() if parameter.requires_grad]
+
+    def step(self, micro_batches: list[Batch], number: int, wants_stop: bool) -> StepResult:
+        """Optimizer step `number` (from 0)."""
+        world, names = self.world, self.objective.names
+        set_rate(self._optimizer, self._recipe.optimizer.lr * self._rate.at(number))
+        count = torch.tensor(float(sum(int((batch.targets_BT != IGNORED).sum()) for batch in micro_batches)))
+        count = world.sum(count.to(world.device))
+        sums = torch.zeros(len(names) + 2, device=world.device)
+        self._module.train()
+        for i, batch in enumerate(micro_batches):
+            with accumulating(self._module, last=i == len(micro_batches) - 1):
+                total, parts = self._forward(batch)
+                # DDP and FSDP average over ranks; the factor makes that a sum.
+                torch.autograd.backward(total * (world.size / count))
+            sums[0] += total.detach()
+            sums[1:-1] += parts
+        sums[-1] = float(wants_stop)
+        norm = self._clip()
+        *values, stops = (world.sum(sums) / torch.cat((count.expand(len(names) + 1), torch.ones_like(sums[:1])))).tolist()
+        skipped = not (math.isfinite(values[0]) and math.isfinite(norm))
+        if not skipped:
+            self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=True)
+        self._in_a_row = self._in_a_row + 1 if skipped else 0
+        parts_by_name = dict(zip(names, values[1:], strict=True))
+        return StepResult(values[0], parts_by_name, norm, int(count), skipped, stops > 0)
+
+    @property
+    def hopeless(self) -> bool:
+        """Whether so many steps in a row were not finite that the next will not be either."""
+        return self._in_a_row >= self._recipe.optimizer.nonfinite_limit
+
+    def why_hopeless(self, number: int, last: str) -> TrainingError:
+        first = number - self._in_a_row + 1
+        return TrainingError(
+            f"the loss or its gradient was not finite in steps {first} to {number}; stopped. The last good checkpoint is "
+            f"{last}. A lower optimizer.lr, a longer schedule.warmup or a smaller optimizer.clip usually helps"
+        )
+
+    def validate(self, loader: AnyLoader, rows: int) -> tuple[dict[str, float], int]:
+        """Mean losses over the first `rows` validation rows (0: all), and their tokens; the same rows in any world."""
+        world, micro = self.world, self._recipe.batch.micro
+        rows = min(rows, len(loader)) if rows else len(loader)
+        sums = torch.zeros(len(self.objective.names) + 1, device=world.device)
+        self._module.eval()
+        with torch.no_grad():
+            for start in range(0, rows, micro * world.size):
+                batch = _validation_rows(loader, start + world.rank * micro, micro, rows)
+                _, parts = self._forward(batch)
+                sums[:-1] += parts
+                sums[-1] += (batch.targets_BT != IGNORED).sum()
+        *totals, count = world.sum(sums).tolist()
+        return {name: total / count for name, total in zip(self.objective.names, totals, strict=True)}, int(count)
+
+    def _forward(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        batch = batch.to(self.world.device)
+        kind = self.world.device.type
+        autocast = torch.autocast(kind, torch.bfloat16) if self._recipe.precision == "bf16" else nullcontext()
+        with autocast:
+            total, parts = self._module(batch.tokens_BT, batch.targets_BT, batch.keep_BT, batch.documents_BT)
+        return total, parts
+
+    def _clip(self) -> float:
+        limit = self._recipe.optimizer.clip or math.inf
+        return float(whole(nn.utils.clip_grad_norm_(self._learns, limit)))
+
+
+def _validation_rows(loader: AnyLoader, start: int, count: int, rows: int) -> Batch:
+    """`count` rows from `start`; those past the end are there, so that every rank runs as often, but do not count."""
+    taken = [min(start + i, rows - 1) for i in range(count)]
+    batch = loader.batch_at(taken[0], max(taken) - taken[0] + 1)
+    index = torch.tensor([i - taken[0] for i in taken])
+    past = torch.tensor([start + i >= rows for i in range(count)])
+    return Batch(
+        tokens_BT=batch.tokens_BT[index],
+        targets_BT=batch.targets_BT[index].masked_fill(past[:, None], IGNORED),
+        documents_BT=None if batch.documents_BT is None else batch.documents_BT[index],
+        keep_BT=None if batch.keep_BT is None else batch.keep_BT[index],
+    )
+
+
+def choose_micro(rows: int, world: World, micro: int) -> int:
+    """The largest micro-batch up to `micro` that divides a rank's rows, so that all have one shape."""
+    if rows % world.size:
+        raise TrainingError(f"the batch of {rows} rows does not divide among {world.size} ranks")
+    own = rows // world.size
+    return next(size for size in range(min(micro, own), 0, -1) if own % size == 0)
+
+
+@contextmanager
+def reading(loader: AnyLoader, progress: Progress, world: World, micro: int) -> Iterator[Prefetched[Batch]]:
+    """Micro-batches from where the run is."""
+    batches = prefetch(loader, start=progress.rows, rank=world.rank, world=world.size, micro=micro)
+    try:
+        yield batches
+    finally:
+        batches.close()
+
+
+class Meter:
+    """Speed over the steps since the last record, validation and saving left out."""
+
+    def __init__(self, flops_per_token: float, peak_tflops: float | None, world: World) -> None:
+        self._flops = flops_per_token
+        self._peak = peak_tflops
+        self._world = world
+        self._tokens = 0
+        self._seconds = 0.0
+
+    @contextmanager
+    def timed(self, progress: Progress, tokens: int) -> Iterator[None]:
+        begin = time.perf_counter()
+        yield
+        passed = time.perf_counter() - begin
+        progress.seconds += passed
+        self._seconds += passed
+        self._tokens += tokens
+
+    def read(self) -> Record:
+        """Rate and memory since the last reading."""
+        rate = self._tokens / self._seconds if self._seconds else 0.0
+        peak = None if self._peak is None else self._peak * 1e12 * self._world.size
+        cuda = self._world.device.type == "cuda"
+        memory = torch.cuda.max_memory_allocated(self._world.device) / 1e9 if cuda else None
+        self._tokens, self._seconds = 0, 0.0
+        return {
+            "tokens_per_s": round(rate, 1),
+            "mfu": None if peak is None else round(rate * self._flops / peak, 4),
+            "memory_gb": None if memory is None else round(memory, 2),
+        }

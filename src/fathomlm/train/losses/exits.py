@@ -1,0 +1,44 @@
+"""How much each exit's loss counts (thesis 2, equation of the weighted cross entropy; thesis 3, early-exit training)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from fathomlm.depth import DepthPlan
+from fathomlm.errors import OptionError
+from fathomlm.train.recipe import ExitRecipe
+
+
+def exit_steps(recipe: ExitRecipe, plan: DepthPlan) -> tuple[int, ...]:
+    """The indices of the steps that the early exits follow."""
+    if recipe.at == "recursions":
+        ends = plan.recursion_ends()
+        if not ends:
+            raise OptionError(
+                "loss.exits.at: recursions needs a model with two recursions or more; name steps instead, such as [6]"
+            )
+        return ends
+    if not recipe.at:
+        raise OptionError("loss.exits.at names no step")
+    return plan.with_exits(count - 1 for count in recipe.at).exits
+
+
+def exit_weights(recipe: ExitRecipe, depths: Sequence[int]) -> tuple[float, ...]:
+    """The weight of each output, shallow to deep, the last output included.
+
+    `depths` are the outputs' depths: recursions (1, 2, ..., R) or steps, whichever the exits are named by. Weighted and
+    unweighted add up to 1; aggressive leaves the last output at 1, so that it trains as it would without exits.
+    """
+    if recipe.weights == "weighted":
+        return tuple(depth / sum(depths) for depth in depths)
+    if recipe.weights == "unweighted":
+        return tuple(1 / len(depths) for _ in depths)
+    return (*(recipe.coefficient for _ in depths[:-1]), 1.0)
+
+
+def exit_depths(recipe: ExitRecipe, plan: DepthPlan) -> tuple[int, ...]:
+    """The depth of each output, the last included, in the unit that the exits are named by."""
+    steps = exit_steps(recipe, plan)
+    if recipe.at == "recursions":
+        return tuple(range(1, len(steps) + 2))
+    return (*(index + 1 for index in steps), plan.unrolled_layers)

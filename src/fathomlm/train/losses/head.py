@@ -1,0 +1,146 @@
+"""The head's losses, a chunk of tokens at a time, so that full logits are never held.
+
+For 2048 x 16 tokens over 49,152 words, float32 logits and their gradient would take 13 GB; for Gemma's 256,000 words, 67.
+Here a chunk's logits are made, its losses and their gradient are taken while they are there, and both are dropped: the
+gradient goes on at once to the hidden states and the head. Nothing is computed twice, unlike with activation
+checkpointing of the head.
+
+Shapes: N tokens, C tokens of a chunk, M hidden width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from fathomlm.train.losses.divergence import DIVERGENCES
+
+IGNORED = -100
+"""The target of a token that has none (padding, the source half of a pair)."""
+HELD_LOGITS = 2**28
+
+
+@dataclass(frozen=True, slots=True)
+class HeadTerms:
+    """What is asked of one output: its weight, and its distance from a teacher."""
+
+    weight: float = 1.0
+    divergence: str | None = None
+    divergence_weight: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Teacher:
+    """Where a teacher's logits come from: its hidden states after the final norm, and its head."""
+
+    hidden_NM: Tensor
+    weight_VM: Tensor
+
+
+ChunkLoss = Callable[[Tensor, Tensor, Tensor | None, HeadTerms], tuple[Tensor, Tensor, Tensor]]
+
+
+def chunk_loss(
+    logits_CV: Tensor, targets_C: Tensor, teacher_CV: Tensor | None, terms: HeadTerms
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Sums of cross entropy and divergence over a chunk, and the gradient of their weighted sum for the logits."""
+    counted_C1 = (targets_C != IGNORED)[:, None]
+    targets_C1 = targets_C.clamp_min(0)[:, None]
+    log_q = F.log_softmax(logits_CV.float(), dim=-1)
+    ce = torch.where(counted_C1, -log_q.gather(1, targets_C1), 0.0).sum()
+    words_1V = torch.arange(logits_CV.shape[1], device=logits_CV.device)[None]
+    slope = terms.weight * (log_q.exp() - (words_1V == targets_C1).float())
+    distance = torch.zeros_like(ce)
+    if terms.divergence is not None:
+        assert teacher_CV is not None
+        log_p = F.log_softmax(teacher_CV.float(), dim=-1)
+        value_C, d_slope = DIVERGENCES[terms.divergence](log_q, log_p)
+        distance = torch.where(counted_C1[:, 0], value_C, 0.0).sum()
+        slope = slope + terms.divergence_weight * d_slope
+    return ce, distance, torch.where(counted_C1, slope, 0.0).to(logits_CV.dtype)
+
+
+class _HeadLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden_NM: Tensor,
+        weight_VM: Tensor,
+        targets_N: Tensor,
+        teacher: Teacher | None,
+        terms: HeadTerms,
+        chunk: int,
+        loss: ChunkLoss,
+        dtype: torch.dtype,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        weight = weight_VM.to(dtype)
+        teacher_weight = None if teacher is None else teacher.weight_VM.to(dtype)
+        wants_hidden, wants_weight = ctx.needs_input_grad[:2]
+        d_hidden = torch.empty_like(hidden_NM) if wants_hidden else None
+        d_weight = torch.zeros_like(weight_VM) if wants_weight else None
+        ce_sum, distance_sum = (torch.zeros((), dtype=torch.float32, device=hidden_NM.device) for _ in range(2))
+        for start in range(0, hidden_NM.shape[0], chunk):
+            part = slice(start, start + chunk)
+            hidden = hidden_NM[part].to(dtype)
+            logits = hidden @ weight.T
+            shown = None
+            if teacher is not None and teacher_weight is not None:
+                shown = teacher.hidden_NM[part].to(dtype) @ teacher_weight.T
+            ce, distance, slope = loss(logits, targets_N[part], shown, terms)
+            ce_sum += ce
+            distance_sum += distance
+            if d_hidden is not None:
+                d_hidden[part] = slope @ weight
+            if d_weight is not None:
+                d_weight += slope.T @ hidden
+        ctx.save_for_backward(d_hidden, d_weight)
+        ctx.mark_non_differentiable(ce_sum, distance_sum)
+        return terms.weight * ce_sum + terms.divergence_weight * distance_sum, ce_sum, distance_sum
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_total: Tensor, *unused: Tensor) -> tuple[Tensor | None, ...]:
+        d_hidden, d_weight = ctx.saved_tensors
+        scaled = [None if d is None else d * d_total.to(d.dtype) for d in (d_hidden, d_weight)]
+        return (*scaled, None, None, None, None, None, None)
+
+
+def head_loss(
+    hidden_NM: Tensor,
+    weight_VM: Tensor,
+    targets_N: Tensor,
+    terms: HeadTerms,
+    *,
+    teacher: Teacher | None = None,
+    chunk: int | None = None,
+    loss: ChunkLoss = chunk_loss,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The weighted sum over tokens, and its parts: summed cross entropy and summed divergence (neither carries a gradient).
+
+    `loss` is `chunk_loss` or a compiled form of it. The product is taken in autocast's dtype where that is on.
+    """
+    kind = hidden_NM.device.type
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden_NM.dtype
+    chunk = chunk or max(1, HELD_LOGITS // weight_VM.shape[0])
+    with torch.autocast(kind, enabled=False):
+        total, ce, distance = _HeadLoss.apply(hidden_NM, weight_VM, targets_N, teacher, terms, chunk, loss, dtype)  # type: ignore[no-untyped-call]
+    return total, ce, distance
+
+
+def plain_head_loss(
+    hidden_NM: Tensor, weight_VM: Tensor, targets_N: Tensor, terms: HeadTerms, teacher: Teacher | None = None
+) -> Tensor:
+    """The slow twin: all logits at once, gradients left to autograd."""
+    logits = F.linear(hidden_NM, weight_VM)
+    total = terms.weight * F.cross_entropy(logits, targets_N, ignore_index=IGNORED, reduction="sum")
+    if terms.divergence is not None and teacher is not None:
+        log_q, log_p = logits.log_softmax(-1), F.linear(teacher.hidden_NM, teacher.weight_VM).log_softmax(-1)
+        value_N, _ = DIVERGENCES[terms.divergence](log_q, log_p.detach())
+        total = total + terms.divergence_weight * value_N[targets_N != IGNORED].sum()
+    return total

@@ -1,0 +1,87 @@
+"""Layerwise distillation between the two halves of a shallow-deep model (thesis 2.4.1).
+
+The shallow model is the first L_S layers; each of its hidden states is drawn towards one of the deep model's by mean
+squared error, after the final norm, the deep side detached. `last` takes the last layer for all, `unif` layers at equal
+distances, `dyna` the nearest of those layers such that the mapping never goes back.
+
+`dyna` chooses for each row of the batch by itself. The thesis chooses once for what a GPU holds, which would make the
+loss depend on how a batch is split; a row is the smallest unit that does not.
+
+Shapes: B rows, T tokens, M hidden width, I shallow layers, J candidate deep layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from fathomlm.errors import OptionError
+
+
+def uniform_layers(shallow: int, layers: int) -> tuple[int, ...]:
+    """As many of the layers 1..L as the shallow model has, at equal distances, the last one included."""
+    if not 1 <= shallow < layers:
+        raise OptionError(f"the shallow model must have 1 to {layers - 1} of the {layers} layers, got {shallow}")
+    return tuple(round((i + 1) * layers / shallow) for i in range(shallow))
+
+
+def candidates(mapping: str, shallow: int, layers: int) -> tuple[int, ...]:
+    """The deep layers that a mapping may choose, counted from 1."""
+    spread = uniform_layers(shallow, layers)
+    return (layers,) if mapping == "last" else spread
+
+
+def squared_errors(shallow: Sequence[Tensor], deep: Sequence[Tensor], counted_BT: Tensor) -> Tensor:
+    """Summed over a row's tokens and averaged over the width: one number for each row and pair of layers (B, I, J)."""
+    rows = [torch.stack([_error(s, d, counted_BT) for d in deep], dim=-1) for s in shallow]
+    return torch.stack(rows, dim=1)
+
+
+def _error(a_BTM: Tensor, b_BTM: Tensor, counted_BT: Tensor) -> Tensor:
+    return ((a_BTM.float() - b_BTM.float()).square().mean(-1) * counted_BT).sum(-1)
+
+
+def monotone_map(errors_BIJ: Tensor) -> Tensor:
+    """For each row the non-decreasing choice of j for every i whose summed error is least (B, I), by dynamic programming.
+
+    best[i, j] is the least error of layers 0..i with layer i mapped to j; of equal choices the shallower is taken.
+    """
+    rows, layers = errors_BIJ.shape[:2]
+    best = errors_BIJ[:, 0]
+    came_from = []
+    for i in range(1, layers):
+        least, where = best.cummin(dim=-1)
+        came_from.append(_first_of_equals(least, where))
+        best = least + errors_BIJ[:, i]
+    choice = torch.empty(rows, layers, dtype=torch.long, device=errors_BIJ.device)
+    choice[:, -1] = best.argmin(dim=-1)
+    for i in range(layers - 2, -1, -1):
+        choice[:, i] = came_from[i].gather(1, choice[:, i + 1, None])[:, 0]
+    return choice
+
+
+def _first_of_equals(least_BJ: Tensor, where_BJ: Tensor) -> Tensor:
+    """`cummin` names the latest of equal minima; the earliest keeps the mapping as shallow as the errors allow."""
+    new = torch.ones_like(where_BJ, dtype=torch.bool)
+    new[:, 1:] = least_BJ[:, 1:] < least_BJ[:, :-1]
+    places = torch.arange(where_BJ.shape[1], device=where_BJ.device).expand_as(where_BJ)
+    return torch.where(new, places, 0).cummax(dim=-1).values
+
+
+def layerwise_loss(shallow: Sequence[Tensor], deep: Sequence[Tensor], counted_BT: Tensor, mapping: str) -> Tensor:
+    """(1 / L_S) sum over i of MSE(H_S^i, H_D^m(i)), summed over tokens.
+
+    `shallow` are the normed states of layers 1..L_S, `deep` those of `candidates(...)`.
+    """
+    taught = torch.stack([d.detach() for d in deep])
+    rows = torch.arange(counted_BT.shape[0], device=counted_BT.device)
+    if mapping == "dyna":
+        with torch.no_grad():
+            choice = monotone_map(squared_errors(shallow, deep, counted_BT))
+    else:
+        each = torch.zeros(len(shallow)) if mapping == "last" else torch.arange(len(shallow))
+        choice = each.long().to(rows.device).expand(len(rows), -1)
+    errors = [_error(state, taught[choice[:, i], rows], counted_BT).sum() for i, state in enumerate(shallow)]
+    return torch.stack(errors).sum() / len(shallow)

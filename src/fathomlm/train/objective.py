@@ -1,0 +1,149 @@
+"""The objective: one forward pass of a batch and the sum of all its losses, as one module.
+
+It is one module because FSDP and DDP hook into a module's forward: the walk over the plan, the exits and the head all
+happen inside, so a shared block is gathered once for all of its uses. Sums are returned, not means; the loop divides by
+the tokens of the whole step, so nothing depends on how the batch was split.
+
+Shapes: B rows, T tokens, M hidden width, N = B x T.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from fathomlm.model.decoder import Decoder, Recompute
+from fathomlm.train.losses.exits import exit_depths, exit_steps, exit_weights
+from fathomlm.train.losses.head import IGNORED, ChunkLoss, HeadTerms, Teacher, chunk_loss, head_loss
+from fathomlm.train.losses.layerwise import candidates, layerwise_loss
+from fathomlm.train.recipe import LossRecipe
+
+
+@dataclass(frozen=True, slots=True)
+class _Output:
+    """One place where the model predicts: after which step, and what its loss is made of."""
+
+    index: int
+    terms: HeadTerms
+    name: str
+
+
+class Objective(nn.Module):
+    """A student and all that is asked of it."""
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        recipe: LossRecipe,
+        *,
+        teacher: Decoder | None = None,
+        recompute: Recompute = "none",
+        loss: ChunkLoss = chunk_loss,
+    ) -> None:
+        super().__init__()
+        self.decoder = decoder
+        self.recipe = recipe
+        self.recompute = recompute
+        self._teacher = (teacher,)
+        """In a tuple, so that its weights are not among this module's."""
+        self._loss = loss
+        self._outputs = _outputs(recipe, decoder)
+        self._shallow, self._deep = _layerwise_states(recipe, decoder)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """What the parts that `forward` returns are called: next_token first, which is the last output's cross entropy."""
+        parts = [name for output in self._outputs for name in _part_names(output)]
+        return tuple(sorted(parts, key=lambda name: name != "next_token")) + (("layerwise",) if self._shallow else ())
+
+    @property
+    def exits(self) -> tuple[int, ...]:
+        """Steps that the early exits follow."""
+        return tuple(output.index for output in self._outputs[:-1])
+
+    def forward(
+        self, tokens_BT: Tensor, targets_BT: Tensor, keep_BT: Tensor | None = None, documents_BT: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """The sum of all losses over the batch's tokens, and its parts in the order of `names`, each unweighted."""
+        at = {output.index for output in self._outputs} | {*self._shallow, *self._deep}
+        states = self.decoder.states(tokens_BT, at=at, keep_BS=keep_BT, documents_BT=documents_BT, recompute=self.recompute)
+        normed = {index: self.decoder.norm(state) for index, state in states.items()}
+        targets_N = targets_BT.flatten()
+        last = self._outputs[-1].index
+        parts: dict[str, Tensor] = {}
+        total = torch.zeros((), device=targets_BT.device)
+        for output in self._outputs:
+            teacher = None
+            if output.terms.divergence is not None:
+                teacher = (
+                    self._self_teacher(normed[last])
+                    if output.index != last
+                    else self._taught(tokens_BT, keep_BT, documents_BT)
+                )
+            hidden_NK, weight_VK = self._head(output.index, normed[output.index].flatten(0, 1))
+            loss, *sums = head_loss(
+                hidden_NK, weight_VK, targets_N, output.terms, teacher=teacher, chunk=self.recipe.chunk, loss=self._loss
+            )
+            total = total + loss
+            parts |= dict(zip(_part_names(output), sums, strict=False))
+        if self._shallow:
+            total, parts["layerwise"] = self._add_layerwise(total, normed, targets_BT)
+        return total, torch.stack([parts[name].detach() for name in self.names])
+
+    def _head(self, index: int, hidden_NM: Tensor) -> tuple[Tensor, Tensor]:
+        """Hidden states and head of an output. An exit's low-rank delta joins both as extra columns: W h + B (A h)."""
+        weight = self.decoder.head_weight
+        delta = self.decoder.exit_delta(index)
+        if delta is None:
+            return hidden_NM, weight
+        inner = torch.nn.functional.linear(hidden_NM, delta.a)
+        return torch.cat((hidden_NM, inner.to(hidden_NM.dtype)), dim=1), torch.cat((weight, delta.b), dim=1)
+
+    def _self_teacher(self, normed_BTM: Tensor) -> Teacher:
+        return Teacher(normed_BTM.detach().flatten(0, 1), self.decoder.head_weight.detach())
+
+    def _taught(self, tokens_BT: Tensor, keep_BT: Tensor | None, documents_BT: Tensor | None) -> Teacher:
+        teacher = self._teacher[0]
+        assert teacher is not None
+        with torch.no_grad():
+            (state,) = teacher.states(tokens_BT, keep_BS=keep_BT, documents_BT=documents_BT).values()
+            return Teacher(teacher.norm(state).flatten(0, 1), teacher.head_weight)
+
+    def _add_layerwise(self, total: Tensor, normed: dict[int, Tensor], targets_BT: Tensor) -> tuple[Tensor, Tensor]:
+        recipe = self.recipe.layerwise
+        assert recipe is not None
+        shallow, deep = ([normed[i] for i in indices] for indices in (self._shallow, self._deep))
+        error = layerwise_loss(shallow, deep, (targets_BT != IGNORED).float(), recipe.mapping)
+        return total + recipe.weight * error, error
+
+
+def _part_names(output: _Output) -> tuple[str, ...]:
+    early = "" if output.name == "next_token" else f"{output.name}_"
+    return (output.name, *((f"{early}distill",) if output.terms.divergence is not None else ()))
+
+
+def _outputs(recipe: LossRecipe, decoder: Decoder) -> tuple[_Output, ...]:
+    """Shallow to deep; an exit is named by how many steps a token has run when it leaves."""
+    plan = decoder.plan
+    distill = recipe.distill
+    last_weight, early = 1.0, []
+    if recipe.exits is not None:
+        steps = exit_steps(recipe.exits, plan)
+        *weights, last_weight = exit_weights(recipe.exits, exit_depths(recipe.exits, plan))
+        for index, weight in zip(steps, weights, strict=True):
+            share = weight * recipe.exits.distill_weight if recipe.exits.distill is not None else 0.0
+            early.append(_Output(index, HeadTerms(weight, recipe.exits.distill, share), f"exit_{index + 1}"))
+    kind = None if distill is None else distill.kind
+    share = 0.0 if distill is None else last_weight * distill.weight
+    return (*early, _Output(plan.unrolled_layers - 1, HeadTerms(last_weight, kind, share), "next_token"))
+
+
+def _layerwise_states(recipe: LossRecipe, decoder: Decoder) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Indices of the steps whose states the layerwise loss compares."""
+    if recipe.layerwise is None:
+        return (), ()
+    layers = decoder.plan.unrolled_layers
+    deep = candidates(recipe.layerwise.mapping, recipe.layerwise.shallow, layers)
+    return tuple(range(recipe.layerwise.shallow)), tuple(layer - 1 for layer in deep)

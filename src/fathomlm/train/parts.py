@@ -1,0 +1,105 @@
+"""What a recipe trains, as shapes: known from configurations alone, so that a dry run needs neither weights nor data."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from fathomlm.depth import Architecture, DepthPlan, Relaxation, Step
+from fathomlm.depth.presets import PRESETS
+from fathomlm.depth.relaxation import build_relaxation, check_fits
+from fathomlm.errors import OptionError
+from fathomlm.train.losses.exits import exit_steps
+from fathomlm.train.recipe import ModelRecipe, Recipe
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parts:
+    """What a recipe trains, as shapes: the base, its plan (with the exits that are trained), what steps add."""
+
+    architecture: Architecture
+    plan: DepthPlan
+    relaxation: Relaxation | None
+    exit_rank: int = 0
+
+    def tensors(self) -> Iterator[tuple[str, tuple[int, ...]]]:
+        """Every parameter tensor once, as (group, shape); groups are base, embedding, relaxation and exits."""
+        architecture, plan = self.architecture, self.plan
+        for _ in range(plan.unique_layers):
+            yield from (("base", (linear.outputs, linear.inputs)) for linear in architecture.linears())
+            yield from (("base", (width,)) for width in architecture.vectors().values())
+        yield from [("base", (architecture.hidden,))] * (architecture.norm_parameters // architecture.hidden)
+        yield from [("embedding", (architecture.vocab, architecture.hidden))] * (1 if architecture.tied_embeddings else 2)
+        for step in plan:
+            yield from (("relaxation", shape) for shape in self._added(step))
+        if self.relaxation is not None and self.relaxation.kind == "encoding":
+            yield from [("relaxation", (architecture.hidden,))] * plan.recursions
+        for _ in plan.exits if self.exit_rank else ():
+            yield "exits", (self.exit_rank, architecture.hidden)
+            yield "exits", (architecture.vocab, self.exit_rank)
+
+    def _added(self, step: Step) -> Iterator[tuple[int, ...]]:
+        relaxation = self.relaxation
+        if relaxation is None:
+            return
+        if relaxation.kind == "prefix":
+            yield (relaxation.prefix_length, self.architecture.hidden)
+        if not relaxation.low_rank or not self.plan.is_shared(step):
+            return
+        for linear in self.architecture.linears():
+            if rank := relaxation.rank(linear):
+                yield (rank, linear.inputs)
+                yield (linear.outputs, rank)
+                if relaxation.kind == "dora":
+                    yield (linear.outputs,)
+        if relaxation.vectors:
+            yield from ((width,) for width in self.architecture.vectors().values())
+
+
+def learns(train: str, group: str) -> bool:
+    """Whether the tensors of a group learn under `train`."""
+    return train == "all" or group == {"relaxation": "relaxation", "exit_heads": "exits"}[train]
+
+
+def read_parts(recipe: Recipe) -> Parts:
+    """The architecture, plan and relaxation that a recipe trains, as its `model` section and its exits say."""
+    model = recipe.model
+    own_relaxation = None
+    if model.source is None:
+        architecture = _scratch(model)
+        plan = DepthPlan.build(model.sharing or "cycle", model.recursions, architecture.layers, model.resize)
+    else:
+        architecture, own_plan, own_relaxation = read_source(model.source)
+        plan = own_plan or DepthPlan.vanilla(architecture.layers)
+        if model.recursions != 1:
+            if plan.recursions > 1:
+                raise OptionError(f"{model.source} is recursive already; leave out model.recursions to train it as it is")
+            plan = DepthPlan.build(model.sharing or "cycle", model.recursions, architecture.layers, model.resize)
+    relaxation = build_relaxation(
+        architecture.linears(), model.relax, model.rank, model.prefix_length, linears_only=model.linears_only
+    )
+    relaxation = relaxation or own_relaxation
+    check_fits(relaxation, plan)
+    exits = recipe.loss.exits
+    if exits is None:
+        return Parts(architecture=architecture, plan=plan.with_exits(()), relaxation=relaxation)
+    plan = plan.with_exits(exit_steps(exits, plan))
+    return Parts(architecture=architecture, plan=plan, relaxation=relaxation, exit_rank=exits.head_rank)
+
+
+def read_source(source: str) -> tuple[Architecture, DepthPlan | None, Relaxation | None]:
+    """What a source's configuration says; presets answer without torch or a file."""
+    if source in PRESETS and not Path(source).exists():
+        return PRESETS[source].architecture, None, None
+    from fathomlm.checkpoints.resolve import architecture_of
+
+    return architecture_of(source)
+
+
+def _scratch(model: ModelRecipe) -> Architecture:
+    if model.shape is not None:
+        return read_source(model.shape)[0]
+    from fathomlm.train.setup import scratch_architecture
+
+    return scratch_architecture(model, None)

@@ -1,0 +1,164 @@
+"""Reading a recipe: YAML from a file, `--section.field value` from the command line, types from the dataclasses.
+
+jsonargparse converts and checks the values; what it does not do is say what a mistyped name was meant to be, so names
+are looked up here first.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import dataclasses
+import re
+import types
+import typing
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jsonargparse
+import yaml
+
+from fathomlm.errors import OptionError, choices
+from fathomlm.train.recipe import Recipe, check
+
+
+def read_recipe(path: str | Path | None, overrides: Sequence[str] = ()) -> Recipe:
+    """The recipe in a file, with fields changed by `--section.field value` words; checked."""
+    values = {} if path is None else _read_yaml(find_recipe(path))
+    return build_recipe(values, overrides)
+
+
+def build_recipe(values: dict[str, Any], overrides: Sequence[str] = ()) -> Recipe:
+    """A recipe from plain values."""
+    values = _override(values, overrides)
+    _check_names(values, Recipe, "")
+    parser = jsonargparse.ArgumentParser(exit_on_error=False)
+    parser.add_argument("--recipe", type=Recipe, default=Recipe())
+    try:
+        recipe = parser.instantiate(parser.parse_object({"recipe": values})).recipe
+    except (argparse.ArgumentError, TypeError, ValueError) as error:
+        raise OptionError(f"recipe: {_short(str(error))}") from error
+    assert isinstance(recipe, Recipe)
+    check(recipe)
+    return recipe
+
+
+def shipped_directory() -> Path:
+    """Where the recipes that come with FathomLM are: in the package when installed, in `recipes/` of a checkout."""
+    packaged = Path(__file__).resolve().parent.parent / "recipes"
+    return packaged if packaged.is_dir() else Path(__file__).resolve().parents[3] / "recipes"
+
+
+def shipped_recipes() -> dict[str, Path]:
+    return {path.stem: path for path in sorted(shipped_directory().glob("*.yaml"))}
+
+
+def find_recipe(path: str | Path) -> Path:
+    """A file, or the name of a recipe that is shipped."""
+    given = Path(path)
+    if given.is_file():
+        return given
+    known = shipped_recipes()
+    if str(path) in known:
+        return known[str(path)]
+    if given.is_dir():
+        raise OptionError(f"{given} is a directory; a recipe is a YAML file")
+    if "/" in str(path) or given.suffix:
+        raise OptionError(f"there is no recipe file {given}")
+    raise OptionError(f"{choices('recipe', str(path), known)}; or give a YAML file")
+
+
+def to_yaml(recipe: Recipe) -> str:
+    """The whole recipe, every field, as a file that reads back equal."""
+    return str(yaml.safe_dump(dataclasses.asdict(recipe), sort_keys=False, width=120))
+
+
+def _read_yaml(path: Path) -> dict[str, Any]:
+    try:
+        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        place = getattr(error, "problem_mark", None)
+        where = f"{path}, line {place.line + 1}" if place is not None else str(path)
+        raise OptionError(f"{where}: not valid YAML ({getattr(error, 'problem', None) or 'cannot be read'})") from error
+    if not isinstance(values, dict):
+        raise OptionError(f"{path}: a recipe is a mapping of fields, this is {type(values).__name__}")
+    return values
+
+
+def _check_names(values: dict[str, Any], cls: type, where: str) -> None:
+    """Refuse unknown keys, with the nearest known one named."""
+    kinds = typing.get_type_hints(cls)
+    names = [f.name for f in dataclasses.fields(cls)]
+    for key, value in values.items():
+        if key not in names:
+            raise OptionError(f"recipe: {choices(f'field in {where[:-1]}' if where else 'field', str(key), names)}")
+        section = _section(kinds[key])
+        if section is not None and isinstance(value, dict):
+            _check_names(value, section, f"{where}{key}.")
+        elif section is not None and not (value is None and _optional(kinds[key])):
+            raise OptionError(f"recipe: {where}{key} is a section with fields of its own, got {value!r}")
+
+
+def _override(values: dict[str, Any], words: Sequence[str]) -> dict[str, Any]:
+    """The values with those of `--a.b v` and `--a.b=v` words put in, each name looked up."""
+    merged = copy.deepcopy(values)
+    rest = list(words)
+    while rest:
+        word = rest.pop(0)
+        name, equals, text = word[2:].partition("=")
+        if not word.startswith("--") or not name:
+            raise OptionError(f"cannot read '{word}'; fields of the recipe are changed with --section.field value")
+        parts = name.replace("-", "_").split(".")
+        _check_path(parts)
+        if not equals:
+            if not rest or rest[0].startswith("--"):
+                raise OptionError(f"--{name} needs a value")
+            text = rest.pop(0)
+        here = merged
+        for part in parts[:-1]:
+            here[part] = here[part] if isinstance(here.get(part), dict) else {}
+            here = here[part]
+        try:
+            here[parts[-1]] = yaml.safe_load(text)
+        except yaml.YAMLError as error:
+            raise OptionError(f"--{name}: cannot read '{text}'") from error
+    return merged
+
+
+def _check_path(parts: list[str]) -> None:
+    cls: type = Recipe
+    for depth, part in enumerate(parts):
+        names = [f.name for f in dataclasses.fields(cls)]
+        if part not in names and depth == 0:
+            raise OptionError(choices("option or field", f"--{part}", [f"--{name}" for name in names]))
+        if part not in names:
+            raise OptionError(choices(f"field in {'.'.join(parts[:depth])}", part, names))
+        section = _section(typing.get_type_hints(cls)[part])
+        if depth + 1 < len(parts):
+            if section is None:
+                if typing.get_type_hints(cls)[part] == dict[str, Any] | None:
+                    return
+                raise OptionError(f"{'.'.join(parts[: depth + 1])} has no fields of its own")
+            cls = section
+
+
+def _section(kind: Any) -> type | None:
+    """The dataclass behind a field's type, if there is one."""
+    options = typing.get_args(kind) if isinstance(kind, types.UnionType) else (kind,)
+    return next((option for option in options if isinstance(option, type) and dataclasses.is_dataclass(option)), None)
+
+
+def _optional(kind: Any) -> bool:
+    return isinstance(kind, types.UnionType) and type(None) in typing.get_args(kind)
+
+
+def _short(message: str) -> str:
+    """jsonargparse's message in one line: the field, what it may be, what it is."""
+    keys = re.findall(r'Parser key "(?:recipe\.)?([^"]+)"', message)
+    wanted = re.search(r"Expected a (?:typing\.)?(.+?)\. Got value: (.*)", message)
+    if not keys or wanted is None:
+        return " ".join(message.split())
+    kind = re.sub(r"<class '(?:\w+\.)*(\w+)'>", r"\1", wanted[1])
+    kind = re.sub(r"^Literal\[(.*)\]$", r"one of \1", kind)
+    return f"{'.'.join(keys)} must be {kind}, got {wanted[2]}"

@@ -1,0 +1,311 @@
+"""Recipes: everything that one training run depends on, as typed records that a YAML file fills.
+
+One loop serves pretraining, uptraining, distillation and exits; what differs is a recipe. Fields are checked where they
+are read, so a mistake is named before any work is done.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from fathomlm.errors import OptionError
+
+Divergence = Literal["forward_kl", "reverse_kl", "jensen_shannon", "total_variation"]
+Amount = int | float | str
+"""A count, plain or with a letter: 500, 2e6, 15B."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelRecipe:
+    """The model to train: one of `source`, `shape` and `architecture`, and the depth plan laid over it."""
+
+    source: str | None = None
+    """Weights to start from: a preset, a Hugging Face directory or hub id, a GGUF file, a FathomLM directory."""
+    shape: str | None = None
+    """A preset whose shape is trained from scratch."""
+    architecture: dict[str, Any] | None = None
+    """A shape of your own, field by field (hidden, layers, heads, ...), trained from scratch."""
+    sharing: str | None = None
+    """How layers are shared: cycle, sequence, cycle-rev, middle-cycle, ... (cycle)."""
+    recursions: int = 1
+    """How often the shared block runs; 1 leaves the model plain, or as `source` has it."""
+    resize: Literal["add", "drop"] | None = None
+    """Change the unrolled depth where the recursions do not divide it."""
+    init: str | None = None
+    """Where tied layers start from, when `source` is tied here: stepwise, average, lower, random."""
+    norm_init: str | None = None
+    """Norms under `init: average`."""
+    relax: str | None = None
+    """What each step adds of its own: lora, dora, prefix, encoding."""
+    rank: int | str | None = None
+    """lora, dora: 64, or pairs such as q=64,kv=128,ffn=256."""
+    relax_init: str | None = None
+    """lora, dora: svd (towards the original weights) or zero."""
+    prefix_length: int | None = None
+    """prefix: how many vectors each step has."""
+    linears_only: bool = False
+    """lora, dora: leave norms and biases tied."""
+    init_std: float = 0.02
+    """Standard deviation of fresh weights."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataRecipe:
+    """The prepared corpus, and how it is cut into training rows."""
+
+    path: str = ""
+    """A directory made by `fathomlm data prepare`."""
+    sources: list[str] = field(default_factory=list)
+    """What `path` is prepared from when it is missing: files, globs, hf:owner/name:config@split."""
+    validation_from: list[str] = field(default_factory=list)
+    """Sources whose documents are all kept for validation."""
+    tokenizer: str | None = None
+    """The tokenizer to prepare with: a model source, or `bytes`."""
+    column: str = "text"
+    """The field of JSONL, Parquet and hub sources that holds the text."""
+    pairs: list[str] = field(default_factory=list)
+    """Two fields, source and target, for sequence-to-sequence pairs; the loss is then on targets only."""
+    max_tokens: Amount | None = None
+    """Prepare no more than about this many training tokens."""
+    validation_fraction: float | None = None
+    """The part of the documents kept for validation (0.01)."""
+    context: int = 2048
+    """Tokens in a training row."""
+    document_mask: bool = False
+    """Hide the documents packed into one row from each other."""
+    source_length: int = 512
+    """pairs: the longest source, in tokens."""
+    target_length: int = 128
+    """pairs: the longest target, in tokens."""
+    verify: bool = False
+    """Check every shard's checksum before training, not only its size."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BudgetRecipe:
+    """How long to train: exactly one of these."""
+
+    tokens: Amount | None = None
+    steps: Amount | None = None
+    epochs: float | None = None
+    flops: Amount | None = None
+    """Forward FLOPs, counted as the thesis counts its budgets (appendix of chapter 4); 2e18 is its 2EB."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchRecipe:
+    """The global batch, which does not depend on how it is split."""
+
+    tokens: Amount | None = None
+    """Tokens in one optimizer step, over all ranks; a multiple of the context."""
+    sequences: int | None = None
+    """The same in rows."""
+    micro: int = 8
+    """Rows that one forward pass of one rank takes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerRecipe:
+    kind: Literal["adamw", "adafactor"] = "adamw"
+    lr: float = 3e-4
+    """The highest learning rate."""
+    betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
+    eps: float = 1e-8
+    weight_decay: float = 0.1
+    """On matrices; norms, biases and other vectors are left out."""
+    clip: float = 1.0
+    """The largest gradient norm; 0 does not clip."""
+    nonfinite_limit: int = 3
+    """Steps in a row whose loss is not finite before the run stops; each is skipped."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScheduleRecipe:
+    kind: Literal["cosine", "linear", "trapezoid", "constant"] = "cosine"
+    warmup: float = 0.02
+    """Steps (1 or more) or a part of the run (below 1) over which the rate rises."""
+    cooldown: float = 0.2
+    """trapezoid: steps, or a part of the run, over which it falls to the floor."""
+    floor: float = 0.0
+    """The last rate, as a part of the highest."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DistillRecipe:
+    """Distillation from a teacher that runs beside the student (thesis 3, knowledge distillation)."""
+
+    source: str = ""
+    """The teacher: any model source."""
+    kind: Divergence = "forward_kl"
+    weight: float = 1.0
+    """What the divergence is multiplied by; the next-token loss keeps weight 1."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExitRecipe:
+    """Losses at early exits (thesis 2, shallow-deep; thesis 3, early-exit training)."""
+
+    at: Literal["recursions"] | list[int] = "recursions"
+    """After every recursion, or after these numbers of steps (6 means after the sixth)."""
+    weights: Literal["weighted", "unweighted", "aggressive"] = "aggressive"
+    """i / sum(i) by depth; 1/n each; or `coefficient` on every early exit and 1 on the last output."""
+    coefficient: float = 0.1
+    distill: Divergence | None = None
+    """Teach exits from the detached last output as well."""
+    distill_weight: float = 1.0
+    head_rank: int = 0
+    """Give each exit a low-rank delta on the head; with `train: exit_heads` the rest is frozen."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerwiseRecipe:
+    """The shallow model's hidden states are drawn towards the deep model's (thesis 2, layerwise distillation)."""
+
+    shallow: int = 0
+    """How many layers the shallow model has."""
+    mapping: Literal["last", "unif", "dyna"] = "dyna"
+    weight: float = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossRecipe:
+    distill: DistillRecipe | None = None
+    exits: ExitRecipe | None = None
+    layerwise: LayerwiseRecipe | None = None
+    chunk: int | None = None
+    """Tokens whose logits are held at once; by default as many as make 2^28 of them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluateRecipe:
+    every: int = 250
+    """Steps between validations; 0 validates at the end only."""
+    rows: int = 128
+    """Rows of the validation split that are read, always the same ones; 0 reads all."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointRecipe:
+    every: int = 500
+    """Steps between checkpoints; the end is always saved."""
+    keep: int = 2
+    """How many of the latest are kept; 0 keeps all."""
+    best: bool = True
+    """Keep the one with the lowest validation loss too."""
+    milestones: list[int] = field(default_factory=list)
+    """Steps whose checkpoints are made and kept for ever: plateaus to cool down from later."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogRecipe:
+    every: int = 10
+    """Steps between records; losses are of single steps."""
+    tensorboard: bool = True
+    wandb: str | None = None
+    """A Weights & Biases project to log to, if the package is installed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class HardwareRecipe:
+    """What the run is planned for; used by --dry-run, and for the MFU."""
+
+    gpu: str | None = None
+    """A known accelerator (a100, h100, h200, rtx3090, ...); by default the one that is there."""
+    count: int = 1
+    peak_tflops: float | None = None
+    """Dense bf16 TFLOP/s of one device, where its name is not known."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """One training run."""
+
+    name: str = "run"
+    out: str | None = None
+    """The run's directory (runs/NAME)."""
+    seed: int = 0
+    model: ModelRecipe = field(default_factory=ModelRecipe)
+    data: DataRecipe = field(default_factory=DataRecipe)
+    budget: BudgetRecipe = field(default_factory=BudgetRecipe)
+    batch: BatchRecipe = field(default_factory=BatchRecipe)
+    optimizer: OptimizerRecipe = field(default_factory=OptimizerRecipe)
+    schedule: ScheduleRecipe = field(default_factory=ScheduleRecipe)
+    loss: LossRecipe = field(default_factory=LossRecipe)
+    train: Literal["all", "relaxation", "exit_heads"] = "all"
+    """Which weights learn: all of them, what the steps add, or what the exits add to the head."""
+    branch_from: str | None = None
+    """A checkpoint of another run to go on from, its optimizer and data position included: a cool-down for a smaller
+    budget starts from any plateau checkpoint of a trapezoid run."""
+    precision: Literal["bf16", "float32"] = "float32"
+    """bf16 computes in bfloat16 and keeps the weights and the optimizer in float32."""
+    compile: bool = False
+    recompute: Literal["none", "recursion", "layer"] = "none"
+    """Activation checkpointing: keep only what enters each recursion, or each layer."""
+    parallel: Literal["auto", "ddp", "fsdp"] = "auto"
+    """Under torchrun: copies of the model, or shards of it; auto shards where a copy would not fit comfortably."""
+    device: str = "auto"
+    evaluate: EvaluateRecipe = field(default_factory=EvaluateRecipe)
+    checkpoint: CheckpointRecipe = field(default_factory=CheckpointRecipe)
+    log: LogRecipe = field(default_factory=LogRecipe)
+    hardware: HardwareRecipe = field(default_factory=HardwareRecipe)
+
+    @property
+    def directory(self) -> str:
+        return self.out or f"runs/{self.name}"
+
+
+def check(recipe: Recipe) -> None:
+    """Refuse what no run could mean, each with the field, the rule and the value."""
+    model, loss = recipe.model, recipe.loss
+    starts = [n for n in ("source", "shape", "architecture") if getattr(model, n) is not None]
+    if len(starts) != 1:
+        raise OptionError(f"model needs one of source, shape and architecture, got {' and '.join(starts) or 'none'}")
+    budgets = [n for n in ("tokens", "steps", "epochs", "flops") if getattr(recipe.budget, n) is not None]
+    if len(budgets) != 1:
+        raise OptionError(f"budget needs one of tokens, steps, epochs and flops, got {' and '.join(budgets) or 'none'}")
+    if (recipe.batch.tokens is None) == (recipe.batch.sequences is None):
+        raise OptionError("batch needs one of tokens and sequences")
+    if len(recipe.optimizer.betas) != 2:
+        raise OptionError(f"optimizer.betas needs two numbers, got {recipe.optimizer.betas}")
+    _positive("data.context", recipe.data.context)
+    _positive("batch.micro", recipe.batch.micro)
+    _positive("optimizer.lr", recipe.optimizer.lr)
+    if loss.distill is not None and not loss.distill.source:
+        raise OptionError("loss.distill needs a source, the teacher")
+    if loss.layerwise is not None:
+        _positive("loss.layerwise.shallow", loss.layerwise.shallow)
+    if loss.chunk is not None:
+        _positive("loss.chunk", loss.chunk)
+    if len(recipe.data.pairs) not in (0, 2):
+        raise OptionError(f"data.pairs names two fields, source and target, got {recipe.data.pairs}")
+    if recipe.train == "relaxation" and model.relax is None and model.source is None:
+        raise OptionError("train: relaxation needs model.relax")
+    if recipe.train == "exit_heads" and (loss.exits is None or loss.exits.head_rank < 1):
+        raise OptionError("train: exit_heads needs loss.exits.head_rank of at least 1")
+    for name, least in (("evaluate.every", 0), ("evaluate.rows", 0), ("checkpoint.every", 1), ("log.every", 1)):
+        section, key = name.split(".")
+        value = getattr(getattr(recipe, section), key)
+        if value < least:
+            raise OptionError(f"{name} must be at least {least}, got {value}")
+
+
+def _positive(name: str, value: float) -> None:
+    if not value > 0:
+        raise OptionError(f"{name} must be above 0, got {value}")
+
+
+def parse_amount(name: str, value: Amount) -> float:
+    """15B, 2M, 500k, 1e9 or a plain number."""
+    if isinstance(value, int | float):
+        number = float(value)
+    else:
+        text = value.strip().replace("_", "").replace(",", "")
+        scale = {"k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}.get(text[-1:].lower())
+        try:
+            number = float(text[:-1]) * scale if scale else float(text)
+        except ValueError:
+            raise OptionError(f"cannot read {name} '{value}'; write a number such as 500, 2e6 or 15B") from None
+    if not 0 < number < float("inf"):
+        raise OptionError(f"{name} must be above 0, got {value}")
+    return number

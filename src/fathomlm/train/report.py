@@ -1,0 +1,108 @@
+"""What a run tells: a line of JSON for every record, always; TensorBoard by default; Weights & Biases where asked for."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, Protocol
+
+from fathomlm.checkpoints.writing import whole_file
+from fathomlm.errors import OptionError
+from fathomlm.train.recipe import Recipe
+
+Record = dict[str, Any]
+
+
+class Watcher(Protocol):
+    """Who follows a run: the command line's progress bar, or a test."""
+
+    def step(self, step: int, total: int, live: Record) -> None: ...
+
+    def record(self, record: Record) -> None: ...
+
+    def note(self, text: str) -> None: ...
+
+
+class Silence:
+    """A watcher that looks away."""
+
+    def step(self, step: int, total: int, live: Record) -> None: ...
+
+    def record(self, record: Record) -> None: ...
+
+    def note(self, text: str) -> None: ...
+
+
+class Reporter:
+    """The records of one run, written by its first rank."""
+
+    def __init__(self, directory: Path, recipe: Recipe, *, after_step: int) -> None:
+        """Records of steps after `after_step` belong to a future that a resumed run will live again: they are dropped."""
+        directory.mkdir(parents=True, exist_ok=True)
+        self._path = directory / "metrics.jsonl"
+        _keep_until(self._path, after_step)
+        self._file = self._path.open("a", encoding="utf-8")
+        self._board = _tensorboard(directory, after_step) if recipe.log.tensorboard else None
+        self._wandb = _wandb(recipe, directory) if recipe.log.wandb is not None else None
+
+    def write(self, record: Record) -> None:
+        self._file.write(json.dumps(record) + "\n")
+        self._file.flush()
+        numbers = _flat(record)
+        if self._board is not None:
+            for name, value in numbers.items():
+                self._board.add_scalar(name, value, record["step"])
+        if self._wandb is not None:
+            self._wandb.log(numbers, step=record["step"])
+
+    def close(self) -> None:
+        self._file.close()
+        if self._board is not None:
+            self._board.close()
+        if self._wandb is not None:
+            self._wandb.finish()
+
+
+def read_records(path: Path) -> list[Record]:
+    """The records of a metrics file; a last line that a killed run left unfinished is passed over."""
+    records = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            records.append(json.loads(line))
+        except json.JSONDecodeError:
+            continue
+    return records
+
+
+def _keep_until(path: Path, step: int) -> None:
+    if not path.exists():
+        return
+    kept = [record for record in read_records(path) if record["step"] <= step]
+    with whole_file(path) as temporary:
+        temporary.write_text("".join(json.dumps(record) + "\n" for record in kept), encoding="utf-8")
+
+
+def _flat(record: Record) -> dict[str, float]:
+    """A record's numbers under TensorBoard's kind of names."""
+    kind = record["kind"]
+    numbers = {f"{kind}/{key}": value for key, value in record.items() if isinstance(value, int | float) and key != "step"}
+    for group in ("parts", "exits"):
+        numbers |= {f"{kind}/{group}/{key}": value for key, value in record.get(group, {}).items()}
+    return numbers
+
+
+def _tensorboard(directory: Path, after_step: int) -> Any | None:
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError:
+        return None
+    purge = after_step + 1 if after_step else None
+    return SummaryWriter(str(directory / "tensorboard"), purge_step=purge)
+
+
+def _wandb(recipe: Recipe, directory: Path) -> Any:
+    try:
+        import wandb
+    except ImportError:
+        raise OptionError("log.wandb is set, but the wandb package is not installed (pip install wandb)") from None
+    return wandb.init(project=recipe.log.wandb, name=recipe.name, dir=str(directory), resume="allow")

@@ -1,0 +1,326 @@
+"""A whole run: set up, train, validate, save, stop when asked, go on where it was."""
+
+from __future__ import annotations
+
+import dataclasses
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+
+from fathomlm.checkpoints.writing import whole_file
+from fathomlm.depth.cost import count
+from fathomlm.errors import TrainingError
+from fathomlm.train.budget import plan_steps
+from fathomlm.train.checkpoint import (
+    Progress,
+    clean_up,
+    load_checkpoint,
+    point,
+    prune,
+    read_state,
+    save_checkpoint,
+    saved_steps,
+    step_name,
+)
+from fathomlm.train.data.prepare import Progress as Prepared
+from fathomlm.train.estimate import flops_per_token_6n
+from fathomlm.train.hardware import peak_tflops
+from fathomlm.train.loop import Meter, Stepper, StepResult, choose_micro, reading
+from fathomlm.train.losses.head import ChunkLoss, chunk_loss
+from fathomlm.train.objective import Objective
+from fathomlm.train.optim import build_optimizer, choose_trained, state_bytes_per_weight
+from fathomlm.train.parallel import World, choose_parallel, join, spread
+from fathomlm.train.reading import to_yaml
+from fathomlm.train.recipe import Recipe
+from fathomlm.train.report import Record, Reporter, Silence, Watcher
+from fathomlm.train.resume import check_branch, check_same
+from fathomlm.train.schedule import LearningRate
+from fathomlm.train.setup import build_student, build_teacher, describe_student, open_data
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Summary:
+    """How a run ended."""
+
+    directory: str
+    step: int
+    steps: int
+    tokens: int
+    finished: bool
+    """False where it was asked to stop before the end."""
+    loss: float | None
+    validation: float | None
+    exits: dict[str, float]
+    best: float | None
+    skipped: int
+    checkpoint: str | None
+    seconds: float
+
+    def to_dict(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+
+def train(
+    recipe: Recipe,
+    *,
+    resume: bool = False,
+    watcher: Watcher | None = None,
+    on_prepare: Callable[[Prepared], None] | None = None,
+) -> Summary:
+    """Train as a recipe says. Under torchrun every rank calls this."""
+    with join(recipe.device) as world:
+        run = Run(recipe, world, watcher if watcher is not None and world.first else Silence(), on_prepare)
+        return run.go(resume)
+
+
+class Run:
+    """One run on one rank."""
+
+    def __init__(
+        self, recipe: Recipe, world: World, watcher: Watcher, on_prepare: Callable[[Prepared], None] | None = None
+    ) -> None:
+        self.recipe = recipe
+        self.world = world
+        self.directory = Path(recipe.directory)
+        self._checkpoints = self.directory / "checkpoints"
+        self._watcher = watcher
+        self._data = open_data(recipe, world, on_prepare)
+        torch.manual_seed(recipe.seed)
+        self._student = build_student(recipe, self._data.corpus)
+        self._teacher = build_teacher(recipe, self._data.corpus, self._student, world)
+        s = self._student
+        self._length = plan_steps(recipe, s.architecture, s.plan, s.relaxation, len(self._data.train))
+        self._rate = LearningRate.of(recipe.schedule, self._length.steps)
+        self._micro = choose_micro(self._length.rows_per_step, world, recipe.batch.micro)
+        self._progress = Progress()
+        self._last_loss: float | None = None
+        self._validated: int | None = None
+        self._exits: dict[str, float] = {}
+        self._build()
+
+    def _build(self) -> None:
+        recipe, world, decoder = self.recipe, self.world, self._student.decoder
+        choose_trained(decoder, recipe.train)
+        decoder.to(world.device)
+        loss: ChunkLoss = chunk_loss
+        if recipe.compile:
+            for module in (decoder, *(() if self._teacher is None else (self._teacher.decoder,))):
+                for layer in module.layers:
+                    layer.compile()
+            loss = torch.compile(chunk_loss)
+        self._objective = Objective(
+            decoder,
+            recipe.loss,
+            teacher=None if self._teacher is None else self._teacher.decoder,
+            recompute=recipe.recompute,
+            loss=loss,
+        )
+        weights = sum(p.numel() for p in decoder.parameters() if p.requires_grad)
+        kind = choose_parallel(recipe.parallel, world, weights * state_bytes_per_weight(recipe.optimizer.kind))
+        if kind == "fsdp" and recipe.optimizer.kind == "adafactor":
+            raise TrainingError("adafactor does not know sharded weights; use parallel: ddp or optimizer.kind: adamw")
+        module = spread(self._objective, kind, world, recipe.precision)
+        self._optimizer = build_optimizer(module, recipe.optimizer)
+        self._stepper = Stepper(recipe, self._objective, module, self._optimizer, self._rate, world)
+        s = self._student
+        device_name = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else None
+        self._forward_flops = count(
+            s.architecture, s.plan, relaxation=s.relaxation, context=recipe.data.context
+        ).forward_flops_per_token
+        self._meter = Meter(
+            flops_per_token_6n(s.architecture, s.plan, s.relaxation), peak_tflops(recipe.hardware, device_name), world
+        )
+
+    def go(self, resume: bool) -> Summary:
+        """Start, or go on, and train to the end of the budget or to a request to stop."""
+        self._start(resume)
+        recipe, world, progress = self.recipe, self.world, self._progress
+        reporter = Reporter(self.directory, recipe, after_step=progress.step) if world.first else None
+        try:
+            with _listening() as asked, reading(self._data.train, progress, world, self._micro) as batches:
+                stop = False
+                while progress.step < self._length.steps and not stop:
+                    with self._meter.timed(progress, self._length.tokens_per_step):
+                        micro = [next(batches) for _ in range(self._length.rows_per_step // world.size // self._micro)]
+                        result = self._stepper.step(micro, progress.step, asked.is_set())
+                    stop = self._after_step(result, reporter)
+                if saved_steps(self._checkpoints).keys().isdisjoint({progress.step}):
+                    self._save(reporter)
+        finally:
+            if reporter is not None:
+                reporter.close()
+        return self._summary()
+
+    def _after_step(self, result: StepResult, reporter: Reporter | None) -> bool:
+        """Count, record, validate, save; whether to stop now."""
+        recipe, progress = self.recipe, self._progress
+        progress.step += 1
+        progress.rows += self._length.rows_per_step
+        progress.tokens += self._length.tokens_per_step
+        progress.skipped += result.skipped
+        self._last_loss = result.loss
+        done = progress.step == self._length.steps
+        live = {"loss": result.loss, "skipped": progress.skipped}
+        if progress.step % recipe.log.every == 0 or progress.step == 1 or done or result.skipped:
+            live |= self._record(result, reporter)
+        self._watcher.step(progress.step, self._length.steps, live)
+        if self._stepper.hopeless:
+            raise self._stepper.why_hopeless(progress.step, self._latest() or "none: the run failed before its first")
+        if recipe.evaluate.every and progress.step % recipe.evaluate.every == 0:
+            self._validate(reporter)
+        milestone = progress.step in recipe.checkpoint.milestones
+        if progress.step % recipe.checkpoint.every == 0 or milestone or done or result.stop:
+            self._save(reporter)
+        return result.stop
+
+    def _record(self, result: StepResult, reporter: Reporter | None) -> Record:
+        progress = self._progress
+        record: Record = {
+            "kind": "train",
+            "step": progress.step,
+            "tokens": progress.tokens,
+            "seconds": round(progress.seconds, 3),
+            "flops": float(self._forward_flops) * progress.tokens,
+            "loss": result.loss,
+            "parts": result.parts,
+            "lr": self.recipe.optimizer.lr * self._rate.at(progress.step - 1),
+            "grad_norm": result.grad_norm,
+            "skipped": progress.skipped,
+            **self._meter.read(),
+        }
+        if reporter is not None:
+            reporter.write(record)
+        self._watcher.record(record)
+        return record
+
+    def _validate(self, reporter: Reporter | None) -> None:
+        progress = self._progress
+        if self._data.validation is None or self._validated == progress.step:
+            return
+        parts, tokens = self._stepper.validate(self._data.validation, self.recipe.evaluate.rows)
+        progress.validation = parts["next_token"]
+        exits = {name.removeprefix("exit_"): value for name, value in parts.items() if _is_exit(name)}
+        record: Record = {
+            "kind": "validation",
+            "step": progress.step,
+            "tokens": progress.tokens,
+            "seconds": round(progress.seconds, 3),
+            "flops": float(self._forward_flops) * progress.tokens,
+            "loss": parts["next_token"],
+            "exits": exits,
+            "parts": parts,
+            "tokens_seen": tokens,
+            "best": progress.best is None or parts["next_token"] < progress.best,
+        }
+        self._validated, self._exits = progress.step, exits
+        if reporter is not None:
+            reporter.write(record)
+        self._watcher.record(record)
+
+    def _save(self, reporter: Reporter | None) -> None:
+        """Validate if that was not just done, write a checkpoint, move `last` and `best`, remove the old."""
+        recipe, progress = self.recipe, self._progress
+        self._validate(reporter)
+        value = progress.validation
+        better = recipe.checkpoint.best and value is not None and (progress.best is None or value < progress.best)
+        if better:
+            progress.best, progress.best_step = value, progress.step
+        target = self._checkpoints / step_name(progress.step)
+        progress.extra = {"steps": self._length.steps, "warmup": self._rate.warmup}
+        save_checkpoint(
+            target, self._student, self._objective, self._optimizer, progress, dataclasses.asdict(recipe), self.world
+        )
+        if self.world.first:
+            point(self.directory / "last", target)
+            if better:
+                point(self.directory / "best", target)
+            protected = {*recipe.checkpoint.milestones} | ({progress.best_step} if progress.best_step is not None else set())
+            prune(self._checkpoints, recipe.checkpoint.keep, protected)
+        self.world.wait()
+
+    def _start(self, resume: bool) -> None:
+        saved = saved_steps(self._checkpoints)
+        if saved and not resume:
+            raise TrainingError(
+                f"{self.directory} holds a run at step {max(saved)}; --resume goes on with it, --out names another"
+            )
+        if saved:
+            record = read_state(saved[max(saved)])
+            check_same(self.recipe, record["recipe"], str(self.directory))
+            self._load(saved[max(saved)])
+        elif self.recipe.branch_from is not None:
+            source = Path(self.recipe.branch_from).resolve()
+            check_branch(self.recipe, read_state(source), self._rate, str(source))
+            self._load(source)
+            self._progress.best = self._progress.best_step = None
+        if self.world.first:
+            self._checkpoints.mkdir(parents=True, exist_ok=True)
+            clean_up(self._checkpoints)
+            with whole_file(self.directory / "recipe.yaml") as temporary:
+                temporary.write_text(to_yaml(self.recipe), encoding="utf-8")
+        self._watcher.note(self._headline())
+
+    def _load(self, path: Path) -> None:
+        self._progress = load_checkpoint(path, self._objective, self._optimizer, self.world)
+        self._watcher.note(f"going on from {path} (step {self._progress.step})")
+
+    def _headline(self) -> str:
+        weights = sum(p.numel() for p in self._student.parameters())
+        return (
+            f"{describe_student(self._student)}; {weights:,} parameters; {self._length.steps:,} steps of "
+            f"{self._length.tokens_per_step:,} tokens; micro-batches of {self._micro} on {self.world.size} x "
+            f"{self.world.device.type}"
+        )
+
+    def _latest(self) -> str | None:
+        saved = saved_steps(self._checkpoints)
+        return str(saved[max(saved)]) if saved else None
+
+    def _summary(self) -> Summary:
+        progress = self._progress
+        return Summary(
+            directory=str(self.directory),
+            step=progress.step,
+            steps=self._length.steps,
+            tokens=progress.tokens,
+            finished=progress.step >= self._length.steps,
+            loss=self._last_loss,
+            validation=progress.validation,
+            exits=self._exits,
+            best=progress.best,
+            skipped=progress.skipped,
+            checkpoint=self._latest(),
+            seconds=round(progress.seconds, 3),
+        )
+
+
+def _is_exit(name: str) -> bool:
+    return name.startswith("exit_") and not name.endswith("_distill")
+
+
+@contextmanager
+def _listening() -> Iterator[threading.Event]:
+    """An event that Ctrl-C and SIGTERM set: the step under way is finished and saved. A second Ctrl-C breaks off at once."""
+    asked = threading.Event()
+
+    def ask(number: int, frame: FrameType | None) -> None:
+        if asked.is_set():
+            raise KeyboardInterrupt
+        asked.set()
+
+    if threading.current_thread() is not threading.main_thread():
+        yield asked
+        return
+    before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield asked
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

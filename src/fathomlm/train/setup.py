@@ -1,0 +1,225 @@
+"""From a recipe to what the loop needs: the corpus, the student, the teacher."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import shlex
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fathomlm.checkpoints.assemble import ModelBase, configure, finish
+from fathomlm.checkpoints.convert import convert
+from fathomlm.checkpoints.resolve import architecture_of, describe, load
+from fathomlm.checkpoints.source import TokenIds, end_ids
+from fathomlm.depth import Architecture, DepthPlan
+from fathomlm.depth.relaxation import build_relaxation, check_fits
+from fathomlm.errors import DataError, OptionError
+from fathomlm.model.hub import FathomForCausalLM, empty_model
+from fathomlm.train.budget import rows_per_step
+from fathomlm.train.data.corpus import Corpus
+from fathomlm.train.data.loader import Loader
+from fathomlm.train.data.pairs import PairLoader
+from fathomlm.train.data.prepare import PrepareOptions, prepare
+from fathomlm.train.data.prepare import Progress as Prepared
+from fathomlm.train.losses.exits import exit_steps
+from fathomlm.train.parallel import World
+from fathomlm.train.recipe import DataRecipe, ModelRecipe, Recipe, parse_amount
+
+AnyLoader = Loader | PairLoader
+
+
+@dataclass(frozen=True, slots=True)
+class Data:
+    """The corpus, and its two splits as batches."""
+
+    corpus: Corpus
+    train: AnyLoader
+    validation: AnyLoader | None
+
+
+def open_data(recipe: Recipe, world: World, on_prepare: Callable[[Prepared], None] | None = None) -> Data:
+    """The prepared corpus of a recipe, made first where it is missing and the recipe says from what."""
+    data = recipe.data
+    if not data.path:
+        raise OptionError("data.path is not set; name a directory made by `fathomlm data prepare`")
+    if not (Path(data.path) / "corpus.json").exists():
+        if not data.sources or world.size > 1:
+            raise DataError(f"there is no prepared corpus at {data.path}; make it with: {prepare_command(data)}")
+        prepare(_prepare_options(data), on_prepare)
+    corpus = Corpus.open(data.path, verify="full" if data.verify and world.first else "sizes")
+    validation = make_loader(recipe, corpus, "validation") if corpus.has("validation") else None
+    return Data(corpus, make_loader(recipe, corpus, "train"), validation)
+
+
+def make_loader(recipe: Recipe, corpus: Corpus, split: str) -> AnyLoader:
+    data = recipe.data
+    shared: dict[str, Any] = {
+        "batch": rows_per_step(recipe),
+        "seed": recipe.seed,
+        "separator": corpus.manifest.separator,
+        "shuffle": split == "train",
+    }
+    if data.pairs:
+        shared |= {"source_length": data.source_length, "target_length": data.target_length}
+        return PairLoader(corpus.pairs(split), **shared)
+    return Loader(corpus.stream(split), context=data.context, document_ids=data.document_mask, **shared)
+
+
+def prepare_command(data: DataRecipe) -> str:
+    """What a user would type to prepare a recipe's data."""
+    words = ["fathomlm", "data", "prepare", *(data.sources or ["SOURCES"]), data.path]
+    words += ["--tokenizer", data.tokenizer or "TOKENIZER"]
+    words += [] if data.column == "text" else ["--column", data.column]
+    words += ["--pairs", *data.pairs] if data.pairs else []
+    words += [word for source in data.validation_from for word in ("--validation-from", source)]
+    words += [] if data.max_tokens is None else ["--max-tokens", str(data.max_tokens)]
+    words += [] if data.validation_fraction is None else ["--validation-fraction", str(data.validation_fraction)]
+    return shlex.join(words)
+
+
+def _prepare_options(data: DataRecipe) -> PrepareOptions:
+    if data.tokenizer is None:
+        raise OptionError("data.sources needs data.tokenizer, a model source or `bytes`")
+    return PrepareOptions(
+        sources=tuple(data.sources),
+        out=Path(data.path),
+        tokenizer=data.tokenizer,
+        column=data.column,
+        pairs=(data.pairs[0], data.pairs[1]) if data.pairs else None,
+        validation_fraction=data.validation_fraction,
+        validation_from=tuple(data.validation_from),
+        max_tokens=None if data.max_tokens is None else round(parse_amount("data.max_tokens", data.max_tokens)),
+        workers=os.cpu_count() or 1,
+    )
+
+
+def build_student(recipe: Recipe, corpus: Corpus) -> FathomForCausalLM:
+    """The model to train, in float32, with the exits that the recipe trains."""
+    tokenizer = corpus.load_tokenizer()
+    model = recipe.model
+    if model.source is not None:
+        student = _from_source(model, recipe.seed)
+        if student.tokenizer is not None:
+            corpus.check_tokenizer(student.tokenizer)
+    else:
+        student = _from_scratch(model, recipe.seed, corpus, tokenizer)
+    if corpus.manifest.vocab > student.architecture.vocab:
+        raise DataError(
+            f"{corpus.path} has {corpus.manifest.vocab:,} different tokens, the model only {student.architecture.vocab:,}"
+        )
+    if student.tokenizer is None:
+        student.tokenizer = tokenizer
+    exits = recipe.loss.exits
+    if exits is not None:
+        student = with_exits(student, exit_steps(exits, student.plan), exits.head_rank, recipe.seed)
+    return student
+
+
+def build_teacher(recipe: Recipe, corpus: Corpus, student: FathomForCausalLM, world: World) -> FathomForCausalLM | None:
+    """The distillation's teacher, frozen, in the run's working precision."""
+    distill = recipe.loss.distill
+    if distill is None:
+        return None
+    dtype = torch.bfloat16 if recipe.precision == "bf16" else torch.float32
+    teacher = load(distill.source, dtype=dtype, device=world.device)
+    if teacher.tokenizer is not None:
+        corpus.check_tokenizer(teacher.tokenizer)
+    if teacher.architecture.vocab != student.architecture.vocab:
+        raise OptionError(
+            f"the teacher {distill.source} has {teacher.architecture.vocab:,} words, the student "
+            f"{student.architecture.vocab:,}; distillation compares them word by word"
+        )
+    teacher.requires_grad_(False)
+    return teacher
+
+
+def _from_source(model: ModelRecipe, seed: int) -> FathomForCausalLM:
+    assert model.source is not None
+    if model.recursions == 1:
+        if model.relax is not None or model.sharing is not None:
+            raise OptionError("model.sharing and model.relax go with model.recursions of 2 or more")
+        return load(model.source, dtype=torch.float32)
+    _, plan, _ = architecture_of(model.source)
+    if plan is not None and plan.recursions > 1:
+        raise OptionError(f"{model.source} is recursive already; leave out model.recursions to train it as it is")
+    return convert(
+        model.source,
+        sharing=model.sharing or "cycle",
+        recursions=model.recursions,
+        init=model.init,
+        norm_init=model.norm_init,
+        relax=model.relax,
+        rank=model.rank,
+        relax_init=model.relax_init,
+        prefix_length=model.prefix_length,
+        linears_only=model.linears_only,
+        resize=model.resize,
+        dtype=torch.float32,
+        seed=seed,
+    )
+
+
+def _from_scratch(model: ModelRecipe, seed: int, corpus: Corpus, tokenizer: Any) -> FathomForCausalLM:
+    for name in ("init", "norm_init", "relax_init"):
+        if getattr(model, name) is not None:
+            raise OptionError(f"model.{name} says what a tied model starts from; without model.source there is nothing")
+    architecture = scratch_architecture(model, corpus.manifest.vocab)
+    plan = DepthPlan.build(model.sharing or "cycle", model.recursions, architecture.layers, model.resize)
+    relaxation = build_relaxation(
+        architecture.linears(), model.relax, model.rank, model.prefix_length, linears_only=model.linears_only
+    )
+    check_fits(relaxation, plan)
+    tokens = TokenIds(bos=tokenizer.bos_token_id, eos=end_ids(tokenizer.eos_token_id), pad=tokenizer.pad_token_id)
+    student = empty_model(configure(architecture, plan, relaxation, tokens, torch.float32))
+    student.to_empty(device="cpu")
+    torch.manual_seed(seed)  # what has no generator of its own (a relaxation's start) draws from torch's
+    student.decoder.reset_parameters(std=model.init_std, generator=torch.Generator().manual_seed(seed))
+    return finish(student, tokenizer)
+
+
+def scratch_architecture(model: ModelRecipe, vocab: int | None) -> Architecture:
+    """The shape of a fresh model; the vocabulary is the corpus's where the recipe leaves it out."""
+    if model.shape is not None:
+        return architecture_of(model.shape)[0]
+    assert model.architecture is not None
+    given = {"family": "llama", **model.architecture}
+    if "vocab" not in given:
+        if vocab is None:
+            raise OptionError("model.architecture names no vocab, and without the data it is not known")
+        given["vocab"] = vocab
+    if "head_dim" not in given and {"hidden", "heads"} <= set(given):
+        given["head_dim"] = int(given["hidden"]) // int(given["heads"])
+    given.setdefault("kv_heads", given.get("heads"))
+    return Architecture.from_dict(given)
+
+
+def with_exits(model: FathomForCausalLM, exits: tuple[int, ...], rank: int, seed: int) -> FathomForCausalLM:
+    """The same weights under a plan with exits, and fresh low-rank deltas on the head where `rank` is above 0."""
+    if model.plan.exits == exits and model.config.exit_rank == rank:
+        return model
+    ids = ModelBase(model).tokens
+    config = configure(model.architecture, model.plan.with_exits(exits), model.relaxation, ids, torch.float32)
+    config.exit_rank = rank
+    result = empty_model(config)
+    result.decoder.load_state_dict(model.decoder.state_dict(), strict=False, assign=True)
+    torch.manual_seed(seed)
+    for index in exits if rank else ():
+        head = result.decoder.exit_delta(index)
+        assert head is not None
+        head.to_empty(device="cpu").reset_parameters()
+    return finish(result, model.tokenizer)
+
+
+def describe_student(student: FathomForCausalLM) -> str:
+    exits = student.plan.exits
+    leaves = f", exits after {', '.join(str(i + 1) for i in exits)}" if exits else ""
+    return f"{describe(student)}{leaves}"
+
+
+def recipe_record(recipe: Recipe) -> dict[str, Any]:
+    return dataclasses.asdict(recipe)
