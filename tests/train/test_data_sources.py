@@ -184,7 +184,7 @@ def test_a_hub_that_cannot_be_reached_or_goes_away(monkeypatch):
         raise ConnectionError("Couldn't reach\nthe hub")
 
     monkeypatch.setattr(datasets, "load_dataset", unreachable)
-    with pytest.raises(DataError, match="^hf:owner/name could not be opened on the hub: Couldn't reach the hub$"):
+    with pytest.raises(DataError, match=r"^hf:owner/name could not be opened on the hub: Couldn't reach the hub$"):
         list(read(source, ("text",)))
 
     def half():

@@ -12,7 +12,7 @@ from itertools import cycle
 from pathlib import Path
 from typing import Any
 
-from fathomlm.analyze.runs import Points, Record, Run, Summary, exit_depths, points, smooth, summarise
+from fathomlm.analyze.runs import Points, Record, Run, Summary, exit_depths, points, smooth, summarise, training_loss
 from fathomlm.checkpoints.writing import whole_file
 from fathomlm.errors import OptionError, choices
 
@@ -45,8 +45,9 @@ class PlotOptions:
     x: str = "tokens"
     metric: str | None = None
     """One panel of this; None draws training and validation loss side by side."""
-    smooth: float = 0.8
-    """How much of the running mean is kept from point to point; 0 draws the records as they are."""
+    smooth: float | None = None
+    """How much of the running mean is kept from point to point; 0 draws the records as they are. None lets the mean reach
+    over about a fortieth of the run, so that a short run is not drawn above where it is."""
     logy: bool = False
 
     def __post_init__(self) -> None:
@@ -54,7 +55,7 @@ class PlotOptions:
             raise OptionError(choices("axis", self.x, AXES))
         if self.metric is not None and self.metric not in METRICS:
             raise OptionError(choices("metric", self.metric, METRICS))
-        if not 0 <= self.smooth <= 0.99:
+        if self.smooth is not None and not 0 <= self.smooth <= 0.99:
             raise OptionError(f"smooth must be from 0 to 0.99, got {self.smooth}")
 
 
@@ -91,7 +92,10 @@ def plot(runs: Sequence[Run], out: Path, options: PlotOptions) -> list[Summary]:
     colors = [f"C{i % 10}" for i in range(len(runs))]
     drawn = 0
     for column, metric in enumerate(metrics):
-        drawn += _Panel(figure.add_subplot(grid[0, column]), metric, options).draw(runs, colors)
+        axes = figure.add_subplot(grid[0, column])
+        drawn += _Panel(axes, metric, options).draw(runs, colors)
+        if len(metrics) > 1:
+            axes.set_title(METRICS[metric][0], fontsize=11)
     if not drawn:
         raise OptionError(f"none of the runs has recorded {' or '.join(metrics)}")
     _draw_table(figure.add_subplot(grid[1, :]), table, colors)
@@ -131,7 +135,6 @@ class _Panel:
         for run, color in zip(runs, colors, strict=True):
             drawn += self._draw_run(run, color, exit_depths(runs), partial(_x, field=field, run=run, divisor=divisor))
         title, y_unit = METRICS[self.metric]
-        self.axes.set_title(title, fontsize=11)
         self.axes.set_xlabel(f"{AXES[self.options.x][1]}{f' ({unit})' if unit else ''}")
         self.axes.set_ylabel(f"{title.split(' at ')[0]}{f' ({y_unit})' if y_unit else ''}")
         self.axes.grid(alpha=0.25, linewidth=0.6)
@@ -150,12 +153,13 @@ class _Panel:
             for depth, dash in zip(depths, cycle(DASHES), strict=False):
                 drawn += self._line(points(run.validation, f"exits.{depth}", x), color, dash, f"{name}, exit {depth}", True)
             return drawn
-        found = points(run.train, self.metric, x)
+        found = training_loss(run, x) if self.metric == "loss" else points(run.train, self.metric, x)
         if self.metric == "mfu":
             found = [(at, 100 * value) for at, value in found]
-        if self.options.smooth and self.metric != "lr" and len(found) > 1:
+        factor = max(0.0, 1 - 40 / max(1, len(found))) if self.options.smooth is None else self.options.smooth
+        if factor and self.metric != "lr":
             self._line(found, color, "-", None, faint=True)
-            means = smooth([value for _, value in found], self.options.smooth)
+            means = smooth([value for _, value in found], factor)
             found = [(at, mean) for (at, _), mean in zip(found, means, strict=True)]
         return self._line(found, color, "-", name)
 
@@ -166,7 +170,7 @@ class _Panel:
             return 0
         xs, ys = zip(*found, strict=True)
         small = (marker and len(found) <= 40) or len(found) == 1
-        style = {"alpha": 0.22, "linewidth": 0.8} if faint else {"linewidth": 1.5}
+        style = {"alpha": 0.3, "linewidth": 0.8} if faint else {"linewidth": 1.5}
         self.axes.plot(xs, ys, color=color, linestyle=dash, label=label, marker="." if small else None, **style)
         return 1
 
@@ -212,6 +216,7 @@ def _draw_table(axes: Any, rows: list[list[str]], colors: Sequence[str]) -> None
     table.set_fontsize(8.5 if sum(widths) < 110 else 7)
     for (row, column), cell in table.get_celld().items():
         cell.set_edgecolor("0.8")
+        cell.PAD = 0.02
         cell.set_text_props(ha="left" if column == 0 else "right")
         if row == 0:
             cell.set_text_props(weight="bold")

@@ -39,7 +39,7 @@ class Summary:
     tokens_per_s: float | None
     """The median of its records, so that a first step that compiles does not count."""
     loss: float | None
-    """The training loss of the last record, a single step's."""
+    """The training loss of the last record, a single step's (see `training_loss`)."""
     validation: float | None
     """The last validation loss."""
     best: float | None
@@ -64,7 +64,7 @@ def read_runs(paths: Sequence[Path]) -> list[Run]:
 def summarise(run: Run) -> Summary:
     last = max((*run.train[-1:], *run.validation[-1:]), key=lambda record: int(record["step"]))
     rates = sorted(value for _, value in points(run.train, "tokens_per_s", lambda record: 0.0))
-    losses = [value for _, value in points(run.train, "loss", lambda record: 0.0)]
+    losses = [value for _, value in training_loss(run, lambda record: 0.0)]
     validated = [value for _, value in points(run.validation, "loss", lambda record: 0.0)]
     exits = run.validation[-1].get("exits") or {} if run.validation else {}
     return Summary(
@@ -90,8 +90,14 @@ def points(records: Sequence[Record], field: str, x: Callable[[Record], float]) 
     return found
 
 
+def training_loss(run: Run, x: Callable[[Record], float]) -> Points:
+    """The last output's next-token loss where it was recorded apart: what is added to it for exits and teachers differs
+    between recipes, so the sum could be compared with neither validation nor other runs."""
+    return points(run.train, "parts.next_token", x) or points(run.train, "loss", x)
+
+
 def smooth(values: Sequence[float], factor: float) -> list[float]:
-    """A running mean that forgets by `factor`, corrected for its start, so that it begins at the first value."""
+    """A running mean that keeps `factor` of itself at each point, corrected so that it begins at the first value."""
     mean, weight, out = 0.0, 0.0, []
     for value in values:
         mean = factor * mean + (1 - factor) * value

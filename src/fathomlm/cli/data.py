@@ -16,7 +16,8 @@ from fathomlm.cli.progress import amount, layer_bar
 
 if TYPE_CHECKING:
     from fathomlm.train.data.corpus import Corpus
-    from fathomlm.train.data.prepare import PrepareOptions, Progress, Tell
+    from fathomlm.train.data.prepare import PrepareOptions, Tell
+    from fathomlm.train.data.segments import Progress
 
 HELP = "prepare text for training"
 DESCRIPTION = "Turns text into a corpus: a directory of tokens that training reads. A corpus belongs to one tokenizer."

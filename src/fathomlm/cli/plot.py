@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from fathomlm.analyze.runs import Summary
 
 HELP = "draw the curves of training runs"
 DESCRIPTION = (
@@ -20,13 +25,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--x", metavar="AXIS", default="tokens", help="tokens, steps, time or flops (tokens)")
     metrics = "loss, validation, exits, lr, tokens_per_s, mfu or grad_norm (training and validation loss)"
     add("--metric", metavar="NAME", help=metrics)
-    add("--smooth", metavar="F", type=float, default=0.8, help="how much training curves are smoothed, 0 to 0.99 (0.8)")
+    add("--smooth", metavar="F", type=float, help="how much training curves are smoothed, 0 to 0.99 (by their length)")
     add("--logy", action="store_true", help="draw the values on a logarithmic axis")
     add("--json", action="store_true", help="print one JSON object instead of a table")
 
 
 def run(args: argparse.Namespace) -> int:
-    from fathomlm.analyze.curves import PlotOptions, check_matplotlib, check_out, plot, table_of
+    from fathomlm.analyze.curves import PlotOptions, check_matplotlib, check_out, plot
     from fathomlm.analyze.runs import read_runs
 
     check_out(args.out)
@@ -36,19 +41,27 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps({"out": str(args.out), "runs": [summary.to_dict() for summary in summaries]}))
         return 0
-    _print_table(table_of(summaries))
+    _print_table(summaries)
     print(f"drawn into {args.out}")
     return 0
 
 
-def _print_table(rows: list[list[str]]) -> None:
+def _print_table(summaries: list[Summary]) -> None:
+    """The plot's table, with exits in rows of their own: a terminal has fewer columns than a picture."""
     from rich import box
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
+
+    from fathomlm.analyze.curves import table_of
 
     table = Table(box=box.SIMPLE_HEAD, caption="losses in nats per token", caption_justify="left")
-    for column in rows[0]:
-        table.add_column(column, justify="left" if column == "run" else "right", overflow="fold")
-    for row in rows[1:]:
-        table.add_row(*row)
+    table.add_column("run", overflow="fold")
+    header, *rows = table_of([dataclasses.replace(summary, exits={}) for summary in summaries])
+    for column in header[1:]:
+        table.add_column(column, justify="right", no_wrap=True)
+    for row, summary in zip(rows, summaries, strict=True):
+        table.add_row(Text(row[0]), *row[1:])
+        for depth, loss in summary.exits.items():
+            table.add_row(f"  exit after {depth}", "", "", "", "", f"{loss:.4f}", "")
     Console().print(table)

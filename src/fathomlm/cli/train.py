@@ -101,7 +101,7 @@ def _train(recipe: Any, resume: bool, as_json: bool) -> int:
         print(f"  try it: fathomlm generate {summary.directory}/last 'Once upon a time'")
     if not summary.finished:
         print(
-            f"fathomlm: stopped at step {summary.step:,} of {summary.steps:,}, saved; the same command with --resume goes on",
+            f"fathomlm: stopped at step {summary.step:,} of {summary.steps:,}, saved; --resume goes on",
             file=sys.stderr,
         )
         return 2

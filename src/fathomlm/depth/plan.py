@@ -113,9 +113,8 @@ class DepthPlan:
         chosen = tuple(sorted(set(exits)))
         for index in chosen:
             if not 0 <= index < self.unrolled_layers - 1:
-                raise PlanError(
-                    f"an exit goes after one of steps 1 to {self.unrolled_layers - 1} of {self.unrolled_layers}, got {index + 1}"
-                )
+                last = self.unrolled_layers - 1
+                raise PlanError(f"an exit goes after one of the steps 1 to {last} of {last + 1}, got {index + 1}")
         return dataclasses.replace(self, exits=chosen)
 
     def recursion_ends(self) -> tuple[int, ...]:

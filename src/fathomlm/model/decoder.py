@@ -23,7 +23,6 @@ from fathomlm.model.blocks import StepContext, build_block
 from fathomlm.model.blocks.parts import build_norm
 from fathomlm.model.relax import LoraDelta, StepDelta, build_deltas, build_encodings
 
-
 Recompute = Literal["none", "recursion", "layer"]
 """Activation checkpointing: what the backward pass computes again instead of keeping."""
 

@@ -86,12 +86,12 @@ def activation_bytes(recipe: Recipe, parts: Parts) -> int:
         if last or recipe.recompute == "layer" or parts.plan.is_last_of_recursion(step):
             segments.append(run)
             run = 0
-    return max(segments) + 4 * parts.architecture.hidden * len(segments)
+    return max(segments) + _wide(recipe) * parts.architecture.hidden * len(segments)
 
 
 def _step_bytes(recipe: Recipe, parts: Parts, step: Step) -> int:
-    """What autograd keeps of one step for one token. The residual stream and the norms are float32 in either precision;
-    in bfloat16 each linear that reads a norm keeps a rounded copy of its own, which a compiler makes one again."""
+    """What autograd keeps of one step for one token. Norms keep their input in float32 in either precision; in bfloat16
+    each linear that reads a norm keeps a rounded copy of its own, which a compiler makes one again."""
     a = parts.architecture
     mixed = recipe.precision == "bf16"
     wide = _wide(recipe)
@@ -99,8 +99,8 @@ def _step_bytes(recipe: Recipe, parts: Parts, step: Step) -> int:
     readers = 5 if a.gated else 4
     attention = wide * (2 * a.query_width + 2 * a.kv_width) + 4 * a.heads
     if recipe.compile:
-        return 4 * norms * a.hidden + 2 * wide * a.hidden + attention + wide * a.intermediate * (2 if a.gated else 1)
-    stream = norms * (8 * a.hidden + 4)
+        return 2 * norms * wide * a.hidden + attention + wide * a.intermediate * (2 if a.gated else 1)
+    stream = norms * ((4 + wide) * a.hidden + 4)
     copies = 2 * readers * a.hidden if mixed else 4 * norms * a.hidden
     head_norms = 8 * (a.query_width + a.kv_width) if a.qk_norm else 0
     inner = wide * a.intermediate * (4 if a.gated else 2)

@@ -174,7 +174,7 @@ class LossRecipe:
     exits: ExitRecipe | None = None
     layerwise: LayerwiseRecipe | None = None
     chunk: int | None = None
-    """Tokens whose logits are held at once; by default as many as make 2^28 of them."""
+    """Tokens whose logits are held at once; by default as many as make 2^30 of them on a GPU, 2^26 on a CPU."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -29,7 +29,7 @@ from fathomlm.train.checkpoint import (
     saved_steps,
     step_name,
 )
-from fathomlm.train.data.prepare import Progress as Prepared
+from fathomlm.train.data.segments import Progress as Prepared
 from fathomlm.train.estimate import flops_per_token_6n
 from fathomlm.train.hardware import peak_tflops
 from fathomlm.train.loop import Meter, Stepper, StepResult, choose_micro, reading

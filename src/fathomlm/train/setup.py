@@ -25,7 +25,7 @@ from fathomlm.train.data.corpus import Corpus
 from fathomlm.train.data.loader import Loader
 from fathomlm.train.data.pairs import PairLoader
 from fathomlm.train.data.prepare import PrepareOptions, prepare
-from fathomlm.train.data.prepare import Progress as Prepared
+from fathomlm.train.data.segments import Progress as Prepared
 from fathomlm.train.losses.exits import exit_steps
 from fathomlm.train.parallel import World
 from fathomlm.train.recipe import DataRecipe, ModelRecipe, Recipe, parse_amount

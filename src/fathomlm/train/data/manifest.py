@@ -113,11 +113,14 @@ class Manifest:
     def write(self, directory: Path) -> None:
         """Replace corpus.json at once and for good: the shards it names are on the disk before it is."""
         temporary = directory / f".{FILE}.partial"
-        with temporary.open("w", encoding="utf-8") as file:
-            file.write(json.dumps(asdict(self), indent=1, ensure_ascii=False) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, directory / FILE)
+        try:
+            with temporary.open("w", encoding="utf-8") as file:
+                file.write(json.dumps(asdict(self), indent=1, ensure_ascii=False) + "\n")
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, directory / FILE)
+        finally:
+            temporary.unlink(missing_ok=True)
         sync_directory(directory)
 
     @classmethod

@@ -13,23 +13,21 @@ import re
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from fathomlm.checkpoints.writing import whole_directory
 from fathomlm.errors import DataError, OptionError, OutputError
 from fathomlm.train.data.corpus import TOKENIZER, Corpus, check_sizes
-from fathomlm.train.data.encoding import LOTS, Encoded, EncoderSettings, encode_in_order
-from fathomlm.train.data.manifest import FILE, SPLITS, Cursor, Manifest, sync_directory
-from fathomlm.train.data.shards import ShardWriter
-from fathomlm.train.data.sources import Document, expand, read
+from fathomlm.train.data.encoding import EncoderSettings, encode_in_order
+from fathomlm.train.data.manifest import FILE, Manifest
+from fathomlm.train.data.segments import Filling, Progress, batches_behind
+from fathomlm.train.data.sources import expand
 from fathomlm.train.data.tokenizers import find_tokenizer, fingerprint, separator_id, vocab_size
 
 DEFAULT_FRACTION = 0.01
 DEFAULT_SHARD_TOKENS = 32_000_000
-_BATCH_DOCUMENTS = 512
-_BATCH_CHARACTERS = 1 << 20
 _OURS = re.compile(r"(train|validation)-\d{5}\.(bin|idx|mid)|corpus\.json|tokenizer|\..*\.partial")
 """What a corpus directory may hold; --force deletes nothing else."""
 
@@ -78,18 +76,6 @@ class PrepareOptions:
         return 0.0 if self.validation_from else DEFAULT_FRACTION
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Progress:
-    """How far a preparation is, what an earlier run did included."""
-
-    documents: int
-    tokens: int
-    characters: int
-    """Text that this run has tokenised."""
-    share: float | None
-    """Of the work, between 0 and 1; None where the hub does not say how much there is."""
-
-
 Tell = Callable[[Progress], None]
 
 
@@ -98,9 +84,10 @@ def prepare(options: PrepareOptions, on_progress: Tell | None = None) -> Corpus:
 
     Raises without leaving anything behind where no segment was finished; else the finished ones stay, to go on from.
     """
+    out = options.out.expanduser()
+    _check_place(out)
     tokenizer = find_tokenizer(options.tokenizer)
     wanted = _wanted(options, tokenizer)
-    out = options.out.expanduser()
     try:
         manifest = _begin(out, wanted, tokenizer, options.force)
         if not manifest.complete:
@@ -129,17 +116,21 @@ def _wanted(options: PrepareOptions, tokenizer: Any) -> Manifest:
     )
 
 
+def _check_place(out: Path) -> None:
+    """Refuse, before any work is done, a place that holds something else than a corpus."""
+    if not os.path.lexists(out) or (out / FILE).is_file():
+        return
+    if out.is_symlink() or not out.is_dir() or any(out.iterdir()):
+        raise OutputError(f"{out} exists and is not a corpus (no {FILE}); choose another name")
+
+
 def _begin(out: Path, wanted: Manifest, tokenizer: Any, force: bool) -> Manifest:
     """The manifest to go on from: the one that is there if it is of the same corpus, or a new one."""
-    fresh = not os.path.lexists(out)
-    empty = out.is_dir() and not out.is_symlink() and not any(out.iterdir())
-    if not fresh and not empty:
-        if not (out / FILE).is_file():
-            raise OutputError(f"{out} exists and is not a corpus (no {FILE}); choose another name")
+    if (out / FILE).is_file():
         if not force:
             return _same(out, wanted)
         _delete(out)
-    with whole_directory(out, force=empty) as directory:
+    with whole_directory(out, force=out.is_dir()) as directory:
         tokenizer.save_pretrained(directory / TOKENIZER)
         wanted.write(directory)
         saved = fingerprint(find_tokenizer(str(directory / TOKENIZER)))
@@ -185,8 +176,10 @@ def _fill(out: Path, manifest: Manifest, tokenizer: Any, workers: int, on_progre
     settings = EncoderSettings(
         tokenizer=tokenizer.backend_tokenizer.to_str(), separator=manifest.separator, dtype=manifest.dtype
     )
-    filling = _Filling(out, manifest)
-    batches = encode_in_order(_batches(manifest), lambda batch: [item.fields for item in batch.documents], settings, workers)
+    filling = Filling(out, manifest)
+    batches = encode_in_order(
+        batches_behind(manifest), lambda batch: [item.fields for item in batch.documents], settings, workers
+    )
     characters = 0
     try:
         for batch, encoded in batches:
@@ -211,105 +204,3 @@ def _remove(out: Path) -> None:
     away = out.absolute().parent / f".{out.absolute().name}.partial-{os.getpid()}"
     out.rename(away)
     shutil.rmtree(away)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Batch:
-    """Consecutive documents of one source."""
-
-    source: int
-    first: int
-    """The number of the first document in its source."""
-    documents: tuple[Document, ...]
-    characters: int
-
-
-def _batches(manifest: Manifest) -> Iterator[_Batch]:
-    """All documents behind the cursor. Batches never cross sources, and where they end changes nothing in the corpus."""
-    for number in range(manifest.cursor.source, len(manifest.sources)):
-        source = manifest.sources[number]
-        first = manifest.cursor.documents if number == manifest.cursor.source else 0
-        waiting: list[Document] = []
-        characters = 0
-        for document in read(source, manifest.columns, skip=first):
-            waiting.append(document)
-            characters += sum(map(len, document.fields))
-            if len(waiting) == _BATCH_DOCUMENTS or characters >= _BATCH_CHARACTERS:
-                yield _Batch(source=number, first=first, documents=tuple(waiting), characters=characters)
-                first += len(waiting)
-                waiting, characters = [], 0
-        if waiting:
-            yield _Batch(source=number, first=first, documents=tuple(waiting), characters=characters)
-
-
-class _Filling:
-    """The segment being written, and the manifest of what is done."""
-
-    def __init__(self, out: Path, manifest: Manifest) -> None:
-        self.manifest = manifest
-        self._out = out
-        self._limit = int(manifest.validation_fraction * LOTS)
-        self._cursor = manifest.cursor
-        self._open()
-
-    def take(self, batch: _Batch, encoded: Encoded) -> bool:
-        """Write a batch; False once there is enough."""
-        held_out = self.manifest.sources[batch.source].validation
-        starts, middles, lots = encoded.starts.tolist(), encoded.middles.tolist(), encoded.lots.tolist()
-        for at in range(len(batch.documents)):
-            self._cursor = Cursor(source=batch.source, documents=batch.first + at + 1)
-            begin, end = starts[at], starts[at + 1]
-            if begin == end:
-                self._empty += 1
-                continue
-            split = "validation" if held_out or lots[at] < self._limit else "train"
-            self._writers[split].add(encoded.ids[begin:end], middles[at] - begin)
-            self._documents += 1
-            enough = self.manifest.max_tokens is not None and self._tokens("train") >= self.manifest.max_tokens
-            if enough or sum(writer.tokens for writer in self._writers.values()) >= self.manifest.shard_tokens:
-                self._commit()
-            if enough:
-                return False
-        return True
-
-    def finish(self) -> None:
-        self._commit()
-        if not self.manifest.started:
-            raise DataError("the sources hold no document with text, so there is nothing to prepare")
-        self.manifest = replace(self.manifest, complete=True)
-        self.manifest.write(self._out)
-
-    def discard(self) -> None:
-        for writer in self._writers.values():
-            writer.discard()
-
-    def progress(self, batch: _Batch, characters: int) -> Progress:
-        documents = sum(split.documents for split in self.manifest.splits.values()) + self._documents
-        sizes = [source.bytes for source in self.manifest.sources]
-        share = None
-        if None not in sizes:
-            done = sum(size or 0 for size in sizes[: batch.source]) + batch.documents[-1].position
-            share = min(1.0, done / max(1, sum(size or 0 for size in sizes)))
-        if self.manifest.max_tokens is not None:
-            share = max(share or 0.0, min(1.0, self._tokens("train") / self.manifest.max_tokens))
-        tokens = sum(self._tokens(split) for split in SPLITS)
-        return Progress(documents=documents, tokens=tokens, characters=characters, share=share)
-
-    def _tokens(self, split: str) -> int:
-        return self.manifest.splits[split].tokens + self._writers[split].tokens
-
-    def _open(self) -> None:
-        pairs = self.manifest.kind == "pairs"
-        self._writers = {
-            name: ShardWriter(self._out, f"{name}-{len(split.shards):05d}", pairs)
-            for name, split in self.manifest.splits.items()
-        }
-        self._empty = 0
-        self._documents = 0
-
-    def _commit(self) -> None:
-        shards = {name: writer.finish() for name, writer in self._writers.items()}
-        sync_directory(self._out)
-        self.manifest = self.manifest.plus(shards, self._cursor, self._empty)
-        self.manifest.write(self._out)
-        self._open()

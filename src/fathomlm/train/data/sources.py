@@ -16,6 +16,7 @@ from typing import Any
 
 from fathomlm.errors import DataError, OptionError
 from fathomlm.train.data.compressed import open_lines
+from fathomlm.train.data.tokenizers import one_line, quiet_hub
 
 HUB = re.compile(r"hf:(?P<name>[\w.-]+/[\w.-]+)(:(?P<config>[^@]+))?(@(?P<split>.+))?")
 KNOWN = re.compile(r"\.(?P<text>txt|md)$|\.(jsonl|json-lines)(\.(gz|xz|zst))?$|\.(?P<parquet>parquet)$", re.IGNORECASE)
@@ -177,7 +178,7 @@ def _read_parquet(source: Source, columns: tuple[str, ...], skip: int) -> Iterat
     except UnicodeDecodeError as error:
         raise DataError(f"{source.name} near row {row + 1}: not UTF-8 text") from error
     except (arrow.ArrowException, OSError) as error:
-        raise DataError(f"{source.name} is damaged, or is no Parquet file ({_one_line(error)})") from error
+        raise DataError(f"{source.name} is damaged, or is no Parquet file ({one_line(error)})") from error
 
 
 def _read_hub(source: Source, columns: tuple[str, ...], skip: int) -> Iterator[Document]:
@@ -185,16 +186,17 @@ def _read_hub(source: Source, columns: tuple[str, ...], skip: int) -> Iterator[D
     found = HUB.fullmatch(source.name)
     assert found is not None
     try:
-        stream = datasets.load_dataset(found["name"], found["config"], split=found["split"] or "train", streaming=True)
-        records = iter(stream.skip(skip) if skip else stream)
+        with quiet_hub():
+            stream = datasets.load_dataset(found["name"], found["config"], split=found["split"] or "train", streaming=True)
+            records = iter(stream.skip(skip) if skip else stream)
     except Exception as error:  # the hub, its HTTP client and dataset scripts raise what they like
-        raise DataError(f"{source.name} could not be opened on the hub: {_one_line(error)}") from error
+        raise DataError(f"{source.name} could not be opened on the hub: {one_line(error)}") from error
     row = skip
     while True:
         try:
             record = next(records, None)
         except Exception as error:
-            raise DataError(f"{source.name} stopped coming after row {row:,}: {_one_line(error)}") from error
+            raise DataError(f"{source.name} stopped coming after row {row:,}: {one_line(error)}") from error
         if record is None:
             return
         row += 1
@@ -236,7 +238,3 @@ def _module(name: str, source: Source) -> Any:
         raise DataError(
             f"reading {source.name} needs the package {name.split('.')[0]}: pip install 'fathomlm[train]'"
         ) from error
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())[:160] or type(error).__name__

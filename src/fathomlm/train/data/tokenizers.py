@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +14,8 @@ from fathomlm.errors import DataError, choices
 
 BYTES = "bytes"
 """The built-in tokenizer's name."""
+_TOKENIZER_FILES = ["config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt"]
+_TOKENIZER_FILES += ["chat_template*", "*.model"]
 END = "<|endoftext|>"
 """What separates documents where a tokenizer has it."""
 
@@ -112,7 +117,7 @@ def _from_path(path: Path) -> Any | None:
     try:
         return PreTrainedTokenizerFast(tokenizer_file=str(path))
     except Exception as error:  # the tokenizers library raises a bare Exception on a corrupt tokenizer.json
-        raise DataError(f"{path}: the tokenizer cannot be read ({_one_line(error)})") from error
+        raise DataError(f"{path}: the tokenizer cannot be read ({one_line(error)})") from error
 
 
 def _from_preset(name: str) -> Any | None:
@@ -127,13 +132,21 @@ def _from_preset(name: str) -> Any | None:
     return _from_path(locate(name))
 
 
-def _from_hub(repo_id: str) -> Any:
-    from transformers import AutoTokenizer
+def _from_hub(repo_id: str) -> Any | None:
+    import huggingface_hub
+
+    from fathomlm.checkpoints.huggingface import read_tokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(repo_id, trust_remote_code=False)
+        with quiet_hub():
+            where = huggingface_hub.snapshot_download(repo_id, allow_patterns=_TOKENIZER_FILES, ignore_patterns=["*/*"])
+    except huggingface_hub.errors.LocalEntryNotFoundError as error:
+        raise DataError(
+            f"the tokenizer of {repo_id}: the hub cannot be reached, and no copy is cached (smollm2-135m needs no hub)"
+        ) from error
     except Exception as error:  # what its HTTP client raises is not of one type across versions
-        raise DataError(f"the tokenizer of {repo_id} could not be had from the hub: {_one_line(error)}") from error
+        raise DataError(f"the tokenizer of {repo_id} could not be had from the hub: {one_line(error)}") from error
+    return read_tokenizer(Path(where))
 
 
 def _letters() -> list[str]:
@@ -143,5 +156,18 @@ def _letters() -> list[str]:
     return [chr(byte if byte in printable else next(spare)) for byte in range(256)]
 
 
-def _one_line(error: Exception) -> str:
+@contextmanager
+def quiet_hub() -> Iterator[None]:
+    """The hub's library says each of its retries in two lines; the error that follows says it once."""
+    logger = logging.getLogger("huggingface_hub")
+    before = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
+
+
+def one_line(error: Exception) -> str:
+    """Another library's message, short enough to be part of ours."""
     return " ".join(str(error).split())[:160] or type(error).__name__

@@ -23,7 +23,8 @@ from fathomlm.train.losses.divergence import DIVERGENCES
 
 IGNORED = -100
 """The target of a token that has none (padding, the source half of a pair)."""
-HELD_LOGITS = 2**28
+HELD_LOGITS = {"cpu": 2**26, "cuda": 2**30}
+"""How many logits are held at once. On a GPU, in bfloat16 and compiled, they and their gradient take 4 GB."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,10 +128,15 @@ def head_loss(
     """
     kind = hidden_NM.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden_NM.dtype
-    chunk = chunk or max(1, HELD_LOGITS // weight_VM.shape[0])
+    chunk = chunk or default_chunk(kind, weight_VM.shape[0])
     with torch.autocast(kind, enabled=False):
         total, ce, distance = _HeadLoss.apply(hidden_NM, weight_VM, targets_N, teacher, terms, chunk, loss, dtype)  # type: ignore[no-untyped-call]
     return total, ce, distance
+
+
+def default_chunk(device_type: str, vocab: int) -> int:
+    """Tokens in a chunk: a multiple of 1024, so that products keep good shapes."""
+    return max(1024, HELD_LOGITS.get(device_type, HELD_LOGITS["cpu"]) // vocab // 1024 * 1024)
 
 
 def plain_head_loss(

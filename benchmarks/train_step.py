@@ -1,0 +1,168 @@
+"""How fast a training step is: tokens/s, MFU, memory, and where the time goes.
+
+    python benchmarks/train_step.py --out benchmarks/results/train_step_h200.json
+
+Steps are taken by the loop's own `Stepper` on random tokens: forward, backward, clipping and optimizer, bf16 with float32
+masters, compiled. MFU is 6 x parameters (a tied embedding once; looped layers at every use) x tokens/s over the device's
+sustained dense bf16 rate; attention's own products are left out of it, so it understates the arithmetic done.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from environment import environment
+
+from fathomlm.depth import Architecture, DepthPlan, Relaxation
+from fathomlm.depth.presets import preset
+from fathomlm.depth.relaxation import build_relaxation
+from fathomlm.model.decoder import Decoder
+from fathomlm.train.data.loader import Batch
+from fathomlm.train.estimate import flops_per_token_6n
+from fathomlm.train.hardware import peak_tflops
+from fathomlm.train.loop import Stepper
+from fathomlm.train.losses.head import chunk_loss
+from fathomlm.train.objective import Objective
+from fathomlm.train.optim import build_optimizer
+from fathomlm.train.parallel import World
+from fathomlm.train.recipe import ExitRecipe, HardwareRecipe, LossRecipe, Recipe
+from fathomlm.train.schedule import LearningRate
+
+CONTEXT = 2048
+TOP = 14
+
+
+def variants() -> dict[str, tuple[Architecture, DepthPlan, Relaxation | None, LossRecipe]]:
+    big, small = preset("smollm-360m").architecture, preset("smollm-135m").architecture
+    lora = build_relaxation(small.linears(), "lora", 64)
+    return {
+        "vanilla": (big, DepthPlan.vanilla(big.layers), None, LossRecipe()),
+        "recursive": (big, DepthPlan.build("middle-cycle", 3, big.layers), None, LossRecipe()),
+        "vanilla_135m": (small, DepthPlan.vanilla(small.layers), None, LossRecipe()),
+        "recursive_135m_lora_exits": (
+            small,
+            DepthPlan.build("cycle", 2, small.layers),
+            lora,
+            LossRecipe(exits=ExitRecipe()),
+        ),
+    }
+
+
+def measure(name: str, rows: int, micro: int, steps: int, profile: bool) -> dict[str, Any]:
+    architecture, plan, relaxation, loss = variants()[name]
+    device = torch.device("cuda")
+    torch.manual_seed(0)
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    torch._dynamo.reset()
+    decoder = Decoder(architecture, plan, relaxation)
+    decoder.reset_parameters()
+    decoder.to(device)
+    for layer in decoder.layers:
+        layer.compile()
+    recipe = Recipe(precision="bf16", loss=loss)
+    objective = Objective(decoder, loss, loss=torch.compile(chunk_loss))
+    optimizer = build_optimizer(objective, recipe.optimizer)
+    world = World(0, 1, device)
+    stepper = Stepper(recipe, objective, objective, optimizer, LearningRate.of(recipe.schedule, 1000), world)
+    tokens = torch.randint(0, architecture.vocab, (rows, CONTEXT + 1))
+    batches = Batch(tokens_BT=tokens[:, :-1].contiguous(), targets_BT=tokens[:, 1:].contiguous()).split(micro)
+
+    begin = time.perf_counter()
+    for number in range(3):
+        stepper.step(batches, number, wants_stop=False)
+    torch.cuda.synchronize()
+    warm = time.perf_counter() - begin
+    times = []
+    for number in range(3, 3 + steps):
+        begin = time.perf_counter()
+        stepper.step(batches, number, wants_stop=False)
+        torch.cuda.synchronize()
+        times.append(time.perf_counter() - begin)
+    step = statistics.median(times)
+    rate = rows * CONTEXT / step
+    peak = peak_tflops(HardwareRecipe(), torch.cuda.get_device_name())
+    work = flops_per_token_6n(architecture, plan, relaxation)
+    result = {
+        "tokens_per_s": round(rate),
+        "mfu": round(rate * work / (peak * 1e12), 4) if peak is not None else None,
+        "peak_gb": round(torch.cuda.max_memory_allocated() / 1e9, 2),
+        "step_ms": round(1e3 * step, 2),
+        "step_ms_spread": [round(1e3 * min(times), 2), round(1e3 * max(times), 2)],
+        "rows": rows,
+        "micro": micro,
+        "context": CONTEXT,
+        "parameters": sum(p.numel() for p in decoder.parameters()),
+        "flops_per_token_6n": work,
+        "peak_tflops": peak,
+        "compile_and_warm_up_s": round(warm, 1),
+    }
+    if profile:
+        result["where"] = where_it_goes(stepper, batches, step)
+    return result
+
+
+KINDS = {
+    "attention": ("flash", "fmha", "cudnn_generated", "sdpa", "attention"),
+    "matrix products": ("gemm", "cutlass", "nvjet", "wgmma", "matmul", "cublas"),
+    "optimizer and clipping": ("multi_tensor", "foreach", "adam", "lpnorm"),
+    "copies": ("memcpy", "memset"),
+}
+
+
+def where_it_goes(stepper: Stepper, batches: list[Batch], step: float) -> dict[str, float]:
+    """The part of a step that each kind of kernel takes; `idle` is time in which the GPU runs none."""
+    from torch.profiler import ProfilerActivity
+    from torch.profiler import profile as profiling
+
+    with profiling(activities=[ProfilerActivity.CUDA]) as trace:
+        stepper.step(batches, 900, wants_stop=False)
+        torch.cuda.synchronize()
+    spent: dict[str, float] = {}
+    kernels: dict[str, float] = {}
+    for event in trace.key_averages():
+        seconds = event.self_device_time_total / 1e6
+        if not seconds:
+            continue
+        lower = event.key.lower()
+        kind = next((kind for kind, words in KINDS.items() if any(word in lower for word in words)), "elementwise and norms")
+        if kind != "attention" and "triton" in lower:
+            kind = "elementwise and norms"
+        spent[kind] = spent.get(kind, 0.0) + seconds
+        kernels[event.key[:90]] = kernels.get(event.key[:90], 0.0) + seconds
+    for name, seconds in sorted(kernels.items(), key=lambda pair: -pair[1])[:TOP]:
+        print(f"    {1e3 * seconds:8.2f} ms  {name}")
+    busy = sum(spent.values())
+    parts = {kind: round(seconds / max(step, busy), 4) for kind, seconds in sorted(spent.items(), key=lambda pair: -pair[1])}
+    return {**parts, "idle": round(max(0.0, 1 - busy / step), 4)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--only", nargs="*", default=list(variants()))
+    parser.add_argument("--rows", type=int, default=128)
+    parser.add_argument("--micro", type=int, default=16)
+    parser.add_argument("--steps", type=int, default=10)
+    args = parser.parse_args()
+    record: dict[str, Any] = {"environment": environment()}
+    for name in args.only:
+        found = record[name] = measure(name, args.rows, args.micro, args.steps, profile=True)
+        print(
+            f"{name:28} {found['tokens_per_s']:>9,} tokens/s  MFU {found['mfu'] or 0:.1%}  {found['step_ms']:.0f} ms a step "
+            f"{found['peak_gb']:.1f} GB  {found['where']}",
+            flush=True,
+        )
+        if args.out is not None:
+            args.out.write_text(json.dumps(record, indent=1) + "\n")
+    print(json.dumps(record))
+
+
+if __name__ == "__main__":
+    main()
