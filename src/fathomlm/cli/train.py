@@ -13,6 +13,7 @@ DESCRIPTION = (
     "is changed with --section.field value, for example --optimizer.lr 1e-4 --budget.tokens 2B. Ctrl-C or SIGTERM saves "
     "and stops; --resume goes on. For many GPUs: torchrun --nproc-per-node 8 -m fathomlm train RECIPE."
 )
+OPTIONS = ("--resume", "--print-config", "--dry-run", "--list", "--json", "--help")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -36,6 +37,7 @@ def run(args: argparse.Namespace) -> int:
         return _list(args.json)
     if args.recipe is None:
         raise OptionError("which recipe? Give a YAML file or a name (see: fathomlm train --list)")
+    _check_options(args.fields)
     recipe = read_recipe(args.recipe, args.fields)
     if args.print_config:
         import dataclasses
@@ -45,6 +47,22 @@ def run(args: argparse.Namespace) -> int:
     if args.dry_run:
         return _dry_run(recipe, args.json)
     return _train(recipe, args.resume, args.json)
+
+
+def _check_options(words: list[str]) -> None:
+    """`--dryrun` is no field of a recipe, and what was meant is not one either."""
+    import difflib
+    from dataclasses import fields
+
+    from fathomlm.errors import OptionError
+    from fathomlm.train.recipe import Recipe
+
+    known = {field.name for field in fields(Recipe)}
+    for word in words:
+        name = word.split("=")[0]
+        near = difflib.get_close_matches(name, OPTIONS, n=1, cutoff=0.75)
+        if near and name.lstrip("-") not in known:
+            raise OptionError(f"unknown option '{name}' (did you mean '{near[0]}'?)")
 
 
 def _list(as_json: bool) -> int:

@@ -69,38 +69,49 @@ def save_checkpoint(
     recipe: dict[str, Any],
     world: World,
 ) -> Path:
-    """Write `directory`, all ranks together. The disk may be full: then nothing is left and the error says so."""
+    """Write `directory`, all ranks together. The disk may be full, for one of them only: then nothing is left and every
+    rank raises the same error."""
     needed = weight_bytes(model) * (1 if not optimizer.state else 3)
-    failure: Exception | None = None
-    try:
-        with ExitStack() as stack:
-            place: Path | None = None
-            if world.first:
-                try:
-                    check_room(directory, needed)
-                    place = stack.enter_context(whole_directory(directory, force=directory.exists()))
-                    (place / "training").mkdir()
-                except (OSError, FathomError) as error:
-                    failure = error
-            place = world.tell(place)
-            if place is None:
-                raise failure or OutputError(f"cannot write {directory}: the first rank could not begin")
-            # Whole tensors are gathered by all ranks together, before any of them can fail on its own.
-            weights = {}
-            for name, value in module.state_dict().items():
-                full = whole(value.detach())
-                if world.first:
-                    weights[name] = full.cpu()
+    place: Path | None = None
+    with ExitStack() as stack:
+        failure: Exception | None = None
+        if world.first:
             try:
-                _write(place, model, weights, module, optimizer, progress, recipe, world)
-            except (OSError, SafetensorError) as error:
+                check_room(directory, needed)
+                place = stack.enter_context(whole_directory(directory, force=directory.exists()))
+                (place / "training").mkdir()
+            except (OSError, FathomError) as error:
                 failure = error
-            if not world.agree(failure is None):
-                raise failure or OutputError(f"cannot write {directory}: another rank failed")
-    except (OSError, SafetensorError) as error:
-        raise OutputError(f"cannot write {directory}: {error}; nothing was left behind") from error
-    world.wait()
+        _fail_together(failure, directory, world)
+        place = world.tell(place)
+        assert place is not None
+        # Whole tensors are gathered by all ranks together, before any of them can fail on its own.
+        weights = {}
+        for name, value in module.state_dict().items():
+            full = whole(value.detach())
+            if world.first:
+                weights[name] = full.cpu()
+        try:
+            _write(place, model, weights, module, optimizer, progress, recipe, world)
+        except (OSError, SafetensorError) as error:
+            failure = error
+        _fail_together(failure, directory, world)
+        try:
+            stack.close()
+        except OutputError as error:
+            failure = error
+    _fail_together(failure, directory, world)
     return directory
+
+
+def _fail_together(failure: Exception | None, directory: Path, world: World) -> None:
+    """Raise on every rank what went wrong on any, so that none waits for one that has given up."""
+    text = None
+    if failure is not None:
+        ours = isinstance(failure, FathomError)
+        text = str(failure) if ours else f"cannot write {directory}: {failure}; nothing was left behind"
+    if (word := world.first_word(text)) is not None:
+        raise OutputError(word) from failure
 
 
 def _write(
@@ -220,7 +231,7 @@ def _set_random_state(states: dict[str, Tensor], device: torch.device) -> None:
 
 def saved_steps(checkpoints: Path) -> dict[int, Path]:
     """The whole checkpoints of a run, by step."""
-    found = (path for path in checkpoints.glob("step-*") if (path / "training" / "state.json").is_file())
+    found = (path for path in checkpoints.glob("step-" + "[0-9]" * 8) if (path / "training" / "state.json").is_file())
     return {int(path.name.removeprefix("step-")): path for path in sorted(found)}
 
 
@@ -229,7 +240,9 @@ def prune(checkpoints: Path, keep: int, protected: set[int]) -> None:
     steps = sorted(saved_steps(checkpoints))
     for step in steps[:-keep] if keep else []:
         if step not in protected:
-            shutil.rmtree(checkpoints / step_name(step), ignore_errors=True)
+            going = checkpoints / f".{step_name(step)}.replaced-{os.getpid()}"  # what `clean_up` finishes if we are killed
+            (checkpoints / step_name(step)).rename(going)
+            shutil.rmtree(going, ignore_errors=True)
 
 
 def point(link: Path, target: Path) -> None:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
 from fathomlm.errors import TrainingError
@@ -44,6 +45,21 @@ class StepResult:
     """Whether any rank was asked to stop."""
 
 
+@dataclass(frozen=True, slots=True)
+class Pending:
+    """A step that a GPU may still be busy with. Reading its result waits for it, so a loop that reads a step behind
+    keeps the GPU from ever waiting for the loop."""
+
+    values: Tensor
+    """Mean loss, its parts, the gradient norm, whether it was skipped, tokens, ranks that were asked to stop."""
+    names: tuple[str, ...]
+
+    def read(self) -> StepResult:
+        loss, *parts, norm, bad, count, stops = self.values.tolist()
+        by_name = dict(zip(self.names, parts, strict=True))
+        return StepResult(loss, by_name, norm, int(count), bad > 0, stops > 0)
+
+
 class Stepper:
     """Takes optimizer steps. Everything that must agree between ranks is settled here."""
 
@@ -62,11 +78,11 @@ class Stepper:
         self._module = module
         self._optimizer = optimizer
         self._rate = rate
-        self._in_a_row = 0
+        self._skips_on_device = isinstance(optimizer, torch.optim.AdamW) and not isinstance(module, FSDPModule)
         self._learns = [parameter for parameter in module.parameters() if parameter.requires_grad]
 
-    def step(self, micro_batches: list[Batch], number: int, wants_stop: bool) -> StepResult:
-        """Optimizer step `number` (from 0)."""
+    def step(self, micro_batches: list[Batch], number: int, wants_stop: bool) -> Pending:
+        """Optimizer step `number` (from 0). A step whose loss or gradient is not finite leaves the weights as they are."""
         world, names = self.world, self.objective.names
         set_rate(self._optimizer, self._recipe.optimizer.lr * self._rate.at(number))
         count = torch.tensor(float(sum(int((batch.targets_BT != IGNORED).sum()) for batch in micro_batches)))
@@ -82,26 +98,20 @@ class Stepper:
             sums[1:-1] += parts
         sums[-1] = float(wants_stop)
         norm = self._clip()
-        *values, stops = (world.sum(sums) / torch.cat((count.expand(len(names) + 1), torch.ones_like(sums[:1])))).tolist()
-        skipped = not (math.isfinite(values[0]) and math.isfinite(norm))
-        if not skipped:
+        sums = world.sum(sums)
+        means = sums[:-1] / count
+        bad = (~(means[0].isfinite() & norm.isfinite())).float()
+        self._learn(bad)
+        return Pending(torch.cat((means, torch.stack((norm, bad, count)), sums[-1:])), names)
+
+    def _learn(self, bad: Tensor) -> None:
+        if self._skips_on_device:
+            # What GradScaler tells a fused optimizer: it leaves everything as it is where this is 1, and nobody waits.
+            self._optimizer.found_inf = bad  # type: ignore[attr-defined]
+            self._optimizer.step()
+        elif not bool(bad):
             self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
-        self._in_a_row = self._in_a_row + 1 if skipped else 0
-        parts_by_name = dict(zip(names, values[1:], strict=True))
-        return StepResult(values[0], parts_by_name, norm, int(count), skipped, stops > 0)
-
-    @property
-    def hopeless(self) -> bool:
-        """Whether so many steps in a row were not finite that the next will not be either."""
-        return self._in_a_row >= self._recipe.optimizer.nonfinite_limit
-
-    def why_hopeless(self, number: int, last: str) -> TrainingError:
-        first = number - self._in_a_row + 1
-        return TrainingError(
-            f"the loss or its gradient was not finite in steps {first} to {number}; stopped. The last good checkpoint is "
-            f"{last}. A lower optimizer.lr, a longer schedule.warmup or a smaller optimizer.clip usually helps"
-        )
 
     def validate(self, loader: AnyLoader, rows: int) -> tuple[dict[str, float], int]:
         """Mean losses over the first `rows` validation rows (0: all), and their tokens; the same rows in any world."""
@@ -126,9 +136,9 @@ class Stepper:
             total, parts = self._module(batch.tokens_BT, batch.targets_BT, batch.keep_BT, batch.documents_BT)
         return total, parts
 
-    def _clip(self) -> float:
+    def _clip(self) -> Tensor:
         limit = self._recipe.optimizer.clip or math.inf
-        return float(whole(nn.utils.clip_grad_norm_(self._learns, limit)))
+        return whole(nn.utils.clip_grad_norm_(self._learns, limit)).to(self.world.device)
 
 
 def _validation_rows(loader: AnyLoader, start: int, count: int, rows: int) -> Batch:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from fathomlm.model.decoder import Decoder, Recompute
 from fathomlm.train.losses.exits import exit_depths, exit_steps, exit_weights
-from fathomlm.train.losses.head import IGNORED, ChunkLoss, HeadTerms, Teacher, chunk_loss, head_loss
+from fathomlm.train.losses.head import IGNORED, HeadTerms, TaughtLoss, Teacher, head_loss, taught_loss
 from fathomlm.train.losses.layerwise import candidates, layerwise_loss
 from fathomlm.train.recipe import LossRecipe
 
@@ -40,7 +40,7 @@ class Objective(nn.Module):
         *,
         teacher: Decoder | None = None,
         recompute: Recompute = "none",
-        loss: ChunkLoss = chunk_loss,
+        taught: TaughtLoss = taught_loss,
     ) -> None:
         super().__init__()
         self.decoder = decoder
@@ -48,7 +48,7 @@ class Objective(nn.Module):
         self.recompute = recompute
         self._teacher = (teacher,)
         """In a tuple, so that its weights are not among this module's."""
-        self._loss = loss
+        self._taught_loss = taught
         self._outputs = _outputs(recipe, decoder)
         self._shallow, self._deep = _layerwise_states(recipe, decoder)
 
@@ -84,7 +84,13 @@ class Objective(nn.Module):
                 )
             hidden_NK, weight_VK = self._head(output.index, normed[output.index].flatten(0, 1))
             loss, *sums = head_loss(
-                hidden_NK, weight_VK, targets_N, output.terms, teacher=teacher, chunk=self.recipe.chunk, loss=self._loss
+                hidden_NK,
+                weight_VK,
+                targets_N,
+                output.terms,
+                teacher=teacher,
+                chunk=self.recipe.chunk,
+                taught=self._taught_loss,
             )
             total = total + loss
             parts |= dict(zip(_part_names(output), sums, strict=False))

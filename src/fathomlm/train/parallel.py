@@ -3,7 +3,7 @@
 FSDP2 (`fully_shard`) keeps a shard of every weight on each rank and gathers a unit's weights before its forward. A layer
 that is its own unit is gathered once for each of its uses, so a looped block would be gathered N_r times. Layers that
 are shared therefore belong to the outermost unit, whose forward is the whole walk: they are gathered once and stay for
-all their uses (thesis 3, "N_r iterations per gather"), in the backward pass too.
+all their uses (thesis 3, "N_r iterations per gather"), in the backward pass and for all micro-batches of a step too.
 """
 
 from __future__ import annotations
@@ -49,16 +49,13 @@ class World:
             dist.all_reduce(tensor)
         return tensor
 
-    def agree(self, fine: bool) -> bool:
-        """Whether all ranks are fine."""
+    def first_word(self, word: str | None) -> str | None:
+        """What the lowest rank with something to say says, on every rank: a disk may be full for one of them only."""
         if self.size == 1:
-            return fine
-        bad = torch.tensor([0.0 if fine else 1.0], device=self.device)
-        return float(self.sum(bad)) == 0.0
-
-    def any(self, flag: bool) -> bool:
-        """Whether any rank says so: a signal may reach only one of them."""
-        return not self.agree(not flag)
+            return word
+        words: list[str | None] = [None] * self.size
+        dist.all_gather_object(words, word)
+        return next((f"{said} (rank {rank})" for rank, said in enumerate(words) if said is not None), None)
 
     def tell(self, value: Any) -> Any:
         """The first rank's value, on every rank."""
@@ -83,8 +80,8 @@ def join(device: str) -> Iterator[World]:
     if size == 1:
         yield World(0, 1, place)
         return
-    backend = "nccl" if place.type == "cuda" else "gloo"
-    dist.init_process_group(backend, rank=rank, world_size=size, timeout=timedelta(minutes=30))
+    backend, bound = ("nccl", place) if place.type == "cuda" else ("gloo", None)
+    dist.init_process_group(backend, rank=rank, world_size=size, timeout=timedelta(minutes=30), device_id=bound)
     try:
         yield World(rank, size, place)
     finally:
@@ -113,11 +110,12 @@ def choose_parallel(kind: str, world: World, state_bytes: int) -> str:
 
 def spread(objective: Objective, kind: str, world: World, precision: str) -> nn.Module:
     """The objective as it runs on this rank."""
+    _freeze_unread(objective)
     if kind == "none":
         return objective
     if kind == "ddp":
         places = [world.device] if world.device.type == "cuda" else None
-        return DistributedDataParallel(objective, device_ids=places, broadcast_buffers=False)
+        return DistributedDataParallel(objective, device_ids=places, gradient_as_bucket_view=True)
     if kind != "fsdp":
         raise OptionError(f"parallel must be auto, ddp or fsdp, got {kind}")
     mesh = init_device_mesh(world.device.type, (world.size,))
@@ -131,6 +129,13 @@ def spread(objective: Objective, kind: str, world: World, precision: str) -> nn.
     return objective
 
 
+def _freeze_unread(objective: Objective) -> None:
+    """Heads of exits that no loss asks for: DDP would wait for their gradients for ever."""
+    for index in objective.decoder.plan.exits:
+        if index not in objective.exits and (delta := objective.decoder.exit_delta(index)) is not None:
+            delta.requires_grad_(False)
+
+
 @contextmanager
 def accumulating(module: nn.Module, last: bool) -> Iterator[None]:
     """Gradients are exchanged once a step, with its last micro-batch."""
@@ -140,6 +145,7 @@ def accumulating(module: nn.Module, last: bool) -> Iterator[None]:
         return
     if isinstance(module, FSDPModule):
         module.set_requires_gradient_sync(last)
+        module.set_reshard_after_backward(last, recurse=False)  # the outermost unit stays gathered for the next one
     yield
 
 
@@ -157,5 +163,6 @@ def like(full: Tensor, example: Tensor) -> Tensor:
     """A full tensor laid out as `example` is; every rank has read it, so nothing is sent."""
     full = full.to(example.device)
     if isinstance(example, DTensor):
-        return distribute_tensor(full, example.device_mesh, example.placements, src_data_rank=None)
+        placed = distribute_tensor(full, example.device_mesh, example.placements, src_data_rank=None)
+        return torch.empty_like(placed).copy_(placed)  # a view of its rows would keep all of `full`
     return full

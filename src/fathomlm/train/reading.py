@@ -110,7 +110,7 @@ def _override(values: dict[str, Any], words: Sequence[str]) -> dict[str, Any]:
         if not word.startswith("--") or not name:
             raise OptionError(f"cannot read '{word}'; fields of the recipe are changed with --section.field value")
         parts = name.replace("-", "_").split(".")
-        _check_path(parts)
+        kind = _check_path(parts)
         if not equals:
             if not rest or rest[0].startswith("--"):
                 raise OptionError(f"--{name} needs a value")
@@ -120,27 +120,33 @@ def _override(values: dict[str, Any], words: Sequence[str]) -> dict[str, Any]:
             here[part] = here[part] if isinstance(here.get(part), dict) else {}
             here = here[part]
         try:
-            here[parts[-1]] = yaml.safe_load(text)
+            value = yaml.safe_load(text)
         except yaml.YAMLError as error:
             raise OptionError(f"--{name}: cannot read '{text}'") from error
+        as_typed = kind in (str, str | None) and value is not None  # --name 12 is a name, not a number
+        here[parts[-1]] = text if as_typed and not isinstance(value, str) else value
     return merged
 
 
-def _check_path(parts: list[str]) -> None:
+def _check_path(parts: list[str]) -> Any:
+    """The type of the field that the parts of a dotted name lead to."""
     cls: type = Recipe
+    kind: Any = Recipe
     for depth, part in enumerate(parts):
         names = [f.name for f in dataclasses.fields(cls)]
         if part not in names and depth == 0:
             raise OptionError(choices("option or field", f"--{part}", [f"--{name}" for name in names]))
         if part not in names:
             raise OptionError(choices(f"field in {'.'.join(parts[:depth])}", part, names))
-        section = _section(typing.get_type_hints(cls)[part])
+        kind = typing.get_type_hints(cls)[part]
+        section = _section(kind)
         if depth + 1 < len(parts):
             if section is None:
-                if typing.get_type_hints(cls)[part] == dict[str, Any] | None:
-                    return
+                if kind == dict[str, Any] | None:
+                    return Any
                 raise OptionError(f"{'.'.join(parts[: depth + 1])} has no fields of its own")
             cls = section
+    return kind
 
 
 def _section(kind: Any) -> type | None:
@@ -153,12 +159,39 @@ def _optional(kind: Any) -> bool:
     return isinstance(kind, types.UnionType) and type(None) in typing.get_args(kind)
 
 
+PLAIN = {
+    "str": "text",
+    "int": "a whole number",
+    "float": "a number",
+    "bool": "true or false",
+    "list": "a list such as [a, b]",
+    "dict": "a section of fields",
+    "NoneType": "null",
+}
+"""Python's types in a user's words."""
+
+
 def _short(message: str) -> str:
     """jsonargparse's message in one line: the field, what it may be, what it is."""
     keys = re.findall(r'Parser key "(?:recipe\.)?([^"]+)"', message)
-    wanted = re.search(r"Expected a (?:typing\.)?(.+?)\. Got value: (.*)", message)
-    if not keys or wanted is None:
-        return " ".join(message.split())
-    kind = re.sub(r"<class '(?:\w+\.)*(\w+)'>", r"\1", wanted[1])
-    kind = re.sub(r"^Literal\[(.*)\]$", r"one of \1", kind)
-    return f"{'.'.join(keys)} must be {kind}, got {wanted[2]}"
+    single = re.search(r"Expected a (.+?)\. Got value: (.*)", message)
+    unions = re.findall(r"Subtypes: \[(.+)\]", message)
+    given = re.search(r"Given value: (.*)", message)
+    if keys and single is not None:
+        return f"{'.'.join(keys)} must be {_plain(single[1])}, got {single[2]}"
+    if keys and unions and given is not None:
+        return f"{'.'.join(keys)} must be {_plain(unions[-1])}, got {given[1]}"
+    return " ".join(message.split())
+
+
+def _plain(kinds: str) -> str:
+    """Type annotations as jsonargparse prints them, one or several, in a user's words."""
+    found = re.findall(r"Literal\[(.+?)\]|<class '(?:\w+\.)*(\w+)'>|(\w+)\[", re.sub(r"\btyping\.", "", kinds))
+    words = [
+        _literal(literal) if literal else PLAIN.get(name or generic, name or generic) for literal, name, generic in found
+    ]
+    return " or ".join(words)
+
+
+def _literal(values: str) -> str:
+    return f"one of {values}" if "," in values else values

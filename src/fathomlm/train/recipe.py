@@ -181,6 +181,8 @@ class LossRecipe:
 class EvaluateRecipe:
     every: int = 250
     """Steps between validations; 0 validates at the end only."""
+    first: bool = False
+    """Validate before the first step too."""
     rows: int = 128
     """Rows of the validation split that are read, always the same ones; 0 reads all."""
 
@@ -255,6 +257,29 @@ class Recipe:
         return self.out or f"runs/{self.name}"
 
 
+LEAST = {
+    "model.recursions": 1,
+    "optimizer.eps": 0,
+    "optimizer.weight_decay": 0,
+    "optimizer.clip": 0,
+    "optimizer.nonfinite_limit": 1,
+    "schedule.warmup": 0,
+    "schedule.cooldown": 0,
+    "loss.distill.weight": 0,
+    "loss.exits.coefficient": 0,
+    "loss.exits.distill_weight": 0,
+    "loss.exits.head_rank": 0,
+    "loss.layerwise.weight": 0,
+    "evaluate.every": 0,
+    "evaluate.rows": 0,
+    "checkpoint.every": 1,
+    "checkpoint.keep": 0,
+    "log.every": 1,
+    "hardware.count": 1,
+}
+"""The lowest value of each number that has one."""
+
+
 def check(recipe: Recipe) -> None:
     """Refuse what no run could mean, each with the field, the rule and the value."""
     model, loss = recipe.model, recipe.loss
@@ -268,6 +293,8 @@ def check(recipe: Recipe) -> None:
         raise OptionError("batch needs one of tokens and sequences")
     if len(recipe.optimizer.betas) != 2:
         raise OptionError(f"optimizer.betas needs two numbers, got {recipe.optimizer.betas}")
+    if not all(0 <= beta < 1 for beta in recipe.optimizer.betas):
+        raise OptionError(f"optimizer.betas must be from 0 to below 1, got {recipe.optimizer.betas}")
     _positive("data.context", recipe.data.context)
     _positive("batch.micro", recipe.batch.micro)
     _positive("optimizer.lr", recipe.optimizer.lr)
@@ -283,15 +310,26 @@ def check(recipe: Recipe) -> None:
         raise OptionError("train: relaxation needs model.relax")
     if recipe.train == "exit_heads" and (loss.exits is None or loss.exits.head_rank < 1):
         raise OptionError("train: exit_heads needs loss.exits.head_rank of at least 1")
-    for name, least in (("evaluate.every", 0), ("evaluate.rows", 0), ("checkpoint.every", 1), ("log.every", 1)):
-        section, key = name.split(".")
-        value = getattr(getattr(recipe, section), key)
-        if value < least:
+    for name, least in LEAST.items():
+        value = _field(recipe, name)
+        if value is not None and not least <= value < float("inf"):
             raise OptionError(f"{name} must be at least {least}, got {value}")
+    for name in ("budget.tokens", "budget.steps", "budget.epochs", "budget.flops", "batch.tokens", "data.max_tokens"):
+        value = _field(recipe, name)
+        if value is not None:
+            parse_amount(name, value)
+
+
+def _field(recipe: Recipe, name: str) -> Any:
+    """A field by its dotted name; None where a section on the way is left out."""
+    value: Any = recipe
+    for part in name.split("."):
+        value = None if value is None else getattr(value, part)
+    return value
 
 
 def _positive(name: str, value: float) -> None:
-    if not value > 0:
+    if not 0 < value < float("inf"):
         raise OptionError(f"{name} must be above 0, got {value}")
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Protocol
 
 from fathomlm.checkpoints.writing import whole_file
-from fathomlm.errors import OptionError
+from fathomlm.errors import OptionError, OutputError
 from fathomlm.train.recipe import Recipe
 
 Record = dict[str, Any]
@@ -38,29 +40,43 @@ class Reporter:
 
     def __init__(self, directory: Path, recipe: Recipe, *, after_step: int) -> None:
         """Records of steps after `after_step` belong to a future that a resumed run will live again: they are dropped."""
-        directory.mkdir(parents=True, exist_ok=True)
         self._path = directory / "metrics.jsonl"
-        _keep_until(self._path, after_step)
-        self._file = self._path.open("a", encoding="utf-8")
+        with _writing(self._path):
+            directory.mkdir(parents=True, exist_ok=True)
+            _keep_until(self._path, after_step)
+            self._file = self._path.open("a", encoding="utf-8")
         self._board = _tensorboard(directory, after_step) if recipe.log.tensorboard else None
         self._wandb = _wandb(recipe, directory) if recipe.log.wandb is not None else None
 
     def write(self, record: Record) -> None:
-        self._file.write(json.dumps(record) + "\n")
-        self._file.flush()
         numbers = _flat(record)
-        if self._board is not None:
-            for name, value in numbers.items():
-                self._board.add_scalar(name, value, record["step"])
+        with _writing(self._path):
+            self._file.write(json.dumps(record) + "\n")
+            self._file.flush()
+            if self._board is not None:
+                for name, value in numbers.items():
+                    self._board.add_scalar(name, value, record["step"])
         if self._wandb is not None:
             self._wandb.log(numbers, step=record["step"])
 
     def close(self) -> None:
-        self._file.close()
-        if self._board is not None:
-            self._board.close()
+        with suppress(OSError):  # the disk is full, which `write` has said already
+            self._file.close()
+        with suppress(OSError):
+            if self._board is not None:
+                self._board.close()
         if self._wandb is not None:
             self._wandb.finish()
+
+
+@contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise OutputError(
+            f"cannot write {path}: {error.strerror or error}; --resume goes on from the last checkpoint"
+        ) from error
 
 
 def read_records(path: Path) -> list[Record]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import signal
 import threading
 from collections.abc import Callable, Iterator
@@ -16,8 +17,8 @@ import torch
 
 from fathomlm.checkpoints.writing import whole_file
 from fathomlm.depth.cost import count
-from fathomlm.errors import TrainingError
-from fathomlm.train.budget import plan_steps
+from fathomlm.errors import OutputError, TrainingError
+from fathomlm.train.budget import plan_steps, row_length
 from fathomlm.train.checkpoint import (
     Progress,
     clean_up,
@@ -29,11 +30,12 @@ from fathomlm.train.checkpoint import (
     saved_steps,
     step_name,
 )
+from fathomlm.train.data.loader import Batch, Prefetched
 from fathomlm.train.data.segments import Progress as Prepared
 from fathomlm.train.estimate import flops_per_token_6n
 from fathomlm.train.hardware import peak_tflops
-from fathomlm.train.loop import Meter, Stepper, StepResult, choose_micro, reading
-from fathomlm.train.losses.head import ChunkLoss, chunk_loss
+from fathomlm.train.loop import Meter, Pending, Stepper, StepResult, choose_micro, reading
+from fathomlm.train.losses.head import TaughtLoss, taught_loss
 from fathomlm.train.objective import Objective
 from fathomlm.train.optim import build_optimizer, choose_trained, state_bytes_per_weight
 from fathomlm.train.parallel import World, choose_parallel, join, spread
@@ -101,6 +103,9 @@ class Run:
         self._micro = choose_micro(self._length.rows_per_step, world, recipe.batch.micro)
         self._progress = Progress()
         self._last_loss: float | None = None
+        self._in_a_row = 0
+        self._rates: Record = {}
+        self._live: Record = {}
         self._validated: int | None = None
         self._exits: dict[str, float] = {}
         self._build()
@@ -109,18 +114,18 @@ class Run:
         recipe, world, decoder = self.recipe, self.world, self._student.decoder
         choose_trained(decoder, recipe.train)
         decoder.to(world.device)
-        loss: ChunkLoss = chunk_loss
+        taught: TaughtLoss = taught_loss
         if recipe.compile:
             for module in (decoder, *(() if self._teacher is None else (self._teacher.decoder,))):
                 for layer in module.layers:
                     layer.compile()
-            loss = torch.compile(chunk_loss)
+            taught = torch.compile(taught_loss)
         self._objective = Objective(
             decoder,
             recipe.loss,
             teacher=None if self._teacher is None else self._teacher.decoder,
             recompute=recipe.recompute,
-            loss=loss,
+            taught=taught,
         )
         weights = sum(p.numel() for p in decoder.parameters() if p.requires_grad)
         kind = choose_parallel(recipe.parallel, world, weights * state_bytes_per_weight(recipe.optimizer.kind))
@@ -132,7 +137,7 @@ class Run:
         s = self._student
         device_name = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else None
         self._forward_flops = count(
-            s.architecture, s.plan, relaxation=s.relaxation, context=recipe.data.context
+            s.architecture, s.plan, relaxation=s.relaxation, context=row_length(recipe)
         ).forward_flops_per_token
         self._meter = Meter(
             flops_per_token_6n(s.architecture, s.plan, s.relaxation), peak_tflops(recipe.hardware, device_name), world
@@ -145,42 +150,70 @@ class Run:
         reporter = Reporter(self.directory, recipe, after_step=progress.step) if world.first else None
         try:
             with _listening() as asked, reading(self._data.train, progress, world, self._micro) as batches:
-                stop = False
-                while progress.step < self._length.steps and not stop:
-                    with self._meter.timed(progress, self._length.tokens_per_step):
-                        micro = [next(batches) for _ in range(self._length.rows_per_step // world.size // self._micro)]
-                        result = self._stepper.step(micro, progress.step, asked.is_set())
-                    stop = self._after_step(result, reporter)
-                if saved_steps(self._checkpoints).keys().isdisjoint({progress.step}):
-                    self._save(reporter)
+                self._loop(batches, asked, reporter)
         finally:
             if reporter is not None:
                 reporter.close()
         return self._summary()
 
-    def _after_step(self, result: StepResult, reporter: Reporter | None) -> bool:
-        """Count, record, validate, save; whether to stop now."""
-        recipe, progress = self.recipe, self._progress
-        progress.step += 1
-        progress.rows += self._length.rows_per_step
-        progress.tokens += self._length.tokens_per_step
-        progress.skipped += result.skipped
-        self._last_loss = result.loss
-        done = progress.step == self._length.steps
-        live = {"loss": result.loss, "skipped": progress.skipped}
-        if progress.step % recipe.log.every == 0 or progress.step == 1 or done or result.skipped:
-            live |= self._record(result, reporter)
-        self._watcher.step(progress.step, self._length.steps, live)
-        if self._stepper.hopeless:
-            raise self._stepper.why_hopeless(progress.step, self._latest() or "none: the run failed before its first")
-        if recipe.evaluate.every and progress.step % recipe.evaluate.every == 0:
+    def _loop(self, batches: Prefetched[Batch], asked: threading.Event, reporter: Reporter | None) -> None:
+        """Step after step; results are read one step behind, except where something is due."""
+        progress, stop = self._progress, False
+        if self.recipe.evaluate.first and progress.step == 0:
             self._validate(reporter)
-        milestone = progress.step in recipe.checkpoint.milestones
-        if progress.step % recipe.checkpoint.every == 0 or milestone or done or result.stop:
+        behind: Pending | None = None
+        micro_steps = self._length.rows_per_step // self.world.size // self._micro
+        while progress.step < self._length.steps and not stop:
+            with self._meter.timed(progress, self._length.tokens_per_step):
+                micro = [next(batches) for _ in range(micro_steps)]
+                pending = self._stepper.step(micro, progress.step, asked.is_set())
+                progress.step += 1
+                progress.rows += self._length.rows_per_step
+                progress.tokens += self._length.tokens_per_step
+                stop = behind is not None and self._judge(behind.read(), progress.step - 1)
+                behind = pending
+                due = stop or self._is_due(progress.step)
+                if due:
+                    result, behind = pending.read(), None
+                    stop |= self._judge(result, progress.step)
+            if due:
+                self._attend(result, stop, reporter)
+            self._watcher.step(progress.step, self._length.steps, self._live)
+        if progress.step not in saved_steps(self._checkpoints):
             self._save(reporter)
+
+    def _is_due(self, step: int) -> bool:
+        recipe = self.recipe
+        cadences = (recipe.log.every, recipe.checkpoint.every, recipe.evaluate.every)
+        counted = any(every and step % every == 0 for every in cadences)
+        return counted or step in (1, self._length.steps) or step in recipe.checkpoint.milestones
+
+    def _judge(self, result: StepResult, step: int) -> bool:
+        """Take a step's result in; whether a rank was asked to stop."""
+        self._last_loss = result.loss
+        self._progress.skipped += result.skipped
+        self._in_a_row = self._in_a_row + 1 if result.skipped else 0
+        self._live = {"loss": result.loss, "skipped": self._progress.skipped, **self._rates}
+        if self._in_a_row >= self.recipe.optimizer.nonfinite_limit:
+            raise TrainingError(
+                f"the loss or its gradient was not finite in steps {step - self._in_a_row + 1} to {step}; stopped. The last "
+                f"good checkpoint: {self._latest() or 'none, the run had not saved yet'}. A lower optimizer.lr, a longer "
+                "schedule.warmup or a smaller optimizer.clip usually helps"
+            )
         return result.stop
 
-    def _record(self, result: StepResult, reporter: Reporter | None) -> Record:
+    def _attend(self, result: StepResult, stop: bool, reporter: Reporter | None) -> None:
+        """What is due after a step: a record, a validation, a checkpoint."""
+        recipe, step = self.recipe, self._progress.step
+        done = step == self._length.steps
+        if step % recipe.log.every == 0 or step == 1 or done or result.skipped:
+            self._record(result, reporter)
+        if recipe.evaluate.every and step % recipe.evaluate.every == 0:
+            self._validate(reporter)
+        if step % recipe.checkpoint.every == 0 or step in recipe.checkpoint.milestones or done or stop:
+            self._save(reporter)
+
+    def _record(self, result: StepResult, reporter: Reporter | None) -> None:
         progress = self._progress
         record: Record = {
             "kind": "train",
@@ -193,12 +226,12 @@ class Run:
             "lr": self.recipe.optimizer.lr * self._rate.at(progress.step - 1),
             "grad_norm": result.grad_norm,
             "skipped": progress.skipped,
-            **self._meter.read(),
         }
+        self._rates = self._meter.read()
+        record |= self._rates
         if reporter is not None:
             reporter.write(record)
         self._watcher.record(record)
-        return record
 
     def _validate(self, reporter: Reporter | None) -> None:
         progress = self._progress
@@ -217,7 +250,7 @@ class Run:
             "exits": exits,
             "parts": parts,
             "tokens_seen": tokens,
-            "best": progress.best is None or parts["next_token"] < progress.best,
+            "best": _is_better(parts["next_token"], progress.best),
         }
         self._validated, self._exits = progress.step, exits
         if reporter is not None:
@@ -229,7 +262,7 @@ class Run:
         recipe, progress = self.recipe, self._progress
         self._validate(reporter)
         value = progress.validation
-        better = recipe.checkpoint.best and value is not None and (progress.best is None or value < progress.best)
+        better = recipe.checkpoint.best and value is not None and _is_better(value, progress.best)
         if better:
             progress.best, progress.best_step = value, progress.step
         target = self._checkpoints / step_name(progress.step)
@@ -238,12 +271,20 @@ class Run:
             target, self._student, self._objective, self._optimizer, progress, dataclasses.asdict(recipe), self.world
         )
         if self.world.first:
-            point(self.directory / "last", target)
-            if better:
-                point(self.directory / "best", target)
-            protected = {*recipe.checkpoint.milestones} | ({progress.best_step} if progress.best_step is not None else set())
-            prune(self._checkpoints, recipe.checkpoint.keep, protected)
+            self._tidy()
         self.world.wait()
+
+    def _tidy(self) -> None:
+        """Point `last` and `best` where they belong and remove what is not kept; a killed run may not have come to it."""
+        recipe, saved, best = self.recipe.checkpoint, saved_steps(self._checkpoints), self._progress.best_step
+        try:
+            if saved:
+                point(self.directory / "last", saved[max(saved)])
+            if best in saved:
+                point(self.directory / "best", saved[best])
+            prune(self._checkpoints, recipe.keep, {*recipe.milestones} | ({best} if best is not None else set()))
+        except OSError as error:
+            raise OutputError(f"cannot write {self.directory}: {error.strerror or error}") from error
 
     def _start(self, resume: bool) -> None:
         saved = saved_steps(self._checkpoints)
@@ -261,11 +302,21 @@ class Run:
             self._load(source)
             self._progress.best = self._progress.best_step = None
         if self.world.first:
+            self._settle()
+        self._watcher.note(self._headline())
+
+    def _settle(self) -> None:
+        """The run's directory as a run needs it: made, or rid of what a killed run left half-done."""
+        try:
             self._checkpoints.mkdir(parents=True, exist_ok=True)
             clean_up(self._checkpoints)
-            with whole_file(self.directory / "recipe.yaml") as temporary:
-                temporary.write_text(to_yaml(self.recipe), encoding="utf-8")
-        self._watcher.note(self._headline())
+            for stale in (*self.directory.glob(".*.partial-*"), *self.directory.glob(".*.fresh-*")):
+                stale.unlink()
+        except OSError as error:
+            raise OutputError(f"cannot write {self.directory}: {error.strerror or error}") from error
+        self._tidy()
+        with whole_file(self.directory / "recipe.yaml") as temporary:
+            temporary.write_text(to_yaml(self.recipe), encoding="utf-8")
 
     def _load(self, path: Path) -> None:
         self._progress = load_checkpoint(path, self._objective, self._optimizer, self.world)
@@ -299,6 +350,10 @@ class Run:
             checkpoint=self._latest(),
             seconds=round(progress.seconds, 3),
         )
+
+
+def _is_better(value: float, best: float | None) -> bool:
+    return math.isfinite(value) and (best is None or value < best)
 
 
 def _is_exit(name: str) -> bool:

@@ -18,7 +18,9 @@ from fathomlm.cache.dense import stack_prefix
 from fathomlm.depth import Architecture, LinearSpec
 from fathomlm.kernels.attention import attention
 from fathomlm.kernels.norm import RMSNorm
+from fathomlm.kernels.qkv import qkv_rope
 from fathomlm.kernels.rope import apply_rope
+from fathomlm.kernels.swiglu import swiglu_mlp
 from fathomlm.model.relax import StepDelta
 
 
@@ -40,6 +42,11 @@ class StepContext:
             return self.delta.project(name, linear, x)
         out: Tensor = linear(x)
         return out
+
+    @property
+    def trains_compiled(self) -> bool:
+        """Whether this is a compiled training step that adds nothing to its layer: some parts then have a faster form."""
+        return self.delta is None and self.kv is None and torch.is_grad_enabled() and torch.compiler.is_compiling()
 
     def norm(self, name: str, module: nn.Module, x: Tensor) -> Tensor:
         """A norm of the layer, with what this step adds to it."""
@@ -86,14 +93,11 @@ class Attention(nn.Module):
         self.k_norm = build_norm(architecture, architecture.head_dim) if architecture.qk_norm else None
         self.head_dim = architecture.head_dim
         self.scale = architecture.scale
+        whole = architecture.rotary_dim == architecture.head_dim
+        self._plain = whole and not architecture.qk_norm and not architecture.qkv_bias
 
     def forward(self, x_BTM: Tensor, step: StepContext) -> Tensor:
-        q = self._heads(step.project("q", self.q, x_BTM))
-        k = self._heads(step.project("k", self.k, x_BTM))
-        v = self._heads(step.project("v", self.v, x_BTM))
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = step.norm("attn.q_norm", self.q_norm, q), step.norm("attn.k_norm", self.k_norm, k)
-        q, k = apply_rope(q, step.cos, step.sin), apply_rope(k, step.cos, step.sin)
+        q, k, v = self._rotated(x_BTM, step)
         if step.kv is not None:
             k, v = step.kv.append(k, v)
         mask, causal = step.mask, step.causal
@@ -102,6 +106,18 @@ class Attention(nn.Module):
             causal = False
         mixed = attention(q, k, v, scale=self.scale, mask=mask, causal=causal)
         return step.project("o", self.o, mixed.transpose(1, 2).flatten(2))
+
+    def _rotated(self, x_BTM: Tensor, step: StepContext) -> tuple[Tensor, Tensor, Tensor]:
+        """Heads of queries, keys and values, the first two at their positions."""
+        if self._plain and step.trains_compiled:
+            weights = self.q.weight, self.k.weight, self.v.weight
+            return qkv_rope(x_BTM, *weights, step.cos, step.sin, self.head_dim)
+        q = self._heads(step.project("q", self.q, x_BTM))
+        k = self._heads(step.project("k", self.k, x_BTM))
+        v = self._heads(step.project("v", self.v, x_BTM))
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = step.norm("attn.q_norm", self.q_norm, q), step.norm("attn.k_norm", self.k_norm, k)
+        return apply_rope(q, step.cos, step.sin), apply_rope(k, step.cos, step.sin), v
 
     def _heads(self, x_BTW: Tensor) -> Tensor:
         B, T, _ = x_BTW.shape
@@ -143,8 +159,12 @@ class FeedForward(nn.Module):
         self.up = _linear(specs["up"])
         self.down = _linear(specs["down"])
         self.activation = architecture.activation
+        self._plain = architecture.gated and architecture.activation == "silu" and not architecture.mlp_bias
 
     def forward(self, x: Tensor, step: StepContext) -> Tensor:
+        if self._plain and step.trains_compiled:
+            assert self.gate is not None
+            return swiglu_mlp(x.flatten(0, -2), self.gate.weight, self.up.weight, self.down.weight).view_as(x)
         act = ACTIVATIONS[self.activation]
         up = step.project("up", self.up, x)
         inner = act(up) if self.gate is None else act(step.project("gate", self.gate, x)) * up

@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from fathomlm.kernels.cross_entropy import cross_entropy_
 from fathomlm.train.losses.divergence import DIVERGENCES
 
 IGNORED = -100
@@ -44,27 +45,32 @@ class Teacher:
     weight_VM: Tensor
 
 
-ChunkLoss = Callable[[Tensor, Tensor, Tensor | None, HeadTerms], tuple[Tensor, Tensor, Tensor]]
+TaughtLoss = Callable[[Tensor, Tensor, Tensor, HeadTerms], tuple[Tensor, Tensor, Tensor]]
 
 
-def chunk_loss(
-    logits_CV: Tensor, targets_C: Tensor, teacher_CV: Tensor | None, terms: HeadTerms
-) -> tuple[Tensor, Tensor, Tensor]:
+def taught_loss(logits_CV: Tensor, targets_C: Tensor, teacher_CV: Tensor, terms: HeadTerms) -> tuple[Tensor, Tensor, Tensor]:
     """Sums of cross entropy and divergence over a chunk, and the gradient of their weighted sum for the logits."""
+    assert terms.divergence is not None
     counted_C1 = (targets_C != IGNORED)[:, None]
     targets_C1 = targets_C.clamp_min(0)[:, None]
-    log_q = F.log_softmax(logits_CV.float(), dim=-1)
+    wide = torch.promote_types(logits_CV.dtype, torch.float32)
+    log_q, log_p = F.log_softmax(logits_CV.to(wide), dim=-1), F.log_softmax(teacher_CV.to(wide), dim=-1)
     ce = torch.where(counted_C1, -log_q.gather(1, targets_C1), 0.0).sum()
     words_1V = torch.arange(logits_CV.shape[1], device=logits_CV.device)[None]
-    slope = terms.weight * (log_q.exp() - (words_1V == targets_C1).float())
-    distance = torch.zeros_like(ce)
-    if terms.divergence is not None:
-        assert teacher_CV is not None
-        log_p = F.log_softmax(teacher_CV.float(), dim=-1)
-        value_C, d_slope = DIVERGENCES[terms.divergence](log_q, log_p)
-        distance = torch.where(counted_C1[:, 0], value_C, 0.0).sum()
-        slope = slope + terms.divergence_weight * d_slope
+    slope = terms.weight * (log_q.exp() - (words_1V == targets_C1).to(wide))
+    value_C, d_slope = DIVERGENCES[terms.divergence](log_q, log_p)
+    distance = torch.where(counted_C1[:, 0], value_C, 0.0).sum()
+    slope = slope + terms.divergence_weight * d_slope
     return ce, distance, torch.where(counted_C1, slope, 0.0).to(logits_CV.dtype)
+
+
+def _chunk_loss(
+    logits_CV: Tensor, targets_C: Tensor, teacher_CV: Tensor | None, terms: HeadTerms, taught: TaughtLoss
+) -> tuple[Tensor, Tensor, Tensor]:
+    if teacher_CV is not None and terms.divergence is not None:
+        return taught(logits_CV, targets_C, teacher_CV, terms)
+    losses_C = cross_entropy_(logits_CV, targets_C, terms.weight)
+    return losses_C.sum(), losses_C.new_zeros(()), logits_CV
 
 
 class _HeadLoss(torch.autograd.Function):
@@ -77,7 +83,7 @@ class _HeadLoss(torch.autograd.Function):
         teacher: Teacher | None,
         terms: HeadTerms,
         chunk: int,
-        loss: ChunkLoss,
+        taught: TaughtLoss,
         dtype: torch.dtype,
     ) -> tuple[Tensor, Tensor, Tensor]:
         weight = weight_VM.to(dtype)
@@ -93,7 +99,7 @@ class _HeadLoss(torch.autograd.Function):
             shown = None
             if teacher is not None and teacher_weight is not None:
                 shown = teacher.hidden_NM[part].to(dtype) @ teacher_weight.T
-            ce, distance, slope = loss(logits, targets_N[part], shown, terms)
+            ce, distance, slope = _chunk_loss(logits, targets_N[part], shown, terms, taught)
             ce_sum += ce
             distance_sum += distance
             if d_hidden is not None:
@@ -120,17 +126,17 @@ def head_loss(
     *,
     teacher: Teacher | None = None,
     chunk: int | None = None,
-    loss: ChunkLoss = chunk_loss,
+    taught: TaughtLoss = taught_loss,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The weighted sum over tokens, and its parts: summed cross entropy and summed divergence (neither carries a gradient).
 
-    `loss` is `chunk_loss` or a compiled form of it. The product is taken in autocast's dtype where that is on.
+    `taught` is `taught_loss` or a compiled form of it. The product is taken in autocast's dtype where that is on.
     """
     kind = hidden_NM.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden_NM.dtype
     chunk = chunk or default_chunk(kind, weight_VM.shape[0])
     with torch.autocast(kind, enabled=False):
-        total, ce, distance = _HeadLoss.apply(hidden_NM, weight_VM, targets_N, teacher, terms, chunk, loss, dtype)  # type: ignore[no-untyped-call]
+        total, ce, distance = _HeadLoss.apply(hidden_NM, weight_VM, targets_N, teacher, terms, chunk, taught, dtype)  # type: ignore[no-untyped-call]
     return total, ce, distance
 
 

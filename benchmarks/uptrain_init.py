@@ -1,0 +1,202 @@
+"""What a looped model starts from, after equal uptraining (thesis 3.4.2, 3.4.3; figures on initialisation and relaxation).
+
+    python benchmarks/uptrain_init.py run --source smollm2-135m --corpus CORPUS --work runs/uptrain-init --out uptrain.json
+    python benchmarks/uptrain_init.py draw uptrain.json benchmarks/results/uptrain_init_h200
+
+SmolLM2-135M becomes 15 layers looped twice, started stepwise, as an average, or at random; and as an average with rank-64
+LoRA at every step, started by SVD towards the original weights or at zero. All five see the same tokens in the same order
+with the same settings; only the start differs. `draw` writes the table and the picture from the record of `run`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "stepwise": {"init": "stepwise"},
+    "average": {"init": "average"},
+    "random": {"init": "random"},
+    "average + LoRA 64, SVD": {"init": "average", "relax": "lora", "rank": 64, "relax_init": "svd"},
+    "average + LoRA 64, zero": {"init": "average", "relax": "lora", "rank": 64, "relax_init": "zero"},
+}
+FINDINGS = {
+    "stepwise": "best start of a tied model",
+    "average": "clearly below stepwise, above random; notably poor for Gemma",
+    "random": "far below both: pretrained weights help in any manner",
+    "average + LoRA 64, SVD": "average is the best tied start under LoRA, even above stepwise without it",
+    "average + LoRA 64, zero": "SVD beats zero (by up to 6.5 points of accuracy at rank 512)",
+}
+
+
+def run(args: argparse.Namespace) -> None:
+    import torch
+    from environment import environment
+
+    from fathomlm.train.reading import build_recipe
+    from fathomlm.train.report import read_records
+    from fathomlm.train.run import train
+
+    shared: dict[str, Any] = {
+        "data": {"path": args.corpus, "context": 2048},
+        "budget": {"tokens": args.tokens},
+        "batch": {"sequences": args.rows, "micro": args.micro},
+        "optimizer": {"lr": args.lr, "weight_decay": 0.1},
+        "schedule": {"kind": "cosine", "warmup": 0.05},
+        "precision": args.precision,
+        "compile": args.compile,
+        "device": args.device,
+        "evaluate": {"every": args.every, "rows": args.validation_rows, "first": True},
+        "checkpoint": {"every": 10**6, "keep": 1, "best": False},
+        "log": {"every": 5, "tensorboard": False},
+    }
+    record: dict[str, Any] = {"environment": environment(), "settings": shared, "runs": {}}
+    record["original"] = original_loss(args, shared)
+    print("original", record["original"], flush=True)
+    for name in args.only or VARIANTS:
+        begin = time.perf_counter()
+        slug = "".join(c if c.isalnum() else "-" for c in name.lower())
+        model = {"source": args.source, "sharing": "cycle", "recursions": 2, **VARIANTS[name]}
+        recipe = build_recipe({**shared, "name": slug, "out": str(Path(args.work) / slug), "model": model})
+        summary = train(recipe)
+        curve = read_records(Path(recipe.directory) / "metrics.jsonl")
+        keep = ("step", "tokens", "loss", "lr", "tokens_per_s", "mfu", "memory_gb")
+        record["runs"][name] = {
+            "model": VARIANTS[name],
+            "parameters": parameters(recipe.directory),
+            "training": [{k: r[k] for k in keep} for r in curve if r["kind"] == "train"],
+            "validation": [{k: r[k] for k in ("step", "tokens", "loss")} for r in curve if r["kind"] == "validation"],
+            "final": summary.validation,
+            "seconds": round(time.perf_counter() - begin, 1),
+        }
+        args.out.write_text(json.dumps(record) + "\n")
+        rate = record["runs"][name]["training"][-1]["tokens_per_s"]
+        print(f"{name:26} {summary.validation:.4f}  {rate:,.0f} tokens/s  {record['runs'][name]['seconds']} s", flush=True)
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+
+def parameters(directory: str) -> int:
+    from safetensors import safe_open
+
+    with safe_open(Path(directory) / "last" / "model.safetensors", framework="pt") as file:
+        return sum(file.get_tensor(name).numel() for name in file.keys())  # noqa: SIM118
+
+
+def original_loss(args: argparse.Namespace, shared: dict[str, Any]) -> float:
+    """The untied model's validation loss, untouched: what all starts are measured against."""
+    import torch
+
+    from fathomlm.train.loop import Stepper
+    from fathomlm.train.objective import Objective
+    from fathomlm.train.optim import build_optimizer
+    from fathomlm.train.parallel import join
+    from fathomlm.train.reading import build_recipe
+    from fathomlm.train.schedule import LearningRate
+    from fathomlm.train.setup import build_student, open_data
+
+    recipe = build_recipe({**shared, "model": {"source": args.source}})
+    with join(args.device) as world, torch.no_grad():
+        data = open_data(recipe, world)
+        assert data.validation is not None
+        objective = Objective(build_student(recipe, data.corpus).decoder.to(world.device), recipe.loss)
+        optimizer = build_optimizer(objective, recipe.optimizer)
+        stepper = Stepper(recipe, objective, objective, optimizer, LearningRate.of(recipe.schedule, 100), world)
+        return stepper.validate(data.validation, args.validation_rows)[0]["next_token"]
+
+
+def draw(args: argparse.Namespace) -> None:
+    record = json.loads(args.record.read_text())
+    Path(f"{args.stem}.json").write_text(json.dumps(record, indent=1) + "\n")
+    Path(f"{args.stem}.md").write_text(table(record))
+    picture(record, Path(f"{args.stem}.png"))
+    print(table(record))
+
+
+def table(record: dict[str, Any]) -> str:
+    where, settings = record["environment"], record["settings"]
+    tokens = next(iter(record["runs"].values()))["training"][-1]["tokens"]
+    device, rows, context = where["device"], settings["batch"]["sequences"], settings["data"]["context"]
+    lines = [
+        "# What a looped SmolLM2-135M starts from",
+        "",
+        f"{device}, torch {where['torch']}, {where['date']}. 15 layers looped twice, {tokens / 1e6:.1f}M tokens each of one",
+        f"corpus in one order, {rows} rows of {context} a step, AdamW {settings['optimizer']['lr']:g}, cosine, "
+        f"{settings['precision']}, one seed.",
+        "Validation loss on held-out documents, in nats a token.",
+        f"The untied model before any training: {record['original']:.4f}.",
+        "",
+        "| start | parameters | before training | after | above the original | what the thesis found |",
+        "|---|--:|--:|--:|--:|---|",
+    ]
+    for name, found in record["runs"].items():
+        size, first, last = found["parameters"] / 1e6, found["validation"][0]["loss"], found["final"]
+        above = last - record["original"]
+        lines.append(f"| {name} | {size:.1f}M | {first:.3f} | {last:.4f} | {above:+.4f} | {FINDINGS[name]} |")
+    return "\n".join(lines) + "\n"
+
+
+def picture(record: dict[str, Any], out: Path) -> None:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, 5.2), layout="constrained")
+    FigureCanvasAgg(figure)
+    left, right = figure.subplots(1, 2)
+    for name, found in record["runs"].items():
+        style = "--" if "LoRA" in name else "-"
+        for axes, kind in ((left, "training"), (right, "validation")):
+            x = [r["tokens"] / 1e6 for r in found[kind]]
+            y = [r["loss"] for r in found[kind]]
+            label = f"{name}: {found['final']:.3f}" if kind == "validation" else name
+            axes.plot(x, y, style, label=label, marker="o" if kind == "validation" else None, markersize=3)
+    untied = record["original"]
+    right.axhline(untied, color="black", linewidth=1, linestyle=":", label=f"untied original: {untied:.3f}")
+    for axes, kind in ((left, "Training"), (right, "Validation")):
+        axes.set_title(f"{kind} loss")
+        axes.set_xlabel("tokens seen (millions)")
+        axes.set_ylabel("loss (nats a token)")
+        axes.grid(alpha=0.3)
+        axes.legend(fontsize=8, title="start: final loss" if kind == "Validation" else "start", title_fontsize=8)
+    for axes in (left, right):
+        axes.set_ylim(record["original"] - 0.2, 8)
+    figure.suptitle(
+        f"SmolLM2-135M, 15 layers looped twice: starts after equal uptraining ({record['environment']['device']})"
+    )
+    figure.savefig(out, dpi=130)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    verbs = parser.add_subparsers(required=True)
+    go = verbs.add_parser("run")
+    go.add_argument("--source", default="smollm2-135m")
+    go.add_argument("--corpus", required=True)
+    go.add_argument("--work", default="runs/uptrain-init")
+    go.add_argument("--out", type=Path, default=Path("uptrain_init.json"))
+    go.add_argument("--tokens", default="20M")
+    go.add_argument("--rows", type=int, default=64)
+    go.add_argument("--micro", type=int, default=32)
+    go.add_argument("--lr", type=float, default=5e-4)
+    go.add_argument("--every", type=int, default=15)
+    go.add_argument("--validation-rows", type=int, default=128)
+    go.add_argument("--precision", default="bf16")
+    go.add_argument("--device", default="auto")
+    go.add_argument("--compile", action=argparse.BooleanOptionalAction, default=True)
+    go.add_argument("--only", nargs="*", choices=list(VARIANTS))
+    go.set_defaults(run=run)
+    show = verbs.add_parser("draw")
+    show.add_argument("record", type=Path)
+    show.add_argument("stem")
+    show.set_defaults(run=draw)
+    args = parser.parse_args()
+    args.run(args)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,115 @@
+"""Training on a GPU: kernels against their plain twins, compiled steps against eager ones, a run that resumes."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fathomlm.depth import Architecture, DepthPlan
+from fathomlm.depth.relaxation import build_relaxation
+from fathomlm.kernels import cross_entropy, qkv, swiglu
+from fathomlm.model.decoder import Decoder
+from fathomlm.train.objective import Objective
+from fathomlm.train.recipe import ExitRecipe, LossRecipe
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+CUDA = "cuda"
+NEAR = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("width", [512, 700, 2560])
+def test_swiglu_kernel_means_what_its_twin_means(dtype: torch.dtype, width: int) -> None:
+    both = torch.randn(67, 2 * width, device=CUDA, dtype=dtype)
+    d_inner = torch.randn(67, width, device=CUDA, dtype=dtype)
+    for fast, slow in zip(swiglu.swiglu_backward(both, d_inner), swiglu.plain_swiglu_backward(both, d_inner), strict=True):
+        torch.testing.assert_close(fast, slow, rtol=NEAR[dtype], atol=NEAR[dtype])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("vocab", [257, 4096, 49152])
+def test_cross_entropy_kernel_means_what_its_twin_means(dtype: torch.dtype, vocab: int) -> None:
+    logits = 4 * torch.randn(33, vocab, device=CUDA, dtype=dtype)
+    targets = torch.randint(0, vocab, (33,), device=CUDA)
+    targets[5] = targets[20] = -100
+    fast, slow = logits.clone(), logits.clone()
+    ours = cross_entropy.cross_entropy_(fast, targets, 0.3)
+    theirs = cross_entropy.plain_cross_entropy_(slow, targets, 0.3)
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(fast, slow, rtol=1e-2 if dtype == torch.bfloat16 else 1e-5, atol=1e-5)
+    assert not fast[5].any()
+
+
+@pytest.mark.parametrize(("heads", "groups", "head_dim"), [(15, 5, 64), (4, 2, 16), (3, 1, 32)])
+def test_packing_kernel_means_what_its_twin_means(heads: int, groups: int, head_dim: int) -> None:
+    B, T = 3, 37
+    d_q = torch.randn(B, T, heads, head_dim, device=CUDA).transpose(1, 2)
+    d_k, d_v = (torch.randn(B, groups, T, head_dim, device=CUDA) for _ in range(2))
+    angle = torch.randn(B, 1, T, head_dim // 2, device=CUDA)
+    cos, sin = torch.cat((angle.cos(), angle.cos()), -1), torch.cat((-angle.sin(), angle.sin()), -1)
+    fast = qkv.unrotate_and_pack(d_q, d_k, d_v, cos, sin)
+    torch.testing.assert_close(fast, qkv.plain_unrotate_and_pack(d_q, d_k, d_v, cos, sin), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("relax", [None, "lora"])
+@pytest.mark.parametrize("recompute", ["none", "recursion"])
+def test_a_compiled_step_has_the_gradients_of_an_eager_one(relax: str | None, recompute: Any) -> None:
+    shape = {"layers": 4, "hidden": 96, "intermediate": 160, "heads": 6, "kv_heads": 2, "head_dim": 16, "vocab": 300}
+    architecture = Architecture(family="llama", **shape)
+    relaxation = build_relaxation(architecture.linears(), relax, 8 if relax else None)
+    decoder = Decoder(architecture, DepthPlan.build("cycle", 2, 4), relaxation)
+    decoder.reset_parameters()
+    objective = Objective(decoder.to(CUDA), LossRecipe(exits=ExitRecipe(distill="forward_kl")), recompute=recompute)
+    tokens, targets = torch.randint(0, 300, (2, 2, 64), device=CUDA)
+    found = []
+    for compiled in (False, True):
+        if compiled:
+            for layer in decoder.layers:
+                layer.compile()
+        loss, _ = objective(tokens, targets)
+        loss.backward()
+        found.append((loss.detach(), {n: p.grad.clone() for n, p in decoder.named_parameters() if p.grad is not None}))
+        decoder.zero_grad()
+    (eager, slow), (fast_loss, fast) = found
+    torch.testing.assert_close(fast_loss, eager, rtol=1e-5, atol=1e-3)
+    for name in slow:
+        torch.testing.assert_close(fast[name], slow[name], rtol=1e-3, atol=1e-3 * float(slow[name].abs().max()), msg=name)
+
+
+def test_a_compiled_bf16_run_learns_and_resumes(tmp_path: Path) -> None:
+    pytest.importorskip("jsonargparse")
+    from fathomlm.train.data.prepare import PrepareOptions, prepare
+    from fathomlm.train.reading import build_recipe
+    from fathomlm.train.run import train
+
+    text = tmp_path / "text.txt"
+    text.write_text("the quick brown fox jumps over the lazy dog. " * 400)
+    more = tmp_path / "more.txt"
+    more.write_text("a fathom is six feet of water, and the line is marked in fathoms. " * 50)
+    prepare(PrepareOptions(sources=(str(text),), validation_from=(str(more),), out=tmp_path / "corpus", tokenizer="bytes"))
+    shape = {"layers": 4, "hidden": 64, "intermediate": 128, "heads": 4, "kv_heads": 2, "context": 128}
+    values = {
+        "model": {"architecture": shape, "recursions": 2},
+        "data": {"path": str(tmp_path / "corpus"), "context": 128},
+        "budget": {"steps": 60},
+        "batch": {"sequences": 8, "micro": 4},
+        "optimizer": {"lr": 3e-3},
+        "loss": {"exits": {}},
+        "precision": "bf16",
+        "compile": True,
+        "evaluate": {"every": 0, "rows": 8},
+        "checkpoint": {"every": 30},
+        "log": {"every": 1, "tensorboard": False},
+        "out": str(tmp_path / "run"),
+    }
+    recipe = build_recipe(values)
+    whole = train(recipe)
+    assert whole.loss is not None
+    assert whole.loss < 1.5
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "step-00000060")
+    again = train(recipe, resume=True)
+    assert again.validation == pytest.approx(whole.validation, rel=1e-2)

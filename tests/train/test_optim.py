@@ -1,0 +1,104 @@
+"""Optimizers: who learns, who decays, each weight once."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fathomlm.depth import Architecture, DepthPlan
+from fathomlm.depth.relaxation import build_relaxation
+from fathomlm.errors import OptionError
+from fathomlm.model.decoder import Decoder
+from fathomlm.train.optim import build_optimizer, choose_trained, named_state, parameter_groups, set_rate
+from fathomlm.train.recipe import OptimizerRecipe
+
+SHAPE = {"layers": 4, "hidden": 16, "intermediate": 24, "heads": 2, "kv_heads": 1, "head_dim": 8, "vocab": 37}
+ARCHITECTURE = Architecture(family="qwen2", qkv_bias=True, **SHAPE)
+
+
+def decoder(relax=None, exits=(), rank=0, plan=None):
+    plan = plan or DepthPlan.build("cycle", 2, 4)
+    relaxation = build_relaxation(ARCHITECTURE.linears(), relax, 2 if relax == "lora" else None, None)
+    made = Decoder(ARCHITECTURE, plan.with_exits(exits), relaxation, exit_rank=rank)
+    made.reset_parameters()
+    return made
+
+
+def test_shared_weights_are_in_one_group_once():
+    model = decoder("lora")
+    groups = parameter_groups(model, 0.1)
+    held = [parameter for group in groups for parameter in group["params"]]
+    assert len(held) == len({id(p) for p in held}) == len(list(model.parameters()))
+    assert {id(p) for p in held} == {id(p) for p in model.parameters()}
+    assert len([p for p in held if p is model.layers[0].mlp.up.weight]) == 1
+    assert len(model.layers) == 2
+
+
+def test_vectors_do_not_decay():
+    model = decoder("lora")
+    matrices, vectors = parameter_groups(model, 0.1)
+    assert (matrices["weight_decay"], vectors["weight_decay"]) == (0.1, 0.0)
+    assert {p.dim() for p in matrices["params"]} == {2}
+    assert {p.dim() for p in vectors["params"]} == {1}
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    left_out = {names[id(p)] for p in vectors["params"]}
+    assert {"norm.weight", "layers.0.attn.q.bias"} <= left_out
+    assert any(name.startswith("deltas.0.offsets.") for name in left_out)
+
+
+def test_decay_shrinks_matrices_and_leaves_vectors():
+    model = decoder()
+    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    optimizer = build_optimizer(model, OptimizerRecipe(lr=0.1, weight_decay=0.5))
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.detach(), before[name] * (0.95 if parameter.dim() > 1 else 1.0))
+
+
+def test_only_what_learns_is_held():
+    model = decoder("lora")
+    choose_trained(model, "relaxation")
+    held = {id(p) for group in parameter_groups(model, 0.1) for p in group["params"]}
+    assert held == {id(p) for name, p in model.named_parameters() if name.startswith("deltas.")}
+    encoded = decoder("encoding")
+    choose_trained(encoded, "relaxation")
+    assert [name for name, p in encoded.named_parameters() if p.requires_grad] == ["encodings.0", "encodings.1"]
+    (vectors,) = parameter_groups(encoded, 0.1)
+    assert vectors["weight_decay"] == 0.0
+    choose_trained(encoded, "all")
+    assert all(p.requires_grad for p in encoded.parameters())
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [("relaxation", "the model has no relaxation"), ("exit_heads", "the model has no exit heads")],
+)
+def test_nothing_to_learn(what, message):
+    with pytest.raises(OptionError, match=message):
+        choose_trained(decoder(), what)
+
+
+@pytest.mark.parametrize("kind", ["adamw", "adafactor"])
+def test_the_rate_is_what_it_says(kind):
+    """A first step moves each weight by about the rate, whatever its size (torch's own Adafactor would scale by it)."""
+    model = torch.nn.Linear(6, 4, bias=False)
+    with torch.no_grad():
+        model.weight.fill_(100.0)
+    optimizer = build_optimizer(model, OptimizerRecipe(kind=kind, lr=1.0, weight_decay=0.0))
+    set_rate(optimizer, 0.25)
+    model.weight.grad = torch.ones_like(model.weight)
+    optimizer.step()
+    assert (100.0 - model.weight).mean().item() == pytest.approx(0.25, rel=0.01)
+
+
+@pytest.mark.parametrize("kind", ["adamw", "adafactor"])
+def test_state_goes_by_name(kind):
+    model = decoder()
+    optimizer = build_optimizer(model, OptimizerRecipe(kind=kind))
+    assert named_state(model, optimizer) == {}
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    assert named_state(model, optimizer).keys() == {name for name, _ in model.named_parameters()}
