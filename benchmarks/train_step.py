@@ -73,7 +73,7 @@ def measure(name: str, rows: int, micro: int, steps: int, profile: bool) -> dict
     world = World(0, 1, device)
     stepper = Stepper(recipe, objective, objective, optimizer, LearningRate.of(recipe.schedule, 1000), world)
     tokens = torch.randint(0, architecture.vocab, (rows, CONTEXT + 1))
-    batches = Batch(tokens_BT=tokens[:, :-1].contiguous(), targets_BT=tokens[:, 1:].contiguous()).split(micro)
+    batches = Batch(tokens_BT=tokens[:, :-1].contiguous(), targets_BT=tokens[:, 1:].contiguous()).pin().split(micro)
 
     begin = time.perf_counter()
     for number in range(3):

@@ -6,8 +6,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from fathomlm.train.losses import head
 from fathomlm.train.losses.divergence import DIVERGENCES
-from fathomlm.train.losses.head import IGNORED, HeadTerms, Teacher, chunk_loss, default_chunk, head_loss, plain_head_loss
+from fathomlm.train.losses.head import IGNORED, HeadTerms, Teacher, default_chunk, head_loss, plain_head_loss
 
 N, M, V = 23, 8, 31
 KINDS = [None, *DIVERGENCES]
@@ -116,24 +117,20 @@ def test_a_teacher_of_the_same_weights_gets_no_gradient():
     torch.testing.assert_close(weight.grad, w.grad, rtol=2e-5, atol=2e-5)
 
 
-class Watched:
-    """`chunk_loss` that notes the shapes it sees."""
-
-    def __init__(self):
-        self.shapes = []
-
-    def __call__(self, logits_CV, targets_C, teacher_CV, terms):
-        self.shapes += [tuple(x.shape) for x in (logits_CV, teacher_CV) if x is not None]
-        return chunk_loss(logits_CV, targets_C, teacher_CV, terms)
-
-
 @pytest.mark.parametrize("chunk", [1, 7, N])
-def test_no_more_than_a_chunk_of_logits_is_held(chunk):
+@pytest.mark.parametrize("kind", [None, "forward_kl"])
+def test_no_more_than_a_chunk_of_logits_is_held(kind, chunk, monkeypatch):
     hidden, weight, targets, teacher = make()
-    watched = Watched()
-    head_loss(hidden, weight, targets, HeadTerms(1.0, "forward_kl", 1.0), teacher=teacher, chunk=chunk, loss=watched)
-    assert all(rows <= chunk and words == V for rows, words in watched.shapes)
-    assert sum(rows for rows, _ in watched.shapes) == 2 * N
+    shapes, plain = [], head._chunk_loss
+
+    def watched(logits_CV, targets_C, teacher_CV, *rest):
+        shapes.extend(tuple(x.shape) for x in (logits_CV, teacher_CV) if x is not None)
+        return plain(logits_CV, targets_C, teacher_CV, *rest)
+
+    monkeypatch.setattr(head, "_chunk_loss", watched)
+    head_loss(hidden, weight, targets, HeadTerms(1.0, kind, 1.0), teacher=teacher if kind else None, chunk=chunk)
+    assert all(rows <= chunk and words == V for rows, words in shapes)
+    assert sum(rows for rows, _ in shapes) == (2 * N if kind else N)
 
 
 def test_nothing_of_the_size_of_all_logits_is_ever_made():
@@ -186,16 +183,17 @@ def test_without_gradients_the_value_is_the_same():
     assert parts == wanted[1:3]
 
 
-def test_products_are_taken_in_autocasts_type_and_gradients_keep_theirs():
+def test_products_are_taken_in_autocasts_type_and_gradients_keep_theirs(monkeypatch):
     hidden, weight, targets, _ = make()
-    seen = []
+    seen, plain = [], head._chunk_loss
 
-    def loss(logits_CV, *rest):
+    def watched(logits_CV, *rest):
         seen.append(logits_CV.dtype)
-        return chunk_loss(logits_CV, *rest)
+        return plain(logits_CV, *rest)
 
+    monkeypatch.setattr(head, "_chunk_loss", watched)
     with torch.autocast("cpu", torch.bfloat16):
-        total, ce, _ = head_loss(hidden, weight, targets, HeadTerms(), chunk=7, loss=loss)
+        total, ce, _ = head_loss(hidden, weight, targets, HeadTerms(), chunk=7)
     total.backward()
     assert set(seen) == {torch.bfloat16}
     assert ce.dtype == hidden.grad.dtype == weight.grad.dtype == torch.float32

@@ -17,6 +17,7 @@ from fathomlm.errors import CheckpointError, OptionError, OutputError, TrainingE
 from fathomlm.train import checkpoint as checkpoint_module
 from fathomlm.train import report as report_module
 from fathomlm.train.checkpoint import read_state
+from fathomlm.train.data.prepare import PrepareOptions, prepare
 from fathomlm.train.report import Silence, read_records
 from fathomlm.train.run import train
 
@@ -76,6 +77,21 @@ def test_a_run_that_was_stopped_ends_as_one_that_was_not(name, number, recipe, t
     assert same_end(whole, parted)
 
 
+def test_a_second_interrupt_breaks_off_at_once(recipe, tmp_path):
+    class Impatient(StopAt):
+        def step(self, step, total, live):
+            super().step(step, total, live)
+            super().step(step, total, live)
+
+    changes = {"checkpoint": {"every": 2}}
+    before = signal.getsignal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt):
+        train(recipe(**changes), watcher=Impatient(3, signal.SIGINT))
+    assert signal.getsignal(signal.SIGINT) is before
+    assert names(tmp_path / "run/checkpoints") == ["step-00000002"]
+    assert train(recipe(**changes), resume=True).finished
+
+
 def test_records_of_a_future_that_is_lived_again_are_dropped(recipe, tmp_path):
     changes = {"checkpoint": {"every": 2}, "evaluate": {"every": 1}}
     train(recipe(**changes))
@@ -128,6 +144,18 @@ def test_how_a_run_is_run_may_change(recipe, tmp_path):
     train(recipe(), watcher=StopAt(2))
     changes = {"batch": {"micro": 4}, "log": {"every": 2}, "recompute": "layer", "loss": {"chunk": 5}}
     assert train(recipe(**changes, checkpoint={"every": 2}, name="other"), resume=True).finished
+
+
+def test_the_data_may_move_but_not_change(recipe, token_corpus, tmp_path):
+    train(recipe(), watcher=StopAt(2))
+    moved = tmp_path / "moved"
+    shutil.copytree(token_corpus, moved)
+    train(recipe(data={"path": str(moved)}), watcher=StopAt(4), resume=True)
+    (tmp_path / "text.txt").write_text("other words")
+    prepare(PrepareOptions(sources=(str(tmp_path / "text.txt"),), out=moved, tokenizer="bytes", force=True))
+    with pytest.raises(TrainingError, match=r"was trained on other data than .*moved holds now"):
+        train(recipe(data={"path": str(moved)}), resume=True)
+    assert train(recipe(), resume=True).finished
 
 
 # --- branches of a trapezoid ---

@@ -30,6 +30,11 @@ def curve(directory):
     return [(r["kind"], r["step"], r["loss"], r["parts"]) for r in read_records(directory / "metrics.jsonl")]
 
 
+def records_of(out):
+    path = out / "metrics.jsonl"
+    return path.read_text().splitlines() if path.exists() else []
+
+
 def die(*args: object, **more: object) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
@@ -113,13 +118,17 @@ def start(work):
     if child == 0:
         try:
             work()
-        finally:
             os._exit(0)
+        finally:
+            os._exit(1)
     return child
 
 
 def killed(child):
-    return os.WIFSIGNALED(os.waitpid(child, 0)[1])
+    """Whether it was, and did not end by itself; it must not have failed."""
+    status = os.waitpid(child, 0)[1]
+    assert status in (0, signal.SIGKILL)
+    return status == signal.SIGKILL
 
 
 @pytest.fixture(scope="module")
@@ -166,12 +175,15 @@ def test_a_run_that_was_killed_at_a_bad_moment(moment, recipe, whole, tmp_path):
 def test_a_run_that_was_killed_again_and_again_at_any_moment(recipe, whole, tmp_path):
     made = recipe(**CHANGES)
     draw, out, kills = random.Random(0), tmp_path / "run", 0
-    for _ in range(6):
+    for records in (1, 4, 6, 9, 11, 13):  # a run makes 16: killed somewhere behind these
         child = start(lambda: train(made, resume=True))
-        time.sleep(draw.uniform(0.1, 0.6))
+        deadline = time.monotonic() + 60
+        while time.monotonic() < deadline and len(records_of(out)) < records:
+            time.sleep(0.001)
+        time.sleep(draw.uniform(0, 0.02))
         os.kill(child, signal.SIGKILL)
         kills += killed(child)
-    assert kills > 0
+    assert kills > 2
     train(made, resume=True)
     assert ended_alike(out, whole(recipe))
 

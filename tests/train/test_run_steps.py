@@ -67,6 +67,25 @@ def test_a_batch_may_be_split_into_any_micro_batches(name, recipe, teacher, pair
     assert found[4][0][0] != found[4][0][1]
 
 
+@pytest.mark.parametrize("rows", [1, 7, 0])
+@pytest.mark.parametrize("name", ["aggressive", "pairs"])
+def test_a_validation_reads_the_same_rows_in_any_micro_batches(name, rows, recipe, pair_corpus, tmp_path):
+    changes = placed(LOSSES[name], {"PAIRS": str(pair_corpus)})
+    found = []
+    for micro in (1, 2, 4):
+        made = recipe(**changes, out=str(tmp_path / f"{micro}"), batch={"micro": micro}, evaluate={"rows": rows})
+        run = run_module.Run(made, run_module.World(0, 1, torch.device("cpu")), Silence())
+        loader = run._data.validation
+        found.append(run._stepper.validate(loader, rows))
+    whole = loader.batch_at(0, min(rows or len(loader), len(loader)))
+    with torch.no_grad():
+        _, sums = run._objective(whole.tokens_BT, whole.targets_BT, whole.keep_BT)
+    count = int((whole.targets_BT >= 0).sum())
+    for parts, tokens in found:
+        assert tokens == count
+        assert list(parts.values()) == pytest.approx((sums / count).tolist(), rel=1e-5)
+
+
 def test_micro_batches_fit_the_batch(recipe, tmp_path):
     train(recipe(batch={"sequences": 6, "micro": 4}, budget={"steps": 1}))
     assert math.isfinite(losses(tmp_path / "run")[0])

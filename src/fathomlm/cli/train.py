@@ -86,20 +86,27 @@ def _first_comment(text: str) -> str:
 def _dry_run(recipe: Any, as_json: bool) -> int:
     from fathomlm.train.estimate import estimate, format_estimate
 
-    found = estimate(recipe, rows_in_epoch=_rows_if_prepared(recipe))
+    recipe, rows = _with_data(recipe)
+    found = estimate(recipe, rows_in_epoch=rows)
     print(json.dumps(found.to_dict()) if as_json else format_estimate(found))
     return 0
 
 
-def _rows_if_prepared(recipe: Any) -> int | None:
+def _with_data(recipe: Any) -> tuple[Any, int | None]:
+    """What only the prepared data say, where they are there: a fresh model's vocabulary, and the rows of an epoch."""
+    from dataclasses import replace
     from pathlib import Path
 
     from fathomlm.train.data.corpus import Corpus
     from fathomlm.train.setup import make_loader
 
-    if not (Path(recipe.data.path) / "corpus.json").exists() or not recipe.data.path:
-        return None
-    return len(make_loader(recipe, Corpus.open(recipe.data.path), "train"))
+    if not recipe.data.path or not (Path(recipe.data.path) / "corpus.json").exists():
+        return recipe, None
+    corpus = Corpus.open(recipe.data.path)
+    shape = recipe.model.architecture
+    if shape is not None:
+        recipe = replace(recipe, model=replace(recipe.model, architecture={"vocab": corpus.manifest.vocab, **shape}))
+    return recipe, len(make_loader(recipe, corpus, "train"))
 
 
 def _train(recipe: Any, resume: bool, as_json: bool) -> int:
@@ -116,7 +123,7 @@ def _train(recipe: Any, resume: bool, as_json: bool) -> int:
         exits = "".join(f", after {depth} steps {loss:.4f}" for depth, loss in summary.exits.items())
         value = "no validation data" if summary.validation is None else f"validation loss {summary.validation:.4f}{exits}"
         print(f"{summary.directory}: {summary.steps:,} steps, {summary.tokens:,} tokens, {value}")
-        print(f"  try it: fathomlm generate {summary.directory}/last 'Once upon a time'")
+        print(f"  try it: fathomlm generate {summary.directory}/last --prompt 'Once upon a time'")
     if not summary.finished:
         print(
             f"fathomlm: stopped at step {summary.step:,} of {summary.steps:,}, saved; --resume goes on",

@@ -1,9 +1,10 @@
-"""The gated feed-forward part for training: down(silu(gate(x)) * up(x)) with its backward pass written out.
+"""The gated feed-forward half for training: residual + down(silu(gate(x)) * up(x)), its backward pass written out.
 
 `swiglu_mlp` has the meaning of `plain_swiglu_mlp`. It multiplies with gate and up side by side, in one product each way
-instead of two and an addition, and its backward pass makes the packed gradient and the inner activations again in one
-pass over memory: a Triton kernel on a GPU, plain torch elsewhere. A compiler cannot find this by itself: it writes a
-packed gradient with a masked loop over both halves, which takes twice as long.
+instead of two and an addition, and its last product adds to the residual stream by itself. Its backward pass makes the
+packed gradient and the inner activations again in one pass over memory: a Triton kernel on a GPU, plain torch elsewhere.
+A compiler does not find this: it writes a packed gradient with a masked loop over both halves, twice as slowly, and
+keeps the inner activations.
 
 Shapes: N tokens, M hidden width, I inner width.
 """
@@ -21,30 +22,30 @@ from fathomlm.kernels.triton_here import tl, triton
 BLOCK = 512
 
 
-def plain_swiglu_mlp(x_NM: Tensor, gate_IM: Tensor, up_IM: Tensor, down_MI: Tensor) -> Tensor:
+def plain_swiglu_mlp(x_NM: Tensor, gate_IM: Tensor, up_IM: Tensor, down_MI: Tensor, residual_NM: Tensor) -> Tensor:
     """The meaning."""
-    return F.linear(F.silu(F.linear(x_NM, gate_IM)) * F.linear(x_NM, up_IM), down_MI)
+    return residual_NM + F.linear(F.silu(F.linear(x_NM, gate_IM)) * F.linear(x_NM, up_IM), down_MI)
 
 
-def swiglu_mlp(x_NM: Tensor, gate_IM: Tensor, up_IM: Tensor, down_MI: Tensor) -> Tensor:
+def swiglu_mlp(x_NM: Tensor, gate_IM: Tensor, up_IM: Tensor, down_MI: Tensor, residual_NM: Tensor) -> Tensor:
     """`plain_swiglu_mlp`, in autocast's dtype where that is on."""
     kind = x_NM.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x_NM.dtype
-    out: Tensor = _SwigluMlp.apply(x_NM.to(dtype), gate_IM, up_IM, down_MI)  # type: ignore[no-untyped-call]
+    out: Tensor = _SwigluMlp.apply(x_NM.to(dtype), gate_IM, up_IM, down_MI, residual_NM.to(dtype))  # type: ignore[no-untyped-call]
     return out
 
 
 class _SwigluMlp(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x_NM: Tensor, gate_IM: Tensor, up_IM: Tensor, down_MI: Tensor) -> Tensor:
+    def forward(ctx: Any, x_NM: Tensor, gate_IM: Tensor, up_IM: Tensor, down_MI: Tensor, residual_NM: Tensor) -> Tensor:
         packed = torch.cat((gate_IM, up_IM)).to(x_NM.dtype)
         both_N2I = x_NM @ packed.T
         gate, up = both_N2I.chunk(2, dim=-1)
         ctx.save_for_backward(x_NM, both_N2I, gate_IM, up_IM, down_MI)
-        return (F.silu(gate) * up) @ down_MI.to(x_NM.dtype).T
+        return torch.addmm(residual_NM, F.silu(gate) * up, down_MI.to(x_NM.dtype).T)
 
     @staticmethod
-    def backward(ctx: Any, d_out_NM: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def backward(ctx: Any, d_out_NM: Tensor) -> tuple[Tensor, ...]:
         x_NM, both_N2I, gate_IM, up_IM, down_MI = ctx.saved_tensors
         dtype = x_NM.dtype
         d_inner_NI = d_out_NM @ down_MI.to(dtype)
@@ -53,7 +54,7 @@ class _SwigluMlp(torch.autograd.Function):
         d_packed = (d_both_N2I.T @ x_NM).to(gate_IM.dtype)
         d_x = d_both_N2I @ torch.cat((gate_IM, up_IM)).to(dtype)
         d_gate, d_up = d_packed.chunk(2)
-        return d_x, d_gate, d_up, d_down_MI.to(down_MI.dtype)
+        return d_x, d_gate, d_up, d_down_MI.to(down_MI.dtype), d_out_NM
 
 
 def swiglu_backward(both_N2I: Tensor, d_inner_NI: Tensor) -> tuple[Tensor, Tensor]:

@@ -16,9 +16,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from fathomlm.errors import TrainingError
+from fathomlm.errors import DataError, TrainingError
 from fathomlm.train.checkpoint import Progress
 from fathomlm.train.data.loader import Batch, Prefetched, prefetch
 from fathomlm.train.losses.head import IGNORED
@@ -45,17 +46,24 @@ class StepResult:
     """Whether any rank was asked to stop."""
 
 
-@dataclass(frozen=True, slots=True)
 class Pending:
-    """A step that a GPU may still be busy with. Reading its result waits for it, so a loop that reads a step behind
-    keeps the GPU from ever waiting for the loop."""
+    """A step that a GPU may still be busy with. Reading its result waits for that step and nothing after it, so a loop
+    that reads a step behind keeps the GPU from ever waiting for the loop."""
 
-    values: Tensor
-    """Mean loss, its parts, the gradient norm, whether it was skipped, tokens, ranks that were asked to stop."""
-    names: tuple[str, ...]
+    def __init__(self, values: Tensor, names: tuple[str, ...]) -> None:
+        """`values`: mean loss, its parts, gradient norm, whether it was skipped, tokens, ranks that were asked to stop."""
+        self.names = names
+        self._done: torch.cuda.Event | None = None
+        self._values = values
+        if values.is_cuda:
+            self._values = torch.empty(values.shape, pin_memory=True).copy_(values, non_blocking=True)
+            self._done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._done.record()
 
     def read(self) -> StepResult:
-        loss, *parts, norm, bad, count, stops = self.values.tolist()
+        if self._done is not None:
+            self._done.synchronize()
+        loss, *parts, norm, bad, count, stops = self._values.tolist()
         by_name = dict(zip(self.names, parts, strict=True))
         return StepResult(loss, by_name, norm, int(count), bad > 0, stops > 0)
 
@@ -85,8 +93,9 @@ class Stepper:
         """Optimizer step `number` (from 0). A step whose loss or gradient is not finite leaves the weights as they are."""
         world, names = self.world, self.objective.names
         set_rate(self._optimizer, self._recipe.optimizer.lr * self._rate.at(number))
-        count = torch.tensor(float(sum(int((batch.targets_BT != IGNORED).sum()) for batch in micro_batches)))
-        count = world.sum(count.to(world.device))
+        own = sum(int((batch.targets_BT != IGNORED).sum()) for batch in micro_batches)
+        count = world.sum(torch.full((), float(own), device=world.device))
+        micro_batches = [batch.to(world.device) for batch in micro_batches]
         sums = torch.zeros(len(names) + 2, device=world.device)
         self._module.train()
         for i, batch in enumerate(micro_batches):
@@ -96,7 +105,7 @@ class Stepper:
                 torch.autograd.backward(total * (world.size / count))
             sums[0] += total.detach()
             sums[1:-1] += parts
-        sums[-1] = float(wants_stop)
+        sums[-1].fill_(float(wants_stop))
         norm = self._clip()
         sums = world.sum(sums)
         means = sums[:-1] / count
@@ -111,7 +120,8 @@ class Stepper:
             self._optimizer.step()
         elif not bool(bad):
             self._optimizer.step()
-        self._optimizer.zero_grad(set_to_none=True)
+        # DDP's gradients are views of its buckets; letting go of them would make them twice.
+        self._optimizer.zero_grad(set_to_none=not isinstance(self._module, DistributedDataParallel))
 
     def validate(self, loader: AnyLoader, rows: int) -> tuple[dict[str, float], int]:
         """Mean losses over the first `rows` validation rows (0: all), and their tokens; the same rows in any world."""
@@ -121,15 +131,18 @@ class Stepper:
         self._module.eval()
         with torch.no_grad():
             for start in range(0, rows, micro * world.size):
-                batch = _validation_rows(loader, start + world.rank * micro, micro, rows)
+                batch = _validation_rows(loader, start + world.rank * micro, micro, rows).to(world.device)
                 _, parts = self._forward(batch)
                 sums[:-1] += parts
                 sums[-1] += (batch.targets_BT != IGNORED).sum()
         *totals, count = world.sum(sums).tolist()
+        if not count:
+            raise DataError(
+                f"no token of the first {rows} validation rows has a target; raise evaluate.rows, or data.target_length"
+            )
         return {name: total / count for name, total in zip(self.objective.names, totals, strict=True)}, int(count)
 
     def _forward(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        batch = batch.to(self.world.device)
         kind = self.world.device.type
         autocast = torch.autocast(kind, torch.bfloat16) if self._recipe.precision == "bf16" else nullcontext()
         with autocast:
@@ -166,7 +179,8 @@ def choose_micro(rows: int, world: World, micro: int) -> int:
 @contextmanager
 def reading(loader: AnyLoader, progress: Progress, world: World, micro: int) -> Iterator[Prefetched[Batch]]:
     """Micro-batches from where the run is."""
-    batches = prefetch(loader, start=progress.rows, rank=world.rank, world=world.size, micro=micro)
+    pin = world.device.type == "cuda"
+    batches = prefetch(loader, start=progress.rows, rank=world.rank, world=world.size, micro=micro, pin=pin)
     try:
         yield batches
     finally:

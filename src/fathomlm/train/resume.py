@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 from typing import Any
 
 from fathomlm.errors import TrainingError
+from fathomlm.train.data.corpus import Corpus
 from fathomlm.train.recipe import Recipe
 from fathomlm.train.schedule import LearningRate
 
@@ -39,6 +41,20 @@ BUDGET = {"budget", "schedule"}
 def check_same(recipe: Recipe, saved: dict[str, Any], where: str) -> None:
     """Refuse to resume with a recipe that would make another run of it."""
     _refuse(_differences(dataclasses.asdict(recipe), saved, FREE), where, "--resume goes on with the same recipe")
+
+
+def data_mark(corpus: Corpus) -> str:
+    """What the training tokens are known by. A corpus may move; made again from other text, it is another."""
+    shards = corpus.manifest.splits["train"].shards
+    return hashlib.sha256("".join(shard.sha256 + shard.index_sha256 for shard in shards).encode()).hexdigest()
+
+
+def check_data(corpus: Corpus, state: dict[str, Any], where: str) -> None:
+    """Refuse to go on with other data: the position in them would mean nothing."""
+    if state["progress"]["extra"]["data"] != data_mark(corpus):
+        raise TrainingError(
+            f"{where} was trained on other data than {corpus.path} holds now; bring those back, or start another run"
+        )
 
 
 def check_branch(recipe: Recipe, state: dict[str, Any], rate: LearningRate, where: str) -> None:

@@ -42,7 +42,7 @@ from fathomlm.train.parallel import World, choose_parallel, join, spread
 from fathomlm.train.reading import to_yaml
 from fathomlm.train.recipe import Recipe
 from fathomlm.train.report import Record, Reporter, Silence, Watcher
-from fathomlm.train.resume import check_branch, check_same
+from fathomlm.train.resume import check_branch, check_data, check_same, data_mark
 from fathomlm.train.schedule import LearningRate
 from fathomlm.train.setup import build_student, build_teacher, describe_student, open_data
 
@@ -179,7 +179,7 @@ class Run:
             if due:
                 self._attend(result, stop, reporter)
             self._watcher.step(progress.step, self._length.steps, self._live)
-        if progress.step not in saved_steps(self._checkpoints):
+        if self.world.tell(progress.step not in saved_steps(self._checkpoints)):
             self._save(reporter)
 
     def _is_due(self, step: int) -> bool:
@@ -266,7 +266,12 @@ class Run:
         if better:
             progress.best, progress.best_step = value, progress.step
         target = self._checkpoints / step_name(progress.step)
-        progress.extra = {"steps": self._length.steps, "warmup": self._rate.warmup}
+        progress.extra = {
+            "steps": self._length.steps,
+            "warmup": self._rate.warmup,
+            "exits": self._exits,
+            "data": data_mark(self._data.corpus),
+        }
         save_checkpoint(
             target, self._student, self._objective, self._optimizer, progress, dataclasses.asdict(recipe), self.world
         )
@@ -287,7 +292,7 @@ class Run:
             raise OutputError(f"cannot write {self.directory}: {error.strerror or error}") from error
 
     def _start(self, resume: bool) -> None:
-        saved = saved_steps(self._checkpoints)
+        saved: dict[int, Path] = self.world.tell(saved_steps(self._checkpoints))
         if saved and not resume:
             raise TrainingError(
                 f"{self.directory} holds a run at step {max(saved)}; --resume goes on with it, --out names another"
@@ -295,10 +300,13 @@ class Run:
         if saved:
             record = read_state(saved[max(saved)])
             check_same(self.recipe, record["recipe"], str(self.directory))
+            check_data(self._data.corpus, record, str(self.directory))
             self._load(saved[max(saved)])
         elif self.recipe.branch_from is not None:
             source = Path(self.recipe.branch_from).resolve()
-            check_branch(self.recipe, read_state(source), self._rate, str(source))
+            record = read_state(source)
+            check_branch(self.recipe, record, self._rate, str(source))
+            check_data(self._data.corpus, record, str(source))
             self._load(source)
             self._progress.best = self._progress.best_step = None
         if self.world.first:
@@ -320,6 +328,7 @@ class Run:
 
     def _load(self, path: Path) -> None:
         self._progress = load_checkpoint(path, self._objective, self._optimizer, self.world)
+        self._exits = dict(self._progress.extra["exits"])
         self._watcher.note(f"going on from {path} (step {self._progress.step})")
 
     def _headline(self) -> str:
@@ -362,11 +371,12 @@ def _is_exit(name: str) -> bool:
 
 @contextmanager
 def _listening() -> Iterator[threading.Event]:
-    """An event that Ctrl-C and SIGTERM set: the step under way is finished and saved. A second Ctrl-C breaks off at once."""
+    """An event that Ctrl-C and SIGTERM set: the step under way is finished and saved. A second Ctrl-C breaks off at once;
+    a second SIGTERM does not, since a scheduler and torchrun may each send one."""
     asked = threading.Event()
 
     def ask(number: int, frame: FrameType | None) -> None:
-        if asked.is_set():
+        if asked.is_set() and number == signal.SIGINT:
             raise KeyboardInterrupt
         asked.set()
 

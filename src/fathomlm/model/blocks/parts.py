@@ -18,6 +18,7 @@ from fathomlm.cache.dense import stack_prefix
 from fathomlm.depth import Architecture, LinearSpec
 from fathomlm.kernels.attention import attention
 from fathomlm.kernels.norm import RMSNorm
+from fathomlm.kernels.norm_fork import rms_norm_fork
 from fathomlm.kernels.qkv import qkv_rope
 from fathomlm.kernels.rope import apply_rope
 from fathomlm.kernels.swiglu import swiglu_mlp
@@ -47,6 +48,12 @@ class StepContext:
     def trains_compiled(self) -> bool:
         """Whether this is a compiled training step that adds nothing to its layer: some parts then have a faster form."""
         return self.delta is None and self.kv is None and torch.is_grad_enabled() and torch.compiler.is_compiling()
+
+    def fork(self, name: str, module: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
+        """The residual stream, and its norm for one half of the layer."""
+        if self.trains_compiled and isinstance(module, RMSNorm):
+            return rms_norm_fork(x, module.weight, module.eps, module.plus_one)
+        return x, self.norm(name, module, x)
 
     def norm(self, name: str, module: nn.Module, x: Tensor) -> Tensor:
         """A norm of the layer, with what this step adds to it."""
@@ -161,10 +168,15 @@ class FeedForward(nn.Module):
         self.activation = architecture.activation
         self._plain = architecture.gated and architecture.activation == "silu" and not architecture.mlp_bias
 
-    def forward(self, x: Tensor, step: StepContext) -> Tensor:
+    def onto(self, residual: Tensor, x: Tensor, step: StepContext) -> Tensor:
+        """The residual stream with this part's output added."""
         if self._plain and step.trains_compiled:
             assert self.gate is not None
-            return swiglu_mlp(x.flatten(0, -2), self.gate.weight, self.up.weight, self.down.weight).view_as(x)
+            weights = self.gate.weight, self.up.weight, self.down.weight
+            return swiglu_mlp(x.flatten(0, -2), *weights, residual.flatten(0, -2)).view_as(residual)
+        return residual + self(x, step)  # type: ignore[no-any-return]
+
+    def forward(self, x: Tensor, step: StepContext) -> Tensor:
         act = ACTIVATIONS[self.activation]
         up = step.project("up", self.up, x)
         inner = act(up) if self.gate is None else act(step.project("gate", self.gate, x)) * up

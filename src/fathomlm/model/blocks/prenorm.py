@@ -9,6 +9,6 @@ from fathomlm.model.blocks.parts import Block, StepContext
 
 class PreNormBlock(Block):
     def forward(self, x: Tensor, step: StepContext) -> Tensor:
-        x = x + self.attn(step.norm("norm_attn", self.norm_attn, x), step)
-        out: Tensor = x + self.mlp(step.norm("norm_mlp", self.norm_mlp, x), step)
-        return out
+        x, normed = step.fork("norm_attn", self.norm_attn, x)
+        x, normed = step.fork("norm_mlp", self.norm_mlp, x + self.attn(normed, step))
+        return self.mlp.onto(x, normed, step)

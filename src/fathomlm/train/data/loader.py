@@ -52,6 +52,10 @@ class Batch:
         check_micro(self.rows, rows)
         return [self._map(operator.itemgetter(slice(at, at + rows))) for at in range(0, self.rows, rows)]
 
+    def pin(self) -> Batch:
+        """In memory that a GPU copies from by itself; from other memory a copy first waits for all that the GPU does."""
+        return self._map(lambda tensor: tensor.pin_memory())
+
     def to(self, device: torch.device | str) -> Batch:
         return self._map(lambda tensor: tensor.to(device, non_blocking=True))
 
@@ -184,6 +188,8 @@ def check_micro(rows: int, micro: int) -> None:
 class _Splits(Protocol):
     def split(self, rows: int) -> list[Any]: ...
 
+    def pin(self) -> Any: ...
+
 
 Made = TypeVar("Made", bound=_Splits)
 Made_co = TypeVar("Made_co", bound=_Splits, covariant=True)
@@ -206,6 +212,7 @@ def prefetch(
     world: int = 1,
     micro: int | None = None,
     ahead: int = 4,
+    pin: bool = False,
 ) -> Prefetched[Made]:
     """This device's micro-batches of consecutive steps from sample `start` on, made by a thread while others are used.
 
@@ -221,7 +228,8 @@ def prefetch(
         done = 0
         while steps is None or done < steps:
             whole = loader.batch_at(start + done * loader.batch, loader.batch, rank, world)
-            yield from whole.split(micro or rows)
+            parts = whole.split(micro or rows)
+            yield from [part.pin() for part in parts] if pin else parts
             done += 1
 
     return Prefetched(produce(), ahead)

@@ -52,6 +52,14 @@ class PairBatch:
             for at in range(0, self.rows, rows)
         ]
 
+    def pin(self) -> PairBatch:
+        """In memory that a GPU copies from by itself."""
+        return PairBatch(
+            source_BS=self.source_BS.pin_memory(),
+            source_keep_BS=self.source_keep_BS.pin_memory(),
+            targets_BT=self.targets_BT.pin_memory(),
+        )
+
     def to(self, device: torch.device | str) -> PairBatch:
         return PairBatch(
             source_BS=self.source_BS.to(device, non_blocking=True),

@@ -85,12 +85,14 @@ class _HeadLoss(torch.autograd.Function):
         chunk: int,
         taught: TaughtLoss,
         dtype: torch.dtype,
+        learning: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:
         weight = weight_VM.to(dtype)
         teacher_weight = None if teacher is None else teacher.weight_VM.to(dtype)
-        wants_hidden, wants_weight = ctx.needs_input_grad[:2]
+        wants_hidden, wants_weight = (learning and wanted for wanted in ctx.needs_input_grad[:2])
         d_hidden = torch.empty_like(hidden_NM) if wants_hidden else None
-        d_weight = torch.zeros_like(weight_VM) if wants_weight else None
+        # In float32 also where the weight is bfloat16 (FSDP's copies): many chunks are added up.
+        d_weight = torch.zeros_like(weight_VM, dtype=torch.promote_types(dtype, torch.float32)) if wants_weight else None
         ce_sum, distance_sum = (torch.zeros((), dtype=torch.float32, device=hidden_NM.device) for _ in range(2))
         for start in range(0, hidden_NM.shape[0], chunk):
             part = slice(start, start + chunk)
@@ -106,7 +108,7 @@ class _HeadLoss(torch.autograd.Function):
                 d_hidden[part] = slope @ weight
             if d_weight is not None:
                 d_weight += slope.T @ hidden
-        ctx.save_for_backward(d_hidden, d_weight)
+        ctx.save_for_backward(d_hidden, None if d_weight is None else d_weight.to(weight_VM.dtype))
         ctx.mark_non_differentiable(ce_sum, distance_sum)
         return terms.weight * ce_sum + terms.divergence_weight * distance_sum, ce_sum, distance_sum
 
@@ -115,7 +117,7 @@ class _HeadLoss(torch.autograd.Function):
     def backward(ctx: Any, d_total: Tensor, *unused: Tensor) -> tuple[Tensor | None, ...]:
         d_hidden, d_weight = ctx.saved_tensors
         scaled = [None if d is None else d * d_total.to(d.dtype) for d in (d_hidden, d_weight)]
-        return (*scaled, None, None, None, None, None, None)
+        return (*scaled, None, None, None, None, None, None, None)
 
 
 def head_loss(
@@ -135,8 +137,11 @@ def head_loss(
     kind = hidden_NM.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden_NM.dtype
     chunk = chunk or default_chunk(kind, weight_VM.shape[0])
+    learning = torch.is_grad_enabled()  # inside a Function's forward it is always off
     with torch.autocast(kind, enabled=False):
-        total, ce, distance = _HeadLoss.apply(hidden_NM, weight_VM, targets_N, teacher, terms, chunk, taught, dtype)  # type: ignore[no-untyped-call]
+        total, ce, distance = _HeadLoss.apply(
+            hidden_NM, weight_VM, targets_N, teacher, terms, chunk, taught, dtype, learning
+        )  # type: ignore[no-untyped-call]
     return total, ce, distance
 
 
