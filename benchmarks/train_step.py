@@ -34,7 +34,6 @@ from fathomlm.train.recipe import ExitRecipe, HardwareRecipe, LossRecipe, Recipe
 from fathomlm.train.schedule import LearningRate
 
 CONTEXT = 2048
-TOP = 14
 GROUP = 5
 """Steps between waits for the GPU, as between two records of a run."""
 
@@ -55,7 +54,7 @@ def variants() -> dict[str, tuple[Architecture, DepthPlan, Relaxation | None, Lo
     }
 
 
-def measure(name: str, rows: int, micro: int, steps: int, profile: bool) -> dict[str, Any]:
+def measure(name: str, rows: int, micro: int, steps: int, top: int) -> dict[str, Any]:
     architecture, plan, relaxation, loss = variants()[name]
     device = torch.device("cuda")
     torch.manual_seed(0)
@@ -108,8 +107,7 @@ def measure(name: str, rows: int, micro: int, steps: int, profile: bool) -> dict
         "peak_tflops": peak,
         "compile_and_warm_up_s": round(warm, 1),
     }
-    if profile:
-        result["where"] = where_it_goes(stepper, batches, step)
+    result["where"] = where_it_goes(stepper, batches, step, top)
     return result
 
 
@@ -121,7 +119,7 @@ KINDS = {
 }
 
 
-def where_it_goes(stepper: Stepper, batches: list[Batch], step: float) -> dict[str, float]:
+def where_it_goes(stepper: Stepper, batches: list[Batch], step: float, top: int) -> dict[str, float]:
     """The part of a step that each kind of kernel takes; `idle` is time in which the GPU runs none."""
     from torch.profiler import ProfilerActivity
     from torch.profiler import profile as profiling
@@ -141,7 +139,7 @@ def where_it_goes(stepper: Stepper, batches: list[Batch], step: float) -> dict[s
             kind = "elementwise and norms"
         spent[kind] = spent.get(kind, 0.0) + seconds
         kernels[event.key[:90]] = kernels.get(event.key[:90], 0.0) + seconds
-    for name, seconds in sorted(kernels.items(), key=lambda pair: -pair[1])[:TOP]:
+    for name, seconds in sorted(kernels.items(), key=lambda pair: -pair[1])[:top]:
         print(f"    {1e3 * seconds:8.2f} ms  {name}")
     busy = sum(spent.values())
     parts = {kind: round(seconds / max(step, busy), 4) for kind, seconds in sorted(spent.items(), key=lambda pair: -pair[1])}
@@ -155,10 +153,11 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=128)
     parser.add_argument("--micro", type=int, default=16)
     parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--top", type=int, default=14, help="kernels to list")
     args = parser.parse_args()
     record: dict[str, Any] = {"environment": environment()}
     for name in args.only:
-        found = record[name] = measure(name, args.rows, args.micro, args.steps, profile=True)
+        found = record[name] = measure(name, args.rows, args.micro, args.steps, args.top)
         print(
             f"{name:28} {found['tokens_per_s']:>9,} tokens/s  MFU {found['mfu'] or 0:.1%}  {found['step_ms']:.0f} ms a step "
             f"{found['peak_gb']:.1f} GB  {found['where']}",

@@ -11,7 +11,7 @@ import torch
 
 from fathomlm.depth import Architecture, DepthPlan
 from fathomlm.depth.relaxation import build_relaxation
-from fathomlm.kernels import cross_entropy, qkv, swiglu
+from fathomlm.kernels import cross_entropy, norm_fork, qkv, swiglu
 from fathomlm.model.decoder import Decoder
 from fathomlm.train.objective import Objective
 from fathomlm.train.recipe import ExitRecipe, LossRecipe
@@ -53,6 +53,18 @@ def test_packing_kernel_means_what_its_twin_means(heads: int, groups: int, head_
     cos, sin = torch.cat((angle.cos(), angle.cos()), -1), torch.cat((-angle.sin(), angle.sin()), -1)
     fast = qkv.unrotate_and_pack(d_q, d_k, d_v, cos, sin)
     torch.testing.assert_close(fast, qkv.plain_unrotate_and_pack(d_q, d_k, d_v, cos, sin), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("tokens", "width"), [(37, 96), (5000, 960), (2048, 2048)])
+def test_norm_kernel_means_what_its_twin_means(dtype: torch.dtype, tokens: int, width: int) -> None:
+    x, d_normed, d_stream = (torch.randn(tokens, width, device=CUDA, dtype=dtype) for _ in range(3))
+    weight = torch.rand(width, device=CUDA) + 0.5
+    scale = torch.rsqrt(x.float().pow(2).mean(-1) + 1e-5)
+    fast = norm_fork.norm_fork_backward(x, d_normed, d_stream, weight, scale)
+    slow = norm_fork.plain_norm_fork_backward(x, d_normed, d_stream, weight, scale)
+    torch.testing.assert_close(fast[0], slow[0], rtol=NEAR[dtype], atol=NEAR[dtype])
+    torch.testing.assert_close(fast[1], slow[1], rtol=1e-4, atol=1e-3)
 
 
 @pytest.mark.parametrize("relax", [None, "lora"])
@@ -109,7 +121,7 @@ def test_a_compiled_bf16_run_learns_and_resumes(tmp_path: Path) -> None:
     recipe = build_recipe(values)
     whole = train(recipe)
     assert whole.loss is not None
-    assert whole.loss < 1.5
+    assert whole.loss < 2.5  # from 6.1, a guess over 257 bytes and the exit's tenth of one
     shutil.rmtree(tmp_path / "run" / "checkpoints" / "step-00000060")
     again = train(recipe, resume=True)
     assert again.validation == pytest.approx(whole.validation, rel=1e-2)

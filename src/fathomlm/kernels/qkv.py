@@ -80,41 +80,39 @@ def _heads(x_BTW: Tensor, head_dim: int) -> Tensor:
 if triton is not None:
 
     @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
-    def _turn_back(d_ptr, out_ptr, cos, sin, heads, head_stride, width_stride, D: tl.constexpr, PAD: tl.constexpr):  # type: ignore[no-untyped-def]
+    def _turn_back(d_ptr, out_ptr, cos, sin, heads, D: tl.constexpr, PAD: tl.constexpr):  # type: ignore[no-untyped-def]
         head = tl.arange(0, PAD)[:, None]
         column = tl.arange(0, D)[None, :]
         other = (column + D // 2) % D
         here = head < heads
-        d = tl.load(d_ptr + head * head_stride + column * width_stride, mask=here).to(tl.float32)
-        e = tl.load(d_ptr + head * head_stride + other * width_stride, mask=here).to(tl.float32)
+        d = tl.load(d_ptr + head * D + column, mask=here).to(tl.float32)
+        e = tl.load(d_ptr + head * D + other, mask=here).to(tl.float32)
         tl.store(out_ptr + head * D + column, (d * cos + e * sin).to(out_ptr.dtype.element_ty), mask=here)
 
     @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
     def _pack_kernel(  # type: ignore[no-untyped-def]
-        q_ptr, k_ptr, v_ptr, cos_ptr, sin_ptr, out_ptr, tokens, H, G,
-        q_b, q_h, q_t, q_d, k_b, k_h, k_t, k_d, v_b, v_h, v_t, v_d, c_b, c_t,
-        D: tl.constexpr, PAD_H: tl.constexpr, PAD_G: tl.constexpr,
+        q_ptr, k_ptr, v_ptr, cos_ptr, sin_ptr, out_ptr, H, G, D: tl.constexpr, PAD_H: tl.constexpr, PAD_G: tl.constexpr
     ):  # fmt: skip
-        row, token = tl.program_id(1).to(tl.int64), tl.program_id(0).to(tl.int64)
+        token = tl.program_id(0).to(tl.int64)
         column = tl.arange(0, D)[None, :]
         other = (column + D // 2) % D
-        cos = tl.load(cos_ptr + row * c_b + token * c_t + column).to(tl.float32)
-        sin = tl.load(sin_ptr + row * c_b + token * c_t + other).to(tl.float32)
-        out_ptr += (row * tokens + token) * (H + 2 * G) * D
-        _turn_back(q_ptr + row * q_b + token * q_t, out_ptr, cos, sin, H, q_h, q_d, D, PAD_H)
-        _turn_back(k_ptr + row * k_b + token * k_t, out_ptr + H * D, cos, sin, G, k_h, k_d, D, PAD_G)
+        cos = tl.load(cos_ptr + token * D + column).to(tl.float32)
+        sin = tl.load(sin_ptr + token * D + other).to(tl.float32)
+        out_ptr += token * (H + 2 * G) * D
+        _turn_back(q_ptr + token * H * D, out_ptr, cos, sin, H, D, PAD_H)
+        _turn_back(k_ptr + token * G * D, out_ptr + H * D, cos, sin, G, D, PAD_G)
         head = tl.arange(0, PAD_G)[:, None]
-        v = tl.load(v_ptr + row * v_b + token * v_t + head * v_h + column * v_d, mask=head < G)
+        v = tl.load(v_ptr + token * G * D + head * D + column, mask=head < G)
         tl.store(out_ptr + (H + G) * D + head * D + column, v, mask=head < G)
 
     def _triton_unrotate_and_pack(d_q: Tensor, d_k: Tensor, d_v: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Strides are never read here: while a backward pass is traced nobody knows yet how its gradients will lie in
+        memory, so a stride read now would be a guess that is compiled in. `contiguous` is traced, and holds."""
         B, H, T, D = d_q.shape
         G = d_k.shape[1]
-        cos, sin = cos.expand(B, 1, T, D)[:, 0], sin.expand(B, 1, T, D)[:, 0]
+        d_q, d_k, d_v = (d.transpose(1, 2).contiguous() for d in (d_q, d_k, d_v))
+        cos, sin = (angle.expand(B, 1, T, D).contiguous() for angle in (cos, sin))
         out = d_q.new_empty(B, T, (H + 2 * G) * D)
-        strides = [stride for d in (d_q, d_k, d_v) for stride in d.stride()]
         pads = {"PAD_H": triton.next_power_of_2(H), "PAD_G": triton.next_power_of_2(G)}
-        _pack_kernel[(T, B)](
-            d_q, d_k, d_v, cos, sin, out, T, H, G, *strides, cos.stride(0), cos.stride(1), D=D, **pads, num_warps=2
-        )
+        _pack_kernel[(B * T,)](d_q, d_k, d_v, cos, sin, out, H, G, D=D, **pads, num_warps=2)
         return out

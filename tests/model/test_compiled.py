@@ -1,0 +1,71 @@
+"""A compiled training step, which uses the faster forms of a layer's halves, has the gradients of an eager one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from fathomlm.depth import Architecture, DepthPlan
+from fathomlm.depth.relaxation import build_relaxation
+from fathomlm.model.blocks import parts
+from fathomlm.model.decoder import Decoder
+
+SHAPE: dict[str, Any] = {
+    "layers": 4, "hidden": 24, "intermediate": 40, "heads": 6, "kv_heads": 2, "head_dim": 4, "vocab": 50,
+}  # fmt: skip
+KINDS: dict[str, tuple[dict[str, Any], str | None]] = {
+    "llama": ({}, None),
+    "llama, lora": ({}, "lora"),
+    "llama, dora": ({}, "dora"),
+    "gemma": ({"norm": "rms_plus_one", "activation": "gelu_tanh", "embedding_scale": 24**0.5}, None),
+    "qwen3": ({"qk_norm": True}, None),
+    "qwen2": ({"qkv_bias": True}, None),
+    "sandwich": ({"residual": "sandwich", "norm": "rms_plus_one"}, None),
+    "neox": (
+        {"residual": "parallel", "norm": "layer", "gated": False, "activation": "gelu", "rotary_fraction": 0.5,
+         "mlp_bias": True, "qkv_bias": True, "o_bias": True},
+        None,
+    ),
+}  # fmt: skip
+
+
+def gradients(decoder: Decoder, tokens: torch.Tensor) -> dict[str, torch.Tensor]:
+    decoder.zero_grad()
+    decoder.logits(decoder(tokens)).logsumexp(-1).square().sum().backward()
+    return {name: p.grad.clone() for name, p in decoder.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradients_are_those_of_the_eager_step(kind: str, one_thread: None) -> None:
+    fields, relax = KINDS[kind]
+    architecture = Architecture(family="llama", **SHAPE, **fields)
+    relaxation = build_relaxation(architecture.linears(), relax, 2 if relax else None)
+    torch.manual_seed(0)
+    decoder = Decoder(architecture, DepthPlan.build("cycle", 2, 4), relaxation)
+    decoder.reset_parameters(std=0.2)
+    tokens = torch.randint(0, 50, (2, 9))
+    slow = gradients(decoder, tokens)
+    for layer in decoder.layers:
+        layer.compile(backend="aot_eager", fullgraph=True)
+    fast = gradients(decoder, tokens)
+    torch._dynamo.reset()
+    assert fast.keys() == slow.keys()
+    for name in slow:
+        near = 1e-4 * float(slow[name].abs().max())
+        torch.testing.assert_close(fast[name], slow[name], rtol=1e-3, atol=near + 1e-6, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def test_the_plain_llama_layer_does_use_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise the test above would compare a thing with itself."""
+    used = []
+    for name in ("swiglu_mlp", "qkv_rope", "rms_norm_fork"):
+        original = getattr(parts, name)
+        monkeypatch.setattr(parts, name, lambda *a, _f=original, _n=name: (used.append(_n), _f(*a))[1])
+    decoder = Decoder(Architecture(family="llama", **SHAPE), DepthPlan.vanilla(4))
+    decoder.reset_parameters()
+    decoder.layers[0].compile(backend="eager")
+    gradients(decoder, torch.randint(0, 50, (1, 5)))
+    torch._dynamo.reset()
+    assert {"swiglu_mlp", "qkv_rope", "rms_norm_fork"} <= set(used)
