@@ -82,5 +82,6 @@ def __dir__() -> list[str]:
 
 
 # The command imports what its verb needs; everyone else gets the transformers registration with `import fathomlm`.
-if Path((sys.argv or [""])[0]).stem != "fathomlm":
+# While `python -m fathomlm` imports this package, the first word is still "-m".
+if Path((sys.argv or [""])[0]).stem not in ("fathomlm", "-m"):
     import fathomlm.model.hub  # noqa: F401

@@ -53,7 +53,7 @@ def test_a_small_run_by_hand():
     assert (memory.weights, memory.gradients, memory.optimizer) == (4 * total, 4 * total, 8 * total)
     assert (memory.copies, memory.teacher) == (0, 0)
     assert memory.activations == 4 * 32 * 4 * (24 * 96 + 8 * 96 + 8 * 32 + 16 * 160 + 4 * 3 + 8)
-    assert memory.head == 128 * 64 * 20 + 4 * 64 * 96 + 4 * 128 * 96
+    assert memory.head == 128 * 64 * 4 + 4 * 64 * 96 + 4 * 128 * 96
     assert memory.total == sum(v for k, v in memory.to_dict().items() if k != "total")
     assert found.fits is None
     assert found.seconds is None
@@ -89,6 +89,14 @@ def test_activations_are_what_autograd_keeps(one_thread, precision, relax):
     tokens_cos_sin = tokens_BT.numel() * (8 + 2 * 32 * (2 if precision == "bf16" else 4))
     measured = sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
     assert measured == counted + tokens_cos_sin
+
+
+def test_a_compiled_gpu_run_takes_what_was_measured():
+    """SmolLM-360M's shape, bf16, compiled, 2048 context, 32 and 64 rows: 60.6 and 110.0 GB at the peak on an H200."""
+    for micro, measured in ((32, 60.6e9), (64, 110.0e9)):
+        recipe = read_recipe("pretrain-vanilla-360m", ["--batch.micro", str(micro)])
+        found = count_memory(recipe, read_parts(recipe), 0, "none").total
+        assert found == pytest.approx(measured, rel=0.1)
 
 
 def test_recomputing_keeps_less_and_computes_more():
@@ -140,7 +148,7 @@ def test_devices_split_a_sharded_model_and_copy_a_small_one():
     copies = estimate(small(hardware=hardware))
     assert (copies.parallel, copies.micro_batches) == ("ddp", 1)
     assert copies.memory.weights == 4 * copies.total_parameters
-    assert copies.memory.gradients == 8 * copies.total_parameters
+    assert copies.memory.gradients == 4 * copies.total_parameters
     shards = estimate(small(hardware=hardware, parallel="fsdp"))
     assert shards.memory.weights == copies.memory.weights // 4
     assert shards.memory.optimizer == copies.memory.optimizer // 4

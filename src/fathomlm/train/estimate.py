@@ -194,7 +194,7 @@ def _spread(recipe: Recipe, parts: Parts, teacher: int, limit: int | None) -> tu
     if recipe.hardware.count == 1:
         return "none", count_memory(recipe, parts, teacher, "none")
     copies = count_memory(recipe, parts, teacher, "ddp")
-    state = copies.weights + copies.optimizer + copies.gradients // 2
+    state = copies.weights + copies.optimizer + copies.gradients
     if recipe.parallel == "ddp" or (recipe.parallel == "auto" and (limit is None or state < COPIES_FIT * limit)):
         return "ddp", copies
     return "fsdp", count_memory(recipe, parts, teacher, "fsdp")

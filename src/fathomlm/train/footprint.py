@@ -13,13 +13,12 @@ from typing import Any
 
 from fathomlm.depth import Step
 from fathomlm.train.budget import row_length, rows_per_step
+from fathomlm.train.losses.head import default_chunk
 from fathomlm.train.parts import Parts, learns
 from fathomlm.train.recipe import Recipe
 
 COMFORT = 0.9
 """The part of a device's memory that may be planned for; the rest is the driver's, and lost between blocks."""
-LOGITS = 2**28
-"""Logits that are held at once where `loss.chunk` does not say."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,8 +28,7 @@ class Memory:
     weights: int
     """Float32 master weights; a shard of them under fsdp."""
     gradients: int
-    """Float32. ddp holds them a second time, in the buckets it sends; fsdp shards them, but sums them whole over the
-    micro-batches of a step."""
+    """Float32. fsdp shards them, but sums them whole over the micro-batches of a step."""
     optimizer: int
     copies: int
     """The bfloat16 copies that products are computed with; under fsdp the tensors that are gathered at once."""
@@ -59,7 +57,7 @@ def count_memory(recipe: Recipe, parts: Parts, teacher_parameters: int, parallel
     state = sum(_optimizer_floats(recipe.optimizer.kind, shape) for shape in learning)
     rows = min(recipe.batch.micro, math.ceil(rows_per_step(recipe) / devices))
     summed = rows_per_step(recipe) > rows * devices
-    gradients = 4 * learned // split + (4 * learned if parallel == "ddp" or (split > 1 and summed) else 0)
+    gradients = 4 * learned // split + (4 * learned if split > 1 and summed else 0)
     tokens = rows * row_length(recipe)
     return Memory(
         weights=4 * total // split,
@@ -99,7 +97,9 @@ def _step_bytes(recipe: Recipe, parts: Parts, step: Step) -> int:
     readers = 5 if a.gated else 4
     attention = wide * (2 * a.query_width + 2 * a.kv_width) + 4 * a.heads
     if recipe.compile:
-        return 2 * norms * wide * a.hidden + attention + wide * a.intermediate * (2 if a.gated else 1)
+        relaxed = _relaxed_bytes(parts, step, mixed)
+        inner = a.intermediate * ((3 if relaxed else 2) if a.gated else 1)
+        return 2 * norms * wide * a.hidden + attention + wide * inner + relaxed
     stream = norms * ((4 + wide) * a.hidden + 4)
     copies = 2 * readers * a.hidden if mixed else 4 * norms * a.hidden
     head_norms = 8 * (a.query_width + a.kv_width) if a.qk_norm else 0
@@ -125,12 +125,16 @@ def _optimizer_floats(kind: str, shape: tuple[int, ...]) -> int:
 
 
 def _head(recipe: Recipe, parts: Parts, tokens: int) -> int:
-    """In eager mode four float32 tensors of a chunk's shape meet at the peak beside the logits; a compiler leaves two."""
+    """Plain cross entropy on a GPU works in the logits' own place; elsewhere, and with a teacher, float32 tensors of a
+    chunk's shape meet at the peak beside the logits, of which a compiler leaves two."""
     a, loss = parts.architecture, recipe.loss
     wide = _wide(recipe)
     taught = loss.distill is not None or (loss.exits is not None and loss.exits.distill is not None)
-    each = wide * (3 if taught else 2) if recipe.compile else (2 * wide + 28 if taught else wide + 16)
-    chunk = min(loss.chunk or max(1, LOGITS // a.vocab), tokens)
+    device = "cpu" if recipe.device == "cpu" else "cuda"
+    with_teacher = wide * 3 if recipe.compile else 2 * wide + 28
+    without = wide if device == "cuda" else wide + 16
+    each = with_teacher if taught else without
+    chunk = min(loss.chunk or default_chunk(device, a.vocab), tokens)
     learned = 4 * a.vocab * a.hidden if recipe.train == "all" else 0
     kept = learned + 4 * tokens * a.hidden if recipe.train != "exit_heads" else 0
     exits = len(parts.plan.exits) * (kept or 4 * a.vocab * (a.hidden + parts.exit_rank))

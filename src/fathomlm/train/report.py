@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -49,6 +50,7 @@ class Reporter:
         self._wandb = _wandb(recipe, directory) if recipe.log.wandb is not None else None
 
     def write(self, record: Record) -> None:
+        record = _strict(record)
         numbers = _flat(record)
         with _writing(self._path):
             self._file.write(json.dumps(record) + "\n")
@@ -98,12 +100,20 @@ def _keep_until(path: Path, step: int) -> None:
         temporary.write_text("".join(json.dumps(record) + "\n" for record in kept), encoding="utf-8")
 
 
+def _strict(value: Any) -> Any:
+    """JSON has no infinity and no NaN: a loss that is not finite is null."""
+    if isinstance(value, dict):
+        return {key: _strict(inner) for key, inner in value.items()}
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
 def _flat(record: Record) -> dict[str, float]:
     """A record's numbers under TensorBoard's kind of names."""
     kind = record["kind"]
     numbers = {f"{kind}/{key}": value for key, value in record.items() if isinstance(value, int | float) and key != "step"}
     for group in ("parts", "exits"):
-        numbers |= {f"{kind}/{group}/{key}": value for key, value in record.get(group, {}).items()}
+        inner = record.get(group, {}).items()
+        numbers |= {f"{kind}/{group}/{key}": value for key, value in inner if value is not None}
     return numbers
 
 
