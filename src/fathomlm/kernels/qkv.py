@@ -44,10 +44,14 @@ class _QkvRope(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, Tensor]:
         widths = [weight.shape[0] for weight in (q_WM, k_WM, v_WM)]
         packed = torch.cat((q_WM, k_WM, v_WM)).to(x_BTM.dtype)
-        q, k, v = (_heads(part, head_dim) for part in torch.split(x_BTM @ packed.T, widths, dim=-1))
+        q, k, v = (part.view(*part.shape[:-1], -1, head_dim) for part in torch.split(x_BTM @ packed.T, widths, dim=-1))
         ctx.save_for_backward(x_BTM, q_WM, k_WM, v_WM, cos, sin)
-        # A copy of v: what attention keeps for its backward pass would otherwise hold on to the whole packed product.
-        return apply_rope(q, cos, sin), apply_rope(k, cos, sin), v.clone()
+        # Rotated token by token, heads side by side: attention's output and gradients then lie as the products around it
+        # want them. A copy of v, since what attention keeps would otherwise hold on to the whole packed product.
+        cos_BT1D, sin_BT1D = cos.transpose(1, 2), sin.transpose(1, 2)
+        turned = apply_rope(q, cos_BT1D, sin_BT1D), apply_rope(k, cos_BT1D, sin_BT1D), v
+        q, k, v = (heads.contiguous().transpose(1, 2) for heads in turned)
+        return q, k, v
 
     @staticmethod
     def backward(ctx: Any, d_q: Tensor, d_k: Tensor, d_v: Tensor) -> tuple[Tensor | None, ...]:
