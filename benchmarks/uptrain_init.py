@@ -1,4 +1,4 @@
-"""What a looped model starts from, after equal uptraining (thesis 3.4.2, 3.4.3; figures on initialisation and relaxation).
+"""What a looped model starts from, after equal uptraining (thesis 3.4.4, 3.4.5; figures on initialisation and relaxation).
 
     python benchmarks/uptrain_init.py run --source smollm2-135m --corpus CORPUS --work runs/uptrain-init --out uptrain.json
     python benchmarks/uptrain_init.py draw uptrain.json benchmarks/results/uptrain_init_h200

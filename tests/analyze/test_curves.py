@@ -33,7 +33,7 @@ def write_run(directory: Path, losses: list[float], *, exits: dict[str, float] |
         }
         for i, loss in enumerate(losses, start=1)
     ]
-    last = {key: records[-1][key] for key in ("step", "tokens", "seconds")}
+    last = {key: records[-1][key] for key in ("step", "tokens", "seconds", "flops")}
     ends = (losses[-1] + 0.1, losses[-1] + 0.2)
     records += [{"kind": "validation", **last, "loss": loss, "exits": exits or {}, "best": False} for loss in ends]
     (directory / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records) + tail)

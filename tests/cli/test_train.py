@@ -261,3 +261,12 @@ def test_the_command_is_stopped_and_goes_on(number, recipe, capsys, tmp_path, un
     assert train_losses == [entry for entry in uninterrupted["losses"] if entry[0] == "train"]
     assert (out / "last/model.safetensors").read_bytes() == uninterrupted["weights"]
     assert [path.name for path in (out / "checkpoints").glob(".*")] == []
+
+
+def test_a_resumed_run_shows_its_steps_before_their_results_are_in(recipe, capsys):
+    """Results are read a step behind, so the first step after a resume has none to show yet."""
+    seldom = ["--log.every", "50", "--evaluate.every", "0", "--checkpoint.every", "4", "--budget.steps", "8"]
+    assert main(["train", recipe, *seldom]) == 0
+    shutil.rmtree("runs/tale/checkpoints/step-00000008")
+    assert main(["train", recipe, *seldom, "--resume"]) == 0
+    assert "going on from" in capsys.readouterr().err

@@ -176,11 +176,8 @@ class _Panel:
 
 
 def _x(record: Record, field: str, run: Run, divisor: float = 1.0) -> float:
-    """Where a record stands. Validation does not count FLOPs itself: they go with tokens, at the run's own rate."""
+    """Where a record stands."""
     value = record.get(field)
-    if value is None and field == "flops":
-        rate = next((r["flops"] / r["tokens"] for r in run.train if r.get("flops") and r["tokens"]), None)
-        value = None if rate is None else rate * record["tokens"]
     if value is None:
         raise OptionError(f"run {run.name} has records without {field}; draw it over steps or tokens")
     return float(value) / divisor

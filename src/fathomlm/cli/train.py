@@ -84,10 +84,13 @@ def _first_comment(text: str) -> str:
 
 
 def _dry_run(recipe: Any, as_json: bool) -> int:
+    import torch
+
     from fathomlm.train.estimate import estimate, format_estimate
 
     recipe, rows = _with_data(recipe)
-    found = estimate(recipe, rows_in_epoch=rows)
+    device_name = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+    found = estimate(recipe, rows_in_epoch=rows, device_name=device_name)
     print(json.dumps(found.to_dict()) if as_json else format_estimate(found))
     return 0
 

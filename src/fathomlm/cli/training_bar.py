@@ -70,7 +70,7 @@ class TrainingBar:
 
 
 def _live(values: Record) -> str:
-    words = [f"loss {values['loss']:.4f}"]
+    words = [] if values.get("loss") is None else [f"loss {values['loss']:.4f}"]  # the first result comes a step later
     if values.get("tokens_per_s"):
         words.append(f"{amount(values['tokens_per_s'])} tokens/s")
     if values.get("mfu") is not None:

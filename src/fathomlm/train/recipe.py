@@ -33,7 +33,7 @@ class ModelRecipe:
     resize: Literal["add", "drop"] | None = None
     """Change the unrolled depth where the recursions do not divide it."""
     init: str | None = None
-    """Where tied layers start from, when `source` is tied here: stepwise, average, lower, random."""
+    """Where tied layers start from, when `source` is tied here: stepwise, average, lower, upper, random."""
     norm_init: str | None = None
     """Norms under `init: average`."""
     relax: str | None = None
@@ -98,7 +98,7 @@ class BatchRecipe:
     """The global batch, which does not depend on how it is split."""
 
     tokens: Amount | None = None
-    """Tokens in one optimizer step, over all ranks; a multiple of the context."""
+    """Tokens in one optimizer step, over all ranks; rounded to whole rows."""
     sequences: int | None = None
     """The same in rows."""
     micro: int = 8

@@ -94,7 +94,7 @@ def _prepare_options(data: DataRecipe) -> PrepareOptions:
         validation_fraction=data.validation_fraction,
         validation_from=tuple(data.validation_from),
         max_tokens=None if data.max_tokens is None else round(parse_amount("data.max_tokens", data.max_tokens)),
-        workers=os.cpu_count() or 1,
+        workers=len(os.sched_getaffinity(0)),
     )
 
 
@@ -141,8 +141,9 @@ def build_teacher(recipe: Recipe, corpus: Corpus, student: FathomForCausalLM, wo
 def _from_source(model: ModelRecipe, seed: int) -> FathomForCausalLM:
     assert model.source is not None
     if model.recursions == 1:
-        if model.relax is not None or model.sharing is not None:
-            raise OptionError("model.sharing and model.relax go with model.recursions of 2 or more")
+        tying = ("sharing", "resize", "init", "norm_init", "relax", "rank", "relax_init", "prefix_length")
+        for name in (name for name in tying if getattr(model, name) is not None):
+            raise OptionError(f"model.{name} says how {model.source} is tied; it goes with model.recursions of 2 or more")
         return load(model.source, dtype=torch.float32)
     _, plan, _ = architecture_of(model.source)
     if plan is not None and plan.recursions > 1:

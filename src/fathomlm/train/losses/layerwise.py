@@ -1,4 +1,4 @@
-"""Layerwise distillation between the two halves of a shallow-deep model (thesis 2.4.1).
+"""Layerwise distillation between the two halves of a shallow-deep model (thesis 2.5.1).
 
 The shallow model is the first L_S layers; each of its hidden states is drawn towards one of the deep model's by mean
 squared error, after the final norm, the deep side detached. `last` takes the last layer for all, `unif` layers at equal
