@@ -16,6 +16,7 @@ import pytest
 
 from fathomlm.checkpoints import writing
 from fathomlm.train import checkpoint as checkpoint_module
+from fathomlm.train import directory as directory_module
 from fathomlm.train import run as run_module
 from fathomlm.train.checkpoint import load_checkpoint
 from fathomlm.train.report import Reporter, Silence, read_records
@@ -69,11 +70,11 @@ def between_writing_and_renaming():
 
 
 def between_renaming_and_pointing():
-    run_module.point = die_at(3, run_module.point)  # `last` and `best` at the first, `last` at the second
+    directory_module.point = die_at(3, directory_module.point)  # `last` and `best` at the first, `last` at the second
 
 
 def at_the_last_checkpoint_before_pointing():
-    run_module.point = die_at(7, run_module.point)
+    directory_module.point = die_at(7, directory_module.point)
 
 
 def while_removing_the_old():
@@ -198,4 +199,4 @@ def test_a_run_that_was_killed_before_its_first_checkpoint_starts_anew(recipe, w
 
 def test_the_kills_above_do_not_reach_this_process():
     assert run_module.load_checkpoint is load_checkpoint
-    assert run_module.point is checkpoint_module.point
+    assert directory_module.point is checkpoint_module.point

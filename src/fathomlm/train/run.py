@@ -4,34 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import signal
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import torch
 
-from fathomlm.checkpoints.writing import whole_file
 from fathomlm.depth.cost import count
-from fathomlm.errors import OutputError, TrainingError
+from fathomlm.errors import TrainingError
 from fathomlm.train.budget import plan_steps, row_length
-from fathomlm.train.checkpoint import (
-    Progress,
-    clean_up,
-    load_checkpoint,
-    point,
-    prune,
-    read_state,
-    save_checkpoint,
-    saved_steps,
-    step_name,
-)
+from fathomlm.train.checkpoint import Progress, load_checkpoint, read_state, save_checkpoint
 from fathomlm.train.data.loader import Batch, Prefetched
 from fathomlm.train.data.segments import Progress as Prepared
+from fathomlm.train.directory import RunDirectory
 from fathomlm.train.estimate import flops_per_token_6n
 from fathomlm.train.hardware import peak_tflops
 from fathomlm.train.loop import Meter, Pending, Stepper, StepResult, choose_micro, reading
@@ -39,12 +26,12 @@ from fathomlm.train.losses.head import TaughtLoss, taught_loss
 from fathomlm.train.objective import Objective
 from fathomlm.train.optim import build_optimizer, choose_trained, state_bytes_per_weight
 from fathomlm.train.parallel import World, choose_parallel, join, spread
-from fathomlm.train.reading import to_yaml
 from fathomlm.train.recipe import Recipe
 from fathomlm.train.report import Record, Reporter, Silence, Watcher
 from fathomlm.train.resume import check_branch, check_data, check_same, data_mark
 from fathomlm.train.schedule import LearningRate
 from fathomlm.train.setup import build_student, build_teacher, describe_student, open_data
+from fathomlm.train.signals import listening
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,7 +78,7 @@ class Run:
         self.recipe = recipe
         self.world = world
         self.directory = Path(recipe.directory)
-        self._checkpoints = self.directory / "checkpoints"
+        self._place = RunDirectory(self.directory, recipe)
         self._watcher = watcher
         self._data = open_data(recipe, world, on_prepare)
         torch.manual_seed(recipe.seed)
@@ -149,7 +136,7 @@ class Run:
         recipe, world, progress = self.recipe, self.world, self._progress
         reporter = Reporter(self.directory, recipe, after_step=progress.step) if world.first else None
         try:
-            with _listening() as asked, reading(self._data.train, progress, world, self._micro) as batches:
+            with listening() as asked, reading(self._data.train, progress, world, self._micro) as batches:
                 self._loop(batches, asked, reporter)
         finally:
             if reporter is not None:
@@ -179,7 +166,7 @@ class Run:
             if due:
                 self._attend(result, stop, reporter)
             self._watcher.step(progress.step, self._length.steps, self._live)
-        if self.world.tell(progress.step not in saved_steps(self._checkpoints)):
+        if self.world.tell(progress.step not in self._place.saved()):
             self._save(reporter)
 
     def _is_due(self, step: int) -> bool:
@@ -195,10 +182,10 @@ class Run:
         self._in_a_row = self._in_a_row + 1 if result.skipped else 0
         self._live = {"loss": result.loss, "skipped": self._progress.skipped, **self._rates}
         if self._in_a_row >= self.recipe.optimizer.nonfinite_limit:
+            first, last = step - self._in_a_row + 1, self._place.latest() or "none, the run had not saved yet"
             raise TrainingError(
-                f"the loss or its gradient was not finite in steps {step - self._in_a_row + 1} to {step}; stopped. The last "
-                f"good checkpoint: {self._latest() or 'none, the run had not saved yet'}. A lower optimizer.lr, a longer "
-                "schedule.warmup or a smaller optimizer.clip usually helps"
+                f"the loss or its gradient was not finite in steps {first} to {step}; stopped. The last good checkpoint: "
+                f"{last}. A lower optimizer.lr, a longer schedule.warmup or a smaller optimizer.clip usually helps"
             )
         return result.stop
 
@@ -265,7 +252,7 @@ class Run:
         better = recipe.checkpoint.best and value is not None and _is_better(value, progress.best)
         if better:
             progress.best, progress.best_step = value, progress.step
-        target = self._checkpoints / step_name(progress.step)
+        target = self._place.at(progress.step)
         progress.extra = {
             "steps": self._length.steps,
             "warmup": self._rate.warmup,
@@ -276,23 +263,11 @@ class Run:
             target, self._student, self._objective, self._optimizer, progress, dataclasses.asdict(recipe), self.world
         )
         if self.world.first:
-            self._tidy()
+            self._place.tidy(progress.best_step)
         self.world.wait()
 
-    def _tidy(self) -> None:
-        """Point `last` and `best` where they belong and remove what is not kept; a killed run may not have come to it."""
-        recipe, saved, best = self.recipe.checkpoint, saved_steps(self._checkpoints), self._progress.best_step
-        try:
-            if saved:
-                point(self.directory / "last", saved[max(saved)])
-            if best in saved:
-                point(self.directory / "best", saved[best])
-            prune(self._checkpoints, recipe.keep, {*recipe.milestones} | ({best} if best is not None else set()))
-        except OSError as error:
-            raise OutputError(f"cannot write {self.directory}: {error.strerror or error}") from error
-
     def _start(self, resume: bool) -> None:
-        saved: dict[int, Path] = self.world.tell(saved_steps(self._checkpoints))
+        saved: dict[int, Path] = self.world.tell(self._place.saved())
         if saved and not resume:
             raise TrainingError(
                 f"{self.directory} holds a run at step {max(saved)}; --resume goes on with it, --out names another"
@@ -310,21 +285,8 @@ class Run:
             self._load(source)
             self._progress.best = self._progress.best_step = None
         if self.world.first:
-            self._settle()
+            self._place.settle(self._progress.best_step)
         self._watcher.note(self._headline())
-
-    def _settle(self) -> None:
-        """The run's directory as a run needs it: made, or rid of what a killed run left half-done."""
-        try:
-            self._checkpoints.mkdir(parents=True, exist_ok=True)
-            clean_up(self._checkpoints)
-            for stale in (*self.directory.glob(".*.partial-*"), *self.directory.glob(".*.fresh-*")):
-                stale.unlink()
-        except OSError as error:
-            raise OutputError(f"cannot write {self.directory}: {error.strerror or error}") from error
-        self._tidy()
-        with whole_file(self.directory / "recipe.yaml") as temporary:
-            temporary.write_text(to_yaml(self.recipe), encoding="utf-8")
 
     def _load(self, path: Path) -> None:
         self._progress = load_checkpoint(path, self._objective, self._optimizer, self.world)
@@ -339,10 +301,6 @@ class Run:
             f"{self.world.device.type}"
         )
 
-    def _latest(self) -> str | None:
-        saved = saved_steps(self._checkpoints)
-        return str(saved[max(saved)]) if saved else None
-
     def _summary(self) -> Summary:
         progress = self._progress
         return Summary(
@@ -356,7 +314,7 @@ class Run:
             exits=self._exits,
             best=progress.best,
             skipped=progress.skipped,
-            checkpoint=self._latest(),
+            checkpoint=self._place.latest(),
             seconds=round(progress.seconds, 3),
         )
 
@@ -367,25 +325,3 @@ def _is_better(value: float, best: float | None) -> bool:
 
 def _is_exit(name: str) -> bool:
     return name.startswith("exit_") and not name.endswith("_distill")
-
-
-@contextmanager
-def _listening() -> Iterator[threading.Event]:
-    """An event that Ctrl-C and SIGTERM set: the step under way is finished and saved. A second Ctrl-C breaks off at once;
-    a second SIGTERM does not, since a scheduler and torchrun may each send one."""
-    asked = threading.Event()
-
-    def ask(number: int, frame: FrameType | None) -> None:
-        if asked.is_set() and number == signal.SIGINT:
-            raise KeyboardInterrupt
-        asked.set()
-
-    if threading.current_thread() is not threading.main_thread():
-        yield asked
-        return
-    before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield asked
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
