@@ -5,7 +5,7 @@
 
 SmolLM2-135M becomes 15 layers looped twice, started stepwise, as an average, or at random; and as an average with rank-64
 LoRA at every step, started by SVD towards the original weights or at zero. All five see the same tokens in the same order
-with the same settings; only the start differs. `draw` writes the table and the picture from the record of `run`.
+with the same settings; only the start differs. `run --only NAME ...` adds to a record that is there. `draw` writes the table and the picture from the record of `run`.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def run(args: argparse.Namespace) -> None:
         "budget": {"tokens": args.tokens},
         "batch": {"sequences": args.rows, "micro": args.micro},
         "optimizer": {"lr": args.lr, "weight_decay": 0.1},
-        "schedule": {"kind": "cosine", "warmup": 0.05},
+        "schedule": {"kind": "cosine", "warmup": 0.1},
         "precision": args.precision,
         "compile": args.compile,
         "device": args.device,
@@ -55,7 +55,13 @@ def run(args: argparse.Namespace) -> None:
         "log": {"every": 5, "tensorboard": False},
     }
     record: dict[str, Any] = {"environment": environment(), "settings": shared, "runs": {}}
-    record["original"] = original_loss(args, shared)
+    if args.out.exists():
+        before = json.loads(args.out.read_text())
+        if before["settings"] != shared:
+            raise SystemExit(f"{args.out} was measured with other settings; name another file")
+        record = before
+    else:
+        record["original"] = original_loss(args, shared)
     print("original", record["original"], flush=True)
     for name in args.only or VARIANTS:
         begin = time.perf_counter()
@@ -179,8 +185,8 @@ def main() -> None:
     go.add_argument("--corpus", required=True)
     go.add_argument("--work", default="runs/uptrain-init")
     go.add_argument("--out", type=Path, default=Path("uptrain_init.json"))
-    go.add_argument("--tokens", default="20M")
-    go.add_argument("--rows", type=int, default=64)
+    go.add_argument("--tokens", default="40M")
+    go.add_argument("--rows", type=int, default=128)
     go.add_argument("--micro", type=int, default=32)
     go.add_argument("--lr", type=float, default=5e-4)
     go.add_argument("--every", type=int, default=15)

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from fathomlm.kernels.triton_here import tl, triton
 
-BLOCK = 4096
+BLOCK, WARPS = 4096, 8
+"""How many words a program takes at once, and on how many warps; `benchmarks/training_kernels.py` compares."""
 
 
 def cross_entropy_(logits_CV: Tensor, targets_C: Tensor, weight: float) -> Tensor:
@@ -68,5 +69,5 @@ if triton is not None:
         rows, vocab = logits_CV.shape
         losses_C = torch.empty(rows, dtype=torch.float32, device=logits_CV.device)
         targets_C = targets_C.contiguous()
-        _cross_entropy_kernel[(rows,)](logits_CV, targets_C, losses_C, weight, vocab=vocab, BLOCK=BLOCK, num_warps=8)
+        _cross_entropy_kernel[(rows,)](logits_CV, targets_C, losses_C, weight, vocab=vocab, BLOCK=BLOCK, num_warps=WARPS)
         return losses_C

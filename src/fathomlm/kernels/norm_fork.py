@@ -16,8 +16,8 @@ from torch import Tensor
 from fathomlm.kernels.norm import rms_norm
 from fathomlm.kernels.triton_here import tl, triton
 
-PROGRAMS = 2048
-"""Programs of the kernel, each with a run of rows and one partial sum for the weight."""
+PROGRAMS, WARPS = 2048, 4
+"""Programs of the kernel, each with a run of rows and one partial sum for the weight, and warps of each."""
 
 
 def plain_rms_norm_fork(x: Tensor, weight_M: Tensor, eps: float, plus_one: bool) -> tuple[Tensor, Tensor]:
@@ -107,6 +107,6 @@ if triton is not None:
         partial = torch.empty(programs, width, dtype=torch.float32, device=x_NM.device)
         _norm_fork_kernel[(programs,)](
             x_NM, d_normed_NM, d_stream_NM, weight_M, scale_N, d_x, partial, tokens, width,
-            ROWS=rows, BLOCK=triton.next_power_of_2(width), num_warps=4,
+            ROWS=rows, BLOCK=triton.next_power_of_2(width), num_warps=WARPS,
         )  # fmt: skip
         return d_x, partial.sum(0).to(weight_M.dtype)

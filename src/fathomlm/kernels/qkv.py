@@ -18,6 +18,8 @@ from torch import Tensor
 from fathomlm.kernels.rope import apply_rope
 from fathomlm.kernels.triton_here import tl, triton
 
+WARPS = 2
+
 
 def plain_qkv_rope(
     x_BTM: Tensor, q_WM: Tensor, k_WM: Tensor, v_WM: Tensor, cos: Tensor, sin: Tensor, head_dim: int
@@ -118,5 +120,5 @@ if triton is not None:
         cos, sin = (angle.expand(B, 1, T, D).contiguous() for angle in (cos, sin))
         out = d_q.new_empty(B, T, (H + 2 * G) * D)
         pads = {"PAD_H": triton.next_power_of_2(H), "PAD_G": triton.next_power_of_2(G)}
-        _pack_kernel[(B * T,)](d_q, d_k, d_v, cos, sin, out, H, G, D=D, **pads, num_warps=2)
+        _pack_kernel[(B * T,)](d_q, d_k, d_v, cos, sin, out, H, G, D=D, **pads, num_warps=WARPS)
         return out

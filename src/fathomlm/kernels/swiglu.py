@@ -19,7 +19,8 @@ from torch import Tensor
 
 from fathomlm.kernels.triton_here import tl, triton
 
-BLOCK = 512
+BLOCK, WARPS = 512, 2
+"""Entries of a row that a program takes, and its warps; `benchmarks/training_kernels.py` compares."""
 
 
 def plain_swiglu_mlp(x_NM: Tensor, gate_IM: Tensor, up_IM: Tensor, down_MI: Tensor, residual_NM: Tensor) -> Tensor:
@@ -99,5 +100,5 @@ if triton is not None:
         d_both, inner = torch.empty_like(both_N2I), torch.empty_like(d_inner_NI)
         rows, width = d_inner_NI.shape
         grid = (rows, triton.cdiv(width, BLOCK))
-        _swiglu_backward_kernel[grid](both_N2I, d_inner_NI, d_both, inner, width, BLOCK=BLOCK, num_warps=2)
+        _swiglu_backward_kernel[grid](both_N2I, d_inner_NI, d_both, inner, width, BLOCK=BLOCK, num_warps=WARPS)
         return d_both, inner
