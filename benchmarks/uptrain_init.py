@@ -5,7 +5,8 @@
 
 SmolLM2-135M becomes 15 layers looped twice, started stepwise, as an average, or at random; and as an average with rank-64
 LoRA at every step, started by SVD towards the original weights or at zero. All five see the same tokens in the same order
-with the same settings; only the start differs. `run --only NAME ...` adds to a record that is there. `draw` writes the table and the picture from the record of `run`.
+with the same settings; only the start differs. `run --only NAME ...` adds to a record that is there; `draw` writes the
+table and the picture from it.
 """
 
 from __future__ import annotations

@@ -60,6 +60,12 @@ def test_norm_fork_is_its_plain_form(plus_one: bool) -> None:
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
 
 
+def test_norm_fork_computes_in_float32_with_weights_in_bfloat16() -> None:
+    x, weight = torch.randn(8, 256).bfloat16(), (0.02 * torch.randn(256)).bfloat16()
+    _, normed = rms_norm_fork(x, weight, 1e-5, plus_one=True)
+    assert torch.equal(normed, plain_rms_norm_fork(x, weight, 1e-5, plus_one=True)[1])
+
+
 def test_cross_entropy_leaves_its_gradient_in_the_logits() -> None:
     logits = torch.randn(6, 11, dtype=torch.float64, requires_grad=True)
     targets = torch.tensor([0, 10, -100, 3, 3, 7])

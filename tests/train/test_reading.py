@@ -194,8 +194,8 @@ def test_what_is_printed_names_every_field():
     [
         ("a: [1", "line 1: not valid YAML"),
         ("model:\n  source: x\n bad", "line 3: not valid YAML"),
-        ("- 1", "a recipe is a mapping of fields, this is list"),
-        ("", "a recipe is a mapping of fields, this is NoneType"),
+        ("- 1", "a recipe is fields with values (name: tiny), this is a list"),
+        ("", "a recipe is fields with values (name: tiny), this is an empty file"),
         ("\x00", "not valid YAML"),
     ],
 )

@@ -304,6 +304,14 @@ def test_a_checkpoint_is_where_training_goes_on_as_a_source(recipe, tmp_path):
         train(recipe(model={**model, "recursions": 2}, out=str(tmp_path / "x")))
 
 
+def test_exit_heads_of_another_rank_start_afresh(recipe, tmp_path):
+    train(recipe(loss={"exits": {"head_rank": 2}}))
+    model = {"architecture": None, "source": str(tmp_path / "run/last"), "recursions": 1}
+    exits = {"exits": {"head_rank": 3}}
+    summary = train(recipe(model=model, out=str(tmp_path / "more"), loss=exits, budget={"steps": 2}))
+    assert summary.exits.keys() == {"2"}
+
+
 def test_damaged_checkpoints_are_refused_in_words(recipe, tmp_path):
     train(recipe())
     latest = tmp_path / "run/last"

@@ -26,8 +26,10 @@ def plain_rms_norm_fork(x: Tensor, weight_M: Tensor, eps: float, plus_one: bool)
 
 
 def rms_norm_fork(x: Tensor, weight_M: Tensor, eps: float, plus_one: bool) -> tuple[Tensor, Tensor]:
-    """`plain_rms_norm_fork`; the normed branch has the dtype of x."""
-    weight = 1 + weight_M if plus_one else weight_M
+    """`plain_rms_norm_fork`, in float32 at least also where the weight is bfloat16 (FSDP's copies); the normed branch has
+    the dtype of x."""
+    wide_M = weight_M.to(torch.promote_types(weight_M.dtype, torch.float32))
+    weight = 1 + wide_M if plus_one else wide_M
     stream, normed = _RmsNormFork.apply(x, weight, eps)  # type: ignore[no-untyped-call]
     return stream, normed
 

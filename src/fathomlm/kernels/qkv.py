@@ -67,7 +67,8 @@ class _QkvRope(torch.autograd.Function):
 
 def unrotate_and_pack(d_q: Tensor, d_k: Tensor, d_v: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Gradients of the heads, turned back by their positions, side by side as the packed product gave them (B, T, W)."""
-    if triton is not None and d_q.is_cuda:
+    D = d_q.shape[-1]
+    if triton is not None and d_q.is_cuda and D & (D - 1) == 0:  # the kernel's ranges are powers of two
         return _triton_unrotate_and_pack(d_q, d_k, d_v, cos, sin)
     return plain_unrotate_and_pack(d_q, d_k, d_v, cos, sin)
 

@@ -82,7 +82,8 @@ def _read_yaml(path: Path) -> dict[str, Any]:
         where = f"{path}, line {place.line + 1}" if place is not None else str(path)
         raise OptionError(f"{where}: not valid YAML ({getattr(error, 'problem', None) or 'cannot be read'})") from error
     if not isinstance(values, dict):
-        raise OptionError(f"{path}: a recipe is a mapping of fields, this is {type(values).__name__}")
+        what = "an empty file" if values is None else "a list" if isinstance(values, list) else "a single value"
+        raise OptionError(f"{path}: a recipe is fields with values (name: tiny), this is {what}")
     return values
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from fathomlm.errors import TrainingError
 from fathomlm.train.data.corpus import Corpus
-from fathomlm.train.recipe import Recipe
+from fathomlm.train.recipe import Recipe, ScheduleRecipe
 from fathomlm.train.schedule import LearningRate
 
 FREE = {
@@ -69,17 +69,12 @@ def check_branch(recipe: Recipe, state: dict[str, Any], rate: LearningRate, wher
         raise TrainingError(
             f"{where} warmed up over {warmup} steps, this recipe over {rate.warmup}; give schedule.warmup in steps, the same"
         )
-    end = int(state["progress"]["extra"]["steps"]) - _cooldown(saved["schedule"], int(state["progress"]["extra"]["steps"]))
+    end = LearningRate.of(ScheduleRecipe(**saved["schedule"]), int(state["progress"]["extra"]["steps"])).plateau_end
     if step > min(end, rate.plateau_end):
         raise TrainingError(
             f"{where} is at step {step}, past the plateau: its own run cools down from step {end}, this budget from step "
             f"{rate.plateau_end}; branch from an earlier checkpoint (checkpoint.milestones keeps them)"
         )
-
-
-def _cooldown(schedule: dict[str, Any], steps: int) -> int:
-    value = float(schedule["cooldown"])
-    return round(value) if value >= 1 else round(value * steps)
 
 
 def _differences(ours: dict[str, Any], theirs: dict[str, Any], free: set[str], prefix: str = "") -> list[str]:

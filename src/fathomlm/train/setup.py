@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import shlex
 from collections.abc import Callable
@@ -207,7 +206,8 @@ def with_exits(model: FathomForCausalLM, exits: tuple[int, ...], rank: int, seed
     config = configure(model.architecture, model.plan.with_exits(exits), model.relaxation, ids, torch.float32)
     config.exit_rank = rank
     result = empty_model(config)
-    result.decoder.load_state_dict(model.decoder.state_dict(), strict=False, assign=True)
+    weights = {name: value for name, value in model.decoder.state_dict().items() if not name.startswith("exit_heads.")}
+    result.decoder.load_state_dict(weights, strict=False, assign=True)
     torch.manual_seed(seed)
     for index in exits if rank else ():
         head = result.decoder.exit_delta(index)
@@ -220,7 +220,3 @@ def describe_student(student: FathomForCausalLM) -> str:
     exits = student.plan.exits
     leaves = f", exits after {', '.join(str(i + 1) for i in exits)}" if exits else ""
     return f"{describe(student)}{leaves}"
-
-
-def recipe_record(recipe: Recipe) -> dict[str, Any]:
-    return dataclasses.asdict(recipe)
