@@ -69,3 +69,18 @@ def test_the_plain_llama_layer_does_use_them(monkeypatch: pytest.MonkeyPatch) ->
     gradients(decoder, torch.randint(0, 50, (1, 5)))
     torch._dynamo.reset()
     assert {"swiglu_mlp", "qkv_rope", "rms_norm_fork"} <= set(used)
+
+
+@pytest.mark.parametrize("relax", [None, "lora", "dora", "prefix", "encoding"])
+@pytest.mark.parametrize("biased", [False, True])
+def test_under_autocast_the_whole_stream_is_narrow(relax: str | None, biased: bool, one_thread: None) -> None:
+    """One float32 addition would widen all that comes after it, and with it the memory of a run."""
+    fields = {"qkv_bias": biased, "o_bias": biased, "mlp_bias": biased}
+    architecture = Architecture(family="llama", **SHAPE, **fields)
+    rank = 2 if relax in ("lora", "dora") else None
+    relaxation = build_relaxation(architecture.linears(), relax, rank, 3 if relax == "prefix" else None)
+    decoder = Decoder(architecture, DepthPlan.build("cycle", 2, 4), relaxation)
+    decoder.reset_parameters()
+    with torch.autocast("cpu", torch.bfloat16):
+        states = decoder.states(torch.randint(0, 50, (2, 9)), at=range(4))
+    assert {state.dtype for state in states.values()} == {torch.bfloat16}

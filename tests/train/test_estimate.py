@@ -171,7 +171,7 @@ def test_a_model_that_does_not_fit_is_said_not_to():
 
 
 def test_a_converted_directory_brings_its_own_plan(tiny_model_dir):
-    length = {"budget": {"steps": 1}, "batch": {"sequences": 1}}
+    length = {"budget": {"steps": 1}, "batch": {"sequences": 1}, "data": {"context": 256}}
     found = estimate(build_recipe({"model": {"source": str(tiny_model_dir)}, **length}))
     assert (found.recursions, found.unrolled_layers) == (2, 4)
     with pytest.raises(OptionError, match="recursive already"):

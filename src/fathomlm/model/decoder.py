@@ -184,7 +184,7 @@ class Decoder(nn.Module):
             context = StepContext(sight.cos, sight.sin, sight.mask, sight.causal, kv, self.delta(step))
             x = self.layers[step.layer](x, context)
             if self.encodings and self.plan.is_last_of_recursion(step):
-                x = x * self.encodings[step.recursion]
+                x = (x * self.encodings[step.recursion]).to(x.dtype)
         return x
 
     def _sights(

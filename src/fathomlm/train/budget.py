@@ -39,6 +39,14 @@ def rows_per_step(recipe: Recipe) -> int:
     return rows
 
 
+def micro_rows(rows: int, ranks: int, micro: int) -> int:
+    """The largest micro-batch up to `micro` that divides a rank's rows, so that all have one shape."""
+    if rows % ranks:
+        raise OptionError(f"the batch of {rows} rows does not divide among {ranks} ranks")
+    own = rows // ranks
+    return next(size for size in range(min(micro, own), 0, -1) if own % size == 0)
+
+
 def row_length(recipe: Recipe) -> int:
     """Tokens in a row; pairs are counted at their longest."""
     data = recipe.data

@@ -15,7 +15,7 @@ from typing import Any
 from fathomlm.depth import Architecture, DepthPlan, Relaxation
 from fathomlm.depth.cost import count
 from fathomlm.errors import OptionError
-from fathomlm.train.budget import plan_steps, row_length
+from fathomlm.train.budget import micro_rows, plan_steps, row_length
 from fathomlm.train.footprint import COMFORT, Memory, count_memory
 from fathomlm.train.hardware import accelerator_name, memory_bytes, peak_tflops
 from fathomlm.train.parts import Parts, learns, read_parts, read_source
@@ -130,7 +130,7 @@ def estimate(
         tokens_per_step=schedule.tokens_per_step,
         rows=schedule.steps * schedule.rows_per_step,
         tokens=schedule.tokens,
-        micro_batches=math.ceil(schedule.rows_per_step / (recipe.batch.micro * devices)),
+        micro_batches=schedule.rows_per_step // devices // micro_rows(schedule.rows_per_step, devices, recipe.batch.micro),
         forward_flops=float(cost.forward_flops_per_token * schedule.tokens),
         training_flops=float(3 * cost.forward_flops_per_token * schedule.tokens),
         model_flops=float(per_token * schedule.tokens),

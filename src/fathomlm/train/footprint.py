@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fathomlm.depth import Step
-from fathomlm.train.budget import row_length, rows_per_step
+from fathomlm.train.budget import micro_rows, row_length, rows_per_step
 from fathomlm.train.losses.head import default_chunk
 from fathomlm.train.parts import Parts, learns
 from fathomlm.train.recipe import Recipe
@@ -55,7 +55,7 @@ def count_memory(recipe: Recipe, parts: Parts, teacher_parameters: int, parallel
     learning = [shape for group, shape in tensors if learns(recipe.train, group)]
     total, learned = sum(math.prod(shape) for _, shape in tensors), sum(map(math.prod, learning))
     state = sum(_optimizer_floats(recipe.optimizer.kind, shape) for shape in learning)
-    rows = min(recipe.batch.micro, math.ceil(rows_per_step(recipe) / devices))
+    rows = micro_rows(rows_per_step(recipe), devices, recipe.batch.micro)
     summed = rows_per_step(recipe) > rows * devices
     gradients = 4 * learned // split + (4 * learned if split > 1 and summed else 0)
     tokens = rows * row_length(recipe)

@@ -24,7 +24,7 @@ class Accelerator:
     device_name: str
     """A pattern for the name that the driver gives it, in lower case."""
     sustained: float | None = None
-    """Dense bfloat16 TFLOP/s that large matrix products reach, where that was measured."""
+    """Dense bfloat16 TFLOP/s that large matrix products reach, measured on an H200; an H100 has the same chip."""
 
 
 ACCELERATORS: dict[str, Accelerator] = {

@@ -19,7 +19,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from fathomlm.errors import DataError, TrainingError
+from fathomlm.errors import DataError
 from fathomlm.train.checkpoint import Progress
 from fathomlm.train.data.loader import Batch, Prefetched, prefetch
 from fathomlm.train.losses.head import IGNORED
@@ -127,7 +127,8 @@ class Stepper:
         """Mean losses over the first `rows` validation rows (0: all), and their tokens; the same rows in any world."""
         world, micro = self.world, self._recipe.batch.micro
         rows = min(rows, len(loader)) if rows else len(loader)
-        sums = torch.zeros(len(self.objective.names) + 1, device=world.device)
+        # Float64: in a large split there are more tokens than float32 can count.
+        sums = torch.zeros(len(self.objective.names) + 1, dtype=torch.float64, device=world.device)
         self._module.eval()
         with torch.no_grad():
             for start in range(0, rows, micro * world.size):
@@ -166,14 +167,6 @@ def _validation_rows(loader: AnyLoader, start: int, count: int, rows: int) -> Ba
         documents_BT=None if batch.documents_BT is None else batch.documents_BT[index],
         keep_BT=None if batch.keep_BT is None else batch.keep_BT[index],
     )
-
-
-def choose_micro(rows: int, world: World, micro: int) -> int:
-    """The largest micro-batch up to `micro` that divides a rank's rows, so that all have one shape."""
-    if rows % world.size:
-        raise TrainingError(f"the batch of {rows} rows does not divide among {world.size} ranks")
-    own = rows // world.size
-    return next(size for size in range(min(micro, own), 0, -1) if own % size == 0)
 
 
 @contextmanager

@@ -10,6 +10,7 @@ from fathomlm.depth import Architecture, DepthPlan, Relaxation, Step
 from fathomlm.depth.presets import PRESETS
 from fathomlm.depth.relaxation import build_relaxation, check_fits
 from fathomlm.errors import OptionError
+from fathomlm.train.budget import row_length
 from fathomlm.train.losses.exits import exit_steps
 from fathomlm.train.recipe import ModelRecipe, Recipe
 
@@ -81,11 +82,19 @@ def read_parts(recipe: Recipe) -> Parts:
     )
     relaxation = relaxation or own_relaxation
     check_fits(relaxation, plan)
+    check_rows(recipe, architecture)
     exits = recipe.loss.exits
     if exits is None:
         return Parts(architecture=architecture, plan=plan.with_exits(()), relaxation=relaxation)
     plan = plan.with_exits(exit_steps(exits, plan))
     return Parts(architecture=architecture, plan=plan, relaxation=relaxation, exit_rank=exits.head_rank)
+
+
+def check_rows(recipe: Recipe, architecture: Architecture) -> None:
+    """Refuse rows that are longer than what the model says it can read."""
+    if (length := row_length(recipe)) > architecture.context:
+        field = "data.source_length and data.target_length make" if recipe.data.pairs else "data.context makes"
+        raise OptionError(f"{field} rows of {length:,} tokens, but the model's context is {architecture.context:,}")
 
 
 def read_source(source: str) -> tuple[Architecture, DepthPlan | None, Relaxation | None]:

@@ -14,14 +14,14 @@ import torch
 
 from fathomlm.depth.cost import count
 from fathomlm.errors import TrainingError
-from fathomlm.train.budget import plan_steps, row_length
+from fathomlm.train.budget import micro_rows, plan_steps, row_length
 from fathomlm.train.checkpoint import Progress, load_checkpoint, read_state, save_checkpoint
 from fathomlm.train.data.loader import Batch, Prefetched
 from fathomlm.train.data.segments import Progress as Prepared
 from fathomlm.train.directory import RunDirectory
 from fathomlm.train.estimate import flops_per_token_6n
 from fathomlm.train.hardware import peak_tflops
-from fathomlm.train.loop import Meter, Pending, Stepper, StepResult, choose_micro, reading
+from fathomlm.train.loop import Meter, Pending, Stepper, StepResult, reading
 from fathomlm.train.losses.head import TaughtLoss, taught_loss
 from fathomlm.train.objective import Objective
 from fathomlm.train.optim import build_optimizer, choose_trained, state_bytes_per_weight
@@ -87,7 +87,7 @@ class Run:
         s = self._student
         self._length = plan_steps(recipe, s.architecture, s.plan, s.relaxation, len(self._data.train))
         self._rate = LearningRate.of(recipe.schedule, self._length.steps)
-        self._micro = choose_micro(self._length.rows_per_step, world, recipe.batch.micro)
+        self._micro = micro_rows(self._length.rows_per_step, world.size, recipe.batch.micro)
         self._progress = Progress()
         self._last_loss: float | None = None
         self._in_a_row = 0
@@ -193,7 +193,7 @@ class Run:
         """What is due after a step: a record, a validation, a checkpoint."""
         recipe, step = self.recipe, self._progress.step
         done = step == self._length.steps
-        if step % recipe.log.every == 0 or step == 1 or done or result.skipped:
+        if step % recipe.log.every == 0 or step == 1 or done or stop or result.skipped:
             self._record(result, reporter)
         if recipe.evaluate.every and step % recipe.evaluate.every == 0:
             self._validate(reporter)

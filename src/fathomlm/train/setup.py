@@ -27,6 +27,7 @@ from fathomlm.train.data.prepare import PrepareOptions, prepare
 from fathomlm.train.data.segments import Progress as Prepared
 from fathomlm.train.losses.exits import exit_steps
 from fathomlm.train.parallel import World
+from fathomlm.train.parts import check_rows
 from fathomlm.train.recipe import DataRecipe, ModelRecipe, Recipe, parse_amount
 
 AnyLoader = Loader | PairLoader
@@ -113,10 +114,11 @@ def build_student(recipe: Recipe, corpus: Corpus) -> FathomForCausalLM:
         )
     if student.tokenizer is None:
         student.tokenizer = tokenizer
+    check_rows(recipe, student.architecture)
     exits = recipe.loss.exits
-    if exits is not None:
-        student = with_exits(student, exit_steps(exits, student.plan), exits.head_rank, recipe.seed)
-    return student
+    if exits is None:  # exits that no loss reads would go stale while the layers under them learn
+        return with_exits(student, (), 0, recipe.seed)
+    return with_exits(student, exit_steps(exits, student.plan), exits.head_rank, recipe.seed)
 
 
 def build_teacher(recipe: Recipe, corpus: Corpus, student: FathomForCausalLM, world: World) -> FathomForCausalLM | None:
@@ -199,20 +201,23 @@ def scratch_architecture(model: ModelRecipe, vocab: int | None) -> Architecture:
 
 
 def with_exits(model: FathomForCausalLM, exits: tuple[int, ...], rank: int, seed: int) -> FathomForCausalLM:
-    """The same weights under a plan with exits, and fresh low-rank deltas on the head where `rank` is above 0."""
+    """The same weights under a plan with exits. Low-rank deltas on the head (`rank` above 0) are kept where the model has
+    them for that exit and rank, and fresh otherwise."""
     if model.plan.exits == exits and model.config.exit_rank == rank:
         return model
     ids = ModelBase(model).tokens
     config = configure(model.architecture, model.plan.with_exits(exits), model.relaxation, ids, torch.float32)
     config.exit_rank = rank
     result = empty_model(config)
-    weights = {name: value for name, value in model.decoder.state_dict().items() if not name.startswith("exit_heads.")}
-    result.decoder.load_state_dict(weights, strict=False, assign=True)
+    weights, wanted = model.decoder.state_dict(), result.decoder.state_dict()
+    kept = {name: value for name, value in weights.items() if name in wanted and value.shape == wanted[name].shape}
+    result.decoder.load_state_dict(kept, strict=False, assign=True)
     torch.manual_seed(seed)
     for index in exits if rank else ():
         head = result.decoder.exit_delta(index)
         assert head is not None
-        head.to_empty(device="cpu").reset_parameters()
+        if head.a.is_meta:
+            head.to_empty(device="cpu").reset_parameters()
     return finish(result, model.tokenizer)
 
 

@@ -32,11 +32,9 @@ class DoraDelta(LoraDelta):
 
     def forward(self, x: Tensor, linear: nn.Linear) -> Tensor:
         direction = F.linear(x, linear.weight) + F.linear(F.linear(x, self.a), self.b)
-        scale = (self.magnitude.float() / self._lengths(linear.weight)).to(x.dtype)
+        scale = (self.magnitude.float() / self._lengths(linear.weight)).to(direction.dtype)
         out = scale * direction
-        if linear.bias is not None:
-            out = out + linear.bias
-        return out
+        return out if linear.bias is None else (out + linear.bias).to(out.dtype)
 
     def merged(self, weight: Tensor) -> Tensor:
         rows: Tensor = (self.magnitude.float() / self._lengths(weight))[:, None] * super().merged(weight)

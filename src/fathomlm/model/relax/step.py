@@ -56,7 +56,7 @@ class StepDelta(nn.Module):
         """A linear of the shared layer, as this step sees it."""
         out: Tensor = self.linears[name](x, linear) if name in self.linears else linear(x)
         bias = self._offset(f"{self.paths[name]}.bias")
-        return out if bias is None else out + bias
+        return out if bias is None else (out + bias).to(out.dtype)  # autocast's dtype, not the offset's
 
     def norm(self, name: str, module: nn.Module, x: Tensor) -> Tensor:
         """A norm of the shared layer, as this step sees it."""

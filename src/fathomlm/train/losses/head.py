@@ -116,7 +116,8 @@ class _HeadLoss(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, d_total: Tensor, *unused: Tensor) -> tuple[Tensor | None, ...]:
         d_hidden, d_weight = ctx.saved_tensors
-        scaled = [None if d is None else d * d_total.to(d.dtype) for d in (d_hidden, d_weight)]
+        # In d_total's float32: rounded to bfloat16 it would scale this output's gradient by up to 0.4 % too much.
+        scaled = [None if d is None else (d * d_total[None]).to(d.dtype) for d in (d_hidden, d_weight)]
         return (*scaled, None, None, None, None, None, None, None)
 
 

@@ -1,0 +1,56 @@
+"""From a recipe to a student: its exits, its heads, and what its context can hold."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fathomlm.depth import Architecture, DepthPlan
+from fathomlm.errors import OptionError
+from fathomlm.model.hub import FathomConfig, FathomForCausalLM
+from fathomlm.train.parts import check_rows
+from fathomlm.train.reading import build_recipe
+from fathomlm.train.setup import with_exits
+
+SHAPE = Architecture(
+    family="llama", layers=6, hidden=16, intermediate=24, heads=2, kv_heads=1, head_dim=8, vocab=40, context=64
+)
+
+
+@pytest.fixture
+def student():
+    model = FathomForCausalLM(FathomConfig.of(SHAPE, DepthPlan.build("cycle", 3, 6), dtype=torch.float32))
+    model.decoder.reset_parameters()
+    return model
+
+
+def test_exits_are_put_on_and_taken_off_without_a_change_of_weights(student):
+    before = {name: value.clone() for name, value in student.decoder.state_dict().items()}
+    exited = with_exits(student, (1, 3), 4, seed=0)
+    assert (exited.plan.exits, len(exited.decoder.exit_heads)) == ((1, 3), 2)
+    plain = with_exits(exited, (), 0, seed=0)
+    assert (plain.plan.exits, plain.config.exit_rank) == ((), 0)
+    after = plain.decoder.state_dict()
+    assert after.keys() == before.keys()
+    assert all(torch.equal(after[name], before[name]) for name in before)
+
+
+def test_trained_heads_stay_where_exit_and_rank_stay(student):
+    first = with_exits(student, (1,), 4, seed=0)
+    with torch.no_grad():
+        first.decoder.exit_delta(1).b.fill_(7.0)
+    more = with_exits(first, (1, 3), 4, seed=0)
+    assert bool((more.decoder.exit_delta(1).b == 7.0).all())
+    assert not more.decoder.exit_delta(3).b.any()
+    wider = with_exits(first, (1,), 8, seed=0)
+    assert not wider.decoder.exit_delta(1).b.any()
+
+
+def test_rows_longer_than_the_models_context_are_refused():
+    values = {"model": {"source": "x"}, "budget": {"steps": 1}, "batch": {"sequences": 1}}
+    check_rows(build_recipe({**values, "data": {"context": 64}}), SHAPE)
+    with pytest.raises(OptionError, match="rows of 65 tokens, but the model's context is 64"):
+        check_rows(build_recipe({**values, "data": {"context": 65}}), SHAPE)
+    pairs = {"pairs": ["a", "b"], "source_length": 60, "target_length": 10}
+    with pytest.raises(OptionError, match="source_length and data.target_length make rows of 70"):
+        check_rows(build_recipe({**values, "data": pairs}), SHAPE)
