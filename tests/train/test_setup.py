@@ -52,5 +52,5 @@ def test_rows_longer_than_the_models_context_are_refused():
     with pytest.raises(OptionError, match="rows of 65 tokens, but the model's context is 64"):
         check_rows(build_recipe({**values, "data": {"context": 65}}), SHAPE)
     pairs = {"pairs": ["a", "b"], "source_length": 60, "target_length": 10}
-    with pytest.raises(OptionError, match="source_length and data.target_length make rows of 70"):
+    with pytest.raises(OptionError, match=r"source_length and data\.target_length make rows of 70"):
         check_rows(build_recipe({**values, "data": pairs}), SHAPE)
