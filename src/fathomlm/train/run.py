@@ -202,12 +202,7 @@ class Run:
 
     def _record(self, result: StepResult, reporter: Reporter | None) -> None:
         progress = self._progress
-        record: Record = {
-            "kind": "train",
-            "step": progress.step,
-            "tokens": progress.tokens,
-            "seconds": round(progress.seconds, 3),
-            "flops": float(self._forward_flops) * progress.tokens,
+        record: Record = self._stamp("train") | {
             "loss": result.loss,
             "parts": result.parts,
             "lr": self.recipe.optimizer.lr * self._rate.at(progress.step - 1),
@@ -220,6 +215,17 @@ class Run:
             reporter.write(record)
         self._watcher.record(record)
 
+    def _stamp(self, kind: str) -> Record:
+        """Where the run is: how every record begins."""
+        progress = self._progress
+        return {
+            "kind": kind,
+            "step": progress.step,
+            "tokens": progress.tokens,
+            "seconds": round(progress.seconds, 3),
+            "flops": float(self._forward_flops) * progress.tokens,
+        }
+
     def _validate(self, reporter: Reporter | None) -> None:
         progress = self._progress
         if self._data.validation is None or self._validated == progress.step:
@@ -227,12 +233,7 @@ class Run:
         parts, tokens = self._stepper.validate(self._data.validation, self.recipe.evaluate.rows)
         progress.validation = parts["next_token"]
         exits = {name.removeprefix("exit_"): value for name, value in parts.items() if _is_exit(name)}
-        record: Record = {
-            "kind": "validation",
-            "step": progress.step,
-            "tokens": progress.tokens,
-            "seconds": round(progress.seconds, 3),
-            "flops": float(self._forward_flops) * progress.tokens,
+        record: Record = self._stamp("validation") | {
             "loss": parts["next_token"],
             "exits": exits,
             "parts": parts,
