@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 from fathomlm.train.losses import head
 from fathomlm.train.losses.divergence import DIVERGENCES
-from fathomlm.train.losses.head import IGNORED, HeadTerms, Teacher, default_chunk, head_loss, plain_head_loss
+from fathomlm.train.losses.head import IGNORE, HeadTerms, Teacher, default_chunk, head_loss, plain_head_loss
 
 N, M, V = 23, 8, 31
 KINDS = [None, *DIVERGENCES]
@@ -18,7 +18,7 @@ def make(seed=0, dtype=torch.float32):
     generator = torch.Generator().manual_seed(seed)
     hidden, weight, t_hidden, t_weight = (torch.randn(n, M, generator=generator) for n in (N, V, N, V))
     targets = torch.randint(0, V, (N,), generator=generator)
-    targets[[0, 5, 6, 7, N - 1]] = IGNORED
+    targets[[0, 5, 6, 7, N - 1]] = IGNORE
     teacher = Teacher(t_hidden.to(dtype), t_weight.to(dtype))
     return hidden.to(dtype).requires_grad_(), weight.to(dtype).requires_grad_(), targets, teacher
 
@@ -37,7 +37,7 @@ def divergence(kind, p, q):
 def reference(terms, seed=0):
     """Sums and gradients from all logits at once, in float64."""
     hidden, weight, targets, teacher = make(seed, torch.float64)
-    counted = targets != IGNORED
+    counted = targets != IGNORE
     logits = hidden @ weight.T
     ce = F.cross_entropy(logits[counted], targets[counted], reduction="sum")
     distance = torch.zeros((), dtype=torch.float64)
@@ -90,13 +90,13 @@ def test_ignored_tokens_count_for_nothing():
     terms = HeadTerms(1.0, "reverse_kl", 1.0)
     total, *parts = head_loss(hidden, weight, targets, terms, teacher=teacher, chunk=7)
     total.backward()
-    kept = targets != IGNORED
+    kept = targets != IGNORE
     assert (hidden.grad[~kept] == 0).all()
     assert (hidden.grad[kept].abs().sum(-1) > 0).all()
     fewer = Teacher(teacher.hidden_NM[kept], teacher.weight_VM)
     _, *wanted = head_loss(hidden.detach()[kept], weight, targets[kept], terms, teacher=fewer)
     torch.testing.assert_close(parts, wanted)
-    nothing, *_ = head_loss(hidden, weight, torch.full_like(targets, IGNORED), terms, teacher=teacher)
+    nothing, *_ = head_loss(hidden, weight, torch.full_like(targets, IGNORE), terms, teacher=teacher)
     assert nothing == 0
 
 
@@ -108,7 +108,7 @@ def test_a_teacher_of_the_same_weights_gets_no_gradient():
     total.backward()
     h, w = hidden.detach().clone().requires_grad_(), weight.detach().clone().requires_grad_()
     taught, log_q = (2 * hidden @ weight.T).detach().softmax(-1), (h @ w.T).log_softmax(-1)
-    wanted = (taught * (taught.log() - log_q)).sum(-1)[targets != IGNORED].sum()
+    wanted = (taught * (taught.log() - log_q)).sum(-1)[targets != IGNORE].sum()
     wanted.backward()
     torch.testing.assert_close(total, wanted, rtol=2e-5, atol=2e-5)
     assert total == distance

@@ -11,7 +11,7 @@ from fathomlm.depth.relaxation import build_relaxation
 from fathomlm.errors import OptionError, PlanError
 from fathomlm.model.decoder import Decoder
 from fathomlm.train.losses.exits import exit_depths, exit_steps, exit_weights
-from fathomlm.train.losses.head import IGNORED
+from fathomlm.train.losses.head import IGNORE
 from fathomlm.train.losses.layerwise import monotone_map
 from fathomlm.train.objective import Objective
 from fathomlm.train.optim import choose_trained
@@ -36,7 +36,7 @@ def batch(rows=3, length=10):
     tokens = torch.randint(0, SHAPE["vocab"], (rows, length), generator=generator)
     targets = torch.randint(0, SHAPE["vocab"], (rows, length), generator=generator)
     keep = torch.arange(length)[None] < torch.tensor([length, length - 3, length - 1])[:rows, None]
-    return tokens, targets.masked_fill(~keep, IGNORED), keep
+    return tokens, targets.masked_fill(~keep, IGNORE), keep
 
 
 def outputs(model, tokens, keep):
@@ -52,13 +52,13 @@ def outputs(model, tokens, keep):
 
 
 def entropy(logits, targets):
-    return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="sum")
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORE, reduction="sum")
 
 
 def kl(student, taught, targets):
     """Forward KL, teacher first."""
     p, log_q = taught.detach().softmax(-1), student.log_softmax(-1)
-    return (p * (p.log() - log_q)).sum(-1)[targets != IGNORED].sum()
+    return (p * (p.log() - log_q)).sum(-1)[targets != IGNORE].sum()
 
 
 @pytest.mark.parametrize(
@@ -196,7 +196,7 @@ def test_the_shallow_deep_objective_by_hand(mapping):
     found, parts = Objective(model, recipe)(tokens, targets, keep)
     states = outputs(model, tokens, keep)
     shallow, deep = states[:2], [states[3]] if mapping == "last" else [states[1], states[3]]
-    counted = targets != IGNORED
+    counted = targets != IGNORE
     errors = torch.stack(
         [torch.stack([((s - d.detach()) ** 2).mean(-1).mul(counted).sum(-1) for d in deep], -1) for s in shallow], 1
     )
@@ -280,7 +280,7 @@ def test_packed_documents_are_as_if_alone():
     documents = torch.tensor([[0] * 6 + [1] * 9], dtype=torch.int32)
     ends = {}
     for at in range(15):  # the loss of each token by itself
-        targets = torch.full((1, 15), IGNORED)
+        targets = torch.full((1, 15), IGNORE)
         targets[0, at] = torch.cat((first[1:], second[1:]))[at]
         ends[at] = [Objective(model, LossRecipe())(tokens, targets, None, d)[0].item() for d in (documents, None)]
     alone = []

@@ -8,7 +8,7 @@ import torch
 from fathomlm.depth import Architecture, DepthPlan
 from fathomlm.errors import OptionError
 from fathomlm.model.hub import FathomConfig, FathomForCausalLM
-from fathomlm.train.parts import check_rows
+from fathomlm.train.parts import check_rows, read_parts
 from fathomlm.train.reading import build_recipe
 from fathomlm.train.setup import with_exits
 
@@ -54,3 +54,11 @@ def test_rows_longer_than_the_models_context_are_refused():
     pairs = {"pairs": ["a", "b"], "source_length": 60, "target_length": 10}
     with pytest.raises(OptionError, match=r"source_length and data\.target_length make rows of 70"):
         check_rows(build_recipe({**values, "data": pairs}), SHAPE)
+
+
+def test_fields_that_tie_are_refused_where_nothing_is_tied():
+    """By the dry run as by the run: both ask here."""
+    length = {"budget": {"steps": 1}, "batch": {"sequences": 1}}
+    recipe = build_recipe({"model": {"source": "smollm2-135m", "relax": "lora"}, **length})
+    with pytest.raises(OptionError, match=r"model\.relax says how smollm2-135m is tied"):
+        read_parts(recipe)

@@ -16,7 +16,7 @@ from fathomlm.depth import Architecture, DepthPlan, Relaxation
 from fathomlm.depth.cost import count
 from fathomlm.errors import OptionError
 from fathomlm.train.budget import micro_rows, plan_steps, row_length
-from fathomlm.train.footprint import COMFORT, Memory, count_memory
+from fathomlm.train.footprint import PLANNED, Memory, count_memory
 from fathomlm.train.hardware import accelerator_name, memory_bytes, peak_tflops
 from fathomlm.train.parts import Parts, learns, read_parts, read_source
 from fathomlm.train.recipe import Recipe
@@ -140,7 +140,7 @@ def estimate(
         parallel=parallel,
         memory=memory,
         device_memory=limit,
-        fits=None if limit is None else memory.total <= COMFORT * limit,
+        fits=None if limit is None else memory.total <= PLANNED * limit,
         peak_tflops=peak,
         mfu=mfu,
         seconds=None if peak is None else work / (devices * peak * 1e12 * mfu),
@@ -189,13 +189,13 @@ def _layer_weights(architecture: Architecture, plan: DepthPlan, relaxation: Rela
 
 def _spread(recipe: Recipe, parts: Parts, teacher: int, limit: int | None) -> tuple[str, Memory]:
     """How the model lies on the devices, by the rule that a run follows, and what that takes of each."""
-    from fathomlm.train.parallel import COMFORT as COPIES_FIT
+    from fathomlm.train.parallel import COMFORT
 
     if recipe.hardware.count == 1:
         return "none", count_memory(recipe, parts, teacher, "none")
     copies = count_memory(recipe, parts, teacher, "ddp")
     state = copies.weights + copies.optimizer + copies.gradients
-    if recipe.parallel == "ddp" or (recipe.parallel == "auto" and (limit is None or state < COPIES_FIT * limit)):
+    if recipe.parallel == "ddp" or (recipe.parallel == "auto" and (limit is None or state < COMFORT * limit)):
         return "ddp", copies
     return "fsdp", count_memory(recipe, parts, teacher, "fsdp")
 
@@ -249,7 +249,7 @@ def _fits(found: Estimate) -> str:
     if found.fits is None or found.device_memory is None:
         return "not known: name the device with hardware.gpu"
     verdict = "yes" if found.fits else "no: lower batch.micro, set recompute: layer, or parallel: fsdp on several devices"
-    return f"{verdict} ({_gb(COMFORT * found.device_memory)} of {_gb(found.device_memory)} are planned for)"
+    return f"{verdict} ({_gb(PLANNED * found.device_memory)} of {_gb(found.device_memory)} are planned for)"
 
 
 def _time(found: Estimate) -> str:

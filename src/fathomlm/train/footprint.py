@@ -17,7 +17,7 @@ from fathomlm.train.losses.head import default_chunk
 from fathomlm.train.parts import Parts, learns
 from fathomlm.train.recipe import Recipe
 
-COMFORT = 0.9
+PLANNED = 0.9
 """The part of a device's memory that may be planned for; the rest is the driver's, and lost between blocks."""
 
 

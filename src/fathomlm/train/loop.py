@@ -21,8 +21,7 @@ from torch.optim import Optimizer
 
 from fathomlm.errors import DataError
 from fathomlm.train.checkpoint import Progress
-from fathomlm.train.data.loader import Batch, Prefetched, prefetch
-from fathomlm.train.losses.head import IGNORED
+from fathomlm.train.data.loader import IGNORE, Batch, Prefetched, prefetch
 from fathomlm.train.objective import Objective
 from fathomlm.train.optim import set_rate
 from fathomlm.train.parallel import World, accumulating, whole
@@ -93,7 +92,7 @@ class Stepper:
         """Optimizer step `number` (from 0). A step whose loss or gradient is not finite leaves the weights as they are."""
         world, names = self.world, self.objective.names
         set_rate(self._optimizer, self._recipe.optimizer.lr * self._rate.at(number))
-        own = sum(int((batch.targets_BT != IGNORED).sum()) for batch in micro_batches)
+        own = sum(int((batch.targets_BT != IGNORE).sum()) for batch in micro_batches)
         count = world.sum(torch.full((), float(own), device=world.device))
         micro_batches = [batch.to(world.device) for batch in micro_batches]
         sums = torch.zeros(len(names) + 2, device=world.device)
@@ -135,7 +134,7 @@ class Stepper:
                 batch = _validation_rows(loader, start + world.rank * micro, micro, rows).to(world.device)
                 _, parts = self._forward(batch)
                 sums[:-1] += parts
-                sums[-1] += (batch.targets_BT != IGNORED).sum()
+                sums[-1] += (batch.targets_BT != IGNORE).sum()
         *totals, count = world.sum(sums).tolist()
         if not count:
             raise DataError(
@@ -163,7 +162,7 @@ def _validation_rows(loader: AnyLoader, start: int, count: int, rows: int) -> Ba
     past = torch.tensor([start + i >= rows for i in range(count)])
     return Batch(
         tokens_BT=batch.tokens_BT[index],
-        targets_BT=batch.targets_BT[index].masked_fill(past[:, None], IGNORED),
+        targets_BT=batch.targets_BT[index].masked_fill(past[:, None], IGNORE),
         documents_BT=None if batch.documents_BT is None else batch.documents_BT[index],
         keep_BT=None if batch.keep_BT is None else batch.keep_BT[index],
     )

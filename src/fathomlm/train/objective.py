@@ -15,8 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from fathomlm.model.decoder import Decoder, Recompute
+from fathomlm.train.data.loader import IGNORE
 from fathomlm.train.losses.exits import exit_depths, exit_steps, exit_weights
-from fathomlm.train.losses.head import IGNORED, HeadTerms, TaughtLoss, Teacher, head_loss, taught_loss
+from fathomlm.train.losses.head import HeadTerms, TaughtLoss, Teacher, head_loss, taught_loss
 from fathomlm.train.losses.layerwise import candidates, layerwise_loss
 from fathomlm.train.recipe import LossRecipe
 
@@ -121,7 +122,7 @@ class Objective(nn.Module):
         recipe = self.recipe.layerwise
         assert recipe is not None
         shallow, deep = ([normed[i] for i in indices] for indices in (self._shallow, self._deep))
-        error = layerwise_loss(shallow, deep, (targets_BT != IGNORED).float(), recipe.mapping)
+        error = layerwise_loss(shallow, deep, (targets_BT != IGNORE).float(), recipe.mapping)
         return total + recipe.weight * error, error
 
 

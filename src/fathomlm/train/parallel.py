@@ -110,7 +110,6 @@ def choose_parallel(kind: str, world: World, state_bytes: int) -> str:
 
 def spread(objective: Objective, kind: str, world: World, precision: str) -> nn.Module:
     """The objective as it runs on this rank."""
-    _freeze_unread(objective)
     if kind == "none":
         return objective
     if kind == "ddp":
@@ -127,13 +126,6 @@ def spread(objective: Objective, kind: str, world: World, precision: str) -> nn.
             fully_shard(decoder.layers[layer], mesh=mesh, mp_policy=policy)
     fully_shard(objective, mesh=mesh, mp_policy=policy)
     return objective
-
-
-def _freeze_unread(objective: Objective) -> None:
-    """Heads of exits that no loss asks for: DDP would wait for their gradients for ever."""
-    for index in objective.decoder.plan.exits:
-        if index not in objective.exits and (delta := objective.decoder.exit_delta(index)) is not None:
-            delta.requires_grad_(False)
 
 
 @contextmanager

@@ -66,28 +66,42 @@ def learns(train: str, group: str) -> bool:
 def read_parts(recipe: Recipe) -> Parts:
     """The architecture, plan and relaxation that a recipe trains, as its `model` section and its exits say."""
     model = recipe.model
-    own_relaxation = None
     if model.source is None:
         architecture = _scratch(model)
-        plan = DepthPlan.build(model.sharing or "cycle", model.recursions, architecture.layers, model.resize)
+        plan, relaxation = lay_plan(model, architecture)
     else:
         architecture, own_plan, own_relaxation = read_source(model.source)
-        plan = own_plan or DepthPlan.vanilla(architecture.layers)
-        if model.recursions != 1:
-            if plan.recursions > 1:
-                raise OptionError(f"{model.source} is recursive already; leave out model.recursions to train it as it is")
-            plan = DepthPlan.build(model.sharing or "cycle", model.recursions, architecture.layers, model.resize)
-    relaxation = build_relaxation(
-        architecture.linears(), model.relax, model.rank, model.prefix_length, linears_only=model.linears_only
-    )
-    relaxation = relaxation or own_relaxation
-    check_fits(relaxation, plan)
+        check_tying(model, own_plan)
+        if model.recursions == 1:
+            plan, relaxation = own_plan or DepthPlan.vanilla(architecture.layers), own_relaxation
+        else:
+            plan, relaxation = lay_plan(model, architecture)
     check_rows(recipe, architecture)
     exits = recipe.loss.exits
     if exits is None:
         return Parts(architecture=architecture, plan=plan.with_exits(()), relaxation=relaxation)
     plan = plan.with_exits(exit_steps(exits, plan))
     return Parts(architecture=architecture, plan=plan, relaxation=relaxation, exit_rank=exits.head_rank)
+
+
+def lay_plan(model: ModelRecipe, architecture: Architecture) -> tuple[DepthPlan, Relaxation | None]:
+    """The plan and the relaxation that a `model` section asks for."""
+    plan = DepthPlan.build(model.sharing or "cycle", model.recursions, architecture.layers, model.resize)
+    relaxation = build_relaxation(
+        architecture.linears(), model.relax, model.rank, model.prefix_length, linears_only=model.linears_only
+    )
+    check_fits(relaxation, plan)
+    return plan, relaxation
+
+
+def check_tying(model: ModelRecipe, plan: DepthPlan | None) -> None:
+    """Refuse fields that tie a source which is not to be tied, and tying one that is tied already (`plan` is its own)."""
+    if model.recursions == 1:
+        tying = ("sharing", "resize", "init", "norm_init", "relax", "rank", "relax_init", "prefix_length")
+        for name in (name for name in tying if getattr(model, name) is not None):
+            raise OptionError(f"model.{name} says how {model.source} is tied; it goes with model.recursions of 2 or more")
+    elif plan is not None and plan.recursions > 1:
+        raise OptionError(f"{model.source} is recursive already; leave out model.recursions to train it as it is")
 
 
 def check_rows(recipe: Recipe, architecture: Architecture) -> None:

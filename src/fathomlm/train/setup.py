@@ -15,8 +15,7 @@ from fathomlm.checkpoints.assemble import ModelBase, configure, finish
 from fathomlm.checkpoints.convert import convert
 from fathomlm.checkpoints.resolve import architecture_of, describe, load
 from fathomlm.checkpoints.source import TokenIds, end_ids
-from fathomlm.depth import Architecture, DepthPlan
-from fathomlm.depth.relaxation import build_relaxation, check_fits
+from fathomlm.depth import Architecture
 from fathomlm.errors import DataError, OptionError
 from fathomlm.model.hub import FathomForCausalLM, empty_model
 from fathomlm.train.budget import rows_per_step
@@ -27,7 +26,7 @@ from fathomlm.train.data.prepare import PrepareOptions, prepare
 from fathomlm.train.data.segments import Progress as Prepared
 from fathomlm.train.losses.exits import exit_steps
 from fathomlm.train.parallel import World
-from fathomlm.train.parts import check_rows
+from fathomlm.train.parts import check_rows, check_tying, lay_plan
 from fathomlm.train.recipe import DataRecipe, ModelRecipe, Recipe, parse_amount
 
 AnyLoader = Loader | PairLoader
@@ -141,14 +140,9 @@ def build_teacher(recipe: Recipe, corpus: Corpus, student: FathomForCausalLM, wo
 
 def _from_source(model: ModelRecipe, seed: int) -> FathomForCausalLM:
     assert model.source is not None
+    check_tying(model, architecture_of(model.source)[1])
     if model.recursions == 1:
-        tying = ("sharing", "resize", "init", "norm_init", "relax", "rank", "relax_init", "prefix_length")
-        for name in (name for name in tying if getattr(model, name) is not None):
-            raise OptionError(f"model.{name} says how {model.source} is tied; it goes with model.recursions of 2 or more")
         return load(model.source, dtype=torch.float32)
-    _, plan, _ = architecture_of(model.source)
-    if plan is not None and plan.recursions > 1:
-        raise OptionError(f"{model.source} is recursive already; leave out model.recursions to train it as it is")
     return convert(
         model.source,
         sharing=model.sharing or "cycle",
@@ -171,11 +165,7 @@ def _from_scratch(model: ModelRecipe, seed: int, corpus: Corpus, tokenizer: Any)
         if getattr(model, name) is not None:
             raise OptionError(f"model.{name} says what a tied model starts from; without model.source there is nothing")
     architecture = scratch_architecture(model, corpus.manifest.vocab)
-    plan = DepthPlan.build(model.sharing or "cycle", model.recursions, architecture.layers, model.resize)
-    relaxation = build_relaxation(
-        architecture.linears(), model.relax, model.rank, model.prefix_length, linears_only=model.linears_only
-    )
-    check_fits(relaxation, plan)
+    plan, relaxation = lay_plan(model, architecture)
     tokens = TokenIds(bos=tokenizer.bos_token_id, eos=end_ids(tokenizer.eos_token_id), pad=tokenizer.pad_token_id)
     student = empty_model(configure(architecture, plan, relaxation, tokens, torch.float32))
     student.to_empty(device="cpu")

@@ -20,10 +20,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from fathomlm.kernels.cross_entropy import cross_entropy_
+from fathomlm.train.data.loader import IGNORE
 from fathomlm.train.losses.divergence import DIVERGENCES
 
-IGNORED = -100
-"""The target of a token that has none (padding, the source half of a pair)."""
 HELD_LOGITS = {"cpu": 2**26, "cuda": 2**30}
 """How many logits are held at once. On a GPU, in bfloat16 and compiled, they and their gradient take 4 GB."""
 
@@ -51,7 +50,7 @@ TaughtLoss = Callable[[Tensor, Tensor, Tensor, HeadTerms], tuple[Tensor, Tensor,
 def taught_loss(logits_CV: Tensor, targets_C: Tensor, teacher_CV: Tensor, terms: HeadTerms) -> tuple[Tensor, Tensor, Tensor]:
     """Sums of cross entropy and divergence over a chunk, and the gradient of their weighted sum for the logits."""
     assert terms.divergence is not None
-    counted_C1 = (targets_C != IGNORED)[:, None]
+    counted_C1 = (targets_C != IGNORE)[:, None]
     targets_C1 = targets_C.clamp_min(0)[:, None]
     wide = torch.promote_types(logits_CV.dtype, torch.float32)
     log_q, log_p = F.log_softmax(logits_CV.to(wide), dim=-1), F.log_softmax(teacher_CV.to(wide), dim=-1)
@@ -156,9 +155,9 @@ def plain_head_loss(
 ) -> Tensor:
     """The slow twin: all logits at once, gradients left to autograd."""
     logits = F.linear(hidden_NM, weight_VM)
-    total = terms.weight * F.cross_entropy(logits, targets_N, ignore_index=IGNORED, reduction="sum")
+    total = terms.weight * F.cross_entropy(logits, targets_N, ignore_index=IGNORE, reduction="sum")
     if terms.divergence is not None and teacher is not None:
         log_q, log_p = logits.log_softmax(-1), F.linear(teacher.hidden_NM, teacher.weight_VM).log_softmax(-1)
         value_N, _ = DIVERGENCES[terms.divergence](log_q, log_p.detach())
-        total = total + terms.divergence_weight * value_N[targets_N != IGNORED].sum()
+        total = total + terms.divergence_weight * value_N[targets_N != IGNORE].sum()
     return total
