@@ -63,13 +63,13 @@ def main() -> None:
         ),
         "norm_fork": measure(
             norm_fork,
-            {"PROGRAMS": (528, 1056, 2112, 4096, 8192), "WARPS": (1, 2, 4, 8)},
+            {"PROGRAMS": (264, 528, 1056, 2112), "GROUP": (1, 2, 4, 8), "WARPS": (4, 8)},
             lambda: norm_fork.norm_fork_backward(x, d_normed, d_stream, weight, scale),
             2 * TOKENS * 4 * M,
         ),
         "cross_entropy": measure(
             cross_entropy,
-            {"BLOCK": (1024, 2048, 4096, 8192), "WARPS": (4, 8, 16)},
+            {"BLOCK": (1024, 2048, 4096, 8192, 16384), "WARPS": (8, 16, 32)},
             lambda: cross_entropy.cross_entropy_(logits, targets, 1.0),
             2 * 8192 * 2 * VOCAB,
         ),

@@ -92,6 +92,30 @@ def test_a_compiled_step_has_the_gradients_of_an_eager_one(relax: str | None, re
         torch.testing.assert_close(fast[name], slow[name], rtol=1e-3, atol=1e-3 * float(slow[name].abs().max()), msg=name)
 
 
+@pytest.mark.parametrize("autocast", [True, False])
+def test_compiled_bfloat16_gradients_are_as_near_to_float32_as_eager_ones(autocast: bool) -> None:
+    """In bfloat16 a compiled layer uses the forms with written-out backward passes; rounding may differ, nothing else."""
+    shape = {"layers": 4, "hidden": 960, "intermediate": 2560, "heads": 15, "kv_heads": 5, "head_dim": 64, "vocab": 1000}
+    decoder = Decoder(Architecture(family="llama", **shape), DepthPlan.build("cycle", 2, 4))
+    decoder.reset_parameters()
+    tokens, targets = torch.randint(0, 1000, (2, 2, 256), device=CUDA)
+
+    def gradients(dtype: torch.dtype) -> dict[str, torch.Tensor]:
+        decoder.to(CUDA, torch.float32 if autocast else dtype).zero_grad()
+        with torch.autocast(CUDA, torch.bfloat16, enabled=autocast and dtype == torch.bfloat16):
+            loss, _ = Objective(decoder, LossRecipe())(tokens, targets)
+        loss.backward()
+        return {name: p.grad.float() for name, p in decoder.named_parameters() if p.grad is not None}
+
+    exact, eager = gradients(torch.float32), gradients(torch.bfloat16)
+    for layer in decoder.layers:
+        layer.compile()
+    compiled = gradients(torch.bfloat16)
+    for name, wanted in exact.items():
+        errors = [float((found[name] - wanted).norm() / wanted.norm()) for found in (compiled, eager)]
+        assert errors[0] < 1.5 * errors[1] + 2e-3, (name, errors)
+
+
 def test_a_compiled_bf16_run_learns_and_resumes(tmp_path: Path) -> None:
     pytest.importorskip("jsonargparse")
     from fathomlm.train.data.prepare import PrepareOptions, prepare

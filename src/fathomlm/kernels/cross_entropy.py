@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fathomlm.kernels.triton_here import tl, triton
 
-BLOCK, WARPS = 4096, 8
+BLOCK, WARPS = 1024, 16
 """How many words a program takes at once, and on how many warps; `benchmarks/training_kernels.py` compares."""
 
 
@@ -58,8 +58,9 @@ if triton is not None:
         wanted = tl.load(logits_ptr + tl.maximum(target, 0)).to(tl.float32)
         tl.store(losses_ptr + row, tl.where(counted, log_sum - wanted, 0.0))
         tl.debug_barrier()
-        for start in range(0, vocab, BLOCK):
-            at = start + columns
+        last = (vocab - 1) // BLOCK * BLOCK
+        for start in range(0, vocab, BLOCK):  # backwards: what was read last is still in the cache
+            at = last - start + columns
             x = tl.load(logits_ptr + at, mask=at < vocab, other=-1e30).to(tl.float32)
             slope = weight * (tl.exp(x - log_sum) - tl.where(at == target, 1.0, 0.0))
             tl.store(logits_ptr + at, tl.where(counted, slope, 0.0).to(logits_ptr.dtype.element_ty), mask=at < vocab)

@@ -16,8 +16,9 @@ from torch import Tensor
 from fathomlm.kernels.norm import rms_norm
 from fathomlm.kernels.triton_here import tl, triton
 
-PROGRAMS, WARPS = 2048, 4
-"""Programs of the kernel, each with a run of rows and one partial sum for the weight, and warps of each."""
+PROGRAMS, GROUP, WARPS = 1056, 1, 4
+"""Programs of the kernel, each with a run of rows and one partial sum for the weight; rows that it takes at once, and its
+warps. `benchmarks/training_kernels.py` compares."""
 
 
 def plain_rms_norm_fork(x: Tensor, weight_M: Tensor, eps: float, plus_one: bool) -> tuple[Tensor, Tensor]:
@@ -77,15 +78,15 @@ if triton is not None:
     @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
     def _norm_fork_kernel(  # type: ignore[no-untyped-def]
         x_ptr, normed_ptr, stream_ptr, weight_ptr, scale_ptr, d_x_ptr, partial_ptr,
-        tokens, width, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+        tokens, width, ROWS: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr,
     ):  # fmt: skip
         first = tl.program_id(0).to(tl.int64) * ROWS
-        column = tl.arange(0, BLOCK)
+        column = tl.arange(0, BLOCK)[None, :]
         inside = column < width
         weight = tl.load(weight_ptr + column, mask=inside, other=0.0).to(tl.float32)
-        d_weight = tl.zeros((BLOCK,), tl.float32)
-        for i in range(ROWS):
-            row = first + i
+        d_weight = tl.zeros((GROUP, BLOCK), tl.float32)
+        for i in range(0, ROWS, GROUP):
+            row = first + i + tl.arange(0, GROUP)[:, None]
             here = inside & (row < tokens)
             at = row * width + column
             scale = tl.load(scale_ptr + row, mask=row < tokens, other=0.0).to(tl.float32)
@@ -93,22 +94,23 @@ if triton is not None:
             d_normed = tl.load(normed_ptr + at, mask=here, other=0.0).to(tl.float32)
             d_stream = tl.load(stream_ptr + at, mask=here, other=0.0).to(tl.float32)
             pull = d_normed * weight
-            d_x = (pull - unit * (tl.sum(pull * unit, 0) / width)) * scale + d_stream
+            d_x = (pull - unit * (tl.sum(pull * unit, 1)[:, None] / width)) * scale + d_stream
             tl.store(d_x_ptr + at, d_x.to(d_x_ptr.dtype.element_ty), mask=here)
             d_weight += d_normed * unit
-        tl.store(partial_ptr + tl.program_id(0) * width + column, d_weight, mask=inside)
+        total = tl.sum(d_weight, 0)[None, :]
+        tl.store(partial_ptr + tl.program_id(0) * width + column, total, mask=inside)
 
     def _triton_norm_fork_backward(
         x_NM: Tensor, d_normed_NM: Tensor, d_stream_NM: Tensor, weight_M: Tensor, scale_N: Tensor
     ) -> tuple[Tensor, Tensor]:
         x_NM, d_normed_NM, d_stream_NM = x_NM.contiguous(), d_normed_NM.contiguous(), d_stream_NM.contiguous()
         tokens, width = x_NM.shape
-        rows = triton.cdiv(tokens, PROGRAMS)
+        rows = GROUP * triton.cdiv(tokens, GROUP * PROGRAMS)
         programs = triton.cdiv(tokens, rows)
         d_x = torch.empty_like(x_NM)
         partial = torch.empty(programs, width, dtype=torch.float32, device=x_NM.device)
         _norm_fork_kernel[(programs,)](
             x_NM, d_normed_NM, d_stream_NM, weight_M, scale_N, d_x, partial, tokens, width,
-            ROWS=rows, BLOCK=triton.next_power_of_2(width), num_warps=WARPS,
+            ROWS=rows, GROUP=GROUP, BLOCK=triton.next_power_of_2(width), num_warps=WARPS,
         )  # fmt: skip
         return d_x, partial.sum(0).to(weight_M.dtype)

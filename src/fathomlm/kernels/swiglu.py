@@ -18,8 +18,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fathomlm.kernels.triton_here import tl, triton
+from fathomlm.kernels.turned import turned
 
-BLOCK, WARPS = 512, 2
+TURN = True
+BLOCK, WARPS = 1024, 4
 """Entries of a row that a program takes, and its warps; `benchmarks/training_kernels.py` compares."""
 
 
@@ -53,7 +55,7 @@ class _SwigluMlp(torch.autograd.Function):
         d_both_N2I, inner_NI = swiglu_backward(both_N2I, d_inner_NI)
         d_down_MI = d_out_NM.T @ inner_NI
         d_packed = (d_both_N2I.T @ x_NM).to(gate_IM.dtype)
-        d_x = d_both_N2I @ torch.cat((gate_IM, up_IM)).to(dtype)
+        d_x = d_both_N2I @ (turned([gate_IM, up_IM], dtype).T if TURN else torch.cat((gate_IM, up_IM)).to(dtype))
         d_gate, d_up = d_packed.chunk(2)
         return d_x, d_gate, d_up, d_down_MI.to(down_MI.dtype), d_out_NM
 

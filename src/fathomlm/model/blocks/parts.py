@@ -44,14 +44,18 @@ class StepContext:
         out: Tensor = linear(x)
         return out
 
-    @property
-    def trains_compiled(self) -> bool:
-        """Whether this is a compiled training step that adds nothing to its layer: some parts then have a faster form."""
-        return self.delta is None and self.kv is None and torch.is_grad_enabled() and torch.compiler.is_compiling()
+    def fuses(self, x: Tensor) -> bool:
+        """Whether this is a compiled training step that adds nothing to its layer: some parts then have a faster form.
+
+        Not in float32 on a GPU, where no one looks for speed: there torch 2.11 compiles the forms' forward passes but drops
+        the gradient between two of them (found by `tests/gpu/test_training.py`).
+        """
+        plain = self.delta is None and self.kv is None and torch.is_grad_enabled() and torch.compiler.is_compiling()
+        return plain and not (x.is_cuda and x.dtype == torch.float32)
 
     def fork(self, name: str, module: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
         """The residual stream, and its norm for one half of the layer."""
-        if self.trains_compiled and isinstance(module, RMSNorm):
+        if self.fuses(x) and isinstance(module, RMSNorm):
             return rms_norm_fork(x, module.weight, module.eps, module.plus_one)
         return x, self.norm(name, module, x)
 
@@ -116,7 +120,7 @@ class Attention(nn.Module):
 
     def _rotated(self, x_BTM: Tensor, step: StepContext) -> tuple[Tensor, Tensor, Tensor]:
         """Heads of queries, keys and values, the first two at their positions."""
-        if self._plain and step.trains_compiled:
+        if self._plain and step.fuses(x_BTM):
             weights = self.q.weight, self.k.weight, self.v.weight
             return qkv_rope(x_BTM, *weights, step.cos, step.sin, self.head_dim)
         q = self._heads(step.project("q", self.q, x_BTM))
@@ -170,7 +174,7 @@ class FeedForward(nn.Module):
 
     def onto(self, residual: Tensor, x: Tensor, step: StepContext) -> Tensor:
         """The residual stream with this part's output added."""
-        if self._plain and step.trains_compiled:
+        if self._plain and step.fuses(x):
             assert self.gate is not None
             weights = self.gate.weight, self.up.weight, self.down.weight
             return swiglu_mlp(x.flatten(0, -2), *weights, residual.flatten(0, -2)).view_as(residual)
