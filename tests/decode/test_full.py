@@ -93,7 +93,7 @@ def model(request: pytest.FixtureRequest) -> FathomForCausalLM:
 
 
 def new_cache(model: FathomForCausalLM) -> DenseCache:
-    return DenseCache(model.plan.unrolled_layers, reserve=4)
+    return DenseCache(model.plan, reserve=4)
 
 
 def tokens(results: list[Generation]) -> list[tuple[int, ...]]:

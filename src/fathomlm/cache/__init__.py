@@ -1,5 +1,14 @@
 """Keys and values by step of the depth plan."""
 
-from fathomlm.cache.dense import DenseCache, StepKV
+from fathomlm.cache.dense import DenseCache, Entries, StepKV
+from fathomlm.cache.passing import Passing
+from fathomlm.cache.routed import RoutedCache
+from fathomlm.depth import DepthPlan
 
-__all__ = ["DenseCache", "StepKV"]
+
+def build_cache(plan: DepthPlan, reserve: int = 64) -> DenseCache | RoutedCache:
+    """The cache that a plan needs; `reserve` is how many slots to set aside at first."""
+    return DenseCache(plan, reserve) if plan.routing is None else RoutedCache(plan, reserve)
+
+
+__all__ = ["DenseCache", "Entries", "Passing", "RoutedCache", "StepKV", "build_cache"]

@@ -11,11 +11,19 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from fathomlm.depth import Step
+from fathomlm.depth import DepthPlan, Step
+
+Entries = tuple[Tensor, Tensor]
+"""Keys and values, (B, G, S, D) each."""
 
 
 class StepKV(Protocol):
     """What attention sees of a cache: the entries of one step."""
+
+    @property
+    def stores(self) -> bool:
+        """Whether entries outlive the pass; if not, a compiled training step may use its faster forms."""
+        ...
 
     def append(self, k_BGTD: Tensor, v_BGTD: Tensor) -> tuple[Tensor, Tensor]:
         """Store new entries and return all of them."""
@@ -26,10 +34,11 @@ class StepKV(Protocol):
         ...
 
 
-class _Buffer:
+class Buffer:
     """One step's entries in a buffer that doubles, so that a token costs one small copy and not a new cache."""
 
     __slots__ = ("_k", "_prefix", "_reserve", "_used", "_v")
+    stores = True
 
     def __init__(self, reserve: int) -> None:
         self._reserve = reserve
@@ -58,6 +67,12 @@ class _Buffer:
             self._prefix = make()
         return self._prefix
 
+    def entries(self) -> Entries:
+        """All entries so far."""
+        assert self._k is not None
+        assert self._v is not None
+        return self._k[:, :, : self._used], self._v[:, :, : self._used]
+
     def truncate(self, length: int) -> None:
         self._used = min(self._used, length)
 
@@ -68,9 +83,10 @@ class _Buffer:
 class DenseCache:
     """Key-value entries of a whole sequence batch, one buffer a step."""
 
-    def __init__(self, steps: int, reserve: int = 64) -> None:
+    def __init__(self, plan: DepthPlan, reserve: int = 64) -> None:
         """`reserve` is how many slots to set aside at first; the buffers grow past it when they must."""
-        self._steps = [_Buffer(reserve) for _ in range(steps)]
+        self._plan = plan
+        self._steps = {step.index: Buffer(reserve) for step in plan if not plan.reads_kv(step)}
         self._length = 0
 
     @property
@@ -78,8 +94,12 @@ class DenseCache:
         """Slots filled so far, padding included. Counted here, never read off a step: deep steps may hold fewer."""
         return self._length
 
-    def at(self, step: Step) -> StepKV:
-        return self._steps[step.index]
+    def at(self, step: Step) -> StepKV | None:
+        return self._steps.get(step.index)
+
+    def reads(self, step: Step) -> Entries | None:
+        """The entries that a step looks at without making any, where keys and values are shared."""
+        return self._steps[self._plan.kv_sources[step.index]].entries() if self._plan.reads_kv(step) else None
 
     def advance(self, tokens: int) -> None:
         """Note that a forward pass has appended `tokens` at every step."""
@@ -88,12 +108,12 @@ class DenseCache:
     def truncate(self, length: int) -> None:
         """Forget everything after the first `length` slots."""
         self._length = min(self._length, length)
-        for buffer in self._steps:
+        for buffer in self._steps.values():
             buffer.truncate(length)
 
     def bytes(self) -> int:
         """What the stored entries take, spare room left out."""
-        return sum(buffer.bytes() for buffer in self._steps)
+        return sum(buffer.bytes() for buffer in self._steps.values())
 
 
 def stack_prefix(prefix: Tensor, entries_BGSD: Tensor) -> Tensor:

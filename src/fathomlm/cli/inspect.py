@@ -11,9 +11,11 @@ from decimal import Decimal, InvalidOperation
 from pathlib import Path
 
 from fathomlm.cli.plan_options import DEFAULT_RECURSIONS, add_plan_arguments, add_relax_arguments
-from fathomlm.depth import Architecture, DepthPlan, Relaxation, cost
+from fathomlm.depth import Architecture, DepthPlan, Relaxation, build_routing, cost
+from fathomlm.depth.plan import KV_MODES
 from fathomlm.depth.presets import PRESETS
 from fathomlm.depth.relaxation import build_relaxation, check_fits
+from fathomlm.depth.routing import ROUTERS
 from fathomlm.errors import OptionError
 
 HELP = "count what a model costs: parameters, compute, cache memory"
@@ -28,13 +30,12 @@ SUFFIXES = {"K": 3, "M": 6, "B": 9, "T": 12}
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("model", metavar="MODEL", help="a preset, Hugging Face directory, hub id, GGUF file or FathomLM directory")
-    add("--router", metavar="R", choices=cost.ROUTERS, help="let a router choose how deep each token goes: expert or token")
+    add("--router", metavar="R", choices=ROUTERS, help="let a router choose how deep each token goes: expert or token")
     add(
         "--kv",
         metavar="MODE",
-        choices=cost.KV_MODES,
-        default="cache",
-        help="keys and values: cache every recursion's (default), or share",
+        choices=KV_MODES,
+        help="keys and values: cache every recursion's (default), share the first one's, or hybrid (with a router)",
     )
     add("--tokens", metavar="D", help="training tokens to count FLOPs for: 20e9, 20B, 300M, 1.5T")
     add("--context", metavar="T", type=int, default=2048, help="sequence length to count attention at (default: 2048)")
@@ -60,13 +61,15 @@ def run(args: argparse.Namespace) -> int:
     relaxation = build_relaxation(architecture.linears(), *options, linears_only=args.linears_only) or kept
     check_fits(relaxation, plan)
     _needs_a_loop(args, plan)
+    if args.router is not None:
+        plan = plan.with_routing(build_routing(args.router, plan.recursions))
+    if args.kv is not None:
+        plan = plan.with_kv(args.kv)
     tokens = None if args.tokens is None else parse_tokens(args.tokens)
     counted = cost.count(
         architecture,
         plan,
         relaxation=relaxation,
-        router=args.router,
-        kv=args.kv,
         tokens=tokens,
         context=args.context,
     )
@@ -77,8 +80,8 @@ def run(args: argparse.Namespace) -> int:
             "sharing": plan.sharing,
             "recursions": plan.recursions,
             "relaxation": None if relaxation is None else relaxation.to_dict(),
-            "router": args.router,
-            "kv": args.kv,
+            "router": None if plan.routing is None else plan.routing.kind,
+            "kv": plan.kv,
         }
         print(json.dumps(about | counted.to_dict()))
         return 0
@@ -118,7 +121,7 @@ def _needs_a_loop(args: argparse.Namespace, plan: DepthPlan) -> None:
         return
     pointless = {
         "--router": args.router is not None,
-        "--kv share": args.kv == "share",
+        f"--kv {args.kv}": args.kv in ("share", "hybrid"),
     }
     for option, given in pointless.items():
         if given:
@@ -135,10 +138,10 @@ def _title(args: argparse.Namespace, architecture: Architecture, plan: DepthPlan
         parts.append(f"{relaxation.kind} rank {low if low == high else f'{low} to {high}'}")
     elif relaxation is not None:
         parts.append(f"prefix of {relaxation.prefix_length}" if relaxation.kind == "prefix" else relaxation.kind)
-    if args.router is not None:
-        parts.append(f"{args.router}-choice router")
-    if args.kv == "share":
-        parts.append("shared keys and values")
+    if plan.routing is not None:
+        parts.append(f"{plan.routing.kind}-choice router")
+    if plan.kv != "cache":
+        parts.append("shared keys and values" if plan.kv == "share" else "keys and values shared where a token stops")
     return ", ".join(parts)
 
 

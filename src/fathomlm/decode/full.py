@@ -21,14 +21,16 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from fathomlm.cache import DenseCache
+from fathomlm.cache import DenseCache, RoutedCache, build_cache
 from fathomlm.decode.prompts import Prompt, check_context, encode_prompt, encode_prompts, end_tokens
 from fathomlm.decode.sampling import Sampling, pick, row_generators, seen_tokens
 from fathomlm.decode.text import TextStream
 from fathomlm.errors import OptionError
 from fathomlm.model.decoder import Decoder
 from fathomlm.model.hub import FathomForCausalLM
+from fathomlm.model.route import DepthControl, RoutingTrace
 
+AnyCache = DenseCache | RoutedCache
 Finish = Literal["eos", "stop", "length"]
 MOST_RESERVED = 1024
 """New tokens that the cache sets room aside for at once; longer texts make it grow."""
@@ -49,6 +51,8 @@ class Generation:
     """Reading the prompt, up to the first new token. Rows of a batch are read together and share it."""
     decode_seconds: float
     """From the first new token to this row's last."""
+    depths: tuple[int, ...] | None = None
+    """For each token, how many recursions ran at the position that chose it; None where the model has no router."""
 
     @property
     def tokens_per_second(self) -> float:
@@ -66,21 +70,36 @@ class Padding:
     """(B, S): False at those, over every slot that there will be."""
 
 
-def prefill(decoder: Decoder, tokens_BT: Tensor, cache: DenseCache, padding: Padding | None = None) -> Tensor:
+def prefill(
+    decoder: Decoder,
+    tokens_BT: Tensor,
+    cache: AnyCache,
+    padding: Padding | None = None,
+    control: DepthControl | None = None,
+    trace: RoutingTrace | None = None,
+) -> Tensor:
     """Run tokens behind what the cache holds; the scores for what follows the last of them, (B, V)."""
+    depth = {"control": control, "trace": trace}
     if padding is None:
-        hidden_BTM = decoder(tokens_BT, cache=cache)
+        hidden_BTM = decoder(tokens_BT, cache=cache, **depth)
     else:
         end = cache.length + tokens_BT.shape[1]
         slots_T = torch.arange(cache.length, end, device=tokens_BT.device)
         positions_BT = (slots_T - padding.pads).clamp_min(0)
-        hidden_BTM = decoder(tokens_BT, positions_BT=positions_BT, keep_BS=padding.keep[:, :end], cache=cache)
+        hidden_BTM = decoder(tokens_BT, positions_BT=positions_BT, keep_BS=padding.keep[:, :end], cache=cache, **depth)
     return decoder.logits(hidden_BTM[:, -1])
 
 
-def decode_step(decoder: Decoder, tokens_B: Tensor, cache: DenseCache, padding: Padding | None = None) -> Tensor:
+def decode_step(
+    decoder: Decoder,
+    tokens_B: Tensor,
+    cache: AnyCache,
+    padding: Padding | None = None,
+    control: DepthControl | None = None,
+    trace: RoutingTrace | None = None,
+) -> Tensor:
     """One more token in each row; the scores for the next, (B, V)."""
-    return prefill(decoder, tokens_B[:, None], cache, padding)
+    return prefill(decoder, tokens_B[:, None], cache, padding, control, trace)
 
 
 def left_pad(rows: Sequence[Sequence[int]], room: int, device: torch.device) -> tuple[Tensor, Padding | None]:
@@ -105,13 +124,14 @@ def generate(
     on_text: Callable[[int, str], None] | None = None,
     on_step: Callable[[int], None] | None = None,
     max_context: int | None = None,
+    control: DepthControl | None = None,
     **options: Any,
 ) -> list[Generation]:
     """Continue each prompt, all of them in one batch.
 
     A prompt is a text or a list of token ids; `options` are fields of `Sampling`, for convenience. `on_text` is given
     the row and each piece of text as soon as it is safe to show; `on_step` how many tokens each row has so far.
-    `max_context` stands in for the context that the model was trained for.
+    `max_context` stands in for the context that the model was trained for; `control` limits how deep tokens go.
     """
     chosen = (sampling or Sampling()).with_options(**options)
     encoded = encode_prompts(model, prompts)
@@ -122,8 +142,8 @@ def generate(
     rows = [
         _Row(model, tokens, chosen, None if on_text is None else _tell_row(on_text, i)) for i, tokens in enumerate(encoded)
     ]
-    cache = DenseCache(model.plan.unrolled_layers, reserve=longest + min(chosen.max_new_tokens, MOST_RESERVED))
-    _run(model.decoder, rows, chosen, cache, on_step)
+    cache = build_cache(model.plan, reserve=longest + min(chosen.max_new_tokens, MOST_RESERVED))
+    _run(model.decoder, rows, chosen, cache, on_step, control)
     return [row.result() for row in rows]
 
 
@@ -133,11 +153,12 @@ class Session:
     The tokens are those of `generate`; only the time differs. Make a new session after the model's weights change.
     """
 
-    def __init__(self, model: FathomForCausalLM) -> None:
+    def __init__(self, model: FathomForCausalLM, control: DepthControl | None = None) -> None:
         self.model = model
+        self.control = control
         self.held: tuple[int, ...] = ()
         """The tokens whose keys and values are in the cache."""
-        self._cache = DenseCache(model.plan.unrolled_layers, reserve=256)
+        self._cache = build_cache(model.plan, reserve=256)
 
     def generate(
         self,
@@ -155,7 +176,7 @@ class Session:
         # The last prompt token always runs: its scores are what the reply begins from.
         self._cache.truncate(min(_common_prefix(self.held, tokens), len(tokens) - 1))
         try:
-            _run(self.model.decoder, [row], chosen, self._cache)
+            _run(self.model.decoder, [row], chosen, self._cache, control=self.control)
         finally:
             # An interrupted pass leaves some steps with more entries than others. The cache counts what all of them have,
             # and the next call truncates to no more than that.
@@ -173,8 +194,9 @@ def _run(
     decoder: Decoder,
     rows: Sequence[_Row],
     sampling: Sampling,
-    cache: DenseCache,
+    cache: AnyCache,
     on_step: Callable[[int], None] | None = None,
+    control: DepthControl | None = None,
 ) -> None:
     """Prefill what the cache does not hold yet, then one token a row and pass until every row has finished."""
     begun = time.perf_counter()
@@ -182,15 +204,17 @@ def _run(
     tokens_BT, padding = left_pad([row.prompt[cache.length :] for row in rows], sampling.max_new_tokens, device)
     generators = row_generators(sampling, len(rows), device)
     seen_BV = seen_tokens(sampling, [row.prompt for row in rows], decoder.architecture.vocab, device)
-    next_B = pick(prefill(decoder, tokens_BT, cache, padding), sampling, generators, seen_BV)
+    trace = None if decoder.plan.routing is None else RoutingTrace()
+    next_B = pick(prefill(decoder, tokens_BT, cache, padding, control, trace), sampling, generators, seen_BV)
     chosen = next_B.tolist()
     prefilled = time.perf_counter()
-    while _take_all(rows, chosen):
+    while _take_all(rows, chosen, trace):
         if on_step is not None:
             on_step(max(len(row.tokens) for row in rows))
         if seen_BV is not None:
             seen_BV.scatter_(1, next_B[:, None], True)
-        next_B = pick(decode_step(decoder, next_B, cache, padding), sampling, generators, seen_BV)
+        trace = None if trace is None else RoutingTrace()
+        next_B = pick(decode_step(decoder, next_B, cache, padding, control, trace), sampling, generators, seen_BV)
         chosen = next_B.tolist()
     for row in rows:
         row.note_times(begun, prefilled)
@@ -206,6 +230,7 @@ class _Row:
             raise OptionError("stop strings need a tokenizer, and this model has none")
         self.prompt = prompt
         self.tokens: list[int] = []
+        self.depths: list[int] = []
         self.finish: Finish | None = None
         self._ends = frozenset() if sampling.ignore_eos else end_tokens(model)
         self._most = sampling.max_new_tokens
@@ -215,11 +240,14 @@ class _Row:
         self._pieces: list[str] = []
         self._ended = self._prefill_seconds = self._decode_seconds = 0.0
 
-    def take(self, token: int) -> bool:
-        """Add a token; says whether the row goes on. A row that is over ignores what its place in the batch computes."""
+    def take(self, token: int, depth: int | None) -> bool:
+        """Add a token, and the depth that it was chosen at; says whether the row goes on. A row that is over ignores what
+        its place in the batch computes."""
         if self.finish is not None:
             return False
         self.tokens.append(token)
+        if depth is not None:
+            self.depths.append(depth)
         if token in self._ends:
             self.finish = "eos"
         elif self._watched and self._stream is not None:
@@ -252,6 +280,7 @@ class _Row:
             finish=self.finish,
             prefill_seconds=self._prefill_seconds,
             decode_seconds=self._decode_seconds,
+            depths=tuple(self.depths) if self.depths else None,
         )
 
     def _close_text(self) -> None:
@@ -268,9 +297,12 @@ class _Row:
                 self._on_text(piece)
 
 
-def _take_all(rows: Sequence[_Row], chosen: Sequence[int]) -> bool:
+def _take_all(rows: Sequence[_Row], chosen: Sequence[int], trace: RoutingTrace | None) -> bool:
     """Each row its token; says whether any goes on."""
-    going = [row.take(token) for row, token in zip(rows, chosen, strict=True)]
+    depths: Sequence[int | None] = [None] * len(rows)
+    if trace is not None and trace.depths_BT is not None:
+        depths = trace.depths_BT[:, -1].tolist()
+    going = [row.take(token, depth) for row, token, depth in zip(rows, chosen, depths, strict=True)]
     return any(going)
 
 

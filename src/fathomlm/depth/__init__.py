@@ -3,5 +3,6 @@
 from fathomlm.depth.architecture import Architecture, LinearSpec, Rope
 from fathomlm.depth.plan import DepthPlan, Step
 from fathomlm.depth.relaxation import Relaxation
+from fathomlm.depth.routing import Routing, build_routing
 
-__all__ = ["Architecture", "DepthPlan", "LinearSpec", "Relaxation", "Rope", "Step"]
+__all__ = ["Architecture", "DepthPlan", "LinearSpec", "Relaxation", "Rope", "Routing", "Step", "build_routing"]

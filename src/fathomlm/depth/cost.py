@@ -14,19 +14,17 @@ ratios between plans move by less than 1%.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any, Literal, get_args
+from typing import Any
 
 from fathomlm.depth.architecture import Architecture
-from fathomlm.depth.plan import DepthPlan, Step
+from fathomlm.depth.plan import KV_MODES, DepthPlan, KVMode, Step
 from fathomlm.depth.relaxation import Relaxation, check_fits
+from fathomlm.depth.routing import ROUTERS, RouterKind, build_routing
 from fathomlm.errors import OptionError, choices
 
-Router = Literal["expert", "token"]
-KVMode = Literal["cache", "share"]
-ROUTERS: tuple[str, ...] = get_args(Router)
-KV_MODES: tuple[str, ...] = get_args(KVMode)
 REFERENCE_BATCH = 32
 """The thesis' fixed batch, which `relative_max_batch` scales (thesis 4.4.3)."""
 
@@ -66,31 +64,42 @@ def count(
     plan: DepthPlan,
     *,
     relaxation: Relaxation | None = None,
-    router: Router | None = None,
-    kv: KVMode = "cache",
+    router: RouterKind | None = None,
+    kv: KVMode | None = None,
+    capacity: Sequence[float] | None = None,
     tokens: int | None = None,
     context: int = 2048,
     kv_element_bytes: int = 2,
 ) -> Cost:
-    """The cost of `plan` laid over `architecture`."""
+    """The cost of `plan` laid over `architecture`.
+
+    `router` and `kv` look at the plan with a default router of that kind, or with keys and values shared so, in place of
+    its own. `capacity` is the part of the tokens that each recursion runs, where it was measured.
+    """
     if router is not None and router not in ROUTERS:
         raise OptionError(choices("router", router, ROUTERS))
-    if kv not in KV_MODES:
+    if kv is not None and kv not in KV_MODES:
         raise OptionError(choices("kv mode", kv, KV_MODES))
     if router is not None and not plan.loops:
         raise OptionError(f"a router needs a looped core (cycle or middle-cycle), not {plan.sharing}")
+    if capacity is not None and len(capacity) != plan.recursions:
+        raise OptionError(f"there are {plan.recursions} recursions but {len(capacity)} capacities")
+    if router is not None and plan.recursions > 1:
+        plan = plan.with_routing(build_routing(router, plan.recursions))
+    if kv is not None and kv != plan.kv and plan.recursions > 1:
+        plan = plan.with_kv(kv)
     if context < 1 or (tokens is not None and tokens < 1):
         raise OptionError(f"context and tokens must be at least 1, got {context} and {tokens}")
-    rules = _Rules(architecture, plan, relaxation, router, kv, context)
+    rules = _Rules(architecture, plan, relaxation, context, _parts(plan, capacity))
     base_plan = DepthPlan.vanilla(plan.base_layers)
-    base = _Rules(architecture, base_plan, None, None, "cache", context)
+    base = _Rules(architecture, base_plan, None, context, (Fraction(1),))
 
     flops = sum(rules.flops(step) for step in plan)
     kv_share = sum(rules.kv_share(step) for step in plan)
     core = [step for step in plan if step.part == "core"]
     core_share = sum(rules.kv_share(step) for step in core) / Fraction(len(core))
     relaxed = relaxation_parameters(architecture, plan, relaxation)
-    routed = architecture.hidden * plan.recursions if router is not None else 0
+    routed = 0 if plan.routing is None else plan.routing.parameters(architecture.hidden)
     tied = plan.unique_layers * architecture.layer_parameters + architecture.norm_parameters
     return Cost(
         layout=plan.layout,
@@ -125,6 +134,19 @@ def relaxation_parameters(architecture: Architecture, plan: DepthPlan, relaxatio
     return per_step * sum(plan.is_shared(step) for step in plan)
 
 
+def _parts(plan: DepthPlan, measured: Sequence[float] | None) -> tuple[Fraction, ...]:
+    """The part of the tokens that runs each recursion. Token-choice is counted as if its depths were equally used, which
+    is what expert-choice's capacities are made to match (thesis 4.3.2)."""
+    R = plan.recursions
+    if measured is not None:
+        return tuple(Fraction(part) for part in measured)
+    if plan.routing is None:
+        return (Fraction(1),) * R
+    falling = tuple(Fraction(R - i, R) for i in range(R))
+    exact = plan.routing.kind == "token" or plan.routing.capacity == tuple(float(part) for part in falling)
+    return falling if exact else tuple(Fraction(part) for part in plan.routing.capacity)
+
+
 @dataclass(frozen=True, slots=True)
 class _Rules:
     """The counting rules at one step, in exact fractions."""
@@ -132,33 +154,27 @@ class _Rules:
     architecture: Architecture
     plan: DepthPlan
     relaxation: Relaxation | None
-    router: Router | None
-    kv: KVMode
     context: int
+    parts: tuple[Fraction, ...]
 
     def tokens(self, step: Step) -> Fraction:
-        """The part of the tokens that runs this step: capacities N_r/N_r, ..., 1/N_r under a router."""
-        if self.router is None or step.part != "core":
-            return Fraction(1)
-        return Fraction(self.plan.recursions - step.recursion, self.plan.recursions)
-
-    def reads_shared_kv(self, step: Step) -> bool:
-        return self.kv == "share" and step.part == "core" and step.recursion > 0
+        """The part of the tokens that runs this step."""
+        return self.parts[step.recursion] if step.part == "core" else Fraction(1)
 
     def kv_share(self, step: Step) -> Fraction:
         """KV entries that this step stores for each token of the sequence."""
-        return Fraction(0) if self.reads_shared_kv(step) else self.tokens(step)
+        return Fraction(0) if self.plan.reads_kv(step) else self.tokens(step)
 
     def flops(self, step: Step) -> Fraction:
         """Forward FLOPs of this step for each token of the sequence."""
         part = self.tokens(step)
-        skipped = ("k", "v") if self.reads_shared_kv(step) else ()
+        skipped = ("k", "v") if self.plan.reads_kv(step) else ()
         linear = sum(
             2 * (spec.inputs * spec.outputs + self._added(step, spec.name))
             for spec in self.architecture.linears()
             if spec.name not in skipped
         )
-        keys_seen = part if self.router is not None and self.kv == "cache" else Fraction(1)
+        keys_seen = part if self.plan.kv == "cache" else Fraction(1)
         prefix = self.relaxation.prefix_length if self.relaxation is not None else 0
         keys = self._mean_keys(step) * keys_seen + prefix
         return part * (linear + 4 * self.architecture.query_width * keys)

@@ -11,13 +11,18 @@ import dataclasses
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
+from fathomlm.depth.routing import Routing
 from fathomlm.depth.sharing import STRATEGIES, kept_apart, spread
 from fathomlm.errors import PlanError, choices
 
 Resize = Literal["add", "drop"]
 Part = Literal["prelude", "core", "coda"]
+KVMode = Literal["cache", "share", "hybrid"]
+"""Whose keys and values a step looks at: its own, for the tokens that run it; those of the first use of its layer; or those
+with its own written over them (thesis 4.3.3, and its appendix on KV sharing)."""
+KV_MODES: tuple[str, ...] = get_args(KVMode)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +51,34 @@ class DepthPlan:
     steps: tuple[Step, ...]
     exits: tuple[int, ...] = ()
     """The steps after which a token may leave early, through the final norm and the head; the last step is no early exit."""
+    kv: KVMode = "cache"
+    kv_sharing: str | None = None
+    """How a plain model's layers share keys and values: cycle, sequence, ...; a looped one shares as its weights do."""
+    kv_loops: int = 1
+    """How many of a plain model's layers read the same entries."""
+    routing: Routing | None = None
+    """What chooses each token's depth; None runs every token to the end."""
+
+    def __post_init__(self) -> None:
+        if self.kv not in KV_MODES:
+            raise PlanError(choices("kv mode", self.kv, KV_MODES))
+        plain_share = self.kv == "share" and self.recursions == 1
+        if plain_share != (self.kv_sharing is not None) or plain_share != (self.kv_loops > 1):
+            if plain_share:
+                raise PlanError("a plain model shares keys and values by a strategy, such as cycle, and 2 or more loops")
+            raise PlanError("a kv sharing strategy is for kv mode 'share' on a plain model; looped ones share as weights do")
+        if self.kv == "hybrid" and self.routing is None:
+            raise PlanError("kv mode 'hybrid' is for routed models: it keeps shared entries where a token did not go on")
+        if self.routing is None:
+            return
+        if not self.loops:
+            raise PlanError(f"a router needs a looped core (cycle or middle-cycle), not {self.sharing}")
+        if self.routing.recursions != self.recursions:
+            raise PlanError(f"the routing is for {self.routing.recursions} recursions, the plan has {self.recursions}")
+        if self.exits:
+            raise PlanError("a routed model has no early exits: its router already chooses each token's depth")
+        if self.kv != "cache" and self.routing.kind == "expert" and self.routing.capacity[0] < 1:
+            raise PlanError(f"kv mode '{self.kv}' reads the first recursion's entries, so its capacity must be 1")
 
     @classmethod
     def vanilla(cls, layers: int) -> DepthPlan:
@@ -117,6 +150,42 @@ class DepthPlan:
                 raise PlanError(f"an exit goes after one of the steps 1 to {last} of {last + 1}, got {index + 1}")
         return dataclasses.replace(self, exits=chosen)
 
+    def with_kv(self, kv: KVMode, sharing: str | None = None, loops: int = 1) -> DepthPlan:
+        """The same plan with keys and values shared in another way."""
+        if sharing is not None:
+            if sharing not in STRATEGIES:
+                raise PlanError(choices("kv sharing strategy", sharing, STRATEGIES))
+            core = self.unrolled_layers - 2 * kept_apart(sharing)
+            if loops > 1 and core % loops:
+                fits = ", ".join(str(n) for n in range(2, core + 1) if core % n == 0)
+                raise PlanError(f"{loops} kv loops do not divide {core} layers; these do: {fits}")
+        return dataclasses.replace(self, kv=kv, kv_sharing=sharing, kv_loops=loops)
+
+    def with_routing(self, routing: Routing | None) -> DepthPlan:
+        """The same plan with a router between recursions, or without one."""
+        return dataclasses.replace(self, routing=routing)
+
+    @cached_property
+    def kv_sources(self) -> tuple[int, ...]:
+        """For each step, the step whose keys and values it starts from: itself, or an earlier one."""
+        if self.kv == "cache":
+            return tuple(range(self.unrolled_layers))
+        if self.kv_sharing is None:
+            return tuple(self.uses(step.layer)[0].index for step in self.steps)
+        ends = kept_apart(self.kv_sharing)
+        core = self.unrolled_layers - 2 * ends
+        groups = STRATEGIES[self.kv_sharing](core // self.kv_loops, self.kv_loops)
+        first = [ends + groups.index(group) for group in groups]
+        return (*range(ends), *first, *range(ends + core, self.unrolled_layers))
+
+    def reads_kv(self, step: Step) -> bool:
+        """Whether a step makes no keys and values of its own."""
+        return self.kv == "share" and self.kv_sources[step.index] != step.index
+
+    def recursion_steps(self, recursion: int) -> tuple[Step, ...]:
+        """The core's steps in one recursion, in order."""
+        return tuple(step for step in self.steps if step.part == "core" and step.recursion == recursion)
+
     def recursion_ends(self) -> tuple[int, ...]:
         """The steps that end a recursion, the last recursion left out: where a recursive model may be left early."""
         if not self.whole_passes:
@@ -148,12 +217,15 @@ class DepthPlan:
             "base_layers": self.base_layers,
             "unrolled_layers": self.unrolled_layers,
         }
-        return record | ({"exits": list(self.exits)} if self.exits else {})
+        record |= {"exits": list(self.exits)} if self.exits else {}
+        record |= {"kv": self.kv} if self.kv != "cache" else {}
+        record |= {"kv_sharing": self.kv_sharing, "kv_loops": self.kv_loops} if self.kv_sharing is not None else {}
+        return record | ({"routing": self.routing.to_dict()} if self.routing is not None else {})
 
     @classmethod
     def from_dict(cls, record: dict[str, Any]) -> DepthPlan:
         known = {"sharing", "recursions", "base_layers", "unrolled_layers"}
-        if unknown := sorted(set(record) - known - {"exits"}):
+        if unknown := sorted(set(record) - known - {"exits", "kv", "kv_sharing", "kv_loops", "routing"}):
             raise PlanError(f"unknown plan field(s): {', '.join(unknown)}")
         if missing := sorted(known - set(record)):
             raise PlanError(f"the plan lacks {', '.join(missing)}")
@@ -162,7 +234,10 @@ class DepthPlan:
         plan = cls.build(record["sharing"], int(record["recursions"]), base, resize)
         if plan.unrolled_layers != unrolled:
             raise PlanError(f"the plan says {unrolled} unrolled layers, its other fields give {plan.unrolled_layers}")
-        return plan.with_exits(int(index) for index in record.get("exits", ()))
+        plan = plan.with_exits(int(index) for index in record.get("exits", ()))
+        if (routing := record.get("routing")) is not None:
+            plan = plan.with_routing(Routing.from_dict(routing))
+        return plan.with_kv(record.get("kv", "cache"), record.get("kv_sharing"), int(record.get("kv_loops", 1)))
 
 
 def _lay(sharing: str, recursions: int, base_layers: int, unique: int, ends: int) -> Iterator[Step]:

@@ -63,7 +63,9 @@ class _QkvRope(torch.autograd.Function):
         widths = [weight.shape[0] for weight in (q_WM, k_WM, v_WM)]
         d_packed_BTW = unrotate_and_pack(d_q, d_k, d_v, cos, sin)
         d_weight = (d_packed_BTW.flatten(0, 1).T @ x_BTM.flatten(0, 1)).to(q_WM.dtype)
-        d_x = d_packed_BTW @ (turned([q_WM, k_WM, v_WM], x_BTM.dtype).T if TURN else torch.cat((q_WM, k_WM, v_WM)).to(x_BTM.dtype))
+        d_x = d_packed_BTW @ (
+            turned([q_WM, k_WM, v_WM], x_BTM.dtype).T if TURN else torch.cat((q_WM, k_WM, v_WM)).to(x_BTM.dtype)
+        )
         return (d_x, *torch.split(d_weight, widths), None, None, None)
 
 

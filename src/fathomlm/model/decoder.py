@@ -6,7 +6,7 @@ Shapes: B batch, T new tokens, S all tokens so far, M hidden width, V vocabulary
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
+from functools import partial
 from typing import Literal, Protocol
 
 import torch
@@ -14,14 +14,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from fathomlm.cache import StepKV
+from fathomlm.cache import Entries, Passing, RoutedCache, StepKV
 from fathomlm.depth import Architecture, DepthPlan, LinearSpec, Relaxation, Step
-from fathomlm.kernels.attention import attention_mask
+from fathomlm.errors import OptionError
 from fathomlm.kernels.norm import RMSNorm
-from fathomlm.kernels.rope import rope_table
 from fathomlm.model.blocks import StepContext, build_block
 from fathomlm.model.blocks.parts import build_norm
 from fathomlm.model.relax import LoraDelta, StepDelta, build_deltas, build_encodings
+from fathomlm.model.route import DepthControl, RoutedWalk, Routers, RoutingTrace, build_routers
+from fathomlm.model.sight import Rows, Sights, whole_sights
 
 Recompute = Literal["none", "recursion", "layer"]
 """Activation checkpointing: what the backward pass computes again instead of keeping."""
@@ -33,19 +34,15 @@ class Cache(Protocol):
     @property
     def length(self) -> int: ...
 
-    def at(self, step: Step) -> StepKV: ...
+    def at(self, step: Step) -> StepKV | None: ...
+
+    def reads(self, step: Step) -> Entries | None: ...
 
     def advance(self, tokens: int) -> None: ...
 
 
-@dataclass(frozen=True, slots=True)
-class _Sight:
-    """Rotary tables and mask of one kind of attention (whole context, or a window)."""
-
-    cos: Tensor
-    sin: Tensor
-    mask: Tensor | None
-    causal: bool
+class _Walk(Protocol):
+    def __call__(self, x: Tensor, steps: Sequence[Step], sights: Sights, kv: Cache | Passing) -> Tensor: ...
 
 
 class Decoder(nn.Module):
@@ -63,6 +60,7 @@ class Decoder(nn.Module):
         self.layers = nn.ModuleList(build_block(architecture) for _ in range(plan.unique_layers))
         self.deltas = build_deltas(architecture, plan, relaxation)
         self.encodings = build_encodings(architecture, plan, relaxation)
+        self.routers = build_routers(architecture.hidden, plan.routing)
         self.norm = build_norm(architecture)
         self.head = None if architecture.tied_embeddings else nn.Linear(architecture.hidden, architecture.vocab, bias=False)
         spec = LinearSpec("head", architecture.hidden, architecture.vocab, bias=False)
@@ -101,15 +99,34 @@ class Decoder(nn.Module):
         keep_BS: Tensor | None = None,
         cache: Cache | None = None,
         embeddings_BTM: Tensor | None = None,
+        control: DepthControl | None = None,
+        trace: RoutingTrace | None = None,
     ) -> Tensor:
-        """Hidden states after the final norm.
+        """Hidden states after the final norm; a routed model routes causally.
 
         `keep_BS` is False at padding, over all slots so far; `positions_BT` are true positions, which default to counting
-        the kept slots. With a `cache`, tokens continue what it holds.
+        the kept slots. With a `cache`, tokens continue what it holds. `control` limits depth; `trace` is told what a
+        router decided.
         """
         x = self._embed(tokens_BT) if embeddings_BTM is None else self._scale(embeddings_BTM)
-        sights = self._sights(x, positions_BT, keep_BS, past=0 if cache is None else cache.length)
-        x = self._walk(x, self.plan.steps, sights, cache)
+        rows = Rows.of(x, positions_BT, keep_BS, past=0 if cache is None else cache.length)
+        control = DepthControl() if control is None else control
+        kv = Passing(self.plan) if cache is None else cache
+        sights = whole_sights(self.architecture, self.plan, rows, x.dtype)
+        if self.plan.routing is None:
+            control.check(self.plan.recursions)
+            deepest = control.recursions(self.plan.recursions)
+            x = self._walk(x, [step for step in self.plan if step.recursion < deepest], sights, kv)
+        else:
+            routed = self._routed(self._walk)
+            if isinstance(cache, RoutedCache):
+                core = partial(routed.cached, rows=rows, cache=cache, control=control, trace=trace)
+            else:
+                if cache is not None:
+                    raise ValueError("a routed model keeps its entries in a RoutedCache (fathomlm.cache.build_cache)")
+                core = partial(routed.whole, rows=rows, kv=Passing(self.plan), control=control, trace=trace)
+            x = self._walk(x, self._part("prelude"), sights, kv)
+            x = self._walk(core(x), self._part("coda"), sights, kv)
         if cache is not None:
             cache.advance(x.shape[1])
         out: Tensor = self.norm(x)
@@ -123,24 +140,53 @@ class Decoder(nn.Module):
         keep_BS: Tensor | None = None,
         documents_BT: Tensor | None = None,
         recompute: Recompute = "none",
+        causal: bool = False,
+        openness: float = 0.0,
+        trace: RoutingTrace | None = None,
     ) -> dict[int, Tensor]:
         """The residual stream after each step in `at` and after the last one, before the final norm: what training reads.
 
-        `documents_BT` numbers the documents packed into a row; tokens then see their own document only.
+        `documents_BT` numbers the documents packed into a row; tokens then see their own document only. A routed model
+        takes the top k, or with `causal` decides as at inference; `openness` (1 to 0) is what is left of the capacity's
+        warm-up.
         """
         x = self._embed(tokens_BT)
         if torch.is_autocast_enabled(x.device.type):  # autocast leaves embeddings wide, and with them the whole stream
             x = x.to(torch.get_autocast_dtype(x.device.type))
-        sights = self._sights(x, None, keep_BS, past=0, documents_BT=documents_BT)
+        rows = Rows.of(x, None, keep_BS, past=0, documents_BT=documents_BT)
+        sights = whole_sights(self.architecture, self.plan, rows, x.dtype)
+        kv = Passing(self.plan)
+        if self.plan.routing is not None:
+            return self._routed_states(x, rows, sights, kv, at, recompute, causal, openness, trace)
         found: dict[int, Tensor] = {}
         for steps in self._segments(at, recompute):
-            if recompute == "none" or not torch.is_grad_enabled():
-                x = self._walk(x, steps, sights, None)
-            else:
-                x = checkpoint(self._walk, x, steps, sights, None, use_reentrant=False)
+            x = self._again(recompute)(x, steps, sights, kv)
             if steps[-1].index in at or steps[-1].index == self.plan.unrolled_layers - 1:
                 found[steps[-1].index] = x
         return found
+
+    def _routed_states(
+        self,
+        x: Tensor,
+        rows: Rows,
+        sights: Sights,
+        kv: Passing,
+        at: Collection[int],
+        recompute: Recompute,
+        causal: bool,
+        openness: float,
+        trace: RoutingTrace | None,
+    ) -> dict[int, Tensor]:
+        last = self.plan.unrolled_layers - 1
+        if set(at) - {last}:
+            raise ValueError("a routed model has one output, after its last step")
+        routed = self._routed(self._again(recompute))
+        x = self._walk(x, self._part("prelude"), sights, kv)
+        if causal or routed.routing.kind == "token":
+            x = routed.whole(x, rows, kv, DepthControl(), trace)
+        else:
+            x = routed.top_k(x, rows, kv, openness, trace)
+        return {last: self._walk(x, self._part("coda"), sights, kv)}
 
     def logits(self, hidden_BTM: Tensor) -> Tensor:
         """Scores over the vocabulary; the head is the embedding where the two are tied."""
@@ -168,6 +214,30 @@ class Decoder(nn.Module):
                 yield run
                 run = []
 
+    def _part(self, part: str) -> list[Step]:
+        return [step for step in self.plan if step.part == part]
+
+    def _routed(self, run: _Walk) -> RoutedWalk:
+        assert isinstance(self.routers, Routers)
+        return RoutedWalk(self.architecture, self.plan, self.routers, run)
+
+    def _again(self, recompute: Recompute) -> _Walk:
+        """The walk, keeping activations or computing them again in the backward pass."""
+        if recompute == "none" or not torch.is_grad_enabled():
+            return self._walk
+        if self.plan.kv != "cache":
+            raise OptionError(
+                f"recompute: {recompute} does not go with kv mode '{self.plan.kv}': its entries outlive a step"
+            )
+
+        def run(x: Tensor, steps: Sequence[Step], sights: Sights, kv: Cache | Passing) -> Tensor:
+            parts = [[step] for step in steps] if recompute == "layer" else [steps]
+            for part in parts:
+                x = checkpoint(self._walk, x, part, sights, kv, use_reentrant=False)
+            return x
+
+        return run
+
     def _embed(self, tokens_BT: Tensor) -> Tensor:
         return self._scale(self.embed(tokens_BT))
 
@@ -176,47 +246,17 @@ class Decoder(nn.Module):
             return x
         return x * torch.tensor(self.architecture.embedding_scale, dtype=x.dtype, device=x.device)
 
-    def _walk(self, x: Tensor, steps: Sequence[Step], sights: dict[int | None, _Sight], cache: Cache | None) -> Tensor:
+    def _walk(self, x: Tensor, steps: Sequence[Step], sights: Sights, kv: Cache | Passing) -> Tensor:
         """Run some steps of the plan, in order."""
         for step in steps:
             sight = sights[self.architecture.window(step.origin)]
-            kv = None if cache is None else cache.at(step)
-            context = StepContext(sight.cos, sight.sin, sight.mask, sight.causal, kv, self.delta(step))
+            context = StepContext(
+                sight.cos, sight.sin, sight.mask, sight.causal, kv.at(step), kv.reads(step), self.delta(step)
+            )
             x = self.layers[step.layer](x, context)
             if self.encodings and self.plan.is_last_of_recursion(step):
                 x = (x * self.encodings[step.recursion]).to(x.dtype)
         return x
-
-    def _sights(
-        self,
-        x_BTM: Tensor,
-        positions_BT: Tensor | None,
-        keep_BS: Tensor | None,
-        past: int,
-        documents_BT: Tensor | None = None,
-    ) -> dict[int | None, _Sight]:
-        """Tables and masks for each window that the plan's steps have, made once a pass."""
-        B, T, _ = x_BTM.shape
-        if keep_BS is not None and bool(keep_BS.all()):
-            keep_BS = None
-        if positions_BT is None:
-            positions_BT = _count_positions(B, T, past, keep_BS, x_BTM.device)
-        a = self.architecture
-        sights: dict[int | None, _Sight] = {}
-        for window in {a.window(step.origin) for step in self.plan}:
-            rope = a.rope if window is None or a.local_rope is None else a.local_rope
-            cos, sin = rope_table(rope, a.rotary_dim, positions_BT, x_BTM.dtype)
-            mask = attention_mask(
-                T, past + T, window=window, keep_BS=keep_BS, documents_BT=documents_BT, device=x_BTM.device
-            )
-            sights[window] = _Sight(cos, sin, mask, causal=mask is None and T > 1)
-        return sights
-
-
-def _count_positions(B: int, T: int, past: int, keep_BS: Tensor | None, device: torch.device) -> Tensor:
-    if keep_BS is None:
-        return torch.arange(past, past + T, device=device)[None].expand(B, T)
-    return (keep_BS.long().cumsum(-1) - 1).clamp_min(0)[:, -T:]
 
 
 def reset_module(module: nn.Module, std: float, generator: torch.Generator | None = None) -> None:
@@ -225,7 +265,7 @@ def reset_module(module: nn.Module, std: float, generator: torch.Generator | Non
         nn.init.normal_(module.weight, std=std, generator=generator)
         if isinstance(module, nn.Linear) and module.bias is not None:
             nn.init.zeros_(module.bias)
-    elif isinstance(module, RMSNorm | nn.LayerNorm | LoraDelta | StepDelta):
+    elif isinstance(module, RMSNorm | nn.LayerNorm | LoraDelta | StepDelta | Routers):
         module.reset_parameters()
     elif isinstance(module, nn.ParameterDict):  # a step's offsets
         for offset in module.values():

@@ -102,6 +102,8 @@ class FathomForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
         self.tokenizer: Any | None = None
         """The transformers tokenizer that came with the checkpoint; `save_pretrained` writes it beside the weights."""
         self.post_init()
+        if self.plan.routing is not None:
+            self.config.use_cache = self.generation_config.use_cache = False
         if self.decoder.embed.weight.device.type != "meta":
             self.decoder.match_lengths()
 
@@ -145,11 +147,16 @@ class FathomForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
         """As in any transformers causal model; `past_key_values` is a transformers cache, one entry a step."""
         if attention_mask is not None and attention_mask.dim() != 2:
             raise ValueError(f"attention_mask must be (batch, tokens), got {tuple(attention_mask.shape)}")
+        if past_key_values is not None and self.plan.routing is not None:
+            raise ValueError(
+                "a transformers cache has one entry for every token and layer, which a routed model has not: call with "
+                "use_cache=False, or generate with fathomlm.generate, which keeps a recursion-wise cache"
+            )
         hidden = self.decoder(
             input_ids,
             positions_BT=position_ids,
             keep_BS=attention_mask,
-            cache=None if past_key_values is None else HubCache(past_key_values),
+            cache=None if past_key_values is None else HubCache(past_key_values, self.plan),
             embeddings_BTM=inputs_embeds,
         )
         keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
@@ -168,12 +175,19 @@ class FathomForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
 class HubCache:
     """A transformers cache seen through this house's protocol: its layers are our steps."""
 
-    def __init__(self, cache: Any) -> None:
+    def __init__(self, cache: Any, plan: DepthPlan) -> None:
         self._cache = cache
+        self._plan = plan
         self.length = int(cache.get_seq_length())
 
-    def at(self, step: Step) -> HubKV:
-        return HubKV(self._cache, step.index)
+    def at(self, step: Step) -> HubKV | None:
+        return None if self._plan.reads_kv(step) else HubKV(self._cache, step.index)
+
+    def reads(self, step: Step) -> tuple[Tensor, Tensor] | None:
+        if not self._plan.reads_kv(step):
+            return None
+        layer = self._cache.layers[self._plan.kv_sources[step.index]]
+        return layer.keys, layer.values
 
     def advance(self, tokens: int) -> None:
         """transformers counts for itself."""
@@ -181,6 +195,8 @@ class HubCache:
 
 class HubKV:
     """One step's entries in a transformers cache."""
+
+    stores = True
 
     def __init__(self, cache: Any, index: int) -> None:
         self._cache = cache

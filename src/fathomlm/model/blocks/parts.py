@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fathomlm.cache import StepKV
+from fathomlm.cache import Entries, StepKV
 from fathomlm.cache.dense import stack_prefix
 from fathomlm.depth import Architecture, LinearSpec
 from fathomlm.kernels.attention import attention
@@ -35,6 +35,9 @@ class StepContext:
     """Which keys each query sees; None where all, or all up to itself, are seen (`causal`)."""
     causal: bool
     kv: StepKV | None
+    """Where the step's keys and values go, if anywhere."""
+    reads: Entries | None
+    """Entries of another step to look at; this one then makes none."""
     delta: StepDelta | None
 
     def project(self, name: str, linear: nn.Linear, x: Tensor) -> Tensor:
@@ -50,7 +53,8 @@ class StepContext:
         Not in float32 on a GPU, where no one looks for speed: there torch 2.11 compiles the forms' forward passes but drops
         the gradient between two of them (found by `tests/gpu/test_training.py`).
         """
-        plain = self.delta is None and self.kv is None and torch.is_grad_enabled() and torch.compiler.is_compiling()
+        stays = self.kv is not None and self.kv.stores
+        plain = self.delta is None and not stays and torch.is_grad_enabled() and torch.compiler.is_compiling()
         return plain and not (x.is_cuda and x.dtype == torch.float32)
 
     def fork(self, name: str, module: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -108,9 +112,12 @@ class Attention(nn.Module):
         self._plain = whole and not architecture.qk_norm and not architecture.qkv_bias
 
     def forward(self, x_BTM: Tensor, step: StepContext) -> Tensor:
-        q, k, v = self._rotated(x_BTM, step)
-        if step.kv is not None:
-            k, v = step.kv.append(k, v)
+        if step.reads is not None:
+            q, (k, v) = self._rotated_q(x_BTM, step), step.reads
+        else:
+            q, k, v = self._rotated(x_BTM, step)
+            if step.kv is not None:
+                k, v = step.kv.append(k, v)
         mask, causal = step.mask, step.causal
         if step.delta is not None and step.delta.prefix is not None:
             k, v, mask = self._with_prefix(k, v, queries=x_BTM.shape[1], step=step)
@@ -123,12 +130,17 @@ class Attention(nn.Module):
         if self._plain and step.fuses(x_BTM):
             weights = self.q.weight, self.k.weight, self.v.weight
             return qkv_rope(x_BTM, *weights, step.cos, step.sin, self.head_dim)
-        q = self._heads(step.project("q", self.q, x_BTM))
         k = self._heads(step.project("k", self.k, x_BTM))
         v = self._heads(step.project("v", self.v, x_BTM))
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = step.norm("attn.q_norm", self.q_norm, q), step.norm("attn.k_norm", self.k_norm, k)
-        return apply_rope(q, step.cos, step.sin), apply_rope(k, step.cos, step.sin), v
+        if self.k_norm is not None:
+            k = step.norm("attn.k_norm", self.k_norm, k)
+        return self._rotated_q(x_BTM, step), apply_rope(k, step.cos, step.sin), v
+
+    def _rotated_q(self, x_BTM: Tensor, step: StepContext) -> Tensor:
+        q = self._heads(step.project("q", self.q, x_BTM))
+        if self.q_norm is not None:
+            q = step.norm("attn.q_norm", self.q_norm, q)
+        return apply_rope(q, step.cos, step.sin)
 
     def _heads(self, x_BTW: Tensor) -> Tensor:
         B, T, _ = x_BTW.shape

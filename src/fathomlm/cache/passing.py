@@ -1,0 +1,98 @@
+"""Keys and values handed from one step to another within one pass: how steps share entries where there is no cache.
+
+Shapes: B batch, G key-value heads, T tokens of the row, K of them that run this step, D head width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from fathomlm.cache.dense import Entries, StepKV
+from fathomlm.depth import DepthPlan, Step
+
+
+class _Pass:
+    """What all entries of a single pass have in common: prefixes are made where they are needed."""
+
+    stores = False
+
+    def prefix(self, make: Callable[[], Entries]) -> Entries:
+        return make()
+
+
+class Kept(_Pass):
+    """Entries that a later step will read. Two plain attributes: a compiled layer writes them without being compiled
+    anew for every step."""
+
+    def __init__(self) -> None:
+        self.k: Tensor | None = None
+        self.v: Tensor | None = None
+
+    def append(self, k_BGTD: Tensor, v_BGTD: Tensor) -> Entries:
+        self.k, self.v = k_BGTD, v_BGTD
+        return k_BGTD, v_BGTD
+
+    def entries(self) -> Entries:
+        assert self.k is not None
+        assert self.v is not None
+        return self.k, self.v
+
+
+class Overwritten(_Pass):
+    """Another step's entries, with this step's own written over them at the tokens that run it (hybrid sharing)."""
+
+    def __init__(self, base: Entries, at_BK: Tensor) -> None:
+        self._k, self._v = base
+        self._at = at_BK
+
+    def append(self, k_BGKD: Tensor, v_BGKD: Tensor) -> Entries:
+        return self._over(self._k, k_BGKD), self._over(self._v, v_BGKD)
+
+    def _over(self, base_BGTD: Tensor, own_BGKD: Tensor) -> Tensor:
+        where = self._at[:, None, :, None].expand(-1, base_BGTD.shape[1], -1, base_BGTD.shape[3])
+        return base_BGTD.scatter(2, where, own_BGKD.to(base_BGTD.dtype))
+
+
+class Blended(_Pass):
+    """The same over whole rows: a step's own entries where a token is active, the other step's elsewhere."""
+
+    def __init__(self, base: Entries, active_BT: Tensor) -> None:
+        self._k, self._v = base
+        self._active = active_BT
+
+    def append(self, k_BGTD: Tensor, v_BGTD: Tensor) -> Entries:
+        active = self._active[:, None, :, None]
+        return torch.where(active, k_BGTD, self._k), torch.where(active, v_BGTD, self._v)
+
+
+class Passing:
+    """The entries of one pass, by step. Without sharing it holds nothing, and steps look at what they make themselves."""
+
+    def __init__(self, plan: DepthPlan) -> None:
+        self._plan = plan
+        self._sources = {source for i, source in enumerate(plan.kv_sources) if source != i}
+        self._kept: dict[int, Kept] = {}
+        self._at_BK: Tensor | None = None
+        self._active_BT: Tensor | None = None
+
+    def focus(self, *, at_BK: Tensor | None = None, active_BT: Tensor | None = None) -> Passing:
+        """Which tokens run the steps to come: gathered ones by their slots, or a part of whole rows."""
+        self._at_BK, self._active_BT = at_BK, active_BT
+        return self
+
+    def at(self, step: Step) -> StepKV | None:
+        source = self._plan.kv_sources[step.index]
+        if source == step.index:
+            return self._kept.setdefault(step.index, Kept()) if step.index in self._sources else None
+        if self._plan.kv != "hybrid":
+            return None
+        base = self._kept[source].entries()
+        if self._at_BK is not None:
+            return Overwritten(base, self._at_BK)
+        return None if self._active_BT is None else Blended(base, self._active_BT)
+
+    def reads(self, step: Step) -> Entries | None:
+        return self._kept[self._plan.kv_sources[step.index]].entries() if self._plan.reads_kv(step) else None

@@ -1,0 +1,7 @@
+"""Routers: what gives each token its depth (thesis 4.3.2)."""
+
+from fathomlm.model.route.routers import Routers, build_routers
+from fathomlm.model.route.trace import DepthControl, RoutingTrace
+from fathomlm.model.route.walk import RoutedWalk, Rows
+
+__all__ = ["DepthControl", "RoutedWalk", "Routers", "RoutingTrace", "Rows", "build_routers"]

@@ -1,0 +1,101 @@
+"""How well routers do (thesis 4, appendix "Router Performance Evaluation Metrics").
+
+    sampling accuracy   expert: how often the causal rule says of a token what the top-k selection said
+    dead-token ratio    expert: the part of a row's places that the last recursion never takes, in any row
+    load, MaxVio        the part of the tokens whose depth is i; how far the fullest depth lies above an even share
+    entropy             token: of the router's mean scores over the depths
+    mean depth          recursions a token ran
+
+All are sums until they are read, so that batches and ranks add up.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from fathomlm.depth import Routing
+from fathomlm.model.route.trace import RoutingTrace
+
+
+class RoutingMeter:
+    """Sums over traced passes. All passes must have rows of `length` tokens."""
+
+    def __init__(self, routing: Routing, length: int, device: torch.device | str = "cpu") -> None:
+        self.routing = routing
+        R = routing.recursions
+        self._sizes = {
+            "agreed": R,
+            "asked": R,
+            "went": R,
+            "depths": R,
+            "scores": R,
+            "tokens": 1,
+            "taken": length,
+            "seen": length,
+        }
+        self.sums = torch.zeros(sum(self._sizes.values()), dtype=torch.float64, device=device)
+        """Everything in one tensor, which ranks may add up."""
+
+    def add(self, trace: RoutingTrace) -> None:
+        """Take a pass in."""
+        parts = {name: torch.zeros(size, dtype=torch.float64, device=self.sums.device) for name, size in self._sizes.items()}
+        assert trace.depths_BT is not None
+        depths = trace.depths_BT
+        keep = torch.ones_like(depths, dtype=torch.bool) if trace.keep_BT is None else trace.keep_BT
+        for recursion in range(self.routing.recursions):
+            parts["depths"][recursion] = ((depths == recursion + 1) & keep).sum()
+        parts["tokens"][0] = keep.sum()
+        parts["seen"] += keep.sum(0)
+        parts["taken"] += ((depths == self.routing.recursions) & keep).sum(0)
+        for recursion, decision in enumerate(trace.decisions):
+            asked = decision.asked_BN
+            parts["asked"][recursion] = asked.sum()
+            parts["went"][recursion] = (decision.chosen_BN & asked).sum()
+            parts["agreed"][recursion] = (((decision.judge_BN >= 0) == decision.chosen_BN) & asked).sum()
+        if trace.depth_scores_BTR is not None:
+            parts["scores"] += (trace.depth_scores_BTR * keep[..., None]).sum((0, 1))
+        self.sums += torch.cat(list(parts.values()))
+
+    def read(self) -> dict[str, float]:
+        """The metrics of all passes so far."""
+        parts = {
+            name: part.tolist()
+            for name, part in zip(self._sizes, self.sums.cpu().split(list(self._sizes.values())), strict=True)
+        }
+        R, tokens = self.routing.recursions, max(parts["tokens"][0], 1.0)
+        loads = [count / tokens for count in parts["depths"]]
+        found = {"mean_depth": sum((i + 1) * load for i, load in enumerate(loads))}
+        found |= {f"load_{i + 1}": load for i, load in enumerate(loads)}
+        if self.routing.kind == "token":
+            found["max_violation"] = max(loads) * R - 1
+            shares = [score / tokens for score in parts["scores"]]
+            whole = sum(shares) or 1.0
+            found["entropy"] = -sum(s / whole * math.log(s / whole) for s in shares if s > 0)
+            return found
+        selective = [i for i, part in enumerate(self.routing.capacity) if part < 1]
+        asked = sum(parts["asked"][i] for i in selective)
+        if asked:
+            found["sampling_accuracy"] = sum(parts["agreed"][i] for i in selective) / asked
+        places = [(taken, seen) for taken, seen in zip(parts["taken"], parts["seen"], strict=True) if seen]
+        found["dead_tokens"] = sum(taken == 0 for taken, _ in places) / max(len(places), 1)
+        return found
+
+    def running(self) -> list[float]:
+        """The part of the tokens that ran each recursion: what `cost.count` takes as a measured capacity."""
+        depths = self.sums.cpu().split(list(self._sizes.values()))[list(self._sizes).index("depths")].tolist()
+        total = max(sum(depths), 1.0)
+        return [sum(depths[recursion:]) / total for recursion in range(self.routing.recursions)]
+
+
+def agreement(trace: RoutingTrace, counted_B: Tensor) -> Tensor:
+    """expert: each row's sampling accuracy times its counted tokens, summed: a training step's share of the mean."""
+    right = torch.zeros_like(counted_B)
+    asked = torch.zeros_like(counted_B)
+    for decision in trace.decisions:
+        if decision.selective:
+            right = right + (((decision.judge_BN >= 0) == decision.chosen_BN) & decision.asked_BN).sum(1)
+            asked = asked + decision.asked_BN.sum(1)
+    return (counted_B * right / asked.clamp_min(1)).sum()

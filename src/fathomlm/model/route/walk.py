@@ -1,0 +1,235 @@
+"""The routed core: recursions of one block, each over the tokens that go on (thesis 4.3).
+
+Three walks that agree where they overlap:
+
+    top_k     training, expert-choice: the best k of each row, gathered, so that the compute saved is really saved. Shapes
+              depend on the capacity only, never on the data. It looks into the future to choose.
+    whole     causal and slow: every token runs every recursion, and a mask discards what it should not have run. The
+              meaning of routed inference; also how token-choice trains, whose loads no shape could follow.
+    cached    causal and with a cache: the tokens that go on are gathered, and only they leave entries.
+
+Shapes: B rows, T tokens of the pass, N tokens that run a recursion, M hidden width, R recursions.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from fathomlm.cache import Passing, RoutedCache
+from fathomlm.depth import Architecture, DepthPlan, Routing, Step
+from fathomlm.model.route.routers import Routers, draw
+from fathomlm.model.route.trace import Decision, DepthControl, RoutingTrace
+from fathomlm.model.sight import Rows, Sights, gathered_sights
+
+
+class RunSteps(Protocol):
+    """Runs some steps of the plan over a stream."""
+
+    def __call__(self, x: Tensor, steps: tuple[Step, ...], sights: Sights, kv: Passing | RoutedCache) -> Tensor: ...
+
+
+@dataclass(frozen=True, slots=True)
+class RoutedWalk:
+    """The core of one model; `run` is the decoder's own walk over steps."""
+
+    architecture: Architecture
+    plan: DepthPlan
+    routers: Routers
+    run: RunSteps
+
+    @property
+    def routing(self) -> Routing:
+        assert self.plan.routing is not None
+        return self.plan.routing
+
+    def top_k(self, x: Tensor, rows: Rows, kv: Passing, openness: float, trace: RoutingTrace | None) -> Tensor:
+        """Training by expert-choice. Recursion r asks only the tokens that recursion r-1 kept."""
+        T = x.shape[1]
+        slots, keep = rows.slots, rows.keep
+        depths = torch.zeros_like(slots)
+        left: list[tuple[Tensor, Tensor | None]] = []
+        for recursion in range(self.plan.recursions):
+            logits = self.routers.logits(recursion, x)
+            asked = torch.ones_like(logits, dtype=torch.bool) if keep is None else keep
+            chosen, at = asked, None
+            kept = self.routing.kept(recursion, T, openness)
+            judged = self.routers.judge(recursion, x, logits) if trace is not None else logits
+            before, before_slots, before_logits = x, slots, logits
+            if kept < x.shape[1]:
+                rank = self._rank(recursion, logits.detach(), rows.positions_BT.gather(1, slots))
+                at = rank.masked_fill(~asked, -torch.inf).topk(kept, sorted=False).indices.sort(dim=-1).values
+                chosen = torch.zeros_like(asked).scatter(1, at, True) & asked
+                x, slots, logits = _gather(x, at), slots.gather(1, at), logits.gather(1, at)
+                keep = None if keep is None else keep.gather(1, at)
+            if trace is not None:
+                selective = self.routing.capacity[recursion] < 1
+                trace.decisions.append(Decision(before_logits, judged, chosen, before_slots, asked, selective))
+                depths = depths.scatter_add(1, slots, torch.ones_like(slots) if keep is None else keep.long())
+            left.append((before, at))
+            out = self._block(recursion, x, slots, keep, rows, kv.focus(at_BK=slots))
+            x = self._updated(x, out, logits)
+        for before, at in reversed(left):
+            x = x if at is None else before.scatter(1, at[..., None].expand_as(x), x)
+        if trace is not None:
+            trace.depths_BT, trace.keep_BT = depths, rows.keep
+        return x
+
+    def whole(self, x: Tensor, rows: Rows, kv: Passing, control: DepthControl, trace: RoutingTrace | None) -> Tensor:
+        """Causal routing over whole rows."""
+        choice = self._choice(x, rows, control, trace)
+        slots, first = rows.slots, x
+        for recursion in range(control.recursions(self.plan.recursions)):
+            go, logits = choice.decide(recursion, x)
+            own = self.plan.kv == "cache"
+            shown = go if own else rows.keep
+            steps = self.plan.recursion_steps(recursion)
+            sights = gathered_sights(self.architecture, steps, rows, x.dtype, slots, shown_BK=shown)
+            out = self.run(x, steps, sights, kv.focus(active_BT=go))
+            x = torch.where(go[..., None], choice.updated(recursion, x, out, logits, first), x)
+        choice.note()
+        return x
+
+    def cached(self, x: Tensor, rows: Rows, cache: RoutedCache, control: DepthControl, trace: RoutingTrace | None) -> Tensor:
+        """Causal routing behind what a cache holds; entries are stored for the tokens that go on, and for no other."""
+        choice = self._choice(x, rows, control, trace)
+        first = x
+        for recursion in range(control.recursions(self.plan.recursions)):
+            go, logits = choice.decide(recursion, x)
+            longest = int(go.sum(1).max())
+            if not longest:
+                break
+            at = torch.argsort((~go).long(), dim=1, stable=True)[:, :longest]
+            valid = go.gather(1, at)
+            slots = rows.slots.gather(1, at)
+            cache.place(recursion, slots, valid)
+            steps = self.plan.recursion_steps(recursion)
+            sights = gathered_sights(self.architecture, steps, rows, x.dtype, slots, keys_BK=cache.key_slots(recursion))
+            old = _gather(x, at)
+            out = self.run(old, steps, sights, cache)
+            picked = logits.gather(1, at) if logits.dim() == 2 else _gather(logits, at)
+            new = choice.updated(recursion, old, out, picked, _gather(first, at), at)
+            x = x.scatter(1, at[..., None].expand_as(new), torch.where(valid[..., None], new, old))
+        choice.note()
+        return x
+
+    def _choice(self, x: Tensor, rows: Rows, control: DepthControl, trace: RoutingTrace | None) -> _Choice:
+        control.check(self.plan.recursions)
+        keep = torch.ones(x.shape[:2], dtype=torch.bool, device=x.device) if rows.keep is None else rows.keep
+        kind = _ExpertChoice if self.routing.kind == "expert" else _TokenChoice
+        return kind(self, x, rows, keep, control, trace)
+
+    def _rank(self, recursion: int, logits_BN: Tensor, positions_BN: Tensor) -> Tensor:
+        return draw(positions_BN, recursion).to(logits_BN.dtype) if self.routing.random else logits_BN
+
+    def _block(self, recursion: int, x: Tensor, slots: Tensor, keep: Tensor | None, rows: Rows, kv: Passing) -> Tensor:
+        """One recursion over gathered tokens: among themselves, or over the first recursion's entries for all."""
+        steps = self.plan.recursion_steps(recursion)
+        keys, shown = None, keep
+        if self.plan.kv != "cache" and slots.shape[1] < rows.positions_BT.shape[1]:
+            keys, shown = rows.slots, rows.keep
+        sights = gathered_sights(self.architecture, steps, rows, x.dtype, slots, keys_BK=keys, shown_BK=shown)
+        return self.run(x, steps, sights, kv)
+
+    def _updated(self, x: Tensor, out: Tensor, logits_BN: Tensor) -> Tensor:
+        """expert: the stream after a recursion, x + g f(x), in the stream's dtype."""
+        weight = (self.routing.alpha * self.routers.score(logits_BN))[..., None].to(x.dtype)
+        return x + weight * (out if self.routing.update == "add" else out - x)
+
+
+class _Choice(Protocol):
+    """Causal decisions of one pass: what both kinds of routing answer."""
+
+    def decide(self, recursion: int, x: Tensor) -> tuple[Tensor, Tensor]: ...
+
+    def updated(
+        self, recursion: int, x: Tensor, out: Tensor, logits: Tensor, first: Tensor, at: Tensor | None = None
+    ) -> Tensor: ...
+
+    def note(self) -> None: ...
+
+
+class _ExpertChoice:
+    def __init__(
+        self, walk: RoutedWalk, x: Tensor, rows: Rows, keep: Tensor, control: DepthControl, trace: RoutingTrace | None
+    ) -> None:
+        self._walk, self._rows, self._control, self._trace = walk, rows, control, trace
+        self._active = keep
+        self._depths = torch.zeros_like(keep, dtype=torch.long)
+
+    def decide(self, recursion: int, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Who goes on: a token that went through the recursion before and whose score passes the threshold."""
+        walk, asked = self._walk, self._active
+        logits = walk.routers.logits(recursion, x)
+        judged = walk.routers.judge(recursion, x, logits)
+        capacity = walk.routing.capacity
+        selective = capacity[recursion] < 1  # the first recursion usually takes everyone, in training as here
+        if not selective:
+            go = asked
+        elif walk.routing.random:
+            share = capacity[recursion] / (capacity[recursion - 1] if recursion else 1.0)
+            go = asked & (draw(self._rows.positions_BT, recursion) >= 1 - share)
+        else:
+            go = asked & (judged + self._control.bias >= 0)
+        if self._trace is not None:
+            self._trace.decisions.append(Decision(logits, judged, go, self._rows.slots, asked, selective))
+        self._active = go
+        self._depths = self._depths + go.long()
+        return go, logits
+
+    def updated(
+        self, recursion: int, x: Tensor, out: Tensor, logits: Tensor, first: Tensor, at: Tensor | None = None
+    ) -> Tensor:
+        return self._walk._updated(x, out, logits)
+
+    def note(self) -> None:
+        if self._trace is not None:
+            self._trace.depths_BT, self._trace.keep_BT = self._depths, self._rows.keep
+
+
+class _TokenChoice:
+    """Decided once, on the stream that enters the first recursion."""
+
+    def __init__(
+        self, walk: RoutedWalk, x: Tensor, rows: Rows, keep: Tensor, control: DepthControl, trace: RoutingTrace | None
+    ) -> None:
+        self._walk, self._rows, self._trace, self._keep = walk, rows, trace, keep
+        routers, routing = walk.routers, walk.routing
+        self._logits = routers.depth_logits(x)
+        self._scores = routers.score(self._logits)
+        ranked = self._scores.detach() if routers.bias is None else self._scores.detach() + routers.bias
+        if control.bias:
+            ranked = (ranked.clamp_min(1e-30).log() if routing.score == "softmax" else ranked) + control.bias * torch.arange(
+                routing.recursions, device=x.device
+            )
+        self._last = ranked.argmax(-1).clamp_max(control.recursions(routing.recursions) - 1)
+
+    def decide(self, recursion: int, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self._keep & (self._last >= recursion), self._scores
+
+    def updated(
+        self, recursion: int, x: Tensor, out: Tensor, logits: Tensor, first: Tensor, at: Tensor | None = None
+    ) -> Tensor:
+        """The thesis' equation for token-choice: the last recursion adds the stream that entered the first."""
+        routing = self._walk.routing
+        weight = (routing.alpha * logits[..., recursion])[..., None].to(x.dtype)
+        last = (self._last if at is None else self._last.gather(1, at)) == recursion
+        if routing.weighting == "every":
+            return weight * out + torch.where(last[..., None], first, 0.0)
+        return torch.where(last[..., None], first + weight * out, out)
+
+    def note(self) -> None:
+        if self._trace is None:
+            return
+        self._trace.depth_logits_BTR, self._trace.depth_scores_BTR = self._logits, self._scores
+        self._trace.depths_BT, self._trace.keep_BT = (self._last + 1) * self._keep, self._rows.keep
+
+
+def _gather(x_BTM: Tensor, at_BN: Tensor) -> Tensor:
+    return x_BTM.gather(1, at_BN[..., None].expand(-1, -1, x_BTM.shape[2]))
+
+
+__all__ = ["RoutedWalk", "Rows"]

@@ -1,0 +1,143 @@
+"""What queries of a pass may look at: rotary tables and masks, made once for all steps that see alike.
+
+Shapes: B batch, T new tokens, S all slots so far, N queries, K keys.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fathomlm.depth import Architecture, Step
+from fathomlm.kernels.attention import attention_mask
+from fathomlm.kernels.rope import rope_table
+
+
+@dataclass(frozen=True, slots=True)
+class Sight:
+    """Rotary tables and mask of one kind of attention (whole context, or a window)."""
+
+    cos: Tensor
+    sin: Tensor
+    mask: Tensor | None
+    causal: bool
+
+
+Sights = dict[int | None, Sight]
+"""By the window of the layer whose place a step takes; None sees the whole context."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """The tokens of one pass: where they are, and who may see whom."""
+
+    positions_BT: Tensor
+    """True positions, padding not counted."""
+    keep_BS: Tensor | None
+    """False at padding, over all slots so far; None where there is none."""
+    documents_BT: Tensor | None
+    past: int
+    """Slots that a cache holds before these."""
+
+    @classmethod
+    def of(
+        cls,
+        x_BTM: Tensor,
+        positions_BT: Tensor | None,
+        keep_BS: Tensor | None,
+        past: int,
+        documents_BT: Tensor | None = None,
+    ) -> Rows:
+        B, T, _ = x_BTM.shape
+        if keep_BS is not None and bool(keep_BS.all()):
+            keep_BS = None
+        if positions_BT is None:
+            positions_BT = count_positions(B, T, past, keep_BS, x_BTM.device)
+        return cls(positions_BT, None if keep_BS is None else keep_BS.bool(), documents_BT, past)
+
+    @property
+    def keep(self) -> Tensor | None:
+        """(B, T): False at padding among the tokens of this pass."""
+        return None if self.keep_BS is None else self.keep_BS[:, self.past :]
+
+    @property
+    def slots(self) -> Tensor:
+        """(B, T): the tokens' places in their rows."""
+        B, T = self.positions_BT.shape
+        return torch.arange(self.past, self.past + T, device=self.positions_BT.device).expand(B, T)
+
+
+def whole_sights(architecture: Architecture, steps: Iterable[Step], rows: Rows, dtype: torch.dtype) -> Sights:
+    """For all tokens of a pass, over all slots so far."""
+    T = rows.positions_BT.shape[1]
+    sights: Sights = {}
+    for window in {architecture.window(step.origin) for step in steps}:
+        mask = attention_mask(
+            T,
+            rows.past + T,
+            window=window,
+            keep_BS=rows.keep_BS,
+            documents_BT=rows.documents_BT,
+            device=rows.positions_BT.device,
+        )
+        sights[window] = Sight(*_tables(architecture, window, rows.positions_BT, dtype), mask, mask is None and T > 1)
+    return sights
+
+
+def gathered_sights(
+    architecture: Architecture,
+    steps: Iterable[Step],
+    rows: Rows,
+    dtype: torch.dtype,
+    queries_BN: Tensor,
+    keys_BK: Tensor | None = None,
+    shown_BK: Tensor | None = None,
+) -> Sights:
+    """For some tokens of a pass, given by their slots in ascending order, at their true positions.
+
+    `keys_BK` are the slots of what they look at, themselves by default; `shown_BK` is False where nobody may look. A
+    query sees keys up to its own slot, and always itself.
+    """
+    here_BN = queries_BN - rows.past
+    positions_BN = rows.positions_BT.gather(1, here_BN)
+    N = queries_BN.shape[1]
+    alike = keys_BK is None and shown_BK is None and rows.documents_BT is None
+    sights: Sights = {}
+    for window in {architecture.window(step.origin) for step in steps}:
+        reach = rows.past + rows.positions_BT.shape[1]
+        if alike and (window is None or window >= reach):
+            mask = None
+        else:
+            mask = _mask(queries_BN, queries_BN if keys_BK is None else keys_BK, shown_BK, window, rows.documents_BT)
+        sights[window] = Sight(*_tables(architecture, window, positions_BN, dtype), mask, mask is None and N > 1)
+    return sights
+
+
+def _mask(
+    queries_BN: Tensor, keys_BK: Tensor, shown_BK: Tensor | None, window: int | None, documents_BT: Tensor | None
+) -> Tensor:
+    query, key = queries_BN[:, :, None], keys_BK[:, None, :]
+    seen = key <= query
+    if window is not None:
+        seen = seen & (key > query - window)
+    if documents_BT is not None:
+        seen = seen & (documents_BT.gather(1, queries_BN)[:, :, None] == documents_BT.gather(1, keys_BK)[:, None, :])
+    if shown_BK is not None:
+        seen = seen & shown_BK[:, None, :]
+    return (seen | (key == query))[:, None]
+
+
+def _tables(
+    architecture: Architecture, window: int | None, positions_BN: Tensor, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    rope = architecture.rope if window is None or architecture.local_rope is None else architecture.local_rope
+    return rope_table(rope, architecture.rotary_dim, positions_BN, dtype)
+
+
+def count_positions(B: int, T: int, past: int, keep_BS: Tensor | None, device: torch.device) -> Tensor:
+    if keep_BS is None:
+        return torch.arange(past, past + T, device=device)[None].expand(B, T)
+    return (keep_BS.long().cumsum(-1) - 1).clamp_min(0)[:, -T:]
