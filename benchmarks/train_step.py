@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from environment import environment
 
-from fathomlm.depth import Architecture, DepthPlan, Relaxation
+from fathomlm.depth import Architecture, DepthPlan, Relaxation, build_routing
 from fathomlm.depth.presets import preset
 from fathomlm.depth.relaxation import build_relaxation
 from fathomlm.model.decoder import Decoder
@@ -32,6 +32,7 @@ from fathomlm.train.optim import build_optimizer
 from fathomlm.train.parallel import World
 from fathomlm.train.recipe import ExitRecipe, HardwareRecipe, LossRecipe, Recipe
 from fathomlm.train.schedule import LearningRate
+from fathomlm.train.setup import compile_layers
 
 CONTEXT = 2048
 GROUP = 5
@@ -41,8 +42,13 @@ GROUP = 5
 def variants() -> dict[str, tuple[Architecture, DepthPlan, Relaxation | None, LossRecipe]]:
     big, small = preset("smollm-360m").architecture, preset("smollm-135m").architecture
     lora = build_relaxation(small.linears(), "lora", 64)
+    routed = {
+        f"mor{n}": DepthPlan.build("middle-cycle", n, big.layers, "add").with_routing(build_routing("expert", n))
+        for n in (2, 3, 4)
+    }
     return {
         "vanilla": (big, DepthPlan.vanilla(big.layers), None, LossRecipe()),
+        **{name: (big, plan, None, LossRecipe()) for name, plan in routed.items()},
         "recursive": (big, DepthPlan.build("middle-cycle", 3, big.layers), None, LossRecipe()),
         "vanilla_135m": (small, DepthPlan.vanilla(small.layers), None, LossRecipe()),
         "recursive_135m_lora_exits": (
@@ -64,8 +70,7 @@ def measure(name: str, rows: int, micro: int, steps: int, top: int) -> dict[str,
     decoder = Decoder(architecture, plan, relaxation)
     decoder.reset_parameters()
     decoder.to(device)
-    for layer in decoder.layers:
-        layer.compile()
+    compile_layers(decoder)
     recipe = Recipe(precision="bf16", loss=loss)
     objective = Objective(decoder, loss)
     optimizer = build_optimizer(objective, recipe.optimizer)

@@ -1,7 +1,4 @@
-"""Curves of several runs over tokens, steps, time or compute, with their final numbers beneath.
-
-Everything is drawn with matplotlib's objects onto a canvas of our own: no window, no global state.
-"""
+"""Curves of several runs over tokens, steps, time or compute, with their final numbers beneath."""
 
 from __future__ import annotations
 
@@ -12,6 +9,7 @@ from itertools import cycle
 from pathlib import Path
 from typing import Any
 
+from fathomlm.analyze.drawing import check_matplotlib, draw_table, new_figure, plain_axes, set_title, shortened
 from fathomlm.analyze.runs import Points, Record, Run, Summary, exit_depths, points, smooth, summarise, training_loss
 from fathomlm.checkpoints.writing import whole_file
 from fathomlm.errors import OptionError, choices
@@ -35,7 +33,6 @@ METRICS: dict[str, tuple[str, str]] = {
 }
 """What can be drawn: the panel's title, and the unit of its axis."""
 DASHES: tuple[Any, ...] = ("--", ":", "-.", (0, (5, 1, 1, 1, 1, 1)), (0, (1, 3)))
-LONGEST_NAME = 32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,27 +64,15 @@ def check_out(out: Path) -> str:
     return suffix
 
 
-def check_matplotlib() -> None:
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError:
-        raise OptionError("plots need matplotlib: pip install 'fathomlm[plot]'") from None
-
-
 def plot(runs: Sequence[Run], out: Path, options: PlotOptions) -> list[Summary]:
     """Draw the runs into `out`, which appears whole or not at all, and give back the numbers that stand beside them."""
     kind = check_out(out)
     check_matplotlib()
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     metrics = ("loss", "validation") if options.metric is None else (options.metric,)
     summaries = [summarise(run) for run in runs]
     table = table_of(summaries)
     panels_height, table_height = 4.4, 0.27 * (len(table) + 1)
-    figure = Figure(figsize=(6.4 * len(metrics) if len(metrics) > 1 else 9.0, panels_height + table_height + 0.5))
-    FigureCanvasAgg(figure)
-    figure.set_layout_engine("constrained", h_pad=0.08, w_pad=0.08)
+    figure = new_figure(6.4 * len(metrics) if len(metrics) > 1 else 9.0, panels_height + table_height + 0.5)
     grid = figure.add_gridspec(2, len(metrics), height_ratios=(panels_height, table_height))
     colors = [f"C{i % 10}" for i in range(len(runs))]
     drawn = 0
@@ -98,9 +83,9 @@ def plot(runs: Sequence[Run], out: Path, options: PlotOptions) -> list[Summary]:
             axes.set_title(METRICS[metric][0], fontsize=11)
     if not drawn:
         raise OptionError(f"none of the runs has recorded {' or '.join(metrics)}")
-    _draw_table(figure.add_subplot(grid[1, :]), table, colors)
+    draw_table(figure.add_subplot(grid[1, :]), table, colors)
     title = runs[0].name if len(runs) == 1 else f"{len(runs)} runs"
-    figure.suptitle(f"{_shown(title)}: {' and '.join(METRICS[metric][0] for metric in metrics)}", fontsize=12)
+    set_title(figure, f"{shortened(title)}: {' and '.join(METRICS[metric][0] for metric in metrics)}")
     with whole_file(out) as temporary:
         figure.savefig(temporary, format=kind, dpi=150)
     return summaries
@@ -137,8 +122,7 @@ class _Panel:
         title, y_unit = METRICS[self.metric]
         self.axes.set_xlabel(f"{AXES[self.options.x][1]}{f' ({unit})' if unit else ''}")
         self.axes.set_ylabel(f"{title.split(' at ')[0]}{f' ({y_unit})' if y_unit else ''}")
-        self.axes.grid(alpha=0.25, linewidth=0.6)
-        self.axes.spines[["top", "right"]].set_visible(False)
+        plain_axes(self.axes)
         if self.options.logy:
             self.axes.set_yscale("log")
         handles, _ = self.axes.get_legend_handles_labels()
@@ -147,7 +131,7 @@ class _Panel:
         return drawn
 
     def _draw_run(self, run: Run, color: str, depths: Sequence[str], x: Callable[[Record], float]) -> int:
-        name = _shown(run.name)
+        name = shortened(run.name)
         if self.metric in ("validation", "exits"):
             drawn = self._line(points(run.validation, "loss", x), color, "-", name, marker=True)
             for depth, dash in zip(depths, cycle(DASHES), strict=False):
@@ -196,37 +180,6 @@ def _unit(x: str, most: float) -> tuple[str, float]:
 
 
 _PREFIXES = (("zetta", 1e21), ("exa", 1e18), ("peta", 1e15), ("tera", 1e12), ("giga", 1e9))
-
-
-def _draw_table(axes: Any, rows: list[list[str]], colors: Sequence[str]) -> None:
-    axes.set_axis_off()
-    shown = [[_shown(row[0]), *row[1:]] for row in rows]
-    widths = [max(len(row[column]) for row in shown) + 2 for column in range(len(shown[0]))]
-    table = axes.table(
-        cellText=shown,
-        colWidths=[width / sum(widths) for width in widths],
-        loc="center",
-        bbox=(0, 0, 1, 1),
-        edges="horizontal",
-    )
-    table.auto_set_font_size(False)
-    table.set_fontsize(8.5 if sum(widths) < 110 else 7)
-    for (row, column), cell in table.get_celld().items():
-        cell.set_edgecolor("0.8")
-        cell.PAD = 0.02
-        cell.set_text_props(ha="left" if column == 0 else "right")
-        if row == 0:
-            cell.set_text_props(weight="bold")
-        elif column == 0:
-            cell.set_text_props(color=colors[row - 1], weight="bold")
-
-
-def _shown(name: str) -> str:
-    """A name with its middle left out where it is long: runs differ at their ends."""
-    if len(name) <= LONGEST_NAME:
-        return name
-    half = (LONGEST_NAME - 1) // 2
-    return f"{name[:half]}…{name[-half:]}"
 
 
 def _amount(number: float) -> str:

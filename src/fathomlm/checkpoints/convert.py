@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,6 +17,7 @@ from torch import Tensor
 from fathomlm.checkpoints.assemble import ModelBase, Tick, configure, finish, put
 from fathomlm.checkpoints.huggingface import read_config
 from fathomlm.checkpoints.native import is_native
+from fathomlm.checkpoints.replan import replan
 from fathomlm.checkpoints.resolve import describe, load, locate, open_base, parse_device, parse_dtype
 from fathomlm.checkpoints.source import BaseCheckpoint, layer_parameter_shapes
 from fathomlm.checkpoints.tying import (
@@ -27,8 +29,8 @@ from fathomlm.checkpoints.tying import (
     RelaxInit,
     starting_layers,
 )
-from fathomlm.depth import DepthPlan, LinearSpec, Relaxation, Step
-from fathomlm.depth.plan import Resize
+from fathomlm.depth import DepthPlan, LinearSpec, Relaxation, Step, build_routing
+from fathomlm.depth.plan import KVMode, Resize
 from fathomlm.depth.relaxation import build_relaxation, check_fits
 from fathomlm.errors import OptionError, choices
 from fathomlm.model.blocks import build_block
@@ -51,6 +53,8 @@ def convert(
     prefix_length: int | None = None,
     linears_only: bool = False,
     resize: bool | Resize | None = None,
+    router: str | dict[str, Any] | None = None,
+    kv: KVMode | None = None,
     dtype: torch.dtype | str | None = None,
     device: torch.device | str = "cpu",
     seed: int = 0,
@@ -61,8 +65,15 @@ def convert(
     `init` defaults to what the thesis found best: average under lora or dora, stepwise otherwise. `rank` is a number for
     every linear, or pairs such as "q=64,kv=128,ffn=256" (linears not named get none). `linears_only` leaves norms and
     biases tied under lora and dora, as the thesis does; otherwise a step has its own offsets for them too.
-    `resize` (True or "add", or "drop") changes the unrolled depth where it does not divide.
+    `resize` (True or "add", or "drop") changes the unrolled depth where it does not divide. `router` (expert, token, or
+    fields of `build_routing` with a kind) lets tokens choose their depth, and `kv` says whose keys and values they see. A
+    recursive model may be given too, to which only a router or another `kv` is added.
     """
+    if (router is not None or kv is not None) and (looped := _looped(model)) is not None:
+        tying = {"init": init, "norm_init": norm_init, "relax": relax, "rank": rank, "relax_init": relax_init}
+        for name in (name for name, value in tying.items() if value is not None):
+            raise OptionError(f"{name} says how a plain model is tied; this one is recursive already ({describe(looped)})")
+        return replan(looped, _routed(looped.plan, router, kv), seed=seed)
     place = parse_device(device)
     if not 0 <= seed < 2**63:
         raise OptionError(f"seed must be a whole number from 0 to 2^63-1, got {seed}")
@@ -74,7 +85,29 @@ def convert(
     kind = parse_dtype(dtype) or base.dtype
     result = empty_model(configure(base.architecture, plan, relaxation, base.tokens, kind))
     _Conversion(base, result, start, kind, place, torch.Generator().manual_seed(seed)).run(on_layer)
-    return finish(result, base.tokenizer())
+    tied = finish(result, base.tokenizer())
+    return replan(tied, _routed(plan, router, kv), seed=seed)
+
+
+def _routed(plan: DepthPlan, router: str | dict[str, Any] | None, kv: KVMode | None) -> DepthPlan:
+    """Expert-choice on weights that were trained without it starts as a step towards the block's output (`interpolate`,
+    alpha 1): the thesis' own x + 0.1 g f(x) is for models that never knew another formula."""
+    if router is not None:
+        options = dict(router) if isinstance(router, dict) else {"kind": router}
+        if options.get("kind") == "expert":
+            options = {"update": "interpolate", "alpha": 1.0} | options
+        plan = plan.with_routing(build_routing(options.pop("kind"), plan.recursions, **options))
+    return plan if kv is None else plan.with_kv(kv)
+
+
+def _looped(model: FathomForCausalLM | str | Path) -> FathomForCausalLM | None:
+    """The model, where it is recursive already."""
+    if not isinstance(model, FathomForCausalLM):
+        path = locate(model)
+        if not (path.is_dir() and is_native(read_config(path))):
+            return None
+        model = load(path)
+    return model if model.plan.recursions > 1 else None
 
 
 @dataclass(frozen=True, slots=True)

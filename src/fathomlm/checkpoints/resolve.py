@@ -107,5 +107,7 @@ def describe(model: Any) -> str:
     layers = "1 layer" if plan.layout == "1" else f"{plan.layout} layers"
     notes = [plan.sharing] if plan.recursions > 1 else []
     notes += [] if model.relaxation is None else [model.relaxation.kind]
+    notes += [] if plan.routing is None else [f"{plan.routing.kind}-choice router"]
+    notes += {"cache": [], "share": ["shared KV"], "hybrid": ["hybrid KV"]}[plan.kv]
     looped = f" looped {plan.recursions} times" if plan.recursions > 1 else ""
     return f"{layers}{looped} ({', '.join(notes)})" if notes else layers

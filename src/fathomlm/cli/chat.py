@@ -15,12 +15,20 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from fathomlm.cli.sampling_options import add_model_arguments, add_sampling_arguments, load_model, read_sampling
+from fathomlm.cli.sampling_options import (
+    add_depth_arguments,
+    add_model_arguments,
+    add_sampling_arguments,
+    load_model,
+    read_depth,
+    read_sampling,
+)
 from fathomlm.errors import FathomError, OptionError, OutputError, choices
 
 if TYPE_CHECKING:
     from fathomlm.decode.sampling import Sampling
     from fathomlm.model.hub import FathomForCausalLM
+    from fathomlm.model.route import DepthControl
 
 HELP = "talk with a model"
 DESCRIPTION = (
@@ -44,12 +52,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model_arguments(parser)
     parser.add_argument("--system", metavar="TEXT", help="the instruction that the conversation begins with")
     add_sampling_arguments(parser, max_new_tokens=512)
+    add_depth_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     sampling = read_sampling(args)
     interactive = sys.stdin.isatty()
-    conversation = Conversation(args.model, load_model(args), sampling, args.system)
+    model = load_model(args)
+    conversation = Conversation(args.model, model, sampling, args.system, read_depth(args, model))
     if interactive:
         print("A message a line; /help lists commands, Ctrl-D leaves.", file=sys.stderr)
     failed = False
@@ -69,7 +79,14 @@ def run(args: argparse.Namespace) -> int:
 class Conversation:
     """What was said so far, and the session that remembers it."""
 
-    def __init__(self, name: str, model: FathomForCausalLM, sampling: Sampling, system: str | None) -> None:
+    def __init__(
+        self,
+        name: str,
+        model: FathomForCausalLM,
+        sampling: Sampling,
+        system: str | None,
+        control: DepthControl | None = None,
+    ) -> None:
         from fathomlm.decode.full import Session
 
         self.name = name
@@ -77,7 +94,7 @@ class Conversation:
         self.sampling = sampling
         self.system = system
         self.messages: list[dict[str, str]] = []
-        self._session = Session(model)
+        self._session = Session(model, control)
         self._prompt("Hello")  # a model that cannot chat is refused now, not after the first message
 
     def ask(self, text: str, show: Callable[[str], None]) -> bool:

@@ -8,7 +8,13 @@ import time
 from pathlib import Path
 
 from fathomlm.checkpoints.tying import INITS, NORM_INITS, RELAX_INITS
-from fathomlm.cli.plan_options import DEFAULT_RECURSIONS, add_plan_arguments, add_relax_arguments
+from fathomlm.cli.plan_options import (
+    DEFAULT_RECURSIONS,
+    add_plan_arguments,
+    add_relax_arguments,
+    add_router_arguments,
+    router_options,
+)
 from fathomlm.cli.progress import amount, layer_bar
 from fathomlm.cli.sampling_options import add_dtype_argument
 
@@ -16,7 +22,8 @@ HELP = "tie a model's layers into a looped block"
 DESCRIPTION = (
     "Ties the layers of MODEL into one block that is run several times, optionally with something of its own at each "
     "step (--relax), and writes the result to the directory OUT. The result needs uptraining to be good again; at full "
-    "LoRA rank it computes what MODEL computes."
+    "LoRA rank it computes what MODEL computes. With --router, tokens choose their own depth; a model that is recursive "
+    "already is given a router and keeps its weights."
 )
 
 
@@ -33,6 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     start.add_argument(
         "--relax-init", choices=RELAX_INITS, help="lora, dora: towards the original weights, or nothing (svd)"
     )
+    add_router_arguments(parser)
     add_dtype_argument(parser)
     parser.add_argument("--device", default="cpu", help="where the result is held: cpu, cuda or cuda:N (default: cpu)")
     parser.add_argument("--seed", type=int, default=0, help="for what starts random (default: 0)")
@@ -63,6 +71,8 @@ def run(args: argparse.Namespace) -> int:
             prefix_length=args.prefix_length,
             linears_only=args.linears_only,
             resize=args.resize,
+            router=router_options(args),
+            kv=args.kv,
             dtype=args.dtype,
             device=args.device,
             seed=args.seed,
@@ -80,6 +90,7 @@ def run(args: argparse.Namespace) -> int:
             "out": str(args.out),
             "plan": model.plan.to_dict(),
             "layout": model.plan.layout,
+            "router": None if model.plan.routing is None else model.plan.routing.kind,
             "relaxation": None if model.relaxation is None else model.relaxation.to_dict(),
             "dtype": dtype_name(model),
             "seed": args.seed,

@@ -12,7 +12,14 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fathomlm.cli.sampling_options import add_model_arguments, add_sampling_arguments, load_model, read_sampling
+from fathomlm.cli.sampling_options import (
+    add_depth_arguments,
+    add_model_arguments,
+    add_sampling_arguments,
+    load_model,
+    read_depth,
+    read_sampling,
+)
 from fathomlm.errors import OptionError
 
 if TYPE_CHECKING:
@@ -38,6 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--stream", action="store_true", help="show the text as it is made (one prompt only)")
     add("--json", action="store_true", help="print one JSON object")
     add_sampling_arguments(parser, max_new_tokens=128)
+    add_depth_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -50,13 +58,15 @@ def run(args: argparse.Namespace) -> int:
     begun = time.perf_counter()
     model = load_model(args)
     loaded = time.perf_counter()
+    control = read_depth(args, model)
     inputs = _encode(args, model, prompts)
     if args.stream:
-        results = generate(model, inputs, sampling, on_text=lambda _, piece: print(piece, end="", flush=True))
+        show = lambda _, piece: print(piece, end="", flush=True)  # noqa: E731
+        results = generate(model, inputs, sampling, on_text=show, control=control)
         print()
     else:
         with _progress(sampling.max_new_tokens) as on_step:
-            results = generate(model, inputs, sampling, on_step=on_step)
+            results = generate(model, inputs, sampling, on_step=on_step, control=control)
     if args.json:
         record = _record(args, model, prompts, results, load_seconds=loaded - begun)
         print(json.dumps(record, ensure_ascii=False))
@@ -159,8 +169,17 @@ def _statistic(results: Sequence[Generation]) -> str:
     ended = ENDED[results[0].finish] if len(results) == 1 else f"{len(results)} texts"
     return (
         f"[{prompt_tokens} prompt tokens in {results[0].prefill_seconds:.2f} s, {tokens} new in {seconds:.2f} s, "
-        f"{_rate(results):.1f} tokens/s; {ended}]"
+        f"{_rate(results):.1f} tokens/s; {_depths(results)}{ended}]"
     )
+
+
+def _depths(results: Sequence[Generation]) -> str:
+    """How deep the new tokens went, where a router chose."""
+    depths = [depth for result in results for depth in result.depths or ()]
+    if not depths:
+        return ""
+    counts = ", ".join(f"{depths.count(depth)} x {depth}" for depth in range(1, max(depths) + 1))
+    return f"mean depth {sum(depths) / len(depths):.2f} ({counts}); "
 
 
 def _record(

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import argparse
+from typing import Any
 
+from fathomlm.depth.plan import KV_MODES
 from fathomlm.depth.relaxation import DEFAULT_PREFIX_LENGTH, DEFAULT_RANK, KINDS
+from fathomlm.depth.routing import NETWORKS, ROUTERS
 from fathomlm.depth.sharing import STRATEGIES
+from fathomlm.errors import OptionError
 
 DEFAULT_RECURSIONS = 2
 
@@ -25,3 +29,25 @@ def add_relax_arguments(parser: argparse.ArgumentParser) -> None:
     add("--rank", metavar="K", help=ranks)
     add("--linears-only", action="store_true", help="lora, dora: keep norms and biases tied, as the thesis does")
     add("--prefix-length", metavar="P", type=int, help=f"prefix: vectors a step ({DEFAULT_PREFIX_LENGTH})")
+
+
+def add_router_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("tokens that choose their depth").add_argument
+    add("--router", metavar="R", choices=ROUTERS, help="expert (recursions pick tokens) or token (tokens pick a depth)")
+    add("--router-network", metavar="N", choices=NETWORKS, help="linear, mlp or wide (linear)")
+    add("--router-score", metavar="S", help="expert: sigmoid, tanh (sigmoid); token: softmax, sigmoid (softmax)")
+    add("--router-alpha", metavar="A", type=float, help="weight of a recursion's output at score 1 (1)")
+    update = "expert: interpolate, x + g (f(x) - x), or add, x + g f(x) as the thesis trains from scratch (interpolate)"
+    add("--router-update", metavar="U", help=update)
+    add("--kv", metavar="MODE", choices=KV_MODES, help="keys and values: cache, share, or hybrid with a router (cache)")
+
+
+def router_options(args: argparse.Namespace) -> dict[str, Any] | None:
+    """What `convert` calls `router`."""
+    given = {name: getattr(args, f"router_{name}") for name in ("network", "score", "alpha", "update")}
+    given = {name: value for name, value in given.items() if value is not None}
+    if args.router is None:
+        for name in given:
+            raise OptionError(f"--router-{name} goes with --router")
+        return None
+    return {"kind": args.router, **given}

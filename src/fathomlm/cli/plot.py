@@ -31,7 +31,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from fathomlm.analyze.curves import PlotOptions, check_matplotlib, check_out, plot
+    from fathomlm.analyze.curves import PlotOptions, check_out, plot
+    from fathomlm.analyze.drawing import check_matplotlib
     from fathomlm.analyze.runs import read_runs
 
     check_out(args.out)

@@ -10,6 +10,7 @@ from fathomlm.errors import OptionError
 if TYPE_CHECKING:
     from fathomlm.decode.sampling import Sampling
     from fathomlm.model.hub import FathomForCausalLM
+    from fathomlm.model.route import DepthControl
 
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
@@ -41,6 +42,28 @@ def add_sampling_arguments(parser: argparse.ArgumentParser, max_new_tokens: int)
     add("--repetition-penalty", metavar="X", type=float, default=1.0, help=penalty)
     add("--seed", metavar="N", type=int, help="make sampling repeatable")
     add("--stop", metavar="TEXT", action="append", default=[], help="end before this text; may be given more than once")
+
+
+def add_depth_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("how deep tokens go").add_argument
+    add("--max-depth", metavar="N", type=int, help="looped models: at most this many recursions (default: all)")
+    bias = (
+        "routed models: added to what routers say; above 0 sends tokens deeper, below 0 lets them stop earlier (default: 0)"
+    )
+    add("--depth-bias", metavar="B", type=float, default=0.0, help=bias)
+
+
+def read_depth(args: argparse.Namespace, model: FathomForCausalLM) -> DepthControl | None:
+    """What the depth options ask for, checked against the model."""
+    from fathomlm.model.route import DepthControl
+
+    if args.max_depth is None and not args.depth_bias:
+        return None
+    if args.depth_bias and model.plan.routing is None:
+        raise OptionError(f"--depth-bias is for routed models; {args.model} has no router")
+    control = DepthControl(max_depth=args.max_depth, bias=args.depth_bias)
+    control.check(model.plan.recursions)
+    return control
 
 
 def read_sampling(args: argparse.Namespace) -> Sampling:

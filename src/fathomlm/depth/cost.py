@@ -90,7 +90,7 @@ def count(
         plan = plan.with_kv(kv)
     if context < 1 or (tokens is not None and tokens < 1):
         raise OptionError(f"context and tokens must be at least 1, got {context} and {tokens}")
-    rules = _Rules(architecture, plan, relaxation, context, _parts(plan, capacity))
+    rules = _Rules(architecture, plan, relaxation, context, running_parts(plan, capacity))
     base_plan = DepthPlan.vanilla(plan.base_layers)
     base = _Rules(architecture, base_plan, None, context, (Fraction(1),))
 
@@ -134,7 +134,7 @@ def relaxation_parameters(architecture: Architecture, plan: DepthPlan, relaxatio
     return per_step * sum(plan.is_shared(step) for step in plan)
 
 
-def _parts(plan: DepthPlan, measured: Sequence[float] | None) -> tuple[Fraction, ...]:
+def running_parts(plan: DepthPlan, measured: Sequence[float] | None = None) -> tuple[Fraction, ...]:
     """The part of the tokens that runs each recursion. Token-choice is counted as if its depths were equally used, which
     is what expert-choice's capacities are made to match (thesis 4.3.2)."""
     R = plan.recursions

@@ -11,6 +11,7 @@ linear router a recursion, alpha 0.1; token-choice with a balancing loss, softma
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -86,15 +87,18 @@ class Routing:
         part += openness * (1 - part)
         return max(1, min(tokens, int(part * tokens + 1e-9)))
 
-    def parameters(self, hidden: int) -> int:
-        """Weights of all routers together."""
+    def shapes(self, hidden: int) -> list[tuple[int, ...]]:
+        """The weights of all routers."""
         outputs = 1 if self.kind == "expert" else self.recursions
-        widths = {"linear": None, "mlp": hidden, "wide": WIDE * hidden}
-        inner = widths[self.network]
-        one = hidden * outputs if inner is None else inner * (hidden + outputs)
+        inner = {"linear": None, "mlp": hidden, "wide": WIDE * hidden}[self.network]
+        one: list[tuple[int, ...]] = [(outputs, hidden)] if inner is None else [(inner, hidden), (outputs, inner)]
         if self.kind == "token":
-            return one + (self.recursions if self.balancing == "loss_free" else 0)
+            return one + ([(self.recursions,)] if self.balancing == "loss_free" else [])
         return one * self.recursions * (2 if self.sampling == "aux_router" else 1)
+
+    def parameters(self, hidden: int) -> int:
+        """How many that is."""
+        return sum(math.prod(shape) for shape in self.shapes(hidden))
 
     def to_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self) | {"capacity": list(self.capacity)}

@@ -10,10 +10,11 @@ from __future__ import annotations
 import dataclasses
 import math
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Any
 
 from fathomlm.depth import Architecture, DepthPlan, Relaxation
-from fathomlm.depth.cost import count
+from fathomlm.depth.cost import count, running_parts
 from fathomlm.errors import OptionError
 from fathomlm.train.budget import micro_rows, plan_steps, row_length
 from fathomlm.train.footprint import PLANNED, Memory, count_memory
@@ -36,6 +37,8 @@ class Estimate:
     recursions: int
     unique_layers: int
     unrolled_layers: int
+    router: str | None
+    """expert or token."""
     exits: tuple[int, ...]
     """Where losses are taken early, as numbers of steps run before leaving."""
     non_embedding_parameters: int
@@ -99,10 +102,12 @@ def estimate(
     teacher = None if recipe.loss.distill is None else read_source(recipe.loss.distill.source)
     cost = count(architecture, plan, relaxation=relaxation, context=row_length(recipe))
     schedule = plan_steps(recipe, architecture, plan, relaxation, rows_in_epoch)
-    sizes = dict.fromkeys(("base", "embedding", "relaxation", "exits"), 0)
+    sizes = dict.fromkeys(("base", "embedding", "relaxation", "router", "exits"), 0)
     for group, shape in parts.tensors():
         sizes[group] += math.prod(shape)
-    assert sizes["base"] + sizes["relaxation"] == cost.non_embedding_parameters, "two counts of one model disagree"
+    assert sizes["base"] + sizes["relaxation"] + sizes["router"] == cost.non_embedding_parameters, (
+        "two counts of one model disagree"
+    )
     trainable = sum(size for group, size in sizes.items() if learns(recipe.train, group))
     limit, peak = memory_bytes(recipe.hardware, device_name), peak_tflops(recipe.hardware, device_name)
     parallel, memory = _spread(recipe, parts, 0 if teacher is None else _parameters(*teacher), limit)
@@ -115,6 +120,7 @@ def estimate(
         recursions=plan.recursions,
         unique_layers=cost.unique_layers,
         unrolled_layers=cost.unrolled_layers,
+        router=None if plan.routing is None else plan.routing.kind,
         exits=tuple(index + 1 for index in plan.exits),
         non_embedding_parameters=cost.non_embedding_parameters,
         embedding_parameters=cost.embedding_parameters,
@@ -160,6 +166,8 @@ def work_flops_per_token(
     Frozen weights need no gradient of their own, and layers below nothing that learns none of their inputs either.
     """
     architecture, plan = parts.architecture, parts.plan
+    if plan.routing is not None and plan.routing.kind == "token":
+        plan = plan.with_routing(None)  # its training computes every recursion for every token, and discards
     layers = _layer_weights(architecture, plan, parts.relaxation)
     head = architecture.vocab * architecture.hidden
     exits = architecture.vocab * (architecture.hidden + parts.exit_rank) * len(plan.exits)
@@ -179,12 +187,18 @@ def work_flops_per_token(
 
 
 def _layer_weights(architecture: Architecture, plan: DepthPlan, relaxation: Relaxation | None) -> int:
-    """Weights of all linears over the unrolled depth."""
+    """Weights of all linears over the unrolled depth, by the part of the tokens that a router lets through."""
+    part = running_parts(plan)
     plain = sum(linear.inputs * linear.outputs for linear in architecture.linears())
     added = 0
     if relaxation is not None and relaxation.low_rank:
         added = sum(relaxation.rank(linear) * (linear.inputs + linear.outputs) for linear in architecture.linears())
-    return sum(plain + (added if plan.is_shared(step) else 0) for step in plan)
+    skipped = sum(linear.inputs * linear.outputs for linear in architecture.linears() if linear.name in ("k", "v"))
+    total = Fraction(0)
+    for step in plan:
+        own = plain + (added if plan.is_shared(step) else 0) - (skipped if plan.reads_kv(step) else 0)
+        total += own * (part[step.recursion] if step.part == "core" else 1)
+    return round(total)
 
 
 def _spread(recipe: Recipe, parts: Parts, teacher: int, limit: int | None) -> tuple[str, Memory]:
@@ -209,6 +223,7 @@ def format_estimate(found: Estimate) -> str:
     """The estimate as text for people."""
     looped = f" looped {found.recursions} times, {found.unrolled_layers} run" if found.recursions > 1 else ""
     exits = f", exits after {', '.join(map(str, found.exits))}" if found.exits else ""
+    exits += f", {found.router}-choice router" if found.router else ""
     lines = [
         ("model", f"{found.layout} layers{looped}{exits}"),
         ("parameters", f"{_short(found.non_embedding_parameters)} + {_short(found.embedding_parameters)} of embeddings"),

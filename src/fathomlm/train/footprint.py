@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fathomlm.depth import Step
+from fathomlm.depth.cost import running_parts
 from fathomlm.train.budget import micro_rows, row_length, rows_per_step
 from fathomlm.train.losses.head import default_chunk
 from fathomlm.train.parts import Parts, learns
@@ -72,7 +73,13 @@ def count_memory(recipe: Recipe, parts: Parts, teacher_parameters: int, parallel
 
 def activation_bytes(recipe: Recipe, parts: Parts) -> int:
     """Bytes that the layers keep of each token, by what is computed again (`recompute`)."""
-    steps = [_step_bytes(recipe, parts, step) for step in parts.plan]
+    routing = parts.plan.routing
+    # Token-choice trains on whole rows: every recursion is computed for every token.
+    runs = running_parts(parts.plan) if routing is not None and routing.kind == "expert" else None
+    steps = [
+        int(_step_bytes(recipe, parts, step) * (runs[step.recursion] if runs is not None and step.part == "core" else 1))
+        for step in parts.plan
+    ]
     if recipe.train == "exit_heads":
         return max(steps)  # the layers are frozen: nothing is kept but what one of them works on
     if recipe.recompute == "none":

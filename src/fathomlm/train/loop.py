@@ -20,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from fathomlm.errors import DataError
+from fathomlm.model.route.metrics import RoutingMeter
 from fathomlm.train.checkpoint import Progress
 from fathomlm.train.data.loader import IGNORE, Batch, Prefetched, prefetch
 from fathomlm.train.objective import Objective
@@ -27,6 +28,7 @@ from fathomlm.train.optim import set_rate
 from fathomlm.train.parallel import World, accumulating, whole
 from fathomlm.train.recipe import Recipe
 from fathomlm.train.report import Record
+from fathomlm.train.routing_recipe import RoutingLossRecipe, openness
 from fathomlm.train.schedule import LearningRate
 from fathomlm.train.setup import AnyLoader
 
@@ -86,12 +88,14 @@ class Stepper:
         self._optimizer = optimizer
         self._rate = rate
         self._skips_on_device = isinstance(optimizer, torch.optim.AdamW) and not isinstance(module, FSDPModule)
+        self._teaches = recipe.loss.routing or RoutingLossRecipe()
         self._learns = [parameter for parameter in module.parameters() if parameter.requires_grad]
 
     def step(self, micro_batches: list[Batch], number: int, wants_stop: bool) -> Pending:
         """Optimizer step `number` (from 0). A step whose loss or gradient is not finite leaves the weights as they are."""
         world, names = self.world, self.objective.names
         set_rate(self._optimizer, self._recipe.optimizer.lr * self._rate.at(number))
+        self.objective.openness = openness(self._teaches, number)
         own = sum(int((batch.targets_BT != IGNORE).sum()) for batch in micro_batches)
         count = world.sum(torch.full((), float(own), device=world.device))
         micro_batches = [batch.to(world.device) for batch in micro_batches]
@@ -110,6 +114,7 @@ class Stepper:
         means = sums[:-1] / count
         bad = (~(means[0].isfinite() & norm.isfinite())).float()
         self._learn(bad)
+        self._balance(means, bad)
         return Pending(torch.cat((means, torch.stack((norm, bad, count)), sums[-1:])), names)
 
     def _learn(self, bad: Tensor) -> None:
@@ -122,31 +127,55 @@ class Stepper:
         # DDP's gradients are views of its buckets; letting go of them would make them twice.
         self._optimizer.zero_grad(set_to_none=not isinstance(self._module, DistributedDataParallel))
 
+    def _balance(self, means: Tensor, bad: Tensor) -> None:
+        """Move a loss-free router's bias by the loads of the whole step."""
+        routers = self.objective.decoder.routers
+        if routers is None or routers.bias is None:
+            return
+        first = 1 + self.objective.names.index("load_1")  # means begins with the whole loss
+        loads = means[first : first + routers.routing.recursions]
+        routers.balance(loads, (1 - bad) * self._teaches.bias_rate)
+
     def validate(self, loader: AnyLoader, rows: int) -> tuple[dict[str, float], int]:
-        """Mean losses over the first `rows` validation rows (0: all), and their tokens; the same rows in any world."""
+        """Mean losses over the first `rows` validation rows (0: all), and their tokens; the same rows in any world.
+
+        A routed model is read twice: `next_token` is its loss by top-k, as in training, `causal` by what it does at
+        inference; the routers' metrics are of the first reading.
+        """
         world, micro = self.world, self._recipe.batch.micro
         rows = min(rows, len(loader)) if rows else len(loader)
         # Float64: in a large split there are more tokens than float32 can count.
         sums = torch.zeros(len(self.objective.names) + 1, dtype=torch.float64, device=world.device)
         self._module.eval()
+        routing = self.objective.decoder.plan.routing
+        meter = None if routing is None else RoutingMeter(routing, loader.batch_at(0, 1).tokens_BT.shape[1], world.device)
+        causal = torch.zeros((), dtype=torch.float64, device=world.device)
         with torch.no_grad():
             for start in range(0, rows, micro * world.size):
                 batch = _validation_rows(loader, start + world.rank * micro, micro, rows).to(world.device)
+                self.objective.meter = meter
                 _, parts = self._forward(batch)
                 sums[:-1] += parts
                 sums[-1] += (batch.targets_BT != IGNORE).sum()
+                if meter is not None:
+                    self.objective.meter = None
+                    causal += self._forward(batch, causal=True)[1][0]
         *totals, count = world.sum(sums).tolist()
         if not count:
             raise DataError(
                 f"no token of the first {rows} validation rows has a target; raise evaluate.rows, or data.target_length"
             )
-        return {name: total / count for name, total in zip(self.objective.names, totals, strict=True)}, int(count)
+        found = {name: total / count for name, total in zip(self.objective.names, totals, strict=True)}
+        if meter is not None:
+            meter.sums = world.sum(meter.sums)
+            found |= meter.read() | {"causal": float(world.sum(causal)) / count}
+        return found, int(count)
 
-    def _forward(self, batch: Batch) -> tuple[Tensor, Tensor]:
+    def _forward(self, batch: Batch, causal: bool = False) -> tuple[Tensor, Tensor]:
         kind = self.world.device.type
         autocast = torch.autocast(kind, torch.bfloat16) if self._recipe.precision == "bf16" else nullcontext()
         with autocast:
-            total, parts = self._module(batch.tokens_BT, batch.targets_BT, batch.keep_BT, batch.documents_BT)
+            total, parts = self._module(batch.tokens_BT, batch.targets_BT, batch.keep_BT, batch.documents_BT, causal)
         return total, parts
 
     def _clip(self) -> Tensor:

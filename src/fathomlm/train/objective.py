@@ -15,11 +15,15 @@ import torch
 from torch import Tensor, nn
 
 from fathomlm.model.decoder import Decoder, Recompute
+from fathomlm.model.route import RoutingTrace
+from fathomlm.model.route.metrics import RoutingMeter
 from fathomlm.train.data.loader import IGNORE
 from fathomlm.train.losses.exits import exit_depths, exit_steps, exit_weights
 from fathomlm.train.losses.head import HeadTerms, TaughtLoss, Teacher, head_loss, taught_loss
 from fathomlm.train.losses.layerwise import candidates, layerwise_loss
+from fathomlm.train.losses.routing import routing_names, routing_parts
 from fathomlm.train.recipe import LossRecipe
+from fathomlm.train.routing_recipe import RoutingLossRecipe
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,12 +56,19 @@ class Objective(nn.Module):
         self._taught_loss = taught
         self._outputs = _outputs(recipe, decoder)
         self._shallow, self._deep = _layerwise_states(recipe, decoder)
+        self._teaches = recipe.routing or RoutingLossRecipe()
+        self.openness = 0.0
+        """What is left of the capacity's warm-up; the loop sets it, and only training heeds it."""
+        self.meter: RoutingMeter | None = None
+        """Told of every routed pass, where there is one."""
 
     @property
     def names(self) -> tuple[str, ...]:
         """What the parts that `forward` returns are called: next_token first, which is the last output's cross entropy."""
         parts = [name for output in self._outputs for name in _part_names(output)]
-        return tuple(sorted(parts, key=lambda name: name != "next_token")) + (("layerwise",) if self._shallow else ())
+        names = tuple(sorted(parts, key=lambda name: name != "next_token")) + (("layerwise",) if self._shallow else ())
+        routing = self.decoder.plan.routing
+        return names if routing is None else names + routing_names(routing)
 
     @property
     def exits(self) -> tuple[int, ...]:
@@ -65,11 +76,27 @@ class Objective(nn.Module):
         return tuple(output.index for output in self._outputs[:-1])
 
     def forward(
-        self, tokens_BT: Tensor, targets_BT: Tensor, keep_BT: Tensor | None = None, documents_BT: Tensor | None = None
+        self,
+        tokens_BT: Tensor,
+        targets_BT: Tensor,
+        keep_BT: Tensor | None = None,
+        documents_BT: Tensor | None = None,
+        causal: bool = False,
     ) -> tuple[Tensor, Tensor]:
-        """The sum of all losses over the batch's tokens, and its parts in the order of `names`, each unweighted."""
+        """The sum of all losses over the batch's tokens, and its parts in the order of `names`, each unweighted. With
+        `causal` a routed model decides as at inference."""
         at = {output.index for output in self._outputs} | {*self._shallow, *self._deep}
-        states = self.decoder.states(tokens_BT, at=at, keep_BS=keep_BT, documents_BT=documents_BT, recompute=self.recompute)
+        trace = None if self.decoder.plan.routing is None else RoutingTrace()
+        states = self.decoder.states(
+            tokens_BT,
+            at=at,
+            keep_BS=keep_BT,
+            documents_BT=documents_BT,
+            recompute=self.recompute,
+            causal=causal,
+            openness=self.openness if self.training else 0.0,
+            trace=trace,
+        )
         normed = {index: self.decoder.norm(state) for index, state in states.items()}
         targets_N = targets_BT.flatten()
         last = self._outputs[-1].index
@@ -97,7 +124,20 @@ class Objective(nn.Module):
             parts |= dict(zip(_part_names(output), sums, strict=False))
         if self._shallow:
             total, parts["layerwise"] = self._add_layerwise(total, normed, targets_BT)
+        if trace is not None:
+            total = self._add_routing(total, parts, trace, targets_BT)
         return total, torch.stack([parts[name].detach() for name in self.names])
+
+    def _add_routing(self, total: Tensor, parts: dict[str, Tensor], trace: RoutingTrace, targets_BT: Tensor) -> Tensor:
+        routing = self.decoder.plan.routing
+        assert routing is not None
+        counted_B = (targets_BT != IGNORE).sum(1).float()
+        found = routing_parts(trace, routing, counted_B)
+        parts |= found
+        if self.meter is not None:
+            self.meter.add(trace, counted_B > 0)
+        weights = {"router": self._teaches.weight(routing), "router_z": self._teaches.z_weight(routing)}
+        return total + sum(weight * found[name] for name, weight in weights.items() if weight)
 
     def _head(self, index: int, hidden_NM: Tensor) -> tuple[Tensor, Tensor]:
         """Hidden states and head of an output. An exit's low-rank delta joins both as extra columns: W h + B (A h)."""

@@ -22,24 +22,29 @@ def choose_trained(decoder: nn.Module, what: str) -> None:
     groups = {"all": ("",), "relaxation": ("deltas.", "encodings."), "exit_heads": ("exit_heads.",)}
     found = 0
     for name, parameter in decoder.named_parameters():
-        parameter.requires_grad_(name.startswith(groups[what]))
+        parameter.requires_grad_(name.startswith(groups[what]) and name != "routers.bias")  # moved by hand, not by gradient
         found += parameter.requires_grad
     if not found:
         has = "no relaxation (model.relax)" if what == "relaxation" else "no exit heads (loss.exits.head_rank)"
         raise OptionError(f"train: {what}, but the model has {has}, so nothing would learn")
 
 
-def parameter_groups(module: nn.Module, weight_decay: float) -> list[dict[str, object]]:
-    """Matrices with decay, vectors without; only what learns."""
-    learns = [parameter for parameter in module.parameters() if parameter.requires_grad]
-    matrices = [parameter for parameter in learns if parameter.dim() > 1]
-    vectors = [parameter for parameter in learns if parameter.dim() <= 1]
-    groups = (({"params": matrices, "weight_decay": weight_decay}), {"params": vectors, "weight_decay": 0.0})
+def parameter_groups(module: nn.Module, weight_decay: float, aux_rate: float = 1.0) -> list[dict[str, object]]:
+    """Matrices with decay, vectors without; auxiliary routers, whose rate is a part of the others'; only what learns."""
+    named = [(name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad]
+    apart = [p for name, p in named if aux_rate != 1.0 and "routers.aux." in name]
+    beside = {id(p) for p in apart}
+    rest = [p for _, p in named if id(p) not in beside]
+    groups = (
+        {"params": [p for p in rest if p.dim() > 1], "weight_decay": weight_decay},
+        {"params": [p for p in rest if p.dim() <= 1], "weight_decay": 0.0},
+        {"params": apart, "weight_decay": weight_decay, "rate": aux_rate},
+    )
     return [group for group in groups if group["params"]]
 
 
-def build_optimizer(module: nn.Module, recipe: OptimizerRecipe) -> Optimizer:
-    groups = parameter_groups(module, recipe.weight_decay)
+def build_optimizer(module: nn.Module, recipe: OptimizerRecipe, aux_rate: float = 1.0) -> Optimizer:
+    groups = parameter_groups(module, recipe.weight_decay, aux_rate)
     if recipe.kind == "adafactor":
         # transformers' and not torch's: with these settings the rate is what it says (thesis 2: 1e-4), where torch's
         # multiplies it by each weight's own size.
@@ -49,7 +54,7 @@ def build_optimizer(module: nn.Module, recipe: OptimizerRecipe) -> Optimizer:
 
 def set_rate(optimizer: Optimizer, rate: float) -> None:
     for group in optimizer.param_groups:
-        group["lr"] = rate
+        group["lr"] = rate * group.get("rate", 1.0)
 
 
 def state_bytes_per_weight(kind: str) -> int:

@@ -25,7 +25,7 @@ class Parts:
     exit_rank: int = 0
 
     def tensors(self) -> Iterator[tuple[str, tuple[int, ...]]]:
-        """Every parameter tensor once, as (group, shape); groups are base, embedding, relaxation and exits."""
+        """Every parameter tensor once, as (group, shape); groups are base, embedding, relaxation, router and exits."""
         architecture, plan = self.architecture, self.plan
         for _ in range(plan.unique_layers):
             yield from (("base", (linear.outputs, linear.inputs)) for linear in architecture.linears())
@@ -36,6 +36,8 @@ class Parts:
             yield from (("relaxation", shape) for shape in self._added(step))
         if self.relaxation is not None and self.relaxation.kind == "encoding":
             yield from [("relaxation", (architecture.hidden,))] * plan.recursions
+        if plan.routing is not None:
+            yield from (("router", shape) for shape in plan.routing.shapes(architecture.hidden))
         for _ in plan.exits if self.exit_rank else ():
             yield "exits", (self.exit_rank, architecture.hidden)
             yield "exits", (architecture.vocab, self.exit_rank)
@@ -73,7 +75,8 @@ def read_parts(recipe: Recipe) -> Parts:
         architecture, own_plan, own_relaxation = read_source(model.source)
         check_tying(model, own_plan)
         if model.recursions == 1:
-            plan, relaxation = own_plan or DepthPlan.vanilla(architecture.layers), own_relaxation
+            own = own_plan or DepthPlan.vanilla(architecture.layers)
+            plan, relaxation = route_plan(model, own), own_relaxation
         else:
             plan, relaxation = lay_plan(model, architecture)
     check_rows(recipe, architecture)
@@ -91,7 +94,18 @@ def lay_plan(model: ModelRecipe, architecture: Architecture) -> tuple[DepthPlan,
         architecture.linears(), model.relax, model.rank, model.prefix_length, linears_only=model.linears_only
     )
     check_fits(relaxation, plan)
-    return plan, relaxation
+    return route_plan(model, plan), relaxation
+
+
+def route_plan(model: ModelRecipe, plan: DepthPlan) -> DepthPlan:
+    """`plan` with the router and the sharing of keys and values that a `model` section asks for."""
+    if model.router is not None:
+        if plan.recursions == 1:
+            raise OptionError("model.router chooses how deep tokens go; it needs model.recursions of 2 or more")
+        plan = plan.with_routing(model.router.build(plan.recursions))
+    if model.kv is None and model.kv_sharing is None and model.kv_loops == 1:
+        return plan
+    return plan.with_kv(model.kv or "share", model.kv_sharing, model.kv_loops)
 
 
 def check_tying(model: ModelRecipe, plan: DepthPlan | None) -> None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from fathomlm.errors import OptionError
+from fathomlm.train.routing_recipe import RouterRecipe, RoutingLossRecipe
 
 Divergence = Literal["forward_kl", "reverse_kl", "jensen_shannon", "total_variation"]
 Amount = int | float | str
@@ -46,6 +47,14 @@ class ModelRecipe:
     """prefix: how many vectors each step has."""
     linears_only: bool = False
     """lora, dora: leave norms and biases tied."""
+    router: RouterRecipe | None = None
+    """Give each token its own depth (thesis 4); needs recursions, or a `source` that has them."""
+    kv: Literal["cache", "share", "hybrid"] | None = None
+    """Keys and values: every recursion's own, the first one's, or those with its own over them (cache)."""
+    kv_sharing: str | None = None
+    """kv: share without recursions: which layers read the same entries, cycle, sequence, ..."""
+    kv_loops: int = 1
+    """kv: share without recursions: how many layers read the same entries."""
     init_std: float = 0.02
     """Standard deviation of fresh weights."""
 
@@ -173,6 +182,8 @@ class LossRecipe:
     distill: DistillRecipe | None = None
     exits: ExitRecipe | None = None
     layerwise: LayerwiseRecipe | None = None
+    routing: RoutingLossRecipe | None = None
+    """What teaches a router; by default what the thesis chose for its kind."""
     chunk: int | None = None
     """Tokens whose logits are held at once; by default as many as make 2^30 of them on a GPU, 2^26 on a CPU."""
 
@@ -270,6 +281,12 @@ LEAST = {
     "loss.exits.distill_weight": 0,
     "loss.exits.head_rank": 0,
     "loss.layerwise.weight": 0,
+    "loss.routing.coefficient": 0,
+    "loss.routing.z": 0,
+    "loss.routing.bias_rate": 0,
+    "loss.routing.capacity_warmup": 0,
+    "loss.routing.aux_lr": 0,
+    "model.kv_loops": 1,
     "evaluate.every": 0,
     "evaluate.rows": 0,
     "checkpoint.every": 1,
@@ -302,6 +319,8 @@ def check(recipe: Recipe) -> None:
         raise OptionError("loss.distill needs a source, the teacher")
     if loss.layerwise is not None:
         _positive("loss.layerwise.shallow", loss.layerwise.shallow)
+    if model.router is not None and (loss.exits is not None or loss.layerwise is not None):
+        raise OptionError("a routed model has one output: loss.exits and loss.layerwise do not go with model.router")
     if loss.chunk is not None:
         _positive("loss.chunk", loss.chunk)
     if len(recipe.data.pairs) not in (0, 2):

@@ -30,7 +30,7 @@ from fathomlm.train.recipe import Recipe
 from fathomlm.train.report import Record, Reporter, Silence, Watcher
 from fathomlm.train.resume import check_branch, check_data, check_same, data_mark
 from fathomlm.train.schedule import LearningRate
-from fathomlm.train.setup import build_student, build_teacher, describe_student, open_data
+from fathomlm.train.setup import build_student, build_teacher, compile_layers, describe_student, open_data
 from fathomlm.train.signals import listening
 
 
@@ -104,8 +104,7 @@ class Run:
         taught: TaughtLoss = taught_loss
         if recipe.compile:
             for module in (decoder, *(() if self._teacher is None else (self._teacher.decoder,))):
-                for layer in module.layers:
-                    layer.compile()
+                compile_layers(module)
             taught = torch.compile(taught_loss)
         self._objective = Objective(
             decoder,
@@ -119,7 +118,12 @@ class Run:
         if kind == "fsdp" and recipe.optimizer.kind == "adafactor":
             raise TrainingError("adafactor does not know sharded weights; use parallel: ddp or optimizer.kind: adamw")
         module = spread(self._objective, kind, world, recipe.precision)
-        self._optimizer = build_optimizer(module, recipe.optimizer)
+        if kind == "fsdp" and decoder.routers is not None and decoder.routers.bias is not None:
+            raise TrainingError(
+                "loss_free balancing moves a bias that fsdp would shard; use parallel: ddp or balancing: loss"
+            )
+        aux_rate = 1.0 if recipe.loss.routing is None else recipe.loss.routing.aux_lr
+        self._optimizer = build_optimizer(module, recipe.optimizer, aux_rate)
         self._stepper = Stepper(recipe, self._objective, module, self._optimizer, self._rate, world)
         s = self._student
         device_name = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else None

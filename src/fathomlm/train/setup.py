@@ -11,12 +11,14 @@ from typing import Any
 
 import torch
 
-from fathomlm.checkpoints.assemble import ModelBase, configure, finish
+from fathomlm.checkpoints.assemble import configure, finish
 from fathomlm.checkpoints.convert import convert
+from fathomlm.checkpoints.replan import replan
 from fathomlm.checkpoints.resolve import architecture_of, describe, load
 from fathomlm.checkpoints.source import TokenIds, end_ids
 from fathomlm.depth import Architecture
 from fathomlm.errors import DataError, OptionError
+from fathomlm.model.decoder import Decoder
 from fathomlm.model.hub import FathomForCausalLM, empty_model
 from fathomlm.train.budget import rows_per_step
 from fathomlm.train.data.corpus import Corpus
@@ -26,10 +28,12 @@ from fathomlm.train.data.prepare import PrepareOptions, prepare
 from fathomlm.train.data.segments import Progress as Prepared
 from fathomlm.train.losses.exits import exit_steps
 from fathomlm.train.parallel import World
-from fathomlm.train.parts import check_rows, check_tying, lay_plan
+from fathomlm.train.parts import check_rows, check_tying, lay_plan, route_plan
 from fathomlm.train.recipe import DataRecipe, ModelRecipe, Recipe, parse_amount
 
 AnyLoader = Loader | PairLoader
+MOST_SHAPES = 64
+"""Of one layer in a run: recursions times the stairs of a capacity's warm-up, with gradients and without."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,8 +146,9 @@ def _from_source(model: ModelRecipe, seed: int) -> FathomForCausalLM:
     assert model.source is not None
     check_tying(model, architecture_of(model.source)[1])
     if model.recursions == 1:
-        return load(model.source, dtype=torch.float32)
-    return convert(
+        loaded = load(model.source, dtype=torch.float32)
+        return replan(loaded, route_plan(model, loaded.plan), seed=seed)
+    tied = convert(
         model.source,
         sharing=model.sharing or "cycle",
         recursions=model.recursions,
@@ -158,6 +163,7 @@ def _from_source(model: ModelRecipe, seed: int) -> FathomForCausalLM:
         dtype=torch.float32,
         seed=seed,
     )
+    return replan(tied, route_plan(model, tied.plan), seed=seed)
 
 
 def _from_scratch(model: ModelRecipe, seed: int, corpus: Corpus, tokenizer: Any) -> FathomForCausalLM:
@@ -193,22 +199,15 @@ def scratch_architecture(model: ModelRecipe, vocab: int | None) -> Architecture:
 def with_exits(model: FathomForCausalLM, exits: tuple[int, ...], rank: int, seed: int) -> FathomForCausalLM:
     """The same weights under a plan with exits. Low-rank deltas on the head (`rank` above 0) are kept where the model has
     them for that exit and rank, and fresh otherwise."""
-    if model.plan.exits == exits and model.config.exit_rank == rank:
-        return model
-    ids = ModelBase(model).tokens
-    config = configure(model.architecture, model.plan.with_exits(exits), model.relaxation, ids, torch.float32)
-    config.exit_rank = rank
-    result = empty_model(config)
-    weights, wanted = model.decoder.state_dict(), result.decoder.state_dict()
-    kept = {name: value for name, value in weights.items() if name in wanted and value.shape == wanted[name].shape}
-    result.decoder.load_state_dict(kept, strict=False, assign=True)
-    torch.manual_seed(seed)
-    for index in exits if rank else ():
-        head = result.decoder.exit_delta(index)
-        assert head is not None
-        if head.a.is_meta:
-            head.to_empty(device="cpu").reset_parameters()
-    return finish(result, model.tokenizer)
+    return replan(model, model.plan.with_exits(exits), exit_rank=rank, seed=seed)
+
+
+def compile_layers(decoder: Decoder) -> None:
+    """Compile each layer for the shapes it is given: a run has few, one for each capacity of a router, and each is worth
+    its own code; a compiler that guesses at shapes to come makes slower code for all."""
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, MOST_SHAPES)
+    for layer in decoder.layers:
+        layer.compile(dynamic=False)
 
 
 def describe_student(student: FathomForCausalLM) -> str:

@@ -39,19 +39,21 @@ class RoutingMeter:
         self.sums = torch.zeros(sum(self._sizes.values()), dtype=torch.float64, device=device)
         """Everything in one tensor, which ranks may add up."""
 
-    def add(self, trace: RoutingTrace) -> None:
-        """Take a pass in."""
+    def add(self, trace: RoutingTrace, rows_B: Tensor | None = None) -> None:
+        """Take a pass in, or some rows of it."""
         parts = {name: torch.zeros(size, dtype=torch.float64, device=self.sums.device) for name, size in self._sizes.items()}
         assert trace.depths_BT is not None
         depths = trace.depths_BT
         keep = torch.ones_like(depths, dtype=torch.bool) if trace.keep_BT is None else trace.keep_BT
+        if rows_B is not None:
+            keep = keep & rows_B[:, None]
         for recursion in range(self.routing.recursions):
             parts["depths"][recursion] = ((depths == recursion + 1) & keep).sum()
         parts["tokens"][0] = keep.sum()
         parts["seen"] += keep.sum(0)
         parts["taken"] += ((depths == self.routing.recursions) & keep).sum(0)
         for recursion, decision in enumerate(trace.decisions):
-            asked = decision.asked_BN
+            asked = decision.asked_BN if rows_B is None else decision.asked_BN & rows_B[:, None]
             parts["asked"][recursion] = asked.sum()
             parts["went"][recursion] = (decision.chosen_BN & asked).sum()
             parts["agreed"][recursion] = (((decision.judge_BN >= 0) == decision.chosen_BN) & asked).sum()
@@ -63,7 +65,7 @@ class RoutingMeter:
         """The metrics of all passes so far."""
         parts = {
             name: part.tolist()
-            for name, part in zip(self._sizes, self.sums.cpu().split(list(self._sizes.values())), strict=True)
+            for name, part in zip(self._sizes, torch.split(self.sums.cpu(), list(self._sizes.values())), strict=True)
         }
         R, tokens = self.routing.recursions, max(parts["tokens"][0], 1.0)
         loads = [count / tokens for count in parts["depths"]]
@@ -85,7 +87,7 @@ class RoutingMeter:
 
     def running(self) -> list[float]:
         """The part of the tokens that ran each recursion: what `cost.count` takes as a measured capacity."""
-        depths = self.sums.cpu().split(list(self._sizes.values()))[list(self._sizes).index("depths")].tolist()
+        depths = torch.split(self.sums.cpu(), list(self._sizes.values()))[list(self._sizes).index("depths")].tolist()
         total = max(sum(depths), 1.0)
         return [sum(depths[recursion:]) / total for recursion in range(self.routing.recursions)]
 

@@ -8,6 +8,8 @@ Shapes: B rows, N tokens, M hidden width, R recursions.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -28,10 +30,29 @@ class Router(nn.Module):
     def forward(self, x_BNM: Tensor) -> Tensor:
         """Logits (B, N, outputs)."""
         with torch.autocast(x_BNM.device.type, enabled=False):
-            x = x_BNM.to(torch.promote_types(x_BNM.dtype, torch.float32))
-            if self.inner is not None:
-                x = F.gelu(F.linear(x, self.inner.weight.to(x.dtype)))
-            return F.linear(x, self.out.weight.to(x.dtype))
+            if self.inner is None:
+                out: Tensor = _WideLinear.apply(x_BNM, self.out.weight)  # type: ignore[no-untyped-call]
+                return out
+            inner: Tensor = _WideLinear.apply(x_BNM, self.inner.weight)  # type: ignore[no-untyped-call]
+            return F.linear(F.gelu(inner), self.out.weight.to(inner.dtype))
+
+
+class _WideLinear(torch.autograd.Function):
+    """x W^T in float32 at least. Unlike `F.linear(x.float(), w)` it keeps x as it is for the backward pass: the layers keep
+    the very same tensor, so a router costs no memory for it."""
+
+    @staticmethod
+    def forward(ctx: Any, x_BNM: Tensor, weight_OM: Tensor) -> Tensor:
+        wide = torch.promote_types(torch.promote_types(x_BNM.dtype, weight_OM.dtype), torch.float32)
+        ctx.save_for_backward(x_BNM, weight_OM)
+        return F.linear(x_BNM.to(wide), weight_OM.to(wide))
+
+    @staticmethod
+    def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor, Tensor]:
+        x_BNM, weight_OM = ctx.saved_tensors
+        d_x = d_out @ weight_OM.to(d_out.dtype)
+        d_weight = d_out.flatten(0, -2).T @ x_BNM.to(d_out.dtype).flatten(0, -2)
+        return d_x.to(x_BNM.dtype), d_weight.to(weight_OM.dtype)
 
 
 class Routers(nn.Module):
@@ -78,7 +99,7 @@ class Routers(nn.Module):
         return logits.sigmoid() if self.routing.score == "sigmoid" else logits.tanh()
 
     @torch.no_grad()
-    def balance(self, loads_R: Tensor, rate: float) -> None:
+    def balance(self, loads_R: Tensor, rate: float | Tensor) -> None:
         """Loss-free balancing: depths that are chosen too seldom become a little more attractive."""
         if self.bias is not None:
             self.bias.add_(rate * (loads_R.mean() - loads_R).sign().to(self.bias.dtype))
