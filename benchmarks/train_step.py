@@ -4,12 +4,17 @@
 
 Steps are taken by the loop's own `Stepper` on random tokens: forward, backward, clipping and optimizer, bf16 with float32
 masters, compiled. MFU is 6 x parameters (a tied embedding once; looped layers at every use) x tokens/s over the device's
-sustained dense bf16 rate; attention's own products are left out of it, so it understates the arithmetic done.
+sustained dense bf16 rate; attention's own products are left out of it, so it understates the arithmetic done. A routed
+model (mor2, mor3, mor4: that many recursions, expert-choice) is counted by the tokens that run each recursion.
+
+Every variant is measured twice: with `--rows` in passes of `--micro`, and as one pass of 16 x 2048 tokens a step, which is
+recorded under "16x2048". Ratios to vanilla are taken within either setting.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import statistics
 import time
@@ -35,6 +40,7 @@ from fathomlm.train.schedule import LearningRate
 from fathomlm.train.setup import compile_layers
 
 CONTEXT = 2048
+SMALL = "16x2048"
 GROUP = 5
 """Steps between waits for the GPU, as between two records of a run."""
 
@@ -156,21 +162,40 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--only", nargs="*", default=list(variants()))
     parser.add_argument("--rows", type=int, default=128)
-    parser.add_argument("--micro", type=int, default=16)
-    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--micro", type=int, default=64)
+    parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--top", type=int, default=14, help="kernels to list")
     args = parser.parse_args()
-    record: dict[str, Any] = {"environment": environment()}
+    record: dict[str, Any] = {"environment": environment(), SMALL: {}}
     for name in args.only:
-        found = record[name] = measure(name, args.rows, args.micro, args.steps, args.top)
-        print(
-            f"{name:28} {found['tokens_per_s']:>9,} tokens/s  MFU {found['mfu'] or 0:.1%}  {found['step_ms']:.0f} ms a step "
-            f"{found['peak_gb']:.1f} GB  {found['where']}",
-            flush=True,
-        )
-        if args.out is not None:
-            args.out.write_text(json.dumps(record, indent=1) + "\n")
+        settings = {None: (args.rows, args.micro, args.steps), SMALL: (16, 16, 2 * args.steps)}
+        for setting, (rows, micro, steps) in settings.items():
+            place = record if setting is None else record[setting]
+            place[name] = measure(name, rows, micro, steps, args.top if setting is None else 0)
+            compare(place, name)
+            print(describe(name, place[name]), flush=True)
+            gc.collect()
+            if args.out is not None:
+                args.out.write_text(json.dumps(record, indent=1) + "\n")
     print(json.dumps(record))
+
+
+def compare(place: dict[str, Any], name: str) -> None:
+    """Speed and memory against vanilla in the same setting of the same run."""
+    if "vanilla" in place and name != "vanilla":
+        base, found = place["vanilla"], place[name]
+        found["speed_over_vanilla"] = round(found["tokens_per_s"] / base["tokens_per_s"], 3)
+        found["memory_over_vanilla"] = round(found["peak_gb"] / base["peak_gb"], 3)
+
+
+def describe(name: str, found: dict[str, Any]) -> str:
+    against = ""
+    if "speed_over_vanilla" in found:
+        against = f"  {found['speed_over_vanilla']:.2f}x vanilla's speed, {found['memory_over_vanilla']:.2f}x its memory"
+    return (
+        f"{name:28} {found['tokens_per_s']:>9,} tokens/s  MFU {found['mfu'] or 0:.1%}  {found['step_ms']:.0f} ms a step of "
+        f"{found['rows']} rows  {found['peak_gb']:.1f} GB{against}  {found['where']}"
+    )
 
 
 if __name__ == "__main__":
