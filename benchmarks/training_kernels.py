@@ -2,7 +2,7 @@
 
     python benchmarks/training_kernels.py --out kernels.json
 
-Shapes are those of SmolLM-360M at 16 x 2048 tokens. All four kernels only move memory: the figure is bytes that must be
+Shapes are those of SmolLM-360M at 16 x 2048 tokens. All these kernels only move memory: the figure is bytes that must be
 read and written at least once, over time. The settings in use are marked.
 """
 
@@ -19,7 +19,7 @@ import torch
 from environment import environment
 from triton.testing import do_bench
 
-from fathomlm.kernels import cross_entropy, norm_fork, qkv, swiglu
+from fathomlm.kernels import cross_entropy, half, qkv, swiglu
 
 TOKENS, M, INNER, H, G, D, VOCAB = 16 * 2048, 960, 2560, 15, 5, 64, 49152
 
@@ -52,19 +52,20 @@ def main() -> None:
     weight, scale = torch.rand(M, device="cuda"), torch.rand(TOKENS, device="cuda")
     logits, targets = bf16(8192, VOCAB), torch.randint(0, VOCAB, (8192,), device="cuda")
     heads = [bf16(16, 2048, n, D).transpose(1, 2) for n in (H, G, G)]
+    product = bf16(16, 2048, (H + 2 * G) * D)
     angle = torch.rand(16, 1, 2048, D, device="cuda").bfloat16()
     record: dict[str, Any] = {
         "environment": environment(),
         "swiglu": measure(
             swiglu,
             {"BLOCK": (256, 512, 1024), "WARPS": (1, 2, 4, 8)},
-            lambda: swiglu.swiglu_backward(both, d_inner),
+            lambda: swiglu.swiglu_backward(both, d_inner, scale),
             2 * TOKENS * 6 * INNER,
         ),
-        "norm_fork": measure(
-            norm_fork,
+        "norm": measure(
+            half,
             {"PROGRAMS": (264, 528, 1056, 2112), "GROUP": (1, 2, 4, 8), "WARPS": (4, 8)},
-            lambda: norm_fork.norm_fork_backward(x, d_normed, d_stream, weight, scale),
+            lambda: half.norm_backward(x, d_normed, d_stream, weight, scale),
             2 * TOKENS * 4 * M,
         ),
         "cross_entropy": measure(
@@ -73,10 +74,16 @@ def main() -> None:
             lambda: cross_entropy.cross_entropy_(logits, targets, 1.0),
             2 * 8192 * 2 * VOCAB,
         ),
-        "qkv": measure(
+        "qkv, back": measure(
             qkv,
             {"WARPS": (1, 2, 4, 8)},
-            lambda: qkv.unrotate_and_pack(*heads, angle, angle),
+            lambda: qkv.unrotate_and_pack(*heads, angle, angle, scale),
+            2 * TOKENS * 2 * (H + 2 * G) * D,
+        ),
+        "qkv, forth": measure(
+            qkv,
+            {"WARPS": (1, 2, 4)},
+            lambda: qkv.rotate_and_split(product, H, G, angle, angle),
             2 * TOKENS * 2 * (H + 2 * G) * D,
         ),
     }

@@ -119,6 +119,7 @@ def original_loss(args: argparse.Namespace, shared: dict[str, Any]) -> float:
 
 def draw(args: argparse.Namespace) -> None:
     record = json.loads(args.record.read_text())
+    record["settings"]["data"].pop("path", None)  # where it lay on that machine is of no interest
     Path(f"{args.stem}.json").write_text(json.dumps(record, indent=1) + "\n")
     Path(f"{args.stem}.md").write_text(table(record))
     picture(record, Path(f"{args.stem}.png"))
@@ -186,11 +187,11 @@ def main() -> None:
     go.add_argument("--corpus", required=True)
     go.add_argument("--work", default="runs/uptrain-init")
     go.add_argument("--out", type=Path, default=Path("uptrain_init.json"))
-    go.add_argument("--tokens", default="40M")
-    go.add_argument("--rows", type=int, default=128)
+    go.add_argument("--tokens", default="20M")
+    go.add_argument("--rows", type=int, default=32)
     go.add_argument("--micro", type=int, default=32)
     go.add_argument("--lr", type=float, default=5e-4)
-    go.add_argument("--every", type=int, default=15)
+    go.add_argument("--every", type=int, default=20)
     go.add_argument("--validation-rows", type=int, default=128)
     go.add_argument("--precision", default="bf16")
     go.add_argument("--device", default="auto")

@@ -11,7 +11,7 @@ import torch
 
 from fathomlm.depth import Architecture, DepthPlan
 from fathomlm.depth.relaxation import build_relaxation
-from fathomlm.kernels import cross_entropy, norm_fork, qkv, swiglu
+from fathomlm.kernels import cross_entropy, half, qkv, swiglu
 from fathomlm.model.decoder import Decoder
 from fathomlm.train.objective import Objective
 from fathomlm.train.recipe import ExitRecipe, LossRecipe
@@ -26,7 +26,9 @@ NEAR = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 def test_swiglu_kernel_means_what_its_twin_means(dtype: torch.dtype, width: int) -> None:
     both = torch.randn(67, 2 * width, device=CUDA, dtype=dtype)
     d_inner = torch.randn(67, width, device=CUDA, dtype=dtype)
-    for fast, slow in zip(swiglu.swiglu_backward(both, d_inner), swiglu.plain_swiglu_backward(both, d_inner), strict=True):
+    scale = torch.rand(67, device=CUDA)
+    ours, theirs = swiglu.swiglu_backward(both, d_inner, scale), swiglu.plain_swiglu_backward(both, d_inner, scale)
+    for fast, slow in zip(ours, theirs, strict=True):
         torch.testing.assert_close(fast, slow, rtol=NEAR[dtype], atol=NEAR[dtype])
 
 
@@ -51,8 +53,13 @@ def test_packing_kernel_means_what_its_twin_means(heads: int, groups: int, head_
     d_k, d_v = (torch.randn(B, groups, T, head_dim, device=CUDA) for _ in range(2))
     angle = torch.randn(B, 1, T, head_dim // 2, device=CUDA)
     cos, sin = torch.cat((angle.cos(), angle.cos()), -1), torch.cat((-angle.sin(), angle.sin()), -1)
-    fast = qkv.unrotate_and_pack(d_q, d_k, d_v, cos, sin)
-    torch.testing.assert_close(fast, qkv.plain_unrotate_and_pack(d_q, d_k, d_v, cos, sin), rtol=1e-5, atol=1e-5)
+    scale = torch.rand(B * T, device=CUDA)
+    fast = qkv.unrotate_and_pack(d_q, d_k, d_v, cos, sin, scale)
+    torch.testing.assert_close(fast, qkv.plain_unrotate_and_pack(d_q, d_k, d_v, cos, sin, scale), rtol=1e-5, atol=1e-5)
+    product = torch.randn(B, T, (heads + 2 * groups) * head_dim, device=CUDA)
+    ours, theirs = (f(product, heads, groups, cos, sin) for f in (qkv.rotate_and_split, qkv.plain_rotate_and_split))
+    for one, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -61,8 +68,8 @@ def test_norm_kernel_means_what_its_twin_means(dtype: torch.dtype, tokens: int, 
     x, d_normed, d_stream = (torch.randn(tokens, width, device=CUDA, dtype=dtype) for _ in range(3))
     weight = torch.rand(width, device=CUDA) + 0.5
     scale = torch.rsqrt(x.float().pow(2).mean(-1) + 1e-5)
-    fast = norm_fork.norm_fork_backward(x, d_normed, d_stream, weight, scale)
-    slow = norm_fork.plain_norm_fork_backward(x, d_normed, d_stream, weight, scale)
+    fast = half.norm_backward(x, d_normed, d_stream, weight, scale)
+    slow = half.plain_norm_backward(x, d_normed, d_stream, weight, scale)
     torch.testing.assert_close(fast[0], slow[0], rtol=NEAR[dtype], atol=NEAR[dtype])
     torch.testing.assert_close(fast[1], slow[1], rtol=1e-4, atol=1e-3)
 
@@ -113,7 +120,7 @@ def test_compiled_bfloat16_gradients_are_as_near_to_float32_as_eager_ones(autoca
     compiled = gradients(torch.bfloat16)
     for name, wanted in exact.items():
         errors = [float((found[name] - wanted).norm() / wanted.norm()) for found in (compiled, eager)]
-        assert errors[0] < 1.5 * errors[1] + 2e-3, (name, errors)
+        assert errors[0] < 1.5 * errors[1] + 5e-3, (name, errors)
 
 
 def test_a_compiled_bf16_run_learns_and_resumes(tmp_path: Path) -> None:

@@ -60,7 +60,7 @@ def test_gradients_are_those_of_the_eager_step(kind: str, one_thread: None) -> N
 def test_the_plain_llama_layer_does_use_them(monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise the test above would compare a thing with itself."""
     used = []
-    for name in ("swiglu_mlp", "qkv_rope", "rms_norm_fork"):
+    for name in ("norm_swiglu_mlp", "norm_qkv_rope"):
         original = getattr(parts, name)
         monkeypatch.setattr(parts, name, lambda *a, _f=original, _n=name: (used.append(_n), _f(*a))[1])
     decoder = Decoder(Architecture(family="llama", **SHAPE), DepthPlan.vanilla(4))
@@ -68,7 +68,7 @@ def test_the_plain_llama_layer_does_use_them(monkeypatch: pytest.MonkeyPatch) ->
     decoder.layers[0].compile(backend="eager")
     gradients(decoder, torch.randint(0, 50, (1, 5)))
     torch._dynamo.reset()
-    assert {"swiglu_mlp", "qkv_rope", "rms_norm_fork"} <= set(used)
+    assert {"norm_swiglu_mlp", "norm_qkv_rope"} <= set(used)
 
 
 @pytest.mark.parametrize("relax", [None, "lora", "dora", "prefix", "encoding"])

@@ -12,8 +12,10 @@ from typing import Any
 from fathomlm.errors import OptionError
 
 LONGEST_NAME = 32
+LINES = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#000000", "#56B4E9")
+"""From the palette by Okabe and Ito, which people with any colour vision can tell apart; those that stand out on white."""
 SELECTED, UNSELECTED = "#0072B2", "#E69F00"
-"""Blue and orange of the palette by Okabe and Ito, which people with any colour vision can tell apart."""
+"""Blue and orange of the same, as in the thesis."""
 
 
 def check_matplotlib() -> None:

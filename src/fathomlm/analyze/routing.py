@@ -11,6 +11,7 @@ Shapes: B rows, T tokens of a row, M hidden width, R recursions, V vocabulary.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -107,6 +108,12 @@ class RoutingNumbers:
         """How much causal decisions cost, in nats."""
         return None if self.top_k_loss is None else self.causal_loss - self.top_k_loss
 
+    def depth_shares(self) -> dict[int, float]:
+        """The part of the tokens at each depth in the causal pass; depth 0 only where a token ran no recursion."""
+        ran = [1.0, *self.scaling[-1].running, 0.0]
+        shares = {depth: ran[depth] - ran[depth + 1] for depth in range(len(ran) - 1)}
+        return {depth: share for depth, share in shares.items() if depth or share > 1e-9}
+
     def to_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self) | {"loss_difference": self.loss_difference}
 
@@ -168,12 +175,14 @@ def measure(
         depths.add(tokens_BT, trace)
         if not expert:
             counts.add(trace)
-        for row in range(min(tokens_BT.shape[0], samples - len(shown))):
-            shown.append(_shown(routers, rows.tokenizer, tokens_BT[row, :SHOWN].tolist(), trace, row))
+        left = tokens_BT[: samples - len(shown), :SHOWN].tolist()
+        shown += [_shown(routers, rows.tokenizer, tokens, trace, row) for row, tokens in enumerate(left)]
         done += tokens_BT.shape[0]
         if on_rows is not None:
             on_rows(done, len(rows))
     scaling = [limit.read(model) for limit in limits]
+    if not all(math.isfinite(loss) for loss in (top_k_sum, *(limit.loss for limit in scaling))):
+        raise OptionError("the model's loss on this text is not finite; try --dtype float32, or another checkpoint")
     deepest, shallowest = depths.read(rows.tokenizer, seen)
     tokens = len(rows) * rows.context
     return RoutingNumbers(
@@ -181,9 +190,9 @@ def measure(
         context=rows.context,
         router=routing.kind,
         capacity=list(routing.capacity),
-        top_k=top_k.read() if expert else None,
+        top_k=_metrics(top_k) if expert else None,
         # By the causal rule all causal decisions are right; only the top-k pass says how often the rule agrees with it.
-        causal={name: value for name, value in causal.read().items() if name != "sampling_accuracy"},
+        causal={name: value for name, value in _metrics(causal).items() if name != "sampling_accuracy"},
         top_k_loss=top_k_sum / tokens if expert else None,
         causal_loss=scaling[-1].loss,
         flops=Flops(
@@ -207,10 +216,19 @@ def token_losses(decoder: Decoder, hidden_BTM: Tensor, targets_BT: Tensor) -> Te
     parts = [
         F.cross_entropy(decoder.logits(hidden).float(), targets, reduction="none")
         for hidden, targets in zip(
-            hidden_BTM.flatten(0, 1).split(chunk), targets_BT.flatten().split(chunk), strict=True
+            torch.split(hidden_BTM.flatten(0, 1), chunk), torch.split(targets_BT.flatten(), chunk), strict=True
         )
     ]
     return torch.cat(parts).view_as(targets_BT)
+
+
+def _metrics(meter: RoutingMeter) -> dict[str, float]:
+    """The meter's, with the tokens that no recursion took as load_0, where the first one may turn tokens away."""
+    found = meter.read()
+    if meter.routing.kind == "expert" and meter.routing.capacity[0] < 1:
+        loads = (found[f"load_{depth}"] for depth in range(1, meter.routing.recursions + 1))
+        found["load_0"] = max(0.0, 1 - sum(loads))
+    return found
 
 
 def flops_per_token(model: FathomForCausalLM, context: int, running: Sequence[float] | None = None) -> int:

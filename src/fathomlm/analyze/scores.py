@@ -83,6 +83,7 @@ class ScoreCounts:
     def _put(self, recursion: int, score_BN: Tensor, chosen_BN: Tensor, asked_BN: Tensor) -> None:
         for side, which_BN in enumerate((chosen_BN & asked_BN, ~chosen_BN & asked_BN)):
             scores = score_BN[which_BN].float()
+            scores = scores[scores.isfinite()]
             self._counts[recursion, side] += torch.histc(scores, BINS, self._low, 1.0)
             self._sums[recursion, side] += scores.sum(dtype=torch.float64)
 

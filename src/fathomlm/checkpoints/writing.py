@@ -13,16 +13,17 @@ from safetensors import SafetensorError
 from fathomlm.errors import OutputError
 
 
-def check_target(out: Path, force: bool) -> None:
-    """Refuse a target that exists, before any work is done. `force` replaces a model directory, never anything else."""
+def check_target(out: Path, force: bool, *, what: str = "model directory", sign: str = "config.json") -> None:
+    """Refuse a target that exists, before any work is done. `force` replaces a directory of the same kind, never anything
+    else; it is known by a file, its `sign`."""
     if not os.path.lexists(out):
         return
     if not force:
         raise OutputError(f"{out} exists; choose another name, or --force to replace it")
     if not out.is_dir() or out.is_symlink():
-        raise OutputError(f"{out} is not a directory; --force replaces model directories only")
-    if any(out.iterdir()) and not (out / "config.json").is_file():
-        raise OutputError(f"{out} does not look like a model directory (no config.json); --force will not delete it")
+        raise OutputError(f"{out} is not a directory; --force replaces only a {what}")
+    if any(out.iterdir()) and not (out / sign).is_file():
+        raise OutputError(f"{out} does not look like a {what} (no {sign}); --force will not delete it")
 
 
 def check_room(out: Path, needed: int) -> None:
@@ -34,10 +35,10 @@ def check_room(out: Path, needed: int) -> None:
 
 
 @contextmanager
-def whole_directory(out: Path, force: bool) -> Iterator[Path]:
+def whole_directory(out: Path, force: bool, *, what: str = "model directory", sign: str = "config.json") -> Iterator[Path]:
     """A fresh directory to write into. It takes `out`'s name when the block ends well, and vanishes when it does not."""
     out = out.absolute()
-    check_target(out, force)
+    check_target(out, force, what=what, sign=sign)
     made = [parent for parent in out.parents if not parent.exists()]
     temporary = out.parent / f".{out.name}.partial-{os.getpid()}"
     try:

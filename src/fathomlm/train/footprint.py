@@ -106,7 +106,9 @@ def _step_bytes(recipe: Recipe, parts: Parts, step: Step) -> int:
     if recipe.compile:
         relaxed = _relaxed_bytes(parts, step, mixed)
         inner = a.intermediate * ((3 if relaxed else 2) if a.gated else 1)
-        return 2 * norms * wide * a.hidden + attention + wide * inner + relaxed
+        # The forms with a written-out backward pass keep a half's input, but not its norm (`kernels/half.py`).
+        plain = not relaxed and a.residual == "pre" and a.gated and a.activation == "silu" and not a.qk_norm
+        return (1 if plain else 2) * norms * wide * a.hidden + attention + wide * inner + relaxed
     stream = norms * ((4 + wide) * a.hidden + 4)
     copies = 2 * readers * a.hidden if mixed else 4 * norms * a.hidden
     head_norms = 8 * (a.query_width + a.kv_width) if a.qk_norm else 0

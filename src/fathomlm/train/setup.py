@@ -206,8 +206,10 @@ def compile_layers(decoder: Decoder) -> None:
     """Compile each layer for the shapes it is given: a run has few, one for each capacity of a router, and each is worth
     its own code; a compiler that guesses at shapes to come makes slower code for all."""
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, MOST_SHAPES)
-    for layer in decoder.layers:
+    for layer in (*decoder.layers, decoder.norm):
         layer.compile(dynamic=False)
+    if decoder.routers is not None:
+        decoder.routers.compile_parts()
 
 
 def describe_student(student: FathomForCausalLM) -> str:

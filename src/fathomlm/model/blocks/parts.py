@@ -18,10 +18,9 @@ from fathomlm.cache.dense import stack_prefix
 from fathomlm.depth import Architecture, LinearSpec
 from fathomlm.kernels.attention import attention
 from fathomlm.kernels.norm import RMSNorm
-from fathomlm.kernels.norm_fork import rms_norm_fork
-from fathomlm.kernels.qkv import qkv_rope
+from fathomlm.kernels.qkv import norm_qkv_rope
 from fathomlm.kernels.rope import apply_rope
-from fathomlm.kernels.swiglu import swiglu_mlp
+from fathomlm.kernels.swiglu import norm_swiglu_mlp
 from fathomlm.model.relax import StepDelta
 
 
@@ -56,12 +55,6 @@ class StepContext:
         stays = self.kv is not None and self.kv.stores
         plain = self.delta is None and not stays and torch.is_grad_enabled() and torch.compiler.is_compiling()
         return plain and not (x.is_cuda and x.dtype == torch.float32)
-
-    def fork(self, name: str, module: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
-        """The residual stream, and its norm for one half of the layer."""
-        if self.fuses(x) and isinstance(module, RMSNorm):
-            return rms_norm_fork(x, module.weight, module.eps, module.plus_one)
-        return x, self.norm(name, module, x)
 
     def norm(self, name: str, module: nn.Module, x: Tensor) -> Tensor:
         """A norm of the layer, with what this step adds to it."""
@@ -112,24 +105,34 @@ class Attention(nn.Module):
         self._plain = whole and not architecture.qk_norm and not architecture.qkv_bias
 
     def forward(self, x_BTM: Tensor, step: StepContext) -> Tensor:
+        """What the tokens gather, from the normed stream."""
         if step.reads is not None:
-            q, (k, v) = self._rotated_q(x_BTM, step), step.reads
-        else:
-            q, k, v = self._rotated(x_BTM, step)
-            if step.kv is not None:
-                k, v = step.kv.append(k, v)
+            return self._mixed(self._rotated_q(x_BTM, step), *step.reads, step)
+        return self._attend(*self._rotated(x_BTM, step), step)
+
+    def behind(self, norm: nn.Module, x_BTM: Tensor, step: StepContext) -> Tensor:
+        """The residual stream with what the tokens gather from its norm added."""
+        if self._plain and step.fuses(x_BTM) and step.reads is None and isinstance(norm, RMSNorm):
+            weights = norm.weight, norm.eps, norm.plus_one, self.q.weight, self.k.weight, self.v.weight
+            x_BTM, q, k, v = norm_qkv_rope(x_BTM, *weights, step.cos, step.sin, self.head_dim)
+            return x_BTM + self._attend(q, k, v, step)
+        return x_BTM + self(step.norm("norm_attn", norm, x_BTM), step)  # type: ignore[no-any-return]
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, step: StepContext) -> Tensor:
+        if step.kv is not None:
+            k, v = step.kv.append(k, v)
+        return self._mixed(q, k, v, step)
+
+    def _mixed(self, q: Tensor, k: Tensor, v: Tensor, step: StepContext) -> Tensor:
         mask, causal = step.mask, step.causal
         if step.delta is not None and step.delta.prefix is not None:
-            k, v, mask = self._with_prefix(k, v, queries=x_BTM.shape[1], step=step)
+            k, v, mask = self._with_prefix(k, v, queries=q.shape[2], step=step)
             causal = False
         mixed = attention(q, k, v, scale=self.scale, mask=mask, causal=causal)
         return step.project("o", self.o, mixed.transpose(1, 2).flatten(2))
 
     def _rotated(self, x_BTM: Tensor, step: StepContext) -> tuple[Tensor, Tensor, Tensor]:
         """Heads of queries, keys and values, the first two at their positions."""
-        if self._plain and step.fuses(x_BTM):
-            weights = self.q.weight, self.k.weight, self.v.weight
-            return qkv_rope(x_BTM, *weights, step.cos, step.sin, self.head_dim)
         k = self._heads(step.project("k", self.k, x_BTM))
         v = self._heads(step.project("v", self.v, x_BTM))
         if self.k_norm is not None:
@@ -184,13 +187,13 @@ class FeedForward(nn.Module):
         self.activation = architecture.activation
         self._plain = architecture.gated and architecture.activation == "silu" and not architecture.mlp_bias
 
-    def onto(self, residual: Tensor, x: Tensor, step: StepContext) -> Tensor:
-        """The residual stream with this part's output added."""
-        if self._plain and step.fuses(x):
+    def behind(self, norm: nn.Module, x: Tensor, step: StepContext) -> Tensor:
+        """The residual stream with this part's output for its norm added."""
+        if self._plain and step.fuses(x) and isinstance(norm, RMSNorm):
             assert self.gate is not None
-            weights = self.gate.weight, self.up.weight, self.down.weight
-            return swiglu_mlp(x.flatten(0, -2), *weights, residual.flatten(0, -2)).view_as(residual)
-        return residual + self(x, step)  # type: ignore[no-any-return]
+            weights = norm.weight, norm.eps, norm.plus_one, self.gate.weight, self.up.weight, self.down.weight
+            return norm_swiglu_mlp(x.flatten(0, -2), *weights).view_as(x)
+        return x + self(step.norm("norm_mlp", norm, x), step)  # type: ignore[no-any-return]
 
     def forward(self, x: Tensor, step: StepContext) -> Tensor:
         act = ACTIVATIONS[self.activation]

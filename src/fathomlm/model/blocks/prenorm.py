@@ -9,6 +9,5 @@ from fathomlm.model.blocks.parts import Block, StepContext
 
 class PreNormBlock(Block):
     def forward(self, x: Tensor, step: StepContext) -> Tensor:
-        x, normed = step.fork("norm_attn", self.norm_attn, x)
-        x, normed = step.fork("norm_mlp", self.norm_mlp, x + self.attn(normed, step))
-        return self.mlp.onto(x, normed, step)
+        x = self.attn.behind(self.norm_attn, x, step)
+        return self.mlp.behind(self.norm_mlp, x, step)

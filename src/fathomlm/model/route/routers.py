@@ -8,6 +8,7 @@ Shapes: B rows, N tokens, M hidden width, R recursions.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -30,29 +31,43 @@ class Router(nn.Module):
     def forward(self, x_BNM: Tensor) -> Tensor:
         """Logits (B, N, outputs)."""
         with torch.autocast(x_BNM.device.type, enabled=False):
-            if self.inner is None:
-                out: Tensor = _WideLinear.apply(x_BNM, self.out.weight)  # type: ignore[no-untyped-call]
-                return out
-            inner: Tensor = _WideLinear.apply(x_BNM, self.inner.weight)  # type: ignore[no-untyped-call]
-            return F.linear(F.gelu(inner), self.out.weight.to(inner.dtype))
+            x = x_BNM.to(torch.promote_types(x_BNM.dtype, torch.float32))
+            if self.inner is not None:
+                x = F.gelu(F.linear(x, self.inner.weight.to(x.dtype)))
+            return F.linear(x, self.out.weight.to(x.dtype))
 
 
-class _WideLinear(torch.autograd.Function):
-    """x W^T in float32 at least. Unlike `F.linear(x.float(), w)` it keeps x as it is for the backward pass: the layers keep
-    the very same tensor, so a router costs no memory for it."""
-
-    @staticmethod
-    def forward(ctx: Any, x_BNM: Tensor, weight_OM: Tensor) -> Tensor:
-        wide = torch.promote_types(torch.promote_types(x_BNM.dtype, weight_OM.dtype), torch.float32)
-        ctx.save_for_backward(x_BNM, weight_OM)
-        return F.linear(x_BNM.to(wide), weight_OM.to(wide))
+class _Fork(torch.autograd.Function):
+    """Where a linear router looks at the stream: x, which goes on, and x w in float32 at least. It keeps x as it is, which
+    the layers keep too, and adds both gradients in one pass over memory when it is compiled."""
 
     @staticmethod
-    def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor, Tensor]:
-        x_BNM, weight_OM = ctx.saved_tensors
-        d_x = d_out @ weight_OM.to(d_out.dtype)
-        d_weight = d_out.flatten(0, -2).T @ x_BNM.to(d_out.dtype).flatten(0, -2)
-        return d_x.to(x_BNM.dtype), d_weight.to(weight_OM.dtype)
+    def forward(ctx: Any, x_BNM: Tensor, weight_M: Tensor) -> tuple[Tensor, Tensor]:
+        wide = torch.promote_types(torch.promote_types(x_BNM.dtype, weight_M.dtype), torch.float32)
+        ctx.save_for_backward(x_BNM, weight_M)
+        return x_BNM.view_as(x_BNM), (x_BNM.to(wide) * weight_M.to(wide)).sum(-1)
+
+    @staticmethod
+    def backward(ctx: Any, d_stream: Tensor, d_logits: Tensor) -> tuple[Tensor, Tensor]:
+        x_BNM, weight_M = ctx.saved_tensors
+        wide = d_logits.dtype
+        d_x = d_stream.to(wide) + d_logits[..., None] * weight_M.to(wide)
+        d_weight = (d_logits[..., None] * x_BNM.to(wide)).sum((0, 1))
+        return d_x.to(x_BNM.dtype), d_weight.to(weight_M.dtype)
+
+
+def fork(x_BNM: Tensor, weight_M: Tensor) -> tuple[Tensor, Tensor]:
+    with torch.autocast(x_BNM.device.type, enabled=False):
+        x, logits = _Fork.apply(x_BNM, weight_M)  # type: ignore[no-untyped-call]
+    return x, logits
+
+
+def advance(x_BNM: Tensor, out_BNM: Tensor, scores_BN: Tensor, alpha: float, update: str) -> Tensor:
+    """expert: the stream after a recursion, x + g f(x) or x + g (f(x) - x), in the stream's dtype."""
+    wide = torch.promote_types(x_BNM.dtype, torch.float32)
+    gate = alpha * scores_BN[..., None].to(wide)
+    x, out = x_BNM.to(wide), out_BNM.to(wide)
+    return (x + gate * (out if update == "add" else out - x)).to(x_BNM.dtype)
 
 
 class Routers(nn.Module):
@@ -71,6 +86,13 @@ class Routers(nn.Module):
         if not expert and routing.balancing == "loss_free":
             self.bias = nn.Parameter(torch.zeros(routing.recursions), requires_grad=False)
 
+        self._fork: Callable[..., Any] = fork
+        self._advance: Callable[..., Any] = advance
+
+    def compile_parts(self) -> None:
+        """Compile what routers do to the stream between two passes of the block, for the shapes it is given."""
+        self._fork, self._advance = (torch.compile(part, dynamic=False) for part in (fork, advance))
+
     def reset_parameters(self) -> None:
         if self.bias is not None:
             nn.init.zeros_(self.bias)
@@ -79,6 +101,22 @@ class Routers(nn.Module):
         """expert: what a recursion's router says of each token, (B, N)."""
         out: Tensor = self.main[recursion](x_BNM)
         return out[..., 0]
+
+    def fork(self, recursion: int, x_BNM: Tensor) -> tuple[Tensor, Tensor]:
+        """expert, in training: the stream as it goes on, and `logits`."""
+        if self.routing.network == "linear":
+            router = self.main[recursion]
+            assert isinstance(router, Router)
+            # Compiled in float32 on a GPU, such a function loses gradients under torch 2.11 (`StepContext.fuses`).
+            run = fork if x_BNM.is_cuda and x_BNM.dtype == torch.float32 else self._fork
+            x, logits = run(x_BNM, router.out.weight[0])
+            return x, logits
+        return x_BNM, self.logits(recursion, x_BNM)
+
+    def advance(self, x_BNM: Tensor, out_BNM: Tensor, logits_BN: Tensor) -> Tensor:
+        """expert: the stream after a recursion."""
+        new: Tensor = self._advance(x_BNM, out_BNM, self.score(logits_BN), self.routing.alpha, self.routing.update)
+        return new
 
     def judge(self, recursion: int, x_BNM: Tensor, logits_BN: Tensor) -> Tensor:
         """expert: what decides at inference. An auxiliary router sees the stream but does not move it."""

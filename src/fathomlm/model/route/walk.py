@@ -21,6 +21,7 @@ from torch import Tensor
 
 from fathomlm.cache import Passing, RoutedCache
 from fathomlm.depth import Architecture, DepthPlan, Routing, Step
+from fathomlm.kernels.rows import put, take
 from fathomlm.model.route.routers import Routers, draw
 from fathomlm.model.route.trace import Decision, DepthControl, RoutingTrace
 from fathomlm.model.sight import Rows, Sights, gathered_sights
@@ -53,7 +54,7 @@ class RoutedWalk:
         depths = torch.zeros_like(slots)
         left: list[tuple[Tensor, Tensor | None]] = []
         for recursion in range(self.plan.recursions):
-            logits = self.routers.logits(recursion, x)
+            x, logits = self.routers.fork(recursion, x)
             asked = torch.ones_like(logits, dtype=torch.bool) if keep is None else keep
             chosen, at = asked, None
             kept = self.routing.kept(recursion, T, openness)
@@ -63,7 +64,7 @@ class RoutedWalk:
                 rank = self._rank(recursion, logits.detach(), rows.positions_BT.gather(1, slots))
                 at = rank.masked_fill(~asked, -torch.inf).topk(kept, sorted=False).indices.sort(dim=-1).values
                 chosen = torch.zeros_like(asked).scatter(1, at, True) & asked
-                x, slots, logits = _gather(x, at), slots.gather(1, at), logits.gather(1, at)
+                x, slots, logits = take(x, at), slots.gather(1, at), logits.gather(1, at)
                 keep = None if keep is None else keep.gather(1, at)
             if trace is not None:
                 selective = self.routing.capacity[recursion] < 1
@@ -71,9 +72,9 @@ class RoutedWalk:
                 depths = depths.scatter_add(1, slots, torch.ones_like(slots) if keep is None else keep.long())
             left.append((before, at))
             out = self._block(recursion, x, slots, keep, rows, kv.focus(at_BK=slots))
-            x = self._updated(x, out, logits)
+            x = self.routers.advance(x, out, logits)
         for before, at in reversed(left):
-            x = x if at is None else before.scatter(1, at[..., None].expand_as(x), x)
+            x = x if at is None else put(before, at, x)
         if trace is not None:
             trace.depths_BT, trace.keep_BT = depths, rows.keep
         return x
@@ -108,11 +109,11 @@ class RoutedWalk:
             cache.place(recursion, slots, valid)
             steps = self.plan.recursion_steps(recursion)
             sights = gathered_sights(self.architecture, steps, rows, x.dtype, slots, keys_BK=cache.key_slots(recursion))
-            old = _gather(x, at)
+            old = take(x, at)
             out = self.run(old, steps, sights, cache)
-            picked = logits.gather(1, at) if logits.dim() == 2 else _gather(logits, at)
-            new = choice.updated(recursion, old, out, picked, _gather(first, at), at)
-            x = x.scatter(1, at[..., None].expand_as(new), torch.where(valid[..., None], new, old))
+            picked = logits.gather(1, at) if logits.dim() == 2 else take(logits, at)
+            new = choice.updated(recursion, old, out, picked, take(first, at), at)
+            x = put(x, at, torch.where(valid[..., None], new, old))
         choice.note()
         return x
 
@@ -133,11 +134,6 @@ class RoutedWalk:
             keys, shown = rows.slots, rows.keep
         sights = gathered_sights(self.architecture, steps, rows, x.dtype, slots, keys_BK=keys, shown_BK=shown)
         return self.run(x, steps, sights, kv)
-
-    def _updated(self, x: Tensor, out: Tensor, logits_BN: Tensor) -> Tensor:
-        """expert: the stream after a recursion, x + g f(x), in the stream's dtype."""
-        weight = (self.routing.alpha * self.routers.score(logits_BN))[..., None].to(x.dtype)
-        return x + weight * (out if self.routing.update == "add" else out - x)
 
 
 class _Choice(Protocol):
@@ -183,7 +179,7 @@ class _ExpertChoice:
     def updated(
         self, recursion: int, x: Tensor, out: Tensor, logits: Tensor, first: Tensor, at: Tensor | None = None
     ) -> Tensor:
-        return self._walk._updated(x, out, logits)
+        return self._walk.routers.advance(x, out, logits)
 
     def note(self) -> None:
         if self._trace is not None:
@@ -226,10 +222,6 @@ class _TokenChoice:
             return
         self._trace.depth_logits_BTR, self._trace.depth_scores_BTR = self._logits, self._scores
         self._trace.depths_BT, self._trace.keep_BT = (self._last + 1) * self._keep, self._rows.keep
-
-
-def _gather(x_BTM: Tensor, at_BN: Tensor) -> Tensor:
-    return x_BTM.gather(1, at_BN[..., None].expand(-1, -1, x_BTM.shape[2]))
 
 
 __all__ = ["RoutedWalk", "Rows"]

@@ -23,8 +23,8 @@ from fathomlm.kernels.cross_entropy import cross_entropy_
 from fathomlm.train.data.loader import IGNORE
 from fathomlm.train.losses.divergence import DIVERGENCES
 
-HELD_LOGITS = {"cpu": 2**26, "cuda": 2**30}
-"""How many logits are held at once. On a GPU, in bfloat16 and compiled, they and their gradient take 4 GB."""
+HELD_LOGITS = {"cpu": 2**26, "cuda": 2**28}
+"""How many logits are held at once. On a GPU, in bfloat16, they take half a gigabyte, in which their gradient is written."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +107,7 @@ class _HeadLoss(torch.autograd.Function):
                 d_hidden[part] = slope @ weight
             if d_weight is not None:
                 d_weight += slope.T @ hidden
+            del logits, slope, shown  # or this chunk would be held beside the next
         ctx.save_for_backward(d_hidden, None if d_weight is None else d_weight.to(weight_VM.dtype))
         ctx.mark_non_differentiable(ce_sum, distance_sum)
         return terms.weight * ce_sum + terms.divergence_weight * distance_sum, ce_sum, distance_sum
