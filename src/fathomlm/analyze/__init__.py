@@ -1,1 +1,1 @@
-"""Looking at what was measured: curves of runs, and the numbers beside them."""
+"""Looking at what was measured: curves of runs, and what happens inside a model, as numbers, pictures and pages."""

@@ -49,7 +49,7 @@ class Cost:
     relative_kv: float
     """KV bytes of the whole model against the untied base."""
     relative_max_batch: int
-    """How many sequences fit where 32 of the unrolled model did, by the shared block's KV alone."""
+    """How many sequences fit where 32 of the unrolled model did, by the shared block's KV alone; 0 where it stores none."""
     context: int
     tokens: int | None
     training_flops: float | None
@@ -113,7 +113,7 @@ def count(
         relative_flops=float(flops / sum(base.flops(step) for step in base_plan)),
         kv_bytes_per_token=round(kv_share * 2 * architecture.kv_width * kv_element_bytes),
         relative_kv=float(kv_share / base_plan.unrolled_layers),
-        relative_max_batch=int(REFERENCE_BATCH / core_share),
+        relative_max_batch=int(REFERENCE_BATCH / core_share) if core_share else 0,
         context=context,
         tokens=tokens,
         training_flops=None if tokens is None else float(flops * tokens),

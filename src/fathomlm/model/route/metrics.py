@@ -87,9 +87,9 @@ class RoutingMeter:
 
     def running(self) -> list[float]:
         """The part of the tokens that ran each recursion: what `cost.count` takes as a measured capacity."""
-        depths = torch.split(self.sums.cpu(), list(self._sizes.values()))[list(self._sizes).index("depths")].tolist()
-        total = max(sum(depths), 1.0)
-        return [sum(depths[recursion:]) / total for recursion in range(self.routing.recursions)]
+        parts = dict(zip(self._sizes, torch.split(self.sums.cpu(), list(self._sizes.values())), strict=True))
+        depths, tokens = parts["depths"].tolist(), max(float(parts["tokens"]), 1.0)
+        return [sum(depths[recursion:]) / tokens for recursion in range(self.routing.recursions)]
 
 
 def agreement(trace: RoutingTrace, counted_B: Tensor) -> Tensor:
