@@ -60,6 +60,10 @@ class DepthPlan:
     """What chooses each token's depth; None runs every token to the end."""
 
     def __post_init__(self) -> None:
+        self._check()
+        _ = self.kv_sources, self.unique_layers  # now: a cached property takes a lock, which no compiler can follow
+
+    def _check(self) -> None:
         if self.kv not in KV_MODES:
             raise PlanError(choices("kv mode", self.kv, KV_MODES))
         plain_share = self.kv == "share" and self.recursions == 1
