@@ -122,7 +122,7 @@ def table(record: dict[str, Any]) -> str:
         f"{where['device']}, torch {where['torch']}, {where['date']}. {SHAPE['layers']} layers of width {SHAPE['hidden']},",
         f"{tokens / 1e6:.0f}M tokens each of one corpus in one order, {rows} rows of {context} a step, AdamW "
         f"{settings['optimizer']['lr']:g}, cosine, {settings['precision']}, one seed.",
-        "Loss on held-out documents in nats a token: by top-k, as in training, and causal, as at inference. Sampling accuracy",
+        "Loss on held-out documents, nats a token: by top-k, as in training, and causal, as at inference. Sampling accuracy",
         "and dead tokens are expert-choice's, MaxVio (max violation) and entropy token-choice's. FLOPs are forward, against",
         "vanilla, as capacities say; token-choice in training computes every recursion for every token.",
         "",

@@ -7,8 +7,8 @@ masters, compiled. MFU is 6 x parameters (a tied embedding once; looped layers a
 sustained dense bf16 rate; attention's own products are left out of it, so it understates the arithmetic done. A routed
 model (mor2, mor3, mor4: that many recursions, expert-choice) is counted by the tokens that run each recursion.
 
-Every variant is measured twice: with `--rows` in passes of `--micro`, and as one pass of 16 x 2048 tokens a step, which is
-recorded under "16x2048". Ratios to vanilla are taken within either setting.
+Every variant is measured twice: in passes of 16 x 2048 tokens, and in passes of 64 x 2048, recorded under "64x2048".
+Ratios to vanilla are taken within either setting. Several passes make a step, whose gradients are added up.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from fathomlm.train.schedule import LearningRate
 from fathomlm.train.setup import compile_layers
 
 CONTEXT = 2048
-SMALL = "16x2048"
+LARGE = "64x2048"
 GROUP = 5
 """Steps between waits for the GPU, as between two records of a run."""
 
@@ -162,16 +162,14 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--only", nargs="*", default=list(variants()))
     parser.add_argument("--rows", type=int, default=128)
-    parser.add_argument("--micro", type=int, default=64)
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--top", type=int, default=14, help="kernels to list")
     args = parser.parse_args()
-    record: dict[str, Any] = {"environment": environment(), SMALL: {}}
+    record: dict[str, Any] = {"environment": environment(), LARGE: {}}
     for name in args.only:
-        settings = {None: (args.rows, args.micro, args.steps), SMALL: (16, 16, 2 * args.steps)}
-        for setting, (rows, micro, steps) in settings.items():
+        for setting, micro in ((None, 16), (LARGE, 64)):
             place = record if setting is None else record[setting]
-            place[name] = measure(name, rows, micro, steps, args.top if setting is None else 0)
+            place[name] = measure(name, args.rows, micro, args.steps, args.top if setting is None else 0)
             compare(place, name)
             print(describe(name, place[name]), flush=True)
             gc.collect()
@@ -194,7 +192,7 @@ def describe(name: str, found: dict[str, Any]) -> str:
         against = f"  {found['speed_over_vanilla']:.2f}x vanilla's speed, {found['memory_over_vanilla']:.2f}x its memory"
     return (
         f"{name:28} {found['tokens_per_s']:>9,} tokens/s  MFU {found['mfu'] or 0:.1%}  {found['step_ms']:.0f} ms a step of "
-        f"{found['rows']} rows  {found['peak_gb']:.1f} GB{against}  {found['where']}"
+        f"{found['rows']} rows by {found['micro']}  {found['peak_gb']:.1f} GB{against}  {found['where']}"
     )
 
 
