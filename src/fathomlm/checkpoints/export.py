@@ -42,6 +42,12 @@ def export(
             f"a plain checkpoint has no place for a {model.relaxation.kind} relaxation; only tied, lora and dora models "
             "can be exported"
         )
+    if model.plan.routing is not None or model.plan.kv != "cache":
+        what = "a router" if model.plan.routing is not None else "shared keys and values"
+        raise OptionError(
+            f"a plain checkpoint has no place for {what}: unrolled, every token would run every layer with entries of its "
+            "own, which is another model"
+        )
     unrolled = model.architecture.with_layers(tuple(step.origin for step in model.plan))
     dtype = model.decoder.embed.weight.dtype
     check_room(out, _bytes(unrolled, dtype))

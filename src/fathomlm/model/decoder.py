@@ -53,6 +53,7 @@ class Decoder(nn.Module):
     ) -> None:
         """`exit_rank` gives each early exit a low-rank delta of its own on the head (thesis 3, early-exit appendix)."""
         super().__init__()
+        _check_rotation(architecture, plan)
         self.architecture = architecture
         self.plan = plan
         self.relaxation = relaxation
@@ -113,6 +114,8 @@ class Decoder(nn.Module):
         control = DepthControl() if control is None else control
         kv = Passing(self.plan) if cache is None else cache
         sights = whole_sights(self.architecture, self.plan, rows, x.dtype)
+        if control.bias and (self.plan.routing is None or self.plan.routing.random):
+            raise OptionError("a depth bias moves what a router decides; this model has none that learned to")
         if self.plan.routing is None:
             control.check(self.plan.recursions)
             deepest = control.recursions(self.plan.recursions)
@@ -257,6 +260,19 @@ class Decoder(nn.Module):
             if self.encodings and self.plan.is_last_of_recursion(step):
                 x = (x * self.encodings[step.recursion]).to(x.dtype)
         return x
+
+
+def _check_rotation(architecture: Architecture, plan: DepthPlan) -> None:
+    """Shared keys keep the rotation of the step that made them; a step with another rotary base could not read them."""
+    if architecture.local_rope is None:
+        return
+    for step in plan:
+        source = plan.steps[plan.kv_sources[step.index]]
+        if (architecture.window(step.origin) is None) != (architecture.window(source.origin) is None):
+            raise OptionError(
+                f"kv mode '{plan.kv}' would let step {step.index + 1} read keys of step {source.index + 1}, which has "
+                f"another rotary base ({architecture.family}: layers with a window, and without)"
+            )
 
 
 def reset_module(module: nn.Module, std: float, generator: torch.Generator | None = None) -> None:

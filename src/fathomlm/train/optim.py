@@ -6,6 +6,7 @@ other vectors are left out of weight decay.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -14,19 +15,39 @@ from torch.optim import Optimizer
 from transformers.optimization import Adafactor
 
 from fathomlm.errors import OptionError
+from fathomlm.model.decoder import Decoder
 from fathomlm.train.recipe import OptimizerRecipe
 
 
-def choose_trained(decoder: nn.Module, what: str) -> None:
-    """Freeze what does not learn: `all`, `relaxation` (what steps add) or `exit_heads` (what exits add to the head)."""
+def choose_trained(decoder: Decoder, what: str) -> None:
+    """Freeze what does not learn: `all`, `relaxation` (what steps add) or `exit_heads` (what exits add to the head).
+
+    Frozen in any case is what no gradient reaches: a router's bias, which is moved by hand, and the k and v of steps that
+    read another's entries, for which DDP would wait in vain.
+    """
+    idle = ("routers.bias", *_unread(decoder))
     groups = {"all": ("",), "relaxation": ("deltas.", "encodings."), "exit_heads": ("exit_heads.",)}
     found = 0
     for name, parameter in decoder.named_parameters():
-        parameter.requires_grad_(name.startswith(groups[what]) and name != "routers.bias")  # moved by hand, not by gradient
+        parameter.requires_grad_(name.startswith(groups[what]) and not name.startswith(idle))
         found += parameter.requires_grad
     if not found:
         has = "no relaxation (model.relax)" if what == "relaxation" else "no exit heads (loss.exits.head_rank)"
         raise OptionError(f"train: {what}, but the model has {has}, so nothing would learn")
+
+
+def _unread(decoder: Decoder) -> Iterator[str]:
+    """How the names of weights begin that make keys and values which no step looks at."""
+    plan = decoder.plan
+    if decoder.relaxation is not None and decoder.relaxation.kind == "prefix":
+        return  # a prefix becomes keys and values at every step
+    for layer in range(plan.unique_layers):
+        if all(plan.reads_kv(step) for step in plan.uses(layer)):
+            yield from (f"layers.{layer}.attn.{name}." for name in ("k", "v", "k_norm"))
+    for step in plan:
+        if plan.reads_kv(step):
+            yield from (f"deltas.{step.index}.linears.{name}." for name in ("k", "v"))
+            yield from (f"deltas.{step.index}.offsets.attn-{name}" for name in ("k", "v"))
 
 
 def parameter_groups(module: nn.Module, weight_decay: float, aux_rate: float = 1.0) -> list[dict[str, object]]:

@@ -22,7 +22,7 @@ class DepthControl:
     """Added to what the routers say before they decide: above 0 sends tokens deeper, below 0 lets them leave earlier."""
 
     def check(self, recursions: int) -> None:
-        if self.max_depth is not None and not 1 <= self.max_depth <= recursions:
+        if self.max_depth is not None and not (isinstance(self.max_depth, int) and 1 <= self.max_depth <= recursions):
             raise OptionError(f"max depth must be from 1 to the model's {recursions} recursions, got {self.max_depth}")
         if not -float("inf") < self.bias < float("inf"):
             raise OptionError(f"the depth bias must be a number, got {self.bias}")
