@@ -38,7 +38,14 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "exit_heads": {"loss": {"exits": {"at": [2], "head_rank": 2}}, "train": "exit_heads"},
     # A model with exit heads that this run has no loss for.
     "unread_heads": {"model": {"source": "SOURCE", "architecture": None}},
+    "expert": {"model": {"recursions": 2, "router": {}, "kv": "hybrid"}, "loss": {"routing": {"coefficient": 0.1}}},
+    "aux_router": {"model": {"recursions": 2, "router": {"sampling": "aux_router"}}, "loss": {"routing": {"aux_lr": 0.5}}},
+    "loss_free": {
+        "model": {"recursions": 4, "router": {"kind": "token", "balancing": "loss_free"}},
+        "loss": {"routing": {"bias_rate": 0.02}},
+    },
 }
+SPREAD = [(variant, kind) for variant in VARIANTS for kind in ("ddp", "fsdp") if (variant, kind) != ("loss_free", "fsdp")]
 CLOSE = {"rtol": 1e-5, "atol": 2e-6}
 """Sums in another order: what two ranks may differ by from one in float32."""
 
@@ -79,9 +86,8 @@ def bench(root: Path, one_thread: None) -> Bench:
     train(build_recipe(recipe(root, "exit_heads", "exit_heads-one")))
     assert train(build_recipe(recipe(root, "exits", "stopped-one")), watcher=Caller()).step == STOP
     jobs: dict[str, dict[str, Any]] = {}
-    for variant in VARIANTS:
-        for kind in ("ddp", "fsdp"):
-            jobs[f"{variant}-{kind}"] = {"do": "train", "recipe": recipe(root, variant, f"{variant}-{kind}", parallel=kind)}
+    for variant, kind in [*SPREAD, ("loss_free", "fsdp")]:
+        jobs[f"{variant}-{kind}"] = {"do": "train", "recipe": recipe(root, variant, f"{variant}-{kind}", parallel=kind)}
     stopped = recipe(root, "exits", "stopped-fsdp", parallel="fsdp")
     jobs["stopped-fsdp"] = {"do": "train", "recipe": stopped, "term": [1, STOP - 1]}
     for source, kind in (("fsdp", "ddp"), ("fsdp", "fsdp"), ("one", "fsdp")):
@@ -181,8 +187,7 @@ def moments_of(run: Path) -> dict[str, torch.Tensor]:
     return {name: found[0] if len(found) == 1 else torch.cat(found) for name, found in parts.items()}
 
 
-@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize(("variant", "kind"), SPREAD)
 def test_two_ranks_train_the_model_that_one_process_trains(bench, variant, kind):
     one, two = bench.root / f"{variant}-one", bench.root / f"{variant}-{kind}"
     assert_same_records(two, one)
@@ -191,6 +196,15 @@ def test_two_ranks_train_the_model_that_one_process_trains(bench, variant, kind)
     parts = [load_file(path) for path in sorted((two / "last" / "training").glob("optimizer-*-of-00002.safetensors"))]
     whole = moments_of(one).keys()
     assert [part.keys() for part in parts] == [whole, {key for key in whole if kind == "fsdp" and not key.endswith(":step")}]
+
+
+def test_the_bias_of_loss_free_balancing_is_moved_alike_on_every_rank_and_never_sharded(bench):
+    one, two = (weights_of(bench.root / f"loss_free-{kind}")["decoder.routers.bias"] for kind in ("one", "ddp"))
+    assert torch.equal(two, one)
+    assert one.any()
+    assert bench.ranks[0]["loss_free-fsdp"] == bench.ranks[1]["loss_free-fsdp"]
+    assert bench.ranks[0]["loss_free-fsdp"]["error"] == "TrainingError"
+    assert "use parallel: ddp or balancing: loss" in bench.ranks[0]["loss_free-fsdp"]["text"]
 
 
 def test_one_process_learns_something_in_these_runs(bench):

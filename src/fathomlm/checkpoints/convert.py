@@ -7,6 +7,8 @@ little more memory than its result takes.
 
 from __future__ import annotations
 
+import copy
+import inspect
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -43,8 +45,8 @@ from fathomlm.model.relax.svd import svd_factors
 def convert(
     model: FathomForCausalLM | str | Path,
     *,
-    sharing: str = "cycle",
-    recursions: int = 2,
+    sharing: str | None = None,
+    recursions: int | None = None,
     init: str | None = None,
     norm_init: str | None = None,
     relax: str | None = None,
@@ -69,16 +71,29 @@ def convert(
     fields of `build_routing` with a kind) lets tokens choose their depth, and `kv` says whose keys and values they see. A
     recursive model may be given too, to which only a router or another `kv` is added.
     """
-    if (router is not None or kv is not None) and (looped := _looped(model)) is not None:
-        tying = {"init": init, "norm_init": norm_init, "relax": relax, "rank": rank, "relax_init": relax_init}
-        for name in (name for name, value in tying.items() if value is not None):
-            raise OptionError(f"{name} says how a plain model is tied; this one is recursive already ({describe(looped)})")
-        return replan(looped, _routed(looped.plan, router, kv), seed=seed)
-    place = parse_device(device)
     if not 0 <= seed < 2**63:
         raise OptionError(f"seed must be a whole number from 0 to 2^63-1, got {seed}")
+    if (router is not None or kv is not None) and (looped := _looped(model)) is not None:
+        tying: dict[str, Any] = {"sharing": sharing, "recursions": recursions, "resize": resize}
+        tying |= {
+            "prefix_length": prefix_length,
+            "init": init,
+            "norm_init": norm_init,
+            "relax": relax,
+            "rank": rank,
+            "relax_init": relax_init,
+        }
+        for name in (name for name, value in tying.items() if value is not None):
+            raise OptionError(f"{name} says how a plain model is tied; this one is recursive already ({describe(looped)})")
+        plan = _routed(looped.plan, router, kv)
+        looped = copy.deepcopy(looped) if looped is model else looped
+        looped = looped.to(device=parse_device(device), dtype=parse_dtype(dtype))
+        return replan(looped, plan, exit_rank=looped.config.exit_rank, seed=seed)
+    place = parse_device(device)
     base = _base(model)
-    plan = DepthPlan.build(sharing, recursions, base.architecture.layers, "add" if resize is True else resize or None)
+    how = "add" if resize is True else resize or None
+    plan = DepthPlan.build(sharing or "cycle", 2 if recursions is None else recursions, base.architecture.layers, how)
+    routed = _routed(plan, router, kv)
     relaxation = build_relaxation(base.architecture.linears(), relax, rank, prefix_length, linears_only=linears_only)
     check_fits(relaxation, plan)
     start = _Start.of(init, norm_init, relax_init, relaxation)
@@ -86,7 +101,7 @@ def convert(
     result = empty_model(configure(base.architecture, plan, relaxation, base.tokens, kind))
     _Conversion(base, result, start, kind, place, torch.Generator().manual_seed(seed)).run(on_layer)
     tied = finish(result, base.tokenizer())
-    return replan(tied, _routed(plan, router, kv), seed=seed)
+    return replan(tied, routed, seed=seed)
 
 
 def _routed(plan: DepthPlan, router: str | dict[str, Any] | None, kv: KVMode | None) -> DepthPlan:
@@ -96,6 +111,11 @@ def _routed(plan: DepthPlan, router: str | dict[str, Any] | None, kv: KVMode | N
         options = dict(router) if isinstance(router, dict) else {"kind": router}
         if options.get("kind") == "expert":
             options = {"update": "interpolate", "alpha": 1.0} | options
+        known = inspect.signature(build_routing).parameters.keys() - {"recursions"}
+        for name in (name for name in options if name not in known):
+            raise OptionError(choices("field of a router", name, known))
+        if "kind" not in options:
+            raise OptionError("a router's fields need a kind: expert or token")
         plan = plan.with_routing(build_routing(options.pop("kind"), plan.recursions, **options))
     return plan if kv is None else plan.with_kv(kv)
 

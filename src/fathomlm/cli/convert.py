@@ -9,7 +9,6 @@ from pathlib import Path
 
 from fathomlm.checkpoints.tying import INITS, NORM_INITS, RELAX_INITS
 from fathomlm.cli.plan_options import (
-    DEFAULT_RECURSIONS,
     add_plan_arguments,
     add_relax_arguments,
     add_router_arguments,
@@ -61,8 +60,8 @@ def run(args: argparse.Namespace) -> int:
     with layer_bar("converting") as tick:
         model = convert(
             args.model,
-            sharing=args.sharing or "cycle",
-            recursions=DEFAULT_RECURSIONS if args.recursions is None else args.recursions,
+            sharing=args.sharing,
+            recursions=args.recursions,
             init=args.init,
             norm_init=args.norm_init,
             relax=args.relax,

@@ -102,10 +102,10 @@ def estimate(
     teacher = None if recipe.loss.distill is None else read_source(recipe.loss.distill.source)
     cost = count(architecture, plan, relaxation=relaxation, context=row_length(recipe))
     schedule = plan_steps(recipe, architecture, plan, relaxation, rows_in_epoch)
-    sizes = dict.fromkeys(("base", "embedding", "relaxation", "router", "exits"), 0)
+    sizes = dict.fromkeys(("base", "embedding", "relaxation", "router", "balance", "exits"), 0)
     for group, shape in parts.tensors():
         sizes[group] += math.prod(shape)
-    assert sizes["base"] + sizes["relaxation"] + sizes["router"] == cost.non_embedding_parameters, (
+    assert sizes["base"] + sizes["relaxation"] + sizes["router"] + sizes["balance"] == cost.non_embedding_parameters, (
         "two counts of one model disagree"
     )
     trainable = sum(size for group, size in sizes.items() if learns(recipe.train, group))

@@ -21,8 +21,10 @@ from torch.optim import Optimizer
 
 from fathomlm.errors import DataError
 from fathomlm.model.route.metrics import RoutingMeter
+from fathomlm.train.budget import row_length
 from fathomlm.train.checkpoint import Progress
 from fathomlm.train.data.loader import IGNORE, Batch, Prefetched, prefetch
+from fathomlm.train.data.pairs import round_up
 from fathomlm.train.objective import Objective
 from fathomlm.train.optim import set_rate
 from fathomlm.train.parallel import World, accumulating, whole
@@ -148,7 +150,7 @@ class Stepper:
         sums = torch.zeros(len(self.objective.names) + 1, dtype=torch.float64, device=world.device)
         self._module.eval()
         routing = self.objective.decoder.plan.routing
-        meter = None if routing is None else RoutingMeter(routing, loader.batch_at(0, 1).tokens_BT.shape[1], world.device)
+        meter = None if routing is None else RoutingMeter(routing, round_up(row_length(self._recipe)), world.device)
         causal = torch.zeros((), dtype=torch.float64, device=world.device)
         with torch.no_grad():
             for start in range(0, rows, micro * world.size):

@@ -137,7 +137,9 @@ class Objective(nn.Module):
         if self.meter is not None:
             self.meter.add(trace, counted_B > 0)
         weights = {"router": self._teaches.weight(routing), "router_z": self._teaches.z_weight(routing)}
-        return total + sum(weight * found[name] for name, weight in weights.items() if weight)
+        routers = self.decoder.routers
+        beside = routers is not None and len(routers.aux) > 0  # learns from this loss only, and DDP waits for its gradient
+        return total + sum(w * found[name] for name, w in weights.items() if w or (beside and name == "router"))
 
     def _head(self, index: int, hidden_NM: Tensor) -> tuple[Tensor, Tensor]:
         """Hidden states and head of an output. An exit's low-rank delta joins both as extra columns: W h + B (A h)."""

@@ -20,13 +20,13 @@ from fathomlm.train.recipe import OptimizerRecipe
 
 
 def choose_trained(decoder: Decoder, what: str) -> None:
-    """Freeze what does not learn: `all`, `relaxation` (what steps add) or `exit_heads` (what exits add to the head).
+    """Freeze what does not learn: `all`, `relaxation` (what steps add, routers) or `exit_heads` (what exits add to heads).
 
     Frozen in any case is what no gradient reaches: a router's bias, which is moved by hand, and the k and v of steps that
     read another's entries, for which DDP would wait in vain.
     """
     idle = ("routers.bias", *_unread(decoder))
-    groups = {"all": ("",), "relaxation": ("deltas.", "encodings."), "exit_heads": ("exit_heads.",)}
+    groups = {"all": ("",), "relaxation": ("deltas.", "encodings.", "routers."), "exit_heads": ("exit_heads.",)}
     found = 0
     for name, parameter in decoder.named_parameters():
         parameter.requires_grad_(name.startswith(groups[what]) and not name.startswith(idle))

@@ -37,7 +37,9 @@ class Parts:
         if self.relaxation is not None and self.relaxation.kind == "encoding":
             yield from [("relaxation", (architecture.hidden,))] * plan.recursions
         if plan.routing is not None:
-            yield from (("router", shape) for shape in plan.routing.shapes(architecture.hidden))
+            # A vector is the bias of loss-free balancing, which is moved by hand.
+            shapes = plan.routing.shapes(architecture.hidden)
+            yield from (("router" if len(shape) > 1 else "balance", shape) for shape in shapes)
         for _ in plan.exits if self.exit_rank else ():
             yield "exits", (self.exit_rank, architecture.hidden)
             yield "exits", (architecture.vocab, self.exit_rank)
@@ -62,7 +64,8 @@ class Parts:
 
 def learns(train: str, group: str) -> bool:
     """Whether the tensors of a group learn under `train`."""
-    return train == "all" or group == {"relaxation": "relaxation", "exit_heads": "exits"}[train]
+    groups = {"relaxation": ("relaxation", "router"), "exit_heads": ("exits",)}
+    return group != "balance" and (train == "all" or group in groups[train])
 
 
 def read_parts(recipe: Recipe) -> Parts:
@@ -80,6 +83,7 @@ def read_parts(recipe: Recipe) -> Parts:
         else:
             plan, relaxation = lay_plan(model, architecture)
     check_rows(recipe, architecture)
+    check_plan(recipe, plan)
     exits = recipe.loss.exits
     if exits is None:
         return Parts(architecture=architecture, plan=plan.with_exits(()), relaxation=relaxation)
@@ -116,6 +120,14 @@ def check_tying(model: ModelRecipe, plan: DepthPlan | None) -> None:
             raise OptionError(f"model.{name} says how {model.source} is tied; it goes with model.recursions of 2 or more")
     elif plan is not None and plan.recursions > 1:
         raise OptionError(f"{model.source} is recursive already; leave out model.recursions to train it as it is")
+
+
+def check_plan(recipe: Recipe, plan: DepthPlan) -> None:
+    """Refuse losses and recomputation that do not go with the plan, which may be a source's own."""
+    if plan.routing is not None and recipe.loss.layerwise is not None:
+        raise OptionError("a routed model has one output: loss.layerwise does not go with it")
+    if recipe.recompute != "none" and plan.kv != "cache":
+        raise OptionError(f"recompute: {recipe.recompute} does not go with kv mode '{plan.kv}': its entries outlive a step")
 
 
 def check_rows(recipe: Recipe, architecture: Architecture) -> None:

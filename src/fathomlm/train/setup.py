@@ -28,7 +28,7 @@ from fathomlm.train.data.prepare import PrepareOptions, prepare
 from fathomlm.train.data.segments import Progress as Prepared
 from fathomlm.train.losses.exits import exit_steps
 from fathomlm.train.parallel import World
-from fathomlm.train.parts import check_rows, check_tying, lay_plan, route_plan
+from fathomlm.train.parts import check_plan, check_rows, check_tying, lay_plan, route_plan
 from fathomlm.train.recipe import DataRecipe, ModelRecipe, Recipe, parse_amount
 
 AnyLoader = Loader | PairLoader
@@ -118,6 +118,7 @@ def build_student(recipe: Recipe, corpus: Corpus) -> FathomForCausalLM:
     if student.tokenizer is None:
         student.tokenizer = tokenizer
     check_rows(recipe, student.architecture)
+    check_plan(recipe, student.plan)
     exits = recipe.loss.exits
     if exits is None:  # exits that no loss reads would go stale while the layers under them learn
         return with_exits(student, (), 0, recipe.seed)
@@ -147,7 +148,7 @@ def _from_source(model: ModelRecipe, seed: int) -> FathomForCausalLM:
     check_tying(model, architecture_of(model.source)[1])
     if model.recursions == 1:
         loaded = load(model.source, dtype=torch.float32)
-        return replan(loaded, route_plan(model, loaded.plan), seed=seed)
+        return replan(loaded, route_plan(model, loaded.plan), exit_rank=loaded.config.exit_rank, seed=seed)
     tied = convert(
         model.source,
         sharing=model.sharing or "cycle",

@@ -21,7 +21,7 @@ from fathomlm.model.route.trace import RoutingTrace
 
 
 class RoutingMeter:
-    """Sums over traced passes. All passes must have rows of `length` tokens."""
+    """Sums over traced passes. No pass may have rows of more than `length` tokens."""
 
     def __init__(self, routing: Routing, length: int, device: torch.device | str = "cpu") -> None:
         self.routing = routing
@@ -50,8 +50,9 @@ class RoutingMeter:
         for recursion in range(self.routing.recursions):
             parts["depths"][recursion] = ((depths == recursion + 1) & keep).sum()
         parts["tokens"][0] = keep.sum()
-        parts["seen"] += keep.sum(0)
-        parts["taken"] += ((depths == self.routing.recursions) & keep).sum(0)
+        T = depths.shape[1]
+        parts["seen"][:T] += keep.sum(0)
+        parts["taken"][:T] += ((depths == self.routing.recursions) & keep).sum(0)
         for recursion, decision in enumerate(trace.decisions):
             asked = decision.asked_BN if rows_B is None else decision.asked_BN & rows_B[:, None]
             parts["asked"][recursion] = asked.sum()

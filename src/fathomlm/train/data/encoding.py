@@ -156,7 +156,8 @@ def _helpers(settings: EncoderSettings, count: int) -> Iterator[list[Connection]
         for _ in range(count):
             here, there = context.Pipe()
             process = context.Process(target=_help, args=(there, settings), daemon=True)
-            process.start()
+            with _no_interrupts():
+                process.start()
             there.close()
             ends.append(here)
             processes.append(process)
@@ -166,6 +167,19 @@ def _helpers(settings: EncoderSettings, count: int) -> Iterator[list[Connection]
             process.terminate()
         for process in processes:
             process.join()
+
+
+@contextmanager
+def _no_interrupts() -> Iterator[None]:
+    """Ctrl-C waits. A process begun here inherits that, and so is not interrupted before it can say that it will not be."""
+    if not hasattr(signal, "pthread_sigmask"):
+        yield
+        return
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _help(pipe: Connection, settings: EncoderSettings) -> None:

@@ -108,7 +108,7 @@ class PairLoader:
     def batch_at(self, start: int, count: int, rank: int = 0, world: int = 1) -> Batch:
         """Source and target in one row, with labels on the target only, for a decoder."""
         mine, lengths = self._mine(start, count, rank, world)
-        width = _round_up(int(lengths.sum(axis=1).max()) - 1)
+        width = round_up(int(lengths.sum(axis=1).max()) - 1)
         tokens_BT = np.full((len(mine), width), self._separator, np.int64)
         targets_BT = np.full((len(mine), width), IGNORE, np.int64)
         keep_BT = np.zeros((len(mine), width), np.bool_)
@@ -127,7 +127,7 @@ class PairLoader:
     def seq2seq_at(self, start: int, count: int, rank: int = 0, world: int = 1) -> PairBatch:
         """Source and target apart, for an encoder-decoder."""
         mine, lengths = self._mine(start, count, rank, world)
-        S, T = (_round_up(int(longest)) for longest in lengths.max(axis=0))
+        S, T = (round_up(int(longest)) for longest in lengths.max(axis=0))
         source_BS = np.full((len(mine), S), self._separator, np.int64)
         keep_BS = np.zeros((len(mine), S), np.bool_)
         targets_BT = np.full((len(mine), T), IGNORE, np.int64)
@@ -171,5 +171,5 @@ class Seq2SeqLoader:
         return self._pairs.seq2seq_at(start, count, rank, world)
 
 
-def _round_up(width: int) -> int:
+def round_up(width: int) -> int:
     return -(-width // MULTIPLE) * MULTIPLE
