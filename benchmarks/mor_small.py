@@ -192,7 +192,7 @@ def main() -> None:
     go.add_argument("--corpus", required=True)
     go.add_argument("--work", default="runs/mor-small")
     go.add_argument("--out", type=Path, default=Path("mor_small.json"))
-    go.add_argument("--tokens", default="60M")
+    go.add_argument("--tokens", default="47M")
     go.add_argument("--rows", type=int, default=64)
     go.add_argument("--micro", type=int, default=64)
     go.add_argument("--lr", type=float, default=1e-3)

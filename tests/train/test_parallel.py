@@ -21,8 +21,9 @@ import yaml
 from safetensors.torch import load_file
 
 import fathomlm
+from fathomlm.errors import TrainingError
 from fathomlm.train.data.prepare import PrepareOptions, prepare
-from fathomlm.train.parallel import COMFORT, World, choose_parallel
+from fathomlm.train.parallel import COMFORT, World, choose_parallel, join
 from fathomlm.train.reading import build_recipe
 from fathomlm.train.report import Silence, read_records
 from fathomlm.train.run import train
@@ -350,3 +351,11 @@ def test_auto_shards_where_a_whole_copy_would_not_fit_comfortably(monkeypatch):
     assert choose_parallel("fsdp", gpus, 1) == "fsdp"
     assert choose_parallel("ddp", gpus, 10 * room) == "ddp"
     assert choose_parallel("fsdp", World(0, 1, torch.device("cpu")), 10 * room) == "none"
+
+
+def test_a_world_without_its_addresses_is_refused(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for name in ("RANK", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(TrainingError, match="RANK and MASTER_ADDR and MASTER_PORT not set"), join("cpu"):
+        pass

@@ -216,3 +216,10 @@ def test_recipes_that_are_not_there(tmp_path):
         read_recipe(tmp_path / "gone.yaml")
     with pytest.raises(OptionError, match="is a directory; a recipe is a YAML file"):
         read_recipe(tmp_path)
+
+
+def test_a_key_that_is_there_twice_is_refused(tmp_path):
+    path = tmp_path / "twice.yaml"
+    path.write_text("name: one\nbudget: {steps: 5}\nname: two\n")
+    with pytest.raises(OptionError, match=r"line 3: not valid YAML \(the key 'name' is there twice\)"):
+        read_recipe(path)

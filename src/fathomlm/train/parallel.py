@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from fathomlm.checkpoints.resolve import parse_device
-from fathomlm.errors import OptionError
+from fathomlm.errors import OptionError, TrainingError
 from fathomlm.train.objective import Objective
 
 COMFORT = 0.4
@@ -74,6 +74,10 @@ class World:
 def join(device: str) -> Iterator[World]:
     """The world that torchrun's environment variables describe, or a world of one."""
     size, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
+    if missing := [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if size > 1 and name not in os.environ]:
+        raise TrainingError(
+            f"WORLD_SIZE is {size}, but {' and '.join(missing)} not set; start several ranks with torchrun, or unset it"
+        )
     place = parse_device(_local(device))
     if place.type == "cuda":
         torch.cuda.set_device(place)

@@ -20,7 +20,8 @@ import jsonargparse
 import yaml
 
 from fathomlm.errors import OptionError, choices
-from fathomlm.train.recipe import Recipe, check
+from fathomlm.train.recipe import Recipe
+from fathomlm.train.recipe_checks import check
 
 
 def read_recipe(path: str | Path | None, overrides: Sequence[str] = ()) -> Recipe:
@@ -74,9 +75,21 @@ def to_yaml(recipe: Recipe) -> str:
     return str(yaml.safe_dump(dataclasses.asdict(recipe), sort_keys=False, width=120))
 
 
+class _UniqueKeys(yaml.SafeLoader):  # type: ignore[misc]
+    """YAML's safe loader takes the last of two equal keys and says nothing; in a recipe the first was meant as well."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen = set()
+        for key, _ in node.value:
+            if key.value in seen:
+                raise yaml.constructor.ConstructorError(None, None, f"the key '{key.value}' is there twice", key.start_mark)
+            seen.add(key.value)
+        return dict(super().construct_mapping(node, deep))
+
+
 def _read_yaml(path: Path) -> dict[str, Any]:
     try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+        values = yaml.load(path.read_text(encoding="utf-8"), _UniqueKeys)
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         place = getattr(error, "problem_mark", None)
         where = f"{path}, line {place.line + 1}" if place is not None else str(path)

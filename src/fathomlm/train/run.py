@@ -65,6 +65,7 @@ def train(
 ) -> Summary:
     """Train as a recipe says. Under torchrun every rank calls this."""
     with join(recipe.device) as world:
+        find_saved(recipe, world, resume)  # before a model is built, for one that no one wants
         run = Run(recipe, world, watcher if watcher is not None and world.first else Silence(), on_prepare)
         return run.go(resume)
 
@@ -272,11 +273,7 @@ class Run:
         self.world.wait()
 
     def _start(self, resume: bool) -> None:
-        saved: dict[int, Path] = self.world.tell(self._place.saved())
-        if saved and not resume:
-            raise TrainingError(
-                f"{self.directory} holds a run at step {max(saved)}; --resume goes on with it, --out names another"
-            )
+        saved = find_saved(self.recipe, self.world, resume)
         if saved:
             record = read_state(saved[max(saved)])
             check_same(self.recipe, record["recipe"], str(self.directory))
@@ -322,6 +319,18 @@ class Run:
             checkpoint=self._place.latest(),
             seconds=round(progress.seconds, 3),
         )
+
+
+def find_saved(recipe: Recipe, world: World, resume: bool) -> dict[int, Path]:
+    """The checkpoints that are in a run's directory; refuses to overwrite a run, and to branch from nowhere."""
+    saved: dict[int, Path] = world.tell(RunDirectory(Path(recipe.directory), recipe).saved())
+    if saved and not resume:
+        raise TrainingError(
+            f"{recipe.directory} holds a run at step {max(saved)}; --resume goes on with it, --out names another"
+        )
+    if not saved and recipe.branch_from is not None:
+        read_state(Path(recipe.branch_from).resolve())
+    return saved
 
 
 def _is_better(value: float, best: float | None) -> bool:
