@@ -217,3 +217,10 @@ def test_a_model_without_a_tokenizer_loads(sound):
     model = fathomlm.load(sound)
     assert model.tokenizer is None
     assert torch.isfinite(model(torch.tensor([[3, 4]])).logits).all()
+
+
+def test_a_run_given_as_a_model_names_the_model_in_it(tmp_path):
+    (tmp_path / "run" / "last").mkdir(parents=True)
+    (tmp_path / "run" / "last" / "config.json").write_text("{}")
+    with pytest.raises(CheckpointError, match=r"it is a training run, whose model is .*last"):
+        load(tmp_path / "run")

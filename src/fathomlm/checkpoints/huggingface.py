@@ -81,7 +81,9 @@ def fuse_qkv(heads: int, *qkv: torch.Tensor) -> torch.Tensor:
 
 def read_config(directory: Path) -> dict[str, Any]:
     if not (directory / "config.json").is_file():
-        raise CheckpointError(f"{directory} has no config.json, so it is not a model directory")
+        last = directory / "last"  # a training run keeps its newest checkpoint there
+        hint = f"; it is a training run, whose model is {last}" if (last / "config.json").is_file() else ""
+        raise CheckpointError(f"{directory} has no config.json, so it is not a model directory{hint}")
     return read_json(directory / "config.json")
 
 
