@@ -223,4 +223,4 @@ def test_a_run_given_as_a_model_names_the_model_in_it(tmp_path):
     (tmp_path / "run" / "last").mkdir(parents=True)
     (tmp_path / "run" / "last" / "config.json").write_text("{}")
     with pytest.raises(CheckpointError, match=r"it is a training run, whose model is .*last"):
-        load(tmp_path / "run")
+        fathomlm.load(tmp_path / "run")
