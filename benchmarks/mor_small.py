@@ -11,11 +11,11 @@ adds to a record that is there; `draw` writes the table and the picture from it.
 from __future__ import annotations
 
 import argparse
-import gc
 import json
-import time
 from pathlib import Path
 from typing import Any
+
+from several_runs import add_arguments, add_draw, open_record, publish, settings, train_one
 
 SHAPE = {"layers": 14, "hidden": 512, "intermediate": 1408, "heads": 8, "kv_heads": 4, "context": 1024}
 """12 layers between the first and the last, which both two and three recursions divide."""
@@ -44,71 +44,29 @@ FINDINGS = {
 
 
 def run(args: argparse.Namespace) -> None:
-    import torch
-    from environment import environment
-
     from fathomlm.depth.cost import count
     from fathomlm.train.parts import read_parts
-    from fathomlm.train.reading import build_recipe
-    from fathomlm.train.report import read_records
-    from fathomlm.train.run import train
 
-    shared: dict[str, Any] = {
-        "data": {"path": args.corpus, "context": SHAPE["context"]},
-        "budget": {"tokens": args.tokens},
-        "batch": {"sequences": args.rows, "micro": args.micro},
-        "optimizer": {"lr": args.lr, "weight_decay": 0.1},
-        "schedule": {"kind": "cosine", "warmup": 0.05},
-        "precision": args.precision,
-        "compile": args.compile,
-        "device": args.device,
-        "evaluate": {"every": args.every, "rows": args.validation_rows},
-        "checkpoint": {"every": 10**6, "keep": 1, "best": False},
-        "log": {"every": 10, "tensorboard": False},
-    }
-    record: dict[str, Any] = {"environment": environment(), "shape": SHAPE, "settings": shared, "runs": {}}
-    if args.out.exists():
-        record = json.loads(args.out.read_text())
-        if record["settings"] != shared:
-            raise SystemExit(f"{args.out} was measured with other settings; name another file")
+    shared = settings(args, SHAPE["context"], warmup=0.05)
+    record, new = open_record(args.out, shared)
+    if new:
+        record["shape"] = SHAPE
     for name in args.only or variants():
-        begin = time.perf_counter()
-        slug = "".join(c if c.isalnum() else "-" for c in name.lower())
-        model = {"architecture": SHAPE | {"vocab": args.vocab}, **variants()[name]}
-        recipe = build_recipe({**shared, "name": slug, "out": str(Path(args.work) / slug), "model": model})
-        summary = train(recipe)
-        curve = read_records(Path(recipe.directory) / "metrics.jsonl")
-        parts = read_parts(recipe)
+        found = train_one(args, shared, name, {"architecture": SHAPE | {"vocab": args.vocab}, **variants()[name]})
+        parts = read_parts(found.recipe)
         cost = count(parts.architecture, parts.plan, context=SHAPE["context"])
-        validations = [r for r in curve if r["kind"] == "validation"]
         record["runs"][name] = {
             "model": variants()[name],
             "non_embedding_parameters": cost.non_embedding_parameters,
             "forward_flops_per_token": cost.forward_flops_per_token,
-            "training": [
-                {k: r[k] for k in ("step", "tokens", "loss", "tokens_per_s")} for r in curve if r["kind"] == "train"
-            ],
-            "validation": [{"step": r["step"], "tokens": r["tokens"], **r["parts"]} for r in validations],
-            "final": validations[-1]["parts"],
-            "loss": summary.validation,
-            "seconds": round(time.perf_counter() - begin, 1),
+            "training": [{k: r[k] for k in ("step", "tokens", "loss", "tokens_per_s")} for r in found.training],
+            "validation": [{"step": r["step"], "tokens": r["tokens"], **r["parts"]} for r in found.validations],
+            "final": found.validations[-1]["parts"],
+            "seconds": found.seconds,
         }
         args.out.write_text(json.dumps(record) + "\n")
-        last = record["runs"][name]["final"]
-        shown = {key: round(value, 4) for key, value in last.items()}
-        print(f"{name:20} {record['runs'][name]['seconds']} s  {shown}", flush=True)
-        gc.collect()
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
-
-
-def draw(args: argparse.Namespace) -> None:
-    record = json.loads(args.record.read_text())
-    record["settings"]["data"].pop("path", None)  # where it lay on that machine is of no interest
-    Path(f"{args.stem}.json").write_text(json.dumps(record, indent=1) + "\n")
-    Path(f"{args.stem}.md").write_text(table(record))
-    picture(record, Path(f"{args.stem}.png"))
-    print(table(record))
+        shown = {key: round(value, 4) for key, value in found.validations[-1]["parts"].items()}
+        print(f"{name:20} {found.seconds} s  {shown}", flush=True)
 
 
 def table(record: dict[str, Any]) -> str:
@@ -189,25 +147,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     verbs = parser.add_subparsers(required=True)
     go = verbs.add_parser("run")
-    go.add_argument("--corpus", required=True)
-    go.add_argument("--work", default="runs/mor-small")
-    go.add_argument("--out", type=Path, default=Path("mor_small.json"))
-    go.add_argument("--tokens", default="47M")
-    go.add_argument("--rows", type=int, default=64)
-    go.add_argument("--micro", type=int, default=64)
-    go.add_argument("--lr", type=float, default=1e-3)
+    add_arguments(go, variants(), work="runs/mor-small", tokens="47M", rows=64, micro=64, lr=1e-3, every=100)
     go.add_argument("--vocab", type=int, default=49152)
-    go.add_argument("--every", type=int, default=100)
-    go.add_argument("--validation-rows", type=int, default=128)
-    go.add_argument("--precision", default="bf16")
-    go.add_argument("--device", default="auto")
-    go.add_argument("--compile", action=argparse.BooleanOptionalAction, default=True)
-    go.add_argument("--only", nargs="*", choices=list(variants()))
     go.set_defaults(run=run)
-    show = verbs.add_parser("draw")
-    show.add_argument("record", type=Path)
-    show.add_argument("stem")
-    show.set_defaults(run=draw)
+    add_draw(verbs, lambda args: publish(args, table, picture))
     args = parser.parse_args()
     args.run(args)
 

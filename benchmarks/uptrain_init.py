@@ -12,11 +12,11 @@ table and the picture from it.
 from __future__ import annotations
 
 import argparse
-import gc
 import json
-import time
 from pathlib import Path
 from typing import Any
+
+from several_runs import add_arguments, add_draw, open_record, publish, settings, train_one
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "stepwise": {"init": "stepwise"},
@@ -35,57 +35,27 @@ FINDINGS = {
 
 
 def run(args: argparse.Namespace) -> None:
-    import torch
-    from environment import environment
-
-    from fathomlm.train.reading import build_recipe
-    from fathomlm.train.report import read_records
-    from fathomlm.train.run import train
-
-    shared: dict[str, Any] = {
-        "data": {"path": args.corpus, "context": 2048},
-        "budget": {"tokens": args.tokens},
-        "batch": {"sequences": args.rows, "micro": args.micro},
-        "optimizer": {"lr": args.lr, "weight_decay": 0.1},
-        "schedule": {"kind": "cosine", "warmup": 0.1},
-        "precision": args.precision,
-        "compile": args.compile,
-        "device": args.device,
-        "evaluate": {"every": args.every, "rows": args.validation_rows, "first": True},
-        "checkpoint": {"every": 10**6, "keep": 1, "best": False},
-        "log": {"every": 5, "tensorboard": False},
-    }
-    record: dict[str, Any] = {"environment": environment(), "settings": shared, "runs": {}}
-    if args.out.exists():
-        before = json.loads(args.out.read_text())
-        if before["settings"] != shared:
-            raise SystemExit(f"{args.out} was measured with other settings; name another file")
-        record = before
-    else:
+    shared = settings(args, 2048, warmup=0.1)
+    shared["evaluate"]["first"] = True
+    record, new = open_record(args.out, shared)
+    if new:
         record["original"] = original_loss(args, shared)
     print("original", record["original"], flush=True)
     for name in args.only or VARIANTS:
-        begin = time.perf_counter()
-        slug = "".join(c if c.isalnum() else "-" for c in name.lower())
         model = {"source": args.source, "sharing": "cycle", "recursions": 2, **VARIANTS[name]}
-        recipe = build_recipe({**shared, "name": slug, "out": str(Path(args.work) / slug), "model": model})
-        summary = train(recipe)
-        curve = read_records(Path(recipe.directory) / "metrics.jsonl")
+        found = train_one(args, shared, name, model)
         keep = ("step", "tokens", "loss", "lr", "tokens_per_s", "mfu", "memory_gb")
         record["runs"][name] = {
             "model": VARIANTS[name],
-            "parameters": parameters(recipe.directory),
-            "training": [{k: r[k] for k in keep} for r in curve if r["kind"] == "train"],
-            "validation": [{k: r[k] for k in ("step", "tokens", "loss")} for r in curve if r["kind"] == "validation"],
-            "final": summary.validation,
-            "seconds": round(time.perf_counter() - begin, 1),
+            "parameters": parameters(found.recipe.directory),
+            "training": [{k: r[k] for k in keep} for r in found.training],
+            "validation": [{k: r[k] for k in ("step", "tokens", "loss")} for r in found.validations],
+            "final": found.validation,
+            "seconds": found.seconds,
         }
         args.out.write_text(json.dumps(record) + "\n")
-        rate = record["runs"][name]["training"][-1]["tokens_per_s"]
-        print(f"{name:26} {summary.validation:.4f}  {rate:,.0f} tokens/s  {record['runs'][name]['seconds']} s", flush=True)
-        gc.collect()
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
+        rate = found.training[-1]["tokens_per_s"]
+        print(f"{name:26} {found.validation:.4f}  {rate:,.0f} tokens/s  {found.seconds} s", flush=True)
 
 
 def parameters(directory: str) -> int:
@@ -115,15 +85,6 @@ def original_loss(args: argparse.Namespace, shared: dict[str, Any]) -> float:
         optimizer = build_optimizer(objective, recipe.optimizer)
         stepper = Stepper(recipe, objective, objective, optimizer, LearningRate.of(recipe.schedule, 100), world)
         return stepper.validate(data.validation, args.validation_rows)[0]["next_token"]
-
-
-def draw(args: argparse.Namespace) -> None:
-    record = json.loads(args.record.read_text())
-    record["settings"]["data"].pop("path", None)  # where it lay on that machine is of no interest
-    Path(f"{args.stem}.json").write_text(json.dumps(record, indent=1) + "\n")
-    Path(f"{args.stem}.md").write_text(table(record))
-    picture(record, Path(f"{args.stem}.png"))
-    print(table(record))
 
 
 def table(record: dict[str, Any]) -> str:
@@ -184,24 +145,9 @@ def main() -> None:
     verbs = parser.add_subparsers(required=True)
     go = verbs.add_parser("run")
     go.add_argument("--source", default="smollm2-135m")
-    go.add_argument("--corpus", required=True)
-    go.add_argument("--work", default="runs/uptrain-init")
-    go.add_argument("--out", type=Path, default=Path("uptrain_init.json"))
-    go.add_argument("--tokens", default="20M")
-    go.add_argument("--rows", type=int, default=32)
-    go.add_argument("--micro", type=int, default=32)
-    go.add_argument("--lr", type=float, default=5e-4)
-    go.add_argument("--every", type=int, default=20)
-    go.add_argument("--validation-rows", type=int, default=128)
-    go.add_argument("--precision", default="bf16")
-    go.add_argument("--device", default="auto")
-    go.add_argument("--compile", action=argparse.BooleanOptionalAction, default=True)
-    go.add_argument("--only", nargs="*", choices=list(VARIANTS))
+    add_arguments(go, VARIANTS, work="runs/uptrain-init", tokens="20M", rows=32, micro=32, lr=5e-4, every=20)
     go.set_defaults(run=run)
-    show = verbs.add_parser("draw")
-    show.add_argument("record", type=Path)
-    show.add_argument("stem")
-    show.set_defaults(run=draw)
+    add_draw(verbs, lambda args: publish(args, table, picture))
     args = parser.parse_args()
     args.run(args)
 
