@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from functools import partial
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -113,7 +114,10 @@ def test_an_interrupt_keeps_what_is_finished(tmp_path, wait):
     source.write_text("".join(json.dumps({"text": f"document {n} " * 20}) + "\n" for n in range(30_000)))
     command = [str(Path(sys.executable).parent / "fathomlm"), "data", "prepare", str(source), str(out)]
     command += ["--tokenizer", "bytes", "--shard-tokens", "20k" if wait else "1B", "--workers", "2"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True, text=True)
+    # A shell starts what runs in its background deaf to Ctrl-C, and a child inherits that: not so here.
+    hears = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    process = subprocess.Popen(command, **pipes, start_new_session=True, text=True, preexec_fn=hears)
     deadline = time.monotonic() + 120
     while time.monotonic() < deadline and process.poll() is None:
         if (out / "corpus.json").exists() and len(list(out.glob("train-*.bin"))) >= wait:
