@@ -10,7 +10,6 @@ import subprocess
 import sys
 import time
 from functools import partial
-from functools import partial
 from pathlib import Path
 
 import pytest
