@@ -15,7 +15,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from several_runs import add_arguments, add_draw, open_record, publish, settings, train_one
+from several_runs import add_arguments, command, open_record, settings, train_one
 
 SHAPE = {"layers": 14, "hidden": 512, "intermediate": 1408, "heads": 8, "kv_heads": 4, "context": 1024}
 """12 layers between the first and the last, which both two and three recursions divide."""
@@ -143,17 +143,10 @@ def picture(record: dict[str, Any], out: Path) -> None:
     figure.savefig(out, dpi=130)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    verbs = parser.add_subparsers(required=True)
-    go = verbs.add_parser("run")
-    add_arguments(go, variants(), work="runs/mor-small", tokens="47M", rows=64, micro=64, lr=1e-3, every=100)
-    go.add_argument("--vocab", type=int, default=49152)
-    go.set_defaults(run=run)
-    add_draw(verbs, lambda args: publish(args, table, picture))
-    args = parser.parse_args()
-    args.run(args)
+def add_run(parser: argparse.ArgumentParser) -> None:
+    add_arguments(parser, variants(), work="runs/mor-small", tokens="47M", rows=64, micro=64, lr=1e-3, every=100)
+    parser.add_argument("--vocab", type=int, default=49152)
 
 
 if __name__ == "__main__":
-    main()
+    command(__doc__ or "", add_run, run, table, picture)

@@ -111,8 +111,22 @@ def publish(
     print(table(record))
 
 
-def add_draw(verbs: Any, run: Callable[[argparse.Namespace], None]) -> None:
+def command(
+    description: str,
+    add_run: Callable[[argparse.ArgumentParser], None],
+    run: Callable[[argparse.Namespace], None],
+    table: Callable[[dict[str, Any]], str],
+    picture: Callable[[dict[str, Any], Path], None],
+) -> None:
+    """A comparison's two verbs: `run` trains and records, `draw` publishes a record."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    verbs = parser.add_subparsers(required=True)
+    go = verbs.add_parser("run")
+    add_run(go)
+    go.set_defaults(run=run)
     show = verbs.add_parser("draw")
     show.add_argument("record", type=Path)
     show.add_argument("stem")
-    show.set_defaults(run=run)
+    show.set_defaults(run=lambda args: publish(args, table, picture))
+    args = parser.parse_args()
+    args.run(args)

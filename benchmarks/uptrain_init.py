@@ -16,7 +16,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from several_runs import add_arguments, add_draw, open_record, publish, settings, train_one
+from several_runs import add_arguments, command, open_record, settings, train_one
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "stepwise": {"init": "stepwise"},
@@ -140,17 +140,10 @@ def picture(record: dict[str, Any], out: Path) -> None:
     figure.savefig(out, dpi=130)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    verbs = parser.add_subparsers(required=True)
-    go = verbs.add_parser("run")
-    go.add_argument("--source", default="smollm2-135m")
-    add_arguments(go, VARIANTS, work="runs/uptrain-init", tokens="20M", rows=32, micro=32, lr=5e-4, every=20)
-    go.set_defaults(run=run)
-    add_draw(verbs, lambda args: publish(args, table, picture))
-    args = parser.parse_args()
-    args.run(args)
+def add_run(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--source", default="smollm2-135m")
+    add_arguments(parser, VARIANTS, work="runs/uptrain-init", tokens="20M", rows=32, micro=32, lr=5e-4, every=20)
 
 
 if __name__ == "__main__":
-    main()
+    command(__doc__ or "", add_run, run, table, picture)

@@ -1,4 +1,4 @@
-"""Router scores, and what more depth at inference brings (thesis 4.5.2 and 4.5.3, their two figures)."""
+"""Router scores, and what more depth at inference brings (thesis 4.6.2 and 4.6.3, their two figures)."""
 
 from __future__ import annotations
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -17,6 +16,7 @@ from fathomlm.analyze.pictures_kv import draw_kv
 from fathomlm.analyze.pictures_routing import draw_scaling, draw_scores
 from fathomlm.analyze.routing import RoutingNumbers
 from fathomlm.checkpoints.writing import check_target, whole_directory
+from fathomlm.train.report import strict
 
 Draw = Callable[[Path], None]
 
@@ -38,15 +38,6 @@ def write_routing(numbers: RoutingNumbers, about: About, out: Path, force: bool 
 def write_kv(numbers: KVNumbers, about: About, out: Path, force: bool = False) -> list[Path]:
     draw: dict[str, Draw] = {"kv.png": partial(draw_kv, numbers, about.name)}
     return _write("kv", numbers.to_dict(), about, draw, partial(kv_page, numbers, about), out, force)
-
-
-def strict(value: Any) -> Any:
-    """JSON has no infinity and no NaN: what is not finite is null."""
-    if isinstance(value, dict):
-        return {key: strict(inner) for key, inner in value.items()}
-    if isinstance(value, list):
-        return [strict(inner) for inner in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _write(

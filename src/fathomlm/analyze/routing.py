@@ -1,4 +1,4 @@
-"""What the routers of a model do on a text, in numbers (thesis 4.5.2 "Routing Analysis", 4.5.3 "Test-time Scaling
+"""What the routers of a model do on a text, in numbers (thesis 4.6.2 "Routing Analysis", 4.6.3 "Test-time Scaling
 Analysis", and its appendix on router metrics).
 
 Two passes see the same rows. The top-k pass is how expert-choice trains: each recursion keeps a fixed part of a row, which
@@ -37,8 +37,6 @@ SHOWN = 120
 """Tokens of each sample text."""
 SEEN = 10
 """How often a token must occur to be named among the deepest or shallowest."""
-_NONE_RAN = 1e-12
-"""In place of 0: the counter divides by the part of the tokens that a cache holds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,9 +151,9 @@ def measure(
     assert isinstance(routers, Routers)
     routing, device = routers.routing, decoder.embed.weight.device
     expert = routing.kind == "expert"
-    top_k, causal = (RoutingMeter(routing, rows.context, device) for _ in range(2))
+    top_k = RoutingMeter(routing, rows.context, device)
     top_k_sum, counts = 0.0, ScoreCounts(routers, device)
-    limits = [_Limit(depth, routing.recursions, rows.context, device) for depth in range(1, routing.recursions + 1)]
+    limits = [_Limit(depth, RoutingMeter(routing, rows.context, device)) for depth in range(1, routing.recursions + 1)]
     depths = TokenDepths(model.architecture.vocab)
     shown: list[list[ShownToken]] = []
     done = 0
@@ -171,7 +169,6 @@ def measure(
             hidden_BTM = decoder(tokens_BT, control=DepthControl(max_depth=limit.depth), trace=trace)
             limit.add(token_losses(decoder, hidden_BTM, targets_BT), trace)
         # The last of them had no limit: it is the causal pass.
-        causal.add(trace)
         depths.add(tokens_BT, trace)
         if not expert:
             counts.add(trace)
@@ -192,7 +189,7 @@ def measure(
         capacity=list(routing.capacity),
         top_k=_metrics(top_k) if expert else None,
         # By the causal rule all causal decisions are right; only the top-k pass says how often the rule agrees with it.
-        causal={name: value for name, value in _metrics(causal).items() if name != "sampling_accuracy"},
+        causal={name: value for name, value in _metrics(limits[-1].meter).items() if name != "sampling_accuracy"},
         top_k_loss=top_k_sum / tokens if expert else None,
         causal_loss=scaling[-1].loss,
         flops=Flops(
@@ -233,8 +230,7 @@ def _metrics(meter: RoutingMeter) -> dict[str, float]:
 
 def flops_per_token(model: FathomForCausalLM, context: int, running: Sequence[float] | None = None) -> int:
     """Forward FLOPs, by the capacities or by the part of the tokens that ran each recursion."""
-    capacity = None if running is None else [max(part, _NONE_RAN) for part in running]
-    cost = count(model.architecture, model.plan, relaxation=model.relaxation, context=context, capacity=capacity)
+    cost = count(model.architecture, model.plan, relaxation=model.relaxation, context=context, capacity=running)
     return cost.forward_flops_per_token
 
 
@@ -246,22 +242,20 @@ def _unrouted_flops(model: FathomForCausalLM, context: int) -> int:
 class _Limit:
     """Adds up what passes with one maximum depth did."""
 
-    def __init__(self, depth: int, recursions: int, context: int, device: torch.device) -> None:
+    def __init__(self, depth: int, meter: RoutingMeter) -> None:
         self.depth = depth
-        self._losses_T = torch.zeros(context, dtype=torch.float64, device=device)
-        self._depths = torch.zeros(recursions + 1, dtype=torch.float64, device=device)
+        self.meter = meter
+        self._losses_T = torch.zeros(meter.length, dtype=torch.float64, device=meter.sums.device)
         self._rows = 0
 
     def add(self, losses_BT: Tensor, trace: RoutingTrace) -> None:
-        assert trace.depths_BT is not None
         self._losses_T += losses_BT.sum(0, dtype=torch.float64)
-        self._depths += trace.depths_BT.flatten().bincount(minlength=len(self._depths))
+        self.meter.add(trace)
         self._rows += losses_BT.shape[0]
 
     def read(self, model: FathomForCausalLM) -> DepthLimit:
         losses_T = self._losses_T.cpu() / self._rows
-        shares = (self._depths / self._depths.sum()).tolist()
-        running = [sum(shares[recursion + 1 :]) for recursion in range(len(shares) - 1)]
+        running = self.meter.running()
         return DepthLimit(
             max_depth=self.depth,
             loss=float(losses_T.mean()),

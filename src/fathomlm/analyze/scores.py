@@ -1,4 +1,4 @@
-"""Histograms of router scores, selected and unselected tokens apart (thesis 4.5.2; its appendix on router weights).
+"""Histograms of router scores, selected and unselected tokens apart (thesis 4.6.2; its appendix on router weights).
 
     expert   at each recursion, the score by which the causal rule would decide, over the tokens that were asked, split by
              what the top-k selection did. Where two humps do not overlap, causal decoding decides as training did.

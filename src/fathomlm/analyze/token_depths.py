@@ -1,4 +1,4 @@
-"""Which tokens go deep: the mean depth at each token of the vocabulary (thesis 4.5.2, "the allocation of recursion depth").
+"""Which tokens go deep: the mean depth at each token of the vocabulary (thesis 4.6.2, "the allocation of recursion depth").
 
 Depth belongs to a token's place and serves the prediction of what follows. So a token is deep where what comes behind it
 is hard to tell, not where it is hard itself.

@@ -20,7 +20,7 @@ from fathomlm.checkpoints.assemble import ModelBase, Tick, configure, finish, pu
 from fathomlm.checkpoints.huggingface import read_config
 from fathomlm.checkpoints.native import is_native
 from fathomlm.checkpoints.replan import replan
-from fathomlm.checkpoints.resolve import describe, load, locate, open_base, parse_device, parse_dtype
+from fathomlm.checkpoints.resolve import architecture_of, describe, load, locate, open_base, parse_device, parse_dtype
 from fathomlm.checkpoints.source import BaseCheckpoint, layer_parameter_shapes
 from fathomlm.checkpoints.tying import (
     INITS,
@@ -32,7 +32,7 @@ from fathomlm.checkpoints.tying import (
     starting_layers,
 )
 from fathomlm.depth import DepthPlan, LinearSpec, Relaxation, Step, build_routing
-from fathomlm.depth.plan import KVMode, Resize
+from fathomlm.depth.plan import DEFAULT_RECURSIONS, KVMode, Resize
 from fathomlm.depth.relaxation import build_relaxation, check_fits
 from fathomlm.errors import OptionError, choices
 from fathomlm.model.blocks import build_block
@@ -92,7 +92,8 @@ def convert(
     place = parse_device(device)
     base = _base(model)
     how = "add" if resize is True else resize or None
-    plan = DepthPlan.build(sharing or "cycle", 2 if recursions is None else recursions, base.architecture.layers, how)
+    times = DEFAULT_RECURSIONS if recursions is None else recursions
+    plan = DepthPlan.build(sharing or "cycle", times, base.architecture.layers, how)
     routed = _routed(plan, router, kv)
     relaxation = build_relaxation(base.architecture.linears(), relax, rank, prefix_length, linears_only=linears_only)
     check_fits(relaxation, plan)
@@ -122,12 +123,11 @@ def _routed(plan: DepthPlan, router: str | dict[str, Any] | None, kv: KVMode | N
 
 def _looped(model: FathomForCausalLM | str | Path) -> FathomForCausalLM | None:
     """The model, where it is recursive already."""
-    if not isinstance(model, FathomForCausalLM):
-        path = locate(model)
-        if not (path.is_dir() and is_native(read_config(path))):
-            return None
-        model = load(path)
-    return model if model.plan.recursions > 1 else None
+    if isinstance(model, FathomForCausalLM):
+        return model if model.plan.recursions > 1 else None
+    path = locate(model)
+    plan = architecture_of(path)[1]
+    return load(path) if plan is not None and plan.recursions > 1 else None
 
 
 @dataclass(frozen=True, slots=True)

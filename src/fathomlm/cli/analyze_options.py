@@ -83,7 +83,7 @@ def answer(
     if args.json:
         import dataclasses
 
-        from fathomlm.analyze.report import strict
+        from fathomlm.train.report import strict
 
         record = {"kind": args.kind, **dataclasses.asdict(shown), **summary, "files": [str(file) for file in files]}
         print(json.dumps(strict(record), ensure_ascii=False, allow_nan=False))

@@ -10,9 +10,9 @@ import json
 from decimal import Decimal, InvalidOperation
 from pathlib import Path
 
-from fathomlm.cli.plan_options import DEFAULT_RECURSIONS, add_plan_arguments, add_relax_arguments
+from fathomlm.cli.plan_options import add_plan_arguments, add_relax_arguments
 from fathomlm.depth import Architecture, DepthPlan, Relaxation, build_routing, cost
-from fathomlm.depth.plan import KV_MODES
+from fathomlm.depth.plan import DEFAULT_RECURSIONS, KV_MODES
 from fathomlm.depth.presets import PRESETS
 from fathomlm.depth.relaxation import build_relaxation, check_fits
 from fathomlm.depth.routing import ROUTERS

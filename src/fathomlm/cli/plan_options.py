@@ -5,13 +5,11 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from fathomlm.depth.plan import KV_MODES
+from fathomlm.depth.plan import DEFAULT_RECURSIONS, KV_MODES
 from fathomlm.depth.relaxation import DEFAULT_PREFIX_LENGTH, DEFAULT_RANK, KINDS
 from fathomlm.depth.routing import NETWORKS, ROUTERS
 from fathomlm.depth.sharing import STRATEGIES
 from fathomlm.errors import OptionError
-
-DEFAULT_RECURSIONS = 2
 
 
 def add_plan_arguments(parser: argparse.ArgumentParser) -> None:

@@ -15,7 +15,7 @@ from typing import Any, Literal, get_args
 
 from fathomlm.depth.routing import Routing
 from fathomlm.depth.sharing import STRATEGIES, kept_apart, spread
-from fathomlm.errors import PlanError, choices
+from fathomlm.errors import OptionError, PlanError, choices
 
 Resize = Literal["add", "drop"]
 Part = Literal["prelude", "core", "coda"]
@@ -23,6 +23,8 @@ KVMode = Literal["cache", "share", "hybrid"]
 """Whose keys and values a step looks at: its own, for the tokens that run it; those of the first use of its layer; or those
 with its own written over them (thesis 4.3.3, and its appendix on KV sharing)."""
 KV_MODES: tuple[str, ...] = get_args(KVMode)
+DEFAULT_RECURSIONS = 2
+"""Of a model that is to be looped, where nobody says how often."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,6 +187,11 @@ class DepthPlan:
     def reads_kv(self, step: Step) -> bool:
         """Whether a step makes no keys and values of its own."""
         return self.kv == "share" and self.kv_sources[step.index] != step.index
+
+    def check_recompute(self, how: str) -> None:
+        """Refuse activation checkpointing where a step's entries are read after it."""
+        if how != "none" and self.kv != "cache":
+            raise OptionError(f"recompute: {how} does not go with kv mode '{self.kv}': its entries outlive a step")
 
     def recursion_steps(self, recursion: int) -> tuple[Step, ...]:
         """The core's steps in one recursion, in order."""

@@ -6,7 +6,6 @@ Shapes: B batch, T new tokens, S all tokens so far, M hidden width, V vocabulary
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
-from functools import partial
 from typing import Literal, Protocol
 
 import torch
@@ -122,14 +121,14 @@ class Decoder(nn.Module):
             x = self._walk(x, [step for step in self.plan if step.recursion < deepest], sights, kv)
         else:
             routed = self._routed(self._walk)
-            if isinstance(cache, RoutedCache):
-                core = partial(routed.cached, rows=rows, cache=cache, control=control, trace=trace)
-            else:
-                if cache is not None:
-                    raise ValueError("a routed model keeps its entries in a RoutedCache (fathomlm.cache.build_cache)")
-                core = partial(routed.whole, rows=rows, kv=Passing(self.plan), control=control, trace=trace)
             x = self._walk(x, self._part("prelude"), sights, kv)
-            x = self._walk(core(x), self._part("coda"), sights, kv)
+            if isinstance(kv, RoutedCache):
+                x = routed.cached(x, rows, kv, control, trace)
+            elif isinstance(kv, Passing):
+                x = routed.whole(x, rows, kv, control, trace)
+            else:
+                raise ValueError("a routed model keeps its entries in a RoutedCache (fathomlm.cache.build_cache)")
+            x = self._walk(x, self._part("coda"), sights, kv)
         if cache is not None:
             cache.advance(x.shape[1])
         out: Tensor = self.norm(x)
@@ -228,10 +227,7 @@ class Decoder(nn.Module):
         """The walk, keeping activations or computing them again in the backward pass."""
         if recompute == "none" or not torch.is_grad_enabled():
             return self._walk
-        if self.plan.kv != "cache":
-            raise OptionError(
-                f"recompute: {recompute} does not go with kv mode '{self.plan.kv}': its entries outlive a step"
-            )
+        self.plan.check_recompute(recompute)
 
         def run(x: Tensor, steps: Sequence[Step], sights: Sights, kv: Cache | Passing) -> Tensor:
             parts = [[step] for step in steps] if recompute == "layer" else [steps]

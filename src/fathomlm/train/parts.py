@@ -126,8 +126,7 @@ def check_plan(recipe: Recipe, plan: DepthPlan) -> None:
     """Refuse losses and recomputation that do not go with the plan, which may be a source's own."""
     if plan.routing is not None and recipe.loss.layerwise is not None:
         raise OptionError("a routed model has one output: loss.layerwise does not go with it")
-    if recipe.recompute != "none" and plan.kv != "cache":
-        raise OptionError(f"recompute: {recipe.recompute} does not go with kv mode '{plan.kv}': its entries outlive a step")
+    plan.check_recompute(recipe.recompute)
 
 
 def check_rows(recipe: Recipe, architecture: Architecture) -> None:

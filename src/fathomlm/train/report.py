@@ -50,7 +50,7 @@ class Reporter:
         self._wandb = _wandb(recipe, directory) if recipe.log.wandb is not None else None
 
     def write(self, record: Record) -> None:
-        record = _strict(record)
+        record = strict(record)
         numbers = _flat(record)
         with _writing(self._path):
             self._file.write(json.dumps(record) + "\n")
@@ -100,10 +100,12 @@ def _keep_until(path: Path, step: int) -> None:
         temporary.write_text("".join(json.dumps(record) + "\n" for record in kept), encoding="utf-8")
 
 
-def _strict(value: Any) -> Any:
-    """JSON has no infinity and no NaN: a loss that is not finite is null."""
+def strict(value: Any) -> Any:
+    """JSON has no infinity and no NaN: what is not finite is null."""
     if isinstance(value, dict):
-        return {key: _strict(inner) for key, inner in value.items()}
+        return {key: strict(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [strict(inner) for inner in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 

@@ -151,7 +151,7 @@ def _from_source(model: ModelRecipe, seed: int) -> FathomForCausalLM:
         return replan(loaded, route_plan(model, loaded.plan), exit_rank=loaded.config.exit_rank, seed=seed)
     tied = convert(
         model.source,
-        sharing=model.sharing or "cycle",
+        sharing=model.sharing,
         recursions=model.recursions,
         init=model.init,
         norm_init=model.norm_init,

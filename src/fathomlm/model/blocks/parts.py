@@ -17,6 +17,7 @@ from fathomlm.cache import Entries, StepKV
 from fathomlm.cache.dense import stack_prefix
 from fathomlm.depth import Architecture, LinearSpec
 from fathomlm.kernels.attention import attention
+from fathomlm.kernels.half import keeps_gradients
 from fathomlm.kernels.norm import RMSNorm
 from fathomlm.kernels.qkv import norm_qkv_rope
 from fathomlm.kernels.rope import apply_rope
@@ -47,14 +48,10 @@ class StepContext:
         return out
 
     def fuses(self, x: Tensor) -> bool:
-        """Whether this is a compiled training step that adds nothing to its layer: some parts then have a faster form.
-
-        Not in float32 on a GPU, where no one looks for speed: there torch 2.11 compiles the forms' forward passes but drops
-        the gradient between two of them (found by `tests/gpu/test_training.py`).
-        """
+        """Whether this is a compiled training step that adds nothing to its layer: some parts then have a faster form."""
         stays = self.kv is not None and self.kv.stores
         plain = self.delta is None and not stays and torch.is_grad_enabled() and torch.compiler.is_compiling()
-        return plain and not (x.is_cuda and x.dtype == torch.float32)
+        return plain and keeps_gradients(x)
 
     def norm(self, name: str, module: nn.Module, x: Tensor) -> Tensor:
         """A norm of the layer, with what this step adds to it."""

@@ -2,6 +2,6 @@
 
 from fathomlm.model.route.routers import Routers, build_routers
 from fathomlm.model.route.trace import DepthControl, RoutingTrace
-from fathomlm.model.route.walk import RoutedWalk, Rows
+from fathomlm.model.route.walk import RoutedWalk
 
-__all__ = ["DepthControl", "RoutedWalk", "Routers", "RoutingTrace", "Rows", "build_routers"]
+__all__ = ["DepthControl", "RoutedWalk", "Routers", "RoutingTrace", "build_routers"]

@@ -25,6 +25,7 @@ class RoutingMeter:
 
     def __init__(self, routing: Routing, length: int, device: torch.device | str = "cpu") -> None:
         self.routing = routing
+        self.length = length
         R = routing.recursions
         self._sizes = {
             "agreed": R,

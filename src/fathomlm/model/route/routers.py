@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from fathomlm.depth import Routing
 from fathomlm.depth.routing import WIDE
+from fathomlm.kernels.half import keeps_gradients
 
 
 class Router(nn.Module):
@@ -85,7 +86,6 @@ class Routers(nn.Module):
         """token, loss-free: added to the scores for the selection only, and moved by `balance`; no gradient reaches it."""
         if not expert and routing.balancing == "loss_free":
             self.bias = nn.Parameter(torch.zeros(routing.recursions), requires_grad=False)
-
         self._fork: Callable[..., Any] = fork
         self._advance: Callable[..., Any] = advance
 
@@ -107,8 +107,7 @@ class Routers(nn.Module):
         if self.routing.network == "linear":
             router = self.main[recursion]
             assert isinstance(router, Router)
-            # Compiled in float32 on a GPU, such a function loses gradients under torch 2.11 (`StepContext.fuses`).
-            run = fork if x_BNM.is_cuda and x_BNM.dtype == torch.float32 else self._fork
+            run = self._fork if keeps_gradients(x_BNM) else fork
             x, logits = run(x_BNM, router.out.weight[0])
             return x, logits
         return x_BNM, self.logits(recursion, x_BNM)

@@ -14,7 +14,7 @@ from fathomlm.errors import OptionError
 
 @dataclass(frozen=True, slots=True)
 class DepthControl:
-    """Depth at inference (thesis 4.5.3, test-time scaling)."""
+    """Depth at inference (thesis 4.6.3, test-time scaling)."""
 
     max_depth: int | None = None
     """At most this many recursions."""

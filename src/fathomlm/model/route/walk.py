@@ -222,6 +222,3 @@ class _TokenChoice:
             return
         self._trace.depth_logits_BTR, self._trace.depth_scores_BTR = self._logits, self._scores
         self._trace.depths_BT, self._trace.keep_BT = (self._last + 1) * self._keep, self._rows.keep
-
-
-__all__ = ["RoutedWalk", "Rows"]
