@@ -7,8 +7,9 @@ masters, compiled. MFU is 6 x parameters (a tied embedding once; looped layers a
 sustained dense bf16 rate; attention's own products are left out of it, so it understates the arithmetic done. A routed
 model (mor2, mor3, mor4: that many recursions, expert-choice) is counted by the tokens that run each recursion.
 
-Every variant is measured twice: in passes of 16 x 2048 tokens, and in passes of 64 x 2048, recorded under "64x2048".
-Ratios to vanilla are taken within either setting. Several passes make a step, whose gradients are added up.
+Every variant is measured in several settings: steps of one pass of 16 x 2048 tokens; of eight such passes, whose gradients
+are added up; and of two passes of 64 x 2048. Ratios to vanilla are taken within a setting. Each setting has its key; what
+stands outside is the setting named by `main`.
 """
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ from fathomlm.train.schedule import LearningRate
 from fathomlm.train.setup import compile_layers
 
 CONTEXT = 2048
-LARGE = "64x2048"
+SETTINGS = {"16x2048": (16, 16), "8 x 16x2048": (128, 16), "2 x 64x2048": (128, 64)}
+"""Rows of a step, and rows of a pass."""
 GROUP = 5
 """Steps between waits for the GPU, as between two records of a run."""
 
@@ -66,7 +68,7 @@ def variants() -> dict[str, tuple[Architecture, DepthPlan, Relaxation | None, Lo
     }
 
 
-def measure(name: str, rows: int, micro: int, steps: int, top: int) -> dict[str, Any]:
+def measure(name: str, rows: int, micro: int, seconds: float, top: int) -> dict[str, Any]:
     architecture, plan, relaxation, loss = variants()[name]
     device = torch.device("cuda")
     torch.manual_seed(0)
@@ -79,6 +81,7 @@ def measure(name: str, rows: int, micro: int, steps: int, top: int) -> dict[str,
     compile_layers(decoder)
     recipe = Recipe(precision="bf16", loss=loss)
     objective = Objective(decoder, loss)
+    objective.compile_parts()
     optimizer = build_optimizer(objective, recipe.optimizer)
     world = World(0, 1, device)
     stepper = Stepper(recipe, objective, objective, optimizer, LearningRate.of(recipe.schedule, 1000), world)
@@ -90,8 +93,8 @@ def measure(name: str, rows: int, micro: int, steps: int, top: int) -> dict[str,
         stepper.step(batches, number, wants_stop=False)
     torch.cuda.synchronize()
     warm = time.perf_counter() - begin
-    times = []
-    for _ in range(steps // GROUP):
+    times: list[float] = []
+    while GROUP * sum(times) < seconds:
         begin, behind = time.perf_counter(), None
         for number in range(GROUP):
             pending = stepper.step(batches, number, wants_stop=False)
@@ -161,21 +164,25 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--only", nargs="*", default=list(variants()))
-    parser.add_argument("--rows", type=int, default=128)
-    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--settings", nargs="*", default=list(SETTINGS), choices=list(SETTINGS))
+    parser.add_argument("--main", default=next(iter(SETTINGS)), choices=list(SETTINGS))
+    parser.add_argument("--seconds", type=float, default=6.0, help="measured at least, in groups of steps")
+    parser.add_argument("--blas", choices=("cublas", "cublaslt"), help="which library multiplies; torch's choice by default")
     parser.add_argument("--top", type=int, default=14, help="kernels to list")
     args = parser.parse_args()
-    record: dict[str, Any] = {"environment": environment(), LARGE: {}}
+    if args.blas is not None:
+        torch.backends.cuda.preferred_blas_library(args.blas)
+    record: dict[str, Any] = {"environment": environment(), "main": args.main, "blas": args.blas or "torch's choice"}
+    settings: dict[str, dict[str, Any]] = {setting: {} for setting in args.settings}
     for name in args.only:
-        for setting, micro in ((None, 16), (LARGE, 64)):
-            place = record if setting is None else record[setting]
-            place[name] = measure(name, args.rows, micro, args.steps, args.top if setting is None else 0)
+        for setting, place in settings.items():
+            place[name] = measure(name, *SETTINGS[setting], args.seconds, args.top if setting == args.main else 0)
             compare(place, name)
             print(describe(name, place[name]), flush=True)
             gc.collect()
             if args.out is not None:
-                args.out.write_text(json.dumps(record, indent=1) + "\n")
-    print(json.dumps(record))
+                whole = record | settings.get(args.main, {}) | {"settings": settings}
+                args.out.write_text(json.dumps(whole, indent=1) + "\n")
 
 
 def compare(place: dict[str, Any], name: str) -> None:

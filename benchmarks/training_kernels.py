@@ -49,7 +49,7 @@ def main() -> None:
     args = parser.parse_args()
     both, d_inner = bf16(TOKENS, 2 * INNER), bf16(TOKENS, INNER)
     x, d_normed, d_stream = (bf16(TOKENS, M) for _ in range(3))
-    weight, scale = torch.rand(M, device="cuda"), torch.rand(TOKENS, device="cuda")
+    scale = torch.rand(TOKENS, device="cuda")
     logits, targets = bf16(8192, VOCAB), torch.randint(0, VOCAB, (8192,), device="cuda")
     heads = [bf16(16, 2048, n, D).transpose(1, 2) for n in (H, G, G)]
     product = bf16(16, 2048, (H + 2 * G) * D)
@@ -64,8 +64,8 @@ def main() -> None:
         ),
         "norm": measure(
             half,
-            {"PROGRAMS": (264, 528, 1056, 2112), "GROUP": (1, 2, 4, 8), "WARPS": (4, 8)},
-            lambda: half.norm_backward(x, d_normed, d_stream, weight, scale),
+            {"GROUP": (1, 2, 4, 8), "WARPS": (1, 2, 4, 8)},
+            lambda: half.norm_backward(x, d_normed, d_stream, scale),
             2 * TOKENS * 4 * M,
         ),
         "cross_entropy": measure(
@@ -83,7 +83,7 @@ def main() -> None:
         "qkv, forth": measure(
             qkv,
             {"WARPS": (1, 2, 4)},
-            lambda: qkv.rotate_and_split(product, H, G, angle, angle),
+            lambda: qkv.rotate_and_split(product, H, G, angle, angle, scale),
             2 * TOKENS * 2 * (H + 2 * G) * D,
         ),
     }

@@ -5,7 +5,8 @@
     small = fathomlm.convert(model, sharing="cycle", recursions=2, init="average", relax="lora", rank=64)
     small.save_pretrained("small")
 
-Importing the package also teaches `transformers.AutoModelForCausalLM` and `AutoConfig` to read FathomLM directories.
+Importing the package also teaches transformers' `AutoModelForCausalLM`, `AutoModelForSeq2SeqLM` and `AutoConfig` to read
+FathomLM directories.
 """
 
 from __future__ import annotations
@@ -21,20 +22,26 @@ if TYPE_CHECKING:
     from fathomlm.checkpoints.export import export
     from fathomlm.checkpoints.resolve import load
     from fathomlm.checkpoints.save import save
-    from fathomlm.decode.full import Generation, Session, generate
+    from fathomlm.decode.exiting import Exiting
+    from fathomlm.decode.full import Session, generate
     from fathomlm.decode.prompts import chat_prompt
+    from fathomlm.decode.rows import Generation
     from fathomlm.decode.sampling import Sampling
     from fathomlm.depth import Architecture, DepthPlan, Relaxation
     from fathomlm.errors import FathomError
     from fathomlm.model.hub import FathomConfig, FathomForCausalLM
+    from fathomlm.model.seq2seq import FathomForSeq2SeqLM, FathomSeq2SeqConfig
 
 _PUBLIC = {
     "Architecture": "fathomlm.depth",
     "DepthPlan": "fathomlm.depth",
+    "Exiting": "fathomlm.decode.exiting",
     "FathomConfig": "fathomlm.model.hub",
     "FathomError": "fathomlm.errors",
     "FathomForCausalLM": "fathomlm.model.hub",
-    "Generation": "fathomlm.decode.full",
+    "FathomForSeq2SeqLM": "fathomlm.model.seq2seq",
+    "FathomSeq2SeqConfig": "fathomlm.model.seq2seq",
+    "Generation": "fathomlm.decode.rows",
     "Relaxation": "fathomlm.depth",
     "Sampling": "fathomlm.decode.sampling",
     "Session": "fathomlm.decode.full",
@@ -49,9 +56,12 @@ _PUBLIC = {
 __all__ = [
     "Architecture",
     "DepthPlan",
+    "Exiting",
     "FathomConfig",
     "FathomError",
     "FathomForCausalLM",
+    "FathomForSeq2SeqLM",
+    "FathomSeq2SeqConfig",
     "Generation",
     "Relaxation",
     "Sampling",
@@ -84,4 +94,5 @@ def __dir__() -> list[str]:
 # The command imports what its verb needs; everyone else gets the transformers registration with `import fathomlm`.
 # While `python -m fathomlm` imports this package, the first word is still "-m".
 if Path((sys.argv or [""])[0]).stem not in ("fathomlm", "-m"):
-    import fathomlm.model.hub  # noqa: F401
+    import fathomlm.model.hub
+    import fathomlm.model.seq2seq  # noqa: F401

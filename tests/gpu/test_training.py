@@ -13,6 +13,7 @@ from fathomlm.depth import Architecture, DepthPlan
 from fathomlm.depth.relaxation import build_relaxation
 from fathomlm.kernels import cross_entropy, half, qkv, swiglu
 from fathomlm.model.decoder import Decoder
+from fathomlm.train.losses.head import _add_product
 from fathomlm.train.objective import Objective
 from fathomlm.train.recipe import ExitRecipe, LossRecipe
 
@@ -53,11 +54,11 @@ def test_packing_kernel_means_what_its_twin_means(heads: int, groups: int, head_
     d_k, d_v = (torch.randn(B, groups, T, head_dim, device=CUDA) for _ in range(2))
     angle = torch.randn(B, 1, T, head_dim // 2, device=CUDA)
     cos, sin = torch.cat((angle.cos(), angle.cos()), -1), torch.cat((-angle.sin(), angle.sin()), -1)
-    scale = torch.rand(B * T, device=CUDA)
+    scale = torch.rand(B * T, device=CUDA) + 0.5
     fast = qkv.unrotate_and_pack(d_q, d_k, d_v, cos, sin, scale)
     torch.testing.assert_close(fast, qkv.plain_unrotate_and_pack(d_q, d_k, d_v, cos, sin, scale), rtol=1e-5, atol=1e-5)
     product = torch.randn(B, T, (heads + 2 * groups) * head_dim, device=CUDA)
-    ours, theirs = (f(product, heads, groups, cos, sin) for f in (qkv.rotate_and_split, qkv.plain_rotate_and_split))
+    ours, theirs = (f(product, heads, groups, cos, sin, scale) for f in (qkv.rotate_and_split, qkv.plain_rotate_and_split))
     for one, other in zip(ours, theirs, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
 
@@ -65,13 +66,17 @@ def test_packing_kernel_means_what_its_twin_means(heads: int, groups: int, head_
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("tokens", "width"), [(37, 96), (5000, 960), (2048, 2048)])
 def test_norm_kernel_means_what_its_twin_means(dtype: torch.dtype, tokens: int, width: int) -> None:
-    x, d_normed, d_stream = (torch.randn(tokens, width, device=CUDA, dtype=dtype) for _ in range(3))
-    weight = torch.rand(width, device=CUDA) + 0.5
+    x, pull, d_stream = (torch.randn(tokens, width, device=CUDA, dtype=dtype) for _ in range(3))
     scale = torch.rsqrt(x.float().pow(2).mean(-1) + 1e-5)
-    fast = half.norm_backward(x, d_normed, d_stream, weight, scale)
-    slow = half.plain_norm_backward(x, d_normed, d_stream, weight, scale)
-    torch.testing.assert_close(fast[0], slow[0], rtol=NEAR[dtype], atol=NEAR[dtype])
-    torch.testing.assert_close(fast[1], slow[1], rtol=1e-4, atol=1e-3)
+    fast, slow = (f(x, pull, d_stream, scale) for f in (half.norm_backward, half.plain_norm_backward))
+    torch.testing.assert_close(fast, slow, rtol=NEAR[dtype], atol=NEAR[dtype])
+
+
+def test_the_head_adds_its_products_in_float32() -> None:
+    total, a, b = torch.randn(96, 64, device=CUDA), *(torch.randn(256, n, device=CUDA).bfloat16() for n in (96, 64))
+    wanted = total.double() + a.double().T @ b.double()
+    _add_product(total, a.T, b)
+    torch.testing.assert_close(total.double(), wanted, rtol=1e-5, atol=1e-4)
 
 
 @pytest.mark.parametrize("relax", [None, "lora"])
@@ -115,8 +120,7 @@ def test_compiled_bfloat16_gradients_are_as_near_to_float32_as_eager_ones(autoca
         return {name: p.grad.float() for name, p in decoder.named_parameters() if p.grad is not None}
 
     exact, eager = gradients(torch.float32), gradients(torch.bfloat16)
-    for layer in decoder.layers:
-        layer.compile()
+    decoder.compile_for_training()
     compiled = gradients(torch.bfloat16)
     for name, wanted in exact.items():
         errors = [float((found[name] - wanted).norm() / wanted.norm()) for found in (compiled, eager)]

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from fathomlm.kernels.cross_entropy import plain_cross_entropy_
-from fathomlm.kernels.half import effective_weight, normed
-from fathomlm.kernels.norm import rms_norm
+from fathomlm.kernels.half import folded
 from fathomlm.kernels.qkv import norm_qkv_rope, plain_norm_qkv_rope
 from fathomlm.kernels.swiglu import norm_swiglu_mlp, plain_norm_swiglu_mlp
 
@@ -37,7 +36,9 @@ def assert_same(fast: list[Tensor], slow: list[Tensor]) -> None:
 def test_the_gated_half_is_its_plain_form(plus_one: bool) -> None:
     inputs = x, norm, gate, up, down = random(10, 6), random(6), random(8, 6), random(8, 6), random(6, 8)
     assert_same(
-        outputs_and_gradients(lambda: [norm_swiglu_mlp(x, norm, 1e-5, plus_one, gate, up, down)], inputs),
+        outputs_and_gradients(
+            lambda: [norm_swiglu_mlp(x, 1e-5, folded((gate, up), norm, plus_one, torch.float32), down)], inputs
+        ),
         outputs_and_gradients(lambda: [plain_norm_swiglu_mlp(x, norm, 1e-5, plus_one, gate, up, down)], inputs),
     )
 
@@ -55,17 +56,21 @@ def test_the_entrance_of_attention_is_its_plain_form(heads: int, groups: int, pl
     )
     angle = torch.randn(B, 1, T, D // 2)
     cos, sin = torch.cat((angle.cos(), angle.cos()), -1), torch.cat((-angle.sin(), angle.sin()), -1)
-    settings = norm, 1e-5, plus_one, q, k, v, cos, sin, D
+
+    def fast() -> Sequence[Tensor]:
+        return norm_qkv_rope(x, 1e-5, folded((q, k, v), norm, plus_one, torch.float32), heads, groups, cos, sin)
+
     assert_same(
-        outputs_and_gradients(lambda: norm_qkv_rope(x, *settings), inputs),
-        outputs_and_gradients(lambda: plain_norm_qkv_rope(x, *settings), inputs),
+        outputs_and_gradients(fast, inputs),
+        outputs_and_gradients(lambda: plain_norm_qkv_rope(x, norm, 1e-5, plus_one, q, k, v, cos, sin, D), inputs),
     )
 
 
-def test_a_norm_with_weights_in_bfloat16_computes_in_float32() -> None:
-    x, weight = torch.randn(8, 256).bfloat16(), (0.02 * torch.randn(256)).bfloat16()
-    found, _ = normed(x, effective_weight(weight, plus_one=True), 1e-5, torch.bfloat16)
-    assert torch.equal(found, rms_norm(x, weight, 1e-5, plus_one=True))
+def test_a_norm_in_bfloat16_is_folded_in_float32() -> None:
+    """1 + w, rounded before the product, would lose most of a small w."""
+    weight, norm = torch.randn(8, 256).bfloat16(), (0.02 * torch.randn(256)).bfloat16()
+    found = folded((weight,), norm, plus_one=True, dtype=torch.bfloat16)
+    assert torch.equal(found, (weight.double() * (1 + norm.double())).float().bfloat16())
 
 
 def test_cross_entropy_leaves_its_gradient_in_the_logits() -> None:

@@ -57,6 +57,39 @@ def test_gradients_are_those_of_the_eager_step(kind: str, one_thread: None) -> N
         torch.testing.assert_close(fast[name], slow[name], rtol=1e-3, atol=near + 1e-6, msg=lambda m, n=name: f"{n}: {m}")
 
 
+@pytest.mark.parametrize("kv", ["cache", "share"])
+@pytest.mark.parametrize("recompute", ["none", "recursion"])
+def test_a_looped_layer_is_packed_once_for_all_its_uses(
+    kv: Any, recompute: Any, one_thread: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if (kv, recompute) == ("share", "recursion"):
+        pytest.skip("shared entries outlive a step")
+    torch.manual_seed(0)
+    plan = DepthPlan.build("middle-cycle", 2, 6).with_kv(kv)
+    decoder = Decoder(Architecture(family="llama", **SHAPE | {"layers": 6}), plan)
+    decoder.reset_parameters(std=0.2)
+    tokens = torch.randint(0, 50, (2, 9))
+
+    def found() -> dict[str, torch.Tensor]:
+        decoder.zero_grad()
+        decoder.states(tokens, recompute=recompute)[5].square().sum().backward()
+        return {name: p.grad.clone() for name, p in decoder.named_parameters() if p.grad is not None}
+
+    slow = found()
+    packed = []
+    original = parts.Block.pack
+    monkeypatch.setattr(parts.Block, "pack", lambda self, dtype: (packed.append(self), original(self, dtype))[1])
+    decoder.compile_for_training("aot_eager")
+    decoder._pack = lambda layer, dtype: layer.pack(dtype)
+    fast = found()
+    torch._dynamo.reset()
+    assert packed == [decoder.layers[1], decoder.layers[2]]
+    assert fast.keys() == slow.keys()
+    for name in slow:
+        near = 1e-4 * float(slow[name].abs().max())
+        torch.testing.assert_close(fast[name], slow[name], rtol=1e-3, atol=near + 1e-6, msg=lambda m, n=name: f"{n}: {m}")
+
+
 def test_the_plain_llama_layer_does_use_them(monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise the test above would compare a thing with itself."""
     used = []

@@ -3,6 +3,7 @@
 from fathomlm.cache.dense import DenseCache, Entries, StepKV
 from fathomlm.cache.passing import Passing
 from fathomlm.cache.routed import RoutedCache
+from fathomlm.cache.slots import Focus, SlotCache, Span
 from fathomlm.depth import DepthPlan
 
 
@@ -11,4 +12,14 @@ def build_cache(plan: DepthPlan, reserve: int = 64) -> DenseCache | RoutedCache:
     return DenseCache(plan, reserve) if plan.routing is None else RoutedCache(plan, reserve)
 
 
-__all__ = ["DenseCache", "Entries", "Passing", "RoutedCache", "StepKV", "build_cache"]
+__all__ = [
+    "DenseCache",
+    "Entries",
+    "Focus",
+    "Passing",
+    "RoutedCache",
+    "SlotCache",
+    "Span",
+    "StepKV",
+    "build_cache",
+]

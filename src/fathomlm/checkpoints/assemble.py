@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+from torch import nn
 
 from fathomlm.checkpoints.source import BaseCheckpoint, TokenIds, end_ids
 from fathomlm.depth import Architecture, DepthPlan, Relaxation
 from fathomlm.errors import CheckpointError
 from fathomlm.model.hub import FathomConfig, FathomForCausalLM, empty_model
+from fathomlm.model.seq2seq import FathomForSeq2SeqLM, FathomModel, FathomSeq2SeqConfig
 
+Model = TypeVar("Model", FathomForCausalLM, FathomForSeq2SeqLM)
 Reader = Callable[[str], torch.Tensor]
 Tick = Callable[[int, int], None]
 """Told how many layers of how many are done."""
@@ -21,19 +24,43 @@ def configure(
     architecture: Architecture, plan: DepthPlan, relaxation: Relaxation | None, tokens: TokenIds, dtype: torch.dtype
 ) -> FathomConfig:
     """A configuration with the special tokens where transformers looks for them."""
+    return FathomConfig.of(architecture, plan, relaxation, dtype=dtype, **_ids(tokens))
+
+
+def configure_seq2seq(
+    architecture: Architecture,
+    plan: DepthPlan,
+    relaxation: Relaxation | None,
+    encoder: dict[str, Any],
+    tokens: TokenIds,
+    dtype: torch.dtype,
+) -> FathomSeq2SeqConfig:
+    """The same for an encoder-decoder model; `encoder` is what `encoder_record` makes."""
+    relaxed = None if relaxation is None else relaxation.to_dict()
+    return FathomSeq2SeqConfig(
+        architecture=architecture.to_dict(),
+        plan=plan.to_dict(),
+        relaxation=relaxed,
+        encoder_config=encoder,
+        decoder_start_token_id=tokens.start,
+        dtype=dtype,
+        **_ids(tokens),
+    )
+
+
+def _ids(tokens: TokenIds) -> dict[str, Any]:
     eos = tokens.eos[0] if len(tokens.eos) == 1 else list(tokens.eos) or None
-    ids = {"bos_token_id": tokens.bos, "eos_token_id": eos, "pad_token_id": tokens.pad}
-    return FathomConfig.of(architecture, plan, relaxation, dtype=dtype, **ids)
+    return {"bos_token_id": tokens.bos, "eos_token_id": eos, "pad_token_id": tokens.pad}
 
 
-def fill(model: FathomForCausalLM, read: Reader, dtype: torch.dtype, device: torch.device, where: str) -> None:
-    """Give every parameter of an empty model its tensor, checked for shape."""
-    for name, parameter in list(model.decoder.named_parameters()):
-        put(model, name, read(name), dtype, device, tuple(parameter.shape), where)
+def fill(module: nn.Module, read: Reader, dtype: torch.dtype, device: torch.device, where: str) -> None:
+    """Give every parameter of an empty module (a decoder, an encoder) its tensor, checked for shape."""
+    for name, parameter in list(module.named_parameters()):
+        put(module, name, read(name), dtype, device, tuple(parameter.shape), where)
 
 
 def put(
-    model: FathomForCausalLM,
+    module: nn.Module,
     name: str,
     tensor: torch.Tensor,
     dtype: torch.dtype,
@@ -44,7 +71,7 @@ def put(
     if tuple(tensor.shape) != shape:
         raise CheckpointError(f"{where}: '{name}' is {tuple(tensor.shape)}, the configuration asks for {shape}")
     value = tensor.to(device=device, dtype=dtype).contiguous()
-    model.decoder.load_state_dict({name: value}, strict=False, assign=True)
+    module.load_state_dict({name: value}, strict=False, assign=True)
 
 
 def load_base(base: BaseCheckpoint, dtype: torch.dtype | None, device: torch.device, where: str) -> FathomForCausalLM:
@@ -52,11 +79,11 @@ def load_base(base: BaseCheckpoint, dtype: torch.dtype | None, device: torch.dev
     dtype = dtype or base.dtype
     plan = DepthPlan.vanilla(base.architecture.layers)
     model = empty_model(configure(base.architecture, plan, None, base.tokens, dtype))
-    fill(model, base.tensor, dtype, device, where)
+    fill(model.decoder, base.tensor, dtype, device, where)
     return finish(model, base.tokenizer())
 
 
-def finish(model: FathomForCausalLM, tokenizer: Any | None) -> FathomForCausalLM:
+def finish(model: Model, tokenizer: Any | None) -> Model:
     model.tokenizer = tokenizer
     return model.eval()  # type: ignore[no-any-return]
 
@@ -64,7 +91,7 @@ def finish(model: FathomForCausalLM, tokenizer: Any | None) -> FathomForCausalLM
 class ModelBase:
     """A loaded plain model seen as a base checkpoint, so that one converter serves files and models alike."""
 
-    def __init__(self, model: FathomForCausalLM) -> None:
+    def __init__(self, model: FathomModel) -> None:
         self._model = model
         self._tensors = dict(model.decoder.named_parameters())
 
@@ -79,7 +106,8 @@ class ModelBase:
     @property
     def tokens(self) -> TokenIds:
         config = self._model.config
-        return TokenIds(bos=config.bos_token_id, eos=end_ids(config.eos_token_id), pad=config.pad_token_id)
+        start = config.decoder_start_token_id if isinstance(config, FathomSeq2SeqConfig) else None
+        return TokenIds(bos=config.bos_token_id, eos=end_ids(config.eos_token_id), pad=config.pad_token_id, start=start)
 
     def tensor(self, name: str) -> torch.Tensor:
         """A copy: what is made from a model must not change with it."""

@@ -16,11 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fathomlm.checkpoints.assemble import ModelBase, Tick, configure, finish, put
+from fathomlm.checkpoints.assemble import ModelBase, Tick, configure, configure_seq2seq, finish, put
 from fathomlm.checkpoints.huggingface import read_config
 from fathomlm.checkpoints.native import is_native
 from fathomlm.checkpoints.replan import replan
 from fathomlm.checkpoints.resolve import architecture_of, describe, load, locate, open_base, parse_device, parse_dtype
+from fathomlm.checkpoints.seq2seq import is_seq2seq
 from fathomlm.checkpoints.source import BaseCheckpoint, layer_parameter_shapes
 from fathomlm.checkpoints.tying import (
     INITS,
@@ -40,10 +41,11 @@ from fathomlm.model.decoder import reset_module
 from fathomlm.model.hub import FathomForCausalLM, empty_model
 from fathomlm.model.relax.step import offset_key
 from fathomlm.model.relax.svd import svd_factors
+from fathomlm.model.seq2seq import FathomForSeq2SeqLM, FathomModel, FathomSeq2SeqConfig, empty_seq2seq
 
 
 def convert(
-    model: FathomForCausalLM | str | Path,
+    model: FathomModel | str | Path,
     *,
     sharing: str | None = None,
     recursions: int | None = None,
@@ -61,7 +63,7 @@ def convert(
     device: torch.device | str = "cpu",
     seed: int = 0,
     on_layer: Tick | None = None,
-) -> FathomForCausalLM:
+) -> FathomModel:
     """A recursive model made from a plain one, given as a loaded model or as any source that `load` takes.
 
     `init` defaults to what the thesis found best: average under lora or dora, stepwise otherwise. `rank` is a number for
@@ -69,10 +71,12 @@ def convert(
     biases tied under lora and dora, as the thesis does; otherwise a step has its own offsets for them too.
     `resize` (True or "add", or "drop") changes the unrolled depth where it does not divide. `router` (expert, token, or
     fields of `build_routing` with a kind) lets tokens choose their depth, and `kv` says whose keys and values they see. A
-    recursive model may be given too, to which only a router or another `kv` is added.
+    recursive model may be given too, to which only a router or another `kv` is added. Of an encoder-decoder model the
+    decoder is converted; its encoder is copied.
     """
     if not 0 <= seed < 2**63:
         raise OptionError(f"seed must be a whole number from 0 to 2^63-1, got {seed}")
+    model = _opened(model)
     if (router is not None or kv is not None) and (looped := _looped(model)) is not None:
         tying: dict[str, Any] = {"sharing": sharing, "recursions": recursions, "resize": resize}
         tying |= {
@@ -87,8 +91,8 @@ def convert(
             raise OptionError(f"{name} says how a plain model is tied; this one is recursive already ({describe(looped)})")
         plan = _routed(looped.plan, router, kv)
         looped = copy.deepcopy(looped) if looped is model else looped
-        looped = looped.to(device=parse_device(device), dtype=parse_dtype(dtype))
-        return replan(looped, plan, exit_rank=looped.config.exit_rank, seed=seed)
+        moved: FathomModel = looped.to(device=parse_device(device), dtype=parse_dtype(dtype))
+        return replan(moved, plan, exit_rank=moved.config.exit_rank, seed=seed)
     place = parse_device(device)
     base = _base(model)
     how = "add" if resize is True else resize or None
@@ -99,7 +103,7 @@ def convert(
     check_fits(relaxation, plan)
     start = _Start.of(init, norm_init, relax_init, relaxation)
     kind = parse_dtype(dtype) or base.dtype
-    result = empty_model(configure(base.architecture, plan, relaxation, base.tokens, kind))
+    result = _empty(model, base, plan, relaxation, kind, place)
     _Conversion(base, result, start, kind, place, torch.Generator().manual_seed(seed)).run(on_layer)
     tied = finish(result, base.tokenizer())
     return replan(tied, routed, seed=seed)
@@ -121,13 +125,37 @@ def _routed(plan: DepthPlan, router: str | dict[str, Any] | None, kv: KVMode | N
     return plan if kv is None else plan.with_kv(kv)
 
 
-def _looped(model: FathomForCausalLM | str | Path) -> FathomForCausalLM | None:
-    """The model, where it is recursive already."""
-    if isinstance(model, FathomForCausalLM):
-        return model if model.plan.recursions > 1 else None
+def _opened(model: FathomModel | str | Path) -> FathomModel | Path:
+    """The model, or where it lies. One with an encoder is loaded whole; others are read a tensor at a time."""
+    if isinstance(model, FathomForCausalLM | FathomForSeq2SeqLM):
+        return model
     path = locate(model)
-    plan = architecture_of(path)[1]
-    return load(path) if plan is not None and plan.recursions > 1 else None
+    config = read_config(path) if path.is_dir() else {}
+    return load(path) if is_seq2seq(config) or config.get("model_type") == FathomSeq2SeqConfig.model_type else path
+
+
+def _empty(
+    model: FathomModel | Path,
+    base: BaseCheckpoint,
+    plan: DepthPlan,
+    relaxation: Relaxation | None,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> FathomModel:
+    if not isinstance(model, FathomForSeq2SeqLM):
+        return empty_model(configure(base.architecture, plan, relaxation, base.tokens, dtype))
+    encoder = model.config.encoder_config
+    result = empty_seq2seq(configure_seq2seq(base.architecture, plan, relaxation, encoder, base.tokens, dtype))
+    result.encoder = copy.deepcopy(model.encoder).to(device=device, dtype=dtype)
+    return result
+
+
+def _looped(model: FathomModel | Path) -> FathomModel | None:
+    """The model, where it is recursive already."""
+    if isinstance(model, FathomForCausalLM | FathomForSeq2SeqLM):
+        return model if model.plan.recursions > 1 else None
+    plan = architecture_of(model)[1]
+    return load(model) if plan is not None and plan.recursions > 1 else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,15 +181,14 @@ class _Start:
         return cls(init, norm_init or "average", relax_init or "svd")  # type: ignore[arg-type]
 
 
-def _base(model: FathomForCausalLM | str | Path) -> BaseCheckpoint:
-    if isinstance(model, FathomForCausalLM):
+def _base(model: FathomModel | Path) -> BaseCheckpoint:
+    if isinstance(model, FathomForCausalLM | FathomForSeq2SeqLM):
         if model.plan.recursions > 1 or model.relaxation is not None:
             raise OptionError(f"the model was converted already ({describe(model)}); convert the plain model it came from")
         return ModelBase(model)
-    path = locate(model)
-    if path.is_dir() and is_native(read_config(path)):
-        return _base(load(path))
-    return open_base(path)
+    if model.is_dir() and is_native(read_config(model)):
+        return _base(load(model))
+    return open_base(model)
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,7 +196,7 @@ class _Conversion:
     """One conversion under way: tensors are read from `base` and put into `result` as they are made."""
 
     base: BaseCheckpoint
-    result: FathomForCausalLM
+    result: FathomModel
     start: _Start
     dtype: torch.dtype
     device: torch.device
@@ -179,7 +206,8 @@ class _Conversion:
         plan = self.result.plan
         starts = starting_layers(plan, self.start.init)
         total = plan.unique_layers
-        for name in [n for n, _ in self.result.decoder.named_parameters() if n.split(".")[0] in ("embed", "norm", "head")]:
+        outer = ("embed", "relative", "norm", "head")
+        for name in [n for n, _ in self.result.decoder.named_parameters() if n.split(".")[0] in outer]:
             self._put(name, self.base.tensor(name))
         for layer in range(total):
             if on_layer is not None:
@@ -255,4 +283,4 @@ class _Conversion:
 
     def _put(self, name: str, tensor: Tensor) -> None:
         shape = tuple(self.result.decoder.get_parameter(name).shape)
-        put(self.result, name, tensor, self.dtype, self.device, shape, "the base checkpoint")
+        put(self.result.decoder, name, tensor, self.dtype, self.device, shape, "the base checkpoint")

@@ -14,9 +14,10 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
+from transformers import GenerationConfig
 
 from fathomlm.checkpoints.assemble import Tick
-from fathomlm.checkpoints.families import FAMILIES, hf_name
+from fathomlm.checkpoints.families import family_for, hf_name
 from fathomlm.checkpoints.huggingface import fuse_qkv
 from fathomlm.checkpoints.resolve import dtype_name
 from fathomlm.checkpoints.shards import INDEX, SINGLE
@@ -25,10 +26,11 @@ from fathomlm.checkpoints.writing import check_room, whole_directory
 from fathomlm.depth import Architecture, DepthPlan, Step
 from fathomlm.errors import OptionError
 from fathomlm.model.hub import FathomForCausalLM
+from fathomlm.model.seq2seq import FathomForSeq2SeqLM, FathomModel
 
 
 def export(
-    model: FathomForCausalLM,
+    model: FathomModel,
     out: str | Path,
     *,
     force: bool = False,
@@ -50,21 +52,46 @@ def export(
         )
     unrolled = model.architecture.with_layers(tuple(step.origin for step in model.plan))
     dtype = model.decoder.embed.weight.dtype
-    check_room(out, _bytes(unrolled, dtype))
+    encoder = [] if isinstance(model, FathomForCausalLM) else list(model.encoder.parameters())
+    _check_one_shape(model)
+    check_room(out, _bytes(unrolled, dtype) + sum(p.numel() * p.element_size() for p in encoder))
     with whole_directory(out, force) as directory:
         _write_shards(directory, _tensors(model, on_layer), shard_bytes)
         config = _config(model, unrolled)
         (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-        model.generation_config.save_pretrained(directory)
+        _generation_config(model).save_pretrained(directory)
         if model.tokenizer is not None:
             model.tokenizer.save_pretrained(directory)
     return out
 
 
-def _config(model: FathomForCausalLM, unrolled: Architecture) -> dict[str, Any]:
-    family = FAMILIES[unrolled.family]
+def _check_one_shape(model: FathomModel) -> None:
+    """T5's configuration has one shape for both halves; a decoder that was built apart may have another."""
+    if isinstance(model, FathomForCausalLM):
+        return
+    a, encoder = model.architecture, model.config.encoder_config
+    mine = {"d_ff": a.intermediate, "num_heads": a.heads, "d_kv": a.head_dim, "layer_norm_epsilon": a.norm_eps}
+    mine["relative_attention_num_buckets"] = a.relative_buckets
+    mine["relative_attention_max_distance"] = a.relative_distance
+    for name in (name for name, value in mine.items() if encoder[name] != value):
+        raise OptionError(f"a plain checkpoint has one {name}; the decoder has {mine[name]}, the encoder {encoder[name]}")
+
+
+def _generation_config(model: FathomModel) -> GenerationConfig:
+    if isinstance(model, FathomForCausalLM):
+        return model.generation_config
+    ids = ("decoder_start_token_id", "eos_token_id", "pad_token_id")
+    return GenerationConfig(**{name: getattr(model.config, name) for name in ids})
+
+
+def _config(model: FathomModel, unrolled: Architecture) -> dict[str, Any]:
+    family = family_for(unrolled)
     ids = {key: getattr(model.config, key) for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    if isinstance(model, FathomForSeq2SeqLM):
+        ids["decoder_start_token_id"] = model.config.decoder_start_token_id
+    encoder = model.config.encoder_config if isinstance(model, FathomForSeq2SeqLM) else {}
     return {
+        **encoder,
         "architectures": [family.architecture_class],
         "model_type": family.model_type,
         **family.write(unrolled),
@@ -74,12 +101,16 @@ def _config(model: FathomForCausalLM, unrolled: Architecture) -> dict[str, Any]:
 
 
 @torch.no_grad()
-def _tensors(model: FathomForCausalLM, on_layer: Tick | None) -> Iterator[tuple[str, Tensor]]:
+def _tensors(model: FathomModel, on_layer: Tick | None) -> Iterator[tuple[str, Tensor]]:
     """The plain model's tensors by Hugging Face's names, in order, each made when it is asked for."""
-    family = FAMILIES[model.architecture.family]
+    family = family_for(model.architecture)
     decoder = model.decoder
     plan: DepthPlan = decoder.plan
     yield hf_name(family, "embed.weight"), decoder.embed.weight
+    if isinstance(model, FathomForSeq2SeqLM):
+        yield from ((f"encoder.{name}", parameter) for name, parameter in model.encoder.named_parameters())
+    if decoder.relative is not None:
+        yield hf_name(family, "relative.weight"), decoder.relative.weight
     for step in plan:
         if on_layer is not None:
             on_layer(step.index, plan.unrolled_layers)
@@ -92,11 +123,14 @@ def _tensors(model: FathomForCausalLM, on_layer: Tick | None) -> Iterator[tuple[
         yield hf_name(family, f"norm.{name}"), parameter
     if decoder.head is not None:
         yield hf_name(family, "head.weight"), decoder.head.weight
+    elif model.architecture.cross and model.architecture.head_scale == 1.0:
+        # transformers before version 5 takes an unscaled T5 to have a head of its own.
+        yield hf_name(family, "head.weight"), decoder.embed.weight
     if on_layer is not None:
         on_layer(plan.unrolled_layers, plan.unrolled_layers)
 
 
-def _merged_layer(model: FathomForCausalLM, step: Step) -> dict[str, Tensor]:
+def _merged_layer(model: FathomModel, step: Step) -> dict[str, Tensor]:
     layer, delta = model.decoder.layers[step.layer], model.decoder.delta(step)
     tensors: dict[str, Tensor] = {name: layer.get_parameter(name) for name in layer_parameter_shapes(model.architecture)}
     if delta is None:
@@ -149,4 +183,4 @@ def _write_shards(directory: Path, tensors: Iterator[tuple[str, Tensor]], limit:
 
 def _bytes(architecture: Architecture, dtype: torch.dtype) -> int:
     parameters = architecture.layers * architecture.layer_parameters + architecture.embedding_parameters
-    return (parameters + architecture.norm_parameters) * dtype.itemsize
+    return (parameters + architecture.norm_parameters + architecture.relative_parameters) * dtype.itemsize

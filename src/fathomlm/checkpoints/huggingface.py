@@ -16,7 +16,7 @@ from fathomlm.errors import CheckpointError, FathomError, UnsupportedModel
 
 COMPUTED = re.compile(r"rotary_emb\.inv_freq$|attention\.(bias|masked_bias)$")
 """Buffers of old checkpoints that follow from the configuration."""
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "tokenizer_config.json")
 
 
 class HuggingFaceCheckpoint:
@@ -109,7 +109,12 @@ def tokens_of(directory: Path, config: dict[str, Any]) -> TokenIds:
     if (directory / "generation_config.json").is_file():
         later = read_json(directory / "generation_config.json")
         found |= {key: value for key, value in later.items() if value is not None}
-    return TokenIds(bos=found.get("bos_token_id"), eos=end_ids(found.get("eos_token_id")), pad=found.get("pad_token_id"))
+    return TokenIds(
+        bos=found.get("bos_token_id"),
+        eos=end_ids(found.get("eos_token_id")),
+        pad=found.get("pad_token_id"),
+        start=found.get("decoder_start_token_id"),
+    )
 
 
 def read_tokenizer(directory: Path) -> Any | None:

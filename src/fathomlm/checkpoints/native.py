@@ -1,4 +1,5 @@
-"""FathomLM directories: config.json of type `fathomlm`, safetensors with each weight once, tokenizer files."""
+"""FathomLM directories: config.json of type `fathomlm` or `fathomlm-seq2seq`, safetensors with each weight once, tokenizer
+files."""
 
 from __future__ import annotations
 
@@ -10,21 +11,30 @@ import torch
 from fathomlm.checkpoints.assemble import fill, finish
 from fathomlm.checkpoints.huggingface import read_tokenizer
 from fathomlm.checkpoints.shards import Shards
-from fathomlm.errors import CheckpointError, FathomError
-from fathomlm.model.hub import FathomConfig, FathomForCausalLM, empty_model
+from fathomlm.errors import CheckpointError, FathomError, OptionError
+from fathomlm.model.encoder import build_encoder
+from fathomlm.model.hub import FathomConfig, empty_model
+from fathomlm.model.seq2seq import FathomModel, FathomSeq2SeqConfig, empty_seq2seq
 
 PREFIX = "decoder."
+ENCODER_PREFIX = "encoder."
+CONFIGS: dict[str, type[FathomConfig]] = {kind.model_type: kind for kind in (FathomConfig, FathomSeq2SeqConfig)}
 
 
 def is_native(config: dict[str, Any]) -> bool:
-    return config.get("model_type") == FathomConfig.model_type
+    return config.get("model_type") in CONFIGS
 
 
 def native_config(config: dict[str, Any], where: str) -> FathomConfig:
     """The configuration of a FathomLM directory, checked field by field."""
     try:
-        built: FathomConfig = FathomConfig.from_dict(dict(config))
-        built.build_parts()
+        built: FathomConfig = CONFIGS[config["model_type"]].from_dict(dict(config))
+        architecture, _, _ = built.build_parts()
+        if isinstance(built, FathomSeq2SeqConfig):
+            with torch.device("meta"):
+                build_encoder(built.encoder_config)
+        elif architecture.cross:
+            raise OptionError(f"a decoder over an encoder is of model type '{FathomSeq2SeqConfig.model_type}'")
     except FathomError as error:
         raise CheckpointError(f"{where}: {error}") from error
     except (TypeError, ValueError, KeyError, AttributeError) as error:
@@ -32,12 +42,17 @@ def native_config(config: dict[str, Any], where: str) -> FathomConfig:
     return built
 
 
-def load_native(
-    directory: Path, config: dict[str, Any], dtype: torch.dtype | None, device: torch.device
-) -> FathomForCausalLM:
+def load_native(directory: Path, config: dict[str, Any], dtype: torch.dtype | None, device: torch.device) -> FathomModel:
     shards = Shards(directory)
-    model = empty_model(native_config(config, str(directory)))
+    built = native_config(config, str(directory))
     dtype = dtype or shards.get(f"{PREFIX}embed.weight").dtype
-    model.config.dtype = dtype
-    fill(model, lambda name: shards.get(PREFIX + name), dtype, device, str(directory))
+    built.dtype = dtype
+    where = str(directory)
+    if isinstance(built, FathomSeq2SeqConfig):
+        both = empty_seq2seq(built)
+        fill(both.decoder, lambda name: shards.get(PREFIX + name), dtype, device, where)
+        fill(both.encoder, lambda name: shards.get(ENCODER_PREFIX + name), dtype, device, where)
+        return finish(both, read_tokenizer(directory))
+    model = empty_model(built)
+    fill(model.decoder, lambda name: shards.get(PREFIX + name), dtype, device, where)
     return finish(model, read_tokenizer(directory))

@@ -5,21 +5,30 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from fathomlm.checkpoints.assemble import ModelBase, configure, finish
+from fathomlm.checkpoints.assemble import Model, ModelBase, configure, configure_seq2seq, finish
 from fathomlm.depth import DepthPlan
 from fathomlm.model.decoder import reset_module
-from fathomlm.model.hub import FathomForCausalLM, empty_model
+from fathomlm.model.seq2seq import FathomForSeq2SeqLM
 
 
-def replan(model: FathomForCausalLM, plan: DepthPlan, *, exit_rank: int = 0, seed: int = 0) -> FathomForCausalLM:
+def replan(model: Model, plan: DepthPlan, *, exit_rank: int = 0, seed: int = 0) -> Model:
     """`model` under `plan`, which must lay out the same layers. What the new plan adds (routers, low-rank deltas of
-    exits) is kept where the model has it already, and fresh otherwise; what it leaves out is dropped."""
+    exits) is kept where the model has it already, and fresh otherwise; what it leaves out is dropped. An encoder is the
+    same object in both."""
     if model.plan == plan and model.config.exit_rank == exit_rank:
         return model
     dtype = model.decoder.embed.weight.dtype
-    config = configure(model.architecture, plan, model.relaxation, ModelBase(model).tokens, dtype)
+    parts = model.architecture, plan, model.relaxation
+    tokens = ModelBase(model).tokens
+    if isinstance(model, FathomForSeq2SeqLM):
+        config = configure_seq2seq(*parts, model.config.encoder_config, tokens, dtype)
+    else:
+        config = configure(*parts, tokens, dtype)
     config.exit_rank = exit_rank
-    result = empty_model(config)
+    with torch.device("meta"):
+        result = type(model)(config)
+    if isinstance(model, FathomForSeq2SeqLM):
+        result.encoder = model.encoder
     weights, wanted = model.decoder.state_dict(), result.decoder.state_dict()
     kept = {name: value for name, value in weights.items() if name in wanted and value.shape == wanted[name].shape}
     result.decoder.load_state_dict(kept, strict=False, assign=True)

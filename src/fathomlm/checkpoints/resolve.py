@@ -13,22 +13,24 @@ from fathomlm.checkpoints.fetch import fetch, hub_snapshot
 from fathomlm.checkpoints.gguf import GGUFCheckpoint
 from fathomlm.checkpoints.huggingface import HuggingFaceCheckpoint, architecture_from_config, read_config
 from fathomlm.checkpoints.native import is_native, load_native, native_config
+from fathomlm.checkpoints.seq2seq import Seq2SeqCheckpoint, is_seq2seq, load_seq2seq, seq2seq_architecture
 from fathomlm.checkpoints.source import BaseCheckpoint
 from fathomlm.depth import Architecture, DepthPlan, Relaxation
 from fathomlm.depth.presets import PRESETS
 from fathomlm.errors import ModelNotFound, OptionError, choices
+from fathomlm.model.encoder import encoder_record
 from fathomlm.model.hub import FathomForCausalLM
+from fathomlm.model.seq2seq import FathomForSeq2SeqLM, FathomModel, FathomSeq2SeqConfig
 
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-def load(
-    source: str | Path, dtype: torch.dtype | str | None = None, device: torch.device | str = "cpu"
-) -> FathomForCausalLM:
+def load(source: str | Path, dtype: torch.dtype | str | None = None, device: torch.device | str = "cpu") -> FathomModel:
     """A model from any source, ready to run, with its tokenizer as `model.tokenizer`.
 
-    `dtype` defaults to what the weights are stored in (float32 for quantised GGUF files).
+    `dtype` defaults to what the weights are stored in (float32 for quantised GGUF files). A T5, mT5 or LongT5 comes as a
+    `FathomForSeq2SeqLM`, everything else as a `FathomForCausalLM`.
     """
     place, kind = parse_device(device), parse_dtype(dtype)
     path = locate(source)
@@ -36,12 +38,24 @@ def load(
         config = read_config(path)
         if is_native(config):
             return load_native(path, config, kind, place)
-    return load_base(open_base(path), kind, place, str(source))
+    base = open_base(path)
+    if isinstance(base, Seq2SeqCheckpoint):
+        return load_seq2seq(base, kind, place, str(source))
+    return load_base(base, kind, place, str(source))
+
+
+def decoder_only(model: FathomModel, what: str) -> FathomForCausalLM:
+    """The model, where it has no encoder; `what` is what cannot be done with one that has."""
+    if isinstance(model, FathomForSeq2SeqLM):
+        raise OptionError(f"{what} takes decoder-only models; this is an encoder-decoder ({model.architecture.family})")
+    return model
 
 
 def open_base(path: Path) -> BaseCheckpoint:
-    """The lazily read checkpoint of a plain model at a path."""
-    return HuggingFaceCheckpoint(path) if path.is_dir() else GGUFCheckpoint(path)
+    """The lazily read checkpoint of a plain model at a path; of an encoder-decoder model it gives the decoder."""
+    if not path.is_dir():
+        return GGUFCheckpoint(path)
+    return Seq2SeqCheckpoint(path) if is_seq2seq(read_config(path)) else HuggingFaceCheckpoint(path)
 
 
 def architecture_of(source: str | Path) -> tuple[Architecture, DepthPlan | None, Relaxation | None]:
@@ -54,7 +68,21 @@ def architecture_of(source: str | Path) -> tuple[Architecture, DepthPlan | None,
     config = read_config(path)
     if is_native(config):
         return native_config(config, str(path)).build_parts()
+    if is_seq2seq(config):
+        return seq2seq_architecture(path, config), None, None
     return architecture_from_config(config, str(path)), None, None
+
+
+def encoder_of(source: str | Path) -> dict[str, Any] | None:
+    """What a source's configuration says of its encoder; None of a decoder-only model."""
+    if str(source) in PRESETS and not Path(source).exists():
+        return None
+    path = locate(source, config_only=True)
+    config = {} if path.is_file() else read_config(path)
+    if is_seq2seq(config):
+        return encoder_record(config)
+    built = native_config(config, str(path)) if is_native(config) else None
+    return dict(built.encoder_config) if isinstance(built, FathomSeq2SeqConfig) else None
 
 
 def locate(source: str | Path, config_only: bool = False) -> Path:
@@ -85,7 +113,7 @@ def parse_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
     return DTYPES[dtype]
 
 
-def dtype_name(model: FathomForCausalLM) -> str:
+def dtype_name(model: FathomModel) -> str:
     """The number format of a model's weights, as users write it."""
     return str(model.decoder.embed.weight.dtype).removeprefix("torch.")
 

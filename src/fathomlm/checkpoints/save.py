@@ -7,15 +7,15 @@ from pathlib import Path
 from transformers.utils import logging as hf_logging
 
 from fathomlm.checkpoints.writing import check_room, whole_directory
-from fathomlm.model.hub import FathomForCausalLM
+from fathomlm.model.seq2seq import FathomModel
 
 
-def weight_bytes(model: FathomForCausalLM) -> int:
+def weight_bytes(model: FathomModel) -> int:
     """What the weights take, shared ones once."""
     return sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
 
 
-def save(model: FathomForCausalLM, out: str | Path, force: bool = False) -> Path:
+def save(model: FathomModel, out: str | Path, force: bool = False) -> Path:
     """`save_pretrained`, made atomic."""
     out = Path(out)
     check_room(out, weight_bytes(model))

@@ -4,6 +4,7 @@
     layers.I.attn.{q,k,v,o}.{weight,bias}     layers.I.norm_mlp.{weight,bias}
     layers.I.attn.{q_norm,k_norm}.weight      layers.I.{norm_attn_out,norm_mlp_out}.weight   (sandwich)
     layers.I.mlp.{gate,up,down}.{weight,bias} norm.{weight,bias}, head.weight                (untied)
+    layers.I.cross.{q,k,v,o}.weight           layers.I.norm_cross.weight, relative.weight    (T5)
 
 Reading a tensor at a time is what keeps a conversion's memory near the size of its result.
 """
@@ -26,6 +27,8 @@ class TokenIds:
     eos: tuple[int, ...] = ()
     """Every token that ends a text; some checkpoints have several."""
     pad: int | None = None
+    start: int | None = None
+    """What the decoder of an encoder-decoder model reads first."""
 
 
 def end_ids(eos: int | list[int] | tuple[int, ...] | None) -> tuple[int, ...]:
@@ -62,6 +65,8 @@ def parameter_shapes(architecture: Architecture) -> dict[str, tuple[int, ...]]:
     """Every tensor that a plain model of this architecture has."""
     table = (architecture.vocab, architecture.hidden)
     shapes: dict[str, tuple[int, ...]] = {"embed.weight": table}
+    if architecture.positions == "relative":
+        shapes["relative.weight"] = (architecture.relative_buckets, architecture.heads)
     for i in range(architecture.layers):
         shapes |= {f"layers.{i}.{name}": shape for name, shape in layer_parameter_shapes(architecture).items()}
     for end in ("weight", "bias") if architecture.norm == "layer" else ("weight",):

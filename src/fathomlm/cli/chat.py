@@ -15,6 +15,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from fathomlm.cli.exit_options import add_exit_arguments, read_exiting
 from fathomlm.cli.sampling_options import (
     add_depth_arguments,
     add_model_arguments,
@@ -26,6 +27,7 @@ from fathomlm.cli.sampling_options import (
 from fathomlm.errors import FathomError, OptionError, OutputError, choices
 
 if TYPE_CHECKING:
+    from fathomlm.decode.exiting import Exiting
     from fathomlm.decode.sampling import Sampling
     from fathomlm.model.hub import FathomForCausalLM
     from fathomlm.model.route import DepthControl
@@ -53,13 +55,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--system", metavar="TEXT", help="the instruction that the conversation begins with")
     add_sampling_arguments(parser, max_new_tokens=512)
     add_depth_arguments(parser)
+    add_exit_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    sampling = read_sampling(args)
+    sampling, exiting = read_sampling(args), read_exiting(args)
     interactive = sys.stdin.isatty()
     model = load_model(args)
-    conversation = Conversation(args.model, model, sampling, args.system, read_depth(args, model))
+    conversation = Conversation(args.model, model, sampling, args.system, read_depth(args, model), exiting)
     if interactive:
         print("A message a line; /help lists commands, Ctrl-D leaves.", file=sys.stderr)
     failed = False
@@ -86,6 +89,7 @@ class Conversation:
         sampling: Sampling,
         system: str | None,
         control: DepthControl | None = None,
+        exiting: Exiting | None = None,
     ) -> None:
         from fathomlm.decode.full import Session
 
@@ -94,7 +98,7 @@ class Conversation:
         self.sampling = sampling
         self.system = system
         self.messages: list[dict[str, str]] = []
-        self._session = Session(model, control)
+        self._session = Session(model, control, exiting)
         self._prompt("Hello")  # a model that cannot chat is refused now, not after the first message
 
     def ask(self, text: str, show: Callable[[str], None]) -> bool:

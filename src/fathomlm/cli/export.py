@@ -27,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from fathomlm.checkpoints.export import export
-    from fathomlm.checkpoints.families import FAMILIES
+    from fathomlm.checkpoints.families import family_for
     from fathomlm.checkpoints.resolve import describe, dtype_name, load
     from fathomlm.checkpoints.save import directory_bytes
     from fathomlm.checkpoints.writing import check_target
@@ -36,7 +36,7 @@ def run(args: argparse.Namespace) -> int:
     model = load(args.model, dtype=args.dtype)
     with layer_bar("exporting") as tick:
         export(model, args.out, force=args.force, on_layer=tick)
-    kind = FAMILIES[model.architecture.family].architecture_class
+    kind = family_for(model.architecture).architecture_class
     size = directory_bytes(args.out)
     if args.json:
         record = {

@@ -12,6 +12,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fathomlm.cli.exit_options import add_exit_arguments, exit_record, exit_statistic, read_exiting
 from fathomlm.cli.sampling_options import (
     add_depth_arguments,
     add_model_arguments,
@@ -23,7 +24,7 @@ from fathomlm.cli.sampling_options import (
 from fathomlm.errors import OptionError
 
 if TYPE_CHECKING:
-    from fathomlm.decode.full import Generation
+    from fathomlm.decode.rows import Generation
     from fathomlm.model.hub import FathomForCausalLM
 
 HELP = "continue a prompt"
@@ -46,29 +47,32 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--json", action="store_true", help="print one JSON object")
     add_sampling_arguments(parser, max_new_tokens=128)
     add_depth_arguments(parser)
+    add_exit_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     prompts = _read_prompts(args)
     _check(args, prompts)
     sampling = read_sampling(args)
+    exiting = read_exiting(args)
 
     from fathomlm.decode.full import generate
 
     begun = time.perf_counter()
     model = load_model(args)
     loaded = time.perf_counter()
-    control = read_depth(args, model)
+    how: dict[str, Any] = {"control": read_depth(args, model), "exiting": exiting}
     inputs = _encode(args, model, prompts)
     if args.stream:
         show = lambda _, piece: print(piece, end="", flush=True)  # noqa: E731
-        results = generate(model, inputs, sampling, on_text=show, control=control)
+        results = generate(model, inputs, sampling, on_text=show, **how)
         print()
     else:
         with _progress(sampling.max_new_tokens) as on_step:
-            results = generate(model, inputs, sampling, on_step=on_step, control=control)
+            results = generate(model, inputs, sampling, on_step=on_step, **how)
     if args.json:
         record = _record(args, model, prompts, results, load_seconds=loaded - begun)
+        record["exits"] = exit_record(exiting, model, results)
         print(json.dumps(record, ensure_ascii=False))
         return 0
     if not args.stream:
@@ -169,7 +173,7 @@ def _statistic(results: Sequence[Generation]) -> str:
     ended = ENDED[results[0].finish] if len(results) == 1 else f"{len(results)} texts"
     return (
         f"[{prompt_tokens} prompt tokens in {results[0].prefill_seconds:.2f} s, {tokens} new in {seconds:.2f} s, "
-        f"{_rate(results):.1f} tokens/s; {_depths(results)}{ended}]"
+        f"{_rate(results):.1f} tokens/s; {_depths(results)}{exit_statistic(results)}{ended}]"
     )
 
 

@@ -83,6 +83,7 @@ def run(args: argparse.Namespace) -> int:
             "router": None if plan.routing is None else plan.routing.kind,
             "kv": plan.kv,
         }
+        about |= {"encoder_parameters": _encoder_parameters(args.model)} if architecture.cross else {}
         print(json.dumps(about | counted.to_dict()))
         return 0
     base = cost.count(architecture, DepthPlan.vanilla(plan.base_layers), tokens=tokens, context=args.context)
@@ -90,7 +91,12 @@ def run(args: argparse.Namespace) -> int:
         f"FLOPs at a context of {args.context} tokens; cache in 16 bits. Sequences that fit: where "
         f"{cost.REFERENCE_BATCH} of the same plan without routing or sharing fill the memory for the shared layers' cache."
     )
-    _print_table(_title(args, architecture, plan, relaxation), _rows(counted, base), caption)
+    rows = _rows(counted, base)
+    if architecture.cross:
+        size = _short(_encoder_parameters(args.model))
+        rows.insert(3, ("parameters of the encoder", size, size))
+        caption += " The other figures are the decoder's, over a source as long as the context."
+    _print_table(_title(args, architecture, plan, relaxation), rows, caption)
     return 0
 
 
@@ -113,6 +119,15 @@ def _read(model: str) -> tuple[Architecture, DepthPlan | None, Relaxation | None
     from fathomlm.checkpoints.resolve import architecture_of
 
     return architecture_of(model)
+
+
+def _encoder_parameters(model: str) -> int:
+    from fathomlm.checkpoints.resolve import encoder_of
+    from fathomlm.model.encoder import encoder_parameters
+
+    encoder = encoder_of(model)
+    assert encoder is not None
+    return encoder_parameters(encoder)
 
 
 def _needs_a_loop(args: argparse.Namespace, plan: DepthPlan) -> None:

@@ -85,10 +85,10 @@ def read_sampling(args: argparse.Namespace) -> Sampling:
 def load_model(args: argparse.Namespace) -> FathomForCausalLM:
     import torch
 
-    from fathomlm.checkpoints.resolve import load
+    from fathomlm.checkpoints.resolve import decoder_only, load
 
     if args.threads is not None:
         if args.threads < 1:
             raise OptionError(f"--threads must be at least 1, got {args.threads}")
         torch.set_num_threads(args.threads)
-    return load(args.model, args.dtype, args.device)
+    return decoder_only(load(args.model, args.dtype, args.device), "this command")

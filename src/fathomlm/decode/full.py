@@ -16,48 +16,26 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from fathomlm.cache import DenseCache, RoutedCache, build_cache
-from fathomlm.decode.prompts import Prompt, check_context, encode_prompt, encode_prompts, end_tokens
+from fathomlm.cache import DenseCache, RoutedCache, SlotCache, build_cache
+from fathomlm.decode import adaptive
+from fathomlm.decode.exiting import Exiting
+from fathomlm.decode.judge import Judge
+from fathomlm.decode.prompts import Prompt, check_context, encode_prompt, encode_prompts
+from fathomlm.decode.rows import Generation, Row
 from fathomlm.decode.sampling import Sampling, pick, row_generators, seen_tokens
-from fathomlm.decode.text import TextStream
 from fathomlm.errors import OptionError
 from fathomlm.model.decoder import Decoder
 from fathomlm.model.hub import FathomForCausalLM
 from fathomlm.model.route import DepthControl, RoutingTrace
 
 AnyCache = DenseCache | RoutedCache
-Finish = Literal["eos", "stop", "length"]
 MOST_RESERVED = 1024
 """New tokens that the cache sets room aside for at once; longer texts make it grow."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Generation:
-    """What came of one prompt."""
-
-    prompt_tokens: tuple[int, ...]
-    tokens: tuple[int, ...]
-    """Every token that was chosen, the end token included."""
-    text: str
-    """The tokens as text, without special tokens and cut before the stop string; empty without a tokenizer."""
-    finish: Finish
-    """Why it ended: the model's end token, a stop string, or max_new_tokens."""
-    prefill_seconds: float
-    """Reading the prompt, up to the first new token. Rows of a batch are read together and share it."""
-    decode_seconds: float
-    """From the first new token to this row's last."""
-    depths: tuple[int, ...] | None = None
-    """For each token, how many recursions ran at the position that chose it; None where the model has no router."""
-
-    @property
-    def tokens_per_second(self) -> float:
-        """The rate of decoding; the first token belongs to the prefill. 0 where there was only one."""
-        return (len(self.tokens) - 1) / self.decode_seconds if len(self.tokens) > 1 else 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,24 +103,31 @@ def generate(
     on_step: Callable[[int], None] | None = None,
     max_context: int | None = None,
     control: DepthControl | None = None,
+    exiting: Exiting | None = None,
     **options: Any,
 ) -> list[Generation]:
     """Continue each prompt, all of them in one batch.
 
     A prompt is a text or a list of token ids; `options` are fields of `Sampling`, for convenience. `on_text` is given
-    the row and each piece of text as soon as it is safe to show; `on_step` how many tokens each row has so far.
-    `max_context` stands in for the context that the model was trained for; `control` limits how deep tokens go.
+    the row and each piece of text as soon as it is safe to show; `on_step` how many tokens the longest row has so far.
+    `max_context` stands in for the context that the model was trained for; `control` limits how deep tokens go;
+    `exiting` lets them leave early.
     """
     chosen = (sampling or Sampling()).with_options(**options)
+    _check_exiting(model, control, exiting)
     encoded = encode_prompts(model, prompts)
     if not encoded:
         return []
     longest = max(len(tokens) for tokens in encoded)
     check_context(longest, chosen.max_new_tokens, model.architecture.context if max_context is None else max_context)
     rows = [
-        _Row(model, tokens, chosen, None if on_text is None else _tell_row(on_text, i)) for i, tokens in enumerate(encoded)
+        Row(model, tokens, chosen, None if on_text is None else _tell_row(on_text, i)) for i, tokens in enumerate(encoded)
     ]
-    cache = build_cache(model.plan, reserve=longest + min(chosen.max_new_tokens, MOST_RESERVED))
+    reserve = longest + min(chosen.max_new_tokens, MOST_RESERVED)
+    if exiting is not None:
+        slots = adaptive.exit_cache(model.plan, exiting, len(rows), reserve)
+        return adaptive.run(model.decoder, rows, chosen, slots, exiting, on_step)
+    cache = build_cache(model.plan, reserve)
     _run(model.decoder, rows, chosen, cache, on_step, control)
     return [row.result() for row in rows]
 
@@ -153,12 +138,20 @@ class Session:
     The tokens are those of `generate`; only the time differs. Make a new session after the model's weights change.
     """
 
-    def __init__(self, model: FathomForCausalLM, control: DepthControl | None = None) -> None:
+    def __init__(
+        self, model: FathomForCausalLM, control: DepthControl | None = None, exiting: Exiting | None = None
+    ) -> None:
+        _check_exiting(model, control, exiting)
         self.model = model
         self.control = control
+        self.exiting = exiting
         self.held: tuple[int, ...] = ()
         """The tokens whose keys and values are in the cache."""
-        self._cache = build_cache(model.plan, reserve=256)
+        self._cache: AnyCache | SlotCache = (
+            build_cache(model.plan, reserve=256)
+            if exiting is None
+            else adaptive.exit_cache(model.plan, exiting, rows=1, reserve=256)
+        )
 
     def generate(
         self,
@@ -172,15 +165,25 @@ class Session:
         chosen = (sampling or Sampling()).with_options(**options)
         tokens = encode_prompt(self.model, prompt)
         check_context(len(tokens), chosen.max_new_tokens, self.model.architecture.context)
-        row = _Row(self.model, tokens, chosen, on_text)
+        row = Row(self.model, tokens, chosen, on_text)
         # The last prompt token always runs: its scores are what the reply begins from.
         self._cache.truncate(min(_common_prefix(self.held, tokens), len(tokens) - 1))
         try:
-            _run(self.model.decoder, [row], chosen, self._cache, control=self.control)
+            return self._continue(row, chosen)
         finally:
+            if self.exiting is not None and self.exiting.mode == "state-copy":
+                # Copied entries are not those of a prompt; the next turn reads the reply at full depth.
+                self._cache.truncate(len(tokens) - 1)
             # An interrupted pass leaves some steps with more entries than others. The cache counts what all of them have,
             # and the next call truncates to no more than that.
             self.held = (*tokens, *row.tokens)[: self._cache.length]
+
+    def _continue(self, row: Row, sampling: Sampling) -> Generation:
+        if self.exiting is not None:
+            assert isinstance(self._cache, SlotCache)
+            return adaptive.run(self.model.decoder, [row], sampling, self._cache, self.exiting)[0]
+        assert not isinstance(self._cache, SlotCache)
+        _run(self.model.decoder, [row], sampling, self._cache, control=self.control)
         return row.result()
 
     def reset(self) -> None:
@@ -192,7 +195,7 @@ class Session:
 @torch.inference_mode()
 def _run(
     decoder: Decoder,
-    rows: Sequence[_Row],
+    rows: Sequence[Row],
     sampling: Sampling,
     cache: AnyCache,
     on_step: Callable[[int], None] | None = None,
@@ -220,90 +223,22 @@ def _run(
         row.note_times(begun, prefilled)
 
 
-class _Row:
-    """One prompt on its way: what was chosen, what was shown, and whether it is over."""
-
-    def __init__(
-        self, model: FathomForCausalLM, prompt: list[int], sampling: Sampling, on_text: Callable[[str], None] | None
-    ) -> None:
-        if sampling.stop and model.tokenizer is None:
-            raise OptionError("stop strings need a tokenizer, and this model has none")
-        self.prompt = prompt
-        self.tokens: list[int] = []
-        self.depths: list[int] = []
-        self.finish: Finish | None = None
-        self._ends = frozenset() if sampling.ignore_eos else end_tokens(model)
-        self._most = sampling.max_new_tokens
-        self._stream = None if model.tokenizer is None else TextStream(model.tokenizer, stop=sampling.stop, context=prompt)
-        self._watched = bool(sampling.stop) or on_text is not None
-        self._on_text = on_text
-        self._pieces: list[str] = []
-        self._ended = self._prefill_seconds = self._decode_seconds = 0.0
-
-    def take(self, token: int, depth: int | None) -> bool:
-        """Add a token, and the depth that it was chosen at; says whether the row goes on. A row that is over ignores what
-        its place in the batch computes."""
-        if self.finish is not None:
-            return False
-        self.tokens.append(token)
-        if depth is not None:
-            self.depths.append(depth)
-        if token in self._ends:
-            self.finish = "eos"
-        elif self._watched and self._stream is not None:
-            self._show(self._stream.push(token))
-            if self._stream.stopped:
-                self.finish = "stop"
-        if self.finish is None and len(self.tokens) == self._most:
-            self.finish = "length"
-        if self.finish is None:
-            return True
-        self._ended = time.perf_counter()
-        if self._watched:
-            self._close_text()
-        return False
-
-    def note_times(self, begun: float, prefilled: float) -> None:
-        self._prefill_seconds, self._decode_seconds = prefilled - begun, self._ended - prefilled
-
-    def result(self) -> Generation:
-        assert self.finish is not None
-        if self._stream is not None and not self._watched:
-            # Nobody waits for pieces, so the text is made once the model has had the processor to itself.
-            for token in self.tokens[:-1] if self.finish == "eos" else self.tokens:
-                self._pieces.append(self._stream.push(token))
-            self._close_text()
-        return Generation(
-            prompt_tokens=tuple(self.prompt),
-            tokens=tuple(self.tokens),
-            text="".join(self._pieces),
-            finish=self.finish,
-            prefill_seconds=self._prefill_seconds,
-            decode_seconds=self._decode_seconds,
-            depths=tuple(self.depths) if self.depths else None,
-        )
-
-    def _close_text(self) -> None:
-        if self._stream is None:
-            return
-        self._show(self._stream.finish())
-        if self._stream.stopped:
-            self.finish = "stop"
-
-    def _show(self, piece: str) -> None:
-        if piece:
-            self._pieces.append(piece)
-            if self._on_text is not None:
-                self._on_text(piece)
-
-
-def _take_all(rows: Sequence[_Row], chosen: Sequence[int], trace: RoutingTrace | None) -> bool:
+def _take_all(rows: Sequence[Row], chosen: Sequence[int], trace: RoutingTrace | None) -> bool:
     """Each row its token; says whether any goes on."""
     depths: Sequence[int | None] = [None] * len(rows)
     if trace is not None and trace.depths_BT is not None:
         depths = trace.depths_BT[:, -1].tolist()
     going = [row.take(token, depth) for row, token, depth in zip(rows, chosen, depths, strict=True)]
     return any(going)
+
+
+def _check_exiting(model: FathomForCausalLM, control: DepthControl | None, exiting: Exiting | None) -> None:
+    """Refuse what this model cannot do, before any work is done."""
+    if exiting is None:
+        return
+    if control is not None:
+        raise OptionError("a depth control and exiting both say how deep tokens go; give one of them")
+    Judge(model.decoder, exiting)
 
 
 def _tell_row(on_text: Callable[[int, str], None], row: int) -> Callable[[str], None]:

@@ -146,13 +146,25 @@ def pick(
     Sampling draws each row with its own generator, so that a row's result does not depend on its neighbours. `seen_BV`
     marks what the repetition penalty applies to; None leaves the penalty out.
     """
-    if seen_BV is not None:
-        logits_BV = penalise_repetition(logits_BV.float(), seen_BV, sampling.repetition_penalty)
     if sampling.greedy:
-        return logits_BV.argmax(-1)
-    chances_BV = filter_logits(logits_BV.float(), sampling).softmax(-1)
-    rows = zip(chances_BV, generators, strict=True)
+        return likeliest(logits_BV, sampling, seen_BV)
+    rows = zip(chances(logits_BV, sampling, seen_BV), generators, strict=True)
     return torch.cat([torch.multinomial(row_V, 1, generator=generator) for row_V, generator in rows])
+
+
+def likeliest(logits_BV: Tensor, sampling: Sampling, seen_BV: Tensor | None = None) -> Tensor:
+    """The greedy choice of each row, (B)."""
+    return _penalised(logits_BV, sampling, seen_BV).argmax(-1)
+
+
+def chances(logits_BV: Tensor, sampling: Sampling, seen_BV: Tensor | None = None) -> Tensor:
+    """The probabilities that a sampled token is drawn with, (B, V); at temperature 0 those of the scores as they are."""
+    scores_BV = _penalised(logits_BV, sampling, seen_BV).float()
+    return (scores_BV if sampling.greedy else filter_logits(scores_BV, sampling)).softmax(-1)
+
+
+def _penalised(logits_BV: Tensor, sampling: Sampling, seen_BV: Tensor | None) -> Tensor:
+    return logits_BV if seen_BV is None else penalise_repetition(logits_BV.float(), seen_BV, sampling.repetition_penalty)
 
 
 def row_generators(sampling: Sampling, rows: int, device: torch.device) -> list[torch.Generator]:

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
-from fathomlm.errors import OptionError
+from fathomlm.errors import OptionError, choices
 
 NormKind = Literal["rms", "rms_plus_one", "layer"]
 Residual = Literal["pre", "sandwich", "parallel"]
-Activation = Literal["silu", "gelu", "gelu_tanh"]
+Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
+Positions = Literal["rotary", "relative"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +36,7 @@ class Rope:
 
 @dataclass(frozen=True, slots=True)
 class LinearSpec:
-    """One weight matrix of a layer, by its name in this house (q, k, v, o, gate, up, down)."""
+    """One weight matrix of a layer, by its name in this house (q, k, v, o, gate, up, down; cross_q, ... over an encoder)."""
 
     name: str
     inputs: int
@@ -44,16 +45,19 @@ class LinearSpec:
 
     @property
     def path(self) -> str:
-        """Where a layer keeps it: attn.q, mlp.gate."""
+        """Where a layer keeps it: attn.q, cross.q, mlp.gate."""
+        if self.name.startswith("cross_"):
+            return self.name.replace("_", ".")
         return f"attn.{self.name}" if self.name in ("q", "k", "v", "o") else f"mlp.{self.name}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Architecture:
-    """A plain decoder-only Transformer, described by its traits."""
+    """A plain Transformer decoder, described by its traits; with `cross`, one that looks at an encoder's output."""
 
     family: str
-    """llama, mistral, qwen2, qwen3, gemma, gemma3 or neox: the checkpoint layout that is read and exported."""
+    """llama, mistral, qwen2, qwen3, gemma, gemma3, neox, t5, mt5 or longt5: the checkpoint layout that is read and
+    exported."""
     layers: int
     hidden: int
     intermediate: int
@@ -87,6 +91,18 @@ class Architecture:
     """What scores are multiplied by; None means head_dim ** -0.5."""
     embedding_scale: float = 1.0
     """What embeddings are multiplied by (Gemma: hidden ** 0.5)."""
+    head_scale: float = 1.0
+    """What hidden states are multiplied by before the head (the first T5: hidden ** -0.5)."""
+    positions: Positions = "rotary"
+    """rotary turns queries and keys; relative adds a learned number for each head and distance to the scores (T5)."""
+    relative_buckets: int = 32
+    """relative: how many numbers a head has. Half of them are for one distance each, the others for ever longer ranges."""
+    relative_distance: int = 128
+    """relative: all distances from this one on have the same number."""
+    cross: bool = False
+    """Whether each layer also looks at an encoder's output (thesis 2, the T5 family)."""
+    memory_width: int = 0
+    """cross: how wide the encoder's output is."""
 
     def __post_init__(self) -> None:
         for name in ("layers", "hidden", "intermediate", "heads", "kv_heads", "head_dim", "vocab", "context"):
@@ -99,6 +115,24 @@ class Architecture:
             raise OptionError(f"windows must name every layer: got {len(self.windows)} for {self.layers} layers")
         if self.rotary_dim % 2:
             raise OptionError(f"the rotated part of a head must be even, got {self.rotary_dim} of {self.head_dim}")
+        self._check_relative()
+        if self.cross != (self.memory_width > 0):
+            raise OptionError(f"memory_width goes with cross, got {self.memory_width} with cross={self.cross}")
+        if self.cross and self.residual != "pre":
+            raise OptionError(f"cross needs the residual 'pre', got {self.residual!r}")
+
+    def _check_relative(self) -> None:
+        if self.positions == "rotary":
+            return
+        if self.positions != "relative":
+            raise OptionError(choices("positions", self.positions, get_args(Positions)))
+        if self.rotary_dim or self.kv_heads != self.heads:
+            raise OptionError("relative positions go with a rotary_fraction of 0 and as many kv_heads as heads")
+        if self.relative_buckets < 2 or self.relative_distance <= self.relative_buckets // 2:
+            raise OptionError(
+                "relative_buckets must be at least 2 and relative_distance more than half of them, got "
+                f"{self.relative_buckets} and {self.relative_distance}"
+            )
 
     @property
     def rotary_dim(self) -> int:
@@ -130,15 +164,27 @@ class Architecture:
         gate = (LinearSpec("gate", self.hidden, self.intermediate, self.mlp_bias),) if self.gated else ()
         return (
             *attention,
+            *self._cross_linears(),
             *gate,
             LinearSpec("up", self.hidden, self.intermediate, self.mlp_bias),
             LinearSpec("down", self.intermediate, self.hidden, self.mlp_bias),
         )
 
+    def _cross_linears(self) -> tuple[LinearSpec, ...]:
+        if not self.cross:
+            return ()
+        return (
+            LinearSpec("cross_q", self.hidden, self.query_width, self.qkv_bias),
+            LinearSpec("cross_k", self.memory_width, self.kv_width, self.qkv_bias),
+            LinearSpec("cross_v", self.memory_width, self.kv_width, self.qkv_bias),
+            LinearSpec("cross_o", self.query_width, self.hidden, self.o_bias),
+        )
+
     def vectors(self) -> dict[str, int]:
         """The other tensors of one layer, norms and biases, by name and width."""
         ends = ("weight", "bias") if self.norm == "layer" else ("weight",)
-        norms = ["norm_attn", "norm_mlp"] + (["norm_attn_out", "norm_mlp_out"] if self.residual == "sandwich" else [])
+        norms = ["norm_attn", "norm_cross", "norm_mlp"] if self.cross else ["norm_attn", "norm_mlp"]
+        norms += ["norm_attn_out", "norm_mlp_out"] if self.residual == "sandwich" else []
         widths = {f"{norm}.{end}": self.hidden for norm in norms for end in ends}
         if self.qk_norm:
             widths |= {f"attn.{norm}.{end}": self.head_dim for norm in ("q_norm", "k_norm") for end in ends}
@@ -148,6 +194,11 @@ class Architecture:
     def norm_parameters(self) -> int:
         """Parameters of the final norm."""
         return self.hidden * (2 if self.norm == "layer" else 1)
+
+    @property
+    def relative_parameters(self) -> int:
+        """Parameters of the position bias, which all layers share."""
+        return self.relative_buckets * self.heads if self.positions == "relative" else 0
 
     @property
     def layer_parameters(self) -> int:
@@ -164,10 +215,12 @@ class Architecture:
         return dataclasses.replace(self, layers=len(origins), windows=windows)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON values; `from_dict` restores an equal architecture."""
+        """Plain JSON values; `from_dict` restores an equal architecture. Traits of encoder-decoder models are left out of
+        others, whose files stay as they were."""
         record = dataclasses.asdict(self)
         record["windows"] = list(self.windows)
-        return record
+        usual = {f.name: f.default for f in dataclasses.fields(self) if f.name in LATER_TRAITS}
+        return {name: value for name, value in record.items() if name not in usual or value != usual[name]}
 
     @classmethod
     def from_dict(cls, record: dict[str, Any]) -> Architecture:
@@ -178,6 +231,10 @@ class Architecture:
             values["local_rope"] = _rope(values["local_rope"])
         values["windows"] = tuple(values.get("windows", ()))
         return cls(**values)
+
+
+LATER_TRAITS = ("head_scale", "positions", "relative_buckets", "relative_distance", "cross", "memory_width")
+"""Fields that are written only where they are not as usual."""
 
 
 def _rope(record: dict[str, Any]) -> Rope:

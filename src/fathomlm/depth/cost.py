@@ -9,6 +9,9 @@ first recursion, so it shrinks linearly and the later k and v projections fall a
 The thesis' printed budgets take k and v to be as wide as q, also in models where they are narrower (SmolLM 135M, 360M,
 730M). Here they have their true width, so absolute FLOPs are up to a tenth lower. With recursion-wise caching the
 ratios between plans move by less than 1%.
+
+Of an encoder-decoder model the decoder is counted: its encoder is the same under every plan. Cross-attention sees all of
+the source, whose keys and values are made once for a sequence.
 """
 
 from __future__ import annotations
@@ -19,12 +22,14 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
-from fathomlm.depth.architecture import Architecture
+from fathomlm.depth.architecture import Architecture, LinearSpec
 from fathomlm.depth.plan import KV_MODES, DepthPlan, KVMode, Step
 from fathomlm.depth.relaxation import Relaxation, check_fits
 from fathomlm.depth.routing import ROUTERS, RouterKind, build_routing
 from fathomlm.errors import OptionError, choices
 
+OF_THE_SOURCE = ("cross_k", "cross_v")
+"""Linears that run once for each token of an encoder's output, however many tokens the decoder makes of it."""
 REFERENCE_BATCH = 32
 """The thesis' fixed batch, which `relative_max_batch` scales (thesis 4.4.3)."""
 
@@ -46,6 +51,7 @@ class Cost:
     relative_flops: float
     """Forward FLOPs against the untied base at the same context."""
     kv_bytes_per_token: int
+    """For a token that the model makes; what cross-attention keeps grows with the source instead, and is left out."""
     relative_kv: float
     """KV bytes of the whole model against the untied base."""
     relative_max_batch: int
@@ -69,12 +75,14 @@ def count(
     capacity: Sequence[float] | None = None,
     tokens: int | None = None,
     context: int = 2048,
+    source: int | None = None,
     kv_element_bytes: int = 2,
 ) -> Cost:
     """The cost of `plan` laid over `architecture`.
 
     `router` and `kv` look at the plan with a default router of that kind, or with keys and values shared so, in place of
-    its own. `capacity` is the part of the tokens that each recursion runs, where it was measured.
+    its own. `capacity` is the part of the tokens that each recursion runs, where it was measured. Of an encoder-decoder
+    model this is the decoder's part; `source` is how many tokens its encoder read, as many as `context` unless given.
     """
     if router is not None and router not in ROUTERS:
         raise OptionError(choices("router", router, ROUTERS))
@@ -90,9 +98,12 @@ def count(
         plan = plan.with_kv(kv)
     if context < 1 or (tokens is not None and tokens < 1):
         raise OptionError(f"context and tokens must be at least 1, got {context} and {tokens}")
-    rules = _Rules(architecture, plan, relaxation, context, running_parts(plan, capacity))
+    if source is not None and (source < 1 or not architecture.cross):
+        raise OptionError(f"a source of at least 1 token goes with an encoder-decoder model, got {source}")
+    source = context if source is None else source
+    rules = _Rules(architecture, plan, relaxation, context, source, running_parts(plan, capacity))
     base_plan = DepthPlan.vanilla(plan.base_layers)
-    base = _Rules(architecture, base_plan, None, context, (Fraction(1),))
+    base = _Rules(architecture, base_plan, None, context, source, (Fraction(1),))
 
     flops = sum(rules.flops(step) for step in plan)
     kv_share = sum(rules.kv_share(step) for step in plan)
@@ -100,7 +111,8 @@ def count(
     core_share = sum(rules.kv_share(step) for step in core) / Fraction(len(core))
     relaxed = relaxation_parameters(architecture, plan, relaxation)
     routed = 0 if plan.routing is None else plan.routing.parameters(architecture.hidden)
-    tied = plan.unique_layers * architecture.layer_parameters + architecture.norm_parameters
+    tied = plan.unique_layers * architecture.layer_parameters
+    tied += architecture.norm_parameters + architecture.relative_parameters
     return Cost(
         layout=plan.layout,
         unique_layers=plan.unique_layers,
@@ -155,6 +167,7 @@ class _Rules:
     plan: DepthPlan
     relaxation: Relaxation | None
     context: int
+    source: int
     parts: tuple[Fraction, ...]
 
     def tokens(self, step: Step) -> Fraction:
@@ -169,20 +182,25 @@ class _Rules:
         """Forward FLOPs of this step for each token of the sequence."""
         part = self.tokens(step)
         skipped = ("k", "v") if self.plan.reads_kv(step) else ()
-        linear = sum(
-            2 * (spec.inputs * spec.outputs + self._added(step, spec.name))
-            for spec in self.architecture.linears()
-            if spec.name not in skipped
-        )
+        linear = sum(self._linear(step, spec) for spec in self._specs if spec.name not in (*skipped, *OF_THE_SOURCE))
+        source = sum(self._linear(step, spec) for spec in self._specs if spec.name in OF_THE_SOURCE)
         keys_seen = part if self.plan.kv == "cache" else Fraction(1)
         prefix = self.relaxation.prefix_length if self.relaxation is not None else 0
-        keys = self._mean_keys(step) * keys_seen + prefix
-        return part * (linear + 4 * self.architecture.query_width * keys)
+        keys = self._mean_keys(step) * keys_seen + prefix + (self.source if self.architecture.cross else 0)
+        once = Fraction(source * self.source, self.context)
+        return part * (linear + 4 * self.architecture.query_width * keys) + once
 
-    def _added(self, step: Step, name: str) -> int:
+    @property
+    def _specs(self) -> tuple[LinearSpec, ...]:
+        return self.architecture.linears()
+
+    def _linear(self, step: Step, spec: LinearSpec) -> int:
+        """A linear's FLOPs for one token, with what the step adds to it."""
+        return 2 * (spec.inputs * spec.outputs + self._added(step, spec))
+
+    def _added(self, step: Step, spec: LinearSpec) -> int:
         if self.relaxation is None or not self.relaxation.low_rank or not self.plan.is_shared(step):
             return 0
-        spec = next(linear for linear in self.architecture.linears() if linear.name == name)
         return self.relaxation.rank(spec) * (spec.inputs + spec.outputs)
 
     def _mean_keys(self, step: Step) -> Fraction:

@@ -24,13 +24,15 @@ from fathomlm.errors import OptionError, choices
 DEFAULT_RANK = 64
 DEFAULT_PREFIX_LENGTH = 256
 KINDS = ("lora", "dora", "prefix", "encoding")
-LINEARS = ("q", "k", "v", "o", "gate", "up", "down")
+CROSS = ("cross_q", "cross_k", "cross_v", "cross_o")
+LINEARS = ("q", "k", "v", "o", *CROSS, "gate", "up", "down")
 RANK_GROUPS: dict[str, tuple[str, ...]] = {
     **{name: (name,) for name in LINEARS},
     "out": ("o",),
     "kv": ("k", "v"),
     "qkv": ("q", "k", "v"),
     "attn": ("q", "k", "v", "o"),
+    "cross": CROSS,
     "ffn": ("gate", "up", "down"),
 }
 
@@ -137,7 +139,8 @@ def parse_ranks(value: int | str | Mapping[str, int], linears: Iterable[LinearSp
     ranks: dict[str, int] = {}
     for group, rank in pairs:
         if group not in RANK_GROUPS:
-            raise OptionError(choices("linear in rank", group, RANK_GROUPS))
+            here = [known for known, members in RANK_GROUPS.items() if set(members) & set(names)]
+            raise OptionError(choices("linear in rank", group, here))
         members = [name for name in RANK_GROUPS[group] if name in names]
         if not members:
             raise OptionError(f"this family has no '{group}' linear; it has {', '.join(names)}")

@@ -1,9 +1,10 @@
 """The entrance of attention for training: norm, queries, keys and values in one product, rotated; the backward pass
 written out.
 
-`norm_qkv_rope` has the meaning of `plain_norm_qkv_rope`. One pass over memory splits and rotates the product, and one
-turns the three gradients back and lays them side by side (Triton kernels on a GPU, plain torch elsewhere), so that each
-way there is one product instead of three narrow ones and two additions.
+`norm_qkv_rope` has the meaning of `plain_norm_qkv_rope`, for weights side by side with the norm folded in (`half.folded`).
+One pass over memory splits, scales and rotates the product, and one turns the three gradients back and lays them side by
+side (Triton kernels on a GPU, plain torch elsewhere), so that each way there is one product instead of three narrow ones
+and two additions.
 
 Shapes: B rows, T tokens, M hidden width, H query heads, G key-value heads, D head width, W = (H + 2 G) x D.
 """
@@ -16,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fathomlm.kernels.half import effective_weight, norm_backward, normed, weight_gradient
+from fathomlm.kernels.half import inverse_rms, norm_backward
 from fathomlm.kernels.norm import rms_norm
 from fathomlm.kernels.rope import apply_rope
 from fathomlm.kernels.triton_here import tl, triton
@@ -37,55 +38,49 @@ def plain_norm_qkv_rope(
 
 
 def norm_qkv_rope(
-    x_BTM: Tensor, norm_M: Tensor, eps: float, plus_one: bool, q_WM: Tensor, k_WM: Tensor, v_WM: Tensor,
-    cos: Tensor, sin: Tensor, head_dim: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """`plain_norm_qkv_rope`, in autocast's dtype where that is on; the whole head is rotated."""
-    kind = x_BTM.device.type
-    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x_BTM.dtype
-    weight = effective_weight(norm_M, plus_one)
-    x, q, k, v = _NormQkvRope.apply(x_BTM, weight, eps, q_WM, k_WM, v_WM, cos, sin, head_dim, dtype)  # type: ignore[no-untyped-call]
+    x_BTM: Tensor, eps: float, qkv_WM: Tensor, heads: int, groups: int, cos: Tensor, sin: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """`plain_norm_qkv_rope`, for weights with the norm `folded` in, in the dtype to compute in; whole heads are rotated."""
+    x, q, k, v = _NormQkvRope.apply(x_BTM, eps, qkv_WM, heads, groups, cos, sin)  # type: ignore[no-untyped-call]
     return x, q, k, v
 
 
 class _NormQkvRope(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x_BTM: Tensor, norm_M: Tensor, eps: float, q_WM: Tensor, k_WM: Tensor, v_WM: Tensor,
-        cos: Tensor, sin: Tensor, head_dim: int, dtype: torch.dtype,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-        n_BTM, scale_BT1 = normed(x_BTM, norm_M, eps, dtype)
-        product_BTW = n_BTM @ torch.cat((q_WM, k_WM, v_WM)).to(dtype).T
-        q, k, v = rotate_and_split(product_BTW, q_WM.shape[0] // head_dim, k_WM.shape[0] // head_dim, cos, sin)
-        ctx.save_for_backward(x_BTM, norm_M, scale_BT1, q_WM, k_WM, v_WM, cos, sin)
-        ctx.dtype = dtype
+        ctx: Any, x_BTM: Tensor, eps: float, qkv_WM: Tensor, heads: int, groups: int, cos: Tensor, sin: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        scale_BT1 = inverse_rms(x_BTM, eps)
+        product_BTW = x_BTM.to(qkv_WM.dtype) @ qkv_WM.T
+        q, k, v = rotate_and_split(product_BTW, heads, groups, cos, sin, scale_BT1.flatten())
+        ctx.save_for_backward(x_BTM, scale_BT1, qkv_WM, cos, sin)
         return x_BTM.view_as(x_BTM), q, k, v
 
     @staticmethod
     def backward(ctx: Any, d_stream: Tensor, d_q: Tensor, d_k: Tensor, d_v: Tensor) -> tuple[Tensor | None, ...]:
-        x_BTM, norm_M, scale_BT1, q_WM, k_WM, v_WM, cos, sin = ctx.saved_tensors
-        scale_N = scale_BT1.flatten()
+        x_BTM, scale_BT1, qkv_WM, cos, sin = ctx.saved_tensors
+        scale_N, x_NM = scale_BT1.flatten(), x_BTM.flatten(0, 1)
         d_NW = unrotate_and_pack(d_q, d_k, d_v, cos, sin, scale_N).flatten(0, 1)
-        x_NM = x_BTM.flatten(0, 1)
-        d_weight = weight_gradient(d_NW, x_NM.to(ctx.dtype), norm_M, q_WM.dtype)
-        d_normed_NM = d_NW @ torch.cat((q_WM, k_WM, v_WM)).to(ctx.dtype)
-        d_x, d_norm = norm_backward(x_NM, d_normed_NM, d_stream.flatten(0, 1), norm_M, scale_N)
-        widths = [weight.shape[0] for weight in (q_WM, k_WM, v_WM)]
-        return (d_x.view_as(x_BTM), d_norm, None, *torch.split(d_weight, widths), None, None, None, None)
+        d_qkv_WM = d_NW.T @ x_NM.to(d_NW.dtype)
+        d_x = norm_backward(x_NM, d_NW @ qkv_WM, d_stream.flatten(0, 1), scale_N)
+        return d_x.view_as(x_BTM), None, d_qkv_WM, None, None, None, None
 
 
-def rotate_and_split(product_BTW: Tensor, heads: int, groups: int, cos: Tensor, sin: Tensor) -> Heads:
-    """The packed product as heads, q and k rotated by their positions. They are laid out token by token, heads side by
-    side: attention's output and gradients then lie as the products around it want them."""
+def rotate_and_split(product_BTW: Tensor, heads: int, groups: int, cos: Tensor, sin: Tensor, scale_N: Tensor) -> Heads:
+    """The packed product as heads, scaled token by token, q and k rotated by their positions. They are laid out token by
+    token, heads side by side: attention's output and gradients then lie as the products around it want them."""
     D = cos.shape[-1]
     if triton is not None and product_BTW.is_cuda and D & (D - 1) == 0:  # the kernels' ranges are powers of two
-        return _triton_rotate_and_split(product_BTW, heads, groups, cos, sin)
-    return plain_rotate_and_split(product_BTW, heads, groups, cos, sin)
+        return _triton_rotate_and_split(product_BTW, heads, groups, cos, sin, scale_N)
+    return plain_rotate_and_split(product_BTW, heads, groups, cos, sin, scale_N)
 
 
-def plain_rotate_and_split(product_BTW: Tensor, heads: int, groups: int, cos: Tensor, sin: Tensor) -> Heads:
+def plain_rotate_and_split(
+    product_BTW: Tensor, heads: int, groups: int, cos: Tensor, sin: Tensor, scale_N: Tensor
+) -> Heads:
     """v is a copy, since what attention keeps would otherwise hold on to the whole packed product."""
     D = cos.shape[-1]
+    product_BTW = (product_BTW * scale_N.view(*product_BTW.shape[:2], 1)).to(product_BTW.dtype)
     cos_BT1D, sin_BT1D = cos.transpose(1, 2), sin.transpose(1, 2)
     parts = torch.split(product_BTW, [heads * D, groups * D, groups * D], dim=-1)
     q, k, v = (part.view(*part.shape[:-1], -1, D) for part in parts)
@@ -130,18 +125,20 @@ if triton is not None:
 
     @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
     def _split_kernel(  # type: ignore[no-untyped-def]
-        in_ptr, cos_ptr, sin_ptr, q_ptr, k_ptr, v_ptr, H, G, D: tl.constexpr, PAD_H: tl.constexpr, PAD_G: tl.constexpr
+        in_ptr, cos_ptr, sin_ptr, scale_ptr, q_ptr, k_ptr, v_ptr, H, G,
+        D: tl.constexpr, PAD_H: tl.constexpr, PAD_G: tl.constexpr,
     ):  # fmt: skip
         token = tl.program_id(0).to(tl.int64)
         column = tl.arange(0, D)[None, :]
         cos = tl.load(cos_ptr + token * D + column).to(tl.float32)
         sin = tl.load(sin_ptr + token * D + column).to(tl.float32)
+        scale = tl.load(scale_ptr + token).to(tl.float32)
         in_ptr += token * (H + 2 * G) * D
-        _turn(in_ptr, q_ptr + token * H * D, cos, sin, H, 1.0, D, PAD_H)
-        _turn(in_ptr + H * D, k_ptr + token * G * D, cos, sin, G, 1.0, D, PAD_G)
+        _turn(in_ptr, q_ptr + token * H * D, cos, sin, H, scale, D, PAD_H)
+        _turn(in_ptr + H * D, k_ptr + token * G * D, cos, sin, G, scale, D, PAD_G)
         head = tl.arange(0, PAD_G)[:, None]
-        v = tl.load(in_ptr + (H + G) * D + head * D + column, mask=head < G)
-        tl.store(v_ptr + token * G * D + head * D + column, v, mask=head < G)
+        v = tl.load(in_ptr + (H + G) * D + head * D + column, mask=head < G).to(tl.float32) * scale
+        tl.store(v_ptr + token * G * D + head * D + column, v.to(v_ptr.dtype.element_ty), mask=head < G)
 
     @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
     def _pack_kernel(  # type: ignore[no-untyped-def]
@@ -164,14 +161,16 @@ if triton is not None:
     # Strides are never read below: while a backward pass is traced nobody knows yet how its gradients will lie in memory,
     # so a stride read now would be a guess that is compiled in. `contiguous` is traced, and holds.
 
-    def _triton_rotate_and_split(product_BTW: Tensor, heads: int, groups: int, cos: Tensor, sin: Tensor) -> Heads:
+    def _triton_rotate_and_split(
+        product_BTW: Tensor, heads: int, groups: int, cos: Tensor, sin: Tensor, scale_N: Tensor
+    ) -> Heads:
         B, T, _ = product_BTW.shape
         D = cos.shape[-1]
         product_BTW = product_BTW.contiguous()
         cos, sin = (angle.expand(B, 1, T, D).contiguous() for angle in (cos, sin))
         q, k, v = (product_BTW.new_empty(B, T, n, D) for n in (heads, groups, groups))
         pads = {"PAD_H": triton.next_power_of_2(heads), "PAD_G": triton.next_power_of_2(groups)}
-        _split_kernel[(B * T,)](product_BTW, cos, sin, q, k, v, heads, groups, D=D, **pads, num_warps=WARPS)
+        _split_kernel[(B * T,)](product_BTW, cos, sin, scale_N, q, k, v, heads, groups, D=D, **pads, num_warps=WARPS)
         return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
 
     def _triton_unrotate_and_pack(

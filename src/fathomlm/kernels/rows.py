@@ -43,7 +43,7 @@ class _Take(torch.autograd.Function):
     def backward(ctx: Any, d_BNM: Tensor) -> tuple[Tensor, None]:
         (flat,) = ctx.saved_tensors
         B, _, M = d_BNM.shape
-        d_x = d_BNM.new_zeros(B * ctx.tokens, M).index_copy(0, flat, d_BNM.reshape(-1, M))
+        d_x = d_BNM.new_zeros(B * ctx.tokens, M).index_copy_(0, flat, d_BNM.reshape(-1, M))
         return d_x.view(B, ctx.tokens, M), None
 
 

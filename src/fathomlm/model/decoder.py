@@ -5,7 +5,9 @@ Shapes: B batch, T new tokens, S all tokens so far, M hidden width, V vocabulary
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+import dataclasses
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Literal, Protocol
 
 import torch
@@ -16,9 +18,12 @@ from torch.utils.checkpoint import checkpoint
 from fathomlm.cache import Entries, Passing, RoutedCache, StepKV
 from fathomlm.depth import Architecture, DepthPlan, LinearSpec, Relaxation, Step
 from fathomlm.errors import OptionError
+from fathomlm.kernels.half import half_dtype, keeps_gradients
 from fathomlm.kernels.norm import RMSNorm
-from fathomlm.model.blocks import StepContext, build_block
+from fathomlm.model.blocks import Block, Packed, StepContext, build_block
 from fathomlm.model.blocks.parts import build_norm
+from fathomlm.model.memory import Memory
+from fathomlm.model.relative import RelativeBias
 from fathomlm.model.relax import LoraDelta, StepDelta, build_deltas, build_encodings
 from fathomlm.model.route import DepthControl, RoutedWalk, Routers, RoutingTrace, build_routers
 from fathomlm.model.sight import Rows, Sights, whole_sights
@@ -62,9 +67,22 @@ class Decoder(nn.Module):
         self.encodings = build_encodings(architecture, plan, relaxation)
         self.routers = build_routers(architecture.hidden, plan.routing)
         self.norm = build_norm(architecture)
+        self.relative = RelativeBias(architecture) if architecture.positions == "relative" else None
         self.head = None if architecture.tied_embeddings else nn.Linear(architecture.hidden, architecture.vocab, bias=False)
         spec = LinearSpec("head", architecture.hidden, architecture.vocab, bias=False)
         self.exit_heads = nn.ModuleDict({str(index): LoraDelta(spec, exit_rank) for index in plan.exits if exit_rank})
+        self.exit_classifiers = nn.ModuleDict()
+        """By the index of a step, as exit heads are: from the stream after it to one score, high where leaving is safe."""
+        self._pack: Callable[[Block, torch.dtype], Packed] | None = None
+
+    def compile_for_training(self, backend: str = "inductor") -> None:
+        """Compile each layer for the shapes it is given: a run has few, one for each capacity of a router, and each is
+        worth its own code; a compiler that guesses at shapes to come makes slower code for all."""
+        for layer in (*self.layers, self.norm):
+            layer.compile(dynamic=False, backend=backend)
+        self._pack = torch.compile(_pack, dynamic=False, backend=backend)
+        if self.routers is not None:
+            self.routers.compile_parts(backend)
 
     def unrolled(self) -> list[nn.Module]:
         """The layer of each step in order; tied steps give the same object."""
@@ -99,17 +117,19 @@ class Decoder(nn.Module):
         keep_BS: Tensor | None = None,
         cache: Cache | None = None,
         embeddings_BTM: Tensor | None = None,
+        memory: Memory | None = None,
         control: DepthControl | None = None,
         trace: RoutingTrace | None = None,
     ) -> Tensor:
         """Hidden states after the final norm; a routed model routes causally.
 
         `keep_BS` is False at padding, over all slots so far; `positions_BT` are true positions, which default to counting
-        the kept slots. With a `cache`, tokens continue what it holds. `control` limits depth; `trace` is told what a
+        the kept slots. With a `cache`, tokens continue what it holds. `memory` is the encoder's output, for models that
+        have an encoder; behind a cache its keys and values are made once. `control` limits depth; `trace` is told what a
         router decided.
         """
         x = self._embed(tokens_BT) if embeddings_BTM is None else self._scale(embeddings_BTM)
-        rows = Rows.of(x, positions_BT, keep_BS, past=0 if cache is None else cache.length)
+        rows = self.equipped(Rows.of(x, positions_BT, keep_BS, past=0 if cache is None else cache.length), memory)
         control = DepthControl() if control is None else control
         kv = Passing(self.plan) if cache is None else cache
         sights = whole_sights(self.architecture, self.plan, rows, x.dtype)
@@ -141,6 +161,7 @@ class Decoder(nn.Module):
         at: Collection[int] = (),
         keep_BS: Tensor | None = None,
         documents_BT: Tensor | None = None,
+        memory: Memory | None = None,
         recompute: Recompute = "none",
         causal: bool = False,
         openness: float = 0.0,
@@ -155,14 +176,15 @@ class Decoder(nn.Module):
         x = self._embed(tokens_BT)
         if torch.is_autocast_enabled(x.device.type):  # autocast leaves embeddings wide, and with them the whole stream
             x = x.to(torch.get_autocast_dtype(x.device.type))
-        rows = Rows.of(x, None, keep_BS, past=0, documents_BT=documents_BT)
+        rows = self.equipped(Rows.of(x, None, keep_BS, past=0, documents_BT=documents_BT), memory)
         sights = whole_sights(self.architecture, self.plan, rows, x.dtype)
         kv = Passing(self.plan)
+        walk = partial(self._walk, packed=self._packed(x))
         if self.plan.routing is not None:
-            return self._routed_states(x, rows, sights, kv, at, recompute, causal, openness, trace)
+            return self._routed_states(x, rows, sights, kv, at, walk, recompute, causal, openness, trace)
         found: dict[int, Tensor] = {}
         for steps in self._segments(at, recompute):
-            x = self._again(recompute)(x, steps, sights, kv)
+            x = self._again(walk, recompute)(x, steps, sights, kv)
             if steps[-1].index in at or steps[-1].index == self.plan.unrolled_layers - 1:
                 found[steps[-1].index] = x
         return found
@@ -174,6 +196,7 @@ class Decoder(nn.Module):
         sights: Sights,
         kv: Passing,
         at: Collection[int],
+        walk: _Walk,
         recompute: Recompute,
         causal: bool,
         openness: float,
@@ -182,20 +205,40 @@ class Decoder(nn.Module):
         last = self.plan.unrolled_layers - 1
         if set(at) - {last}:
             raise ValueError("a routed model has one output, after its last step")
-        routed = self._routed(self._again(recompute))
-        x = self._walk(x, self._part("prelude"), sights, kv)
+        routed = self._routed(self._again(walk, recompute))
+        x = walk(x, self._part("prelude"), sights, kv)
         if causal or routed.routing.kind == "token":
             x = routed.whole(x, rows, kv, DepthControl(), trace)
         else:
             x = routed.top_k(x, rows, kv, openness, trace)
-        return {last: self._walk(x, self._part("coda"), sights, kv)}
+        return {last: walk(x, self._part("coda"), sights, kv)}
+
+    def equipped(self, rows: Rows, memory: Memory | None = None) -> Rows:
+        """The rows of a pass with what this decoder looks at beside its own tokens: its position bias, and the encoder's
+        output. Sights that are made from them carry both to every step, also in a walk over a part of the plan."""
+        if self.architecture.cross != (memory is not None):
+            wants = "needs `memory`, the encoder's output" if self.architecture.cross else "has no place for `memory`"
+            raise ValueError(f"a {self.architecture.family} decoder {wants}")
+        if memory is not None and memory.states_BSM.shape[0] != rows.positions_BT.shape[0]:
+            raise ValueError(f"{rows.positions_BT.shape[0]} rows look at {memory.states_BSM.shape[0]} sources")
+        if memory is None and self.relative is None:
+            return rows
+        return dataclasses.replace(rows, relative=self.relative, memory=memory)
 
     def logits(self, hidden_BTM: Tensor) -> Tensor:
         """Scores over the vocabulary; the head is the embedding where the two are tied."""
-        return F.linear(hidden_BTM, self.head_weight)
+        scale = self.architecture.head_scale
+        return F.linear(hidden_BTM if scale == 1.0 else hidden_BTM * scale, self._head_matrix)
 
     @property
     def head_weight(self) -> Tensor:
+        """What hidden states are multiplied with, their scale included (the first T5), for losses that take the product
+        themselves."""
+        scale = self.architecture.head_scale
+        return self._head_matrix if scale == 1.0 else self._head_matrix * scale
+
+    @property
+    def _head_matrix(self) -> Tensor:
         return self.embed.weight if self.head is None else self.head.weight
 
     def exit_delta(self, index: int) -> LoraDelta | None:
@@ -205,6 +248,27 @@ class Decoder(nn.Module):
         delta = self.exit_heads[str(index)]
         assert isinstance(delta, LoraDelta)
         return delta
+
+    def enter(self, tokens_BT: Tensor) -> Tensor:
+        """The residual stream in front of the first step."""
+        return self._embed(tokens_BT)
+
+    def run_steps(self, x_BTM: Tensor, steps: Sequence[Step], sights: Sights, cache: Cache) -> Tensor:
+        """The residual stream after some steps of the plan: a part of a pass, for decoding that leaves early."""
+        return self._walk(x_BTM, steps, sights, cache)
+
+    def keep_entries(self, x_BTM: Tensor, steps: Sequence[Step], sights: Sights, cache: Cache) -> None:
+        """Store what steps would make of the same residual stream as keys and values; nothing else of them runs."""
+        for step in steps:
+            layer = self.layers[step.layer]
+            assert isinstance(layer, Block)
+            layer.keep_entries(x_BTM, self._context(step, sights, cache))
+
+    def exit_logits(self, x_BTM: Tensor, index: int) -> Tensor:
+        """Scores after step `index`, from the residual stream: final norm, head, and what that exit adds to it."""
+        hidden_BTM = self.norm(x_BTM)
+        logits_BTV, delta = self.logits(hidden_BTM), self.exit_delta(index)
+        return logits_BTV if delta is None else logits_BTV + F.linear(F.linear(hidden_BTM, delta.a), delta.b)
 
     def _segments(self, at: Collection[int], recompute: Recompute) -> Iterator[Sequence[Step]]:
         """The steps in runs that end where a state is asked for, or where recomputation starts anew."""
@@ -223,16 +287,16 @@ class Decoder(nn.Module):
         assert isinstance(self.routers, Routers)
         return RoutedWalk(self.architecture, self.plan, self.routers, run)
 
-    def _again(self, recompute: Recompute) -> _Walk:
+    def _again(self, walk: _Walk, recompute: Recompute) -> _Walk:
         """The walk, keeping activations or computing them again in the backward pass."""
         if recompute == "none" or not torch.is_grad_enabled():
-            return self._walk
+            return walk
         self.plan.check_recompute(recompute)
 
         def run(x: Tensor, steps: Sequence[Step], sights: Sights, kv: Cache | Passing) -> Tensor:
             parts = [[step] for step in steps] if recompute == "layer" else [steps]
             for part in parts:
-                x = checkpoint(self._walk, x, part, sights, kv, use_reentrant=False)
+                x = checkpoint(walk, x, part, sights, kv, use_reentrant=False)
             return x
 
         return run
@@ -245,17 +309,43 @@ class Decoder(nn.Module):
             return x
         return x * torch.tensor(self.architecture.embedding_scale, dtype=x.dtype, device=x.device)
 
-    def _walk(self, x: Tensor, steps: Sequence[Step], sights: Sights, kv: Cache | Passing) -> Tensor:
+    def _packed(self, x: Tensor) -> dict[int, Packed]:
+        """The weights of layers that a compiled training pass runs more than once, packed for all uses together: that is
+        less work and less memory than to pack them at every use, and their gradients are unpacked once."""
+        if self._pack is None or self.deltas or not torch.is_grad_enabled() or not keeps_gradients(x):
+            return {}
+        looped = {step.layer: self.layers[step.layer] for step in self.plan if self.plan.is_shared(step)}
+        blocks = {number: layer for number, layer in looped.items() if isinstance(layer, Block) and layer.packs}
+        return {number: self._pack(layer, half_dtype(x)) for number, layer in blocks.items()}
+
+    def _walk(
+        self,
+        x: Tensor,
+        steps: Sequence[Step],
+        sights: Sights,
+        kv: Cache | Passing,
+        packed: Mapping[int, Packed] | None = None,
+    ) -> Tensor:
         """Run some steps of the plan, in order."""
         for step in steps:
-            sight = sights[self.architecture.window(step.origin)]
-            context = StepContext(
-                sight.cos, sight.sin, sight.mask, sight.causal, kv.at(step), kv.reads(step), self.delta(step)
-            )
-            x = self.layers[step.layer](x, context)
+            x = self.layers[step.layer](x, self._context(step, sights, kv, packed))
             if self.encodings and self.plan.is_last_of_recursion(step):
                 x = (x * self.encodings[step.recursion]).to(x.dtype)
         return x
+
+    def _context(
+        self, step: Step, sights: Sights, kv: Cache | Passing, packed: Mapping[int, Packed] | None = None
+    ) -> StepContext:
+        sight = sights[self.architecture.window(step.origin)]
+        return StepContext(
+            sight.cos, sight.sin, sight.mask, sight.causal, kv.at(step), kv.reads(step), self.delta(step),
+            None if packed is None else packed.get(step.layer),
+            None if sight.memory is None else sight.memory.at(step, keeps=not isinstance(kv, Passing)),
+        )  # fmt: skip
+
+
+def _pack(layer: Block, dtype: torch.dtype) -> Packed:
+    return layer.pack(dtype)
 
 
 def _check_rotation(architecture: Architecture, plan: DepthPlan) -> None:
@@ -277,7 +367,7 @@ def reset_module(module: nn.Module, std: float, generator: torch.Generator | Non
         nn.init.normal_(module.weight, std=std, generator=generator)
         if isinstance(module, nn.Linear) and module.bias is not None:
             nn.init.zeros_(module.bias)
-    elif isinstance(module, RMSNorm | nn.LayerNorm | LoraDelta | StepDelta | Routers):
+    elif isinstance(module, RMSNorm | nn.LayerNorm | LoraDelta | StepDelta | Routers | RelativeBias):
         module.reset_parameters()
     elif isinstance(module, nn.ParameterDict):  # a step's offsets
         for offset in module.values():

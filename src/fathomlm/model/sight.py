@@ -1,4 +1,4 @@
-"""What queries of a pass may look at: rotary tables and masks, made once for all steps that see alike.
+"""What queries of a pass may look at: positions, masks and an encoder's output, made once for all steps that see alike.
 
 Shapes: B batch, T new tokens, S all slots so far, N queries, K keys.
 """
@@ -14,6 +14,8 @@ from torch import Tensor
 from fathomlm.depth import Architecture, Step
 from fathomlm.kernels.attention import attention_mask
 from fathomlm.kernels.rope import rope_table
+from fathomlm.model.memory import Memory
+from fathomlm.model.relative import RelativeBias
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,9 +23,13 @@ class Sight:
     """Rotary tables and mask of one kind of attention (whole context, or a window)."""
 
     cos: Tensor
+    """Empty where nothing is rotated."""
     sin: Tensor
     mask: Tensor | None
+    """True where a query may look; with relative positions, what its score gains there, and -inf elsewhere."""
     causal: bool
+    memory: Memory | None = None
+    """The encoder's output, in a model that has one."""
 
 
 Sights = dict[int | None, Sight]
@@ -41,6 +47,11 @@ class Rows:
     documents_BT: Tensor | None
     past: int
     """Slots that a cache holds before these."""
+    relative: RelativeBias | None = None
+    """The position bias of a model that has one; `Decoder.equipped` sets it, and the memory."""
+    memory: Memory | None = None
+    alike: bool = False
+    """Whether all rows are known to stand at the same positions."""
 
     @classmethod
     def of(
@@ -54,9 +65,10 @@ class Rows:
         B, T, _ = x_BTM.shape
         if keep_BS is not None and bool(keep_BS.all()):
             keep_BS = None
+        alike = positions_BT is None and keep_BS is None
         if positions_BT is None:
             positions_BT = count_positions(B, T, past, keep_BS, x_BTM.device)
-        return cls(positions_BT, None if keep_BS is None else keep_BS.bool(), documents_BT, past)
+        return cls(positions_BT, None if keep_BS is None else keep_BS.bool(), documents_BT, past, alike=alike)
 
     @property
     def keep(self) -> Tensor | None:
@@ -69,10 +81,24 @@ class Rows:
         B, T = self.positions_BT.shape
         return torch.arange(self.past, self.past + T, device=self.positions_BT.device).expand(B, T)
 
+    @property
+    def all_positions(self) -> Tensor:
+        """(B, S): the true positions of all slots so far."""
+        if not self.past:
+            return self.positions_BT
+        B, _ = self.positions_BT.shape
+        keep_BS = None if self.keep_BS is None else self.keep_BS[:, : self.past]
+        before = count_positions(B, self.past, 0, keep_BS, self.positions_BT.device)
+        return torch.cat((before, self.positions_BT), dim=1)
+
 
 def whole_sights(architecture: Architecture, steps: Iterable[Step], rows: Rows, dtype: torch.dtype) -> Sights:
     """For all tokens of a pass, over all slots so far."""
     T = rows.positions_BT.shape[1]
+    bias = None
+    if rows.relative is not None:
+        told_apart = slice(0, 1 if rows.alike else None)
+        bias = rows.relative(rows.positions_BT[told_apart], rows.all_positions[told_apart])
     sights: Sights = {}
     for window in {architecture.window(step.origin) for step in steps}:
         mask = attention_mask(
@@ -83,7 +109,7 @@ def whole_sights(architecture: Architecture, steps: Iterable[Step], rows: Rows, 
             documents_BT=rows.documents_BT,
             device=rows.positions_BT.device,
         )
-        sights[window] = Sight(*_tables(architecture, window, rows.positions_BT, dtype), mask, mask is None and T > 1)
+        sights[window] = _sight(architecture, window, rows, rows.positions_BT, dtype, mask, bias)
     return sights
 
 
@@ -103,7 +129,11 @@ def gathered_sights(
     """
     here_BN = queries_BN - rows.past
     positions_BN = rows.positions_BT.gather(1, here_BN)
-    N = queries_BN.shape[1]
+    bias = None
+    if rows.relative is not None:
+        positions_BS = rows.all_positions
+        there_BK = queries_BN if keys_BK is None else keys_BK.clamp_max(positions_BS.shape[1] - 1)
+        bias = rows.relative(positions_BN, positions_BS.gather(1, there_BK))
     alike = keys_BK is None and shown_BK is None and rows.documents_BT is None
     sights: Sights = {}
     for window in {architecture.window(step.origin) for step in steps}:
@@ -112,8 +142,29 @@ def gathered_sights(
             mask = None
         else:
             mask = _mask(queries_BN, queries_BN if keys_BK is None else keys_BK, shown_BK, window, rows.documents_BT)
-        sights[window] = Sight(*_tables(architecture, window, positions_BN, dtype), mask, mask is None and N > 1)
+        sights[window] = _sight(architecture, window, rows, positions_BN, dtype, mask, bias)
     return sights
+
+
+def _sight(
+    architecture: Architecture,
+    window: int | None,
+    rows: Rows,
+    positions_BN: Tensor,
+    dtype: torch.dtype,
+    mask: Tensor | None,
+    bias: Tensor | None,
+) -> Sight:
+    """A mask of None with several queries means that each sees the keys up to itself."""
+    causal = mask is None and positions_BN.shape[1] > 1
+    if bias is None:
+        assert architecture.positions == "rotary", "relative positions need their bias: take rows from Decoder.equipped"
+        return Sight(*_tables(architecture, window, positions_BN, dtype), mask, causal, rows.memory)
+    if causal:
+        mask = torch.ones(bias.shape[-2:], dtype=torch.bool, device=bias.device).tril()
+    scores = bias.to(dtype) if mask is None else bias.to(dtype).masked_fill(~mask, -torch.inf)
+    none = positions_BN.new_empty(0, dtype=dtype)
+    return Sight(none, none, scores, causal=False, memory=rows.memory)
 
 
 def _mask(

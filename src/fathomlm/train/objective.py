@@ -45,7 +45,6 @@ class Objective(nn.Module):
         *,
         teacher: Decoder | None = None,
         recompute: Recompute = "none",
-        taught: TaughtLoss = taught_loss,
     ) -> None:
         super().__init__()
         self.decoder = decoder
@@ -53,7 +52,8 @@ class Objective(nn.Module):
         self.recompute = recompute
         self._teacher = (teacher,)
         """In a tuple, so that its weights are not among this module's."""
-        self._taught_loss = taught
+        self._taught_loss: TaughtLoss = taught_loss
+        self._routing_parts = routing_parts
         self._outputs = _outputs(recipe, decoder)
         self._shallow, self._deep = _layerwise_states(recipe, decoder)
         self._teaches = recipe.routing or RoutingLossRecipe()
@@ -61,6 +61,11 @@ class Objective(nn.Module):
         """What is left of the capacity's warm-up; the loop sets it, and only training heeds it."""
         self.meter: RoutingMeter | None = None
         """Told of every routed pass, where there is one."""
+
+    def compile_parts(self, backend: str = "inductor") -> None:
+        """Compile the losses that are many small operations."""
+        self._taught_loss = torch.compile(taught_loss, backend=backend)
+        self._routing_parts = torch.compile(routing_parts, dynamic=False, backend=backend)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -132,7 +137,7 @@ class Objective(nn.Module):
         routing = self.decoder.plan.routing
         assert routing is not None
         counted_B = (targets_BT != IGNORE).sum(1).float()
-        found = routing_parts(trace, routing, counted_B)
+        found = self._routing_parts(trace, routing, counted_B)
         parts |= found
         if self.meter is not None:
             self.meter.add(trace, counted_B > 0)

@@ -22,7 +22,6 @@ from fathomlm.train.directory import RunDirectory
 from fathomlm.train.estimate import flops_per_token_6n
 from fathomlm.train.hardware import peak_tflops
 from fathomlm.train.loop import Meter, Pending, Stepper, StepResult, reading
-from fathomlm.train.losses.head import TaughtLoss, taught_loss
 from fathomlm.train.objective import Objective
 from fathomlm.train.optim import build_optimizer, choose_trained, state_bytes_per_weight
 from fathomlm.train.parallel import World, choose_parallel, join, spread
@@ -102,18 +101,16 @@ class Run:
         recipe, world, decoder = self.recipe, self.world, self._student.decoder
         choose_trained(decoder, recipe.train)
         decoder.to(world.device)
-        taught: TaughtLoss = taught_loss
-        if recipe.compile:
-            for module in (decoder, *(() if self._teacher is None else (self._teacher.decoder,))):
-                compile_layers(module)
-            taught = torch.compile(taught_loss)
         self._objective = Objective(
             decoder,
             recipe.loss,
             teacher=None if self._teacher is None else self._teacher.decoder,
             recompute=recipe.recompute,
-            taught=taught,
         )
+        if recipe.compile:
+            for module in (decoder, *(() if self._teacher is None else (self._teacher.decoder,))):
+                compile_layers(module)
+            self._objective.compile_parts()
         weights = sum(p.numel() for p in decoder.parameters() if p.requires_grad)
         kind = choose_parallel(recipe.parallel, world, weights * state_bytes_per_weight(recipe.optimizer.kind))
         if kind == "fsdp" and recipe.optimizer.kind == "adafactor":

@@ -14,7 +14,7 @@ import torch
 from fathomlm.checkpoints.assemble import configure, finish
 from fathomlm.checkpoints.convert import convert
 from fathomlm.checkpoints.replan import replan
-from fathomlm.checkpoints.resolve import architecture_of, describe, load
+from fathomlm.checkpoints.resolve import architecture_of, decoder_only, describe, load
 from fathomlm.checkpoints.source import TokenIds, end_ids
 from fathomlm.depth import Architecture
 from fathomlm.errors import DataError, OptionError
@@ -131,7 +131,7 @@ def build_teacher(recipe: Recipe, corpus: Corpus, student: FathomForCausalLM, wo
     if distill is None:
         return None
     dtype = torch.bfloat16 if recipe.precision == "bf16" else torch.float32
-    teacher = load(distill.source, dtype=dtype, device=world.device)
+    teacher = decoder_only(load(distill.source, dtype=dtype, device=world.device), "training")
     if teacher.tokenizer is not None:
         corpus.check_tokenizer(teacher.tokenizer)
     if teacher.architecture.vocab != student.architecture.vocab:
@@ -147,7 +147,7 @@ def _from_source(model: ModelRecipe, seed: int) -> FathomForCausalLM:
     assert model.source is not None
     check_tying(model, architecture_of(model.source)[1])
     if model.recursions == 1:
-        loaded = load(model.source, dtype=torch.float32)
+        loaded = decoder_only(load(model.source, dtype=torch.float32), "training")
         return replan(loaded, route_plan(model, loaded.plan), exit_rank=loaded.config.exit_rank, seed=seed)
     tied = convert(
         model.source,
@@ -164,7 +164,7 @@ def _from_source(model: ModelRecipe, seed: int) -> FathomForCausalLM:
         dtype=torch.float32,
         seed=seed,
     )
-    return replan(tied, route_plan(model, tied.plan), seed=seed)
+    return replan(decoder_only(tied, "training"), route_plan(model, tied.plan), seed=seed)
 
 
 def _from_scratch(model: ModelRecipe, seed: int, corpus: Corpus, tokenizer: Any) -> FathomForCausalLM:
@@ -204,13 +204,9 @@ def with_exits(model: FathomForCausalLM, exits: tuple[int, ...], rank: int, seed
 
 
 def compile_layers(decoder: Decoder) -> None:
-    """Compile each layer for the shapes it is given: a run has few, one for each capacity of a router, and each is worth
-    its own code; a compiler that guesses at shapes to come makes slower code for all."""
+    """Compile what a training step runs, with room for all shapes of a run."""
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, MOST_SHAPES)
-    for layer in (*decoder.layers, decoder.norm):
-        layer.compile(dynamic=False)
-    if decoder.routers is not None:
-        decoder.routers.compile_parts()
+    decoder.compile_for_training()
 
 
 def describe_student(student: FathomForCausalLM) -> str:

@@ -6,11 +6,12 @@ by name rather than ignored.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from fathomlm.checkpoints.families import gemma, llama, neox, qwen
+from fathomlm.checkpoints.families import gemma, llama, neox, qwen, t5
 from fathomlm.checkpoints.families.shared import Config
 from fathomlm.depth import Architecture
 from fathomlm.errors import UnsupportedModel
@@ -58,13 +59,41 @@ FAMILIES: dict[str, Family] = {
 }
 
 
+def _t5_like(model_type: str, cls: str) -> Family:
+    return Family(
+        model_type=model_type,
+        architecture_class=cls,
+        read=t5.read_t5,
+        write=t5.write_t5,
+        layer_names=t5.T5_NAMES,
+        outer_names=t5.T5_OUTER,
+    )
+
+
+SEQ2SEQ: dict[str, Family] = {
+    "t5": _t5_like("t5", "T5ForConditionalGeneration"),
+    "mt5": _t5_like("mt5", "MT5ForConditionalGeneration"),
+    "longt5": _t5_like("longt5", "LongT5ForConditionalGeneration"),
+}
+"""Decoders that look at an encoder's output."""
+
+
+def family_for(architecture: Architecture) -> Family:
+    """The family of an architecture, with the names that its layers' tensors have."""
+    if not architecture.cross:
+        return FAMILIES[architecture.family]
+    family = SEQ2SEQ[architecture.family]
+    return family if architecture.gated else dataclasses.replace(family, layer_names=t5.UNGATED_NAMES)
+
+
 def family_of(config: Config, where: str) -> Family:
     """The family of a Hugging Face configuration, or an error that lists the known ones."""
     model_type = config.get("model_type")
-    for family in FAMILIES.values():
+    known_families = (*FAMILIES.values(), *SEQ2SEQ.values())
+    for family in known_families:
         if family.model_type == model_type:
             return family
-    known = ", ".join(family.model_type for family in FAMILIES.values())
+    known = ", ".join(family.model_type for family in known_families)
     raise UnsupportedModel(f"{where}: model type {model_type!r} has no block here; known: {known}")
 
 

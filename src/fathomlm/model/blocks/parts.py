@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -17,12 +18,24 @@ from fathomlm.cache import Entries, StepKV
 from fathomlm.cache.dense import stack_prefix
 from fathomlm.depth import Architecture, LinearSpec
 from fathomlm.kernels.attention import attention
-from fathomlm.kernels.half import keeps_gradients
+from fathomlm.kernels.half import folded, half_dtype, keeps_gradients
 from fathomlm.kernels.norm import RMSNorm
 from fathomlm.kernels.qkv import norm_qkv_rope
 from fathomlm.kernels.rope import apply_rope
 from fathomlm.kernels.swiglu import norm_swiglu_mlp
+from fathomlm.model.memory import StepMemory
 from fathomlm.model.relax import StepDelta
+
+
+class Packed(NamedTuple):
+    """A layer's weights as the training forms want them: norms folded in, those that read one input below each other, in
+    the dtype to compute in. A looped layer is packed once for all its uses in a pass (`Decoder.states`)."""
+
+    qkv_WM: Tensor
+    o_MW: Tensor
+    both_2IM: Tensor
+    """Gate, and up below it."""
+    down_MI: Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,13 +45,18 @@ class StepContext:
     cos: Tensor
     sin: Tensor
     mask: Tensor | None
-    """Which keys each query sees; None where all, or all up to itself, are seen (`causal`)."""
+    """Which keys each query sees; None where all, or all up to itself, are seen (`causal`). With relative positions a
+    number for each score, -inf where a key is not seen."""
     causal: bool
     kv: StepKV | None
     """Where the step's keys and values go, if anywhere."""
     reads: Entries | None
     """Entries of another step to look at; this one then makes none."""
     delta: StepDelta | None
+    packed: Packed | None = None
+    """The layer's weights, where they were packed before; a training form packs them itself otherwise."""
+    memory: StepMemory | None = None
+    """The encoder's output, for layers that look at one."""
 
     def project(self, name: str, linear: nn.Linear, x: Tensor) -> Tensor:
         """A linear of the layer, with what this step adds to it."""
@@ -75,6 +93,23 @@ class Block(nn.Module):
         """The residual stream after this layer."""
         raise AssertionError("a block says how it is wired")
 
+    def keep_entries(self, x: Tensor, step: StepContext) -> None:
+        """Store this layer's keys and values of a residual stream, and run nothing else of it."""
+        if step.kv is not None:
+            step.kv.append(*self.attn.entries(step.norm("norm_attn", self.norm_attn, x), step))
+
+    @property
+    def packs(self) -> bool:
+        """Whether both halves have training forms that take packed weights."""
+        return False
+
+    def pack(self, dtype: torch.dtype) -> Packed:
+        """The weights for `StepContext.packed`."""
+        assert isinstance(self.norm_attn, RMSNorm)
+        assert isinstance(self.norm_mlp, RMSNorm)
+        qkv = self.attn.pack(self.norm_attn, dtype)
+        return Packed(qkv, self.attn.o.weight.to(dtype), *self.mlp.pack(self.norm_mlp, dtype))
+
 
 def build_norm(architecture: Architecture, width: int | None = None) -> nn.Module:
     width = architecture.hidden if width is None else width
@@ -88,7 +123,7 @@ def _linear(spec: LinearSpec) -> nn.Linear:
 
 
 class Attention(nn.Module):
-    """Grouped-query attention with rotary positions, and per-head norms where the family has them."""
+    """Grouped-query attention with rotary or relative positions, and per-head norms where the family has them."""
 
     def __init__(self, architecture: Architecture) -> None:
         super().__init__()
@@ -98,8 +133,10 @@ class Attention(nn.Module):
         self.k_norm = build_norm(architecture, architecture.head_dim) if architecture.qk_norm else None
         self.head_dim = architecture.head_dim
         self.scale = architecture.scale
+        self.rotates = architecture.rotary_dim > 0
         whole = architecture.rotary_dim == architecture.head_dim
-        self._plain = whole and not architecture.qk_norm and not architecture.qkv_bias
+        self.plain = whole and not architecture.qk_norm and not architecture.qkv_bias
+        self.o_bias = architecture.o_bias
 
     def forward(self, x_BTM: Tensor, step: StepContext) -> Tensor:
         """What the tokens gather, from the normed stream."""
@@ -109,11 +146,17 @@ class Attention(nn.Module):
 
     def behind(self, norm: nn.Module, x_BTM: Tensor, step: StepContext) -> Tensor:
         """The residual stream with what the tokens gather from its norm added."""
-        if self._plain and step.fuses(x_BTM) and step.reads is None and isinstance(norm, RMSNorm):
-            weights = norm.weight, norm.eps, norm.plus_one, self.q.weight, self.k.weight, self.v.weight
-            x_BTM, q, k, v = norm_qkv_rope(x_BTM, *weights, step.cos, step.sin, self.head_dim)
+        if self.plain and step.fuses(x_BTM) and step.reads is None and isinstance(norm, RMSNorm):
+            qkv_WM = self.pack(norm, half_dtype(x_BTM)) if step.packed is None else step.packed.qkv_WM
+            groups = self.k.weight.shape[0] // self.head_dim
+            heads = qkv_WM.shape[0] // self.head_dim - 2 * groups
+            x_BTM, q, k, v = norm_qkv_rope(x_BTM, norm.eps, qkv_WM, heads, groups, step.cos, step.sin)
             return x_BTM + self._attend(q, k, v, step)
         return x_BTM + self(step.norm("norm_attn", norm, x_BTM), step)  # type: ignore[no-any-return]
+
+    def pack(self, norm: RMSNorm, dtype: torch.dtype) -> Tensor:
+        """Query, key and value weights as one, for `norm_qkv_rope`."""
+        return folded((self.q.weight, self.k.weight, self.v.weight), norm.weight, norm.plus_one, dtype)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, step: StepContext) -> Tensor:
         if step.kv is not None:
@@ -125,22 +168,32 @@ class Attention(nn.Module):
         if step.delta is not None and step.delta.prefix is not None:
             k, v, mask = self._with_prefix(k, v, queries=q.shape[2], step=step)
             causal = False
-        mixed = attention(q, k, v, scale=self.scale, mask=mask, causal=causal)
-        return step.project("o", self.o, mixed.transpose(1, 2).flatten(2))
+        mixed = attention(q, k, v, scale=self.scale, mask=mask, causal=causal).transpose(1, 2).flatten(2)
+        if step.packed is not None and step.fuses(mixed):
+            return F.linear(mixed, step.packed.o_MW)
+        return step.project("o", self.o, mixed)
 
     def _rotated(self, x_BTM: Tensor, step: StepContext) -> tuple[Tensor, Tensor, Tensor]:
         """Heads of queries, keys and values, the first two at their positions."""
+        k, v = self.entries(x_BTM, step)
+        return self._rotated_q(x_BTM, step), k, v
+
+    def entries(self, x_BTM: Tensor, step: StepContext) -> Entries:
+        """Heads of keys, at their positions, and of values."""
         k = self._heads(step.project("k", self.k, x_BTM))
         v = self._heads(step.project("v", self.v, x_BTM))
         if self.k_norm is not None:
             k = step.norm("attn.k_norm", self.k_norm, k)
-        return self._rotated_q(x_BTM, step), apply_rope(k, step.cos, step.sin), v
+        return self._turned(k, step), v
 
     def _rotated_q(self, x_BTM: Tensor, step: StepContext) -> Tensor:
         q = self._heads(step.project("q", self.q, x_BTM))
         if self.q_norm is not None:
             q = step.norm("attn.q_norm", self.q_norm, q)
-        return apply_rope(q, step.cos, step.sin)
+        return self._turned(q, step)
+
+    def _turned(self, x_BHTD: Tensor, step: StepContext) -> Tensor:
+        return apply_rope(x_BHTD, step.cos, step.sin) if self.rotates else x_BHTD
 
     def _heads(self, x_BTW: Tensor) -> Tensor:
         B, T, _ = x_BTW.shape
@@ -153,7 +206,7 @@ class Attention(nn.Module):
         if mask is None and step.causal:
             mask = torch.ones(queries, k.shape[2], dtype=torch.bool, device=k.device).tril()[None, None]
         if mask is not None:
-            mask = F.pad(mask, (prefix_k.shape[2], 0), value=True)
+            mask = F.pad(mask, (prefix_k.shape[2], 0), value=mask.dtype == torch.bool)  # a bias has nothing to add there
         return stack_prefix(prefix_k, k), stack_prefix(prefix_v, v), mask
 
     def _prefix_kv(self, step: StepContext) -> tuple[Tensor, Tensor]:
@@ -169,6 +222,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
     "gelu": F.gelu,
     "gelu_tanh": partial(F.gelu, approximate="tanh"),
+    "relu": F.relu,
 }
 
 
@@ -182,15 +236,20 @@ class FeedForward(nn.Module):
         self.up = _linear(specs["up"])
         self.down = _linear(specs["down"])
         self.activation = architecture.activation
-        self._plain = architecture.gated and architecture.activation == "silu" and not architecture.mlp_bias
+        self.plain = architecture.gated and architecture.activation == "silu" and not architecture.mlp_bias
 
     def behind(self, norm: nn.Module, x: Tensor, step: StepContext) -> Tensor:
         """The residual stream with this part's output for its norm added."""
-        if self._plain and step.fuses(x) and isinstance(norm, RMSNorm):
-            assert self.gate is not None
-            weights = norm.weight, norm.eps, norm.plus_one, self.gate.weight, self.up.weight, self.down.weight
-            return norm_swiglu_mlp(x.flatten(0, -2), *weights).view_as(x)
+        if self.plain and step.fuses(x) and isinstance(norm, RMSNorm):
+            both, down = self.pack(norm, half_dtype(x)) if step.packed is None else step.packed[2:]
+            return norm_swiglu_mlp(x.flatten(0, -2), norm.eps, both, down).view_as(x)
         return x + self(step.norm("norm_mlp", norm, x), step)  # type: ignore[no-any-return]
+
+    def pack(self, norm: RMSNorm, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Gate and up as one, and down, for `norm_swiglu_mlp`."""
+        assert self.gate is not None
+        both = folded((self.gate.weight, self.up.weight), norm.weight, norm.plus_one, dtype)
+        return both, self.down.weight.to(dtype)
 
     def forward(self, x: Tensor, step: StepContext) -> Tensor:
         act = ACTIVATIONS[self.activation]

@@ -75,7 +75,7 @@ class StepDelta(nn.Module):
     def merged(self, name: str, tensor: Tensor) -> Tensor:
         """One of the layer's tensors with what this step adds, in float32: what an unrolled export stores."""
         path, end = name.rsplit(".", 1)
-        linear = path.rsplit(".", 1)[-1]
+        linear = next((linear for linear, where in self.paths.items() if where == path), "")
         if end == "weight" and linear in self.linears:
             delta = self.linears[linear]
             assert isinstance(delta, LoraDelta)

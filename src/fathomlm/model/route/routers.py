@@ -89,9 +89,9 @@ class Routers(nn.Module):
         self._fork: Callable[..., Any] = fork
         self._advance: Callable[..., Any] = advance
 
-    def compile_parts(self) -> None:
+    def compile_parts(self, backend: str = "inductor") -> None:
         """Compile what routers do to the stream between two passes of the block, for the shapes it is given."""
-        self._fork, self._advance = (torch.compile(part, dynamic=False) for part in (fork, advance))
+        self._fork, self._advance = (torch.compile(f, dynamic=False, backend=backend) for f in (fork, advance))
 
     def reset_parameters(self) -> None:
         if self.bias is not None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -23,8 +24,9 @@ from fathomlm.kernels.cross_entropy import cross_entropy_
 from fathomlm.train.data.loader import IGNORE
 from fathomlm.train.losses.divergence import DIVERGENCES
 
-HELD_LOGITS = {"cpu": 2**26, "cuda": 2**28}
-"""How many logits are held at once. On a GPU, in bfloat16, they take half a gigabyte, in which their gradient is written."""
+HELD_LOGITS = {"cpu": 2**26, "cuda": 3 * 2**26}
+"""How many logits are held at once. On a GPU, in bfloat16, they take 0.4 gigabytes, in which their gradient is written: less
+than the backward pass of a layer needs at the same time in a usual batch, so that smaller chunks would save nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +108,7 @@ class _HeadLoss(torch.autograd.Function):
             if d_hidden is not None:
                 d_hidden[part] = slope @ weight
             if d_weight is not None:
-                d_weight += slope.T @ hidden
+                _add_product(d_weight, slope.T, hidden)
             del logits, slope, shown  # or this chunk would be held beside the next
         ctx.save_for_backward(d_hidden, None if d_weight is None else d_weight.to(weight_VM.dtype))
         ctx.mark_non_differentiable(ce_sum, distance_sum)
@@ -116,9 +118,30 @@ class _HeadLoss(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, d_total: Tensor, *unused: Tensor) -> tuple[Tensor | None, ...]:
         d_hidden, d_weight = ctx.saved_tensors
-        # In d_total's float32: rounded to bfloat16 it would scale this output's gradient by up to 0.4 % too much.
-        scaled = [None if d is None else (d * d_total[None]).to(d.dtype) for d in (d_hidden, d_weight)]
+        # In d_total's float32: rounded to bfloat16 it would scale this output's gradient by up to 0.4 % too much. In place:
+        # now is when most is held.
+        scaled = [None if d is None else torch.mul(d, d_total[None], out=d) for d in (d_hidden, d_weight)]
         return (*scaled, None, None, None, None, None, None, None)
+
+
+def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """total += a @ b, in total's float32 without a narrow product in between where the device can."""
+    if total.is_cuda and a.dtype != total.dtype and _adds_wide(total.device, a.dtype):
+        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
+    else:
+        total += a @ b
+
+
+@lru_cache(maxsize=8)
+def _adds_wide(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether products of a narrow dtype can be added to float32; older versions of torch refuse."""
+    one = torch.ones(16, 16, device=device, dtype=dtype)
+    total = torch.ones(16, 16, device=device)
+    try:
+        torch.addmm(total, one, one, out_dtype=torch.float32, out=total)
+    except (RuntimeError, TypeError):
+        return False
+    return bool((total == 17).all())
 
 
 def head_loss(

@@ -1,0 +1,238 @@
+"""How long a token takes, one row at a time, in every way of leaving early, on compiled and graph-captured steps.
+
+    python benchmarks/free_latency.py run --out free_latency.json
+    python benchmarks/free_latency.py draw free_latency.json benchmarks/results/free_latency_h200
+
+The weights are random, in the shape of a model of 7 billion parameters: time does not depend on their values. What depends
+on them is how often the exit and the last layer agree, so the layers behind the exit are scaled down until they often do,
+and thresholds are searched that let a wanted part of the tokens leave. Exit rates are then measured, not assumed.
+
+The floor is the time that reading the weights takes: those of the layers and heads that the steps taken really ran, over
+the reading speed of this device, measured in the same run. Every mode has prompts, lengths and steps in common with full.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from environment import environment
+
+from fathomlm.decode.captured import CapturedDecoder, CapturedText
+from fathomlm.decode.exiting import Exiting
+from fathomlm.depth import Architecture, DepthPlan
+from fathomlm.depth.presets import preset
+from fathomlm.model.decoder import Decoder
+
+SEVEN = Architecture(
+    family="llama", layers=32, hidden=4096, intermediate=11008, heads=32, kv_heads=32, head_dim=128, vocab=32000,
+    tied_embeddings=False,
+)  # fmt: skip
+SHAPES = {
+    "7b": SEVEN,
+    "360m": preset("smollm-360m").architecture,
+    "tiny": dataclasses.replace(SEVEN, layers=8, hidden=64, intermediate=128, heads=4, kv_heads=2, head_dim=16, vocab=512),
+}
+RATES = (0.5, 0.8, 0.9)
+MAIN_RATE = 0.8
+PROMPTS, PROMPT, NEW = 4, 32, 96
+
+
+def build(architecture: Architecture, exit_layer: int, device: torch.device, quiet: float) -> Decoder:
+    """Random weights; what the layers behind the exit add is scaled by `quiet`."""
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    with torch.device("meta"):
+        decoder = Decoder(architecture, DepthPlan.vanilla(architecture.layers))
+    decoder = decoder.to(dtype).to_empty(device=device)
+    torch.manual_seed(0)
+    decoder.reset_parameters(std=0.02, generator=torch.Generator(device).manual_seed(0))
+    with torch.no_grad():
+        decoder.head_weight.mul_(8.0)  # a trained head is sure of some tokens; a fresh one of none
+        for layer in decoder.layers[exit_layer:]:
+            layer.attn.o.weight.mul_(quiet)
+            layer.mlp.down.weight.mul_(quiet)
+    return decoder.eval().requires_grad_(False)
+
+
+def reading_speed(device: torch.device) -> float:
+    """Bytes a second that a plain sum reads."""
+    many = 2**31 if device.type == "cuda" else 2**26
+    numbers = torch.ones(many // 4, device=device)
+    times = []
+    for _ in range(6):
+        _wait(device)
+        begin = time.perf_counter()
+        numbers.sum()
+        _wait(device)
+        times.append(time.perf_counter() - begin)
+    return many / min(times)
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+class Bench:
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self.architecture = SHAPES[args.shape]
+        self.exit_layer = self.architecture.layers // 4
+        decoder = build(self.architecture, self.exit_layer, self.device, args.quiet)
+        size = decoder.embed.weight.element_size()
+        self.layer_bytes = size * self.architecture.layer_parameters
+        self.head_bytes = size * self.architecture.vocab * self.architecture.hidden
+        self.speed = reading_speed(self.device)
+        stack = {"max_stack": args.max_stack}
+        compile = self.device.type == "cuda"
+        self.captured = CapturedDecoder(decoder, length=PROMPT + NEW, exit_layer=self.exit_layer, compile=compile, **stack)
+        generator = torch.Generator().manual_seed(1)
+        shape = (PROMPTS, PROMPT)
+        self.prompts = torch.randint(0, self.architecture.vocab, shape, generator=generator).tolist()
+        self.max_stack = args.max_stack
+
+    def exiting(self, mode: Any, threshold: float | None) -> Exiting:
+        layers = {} if mode == "full" else {"exit_layers": (self.exit_layer,)}
+        stack = {"max_stack": self.max_stack} if mode in ("parallel", "speculative") else {}
+        return Exiting(mode=mode, threshold=None if mode in ("full", "static") else threshold, **layers, **stack)
+
+    def texts(self, mode: str, threshold: float | None) -> list[CapturedText]:
+        return [self.captured.generate(prompt, self.exiting(mode, threshold), NEW) for prompt in self.prompts]
+
+    def rate(self, texts: list[CapturedText]) -> float:
+        layers = [layer for text in texts for layer in text.exit_layers]
+        return sum(layer == self.exit_layer for layer in layers) / len(layers)
+
+    def threshold_for(self, mode: str, wanted: float) -> float:
+        """The threshold at which so many tokens leave, by halving."""
+        low, high = 0.0, 1.0
+        for _ in range(14):
+            middle = (low + high) / 2
+            low, high = (middle, high) if self.rate(self.texts(mode, middle)) > wanted else (low, middle)
+        return (low + high) / 2
+
+    def floor_ms(self, mode: str, texts: list[CapturedText]) -> float:
+        """A token's share of the weights that were read."""
+        layers, exit = self.architecture.layers, self.exit_layer
+        tokens = sum(len(text.tokens) for text in texts)
+        shallow = sum(len(text.confidences) for text in texts)
+        deep = sum(text.deep_passes for text in texts)
+        if mode in ("full", "static"):
+            read = tokens * ((layers if mode == "full" else exit) * self.layer_bytes + self.head_bytes)
+        else:
+            read = shallow * (exit * self.layer_bytes + self.head_bytes)
+            read += deep * ((layers - exit) * self.layer_bytes + self.head_bytes)
+        return 1e3 * read / self.speed / tokens
+
+    def measure(self, mode: str, threshold: float | None) -> dict[str, Any]:
+        self.texts(mode, threshold)
+        rounds = [self.texts(mode, threshold) for _ in range(3)]
+        times = [sum(text.decode_seconds for text in texts) / sum(len(text.tokens) for text in texts) for texts in rounds]
+        texts = rounds[0]
+        ms, floor = 1e3 * statistics.median(times), self.floor_ms(mode, texts)
+        found: dict[str, Any] = {
+            "ms_per_token": round(ms, 4),
+            "exit_rate": round(self.rate(texts), 4),
+            "threshold": threshold,
+            "floor_ms": round(floor, 4),
+            "of_floor": round(floor / ms, 4),
+            "deep_passes_per_token": round(sum(t.deep_passes for t in texts) / sum(len(t.tokens) for t in texts), 4),
+        }
+        if mode == "speculative":
+            found["accepted"] = round(sum(t.accepted for t in texts) / max(1, sum(t.drafted for t in texts)), 4)
+        return found
+
+
+def run(args: argparse.Namespace) -> None:
+    bench = Bench(args)
+    a = bench.architecture
+    record: dict[str, Any] = {
+        "environment": environment(),
+        "shape": {"layers": a.layers, "hidden": a.hidden, "vocab": a.vocab, "exit_layer": bench.exit_layer},
+        "weights_gb": round((a.layers * bench.layer_bytes + bench.head_bytes) / 1e9, 3),
+        "reading_gb_per_s": round(bench.speed / 1e9, 1),
+        "prompts": PROMPTS,
+        "prompt_tokens": PROMPT,
+        "new_tokens": NEW,
+        "max_stack": args.max_stack,
+        "deep_scale": args.quiet,
+    }
+
+    def note(name: str, mode: str, threshold: float | None) -> None:
+        record[name] = bench.measure(mode, threshold)
+        record[name]["speedup"] = round(record["full"]["ms_per_token"] / record[name]["ms_per_token"], 3)
+        print(name, record[name], flush=True)
+        args.out.write_text(json.dumps(record, indent=1) + "\n")
+
+    note("full", "full", None)
+    note("static", "static", None)
+    for rate in RATES:
+        threshold = bench.threshold_for("parallel", rate)
+        note("parallel" if rate == MAIN_RATE else f"parallel, {rate:.0%} leave", "parallel", threshold)
+    threshold = record["parallel"]["threshold"]
+    note("state-copy", "state-copy", bench.threshold_for("state-copy", MAIN_RATE))
+    note("speculative", "speculative", threshold)
+
+
+def table(record: dict[str, Any]) -> str:
+    where, shape = record["environment"], record["shape"]
+    lines = [
+        "# One row: time for a token, by how tokens leave",
+        "",
+        f"{where['device']}, torch {where['torch']}, {where['date']}. {shape['layers']} layers of width {shape['hidden']}, "
+        f"{record['weights_gb']} GB of bfloat16 weights",
+        f"(random, the layers behind the exit scaled by {record['deep_scale']}), exit after layer {shape['exit_layer']}. "
+        f"{record['prompts']} prompts of {record['prompt_tokens']} tokens, {record['new_tokens']} new each, greedy.",
+        f"Compiled layers, captured graphs. Floor: the weights that were read, at {record['reading_gb_per_s']} GB/s, this "
+        "device's own reading speed.",
+        "",
+        "| mode | ms a token | speed against full | tokens that left | deep passes a token | floor, ms | of the floor |",
+        "|---|--:|--:|--:|--:|--:|--:|",
+    ]
+    for name, found in record.items():
+        if isinstance(found, dict) and "ms_per_token" in found:
+            drafts = f" ({found['accepted']:.0%} of drafts kept)" if "accepted" in found else ""
+            lines.append(
+                f"| {name}{drafts} | {found['ms_per_token']:.3f} | {found['speedup']:.2f} | {found['exit_rate']:.1%} | "
+                f"{found['deep_passes_per_token']:.2f} | {found['floor_ms']:.3f} | {found['of_floor']:.0%} |"
+            )
+    notes = [
+        "",
+        "static never runs the layers behind the exit. parallel and state-copy keep what the exit chose: their tokens are",
+        "not full's. speculative's are.",
+    ]
+    return "\n".join([*lines, *notes]) + "\n"
+
+
+def draw(args: argparse.Namespace) -> None:
+    record = json.loads(args.record.read_text())
+    args.out.with_suffix(".json").write_text(json.dumps(record, indent=1) + "\n")
+    args.out.with_suffix(".md").write_text(table(record))
+    print(table(record))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    verbs = parser.add_subparsers(required=True)
+    running = verbs.add_parser("run")
+    running.add_argument("--shape", choices=list(SHAPES), default="7b")
+    running.add_argument("--out", type=Path, required=True)
+    running.add_argument("--quiet", type=float, default=0.1)
+    running.add_argument("--max-stack", type=int, default=16)
+    running.set_defaults(verb=run)
+    drawing = verbs.add_parser("draw")
+    drawing.add_argument("record", type=Path)
+    drawing.add_argument("out", type=Path)
+    drawing.set_defaults(verb=draw)
+    args = parser.parse_args()
+    args.verb(args)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,82 @@
+"""T5 (both versions, Flan-T5), mT5 and LongT5: the decoder's half (thesis 2). The encoder's is `fathomlm.model.encoder`.
+
+The first T5 multiplies hidden states by hidden ** -0.5 before a head that is the embedding; version 1.1 does neither.
+Configurations mark it with tie_word_embeddings, which transformers from version 5 on reads as "scale" only: whether the
+head is a matrix of its own, the weights say.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fathomlm.checkpoints.families.shared import ACTIVATIONS, Config
+from fathomlm.depth import Architecture
+from fathomlm.errors import UnsupportedModel
+
+T5_ACTIVATIONS = {**ACTIVATIONS, "relu": "relu"}
+T5_NAMES = {
+    **{f"attn.{name}": f"layer.0.SelfAttention.{name}" for name in ("q", "k", "v", "o")},
+    "norm_attn": "layer.0.layer_norm",
+    **{f"cross.{name}": f"layer.1.EncDecAttention.{name}" for name in ("q", "k", "v", "o")},
+    "norm_cross": "layer.1.layer_norm",
+    "mlp.gate": "layer.2.DenseReluDense.wi_0",
+    "mlp.up": "layer.2.DenseReluDense.wi_1",
+    "mlp.down": "layer.2.DenseReluDense.wo",
+    "norm_mlp": "layer.2.layer_norm",
+}
+UNGATED_NAMES = {**T5_NAMES, "mlp.up": "layer.2.DenseReluDense.wi"}
+T5_OUTER = {
+    "embed": "shared",
+    "relative": "decoder.block.0.layer.0.SelfAttention.relative_attention_bias",
+    "layers": "decoder.block",
+    "norm": "decoder.final_layer_norm",
+    "head": "lm_head",
+}
+
+
+def read_t5(config: Config) -> Architecture:
+    family = str(config["model_type"])
+    projection = str(config.get("feed_forward_proj") or ("gated-gelu" if family == "mt5" else "relu"))
+    activation = str(config.get("dense_act_fn") or ("gelu_new" if projection == "gated-gelu" else projection.split("-")[-1]))
+    if activation not in T5_ACTIVATIONS:
+        known = ", ".join(sorted(T5_ACTIVATIONS))
+        raise UnsupportedModel(f"{family} with activation '{activation}'; known: {known}")
+    marked_tied = config.get("tie_word_embeddings") is not False
+    scaled = family != "mt5" and bool(config.get("scale_decoder_outputs", marked_tied))
+    hidden, heads = int(config["d_model"]), int(config["num_heads"])
+    return Architecture(
+        family=family,
+        layers=int(config.get("num_decoder_layers") or config["num_layers"]),
+        hidden=hidden,
+        intermediate=int(config["d_ff"]),
+        heads=heads,
+        kv_heads=heads,
+        head_dim=int(config["d_kv"]),
+        vocab=int(config["vocab_size"]),
+        context=int(config.get("n_positions") or 512),
+        tied_embeddings=scaled or family == "longt5" or (family == "mt5" and marked_tied),
+        norm_eps=float(config.get("layer_norm_epsilon") or 1e-6),
+        activation=T5_ACTIVATIONS[activation],  # type: ignore[arg-type]
+        gated=projection.startswith("gated-"),
+        rotary_fraction=0.0,
+        attention_scale=1.0,
+        head_scale=hidden**-0.5 if scaled else 1.0,
+        positions="relative",
+        relative_buckets=int(config.get("relative_attention_num_buckets") or 32),
+        relative_distance=int(config.get("relative_attention_max_distance") or 128),
+        cross=True,
+        memory_width=hidden,
+    )
+
+
+def write_t5(a: Architecture) -> dict[str, Any]:
+    """The decoder's part of a configuration; activations and all that the encoder shares are in its own record."""
+    scaled = a.head_scale != 1.0
+    return {
+        "vocab_size": a.vocab,
+        "num_decoder_layers": a.layers,
+        "n_positions": a.context,
+        "is_encoder_decoder": True,
+        "tie_word_embeddings": scaled,
+        **({} if a.family == "mt5" else {"scale_decoder_outputs": scaled}),
+    }

@@ -1,0 +1,133 @@
+"""The options that `generate` and `chat` share for tokens that leave early, and what `generate` says of where they did."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fathomlm.errors import OptionError
+
+if TYPE_CHECKING:
+    from fathomlm.decode.exiting import AdaptiveThreshold, Exiting
+    from fathomlm.decode.rows import Generation
+    from fathomlm.model.hub import FathomForCausalLM
+
+NEEDING = ("exit_layer", "confidence", "threshold", "min_exit_layer", "refine", "max_stack")
+"""Options that mean something only behind --decode."""
+CALIBRATED = "threshold.json"
+"""What an estimator has learnt, beside a model's weights."""
+
+
+def add_exit_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("leaving early", "how far down a model without a router each token goes").add_argument
+    mode = (
+        "full (default), static, state-copy, parallel, speculative or oracle; full, speculative and oracle give the whole "
+        "model's text"
+    )
+    add("--decode", metavar="MODE", help=mode)
+    where = "leave after layer N, counted from 1; a comma list or given again where a mode has several exits"
+    add("--exit-layer", metavar="N", action="append", help=f"{where} (default: the model's own)")
+    first = "state-copy and oracle: every layer from M on is an exit"
+    add("--min-exit-layer", metavar="M", type=int, help=first)
+    sure = "what is compared with the threshold: gap (default), max, state or classifier"
+    add("--confidence", metavar="KIND", help=sure)
+    above = "leave where the confidence is above T, from 0 (always) to 1 (never); 'adaptive' learns it (default: 0.9)"
+    add("--threshold", metavar="T", help=above)
+    surprise = "parallel: go back to a token that the whole model gives -log p above T; 0 is strictest"
+    add("--refine", metavar="T", type=float, help=surprise)
+    add("--max-stack", metavar="K", type=int, help="parallel and speculative: at most K tokens wait (default: 16)")
+
+
+def read_exiting(args: argparse.Namespace) -> Exiting | None:
+    """The checked settings, or None for full decoding; asked for before the model is loaded."""
+    if args.decode is None:
+        for name in NEEDING:
+            if getattr(args, name) is not None:
+                option = f"--{name.replace('_', '-')}"
+                raise OptionError(
+                    f"{option} goes with --decode, which says how tokens leave early, such as --decode parallel"
+                )
+        return None
+    if args.decode != "full" and args.max_depth is not None:
+        raise OptionError("--max-depth and --decode both say how deep tokens go; give one of them")
+
+    from fathomlm.decode.exiting import Exiting
+
+    exiting = Exiting(
+        mode=args.decode,
+        exit_layers=_read_layers(args.exit_layer),
+        confidence=args.confidence,
+        threshold=_read_threshold(args),
+        min_exit_layer=args.min_exit_layer,
+        refine=args.refine,
+        max_stack=args.max_stack,
+    )
+    return None if exiting.mode == "full" else exiting
+
+
+def _read_layers(given: Sequence[str] | None) -> tuple[int, ...] | None:
+    if given is None:
+        return None
+    words = [word.strip() for text in given for word in text.split(",")]
+    for word in words:
+        if not word.isdecimal():
+            raise OptionError(f"--exit-layer takes layers such as 6 or 4,8, got '{word}'")
+    return tuple(int(word) for word in words)
+
+
+def _read_threshold(args: argparse.Namespace) -> float | AdaptiveThreshold | None:
+    if args.threshold is None:
+        return None
+    if args.threshold != "adaptive":
+        try:
+            return float(args.threshold)
+        except ValueError as error:
+            raise OptionError(f"--threshold takes a number from 0 to 1, or adaptive; got '{args.threshold}'") from error
+
+    from fathomlm.decode.threshold import ThresholdEstimator
+
+    path = Path(args.model) / CALIBRATED
+    return ThresholdEstimator.load(path) if path.is_file() else ThresholdEstimator()
+
+
+def exit_statistic(results: Sequence[Generation]) -> str:
+    """How early tokens left, for the line on standard error; empty where none could."""
+    from fathomlm.decode.rows import exit_rate, mean_exit_layer
+
+    first = results[0].exits
+    if first is None:
+        return ""
+    mode = "oracle (it knows the last layer's choice)" if results[0].oracle else first.mode
+    threshold = "" if first.threshold is None else f", threshold {first.threshold:.2f}"
+    drafted = sum(result.exits.drafted for result in results if result.exits)
+    accepted = sum(result.exits.accepted for result in results if result.exits)
+    drafts = f", {accepted} of {drafted} drafts kept" if drafted else ""
+    return (
+        f"{mode}: {exit_rate(results):.0%} left early, mean exit layer {mean_exit_layer(results):.2f} of {first.layers}"
+        f"{threshold}{drafts}; "
+    )
+
+
+def exit_record(exiting: Exiting | None, model: FathomForCausalLM, results: Sequence[Generation]) -> dict[str, Any] | None:
+    """The same for JSON, with the settings. Each result has its own tokens' layers and confidences."""
+    from fathomlm.decode.rows import exit_rate, mean_exit_layer
+
+    if exiting is None:
+        return None
+    first = results[0].exits
+    assert first is not None
+    return {
+        "mode": exiting.mode,
+        "oracle": results[0].oracle,
+        "layers": first.layers,
+        "exit_layers": [index + 1 for index in exiting.exits(model.plan)],
+        "confidence": exiting.confidence,
+        "threshold": first.threshold,
+        "adaptive": exiting.estimator is not None,
+        "refine": exiting.refine,
+        "max_stack": exiting.max_stack,
+        "exit_rate": exit_rate(results),
+        "mean_exit_layer": mean_exit_layer(results),
+    }

@@ -1,0 +1,208 @@
+"""One row, decoded in steps of fixed shape that a GPU replays by itself: the fast twin of the modes in this room.
+
+`RecordedSteps` is the work; here is what the host does between: read a choice and a confidence, say which step comes next.
+Choices are greedy. The slow modes (`decode/adaptive.py`) say what the tokens must be, and tests hold the two together.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from fathomlm.decode.exiting import DEFAULT_STACK, Exiting
+from fathomlm.decode.recorded import RecordedSteps
+from fathomlm.errors import OptionError
+from fathomlm.model.decoder import Decoder
+
+MODES = ("full", "static", "state-copy", "parallel", "speculative")
+
+
+@dataclass(slots=True)
+class CapturedText:
+    """What came of one prompt."""
+
+    tokens: list[int] = field(default_factory=list)
+    exit_layers: list[int] = field(default_factory=list)
+    """For each token the layer after which it was chosen."""
+    prefill_seconds: float = 0.0
+    decode_seconds: float = 0.0
+    confidences: list[float] = field(default_factory=list)
+    """At every token that ran up to the exit, drafts that were discarded included."""
+    deep_passes: int = 0
+    drafted: int = 0
+    accepted: int = 0
+
+
+class CapturedDecoder:
+    """A decoder with fixed room for one row. `compile` also compiles its layers; that changes the decoder itself."""
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        *,
+        length: int,
+        exit_layer: int | None = None,
+        max_stack: int = DEFAULT_STACK,
+        compile: bool = False,
+    ) -> None:
+        """`length` is the most tokens that a row may have, `exit_layer` where tokens may leave, from 1."""
+        steps = decoder.plan.steps
+        if decoder.plan.routing is not None:
+            raise OptionError("a routed model's router already chooses each token's depth; it has no exits to decode with")
+        if exit_layer is not None and not 1 <= exit_layer < len(steps):
+            raise OptionError(f"a token may leave after layers 1 to {len(steps) - 1} of this model, got {exit_layer}")
+        if length < 2 or max_stack < 1:
+            raise OptionError(f"length must be at least 2 and max_stack at least 1, got {length} and {max_stack}")
+        self.steps = RecordedSteps(decoder, length, exit_layer, max_stack, compile)
+
+    def generate(
+        self, prompt: Sequence[int], exiting: Exiting, max_new_tokens: int, ends: Collection[int] = ()
+    ) -> CapturedText:
+        """Continue a prompt greedily, to an end token or `max_new_tokens`."""
+        self._check(prompt, exiting, max_new_tokens)
+        threshold = exiting.threshold_now() or 0.0
+        with torch.no_grad():
+            self.steps.record(exiting.mode)
+            begun = time.perf_counter()
+            self.steps.read(prompt, shallow=exiting.mode == "static")
+            text = CapturedText()
+            run = {"full": self._full, "static": self._static}.get(exiting.mode)
+            going = _Going(text, max_new_tokens, frozenset(ends))
+            self.steps.synchronize()
+            text.prefill_seconds = time.perf_counter() - begun
+            begun = time.perf_counter()
+            if run is not None:
+                run(going)
+            elif exiting.mode == "state-copy":
+                self._state_copy(going, threshold)
+            elif exiting.mode == "parallel":
+                self._parallel(going, threshold)
+            else:
+                self._speculative(going, threshold, len(prompt))
+            self.steps.synchronize()
+            text.decode_seconds = time.perf_counter() - begun
+        return text
+
+    # The modes. Each tells which recorded step comes next.
+
+    def _full(self, going: _Going) -> None:
+        while going.on:
+            self.steps.run("full")
+            going.take(int(self.steps.tell()[1]), self.steps.layers)
+
+    def _static(self, going: _Going) -> None:
+        assert self.steps.exit_layer is not None
+        while going.on:
+            self.steps.run("static")
+            going.take(int(self.steps.tell()[1]), self.steps.exit_layer)
+
+    def _state_copy(self, going: _Going, threshold: float) -> None:
+        while going.on:
+            self.steps.run("shallow")
+            sure, token = self._tell(going)
+            if _leaves(sure, threshold):
+                self.steps.run("copy")
+                self._leave(going, token)
+            else:
+                self._choose_deep(going, 1)
+
+    def _parallel(self, going: _Going, threshold: float) -> None:
+        waiting = 0
+        while going.on:
+            self.steps.run("shallow")
+            waiting += 1
+            sure, token = self._tell(going)
+            if not _leaves(sure, threshold):
+                self._choose_deep(going, waiting)
+                waiting = 0
+                continue
+            self._leave(going, token)
+            if waiting == self.steps.max_stack or not going.on:
+                self.steps.run("deep", self.steps.size(waiting), choose=False)
+                going.text.deep_passes += 1
+                waiting = 0
+
+    def _speculative(self, going: _Going, threshold: float, begin: int) -> None:
+        """Draft until an exit is not sure, the stack is full or the text would be over; then keep what the whole model
+        would have chosen. `begin` is how many tokens the prompt has."""
+        assert self.steps.exit_layer is not None
+        drafts: list[int] = []
+        while going.on:
+            self.steps.run("shallow")
+            sure, token = self._tell(going)
+            text, waiting = going.text, len(drafts) + 1
+            drafts.append(int(token))
+            drafted = _leaves(sure, threshold)
+            over = int(token) in going.ends or len(text.tokens) + len(drafts) == going.most
+            if drafted and waiting < self.steps.max_stack and not over:
+                continue
+            self.steps.run("deep", self.steps.size(waiting), choose=False)
+            text.deep_passes += 1
+            wanted = self.steps.deep_choices(waiting)
+            proposed = drafts if drafted else drafts[:-1]
+            kept = next((i for i, (a, b) in enumerate(zip(proposed, wanted, strict=False)) if a != b), len(proposed))
+            text.drafted += len(proposed)
+            text.accepted += kept
+            for draft in proposed[:kept]:
+                going.take(draft, self.steps.exit_layer)
+            if kept < waiting and going.on:
+                going.take(wanted[kept], self.steps.layers)
+            drafts = []
+            if going.on:
+                self.steps.move(text.tokens[-1], begin + len(text.tokens) - 2)
+
+    def _tell(self, going: _Going) -> list[float]:
+        """What an exit says: how sure it is, and its choice."""
+        told = self.steps.tell()
+        going.text.confidences.append(told[0])
+        return told
+
+    def _leave(self, going: _Going, token: float) -> None:
+        assert self.steps.exit_layer is not None
+        going.take(int(token), self.steps.exit_layer)
+
+    def _choose_deep(self, going: _Going, waiting: int) -> None:
+        self.steps.run("deep", self.steps.size(waiting), choose=True)
+        going.text.deep_passes += 1
+        going.take(int(self.steps.tell()[1]), self.steps.layers)
+
+    def _check(self, prompt: Sequence[int], exiting: Exiting, most: int) -> None:
+        if exiting.mode not in MODES:
+            raise OptionError(f"captured decoding has the modes {', '.join(MODES)}, not {exiting.mode}")
+        if not prompt:
+            raise OptionError("the prompt has no token to continue")
+        steps = self.steps
+        if len(prompt) + most > steps.cache.length:
+            raise OptionError(f"{len(prompt)} prompt tokens and {most} new ones do not fit into {steps.cache.length} slots")
+        if exiting.mode == "full":
+            return
+        if steps.exit_layer is None:
+            raise OptionError(f"{exiting.mode} decoding needs an exit; give exit_layer when making the captured decoder")
+        if exiting.exits(steps.decoder.plan) != (steps.exit_layer - 1,):
+            raise OptionError(f"captured with an exit after layer {steps.exit_layer}; ask for that one in exit_layers")
+        if exiting.max_stack not in (None, steps.max_stack):
+            raise OptionError(f"captured with a stack of {steps.max_stack}, asked for {exiting.max_stack}")
+        if exiting.confidence not in (None, "gap") or exiting.refine is not None:
+            raise OptionError("captured decoding knows the confidence 'gap' and no refinement")
+
+
+@dataclass(slots=True)
+class _Going:
+    text: CapturedText
+    most: int
+    ends: frozenset[int]
+    on: bool = True
+
+    def take(self, token: int, layer: int) -> None:
+        if not self.on:
+            return
+        self.text.tokens.append(token)
+        self.text.exit_layers.append(layer)
+        self.on = token not in self.ends and len(self.text.tokens) < self.most
+
+
+def _leaves(sure: float, threshold: float) -> bool:
+    return threshold == 0 or sure > threshold

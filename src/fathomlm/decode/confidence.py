@@ -1,0 +1,84 @@
+"""How sure an exit is of its choice, from 0 to 1 (thesis 2.3 and 2.5; CALM, Schuster et al. 2022, section 3.3).
+
+Confidences are of the model's own probabilities. Temperature, filters and the repetition penalty do not change whether a
+token leaves, only which token is chosen.
+
+Shapes: R rows, M hidden width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from fathomlm.errors import OptionError
+from fathomlm.model.decoder import Decoder
+
+
+class ExitClassifier(Protocol):
+    """A trained judge of one exit: from the stream after its layer to one score a row, (R, 1) or (R)."""
+
+    def __call__(self, state_RM: Tensor) -> Tensor: ...
+
+
+@dataclass(frozen=True, slots=True)
+class AtExit:
+    """What is known at an exit. The states are the residual stream, before the final norm."""
+
+    before_RM: Tensor
+    """In front of the exit's layer."""
+    after_RM: Tensor
+    logits_RV: Tensor
+    classifier: ExitClassifier | None = None
+
+
+def gap(exit: AtExit) -> Tensor:
+    """The probability of the likeliest token less that of the second."""
+    top_R2 = exit.logits_RV.float().softmax(-1).topk(2, dim=-1).values
+    return top_R2[:, 0] - top_R2[:, 1]
+
+
+def largest(exit: AtExit) -> Tensor:
+    """The probability of the likeliest token."""
+    return exit.logits_RV.float().softmax(-1).amax(-1)
+
+
+def saturation(exit: AtExit) -> Tensor:
+    """How little the exit's layer changed: the cosine of the states in front of it and after it."""
+    return F.cosine_similarity(exit.before_RM.float(), exit.after_RM.float(), dim=-1)
+
+
+def classified(exit: AtExit) -> Tensor:
+    """What a trained classifier says of the state."""
+    assert exit.classifier is not None
+    return exit.classifier(exit.after_RM).float().sigmoid().reshape(-1)
+
+
+MEASURES: dict[str, Callable[[AtExit], Tensor]] = {
+    "gap": gap,
+    "max": largest,
+    "state": saturation,
+    "classifier": classified,
+}
+
+
+def confidences(measure: str, exit: AtExit) -> list[float]:
+    """The confidence of each row, in [0, 1]."""
+    values: list[float] = MEASURES[measure](exit).clamp(0, 1).tolist()
+    return values
+
+
+def find_classifiers(decoder: Decoder, exits: Sequence[int]) -> dict[int, ExitClassifier]:
+    """The classifier of each exit, or an error that says which ones the model lacks."""
+    missing = [index + 1 for index in exits if str(index) not in decoder.exit_classifiers]
+    if missing:
+        have = ", ".join(str(int(index) + 1) for index in decoder.exit_classifiers)
+        raise OptionError(
+            f"confidence 'classifier' needs a trained classifier after layer {', '.join(map(str, missing))}; this model has "
+            f"{f'them after {have} only' if have else 'none'}. gap, max and state need no training"
+        )
+    return {index: decoder.exit_classifiers[str(index)] for index in exits}

@@ -1,0 +1,224 @@
+"""Steps of fixed shape for one row, recorded once and replayed (a CUDA graph; on a CPU they are simply run).
+
+    shallow       one token up to the exit: its choice, how sure it is, its state on the stack
+    deep, k       what waits on the stack through the layers behind the exit, all at once
+    full          one token through all layers; static: up to the exit
+    copy          keys and values of the layers behind the exit from the state that left
+
+Token, slot and stack are tensors that the recorded work itself moves on, so between two steps the host only reads a choice
+and a confidence, and says which step comes next.
+
+Shapes: N tokens of a pass, K places on the stack, M hidden width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fathomlm.cache.static import StaticCache
+from fathomlm.depth import Step
+from fathomlm.model.decoder import Decoder
+from fathomlm.model.sight import Rows, Sights, gathered_sights
+
+WARM_UPS = 3
+"""Runs of a step before it is recorded: kernels are chosen and compiled in them."""
+MOST_SHAPES = 64
+"""That a layer may be compiled for."""
+
+
+class RecordedSteps:
+    """The work of one decoder with one exit, or none, for rows of at most `length` tokens."""
+
+    def __init__(self, decoder: Decoder, length: int, exit_layer: int | None, max_stack: int, compile: bool) -> None:
+        self.decoder = decoder
+        self.exit_layer = exit_layer
+        self.max_stack = max_stack
+        steps = decoder.plan.steps
+        self.layers = len(steps)
+        self._shallow, self._deep = steps[:exit_layer], steps[exit_layer:] if exit_layer else ()
+        weight = decoder.embed.weight
+        self._device, self._dtype = weight.device, weight.dtype
+        self.cache = StaticCache(decoder.architecture, decoder.plan, length, self._device, self._dtype)
+        keys_1S = torch.arange(length + 1, device=self._device)[None]
+        self._rows = Rows(positions_BT=keys_1S, keep_BS=None, documents_BT=None, past=0)
+        self._keys_1S = keys_1S
+        # What the recorded work moves on. The stack's spare places point at the scratch slot.
+        self._choice, self._slot, self._count = (self._whole(1) for _ in range(3))
+        self._states_KM = torch.zeros(max_stack, decoder.architecture.hidden, device=self._device, dtype=self._dtype)
+        self._slots_K, self._deep_choices_K = self._whole(max_stack), self._whole(max_stack)
+        self._told = torch.zeros(2, dtype=torch.float64, device=self._device)
+        self._recorded: dict[tuple[str, int, bool], Callable[[], None]] = {}
+        self._pool: Any = None
+        self._ask: Callable[[Tensor], tuple[Tensor, Tensor]] = choice_and_gap
+        if compile:  # each size of a deep pass is a shape of its own
+            torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, MOST_SHAPES)
+            for layer in (*decoder.layers, decoder.norm):
+                layer.compile(dynamic=False)
+            self._ask = torch.compile(choice_and_gap, dynamic=False)
+
+    def _step_full(self, steps: Sequence[Step], index: int) -> None:
+        self._advance()
+        x_1NM = self._pass(self.decoder.enter(self._choice[None]), steps, self._slot)
+        self._conclude(self.decoder.exit_logits(x_1NM, index)[0])
+
+    def _step_shallow(self) -> None:
+        assert self.exit_layer is not None
+        self._advance()
+        x_11M = self._pass(self.decoder.enter(self._choice[None]), self._shallow, self._slot)
+        self._states_KM.index_copy_(0, self._count, x_11M[0])
+        self._slots_K.index_copy_(0, self._count, self._slot)
+        self._conclude(self.decoder.exit_logits(x_11M, self.exit_layer - 1)[0])
+
+    def _step_deep(self, size: int, choose: bool) -> None:
+        slots_N = self._slots_K[:size]
+        x_1NM = self._pass(self._states_KM[None, :size], self._deep, slots_N)
+        choices_N = self.decoder.exit_logits(x_1NM, self.layers - 1)[0].argmax(-1)
+        self._deep_choices_K[:size].copy_(choices_N)
+        if choose:
+            self._choice.copy_(choices_N.index_select(0, self._count))
+            self._told[1:].copy_(self._choice)
+        self._slots_K.fill_(self.cache.scratch)
+        self._count.fill_(-1)
+
+    def _step_copy(self) -> None:
+        sights = self._sights(self._deep, self._slot)
+        self.cache.focus(self._slot)
+        self.decoder.keep_entries(self._states_KM[None, :1], self._deep, sights, self.cache)
+        self._slots_K.fill_(self.cache.scratch)
+        self._count.fill_(-1)
+
+    def _advance(self) -> None:
+        """The last choice is the token to run, a slot further, and a place further on the stack."""
+        self._slot.add_(1)
+        self._count.add_(1)
+
+    def _conclude(self, logits_1V: Tensor) -> None:
+        choice_1, sure_1 = self._ask(logits_1V)
+        self._choice.copy_(choice_1)
+        self._told[:1].copy_(sure_1)
+        self._told[1:].copy_(choice_1)
+
+    def _pass(self, x_1NM: Tensor, steps: Sequence[Step], slots_N: Tensor) -> Tensor:
+        self.cache.focus(slots_N)
+        return self.decoder.run_steps(x_1NM, steps, self._sights(steps, slots_N), self.cache)
+
+    def _sights(self, steps: Sequence[Step], slots_N: Tensor) -> Sights:
+        return gathered_sights(
+            self.decoder.architecture, steps, self._rows, self._dtype, slots_N[None], keys_BK=self._keys_1S
+        )
+
+    # Recording and replaying.
+
+    def record(self, mode: str) -> None:
+        """Record the steps that a mode is made of, where they are not yet."""
+        last = self.layers - 1
+        if mode == "full":
+            self._recording("full", lambda: self._step_full(self.decoder.plan.steps, last))
+            return
+        assert self.exit_layer is not None
+        if mode == "static":
+            self._recording("static", lambda: self._step_full(self._shallow, self._shallow[-1].index))
+            return
+        self._recording("shallow", self._step_shallow)
+        if mode == "state-copy":
+            self._recording("copy", self._step_copy)
+            self._recording("deep", lambda: self._step_deep(1, True), 1, True)
+            return
+        for choose in (True, False) if mode == "parallel" else (False,):
+            for size in self._sizes():
+                self._recording("deep", _deep(self, size, choose), size, choose)
+
+    def _recording(self, kind: str, step: Callable[[], None], size: int = 0, choose: bool = False) -> None:
+        key = (kind, size, choose)
+        if key in self._recorded:
+            return
+        if self._device.type != "cuda":
+            self._recorded[key] = step
+            return
+        side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(WARM_UPS):
+                self._restart()
+                self._count.fill_(0 if kind == "deep" else -1)
+                step()
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool):
+            step()
+        self._pool = self._pool or graph.pool()
+        self._recorded[key] = graph.replay
+
+    def run(self, kind: str, size: int = 0, choose: bool = False) -> None:
+        """Start a recorded step; a GPU may still be busy with it afterwards."""
+        self._recorded[kind, size, choose]()
+
+    def tell(self) -> list[float]:
+        """Waits for the step: how sure it was, and its choice."""
+        told: list[float] = self._told.tolist()
+        return told
+
+    def read(self, prompt: Sequence[int], shallow: bool) -> None:
+        """Run all tokens of a prompt but the last, which the first step runs; `shallow` to the exit only."""
+        steps = self._shallow if shallow else self.decoder.plan.steps
+        self._restart()
+        if len(prompt) > 1:
+            tokens_1N = torch.tensor([list(prompt[:-1])], device=self._device)
+            slots_N = torch.arange(len(prompt) - 1, device=self._device)
+            with _not_compiled():
+                self._pass(self.decoder.enter(tokens_1N), steps, slots_N)
+        self.move(prompt[-1], len(prompt) - 2)
+
+    def move(self, token: int, slot: int) -> None:
+        """The next step will run this token, in the slot after this one."""
+        self._choice.fill_(token)
+        self._slot.fill_(slot)
+        self._count.fill_(-1)
+
+    def _restart(self) -> None:
+        self._slots_K.fill_(self.cache.scratch)
+        self.move(0, -1)
+
+    def _sizes(self) -> list[int]:
+        """Passes are recorded for powers of two, so that one at most twice as large serves any stack."""
+        return sorted({min(2**i, self.max_stack) for i in range(self.max_stack.bit_length() + 1)})
+
+    def size(self, waiting: int) -> int:
+        """The recorded size that so many tokens take."""
+        return next(size for size in self._sizes() if size >= waiting)
+
+    def _whole(self, many: int) -> Tensor:
+        return torch.zeros(many, dtype=torch.long, device=self._device)
+
+    def deep_choices(self, many: int) -> list[int]:
+        """What the last layers chose for each token that waited."""
+        found: list[int] = self._deep_choices_K[:many].tolist()
+        return found
+
+    def synchronize(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
+
+def choice_and_gap(logits_NV: Tensor) -> tuple[Tensor, Tensor]:
+    """The likeliest token and `confidence.gap`, without a sort, which a GPU takes its time for."""
+    chances_NV = logits_NV.float().softmax(-1)
+    choice_N = logits_NV.argmax(-1)
+    others_NV = chances_NV.scatter(-1, choice_N[:, None], 0.0)
+    return choice_N, chances_NV.amax(-1) - others_NV.amax(-1)
+
+
+def _deep(steps: RecordedSteps, size: int, choose: bool) -> Callable[[], None]:
+    return lambda: steps._step_deep(size, choose)
+
+
+@contextmanager
+def _not_compiled() -> Iterator[None]:
+    """Prompts have any length, and no compiled code is worth making for each."""
+    with torch.compiler.set_stance("force_eager"):
+        yield

@@ -1,0 +1,92 @@
+"""The encoders of encoder-decoder models: transformers' own, used as they are (thesis 2: T5, mT5, LongT5).
+
+A checkpoint names one of the kinds below and gives it numbers; nothing else of what it says is looked at. The embedding
+is the decoder's, so an encoder here has none and is given embedded tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from huggingface_hub.errors import StrictDataclassError
+from torch import nn
+from transformers import LongT5Config, LongT5EncoderModel, MT5Config, MT5EncoderModel, T5Config, T5EncoderModel
+
+from fathomlm.errors import OptionError, choices
+
+FIELDS = (
+    "d_model",
+    "d_kv",
+    "d_ff",
+    "num_layers",
+    "num_heads",
+    "relative_attention_num_buckets",
+    "relative_attention_max_distance",
+    "dropout_rate",
+    "layer_norm_epsilon",
+    "initializer_factor",
+    "feed_forward_proj",
+    "dense_act_fn",
+)
+LONG_FIELDS = ("local_radius", "global_block_size", "encoder_attention_type")
+
+
+@dataclass(frozen=True, slots=True)
+class EncoderKind:
+    """How transformers builds one kind of encoder."""
+
+    config: Any
+    model: Any
+    fields: tuple[str, ...]
+
+
+ENCODERS: dict[str, EncoderKind] = {
+    "t5": EncoderKind(T5Config, T5EncoderModel, FIELDS),
+    "mt5": EncoderKind(MT5Config, MT5EncoderModel, FIELDS),
+    "longt5": EncoderKind(LongT5Config, LongT5EncoderModel, FIELDS + LONG_FIELDS),
+}
+
+
+def encoder_record(config: Mapping[str, Any]) -> dict[str, Any]:
+    """What a Hugging Face configuration says of its encoder, as plain values with the defaults written out."""
+    kind = _kind(config)
+    built = _config(kind, {name: config[name] for name in kind.fields if config.get(name) is not None})
+    return {"model_type": config["model_type"], **{name: getattr(built, name) for name in kind.fields}}
+
+
+def build_encoder(record: Mapping[str, Any]) -> nn.Module:
+    """The encoder that `encoder_record` describes, without an embedding."""
+    kind = _kind(record)
+    if unknown := sorted(set(record) - {"model_type", *kind.fields}):
+        raise OptionError(f"unknown encoder field(s) {', '.join(unknown)}; known: {', '.join(kind.fields)}")
+    fields = {name: value for name, value in record.items() if name != "model_type"}
+    config = _config(kind, fields | {"vocab_size": 1, "pad_token_id": None, "eos_token_id": None})  # no embedding is kept
+    try:
+        encoder: nn.Module = kind.model(config).encoder
+    except (KeyError, ValueError, TypeError, RuntimeError) as error:
+        raise OptionError(f"the encoder cannot be built: {error}") from error
+    encoder.embed_tokens = None  # type: ignore[assignment]
+    return encoder
+
+
+def encoder_parameters(record: Mapping[str, Any]) -> int:
+    """How many parameters the encoder has; the embedding is the decoder's and not counted here."""
+    with torch.device("meta"):
+        return sum(parameter.numel() for parameter in build_encoder(record).parameters())
+
+
+def _kind(record: Mapping[str, Any]) -> EncoderKind:
+    name = str(record.get("model_type"))
+    if name not in ENCODERS:
+        raise OptionError(choices("encoder", name, ENCODERS))
+    return ENCODERS[name]
+
+
+def _config(kind: EncoderKind, values: dict[str, Any]) -> Any:
+    try:
+        return kind.config(**values)
+    except (StrictDataclassError, TypeError, ValueError) as error:
+        raise OptionError(f"the encoder's configuration cannot be read ({' '.join(str(error).split())})") from error

@@ -1,0 +1,181 @@
+"""Encoder-decoder models in Hugging Face clothes: transformers' encoder, and a `Decoder` that looks at its output.
+
+The thesis' early exits (chapter 2) are on T5, mT5 and LongT5. Everything that is built on `Decoder` works on theirs:
+plans, exits, loops, relaxations, caches. Importing this module registers the `fathomlm-seq2seq` model type.
+
+Shapes: B batch, S tokens of the source, T tokens of the target, M hidden width.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForSeq2SeqLM, PreTrainedModel
+from transformers.modeling_outputs import Seq2SeqLMOutput
+
+from fathomlm.depth import Architecture, DepthPlan, Relaxation
+from fathomlm.errors import OptionError
+from fathomlm.model.decoder import Decoder, reset_module
+from fathomlm.model.encoder import build_encoder, encoder_record
+from fathomlm.model.hub import FathomConfig, FathomForCausalLM
+from fathomlm.model.memory import Memory
+
+IGNORED_LABEL = -100
+SMALLEST = Architecture(
+    family="t5",
+    layers=1,
+    hidden=2,
+    intermediate=2,
+    heads=1,
+    kv_heads=1,
+    head_dim=2,
+    vocab=2,
+    rotary_fraction=0.0,
+    positions="relative",
+    cross=True,
+    memory_width=2,
+)
+SMALLEST_ENCODER = {"model_type": "t5", "d_model": 2, "d_kv": 2, "d_ff": 2, "num_layers": 1, "num_heads": 1}
+
+
+class FathomSeq2SeqConfig(FathomConfig):
+    """A decoder's architecture, plan and relaxation, and the numbers of its encoder."""
+
+    model_type = "fathomlm-seq2seq"
+
+    def __init__(
+        self,
+        architecture: dict[str, Any] | None = None,
+        encoder_config: dict[str, Any] | None = None,
+        decoder_start_token_id: int | None = None,
+        **kwargs: Any,
+    ) -> None:
+        # Plain values, not a configuration class: `build_encoder` knows which kinds there are.
+        self.encoder_config = encoder_config or encoder_record(SMALLEST_ENCODER)
+        self.decoder_start_token_id = decoder_start_token_id
+        kwargs["is_encoder_decoder"] = True
+        super().__init__(architecture=architecture or SMALLEST.to_dict(), **kwargs)
+
+    def build_parts(self) -> tuple[Architecture, DepthPlan, Relaxation | None]:
+        architecture, plan, relaxation = super().build_parts()
+        if not architecture.cross or architecture.memory_width != self.encoder_config.get("d_model"):
+            raise OptionError(
+                f"the decoder looks at an encoder {architecture.memory_width} wide, the encoder's d_model is "
+                f"{self.encoder_config.get('d_model')}"
+            )
+        if architecture.hidden != architecture.memory_width:
+            raise OptionError("the encoder reads the decoder's embedding, so both must be equally wide")
+        return architecture, plan, relaxation
+
+
+class FathomForSeq2SeqLM(PreTrainedModel):  # type: ignore[misc]
+    """A transformers encoder and a `Decoder` over its output; one embedding for both."""
+
+    config_class = FathomSeq2SeqConfig
+    base_model_prefix = "model"
+    main_input_name = "input_ids"
+    _supports_sdpa = True
+    _no_split_modules = ("CrossBlock", "T5Block", "MT5Block", "LongT5Block")
+
+    def __init__(self, config: FathomSeq2SeqConfig) -> None:
+        super().__init__(config)
+        self.encoder = build_encoder(config.encoder_config)
+        self.decoder = Decoder(*config.build_parts(), exit_rank=config.exit_rank)
+        self.tokenizer: Any | None = None
+        """The transformers tokenizer that came with the checkpoint; `save_pretrained` writes it beside the weights."""
+        self.post_init()
+        if self.decoder.embed.weight.device.type != "meta":
+            self.decoder.match_lengths()
+
+    @property
+    def architecture(self) -> Architecture:
+        return self.decoder.architecture
+
+    @property
+    def plan(self) -> DepthPlan:
+        return self.decoder.plan
+
+    @property
+    def relaxation(self) -> Relaxation | None:
+        return self.decoder.relaxation
+
+    def _init_weights(self, module: nn.Module) -> None:
+        """For the decoder's modules; the encoder's are initialised by its own class."""
+        reset_module(module, self.config.initializer_range)
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.decoder.embed
+
+    def set_input_embeddings(self, value: nn.Embedding) -> None:
+        self.decoder.embed = value
+
+    def get_output_embeddings(self) -> nn.Module | None:
+        return self.decoder.head
+
+    def encode(self, tokens_BS: Tensor, keep_BS: Tensor | None = None) -> Memory:
+        """The encoder's output, for as many calls of the decoder as are wanted. `keep_BS` is False (or 0) at padding."""
+        if keep_BS is None:
+            keep_BS = torch.ones_like(tokens_BS)
+        elif not bool(keep_BS.bool().any(dim=1).all()):
+            raise ValueError("every source needs a token that is not padding")
+        embedded_BSM = self.decoder.embed(tokens_BS)
+        states_BSM = self.encoder(inputs_embeds=embedded_BSM, attention_mask=keep_BS.long()).last_hidden_state
+        return Memory(states_BSM, keep_BS.bool())
+
+    def shift_right(self, labels_BT: Tensor) -> Tensor:
+        """What the decoder reads while it learns to say `labels_BT`: the start token, then all labels but the last."""
+        start, pad = self.config.decoder_start_token_id, self.config.pad_token_id
+        if start is None:
+            raise ValueError("the configuration names no decoder_start_token_id")
+        shifted = labels_BT.roll(1, dims=-1)
+        shifted[..., 0] = start
+        return shifted.masked_fill(shifted == IGNORED_LABEL, start if pad is None else pad)
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        decoder_input_ids: Tensor | None = None,
+        decoder_attention_mask: Tensor | None = None,
+        labels: Tensor | None = None,
+        memory: Memory | None = None,
+        **kwargs: Any,
+    ) -> Seq2SeqLMOutput:
+        """Logits, and the loss where there are labels. `memory` is what `encode` gave, in place of a source."""
+        if memory is None:
+            if input_ids is None:
+                raise ValueError("give input_ids, the source, or memory, its encoding")
+            memory = self.encode(input_ids, attention_mask)
+        if decoder_input_ids is None:
+            if labels is None:
+                raise ValueError("give decoder_input_ids, what the decoder has said so far, or labels")
+            decoder_input_ids = self.shift_right(labels)
+        hidden = self.decoder(decoder_input_ids, keep_BS=decoder_attention_mask, memory=memory)
+        logits = self.decoder.logits(hidden)
+        loss = None
+        if labels is not None:
+            loss = F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), ignore_index=IGNORED_LABEL)
+        return Seq2SeqLMOutput(loss=loss, logits=logits, encoder_last_hidden_state=memory.states_BSM)
+
+    def save_pretrained(self, save_directory: str | Path, **kwargs: Any) -> None:
+        super().save_pretrained(save_directory, **kwargs)
+        if self.tokenizer is not None and kwargs.get("is_main_process", True):
+            self.tokenizer.save_pretrained(save_directory)
+
+
+FathomModel = FathomForCausalLM | FathomForSeq2SeqLM
+"""What `fathomlm.load` gives."""
+
+
+def empty_seq2seq(config: FathomSeq2SeqConfig) -> FathomForSeq2SeqLM:
+    """A model whose weights are not allocated yet; they are assigned as they are read."""
+    with torch.device("meta"):
+        return FathomForSeq2SeqLM(config)
+
+
+AutoConfig.register(FathomSeq2SeqConfig.model_type, FathomSeq2SeqConfig)
+AutoModelForSeq2SeqLM.register(FathomSeq2SeqConfig, FathomForSeq2SeqLM)

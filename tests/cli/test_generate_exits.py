@@ -1,0 +1,197 @@
+"""`fathomlm generate` and `chat` with tokens that leave early: what is said of it, and one line for every mistake."""
+
+from __future__ import annotations
+
+import io
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fathomlm.checkpoints.convert import convert
+from fathomlm.checkpoints.resolve import load
+from fathomlm.checkpoints.save import save
+from fathomlm.cli.main import main
+from fathomlm.decode.exiting import Exiting
+from fathomlm.decode.full import Session, generate
+from fathomlm.decode.prompts import chat_prompt
+from fathomlm.decode.threshold import ThresholdEstimator, ThresholdOptions
+from fathomlm.model.hub import FathomForCausalLM
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+PROMPT, NEW = "the depth of the water", 12
+MODES: list[tuple[str, ...]] = [
+    ("static",),
+    ("state-copy", "--threshold", "0.05"),
+    ("parallel", "--threshold", "0.05"),
+    ("parallel", "--threshold", "0.02", "--refine", "0.5", "--max-stack", "4"),
+    ("speculative", "--threshold", "0.02", "--confidence", "max"),
+    ("oracle",),
+]
+
+
+def setting(words: tuple[str, ...]) -> Exiting:
+    """The same from Python."""
+    pairs = {name[2:].replace("-", "_"): value for name, value in zip(words[1::2], words[2::2], strict=True)}
+    kinds: dict[str, Any] = {"threshold": float, "refine": float, "max_stack": int, "confidence": str}
+    options = {name: kinds[name](value) for name, value in pairs.items()}
+    return Exiting(mode=words[0], exit_layers=(2,), **options)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def run(tiny_model_dir: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[str, str]]:
+    def call(*words: str, place: Path = tiny_model_dir) -> tuple[str, str]:
+        assert main(["generate", str(place), "-p", PROMPT, "--max-new-tokens", str(NEW), *words]) == 0
+        captured = capsys.readouterr()
+        return captured.out, captured.err
+
+    return call
+
+
+@pytest.mark.parametrize("words", MODES, ids=lambda words: "-".join(words[::2]))
+def test_the_record_says_where_each_token_was_chosen(
+    run: Callable[..., tuple[str, str]], tiny_model: FathomForCausalLM, words: tuple[str, ...]
+) -> None:
+    out, err = run("-p", "a fathom", "--decode", *words, "--exit-layer", "2", "--json")
+    record = json.loads(out)
+    expected = generate(tiny_model, [PROMPT, "a fathom"], max_new_tokens=NEW, exiting=setting(words))
+    assert err == ""
+    for row, result in zip(record["results"], expected, strict=True):
+        assert row["tokens"] == list(result.tokens)
+        assert row["exit_layers"] == list(result.exit_layers or ())
+        assert row["confidences"] == (None if result.confidences is None else pytest.approx(list(result.confidences)))
+        assert row["agreements"] == (None if result.agreements is None else list(result.agreements))
+        assert row["oracle"] == (words[0] == "oracle")
+        assert row["exits"]["deep_passes"] == (result.exits.deep_passes if result.exits else None)
+    exits = record["exits"]
+    layers = [layer for row in record["results"] for layer in row["exit_layers"]]
+    assert (exits["mode"], exits["oracle"], exits["exit_layers"], exits["layers"]) == (
+        words[0],
+        words[0] == "oracle",
+        [2],
+        4,
+    )
+    assert exits["exit_rate"] == layers.count(2) / len(layers)
+    assert exits["mean_exit_layer"] == sum(layers) / len(layers)
+    assert exits["threshold"] == (float(words[2]) if "--threshold" in words else None)
+
+
+def test_full_decoding_is_what_there_is_without(run: Callable[..., tuple[str, str]]) -> None:
+    plain, full = (json.loads(run("--json", *words)[0]) for words in ((), ("--decode", "full")))
+    assert plain["results"][0]["tokens"] == full["results"][0]["tokens"]
+    assert plain["exits"] is full["exits"] is None
+    assert full["results"][0]["exit_layers"] is None
+
+
+def test_the_statistic_shows_the_exit_rate(run: Callable[..., tuple[str, str]]) -> None:
+    for words in MODES:
+        record = json.loads(run("--decode", *words, "--exit-layer", "2", "--json")[0])
+        rate, mean = record["exits"]["exit_rate"], record["exits"]["mean_exit_layer"]
+        _, err = run("--decode", *words, "--exit-layer", "2")
+        assert f": {rate:.0%} left early, mean exit layer {mean:.2f} of 4" in err
+        assert err.count("\n") == 1
+        threshold = record["exits"]["threshold"]
+        assert ("threshold" in err) == (threshold is not None)
+        assert threshold is None or f"threshold {threshold:.2f}" in err
+        assert ("drafts kept" in err) == ("--refine" in words or words[0] == "speculative")
+        assert ("oracle (it knows the last layer's choice): " in err) == (words[0] == "oracle")
+
+
+def test_streamed_text_is_the_same(run: Callable[..., tuple[str, str]]) -> None:
+    for words in MODES:
+        exits = ("--decode", *words, "--exit-layer", "2")
+        assert run(*exits, "--stream")[0] == run(*exits)[0]
+
+
+def test_several_exits_in_one_option_or_more(run: Callable[..., tuple[str, str]]) -> None:
+    ways = [("--exit-layer", "1,3"), ("--exit-layer", "1", "--exit-layer", "3"), ("--exit-layer", " 3, 1")]
+    records = [json.loads(run("--decode", "state-copy", "--threshold", "0.05", *way, "--json")[0]) for way in ways]
+    assert {tuple(record["exits"]["exit_layers"]) for record in records} == {(1, 3)}
+    assert len({tuple(record["results"][0]["exit_layers"]) for record in records}) == 1
+    (least,) = [json.loads(run("--decode", "oracle", "--min-exit-layer", "2", "--json")[0])]
+    assert least["exits"]["exit_layers"] == [2, 3]
+
+
+def test_an_adaptive_threshold_starts_from_what_is_beside_the_model(
+    run: Callable[..., tuple[str, str]], tiny_model_dir: Path, tmp_path: Path
+) -> None:
+    words = ("--decode", "parallel", "--exit-layer", "2", "--threshold", "adaptive")
+    fresh = json.loads(run(*words, "--json")[0])["exits"]
+    assert (fresh["threshold"], fresh["adaptive"]) == (0.9, True)
+    place = tmp_path / "calibrated"
+    shutil.copytree(tiny_model_dir, place)
+    ThresholdEstimator(ThresholdOptions(initial=0.05)).save(place / "threshold.json")
+    calibrated = json.loads(run(*words, "--json", place=place)[0])["exits"]
+    assert calibrated["threshold"] == 0.05
+    assert calibrated["exit_rate"] > fresh["exit_rate"]
+    assert "threshold 0.05" in run(*words, place=place)[1]
+
+
+BAD: list[tuple[tuple[str, ...], str]] = [
+    (("--threshold", "0.5"), "--threshold goes with --decode, which says how tokens leave early, such as --decode parallel"),
+    (("--exit-layer", "2"), "--exit-layer goes with --decode"),
+    (("--max-stack", "2"), "--max-stack goes with --decode"),
+    (("--refine", "0"), "--refine goes with --decode"),
+    (("--decode", "paralel"), "unknown decoding mode 'paralel' (did you mean 'parallel'?)"),
+    (("--decode", "full", "--threshold", "0.5"), "threshold is not for full decoding, only for state-copy"),
+    (("--decode", "parallel"), "names no exits of its own, so name an exit layer: 2, where its recursions end"),
+    (("--decode", "parallel", "--exit-layer", "two"), "--exit-layer takes layers such as 6 or 4,8, got 'two'"),
+    (("--decode", "parallel", "--exit-layer", "-1"), "--exit-layer takes layers"),
+    (("--decode", "parallel", "--exit-layer", "0"), "exit_layers must be one or more layers, counted from 1"),
+    (("--decode", "parallel", "--exit-layer", "4"), "a token may leave after layers 1 to 3 of this model's 4, got 4"),
+    (
+        ("--decode", "parallel", "--exit-layer", "1,3"),
+        "parallel decoding has one exit, and here are 2, after layers",
+    ),
+    (
+        ("--decode", "parallel", "--exit-layer", "2", "--threshold", "high"),
+        "--threshold takes a number from 0 to 1",
+    ),
+    (("--decode", "parallel", "--exit-layer", "2", "--threshold", "2"), "threshold must be from 0 (always leave) to 1"),
+    (("--decode", "parallel", "--exit-layer", "2", "--threshold", "nan"), "threshold must be from 0"),
+    (("--decode", "parallel", "--exit-layer", "2", "--refine", "-1"), "refine must be a number from 0 on, or infinity"),
+    (("--decode", "parallel", "--exit-layer", "2", "--confidence", "vibes"), "unknown confidence 'vibes'"),
+    (("--decode", "parallel", "--exit-layer", "2", "--confidence", "classifier"), "this model has none. gap, max and state"),
+    (("--decode", "parallel", "--exit-layer", "2", "--max-depth", "1"), "--max-depth and --decode both say how deep"),
+    (("--decode", "state-copy", "--exit-layer", "2", "--refine", "1"), "refine is not for state-copy decoding"),
+]
+
+
+@pytest.mark.parametrize("verb", ["generate", "chat"])
+@pytest.mark.parametrize(("words", "message"), BAD, ids=[" ".join(words) for words, _ in BAD])
+def test_mistakes_are_one_line(
+    words: tuple[str, ...], message: str, verb: str, tiny_model_dir: Path, mistake_of: Callable[..., str]
+) -> None:
+    prompt = ("-p", PROMPT) if verb == "generate" else ()
+    assert message in mistake_of(verb, str(tiny_model_dir), *prompt, *words)
+
+
+def test_a_model_with_a_router_is_refused(tiny_model_dir: Path, tmp_path: Path, mistake_of: Callable[..., str]) -> None:
+    save(convert(tiny_model_dir, router="expert"), tmp_path / "routed")
+    said = mistake_of("generate", str(tmp_path / "routed"), "-p", PROMPT, "--decode", "parallel", "--exit-layer", "2")
+    assert "parallel decoding is for models without a router: this one's router already chooses each token's depth" in said
+
+
+def test_a_damaged_calibration_is_said(tiny_model_dir: Path, tmp_path: Path, mistake_of: Callable[..., str]) -> None:
+    (tmp_path / "threshold.json").write_text("{")
+    words = ("--decode", "parallel", "--exit-layer", "2", "--threshold", "adaptive")
+    assert "threshold.json is not a saved threshold estimator" in mistake_of("generate", str(tmp_path), "-p", "a", *words)
+
+
+def test_chat_leaves_early_too(
+    tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    messages = [{"role": "user", "content": PROMPT}]
+    model = load(tiny_model_dir)
+    session = Session(model, exiting=setting(MODES[2]))
+    first = session.generate(chat_prompt(model, messages), max_new_tokens=8)
+    messages += [{"role": "assistant", "content": first.text}, {"role": "user", "content": "and the fox?"}]
+    second = session.generate(chat_prompt(model, messages), max_new_tokens=8)
+    assert len({*(first.exit_layers or ()), *(second.exit_layers or ())}) == 2
+    monkeypatch.setattr("sys.stdin", io.StringIO(f"{PROMPT}\nand the fox?\n"))
+    words = ("--max-new-tokens", "8", "--decode", *MODES[2], "--exit-layer", "2")
+    assert main(["chat", str(tiny_model_dir), *words]) == 0
+    assert capsys.readouterr().out == f"{first.text}\n{second.text}\n"

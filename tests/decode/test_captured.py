@@ -1,0 +1,146 @@
+"""Captured decoding gives the tokens of the slow modes, and the same exits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from fathomlm.decode.captured import CapturedDecoder
+from fathomlm.decode.confidence import AtExit, gap
+from fathomlm.decode.exiting import Exiting
+from fathomlm.decode.full import generate
+from fathomlm.decode.recorded import choice_and_gap
+from fathomlm.depth import Architecture, DepthPlan
+from fathomlm.depth.relaxation import build_relaxation
+from fathomlm.errors import OptionError
+from fathomlm.model.hub import FathomConfig, FathomForCausalLM
+
+SHAPE: dict[str, Any] = {
+    "family": "llama", "layers": 6, "hidden": 32, "intermediate": 48, "heads": 4, "kv_heads": 2, "head_dim": 8, "vocab": 61,
+}  # fmt: skip
+KINDS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "looped, lora": {"recursions": 2, "relax": "lora"},
+    "windows": {"windows": (4, None) * 3},
+    "prefix": {"recursions": 2, "relax": "prefix"},
+    "shared kv": {"recursions": 2, "kv": "share"},
+}
+NEW = 40
+
+
+def tiny(kind: str) -> FathomForCausalLM:
+    given = dict(KINDS[kind])
+    recursions, relax, kv = given.pop("recursions", 1), given.pop("relax", None), given.pop("kv", "cache")
+    architecture = Architecture(**SHAPE, **given)
+    rank, length = (4 if relax == "lora" else None), (3 if relax == "prefix" else None)
+    relaxation = build_relaxation(architecture.linears(), relax, rank, length)
+    plan = DepthPlan.build("cycle", recursions, 6).with_kv(kv)
+    torch.manual_seed(0)
+    model = FathomForCausalLM(FathomConfig.of(architecture, plan, relaxation))
+    generator = torch.Generator().manual_seed(0)
+    model.decoder.reset_parameters(std=0.3, generator=generator)
+    for parameter in model.decoder.deltas.parameters():
+        torch.nn.init.normal_(parameter, std=0.2, generator=generator)
+    return model.eval()
+
+
+def slowly(model: FathomForCausalLM, prompt: list[int], exiting: Exiting) -> tuple[list[int], list[int]]:
+    (found,) = generate(model, [prompt], max_new_tokens=NEW, ignore_eos=True, exiting=exiting)
+    assert found.exit_layers is not None
+    return list(found.tokens), list(found.exit_layers)
+
+
+def thresholds(model: FathomForCausalLM, prompt: list[int]) -> list[float]:
+    """0, 1, and two between which tokens really leave and stay."""
+    always = Exiting(mode="parallel", exit_layers=(2,), threshold=0.0)
+    (found,) = generate(model, [prompt], max_new_tokens=NEW, ignore_eos=True, exiting=always)
+    assert found.confidences is not None
+    sure = torch.tensor(found.confidences)
+    return [0.0, float(sure.quantile(0.3)), float(sure.quantile(0.7)), 1.0]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("mode", ["full", "static", "state-copy", "parallel", "speculative"])
+def test_tokens_and_exits_are_those_of_the_slow_mode(kind: str, mode: Any) -> None:
+    model, prompt = tiny(kind), [3, 1, 4, 1, 5]
+    captured = {stack: CapturedDecoder(model.decoder, length=64, exit_layer=2, max_stack=stack) for stack in (1, 5)}
+    mixed = False
+    for threshold in thresholds(model, prompt) if mode not in ("full", "static") else [None]:
+        for stack in (1, 5) if mode in ("parallel", "speculative") else (5,):
+            bound = {"max_stack": stack} if mode in ("parallel", "speculative") else {}
+            layers = {} if mode == "full" else {"exit_layers": (2,)}
+            exiting = Exiting(mode=mode, threshold=threshold, **layers, **bound)
+            tokens, exits = slowly(model, prompt, exiting)
+            found = captured[stack].generate(prompt, exiting, NEW)
+            assert found.tokens == tokens
+            assert found.exit_layers == exits
+            mixed |= set(exits) == {2, 6} or found.drafted > 0
+    assert mixed or mode in ("full", "static")
+
+
+def test_drafts_are_both_kept_and_replaced() -> None:
+    """Or the comparison above would not see both."""
+    model, prompt = tiny("plain"), [3, 1, 4, 1, 5]
+    captured = CapturedDecoder(model.decoder, length=64, exit_layer=2)
+    found = captured.generate(prompt, Exiting(mode="speculative", exit_layers=(2,), threshold=0.0), NEW)
+    assert 0 < found.accepted < found.drafted
+
+
+def test_waiting_tokens_get_their_exact_entries() -> None:
+    model, prompt = tiny("plain"), [3, 1, 4, 1, 5]
+    captured = CapturedDecoder(model.decoder, length=64, exit_layer=2, max_stack=4)
+    threshold = thresholds(model, prompt)[1]
+    found = captured.generate(prompt, Exiting(mode="parallel", exit_layers=(2,), threshold=threshold, max_stack=4), NEW)
+    whole = CapturedDecoder(model.decoder, length=64)
+    whole.generate([*prompt, *found.tokens[:-1]], Exiting(mode="full"), 1)
+    slots = len(prompt) + NEW - 1
+    for step in model.plan:
+        for one, other in zip(captured.steps.cache.entries(step), whole.steps.cache.entries(step), strict=True):
+            near = 1e-5 * float(other.abs().max())
+            torch.testing.assert_close(one[:, :slots], other[:, :slots], rtol=1e-5, atol=near)
+
+
+def test_a_row_begins_anew_each_time_and_ends_at_an_end_token() -> None:
+    model = tiny("plain")
+    captured = CapturedDecoder(model.decoder, length=64, exit_layer=2)
+    exiting = Exiting(mode="speculative", exit_layers=(2,), threshold=0.05)
+    first = captured.generate([7, 7], exiting, 20)
+    captured.generate([1, 2, 3], exiting, 20)
+    assert captured.generate([7, 7], exiting, 20).tokens == first.tokens
+    end = first.tokens[9]
+    assert captured.generate([7, 7], exiting, 20, ends={end}).tokens == first.tokens[: first.tokens.index(end) + 1]
+
+
+def test_the_gap_is_the_slow_ones_to_the_last_bit() -> None:
+    logits = 3 * torch.randn(50, 61)
+    logits[7, 3] = logits[7].max()  # two likeliest
+    state = torch.zeros(50, 1)
+    choice, sure = choice_and_gap(logits)
+    assert torch.equal(sure, gap(AtExit(state, state, logits)))
+    assert torch.equal(choice, logits.argmax(-1))
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"exiting": Exiting(mode="oracle", exit_layers=(2,))}, "not oracle"),
+        ({"exiting": Exiting(mode="parallel", exit_layers=(3,))}, "exit after layer 2"),
+        ({"exiting": Exiting(mode="parallel", exit_layers=(2,), refine=1.0)}, "no refinement"),
+        ({"exiting": Exiting(mode="parallel", exit_layers=(2,), max_stack=3)}, "a stack of 16"),
+        ({"exiting": Exiting(mode="parallel", exit_layers=(2,), confidence="max")}, "'gap'"),
+        ({"prompt": []}, "no token"),
+        ({"prompt": [1] * 60}, "do not fit"),
+    ],
+)
+def test_what_it_cannot_do_is_refused(given: dict[str, Any], message: str) -> None:
+    captured = CapturedDecoder(tiny("plain").decoder, length=64, exit_layer=2)
+    with pytest.raises(OptionError, match=message):
+        captured.generate(given.get("prompt", [1, 2]), given.get("exiting", Exiting(mode="full")), 10)
+
+
+@pytest.mark.parametrize("given", [{"exit_layer": 6}, {"exit_layer": 0}, {"max_stack": 0}, {"length": 1}])
+def test_bad_sizes_are_refused(given: dict[str, Any]) -> None:
+    with pytest.raises(OptionError):
+        CapturedDecoder(tiny("plain").decoder, **{"length": 64} | given)

@@ -1,0 +1,71 @@
+"""A decoder over an encoder's output on a GPU: what the CPU computes, and gradients for the position bias in bfloat16."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fathomlm.cache import build_cache
+from fathomlm.depth import Architecture, DepthPlan
+from fathomlm.model.decoder import Decoder
+from fathomlm.model.memory import Memory
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+CUDA = "cuda"
+
+
+def decoder_of(width: int = 64) -> Decoder:
+    architecture = Architecture(
+        family="t5", layers=4, hidden=width, intermediate=2 * width, heads=4, kv_heads=4, head_dim=width // 4, vocab=300,
+        activation="gelu_tanh", rotary_fraction=0.0, attention_scale=1.0, positions="relative", cross=True,
+        memory_width=width,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    decoder = Decoder(architecture, DepthPlan.build("cycle", 2, 4))
+    decoder.reset_parameters(std=0.1)
+    return decoder
+
+
+def source(width: int, device: str) -> Memory:
+    states = torch.randn(3, 21, width, generator=torch.Generator().manual_seed(1))
+    keep = torch.ones(3, 21, dtype=torch.bool)
+    keep[1, 13:] = False
+    return Memory(states.to(device), keep.to(device))
+
+
+@torch.inference_mode()
+def test_passes_behind_a_cache_equal_the_cpu() -> None:
+    decoder, tokens = decoder_of(), torch.randint(0, 300, (3, 24), generator=torch.Generator().manual_seed(2))
+    keep = torch.ones_like(tokens)
+    keep[0, :5] = 0
+    found = []
+    for device in ("cpu", CUDA):
+        decoder.to(device)
+        memory, cache, at, outs = source(64, device), build_cache(decoder.plan), 0, []
+        for part in tokens.to(device).split([17, 1, 1, 5], dim=1):
+            at += part.shape[1]
+            outs.append(decoder(part, keep_BS=keep[:, :at].to(device), memory=memory, cache=cache))
+        found.append(torch.cat(outs, dim=1).cpu()[keep.bool()])
+    torch.testing.assert_close(found[1], found[0], rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_bfloat16_gradients_are_near_those_of_float32(padded: bool) -> None:
+    """The bias reaches attention as a mask that wants a gradient, shared by all rows or one for each."""
+    decoder = decoder_of(128).to(CUDA)
+    decoder.reset_parameters(std=0.03)  # attention is not scaled here: large weights make any rounding grow without end
+    tokens = torch.randint(0, 300, (3, 75), device=CUDA)
+    keep = torch.ones_like(tokens)
+    if padded:
+        keep[0, -9:] = 0
+    gradients = []
+    for narrow in (False, True):
+        decoder.zero_grad()
+        with torch.autocast(CUDA, torch.bfloat16, enabled=narrow):
+            (state,) = decoder.states(tokens, keep_BS=keep, memory=source(128, CUDA)).values()
+            decoder.logits(decoder.norm(state))[keep.bool()].float().logsumexp(-1).mean().backward()
+        gradients.append({name: p.grad.clone() for name, p in decoder.named_parameters() if p.grad is not None})
+    assert decoder.relative is not None
+    for name, exact in gradients[0].items():
+        away = (gradients[1][name] - exact).norm() / exact.norm()
+        assert away < 0.1, name
