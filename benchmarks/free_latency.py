@@ -91,7 +91,9 @@ class Bench:
         self.speed = reading_speed(self.device)
         stack = {"max_stack": args.max_stack}
         compile = self.device.type == "cuda"
-        self.captured = CapturedDecoder(decoder, length=PROMPT + NEW, exit_layer=self.exit_layer, compile=compile, **stack)
+        self.captured = CapturedDecoder(
+            decoder, length=PROMPT + NEW, exit_layer=self.exit_layer, compile=compile, pack=args.pack, **stack
+        )
         generator = torch.Generator().manual_seed(1)
         shape = (PROMPTS, PROMPT)
         self.prompts = torch.randint(0, self.architecture.vocab, shape, generator=generator).tolist()
@@ -162,6 +164,7 @@ def run(args: argparse.Namespace) -> None:
         "new_tokens": NEW,
         "max_stack": args.max_stack,
         "deep_scale": args.quiet,
+        "packed": args.pack,
     }
 
     def note(name: str, mode: str, threshold: float | None) -> None:
@@ -172,7 +175,7 @@ def run(args: argparse.Namespace) -> None:
 
     note("full", "full", None)
     note("static", "static", None)
-    for rate in RATES:
+    for rate in args.only or RATES:
         threshold = bench.threshold_for("parallel", rate)
         note("parallel" if rate == MAIN_RATE else f"parallel, {rate:.0%} leave", "parallel", threshold)
     threshold = record["parallel"]["threshold"]
@@ -225,6 +228,8 @@ def main() -> None:
     running.add_argument("--out", type=Path, required=True)
     running.add_argument("--quiet", type=float, default=0.1)
     running.add_argument("--max-stack", type=int, default=16)
+    running.add_argument("--pack", action=argparse.BooleanOptionalAction, default=True, help="fewer, larger matrices")
+    running.add_argument("--only", nargs="*", help="rates of parallel decoding to measure, as parts of 1", type=float)
     running.set_defaults(verb=run)
     drawing = verbs.add_parser("draw")
     drawing.add_argument("record", type=Path)

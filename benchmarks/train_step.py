@@ -8,8 +8,8 @@ sustained dense bf16 rate; attention's own products are left out of it, so it un
 model (mor2, mor3, mor4: that many recursions, expert-choice) is counted by the tokens that run each recursion.
 
 Every variant is measured in several settings: steps of one pass of 16 x 2048 tokens; of eight such passes, whose gradients
-are added up; and of two passes of 64 x 2048. Ratios to vanilla are taken within a setting. Each setting has its key; what
-stands outside is the setting named by `main`.
+are added up; and of two passes of 64 x 2048, with the inner activations made again and with all kept. Ratios to vanilla are
+taken within a setting. Each setting has its key; what stands outside is the setting named by `main`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from environment import environment
 from fathomlm.depth import Architecture, DepthPlan, Relaxation, build_routing
 from fathomlm.depth.presets import preset
 from fathomlm.depth.relaxation import build_relaxation
-from fathomlm.model.decoder import Decoder
+from fathomlm.model.decoder import Decoder, Recompute
 from fathomlm.train.data.loader import Batch
 from fathomlm.train.estimate import flops_per_token_6n
 from fathomlm.train.hardware import peak_tflops
@@ -41,8 +41,13 @@ from fathomlm.train.schedule import LearningRate
 from fathomlm.train.setup import compile_layers
 
 CONTEXT = 2048
-SETTINGS = {"16x2048": (16, 16), "8 x 16x2048": (128, 16), "2 x 64x2048": (128, 64)}
-"""Rows of a step, and rows of a pass."""
+SETTINGS: dict[str, tuple[int, int, Recompute]] = {
+    "16x2048": (16, 16, "inner"),
+    "8 x 16x2048": (128, 16, "inner"),
+    "2 x 64x2048": (128, 64, "inner"),
+    "2 x 64x2048, all kept": (128, 64, "none"),
+}
+"""Rows of a step, rows of a pass, and what the backward pass computes again."""
 GROUP = 5
 """Steps between waits for the GPU, as between two records of a run."""
 
@@ -68,7 +73,7 @@ def variants() -> dict[str, tuple[Architecture, DepthPlan, Relaxation | None, Lo
     }
 
 
-def measure(name: str, rows: int, micro: int, seconds: float, top: int) -> dict[str, Any]:
+def measure(name: str, rows: int, micro: int, recompute: Recompute, seconds: float, top: int) -> dict[str, Any]:
     architecture, plan, relaxation, loss = variants()[name]
     device = torch.device("cuda")
     torch.manual_seed(0)
@@ -80,7 +85,7 @@ def measure(name: str, rows: int, micro: int, seconds: float, top: int) -> dict[
     decoder.to(device)
     compile_layers(decoder)
     recipe = Recipe(precision="bf16", loss=loss)
-    objective = Objective(decoder, loss)
+    objective = Objective(decoder, loss, recompute=recompute)
     objective.compile_parts()
     optimizer = build_optimizer(objective, recipe.optimizer)
     world = World(0, 1, device)
@@ -116,6 +121,7 @@ def measure(name: str, rows: int, micro: int, seconds: float, top: int) -> dict[
         "rows": rows,
         "micro": micro,
         "context": CONTEXT,
+        "recompute": recompute,
         "parameters": sum(p.numel() for p in decoder.parameters()),
         "flops_per_token_6n": work,
         "peak_tflops": peak,

@@ -80,6 +80,17 @@ def test_tokens_and_exits_are_those_of_the_slow_mode(kind: str, mode: Any) -> No
     assert mixed or mode in ("full", "static")
 
 
+@pytest.mark.parametrize("mode", ["full", "parallel", "speculative"])
+def test_packed_weights_choose_the_same_tokens(mode: Any) -> None:
+    model, prompt = tiny("plain"), [3, 1, 4, 1, 5]
+    given: dict[str, Any] = {} if mode == "full" else {"exit_layers": (2,), "threshold": thresholds(model, prompt)[1]}
+    plain, packed = (CapturedDecoder(model.decoder, length=64, exit_layer=2, pack=pack) for pack in (False, True))
+    assert packed.steps._packed
+    wanted = plain.generate(prompt, Exiting(mode=mode, **given), NEW)
+    found = packed.generate(prompt, Exiting(mode=mode, **given), NEW)
+    assert (found.tokens, found.exit_layers) == (wanted.tokens, wanted.exit_layers)
+
+
 def test_drafts_are_both_kept_and_replaced() -> None:
     """Or the comparison above would not see both."""
     model, prompt = tiny("plain"), [3, 1, 4, 1, 5]

@@ -31,6 +31,9 @@ def test_swiglu_kernel_means_what_its_twin_means(dtype: torch.dtype, width: int)
     ours, theirs = swiglu.swiglu_backward(both, d_inner, scale), swiglu.plain_swiglu_backward(both, d_inner, scale)
     for fast, slow in zip(ours, theirs, strict=True):
         torch.testing.assert_close(fast, slow, rtol=NEAR[dtype], atol=NEAR[dtype])
+    only, nothing = swiglu.swiglu_backward(both, d_inner, scale, again=False)
+    assert nothing is None
+    assert torch.equal(only, ours[0])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

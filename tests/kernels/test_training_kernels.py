@@ -32,12 +32,13 @@ def assert_same(fast: list[Tensor], slow: list[Tensor]) -> None:
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5 * float(other.detach().abs().max()))
 
 
+@pytest.mark.parametrize("keep_inner", [False, True])
 @pytest.mark.parametrize("plus_one", [False, True])
-def test_the_gated_half_is_its_plain_form(plus_one: bool) -> None:
+def test_the_gated_half_is_its_plain_form(plus_one: bool, keep_inner: bool) -> None:
     inputs = x, norm, gate, up, down = random(10, 6), random(6), random(8, 6), random(8, 6), random(6, 8)
     assert_same(
         outputs_and_gradients(
-            lambda: [norm_swiglu_mlp(x, 1e-5, folded((gate, up), norm, plus_one, torch.float32), down)], inputs
+            lambda: [norm_swiglu_mlp(x, 1e-5, folded((gate, up), norm, plus_one, torch.float32), down, keep_inner)], inputs
         ),
         outputs_and_gradients(lambda: [plain_norm_swiglu_mlp(x, norm, 1e-5, plus_one, gate, up, down)], inputs),
     )

@@ -58,7 +58,7 @@ def test_gradients_are_those_of_the_eager_step(kind: str, one_thread: None) -> N
 
 
 @pytest.mark.parametrize("kv", ["cache", "share"])
-@pytest.mark.parametrize("recompute", ["none", "recursion"])
+@pytest.mark.parametrize("recompute", ["none", "inner", "recursion"])
 def test_a_looped_layer_is_packed_once_for_all_its_uses(
     kv: Any, recompute: Any, one_thread: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -100,11 +100,13 @@ def test_rows_for_a_decoder(corpus):
 
 
 def test_rows_for_an_encoder_and_a_decoder(corpus):
+    """The source keeps its beginning and ends with the separator; the decoder reads its start token, then the target."""
     made = loader(corpus, shuffle=False)
-    batch = made.seq2seq_at(4, 3)
-    for row, number in enumerate((4, 5, 6)):
-        source = list(PAIRS[number][0].encode())[-100:]
+    batch = made.seq2seq_at(6, 3, first=7)
+    for row, number in enumerate((6, 7, 8)):
+        source = [*PAIRS[number][0].encode()[:99], END]
         target = [*target_of(PAIRS[number]).encode(), END][:10]
+        assert batch.tokens_BT[row, : len(target)].tolist() == [7, *target[:-1]]
         assert batch.source_BS[row, : len(source)].tolist() == source
         assert batch.source_keep_BS[row].sum() == len(source)
         assert batch.source_keep_BS[row, : len(source)].all()
@@ -120,7 +122,7 @@ def test_no_split_changes_a_batch(corpus, data):
     made = loader(corpus)
     for read, names in (
         (made.batch_at, ("tokens_BT", "targets_BT", "keep_BT")),
-        (made.seq2seq_at, ("source_BS", "source_keep_BS", "targets_BT")),
+        (made.seq2seq_at, ("source_BS", "source_keep_BS", "tokens_BT", "targets_BT")),
     ):
         whole = read(start, 6)
         parts = [part for rank in range(world) for part in read(start, 6, rank, world).split(micro)]
@@ -145,6 +147,20 @@ def test_both_forms_can_be_prefetched(corpus):
     assert torch.equal(torch.cat([b.source_BS for b in found[:3]]), made.seq2seq_at(6, 6, 1, 2).source_BS)
     with prefetch(made, steps=1) as causal:
         assert torch.equal(next(causal).tokens_BT, made.batch_at(0, 6).tokens_BT)
+
+
+@pytest.mark.parametrize("form", ["batch_at", "seq2seq_at"])
+def test_few_widths_change_only_the_padding(corpus, form):
+    """For a compiler, which makes code for each width."""
+    plain, few = loader(corpus), loader(corpus, widths=2)
+    widths = set()
+    for start in range(0, 30, 6):
+        one, other = getattr(plain, form)(start, 6), getattr(few, form)(start, 6)
+        widths.add(tuple(tensor.shape[1] for tensor in other.inputs.values() if tensor is not None))
+        for name, tensor in one.inputs.items():
+            assert tensor is None or torch.equal(other.inputs[name][:, : tensor.shape[1]], tensor)
+        assert (other.targets_BT[:, one.targets_BT.shape[1] :] == IGNORE).all()
+    assert len(widths) <= 4
 
 
 def test_mistakes(corpus):

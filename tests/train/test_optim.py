@@ -73,7 +73,11 @@ def test_only_what_learns_is_held():
 
 @pytest.mark.parametrize(
     ("what", "message"),
-    [("relaxation", "the model has no relaxation"), ("exit_heads", "the model has no exit heads")],
+    [
+        ("relaxation", "the model has no relaxation"),
+        ("exits", "the model has no exits that add anything"),
+        ("exit_heads", "the model has no exits that add anything"),
+    ],
 )
 def test_nothing_to_learn(what, message):
     with pytest.raises(OptionError, match=message):

@@ -59,6 +59,6 @@ def test_rows_longer_than_the_models_context_are_refused():
 def test_fields_that_tie_are_refused_where_nothing_is_tied():
     """By the dry run as by the run: both ask here."""
     length = {"budget": {"steps": 1}, "batch": {"sequences": 1}}
-    recipe = build_recipe({"model": {"source": "smollm2-135m", "relax": "lora"}, **length})
-    with pytest.raises(OptionError, match=r"model\.relax says how smollm2-135m is tied"):
+    recipe = build_recipe({"model": {"source": "smollm2-135m", "sharing": "cycle"}, **length})
+    with pytest.raises(OptionError, match=r"model\.sharing says how smollm2-135m is tied"):
         read_parts(recipe)

@@ -92,7 +92,7 @@ def convert(
         plan = _routed(looped.plan, router, kv)
         looped = copy.deepcopy(looped) if looped is model else looped
         moved: FathomModel = looped.to(device=parse_device(device), dtype=parse_dtype(dtype))
-        return replan(moved, plan, exit_rank=moved.config.exit_rank, seed=seed)
+        return replan(moved, plan, seed=seed, **moved.config.exit_fields)
     place = parse_device(device)
     base = _base(model)
     how = "add" if resize is True else resize or None

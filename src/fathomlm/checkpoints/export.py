@@ -1,7 +1,8 @@
 """Unrolled export: a plain Hugging Face checkpoint, which transformers, vLLM and llama.cpp's converter read.
 
 Each step becomes a layer of its own with what the step adds merged in, so the file is as large as the untied model; what
-it computes is what the recursive model computes.
+it computes is what the recursive model computes. Early exits have no place in it and are left out: what is written is the
+last output's model.
 """
 
 from __future__ import annotations
@@ -63,6 +64,15 @@ def export(
         if model.tokenizer is not None:
             model.tokenizer.save_pretrained(directory)
     return out
+
+
+def exits_in_words(model: FathomModel) -> str:
+    """The exits of a model and what they have of their own, which an export leaves out."""
+    kinds = {"heads": model.decoder.exit_heads, "adapters": model.decoder.exit_adapters}
+    kinds["classifiers"] = model.decoder.exit_classifiers
+    own = [kind for kind, found in kinds.items() if len(found)]
+    after = ", ".join(str(index + 1) for index in model.plan.exits)
+    return f"the exits after {after}" + (f" with their {', '.join(own)}" if own else "")
 
 
 def _check_one_shape(model: FathomModel) -> None:

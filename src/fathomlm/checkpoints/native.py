@@ -30,6 +30,7 @@ def native_config(config: dict[str, Any], where: str) -> FathomConfig:
     try:
         built: FathomConfig = CONFIGS[config["model_type"]].from_dict(dict(config))
         architecture, _, _ = built.build_parts()
+        _ = built.exit_parts
         if isinstance(built, FathomSeq2SeqConfig):
             with torch.device("meta"):
                 build_encoder(built.encoder_config)

@@ -3,42 +3,68 @@
 from __future__ import annotations
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from fathomlm.checkpoints.assemble import Model, ModelBase, configure, configure_seq2seq, finish
-from fathomlm.depth import DepthPlan
+from fathomlm.depth import DepthPlan, Relaxation
 from fathomlm.model.decoder import reset_module
 from fathomlm.model.seq2seq import FathomForSeq2SeqLM
 
+ADAPTERS = "exit_adapters."
 
-def replan(model: Model, plan: DepthPlan, *, exit_rank: int = 0, seed: int = 0) -> Model:
-    """`model` under `plan`, which must lay out the same layers. What the new plan adds (routers, low-rank deltas of
-    exits) is kept where the model has it already, and fresh otherwise; what it leaves out is dropped. An encoder is the
-    same object in both."""
-    if model.plan == plan and model.config.exit_rank == exit_rank:
+
+def replan(
+    model: Model,
+    plan: DepthPlan,
+    *,
+    relaxation: Relaxation | None = None,
+    exit_rank: int = 0,
+    exit_adapter: int = 0,
+    exit_classifier: bool = False,
+    seed: int = 0,
+) -> Model:
+    """`model` under `plan`, which must lay out the same layers. What the new plan adds (routers, what exits and steps have
+    of their own) is kept where the model has it already, and fresh otherwise; what it leaves out is dropped. Without a
+    `relaxation` the model's own stays. An encoder is the same object in both."""
+    relaxation = model.relaxation if relaxation is None else relaxation
+    exits = {"exit_rank": exit_rank, "exit_adapter": exit_adapter, "exit_classifier": exit_classifier}
+    if model.plan == plan and model.relaxation == relaxation and model.config.exit_fields == exits:
         return model
     dtype = model.decoder.embed.weight.dtype
-    parts = model.architecture, plan, model.relaxation
+    parts = model.architecture, plan, relaxation
     tokens = ModelBase(model).tokens
     if isinstance(model, FathomForSeq2SeqLM):
         config = configure_seq2seq(*parts, model.config.encoder_config, tokens, dtype)
     else:
         config = configure(*parts, tokens, dtype)
-    config.exit_rank = exit_rank
+    for field, value in exits.items():
+        setattr(config, field, value)
     with torch.device("meta"):
         result = type(model)(config)
     if isinstance(model, FathomForSeq2SeqLM):
         result.encoder = model.encoder
     weights, wanted = model.decoder.state_dict(), result.decoder.state_dict()
     kept = {name: value for name, value in weights.items() if name in wanted and value.shape == wanted[name].shape}
-    result.decoder.load_state_dict(kept, strict=False, assign=True)
+    result.decoder.load_state_dict(_whole_adapters(kept, wanted), strict=False, assign=True)
     torch.manual_seed(seed)  # what has no generator of its own draws from torch's
     generator = torch.Generator().manual_seed(seed)
     for module in result.decoder.modules():
         if any(parameter.is_meta for parameter in module.parameters(recurse=False)):
             _materialise(module, dtype, model.decoder.embed.weight.device)
             reset_module(module, model.config.initializer_range, generator)
+    if relaxation != model.relaxation:
+        result.decoder.match_lengths()
     return finish(result, model.tokenizer)
+
+
+def _whole_adapters(kept: dict[str, Tensor], wanted: dict[str, Tensor]) -> dict[str, Tensor]:
+    """An adapter of another rank is another adapter, also where its norm would fit."""
+    lost = {_part(name) for name in wanted if name not in kept and name.startswith(ADAPTERS)}
+    return {name: value for name, value in kept.items() if _part(name) not in lost}
+
+
+def _part(name: str) -> str:
+    return ".".join(name.split(".")[:2])
 
 
 def _materialise(module: nn.Module, dtype: torch.dtype, device: torch.device) -> None:

@@ -15,10 +15,10 @@ from fathomlm.checkpoints.huggingface import HuggingFaceCheckpoint, architecture
 from fathomlm.checkpoints.native import is_native, load_native, native_config
 from fathomlm.checkpoints.seq2seq import Seq2SeqCheckpoint, is_seq2seq, load_seq2seq, seq2seq_architecture
 from fathomlm.checkpoints.source import BaseCheckpoint
-from fathomlm.depth import Architecture, DepthPlan, Relaxation
+from fathomlm.depth import Architecture, DepthPlan, ExitParts, Relaxation
 from fathomlm.depth.presets import PRESETS
 from fathomlm.errors import ModelNotFound, OptionError, choices
-from fathomlm.model.encoder import encoder_record
+from fathomlm.model.encoder import encoder_beside, encoder_record
 from fathomlm.model.hub import FathomForCausalLM
 from fathomlm.model.seq2seq import FathomForSeq2SeqLM, FathomModel, FathomSeq2SeqConfig
 
@@ -76,13 +76,24 @@ def architecture_of(source: str | Path) -> tuple[Architecture, DepthPlan | None,
 def encoder_of(source: str | Path) -> dict[str, Any] | None:
     """What a source's configuration says of its encoder; None of a decoder-only model."""
     if str(source) in PRESETS and not Path(source).exists():
-        return None
+        preset = PRESETS[str(source)]
+        layers = preset.encoder_layers
+        return encoder_beside(preset.architecture, layers, preset.encoder_fields) if layers else None
     path = locate(source, config_only=True)
     config = {} if path.is_file() else read_config(path)
     if is_seq2seq(config):
         return encoder_record(config)
     built = native_config(config, str(path)) if is_native(config) else None
     return dict(built.encoder_config) if isinstance(built, FathomSeq2SeqConfig) else None
+
+
+def exits_of(source: str | Path) -> ExitParts:
+    """What a source's configuration says that each of its exits has of its own."""
+    if str(source) in PRESETS and not Path(source).exists():
+        return ExitParts()
+    path = locate(source, config_only=True)
+    config = {} if path.is_file() else read_config(path)
+    return native_config(config, str(path)).exit_parts if is_native(config) else ExitParts()
 
 
 def locate(source: str | Path, config_only: bool = False) -> Path:

@@ -62,6 +62,7 @@ def _add_prepare_arguments(parser: argparse.ArgumentParser) -> None:
     what = parser.add_argument_group("what is taken").add_argument
     what("--column", metavar="NAME", default="text", help="where the text is in JSON lines and tables (text)")
     what("--pairs", metavar=("SOURCE", "TARGET"), nargs=2, help="two columns: make pairs, to learn TARGET from SOURCE")
+    what("--source-prefix", metavar="TEXT", default="", help="pairs: put in front of every source, such as 'summarize: '")
     what("--max-tokens", metavar="N", help="stop at about so many training tokens: 500M, 2B (all)")
     what("--separator", metavar="TOKEN", help="token behind every document (<|endoftext|>, or the tokenizer's end token)")
     held = parser.add_argument_group("what is held out for validation").add_argument
@@ -121,6 +122,7 @@ def _options(args: argparse.Namespace) -> PrepareOptions:
         tokenizer=args.tokenizer,
         column=args.column,
         pairs=None if args.pairs is None else (args.pairs[0], args.pairs[1]),
+        source_prefix=args.source_prefix,
         validation_fraction=args.validation_fraction,
         validation_from=tuple(args.validation_from),
         separator=args.separator,

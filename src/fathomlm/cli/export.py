@@ -26,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from fathomlm.checkpoints.export import export
+    from fathomlm.checkpoints.export import exits_in_words, export
     from fathomlm.checkpoints.families import family_for
     from fathomlm.checkpoints.resolve import describe, dtype_name, load
     from fathomlm.checkpoints.save import directory_bytes
@@ -45,6 +45,7 @@ def run(args: argparse.Namespace) -> int:
             "class": kind,
             "layers": model.plan.unrolled_layers,
             "bytes": size,
+            "left_out": exits_in_words(model) if model.plan.exits else None,
         }
         print(json.dumps(record))
         return 0
@@ -53,5 +54,7 @@ def run(args: argparse.Namespace) -> int:
             f"  what each step adds was merged and rounded to {dtype_name(model)}; --dtype float32 keeps it exact",
             file=sys.stderr,
         )
+    if model.plan.exits:
+        print(f"  left out: {exits_in_words(model)}; a plain checkpoint is the last output's model", file=sys.stderr)
     print(f"{args.out}: {kind} with {model.plan.unrolled_layers} layers, {amount(size, 'B')}, from {describe(model)}")
     return 0

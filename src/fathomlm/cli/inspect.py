@@ -73,6 +73,7 @@ def run(args: argparse.Namespace) -> int:
         tokens=tokens,
         context=args.context,
     )
+    exits = _exit_parameters(args.model, architecture, plan)
     if args.json:
         about = {
             "model": args.model,
@@ -82,6 +83,8 @@ def run(args: argparse.Namespace) -> int:
             "relaxation": None if relaxation is None else relaxation.to_dict(),
             "router": None if plan.routing is None else plan.routing.kind,
             "kv": plan.kv,
+            "exits": [index + 1 for index in plan.exits],
+            "exit_parameters": exits,
         }
         about |= {"encoder_parameters": _encoder_parameters(args.model)} if architecture.cross else {}
         print(json.dumps(about | counted.to_dict()))
@@ -91,7 +94,7 @@ def run(args: argparse.Namespace) -> int:
         f"FLOPs at a context of {args.context} tokens; cache in 16 bits. Sequences that fit: where "
         f"{cost.REFERENCE_BATCH} of the same plan without routing or sharing fill the memory for the shared layers' cache."
     )
-    rows = _rows(counted, base)
+    rows = _rows(counted, base, exits)
     if architecture.cross:
         size = _short(_encoder_parameters(args.model))
         rows.insert(3, ("parameters of the encoder", size, size))
@@ -119,6 +122,15 @@ def _read(model: str) -> tuple[Architecture, DepthPlan | None, Relaxation | None
     from fathomlm.checkpoints.resolve import architecture_of
 
     return architecture_of(model)
+
+
+def _exit_parameters(model: str, architecture: Architecture, plan: DepthPlan) -> int:
+    """What the exits of a trained model have of their own."""
+    if not plan.exits:
+        return 0
+    from fathomlm.checkpoints.resolve import exits_of
+
+    return exits_of(model).parameters(architecture, plan)
 
 
 def _encoder_parameters(model: str) -> int:
@@ -157,11 +169,13 @@ def _title(args: argparse.Namespace, architecture: Architecture, plan: DepthPlan
         parts.append(f"{plan.routing.kind}-choice router")
     if plan.kv != "cache":
         parts.append("shared keys and values" if plan.kv == "share" else "keys and values shared where a token stops")
+    if plan.exits:
+        parts.append(f"exits after {', '.join(str(index + 1) for index in plan.exits)}")
     return ", ".join(parts)
 
 
-def _rows(counted: cost.Cost, base: cost.Cost) -> list[tuple[str, str, str]]:
-    """One fact a row: what it is, this model's figure, the untied base's."""
+def _rows(counted: cost.Cost, base: cost.Cost, exits: int) -> list[tuple[str, str, str]]:
+    """One fact a row: what it is, this model's figure, the untied base's. `exits` are the parameters that exits add."""
     rows = [
         ("layers with weights of their own", counted.layout, base.layout),
         ("layers run at full depth", str(counted.unrolled_layers), str(base.unrolled_layers)),
@@ -175,8 +189,10 @@ def _rows(counted: cost.Cost, base: cost.Cost) -> list[tuple[str, str, str]]:
         rows.append(("  of these, relaxation", _short(counted.relaxation_parameters), "-"))
     if counted.router_parameters:
         rows.append(("  of these, router", _short(counted.router_parameters), "-"))
+    rows.append(("parameters of embeddings", _short(counted.embedding_parameters), _short(base.embedding_parameters)))
+    if exits:
+        rows.append(("parameters of exits", _short(exits), "-"))
     rows += [
-        ("parameters of embeddings", _short(counted.embedding_parameters), _short(base.embedding_parameters)),
         (
             "forward FLOPs a token",
             _against(counted.forward_flops_per_token, base.forward_flops_per_token),

@@ -37,7 +37,12 @@ class CapturedText:
 
 
 class CapturedDecoder:
-    """A decoder with fixed room for one row. `compile` also compiles its layers; that changes the decoder itself."""
+    """A decoder with fixed room for one row.
+
+    `compile` also compiles its layers; that changes the decoder itself. `pack` keeps a second copy of the layers' weights
+    in fewer, larger matrices (`Decoder.pack_layers`); results then differ by rounding. Make a new one after the weights
+    change.
+    """
 
     def __init__(
         self,
@@ -47,6 +52,7 @@ class CapturedDecoder:
         exit_layer: int | None = None,
         max_stack: int = DEFAULT_STACK,
         compile: bool = False,
+        pack: bool = False,
     ) -> None:
         """`length` is the most tokens that a row may have, `exit_layer` where tokens may leave, from 1."""
         steps = decoder.plan.steps
@@ -56,7 +62,7 @@ class CapturedDecoder:
             raise OptionError(f"a token may leave after layers 1 to {len(steps) - 1} of this model, got {exit_layer}")
         if length < 2 or max_stack < 1:
             raise OptionError(f"length must be at least 2 and max_stack at least 1, got {length} and {max_stack}")
-        self.steps = RecordedSteps(decoder, length, exit_layer, max_stack, compile)
+        self.steps = RecordedSteps(decoder, length, exit_layer, max_stack, compile, pack)
 
     def generate(
         self, prompt: Sequence[int], exiting: Exiting, max_new_tokens: int, ends: Collection[int] = ()

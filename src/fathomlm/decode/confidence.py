@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import torch.nn.functional as F
@@ -81,4 +82,4 @@ def find_classifiers(decoder: Decoder, exits: Sequence[int]) -> dict[int, ExitCl
             f"confidence 'classifier' needs a trained classifier after layer {', '.join(map(str, missing))}; this model has "
             f"{f'them after {have} only' if have else 'none'}. gap, max and state need no training"
         )
-    return {index: decoder.exit_classifiers[str(index)] for index in exits}
+    return {index: partial(decoder.exit_score, index=index) for index in exits}

@@ -34,7 +34,9 @@ MOST_SHAPES = 64
 class RecordedSteps:
     """The work of one decoder with one exit, or none, for rows of at most `length` tokens."""
 
-    def __init__(self, decoder: Decoder, length: int, exit_layer: int | None, max_stack: int, compile: bool) -> None:
+    def __init__(
+        self, decoder: Decoder, length: int, exit_layer: int | None, max_stack: int, compile: bool, pack: bool
+    ) -> None:
         self.decoder = decoder
         self.exit_layer = exit_layer
         self.max_stack = max_stack
@@ -54,6 +56,7 @@ class RecordedSteps:
         self._told = torch.zeros(2, dtype=torch.float64, device=self._device)
         self._recorded: dict[tuple[str, int, bool], Callable[[], None]] = {}
         self._pool: Any = None
+        self._packed = decoder.pack_layers() if pack else None
         self._ask: Callable[[Tensor], tuple[Tensor, Tensor]] = choice_and_gap
         if compile:  # each size of a deep pass is a shape of its own
             torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, MOST_SHAPES)
@@ -105,7 +108,7 @@ class RecordedSteps:
 
     def _pass(self, x_1NM: Tensor, steps: Sequence[Step], slots_N: Tensor) -> Tensor:
         self.cache.focus(slots_N)
-        return self.decoder.run_steps(x_1NM, steps, self._sights(steps, slots_N), self.cache)
+        return self.decoder.run_steps(x_1NM, steps, self._sights(steps, slots_N), self.cache, self._packed)
 
     def _sights(self, steps: Sequence[Step], slots_N: Tensor) -> Sights:
         return gathered_sights(

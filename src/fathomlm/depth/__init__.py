@@ -1,8 +1,19 @@
 """The depth plan: which layer runs at which step, what a step may add, and what it all costs. Pure Python, no torch."""
 
 from fathomlm.depth.architecture import Architecture, LinearSpec, Rope
+from fathomlm.depth.exits import ExitParts
 from fathomlm.depth.plan import DepthPlan, Step
 from fathomlm.depth.relaxation import Relaxation
 from fathomlm.depth.routing import Routing, build_routing
 
-__all__ = ["Architecture", "DepthPlan", "LinearSpec", "Relaxation", "Rope", "Routing", "Step", "build_routing"]
+__all__ = [
+    "Architecture",
+    "DepthPlan",
+    "ExitParts",
+    "LinearSpec",
+    "Relaxation",
+    "Rope",
+    "Routing",
+    "Step",
+    "build_routing",
+]

@@ -143,7 +143,7 @@ def relaxation_parameters(architecture: Architecture, plan: DepthPlan, relaxatio
         return architecture.hidden * plan.recursions
     per_step = sum(relaxation.linear_parameters(linear) for linear in architecture.linears())
     per_step += sum(architecture.vectors().values()) if relaxation.vectors else 0
-    return per_step * sum(plan.is_shared(step) for step in plan)
+    return per_step * sum(relaxation.sits_on(plan, step) for step in plan)
 
 
 def running_parts(plan: DepthPlan, measured: Sequence[float] | None = None) -> tuple[Fraction, ...]:
@@ -199,7 +199,7 @@ class _Rules:
         return 2 * (spec.inputs * spec.outputs + self._added(step, spec))
 
     def _added(self, step: Step, spec: LinearSpec) -> int:
-        if self.relaxation is None or not self.relaxation.low_rank or not self.plan.is_shared(step):
+        if self.relaxation is None or not self.relaxation.low_rank or not self.relaxation.sits_on(self.plan, step):
             return 0
         return self.relaxation.rank(spec) * (spec.inputs + spec.outputs)
 

@@ -190,7 +190,7 @@ class DepthPlan:
 
     def check_recompute(self, how: str) -> None:
         """Refuse activation checkpointing where a step's entries are read after it."""
-        if how != "none" and self.kv != "cache":
+        if how not in ("none", "inner") and self.kv != "cache":
             raise OptionError(f"recompute: {how} does not go with kv mode '{self.kv}': its entries outlive a step")
 
     def recursion_steps(self, recursion: int) -> tuple[Step, ...]:

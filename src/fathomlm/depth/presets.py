@@ -1,14 +1,17 @@
 """Named architectures that `inspect` knows without weights, and where their weights come from.
 
 The SmolLM shapes are the thesis' bases for chapter 4 (730M exists only there); Gemma 2B, TinyLlama and Pythia are its
-bases for chapter 3.
+bases for chapter 3; T5, mT5 and LongT5 those for chapter 2.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 from fathomlm.depth.architecture import Architecture, Rope
+from fathomlm.depth.t5 import t5_architecture
 from fathomlm.errors import ModelNotFound, choices
 
 
@@ -21,6 +24,10 @@ class Preset:
     """The Hugging Face repository of its weights; None where there are none."""
     wheel: str | None = None
     """The name of a bundled download (`fathomlm get`) that needs no hub."""
+    encoder_layers: int = 0
+    """Of an encoder-decoder model; its encoder's other sizes are the decoder's."""
+    encoder_fields: Mapping[str, Any] = field(default_factory=dict)
+    """What else is to be said of the encoder, in Hugging Face's words (LongT5: how it attends)."""
 
 
 def _llama(
@@ -235,6 +242,21 @@ PRESETS: dict[str, Preset] = {
     "pythia-1b": Preset(architecture=_pythia(16, 2048, 8), hub="EleutherAI/pythia-1b"),
     "pythia-1.4b": Preset(architecture=_pythia(24, 2048, 16), hub="EleutherAI/pythia-1.4b"),
     "pythia-2.8b": Preset(architecture=_pythia(32, 2560, 32), hub="EleutherAI/pythia-2.8b"),
+    "t5-small": Preset(architecture=t5_architecture(6, 512, 2048, 8), hub="google-t5/t5-small", encoder_layers=6),
+    "t5-base": Preset(architecture=t5_architecture(12, 768, 3072, 12), hub="google-t5/t5-base", encoder_layers=12),
+    "t5-large": Preset(architecture=t5_architecture(24, 1024, 4096, 16), hub="google-t5/t5-large", encoder_layers=24),
+    "t5-3b": Preset(
+        architecture=t5_architecture(24, 1024, 16_384, 32, head_dim=128), hub="google-t5/t5-3b", encoder_layers=24
+    ),
+    "mt5-large": Preset(
+        architecture=t5_architecture(24, 1024, 2816, 16, 250_112, family="mt5"), hub="google/mt5-large", encoder_layers=24
+    ),
+    "long-t5-tglobal-base": Preset(
+        architecture=t5_architecture(12, 768, 2048, 12, family="longt5", context=4096),
+        hub="google/long-t5-tglobal-base",
+        encoder_layers=12,
+        encoder_fields={"encoder_attention_type": "transient-global", "local_radius": 127, "global_block_size": 16},
+    ),
 }
 
 

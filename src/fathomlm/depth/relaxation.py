@@ -7,7 +7,8 @@ Parameter Sharing" and "Relaxation for key-value sharing constraints").
     encoding  a vector that multiplies the output of each recursion
 
 LoRA and DoRA relax a *tie*, so only steps whose layer is shared have them; a prefix adds something new anywhere, so
-every step has one. That is also what the thesis' parameter tables count.
+every step has one. That is also what the thesis' parameter tables count. To fine-tune a plain model, where nothing is
+tied, they may be put `everywhere`.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fathomlm.depth.architecture import LinearSpec
-from fathomlm.depth.plan import DepthPlan
+from fathomlm.depth.plan import DepthPlan, Step
 from fathomlm.errors import OptionError, choices
 
 DEFAULT_RANK = 64
@@ -49,6 +50,8 @@ class Relaxation:
     vectors: bool = True
     """lora, dora: whether a step also has offsets for norms and biases. No product of matrices can restore those, so
     without them even full rank does not give the original model back; they are about a thousandth of its parameters."""
+    everywhere: bool = False
+    """lora, dora: on every step, not only where a layer is shared."""
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
@@ -61,6 +64,8 @@ class Relaxation:
         if (self.kind == "prefix") != (self.prefix_length > 0):
             wants = "needs a prefix length of at least 1" if self.kind == "prefix" else "takes no prefix length"
             raise OptionError(f"{self.kind} {wants}, got {self.prefix_length}")
+        if self.everywhere and not low_rank:
+            raise OptionError(f"everywhere goes with lora and dora, not with {self.kind}")
         for name, rank in self.ranks.items():
             if name not in LINEARS:
                 raise OptionError(choices("linear", name, LINEARS))
@@ -70,6 +75,12 @@ class Relaxation:
     @property
     def low_rank(self) -> bool:
         return self.kind in ("lora", "dora")
+
+    def sits_on(self, plan: DepthPlan, step: Step) -> bool:
+        """Whether a step has something of its own. An encoding belongs to a recursion, not to a step."""
+        if self.low_rank:
+            return self.everywhere or plan.is_shared(step)
+        return self.kind == "prefix"
 
     def rank(self, linear: LinearSpec) -> int:
         """The rank on a linear, capped by the matrix (Gemma's k and v are 256 wide); 0 where it has none."""
@@ -81,7 +92,10 @@ class Relaxation:
         return rank * (linear.inputs + linear.outputs) + (linear.outputs if rank and self.kind == "dora" else 0)
 
     def to_dict(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
+        record = dataclasses.asdict(self)
+        if not self.everywhere:
+            del record["everywhere"]
+        return record
 
     @classmethod
     def from_dict(cls, record: dict[str, Any]) -> Relaxation:
@@ -99,6 +113,7 @@ def build_relaxation(
     prefix_length: int | None = None,
     *,
     linears_only: bool = False,
+    everywhere: bool = False,
 ) -> Relaxation | None:
     """A relaxation from what a user asks for, each option refused where it has no meaning."""
     low_rank = relax in ("lora", "dora")
@@ -111,14 +126,14 @@ def build_relaxation(
         return None
     ranks = parse_ranks(DEFAULT_RANK if rank is None else rank, linears) if low_rank else {}
     length = (DEFAULT_PREFIX_LENGTH if prefix_length is None else prefix_length) if relax == "prefix" else 0
-    return Relaxation(kind=relax, ranks=ranks, prefix_length=length, vectors=not linears_only)
+    return Relaxation(kind=relax, ranks=ranks, prefix_length=length, vectors=not linears_only, everywhere=everywhere)
 
 
 def check_fits(relaxation: Relaxation | None, plan: DepthPlan) -> None:
     """Refuse a relaxation that a plan has no place for."""
     if relaxation is None:
         return
-    if relaxation.low_rank and plan.recursions == 1:
+    if relaxation.low_rank and plan.recursions == 1 and not relaxation.everywhere:
         raise OptionError(f"{relaxation.kind} relaxes a tie, but with one recursion nothing is tied; give 2 or more")
     if relaxation.kind == "encoding" and not plan.whole_passes:
         raise OptionError(

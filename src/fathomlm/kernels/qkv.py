@@ -75,9 +75,7 @@ def rotate_and_split(product_BTW: Tensor, heads: int, groups: int, cos: Tensor, 
     return plain_rotate_and_split(product_BTW, heads, groups, cos, sin, scale_N)
 
 
-def plain_rotate_and_split(
-    product_BTW: Tensor, heads: int, groups: int, cos: Tensor, sin: Tensor, scale_N: Tensor
-) -> Heads:
+def plain_rotate_and_split(product_BTW: Tensor, heads: int, groups: int, cos: Tensor, sin: Tensor, scale_N: Tensor) -> Heads:
     """v is a copy, since what attention keeps would otherwise hold on to the whole packed product."""
     D = cos.shape[-1]
     product_BTW = (product_BTW * scale_N.view(*product_BTW.shape[:2], 1)).to(product_BTW.dtype)

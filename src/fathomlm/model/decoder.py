@@ -22,14 +22,16 @@ from fathomlm.kernels.half import half_dtype, keeps_gradients
 from fathomlm.kernels.norm import RMSNorm
 from fathomlm.model.blocks import Block, Packed, StepContext, build_block
 from fathomlm.model.blocks.parts import build_norm
+from fathomlm.model.exits import ExitAdapter, ExitClassifier
 from fathomlm.model.memory import Memory
 from fathomlm.model.relative import RelativeBias
 from fathomlm.model.relax import LoraDelta, StepDelta, build_deltas, build_encodings
 from fathomlm.model.route import DepthControl, RoutedWalk, Routers, RoutingTrace, build_routers
 from fathomlm.model.sight import Rows, Sights, whole_sights
 
-Recompute = Literal["none", "recursion", "layer"]
-"""Activation checkpointing: what the backward pass computes again instead of keeping."""
+Recompute = Literal["none", "inner", "recursion", "layer"]
+"""Activation checkpointing: what the backward pass computes again instead of keeping. `inner` are the feed-forward part's
+activations, cheap to make; a compiled layer without relaxation does so, any other keeps them."""
 
 
 class Cache(Protocol):
@@ -53,9 +55,16 @@ class Decoder(nn.Module):
     """Unique layers and the plan that says which runs when. Tied layers are one module, so a tie cannot come apart."""
 
     def __init__(
-        self, architecture: Architecture, plan: DepthPlan, relaxation: Relaxation | None = None, exit_rank: int = 0
+        self,
+        architecture: Architecture,
+        plan: DepthPlan,
+        relaxation: Relaxation | None = None,
+        exit_rank: int = 0,
+        exit_adapter: int = 0,
+        exit_classifier: bool = False,
     ) -> None:
-        """`exit_rank` gives each early exit a low-rank delta of its own on the head (thesis 3, early-exit appendix)."""
+        """`exit_rank` gives each early exit a low-rank delta of its own on the head (thesis 3, early-exit appendix),
+        `exit_adapter` an adapter of that rank in front of the final norm, `exit_classifier` a judge of its choices."""
         super().__init__()
         _check_rotation(architecture, plan)
         self.architecture = architecture
@@ -71,14 +80,19 @@ class Decoder(nn.Module):
         self.head = None if architecture.tied_embeddings else nn.Linear(architecture.hidden, architecture.vocab, bias=False)
         spec = LinearSpec("head", architecture.hidden, architecture.vocab, bias=False)
         self.exit_heads = nn.ModuleDict({str(index): LoraDelta(spec, exit_rank) for index in plan.exits if exit_rank})
-        self.exit_classifiers = nn.ModuleDict()
-        """By the index of a step, as exit heads are: from the stream after it to one score, high where leaving is safe."""
+        self.exit_adapters = nn.ModuleDict(
+            {str(index): ExitAdapter(architecture, exit_adapter) for index in plan.exits if exit_adapter}
+        )
+        self.exit_classifiers = nn.ModuleDict(
+            {str(index): ExitClassifier(architecture) for index in plan.exits if exit_classifier}
+        )
+        """By the index of a step, as exit heads are: from `exit_hidden` to one score, high where leaving is safe."""
         self._pack: Callable[[Block, torch.dtype], Packed] | None = None
 
     def compile_for_training(self, backend: str = "inductor") -> None:
         """Compile each layer for the shapes it is given: a run has few, one for each capacity of a router, and each is
         worth its own code; a compiler that guesses at shapes to come makes slower code for all."""
-        for layer in (*self.layers, self.norm):
+        for layer in (*self.layers, self.norm, *self.exit_adapters.values()):
             layer.compile(dynamic=False, backend=backend)
         self._pack = torch.compile(_pack, dynamic=False, backend=backend)
         if self.routers is not None:
@@ -179,7 +193,7 @@ class Decoder(nn.Module):
         rows = self.equipped(Rows.of(x, None, keep_BS, past=0, documents_BT=documents_BT), memory)
         sights = whole_sights(self.architecture, self.plan, rows, x.dtype)
         kv = Passing(self.plan)
-        walk = partial(self._walk, packed=self._packed(x))
+        walk = partial(self._walk, packed=self._packed(x), keep_inner=recompute != "inner")
         if self.plan.routing is not None:
             return self._routed_states(x, rows, sights, kv, at, walk, recompute, causal, openness, trace)
         found: dict[int, Tensor] = {}
@@ -253,9 +267,25 @@ class Decoder(nn.Module):
         """The residual stream in front of the first step."""
         return self._embed(tokens_BT)
 
-    def run_steps(self, x_BTM: Tensor, steps: Sequence[Step], sights: Sights, cache: Cache) -> Tensor:
-        """The residual stream after some steps of the plan: a part of a pass, for decoding that leaves early."""
-        return self._walk(x_BTM, steps, sights, cache)
+    def run_steps(
+        self,
+        x_BTM: Tensor,
+        steps: Sequence[Step],
+        sights: Sights,
+        cache: Cache,
+        packed: Mapping[int, Packed] | None = None,
+    ) -> Tensor:
+        """The residual stream after some steps of the plan: a part of a pass, for decoding that leaves early. `packed` are
+        weights from `pack_layers`."""
+        return self._walk(x_BTM, steps, sights, cache, packed)
+
+    @torch.no_grad()
+    def pack_layers(self) -> dict[int, Packed]:
+        """Copies of the layers' weights in fewer and larger matrices, by layer, as they are now: a single token is read
+        through them faster. Empty where the family or a relaxation has no such form."""
+        layers = {} if self.deltas else dict(enumerate(self.layers))
+        dtype = self.embed.weight.dtype
+        return {i: layer.pack(dtype) for i, layer in layers.items() if isinstance(layer, Block) and layer.packs}
 
     def keep_entries(self, x_BTM: Tensor, steps: Sequence[Step], sights: Sights, cache: Cache) -> None:
         """Store what steps would make of the same residual stream as keys and values; nothing else of them runs."""
@@ -264,9 +294,21 @@ class Decoder(nn.Module):
             assert isinstance(layer, Block)
             layer.keep_entries(x_BTM, self._context(step, sights, cache))
 
+    def exit_hidden(self, x_BTM: Tensor, index: int) -> Tensor:
+        """What the head reads after step `index`: the residual stream through that exit's adapter and the final norm."""
+        if str(index) in self.exit_adapters:
+            x_BTM = self.exit_adapters[str(index)](x_BTM)
+        hidden_BTM: Tensor = self.norm(x_BTM)
+        return hidden_BTM
+
+    def exit_score(self, x_BTM: Tensor, index: int) -> Tensor:
+        """What that exit's classifier says of the residual stream after step `index`, before a sigmoid."""
+        score_BT: Tensor = self.exit_classifiers[str(index)](self.exit_hidden(x_BTM, index))
+        return score_BT
+
     def exit_logits(self, x_BTM: Tensor, index: int) -> Tensor:
-        """Scores after step `index`, from the residual stream: final norm, head, and what that exit adds to it."""
-        hidden_BTM = self.norm(x_BTM)
+        """Scores after step `index`, from the residual stream: adapter, final norm, head, and what the exit adds to it."""
+        hidden_BTM = self.exit_hidden(x_BTM, index)
         logits_BTV, delta = self.logits(hidden_BTM), self.exit_delta(index)
         return logits_BTV if delta is None else logits_BTV + F.linear(F.linear(hidden_BTM, delta.a), delta.b)
 
@@ -289,7 +331,7 @@ class Decoder(nn.Module):
 
     def _again(self, walk: _Walk, recompute: Recompute) -> _Walk:
         """The walk, keeping activations or computing them again in the backward pass."""
-        if recompute == "none" or not torch.is_grad_enabled():
+        if recompute in ("none", "inner") or not torch.is_grad_enabled():
             return walk
         self.plan.check_recompute(recompute)
 
@@ -325,22 +367,29 @@ class Decoder(nn.Module):
         sights: Sights,
         kv: Cache | Passing,
         packed: Mapping[int, Packed] | None = None,
+        keep_inner: bool = True,
     ) -> Tensor:
         """Run some steps of the plan, in order."""
         for step in steps:
-            x = self.layers[step.layer](x, self._context(step, sights, kv, packed))
+            x = self.layers[step.layer](x, self._context(step, sights, kv, packed, keep_inner))
             if self.encodings and self.plan.is_last_of_recursion(step):
                 x = (x * self.encodings[step.recursion]).to(x.dtype)
         return x
 
     def _context(
-        self, step: Step, sights: Sights, kv: Cache | Passing, packed: Mapping[int, Packed] | None = None
+        self,
+        step: Step,
+        sights: Sights,
+        kv: Cache | Passing,
+        packed: Mapping[int, Packed] | None = None,
+        keep_inner: bool = True,
     ) -> StepContext:
         sight = sights[self.architecture.window(step.origin)]
         return StepContext(
             sight.cos, sight.sin, sight.mask, sight.causal, kv.at(step), kv.reads(step), self.delta(step),
-            None if packed is None else packed.get(step.layer),
-            None if sight.memory is None else sight.memory.at(step, keeps=not isinstance(kv, Passing)),
+            packed=None if packed is None else packed.get(step.layer),
+            memory=None if sight.memory is None else sight.memory.at(step, keeps=not isinstance(kv, Passing)),
+            keep_inner=keep_inner,
         )  # fmt: skip
 
 
@@ -367,7 +416,9 @@ def reset_module(module: nn.Module, std: float, generator: torch.Generator | Non
         nn.init.normal_(module.weight, std=std, generator=generator)
         if isinstance(module, nn.Linear) and module.bias is not None:
             nn.init.zeros_(module.bias)
-    elif isinstance(module, RMSNorm | nn.LayerNorm | LoraDelta | StepDelta | Routers | RelativeBias):
+    elif isinstance(
+        module, RMSNorm | nn.LayerNorm | LoraDelta | StepDelta | Routers | RelativeBias | ExitAdapter | ExitClassifier
+    ):
         module.reset_parameters()
     elif isinstance(module, nn.ParameterDict):  # a step's offsets
         for offset in module.values():

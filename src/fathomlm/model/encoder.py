@@ -6,6 +6,7 @@ is the decoder's, so an encoder here has none and is given embedded tokens.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -15,8 +16,11 @@ from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 from transformers import LongT5Config, LongT5EncoderModel, MT5Config, MT5EncoderModel, T5Config, T5EncoderModel
 
+from fathomlm.depth import Architecture
 from fathomlm.errors import OptionError, choices
 
+ACTIVATIONS = {"silu": "silu", "gelu": "gelu", "gelu_tanh": "gelu_new", "relu": "relu"}
+"""How Hugging Face spells them."""
 FIELDS = (
     "d_model",
     "d_kv",
@@ -72,10 +76,42 @@ def build_encoder(record: Mapping[str, Any]) -> nn.Module:
     return encoder
 
 
-def encoder_parameters(record: Mapping[str, Any]) -> int:
-    """How many parameters the encoder has; the embedding is the decoder's and not counted here."""
+def encoder_beside(
+    architecture: Architecture, layers: int, more: Mapping[str, Any] | None = None, *, dropout: float | None = None
+) -> dict[str, Any]:
+    """The record of an encoder that goes with a decoder: all sizes but the number of layers are the decoder's, as in every
+    published T5, so that the model can be exported as one. `more` are fields in Hugging Face's words."""
+    a = architecture
+    spelled = "gelu" if a.gated and a.activation == "gelu_tanh" else ACTIVATIONS[a.activation]
+    if a.gated and a.activation == "gelu":
+        raise OptionError("a gated T5 encoder has the activation gelu_tanh, relu or silu, not gelu")
+    return encoder_record(
+        {
+            "model_type": a.family,
+            "d_model": a.hidden,
+            "d_kv": a.head_dim,
+            "d_ff": a.intermediate,
+            "num_layers": layers,
+            "num_heads": a.heads,
+            "relative_attention_num_buckets": a.relative_buckets,
+            "relative_attention_max_distance": a.relative_distance,
+            "layer_norm_epsilon": a.norm_eps,
+            "feed_forward_proj": f"gated-{spelled}" if a.gated else spelled,
+            "dropout_rate": dropout,
+            **(more or {}),
+        }
+    )
+
+
+def encoder_shapes(record: Mapping[str, Any]) -> list[tuple[int, ...]]:
+    """The encoder's tensors; the embedding is the decoder's and not among them."""
     with torch.device("meta"):
-        return sum(parameter.numel() for parameter in build_encoder(record).parameters())
+        return [tuple(parameter.shape) for parameter in build_encoder(record).parameters()]
+
+
+def encoder_parameters(record: Mapping[str, Any]) -> int:
+    """How many parameters the encoder has."""
+    return sum(math.prod(shape) for shape in encoder_shapes(record))
 
 
 def _kind(record: Mapping[str, Any]) -> EncoderKind:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationMixin, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from fathomlm.depth import Architecture, DepthPlan, Relaxation, Step
+from fathomlm.depth import Architecture, DepthPlan, ExitParts, Relaxation, Step
 from fathomlm.model.decoder import Decoder, reset_module
 
 SMALLEST = Architecture(family="llama", layers=1, hidden=2, intermediate=2, heads=1, kv_heads=1, head_dim=2, vocab=2)
@@ -34,6 +34,8 @@ class FathomConfig(PreTrainedConfig):  # type: ignore[misc]
         plan: dict[str, Any] | None = None,
         relaxation: dict[str, Any] | None = None,
         exit_rank: int = 0,
+        exit_adapter: int = 0,
+        exit_classifier: bool = False,
         **kwargs: Any,
     ) -> None:
         # transformers builds a default instance of every configuration class, so there is a smallest one.
@@ -42,6 +44,8 @@ class FathomConfig(PreTrainedConfig):  # type: ignore[misc]
         self.plan = plan or DepthPlan.vanilla(shape.layers).to_dict()
         self.relaxation = relaxation
         self.exit_rank = exit_rank
+        self.exit_adapter = exit_adapter
+        self.exit_classifier = exit_classifier
         self.vocab_size = shape.vocab
         self.hidden_size = shape.hidden
         self.intermediate_size = shape.intermediate
@@ -66,6 +70,17 @@ class FathomConfig(PreTrainedConfig):  # type: ignore[misc]
     ) -> FathomConfig:
         relaxed = None if relaxation is None else relaxation.to_dict()
         return cls(architecture=architecture.to_dict(), plan=plan.to_dict(), relaxation=relaxed, **kwargs)
+
+    @property
+    def exit_parts(self) -> ExitParts:
+        """What each exit has of its own."""
+        return ExitParts(head_rank=self.exit_rank, adapter_rank=self.exit_adapter, classifier=self.exit_classifier)
+
+    @property
+    def exit_fields(self) -> dict[str, Any]:
+        """The same by the names that `Decoder` and `replan` take."""
+        names = ("exit_rank", "exit_adapter", "exit_classifier")
+        return {name: getattr(self, name) for name in names}
 
     def build_parts(self) -> tuple[Architecture, DepthPlan, Relaxation | None]:
         """The typed objects behind the JSON."""
@@ -98,7 +113,7 @@ class FathomForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
 
     def __init__(self, config: FathomConfig) -> None:
         super().__init__(config)
-        self.decoder = Decoder(*config.build_parts(), exit_rank=config.exit_rank)
+        self.decoder = Decoder(*config.build_parts(), **config.exit_fields)
         self.tokenizer: Any | None = None
         """The transformers tokenizer that came with the checkpoint; `save_pretrained` writes it beside the weights."""
         self.post_init()

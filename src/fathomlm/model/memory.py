@@ -61,12 +61,14 @@ class Memory:
     states_BSM: Tensor
     keep_BS: Tensor | None = None
     """False at padding of the source; None where there is none."""
+    look: bool = True
+    """Whether to look if `keep_BS` hides anything at all, for which a GPU is waited for; training does not."""
     _kept: dict[int, StepMemory] = field(default_factory=dict, init=False, repr=False)
     _whole: tuple[Memory, Tensor] | None = field(default=None, init=False, repr=False)
     """The memory that this one's rows are taken from, and their numbers."""
 
     def __post_init__(self) -> None:
-        if self.keep_BS is not None:
+        if self.keep_BS is not None and self.look:
             object.__setattr__(self, "keep_BS", None if bool(self.keep_BS.all()) else self.keep_BS.bool())
 
     def at(self, step: Step, *, keeps: bool) -> StepMemory:

@@ -84,7 +84,7 @@ class FathomForSeq2SeqLM(PreTrainedModel):  # type: ignore[misc]
     def __init__(self, config: FathomSeq2SeqConfig) -> None:
         super().__init__(config)
         self.encoder = build_encoder(config.encoder_config)
-        self.decoder = Decoder(*config.build_parts(), exit_rank=config.exit_rank)
+        self.decoder = Decoder(*config.build_parts(), **config.exit_fields)
         self.tokenizer: Any | None = None
         """The transformers tokenizer that came with the checkpoint; `save_pretrained` writes it beside the weights."""
         self.post_init()

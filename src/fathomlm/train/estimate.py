@@ -46,7 +46,7 @@ class Estimate:
     embedding_parameters: int
     relaxation_parameters: int
     exit_parameters: int
-    """What exits add to the head."""
+    """What exits add: to the head, adapters, classifiers."""
     total_parameters: int
     trainable_parameters: int
     forward_flops_per_token: int
@@ -170,20 +170,32 @@ def work_flops_per_token(
         plan = plan.with_routing(None)  # its training computes every recursion for every token, and discards
     layers = _layer_weights(architecture, plan, parts.relaxation)
     head = architecture.vocab * architecture.hidden
-    exits = architecture.vocab * (architecture.hidden + parts.exit_rank) * len(plan.exits)
+    exits = len(plan.exits) * (head + _exit_weights(parts))
     match recipe.train:
         case "all":
             work = 6 * (layers + head + exits)
         case "relaxation":
             added = layers - _layer_weights(architecture, plan, None)
             work = 4 * (layers + head + exits) + 2 * added
-        case "exit_heads":
-            work = 2 * (layers + head) + 6 * exits
-    if recipe.recompute != "none" and recipe.train != "exit_heads":
+        case "exits" | "exit_heads":
+            work = 2 * (layers + head) + len(plan.exits) * _exit_work(parts)
+    if recipe.recompute not in ("none", "inner") and not recipe.exits_only:
         work += 2 * layers
     if teacher is not None:
         work += flops_per_token_6n(teacher[0], teacher[1] or DepthPlan.vanilla(teacher[0].layers), teacher[2]) // 3
     return work
+
+
+def _exit_work(parts: Parts) -> int:
+    """FLOPs of one exit over a frozen model. A delta on the head makes the whole head's gradient, an adapter only that of
+    what the head reads, and a classifier none."""
+    times = 6 if parts.exits.head_rank else 4 if parts.exits.adapter_rank else 2
+    return times * parts.architecture.vocab * parts.architecture.hidden + 6 * _exit_weights(parts)
+
+
+def _exit_weights(parts: Parts) -> int:
+    """Weights of the linears that one exit adds."""
+    return sum(math.prod(shape) for shape in parts.exits.shapes(parts.architecture) if len(shape) == 2)
 
 
 def _layer_weights(architecture: Architecture, plan: DepthPlan, relaxation: Relaxation | None) -> int:
@@ -196,7 +208,8 @@ def _layer_weights(architecture: Architecture, plan: DepthPlan, relaxation: Rela
     skipped = sum(linear.inputs * linear.outputs for linear in architecture.linears() if linear.name in ("k", "v"))
     total = Fraction(0)
     for step in plan:
-        own = plain + (added if plan.is_shared(step) else 0) - (skipped if plan.reads_kv(step) else 0)
+        relaxed = relaxation is not None and relaxation.sits_on(plan, step)
+        own = plain + (added if relaxed else 0) - (skipped if plan.reads_kv(step) else 0)
         total += own * (part[step.recursion] if step.part == "core" else 1)
     return round(total)
 
@@ -231,7 +244,7 @@ def format_estimate(found: Estimate) -> str:
     if found.relaxation_parameters:
         lines.append(("  relaxation", f"{_short(found.relaxation_parameters)} of the first"))
     if found.exit_parameters:
-        lines.append(("  exit heads", f"{_short(found.exit_parameters)} besides"))
+        lines.append(("  exits", f"{_short(found.exit_parameters)} besides"))
     lines += [
         ("  that learn", f"{_short(found.trainable_parameters)} of {_short(found.total_parameters)}"),
         (

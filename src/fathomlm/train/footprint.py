@@ -80,9 +80,9 @@ def activation_bytes(recipe: Recipe, parts: Parts) -> int:
         int(_step_bytes(recipe, parts, step) * (runs[step.recursion] if runs is not None and step.part == "core" else 1))
         for step in parts.plan
     ]
-    if recipe.train == "exit_heads":
-        return max(steps)  # the layers are frozen: nothing is kept but what one of them works on
-    if recipe.recompute == "none":
+    if recipe.exits_only:  # the layers are frozen: nothing is kept but what one of them works on
+        return max(steps) + len(parts.plan.exits) * _adapter_bytes(recipe, parts)
+    if recipe.recompute in ("none", "inner"):
         return sum(steps)
     segments, run = [], 0
     for step, needed in zip(parts.plan, steps, strict=True):
@@ -105,9 +105,10 @@ def _step_bytes(recipe: Recipe, parts: Parts, step: Step) -> int:
     attention = wide * (2 * a.query_width + 2 * a.kv_width) + 4 * a.heads
     if recipe.compile:
         relaxed = _relaxed_bytes(parts, step, mixed)
-        inner = a.intermediate * ((3 if relaxed else 2) if a.gated else 1)
         # The forms with a written-out backward pass keep a half's input, but not its norm (`kernels/half.py`).
         plain = not relaxed and a.residual == "pre" and a.gated and a.activation == "silu" and not a.qk_norm
+        thrice = relaxed or (plain and recipe.recompute != "inner")
+        inner = a.intermediate * ((3 if thrice else 2) if a.gated else 1)
         return (1 if plain else 2) * norms * wide * a.hidden + attention + wide * inner + relaxed
     stream = norms * ((4 + wide) * a.hidden + 4)
     copies = 2 * readers * a.hidden if mixed else 4 * norms * a.hidden
@@ -116,10 +117,18 @@ def _step_bytes(recipe: Recipe, parts: Parts, step: Step) -> int:
     return stream + copies + attention + head_norms + inner + _relaxed_bytes(parts, step, mixed)
 
 
+def _adapter_bytes(recipe: Recipe, parts: Parts) -> int:
+    """What autograd keeps of one exit's adapter, and of the final norm behind it, for one token."""
+    if not parts.exits.adapter_rank:
+        return 0
+    wide = _wide(recipe)
+    return (4 + 2 * wide) * parts.architecture.hidden + 2 * wide * parts.exits.adapter_rank + 4
+
+
 def _relaxed_bytes(parts: Parts, step: Step, mixed: bool) -> int:
     """A low-rank delta keeps its inner vector, and in bfloat16 another rounded copy of a norm's output."""
     relaxation = parts.relaxation
-    if relaxation is None or not relaxation.low_rank or not parts.plan.is_shared(step):
+    if relaxation is None or not relaxation.low_rank or not relaxation.sits_on(parts.plan, step):
         return 0
     ranked = [linear for linear in parts.architecture.linears() if relaxation.rank(linear)]
     again = sum(2 * linear.inputs for linear in ranked if mixed and linear.name not in ("o", "down"))
@@ -145,9 +154,18 @@ def _head(recipe: Recipe, parts: Parts, tokens: int) -> int:
     each = with_teacher if taught else without
     chunk = min(loss.chunk or default_chunk(device, a.vocab), tokens)
     learned = 4 * a.vocab * a.hidden if recipe.train == "all" else 0
-    kept = learned + 4 * tokens * a.hidden if recipe.train != "exit_heads" else 0
-    exits = len(parts.plan.exits) * (kept or 4 * a.vocab * (a.hidden + parts.exit_rank))
+    kept = learned + 4 * tokens * a.hidden if not recipe.exits_only else 0
+    exits = len(parts.plan.exits) * (kept or _frozen_head(parts, tokens))
     return chunk * a.vocab * each + kept + exits
+
+
+def _frozen_head(parts: Parts, tokens: int) -> int:
+    """Gradients at an exit over a frozen model: a delta on the head makes the whole head's, and what lies in front of it
+    learns from that of the hidden states."""
+    a, exits = parts.architecture, parts.exits
+    width = a.hidden + exits.head_rank
+    reached = exits.head_rank or exits.adapter_rank
+    return (4 * a.vocab * width if exits.head_rank else 0) + (4 * tokens * width if reached else 0)
 
 
 def _copies(recipe: Recipe, parts: Parts, gathered: bool) -> int:

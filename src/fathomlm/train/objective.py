@@ -18,6 +18,7 @@ from fathomlm.model.decoder import Decoder, Recompute
 from fathomlm.model.route import RoutingTrace
 from fathomlm.model.route.metrics import RoutingMeter
 from fathomlm.train.data.loader import IGNORE
+from fathomlm.train.losses.agreement import agreement_loss
 from fathomlm.train.losses.exits import exit_depths, exit_steps, exit_weights
 from fathomlm.train.losses.head import HeadTerms, TaughtLoss, Teacher, head_loss, taught_loss
 from fathomlm.train.losses.layerwise import candidates, layerwise_loss
@@ -56,6 +57,7 @@ class Objective(nn.Module):
         self._routing_parts = routing_parts
         self._outputs = _outputs(recipe, decoder)
         self._shallow, self._deep = _layerwise_states(recipe, decoder)
+        self._classifies = recipe.exits is not None and recipe.exits.classifier
         self._teaches = recipe.routing or RoutingLossRecipe()
         self.openness = 0.0
         """What is left of the capacity's warm-up; the loop sets it, and only training heeds it."""
@@ -70,7 +72,10 @@ class Objective(nn.Module):
     @property
     def names(self) -> tuple[str, ...]:
         """What the parts that `forward` returns are called: next_token first, which is the last output's cross entropy."""
-        parts = [name for output in self._outputs for name in _part_names(output)]
+        parts: list[str] = []
+        for output in self._outputs:
+            parts += _part_names(output)
+            parts += [_classifier_name(output)] if self._classifies and output is not self._outputs[-1] else []
         names = tuple(sorted(parts, key=lambda name: name != "next_token")) + (("layerwise",) if self._shallow else ())
         routing = self.decoder.plan.routing
         return names if routing is None else names + routing_names(routing)
@@ -102,10 +107,11 @@ class Objective(nn.Module):
             openness=self.openness if self.training else 0.0,
             trace=trace,
         )
-        normed = {index: self.decoder.norm(state) for index, state in states.items()}
+        normed = {index: self.decoder.exit_hidden(state, index) for index, state in states.items()}
         targets_N = targets_BT.flatten()
         last = self._outputs[-1].index
         parts: dict[str, Tensor] = {}
+        choices: dict[int, Tensor] = {}
         total = torch.zeros((), device=targets_BT.device)
         for output in self._outputs:
             teacher = None
@@ -115,6 +121,8 @@ class Objective(nn.Module):
                     if output.index != last
                     else self._taught(tokens_BT, keep_BT, documents_BT)
                 )
+            if self._classifies:
+                choices[output.index] = torch.empty(targets_N.shape, dtype=torch.long, device=targets_N.device)
             hidden_NK, weight_VK = self._head(output.index, normed[output.index].flatten(0, 1))
             loss, *sums = head_loss(
                 hidden_NK,
@@ -124,14 +132,37 @@ class Objective(nn.Module):
                 teacher=teacher,
                 chunk=self.recipe.chunk,
                 taught=self._taught_loss,
+                choices_N=choices.get(output.index),
             )
             total = total + loss
             parts |= dict(zip(_part_names(output), sums, strict=False))
+        if self._classifies:
+            total = self._add_classifiers(total, parts, normed, choices, targets_N)
         if self._shallow:
-            total, parts["layerwise"] = self._add_layerwise(total, normed, targets_BT)
+            adapted = {int(name) for name in self.decoder.exit_adapters} & states.keys()
+            plain = {index: self.decoder.norm(states[index]) for index in adapted}
+            total, parts["layerwise"] = self._add_layerwise(total, normed | plain, targets_BT)
         if trace is not None:
             total = self._add_routing(total, parts, trace, targets_BT)
         return total, torch.stack([parts[name].detach() for name in self.names])
+
+    def _add_classifiers(
+        self,
+        total: Tensor,
+        parts: dict[str, Tensor],
+        normed: dict[int, Tensor],
+        choices: dict[int, Tensor],
+        targets_N: Tensor,
+    ) -> Tensor:
+        """A classifier judges an exit and does not change what it judges: what it reads is detached."""
+        *early, last = self._outputs
+        for output in early:
+            classifier = self.decoder.exit_classifiers[str(output.index)]
+            scores_N = classifier(normed[output.index].detach()).flatten()
+            loss = agreement_loss(scores_N, choices[output.index], choices[last.index], targets_N)
+            parts[_classifier_name(output)] = loss
+            total = total + loss
+        return total
 
     def _add_routing(self, total: Tensor, parts: dict[str, Tensor], trace: RoutingTrace, targets_BT: Tensor) -> Tensor:
         routing = self.decoder.plan.routing
@@ -176,6 +207,10 @@ class Objective(nn.Module):
 def _part_names(output: _Output) -> tuple[str, ...]:
     early = "" if output.name == "next_token" else f"{output.name}_"
     return (output.name, *((f"{early}distill",) if output.terms.divergence is not None else ()))
+
+
+def _classifier_name(output: _Output) -> str:
+    return f"{output.name}_classifier"
 
 
 def _outputs(recipe: LossRecipe, decoder: Decoder) -> tuple[_Output, ...]:

@@ -18,21 +18,26 @@ from fathomlm.errors import OptionError
 from fathomlm.model.decoder import Decoder
 from fathomlm.train.recipe import OptimizerRecipe
 
+EXITS = ("exit_heads.", "exit_adapters.", "exit_classifiers.")
+"""How the names of weights begin that belong to exits."""
+
 
 def choose_trained(decoder: Decoder, what: str) -> None:
-    """Freeze what does not learn: `all`, `relaxation` (what steps add, routers) or `exit_heads` (what exits add to heads).
+    """Freeze what does not learn: `all`, `relaxation` (what steps add, routers) or `exits` (what exits add; `exit_heads` is
+    an older name of it).
 
     Frozen in any case is what no gradient reaches: a router's bias, which is moved by hand, and the k and v of steps that
     read another's entries, for which DDP would wait in vain.
     """
     idle = ("routers.bias", *_unread(decoder))
-    groups = {"all": ("",), "relaxation": ("deltas.", "encodings.", "routers."), "exit_heads": ("exit_heads.",)}
+    groups = {"all": ("",), "relaxation": ("deltas.", "encodings.", "routers."), "exits": EXITS, "exit_heads": EXITS}
     found = 0
     for name, parameter in decoder.named_parameters():
         parameter.requires_grad_(name.startswith(groups[what]) and not name.startswith(idle))
         found += parameter.requires_grad
     if not found:
-        has = "no relaxation (model.relax)" if what == "relaxation" else "no exit heads (loss.exits.head_rank)"
+        exits = "no exits that add anything (loss.exits.adapter_rank, head_rank or classifier)"
+        has = "no relaxation (model.relax)" if what == "relaxation" else exits
         raise OptionError(f"train: {what}, but the model has {has}, so nothing would learn")
 
 

@@ -6,13 +6,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from fathomlm.depth import Architecture, DepthPlan, Relaxation, Step
+from fathomlm.depth import Architecture, DepthPlan, ExitParts, Relaxation, Step
 from fathomlm.depth.presets import PRESETS
 from fathomlm.depth.relaxation import build_relaxation, check_fits
 from fathomlm.errors import OptionError
 from fathomlm.train.budget import row_length
 from fathomlm.train.losses.exits import exit_steps
 from fathomlm.train.recipe import ModelRecipe, Recipe
+
+NO_EXITS = ExitParts()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,7 +24,7 @@ class Parts:
     architecture: Architecture
     plan: DepthPlan
     relaxation: Relaxation | None
-    exit_rank: int = 0
+    exits: ExitParts = NO_EXITS
 
     def tensors(self) -> Iterator[tuple[str, tuple[int, ...]]]:
         """Every parameter tensor once, as (group, shape); groups are base, embedding, relaxation, router and exits."""
@@ -40,9 +42,8 @@ class Parts:
             # A vector is the bias of loss-free balancing, which is moved by hand.
             shapes = plan.routing.shapes(architecture.hidden)
             yield from (("router" if len(shape) > 1 else "balance", shape) for shape in shapes)
-        for _ in plan.exits if self.exit_rank else ():
-            yield "exits", (self.exit_rank, architecture.hidden)
-            yield "exits", (architecture.vocab, self.exit_rank)
+        for _ in plan.exits:
+            yield from (("exits", shape) for shape in self.exits.shapes(architecture))
 
     def _added(self, step: Step) -> Iterator[tuple[int, ...]]:
         relaxation = self.relaxation
@@ -50,7 +51,7 @@ class Parts:
             return
         if relaxation.kind == "prefix":
             yield (relaxation.prefix_length, self.architecture.hidden)
-        if not relaxation.low_rank or not self.plan.is_shared(step):
+        if not relaxation.low_rank or not relaxation.sits_on(self.plan, step):
             return
         for linear in self.architecture.linears():
             if rank := relaxation.rank(linear):
@@ -64,7 +65,7 @@ class Parts:
 
 def learns(train: str, group: str) -> bool:
     """Whether the tensors of a group learn under `train`."""
-    groups = {"relaxation": ("relaxation", "router"), "exit_heads": ("exits",)}
+    groups = {"relaxation": ("relaxation", "router"), "exits": ("exits",), "exit_heads": ("exits",)}
     return group != "balance" and (train == "all" or group in groups[train])
 
 
@@ -76,10 +77,10 @@ def read_parts(recipe: Recipe) -> Parts:
         plan, relaxation = lay_plan(model, architecture)
     else:
         architecture, own_plan, own_relaxation = read_source(model.source)
-        check_tying(model, own_plan)
+        check_tying(model, own_plan, own_relaxation)
         if model.recursions == 1:
             own = own_plan or DepthPlan.vanilla(architecture.layers)
-            plan, relaxation = route_plan(model, own), own_relaxation
+            plan, relaxation = route_plan(model, own), fine_tuning(model, architecture) or own_relaxation
         else:
             plan, relaxation = lay_plan(model, architecture)
     check_rows(recipe, architecture)
@@ -88,7 +89,8 @@ def read_parts(recipe: Recipe) -> Parts:
     if exits is None:
         return Parts(architecture=architecture, plan=plan.with_exits(()), relaxation=relaxation)
     plan = plan.with_exits(exit_steps(exits, plan))
-    return Parts(architecture=architecture, plan=plan, relaxation=relaxation, exit_rank=exits.head_rank)
+    added = ExitParts(head_rank=exits.head_rank, adapter_rank=exits.adapter_rank, classifier=exits.classifier)
+    return Parts(architecture=architecture, plan=plan, relaxation=relaxation, exits=added)
 
 
 def lay_plan(model: ModelRecipe, architecture: Architecture) -> tuple[DepthPlan, Relaxation | None]:
@@ -112,14 +114,39 @@ def route_plan(model: ModelRecipe, plan: DepthPlan) -> DepthPlan:
     return plan.with_kv(model.kv or "share", model.kv_sharing, model.kv_loops)
 
 
-def check_tying(model: ModelRecipe, plan: DepthPlan | None) -> None:
-    """Refuse fields that tie a source which is not to be tied, and tying one that is tied already (`plan` is its own)."""
+def fine_tuning(model: ModelRecipe, architecture: Architecture) -> Relaxation | None:
+    """What a `model` section with one recursion adds to every layer of a plain source, to be trained instead of it."""
+    if model.relax is None:
+        return None
+    return build_relaxation(architecture.linears(), model.relax, model.rank, linears_only=True, everywhere=True)
+
+
+def check_tying(model: ModelRecipe, plan: DepthPlan | None, relaxation: Relaxation | None) -> None:
+    """Refuse fields that tie a source which is not to be tied, and tying one that is tied already (`plan` and
+    `relaxation` are its own)."""
     if model.recursions == 1:
-        tying = ("sharing", "resize", "init", "norm_init", "relax", "rank", "relax_init", "prefix_length")
+        tying = ("sharing", "resize", "init", "norm_init", "relax_init", "prefix_length")
         for name in (name for name in tying if getattr(model, name) is not None):
             raise OptionError(f"model.{name} says how {model.source} is tied; it goes with model.recursions of 2 or more")
+        _check_fine_tuning(model, plan, relaxation)
     elif plan is not None and plan.recursions > 1:
         raise OptionError(f"{model.source} is recursive already; leave out model.recursions to train it as it is")
+
+
+def _check_fine_tuning(model: ModelRecipe, plan: DepthPlan | None, relaxation: Relaxation | None) -> None:
+    if model.relax is None:
+        if model.rank is not None:
+            raise OptionError("model.rank goes with model.relax: lora or dora")
+        return
+    if model.relax not in ("lora", "dora"):
+        raise OptionError(
+            f"model.relax: {model.relax} relaxes a tie, so it goes with model.recursions of 2 or more; with one recursion "
+            "lora and dora fine-tune"
+        )
+    if relaxation is not None:
+        raise OptionError(f"{model.source} has its own {relaxation.kind}; leave out model.relax to train it as it is")
+    if plan is not None and plan.recursions > 1:
+        raise OptionError(f"model.relax fine-tunes a plain model; {model.source} is recursive already")
 
 
 def check_plan(recipe: Recipe, plan: DepthPlan) -> None:

@@ -38,7 +38,8 @@ class ModelRecipe:
     norm_init: str | None = None
     """Norms under `init: average`."""
     relax: str | None = None
-    """What each step adds of its own: lora, dora, prefix, encoding."""
+    """What each step adds of its own: lora, dora, prefix, encoding. lora and dora with `recursions: 1` fine-tune a plain
+    `source`: they start as nothing, on every layer, on linears only."""
     rank: int | str | None = None
     """lora, dora: 64, or pairs such as q=64,kv=128,ffn=256."""
     relax_init: str | None = None
@@ -164,7 +165,11 @@ class ExitRecipe:
     """Teach exits from the detached last output as well."""
     distill_weight: float = 1.0
     head_rank: int = 0
-    """Give each exit a low-rank delta on the head; with `train: exit_heads` the rest is frozen."""
+    """Give each exit a low-rank delta on the head; with `train: exits` the rest is frozen."""
+    adapter_rank: int = 0
+    """Give each exit a low-rank adapter in front of the final norm, x + B silu(A norm(x)); it starts as nothing."""
+    classifier: bool = False
+    """Teach each exit to tell whether its likeliest token is the last output's: `generate --confidence classifier`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -245,16 +250,17 @@ class Recipe:
     optimizer: OptimizerRecipe = field(default_factory=OptimizerRecipe)
     schedule: ScheduleRecipe = field(default_factory=ScheduleRecipe)
     loss: LossRecipe = field(default_factory=LossRecipe)
-    train: Literal["all", "relaxation", "exit_heads"] = "all"
-    """Which weights learn: all of them, what the steps add, or what the exits add to the head."""
+    train: Literal["all", "relaxation", "exits", "exit_heads"] = "all"
+    """Which weights learn: all of them, what the steps add, or what the exits add (`exit_heads` is an older name of it)."""
     branch_from: str | None = None
     """A checkpoint of another run to go on from, its optimizer and data position included: a cool-down for a smaller
     budget starts from any plateau checkpoint of a trapezoid run."""
     precision: Literal["bf16", "float32"] = "float32"
     """bf16 computes in bfloat16 and keeps the weights and the optimizer in float32."""
     compile: bool = False
-    recompute: Literal["none", "recursion", "layer"] = "none"
-    """Activation checkpointing: keep only what enters each recursion, or each layer."""
+    recompute: Literal["none", "inner", "recursion", "layer"] = "none"
+    """Activation checkpointing: keep only what enters each recursion, or each layer. `inner` makes the feed-forward part's
+    inner activations again in compiled layers without relaxation, which costs little."""
     parallel: Literal["auto", "ddp", "fsdp"] = "auto"
     """Under torchrun: copies of the model, or shards of it; auto shards where a copy would not fit comfortably."""
     device: str = "auto"
@@ -262,6 +268,11 @@ class Recipe:
     checkpoint: CheckpointRecipe = field(default_factory=CheckpointRecipe)
     log: LogRecipe = field(default_factory=LogRecipe)
     hardware: HardwareRecipe = field(default_factory=HardwareRecipe)
+
+    @property
+    def exits_only(self) -> bool:
+        """Whether only what exits add learns, over a frozen model."""
+        return self.train in ("exits", "exit_heads")
 
     @property
     def directory(self) -> str:

@@ -19,6 +19,7 @@ LEAST = {
     "loss.exits.coefficient": 0,
     "loss.exits.distill_weight": 0,
     "loss.exits.head_rank": 0,
+    "loss.exits.adapter_rank": 0,
     "loss.layerwise.weight": 0,
     "loss.routing.coefficient": 0,
     "loss.routing.z": 0,
@@ -68,6 +69,9 @@ def check(recipe: Recipe) -> None:
         raise OptionError("train: relaxation needs model.relax")
     if recipe.train == "exit_heads" and (loss.exits is None or loss.exits.head_rank < 1):
         raise OptionError("train: exit_heads needs loss.exits.head_rank of at least 1")
+    exits = loss.exits
+    if recipe.train == "exits" and (exits is None or not (exits.head_rank or exits.adapter_rank or exits.classifier)):
+        raise OptionError("train: exits needs something that exits add: loss.exits.adapter_rank, head_rank or classifier")
     for name, least in LEAST.items():
         value = _field(recipe, name)
         if value is not None and not least <= value < float("inf"):

@@ -28,7 +28,7 @@ from fathomlm.train.data.prepare import PrepareOptions, prepare
 from fathomlm.train.data.segments import Progress as Prepared
 from fathomlm.train.losses.exits import exit_steps
 from fathomlm.train.parallel import World
-from fathomlm.train.parts import check_plan, check_rows, check_tying, lay_plan, route_plan
+from fathomlm.train.parts import check_plan, check_rows, check_tying, fine_tuning, lay_plan, route_plan
 from fathomlm.train.recipe import DataRecipe, ModelRecipe, Recipe, parse_amount
 
 AnyLoader = Loader | PairLoader
@@ -122,7 +122,8 @@ def build_student(recipe: Recipe, corpus: Corpus) -> FathomForCausalLM:
     exits = recipe.loss.exits
     if exits is None:  # exits that no loss reads would go stale while the layers under them learn
         return with_exits(student, (), 0, recipe.seed)
-    return with_exits(student, exit_steps(exits, student.plan), exits.head_rank, recipe.seed)
+    places = exit_steps(exits, student.plan)
+    return with_exits(student, places, exits.head_rank, recipe.seed, exits.adapter_rank, exits.classifier)
 
 
 def build_teacher(recipe: Recipe, corpus: Corpus, student: FathomForCausalLM, world: World) -> FathomForCausalLM | None:
@@ -145,10 +146,12 @@ def build_teacher(recipe: Recipe, corpus: Corpus, student: FathomForCausalLM, wo
 
 def _from_source(model: ModelRecipe, seed: int) -> FathomForCausalLM:
     assert model.source is not None
-    check_tying(model, architecture_of(model.source)[1])
+    check_tying(model, *architecture_of(model.source)[1:])
     if model.recursions == 1:
         loaded = decoder_only(load(model.source, dtype=torch.float32), "training")
-        return replan(loaded, route_plan(model, loaded.plan), exit_rank=loaded.config.exit_rank, seed=seed)
+        added = fine_tuning(model, loaded.architecture)
+        plan = route_plan(model, loaded.plan)
+        return replan(loaded, plan, relaxation=added, seed=seed, **loaded.config.exit_fields)
     tied = convert(
         model.source,
         sharing=model.sharing,
@@ -197,10 +200,13 @@ def scratch_architecture(model: ModelRecipe, vocab: int | None) -> Architecture:
     return Architecture.from_dict(given)
 
 
-def with_exits(model: FathomForCausalLM, exits: tuple[int, ...], rank: int, seed: int) -> FathomForCausalLM:
-    """The same weights under a plan with exits. Low-rank deltas on the head (`rank` above 0) are kept where the model has
-    them for that exit and rank, and fresh otherwise."""
-    return replan(model, model.plan.with_exits(exits), exit_rank=rank, seed=seed)
+def with_exits(
+    model: FathomForCausalLM, exits: tuple[int, ...], rank: int, seed: int, adapter: int = 0, classifier: bool = False
+) -> FathomForCausalLM:
+    """The same weights under a plan with exits. Low-rank deltas on the head (`rank` above 0), adapters and classifiers are
+    kept where the model has them for that exit and rank, and fresh otherwise."""
+    plan = model.plan.with_exits(exits)
+    return replan(model, plan, exit_rank=rank, exit_adapter=adapter, exit_classifier=classifier, seed=seed)
 
 
 def compile_layers(decoder: Decoder) -> None:

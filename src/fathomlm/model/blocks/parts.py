@@ -54,7 +54,9 @@ class StepContext:
     """Entries of another step to look at; this one then makes none."""
     delta: StepDelta | None
     packed: Packed | None = None
-    """The layer's weights, where they were packed before; a training form packs them itself otherwise."""
+    """The layer's weights, where they were packed before; a training step packs them itself otherwise."""
+    keep_inner: bool = True
+    """Whether a training form keeps the feed-forward part's inner activations, or makes them again."""
     memory: StepMemory | None = None
     """The encoder's output, for layers that look at one."""
 
@@ -64,6 +66,10 @@ class StepContext:
             return self.delta.project(name, linear, x)
         out: Tensor = linear(x)
         return out
+
+    def uses_forms(self, x: Tensor) -> bool:
+        """Whether the halves run in their forms for packed weights: where those are given, and where a compiler packs."""
+        return self.packed is not None or self.fuses(x)
 
     def fuses(self, x: Tensor) -> bool:
         """Whether this is a compiled training step that adds nothing to its layer: some parts then have a faster form."""
@@ -146,7 +152,7 @@ class Attention(nn.Module):
 
     def behind(self, norm: nn.Module, x_BTM: Tensor, step: StepContext) -> Tensor:
         """The residual stream with what the tokens gather from its norm added."""
-        if self.plain and step.fuses(x_BTM) and step.reads is None and isinstance(norm, RMSNorm):
+        if self.plain and step.uses_forms(x_BTM) and step.reads is None and isinstance(norm, RMSNorm):
             qkv_WM = self.pack(norm, half_dtype(x_BTM)) if step.packed is None else step.packed.qkv_WM
             groups = self.k.weight.shape[0] // self.head_dim
             heads = qkv_WM.shape[0] // self.head_dim - 2 * groups
@@ -169,7 +175,7 @@ class Attention(nn.Module):
             k, v, mask = self._with_prefix(k, v, queries=q.shape[2], step=step)
             causal = False
         mixed = attention(q, k, v, scale=self.scale, mask=mask, causal=causal).transpose(1, 2).flatten(2)
-        if step.packed is not None and step.fuses(mixed):
+        if step.packed is not None:
             return F.linear(mixed, step.packed.o_MW)
         return step.project("o", self.o, mixed)
 
@@ -240,9 +246,9 @@ class FeedForward(nn.Module):
 
     def behind(self, norm: nn.Module, x: Tensor, step: StepContext) -> Tensor:
         """The residual stream with this part's output for its norm added."""
-        if self.plain and step.fuses(x) and isinstance(norm, RMSNorm):
+        if self.plain and step.uses_forms(x) and isinstance(norm, RMSNorm):
             both, down = self.pack(norm, half_dtype(x)) if step.packed is None else step.packed[2:]
-            return norm_swiglu_mlp(x.flatten(0, -2), norm.eps, both, down).view_as(x)
+            return norm_swiglu_mlp(x.flatten(0, -2), norm.eps, both, down, step.keep_inner).view_as(x)
         return x + self(step.norm("norm_mlp", norm, x), step)  # type: ignore[no-any-return]
 
     def pack(self, norm: RMSNorm, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

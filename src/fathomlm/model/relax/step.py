@@ -96,10 +96,10 @@ def offset_key(name: str) -> str:
 def build_deltas(architecture: Architecture, plan: DepthPlan, relaxation: Relaxation | None) -> nn.ModuleDict:
     """One module for each step that adds something, keyed by the step's index."""
     deltas = nn.ModuleDict()
-    if relaxation is None or relaxation.kind == "encoding":
+    if relaxation is None:
         return deltas
     for step in plan:
-        if relaxation.kind == "prefix" or plan.is_shared(step):
+        if relaxation.sits_on(plan, step):
             deltas[str(step.index)] = StepDelta(architecture, relaxation)
     return deltas
 

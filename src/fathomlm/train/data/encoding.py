@@ -48,6 +48,8 @@ class EncoderSettings:
     """The tokenizer's JSON."""
     separator: int
     dtype: str
+    prefix: str = ""
+    """What stands in front of a pair's source, tokenised with it."""
 
 
 class Encoder:
@@ -63,7 +65,13 @@ class Encoder:
 
     def encode(self, batch: Texts) -> Encoded:
         full = [all(text.strip() for text in fields) for fields in batch]
-        texts = [text for fields, some in zip(batch, full, strict=True) if some for text in fields]
+        prefix = self._settings.prefix
+        texts = [
+            prefix + text if prefix and not at else text
+            for fields, some in zip(batch, full, strict=True)
+            if some
+            for at, text in enumerate(fields)
+        ]
         found = iter(self._tokenizer.encode_batch_fast(texts, add_special_tokens=False))
         pieces: list[list[int]] = []
         starts, middles, at = [0], [], 0

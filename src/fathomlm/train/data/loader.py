@@ -59,6 +59,20 @@ class Batch:
     def to(self, device: torch.device | str) -> Batch:
         return self._map(lambda tensor: tensor.to(device, non_blocking=True))
 
+    def pick(self, rows_R: Tensor) -> Batch:
+        """Some rows, in any order, also repeated."""
+        return self._map(lambda tensor: tensor[rows_R])
+
+    @property
+    def inputs(self) -> dict[str, Tensor | None]:
+        """What the objective reads, by its names."""
+        return {
+            "tokens_BT": self.tokens_BT,
+            "targets_BT": self.targets_BT,
+            "keep_BT": self.keep_BT,
+            "documents_BT": self.documents_BT,
+        }
+
     def _map(self, change: Callable[[Tensor], Tensor]) -> Batch:
         documents, keep = self.documents_BT, self.keep_BT
         return Batch(

@@ -77,6 +77,8 @@ class Manifest:
     validation_fraction: float
     shard_tokens: int
     max_tokens: int | None
+    source_prefix: str = ""
+    """pairs: what was put in front of every source."""
     splits: dict[str, Split] = field(default_factory=lambda: dict.fromkeys(SPLITS, Split()))
     empty_documents: int = 0
     """Documents without text, which are left out."""
@@ -170,6 +172,7 @@ _SETTINGS = {
     "validation_fraction": "validation fraction",
     "shard_tokens": "shard tokens",
     "max_tokens": "max tokens",
+    "source_prefix": "source prefix",
 }
 """What decides a corpus besides its tokenizer and sources, and how it is called."""
 

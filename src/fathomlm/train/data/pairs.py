@@ -8,6 +8,8 @@ Shapes: B rows of this device, S source positions, T target (or all) positions.
 
 from __future__ import annotations
 
+import operator
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -30,11 +32,13 @@ class PairBatch:
     """What one device reads at once, for a model that reads the source apart from the target."""
 
     source_BS: Tensor
-    """Source tokens, padded on the right, int64."""
+    """Source tokens with the separator, padded on the right, int64."""
     source_keep_BS: Tensor
     """False at padding."""
+    tokens_BT: Tensor
+    """What the decoder reads: its start token, then all of the target but the last token; int64."""
     targets_BT: Tensor
-    """Target tokens with the separator, -100 at padding, int64; a decoder's inputs are these, shifted by one."""
+    """Target tokens with the separator, -100 at padding, int64."""
 
     @property
     def rows(self) -> int:
@@ -43,33 +47,36 @@ class PairBatch:
     def split(self, rows: int) -> list[PairBatch]:
         """Micro-batches of so many rows."""
         check_micro(self.rows, rows)
-        return [
-            PairBatch(
-                source_BS=self.source_BS[at : at + rows],
-                source_keep_BS=self.source_keep_BS[at : at + rows],
-                targets_BT=self.targets_BT[at : at + rows],
-            )
-            for at in range(0, self.rows, rows)
-        ]
+        return [self._map(operator.itemgetter(slice(at, at + rows))) for at in range(0, self.rows, rows)]
 
     def pin(self) -> PairBatch:
         """In memory that a GPU copies from by itself."""
-        return PairBatch(
-            source_BS=self.source_BS.pin_memory(),
-            source_keep_BS=self.source_keep_BS.pin_memory(),
-            targets_BT=self.targets_BT.pin_memory(),
-        )
+        return self._map(lambda tensor: tensor.pin_memory())
 
     def to(self, device: torch.device | str) -> PairBatch:
+        return self._map(lambda tensor: tensor.to(device, non_blocking=True))
+
+    def pick(self, rows_R: Tensor) -> PairBatch:
+        """Some rows, in any order, also repeated."""
+        return self._map(lambda tensor: tensor[rows_R])
+
+    @property
+    def inputs(self) -> dict[str, Tensor | None]:
+        """What the objective reads, by its names."""
+        return {name: getattr(self, name) for name in ("tokens_BT", "targets_BT", "source_BS", "source_keep_BS")}
+
+    def _map(self, change: Callable[[Tensor], Tensor]) -> PairBatch:
         return PairBatch(
-            source_BS=self.source_BS.to(device, non_blocking=True),
-            source_keep_BS=self.source_keep_BS.to(device, non_blocking=True),
-            targets_BT=self.targets_BT.to(device, non_blocking=True),
+            source_BS=change(self.source_BS),
+            source_keep_BS=change(self.source_keep_BS),
+            tokens_BT=change(self.tokens_BT),
+            targets_BT=change(self.targets_BT),
         )
 
 
 class PairLoader:
-    """Each pair once an epoch. Long sources lose their beginning, long targets their end.
+    """Each pair once an epoch. Long targets lose their end; long sources lose their beginning before a decoder, which goes
+    on from where they end, and their end before an encoder, as T5's do, whose task stands in front.
 
     A target that was cut also loses its separator, so it does not teach to stop there.
     """
@@ -84,8 +91,10 @@ class PairLoader:
         source_length: int,
         target_length: int,
         shuffle: bool = True,
+        widths: int | None = None,
     ) -> None:
-        """`batch` is the samples of one step on all devices together; the separator also fills rows up."""
+        """`batch` is the samples of one step on all devices together; the separator also fills rows up. `widths` is how
+        many different widths rows may be padded to, where a compiler would make code for each."""
         if min(batch, source_length, target_length) < 1:
             raise OptionError(
                 f"batch, source and target length must be at least 1, not {batch}, {source_length} and {target_length}"
@@ -95,6 +104,7 @@ class PairLoader:
         self._separator = separator
         self._source_length = source_length
         self._target_length = target_length
+        self._widths = widths
         self._order = Order(len(pairs), seed=seed, shuffle=shuffle)
 
     def __len__(self) -> int:
@@ -108,11 +118,12 @@ class PairLoader:
     def batch_at(self, start: int, count: int, rank: int = 0, world: int = 1) -> Batch:
         """Source and target in one row, with labels on the target only, for a decoder."""
         mine, lengths = self._mine(start, count, rank, world)
-        width = round_up(int(lengths.sum(axis=1).max()) - 1)
+        width = self._width(int(lengths.sum(axis=1).max()) - 1, self._source_length + self._target_length)
         tokens_BT = np.full((len(mine), width), self._separator, np.int64)
         targets_BT = np.full((len(mine), width), IGNORE, np.int64)
         keep_BT = np.zeros((len(mine), width), np.bool_)
         for row, (source, target) in enumerate(mine):
+            source = source[-self._source_length :]
             whole = np.concatenate([source, target])
             end = len(whole) - 1
             tokens_BT[row, :end] = whole[:-1]
@@ -124,52 +135,63 @@ class PairLoader:
             keep_BT=torch.from_numpy(keep_BT),
         )
 
-    def seq2seq_at(self, start: int, count: int, rank: int = 0, world: int = 1) -> PairBatch:
-        """Source and target apart, for an encoder-decoder."""
-        mine, lengths = self._mine(start, count, rank, world)
-        S, T = (round_up(int(longest)) for longest in lengths.max(axis=0))
+    def seq2seq_at(self, start: int, count: int, rank: int = 0, world: int = 1, *, first: int | None = None) -> PairBatch:
+        """Source and target apart, for an encoder-decoder. The source ends with the separator too, as T5 was taught;
+        `first` is what the decoder reads first, the separator unless given."""
+        mine, lengths = self._mine(start, count, rank, world, behind_source=1)
+        longest_S, longest_T = (int(longest) for longest in lengths.max(axis=0))
+        S, T = self._width(longest_S, self._source_length), self._width(longest_T, self._target_length)
         source_BS = np.full((len(mine), S), self._separator, np.int64)
         keep_BS = np.zeros((len(mine), S), np.bool_)
+        tokens_BT = np.full((len(mine), T), self._separator if first is None else first, np.int64)
         targets_BT = np.full((len(mine), T), IGNORE, np.int64)
         for row, (source, target) in enumerate(mine):
+            source = source[: self._source_length - 1]  # the row is full of separators: one stays behind the source
             source_BS[row, : len(source)] = source
-            keep_BS[row, : len(source)] = True
+            keep_BS[row, : len(source) + 1] = True
+            tokens_BT[row, 1 : len(target)] = target[:-1]
             targets_BT[row, : len(target)] = target
         return PairBatch(
             source_BS=torch.from_numpy(source_BS),
             source_keep_BS=torch.from_numpy(keep_BS),
+            tokens_BT=torch.from_numpy(tokens_BT),
             targets_BT=torch.from_numpy(targets_BT),
         )
 
-    def seq2seq(self) -> Seq2SeqLoader:
-        """This loader in its other form, for `prefetch`."""
-        return Seq2SeqLoader(self)
+    def seq2seq(self, first: int | None = None) -> Seq2SeqLoader:
+        """This loader in its other form, for `prefetch`; `first` is the decoder's start token."""
+        return Seq2SeqLoader(self, first)
 
-    def _mine(self, start: int, count: int, rank: int, world: int) -> tuple[list[_Pair], npt.NDArray[np.int64]]:
-        """This rank's pairs, cut to length, and the lengths of the whole global batch."""
+    def _mine(
+        self, start: int, count: int, rank: int, world: int, behind_source: int = 0
+    ) -> tuple[list[_Pair], npt.NDArray[np.int64]]:
+        """This rank's pairs, targets cut to length, and the lengths of the whole global batch, cut, with so many more
+        tokens behind each source."""
         numbers = self.samples(start, count)
-        chosen = rank_slice(numbers, rank, world)
+        chosen = (self._pairs.pair(int(number)) for number in rank_slice(numbers, rank, world))
         limits = np.array([self._source_length, self._target_length])
-        lengths = np.minimum([self._pairs.lengths(int(number)) for number in numbers], limits)
-        return [self._cut(*self._pairs.pair(int(number))) for number in chosen], lengths
+        lengths = np.array([self._pairs.lengths(int(number)) for number in numbers]) + [behind_source, 0]
+        return [(source, target[: self._target_length]) for source, target in chosen], np.minimum(lengths, limits)
 
-    def _cut(self, source: npt.NDArray[np.int64], target: npt.NDArray[np.int64]) -> _Pair:
-        return source[-self._source_length :], target[: self._target_length]
+    def _width(self, longest: int, limit: int) -> int:
+        multiple = MULTIPLE if self._widths is None else round_up(-(-limit // self._widths))
+        return min(round_up(longest, multiple), round_up(max(limit, longest)))
 
 
 class Seq2SeqLoader:
     """A `PairLoader` whose batches have source and target apart."""
 
-    def __init__(self, pairs: PairLoader) -> None:
+    def __init__(self, pairs: PairLoader, first: int | None = None) -> None:
         self.batch = pairs.batch
         self._pairs = pairs
+        self._first = first
 
     def __len__(self) -> int:
         return len(self._pairs)
 
     def batch_at(self, start: int, count: int, rank: int = 0, world: int = 1) -> PairBatch:
-        return self._pairs.seq2seq_at(start, count, rank, world)
+        return self._pairs.seq2seq_at(start, count, rank, world, first=self._first)
 
 
-def round_up(width: int) -> int:
-    return -(-width // MULTIPLE) * MULTIPLE
+def round_up(width: int, multiple: int = MULTIPLE) -> int:
+    return -(-width // multiple) * multiple

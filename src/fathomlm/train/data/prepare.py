@@ -45,6 +45,8 @@ class PrepareOptions:
     """Where the text is in JSON lines, Parquet and hub datasets."""
     pairs: tuple[str, str] | None = None
     """Source and target column, for pairs in place of documents."""
+    source_prefix: str = ""
+    """pairs: put in front of every source, such as "summarize: "; which pairs are held out does not depend on it."""
     validation_fraction: float | None = None
     """The share of documents that is held out; None is 0.01, or 0 beside `validation_from`."""
     validation_from: tuple[str, ...] = ()
@@ -64,6 +66,8 @@ class PrepareOptions:
             raise OptionError("give at least one source")
         if self.validation_fraction is not None and not 0 <= self.validation_fraction < 1:
             raise OptionError(f"--validation-fraction must be at least 0 and below 1, not {self.validation_fraction:g}")
+        if self.source_prefix and self.pairs is None:
+            raise OptionError("--source-prefix stands in front of a pair's source; it goes with --pairs")
         for name in ("shard_tokens", "workers", "max_tokens"):
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -113,6 +117,7 @@ def _wanted(options: PrepareOptions, tokenizer: Any) -> Manifest:
         validation_fraction=options.fraction,
         shard_tokens=options.shard_tokens,
         max_tokens=options.max_tokens,
+        source_prefix=options.source_prefix,
     )
 
 
@@ -174,7 +179,10 @@ def _fill(out: Path, manifest: Manifest, tokenizer: Any, workers: int, on_progre
     for left in out.glob(".*.partial"):
         left.unlink()
     settings = EncoderSettings(
-        tokenizer=tokenizer.backend_tokenizer.to_str(), separator=manifest.separator, dtype=manifest.dtype
+        tokenizer=tokenizer.backend_tokenizer.to_str(),
+        separator=manifest.separator,
+        dtype=manifest.dtype,
+        prefix=manifest.source_prefix,
     )
     filling = Filling(out, manifest)
     batches = encode_in_order(

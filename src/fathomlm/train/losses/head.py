@@ -87,6 +87,7 @@ class _HeadLoss(torch.autograd.Function):
         taught: TaughtLoss,
         dtype: torch.dtype,
         learning: bool,
+        choices_N: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         weight = weight_VM.to(dtype)
         teacher_weight = None if teacher is None else teacher.weight_VM.to(dtype)
@@ -99,6 +100,8 @@ class _HeadLoss(torch.autograd.Function):
             part = slice(start, start + chunk)
             hidden = hidden_NM[part].to(dtype)
             logits = hidden @ weight.T
+            if choices_N is not None:
+                torch.argmax(logits, dim=-1, out=choices_N[part])
             shown = None
             if teacher is not None and teacher_weight is not None:
                 shown = teacher.hidden_NM[part].to(dtype) @ teacher_weight.T
@@ -121,7 +124,7 @@ class _HeadLoss(torch.autograd.Function):
         # In d_total's float32: rounded to bfloat16 it would scale this output's gradient by up to 0.4 % too much. In place:
         # now is when most is held.
         scaled = [None if d is None else torch.mul(d, d_total[None], out=d) for d in (d_hidden, d_weight)]
-        return (*scaled, None, None, None, None, None, None, None)
+        return (*scaled, None, None, None, None, None, None, None, None)
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
@@ -153,10 +156,12 @@ def head_loss(
     teacher: Teacher | None = None,
     chunk: int | None = None,
     taught: TaughtLoss = taught_loss,
+    choices_N: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The weighted sum over tokens, and its parts: summed cross entropy and summed divergence (neither carries a gradient).
 
-    `taught` is `taught_loss` or a compiled form of it. The product is taken in autocast's dtype where that is on.
+    `taught` is `taught_loss` or a compiled form of it. The product is taken in autocast's dtype where that is on. Into
+    `choices_N`, where it is given, each token's likeliest word is written while the logits are there.
     """
     kind = hidden_NM.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden_NM.dtype
@@ -164,7 +169,7 @@ def head_loss(
     learning = torch.is_grad_enabled()  # inside a Function's forward it is always off
     with torch.autocast(kind, enabled=False):
         total, ce, distance = _HeadLoss.apply(
-            hidden_NM, weight_VM, targets_N, teacher, terms, chunk, taught, dtype, learning
+            hidden_NM, weight_VM, targets_N, teacher, terms, chunk, taught, dtype, learning, choices_N
         )  # type: ignore[no-untyped-call]
     return total, ce, distance
 

@@ -1,0 +1,45 @@
+"""What an early exit may have of its own, beside the final norm and the head that all outputs share."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from fathomlm.depth.architecture import Architecture
+from fathomlm.depth.plan import DepthPlan
+from fathomlm.errors import OptionError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExitParts:
+    """The same for every exit of a model."""
+
+    head_rank: int = 0
+    """A low-rank delta on the head (thesis 3, early-exit appendix)."""
+    adapter_rank: int = 0
+    """A low-rank adapter on the residual stream, in front of the final norm."""
+    classifier: bool = False
+    """A linear that tells whether the exit chooses what the last output will."""
+
+    def __post_init__(self) -> None:
+        for name in ("head_rank", "adapter_rank"):
+            if getattr(self, name) < 0:
+                raise OptionError(f"the {name} of exits must be at least 0, got {getattr(self, name)}")
+
+    def __bool__(self) -> bool:
+        return bool(self.head_rank or self.adapter_rank or self.classifier)
+
+    def shapes(self, architecture: Architecture) -> Iterator[tuple[int, ...]]:
+        """The tensors of one exit."""
+        if self.head_rank:
+            yield from ((self.head_rank, architecture.hidden), (architecture.vocab, self.head_rank))
+        if self.adapter_rank:
+            yield (architecture.hidden,)
+            yield from ((self.adapter_rank, architecture.hidden), (architecture.hidden, self.adapter_rank))
+        if self.classifier:
+            yield from ((1, architecture.hidden), (1,))
+
+    def parameters(self, architecture: Architecture, plan: DepthPlan) -> int:
+        """What all exits of a plan have together."""
+        return len(plan.exits) * sum(math.prod(shape) for shape in self.shapes(architecture))
