@@ -12,7 +12,7 @@ from fathomlm.errors import OptionError
 if TYPE_CHECKING:
     from fathomlm.decode.exiting import AdaptiveThreshold, Exiting
     from fathomlm.decode.rows import Generation
-    from fathomlm.model.hub import FathomForCausalLM
+    from fathomlm.model.seq2seq import FathomModel
 
 NEEDING = ("exit_layer", "confidence", "threshold", "min_exit_layer", "refine", "max_stack")
 """Options that mean something only behind --decode."""
@@ -110,7 +110,7 @@ def exit_statistic(results: Sequence[Generation]) -> str:
     )
 
 
-def exit_record(exiting: Exiting | None, model: FathomForCausalLM, results: Sequence[Generation]) -> dict[str, Any] | None:
+def exit_record(exiting: Exiting | None, model: FathomModel, results: Sequence[Generation]) -> dict[str, Any] | None:
     """The same for JSON, with the settings. Each result has its own tokens' layers and confidences."""
     from fathomlm.decode.rows import exit_rate, mean_exit_layer
 

@@ -17,7 +17,7 @@ from fathomlm.cli.sampling_options import (
     add_depth_arguments,
     add_model_arguments,
     add_sampling_arguments,
-    load_model,
+    load_any_model,
     read_depth,
     read_sampling,
 )
@@ -25,7 +25,7 @@ from fathomlm.errors import OptionError
 
 if TYPE_CHECKING:
     from fathomlm.decode.rows import Generation
-    from fathomlm.model.hub import FathomForCausalLM
+    from fathomlm.model.seq2seq import FathomModel
 
 HELP = "continue a prompt"
 DESCRIPTION = (
@@ -59,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
     from fathomlm.decode.full import generate
 
     begun = time.perf_counter()
-    model = load_model(args)
+    model = load_any_model(args)
     loaded = time.perf_counter()
     how: dict[str, Any] = {"control": read_depth(args, model), "exiting": exiting}
     inputs = _encode(args, model, prompts)
@@ -117,9 +117,7 @@ def _read_file(path: Path) -> str:
         raise OptionError(f"cannot read {path}: {error.strerror}") from error
 
 
-def _encode(
-    args: argparse.Namespace, model: FathomForCausalLM, prompts: Sequence[str]
-) -> Sequence[str] | Sequence[list[int]]:
+def _encode(args: argparse.Namespace, model: FathomModel, prompts: Sequence[str]) -> Sequence[str] | Sequence[list[int]]:
     from fathomlm.decode.prompts import chat_prompt
 
     if not args.chat:
@@ -188,7 +186,7 @@ def _depths(results: Sequence[Generation]) -> str:
 
 def _record(
     args: argparse.Namespace,
-    model: FathomForCausalLM,
+    model: FathomModel,
     prompts: Sequence[str],
     results: Sequence[Generation],
     load_seconds: float,

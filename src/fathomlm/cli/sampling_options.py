@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from fathomlm.decode.sampling import Sampling
     from fathomlm.model.hub import FathomForCausalLM
     from fathomlm.model.route import DepthControl
+    from fathomlm.model.seq2seq import FathomModel
 
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
@@ -53,7 +54,7 @@ def add_depth_arguments(parser: argparse.ArgumentParser) -> None:
     add("--depth-bias", metavar="B", type=float, default=0.0, help=bias)
 
 
-def read_depth(args: argparse.Namespace, model: FathomForCausalLM) -> DepthControl | None:
+def read_depth(args: argparse.Namespace, model: FathomModel) -> DepthControl | None:
     """What the depth options ask for, checked against the model."""
     from fathomlm.model.route import DepthControl
 
@@ -83,12 +84,19 @@ def read_sampling(args: argparse.Namespace) -> Sampling:
 
 
 def load_model(args: argparse.Namespace) -> FathomForCausalLM:
+    """A decoder-only model, ready to run."""
+    from fathomlm.checkpoints.resolve import decoder_only
+
+    return decoder_only(load_any_model(args), "this command")
+
+
+def load_any_model(args: argparse.Namespace) -> FathomModel:
     import torch
 
-    from fathomlm.checkpoints.resolve import decoder_only, load
+    from fathomlm.checkpoints.resolve import load
 
     if args.threads is not None:
         if args.threads < 1:
             raise OptionError(f"--threads must be at least 1, got {args.threads}")
         torch.set_num_threads(args.threads)
-    return decoder_only(load(args.model, args.dtype, args.device), "this command")
+    return load(args.model, args.dtype, args.device)

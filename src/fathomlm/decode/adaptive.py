@@ -31,6 +31,7 @@ from fathomlm.decode.state_copy import StateCopy
 from fathomlm.decode.static import Static
 from fathomlm.depth import DepthPlan, Step
 from fathomlm.model.decoder import Decoder
+from fathomlm.model.memory import Memory
 
 
 class Method(Protocol):
@@ -80,11 +81,12 @@ def run(
     cache: SlotCache,
     exiting: Exiting,
     on_step: Callable[[int], None] | None = None,
+    memory: Memory | None = None,
 ) -> list[Generation]:
     """Continue each row behind what the cache holds of all of them."""
     begun = time.perf_counter()
     judge = Judge(decoder, exiting)
-    passes = Passes(decoder, cache, len(rows))
+    passes = Passes(decoder, cache, len(rows), memory)
     method = METHODS[exiting.mode](passes, judge, exiting)
     generators = row_generators(sampling, len(rows), decoder.embed.weight.device)
     lines = [Line(i, row, sampling, generators[i : i + 1]) for i, row in enumerate(rows)]

@@ -16,6 +16,7 @@ from fathomlm.decode.exiting import DEFAULT_STACK, Exiting
 from fathomlm.decode.recorded import RecordedSteps
 from fathomlm.errors import OptionError
 from fathomlm.model.decoder import Decoder
+from fathomlm.model.memory import Memory
 
 MODES = ("full", "static", "state-copy", "parallel", "speculative")
 
@@ -53,26 +54,40 @@ class CapturedDecoder:
         max_stack: int = DEFAULT_STACK,
         compile: bool = False,
         pack: bool = False,
+        source: int | None = None,
     ) -> None:
-        """`length` is the most tokens that a row may have, `exit_layer` where tokens may leave, from 1."""
+        """`length` is the most tokens that a row may have, `exit_layer` where tokens may leave, from 1. A decoder behind an
+        encoder also has `source`, the most tokens that the encoder may have read."""
         steps = decoder.plan.steps
         if decoder.plan.routing is not None:
             raise OptionError("a routed model's router already chooses each token's depth; it has no exits to decode with")
         if exit_layer is not None and not 1 <= exit_layer < len(steps):
             raise OptionError(f"a token may leave after layers 1 to {len(steps) - 1} of this model, got {exit_layer}")
+        if decoder.architecture.cross != (source is not None):
+            raise OptionError("`source`, the longest source, goes with decoders behind an encoder, and only with them")
         if length < 2 or max_stack < 1:
             raise OptionError(f"length must be at least 2 and max_stack at least 1, got {length} and {max_stack}")
-        self.steps = RecordedSteps(decoder, length, exit_layer, max_stack, compile, pack)
+        self.steps = RecordedSteps(decoder, length, exit_layer, max_stack, compile, pack, source)
 
     def generate(
-        self, prompt: Sequence[int], exiting: Exiting, max_new_tokens: int, ends: Collection[int] = ()
+        self,
+        prompt: Sequence[int],
+        exiting: Exiting,
+        max_new_tokens: int,
+        ends: Collection[int] = (),
+        memory: Memory | None = None,
     ) -> CapturedText:
-        """Continue a prompt greedily, to an end token or `max_new_tokens`."""
+        """Continue a prompt greedily, to an end token or `max_new_tokens`. `memory` is an encoder's output, of one row."""
         self._check(prompt, exiting, max_new_tokens)
+        self._check_memory(memory)
         threshold = exiting.threshold_now() or 0.0
         with torch.no_grad():
+            if memory is not None and not self.steps.ready:  # recorded work looks at room that is there
+                self.steps.look_at(memory)
             self.steps.record(exiting.mode)
             begun = time.perf_counter()
+            if memory is not None:
+                self.steps.look_at(memory)
             self.steps.read(prompt, shallow=exiting.mode == "static")
             text = CapturedText()
             run = {"full": self._full, "static": self._static}.get(exiting.mode)
@@ -174,6 +189,18 @@ class CapturedDecoder:
         self.steps.run("deep", self.steps.size(waiting), choose=True)
         going.text.deep_passes += 1
         going.take(int(self.steps.tell()[1]), self.steps.layers)
+
+    def _check_memory(self, memory: Memory | None) -> None:
+        room = self.steps.source
+        if (memory is None) != (room is None):
+            wants = "needs `memory`, the encoder's output" if memory is None else "has no place for `memory`"
+            raise OptionError(f"this decoder {wants}")
+        if (
+            memory is not None
+            and room is not None
+            and (memory.states_BSM.shape[0] != 1 or memory.states_BSM.shape[1] > room)
+        ):
+            raise OptionError(f"one source of at most {room} tokens fits, got {tuple(memory.states_BSM.shape[:2])}")
 
     def _check(self, prompt: Sequence[int], exiting: Exiting, most: int) -> None:
         if exiting.mode not in MODES:

@@ -22,16 +22,19 @@ import torch
 from torch import Tensor
 
 from fathomlm.cache import DenseCache, RoutedCache, SlotCache, build_cache
+from fathomlm.checkpoints.resolve import decoder_only
 from fathomlm.decode import adaptive
 from fathomlm.decode.exiting import Exiting
 from fathomlm.decode.judge import Judge
-from fathomlm.decode.prompts import Prompt, check_context, encode_prompt, encode_prompts
+from fathomlm.decode.prompts import Prompt, check_context, encode_prompt, encode_prompts, read_sources, start_token
 from fathomlm.decode.rows import Generation, Row
 from fathomlm.decode.sampling import Sampling, pick, row_generators, seen_tokens
 from fathomlm.errors import OptionError
 from fathomlm.model.decoder import Decoder
 from fathomlm.model.hub import FathomForCausalLM
+from fathomlm.model.memory import Memory
 from fathomlm.model.route import DepthControl, RoutingTrace
+from fathomlm.model.seq2seq import FathomForSeq2SeqLM, FathomModel
 
 AnyCache = DenseCache | RoutedCache
 MOST_RESERVED = 1024
@@ -55,9 +58,10 @@ def prefill(
     padding: Padding | None = None,
     control: DepthControl | None = None,
     trace: RoutingTrace | None = None,
+    memory: Memory | None = None,
 ) -> Tensor:
     """Run tokens behind what the cache holds; the scores for what follows the last of them, (B, V)."""
-    depth = {"control": control, "trace": trace}
+    depth = {"control": control, "trace": trace, "memory": memory}
     if padding is None:
         hidden_BTM = decoder(tokens_BT, cache=cache, **depth)
     else:
@@ -75,9 +79,10 @@ def decode_step(
     padding: Padding | None = None,
     control: DepthControl | None = None,
     trace: RoutingTrace | None = None,
+    memory: Memory | None = None,
 ) -> Tensor:
     """One more token in each row; the scores for the next, (B, V)."""
-    return prefill(decoder, tokens_B[:, None], cache, padding, control, trace)
+    return prefill(decoder, tokens_B[:, None], cache, padding, control, trace, memory)
 
 
 def left_pad(rows: Sequence[Sequence[int]], room: int, device: torch.device) -> tuple[Tensor, Padding | None]:
@@ -95,7 +100,7 @@ def left_pad(rows: Sequence[Sequence[int]], room: int, device: torch.device) -> 
 
 
 def generate(
-    model: FathomForCausalLM,
+    model: FathomModel,
     prompts: str | Sequence[Prompt],
     sampling: Sampling | None = None,
     *,
@@ -111,24 +116,30 @@ def generate(
     A prompt is a text or a list of token ids; `options` are fields of `Sampling`, for convenience. `on_text` is given
     the row and each piece of text as soon as it is safe to show; `on_step` how many tokens the longest row has so far.
     `max_context` stands in for the context that the model was trained for; `control` limits how deep tokens go;
-    `exiting` lets them leave early.
+    `exiting` lets them leave early. An encoder-decoder model reads a prompt with its encoder, and says what follows from
+    it.
     """
     chosen = (sampling or Sampling()).with_options(**options)
     _check_exiting(model, control, exiting)
     encoded = encode_prompts(model, prompts)
     if not encoded:
         return []
-    longest = max(len(tokens) for tokens in encoded)
-    check_context(longest, chosen.max_new_tokens, model.architecture.context if max_context is None else max_context)
-    rows = [
-        Row(model, tokens, chosen, None if on_text is None else _tell_row(on_text, i)) for i, tokens in enumerate(encoded)
-    ]
+    tell = [None if on_text is None else _tell_row(on_text, i) for i in range(len(encoded))]
+    memory = None
+    if isinstance(model, FathomForSeq2SeqLM):
+        start, longest = start_token(model), 1
+        rows = [Row(model, [start], chosen, tell[i], source=tokens) for i, tokens in enumerate(encoded)]
+        memory = read_sources(model, encoded)
+    else:
+        longest = max(len(tokens) for tokens in encoded)
+        check_context(longest, chosen.max_new_tokens, model.architecture.context if max_context is None else max_context)
+        rows = [Row(model, tokens, chosen, tell[i]) for i, tokens in enumerate(encoded)]
     reserve = longest + min(chosen.max_new_tokens, MOST_RESERVED)
     if exiting is not None:
         slots = adaptive.exit_cache(model.plan, exiting, len(rows), reserve)
-        return adaptive.run(model.decoder, rows, chosen, slots, exiting, on_step)
+        return adaptive.run(model.decoder, rows, chosen, slots, exiting, on_step, memory)
     cache = build_cache(model.plan, reserve)
-    _run(model.decoder, rows, chosen, cache, on_step, control)
+    _run(model.decoder, rows, chosen, cache, on_step, control, memory)
     return [row.result() for row in rows]
 
 
@@ -141,6 +152,7 @@ class Session:
     def __init__(
         self, model: FathomForCausalLM, control: DepthControl | None = None, exiting: Exiting | None = None
     ) -> None:
+        decoder_only(model, "a session")
         _check_exiting(model, control, exiting)
         self.model = model
         self.control = control
@@ -200,6 +212,7 @@ def _run(
     cache: AnyCache,
     on_step: Callable[[int], None] | None = None,
     control: DepthControl | None = None,
+    memory: Memory | None = None,
 ) -> None:
     """Prefill what the cache does not hold yet, then one token a row and pass until every row has finished."""
     begun = time.perf_counter()
@@ -208,7 +221,7 @@ def _run(
     generators = row_generators(sampling, len(rows), device)
     seen_BV = seen_tokens(sampling, [row.prompt for row in rows], decoder.architecture.vocab, device)
     trace = None if decoder.plan.routing is None else RoutingTrace()
-    next_B = pick(prefill(decoder, tokens_BT, cache, padding, control, trace), sampling, generators, seen_BV)
+    next_B = pick(prefill(decoder, tokens_BT, cache, padding, control, trace, memory), sampling, generators, seen_BV)
     chosen = next_B.tolist()
     prefilled = time.perf_counter()
     while _take_all(rows, chosen, trace):
@@ -217,7 +230,8 @@ def _run(
         if seen_BV is not None:
             seen_BV.scatter_(1, next_B[:, None], True)
         trace = None if trace is None else RoutingTrace()
-        next_B = pick(decode_step(decoder, next_B, cache, padding, control, trace), sampling, generators, seen_BV)
+        scores_BV = decode_step(decoder, next_B, cache, padding, control, trace, memory)
+        next_B = pick(scores_BV, sampling, generators, seen_BV)
         chosen = next_B.tolist()
     for row in rows:
         row.note_times(begun, prefilled)
@@ -232,7 +246,7 @@ def _take_all(rows: Sequence[Row], chosen: Sequence[int], trace: RoutingTrace | 
     return any(going)
 
 
-def _check_exiting(model: FathomForCausalLM, control: DepthControl | None, exiting: Exiting | None) -> None:
+def _check_exiting(model: FathomModel, control: DepthControl | None, exiting: Exiting | None) -> None:
     """Refuse what this model cannot do, before any work is done."""
     if exiting is None:
         return

@@ -19,6 +19,7 @@ from torch import Tensor
 from fathomlm.cache import Focus, SlotCache, Span
 from fathomlm.depth import Step
 from fathomlm.model.decoder import Decoder
+from fathomlm.model.memory import Memory
 from fathomlm.model.sight import Rows, Sights, gathered_sights
 
 
@@ -37,8 +38,10 @@ class Place:
 class Passes:
     """A decoder over one cache, in parts. The only place that calls the decoder while tokens leave early."""
 
-    def __init__(self, decoder: Decoder, cache: SlotCache, rows: int) -> None:
+    def __init__(self, decoder: Decoder, cache: SlotCache, rows: int, memory: Memory | None = None) -> None:
+        """`memory` is the encoder's output for all rows, where there is one."""
         self.decoder = decoder
+        self._memory = memory
         self.cache = cache
         self.layers_run = [0] * rows
         """For each row, layers times tokens so far."""
@@ -49,7 +52,8 @@ class Passes:
         focus = Focus(spans, self._device)
         R, reach = len(spans), focus.reach
         slots_RS = torch.arange(reach, device=self._device).expand(R, reach)
-        rows = self.decoder.equipped(Rows(positions_BT=slots_RS, keep_BS=None, documents_BT=None, past=0))
+        memory = None if self._memory is None else self._memory.select([span.row for span in spans])
+        rows = self.decoder.equipped(Rows(positions_BT=slots_RS, keep_BS=None, documents_BT=None, past=0), memory)
         dtype = self.decoder.embed.weight.dtype
         sights = gathered_sights(self.decoder.architecture, self.decoder.plan, rows, dtype, focus.slots_RN, keys_BK=slots_RS)
         return Place(focus, sights)

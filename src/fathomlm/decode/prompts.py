@@ -6,21 +6,24 @@ import operator
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
+
 from fathomlm.checkpoints.source import end_ids
 from fathomlm.errors import OptionError
-from fathomlm.model.hub import FathomForCausalLM
+from fathomlm.model.memory import Memory
+from fathomlm.model.seq2seq import FathomForSeq2SeqLM, FathomModel
 
 Prompt = str | Sequence[int]
 
 
-def encode_prompts(model: FathomForCausalLM, prompts: str | Sequence[Prompt]) -> list[list[int]]:
+def encode_prompts(model: FathomModel, prompts: str | Sequence[Prompt]) -> list[list[int]]:
     """Token ids of each prompt; one text is a batch of one. An empty prompt becomes the model's begin token."""
     if isinstance(prompts, str):
         prompts = [prompts]
     return [encode_prompt(model, prompt) for prompt in prompts]
 
 
-def encode_prompt(model: FathomForCausalLM, prompt: Prompt) -> list[int]:
+def encode_prompt(model: FathomModel, prompt: Prompt) -> list[int]:
     tokens = _tokenize(model, prompt) if isinstance(prompt, str) else _checked_ids(prompt)
     if not tokens:
         begin: int | None = model.config.bos_token_id
@@ -34,7 +37,25 @@ def encode_prompt(model: FathomForCausalLM, prompt: Prompt) -> list[int]:
     return tokens
 
 
-def chat_prompt(model: FathomForCausalLM, messages: Sequence[Mapping[str, str]]) -> list[int]:
+def start_token(model: FathomForSeq2SeqLM) -> int:
+    """What an encoder-decoder model's answer begins from."""
+    start: int | None = model.config.decoder_start_token_id
+    if start is None:
+        raise OptionError("this model's configuration names no decoder_start_token_id to begin an answer from")
+    return start
+
+
+@torch.inference_mode()
+def read_sources(model: FathomForSeq2SeqLM, sources: Sequence[Sequence[int]]) -> Memory:
+    """The encoder's output for a batch of sources, padded on the right; padding is seen by no one."""
+    longest = max(len(source) for source in sources)
+    device = model.decoder.embed.weight.device
+    tokens_BS = torch.tensor([[*source, *[0] * (longest - len(source))] for source in sources], device=device)
+    lengths_B1 = torch.tensor([[len(source)] for source in sources], device=device)
+    return model.encode(tokens_BS, torch.arange(longest, device=device) < lengths_B1)
+
+
+def chat_prompt(model: FathomModel, messages: Sequence[Mapping[str, str]]) -> list[int]:
     """A conversation ({"role": ..., "content": ...}) in the model's own chat format, up to where the reply begins."""
     tokenizer = _tokenizer(model)
     if tokenizer.chat_template is None:
@@ -46,7 +67,7 @@ def chat_prompt(model: FathomForCausalLM, messages: Sequence[Mapping[str, str]])
     return encode_prompt(model, _ids(tokenizer, text, add_special_tokens=False))
 
 
-def end_tokens(model: FathomForCausalLM) -> frozenset[int]:
+def end_tokens(model: FathomModel) -> frozenset[int]:
     """The ids after which a text is over."""
     return frozenset(end_ids(model.config.eos_token_id))
 
@@ -60,7 +81,7 @@ def check_context(prompt_tokens: int, max_new_tokens: int, context: int) -> None
         )
 
 
-def _tokenizer(model: FathomForCausalLM) -> Any:
+def _tokenizer(model: FathomModel) -> Any:
     if model.tokenizer is None:
         raise OptionError(
             "this model has no tokenizer, so it takes no text (from Python, prompts may be lists of token ids)"
@@ -68,7 +89,7 @@ def _tokenizer(model: FathomForCausalLM) -> Any:
     return model.tokenizer
 
 
-def _tokenize(model: FathomForCausalLM, text: str) -> list[int]:
+def _tokenize(model: FathomModel, text: str) -> list[int]:
     return _ids(_tokenizer(model), text, add_special_tokens=True)
 
 

@@ -13,6 +13,7 @@ Shapes: N tokens of a pass, K places on the stack, M hidden width, V vocabulary.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -23,6 +24,7 @@ from torch import Tensor
 from fathomlm.cache.static import StaticCache
 from fathomlm.depth import Step
 from fathomlm.model.decoder import Decoder
+from fathomlm.model.memory import Memory
 from fathomlm.model.sight import Rows, Sights, gathered_sights
 
 WARM_UPS = 3
@@ -35,20 +37,29 @@ class RecordedSteps:
     """The work of one decoder with one exit, or none, for rows of at most `length` tokens."""
 
     def __init__(
-        self, decoder: Decoder, length: int, exit_layer: int | None, max_stack: int, compile: bool, pack: bool
+        self,
+        decoder: Decoder,
+        length: int,
+        exit_layer: int | None,
+        max_stack: int,
+        compile: bool,
+        pack: bool,
+        source: int | None,
     ) -> None:
         self.decoder = decoder
         self.exit_layer = exit_layer
         self.max_stack = max_stack
+        self.source = source
         steps = decoder.plan.steps
         self.layers = len(steps)
         self._shallow, self._deep = steps[:exit_layer], steps[exit_layer:] if exit_layer else ()
         weight = decoder.embed.weight
         self._device, self._dtype = weight.device, weight.dtype
         self.cache = StaticCache(decoder.architecture, decoder.plan, length, self._device, self._dtype)
-        keys_1S = torch.arange(length + 1, device=self._device)[None]
-        self._rows = Rows(positions_BT=keys_1S, keep_BS=None, documents_BT=None, past=0)
-        self._keys_1S = keys_1S
+        self._keys_1S = torch.arange(length + 1, device=self._device)[None]
+        self._memory = self._room_for(source) if source is not None else None
+        rows = Rows(positions_BT=self._keys_1S, keep_BS=None, documents_BT=None, past=0)
+        self._rows = decoder.equipped(rows, self._memory)
         # What the recorded work moves on. The stack's spare places point at the scratch slot.
         self._choice, self._slot, self._count = (self._whole(1) for _ in range(3))
         self._states_KM = torch.zeros(max_stack, decoder.architecture.hidden, device=self._device, dtype=self._dtype)
@@ -63,6 +74,39 @@ class RecordedSteps:
             for layer in (*decoder.layers, decoder.norm):
                 layer.compile(dynamic=False)
             self._ask = torch.compile(choice_and_gap, dynamic=False)
+
+    def look_at(self, memory: Memory) -> None:
+        """Put an encoder's output, of one row, where the recorded work looks. Its keys and values are made here, once."""
+        held = self._memory
+        assert held is not None
+        assert held.keep_BS is not None
+        S = memory.states_BSM.shape[1]
+        held.keep_BS.fill_(False)
+        held.keep_BS[:, :S] = True if memory.keep_BS is None else memory.keep_BS
+        held.states_BSM.zero_()
+        held.states_BSM[:, :S] = memory.states_BSM
+        fresh = Memory(held.states_BSM, held.keep_BS, look=False)
+        rows = dataclasses.replace(self._rows, memory=fresh)
+        slots_1 = torch.full((1,), self.cache.scratch, device=self._device)
+        self.cache.focus(slots_1)
+        steps, architecture = self.decoder.plan.steps, self.decoder.architecture
+        sights = gathered_sights(architecture, steps, rows, self._dtype, slots_1[None], keys_BK=self._keys_1S)
+        with _not_compiled():  # what comes out does not matter: each step makes what it keeps of the source
+            self.decoder.run_steps(self.decoder.enter(torch.zeros_like(slots_1)[None]), steps, sights, self.cache)
+        for step in steps:
+            room, new = held.at(step, keeps=True), fresh.at(step, keeps=True)
+            assert new.k is not None
+            assert new.v is not None
+            if room.k is None or room.v is None:
+                room.k, room.v = new.k.clone(), new.v.clone()
+            else:
+                room.k.copy_(new.k)
+                room.v.copy_(new.v)
+
+    def _room_for(self, source: int) -> Memory:
+        shape = (1, source, self.decoder.architecture.memory_width)
+        states_1SM = torch.zeros(shape, device=self._device, dtype=self._dtype)
+        return Memory(states_1SM, torch.ones(1, source, dtype=torch.bool, device=self._device), look=False)
 
     def _step_full(self, steps: Sequence[Step], index: int) -> None:
         self._advance()
@@ -197,6 +241,11 @@ class RecordedSteps:
 
     def _whole(self, many: int) -> Tensor:
         return torch.zeros(many, dtype=torch.long, device=self._device)
+
+    @property
+    def ready(self) -> bool:
+        """Whether anything was recorded."""
+        return bool(self._recorded)
 
     def deep_choices(self, many: int) -> list[int]:
         """What the last layers chose for each token that waited."""

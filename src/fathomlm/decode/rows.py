@@ -11,7 +11,7 @@ from fathomlm.decode.prompts import end_tokens
 from fathomlm.decode.sampling import Sampling
 from fathomlm.decode.text import TextStream
 from fathomlm.errors import OptionError
-from fathomlm.model.hub import FathomForCausalLM
+from fathomlm.model.seq2seq import FathomModel
 
 Finish = Literal["eos", "stop", "length"]
 
@@ -93,18 +93,26 @@ class Row:
     """One prompt on its way."""
 
     def __init__(
-        self, model: FathomForCausalLM, prompt: list[int], sampling: Sampling, on_text: Callable[[str], None] | None
+        self,
+        model: FathomModel,
+        prompt: list[int],
+        sampling: Sampling,
+        on_text: Callable[[str], None] | None,
+        source: list[int] | None = None,
     ) -> None:
+        """`source` is what an encoder read; `prompt` is then what the decoder begins from."""
         if sampling.stop and model.tokenizer is None:
             raise OptionError("stop strings need a tokenizer, and this model has none")
         self.prompt = prompt
+        self._source = source
         self.tokens: list[int] = []
         self.depths: list[int] = []
         self.leaves: list[Leave] = []
         self.finish: Finish | None = None
         self.ends = frozenset() if sampling.ignore_eos else end_tokens(model)
         self.most = sampling.max_new_tokens
-        self._stream = None if model.tokenizer is None else TextStream(model.tokenizer, stop=sampling.stop, context=prompt)
+        context = prompt if source is None else []
+        self._stream = None if model.tokenizer is None else TextStream(model.tokenizer, stop=sampling.stop, context=context)
         self._watched = bool(sampling.stop) or on_text is not None
         self._on_text = on_text
         self._pieces: list[str] = []
@@ -150,7 +158,7 @@ class Row:
                 self._pieces.append(self._stream.push(token))
             self._close_text()
         return Generation(
-            prompt_tokens=tuple(self.prompt),
+            prompt_tokens=tuple(self.prompt if self._source is None else self._source),
             tokens=tuple(self.tokens),
             text="".join(self._pieces),
             finish=self.finish,

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from fathomlm.depth import Architecture, DepthPlan, Relaxation
 from fathomlm.depth.cost import count
 from fathomlm.errors import OptionError
+from fathomlm.train.encoder_cost import EncoderCost, over_both
 from fathomlm.train.recipe import Recipe, parse_amount
 
 
@@ -53,12 +56,29 @@ def row_length(recipe: Recipe) -> int:
     return data.source_length + data.target_length if data.pairs else data.context
 
 
+def forward_flops_per_token(
+    recipe: Recipe,
+    architecture: Architecture,
+    plan: DepthPlan,
+    relaxation: Relaxation | None,
+    encoder: Mapping[str, Any] | None = None,
+) -> int:
+    """As the thesis counts, for each token of a row. With an encoder (its record) a row is a source and a target: what
+    the encoder does for the one and the decoder for the other is spread over both."""
+    if encoder is None:
+        return count(architecture, plan, relaxation=relaxation, context=row_length(recipe)).forward_flops_per_token
+    S, T = recipe.data.source_length, recipe.data.target_length
+    decoder = count(architecture, plan, relaxation=relaxation, context=T, source=S).forward_flops_per_token
+    return over_both(recipe.data, decoder, EncoderCost.of(encoder).forward_flops(S))
+
+
 def plan_steps(
     recipe: Recipe,
     architecture: Architecture,
     plan: DepthPlan,
     relaxation: Relaxation | None,
     rows_in_epoch: int | None,
+    encoder: Mapping[str, Any] | None = None,
 ) -> Schedule:
     """The run's length. `rows_in_epoch` is None where no data is at hand (a dry run)."""
     rows = rows_per_step(recipe)
@@ -69,8 +89,8 @@ def plan_steps(
     elif budget.tokens is not None:
         steps = round(parse_amount("budget.tokens", budget.tokens) / tokens)
     elif budget.flops is not None:
-        cost = count(architecture, plan, relaxation=relaxation, context=row_length(recipe))
-        steps = round(parse_amount("budget.flops", budget.flops) / (cost.forward_flops_per_token * tokens))
+        per_token = forward_flops_per_token(recipe, architecture, plan, relaxation, encoder)
+        steps = round(parse_amount("budget.flops", budget.flops) / (per_token * tokens))
     else:
         assert budget.epochs is not None
         if rows_in_epoch is None:

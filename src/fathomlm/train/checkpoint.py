@@ -31,7 +31,7 @@ from transformers.utils import logging as hf_logging
 from fathomlm.checkpoints.save import weight_bytes
 from fathomlm.checkpoints.writing import check_room, whole_directory
 from fathomlm.errors import CheckpointError, FathomError, OutputError
-from fathomlm.model.hub import FathomForCausalLM
+from fathomlm.model.seq2seq import FathomModel
 from fathomlm.train.optim import named_state
 from fathomlm.train.parallel import World, like, own_part, whole
 
@@ -62,7 +62,7 @@ def step_name(step: int) -> str:
 
 def save_checkpoint(
     directory: Path,
-    model: FathomForCausalLM,
+    model: FathomModel,
     module: nn.Module,
     optimizer: Optimizer,
     progress: Progress,
@@ -116,7 +116,7 @@ def _fail_together(failure: Exception | None, directory: Path, world: World) -> 
 
 def _write(
     place: Path,
-    model: FathomForCausalLM,
+    model: FathomModel,
     weights: dict[str, Tensor],
     module: nn.Module,
     optimizer: Optimizer,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
@@ -16,7 +17,8 @@ from typing import Any
 from fathomlm.depth import Architecture, DepthPlan, Relaxation
 from fathomlm.depth.cost import count, running_parts
 from fathomlm.errors import OptionError
-from fathomlm.train.budget import micro_rows, plan_steps, row_length
+from fathomlm.train.budget import forward_flops_per_token, micro_rows, plan_steps, row_length
+from fathomlm.train.encoder_cost import EncoderCost, cross_weights, over_both
 from fathomlm.train.footprint import PLANNED, Memory, count_memory
 from fathomlm.train.hardware import accelerator_name, memory_bytes, peak_tflops
 from fathomlm.train.parts import Parts, learns, read_parts, read_source
@@ -47,6 +49,8 @@ class Estimate:
     relaxation_parameters: int
     exit_parameters: int
     """What exits add: to the head, adapters, classifiers."""
+    encoder_parameters: int
+    """Of the encoder, which the non-embedding parameters leave out."""
     total_parameters: int
     trainable_parameters: int
     forward_flops_per_token: int
@@ -101,8 +105,9 @@ def estimate(
     architecture, plan, relaxation = parts.architecture, parts.plan, parts.relaxation
     teacher = None if recipe.loss.distill is None else read_source(recipe.loss.distill.source)
     cost = count(architecture, plan, relaxation=relaxation, context=row_length(recipe))
-    schedule = plan_steps(recipe, architecture, plan, relaxation, rows_in_epoch)
-    sizes = dict.fromkeys(("base", "embedding", "relaxation", "router", "balance", "exits"), 0)
+    schedule = plan_steps(recipe, architecture, plan, relaxation, rows_in_epoch, parts.encoder)
+    forward = forward_flops_per_token(recipe, architecture, plan, relaxation, parts.encoder)
+    sizes = dict.fromkeys(("base", "embedding", "encoder", "relaxation", "router", "balance", "exits"), 0)
     for group, shape in parts.tensors():
         sizes[group] += math.prod(shape)
     assert sizes["base"] + sizes["relaxation"] + sizes["router"] + sizes["balance"] == cost.non_embedding_parameters, (
@@ -110,9 +115,9 @@ def estimate(
     )
     trainable = sum(size for group, size in sizes.items() if learns(recipe.train, group))
     limit, peak = memory_bytes(recipe.hardware, device_name), peak_tflops(recipe.hardware, device_name)
-    parallel, memory = _spread(recipe, parts, 0 if teacher is None else _parameters(*teacher), limit)
+    parallel, memory = _spread(recipe, parts, 0 if teacher is None else _parameters(recipe, *teacher), limit)
     work = float(work_flops_per_token(recipe, parts, teacher) * schedule.tokens)
-    per_token = flops_per_token_6n(architecture, plan, relaxation)
+    per_token = model_flops_per_token(recipe, architecture, plan, relaxation, parts.encoder)
     devices = recipe.hardware.count
     return Estimate(
         name=recipe.name,
@@ -126,9 +131,10 @@ def estimate(
         embedding_parameters=cost.embedding_parameters,
         relaxation_parameters=cost.relaxation_parameters,
         exit_parameters=sizes["exits"],
+        encoder_parameters=sizes["encoder"],
         total_parameters=sum(sizes.values()),
         trainable_parameters=trainable,
-        forward_flops_per_token=cost.forward_flops_per_token,
+        forward_flops_per_token=forward,
         flops_per_token_6n=per_token,
         steps=schedule.steps,
         warmup_steps=LearningRate.of(recipe.schedule, schedule.steps).warmup,
@@ -137,8 +143,8 @@ def estimate(
         rows=schedule.steps * schedule.rows_per_step,
         tokens=schedule.tokens,
         micro_batches=schedule.rows_per_step // devices // micro_rows(schedule.rows_per_step, devices, recipe.batch.micro),
-        forward_flops=float(cost.forward_flops_per_token * schedule.tokens),
-        training_flops=float(3 * cost.forward_flops_per_token * schedule.tokens),
+        forward_flops=float(forward * schedule.tokens),
+        training_flops=float(3 * forward * schedule.tokens),
         model_flops=float(per_token * schedule.tokens),
         work_flops=work,
         gpu=accelerator_name(recipe.hardware, device_name),
@@ -156,6 +162,21 @@ def estimate(
 def flops_per_token_6n(architecture: Architecture, plan: DepthPlan, relaxation: Relaxation | None) -> int:
     """6 x the parameters that a token meets: linears at every use, what steps add to them, and the head once."""
     return 6 * (_layer_weights(architecture, plan, relaxation) + architecture.vocab * architecture.hidden)
+
+
+def model_flops_per_token(
+    recipe: Recipe,
+    architecture: Architecture,
+    plan: DepthPlan,
+    relaxation: Relaxation | None,
+    encoder: Mapping[str, Any] | None = None,
+) -> int:
+    """`flops_per_token_6n` for each token of a row; with an encoder (its record) the mean over source and target."""
+    decoder = flops_per_token_6n(architecture, plan, relaxation)
+    if encoder is None:
+        return decoder
+    source = 6 * cross_weights(architecture, plan)
+    return over_both(recipe.data, decoder - source, source + 6 * EncoderCost.of(encoder).weights)
 
 
 def work_flops_per_token(
@@ -181,9 +202,24 @@ def work_flops_per_token(
             work = 2 * (layers + head) + len(plan.exits) * _exit_work(parts)
     if recipe.recompute not in ("none", "inner") and not recipe.exits_only:
         work += 2 * layers
+    if parts.encoder is not None:
+        learns = recipe.train == "all"
+        source = (6 if learns else 2) * cross_weights(architecture, plan)
+        again = 2 if learns and recipe.recompute == "layer" else 0
+        encoder = ((6 if learns else 2) + again) * EncoderCost.of(parts.encoder).weights
+        work = over_both(recipe.data, work - source, source + encoder)
     if teacher is not None:
-        work += flops_per_token_6n(teacher[0], teacher[1] or DepthPlan.vanilla(teacher[0].layers), teacher[2]) // 3
+        record = _teacher_encoder(recipe) if teacher[0].cross else None
+        its_plan = teacher[1] or DepthPlan.vanilla(teacher[0].layers)
+        work += model_flops_per_token(recipe, teacher[0], its_plan, teacher[2], record) // 3
     return work
+
+
+def _teacher_encoder(recipe: Recipe) -> dict[str, Any] | None:
+    from fathomlm.checkpoints.resolve import encoder_of
+
+    assert recipe.loss.distill is not None
+    return encoder_of(recipe.loss.distill.source)
 
 
 def _exit_work(parts: Parts) -> int:
@@ -227,9 +263,15 @@ def _spread(recipe: Recipe, parts: Parts, teacher: int, limit: int | None) -> tu
     return "fsdp", count_memory(recipe, parts, teacher, "fsdp")
 
 
-def _parameters(architecture: Architecture, plan: DepthPlan | None, relaxation: Relaxation | None) -> int:
+def _parameters(recipe: Recipe, architecture: Architecture, plan: DepthPlan | None, relaxation: Relaxation | None) -> int:
     cost = count(architecture, plan or DepthPlan.vanilla(architecture.layers), relaxation=relaxation)
-    return cost.non_embedding_parameters + cost.embedding_parameters
+    encoder = _teacher_encoder(recipe) if architecture.cross else None
+    beside = 0
+    if encoder is not None:
+        from fathomlm.model.encoder import encoder_parameters
+
+        beside = encoder_parameters(encoder)
+    return cost.non_embedding_parameters + cost.embedding_parameters + beside
 
 
 def format_estimate(found: Estimate) -> str:
@@ -241,6 +283,8 @@ def format_estimate(found: Estimate) -> str:
         ("model", f"{found.layout} layers{looped}{exits}"),
         ("parameters", f"{_short(found.non_embedding_parameters)} + {_short(found.embedding_parameters)} of embeddings"),
     ]
+    if found.encoder_parameters:
+        lines.append(("  encoder", f"{_short(found.encoder_parameters)} besides"))
     if found.relaxation_parameters:
         lines.append(("  relaxation", f"{_short(found.relaxation_parameters)} of the first"))
     if found.exit_parameters:

@@ -14,6 +14,7 @@ from typing import Any
 from fathomlm.depth import Step
 from fathomlm.depth.cost import running_parts
 from fathomlm.train.budget import micro_rows, row_length, rows_per_step
+from fathomlm.train.encoder_cost import EncoderCost
 from fathomlm.train.losses.head import default_chunk
 from fathomlm.train.parts import Parts, learns
 from fathomlm.train.recipe import Recipe
@@ -39,6 +40,8 @@ class Memory:
     """What the backward pass of one micro-batch needs."""
     head: int
     """Logits of one chunk with what is computed from them, and the gradients that each output's head passes on."""
+    encoder: int = 0
+    """What the backward pass of one micro-batch needs of an encoder, and of the source's keys and values; an estimate."""
 
     @property
     def total(self) -> int:
@@ -59,7 +62,7 @@ def count_memory(recipe: Recipe, parts: Parts, teacher_parameters: int, parallel
     rows = micro_rows(rows_per_step(recipe), devices, recipe.batch.micro)
     summed = rows_per_step(recipe) > rows * devices
     gradients = 4 * learned // split + (4 * learned if split > 1 and summed else 0)
-    tokens = rows * row_length(recipe)
+    tokens = rows * (row_length(recipe) if parts.encoder is None else recipe.data.target_length)
     return Memory(
         weights=4 * total // split,
         gradients=gradients,
@@ -68,7 +71,18 @@ def count_memory(recipe: Recipe, parts: Parts, teacher_parameters: int, parallel
         teacher=_wide(recipe) * teacher_parameters,
         activations=tokens * activation_bytes(recipe, parts),
         head=_head(recipe, parts, tokens),
+        encoder=rows * _encoder(recipe, parts),
     )
+
+
+def _encoder(recipe: Recipe, parts: Parts) -> int:
+    """Of one row: what the encoder keeps, and every step's keys and values of the source."""
+    if parts.encoder is None:
+        return 0
+    S, wide = recipe.data.source_length, _wide(recipe)
+    entries = 0 if recipe.exits_only else 2 * parts.architecture.kv_width * parts.plan.unrolled_layers * wide
+    kept, recomputed = learns(recipe.train, "encoder"), recipe.recompute == "layer"
+    return S * (entries + EncoderCost.of(parts.encoder).activation_bytes(S, wide, kept=kept, recomputed=recomputed))
 
 
 def activation_bytes(recipe: Recipe, parts: Parts) -> int:
@@ -100,9 +114,10 @@ def _step_bytes(recipe: Recipe, parts: Parts, step: Step) -> int:
     a = parts.architecture
     mixed = recipe.precision == "bf16"
     wide = _wide(recipe)
-    norms = 4 if a.residual == "sandwich" else 2
-    readers = 5 if a.gated else 4
+    norms = 4 if a.residual == "sandwich" else 3 if a.cross else 2
+    readers = (5 if a.gated else 4) + a.cross
     attention = wide * (2 * a.query_width + 2 * a.kv_width) + 4 * a.heads
+    attention += wide * 2 * a.query_width + 4 * a.heads if a.cross else 0  # its keys and values are the source's
     if recipe.compile:
         relaxed = _relaxed_bytes(parts, step, mixed)
         # The forms with a written-out backward pass keep a half's input, but not its norm (`kernels/half.py`).

@@ -11,7 +11,7 @@ import math
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -23,8 +23,8 @@ from fathomlm.errors import DataError
 from fathomlm.model.route.metrics import RoutingMeter
 from fathomlm.train.budget import row_length
 from fathomlm.train.checkpoint import Progress
-from fathomlm.train.data.loader import IGNORE, Batch, Prefetched, prefetch
-from fathomlm.train.data.pairs import round_up
+from fathomlm.train.data.loader import IGNORE, Batches, Prefetched, prefetch
+from fathomlm.train.data.pairs import AnyBatch, round_up
 from fathomlm.train.objective import Objective
 from fathomlm.train.optim import set_rate
 from fathomlm.train.parallel import World, accumulating, whole
@@ -93,7 +93,7 @@ class Stepper:
         self._teaches = recipe.loss.routing or RoutingLossRecipe()
         self._learns = [parameter for parameter in module.parameters() if parameter.requires_grad]
 
-    def step(self, micro_batches: list[Batch], number: int, wants_stop: bool) -> Pending:
+    def step(self, micro_batches: list[AnyBatch], number: int, wants_stop: bool) -> Pending:
         """Optimizer step `number` (from 0). A step whose loss or gradient is not finite leaves the weights as they are."""
         world, names = self.world, self.objective.names
         set_rate(self._optimizer, self._recipe.optimizer.lr * self._rate.at(number))
@@ -173,11 +173,11 @@ class Stepper:
             found |= meter.read() | {"causal": float(world.sum(causal)) / count}
         return found, int(count)
 
-    def _forward(self, batch: Batch, causal: bool = False) -> tuple[Tensor, Tensor]:
+    def _forward(self, batch: AnyBatch, causal: bool = False) -> tuple[Tensor, Tensor]:
         kind = self.world.device.type
         autocast = torch.autocast(kind, torch.bfloat16) if self._recipe.precision == "bf16" else nullcontext()
         with autocast:
-            total, parts = self._module(batch.tokens_BT, batch.targets_BT, batch.keep_BT, batch.documents_BT, causal)
+            total, parts = self._module(**batch.inputs, causal=causal)
         return total, parts
 
     def _clip(self) -> Tensor:
@@ -185,25 +185,22 @@ class Stepper:
         return whole(nn.utils.clip_grad_norm_(self._learns, limit)).to(self.world.device)
 
 
-def _validation_rows(loader: AnyLoader, start: int, count: int, rows: int) -> Batch:
+def _validation_rows(loader: AnyLoader, start: int, count: int, rows: int) -> AnyBatch:
     """`count` rows from `start`; those past the end are there, so that every rank runs as often, but do not count."""
     taken = [min(start + i, rows - 1) for i in range(count)]
-    batch = loader.batch_at(taken[0], max(taken) - taken[0] + 1)
+    batch: AnyBatch = loader.batch_at(taken[0], max(taken) - taken[0] + 1)
     index = torch.tensor([i - taken[0] for i in taken])
     past = torch.tensor([start + i >= rows for i in range(count)])
-    return Batch(
-        tokens_BT=batch.tokens_BT[index],
-        targets_BT=batch.targets_BT[index].masked_fill(past[:, None], IGNORE),
-        documents_BT=None if batch.documents_BT is None else batch.documents_BT[index],
-        keep_BT=None if batch.keep_BT is None else batch.keep_BT[index],
-    )
+    batch = batch.pick(index)
+    return replace(batch, targets_BT=batch.targets_BT.masked_fill(past[:, None], IGNORE))
 
 
 @contextmanager
-def reading(loader: AnyLoader, progress: Progress, world: World, micro: int) -> Iterator[Prefetched[Batch]]:
+def reading(loader: AnyLoader, progress: Progress, world: World, micro: int) -> Iterator[Prefetched[AnyBatch]]:
     """Micro-batches from where the run is."""
     pin = world.device.type == "cuda"
-    batches = prefetch(loader, start=progress.rows, rank=world.rank, world=world.size, micro=micro, pin=pin)
+    made: Batches[AnyBatch] = loader
+    batches = prefetch(made, start=progress.rows, rank=world.rank, world=world.size, micro=micro, pin=pin)
     try:
         yield batches
     finally:

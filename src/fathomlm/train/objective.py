@@ -25,6 +25,7 @@ from fathomlm.train.losses.layerwise import candidates, layerwise_loss
 from fathomlm.train.losses.routing import routing_names, routing_parts
 from fathomlm.train.recipe import LossRecipe
 from fathomlm.train.routing_recipe import RoutingLossRecipe
+from fathomlm.train.seq2seq import encode
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,12 +47,16 @@ class Objective(nn.Module):
         *,
         teacher: Decoder | None = None,
         recompute: Recompute = "none",
+        encoder: nn.Module | None = None,
+        teacher_encoder: nn.Module | None = None,
     ) -> None:
+        """`encoder` is that of an encoder-decoder model; its teacher has one too."""
         super().__init__()
         self.decoder = decoder
+        self.encoder = encoder
         self.recipe = recipe
         self.recompute = recompute
-        self._teacher = (teacher,)
+        self._teacher = (teacher, teacher_encoder)
         """In a tuple, so that its weights are not among this module's."""
         self._taught_loss: TaughtLoss = taught_loss
         self._routing_parts = routing_parts
@@ -92,16 +97,25 @@ class Objective(nn.Module):
         keep_BT: Tensor | None = None,
         documents_BT: Tensor | None = None,
         causal: bool = False,
+        source_BS: Tensor | None = None,
+        source_keep_BS: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """The sum of all losses over the batch's tokens, and its parts in the order of `names`, each unweighted. With
-        `causal` a routed model decides as at inference."""
+        `causal` a routed model decides as at inference. `source_BS` is what an encoder reads."""
         at = {output.index for output in self._outputs} | {*self._shallow, *self._deep}
         trace = None if self.decoder.plan.routing is None else RoutingTrace()
+        memory = None
+        if self.encoder is not None:
+            assert source_BS is not None
+            assert source_keep_BS is not None
+            memory = encode(self.encoder, self.decoder, source_BS, source_keep_BS)
+            keep_BT = None if trace is None else targets_BT != IGNORE  # padding lies behind; only a router would see it
         states = self.decoder.states(
             tokens_BT,
             at=at,
             keep_BS=keep_BT,
             documents_BT=documents_BT,
+            memory=memory,
             recompute=self.recompute,
             causal=causal,
             openness=self.openness if self.training else 0.0,
@@ -119,7 +133,7 @@ class Objective(nn.Module):
                 teacher = (
                     self._self_teacher(normed[last])
                     if output.index != last
-                    else self._taught(tokens_BT, keep_BT, documents_BT)
+                    else self._taught(tokens_BT, keep_BT, documents_BT, source_BS, source_keep_BS)
                 )
             if self._classifies:
                 choices[output.index] = torch.empty(targets_N.shape, dtype=torch.long, device=targets_N.device)
@@ -189,11 +203,21 @@ class Objective(nn.Module):
     def _self_teacher(self, normed_BTM: Tensor) -> Teacher:
         return Teacher(normed_BTM.detach().flatten(0, 1), self.decoder.head_weight.detach())
 
-    def _taught(self, tokens_BT: Tensor, keep_BT: Tensor | None, documents_BT: Tensor | None) -> Teacher:
-        teacher = self._teacher[0]
+    def _taught(
+        self,
+        tokens_BT: Tensor,
+        keep_BT: Tensor | None,
+        documents_BT: Tensor | None,
+        source_BS: Tensor | None,
+        source_keep_BS: Tensor | None,
+    ) -> Teacher:
+        teacher, encoder = self._teacher
         assert teacher is not None
         with torch.no_grad():
-            (state,) = teacher.states(tokens_BT, keep_BS=keep_BT, documents_BT=documents_BT).values()
+            memory = None
+            if encoder is not None and source_BS is not None and source_keep_BS is not None:
+                memory = encode(encoder, teacher, source_BS, source_keep_BS)
+            (state,) = teacher.states(tokens_BT, keep_BS=keep_BT, documents_BT=documents_BT, memory=memory).values()
             return Teacher(teacher.norm(state).flatten(0, 1), teacher.head_weight)
 
     def _add_layerwise(self, total: Tensor, normed: dict[int, Tensor], targets_BT: Tensor) -> tuple[Tensor, Tensor]:

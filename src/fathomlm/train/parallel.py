@@ -128,6 +128,8 @@ def spread(objective: Objective, kind: str, world: World, precision: str) -> nn.
     for layer in range(decoder.plan.unique_layers):
         if len(decoder.plan.uses(layer)) == 1:
             fully_shard(decoder.layers[layer], mesh=mesh, mp_policy=policy)
+    for block in () if objective.encoder is None else objective.encoder.block:  # type: ignore[union-attr]
+        fully_shard(block, mesh=mesh, mp_policy=policy)
     fully_shard(objective, mesh=mesh, mp_policy=policy)
     return objective
 

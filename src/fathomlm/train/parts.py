@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from fathomlm.depth import Architecture, DepthPlan, ExitParts, Relaxation, Step
 from fathomlm.depth.presets import PRESETS
@@ -25,15 +26,24 @@ class Parts:
     plan: DepthPlan
     relaxation: Relaxation | None
     exits: ExitParts = NO_EXITS
+    encoder: dict[str, Any] | None = None
+    """The record of the encoder, in a model that has one."""
 
     def tensors(self) -> Iterator[tuple[str, tuple[int, ...]]]:
-        """Every parameter tensor once, as (group, shape); groups are base, embedding, relaxation, router and exits."""
+        """Every parameter tensor once, as (group, shape); groups are base, embedding, encoder, relaxation, router and
+        exits."""
         architecture, plan = self.architecture, self.plan
         for _ in range(plan.unique_layers):
             yield from (("base", (linear.outputs, linear.inputs)) for linear in architecture.linears())
             yield from (("base", (width,)) for width in architecture.vectors().values())
         yield from [("base", (architecture.hidden,))] * (architecture.norm_parameters // architecture.hidden)
         yield from [("embedding", (architecture.vocab, architecture.hidden))] * (1 if architecture.tied_embeddings else 2)
+        if architecture.positions == "relative":
+            yield "base", (architecture.relative_buckets, architecture.heads)
+        if self.encoder is not None:
+            from fathomlm.model.encoder import encoder_shapes
+
+            yield from (("encoder", shape) for shape in encoder_shapes(self.encoder))
         for step in plan:
             yield from (("relaxation", shape) for shape in self._added(step))
         if self.relaxation is not None and self.relaxation.kind == "encoding":
@@ -85,12 +95,13 @@ def read_parts(recipe: Recipe) -> Parts:
             plan, relaxation = lay_plan(model, architecture)
     check_rows(recipe, architecture)
     check_plan(recipe, plan)
+    encoder = _encoder(model, architecture)
     exits = recipe.loss.exits
     if exits is None:
-        return Parts(architecture=architecture, plan=plan.with_exits(()), relaxation=relaxation)
+        return Parts(architecture=architecture, plan=plan.with_exits(()), relaxation=relaxation, encoder=encoder)
     plan = plan.with_exits(exit_steps(exits, plan))
     added = ExitParts(head_rank=exits.head_rank, adapter_rank=exits.adapter_rank, classifier=exits.classifier)
-    return Parts(architecture=architecture, plan=plan, relaxation=relaxation, exits=added)
+    return Parts(architecture=architecture, plan=plan, relaxation=relaxation, exits=added, encoder=encoder)
 
 
 def lay_plan(model: ModelRecipe, architecture: Architecture) -> tuple[DepthPlan, Relaxation | None]:
@@ -157,7 +168,14 @@ def check_plan(recipe: Recipe, plan: DepthPlan) -> None:
 
 
 def check_rows(recipe: Recipe, architecture: Architecture) -> None:
-    """Refuse rows that are longer than what the model says it can read."""
+    """Refuse rows that are longer than what the model says it can read; relative positions set no limit. A model with an
+    encoder reads pairs only."""
+    if architecture.cross and not recipe.data.pairs:
+        raise OptionError(
+            f"a {architecture.family} model makes targets of sources: name both with data.pairs, such as [dialogue, summary]"
+        )
+    if architecture.positions == "relative":
+        return
     if (length := row_length(recipe)) > architecture.context:
         field = "data.source_length and data.target_length make" if recipe.data.pairs else "data.context makes"
         raise OptionError(f"{field} rows of {length:,} tokens, but the model's context is {architecture.context:,}")
@@ -170,6 +188,14 @@ def read_source(source: str) -> tuple[Architecture, DepthPlan | None, Relaxation
     from fathomlm.checkpoints.resolve import architecture_of
 
     return architecture_of(source)
+
+
+def _encoder(model: ModelRecipe, architecture: Architecture) -> dict[str, Any] | None:
+    if not architecture.cross and model.encoder is None:
+        return None
+    from fathomlm.train.seq2seq import read_encoder
+
+    return read_encoder(model, architecture)
 
 
 def _scratch(model: ModelRecipe) -> Architecture:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from fathomlm.errors import OptionError
+from fathomlm.train.encoder_recipe import EncoderRecipe
 from fathomlm.train.routing_recipe import RouterRecipe, RoutingLossRecipe
 
 Divergence = Literal["forward_kl", "reverse_kl", "jensen_shannon", "total_variation"]
@@ -26,7 +27,10 @@ class ModelRecipe:
     shape: str | None = None
     """A preset whose shape is trained from scratch."""
     architecture: dict[str, Any] | None = None
-    """A shape of your own, field by field (hidden, layers, heads, ...), trained from scratch."""
+    """A shape of your own, field by field (hidden, layers, heads, ...), trained from scratch. With `family: t5` (mt5,
+    longt5) it is the decoder of an encoder-decoder model."""
+    encoder: EncoderRecipe | None = None
+    """Of an encoder-decoder model: how its encoder trains, and how deep a fresh one is."""
     sharing: str | None = None
     """How layers are shared: cycle, sequence, cycle-rev, middle-cycle, ... (cycle)."""
     recursions: int = 1
@@ -76,6 +80,8 @@ class DataRecipe:
     """The field of JSONL, Parquet and hub sources that holds the text."""
     pairs: list[str] = field(default_factory=list)
     """Two fields, source and target, for sequence-to-sequence pairs; the loss is then on targets only."""
+    source_prefix: str | None = None
+    """pairs: put in front of every source, such as "summarize: "."""
     max_tokens: Amount | None = None
     """Prepare no more than about this many training tokens."""
     validation_fraction: float | None = None

@@ -65,6 +65,8 @@ def check(recipe: Recipe) -> None:
         _positive("loss.chunk", loss.chunk)
     if len(recipe.data.pairs) not in (0, 2):
         raise OptionError(f"data.pairs names two fields, source and target, got {recipe.data.pairs}")
+    if recipe.data.source_prefix and not recipe.data.pairs:
+        raise OptionError("data.source_prefix stands in front of a pair's source; it goes with data.pairs")
     if recipe.train == "relaxation" and model.relax is None and model.source is None:
         raise OptionError("train: relaxation needs model.relax")
     if recipe.train == "exit_heads" and (loss.exits is None or loss.exits.head_rank < 1):

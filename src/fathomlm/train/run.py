@@ -12,14 +12,15 @@ from typing import Any
 
 import torch
 
-from fathomlm.depth.cost import count
 from fathomlm.errors import TrainingError
-from fathomlm.train.budget import micro_rows, plan_steps, row_length
+from fathomlm.model.seq2seq import FathomForSeq2SeqLM
+from fathomlm.train.budget import forward_flops_per_token, micro_rows, plan_steps
 from fathomlm.train.checkpoint import Progress, load_checkpoint, read_state, save_checkpoint
-from fathomlm.train.data.loader import Batch, Prefetched
+from fathomlm.train.data.loader import Prefetched
+from fathomlm.train.data.pairs import AnyBatch
 from fathomlm.train.data.segments import Progress as Prepared
 from fathomlm.train.directory import RunDirectory
-from fathomlm.train.estimate import flops_per_token_6n
+from fathomlm.train.estimate import model_flops_per_token
 from fathomlm.train.hardware import peak_tflops
 from fathomlm.train.loop import Meter, Pending, Stepper, StepResult, reading
 from fathomlm.train.objective import Objective
@@ -29,7 +30,15 @@ from fathomlm.train.recipe import Recipe
 from fathomlm.train.report import Record, Reporter, Silence, Watcher
 from fathomlm.train.resume import check_branch, check_data, check_same, data_mark
 from fathomlm.train.schedule import LearningRate
-from fathomlm.train.setup import build_student, build_teacher, compile_layers, describe_student, open_data
+from fathomlm.train.seq2seq import equip_encoder
+from fathomlm.train.setup import (
+    as_the_model_reads,
+    build_student,
+    build_teacher,
+    compile_layers,
+    describe_student,
+    open_data,
+)
 from fathomlm.train.signals import listening
 
 
@@ -83,9 +92,12 @@ class Run:
         self._data = open_data(recipe, world, on_prepare)
         torch.manual_seed(recipe.seed)
         self._student = build_student(recipe, self._data.corpus)
+        self._data = as_the_model_reads(self._data, self._student)
+        self._encoder = self._student.config.encoder_config if isinstance(self._student, FathomForSeq2SeqLM) else None
         self._teacher = build_teacher(recipe, self._data.corpus, self._student, world)
         s = self._student
-        self._length = plan_steps(recipe, s.architecture, s.plan, s.relaxation, len(self._data.train))
+        rows = len(self._data.train)
+        self._length = plan_steps(recipe, s.architecture, s.plan, s.relaxation, rows, self._encoder)
         self._rate = LearningRate.of(recipe.schedule, self._length.steps)
         self._micro = micro_rows(self._length.rows_per_step, world.size, recipe.batch.micro)
         self._progress = Progress()
@@ -100,18 +112,23 @@ class Run:
     def _build(self) -> None:
         recipe, world, decoder = self.recipe, self.world, self._student.decoder
         choose_trained(decoder, recipe.train)
-        decoder.to(world.device)
+        encoder = self._student.encoder if isinstance(self._student, FathomForSeq2SeqLM) else None
+        if encoder is not None:
+            equip_encoder(encoder, learns=recipe.train == "all", recompute=recipe.recompute, compiled=recipe.compile)
+        self._student.to(world.device)
         self._objective = Objective(
             decoder,
             recipe.loss,
             teacher=None if self._teacher is None else self._teacher.decoder,
             recompute=recipe.recompute,
+            encoder=encoder,
+            teacher_encoder=self._teacher.encoder if isinstance(self._teacher, FathomForSeq2SeqLM) else None,
         )
         if recipe.compile:
             for module in (decoder, *(() if self._teacher is None else (self._teacher.decoder,))):
                 compile_layers(module)
             self._objective.compile_parts()
-        weights = sum(p.numel() for p in decoder.parameters() if p.requires_grad)
+        weights = sum(p.numel() for p in self._objective.parameters() if p.requires_grad)
         kind = choose_parallel(recipe.parallel, world, weights * state_bytes_per_weight(recipe.optimizer.kind))
         if kind == "fsdp" and recipe.optimizer.kind == "adafactor":
             raise TrainingError("adafactor does not know sharded weights; use parallel: ddp or optimizer.kind: adamw")
@@ -125,12 +142,9 @@ class Run:
         self._stepper = Stepper(recipe, self._objective, module, self._optimizer, self._rate, world)
         s = self._student
         device_name = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else None
-        self._forward_flops = count(
-            s.architecture, s.plan, relaxation=s.relaxation, context=row_length(recipe)
-        ).forward_flops_per_token
-        self._meter = Meter(
-            flops_per_token_6n(s.architecture, s.plan, s.relaxation), peak_tflops(recipe.hardware, device_name), world
-        )
+        shapes = s.architecture, s.plan, s.relaxation, self._encoder
+        self._forward_flops = forward_flops_per_token(recipe, *shapes)
+        self._meter = Meter(model_flops_per_token(recipe, *shapes), peak_tflops(recipe.hardware, device_name), world)
 
     def go(self, resume: bool) -> Summary:
         """Start, or go on, and train to the end of the budget or to a request to stop."""
@@ -145,7 +159,7 @@ class Run:
                 reporter.close()
         return self._summary()
 
-    def _loop(self, batches: Prefetched[Batch], asked: threading.Event, reporter: Reporter | None) -> None:
+    def _loop(self, batches: Prefetched[AnyBatch], asked: threading.Event, reporter: Reporter | None) -> None:
         """Step after step; results are read one step behind, except where something is due."""
         progress, stop = self._progress, False
         if self.recipe.evaluate.first and progress.step == 0:

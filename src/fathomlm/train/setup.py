@@ -14,24 +14,29 @@ import torch
 from fathomlm.checkpoints.assemble import configure, finish
 from fathomlm.checkpoints.convert import convert
 from fathomlm.checkpoints.replan import replan
-from fathomlm.checkpoints.resolve import architecture_of, decoder_only, describe, load
+from fathomlm.checkpoints.resolve import architecture_of, describe, load
 from fathomlm.checkpoints.source import TokenIds, end_ids
 from fathomlm.depth import Architecture
+from fathomlm.depth.t5 import T5_FAMILIES, with_t5_traits
 from fathomlm.errors import DataError, OptionError
 from fathomlm.model.decoder import Decoder
-from fathomlm.model.hub import FathomForCausalLM, empty_model
+from fathomlm.model.hub import empty_model
+from fathomlm.model.seq2seq import FathomForSeq2SeqLM, FathomModel
 from fathomlm.train.budget import rows_per_step
 from fathomlm.train.data.corpus import Corpus
 from fathomlm.train.data.loader import Loader
-from fathomlm.train.data.pairs import PairLoader
+from fathomlm.train.data.pairs import PairLoader, Seq2SeqLoader
 from fathomlm.train.data.prepare import PrepareOptions, prepare
 from fathomlm.train.data.segments import Progress as Prepared
 from fathomlm.train.losses.exits import exit_steps
 from fathomlm.train.parallel import World
 from fathomlm.train.parts import check_plan, check_rows, check_tying, fine_tuning, lay_plan, route_plan
 from fathomlm.train.recipe import DataRecipe, ModelRecipe, Recipe, parse_amount
+from fathomlm.train.seq2seq import fresh_seq2seq, fresh_tokens, read_encoder, ready_to_train
 
-AnyLoader = Loader | PairLoader
+AnyLoader = Loader | PairLoader | Seq2SeqLoader
+MOST_WIDTHS = 4
+"""That pairs are padded to in a compiled run, of sources and of targets each; every pair of widths is a shape."""
 MOST_SHAPES = 64
 """Of one layer in a run: recursions times the stairs of a capacity's warm-up, with gradients and without."""
 
@@ -69,8 +74,19 @@ def make_loader(recipe: Recipe, corpus: Corpus, split: str) -> AnyLoader:
     }
     if data.pairs:
         shared |= {"source_length": data.source_length, "target_length": data.target_length}
+        shared |= {"widths": MOST_WIDTHS if recipe.compile else None}
         return PairLoader(corpus.pairs(split), **shared)
     return Loader(corpus.stream(split), context=data.context, document_ids=data.document_mask, **shared)
+
+
+def as_the_model_reads(data: Data, student: FathomModel) -> Data:
+    """The data with source and target apart, where the model has an encoder."""
+    if not isinstance(student, FathomForSeq2SeqLM):
+        return data
+    assert isinstance(data.train, PairLoader), "check_rows lets no encoder-decoder model pass without pairs"
+    first, held_out = student.config.decoder_start_token_id, data.validation
+    validation = held_out.seq2seq(first) if isinstance(held_out, PairLoader) else None
+    return Data(data.corpus, data.train.seq2seq(first), validation)
 
 
 def prepare_command(data: DataRecipe) -> str:
@@ -79,6 +95,7 @@ def prepare_command(data: DataRecipe) -> str:
     words += ["--tokenizer", data.tokenizer or "TOKENIZER"]
     words += [] if data.column == "text" else ["--column", data.column]
     words += ["--pairs", *data.pairs] if data.pairs else []
+    words += ["--source-prefix", data.source_prefix] if data.source_prefix else []
     words += [word for source in data.validation_from for word in ("--validation-from", source)]
     words += [] if data.max_tokens is None else ["--max-tokens", str(data.max_tokens)]
     words += [] if data.validation_fraction is None else ["--validation-fraction", str(data.validation_fraction)]
@@ -94,6 +111,7 @@ def _prepare_options(data: DataRecipe) -> PrepareOptions:
         tokenizer=data.tokenizer,
         column=data.column,
         pairs=(data.pairs[0], data.pairs[1]) if data.pairs else None,
+        source_prefix=data.source_prefix or "",
         validation_fraction=data.validation_fraction,
         validation_from=tuple(data.validation_from),
         max_tokens=None if data.max_tokens is None else round(parse_amount("data.max_tokens", data.max_tokens)),
@@ -101,7 +119,7 @@ def _prepare_options(data: DataRecipe) -> PrepareOptions:
     )
 
 
-def build_student(recipe: Recipe, corpus: Corpus) -> FathomForCausalLM:
+def build_student(recipe: Recipe, corpus: Corpus) -> FathomModel:
     """The model to train, in float32, with the exits that the recipe trains."""
     tokenizer = corpus.load_tokenizer()
     model = recipe.model
@@ -119,6 +137,9 @@ def build_student(recipe: Recipe, corpus: Corpus) -> FathomForCausalLM:
         student.tokenizer = tokenizer
     check_rows(recipe, student.architecture)
     check_plan(recipe, student.plan)
+    read_encoder(model, student.architecture)
+    if isinstance(student, FathomForSeq2SeqLM):
+        student = ready_to_train(student, model, corpus)
     exits = recipe.loss.exits
     if exits is None:  # exits that no loss reads would go stale while the layers under them learn
         return with_exits(student, (), 0, recipe.seed)
@@ -126,13 +147,15 @@ def build_student(recipe: Recipe, corpus: Corpus) -> FathomForCausalLM:
     return with_exits(student, places, exits.head_rank, recipe.seed, exits.adapter_rank, exits.classifier)
 
 
-def build_teacher(recipe: Recipe, corpus: Corpus, student: FathomForCausalLM, world: World) -> FathomForCausalLM | None:
+def build_teacher(recipe: Recipe, corpus: Corpus, student: FathomModel, world: World) -> FathomModel | None:
     """The distillation's teacher, frozen, in the run's working precision."""
     distill = recipe.loss.distill
     if distill is None:
         return None
     dtype = torch.bfloat16 if recipe.precision == "bf16" else torch.float32
-    teacher = decoder_only(load(distill.source, dtype=dtype, device=world.device), "training")
+    teacher = load(distill.source, dtype=dtype, device=world.device)
+    if type(teacher) is not type(student):
+        raise OptionError(f"the teacher {distill.source} and the student must both have an encoder, or neither")
     if teacher.tokenizer is not None:
         corpus.check_tokenizer(teacher.tokenizer)
     if teacher.architecture.vocab != student.architecture.vocab:
@@ -144,11 +167,11 @@ def build_teacher(recipe: Recipe, corpus: Corpus, student: FathomForCausalLM, wo
     return teacher
 
 
-def _from_source(model: ModelRecipe, seed: int) -> FathomForCausalLM:
+def _from_source(model: ModelRecipe, seed: int) -> FathomModel:
     assert model.source is not None
     check_tying(model, *architecture_of(model.source)[1:])
     if model.recursions == 1:
-        loaded = decoder_only(load(model.source, dtype=torch.float32), "training")
+        loaded = load(model.source, dtype=torch.float32)
         added = fine_tuning(model, loaded.architecture)
         plan = route_plan(model, loaded.plan)
         return replan(loaded, plan, relaxation=added, seed=seed, **loaded.config.exit_fields)
@@ -167,15 +190,18 @@ def _from_source(model: ModelRecipe, seed: int) -> FathomForCausalLM:
         dtype=torch.float32,
         seed=seed,
     )
-    return replan(decoder_only(tied, "training"), route_plan(model, tied.plan), seed=seed)
+    return replan(tied, route_plan(model, tied.plan), seed=seed)
 
 
-def _from_scratch(model: ModelRecipe, seed: int, corpus: Corpus, tokenizer: Any) -> FathomForCausalLM:
+def _from_scratch(model: ModelRecipe, seed: int, corpus: Corpus, tokenizer: Any) -> FathomModel:
     for name in ("init", "norm_init", "relax_init"):
         if getattr(model, name) is not None:
             raise OptionError(f"model.{name} says what a tied model starts from; without model.source there is nothing")
     architecture = scratch_architecture(model, corpus.manifest.vocab)
     plan, relaxation = lay_plan(model, architecture)
+    if architecture.cross:
+        ids = fresh_tokens(tokenizer, corpus.manifest.separator)
+        return fresh_seq2seq(model, architecture, plan, relaxation, ids, seed)
     tokens = TokenIds(bos=tokenizer.bos_token_id, eos=end_ids(tokenizer.eos_token_id), pad=tokenizer.pad_token_id)
     student = empty_model(configure(architecture, plan, relaxation, tokens, torch.float32))
     student.to_empty(device="cpu")
@@ -197,12 +223,12 @@ def scratch_architecture(model: ModelRecipe, vocab: int | None) -> Architecture:
     if "head_dim" not in given and {"hidden", "heads"} <= set(given):
         given["head_dim"] = int(given["hidden"]) // int(given["heads"])
     given.setdefault("kv_heads", given.get("heads"))
-    return Architecture.from_dict(given)
+    return Architecture.from_dict(with_t5_traits(given) if given["family"] in T5_FAMILIES else given)
 
 
 def with_exits(
-    model: FathomForCausalLM, exits: tuple[int, ...], rank: int, seed: int, adapter: int = 0, classifier: bool = False
-) -> FathomForCausalLM:
+    model: FathomModel, exits: tuple[int, ...], rank: int, seed: int, adapter: int = 0, classifier: bool = False
+) -> FathomModel:
     """The same weights under a plan with exits. Low-rank deltas on the head (`rank` above 0), adapters and classifiers are
     kept where the model has them for that exit and rank, and fresh otherwise."""
     plan = model.plan.with_exits(exits)
@@ -215,7 +241,10 @@ def compile_layers(decoder: Decoder) -> None:
     decoder.compile_for_training()
 
 
-def describe_student(student: FathomForCausalLM) -> str:
+def describe_student(student: FathomModel) -> str:
     exits = student.plan.exits
     leaves = f", exits after {', '.join(str(i + 1) for i in exits)}" if exits else ""
-    return f"{describe(student)}{leaves}"
+    beside = ""
+    if isinstance(student, FathomForSeq2SeqLM):
+        beside = f"encoder of {student.config.encoder_config['num_layers']} layers, decoder of "
+    return f"{beside}{describe(student)}{leaves}"

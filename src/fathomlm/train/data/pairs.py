@@ -74,6 +74,9 @@ class PairBatch:
         )
 
 
+AnyBatch = Batch | PairBatch
+
+
 class PairLoader:
     """Each pair once an epoch. Long targets lose their end; long sources lose their beginning before a decoder, which goes
     on from where they end, and their end before an encoder, as T5's do, whose task stands in front.
@@ -170,7 +173,8 @@ class PairLoader:
         numbers = self.samples(start, count)
         chosen = (self._pairs.pair(int(number)) for number in rank_slice(numbers, rank, world))
         limits = np.array([self._source_length, self._target_length])
-        lengths = np.array([self._pairs.lengths(int(number)) for number in numbers]) + [behind_source, 0]
+        lengths = np.array([self._pairs.lengths(int(number)) for number in numbers])
+        lengths[:, 0] += behind_source
         return [(source, target[: self._target_length]) for source, target in chosen], np.minimum(lengths, limits)
 
     def _width(self, longest: int, limit: int) -> int:

@@ -1,0 +1,455 @@
+"""What exits have of their own: adapters and classifiers over a frozen model."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fathomlm.checkpoints.replan import replan
+from fathomlm.checkpoints.resolve import exits_of, load
+from fathomlm.checkpoints.save import save
+from fathomlm.cli.main import main
+from fathomlm.decode.exiting import Exiting
+from fathomlm.decode.full import generate
+from fathomlm.depth import Architecture, DepthPlan, ExitParts
+from fathomlm.errors import CheckpointError, OptionError
+from fathomlm.model.decoder import Decoder
+from fathomlm.model.hub import FathomConfig, FathomForCausalLM
+from fathomlm.train.data.corpus import Corpus
+from fathomlm.train.data.loader import IGNORE
+from fathomlm.train.estimate import estimate, format_estimate
+from fathomlm.train.footprint import activation_bytes
+from fathomlm.train.losses.agreement import agreement_loss
+from fathomlm.train.objective import Objective
+from fathomlm.train.optim import choose_trained
+from fathomlm.train.parts import read_parts
+from fathomlm.train.reading import build_recipe
+from fathomlm.train.recipe import ExitRecipe, LayerwiseRecipe, LossRecipe
+from fathomlm.train.report import read_records
+from fathomlm.train.run import train
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+SHAPE = {"layers": 4, "hidden": 16, "intermediate": 24, "heads": 2, "kv_heads": 1, "head_dim": 8, "context": 64, "vocab": 37}
+ARCHITECTURE = Architecture(family="llama", **SHAPE)
+PLAIN = DepthPlan.vanilla(4)
+OWN = ("exit_heads.", "exit_adapters.", "exit_classifiers.")
+
+
+def decoder(exits: tuple[int, ...] = (1,), head: int = 0, adapter: int = 3, classifier: bool = False) -> Decoder:
+    """Random weights, also where exits would start as nothing."""
+    made = Decoder(ARCHITECTURE, PLAIN.with_exits(exits), None, head, adapter, classifier)
+    generator = torch.Generator().manual_seed(0)
+    made.reset_parameters(std=0.3, generator=generator)
+    with torch.no_grad():
+        for name, parameter in made.named_parameters():
+            if name.startswith(OWN):
+                parameter.normal_(mean=1.0 if "norm" in name else 0.0, std=0.3, generator=generator)
+    return made
+
+
+def batch(rows: int = 3, length: int = 10) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(5)
+    tokens, targets = (torch.randint(0, SHAPE["vocab"], (rows, length), generator=generator) for _ in range(2))
+    keep = torch.arange(length)[None] < torch.tensor([length, length - 3, length - 1])[:rows, None]
+    return tokens, targets.masked_fill(~keep, IGNORE), keep
+
+
+def loss_recipe(at: list[int], head: int = 0, adapter: int = 3, classifier: bool = False, **more: Any) -> LossRecipe:
+    exits = ExitRecipe(at=at, coefficient=0.4, head_rank=head, adapter_rank=adapter, classifier=classifier, **more)
+    return LossRecipe(exits=exits, chunk=7)
+
+
+def entropy(logits: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORE, reduction="sum")
+
+
+# The model.
+
+
+@torch.inference_mode()
+def test_an_adapter_starts_as_the_plain_exit() -> None:
+    fresh = Decoder(ARCHITECTURE, PLAIN.with_exits((1,)), exit_adapter=3, exit_classifier=True)
+    fresh.reset_parameters(std=0.3, generator=torch.Generator().manual_seed(0))
+    x = torch.randn(2, 5, 16, generator=torch.Generator().manual_seed(1))
+    assert torch.equal(fresh.exit_logits(x, 1), fresh.logits(fresh.norm(x)))
+    assert not fresh.exit_score(x, 1).any()
+    assert fresh.exit_adapters["1"].a.any()
+
+
+@torch.inference_mode()
+def test_an_adapter_is_the_formula() -> None:
+    model = decoder(head=2, classifier=True)
+    x = torch.randn(2, 5, 16, generator=torch.Generator().manual_seed(1))
+    own, head = model.exit_adapters["1"], model.exit_delta(1)
+    inner = F.silu((x / (x.pow(2).mean(-1, keepdim=True) + 1e-5).sqrt() * own.norm.weight) @ own.a.T)
+    hidden = model.norm(x + inner @ own.b.T)
+    torch.testing.assert_close(model.exit_hidden(x, 1), hidden, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(model.exit_logits(x, 1), model.logits(hidden) + hidden @ head.a.T @ head.b.T)
+    judge = model.exit_classifiers["1"]
+    torch.testing.assert_close(model.exit_score(x, 1), hidden @ judge.weight[0] + judge.bias)
+    assert torch.equal(model.exit_logits(x, 3), model.logits(model.norm(x))), "only that exit has it"
+
+
+def hub(**fields: Any) -> FathomForCausalLM:
+    plan = fields.pop("plan", PLAIN.with_exits((0, 1)))
+    model = FathomForCausalLM(FathomConfig.of(ARCHITECTURE, plan, dtype=torch.float32, **fields)).eval()
+    model.decoder.reset_parameters(std=0.3, generator=torch.Generator().manual_seed(0))
+    return model
+
+
+def own(model: FathomForCausalLM) -> dict[str, Tensor]:
+    return {name: value.clone() for name, value in model.decoder.state_dict().items() if name.startswith(OWN)}
+
+
+def test_another_plan_keeps_what_fits_and_nothing_else() -> None:
+    model = hub(exit_adapter=3, exit_classifier=True)
+    with torch.no_grad():
+        for name, parameter in model.decoder.named_parameters():
+            if name.startswith(OWN):
+                parameter.fill_(7.0)
+    moved = replan(model, PLAIN.with_exits((1, 2)), exit_adapter=3, exit_classifier=True)
+    found = own(moved)
+    assert {name.split(".")[1] for name in found} == {"1", "2"}
+    for name, value in found.items():
+        assert (value.unique().tolist() == [7.0]) == (name.split(".")[1] == "1"), name
+    wider = own(replan(model, model.plan, exit_adapter=4))
+    assert {name.rsplit(".", 1)[0] for name in wider} == {f"exit_adapters.{i}{end}" for i in (0, 1) for end in ("", ".norm")}
+    for index in (0, 1):
+        assert wider[f"exit_adapters.{index}.norm.weight"].unique().tolist() == [1.0], "a fresh adapter, its norm too"
+        assert not wider[f"exit_adapters.{index}.b"].any()
+    assert replan(model, model.plan, exit_adapter=3, exit_classifier=True) is model
+    assert not own(replan(model, PLAIN))
+
+
+def test_they_are_saved_and_older_models_have_none(tmp_path: Path) -> None:
+    model = hub(exit_rank=2, exit_adapter=3, exit_classifier=True)
+    with torch.no_grad():
+        for name, parameter in model.decoder.named_parameters():
+            if name.startswith(OWN):
+                parameter.normal_()
+    save(model, tmp_path / "model")
+    again = load(tmp_path / "model")
+    assert again.config.exit_parts == exits_of(tmp_path / "model") == ExitParts(head_rank=2, adapter_rank=3, classifier=True)
+    assert own(again).keys() == own(model).keys()
+    assert all(torch.equal(value, own(again)[name]) for name, value in own(model).items())
+    counted = again.config.exit_parts.parameters(ARCHITECTURE, again.plan)
+    assert counted == sum(value.numel() for value in own(again).values())
+    config = json.loads((tmp_path / "model/config.json").read_text())
+    older = {key: value for key, value in config.items() if key not in ("exit_rank", "exit_adapter", "exit_classifier")}
+    (tmp_path / "model/config.json").write_text(json.dumps(older))
+    assert not load(tmp_path / "model").config.exit_parts
+    for wrong in (-1, "many"):
+        (tmp_path / "model/config.json").write_text(json.dumps({**older, "exit_adapter": wrong}))
+        with pytest.raises(CheckpointError):
+            load(tmp_path / "model")
+
+
+# The objective.
+
+
+def by_hand(model: Decoder, tokens: Tensor, targets: Tensor, keep: Tensor) -> tuple[Tensor, list[Tensor]]:
+    """Cross entropies of the last output and of the exit after the second step, through `exit_logits`."""
+    states = model.states(tokens, at=(1,), keep_BS=keep)
+    logits = [model.exit_logits(states[3], 3), model.exit_logits(states[1], 1)]
+    return entropy(logits[0], targets) + 0.4 * entropy(logits[1], targets), logits
+
+
+@pytest.mark.parametrize("head", [0, 2])
+def test_the_objective_and_decoding_score_an_exit_alike(head: int) -> None:
+    model, (tokens, targets, keep) = decoder(head=head), batch()
+    found, parts = Objective(model, loss_recipe([2], head=head))(tokens, targets, keep)
+    wanted, logits = by_hand(model, tokens, targets, keep)
+    torch.testing.assert_close(parts, torch.stack([entropy(each, targets) for each in logits]).detach())
+    torch.testing.assert_close(found, wanted)
+    slopes = [torch.autograd.grad(total, list(model.parameters())) for total in (found, wanted)]
+    for one, other in zip(*slopes, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+
+
+def test_layerwise_states_are_without_the_adapter() -> None:
+    tokens, targets, keep = batch()
+    values = []
+    for adapter in (0, 3):
+        recipe = LossRecipe(
+            exits=ExitRecipe(at=[2], adapter_rank=adapter), layerwise=LayerwiseRecipe(shallow=2, mapping="unif")
+        )
+        objective = Objective(decoder(adapter=adapter), recipe)
+        values.append(dict(zip(objective.names, objective(tokens, targets, keep)[1].tolist(), strict=True)))
+    assert values[0]["layerwise"] == values[1]["layerwise"]
+    assert values[0]["exit_2"] != values[1]["exit_2"]
+
+
+@pytest.mark.parametrize("distill", [None, "forward_kl"])
+def test_only_what_exits_add_gets_a_gradient(distill: str | None) -> None:
+    model, (tokens, targets, keep) = decoder(head=2, classifier=True), batch()
+    choose_trained(model, "exits")
+    recipe = loss_recipe([2], head=2, classifier=True, distill=distill)
+    Objective(model, recipe)(tokens, targets, keep)[0].backward()
+    learned = {name for name, parameter in model.named_parameters() if parameter.grad is not None}
+    assert learned == {name for name, _ in model.named_parameters() if name.startswith(OWN)}
+    assert all(p.grad.abs().max() > 0 for p in model.parameters() if p.grad is not None)
+
+
+@pytest.mark.parametrize("precision", ["float32", "bf16"])
+def test_a_frozen_model_keeps_only_the_adapters_activations(precision: str) -> None:
+    """Autograd's own count; weights and their narrow copies are left out."""
+    model, (tokens, _, _) = decoder(exits=(0, 1)), batch(rows=2, length=50)
+    choose_trained(model, "exits")
+    own_places = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    kept: dict[int, Tensor] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        place = tensor.untyped_storage().data_ptr()
+        if place not in own_places and tensor.shape[0] in (2, 100):  # rows, or all their tokens
+            kept.setdefault(place, tensor)
+        return tensor
+
+    with (
+        torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor),
+        torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"),
+    ):
+        states = model.states(tokens, at=(0, 1))
+        assert not kept
+        hidden = [model.exit_hidden(states[index], index) for index in (0, 1)]
+    values: dict[str, Any] = {
+        "model": {"architecture": {"family": "llama", **SHAPE}},
+        "data": {"context": 50},
+        "budget": {"steps": 1},
+        "batch": {"sequences": 2},
+        "loss": {"exits": {"at": [1, 2], "adapter_rank": 3}},
+        "precision": precision,
+    }
+    alone, frozen = (
+        build_recipe({**values, "train": "exits", "loss": {"exits": {**values["loss"]["exits"], **more}}})
+        for more in ({"adapter_rank": 0, "classifier": True}, {})
+    )
+    adapters = activation_bytes(frozen, read_parts(frozen)) - activation_bytes(alone, read_parts(alone))
+    assert sum(tensor.untyped_storage().nbytes() for tensor in kept.values()) == 100 * adapters
+    assert all(each.requires_grad for each in hidden)
+    whole = build_recipe(values)
+    assert activation_bytes(frozen, read_parts(frozen)) < activation_bytes(whole, read_parts(whole)) / 2
+
+
+# The classifier.
+
+
+def test_the_classifiers_loss_by_a_plain_formula() -> None:
+    model, (tokens, targets, keep) = decoder(head=2, classifier=True), batch()
+    objective = Objective(model, loss_recipe([2], head=2, classifier=True, distill="forward_kl"))
+    assert objective.names == ("next_token", "exit_2", "exit_2_distill", "exit_2_classifier")
+    total, parts = objective(tokens, targets, keep)
+    with torch.no_grad():
+        states = model.states(tokens, at=(1,), keep_BS=keep)
+        agrees = model.exit_logits(states[1], 1).argmax(-1) == model.exit_logits(states[3], 3).argmax(-1)
+        p = model.exit_score(states[1], 1).double().sigmoid()
+        wanted = -torch.where(agrees, p.log(), (1 - p).log())[targets != IGNORE].sum()
+    assert 0 < agrees[targets != IGNORE].sum() < (targets != IGNORE).sum()
+    assert float(parts[3]) == pytest.approx(float(wanted), rel=1e-5)
+    assert total.item() == pytest.approx(float(parts[0] + 0.4 * (parts[1] + parts[2]) + parts[3]), rel=1e-6)
+
+
+def test_scores_that_are_sure_have_finite_losses() -> None:
+    scores = torch.tensor([200.0, -200.0, 200.0, 0.0])
+    loss = agreement_loss(scores, torch.tensor([1, 2, 3, 4]), torch.tensor([1, 9, 9, 4]), torch.tensor([0, 0, 0, IGNORE]))
+    assert float(loss) == pytest.approx(200.0)
+
+
+def test_the_classifiers_sum_does_not_depend_on_how_a_batch_is_split() -> None:
+    model, (tokens, targets, keep) = decoder(classifier=True), batch()
+    objective = Objective(model, loss_recipe([2], classifier=True))
+    whole, parts = objective(tokens, targets, keep)
+    split = [objective(tokens[i : i + 1], targets[i : i + 1], keep[i : i + 1]) for i in range(3)]
+    torch.testing.assert_close(torch.stack([each for _, each in split]).sum(0), parts, rtol=1e-5, atol=1e-5)
+    names = [name for name, _ in model.named_parameters() if name.startswith("exit_")]
+    weights = [model.get_parameter(name) for name in names]
+    together = torch.autograd.grad(whole, weights)
+    apart = torch.autograd.grad(sum(total for total, _ in split), weights)  # type: ignore[arg-type]
+    for one, other in zip(together, apart, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+
+
+def test_a_classifier_does_not_change_what_it_judges() -> None:
+    tokens, targets, keep = batch()
+    slopes = []
+    for classifier in (False, True):
+        model = decoder(classifier=classifier)
+        total, _ = Objective(model, loss_recipe([2], classifier=classifier))(tokens, targets, keep)
+        total.backward()
+        slopes.append({name: p.grad for name, p in model.named_parameters() if not name.startswith("exit_classifiers.")})
+    assert all(torch.equal(slopes[0][name], slopes[1][name]) for name in slopes[0])
+
+
+# Whole runs.
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A plain model, and what was trained over it."""
+
+    source: Path
+    run: Path
+    corpus: Path
+
+
+@pytest.fixture(scope="module")
+def trained(token_corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Trained:
+    root = tmp_path_factory.mktemp("exits")
+    values: dict[str, Any] = {
+        "data": {"path": str(token_corpus), "context": 32},
+        "batch": {"sequences": 8, "micro": 8},
+        "evaluate": {"every": 0, "rows": 0},
+        "log": {"every": 1, "tensorboard": False},
+        "device": "cpu",
+    }
+    shape = {"layers": 4, "hidden": 32, "intermediate": 48, "heads": 4, "kv_heads": 2, "context": 64}
+    first = {"out": str(root / "plain"), "model": {"architecture": shape}, "budget": {"steps": 80}}
+    train(build_recipe({**values, **first, "optimizer": {"lr": 1e-2}}))
+    exits = {"at": [1], "coefficient": 1.0, "distill": "forward_kl", "adapter_rank": 2, "classifier": True}
+    second = {"out": str(root / "exits"), "model": {"source": str(root / "plain/last")}, "budget": {"steps": 150}}
+    second |= {"loss": {"exits": exits}, "train": "exits", "optimizer": {"lr": 1e-2, "weight_decay": 0.0}}
+    train(build_recipe({**values, **second, "evaluate": {"every": 0, "rows": 0, "first": True}}))
+    return Trained(root / "plain/last", root / "exits", token_corpus)
+
+
+def test_the_model_under_the_exits_stays_bit_for_bit(trained: Trained, weights_of: Callable[[Path], dict[str, Any]]) -> None:
+    before, after = weights_of(trained.source), weights_of(trained.run / "last")
+    assert {name for name in after if name not in before} == {
+        f"decoder.{name}"
+        for name in (
+            *(f"exit_adapters.0.{part}" for part in ("a", "b", "norm.weight")),
+            *(f"exit_classifiers.0.{part}" for part in ("weight", "bias")),
+        )
+    }
+    assert all(torch.equal(value, after[name]) for name, value in before.items())
+    plain, exited = load(trained.source), load(trained.run / "last")
+    tokens = torch.arange(40)[None] * 5 % 256
+    with torch.inference_mode():
+        assert torch.equal(plain(tokens).logits, exited(tokens).logits)
+
+
+def test_training_an_adapter_lowers_its_exits_loss(trained: Trained) -> None:
+    records = [r for r in read_records(trained.run / "metrics.jsonl") if r["kind"] == "validation"]
+    first, last = records[0], records[-1]
+    assert first["loss"] == last["loss"], "the last output's"
+    assert last["exits"].keys() == {"1"}
+    assert last["exits"]["1"] < first["exits"]["1"] - 0.3
+    assert last["parts"]["exit_1_distill"] < first["parts"]["exit_1_distill"] / 2
+    assert first["parts"]["exit_1_classifier"] == pytest.approx(0.6931, abs=1e-3), "it starts undecided"
+    assert last["parts"]["exit_1_classifier"] < 0.68
+
+
+@torch.inference_mode()
+def test_a_trained_classifier_tells_agreeing_tokens_from_others(trained: Trained) -> None:
+    """The chance that it ranks a token where the exit agrees above one where it does not, on held-out rows; a coin: 0.5."""
+    model, found = load(trained.run / "last"), Corpus.open(trained.corpus)
+    stream = found.stream("validation")
+    text = torch.as_tensor(stream.read(0, len(stream) // 32 * 32)).view(-1, 32)
+    states = model.decoder.states(text, at=(0,))
+    agrees = (model.decoder.exit_logits(states[0], 0).argmax(-1) == model(text).logits.argmax(-1)).flatten()
+    scores = model.decoder.exit_score(states[0], 0).flatten()
+    assert min(agrees.sum(), (~agrees).sum()) > 50
+    ranked = (scores[agrees][:, None] > scores[~agrees][None]).float().mean()
+    assert ranked > 0.65
+
+
+def test_a_trained_classifier_decides_who_leaves(trained: Trained, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["generate", str(trained.run / "last"), "-p", "7: the line is", "--max-new-tokens", "24", "--json"]
+    words += ["--decode", "parallel", "--confidence", "classifier"]
+    records = {}
+    for threshold in ("0.0", "0.6", "1.0"):
+        assert main([*words, "--threshold", threshold]) == 0
+        records[threshold] = json.loads(capsys.readouterr().out)
+    rates = [record["exits"]["exit_rate"] for record in records.values()]
+    assert rates[0] == 1 > rates[1] > rates[2] == 0
+    model = load(trained.run / "last")
+    (row,) = records["0.6"]["results"]
+    setting = Exiting(mode="parallel", confidence="classifier", threshold=0.6)
+    (again,) = generate(model, "7: the line is", max_new_tokens=24, exiting=setting)
+    assert list(again.tokens) == row["tokens"]
+    text = torch.tensor([[*again.prompt_tokens, *again.tokens[:-1]]])
+    with torch.inference_mode():
+        states = model.decoder.states(text, at=(0,))
+        sure = model.decoder.exit_score(states[0], 0).sigmoid()[0, len(again.prompt_tokens) - 1 :]
+    assert again.confidences == pytest.approx(sure.tolist(), abs=1e-4), "the exact state, as the classifier learnt it"
+    assert [layer == 1 for layer in again.exit_layers or ()] == [value > 0.6 for value in sure.tolist()]
+
+
+def test_inspect_shows_them(trained: Trained, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["inspect", str(trained.run / "last"), "--json"]) == 0
+    record = json.loads(capsys.readouterr().out)
+    assert (record["exits"], record["exit_parameters"]) == ([1], 32 + 2 * 2 * 32 + 33)
+    assert main(["inspect", str(trained.run / "last")]) == 0
+    out = capsys.readouterr().out
+    assert "exits after 1" in out
+    assert "parameters of exits" in out
+    assert main(["inspect", str(trained.source), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["exits"] == []
+
+
+def test_an_export_leaves_them_out_and_says_so(trained: Trained, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["export", str(trained.run / "last"), str(tmp_path / "plain")]) == 0
+    assert "left out: the exits after 1 with their adapters, classifiers" in capsys.readouterr().err
+    tokens = torch.arange(40)[None] * 5 % 256
+    with torch.inference_mode():
+        assert torch.equal(load(tmp_path / "plain")(tokens).logits, load(trained.source)(tokens).logits)
+
+
+def test_a_run_is_resumed_exactly(
+    trained: Trained, recipe: Callable[..., Any], tmp_path: Path, weights_of: Callable[[Path], dict[str, Any]]
+) -> None:
+    changes = {"model": {"architecture": None, "source": str(trained.source), "recursions": 1}, "train": "exits"}
+    changes["loss"] = {"exits": {"at": [2], "adapter_rank": 4, "classifier": True}}
+    whole, halves = (recipe(**changes, out=str(tmp_path / name), checkpoint={"every": 3, "keep": 0}) for name in "ab")
+    train(whole)
+    train(halves)
+    shutil.rmtree(tmp_path / "b/checkpoints/step-00000006")
+    assert train(halves, resume=True).finished
+    first, second = (weights_of(tmp_path / name / "last") for name in "ab")
+    assert all(torch.equal(value, second[name]) for name, value in first.items())
+
+
+# Recipes.
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"train": "exits"},
+            "train: exits needs something that exits add: loss.exits.adapter_rank, head_rank or classifier",
+        ),
+        ({"train": "exits", "loss": {"exits": {"at": [2]}}}, "train: exits needs something that exits add"),
+        ({"train": "exit_heads", "loss": {"exits": {"adapter_rank": 2}}}, "train: exit_heads needs loss.exits.head_rank"),
+        ({"loss": {"exits": {"adapter_rank": -1}}}, "loss.exits.adapter_rank must be at least 0, got -1"),
+        ({"loss": {"exits": {"classifier": "yes please"}}}, "recipe: loss.exits.classifier must be"),
+    ],
+)
+def test_recipes_that_no_run_could_mean(changes: dict[str, Any], message: str) -> None:
+    values: dict[str, Any] = {"model": {"shape": "smollm2-135m"}, "budget": {"steps": 1}, "batch": {"sequences": 1}}
+    with pytest.raises(OptionError) as caught:
+        build_recipe({**values, **changes})
+    assert str(caught.value).startswith(message)
+
+
+def test_the_dry_run_counts_them() -> None:
+    values: dict[str, Any] = {"model": {"shape": "smollm2-135m"}, "budget": {"steps": 1}, "batch": {"sequences": 4}}
+    exits = {"at": [8, 15], "adapter_rank": 64, "classifier": True}
+    found = estimate(build_recipe({**values, "loss": {"exits": exits}, "train": "exits"}))
+    each = 576 + 2 * 64 * 576 + 577
+    assert found.trainable_parameters == found.exit_parameters == 2 * each
+    assert (found.memory.gradients, found.memory.optimizer) == (4 * 2 * each, 8 * 2 * each)
+    head, layers = 49_152 * 576, found.flops_per_token_6n // 6 - 49_152 * 576
+    assert found.work_flops == found.tokens * (2 * (layers + head) + 2 * (4 * head + 6 * (2 * 64 * 576 + 576)))
+    assert "  exits       149.8K besides" in format_estimate(found)
+    whole = estimate(build_recipe({**values, "loss": {"exits": exits}}))
+    assert found.memory.activations < whole.memory.activations / 10
+    assert found.memory.head < whole.memory.head
