@@ -15,6 +15,7 @@ from fathomlm.checkpoints.convert import convert
 from fathomlm.checkpoints.resolve import load
 from fathomlm.checkpoints.save import save
 from fathomlm.cli.main import main
+from fathomlm.decode.calibration import Calibration
 from fathomlm.decode.exiting import Exiting
 from fathomlm.decode.full import Session, generate
 from fathomlm.decode.prompts import chat_prompt
@@ -123,7 +124,8 @@ def test_an_adaptive_threshold_starts_from_what_is_beside_the_model(
     assert (fresh["threshold"], fresh["adaptive"]) == (0.9, True)
     place = tmp_path / "calibrated"
     shutil.copytree(tiny_model_dir, place)
-    ThresholdEstimator(ThresholdOptions(initial=0.05)).save(place / "threshold.json")
+    learnt = ThresholdEstimator(ThresholdOptions(initial=0.05))
+    Calibration(exit_layer=2, confidence="gap", estimator=learnt).save(place / "threshold.json")
     calibrated = json.loads(run(*words, "--json", place=place)[0])["exits"]
     assert calibrated["threshold"] == 0.05
     assert calibrated["exit_rate"] > fresh["exit_rate"]
@@ -178,7 +180,7 @@ def test_a_model_with_a_router_is_refused(tiny_model_dir: Path, tmp_path: Path, 
 def test_a_damaged_calibration_is_said(tiny_model_dir: Path, tmp_path: Path, mistake_of: Callable[..., str]) -> None:
     (tmp_path / "threshold.json").write_text("{")
     words = ("--decode", "parallel", "--exit-layer", "2", "--threshold", "adaptive")
-    assert "threshold.json is not a saved threshold estimator" in mistake_of("generate", str(tmp_path), "-p", "a", *words)
+    assert "threshold.json is no calibration" in mistake_of("generate", str(tmp_path), "-p", "a", *words)
 
 
 def test_chat_leaves_early_too(

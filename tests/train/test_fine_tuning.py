@@ -26,7 +26,7 @@ from fathomlm.train.data.corpus import Corpus
 from fathomlm.train.estimate import estimate
 from fathomlm.train.footprint import activation_bytes
 from fathomlm.train.parts import read_parts
-from fathomlm.train.reading import build_recipe, read_recipe
+from fathomlm.train.reading import read_recipe
 from fathomlm.train.recipe import Recipe
 from fathomlm.train.report import read_records
 from fathomlm.train.run import train
@@ -217,6 +217,30 @@ def test_a_t5_decoder_is_relaxed_everywhere_and_merges(name: str, tmp_path: Path
     torch.testing.assert_close(scores(load(tmp_path / "merged")), scores(tuned), rtol=0, atol=1e-5)
 
 
+def test_runs_over_a_frozen_encoder_decoder_leave_it_as_it_is(
+    recipe: Make, pair_corpus: Path, tmp_path: Path, weights_of: Callable[[Path], dict[str, Any]]
+) -> None:
+    shape = {"family": "t5", "layers": 3, "hidden": 32, "intermediate": 48, "heads": 4, "context": 64}
+    data = {"path": str(pair_corpus), "pairs": ["ask", "say"], "source_length": 16, "target_length": 12}
+    shared: dict[str, Any] = {"data": data, "budget": {"steps": 3}, "optimizer": {"lr": 1e-2}}
+    train(recipe(**shared, model={"architecture": shape, "recursions": 1}, out=str(tmp_path / "plain")))
+    source = {"architecture": None, "source": str(tmp_path / "plain/last"), "recursions": 1}
+    changes: dict[str, dict[str, Any]] = {
+        "deltas": {"model": {**source, "relax": "lora", "rank": "attn=4,cross=2,ffn=4"}, "train": "relaxation"},
+        "exit_adapters": {"model": source, "loss": {"exits": {"at": [1], "adapter_rank": 2}}, "train": "exits"},
+    }
+    before = weights_of(tmp_path / "plain/last")
+    for group, change in changes.items():
+        asked = recipe(**shared, **change, out=str(tmp_path / group))
+        train(asked)
+        after = weights_of(tmp_path / group / "last")
+        assert all(torch.equal(value, after[name]) for name, value in before.items())
+        added = {name: value for name, value in after.items() if name not in before}
+        assert {name.split(".")[1] for name in added} == {group}
+        assert all(value.any() for value in added.values())
+        assert sum(value.numel() for value in added.values()) == estimate(asked).trainable_parameters
+
+
 # Mistakes.
 
 
@@ -268,6 +292,3 @@ def test_the_recipe_fine_tunes_every_linear() -> None:
     exits = estimate(read_recipe("exit-adapter-smollm2-135m"))
     assert exits.trainable_parameters == exits.exit_parameters == 576 + 2 * 64 * 576 + 577
     assert exits.memory.activations < 2e9 < found.memory.activations
-    assert build_recipe(
-        {"model": {"source": "smollm2-135m", "relax": "lora"}, "budget": {"steps": 1}, "batch": {"sequences": 1}}
-    )

@@ -24,6 +24,10 @@ LOSSES = {
     "aggressive": {"loss": {"exits": {"coefficient": 0.3}}},
     "self-distilled": {"loss": {"exits": {"coefficient": 0.3, "distill": "forward_kl"}}},
     "exit heads": {"loss": {"exits": {"at": [2], "distill": "forward_kl", "head_rank": 2}}, "train": "exit_heads"},
+    "exit parts": {
+        "loss": {"exits": {"at": [2], "distill": "forward_kl", "adapter_rank": 2, "classifier": True}},
+        "train": "exits",
+    },
     **{
         mapping: {"loss": {"exits": {"at": [2], "weights": "weighted"}, "layerwise": {"shallow": 2, "mapping": mapping}}}
         for mapping in ("last", "unif", "dyna")

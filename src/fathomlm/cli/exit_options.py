@@ -16,8 +16,6 @@ if TYPE_CHECKING:
 
 NEEDING = ("exit_layer", "confidence", "threshold", "min_exit_layer", "refine", "max_stack")
 """Options that mean something only behind --decode."""
-CALIBRATED = "threshold.json"
-"""What an estimator has learnt, beside a model's weights."""
 
 
 def add_exit_arguments(parser: argparse.ArgumentParser) -> None:
@@ -55,11 +53,12 @@ def read_exiting(args: argparse.Namespace) -> Exiting | None:
 
     from fathomlm.decode.exiting import Exiting
 
+    threshold = _read_threshold(args)  # first: a calibrated one says which exit it is for
     exiting = Exiting(
         mode=args.decode,
-        exit_layers=_read_layers(args.exit_layer),
+        exit_layers=read_layers(args.exit_layer),
         confidence=args.confidence,
-        threshold=_read_threshold(args),
+        threshold=threshold,
         min_exit_layer=args.min_exit_layer,
         refine=args.refine,
         max_stack=args.max_stack,
@@ -67,7 +66,7 @@ def read_exiting(args: argparse.Namespace) -> Exiting | None:
     return None if exiting.mode == "full" else exiting
 
 
-def _read_layers(given: Sequence[str] | None) -> tuple[int, ...] | None:
+def read_layers(given: Sequence[str] | None) -> tuple[int, ...] | None:
     if given is None:
         return None
     words = [word.strip() for text in given for word in text.split(",")]
@@ -86,10 +85,17 @@ def _read_threshold(args: argparse.Namespace) -> float | AdaptiveThreshold | Non
         except ValueError as error:
             raise OptionError(f"--threshold takes a number from 0 to 1, or adaptive; got '{args.threshold}'") from error
 
+    from fathomlm.decode.calibration import FILE, Calibration
     from fathomlm.decode.threshold import ThresholdEstimator
 
-    path = Path(args.model) / CALIBRATED
-    return ThresholdEstimator.load(path) if path.is_file() else ThresholdEstimator()
+    path = Path(args.model).expanduser() / FILE
+    if not path.is_file():
+        return ThresholdEstimator()
+    found = Calibration.load(path)
+    asked = read_layers(args.exit_layer) or (found.exit_layer,)
+    found.check([layer - 1 for layer in asked], args.confidence or found.confidence, str(path))
+    args.exit_layer, args.confidence = [str(found.exit_layer)], found.confidence
+    return found.estimator
 
 
 def exit_statistic(results: Sequence[Generation]) -> str:

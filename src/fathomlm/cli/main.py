@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 from fathomlm import __version__
 from fathomlm.errors import FathomError, OptionError, choices
 
-VERBS = ("demo", "get", "inspect", "convert", "data", "train", "export", "generate", "chat", "plot", "analyze")
+VERBS = ("demo", "get", "inspect", "convert", "data", "train", "export", "generate", "chat", "calibrate", "plot", "analyze")
 
 
 class _Parser(argparse.ArgumentParser):

@@ -129,7 +129,9 @@ def encode(encoder: nn.Module, decoder: Decoder, source_BS: Tensor, keep_BS: Ten
     return Memory(states_BSM, keep_BS, look=False)
 
 
-def equip_encoder(encoder: nn.Module, *, learns: bool, recompute: str, compiled: bool) -> None:
+def equip_encoder(
+    encoder: nn.Module, *, learns: bool, recompute: str, compiled: bool, backend: str = "inductor"
+) -> None:
     """An encoder as a run trains it: frozen unless all weights learn, its layers computed again or compiled as the
     decoder's are."""
     encoder.requires_grad_(learns)
@@ -137,4 +139,4 @@ def equip_encoder(encoder: nn.Module, *, learns: bool, recompute: str, compiled:
         encoder.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
     if compiled:
         for block in encoder.block:  # type: ignore[union-attr]
-            block.compile(dynamic=False)
+            block.compile(dynamic=False, backend=backend)

@@ -1,0 +1,97 @@
+"""A threshold that a model has learnt for one of its exits, kept beside its weights (thesis 2.5.3).
+
+Calibrating is decoding: texts are made by parallel decoding, whose deep passes show at every token whether the exit would
+have agreed, while the estimator's own threshold is in force. What it has seen belongs to the exit and to the confidence that
+it was measured at; with another of either the threshold would mean nothing, so both are kept and checked.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from fathomlm.checkpoints.writing import whole_file
+from fathomlm.decode.exiting import Exiting
+from fathomlm.decode.full import generate
+from fathomlm.decode.prompts import Prompt
+from fathomlm.decode.rows import Generation
+from fathomlm.decode.sampling import Sampling
+from fathomlm.decode.threshold import ThresholdEstimator, ThresholdOptions
+from fathomlm.errors import CheckpointError, OptionError
+from fathomlm.model.seq2seq import FathomModel
+
+FILE = "threshold.json"
+"""Beside a model's weights."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Calibration:
+    """What was learnt, and at which exit and by which confidence."""
+
+    exit_layer: int
+    """From 1, in unrolled depth."""
+    confidence: str
+    estimator: ThresholdEstimator
+
+    def check(self, exits: Sequence[int], confidence: str | None, where: str) -> None:
+        """Refuse another exit (`exits` are step indices) or confidence than it was learnt for."""
+        if tuple(exits) != (self.exit_layer - 1,):
+            asked = ", ".join(str(index + 1) for index in exits)
+            raise OptionError(f"{where} was calibrated for an exit after layer {self.exit_layer}, not {asked}")
+        if confidence != self.confidence:
+            raise OptionError(f"{where} was calibrated for the confidence '{self.confidence}', not '{confidence}'")
+
+    def save(self, path: Path) -> None:
+        record = {
+            "exit_layer": self.exit_layer,
+            "confidence": self.confidence,
+            "estimator": self.estimator.to_dict(),
+        }
+        with whole_file(path) as temporary:
+            temporary.write_text(json.dumps(record) + "\n", encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: Path) -> Calibration:
+        try:
+            record = json.loads(path.read_text(encoding="utf-8"))
+        except OSError as error:
+            raise CheckpointError(f"cannot read {path}: {error.strerror or error}") from error
+        except (ValueError, RecursionError) as error:
+            raise CheckpointError(f"{path} is no calibration: it is no JSON ({error})") from error
+        names = {field.name for field in dataclasses.fields(cls)}
+        if not isinstance(record, dict) or set(record) != names:
+            raise CheckpointError(f"{path} is no calibration: it must have {', '.join(sorted(names))}")
+        layer, confidence = record["exit_layer"], record["confidence"]
+        if not isinstance(layer, int) or isinstance(layer, bool) or layer < 1 or not isinstance(confidence, str):
+            raise CheckpointError(f"{path}: exit_layer must be a layer, from 1, and confidence a name")
+        estimator = ThresholdEstimator.from_dict(record["estimator"], f"{path}, estimator")
+        return cls(exit_layer=layer, confidence=confidence, estimator=estimator)
+
+
+def calibrate(
+    model: FathomModel,
+    prompts: Sequence[Prompt],
+    sampling: Sampling,
+    *,
+    exit_layer: int | None = None,
+    confidence: str | None = None,
+    options: ThresholdOptions | None = None,
+    on_text: Callable[[Generation, ThresholdEstimator], None] | None = None,
+) -> Calibration:
+    """Make a text of each prompt, one after the other, and learn from every one. `exit_layer` is by default the model's own
+    exit. `on_text` is told of each text."""
+    if not prompts:
+        raise OptionError("there is no prompt to calibrate with")
+    estimator = ThresholdEstimator(options or ThresholdOptions(calibrating_sequences=len(prompts)))
+    layers = None if exit_layer is None else (exit_layer,)
+    exiting = Exiting(mode="parallel", exit_layers=layers, confidence=confidence, threshold=estimator)
+    (index,) = exiting.exits(model.plan)
+    assert exiting.confidence is not None
+    for prompt in prompts:
+        (text,) = generate(model, [prompt], sampling, exiting=exiting)
+        if on_text is not None:
+            on_text(text, estimator)
+    return Calibration(exit_layer=index + 1, confidence=exiting.confidence, estimator=estimator)

@@ -1,0 +1,81 @@
+"""`fathomlm calibrate`: what it writes, what `generate` makes of it, and one line for every mistake."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from fathomlm.cli.main import main
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture
+def model(tiny_model_dir: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(tiny_model_dir, tmp_path / "model")
+
+
+@pytest.fixture
+def texts(tmp_path: Path) -> Path:
+    path = tmp_path / "texts.jsonl"
+    lines = [{"text": f"the depth of the water is {n} fathoms and the line is marked"} for n in range(5)]
+    path.write_text("\n".join(json.dumps(line) for line in lines))
+    return path
+
+
+def test_it_writes_what_generate_reads(model: Path, texts: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--data", str(texts), "--exit-layer", "2", "--max-new-tokens", "8", "--prompt-tokens", "4"]
+    assert main(["calibrate", str(model), *words, "--json"]) == 0
+    record = json.loads(capsys.readouterr().out)
+    assert record["texts"] == 5
+    assert record["agreements"] + record["disagreements"] == 5 * 8
+    assert len(record["history"]) == 5
+    assert (model / "threshold.json").is_file()
+    assert (model / "threshold.png").stat().st_size > 5000
+    assert main(["generate", str(model), "-p", "the", "--decode", "parallel", "--threshold", "adaptive", "--json"]) == 0
+    exits = json.loads(capsys.readouterr().out)["exits"]
+    assert (exits["exit_layers"], exits["threshold"]) == ([2], record["threshold"])
+    assert main(["calibrate", str(model), *words]) == 0
+    said = capsys.readouterr().out
+    assert said.startswith(f"threshold {record['threshold']:.3f}: confidence 'gap' after layer 2")
+    assert "Beta(" in said
+
+
+def test_another_exit_than_the_calibrated_one_is_refused(
+    model: Path, texts: Path, mistake_of: Callable[..., str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["calibrate", str(model), "--data", str(texts), "--exit-layer", "2", "--max-new-tokens", "3"]) == 0
+    capsys.readouterr()
+    words = ("generate", str(model), "-p", "the", "--decode", "parallel", "--threshold", "adaptive", "--exit-layer", "1")
+    assert "calibrated for an exit after layer 2, not 1" in mistake_of(*words)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--exit-layer", "1,2"), "for one exit, got 2"),
+        (("--exit-layer", "40"), "may leave after layers 1 to"),
+        (("--texts", "0"), "--texts must be at least 1"),
+        (("--prompt-tokens", "0"), "--prompt-tokens must be at least 1"),
+        (("--condition", "2"), "condition must be"),
+        (("--priors", "even"), "priors"),
+        (("--column", "txt", "--exit-layer", "2"), "txt"),
+        (("--confidence", "gapp", "--exit-layer", "2"), "did you mean 'gap'"),
+    ],
+)
+def test_mistakes_are_one_line(
+    model: Path, texts: Path, mistake_of: Callable[..., str], words: tuple[str, ...], message: str
+) -> None:
+    assert message in mistake_of("calibrate", str(model), "--data", str(texts), *words)
+    assert not (model / "threshold.json").exists()
+
+
+def test_a_preset_needs_a_place(texts: Path, tmp_path: Path, mistake_of: Callable[..., str]) -> None:
+    assert "say where with --out DIR" in mistake_of("calibrate", "smollm2-135m", "--data", str(texts))
+    empty = tmp_path / "empty.txt"
+    empty.write_text(" \n")
+    assert "no text to begin from" in mistake_of("calibrate", "smollm2-135m", "--data", str(empty), "--out", str(tmp_path))
