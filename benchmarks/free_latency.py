@@ -92,7 +92,7 @@ class Bench:
         stack = {"max_stack": args.max_stack}
         compile = self.device.type == "cuda"
         self.captured = CapturedDecoder(
-            decoder, length=PROMPT + NEW, exit_layer=self.exit_layer, compile=compile, pack=args.pack, **stack
+            decoder, length=PROMPT + NEW, exit_layers=self.exit_layer, compile=compile, pack=args.pack, **stack
         )
         generator = torch.Generator().manual_seed(1)
         shape = (PROMPTS, PROMPT)

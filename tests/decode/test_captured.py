@@ -12,6 +12,7 @@ from fathomlm.decode.confidence import AtExit, gap
 from fathomlm.decode.exiting import Exiting
 from fathomlm.decode.full import generate
 from fathomlm.decode.recorded import choice_and_gap
+from fathomlm.decode.threshold import ThresholdEstimator, ThresholdOptions
 from fathomlm.depth import Architecture, DepthPlan
 from fathomlm.depth.relaxation import build_relaxation
 from fathomlm.errors import OptionError
@@ -65,7 +66,7 @@ def thresholds(model: FathomForCausalLM, prompt: list[int]) -> list[float]:
 @pytest.mark.parametrize("mode", ["full", "static", "state-copy", "parallel", "speculative"])
 def test_tokens_and_exits_are_those_of_the_slow_mode(kind: str, mode: Any) -> None:
     model, prompt = tiny(kind), [3, 1, 4, 1, 5]
-    captured = {stack: CapturedDecoder(model.decoder, length=64, exit_layer=2, max_stack=stack) for stack in (1, 5)}
+    captured = {stack: CapturedDecoder(model.decoder, length=64, exit_layers=2, max_stack=stack) for stack in (1, 5)}
     mixed = False
     for threshold in thresholds(model, prompt) if mode not in ("full", "static") else [None]:
         for stack in (1, 5) if mode in ("parallel", "speculative") else (5,):
@@ -84,24 +85,51 @@ def test_tokens_and_exits_are_those_of_the_slow_mode(kind: str, mode: Any) -> No
 def test_packed_weights_choose_the_same_tokens(mode: Any) -> None:
     model, prompt = tiny("plain"), [3, 1, 4, 1, 5]
     given: dict[str, Any] = {} if mode == "full" else {"exit_layers": (2,), "threshold": thresholds(model, prompt)[1]}
-    plain, packed = (CapturedDecoder(model.decoder, length=64, exit_layer=2, pack=pack) for pack in (False, True))
+    plain, packed = (CapturedDecoder(model.decoder, length=64, exit_layers=2, pack=pack) for pack in (False, True))
     assert packed.steps._packed
     wanted = plain.generate(prompt, Exiting(mode=mode, **given), NEW)
     found = packed.generate(prompt, Exiting(mode=mode, **given), NEW)
     assert (found.tokens, found.exit_layers) == (wanted.tokens, wanted.exit_layers)
 
 
+def test_several_exits_are_those_of_the_slow_mode() -> None:
+    model, prompt = tiny("plain"), [3, 1, 4, 1, 5]
+    captured = CapturedDecoder(model.decoder, length=64, exit_layers=(1, 2, 4))
+    seen: set[int] = set()
+    for threshold in thresholds(model, prompt):
+        exiting = Exiting(mode="state-copy", exit_layers=(1, 2, 4), threshold=threshold)
+        found = captured.generate(prompt, exiting, NEW)
+        assert (found.tokens, found.exit_layers) == slowly(model, prompt, exiting)
+        seen |= set(found.exit_layers)
+    assert seen == {1, 2, 4, 6}
+
+
+@pytest.mark.parametrize("mode", ["parallel", "speculative"])
+def test_an_estimator_learns_what_it_learns_slowly(mode: Any) -> None:
+    model = tiny("plain")
+    captured = CapturedDecoder(model.decoder, length=64, exit_layers=2)
+    estimators = [ThresholdEstimator(ThresholdOptions(initial=0.05, least=5)) for _ in range(2)]
+    for prompt in ([3, 1, 4], [1, 5, 9, 2], [6]):
+        fast, slow = (Exiting(mode=mode, exit_layers=(2,), threshold=estimator) for estimator in estimators)
+        assert captured.generate(prompt, fast, NEW).tokens == slowly(model, prompt, slow)[0]
+    assert estimators[0].history[-1].threshold != 0.05
+    assert [(h.agreements, h.disagreements) for h in estimators[0].history] == [
+        (h.agreements, h.disagreements) for h in estimators[1].history
+    ]
+    assert estimators[0].threshold == pytest.approx(estimators[1].threshold, abs=2e-3)
+
+
 def test_drafts_are_both_kept_and_replaced() -> None:
     """Or the comparison above would not see both."""
     model, prompt = tiny("plain"), [3, 1, 4, 1, 5]
-    captured = CapturedDecoder(model.decoder, length=64, exit_layer=2)
+    captured = CapturedDecoder(model.decoder, length=64, exit_layers=2)
     found = captured.generate(prompt, Exiting(mode="speculative", exit_layers=(2,), threshold=0.0), NEW)
     assert 0 < found.accepted < found.drafted
 
 
 def test_waiting_tokens_get_their_exact_entries() -> None:
     model, prompt = tiny("plain"), [3, 1, 4, 1, 5]
-    captured = CapturedDecoder(model.decoder, length=64, exit_layer=2, max_stack=4)
+    captured = CapturedDecoder(model.decoder, length=64, exit_layers=2, max_stack=4)
     threshold = thresholds(model, prompt)[1]
     found = captured.generate(prompt, Exiting(mode="parallel", exit_layers=(2,), threshold=threshold, max_stack=4), NEW)
     whole = CapturedDecoder(model.decoder, length=64)
@@ -115,7 +143,7 @@ def test_waiting_tokens_get_their_exact_entries() -> None:
 
 def test_a_row_begins_anew_each_time_and_ends_at_an_end_token() -> None:
     model = tiny("plain")
-    captured = CapturedDecoder(model.decoder, length=64, exit_layer=2)
+    captured = CapturedDecoder(model.decoder, length=64, exit_layers=2)
     exiting = Exiting(mode="speculative", exit_layers=(2,), threshold=0.05)
     first = captured.generate([7, 7], exiting, 20)
     captured.generate([1, 2, 3], exiting, 20)
@@ -146,12 +174,12 @@ def test_the_gap_is_the_slow_ones_to_the_last_bit() -> None:
     ],
 )
 def test_what_it_cannot_do_is_refused(given: dict[str, Any], message: str) -> None:
-    captured = CapturedDecoder(tiny("plain").decoder, length=64, exit_layer=2)
+    captured = CapturedDecoder(tiny("plain").decoder, length=64, exit_layers=2)
     with pytest.raises(OptionError, match=message):
         captured.generate(given.get("prompt", [1, 2]), given.get("exiting", Exiting(mode="full")), 10)
 
 
-@pytest.mark.parametrize("given", [{"exit_layer": 6}, {"exit_layer": 0}, {"max_stack": 0}, {"length": 1}])
+@pytest.mark.parametrize("given", [{"exit_layers": 6}, {"exit_layers": 0}, {"max_stack": 0}, {"length": 1}])
 def test_bad_sizes_are_refused(given: dict[str, Any]) -> None:
     with pytest.raises(OptionError):
         CapturedDecoder(tiny("plain").decoder, **{"length": 64} | given)

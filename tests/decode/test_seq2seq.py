@@ -89,7 +89,7 @@ def test_captured_texts_are_the_slow_ones(model: FathomForSeq2SeqLM, mode: Any) 
     if mode in ("state-copy", "parallel", "speculative"):
         given["threshold"] = middling(model)
     exiting = Exiting(mode=mode, **given)
-    captured = CapturedDecoder(model.decoder, length=64, exit_layer=1, source=12)
+    captured = CapturedDecoder(model.decoder, length=64, exit_layers=1, source=12)
     for source in SOURCES:  # one after the other: what was kept of a source must not outlive it
         found = captured.generate([start_token(model)], exiting, NEW, memory=read_sources(model, [source]))
         (wanted,) = texts(model, [source], exiting)

@@ -7,10 +7,12 @@ import re
 
 import pytest
 
+from fathomlm.checkpoints.resolve import encoder_of
 from fathomlm.depth import Architecture, DepthPlan
 from fathomlm.depth.cost import count
 from fathomlm.depth.presets import PRESETS, preset
 from fathomlm.errors import ModelNotFound, OptionError
+from fathomlm.model.encoder import encoder_parameters
 
 # Every parameter of the published checkpoints, a tied head counted once (Hugging Face `model.num_parameters()`).
 PUBLISHED = {
@@ -39,6 +41,12 @@ PUBLISHED = {
     "pythia-1b": 1_011_781_632,
     "pythia-1.4b": 1_414_647_808,
     "pythia-2.8b": 2_775_208_960,
+    "t5-small": 60_506_624,
+    "t5-base": 222_903_552,
+    "t5-large": 737_668_096,
+    "t5-3b": 2_851_598_336,
+    "mt5-large": 1_229_581_312,
+    "long-t5-tglobal-base": 247_587_456,
 }
 
 
@@ -46,7 +54,10 @@ PUBLISHED = {
 def test_parameters_in_all_are_the_published_ones(name):
     architecture = PRESETS[name].architecture
     counted = count(architecture, DepthPlan.vanilla(architecture.layers))
-    assert counted.non_embedding_parameters + counted.embedding_parameters == PUBLISHED[name]
+    encoder = encoder_of(name)
+    beside = 0 if encoder is None else encoder_parameters(encoder)
+    assert counted.non_embedding_parameters + counted.embedding_parameters + beside == PUBLISHED[name]
+    assert (encoder is not None) == architecture.cross
 
 
 def test_only_the_thesis_own_730m_has_no_weights_anywhere():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 from collections.abc import Callable
@@ -21,7 +22,7 @@ from fathomlm.cli.main import main
 from fathomlm.decode.exiting import Exiting
 from fathomlm.decode.full import generate
 from fathomlm.depth import Architecture, DepthPlan, ExitParts
-from fathomlm.errors import CheckpointError, OptionError
+from fathomlm.errors import CheckpointError, OptionError, TrainingError
 from fathomlm.model.decoder import Decoder
 from fathomlm.model.hub import FathomConfig, FathomForCausalLM
 from fathomlm.train.data.corpus import Corpus
@@ -35,6 +36,7 @@ from fathomlm.train.parts import read_parts
 from fathomlm.train.reading import build_recipe
 from fathomlm.train.recipe import ExitRecipe, LayerwiseRecipe, LossRecipe
 from fathomlm.train.report import read_records
+from fathomlm.train.resume import check_same
 from fathomlm.train.run import train
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -415,6 +417,15 @@ def test_a_run_is_resumed_exactly(
     assert train(halves, resume=True).finished
     first, second = (weights_of(tmp_path / name / "last") for name in "ab")
     assert all(torch.equal(value, second[name]) for name, value in first.items())
+
+
+def test_a_checkpoint_from_before_these_fields_goes_on(recipe: Callable[..., Any]) -> None:
+    plain, adapted = (recipe(loss={"exits": {"adapter_rank": rank}}) for rank in (0, 2))
+    older = dataclasses.asdict(plain)
+    del older["loss"]["exits"]["adapter_rank"], older["loss"]["exits"]["classifier"]
+    check_same(plain, older, "run")
+    with pytest.raises(TrainingError, match=r"loss\.exits\.adapter_rank \(was None, is 2\)"):
+        check_same(adapted, older, "run")
 
 
 # Recipes.

@@ -210,7 +210,7 @@ def test_the_next_token_loss_is_transformers_own(recipe, corpus, tiny_t5):
     theirs = T5ForConditionalGeneration.from_pretrained(tiny_t5).eval()
     loss = theirs(input_ids=batch.source_BS, attention_mask=batch.source_keep_BS.long(), labels=batch.targets_BT).loss
     total, _ = Objective(student.decoder, chosen.loss, encoder=student.encoder)(**batch.inputs)
-    assert float(total / (batch.targets_BT != -100).sum()) == pytest.approx(float(loss), rel=1e-5)
+    assert (total / (batch.targets_BT != -100).sum()).item() == pytest.approx(loss.item(), rel=1e-5)
 
 
 def test_a_fresh_model_starts_as_t5_does(recipe, corpus):

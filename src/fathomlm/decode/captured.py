@@ -50,24 +50,26 @@ class CapturedDecoder:
         decoder: Decoder,
         *,
         length: int,
-        exit_layer: int | None = None,
+        exit_layers: int | Sequence[int] = (),
         max_stack: int = DEFAULT_STACK,
         compile: bool = False,
         pack: bool = False,
         source: int | None = None,
     ) -> None:
-        """`length` is the most tokens that a row may have, `exit_layer` where tokens may leave, from 1. A decoder behind an
-        encoder also has `source`, the most tokens that the encoder may have read."""
+        """`length` is the most tokens that a row may have, `exit_layers` where tokens may leave, from 1; all modes but
+        state-copy have one exit. A decoder behind an encoder also has `source`, the most tokens that it may have read."""
         steps = decoder.plan.steps
         if decoder.plan.routing is not None:
             raise OptionError("a routed model's router already chooses each token's depth; it has no exits to decode with")
-        if exit_layer is not None and not 1 <= exit_layer < len(steps):
-            raise OptionError(f"a token may leave after layers 1 to {len(steps) - 1} of this model, got {exit_layer}")
+        exits = (exit_layers,) if isinstance(exit_layers, int) else tuple(sorted(set(exit_layers)))
+        for layer in exits:
+            if not 1 <= layer < len(steps):
+                raise OptionError(f"a token may leave after layers 1 to {len(steps) - 1} of this model, got {layer}")
         if decoder.architecture.cross != (source is not None):
             raise OptionError("`source`, the longest source, goes with decoders behind an encoder, and only with them")
         if length < 2 or max_stack < 1:
             raise OptionError(f"length must be at least 2 and max_stack at least 1, got {length} and {max_stack}")
-        self.steps = RecordedSteps(decoder, length, exit_layer, max_stack, compile, pack, source)
+        self.steps = RecordedSteps(decoder, length, exits, max_stack, compile, pack, source)
 
     def generate(
         self,
@@ -91,7 +93,7 @@ class CapturedDecoder:
             self.steps.read(prompt, shallow=exiting.mode == "static")
             text = CapturedText()
             run = {"full": self._full, "static": self._static}.get(exiting.mode)
-            going = _Going(text, max_new_tokens, frozenset(ends))
+            going = _Going(text, max_new_tokens, frozenset(ends), learns=exiting.estimator is not None)
             self.steps.synchronize()
             text.prefill_seconds = time.perf_counter() - begun
             begun = time.perf_counter()
@@ -105,6 +107,10 @@ class CapturedDecoder:
                 self._speculative(going, threshold, len(prompt))
             self.steps.synchronize()
             text.decode_seconds = time.perf_counter() - begun
+        if exiting.estimator is not None:
+            if going.samples:
+                exiting.estimator.observe(*map(list, zip(*going.samples, strict=True)))
+            exiting.estimator.end_sequence()
         return text
 
     # The modes. Each tells which recorded step comes next.
@@ -115,20 +121,25 @@ class CapturedDecoder:
             going.take(int(self.steps.tell()[1]), self.steps.layers)
 
     def _static(self, going: _Going) -> None:
-        assert self.steps.exit_layer is not None
         while going.on:
             self.steps.run("static")
-            going.take(int(self.steps.tell()[1]), self.steps.exit_layer)
+            going.take(int(self.steps.tell()[1]), self._exit)
 
     def _state_copy(self, going: _Going, threshold: float) -> None:
         while going.on:
-            self.steps.run("shallow")
+            going.take(*self._leave_somewhere(going, threshold))
+
+    def _leave_somewhere(self, going: _Going, threshold: float) -> tuple[int, int]:
+        """One token through the layers until an exit is sure: its choice, and the layer."""
+        exits = self.steps.exit_layers
+        for number, layer in enumerate(exits):
+            self.steps.run("segment", number)
             sure, token = self._tell(going)
             if _leaves(sure, threshold):
-                self.steps.run("copy")
-                self._leave(going, token)
-            else:
-                self._choose_deep(going, 1)
+                self.steps.run("copy", number)
+                return int(token), layer
+        self.steps.run("segment", len(exits))
+        return int(self.steps.tell()[1]), self.steps.layers
 
     def _parallel(self, going: _Going, threshold: float) -> None:
         waiting = 0
@@ -143,13 +154,12 @@ class CapturedDecoder:
             self._leave(going, token)
             if waiting == self.steps.max_stack or not going.on:
                 self.steps.run("deep", self.steps.size(waiting), choose=False)
-                going.text.deep_passes += 1
+                self._passed_deep(going, waiting)
                 waiting = 0
 
     def _speculative(self, going: _Going, threshold: float, begin: int) -> None:
         """Draft until an exit is not sure, the stack is full or the text would be over; then keep what the whole model
         would have chosen. `begin` is how many tokens the prompt has."""
-        assert self.steps.exit_layer is not None
         drafts: list[int] = []
         while going.on:
             self.steps.run("shallow")
@@ -165,10 +175,12 @@ class CapturedDecoder:
             wanted = self.steps.deep_choices(waiting)
             proposed = drafts if drafted else drafts[:-1]
             kept = next((i for i, (a, b) in enumerate(zip(proposed, wanted, strict=False)) if a != b), len(proposed))
+            if going.learns:
+                self._note_agreements(going, waiting, min(kept + 1, waiting))
             text.drafted += len(proposed)
             text.accepted += kept
             for draft in proposed[:kept]:
-                going.take(draft, self.steps.exit_layer)
+                going.take(draft, self._exit)
             if kept < waiting and going.on:
                 going.take(wanted[kept], self.steps.layers)
             drafts = []
@@ -179,15 +191,32 @@ class CapturedDecoder:
         """What an exit says: how sure it is, and its choice."""
         told = self.steps.tell()
         going.text.confidences.append(told[0])
+        going.proposed.append(int(told[1]))
         return told
 
+    def _note_agreements(self, going: _Going, waiting: int, settled: int) -> None:
+        """Whether the exit chose what the whole model chose, for the first `settled` tokens of those that waited."""
+        first = len(going.proposed) - waiting
+        for i, choice in enumerate(self.steps.deep_choices(waiting)[:settled]):
+            going.samples.append((going.text.confidences[first + i], going.proposed[first + i] == choice))
+
+    def _passed_deep(self, going: _Going, waiting: int) -> None:
+        going.text.deep_passes += 1
+        if going.learns:
+            self._note_agreements(going, waiting, waiting)
+
+    @property
+    def _exit(self) -> int:
+        """The layer of the one exit."""
+        (layer,) = self.steps.exit_layers
+        return layer
+
     def _leave(self, going: _Going, token: float) -> None:
-        assert self.steps.exit_layer is not None
-        going.take(int(token), self.steps.exit_layer)
+        going.take(int(token), self._exit)
 
     def _choose_deep(self, going: _Going, waiting: int) -> None:
         self.steps.run("deep", self.steps.size(waiting), choose=True)
-        going.text.deep_passes += 1
+        self._passed_deep(going, waiting)
         going.take(int(self.steps.tell()[1]), self.steps.layers)
 
     def _check_memory(self, memory: Memory | None) -> None:
@@ -212,10 +241,11 @@ class CapturedDecoder:
             raise OptionError(f"{len(prompt)} prompt tokens and {most} new ones do not fit into {steps.cache.length} slots")
         if exiting.mode == "full":
             return
-        if steps.exit_layer is None:
-            raise OptionError(f"{exiting.mode} decoding needs an exit; give exit_layer when making the captured decoder")
-        if exiting.exits(steps.decoder.plan) != (steps.exit_layer - 1,):
-            raise OptionError(f"captured with an exit after layer {steps.exit_layer}; ask for that one in exit_layers")
+        if not steps.exit_layers:
+            raise OptionError(f"{exiting.mode} decoding needs an exit; give exit_layers when making the captured decoder")
+        if exiting.exits(steps.decoder.plan) != tuple(layer - 1 for layer in steps.exit_layers):
+            captured = " and ".join(str(layer) for layer in steps.exit_layers)
+            raise OptionError(f"captured with an exit after layer {captured}; ask for just that in exit_layers")
         if exiting.max_stack not in (None, steps.max_stack):
             raise OptionError(f"captured with a stack of {steps.max_stack}, asked for {exiting.max_stack}")
         if exiting.confidence not in (None, "gap") or exiting.refine is not None:
@@ -227,7 +257,12 @@ class _Going:
     text: CapturedText
     most: int
     ends: frozenset[int]
+    learns: bool = False
+    """Whether an estimator is to be told of agreements."""
     on: bool = True
+    proposed: list[int] = field(default_factory=list)
+    """What the exit chose, at every token that ran up to it."""
+    samples: list[tuple[float, bool]] = field(default_factory=list)
 
     def take(self, token: int, layer: int) -> None:
         if not self.on:

@@ -3,7 +3,8 @@
     shallow       one token up to the exit: its choice, how sure it is, its state on the stack
     deep, k       what waits on the stack through the layers behind the exit, all at once
     full          one token through all layers; static: up to the exit
-    copy          keys and values of the layers behind the exit from the state that left
+    segment, i    one token from exit i - 1 to exit i, or to the end: its choice there, and how sure it is
+    copy, i       keys and values of the layers behind exit i from the state that left there
 
 Token, slot and stack are tensors that the recorded work itself moves on, so between two steps the host only reads a choice
 and a confidence, and says which step comes next.
@@ -16,6 +17,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -34,25 +36,26 @@ MOST_SHAPES = 64
 
 
 class RecordedSteps:
-    """The work of one decoder with one exit, or none, for rows of at most `length` tokens."""
+    """The work of one decoder with its exits, for rows of at most `length` tokens."""
 
     def __init__(
         self,
         decoder: Decoder,
         length: int,
-        exit_layer: int | None,
+        exit_layers: tuple[int, ...],
         max_stack: int,
         compile: bool,
         pack: bool,
         source: int | None,
     ) -> None:
         self.decoder = decoder
-        self.exit_layer = exit_layer
+        self.exit_layers = exit_layers
         self.max_stack = max_stack
         self.source = source
         steps = decoder.plan.steps
         self.layers = len(steps)
-        self._shallow, self._deep = steps[:exit_layer], steps[exit_layer:] if exit_layer else ()
+        first = exit_layers[0] if exit_layers else self.layers
+        self._shallow, self._deep = steps[:first], steps[first:]
         weight = decoder.embed.weight
         self._device, self._dtype = weight.device, weight.dtype
         self.cache = StaticCache(decoder.architecture, decoder.plan, length, self._device, self._dtype)
@@ -114,12 +117,21 @@ class RecordedSteps:
         self._conclude(self.decoder.exit_logits(x_1NM, index)[0])
 
     def _step_shallow(self) -> None:
-        assert self.exit_layer is not None
         self._advance()
         x_11M = self._pass(self.decoder.enter(self._choice[None]), self._shallow, self._slot)
         self._states_KM.index_copy_(0, self._count, x_11M[0])
         self._slots_K.index_copy_(0, self._count, self._slot)
-        self._conclude(self.decoder.exit_logits(x_11M, self.exit_layer - 1)[0])
+        self._conclude(self.decoder.exit_logits(x_11M, len(self._shallow) - 1)[0])
+
+    def _step_segment(self, number: int) -> None:
+        """State copying keeps one state, in the stack's first place."""
+        first, last = (0, *self.exit_layers)[number], (*self.exit_layers, self.layers)[number]
+        if number == 0:
+            self._advance()
+        x_11M = self._states_KM[None, :1] if number else self.decoder.enter(self._choice[None])
+        x_11M = self._pass(x_11M, self.decoder.plan.steps[first:last], self._slot)
+        self._states_KM[:1].copy_(x_11M[0])
+        self._conclude(self.decoder.exit_logits(x_11M, last - 1)[0])
 
     def _step_deep(self, size: int, choose: bool) -> None:
         slots_N = self._slots_K[:size]
@@ -132,12 +144,10 @@ class RecordedSteps:
         self._slots_K.fill_(self.cache.scratch)
         self._count.fill_(-1)
 
-    def _step_copy(self) -> None:
-        sights = self._sights(self._deep, self._slot)
+    def _step_copy(self, number: int) -> None:
+        behind = self.decoder.plan.steps[self.exit_layers[number] :]
         self.cache.focus(self._slot)
-        self.decoder.keep_entries(self._states_KM[None, :1], self._deep, sights, self.cache)
-        self._slots_K.fill_(self.cache.scratch)
-        self._count.fill_(-1)
+        self.decoder.keep_entries(self._states_KM[None, :1], behind, self._sights(behind, self._slot), self.cache)
 
     def _advance(self) -> None:
         """The last choice is the token to run, a slot further, and a place further on the stack."""
@@ -167,18 +177,19 @@ class RecordedSteps:
         if mode == "full":
             self._recording("full", lambda: self._step_full(self.decoder.plan.steps, last))
             return
-        assert self.exit_layer is not None
         if mode == "static":
             self._recording("static", lambda: self._step_full(self._shallow, self._shallow[-1].index))
             return
-        self._recording("shallow", self._step_shallow)
         if mode == "state-copy":
-            self._recording("copy", self._step_copy)
-            self._recording("deep", lambda: self._step_deep(1, True), 1, True)
+            for number in range(len(self.exit_layers) + 1):
+                self._recording("segment", partial(self._step_segment, number), number)
+            for number in range(len(self.exit_layers)):
+                self._recording("copy", partial(self._step_copy, number), number)
             return
+        self._recording("shallow", self._step_shallow)
         for choose in (True, False) if mode == "parallel" else (False,):
             for size in self._sizes():
-                self._recording("deep", _deep(self, size, choose), size, choose)
+                self._recording("deep", partial(self._step_deep, size, choose), size, choose)
 
     def _recording(self, kind: str, step: Callable[[], None], size: int = 0, choose: bool = False) -> None:
         key = (kind, size, choose)
@@ -192,6 +203,7 @@ class RecordedSteps:
         with torch.cuda.stream(side):
             for _ in range(WARM_UPS):
                 self._restart()
+                self._slot.fill_(0)
                 self._count.fill_(0 if kind == "deep" else -1)
                 step()
         torch.cuda.current_stream().wait_stream(side)
@@ -263,10 +275,6 @@ def choice_and_gap(logits_NV: Tensor) -> tuple[Tensor, Tensor]:
     choice_N = logits_NV.argmax(-1)
     others_NV = chances_NV.scatter(-1, choice_N[:, None], 0.0)
     return choice_N, chances_NV.amax(-1) - others_NV.amax(-1)
-
-
-def _deep(steps: RecordedSteps, size: int, choose: bool) -> Callable[[], None]:
-    return lambda: steps._step_deep(size, choose)
 
 
 @contextmanager

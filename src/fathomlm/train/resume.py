@@ -83,6 +83,8 @@ def _differences(ours: dict[str, Any], theirs: dict[str, Any], free: set[str], p
         name = f"{prefix}{key}"
         if name in free:
             continue
+        if key not in theirs and not ours[key]:  # a field that is newer than the checkpoint, and not used
+            continue
         one, other = ours.get(key), theirs.get(key)
         if isinstance(one, dict) and isinstance(other, dict):
             found += _differences(one, other, free, f"{name}.")

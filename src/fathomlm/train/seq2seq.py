@@ -32,7 +32,7 @@ def read_encoder(model: ModelRecipe, architecture: Architecture) -> dict[str, An
     """The record of the encoder that a recipe trains; None for a decoder-only model."""
     if not architecture.cross:
         if model.encoder is not None:
-            raise OptionError(f"model.encoder goes with an t5, mt5 or longt5 model, not {architecture.family}")
+            raise OptionError(f"model.encoder goes with a t5, mt5 or longt5 model, not {architecture.family}")
         return None
     asked = model.encoder or EncoderRecipe()
     if not 0 <= asked.dropout < 1:
