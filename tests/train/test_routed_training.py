@@ -160,8 +160,8 @@ def test_a_step_that_is_not_finite_leaves_the_bias_too(recipe: Callable[..., Any
     run = Run(recipe(**STEPPED["token, loss-free"], budget={"steps": 1}), CPU, Silence())
     plain = Objective.forward
 
-    def broken(asked: Objective, *args: Any) -> tuple[Tensor, Tensor]:
-        total, parts = plain(asked, *args)
+    def broken(asked: Objective, **inputs: Any) -> tuple[Tensor, Tensor]:
+        total, parts = plain(asked, **inputs)
         return total * (float("nan") if asked.training else 1.0), parts
 
     monkeypatch.setattr(Objective, "forward", broken)
@@ -206,7 +206,7 @@ def test_the_loop_sets_the_warm_up_by_the_step(recipe: Callable[..., Any], monke
     plain = Objective.forward
 
     def watched(asked: Objective, *args: Any) -> tuple[Tensor, Tensor]:
-        total, parts = plain(asked, *args)
+        total, parts = plain(asked, **inputs)
         if asked.training:
             count = int((args[1] != IGNORE).sum())
             seen.append((asked.openness, parts[asked.names.index("mean_depth")].item() / count))

@@ -94,10 +94,11 @@ def activation_bytes(recipe: Recipe, parts: Parts) -> int:
         int(_step_bytes(recipe, parts, step) * (runs[step.recursion] if runs is not None and step.part == "core" else 1))
         for step in parts.plan
     ]
+    adapters = len(parts.plan.exits) * _adapter_bytes(recipe, parts)
     if recipe.exits_only:  # the layers are frozen: nothing is kept but what one of them works on
-        return max(steps) + len(parts.plan.exits) * _adapter_bytes(recipe, parts)
+        return max(steps) + adapters
     if recipe.recompute in ("none", "inner"):
-        return sum(steps)
+        return sum(steps) + adapters
     segments, run = [], 0
     for step, needed in zip(parts.plan, steps, strict=True):
         run += needed
@@ -105,7 +106,7 @@ def activation_bytes(recipe: Recipe, parts: Parts) -> int:
         if last or recipe.recompute == "layer" or parts.plan.is_last_of_recursion(step):
             segments.append(run)
             run = 0
-    return max(segments) + _wide(recipe) * parts.architecture.hidden * len(segments)
+    return max(segments) + _wide(recipe) * parts.architecture.hidden * len(segments) + adapters
 
 
 def _step_bytes(recipe: Recipe, parts: Parts, step: Step) -> int:

@@ -129,9 +129,7 @@ def encode(encoder: nn.Module, decoder: Decoder, source_BS: Tensor, keep_BS: Ten
     return Memory(states_BSM, keep_BS, look=False)
 
 
-def equip_encoder(
-    encoder: nn.Module, *, learns: bool, recompute: str, compiled: bool, backend: str = "inductor"
-) -> None:
+def equip_encoder(encoder: nn.Module, *, learns: bool, recompute: str, compiled: bool, backend: str = "inductor") -> None:
     """An encoder as a run trains it: frozen unless all weights learn, its layers computed again or compiled as the
     decoder's are."""
     encoder.requires_grad_(learns)
