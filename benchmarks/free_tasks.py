@@ -227,12 +227,13 @@ class Decoding:
         exiting = Exiting(mode=mode, threshold=threshold, **layers)  # type: ignore[arg-type]
         plain = Exiting(mode=mode, threshold=0.5 if threshold is not None else None, **layers)  # type: ignore[arg-type]
         found = []
-        for number, source in enumerate([*self.sources[:3], *self.sources]):
+        warming = self.sources[:3]
+        for number, source in enumerate([*warming, *self.sources]):
             memory = read_sources(self.model, [source]) if self.seq2seq else None
             prompt = [self.start] if self.start is not None else source
-            chosen = plain if number < 3 else exiting  # warming up teaches an estimator nothing
+            chosen = plain if number < len(warming) else exiting  # warming up teaches an estimator nothing
             found.append(self.captured.generate(prompt, chosen, self.task.new_tokens, self.ends, memory))
-        texts = found[3:]
+        texts = found[len(warming) :]
         tokens, total = sum(len(text.tokens) for text in texts), len(self.model.plan.steps)
         seconds = sum(text.decode_seconds for text in texts)
         left = sum(layer < total for text in texts for layer in text.exit_layers)
