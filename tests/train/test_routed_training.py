@@ -205,7 +205,7 @@ def test_the_loop_sets_the_warm_up_by_the_step(recipe: Callable[..., Any], monke
     run, seen = Run(recipe(**changes, batch={"micro": 4}), CPU, Silence()), []
     plain = Objective.forward
 
-    def watched(asked: Objective, *args: Any) -> tuple[Tensor, Tensor]:
+    def watched(asked: Objective, **inputs: Any) -> tuple[Tensor, Tensor]:
         total, parts = plain(asked, **inputs)
         if asked.training:
             count = int((args[1] != IGNORE).sum())

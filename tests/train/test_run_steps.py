@@ -165,8 +165,8 @@ class Poison:
         self.calls = 0
         plain = Objective.forward
 
-        def forward(objective, *args):
-            total, parts = plain(objective, *args)
+        def forward(objective, **inputs):
+            total, parts = plain(objective, **inputs)
             if objective.training:
                 self.calls += 1
                 total = total * (value if self.calls in steps else 1.0)
