@@ -208,7 +208,7 @@ def test_the_loop_sets_the_warm_up_by_the_step(recipe: Callable[..., Any], monke
     def watched(asked: Objective, **inputs: Any) -> tuple[Tensor, Tensor]:
         total, parts = plain(asked, **inputs)
         if asked.training:
-            count = int((args[1] != IGNORE).sum())
+            count = int((inputs["targets_BT"] != IGNORE).sum())
             seen.append((asked.openness, parts[asked.names.index("mean_depth")].item() / count))
         return total, parts
 

@@ -276,7 +276,7 @@ def test_compiled_layers_compute_the_same(recipe, corpus, precision):
             total, _ = objective(**batch.inputs)
         total.backward()
         grads = {name: p.grad for name, p in objective.named_parameters()}
-        found.append((float(total), grads))
+        found.append((total.item(), grads))
     torch._dynamo.reset()
     (plain, ours), (again, theirs) = found
     exact = precision == "float32"
