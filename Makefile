@@ -29,7 +29,7 @@ demo: $(VENV)/.core ## Fetch SmolLM2-135M, make it recursive, show the two side 
 	@$(BIN)/fathomlm demo
 
 test: $(VENV)/.dev ## Run the tests (2 cores, no GPU)
-	@$(BIN)/python -m pytest
+	@$(BIN)/python -m pytest -n 2 --dist worksteal
 
 test-slow: $(VENV)/.dev ## Run the tests marked slow
 	@$(BIN)/python -m pytest -m slow

@@ -28,7 +28,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "prefix": {"recursions": 2, "relax": "prefix"},
     "shared kv": {"recursions": 2, "kv": "share"},
 }
-NEW = 40
+NEW = 28
 
 
 def tiny(kind: str) -> FathomForCausalLM:
