@@ -38,7 +38,6 @@ from fathomlm.train.optim import build_optimizer
 from fathomlm.train.parallel import World
 from fathomlm.train.recipe import ExitRecipe, HardwareRecipe, LossRecipe, Recipe
 from fathomlm.train.schedule import LearningRate
-from fathomlm.train.setup import compile_layers
 
 CONTEXT = 2048
 SETTINGS: dict[str, tuple[int, int, Recompute]] = {
@@ -83,7 +82,7 @@ def measure(name: str, rows: int, micro: int, recompute: Recompute, seconds: flo
     decoder = Decoder(architecture, plan, relaxation)
     decoder.reset_parameters()
     decoder.to(device)
-    compile_layers(decoder)
+    decoder.compile_for_training()
     recipe = Recipe(precision="bf16", loss=loss)
     objective = Objective(decoder, loss, recompute=recompute)
     objective.compile_parts()

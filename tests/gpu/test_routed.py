@@ -11,7 +11,6 @@ from fathomlm.model.decoder import Decoder
 from fathomlm.model.route import RoutingTrace
 from fathomlm.train.objective import Objective
 from fathomlm.train.recipe import LossRecipe
-from fathomlm.train.setup import compile_layers
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 CUDA = "cuda"
@@ -61,7 +60,7 @@ def test_compiled_bfloat16_gradients_are_as_near_to_float32_as_eager_ones(kv: st
         return {name: p.grad.clone() for name, p in decoder.named_parameters() if p.grad is not None}
 
     exact, eager = gradients(narrow=False), gradients(narrow=True)
-    compile_layers(decoder)
+    decoder.compile_for_training()
     compiled = gradients(narrow=True)
     assert compiled.keys() == exact.keys()
     for name, wanted in exact.items():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -58,11 +59,7 @@ class HuggingFaceCheckpoint:
             names = [re.sub(r"\.attn\.[qkv]\.", ".attn.qkv.", name) for name in names]
         known = {hf_name(self._family, name) for name in names} | {hf_name(self._family, "head.weight")}
         more = sorted(name for name in set(self._shards.names()) - known if not COMPUTED.search(name))
-        if more:
-            raise UnsupportedModel(
-                f"{self._directory}: {len(more)} tensor(s) have no place in a {self._family.model_type} model here, "
-                f"the first is '{more[0]}'"
-            )
+        refuse_tensors(self._directory, self._family, more)
 
     def _split_qkv(self, name: str) -> torch.Tensor:
         """GPT-NeoX keeps q, k and v of each head together in one matrix; here they are three."""
@@ -71,6 +68,14 @@ class HuggingFaceCheckpoint:
         a = self._architecture
         by_head = fused.view(a.heads, 3, a.head_dim, *fused.shape[1:])
         return by_head[:, "qkv".index(which)].reshape(a.query_width, *fused.shape[1:]).contiguous()
+
+
+def refuse_tensors(directory: Path, family: Family, more: Sequence[str]) -> None:
+    """An error where a checkpoint has tensors (`more`, sorted) that a model of its family has no place for."""
+    if more:
+        raise UnsupportedModel(
+            f"{directory}: {len(more)} tensor(s) have no place in a {family.model_type} model here, the first is '{more[0]}'"
+        )
 
 
 def fuse_qkv(heads: int, *qkv: torch.Tensor) -> torch.Tensor:

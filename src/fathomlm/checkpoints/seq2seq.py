@@ -10,7 +10,7 @@ import torch
 
 from fathomlm.checkpoints.assemble import configure_seq2seq, fill, finish
 from fathomlm.checkpoints.families import SEQ2SEQ, family_for, hf_name
-from fathomlm.checkpoints.huggingface import architecture_from_config, read_config, read_tokenizer, tokens_of
+from fathomlm.checkpoints.huggingface import architecture_from_config, read_config, read_tokenizer, refuse_tensors, tokens_of
 from fathomlm.checkpoints.shards import INDEX, SINGLE, Shards
 from fathomlm.checkpoints.source import TokenIds, parameter_shapes
 from fathomlm.depth import Architecture, DepthPlan
@@ -92,11 +92,7 @@ class Seq2SeqCheckpoint:
         with torch.device("meta"):
             known |= {f"encoder.{name}" for name in build_encoder(self.encoder).state_dict()}
         known |= {*EMBEDDINGS, *NEVER_READ, "lm_head.weight"}
-        if more := sorted(set(self._shards.names()) - known):
-            raise UnsupportedModel(
-                f"{self._directory}: {len(more)} tensor(s) have no place in a {self._family.model_type} model here, "
-                f"the first is '{more[0]}'"
-            )
+        refuse_tensors(self._directory, self._family, sorted(set(self._shards.names()) - known))
 
 
 def load_seq2seq(base: Seq2SeqCheckpoint, dtype: torch.dtype | None, device: torch.device, where: str) -> FathomForSeq2SeqLM:

@@ -8,18 +8,16 @@ it was measured at; with another of either the threshold would mean nothing, so 
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from fathomlm.checkpoints.writing import whole_file
 from fathomlm.decode.exiting import Exiting
 from fathomlm.decode.full import generate
 from fathomlm.decode.prompts import Prompt
 from fathomlm.decode.rows import Generation
 from fathomlm.decode.sampling import Sampling
-from fathomlm.decode.threshold import ThresholdEstimator, ThresholdOptions
+from fathomlm.decode.threshold import ThresholdEstimator, ThresholdOptions, read_record, write_record
 from fathomlm.errors import CheckpointError, OptionError
 from fathomlm.model.seq2seq import FathomModel
 
@@ -50,17 +48,11 @@ class Calibration:
             "confidence": self.confidence,
             "estimator": self.estimator.to_dict(),
         }
-        with whole_file(path) as temporary:
-            temporary.write_text(json.dumps(record) + "\n", encoding="utf-8")
+        write_record(path, record)
 
     @classmethod
     def load(cls, path: Path) -> Calibration:
-        try:
-            record = json.loads(path.read_text(encoding="utf-8"))
-        except OSError as error:
-            raise CheckpointError(f"cannot read {path}: {error.strerror or error}") from error
-        except (ValueError, RecursionError) as error:
-            raise CheckpointError(f"{path} is no calibration: it is no JSON ({error})") from error
+        record = read_record(path, "is no calibration")
         names = {field.name for field in dataclasses.fields(cls)}
         if not isinstance(record, dict) or set(record) != names:
             raise CheckpointError(f"{path} is no calibration: it must have {', '.join(sorted(names))}")

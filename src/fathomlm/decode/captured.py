@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 import torch
 
 from fathomlm.decode.exiting import DEFAULT_STACK, Exiting
+from fathomlm.decode.judge import leaves
 from fathomlm.decode.recorded import RecordedSteps
 from fathomlm.errors import OptionError
 from fathomlm.model.decoder import Decoder
@@ -135,7 +136,7 @@ class CapturedDecoder:
         for number, layer in enumerate(exits):
             self.steps.run("segment", number)
             sure, token = self._tell(going)
-            if _leaves(sure, threshold):
+            if leaves(sure, threshold):
                 self.steps.run("copy", number)
                 return int(token), layer
         self.steps.run("segment", len(exits))
@@ -147,7 +148,7 @@ class CapturedDecoder:
             self.steps.run("shallow")
             waiting += 1
             sure, token = self._tell(going)
-            if not _leaves(sure, threshold):
+            if not leaves(sure, threshold):
                 self._choose_deep(going, waiting)
                 waiting = 0
                 continue
@@ -166,7 +167,7 @@ class CapturedDecoder:
             sure, token = self._tell(going)
             text, waiting = going.text, len(drafts) + 1
             drafts.append(int(token))
-            drafted = _leaves(sure, threshold)
+            drafted = leaves(sure, threshold)
             over = int(token) in going.ends or len(text.tokens) + len(drafts) == going.most
             if drafted and waiting < self.steps.max_stack and not over:
                 continue
@@ -270,7 +271,3 @@ class _Going:
         self.text.tokens.append(token)
         self.text.exit_layers.append(layer)
         self.on = token not in self.ends and len(self.text.tokens) < self.most
-
-
-def _leaves(sure: float, threshold: float) -> bool:
-    return threshold == 0 or sure > threshold

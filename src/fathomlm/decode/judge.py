@@ -59,6 +59,11 @@ class Judge:
         return Looked(after_R1M[:, -1], logits_RV, sure)
 
     def lets_go(self, confidence: float) -> bool:
-        """Whether a token leaves: above the threshold, and at threshold 0 always, even where the confidence is 0 too."""
+        """Whether a token leaves."""
         assert self.threshold is not None
-        return self.threshold == 0 or confidence > self.threshold
+        return leaves(confidence, self.threshold)
+
+
+def leaves(confidence: float, threshold: float) -> bool:
+    """A token leaves above the threshold, and at threshold 0 always, even where the confidence is 0 too."""
+    return threshold == 0 or confidence > threshold

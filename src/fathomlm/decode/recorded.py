@@ -31,8 +31,6 @@ from fathomlm.model.sight import Rows, Sights, gathered_sights
 
 WARM_UPS = 3
 """Runs of a step before it is recorded: kernels are chosen and compiled in them."""
-MOST_SHAPES = 64
-"""That a layer may be compiled for."""
 
 
 class RecordedSteps:
@@ -72,10 +70,8 @@ class RecordedSteps:
         self._pool: Any = None
         self._packed = decoder.pack_layers() if pack else None
         self._ask: Callable[[Tensor], tuple[Tensor, Tensor]] = choice_and_gap
-        if compile:  # each size of a deep pass is a shape of its own
-            torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, MOST_SHAPES)
-            for layer in (*decoder.layers, decoder.norm):
-                layer.compile(dynamic=False)
+        if compile:
+            decoder.compile_layers()
             self._ask = torch.compile(choice_and_gap, dynamic=False)
 
     def look_at(self, memory: Memory) -> None:

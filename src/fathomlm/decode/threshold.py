@@ -256,18 +256,11 @@ class ThresholdEstimator:
         return _read(cls, rest, where, options=ThresholdOptions, agree=Samples, disagree=Samples)
 
     def save(self, path: Path) -> None:
-        with whole_file(path) as temporary:
-            temporary.write_text(json.dumps(self.to_dict()) + "\n", encoding="utf-8")
+        write_record(path, self.to_dict())
 
     @classmethod
     def load(cls, path: Path) -> ThresholdEstimator:
-        try:
-            record = json.loads(path.read_text(encoding="utf-8"))
-        except OSError as error:
-            raise CheckpointError(f"cannot read {path}: {error.strerror or error}") from error
-        except (ValueError, RecursionError) as error:
-            raise CheckpointError(f"{path} is not a saved threshold estimator: it is no JSON ({error})") from error
-        return cls.from_dict(record, str(path))
+        return cls.from_dict(read_record(path, "is not a saved threshold estimator"), str(path))
 
     def _smallest(self) -> float:
         """The last value before the first, from 1.0 downwards, at which agreement is too unlikely; 0.0 where none is."""
@@ -290,6 +283,23 @@ class ThresholdEstimator:
             return (1.0 if log_odds >= 0 else small) / (1 + small)
 
         return posterior
+
+
+def write_record(path: Path, record: dict[str, Any]) -> None:
+    """A JSON file, whole or not at all."""
+    with whole_file(path) as temporary:
+        temporary.write_text(json.dumps(record) + "\n", encoding="utf-8")
+
+
+def read_record(path: Path, otherwise: str) -> object:
+    """What such a file holds; `otherwise` says what a file that is no JSON is not."""
+    try:
+        record: object = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise CheckpointError(f"cannot read {path}: {error.strerror or error}") from error
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} {otherwise}: it is no JSON ({error})") from error
+    return record
 
 
 def _read(kind: Callable[..., T], record: object, where: str, **parts: Callable[..., object]) -> T:

@@ -10,6 +10,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
+def split_heads(x_BTW: Tensor, head_dim: int) -> Tensor:
+    """What a projection gave, head by head: (B, heads, T, D)."""
+    return x_BTW.view(*x_BTW.shape[:-1], -1, head_dim).transpose(1, 2)
+
+
 def attention(q_BHTD: Tensor, k_BGSD: Tensor, v_BGSD: Tensor, *, scale: float, mask: Tensor | None, causal: bool) -> Tensor:
     """softmax(q k^T * scale) v. `mask` is boolean (B or 1, 1, T, S), True where a query may look; `causal` needs T = S."""
     B, H, T, D = q_BHTD.shape

@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fathomlm.kernels.attention import split_heads
 from fathomlm.kernels.half import inverse_rms, norm_backward
 from fathomlm.kernels.norm import rms_norm
 from fathomlm.kernels.rope import apply_rope
@@ -33,7 +34,7 @@ def plain_norm_qkv_rope(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """The meaning: x, which goes on down the stream, and heads (B, heads, T, D) of q and k rotated, of v as they are."""
     n_BTM = rms_norm(x_BTM, norm_M, eps, plus_one)
-    q, k, v = (_heads(F.linear(n_BTM, weight), head_dim) for weight in (q_WM, k_WM, v_WM))
+    q, k, v = (split_heads(F.linear(n_BTM, weight), head_dim) for weight in (q_WM, k_WM, v_WM))
     return x_BTM, apply_rope(q, cos, sin), apply_rope(k, cos, sin), v
 
 
@@ -102,10 +103,6 @@ def plain_unrotate_and_pack(d_q: Tensor, d_k: Tensor, d_v: Tensor, cos: Tensor, 
     turned = (d * cos + (d * sin).roll(half, -1) for d in (d_q, d_k))
     packed = torch.cat([d.transpose(1, 2).flatten(2) for d in (*turned, d_v)], dim=-1)
     return (packed * scale_N.view(*packed.shape[:2], 1)).to(d_q.dtype)
-
-
-def _heads(x_BTW: Tensor, head_dim: int) -> Tensor:
-    return x_BTW.view(*x_BTW.shape[:-1], -1, head_dim).transpose(1, 2)
 
 
 if triton is not None:

@@ -34,6 +34,10 @@ Recompute = Literal["none", "inner", "recursion", "layer"]
 activations, cheap to make; a compiled layer without relaxation does so, any other keeps them."""
 
 
+MOST_SHAPES = 64
+"""Of one layer in a run: recursions times the stairs of a capacity's warm-up, with gradients and without."""
+
+
 class Cache(Protocol):
     """What the decoder asks of a key-value cache."""
 
@@ -89,11 +93,16 @@ class Decoder(nn.Module):
         """By the index of a step, as exit heads are: from `exit_hidden` to one score, high where leaving is safe."""
         self._pack: Callable[[Block, torch.dtype], Packed] | None = None
 
-    def compile_for_training(self, backend: str = "inductor") -> None:
-        """Compile each layer for the shapes it is given: a run has few, one for each capacity of a router, and each is
-        worth its own code; a compiler that guesses at shapes to come makes slower code for all."""
+    def compile_layers(self, backend: str = "inductor") -> None:
+        """Compile each layer for the shapes it is given: a run has few, one for each capacity of a router or size of a pass,
+        and each is worth its own code; a compiler that guesses at shapes to come makes slower code for all."""
+        torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, MOST_SHAPES)
         for layer in (*self.layers, self.norm, *self.exit_adapters.values()):
             layer.compile(dynamic=False, backend=backend)
+
+    def compile_for_training(self, backend: str = "inductor") -> None:
+        """Compile all that a training pass runs."""
+        self.compile_layers(backend)
         self._pack = torch.compile(_pack, dynamic=False, backend=backend)
         if self.routers is not None:
             self.routers.compile_parts(backend)

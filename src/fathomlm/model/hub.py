@@ -102,25 +102,15 @@ DERIVED = (
 """Fields that follow from the architecture and the plan; what a file says of them is not read back."""
 
 
-class FathomForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
-    """A `Decoder` in Hugging Face clothes."""
+class Shell(PreTrainedModel):  # type: ignore[misc]
+    """What every model here shows of its decoder, in transformers' words."""
 
-    config_class = FathomConfig
-    base_model_prefix = "decoder"
+    config_class: type[FathomConfig] = FathomConfig
     main_input_name = "input_ids"
     _supports_sdpa = True
-    _no_split_modules = ("PreNormBlock", "SandwichBlock", "ParallelBlock")
-
-    def __init__(self, config: FathomConfig) -> None:
-        super().__init__(config)
-        self.decoder = Decoder(*config.build_parts(), **config.exit_fields)
-        self.tokenizer: Any | None = None
-        """The transformers tokenizer that came with the checkpoint; `save_pretrained` writes it beside the weights."""
-        self.post_init()
-        if self.plan.routing is not None:
-            self.config.use_cache = self.generation_config.use_cache = False
-        if self.decoder.embed.weight.device.type != "meta":
-            self.decoder.match_lengths()
+    decoder: Decoder
+    tokenizer: Any | None
+    """The transformers tokenizer that came with the checkpoint; `save_pretrained` writes it beside the weights."""
 
     @property
     def architecture(self) -> Architecture:
@@ -135,7 +125,8 @@ class FathomForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
         return self.decoder.relaxation
 
     def _init_weights(self, module: nn.Module) -> None:
-        """transformers asks this of each module that holds parameters directly and was not read from a file."""
+        """transformers asks this of each module that holds parameters directly and was not read from a file; an encoder's
+        are initialised by its own class."""
         reset_module(module, self.config.initializer_range)
 
     def get_input_embeddings(self) -> nn.Module:
@@ -146,6 +137,28 @@ class FathomForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
 
     def get_output_embeddings(self) -> nn.Module | None:
         return self.decoder.head
+
+    def save_pretrained(self, save_directory: str | Path, **kwargs: Any) -> None:
+        super().save_pretrained(save_directory, **kwargs)
+        if self.tokenizer is not None and kwargs.get("is_main_process", True):
+            self.tokenizer.save_pretrained(save_directory)
+
+
+class FathomForCausalLM(Shell, GenerationMixin):  # type: ignore[misc]
+    """A `Decoder` in Hugging Face clothes."""
+
+    base_model_prefix = "decoder"
+    _no_split_modules = ("PreNormBlock", "SandwichBlock", "ParallelBlock")
+
+    def __init__(self, config: FathomConfig) -> None:
+        super().__init__(config)
+        self.decoder = Decoder(*config.build_parts(), **config.exit_fields)
+        self.tokenizer = None
+        self.post_init()
+        if self.plan.routing is not None:
+            self.config.use_cache = self.generation_config.use_cache = False
+        if self.decoder.embed.weight.device.type != "meta":
+            self.decoder.match_lengths()
 
     def forward(
         self,
@@ -180,11 +193,6 @@ class FathomForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
         if labels is not None:
             loss = F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten(), ignore_index=-100)
         return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=past_key_values)
-
-    def save_pretrained(self, save_directory: str | Path, **kwargs: Any) -> None:
-        super().save_pretrained(save_directory, **kwargs)
-        if self.tokenizer is not None and kwargs.get("is_main_process", True):
-            self.tokenizer.save_pretrained(save_directory)
 
 
 class HubCache:

@@ -8,20 +8,19 @@ Shapes: B batch, S tokens of the source, T tokens of the target, M hidden width.
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForSeq2SeqLM, PreTrainedModel
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForSeq2SeqLM
 from transformers.modeling_outputs import Seq2SeqLMOutput
 
 from fathomlm.depth import Architecture, DepthPlan, Relaxation
 from fathomlm.errors import OptionError
-from fathomlm.model.decoder import Decoder, reset_module
+from fathomlm.model.decoder import Decoder
 from fathomlm.model.encoder import build_encoder, encoder_record
-from fathomlm.model.hub import FathomConfig, FathomForCausalLM
+from fathomlm.model.hub import FathomConfig, FathomForCausalLM, Shell
 from fathomlm.model.memory import Memory
 
 IGNORED_LABEL = -100
@@ -72,49 +71,21 @@ class FathomSeq2SeqConfig(FathomConfig):
         return architecture, plan, relaxation
 
 
-class FathomForSeq2SeqLM(PreTrainedModel):  # type: ignore[misc]
+class FathomForSeq2SeqLM(Shell):
     """A transformers encoder and a `Decoder` over its output; one embedding for both."""
 
     config_class = FathomSeq2SeqConfig
     base_model_prefix = "model"
-    main_input_name = "input_ids"
-    _supports_sdpa = True
     _no_split_modules = ("CrossBlock", "T5Block", "MT5Block", "LongT5Block")
 
     def __init__(self, config: FathomSeq2SeqConfig) -> None:
         super().__init__(config)
         self.encoder = build_encoder(config.encoder_config)
         self.decoder = Decoder(*config.build_parts(), **config.exit_fields)
-        self.tokenizer: Any | None = None
-        """The transformers tokenizer that came with the checkpoint; `save_pretrained` writes it beside the weights."""
+        self.tokenizer = None
         self.post_init()
         if self.decoder.embed.weight.device.type != "meta":
             self.decoder.match_lengths()
-
-    @property
-    def architecture(self) -> Architecture:
-        return self.decoder.architecture
-
-    @property
-    def plan(self) -> DepthPlan:
-        return self.decoder.plan
-
-    @property
-    def relaxation(self) -> Relaxation | None:
-        return self.decoder.relaxation
-
-    def _init_weights(self, module: nn.Module) -> None:
-        """For the decoder's modules; the encoder's are initialised by its own class."""
-        reset_module(module, self.config.initializer_range)
-
-    def get_input_embeddings(self) -> nn.Module:
-        return self.decoder.embed
-
-    def set_input_embeddings(self, value: nn.Embedding) -> None:
-        self.decoder.embed = value
-
-    def get_output_embeddings(self) -> nn.Module | None:
-        return self.decoder.head
 
     def encode(self, tokens_BS: Tensor, keep_BS: Tensor | None = None) -> Memory:
         """The encoder's output, for as many calls of the decoder as are wanted. `keep_BS` is False (or 0) at padding."""
@@ -160,11 +131,6 @@ class FathomForSeq2SeqLM(PreTrainedModel):  # type: ignore[misc]
         if labels is not None:
             loss = F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), ignore_index=IGNORED_LABEL)
         return Seq2SeqLMOutput(loss=loss, logits=logits, encoder_last_hidden_state=memory.states_BSM)
-
-    def save_pretrained(self, save_directory: str | Path, **kwargs: Any) -> None:
-        super().save_pretrained(save_directory, **kwargs)
-        if self.tokenizer is not None and kwargs.get("is_main_process", True):
-            self.tokenizer.save_pretrained(save_directory)
 
 
 FathomModel = FathomForCausalLM | FathomForSeq2SeqLM

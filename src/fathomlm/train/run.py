@@ -35,7 +35,6 @@ from fathomlm.train.setup import (
     as_the_model_reads,
     build_student,
     build_teacher,
-    compile_layers,
     describe_student,
     open_data,
 )
@@ -126,7 +125,7 @@ class Run:
         )
         if recipe.compile:
             for module in (decoder, *(() if self._teacher is None else (self._teacher.decoder,))):
-                compile_layers(module)
+                module.compile_for_training()
             self._objective.compile_parts()
         weights = sum(p.numel() for p in self._objective.parameters() if p.requires_grad)
         kind = choose_parallel(recipe.parallel, world, weights * state_bytes_per_weight(recipe.optimizer.kind))

@@ -19,7 +19,6 @@ from fathomlm.checkpoints.source import TokenIds, end_ids
 from fathomlm.depth import Architecture
 from fathomlm.depth.t5 import T5_FAMILIES, with_t5_traits
 from fathomlm.errors import DataError, OptionError
-from fathomlm.model.decoder import Decoder
 from fathomlm.model.hub import empty_model
 from fathomlm.model.seq2seq import FathomForSeq2SeqLM, FathomModel
 from fathomlm.train.budget import rows_per_step
@@ -37,8 +36,6 @@ from fathomlm.train.seq2seq import fresh_seq2seq, fresh_tokens, read_encoder, re
 AnyLoader = Loader | PairLoader | Seq2SeqLoader
 MOST_WIDTHS = 4
 """That pairs are padded to in a compiled run, of sources and of targets each; every pair of widths is a shape."""
-MOST_SHAPES = 64
-"""Of one layer in a run: recursions times the stairs of a capacity's warm-up, with gradients and without."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,12 +230,6 @@ def with_exits(
     kept where the model has them for that exit and rank, and fresh otherwise."""
     plan = model.plan.with_exits(exits)
     return replan(model, plan, exit_rank=rank, exit_adapter=adapter, exit_classifier=classifier, seed=seed)
-
-
-def compile_layers(decoder: Decoder) -> None:
-    """Compile what a training step runs, with room for all shapes of a run."""
-    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, MOST_SHAPES)
-    decoder.compile_for_training()
 
 
 def describe_student(student: FathomModel) -> str:

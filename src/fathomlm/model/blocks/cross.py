@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from fathomlm.cache import Entries
 from fathomlm.depth import Architecture
-from fathomlm.kernels.attention import attention
-from fathomlm.model.blocks.parts import Block, StepContext, build_norm
+from fathomlm.kernels.attention import attention, split_heads
+from fathomlm.model.blocks.parts import Block, StepContext, build_linear, build_norm
 
 
 class CrossAttention(nn.Module):
@@ -19,7 +19,7 @@ class CrossAttention(nn.Module):
     def __init__(self, architecture: Architecture) -> None:
         super().__init__()
         specs = [spec for spec in architecture.linears() if spec.name.startswith("cross_")]
-        self.q, self.k, self.v, self.o = (nn.Linear(spec.inputs, spec.outputs, bias=spec.bias) for spec in specs)
+        self.q, self.k, self.v, self.o = (build_linear(spec) for spec in specs)
         self.head_dim = architecture.head_dim
         self.scale = architecture.scale
 
@@ -36,8 +36,7 @@ class CrossAttention(nn.Module):
         return k, self._heads(step.project("cross_v", self.v, states_BSE))
 
     def _heads(self, x_BTW: Tensor) -> Tensor:
-        B, T, _ = x_BTW.shape
-        return x_BTW.view(B, T, -1, self.head_dim).transpose(1, 2)
+        return split_heads(x_BTW, self.head_dim)
 
 
 class CrossBlock(Block):

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from fathomlm.cache import Entries, StepKV
 from fathomlm.cache.dense import stack_prefix
 from fathomlm.depth import Architecture, LinearSpec
-from fathomlm.kernels.attention import attention
+from fathomlm.kernels.attention import attention, split_heads
 from fathomlm.kernels.half import folded, half_dtype, keeps_gradients
 from fathomlm.kernels.norm import RMSNorm
 from fathomlm.kernels.qkv import norm_qkv_rope
@@ -124,7 +124,7 @@ def build_norm(architecture: Architecture, width: int | None = None) -> nn.Modul
     return RMSNorm(width, architecture.norm_eps, plus_one=architecture.norm == "rms_plus_one")
 
 
-def _linear(spec: LinearSpec) -> nn.Linear:
+def build_linear(spec: LinearSpec) -> nn.Linear:
     return nn.Linear(spec.inputs, spec.outputs, bias=spec.bias)
 
 
@@ -134,7 +134,7 @@ class Attention(nn.Module):
     def __init__(self, architecture: Architecture) -> None:
         super().__init__()
         specs = {spec.name: spec for spec in architecture.linears()}
-        self.q, self.k, self.v, self.o = (_linear(specs[name]) for name in ("q", "k", "v", "o"))
+        self.q, self.k, self.v, self.o = (build_linear(specs[name]) for name in ("q", "k", "v", "o"))
         self.q_norm = build_norm(architecture, architecture.head_dim) if architecture.qk_norm else None
         self.k_norm = build_norm(architecture, architecture.head_dim) if architecture.qk_norm else None
         self.head_dim = architecture.head_dim
@@ -202,8 +202,7 @@ class Attention(nn.Module):
         return apply_rope(x_BHTD, step.cos, step.sin) if self.rotates else x_BHTD
 
     def _heads(self, x_BTW: Tensor) -> Tensor:
-        B, T, _ = x_BTW.shape
-        return x_BTW.view(B, T, -1, self.head_dim).transpose(1, 2)
+        return split_heads(x_BTW, self.head_dim)
 
     def _with_prefix(self, k: Tensor, v: Tensor, *, queries: int, step: StepContext) -> tuple[Tensor, Tensor, Tensor | None]:
         """Keys, values and mask with the step's prefix in front; every query sees all of the prefix."""
@@ -238,9 +237,9 @@ class FeedForward(nn.Module):
     def __init__(self, architecture: Architecture) -> None:
         super().__init__()
         specs = {spec.name: spec for spec in architecture.linears()}
-        self.gate = _linear(specs["gate"]) if architecture.gated else None
-        self.up = _linear(specs["up"])
-        self.down = _linear(specs["down"])
+        self.gate = build_linear(specs["gate"]) if architecture.gated else None
+        self.up = build_linear(specs["up"])
+        self.down = build_linear(specs["down"])
         self.activation = architecture.activation
         self.plain = architecture.gated and architecture.activation == "silu" and not architecture.mlp_bias
 
