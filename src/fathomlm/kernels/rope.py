@@ -14,9 +14,8 @@ from torch import Tensor
 from fathomlm.depth import Rope
 
 
-@lru_cache(maxsize=64)
 def frequencies(rope: Rope, rotary_dim: int, device: torch.device) -> Tensor:
-    """The R/2 angular frequencies, stretched as the checkpoint asks. A pure function of its arguments, hence cached."""
+    """The R/2 angular frequencies, stretched as the checkpoint asks."""
     exponent = torch.arange(0, rotary_dim, 2, dtype=torch.int64, device=device).float() / rotary_dim
     base = 1.0 / (rope.theta**exponent)
     if rope.scaling == "linear":
@@ -24,6 +23,10 @@ def frequencies(rope: Rope, rotary_dim: int, device: torch.device) -> Tensor:
     if rope.scaling == "llama3":
         return _llama3(base, rope)
     return base
+
+
+_cached_frequencies = lru_cache(maxsize=64)(frequencies)
+"""They are a pure function of their arguments. A compiler sees through a cache, and warns that it does."""
 
 
 def _llama3(base: Tensor, rope: Rope) -> Tensor:
@@ -42,7 +45,8 @@ def rope_table(rope: Rope, rotary_dim: int, positions_BT: Tensor, dtype: torch.d
 
     The first half of the sines is negated: with that, turning a pair is one roll and two products (`apply_rope`).
     """
-    angles = (positions_BT[..., None].float() * frequencies(rope, rotary_dim, positions_BT.device)).unsqueeze(1)
+    find = frequencies if torch.compiler.is_compiling() else _cached_frequencies
+    angles = (positions_BT[..., None].float() * find(rope, rotary_dim, positions_BT.device)).unsqueeze(1)
     cos, sin = angles.cos(), angles.sin()
     return torch.cat((cos, cos), dim=-1).to(dtype), torch.cat((-sin, sin), dim=-1).to(dtype)
 

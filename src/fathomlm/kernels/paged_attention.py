@@ -1,0 +1,213 @@
+"""Attention of decoding rows over entries in pages.
+
+Each row brings its own table of pages and its own number of entries. Nothing else tells rows apart: rows of different
+sequences, of different recursions (their tables differ), or of one sequence while its prompt is read (the same table, one
+entry more for each) share a call. Entry e of row n is in page table[n, e // page size], at e % page size.
+
+On a GPU a program takes one row and one key-value head with all query heads that share it, and goes through its entries
+once. Where rows are too few to fill the device, `splits` programs share the entries of each and a second kernel combines
+what they found. How many entries a row has is read on the device; programs beyond them end at once, so a recorded graph
+over a wide table costs what its rows need.
+
+Shapes: N rows, H query heads, G key-value heads, D head width, P pages of a table, E entries, S splits.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fathomlm.kernels.row_blocks import SMS
+from fathomlm.kernels.triton_here import tl, triton
+
+MAX_SPLITS, LEAST_ENTRIES = 32, 128
+"""The most programs that share a row's entries, and the fewest entries worth a program."""
+
+
+class AttentionBlocks(NamedTuple):
+    entries: int
+    """Entries of a row that a program takes at a time."""
+    warps: int = 4
+    stages: int = 3
+
+
+def attention_blocks(head_dim: int, size: int) -> AttentionBlocks:
+    """Keys and values of a tile take about 16 KB: three tiles on their way leave room for four programs on a
+    multiprocessor. In float32, where no tensor core helps, tiles are small enough for registers."""
+    if size >= 4:
+        return AttentionBlocks(16, warps=8 if head_dim > 64 else 4, stages=2)
+    return AttentionBlocks(max(16, min(128, 4096 // triton.next_power_of_2(head_dim))))
+
+
+def choose_splits(rows: int, groups: int, longest: int, sms: int = SMS) -> int:
+    """Programs to a row's entries: enough that rows and groups together give every multiprocessor two programs, but none
+    with fewer than `LEAST_ENTRIES` of the `longest` row."""
+    wanted = -(-2 * sms // max(rows * groups, 1))
+    return max(1, min(wanted, longest // LEAST_ENTRIES, MAX_SPLITS))
+
+
+def workspace_size(rows: int, heads: int, head_dim: int, splits: int) -> int:
+    """Float32 numbers that `splits` programs of every row leave for the second kernel."""
+    return rows * heads * splits * (head_dim + 2) if splits > 1 else 0
+
+
+def paged_attention(
+    q_NHD: Tensor, k_pages: Tensor, v_pages: Tensor, table_NP: Tensor, lengths_N: Tensor, scale: float,
+    window: int | None = None, splits: int = 1, workspace: Tensor | None = None,
+    k_scale: float = 1.0, v_scale: float = 1.0, out: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """softmax(q k^T * scale) v over each row's first `lengths_N` entries (N, H, D); zeros where it has none.
+
+    `window` counts entries, so it is for models whose every token leaves an entry: a row sees the last `window` of its own.
+    `workspace` is float32 of `workspace_size`, needed with `splits` (made on each call where it is not given). Pages in
+    float8 hold keys / k_scale and values / v_scale.
+    """
+    if triton is not None and q_NHD.is_cuda:
+        return _triton_paged_attention(
+            q_NHD, k_pages, v_pages, table_NP, lengths_N, scale, window, splits, workspace, k_scale, v_scale, out
+        )
+    return plain_paged_attention(
+        q_NHD, k_pages, v_pages, table_NP, lengths_N, scale, window, k_scale=k_scale, v_scale=v_scale, out=out
+    )
+
+
+def plain_paged_attention(
+    q_NHD: Tensor, k_pages: Tensor, v_pages: Tensor, table_NP: Tensor, lengths_N: Tensor, scale: float,
+    window: int | None = None, splits: int = 1, workspace: Tensor | None = None,
+    k_scale: float = 1.0, v_scale: float = 1.0, out: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """The meaning. `splits` and `workspace` change nothing here."""
+    (N, H, D), (size, G) = q_NHD.shape, k_pages.shape[1:3]
+    if not lengths_N.is_cuda:  # where asking costs nothing, pages that no row needs are left alone
+        table_NP = table_NP[:, : -(-int(lengths_N.max()) // size)]
+    entry_E = torch.arange(table_NP.shape[1] * size, device=q_NHD.device)
+    seen_NE = entry_E < lengths_N[:, None]
+    if window is not None:
+        seen_NE = seen_NE & (entry_E >= lengths_N[:, None] - window)
+    table_NP = torch.where(seen_NE.view(*table_NP.shape, size).any(-1), table_NP, 0)  # what is unseen may be anything
+    wide = torch.promote_types(q_NHD.dtype, torch.float32)
+    k, v = (
+        torch.where(seen_NE[..., None, None], pages[table_NP.long()].flatten(1, 2).to(wide) * by, 0.0)
+        for pages, by in ((k_pages, k_scale), (v_pages, v_scale))
+    )
+    scores = torch.einsum("ngrd,negd->ngre", q_NHD.view(N, G, H // G, D).to(wide), k) * scale
+    weights = scores.masked_fill(~seen_NE[:, None, None], -math.inf).softmax(-1).nan_to_num(0.0)
+    mixed = torch.einsum("ngre,negd->ngrd", weights, v).reshape(N, H, D).to(q_NHD.dtype)
+    return mixed if out is None else out.copy_(mixed)
+
+
+if triton is not None:
+
+    @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
+    def _shares(length, WINDOW: tl.constexpr, BLOCK: tl.constexpr, SPLITS: tl.constexpr):  # type: ignore[no-untyped-def]
+        """The first entry that a row's programs look at, and how many each takes: whole tiles, as even as can be."""
+        first = tl.maximum(length - WINDOW, 0) // BLOCK * BLOCK if WINDOW > 0 else 0
+        tiles = (length - first + BLOCK - 1) // BLOCK
+        return first, (tiles + SPLITS - 1) // SPLITS * BLOCK
+
+    @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
+    def _attention_kernel(  # type: ignore[no-untyped-def]
+        q_ptr, q_stride, k_ptr, v_ptr, table_ptr, table_stride, lengths_ptr, out_ptr, partial_ptr, extent_ptr,
+        score_scale, v_scale, H, G,
+        D: tl.constexpr, WIDE: tl.constexpr, PER_GROUP: tl.constexpr, HEADS: tl.constexpr, PAGE: tl.constexpr,
+        BLOCK: tl.constexpr, WINDOW: tl.constexpr, SPLITS: tl.constexpr,
+    ):  # fmt: skip
+        row, group, part = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
+        length = tl.load(lengths_ptr + row).to(tl.int32)
+        first, share = _shares(length, WINDOW, BLOCK, SPLITS)
+        start = first + part * share
+        end = tl.minimum(start + share, length)
+        if SPLITS > 1 and start >= end:
+            return
+        head, column = tl.arange(0, HEADS)[:, None], tl.arange(0, WIDE)[None, :]
+        whole: tl.constexpr = WIDE == D
+        here = head < PER_GROUP
+        if not whole:
+            here = here & (column < D)
+        q = tl.load(q_ptr + row * q_stride + (group * PER_GROUP + head) * D + column, mask=here, other=0.0)
+        table_ptr += row * table_stride
+        most = tl.full((HEADS,), float("-inf"), tl.float32)
+        weight = tl.zeros((HEADS,), tl.float32)
+        mixed = tl.zeros((HEADS, WIDE), tl.float32)
+        for at in range(start, end, BLOCK):
+            entry = at + tl.arange(0, BLOCK)
+            seen = entry < end
+            if WINDOW > 0:
+                seen = seen & (entry >= length - WINDOW)
+            page = tl.load(table_ptr + entry // PAGE, mask=seen, other=0).to(tl.int64)
+            place = ((page * PAGE + entry % PAGE) * G + group)[:, None] * D + column
+            there = seen[:, None] if whole else seen[:, None] & (column < D)
+            k = tl.load(k_ptr + place, mask=there, other=0.0).to(q.dtype)
+            v = tl.load(v_ptr + place, mask=there, other=0.0).to(q.dtype)
+            scores = tl.dot(q, tl.trans(k), input_precision="ieee") * score_scale
+            scores = tl.where(seen[None, :], scores, float("-inf"))
+            higher = tl.maximum(most, tl.max(scores, 1))  # never -inf: every tile has an entry that is seen
+            shrink = tl.exp2(most - higher)
+            p = tl.exp2(scores - higher[:, None])
+            weight = weight * shrink + tl.sum(p, 1)
+            mixed = tl.dot(p.to(q.dtype), v, mixed * shrink[:, None], input_precision="ieee")
+            most = higher
+        at_head = row * H + group * PER_GROUP + head
+        if SPLITS == 1:
+            mixed = mixed * (v_scale / tl.where(weight > 0, weight, 1.0))[:, None]
+            tl.store(out_ptr + at_head * D + column, mixed.to(out_ptr.dtype.element_ty), mask=here)
+        else:
+            at_head = at_head * SPLITS + part
+            tl.store(partial_ptr + at_head * D + column, mixed, mask=here)
+            tl.store(extent_ptr + 2 * at_head, most[:, None], mask=head < PER_GROUP)
+            tl.store(extent_ptr + 2 * at_head + 1, weight[:, None], mask=head < PER_GROUP)
+
+    @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
+    def _combine_kernel(  # type: ignore[no-untyped-def]
+        partial_ptr, extent_ptr, lengths_ptr, out_ptr, v_scale, H,
+        D: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr, WINDOW: tl.constexpr, SPLITS: tl.constexpr,
+        PARTS: tl.constexpr,
+    ):  # fmt: skip
+        """What the programs of one row and head found, put together. Those that had nothing to do wrote nothing."""
+        row = tl.program_id(0).to(tl.int64)
+        length = tl.load(lengths_ptr + row).to(tl.int32)
+        first, share = _shares(length, WINDOW, BLOCK, SPLITS)
+        at_head = row * H + tl.program_id(1)
+        part, column = tl.arange(0, PARTS), tl.arange(0, WIDE)
+        worked = (part < SPLITS) & (first + part * share < length)
+        at = at_head * SPLITS + part
+        most = tl.load(extent_ptr + 2 * at, mask=worked, other=float("-inf"))
+        weight = tl.load(extent_ptr + 2 * at + 1, mask=worked, other=0.0)
+        highest = tl.max(tl.where(length > 0, most, 0.0), 0)
+        shrink = tl.exp2(most - highest)
+        whole = tl.sum(weight * shrink, 0)
+        there = worked[:, None] & (column < D)[None, :]
+        mixed = tl.load(partial_ptr + at[:, None] * D + column[None, :], mask=there, other=0.0)
+        mixed = tl.sum(mixed * shrink[:, None], 0) * (v_scale / tl.where(whole > 0, whole, 1.0))
+        tl.store(out_ptr + at_head * D + column, mixed.to(out_ptr.dtype.element_ty), mask=column < D)
+
+    def _triton_paged_attention(
+        q_NHD: Tensor, k_pages: Tensor, v_pages: Tensor, table_NP: Tensor, lengths_N: Tensor, scale: float,
+        window: int | None = None, splits: int = 1, workspace: Tensor | None = None,
+        k_scale: float = 1.0, v_scale: float = 1.0, out: Tensor | None = None, blocks: AttentionBlocks | None = None,
+    ) -> Tensor:  # fmt: skip
+        (N, H, D), (page, G) = q_NHD.shape, k_pages.shape[1:3]
+        out = torch.empty_like(q_NHD, memory_format=torch.contiguous_format) if out is None else out
+        size = workspace_size(N, H, D, splits)
+        if workspace is None:
+            workspace = torch.empty(size, dtype=torch.float32, device=q_NHD.device)
+        assert workspace.numel() >= size, "the workspace is for fewer rows, heads or splits"
+        assert all(t.is_contiguous() for t in (k_pages, v_pages, lengths_N, out, workspace, q_NHD[0]))
+        assert table_NP.stride(1) == 1 or table_NP.shape[1] == 1
+        b = blocks or attention_blocks(D, q_NHD.element_size())
+        wide, extent = max(16, triton.next_power_of_2(D)), workspace[N * H * splits * D :]
+        shared = {"D": D, "WIDE": wide, "BLOCK": b.entries, "WINDOW": window or 0, "SPLITS": splits}
+        _attention_kernel[(N, G, splits)](
+            q_NHD, q_NHD.stride(0), k_pages, v_pages, table_NP, table_NP.stride(0), lengths_N, out, workspace, extent,
+            scale * k_scale * math.log2(math.e), v_scale, H, G, PER_GROUP=H // G,
+            HEADS=max(16, triton.next_power_of_2(H // G)), PAGE=page, **shared, num_warps=b.warps, num_stages=b.stages,
+        )  # fmt: skip
+        if splits > 1:
+            parts = triton.next_power_of_2(splits)
+            _combine_kernel[(N, H)](
+                workspace, extent, lengths_N, out, v_scale, H, **shared, PARTS=parts, num_warps=2
+            )  # fmt: skip
+        return out

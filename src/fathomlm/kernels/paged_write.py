@@ -1,0 +1,97 @@
+"""Writing keys and values into pages.
+
+Pages are (pages, page size, G, D), one tensor for keys and one for values. An entry's place is its slot,
+page x page size + place in it; rows with a negative slot have nothing to keep.
+
+The plain twin cannot leave rows out without knowing how many there are, which on a GPU means to wait. It sends them to the
+very last slot instead: a pool has one page more than it hands out, the last one, and nobody reads it.
+
+Shapes: N rows, G key-value heads, D head width.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fathomlm.kernels.triton_here import tl, triton
+
+BLOCK, WARPS = 512, 4
+"""Entries that a program copies at once, and its warps."""
+FLOAT8 = torch.float8_e4m3fn
+LARGEST_FLOAT8 = 448.0
+
+
+def write_entries(
+    k_NGD: Tensor, v_NGD: Tensor, k_pages: Tensor, v_pages: Tensor, slots_N: Tensor,
+    k_scale: float = 1.0, v_scale: float = 1.0,
+) -> None:  # fmt: skip
+    """Each row's keys and values to its slot. Pages in float8 hold k / k_scale and v / v_scale, as near as they can."""
+    if triton is not None and k_NGD.is_cuda:
+        _triton_write_entries(k_NGD, v_NGD, k_pages, v_pages, slots_N, k_scale, v_scale)
+    else:
+        plain_write_entries(k_NGD, v_NGD, k_pages, v_pages, slots_N, k_scale, v_scale)
+
+
+def plain_write_entries(
+    k_NGD: Tensor, v_NGD: Tensor, k_pages: Tensor, v_pages: Tensor, slots_N: Tensor,
+    k_scale: float = 1.0, v_scale: float = 1.0,
+) -> None:  # fmt: skip
+    """The meaning. Rows with a negative slot go to the last slot of the last page."""
+    slots = k_pages.shape[0] * k_pages.shape[1]
+    at_N = torch.where(slots_N >= 0, slots_N, slots - 1).long()
+    for new_NGD, pages, scale in ((k_NGD, k_pages, k_scale), (v_NGD, v_pages, v_scale)):
+        new_NGD = _narrowed(new_NGD, pages.dtype, scale)
+        if pages.dtype == FLOAT8:  # torch does not index these; their bytes it does
+            new_NGD, pages = new_NGD.view(torch.uint8), pages.view(torch.uint8)
+        pages.view(slots, *pages.shape[2:]).index_copy_(0, at_N, new_NGD)
+
+
+def _narrowed(new: Tensor, dtype: torch.dtype, scale: float) -> Tensor:
+    if dtype != FLOAT8:
+        return new.to(dtype)
+    wide = new.to(torch.promote_types(new.dtype, torch.float32))
+    return (wide / scale).clamp(-LARGEST_FLOAT8, LARGEST_FLOAT8).to(dtype)
+
+
+def copy_page(pages: Tensor, source: int, target: int) -> None:
+    """One page's entries into another, in every layer of (..., pages, page size, G, D)."""
+    pages.select(-4, target).copy_(pages.select(-4, source))
+
+
+if triton is not None:
+
+    @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
+    def narrow_entry(new, scale, kind: tl.constexpr, LARGEST: tl.constexpr):  # type: ignore[no-untyped-def]
+        """Float32 numbers as pages hold them."""
+        if kind == tl.float8e4nv:
+            new = tl.minimum(tl.maximum(new / scale, -LARGEST), LARGEST)
+        return new.to(kind)
+
+    @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
+    def _write_kernel(  # type: ignore[no-untyped-def]
+        k_ptr, k_stride, v_ptr, v_stride, k_pages_ptr, v_pages_ptr, slots_ptr, k_scale, v_scale,
+        WIDTH: tl.constexpr, BLOCK: tl.constexpr, LARGEST: tl.constexpr,
+    ):  # fmt: skip
+        row = tl.program_id(0).to(tl.int64)
+        slot = tl.load(slots_ptr + row).to(tl.int64)
+        at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+        here = (at < WIDTH) & (slot >= 0)
+        k = tl.load(k_ptr + row * k_stride + at, mask=here, other=0.0).to(tl.float32)
+        v = tl.load(v_ptr + row * v_stride + at, mask=here, other=0.0).to(tl.float32)
+        kind: tl.constexpr = k_pages_ptr.dtype.element_ty
+        tl.store(k_pages_ptr + slot * WIDTH + at, narrow_entry(k, k_scale, kind, LARGEST), mask=here)
+        tl.store(v_pages_ptr + slot * WIDTH + at, narrow_entry(v, v_scale, kind, LARGEST), mask=here)
+
+    def _triton_write_entries(
+        k_NGD: Tensor, v_NGD: Tensor, k_pages: Tensor, v_pages: Tensor, slots_N: Tensor,
+        k_scale: float = 1.0, v_scale: float = 1.0,
+    ) -> None:  # fmt: skip
+        N, G, D = k_NGD.shape
+        k_NW, v_NW = k_NGD.reshape(N, G * D), v_NGD.reshape(N, G * D)
+        assert all(t.is_contiguous() for t in (k_pages, v_pages, slots_N))
+        assert k_NW.stride(1) == v_NW.stride(1) == 1
+        _write_kernel[(N, triton.cdiv(G * D, BLOCK))](
+            k_NW, k_NW.stride(0), v_NW, v_NW.stride(0), k_pages, v_pages, slots_N, k_scale, v_scale,
+            WIDTH=G * D, BLOCK=BLOCK, LARGEST=LARGEST_FLOAT8, num_warps=WARPS,
+        )  # fmt: skip

@@ -1,0 +1,273 @@
+"""Products of decoding rows with weights, each with what stands around it: a norm in front, a gate, the residual stream.
+
+A row is one token of one sequence. With few rows a product is bound by reading its weight once, and every kernel more costs
+a launch and a trip of the rows through memory, so the neighbours of a product are computed in it. A norm's weight is folded
+into the weight behind it (`half.folded`); what is left of the norm is a number for each row, which a program finds in the
+tiles of x that it multiplies anyway. Launch settings come from `row_blocks`. All outputs can be given (`out`), and nothing
+here waits for the device, so calls can be recorded in a graph, once one call before has compiled the kernel.
+
+Shapes: N rows, M hidden width, W output width, I inner width, K input width of a product.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fathomlm.kernels.half import inverse_rms
+from fathomlm.kernels.row_blocks import MAX_SPLIT, Blocks, product_blocks, row_block, share_of
+from fathomlm.kernels.swiglu import swiglu
+from fathomlm.kernels.triton_here import tl, triton
+
+
+class SplitSpace(NamedTuple):
+    """Scratch for `add_linear`, where several programs share one sum. One serves any number of calls that do not run at the
+    same time: each leaves `arrived` as it was found."""
+
+    partial: Tensor
+    """Sums of shares, float32."""
+    arrived: Tensor
+    """How many programs of a tile are done, int32, all zero between calls."""
+
+    @staticmethod
+    def build(rows: int, width: int, device: torch.device | str) -> SplitSpace:
+        """Enough for outputs of up to `rows` x `width`, whatever the split."""
+        tall = -(-rows // row_block(rows)) * row_block(rows)
+        tiles = tall // 16 * -(-width // 16)
+        partial = torch.empty(MAX_SPLIT * tall * (width + 128), dtype=torch.float32, device=device)
+        return SplitSpace(partial, torch.zeros(tiles, dtype=torch.int32, device=device))
+
+
+def norm_linear(
+    x_NM: Tensor,
+    weight_WM: Tensor,
+    eps: float,
+    scale: bool = True,
+    out_dtype: torch.dtype | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """s (x @ weight^T), s = 1 / rms(x) for each row, or 1 without `scale`: (N, W), in `out_dtype`, by itself x's own."""
+    if triton is not None and x_NM.is_cuda:
+        return _triton_norm_linear(x_NM, weight_WM, eps, scale, out_dtype, out)
+    return plain_norm_linear(x_NM, weight_WM, eps, scale, out_dtype, out)
+
+
+def plain_norm_linear(
+    x_NM: Tensor,
+    weight_WM: Tensor,
+    eps: float,
+    scale: bool = True,
+    out_dtype: torch.dtype | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """The meaning."""
+    product_NW = F.linear(x_NM, weight_WM)
+    if scale:
+        product_NW = product_NW * inverse_rms(x_NM, eps)
+    return _given(out, product_NW, out_dtype or x_NM.dtype)
+
+
+def norm_gated(x_NM: Tensor, both_2IM: Tensor, eps: float, out: Tensor | None = None) -> Tensor:
+    """silu(gate) * up (N, I): the upper half of s (x @ both^T) and its lower half, s = 1 / rms(x) for each row."""
+    if triton is not None and x_NM.is_cuda:
+        return _triton_norm_gated(x_NM, both_2IM, eps, out)
+    return plain_norm_gated(x_NM, both_2IM, eps, out)
+
+
+def plain_norm_gated(x_NM: Tensor, both_2IM: Tensor, eps: float, out: Tensor | None = None) -> Tensor:
+    """The meaning."""
+    return _given(out, swiglu(F.linear(x_NM, both_2IM), inverse_rms(x_NM, eps)), x_NM.dtype)
+
+
+def add_linear(
+    stream_NM: Tensor, x_NK: Tensor, weight_MK: Tensor, out: Tensor | None = None, space: SplitSpace | None = None
+) -> Tensor:
+    """stream + x @ weight^T. `out` may be the stream itself, but must not overlap x. The same input gives the same bits:
+    where programs share a sum, whichever comes last adds the shares in order. Without `space` each call makes its own."""
+    if triton is not None and x_NK.is_cuda:
+        return _triton_add_linear(stream_NM, x_NK, weight_MK, out, space)
+    return plain_add_linear(stream_NM, x_NK, weight_MK, out)
+
+
+def plain_add_linear(stream_NM: Tensor, x_NK: Tensor, weight_MK: Tensor, out: Tensor | None = None) -> Tensor:
+    """The meaning."""
+    return _given(out, stream_NM + F.linear(x_NK, weight_MK), stream_NM.dtype)
+
+
+def _given(out: Tensor | None, result: Tensor, dtype: torch.dtype) -> Tensor:
+    return result.to(dtype) if out is None else out.copy_(result)
+
+
+if triton is not None:
+
+    @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
+    def row_product(  # type: ignore[no-untyped-def]
+        x_ptr, x_stride, weight_ptr, row, here, weight_row, first,
+        DEPTH: tl.constexpr, SHARE: tl.constexpr, BLOCK: tl.constexpr, NORM: tl.constexpr, KEEP: tl.constexpr,
+    ):  # fmt: skip
+        """Rows of x that are `here` times rows of a weight, summed over SHARE entries from `first` on, in float32; with
+        NORM also each row's sum of squares. KEEP: other programs read the same weight rows, so they should stay in the
+        cache. (Triton 3.6 drops that hint for loads it pipelines.)"""
+        k = first + tl.arange(0, BLOCK)
+        here = here[:, None]
+        x_at = x_ptr + row[:, None] * x_stride + k[None, :]
+        w_at = weight_ptr + weight_row.to(tl.int64)[:, None] * DEPTH + k[None, :]
+        total = tl.zeros((row.shape[0], weight_row.shape[0]), tl.float32)
+        squares = tl.zeros((row.shape[0], BLOCK), tl.float32)
+        policy: tl.constexpr = "" if KEEP else "evict_first"
+        for at in range(0, SHARE, BLOCK):
+            if SHARE % BLOCK == 0 and DEPTH % SHARE == 0:
+                x = tl.load(x_at + at, mask=here, other=0.0, eviction_policy="evict_last")
+                w = tl.load(w_at + at, eviction_policy=policy)
+            else:
+                inside = ((k + at < first + SHARE) & (k + at < DEPTH))[None, :]
+                x = tl.load(x_at + at, mask=here & inside, other=0.0, eviction_policy="evict_last")
+                w = tl.load(w_at + at, mask=inside, other=0.0, eviction_policy=policy)
+            total = tl.dot(x, tl.trans(w), total, input_precision="ieee")
+            if NORM:
+                wide = x.to(tl.float32)
+                squares += wide * wide
+        return total, tl.sum(squares, 1)
+
+    @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
+    def row_scale(squares, eps, DEPTH: tl.constexpr):  # type: ignore[no-untyped-def]
+        return tl.rsqrt(squares / DEPTH + eps)[:, None]
+
+    @triton.jit(do_not_specialize=["rows"])  # type: ignore[untyped-decorator,unused-ignore]
+    def _norm_linear_kernel(  # type: ignore[no-untyped-def]
+        x_ptr, x_stride, weight_ptr, out_ptr, out_stride, rows, width, eps,
+        DEPTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
+        NORM: tl.constexpr, KEEP: tl.constexpr,
+    ):  # fmt: skip
+        row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+        column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+        total, squares = row_product(
+            x_ptr, x_stride, weight_ptr, row, row < rows, tl.minimum(column, width - 1), 0, DEPTH, DEPTH, BLOCK, NORM, KEEP
+        )
+        if NORM:
+            total *= row_scale(squares, eps, DEPTH)
+        here = (row < rows)[:, None] & (column < width)[None, :]
+        at = row.to(tl.int64)[:, None] * out_stride + column[None, :]
+        tl.store(out_ptr + at, total.to(out_ptr.dtype.element_ty), mask=here)
+
+    @triton.jit(do_not_specialize=["rows"])  # type: ignore[untyped-decorator,unused-ignore]
+    def _norm_gated_kernel(  # type: ignore[no-untyped-def]
+        x_ptr, x_stride, weight_ptr, out_ptr, out_stride, rows, width, eps,
+        DEPTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr, KEEP: tl.constexpr,
+    ):  # fmt: skip
+        row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+        # Gate and up of a column are neighbours in the tile, so that both come out in one thread.
+        tile = tl.arange(0, 2 * COLUMNS)
+        weight_row = tl.minimum(tl.program_id(1) * COLUMNS + tile // 2, width - 1) + tile % 2 * width
+        total, squares = row_product(
+            x_ptr, x_stride, weight_ptr, row, row < rows, weight_row, 0, DEPTH, DEPTH, BLOCK, True, KEEP
+        )
+        total *= row_scale(squares, eps, DEPTH)
+        gate, up = tl.split(tl.reshape(total, (ROWS, COLUMNS, 2)))
+        column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+        here = (row < rows)[:, None] & (column < width)[None, :]
+        inner = gate * tl.sigmoid(gate) * up
+        tl.store(out_ptr + row[:, None] * out_stride + column[None, :], inner.to(out_ptr.dtype.element_ty), mask=here)
+
+    @triton.jit(do_not_specialize=["rows"])  # type: ignore[untyped-decorator,unused-ignore]
+    def _add_linear_kernel(  # type: ignore[no-untyped-def]
+        stream_ptr, stream_stride, x_ptr, x_stride, weight_ptr, out_ptr, out_stride, partial_ptr, arrived_ptr, rows, width,
+        DEPTH: tl.constexpr, SHARE: tl.constexpr, SPLIT: tl.constexpr,
+        ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr, KEEP: tl.constexpr,
+    ):  # fmt: skip
+        row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+        column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+        here = (row < rows)[:, None] & (column < width)[None, :]
+        total, _ = row_product(
+            x_ptr, x_stride, weight_ptr, row, row < rows, tl.minimum(column, width - 1), tl.program_id(2) * SHARE,
+            DEPTH, SHARE, BLOCK, False, KEEP,
+        )  # fmt: skip
+        if SPLIT > 1:
+            tile = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
+            inside = tl.arange(0, ROWS)[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+            tile_ptr = partial_ptr + tile * SPLIT * ROWS * COLUMNS + inside
+            tl.store(tile_ptr + tl.program_id(2) * ROWS * COLUMNS, total)
+            tl.debug_barrier()  # all threads have stored before one of them says so
+            last = tl.atomic_add(arrived_ptr + tile, 1, sem="acq_rel") == SPLIT - 1
+            if last:
+                total = tl.zeros((ROWS, COLUMNS), tl.float32)
+                for share in tl.static_range(SPLIT):  # past the first-level cache, which does not see other programs
+                    total += tl.load(tile_ptr + share * ROWS * COLUMNS, cache_modifier=".cg")
+                tl.store(arrived_ptr + tile, 0)
+            here = here & last
+        stream = tl.load(stream_ptr + row[:, None] * stream_stride + column[None, :], mask=here, other=0.0)
+        out = (stream.to(tl.float32) + total).to(out_ptr.dtype.element_ty)
+        tl.store(out_ptr + row[:, None] * out_stride + column[None, :], out, mask=here)
+
+    def _triton_norm_linear(
+        x_NM: Tensor,
+        weight_WM: Tensor,
+        eps: float,
+        scale: bool = True,
+        out_dtype: torch.dtype | None = None,
+        out: Tensor | None = None,
+        blocks: Blocks | None = None,
+    ) -> Tensor:
+        (N, M), W = x_NM.shape, weight_WM.shape[0]
+        if out is None:
+            out = x_NM.new_empty(N, W, dtype=out_dtype or x_NM.dtype)
+        check_rows(weight_WM, x_NM, out)
+        b = blocks or product_blocks(N, W, M, weight_WM.element_size())
+        tall = row_block(N)
+        grid = (triton.cdiv(N, tall), triton.cdiv(W, b.columns))
+        _norm_linear_kernel[grid](
+            x_NM, x_NM.stride(0), weight_WM, out, out.stride(0), N, W, eps, DEPTH=M, ROWS=tall, COLUMNS=b.columns,
+            BLOCK=b.depth, NORM=scale, KEEP=grid[0] > 1, num_warps=b.warps, num_stages=b.stages,
+        )  # fmt: skip
+        return out
+
+    def _triton_norm_gated(
+        x_NM: Tensor, both_2IM: Tensor, eps: float, out: Tensor | None = None, blocks: Blocks | None = None
+    ) -> Tensor:
+        (N, M), width = x_NM.shape, both_2IM.shape[0] // 2
+        out = x_NM.new_empty(N, width) if out is None else out
+        check_rows(both_2IM, x_NM, out)
+        b = blocks or product_blocks(N, width, M, both_2IM.element_size(), weights=2)
+        tall = row_block(N)
+        grid = (triton.cdiv(N, tall), triton.cdiv(width, b.columns))
+        _norm_gated_kernel[grid](
+            x_NM, x_NM.stride(0), both_2IM, out, out.stride(0), N, width, eps, DEPTH=M, ROWS=tall, COLUMNS=b.columns,
+            BLOCK=b.depth, KEEP=grid[0] > 1, num_warps=b.warps, num_stages=b.stages,
+        )  # fmt: skip
+        return out
+
+    def _triton_add_linear(
+        stream_NM: Tensor,
+        x_NK: Tensor,
+        weight_MK: Tensor,
+        out: Tensor | None = None,
+        space: SplitSpace | None = None,
+        blocks: Blocks | None = None,
+    ) -> Tensor:
+        (N, M), K = stream_NM.shape, x_NK.shape[1]
+        out = torch.empty_like(stream_NM) if out is None else out
+        check_rows(weight_MK, x_NK, out, stream_NM)
+        b = blocks or product_blocks(N, M, K, weight_MK.element_size(), splits=True)
+        tall, share = row_block(N), share_of(K, b.split)
+        grid = (triton.cdiv(N, tall), triton.cdiv(M, b.columns), triton.cdiv(K, share))
+        if space is None:
+            space = SplitSpace.build(N if grid[2] > 1 else 0, M, x_NK.device)
+        assert grid[2] == 1 or (
+            space.partial.numel() >= grid[0] * grid[1] * grid[2] * tall * b.columns
+            and space.arrived.numel() >= grid[0] * grid[1]
+        ), "the scratch is for fewer rows or a narrower stream"
+        _add_linear_kernel[grid](
+            stream_NM, stream_NM.stride(0), x_NK, x_NK.stride(0), weight_MK, out, out.stride(0), *space, N, M,
+            DEPTH=K, SHARE=share, SPLIT=grid[2], ROWS=tall, COLUMNS=b.columns, BLOCK=b.depth, KEEP=grid[0] > 1,
+            num_warps=b.warps, num_stages=b.stages,
+        )  # fmt: skip
+        return out
+
+    def check_rows(weight: Tensor, x: Tensor, *others: Tensor) -> None:
+        """Kernels step through rows by their strides, and through everything else as if it lay in one piece."""
+        assert weight.is_contiguous()
+        assert weight.dtype == x.dtype
+        assert all(t.stride(-1) == 1 for t in (x, *others))

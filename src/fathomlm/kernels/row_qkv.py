@@ -1,0 +1,131 @@
+"""The entrance of attention for decoding rows: norm, queries, keys and values in one product, rotated, and the keys and
+values written where they will be looked for.
+
+One kernel: a program computes pairs (i, i + D/2) of one head for its rows, so that it can turn them before anything leaves
+it. Pages are those of `paged_attention`; where a row's entry goes is its slot.
+
+Shapes: N rows, M hidden width, H query heads, G key-value heads, D head width, W = (H + 2 G) x D.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fathomlm.kernels.half import inverse_rms
+from fathomlm.kernels.paged_write import LARGEST_FLOAT8, plain_write_entries
+from fathomlm.kernels.rope import apply_rope
+from fathomlm.kernels.row_blocks import Blocks, product_blocks, row_block
+from fathomlm.kernels.triton_here import tl, triton
+
+if triton is not None:
+    from fathomlm.kernels.paged_write import narrow_entry
+    from fathomlm.kernels.row_linear import check_rows, row_product, row_scale
+
+
+def norm_qkv_rope_write(
+    x_NM: Tensor, qkv_WM: Tensor, eps: float, heads: int, groups: int, cos_ND: Tensor, sin_ND: Tensor,
+    k_pages: Tensor, v_pages: Tensor, slots_N: Tensor, k_scale: float = 1.0, v_scale: float = 1.0,
+    out: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """Queries (N, H, D) of s (x @ qkv^T), s = 1 / rms(x) for each row, rotated by each row's cosines and sines
+    (`rope.rope_table`, over whole heads). Keys, rotated too, and values go to `slots_N` of pages
+    (pages, page size, G, D): slot = page x page size + place in it; a row with a negative slot writes nothing, except that
+    the plain twin may write to the last page (`paged_write`). Pages in float8 hold k / k_scale and v / v_scale.
+
+    With no groups, queries alone are computed, for steps that look at another step's entries.
+    """
+    if triton is not None and x_NM.is_cuda:
+        return _triton_norm_qkv_rope_write(
+            x_NM, qkv_WM, eps, heads, groups, cos_ND, sin_ND, k_pages, v_pages, slots_N, k_scale, v_scale, out
+        )
+    return plain_norm_qkv_rope_write(
+        x_NM, qkv_WM, eps, heads, groups, cos_ND, sin_ND, k_pages, v_pages, slots_N, k_scale, v_scale, out
+    )
+
+
+def plain_norm_qkv_rope_write(
+    x_NM: Tensor, qkv_WM: Tensor, eps: float, heads: int, groups: int, cos_ND: Tensor, sin_ND: Tensor,
+    k_pages: Tensor, v_pages: Tensor, slots_N: Tensor, k_scale: float = 1.0, v_scale: float = 1.0,
+    out: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """The meaning."""
+    D = cos_ND.shape[-1]
+    product_NHD = (F.linear(x_NM, qkv_WM) * inverse_rms(x_NM, eps)).view(x_NM.shape[0], -1, D)
+    q, k, v = torch.split(product_NHD, [heads, groups, groups], dim=1)
+    q, k = (apply_rope(part, cos_ND[:, None], sin_ND[:, None]) for part in (q, k))
+    if groups > 0:
+        plain_write_entries(k, v, k_pages, v_pages, slots_N, k_scale, v_scale)
+    return q.to(x_NM.dtype) if out is None else out.copy_(q)
+
+
+if triton is not None:
+
+    @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
+    def _put(out_ptr, at, low, high, scale, here, HALF: tl.constexpr, LARGEST: tl.constexpr):  # type: ignore[no-untyped-def]
+        """Both halves of a head, the second HALF entries behind the first."""
+        kind: tl.constexpr = out_ptr.dtype.element_ty
+        tl.store(out_ptr + at, narrow_entry(low, scale, kind, LARGEST), mask=here)
+        tl.store(out_ptr + at + HALF, narrow_entry(high, scale, kind, LARGEST), mask=here)
+
+    @triton.jit(do_not_specialize=["rows"])  # type: ignore[untyped-decorator,unused-ignore]
+    def _norm_qkv_kernel(  # type: ignore[no-untyped-def]
+        x_ptr, x_stride, weight_ptr, cos_ptr, cos_stride, sin_ptr, sin_stride, q_ptr, k_ptr, v_ptr, slots_ptr,
+        rows, eps, k_scale, v_scale, H, G,
+        DEPTH: tl.constexpr, HALF: tl.constexpr, ROWS: tl.constexpr, PAIRS: tl.constexpr, BLOCK: tl.constexpr,
+        KEEP: tl.constexpr, LARGEST: tl.constexpr,
+    ):  # fmt: skip
+        row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+        parts: tl.constexpr = (HALF + PAIRS - 1) // PAIRS
+        head, first = tl.program_id(1) // parts, tl.program_id(1) % parts * PAIRS
+        # The two of a pair are neighbours in the tile, so that both come out in one thread.
+        tile = tl.arange(0, 2 * PAIRS)
+        weight_row = head * 2 * HALF + tl.minimum(first + tile // 2, HALF - 1) + tile % 2 * HALF
+        total, squares = row_product(
+            x_ptr, x_stride, weight_ptr, row, row < rows, weight_row, 0, DEPTH, DEPTH, BLOCK, True, KEEP
+        )
+        total *= row_scale(squares, eps, DEPTH)
+        low, high = tl.split(tl.reshape(total, (ROWS, PAIRS, 2)))
+        pair = (first + tl.arange(0, PAIRS))[None, :]
+        here = (row < rows)[:, None] & (pair < HALF)
+        if head < H + G:
+            cos_at = cos_ptr + row[:, None] * cos_stride + pair
+            sin_at = sin_ptr + row[:, None] * sin_stride + pair
+            cos_low = tl.load(cos_at, mask=here, other=0.0).to(tl.float32)
+            sin_low = tl.load(sin_at, mask=here, other=0.0).to(tl.float32)
+            cos_high = tl.load(cos_at + HALF, mask=here, other=0.0).to(tl.float32)
+            sin_high = tl.load(sin_at + HALF, mask=here, other=0.0).to(tl.float32)
+            turned = low * cos_low + high * sin_low
+            high = high * cos_high + low * sin_high
+            low = turned
+        if head < H:
+            _put(q_ptr, (row[:, None] * H + head) * 2 * HALF + pair, low, high, 1.0, here, HALF, LARGEST)
+        else:
+            slot = tl.load(slots_ptr + row, mask=row < rows, other=-1).to(tl.int64)[:, None]
+            here = here & (slot >= 0)
+            if head < H + G:
+                _put(k_ptr, (slot * G + head - H) * 2 * HALF + pair, low, high, k_scale, here, HALF, LARGEST)
+            else:
+                _put(v_ptr, (slot * G + head - H - G) * 2 * HALF + pair, low, high, v_scale, here, HALF, LARGEST)
+
+    def _triton_norm_qkv_rope_write(
+        x_NM: Tensor, qkv_WM: Tensor, eps: float, heads: int, groups: int, cos_ND: Tensor, sin_ND: Tensor,
+        k_pages: Tensor, v_pages: Tensor, slots_N: Tensor, k_scale: float = 1.0, v_scale: float = 1.0,
+        out: Tensor | None = None, blocks: Blocks | None = None,
+    ) -> Tensor:  # fmt: skip
+        (N, M), D = x_NM.shape, cos_ND.shape[-1]
+        out = x_NM.new_empty(N, heads, D) if out is None else out
+        check_rows(qkv_WM, x_NM, cos_ND, sin_ND)
+        assert all(t.is_contiguous() for t in (out, k_pages, v_pages, slots_N))
+        assert qkv_WM.shape[0] == (heads + 2 * groups) * D
+        b = blocks or product_blocks(N, qkv_WM.shape[0] // 2, M, qkv_WM.element_size(), weights=2)
+        pairs = min(b.columns, max(8, triton.next_power_of_2(D // 2)))
+        tall = row_block(N)
+        grid = (triton.cdiv(N, tall), (heads + 2 * groups) * triton.cdiv(D // 2, pairs))
+        _norm_qkv_kernel[grid](
+            x_NM, x_NM.stride(0), qkv_WM, cos_ND, cos_ND.stride(0), sin_ND, sin_ND.stride(0), out, k_pages, v_pages, slots_N,
+            N, eps, k_scale, v_scale, heads, groups, DEPTH=M, HALF=D // 2, ROWS=tall, PAIRS=pairs, BLOCK=b.depth,
+            KEEP=grid[0] > 1, LARGEST=LARGEST_FLOAT8, num_warps=b.warps, num_stages=b.stages,
+        )  # fmt: skip
+        return out

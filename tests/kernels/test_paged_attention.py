@@ -1,0 +1,97 @@
+"""Attention over pages against a loop over rows and heads in float64; pages lie in no order, with NaN around the entries."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from fathomlm.kernels import paged_attention as module
+from fathomlm.kernels.paged_attention import choose_splits, paged_attention, workspace_size
+from fathomlm.kernels.paged_write import FLOAT8
+from kernels.row_cases import Pages, randoms
+
+PAGE = 4
+LENGTHS = [0, 1, PAGE - 1, PAGE, PAGE + 1, 4 * PAGE, 4 * PAGE + 1, 13]
+
+
+def one_row(q_HD: Tensor, pages: Pages, row: int, scale: float, window: int | None) -> Tensor:
+    """Entry by entry, head by head."""
+    length, (H, D), G = int(pages.lengths[row]), q_HD.shape, pages.k.shape[2]
+    first = 0 if window is None else max(0, length - window)
+    out = torch.zeros(H, D, dtype=q_HD.dtype)
+    at = [(int(pages.table[row, e // PAGE]), e % PAGE) for e in range(first, length)]
+    for head in range(H if at else 0):
+        group = head // (H // G)
+        keys, values = (torch.stack([t[page, place, group] for page, place in at]) for t in (pages.k, pages.v))
+        scores = [math.exp(float(q_HD[head] @ key) * scale) for key in keys]
+        out[head] = sum(score * value for score, value in zip(scores, values, strict=True)) / sum(scores)
+    return out
+
+
+@pytest.mark.parametrize(("heads", "groups"), [(6, 1), (6, 2), (3, 3)])
+@pytest.mark.parametrize("window", [None, 1, 2, 5, 100])
+def test_rows_see_their_own_entries(heads: int, groups: int, window: int | None) -> None:
+    random = randoms(dtype=torch.float64)
+    q, pages = random(len(LENGTHS), heads, 5), Pages.build(random, LENGTHS, groups, 5, PAGE)
+    found = paged_attention(q, *pages, 0.4, window=window)
+    wanted = torch.stack([one_row(q[row], pages, row, 0.4, window) for row in range(len(LENGTHS))])
+    torch.testing.assert_close(found, wanted)
+    assert not found[0].any()
+
+
+def test_one_row_without_entries() -> None:
+    random = randoms()
+    pages = Pages.build(random, [0], 1, 4, PAGE)
+    assert torch.equal(paged_attention(random(1, 2, 4), *pages, 1.0), torch.zeros(1, 2, 4))
+
+
+def test_rows_of_one_sequence_are_causal_attention() -> None:
+    """While a prompt is read, its rows bring the same table and one entry more each."""
+    random = randoms(dtype=torch.float64)
+    pages = Pages.build(random, [11], 2, 8, PAGE)
+    q = random(11, 4, 8)
+    together = Pages(pages.k, pages.v, pages.table.expand(11, -1), torch.arange(1, 12, dtype=torch.int32))
+    at = torch.tensor([[int(pages.table[0, e // PAGE]), e % PAGE] for e in range(11)])
+    k, v = (t[at[:, 0], at[:, 1]].transpose(0, 1).repeat_interleave(2, dim=0) for t in (pages.k, pages.v))
+    wanted = torch.nn.functional.scaled_dot_product_attention(q.transpose(0, 1), k, v, is_causal=True, scale=0.4)
+    torch.testing.assert_close(paged_attention(q, *together, 0.4), wanted.transpose(0, 1))
+
+
+def test_where_pages_lie_changes_nothing() -> None:
+    random = randoms()
+    q, pages = random(3, 4, 8), Pages.build(random, [9, 4, 17], 2, 8, PAGE)
+    order = torch.randperm(pages.k.shape[0], generator=torch.Generator().manual_seed(9))
+    known = pages.table < pages.k.shape[0]
+    table = torch.where(known, order.argsort().int()[pages.table.where(known, 0).long()], pages.table).int()
+    moved = Pages(pages.k[order], pages.v[order], table, pages.lengths)
+    assert torch.equal(paged_attention(q, *pages, 0.5), paged_attention(q, *moved, 0.5))
+
+
+def test_float8_pages_and_a_given_output() -> None:
+    random = randoms()
+    q, pages = random(2, 4, 8), Pages.build(random, [7, 12], 2, 8, PAGE)
+    k, v = pages.k.nan_to_num().to(FLOAT8), pages.v.nan_to_num().to(FLOAT8)
+    out = torch.full_like(q, torch.nan)
+    found = paged_attention(q, k, v, pages.table, pages.lengths, 0.5, k_scale=0.25, v_scale=3.0, out=out)
+    assert found is out
+    wide = paged_attention(q, k.float() * 0.25, v.float() * 3.0, pages.table, pages.lengths, 0.5)
+    torch.testing.assert_close(out, wide)
+
+
+@pytest.mark.parametrize("rows", [1, 3, 32, 64, 512])
+@pytest.mark.parametrize("groups", [1, 5, 32])
+@pytest.mark.parametrize("longest", [1, 127, 128, 2048, 131072])
+def test_splits(rows: int, groups: int, longest: int) -> None:
+    splits = choose_splits(rows, groups, longest, sms=132)
+    assert 1 <= splits <= module.MAX_SPLITS
+    assert splits == 1 or longest // splits >= module.LEAST_ENTRIES
+    assert splits == 1 or rows * groups * (splits - 1) < 2 * 132
+    assert splits == module.MAX_SPLITS or longest < 2 * 128 * splits or rows * groups * splits >= 2 * 132
+
+
+def test_sizes_of_workspaces() -> None:
+    assert workspace_size(3, 15, 64, 1) == 0
+    assert workspace_size(3, 15, 64, 4) == 3 * 15 * 4 * 66

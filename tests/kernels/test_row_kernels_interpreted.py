@@ -1,0 +1,161 @@
+"""The kernels for decoding rows, run by Triton's interpreter, mean what their plain twins mean.
+
+Runs where Triton is installed and interprets (`TRITON_INTERPRET=1`). In float32, which the interpreter computes as it is.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+import torch
+
+from fathomlm.kernels import grouped_lora, paged_attention, paged_write, row_linear, row_qkv
+from fathomlm.kernels.row_blocks import Blocks, share_of
+from fathomlm.kernels.triton_here import triton
+from kernels.row_cases import Pages, angles, randoms, some_slots
+
+pytestmark = pytest.mark.skipif(
+    triton is None or os.environ.get("TRITON_INTERPRET") != "1", reason="needs Triton with TRITON_INTERPRET=1"
+)
+
+
+@pytest.fixture(autouse=True)
+def numbers_from_arrays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton 3.6's interpreter takes loop bounds from arrays of one entry, which numpy 2.4 no longer turns into numbers."""
+    from triton.runtime import interpreter
+
+    patch = interpreter._patch_lang_tensor
+
+    def patched(tensor: Any, scope: Any) -> None:
+        patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
+
+    monkeypatch.setattr(interpreter, "_patch_lang_tensor", patched)
+
+
+NEAR = {"rtol": 1e-5, "atol": 1e-5}
+
+
+@pytest.mark.parametrize("rows", [1, 17, 70])
+@pytest.mark.parametrize("scale", [True, False])
+def test_norm_linear(rows: int, scale: bool) -> None:
+    random = randoms()
+    x, weight = random(rows, 72), random(37, 72, std=0.2)
+    for blocks in (None, Blocks(16, 64), Blocks(16, 128)):
+        fast = row_linear._triton_norm_linear(x, weight, 1e-2, scale, torch.float64, blocks=blocks)
+        assert fast.dtype == torch.float64
+        torch.testing.assert_close(fast.float(), row_linear.plain_norm_linear(x, weight, 1e-2, scale), **NEAR)
+
+
+def test_rows_may_be_views_of_wider_ones() -> None:
+    random = randoms()
+    wide, weight, out = random(5, 100), random(20, 64), torch.full((5, 33), 7.0)
+    row_linear._triton_norm_linear(wide[:, 16:80], weight, 1e-5, out=out[:, :20])
+    torch.testing.assert_close(out[:, :20], row_linear.plain_norm_linear(wide[:, 16:80], weight, 1e-5), **NEAR)
+    assert (out[:, 20:] == 7.0).all()
+
+
+@pytest.mark.parametrize("rows", [1, 17, 70])
+def test_norm_gated(rows: int) -> None:
+    random = randoms()
+    x, both = random(rows, 72), random(2 * 21, 72, std=0.2)
+    for blocks in (None, Blocks(8, 64), Blocks(32, 32)):
+        fast = row_linear._triton_norm_gated(x, both, 1e-5, blocks=blocks)
+        torch.testing.assert_close(fast, row_linear.plain_norm_gated(x, both, 1e-5), **NEAR)
+
+
+@pytest.mark.parametrize("rows", [1, 17, 70])
+@pytest.mark.parametrize("split", [1, 2, 3])
+def test_add_linear(rows: int, split: int) -> None:
+    random = randoms()
+    stream, x, weight = random(rows, 37), random(rows, 200), random(37, 200, std=0.1)
+    wanted = row_linear.plain_add_linear(stream, x, weight)
+    space = row_linear.SplitSpace.build(rows, 37, "cpu")
+    for given in (space, space, None):  # the second call finds the scratch as the first left it
+        fast = row_linear._triton_add_linear(stream, x, weight, None, given, Blocks(16, 32, split=split))
+        torch.testing.assert_close(fast, wanted, **NEAR)
+    assert not space.arrived.any()
+    assert share_of(200, split) * split >= 200
+    row_linear._triton_add_linear(stream, x, weight, stream, space, Blocks(16, 32, split=split))
+    torch.testing.assert_close(stream, wanted, **NEAR)
+
+
+@pytest.mark.parametrize(("heads", "groups", "head_dim"), [(3, 1, 16), (2, 2, 24), (4, 2, 64), (3, 0, 16)])
+@pytest.mark.parametrize("rows", [1, 19])
+def test_norm_qkv_rope_write(rows: int, heads: int, groups: int, head_dim: int) -> None:
+    random = randoms()
+    x, qkv = random(rows, 72), random((heads + 2 * groups) * head_dim, 72, std=0.2)
+    cos, sin = angles(random, rows, head_dim)
+    slots = some_slots(rows, 28)
+    ours, theirs = ([torch.zeros(8, 4, groups, head_dim) for _ in range(2)] for _ in range(2))
+    fast = row_qkv._triton_norm_qkv_rope_write(x, qkv, 1e-5, heads, groups, cos, sin, *ours, slots)
+    slow = row_qkv.plain_norm_qkv_rope_write(x, qkv, 1e-5, heads, groups, cos, sin, *theirs, slots)
+    torch.testing.assert_close(fast, slow, **NEAR)
+    for one, other in zip(ours, theirs, strict=True):
+        assert not one[7].any()
+        torch.testing.assert_close(one[:7], other[:7], **NEAR)
+
+
+def test_entries_in_float8() -> None:
+    """Numbers that float8 can hold, since the interpreter does not round to it as a GPU does."""
+    random, slots = randoms(), some_slots(6, 12)
+    k, v = (random(6, 2, 20).to(paged_write.FLOAT8).float() * scale for scale in (0.5, 2.0))
+    k[0, 0, :2] = torch.tensor([1e4, -1e4])
+    ours, theirs = ([torch.zeros(4, 4, 2, 20).to(paged_write.FLOAT8) for _ in range(2)] for _ in range(2))
+    paged_write._triton_write_entries(k, v, *ours, slots, 0.5, 2.0)
+    paged_write.plain_write_entries(k, v, *theirs, slots, 0.5, 2.0)
+    for one, other in zip(ours, theirs, strict=True):
+        assert torch.equal(one[:3].float(), other[:3].float())
+        assert one.float().any()
+
+
+@pytest.mark.parametrize("width", [20, 400])
+def test_write_entries(width: int) -> None:
+    random, slots = randoms(), some_slots(6, 12)
+    k, v = random(6, 3 * width).view(6, 3, width), random(6, 3, width)
+    ours, theirs = ([torch.zeros(4, 4, 3, width) for _ in range(2)] for _ in range(2))
+    paged_write._triton_write_entries(k, v, *ours, slots)
+    paged_write.plain_write_entries(k, v, *theirs, slots)
+    for one, other in zip(ours, theirs, strict=True):
+        assert torch.equal(one[:3], other[:3])
+        assert not one[3].any()
+
+
+@pytest.mark.parametrize(("heads", "groups", "head_dim"), [(6, 2, 16), (3, 3, 20), (20, 1, 16)])
+@pytest.mark.parametrize(("splits", "window"), [(1, None), (3, None), (1, 5), (3, 20)])
+def test_paged_attention(heads: int, groups: int, head_dim: int, splits: int, window: int | None) -> None:
+    random = randoms()
+    lengths = [0, 1, 8, 9, 70, 33]
+    q, pages = random(len(lengths), heads, head_dim), Pages.build(random, lengths, groups, head_dim, page=8)
+    wanted = paged_attention.plain_paged_attention(q, *pages, 0.3, window)
+    workspace = torch.full((paged_attention.workspace_size(6, heads, head_dim, splits),), torch.nan)
+    for entries in (16, 32):
+        blocks = paged_attention.AttentionBlocks(entries)
+        fast = paged_attention._triton_paged_attention(q, *pages, 0.3, window, splits, workspace, blocks=blocks)
+        torch.testing.assert_close(fast, wanted, **NEAR)
+    assert not fast[0].any()
+
+
+def test_paged_attention_over_float8() -> None:
+    random = randoms()
+    q, pages = random(2, 4, 16), Pages.build(random, [9, 30], 2, 16, page=8)
+    narrow = [t.nan_to_num().to(paged_write.FLOAT8) for t in pages[:2]]
+    for splits in (1, 2):
+        fast = paged_attention._triton_paged_attention(
+            q, *narrow, *pages[2:], 0.3, splits=splits, k_scale=0.25, v_scale=3.0
+        )  # fmt: skip
+        wanted = paged_attention.plain_paged_attention(q, *narrow, *pages[2:], 0.3, k_scale=0.25, v_scale=3.0)
+        torch.testing.assert_close(fast, wanted, **NEAR)
+
+
+@pytest.mark.parametrize("rank", [1, 20, 40])
+def test_add_grouped_lora(rank: int) -> None:
+    random = randoms()
+    x, out, depth = random(7, 300), random(7, 70), torch.tensor([2, 0, -1, 1, 2, 0, -1])
+    a, b = random(3, rank, 300, std=0.1), random(3, 70, rank, std=0.1)
+    wanted = grouped_lora.plain_add_grouped_lora(out.clone(), x, a, b, depth, 0.5)
+    found = grouped_lora._triton_add_grouped_lora(out, x, a, b, depth, 0.5)
+    assert found is out
+    torch.testing.assert_close(out, wanted, **NEAR)
