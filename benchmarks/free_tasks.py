@@ -45,12 +45,13 @@ TRANSLATION = Task(
                 "family": "t5", "layers": 12, "hidden": 512, "intermediate": 1024, "heads": 8, "gated": True,
                 "tied_embeddings": True, "vocab": 8192,
             },
-            "encoder": {"layers": 6, "dropout": 0.1},
+            "encoder": {"layers": 6, "dropout": 0.2},
         },
         "data": {"source_length": 64, "target_length": 64},
-        "budget": {"epochs": 30},
+        "budget": {"epochs": 10},
+        "checkpoint": {"every": 227},
         "batch": {"sequences": 256, "micro": 256},
-        "optimizer": {"lr": 1e-3, "weight_decay": 0.01},
+        "optimizer": {"lr": 3e-4, "weight_decay": 0.01},
         "schedule": {"warmup": 0.1},
     },
     exit_layer=3,
@@ -158,7 +159,7 @@ def recipe_of(args: argparse.Namespace, name: str, kind: str) -> Record:
         "compile": cuda,
         "device": args.device,
         "evaluate": {"every": 0, "rows": 256},
-        "checkpoint": {"every": 10**6, "keep": 1, "best": False},
+        "checkpoint": {"every": 10**6, "keep": 1, "best": True} | recipe.get("checkpoint", {}),
         "log": {"every": 20, "tensorboard": False},
     }
 
@@ -199,7 +200,7 @@ class Decoding:
         task = self.task = TASKS[name]
         device = "cuda" if torch.cuda.is_available() else "cpu"
         dtype = "bfloat16" if device == "cuda" else "float32"
-        self.model = fathomlm.load(Path(args.work) / f"{name}-{kind}" / "last", dtype, device)
+        self.model = fathomlm.load(Path(args.work) / f"{name}-{kind}" / "best", dtype, device)
         tokenizer = self.model.tokenizer
         self.seq2seq = isinstance(self.model, FathomForSeq2SeqLM)
         self.ends = {*end_tokens(self.model), separator_id(tokenizer, None)}

@@ -66,13 +66,17 @@ class RecordedSteps:
         self._states_KM = torch.zeros(max_stack, decoder.architecture.hidden, device=self._device, dtype=self._dtype)
         self._slots_K, self._deep_choices_K = self._whole(max_stack), self._whole(max_stack)
         self._told = torch.zeros(2, dtype=torch.float64, device=self._device)
+        self._heard = torch.zeros(2, dtype=torch.float64, pin_memory=self._device.type == "cuda")
+        self._done = torch.cuda.Event() if self._device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self._recorded: dict[tuple[str, int, bool], Callable[[], None]] = {}
         self._pool: Any = None
         self._packed = decoder.pack_layers() if pack else None
-        self._ask: Callable[[Tensor], tuple[Tensor, Tensor]] = choice_and_gap
+        self._settle: Callable[[Tensor, Tensor, Tensor], None] = settle
+        self._look: Callable[..., Sights] = gathered_sights
         if compile:
             decoder.compile_layers()
-            self._ask = torch.compile(choice_and_gap, dynamic=False)
+            self._settle = torch.compile(settle, dynamic=False)
+            self._look = torch.compile(gathered_sights, dynamic=False)
 
     def look_at(self, memory: Memory) -> None:
         """Put an encoder's output, of one row, where the recorded work looks. Its keys and values are made here, once."""
@@ -137,6 +141,7 @@ class RecordedSteps:
         if choose:
             self._choice.copy_(choices_N.index_select(0, self._count))
             self._told[1:].copy_(self._choice)
+            self._tell_host()
         self._slots_K.fill_(self.cache.scratch)
         self._count.fill_(-1)
 
@@ -151,19 +156,19 @@ class RecordedSteps:
         self._count.add_(1)
 
     def _conclude(self, logits_1V: Tensor) -> None:
-        choice_1, sure_1 = self._ask(logits_1V)
-        self._choice.copy_(choice_1)
-        self._told[:1].copy_(sure_1)
-        self._told[1:].copy_(choice_1)
+        self._settle(logits_1V, self._choice, self._told)
+        self._tell_host()
+
+    def _tell_host(self) -> None:
+        """A part of the recorded work: what the host is waiting for is there when the step ends."""
+        self._heard.copy_(self._told, non_blocking=True)
 
     def _pass(self, x_1NM: Tensor, steps: Sequence[Step], slots_N: Tensor) -> Tensor:
         self.cache.focus(slots_N)
         return self.decoder.run_steps(x_1NM, steps, self._sights(steps, slots_N), self.cache, self._packed)
 
     def _sights(self, steps: Sequence[Step], slots_N: Tensor) -> Sights:
-        return gathered_sights(
-            self.decoder.architecture, steps, self._rows, self._dtype, slots_N[None], keys_BK=self._keys_1S
-        )
+        return self._look(self.decoder.architecture, steps, self._rows, self._dtype, slots_N[None], keys_BK=self._keys_1S)
 
     # Recording and replaying.
 
@@ -212,10 +217,14 @@ class RecordedSteps:
     def run(self, kind: str, size: int = 0, choose: bool = False) -> None:
         """Start a recorded step; a GPU may still be busy with it afterwards."""
         self._recorded[kind, size, choose]()
+        if self._done is not None:
+            self._done.record()
 
     def tell(self) -> list[float]:
         """Waits for the step: how sure it was, and its choice."""
-        told: list[float] = self._told.tolist()
+        if self._done is not None:
+            self._done.synchronize()
+        told: list[float] = self._heard.tolist()
         return told
 
     def read(self, prompt: Sequence[int], shallow: bool) -> None:
@@ -271,6 +280,14 @@ def choice_and_gap(logits_NV: Tensor) -> tuple[Tensor, Tensor]:
     choice_N = logits_NV.argmax(-1)
     others_NV = chances_NV.scatter(-1, choice_N[:, None], 0.0)
     return choice_N, chances_NV.amax(-1) - others_NV.amax(-1)
+
+
+def settle(logits_1V: Tensor, choice_1: Tensor, told_2: Tensor) -> None:
+    """Write `choice_and_gap` where the next step and the host find them; compiled, that is one pass over the scores."""
+    found_1, sure_1 = choice_and_gap(logits_1V)
+    choice_1.copy_(found_1)
+    told_2[:1].copy_(sure_1)
+    told_2[1:].copy_(found_1)
 
 
 @contextmanager
