@@ -1,0 +1,45 @@
+"""`fathomlm eval [KIND] MODEL`: how good a model is. A kind is a file beside this one, named in `KINDS`."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import importlib
+from pathlib import Path
+
+HELP = "measure how good a model is"
+DESCRIPTION = (
+    "Measures how good MODEL is: at answering (tasks), at predicting text (ppl), at writing texts (generate). The word "
+    "tasks may be left out: `fathomlm eval MODEL --tasks hellaswag`. The result is a table, or with --json one JSON object; "
+    "progress goes to standard error."
+)
+EPILOG = "`fathomlm eval KIND --help` lists the options of a kind."
+DEFAULT_KIND = "tasks"
+KINDS = {"tasks": "fathomlm.cli.eval_tasks", "ppl": "fathomlm.cli.eval_ppl", "generate": "fathomlm.cli.eval_generate"}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.usage = "%(prog)s [-h] [KIND] MODEL ..."
+    parser.epilog = EPILOG
+    kinds = parser.add_subparsers(
+        dest="kind", metavar="KIND", required=True, parser_class=type(parser), prog=parser.prog, title="kinds"
+    )
+    for kind, name in KINDS.items():
+        module = importlib.import_module(name)
+        sub = kinds.add_parser(kind, help=module.HELP, description=module.DESCRIPTION)
+        module.add_arguments(sub)
+        sub.set_defaults(evaluate=module.run)
+
+
+def run(args: argparse.Namespace) -> int:
+    return int(args.evaluate(args))
+
+
+def with_kind(words: list[str]) -> list[str]:
+    """What was typed behind `eval`, with the kind that nobody has to type. A first word that is nearly a kind, with another
+    behind it, is a slip and no model."""
+    if not words or words[0] in (*KINDS, "-h", "--help"):
+        return words
+    two = len(words) > 1 and not words[0].startswith("-") and not words[1].startswith("-")
+    slip = two and bool(difflib.get_close_matches(words[0], KINDS, n=1)) and not Path(words[0]).exists()
+    return words if slip else [DEFAULT_KIND, *words]
