@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 from transformers import GenerationConfig
 
@@ -21,7 +20,7 @@ from fathomlm.checkpoints.assemble import Tick
 from fathomlm.checkpoints.families import family_for, hf_name
 from fathomlm.checkpoints.huggingface import fuse_qkv
 from fathomlm.checkpoints.resolve import dtype_name
-from fathomlm.checkpoints.shards import INDEX, SINGLE
+from fathomlm.checkpoints.shards import SHARD_BYTES, write_shards
 from fathomlm.checkpoints.source import layer_parameter_shapes
 from fathomlm.checkpoints.writing import check_room, whole_directory
 from fathomlm.depth import Architecture, DepthPlan, Step
@@ -35,7 +34,7 @@ def export(
     out: str | Path,
     *,
     force: bool = False,
-    shard_bytes: int = 4_000_000_000,
+    shard_bytes: int = SHARD_BYTES,
     on_layer: Tick | None = None,
 ) -> Path:
     """Write `model` unrolled into the directory `out`, and return it."""
@@ -57,7 +56,7 @@ def export(
     _check_one_shape(model)
     check_room(out, _bytes(unrolled, dtype) + sum(p.numel() * p.element_size() for p in encoder))
     with whole_directory(out, force) as directory:
-        _write_shards(directory, _tensors(model, on_layer), shard_bytes)
+        write_shards(directory, _tensors(model, on_layer), shard_bytes)
         config = _config(model, unrolled)
         (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         _generation_config(model).save_pretrained(directory)
@@ -155,40 +154,6 @@ def _fuse(tensors: dict[str, Tensor], heads: int) -> dict[str, Tensor]:
         if f"attn.q.{end}" in tensors:
             rest[f"attn.qkv.{end}"] = fuse_qkv(heads, *(tensors[f"attn.{which}.{end}"] for which in "qkv"))
     return rest
-
-
-def _write_shards(directory: Path, tensors: Iterator[tuple[str, Tensor]], limit: int) -> None:
-    """Files of at most `limit` bytes, held one at a time, with an index where there are several."""
-    where: dict[str, str] = {}
-    total = held = 0
-    batch: dict[str, Tensor] = {}
-    files: list[Path] = []
-
-    def flush() -> None:
-        file = directory / f"shard-{len(files):05d}.safetensors"
-        save_file(batch, file, metadata={"format": "pt"})
-        where.update(dict.fromkeys(batch, file.name))
-        files.append(file)
-        batch.clear()
-
-    for name, tensor in tensors:
-        size = tensor.numel() * tensor.element_size()
-        if batch and held + size > limit:
-            flush()
-            held = 0
-        # A copy, because tied layers are one storage here and each needs its own place in the file.
-        batch[name] = tensor.detach().to("cpu", copy=True).contiguous()
-        held += size
-        total += size
-    flush()
-    if len(files) == 1:
-        files[0].rename(directory / SINGLE)
-        return
-    final = {f.name: f"model-{i + 1:05d}-of-{len(files):05d}.safetensors" for i, f in enumerate(files)}
-    for file in files:
-        file.rename(directory / final[file.name])
-    index = {"metadata": {"total_size": total}, "weight_map": {name: final[file] for name, file in where.items()}}
-    (directory / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
 
 def _bytes(architecture: Architecture, dtype: torch.dtype) -> int:

@@ -1,5 +1,5 @@
 """FathomLM directories: config.json of type `fathomlm` or `fathomlm-seq2seq`, safetensors with each weight once, tokenizer
-files."""
+files. Weights that are stored as int8 (checkpoints/int8.py) are multiplied out as they are read."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ import torch
 
 from fathomlm.checkpoints.assemble import fill, finish
 from fathomlm.checkpoints.huggingface import read_tokenizer
+from fathomlm.checkpoints.int8 import INT8, read_weight
 from fathomlm.checkpoints.shards import Shards
-from fathomlm.errors import CheckpointError, FathomError, OptionError
+from fathomlm.errors import CheckpointError, FathomError, OptionError, choices
 from fathomlm.model.encoder import build_encoder
 from fathomlm.model.hub import FathomConfig, empty_model
 from fathomlm.model.seq2seq import FathomModel, FathomSeq2SeqConfig, empty_seq2seq
@@ -31,6 +32,8 @@ def native_config(config: dict[str, Any], where: str) -> FathomConfig:
         built: FathomConfig = CONFIGS[config["model_type"]].from_dict(dict(config))
         architecture, _, _ = built.build_parts()
         _ = built.exit_parts
+        if built.weight_format not in (None, INT8):
+            raise OptionError(choices("weight_format", str(built.weight_format), [INT8]))
         if isinstance(built, FathomSeq2SeqConfig):
             with torch.device("meta"):
                 build_encoder(built.encoder_config)
@@ -46,14 +49,14 @@ def native_config(config: dict[str, Any], where: str) -> FathomConfig:
 def load_native(directory: Path, config: dict[str, Any], dtype: torch.dtype | None, device: torch.device) -> FathomModel:
     shards = Shards(directory)
     built = native_config(config, str(directory))
-    dtype = dtype or shards.get(f"{PREFIX}embed.weight").dtype
-    built.dtype = dtype
+    dtype = dtype or read_weight(shards, f"{PREFIX}embed.weight").dtype
+    built.dtype, built.weight_format = dtype, None
     where = str(directory)
     if isinstance(built, FathomSeq2SeqConfig):
         both = empty_seq2seq(built)
-        fill(both.decoder, lambda name: shards.get(PREFIX + name), dtype, device, where)
+        fill(both.decoder, lambda name: read_weight(shards, PREFIX + name), dtype, device, where)
         fill(both.encoder, lambda name: shards.get(ENCODER_PREFIX + name), dtype, device, where)
         return finish(both, read_tokenizer(directory))
     model = empty_model(built)
-    fill(model.decoder, lambda name: shards.get(PREFIX + name), dtype, device, where)
+    fill(model.decoder, lambda name: read_weight(shards, PREFIX + name), dtype, device, where)
     return finish(model, read_tokenizer(directory))

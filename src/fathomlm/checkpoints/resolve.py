@@ -29,8 +29,8 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 def load(source: str | Path, dtype: torch.dtype | str | None = None, device: torch.device | str = "cpu") -> FathomModel:
     """A model from any source, ready to run, with its tokenizer as `model.tokenizer`.
 
-    `dtype` defaults to what the weights are stored in (float32 for quantised GGUF files). A T5, mT5 or LongT5 comes as a
-    `FathomForSeq2SeqLM`, everything else as a `FathomForCausalLM`.
+    `dtype` defaults to what the weights are stored in (float32 for int8 and for quantised GGUF files). A T5, mT5
+    or LongT5 comes as a `FathomForSeq2SeqLM`, everything else as a `FathomForCausalLM`.
     """
     place, kind = parse_device(device), parse_dtype(dtype)
     path = locate(source)

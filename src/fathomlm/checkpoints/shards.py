@@ -1,19 +1,26 @@
-"""Tensors of a safetensors directory, read one at a time. Pickles are refused: nothing from a checkpoint is executed."""
+"""Tensors of a safetensors directory, read one at a time, written a file at a time. Pickles are refused: nothing from a
+checkpoint is executed."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 
 from fathomlm.errors import CheckpointError
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+SHARD_BYTES = 4_000_000_000
+"""How large a file may be unless another size is asked for."""
+_HEADER = 256
+"""More than a file's header says of a tensor beside its name: type, shape and place; and of the file itself."""
 
 
 class Shards:
@@ -72,6 +79,42 @@ class Shards:
             except (SafetensorError, OSError) as error:
                 raise CheckpointError(f"{self.directory / file} is corrupt or truncated ({error})") from error
         return self._files[file]
+
+
+def write_shards(directory: Path, tensors: Iterator[tuple[str, torch.Tensor]], limit: int) -> None:
+    """Files of at most `limit` bytes, held one at a time, with an index where there are several. A tensor that is larger
+    than that has a file of its own."""
+    where: dict[str, str] = {}
+    total = held = 0
+    batch: dict[str, torch.Tensor] = {}
+    files: list[Path] = []
+
+    def flush() -> None:
+        file = directory / f"shard-{len(files):05d}.safetensors"
+        save_file(batch, file, metadata={"format": "pt"})
+        where.update(dict.fromkeys(batch, file.name))
+        files.append(file)
+        batch.clear()
+
+    for name, tensor in tensors:
+        size = tensor.numel() * tensor.element_size()
+        room = size + len(name) + _HEADER
+        if batch and held + room > limit:
+            flush()
+            held = 0
+        # A copy, because tied layers are one storage here and each needs its own place in the file.
+        batch[name] = tensor.detach().to("cpu", copy=True).contiguous()
+        held += room
+        total += size
+    flush()
+    if len(files) == 1:
+        files[0].rename(directory / SINGLE)
+        return
+    final = {f.name: f"model-{i + 1:05d}-of-{len(files):05d}.safetensors" for i, f in enumerate(files)}
+    for file in files:
+        file.rename(directory / final[file.name])
+    index = {"metadata": {"total_size": total}, "weight_map": {name: final[file] for name, file in where.items()}}
+    (directory / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
 
 def read_json(path: Path) -> dict[str, Any]:

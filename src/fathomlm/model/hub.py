@@ -17,6 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationMixin, PreT
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from fathomlm.depth import Architecture, DepthPlan, ExitParts, Relaxation, Step
+from fathomlm.errors import CheckpointError
 from fathomlm.model.decoder import Decoder, reset_module
 
 SMALLEST = Architecture(family="llama", layers=1, hidden=2, intermediate=2, heads=1, kv_heads=1, head_dim=2, vocab=2)
@@ -36,6 +37,7 @@ class FathomConfig(PreTrainedConfig):  # type: ignore[misc]
         exit_rank: int = 0,
         exit_adapter: int = 0,
         exit_classifier: bool = False,
+        weight_format: str | None = None,
         **kwargs: Any,
     ) -> None:
         # transformers builds a default instance of every configuration class, so there is a smallest one.
@@ -46,6 +48,8 @@ class FathomConfig(PreTrainedConfig):  # type: ignore[misc]
         self.exit_rank = exit_rank
         self.exit_adapter = exit_adapter
         self.exit_classifier = exit_classifier
+        self.weight_format = weight_format
+        """How the files hold the weights, where that is not as numbers of `dtype`: int8."""
         self.vocab_size = shape.vocab
         self.hidden_size = shape.hidden
         self.intermediate_size = shape.intermediate
@@ -137,6 +141,18 @@ class Shell(PreTrainedModel):  # type: ignore[misc]
 
     def get_output_embeddings(self) -> nn.Module | None:
         return self.decoder.head
+
+    @classmethod
+    def from_pretrained(cls, *args: Any, **kwargs: Any) -> Any:
+        """transformers' own, which would take integers for weights and leave their scales unread."""
+        found = super().from_pretrained(*args, **kwargs)
+        model = found[0] if isinstance(found, tuple) else found
+        if model.config.weight_format is not None:
+            raise CheckpointError(
+                f"{args[0] if args else 'the model'} holds {model.config.weight_format} weights with scales, which "
+                "fathomlm.load reads and transformers does not; save what it gives to have plain weights"
+            )
+        return found
 
     def save_pretrained(self, save_directory: str | Path, **kwargs: Any) -> None:
         super().save_pretrained(save_directory, **kwargs)
