@@ -41,7 +41,7 @@ SHAPES = {
 }
 RATES = (0.5, 0.8, 0.9)
 MAIN_RATE = 0.8
-PROMPTS, PROMPT, NEW = 4, 32, 96
+PROMPTS, PROMPT, NEW = 2, 32, 192
 
 
 def build(architecture: Architecture, exit_layer: int, device: torch.device, quiet: float) -> Decoder:

@@ -46,6 +46,18 @@ class OutputError(FathomError):
     """A result that could not be written: it exists already, the disk is full, the path is not writable."""
 
 
+class RequestTooLarge(FathomError):
+    """A request that the engine could never hold, even with nothing else to do."""
+
+
+class QueueFull(FathomError):
+    """More requests are waiting than the engine accepts; a later try may pass."""
+
+
+class EngineStopped(FathomError):
+    """An engine that takes no more requests: it was closed, it is finishing its last ones, or it has failed."""
+
+
 def choices(what: str, got: str, known: Iterable[str]) -> str:
     """The message for a name that is not in a list, with the nearest known name when the slip looks like a typo."""
     names = sorted(known)

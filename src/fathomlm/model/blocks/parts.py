@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -24,7 +24,6 @@ from fathomlm.kernels.qkv import norm_qkv_rope
 from fathomlm.kernels.rope import apply_rope
 from fathomlm.kernels.swiglu import norm_swiglu_mlp
 from fathomlm.model.memory import StepMemory
-from fathomlm.model.relax import StepDelta
 
 
 class Packed(NamedTuple):
@@ -36,6 +35,34 @@ class Packed(NamedTuple):
     both_2IM: Tensor
     """Gate, and up below it."""
     down_MI: Tensor
+
+
+class Addition(Protocol):
+    """What a step adds to the layer it shares: its `StepDelta`, or for rows of different steps each row's own."""
+
+    @property
+    def prefix(self) -> Tensor | None: ...
+
+    def project(self, name: str, linear: nn.Linear, x: Tensor) -> Tensor: ...
+
+    def norm(self, name: str, module: nn.Module, x: Tensor) -> Tensor: ...
+
+
+class StepPages(Protocol):
+    """Entries of one step in pages. Whoever keeps them also looks at them, so that nothing is gathered."""
+
+    @property
+    def reads(self) -> bool:
+        """Whether the entries are another step's, and this one makes none."""
+        ...
+
+    def store(self, entries: Entries) -> None:
+        """Keep entries, (B, G, 1, D) each."""
+        ...
+
+    def attend(self, q_BH1D: Tensor, entries: Entries | None, scale: float) -> Tensor:
+        """Store entries (B, G, 1, D) if there are any, and return what the queries gather, (B, H, 1, D)."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,13 +79,16 @@ class StepContext:
     """Where the step's keys and values go, if anywhere."""
     reads: Entries | None
     """Entries of another step to look at; this one then makes none."""
-    delta: StepDelta | None
+    delta: Addition | None
+    """What the step adds to the layer."""
     packed: Packed | None = None
     """The layer's weights, where they were packed before; a training step packs them itself otherwise."""
     keep_inner: bool = True
     """Whether a training form keeps the feed-forward part's inner activations, or makes them again."""
     memory: StepMemory | None = None
     """The encoder's output, for layers that look at one."""
+    pages: StepPages | None = None
+    """Where entries are kept in pages, row by row (the engine); each of B rows then is one token."""
 
     def project(self, name: str, linear: nn.Linear, x: Tensor) -> Tensor:
         """A linear of the layer, with what this step adds to it."""
@@ -101,7 +131,9 @@ class Block(nn.Module):
 
     def keep_entries(self, x: Tensor, step: StepContext) -> None:
         """Store this layer's keys and values of a residual stream, and run nothing else of it."""
-        if step.kv is not None:
+        if step.pages is not None and not step.pages.reads:
+            step.pages.store(self.attn.entries(step.norm("norm_attn", self.norm_attn, x), step))
+        elif step.kv is not None:
             step.kv.append(*self.attn.entries(step.norm("norm_attn", self.norm_attn, x), step))
 
     @property
@@ -146,6 +178,10 @@ class Attention(nn.Module):
 
     def forward(self, x_BTM: Tensor, step: StepContext) -> Tensor:
         """What the tokens gather, from the normed stream."""
+        if step.pages is not None:
+            made = None if step.pages.reads else self.entries(x_BTM, step)
+            mixed = step.pages.attend(self._rotated_q(x_BTM, step), made, self.scale)
+            return step.project("o", self.o, mixed.transpose(1, 2).flatten(2))
         if step.reads is not None:
             return self._mixed(self._rotated_q(x_BTM, step), *step.reads, step)
         return self._attend(*self._rotated(x_BTM, step), step)

@@ -1,0 +1,31 @@
+"""`fathomlm bench KIND MODEL`: how fast a model is. A kind is a file beside this one, named in `KINDS`."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+
+HELP = "measure how fast a model is: throughput, latency, kernels"
+DESCRIPTION = (
+    "Measures how fast the engine runs MODEL: many texts at once (throughput), one at a time (latency), and each kernel "
+    "alone (kernels). Everything is counted, from the first request to the last token. The result is a table, or with "
+    "--json one JSON object; progress goes to standard error. Ctrl-C ends it with what was measured so far."
+)
+KINDS = {
+    "throughput": "fathomlm.cli.bench_throughput",
+    "latency": "fathomlm.cli.bench_latency",
+    "kernels": "fathomlm.cli.bench_kernels",
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    kinds = parser.add_subparsers(dest="kind", metavar="KIND", required=True, parser_class=type(parser))
+    for kind, name in KINDS.items():
+        module = importlib.import_module(name)
+        sub = kinds.add_parser(kind, help=module.HELP, description=module.DESCRIPTION)
+        module.add_arguments(sub)
+        sub.set_defaults(bench=module.run)
+
+
+def run(args: argparse.Namespace) -> int:
+    return int(args.bench(args))

@@ -1,0 +1,1 @@
+"""The engine: continuous depth-wise batching."""

@@ -1,0 +1,108 @@
+"""The weight-read floor: with few rows a tick cannot be faster than reading the weights that it multiplies with.
+
+Every pass reads the weights of its steps once, a looped layer as often as it is run: a block of a useful size does not stay
+in any cache. Entries, embeddings of single tokens and what is computed are left out, so the floor is below what is possible,
+the more so the longer texts are.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import nn
+
+from fathomlm.depth import Step
+from fathomlm.engine.programs.exits import ExitProgram
+from fathomlm.engine.programs.routed import RoutedProgram
+from fathomlm.engine.runner import Runner
+from fathomlm.model.blocks import Block
+from fathomlm.model.decoder import Decoder
+
+PROBE_BYTES = {"cuda": 2**31, "cpu": 2**28}
+PROBES = 6
+
+
+def reading_speed(device: torch.device, size: int | None = None) -> float:
+    """Bytes a second that a plain sum reads of memory that no cache holds; the best of a few tries."""
+    size = PROBE_BYTES.get(device.type, PROBE_BYTES["cpu"]) if size is None else size
+    if device.type == "cuda":
+        size = min(size, torch.cuda.mem_get_info(device)[0] // 4)
+    numbers = torch.ones(size // 4, device=device)
+    times = []
+    for _ in range(PROBES):
+        finish(device)
+        begun = time.perf_counter()
+        numbers.sum()
+        finish(device)
+        times.append(time.perf_counter() - begun)
+    return numbers.numel() * numbers.element_size() / min(times)
+
+
+def finish(device: torch.device) -> None:
+    """Wait for all that a device was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def tick_bytes(runner: Runner) -> int:
+    """Bytes of weights that one tick reads."""
+    program, decoder = runner.program, runner.decoder
+    plan = decoder.plan
+    head = _head(decoder)
+    if isinstance(program, RoutedProgram):
+        core = steps_bytes(decoder, plan.recursion_steps(0), mixed=True) + size_of(decoder.routers)
+        outer = steps_bytes(decoder, [step for step in plan if step.part != "core"])
+        return sum(program.cores) * core + len(program.cores) * (outer + head)
+    if isinstance(program, ExitProgram):
+        return sum(_exit_pass(decoder, program, kind, head) for kind in program.passes)
+    return steps_bytes(decoder, plan.steps) + head
+
+
+def steps_bytes(decoder: Decoder, steps: Iterable[Step], mixed: bool = False) -> int:
+    """Weights of some steps. `mixed`: rows of all recursions run them together, each with what its own adds."""
+    total = 0
+    for step in steps:
+        layer = decoder.layers[step.layer]
+        assert isinstance(layer, Block)
+        total += size_of(layer)
+        if decoder.plan.reads_kv(step):
+            total -= _entries(layer)
+        uses = decoder.plan.uses(step.layer) if mixed else (step,)
+        total += sum(size_of(decoder.delta(use)) for use in uses)
+    return total
+
+
+def size_of(module: nn.Module | None) -> int:
+    """Bytes of a module's parameters."""
+    return 0 if module is None else sum(p.numel() * p.element_size() for p in module.parameters())
+
+
+def _exit_pass(decoder: Decoder, program: ExitProgram, kind: str, head: int) -> int:
+    if kind == "deep":
+        return steps_bytes(decoder, program.deep) + head
+    total = steps_bytes(decoder, program.shallow, mixed=program.mixed) + head
+    own = [parts[str(program.exit)] for parts in _exit_parts(decoder) if str(program.exit) in parts]
+    total += sum(size_of(part) for part in own)
+    if own and kind == "both":
+        total += head  # the exit's scores and the whole model's are computed for every row
+    if program.copies:
+        total += sum(_entries(decoder.layers[step.layer]) for step in program.deep if not decoder.plan.reads_kv(step))
+    return total
+
+
+def _exit_parts(decoder: Decoder) -> Sequence[nn.ModuleDict]:
+    return decoder.exit_adapters, decoder.exit_heads
+
+
+def _head(decoder: Decoder) -> int:
+    """The final norm and the head, which may be the embedding."""
+    head = decoder.embed if decoder.head is None else decoder.head
+    return size_of(decoder.norm) + size_of(head)
+
+
+def _entries(layer: nn.Module) -> int:
+    """What makes a layer's keys and values."""
+    assert isinstance(layer, Block)
+    return size_of(layer.attn.k) + size_of(layer.attn.v)

@@ -1,0 +1,197 @@
+"""The engine with a clock around what the host does, and a count of what the device did. It makes the same tokens.
+
+Time is counted once: what a stage does inside another is the inner one's. On a CPU `launching` is the work itself; on a GPU
+it is handing the work over, and `waiting` is the time that the host then had nothing to do.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Literal, get_args
+
+from fathomlm.decode.exiting import Exiting
+from fathomlm.engine.engine import Engine
+from fathomlm.engine.options import EngineOptions
+from fathomlm.engine.orders import Plan
+from fathomlm.engine.pool import page_bytes
+from fathomlm.engine.programs.base import VALID, Record
+from fathomlm.engine.programs.exits import ExitProgram
+from fathomlm.engine.programs.routed import RoutedProgram
+from fathomlm.engine.request import Request
+from fathomlm.engine.runner import Runner
+from fathomlm.engine.scheduler import Scheduler
+from fathomlm.model.hub import FathomForCausalLM
+
+Clock = Callable[[], float]
+Stage = Literal["planning", "applying", "reading", "launching", "waiting", "hearing"]
+"""Who runs and who gets which page; telling the device; reading prompts; starting a tick; for a tick to end; taking its
+tokens to their requests."""
+STAGES: tuple[Stage, ...] = get_args(Stage)
+
+
+class Stages:
+    """How long each stage took, what it did inside another included there and not in the other."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._inner: list[float] = []
+        self.seconds: dict[Stage, float] = {}
+        self.reset()
+
+    def reset(self) -> None:
+        self.seconds = dict.fromkeys(STAGES, 0.0)
+
+    @contextmanager
+    def __call__(self, stage: Stage) -> Iterator[None]:
+        begun = self._clock()
+        self._inner.append(0.0)
+        try:
+            yield
+        finally:
+            took = self._clock() - begun
+            self.seconds[stage] += took - self._inner.pop()
+            if self._inner:
+                self._inner[-1] += took
+
+
+class Passes:
+    """How many rows of a program's passes stood for a token.
+
+    A tick's record has a row for each row of its passes, but for a routed model's core: how many rows ran there follows from
+    how deep the chosen tokens went. So a core row counts when its token is chosen, and one whose text was stopped before
+    that does not.
+    """
+
+    def __init__(self, runner: Runner) -> None:
+        program = runner.program
+        self._rows, self._spare = runner.options.rows, runner.state.spare
+        self._kind = runner.layout.kind
+        self._recorded: tuple[str, ...] = ("step",)
+        """The passes that a tick's record is made of, in order."""
+        cores = 0
+        if isinstance(program, RoutedProgram):
+            self._recorded, cores = ("turn",) * len(program.cores), sum(program.cores)
+        elif isinstance(program, ExitProgram):
+            self._recorded = program.passes
+        self.in_a_tick: Counter[str] = Counter(self._recorded)
+        """Passes of each kind in a tick."""
+        if cores:
+            self.in_a_tick["core"] = cores
+        self.filled: Counter[str] = Counter()
+        """Rows that stood for a token, by kind of pass."""
+        self.ticks = 0
+
+    def reset(self) -> None:
+        self.filled.clear()
+        self.ticks = 0
+
+    def add(self, wholes: Sequence[Sequence[int]]) -> None:
+        """What a tick's record says, a row (slot, epoch, token, depth, flags, index)."""
+        self.ticks += 1
+        if self._kind == "whole":
+            self.filled["step"] += sum(row[4] & VALID for row in wholes)
+            return
+        for number, kind in enumerate(self._recorded):
+            mine = wholes[number * self._rows : (number + 1) * self._rows]
+            self.filled[kind] += sum(row[0] != self._spare for row in mine)
+        if self._kind == "routed":
+            self.filled["core"] += sum(row[3] for row in wholes if row[4] & VALID)
+
+    def shares(self) -> dict[str, float]:
+        """The part of the rows of each kind of pass that stood for a token."""
+        return {
+            kind: self.filled[kind] / (self.ticks * many * self._rows) if self.ticks else 0.0
+            for kind, many in sorted(self.in_a_tick.items())
+        }
+
+    def share(self) -> float:
+        """The same over all passes."""
+        offered = self.ticks * self.in_a_tick.total() * self._rows
+        return self.filled.total() / offered if offered else 0.0
+
+
+class _TimedRunner(Runner):
+    """A runner that was built already, with a clock."""
+
+    def __init__(self, runner: Runner, stages: Stages) -> None:
+        vars(self).update(vars(runner))
+        self._stages, self.passes = stages, Passes(runner)
+
+    def apply(self, plan: Plan, requests: Mapping[int, Request]) -> None:
+        with self._stages("applying"):
+            super().apply(plan, requests)
+
+    def read(self, slot: int, tokens: Sequence[int], first: int, last: bool) -> tuple[int, ...]:
+        with self._stages("reading"):
+            return super().read(slot, tokens, first, last)
+
+    def launch(self) -> int:
+        with self._stages("launching"):
+            return super().launch()
+
+    def collect(self, number: int) -> tuple[list[list[int]], list[list[float]], Record]:
+        with self._stages("waiting"):
+            found = super().collect(number)
+        self.passes.add(found[0])
+        return found
+
+
+class _TimedScheduler(Scheduler):
+    """A scheduler that was built already, with a clock, and the most pages that sequences held at a time."""
+
+    def __init__(self, scheduler: Scheduler, stages: Stages) -> None:
+        vars(self).update(vars(scheduler))
+        self._stages = stages
+        self.most_pages = [0] * len(self.memory.pools)
+
+    def plan(self) -> Plan:
+        with self._stages("planning"):
+            plan = super().plan()
+        held = (pool.used - pool.spare for pool in self.memory.pools)
+        self.most_pages = [max(pair) for pair in zip(self.most_pages, held, strict=True)]
+        return plan
+
+
+class TimedEngine(Engine):
+    def __init__(
+        self,
+        model: FathomForCausalLM,
+        options: EngineOptions | None = None,
+        *,
+        exiting: Exiting | None = None,
+        clock: Clock = time.perf_counter,
+        **fields: Any,
+    ) -> None:
+        super().__init__(model, options, exiting=exiting, **fields)
+        self.clock, self.stages = clock, Stages(clock)
+        self.runner: _TimedRunner = _TimedRunner(self.runner, self.stages)
+        self.scheduler: _TimedScheduler = _TimedScheduler(self.scheduler, self.stages)
+
+    def _hear(self, tick: int) -> None:
+        with self.stages("hearing"):
+            super()._hear(tick)
+
+    @property
+    def passes(self) -> Passes:
+        return self.runner.passes
+
+    @property
+    def most_kv_bytes(self) -> int:
+        """What sequences held at most, pages that only the prefix cache kept left out."""
+        runner = self.runner
+        sizes = [
+            page_bytes(self.model.architecture, planes, self.options.page_size, runner.layers.dtype)
+            for planes in runner.layout.planes
+        ]
+        return sum(pages * size for pages, size in zip(self.scheduler.most_pages, sizes, strict=True))
+
+    def forget(self) -> None:
+        """Count from here: what came before was to warm up."""
+        assert not self.busy, "requests are on their way"
+        self.stages.reset()
+        self.passes.reset()
+        self.scheduler.most_pages = [0] * len(self.scheduler.most_pages)
+        self.totals = type(self.totals)()

@@ -1,0 +1,310 @@
+"""The engine behind asyncio: many consumers in any number of event loops, and one thread that steps.
+
+    async with AsyncEngine(Engine(model)) as front:
+        result = await front.generate("The sea is", max_new_tokens=64)
+        async for event in front.stream(front.request("A whale", temperature=0.8)):
+            print(event)
+
+Only the worker thread touches the engine. What others want of it waits in an inbox that the worker empties between two
+steps; what the engine says goes back to each event loop once a step, all of it together. A consumer can therefore be as
+slow as it likes: its events wait with its `Stream`, and nobody else notices.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import AsyncGenerator, Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from fathomlm.decode.prompts import Prompt, encode_prompt
+from fathomlm.decode.sampling import Sampling
+from fathomlm.engine.engine import Engine, Event, Totals, _Job
+from fathomlm.engine.rate import Rate
+from fathomlm.engine.request import Finished, Request, Result
+from fathomlm.engine.scheduler import Counters
+from fathomlm.engine.stream import Stream, so_far
+from fathomlm.errors import EngineStopped
+
+SAMPLE = 0.1
+"""Seconds between two looks at the engine for `status`, while it is busy."""
+DRAINING = "the engine is finishing its last requests and takes no new ones"
+CLOSED = "the engine is closed"
+
+Call = Callable[[], object]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Status:
+    """Where a front and its engine stand."""
+
+    accepting: bool
+    healthy: bool
+    failure: str | None
+    in_flight: int
+    """Requests that were taken and have not ended."""
+    uptime: float
+    """Seconds."""
+    tokens_per_second: float
+    """Over the last ten seconds, those without work included."""
+    counters: Counters
+    totals: Totals
+
+
+class AsyncEngine:
+    """Owns an engine from here on: nobody else may step it or submit to it."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self.failure: BaseException | None = None
+        """What came out of the engine when it broke. It is of no use from then on; make a new one."""
+        self._changed = threading.Condition()
+        # Under its lock:
+        self._inbox: list[Stream | int] = []  # requests to take, and ids to cancel
+        self._refusal: str | None = None
+        self._closing = False
+        self._ended = False
+        self._drained: list[tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]] = []
+        self._begun = time.perf_counter()
+        self._rate = Rate(self._begun)
+        self._seen = (engine.counters(), replace(engine.totals))
+        # The worker's own:
+        self._streams: dict[int, Stream] = {}
+        self._jobs: dict[int, _Job] = {}
+        self._outbox: dict[asyncio.AbstractEventLoop, list[Call]] = {}
+        self._looked = self._begun
+        self._thread = threading.Thread(target=self._work, name="fathomlm-engine", daemon=True)
+        self._thread.start()
+
+    async def __aenter__(self) -> AsyncEngine:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    # Requests.
+
+    def request(
+        self,
+        prompt: Prompt,
+        sampling: Sampling | None = None,
+        *,
+        logprobs: int | None = None,
+        presence_penalty: float = 0.0,
+        frequency_penalty: float = 0.0,
+        max_depth: int | None = None,
+        exit_threshold: float | None = None,
+        **options: Any,
+    ) -> Request:
+        """A request of a text or of token ids, with an id of its own. `options` are fields of `Sampling`."""
+        tokens = encode_prompt(self._engine.model, prompt)
+        with self._changed:
+            id = self._engine.new_id()
+        return Request(
+            id=id,
+            prompt=tuple(tokens),
+            sampling=(sampling or Sampling()).with_options(**options),
+            logprobs=logprobs,
+            presence_penalty=presence_penalty,
+            frequency_penalty=frequency_penalty,
+            max_depth=max_depth,
+            exit_threshold=exit_threshold,
+        )
+
+    async def submit(self, request: Request) -> Stream:
+        """Hand in a request; returns when the engine has taken it. What it cannot take, it refuses with an error:
+        `RequestTooLarge`, `QueueFull`, `OptionError` or `EngineStopped`."""
+        stream = Stream(request, self.cancel)
+        with self._changed:
+            if self._refusal is not None:
+                raise EngineStopped(self._refusal)
+            self._inbox.append(stream)
+            self._changed.notify()
+        await stream.accepted()
+        return stream
+
+    async def stream(self, request: Request) -> AsyncGenerator[Event, None]:
+        """Submit and listen. Leaving the loop, or cancelling the task that runs it, cancels the request."""
+        stream = await self.submit(request)
+        try:
+            async for event in stream:
+                yield event
+        finally:
+            stream.cancel()
+
+    async def generate(self, prompt: Prompt, sampling: Sampling | None = None, **options: Any) -> Result:
+        """Continue one prompt to its end. `options` are those of `request`."""
+        return await (await self.submit(self.request(prompt, sampling, **options))).wait()
+
+    def cancel(self, id: int) -> None:
+        """Stop a request by its id, from any thread. One that has ended, or never came, is left alone."""
+        with self._changed:
+            if not self._ended:
+                self._inbox.append(id)
+                self._changed.notify()
+
+    # The front itself.
+
+    @property
+    def healthy(self) -> bool:
+        """Whether the engine works. One that only takes no new requests is healthy until it is closed."""
+        return self.failure is None and self._thread.is_alive()
+
+    @property
+    def accepting(self) -> bool:
+        return self._refusal is None
+
+    def status(self) -> Status:
+        """From any thread, at any time. What it says of the engine is a tenth of a second old at most, or one step."""
+        with self._changed:
+            now = time.perf_counter()
+            counters, totals = self._seen
+            rate = self._rate.at(now)
+        return Status(
+            accepting=self.accepting,
+            healthy=self.healthy,
+            failure=None if self.failure is None else _message(self.failure),
+            in_flight=len(self._streams),
+            uptime=now - self._begun,
+            tokens_per_second=rate,
+            counters=counters,
+            totals=replace(totals),
+        )
+
+    async def drain(self) -> None:
+        """Take nothing new, and wait until all that was taken has ended. There is no way back."""
+        loop = asyncio.get_running_loop()
+        done: asyncio.Future[None] = loop.create_future()
+        with self._changed:
+            self._refusal = self._refusal or DRAINING
+            if self._ended:
+                return
+            self._drained.append((loop, done))
+            self._changed.notify()
+        await done
+
+    async def close(self) -> None:
+        """Cancel what runs and what waits, and end the worker. Closing twice is fine."""
+        with self._changed:
+            self._refusal = CLOSED if self.failure is None else self._refusal
+            self._closing = True
+            self._changed.notify()
+        await asyncio.to_thread(self._thread.join)
+
+    # The worker.
+
+    def _work(self) -> None:
+        try:
+            device = self._engine.runner.device
+            if device.type == "cuda":
+                torch.cuda.set_device(device)  # a thread begins with the first one
+            while self._obey():
+                if self._engine.busy:
+                    self._engine.step()
+                self._look()
+                self._send()
+        except BaseException as error:  # nobody may be left waiting for a worker that is gone
+            self._break(error)
+        with self._changed:
+            self._ended = True
+            self._settle()
+        self._send()
+
+    def _obey(self) -> bool:
+        """Carry out what was asked for meanwhile; sleep while there is nothing to do. Says whether to go on."""
+        with self._changed:
+            while not (self._inbox or self._closing or self._drained or self._engine.busy):
+                self._changed.wait()
+            orders, self._inbox = self._inbox, []
+            closing = self._closing
+        for order in orders:
+            if isinstance(order, Stream):
+                self._take(order)
+            else:
+                self._engine.cancel(order)
+        for id in list(self._streams) if closing else ():
+            self._engine.cancel(id)
+        with self._changed:
+            if not (self._inbox or self._engine.busy):
+                self._settle()
+        self._send()
+        return self._engine.busy or not closing
+
+    def _take(self, stream: Stream) -> None:
+        request = stream.request
+        try:
+            self._engine.submit(request, partial(self._hear, stream))
+        except Exception as error:  # it concerns whoever asked, and nobody else
+            self._post(stream.loop, partial(stream.answer, error))
+            return
+        self._streams[request.id] = stream
+        self._jobs[request.id] = self._engine._jobs[request.id]
+        self._post(stream.loop, stream.answer)
+
+    def _hear(self, stream: Stream, event: Event) -> None:
+        if isinstance(event, Finished):
+            del self._streams[stream.request.id]
+            stream.result = self._jobs.pop(stream.request.id).result
+        self._post(stream.loop, partial(stream.hear, event))
+
+    def _break(self, error: BaseException) -> None:
+        """The engine is broken: nothing more is asked of it, and everybody hears why."""
+        self.failure = error
+        refusal = f"the engine has failed and takes no more requests: {_message(error)}"
+        with self._changed:
+            self._refusal = refusal
+            orders, self._inbox = self._inbox, []
+        why = Finished(reason="error", error=_message(error))
+        for id, stream in self._streams.items():
+            stream.result = so_far(self._jobs[id], why)
+            self._post(stream.loop, partial(stream.hear, why))
+        self._streams, self._jobs = {}, {}
+        for order in orders:
+            if isinstance(order, Stream):
+                self._post(order.loop, partial(order.answer, EngineStopped(refusal)))
+
+    def _look(self) -> None:
+        """What `status` tells: now and then while there is work, and when there is none left."""
+        now = time.perf_counter()
+        if now - self._looked >= SAMPLE or not self._engine.busy:
+            self._looked = now
+            with self._changed:
+                self._seen = (self._engine.counters(), replace(self._engine.totals))
+                self._rate.note(now, self._engine.totals.tokens)
+
+    def _settle(self) -> None:
+        """Whoever waits for the last request to end has waited long enough."""
+        for loop, done in self._drained:
+            self._post(loop, partial(_fulfil, done))
+        self._drained.clear()
+
+    def _post(self, loop: asyncio.AbstractEventLoop, call: Call) -> None:
+        self._outbox.setdefault(loop, []).append(call)
+
+    def _send(self) -> None:
+        posts, self._outbox = self._outbox, {}
+        for loop, calls in posts.items():
+            try:
+                loop.call_soon_threadsafe(_call_all, calls)
+            except RuntimeError:  # the loop is closed, and its consumers are gone
+                for id in [id for id, stream in self._streams.items() if stream.loop is loop]:
+                    self._engine.cancel(id)
+
+
+def _call_all(calls: Sequence[Call]) -> None:
+    for call in calls:
+        call()
+
+
+def _fulfil(future: asyncio.Future[None]) -> None:
+    if not future.done():
+        future.set_result(None)
+
+
+def _message(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"

@@ -1,0 +1,200 @@
+"""The model's layers over rows: one token each, of different sequences and recursions.
+
+Two ways to run a layer that agree but for rounding. `fused` multiplies with packed weights in a few kernels made for few
+rows, for plain pre-norm layers without relaxation. `blocks` runs the model's own modules, whatever their family, and asks
+only attention to look into pages.
+
+Shapes: N rows, M hidden width, D head width, H query heads, P positions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fathomlm.depth import Step
+from fathomlm.engine.grouped import GroupedDelta
+from fathomlm.engine.layout import Layout
+from fathomlm.engine.pool import Pages
+from fathomlm.engine.rows import Reach
+from fathomlm.kernels.paged_attention import choose_splits, paged_attention, workspace_size
+from fathomlm.kernels.paged_write import write_entries
+from fathomlm.kernels.rope import rope_table
+from fathomlm.kernels.row_linear import SplitSpace, add_linear, norm_gated, norm_linear
+from fathomlm.kernels.row_qkv import norm_qkv_rope_write
+from fathomlm.model.blocks import Block, StepContext
+from fathomlm.model.decoder import Decoder
+from fathomlm.model.relax import StepDelta
+
+
+@dataclass(frozen=True, slots=True)
+class Scratch:
+    """Room that the kernels of one pass size share, so that recorded work finds it where it was."""
+
+    sums: SplitSpace
+    attention: Tensor
+    splits: int
+
+
+class RowLayers:
+    def __init__(
+        self,
+        decoder: Decoder,
+        layout: Layout,
+        pages: Pages,
+        max_length: int,
+        *,
+        fuse: bool | None = None,
+        compiled: bool = False,
+    ) -> None:
+        """`max_length` is the most tokens of a sequence. `fuse` says how layers are run; by default fused where they can
+        be and a GPU is there. `compiled` compiles what is not a layer."""
+        self.decoder, self.layout, self.pages = decoder, layout, pages
+        self.architecture = decoder.architecture
+        self.max_length = max_length
+        weight = decoder.embed.weight
+        self.device, self.dtype = weight.device, weight.dtype
+        wanted = self.device.type == "cuda" if fuse is None else fuse
+        self.packed = decoder.pack_layers() if wanted else {}
+        plain = len(self.packed) == len(decoder.layers) and not decoder.encodings
+        self.fused = wanted and plain
+        positions_1P = torch.arange(max_length, device=self.device)[None]
+        self._tables = {
+            local: tuple(table[0, 0] for table in rope_table(rope, self.architecture.rotary_dim, positions_1P, self.dtype))
+            for local, rope in ((False, self.architecture.rope), (True, self.architecture.local_rope))
+            if rope is not None
+        }
+        self._norm = torch.compile(decoder.norm.forward, dynamic=False) if compiled else decoder.norm
+        self._scratch: dict[int, Scratch] = {}
+        self._grouped: dict[int, GroupedDelta | None] = {}
+
+    def enter(self, tokens_N: Tensor) -> Tensor:
+        return self.decoder.enter(tokens_N)
+
+    def scores(self, x_NM: Tensor, exit_index: int | None = None) -> Tensor:
+        """Over the vocabulary, after the last step or at an exit, in float32 at least."""
+        if exit_index is not None:
+            return self.decoder.exit_logits(x_NM, exit_index).float()
+        hidden_NM = self._norm(x_NM)
+        if not self.fused:
+            return self.decoder.logits(hidden_NM).float()
+        return norm_linear(hidden_NM, self.decoder.head_weight, 0.0, scale=False, out_dtype=torch.float32)
+
+    def run(
+        self, x_NM: Tensor, steps: Sequence[Step], reach: Reach, positions_N: Tensor, recursion_N: Tensor | None = None
+    ) -> Tensor:
+        """The stream after some steps. Rows of different recursions give theirs in `recursion_N`, and `steps` are those of
+        the first; None where every row runs just these steps."""
+        if self.fused:
+            return self._fused(x_NM, steps, reach, positions_N)
+        for step in steps:
+            x_NM = self._block(x_NM, step, reach, positions_N, recursion_N)
+        return x_NM
+
+    def keep(self, x_NM: Tensor, steps: Sequence[Step], reach: Reach, positions_N: Tensor) -> None:
+        """Store what steps would make of the stream as keys and values; nothing else of them runs (state copying)."""
+        for step in steps:
+            layer, context = self.decoder.layers[step.layer], self._context(step, reach, positions_N, None)
+            assert isinstance(layer, Block)
+            layer.keep_entries(x_NM[:, None], context)
+
+    # The model's own modules.
+
+    def _block(self, x_NM: Tensor, step: Step, reach: Reach, positions_N: Tensor, recursion_N: Tensor | None) -> Tensor:
+        decoder, plan = self.decoder, self.decoder.plan
+        layer = decoder.layers[step.layer]
+        assert isinstance(layer, Block)
+        out_NM: Tensor = layer(x_NM[:, None], self._context(step, reach, positions_N, recursion_N))[:, 0]
+        if decoder.encodings and plan.is_last_of_recursion(step):
+            if recursion_N is None:
+                out_NM = out_NM * decoder.encodings[step.recursion]
+            else:
+                out_NM = out_NM * torch.stack(tuple(decoder.encodings))[recursion_N]
+            out_NM = out_NM.to(x_NM.dtype)
+        return out_NM
+
+    def _context(self, step: Step, reach: Reach, positions_N: Tensor, recursion_N: Tensor | None) -> StepContext:
+        decoder, plan = self.decoder, self.decoder.plan
+        window = self.architecture.window(step.origin)
+        cos, sin = (table[:, None, None] for table in self._angles(window, positions_N))
+        delta: StepDelta | GroupedDelta | None = decoder.delta(step)
+        if recursion_N is not None and plan.is_shared(step):
+            if step.layer not in self._grouped:
+                self._grouped[step.layer] = GroupedDelta.build([decoder.delta(use) for use in plan.uses(step.layer)])
+            shared = self._grouped[step.layer]
+            delta = None if shared is None else shared.at(recursion_N)
+        pages = _StepPages(*self.pages.at(*self.layout.home(step)), reach, window, reads=plan.reads_kv(step))
+        return StepContext(cos, sin, None, False, None, None, delta, pages=pages)
+
+    # Packed weights.
+
+    def _fused(self, x_NM: Tensor, steps: Sequence[Step], reach: Reach, positions_N: Tensor) -> Tensor:
+        x_NM = x_NM.clone()
+        a, plan, scratch = self.architecture, self.decoder.plan, self._scratch_for(x_NM.shape[0])
+        cos_ND, sin_ND = self._angles(None, positions_N)
+        for step in steps:
+            k_pages, v_pages = self.pages.at(*self.layout.home(step))
+            packed = self.packed[step.layer]
+            reads = plan.reads_kv(step)
+            qkv_WM = packed.qkv_WM[: a.heads * a.head_dim] if reads else packed.qkv_WM
+            groups = 0 if reads else a.kv_heads
+            eps = a.norm_eps
+            q_NHD = norm_qkv_rope_write(x_NM, qkv_WM, eps, a.heads, groups, cos_ND, sin_ND, k_pages, v_pages, reach.slots_N)
+            mixed_NHD = paged_attention(
+                q_NHD, k_pages, v_pages, reach.table_NP, reach.lengths_N, a.scale, a.window(step.origin),
+                scratch.splits, scratch.attention,
+            )  # fmt: skip
+            add_linear(x_NM, mixed_NHD.flatten(1), packed.o_MW, out=x_NM, space=scratch.sums)
+            inner_NI = norm_gated(x_NM, packed.both_2IM, eps)
+            add_linear(x_NM, inner_NI, packed.down_MI, out=x_NM, space=scratch.sums)
+        return x_NM
+
+    def _angles(self, window: int | None, positions_N: Tensor) -> tuple[Tensor, Tensor]:
+        local = window is not None and self.architecture.local_rope is not None
+        cos_PD, sin_PD = self._tables[local]
+        return cos_PD.index_select(0, positions_N), sin_PD.index_select(0, positions_N)
+
+    def _scratch_for(self, rows: int) -> Scratch:
+        if rows not in self._scratch:
+            a = self.architecture
+            splits = choose_splits(rows, a.kv_heads, self.max_length) if self.device.type == "cuda" else 1
+            room = workspace_size(rows, a.heads, a.head_dim, splits)
+            space = SplitSpace.build(rows, a.hidden, self.device)
+            self._scratch[rows] = Scratch(space, torch.empty(room, dtype=torch.float32, device=self.device), splits)
+        return self._scratch[rows]
+
+    @property
+    def weight_bytes(self) -> int:
+        """What is read of the model's weights, each once; packed copies stand in for what they were made from."""
+        held = {p.data_ptr(): p.numel() * p.element_size() for p in self.decoder.parameters()}
+        return sum(held.values())
+
+
+@dataclass(frozen=True, slots=True)
+class _StepPages:
+    """What a block's attention asks of the pages, at one step."""
+
+    k_pages: Tensor
+    v_pages: Tensor
+    reach: Reach
+    window: int | None
+    reads: bool
+    """The entries are another step's; this one makes none."""
+
+    def store(self, entries: tuple[Tensor, Tensor]) -> None:
+        k_NG1D, v_NG1D = entries
+        write_entries(
+            k_NG1D[:, :, 0].contiguous(), v_NG1D[:, :, 0].contiguous(), self.k_pages, self.v_pages, self.reach.slots_N
+        )
+
+    def attend(self, q_NH1D: Tensor, entries: tuple[Tensor, Tensor] | None, scale: float) -> Tensor:
+        """What the rows gather, (N, H, 1, D), their own entry included."""
+        if entries is not None:
+            self.store(entries)
+        table_NP, lengths_N = self.reach.table_NP, self.reach.lengths_N
+        q_NHD = q_NH1D[:, :, 0].contiguous()
+        mixed_NHD = paged_attention(q_NHD, self.k_pages, self.v_pages, table_NP, lengths_N, scale, self.window)
+        return mixed_NHD[:, :, None]

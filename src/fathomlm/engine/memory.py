@@ -1,0 +1,148 @@
+"""The pages of sequences: what they need, what they get, what they leave behind for others.
+
+Pages come from free ones first, then from prefixes that only the cache holds. Taking them from other sequences is the
+scheduler's decision, never made here.
+"""
+
+from __future__ import annotations
+
+from collections import abc
+
+from fathomlm.engine.orders import Copy, Draft, Grant
+from fathomlm.engine.pages import PagePool
+from fathomlm.engine.prefixes import Prefix, PrefixCache
+from fathomlm.engine.sequence import Sequence
+
+
+class Memory:
+    """The pools, and the prefix cache over them. `tables[t]` is the pool that table t of every sequence draws from."""
+
+    def __init__(
+        self, *, tables: abc.Sequence[int], pool_pages: abc.Sequence[int], page_size: int, prefix_caching: bool
+    ) -> None:
+        assert tables, "a sequence has at least one table"
+        assert set(tables) == set(range(len(pool_pages))), f"tables {tables} draw from {len(pool_pages)} pools"
+        assert page_size >= 1, f"pages of {page_size} entries"
+        self.tables = tuple(tables)
+        self.page_size = page_size
+        self.prefix_caching = prefix_caching
+        self.pools = tuple(PagePool(pages) for pages in pool_pages)
+        self.prefixes = PrefixCache(tables=self.tables, pools=self.pools, page_size=page_size)
+
+    def worst_case(self, entries: int) -> list[int]:
+        """By pool: the pages of a sequence whose every table holds this many entries."""
+        return [self.tables.count(pool) * self._pages_for(entries) for pool in range(len(self.pools))]
+
+    def short(self, sequence: Sequence, more: int) -> bool:
+        """Whether any table lacks room for `more` tokens. It is asked of every sequence in every plan, so it is quick."""
+        most, ahead = sequence.most_entries, sequence.prefilled - sequence.confirmed + more
+        for entries, pages in zip(sequence.entries, sequence.pages, strict=True):
+            if len(pages) * self.page_size < min(most, entries + ahead):
+                return True
+        return False
+
+    def fits(self, sequence: Sequence, more: int) -> bool:
+        """Whether a sequence can have room for `more` tokens without taking a page from another."""
+        return self._can_have(self._missing(sequence, more))
+
+    def grow(self, sequence: Sequence, more: int, draft: Draft) -> None:
+        """Give a sequence room for `more` tokens in every table, or for as many as there are pages left."""
+        for table in range(len(self.tables)):
+            missing = self._pages_for(sequence.reach(table, more)) - len(sequence.pages[table])
+            count = min(missing, self._pool(table).available)
+            if count > 0:
+                self._give(sequence, table, count, draft)
+
+    def find(self, sequence: Sequence) -> Prefix:
+        """The longest cached prefix of a sequence, held for it; empty when prefixes are not cached."""
+        return self.prefixes.find(sequence.keys, sequence.id) if self.prefix_caching else self.prefixes.nothing()
+
+    def adopt(self, sequence: Sequence, prefix: Prefix, more: int, headroom: int) -> bool:
+        """Start a sequence from a cached prefix, if there are pages to read up to `more` tokens and to run one, and
+        `headroom` pages a pool besides. Else it has nothing and holds nothing.
+
+        Full pages are shared. A partly filled one counts as missing: it will be copied (`settle`).
+        """
+        sequence.goal = sequence.length - 1
+        sequence.prefilled = sequence.confirmed = prefix.length
+        sequence.entries = list(prefix.entries)
+        sequence.pages = [list(pages[: self._full(prefix, table)]) for table, pages in enumerate(prefix.pages)]
+        for table, pages in enumerate(sequence.pages):
+            for page in pages:
+                self._pool(table).share(page)
+        missing = self._missing(sequence, min(more, sequence.unread) + 1)
+        if self._can_have([pages + headroom for pages in missing]):
+            return True
+        self.give_back(sequence)
+        return False
+
+    def settle(self, sequence: Sequence, prefix: Prefix, draft: Draft) -> None:
+        """Tell the device the pages that a placed sequence has adopted, with a copy of each that is partly filled.
+
+        What is copied from stays as it is at least until the next plan, because the sequence holds its record.
+        """
+        for table, pages in enumerate(prefix.pages):
+            self._tell(sequence, table, 0, draft)
+            for source in pages[self._full(prefix, table) :]:
+                self._give(sequence, table, 1, draft)
+                draft.copies.append(Copy(self.tables[table], source, sequence.pages[table][-1]))
+
+    def let_go(self, sequence: Sequence) -> None:
+        """Make room: the sequence goes on with its own pages, and the records that it holds may be evicted."""
+        self.prefixes.let_go(sequence.id)
+
+    def remember_chunk(self, sequence: Sequence) -> None:
+        """Cache what a sequence has read. Its confirmed entries are those of just the tokens that are read so far."""
+        if self.prefix_caching:
+            self.prefixes.record(sequence.keys, sequence.entries, sequence.pages, sequence.id)
+
+    def remember_run(self, sequence: Sequence) -> None:
+        """Cache what a sequence has run, before it gives its pages back.
+
+        Only one table can be known at any position: a running token may be on its way through deeper ones. And a
+        position is done in every layer only when the token behind it is known.
+        """
+        if self.prefix_caching and len(self.tables) == 1:
+            done = min(sequence.entries[0], sequence.length - 1)
+            self.prefixes.record(sequence.keys, (done,), sequence.pages)
+
+    def give_back(self, sequence: Sequence) -> None:
+        for table, pages in enumerate(sequence.pages):
+            for page in reversed(pages):
+                self._pool(table).release(page)
+        self.prefixes.let_go(sequence.id)
+        sequence.pages, sequence.entries = [], []
+        sequence.goal = sequence.prefilled = sequence.confirmed = 0
+
+    def _missing(self, sequence: Sequence, more: int) -> list[int]:
+        missing = [0] * len(self.pools)
+        for table, pool in enumerate(self.tables):
+            missing[pool] += max(0, self._pages_for(sequence.reach(table, more)) - len(sequence.pages[table]))
+        return missing
+
+    def _can_have(self, pages: list[int]) -> bool:
+        return all(wanted <= pool.available for wanted, pool in zip(pages, self.pools, strict=True))
+
+    def _give(self, sequence: Sequence, table: int, count: int, draft: Draft) -> None:
+        pool, pages = self._pool(table), sequence.pages[table]
+        first = len(pages)
+        for _ in range(count):
+            if not pool.free:
+                self.prefixes.evict(self.tables[table])
+            pages.append(pool.allocate())
+        self._tell(sequence, table, first, draft)
+
+    def _tell(self, sequence: Sequence, table: int, first: int, draft: Draft) -> None:
+        slot, pages = sequence.slot, sequence.pages[table]
+        assert slot is not None, f"sequence {sequence.id} gets a page, but it is not placed"
+        draft.grants += [Grant(slot, table, index, pages[index]) for index in range(first, len(pages))]
+        draft.rooms[slot, table] = len(pages) * self.page_size
+
+    def _full(self, prefix: Prefix, table: int) -> int:
+        return prefix.entries[table] // self.page_size
+
+    def _pages_for(self, entries: int) -> int:
+        return -(-entries // self.page_size)
+
+    def _pool(self, table: int) -> PagePool:
+        return self.pools[self.tables[table]]

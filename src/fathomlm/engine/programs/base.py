@@ -1,0 +1,162 @@
+"""What all programs share: the parts they work with, how a token is taken, and what the host is told.
+
+Shapes: N rows, S slots, E end tokens, C columns of the record, K alternatives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from fathomlm.depth import DepthPlan
+from fathomlm.engine.layers import RowLayers
+from fathomlm.engine.layout import Layout
+from fathomlm.engine.sampler import Mode, Sampled, SamplerState, note, sample
+from fathomlm.engine.state import IDLE, EngineState, Placed
+
+VALID, BAD, ENDED, JUDGED, AGREED = 1, 2, 4, 8, 16
+"""Flags of a record: a token was chosen; its scores were no numbers; the text is over; the whole model has said what it
+would have chosen where a token left or might have; it was what the exit chose."""
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+@dataclass(frozen=True, slots=True)
+class How:
+    """Which sampling the requests in flight need. Recorded work is kept for each."""
+
+    mode: Mode = "greedy"
+    penalise: bool = False
+    alternatives: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """What one tick chose, row by row."""
+
+    wholes_NC: Tensor
+    """slot, epoch, token, depth, flags, and which token of its text it is"""
+    reals_NC: Tensor
+    """log probability, and how sure the exit was"""
+    top_tokens_NK: Tensor
+    top_logprobs_NK: Tensor
+
+    @classmethod
+    def empty(cls, rows: int, alternatives: int, device: torch.device, pinned: bool = False) -> Record:
+        where: dict[str, Any] = {"device": "cpu", "pin_memory": True} if pinned else {"device": device}
+        return cls(
+            torch.zeros(rows, 6, dtype=torch.int64, **where),
+            torch.zeros(rows, 2, dtype=torch.float32, **where),
+            torch.zeros(rows, alternatives, dtype=torch.int64, **where),
+            torch.zeros(rows, alternatives, dtype=torch.float32, **where),
+        )
+
+    def part(self, number: int, rows: int) -> Record:
+        """What one of several passes of a tick chose: a view."""
+        here = slice(number * rows, (number + 1) * rows)
+        return Record(*(getattr(self, name)[here] for name in self.__slots__))
+
+    def copy_(self, other: Record) -> None:
+        for name in self.__slots__:
+            getattr(self, name).copy_(getattr(other, name), non_blocking=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What a program works with."""
+
+    plan: DepthPlan
+    layout: Layout
+    layers: RowLayers
+    state: EngineState
+    sampler: SamplerState
+    ends_E: Tensor
+    rows: int
+    """Of a pass."""
+    page_size: int
+    compiled: bool
+    """Whether bookkeeping between layers is compiled: many small operations become a few."""
+
+    def small(self, function: F) -> F:
+        if not self.compiled:
+            return function
+        made: Any = torch.compile(function, dynamic=False, fullgraph=True)
+        return made  # type: ignore[no-any-return]
+
+
+class Program(Protocol):
+    record: Record
+
+    def place(self, placed: Sequence[Placed]) -> None:
+        """New sequences are in their slots."""
+        ...
+
+    def tick(self, how: How) -> None:
+        """One turn of work; what was chosen is in `record` afterwards."""
+        ...
+
+    def read(self, slot: int, tokens_N: Tensor, first: int) -> None:
+        """Make the entries of some known tokens, the first of which is at position `first`. Not recorded."""
+        ...
+
+
+class Choosing:
+    """From scores to tokens in their slots."""
+
+    def __init__(self, parts: Parts) -> None:
+        self.state, self.sampler, self.ends_E = parts.state, parts.sampler, parts.ends_E
+        self._sample = parts.small(sample)
+        self._take = parts.small(take)
+
+    def __call__(
+        self,
+        scores_NV: Tensor,
+        rows_N: Tensor,
+        chosen_N: Tensor,
+        depth_N: Tensor,
+        sure_N: Tensor,
+        how: How,
+        record: Record,
+        flags_N: Tensor | None = None,
+    ) -> Tensor:
+        """Where `chosen_N`, a row's scores choose its slot's next token. Returns which slots go on, (N). `flags_N` are
+        flags to tell beside those of the choice."""
+        s = self.state
+        steps_N = s.made_S.index_select(0, rows_N)
+        sampled: Sampled = self._sample(
+            scores_NV, rows_N, steps_N, self.sampler, mode=how.mode, penalise=how.penalise, alternatives=how.alternatives
+        )
+        if how.penalise:
+            note(sampled.tokens_N, torch.where(chosen_N, rows_N, s.spare), self.sampler)
+        on_N = self._take(
+            s.numbers_SC, rows_N, chosen_N, sampled.tokens_N, sampled.bad_N, sampled.logprobs_N, depth_N, sure_N,
+            self.ends_E, record.wholes_NC, record.reals_NC, flags_N,
+        )  # fmt: skip
+        if how.alternatives:
+            record.top_tokens_NK.copy_(sampled.top_tokens_NK)
+            record.top_logprobs_NK.copy_(sampled.top_logprobs_NK)
+        return on_N
+
+
+def take(
+    numbers_SC: Tensor, rows_N: Tensor, chosen_N: Tensor, tokens_N: Tensor, bad_N: Tensor, logprobs_N: Tensor,
+    depth_N: Tensor, sure_N: Tensor, ends_E: Tensor, wholes_NC: Tensor, reals_NC: Tensor, told_N: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """Chosen tokens become the slots' next, one position further; a text that is over stops. Columns as in `state.COLUMNS`.
+    A slot may have several rows, and one that is chosen: the others write to the spare slot."""
+    token, position, stage, since, made, limit, epoch, deepest, ignores = numbers_SC.index_select(0, rows_N).unbind(1)
+    added = chosen_N.long()
+    made_N = made + added
+    met_N = (tokens_N[:, None] == ends_E[None, :]).any(1) & (ignores == 0)
+    over_N = met_N | (made_N >= limit) | bad_N
+    stage_N = torch.where(chosen_N & over_N, IDLE, stage)
+    new = (torch.where(chosen_N, tokens_N, token), position + added, stage_N, since, made_N, limit, epoch, deepest, ignores)
+    numbers_SC.index_copy_(0, torch.where(chosen_N, rows_N, numbers_SC.shape[0] - 1), torch.stack(new, 1))
+    flags_N = added * (VALID + BAD * bad_N.long() + ENDED * over_N.long())
+    flags_N = flags_N if told_N is None else flags_N + told_N
+    wholes_NC.copy_(torch.stack((rows_N, epoch, tokens_N, depth_N, flags_N, made), 1))
+    reals_NC.copy_(torch.stack((logprobs_N, sure_N), 1))
+    return chosen_N & ~over_N

@@ -1,0 +1,187 @@
+"""Leaving early across a batch: shallow-deep models (FREE, thesis 2.5.2) and recursive ones left after a recursion (3.3.5).
+
+A slot has at most one token in front of the exit. Tokens that left wait in its ring with the state they left with; when
+one does not leave, or the ring is full, all of them run the deeper steps together, each a row, and get their exact entries
+there.
+With shared entries nothing waits: deeper steps have none of their own. With `copies` deeper entries are made at once from
+the state that left (CALM's state copying), which is not exact.
+
+    ENTER    the slot's token is to run up to the exit
+    DEEP     it did not leave: it and all that wait run on, and it is chosen there
+    FLUSH    the ring is full: all that wait run on, and nothing is chosen
+
+Where the steps behind the exit are the same layers as those in front (two loops of one block), rows of both share a pass;
+elsewhere a tick is some passes in front of the exit and one behind it.
+
+Shapes: N rows, S slots, K places of a ring, M hidden width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from fathomlm.decode.recorded import choice_and_gap
+from fathomlm.engine.programs.base import AGREED, JUDGED, Choosing, How, Parts, Record
+from fathomlm.engine.programs.whole import read_whole
+from fathomlm.engine.rows import Reach, pick_groups, reach
+from fathomlm.engine.state import ENTER, IDLE, Placed
+from fathomlm.model.route.routers import draw
+
+DEEP, FLUSH = 1, 2
+
+
+class ExitProgram:
+    def __init__(
+        self,
+        parts: Parts,
+        exit_layer: int,
+        *,
+        stack: int = 16,
+        copies: bool = False,
+        shallows: int = 1,
+        forced: float | None = None,
+    ) -> None:
+        """`exit_layer` is where tokens leave, from 1; `stack` how many may wait; `shallows` how many passes in front of the
+        exit come to one behind it, where they cannot share. `forced` is the part of the tokens that leaves, drawn and not
+        decided, for measurements."""
+        assert 1 <= stack <= parts.rows, "what waits in a slot must fit into a pass"
+        s, plan = parts.state, parts.plan
+        self.parts, self.exit = parts, exit_layer - 1
+        self.copies, self.shallows, self.forced = copies, shallows, forced
+        self.shallow, self.deep = plan.steps[:exit_layer], plan.steps[exit_layer:]
+        self.mixed = [step.layer for step in self.shallow] == [step.layer for step in self.deep]
+        self._waits = not copies and any(not plan.reads_kv(step) for step in self.deep)
+        self.stack = stack if self._waits else 1
+        self.passes = ("both",) if self.mixed else (*["shallow"] * shallows, "deep")
+        self.record = Record.empty(parts.rows * len(self.passes), parts.sampler.max_logprobs, s.device)
+        self.ring_SKM = torch.zeros(s.slots + 1, self.stack, s.x_SM.shape[1], dtype=s.x_SM.dtype, device=s.device)
+        self.pending_S, self.filled_S = (torch.zeros(s.slots + 1, dtype=torch.int64, device=s.device) for _ in range(2))
+        self.threshold_S = torch.ones(s.slots + 1, device=s.device)
+        # Beside the states that wait: what the exit chose for each, and how sure it was.
+        self.choice_SK = torch.zeros(s.slots + 1, self.stack, dtype=torch.int64, device=s.device)
+        self.sure_SK = torch.zeros(s.slots + 1, self.stack, device=s.device)
+        decoder = parts.layers.decoder
+        own = (decoder.exit_adapters, decoder.exit_heads)
+        self._own_head = any(str(self.exit) in mine for mine in own)
+        self._begin = {kind: parts.small(self._begin_plain) for kind in ("both", "shallow", "deep")}
+        self._end = parts.small(self._end_plain)
+        self._leave = parts.small(self._leave_plain)
+        self._choose = Choosing(parts)
+
+    def place(self, placed: Sequence[Placed]) -> None:
+        s = self.parts.state
+        slots_K = s.upload([one.slot for one in placed])
+        self.pending_S.index_fill_(0, slots_K, 0)
+        self.filled_S.index_copy_(0, slots_K, s.upload([one.position for one in placed]))
+        thresholds_K = s.upload([one.threshold for one in placed], torch.float32)
+        self.threshold_S.index_copy_(0, slots_K, thresholds_K)
+
+    def tick(self, how: How) -> None:
+        for number, kind in enumerate(self.passes):
+            self._pass(kind, how, self.record.part(number, self.parts.rows))
+
+    def read(self, slot: int, tokens_N: Tensor, first: int) -> None:
+        read_whole(self.parts, slot, tokens_N, first)
+
+    def _pass(self, kind: str, how: How, record: Record) -> None:
+        layers, s = self.parts.layers, self.parts.state
+        rows_N, deep_N, last_N, valid_N, tokens_N, positions_N, waiting_NM, *found = self._begin[kind](kind)
+        seen = Reach(*found)
+        if kind == "deep":
+            x_NM = layers.run(waiting_NM, self.deep, seen, positions_N)
+        else:
+            x_NM = torch.where(deep_N[:, None], waiting_NM, layers.enter(tokens_N))
+            recursion_N = deep_N.long() if self.mixed else None
+            x_NM = layers.run(x_NM, self.shallow, seen, positions_N, recursion_N)
+        scores_NV = self._scores(x_NM, deep_N, kind)
+        leaves_N, chosen_N, choice_N, sure_N, depth_N, flags_N = self._leave(
+            scores_NV, rows_N, deep_N, last_N, valid_N, positions_N
+        )
+        if self.copies and kind != "deep":
+            self._copy_entries(x_NM, leaves_N, seen, positions_N)
+        self._choose(scores_NV, rows_N, chosen_N, depth_N, sure_N, how, record, flags_N)
+        self._end(rows_N, deep_N, last_N, valid_N, leaves_N, positions_N, x_NM, choice_N, sure_N)
+        s.clock.add_(1)
+
+    def _scores(self, x_NM: Tensor, deep_N: Tensor, kind: str) -> Tensor:
+        layers = self.parts.layers
+        if kind == "deep" or (kind == "both" and not self._own_head):
+            return layers.scores(x_NM)
+        exit_NV = layers.scores(x_NM, self.exit if self._own_head else None)
+        return exit_NV if kind == "shallow" else torch.where(deep_N[:, None], layers.scores(x_NM), exit_NV)
+
+    def _begin_plain(self, kind: str) -> tuple[Tensor, ...]:
+        parts, s = self.parts, self.parts.state
+        deep_S = (s.stage_S == DEEP) | (s.stage_S == FLUSH)
+        shallow_S = (s.stage_S == ENTER) & (s.position_S < s.room_ST[:, 0])
+        waits_S = {"both": deep_S | shallow_S, "shallow": shallow_S, "deep": deep_S}[kind]
+        sizes_S = torch.where(deep_S, self.pending_S, 1)
+        rows_N, number_N, valid_N = pick_groups(waits_S, s.since_S, sizes_S, parts.rows)
+        deep_N = deep_S[rows_N] & valid_N
+        last_N = valid_N & (number_N == sizes_S[rows_N] - 1)
+        positions_N = torch.where(deep_N, self.filled_S[rows_N] + number_N, s.position_S[rows_N])
+        positions_N = torch.where(valid_N, positions_N, 0)
+        waiting_NM = self.ring_SKM[rows_N, positions_N % self.stack]
+        writes_N, offset_N = None, None
+        if self.mixed:
+            if self._waits or self.copies:
+                offset_N = deep_N.long() * len(self.shallow) * parts.layers.pages.stride(0)
+            else:
+                writes_N = ~deep_N
+        none_N = torch.zeros_like(rows_N)
+        seen = reach(s.tables_STP, rows_N, none_N, positions_N, valid_N, parts.page_size, writes_N, offset_N)
+        found = (seen.slots_N, seen.table_NP, seen.lengths_N)
+        return rows_N, deep_N, last_N, valid_N, s.token_S[rows_N], positions_N, waiting_NM, *found
+
+    def _leave_plain(
+        self, scores_NV: Tensor, rows_N: Tensor, deep_N: Tensor, last_N: Tensor, valid_N: Tensor, positions_N: Tensor
+    ) -> tuple[Tensor, ...]:
+        """Who leaves, who is chosen, what the exit chose and how sure it was, after how many layers, and whether the last
+        layer would have chosen the same."""
+        s = self.parts.state
+        choice_N, sure_N = choice_and_gap(scores_NV)
+        at = (rows_N, positions_N % self.stack)
+        judged_N = deep_N & (choice_N == self.choice_SK[at])
+        flags_N = deep_N.long() * JUDGED + judged_N.long() * AGREED
+        choice_N = torch.where(deep_N, self.choice_SK[at], choice_N)
+        sure_N = torch.where(deep_N, self.sure_SK[at], sure_N)
+        threshold_N = self.threshold_S[rows_N]
+        above_N = (threshold_N == 0) | (sure_N > threshold_N)
+        if self.forced is not None:
+            above_N = draw(s.position_S[rows_N] + 7919 * s.epoch_S[rows_N], 0) < self.forced
+        leaves_N = valid_N & ~deep_N & above_N
+        chosen_N = leaves_N | (deep_N & last_N & (s.stage_S[rows_N] == DEEP))
+        layers = (self.exit + 1, self.parts.plan.unrolled_layers)
+        return leaves_N, chosen_N, choice_N, sure_N, torch.where(deep_N, layers[1], layers[0]), flags_N
+
+    def _copy_entries(self, x_NM: Tensor, leaves_N: Tensor, seen: Reach, positions_N: Tensor) -> None:
+        slots_N = torch.where(leaves_N, seen.slots_N, -1)
+        self.parts.layers.keep(x_NM, self.deep, Reach(slots_N, seen.table_NP, seen.lengths_N), positions_N)
+
+    def _end_plain(
+        self, rows_N: Tensor, deep_N: Tensor, last_N: Tensor, valid_N: Tensor, leaves_N: Tensor, positions_N: Tensor,
+        x_NM: Tensor, choice_N: Tensor, sure_N: Tensor,
+    ) -> None:  # fmt: skip
+        """One row speaks for each slot: the token in front of the exit, or the last of those that ran behind it."""
+        s = self.parts.state
+        speaks_N = last_N & valid_N
+        rows_N = torch.where(speaks_N, rows_N, s.spare)
+        stage_N, pending_N = s.stage_S[rows_N], self.pending_S[rows_N]
+        stays_N = ~leaves_N if not self._waits else torch.ones_like(leaves_N)
+        at = (rows_N, positions_N % self.stack)
+        self.ring_SKM.index_put_(at, torch.where(deep_N[:, None], self.ring_SKM[at], x_NM))
+        self.choice_SK.index_put_(at, choice_N)
+        self.sure_SK.index_put_(at, sure_N)
+        filled_N = torch.where(deep_N, positions_N + 1, torch.where(stays_N, self.filled_S[rows_N], positions_N + 1))
+        pending_N = torch.where(deep_N, 0, torch.where(stays_N, pending_N + 1, 0))
+        full_N = pending_N >= self.stack
+        after_exit_N = torch.where(leaves_N, torch.where(full_N & stays_N, FLUSH, ENTER), DEEP)
+        next_N = torch.where(deep_N, ENTER, after_exit_N)
+        over_N = stage_N == IDLE
+        s.stage_S.index_copy_(0, rows_N, torch.where(over_N | ~speaks_N, IDLE, next_N))
+        self.filled_S.index_copy_(0, rows_N, filled_N)
+        self.pending_S.index_copy_(0, rows_N, pending_N)
+        s.since_S.index_copy_(0, rows_N, s.clock.expand_as(rows_N))

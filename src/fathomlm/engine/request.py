@@ -1,0 +1,174 @@
+"""What is asked of the engine, what it tells while it works, and what came of it."""
+
+from __future__ import annotations
+
+import math
+import operator
+import secrets
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from fathomlm.decode.sampling import Sampling
+from fathomlm.errors import OptionError
+
+MAX_LOGPROBS = 20
+"""The most alternatives whose log probabilities a request may ask for at each token."""
+
+FinishReason = Literal["eos", "stop", "length", "cancelled", "error"]
+"""The model's end token, a stop string, max_new_tokens; nobody waits for it any more; it failed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """One prompt and what is wanted of it. The settings of the reference decoder are `sampling`; the rest is beside it."""
+
+    id: int
+    prompt: tuple[int, ...]
+    sampling: Sampling = field(default_factory=Sampling)
+    logprobs: int | None = None
+    """Log probabilities to report: None is none, 0 the chosen token's, more also of so many likeliest tokens."""
+    presence_penalty: float = 0.0
+    """Taken from the score of every token that the text holds so far, once. The prompt does not count. -2 to 2."""
+    frequency_penalty: float = 0.0
+    """Taken from a token's score for each time that the text holds it so far. The prompt does not count. -2 to 2."""
+    max_depth: int | None = None
+    """No token runs deeper than this; None leaves depth to the model."""
+    exit_threshold: float | None = None
+    """How sure an exit must be for a token to leave there, from 0 (always) to 1 (never); None is the engine's own."""
+    arrival: float = field(default_factory=time.perf_counter)
+    """When it came in, on `time.perf_counter`'s clock."""
+    seed: int = field(init=False, compare=False, repr=False)
+    """What its draws come from: the seed that was asked for, or a random one. It belongs to the request, so that a text
+    goes on as it would have when the engine had to put it aside for a while."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "prompt", _token_ids(self.prompt))
+        _require(_is_whole(self.id), "id", "a whole number", self.id)
+        _require(isinstance(self.sampling, Sampling), "sampling", "a Sampling", self.sampling)
+        asked = self.logprobs
+        allowed = asked is None or (_is_whole(asked) and 0 <= asked <= MAX_LOGPROBS)
+        _require(allowed, "logprobs", f"None or a whole number from 0 to {MAX_LOGPROBS}", asked)
+        for name in ("presence_penalty", "frequency_penalty"):
+            value = getattr(self, name)
+            _require(_is_number(value) and -2 <= value <= 2, name, "between -2 and 2 (0 is off)", value)
+        deepest = self.max_depth
+        _require(deepest is None or (_is_whole(deepest) and deepest >= 1), "max_depth", "None or at least 1", deepest)
+        sure = self.exit_threshold
+        _require(sure is None or (_is_number(sure) and 0 <= sure <= 1), "exit_threshold", "None or from 0 to 1", sure)
+        _require(_is_number(self.arrival), "arrival", "a time in seconds", self.arrival)
+        seed = self.sampling.seed
+        object.__setattr__(self, "seed", secrets.randbits(63) if seed is None else seed)
+
+    @property
+    def penalised(self) -> bool:
+        """Whether its scores depend on what was said before."""
+        return self.sampling.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
+
+
+def _token_ids(prompt: Sequence[int]) -> tuple[int, ...]:
+    try:
+        tokens = tuple(map(operator.index, prompt))
+    except TypeError as error:
+        raise OptionError(f"prompt must be token ids, got {prompt!r}") from error
+    _require(bool(tokens), "prompt", "at least one token id", prompt)
+    _require(min(tokens) >= 0, "prompt", "token ids of at least 0", min(tokens))
+    return tokens
+
+
+def _is_whole(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _require(holds: bool, name: str, rule: str, value: object) -> None:
+    if not holds:
+        raise OptionError(f"{name} must be {rule}, got {value!r}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenEvent:
+    """One more token of a text."""
+
+    token: int
+    text: str
+    """What is now safe to show, often empty: a character may be spread over tokens, a stop string may have begun."""
+    index: int
+    """Its place in the text, from 0."""
+    logprob: float | None = None
+    """Under the model's own distribution: no temperature, no filter, no penalty. None where the request asked for none."""
+    top: tuple[tuple[int, float], ...] = ()
+    """The likeliest tokens and their log probabilities, likeliest first."""
+    depth: int | None = None
+    """How deep it was chosen; None where the model has one depth."""
+    confidence: float | None = None
+    """How sure the exit was where it left; None without exits."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finished:
+    """Why a text ended."""
+
+    reason: FinishReason
+    error: str | None = None
+    """What went wrong, for the reason "error" alone."""
+
+    def __post_init__(self) -> None:
+        assert (self.reason == "error") == (self.error is not None), "an error, and only an error, has a message"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Logprobs:
+    """The log probabilities of one token, as in `TokenEvent`."""
+
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Times:
+    """When things happened, on `time.perf_counter`'s clock."""
+
+    arrival: float
+    first: float | None = None
+    """The first token; None where there was none."""
+    last: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Result:
+    """What came of one request."""
+
+    id: int
+    prompt_tokens: tuple[int, ...]
+    tokens: tuple[int, ...]
+    """Every token that was chosen, the end token and those of a stop string included."""
+    text: str
+    """The tokens as text, without special tokens and cut before the stop string; empty without a tokenizer."""
+    finish: Finished
+    times: Times
+    logprobs: tuple[Logprobs, ...] | None = None
+    """For each token; None where the request asked for none."""
+    depths: tuple[int, ...] | None = None
+    """For each token, how deep it was chosen; None where the model has one depth."""
+    confidences: tuple[float, ...] | None = None
+    """For each token, how sure the exit was where it left; None without exits."""
+    preemptions: int = 0
+    """How often it was put aside for want of memory, and read again."""
+
+    @property
+    def time_to_first_token(self) -> float | None:
+        """Seconds from arrival, waiting in the queue included; None where no token came."""
+        return None if self.times.first is None else self.times.first - self.times.arrival
+
+    @property
+    def mean_inter_token_time(self) -> float | None:
+        """Seconds from one token to the next, on average; None where there were fewer than two."""
+        first, last = self.times.first, self.times.last
+        if first is None or last is None or len(self.tokens) < 2:
+            return None
+        return (last - first) / (len(self.tokens) - 1)

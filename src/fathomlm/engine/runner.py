@@ -1,0 +1,258 @@
+"""The device's side of the engine: it carries out plans, starts ticks, and hands back what they chose, later.
+
+On a GPU a tick is recorded once for each way of sampling and replayed from then on; results come back through pinned memory
+while the next ticks run. On a CPU the same work runs at once.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fathomlm.decode.exiting import Exiting
+from fathomlm.depth import DepthPlan
+from fathomlm.engine.layers import RowLayers
+from fathomlm.engine.layout import Layout, build_layout
+from fathomlm.engine.options import EngineOptions
+from fathomlm.engine.orders import Plan
+from fathomlm.engine.pool import Pages, page_bytes
+from fathomlm.engine.programs.base import How, Parts, Program, Record
+from fathomlm.engine.programs.exits import ExitProgram
+from fathomlm.engine.programs.routed import RoutedProgram, passes_for
+from fathomlm.engine.programs.whole import WholeProgram
+from fathomlm.engine.request import Request
+from fathomlm.engine.routing import RowRouters
+from fathomlm.engine.sampler import SamplerState
+from fathomlm.engine.state import EngineState, Placed
+from fathomlm.errors import OptionError
+from fathomlm.model.decoder import Decoder
+from fathomlm.model.route import Routers
+
+WARM_UPS = 2
+BURST = 4
+OVERBOOKED = 2
+"""Sequences in flight for each row of a pass, where tokens differ in depth."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """What the scheduler has to know."""
+
+    tables: tuple[int, ...]
+    pool_pages: tuple[int, ...]
+    slots: int
+    max_length: int
+    lookahead: int
+    burst: int
+    lag: int
+
+
+class Runner:
+    def __init__(
+        self, decoder: Decoder, options: EngineOptions, ends: Sequence[int] = (), exiting: Exiting | None = None
+    ) -> None:
+        self.decoder, self.options = decoder, options
+        weight = decoder.embed.weight
+        self.device = weight.device
+        gpu = self.device.type == "cuda"
+        exit_layer = _exit_layer(decoder.plan, exiting)
+        self.exiting = exiting
+        self.layout = build_layout(decoder.architecture, decoder.plan, decoder.relaxation, exit_layer)
+        self.sizes = _sizes(decoder, self.layout, options, gpu, exiting)
+        self._captures = gpu if options.capture is None else options.capture
+        self.pages = Pages(
+            decoder.architecture, self.layout, self.sizes.pool_pages, options.page_size, self.device, weight.dtype
+        )
+        pages = -(-self.sizes.max_length // options.page_size)
+        self.state = EngineState(
+            self.layout, self.sizes.slots, pages, decoder.architecture.hidden, self.device, weight.dtype
+        )
+        self.sampler = SamplerState(
+            self.sizes.slots, decoder.architecture.vocab, self.device, options.max_logprobs, penalties=options.penalties
+        )
+        compiled = gpu if options.compile is None else options.compile
+        self.layers = RowLayers(
+            decoder, self.layout, self.pages, self.sizes.max_length, fuse=options.fuse, compiled=compiled
+        )
+        self.program = self._program(ends, exiting, compiled)
+        self._graphs: dict[How, torch.cuda.CUDAGraph] = {}
+        self._pool: Any = None
+        rows = self.program.record.wholes_NC.shape[0]
+        self._heard = [
+            Record.empty(rows, self.sampler.max_logprobs, self.device, pinned=gpu)
+            for _ in range((self.sizes.lag + 2) * self.sizes.burst)
+        ]
+        self._events = [torch.cuda.Event() if gpu else None for _ in self._heard]  # type: ignore[no-untyped-call]
+        self.ticks = 0
+
+    def _program(self, ends: Sequence[int], exiting: Exiting | None, compiled: bool) -> Program:
+        plan, options = self.decoder.plan, self.options
+        ends_E = torch.tensor(sorted(ends), dtype=torch.int64, device=self.device)
+        parts = Parts(
+            plan, self.layout, self.layers, self.state, self.sampler, ends_E, options.rows, options.page_size, compiled
+        )
+        if self.layout.kind == "whole":
+            return WholeProgram(parts)
+        if self.layout.kind == "routed":
+            assert isinstance(self.decoder.routers, Routers)
+            assert plan.routing is not None
+            routers = RowRouters(self.decoder.routers, options.depth_bias, options.forced_depths)
+            return RoutedProgram(parts, routers, _cores(plan, options))
+        assert exiting is not None
+        assert exiting.exit_layers is not None
+        return ExitProgram(
+            parts,
+            exiting.exit_layers[0],
+            stack=min(exiting.max_stack or 1, options.rows),
+            copies=exiting.mode == "state-copy",
+            shallows=options.shallows,
+            forced=options.forced_exits,
+        )
+
+    @torch.no_grad()
+    def apply(self, plan: Plan, requests: Mapping[int, Request]) -> None:
+        """Everything of a plan but its chunks."""
+        placed = []
+        for slot in plan.stops:
+            self.sampler.clear(slot)
+        for placement in plan.placements:
+            sequence, request = placement.sequence, requests[placement.sequence.id]
+            self.sampler.place(placement.slot, request, sequence.tokens)
+            deepest = request.max_depth or self.decoder.plan.recursions
+            usual = None if self.exiting is None else self.exiting.threshold_now()
+            threshold = usual if request.exit_threshold is None else request.exit_threshold
+            placed.append(
+                Placed(
+                    slot=placement.slot, token=sequence.known[-1], position=sequence.length - 1, made=len(sequence.tokens),
+                    limit=sequence.max_new_tokens, epoch=placement.epoch, deepest=deepest,
+                    ignores_end=request.sampling.ignore_eos, entries=placement.entries, ready=placement.ready,
+                    threshold=1.0 if threshold is None else threshold,
+                )
+            )  # fmt: skip
+        self.state.apply(Plan(plan.stops, [], [], [], [], []), [])
+        for copy in plan.copies:
+            self.pages.copy(copy)
+        self.state.apply(Plan([], [], [], plan.grants, plan.rooms, []), placed)
+        if placed:
+            self.program.place(placed)
+
+    @torch.no_grad()
+    def read(self, slot: int, tokens: Sequence[int], first: int, last: bool) -> tuple[int, ...]:
+        """Make the entries of some known tokens; returns how many each table has then."""
+        self.program.read(slot, self.state.upload(list(tokens)), first)
+        if last:
+            self.state.start(slot)
+        if self.layout.kind != "routed":
+            return (first + len(tokens),)
+        found: list[int] = self.state.entries_ST[slot].tolist()
+        return tuple(found)
+
+    @torch.no_grad()
+    def launch(self) -> int:
+        """Start a tick; returns its number, for `collect`."""
+        sampler = self.sampler
+        how = How(sampler.mode, sampler.penalised, sampler.alternatives)
+        if self._captures:
+            if how not in self._graphs:
+                self._record(how)
+            self._graphs[how].replay()
+        else:
+            self.program.tick(how)
+        number = self.ticks
+        self.ticks += 1
+        at = number % len(self._heard)
+        self._heard[at].copy_(self.program.record)
+        if (event := self._events[at]) is not None:
+            event.record()
+        return number
+
+    def collect(self, number: int) -> tuple[list[list[int]], list[list[float]], Record]:
+        """What a tick chose; waits for it. The record's tensors hold until another burst has begun."""
+        at = number % len(self._heard)
+        if (event := self._events[at]) is not None:
+            event.synchronize()
+        record = self._heard[at]
+        return record.wholes_NC.tolist(), record.reals_NC.tolist(), record
+
+    def _record(self, how: How) -> None:
+        """Record a tick. It is run a few times first, so that kernels are compiled; what those runs change is put back."""
+        before = self._changed()
+        side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            kept = [tensor.clone() for tensor in before]
+            self.state.stage_S.fill_(-1)  # nobody runs: no page is written
+            for _ in range(WARM_UPS):
+                self.program.tick(how)
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool):
+            self.program.tick(how)
+        self._pool = self._pool or graph.pool()
+        self._graphs[how] = graph
+        for tensor, old in zip(before, kept, strict=True):
+            tensor.copy_(old)
+
+    def _changed(self) -> list[Tensor]:
+        held = [self.state, self.program]
+        return [value for one in held for value in vars(one).values() if isinstance(value, Tensor)]
+
+
+def _exit_layer(plan: DepthPlan, exiting: Exiting | None) -> int | None:
+    if exiting is None or exiting.mode == "full":
+        return None
+    if exiting.mode not in ("parallel", "state-copy"):
+        raise OptionError(f"the engine lets tokens leave by 'parallel' or 'state-copy' decoding, not '{exiting.mode}'")
+    if exiting.confidence not in (None, "gap") or exiting.refine is not None:
+        raise OptionError("the engine knows the confidence 'gap' and no refinement")
+    exits = exiting.exits(plan)
+    if len(exits) != 1 or exiting.exit_layers is None:
+        raise OptionError("the engine lets tokens leave after one layer: name it in exit_layers")
+    return exits[0] + 1
+
+
+def _sizes(decoder: Decoder, layout: Layout, options: EngineOptions, gpu: bool, exiting: Exiting | None) -> Sizes:
+    a, plan = decoder.architecture, decoder.plan
+    over = 1 if layout.kind == "whole" else OVERBOOKED
+    slots = options.rows * over if options.slots is None else options.slots
+    if layout.kind == "whole" and slots != options.rows:
+        raise OptionError(f"where all tokens run alike, slots are rows; got {slots} slots and {options.rows} rows")
+    max_length = a.context if options.max_length is None else options.max_length
+    if max_length > a.context:
+        raise OptionError(f"max_length {max_length} is more than the model's context of {a.context}")
+    size = options.page_size
+    sizes = [page_bytes(a, planes, size, decoder.embed.weight.dtype) for planes in layout.planes]
+    tables = [layout.tables.count(pool) for pool in range(len(layout.planes))]
+    full = [many * -(-max_length // size) for many in tables]
+    if options.memory is None:
+        pool_pages = tuple(
+            max(pages + tables_, math.ceil(slots * pages / 4)) for pages, tables_ in zip(full, tables, strict=True)
+        )
+    else:
+        share = _shares(plan, layout, tables)
+        whole = sum(one * part for one, part in zip(sizes, share, strict=True))
+        pool_pages = tuple(int(options.memory * part / whole) for part in share)
+        if min(pool_pages) < 2:
+            raise OptionError(f"{options.memory:,} bytes hold no two pages of every kind; a page takes up to {max(sizes):,}")
+    burst = options.burst or (BURST if gpu else 1)
+    lag = options.lag if options.lag is not None else (1 if gpu else 0)
+    a_tick = {"whole": 1, "exits": options.shallows + 1, "routed": 0}[layout.kind] or len(_cores(plan, options))
+    return Sizes(layout.tables, pool_pages, slots, max_length, (lag + 1) * burst * a_tick + 1, burst, lag)
+
+
+def _cores(plan: DepthPlan, options: EngineOptions) -> tuple[int, ...]:
+    """routed: passes of the block in front of each turn of a tick."""
+    assert plan.routing is not None
+    return (options.cores,) if options.cores else passes_for(sum(options.forced_depths or plan.routing.capacity))
+
+
+def _shares(plan: DepthPlan, layout: Layout, tables: Sequence[int]) -> list[float]:
+    """How many pages of each pool a sequence takes, by the depths that its routers were trained for."""
+    if plan.routing is None or len(layout.planes) == 1:
+        return [float(many) for many in tables]
+    return [1.0, sum(plan.routing.capacity)]

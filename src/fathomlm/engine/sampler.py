@@ -1,0 +1,238 @@
+"""From scores to the next tokens, for rows of many requests at once, each with its own settings.
+
+A row's token depends on its scores, its settings, its seed and its place in the text alone, and on what the text holds
+where a penalty asks for that. So it does not matter what else is in the batch, and a text that was put aside and read again
+goes on as it would have.
+
+Nothing here waits for the device, and every shape follows from the arguments' shapes, so `sample` and `note` can be recorded
+in a CUDA graph. What the work consists of is said by the host (`mode`, `penalise`, `alternatives`): `SamplerState` knows the
+least that serves the requests it holds.
+
+Shapes: N rows, V vocabulary, S slots (and one more, for rows that stand for nothing), K alternatives.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from fathomlm.engine.draws import Settings, draw, likeliest_tokens, row_chances, uniform
+from fathomlm.engine.request import Request
+from fathomlm.errors import OptionError
+
+Mode = Literal["greedy", "plain", "filtered"]
+"""Which settings a call heeds: penalties only; also temperature and min-p; also top-k and top-p, which need a whole sort."""
+MODES: tuple[Mode, ...] = ("greedy", "plain", "filtered")
+
+HOTTEST = 1e38
+"""A higher temperature is as flat, and would overflow float32."""
+NEUTRAL = (0.0, -1.0, 0.0, 1.0, 0.0, 0.0)
+"""The float settings of a slot that holds nothing, in `Settings`' order: greedy, without filters and penalties."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampled:
+    """What came of one call."""
+
+    tokens_N: Tensor
+    logprobs_N: Tensor
+    """Of the tokens, under the model's own distribution: the scores as they came, without temperature or penalties."""
+    bad_N: Tensor
+    """Rows that have no choice: a score is NaN or +inf, or none is finite. Their token and log probabilities are 0."""
+    top_tokens_NK: Tensor
+    """The likeliest tokens under the same distribution, likeliest first."""
+    top_logprobs_NK: Tensor
+
+    @classmethod
+    def empty(cls, rows: int, alternatives: int, device: torch.device) -> Sampled:
+        """Room for results that stays where it is, for recorded calls."""
+        return cls(
+            tokens_N=torch.zeros(rows, dtype=torch.int64, device=device),
+            logprobs_N=torch.zeros(rows, device=device),
+            bad_N=torch.zeros(rows, dtype=torch.bool, device=device),
+            top_tokens_NK=torch.zeros(rows, alternatives, dtype=torch.int64, device=device),
+            top_logprobs_NK=torch.zeros(rows, alternatives, device=device),
+        )
+
+
+class SamplerState:
+    """The settings of the requests in their slots, and what each has said where a penalty asks for it.
+
+    `penalties` makes room for the latter, five bytes for each slot and token of the vocabulary; without it a request with
+    penalties is refused. The slot `scratch`, behind the last, is for rows that stand for nothing.
+    """
+
+    def __init__(
+        self, slots: int, vocab: int, device: torch.device, max_logprobs: int = 0, *, penalties: bool = False
+    ) -> None:
+        self.scratch = slots
+        self.vocab = vocab
+        self.max_logprobs = min(max_logprobs, vocab)
+        self.penalties = penalties
+        self._device = device
+        self._floats_SF = torch.tensor([NEUTRAL] * (slots + 1), device=device)
+        self._wholes_SW = torch.tensor([(vocab, 0)] * (slots + 1), device=device)
+        kept = slots + 1 if penalties else 0
+        self._counts_SV = torch.zeros(kept, vocab, dtype=torch.int32, device=device)
+        self._seen_SV = torch.zeros(kept, vocab, dtype=torch.bool, device=device)
+        self._held: dict[int, Request] = {}
+        self._needs: Counter[str] = Counter()
+
+    @property
+    def mode(self) -> Mode:
+        """The cheapest mode that serves every request in its slot."""
+        return next((mode for mode in reversed(MODES) if self._needs[mode]), "greedy")
+
+    @property
+    def penalised(self) -> bool:
+        """Whether a request in its slot has penalties."""
+        return self._needs["penalties"] > 0
+
+    @property
+    def alternatives(self) -> bool:
+        """Whether a request in its slot wants to know the likeliest tokens."""
+        return self._needs["alternatives"] > 0
+
+    def place(self, slot: int, request: Request, generated: Sequence[int] = ()) -> None:
+        """Write one slot's settings. `generated` is what the request has said so far, where it was put aside."""
+        assert 0 <= slot < self.scratch, f"slot {slot} of {self.scratch}"
+        self.check(request)
+        self.clear(slot)
+        sampling = request.sampling
+        tail = 1 - sampling.top_p if sampling.top_p < 1 else -1.0
+        chosen = (min(sampling.temperature, HOTTEST), tail, sampling.min_p)
+        penalties = (sampling.repetition_penalty, request.presence_penalty, request.frequency_penalty)
+        self._floats_SF[slot].copy_(self._upload((*chosen, *penalties), torch.float32))
+        wholes = (min(sampling.top_k, self.vocab) or self.vocab, request.seed)
+        self._wholes_SW[slot].copy_(self._upload(wholes, torch.int64))
+        if request.penalised:
+            self._recall(slot, request.prompt, generated)
+        self._held[slot] = request
+        self._needs.update(_needs(request))
+
+    def clear(self, slot: int) -> None:
+        """The slot holds nothing any more. What it last said stays until a request with penalties takes the slot."""
+        request = self._held.pop(slot, None)
+        if request is not None:
+            self._needs.subtract(_needs(request))
+            self._floats_SF[slot].copy_(self._floats_SF[self.scratch])
+            self._wholes_SW[slot].copy_(self._wholes_SW[self.scratch])
+
+    def settings(self, slots_N: Tensor) -> Settings:
+        floats = self._floats_SF.index_select(0, slots_N).unsqueeze(-1).unbind(1)
+        wholes = self._wholes_SW.index_select(0, slots_N).unsqueeze(-1).unbind(1)
+        return Settings(*floats, *wholes)
+
+    def penalise(self, scores_NV: Tensor, slots_N: Tensor, settings: Settings) -> Tensor:
+        """Scores with the repetition penalty for prompt and text, then the other two for the text alone."""
+        assert self.penalties
+        seen_NV = self._seen_SV.index_select(0, slots_N)
+        counts_NV = self._counts_SV.index_select(0, slots_N)
+        penalty_N1 = settings.repetition_N1
+        repeated_NV = torch.where(scores_NV < 0, scores_NV * penalty_N1, scores_NV / penalty_N1)
+        scores_NV = torch.where(seen_NV, repeated_NV, scores_NV)
+        return scores_NV - counts_NV * settings.frequency_N1 - (counts_NV > 0) * settings.presence_N1
+
+    def add(self, tokens_N: Tensor, slots_N: Tensor) -> None:
+        """These tokens were said in these slots."""
+        at_N = slots_N.long() * self.vocab + tokens_N
+        self._counts_SV.view(-1).scatter_add_(0, at_N, torch.ones_like(at_N, dtype=torch.int32))
+        self._seen_SV.view(-1).index_fill_(0, at_N, True)
+
+    def check(self, request: Request) -> None:
+        if request.penalised and not self.penalties:
+            raise OptionError("this engine was started without penalties; leave them out of the request")
+        if (request.logprobs or 0) > self.max_logprobs:
+            raise OptionError(f"logprobs must be at most {self.max_logprobs} in this engine, got {request.logprobs}")
+        if max(request.prompt) >= self.vocab:
+            raise OptionError(f"token id {max(request.prompt)} is outside the model's vocabulary of {self.vocab}")
+
+    def _recall(self, slot: int, prompt: Sequence[int], generated: Sequence[int]) -> None:
+        self._counts_SV[slot].zero_()
+        self._seen_SV[slot].zero_()
+        self._seen_SV[slot].index_fill_(0, self._upload(prompt, torch.int64), True)
+        if generated:
+            said_N = self._upload(generated, torch.int64)
+            self.add(said_N, torch.full_like(said_N, slot))
+
+    def _upload(self, values: Sequence[float], dtype: torch.dtype) -> Tensor:
+        """From pinned memory, because a copy from elsewhere would wait until the device has done all it was given."""
+        pinned = self._device.type == "cuda"
+        return torch.tensor(values, dtype=dtype, pin_memory=pinned).to(self._device, non_blocking=True)
+
+
+def mode_of(request: Request) -> Mode:
+    """The cheapest mode that serves a request."""
+    sampling = request.sampling
+    if sampling.greedy:
+        return "greedy"
+    return "filtered" if sampling.top_k or sampling.top_p < 1 else "plain"
+
+
+def _needs(request: Request) -> list[str]:
+    extras = {"penalties": request.penalised, "alternatives": bool(request.logprobs)}
+    return [mode_of(request), *(name for name, wanted in extras.items() if wanted)]
+
+
+def sample(
+    logits_NV: Tensor,
+    slots_N: Tensor,
+    steps_N: Tensor,
+    state: SamplerState,
+    out: Sampled | None = None,
+    *,
+    mode: Mode = "filtered",
+    penalise: bool | None = None,
+    alternatives: bool | None = None,
+) -> Sampled:
+    """The next token of each row: row n belongs to slot slots_n, and the token is number steps_n of its text, from 0.
+
+    A row's result is the same in every mode that serves its request. None does all that the state has room for. With
+    `out` the results are written there; without alternatives it keeps those it held. Else K is then 0.
+    """
+    assert logits_NV.shape[-1] == state.vocab
+    settings = state.settings(slots_N)
+    scores_NV = logits_NV.float()
+    if state.penalties if penalise is None else penalise:
+        scores_NV = state.penalise(scores_NV, slots_N, settings)
+    # torch promises the first of equal maxima, and takes NaN for the highest.
+    best_N1, tokens_N1 = scores_NV.max(-1, keepdim=True)
+    bad_N1 = ~best_N1.isfinite()
+    if mode != "greedy":
+        # Of a bad or a greedy row anything may come, and is thrown away below.
+        chances_NV = row_chances(scores_NV - best_N1, settings, filtered=mode == "filtered")
+        drawn_N1 = draw(chances_NV, uniform(settings.seed_N1, steps_N[:, None]))
+        tokens_N1 = torch.where(settings.temperature_N1 == 0, tokens_N1, drawn_N1)
+    tokens_N1 = tokens_N1.masked_fill(bad_N1, 0)
+    logprobs_NV = logits_NV.log_softmax(-1, dtype=torch.float32)
+    wanted = state.max_logprobs > 0 if alternatives is None else alternatives
+    top_NK = likeliest_tokens(logits_NV, state.max_logprobs if wanted else 0)
+    result = Sampled(
+        tokens_N=tokens_N1[:, 0],
+        logprobs_N=logprobs_NV.gather(-1, tokens_N1).masked_fill(bad_N1, 0.0)[:, 0],
+        bad_N=bad_N1[:, 0],
+        top_tokens_NK=top_NK.masked_fill(bad_N1, 0),
+        top_logprobs_NK=logprobs_NV.gather(-1, top_NK).masked_fill(bad_N1, 0.0),
+    )
+    return result if out is None else _write(result, out, wanted)
+
+
+def _write(result: Sampled, out: Sampled, alternatives: bool) -> Sampled:
+    out.tokens_N.copy_(result.tokens_N)
+    out.logprobs_N.copy_(result.logprobs_N)
+    out.bad_N.copy_(result.bad_N)
+    if alternatives:
+        out.top_tokens_NK.copy_(result.top_tokens_NK)
+        out.top_logprobs_NK.copy_(result.top_logprobs_NK)
+    return out
+
+
+def note(tokens_N: Tensor, slots_N: Tensor, state: SamplerState) -> None:
+    """What was chosen counts as said, for penalties. A row of the scratch slot changes nothing that matters."""
+    if state.penalties:
+        state.add(tokens_N, slots_N)

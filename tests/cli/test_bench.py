@@ -1,0 +1,302 @@
+"""`fathomlm bench`: a table for people, one JSON object of a fixed form, "forced" wherever depths were, and one line for
+every mistake."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fathomlm.cli.bench_options import parse_bytes
+from fathomlm.cli.main import main
+from fathomlm.engine.bench import floor, kernels, play
+from fathomlm.errors import OptionError
+
+pytestmark = pytest.mark.usefixtures("one_thread", "quick")
+FEW = ("--workload", "64-256", "--requests", "3", "--rows", "3")
+ROUTED = ("--sharing", "middle-cycle", "--recursions", "2", "--router", "expert")
+
+MEASURED: dict[str, Any] = {
+    "depth": {"source", "label", "unit", "full", "mean", "ran", "exit_rate"},
+    "timing": {
+        "requests", "finished", "failed", "error", "prompt_tokens", "tokens", "seconds", "tokens_per_s",
+        "time_to_first_token_ms", "inter_token_ms", "interrupted",
+    },
+    "work": {
+        "rows", "slots", "ticks", "passes_in_a_tick", "ms_per_tick", "rows_filled", "rows_filled_by_pass", "stages",
+        "preemptions", "prefix_hits",
+    },
+    "memory": {"weights", "kv", "kv_most"},
+    "floor": {"bytes_per_tick", "reading_bytes_per_s", "ms_per_tick", "share"},
+}  # fmt: skip
+"""The form that scripts rely on: what is here may grow, and nothing may go."""
+STAGES = {"planning", "applying", "reading", "launching", "waiting", "hearing", "idle", "other"}
+WORKLOAD = {
+    "name", "requests", "prompt_tokens", "new_tokens", "longest", "arrivals", "rate_per_s", "prompts", "seed",
+}  # fmt: skip
+ABOUT = {"kind", "model", "dtype", "device", "environment"}
+ENVIRONMENT = {"date", "device", "threads", "python", "torch", "transformers", "fathomlm"}
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A short look at the memory, and few copies of weights: figures mean nothing here anyway."""
+    monkeypatch.setattr(floor, "PROBE_BYTES", {"cpu": 2**20})
+    monkeypatch.setattr(kernels, "COLD_BYTES", 1e5)
+    monkeypatch.setattr(kernels, "SECONDS", 0.0)
+    monkeypatch.setattr(play, "TOLD_EVERY", 0.0)
+
+
+@pytest.fixture
+def short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Texts of the named workloads, but with fewer tokens."""
+    from fathomlm.engine.bench import workload
+
+    shapes = {"thesis": (1, 16), "512-2048": (40, 12), "64-256": (9, 10)}
+    for name, (prompt, new) in shapes.items():
+        old = workload.WORKLOADS[name]
+        spread = new / 4 if old.deviation else 0.0
+        monkeypatch.setitem(
+            workload.WORKLOADS, name, workload.Shape(prompt=prompt, new=new, deviation=spread, requests=old.requests)
+        )
+
+
+@pytest.fixture
+def bench(tiny_model_dir: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    def call(kind: str, *words: str, code: int = 0) -> str:
+        assert main(["bench", kind, str(tiny_model_dir), *words]) == code
+        captured = capsys.readouterr()
+        assert ("interrupted" in captured.err) == (code == 2)
+        return captured.out
+
+    return call
+
+
+def check_measured(found: dict[str, Any]) -> None:
+    for part, names in MEASURED.items():
+        assert set(found[part]) == names
+    assert set(found["work"]["stages"]) == STAGES
+    assert sum(found["work"]["stages"].values()) == pytest.approx(1)
+    for times in ("time_to_first_token_ms", "inter_token_ms"):
+        assert set(found["timing"][times]) == {"p50", "p99", "mean"}
+
+
+@pytest.mark.usefixtures("short")
+def test_a_thesis_like_workload(bench: Callable[..., str]) -> None:
+    record = json.loads(bench("throughput", "--dummy", "--requests", "20", "--rows", "16", "--peer", "vanilla", "--json"))
+    assert set(record) == ABOUT | {"plan", "weights", "workload", "ours", "peers", "interrupted"}
+    assert set(record["environment"]) == ENVIRONMENT
+    assert set(record["workload"]) == WORKLOAD
+    assert (record["weights"], record["interrupted"]) == ("random", False)
+    assert (record["workload"]["name"], record["workload"]["requests"]) == ("thesis", 20)
+    ours, vanilla = record["ours"], record["peers"]["vanilla"]
+    for found in (ours, vanilla):
+        check_measured(found)
+        assert found["timing"]["finished"] == 20
+        assert found["timing"]["tokens"] == record["workload"]["new_tokens"]
+        assert found["timing"]["tokens_per_s"] == pytest.approx(found["timing"]["tokens"] / found["timing"]["seconds"])
+        assert found["depth"]["source"] == "full"
+    assert vanilla["speedup"] == pytest.approx(ours["timing"]["tokens_per_s"] / vanilla["timing"]["tokens_per_s"])
+    assert vanilla["memory"]["weights"] > ours["memory"]["weights"]  # two loops of a block against all its layers
+    assert vanilla["floor"]["bytes_per_tick"] == ours["floor"]["bytes_per_tick"]  # which both read in a tick
+
+
+@pytest.mark.usefixtures("short")
+@pytest.mark.parametrize(
+    ("words", "source"),
+    [
+        ((*ROUTED, "--depths", "1,0.25"), "forced"),
+        (("--exit-rate", "0.8", "--exit-layer", "2"), "forced"),
+        (ROUTED, "router"),
+        (("--threshold", "0.01", "--exit-layer", "2", "--decode", "state-copy"), "confidence"),
+    ],
+    ids=["depths", "exits", "router", "confidence"],
+)
+def test_forced_depths_are_labelled_in_every_output(bench: Callable[..., str], words: tuple[str, ...], source: str) -> None:
+    depth = json.loads(bench("throughput", "--dummy", *FEW, *words, "--json"))["ours"]["depth"]
+    assert depth["source"] == source
+    assert depth["label"].startswith("forced") == (source == "forced")
+    table = bench("throughput", "--dummy", *FEW, *words)
+    assert ("this model (forced)" in table) == (source == "forced")
+    assert ("Depth: forced:" in table) == (source == "forced")
+
+
+@pytest.mark.usefixtures("short")
+def test_forced_depths_are_the_trained_capacities_unless_others_are_named(bench: Callable[..., str]) -> None:
+    record = json.loads(bench("throughput", "--dummy", *FEW, *ROUTED, "--depth", "forced", "--json"))
+    assert "parts 1, 0.5 of all tokens" in record["ours"]["depth"]["label"]
+
+
+@pytest.mark.usefixtures("short")
+def test_loaded_weights_real_text_and_arrivals(bench: Callable[..., str], tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("the depth of the water is the measure of the fathom line " * 3)
+    words = ("--data", str(text), "--arrivals", "200", "--memory", "1MB", "--slots", "3")
+    record = json.loads(bench("throughput", *FEW, *words, "--json"))
+    assert record["weights"] == "loaded"
+    assert (record["workload"]["prompts"], record["workload"]["arrivals"]) == ("text", "poisson")
+    assert record["workload"]["rate_per_s"] == 200
+    assert record["ours"]["memory"]["kv"] <= 10**6
+    assert record["ours"]["timing"]["finished"] == 3
+    routed = json.loads(bench("throughput", *FEW, "--router", "expert", "--kv", "share", "--json"))
+    assert routed["plan"] == "2 layers looped 2 times (cycle, expert-choice router, shared KV)"
+    assert routed["ours"]["depth"]["unit"] == "recursions"
+
+
+@pytest.mark.usefixtures("short")
+def test_latency_is_one_text_at_a_time(bench: Callable[..., str]) -> None:
+    words = ("--dummy", "--requests", "2", "--peer", "transformers", "--peer", "vanilla")
+    record = json.loads(bench("latency", *words, "--json"))
+    ours = record["ours"]
+    check_measured(ours)
+    assert (ours["work"]["rows"], ours["work"]["slots"], record["workload"]["arrivals"]) == (1, 1, "one by one")
+    latency, gaps = ours["latency"], ours["timing"]["inter_token_ms"]
+    assert set(latency) == {
+        "ms_per_token", "ms_per_token_p50", "ms_per_token_p99", "floor_ms_per_token", "floor_share",
+    }  # fmt: skip
+    assert (latency["ms_per_token"], latency["ms_per_token_p99"]) == (gaps["mean"], gaps["p99"])
+    assert latency["floor_ms_per_token"] == pytest.approx(ours["floor"]["ms_per_tick"])  # a tick is a token here
+    assert latency["floor_share"] == pytest.approx(latency["floor_ms_per_token"] / latency["ms_per_token"])
+    for peer in record["peers"].values():
+        assert peer["speedup"] == pytest.approx(peer["latency"]["ms_per_token"] / latency["ms_per_token"])
+    assert record["peers"]["transformers"]["timing"]["tokens"] == 20
+    table = bench("latency", "--dummy", "--requests", "2", "--exit-rate", "1", "--exit-layer", "2", "--max-stack", "4")
+    assert "milliseconds a token" in table
+    assert "this model (forced)" in table
+
+
+@pytest.mark.usefixtures("short")
+def test_transformers_beside_it(bench: Callable[..., str]) -> None:
+    record = json.loads(bench("throughput", "--dummy", *FEW, "--peer-rows", "2", "--peer", "transformers", "--json"))
+    peer = record["peers"]["transformers"]
+    assert (peer["how"], peer["rows"]) == ("continuous batching", 2)
+    assert set(peer["timing"]) == MEASURED["timing"]
+    assert peer["timing"]["tokens"] == peer["workload"]["new_tokens"] == 30
+    assert peer["speedup"] > 0
+    table = bench("throughput", "--dummy", *FEW, *ROUTED, "--peer", "transformers")
+    assert "transformers was not measured: transformers has no place for a router." in " ".join(table.split())
+
+
+def test_kernels(bench: Callable[..., str]) -> None:
+    record = json.loads(bench("kernels", "--rows", "3", "--context", "20", "--json"))
+    assert set(record) == ABOUT | {"settings", "implementation", "reading_bytes_per_s", "kernels", "interrupted"}
+    assert record["implementation"] == "CPU twin"
+    assert record["reading_bytes_per_s"] is None
+    assert {one["kernel"] for one in record["kernels"]} == {
+        "norm_qkv_rope_write", "paged_attention", "add_linear", "norm_gated", "norm_linear", "add_grouped_lora",
+    }  # fmt: skip
+    for one in record["kernels"]:
+        names = {"kernel", "use", "twin", "us", "floor_us", "reads_bytes", "floor_share", "layer_share"}
+        assert set(one) == names
+        assert one["us"] is None
+    table = bench("kernels", "--rows", "3", "--context", "20")
+    assert "CPU twin" in table
+    assert " us" not in table.replace("CPU twin", "")
+
+
+@pytest.mark.usefixtures("short")
+def test_ctrl_c_ends_with_what_was_measured(bench: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
+    from fathomlm.engine.bench.timed import TimedEngine
+
+    whole, steps = TimedEngine.step, [0]
+
+    def step(engine: TimedEngine) -> None:
+        steps[0] += 1
+        if steps[0] == 40:
+            raise KeyboardInterrupt
+        whole(engine)
+
+    monkeypatch.setattr(TimedEngine, "step", step)
+    record = json.loads(bench("throughput", "--dummy", *FEW, "--requests", "40", "--peer", "vanilla", "--json", code=2))
+    assert record["interrupted"]
+    assert record["ours"]["timing"]["interrupted"]
+    assert 0 < record["ours"]["timing"]["tokens"] < record["workload"]["new_tokens"]
+    assert record["peers"] == {}
+
+
+def test_ctrl_c_between_kernels(bench: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
+    timed = iter((1.0, 2.0))
+
+    def time_case(case: kernels.Case, device: Any) -> float:
+        for seconds in timed:
+            return seconds
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(kernels, "time_case", time_case)
+    record = json.loads(bench("kernels", "--json", code=2))
+    assert record["interrupted"]
+    assert [one["kernel"] for one in record["kernels"]] == ["norm_qkv_rope_write", "paged_attention"]
+
+
+BAD: list[tuple[tuple[str, ...], str]] = [
+    (("throughputs",), "unknown kind 'throughputs' (did you mean 'throughput'?)"),
+    (("throughput", "--workload", "thesys"), "unknown workload 'thesys' (did you mean 'thesis'?)"),
+    (("throughput", "--reqests", "3"), "did you mean '--requests'?"),
+    (("throughput", "--requests", "0"), "--requests must be at least 1, got 0"),
+    (("throughput", "--rows", "-1"), "--rows must be at least 1, got -1"),
+    (("throughput", "--arrivals", "0"), "the rate of arrivals must be above 0"),
+    (("throughput", "--memory", "lots"), "--memory takes a size such as 512MB, 8GB or 8GiB, got 'lots'"),
+    (("throughput", "--memory", "10"), "hold no two pages"),
+    (("throughput", "--depth", "deep"), "unknown depth 'deep'"),
+    (("throughput", "--depth", "router"), "--depth router is for models with a router"),
+    (("throughput", "--depth", "forced"), "--depth forced needs --exit-rate P"),
+    (("throughput", "--depths", "1,0.5"), "--depths is for models with a router"),
+    (("throughput", *ROUTED, "--depths", "1,0.5,0.2"), "--depths names 3 parts, but the model has 2 recursions"),
+    (("throughput", *ROUTED, "--depths", "0.9,0.5"), "--depths must begin with 1"),
+    (("throughput", *ROUTED, "--depths", "1,1.5"), "--depths must fall from 1 and stay above 0"),
+    (("throughput", *ROUTED, "--depths", "1,half"), "--depths takes parts of all tokens such as 1,0.67,0.33"),
+    (("throughput", *ROUTED, "--depths", "1,0.5", "--depth", "router"), "--depths does not go with --depth router"),
+    (("throughput", *ROUTED, "--exit-rate", "0.5"), "--exit-rate is for models without a router"),
+    (("throughput", *ROUTED, "--depth", "confidence"), "is for models without a router"),
+    (("throughput", *ROUTED[:-1], "token", "--depth", "forced"), "depth can be forced on expert-choice models only"),
+    (("throughput", "--exit-rate", "0.5", "--depths", "1"), "give one of them"),
+    (("throughput", "--exit-rate", "1.5", "--exit-layer", "2"), "--exit-rate must be between 0 and 1, got 1.5"),
+    (("throughput", "--exit-rate", "0.5"), "names no exits of its own, so name an exit layer: 2"),
+    (("throughput", "--exit-rate", "0.5", "--exit-layer", "9"), "a token may leave after layers 1 to 3"),
+    (("throughput", "--exit-rate", "0.5", "--threshold", "0.5"), "--threshold does not go with forced depths"),
+    (("throughput", "--threshold", "2", "--exit-layer", "2"), "threshold must be from 0"),
+    (("throughput", "--depth", "confidence", "--exit-rate", "0.5"), "--exit-rate does not go with --depth confidence"),
+    (("throughput", "--slots", "5", "--rows", "2"), "slots are rows"),
+    (("throughput", "--router-alpha", "1"), "--router-alpha goes with --router"),
+    (("throughput", "--resize"), "--resize goes with --sharing or --recursions"),
+    (("throughput", "--recursions", "3"), "3 recursions do not divide 4 layers"),
+    (("throughput", "--peer", "vllm"), "unknown peer 'vllm'"),
+    (("throughput", "--peer", "vanilla", "--peer", "vanilla"), "--peer names the same peer twice"),
+    (("throughput", "--recursions", "1", "--peer", "vanilla"), "--peer vanilla is what this is already"),
+    (("throughput", "--data", "x.txt", "--workload", "64-256"), "--data needs the model's tokenizer"),
+    (("throughput", "--relax", "prefix"), "the engine has no place for trained prefixes"),
+    (("latency", "--arrivals", "3"), "unknown option '--arrivals'"),
+    (("latency", "--requests", "0"), "--requests must be at least 1"),
+    (("kernels", "--rows", "0"), "--rows must be at least 1, got 0"),
+]
+
+
+@pytest.mark.parametrize(("words", "message"), BAD, ids=[" ".join(words) for words, _ in BAD])
+def test_mistakes_are_one_line(
+    words: tuple[str, ...], message: str, tiny_model_dir: Path, mistake_of: Callable[..., str]
+) -> None:
+    dummy = () if words[0] == "kernels" else ("--dummy",)
+    assert message in mistake_of("bench", words[0], str(tiny_model_dir), *dummy, *words[1:])
+
+
+def test_mistakes_with_loaded_weights(tiny_model_dir: Path, tmp_path: Path, mistake_of: Callable[..., str]) -> None:
+    place = str(tiny_model_dir)
+    assert "more than the model's context of 256" in mistake_of("bench", "throughput", place)
+    assert "has no prompts to cut" in mistake_of("bench", "throughput", place, "--data", "x.txt")
+    (tmp_path / "empty.txt").write_text(" \n")
+    words = ("--workload", "64-256", "--data", str(tmp_path / "empty.txt"))
+    assert "has no text" in mistake_of("bench", "throughput", place, *words)
+    assert "unknown model 'smollm-360' (did you mean" in mistake_of("bench", "throughput", "smollm-360", "--dummy")
+    assert "encoder-decoder" in mistake_of("bench", "throughput", "t5-small", "--dummy")
+    assert "no kernels for rows of neox" in mistake_of("bench", "kernels", "pythia-70m")
+
+
+def test_sizes() -> None:
+    sizes = {"1024": 1024, "8GB": 8 * 10**9, "1.5 MiB": 3 * 2**19, "2kb": 2000}
+    assert {text: parse_bytes(text) for text in sizes} == sizes
+    for text in ("", "0", "-1GB", "8 pages", "1e3"):
+        with pytest.raises(OptionError, match="--memory"):
+            parse_bytes(text)

@@ -1,0 +1,328 @@
+"""The engine's tokens are the reference decoder's, request by request, whatever else is in the batch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from decode.exit_models import MODELS, PROMPTS, build, exit_layer, exiting, mixing_threshold
+from fathomlm.decode.exiting import Exiting
+from fathomlm.decode.full import generate
+from fathomlm.decode.sampling import Sampling
+from fathomlm.engine.engine import Engine
+from fathomlm.engine.request import Request
+from fathomlm.errors import FathomError, OptionError, RequestTooLarge, UnsupportedModel
+from fathomlm.model.hub import FathomForCausalLM
+from fathomlm.model.route import DepthControl
+from model.route.small import CASES, model_of, routed
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+NEW = 10
+MANY = [*PROMPTS, [8, 1, 1, 70], [44, 12], [5, 9, 33, 7, 81, 2, 64, 13, 50, 20, 6], [91]]
+SMALL: dict[str, Any] = {"page_size": 4, "rows": 3, "chunk": 5, "max_length": 48}
+SERVED = [name for name in MODELS if name != "prefix"]
+
+
+def many(model: FathomForCausalLM) -> list[list[int]]:
+    return [[token % model.architecture.vocab for token in prompt] for prompt in MANY]
+
+
+def expected(model: FathomForCausalLM, **options: Any) -> list[tuple[Any, ...]]:
+    results = [generate(model, [prompt], max_new_tokens=NEW, **options)[0] for prompt in many(model)]
+    return [(result.tokens, result.depths, result.finish) for result in results]
+
+
+def found(model: FathomForCausalLM, engine: Engine) -> list[tuple[Any, ...]]:
+    results = engine.generate(many(model), max_new_tokens=NEW)
+    return [(result.tokens, result.depths, result.finish.reason) for result in results]
+
+
+@pytest.mark.parametrize("fuse", [False, True])
+@pytest.mark.parametrize("name", SERVED)
+def test_every_family_and_plan_at_full_depth(name: str, fuse: bool) -> None:
+    model = build(name)
+    engine = Engine(model, fuse=fuse, **SMALL)
+    assert found(model, engine) == expected(model)
+    _nothing_is_left(engine)
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if "hybrid" not in case], ids="-".join)
+@pytest.mark.parametrize("cores", [1, 3])
+def test_routed_models_with_rows_of_different_recursions(case: tuple[str, ...], cores: int) -> None:
+    model = model_of(routed(*case))
+    engine = Engine(model, cores=cores, **SMALL)
+    assert found(model, engine) == expected(model)
+    _nothing_is_left(engine)
+
+
+def test_fewer_slots_than_rows_and_one_row() -> None:
+    model = model_of(routed())
+    wanted = expected(model)
+    for sizes in ({"rows": 8, "slots": 3}, {"rows": 1, "slots": 4}, {"rows": 1, "slots": 1}):
+        assert found(model, Engine(model, **(SMALL | sizes))) == wanted
+
+
+@pytest.mark.parametrize("kind", ["whole", "routed"])
+def test_a_host_that_runs_behind(kind: str) -> None:
+    """Ticks are started before earlier ones were heard: texts end, stop and are put aside late, and come out the same."""
+    model = build("vanilla") if kind == "whole" else model_of(routed())
+    wanted = expected(model)
+    for sizes in ({"burst": 1, "lag": 3}, {"burst": 4, "lag": 0}, {"burst": 3, "lag": 2}):
+        engine = Engine(model, **(SMALL | sizes))
+        assert found(model, engine) == wanted
+        _nothing_is_left(engine)
+
+
+def test_depth_controls_of_a_routed_model() -> None:
+    model = model_of(routed())
+    for bias in (-2.0, 2.0):
+        engine = Engine(model, depth_bias=bias, **SMALL)
+        assert found(model, engine) == expected(model, control=DepthControl(bias=bias))
+    for kind in ("expert", "token"):
+        model = model_of(routed(kind))
+        engine = Engine(model, **SMALL)
+        depths = list(range(1, model.plan.recursions + 1))
+        requests = [
+            Request(id=i, prompt=tuple(prompt), sampling=Sampling(max_new_tokens=NEW), max_depth=depths[i % len(depths)])
+            for i, prompt in enumerate(many(model))
+        ]
+        for request, result in zip(requests, engine.run(requests), strict=True):
+            control = DepthControl(max_depth=request.max_depth)
+            wanted = generate(model, [list(request.prompt)], max_new_tokens=NEW, control=control)[0]
+            assert (result.tokens, result.depths) == (wanted.tokens, wanted.depths)
+
+
+LEAVING = [name for name in SERVED if name != "gemma3"]
+
+
+@pytest.mark.parametrize("mode", ["parallel", "state-copy"])
+@pytest.mark.parametrize("name", LEAVING)
+def test_tokens_that_leave_early(name: str, mode: str) -> None:
+    model = build(name)
+    setting = exiting(name, mode, threshold=mixing_threshold(name))
+    wanted = [generate(model, [prompt], max_new_tokens=NEW, exiting=setting)[0] for prompt in many(model)]
+    assert len({layer for result in wanted for layer in result.exit_layers or ()}) > 1
+    # Text that is put aside is read again exactly, which is not what state copying left: here it needs all its memory.
+    enough = {} if mode == "parallel" else {"memory": 10**6}
+    for sizes in ({}, {"rows": 16}, {"shallows": 3}, {"burst": 3, "lag": 1}):
+        engine = Engine(model, exiting=setting, **(SMALL | sizes | enough))
+        results = engine.generate(many(model), max_new_tokens=NEW)
+        assert [(r.tokens, r.depths) for r in results] == [(w.tokens, w.exit_layers) for w in wanted]
+        _nothing_is_left(engine)
+
+
+def test_a_full_stack_is_flushed() -> None:
+    model = build("vanilla")
+    for stack in (1, 2, 5):
+        setting = exiting("vanilla", "parallel", threshold=0.0, max_stack=stack)
+        wanted = [generate(model, [prompt], max_new_tokens=NEW, exiting=setting)[0].tokens for prompt in many(model)]
+        engine = Engine(model, exiting=setting, **(SMALL | {"rows": 5}))
+        assert [result.tokens for result in engine.generate(many(model), max_new_tokens=NEW)] == wanted
+
+
+def test_thresholds_0_and_1_are_the_shallow_and_the_whole_model() -> None:
+    model = build("vanilla")
+    engine = Engine(model, exiting=exiting("vanilla", "parallel", threshold=1.0), **SMALL)
+    whole = [result.tokens for result in engine.generate(many(model), max_new_tokens=NEW)]
+    assert whole == [tokens for tokens, _, _ in expected(model)]
+    engine = Engine(model, exiting=exiting("vanilla", "parallel", threshold=0.0), **SMALL)
+    shallow = engine.generate(many(model), max_new_tokens=NEW)
+    static = exiting("vanilla", "static")
+    wanted = [generate(model, [prompt], max_new_tokens=NEW, exiting=static)[0].tokens for prompt in many(model)]
+    assert [result.tokens for result in shallow] == wanted
+    assert {layer for result in shallow for layer in result.depths or ()} == {exit_layer("vanilla")}
+
+
+@pytest.mark.parametrize("kind", ["whole", "routed", "exits"])
+def test_a_pool_so_small_that_texts_are_put_aside(kind: str) -> None:
+    if kind == "routed":
+        model, setting = model_of(routed()), None
+    else:
+        model = build("vanilla")
+        setting = exiting("vanilla", "parallel", threshold=mixing_threshold("vanilla")) if kind == "exits" else None
+    small = SMALL | {"max_length": 24}
+    needed = Engine(model, exiting=setting, **small).runner.pages.bytes
+    wanted = expected(model) if setting is None else None
+    engine = Engine(model, exiting=setting, memory=int(needed * 0.8), **small)
+    results = engine.generate(many(model), max_new_tokens=NEW)
+    if wanted is None:
+        wanted_tokens = [generate(model, [p], max_new_tokens=NEW, exiting=setting)[0].tokens for p in many(model)]
+    else:
+        wanted_tokens = [tokens for tokens, _, _ in wanted]
+    assert [result.tokens for result in results] == wanted_tokens
+    assert engine.counters().preemptions > 0
+    assert sum(result.preemptions for result in results) == engine.counters().preemptions
+    _nothing_is_left(engine)
+
+
+@pytest.mark.parametrize("kind", ["whole", "routed"])
+def test_a_prefix_that_is_known_is_not_read_again(kind: str) -> None:
+    model = build("vanilla") if kind == "whole" else model_of(routed())
+    vocab = model.architecture.vocab
+    shared = [(7 * i + 3) % vocab for i in range(13)]
+    prompts = [[*shared, 5], [*shared, 9, 9], [*shared[:8], 1], [*shared, 5]]
+    wanted = [generate(model, [prompt], max_new_tokens=NEW)[0].tokens for prompt in prompts]
+    for caching in (True, False):
+        engine = Engine(model, prefix_caching=caching, **SMALL)
+        tokens = [engine.generate([prompt], max_new_tokens=NEW)[0].tokens for prompt in prompts]
+        assert tokens == wanted
+        assert (engine.counters().prefix_hits > 0) == caching
+
+
+def test_sampling_does_not_depend_on_the_batch() -> None:
+    model = model_of(routed())
+    settings = [
+        Sampling(max_new_tokens=NEW, temperature=0.9, seed=i, top_k=(0, 20)[i % 2], repetition_penalty=(1.0, 1.3)[i % 2])
+        for i in range(len(MANY))
+    ]
+    engine = Engine(model, **SMALL)
+    together = engine.run([Request(id=i, prompt=tuple(p), sampling=settings[i]) for i, p in enumerate(many(model))])
+    for i, prompt in enumerate(many(model)):
+        alone = Engine(model, **(SMALL | {"rows": 1, "slots": 1})).generate([prompt], settings[i])[0]
+        assert alone.tokens == together[i].tokens
+    assert len({result.tokens for result in together}) > 1
+
+
+def test_log_probabilities_are_the_models_own() -> None:
+    model = build("vanilla")
+    result = Engine(model, **SMALL).generate([MANY[0]], max_new_tokens=4, logprobs=3)[0]
+    with torch.inference_mode():
+        hidden = model.decoder(torch.tensor([[*MANY[0], *result.tokens]]))
+        scores = model.decoder.logits(hidden)[0, len(MANY[0]) - 1 : -1].log_softmax(-1)
+    assert result.logprobs is not None
+    for row, token, told in zip(scores, result.tokens, result.logprobs, strict=True):
+        assert told.logprob == pytest.approx(row[token].item(), abs=1e-4)
+        best = row.topk(3)
+        assert [t for t, _ in told.top] == best.indices.tolist()
+        assert [p for _, p in told.top] == pytest.approx(best.values.tolist(), abs=1e-4)
+
+
+def test_a_request_that_can_never_fit_is_refused() -> None:
+    engine = Engine(build("vanilla"), **SMALL)
+    with pytest.raises(RequestTooLarge, match="48"):
+        engine.generate([MANY[0]], max_new_tokens=100)
+    assert not engine.busy
+
+
+def test_a_cancelled_request_leaves_nothing_behind_and_the_others_go_on() -> None:
+    model = build("vanilla")
+    wanted = expected(model)
+    engine = Engine(model, **SMALL)
+    heard: dict[int, list[Any]] = {i: [] for i in range(len(MANY))}
+    for i, prompt in enumerate(many(model)):
+        engine.submit(Request(id=i, prompt=tuple(prompt), sampling=Sampling(max_new_tokens=NEW)), heard[i].append)
+    while engine.busy:
+        if len(heard[1]) == 3:
+            assert engine.cancel(1)
+            assert engine.cancel(5)
+        engine.step()
+    for i, events in heard.items():
+        tokens = tuple(event.token for event in events[:-1])
+        if i in (1, 5):
+            assert events[-1].reason == "cancelled"
+            assert tokens == wanted[i][0][: len(tokens)]
+        else:
+            assert (tokens, events[-1].reason) == (wanted[i][0], wanted[i][2])
+    assert not engine.cancel(1)
+    _nothing_is_left(engine)
+
+
+def test_scores_that_are_no_numbers_fail_their_request_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build("vanilla")
+    wanted = expected(model)
+    engine = Engine(model, **SMALL)
+    layers = engine.runner.layers
+    whole = layers.scores
+
+    def spoil(x: torch.Tensor, exit_index: int | None = None) -> torch.Tensor:
+        scores = whole(x, exit_index)
+        sick = engine.runner.state.epoch_S[: len(scores)] == 2
+        return torch.where(sick[:, None], float("nan"), scores)
+
+    monkeypatch.setattr(layers, "scores", spoil)
+    results = engine.generate(many(model), max_new_tokens=NEW)
+    assert results[1].finish.reason == "error"
+    assert [r.tokens for i, r in enumerate(results) if i != 1] == [w[0] for i, w in enumerate(wanted) if i != 1]
+    _nothing_is_left(engine)
+
+
+def test_stop_strings_and_text(tiny_model: Any) -> None:
+    free = generate(tiny_model, ["the fox"], max_new_tokens=30)[0]
+    stop = free.text[8:11]
+    wanted = generate(tiny_model, ["the fox", "a fathom"], max_new_tokens=30, stop=(stop,))
+    engine = Engine(tiny_model, rows=2, page_size=4)
+    results = engine.generate(["the fox", "a fathom"], max_new_tokens=30, stop=(stop,))
+    assert [(r.text, r.finish.reason) for r in results] == [(w.text, w.finish) for w in wanted]
+
+
+def test_what_the_engine_cannot_serve_is_said() -> None:
+    with pytest.raises(UnsupportedModel, match="prefixes"):
+        Engine(build("prefix"))
+    with pytest.raises(UnsupportedModel, match="hybrid"):
+        Engine(model_of(routed("expert", "hybrid")))
+    with pytest.raises(UnsupportedModel, match="windows"):
+        Engine(build("gemma3"), exiting=exiting("gemma3", "parallel"))
+    with pytest.raises(OptionError, match="speculative"):
+        Engine(build("vanilla"), exiting=exiting("vanilla", "speculative"))
+    with pytest.raises(OptionError, match="page_size"):
+        Engine(build("vanilla"), page_size=3)
+    with pytest.raises(FathomError, match="bytes"):
+        Engine(build("vanilla"), memory=10)
+    assert isinstance(exiting("vanilla", "parallel"), Exiting)
+
+
+def _nothing_is_left(engine: Engine) -> None:
+    while engine.busy:
+        engine.step()
+    counters = engine.counters()
+    assert (counters.queued, counters.reading, counters.running) == (0, 0, 0)
+    assert counters.pages_used == counters.pages_cached
+
+
+def test_each_request_may_have_its_own_threshold_and_confidences_are_the_exits() -> None:
+    model = build("vanilla")
+    usual = mixing_threshold("vanilla")
+    thresholds = [None, 0.0, 1.0, usual, 0.0, None, 1.0]
+    engine = Engine(model, exiting=exiting("vanilla", "parallel", threshold=usual), **SMALL)
+    requests = [
+        Request(id=i, prompt=tuple(prompt), sampling=Sampling(max_new_tokens=NEW), exit_threshold=thresholds[i])
+        for i, prompt in enumerate(many(model))
+    ]
+    for request, result in zip(requests, engine.run(requests), strict=True):
+        own = usual if request.exit_threshold is None else request.exit_threshold
+        setting = exiting("vanilla", "parallel", threshold=own)
+        wanted = generate(model, [list(request.prompt)], max_new_tokens=NEW, exiting=setting)[0]
+        assert (result.tokens, result.depths) == (wanted.tokens, wanted.exit_layers)
+        assert result.confidences == pytest.approx(wanted.confidences, abs=1e-5)
+    with pytest.raises(OptionError, match="exit_threshold"):
+        Engine(model, **SMALL).run([Request(id=1, prompt=(1,), exit_threshold=0.5)])
+
+
+def test_an_adaptive_threshold_hears_what_the_reference_decoder_tells_it() -> None:
+    model = build("vanilla")
+
+    class Notes:
+        threshold = mixing_threshold("vanilla")
+
+        def __init__(self) -> None:
+            self.heard: list[tuple[float, bool]] = []
+            self.ended = 0
+
+        def observe(self, confidences: Any, agreements: Any) -> None:
+            self.heard += zip((round(c, 4) for c in confidences), agreements, strict=True)
+
+        def end_sequence(self) -> None:
+            self.ended += 1
+
+    ours, theirs = Notes(), Notes()
+    Engine(model, exiting=exiting("vanilla", "parallel", threshold=ours), **SMALL).generate(many(model), max_new_tokens=NEW)
+    for prompt in many(model):
+        generate(model, [prompt], max_new_tokens=NEW, exiting=exiting("vanilla", "parallel", threshold=theirs))
+    assert ours.ended == theirs.ended == len(MANY)
+    # What still waits when a text ends is not run any more here.
+    assert set(ours.heard) <= set(theirs.heard)
+    assert len(ours.heard) >= 0.6 * len(theirs.heard)
+    assert {agreed for _, agreed in ours.heard} == {True, False}

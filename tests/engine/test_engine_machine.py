@@ -1,0 +1,279 @@
+"""Any history of arrivals, lengths, shared beginnings, cancels and want of memory, on engines of any size: what a request
+says is what the reference decoder says, and in the end no page is in use.
+
+The scheduler alone is held against a model of the device in test_scheduler_machine.py; here everything is real.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from functools import cache
+from random import Random
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from fathomlm.decode.exiting import Exiting
+from fathomlm.decode.full import generate
+from fathomlm.decode.sampling import Sampling
+from fathomlm.depth import Architecture, DepthPlan, build_routing
+from fathomlm.engine.engine import Engine, Event
+from fathomlm.engine.request import Finished, Request, TokenEvent
+from fathomlm.errors import QueueFull, RequestTooLarge
+from fathomlm.model.hub import FathomForCausalLM
+from model.route.small import model_of
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+VOCAB = 24
+LONGEST_PROMPT, MOST_NEW = 13, 12
+LONGEST = LONGEST_PROMPT + MOST_NEW
+SHORT = 17
+PLANS = {
+    "whole": DepthPlan.vanilla(2),
+    "routed": DepthPlan.build("middle-cycle", 3, 5).with_routing(build_routing("expert", 3)).with_kv("cache"),
+    "routed, shared": DepthPlan.build("cycle", 2, 2).with_routing(build_routing("token", 2)).with_kv("share"),
+    "exits": DepthPlan.vanilla(2),
+    "exits, looped": DepthPlan.build("cycle", 2, 2),
+}
+"""The kinds of program. The routed ones have four tables and one; in the looped one rows in front of the exit and behind it
+share passes."""
+SAMPLED = {"temperature": 0.9, "top_p": 0.95, "repetition_penalty": 1.3}
+
+
+@cache
+def model(kind: str) -> FathomForCausalLM:
+    shape: dict[str, Any] = {"hidden": 16, "intermediate": 16, "heads": 2, "kv_heads": 1, "head_dim": 8, "vocab": VOCAB}
+    layers = PLANS[kind].unrolled_layers
+    architecture = Architecture(family="llama", layers=layers, context=64, tied_embeddings=False, **shape)
+    made = model_of(PLANS[kind], architecture=architecture, seed=5)
+    made.config.eos_token_id = 3
+    return made
+
+
+@cache
+def leaving(kind: str, threshold: float | None = None) -> Exiting | None:
+    """Parallel decoding, by default with a threshold that half of the tokens are above."""
+    if not kind.startswith("exits"):
+        return None
+    if threshold is not None:
+        return Exiting(mode="parallel", exit_layers=(1,), threshold=threshold)
+    never = leaving(kind, 1.0)
+    results = generate(model(kind), [list(stem) for stem in STEMS], max_new_tokens=MOST_NEW, exiting=never, ignore_eos=True)
+    found = sorted(sure for result in results for sure in result.confidences or ())
+    middle = range(len(found) // 3, 2 * len(found) // 3)
+    at = max(middle, key=lambda i: found[i + 1] - found[i])  # no rounding moves it
+    return Exiting(mode="parallel", exit_layers=(1,), threshold=(found[at] + found[at + 1]) / 2, max_stack=3)
+
+
+@dataclass(frozen=True)
+class Right:
+    tokens: tuple[int, ...]
+    finish: str
+    depths: tuple[int, ...] | None
+    confidences: tuple[float, ...] | None
+
+
+@cache
+def reference(kind: str, prompt: tuple[int, ...], seed: int | None, threshold: float | None) -> Right:
+    """What a request says when it may say as much as any here. A shorter one says the beginning of it."""
+    setting = leaving(kind, threshold)
+    if seed is None:
+        right = generate(model(kind), [list(prompt)], max_new_tokens=MOST_NEW, exiting=setting)[0]
+        return Right(right.tokens, right.finish, right.depths or right.exit_layers, right.confidences)
+    # The reference decoder draws otherwise; that tokens are drawn rightly is tested in test_sampler.py. Here: alone and at
+    # leisure, in pages that nobody else wants.
+    engine = Engine(model(kind), exiting=setting, rows=3, slots=3, prefix_caching=False)
+    alone = engine.generate([list(prompt)], Sampling(max_new_tokens=MOST_NEW, seed=seed, **SAMPLED))[0]
+    return Right(alone.tokens, alone.finish.reason, alone.depths, alone.confidences)
+
+
+@dataclass(frozen=True)
+class Ask:
+    after: int
+    """Steps since the one before."""
+    prompt: tuple[int, ...]
+    new: int
+    seed: int | None
+    patience: int | None
+    """Tokens after which it is cancelled; at 0, when it has just been handed in."""
+    threshold: float | None = None
+    """Its own, where tokens may leave."""
+
+
+@dataclass
+class Heard:
+    ask: Ask
+    events: list[Event] = field(default_factory=list)
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        return tuple(event.token for event in self.events if isinstance(event, TokenEvent))
+
+    @property
+    def over(self) -> bool:
+        return bool(self.events) and isinstance(self.events[-1], Finished)
+
+
+STEMS = ((5, 9, 13, 7, 21, 2, 14, 13, 10), (5, 9, 13, 7, 1), (8, 8, 8, 8, 8, 8), (20,))
+token = st.integers(0, VOCAB - 1)
+prompts = st.builds(lambda stem, more: (*stem, *more), st.sampled_from(STEMS), st.lists(token, max_size=4).map(tuple))
+
+
+def asks(kind: str) -> st.SearchStrategy[Ask]:
+    return st.builds(
+        Ask,
+        after=st.sampled_from([0, 0, 0, 1, 3]),
+        prompt=prompts,
+        new=st.integers(1, MOST_NEW),
+        seed=st.sampled_from([None, None, 11]),
+        patience=st.sampled_from([None, None, None, None, 0, 1, 3]),
+        threshold=st.sampled_from([None, None, 0.0, 1.0]) if kind.startswith("exits") else st.none(),
+    )
+
+
+@st.composite
+def sizes(draw: st.DrawFn, kind: str) -> dict[str, Any]:
+    """With few slots, pages are there for little more than one text of `max_length`."""
+    rows = draw(st.integers(1, 4))
+    chosen: dict[str, Any] = {
+        "rows": rows,
+        "slots": rows if kind == "whole" else draw(st.integers(1, 6)),
+        "page_size": draw(st.sampled_from([1, 2, 4, 8])),
+        "chunk": draw(st.sampled_from([1, 3, 8, 64])),
+        "max_length": draw(st.sampled_from([SHORT, SHORT, LONGEST, 2 * LONGEST])),
+        "max_queue": draw(st.sampled_from([2, 100])),
+        "lag": draw(st.integers(0, 2)),
+        "burst": draw(st.sampled_from([1, 1, 3])),
+        "prefix_caching": draw(st.booleans()),
+    }
+    if kind.startswith("routed"):
+        chosen["cores"] = draw(st.integers(1, 3))
+    if kind == "exits":
+        chosen["shallows"] = draw(st.integers(1, 2))
+    return chosen
+
+
+def play(engine: Engine, history: list[Ask]) -> list[Heard]:
+    """The history, and steps until everybody has ended. Requests that are refused are left out."""
+    heard: list[Heard] = []
+    waiting = list(history)
+    ahead = (engine.runner.sizes.lag + 1) * engine.runner.sizes.burst
+    steps = 100 + (4 + ahead) * sum(2 * len(ask.prompt) + 4 * ask.new + ask.after for ask in history)
+    idle = 0
+    while waiting or engine.busy:
+        while waiting and waiting[0].after <= idle:
+            _submit(engine, waiting.pop(0), heard)
+            idle = 0
+        for id, one in enumerate(heard):
+            patience = one.ask.patience
+            if patience is not None and not one.over and len(one.tokens) >= patience:
+                assert engine.cancel(id)
+        engine.step()
+        idle += 1
+        steps -= 1
+        assert steps, "somebody waits for ever"
+    return heard
+
+
+def _submit(engine: Engine, ask: Ask, heard: list[Heard]) -> None:
+    drawn = {} if ask.seed is None else {"seed": ask.seed, **SAMPLED}
+    sampling = Sampling(max_new_tokens=ask.new, **drawn)
+    one = Heard(ask)
+    try:
+        request = Request(id=len(heard), prompt=ask.prompt, sampling=sampling, exit_threshold=ask.threshold)
+        engine.submit(request, one.events.append)
+    except QueueFull:
+        assert len(engine.scheduler.waiting) >= engine.options.max_queue
+    except RequestTooLarge:
+        assert len(ask.prompt) + ask.new > engine.runner.sizes.max_length
+    else:
+        assert len(ask.prompt) + ask.new <= engine.runner.sizes.max_length
+        heard.append(one)
+
+
+def check(kind: str, engine: Engine, heard: list[Heard]) -> None:
+    for one in heard:
+        ask = one.ask
+        right = reference(kind, ask.prompt, ask.seed, ask.threshold)
+        *said, last = one.events
+        assert [event.index for event in said] == list(range(len(said)))
+        if last.reason == "cancelled":
+            assert ask.patience is not None
+            assert one.tokens == right.tokens[: len(said)]
+        else:
+            assert one.tokens == right.tokens[: ask.new]
+            assert last.reason == ("length" if len(right.tokens) > ask.new else right.finish)
+        depths, sures = (event.depth for event in said), (event.confidence for event in said)
+        assert tuple(depths) == (right.depths or (None,) * MOST_NEW)[: len(said)]
+        if right.confidences is not None:
+            assert list(sures) == pytest.approx(right.confidences[: len(said)], abs=1e-4)
+    assert engine.totals.finished == len(heard)
+    nothing_is_left(engine)
+
+
+def nothing_is_left(engine: Engine) -> None:
+    assert not engine.busy
+    counters = engine.counters()
+    assert (counters.queued, counters.reading, counters.running) == (0, 0, 0)
+    assert counters.pages_used == counters.pages_cached
+    assert (engine._jobs, engine._by_epoch, list(engine._flying)) == ({}, {}, [])
+    memory = engine.scheduler.memory
+    memory.prefixes.clear()
+    assert [pool.free for pool in memory.pools] == list(engine.runner.sizes.pool_pages)
+
+
+def live(kind: str, sizes: dict[str, Any], history: list[Ask]) -> Counter[str]:
+    """One engine's life, checked; returns what happened in it."""
+    engine = Engine(model(kind), exiting=leaving(kind), **sizes)
+    heard = play(engine, history)
+    counters = engine.counters()
+    check(kind, engine, heard)
+    happened = Counter(one.events[-1].reason for one in heard)
+    happened.update(preempted=counters.preemptions, prefixes=counters.prefix_hits)
+    return happened
+
+
+@pytest.mark.parametrize("kind", PLANS)
+def test_any_history(kind: str) -> None:
+    @settings(
+        max_examples=9,
+        deadline=None,
+        derandomize=True,
+        report_multiple_bugs=False,
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(sizes=sizes(kind), history=st.lists(asks(kind), min_size=3, max_size=9))
+    def histories(sizes: dict[str, Any], history: list[Ask]) -> None:
+        live(kind, sizes, history)
+
+    histories()
+
+
+@pytest.mark.parametrize("kind", PLANS)
+def test_crowds(kind: str) -> None:
+    """Hypothesis seeks short histories and shrinks them; here memory is short all the time, and everything happens."""
+    happened: Counter[str] = Counter()
+    for lag in range(3):
+        random = Random(lag)
+        sizes = {
+            "rows": 4, "slots": 4 if kind == "whole" else 6, "page_size": random.choice((1, 2)), "max_length": SHORT,
+            "chunk": random.choice((2, 8)), "lag": lag, "burst": random.choice((1, 2)),
+        }  # fmt: skip
+        history = [
+            Ask(
+                after=random.choice((0, 1)),
+                prompt=(*random.choice(STEMS)[:4], *random.choices(range(VOCAB), k=random.randint(0, 1))),
+                new=random.randint(8, MOST_NEW),
+                seed=random.choice((None, 11)),
+                patience=random.choice((None, None, None, 4)),
+                threshold=random.choice((None, None, 0.0)) if kind.startswith("exits") else None,
+            )
+            for _ in range(10)
+        ]
+        happened += live(kind, sizes, history)
+    wanted = {"eos", "length", "cancelled", "preempted"} | (set() if kind.startswith("exits") else {"prefixes"})
+    assert wanted <= set(happened)
