@@ -4,7 +4,7 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c constraints.txt
 
-.PHONY: help demo test test-slow lint format clean
+.PHONY: help demo serve test test-slow lint format clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -20,13 +20,21 @@ $(VENV)/.core: pyproject.toml constraints.txt | $(BIN)/python
 	@$(PIP) -e .
 	@touch $@
 
+$(VENV)/.serve: pyproject.toml constraints.txt | $(BIN)/python
+	@echo "installing FathomLM and its server into $(VENV) (a minute or two, once)"
+	@$(PIP) -e ".[serve]"
+	@touch $(VENV)/.core $@
+
 $(VENV)/.dev: pyproject.toml constraints.txt | $(BIN)/python
 	@echo "installing FathomLM and its test tools into $(VENV) (a minute or two, once)"
-	@$(PIP) -e ".[dev,train,plot]"
-	@touch $(VENV)/.core $@
+	@$(PIP) -e ".[dev,train,plot,eval,serve]"
+	@touch $(VENV)/.core $(VENV)/.serve $@
 
 demo: $(VENV)/.core ## Fetch SmolLM2-135M, make it recursive, show the two side by side
 	@$(BIN)/fathomlm demo
+
+serve: $(VENV)/.serve ## Serve SmolLM2-135M with an OpenAI-compatible API and a page that colours tokens by depth
+	@$(BIN)/fathomlm serve $(MODEL)
 
 test: $(VENV)/.dev ## Run the tests (2 cores, no GPU)
 	@$(BIN)/python -m pytest -n 2 --dist worksteal

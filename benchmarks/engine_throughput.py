@@ -181,7 +181,12 @@ class Bench:
                 entry[1] += event.device_time
         ranked = sorted(rows.items(), key=lambda item: -item[1][1])[: self.args.profile]
         return [
-            {"kernel": name, "us_per_tick": round(us / ticks, 2), "calls_per_tick": round(calls / ticks, 1), "us": round(us / calls, 2)}
+            {
+                "kernel": name,
+                "us_per_tick": round(us / ticks, 2),
+                "calls_per_tick": round(calls / ticks, 1),
+                "us": round(us / calls, 2),
+            }
             for name, (calls, us) in ranked
         ]
 
@@ -288,7 +293,13 @@ def transformers_peer(bench: Bench, rows: int) -> None:
     seconds = time.perf_counter() - begun
     bench.note(
         f"transformers_cb_{rows}rows",
-        {"tokens_per_s": round(many * new / seconds), "seconds": round(seconds, 2), "requests": many, "new": new, "rows": rows},
+        {
+            "tokens_per_s": round(many * new / seconds),
+            "seconds": round(seconds, 2),
+            "requests": many,
+            "new": new,
+            "rows": rows,
+        },
     )
 
 
@@ -339,9 +350,16 @@ def table(record: Record) -> str:
             lines.append(f"| {name} | {found['ms_per_token']} | {found['floor_ms']} | {found['floor_share']:.0%} |")
     for name, found in record.items():
         if isinstance(found, dict) and "profile" in found:
-            lines += ["", f"## {name}: one tick, kernel by kernel", "", "| kernel | calls | us each | us a tick |", "|---|--:|--:|--:|"]
             lines += [
-                f"| `{row['kernel']}` | {row['calls_per_tick']} | {row['us']} | {row['us_per_tick']} |" for row in found["profile"]
+                "",
+                f"## {name}: one tick, kernel by kernel",
+                "",
+                "| kernel | calls | us each | us a tick |",
+                "|---|--:|--:|--:|",
+            ]
+            lines += [
+                f"| `{row['kernel']}` | {row['calls_per_tick']} | {row['us']} | {row['us_per_tick']} |"
+                for row in found["profile"]
             ]
     return "\n".join(lines) + "\n"
 
@@ -358,7 +376,9 @@ def main() -> None:
     running = verbs.add_parser("run")
     running.add_argument("--out", type=Path, required=True)
     running.add_argument("--only", nargs="*", choices=["one", "big", "vanilla", "mor2", "mor3", "mor4", "exits", "peer"])
-    running.add_argument("--base", type=Path, help="an earlier record whose vanilla figure to compare with, while trying out")
+    running.add_argument(
+        "--base", type=Path, help="an earlier record whose vanilla figure to compare with, while trying out"
+    )
     running.add_argument("--requests", type=int, default=1000)
     running.add_argument("--mean", type=float, default=256.0, help="new tokens of a request")
     running.add_argument("--overbook", type=float, default=2.0, help="sequences in flight for each row, routed models")

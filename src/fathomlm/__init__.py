@@ -28,13 +28,20 @@ if TYPE_CHECKING:
     from fathomlm.decode.rows import Generation
     from fathomlm.decode.sampling import Sampling
     from fathomlm.depth import Architecture, DepthPlan, Relaxation
+    from fathomlm.engine.engine import Engine
+    from fathomlm.engine.front import AsyncEngine
+    from fathomlm.engine.options import EngineOptions
+    from fathomlm.engine.request import Request
     from fathomlm.errors import FathomError
     from fathomlm.model.hub import FathomConfig, FathomForCausalLM
     from fathomlm.model.seq2seq import FathomForSeq2SeqLM, FathomSeq2SeqConfig
 
 _PUBLIC = {
     "Architecture": "fathomlm.depth",
+    "AsyncEngine": "fathomlm.engine.front",
     "DepthPlan": "fathomlm.depth",
+    "Engine": "fathomlm.engine.engine",
+    "EngineOptions": "fathomlm.engine.options",
     "Exiting": "fathomlm.decode.exiting",
     "FathomConfig": "fathomlm.model.hub",
     "FathomError": "fathomlm.errors",
@@ -43,6 +50,7 @@ _PUBLIC = {
     "FathomSeq2SeqConfig": "fathomlm.model.seq2seq",
     "Generation": "fathomlm.decode.rows",
     "Relaxation": "fathomlm.depth",
+    "Request": "fathomlm.engine.request",
     "Sampling": "fathomlm.decode.sampling",
     "Session": "fathomlm.decode.full",
     "chat_prompt": "fathomlm.decode.prompts",
@@ -55,7 +63,10 @@ _PUBLIC = {
 
 __all__ = [
     "Architecture",
+    "AsyncEngine",
     "DepthPlan",
+    "Engine",
+    "EngineOptions",
     "Exiting",
     "FathomConfig",
     "FathomError",
@@ -64,6 +75,7 @@ __all__ = [
     "FathomSeq2SeqConfig",
     "Generation",
     "Relaxation",
+    "Request",
     "Sampling",
     "Session",
     "__version__",

@@ -13,6 +13,7 @@ from random import Random
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -277,3 +278,22 @@ def test_crowds(kind: str) -> None:
         happened += live(kind, sizes, history)
     wanted = {"eos", "length", "cancelled", "preempted"} | (set() if kind.startswith("exits") else {"prefixes"})
     assert wanted <= set(happened)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in PLANS if kind.startswith("exits")])
+def test_rows_that_stand_for_nothing_write_nothing(kind: str) -> None:
+    """A pass of one row has no hole, so what it leaves in the spare slot stays there. Its slot must not come to life by that
+    and write into a page, which hardly ever shows in a token."""
+
+    def entries(before: list[int]) -> torch.Tensor:
+        engine = Engine(model(kind), exiting=leaving(kind, 0.0), rows=1, slots=1, page_size=4, max_length=LONGEST)
+        for new in before:
+            engine.generate([list(STEMS[0])], max_new_tokens=new)
+        engine.generate([list(STEMS[1])], max_new_tokens=6, ignore_eos=True)
+        table = engine.runner.state.tables_STP[0, 0].tolist()
+        keys, _ = engine.runner.pages._pools[0]
+        return torch.stack([keys[:, table[i // 4], i % 4] for i in range(len(STEMS[1]) + 4)])
+
+    undisturbed = entries([])
+    for before in ([1], [2], [1, 1]):
+        torch.testing.assert_close(entries(before), undisturbed)

@@ -206,6 +206,7 @@ def test_what_is_held_can_be_forgotten_and_let_go_after() -> None:
     run(cache, pools[0], (1, 1, 2, 2))
     cache.let_go(1)
     assert (pools[0].used, pools[0].spare) == (2, 2)
+    assert len(cache._leaves) <= cache.records  # what is forgotten is not remembered as a candidate for eviction
     cache.clear()
     assert pools[0].used == 0
 

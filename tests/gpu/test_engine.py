@@ -73,9 +73,7 @@ def test_tokens_are_the_reference_decoders(name: str, fuse: bool) -> None:
 
 def test_sampling_does_not_depend_on_the_batch() -> None:
     model = on_gpu(model_of(routed()))
-    settings = [
-        Sampling(max_new_tokens=NEW, temperature=0.9, seed=i, top_k=(0, 20)[i % 2]) for i in range(len(many(model)))
-    ]
+    settings = [Sampling(max_new_tokens=NEW, temperature=0.9, seed=i, top_k=(0, 20)[i % 2]) for i in range(len(many(model)))]
     engine = Engine(model, compile=False, **SIZES)
     together = engine.run([Request(id=i, prompt=tuple(p), sampling=settings[i]) for i, p in enumerate(many(model))])
     again = Engine(model, compile=False, **(SIZES | {"rows": 2, "slots": 3}))

@@ -9,7 +9,16 @@ from itertools import cycle
 from pathlib import Path
 from typing import Any
 
-from fathomlm.analyze.drawing import check_matplotlib, draw_table, new_figure, plain_axes, set_title, shortened
+from fathomlm.analyze.drawing import (
+    LINES,
+    UNSELECTED,
+    check_matplotlib,
+    draw_table,
+    new_figure,
+    plain_axes,
+    set_title,
+    shortened,
+)
 from fathomlm.analyze.runs import Points, Record, Run, Summary, exit_depths, points, smooth, summarise, training_loss
 from fathomlm.checkpoints.writing import whole_file
 from fathomlm.errors import OptionError, choices
@@ -33,6 +42,8 @@ METRICS: dict[str, tuple[str, str]] = {
 }
 """What can be drawn: the panel's title, and the unit of its axis."""
 DASHES: tuple[Any, ...] = ("--", ":", "-.", (0, (5, 1, 1, 1, 1, 1)), (0, (1, 3)))
+COLOURS = (*LINES, UNSELECTED, "#999999")
+"""Of runs; from the ninth on they come again, and the table's order tells which is which."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,7 +85,7 @@ def plot(runs: Sequence[Run], out: Path, options: PlotOptions) -> list[Summary]:
     panels_height, table_height = 4.4, 0.27 * (len(table) + 1)
     figure = new_figure(6.4 * len(metrics) if len(metrics) > 1 else 9.0, panels_height + table_height + 0.5)
     grid = figure.add_gridspec(2, len(metrics), height_ratios=(panels_height, table_height))
-    colors = [f"C{i % 10}" for i in range(len(runs))]
+    colors = [COLOURS[i % len(COLOURS)] for i in range(len(runs))]
     drawn = 0
     for column, metric in enumerate(metrics):
         axes = figure.add_subplot(grid[0, column])

@@ -7,18 +7,24 @@ requests, so a token that spells `<script>` is a token.
 from __future__ import annotations
 
 import base64
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from jinja2 import DictLoader, Environment, StrictUndefined
 
 from fathomlm.analyze.colours import depth_colours, ink
+from fathomlm.analyze.curves import table_of
+from fathomlm.analyze.exits import ExitNumbers
 from fathomlm.analyze.kv import KVNumbers
 from fathomlm.analyze.routing import RoutingNumbers, ShownToken
+from fathomlm.analyze.runs import Summary
 from fathomlm.analyze.shown import label, visible
 from fathomlm.analyze.tables import flops_table, kv_table, routing_table, scaling_table, score_table
-from fathomlm.analyze.templates import BASE, KV, PARTS, ROUTING
+from fathomlm.analyze.tables_exits import fit_table, layer_table, time_table
+from fathomlm.analyze.tables_weights import kind_table, rank_table
+from fathomlm.analyze.templates import BASE, EXITS, KV, PARTS, ROUTING, RUNS, WEIGHTS
+from fathomlm.analyze.weights import WeightNumbers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +40,19 @@ class About:
     dtype: str
     device: str
     data: list[str]
+    version: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunsAbout:
+    """The same of training runs."""
+
+    name: str
+    """A short name, for titles."""
+    runs: list[str]
+    """As the user named them."""
+    x: str
+    """What curves are drawn over."""
     version: str
 
 
@@ -60,8 +79,26 @@ def kv_page(numbers: KVNumbers, about: About, pictures: Mapping[str, bytes]) -> 
     return _render("kv", about, pictures, numbers=numbers, summary=kv_table(numbers))
 
 
-def _render(kind: str, about: About, pictures: Mapping[str, bytes], **values: Any) -> str:
-    templates = {"base": BASE, "parts": PARTS, "routing": ROUTING, "kv": KV}
+def exits_page(numbers: ExitNumbers, about: About, pictures: Mapping[str, bytes]) -> str:
+    times = None if numbers.breakdown is None else time_table(numbers.breakdown)
+    tables = {"layers": layer_table(numbers), "fits": fit_table(numbers), "times": times}
+    return _render("exits", about, pictures, numbers=numbers, **tables)
+
+
+def weights_page(numbers: WeightNumbers, about: About, pictures: Mapping[str, bytes]) -> str:
+    return _render("weights", about, pictures, ranks=rank_table(numbers), kinds=kind_table(numbers))
+
+
+def runs_page(
+    summaries: Sequence[Summary], titles: Mapping[str, str], about: RunsAbout, pictures: Mapping[str, bytes]
+) -> str:
+    """`titles` are those of the pictures, by name."""
+    return _render("runs", about, pictures, summary=table_of(summaries), titles=titles)
+
+
+def _render(kind: str, about: About | RunsAbout, pictures: Mapping[str, bytes], **values: Any) -> str:
+    kinds = {"routing": ROUTING, "kv": KV, "exits": EXITS, "weights": WEIGHTS, "runs": RUNS}
+    templates = {"base": BASE, "parts": PARTS, **kinds}
     engine = Environment(
         loader=DictLoader(templates), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )

@@ -27,7 +27,7 @@ def draw_threshold(estimator: ThresholdEstimator, path: Path, name: str = "") ->
     table_height = 0.27 * 4
     figure = new_figure(12.8, 4.4 + table_height + 0.5)
     grid = figure.add_gridspec(2, 2, height_ratios=(4.4, table_height), width_ratios=(3, 2))
-    _draw_fit(figure.add_subplot(grid[0, 0]), estimator)
+    draw_fit(figure.add_subplot(grid[0, 0]), estimator)
     _draw_history(figure.add_subplot(grid[0, 1]), estimator)
     draw_table(figure.add_subplot(grid[1, :]), _table(estimator), [DARKER[SELECTED], DARKER[UNSELECTED]])
     ended = f"{estimator.sequences:,} sequence{'' if estimator.sequences == 1 else 's'}"
@@ -37,7 +37,7 @@ def draw_threshold(estimator: ThresholdEstimator, path: Path, name: str = "") ->
     figure.savefig(path, format="png", dpi=150)
 
 
-def _draw_fit(axes: Any, estimator: ThresholdEstimator) -> None:
+def draw_fit(axes: Any, estimator: ThresholdEstimator, title: str = "confidence by agreement, and the fit") -> None:
     """The posterior has an axis of its own, on the right. Densities may be infinite at the ends: bars set the height."""
     places = [at / POINTS for at in range(POINTS + 1)]
     highest = 0.0
@@ -59,7 +59,7 @@ def _draw_fit(axes: Any, estimator: ThresholdEstimator) -> None:
     axes.set_ylim(0, 1.1 * highest or 1)
     axes.set_xlabel("confidence of the shallow model")
     axes.set_ylabel("density (each class has area 1)")
-    axes.set_title("confidence by agreement, and the fit", fontsize=10.5)
+    axes.set_title(title, fontsize=10.5)
     plain_axes(axes)
     right = axes.twinx()
     right.set_ylim(0, 1.1)

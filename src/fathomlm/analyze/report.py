@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from fathomlm.analyze.curves import METRICS, PlotOptions, plot
+from fathomlm.analyze.exits import ExitNumbers
 from fathomlm.analyze.kv import KVNumbers
-from fathomlm.analyze.pages import About, kv_page, routing_page
+from fathomlm.analyze.pages import About, RunsAbout, exits_page, kv_page, routing_page, runs_page, weights_page
 from fathomlm.analyze.picture_text import draw_text
+from fathomlm.analyze.pictures_exits import draw_confidence, draw_layers, draw_times
 from fathomlm.analyze.pictures_kv import draw_kv
 from fathomlm.analyze.pictures_routing import draw_scaling, draw_scores
+from fathomlm.analyze.pictures_weights import draw_energy, draw_ranks
 from fathomlm.analyze.routing import RoutingNumbers
+from fathomlm.analyze.runs import Run, Summary, exit_depths, points
+from fathomlm.analyze.weights import WeightNumbers
 from fathomlm.checkpoints.writing import check_target, whole_directory
 from fathomlm.train.report import strict
 
@@ -40,10 +46,59 @@ def write_kv(numbers: KVNumbers, about: About, out: Path, force: bool = False) -
     return _write("kv", numbers.to_dict(), about, draw, partial(kv_page, numbers, about), out, force)
 
 
+def write_exits(numbers: ExitNumbers, about: About, out: Path, force: bool = False) -> list[Path]:
+    draw: dict[str, Draw] = {
+        "layers.png": partial(draw_layers, numbers, about.name),
+        "confidence.png": partial(draw_confidence, numbers, about.name),
+    }
+    if numbers.breakdown is not None:
+        draw["times.png"] = partial(draw_times, numbers.breakdown, about.name)
+    return _write("exits", numbers.to_dict(), about, draw, partial(exits_page, numbers, about), out, force)
+
+
+def write_weights(numbers: WeightNumbers, about: About, out: Path, force: bool = False) -> list[Path]:
+    draw: dict[str, Draw] = {
+        "energy.png": partial(draw_energy, numbers, about.name),
+        "ranks.png": partial(draw_ranks, numbers, about.name),
+    }
+    return _write("weights", numbers.to_dict(), about, draw, partial(weights_page, numbers, about), out, force)
+
+
+def write_runs(
+    runs: Sequence[Run],
+    summaries: Sequence[Summary],
+    options: PlotOptions,
+    about: RunsAbout,
+    out: Path,
+    force: bool = False,
+) -> list[Path]:
+    """Losses, and every other metric that some of the runs recorded."""
+    titles = {"losses": "training and validation loss"}
+    draw: dict[str, Draw] = {"losses.png": partial(_draw_curves, runs, options)}
+    for metric in _recorded(runs):
+        titles[metric] = METRICS[metric][0]
+        logy = options.logy and metric == "exits"
+        draw[f"{metric}.png"] = partial(_draw_curves, runs, dataclasses.replace(options, metric=metric, logy=logy))
+    numbers = {"summaries": [summary.to_dict() for summary in summaries]}
+    return _write("runs", numbers, about, draw, partial(runs_page, summaries, titles, about), out, force)
+
+
+def _draw_curves(runs: Sequence[Run], options: PlotOptions, out: Path) -> None:
+    plot(runs, out, options)
+
+
+def _recorded(runs: Sequence[Run]) -> list[str]:
+    def some(metric: str) -> bool:
+        return any(points(run.train, metric, lambda record: 0.0) for run in runs)
+
+    found = [metric for metric in ("lr", "grad_norm", "tokens_per_s", "mfu") if some(metric)]
+    return ["exits", *found] if exit_depths(runs) else found
+
+
 def _write(
     kind: str,
     numbers: dict[str, Any],
-    about: About,
+    about: About | RunsAbout,
     draw: Mapping[str, Draw],
     page: Callable[[dict[str, bytes]], str],
     out: Path,

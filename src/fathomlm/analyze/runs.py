@@ -25,6 +25,8 @@ class Run:
     """What one run recorded."""
 
     name: str
+    file: Path
+    """Where the records are; the recipe lies beside it."""
     train: tuple[Record, ...]
     validation: tuple[Record, ...]
 
@@ -143,4 +145,4 @@ def _read(file: Path, name: str) -> Run:
     train, validation = ([r for r in known if r["kind"] == kind] for kind in ("train", "validation"))
     if not train and not validation:
         raise OptionError(f"{file} holds no record of training yet")
-    return Run(name=name, train=tuple(train), validation=tuple(validation))
+    return Run(name=name, file=file, train=tuple(train), validation=tuple(validation))

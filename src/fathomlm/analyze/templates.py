@@ -168,3 +168,89 @@ share their keys and values at little cost.</dd>
 {% endif %}
 {% endblock %}
 """
+
+EXITS = """\
+{% extends "base" %}
+{% block title %}{{ about.name }}: exits{% endblock %}
+{% block body %}
+{% from "parts" import table %}
+<h1>{{ about.name }}: what every layer would have said</h1>
+<p class="note">{{ about.model }}: {{ about.plan }}; {{ about.dtype }} on {{ about.device }}; {{ numbers.rows }}
+row{{ "s" if numbers.rows > 1 }} of {{ numbers.context }} tokens from {{ about.data | join(", ") }}.</p>
+<figure><img src="{{ images.layers }}" alt="Agreement, loss, cosine and the oracle's exits by layer">
+<figcaption>Each layer as if every token left there, through the final norm, the head and what the exit adds to them.
+</figcaption></figure>
+<dl>
+<dt>agree, right</dt>
+<dd>How often a layer's likeliest token is the last layer's, and how often it is the token that follows.</dd>
+<dt>loss, sure</dt><dd>The next-token loss in nats, and the mean confidence.</dd>
+<dt>cosine, agreed</dt>
+<dd>Of a token's state with the last layer's, in front of the final norm; of all tokens, and of those that agree. Where it is
+low although the layer already chooses the last layer's token, a copied state is a poor stand-in for what deeper layers
+would have made of it.</dd>
+<dt>first, settled</dt>
+<dd>The layer at which an oracle would leave: the first that agrees with the last one. Settled is the layer from which on
+none disagrees.</dd>
+</dl>
+{{ table(layers) }}
+
+<h2>Confidence by agreement</h2>
+<figure><img src="{{ images.confidence }}" alt="Histograms of confidences by agreement, with the fitted Beta densities">
+<figcaption>The tokens of this text, run once and not generated. The threshold is where agreement becomes likely enough; a
+token whose confidence is above it would leave. <code>fathomlm calibrate</code> learns it from texts that the model makes.
+</figcaption></figure>
+{{ table(fits) }}
+
+{% if times %}
+<h2>Where the time goes</h2>
+<figure><img src="{{ images.times }}" alt="Time per token by part, for three ways of decoding">
+<figcaption>One text at a time, on this machine: read shares, not milliseconds. State copying asks every layer from the first
+exit on; parallel decoding asks the first exit only, and runs the layers behind it later. Both use the plain code that
+everything else is held against, not the engine. Hatched parts are what early exits pay for: scores at exits, and keys and
+values for skipped layers.</figcaption></figure>
+{{ table(times) }}
+{% endif %}
+{% endblock %}
+"""
+
+WEIGHTS = """\
+{% extends "base" %}
+{% block title %}{{ about.name }}: what tying takes away{% endblock %}
+{% block body %}
+{% from "parts" import table %}
+<h1>{{ about.name }}: what rank do I need?</h1>
+<p class="note">{{ about.model }} ({{ about.dtype }}), tied as {{ about.plan }}.</p>
+<figure><img src="{{ images.energy }}" alt="Captured energy by rank for each kind of linear">
+<figcaption>The residual of a step is the base layer in its place less the tied weight. A LoRA or DoRA that starts from its
+SVD captures its largest singular values. A curve that rises early says that a small rank gives most back.</figcaption>
+</figure>
+{{ table(ranks) }}
+<figure><img src="{{ images.ranks }}" alt="The rank that each linear of each step needs">
+<figcaption>The rank for nine tenths of a residual's energy, by linear and step. 0 is a step that tying takes nothing from:
+it starts as the base layer itself. White lines part the recursions.</figcaption></figure>
+{{ table(kinds) }}
+<dl>
+<dt>energy</dt><dd>The sum of squared singular values.</dd>
+<dt>lost norm</dt><dd>The residual's norm against that of the base layer's own weight, as a mean over the steps.</dd>
+<dt>rank for</dt><dd>What the step that needs most needs.</dd>
+<dt>added</dt><dd>Parameters of such a LoRA on every linear of every shared step. Norms and biases stay tied.</dd>
+</dl>
+<p class="note">Energy says how much of a matrix comes back, not how much of a model's quality: training moves what is
+left.</p>
+{% endblock %}
+"""
+
+RUNS = """\
+{% extends "base" %}
+{% block title %}{{ about.name }}: training{% endblock %}
+{% block body %}
+{% from "parts" import table %}
+<h1>{{ about.name }}: training</h1>
+<p class="note">{{ about.runs | join(", ") }}</p>
+{{ table(summary, "losses in nats per token") }}
+{% for name, title in titles.items() %}
+<h2>{{ title }}</h2>
+<figure><img src="{{ images[name] }}" alt="{{ title }}"></figure>
+{% endfor %}
+{% endblock %}
+"""

@@ -5,12 +5,12 @@ from __future__ import annotations
 import argparse
 import importlib
 
-HELP = "look into a model: its routing, its keys and values"
+HELP = "look into a model: its routing, exits, weights, keys and values; or into training runs"
 DESCRIPTION = (
-    "Runs text through a model and looks at what happens inside. The numbers go to a JSON file, with pictures and one page "
-    "that shows it all, into a directory."
+    "Looks into a model, with text that is run through it or at its weights, or into training runs. The numbers go to a "
+    "JSON file, with pictures and one page that shows it all, into a directory."
 )
-KINDS = {"routing": "fathomlm.cli.analyze_routing", "kv": "fathomlm.cli.analyze_kv"}
+KINDS = {kind: f"fathomlm.cli.analyze_{kind}" for kind in ("routing", "kv", "exits", "weights", "runs")}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -12,17 +12,18 @@ from fathomlm.cli.sampling_options import add_model_arguments
 from fathomlm.errors import OptionError
 
 if TYPE_CHECKING:
-    from fathomlm.analyze.pages import About
+    from fathomlm.analyze.pages import About, RunsAbout
     from fathomlm.model.hub import FathomForCausalLM
 
 SOURCES = "text (.txt, .md), JSON lines (.jsonl, also .gz, .xz, .zst), or a prepared corpus, whose validation part is read"
 
 
-def add_shared_arguments(parser: argparse.ArgumentParser, kind: str) -> None:
+def add_shared_arguments(parser: argparse.ArgumentParser, kind: str, longest: int = 1024) -> None:
+    """`longest` is the row length where none is asked for and the model could read more."""
     add_model_arguments(parser)
     add = parser.add_argument
     add("--column", metavar="NAME", default="text", help="where the text is in JSON lines (text)")
-    add("--context", metavar="N", type=int, help="tokens of a row (what the model reads, at most 1024)")
+    add("--context", metavar="N", type=int, help=f"tokens of a row (what the model reads, at most {longest})")
     add("--out", metavar="DIR", type=Path, help=f"directory to write (analysis/{kind}-MODEL)")
     add("--force", action="store_true", help=f"replace DIR if it is a {kind} analysis")
     add("--json", action="store_true", help="print one JSON object instead of a table")
@@ -74,7 +75,7 @@ def about(args: argparse.Namespace, model: FathomForCausalLM, data: Sequence[str
 
 def answer(
     args: argparse.Namespace,
-    shown: About,
+    shown: About | RunsAbout,
     summary: dict[str, Any],
     tables: Sequence[list[list[str]]],
     files: Sequence[Path],

@@ -9,13 +9,13 @@ from pathlib import Path
 
 HELP = "measure how good a model is"
 DESCRIPTION = (
-    "Measures how good MODEL is: at answering (tasks), at predicting text (ppl), at writing texts (generate). The word "
-    "tasks may be left out: `fathomlm eval MODEL --tasks hellaswag`. The result is a table, or with --json one JSON object; "
-    "progress goes to standard error."
+    "Measures how good MODEL is: at answering (tasks), at predicting text (ppl), at writing texts (generate), and what "
+    "that costs at many depths (frontier). The word tasks may be left out: `fathomlm eval MODEL --tasks hellaswag`. The "
+    "result is a table, or with --json one JSON object; progress goes to standard error."
 )
 EPILOG = "`fathomlm eval KIND --help` lists the options of a kind."
 DEFAULT_KIND = "tasks"
-KINDS = {"tasks": "fathomlm.cli.eval_tasks", "ppl": "fathomlm.cli.eval_ppl", "generate": "fathomlm.cli.eval_generate"}
+KINDS = {kind: f"fathomlm.cli.eval_{kind}" for kind in ("tasks", "ppl", "generate", "frontier")}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -11,14 +11,17 @@ import importlib
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any, NoReturn
 
 from fathomlm import __version__
 from fathomlm.errors import FathomError, OptionError, choices
 
-VERBS = ("demo", "get", "inspect", "convert", "data", "train", "export", "generate", "chat", "calibrate", "plot", "analyze")
+VERBS = (
+    "demo", "get", "inspect", "convert", "data", "train", "export", "generate", "chat", "serve", "calibrate", "eval",
+    "bench", "plot", "analyze", "plan",
+)  # fmt: skip
 
 
 class _Parser(argparse.ArgumentParser):
@@ -26,11 +29,14 @@ class _Parser(argparse.ArgumentParser):
 
     takes_fields = False
     """Whether words that the parser does not know are kept for the verb: fields of a training recipe."""
+    complete: Callable[[list[str]], list[str]] | None = None
+    """Puts the word in front that a verb's users may leave out."""
 
     def error(self, message: str) -> NoReturn:
         raise OptionError(f"{message} (see: {self.prog} --help)")
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
+        args = args if self.complete is None else self.complete(args)
         found, rest = super().parse_known_args(args, namespace)
         if self.takes_fields:
             found.fields, rest = rest, []
@@ -60,6 +66,7 @@ def build_parser() -> argparse.ArgumentParser:
         module = importlib.import_module(f"fathomlm.cli.{verb}")
         sub = verbs.add_parser(verb, help=module.HELP, description=module.DESCRIPTION)
         sub.takes_fields = verb == "train"
+        sub.complete = module.with_kind if verb == "eval" else None
         sub.allow_abbrev = not sub.takes_fields
         module.add_arguments(sub)
         sub.set_defaults(run=module.run)

@@ -33,7 +33,7 @@ Event = TokenEvent | Finished
 
 
 @dataclass(slots=True)
-class _Job:
+class Job:
     """One request on its way."""
 
     request: Request
@@ -47,6 +47,8 @@ class _Job:
     first: float | None = None
     last: float | None = None
     result: Result | None = None
+    epoch: int = 0
+    """Of its last placement: the device's reports name it by that."""
 
 
 @dataclass(slots=True)
@@ -89,8 +91,8 @@ class Engine:
         self._kind = self.runner.layout.kind
         self._estimator = None if exiting is None else exiting.estimator
         self._plan = model.plan  # the model reads it from its configuration each time
-        self._jobs: dict[int, _Job] = {}
-        self._by_epoch: dict[int, _Job] = {}
+        self._jobs: dict[int, Job] = {}
+        self._by_epoch: dict[int, Job] = {}
         self._flying: deque[int] = deque()
         self._next_id = 0
         self.totals = Totals()
@@ -116,7 +118,7 @@ class Engine:
         detokeniser = Detokeniser(tokenizer, request.sampling.stop, request.prompt)
         text = Text(request.id, request.prompt, request.sampling.max_new_tokens, kind=request.max_depth or 0)
         self.scheduler.submit(text)
-        self._jobs[request.id] = _Job(request, text, detokeniser, tell)
+        self._jobs[request.id] = Job(request, text, detokeniser, tell)
 
     def cancel(self, id: int) -> bool:
         """Stop a request; returns whether it was still on its way."""
@@ -145,7 +147,7 @@ class Engine:
 
     def run(self, requests: Sequence[Request]) -> list[Result]:
         """All of these to their end. More than the queue holds are handed in as it empties."""
-        jobs: list[_Job] = []
+        jobs: list[Job] = []
         waiting = deque(requests)
         try:
             while waiting or any(job.result is None for job in jobs):
@@ -178,7 +180,10 @@ class Engine:
         plan = self.scheduler.plan()
         self.runner.apply(plan, {p.sequence.id: self._jobs[p.sequence.id].request for p in plan.placements})
         for placement in plan.placements:
-            self._by_epoch[placement.epoch] = self._jobs[placement.sequence.id]
+            job = self._jobs[placement.sequence.id]
+            self._by_epoch.pop(job.epoch, None)
+            job.epoch = placement.epoch
+            self._by_epoch[job.epoch] = job
         for chunk in plan.chunks:
             job = self._by_epoch[chunk.epoch]
             tokens = job.text.known[chunk.first : chunk.first + chunk.count]
@@ -208,7 +213,7 @@ class Engine:
             self._take(job, token, depth, flags, index, reals[row], record, row, now)
 
     def _take(
-        self, job: _Job, token: int, depth: int, flags: int, index: int, reals: list[float], record: Record, row: int,
+        self, job: Job, token: int, depth: int, flags: int, index: int, reals: list[float], record: Record, row: int,
         now: float,
     ) -> None:  # fmt: skip
         text, request = job.text, job.request
@@ -224,7 +229,10 @@ class Engine:
         totals.tokens += 1
         totals.depths += depth
         totals.left += kind == "exits" and depth < self._plan.unrolled_layers
-        piece = job.detokeniser.push((token,))
+        met = token in self._ends and not request.sampling.ignore_eos
+        piece = "" if met else job.detokeniser.push((token,))
+        if flags & ENDED:
+            piece += job.detokeniser.finish()
         job.pieces.append(piece)
         top: tuple[tuple[int, float], ...] = ()
         if request.logprobs is not None:
@@ -247,7 +255,6 @@ class Engine:
             self.scheduler.finish(text.id)
             self._finish(job, Finished(reason="stop"))
         elif flags & ENDED:
-            met = token in self._ends and not request.sampling.ignore_eos
             self.scheduler.finish(text.id)
             self._finish(job, Finished(reason="eos" if met else "length"))
 
@@ -263,9 +270,9 @@ class Engine:
             entries[table] += 1
         return entries
 
-    def _finish(self, job: _Job, why: Finished) -> None:
-        rest = job.detokeniser.finish()
-        job.pieces.append(rest)
+    def _finish(self, job: Job, why: Finished) -> None:
+        if why.reason in ("cancelled", "error"):
+            job.pieces.append(job.detokeniser.finish())
         request, text, kind = job.request, job.text, self._kind
         job.result = Result(
             id=request.id, prompt_tokens=request.prompt, tokens=tuple(text.tokens), text="".join(job.pieces), finish=why,
@@ -274,7 +281,7 @@ class Engine:
             depths=None if kind == "whole" else tuple(job.depths),
             confidences=tuple(job.sures) if kind == "exits" else None, preemptions=text.preemptions,
         )  # fmt: skip
-        self._by_epoch.pop(text.epoch, None)
+        self._by_epoch.pop(job.epoch, None)
         del self._jobs[request.id]
         self.totals.finished += 1
         if self._estimator is not None and why.reason != "cancelled":

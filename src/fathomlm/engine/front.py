@@ -24,7 +24,7 @@ import torch
 
 from fathomlm.decode.prompts import Prompt, encode_prompt
 from fathomlm.decode.sampling import Sampling
-from fathomlm.engine.engine import Engine, Event, Totals, _Job
+from fathomlm.engine.engine import Engine, Event, Job, Totals
 from fathomlm.engine.rate import Rate
 from fathomlm.engine.request import Finished, Request, Result
 from fathomlm.engine.scheduler import Counters
@@ -75,7 +75,7 @@ class AsyncEngine:
         self._seen = (engine.counters(), replace(engine.totals))
         # The worker's own:
         self._streams: dict[int, Stream] = {}
-        self._jobs: dict[int, _Job] = {}
+        self._jobs: dict[int, Job] = {}
         self._outbox: dict[asyncio.AbstractEventLoop, list[Call]] = {}
         self._looked = self._begun
         self._thread = threading.Thread(target=self._work, name="fathomlm-engine", daemon=True)

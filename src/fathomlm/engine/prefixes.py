@@ -126,7 +126,7 @@ class PrefixCache:
             node.holders -= 1
             if not node.holders:
                 self._disown(node)
-                if not node.children:
+                if node.record is not None and not node.children:
                     self._queue(node)
             node = node.parent
 
@@ -142,6 +142,8 @@ class PrefixCache:
         for at, node in enumerate(self._walk(known, len(known)), start=1):
             if at * self._page_size > beyond:
                 self._remove(node)
+                self._leaves = [leaf for leaf in self._leaves if leaf[2].record is not None]
+                heapq.heapify(self._leaves)
                 return
 
     def clear(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Callable
 
-from fathomlm.engine.engine import Event, _Job
+from fathomlm.engine.engine import Event, Job
 from fathomlm.engine.request import Finished, Request, Result, Times
 
 
@@ -74,7 +74,7 @@ class Stream:
         self._events.put_nowait(event)
 
 
-def so_far(job: _Job, why: Finished) -> Result:
+def so_far(job: Job, why: Finished) -> Result:
     """What a request has had when its engine broke; nothing is asked of the engine for it."""
     request = job.request
     return Result(

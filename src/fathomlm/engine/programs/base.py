@@ -152,7 +152,7 @@ def take(
     made_N = made + added
     met_N = (tokens_N[:, None] == ends_E[None, :]).any(1) & (ignores == 0)
     over_N = met_N | (made_N >= limit) | bad_N
-    stage_N = torch.where(chosen_N & over_N, IDLE, stage)
+    stage_N = torch.where(chosen_N & ~over_N, stage, IDLE)  # what is not chosen goes to the spare slot, which never waits
     new = (torch.where(chosen_N, tokens_N, token), position + added, stage_N, since, made_N, limit, epoch, deepest, ignores)
     numbers_SC.index_copy_(0, torch.where(chosen_N, rows_N, numbers_SC.shape[0] - 1), torch.stack(new, 1))
     flags_N = added * (VALID + BAD * bad_N.long() + ENDED * over_N.long())

@@ -1,0 +1,251 @@
+"""Where the time goes while tokens are decoded, part by part (thesis 2.4.3, its observation 3): what confidences and copied
+states cost beside the layers that they save.
+
+The decoding is `decode/adaptive.py`'s own, with passes and a cache that look at the clock. Time belongs to the innermost
+part that runs, so the parts add up to the whole. It is this machine's time, one text at a time: shares mean something,
+milliseconds only here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fathomlm.cache import SlotCache, Span
+from fathomlm.cache.dense import Entries, StepKV
+from fathomlm.decode.adaptive import METHODS
+from fathomlm.decode.exiting import Exiting
+from fathomlm.decode.judge import Judge
+from fathomlm.decode.lines import Line
+from fathomlm.decode.passes import Passes, Place
+from fathomlm.decode.rows import Row
+from fathomlm.decode.sampling import Sampling
+from fathomlm.depth import DepthPlan, Step
+from fathomlm.model.blocks.parts import Block
+from fathomlm.model.decoder import Decoder
+from fathomlm.model.hub import FathomForCausalLM
+
+PARTS = ("embedding", "attention", "feed-forward", "norms", "head", "exit heads", "cache", "copying", "rest")
+"""exit heads: the scores at exits, which confidences are made of. copying: keys and values of layers that a token skipped.
+rest: confidences themselves, choosing, and what is between."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModeTime:
+    """One way of decoding."""
+
+    name: str
+    tokens: int
+    ms_per_token: float
+    relative: float
+    """Against full depth."""
+    exit_rate: float
+    """The part of the tokens that left early."""
+    shares: dict[str, float]
+    """The part of the time that each part took; together 1."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Breakdown:
+    threshold: float
+    modes: list[ModeTime]
+
+    def to_dict(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+
+@dataclass(slots=True)
+class Clock:
+    """Adds up the time of parts that lie within each other, while it is `on`."""
+
+    now: Callable[[], float] = time.perf_counter
+    on: bool = False
+    seconds: dict[str, float] = field(default_factory=dict)
+    _open: list[str] = field(default_factory=list)
+    _since: float = 0.0
+
+    def begin(self, part: str) -> None:
+        self._switch()
+        self._open.append(part)
+
+    def end(self) -> None:
+        self._switch()
+        self._open.pop()
+
+    @contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        self.begin(name)
+        try:
+            yield
+        finally:
+            self.end()
+
+    def _switch(self) -> None:
+        """The time since the last change belongs to what was innermost."""
+        at = self.now()
+        if self._open and self.on:
+            self.seconds[self._open[-1]] = self.seconds.get(self._open[-1], 0.0) + at - self._since
+        self._since = at
+
+
+class _TimedKV:
+    """One step's entries; storing them is the cache's time."""
+
+    def __init__(self, kv: StepKV, clock: Clock) -> None:
+        self._kv, self._clock = kv, clock
+        self.stores = kv.stores
+
+    def append(self, k_RGND: Tensor, v_RGND: Tensor) -> Entries:
+        with self._clock.part("cache"):
+            return self._kv.append(k_RGND, v_RGND)
+
+    def prefix(self, make: Callable[[], Entries]) -> Entries:
+        return self._kv.prefix(make)
+
+
+class _TimedCache(SlotCache):
+    def __init__(self, plan: DepthPlan, clock: Clock, reserve: int) -> None:
+        super().__init__(plan, 1, reserve=reserve)
+        self._clock = clock
+
+    def at(self, step: Step) -> StepKV | None:
+        kv = super().at(step)
+        return None if kv is None else _TimedKV(kv, self._clock)
+
+    def reads(self, step: Step) -> Entries | None:
+        with self._clock.part("cache"):
+            return super().reads(step)
+
+
+class _TimedPasses(Passes):
+    def __init__(self, decoder: Decoder, cache: SlotCache, clock: Clock) -> None:
+        super().__init__(decoder, cache, rows=1)
+        self._clock, self._last = clock, decoder.plan.unrolled_layers - 1
+
+    def enter(self, tokens: Sequence[Sequence[int]]) -> Tensor:
+        with self._clock.part("embedding"):
+            return super().enter(tokens)
+
+    def run(self, x_RNM: Tensor, steps: Sequence[Step], place: Place) -> Tensor:
+        with self._clock.part("norms"):  # what is neither attention nor feed-forward in it: norms, and sums
+            return super().run(x_RNM, steps, place)
+
+    def copy(self, x_RNM: Tensor, steps: Sequence[Step], place: Place) -> None:
+        with self._clock.part("copying"):
+            super().copy(x_RNM, steps, place)
+
+    def logits(self, x_RNM: Tensor, index: int) -> Tensor:
+        with self._clock.part("head" if index == self._last else "exit heads"):
+            return super().logits(x_RNM, index)
+
+
+@contextmanager
+def _watched(decoder: Decoder, clock: Clock) -> Iterator[None]:
+    """Layers' parts on the clock. Within copying they stay copying: there only norms and projections run."""
+
+    def begin(part: str) -> Callable[..., None]:
+        return lambda module, arguments: clock.begin(part)
+
+    def end(module: nn.Module, arguments: Any, out: Any) -> None:
+        clock.end()
+
+    watched = []
+    for layer in decoder.layers:
+        assert isinstance(layer, Block)
+        watched += [(layer.attn, "attention"), (layer.mlp, "feed-forward")]
+    handles = []
+    for module, part in watched:
+        handles += [module.register_forward_pre_hook(begin(part)), module.register_forward_hook(end)]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def measure_times(
+    model: FathomForCausalLM,
+    prompts: Sequence[Sequence[int]],
+    *,
+    exits: Sequence[int],
+    threshold: float,
+    new_tokens: int = 32,
+    on_text: Callable[[int, int], None] | None = None,
+) -> Breakdown:
+    """Decode the prompts at full depth, with copied states at every layer from the first exit on, and in parallel from the
+    first exit. `exits` are layers from 1; `on_text` is told (done, total)."""
+    first = min(exits)
+    modes = {
+        "full depth": Exiting(mode="full"),
+        "state copying": Exiting(mode="state-copy", min_exit_layer=first, threshold=threshold),
+        "parallel": Exiting(mode="parallel", exit_layers=(first,), threshold=threshold),
+    }
+    clocks = {name: _clock(model) for name in modes}
+    left, made = dict.fromkeys(modes, 0), dict.fromkeys(modes, 0)
+    for exiting in modes.values():  # what a process does once is not timed
+        _decode(model, prompts[0], exiting, _clock(model), min(2, new_tokens))
+    total = len(modes) * len(prompts)
+    for number, prompt in enumerate(prompts):
+        for place, (name, exiting) in enumerate(modes.items()):  # turn by turn, so that all meet the same weather
+            row = _decode(model, prompt, exiting, clocks[name], new_tokens)
+            made[name] += len(row.tokens) - 1
+            left[name] += sum(leave.layer < model.plan.unrolled_layers for leave in row.leaves[1:])
+            if on_text is not None:
+                on_text(number * len(modes) + place + 1, total)
+    return Breakdown(threshold=threshold, modes=_shares(clocks, made, left))
+
+
+def _clock(model: FathomForCausalLM) -> Clock:
+    if model.decoder.embed.weight.device.type == "cpu":
+        return Clock()
+
+    def now() -> float:
+        torch.cuda.synchronize()
+        return time.perf_counter()
+
+    return Clock(now)
+
+
+@torch.inference_mode()
+def _decode(model: FathomForCausalLM, prompt: Sequence[int], exiting: Exiting, clock: Clock, most: int) -> Row:
+    """One text; its prompt and first token are not on the clock."""
+    decoder = model.decoder
+    sampling = Sampling(max_new_tokens=most, ignore_eos=True)
+    judge = Judge(decoder, exiting)
+    cache = _TimedCache(model.plan, clock, reserve=len(prompt) + most)
+    passes = _TimedPasses(decoder, cache, clock)
+    method = METHODS[exiting.mode](passes, judge, exiting)
+    line = Line(0, Row(model, list(prompt), sampling, None), sampling, [])
+    if line.slot:
+        passes.run(passes.enter([line.text[: line.slot]]), method.prompt_steps, passes.at([Span(0, 0, line.slot)]))
+    method.step([line])
+    with _watched(decoder, clock), clock.part("rest"):
+        clock.on = True
+        while line.row.finish is None:
+            method.step([line])
+    clock.on = False
+    return line.row
+
+
+def _shares(clocks: dict[str, Clock], made: dict[str, int], left: dict[str, int]) -> list[ModeTime]:
+    seconds = {name: sum(clock.seconds.values()) for name, clock in clocks.items()}
+    each = {name: seconds[name] / max(1, made[name]) for name in clocks}
+    full = each["full depth"]
+    return [
+        ModeTime(
+            name=name,
+            tokens=made[name],
+            ms_per_token=1000 * each[name],
+            relative=each[name] / full,
+            exit_rate=left[name] / max(1, made[name]),
+            shares={part: clock.seconds.get(part, 0.0) / seconds[name] for part in PARTS},
+        )
+        for name, clock in clocks.items()
+    ]

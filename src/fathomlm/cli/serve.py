@@ -1,0 +1,183 @@
+"""`fathomlm serve [MODEL]`: OpenAI's API over one model."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fathomlm.cli.sampling_options import add_dtype_argument, load_model
+from fathomlm.errors import OptionError
+
+if TYPE_CHECKING:
+    from fathomlm.decode.exiting import Exiting
+    from fathomlm.engine.options import EngineOptions
+    from fathomlm.serve.options import ServeOptions
+    from fathomlm.serve.served import Offer
+
+MODEL = "smollm2-135m"
+HELP = "serve a model over OpenAI's API"
+DESCRIPTION = (
+    f"Serves MODEL (default: {MODEL}) over HTTP as OpenAI's API does: /v1/completions and /v1/chat/completions, with "
+    "/health, /ready, /metrics and /v1/fathom/status beside them. Logs go to standard output, a JSON object a line."
+)
+NEEDED = ("fastapi", "uvicorn", "prometheus_client")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    what = "a preset, Hugging Face directory, hub id, GGUF file or FathomLM directory"
+    add("model", metavar="MODEL", nargs="?", default=MODEL, help=f"{what} (default: {MODEL})")
+    add("--name", metavar="NAME", help="what clients call the model (default: MODEL, of a path its last part)")
+    add_dtype_argument(parser)
+    add("--device", default="cpu", help="where to compute: cpu, cuda or cuda:N (default: cpu)")
+    add("--threads", metavar="N", type=int, help="processor threads to use (default: all)")
+    _add_access(parser)
+    _add_engine(parser)
+    add = parser.add_argument_group("how deep tokens go").add_argument
+    add("--exit-layer", metavar="N", type=int, help="let tokens leave after layer N, from 1 (default: the model's own exit)")
+    above = (
+        "leave where the exit is surer than T, from 0 to 1; 'adaptive' is what `fathomlm calibrate` learnt (default: 0.9)"
+    )
+    add("--exit-threshold", metavar="T", help=above)
+    add("--max-depth", metavar="N", type=int, help="routed models: at most N recursions, for every request")
+
+
+def _add_access(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("who may ask").add_argument
+    add("--host", default="127.0.0.1", help="address to listen at (default: 127.0.0.1, this machine only)")
+    add("--port", type=int, default=8000, help="default: 8000; 0 takes any free one")
+    key = "clients must send this key; may be given again; others on this machine may see it in the process list"
+    add("--api-key", metavar="KEY", action="append", default=[], help=key)
+    add("--api-key-file", metavar="FILE", type=Path, help="a file with one key a line")
+    add("--cors", metavar="ORIGIN", action="append", default=[], help="let pages from ORIGIN ask; may be given again")
+
+
+def _add_engine(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("how much at a time").add_argument
+    add("--rows", metavar="N", type=int, help="tokens of a pass (default: 32 on a GPU, 8 elsewhere)")
+    add("--slots", metavar="N", type=int, help="texts in flight (default: chosen for the model)")
+    add(
+        "--max-queue", metavar="N", type=int, default=256, help="requests that may wait before others get 429 (default: 256)"
+    )
+    add("--max-length", metavar="N", type=int, help="tokens of a text, prompt included (default: the model's context)")
+    add("--max-tokens", metavar="N", type=int, help="new tokens of a text (default: as many as fit)")
+    add("--max-choices", metavar="N", type=int, default=32, help="texts for one request, prompts times n (default: 32)")
+    add("--max-body", metavar="BYTES", type=int, default=1 << 20, help="of a request (default: 1048576)")
+    add("--timeout", metavar="S", type=float, default=600.0, help="seconds that a request may take (default: 600)")
+    drain = "seconds that running texts get when the server is told to stop (default: 30)"
+    add("--drain-timeout", metavar="S", type=float, default=30.0, help=drain)
+    add("--log-prompts", action="store_true", help="write prompts and texts into the log (default: neither)")
+
+
+def run(args: argparse.Namespace) -> int:
+    missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
+    if missing:
+        raise OptionError(f"serving needs {', '.join(missing)}: pip install -c constraints.txt -e '.[serve]'")
+    from fathomlm.serve.app import create_app
+    from fathomlm.serve.logs import say, set_up
+    from fathomlm.serve.served import Service
+    from fathomlm.serve.server import Server, address_of, bind, is_loopback
+
+    options = read_options(args)
+    engine = read_engine(args)
+    exiting = read_exits(args)
+    sock = bind(args.host, args.port)
+    if not is_loopback(args.host) and not options.api_keys:
+        _tell(f"warning: {args.host} can be reached by other machines, and without --api-key anybody there may ask")
+    set_up()
+    service = Service(lambda: load_offer(args, engine, exiting))
+
+    def ready() -> None:
+        assert service.offer is not None
+        _tell(f"{service.offer.name} is ready at {address_of(sock)} (base URL for OpenAI clients: {address_of(sock)}/v1)")
+        say("ready", model=service.offer.name, address=address_of(sock))
+
+    service.on_ready = ready
+    server = Server(create_app(service, options), service, options)
+    _tell(f"loading {args.model}; {address_of(sock)}/ready says when it is ready, Ctrl-C ends the server")
+    server.run_at(sock)
+    return 0
+
+
+def read_options(args: argparse.Namespace) -> ServeOptions:
+    from fathomlm.serve.options import ServeOptions
+
+    return ServeOptions(
+        api_keys=(*args.api_key, *_keys(args.api_key_file)), cors=tuple(args.cors), max_body=args.max_body,
+        max_choices=args.max_choices, max_tokens=args.max_tokens, timeout=args.timeout, drain_timeout=args.drain_timeout,
+        log_prompts=args.log_prompts,
+    )  # fmt: skip
+
+
+def _keys(path: Path | None) -> list[str]:
+    if path is None:
+        return []
+    try:
+        keys = [line.strip() for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    except (OSError, UnicodeDecodeError) as error:
+        raise OptionError(f"cannot read the keys in {path}: {error}") from error
+    if not keys:
+        raise OptionError(f"{path} holds no key; write one a line")
+    return keys
+
+
+def read_engine(args: argparse.Namespace) -> EngineOptions:
+    from fathomlm.engine.options import EngineOptions
+    from fathomlm.serve.schemas import MOST_LOGPROBS
+
+    rows = args.rows if args.rows is not None else (32 if args.device.startswith("cuda") else 8)
+    return EngineOptions(
+        rows=rows, slots=args.slots, max_queue=args.max_queue, max_length=args.max_length, max_logprobs=MOST_LOGPROBS
+    )
+
+
+def read_exits(args: argparse.Namespace) -> Exiting | None:
+    """How tokens leave early; None where they do not. Checked before the model is loaded, as far as that can be."""
+    from fathomlm.decode.exiting import Exiting
+
+    if args.exit_layer is None and args.exit_threshold is None:
+        return None
+    if args.max_depth is not None:
+        raise OptionError("--max-depth is for models with a router, and exits are for those without; give one of them")
+    layers = None if args.exit_layer is None else (args.exit_layer,)
+    if args.exit_threshold != "adaptive":
+        try:
+            threshold = None if args.exit_threshold is None else float(args.exit_threshold)
+        except ValueError as error:
+            message = f"--exit-threshold takes a number from 0 to 1, or adaptive; got '{args.exit_threshold}'"
+            raise OptionError(message) from error
+        return Exiting(mode="parallel", exit_layers=layers, threshold=threshold)
+    from fathomlm.decode.calibration import FILE, Calibration
+
+    path = Path(args.model).expanduser() / FILE
+    if not path.is_file():
+        raise OptionError(f"{args.model} has learnt no threshold yet: run `fathomlm calibrate` on its directory first")
+    found = Calibration.load(path)
+    found.check([layer - 1 for layer in layers or (found.exit_layer,)], "gap", str(path))
+    return Exiting(mode="parallel", exit_layers=(found.exit_layer,), threshold=found.estimator)
+
+
+def load_offer(args: argparse.Namespace, options: EngineOptions, exiting: Exiting | None) -> Offer:
+    from fathomlm.engine.engine import Engine
+    from fathomlm.serve.served import offer
+
+    model = load_model(args)
+    if exiting is not None and exiting.exit_layers is None:
+        exiting = replace(exiting, exit_layers=tuple(index + 1 for index in exiting.exits(model.plan)))
+    engine = Engine(model, options, exiting=exiting)
+    if args.device.startswith("cuda"):
+        engine.generate([[0]], max_new_tokens=2)  # compiles and records, so that nobody has to wait for it later
+    return offer(engine, name=args.name or _name(args.model), exiting=exiting, max_depth=args.max_depth)
+
+
+def _name(source: str) -> str:
+    path = Path(source).expanduser()
+    return path.resolve().name.removesuffix(".gguf") if path.exists() else source
+
+
+def _tell(text: Any) -> None:
+    print(f"fathomlm: {text}", file=sys.stderr, flush=True)

@@ -1,0 +1,142 @@
+"""What every request passes on its way in: a line in the log, the key, the size of its body.
+
+Plain ASGI, so that a stream goes through untouched and a client that hangs up is heard of at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import logging
+import secrets
+import time
+from collections.abc import Sequence
+
+from starlette.datastructures import MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from fathomlm.serve.errors import ApiError
+from fathomlm.serve.logs import Entry, say
+from fathomlm.serve.metrics import Metrics
+
+OPEN = ("/", "/health", "/ready", "/openapi.json")
+"""Paths that need no key: probes, and what a browser must load before it can send one."""
+ENTRY = "fathomlm.entry"
+GONE = 499
+"""In logs and metrics: the client hung up before it had its answer."""
+
+
+class Journal:
+    """A line for each request when it is over, an id for it, and headers that every answer has."""
+
+    def __init__(self, app: ASGIApp, metrics: Metrics, paths: frozenset[str]) -> None:
+        self._app, self._metrics, self._paths = app, metrics, paths
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        begun = time.perf_counter()
+        entry = scope[ENTRY] = Entry()
+        id = f"req-{secrets.token_hex(12)}"
+        status = GONE
+
+        async def noted(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                headers = MutableHeaders(scope=message)
+                headers["x-request-id"] = id
+                headers["x-content-type-options"] = "nosniff"
+                headers.setdefault("cache-control", "no-store")
+            await send(message)
+
+        try:
+            await self._app(scope, receive, noted)
+        except Exception:
+            status = 500
+            raise
+        finally:
+            path = scope["path"]
+            self._metrics.answered(path if path in self._paths else "other", status)
+            client = scope.get("client")
+            fields = {
+                "id": id, "method": scope["method"], "path": path, "status": status,
+                "seconds": round(time.perf_counter() - begun, 4), "client": client[0] if client else None,
+            }  # fmt: skip
+            quiet = path in ("/health", "/ready", "/metrics") and status == 200
+            say("request", logging.DEBUG if quiet else logging.INFO, **fields, **entry.record())
+
+
+class Keys:
+    """Bearer keys, each compared in a time that does not depend on how much of it is right."""
+
+    def __init__(self, app: ASGIApp, keys: Sequence[str], open_paths: frozenset[str] = frozenset()) -> None:
+        self._app, self._keys = app, [key.encode() for key in keys]
+        self._open = open_paths | set(OPEN)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or not self._keys or scope["path"] in self._open or self._fits(scope):
+            await self._app(scope, receive, send)
+            return
+        message = "the API key is missing or wrong; send it as 'Authorization: Bearer KEY'"
+        error = ApiError(401, message, code="invalid_api_key", kind="authentication_error")
+        await error.response()(scope, receive, send)
+
+    def _fits(self, scope: Scope) -> bool:
+        given = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
+        scheme, _, key = given.partition(b" ")
+        found = [hmac.compare_digest(key.strip(), known) for known in self._keys]
+        return scheme.lower() == b"bearer" and any(found)
+
+
+class BodyLimit:
+    """Reads a body before anything else does, so that one that is too long, or never ends, costs little."""
+
+    def __init__(self, app: ASGIApp, most: int, timeout: float) -> None:
+        self._app, self._most, self._timeout = app, most, timeout
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        try:
+            async with asyncio.timeout(self._timeout):
+                body = await self._read(scope, receive)
+        except TimeoutError:
+            body = ApiError(408, f"the body did not arrive within {self._timeout:g} seconds", code="timeout")
+        if body is None:
+            return
+        if isinstance(body, ApiError):
+            response = body.response()
+            response.headers["connection"] = "close"  # the rest of the body is not read
+            await response(scope, receive, send)
+            return
+        first = True
+
+        async def again() -> Message:
+            nonlocal first
+            if first:
+                first = False
+                return {"type": "http.request", "body": body, "more_body": False}
+            return await receive()
+
+        await self._app(scope, again, send)
+
+    async def _read(self, scope: Scope, receive: Receive) -> bytes | ApiError | None:
+        """The body, why not, or None of a client that hung up."""
+        error = ApiError(413, f"the body is more than this server's limit of {self._most} bytes", code="body_too_large")
+        said = next((value for name, value in scope["headers"] if name == b"content-length"), b"0")
+        if said.isdigit() and int(said) > self._most:
+            return error
+        parts, size, more = [], 0, True
+        while more:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                return None
+            parts.append(message.get("body", b""))
+            size += len(parts[-1])
+            if size > self._most:
+                return error
+            more = message.get("more_body", False)
+        return b"".join(parts)

@@ -1,0 +1,57 @@
+"""One JSON object a line. Prompts and texts are not in it unless the operator asks for them."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+import time
+from dataclasses import asdict, dataclass
+from typing import Any, TextIO
+
+LOGGER = "fathomlm.serve"
+
+
+@dataclass(slots=True)
+class Entry:
+    """What a request's line says beside the HTTP side; its handler fills it in."""
+
+    stream: bool | None = None
+    choices: int | None = None
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+    finish: list[str] | None = None
+    problem: str | None = None
+    prompts: Any = None
+    texts: list[str] | None = None
+
+    def record(self) -> dict[str, Any]:
+        return {name: value for name, value in asdict(self).items() if value is not None}
+
+
+class JsonLines(logging.Formatter):
+    """`extra={"fields": {...}}` become keys of the line. A line break in a value is escaped, so a line is a record."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        moment = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
+        line: dict[str, Any] = {
+            "time": f"{moment}.{int(record.msecs):03d}Z", "level": record.levelname.lower(), "event": record.getMessage()
+        }  # fmt: skip
+        line |= getattr(record, "fields", {})
+        if record.exc_info:
+            line["traceback"] = self.formatException(record.exc_info)
+        return json.dumps(line, default=str)
+
+
+def set_up(stream: TextIO | None = None) -> None:
+    """Our lines and uvicorn's, in one form. For the command line: a library leaves logging to its host."""
+    handler = logging.StreamHandler(stream or sys.stdout)
+    handler.setFormatter(JsonLines())
+    for name, level in ((LOGGER, logging.INFO), ("uvicorn.error", logging.WARNING)):
+        logger = logging.getLogger(name)
+        logger.handlers, logger.propagate = [handler], False
+        logger.setLevel(level)
+
+
+def say(event: str, level: int = logging.INFO, error: BaseException | None = None, **fields: Any) -> None:
+    logging.getLogger(LOGGER).log(level, event, exc_info=error, extra={"fields": fields})

@@ -1,0 +1,124 @@
+"""What Prometheus is told, and the tally behind it.
+
+The engine's own counts are read when somebody asks. Times are noted as tokens come: to the first token from the request's
+arrival, waiting included, and from each token to the next.
+"""
+
+from __future__ import annotations
+
+from collections import Counter as Tally
+from collections.abc import Iterator
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from fathomlm.engine.front import Status
+from fathomlm.engine.request import Request, Result, TokenEvent
+from fathomlm.serve.served import Offer, Service
+
+FIRST = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
+BETWEEN = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
+WHOLE = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
+
+
+class Metrics:
+    """One server's. `observe` hears of every token, `ended` of every text, `answered` of every HTTP request."""
+
+    def __init__(self, service: Service) -> None:
+        self.registry = registry = CollectorRegistry()
+        self.depths: Tally[int] = Tally()
+        """Tokens by how deep they were chosen, where that differs."""
+        registry.register(_EngineCollector(service, self.depths))
+        self._http = Counter("fathomlm_http_requests", "HTTP requests answered", ["path", "status"], registry=registry)
+        self._ends = Counter("fathomlm_texts", "Texts that ended", ["reason"], registry=registry)
+        self._read = Counter("fathomlm_prompt_tokens", "Tokens of prompts that came in", registry=registry)
+        self._first = _histogram("time_to_first_token", "From a request's arrival to its first token", FIRST, registry)
+        self._between = _histogram("inter_token", "From one token of a text to the next", BETWEEN, registry)
+        self._whole = _histogram("text", "From a request's arrival to the end of its text", WHOLE, registry)
+
+    def observe(self, request: Request, event: TokenEvent, at: float, before: float | None) -> None:
+        """A token came; `before` is when the one in front of it did."""
+        if before is None:
+            self._first.observe(max(at - request.arrival, 0.0))
+        else:
+            self._between.observe(max(at - before, 0.0))
+        if event.depth is not None:
+            self.depths[event.depth] += 1
+
+    def ended(self, result: Result, at: float) -> None:
+        self._ends.labels(result.finish.reason).inc()
+        self._whole.observe(max(at - result.times.arrival, 0.0))
+
+    def took(self, prompt_tokens: int) -> None:
+        self._read.inc(prompt_tokens)
+
+    def answered(self, path: str, status: int) -> None:
+        self._http.labels(path, str(status)).inc()
+
+    def text(self) -> bytes:
+        return generate_latest(self.registry)
+
+
+class _EngineCollector(Collector):
+    """The engine's counts at this moment; nothing but `ready` while there is no engine."""
+
+    def __init__(self, service: Service, depths: Tally[int]) -> None:
+        self._service, self._depths = service, depths
+
+    def collect(self) -> Iterator[Metric]:
+        yield GaugeMetricFamily("fathomlm_ready", "Whether requests are taken", float(self._service.phase == "ready"))
+        offer = self._service.offer
+        if offer is not None:
+            status = offer.front.status()
+            yield from _standing(status)
+            yield from _pages(offer, status)
+            yield from self._depth(offer, status)
+
+    def _depth(self, offer: Offer, status: Status) -> Iterator[Metric]:
+        totals = status.totals
+        depths = CounterMetricFamily("fathomlm_tokens_by_depth", "Tokens by the depth they were chosen at", labels=["depth"])
+        for depth, count in sorted(self._depths.items()):
+            depths.add_metric([str(depth)], count)
+        yield depths
+        yield CounterMetricFamily("fathomlm_exited_tokens", "Tokens that left early", totals.left)
+        yield GaugeMetricFamily("fathomlm_mean_depth", "Mean depth of all tokens so far", mean_depth(status))
+        yield GaugeMetricFamily("fathomlm_exit_rate", "Part of all tokens so far that left early", exit_rate(status))
+
+
+def _standing(status: Status) -> Iterator[Metric]:
+    counters, totals = status.counters, status.totals
+    yield GaugeMetricFamily("fathomlm_queued", "Requests that wait", counters.queued)
+    yield GaugeMetricFamily("fathomlm_reading", "Requests whose prompt is being read", counters.reading)
+    yield GaugeMetricFamily("fathomlm_running", "Requests that make tokens", counters.running)
+    yield GaugeMetricFamily("fathomlm_tokens_per_second", "Over the last ten seconds", status.tokens_per_second)
+    yield CounterMetricFamily("fathomlm_tokens", "Tokens that were made", totals.tokens)
+    yield CounterMetricFamily("fathomlm_read_tokens", "Prompt tokens that were read", totals.read)
+    yield CounterMetricFamily("fathomlm_cached_tokens", "Prompt tokens that the prefix cache had", counters.prefix_hits)
+    yield CounterMetricFamily("fathomlm_ticks", "Ticks of the engine", totals.ticks)
+    yield CounterMetricFamily("fathomlm_preemptions", "Texts put aside for want of memory", counters.preemptions)
+
+
+def _pages(offer: Offer, status: Status) -> Iterator[Metric]:
+    counters = status.counters
+    for name, what, counts in (
+        ("used", "Pages of keys and values in use, cached prefixes included", counters.pages_used),
+        ("cached", "Pages that only cached prefixes hold", counters.pages_cached),
+        ("total", "Pages there are", offer.pool_pages),
+    ):
+        family = GaugeMetricFamily(f"fathomlm_kv_pages_{name}", what, labels=["pool"])
+        for pool, count in enumerate(counts):
+            family.add_metric([str(pool)], count)
+        yield family
+
+
+def mean_depth(status: Status) -> float:
+    return status.totals.depths / status.totals.tokens if status.totals.tokens else 0.0
+
+
+def exit_rate(status: Status) -> float:
+    return status.totals.left / status.totals.tokens if status.totals.tokens else 0.0
+
+
+def _histogram(name: str, what: str, buckets: tuple[float, ...], registry: CollectorRegistry) -> Histogram:
+    return Histogram(f"fathomlm_{name}_seconds", what, buckets=buckets, registry=registry)

@@ -1,0 +1,184 @@
+"""The one model that a server offers, from loading to the end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+from fathomlm.decode.prompts import Prompt, chat_prompt, encode_prompt, end_tokens
+from fathomlm.engine.front import AsyncEngine
+from fathomlm.errors import OptionError
+from fathomlm.serve.errors import ApiError
+from fathomlm.serve.logs import say
+from fathomlm.serve.tokens import TokenTexts
+
+if TYPE_CHECKING:
+    from fathomlm.decode.exiting import Exiting
+    from fathomlm.engine.engine import Engine
+    from fathomlm.model.hub import FathomForCausalLM
+
+Phase = Literal["loading", "ready", "draining", "failed"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Offer:
+    """A model that is ready, and what a server has to know of it."""
+
+    front: AsyncEngine
+    model: FathomForCausalLM
+    name: str
+    max_length: int
+    """Tokens of a sequence, prompt included."""
+    pool_pages: tuple[int, ...]
+    """Pages for keys and values there are, by pool."""
+    max_depth: int | None
+    """The server's own: the default of requests, and the most that one may ask for."""
+    exiting: Exiting | None
+    """How tokens leave early, where they do."""
+    facts: dict[str, Any]
+    """What does not change, for the status: the plan and the engine's sizes."""
+    tokens: TokenTexts
+    ends: frozenset[int]
+    created: int = field(default_factory=lambda: int(time.time()))
+    _told: list[BaseException] = field(default_factory=list)
+    _reader: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "fathomlm-tokenizer"))
+
+    @property
+    def routed(self) -> bool:
+        return self.model.plan.routing is not None
+
+    @property
+    def threshold(self) -> float | None:
+        """The one in force for requests that name none."""
+        return None if self.exiting is None else self.exiting.threshold_now()
+
+    async def encode(self, prompt: Prompt) -> list[int]:
+        """Long texts take a while to read; nobody else waits meanwhile."""
+        return await self._read(encode_prompt, self.model, prompt)
+
+    async def encode_chat(self, messages: list[dict[str, str]]) -> list[int]:
+        return await self._read(chat_prompt, self.model, messages)
+
+    async def _read(self, how: Callable[..., list[int]], *arguments: object) -> list[int]:
+        return await asyncio.get_running_loop().run_in_executor(self._reader, how, *arguments)
+
+    def tell_failure(self) -> None:
+        """What broke the engine goes into the log once, with its traceback, however many requests it failed."""
+        failure = self.front.failure
+        if failure is not None and not self._told:
+            self._told.append(failure)
+            say("engine failed", logging.ERROR, failure)
+
+    async def close(self) -> None:
+        await self.front.close()
+        self._reader.shutdown(wait=False, cancel_futures=True)
+
+
+def offer(engine: Engine, *, name: str, exiting: Exiting | None = None, max_depth: int | None = None) -> Offer:
+    """Put an engine behind its asyncio front and offer it. It belongs to the offer from then on."""
+    model, sizes, options = engine.model, engine.runner.sizes, engine.options
+    plan = model.plan
+    if max_depth is not None:
+        if plan.routing is None:
+            raise OptionError(f"a maximum depth is for models with a router; {name} has none")
+        if not 1 <= max_depth <= plan.recursions:
+            raise OptionError(
+                f"the maximum depth must be from 1 to the model's {plan.recursions} recursions, got {max_depth}"
+            )
+    facts = {
+        "kind": engine.runner.layout.kind,
+        "plan": {
+            "layers": plan.layout, "unique_layers": plan.unique_layers, "unrolled_layers": plan.unrolled_layers,
+            "recursions": plan.recursions, "sharing": plan.sharing if plan.recursions > 1 else None, "kv": plan.kv,
+            "router": None if plan.routing is None else plan.routing.kind, "exits": [index + 1 for index in plan.exits],
+        },
+        "device": str(engine.runner.device), "dtype": str(model.decoder.embed.weight.dtype).removeprefix("torch."),
+        "rows": options.rows, "slots": sizes.slots, "max_length": sizes.max_length, "max_queue": options.max_queue,
+        "page_size": options.page_size, "max_depth": max_depth,
+        "exit_layer": None if exiting is None else (exiting.exit_layers or (None,))[0],
+        "calibrated": exiting is not None and exiting.estimator is not None,
+    }  # fmt: skip
+    return Offer(
+        front=AsyncEngine(engine), model=model, name=name, max_length=sizes.max_length, pool_pages=sizes.pool_pages,
+        max_depth=max_depth, exiting=exiting, facts=facts, tokens=TokenTexts(model.tokenizer), ends=end_tokens(model),
+    )  # fmt: skip
+
+
+class Service:
+    """Loads an offer in the background, and knows whether there is one to be had."""
+
+    def __init__(self, load: Callable[[], Offer]) -> None:
+        self._load = load
+        self.offer: Offer | None = None
+        self.failure: BaseException | None = None
+        """Why there is nothing to offer: loading failed."""
+        self.draining = False
+        self.on_ready: Callable[[], None] = lambda: None
+        self.on_failure: Callable[[], None] = lambda: None
+        self._over = False
+
+    @property
+    def phase(self) -> Phase:
+        if self.failure is not None or (self.offer is not None and self.offer.front.failure is not None):
+            return "failed"
+        if self.draining or self._over:
+            return "draining"
+        return "loading" if self.offer is None else "ready"
+
+    def require(self) -> Offer:
+        """The offer, for a new request."""
+        phase = self.phase
+        if phase == "ready" and self.offer is not None:
+            return self.offer
+        why = {
+            "loading": "the model is still being loaded",
+            "draining": "the server is finishing its last requests and takes no new ones",
+            "failed": "the engine has failed and takes no more requests; the server's log says why",
+        }
+        raise ApiError(503, why[phase], code=phase)
+
+    def start(self) -> None:
+        """In a thread that the process does not wait for: a download may take long, and Ctrl-C should not."""
+        loop = asyncio.get_running_loop()
+
+        def work() -> None:
+            try:
+                found: Offer | BaseException = self._load()
+            except BaseException as error:
+                found = error
+            with contextlib.suppress(RuntimeError):  # the server has ended meanwhile
+                loop.call_soon_threadsafe(self._loaded, found)
+
+        threading.Thread(target=work, name="fathomlm-load", daemon=True).start()
+
+    def _loaded(self, found: Offer | BaseException) -> None:
+        if isinstance(found, BaseException):
+            self.failure = found
+            self.on_failure()
+            return
+        self.offer = found
+        self.on_ready()
+
+    async def drain(self, timeout: float) -> bool:
+        """Take nothing new and wait for what runs; after `timeout` seconds cut it off. Says whether all could end."""
+        self.draining = True
+        if self.offer is None:
+            return True
+        try:
+            await asyncio.wait_for(self.offer.front.drain(), timeout)
+        except TimeoutError:
+            await self.offer.front.close()
+            return False
+        return True
+
+    async def close(self) -> None:
+        self._over = True
+        if self.offer is not None:
+            await self.offer.close()

@@ -1,0 +1,115 @@
+"""Running the app: a socket of its own, and an end that lets running texts finish.
+
+The first SIGTERM or Ctrl-C makes /ready red and refuses new texts, while those that run go on; the port stays open
+meanwhile, so that a load balancer can see it. When all have ended, or their time is up, the server goes. A second signal
+does not wait.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import socket
+import threading
+from collections.abc import Callable, Generator
+from types import FrameType
+
+import uvicorn
+from fastapi import FastAPI
+
+from fathomlm.errors import OptionError
+from fathomlm.serve.logs import say
+from fathomlm.serve.options import ServeOptions
+from fathomlm.serve.served import Service
+
+CLOSING = 5
+"""Seconds that connections get to take what has been written for them."""
+LOOPBACK = ("127.0.0.1", "::1", "localhost")
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A socket of its own, so that a port that is taken is known before the model is loaded. Port 0 is any free one."""
+    if not 0 <= port <= 65535:
+        raise OptionError(f"a port is a number from 0 to 65535, got {port}")
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        found = socket.socket(family, kind, protocol)
+    except OSError as error:
+        raise OptionError(f"cannot listen at {host}: {error.strerror}") from error
+    try:
+        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        found.bind(address)
+    except OSError as error:
+        found.close()
+        raise OptionError(f"cannot listen at {host}:{port}: {error.strerror}; choose another --host or --port") from error
+    return found
+
+
+def address_of(sock: socket.socket) -> str:
+    """http://host:port"""
+    host, port = sock.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def is_loopback(host: str) -> bool:
+    return host in LOOPBACK or host.startswith("127.")
+
+
+class Server(uvicorn.Server):
+    """uvicorn, with our way of ending."""
+
+    def __init__(self, app: FastAPI, service: Service, options: ServeOptions) -> None:
+        super().__init__(
+            uvicorn.Config(
+                app, lifespan="on", log_config=None, access_log=False, server_header=False, ws="none",
+                timeout_graceful_shutdown=CLOSING,
+            )
+        )  # fmt: skip
+        self._service, self._options = service, options
+        self._ending: asyncio.Task[None] | None = None
+        service.on_failure = self._give_up
+
+    def run_at(self, sock: socket.socket) -> None:
+        """Until somebody ends it. An error of loading is raised here."""
+        self.run(sockets=[sock])
+        if self._service.failure is not None:
+            raise self._service.failure
+
+    def end(self) -> None:
+        """In the server's own event loop: finish what runs, then go. Asked again, go at once."""
+        if self._ending is None:
+            self._ending = asyncio.get_running_loop().create_task(self._finish())
+        else:
+            self.should_exit = self.force_exit = True
+
+    async def _finish(self) -> None:
+        say("draining", timeout=self._options.drain_timeout)
+        whole = await self._service.drain(self._options.drain_timeout)
+        say("drained", complete=whole)
+        self.should_exit = True
+
+    def _give_up(self) -> None:
+        self.should_exit = True
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Generator[None, None, None]:
+        """uvicorn raises a signal again when it is done; for us a drained server has ended well."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        loop = asyncio.get_running_loop()
+
+        def heard(number: int, frame: FrameType | None) -> None:
+            loop.call_soon_threadsafe(self.end)
+
+        before: dict[signal.Signals, Callable[[int, FrameType | None], object] | int | None] = {}
+        for one in (signal.SIGINT, signal.SIGTERM):
+            before[one] = signal.signal(one, heard)
+        try:
+            yield
+        finally:
+            for one, handler in before.items():
+                signal.signal(one, handler)
