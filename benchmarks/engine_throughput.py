@@ -4,8 +4,8 @@
     python benchmarks/engine_throughput.py draw engine.json benchmarks/results/engine_h200
 
 Weights are random: time does not depend on their values. What would depend on them, how deep tokens go, is drawn from the
-distribution that routers are trained for (recursion r of R runs (R - r + 1) / R of the tokens) or from a given exit rate, and
-labelled "forced". Everything else is counted: embedding, scores, sampling, keys and values, scheduling, the host.
+distribution that routers are trained for (recursion r of R runs (R - r + 1) / R of the tokens) or from a given exit rate,
+and labelled "forced". Everything else is counted: embedding, scores, sampling, keys and values, scheduling, the host.
 
 The workload is the thesis' (4.4.3): requests without a prompt, output lengths normal around 256, more of them than fit. A
 routed model has the rows that the thesis gives it (42, 48, 51 where the plain one has 32), and as many sequences in flight
