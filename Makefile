@@ -37,6 +37,7 @@ serve: $(VENV)/.serve ## Serve SmolLM2-135M with an OpenAI-compatible API and a 
 	@$(BIN)/fathomlm serve $(MODEL)
 
 test: $(VENV)/.dev ## Run the tests (2 cores, no GPU)
+	@command -v chromium >/dev/null || echo "no Chromium here: the page's browser tests will be skipped"
 	@$(BIN)/python -m pytest -n 2 --dist worksteal
 
 test-slow: $(VENV)/.dev ## Run the tests marked slow
