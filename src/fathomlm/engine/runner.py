@@ -94,8 +94,9 @@ class Runner:
         plan, options = self.decoder.plan, self.options
         ends_E = torch.tensor(sorted(ends), dtype=torch.int64, device=self.device)
         parts = Parts(
-            plan, self.layout, self.layers, self.state, self.sampler, ends_E, options.rows, options.page_size, compiled
-        )
+            plan, self.layout, self.layers, self.state, self.sampler, ends_E, options.rows, options.page_size, compiled,
+            skips=self.device.type == "cpu",
+        )  # fmt: skip
         if self.layout.kind == "whole":
             return WholeProgram(parts)
         if self.layout.kind == "routed":

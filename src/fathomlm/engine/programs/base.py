@@ -59,6 +59,11 @@ class Record:
         here = slice(number * rows, (number + 1) * rows)
         return Record(*(getattr(self, name)[here] for name in self.__slots__))
 
+    def blank(self, spare: int) -> None:
+        """Nobody ran, and nothing was chosen."""
+        self.wholes_NC.zero_()
+        self.wholes_NC[:, 0] = spare
+
     def copy_(self, other: Record) -> None:
         for name in self.__slots__:
             getattr(self, name).copy_(getattr(other, name), non_blocking=True)
@@ -79,6 +84,12 @@ class Parts:
     page_size: int
     compiled: bool
     """Whether bookkeeping between layers is compiled: many small operations become a few."""
+    skips: bool = False
+    """Whether to ask if anybody runs before a pass is run. A recorded tick cannot ask, and a GPU should not be asked."""
+
+    def idle(self, valid_N: Tensor) -> bool:
+        """Whether a pass may be left out, because nobody runs it."""
+        return self.skips and not bool(valid_N.any())
 
     def small(self, function: F) -> F:
         if not self.compiled:

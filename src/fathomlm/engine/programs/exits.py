@@ -89,6 +89,9 @@ class ExitProgram:
     def _pass(self, kind: str, how: How, record: Record) -> None:
         layers, s = self.parts.layers, self.parts.state
         rows_N, deep_N, last_N, valid_N, tokens_N, positions_N, waiting_NM, *found = self._begin[kind](kind)
+        if self.parts.idle(valid_N):
+            record.blank(s.spare)
+            return
         seen = Reach(*found)
         if kind == "deep":
             x_NM = layers.run(waiting_NM, self.deep, seen, positions_N)

@@ -60,6 +60,8 @@ class RoutedProgram:
     def core(self) -> None:
         layers, s = self.parts.layers, self.parts.state
         rows_N, recursion_N, valid_N, positions_N, x_NM, *found = self._begin_core()
+        if self.parts.idle(valid_N):
+            return
         out_NM = layers.run(x_NM, self._core, Reach(*found), positions_N, recursion_N)
         self._end_core(rows_N, recursion_N, valid_N, positions_N, x_NM, out_NM)
         s.clock.add_(1)
@@ -102,6 +104,9 @@ class RoutedProgram:
     def turn_over(self, how: How, record: Record) -> None:
         layers, s = self.parts.layers, self.parts.state
         rows_N, through_N, positions_N, x_NM, *found = self._begin_turn()
+        if self.parts.idle(rows_N != s.spare):
+            record.blank(s.spare)
+            return
         x_NM = layers.run(x_NM, self._coda, Reach(*found), positions_N)
         scores_NV = layers.scores(x_NM)
         depth_N = self.depth_S.index_select(0, rows_N)
