@@ -40,7 +40,7 @@ def begun(found: Running, **body: Any) -> Iterator[Iterator[str]]:
 def test_a_client_that_hangs_up_frees_its_pages(server: Running) -> None:
     made = server.engine.totals.tokens
     with begun(server, n=3):
-        assert not server.free()
+        until(lambda: not server.free())  # what the front tells is a moment old
     until(server.free)
     assert server.engine.totals.tokens - made < 3 * LONG["max_tokens"]
 
