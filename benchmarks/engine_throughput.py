@@ -25,15 +25,17 @@ from typing import Any
 
 import torch
 from environment import environment
-from free_latency import reading_speed
 
+from fathomlm.checkpoints.save import weight_bytes
 from fathomlm.decode.exiting import Exiting
 from fathomlm.decode.sampling import Sampling
 from fathomlm.depth import Architecture, DepthPlan, build_routing
 from fathomlm.depth.presets import preset
+from fathomlm.engine.bench.floor import finish, reading_speed
+from fathomlm.engine.bench.models import random_model
 from fathomlm.engine.engine import Engine
 from fathomlm.engine.request import Request
-from fathomlm.model.hub import FathomConfig, FathomForCausalLM
+from fathomlm.model.hub import FathomForCausalLM
 
 Record = dict[str, Any]
 ROWS = {2: 42, 3: 48, 4: 51}
@@ -42,12 +44,7 @@ LONGEST = 512
 
 
 def build(architecture: Architecture, plan: DepthPlan, device: torch.device) -> FathomForCausalLM:
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    with torch.device("meta"):
-        model = FathomForCausalLM(FathomConfig.of(architecture, plan, None, dtype=dtype))
-    model = model.to(dtype).to_empty(device=device).eval().requires_grad_(False)
-    model.decoder.reset_parameters(std=0.02, generator=torch.Generator(device).manual_seed(0))
-    return model
+    return random_model(architecture, plan, dtype=torch.bfloat16 if device.type == "cuda" else torch.float32, device=device)
 
 
 def requests(count: int, mean: float, spread: float, vocab: int, seed: int = 0) -> list[Request]:
@@ -58,10 +55,6 @@ def requests(count: int, mean: float, spread: float, vocab: int, seed: int = 0) 
         sampling = Sampling(max_new_tokens=length, ignore_eos=True)
         found.append(Request(id=10**6 + i, prompt=(draw.randrange(vocab),), sampling=sampling))
     return found
-
-
-def weight_bytes(model: FathomForCausalLM) -> int:
-    return sum(p.numel() * p.element_size() for p in {id(p): p for p in model.parameters()}.values())
 
 
 def plan_for(architecture: Architecture, recursions: int) -> DepthPlan:
@@ -104,20 +97,16 @@ class Bench:
         begun = time.perf_counter()
         engine = Engine(model, rows=rows, **(usual | options))
         engine.run(requests(engine.runner.sizes.slots, 12, 2, model.architecture.vocab, seed=1))
-        self._wait()
+        finish(self.device)
         print(f"  set up in {time.perf_counter() - begun:.1f} s", flush=True)
         return engine
-
-    def _wait(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize()
 
     def throughput(self, engine: Engine, count: int) -> Record:
         work = requests(count, self.args.mean, self.args.mean / 4, engine.model.architecture.vocab)
         before = (engine.totals.ticks, engine.totals.tokens, engine.totals.depths, engine.totals.left)
         begun = time.perf_counter()
         results = engine.run(work)
-        self._wait()
+        finish(self.device)
         seconds = time.perf_counter() - begun
         ticks, tokens, depths, left = (
             now - then
@@ -153,15 +142,15 @@ class Bench:
             engine.submit(Request(id=2 * 10**6 + i, prompt=(i % vocab,), sampling=sampling))
         for _ in range(32 // engine.runner.sizes.burst):
             engine.step()
-        self._wait()
+        finish(self.device)
         engine.scheduler.lookahead = 120
         engine.step()
-        self._wait()
+        finish(self.device)
         many = 40
         begun = time.perf_counter()
         for _ in range(many):
             engine.runner.launch()
-        self._wait()
+        finish(self.device)
         found: Record = {"device_ms_per_tick": round(1e3 * (time.perf_counter() - begun) / many, 4)}
         if self.device.type == "cuda" and self.args.profile:
             found["profile"] = self._profile(engine)
@@ -199,7 +188,7 @@ def one_row(bench: Bench, shape: str) -> Record:
     for i in range(3):
         begun = time.perf_counter()
         engine.run([Request(id=i, prompt=(1,), sampling=sampling)])
-        bench._wait()
+        finish(bench.device)
         times.append((time.perf_counter() - begun) / 256)
     ms = 1e3 * statistics.median(times)
     floor = 1e3 * weight_bytes(model) / bench.speed

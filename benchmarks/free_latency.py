@@ -17,7 +17,6 @@ import argparse
 import dataclasses
 import json
 import statistics
-import time
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +27,7 @@ from fathomlm.decode.captured import CapturedDecoder, CapturedText
 from fathomlm.decode.exiting import Exiting
 from fathomlm.depth import Architecture, DepthPlan
 from fathomlm.depth.presets import preset
+from fathomlm.engine.bench.floor import reading_speed
 from fathomlm.model.decoder import Decoder
 
 SEVEN = Architecture(
@@ -58,25 +58,6 @@ def build(architecture: Architecture, exit_layer: int, device: torch.device, qui
             layer.attn.o.weight.mul_(quiet)
             layer.mlp.down.weight.mul_(quiet)
     return decoder.eval().requires_grad_(False)
-
-
-def reading_speed(device: torch.device) -> float:
-    """Bytes a second that a plain sum reads."""
-    many = 2**31 if device.type == "cuda" else 2**26
-    numbers = torch.ones(many // 4, device=device)
-    times = []
-    for _ in range(6):
-        _wait(device)
-        begin = time.perf_counter()
-        numbers.sum()
-        _wait(device)
-        times.append(time.perf_counter() - begin)
-    return many / min(times)
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize()
 
 
 class Bench:

@@ -7,6 +7,7 @@ and keeps its traceback.
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Iterable
 
 
@@ -66,3 +67,19 @@ def choices(what: str, got: str, known: Iterable[str]) -> str:
         return f"unknown {what} '{got}' (did you mean '{near[0]}'?)"
     hint = f" (did you mean '{near[0]}'?)" if near else ""
     return f"unknown {what} '{got}'{hint}; known: {', '.join(names)}"
+
+
+def require(holds: bool, name: str, rule: str, value: object) -> None:
+    """Refuse an option's value that breaks its rule."""
+    if not holds:
+        raise OptionError(f"{name} must be {rule}, got {value!r}")
+
+
+def is_whole(value: object) -> bool:
+    """A whole number; Python counts True among them, users do not."""
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def is_number(value: object) -> bool:
+    """A finite number."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import importlib
+
+from fathomlm.cli.kinds import add_kinds, run_kind
 
 HELP = "look into a model: its routing, exits, weights, keys and values; or into training runs"
 DESCRIPTION = (
@@ -14,13 +15,8 @@ KINDS = {kind: f"fathomlm.cli.analyze_{kind}" for kind in ("routing", "kv", "exi
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    kinds = parser.add_subparsers(dest="kind", metavar="KIND", required=True, parser_class=type(parser))
-    for kind, name in KINDS.items():
-        module = importlib.import_module(name)
-        sub = kinds.add_parser(kind, help=module.HELP, description=module.DESCRIPTION)
-        module.add_arguments(sub)
-        sub.set_defaults(analyze=module.run)
+    add_kinds(parser, KINDS)
 
 
 def run(args: argparse.Namespace) -> int:
-    return int(args.analyze(args))
+    return run_kind(args)

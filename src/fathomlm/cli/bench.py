@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import importlib
+
+from fathomlm.cli.kinds import add_kinds, run_kind
 
 HELP = "measure how fast a model is: throughput, latency, kernels"
 DESCRIPTION = (
@@ -19,13 +20,8 @@ KINDS = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    kinds = parser.add_subparsers(dest="kind", metavar="KIND", required=True, parser_class=type(parser))
-    for kind, name in KINDS.items():
-        module = importlib.import_module(name)
-        sub = kinds.add_parser(kind, help=module.HELP, description=module.DESCRIPTION)
-        module.add_arguments(sub)
-        sub.set_defaults(bench=module.run)
+    add_kinds(parser, KINDS)
 
 
 def run(args: argparse.Namespace) -> int:
-    return int(args.bench(args))
+    return run_kind(args)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import argparse
 import difflib
-import importlib
 from pathlib import Path
+
+from fathomlm.cli.kinds import add_kinds, run_kind
 
 HELP = "measure how good a model is"
 DESCRIPTION = (
@@ -21,18 +22,11 @@ KINDS = {kind: f"fathomlm.cli.eval_{kind}" for kind in ("tasks", "ppl", "generat
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.usage = "%(prog)s [-h] [KIND] MODEL ..."
     parser.epilog = EPILOG
-    kinds = parser.add_subparsers(
-        dest="kind", metavar="KIND", required=True, parser_class=type(parser), prog=parser.prog, title="kinds"
-    )
-    for kind, name in KINDS.items():
-        module = importlib.import_module(name)
-        sub = kinds.add_parser(kind, help=module.HELP, description=module.DESCRIPTION)
-        module.add_arguments(sub)
-        sub.set_defaults(evaluate=module.run)
+    add_kinds(parser, KINDS, prog=parser.prog, title="kinds")
 
 
 def run(args: argparse.Namespace) -> int:
-    return int(args.evaluate(args))
+    return run_kind(args)
 
 
 def with_kind(words: list[str]) -> list[str]:

@@ -9,7 +9,7 @@ from typing import Literal, Protocol, get_args, runtime_checkable
 
 from fathomlm.decode.confidence import MEASURES
 from fathomlm.depth import DepthPlan
-from fathomlm.errors import OptionError, choices
+from fathomlm.errors import OptionError, choices, require
 
 Mode = Literal["full", "static", "state-copy", "parallel", "speculative", "oracle"]
 MODES: tuple[str, ...] = get_args(Mode)
@@ -88,19 +88,19 @@ class Exiting:
         self._check_threshold()
         refine = self.refine
         surprised = refine is None or (_is_number(refine) and refine >= 0)
-        _require(surprised, "refine", "a number from 0 on, or infinity", refine)
+        require(surprised, "refine", "a number from 0 on, or infinity", refine)
         stack = self.max_stack
-        _require(stack is None or _is_count(stack), "max_stack", "a whole number from 1 on", stack)
+        require(stack is None or _is_count(stack), "max_stack", "a whole number from 1 on", stack)
 
     def _check_layers(self) -> None:
         layers = self.exit_layers
         if layers is not None:
             layers = tuple(layers) if isinstance(layers, list | tuple) else (layers,)
             counts = bool(layers) and all(_is_count(layer) for layer in layers)
-            _require(counts, "exit_layers", "one or more layers, counted from 1", self.exit_layers)
+            require(counts, "exit_layers", "one or more layers, counted from 1", self.exit_layers)
             object.__setattr__(self, "exit_layers", tuple(sorted(set(layers))))
         least = self.min_exit_layer
-        _require(least is None or _is_count(least), "min_exit_layer", "a layer, counted from 1", least)
+        require(least is None or _is_count(least), "min_exit_layer", "a layer, counted from 1", least)
         if least is not None and layers is not None:
             raise OptionError("exit_layers names every exit and min_exit_layer all from one on; give one of them")
 
@@ -111,7 +111,7 @@ class Exiting:
         if self.mode == "oracle":
             raise OptionError("an oracle compares choices and takes no threshold; an estimator may watch it and learn")
         inside = _is_number(threshold) and 0 <= threshold <= 1
-        _require(inside, "threshold", "from 0 (always leave) to 1 (never), or an estimator", threshold)
+        require(inside, "threshold", "from 0 (always leave) to 1 (never), or an estimator", threshold)
 
     @property
     def estimator(self) -> AdaptiveThreshold | None:
@@ -179,8 +179,3 @@ def _is_count(value: object) -> bool:
 
 def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and not math.isnan(value)
-
-
-def _require(holds: bool, name: str, rule: str, value: object) -> None:
-    if not holds:
-        raise OptionError(f"{name} must be {rule}, got {value!r}")

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fathomlm.errors import OptionError, choices
+from fathomlm.errors import OptionError, choices, is_number, is_whole, require
 
 COLDEST = 1e-6
 """The lowest temperature that is not greedy; below it float32 scores lose their order."""
@@ -52,17 +52,17 @@ class Sampling:
         for name in ("max_new_tokens", "top_k"):
             least = 1 if name == "max_new_tokens" else 0
             value = getattr(self, name)
-            _require(_is_whole(value) and value >= least, name, f"a whole number of at least {least}", value)
+            require(is_whole(value) and value >= least, name, f"a whole number of at least {least}", value)
         t, p = self.temperature, self.repetition_penalty
-        _require(_is_number(t) and (t == 0 or t >= COLDEST), "temperature", f"0 (greedy) or at least {COLDEST:g}", t)
-        _require(_is_number(self.top_p) and 0 < self.top_p <= 1, "top_p", "above 0 and at most 1", self.top_p)
-        _require(_is_number(self.min_p) and 0 <= self.min_p <= 1, "min_p", "between 0 and 1", self.min_p)
-        _require(_is_number(p) and 0.01 <= p <= 100, "repetition_penalty", "between 0.01 and 100 (1 is off)", p)
+        require(is_number(t) and (t == 0 or t >= COLDEST), "temperature", f"0 (greedy) or at least {COLDEST:g}", t)
+        require(is_number(self.top_p) and 0 < self.top_p <= 1, "top_p", "above 0 and at most 1", self.top_p)
+        require(is_number(self.min_p) and 0 <= self.min_p <= 1, "min_p", "between 0 and 1", self.min_p)
+        require(is_number(p) and 0.01 <= p <= 100, "repetition_penalty", "between 0.01 and 100 (1 is off)", p)
         seed = self.seed
-        _require(seed is None or (_is_whole(seed) and 0 <= seed < 2**63), "seed", "a whole number from 0 to 2^63-1", seed)
+        require(seed is None or (is_whole(seed) and 0 <= seed < 2**63), "seed", "a whole number from 0 to 2^63-1", seed)
         strings = all(isinstance(text, str) and text for text in self.stop)
-        _require(strings, "stop", "one or more strings that are not empty", self.stop)
-        _require(isinstance(self.ignore_eos, bool), "ignore_eos", "True or False", self.ignore_eos)
+        require(strings, "stop", "one or more strings that are not empty", self.stop)
+        require(isinstance(self.ignore_eos, bool), "ignore_eos", "True or False", self.ignore_eos)
 
     @property
     def greedy(self) -> bool:
@@ -79,19 +79,6 @@ class Sampling:
 
 def _as_tuple(stop: object) -> tuple[object, ...]:
     return tuple(stop) if isinstance(stop, list | tuple) else (stop,)
-
-
-def _is_whole(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-
-
-def _require(holds: bool, name: str, rule: str, value: object) -> None:
-    if not holds:
-        raise OptionError(f"{name} must be {rule}, got {value!r}")
 
 
 def penalise_repetition(logits: Tensor, seen: Tensor, penalty: float) -> Tensor:

@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from fathomlm.checkpoints.writing import whole_file
-from fathomlm.errors import CheckpointError, OptionError, choices
+from fathomlm.errors import CheckpointError, OptionError, choices, require
 
 FORMAT = 1
 BINS = 50
@@ -130,11 +130,11 @@ class Samples:
         _check("count", self.count, 0, whole=True)
         _check("mean", self.mean, 0, 1)
         _check("m2", self.m2, 0)
-        _require(self.count > 0 or self.mean == self.m2 == 0, "mean and m2", "0 without samples", (self.mean, self.m2))
-        _require(isinstance(self.bins, list) and len(self.bins) == BINS, "bins", f"a list of {BINS} counts", self.bins)
+        require(self.count > 0 or self.mean == self.m2 == 0, "mean and m2", "0 without samples", (self.mean, self.m2))
+        require(isinstance(self.bins, list) and len(self.bins) == BINS, "bins", f"a list of {BINS} counts", self.bins)
         for count in self.bins:
             _check("a bin", count, 0, whole=True)
-        _require(sum(self.bins) == self.count, "bins", f"counts that sum to {self.count}", self.bins)
+        require(sum(self.bins) == self.count, "bins", f"counts that sum to {self.count}", self.bins)
         self.bins = list(self.bins)  # not shared with the record that they were read from
 
     @property
@@ -209,7 +209,7 @@ class ThresholdEstimator:
             raise OptionError(f"observe needs one agreement a confidence, got {len(agreements)} for {len(confidences)}")
         values = [float(confidence) for confidence in confidences]
         for value in values:
-            _require(-ROUNDING <= value <= 1 + ROUNDING, "a confidence", "between 0 and 1", value)
+            require(-ROUNDING <= value <= 1 + ROUNDING, "a confidence", "between 0 and 1", value)
         if self.calibrating:
             for value, agreed in zip(values, agreements, strict=True):
                 (self.agree if agreed else self.disagree).add(value)
@@ -327,9 +327,4 @@ def _clipped(c: float) -> float:
 def _check(name: str, value: object, low: float, high: float = 2.0**53, *, whole: bool = False) -> None:
     number = isinstance(value, int if whole else int | float) and not isinstance(value, bool)
     rule = f"a {'whole ' if whole else ''}number from {low:g} {'on' if high > 1 else f'to {high:g}'}"
-    _require(number and low <= value <= high, name, rule, value)  # type: ignore[operator]
-
-
-def _require(holds: bool, name: str, rule: str, value: object) -> None:
-    if not holds:
-        raise OptionError(f"{name} must be {rule}, got {value!r}")
+    require(number and low <= value <= high, name, rule, value)  # type: ignore[operator]

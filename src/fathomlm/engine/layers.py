@@ -166,12 +166,6 @@ class RowLayers:
             self._scratch[rows] = Scratch(space, torch.empty(room, dtype=torch.float32, device=self.device), splits)
         return self._scratch[rows]
 
-    @property
-    def weight_bytes(self) -> int:
-        """What is read of the model's weights, each once; packed copies stand in for what they were made from."""
-        held = {p.data_ptr(): p.numel() * p.element_size() for p in self.decoder.parameters()}
-        return sum(held.values())
-
 
 @dataclass(frozen=True, slots=True)
 class _StepPages:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import operator
 import secrets
 import time
@@ -11,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from fathomlm.decode.sampling import Sampling
-from fathomlm.errors import OptionError
+from fathomlm.errors import OptionError, is_number, is_whole, require
 
 MAX_LOGPROBS = 20
 """The most alternatives whose log probabilities a request may ask for at each token."""
@@ -45,19 +44,19 @@ class Request:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "prompt", _token_ids(self.prompt))
-        _require(_is_whole(self.id), "id", "a whole number", self.id)
-        _require(isinstance(self.sampling, Sampling), "sampling", "a Sampling", self.sampling)
+        require(is_whole(self.id), "id", "a whole number", self.id)
+        require(isinstance(self.sampling, Sampling), "sampling", "a Sampling", self.sampling)
         asked = self.logprobs
-        allowed = asked is None or (_is_whole(asked) and 0 <= asked <= MAX_LOGPROBS)
-        _require(allowed, "logprobs", f"None or a whole number from 0 to {MAX_LOGPROBS}", asked)
+        allowed = asked is None or (is_whole(asked) and 0 <= asked <= MAX_LOGPROBS)
+        require(allowed, "logprobs", f"None or a whole number from 0 to {MAX_LOGPROBS}", asked)
         for name in ("presence_penalty", "frequency_penalty"):
             value = getattr(self, name)
-            _require(_is_number(value) and -2 <= value <= 2, name, "between -2 and 2 (0 is off)", value)
+            require(is_number(value) and -2 <= value <= 2, name, "between -2 and 2 (0 is off)", value)
         deepest = self.max_depth
-        _require(deepest is None or (_is_whole(deepest) and deepest >= 1), "max_depth", "None or at least 1", deepest)
+        require(deepest is None or (is_whole(deepest) and deepest >= 1), "max_depth", "None or at least 1", deepest)
         sure = self.exit_threshold
-        _require(sure is None or (_is_number(sure) and 0 <= sure <= 1), "exit_threshold", "None or from 0 to 1", sure)
-        _require(_is_number(self.arrival), "arrival", "a time in seconds", self.arrival)
+        require(sure is None or (is_number(sure) and 0 <= sure <= 1), "exit_threshold", "None or from 0 to 1", sure)
+        require(is_number(self.arrival), "arrival", "a time in seconds", self.arrival)
         seed = self.sampling.seed
         object.__setattr__(self, "seed", secrets.randbits(63) if seed is None else seed)
 
@@ -72,22 +71,9 @@ def _token_ids(prompt: Sequence[int]) -> tuple[int, ...]:
         tokens = tuple(map(operator.index, prompt))
     except TypeError as error:
         raise OptionError(f"prompt must be token ids, got {prompt!r}") from error
-    _require(bool(tokens), "prompt", "at least one token id", prompt)
-    _require(min(tokens) >= 0, "prompt", "token ids of at least 0", min(tokens))
+    require(bool(tokens), "prompt", "at least one token id", prompt)
+    require(min(tokens) >= 0, "prompt", "token ids of at least 0", min(tokens))
     return tokens
-
-
-def _is_whole(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-
-
-def _require(holds: bool, name: str, rule: str, value: object) -> None:
-    if not holds:
-        raise OptionError(f"{name} must be {rule}, got {value!r}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

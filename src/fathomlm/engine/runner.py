@@ -135,10 +135,10 @@ class Runner:
                     threshold=1.0 if threshold is None else threshold,
                 )
             )  # fmt: skip
-        self.state.apply(Plan(plan.stops, [], [], [], [], []), [])
+        self.state.stop(plan.stops)
         for copy in plan.copies:
             self.pages.copy(copy)
-        self.state.apply(Plan([], [], [], plan.grants, plan.rooms, []), placed)
+        self.state.hand_out(plan, placed)
         if placed:
             self.program.place(placed)
 

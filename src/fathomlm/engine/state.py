@@ -61,10 +61,13 @@ class EngineState:
         self.clock = torch.zeros(1, dtype=torch.int64, device=device)
         self._arrivals = 0
 
-    def apply(self, plan: Plan, placed: Sequence[Placed]) -> None:
-        """Carry out a plan but for its copies and chunks: one upload, then a few small writes."""
-        if plan.stops:
-            self._fill(self.stage_S, plan.stops, IDLE)
+    def stop(self, slots: Sequence[int]) -> None:
+        """Silence slots."""
+        if slots:
+            self._fill(self.stage_S, slots, IDLE)
+
+    def hand_out(self, plan: Plan, placed: Sequence[Placed]) -> None:
+        """What a plan places and grants: a few uploads, then as many small writes."""
         if placed:
             self._place(placed)
         if plan.grants:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import json
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -11,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from fathomlm.errors import DataError
-from fathomlm.train.data.compressed import open_lines
+from fathomlm.train.data.compressed import json_of, open_lines
 
 NAMES = re.compile(r"\.jsonl(\.(gz|xz|zst))?$", re.IGNORECASE)
 
@@ -80,12 +79,7 @@ def _rows(path: Path) -> Iterator[Row]:
         if not line.strip():
             continue
         where = f"{path} line {number}"
-        try:
-            record = json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))
-        except UnicodeDecodeError as error:
-            raise DataError(f"{where}: not UTF-8 text") from error
-        except (ValueError, RecursionError) as error:
-            raise DataError(f"{where}: not JSON ({error})") from error
+        record = json_of(line, number, where)
         if not isinstance(record, dict):
             raise DataError(f"{where}: {_kind(record)}, not a JSON object")
         yield Row(record, where)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from fathomlm.engine.bench.floor import tick_bytes
+from fathomlm.engine.bench.floor import size_of, tick_bytes
 from fathomlm.engine.bench.play import Played, Progress, Sleep, play
 from fathomlm.engine.bench.timed import TimedEngine
 from fathomlm.engine.bench.workload import Workload
@@ -208,7 +208,7 @@ def measure(
         depth=_depths(engine, played, depth or DepthChoice()),
         timing=Timing.of(played),
         work=work,
-        memory=Memory(weights=engine.runner.layers.weight_bytes, kv=engine.runner.pages.bytes, kv_most=engine.most_kv_bytes),
+        memory=Memory(weights=size_of(engine.runner.decoder), kv=engine.runner.pages.bytes, kv_most=engine.most_kv_bytes),
         floor=floor_of(tick_bytes(engine.runner), speed, ms),
     )
 

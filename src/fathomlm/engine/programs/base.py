@@ -132,9 +132,9 @@ class Choosing:
         how: How,
         record: Record,
         flags_N: Tensor | None = None,
-    ) -> Tensor:
-        """Where `chosen_N`, a row's scores choose its slot's next token. Returns which slots go on, (N). `flags_N` are
-        flags to tell beside those of the choice."""
+    ) -> None:
+        """Where `chosen_N`, a row's scores choose its slot's next token. `flags_N` are flags to tell beside those of the
+        choice."""
         s = self.state
         steps_N = s.made_S.index_select(0, rows_N)
         sampled: Sampled = self._sample(
@@ -142,20 +142,19 @@ class Choosing:
         )
         if how.penalise:
             note(sampled.tokens_N, torch.where(chosen_N, rows_N, s.spare), self.sampler)
-        on_N = self._take(
+        self._take(
             s.numbers_SC, rows_N, chosen_N, sampled.tokens_N, sampled.bad_N, sampled.logprobs_N, depth_N, sure_N,
             self.ends_E, record.wholes_NC, record.reals_NC, flags_N,
         )  # fmt: skip
         if how.alternatives:
             record.top_tokens_NK.copy_(sampled.top_tokens_NK)
             record.top_logprobs_NK.copy_(sampled.top_logprobs_NK)
-        return on_N
 
 
 def take(
     numbers_SC: Tensor, rows_N: Tensor, chosen_N: Tensor, tokens_N: Tensor, bad_N: Tensor, logprobs_N: Tensor,
     depth_N: Tensor, sure_N: Tensor, ends_E: Tensor, wholes_NC: Tensor, reals_NC: Tensor, told_N: Tensor | None = None,
-) -> Tensor:  # fmt: skip
+) -> None:  # fmt: skip
     """Chosen tokens become the slots' next, one position further; a text that is over stops. Columns as in `state.COLUMNS`.
     A slot may have several rows, and one that is chosen: the others write to the spare slot."""
     token, position, stage, since, made, limit, epoch, deepest, ignores = numbers_SC.index_select(0, rows_N).unbind(1)
@@ -170,4 +169,3 @@ def take(
     flags_N = flags_N if told_N is None else flags_N + told_N
     wholes_NC.copy_(torch.stack((rows_N, epoch, tokens_N, depth_N, flags_N, made), 1))
     reals_NC.copy_(torch.stack((logprobs_N, sure_N), 1))
-    return chosen_N & ~over_N

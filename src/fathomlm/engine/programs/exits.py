@@ -50,7 +50,7 @@ class ExitProgram:
         assert 1 <= stack <= parts.rows, "what waits in a slot must fit into a pass"
         s, plan = parts.state, parts.plan
         self.parts, self.exit = parts, exit_layer - 1
-        self.copies, self.shallows, self.forced = copies, shallows, forced
+        self.copies, self.forced = copies, forced
         self.shallow, self.deep = plan.steps[:exit_layer], plan.steps[exit_layer:]
         self.mixed = [step.layer for step in self.shallow] == [step.layer for step in self.deep]
         self._waits = not copies and any(not plan.reads_kv(step) for step in self.deep)

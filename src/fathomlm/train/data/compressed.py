@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import io
+import json
 import lzma
 import zlib
 from collections.abc import Iterator
@@ -27,6 +28,16 @@ def open_lines(path: Path) -> Iterator[tuple[bytes, int]]:
         raise DataError(f"{path} is damaged or cut short ({error})") from error
     except OSError as error:
         raise DataError(f"cannot read {path}: {error.strerror or error}") from error
+
+
+def json_of(line: bytes, number: int, where: str) -> Any:
+    """What a line of JSON says; the first may begin with a byte order mark."""
+    try:
+        return json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))
+    except UnicodeDecodeError as error:
+        raise DataError(f"{where}: not UTF-8 text") from error
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{where}: not JSON ({error})") from error
 
 
 def _unpacked(path: Path, file: IO[bytes]) -> IO[bytes] | io.BufferedIOBase:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import difflib
 import glob
-import json
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from fathomlm.errors import DataError, OptionError
-from fathomlm.train.data.compressed import open_lines
+from fathomlm.train.data.compressed import json_of, open_lines
 from fathomlm.train.data.tokenizers import one_line, quiet_hub
 
 HUB = re.compile(r"hf:(?P<name>[\w.-]+/[\w.-]+)(:(?P<config>[^@]+))?(@(?P<split>.+))?")
@@ -144,12 +143,7 @@ def _read_jsonl(source: Source, columns: tuple[str, ...], skip: int) -> Iterator
         if seen <= skip:
             continue
         where = f"{source.name} line {number}"
-        try:
-            record = json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))
-        except UnicodeDecodeError as error:
-            raise DataError(f"{where}: not UTF-8 text") from error
-        except (ValueError, RecursionError) as error:
-            raise DataError(f"{where}: not JSON ({error})") from error
+        record = json_of(line, number, where)
         if not isinstance(record, dict):
             raise DataError(f"{where}: a {type(record).__name__}, not a JSON object")
         yield Document(fields=_fields(record, columns, where), position=position)
