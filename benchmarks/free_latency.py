@@ -69,6 +69,8 @@ class Bench:
         size = decoder.embed.weight.element_size()
         self.layer_bytes = size * self.architecture.layer_parameters
         self.head_bytes = size * self.architecture.vocab * self.architecture.hidden
+        entry = {spec.name: spec.inputs * spec.outputs for spec in self.architecture.linears()}
+        self.entry_bytes = size * (entry["k"] + entry["v"])
         self.speed = reading_speed(self.device)
         stack = {"max_stack": args.max_stack}
         compile = self.device.type == "cuda"
@@ -109,8 +111,12 @@ class Bench:
         if mode in ("full", "static"):
             read = tokens * ((layers if mode == "full" else exit) * self.layer_bytes + self.head_bytes)
         else:
+            left = sum(layer == exit for text in texts for layer in text.exit_layers)
+            if mode == "state-copy":  # who does not leave runs on at once; who leaves reads what makes keys and values
+                deep = tokens - left
             read = shallow * (exit * self.layer_bytes + self.head_bytes)
             read += deep * ((layers - exit) * self.layer_bytes + self.head_bytes)
+            read += left * (layers - exit) * self.entry_bytes if mode == "state-copy" else 0
         return 1e3 * read / self.speed / tokens
 
     def measure(self, mode: str, threshold: float | None) -> dict[str, Any]:
