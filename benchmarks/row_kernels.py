@@ -169,14 +169,17 @@ def variants(cell: Cell) -> list[Variant]:
         for entries, warps, stages, splits in itertools.product((32, 64, 128), (2, 4, 8), (2, 3, 4), (1, 2, 4, 8, 16, 32)):
             found.append({"blocks": AttentionBlocks(entries, warps, stages), "splits": splits})
     else:
-        tall, double = row_block(cell.rows), 2 if cell.kernel in ("qkv", "gated") else 1
-        tiles = (16, 32, 64, 128) if cell.kernel == "head" else (16, 32, 64)
-        splits = (1, 2, 4, 8) if cell.kernel in ("o", "down") else (1,)
-        deep = ((64, 6), (128, 3), (128, 5), (256, 4), (512, 3), (1024, 1))
-        for (depth, stages), tile, split, warps in itertools.product(deep, tiles, splits, (2, 4, 8)):
-            flows = stages > 1 or (tall + tile) * depth <= 64 * 32 * warps  # a single tile comes in through registers
-            if flows and max(stages - 1, 1) * (tall + tile) * depth * 2 <= 220 * 1024:
-                found.append({"blocks": Blocks(tile // double, depth, warps, stages, split)})
+        double = 2 if cell.kernel in ("qkv", "gated") else 1
+        if cell.rows == 1:
+            for depth, tile, warps in itertools.product((256, 512, 1024, 2048), (2, 4, 8, 16), (1, 2, 4, 8)):
+                if 4 <= tile * depth // (32 * warps) <= 64:  # entries of a tile that a thread holds
+                    found.append({"blocks": Blocks(tile // double, depth, warps, 2)})
+        else:
+            splits = (1, 2, 4, 8) if cell.kernel in ("o", "down") else (1,)
+            deep = ((64, 4), (64, 6), (64, 8), (128, 3), (128, 4))
+            for (depth, stages), tile, split, warps in itertools.product(deep, (16, 32, 64, 128), splits, (4, 8)):
+                if stages * (row_block(cell.rows) + tile) * depth * 2 <= 220 * 1024:
+                    found.append({"blocks": Blocks(tile // double, depth, warps, stages, split)})
     found = [variant for variant in found if variant != in_use(cell)]
     random.Random(0).shuffle(found)
     return found

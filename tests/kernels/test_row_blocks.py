@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from fathomlm.kernels.row_blocks import SHARED, SMS, product_blocks, row_block, share_of
+from fathomlm.kernels.row_blocks import SMS, product_blocks, row_block, share_of
 
 SHAPES = [(1600, 960), (49152, 960), (960, 2560), (960, 960), (2048, 8192), (6144, 2048), (64, 32), (100352, 8192)]
 
 
 def test_tiles_hold_all_rows_up_to_64() -> None:
-    assert [row_block(rows) for rows in (1, 16, 17, 32, 33, 64, 65, 512)] == [16, 16, 32, 32, 64, 64, 64, 64]
+    rows = (1, 2, 16, 17, 32, 33, 64, 65, 512)
+    assert [row_block(many, 4) for many in rows] == [16, 16, 16, 32, 32, 64, 64, 64, 64]
+    assert [row_block(many, 2) for many in rows] == [1, 64, 64, 64, 64, 64, 64, 64, 64]
 
 
 @pytest.mark.parametrize(("width", "depth"), SHAPES)
@@ -20,20 +22,24 @@ def test_tiles_fit_and_fill_the_device(width: int, depth: int, weights: int, siz
     for rows in (1, 17, 64, 200):
         b = product_blocks(rows, width, depth, size, weights=weights)
         assert b.split == 1
-        assert b.stages * (row_block(rows) + weights * b.columns) * b.depth * size <= SHARED
         assert all(number & (number - 1) == 0 for number in (b.columns, b.depth, b.warps))
-        assert b.columns * weights == 16 or -(-width // b.columns) >= SMS
+        if rows > 1:
+            assert b.stages * (row_block(rows, size) + weights * b.columns) * b.depth * size <= 96 * 1024
+            assert b.columns * weights == 16 or 2 * -(-width // b.columns) >= SMS
+        elif size == 2:
+            assert b.columns * weights * b.depth <= 64 * 32 * b.warps, "a tile is in registers"
 
 
 @pytest.mark.parametrize(("width", "depth"), SHAPES)
 def test_a_sum_is_cut_by_its_weight_alone(width: int, depth: int) -> None:
-    """Otherwise a row's rounding would follow from how many others there are."""
-    assert len({product_blocks(rows, width, depth, 2, splits=True).split for rows in range(1, 200)}) == 1
+    """Otherwise a row's rounding would follow from how many others there are. (One row alone goes its own way.)"""
+    assert len({product_blocks(rows, width, depth, 2, splits=True).split for rows in range(2, 200)}) == 1
 
 
 def test_sums_are_shared_where_programs_are_few() -> None:
-    assert [product_blocks(1, 960, depth, 2, splits=True).split for depth in (256, 960, 2560)] == [1, 2, 4]
-    assert product_blocks(1, 49152, 960, 2, splits=True).split == 1
+    assert [product_blocks(32, 960, depth, 2, splits=True).split for depth in (256, 960, 2560)] == [1, 2, 4]
+    assert product_blocks(32, 49152, 960, 2, splits=True).split == 1
+    assert product_blocks(1, 960, 2560, 2, splits=True).split == 1
 
 
 def test_shares_cover_the_sum_and_begin_on_whole_lines() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from torch import Tensor
@@ -81,8 +83,8 @@ def test_scratch_for_shared_sums_is_enough_for_every_cut() -> None:
     for made_for in (1, 16, 17, 64, 65, 200):
         space = row_linear.SplitSpace.build(made_for, 960, "cpu")
         assert not space.arrived.any()
-        for rows in range(1, made_for + 1):
-            tall = row_linear.row_block(rows)
+        for rows, size in itertools.product(range(1, made_for + 1), (2, 4)):
+            tall = row_linear.row_block(rows, size)
             for columns in (16, 32, 64, 128):
                 tiles = -(-rows // tall) * -(-960 // columns)
                 assert space.arrived.numel() >= tiles

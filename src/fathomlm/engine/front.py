@@ -8,15 +8,18 @@
 Only the worker thread touches the engine. What others want of it waits in an inbox that the worker empties between two
 steps; what the engine says goes back to each event loop once a step, all of it together. A consumer can therefore be as
 slow as it likes: its events wait with its `Stream`, and nobody else notices.
+
+An engine that breaks fails the requests that it has. Where `restarts` allows it, the worker builds it again and goes on.
 """
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import threading
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -24,10 +27,11 @@ import torch
 
 from fathomlm.decode.prompts import Prompt, encode_prompt
 from fathomlm.decode.sampling import Sampling
-from fathomlm.engine.engine import Engine, Event, Job, Totals
+from fathomlm.engine.engine import Engine, Event, Job
 from fathomlm.engine.rate import Rate
 from fathomlm.engine.request import Finished, Request, Result
-from fathomlm.engine.scheduler import Counters
+from fathomlm.engine.restarts import Allowance, Blueprint, Restarts, let_go
+from fathomlm.engine.status import Status, left_of, nothing, since
 from fathomlm.engine.stream import Stream, so_far
 from fathomlm.errors import EngineStopped
 
@@ -35,34 +39,32 @@ SAMPLE = 0.1
 """Seconds between two looks at the engine for `status`, while it is busy."""
 DRAINING = "the engine is finishing its last requests and takes no new ones"
 CLOSED = "the engine is closed"
+RESTARTING = "the engine has failed and is being built again; come back in a moment"
 
 Call = Callable[[], object]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Status:
-    """Where a front and its engine stand."""
-
-    accepting: bool
-    healthy: bool
-    failure: str | None
-    in_flight: int
-    """Requests that were taken and have not ended."""
-    uptime: float
-    """Seconds."""
-    tokens_per_second: float
-    """Over the last ten seconds, those without work included."""
-    counters: Counters
-    totals: Totals
 
 
 class AsyncEngine:
     """Owns an engine from here on: nobody else may step it or submit to it."""
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+    def __init__(
+        self,
+        engine: Engine,
+        restarts: Restarts | None = None,
+        *,
+        on_failure: Callable[[BaseException, bool], object] = lambda error, again: None,
+        on_restart: Callable[[float], object] = lambda seconds: None,
+    ) -> None:
+        """`on_failure` hears in the worker thread what broke the engine and whether it is built again, `on_restart` how
+        many seconds that took."""
+        self._built: Engine | None = engine
+        self._model, self._totals = engine.model, engine.totals
+        self._ids = itertools.count(1)
         self.failure: BaseException | None = None
-        """What came out of the engine when it broke. It is of no use from then on; make a new one."""
+        """What came out of the engine when it broke for good. The front is of no use from then on; make a new one."""
+        self.restarting = False
+        """Whether a broken engine is being built again."""
+        self._on_failure, self._on_restart = on_failure, on_restart
         self._changed = threading.Condition()
         # Under its lock:
         self._inbox: list[Stream | int] = []  # requests to take, and ids to cancel
@@ -74,6 +76,10 @@ class AsyncEngine:
         self._rate = Rate(self._begun)
         self._seen = (engine.counters(), replace(engine.totals))
         # The worker's own:
+        self._allowance = Allowance(restarts or Restarts(most=0))
+        self._blueprint = Blueprint.of(engine)
+        self._restarts = 0
+        self._before = nothing(self._seen[0])  # of the engines that broke
         self._streams: dict[int, Stream] = {}
         self._jobs: dict[int, Job] = {}
         self._outbox: dict[asyncio.AbstractEventLoop, list[Call]] = {}
@@ -102,11 +108,9 @@ class AsyncEngine:
         **options: Any,
     ) -> Request:
         """A request of a text or of token ids, with an id of its own. `options` are fields of `Sampling`."""
-        tokens = encode_prompt(self._engine.model, prompt)
-        with self._changed:
-            id = self._engine.new_id()
+        tokens = encode_prompt(self._model, prompt)
         return Request(
-            id=id,
+            id=next(self._ids),
             prompt=tuple(tokens),
             sampling=(sampling or Sampling()).with_options(**options),
             logprobs=logprobs,
@@ -121,8 +125,8 @@ class AsyncEngine:
         `RequestTooLarge`, `QueueFull`, `OptionError` or `EngineStopped`."""
         stream = Stream(request, self.cancel)
         with self._changed:
-            if self._refusal is not None:
-                raise EngineStopped(self._refusal)
+            if not self.accepting:
+                raise EngineStopped(self._refusal or RESTARTING)
             self._inbox.append(stream)
             self._changed.notify()
         await stream.accepted()
@@ -153,11 +157,11 @@ class AsyncEngine:
     @property
     def healthy(self) -> bool:
         """Whether the engine works. One that only takes no new requests is healthy until it is closed."""
-        return self.failure is None and self._thread.is_alive()
+        return self.failure is None and not self.restarting and self._thread.is_alive()
 
     @property
     def accepting(self) -> bool:
-        return self._refusal is None
+        return self._refusal is None and not self.restarting
 
     def status(self) -> Status:
         """From any thread, at any time. What it says of the engine is a tenth of a second old at most, or one step."""
@@ -169,6 +173,8 @@ class AsyncEngine:
             accepting=self.accepting,
             healthy=self.healthy,
             failure=None if self.failure is None else _message(self.failure),
+            restarting=self.restarting,
+            restarts=self._restarts,
             in_flight=len(self._streams),
             uptime=now - self._begun,
             tokens_per_second=rate,
@@ -198,22 +204,43 @@ class AsyncEngine:
 
     # The worker.
 
+    @property
+    def _engine(self) -> Engine:
+        assert self._built is not None, "nobody asks for the engine while it is being built again"
+        return self._built
+
     def _work(self) -> None:
-        try:
-            device = self._engine.runner.device
-            if device.type == "cuda":
-                torch.cuda.set_device(device)  # a thread begins with the first one
-            while self._obey():
-                if self._engine.busy:
-                    self._engine.step()
-                self._look()
-                self._send()
-        except BaseException as error:  # nobody may be left waiting for a worker that is gone
-            self._break(error)
+        again = True
+        while again:
+            try:
+                if self.restarting:
+                    self._rebuild()
+                self._run()
+                again = False
+            except BaseException as error:  # nobody may be left waiting for a worker that is gone
+                again = self._break(error)
         with self._changed:
             self._ended = True
             self._settle()
         self._send()
+
+    def _run(self) -> None:
+        device = self._engine.runner.device
+        if device.type == "cuda":
+            torch.cuda.set_device(device)  # a thread begins with the first one
+        while self._obey():
+            if self._engine.busy:
+                self._engine.step()
+            self._look()
+            self._send()
+
+    def _rebuild(self) -> None:
+        begun = time.perf_counter()
+        self._built = self._blueprint.build(self._totals)
+        with self._changed:
+            self._restarts += 1
+            self.restarting = False
+        self._on_restart(time.perf_counter() - begun)
 
     def _obey(self) -> bool:
         """Carry out what was asked for meanwhile; sleep while there is nothing to do. Says whether to go on."""
@@ -252,14 +279,21 @@ class AsyncEngine:
             stream.result = self._jobs.pop(stream.request.id).result
         self._post(stream.loop, partial(stream.hear, event))
 
-    def _break(self, error: BaseException) -> None:
-        """The engine is broken: nothing more is asked of it, and everybody hears why."""
-        self.failure = error
-        refusal = f"the engine has failed and takes no more requests: {_message(error)}"
+    def _break(self, error: BaseException) -> bool:
+        """The engine is broken: nothing more is asked of it, and everybody hears why. Says whether to build another, which
+        nobody needs who is about to close."""
+        message = _message(error)
         with self._changed:
-            self._refusal = refusal
+            wanted = self._refusal is None and isinstance(error, Exception)
+            again = self.restarting = wanted and self._allowance.take(time.perf_counter())
+            if not again:
+                self.failure = error
+                self._refusal = f"the engine has failed and takes no more requests: {message}"
+            refusal = self._refusal or RESTARTING
             orders, self._inbox = self._inbox, []
-        why = Finished(reason="error", error=_message(error))
+            self._before = left_of(self._seen[0])
+            self._seen = (self._before, replace(self._totals))
+        why = Finished(reason="error", error=message)
         for id, stream in self._streams.items():
             stream.result = so_far(self._jobs[id], why)
             self._post(stream.loop, partial(stream.hear, why))
@@ -267,6 +301,12 @@ class AsyncEngine:
         for order in orders:
             if isinstance(order, Stream):
                 self._post(order.loop, partial(order.answer, EngineStopped(refusal)))
+        self._send()
+        self._on_failure(error, again)
+        if again:
+            self._built = None
+            let_go(error)
+        return again
 
     def _look(self) -> None:
         """What `status` tells: now and then while there is work, and when there is none left."""
@@ -274,8 +314,8 @@ class AsyncEngine:
         if now - self._looked >= SAMPLE or not self._engine.busy:
             self._looked = now
             with self._changed:
-                self._seen = (self._engine.counters(), replace(self._engine.totals))
-                self._rate.note(now, self._engine.totals.tokens)
+                self._seen = (since(self._before, self._engine.counters()), replace(self._totals))
+                self._rate.note(now, self._totals.tokens)
 
     def _settle(self) -> None:
         """Whoever waits for the last request to end has waited long enough."""

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from fathomlm.depth import Step
@@ -49,12 +50,14 @@ class RowLayers:
         *,
         fuse: bool | None = None,
         compiled: bool = False,
+        alone: bool = False,
     ) -> None:
         """`max_length` is the most tokens of a sequence. `fuse` says how layers are run; by default fused where they can
-        be and a GPU is there. `compiled` compiles what is not a layer."""
+        be and a GPU is there. `compiled` compiles what is not a layer. `alone`: passes have one row, whose sums may be
+        rounded as one row's are; otherwise a row's never depend on how many there are."""
         self.decoder, self.layout, self.pages = decoder, layout, pages
         self.architecture = decoder.architecture
-        self.max_length = max_length
+        self.max_length, self.alone = max_length, alone
         weight = decoder.embed.weight
         self.device, self.dtype = weight.device, weight.dtype
         wanted = self.device.type == "cuda" if fuse is None else fuse
@@ -84,12 +87,19 @@ class RowLayers:
         return norm_linear(hidden_NM, self.decoder.head_weight, 0.0, scale=False, out_dtype=torch.float32)
 
     def run(
-        self, x_NM: Tensor, steps: Sequence[Step], reach: Reach, positions_N: Tensor, recursion_N: Tensor | None = None
+        self,
+        x_NM: Tensor,
+        steps: Sequence[Step],
+        reach: Reach,
+        positions_N: Tensor,
+        recursion_N: Tensor | None = None,
+        *,
+        spend: bool = False,
     ) -> Tensor:
         """The stream after some steps. Rows of different recursions give theirs in `recursion_N`, and `steps` are those of
-        the first; None where every row runs just these steps."""
+        the first; None where every row runs just these steps. `spend`: nobody needs `x_NM` afterwards."""
         if self.fused:
-            return self._fused(x_NM, steps, reach, positions_N)
+            return self._fused(x_NM if spend else x_NM.clone(), steps, reach, positions_N)
         for step in steps:
             x_NM = self._block(x_NM, step, reach, positions_N, recursion_N)
         return x_NM
@@ -132,9 +142,13 @@ class RowLayers:
     # Packed weights.
 
     def _fused(self, x_NM: Tensor, steps: Sequence[Step], reach: Reach, positions_N: Tensor) -> Tensor:
-        x_NM = x_NM.clone()
+        if len(x_NM) == 1 and not self.alone:
+            both = Reach(
+                F.pad(reach.slots_N, (0, 1), value=-1), reach.table_NP.expand(2, -1), F.pad(reach.lengths_N, (0, 1))
+            )
+            return self._fused(x_NM.repeat(2, 1), steps, both, positions_N.expand(2))[:1]
         a, plan, scratch = self.architecture, self.decoder.plan, self._scratch_for(x_NM.shape[0])
-        cos_ND, sin_ND = self._angles(None, positions_N)
+        cos_ND, sin_ND = reach.angles or self._angles(None, positions_N)
         for step in steps:
             k_pages, v_pages = self.pages.at(*self.layout.home(step))
             packed = self.packed[step.layer]
@@ -152,12 +166,17 @@ class RowLayers:
             add_linear(x_NM, inner_NI, packed.down_MI, out=x_NM, space=scratch.sums)
         return x_NM
 
+    def angle_tables(self) -> tuple[Tensor, ...]:
+        """Cosines and sines of every position, (P, D) each."""
+        return self._tables[False]
+
     def _angles(self, window: int | None, positions_N: Tensor) -> tuple[Tensor, Tensor]:
         local = window is not None and self.architecture.local_rope is not None
         cos_PD, sin_PD = self._tables[local]
         return cos_PD.index_select(0, positions_N), sin_PD.index_select(0, positions_N)
 
     def _scratch_for(self, rows: int) -> Scratch:
+        rows = 1 << (rows - 1).bit_length()  # reading asks for any number of rows: a few sizes serve them all
         if rows not in self._scratch:
             a = self.architecture
             splits = choose_splits(rows, a.kv_heads, self.max_length) if self.device.type == "cuda" else 1

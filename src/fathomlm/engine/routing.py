@@ -6,6 +6,7 @@ Shapes: N rows, R recursions, M hidden width, C columns of a slot's numbers.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +17,18 @@ from fathomlm.errors import OptionError
 from fathomlm.model.route.routers import Routers, advance, draw
 
 DEEPEST, EPOCH = COLUMNS.index("deepest"), COLUMNS.index("epoch")
+
+
+class Weights(NamedTuple):
+    """All that a linear expert-choice router decides by."""
+
+    main_RM: Tensor
+    judge_RM: Tensor
+    """What decides; `main` itself, where there is no auxiliary router."""
+    selective_R: Tensor
+    """Which recursions leave tokens out at all."""
+    least_R: Tensor
+    """Where depth is drawn: what a draw must reach."""
 
 
 class RowRouters:
@@ -39,6 +52,15 @@ class RowRouters:
         linear = self.routing.network == "linear" and self.routing.kind == "expert"
         self._main_RM = _stacked(routers.main) if linear else None
         self._aux_RM = _stacked(routers.aux) if linear and routers.aux else None
+
+    @property
+    def linear(self) -> bool:
+        return self._main_RM is not None
+
+    def weights(self) -> Weights:
+        assert self._main_RM is not None
+        judge_RM = self._main_RM if self._aux_RM is None else self._aux_RM
+        return Weights(self._main_RM, judge_RM, self._selective_R, self._least_R)
 
     def ask(self, x_NM: Tensor) -> Tensor:
         """What is to be known in front of the core, (N, R)."""

@@ -5,7 +5,7 @@ Shapes: N rows, P pages of a table, S slots (and one more, for rows that stand f
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -20,6 +20,8 @@ class Reach:
     table_NP: Tensor
     lengths_N: Tensor
     """How many entries a row sees, its own included; 0 for a row that stands for nothing."""
+    angles: tuple[Tensor, Tensor] | None = field(default=None, kw_only=True)
+    """Cosines and sines of the rows' positions, (N, D) each, where they are known already."""
 
 
 def reach(

@@ -77,8 +77,9 @@ class Runner:
         )
         compiled = gpu if options.compile is None else options.compile
         self.layers = RowLayers(
-            decoder, self.layout, self.pages, self.sizes.max_length, fuse=options.fuse, compiled=compiled
-        )
+            decoder, self.layout, self.pages, self.sizes.max_length, fuse=options.fuse, compiled=compiled,
+            alone=options.rows == 1,
+        )  # fmt: skip
         self.program = self._program(ends, exiting, compiled)
         self._graphs: dict[How, torch.cuda.CUDAGraph] = {}
         self._pool: Any = None

@@ -81,7 +81,8 @@ if triton is not None:
     ) -> None:  # fmt: skip
         (depths, W, M), N = weight_DWM.shape, x_NM.shape[0]
         check_rows(weight_DWM, x_NM, out_NW)
-        b, tall = product_blocks(N, W, M, weight_DWM.element_size()), row_block(N)
+        size = weight_DWM.element_size()
+        b, tall = product_blocks(N, W, M, size), row_block(N, size)
         grid = (triton.cdiv(N, tall), triton.cdiv(W, b.columns), depths)
         _grouped_kernel[grid](
             x_NM, x_NM.stride(0), weight_DWM, depth_N, out_NW, out_NW.stride(0), N, W, scaling,

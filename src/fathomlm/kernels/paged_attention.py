@@ -35,17 +35,19 @@ class AttentionBlocks(NamedTuple):
 
 
 def attention_blocks(head_dim: int, size: int) -> AttentionBlocks:
-    """Keys and values of a tile take about 16 KB: three tiles on their way leave room for four programs on a
+    """Keys and values of a tile take about 32 KB: three tiles on their way leave room for two programs on a
     multiprocessor. In float32, where no tensor core helps, tiles are small enough for registers."""
     if size >= 4:
         return AttentionBlocks(16, warps=8 if head_dim > 64 else 4, stages=2)
-    return AttentionBlocks(max(16, min(128, 4096 // triton.next_power_of_2(head_dim))))
+    return AttentionBlocks(max(16, min(128, 8192 // triton.next_power_of_2(head_dim))))
 
 
 def choose_splits(rows: int, groups: int, longest: int, sms: int = SMS) -> int:
-    """Programs to a row's entries: enough that rows and groups together give every multiprocessor two programs, but none
-    with fewer than `LEAST_ENTRIES` of the `longest` row."""
-    wanted = -(-2 * sms // max(rows * groups, 1))
+    """Programs to a row's entries: enough that rows and groups together give every multiprocessor a program, or two where
+    rows may be long, but none with fewer than `LEAST_ENTRIES` of the `longest` row. Another kernel must combine what they
+    find, which short rows are not worth."""
+    each = 2 if longest > 8 * LEAST_ENTRIES else 1
+    wanted = -(-each * sms // max(rows * groups, 1))
     return max(1, min(wanted, longest // LEAST_ENTRIES, MAX_SPLITS))
 
 

@@ -5,7 +5,8 @@ way to hide memory's latency, so there should be at least as many programs as mu
 in flight. Pure functions of shapes: nothing is tried out at run time, and a captured graph keeps what they chose.
 `benchmarks/row_kernels.py --sweep` compares the choices with others.
 
-How the sum over a row is cut (`split`, its shares) follows from the weight's shape alone, not from how many rows there are.
+How the sum over a row is cut (`split`, its shares) follows from the weight's shape alone, not from how many rows there are,
+except that one row alone has ways of its own.
 """
 
 from __future__ import annotations
@@ -14,13 +15,16 @@ from typing import NamedTuple
 
 SMS = 132
 """Multiprocessors of an H100 or H200."""
-SHARED = 96 * 1024
-"""Bytes of shared memory for a program's tiles in flight: two programs fit on a multiprocessor."""
-STAGES = 4
+STAGES = 6
+"""Tiles in flight: of 64 + 64 rows and 64 terms they take 96 KB, so two programs fit on a multiprocessor."""
 MAX_SPLIT, LEAST_SHARE = 8, 256
 """The most programs that share one tile's sum, and the least of its terms that each should get."""
 SHARE_STEP = 64
 """Shares begin at multiples of this: 128 bytes of a 16-bit weight, a whole line of the cache."""
+
+
+ONE_ROW = 4
+"""Rows of the weight that a program takes where one row alone is multiplied."""
 
 
 class Blocks(NamedTuple):
@@ -37,25 +41,29 @@ class Blocks(NamedTuple):
     """Programs that share the sum of one tile."""
 
 
-def row_block(rows: int) -> int:
-    """Rows of a tile: the fewest that hold them all, up to 64; more rows take several tiles. 16 is a tensor core's."""
+def row_block(rows: int, size: int = 2) -> int:
+    """Rows of a tile, entries of `size` bytes. 64 is what a Hopper tensor core multiplies at once without taking them into
+    registers, and as quick for few rows as for many; more rows take several tiles. Float32 is multiplied without tensor
+    cores: the fewest that hold them all. One row is summed directly."""
+    if size < 4:
+        return 1 if rows == 1 else 64
     return 16 if rows <= 16 else 32 if rows <= 32 else 64
 
 
 def product_blocks(rows: int, width: int, depth: int, size: int, *, weights: int = 1, splits: bool = False) -> Blocks:
     """For rows (rows, depth) times a weight of `width` columns, `weights` rows of it a column, entries of `size` bytes.
 
-    The widest tile that still gives every multiprocessor a program, as deep as fits `STAGES` times into shared memory.
-    With `splits`, where even the narrowest tile leaves multiprocessors idle, several programs share a tile's sum.
+    The widest tile that still gives every other multiprocessor a program. With `splits`, where even the narrowest tile
+    leaves multiprocessors idle, several programs share a tile's sum.
     """
-    tall = row_block(rows)
-    tile = next((t for t in (128, 64, 32) if _programs(width, t // weights) >= SMS), 16)
+    if rows == 1 and size < 4:
+        wide = depth > 1024
+        return Blocks(ONE_ROW // weights, 1024 if wide else 512, warps=4 if wide else 2, stages=2)
+    tile = next((t for t in (64, 32) if 2 * _programs(width, t // weights) >= SMS), 16)
     split = _split(_programs(width, tile // weights), depth) if splits else 1
-    if size >= 4:  # float32 is multiplied without tensor cores, and what a tile holds then sits in registers
+    if size >= 4:  # what a tile holds then sits in registers
         return Blocks(16 // weights, 32, stages=2, split=split)
-    line = STAGES * (tall + tile) * size
-    deep = next((d for d in (512, 256, 128, 64) if d * line <= SHARED and d < 2 * depth), 32)
-    return Blocks(tile // weights, deep, warps=8 if tall == 64 else 4, split=split)
+    return Blocks(tile // weights, 64, split=split)
 
 
 def share_of(depth: int, split: int) -> int:

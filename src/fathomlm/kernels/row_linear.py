@@ -3,8 +3,12 @@
 A row is one token of one sequence. With few rows a product is bound by reading its weight once, and every kernel more costs
 a launch and a trip of the rows through memory, so the neighbours of a product are computed in it. A norm's weight is folded
 into the weight behind it (`half.folded`); what is left of the norm is a number for each row, which a program finds in the
-tiles of x that it multiplies anyway. Launch settings come from `row_blocks`. All outputs can be given (`out`), and nothing
-here waits for the device, so calls can be recorded in a graph, once one call before has compiled the kernel.
+tiles of x that it multiplies anyway: beside x w^T it sums x x^T, whose diagonal are the squares. Tensor cores do that for
+next to nothing, while taking the tiles into registers to square them costs more than the product itself (and Triton 3.6
+then lets the next tile overwrite one that a Hopper tensor core still reads). One row alone needs no tensor core: its product
+is summed directly, which hides memory's latency better. Launch settings come from `row_blocks`. All outputs can be given
+(`out`), and nothing here waits for the device, so calls can be recorded in a graph, once one call before has compiled the
+kernel.
 
 Shapes: N rows, M hidden width, W output width, I inner width, K input width of a product.
 """
@@ -35,7 +39,7 @@ class SplitSpace(NamedTuple):
     @staticmethod
     def build(rows: int, width: int, device: torch.device | str) -> SplitSpace:
         """Enough for outputs of up to `rows` x `width`, whatever the split."""
-        tall = -(-rows // row_block(rows)) * row_block(rows)
+        tall = -(-rows // 64) * 64
         tiles = tall // 16 * -(-width // 16)
         partial = torch.empty(MAX_SPLIT * tall * (width + 128), dtype=torch.float32, device=device)
         return SplitSpace(partial, torch.zeros(tiles, dtype=torch.int32, device=device))
@@ -104,6 +108,26 @@ def _given(out: Tensor | None, result: Tensor, dtype: torch.dtype) -> Tensor:
 if triton is not None:
 
     @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
+    def _one_row_product(  # type: ignore[no-untyped-def]
+        x_ptr, x_stride, weight_ptr, row, here, weight_row, first,
+        DEPTH: tl.constexpr, SHARE: tl.constexpr, BLOCK: tl.constexpr, NORM: tl.constexpr,
+    ):  # fmt: skip
+        """`row_product` of a single row. All loads are known at once, so that they are all on their way at once."""
+        k = first + tl.arange(0, BLOCK)
+        total = tl.zeros((weight_row.shape[0], BLOCK), tl.float32)
+        squares = tl.zeros((1, BLOCK), tl.float32)
+        for at in tl.static_range(0, SHARE, BLOCK):
+            inside = ((k + at < first + SHARE) & (k + at < DEPTH))[None, :]
+            x = tl.load(x_ptr + row[:, None] * x_stride + k[None, :] + at, mask=here[:, None] & inside, other=0.0)
+            w_at = weight_ptr + weight_row.to(tl.int64)[:, None] * DEPTH + k[None, :] + at
+            w = tl.load(w_at, mask=inside, other=0.0, eviction_policy="evict_first")
+            wide = x.to(tl.float32)
+            total += w.to(tl.float32) * wide
+            if NORM:
+                squares += wide * wide
+        return tl.sum(total, 1)[None, :], tl.sum(squares, 1)
+
+    @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
     def row_product(  # type: ignore[no-untyped-def]
         x_ptr, x_stride, weight_ptr, row, here, weight_row, first,
         DEPTH: tl.constexpr, SHARE: tl.constexpr, BLOCK: tl.constexpr, NORM: tl.constexpr, KEEP: tl.constexpr,
@@ -111,12 +135,14 @@ if triton is not None:
         """Rows of x that are `here` times rows of a weight, summed over SHARE entries from `first` on, in float32; with
         NORM also each row's sum of squares. KEEP: other programs read the same weight rows, so they should stay in the
         cache. (Triton 3.6 drops that hint for loads it pipelines.)"""
+        if row.shape[0] == 1:
+            return _one_row_product(x_ptr, x_stride, weight_ptr, row, here, weight_row, first, DEPTH, SHARE, BLOCK, NORM)
         k = first + tl.arange(0, BLOCK)
         here = here[:, None]
         x_at = x_ptr + row[:, None] * x_stride + k[None, :]
         w_at = weight_ptr + weight_row.to(tl.int64)[:, None] * DEPTH + k[None, :]
         total = tl.zeros((row.shape[0], weight_row.shape[0]), tl.float32)
-        squares = tl.zeros((row.shape[0], BLOCK), tl.float32)
+        gram = tl.zeros((row.shape[0], row.shape[0]), tl.float32)
         policy: tl.constexpr = "" if KEEP else "evict_first"
         for at in range(0, SHARE, BLOCK):
             if SHARE % BLOCK == 0 and DEPTH % SHARE == 0:
@@ -128,9 +154,9 @@ if triton is not None:
                 w = tl.load(w_at + at, mask=inside, other=0.0, eviction_policy=policy)
             total = tl.dot(x, tl.trans(w), total, input_precision="ieee")
             if NORM:
-                wide = x.to(tl.float32)
-                squares += wide * wide
-        return total, tl.sum(squares, 1)
+                gram = tl.dot(x, tl.trans(x), gram, input_precision="ieee")
+        number = tl.arange(0, row.shape[0])
+        return total, tl.sum(tl.where(number[:, None] == number[None, :], gram, 0.0), 1)
 
     @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
     def row_scale(squares, eps, DEPTH: tl.constexpr):  # type: ignore[no-untyped-def]
@@ -216,7 +242,7 @@ if triton is not None:
             out = x_NM.new_empty(N, W, dtype=out_dtype or x_NM.dtype)
         check_rows(weight_WM, x_NM, out)
         b = blocks or product_blocks(N, W, M, weight_WM.element_size())
-        tall = row_block(N)
+        tall = row_block(N, x_NM.element_size())
         grid = (triton.cdiv(N, tall), triton.cdiv(W, b.columns))
         _norm_linear_kernel[grid](
             x_NM, x_NM.stride(0), weight_WM, out, out.stride(0), N, W, eps, DEPTH=M, ROWS=tall, COLUMNS=b.columns,
@@ -231,7 +257,7 @@ if triton is not None:
         out = x_NM.new_empty(N, width) if out is None else out
         check_rows(both_2IM, x_NM, out)
         b = blocks or product_blocks(N, width, M, both_2IM.element_size(), weights=2)
-        tall = row_block(N)
+        tall = row_block(N, x_NM.element_size())
         grid = (triton.cdiv(N, tall), triton.cdiv(width, b.columns))
         _norm_gated_kernel[grid](
             x_NM, x_NM.stride(0), both_2IM, out, out.stride(0), N, width, eps, DEPTH=M, ROWS=tall, COLUMNS=b.columns,
@@ -251,7 +277,7 @@ if triton is not None:
         out = torch.empty_like(stream_NM) if out is None else out
         check_rows(weight_MK, x_NK, out, stream_NM)
         b = blocks or product_blocks(N, M, K, weight_MK.element_size(), splits=True)
-        tall, share = row_block(N), share_of(K, b.split)
+        tall, share = row_block(N, x_NK.element_size()), share_of(K, b.split)
         grid = (triton.cdiv(N, tall), triton.cdiv(M, b.columns), triton.cdiv(K, share))
         if space is None:
             space = SplitSpace.build(N if grid[2] > 1 else 0, M, x_NK.device)

@@ -120,8 +120,8 @@ if triton is not None:
         assert all(t.is_contiguous() for t in (out, k_pages, v_pages, slots_N))
         assert qkv_WM.shape[0] == (heads + 2 * groups) * D
         b = blocks or product_blocks(N, qkv_WM.shape[0] // 2, M, qkv_WM.element_size(), weights=2)
-        pairs = min(b.columns, max(8, triton.next_power_of_2(D // 2)))
-        tall = row_block(N)
+        tall = row_block(N, x_NM.element_size())
+        pairs = min(b.columns, max(1 if tall == 1 else 8, triton.next_power_of_2(D // 2)))
         grid = (triton.cdiv(N, tall), (heads + 2 * groups) * triton.cdiv(D // 2, pairs))
         _norm_qkv_kernel[grid](
             x_NM, x_NM.stride(0), qkv_WM, cos_ND, cos_ND.stride(0), sin_ND, sin_ND.stride(0), out, k_pages, v_pages, slots_N,

@@ -1,0 +1,211 @@
+"""What lies between passes of routed rows: who runs next, what they see, and where they go from there.
+
+`PlainBook` is the meaning, for every router; compiled it is a few kernels for each question. `KernelBook` answers each with
+one, for the routers that models have by default (expert-choice, linear), since on a GPU a pass of the block is so short that
+a dozen launches in front of it count.
+
+Shapes: N rows, P pages of a table, M hidden width, D head width, R recursions, S slots.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from fathomlm.engine.programs.base import Parts
+from fathomlm.engine.routing import RowRouters
+from fathomlm.engine.rows import Reach, pick, reach
+from fathomlm.engine.state import ENTER, IDLE
+from fathomlm.kernels.routed_rows import CORE
+from fathomlm.kernels.triton_here import triton
+
+
+class Taken(NamedTuple):
+    """Rows of a pass."""
+
+    rows_N: Tensor
+    """Their slots; the spare one where a row stands for nothing."""
+    recursion_N: Tensor
+    """Of the block; the depth that a token reached, where it is about to be chosen."""
+    live_N: Tensor
+    """Rows that run. In a turn, those that are through; others have yet to enter."""
+    positions_N: Tensor
+    x_NM: Tensor
+    """A copy of the stream that the pass may overwrite."""
+    reach: Reach
+
+
+class Entering(NamedTuple):
+    """Rows in front of the first layer."""
+
+    rows_N: Tensor
+    tokens_N: Tensor
+    live_N: Tensor
+    positions_N: Tensor
+    reach: Reach
+
+
+class Slots(NamedTuple):
+    """What stays in a slot between passes, beside its numbers and the stream."""
+
+    said_SR: Tensor
+    """What the router said."""
+    first_SM: Tensor
+    """The stream that entered the core, which token-choice adds; empty where nobody asks."""
+    depth_S: Tensor
+    """Recursions run so far."""
+
+    @staticmethod
+    def build(parts: Parts, routers: RowRouters) -> Slots:
+        s = parts.state
+        said_SR = torch.zeros(s.slots + 1, parts.plan.recursions, device=s.device)
+        first_SM = torch.zeros_like(s.x_SM) if routers.keeps_first else s.x_SM[:0]
+        return Slots(said_SR, first_SM, torch.zeros(s.slots + 1, dtype=torch.int64, device=s.device))
+
+
+class Book(Protocol):
+    slots: Slots
+
+    def begin_core(self) -> Taken:
+        """The rows that have waited longest for the block."""
+        ...
+
+    def end_core(self, taken: Taken, out_NM: Tensor) -> None:
+        """The stream behind the block, as the router weighs it; and whether it goes on."""
+        ...
+
+    def begin_turn(self) -> Taken:
+        """Rows that are through, and rows whose token has yet to enter and has room to."""
+        ...
+
+    def enter(self, taken: Taken) -> Entering:
+        """After the choice: the next token of each row, if there is one and it has room."""
+        ...
+
+    def arrive(self, entering: Entering, x_NM: Tensor) -> None:
+        """The stream in front of the core: who goes how deep is asked for the first time."""
+        ...
+
+
+def build_book(parts: Parts, routers: RowRouters) -> Book:
+    s, a = parts.state, parts.layers.architecture
+    whole = a.rotary_dim == a.head_dim and parts.layers.fused
+    if triton is not None and s.device.type == "cuda" and routers.linear and whole:
+        from fathomlm.engine.programs.kernel_book import KernelBook
+
+        return KernelBook(parts, routers)
+    return PlainBook(parts, routers)
+
+
+class PlainBook:
+    def __init__(self, parts: Parts, routers: RowRouters) -> None:
+        self.parts, self.routers = parts, routers
+        s, plan = parts.state, parts.plan
+        self.slots = Slots.build(parts, routers)
+        self.turn = CORE + plan.recursions
+        self._coda = any(step.part == "coda" for step in plan)
+        self._tables_R = torch.tensor(parts.layout.recursion_tables, device=s.device)
+        self._own = plan.kv == "cache"
+        self._begin_core, self._end_core = parts.small(self._begin_core_plain), parts.small(self._end_core_plain)
+        self._begin_turn, self._enter = parts.small(self._begin_turn_plain), parts.small(self._enter_plain)
+        self._arrive = parts.small(self._arrive_plain)
+
+    def begin_core(self) -> Taken:
+        self.parts.state.clock.add_(1)
+        rows_N, recursion_N, live_N, positions_N, x_NM, *found = self._begin_core()
+        return Taken(rows_N, recursion_N, live_N, positions_N, x_NM, Reach(*found))
+
+    def end_core(self, taken: Taken, out_NM: Tensor) -> None:
+        self._end_core(*taken[:4], out_NM)
+
+    def begin_turn(self) -> Taken:
+        self.parts.state.clock.add_(1)
+        rows_N, recursion_N, live_N, positions_N, x_NM, *found = self._begin_turn()
+        return Taken(rows_N, recursion_N, live_N, positions_N, x_NM, Reach(*found))
+
+    def enter(self, taken: Taken) -> Entering:
+        tokens_N, enters_N, positions_N, *found = self._enter(taken.rows_N, taken.live_N)
+        return Entering(taken.rows_N, tokens_N, enters_N, positions_N, Reach(*found))
+
+    def arrive(self, entering: Entering, x_NM: Tensor) -> None:
+        self._arrive(entering.rows_N, entering.live_N, entering.positions_N, x_NM)
+
+    def _begin_core_plain(self) -> tuple[Tensor, ...]:
+        parts, s = self.parts, self.parts.state
+        recursion_S = (s.stage_S - CORE).clamp(0, parts.plan.recursions - 1)
+        table_S = self._tables_R[recursion_S]
+        ranks_S = s.entries_ST.gather(1, table_S[:, None])[:, 0] if self._own else s.position_S
+        fits_S = ranks_S < s.room_ST.gather(1, table_S[:, None])[:, 0]
+        waits_S = (s.stage_S >= CORE) & (s.stage_S < self.turn) & fits_S
+        rows_N = pick(waits_S, s.since_S, parts.rows)
+        valid_N = rows_N != s.spare
+        recursion_N = recursion_S[rows_N]
+        writes_N = None if self._own else recursion_N == 0
+        seen = reach(s.tables_STP, rows_N, table_S[rows_N], ranks_S[rows_N], valid_N, parts.page_size, writes_N)
+        positions_N = torch.where(valid_N, s.position_S[rows_N], 0)
+        x_NM = s.x_SM.index_select(0, rows_N)
+        return rows_N, recursion_N, valid_N, positions_N, x_NM, seen.slots_N, seen.table_NP, seen.lengths_N
+
+    def _end_core_plain(
+        self, rows_N: Tensor, recursion_N: Tensor, valid_N: Tensor, positions_N: Tensor, out_NM: Tensor
+    ) -> None:
+        s, kept = self.parts.state, self.slots
+        x_NM, said_NR = s.x_SM.index_select(0, rows_N), kept.said_SR.index_select(0, rows_N)
+        first_NM = kept.first_SM.index_select(0, rows_N) if self.routers.keeps_first else x_NM
+        numbers_NC = s.numbers_SC.index_select(0, rows_N)
+        new_NM = self.routers.updated(recursion_N, x_NM, out_NM, said_NR, first_NM, numbers_NC)
+        s.x_SM.index_copy_(0, rows_N, torch.where(valid_N[:, None], new_NM, 0.0).to(s.x_SM.dtype))
+        kept.depth_S.index_copy_(0, rows_N, recursion_N + 1)
+        if self._own:
+            table_N = self._tables_R[recursion_N]
+            s.entries_ST.index_put_((rows_N, table_N), s.entries_ST[rows_N, table_N] + valid_N.long())
+        next_N = recursion_N + 1
+        go_N, said_NR = self.routers.decide(next_N, new_NM, said_NR, positions_N, numbers_NC)
+        self._wait(rows_N, valid_N, torch.where(go_N, CORE + next_N, self.turn), said_NR)
+
+    def _begin_turn_plain(self) -> tuple[Tensor, ...]:
+        parts, s = self.parts, self.parts.state
+        ranks_S = s.entries_ST[:, 0] if self._own else s.position_S
+        enters_S = (s.stage_S == ENTER) & (ranks_S < s.room_ST[:, 0])
+        rows_N = pick((s.stage_S == self.turn) | enters_S, s.since_S, parts.rows)
+        through_N = s.stage_S[rows_N] == self.turn
+        # Without prelude and coda the first table is the first recursion's, which has counted the token; nobody asks then.
+        ranks_N = ranks_S[rows_N] if self._coda else torch.zeros_like(rows_N)
+        seen = reach(s.tables_STP, rows_N, torch.zeros_like(rows_N), ranks_N, through_N, parts.page_size)
+        positions_N = torch.where(through_N, s.position_S[rows_N], 0)
+        x_NM, depth_N = s.x_SM.index_select(0, rows_N), self.slots.depth_S.index_select(0, rows_N)
+        return rows_N, depth_N, through_N, positions_N, x_NM, seen.slots_N, seen.table_NP, seen.lengths_N
+
+    def _enter_plain(self, rows_N: Tensor, through_N: Tensor) -> tuple[Tensor, ...]:
+        parts, s = self.parts, self.parts.state
+        if self._own and self._coda:
+            s.entries_ST.index_put_((rows_N, torch.zeros_like(rows_N)), s.entries_ST[rows_N, 0] + through_N.long())
+        stage_N = s.stage_S[rows_N]
+        ranks_N = s.entries_ST[rows_N, 0] if self._own else s.position_S[rows_N]
+        goes_N = (rows_N != s.spare) & (stage_N != IDLE)
+        enters_N = goes_N & (ranks_N < s.room_ST[rows_N, 0])
+        waits_N = torch.where(goes_N, torch.where(enters_N, CORE, ENTER), IDLE)
+        s.stage_S.index_copy_(0, rows_N, waits_N)
+        seen = reach(s.tables_STP, rows_N, torch.zeros_like(rows_N), ranks_N, enters_N, parts.page_size)
+        positions_N = torch.where(enters_N, s.position_S[rows_N], 0)
+        return s.token_S[rows_N], enters_N, positions_N, seen.slots_N, seen.table_NP, seen.lengths_N
+
+    def _arrive_plain(self, rows_N: Tensor, enters_N: Tensor, positions_N: Tensor, x_NM: Tensor) -> None:
+        s = self.parts.state
+        kept_NM = torch.where(enters_N[:, None], x_NM, 0.0).to(s.x_SM.dtype)
+        s.x_SM.index_copy_(0, rows_N, kept_NM)
+        if self.routers.keeps_first:
+            self.slots.first_SM.index_copy_(0, rows_N, kept_NM)
+        said_NR = self.routers.ask(kept_NM)
+        next_N = torch.zeros_like(rows_N)
+        numbers_NC = s.numbers_SC.index_select(0, rows_N)
+        _, said_NR = self.routers.decide(next_N, kept_NM, said_NR, positions_N, numbers_NC)
+        self._wait(rows_N, enters_N, torch.full_like(rows_N, CORE), said_NR)
+
+    def _wait(self, rows_N: Tensor, valid_N: Tensor, stage_N: Tensor, said_NR: Tensor) -> None:
+        s = self.parts.state
+        self.slots.said_SR.index_copy_(0, rows_N, said_NR)
+        s.stage_S.index_copy_(0, rows_N, torch.where(valid_N, stage_N, s.stage_S[rows_N]))
+        s.since_S.index_copy_(0, rows_N, torch.where(valid_N, s.clock.expand_as(rows_N), s.since_S[rows_N]))

@@ -1,0 +1,155 @@
+"""Bookkeeping by kernels leaves every slot as bookkeeping in plain torch does, on a GPU or by Triton's interpreter.
+
+Slots are in random stages, with random waiting times, entries and room, some of them full; both books answer the same
+questions one after the other, as a tick asks them, and everything that means something is compared in between.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fathomlm.engine.options import EngineOptions
+from fathomlm.engine.programs.base import Parts
+from fathomlm.engine.programs.bookkeeping import Book, PlainBook
+from fathomlm.engine.routing import RowRouters
+from fathomlm.engine.runner import Runner
+from fathomlm.kernels.triton_here import triton
+from model.route.small import model_of, routed
+
+GPU = torch.cuda.is_available()
+pytestmark = [
+    pytest.mark.skipif(
+        triton is None or not (GPU or os.environ.get("TRITON_INTERPRET") == "1"),
+        reason="needs Triton, and a CUDA device or TRITON_INTERPRET=1",
+    ),
+    *([pytest.mark.gpu] if GPU else []),
+]
+CASES: dict[str, dict[str, Any]] = {
+    "router": {},
+    "shared entries": {"kv": "share"},
+    "no ends": {"loop": "cycle"},
+    "tanh": {"router": "expert, tanh"},
+    "interpolate": {"router": "expert, interpolate"},
+    "random": {"router": "expert, random"},
+    "auxiliary router": {"router": "expert, aux router"},
+    "forced": {"forced": True},
+}
+ROWS, SLOTS = 4, 9
+
+
+def case(name: str) -> tuple[Runner, Any]:
+    options = dict(CASES[name])
+    forced = options.pop("forced", False)
+    plan = routed(options.pop("router", "expert"), **options)
+    assert plan.routing is not None
+    model = model_of(plan)
+    decoder = model.decoder.cuda() if GPU else model.decoder
+    depths = plan.routing.capacity if forced else None
+    sizes = EngineOptions(
+        rows=ROWS, slots=SLOTS, page_size=4, max_length=40, fuse=True, compile=False, capture=False, forced_depths=depths
+    )
+    return Runner(decoder, sizes), plan
+
+
+def books(runner: Runner) -> tuple[Book, Book, Parts]:
+    from fathomlm.engine.programs.kernel_book import KernelBook
+
+    program: Any = runner.program
+    routers: RowRouters = program.routers
+    return PlainBook(program.parts, routers), KernelBook(program.parts, routers), program.parts
+
+
+def scatter(parts: Parts, book: Book, plan: Any, seed: int) -> None:
+    """Slots in all stages; tables and counts that are far enough from each other to tell wrong ones."""
+    s, draw = parts.state, torch.Generator().manual_seed(seed)
+
+    def whole(low: int, high: int, *shape: int) -> Tensor:
+        return torch.randint(low, high, shape, generator=draw).to(s.device)
+
+    many = s.slots
+    s.numbers_SC[:many] = whole(0, 30, many, s.numbers_SC.shape[1])
+    s.stage_S[:many] = whole(-1, plan.recursions + 2, many)
+    s.since_S[:many] = whole(0, 6, many)
+    s.deepest_S[:many] = whole(1, plan.recursions + 1, many)
+    s.entries_ST[:many] = whole(0, 36, *s.entries_ST[:many].shape)
+    s.room_ST[:many] = s.entries_ST[:many] + whole(0, 3, *s.entries_ST[:many].shape)
+    s.tables_STP.copy_(whole(0, 1000, *s.tables_STP.shape))
+    s.x_SM[:many] = torch.randn(many, s.x_SM.shape[1], generator=draw).to(s.device)
+    s.clock.fill_(100)
+    book.slots.said_SR[:many] = torch.randn(many, plan.recursions, generator=draw).to(s.device)
+    book.slots.depth_S[:many] = whole(0, 4, many)
+
+
+def snapshot(parts: Parts, book: Book) -> list[Tensor]:
+    s = parts.state
+    return [t[: s.slots].clone() for t in (s.numbers_SC, s.entries_ST, s.x_SM, book.slots.said_SR, book.slots.depth_S)]
+
+
+def put_back(parts: Parts, book: Book, kept: list[Tensor]) -> None:
+    s = parts.state
+    for tensor, old in zip((s.numbers_SC, s.entries_ST, s.x_SM, book.slots.said_SR, book.slots.depth_S), kept, strict=True):
+        tensor[: s.slots] = old
+    s.clock.fill_(100)
+
+
+def compare(slow: Any, fast: Any, fields: tuple[str, ...]) -> None:
+    for field in fields:
+        assert torch.equal(getattr(slow, field), getattr(fast, field)), field
+    live, a, b = slow.live_N, slow.reach, fast.reach
+    assert torch.equal(a.slots_N, b.slots_N)
+    assert torch.equal(a.lengths_N, b.lengths_N)
+    assert torch.equal(a.table_NP[live], b.table_NP[live])
+
+
+def questions(parts: Parts, book: Book, turn: bool, out_NM: Tensor) -> list[Any]:
+    if not turn:
+        taken = book.begin_core()
+        book.end_core(taken, out_NM)
+        return [taken]
+    taken = book.begin_turn()
+    entering = book.enter(taken)
+    book.arrive(entering, out_NM)
+    return [taken, entering]
+
+
+@pytest.mark.parametrize("turn", [False, True])
+@pytest.mark.parametrize("name", CASES)
+@torch.no_grad()
+def test_slots_come_out_alike(name: str, turn: bool) -> None:
+    runner, plan = case(name)
+    plain, fast, parts = books(runner)
+    took = 0
+    for seed in range(12):
+        scatter(parts, plain, plan, seed)
+        before = snapshot(parts, plain)
+        put_back(parts, fast, before)
+        out_NM = torch.randn(ROWS, parts.state.x_SM.shape[1], generator=torch.Generator().manual_seed(seed))
+        out_NM = out_NM.to(parts.state.device)
+        slow_asked = questions(parts, plain, turn, out_NM)
+        slow = snapshot(parts, plain)
+        put_back(parts, fast, before)
+        fast_asked = questions(parts, fast, turn, out_NM)
+        quick = snapshot(parts, fast)
+        assert int(parts.state.clock) == 101
+        compare(slow_asked[0], fast_asked[0], ("rows_N", "recursion_N", "live_N", "positions_N", "x_NM"))
+        angles = fast_asked[0].reach.angles
+        for got, table in zip(angles, parts.layers.angle_tables(), strict=True):
+            assert torch.equal(got, table[fast_asked[0].positions_N])
+        if turn:
+            compare(slow_asked[1], fast_asked[1], ("tokens_N", "live_N", "positions_N"))
+        ran = slow_asked[-1].rows_N[slow_asked[-1].live_N]
+        took += len(ran)
+        others = torch.ones(parts.state.slots, dtype=torch.bool)
+        others[ran.cpu()] = False
+        for was, a, b in zip(before, slow, quick, strict=True):
+            torch.testing.assert_close(a[ran], b[ran], rtol=1e-5, atol=1e-5)
+            if a.dtype == torch.int64:
+                assert torch.equal(a, b)
+            else:
+                assert torch.equal(b[others], was[others]), "nothing else is touched"
+    assert took > 12, "rows ran"
