@@ -83,7 +83,7 @@ class Bench:
 
     def note(self, name: str, found: Record) -> None:
         self.record[name] = found
-        print(name, {k: v for k, v in found.items() if k != "profile"}, flush=True)
+        print(name, {k: v for k, v in found.items() if k not in ("profile", "loop")}, found.get("loop", ""), flush=True)
         self.args.out.write_text(json.dumps(self.record, indent=1) + "\n")
 
     def clear(self) -> None:
@@ -143,6 +143,9 @@ class Bench:
         for _ in range(32 // engine.runner.sizes.burst):
             engine.step()
         finish(self.device)
+        found: Record = {}
+        if self.device.type == "cuda" and self.args.profile:
+            found["loop"] = self._loop(engine)
         engine.scheduler.lookahead = 120
         engine.step()
         finish(self.device)
@@ -151,10 +154,43 @@ class Bench:
         for _ in range(many):
             engine.runner.launch()
         finish(self.device)
-        found: Record = {"device_ms_per_tick": round(1e3 * (time.perf_counter() - begun) / many, 4)}
+        found["device_ms_per_tick"] = round(1e3 * (time.perf_counter() - begun) / many, 4)
         if self.device.type == "cuda" and self.args.profile:
             found["profile"] = self._profile(engine)
         return found
+
+    def _loop(self, engine: Engine) -> Record:
+        """The engine as it runs, host and all: how much of the time the device works, and where it waits longest."""
+        steps = 12
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+            for _ in range(steps):
+                engine.step()
+            torch.cuda.synchronize()
+        spans = sorted(
+            (event.time_range.start, event.time_range.end, event.name)
+            for event in profiler.events()
+            if event.device_type == torch.autograd.DeviceType.CUDA
+        )
+        end, last, busy = spans[0][0], spans[0][2], 0.0
+        gaps: dict[str, list[float]] = {}
+        for start, stop, name in spans:
+            if start > end:
+                entry = gaps.setdefault(f"{last[:40]} -> {name[:40]}", [0, 0.0])
+                entry[0] += 1
+                entry[1] += start - end
+            busy += max(0.0, stop - max(start, end))
+            end, last = max(end, stop), name
+        whole = end - spans[0][0]
+        ticks = steps * engine.runner.sizes.burst
+        ranked = sorted(gaps.items(), key=lambda item: -item[1][1])[:8]
+        return {
+            "ms_per_tick": round(whole / ticks / 1e3, 4),
+            "busy": round(busy / whole, 4),
+            "gaps": [
+                {"between": name, "us_per_tick": round(us / ticks, 2), "per_tick": round(many / ticks, 2)}
+                for name, (many, us) in ranked
+            ],
+        }
 
     def _profile(self, engine: Engine) -> list[Record]:
         ticks = 4
@@ -272,14 +308,19 @@ def transformers_peer(bench: Bench, rows: int) -> None:
     many, new = bench.args.peer_requests, 128
     prompts = [[i % a.vocab] for i in range(many)]
     generation = GenerationConfig(max_new_tokens=new, do_sample=False, eos_token_id=-1, pad_token_id=0)
-    begun = time.perf_counter()
-    peer.generate_batch(
-        prompts,
-        generation_config=generation,
-        continuous_batching_config=ContinuousBatchingConfig(max_requests_per_batch=rows),
-        progress_bar=False,
-    )
-    seconds = time.perf_counter() - begun
+
+    def serve(texts: list[list[int]]) -> float:
+        begun = time.perf_counter()
+        peer.generate_batch(
+            texts,
+            generation_config=generation,
+            continuous_batching_config=ContinuousBatchingConfig(max_requests_per_batch=rows),
+            progress_bar=False,
+        )
+        return time.perf_counter() - begun
+
+    serve(prompts[:rows])  # once for whatever it sets up
+    seconds = serve(prompts)
     bench.note(
         f"transformers_cb_{rows}rows",
         {
@@ -338,6 +379,18 @@ def table(record: Record) -> str:
         if isinstance(found, dict) and "ms_per_token" in found:
             lines.append(f"| {name} | {found['ms_per_token']} | {found['floor_ms']} | {found['floor_share']:.0%} |")
     for name, found in record.items():
+        if isinstance(found, dict) and "loop" in found:
+            loop = found["loop"]
+            lines += [
+                "",
+                f"## {name}: the engine as it runs",
+                "",
+                f"Under a profiler, {loop['ms_per_tick']} ms a tick, of which the device works {loop['busy']:.1%}.",
+                "",
+                "| the device waits between | us a tick | times a tick |",
+                "|---|--:|--:|",
+                *(f"| `{gap['between']}` | {gap['us_per_tick']} | {gap['per_tick']} |" for gap in loop["gaps"]),
+            ]
         if isinstance(found, dict) and "profile" in found:
             lines += [
                 "",

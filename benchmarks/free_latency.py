@@ -95,12 +95,17 @@ class Bench:
         return sum(layer == self.exit_layer for layer in layers) / len(layers)
 
     def threshold_for(self, mode: str, wanted: float) -> float:
-        """The threshold at which so many tokens leave, by halving."""
-        low, high = 0.0, 1.0
-        for _ in range(14):
+        """The threshold at which about so many tokens leave: by halving, then around what that found, since another
+        threshold also gives another text, and the rate jumps. The nearest rate counts."""
+        low, high, found = 0.0, 1.0, {}
+        for _ in range(9):
             middle = (low + high) / 2
-            low, high = (middle, high) if self.rate(self.texts(mode, middle)) > wanted else (low, middle)
-        return (low + high) / 2
+            found[middle] = self.rate(self.texts(mode, middle))
+            low, high = (middle, high) if found[middle] > wanted else (low, middle)
+        around = (low + high) / 2
+        for part in (-0.06, -0.04, -0.02, 0.02, 0.04, 0.06):
+            found[around * (1 + part)] = self.rate(self.texts(mode, around * (1 + part)))
+        return min(found, key=lambda threshold: abs(found[threshold] - wanted))
 
     def floor_ms(self, mode: str, texts: list[CapturedText]) -> float:
         """A token's share of the weights that were read."""

@@ -37,7 +37,8 @@ def test_a_sum_is_cut_by_its_weight_alone(width: int, depth: int) -> None:
 
 
 def test_sums_are_shared_where_programs_are_few() -> None:
-    assert [product_blocks(32, 960, depth, 2, splits=True).split for depth in (256, 960, 2560)] == [1, 2, 4]
+    assert [product_blocks(32, 960, depth, 2, splits=True).split for depth in (256, 960, 2560)] == [1, 1, 4]
+    assert product_blocks(32, 2048, 8192, 2, splits=True)[::4] == (32, 2)
     assert product_blocks(32, 49152, 960, 2, splits=True).split == 1
     assert product_blocks(1, 960, 2560, 2, splits=True).split == 1
 

@@ -238,8 +238,8 @@ class CapturedDecoder:
         if not prompt:
             raise OptionError("the prompt has no token to continue")
         steps = self.steps
-        if len(prompt) + most > steps.cache.length:
-            raise OptionError(f"{len(prompt)} prompt tokens and {most} new ones do not fit into {steps.cache.length} slots")
+        if len(prompt) + most > steps.length:
+            raise OptionError(f"{len(prompt)} prompt tokens and {most} new ones do not fit into {steps.length} slots")
         if exiting.mode == "full":
             return
         if not steps.exit_layers:

@@ -24,13 +24,32 @@ import torch
 from torch import Tensor
 
 from fathomlm.cache.static import StaticCache
-from fathomlm.depth import Step
+from fathomlm.depth import Architecture, Step
 from fathomlm.model.decoder import Decoder
 from fathomlm.model.memory import Memory
-from fathomlm.model.sight import Rows, Sights, gathered_sights
+from fathomlm.model.sight import Rows, Sight, Sights, gathered_sights
 
+ALIGNED = 16
+"""Slots come in multiples of this many, or attention would copy the mask at every layer to align its rows."""
 WARM_UPS = 3
 """Runs of a step before it is recorded: kernels are chosen and compiled in them."""
+
+
+def _sights(
+    architecture: Architecture, steps: Sequence[Step], rows: Rows, dtype: torch.dtype, queries_BN: Tensor, keys_BK: Tensor
+) -> Sights:
+    """`gathered_sights`, masks as what is added to scores, which attention would otherwise make of them at every layer."""
+    sights = gathered_sights(architecture, steps, rows, dtype, queries_BN, keys_BK=keys_BK)
+    return {
+        window: Sight(sight.cos, sight.sin, _added(sight.mask, dtype), sight.causal, sight.memory)
+        for window, sight in sights.items()
+    }
+
+
+def _added(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    if mask is None or mask.dtype != torch.bool:
+        return mask
+    return torch.zeros_like(mask, dtype=dtype).masked_fill(~mask, -torch.inf)
 
 
 class RecordedSteps:
@@ -48,7 +67,7 @@ class RecordedSteps:
     ) -> None:
         self.decoder = decoder
         self.exit_layers = exit_layers
-        self.max_stack = max_stack
+        self.length, self.max_stack = length, max_stack
         self.source = source
         steps = decoder.plan.steps
         self.layers = len(steps)
@@ -56,6 +75,7 @@ class RecordedSteps:
         self._shallow, self._deep = steps[:first], steps[first:]
         weight = decoder.embed.weight
         self._device, self._dtype = weight.device, weight.dtype
+        length = -(-(length + 1) // ALIGNED) * ALIGNED - 1  # and the scratch slot
         self.cache = StaticCache(decoder.architecture, decoder.plan, length, self._device, self._dtype)
         self._keys_1S = torch.arange(length + 1, device=self._device)[None]
         self._memory = self._room_for(source) if source is not None else None
@@ -72,11 +92,11 @@ class RecordedSteps:
         self._pool: Any = None
         self._packed = decoder.pack_layers() if pack else None
         self._settle: Callable[[Tensor, Tensor, Tensor], None] = settle
-        self._look: Callable[..., Sights] = gathered_sights
+        self._look: Callable[..., Sights] = _sights
         if compile:
             decoder.compile_layers()
             self._settle = torch.compile(settle, dynamic=False)
-            self._look = torch.compile(gathered_sights, dynamic=False)
+            self._look = torch.compile(_sights, dynamic=False)
 
     def look_at(self, memory: Memory) -> None:
         """Put an encoder's output, of one row, where the recorded work looks. Its keys and values are made here, once."""

@@ -17,14 +17,14 @@ SMS = 132
 """Multiprocessors of an H100 or H200."""
 STAGES = 6
 """Tiles in flight: of 64 + 64 rows and 64 terms they take 96 KB, so two programs fit on a multiprocessor."""
-MAX_SPLIT, LEAST_SHARE = 8, 256
+MAX_SPLIT, LEAST_SHARE = 8, 512
 """The most programs that share one tile's sum, and the least of its terms that each should get."""
 SHARE_STEP = 64
 """Shares begin at multiples of this: 128 bytes of a 16-bit weight, a whole line of the cache."""
 
 
-ONE_ROW = 4
-"""Rows of the weight that a program takes where one row alone is multiplied."""
+ONE_ROW = 2
+"""Rows of the weight that a program takes where one row alone is multiplied: many small programs hide latency best."""
 
 
 class Blocks(NamedTuple):
@@ -53,13 +53,13 @@ def row_block(rows: int, size: int = 2) -> int:
 def product_blocks(rows: int, width: int, depth: int, size: int, *, weights: int = 1, splits: bool = False) -> Blocks:
     """For rows (rows, depth) times a weight of `width` columns, `weights` rows of it a column, entries of `size` bytes.
 
-    The widest tile that still gives every other multiprocessor a program. With `splits`, where even the narrowest tile
-    leaves multiprocessors idle, several programs share a tile's sum.
+    The widest tile that still gives every other multiprocessor a program. With `splits`, where that leaves multiprocessors
+    idle, several programs share a tile's sum, and tiles may be wider still.
     """
     if rows == 1 and size < 4:
-        wide = depth > 1024
-        return Blocks(ONE_ROW // weights, 1024 if wide else 512, warps=4 if wide else 2, stages=2)
-    tile = next((t for t in (64, 32) if 2 * _programs(width, t // weights) >= SMS), 16)
+        return Blocks(ONE_ROW // weights, 256, warps=1, stages=2)
+    share = 4 if splits else 2
+    tile = next((t for t in (64, 32) if share * _programs(width, t // weights) >= SMS), 16)
     split = _split(_programs(width, tile // weights), depth) if splits else 1
     if size >= 4:  # what a tile holds then sits in registers
         return Blocks(16 // weights, 32, stages=2, split=split)
@@ -78,6 +78,6 @@ def _programs(width: int, columns: int) -> int:
 
 def _split(programs: int, depth: int) -> int:
     split = 1
-    while programs * split < SMS and split < MAX_SPLIT and depth >= 2 * split * LEAST_SHARE:
+    while programs * split < 0.95 * SMS and split < MAX_SPLIT and depth >= 2 * split * LEAST_SHARE:
         split *= 2
     return split

@@ -45,6 +45,17 @@ class SplitSpace(NamedTuple):
         return SplitSpace(partial, torch.zeros(tiles, dtype=torch.int32, device=device))
 
 
+MOST_ROWS = 64
+"""Rows of one tile."""
+
+
+def few_rows(x: Tensor) -> bool:
+    """Whether x (..., M) is so few rows that these kernels are quicker than a library's product: on a GPU, in 16 bits, where
+    no gradient is asked for."""
+    few = x.is_cuda and x.element_size() == 2 and x.numel() // x.shape[-1] <= MOST_ROWS
+    return triton is not None and few and not torch.is_grad_enabled()
+
+
 def norm_linear(
     x_NM: Tensor,
     weight_WM: Tensor,
