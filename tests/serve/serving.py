@@ -14,6 +14,7 @@ import httpx
 from openai import OpenAI
 
 from fathomlm.engine.engine import Engine
+from fathomlm.engine.restarts import Restarts
 from fathomlm.serve.app import create_app
 from fathomlm.serve.options import ServeOptions
 from fathomlm.serve.served import Service, offer
@@ -29,6 +30,7 @@ class Running:
     engine: Engine
     service: Service
     server: Server
+    thread: threading.Thread
     http: httpx.Client
 
     def client(self, **options: Any) -> OpenAI:
@@ -48,10 +50,10 @@ class Running:
 @contextmanager
 def running(
     model: Any, options: ServeOptions | None = None, *, exiting: Any = None, max_depth: int | None = None,
-    headers: dict[str, str] | None = None, **engine_options: Any,
+    headers: dict[str, str] | None = None, name: str = NAME, restarts: Restarts | None = None, **engine_options: Any,
 ) -> Iterator[Running]:  # fmt: skip
     engine = Engine(model, exiting=exiting, **(SMALL | engine_options))
-    service = Service(lambda: offer(engine, name=NAME, exiting=exiting, max_depth=max_depth))
+    service = Service(lambda: offer(engine, name=name, exiting=exiting, max_depth=max_depth, restarts=restarts))
     chosen = options or ServeOptions()
     server = Server(create_app(service, chosen), service, chosen)
     sock = bind("127.0.0.1", 0)
@@ -61,7 +63,7 @@ def running(
     try:
         until(lambda: service.offer is not None and server.started)
         with httpx.Client(base_url=url, timeout=30, headers=headers) as http:
-            yield Running(url, engine, service, server, http)
+            yield Running(url, engine, service, server, thread, http)
     finally:
         server.should_exit = True
         thread.join(20)

@@ -7,6 +7,9 @@ import signal
 import subprocess
 import sys
 import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -87,15 +90,46 @@ def test_the_offer_is_what_the_options_say(tiny_model_dir: Path, one_thread: Non
         serve.load_offer(routed, serve.read_engine(routed), None)
 
 
-@pytest.mark.slow
-def test_sigterm_lets_a_stream_end_and_exits_well(tiny_model_dir: Path) -> None:
-    command = [sys.executable, "-m", "fathomlm.cli.main", "serve", str(tiny_model_dir), "--port", "0", "--threads", "1"]
+@contextmanager
+def started(*words: str) -> Iterator[tuple[Any, str]]:
+    """The command in a process of its own, and its address once it is ready."""
+    command = [sys.executable, "-m", "fathomlm.cli.main", "serve", *words, "--threads", "1"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    late = threading.Timer(120, process.kill)
+    late.start()
     try:
         assert process.stderr is not None
-        assert process.stdout is not None
-        threading.Timer(120, process.kill).start()
-        url = next(line for line in process.stderr if "is ready at" in line).split()[5]
+        line = next(line for line in process.stderr if " ready at " in line)
+        yield process, line.split(" ready at ")[1].split()[0]
+    finally:
+        late.cancel()
+        process.kill()
+        process.wait()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_second_signal_ends_at_once(tiny_model_dir: Path, number: int) -> None:
+    with started(str(tiny_model_dir), "--port", "0") as (process, url):
+        body = {"prompt": "the fox", "max_tokens": 240, "ignore_eos": True, "stream": True, "n": 32}
+        with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=60) as response:
+            lines = response.iter_lines()
+            next(lines)
+            process.send_signal(number)
+            while httpx.get(f"{url}/ready").status_code == 200:
+                time.sleep(0.01)
+            process.send_signal(number)
+            assert process.wait(5) == 1
+            said = [json.loads(line) for line in process.stdout]
+        events = [line["event"] for line in said]
+        assert "cut off" in events
+        assert "drained" not in events
+        assert all("traceback" not in line for line in said)
+
+
+@pytest.mark.slow
+def test_sigterm_lets_a_stream_end_and_exits_well(tiny_model_dir: Path) -> None:
+    with started(str(tiny_model_dir), "--port", "0") as (process, url):
         body = {"prompt": "the fox", "max_tokens": 200, "temperature": 0, "ignore_eos": True, "stream": True}
         with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=60) as response:
             lines = (line for line in response.iter_lines() if line)
@@ -107,6 +141,3 @@ def test_sigterm_lets_a_stream_end_and_exits_well(tiny_model_dir: Path) -> None:
         assert process.wait(30) == 0
         events = [json.loads(line)["event"] for line in process.stdout]
         assert events == ["ready", "draining", "request", "drained"] or events == ["ready", "draining", "drained", "request"]
-    finally:
-        process.kill()
-        process.wait()

@@ -232,6 +232,52 @@ def test_a_threshold_for_one_request(server: Running) -> None:
     assert error(server.post("completions", **ASKED, fathom={"threshold": 0.5}))["param"] == "fathom.threshold"
 
 
+def test_the_full_depth_for_one_request(server: Running) -> None:
+    setting = exiting("vanilla", "parallel", threshold=mixing_threshold("vanilla"))
+    body: dict[str, Any] = {"prompt": [5, 9, 33, 7], "temperature": 0, "max_tokens": 12}
+    right = generate(build("vanilla"), [body["prompt"]], max_new_tokens=12)[0].tokens
+    with running(build("vanilla"), exiting=setting) as early:
+
+        def depths(**fathom: Any) -> set[int]:
+            reply = early.post("completions", **body, logprobs=0, fathom={"depths": True} | fathom).json()["choices"][0]
+            told[fathom.get("decode")] = reply["logprobs"]["tokens"]
+            return set(reply["fathom"]["depths"])
+
+        told: dict[Any, list[str]] = {}
+        assert depths(decode="full") == {6}
+        assert depths() == depths(decode="parallel") == {exit_layer("vanilla"), 6}
+        assert told["full"] == [f"token_id:{token}" for token in right]
+        assert told["parallel"] == told[None]
+        assert early.http.get("/v1/fathom/status").json()["decode"] == ["full", "parallel"]
+        for wrong, param, says in (
+            ({"decode": "state-copy"}, "fathom.decode", "'full' or 'parallel'"),
+            ({"decode": "static"}, "fathom.decode", "threshold 0"),
+            ({"decode": "fast"}, "fathom.decode", "'full' or 'parallel'"),
+            ({"decode": "full", "threshold": 0.5}, "fathom.threshold", "'full'"),
+            ({"decode": 1}, "fathom.decode", "string"),
+        ):
+            refused = early.post("completions", **body, fathom=wrong)
+            assert (refused.status_code, error(refused)["param"]) == (400, param)
+            assert says in error(refused)["message"]
+    assert server.post("completions", **ASKED, fathom={"decode": "full"}).status_code == 200
+    refused = error(server.post("completions", **ASKED, fathom={"decode": "parallel"}))
+    assert refused["message"] == "fathom.decode is 'full' on this server, which was not set up for 'parallel'"
+
+
+def test_the_full_depth_of_a_routed_model_is_what_its_server_allows() -> None:
+    model = model_of(routed())
+    body: dict[str, Any] = {"prompt": [1, 2, 3], "temperature": 0, "max_tokens": 8}
+    with running(model, max_depth=2, max_length=32) as shallow:
+        full, plain = (
+            shallow.post("completions", **body, fathom={"depths": True} | more).json()["choices"][0]["fathom"]["depths"]
+            for more in ({"decode": "full"}, {})
+        )
+        clash = shallow.post("completions", **body, fathom={"decode": "full", "max_depth": 1})
+    assert full == plain
+    assert max(full) == 2
+    assert (clash.status_code, error(clash)["param"]) == (400, "fathom.max_depth")
+
+
 def test_max_depth_of_a_routed_model() -> None:
     model = model_of(routed())
     body: dict[str, Any] = {"prompt": [1, 2, 3], "temperature": 0, "max_tokens": 8}

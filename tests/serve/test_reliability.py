@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import threading
@@ -18,6 +19,7 @@ import openai
 import pytest
 
 from fathomlm.decode.full import generate
+from fathomlm.engine.restarts import Restarts
 from fathomlm.serve.options import ServeOptions
 from serve.serving import NAME, Running, events, running, until
 
@@ -95,7 +97,8 @@ def broken() -> None:
 
 
 def test_a_broken_engine_fails_its_requests_and_turns_ready_red(tiny_model: Any, caplog: pytest.LogCaptureFixture) -> None:
-    with running(tiny_model) as fragile, begun(fragile, n=2) as lines:
+    """Where it may not be built again."""
+    with running(tiny_model, restarts=Restarts(most=0)) as fragile, begun(fragile, n=2) as lines:
         fragile.engine.step = broken  # type: ignore[method-assign]
         told = list(lines)
         assert '"code":"engine_error"' in told[-2]
@@ -156,6 +159,26 @@ def test_draining_has_an_end(tiny_model: Any) -> None:
             rest = list(lines)
         assert '"code":"draining"' in rest[-2]
         until(lambda: ending.server.should_exit)
+
+
+def test_a_second_signal_does_not_wait(tiny_model: Any) -> None:
+    with running(tiny_model) as ending:
+        step = ending.engine.step
+
+        def slowly() -> None:
+            time.sleep(0.1)
+            step()
+
+        ending.engine.step = slowly  # type: ignore[method-assign]
+        with begun(ending):
+            for _ in range(2):
+                assert ending.thread.is_alive()
+                _call(ending, ending.server.end)
+                until(lambda: ending.service.phase == "draining")
+            ending.thread.join(3)  # the text would take eight seconds
+            assert not ending.thread.is_alive()
+            assert ending.server.force_exit
+        asyncio.run(ending.service.close())  # what the end of the process would do
 
 
 def _call(found: Running, work: Any) -> None:

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import os
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fathomlm.cli.sampling_options import add_dtype_argument, load_model
+from fathomlm.cli.serve_ray import add_ray_arguments, read_replicas, run_on_ray
 from fathomlm.errors import OptionError
 
 if TYPE_CHECKING:
     from fathomlm.decode.exiting import Exiting
     from fathomlm.engine.options import EngineOptions
+    from fathomlm.engine.restarts import Restarts
     from fathomlm.serve.options import ServeOptions
     from fathomlm.serve.served import Offer
 
@@ -37,6 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--threads", metavar="N", type=int, help="processor threads to use (default: all)")
     _add_access(parser)
     _add_engine(parser)
+    add_ray_arguments(parser)
     add = parser.add_argument_group("how deep tokens go").add_argument
     add("--exit-layer", metavar="N", type=int, help="let tokens leave after layer N, from 1 (default: the model's own exit)")
     above = (
@@ -70,6 +75,9 @@ def _add_engine(parser: argparse.ArgumentParser) -> None:
     add("--timeout", metavar="S", type=float, default=600.0, help="seconds that a request may take (default: 600)")
     drain = "seconds that running texts get when the server is told to stop (default: 30)"
     add("--drain-timeout", metavar="S", type=float, default=30.0, help=drain)
+    restarts = "times that a broken engine is built again within --restart-window seconds (default: 3)"
+    add("--max-restarts", metavar="N", type=int, default=3, help=restarts)
+    add("--restart-window", metavar="S", type=float, default=600.0, help="default: 600")
     add("--log-prompts", action="store_true", help="write prompts and texts into the log (default: neither)")
 
 
@@ -77,6 +85,7 @@ def run(args: argparse.Namespace) -> int:
     missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
     if missing:
         raise OptionError(f"serving needs {', '.join(missing)}: pip install -c constraints.txt -e '.[serve]'")
+    from fathomlm.engine.restarts import Restarts
     from fathomlm.serve.app import create_app
     from fathomlm.serve.logs import say, set_up
     from fathomlm.serve.served import Service
@@ -85,11 +94,20 @@ def run(args: argparse.Namespace) -> int:
     options = read_options(args)
     engine = read_engine(args)
     exiting = read_exits(args)
+    restarts = Restarts(most=args.max_restarts, within=args.restart_window)
+    replicas = read_replicas(args, engine)
+    load = partial(load_offer, args, engine, exiting, restarts)
     sock = bind(args.host, args.port)
     if not is_loopback(args.host) and not options.api_keys:
         _tell(f"warning: {args.host} can be reached by other machines, and without --api-key anybody there may ask")
+    if replicas is not None:
+        port = sock.getsockname()[1]
+        sock.close()  # it is free: Ray's proxies listen there
+        _tell(f"starting {replicas.replicas} replicas of {args.model} on Ray; Ctrl-C ends the server")
+        run_on_ray(load, options, replicas, args.host, port, _tell)
+        return 0
     set_up()
-    service = Service(lambda: load_offer(args, engine, exiting))
+    service = Service(load)
 
     def ready() -> None:
         assert service.offer is not None
@@ -100,6 +118,10 @@ def run(args: argparse.Namespace) -> int:
     server = Server(create_app(service, options), service, options)
     _tell(f"loading {args.model}; {address_of(sock)}/ready says when it is ready, Ctrl-C ends the server")
     server.run_at(sock)
+    if server.force_exit:  # the engine is still at work in its thread, and Python may crash when it ends around it
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)
     return 0
 
 
@@ -161,7 +183,9 @@ def read_exits(args: argparse.Namespace) -> Exiting | None:
     return Exiting(mode="parallel", exit_layers=(found.exit_layer,), threshold=found.estimator)
 
 
-def load_offer(args: argparse.Namespace, options: EngineOptions, exiting: Exiting | None) -> Offer:
+def load_offer(
+    args: argparse.Namespace, options: EngineOptions, exiting: Exiting | None, restarts: Restarts | None = None
+) -> Offer:
     from fathomlm.engine.engine import Engine
     from fathomlm.serve.served import offer
 
@@ -171,7 +195,8 @@ def load_offer(args: argparse.Namespace, options: EngineOptions, exiting: Exitin
     engine = Engine(model, options, exiting=exiting)
     if args.device.startswith("cuda"):
         engine.generate([[0]], max_new_tokens=2)  # compiles and records, so that nobody has to wait for it later
-    return offer(engine, name=args.name or _name(args.model), exiting=exiting, max_depth=args.max_depth)
+    name = args.name or _name(args.model)
+    return offer(engine, name=name, exiting=exiting, max_depth=args.max_depth, restarts=restarts)
 
 
 def _name(source: str) -> str:

@@ -38,8 +38,11 @@ def create_app(service: Service, options: ServeOptions | None = None, static: Pa
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncGenerator[None, None]:
         service.start()
+        if service.replica is not None:
+            await service.loaded()
         yield
-        await service.close()
+        if not service.abandoned:
+            await service.close()
 
     app = FastAPI(title="FathomLM", version=__version__, docs_url=None, redoc_url=None, lifespan=lifespan)
     metrics = Metrics(service)
@@ -56,7 +59,7 @@ def create_app(service: Service, options: ServeOptions | None = None, static: Pa
             CORSMiddleware, allow_origins=origins, allow_methods=["GET", "POST"], allow_headers=["*"],
             expose_headers=["x-request-id", "retry-after"],
         )  # fmt: skip
-    app.add_middleware(Journal, metrics=metrics, paths=PATHS | paths)
+    app.add_middleware(Journal, metrics=metrics, paths=PATHS | paths, numbered=service.replica is not None)
     return app
 
 
@@ -66,7 +69,7 @@ def _add_completions(app: FastAPI, service: Service, options: ServeOptions, metr
         for code, what in {
             400: "The request is wrong; `param` says where", 401: "No key, or a wrong one", 404: "No such model",
             408: "The body did not arrive", 413: "The body is too long", 429: "The queue is full", 500: "The engine failed",
-            503: "Loading, draining or failed", 504: "It took too long",
+            503: "Loading, restarting, draining or failed", 504: "It took too long",
         }.items()
     }  # fmt: skip
 
@@ -120,7 +123,8 @@ def _add_operations(app: FastAPI, service: Service, metrics: Metrics) -> None:
 
     @app.get("/ready", responses={503: {"description": "Not now"}}, response_model=None)
     async def ready() -> Response:
-        """Whether requests are taken: not while loading or draining, nor after the engine has failed."""
+        """Whether requests are taken: not while the model is loaded, the engine built again or the
+        last texts finished, nor after the engine has failed for good."""
         phase = service.phase
         return json_response({"status": phase}, 200 if phase == "ready" else 503)
 
@@ -138,7 +142,7 @@ def _add_operations(app: FastAPI, service: Service, metrics: Metrics) -> None:
 def _status(service: Service, metrics: Metrics) -> dict[str, Any]:
     offer = service.offer
     if offer is None:
-        return {"status": service.phase, "version": __version__, "model": None}
+        return {"status": service.phase, "version": __version__, "model": None, "replica": service.replica}
     found = offer.front.status()
     counters = found.counters
     pools = zip(counters.pages_used, counters.pages_cached, offer.pool_pages, strict=True)
@@ -146,9 +150,12 @@ def _status(service: Service, metrics: Metrics) -> dict[str, Any]:
         "status": service.phase,
         "version": __version__,
         "model": offer.name,
+        "replica": service.replica,
         **offer.facts,
+        "decode": offer.decodes,
         "threshold": offer.threshold,
         "failure": found.failure,
+        "restarts": found.restarts,
         "uptime": round(found.uptime, 3),
         "tokens_per_second": round(found.tokens_per_second, 3),
         "in_flight": found.in_flight,

@@ -6,12 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from fathomlm.decode.exiting import MODES
 from fathomlm.decode.sampling import Sampling
 from fathomlm.engine.request import Request
 from fathomlm.errors import FathomError, OptionError
 from fathomlm.serve.errors import ApiError, as_api_error, refused
 from fathomlm.serve.options import ServeOptions
-from fathomlm.serve.schemas import Asked, ChatAsked, CompletionAsked
+from fathomlm.serve.schemas import Asked, ChatAsked, CompletionAsked, FathomOptions
 from fathomlm.serve.served import Offer
 
 COMPLETION_TOKENS = 16
@@ -150,20 +151,40 @@ def _length(asked: Asked, offer: Offer, options: ServeOptions, prompt_tokens: in
 
 def _depth(asked: Asked, offer: Offer) -> tuple[int | None, float | None]:
     """The most recursions, and how sure an exit must be."""
-    depth, threshold = (None, None) if asked.fathom is None else (asked.fathom.max_depth, asked.fathom.threshold)
+    fathom = asked.fathom or FathomOptions.model_validate({})
+    depth, threshold = fathom.max_depth, fathom.threshold
     if depth is not None and not offer.routed:
-        raise refused(
-            "fathom.max_depth is for models with a router, and this one has none", "fathom.max_depth", "invalid_value"
-        )
+        raise _wrong("max_depth", "is for models with a router, and this one has none")
     deepest = offer.max_depth or offer.model.plan.recursions
     if depth is not None and depth > deepest:
-        raise refused(
-            f"fathom.max_depth: this server allows 1 to {deepest}, got {depth}", "fathom.max_depth", "invalid_value"
-        )
+        raise _wrong("max_depth", f"is 1 to {deepest} on this server, got {depth}")
     if threshold is not None and offer.exiting is None:
-        message = "fathom.threshold is for a server whose tokens may leave early, and this one has no exit"
-        raise refused(message, "fathom.threshold", "invalid_value")
+        raise _wrong("threshold", "is for a server whose tokens may leave early, and this one has no exit")
+    if _full(fathom, offer):
+        return offer.max_depth, None if offer.exiting is None else 1.0
     return offer.max_depth if depth is None else depth, None if threshold is None else float(threshold)
+
+
+def _full(fathom: FathomOptions, offer: Offer) -> bool:
+    """Whether the full depth was asked for. An engine is built for one way of leaving early, so others are refused."""
+    decode = fathom.decode
+    if decode is None:
+        return False
+    if decode not in offer.decodes:
+        can = " or ".join(f"'{mode}'" for mode in offer.decodes)
+        if decode not in MODES:
+            raise _wrong("decode", f"is {can} on this server, got '{decode}'")
+        hint = "; threshold 0 lets every token leave" if decode == "static" and offer.exiting is not None else ""
+        raise _wrong("decode", f"is {can} on this server, which was not set up for '{decode}'{hint}")
+    if decode == "full":
+        for name in ("threshold", "max_depth"):
+            if getattr(fathom, name) is not None:
+                raise _wrong(name, "does not go with decode 'full', which runs every token as deep as it can")
+    return decode == "full"
+
+
+def _wrong(field: str, why: str) -> ApiError:
+    return refused(f"fathom.{field} {why}", f"fathom.{field}", "invalid_value")
 
 
 def _request(asked: Asked, offer: Offer, tokens: Sequence[int], length: int, number: int, logprobs: int | None) -> Request:

@@ -103,7 +103,6 @@ class Completing:
         entry.finish = [*(entry.finish or ()), result.finish.reason]
         if result.finish.error is not None:
             entry.problem = result.finish.error
-            self.answer.offer.tell_failure()
         if self.options.log_prompts:
             entry.texts = [*(entry.texts or ()), result.text]
 

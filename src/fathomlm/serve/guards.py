@@ -12,7 +12,7 @@ import secrets
 import time
 from collections.abc import Sequence
 
-from starlette.datastructures import MutableHeaders
+from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from fathomlm.serve.errors import ApiError
@@ -22,15 +22,18 @@ from fathomlm.serve.metrics import Metrics
 OPEN = ("/", "/health", "/ready", "/openapi.json")
 """Paths that need no key: probes, and what a browser must load before it can send one."""
 ENTRY = "fathomlm.entry"
+ID_LENGTH = 64
+"""Characters of a request's id that came from outside."""
 GONE = 499
 """In logs and metrics: the client hung up before it had its answer."""
 
 
 class Journal:
-    """A line for each request when it is over, an id for it, and headers that every answer has."""
+    """A line for each request when it is over, an id for it, and headers that every answer has. Behind a proxy that gives
+    out ids (`numbered`) the id is the proxy's, which also puts it on the answer."""
 
-    def __init__(self, app: ASGIApp, metrics: Metrics, paths: frozenset[str]) -> None:
-        self._app, self._metrics, self._paths = app, metrics, paths
+    def __init__(self, app: ASGIApp, metrics: Metrics, paths: frozenset[str], numbered: bool = False) -> None:
+        self._app, self._metrics, self._paths, self._numbered = app, metrics, paths, numbered
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -38,7 +41,7 @@ class Journal:
             return
         begun = time.perf_counter()
         entry = scope[ENTRY] = Entry()
-        id = f"req-{secrets.token_hex(12)}"
+        id = self._id(scope)
         status = GONE
 
         async def noted(message: Message) -> None:
@@ -46,7 +49,8 @@ class Journal:
             if message["type"] == "http.response.start":
                 status = message["status"]
                 headers = MutableHeaders(scope=message)
-                headers["x-request-id"] = id
+                if not self._numbered:
+                    headers["x-request-id"] = id
                 headers["x-content-type-options"] = "nosniff"
                 headers.setdefault("cache-control", "no-store")
             await send(message)
@@ -66,6 +70,10 @@ class Journal:
             }  # fmt: skip
             quiet = path in ("/health", "/ready", "/metrics") and status == 200
             say("request", logging.DEBUG if quiet else logging.INFO, **fields, **entry.record())
+
+    def _id(self, scope: Scope) -> str:
+        given = Headers(scope=scope).get("x-request-id") if self._numbered else None
+        return given[:ID_LENGTH] if given else f"req-{secrets.token_hex(12)}"
 
 
 class Keys:

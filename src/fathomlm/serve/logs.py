@@ -32,21 +32,26 @@ class Entry:
 class JsonLines(logging.Formatter):
     """`extra={"fields": {...}}` become keys of the line. A line break in a value is escaped, so a line is a record."""
 
+    def __init__(self, replica: str | None = None) -> None:
+        super().__init__()
+        self._always = {} if replica is None else {"replica": replica}
+
     def format(self, record: logging.LogRecord) -> str:
         moment = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
         line: dict[str, Any] = {
             "time": f"{moment}.{int(record.msecs):03d}Z", "level": record.levelname.lower(), "event": record.getMessage()
         }  # fmt: skip
-        line |= getattr(record, "fields", {})
+        line |= self._always | getattr(record, "fields", {})
         if record.exc_info:
             line["traceback"] = self.formatException(record.exc_info)
         return json.dumps(line, default=str)
 
 
-def set_up(stream: TextIO | None = None) -> None:
-    """Our lines and uvicorn's, in one form. For the command line: a library leaves logging to its host."""
+def set_up(stream: TextIO | None = None, replica: str | None = None) -> None:
+    """Our lines and uvicorn's, in one form, each with the replica that wrote it where there are several. For the command
+    line: a library leaves logging to its host."""
     handler = logging.StreamHandler(stream or sys.stdout)
-    handler.setFormatter(JsonLines())
+    handler.setFormatter(JsonLines(replica))
     for name, level in ((LOGGER, logging.INFO), ("uvicorn.error", logging.WARNING)):
         logger = logging.getLogger(name)
         logger.handlers, logger.propagate = [handler], False

@@ -13,8 +13,8 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from fathomlm.engine.front import Status
 from fathomlm.engine.request import Request, Result, TokenEvent
+from fathomlm.engine.status import Status
 from fathomlm.serve.served import Offer, Service
 
 FIRST = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
@@ -27,6 +27,7 @@ class Metrics:
 
     def __init__(self, service: Service) -> None:
         self.registry = registry = CollectorRegistry()
+        self._replica = service.replica
         self.depths: Tally[int] = Tally()
         """Tokens by how deep they were chosen, where that differs."""
         registry.register(_EngineCollector(service, self.depths))
@@ -57,7 +58,20 @@ class Metrics:
         self._http.labels(path, str(status)).inc()
 
     def text(self) -> bytes:
-        return generate_latest(self.registry)
+        return generate_latest(self.registry if self._replica is None else _Labelled(self.registry, self._replica))
+
+
+class _Labelled(CollectorRegistry):
+    """Every sample with the replica that it is of: whoever asks behind a proxy hears one replica now and another then."""
+
+    def __init__(self, registry: CollectorRegistry, replica: str) -> None:
+        super().__init__()
+        self._registry, self._replica = registry, replica
+
+    def collect(self) -> Iterator[Metric]:
+        for metric in self._registry.collect():
+            metric.samples = [one._replace(labels=one.labels | {"replica": self._replica}) for one in metric.samples]
+            yield metric
 
 
 class _EngineCollector(Collector):
@@ -96,6 +110,7 @@ def _standing(status: Status) -> Iterator[Metric]:
     yield CounterMetricFamily("fathomlm_read_tokens", "Prompt tokens that were read", totals.read)
     yield CounterMetricFamily("fathomlm_cached_tokens", "Prompt tokens that the prefix cache had", counters.prefix_hits)
     yield CounterMetricFamily("fathomlm_ticks", "Ticks of the engine", totals.ticks)
+    yield CounterMetricFamily("fathomlm_engine_restarts", "Times that the engine broke and was built again", status.restarts)
     yield CounterMetricFamily("fathomlm_preemptions", "Texts put aside for want of memory", counters.preemptions)
 
 

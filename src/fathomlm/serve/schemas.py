@@ -22,6 +22,9 @@ class FathomOptions(_Part):
 
     model_config = ConfigDict(strict=True, extra="forbid")
 
+    decode: str | None = Field(
+        None, description="`full` is every layer for every token; else as the server decodes, which its status names."
+    )
     max_depth: int | None = Field(None, ge=1, description="No token runs more recursions; models with a router only.")
     threshold: float | None = Field(
         None, ge=0, le=1, description="Leave where the exit is surer than this; servers with an exit only."

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from fathomlm.decode.prompts import Prompt, chat_prompt, encode_prompt, end_tokens
 from fathomlm.engine.front import AsyncEngine
+from fathomlm.engine.restarts import Restarts
 from fathomlm.errors import OptionError
 from fathomlm.serve.errors import ApiError
 from fathomlm.serve.logs import say
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from fathomlm.engine.engine import Engine
     from fathomlm.model.hub import FathomForCausalLM
 
-Phase = Literal["loading", "ready", "draining", "failed"]
+Phase = Literal["loading", "ready", "restarting", "draining", "failed"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +48,6 @@ class Offer:
     tokens: TokenTexts
     ends: frozenset[int]
     created: int = field(default_factory=lambda: int(time.time()))
-    _told: list[BaseException] = field(default_factory=list)
     _reader: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "fathomlm-tokenizer"))
 
     @property
@@ -59,6 +59,11 @@ class Offer:
         """The one in force for requests that name none."""
         return None if self.exiting is None else self.exiting.threshold_now()
 
+    @property
+    def decodes(self) -> tuple[str, ...]:
+        """The ways of decoding that a request may ask for: to the full depth, and as this engine was built to."""
+        return ("full",) if self.exiting is None else ("full", self.exiting.mode)
+
     async def encode(self, prompt: Prompt) -> list[int]:
         """Long texts take a while to read; nobody else waits meanwhile."""
         return await self._read(encode_prompt, self.model, prompt)
@@ -69,20 +74,21 @@ class Offer:
     async def _read(self, how: Callable[..., list[int]], *arguments: object) -> list[int]:
         return await asyncio.get_running_loop().run_in_executor(self._reader, how, *arguments)
 
-    def tell_failure(self) -> None:
-        """What broke the engine goes into the log once, with its traceback, however many requests it failed."""
-        failure = self.front.failure
-        if failure is not None and not self._told:
-            self._told.append(failure)
-            say("engine failed", logging.ERROR, failure)
-
     async def close(self) -> None:
         await self.front.close()
         self._reader.shutdown(wait=False, cancel_futures=True)
 
 
-def offer(engine: Engine, *, name: str, exiting: Exiting | None = None, max_depth: int | None = None) -> Offer:
-    """Put an engine behind its asyncio front and offer it. It belongs to the offer from then on."""
+def offer(
+    engine: Engine,
+    *,
+    name: str,
+    exiting: Exiting | None = None,
+    max_depth: int | None = None,
+    restarts: Restarts | None = None,
+) -> Offer:
+    """Put an engine behind its asyncio front and offer it. It belongs to the offer from then on: whoever keeps it keeps its
+    memory from the engine that comes after it. By default a broken one is built again as often as `Restarts` says."""
     model, sizes, options = engine.model, engine.runner.sizes, engine.options
     plan = model.plan
     if max_depth is not None:
@@ -105,24 +111,39 @@ def offer(engine: Engine, *, name: str, exiting: Exiting | None = None, max_dept
         "exit_layer": None if exiting is None else (exiting.exit_layers or (None,))[0],
         "calibrated": exiting is not None and exiting.estimator is not None,
     }  # fmt: skip
+    front = AsyncEngine(engine, restarts or Restarts(), on_failure=_tell_failure, on_restart=_tell_restart)
     return Offer(
-        front=AsyncEngine(engine), model=model, name=name, max_length=sizes.max_length, pool_pages=sizes.pool_pages,
+        front=front, model=model, name=name, max_length=sizes.max_length, pool_pages=sizes.pool_pages,
         max_depth=max_depth, exiting=exiting, facts=facts, tokens=TokenTexts(model.tokenizer), ends=end_tokens(model),
     )  # fmt: skip
+
+
+def _tell_failure(error: BaseException, again: bool) -> None:
+    """Once for each failure, however many requests it failed, and with its traceback, which no client sees."""
+    say("engine failed", logging.ERROR, error, restarting=again)
+
+
+def _tell_restart(seconds: float) -> None:
+    say("engine restarted", logging.WARNING, seconds=round(seconds, 3))
 
 
 class Service:
     """Loads an offer in the background, and knows whether there is one to be had."""
 
-    def __init__(self, load: Callable[[], Offer]) -> None:
+    def __init__(self, load: Callable[[], Offer], replica: str | None = None) -> None:
         self._load = load
+        self.replica = replica
+        """Which one this is, where a server has several. Its application starts with its model, not before it."""
         self.offer: Offer | None = None
         self.failure: BaseException | None = None
         """Why there is nothing to offer: loading failed."""
         self.draining = False
+        self.abandoned = False
+        """Whether the process ends without waiting for the engine."""
         self.on_ready: Callable[[], None] = lambda: None
         self.on_failure: Callable[[], None] = lambda: None
         self._over = False
+        self._settled = asyncio.Event()
 
     @property
     def phase(self) -> Phase:
@@ -130,7 +151,9 @@ class Service:
             return "failed"
         if self.draining or self._over:
             return "draining"
-        return "loading" if self.offer is None else "ready"
+        if self.offer is None:
+            return "loading"
+        return "restarting" if self.offer.front.restarting else "ready"
 
     def require(self) -> Offer:
         """The offer, for a new request."""
@@ -139,6 +162,7 @@ class Service:
             return self.offer
         why = {
             "loading": "the model is still being loaded",
+            "restarting": "the engine has failed and is being built again",
             "draining": "the server is finishing its last requests and takes no new ones",
             "failed": "the engine has failed and takes no more requests; the server's log says why",
         }
@@ -158,7 +182,14 @@ class Service:
 
         threading.Thread(target=work, name="fathomlm-load", daemon=True).start()
 
+    async def loaded(self) -> None:
+        """Returns when there is an offer; raises what kept it from being."""
+        await self._settled.wait()
+        if self.failure is not None:
+            raise self.failure
+
     def _loaded(self, found: Offer | BaseException) -> None:
+        self._settled.set()
         if isinstance(found, BaseException):
             self.failure = found
             self.on_failure()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import signal
 import socket
 import threading
@@ -59,13 +60,13 @@ def is_loopback(host: str) -> bool:
 
 
 class Server(uvicorn.Server):
-    """uvicorn, with our way of ending."""
+    """uvicorn, with our way of ending. Its parts are named, so that it is the same server whatever else is installed."""
 
     def __init__(self, app: FastAPI, service: Service, options: ServeOptions) -> None:
         super().__init__(
             uvicorn.Config(
                 app, lifespan="on", log_config=None, access_log=False, server_header=False, ws="none",
-                timeout_graceful_shutdown=CLOSING,
+                timeout_graceful_shutdown=CLOSING, loop="asyncio", http="h11",
             )
         )  # fmt: skip
         self._service, self._options = service, options
@@ -83,7 +84,14 @@ class Server(uvicorn.Server):
         if self._ending is None:
             self._ending = asyncio.get_running_loop().create_task(self._finish())
         else:
-            self.should_exit = self.force_exit = True
+            self._service.abandoned = self.should_exit = self.force_exit = True
+            say("cut off", logging.WARNING)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """uvicorn leaves the application out when it is in a hurry, which then complains; ours is in a hurry too."""
+        await super().shutdown(sockets)
+        if self.force_exit:
+            await self.lifespan.shutdown()
 
     async def _finish(self) -> None:
         say("draining", timeout=self._options.drain_timeout)
@@ -103,6 +111,8 @@ class Server(uvicorn.Server):
         loop = asyncio.get_running_loop()
 
         def heard(number: int, frame: FrameType | None) -> None:
+            if self._ending is not None:  # what is cut off now is cut off because somebody said so
+                logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
             loop.call_soon_threadsafe(self.end)
 
         before: dict[signal.Signals, Callable[[int, FrameType | None], object] | int | None] = {}

@@ -3,9 +3,10 @@
 
 import { ask, write } from "./api.js";
 import { bars, line, share } from "./charts.js";
-import { paint } from "./colours.js";
+import { colourOf, paint } from "./colours.js";
 
 const $ = (id) => document.getElementById(id);
+const MINUTE = 60;
 const state = { status: null, running: null, said: [], rates: [] };
 
 // What the server is.
@@ -32,6 +33,11 @@ function deepest() {
   return state.status?.kind === "exits" ? plan.unrolled_layers ?? 1 : plan.recursions ?? 1;
 }
 
+// The most that this server lets a request ask for.
+function allowed() {
+  return state.status?.max_depth ?? deepest();
+}
+
 function setDepthControl() {
   const kind = state.status?.kind;
   const control = $("depth-control");
@@ -39,7 +45,7 @@ function setDepthControl() {
   control.hidden = kind !== "routed" && kind !== "exits";
   $("compare").closest("label").hidden = control.hidden;
   if (kind === "routed") {
-    Object.assign(slider, { min: 1, max: deepest(), step: 1, value: deepest() });
+    Object.assign(slider, { min: 1, max: allowed(), step: 1, value: allowed() });
     $("depth-name").textContent = "Maximum depth";
     $("depth-help").textContent = "No token runs the shared block more often than this.";
   } else if (kind === "exits") {
@@ -79,8 +85,9 @@ function requestOf(atFullDepth) {
   const text = $("prompt").value;
   const chat = document.querySelector("input[name=kind]:checked").value === "chat";
   const fathom = { depths: true };
-  if (state.status?.kind === "routed") fathom.max_depth = atFullDepth ? deepest() : Number($("depth").value);
-  if (state.status?.kind === "exits") fathom.threshold = atFullDepth ? 1 : Number($("depth").value);
+  if (atFullDepth) fathom.decode = "full";
+  else if (state.status?.kind === "routed") fathom.max_depth = Number($("depth").value);
+  else if (state.status?.kind === "exits") fathom.threshold = Number($("depth").value);
   const common = {
     model: state.status?.model, max_tokens: Number($("tokens").value), temperature: Number($("temperature").value),
     seed: Number($("seed").value), stream: true, fathom,
@@ -182,10 +189,13 @@ function tellApart(first, second) {
   const length = Math.min(first.tokens.length, second.tokens.length);
   let same = 0;
   while (same < length && first.tokens[same].text === second.tokens[same].text) same += 1;
-  for (const side of [first, second]) for (const token of side.tokens.slice(same)) token.element.classList.add("differs");
-  $("agreement").textContent = same === Math.max(first.tokens.length, second.tokens.length)
-    ? `Both texts are the same, ${same} tokens.`
-    : `The first ${same} tokens are the same; what follows is underlined.`;
+  for (const side of [first, second]) {
+    for (const token of side.tokens.slice(same)) token.element.classList.add("differs");
+    side.tokens[same]?.element.classList.add("parts");
+  }
+  if (same === Math.max(first.tokens.length, second.tokens.length)) $("agreement").textContent = `Both texts are the same, ${same} tokens.`;
+  else if (same === 0) $("agreement").textContent = "The texts differ from the first token on.";
+  else $("agreement").textContent = `The first ${same === 1 ? "token is" : `${same} tokens are`} the same; they part at the framed one, and what follows is underlined.`;
 }
 
 function setBusy(busy) {
@@ -211,13 +221,14 @@ async function look() {
   try {
     const status = await ask("v1/fathom/status", $("key").value);
     if (!state.status) await connect();
-    state.rates = [...state.rates, status.tokens_per_second ?? 0].slice(-60);
+    state.rates = [...state.rates, status.tokens_per_second ?? 0].slice(-MINUTE);
     $("rate").textContent = (status.tokens_per_second ?? 0).toFixed(1);
-    line($("rate-chart"), state.rates, "Tokens per second");
-    bars($("depth-chart"), status.depths ?? {}, "Tokens by depth");
+    line($("rate-chart"), state.rates, MINUTE, "Tokens per second");
+    $("mean").textContent = status.mean_depth ? status.mean_depth.toFixed(2) : "–";
+    bars($("depth-chart"), status.depths ?? {}, (depth) => colourOf(partOf(Number(depth))).back, "Tokens by depth");
     const running = status.running ?? 0;
     $("fill").textContent = `${running} of ${status.slots ?? "?"}, ${status.queued ?? 0} waiting`;
-    share($("fill-chart"), running, status.slots ?? 1, "Sequences in flight");
+    share($("fill-chart"), running, status.slots ?? 1, "Texts in flight");
   } catch {
     // The next look may find it again; `connect` says what is wrong.
   }

@@ -1,0 +1,188 @@
+"""Several copies of a server behind one address, on Ray Serve.
+
+Each replica is the same ASGI application over an engine of its own. Ray's proxies listen at the address and hand each
+request to a replica that has little to do. Ray starts replicas on whatever machines its cluster has, and replaces one whose
+engine has failed for good. Nothing of Ray is imported before a function here is called.
+
+What a replica needs, API keys included, travels to it pickled over Ray's own connections: on no command line, in no file.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import threading
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+from fathomlm.errors import FathomError, OptionError, is_whole, require
+from fathomlm.serve.options import ServeOptions
+
+if TYPE_CHECKING:
+    from fastapi import FastAPI
+
+    from fathomlm.serve.served import Offer
+
+APPLICATION = "fathomlm"
+TRIES = 1
+"""Of each replica whose model does not load: what is wrong with it is wrong the next time too."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicaOptions:
+    """How many replicas there are, where, and what each may use."""
+
+    replicas: int = 1
+    """The number of them; the least where `max_replicas` is more."""
+    max_replicas: int | None = None
+    """As many as there may be while much is asked. None: always `replicas`."""
+    address: str | None = None
+    """Of a Ray cluster that runs already, or "auto" for this machine's. None starts one here, for as long as we run."""
+    cpus: int = 1
+    """Processor threads of a replica."""
+    gpus: int = 0
+    """GPUs of a replica."""
+    ongoing: int = 16
+    """Requests of a replica at a time, above which Ray starts another one."""
+    most_ongoing: int = 300
+    """Requests that a replica is given at all. Its own queue is shorter, so that a full one answers 429."""
+
+    def __post_init__(self) -> None:
+        for name in ("replicas", "cpus", "ongoing", "most_ongoing"):
+            value = getattr(self, name)
+            require(is_whole(value) and value >= 1, name, "a whole number of at least 1", value)
+        most = self.max_replicas
+        fits = most is None or (is_whole(most) and most >= self.replicas)
+        require(fits, "max_replicas", f"at least the {self.replicas} replicas there are from the start", most)
+
+    @property
+    def most(self) -> int:
+        return self.max_replicas or self.replicas
+
+
+class Replica:
+    """What Ray asks of a replica beside HTTP; it is put around the application."""
+
+    app: FastAPI
+
+    async def check_health(self) -> None:
+        """Ray puts a new replica in the place of one that raises here."""
+        phase = self.app.state.service.phase
+        if phase == "failed":
+            raise RuntimeError("the engine has failed for good")
+
+
+def run_replicas(
+    load: Callable[[], Offer], options: ServeOptions, replicas: ReplicaOptions, host: str, port: int,
+    ready: Callable[[], object],
+) -> None:  # fmt: skip
+    """Serve until SIGTERM or Ctrl-C, then let running texts end. `load` is called in each replica and must pickle."""
+    import ray
+    from ray import serve
+
+    local = replicas.address is None
+    if local:
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # a server tells nobody that it runs
+        cpus = max(os.cpu_count() or 1, replicas.most * replicas.cpus)  # a count for placing replicas, no limit
+        ray.init("local", num_cpus=cpus, include_dashboard=False, log_to_driver=False, configure_logging=False)
+        _check_gpus(ray.cluster_resources().get("GPU", 0), replicas)
+    else:
+        try:
+            ray.init(address=replicas.address, log_to_driver=False, configure_logging=False)
+        except (ConnectionError, ValueError) as error:
+            what = "its address may be wrong, or its token missing (RAY_AUTH_MODE=token)"
+            raise OptionError(f"cannot join the Ray cluster at {replicas.address}: {what}: {error}") from error
+    with _told_to_stop() as stop:  # Ray has signal handlers of its own, which these replace
+        try:
+            serve.start(proxy_location="HeadOnly" if local else "EveryNode", http_options={"host": host, "port": port})
+            try:
+                serve.run(_application(load, options, replicas), name=APPLICATION, route_prefix="/")
+            except RuntimeError as error:
+                raise FathomError(f"no replica could be started: {_cause() or error}") from error
+            ready()
+            stop.wait()
+        finally:
+            serve.delete(APPLICATION)  # waits for replicas to end, and they for their texts
+            if local:
+                serve.shutdown()
+            ray.shutdown()
+
+
+@contextmanager
+def _told_to_stop() -> Generator[threading.Event, None, None]:
+    """Set by the first signal. The second does not wait: the processes that Ray started here end with this one."""
+    stop = threading.Event()
+
+    def heard(number: int, frame: FrameType | None) -> None:
+        if stop.is_set():
+            os._exit(1)
+        stop.set()
+
+    before = {one: signal.signal(one, heard) for one in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield stop
+    finally:
+        for one, handler in before.items():
+            signal.signal(one, handler)
+
+
+def _application(load: Callable[[], Offer], options: ServeOptions, replicas: ReplicaOptions) -> Any:
+    from ray import serve
+
+    def build() -> FastAPI:
+        from fathomlm.serve.app import create_app
+        from fathomlm.serve.logs import set_up
+        from fathomlm.serve.served import Service
+
+        name = serve.get_replica_context().replica_tag
+        set_up(replica=name)
+        offer = load()  # here and not in the background, so that what it raises is what Ray reports
+        service = Service(lambda: offer, replica=name)
+        app = create_app(service, options)
+        app.state.service = service
+        return app
+
+    deployment = serve.deployment(
+        serve.ingress(build)(Replica),
+        name="replica",
+        ray_actor_options={"num_cpus": replicas.cpus, "num_gpus": replicas.gpus},
+        max_ongoing_requests=replicas.most_ongoing,
+        max_queued_requests=replicas.most_ongoing,
+        graceful_shutdown_timeout_s=options.drain_timeout,
+        graceful_shutdown_wait_loop_s=0.2,
+        max_constructor_retry_count=TRIES,
+        logging_config={"enable_access_log": False},
+        **_scaling(replicas),
+    )
+    return deployment.bind()
+
+
+def _scaling(replicas: ReplicaOptions) -> dict[str, Any]:
+    if replicas.max_replicas is None:
+        return {"num_replicas": replicas.replicas}
+    bounds = {"min_replicas": replicas.replicas, "max_replicas": replicas.max_replicas}
+    return {"autoscaling_config": {**bounds, "target_ongoing_requests": replicas.ongoing}}
+
+
+def _check_gpus(found: float, replicas: ReplicaOptions) -> None:
+    """A replica that has no GPU to come to would be waited for without end."""
+    wanted = replicas.most * replicas.gpus
+    if wanted > found:
+        raise OptionError(
+            f"{replicas.most} replicas need {wanted} GPUs and this machine has {found:g}; give fewer --replicas"
+        )
+
+
+def _cause() -> str | None:
+    """What the last replica that could not be started raised, of all that Ray says about it."""
+    from ray import serve
+
+    application = serve.status().applications.get(APPLICATION)
+    messages = [one.message for one in application.deployments.values()] if application else []
+    lines = [line.strip() for message in messages for line in message.splitlines()]
+    raised = [line for line in lines if re.match(r"[\w.]+: ", line)]
+    return re.sub(r"^fathomlm\.errors\.\w+: ", "", raised[-1]) if raised else None
