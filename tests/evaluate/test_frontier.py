@@ -141,9 +141,9 @@ def test_perplexities_of_thresholds_lie_between_exit_and_end():
 
 def test_a_metric_of_texts():
     (result,) = generate(model_of("plain"), [PROMPTS[0]], SAMPLING)
-    right = Sample(prompt="", references=(result.text.strip(),), where="row 1")
+    right = Sample(prompt="", references=(result.text.strip(),), where="row 1", source="")
     assert text_metric("squad", find_metric("squad"), [right], [result])[1] in (0.0, 1.0)
-    wrong = Sample(prompt="", references=("something else",), where="row 1")
+    wrong = Sample(prompt="", references=("something else",), where="row 1", source="")
     assert text_metric("squad", find_metric("squad"), [wrong], [result]) == (0.0, 0.0)
 
 

@@ -38,7 +38,7 @@ def write(path: Path, *rows: dict[str, Any]) -> Path:
 
 
 def prompts(*texts: str) -> list[Sample]:
-    return [Sample(prompt=text, references=("fathom",), where="here") for text in texts]
+    return [Sample(prompt=text, references=("fathom",), where="here", source=text) for text in texts]
 
 
 def generation(tokens: int, seconds: float, **more: Any) -> Generation:

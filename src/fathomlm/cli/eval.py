@@ -11,12 +11,13 @@ from fathomlm.cli.kinds import add_kinds, run_kind
 HELP = "measure how good a model is"
 DESCRIPTION = (
     "Measures how good MODEL is: at answering (tasks), at predicting text (ppl), at writing texts (generate), and what "
-    "that costs at many depths (frontier). The word tasks may be left out: `fathomlm eval MODEL --tasks hellaswag`. The "
-    "result is a table, or with --json one JSON object; progress goes to standard error."
+    "that costs at many depths (frontier). What was written can be judged by another model (judge). The word tasks may be "
+    "left out: `fathomlm eval MODEL --tasks hellaswag`. The result is a table, or with --json one JSON object; progress "
+    "goes to standard error."
 )
 EPILOG = "`fathomlm eval KIND --help` lists the options of a kind."
 DEFAULT_KIND = "tasks"
-KINDS = {kind: f"fathomlm.cli.eval_{kind}" for kind in ("tasks", "ppl", "generate", "frontier")}
+KINDS = {kind: f"fathomlm.cli.eval_{kind}" for kind in ("tasks", "ppl", "generate", "frontier", "judge")}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

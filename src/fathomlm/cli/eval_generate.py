@@ -125,6 +125,7 @@ def _form(args: argparse.Namespace) -> Form:
 def _lines(samples: Sequence[Sample], written: Written) -> list[dict[str, Any]]:
     return [
         {
+            "source": sample.source,
             "prompt": sample.prompt,
             "text": result.text,
             "references": list(sample.references),

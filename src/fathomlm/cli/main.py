@@ -20,7 +20,7 @@ from fathomlm.errors import FathomError, OptionError, choices
 
 VERBS = (
     "demo", "get", "inspect", "convert", "data", "train", "export", "generate", "chat", "serve", "calibrate", "eval",
-    "bench", "plot", "analyze", "plan",
+    "bench", "plot", "analyze", "plan", "simulate",
 )  # fmt: skip
 
 
@@ -66,7 +66,7 @@ def build_parser() -> argparse.ArgumentParser:
         module = importlib.import_module(f"fathomlm.cli.{verb}")
         sub = verbs.add_parser(verb, help=module.HELP, description=module.DESCRIPTION)
         sub.takes_fields = verb == "train"
-        sub.complete = module.with_kind if verb == "eval" else None
+        sub.complete = module.with_kind if verb in ("eval", "simulate") else None
         sub.allow_abbrev = not sub.takes_fields
         module.add_arguments(sub)
         sub.set_defaults(run=module.run)

@@ -61,6 +61,8 @@ class Sample:
     prompt: str
     references: tuple[str, ...]
     where: str
+    source: str
+    """What the text is about, without the words around it and without worked examples."""
 
     @property
     def example(self) -> str:
@@ -112,20 +114,18 @@ def read_samples(path: Path, form: Form, *, limit: int | None = None, alone: boo
     template = f"{{{form.source}}}" if alone and form.source is not None else form.prompt
     other = shots_file(path) if form.shots else None
     rows = read_rows(path, limit if other is not None or not form.shots else None)
-    samples = [_sample(row, template, form.reference) for row in rows]
-    pool = None if other is None else [_sample(row, template, form.reference) for row in read_rows(other)]
+    samples = [_sample(row, template, form) for row in rows]
+    pool = None if other is None else [_sample(row, template, form) for row in read_rows(other)]
     return _behind(samples, worked_examples(samples, pool, form.shots))[:limit]
 
 
 def _behind(samples: Sequence[Sample], examples: Sequence[str]) -> list[Sample]:
-    return [
-        Sample(prompt=text + sample.prompt, references=sample.references, where=sample.where)
-        for sample, text in zip(samples, examples, strict=True)
-    ]
+    return [dataclasses.replace(sample, prompt=text + sample.prompt) for sample, text in zip(samples, examples, strict=True)]
 
 
-def _sample(row: Row, template: str, reference: str) -> Sample:
+def _sample(row: Row, template: str, form: Form) -> Sample:
     prompt = _FIELD.sub(lambda found: row.text(found[1]), template)
     if not prompt.strip():
         raise DataError(f"{row.where}: the prompt is empty")
-    return Sample(prompt=prompt, references=row.texts(reference), where=row.where)
+    source = prompt if form.source is None else row.text(form.source)
+    return Sample(prompt=prompt, references=row.texts(form.reference), where=row.where, source=source)

@@ -1,0 +1,177 @@
+"""How long passes take, by their number of rows: from a table, from the thesis' A100 measurements, or measured here.
+
+Between two measured numbers of rows the time is on the straight line between them; above the largest it goes on as the last
+two do, and below the smallest it is the smallest's. A user's table is JSON or YAML:
+
+    name: my device
+    block:     {1: 11.1, 43: 11.4}     milliseconds of one pass of the shared block, by rows
+    plain:     {1: 21.3, 43: 26.5}     of all layers of the plain model (default: the block's, as often as tokens may run it)
+    embedding: {1: 0.09, 43: 0.09}     default: nothing
+    head:      {1: 0.8, 43: 1.0}       default: nothing
+    reading_ms: 0.02                   of a prompt token (default: nothing)
+"""
+
+from __future__ import annotations
+
+import json
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from fathomlm.errors import DataError, OptionError, is_number
+
+Pass = tuple[str, int]
+"""What kind of pass, and how many of its rows stood for a token."""
+TABLE = ("block", "plain", "embedding", "head")
+
+
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """Milliseconds by rows."""
+
+    points: tuple[tuple[int, float], ...]
+    """Rows, rising, and the time measured with so many."""
+
+    def __post_init__(self) -> None:
+        rows = [at for at, _ in self.points]
+        assert rows, "a curve has a point"
+        assert rows == sorted(set(rows)), "rows rise"
+
+    @classmethod
+    def flat(cls, ms: float) -> Curve:
+        return cls(((1, ms),))
+
+    def at(self, rows: int) -> float:
+        points = self.points
+        if rows <= points[0][0] or len(points) == 1:
+            return points[0][1]
+        place = min(bisect_left(points, (rows,)), len(points) - 1)
+        (low, before), (high, after) = points[place - 1], points[place]
+        return before + (after - before) * (rows - low) / (high - low)
+
+    def __add__(self, other: Curve) -> Curve:
+        return self._joined(other, 1.0)
+
+    def __sub__(self, other: Curve) -> Curve:
+        return self._joined(other, -1.0)
+
+    def times(self, factor: float) -> Curve:
+        return Curve(tuple((rows, factor * ms) for rows, ms in self.points))
+
+    def _joined(self, other: Curve, sign: float) -> Curve:
+        rows = sorted({at for at, _ in (*self.points, *other.points)})
+        return Curve(tuple((at, self.at(at) + sign * other.at(at)) for at in rows))
+
+
+NOTHING = Curve.flat(0.0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Host:
+    """What the host's own work takes, in milliseconds. All zero where a table is of a device alone."""
+
+    step: float = 0.0
+    """Of each step, whatever happens in it."""
+    token: float = 0.0
+    """Of each token that is heard of."""
+    placement: float = 0.0
+    """Of each text that is given a slot."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Costs:
+    """What a simulated device and its host take."""
+
+    name: str
+    passes: Mapping[str, Curve]
+    """By kind of pass: step (a plain model's), core and turn (a loop's), both, shallow and deep (an exit's)."""
+    tick: float | None = None
+    """The time of a whole tick instead, where ticks are recorded and always run all of their passes."""
+    padded: bool = False
+    """Whether a pass takes what a full one takes, however many rows stand for a token: the engine's do."""
+    chunk: float = 0.0
+    """Of each chunk of a prompt, in milliseconds."""
+    prompt_token: float = 0.0
+    """Of each token in it, in milliseconds."""
+    host: Host = field(default_factory=Host)
+    overlapped: bool = False
+    """Whether the host goes on while the device works, as on a GPU."""
+    largest: int | None = None
+    """Rows beyond which nothing was measured."""
+
+    def of_tick(self, passes: Sequence[Pass], rows: int) -> dict[str, float]:
+        """Milliseconds by kind of pass."""
+        if self.tick is not None:
+            return {"tick": self.tick}
+        found: dict[str, float] = {}
+        for kind, filled in passes:
+            if filled:
+                found[kind] = found.get(kind, 0.0) + self.curve(kind).at(rows if self.padded else filled)
+        return found
+
+    def curve(self, kind: str) -> Curve:
+        if kind not in self.passes:
+            raise OptionError(f"{self.name} has no times of '{kind}' passes; it has {', '.join(self.passes) or 'none'}")
+        return self.passes[kind]
+
+    def of_chunk(self, tokens: int) -> float:
+        return self.chunk + tokens * self.prompt_token
+
+
+def from_table(table: Mapping[str, Any], deepest: int, where: str = "the table") -> Costs:
+    """Costs from a user's table, for tokens that run the block at most `deepest` times."""
+    unknown = sorted(table.keys() - {*TABLE, "name", "reading_ms"})
+    if unknown:
+        raise DataError(f"{where}: unknown {', '.join(unknown)}; known: name, {', '.join(TABLE)}, reading_ms")
+    if "block" not in table:
+        raise DataError(f"{where}: 'block' is missing: milliseconds of one pass of the shared block by rows")
+    curves = {name: _curve(where, name, table[name]) for name in TABLE if name in table}
+    block, ends = curves["block"], curves.get("embedding", NOTHING) + curves.get("head", NOTHING)
+    plain = curves.get("plain", block.times(deepest))
+    reading = table.get("reading_ms", 0.0)
+    if not is_number(reading) or reading < 0:
+        raise DataError(f"{where}: reading_ms must be a number of at least 0, got {reading!r}")
+    passes = {"step": plain + ends, "core": block, "turn": ends, "both": block + ends}
+    largest = min(curve.points[-1][0] for curve in (block, plain))
+    return Costs(name=str(table.get("name", where)), passes=passes, prompt_token=reading, largest=largest)
+
+
+def read_costs(path: Path, deepest: int) -> Costs:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"cannot read times from {path}: {error}") from error
+    found = _parsed(path, text)
+    if not isinstance(found, dict):
+        raise DataError(f'{path}: a table with \'block\' is expected, such as {{"block": {{"1": 11.1, "43": 11.4}}}}')
+    return from_table(found, deepest, str(path))
+
+
+def _parsed(path: Path, text: str) -> Any:
+    if path.suffix.lower() in (".yaml", ".yml"):
+        try:
+            import yaml
+        except ImportError:
+            raise OptionError("YAML needs pyyaml: pip install 'fathomlm[train]', or write JSON") from None
+        try:
+            return yaml.safe_load(text)
+        except yaml.YAMLError as error:
+            raise DataError(f"{path}: no YAML ({str(error).splitlines()[0]})") from error
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        raise DataError(f"{path}: no JSON ({error.msg}, line {error.lineno})") from error
+
+
+def _curve(where: str, name: str, found: Any) -> Curve:
+    rule = f"{where}: {name} must be milliseconds by rows, such as {{1: 11.1, 43: 11.4}}"
+    if not isinstance(found, dict) or not found:
+        raise DataError(f"{rule}; got {found!r}")
+    points = {}
+    for rows, ms in found.items():
+        if not str(rows).isdecimal() or int(rows) < 1 or not is_number(ms) or ms < 0:
+            raise DataError(f"{rule}; got {rows!r}: {ms!r}")
+        points[int(rows)] = float(ms)
+    return Curve(tuple(sorted(points.items())))

@@ -1,0 +1,181 @@
+"""How deep each token of many texts goes: what a simulation plays (thesis 3.5.5, "exit trajectories").
+
+A file has one JSON object a line, `{"prompt": 12, "depths": [1, 2, 1]}`: how many tokens are read, and for each token that
+is made how many recursions (or parts between exits) it ran. A first line with `source` and `label` may say where they come
+from. No tensors here.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, Literal
+
+from fathomlm.errors import DataError, OptionError, is_whole
+
+Source = Literal["file", "forced", "oracle", "confidence", "router"]
+"""A file that does not say; drawn and not decided; the earliest exit that agrees with the last; where an exit was sure; a
+router's own choice."""
+SOURCES: tuple[Source, ...] = ("file", "forced", "oracle", "confidence", "router")
+
+
+@dataclass(frozen=True, slots=True)
+class Trajectory:
+    """One text."""
+
+    prompt: int
+    """Tokens to read, at least 1: the last of them is the first to run."""
+    depths: tuple[int, ...]
+    """For each token that is made, from 1."""
+
+    @property
+    def length(self) -> int:
+        return self.prompt + len(self.depths)
+
+
+@dataclass(frozen=True, slots=True)
+class Trajectories:
+    texts: tuple[Trajectory, ...]
+    deepest: int
+    """How deep a token may go at most."""
+    source: Source
+    label: str
+    """The same in words, for tables."""
+
+    def __post_init__(self) -> None:
+        assert self.texts, "there is no text"
+        assert self.source not in ("forced", "oracle") or self.label.startswith(self.source), "it is called what it is"
+        for text in self.texts:
+            assert text.prompt >= 1, "a text begins with a token"
+            assert text.depths, "a text has a new token"
+            assert min(text.depths) >= 1, "a token runs something"
+            assert max(text.depths) <= self.deepest, f"a token is {max(text.depths)} deep, of {self.deepest}"
+
+    @property
+    def tokens(self) -> int:
+        return sum(len(text.depths) for text in self.texts)
+
+    @property
+    def mean_depth(self) -> float:
+        return sum(sum(text.depths) for text in self.texts) / self.tokens
+
+    @property
+    def longest(self) -> int:
+        return max(text.length for text in self.texts)
+
+    @property
+    def ran(self) -> tuple[float, ...]:
+        """By depth, the part of all tokens that went so deep or deeper."""
+        counts = [0] * (self.deepest + 1)
+        for text in self.texts:
+            for depth in text.depths:
+                counts[depth] += 1
+        return tuple(sum(counts[depth:]) / self.tokens for depth in range(1, self.deepest + 1))
+
+    def record(self) -> dict[str, Any]:
+        return {
+            "source": self.source,
+            "label": self.label,
+            "texts": len(self.texts),
+            "prompt_tokens": sum(text.prompt for text in self.texts),
+            "tokens": self.tokens,
+            "longest": self.longest,
+            "deepest": self.deepest,
+            "mean_depth": self.mean_depth,
+            "ran": list(self.ran),
+        }
+
+
+def draw(lengths: Iterable[tuple[int, int]], parts: Sequence[float], seed: int = 0) -> Trajectories:
+    """Texts of these (prompt, new) lengths; `parts[r]` of all tokens run recursion r, each drawn alone."""
+    check_parts(parts)
+    generator = random.Random(f"depths {seed}")
+    deepest = len(parts)
+    steps = [after / before for before, after in pairwise(parts)]
+    texts = []
+    for prompt, new in lengths:
+        depths = []
+        for _ in range(new):
+            depth = 1
+            while depth < deepest and generator.random() < steps[depth - 1]:
+                depth += 1
+            depths.append(depth)
+        texts.append(Trajectory(prompt, tuple(depths)))
+    shown = ", ".join(f"{part:.4g}" for part in parts)
+    return Trajectories(tuple(texts), deepest, "forced", f"forced: parts {shown} of all tokens run depths 1 to {deepest}")
+
+
+def check_parts(parts: Sequence[float]) -> None:
+    falls = all(0 < part <= before for part, before in zip(parts, (1.0, *parts), strict=False))
+    if not parts or parts[0] != 1 or not falls:
+        shown = ",".join(f"{part:g}" for part in parts)
+        raise OptionError(f"parts of all tokens must begin with 1, fall, and stay above 0, such as 1,0.4; got {shown}")
+
+
+def read_trajectories(path: Path, deepest: int | None = None) -> Trajectories:
+    """From a file. `deepest` is how deep tokens may go, where nobody of the file does."""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"cannot read trajectories from {path}: {error}") from error
+    texts: list[Trajectory] = []
+    head: dict[str, Any] = {}
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        found = _object(path, number, line)
+        if not texts and not head and "depths" not in found:
+            head = _head(path, found)
+        else:
+            texts.append(_text(f"{path}, line {number}", found))
+    if not texts:
+        raise DataError(f'{path} has no text; a line is {{"prompt": 12, "depths": [1, 2, 1]}}')
+    met = max(max(text.depths) for text in texts)
+    most = max(met, head.get("deepest", 1)) if deepest is None else deepest
+    if met > most:
+        raise DataError(f"{path} has a token of depth {met}, but the model's tokens are at most {most} deep")
+    source: Source = head.get("source", "file")
+    return Trajectories(tuple(texts), most, source, head.get("label", f"depths from {path.name}"))
+
+
+def write_trajectories(path: Path, trajectories: Trajectories) -> None:
+    """A file that `read_trajectories` reads."""
+    t = trajectories
+    head = {"source": t.source, "label": t.label, "deepest": t.deepest}
+    lines = [head, *({"prompt": text.prompt, "depths": list(text.depths)} for text in t.texts)]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+
+
+def _object(path: Path, number: int, line: str) -> dict[str, Any]:
+    try:
+        found = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise DataError(f"{path}, line {number}: no JSON ({error.msg})") from error
+    if not isinstance(found, dict):
+        raise DataError(f"{path}, line {number}: a JSON object is expected, such as {{'prompt': 12, 'depths': [1, 2]}}")
+    return found
+
+
+def _head(path: Path, found: dict[str, Any]) -> dict[str, Any]:
+    unknown = sorted(found.keys() - {"source", "label", "deepest"})
+    if unknown or not found:
+        raise DataError(f"{path}, line 1: no depths, and {unknown or 'nothing'} instead; a text has 'prompt' and 'depths'")
+    source, label, deepest = found.get("source", "file"), found.get("label", ""), found.get("deepest", 1)
+    if source not in SOURCES or not isinstance(label, str) or not is_whole(deepest) or deepest < 1:
+        raise DataError(f"{path}, line 1: source must be one of {', '.join(SOURCES)}, label a text, deepest a whole number")
+    if not label.startswith(source) and source in ("forced", "oracle"):
+        label = f"{source}: {label or path.name}"
+    return {"source": source, "label": label or f"depths from {path.name}", "deepest": deepest}
+
+
+def _text(where: str, found: dict[str, Any]) -> Trajectory:
+    prompt, depths = found.get("prompt", 1), found.get("depths")
+    if not is_whole(prompt) or prompt < 1:
+        raise DataError(f"{where}: prompt must be a whole number of at least 1, got {prompt!r}")
+    if not isinstance(depths, list) or not depths or not all(is_whole(depth) and depth >= 1 for depth in depths):
+        raise DataError(f"{where}: depths must be whole numbers of at least 1, one for each new token")
+    return Trajectory(prompt, tuple(depths))
