@@ -1,4 +1,4 @@
-# The two commands a newcomer needs: `make demo` and `make test`. Both set up everything in .venv first.
+# The two commands a newcomer needs: `make serve` and `make test`. Both set up everything in .venv first.
 PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
@@ -40,7 +40,8 @@ test: $(VENV)/.dev ## Run the tests (2 cores, no GPU)
 	@command -v chromium >/dev/null || echo "no Chromium here: the page's browser tests will be skipped"
 	@$(BIN)/python -m pytest -n 2 --dist worksteal
 
-test-slow: $(VENV)/.dev ## Run the tests marked slow
+test-slow: $(VENV)/.dev ## Run the tests marked slow, those of replicas on Ray among them
+	@$(PIP) -e ".[ray]"
 	@$(BIN)/python -m pytest -m slow
 
 lint: $(VENV)/.dev ## Run ruff, mypy and the import contract

@@ -1,4 +1,4 @@
-"""Every kind of `fathomlm eval`, `analyze` and `plan` runs on a CPU on tiny models, in under three minutes together."""
+"""Every kind of `fathomlm eval`, `analyze`, `simulate` and `plan` runs on a CPU on tiny models, in under three minutes together."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from analyze.test_scaling import write_run
 from analyze.tiny import model_of, saved, text_file
 from cli.judge_server import GOOD, Said, judge
-from fathomlm.cli import analyze
+from fathomlm.cli import analyze, simulate
 from fathomlm.cli import eval as evaluate
 from fathomlm.cli.main import main
 
@@ -50,6 +50,9 @@ def commands(place: Path, url: str) -> list[list[str]]:
         ["analyze", "exits", looped, "--data", text, "--tokens", "64", *FEW],
         ["analyze", "weights", plain, "--recursions", "2"],
         ["analyze", "runs", runs],
+        ["simulate", "throughput", "--preset", "40gb/gemma-2b/2", "--depths", "1,0.5", "--requests", "40"],
+        ["simulate", "thesis", "--table", "16gb", "--texts", "5"],
+        ["simulate", "validate", looped, "--dummy", "--requests", "3", "--rounds", "1", "--within", "1000"],
         ["plan", *sizes, "--runs", runs, "--out", str(place / "fits.png")],
     ]  # fmt: skip
 
@@ -64,6 +67,7 @@ def test_every_kind_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
             json.loads(capsys.readouterr().out)
             seconds[" ".join(words[: 1 if words[0] == "plan" else 2])] = time.perf_counter() - begun
     kinds = [f"eval {kind}" for kind in evaluate.KINDS] + [f"analyze {kind}" for kind in analyze.KINDS]
+    kinds += [f"simulate {kind}" for kind in simulate.KINDS]
     assert set(seconds) == {*kinds, "plan"}
     assert sum(seconds.values()) < MOST_SECONDS
     print(json.dumps({name: round(each, 2) for name, each in seconds.items()}))

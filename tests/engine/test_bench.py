@@ -157,13 +157,13 @@ def test_rows_filled_are_those_that_layers_ran(kind: str, monkeypatch: pytest.Mo
     layers, ran = engine.runner.layers, {"core": 0, "all": 0, "offered": 0}
     inner = layers.run
 
-    def run(x: torch.Tensor, steps: Any, reach: Any, *rest: Any) -> torch.Tensor:
+    def run(x: torch.Tensor, steps: Any, reach: Any, *rest: Any, **named: Any) -> torch.Tensor:
         filled = int((reach.lengths_N > 0).sum())
         part = steps[0].part if steps else "none"
         ran["core"] += filled if kind == "routed" and part == "core" else 0
         ran["all"] += filled
         ran["offered"] += len(x)
-        return inner(x, steps, reach, *rest)
+        return inner(x, steps, reach, *rest, **named)
 
     monkeypatch.setattr(layers, "run", run)
     found = measure(engine, asked(*(Asked((token,), 7) for token in range(1, 8))), speed=1e9)

@@ -13,13 +13,16 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from operator import add
 from typing import Any
 
 from fathomlm.checkpoints.resolve import decoder_only
 from fathomlm.decode.exiting import Exiting
 from fathomlm.decode.prompts import Prompt, encode_prompts, end_tokens
 from fathomlm.decode.sampling import Sampling
+from fathomlm.depth import DepthPlan
 from fathomlm.engine.detokenise import Detokeniser
+from fathomlm.engine.layout import Layout
 from fathomlm.engine.options import EngineOptions
 from fathomlm.engine.programs.base import AGREED, BAD, ENDED, JUDGED, VALID, Record
 from fathomlm.engine.request import Finished, Logprobs, Request, Result, Times, TokenEvent
@@ -90,7 +93,9 @@ class Engine:
         self._ends = end_tokens(model)
         self._kind = self.runner.layout.kind
         self._estimator = None if exiting is None else exiting.estimator
-        self._plan = model.plan  # the model reads it from its configuration each time
+        self._plan = plan = model.plan  # the model reads it from its configuration each time
+        depths = range(plan.recursions + 1) if self._kind == "routed" else ()
+        self._made = [_made_entries(plan, self.runner.layout, depth) for depth in depths]
         self._jobs: dict[int, Job] = {}
         self._by_epoch: dict[int, Job] = {}
         self._flying: deque[int] = deque()
@@ -222,18 +227,21 @@ class Engine:
             self.scheduler.fail(text.id)
             self._finish(job, Finished(reason="error", error="the model's scores are not numbers"))
             return
-        self.scheduler.note(text.id, text.epoch, (token,), self._entries(text, depth))
-        job.first = now if job.first is None else job.first
+        self.scheduler.advance(text, token, self._entries(text, depth))
+        if job.first is None:
+            job.first = now
         job.last = now
-        totals, kind = self.totals, self._kind
+        totals, kind, detokeniser = self.totals, self._kind, job.detokeniser
         totals.tokens += 1
         totals.depths += depth
-        totals.left += kind == "exits" and depth < self._plan.unrolled_layers
+        if kind == "exits" and depth < self._plan.unrolled_layers:
+            totals.left += 1
         met = token in self._ends and not request.sampling.ignore_eos
-        piece = "" if met else job.detokeniser.push((token,))
+        piece = "" if met else detokeniser.push((token,))
         if flags & ENDED:
-            piece += job.detokeniser.finish()
-        job.pieces.append(piece)
+            piece += detokeniser.finish()
+        if piece:
+            job.pieces.append(piece)
         top: tuple[tuple[int, float], ...] = ()
         if request.logprobs is not None:
             if request.logprobs:
@@ -251,7 +259,7 @@ class Engine:
                     depth=None if kind == "whole" else depth, confidence=reals[1] if kind == "exits" else None,
                 )
             )  # fmt: skip
-        if job.detokeniser.stopped:
+        if detokeniser.stopped:
             self.scheduler.finish(text.id)
             self._finish(job, Finished(reason="stop"))
         elif flags & ENDED:
@@ -260,15 +268,9 @@ class Engine:
 
     def _entries(self, text: Text, depth: int) -> list[int]:
         """By table, with the token that has just run."""
-        plan, layout = self._plan, self.runner.layout
-        if layout.kind != "routed" or plan.kv != "cache":
+        if self._kind != "routed" or self._plan.kv != "cache":
             return [text.length]  # the new token is known and not run
-        entries = list(text.entries)
-        if len(layout.tables) > plan.recursions:
-            entries[0] += 1
-        for table in layout.recursion_tables[:depth]:
-            entries[table] += 1
-        return entries
+        return list(map(add, text.entries, self._made[depth]))
 
     def _finish(self, job: Job, why: Finished) -> None:
         if why.reason in ("cancelled", "error"):
@@ -288,3 +290,13 @@ class Engine:
             self._estimator.end_sequence()
         if job.tell is not None:
             job.tell(why)
+
+
+def _made_entries(plan: DepthPlan, layout: Layout, depth: int) -> list[int]:
+    """By table: the entries that a token of this depth makes, where recursions have tables of their own."""
+    made = [0] * len(layout.tables)
+    if len(layout.tables) > plan.recursions:
+        made[0] = 1
+    for table in layout.recursion_tables[:depth]:
+        made[table] = 1
+    return made

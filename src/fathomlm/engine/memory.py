@@ -46,12 +46,15 @@ class Memory:
         return self._can_have(self._missing(sequence, more))
 
     def grow(self, sequence: Sequence, more: int, draft: Draft) -> None:
-        """Give a sequence room for `more` tokens in every table, or for as many as there are pages left."""
-        for table in range(len(self.tables)):
-            missing = self._pages_for(sequence.reach(table, more)) - len(sequence.pages[table])
-            count = min(missing, self._pool(table).available)
-            if count > 0:
-                self._give(sequence, table, count, draft)
+        """Give a sequence room for `more` tokens in every table, or for as many as there are pages left. Asked as often as
+        `short`."""
+        most, ahead, size = sequence.most_entries, sequence.prefilled - sequence.confirmed + more, self.page_size
+        for table, (entries, pages) in enumerate(zip(sequence.entries, sequence.pages, strict=True)):
+            lacking = min(most, entries + ahead) - len(pages) * size
+            if lacking > 0:
+                count = min(-(-lacking // size), self._pool(table).available)
+                if count > 0:
+                    self._give(sequence, table, count, draft)
 
     def find(self, sequence: Sequence) -> Prefix:
         """The longest cached prefix of a sequence, held for it; empty when prefixes are not cached."""

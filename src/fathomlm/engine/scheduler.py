@@ -133,11 +133,17 @@ class Scheduler:
         sequence = self._current(id, epoch)
         if sequence is None:
             return False
-        assert sequence.state == "running", f"sequence {id} is {sequence.state}, but has run"
-        sequence.tokens.extend(tokens)
-        assert len(sequence.tokens) <= sequence.max_new_tokens, f"sequence {id} has {len(sequence.tokens)} tokens, too many"
-        self._confirm(sequence, entries)
+        for token in tokens:
+            self.advance(sequence, token, entries)
         return True
+
+    def advance(self, sequence: Sequence, token: int, entries: abc.Sequence[int]) -> None:
+        """`note` for one token of a sequence that is known to be the current one: this is what the host does most."""
+        assert sequence.state == "running", f"sequence {sequence.id} is {sequence.state}, but has run"
+        said = sequence.tokens
+        said.append(token)
+        assert len(said) <= sequence.max_new_tokens, f"sequence {sequence.id} has {len(said)} tokens, too many"
+        self._confirm(sequence, entries)
 
     def read(self, id: int, epoch: int, upto: int, entries: abc.Sequence[int]) -> bool:
         """The first `upto` tokens are read, and these are the entries of just them. Returns whether it counted."""
@@ -178,8 +184,11 @@ class Scheduler:
         for sequence in wanting:
             if sequence.id not in self._placed:
                 return  # preempted for an older one, like all behind it
-            if sequence.unread and not draft.budget:
+            unread = sequence.unread
+            if unread and not draft.budget:
                 continue
+            if not unread and not self.memory.short(sequence, 1):
+                continue  # it has looked ahead, and wants to again
             if not self._make_room(sequence):
                 return
             self.memory.grow(sequence, 1, draft)
@@ -293,9 +302,10 @@ class Scheduler:
         sequence.epoch = self._epoch
 
     def _confirm(self, sequence: Sequence, entries: abc.Sequence[int]) -> None:
-        for table, (before, now) in enumerate(zip(sequence.entries, entries, strict=True)):
-            room = len(sequence.pages[table]) * self.memory.page_size
-            assert before <= now <= room, f"sequence {sequence.id}, table {table}: {before}, then {now} of {room} entries"
+        size = self.memory.page_size
+        for before, now, pages in zip(sequence.entries, entries, sequence.pages, strict=True):
+            room = len(pages) * size
+            assert before <= now <= room, f"sequence {sequence.id}: {before}, then {now} of {room} entries of a table"
         sequence.entries = list(entries)
 
     def _current(self, id: int, epoch: int) -> Sequence | None:

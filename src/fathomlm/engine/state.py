@@ -71,11 +71,13 @@ class EngineState:
         if placed:
             self._place(placed)
         if plan.grants:
-            at = [(grant.slot, grant.table, grant.index) for grant in plan.grants]
+            slot, table, _ = self.tables_STP.stride()
+            at = [grant.slot * slot + grant.table * table + grant.index for grant in plan.grants]
             self._write(self.tables_STP, at, [grant.page for grant in plan.grants])
         if plan.rooms:
-            here = [(room.slot, room.table) for room in plan.rooms]
-            self._write(self.room_ST, here, [room.entries for room in plan.rooms])
+            slot, _ = self.room_ST.stride()
+            at = [room.slot * slot + room.table for room in plan.rooms]
+            self._write(self.room_ST, at, [room.entries for room in plan.rooms])
 
     def start(self, slot: int) -> None:
         """A sequence whose text is read begins to run."""
@@ -96,10 +98,8 @@ class EngineState:
     def _fill(self, column_S: Tensor, slots: Sequence[int], value: int) -> None:
         column_S.index_fill_(0, self.upload(slots), value)
 
-    def _write(self, target: Tensor, at: Sequence[tuple[int, ...]], values: Sequence[int]) -> None:
-        strides = target.stride()
-        flat = [sum(i * stride for i, stride in zip(place, strides, strict=True)) for place in at]
-        both = self.upload([flat, list(values)])
+    def _write(self, target: Tensor, at: list[int], values: list[int]) -> None:
+        both = self.upload([at, values])
         target.view(-1).index_copy_(0, both[0], both[1].to(target.dtype))
 
     def upload(self, values: Sequence[object], dtype: torch.dtype = torch.int64) -> Tensor:

@@ -71,7 +71,7 @@ def clocked(kind: str, **fields: Any) -> TimedEngine:
     slow(layers, "run", lambda x, steps, *_: 1e-3 * len(steps) + 1e-5 * len(x))
     slow(layers, "scores", lambda *_: 2e-3)
     slow(scheduler, "plan", lambda: 0.5e-3)
-    slow(scheduler, "note", lambda *_: 0.1e-3)
+    slow(scheduler, "advance", lambda *_: 0.1e-3)
     return engine
 
 
