@@ -65,7 +65,9 @@ if triton is not None:
     def narrow_entry(new, scale, kind: tl.constexpr, LARGEST: tl.constexpr):  # type: ignore[no-untyped-def]
         """Float32 numbers as pages hold them."""
         if kind == tl.float8e4nv:
-            new = tl.minimum(tl.maximum(new / scale, -LARGEST), LARGEST)
+            new = new / scale
+            # What is no number stays none, as in the plain twin: the minimum of NaN and a number is the number.
+            new = tl.where(new == new, tl.minimum(tl.maximum(new, -LARGEST), LARGEST), new)
         return new.to(kind)
 
     @triton.jit  # type: ignore[untyped-decorator,unused-ignore]

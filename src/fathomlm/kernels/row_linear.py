@@ -101,7 +101,8 @@ def add_linear(
     stream_NM: Tensor, x_NK: Tensor, weight_MK: Tensor, out: Tensor | None = None, space: SplitSpace | None = None
 ) -> Tensor:
     """stream + x @ weight^T. `out` may be the stream itself, but must not overlap x. The same input gives the same bits:
-    where programs share a sum, whichever comes last adds the shares in order. Without `space` each call makes its own."""
+    where programs share a sum, whichever comes last adds the shares in order. Without `space` none do, which is slower where
+    rows and columns are few."""
     if triton is not None and x_NK.is_cuda:
         return _triton_add_linear(stream_NM, x_NK, weight_MK, out, space)
     return plain_add_linear(stream_NM, x_NK, weight_MK, out)
@@ -287,7 +288,7 @@ if triton is not None:
         (N, M), K = stream_NM.shape, x_NK.shape[1]
         out = torch.empty_like(stream_NM) if out is None else out
         check_rows(weight_MK, x_NK, out, stream_NM)
-        b = blocks or product_blocks(N, M, K, weight_MK.element_size(), splits=True)
+        b = blocks or product_blocks(N, M, K, weight_MK.element_size(), splits=space is not None)
         tall, share = row_block(N, x_NK.element_size()), share_of(K, b.split)
         grid = (triton.cdiv(N, tall), triton.cdiv(M, b.columns), triton.cdiv(K, share))
         if space is None:

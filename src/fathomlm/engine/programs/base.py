@@ -17,6 +17,7 @@ from fathomlm.engine.layers import RowLayers
 from fathomlm.engine.layout import Layout
 from fathomlm.engine.sampler import Mode, Sampled, SamplerState, note, sample
 from fathomlm.engine.state import IDLE, EngineState, Placed
+from fathomlm.kernels.best_token import best_token
 
 VALID, BAD, ENDED, JUDGED, AGREED = 1, 2, 4, 8, 16
 """Flags of a record: a token was chosen; its scores were no numbers; the text is over; the whole model has said what it
@@ -31,6 +32,9 @@ class How:
     mode: Mode = "greedy"
     penalise: bool = False
     alternatives: bool = False
+
+
+GREEDY = How()
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,10 +140,7 @@ class Choosing:
         """Where `chosen_N`, a row's scores choose its slot's next token. `flags_N` are flags to tell beside those of the
         choice."""
         s = self.state
-        steps_N = s.made_S.index_select(0, rows_N)
-        sampled: Sampled = self._sample(
-            scores_NV, rows_N, steps_N, self.sampler, mode=how.mode, penalise=how.penalise, alternatives=how.alternatives
-        )
+        sampled = self._best(scores_NV) if how == GREEDY else self._drawn(scores_NV, rows_N, how)
         if how.penalise:
             note(sampled.tokens_N, torch.where(chosen_N, rows_N, s.spare), self.sampler)
         self._take(
@@ -149,6 +150,20 @@ class Choosing:
         if how.alternatives:
             record.top_tokens_NK.copy_(sampled.top_tokens_NK)
             record.top_logprobs_NK.copy_(sampled.top_logprobs_NK)
+
+    def _best(self, scores_NV: Tensor) -> Sampled:
+        tokens_N, logprobs_N, bad_N = best_token(scores_NV)
+        none_NK = tokens_N.new_zeros(len(tokens_N), 0)
+        return Sampled(
+            tokens_N=tokens_N, logprobs_N=logprobs_N, bad_N=bad_N, top_tokens_NK=none_NK, top_logprobs_NK=none_NK.float()
+        )
+
+    def _drawn(self, scores_NV: Tensor, rows_N: Tensor, how: How) -> Sampled:
+        steps_N = self.state.made_S.index_select(0, rows_N)
+        found: Sampled = self._sample(
+            scores_NV, rows_N, steps_N, self.sampler, mode=how.mode, penalise=how.penalise, alternatives=how.alternatives
+        )
+        return found
 
 
 def take(

@@ -1,0 +1,96 @@
+"""The likeliest token of each row, and its log probability.
+
+In plain torch that is a maximum, a softmax over the vocabulary and a look-up, each a pass over all scores by one program a
+row. Here programs share a row and go over it once.
+
+Shapes: N rows, V vocabulary, C chunks of a row.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fathomlm.kernels.triton_here import tl, triton
+
+CHUNK = 2048
+"""Scores that one program takes."""
+
+
+class Best(NamedTuple):
+    tokens_N: Tensor
+    logprobs_N: Tensor
+    bad_N: Tensor
+    """A score is NaN or +inf, or none is finite: there is no choice. Token and log probability are 0."""
+
+
+def best_token(scores_NV: Tensor) -> Best:
+    """The first of the highest scores, (N) each."""
+    if triton is not None and scores_NV.is_cuda:
+        return _triton_best_token(scores_NV)
+    return plain_best_token(scores_NV)
+
+
+def plain_best_token(scores_NV: Tensor) -> Best:
+    """The meaning. torch promises the first of equal maxima, and takes NaN for the highest."""
+    best_N, tokens_N = scores_NV.float().max(-1)
+    bad_N = ~best_N.isfinite()
+    logprobs_N = best_N - scores_NV.float().logsumexp(-1)
+    return Best(tokens_N.masked_fill(bad_N, 0), logprobs_N.masked_fill(bad_N, 0.0), bad_N)
+
+
+if triton is not None:
+
+    @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
+    def _chunk_kernel(  # type: ignore[no-untyped-def]
+        scores_ptr, scores_stride, most_ptr, sum_ptr, at_ptr, vocab, CHUNKS: tl.constexpr, CHUNK: tl.constexpr
+    ):
+        """The highest score of a chunk, where it is, and the sum of exponentials below it. NaN stays NaN."""
+        row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
+        column = chunk * CHUNK + tl.arange(0, CHUNK)
+        x = tl.load(scores_ptr + row * scores_stride + column, mask=column < vocab, other=float("-inf")).to(tl.float32)
+        most = tl.max(x, 0)
+        first = tl.min(tl.where(x == most, column, vocab), 0)
+        wrong = tl.max((x != x).to(tl.int32), 0)
+        below = tl.sum(tl.exp(x - tl.where(most == float("-inf"), 0.0, most)), 0)
+        at = row * CHUNKS + chunk
+        tl.store(most_ptr + at, tl.where(wrong > 0, float("nan"), most))
+        tl.store(sum_ptr + at, below)
+        tl.store(at_ptr + at, first)
+
+    @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
+    def _row_kernel(  # type: ignore[no-untyped-def]
+        most_ptr, sum_ptr, at_ptr, tokens_ptr, logprobs_ptr, bad_ptr, vocab, CHUNKS: tl.constexpr, WIDE: tl.constexpr
+    ):
+        row, chunk = tl.program_id(0).to(tl.int64), tl.arange(0, WIDE)
+        at, there = row * CHUNKS + chunk, chunk < CHUNKS
+        most = tl.load(most_ptr + at, mask=there, other=float("-inf"))
+        best = tl.max(most, 0)
+        wrong = tl.max((most != most).to(tl.int32), 0)
+        bad = (wrong > 0) | (best == float("inf")) | (best == float("-inf"))
+        level = tl.where(bad, 0.0, best)
+        total = tl.sum(tl.load(sum_ptr + at, mask=there, other=0.0) * tl.exp(most - level), 0)
+        first = tl.min(tl.where(most == best, tl.load(at_ptr + at, mask=there, other=0), vocab), 0)
+        tl.store(tokens_ptr + row, tl.where(bad, 0, first).to(tl.int64))
+        tl.store(logprobs_ptr + row, tl.where(bad, 0.0, -tl.log(total)))
+        tl.store(bad_ptr + row, bad)
+
+    def _triton_best_token(scores_NV: Tensor) -> Best:
+        (N, V), device = scores_NV.shape, scores_NV.device
+        assert scores_NV.stride(1) == 1
+        chunks = triton.cdiv(V, CHUNK)
+        most_NC, sum_NC = (torch.empty(N, chunks, device=device) for _ in range(2))
+        at_NC = torch.empty(N, chunks, dtype=torch.int32, device=device)
+        found = Best(
+            torch.empty(N, dtype=torch.int64, device=device),
+            torch.empty(N, device=device),
+            torch.empty(N, dtype=torch.bool, device=device),
+        )
+        _chunk_kernel[(N, chunks)](
+            scores_NV, scores_NV.stride(0), most_NC, sum_NC, at_NC, V, CHUNKS=chunks, CHUNK=CHUNK, num_warps=4
+        )
+        wide = triton.next_power_of_2(chunks)
+        _row_kernel[(N,)](most_NC, sum_NC, at_NC, *found, V, CHUNKS=chunks, WIDE=wide, num_warps=1)
+        return found

@@ -1,0 +1,68 @@
+"""The likeliest token: plain torch's meaning, and the kernel's on a GPU or by Triton's interpreter."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+from torch import Tensor
+
+from fathomlm.kernels import best_token as kernel
+from fathomlm.kernels.triton_here import triton
+
+GPU = torch.cuda.is_available()
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+INF, NAN = float("inf"), float("nan")
+
+
+def awkward(vocab: int) -> Tensor:
+    """Random rows, and one of each kind of trouble."""
+    rows = 4 * torch.randn(12, vocab, generator=torch.Generator().manual_seed(0))
+    rows[1, -1] = rows[1].max() + 1
+    rows[2, [3, vocab - 2]] = rows[2].max() + 1  # equal
+    rows[3] = -INF
+    rows[4, 5] = INF
+    rows[5, vocab // 2] = NAN
+    rows[6, : vocab - 1] = -INF
+    rows[7] = 0.0
+    rows[8] += 1e4
+    rows[9, 0], rows[9, -1] = NAN, INF
+    rows[10, : vocab // 2] = -INF
+    return rows
+
+
+@pytest.mark.parametrize("vocab", [7, 5000])
+def test_the_meaning(vocab: int) -> None:
+    rows = awkward(vocab)
+    best = kernel.plain_best_token(rows)
+    assert best.bad_N.tolist() == [i in (3, 4, 5, 9) for i in range(12)]
+    good = ~best.bad_N
+    assert best.tokens_N[2] == 3
+    assert best.tokens_N[7] == 0
+    wanted = rows[good].double().log_softmax(-1).gather(1, best.tokens_N[good][:, None])[:, 0]
+    torch.testing.assert_close(best.logprobs_N[good].double(), wanted, rtol=1e-5, atol=2e-3)
+    assert (rows[good].max(-1).values == rows[good].gather(1, best.tokens_N[good][:, None])[:, 0]).all()
+    assert not best.tokens_N[~good].any()
+    assert not best.logprobs_N[~good].any()
+
+
+@pytest.mark.parametrize("vocab", [7, 2048, 5000])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "device",
+    [
+        pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not GPU, reason="needs a CUDA device")]),
+        pytest.param("cpu", marks=pytest.mark.skipif(not INTERPRETED, reason="needs Triton with TRITON_INTERPRET=1")),
+    ],
+)
+def test_the_kernel(device: str, vocab: int, dtype: torch.dtype) -> None:
+    assert triton is not None
+    rows = awkward(vocab).to(device, dtype)
+    fast, slow = kernel._triton_best_token(rows), kernel.plain_best_token(rows)
+    assert torch.equal(fast.tokens_N, slow.tokens_N)
+    assert torch.equal(fast.bad_N, slow.bad_N)
+    torch.testing.assert_close(fast.logprobs_N, slow.logprobs_N, rtol=1e-4, atol=2e-3)
+    wide = torch.zeros(12, vocab + 3, dtype=dtype, device=rows.device)
+    wide[:, :vocab] = rows
+    assert torch.equal(kernel._triton_best_token(wide[:, :vocab]).tokens_N, slow.tokens_N), "rows of a wider tensor"
