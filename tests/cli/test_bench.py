@@ -29,7 +29,7 @@ MEASURED: dict[str, Any] = {
         "rows", "slots", "ticks", "passes_in_a_tick", "ms_per_tick", "rows_filled", "rows_filled_by_pass", "stages",
         "preemptions", "prefix_hits",
     },
-    "memory": {"weights", "kv", "kv_most"},
+    "memory": {"weights", "kv", "kv_most", "kv_dtype"},
     "floor": {"bytes_per_tick", "reading_bytes_per_s", "ms_per_tick", "share"},
 }  # fmt: skip
 """The form that scripts rely on: what is here may grow, and nothing may go."""
@@ -128,6 +128,27 @@ def test_forced_depths_are_labelled_in_every_output(bench: Callable[..., str], w
 def test_forced_depths_are_the_trained_capacities_unless_others_are_named(bench: Callable[..., str]) -> None:
     record = json.loads(bench("throughput", "--dummy", *FEW, *ROUTED, "--depth", "forced", "--json"))
     assert "parts 1, 0.5 of all tokens" in record["ours"]["depth"]["label"]
+
+
+@pytest.mark.usefixtures("short")
+@pytest.mark.parametrize("kind", ["throughput", "latency"])
+def test_keys_and_values_in_float8(bench: Callable[..., str], kind: str) -> None:
+    words = ("--dummy", "--workload", "64-256", "--requests", "2", "--dtype", "bfloat16", "--peer", "vanilla")
+    wide = json.loads(bench(kind, *words, "--json"))
+    narrow = json.loads(bench(kind, *words, "--kv-dtype", "fp8", "--json"))
+    for found in ("ours", "vanilla"):
+        before, after = (one["ours"] if found == "ours" else one["peers"][found] for one in (wide, narrow))
+        assert (before["memory"]["kv_dtype"], after["memory"]["kv_dtype"]) == ("bfloat16", "float8_e4m3fn")
+        assert before["memory"]["kv"] == 2 * after["memory"]["kv"]
+        assert after["timing"]["finished"] == 2
+    assert "float8" in bench(kind, *words, "--kv-dtype", "fp8")
+
+
+@pytest.mark.usefixtures("short")
+def test_headings_are_whole_on_a_narrow_terminal(bench: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    table = bench("throughput", "--dummy", *FEW, *ROUTED, "--depths", "1,0.5", "--peer", "vanilla", "--peer", "transformers")
+    assert " transformers " in table
 
 
 @pytest.mark.usefixtures("short")
@@ -237,9 +258,18 @@ BAD: list[tuple[tuple[str, ...], str]] = [
     (("throughput", "--reqests", "3"), "did you mean '--requests'?"),
     (("throughput", "--requests", "0"), "--requests must be at least 1, got 0"),
     (("throughput", "--rows", "-1"), "--rows must be at least 1, got -1"),
-    (("throughput", "--arrivals", "0"), "the rate of arrivals must be above 0"),
+    (("throughput", "--arrivals", "0"), "--arrivals must be above 0 requests a second, got 0"),
+    (("throughput", "--arrivals", "nan"), "--arrivals must be above 0 requests a second, got nan"),
     (("throughput", "--memory", "lots"), "--memory takes a size such as 512MB, 8GB or 8GiB, got 'lots'"),
     (("throughput", "--memory", "10"), "hold no two pages"),
+    (("throughput", "--memory", "9" * 400 + "GB"), "is more than any machine has"),
+    (("throughput", "--memory", "900000000GB", "--requests", "1"), "too little memory for this; lower --rows"),
+    (("throughput", "--kv-dtype", "fp4"), "unknown kv dtype 'fp4' (did you mean 'fp8'?); known: auto, fp8"),
+    (("throughput", "--page-size", "3"), "--page-size must be a power of two, got 3"),
+    (("throughput", "--rows", "9" * 20), "--rows must be at most 2,147,483,647"),
+    (("throughput", "--seed", "9" * 20), "--seed must be at most 9,223,372,036,854,775,807"),
+    (("throughput", "--threads", "100000"), "the processors of this machine; got 100,000"),
+    (("throughput", "--device", "mps"), "the engine runs on cpu, cuda or cuda:N, not on 'mps'"),
     (("throughput", "--depth", "deep"), "unknown depth 'deep'"),
     (("throughput", "--depth", "router"), "--depth router is for models with a router"),
     (("throughput", "--depth", "forced"), "--depth forced needs --exit-rate P"),
@@ -251,13 +281,16 @@ BAD: list[tuple[tuple[str, ...], str]] = [
     (("throughput", *ROUTED, "--depths", "1,0.5", "--depth", "router"), "--depths does not go with --depth router"),
     (("throughput", *ROUTED, "--exit-rate", "0.5"), "--exit-rate is for models without a router"),
     (("throughput", *ROUTED, "--depth", "confidence"), "is for models without a router"),
-    (("throughput", *ROUTED[:-1], "token", "--depth", "forced"), "depth can be forced on expert-choice models only"),
+    (("throughput", *ROUTED[:-1], "token", "--depth", "forced"), "forced depths are for expert-choice routers"),
     (("throughput", "--exit-rate", "0.5", "--depths", "1"), "give one of them"),
     (("throughput", "--exit-rate", "1.5", "--exit-layer", "2"), "--exit-rate must be between 0 and 1, got 1.5"),
     (("throughput", "--exit-rate", "0.5"), "names no exits of its own, so name an exit layer: 2"),
     (("throughput", "--exit-rate", "0.5", "--exit-layer", "9"), "a token may leave after layers 1 to 3"),
     (("throughput", "--exit-rate", "0.5", "--threshold", "0.5"), "--threshold does not go with forced depths"),
-    (("throughput", "--threshold", "2", "--exit-layer", "2"), "threshold must be from 0"),
+    (
+        ("throughput", "--threshold", "2", "--exit-layer", "2"),
+        "--threshold must be from 0 (always leave) to 1 (never), got 2",
+    ),
     (("throughput", "--depth", "confidence", "--exit-rate", "0.5"), "--exit-rate does not go with --depth confidence"),
     (("throughput", "--slots", "5", "--rows", "2"), "slots are rows"),
     (("throughput", "--router-alpha", "1"), "--router-alpha goes with --router"),
@@ -271,6 +304,9 @@ BAD: list[tuple[tuple[str, ...], str]] = [
     (("latency", "--arrivals", "3"), "unknown option '--arrivals'"),
     (("latency", "--requests", "0"), "--requests must be at least 1"),
     (("kernels", "--rows", "0"), "--rows must be at least 1, got 0"),
+    (("kernels", "--context", "2000000000"), "too little memory for this; lower --rows, --context, --rank or --recursions"),
+    (("kernels", "--threads", "100000"), "the processors of this machine; got 100,000"),
+    (("kernels", "--device", "mps"), "the engine runs on cpu, cuda or cuda:N, not on 'mps'"),
 ]
 
 
@@ -282,9 +318,13 @@ def test_mistakes_are_one_line(
     assert message in mistake_of("bench", words[0], str(tiny_model_dir), *dummy, *words[1:])
 
 
-def test_mistakes_with_loaded_weights(tiny_model_dir: Path, tmp_path: Path, mistake_of: Callable[..., str]) -> None:
+def test_mistakes_with_loaded_weights(
+    tiny_model_dir: Path, tmp_path: Path, mistake_of: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     place = str(tiny_model_dir)
-    assert "more than the model's context of 256" in mistake_of("bench", "throughput", place)
+    with monkeypatch.context() as patched:  # which is seen before anything is loaded
+        patched.setattr("fathomlm.cli.bench_model.load_model", lambda args: pytest.fail("loaded"))
+        assert "more than the model's context of 256" in mistake_of("bench", "throughput", place)
     assert "has no prompts to cut" in mistake_of("bench", "throughput", place, "--data", "x.txt")
     (tmp_path / "empty.txt").write_text(" \n")
     words = ("--workload", "64-256", "--data", str(tmp_path / "empty.txt"))

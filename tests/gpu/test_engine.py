@@ -15,6 +15,7 @@ from fathomlm.decode.full import generate
 from fathomlm.decode.sampling import Sampling
 from fathomlm.engine.engine import Engine
 from fathomlm.engine.request import Request
+from fathomlm.kernels.paged_write import FLOAT8
 from fathomlm.model.hub import FathomForCausalLM
 from model.route.small import model_of, routed
 
@@ -69,6 +70,53 @@ def test_tokens_are_the_reference_decoders(name: str, fuse: bool) -> None:
         engine.step()
     counters = engine.counters()
     assert counters.pages_used == counters.pages_cached
+
+
+float8 = pytest.mark.skipif(
+    torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 9), reason="the GPU does not know float8"
+)
+FLOAT8_CASES = ("whole", "routed", "routed, shared", "exits, two passes", "exits, one pass")
+
+
+@float8
+@pytest.mark.parametrize("name", FLOAT8_CASES)
+@pytest.mark.parametrize("fuse", [True, False])
+def test_entries_in_float8_are_the_plain_twins(name: str, fuse: bool) -> None:
+    """Sums differ in their last bits, so next to a tie a number may go to float8's next: log probabilities of first tokens
+    may be 0.5 apart in these models, whose random weights are large, and later tokens may be others."""
+    make, leave = CASES[name]
+    model: FathomForCausalLM = make()
+    setting: Exiting | None = None if leave is None else leave()
+    told = []
+    for here, sizes in ((model, SIZES), (on_gpu(model), SIZES | {"compile": fuse})):
+        engine = Engine(here, exiting=setting, fuse=fuse, kv_dtype="fp8", **sizes)
+        assert engine.runner.pages.at(0, 0)[0].dtype == FLOAT8
+        told.append(engine.generate(many(model), max_new_tokens=NEW, logprobs=5))
+        counters = engine.counters()
+        assert counters.pages_used == counters.pages_cached
+    for slow, fast in zip(*told, strict=True):
+        assert fast.finish.reason in ("length", "eos")
+        assert slow.logprobs is not None
+        assert fast.logprobs is not None
+        wanted, got = dict(slow.logprobs[0].top), dict(fast.logprobs[0].top)
+        assert len(wanted.keys() & got.keys()) >= 3
+        assert all(abs(wanted[token] - got[token]) < 0.5 for token in wanted.keys() & got.keys())
+    first = [slow.tokens[0] == fast.tokens[0] for slow, fast in zip(*told, strict=True)]
+    assert sum(first) >= len(first) - 2
+
+
+@float8
+@pytest.mark.parametrize("name", FLOAT8_CASES)
+def test_half_precision_with_entries_in_float8_runs_to_the_end(name: str) -> None:
+    make, leave = CASES[name]
+    model = on_gpu(make()).bfloat16()
+    setting: Exiting | None = None if leave is None else leave()
+    memory = 200_000
+    auto, narrow = (Engine(model, exiting=setting, kv_dtype=kind, memory=memory, **SIZES) for kind in ("auto", "fp8"))
+    for few, more in zip(auto.runner.sizes.pool_pages, narrow.runner.sizes.pool_pages, strict=True):
+        assert more in (2 * few, 2 * few + 1)
+    results = narrow.generate(many(model), max_new_tokens=NEW)
+    assert {result.finish.reason for result in results} <= {"length", "eos"}
 
 
 def test_sampling_does_not_depend_on_the_batch() -> None:

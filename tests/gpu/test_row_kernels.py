@@ -152,6 +152,15 @@ def test_entries_in_float8(dtype: torch.dtype) -> None:
         torch.testing.assert_close(one[:20].float(), other[:20].float(), rtol=2**-3, atol=2**-9)
 
 
+def test_what_is_no_number_is_none_in_float8() -> None:
+    k = torch.tensor([[[1.0, float("nan"), float("inf"), -float("inf")]]], device=CUDA)
+    pages = [torch.zeros(2, 1, 1, 4, device=CUDA).to(paged_write.FLOAT8) for _ in range(2)]
+    paged_write.write_entries(k, k, *pages, torch.tensor([0], device=CUDA))
+    one, nothing, high, low = pages[0].float()[0].flatten().tolist()
+    assert (one, high, low) == (1.0, paged_write.LARGEST_FLOAT8, -paged_write.LARGEST_FLOAT8)
+    assert nothing != nothing
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("groups", "head_dim"), [(5, 64), (3, 20), (32, 128)])
 def test_writing_entries(dtype: torch.dtype, groups: int, head_dim: int) -> None:

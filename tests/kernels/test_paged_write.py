@@ -42,6 +42,16 @@ def test_float8_is_scaled_and_never_overflows() -> None:
     assert not pages[0].float()[0, 0].any()
 
 
+def test_what_is_no_number_is_none_in_float8() -> None:
+    """Else a text whose entries broke would go on with numbers that mean nothing."""
+    k = torch.tensor([[[1.0, float("nan"), float("inf"), -float("inf")]]])
+    pages = [torch.zeros(2, 1, 1, 4).to(FLOAT8) for _ in range(2)]
+    write_entries(k, k, *pages, torch.tensor([0]))
+    one, nothing, high, low = pages[0].float()[0].flatten().tolist()
+    assert (one, high, low) == (1.0, 448.0, -448.0)
+    assert nothing != nothing
+
+
 def test_half_precision_pages_round() -> None:
     k = torch.tensor([[[1.0 + 2**-10]]])
     pages = [torch.zeros(2, 1, 1, 1, dtype=torch.bfloat16) for _ in range(2)]
@@ -49,11 +59,13 @@ def test_half_precision_pages_round() -> None:
     assert float(pages[0][0]) == 1.0
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, FLOAT8])
 @pytest.mark.parametrize("layers", [(), (3,)])
-def test_a_page_is_copied_in_every_layer(layers: tuple[int, ...]) -> None:
-    pages = randoms()(*layers, 5, 4, 2, 3)
-    before = pages.clone()
-    copy_page(pages, 1, 3)
+def test_a_page_is_copied_in_every_layer(layers: tuple[int, ...], dtype: torch.dtype) -> None:
+    narrow = randoms()(*layers, 5, 4, 2, 3).to(dtype)
+    before = narrow.float()
+    copy_page(narrow, 1, 3)
+    pages = narrow.float()
     assert torch.equal(pages[..., 3, :, :, :], before[..., 1, :, :, :])
     for other in (0, 1, 2, 4):
         assert torch.equal(pages[..., other, :, :, :], before[..., other, :, :, :])

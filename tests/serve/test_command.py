@@ -34,6 +34,7 @@ def test_the_defaults_are_the_small_model_and_this_machine_only() -> None:
     assert serve.read_options(args).api_keys == ()
     assert serve.read_exits(args) is None
     assert (serve.read_engine(args).rows, serve.read_engine(parse("--device", "cuda")).rows) == (8, 32)
+    assert (serve.read_engine(args).kv_dtype, serve.read_engine(parse("--kv-dtype", "fp8")).kv_dtype) == ("auto", "fp8")
 
 
 def test_keys_come_from_the_command_line_and_from_a_file(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from fathomlm.engine.options import EngineOptions
     from fathomlm.model.hub import FathomForCausalLM
 
-TUNED = ("chunk", "page_size", "burst", "cores", "shallows")
+TUNED = ("kv_dtype", "chunk", "page_size", "burst", "cores", "shallows")
 """Fields of the engine's options that are passed on as they are."""
 Progress = Callable[[int, int], None]
 

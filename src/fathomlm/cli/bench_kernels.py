@@ -6,11 +6,11 @@ import argparse
 from dataclasses import asdict
 from typing import Any
 
+from fathomlm.cli.bench_options import check_numbers
 from fathomlm.cli.bench_record import about, memory_errors, print_record, say_interrupted
 from fathomlm.cli.bench_tables import print_kernels
 from fathomlm.cli.progress import layer_bar
 from fathomlm.cli.sampling_options import add_dtype_argument
-from fathomlm.errors import OptionError
 
 HELP = "each kernel alone: microseconds, and how near to reading its weights once"
 DESCRIPTION = (
@@ -34,19 +34,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    for name in ("rows", "context", "rank", "recursions", "threads"):
-        value = getattr(args, name)
-        if value is not None and value < 1:
-            raise OptionError(f"--{name} must be at least 1, got {value}")
+    check_numbers(args, {"rows": 1, "context": 1, "rank": 1, "recursions": 1, "threads": 1})
 
     import torch
 
-    from fathomlm.checkpoints.resolve import architecture_of, parse_device
-    from fathomlm.cli.bench_model import read_dtype
+    from fathomlm.checkpoints.resolve import architecture_of
+    from fathomlm.cli.bench_model import read_device, read_dtype
     from fathomlm.engine.bench.floor import reading_speed
     from fathomlm.engine.bench.kernels import KernelOptions, check, time_kernels
 
-    device = parse_device(args.device)
+    device = read_device(args.device)
     if args.threads is not None:
         torch.set_num_threads(args.threads)
     architecture = architecture_of(args.model)[0]
@@ -54,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
     dtype = read_dtype(args, device)
     options = KernelOptions(rows=args.rows, context=args.context, rank=args.rank, recursions=args.recursions)
     torch.manual_seed(0)
-    with memory_errors("--rows or --context"), layer_bar("timing", unit="kernels") as tick:
+    with memory_errors("--rows, --context, --rank or --recursions"), layer_bar("timing", unit="kernels") as tick:
         speed = reading_speed(device)
         found, complete = time_kernels(architecture, options, dtype=dtype, device=device, speed=speed, on_done=tick)
     if not found:

@@ -30,32 +30,47 @@ def read_model(args: argparse.Namespace) -> tuple[FathomForCausalLM, Workload]:
 
     from fathomlm.decode.prompts import encode_prompts
 
+    read_device(args.device)
     if args.threads is not None:
         torch.set_num_threads(args.threads)
     if args.dummy:
         return _random(args)
     texts = None if args.data is None else _texts(args)  # first, so that a slip costs no waiting
+    architecture = read_shape(args)[0]
+    longest = _workload(args, architecture.vocab, None).longest
+    if longest > architecture.context:
+        raise OptionError(
+            f"the longest text of the workload has {longest:,} tokens, more than the model's context of "
+            f"{architecture.context:,}; choose another --workload, or --dummy, whose weights know no limit"
+        )
     model = _converted(args) if _replanned(args) else load_model(args)
     tokens = None if texts is None else list(chain.from_iterable(encode_prompts(model, texts)))
-    workload = _workload(args, model.architecture.vocab, tokens)
-    if workload.longest > model.architecture.context:
-        raise OptionError(
-            f"the longest text of the workload has {workload.longest:,} tokens, more than the model's context of "
-            f"{model.architecture.context:,}; choose another --workload, or --dummy, whose weights know no limit"
-        )
-    return model, workload
+    return model, _workload(args, model.architecture.vocab, tokens)
 
 
 def _random(args: argparse.Namespace) -> tuple[FathomForCausalLM, Workload]:
-    from fathomlm.checkpoints.resolve import parse_device
     from fathomlm.engine.bench.models import random_model, with_context
 
-    device = parse_device(args.device)
+    device = read_device(args.device)
     architecture, plan, relaxation = read_shape(args)
     workload = _workload(args, architecture.vocab, None)
     architecture = with_context(architecture, workload.longest)
     dtype = read_dtype(args, device)
     return random_model(architecture, plan, relaxation, dtype=dtype, device=device, seed=args.seed), workload
+
+
+def read_device(text: str) -> torch.device:
+    """The engine's kernels and their twins are for CUDA and the CPU."""
+    import torch
+
+    from fathomlm.checkpoints.resolve import parse_device
+
+    device = parse_device(text)
+    if device.type not in ("cpu", "cuda"):
+        raise OptionError(f"the engine runs on cpu, cuda or cuda:N, not on '{text}'")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise OptionError(f"there is no '{text}': this machine's {torch.cuda.device_count()} GPUs are counted from cuda:0")
+    return device
 
 
 def read_dtype(args: argparse.Namespace, device: torch.device) -> torch.dtype:

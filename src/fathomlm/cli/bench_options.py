@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from fathomlm.cli.plan_options import add_plan_arguments, add_relax_arguments, add_router_arguments
 from fathomlm.cli.sampling_options import add_dtype_argument
 from fathomlm.engine.bench.workload import WORKLOADS, shape_of
+from fathomlm.engine.options import KV_DTYPES
 from fathomlm.errors import OptionError
 
 if TYPE_CHECKING:
@@ -29,6 +32,8 @@ LEAST = {
     "threads": 1, "exit_layer": 1, "max_stack": 1, "seed": 0,
 }  # fmt: skip
 """The least that a number may be."""
+MOST, MOST_SEED, MOST_BYTES = 2**31 - 1, 2**63 - 1, 2**60
+"""The most that a count, a seed and a size may be: beyond these numbers overflow somewhere below."""
 
 
 def add_source_arguments(parser: argparse.ArgumentParser) -> None:
@@ -60,6 +65,8 @@ def add_workload_arguments(parser: argparse.ArgumentParser, workload: str, reque
 def add_engine_arguments(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
     group = parser.add_argument_group("the engine", "what is not given is chosen for the model and the device")
     group.add_argument("--memory", metavar="SIZE", help="for keys and values, such as 8GB (default: enough for every slot)")
+    held = "what keys and values are held in, vanilla's too: auto (as the weights) or fp8, a byte a number (auto)"
+    group.add_argument("--kv-dtype", metavar="T", choices=KV_DTYPES, help=held)
     group.add_argument("--chunk", metavar="N", type=int, help="prompt tokens read between two ticks")
     group.add_argument("--page-size", metavar="N", type=int, help="entries of a page, a power of two")
     group.add_argument("--burst", metavar="N", type=int, help="ticks started before the host looks again")
@@ -91,10 +98,13 @@ def add_peer_argument(parser: argparse.ArgumentParser, transformers: str) -> Non
 
 def check(args: argparse.Namespace) -> None:
     """What can be seen to be wrong without a model."""
-    for name, least in LEAST.items():
-        value = getattr(args, name, None)
-        if value is not None and value < least:
-            raise OptionError(f"{option(name)} must be at least {least}, got {value}")
+    check_numbers(args, LEAST)
+    if args.page_size is not None and args.page_size & (args.page_size - 1):
+        raise OptionError(f"--page-size must be a power of two, got {args.page_size}")
+    if args.kind != "latency" and args.arrivals is not None and not (math.isfinite(args.arrivals) and args.arrivals > 0):
+        raise OptionError(f"--arrivals must be above 0 requests a second, got {args.arrivals:g}")
+    if args.threshold is not None and not 0 <= args.threshold <= 1:
+        raise OptionError(f"--threshold must be from 0 (always leave) to 1 (never), got {args.threshold:g}")
     if args.exit_rate is not None and not 0 <= args.exit_rate <= 1:
         raise OptionError(f"--exit-rate must be between 0 and 1, got {args.exit_rate:g}")
     if args.memory is not None:
@@ -106,6 +116,22 @@ def check(args: argparse.Namespace) -> None:
     if len(set(args.peer)) < len(args.peer):
         raise OptionError("--peer names the same peer twice")
     _check_depth(args)
+
+
+def check_numbers(args: argparse.Namespace, least: Mapping[str, int]) -> None:
+    """Whole numbers that are too small, or so large that nothing could be made of them."""
+    for name, low in least.items():
+        value = getattr(args, name, None)
+        if value is None:
+            continue
+        if value < low:
+            raise OptionError(f"{option(name)} must be at least {low}, got {value}")
+        high = MOST_SEED if name == "seed" else MOST
+        if value > high:
+            raise OptionError(f"{option(name)} must be at most {high:,}, got {value:,}")
+    processors = os.cpu_count() or 1
+    if args.threads is not None and args.threads > processors:
+        raise OptionError(f"--threads must be at most {processors}, the processors of this machine; got {args.threads:,}")
 
 
 def _check_depth(args: argparse.Namespace) -> None:
@@ -147,10 +173,12 @@ def parse_bytes(text: str) -> int:
     """A size from 512MB, 8GB, 8GiB or a number of bytes."""
     match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*([a-zA-Z]*)", text.strip())
     unit = UNITS.get(match[2].upper()) if match else None
-    size = int(float(match[1]) * unit) if match and unit else 0
+    size = float(match[1]) * unit if match and unit else 0.0
+    if size > MOST_BYTES:
+        raise OptionError(f"--memory {text} is more than any machine has")
     if size < 1:
         raise OptionError(f"--memory takes a size such as 512MB, 8GB or 8GiB, got '{text}'")
-    return size
+    return int(size)
 
 
 def _parts(text: str) -> tuple[float, ...]:
@@ -208,6 +236,8 @@ def _forced_depths(args: argparse.Namespace, plan: DepthPlan) -> Depth:
             raise OptionError(
                 f"{option(name)} is for models without a router; --depths forces how deep this one's tokens go"
             )
+    if plan.routing.kind == "token":
+        raise OptionError("forced depths are for expert-choice routers; a token-choice router gives each token its depth")
     parts = plan.routing.capacity if args.depths is None else _parts(args.depths)
     if len(parts) != plan.recursions:
         raise OptionError(f"--depths names {len(parts)} parts, but the model has {plan.recursions} recursions")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import platform
+import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,6 +13,10 @@ from datetime import date
 from typing import Any
 
 from fathomlm.errors import OptionError
+
+CPU_FULL = re.compile(
+    "can't allocate memory|not enough memory|Storage size calculation overflowed|integer multiplication overflow"
+)
 
 
 def about(args: argparse.Namespace, dtype: str) -> dict[str, Any]:
@@ -61,9 +66,9 @@ def memory_errors(lower: str) -> Iterator[None]:
 
     try:
         yield
-    except torch.OutOfMemoryError as error:
-        raise OptionError(f"the device has too little memory for this; lower {lower} ({_first_line(error)})") from error
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [""])[0]
+    except (MemoryError, RuntimeError) as error:  # a GPU's has a type of its own, a CPU's is known by its words
+        told = (str(error).splitlines() or [""])[0]
+        if not isinstance(error, (MemoryError, torch.OutOfMemoryError)) and not CPU_FULL.search(told):
+            raise
+        why = told.rpartition("DefaultCPUAllocator: ")[2]
+        raise OptionError(f"the device has too little memory for this; lower {lower} ({why})") from error

@@ -117,6 +117,7 @@ ROWS: Sequence[Row] = (
     ("weights", _part("memory", "weights", lambda value: amount(value, "B"))),
     ("keys and values, held", _part("memory", "kv", lambda value: amount(value, "B"))),
     ("  used at most", _part("memory", "kv_most", lambda value: amount(value, "B"))),
+    ("  in", _part("memory", "kv_dtype", lambda value: str(value).partition("_")[0])),
 )
 
 
@@ -161,7 +162,10 @@ def _print(title: str, head: Sequence[str], rows: Sequence[Sequence[str]], capti
         title=Text(title), caption=Text(caption), title_justify="left", caption_justify="left", box=box.SIMPLE_HEAD
     )
     for number, name in enumerate(head):
-        table.add_column(name, justify="left" if number < words else "right", overflow="fold", no_wrap=number == 0)
+        word = max(map(len, name.split()), default=0)  # a narrow terminal folds cells, and breaks no word of a heading
+        table.add_column(
+            name, justify="left" if number < words else "right", overflow="fold", no_wrap=number == 0, min_width=word
+        )
     for row in rows:
         table.add_row(*row)
     Console().print(table)

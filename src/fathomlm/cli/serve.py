@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from fathomlm.cli.sampling_options import add_dtype_argument, load_model
 from fathomlm.cli.serve_ray import add_ray_arguments, read_replicas, run_on_ray
+from fathomlm.engine.options import KV_DTYPES
 from fathomlm.errors import OptionError
 
 if TYPE_CHECKING:
@@ -69,6 +70,8 @@ def _add_engine(parser: argparse.ArgumentParser) -> None:
         "--max-queue", metavar="N", type=int, default=256, help="requests that may wait before others get 429 (default: 256)"
     )
     add("--max-length", metavar="N", type=int, help="tokens of a text, prompt included (default: the model's context)")
+    held = "what keys and values are held in: auto (as the weights) or fp8, a byte a number (default: auto)"
+    add("--kv-dtype", metavar="T", choices=KV_DTYPES, default="auto", help=held)
     add("--max-tokens", metavar="N", type=int, help="new tokens of a text (default: as many as fit)")
     add("--max-choices", metavar="N", type=int, default=32, help="texts for one request, prompts times n (default: 32)")
     add("--max-body", metavar="BYTES", type=int, default=1 << 20, help="of a request (default: 1048576)")
@@ -153,8 +156,9 @@ def read_engine(args: argparse.Namespace) -> EngineOptions:
 
     rows = args.rows if args.rows is not None else (32 if args.device.startswith("cuda") else 8)
     return EngineOptions(
-        rows=rows, slots=args.slots, max_queue=args.max_queue, max_length=args.max_length, max_logprobs=MOST_LOGPROBS
-    )
+        rows=rows, slots=args.slots, max_queue=args.max_queue, max_length=args.max_length, kv_dtype=args.kv_dtype,
+        max_logprobs=MOST_LOGPROBS,
+    )  # fmt: skip
 
 
 def read_exits(args: argparse.Namespace) -> Exiting | None:

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, Literal
 
-from fathomlm.errors import OptionError
+from fathomlm.errors import OptionError, choices, require
 
 PAGE = 16
+KvDtype = Literal["auto", "fp8"]
+KV_DTYPES: tuple[KvDtype, ...] = ("auto", "fp8")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,6 +27,9 @@ class EngineOptions:
     """The most tokens of a sequence, prompt included; by default the model's context."""
     memory: int | None = None
     """Bytes for keys and values. By default enough for every slot at a quarter of `max_length`, and for one at full."""
+    kv_dtype: KvDtype = "auto"
+    """What keys and values are held in: "auto" is the type of the weights; "fp8" is one byte for each number (float8_e4m3fn,
+    not scaled, cut off at 448), so that the same memory holds more pages."""
     page_size: int = PAGE
     max_queue: int = 1024
     chunk: int = 256
@@ -46,7 +54,8 @@ class EngineOptions:
     depth_bias: float = 0.0
     """routed: moves what routers decide; above 0 sends tokens deeper."""
     forced_depths: tuple[float, ...] | None = None
-    """routed, for measurements: the part of the tokens that runs each recursion, drawn and not decided."""
+    """routed, for measurements: the part of the tokens that runs each recursion, drawn and not decided. It begins with 1 and
+    never rises."""
     forced_exits: float | None = None
     """exits, for measurements: the part of the tokens that leaves, drawn and not decided."""
 
@@ -61,5 +70,22 @@ class EngineOptions:
                 raise OptionError(f"{name} must be a whole number of at least {low}, got {value!r}")
         if self.page_size & (self.page_size - 1):
             raise OptionError(f"page_size must be a power of two, got {self.page_size}")
-        if self.forced_exits is not None and not 0 <= self.forced_exits <= 1:
-            raise OptionError(f"forced_exits must be between 0 and 1, got {self.forced_exits}")
+        if self.kv_dtype not in KV_DTYPES:
+            raise OptionError(choices("kv_dtype", str(self.kv_dtype), KV_DTYPES))
+        if self.forced_depths is not None:
+            rule = "parts of all tokens that begin with 1, never rise and stay above 0, such as (1.0, 0.6, 0.3)"
+            require(_are_parts(self.forced_depths), "forced_depths", rule, self.forced_depths)
+        if self.forced_exits is not None:
+            right = _is_number(self.forced_exits) and 0 <= self.forced_exits <= 1
+            require(right, "forced_exits", "a number from 0 to 1", self.forced_exits)
+
+
+def _are_parts(parts: object) -> bool:
+    """Every token runs the first recursion, and none runs one without those before it."""
+    if not isinstance(parts, Sequence) or not parts or not all(map(_is_number, parts)):
+        return False
+    return parts[0] == 1 and all(0 < part <= before for part, before in zip(parts[1:], parts, strict=False))
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)

@@ -12,8 +12,9 @@ from torch import Tensor
 
 from fathomlm.depth import Architecture
 from fathomlm.engine.layout import Layout
+from fathomlm.engine.options import KvDtype
 from fathomlm.engine.orders import Copy
-from fathomlm.kernels.paged_write import copy_page
+from fathomlm.kernels.paged_write import FLOAT8, copy_page
 
 
 class Pages:
@@ -26,7 +27,7 @@ class Pages:
         device: torch.device,
         dtype: torch.dtype,
     ) -> None:
-        self.page_size = page_size
+        self.page_size, self.dtype = page_size, dtype
         shape = (page_size, architecture.kv_heads, architecture.head_dim)
         self._pools = [
             tuple(torch.zeros(planes, pages + 1, *shape, device=device, dtype=dtype) for _ in range(2))
@@ -50,6 +51,12 @@ class Pages:
     def bytes(self) -> int:
         """The spare pages left out."""
         return sum(t[:, :-1].numel() * t.element_size() for pair in self._pools for t in pair)
+
+
+def entry_dtype(kv_dtype: KvDtype, weights: torch.dtype) -> torch.dtype:
+    """What pages hold, of a model with such weights. Float8 entries are those of the kernels at scale 1: what does not fit
+    is cut off at the largest number."""
+    return FLOAT8 if kv_dtype == "fp8" else weights
 
 
 def page_bytes(architecture: Architecture, planes: int, page_size: int, dtype: torch.dtype) -> int:

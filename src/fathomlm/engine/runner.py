@@ -20,7 +20,7 @@ from fathomlm.engine.layers import RowLayers
 from fathomlm.engine.layout import Layout, build_layout
 from fathomlm.engine.options import EngineOptions
 from fathomlm.engine.orders import Plan
-from fathomlm.engine.pool import Pages, page_bytes
+from fathomlm.engine.pool import Pages, entry_dtype, page_bytes
 from fathomlm.engine.programs.base import How, Parts, Program, Record
 from fathomlm.engine.programs.exits import ExitProgram
 from fathomlm.engine.programs.routed import RoutedProgram, passes_for
@@ -35,6 +35,8 @@ from fathomlm.model.route import Routers
 
 WARM_UPS = 2
 BURST = 4
+FLOAT8_SINCE = (8, 9)
+"""The compute capability of the first GPUs that know float8."""
 OVERBOOKED = 2
 """Sequences in flight for each row of a pass, where tokens differ in depth."""
 
@@ -63,11 +65,14 @@ class Runner:
         exit_layer = _exit_layer(decoder.plan, exiting)
         self.exiting = exiting
         self.layout = build_layout(decoder.architecture, decoder.plan, decoder.relaxation, exit_layer)
+        _check_forced(decoder.plan, self.layout, options)
+        _check_entries(options, self.device)
         self.sizes = _sizes(decoder, self.layout, options, gpu, exiting)
         self._captures = gpu if options.capture is None else options.capture
         self.pages = Pages(
-            decoder.architecture, self.layout, self.sizes.pool_pages, options.page_size, self.device, weight.dtype
-        )
+            decoder.architecture, self.layout, self.sizes.pool_pages, options.page_size, self.device,
+            entry_dtype(options.kv_dtype, weight.dtype),
+        )  # fmt: skip
         pages = -(-self.sizes.max_length // options.page_size)
         self.state = EngineState(
             self.layout, self.sizes.slots, pages, decoder.architecture.hidden, self.device, weight.dtype
@@ -218,6 +223,30 @@ def _exit_layer(plan: DepthPlan, exiting: Exiting | None) -> int | None:
     return exits[0] + 1
 
 
+def _check_forced(plan: DepthPlan, layout: Layout, options: EngineOptions) -> None:
+    """Depths that are drawn must be depths that the model has: a figure without them would be labelled wrongly."""
+    if options.forced_depths is not None:
+        if layout.kind != "routed":
+            raise OptionError("forced_depths is for models with a router; forced_exits is for those with an exit")
+        if len(options.forced_depths) != plan.recursions:
+            raise OptionError(
+                f"forced_depths names {len(options.forced_depths)} parts, but the model has {plan.recursions} recursions"
+            )
+    if options.forced_exits is not None and layout.kind != "exits":
+        raise OptionError("forced_exits is for engines whose tokens may leave early; this one has no exit")
+
+
+def _check_entries(options: EngineOptions, device: torch.device) -> None:
+    if options.kv_dtype != "fp8" or device.type != "cuda":
+        return
+    found = torch.cuda.get_device_capability(device)
+    if found < FLOAT8_SINCE:
+        needed, name = ".".join(map(str, FLOAT8_SINCE)), torch.cuda.get_device_name(device)
+        raise OptionError(
+            f"kv_dtype 'fp8' needs a GPU of compute capability {needed} or later; {name} has {found[0]}.{found[1]}"
+        )
+
+
 def _sizes(decoder: Decoder, layout: Layout, options: EngineOptions, gpu: bool, exiting: Exiting | None) -> Sizes:
     a, plan = decoder.architecture, decoder.plan
     over = 1 if layout.kind == "whole" else OVERBOOKED
@@ -228,7 +257,8 @@ def _sizes(decoder: Decoder, layout: Layout, options: EngineOptions, gpu: bool, 
     if max_length > a.context:
         raise OptionError(f"max_length {max_length} is more than the model's context of {a.context}")
     size = options.page_size
-    sizes = [page_bytes(a, planes, size, decoder.embed.weight.dtype) for planes in layout.planes]
+    dtype = entry_dtype(options.kv_dtype, decoder.embed.weight.dtype)
+    sizes = [page_bytes(a, planes, size, dtype) for planes in layout.planes]
     tables = [layout.tables.count(pool) for pool in range(len(layout.planes))]
     full = [many * -(-max_length // size) for many in tables]
     if options.memory is None:

@@ -125,13 +125,15 @@ class Work:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Memory:
-    """Bytes."""
+    """In bytes."""
 
     weights: int
     kv: int
     """Held for keys and values."""
     kv_most: int
     """What sequences had of it at most."""
+    kv_dtype: str
+    """What each number of a key or value is held in."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -208,8 +210,18 @@ def measure(
         depth=_depths(engine, played, depth or DepthChoice()),
         timing=Timing.of(played),
         work=work,
-        memory=Memory(weights=size_of(engine.runner.decoder), kv=engine.runner.pages.bytes, kv_most=engine.most_kv_bytes),
+        memory=_memory(engine),
         floor=floor_of(tick_bytes(engine.runner), speed, ms),
+    )
+
+
+def _memory(engine: TimedEngine) -> Memory:
+    pages = engine.runner.pages
+    return Memory(
+        weights=size_of(engine.runner.decoder),
+        kv=pages.bytes,
+        kv_most=engine.most_kv_bytes,
+        kv_dtype=str(pages.dtype).removeprefix("torch."),
     )
 
 

@@ -9,7 +9,7 @@ import torch
 from fathomlm.depth import Architecture, DepthPlan, Relaxation
 from fathomlm.engine.layout import build_layout
 from fathomlm.engine.options import EngineOptions
-from fathomlm.engine.pool import page_bytes
+from fathomlm.engine.pool import entry_dtype, page_bytes
 from fathomlm.engine.runner import OVERBOOKED
 from fathomlm.model.hub import FathomConfig, FathomForCausalLM, empty_model
 
@@ -52,6 +52,6 @@ def ample_memory(model: FathomForCausalLM, options: EngineOptions, tokens: int, 
     goes as deep as it can, and a page more for each table."""
     layout = build_layout(model.architecture, model.plan, model.relaxation, exit_layer)
     slots = options.slots or options.rows * (1 if layout.kind == "whole" else OVERBOOKED)
-    dtype, size = model.decoder.embed.weight.dtype, options.page_size
+    dtype, size = entry_dtype(options.kv_dtype, model.decoder.embed.weight.dtype), options.page_size
     pages = slots * (-(-tokens // size) + 1)
     return sum(pages * page_bytes(model.architecture, layout.planes[pool], size, dtype) for pool in layout.tables)

@@ -183,7 +183,7 @@ class TimedEngine(Engine):
         """What sequences held at most, pages that only the prefix cache kept left out."""
         runner = self.runner
         sizes = [
-            page_bytes(self.model.architecture, planes, self.options.page_size, runner.layers.dtype)
+            page_bytes(self.model.architecture, planes, self.options.page_size, runner.pages.dtype)
             for planes in runner.layout.planes
         ]
         return sum(pages * size for pages, size in zip(self.scheduler.most_pages, sizes, strict=True))
