@@ -8,8 +8,8 @@ sustained dense bf16 rate; attention's own products are left out of it, so it un
 model (mor2, mor3, mor4: that many recursions, expert-choice) is counted by the tokens that run each recursion.
 
 Every variant is measured in several settings: steps of one pass of 16 x 2048 tokens; of eight such passes, whose gradients
-are added up; and of two passes of 64 x 2048; the last two with the inner activations made again and with all kept. Ratios to vanilla are
-taken within a setting. Each setting has its key; what stands outside is the setting named by `main`.
+are added up; and of two passes of 64 x 2048; the last two with the inner activations made again and with all kept. Ratios
+to vanilla are taken within a setting. Each setting has its key; what stands outside is the setting named by `main`.
 """
 
 from __future__ import annotations

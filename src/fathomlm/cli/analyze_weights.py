@@ -8,6 +8,8 @@ from pathlib import Path
 from fathomlm.cli.analyze_options import answer, model_name, out_directory
 from fathomlm.cli.plan_options import add_plan_arguments
 from fathomlm.cli.progress import layer_bar
+from fathomlm.cli.threads import HELP as THREADS
+from fathomlm.cli.threads import use_threads
 from fathomlm.depth.plan import DEFAULT_RECURSIONS
 
 HELP = "what tying layers takes away, and what rank of relaxation gives it back"
@@ -23,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("model", metavar="MODEL", help="a plain model: a preset, Hugging Face directory, hub id or GGUF file")
     inits = "initialisations of tied layers: average, stepwise, lower, upper (average,stepwise)"
     add("--init", metavar="I,I", default="average,stepwise", help=inits)
-    add("--threads", metavar="N", type=int, help="processor threads to use (default: all)")
+    add("--threads", metavar="N", type=int, help=THREADS)
     add("--out", metavar="DIR", type=Path, help="directory to write (analysis/weights-MODEL)")
     add("--force", action="store_true", help="replace DIR if it is a weights analysis")
     add("--json", action="store_true", help="print one JSON object instead of a table")
@@ -41,13 +43,7 @@ def run(args: argparse.Namespace) -> int:
     from fathomlm.depth import DepthPlan
 
     inits = check_inits([word.strip() for word in args.init.split(",")])
-    if args.threads is not None:
-        import torch
-
-        from fathomlm.cli.analyze_options import check_least
-
-        check_least("threads", args.threads)
-        torch.set_num_threads(args.threads)
+    use_threads(args.threads)
     base = open_plain(args.model)
     recursions = DEFAULT_RECURSIONS if args.recursions is None else args.recursions
     plan = DepthPlan.build(args.sharing or "cycle", recursions, base.architecture.layers, args.resize)

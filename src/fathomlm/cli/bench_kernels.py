@@ -11,6 +11,8 @@ from fathomlm.cli.bench_record import about, memory_errors, print_record, say_in
 from fathomlm.cli.bench_tables import print_kernels
 from fathomlm.cli.progress import layer_bar
 from fathomlm.cli.sampling_options import add_dtype_argument
+from fathomlm.cli.threads import HELP as THREADS
+from fathomlm.cli.threads import use_threads
 
 HELP = "each kernel alone: microseconds, and how near to reading its weights once"
 DESCRIPTION = (
@@ -29,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--recursions", metavar="N", type=int, default=2, help="depths that rows are spread over (2)")
     add_dtype_argument(parser)
     add("--device", default="cpu", help="where to compute: cpu, cuda or cuda:N (default: cpu)")
-    add("--threads", metavar="N", type=int, help="processor threads to use (default: all)")
+    add("--threads", metavar="N", type=int, help=THREADS)
     add("--json", action="store_true", help="print one JSON object instead of a table")
 
 
@@ -44,8 +46,7 @@ def run(args: argparse.Namespace) -> int:
     from fathomlm.engine.bench.kernels import KernelOptions, check, time_kernels
 
     device = read_device(args.device)
-    if args.threads is not None:
-        torch.set_num_threads(args.threads)
+    use_threads(args.threads)
     architecture = architecture_of(args.model)[0]
     check(architecture)
     dtype = read_dtype(args, device)

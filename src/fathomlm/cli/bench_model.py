@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from fathomlm.cli.plan_options import router_options
 from fathomlm.cli.sampling_options import load_model
+from fathomlm.cli.threads import use_threads
 from fathomlm.depth.plan import DEFAULT_RECURSIONS
 from fathomlm.errors import DataError, OptionError
 
@@ -26,13 +27,10 @@ REPLANNED = (
 
 
 def read_model(args: argparse.Namespace) -> tuple[FathomForCausalLM, Workload]:
-    import torch
-
     from fathomlm.decode.prompts import encode_prompts
 
     read_device(args.device)
-    if args.threads is not None:
-        torch.set_num_threads(args.threads)
+    use_threads(args.threads)
     if args.dummy:
         return _random(args)
     texts = None if args.data is None else _texts(args)  # first, so that a slip costs no waiting

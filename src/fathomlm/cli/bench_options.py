@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import math
-import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -12,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from fathomlm.cli.plan_options import add_plan_arguments, add_relax_arguments, add_router_arguments
 from fathomlm.cli.sampling_options import add_dtype_argument
+from fathomlm.cli.threads import HELP as THREADS
+from fathomlm.cli.threads import check_threads
 from fathomlm.engine.bench.workload import WORKLOADS, shape_of
 from fathomlm.engine.options import KV_DTYPES
 from fathomlm.errors import OptionError
@@ -42,7 +43,7 @@ def add_source_arguments(parser: argparse.ArgumentParser) -> None:
     add("--dummy", action="store_true", help="random weights: only the configuration is read, and nothing downloaded")
     add_dtype_argument(parser)
     add("--device", default="cpu", help="where to compute: cpu, cuda or cuda:N (default: cpu)")
-    add("--threads", metavar="N", type=int, help="processor threads to use (default: all)")
+    add("--threads", metavar="N", type=int, help=THREADS)
     add("--seed", metavar="N", type=int, default=0, help="of requests and random weights (default: 0)")
     add("--json", action="store_true", help="print one JSON object instead of a table")
     add_plan_arguments(parser)
@@ -129,9 +130,7 @@ def check_numbers(args: argparse.Namespace, least: Mapping[str, int]) -> None:
         high = MOST_SEED if name == "seed" else MOST
         if value > high:
             raise OptionError(f"{option(name)} must be at most {high:,}, got {value:,}")
-    processors = os.cpu_count() or 1
-    if args.threads is not None and args.threads > processors:
-        raise OptionError(f"--threads must be at most {processors}, the processors of this machine; got {args.threads:,}")
+    check_threads(args.threads)
 
 
 def _check_depth(args: argparse.Namespace) -> None:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from fathomlm.cli.eval_options import check_least, print_record, print_table
 from fathomlm.cli.progress import layer_bar
 from fathomlm.cli.sampling_options import add_dtype_argument, load_any_model
+from fathomlm.cli.threads import HELP as THREADS
 from fathomlm.errors import DataError, OptionError, choices
 
 if TYPE_CHECKING:
@@ -57,7 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--json", action="store_true", help="print one JSON object instead of a table")
     add_dtype_argument(parser)
     add("--device", default="cpu", help="where to compute: cpu, cuda or cuda:N (default: cpu)")
-    add("--threads", metavar="N", type=int, help="processor threads to use (default: all)")
+    add("--threads", metavar="N", type=int, help=THREADS)
 
 
 def run(args: argparse.Namespace) -> int:

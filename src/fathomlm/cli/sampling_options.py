@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
+from fathomlm.cli.threads import HELP as THREADS
+from fathomlm.cli.threads import use_threads
 from fathomlm.errors import OptionError
 
 if TYPE_CHECKING:
@@ -19,7 +21,7 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     add("model", metavar="MODEL", help="a preset, Hugging Face directory, hub id, GGUF file or FathomLM directory")
     add_dtype_argument(parser)
     add("--device", default="cpu", help="where to compute: cpu, cuda or cuda:N (default: cpu)")
-    add("--threads", metavar="N", type=int, help="processor threads to use (default: all)")
+    add("--threads", metavar="N", type=int, help=THREADS)
 
 
 def add_dtype_argument(parser: argparse.ArgumentParser) -> None:
@@ -91,12 +93,7 @@ def load_model(args: argparse.Namespace) -> FathomForCausalLM:
 
 
 def load_any_model(args: argparse.Namespace) -> FathomModel:
-    import torch
-
     from fathomlm.checkpoints.resolve import load
 
-    if args.threads is not None:
-        if args.threads < 1:
-            raise OptionError(f"--threads must be at least 1, got {args.threads}")
-        torch.set_num_threads(args.threads)
+    use_threads(args.threads)
     return load(args.model, args.dtype, args.device)

@@ -11,8 +11,10 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fathomlm.cli.bench_options import parse_bytes
 from fathomlm.cli.sampling_options import add_dtype_argument, load_model
 from fathomlm.cli.serve_ray import add_ray_arguments, read_replicas, run_on_ray
+from fathomlm.cli.threads import HELP as THREADS
 from fathomlm.engine.options import KV_DTYPES
 from fathomlm.errors import OptionError
 
@@ -39,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--name", metavar="NAME", help="what clients call the model (default: MODEL, of a path its last part)")
     add_dtype_argument(parser)
     add("--device", default="cpu", help="where to compute: cpu, cuda or cuda:N (default: cpu)")
-    add("--threads", metavar="N", type=int, help="processor threads to use (default: all)")
+    add("--threads", metavar="N", type=int, help=THREADS)
     _add_access(parser)
     _add_engine(parser)
     add_ray_arguments(parser)
@@ -70,6 +72,7 @@ def _add_engine(parser: argparse.ArgumentParser) -> None:
         "--max-queue", metavar="N", type=int, default=256, help="requests that may wait before others get 429 (default: 256)"
     )
     add("--max-length", metavar="N", type=int, help="tokens of a text, prompt included (default: the model's context)")
+    add("--memory", metavar="SIZE", help="for keys and values, such as 8GB (default: a quarter of --max-length a slot)")
     held = "what keys and values are held in: auto (as the weights) or fp8, a byte a number (default: auto)"
     add("--kv-dtype", metavar="T", choices=KV_DTYPES, default="auto", help=held)
     add("--max-tokens", metavar="N", type=int, help="new tokens of a text (default: as many as fit)")
@@ -157,6 +160,7 @@ def read_engine(args: argparse.Namespace) -> EngineOptions:
     rows = args.rows if args.rows is not None else (32 if args.device.startswith("cuda") else 8)
     return EngineOptions(
         rows=rows, slots=args.slots, max_queue=args.max_queue, max_length=args.max_length, kv_dtype=args.kv_dtype,
+        memory=None if args.memory is None else parse_bytes(args.memory),
         max_logprobs=MOST_LOGPROBS,
     )  # fmt: skip
 

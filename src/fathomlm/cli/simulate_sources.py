@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fathomlm.cli.exit_options import read_layers
+from fathomlm.cli.threads import use_threads
 from fathomlm.engine.bench.workload import WORKLOADS
 from fathomlm.errors import OptionError
 
@@ -104,10 +105,7 @@ class Source:
 
 
 def read_source(args: argparse.Namespace) -> Source:
-    if args.threads is not None:
-        import torch
-
-        torch.set_num_threads(args.threads)
+    use_threads(args.threads)
     if args.data is not None:
         return _through_model(args)
     found: tuple[Any, ...] = ()

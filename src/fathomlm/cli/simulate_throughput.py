@@ -11,6 +11,7 @@ from fathomlm.cli.eval_options import print_record, print_table
 from fathomlm.cli.plan_options import add_plan_arguments, add_relax_arguments, add_router_arguments
 from fathomlm.cli.sampling_options import add_dtype_argument
 from fathomlm.cli.simulate_sources import Source, add_text_arguments, check_texts, read_source
+from fathomlm.cli.threads import HELP as THREADS
 from fathomlm.engine.simulate.policies import FILLS, WAITINGS
 from fathomlm.errors import OptionError
 
@@ -38,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--dummy", action="store_true", help="random weights for --measure: only MODEL's configuration is read")
     add_dtype_argument(parser)
     add("--device", default="cpu", help="where to compute: cpu, cuda or cuda:N (default: cpu)")
-    add("--threads", metavar="N", type=int, help="processor threads to use (default: all)")
+    add("--threads", metavar="N", type=int, help=THREADS)
     add("--seed", metavar="N", type=int, default=0, help="of what is drawn (default: 0)")
     add("--json", action="store_true", help="print one JSON object instead of a table")
     add(

@@ -107,7 +107,7 @@ def offer(
         },
         "device": str(engine.runner.device), "dtype": str(model.decoder.embed.weight.dtype).removeprefix("torch."),
         "rows": options.rows, "slots": sizes.slots, "max_length": sizes.max_length, "max_queue": options.max_queue,
-        "page_size": options.page_size, "max_depth": max_depth,
+        "page_size": options.page_size, "kv_dtype": options.kv_dtype, "max_depth": max_depth,
         "exit_layer": None if exiting is None else (exiting.exit_layers or (None,))[0],
         "calibrated": exiting is not None and exiting.estimator is not None,
     }  # fmt: skip
