@@ -5,12 +5,13 @@
     python benchmarks/smollm2_exit.py measure --data data/smollm2 --work runs/smollm2-exit --out smollm2_exit.json
     python benchmarks/smollm2_exit.py draw smollm2_exit.json benchmarks/results/smollm2_exit
 
-`train` has one run for each rank (recipes/exit-adapter-smollm2-135m.yaml), with an adapter at every exit layer in it:
-nothing but the exits learns, so they do not disturb each other, and the frozen layers run once for all. Training may be
-stopped (`--seconds`) and goes on. `measure` adds to a record that is there, one entry for each device, rank and layer, on
-captured steps (decode/captured.py), greedy, one row: speculative decoding, whose text must be full decoding's, and parallel
-decoding, whose text is judged by the full model. `static` tells what a pass up to the exit costs, the least that any of
-them pays for a token: where speculative decoding gains nothing, it and the passes a token say why.
+`train` has one run for each design of an adapter, `rank128` and the like (recipes/exit-adapter-smollm2-135m.yaml) or `layer`
+(recipes/exit-layer-smollm2-135m.yaml), with an adapter at every exit layer in it: nothing but the exits learns, so they do
+not disturb each other, and the frozen layers run once for all. Training may be stopped (`--seconds`) and goes on. `measure`
+adds to a record that is there, one entry for each device, design and layer, on captured steps (decode/captured.py), greedy,
+one row: speculative decoding, whose text must be full decoding's, and parallel decoding, whose text is judged by the full
+model. `static` tells what a pass up to the exit and through its adapter costs, the least that any of them pays for a token:
+where speculative decoding gains nothing, it and the passes a token say why.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +30,9 @@ from bundled_mor import Deadline
 from environment import environment
 from smollm2_exit_measure import THRESHOLDS, measure_exit
 
-RECIPE = "exit-adapter-smollm2-135m"
 LAYERS = (10, 16)
-RANKS = (128, 1024)
-"""A rank of 1,024 is 1.2M weights, 2.4 MB in bfloat16."""
+DESIGNS = ("rank128", "rank1024", "layer")
+"""A rank of 1,024 is 1.2M weights, 2.4 MB in bfloat16; a layer of the model's shape 3.5M, 7.1 MB."""
 
 
 def prepare(args: argparse.Namespace) -> None:
@@ -53,8 +55,36 @@ def prepare(args: argparse.Namespace) -> None:
     print(json.dumps({name: split.tokens for name, split in corpus.manifest.splits.items()}))
 
 
-def run_of(work: Path, rank: int) -> Path:
-    return work / f"rank-{rank}"
+@dataclass(frozen=True)
+class Design:
+    """What an exit has in front of the final norm: a low-rank adapter, or a layer of its own."""
+
+    name: str
+    rank: int | None
+    """None for a layer."""
+
+    @classmethod
+    def parse(cls, text: str) -> Design:
+        found = re.fullmatch(r"layer|rank([1-9][0-9]*)", text)
+        if found is None:
+            raise argparse.ArgumentTypeError(f"a design is 'layer' or a rank such as 'rank128', got '{text}'")
+        return cls("layer", None) if found[1] is None else cls(f"rank {found[1]}", int(found[1]))
+
+    @property
+    def label(self) -> str:
+        return "own layer" if self.rank is None else self.name
+
+    @property
+    def recipe(self) -> str:
+        return "exit-layer-smollm2-135m" if self.rank is None else "exit-adapter-smollm2-135m"
+
+    @property
+    def fields(self) -> list[str]:
+        """What the recipe leaves to the design."""
+        return [] if self.rank is None else ["--loss.exits.adapter_rank", str(self.rank)]
+
+    def run(self, work: Path) -> Path:
+        return work / self.name.replace(" ", "-")
 
 
 def train(args: argparse.Namespace) -> None:
@@ -62,23 +92,23 @@ def train(args: argparse.Namespace) -> None:
     from fathomlm.train.run import train as train_run
 
     deadline = Deadline(args.seconds)
-    for rank in args.ranks:
+    for design in args.designs:
         if deadline.over:
             break
         words = [
             *("--model.source", args.source),
             *("--data.path", str(args.data / "corpus")),
-            *("--out", str(run_of(args.work, rank))),
+            *("--out", str(design.run(args.work))),
             *("--budget.tokens", args.tokens),
             *("--loss.exits.at", str(args.layers)),
-            *("--loss.exits.adapter_rank", str(rank)),
+            *design.fields,
             *("--log.tensorboard", "false"),
         ]
-        recipe = read_recipe(RECIPE, [*words, *(f"--{field}" for field in args.fields)])
-        print(f"rank {rank}: {recipe.directory}", flush=True)
+        recipe = read_recipe(design.recipe, [*words, *(f"--{field}" for field in args.fields)])
+        print(f"{design.label}: {recipe.directory}", flush=True)
         summary = train_run(recipe, resume=True, watcher=deadline)
         ended = "finished" if summary.finished else "stopped and saved"
-        print(f"rank {rank}: {ended} at step {summary.step} of {summary.steps}; exits {summary.exits}", flush=True)
+        print(f"{design.label}: {ended} at step {summary.step} of {summary.steps}; exits {summary.exits}", flush=True)
 
 
 def measure(args: argparse.Namespace) -> None:
@@ -92,16 +122,18 @@ def measure(args: argparse.Namespace) -> None:
     settings = {name: getattr(args, name) for name in ("prompts", "prompt_tokens", "new_tokens", "max_stack", "pack")}
     if place.setdefault("settings", settings) != settings:
         raise SystemExit(f"{args.out} was measured with other settings on {device}; name another file")
-    for rank in args.ranks:
-        run = run_of(args.work, rank)
+    for design in args.designs:
+        run = design.run(args.work)
         validations = [r for r in read_records(run / "metrics.jsonl") if r["kind"] == "validation"]
         for layer in args.layers:
             found = measure_exit(args, run / "last", layer, torch.device(device))
-            found |= {"layer": layer, "rank": rank, "tokens": validations[-1]["tokens"], "losses": validations[-1]["parts"]}
-            place["exits"][f"layer {layer}, rank {rank}"] = found
+            found |= {"layer": layer, "design": design.label, "rank": design.rank}
+            found |= {"tokens": validations[-1]["tokens"], "losses": validations[-1]["parts"]}
+            name = f"layer {layer}, {design.label}"
+            place["exits"][name] = found
             args.out.write_text(json.dumps(record) + "\n")
             best = max(found["speculative"].values(), key=lambda one: one["speedup"])
-            print(f"{device} layer {layer}, rank {rank}: speculative {best['speedup']:.2f}x at best", flush=True)
+            print(f"{device} {name}: speculative {best['speedup']:.2f}x at best", flush=True)
 
 
 def draw(args: argparse.Namespace) -> None:
@@ -156,7 +188,8 @@ def _add_runs(add: Any) -> None:
     add("--data", type=Path, required=True, help="what `prepare` made")
     add("--work", type=Path, default=Path("runs/smollm2-exit"))
     add("--layers", type=int, nargs="+", default=list(LAYERS))
-    add("--ranks", type=int, nargs="+", default=list(RANKS))
+    designs = "what exits have: rank128, any other rank, or layer"
+    add("--designs", type=Design.parse, nargs="+", default=[Design.parse(name) for name in DESIGNS], help=designs)
 
 
 if __name__ == "__main__":

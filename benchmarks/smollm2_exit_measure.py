@@ -116,7 +116,9 @@ def measure_exit(args: argparse.Namespace, source: Path, layer: int, device: tor
     full, texts = bench.timed("full")
     adaptive = bench.adaptive()
     static, _ = bench.timed("static")
-    adapter = sum(p.numel() for p in bench.decoder.exit_adapters[str(layer - 1)].parameters())
+    kinds = (bench.decoder.exit_adapters, bench.decoder.exit_blocks)
+    own = [kind[str(layer - 1)] for kind in kinds if str(layer - 1) in kind]
+    adapter = sum(p.numel() for module in own for p in module.parameters())
     found: dict[str, Any] = {
         "adapter_bytes": 2 * adapter,
         "adaptive_threshold": adaptive,

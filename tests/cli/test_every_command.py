@@ -1,4 +1,4 @@
-"""Every kind of `fathomlm eval`, `analyze`, `simulate` and `plan` runs on a CPU on tiny models, in under three minutes together."""
+"""Every kind of `fathomlm eval`, `analyze`, `simulate` and `plan` runs on tiny models, in under three minutes together."""
 
 from __future__ import annotations
 

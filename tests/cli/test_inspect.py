@@ -50,7 +50,8 @@ def saved_model(monkeypatch):
 
 def test_the_record_has_every_field_of_the_cost_and_the_plan(inspect):
     record = inspect("smollm-360m", "--sharing", "middle-cycle", "--recursions", "2")
-    chosen = {"model", "family", "sharing", "recursions", "relaxation", "router", "kv", "exits", "exit_parameters"}
+    chosen = {"model", "family", "sharing", "recursions", "relaxation", "router", "kv"}
+    chosen |= {"exits", "exit_layer", "exit_parameters"}
     assert set(record) == {f.name for f in dataclasses.fields(Cost)} | chosen
     assert record["model"] == "smollm-360m"
     assert record["family"] == "llama"

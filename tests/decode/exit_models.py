@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from functools import cache
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 
 from fathomlm.cache import DenseCache, Entries, Passing
+from fathomlm.cache.dense import Buffer
 from fathomlm.decode.confidence import AtExit, confidences
 from fathomlm.decode.exiting import Exiting
 from fathomlm.decode.full import Generation, generate
-from fathomlm.depth import Architecture, DepthPlan, Relaxation, Rope
+from fathomlm.depth import Architecture, DepthPlan, Relaxation, Rope, Step
 from fathomlm.model.hub import FathomConfig, FathomForCausalLM
 from fathomlm.model.sight import Rows, whole_sights
 
@@ -60,8 +62,16 @@ MODELS: dict[str, tuple[Architecture, DepthPlan, Relaxation | None, int]] = {
     "plain-shared-kv": (LLAMA, VANILLA.with_kv("share", "cycle", 2), None, 2),
 }
 """Architecture, plan, relaxation, and the layer after which tokens may leave."""
+OWN_LAYERS: dict[str, tuple[Architecture, DepthPlan, Relaxation | None, int]] = {
+    "own-layer": (LLAMA, VANILLA.with_exits([2], layer=True), None, 3),
+    "own-lora": (LLAMA, LOOP.with_exits(LOOP.recursion_ends(), layer=True), LORA, 3),
+    "own-gemma3": (GEMMA3, VANILLA.with_exits([1, 2, 4], layer=True), None, 3),
+    "own-shared-kv": (LLAMA, MIDDLE.with_kv("share").with_exits([2], layer=True), None, 3),
+}
+"""The same, with a layer of its own at each exit."""
+ALL = MODELS | OWN_LAYERS
 MAIN = ("vanilla", "lora", "gemma3")
-OTHERS = tuple(name for name in MODELS if name not in MAIN)
+OTHERS = tuple(name for name in ALL if name not in MAIN)
 PROMPTS = [[5, 9, 33, 7, 81, 2, 64, 13, 50], [17], [3, 90, 11, 42]]
 NEW = 12
 SAMPLED = {"temperature": 0.9, "top_k": 40, "top_p": 0.95, "min_p": 0.01, "repetition_penalty": 1.2, "seed": 7}
@@ -70,8 +80,8 @@ SAMPLED = {"temperature": 0.9, "top_k": 40, "top_p": 0.95, "min_p": 0.01, "repet
 @cache
 def build(name: str) -> FathomForCausalLM:
     """Shared by all tests: do not change its weights."""
-    architecture, plan, relaxation, _ = MODELS[name]
-    rank = 2 if name == "lora" else 0
+    architecture, plan, relaxation, _ = ALL[name]
+    rank = 2 if "lora" in name else 0
     model = FathomForCausalLM(FathomConfig.of(architecture, plan, relaxation, exit_rank=rank, dtype=torch.float32)).eval()
     neutral = 0.0 if architecture.norm == "rms_plus_one" else 1.0
     generator = torch.Generator().manual_seed(0)
@@ -86,7 +96,7 @@ def build(name: str) -> FathomForCausalLM:
 
 
 def exit_layer(name: str) -> int:
-    return MODELS[name][3]
+    return ALL[name][3]
 
 
 def exiting(name: str, mode: str, **options: Any) -> Exiting:
@@ -126,10 +136,27 @@ def mixed(results: list[Generation]) -> bool:
 
 @torch.inference_mode()
 def full_entries(model: FathomForCausalLM, text: list[int]) -> dict[int, Entries]:
-    """Keys and values of every step that makes any, from one pass over a text."""
-    dense = DenseCache(model.plan)
-    model.decoder(torch.tensor([text]), cache=dense)
-    return {index: buffer.entries() for index, buffer in dense._steps.items()}
+    """Keys and values of every step that makes any, those of exits' own layers too, from one pass over a text."""
+    dense, plan, decoder = DenseCache(model.plan), model.plan, model.decoder
+    decoder(torch.tensor([text]), cache=dense)
+    found = {index: buffer.entries() for index, buffer in dense._steps.items()}
+    states = decoder.states(torch.tensor([text]), at=plan.exits)
+    sights = whole_sights(
+        decoder.architecture, plan, Rows.of(states[plan.unrolled_layers - 1], None, None, 0), torch.float32
+    )
+    for exit in plan.exits:
+        for own in plan.exit_steps((exit,)):
+            buffer = Buffer(1)
+            kept = SimpleNamespace(at=lambda _, it=buffer: it, reads=lambda _: None)
+            decoder.run_steps(states[exit], (own,), sights, kept)  # type: ignore[arg-type]
+            found[own.index] = buffer.entries()
+    return found
+
+
+def every_step(name: str) -> tuple[Step, ...]:
+    """All that run while tokens leave at the model's layer."""
+    plan = build(name).plan
+    return (*plan.steps, *plan.exit_steps((exit_layer(name) - 1,)))
 
 
 @torch.inference_mode()
@@ -153,7 +180,8 @@ def naive(model: FathomForCausalLM, prompt: list[int], setting: Exiting, new: in
             frozen = torch.tensor([setting.mode == "state-copy" and layer <= step.index for layer in left])
             before, x = x, torch.where(frozen[None, :, None], x, out)
             if chosen is None and step.index in exits:
-                logits = decoder.exit_logits(x[:, -1], step.index)
+                read = decoder.run_steps(x, plan.exit_steps((step.index,)), sights, kv)  # type: ignore[arg-type]
+                logits = decoder.exit_logits(read[:, -1], step.index, layered=True)
                 (sure,) = confidences(setting.confidence or "gap", AtExit(before[:, -1], x[:, -1], logits))
                 threshold = setting.threshold_now()
                 if setting.mode == "static" or threshold == 0 or (threshold is not None and sure > threshold):

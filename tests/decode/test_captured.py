@@ -27,6 +27,8 @@ KINDS: dict[str, dict[str, Any]] = {
     "windows": {"windows": (4, None) * 3},
     "prefix": {"recursions": 2, "relax": "prefix"},
     "shared kv": {"recursions": 2, "kv": "share"},
+    "own layers": {"exits": (0, 1, 3)},
+    "own layers, windows": {"exits": (1,), "windows": (4, None) * 3},
 }
 NEW = 28
 
@@ -34,10 +36,11 @@ NEW = 28
 def tiny(kind: str) -> FathomForCausalLM:
     given = dict(KINDS[kind])
     recursions, relax, kv = given.pop("recursions", 1), given.pop("relax", None), given.pop("kv", "cache")
+    exits = given.pop("exits", ())
     architecture = Architecture(**SHAPE, **given)
     rank, length = (4 if relax == "lora" else None), (3 if relax == "prefix" else None)
     relaxation = build_relaxation(architecture.linears(), relax, rank, length)
-    plan = DepthPlan.build("cycle", recursions, 6).with_kv(kv)
+    plan = DepthPlan.build("cycle", recursions, 6).with_kv(kv).with_exits(exits, layer=bool(exits))
     torch.manual_seed(0)
     model = FathomForCausalLM(FathomConfig.of(architecture, plan, relaxation))
     generator = torch.Generator().manual_seed(0)
@@ -81,19 +84,22 @@ def test_tokens_and_exits_are_those_of_the_slow_mode(kind: str, mode: Any) -> No
     assert mixed or mode in ("full", "static")
 
 
+@pytest.mark.parametrize("kind", ["plain", "own layers"])
 @pytest.mark.parametrize("mode", ["full", "parallel", "speculative"])
-def test_packed_weights_choose_the_same_tokens(mode: Any) -> None:
-    model, prompt = tiny("plain"), [3, 1, 4, 1, 5]
+def test_packed_weights_choose_the_same_tokens(mode: Any, kind: str) -> None:
+    model, prompt = tiny(kind), [3, 1, 4, 1, 5]
     given: dict[str, Any] = {} if mode == "full" else {"exit_layers": (2,), "threshold": thresholds(model, prompt)[1]}
     plain, packed = (CapturedDecoder(model.decoder, length=64, exit_layers=2, pack=pack) for pack in (False, True))
-    assert packed.steps._packed
+    assert packed.steps._packed is not None
+    assert len(packed.steps._packed) == 6 + (kind == "own layers"), "of the one exit only"
     wanted = plain.generate(prompt, Exiting(mode=mode, **given), NEW)
     found = packed.generate(prompt, Exiting(mode=mode, **given), NEW)
     assert (found.tokens, found.exit_layers) == (wanted.tokens, wanted.exit_layers)
 
 
-def test_several_exits_are_those_of_the_slow_mode() -> None:
-    model, prompt = tiny("plain"), [3, 1, 4, 1, 5]
+@pytest.mark.parametrize("kind", ["plain", "own layers"])
+def test_several_exits_are_those_of_the_slow_mode(kind: str) -> None:
+    model, prompt = tiny(kind), [3, 1, 4, 1, 5]
     captured = CapturedDecoder(model.decoder, length=64, exit_layers=(1, 2, 4))
     seen: set[int] = set()
     for threshold in thresholds(model, prompt):
@@ -127,15 +133,16 @@ def test_drafts_are_both_kept_and_replaced() -> None:
     assert 0 < found.accepted < found.drafted
 
 
-def test_waiting_tokens_get_their_exact_entries() -> None:
-    model, prompt = tiny("plain"), [3, 1, 4, 1, 5]
+@pytest.mark.parametrize("kind", ["plain", "own layers"])
+def test_waiting_tokens_get_their_exact_entries(kind: str) -> None:
+    model, prompt = tiny(kind), [3, 1, 4, 1, 5]
     captured = CapturedDecoder(model.decoder, length=64, exit_layers=2, max_stack=4)
     threshold = thresholds(model, prompt)[1]
     found = captured.generate(prompt, Exiting(mode="parallel", exit_layers=(2,), threshold=threshold, max_stack=4), NEW)
-    whole = CapturedDecoder(model.decoder, length=64)
-    whole.generate([*prompt, *found.tokens[:-1]], Exiting(mode="full"), 1)
+    whole = CapturedDecoder(model.decoder, length=64, exit_layers=2)
+    whole.generate([*prompt, *found.tokens], Exiting(mode="full"), 1)
     slots = len(prompt) + NEW - 1
-    for step in model.plan:
+    for step in (*model.plan, *model.plan.exit_steps((1,))):
         for one, other in zip(captured.steps.cache.entries(step), whole.steps.cache.entries(step), strict=True):
             near = 1e-5 * float(other.abs().max())
             torch.testing.assert_close(one[:, :slots], other[:, :slots], rtol=1e-5, atol=near)

@@ -16,7 +16,7 @@ MODES = ["full", "static", "state-copy", "parallel", "speculative", "oracle"]
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("name", ["lora", "gemma3"])
+@pytest.mark.parametrize("name", ["lora", "gemma3", "own-layer"])
 def test_every_mode_equals_the_cpu(name: str, mode: str) -> None:
     options = {"threshold": mixing_threshold(name)} if mode in ("state-copy", "parallel", "speculative") else {}
     setting = exiting(name, mode, **options)

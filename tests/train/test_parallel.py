@@ -38,7 +38,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "middle": {"model": {"recursions": 2, "sharing": "middle-cycle"}, "recompute": "recursion"},
     "exit_heads": {"loss": {"exits": {"at": [2], "head_rank": 2}}, "train": "exit_heads"},
     "exit_parts": {
-        "loss": {"exits": {"at": [2], "distill": "forward_kl", "adapter_rank": 2, "classifier": True}},
+        "loss": {"exits": {"at": [2], "distill": "forward_kl", "adapter_rank": 2, "layer": True, "classifier": True}},
         "train": "exits",
     },
     # A model with exit heads that this run has no loss for.

@@ -84,6 +84,8 @@ class Passing:
         return self
 
     def at(self, step: Step) -> StepKV | None:
+        if step.part == "exit":  # nobody else reads what an exit's own layer makes
+            return None
         source = self._plan.kv_sources[step.index]
         if source == step.index:
             return self._kept.setdefault(step.index, Kept()) if step.index in self._sources else None

@@ -8,7 +8,7 @@ Shapes: G key-value heads, N tokens of a pass, S slots, D head width.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -42,14 +42,21 @@ class StaticCache:
     """Entries of one row of at most `length` tokens, and one slot more, `scratch`, for what nobody will read."""
 
     def __init__(
-        self, architecture: Architecture, plan: DepthPlan, length: int, device: torch.device, dtype: torch.dtype
+        self,
+        architecture: Architecture,
+        plan: DepthPlan,
+        length: int,
+        device: torch.device,
+        dtype: torch.dtype,
+        exits: Sequence[int] = (),
     ) -> None:
+        """`exits` are those whose own layers will run, where they have any."""
         self.length = length
         self._plan = plan
         shape = (1, architecture.kv_heads, length + 1, architecture.head_dim)
         self._steps = {
             step.index: _Fixed(*(torch.zeros(shape, device=device, dtype=dtype) for _ in range(2)))
-            for step in plan
+            for step in (*plan, *plan.exit_steps(exits))
             if not plan.reads_kv(step)
         }
 

@@ -67,8 +67,8 @@ def export(
 
 def exits_in_words(model: FathomModel) -> str:
     """The exits of a model and what they have of their own, which an export leaves out."""
-    kinds = {"heads": model.decoder.exit_heads, "adapters": model.decoder.exit_adapters}
-    kinds["classifiers"] = model.decoder.exit_classifiers
+    kinds = {"heads": model.decoder.exit_heads, "layers": model.decoder.exit_blocks}
+    kinds |= {"adapters": model.decoder.exit_adapters, "classifiers": model.decoder.exit_classifiers}
     own = [kind for kind, found in kinds.items() if len(found)]
     after = ", ".join(str(index + 1) for index in model.plan.exits)
     return f"the exits after {after}" + (f" with their {', '.join(own)}" if own else "")

@@ -42,7 +42,7 @@ def quantized_names(model: FathomModel) -> set[str]:
     """The weights that are stored as int8, by their names in the file."""
     modules = model.decoder.named_modules(prefix="decoder")
     matrices = {f"{name}.weight" for name, module in modules if isinstance(module, nn.Linear | nn.Embedding)}
-    return {name for name in matrices if not name.startswith("decoder.routers.")}
+    return {name for name in matrices if not name.startswith(("decoder.routers.", "decoder.exit_blocks."))}
 
 
 def quantized_tensors(model: FathomModel) -> Iterator[tuple[str, Tensor]]:

@@ -10,7 +10,7 @@ from fathomlm.depth import DepthPlan, Relaxation
 from fathomlm.model.decoder import reset_module
 from fathomlm.model.seq2seq import FathomForSeq2SeqLM
 
-ADAPTERS = "exit_adapters."
+ADAPTERS, BLOCKS = "exit_adapters.", "exit_blocks."
 
 
 def replan(
@@ -24,7 +24,8 @@ def replan(
     seed: int = 0,
 ) -> Model:
     """`model` under `plan`, which must lay out the same layers. What the new plan adds (routers, what exits and steps have
-    of their own) is kept where the model has it already, and fresh otherwise; what it leaves out is dropped. Without a
+    of their own) is kept where the model has it already, and fresh otherwise; what it leaves out is dropped. A fresh layer
+    of an exit is a copy of the layer behind the exit: it starts as the model that is one layer deeper. Without a
     `relaxation` the model's own stays. An encoder is the same object in both."""
     relaxation = model.relaxation if relaxation is None else relaxation
     exits = {"exit_rank": exit_rank, "exit_adapter": exit_adapter, "exit_classifier": exit_classifier}
@@ -45,7 +46,8 @@ def replan(
         result.encoder = model.encoder
     weights, wanted = model.decoder.state_dict(), result.decoder.state_dict()
     kept = {name: value for name, value in weights.items() if name in wanted and value.shape == wanted[name].shape}
-    result.decoder.load_state_dict(_whole_adapters(kept, wanted), strict=False, assign=True)
+    kept = _whole_adapters(kept, wanted) | _copied_layers(kept, weights, plan)
+    result.decoder.load_state_dict(kept, strict=False, assign=True)
     torch.manual_seed(seed)  # what has no generator of its own draws from torch's
     generator = torch.Generator().manual_seed(seed)
     for module in result.decoder.modules():
@@ -61,6 +63,16 @@ def _whole_adapters(kept: dict[str, Tensor], wanted: dict[str, Tensor]) -> dict[
     """An adapter of another rank is another adapter, also where its norm would fit."""
     lost = {_part(name) for name in wanted if name not in kept and name.startswith(ADAPTERS)}
     return {name: value for name, value in kept.items() if _part(name) not in lost}
+
+
+def _copied_layers(kept: dict[str, Tensor], weights: dict[str, Tensor], plan: DepthPlan) -> dict[str, Tensor]:
+    """What the layers of exits start as that the model does not have yet."""
+    found: dict[str, Tensor] = {}
+    for index in plan.exits if plan.exit_layer else ():
+        block, layer = f"{BLOCKS}{index}.", f"layers.{plan.steps[index + 1].layer}."
+        if not any(name.startswith(block) for name in kept):
+            found |= {block + name[len(layer) :]: weights[name].clone() for name in weights if name.startswith(layer)}
+    return found
 
 
 def _part(name: str) -> str:

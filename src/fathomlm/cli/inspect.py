@@ -84,6 +84,7 @@ def run(args: argparse.Namespace) -> int:
             "router": None if plan.routing is None else plan.routing.kind,
             "kv": plan.kv,
             "exits": [index + 1 for index in plan.exits],
+            "exit_layer": plan.exit_layer,
             "exit_parameters": exits,
         }
         about |= {"encoder_parameters": _encoder_parameters(args.model)} if architecture.cross else {}
@@ -170,7 +171,8 @@ def _title(args: argparse.Namespace, architecture: Architecture, plan: DepthPlan
     if plan.kv != "cache":
         parts.append("shared keys and values" if plan.kv == "share" else "keys and values shared where a token stops")
     if plan.exits:
-        parts.append(f"exits after {', '.join(str(index + 1) for index in plan.exits)}")
+        own = ", each with a layer of its own" if plan.exit_layer else ""
+        parts.append(f"exits after {', '.join(str(index + 1) for index in plan.exits)}{own}")
     return ", ".join(parts)
 
 

@@ -69,8 +69,9 @@ METHODS: dict[str, Callable[[Passes, Judge, Exiting], Method]] = {
 
 def exit_cache(plan: DepthPlan, exiting: Exiting, rows: int, reserve: int) -> SlotCache:
     """A cache for the steps that will run."""
-    steps = plan.steps[: exiting.exits(plan)[0] + 1] if exiting.mode == "static" else plan.steps
-    return SlotCache(plan, rows, steps=steps, reserve=reserve)
+    exits = exiting.exits(plan)
+    steps = plan.steps[: exits[0] + 1] if exiting.mode == "static" else plan.steps
+    return SlotCache(plan, rows, steps=(*steps, *plan.exit_steps(exits)), reserve=reserve)
 
 
 @torch.inference_mode()
@@ -90,7 +91,7 @@ def run(
     method = METHODS[exiting.mode](passes, judge, exiting)
     generators = row_generators(sampling, len(rows), decoder.embed.weight.device)
     lines = [Line(i, row, sampling, generators[i : i + 1]) for i, row in enumerate(rows)]
-    _read(passes, lines, cache.length, method.prompt_steps)
+    _read(passes, lines, cache.length, method.prompt_steps, judge.exits)
     passes.layers_run = [0] * len(rows)
     method.step(lines)
     prefilled = time.perf_counter()
@@ -104,12 +105,12 @@ def run(
     return [line.row.exited_result(_statistics(line, judge, passes, exiting)) for line in lines]
 
 
-def _read(passes: Passes, lines: Sequence[Line], held: int, steps: Sequence[Step]) -> None:
+def _read(passes: Passes, lines: Sequence[Line], held: int, steps: Sequence[Step], exits: Sequence[int]) -> None:
     """Run what the cache lacks of the prompts. The last token of each is left: the first choice is made there."""
     spans = [Span(line.index, held, line.slot - held) for line in lines if line.slot > held]
     if spans:
         x_RNM = passes.enter([lines[span.row].text[span.first : span.end] for span in spans])
-        passes.run(x_RNM, steps, passes.at(spans))
+        passes.read(x_RNM, steps, exits, passes.at(spans))
 
 
 def _teach(exiting: Exiting, lines: Sequence[Line]) -> None:

@@ -21,7 +21,7 @@ from fathomlm.model.decoder import Decoder
 
 
 class ExitClassifier(Protocol):
-    """A trained judge of one exit: from the stream after its layer to one score a row, (R, 1) or (R)."""
+    """A trained judge of one exit: from what the exit reads to one score a row, (R, 1) or (R)."""
 
     def __call__(self, state_RM: Tensor) -> Tensor: ...
 
@@ -35,6 +35,8 @@ class AtExit:
     after_RM: Tensor
     logits_RV: Tensor
     classifier: ExitClassifier | None = None
+    read_RM: Tensor | None = None
+    """What the exit reads, where that is not `after_RM`: its own layer's output."""
 
 
 def gap(exit: AtExit) -> Tensor:
@@ -56,7 +58,7 @@ def saturation(exit: AtExit) -> Tensor:
 def classified(exit: AtExit) -> Tensor:
     """What a trained classifier says of the state."""
     assert exit.classifier is not None
-    return exit.classifier(exit.after_RM).float().sigmoid().reshape(-1)
+    return exit.classifier(exit.after_RM if exit.read_RM is None else exit.read_RM).float().sigmoid().reshape(-1)
 
 
 MEASURES: dict[str, Callable[[AtExit], Tensor]] = {
@@ -82,4 +84,4 @@ def find_classifiers(decoder: Decoder, exits: Sequence[int]) -> dict[int, ExitCl
             f"confidence 'classifier' needs a trained classifier after layer {', '.join(map(str, missing))}; this model has "
             f"{f'them after {have} only' if have else 'none'}. gap, max and state need no training"
         )
-    return {index: partial(decoder.exit_score, index=index) for index in exits}
+    return {index: partial(decoder.exit_score, index=index, layered=True) for index in exits}

@@ -32,6 +32,7 @@ class Judge:
     """The exits of one model under one setting. The threshold is read once: no row depends on another's end."""
 
     def __init__(self, decoder: Decoder, exiting: Exiting) -> None:
+        self.plan = decoder.plan
         self.steps = decoder.plan.steps
         self.exits = exiting.exits(decoder.plan)
         """The indices of the steps that exits follow."""
@@ -51,10 +52,12 @@ class Judge:
         before_R1M = passes.run(x_R1M, steps[:-1], place)
         after_R1M = passes.run(before_R1M, steps[-1:], place)
         index = steps[-1].index
-        logits_RV = passes.logits(after_R1M, index)[:, -1]
+        read_R1M = passes.leave(after_R1M, index, place)
+        logits_RV = passes.logits(read_R1M, index)[:, -1]
         sure = None
         if self._measure is not None and index in self.exits:
-            at = AtExit(before_R1M[:, -1], after_R1M[:, -1], logits_RV, self._classifiers.get(index))
+            classifier = self._classifiers.get(index)
+            at = AtExit(before_R1M[:, -1], after_R1M[:, -1], logits_RV, classifier, read_R1M[:, -1])
             sure = confidences(self._measure, at)
         return Looked(after_R1M[:, -1], logits_RV, sure)
 

@@ -3,7 +3,8 @@
     x = passes.enter(tokens, place)          the stream in front of the first layer
     x = passes.run(x, steps, place)          behind some layers; their keys and values are stored
     passes.copy(x, steps, place)             the keys and values that layers make of this stream, and nothing else of them
-    logits = passes.logits(x, index)         final norm, head, and what the exit after that step adds to it
+    x = passes.leave(x, index, place)        what the exit after that step reads, by its own layer if it has one
+    logits = passes.logits(x, index)         final norm, head, and what the exit adds to it
 
 Shapes: R rows of a pass, N tokens (padded to the longest row), M hidden width, V vocabulary.
 """
@@ -71,11 +72,26 @@ class Passes:
             self.layers_run[span.row] += span.count * len(steps)
         return self.decoder.run_steps(x_RNM, steps, place.sights, self.cache)
 
+    def read(self, x_RNM: Tensor, steps: Sequence[Step], exits: Sequence[int], place: Place) -> None:
+        """A prompt through the first steps of the plan. Nothing is chosen in it, so of the exits' own layers only keys and
+        values are made."""
+        first = 0
+        for index in exits:
+            if own := self.decoder.plan.exit_steps((index,)):
+                x_RNM = self.run(x_RNM, steps[first : index + 1], place)
+                self.copy(x_RNM, own, place)
+                first = index + 1
+        self.run(x_RNM, steps[first:], place)
+
+    def leave(self, x_RNM: Tensor, index: int, place: Place) -> Tensor:
+        """What the exit after the step with this index reads of the stream there."""
+        return self.run(x_RNM, self.decoder.plan.exit_steps((index,)), place)
+
     def copy(self, x_RNM: Tensor, steps: Sequence[Step], place: Place) -> None:
         """State copying: each of these steps stores the keys and values that it makes of the same stream."""
         self.cache.focus(place.focus)
         self.decoder.keep_entries(x_RNM, steps, place.sights, self.cache)
 
     def logits(self, x_RNM: Tensor, index: int) -> Tensor:
-        """Scores after the step with this index, (R, N, V)."""
-        return self.decoder.exit_logits(x_RNM, index)
+        """Scores after the step with this index, (R, N, V), of what `leave` gives there."""
+        return self.decoder.exit_logits(x_RNM, index, layered=True)

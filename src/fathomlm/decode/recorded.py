@@ -1,6 +1,7 @@
 """Steps of fixed shape for one row, recorded once and replayed (a CUDA graph; on a CPU they are simply run).
 
-    shallow       one token up to the exit: its choice, how sure it is, its state on the stack
+    shallow       one token up to the exit, and through the exit's own layer where it has one: its choice, how sure it is,
+                  its state on the stack
     deep, k       what waits on the stack through the layers behind the exit, all at once
     full          one token through all layers; static: up to the exit
     segment, i    one token from exit i - 1 to exit i, or to the end: its choice there, and how sure it is
@@ -76,7 +77,9 @@ class RecordedSteps:
         weight = decoder.embed.weight
         self._device, self._dtype = weight.device, weight.dtype
         length = -(-(length + 1) // ALIGNED) * ALIGNED - 1  # and the scratch slot
-        self.cache = StaticCache(decoder.architecture, decoder.plan, length, self._device, self._dtype)
+        exits = tuple(layer - 1 for layer in exit_layers)
+        self._own = decoder.plan.exit_steps(exits)
+        self.cache = StaticCache(decoder.architecture, decoder.plan, length, self._device, self._dtype, exits)
         self._keys_1S = torch.arange(length + 1, device=self._device)[None]
         self._memory = self._room_for(source) if source is not None else None
         rows = Rows(positions_BT=self._keys_1S, keep_BS=None, documents_BT=None, past=0)
@@ -90,7 +93,7 @@ class RecordedSteps:
         self._done = torch.cuda.Event() if self._device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self._recorded: dict[tuple[str, int, bool], Callable[[], None]] = {}
         self._pool: Any = None
-        self._packed = decoder.pack_layers() if pack else None
+        self._packed = decoder.pack_layers(self._own) if pack else None
         self._settle: Callable[[Tensor, Tensor, Tensor], None] = settle
         self._look: Callable[..., Sights] = _sights
         if compile:
@@ -131,17 +134,17 @@ class RecordedSteps:
         states_1SM = torch.zeros(shape, device=self._device, dtype=self._dtype)
         return Memory(states_1SM, torch.ones(1, source, dtype=torch.bool, device=self._device), look=False)
 
-    def _step_full(self, steps: Sequence[Step], index: int) -> None:
+    def _step_full(self, steps: Sequence[Step]) -> None:
         self._advance()
-        x_1NM = self._pass(self.decoder.enter(self._choice[None]), steps, self._slot)
-        self._conclude(self.decoder.exit_logits(x_1NM, index)[0])
+        _, logits_11V = self._ask(self.decoder.enter(self._choice[None]), steps, self._slot)
+        self._conclude(logits_11V[0])
 
     def _step_shallow(self) -> None:
         self._advance()
-        x_11M = self._pass(self.decoder.enter(self._choice[None]), self._shallow, self._slot)
+        x_11M, logits_11V = self._ask(self.decoder.enter(self._choice[None]), self._shallow, self._slot)
         self._states_KM.index_copy_(0, self._count, x_11M[0])
         self._slots_K.index_copy_(0, self._count, self._slot)
-        self._conclude(self.decoder.exit_logits(x_11M, len(self._shallow) - 1)[0])
+        self._conclude(logits_11V[0])
 
     def _step_segment(self, number: int) -> None:
         """State copying keeps one state, in the stack's first place."""
@@ -149,14 +152,14 @@ class RecordedSteps:
         if number == 0:
             self._advance()
         x_11M = self._states_KM[None, :1] if number else self.decoder.enter(self._choice[None])
-        x_11M = self._pass(x_11M, self.decoder.plan.steps[first:last], self._slot)
+        x_11M, logits_11V = self._ask(x_11M, self.decoder.plan.steps[first:last], self._slot)
         self._states_KM[:1].copy_(x_11M[0])
-        self._conclude(self.decoder.exit_logits(x_11M, last - 1)[0])
+        self._conclude(logits_11V[0])
 
     def _step_deep(self, size: int, choose: bool) -> None:
         slots_N = self._slots_K[:size]
-        x_1NM = self._pass(self._states_KM[None, :size], self._deep, slots_N)
-        choices_N = self.decoder.exit_logits(x_1NM, self.layers - 1)[0].argmax(-1)
+        _, logits_1NV = self._ask(self._states_KM[None, :size], self._deep, slots_N)
+        choices_N = logits_1NV[0].argmax(-1)
         self._deep_choices_K[:size].copy_(choices_N)
         if choose:
             self._choice.copy_(choices_N.index_select(0, self._count))
@@ -166,7 +169,8 @@ class RecordedSteps:
         self._count.fill_(-1)
 
     def _step_copy(self, number: int) -> None:
-        behind = self.decoder.plan.steps[self.exit_layers[number] :]
+        own = self.decoder.plan.exit_steps(layer - 1 for layer in self.exit_layers[number + 1 :])
+        behind = (*self.decoder.plan.steps[self.exit_layers[number] :], *own)
         self.cache.focus(self._slot)
         self.decoder.keep_entries(self._states_KM[None, :1], behind, self._sights(behind, self._slot), self.cache)
 
@@ -183,9 +187,27 @@ class RecordedSteps:
         """A part of the recorded work: what the host is waiting for is there when the step ends."""
         self._heard.copy_(self._told, non_blocking=True)
 
-    def _pass(self, x_1NM: Tensor, steps: Sequence[Step], slots_N: Tensor) -> Tensor:
+    def _ask(self, x_1NM: Tensor, steps: Sequence[Step], slots_N: Tensor) -> tuple[Tensor, Tensor]:
+        """The stream after some steps, and the scores there: of the exit, whose own layer runs too, or of the end."""
+        index = steps[-1].index
+        own = self.decoder.plan.exit_steps((index,))
         self.cache.focus(slots_N)
-        return self.decoder.run_steps(x_1NM, steps, self._sights(steps, slots_N), self.cache, self._packed)
+        sights = self._sights((*steps, *own), slots_N)
+        x_1NM = self.decoder.run_steps(x_1NM, steps, sights, self.cache, self._packed)
+        read_1NM = self.decoder.run_steps(x_1NM, own, sights, self.cache, self._packed)
+        return x_1NM, self.decoder.exit_logits(read_1NM, index, layered=True)
+
+    def _read(self, tokens_1N: Tensor, steps: Sequence[Step], slots_N: Tensor) -> None:
+        """Tokens of a prompt through the first steps. Of the exits' own layers only keys and values are made."""
+        plan, decoder = self.decoder.plan, self.decoder
+        self.cache.focus(slots_N)
+        sights = self._sights((*steps, *self._own), slots_N)
+        x_1NM, first = decoder.enter(tokens_1N), 0
+        for layer in self.exit_layers:
+            x_1NM = decoder.run_steps(x_1NM, steps[first:layer], sights, self.cache, self._packed)
+            decoder.keep_entries(x_1NM, plan.exit_steps((layer - 1,)), sights, self.cache)
+            first = layer
+        decoder.run_steps(x_1NM, steps[first:], sights, self.cache, self._packed)
 
     def _sights(self, steps: Sequence[Step], slots_N: Tensor) -> Sights:
         return self._look(self.decoder.architecture, steps, self._rows, self._dtype, slots_N[None], keys_BK=self._keys_1S)
@@ -194,12 +216,11 @@ class RecordedSteps:
 
     def record(self, mode: str) -> None:
         """Record the steps that a mode is made of, where they are not yet."""
-        last = self.layers - 1
         if mode == "full":
-            self._recording("full", lambda: self._step_full(self.decoder.plan.steps, last))
+            self._recording("full", partial(self._step_full, self.decoder.plan.steps))
             return
         if mode == "static":
-            self._recording("static", lambda: self._step_full(self._shallow, self._shallow[-1].index))
+            self._recording("static", partial(self._step_full, self._shallow))
             return
         if mode == "state-copy":
             for number in range(len(self.exit_layers) + 1):
@@ -255,7 +276,7 @@ class RecordedSteps:
             tokens_1N = torch.tensor([list(prompt[:-1])], device=self._device)
             slots_N = torch.arange(len(prompt) - 1, device=self._device)
             with _not_compiled():
-                self._pass(self.decoder.enter(tokens_1N), steps, slots_N)
+                self._read(tokens_1N, steps, slots_N)
         self.move(prompt[-1], len(prompt) - 2)
 
     def move(self, token: int, slot: int) -> None:

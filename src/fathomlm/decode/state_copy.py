@@ -51,7 +51,8 @@ class StateCopy:
             return
         assert looked.confidences is not None
         place = self._passes.at([lines[r].span for r in going])
-        self._passes.copy(looked.state_RM[going][:, None], self._judge.steps[exit + 1 :], place)
+        own = self._judge.plan.exit_steps(index for index in self._judge.exits if index > exit)
+        self._passes.copy(looked.state_RM[going][:, None], (*self._judge.steps[exit + 1 :], *own), place)
         for r in going:
             line, leave = lines[r], Leave(exit + 1, looked.confidences[r])
             line.take(line.pick(looked.logits_RV[r], line.slot), leave)

@@ -19,6 +19,8 @@ class ExitParts:
     """A low-rank delta on the head (thesis 3, early-exit appendix)."""
     adapter_rank: int = 0
     """A low-rank adapter on the residual stream, in front of the final norm."""
+    layer: bool = False
+    """A whole layer over the states at the exit, with keys and values of its own."""
     classifier: bool = False
     """A linear that tells whether the exit chooses what the last output will."""
 
@@ -28,7 +30,7 @@ class ExitParts:
                 raise OptionError(f"the {name} of exits must be at least 0, got {getattr(self, name)}")
 
     def __bool__(self) -> bool:
-        return bool(self.head_rank or self.adapter_rank or self.classifier)
+        return bool(self.head_rank or self.adapter_rank or self.layer or self.classifier)
 
     def shapes(self, architecture: Architecture) -> Iterator[tuple[int, ...]]:
         """The tensors of one exit."""
@@ -37,6 +39,9 @@ class ExitParts:
         if self.adapter_rank:
             yield (architecture.hidden,)
             yield from ((self.adapter_rank, architecture.hidden), (architecture.hidden, self.adapter_rank))
+        if self.layer:
+            yield from ((linear.outputs, linear.inputs) for linear in architecture.linears())
+            yield from ((width,) for width in architecture.vectors().values())
         if self.classifier:
             yield from ((1, architecture.hidden), (1,))
 

@@ -18,7 +18,8 @@ from fathomlm.depth.sharing import STRATEGIES, kept_apart, spread
 from fathomlm.errors import OptionError, PlanError, choices
 
 Resize = Literal["add", "drop"]
-Part = Literal["prelude", "core", "coda"]
+Part = Literal["prelude", "core", "coda", "exit"]
+"""An exit's own step stands beside the plan's: see `DepthPlan.exit_steps`."""
 KVMode = Literal["cache", "share", "hybrid"]
 """Whose keys and values a step looks at: its own, for the tokens that run it; those of the first use of its layer; or those
 with its own written over them (thesis 4.3.3, and its appendix on KV sharing)."""
@@ -53,6 +54,8 @@ class DepthPlan:
     steps: tuple[Step, ...]
     exits: tuple[int, ...] = ()
     """The steps after which a token may leave early, through the final norm and the head; the last step is no early exit."""
+    exit_layer: bool = False
+    """Whether each exit has a layer of its own, which only what is chosen there runs through (`exit_steps`)."""
     kv: KVMode = "cache"
     kv_sharing: str | None = None
     """How a plain model's layers share keys and values: cycle, sequence, ...; a looped one shares as its weights do."""
@@ -75,6 +78,8 @@ class DepthPlan:
             raise PlanError("a kv sharing strategy is for kv mode 'share' on a plain model; looped ones share as weights do")
         if self.kv == "hybrid" and self.routing is None:
             raise PlanError("kv mode 'hybrid' is for routed models: it keeps shared entries where a token did not go on")
+        if self.exit_layer and not self.exits:
+            raise PlanError("layers of exits need exits to belong to")
         if self.routing is None:
             return
         if not self.loops:
@@ -147,14 +152,23 @@ class DepthPlan:
         """Whether a recursion runs the whole core before the next begins, so that a recursion has an output."""
         return self.loops or self.sharing == "cycle-rev"
 
-    def with_exits(self, exits: Iterable[int]) -> DepthPlan:
-        """The same plan, with exits after these steps (by index, from 0)."""
+    def with_exits(self, exits: Iterable[int], *, layer: bool = False) -> DepthPlan:
+        """The same plan, with exits after these steps (by index, from 0), each with a `layer` of its own or without."""
         chosen = tuple(sorted(set(exits)))
         for index in chosen:
             if not 0 <= index < self.unrolled_layers - 1:
                 last = self.unrolled_layers - 1
                 raise PlanError(f"an exit goes after one of the steps 1 to {last} of {last + 1}, got {index + 1}")
-        return dataclasses.replace(self, exits=chosen)
+        return dataclasses.replace(self, exits=chosen, exit_layer=layer)
+
+    def exit_steps(self, exits: Iterable[int]) -> tuple[Step, ...]:
+        """What the exits after these steps run of their own, beside the plan's steps. Nothing where an exit has no layer.
+
+        Such a step reads the residual stream at its exit, in place of the step behind it, and keeps keys and values of its
+        own; no other step reads what it makes. Indices and layers count on from the plan's."""
+        own = [index for index in exits if self.exit_layer and index in self.exits]
+        places = ((self.exits.index(index), self.steps[index + 1].origin) for index in own)
+        return tuple(Step(self.unrolled_layers + i, self.unique_layers + i, 0, "exit", origin) for i, origin in places)
 
     def with_kv(self, kv: KVMode, sharing: str | None = None, loops: int = 1) -> DepthPlan:
         """The same plan with keys and values shared in another way."""
@@ -186,7 +200,7 @@ class DepthPlan:
 
     def reads_kv(self, step: Step) -> bool:
         """Whether a step makes no keys and values of its own."""
-        return self.kv == "share" and self.kv_sources[step.index] != step.index
+        return self.kv == "share" and step.part != "exit" and self.kv_sources[step.index] != step.index
 
     def check_recompute(self, how: str) -> None:
         """Refuse activation checkpointing where a step's entries are read after it."""
@@ -229,6 +243,7 @@ class DepthPlan:
             "unrolled_layers": self.unrolled_layers,
         }
         record |= {"exits": list(self.exits)} if self.exits else {}
+        record |= {"exit_layer": True} if self.exit_layer else {}
         record |= {"kv": self.kv} if self.kv != "cache" else {}
         record |= {"kv_sharing": self.kv_sharing, "kv_loops": self.kv_loops} if self.kv_sharing is not None else {}
         return record | ({"routing": self.routing.to_dict()} if self.routing is not None else {})
@@ -236,7 +251,7 @@ class DepthPlan:
     @classmethod
     def from_dict(cls, record: dict[str, Any]) -> DepthPlan:
         known = {"sharing", "recursions", "base_layers", "unrolled_layers"}
-        if unknown := sorted(set(record) - known - {"exits", "kv", "kv_sharing", "kv_loops", "routing"}):
+        if unknown := sorted(set(record) - known - {"exits", "exit_layer", "kv", "kv_sharing", "kv_loops", "routing"}):
             raise PlanError(f"unknown plan field(s): {', '.join(unknown)}")
         if missing := sorted(known - set(record)):
             raise PlanError(f"the plan lacks {', '.join(missing)}")
@@ -245,7 +260,9 @@ class DepthPlan:
         plan = cls.build(record["sharing"], int(record["recursions"]), base, resize)
         if plan.unrolled_layers != unrolled:
             raise PlanError(f"the plan says {unrolled} unrolled layers, its other fields give {plan.unrolled_layers}")
-        plan = plan.with_exits(int(index) for index in record.get("exits", ()))
+        if not isinstance(layer := record.get("exit_layer", False), bool):
+            raise PlanError(f"exit_layer must be true or false, got {layer!r}")
+        plan = plan.with_exits((int(index) for index in record.get("exits", ())), layer=layer)
         if (routing := record.get("routing")) is not None:
             plan = plan.with_routing(Routing.from_dict(routing))
         return plan.with_kv(record.get("kv", "cache"), record.get("kv_sharing"), int(record.get("kv_loops", 1)))

@@ -67,6 +67,11 @@ def _check(architecture: Architecture, plan: DepthPlan, relaxation: Relaxation |
         raise UnsupportedModel("the engine keeps entries by recursion or shared, not 'hybrid'; use fathomlm generate")
     if plan.routing is None and exit_layer is None:
         return
+    if exit_layer is not None and plan.exit_steps((exit_layer - 1,)):
+        raise UnsupportedModel(
+            f"the exit after layer {exit_layer} has a layer of its own, for whose entries the engine has no pages; use "
+            "fathomlm generate --decode, or serve the model without exits"
+        )
     if any(window is not None for window in architecture.windows):
         raise UnsupportedModel("tokens of different depths cannot be batched where layers have attention windows")
     if plan.routing is not None and exit_layer is not None:

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fathomlm.cache import Entries, Passing, RoutedCache, StepKV
 from fathomlm.depth import Architecture, DepthPlan, LinearSpec, Relaxation, Step
-from fathomlm.errors import OptionError
+from fathomlm.errors import OptionError, UnsupportedModel
 from fathomlm.kernels.half import half_dtype, keeps_gradients
 from fathomlm.kernels.norm import RMSNorm
 from fathomlm.model.blocks import Block, Packed, StepContext, build_block
@@ -68,9 +68,12 @@ class Decoder(nn.Module):
         exit_classifier: bool = False,
     ) -> None:
         """`exit_rank` gives each early exit a low-rank delta of its own on the head (thesis 3, early-exit appendix),
-        `exit_adapter` an adapter of that rank in front of the final norm, `exit_classifier` a judge of its choices."""
+        `exit_adapter` an adapter of that rank in front of the final norm, `exit_classifier` a judge of its choices. The plan
+        says whether exits have layers of their own."""
         super().__init__()
         _check_rotation(architecture, plan)
+        if plan.exit_layer and architecture.cross:
+            raise UnsupportedModel(f"an exit of a {architecture.family} decoder has no layer of its own: it has an encoder")
         self.architecture = architecture
         self.plan = plan
         self.relaxation = relaxation
@@ -84,6 +87,8 @@ class Decoder(nn.Module):
         self.head = None if architecture.tied_embeddings else nn.Linear(architecture.hidden, architecture.vocab, bias=False)
         spec = LinearSpec("head", architecture.hidden, architecture.vocab, bias=False)
         self.exit_heads = nn.ModuleDict({str(index): LoraDelta(spec, exit_rank) for index in plan.exits if exit_rank})
+        self.exit_blocks = nn.ModuleDict({str(index): build_block(architecture) for index in plan.exits if plan.exit_layer})
+        """What `plan.exit_steps` run, by the index of the step that an exit follows."""
         self.exit_adapters = nn.ModuleDict(
             {str(index): ExitAdapter(architecture, exit_adapter) for index in plan.exits if exit_adapter}
         )
@@ -97,7 +102,7 @@ class Decoder(nn.Module):
         """Compile each layer for the shapes it is given: a run has few, one for each capacity of a router or size of a pass,
         and each is worth its own code; a compiler that guesses at shapes to come makes slower code for all."""
         torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, MOST_SHAPES)
-        for layer in (*self.layers, self.norm, *self.exit_adapters.values()):
+        for layer in (*self.layers, self.norm, *self.exit_blocks.values(), *self.exit_adapters.values()):
             layer.compile(dynamic=False, backend=backend)
 
     def compile_for_training(self, backend: str = "inductor") -> None:
@@ -191,6 +196,7 @@ class Decoder(nn.Module):
         trace: RoutingTrace | None = None,
     ) -> dict[int, Tensor]:
         """The residual stream after each step in `at` and after the last one, before the final norm: what training reads.
+        `at` may name steps of exits too (`plan.exit_steps`).
 
         `documents_BT` numbers the documents packed into a row; tokens then see their own document only. A routed model
         takes the top k, or with `causal` decides as at inference; `openness` (1 to 0) is what is left of the capacity's
@@ -208,8 +214,12 @@ class Decoder(nn.Module):
         found: dict[int, Tensor] = {}
         for steps in self._segments(at, recompute):
             x = self._again(walk, recompute)(x, steps, sights, kv)
-            if steps[-1].index in at or steps[-1].index == self.plan.unrolled_layers - 1:
-                found[steps[-1].index] = x
+            last = steps[-1].index
+            if last in at or last == self.plan.unrolled_layers - 1:
+                found[last] = x
+            for own in self.plan.exit_steps((last,)):
+                if own.index in at:
+                    found[own.index] = self._again(walk, recompute)(x, (own,), sights, kv)
         return found
 
     def _routed_states(
@@ -284,40 +294,50 @@ class Decoder(nn.Module):
         cache: Cache,
         packed: Mapping[int, Packed] | None = None,
     ) -> Tensor:
-        """The residual stream after some steps of the plan: a part of a pass, for decoding that leaves early. `packed` are
-        weights from `pack_layers`."""
+        """The residual stream after some steps of the plan: a part of a pass, for decoding that leaves early. An exit's own
+        step makes of it what that exit reads. `packed` are weights from `pack_layers`."""
         return self._walk(x_BTM, steps, sights, cache, packed)
 
     @torch.no_grad()
-    def pack_layers(self) -> dict[int, Packed]:
+    def pack_layers(self, own: Sequence[Step] = ()) -> dict[int, Packed]:
         """Copies of the layers' weights in fewer and larger matrices, by layer, as they are now: a single token is read
-        through them faster. Empty where the family or a relaxation has no such form."""
-        layers = {} if self.deltas else dict(enumerate(self.layers))
+        through them faster. Empty where the family or a relaxation has no such form. `own` are steps of exits to pack for
+        too."""
+        layers = {} if self.deltas else dict(enumerate(self.layers)) | {step.layer: self._layer(step) for step in own}
         dtype = self.embed.weight.dtype
         return {i: layer.pack(dtype) for i, layer in layers.items() if isinstance(layer, Block) and layer.packs}
 
     def keep_entries(self, x_BTM: Tensor, steps: Sequence[Step], sights: Sights, cache: Cache) -> None:
         """Store what steps would make of the same residual stream as keys and values; nothing else of them runs."""
         for step in steps:
-            layer = self.layers[step.layer]
+            layer = self._layer(step)
             assert isinstance(layer, Block)
             layer.keep_entries(x_BTM, self._context(step, sights, cache))
 
-    def exit_hidden(self, x_BTM: Tensor, index: int) -> Tensor:
-        """What the head reads after step `index`: the residual stream through that exit's adapter and the final norm."""
+    def exit_hidden(self, x_BTM: Tensor, index: int, *, layered: bool = False) -> Tensor:
+        """What the head reads after step `index`: the residual stream through that exit's adapter and the final norm.
+
+        Where the exit has a layer of its own, x is what that layer made of the stream (`layered`). It looks at other tokens,
+        so it cannot be made up for here: who does not run it is refused."""
+        if not layered and str(index) in self.exit_blocks:
+            raise UnsupportedModel(
+                f"the exit after layer {index + 1} has a layer of its own, over the states of all tokens so far, which this "
+                "does not run; fathomlm generate and fathomlm train do"
+            )
         if str(index) in self.exit_adapters:
             x_BTM = self.exit_adapters[str(index)](x_BTM)
         hidden_BTM: Tensor = self.norm(x_BTM)
         return hidden_BTM
 
-    def exit_score(self, x_BTM: Tensor, index: int) -> Tensor:
+    def exit_score(self, x_BTM: Tensor, index: int, *, layered: bool = False) -> Tensor:
         """What that exit's classifier says of the residual stream after step `index`, before a sigmoid."""
-        score_BT: Tensor = self.exit_classifiers[str(index)](self.exit_hidden(x_BTM, index))
+        score_BT: Tensor = self.exit_classifiers[str(index)](self.exit_hidden(x_BTM, index, layered=layered))
         return score_BT
 
-    def exit_logits(self, x_BTM: Tensor, index: int) -> Tensor:
-        """Scores after step `index`, from the residual stream: adapter, final norm, head, and what the exit adds to it."""
-        hidden_BTM = self.exit_hidden(x_BTM, index)
+    def exit_logits(self, x_BTM: Tensor, index: int, *, layered: bool = False) -> Tensor:
+        """Scores after step `index`, from the residual stream: adapter, final norm, head, and what the exit adds to it. See
+        `exit_hidden` for exits with a layer of their own."""
+        hidden_BTM = self.exit_hidden(x_BTM, index, layered=layered)
         logits_BTV, delta = self.logits(hidden_BTM), self.exit_delta(index)
         return logits_BTV if delta is None else logits_BTV + F.linear(F.linear(hidden_BTM, delta.a), delta.b)
 
@@ -326,7 +346,8 @@ class Decoder(nn.Module):
         run: list[Step] = []
         for step in self.plan:
             run.append(step)
-            pause = step.index in at or step.index == self.plan.unrolled_layers - 1
+            asked = {step.index, *(own.index for own in self.plan.exit_steps((step.index,)))}
+            pause = not asked.isdisjoint(at) or step.index == self.plan.unrolled_layers - 1
             if pause or recompute == "layer" or (recompute == "recursion" and self.plan.is_last_of_recursion(step)):
                 yield run
                 run = []
@@ -380,10 +401,15 @@ class Decoder(nn.Module):
     ) -> Tensor:
         """Run some steps of the plan, in order."""
         for step in steps:
-            x = self.layers[step.layer](x, self._context(step, sights, kv, packed, keep_inner))
+            x = self._layer(step)(x, self._context(step, sights, kv, packed, keep_inner))
             if self.encodings and self.plan.is_last_of_recursion(step):
                 x = (x * self.encodings[step.recursion]).to(x.dtype)
         return x
+
+    def _layer(self, step: Step) -> nn.Module:
+        if step.part == "exit":
+            return self.exit_blocks[str(self.plan.exits[step.index - self.plan.unrolled_layers])]
+        return self.layers[step.layer]
 
     def _context(
         self,

@@ -78,11 +78,16 @@ class FathomConfig(PreTrainedConfig):  # type: ignore[misc]
     @property
     def exit_parts(self) -> ExitParts:
         """What each exit has of its own."""
-        return ExitParts(head_rank=self.exit_rank, adapter_rank=self.exit_adapter, classifier=self.exit_classifier)
+        return ExitParts(
+            head_rank=self.exit_rank,
+            adapter_rank=self.exit_adapter,
+            layer=self.plan.get("exit_layer", False),
+            classifier=self.exit_classifier,
+        )
 
     @property
     def exit_fields(self) -> dict[str, Any]:
-        """The same by the names that `Decoder` and `replan` take."""
+        """The same by the names that `Decoder` and `replan` take; the plan says whether there are layers."""
         names = ("exit_rank", "exit_adapter", "exit_classifier")
         return {name: getattr(self, name) for name in names}
 

@@ -223,9 +223,9 @@ def _teacher_encoder(recipe: Recipe) -> dict[str, Any] | None:
 
 
 def _exit_work(parts: Parts) -> int:
-    """FLOPs of one exit over a frozen model. A delta on the head makes the whole head's gradient, an adapter only that of
-    what the head reads, and a classifier none."""
-    times = 6 if parts.exits.head_rank else 4 if parts.exits.adapter_rank else 2
+    """FLOPs of one exit over a frozen model. A delta on the head makes the whole head's gradient, an adapter or a layer
+    only that of what the head reads, and a classifier none."""
+    times = 6 if parts.exits.head_rank else 4 if parts.exits.adapter_rank or parts.exits.layer else 2
     return times * parts.architecture.vocab * parts.architecture.hidden + 6 * _exit_weights(parts)
 
 

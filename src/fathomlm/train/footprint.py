@@ -94,7 +94,7 @@ def activation_bytes(recipe: Recipe, parts: Parts) -> int:
         int(_step_bytes(recipe, parts, step) * (runs[step.recursion] if runs is not None and step.part == "core" else 1))
         for step in parts.plan
     ]
-    adapters = len(parts.plan.exits) * _adapter_bytes(recipe, parts)
+    adapters = sum(_exit_bytes(recipe, parts, index) for index in parts.plan.exits)
     if recipe.exits_only:  # the layers are frozen: nothing is kept but what one of them works on
         return max(steps) + adapters
     if recipe.recompute in ("none", "inner"):
@@ -133,18 +133,20 @@ def _step_bytes(recipe: Recipe, parts: Parts, step: Step) -> int:
     return stream + copies + attention + head_norms + inner + _relaxed_bytes(parts, step, mixed)
 
 
-def _adapter_bytes(recipe: Recipe, parts: Parts) -> int:
-    """What autograd keeps of one exit's adapter, and of the final norm behind it, for one token."""
-    if not parts.exits.adapter_rank:
-        return 0
-    wide = _wide(recipe)
-    return (4 + 2 * wide) * parts.architecture.hidden + 2 * wide * parts.exits.adapter_rank + 4
+def _exit_bytes(recipe: Recipe, parts: Parts, index: int) -> int:
+    """What autograd keeps of one exit's own layer and adapter, and of the final norm behind them, for one token."""
+    wide, hidden, rank = _wide(recipe), parts.architecture.hidden, parts.exits.adapter_rank
+    norm = 4 * hidden + 4  # for the gradient of what it reads; a frozen stream wants none
+    own = [_step_bytes(recipe, parts, step) for step in parts.plan.exit_steps((index,))]
+    layer = sum(own) - (norm if own and recipe.exits_only and not recipe.compile else 0)
+    adapter = 2 * wide * (hidden + rank) + (norm if own else 0) if rank else 0
+    return layer + adapter + (norm if own or rank else 0)
 
 
 def _relaxed_bytes(parts: Parts, step: Step, mixed: bool) -> int:
     """A low-rank delta keeps its inner vector, and in bfloat16 another rounded copy of a norm's output."""
     relaxation = parts.relaxation
-    if relaxation is None or not relaxation.low_rank or not relaxation.sits_on(parts.plan, step):
+    if relaxation is None or not relaxation.low_rank or step.part == "exit" or not relaxation.sits_on(parts.plan, step):
         return 0
     ranked = [linear for linear in parts.architecture.linears() if relaxation.rank(linear)]
     again = sum(2 * linear.inputs for linear in ranked if mixed and linear.name not in ("o", "down"))
@@ -180,7 +182,7 @@ def _frozen_head(parts: Parts, tokens: int) -> int:
     learns from that of the hidden states."""
     a, exits = parts.architecture, parts.exits
     width = a.hidden + exits.head_rank
-    reached = exits.head_rank or exits.adapter_rank
+    reached = exits.head_rank or exits.adapter_rank or exits.layer
     return (4 * a.vocab * width if exits.head_rank else 0) + (4 * tokens * width if reached else 0)
 
 

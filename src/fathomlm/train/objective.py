@@ -102,8 +102,10 @@ class Objective(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """The sum of all losses over the batch's tokens, and its parts in the order of `names`, each unweighted. With
         `causal` a routed model decides as at inference. `source_BS` is what an encoder reads."""
-        at = {output.index for output in self._outputs} | {*self._shallow, *self._deep}
-        trace = None if self.decoder.plan.routing is None else RoutingTrace()
+        plan = self.decoder.plan
+        own = {index: step.index for index in self.exits for step in plan.exit_steps((index,))}
+        at = {own.get(output.index, output.index) for output in self._outputs} | {*self._shallow, *self._deep}
+        trace = None if plan.routing is None else RoutingTrace()
         memory = None
         if self.encoder is not None:
             assert source_BS is not None
@@ -121,7 +123,9 @@ class Objective(nn.Module):
             openness=self.openness if self.training else 0.0,
             trace=trace,
         )
-        normed = {index: self.decoder.exit_hidden(state, index) for index, state in states.items()}
+        behind = {index: states.pop(step) for index, step in own.items()}
+        read = states | behind
+        normed = {index: self.decoder.exit_hidden(state, index, layered=True) for index, state in read.items()}
         targets_N = targets_BT.flatten()
         last = self._outputs[-1].index
         parts: dict[str, Tensor] = {}
@@ -153,7 +157,7 @@ class Objective(nn.Module):
         if self._classifies:
             total = self._add_classifiers(total, parts, normed, choices, targets_N)
         if self._shallow:
-            adapted = {int(name) for name in self.decoder.exit_adapters} & states.keys()
+            adapted = {int(name) for name in (*self.decoder.exit_adapters, *self.decoder.exit_blocks)} & states.keys()
             plain = {index: self.decoder.norm(states[index]) for index in adapted}
             total, parts["layerwise"] = self._add_layerwise(total, normed | plain, targets_BT)
         if trace is not None:

@@ -99,8 +99,12 @@ def read_parts(recipe: Recipe) -> Parts:
     exits = recipe.loss.exits
     if exits is None:
         return Parts(architecture=architecture, plan=plan.with_exits(()), relaxation=relaxation, encoder=encoder)
-    plan = plan.with_exits(exit_steps(exits, plan))
-    added = ExitParts(head_rank=exits.head_rank, adapter_rank=exits.adapter_rank, classifier=exits.classifier)
+    if exits.layer and architecture.cross:
+        raise OptionError(f"loss.exits.layer is for decoder-only models; a {architecture.family} decoder has an encoder")
+    plan = plan.with_exits(exit_steps(exits, plan), layer=exits.layer)
+    added = ExitParts(
+        head_rank=exits.head_rank, adapter_rank=exits.adapter_rank, layer=exits.layer, classifier=exits.classifier
+    )
     return Parts(architecture=architecture, plan=plan, relaxation=relaxation, exits=added, encoder=encoder)
 
 

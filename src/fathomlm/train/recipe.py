@@ -174,6 +174,9 @@ class ExitRecipe:
     """Give each exit a low-rank delta on the head; with `train: exits` the rest is frozen."""
     adapter_rank: int = 0
     """Give each exit a low-rank adapter in front of the final norm, x + B silu(A norm(x)); it starts as nothing."""
+    layer: bool = False
+    """Give each exit a whole layer over the states there, with keys and values of its own; it starts as a copy of the layer
+    behind the exit."""
     classifier: bool = False
     """Teach each exit to tell whether its likeliest token is the last output's: `generate --confidence classifier`."""
 

@@ -72,8 +72,12 @@ def check(recipe: Recipe) -> None:
     if recipe.train == "exit_heads" and (loss.exits is None or loss.exits.head_rank < 1):
         raise OptionError("train: exit_heads needs loss.exits.head_rank of at least 1")
     exits = loss.exits
-    if recipe.train == "exits" and (exits is None or not (exits.head_rank or exits.adapter_rank or exits.classifier)):
-        raise OptionError("train: exits needs something that exits add: loss.exits.adapter_rank, head_rank or classifier")
+    if recipe.train == "exits" and (
+        exits is None or not (exits.head_rank or exits.adapter_rank or exits.layer or exits.classifier)
+    ):
+        raise OptionError(
+            "train: exits needs something that exits add: loss.exits.adapter_rank, layer, head_rank or classifier"
+        )
     for name, least in LEAST.items():
         value = _field(recipe, name)
         if value is not None and not least <= value < float("inf"):

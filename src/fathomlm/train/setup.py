@@ -141,7 +141,7 @@ def build_student(recipe: Recipe, corpus: Corpus) -> FathomModel:
     if exits is None:  # exits that no loss reads would go stale while the layers under them learn
         return with_exits(student, (), 0, recipe.seed)
     places = exit_steps(exits, student.plan)
-    return with_exits(student, places, exits.head_rank, recipe.seed, exits.adapter_rank, exits.classifier)
+    return with_exits(student, places, exits.head_rank, recipe.seed, exits.adapter_rank, exits.classifier, exits.layer)
 
 
 def build_teacher(recipe: Recipe, corpus: Corpus, student: FathomModel, world: World) -> FathomModel | None:
@@ -224,11 +224,17 @@ def scratch_architecture(model: ModelRecipe, vocab: int | None) -> Architecture:
 
 
 def with_exits(
-    model: FathomModel, exits: tuple[int, ...], rank: int, seed: int, adapter: int = 0, classifier: bool = False
+    model: FathomModel,
+    exits: tuple[int, ...],
+    rank: int,
+    seed: int,
+    adapter: int = 0,
+    classifier: bool = False,
+    layer: bool = False,
 ) -> FathomModel:
-    """The same weights under a plan with exits. Low-rank deltas on the head (`rank` above 0), adapters and classifiers are
-    kept where the model has them for that exit and rank, and fresh otherwise."""
-    plan = model.plan.with_exits(exits)
+    """The same weights under a plan with exits. Low-rank deltas on the head (`rank` above 0), adapters, layers and
+    classifiers are kept where the model has them for that exit and rank, and fresh otherwise."""
+    plan = model.plan.with_exits(exits, layer=layer)
     return replan(model, plan, exit_rank=rank, exit_adapter=adapter, exit_classifier=classifier, seed=seed)
 
 
