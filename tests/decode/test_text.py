@@ -118,6 +118,15 @@ def test_random_bytes_decode_as_they_would_whole(tiny_tokenizer: Any, seed: int,
     assert "".join(pieces(TextStream(tiny_tokenizer), tokens)) == tiny_tokenizer.decode(tokens)
 
 
+def test_a_broken_end_is_whole_where_the_window_slides(tiny_tokenizer: Any) -> None:
+    """A character, then fewer broken bytes than one has, just when the window is as long as it may be."""
+    lone, *char = (tiny_tokenizer.convert_tokens_to_ids(c) for c in "¢âĢ¢")  # a byte that begins nothing, a bullet
+    for behind in (1, 2, 3):
+        tokens = [lone] * (MOST - 3 - behind) + char + [lone] * behind
+        stream = TextStream(tiny_tokenizer)
+        assert "".join(stream.push(token) for token in tokens) + stream.finish() == tiny_tokenizer.decode(tokens)
+
+
 def test_byte_runs_that_never_become_characters_do_not_hang_or_hide_text(sentencepiece: Any) -> None:
     lone = sentencepiece.convert_tokens_to_ids("<0xFF>")
     after = ids(sentencepiece, "the fox")

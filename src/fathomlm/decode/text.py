@@ -52,7 +52,7 @@ class TextStream:
             ready = len(text) - 1
         new = text[self._shown : ready]
         self._shown = max(self._shown, ready)
-        self._slide(broken)
+        self._slide(broken, held=len(text) - self._shown)
         return self._release(new)
 
     def finish(self) -> str:
@@ -78,14 +78,15 @@ class TextStream:
                 break
         return tokens
 
-    def _slide(self, broken: bool) -> None:
-        """Let go of old tokens. What stays is the last piece that began and ended with whole characters."""
+    def _slide(self, broken: bool, held: int) -> None:
+        """Let go of old tokens. What stays is the last piece that began and ended with whole characters, or of a broken end
+        enough for the `held` characters of it that are not shown yet."""
         window = self._window
         if broken:
             if len(window) >= MOST:
                 self._window = window[-2 * LONGEST_CHARACTER :]
-                self._shown = len(self._decode(self._window)) - 1
-                self._clean = 0
+                self._shown = len(self._decode(self._window)) - held
+                self._clean = max(0, self._clean - len(window) + len(self._window))
             return
         if len(window) >= WINDOW:
             piece = window[self._clean :]

@@ -1,0 +1,289 @@
+"""A stack of layers under a depth plan: what it is made of, the walk over its steps, the head, and what exits have.
+
+Shapes: B batch, T new tokens, M hidden width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fathomlm.cache import Entries, Passing, StepKV
+from fathomlm.depth import Architecture, DepthPlan, LinearSpec, Relaxation, Step
+from fathomlm.errors import OptionError, UnsupportedModel
+from fathomlm.kernels.norm import RMSNorm
+from fathomlm.model.blocks import Block, Packed, StepContext, build_block
+from fathomlm.model.blocks.parts import build_norm
+from fathomlm.model.exits import ExitAdapter, ExitClassifier
+from fathomlm.model.memory import Memory
+from fathomlm.model.relative import RelativeBias
+from fathomlm.model.relax import LoraDelta, StepDelta, build_deltas, build_encodings
+from fathomlm.model.route import Routers, build_routers
+from fathomlm.model.sight import Rows, Sights
+
+MOST_SHAPES = 64
+"""Of one layer in a run: recursions times the stairs of a capacity's warm-up, with gradients and without."""
+
+
+class Cache(Protocol):
+    """What the decoder asks of a key-value cache."""
+
+    @property
+    def length(self) -> int: ...
+
+    def at(self, step: Step) -> StepKV | None: ...
+
+    def reads(self, step: Step) -> Entries | None: ...
+
+    def advance(self, tokens: int) -> None: ...
+
+
+class LayerStack(nn.Module):
+    """Unique layers and the plan that says which runs when. Tied layers are one module, so a tie cannot come apart."""
+
+    def __init__(
+        self,
+        architecture: Architecture,
+        plan: DepthPlan,
+        relaxation: Relaxation | None = None,
+        exit_rank: int = 0,
+        exit_adapter: int = 0,
+        exit_classifier: bool = False,
+    ) -> None:
+        """`exit_rank` gives each early exit a low-rank delta of its own on the head (thesis 3, early-exit appendix),
+        `exit_adapter` an adapter of that rank in front of the final norm, `exit_classifier` a judge of its choices. The plan
+        says whether exits have layers of their own."""
+        super().__init__()
+        _check_rotation(architecture, plan)
+        if plan.exit_layer and architecture.cross:
+            raise UnsupportedModel(f"an exit of a {architecture.family} decoder has no layer of its own: it has an encoder")
+        self.architecture = architecture
+        self.plan = plan
+        self.relaxation = relaxation
+        self.embed = nn.Embedding(architecture.vocab, architecture.hidden)
+        self.layers = nn.ModuleList(build_block(architecture) for _ in range(plan.unique_layers))
+        self.deltas = build_deltas(architecture, plan, relaxation)
+        self.encodings = build_encodings(architecture, plan, relaxation)
+        self.routers = build_routers(architecture.hidden, plan.routing)
+        self.norm = build_norm(architecture)
+        self.relative = RelativeBias(architecture) if architecture.positions == "relative" else None
+        self.head = None if architecture.tied_embeddings else nn.Linear(architecture.hidden, architecture.vocab, bias=False)
+        spec = LinearSpec("head", architecture.hidden, architecture.vocab, bias=False)
+        self.exit_heads = nn.ModuleDict({str(index): LoraDelta(spec, exit_rank) for index in plan.exits if exit_rank})
+        self.exit_blocks = nn.ModuleDict({str(index): build_block(architecture) for index in plan.exits if plan.exit_layer})
+        """What `plan.exit_steps` run, by the index of the step that an exit follows."""
+        self.exit_adapters = nn.ModuleDict(
+            {str(index): ExitAdapter(architecture, exit_adapter) for index in plan.exits if exit_adapter}
+        )
+        self.exit_classifiers = nn.ModuleDict(
+            {str(index): ExitClassifier(architecture) for index in plan.exits if exit_classifier}
+        )
+        """By the index of a step, as exit heads are: from `exit_hidden` to one score, high where leaving is safe."""
+
+    def compile_layers(self, backend: str = "inductor") -> None:
+        """Compile each layer for the shapes it is given: a run has few, one for each capacity of a router or size of a pass,
+        and each is worth its own code; a compiler that guesses at shapes to come makes slower code for all."""
+        torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, MOST_SHAPES)
+        for layer in (*self.layers, self.norm, *self.exit_blocks.values(), *self.exit_adapters.values()):
+            layer.compile(dynamic=False, backend=backend)
+
+    def unrolled(self) -> list[nn.Module]:
+        """The layer of each step in order; tied steps give the same object."""
+        return [self.layers[step.layer] for step in self.plan]
+
+    def delta(self, step: Step) -> StepDelta | None:
+        """What a step adds of its own, or None."""
+        name = str(step.index)
+        if name not in self.deltas:
+            return None
+        delta = self.deltas[name]
+        assert isinstance(delta, StepDelta)
+        return delta
+
+    def reset_parameters(self, std: float = 0.02, generator: torch.Generator | None = None) -> None:
+        """Fresh weights: Gaussian linears and embeddings, neutral norms, deltas that add nothing."""
+        for module in self.modules():
+            reset_module(module, std, generator)
+        self.match_lengths()
+
+    def match_lengths(self) -> None:
+        """Set DoRA's row lengths, which follow from the shared weights, so that new deltas add nothing."""
+        for step in self.plan:
+            if (delta := self.delta(step)) is not None:
+                delta.match_lengths(self.layers[step.layer])
+
+    def equipped(self, rows: Rows, memory: Memory | None = None) -> Rows:
+        """The rows of a pass with what this decoder looks at beside its own tokens: its position bias, and the encoder's
+        output. Sights that are made from them carry both to every step, also in a walk over a part of the plan."""
+        if self.architecture.cross != (memory is not None):
+            wants = "needs `memory`, the encoder's output" if self.architecture.cross else "has no place for `memory`"
+            raise ValueError(f"a {self.architecture.family} decoder {wants}")
+        if memory is not None and memory.states_BSM.shape[0] != rows.positions_BT.shape[0]:
+            raise ValueError(f"{rows.positions_BT.shape[0]} rows look at {memory.states_BSM.shape[0]} sources")
+        if memory is None and self.relative is None:
+            return rows
+        return dataclasses.replace(rows, relative=self.relative, memory=memory)
+
+    def logits(self, hidden_BTM: Tensor) -> Tensor:
+        """Scores over the vocabulary; the head is the embedding where the two are tied."""
+        scale = self.architecture.head_scale
+        return F.linear(hidden_BTM if scale == 1.0 else hidden_BTM * scale, self._head_matrix)
+
+    @property
+    def head_weight(self) -> Tensor:
+        """What hidden states are multiplied with, their scale included (the first T5), for losses that take the product
+        themselves."""
+        scale = self.architecture.head_scale
+        return self._head_matrix if scale == 1.0 else self._head_matrix * scale
+
+    @property
+    def _head_matrix(self) -> Tensor:
+        return self.embed.weight if self.head is None else self.head.weight
+
+    def exit_delta(self, index: int) -> LoraDelta | None:
+        """What the exit after step `index` adds to the head, or None."""
+        if str(index) not in self.exit_heads:
+            return None
+        delta = self.exit_heads[str(index)]
+        assert isinstance(delta, LoraDelta)
+        return delta
+
+    def enter(self, tokens_BT: Tensor) -> Tensor:
+        """The residual stream in front of the first step."""
+        return self._embed(tokens_BT)
+
+    def run_steps(
+        self,
+        x_BTM: Tensor,
+        steps: Sequence[Step],
+        sights: Sights,
+        cache: Cache,
+        packed: Mapping[int, Packed] | None = None,
+    ) -> Tensor:
+        """The residual stream after some steps of the plan: a part of a pass, for decoding that leaves early. An exit's own
+        step makes of it what that exit reads. `packed` are weights from `pack_layers`."""
+        return self._walk(x_BTM, steps, sights, cache, packed)
+
+    @torch.no_grad()
+    def pack_layers(self, own: Sequence[Step] = ()) -> dict[int, Packed]:
+        """Copies of the layers' weights in fewer and larger matrices, by layer, as they are now: a single token is read
+        through them faster. Empty where the family or a relaxation has no such form. `own` are steps of exits to pack for
+        too."""
+        layers = {} if self.deltas else dict(enumerate(self.layers)) | {step.layer: self._layer(step) for step in own}
+        dtype = self.embed.weight.dtype
+        return {i: layer.pack(dtype) for i, layer in layers.items() if isinstance(layer, Block) and layer.packs}
+
+    def keep_entries(self, x_BTM: Tensor, steps: Sequence[Step], sights: Sights, cache: Cache) -> None:
+        """Store what steps would make of the same residual stream as keys and values; nothing else of them runs."""
+        for step in steps:
+            layer = self._layer(step)
+            assert isinstance(layer, Block)
+            layer.keep_entries(x_BTM, self._context(step, sights, cache))
+
+    def exit_hidden(self, x_BTM: Tensor, index: int, *, layered: bool = False) -> Tensor:
+        """What the head reads after step `index`: the residual stream through that exit's adapter and the final norm.
+
+        Where the exit has a layer of its own, x is what that layer made of the stream (`layered`). It looks at other tokens,
+        so it cannot be made up for here: who does not run it is refused."""
+        if not layered and str(index) in self.exit_blocks:
+            raise UnsupportedModel(
+                f"the exit after layer {index + 1} has a layer of its own, over the states of all tokens so far, which this "
+                "does not run; fathomlm generate and fathomlm train do"
+            )
+        if str(index) in self.exit_adapters:
+            x_BTM = self.exit_adapters[str(index)](x_BTM)
+        hidden_BTM: Tensor = self.norm(x_BTM)
+        return hidden_BTM
+
+    def exit_score(self, x_BTM: Tensor, index: int, *, layered: bool = False) -> Tensor:
+        """What that exit's classifier says of the residual stream after step `index`, before a sigmoid."""
+        score_BT: Tensor = self.exit_classifiers[str(index)](self.exit_hidden(x_BTM, index, layered=layered))
+        return score_BT
+
+    def exit_logits(self, x_BTM: Tensor, index: int, *, layered: bool = False) -> Tensor:
+        """Scores after step `index`, from the residual stream: adapter, final norm, head, and what the exit adds to it. See
+        `exit_hidden` for exits with a layer of their own."""
+        hidden_BTM = self.exit_hidden(x_BTM, index, layered=layered)
+        logits_BTV, delta = self.logits(hidden_BTM), self.exit_delta(index)
+        return logits_BTV if delta is None else logits_BTV + F.linear(F.linear(hidden_BTM, delta.a), delta.b)
+
+    def _embed(self, tokens_BT: Tensor) -> Tensor:
+        return self._scale(self.embed(tokens_BT))
+
+    def _scale(self, x: Tensor) -> Tensor:
+        if self.architecture.embedding_scale == 1.0:
+            return x
+        return x * torch.tensor(self.architecture.embedding_scale, dtype=x.dtype, device=x.device)
+
+    def _walk(
+        self,
+        x: Tensor,
+        steps: Sequence[Step],
+        sights: Sights,
+        kv: Cache | Passing,
+        packed: Mapping[int, Packed] | None = None,
+        keep_inner: bool = True,
+    ) -> Tensor:
+        """Run some steps of the plan, in order."""
+        for step in steps:
+            x = self._layer(step)(x, self._context(step, sights, kv, packed, keep_inner))
+            if self.encodings and self.plan.is_last_of_recursion(step):
+                x = (x * self.encodings[step.recursion]).to(x.dtype)
+        return x
+
+    def _layer(self, step: Step) -> nn.Module:
+        if step.part == "exit":
+            return self.exit_blocks[str(self.plan.exits[step.index - self.plan.unrolled_layers])]
+        return self.layers[step.layer]
+
+    def _context(
+        self,
+        step: Step,
+        sights: Sights,
+        kv: Cache | Passing,
+        packed: Mapping[int, Packed] | None = None,
+        keep_inner: bool = True,
+    ) -> StepContext:
+        sight = sights[self.architecture.window(step.origin)]
+        return StepContext(
+            sight.cos, sight.sin, sight.mask, sight.causal, kv.at(step), kv.reads(step), self.delta(step),
+            packed=None if packed is None else packed.get(step.layer),
+            memory=None if sight.memory is None else sight.memory.at(step, keeps=not isinstance(kv, Passing)),
+            keep_inner=keep_inner,
+        )  # fmt: skip
+
+
+def _check_rotation(architecture: Architecture, plan: DepthPlan) -> None:
+    """Shared keys keep the rotation of the step that made them; a step with another rotary base could not read them."""
+    if architecture.local_rope is None:
+        return
+    for step in plan:
+        source = plan.steps[plan.kv_sources[step.index]]
+        if (architecture.window(step.origin) is None) != (architecture.window(source.origin) is None):
+            raise OptionError(
+                f"kv mode '{plan.kv}' would let step {step.index + 1} read keys of step {source.index + 1}, which has "
+                f"another rotary base ({architecture.family}: layers with a window, and without)"
+            )
+
+
+def reset_module(module: nn.Module, std: float, generator: torch.Generator | None = None) -> None:
+    """Fresh weights for one module of ours; containers and modules without weights are left alone."""
+    if isinstance(module, nn.Linear | nn.Embedding):
+        nn.init.normal_(module.weight, std=std, generator=generator)
+        if isinstance(module, nn.Linear) and module.bias is not None:
+            nn.init.zeros_(module.bias)
+    elif isinstance(
+        module, RMSNorm | nn.LayerNorm | LoraDelta | StepDelta | Routers | RelativeBias | ExitAdapter | ExitClassifier
+    ):
+        module.reset_parameters()
+    elif isinstance(module, nn.ParameterDict):  # a step's offsets
+        for offset in module.values():
+            nn.init.zeros_(offset)
+    elif isinstance(module, nn.ParameterList):  # the recursions' encodings
+        for encoding in module:
+            nn.init.ones_(encoding)
