@@ -25,6 +25,14 @@ def test_what_is_older_than_the_window_does_not_count() -> None:
     assert len(rate._samples) <= 12
 
 
+def test_being_told_often_takes_no_more_room_and_changes_little() -> None:
+    rate = Rate(now=0.0, window=10.0)
+    for step in range(1, 30_001):
+        rate.note(step / 1000, 7 * step)
+    assert len(rate._samples) <= 103
+    assert rate.at(30.0) == pytest.approx(7000, rel=0.02)
+
+
 def test_work_after_a_long_rest_is_not_spread_over_the_rest() -> None:
     rate = Rate(now=0.0, window=10.0)
     rate.note(1.0, 1000)

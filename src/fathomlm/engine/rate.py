@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections import deque
 
+KEPT = 100
+"""Values of a window: more would not change a rate that anybody looks at."""
+
 
 class Rate:
     """Growth a second over the last `window` seconds of a count that begins at 0 and never falls.
 
-    It has to be told the count now and then, and remembers about as many values as it is told within a window.
+    It has to be told the count now and then, and remembers about `KEPT` values, however often it is told.
     """
 
     def __init__(self, now: float, window: float = 10.0) -> None:
@@ -18,7 +21,10 @@ class Rate:
 
     def note(self, now: float, total: int) -> None:
         """The count is `total` now. Times do not go back."""
-        self._samples.append((now, total))
+        samples, close = self._samples, self.window / KEPT
+        if len(samples) > 1 and samples[-1][0] - samples[-2][0] < close:
+            samples.pop()
+        samples.append((now, total))
         while len(self._samples) > 1 and self._samples[1][0] <= now - self.window:
             self._samples.popleft()
 
