@@ -13,9 +13,9 @@ from torch import Tensor
 
 from fathomlm.engine.layout import Layout
 from fathomlm.engine.orders import Plan
+from fathomlm.kernels.routed_rows import ENTER as ENTER  # stages that every program knows
+from fathomlm.kernels.routed_rows import IDLE as IDLE
 
-IDLE, ENTER = -1, 0
-"""Stages that every program knows: nothing is to be done; the token in the slot is to be run from the start."""
 COLUMNS = ("token", "position", "stage", "since", "made", "limit", "epoch", "deepest", "ignores_end")
 
 

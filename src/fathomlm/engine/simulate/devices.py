@@ -13,9 +13,8 @@ from typing import Protocol
 from fathomlm.engine.orders import Chunk, Plan
 from fathomlm.engine.simulate.costs import Pass
 from fathomlm.engine.simulate.trajectories import Trajectory
+from fathomlm.kernels.routed_rows import CORE, ENTER, IDLE
 
-IDLE, ENTER = -1, 0
-CORE = 1
 DEEP, FLUSH = 1, 2
 LONG_AGO = -(10**12)
 
