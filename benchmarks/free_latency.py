@@ -142,6 +142,25 @@ class Bench:
             found["accepted"] = round(sum(t.accepted for t in texts) / max(1, sum(t.drafted for t in texts)), 4)
         return found
 
+    def where(self, mode: str, threshold: float | None, most: int) -> list[dict[str, Any]]:
+        """The kernels that take longest, prefill included: milliseconds and calls for each token."""
+        from torch.profiler import ProfilerActivity
+        from torch.profiler import profile as profiling
+
+        with profiling(activities=[ProfilerActivity.CUDA]) as trace:
+            tokens = sum(len(text.tokens) for text in self.texts(mode, threshold))
+            torch.cuda.synchronize()
+        events = sorted(trace.key_averages(), key=lambda event: -event.self_device_time_total)
+        return [
+            {
+                "kernel": event.key[:80],
+                "ms_per_token": round(event.self_device_time_total / 1e3 / tokens, 4),
+                "calls_per_token": round(event.count / tokens, 2),
+                "us_each": round(event.self_device_time_total / max(1, event.count), 1),
+            }
+            for event in events[:most]
+        ]
+
 
 def run(args: argparse.Namespace) -> None:
     bench = Bench(args)
@@ -171,6 +190,10 @@ def run(args: argparse.Namespace) -> None:
         threshold = bench.threshold_for("parallel", rate)
         note("parallel" if rate == MAIN_RATE else f"parallel, {rate:.0%} leave", "parallel", threshold)
     threshold = record["parallel"]["threshold"]
+    if args.profile:
+        record["where_parallel"] = bench.where("parallel", threshold, args.profile)
+        for line in record["where_parallel"]:
+            print(line, flush=True)
     note("state-copy", "state-copy", bench.threshold_for("state-copy", MAIN_RATE))
     note("speculative", "speculative", threshold)
 
@@ -222,6 +245,7 @@ def main() -> None:
     running.add_argument("--max-stack", type=int, default=16)
     running.add_argument("--pack", action=argparse.BooleanOptionalAction, default=True, help="fewer, larger matrices")
     running.add_argument("--only", nargs="*", help="rates of parallel decoding to measure, as parts of 1", type=float)
+    running.add_argument("--profile", type=int, default=0, help="list so many kernels of parallel decoding")
     running.set_defaults(verb=run)
     drawing = verbs.add_parser("draw")
     drawing.add_argument("record", type=Path)

@@ -3,7 +3,7 @@
     python benchmarks/row_kernels.py --out rows.json
     python benchmarks/row_kernels.py --sweep --out sweep.json
 
-Shapes are those of SmolLM-360M and SmolLM-1.7B, in bfloat16. The floor is the bytes that must be read, weights or entries,
+Shapes are those of SmolLM-360M, SmolLM-1.7B and Llama-2-7B, in bfloat16. The floor is the bytes that must be read, weights or entries,
 at 4.3 TB/s, which this GPU reaches on large copies. Calls are recorded in a graph and go around copies of their weights that
 together do not fit into the cache, as a model's layers do. Everything is compiled on all cores first. `--sweep` also times
 other block sizes than those in use, some of each kernel's in turn, until its time is up; `--kernels`, `--shapes` and
@@ -34,9 +34,21 @@ from fathomlm.kernels.paged_attention import AttentionBlocks, attention_blocks, 
 from fathomlm.kernels.row_blocks import Blocks, product_blocks, row_block
 
 DEVICE, BANDWIDTH, COLD, EPS, PAGE, VOCAB, RANK, DEPTHS = "cuda", 4.3e12, 200e6, 1e-5, 16, 49152, 64, 3
-SHAPES = {"360M": (960, 2560, 15, 5, 64), "1.7B": (2048, 8192, 32, 32, 64)}
+SHAPES = {"360M": (960, 2560, 15, 5, 64), "1.7B": (2048, 8192, 32, 32, 64), "7B": (4096, 11008, 32, 32, 128)}
 ROWS = (1, 32, 51)
-KERNELS = ["qkv", "o", "gated", "down", "attention 1024", "attention 128", "head", "head, no norm", "lora", "write"]
+KERNELS = [
+    "qkv",
+    "qkv, product only",
+    "o",
+    "gated",
+    "down",
+    "attention 1024",
+    "attention 128",
+    "head",
+    "head, no norm",
+    "lora",
+    "write",
+]
 LAYER = ("qkv", "attention 1024", "o", "gated", "down")
 """What a layer calls, one after the other."""
 
@@ -105,7 +117,8 @@ def product_of(cell: Cell) -> Callable[[torch.Tensor, Blocks], Any]:
 def widths(cell: Cell) -> tuple[int, int]:
     """Rows and columns of the weight."""
     M, inner, H, G, D = SHAPES[cell.shape]
-    return {"qkv": ((H + 2 * G) * D, M), "o": (M, H * D), "gated": (2 * inner, M), "down": (M, inner)}.get(
+    wide = ((H + 2 * G) * D, M)
+    return {"qkv": wide, "qkv, product only": wide, "o": (M, H * D), "gated": (2 * inner, M), "down": (M, inner)}.get(
         cell.kernel, (VOCAB, M)
     )
 
@@ -176,7 +189,7 @@ def variants(cell: Cell) -> list[Variant]:
                     found.append({"blocks": Blocks(tile // double, depth, warps, 2)})
         else:
             splits = (1, 2, 4, 8) if cell.kernel in ("o", "down") else (1,)
-            deep = ((64, 4), (64, 6), (64, 8), (128, 3), (128, 4))
+            deep = ((64, 4), (64, 6), (64, 8), (64, 12), (128, 3), (128, 4), (128, 6))
             for (depth, stages), tile, split, warps in itertools.product(deep, (16, 32, 64, 128), splits, (4, 8)):
                 if stages * (row_block(cell.rows) + tile) * depth * 2 <= 220 * 1024:
                     found.append({"blocks": Blocks(tile // double, depth, warps, stages, split)})

@@ -70,7 +70,7 @@ def main() -> None:
         ),
         "cross_entropy": measure(
             cross_entropy,
-            {"BLOCK": (1024, 2048, 4096, 8192, 16384), "WARPS": (8, 16, 32)},
+            {"BLOCK": (1024, 2048, 4096, 8192, 16384), "WARPS": (4, 8, 16, 32), "WIDE": (8, 16)},
             lambda: cross_entropy.cross_entropy_(logits, targets, 1.0),
             2 * 8192 * 2 * VOCAB,
         ),

@@ -11,8 +11,11 @@ from torch import Tensor
 
 from fathomlm.kernels.triton_here import tl, triton
 
-BLOCK, WARPS = 1024, 16
+BLOCK, WARPS = 8192, 32
 """How many words a program takes at once, and on how many warps; `benchmarks/training_kernels.py` compares."""
+WIDE = 8
+"""Neighbouring words that a thread takes at once: 16 bytes of bfloat16, the most it can load, and one correction of its sum
+for all of them, where taking an exponential is as scarce as memory."""
 
 
 def cross_entropy_(logits_CV: Tensor, targets_C: Tensor, weight: float) -> Tensor:
@@ -38,21 +41,23 @@ def plain_cross_entropy_(logits_CV: Tensor, targets_C: Tensor, weight: float) ->
 if triton is not None:
 
     @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
-    def _cross_entropy_kernel(logits_ptr, targets_ptr, losses_ptr, weight, vocab: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    def _cross_entropy_kernel(  # type: ignore[no-untyped-def]
+        logits_ptr, targets_ptr, losses_ptr, weight, vocab: tl.constexpr, BLOCK: tl.constexpr, WIDE: tl.constexpr
+    ):
         row = tl.program_id(0).to(tl.int64)
         logits_ptr += row * vocab
         target = tl.load(targets_ptr + row)
-        columns = tl.arange(0, BLOCK)
-        most = tl.full((BLOCK,), -1e30, tl.float32)
-        total = tl.zeros((BLOCK,), tl.float32)
+        columns = tl.arange(0, BLOCK // WIDE)[:, None] * WIDE + tl.arange(0, WIDE)[None, :]
+        most = tl.full((BLOCK // WIDE,), -1e30, tl.float32)
+        total = tl.zeros((BLOCK // WIDE,), tl.float32)
         for start in range(0, vocab, BLOCK):
             at = start + columns
             x = tl.load(logits_ptr + at, mask=at < vocab, other=-1e30).to(tl.float32)
-            higher = tl.maximum(most, x)
-            total = total * tl.exp(most - higher) + tl.exp(x - higher)
+            higher = tl.maximum(most, tl.max(x, 1))
+            total = total * tl.exp(most - higher) + tl.sum(tl.exp(x - higher[:, None]), 1)
             most = higher
         highest = tl.max(most, 0)
-        # A lane that only ever saw the filling has most = -1e30 and adds exp(-1e30 - highest) = 0.
+        # A thread that only ever saw the filling has most = -1e30 and adds exp(-1e30 - highest) = 0.
         log_sum = highest + tl.log(tl.sum(total * tl.exp(most - highest), 0))
         counted = target >= 0
         wanted = tl.load(logits_ptr + tl.maximum(target, 0)).to(tl.float32)
@@ -70,5 +75,7 @@ if triton is not None:
         rows, vocab = logits_CV.shape
         losses_C = torch.empty(rows, dtype=torch.float32, device=logits_CV.device)
         targets_C = targets_C.contiguous()
-        _cross_entropy_kernel[(rows,)](logits_CV, targets_C, losses_C, weight, vocab=vocab, BLOCK=BLOCK, num_warps=WARPS)
+        _cross_entropy_kernel[(rows,)](
+            logits_CV, targets_C, losses_C, weight, vocab=vocab, BLOCK=BLOCK, WIDE=WIDE, num_warps=WARPS
+        )
         return losses_C

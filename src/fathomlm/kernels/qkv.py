@@ -24,7 +24,8 @@ from fathomlm.kernels.rope import apply_rope
 from fathomlm.kernels.row_linear import few_rows, norm_linear
 from fathomlm.kernels.triton_here import tl, triton
 
-WARPS = 1
+WARPS, FEW, FEW_WARPS = 1, 128, 8
+"""Warps of a token, and of each of the few tokens that a decoding pass has, where no other token fills the device."""
 
 Heads = tuple[Tensor, Tensor, Tensor]
 
@@ -158,6 +159,9 @@ if triton is not None:
         v = tl.load(v_ptr + token * G * D + head * D + column, mask=head < G).to(tl.float32) * scale
         tl.store(out_ptr + (H + G) * D + head * D + column, v.to(out_ptr.dtype.element_ty), mask=head < G)
 
+    def _warps(tokens: int) -> int:
+        return WARPS if tokens > FEW else FEW_WARPS
+
     # Strides are never read below: while a backward pass is traced nobody knows yet how its gradients will lie in memory,
     # so a stride read now would be a guess that is compiled in. `contiguous` is traced, and holds.
 
@@ -170,7 +174,7 @@ if triton is not None:
         cos, sin = (angle.expand(B, 1, T, D).contiguous() for angle in (cos, sin))
         q, k, v = (product_BTW.new_empty(B, T, n, D) for n in (heads, groups, groups))
         pads = {"PAD_H": triton.next_power_of_2(heads), "PAD_G": triton.next_power_of_2(groups)}
-        _split_kernel[(B * T,)](product_BTW, cos, sin, scale_N, q, k, v, heads, groups, D=D, **pads, num_warps=WARPS)
+        _split_kernel[(B * T,)](product_BTW, cos, sin, scale_N, q, k, v, heads, groups, D=D, **pads, num_warps=_warps(B * T))
         return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
 
     def _triton_unrotate_and_pack(
@@ -182,5 +186,5 @@ if triton is not None:
         cos, sin = (angle.expand(B, 1, T, D).contiguous() for angle in (cos, sin))
         out = d_q.new_empty(B, T, (H + 2 * G) * D)
         pads = {"PAD_H": triton.next_power_of_2(H), "PAD_G": triton.next_power_of_2(G)}
-        _pack_kernel[(B * T,)](d_q, d_k, d_v, cos, sin, scale_N, out, H, G, D=D, **pads, num_warps=WARPS)
+        _pack_kernel[(B * T,)](d_q, d_k, d_v, cos, sin, scale_N, out, H, G, D=D, **pads, num_warps=_warps(B * T))
         return out

@@ -15,8 +15,9 @@ from typing import NamedTuple
 
 SMS = 132
 """Multiprocessors of an H100 or H200."""
-STAGES = 6
-"""Tiles in flight: of 64 + 64 rows and 64 terms they take 96 KB, so two programs fit on a multiprocessor."""
+STAGES, FEWER_STAGES = 6, 4
+"""Tiles in flight: of 64 + 64 rows and 64 terms six take 96 KB, so two programs fit on a multiprocessor. Of four, three do,
+where that lets all programs run at once instead of a few after the others."""
 MAX_SPLIT, LEAST_SHARE = 8, 512
 """The most programs that share one tile's sum, and the least of its terms that each should get."""
 SHARE_STEP = 64
@@ -25,6 +26,8 @@ SHARE_STEP = 64
 
 ONE_ROW = 2
 """Rows of the weight that a program takes where one row alone is multiplied: many small programs hide latency best."""
+LARGE = 80_000_000
+"""Bytes of a weight from which one row's programs last long enough to be made larger: fewer of them are started."""
 
 
 class Blocks(NamedTuple):
@@ -57,13 +60,20 @@ def product_blocks(rows: int, width: int, depth: int, size: int, *, weights: int
     idle, several programs share a tile's sum, and tiles may be wider still.
     """
     if rows == 1 and size < 4:
-        return Blocks(ONE_ROW // weights, 256, warps=1, stages=2)
+        return _one_row(weights, weights * width * depth * size, depth)
     share = 4 if splits else 2
     tile = next((t for t in (64, 32) if share * _programs(width, t // weights) >= SMS), 16)
     split = _split(_programs(width, tile // weights), depth) if splits else 1
     if size >= 4:  # what a tile holds then sits in registers
         return Blocks(16 // weights, 32, stages=2, split=split)
-    return Blocks(tile // weights, 64, split=split)
+    programs = split * _programs(width, tile // weights)
+    return Blocks(tile // weights, 64, stages=FEWER_STAGES if 2 * SMS < programs <= 3 * SMS else STAGES, split=split)
+
+
+def _one_row(weights: int, bytes_: int, depth: int) -> Blocks:
+    if bytes_ < LARGE:
+        return Blocks(ONE_ROW // weights, 256, warps=1, stages=2)
+    return Blocks(ONE_ROW // weights, 2048, stages=2) if depth % 2048 == 0 else Blocks(8 // weights, 512, stages=2)
 
 
 def share_of(depth: int, split: int) -> int:

@@ -86,25 +86,6 @@ def test_gradients_are_those_of_the_same_maps_in_float32(network: str, dtype: to
         torch.testing.assert_close(parameter.grad, expected.grad)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_fork_of_the_stream_gives_both_gradients_back(dtype: torch.dtype) -> None:
-    routers = Routers(24, build_routing("expert", 3))
-    x = torch.randn(2, 5, 24).to(dtype).requires_grad_()
-    wide = x.detach().float().requires_grad_()
-    weight = routers.main[1].out.weight.detach().clone().requires_grad_()
-    with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16):
-        stream, logits = routers.fork(1, x)
-    assert torch.equal(stream, x)
-    assert (stream.dtype, logits.dtype) == (dtype, torch.float32)
-    torch.testing.assert_close(logits, routers.logits(1, x))
-    (stream.float().square().sum() + (logits * 3).sin().sum()).backward()
-    (wide.square().sum() + ((wide @ weight[0]) * 3).sin().sum()).backward()
-    assert x.grad is not None
-    assert wide.grad is not None
-    torch.testing.assert_close(x.grad, wide.grad.to(dtype))
-    torch.testing.assert_close(routers.main[1].out.weight.grad, weight.grad)
-
-
 def test_an_auxiliary_router_judges_beside_the_main_one() -> None:
     routers = Routers(24, build_routing("expert", 3, sampling="aux_router"))
     x = torch.randn(2, 5, 24, requires_grad=True)

@@ -9,7 +9,7 @@ Shapes: B rows, N tokens, M hidden width, R recursions.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +18,8 @@ from torch import Tensor, nn
 from fathomlm.depth import Routing
 from fathomlm.depth.routing import WIDE
 from fathomlm.kernels.half import keeps_gradients
+from fathomlm.kernels.rows import put, take
+from fathomlm.model.route.entrance import Picked, enter_all, enter_some, look, pick, rejoin
 
 
 class Router(nn.Module):
@@ -38,29 +40,17 @@ class Router(nn.Module):
             return F.linear(x, self.out.weight.to(x.dtype))
 
 
-class _Fork(torch.autograd.Function):
-    """Where a linear router looks at the stream: x, which goes on, and x w in float32 at least. It keeps x as it is, which
-    the layers keep too, and adds both gradients in one pass over memory when it is compiled."""
+class Entered(NamedTuple):
+    """What a recursion works on in training."""
 
-    @staticmethod
-    def forward(ctx: Any, x_BNM: Tensor, weight_M: Tensor) -> tuple[Tensor, Tensor]:
-        wide = torch.promote_types(torch.promote_types(x_BNM.dtype, weight_M.dtype), torch.float32)
-        ctx.save_for_backward(x_BNM, weight_M)
-        return x_BNM.view_as(x_BNM), (x_BNM.to(wide) * weight_M.to(wide)).sum(-1)
-
-    @staticmethod
-    def backward(ctx: Any, d_stream: Tensor, d_logits: Tensor) -> tuple[Tensor, Tensor]:
-        x_BNM, weight_M = ctx.saved_tensors
-        wide = d_logits.dtype
-        d_x = d_stream.to(wide) + d_logits[..., None] * weight_M.to(wide)
-        d_weight = (d_logits[..., None] * x_BNM.to(wide)).sum((0, 1))
-        return d_x.to(x_BNM.dtype), d_weight.to(weight_M.dtype)
-
-
-def fork(x_BNM: Tensor, weight_M: Tensor) -> tuple[Tensor, Tensor]:
-    with torch.autocast(x_BNM.device.type, enabled=False):
-        x, logits = _Fork.apply(x_BNM, weight_M)  # type: ignore[no-untyped-call]
-    return x, logits
+    before: Tensor
+    """The stream of all tokens that were asked."""
+    taken: Tensor
+    """The stream of those that go on, for the recursion."""
+    stays: Tensor
+    """The same, for what is added to its outcome."""
+    logits: Tensor
+    """Of all tokens that were asked."""
 
 
 def advance(x_BNM: Tensor, out_BNM: Tensor, scores_BN: Tensor, alpha: float, update: str) -> Tensor:
@@ -86,12 +76,18 @@ class Routers(nn.Module):
         """token, loss-free: added to the scores for the selection only, and moved by `balance`; no gradient reaches it."""
         if not expert and routing.balancing == "loss_free":
             self.bias = nn.Parameter(torch.zeros(routing.recursions), requires_grad=False)
-        self._fork: Callable[..., Any] = fork
         self._advance: Callable[..., Any] = advance
+        self._look: Callable[..., Any] = look
+        self._pick: Callable[..., Any] = pick
+        self._enter_all: Callable[..., Any] = enter_all
+        self._enter_some: Callable[..., Any] = enter_some
 
     def compile_parts(self, backend: str = "inductor") -> None:
         """Compile what routers do to the stream between two passes of the block, for the shapes it is given."""
-        self._fork, self._advance = (torch.compile(f, dynamic=False, backend=backend) for f in (fork, advance))
+        for name, function in (
+            ("_advance", advance), ("_look", look), ("_pick", pick), ("_enter_all", enter_all), ("_enter_some", enter_some),
+        ):  # fmt: skip
+            setattr(self, name, torch.compile(function, dynamic=False, backend=backend))
 
     def reset_parameters(self) -> None:
         if self.bias is not None:
@@ -102,15 +98,42 @@ class Routers(nn.Module):
         out: Tensor = self.main[recursion](x_BNM)
         return out[..., 0]
 
-    def fork(self, recursion: int, x_BNM: Tensor) -> tuple[Tensor, Tensor]:
-        """expert, in training: the stream as it goes on, and `logits`."""
-        if self.routing.network == "linear":
-            router = self.main[recursion]
-            assert isinstance(router, Router)
-            run = self._fork if keeps_gradients(x_BNM) else fork
-            x, logits = run(x_BNM, router.out.weight[0])
-            return x, logits
-        return x_BNM, self.logits(recursion, x_BNM)
+    def seen(self, recursion: int, x_BNM: Tensor) -> Tensor:
+        """expert, in training: `logits` to choose by. A linear router's have no gradient; `enter` knows theirs."""
+        if self.routing.network != "linear":
+            return self.logits(recursion, x_BNM)
+        with torch.no_grad():
+            seen_BN: Tensor = self._look(x_BNM, self._weight(recursion))
+        return seen_BN
+
+    def pick(self, rank_BN: Tensor, keep_BN: Tensor | None, count: int) -> Picked:
+        with torch.no_grad():
+            picked: Picked = self._pick(rank_BN.detach(), keep_BN, count)
+        return picked
+
+    def enter(self, recursion: int, x_BNM: Tensor, seen_BN: Tensor, picked: Picked | None) -> Entered:
+        """expert, in training: the stream as it enters a recursion, all of it without `picked`."""
+        if self.routing.network != "linear":
+            taken = x_BNM if picked is None else take(x_BNM, picked.at_BN)
+            return Entered(x_BNM, taken, taken, seen_BN)
+        compiled = keeps_gradients(x_BNM)
+        if picked is None:
+            first, second, logits = (self._enter_all if compiled else enter_all)(x_BNM, self._weight(recursion), seen_BN)
+            return Entered(first, first, second, logits)
+        enter = self._enter_some if compiled else enter_some
+        before, taken, logits = enter(x_BNM, self._weight(recursion), seen_BN, picked)
+        return Entered(before, taken, taken, logits)
+
+    def rejoin(self, entered: Entered, picked: Picked, new_BNM: Tensor) -> Tensor:
+        """expert, in training: the stream with the tokens that went on replaced."""
+        if self.routing.network != "linear":
+            return put(entered.before, picked.at_BN, new_BNM)
+        return rejoin(entered.before, picked.flat, new_BNM)
+
+    def _weight(self, recursion: int) -> Tensor:
+        router = self.main[recursion]
+        assert isinstance(router, Router)
+        return router.out.weight[0]
 
     def advance(self, x_BNM: Tensor, out_BNM: Tensor, logits_BN: Tensor) -> Tensor:
         """expert: the stream after a recursion."""

@@ -22,7 +22,8 @@ from torch import Tensor
 from fathomlm.cache import Passing, RoutedCache
 from fathomlm.depth import Architecture, DepthPlan, Routing, Step
 from fathomlm.kernels.rows import put, take
-from fathomlm.model.route.routers import Routers, draw
+from fathomlm.model.route.entrance import Picked
+from fathomlm.model.route.routers import Entered, Routers, draw
 from fathomlm.model.route.trace import Decision, DepthControl, RoutingTrace
 from fathomlm.model.sight import Rows, Sights, gathered_sights
 
@@ -50,31 +51,32 @@ class RoutedWalk:
     def top_k(self, x: Tensor, rows: Rows, kv: Passing, openness: float, trace: RoutingTrace | None) -> Tensor:
         """Training by expert-choice. Recursion r asks only the tokens that recursion r-1 kept."""
         T = x.shape[1]
-        slots, keep = rows.slots, rows.keep
+        routers, slots, keep = self.routers, rows.slots, rows.keep
         depths = torch.zeros_like(slots)
-        left: list[tuple[Tensor, Tensor | None]] = []
+        left: list[tuple[Entered, Picked]] = []
         for recursion in range(self.plan.recursions):
-            x, logits = self.routers.fork(recursion, x)
-            asked = torch.ones_like(logits, dtype=torch.bool) if keep is None else keep
-            chosen, at = asked, None
+            seen = routers.seen(recursion, x)
             kept = self.routing.kept(recursion, T, openness)
-            judged = self.routers.judge(recursion, x, logits) if trace is not None else logits
-            before, before_slots, before_logits = x, slots, logits
+            picked = None
             if kept < x.shape[1]:
-                rank = self._rank(recursion, logits.detach(), rows.positions_BT.gather(1, slots))
-                at = rank.masked_fill(~asked, -torch.inf).topk(kept, sorted=False).indices.sort(dim=-1).values
-                chosen = torch.zeros_like(asked).scatter(1, at, True) & asked
-                x, slots, logits = take(x, at), slots.gather(1, at), logits.gather(1, at)
-                keep = None if keep is None else keep.gather(1, at)
+                picked = routers.pick(self._rank(recursion, seen, rows, slots), keep, kept)
+            entered = routers.enter(recursion, x, seen, picked)
+            logits, asked, asked_slots = entered.logits, keep, slots
+            judged = logits if trace is None else routers.judge(recursion, x, logits)
+            if picked is not None:
+                slots, logits = slots.gather(1, picked.at_BN), logits.gather(1, picked.at_BN)
+                keep = None if keep is None else keep.gather(1, picked.at_BN)
+                left.append((entered, picked))
             if trace is not None:
+                asked = torch.ones_like(seen, dtype=torch.bool) if asked is None else asked
+                chosen = asked if picked is None else asked & (picked.place_BT >= 0)
                 selective = self.routing.capacity[recursion] < 1
-                trace.decisions.append(Decision(before_logits, judged, chosen, before_slots, asked, selective))
+                trace.decisions.append(Decision(entered.logits, judged, chosen, asked_slots, asked, selective))
                 depths = depths.scatter_add(1, slots, torch.ones_like(slots) if keep is None else keep.long())
-            left.append((before, at))
-            out = self._block(recursion, x, slots, keep, rows, kv.focus(at_BK=slots))
-            x = self.routers.advance(x, out, logits)
-        for before, at in reversed(left):
-            x = x if at is None else put(before, at, x)
+            out = self._block(recursion, entered.taken, slots, keep, rows, kv.focus(at_BK=slots))
+            x = routers.advance(entered.stays, out, logits)
+        for entered, picked in reversed(left):
+            x = routers.rejoin(entered, picked, x)
         if trace is not None:
             trace.depths_BT, trace.keep_BT = depths, rows.keep
         return x
@@ -123,8 +125,10 @@ class RoutedWalk:
         kind = _ExpertChoice if self.routing.kind == "expert" else _TokenChoice
         return kind(self, x, rows, keep, control, trace)
 
-    def _rank(self, recursion: int, logits_BN: Tensor, positions_BN: Tensor) -> Tensor:
-        return draw(positions_BN, recursion).to(logits_BN.dtype) if self.routing.random else logits_BN
+    def _rank(self, recursion: int, seen_BN: Tensor, rows: Rows, slots_BN: Tensor) -> Tensor:
+        if not self.routing.random:
+            return seen_BN
+        return draw(rows.positions_BT.gather(1, slots_BN), recursion).to(seen_BN.dtype)
 
     def _block(self, recursion: int, x: Tensor, slots: Tensor, keep: Tensor | None, rows: Rows, kv: Passing) -> Tensor:
         """One recursion over gathered tokens: among themselves, or over the first recursion's entries for all."""

@@ -1,0 +1,125 @@
+"""How tokens enter a recursion in training and come back: selection and the stream's fork, with backward passes that touch
+the stream as seldom as they can.
+
+Left to autograd, a recursion that takes some tokens of a stream would give its gradient back in six passes over memory:
+zeros with the taken tokens' gradients written in, the others' with zeros at the taken, their sum, and the router's added.
+Here all of it is one formula, token by token:
+
+    d_x = d_logit w + (a token that was taken: its gradient behind `enter`; any other: what `rejoin` got for it)
+
+so compiled it is one pass. Since `enter` looks at nobody's gradient in the wrong place, `rejoin` need not clear any.
+
+Shapes: B rows, T tokens that are asked, N tokens that are taken, M hidden width.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Picked(NamedTuple):
+    """The tokens that a recursion takes of each row, in their order."""
+
+    at_BN: Tensor
+    flat: Tensor
+    """The same among the tokens of all rows, (B x N)."""
+    place_BT: Tensor
+    """Each token's place among those taken of its row, -1 for the others."""
+
+
+def pick(rank_BT: Tensor, keep_BT: Tensor | None, count: int) -> Picked:
+    """The `count` highest of each row; padding, where `keep_BT` is False, comes last."""
+    B, T = rank_BT.shape
+    if keep_BT is not None:
+        rank_BT = rank_BT.masked_fill(~keep_BT, -torch.inf)
+    at_BN = rank_BT.topk(count, sorted=False).indices.sort(dim=-1).values
+    rows_B1 = torch.arange(B, device=at_BN.device)[:, None]
+    places_BN = torch.arange(count, device=at_BN.device).expand(B, count)
+    place_BT = torch.full_like(rank_BT, -1, dtype=torch.long).scatter(1, at_BN, places_BN)
+    return Picked(at_BN, (at_BN + rows_B1 * T).flatten(), place_BT)
+
+
+def look(x_BTM: Tensor, weight_M: Tensor) -> Tensor:
+    """What a linear router says of each token, in float32 at least."""
+    with torch.autocast(x_BTM.device.type, enabled=False):
+        wide = _wide(x_BTM, weight_M)
+        return (x_BTM.to(wide) * weight_M.to(wide)).sum(-1)
+
+
+def enter_all(x_BTM: Tensor, weight_M: Tensor, seen_BT: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The stream twice, for two readers, and logits. `seen_BT` is what `look` said; with gradients those are the logits."""
+    first, second, logits = _EnterAll.apply(x_BTM, weight_M, seen_BT)  # type: ignore[no-untyped-call]
+    return first, second, logits
+
+
+def enter_some(x_BTM: Tensor, weight_M: Tensor, seen_BT: Tensor, picked: Picked) -> tuple[Tensor, Tensor, Tensor]:
+    """The stream for `rejoin` and for nobody else, the tokens that are taken (B, N, M), and logits of all."""
+    before, taken, logits = _EnterSome.apply(x_BTM, weight_M, seen_BT, picked.flat, picked.place_BT)  # type: ignore[no-untyped-call]
+    return before, taken, logits
+
+
+def rejoin(before_BTM: Tensor, flat: Tensor, new_BNM: Tensor) -> Tensor:
+    """The stream with the tokens that `enter_some` took replaced."""
+    out: Tensor = _Rejoin.apply(before_BTM, flat, new_BNM)  # type: ignore[no-untyped-call]
+    return out
+
+
+class _EnterAll(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_BTM: Tensor, weight_M: Tensor, seen_BT: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        ctx.save_for_backward(x_BTM, weight_M)
+        return x_BTM.view_as(x_BTM), x_BTM.view_as(x_BTM), seen_BT.clone()
+
+    @staticmethod
+    def backward(ctx: Any, d_first: Tensor, d_second: Tensor, d_logits: Tensor) -> tuple[Tensor | None, ...]:
+        x_BTM, weight_M = ctx.saved_tensors
+        wide = d_logits.dtype
+        d_x = d_first.to(wide) + d_second.to(wide) + d_logits[..., None] * weight_M.to(wide)
+        return d_x.to(x_BTM.dtype), _weight_gradient(x_BTM, weight_M, d_logits), None
+
+
+class _EnterSome(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x_BTM: Tensor, weight_M: Tensor, seen_BT: Tensor, flat: Tensor, place_BT: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        B, T, M = x_BTM.shape
+        ctx.save_for_backward(x_BTM, weight_M, place_BT)
+        taken_BNM = x_BTM.reshape(B * T, M).index_select(0, flat).view(B, -1, M)
+        return x_BTM.view_as(x_BTM), taken_BNM, seen_BT.clone()
+
+    @staticmethod
+    def backward(ctx: Any, d_before: Tensor, d_taken_BNM: Tensor, d_logits: Tensor) -> tuple[Tensor | None, ...]:
+        x_BTM, weight_M, place_BT = ctx.saved_tensors
+        B, N, M = d_taken_BNM.shape
+        wide = d_logits.dtype
+        rows_B1 = torch.arange(B, device=place_BT.device)[:, None]
+        from_taken = d_taken_BNM.reshape(B * N, M)[place_BT.clamp_min(0) + rows_B1 * N]
+        d_stream = torch.where((place_BT >= 0)[..., None], from_taken, d_before)
+        d_x = d_stream.to(wide) + d_logits[..., None] * weight_M.to(wide)
+        return d_x.to(x_BTM.dtype), _weight_gradient(x_BTM, weight_M, d_logits), None, None, None
+
+
+class _Rejoin(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, before_BTM: Tensor, flat: Tensor, new_BNM: Tensor) -> Tensor:
+        B, T, M = before_BTM.shape
+        ctx.save_for_backward(flat)
+        return before_BTM.reshape(B * T, M).index_copy(0, flat, new_BNM.reshape(-1, M)).view(B, T, M)
+
+    @staticmethod
+    def backward(ctx: Any, d_BTM: Tensor) -> tuple[Tensor, None, Tensor]:
+        (flat,) = ctx.saved_tensors
+        B, T, M = d_BTM.shape
+        return d_BTM, None, d_BTM.reshape(B * T, M).index_select(0, flat).view(B, -1, M)
+
+
+def _weight_gradient(x_BTM: Tensor, weight_M: Tensor, d_logits: Tensor) -> Tensor:
+    return (d_logits[..., None] * x_BTM.to(d_logits.dtype)).sum((0, 1)).to(weight_M.dtype)
+
+
+def _wide(x: Tensor, weight: Tensor) -> torch.dtype:
+    return torch.promote_types(torch.promote_types(x.dtype, weight.dtype), torch.float32)
