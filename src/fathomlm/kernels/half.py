@@ -76,6 +76,18 @@ def half_dtype(x: Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
 
 
+FEW_TERMS, MANY_TERMS, NARROW = 2**13, 2**15, 2048
+
+
+def weight_gradient(d_NW: Tensor, x_NM: Tensor) -> Tensor:
+    """d^T x (W, M). For a narrow weight and between some and many tokens, as a routed recursion has them, cuBLAS 13 cuts
+    the sum into too few programs: halved by hand it takes 111 us instead of 131 (24,576 tokens, 1600 x 960, H200)."""
+    N, W = d_NW.shape
+    if not d_NW.is_cuda or N % 2 or not FEW_TERMS < N < MANY_TERMS or W > NARROW:
+        return d_NW.T @ x_NM
+    return torch.bmm(d_NW.view(2, -1, W).transpose(1, 2), x_NM.reshape(2, N // 2, -1)).sum(0)
+
+
 def norm_backward(x_NM: Tensor, pull_NM: Tensor, d_stream_NM: Tensor, scale_N: Tensor) -> Tensor:
     """The gradient for x: through the norm (`pull_NM` is p above) and down the residual stream."""
     if triton is not None and x_NM.is_cuda:

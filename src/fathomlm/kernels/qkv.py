@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fathomlm.kernels.attention import split_heads
-from fathomlm.kernels.half import inverse_rms, norm_backward
+from fathomlm.kernels.half import inverse_rms, norm_backward, weight_gradient
 from fathomlm.kernels.norm import rms_norm
 from fathomlm.kernels.rope import apply_rope
 from fathomlm.kernels.row_linear import few_rows, norm_linear
@@ -68,7 +68,7 @@ class _NormQkvRope(torch.autograd.Function):
         x_BTM, scale_BT1, qkv_WM, cos, sin = ctx.saved_tensors
         scale_N, x_NM = scale_BT1.flatten(), x_BTM.flatten(0, 1)
         d_NW = unrotate_and_pack(d_q, d_k, d_v, cos, sin, scale_N).flatten(0, 1)
-        d_qkv_WM = d_NW.T @ x_NM.to(d_NW.dtype)
+        d_qkv_WM = weight_gradient(d_NW, x_NM.to(d_NW.dtype))
         d_x = norm_backward(x_NM, d_NW @ qkv_WM, d_stream.flatten(0, 1), scale_N)
         return d_x.view_as(x_BTM), None, d_qkv_WM, None, None, None, None
 

@@ -20,7 +20,7 @@ from fathomlm.kernels.half import half_dtype, keeps_gradients
 from fathomlm.model.blocks import Block, Packed
 from fathomlm.model.memory import Memory
 from fathomlm.model.route import DepthControl, RoutedWalk, Routers, RoutingTrace
-from fathomlm.model.sight import Rows, Sights, whole_sights
+from fathomlm.model.sight import Rows, Sights, gathered_sights, whole_sights
 from fathomlm.model.stack import Cache, LayerStack, reset_module
 
 Recompute = Literal["none", "inner", "recursion", "layer"]
@@ -37,6 +37,7 @@ class Decoder(LayerStack):
 
     _pack: Callable[[Block, torch.dtype], Packed] | None = None
     """Compiled, where a training pass is."""
+    _see: Callable[..., Sights] = staticmethod(gathered_sights)
 
     def compile_for_training(self, backend: str = "inductor") -> None:
         """Compile all that a training pass runs."""
@@ -44,6 +45,7 @@ class Decoder(LayerStack):
         self._pack = torch.compile(_pack, dynamic=False, backend=backend)
         if self.routers is not None:
             self.routers.compile_parts(backend)
+            self._see = torch.compile(gathered_sights, dynamic=False, backend=backend)
 
     def forward(
         self,
@@ -170,7 +172,7 @@ class Decoder(LayerStack):
 
     def _routed(self, run: _Walk) -> RoutedWalk:
         assert isinstance(self.routers, Routers)
-        return RoutedWalk(self.architecture, self.plan, self.routers, run)
+        return RoutedWalk(self.architecture, self.plan, self.routers, run, self._see)
 
     def _again(self, walk: _Walk, recompute: Recompute) -> _Walk:
         """The walk, keeping activations or computing them again in the backward pass."""

@@ -13,6 +13,7 @@ Shapes: B rows, T tokens of the pass, N tokens that run a recursion, M hidden wi
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -42,6 +43,8 @@ class RoutedWalk:
     plan: DepthPlan
     routers: Routers
     run: RunSteps
+    see: Callable[..., Sights] = gathered_sights
+    """`gathered_sights`, or a compiled form of it."""
 
     @property
     def routing(self) -> Routing:
@@ -136,7 +139,7 @@ class RoutedWalk:
         keys, shown = None, keep
         if self.plan.kv != "cache" and slots.shape[1] < rows.positions_BT.shape[1]:
             keys, shown = rows.slots, rows.keep
-        sights = gathered_sights(self.architecture, steps, rows, x.dtype, slots, keys_BK=keys, shown_BK=shown)
+        sights = self.see(self.architecture, steps, rows, x.dtype, slots, keys_BK=keys, shown_BK=shown)
         return self.run(x, steps, sights, kv)
 
 
