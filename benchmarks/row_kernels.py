@@ -3,11 +3,11 @@
     python benchmarks/row_kernels.py --out rows.json
     python benchmarks/row_kernels.py --sweep --out sweep.json
 
-Shapes are those of SmolLM-360M, SmolLM-1.7B and Llama-2-7B, in bfloat16. The floor is the bytes that must be read, weights or entries,
-at 4.3 TB/s, which this GPU reaches on large copies. Calls are recorded in a graph and go around copies of their weights that
-together do not fit into the cache, as a model's layers do. Everything is compiled on all cores first. `--sweep` also times
-other block sizes than those in use, some of each kernel's in turn, until its time is up; `--kernels`, `--shapes` and
-`--rows` give a few kernels more of it.
+Shapes are those of SmolLM-360M, SmolLM-1.7B and Llama-2-7B, in bfloat16. The floor is the bytes that must be read, weights
+or entries, at 4.3 TB/s, which this GPU reaches on large copies. Calls are recorded in a graph and go around copies of their
+weights that together do not fit into the cache, as a model's layers do. Everything is compiled on all cores first. `--sweep`
+also times other block sizes than those in use, some of each kernel's in turn, until its time is up; `--kernels`, `--shapes`
+and `--rows` give a few kernels more of it.
 """
 
 from __future__ import annotations

@@ -3,13 +3,15 @@
     python benchmarks/train_step.py --out benchmarks/results/train_step_h200.json
 
 Steps are taken by the loop's own `Stepper` on random tokens: forward, backward, clipping and optimizer, bf16 with float32
-masters, compiled. MFU is 6 x parameters (a tied embedding once; looped layers at every use) x tokens/s over the device's
-sustained dense bf16 rate; attention's own products are left out of it, so it understates the arithmetic done. A routed
-model (mor2, mor3, mor4: that many recursions, expert-choice) is counted by the tokens that run each recursion.
+masters, compiled, passes replayed as CUDA graphs (`capture`). MFU is 6 x parameters (a tied embedding once; looped layers at
+every use) x tokens/s over the device's sustained dense bf16 rate; attention's own products are left out of it, so it
+understates the arithmetic done. A routed model (mor2, mor3, mor4: that many recursions, expert-choice) is counted by the
+tokens that run each recursion.
 
 Every variant is measured in several settings: steps of one pass of 16 x 2048 tokens; of eight such passes, whose gradients
 are added up; and of two passes of 64 x 2048; the last two with the inner activations made again and with all kept. Ratios
-to vanilla are taken within a setting. Each setting has its key; what stands outside is the setting named by `main`.
+to vanilla are taken within a setting. Each setting has its key; what stands outside is the setting named by `main`, and
+`vanilla_fastest`, vanilla in the setting where it is fastest.
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ from fathomlm.depth import Architecture, DepthPlan, Relaxation, build_routing
 from fathomlm.depth.presets import preset
 from fathomlm.depth.relaxation import build_relaxation
 from fathomlm.model.decoder import Decoder, Recompute
+from fathomlm.train.captured import WARM_UPS
 from fathomlm.train.data.loader import Batch
 from fathomlm.train.estimate import flops_per_token_6n
 from fathomlm.train.hardware import peak_tflops
@@ -73,7 +76,9 @@ def variants() -> dict[str, tuple[Architecture, DepthPlan, Relaxation | None, Lo
     }
 
 
-def measure(name: str, rows: int, micro: int, recompute: Recompute, seconds: float, top: int) -> dict[str, Any]:
+def measure(
+    name: str, rows: int, micro: int, recompute: Recompute, seconds: float, top: int, capture: bool = True
+) -> dict[str, Any]:
     architecture, plan, relaxation, loss = variants()[name]
     device = torch.device("cuda")
     torch.manual_seed(0)
@@ -84,7 +89,7 @@ def measure(name: str, rows: int, micro: int, recompute: Recompute, seconds: flo
     decoder.reset_parameters()
     decoder.to(device)
     decoder.compile_for_training()
-    recipe = Recipe(precision="bf16", loss=loss)
+    recipe = Recipe(precision="bf16", loss=loss, capture=capture)
     objective = Objective(decoder, loss, recompute=recompute)
     objective.compile_parts()
     optimizer = build_optimizer(objective, recipe.optimizer)
@@ -94,7 +99,7 @@ def measure(name: str, rows: int, micro: int, recompute: Recompute, seconds: flo
     batches = Batch(tokens_BT=tokens[:, :-1].contiguous(), targets_BT=tokens[:, 1:].contiguous()).pin().split(micro)
 
     begin = time.perf_counter()
-    for number in range(3):
+    for number in range(max(3, WARM_UPS // len(batches) + 2)):
         stepper.step(batches, number, wants_stop=False)
     torch.cuda.synchronize()
     warm = time.perf_counter() - begin
@@ -116,6 +121,8 @@ def measure(name: str, rows: int, micro: int, recompute: Recompute, seconds: flo
         "tokens_per_s": round(rate),
         "mfu": round(rate * work / (peak * 1e12), 4) if peak is not None else None,
         "peak_gb": round(torch.cuda.max_memory_allocated() / 1e9, 2),
+        "reserved_gb": round(torch.cuda.max_memory_reserved() / 1e9, 2),
+        "captured": capture,
         "step_ms": round(1e3 * step, 2),
         "step_ms_spread": [round(1e3 * min(times), 2), round(1e3 * max(times), 2)],
         "rows": rows,
@@ -171,24 +178,37 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--only", nargs="*", default=list(variants()))
     parser.add_argument("--settings", nargs="*", default=list(SETTINGS), choices=list(SETTINGS))
+    parser.add_argument("--also", nargs="*", default=[], choices=list(SETTINGS), help="settings for vanilla alone")
     parser.add_argument("--main", default=next(iter(SETTINGS)), choices=list(SETTINGS))
     parser.add_argument("--seconds", type=float, default=6.0, help="measured at least, in groups of steps")
     parser.add_argument("--blas", choices=("cublas", "cublaslt"), help="which library multiplies; torch's choice by default")
+    parser.add_argument(
+        "--capture", action=argparse.BooleanOptionalAction, default=True, help="replay passes as CUDA graphs"
+    )
     parser.add_argument("--top", type=int, default=14, help="kernels to list")
     args = parser.parse_args()
     if args.blas is not None:
         torch.backends.cuda.preferred_blas_library(args.blas)
     record: dict[str, Any] = {"environment": environment(), "main": args.main, "blas": args.blas or "torch's choice"}
-    settings: dict[str, dict[str, Any]] = {setting: {} for setting in args.settings}
+    settings: dict[str, dict[str, Any]] = {setting: {} for setting in (*args.settings, *args.also)}
     for name in args.only:
         for setting, place in settings.items():
-            place[name] = measure(name, *SETTINGS[setting], args.seconds, args.top if setting == args.main else 0)
+            if setting in args.also and name != "vanilla":
+                continue
+            top = args.top if setting == args.main else 0
+            place[name] = measure(name, *SETTINGS[setting], args.seconds, top, args.capture)
             compare(place, name)
             print(describe(name, place[name]), flush=True)
             gc.collect()
             if args.out is not None:
-                whole = record | settings.get(args.main, {}) | {"settings": settings}
+                whole = record | settings.get(args.main, {}) | best(settings) | {"settings": settings}
                 args.out.write_text(json.dumps(whole, indent=1) + "\n")
+
+
+def best(settings: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """Vanilla in the setting where it is fastest, by name."""
+    found = [place["vanilla"] | {"setting": setting} for setting, place in settings.items() if "vanilla" in place]
+    return {"vanilla_fastest": max(found, key=lambda one: one["tokens_per_s"])} if found else {}
 
 
 def compare(place: dict[str, Any], name: str) -> None:

@@ -163,3 +163,44 @@ def test_a_compiled_bf16_run_learns_and_resumes(tmp_path: Path) -> None:
     shutil.rmtree(tmp_path / "run" / "checkpoints" / "step-00000060")
     again = train(recipe, resume=True)
     assert again.validation == pytest.approx(whole.validation, rel=1e-2)
+
+
+@pytest.mark.parametrize("recursions", [1, 3])
+def test_captured_steps_are_steps(recursions: int) -> None:
+    """Replayed passes leave the losses and weights that passes leave which are run one by one."""
+    from fathomlm.depth import build_routing
+    from fathomlm.train.data.loader import Batch
+    from fathomlm.train.loop import Stepper
+    from fathomlm.train.optim import build_optimizer
+    from fathomlm.train.parallel import World
+    from fathomlm.train.recipe import Recipe
+    from fathomlm.train.schedule import LearningRate
+
+    shape = {"layers": 5, "hidden": 128, "intermediate": 256, "heads": 4, "kv_heads": 2, "head_dim": 32, "vocab": 512}
+    plan = DepthPlan.vanilla(5)
+    if recursions > 1:
+        plan = DepthPlan.build("middle-cycle", 3, 5).with_routing(build_routing("expert", 3))
+    tokens = torch.randint(0, 512, (8, 8, 65), generator=torch.Generator().manual_seed(1))
+    found = []
+    for capture in (False, True):
+        torch.manual_seed(0)
+        torch._dynamo.reset()
+        decoder = Decoder(Architecture(family="llama", **shape), plan)
+        decoder.reset_parameters()
+        decoder.to(CUDA).compile_for_training()
+        recipe = Recipe(precision="bf16", capture=capture)
+        objective = Objective(decoder, recipe.loss)
+        objective.compile_parts()
+        optimizer = build_optimizer(objective, recipe.optimizer)
+        world = World(0, 1, torch.device(CUDA))
+        stepper = Stepper(recipe, objective, objective, optimizer, LearningRate.of(recipe.schedule, 100), world)
+        losses = []
+        for number, rows in enumerate(tokens):
+            batch = Batch(tokens_BT=rows[:, :-1].contiguous(), targets_BT=rows[:, 1:].contiguous())
+            losses.append(stepper.step(batch.split(4), number, wants_stop=False).read().loss)
+        assert (stepper._captured is not None and stepper._captured.holds_gradients) == capture
+        found.append((losses, {name: p.detach().clone() for name, p in decoder.named_parameters()}))
+    (plain, slow), (captured, fast) = found
+    torch.testing.assert_close(captured, plain, rtol=1e-4, atol=1e-4)
+    for name in slow:
+        torch.testing.assert_close(fast[name], slow[name], rtol=1e-3, atol=2e-4, msg=name)

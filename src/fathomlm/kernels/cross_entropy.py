@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fathomlm.kernels.triton_here import tl, triton
 
-BLOCK, WARPS = 8192, 32
+BLOCK, WARPS = 16384, 32
 """How many words a program takes at once, and on how many warps; `benchmarks/training_kernels.py` compares."""
 WIDE = 8
 """Neighbouring words that a thread takes at once: 16 bytes of bfloat16, the most it can load, and one correction of its sum

@@ -15,9 +15,9 @@ from typing import NamedTuple
 
 SMS = 132
 """Multiprocessors of an H100 or H200."""
-STAGES, FEWER_STAGES = 6, 4
+STAGES, FEWER_STAGES, MORE_STAGES = 6, 4, 8
 """Tiles in flight: of 64 + 64 rows and 64 terms six take 96 KB, so two programs fit on a multiprocessor. Of four, three do,
-where that lets all programs run at once instead of a few after the others."""
+where that lets all programs run at once instead of a few after the others. Half as wide, eight still leave room for two."""
 MAX_SPLIT, LEAST_SHARE = 8, 512
 """The most programs that share one tile's sum, and the least of its terms that each should get."""
 SHARE_STEP = 64
@@ -67,7 +67,8 @@ def product_blocks(rows: int, width: int, depth: int, size: int, *, weights: int
     if size >= 4:  # what a tile holds then sits in registers
         return Blocks(16 // weights, 32, stages=2, split=split)
     programs = split * _programs(width, tile // weights)
-    return Blocks(tile // weights, 64, stages=FEWER_STAGES if 2 * SMS < programs <= 3 * SMS else STAGES, split=split)
+    stages = FEWER_STAGES if 2 * SMS < programs <= 3 * SMS else MORE_STAGES if tile == 32 and not splits else STAGES
+    return Blocks(tile // weights, 64, stages=stages, split=split)
 
 
 def _one_row(weights: int, bytes_: int, depth: int) -> Blocks:

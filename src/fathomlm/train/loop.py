@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 from fathomlm.errors import DataError
 from fathomlm.model.route.metrics import RoutingMeter
 from fathomlm.train.budget import row_length
+from fathomlm.train.captured import CapturedPass
 from fathomlm.train.checkpoint import Progress
 from fathomlm.train.data.loader import IGNORE, Batches, Prefetched, prefetch
 from fathomlm.train.data.pairs import AnyBatch, round_up
@@ -92,6 +93,8 @@ class Stepper:
         self._skips_on_device = isinstance(optimizer, torch.optim.AdamW) and not isinstance(module, FSDPModule)
         self._teaches = recipe.loss.routing or RoutingLossRecipe()
         self._learns = [parameter for parameter in module.parameters() if parameter.requires_grad]
+        captures = recipe.capture and world.device.type == "cuda" and module is objective
+        self._captured = CapturedPass(self._pass, self._learns) if captures else None
 
     def step(self, micro_batches: list[AnyBatch], number: int, wants_stop: bool) -> Pending:
         """Optimizer step `number` (from 0). A step whose loss or gradient is not finite leaves the weights as they are."""
@@ -103,12 +106,14 @@ class Stepper:
         micro_batches = [batch.to(world.device) for batch in micro_batches]
         sums = torch.zeros(len(names) + 2, device=world.device)
         self._module.train()
+        scale = world.size / count  # DDP and FSDP average over ranks; the factor makes that a sum
         for i, batch in enumerate(micro_batches):
             with accumulating(self._module, last=i == len(micro_batches) - 1):
-                total, parts = self._forward(batch)
-                # DDP and FSDP average over ranks; the factor makes that a sum.
-                torch.autograd.backward(total * (world.size / count))
-            sums[0] += total.detach()
+                if self._captured is None:
+                    total, parts = self._pass(batch, scale)
+                else:
+                    total, parts = self._captured(batch, scale, also=self.objective.openness)
+            sums[0] += total
             sums[1:-1] += parts
         sums[-1].fill_(float(wants_stop))
         norm = self._clip()
@@ -119,6 +124,12 @@ class Stepper:
         self._balance(means, bad)
         return Pending(torch.cat((means, torch.stack((norm, bad, count)), sums[-1:])), names)
 
+    def _pass(self, batch: AnyBatch, scale: Tensor) -> tuple[Tensor, Tensor]:
+        """Forward and back: gradients of the scaled loss are added, the loss and its parts returned."""
+        total, parts = self._forward(batch)
+        torch.autograd.backward(total * scale)
+        return total.detach(), parts
+
     def _learn(self, bad: Tensor) -> None:
         if self._skips_on_device:
             # What GradScaler tells a fused optimizer: it leaves everything as it is where this is 1, and nobody waits.
@@ -126,8 +137,9 @@ class Stepper:
             self._optimizer.step()
         elif not bool(bad):
             self._optimizer.step()
-        # DDP's gradients are views of its buckets; letting go of them would make them twice.
-        self._optimizer.zero_grad(set_to_none=not isinstance(self._module, DistributedDataParallel))
+        # DDP's gradients are views of its buckets, a recorded pass adds to where they are: neither may be let go.
+        held = self._captured is not None and self._captured.holds_gradients
+        self._optimizer.zero_grad(set_to_none=not held and not isinstance(self._module, DistributedDataParallel))
 
     def _balance(self, means: Tensor, bad: Tensor) -> None:
         """Move a loss-free router's bias by the loads of the whole step."""

@@ -267,6 +267,9 @@ class Recipe:
     precision: Literal["bf16", "float32"] = "float32"
     """bf16 computes in bfloat16 and keeps the weights and the optimizer in float32."""
     compile: bool = False
+    capture: bool = False
+    """Replay whole passes as CUDA graphs: for one GPU and rows of one length (no pairs), with `recompute` none or inner.
+    Where it cannot be, on a CPU and under torchrun, it changes nothing."""
     recompute: Literal["none", "inner", "recursion", "layer"] = "none"
     """Activation checkpointing: keep only what enters each recursion, or each layer. `inner` makes the feed-forward part's
     inner activations again in compiled layers without relaxation, which costs little."""

@@ -52,6 +52,10 @@ def check(recipe: Recipe) -> None:
         raise OptionError(f"optimizer.betas needs two numbers, got {recipe.optimizer.betas}")
     if not all(0 <= beta < 1 for beta in recipe.optimizer.betas):
         raise OptionError(f"optimizer.betas must be from 0 to below 1, got {recipe.optimizer.betas}")
+    if recipe.capture and recipe.recompute not in ("none", "inner"):
+        raise OptionError(
+            f"capture goes with recompute none or inner, got {recipe.recompute}; making activations again cannot be recorded"
+        )
     _positive("data.context", recipe.data.context)
     _positive("batch.micro", recipe.batch.micro)
     _positive("optimizer.lr", recipe.optimizer.lr)

@@ -21,6 +21,7 @@ FREE = {
     "parallel",
     "device",
     "compile",
+    "capture",
     "recompute",
     "branch_from",
     "batch.micro",

@@ -59,6 +59,9 @@ class Batch:
     def to(self, device: torch.device | str) -> Batch:
         return self._map(lambda tensor: tensor.to(device, non_blocking=True))
 
+    def copy(self) -> Batch:
+        return self._map(lambda tensor: tensor.clone())
+
     def pick(self, rows_R: Tensor) -> Batch:
         """Some rows, in any order, also repeated."""
         return self._map(lambda tensor: tensor[rows_R])
