@@ -120,7 +120,7 @@ def measure(
     result = {
         "tokens_per_s": round(rate),
         "mfu": round(rate * work / (peak * 1e12), 4) if peak is not None else None,
-        "peak_gb": round(torch.cuda.max_memory_allocated() / 1e9, 2),
+        "peak_gb": stepper.memory_gb(),
         "reserved_gb": round(torch.cuda.max_memory_reserved() / 1e9, 2),
         "captured": capture,
         "step_ms": round(1e3 * step, 2),

@@ -37,12 +37,14 @@ class Decoder(LayerStack):
 
     _pack: Callable[[Block, torch.dtype], Packed] | None = None
     """Compiled, where a training pass is."""
+    _look_up: Callable[[Tensor, Tensor, float, torch.dtype], Tensor] | None = None
     _see: Callable[..., Sights] = staticmethod(gathered_sights)
 
     def compile_for_training(self, backend: str = "inductor") -> None:
         """Compile all that a training pass runs."""
         self.compile_layers(backend)
         self._pack = torch.compile(_pack, dynamic=False, backend=backend)
+        self._look_up = torch.compile(_look_up, dynamic=False, backend=backend)
         if self.routers is not None:
             self.routers.compile_parts(backend)
             self._see = torch.compile(gathered_sights, dynamic=False, backend=backend)
@@ -112,9 +114,7 @@ class Decoder(LayerStack):
         takes the top k, or with `causal` decides as at inference; `openness` (1 to 0) is what is left of the capacity's
         warm-up.
         """
-        x = self._embed(tokens_BT)
-        if torch.is_autocast_enabled(x.device.type):  # autocast leaves embeddings wide, and with them the whole stream
-            x = x.to(torch.get_autocast_dtype(x.device.type))
+        x = self._stream(tokens_BT)
         rows = self.equipped(Rows.of(x, None, keep_BS, past=0, documents_BT=documents_BT), memory)
         sights = whole_sights(self.architecture, self.plan, rows, x.dtype)
         kv = Passing(self.plan)
@@ -167,6 +167,18 @@ class Decoder(LayerStack):
                 yield run
                 run = []
 
+    def _stream(self, tokens_BT: Tensor) -> Tensor:
+        """What enters the first step of a training pass. Autocast would leave embeddings wide, and with them all that
+        follows. Compiled, rows are narrowed as they are looked up, and gradients added where they belong, in any order: a
+        GPU adds attention's in any order too, and a CPU, which does not, looks up as ever."""
+        kind = tokens_BT.device.type
+        weight = self.embed.weight
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype
+        if self._look_up is not None and tokens_BT.is_cuda and torch.is_grad_enabled():
+            x: Tensor = self._look_up(tokens_BT, weight, self.architecture.embedding_scale, dtype)
+            return x
+        return self._embed(tokens_BT).to(dtype)
+
     def _part(self, part: str) -> list[Step]:
         return [step for step in self.plan if step.part == part]
 
@@ -196,6 +208,11 @@ class Decoder(LayerStack):
         looped = {step.layer: self.layers[step.layer] for step in self.plan if self.plan.is_shared(step)}
         blocks = {number: layer for number, layer in looped.items() if isinstance(layer, Block) and layer.packs}
         return {number: self._pack(layer, half_dtype(x)) for number, layer in blocks.items()}
+
+
+def _look_up(tokens_BT: Tensor, weight_VM: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
+    x = torch.nn.functional.embedding(tokens_BT, weight_VM)
+    return (x if scale == 1.0 else x * torch.tensor(scale, dtype=x.dtype, device=x.device)).to(dtype)
 
 
 def _pack(layer: Block, dtype: torch.dtype) -> Packed:

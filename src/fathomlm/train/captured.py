@@ -54,6 +54,8 @@ class CapturedPass:
         self._reached: list[Tensor] = []
         self._last: tuple[Hashable, int] = (None, 0)
         self._recorded: dict[Hashable, _Recorded] = {}
+        self.reserved = 0
+        """Bytes that graphs keep for themselves between replays."""
 
     @property
     def holds_gradients(self) -> bool:
@@ -80,8 +82,19 @@ class CapturedPass:
             if tensor.grad is None:
                 tensor.grad = torch.zeros_like(tensor)
         held, held_scale = batch.copy(), scale.clone()
+        before = _reserved(scale.device)
         replay, results = self._record(lambda: self._run(held, held_scale))
+        self.reserved += _reserved(scale.device) - before
         return _Recorded(held, held_scale, replay, results)
+
+
+def _reserved(device: torch.device) -> int:
+    """Bytes that this process holds of the device's memory, those left out that nothing needs."""
+    if device.type != "cuda":
+        return 0
+    torch.cuda.synchronize(device)
+    torch.cuda.empty_cache()
+    return torch.cuda.memory_reserved(device)
 
 
 def record_graph(work: Callable[[], tuple[Tensor, Tensor]]) -> tuple[Callable[[], None], tuple[Tensor, Tensor]]:

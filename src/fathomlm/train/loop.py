@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 
@@ -130,6 +130,16 @@ class Stepper:
         torch.autograd.backward(total * scale)
         return total.detach(), parts
 
+    def memory_gb(self) -> float | None:
+        """The most that was needed of the GPU's memory. What a recorded pass needs counts beside all that is held now: it
+        was recorded before the optimizer had its state, and is not lent to anybody else."""
+        device = self.world.device
+        if device.type != "cuda":
+            return None
+        kept = 0 if self._captured is None else self._captured.reserved
+        needed = max(torch.cuda.max_memory_allocated(device), torch.cuda.memory_allocated(device) + kept)
+        return round(needed / 1e9, 2)
+
     def _learn(self, bad: Tensor) -> None:
         if self._skips_on_device:
             # What GradScaler tells a fused optimizer: it leaves everything as it is where this is 1, and nobody waits.
@@ -222,8 +232,11 @@ def reading(loader: AnyLoader, progress: Progress, world: World, micro: int) -> 
 class Meter:
     """Speed over the steps since the last record, validation and saving left out."""
 
-    def __init__(self, flops_per_token: float, peak_tflops: float | None, world: World) -> None:
+    def __init__(
+        self, flops_per_token: float, peak_tflops: float | None, world: World, memory_gb: Callable[[], float | None]
+    ) -> None:
         self._flops = flops_per_token
+        self._memory = memory_gb
         self._peak = peak_tflops
         self._world = world
         self._tokens = 0
@@ -242,11 +255,9 @@ class Meter:
         """Rate and memory since the last reading."""
         rate = self._tokens / self._seconds if self._seconds else 0.0
         peak = None if self._peak is None else self._peak * 1e12 * self._world.size
-        cuda = self._world.device.type == "cuda"
-        memory = torch.cuda.max_memory_allocated(self._world.device) / 1e9 if cuda else None
         self._tokens, self._seconds = 0, 0.0
         return {
             "tokens_per_s": round(rate, 1),
             "mfu": None if peak is None else round(rate * self._flops / peak, 4),
-            "memory_gb": None if memory is None else round(memory, 2),
+            "memory_gb": self._memory(),
         }

@@ -20,7 +20,7 @@ from fathomlm.model.route.metrics import RoutingMeter
 from fathomlm.train.data.loader import IGNORE
 from fathomlm.train.losses.agreement import agreement_loss
 from fathomlm.train.losses.exits import exit_depths, exit_steps, exit_weights
-from fathomlm.train.losses.head import HeadTerms, TaughtLoss, Teacher, head_loss, taught_loss
+from fathomlm.train.losses.head import HeadParts, HeadTerms, Teacher, head_loss
 from fathomlm.train.losses.layerwise import candidates, layerwise_loss
 from fathomlm.train.losses.routing import routing_names, routing_parts
 from fathomlm.train.recipe import LossRecipe
@@ -58,7 +58,7 @@ class Objective(nn.Module):
         self.recompute = recompute
         self._teacher = (teacher, teacher_encoder)
         """In a tuple, so that its weights are not among this module's."""
-        self._taught_loss: TaughtLoss = taught_loss
+        self._head_parts = HeadParts()
         self._routing_parts = routing_parts
         self._outputs = _outputs(recipe, decoder)
         self._shallow, self._deep = _layerwise_states(recipe, decoder)
@@ -70,8 +70,8 @@ class Objective(nn.Module):
         """Told of every routed pass, where there is one."""
 
     def compile_parts(self, backend: str = "inductor") -> None:
-        """Compile the losses that are many small operations."""
-        self._taught_loss = torch.compile(taught_loss, backend=backend)
+        """Compile what of the losses is many small operations, or slow ones."""
+        self._head_parts = HeadParts.compiled(backend)
         self._routing_parts = torch.compile(routing_parts, dynamic=False, backend=backend)
 
     @property
@@ -149,7 +149,7 @@ class Objective(nn.Module):
                 output.terms,
                 teacher=teacher,
                 chunk=self.recipe.chunk,
-                taught=self._taught_loss,
+                parts=self._head_parts,
                 choices_N=choices.get(output.index),
             )
             total = total + loss

@@ -143,7 +143,8 @@ class Run:
         device_name = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else None
         shapes = s.architecture, s.plan, s.relaxation, self._encoder
         self._forward_flops = forward_flops_per_token(recipe, *shapes)
-        self._meter = Meter(model_flops_per_token(recipe, *shapes), peak_tflops(recipe.hardware, device_name), world)
+        peak = peak_tflops(recipe.hardware, device_name)
+        self._meter = Meter(model_flops_per_token(recipe, *shapes), peak, world, self._stepper.memory_gb)
 
     def go(self, resume: bool) -> Summary:
         """Start, or go on, and train to the end of the budget or to a request to stop."""
