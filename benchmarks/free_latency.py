@@ -96,7 +96,7 @@ class Bench:
 
     def threshold_for(self, mode: str, wanted: float) -> float:
         """The threshold at which about so many tokens leave: by halving, then around what that found, since another
-        threshold also gives another text, and the rate jumps. The nearest rate counts."""
+        threshold also gives another text, and the rate jumps. The nearest rate that is not below counts."""
         low, high, found = 0.0, 1.0, {}
         for _ in range(9):
             middle = (low + high) / 2
@@ -105,7 +105,7 @@ class Bench:
         around = (low + high) / 2
         for part in (-0.06, -0.04, -0.02, 0.02, 0.04, 0.06):
             found[around * (1 + part)] = self.rate(self.texts(mode, around * (1 + part)))
-        return min(found, key=lambda threshold: abs(found[threshold] - wanted))
+        return min(found, key=lambda threshold: (found[threshold] < wanted, abs(found[threshold] - wanted)))
 
     def floor_ms(self, mode: str, texts: list[CapturedText]) -> float:
         """A token's share of the weights that were read."""

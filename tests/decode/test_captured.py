@@ -11,11 +11,11 @@ from fathomlm.decode.captured import CapturedDecoder
 from fathomlm.decode.confidence import AtExit, gap
 from fathomlm.decode.exiting import Exiting
 from fathomlm.decode.full import generate
-from fathomlm.decode.recorded import choice_and_gap
 from fathomlm.decode.threshold import ThresholdEstimator, ThresholdOptions
 from fathomlm.depth import Architecture, DepthPlan
 from fathomlm.depth.relaxation import build_relaxation
 from fathomlm.errors import OptionError
+from fathomlm.kernels.best_token import best_and_gap
 from fathomlm.model.hub import FathomConfig, FathomForCausalLM
 
 SHAPE: dict[str, Any] = {
@@ -163,7 +163,7 @@ def test_the_gap_is_the_slow_ones_to_the_last_bit() -> None:
     logits = 3 * torch.randn(50, 61)
     logits[7, 3] = logits[7].max()  # two likeliest
     state = torch.zeros(50, 1)
-    choice, sure = choice_and_gap(logits)
+    choice, sure = best_and_gap(logits)
     assert torch.equal(sure, gap(AtExit(state, state, logits)))
     assert torch.equal(choice, logits.argmax(-1))
 

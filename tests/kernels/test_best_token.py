@@ -66,3 +66,26 @@ def test_the_kernel(device: str, vocab: int, dtype: torch.dtype) -> None:
     wide = torch.zeros(12, vocab + 3, dtype=dtype, device=rows.device)
     wide[:, :vocab] = rows
     assert torch.equal(kernel._triton_best_token(wide[:, :vocab]).tokens_N, slow.tokens_N), "rows of a wider tensor"
+
+
+@pytest.mark.parametrize("vocab", [7, 2048, 5000])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "device",
+    [
+        pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not GPU, reason="needs a CUDA device")]),
+        pytest.param("cpu", marks=pytest.mark.skipif(not INTERPRETED, reason="needs Triton with TRITON_INTERPRET=1")),
+    ],
+)
+def test_the_kernel_that_also_says_by_how_much(device: str, vocab: int, dtype: torch.dtype) -> None:
+    assert triton is not None
+    rows = awkward(vocab)[[0, 1, 2, 6, 7, 8, 10, 11]].to(device, dtype)  # those with a choice
+    rows[7, vocab - 1] = rows[7, 0] = rows[7].max() + 1  # equal, in different chunks
+    fast, slow = kernel._triton_best_and_gap(rows, None), kernel.plain_best_and_gap(rows)
+    assert torch.equal(fast[0], slow[0])
+    torch.testing.assert_close(fast[1], slow[1], rtol=1e-4, atol=1e-6)
+    assert fast[1][7] == 0
+    places = torch.zeros(8, dtype=torch.int32, device=rows.device), torch.zeros(8, dtype=torch.float64, device=rows.device)
+    kernel._triton_best_and_gap(rows, places)
+    assert torch.equal(places[0].long(), slow[0])
+    torch.testing.assert_close(places[1].float(), slow[1], rtol=1e-4, atol=1e-6)

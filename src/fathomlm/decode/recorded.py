@@ -26,6 +26,7 @@ from torch import Tensor
 
 from fathomlm.cache.static import StaticCache
 from fathomlm.depth import Architecture, Step
+from fathomlm.kernels.best_token import best_and_gap
 from fathomlm.model.decoder import Decoder
 from fathomlm.model.memory import Memory
 from fathomlm.model.sight import Rows, Sight, Sights, gathered_sights
@@ -94,11 +95,9 @@ class RecordedSteps:
         self._recorded: dict[tuple[str, int, bool], Callable[[], None]] = {}
         self._pool: Any = None
         self._packed = decoder.pack_layers(self._own) if pack else None
-        self._settle: Callable[[Tensor, Tensor, Tensor], None] = settle
         self._look: Callable[..., Sights] = _sights
         if compile:
             decoder.compile_layers()
-            self._settle = torch.compile(settle, dynamic=False)
             self._look = torch.compile(_sights, dynamic=False)
 
     def look_at(self, memory: Memory) -> None:
@@ -159,7 +158,7 @@ class RecordedSteps:
     def _step_deep(self, size: int, choose: bool) -> None:
         slots_N = self._slots_K[:size]
         _, logits_1NV = self._ask(self._states_KM[None, :size], self._deep, slots_N)
-        choices_N = logits_1NV[0].argmax(-1)
+        choices_N, _ = best_and_gap(logits_1NV[0])
         self._deep_choices_K[:size].copy_(choices_N)
         if choose:
             self._choice.copy_(choices_N.index_select(0, self._count))
@@ -180,7 +179,7 @@ class RecordedSteps:
         self._count.add_(1)
 
     def _conclude(self, logits_1V: Tensor) -> None:
-        self._settle(logits_1V, self._choice, self._told)
+        settle(logits_1V, self._choice, self._told)
         self._tell_host()
 
     def _tell_host(self) -> None:
@@ -315,20 +314,10 @@ class RecordedSteps:
             torch.cuda.synchronize(self._device)
 
 
-def choice_and_gap(logits_NV: Tensor) -> tuple[Tensor, Tensor]:
-    """The likeliest token and `confidence.gap`, without a sort, which a GPU takes its time for."""
-    chances_NV = logits_NV.float().softmax(-1)
-    choice_N = logits_NV.argmax(-1)
-    others_NV = chances_NV.scatter(-1, choice_N[:, None], 0.0)
-    return choice_N, chances_NV.amax(-1) - others_NV.amax(-1)
-
-
 def settle(logits_1V: Tensor, choice_1: Tensor, told_2: Tensor) -> None:
-    """Write `choice_and_gap` where the next step and the host find them; compiled, that is one pass over the scores."""
-    found_1, sure_1 = choice_and_gap(logits_1V)
-    choice_1.copy_(found_1)
-    told_2[:1].copy_(sure_1)
-    told_2[1:].copy_(found_1)
+    """Write the likeliest token, and `confidence.gap`, where the next step and the host find them."""
+    best_and_gap(logits_1V, out=(choice_1, told_2[:1]))
+    told_2[1:].copy_(choice_1)
 
 
 @contextmanager

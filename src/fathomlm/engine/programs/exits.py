@@ -23,11 +23,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fathomlm.decode.recorded import choice_and_gap
 from fathomlm.engine.programs.base import AGREED, JUDGED, Choosing, How, Parts, Record
 from fathomlm.engine.programs.whole import read_whole
 from fathomlm.engine.rows import Reach, pick_groups, reach
 from fathomlm.engine.state import ENTER, IDLE, Placed
+from fathomlm.kernels.best_token import best_and_gap
 from fathomlm.model.route.routers import draw
 
 DEEP, FLUSH = 1, 2
@@ -145,7 +145,7 @@ class ExitProgram:
         """Who leaves, who is chosen, what the exit chose and how sure it was, after how many layers, and whether the last
         layer would have chosen the same."""
         s = self.parts.state
-        choice_N, sure_N = choice_and_gap(scores_NV)
+        choice_N, sure_N = best_and_gap(scores_NV)
         at = (rows_N, positions_N % self.stack)
         judged_N = deep_N & (choice_N == self.choice_SK[at])
         flags_N = deep_N.long() * JUDGED + judged_N.long() * AGREED
