@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from fathomlm.cache.static import StaticCache
+from fathomlm.decode.moves import clear, move_on, push, settle
 from fathomlm.depth import Architecture, Step
 from fathomlm.kernels.best_token import best_and_gap
 from fathomlm.model.decoder import Decoder
@@ -96,9 +97,11 @@ class RecordedSteps:
         self._pool: Any = None
         self._packed = decoder.pack_layers(self._own) if pack else None
         self._look: Callable[..., Sights] = _sights
+        self._move_on, self._push, self._clear = move_on, push, clear
         if compile:
             decoder.compile_layers()
             self._look = torch.compile(_sights, dynamic=False)
+            self._move_on, self._push, self._clear = (torch.compile(f, dynamic=False) for f in (move_on, push, clear))
 
     def look_at(self, memory: Memory) -> None:
         """Put an encoder's output, of one row, where the recorded work looks. Its keys and values are made here, once."""
@@ -134,22 +137,21 @@ class RecordedSteps:
         return Memory(states_1SM, torch.ones(1, source, dtype=torch.bool, device=self._device), look=False)
 
     def _step_full(self, steps: Sequence[Step]) -> None:
-        self._advance()
+        self._move_on(self._slot, self._count)
         _, logits_11V = self._ask(self.decoder.enter(self._choice[None]), steps, self._slot)
         self._conclude(logits_11V[0])
 
     def _step_shallow(self) -> None:
-        self._advance()
+        self._move_on(self._slot, self._count)
         x_11M, logits_11V = self._ask(self.decoder.enter(self._choice[None]), self._shallow, self._slot)
-        self._states_KM.index_copy_(0, self._count, x_11M[0])
-        self._slots_K.index_copy_(0, self._count, self._slot)
+        self._push(self._states_KM, self._slots_K, self._count, x_11M[0], self._slot)
         self._conclude(logits_11V[0])
 
     def _step_segment(self, number: int) -> None:
         """State copying keeps one state, in the stack's first place."""
         first, last = (0, *self.exit_layers)[number], (*self.exit_layers, self.layers)[number]
         if number == 0:
-            self._advance()
+            self._move_on(self._slot, self._count)
         x_11M = self._states_KM[None, :1] if number else self.decoder.enter(self._choice[None])
         x_11M, logits_11V = self._ask(x_11M, self.decoder.plan.steps[first:last], self._slot)
         self._states_KM[:1].copy_(x_11M[0])
@@ -159,24 +161,16 @@ class RecordedSteps:
         slots_N = self._slots_K[:size]
         _, logits_1NV = self._ask(self._states_KM[None, :size], self._deep, slots_N)
         choices_N, _ = best_and_gap(logits_1NV[0])
-        self._deep_choices_K[:size].copy_(choices_N)
+        chosen = (self._choice, self._told) if choose else None
+        self._clear(choices_N, self._deep_choices_K, self._slots_K, self._count, self.cache.scratch, chosen)
         if choose:
-            self._choice.copy_(choices_N.index_select(0, self._count))
-            self._told[1:].copy_(self._choice)
             self._tell_host()
-        self._slots_K.fill_(self.cache.scratch)
-        self._count.fill_(-1)
 
     def _step_copy(self, number: int) -> None:
         own = self.decoder.plan.exit_steps(layer - 1 for layer in self.exit_layers[number + 1 :])
         behind = (*self.decoder.plan.steps[self.exit_layers[number] :], *own)
         self.cache.focus(self._slot)
         self.decoder.keep_entries(self._states_KM[None, :1], behind, self._sights(behind, self._slot), self.cache)
-
-    def _advance(self) -> None:
-        """The last choice is the token to run, a slot further, and a place further on the stack."""
-        self._slot.add_(1)
-        self._count.add_(1)
 
     def _conclude(self, logits_1V: Tensor) -> None:
         settle(logits_1V, self._choice, self._told)
@@ -312,12 +306,6 @@ class RecordedSteps:
     def synchronize(self) -> None:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
-
-
-def settle(logits_1V: Tensor, choice_1: Tensor, told_2: Tensor) -> None:
-    """Write the likeliest token, and `confidence.gap`, where the next step and the host find them."""
-    best_and_gap(logits_1V, out=(choice_1, told_2[:1]))
-    told_2[1:].copy_(choice_1)
 
 
 @contextmanager
