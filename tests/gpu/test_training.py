@@ -130,7 +130,9 @@ def test_compiled_bfloat16_gradients_are_as_near_to_float32_as_eager_ones(autoca
         assert errors[0] < 1.5 * errors[1] + 5e-3, (name, errors)
 
 
-def test_a_compiled_bf16_run_learns_and_resumes(tmp_path: Path) -> None:
+@pytest.mark.parametrize("capture", [False, True])
+def test_a_compiled_bf16_run_learns_and_resumes(tmp_path: Path, capture: bool) -> None:
+    """Captured or not, with validations and checkpoints between the passes."""
     pytest.importorskip("jsonargparse")
     from fathomlm.train.data.prepare import PrepareOptions, prepare
     from fathomlm.train.reading import build_recipe
@@ -151,7 +153,8 @@ def test_a_compiled_bf16_run_learns_and_resumes(tmp_path: Path) -> None:
         "loss": {"exits": {}},
         "precision": "bf16",
         "compile": True,
-        "evaluate": {"every": 0, "rows": 8},
+        "capture": capture,
+        "evaluate": {"every": 20, "rows": 8},
         "checkpoint": {"every": 30},
         "log": {"every": 1, "tensorboard": False},
         "out": str(tmp_path / "run"),
