@@ -1,4 +1,5 @@
-"""What an early exit has of its own, trained over a model that stays as it is: an adapter and a classifier.
+"""What an early exit has of its own, over a model that stays as it is: an adapter and a classifier, which are trained, and
+the words that it chooses among.
 
 Shapes: M hidden width, r rank; `...` are batch and tokens.
 """
@@ -10,7 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fathomlm.depth import Architecture
+from fathomlm.errors import OptionError
 from fathomlm.kernels.norm import RMSNorm
+from fathomlm.model.relax import LoraDelta
 
 
 class ExitAdapter(nn.Module):
@@ -51,3 +54,33 @@ class ExitClassifier(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         return F.linear(hidden, self.weight, self.bias)[..., 0]
+
+
+class ExitWords(nn.Module):
+    """The words that exits choose among, and their rows of the head, copied so that only those are read: in a small model
+    the head is most of what a token reads up to an exit. Drafts lose little by it, and what verifies them sees every word.
+
+    Neither is stored with a model: the words are a choice of who decodes, the rows are the head's. Shapes: W words.
+    """
+
+    words_W: Tensor
+    rows_WM: Tensor
+
+    def __init__(self, words_W: Tensor, head_VM: Tensor) -> None:
+        super().__init__()
+        self.vocab = head_VM.shape[0]
+        if words_W.dim() != 1 or not len(words_W) or len(set(words_W.tolist())) != len(words_W):
+            raise OptionError("the words of an exit must be one or more different tokens")
+        if int(words_W.min()) < 0 or int(words_W.max()) >= self.vocab:
+            raise OptionError(f"the words of an exit must be tokens of the model, from 0 to {self.vocab - 1}")
+        words_W = words_W.to(head_VM.device, torch.long)
+        self.register_buffer("words_W", words_W, persistent=False)
+        self.register_buffer("rows_WM", head_VM.detach()[words_W].clone(), persistent=False)
+
+    def logits(self, hidden_BTM: Tensor, delta: LoraDelta | None) -> Tensor:
+        """Scores over the vocabulary, -inf for all other words."""
+        few_BTW = F.linear(hidden_BTM, self.rows_WM)
+        if delta is not None:
+            few_BTW = few_BTW + F.linear(F.linear(hidden_BTM, delta.a), delta.b[self.words_W])
+        none_BTV = few_BTW.new_full((*few_BTW.shape[:-1], self.vocab), -torch.inf)
+        return none_BTV.index_copy(-1, self.words_W, few_BTW)

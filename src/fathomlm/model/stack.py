@@ -19,7 +19,7 @@ from fathomlm.errors import OptionError, UnsupportedModel
 from fathomlm.kernels.norm import RMSNorm
 from fathomlm.model.blocks import Block, Packed, StepContext, build_block
 from fathomlm.model.blocks.parts import build_norm
-from fathomlm.model.exits import ExitAdapter, ExitClassifier
+from fathomlm.model.exits import ExitAdapter, ExitClassifier, ExitWords
 from fathomlm.model.memory import Memory
 from fathomlm.model.relative import RelativeBias
 from fathomlm.model.relax import LoraDelta, StepDelta, build_deltas, build_encodings
@@ -84,6 +84,8 @@ class LayerStack(nn.Module):
             {str(index): ExitClassifier(architecture) for index in plan.exits if exit_classifier}
         )
         """By the index of a step, as exit heads are: from `exit_hidden` to one score, high where leaving is safe."""
+        self.exit_words: ExitWords | None = None
+        """What early exits choose among, where that is not every word."""
 
     def compile_layers(self, backend: str = "inductor") -> None:
         """Compile each layer for the shapes it is given: a run has few, one for each capacity of a router or size of a pass,
@@ -144,6 +146,11 @@ class LayerStack(nn.Module):
     @property
     def _head_matrix(self) -> Tensor:
         return self.embed.weight if self.head is None else self.head.weight
+
+    def limit_exits(self, words_W: Tensor | None) -> None:
+        """Let early exits choose among some words only, or (None) among all. Say so after the weights are there, and again
+        when they change."""
+        self.exit_words = None if words_W is None else ExitWords(words_W, self.head_weight)
 
     def exit_delta(self, index: int) -> LoraDelta | None:
         """What the exit after step `index` adds to the head, or None."""
@@ -209,6 +216,8 @@ class LayerStack(nn.Module):
         """Scores after step `index`, from the residual stream: adapter, final norm, head, and what the exit adds to it. See
         `exit_hidden` for exits with a layer of their own."""
         hidden_BTM = self.exit_hidden(x_BTM, index, layered=layered)
+        if self.exit_words is not None and index != self.plan.unrolled_layers - 1:
+            return self.exit_words.logits(hidden_BTM, self.exit_delta(index))
         logits_BTV, delta = self.logits(hidden_BTM), self.exit_delta(index)
         return logits_BTV if delta is None else logits_BTV + F.linear(F.linear(hidden_BTM, delta.a), delta.b)
 

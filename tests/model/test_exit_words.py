@@ -1,0 +1,76 @@
+"""Exits that choose among some words: those words' scores, no other's, and texts that a verifier makes whole again."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from fathomlm.decode.captured import CapturedDecoder
+from fathomlm.decode.exiting import Exiting
+from fathomlm.depth import Architecture, DepthPlan
+from fathomlm.errors import OptionError
+from fathomlm.model.decoder import Decoder
+
+SHAPE: dict[str, Any] = {
+    "layers": 4,
+    "hidden": 32,
+    "intermediate": 48,
+    "heads": 4,
+    "kv_heads": 2,
+    "head_dim": 8,
+    "vocab": 61,
+}
+WORDS = torch.tensor([5, 60, 0, 17, 18, 33])
+EXIT = 1
+
+
+def decoder_of(tied: bool = True, **parts: Any) -> Decoder:
+    torch.manual_seed(0)
+    plan = DepthPlan.vanilla(4).with_exits((EXIT,))
+    decoder = Decoder(Architecture(family="llama", tied_embeddings=tied, **SHAPE), plan, **parts)
+    decoder.reset_parameters(std=0.3)
+    with torch.no_grad():
+        for parameter in (*decoder.exit_heads.parameters(), *decoder.exit_adapters.parameters()):
+            parameter.normal_(std=0.2)
+    return decoder.eval().requires_grad_(False)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("parts", [{}, {"exit_rank": 3}, {"exit_adapter": 3}])
+def test_an_exit_scores_its_words_and_no_other(tied: bool, parts: dict[str, int]) -> None:
+    decoder = decoder_of(tied, **parts)
+    x = torch.randn(2, 3, 32)
+    whole, last = decoder.exit_logits(x, EXIT), decoder.exit_logits(x, 3)
+    before = set(decoder.state_dict())
+    decoder.limit_exits(WORDS)
+    few = decoder.exit_logits(x, EXIT)
+    torch.testing.assert_close(few[..., WORDS], whole[..., WORDS])
+    others = torch.ones(61, dtype=torch.bool).scatter(0, WORDS, False)
+    assert (few[..., others] == -torch.inf).all()
+    assert torch.equal(decoder.exit_logits(x, 3), last), "the last output knows every word"
+    assert set(decoder.state_dict()) == before, "nothing of it is stored"
+    decoder.limit_exits(None)
+    assert torch.equal(decoder.exit_logits(x, EXIT), whole)
+
+
+@pytest.mark.parametrize("threshold", [0.0, 0.3])
+def test_speculative_texts_stay_the_whole_models(threshold: float) -> None:
+    decoder = decoder_of()
+    captured = CapturedDecoder(decoder, length=48, exit_layers=EXIT + 1)
+    full = captured.generate([3, 7, 11], Exiting(mode="full"), 30)
+    decoder.limit_exits(WORDS)
+    drafted = captured.generate([3, 7, 11], Exiting(mode="speculative", exit_layers=(EXIT + 1,), threshold=threshold), 30)
+    assert drafted.tokens == full.tokens
+    left = captured.generate([3, 7, 11], Exiting(mode="parallel", exit_layers=(EXIT + 1,), threshold=0.0), 30)
+    assert set(left.tokens) <= set(WORDS.tolist())
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [([], "one or more different"), ([3, 3], "one or more different"), ([61], "from 0 to 60"), ([-1], "from 0 to 60")],
+)
+def test_what_are_no_words_is_refused(words: list[int], message: str) -> None:
+    with pytest.raises(OptionError, match=message):
+        decoder_of().limit_exits(torch.tensor(words, dtype=torch.long))
