@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from fathomlm.checkpoints.assemble import load_base
+from fathomlm.checkpoints.exit_pack import ExitPack, attach, read_pack
 from fathomlm.checkpoints.fetch import fetch, hub_snapshot
 from fathomlm.checkpoints.gguf import GGUFCheckpoint
 from fathomlm.checkpoints.huggingface import HuggingFaceCheckpoint, architecture_from_config, read_config
@@ -26,22 +27,41 @@ HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-def load(source: str | Path, dtype: torch.dtype | str | None = None, device: torch.device | str = "cpu") -> FathomModel:
+def load(
+    source: str | Path,
+    dtype: torch.dtype | str | None = None,
+    device: torch.device | str = "cpu",
+    *,
+    exits: str | Path | None = None,
+    any_base: bool = False,
+) -> FathomModel:
     """A model from any source, ready to run, with its tokenizer as `model.tokenizer`.
 
     `dtype` defaults to what the weights are stored in (float32 for int8 and for quantised GGUF files). A T5, mT5
-    or LongT5 comes as a `FathomForSeq2SeqLM`, everything else as a `FathomForCausalLM`.
+    or LongT5 comes as a `FathomForSeq2SeqLM`, everything else as a `FathomForCausalLM`. `exits` is an exit pack to put on
+    it (`fathomlm export --format exits`), refused where it was trained over another model, unless `any_base`.
     """
     place, kind = parse_device(device), parse_dtype(dtype)
+    pack = None if exits is None else read_pack(exits)
+    model = _load(source, kind, place, pack)
+    return model if pack is None else attach(model, pack, any_base=any_base)
+
+
+def _load(source: str | Path, dtype: torch.dtype | None, device: torch.device, pack: ExitPack | None) -> FathomModel:
+    """The model as it is stored. A pack that does not fit is refused before any weight is read."""
     path = locate(source)
     if path.is_dir():
         config = read_config(path)
         if is_native(config):
-            return load_native(path, config, kind, place)
+            if pack is not None:
+                pack.plan_over(*native_config(config, str(path)).build_parts())
+            return load_native(path, config, dtype, device)
     base = open_base(path)
+    if pack is not None:
+        pack.plan_over(base.architecture, DepthPlan.vanilla(base.architecture.layers), None)
     if isinstance(base, Seq2SeqCheckpoint):
-        return load_seq2seq(base, kind, place, str(source))
-    return load_base(base, kind, place, str(source))
+        return load_seq2seq(base, dtype, device, str(source))
+    return load_base(base, dtype, device, str(source))
 
 
 def decoder_only(model: FathomModel, what: str) -> FathomForCausalLM:
@@ -71,6 +91,13 @@ def architecture_of(source: str | Path) -> tuple[Architecture, DepthPlan | None,
     if is_seq2seq(config):
         return seq2seq_architecture(path, config), None, None
     return architecture_from_config(config, str(path)), None, None
+
+
+def plan_of(source: str | Path, exits: str | Path | None = None) -> DepthPlan:
+    """The plan that a source would run under, with the exits of a pack where one is given; no weight is read."""
+    architecture, own, relaxation = architecture_of(source)
+    plan = own or DepthPlan.vanilla(architecture.layers)
+    return plan if exits is None else read_pack(exits).plan_over(architecture, plan, relaxation)
 
 
 def encoder_of(source: str | Path) -> dict[str, Any] | None:

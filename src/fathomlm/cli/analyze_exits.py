@@ -6,7 +6,7 @@ import argparse
 import dataclasses
 
 from fathomlm.cli.analyze_options import SOURCES, about, add_shared_arguments, answer, check_least, out_directory
-from fathomlm.cli.exit_options import read_layers
+from fathomlm.cli.exit_options import add_pack_arguments, pack_options, read_layers
 from fathomlm.cli.progress import layer_bar
 from fathomlm.cli.sampling_options import load_model
 from fathomlm.errors import OptionError
@@ -29,6 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     where = "exits whose confidences are shown, from 1: 8 or 4,8 (the model's own, or some of the layers)"
     add("--exit-layer", metavar="N", action="append", help=where)
     add("--confidence", metavar="KIND", default="gap", help="gap, max, state or classifier (gap)")
+    add_pack_arguments(add)
     likely = "how likely agreement must be above the threshold (0.4)"
     add("--condition", metavar="P", type=float, default=0.4, help=likely)
     add("--texts", metavar="N", type=int, default=4, help="texts to decode for the times; 0 leaves them out (4)")
@@ -39,7 +40,7 @@ def run(args: argparse.Namespace) -> int:
     check_least("tokens", args.tokens, 2)
     check_least("texts", args.texts, 0)
     check_least("max-new-tokens", args.max_new_tokens, 2)
-    layers = read_layers(args.exit_layer)
+    layers, pack = read_layers(args.exit_layer), pack_options(args)
     out = out_directory(args, "exits")
 
     from fathomlm.analyze.breakdown import measure_times
@@ -47,15 +48,13 @@ def run(args: argparse.Namespace) -> int:
     from fathomlm.analyze.reading import find, read_rows, row_length
     from fathomlm.analyze.report import write_exits
     from fathomlm.analyze.tables_exits import fit_table, layer_table, time_table
-    from fathomlm.checkpoints.resolve import architecture_of
+    from fathomlm.checkpoints.resolve import plan_of
     from fathomlm.decode.threshold import ThresholdOptions
-    from fathomlm.depth import DepthPlan
 
     ThresholdOptions(condition=args.condition)  # refuses what is out of range, before anything is loaded
     places = find(args.data)
-    architecture, plan, _ = architecture_of(args.model)
-    exits = check_exits(plan or DepthPlan.vanilla(architecture.layers), layers, args.confidence)
-    model = load_model(args)
+    exits = check_exits(plan_of(args.model, args.exits), layers, args.confidence)
+    model = load_model(args, **pack)
     context = row_length(model, args.context, most=min(LONGEST_ROW, args.tokens))
     rows = read_rows(places, model, context=context, rows=max(1, args.tokens // context), column=args.column)
     with layer_bar("layers", unit="rows") as tick:
@@ -69,6 +68,8 @@ def run(args: argparse.Namespace) -> int:
             )
         numbers = dataclasses.replace(numbers, breakdown=times)
     shown = about(args, model, args.data)
+    if args.exits is not None:
+        shown = dataclasses.replace(shown, plan=f"{shown.plan}, exits of {args.exits}")
     files = write_exits(numbers, shown, out, args.force)
     tables = [layer_table(numbers), fit_table(numbers)]
     if numbers.breakdown is not None:

@@ -11,7 +11,7 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fathomlm.cli.exit_options import read_layers
+from fathomlm.cli.exit_options import add_pack_arguments, learnt_place, pack_options, read_layers
 from fathomlm.cli.sampling_options import add_model_arguments, load_any_model
 from fathomlm.errors import DataError, OptionError
 
@@ -40,11 +40,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--max-new-tokens", metavar="N", type=int, default=64, help="length of each text (default: 64)")
     add("--exit-layer", metavar="N", action="append", help="leave after layer N, from 1 (default: the model's own exit)")
     add("--confidence", metavar="KIND", help="gap (default), max, state or classifier")
+    add_pack_arguments(add)
     likely = "how likely agreement must be above the threshold (default: 0.4)"
     add("--condition", metavar="P", type=float, default=0.4, help=likely)
     priors = "whether both classes count alike (equal, default) or as often as they occur (measured)"
     add("--priors", metavar="KIND", default="equal", help=priors)
-    add("--out", metavar="DIR", type=Path, help="where to write (default: MODEL, where that is a FathomLM directory)")
+    add("--out", metavar="DIR", type=Path, help="where to write (default: --exits, or MODEL if that is a directory)")
     add("--json", action="store_true", help="print one JSON object")
 
 
@@ -56,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
     from fathomlm.decode.threshold import ThresholdOptions
 
     out = _out_directory(args)
-    layer = _one_layer(args)
+    layer, pack = _one_layer(args), pack_options(args)
     for name in ("texts", "max_new_tokens"):
         if getattr(args, name) < 1:
             raise OptionError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(args, name)}")
@@ -66,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
     ThresholdOptions(**learning)  # refuses what is out of range, before anything is loaded
     check_matplotlib()
     documents = _documents(args)
-    model = load_any_model(args)
+    model = load_any_model(args, **pack)
     prompts = [_beginning(model, text, args.prompt_tokens) for text in documents]
     sampling = Sampling(max_new_tokens=args.max_new_tokens)
     with _progress(len(prompts)) as on_text:
@@ -101,8 +102,8 @@ def _out_directory(args: argparse.Namespace) -> Path:
             raise OptionError(f"{args.out} is not a directory")
         out: Path = args.out
         return out
-    path = Path(args.model).expanduser()
-    if not (path / "config.json").is_file():
+    path = learnt_place(args)
+    if args.exits is None and not (path / "config.json").is_file():
         raise OptionError(f"{args.model} is no directory to write a threshold into; say where with --out DIR")
     return path
 

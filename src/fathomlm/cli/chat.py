@@ -15,7 +15,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from fathomlm.cli.exit_options import add_exit_arguments, read_exiting
+from fathomlm.cli.exit_options import add_exit_arguments, pack_options, read_exiting
 from fathomlm.cli.sampling_options import (
     add_depth_arguments,
     add_model_arguments,
@@ -59,9 +59,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    sampling, exiting = read_sampling(args), read_exiting(args)
+    sampling, exiting, pack = read_sampling(args), read_exiting(args), pack_options(args)
     interactive = sys.stdin.isatty()
-    model = load_model(args)
+    model = load_model(args, **pack)
     conversation = Conversation(args.model, model, sampling, args.system, read_depth(args, model), exiting)
     if interactive:
         print("A message a line; /help lists commands, Ctrl-D leaves.", file=sys.stderr)

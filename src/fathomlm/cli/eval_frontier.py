@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fathomlm.cli.eval_options import check_least, print_record, print_table
+from fathomlm.cli.exit_options import add_pack_arguments, learnt_place, pack_options
 from fathomlm.cli.progress import layer_bar
 from fathomlm.cli.sampling_options import add_dtype_argument, load_any_model
 from fathomlm.cli.threads import HELP as THREADS
@@ -53,6 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--thresholds", metavar="T,T", help="threshold: which to try (0,0.1,...,1)")
     add("--decode", metavar="MODE", help="threshold: parallel, state-copy or speculative (parallel)")
     add("--confidence", metavar="KIND", help="threshold: gap, max, state or classifier (gap)")
+    add_pack_arguments(add)
     add("--out", metavar="DIR", type=Path, default=Path("analysis/frontier"), help="directory to write (analysis/frontier)")
     add("--force", action="store_true", help="replace DIR if it is a frontier")
     add("--json", action="store_true", help="print one JSON object instead of a table")
@@ -110,6 +112,9 @@ def _check(args: argparse.Namespace) -> None:
         raise OptionError(choices("quality", args.quality, QUALITIES))
     if len(set(args.models)) < len(args.models):
         raise OptionError("a MODEL is named twice")
+    if args.exits is not None and len(args.models) > 1:
+        raise OptionError(f"--exits belong to one MODEL, and here are {len(args.models)}")
+    pack_options(args)
     for name in ("thresholds", "decode", "confidence"):
         if getattr(args, name) is not None and args.sweep != "threshold":
             raise OptionError(f"--{name} goes with --sweep threshold")
@@ -117,12 +122,10 @@ def _check(args: argparse.Namespace) -> None:
 
 
 def _settings(args: argparse.Namespace, name: str) -> tuple[Setting, ...]:
-    from fathomlm.checkpoints.resolve import architecture_of, encoder_of
-    from fathomlm.depth import DepthPlan
+    from fathomlm.checkpoints.resolve import encoder_of, plan_of
     from fathomlm.evaluate.frontier_settings import read_thresholds, sweep_settings, threshold_settings
 
-    architecture, own, _ = architecture_of(name)
-    plan = own or DepthPlan.vanilla(architecture.layers)
+    plan = plan_of(name, args.exits)
     if args.quality == "ppl" and encoder_of(name) is not None:
         raise OptionError(f"perplexity is for decoder-only models; {name} is an encoder-decoder")
     if args.sweep != "threshold":
@@ -178,11 +181,12 @@ def _measure(
     from fathomlm.decode.sampling import Sampling
     from fathomlm.evaluate.frontier import build_curve, decode_settings
 
-    model = load_any_model(argparse.Namespace(**vars(args) | {"model": name}))
+    args = argparse.Namespace(**vars(args) | {"model": name})
+    model = load_any_model(args, **pack_options(args))
     samples, prompts = _prompts(args, model, texts, form)
     sampling = Sampling(max_new_tokens=args.max_new_tokens, ignore_eos=form is None, stop=() if form is None else form.stop)
     if args.sweep == "threshold":
-        settings = (*settings, _adaptive(args, name, model, prompts, settings))
+        settings = (*settings, _adaptive(args, model, prompts, settings))
     with layer_bar(f"decoding {model_name(name)}", unit="texts") as tick:
         decoded = decode_settings(model, prompts, sampling, settings, repeats=args.repeats, on_done=tick)
     qualities = _qualities(args, model, settings, decoded, texts, samples)
@@ -217,9 +221,9 @@ def _beginnings(documents: Sequence[list[int]], size: int, many: int) -> list[li
 
 
 def _adaptive(
-    args: argparse.Namespace, name: str, model: FathomModel, prompts: Sequence[list[int]], settings: Sequence[Setting]
+    args: argparse.Namespace, model: FathomModel, prompts: Sequence[list[int]], settings: Sequence[Setting]
 ) -> Setting:
-    """The threshold that was learnt for this exit: beside the model, or now, from the same prompts."""
+    """The threshold that was learnt for this exit: beside it, or now, from the same prompts."""
     from fathomlm.decode.calibration import FILE, Calibration, calibrate
     from fathomlm.decode.sampling import Sampling
     from fathomlm.evaluate.frontier_settings import at_threshold
@@ -229,7 +233,7 @@ def _adaptive(
     (exit, *others) = exiting.exits(model.plan)
     if others:
         raise OptionError(f"this sweep has one exit, and the model has {len(others) + 1}; name one with --exit-layer")
-    path = Path(name).expanduser() / FILE
+    path = learnt_place(args) / FILE
     found = Calibration.load(path) if path.is_file() else None
     if found is None or (found.exit_layer, found.confidence) != (exit + 1, exiting.confidence):
         sampling = Sampling(max_new_tokens=args.max_new_tokens, ignore_eos=True)
@@ -264,6 +268,7 @@ def _record(args: argparse.Namespace, curves: Sequence[Curve]) -> dict[str, Any]
     names = ("sweep", "quality", "texts", "prompt_tokens", "max_new_tokens", "repeats", "exit_layer", "device")
     record = {"kind": "frontier", "version": __version__, "data": str(args.data), "models": args.models}
     record |= {name: getattr(args, name) for name in names}
+    record["exit_pack"] = None if args.exits is None else str(args.exits)
     if args.sweep == "threshold":
         record["decode"] = args.decode or "parallel"
     curves_shown = [curve.to_dict() for curve in curves]

@@ -18,7 +18,7 @@ from fathomlm.cli.eval_options import (
     print_table,
     write_lines,
 )
-from fathomlm.cli.exit_options import add_exit_arguments, read_exiting
+from fathomlm.cli.exit_options import add_exit_arguments, pack_options, read_exiting
 from fathomlm.cli.progress import layer_bar
 from fathomlm.cli.sampling_options import (
     add_depth_arguments,
@@ -63,7 +63,7 @@ def run(args: argparse.Namespace) -> int:
     check_least(args, "limit", "batch", "max_source_tokens")
     check_out(args.out)
     sampling = read_sampling(args)
-    exiting = read_exiting(args)
+    exiting, pack = read_exiting(args), pack_options(args)
 
     from fathomlm.checkpoints.resolve import encoder_of
     from fathomlm.evaluate.generation import report, write_texts
@@ -77,7 +77,7 @@ def run(args: argparse.Namespace) -> int:
     samples = read_samples(args.data, form, limit=args.limit, alone=alone)
     if not args.stop and not alone:
         sampling = sampling.with_options(stop=form.stop)
-    model = load_any_model(args)
+    model = load_any_model(args, **pack)
     control = read_depth(args, model)
     with layer_bar("writing", unit="texts") as tick:
         written = write_texts(

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fathomlm.cli.exit_options import add_pack_arguments
 from fathomlm.errors import OptionError, OutputError
 
 if TYPE_CHECKING:
@@ -21,6 +22,7 @@ def add_output_arguments(parser: argparse.ArgumentParser) -> None:
     add("--exit", metavar="recursion|layer|all|N,N", help=exits)
     depth = "looped models: with at most N recursions; all tries every number of them"
     add("--max-depth", metavar="N|all", help=depth)
+    add_pack_arguments(add)
 
 
 def add_run_arguments(parser: argparse.ArgumentParser, batch: int, rows: str) -> None:
@@ -39,12 +41,10 @@ def check_least(args: argparse.Namespace, *names: str) -> None:
 
 def read_outputs(args: argparse.Namespace) -> tuple[Output, ...]:
     """Where to read the model; asked of its configuration, before its weights are loaded."""
-    from fathomlm.checkpoints.resolve import architecture_of
-    from fathomlm.depth import DepthPlan
+    from fathomlm.checkpoints.resolve import plan_of
     from fathomlm.evaluate.outputs import choose_outputs
 
-    architecture, plan, _ = architecture_of(args.model)
-    return choose_outputs(plan or DepthPlan.vanilla(architecture.layers), args.exit, args.max_depth)
+    return choose_outputs(plan_of(args.model, args.exits), args.exit, args.max_depth)
 
 
 def check_out(out: Path | None) -> None:
@@ -74,6 +74,7 @@ def about(args: argparse.Namespace, model: FathomModel) -> dict[str, Any]:
     return {
         "kind": args.kind,
         "model": args.model,
+        "exit_pack": None if args.exits is None else str(args.exits),
         "plan": describe(model),
         "dtype": dtype_name(model),
         "device": args.device,

@@ -17,6 +17,7 @@ from fathomlm.cli.eval_options import (
     print_table,
     read_outputs,
 )
+from fathomlm.cli.exit_options import pack_options
 from fathomlm.cli.progress import layer_bar
 from fathomlm.cli.sampling_options import add_model_arguments, load_model
 from fathomlm.errors import DataError, OptionError
@@ -46,13 +47,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     check_least(args, "limit", "batch", "context", "stride")
     texts = _texts(args)
-    outputs = read_outputs(args)
+    outputs, pack = read_outputs(args), pack_options(args)
 
     from fathomlm.evaluate.encoding import TextEncoder
     from fathomlm.evaluate.perplexity import predict
     from fathomlm.evaluate.scoring import Scorer
 
-    model = load_model(args)
+    model = load_model(args, **pack)
     if args.context is not None and args.context > model.architecture.context:
         raise OptionError(f"--context must be at most the model's {model.architecture.context:,} tokens, got {args.context}")
     begun = time.perf_counter()

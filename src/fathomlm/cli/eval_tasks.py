@@ -22,6 +22,7 @@ from fathomlm.cli.eval_options import (
     read_outputs,
     write_lines,
 )
+from fathomlm.cli.exit_options import pack_options
 from fathomlm.cli.progress import layer_bar
 from fathomlm.cli.sampling_options import add_model_arguments, load_model
 from fathomlm.errors import DataError, OptionError
@@ -74,10 +75,10 @@ def run(args: argparse.Namespace) -> int:
         raise OptionError(f"--shots must be at least 0, got {args.shots}")
     check_out(args.out)
     asked = _find(args)
-    outputs = read_outputs(args)
+    outputs, pack = read_outputs(args), pack_options(args)
     if asked.missing:
         print(f"fathomlm: {args.data} has no file for {', '.join(asked.missing)}", file=sys.stderr)
-    model = load_model(args)
+    model = load_model(args, **pack)
     begun = time.perf_counter()
     results, lines = _answer(args, asked, model, outputs)
     if args.out is not None:

@@ -1,9 +1,10 @@
-"""The options that `generate` and `chat` share for tokens that leave early, and what `generate` says of where they did."""
+"""The options that verbs share for tokens that leave early and for exits in files of their own, and what `generate` says of
+where tokens left."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
     from fathomlm.decode.rows import Generation
     from fathomlm.model.seq2seq import FathomModel
 
-NEEDING = ("exit_layer", "confidence", "threshold", "min_exit_layer", "refine", "max_stack")
+NEEDING = ("exits", "exit_layer", "confidence", "threshold", "min_exit_layer", "refine", "max_stack")
 """Options that mean something only behind --decode."""
 
 
@@ -36,6 +37,25 @@ def add_exit_arguments(parser: argparse.ArgumentParser) -> None:
     surprise = "parallel: go back to a token that the whole model gives -log p above T; 0 is strictest"
     add("--refine", metavar="T", type=float, help=surprise)
     add("--max-stack", metavar="K", type=int, help="parallel and speculative: at most K tokens wait (default: 16)")
+    add_pack_arguments(add)
+
+
+def add_pack_arguments(add: Callable[..., Any]) -> None:
+    """What `pack_options` reads; `add` is the `add_argument` of a parser or of a group."""
+    add("--exits", metavar="PATH", type=Path, help="put trained exits on MODEL, from `fathomlm export --format exits`")
+    add("--any-base", action="store_true", help="with --exits: also where they were trained over another model")
+
+
+def pack_options(args: argparse.Namespace) -> dict[str, Any]:
+    """What `load` is told of a pack."""
+    if args.any_base and args.exits is None:
+        raise OptionError("--any-base goes with --exits, and says that they may belong to another model")
+    return {"exits": args.exits, "any_base": args.any_base}
+
+
+def learnt_place(args: argparse.Namespace) -> Path:
+    """Where a threshold is kept that was learnt for the exits in use: with them."""
+    return Path(args.model if args.exits is None else args.exits).expanduser()
 
 
 def read_exiting(args: argparse.Namespace) -> Exiting | None:
@@ -88,7 +108,7 @@ def _read_threshold(args: argparse.Namespace) -> float | AdaptiveThreshold | Non
     from fathomlm.decode.calibration import FILE, Calibration
     from fathomlm.decode.threshold import ThresholdEstimator
 
-    path = Path(args.model).expanduser() / FILE
+    path = learnt_place(args) / FILE
     if not path.is_file():
         return ThresholdEstimator()
     found = Calibration.load(path)

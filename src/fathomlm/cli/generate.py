@@ -12,7 +12,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fathomlm.cli.exit_options import add_exit_arguments, exit_record, exit_statistic, read_exiting
+from fathomlm.cli.exit_options import add_exit_arguments, exit_record, exit_statistic, pack_options, read_exiting
 from fathomlm.cli.sampling_options import (
     add_depth_arguments,
     add_model_arguments,
@@ -54,12 +54,12 @@ def run(args: argparse.Namespace) -> int:
     prompts = _read_prompts(args)
     _check(args, prompts)
     sampling = read_sampling(args)
-    exiting = read_exiting(args)
+    exiting, pack = read_exiting(args), pack_options(args)
 
     from fathomlm.decode.full import generate
 
     begun = time.perf_counter()
-    model = load_any_model(args)
+    model = load_any_model(args, **pack)
     loaded = time.perf_counter()
     how: dict[str, Any] = {"control": read_depth(args, model), "exiting": exiting}
     inputs = _encode(args, model, prompts)
@@ -199,6 +199,7 @@ def _record(
     ]
     return {
         "model": args.model,
+        "exit_pack": None if args.exits is None else str(args.exits),
         "plan": describe(model),
         "dtype": dtype_name(model),
         "device": args.device,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fathomlm.cli.threads import HELP as THREADS
@@ -85,15 +86,15 @@ def read_sampling(args: argparse.Namespace) -> Sampling:
     )
 
 
-def load_model(args: argparse.Namespace) -> FathomForCausalLM:
-    """A decoder-only model, ready to run."""
+def load_model(args: argparse.Namespace, *, exits: Path | None = None, any_base: bool = False) -> FathomForCausalLM:
+    """A decoder-only model, ready to run, with the exits of a pack where one is given."""
     from fathomlm.checkpoints.resolve import decoder_only
 
-    return decoder_only(load_any_model(args), "this command")
+    return decoder_only(load_any_model(args, exits=exits, any_base=any_base), "this command")
 
 
-def load_any_model(args: argparse.Namespace) -> FathomModel:
+def load_any_model(args: argparse.Namespace, *, exits: Path | None = None, any_base: bool = False) -> FathomModel:
     from fathomlm.checkpoints.resolve import load
 
     use_threads(args.threads)
-    return load(args.model, args.dtype, args.device)
+    return load(args.model, args.dtype, args.device, exits=exits, any_base=any_base)

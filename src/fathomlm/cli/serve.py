@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fathomlm.cli.bench_options import parse_bytes
+from fathomlm.cli.exit_options import add_pack_arguments, learnt_place, pack_options
 from fathomlm.cli.sampling_options import add_dtype_argument, load_model
 from fathomlm.cli.serve_ray import add_ray_arguments, read_replicas, run_on_ray
 from fathomlm.cli.threads import HELP as THREADS
@@ -51,6 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "leave where the exit is surer than T, from 0 to 1; 'adaptive' is what `fathomlm calibrate` learnt (default: 0.9)"
     )
     add("--exit-threshold", metavar="T", help=above)
+    add_pack_arguments(add)
     add("--max-depth", metavar="N", type=int, help="routed models: at most N recursions, for every request")
 
 
@@ -167,9 +169,12 @@ def read_engine(args: argparse.Namespace) -> EngineOptions:
 
 def read_exits(args: argparse.Namespace) -> Exiting | None:
     """How tokens leave early; None where they do not. Checked before the model is loaded, as far as that can be."""
+    from fathomlm.checkpoints.resolve import plan_of
     from fathomlm.decode.exiting import Exiting
 
-    if args.exit_layer is None and args.exit_threshold is None:
+    if pack_options(args)["exits"] is not None:
+        plan_of(args.model, args.exits)
+    elif args.exit_layer is None and args.exit_threshold is None:
         return None
     if args.max_depth is not None:
         raise OptionError("--max-depth is for models with a router, and exits are for those without; give one of them")
@@ -183,9 +188,9 @@ def read_exits(args: argparse.Namespace) -> Exiting | None:
         return Exiting(mode="parallel", exit_layers=layers, threshold=threshold)
     from fathomlm.decode.calibration import FILE, Calibration
 
-    path = Path(args.model).expanduser() / FILE
+    path = learnt_place(args) / FILE
     if not path.is_file():
-        raise OptionError(f"{args.model} has learnt no threshold yet: run `fathomlm calibrate` on its directory first")
+        raise OptionError(f"{args.exits or args.model} has learnt no threshold yet: run `fathomlm calibrate` first")
     found = Calibration.load(path)
     found.check([layer - 1 for layer in layers or (found.exit_layer,)], "gap", str(path))
     return Exiting(mode="parallel", exit_layers=(found.exit_layer,), threshold=found.estimator)
@@ -197,7 +202,7 @@ def load_offer(
     from fathomlm.engine.engine import Engine
     from fathomlm.serve.served import offer
 
-    model = load_model(args)
+    model = load_model(args, **pack_options(args))
     if exiting is not None and exiting.exit_layers is None:
         exiting = replace(exiting, exit_layers=tuple(index + 1 for index in exiting.exits(model.plan)))
     engine = Engine(model, options, exiting=exiting)

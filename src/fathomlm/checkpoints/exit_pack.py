@@ -1,0 +1,257 @@
+"""Exits as files of their own, an exit pack: what `train: exits` taught, without the model that it left as it was.
+
+    exits.json         where the exits are, what each has of its own, and which base they belong to
+    exits.safetensors  the exits' tensors, by the decoder's names
+    threshold.json     where there is one: the threshold that `fathomlm calibrate` learnt for them
+
+A pack is put on any copy of its base. Nothing of the base changes, so its last output is what it was, bit for bit.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import hashlib
+import json
+import shutil
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load, save_file
+from torch import Tensor
+
+from fathomlm.checkpoints.assemble import Model, finish
+from fathomlm.checkpoints.base_sample import BaseSample
+from fathomlm.checkpoints.shards import read_json
+from fathomlm.checkpoints.writing import check_room, whole_directory
+from fathomlm.depth import Architecture, DepthPlan, ExitParts, Relaxation
+from fathomlm.errors import CheckpointError, FathomError, OptionError, choices, is_whole
+from fathomlm.model.decoder import Decoder
+from fathomlm.model.seq2seq import FathomForSeq2SeqLM, FathomModel
+
+FORMAT, VERSION = "fathomlm-exits", 1
+RECORD, WEIGHTS, THRESHOLD = "exits.json", "exits.safetensors", "threshold.json"
+KIND = "pack of exits"
+OWN = "exit_"
+"""How the names of all tensors begin that exits have of their own, and of no others."""
+SHAPE = (
+    "layers", "hidden", "intermediate", "heads", "kv_heads", "head_dim", "vocab", "tied_embeddings", "norm", "activation",
+    "gated", "residual", "qk_norm", "qkv_bias", "o_bias", "mlp_bias", "positions", "relative_buckets", "cross",
+    "memory_width",
+)  # fmt: skip
+"""What two copies of one base agree in. Other traits do not survive every format: GGUF knows fewer families, and rounds."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExitPack:
+    """A pack that was read and checked."""
+
+    path: Path
+    exits: tuple[int, ...]
+    """The steps that they follow, from 0."""
+    parts: ExitParts
+    architecture: Architecture
+    plan: DepthPlan
+    """The base's, without exits."""
+    relaxation: Relaxation | None
+    sample: BaseSample
+    tensors: dict[str, Tensor] = field(repr=False)
+
+    def plan_over(self, architecture: Architecture, plan: DepthPlan, relaxation: Relaxation | None) -> DepthPlan:
+        """The plan of a model with these exits; refused where the model is not of the base's shape."""
+        if plan.exits:
+            have = ", ".join(str(index + 1) for index in plan.exits)
+            raise OptionError(f"the model has exits already, after {have}; the exits in {self.path} are for one without")
+        mine, theirs = _traits(self.architecture, self.plan, self.relaxation), _traits(architecture, plan, relaxation)
+        for name, value in mine.items():
+            if theirs[name] != value:
+                raise OptionError(
+                    f"the exits in {self.path} are for a model with {name} {value}, and this has {theirs[name]}"
+                )
+        return plan.with_exits(self.exits, layer=self.parts.layer)
+
+
+def write_pack(
+    model: FathomModel,
+    out: str | Path,
+    *,
+    force: bool = False,
+    dtype: torch.dtype | None = None,
+    threshold: Path | None = None,
+) -> Path:
+    """Write the exits of `model` into the directory `out`, and return it. `dtype` is by default the model's own;
+    `threshold` is a file to copy that was calibrated for them."""
+    out = Path(out)
+    check_has_exits(model.plan, "the model")
+    tensors = {name: value.to(dtype=dtype or value.dtype) for name, value in _own(model.decoder).items()}
+    for name in (name for name, value in tensors.items() if not bool(value.isfinite().all())):
+        raise OptionError(f"'{name}' holds numbers that are not finite; such an exit is not worth keeping")
+    sample = BaseSample.of(model.decoder)
+    check_room(out, sum(value.numel() * value.element_size() for value in tensors.values()))
+    with whole_directory(out, force, what=KIND, sign=RECORD) as directory:
+        save_file(tensors, directory / WEIGHTS, metadata={"format": "pt"})
+        if threshold is not None:
+            shutil.copyfile(threshold, directory / THRESHOLD)
+        record = _record(model, sample) | {"sha256": _digest((directory / WEIGHTS).read_bytes())}
+        (directory / RECORD).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+    return out
+
+
+def check_has_exits(plan: DepthPlan, who: str) -> None:
+    """Refuse to make a pack of nothing."""
+    if not plan.exits:
+        raise OptionError(f"{who} has no exits to write; `train: exits` in a recipe gives a model some")
+
+
+def read_pack(path: str | Path) -> ExitPack:
+    """A pack from its directory, every field and tensor checked. Nothing in it is executed."""
+    path = Path(path).expanduser()
+    if not (path / RECORD).is_file():
+        missing = "does not exist" if not path.exists() else f"has no {RECORD}"
+        raise CheckpointError(f"{path} {missing}; a {KIND} is what `fathomlm export MODEL OUT --format exits` writes")
+    where = f"{path / RECORD}"
+    record = read_json(path / RECORD)
+    _check_version(record, where)
+    try:
+        pack = _read(record, path, where)
+        expected = _expected(pack)
+    except FathomError as error:
+        raise error if str(error).startswith(where) else CheckpointError(f"{where}: {error}") from error
+    except (TypeError, ValueError, KeyError, AttributeError) as error:
+        raise CheckpointError(f"{where} is damaged ({type(error).__name__}: {error})") from error
+    return dataclasses.replace(pack, tensors=_read_tensors(path / WEIGHTS, record["sha256"], expected))
+
+
+@torch.no_grad()
+def attach(model: Model, pack: ExitPack, *, any_base: bool = False) -> Model:
+    """`model` with the exits of a pack. All else is the model's own tensors, not copies of them.
+
+    Another base than the one that they were trained over is refused, unless `any_base` says that it may be: exits over a
+    strange model are safe (full and speculative decoding keep its text) but say little, and that shows nowhere else.
+    """
+    plan = pack.plan_over(model.architecture, model.plan, model.relaxation)
+    difference = None if any_base else pack.sample.difference(BaseSample.of(model.decoder))
+    if difference is not None:
+        raise OptionError(
+            f"the exits in {pack.path} were trained over another model: {difference}. --any-base (any_base=True) puts them "
+            "on all the same"
+        )
+    config = copy.deepcopy(model.config)
+    config.plan = plan.to_dict()
+    for name, value in _fields(pack.parts).items():
+        setattr(config, name, value)
+    with torch.device("meta"):
+        result = type(model)(config)
+    if isinstance(model, FathomForSeq2SeqLM):
+        result.encoder = model.encoder
+    like = model.decoder.embed.weight
+    own = {name: value.to(device=like.device, dtype=like.dtype) for name, value in pack.tensors.items()}
+    result.decoder.load_state_dict(model.decoder.state_dict() | own, assign=True)
+    return finish(result, model.tokenizer)
+
+
+def _own(decoder: Decoder) -> dict[str, Tensor]:
+    found = decoder.state_dict().items()
+    return {name: value.detach().cpu().contiguous() for name, value in found if name.startswith(OWN)}
+
+
+def _fields(parts: ExitParts) -> dict[str, Any]:
+    """By the names of the configuration; whether exits have layers is the plan's."""
+    return {"exit_rank": parts.head_rank, "exit_adapter": parts.adapter_rank, "exit_classifier": parts.classifier}
+
+
+def _traits(architecture: Architecture, plan: DepthPlan, relaxation: Relaxation | None) -> dict[str, object]:
+    traits: dict[str, object] = {name: getattr(architecture, name) for name in SHAPE}
+    traits["recursions"] = plan.recursions
+    traits["sharing"] = plan.sharing if plan.recursions > 1 else None
+    traits |= {name: getattr(plan, name) for name in ("unrolled_layers", "kv", "kv_sharing", "kv_loops")}
+    traits["routing"] = None if plan.routing is None else plan.routing.kind
+    return traits | {"relaxation": None if relaxation is None else relaxation.to_dict()}
+
+
+def _record(model: FathomModel, sample: BaseSample) -> dict[str, Any]:
+    relaxation = model.relaxation
+    base = {
+        "architecture": model.architecture.to_dict(),
+        "plan": model.plan.with_exits(()).to_dict(),
+        "relaxation": None if relaxation is None else relaxation.to_dict(),
+        "sample": sample.to_dict(),
+    }
+    parts = dataclasses.asdict(model.config.exit_parts)
+    return {"format": FORMAT, "version": VERSION, "exits": list(model.plan.exits), "parts": parts, "base": base}
+
+
+def _check_version(record: dict[str, Any], where: str) -> None:
+    if record.get("format") != FORMAT:
+        raise CheckpointError(f"{where} is no {KIND}: its format is {record.get('format')!r}, not '{FORMAT}'")
+    if not is_whole(version := record.get("version")) or version != VERSION:
+        raise CheckpointError(f"{where} has version {version!r}; this FathomLM reads version {VERSION}")
+
+
+def _read(record: dict[str, Any], path: Path, where: str) -> ExitPack:
+    _check_names(record, ("format", "version", "exits", "parts", "base", "sha256"), where)
+    base, parts, exits = record["base"], record["parts"], record["exits"]
+    _check_names(base, ("architecture", "plan", "relaxation", "sample"), f"{where}, base")
+    _check_names(parts, tuple(field.name for field in dataclasses.fields(ExitParts)), f"{where}, parts")
+    for name, value in parts.items():
+        if not (isinstance(value, bool) if name in ("layer", "classifier") else is_whole(value)):
+            raise CheckpointError(f"{where}, parts: {name} is {value!r}")
+    if not isinstance(exits, list) or not exits or not all(is_whole(index) for index in exits):
+        raise CheckpointError(f"{where}: exits must be a list of steps, from 0")
+    relaxation = base["relaxation"]
+    pack = ExitPack(
+        path=path,
+        exits=tuple(exits),
+        parts=ExitParts(**parts),
+        architecture=Architecture.from_dict(base["architecture"]),
+        plan=DepthPlan.from_dict(base["plan"]),
+        relaxation=None if relaxation is None else Relaxation.from_dict(relaxation),
+        sample=BaseSample.from_dict(base["sample"], f"{where}, base, sample"),
+        tensors={},
+    )
+    pack.plan_over(pack.architecture, pack.plan, pack.relaxation)  # refuses exits that the base has no place for
+    return pack
+
+
+def _check_names(record: object, names: tuple[str, ...], where: str) -> None:
+    if not isinstance(record, dict):
+        raise CheckpointError(f"{where} must be an object with {', '.join(names)}")
+    if unknown := [name for name in record if name not in names]:
+        raise CheckpointError(f"{where}: {choices('field', str(unknown[0]), names)}")
+    if missing := [name for name in names if name not in record]:
+        raise CheckpointError(f"{where} lacks {', '.join(missing)}")
+
+
+def _expected(pack: ExitPack) -> dict[str, torch.Size]:
+    """The tensors that the record announces, by name and shape."""
+    plan = pack.plan.with_exits(pack.exits, layer=pack.parts.layer)
+    with torch.device("meta"):
+        decoder = Decoder(pack.architecture, plan, pack.relaxation, **_fields(pack.parts))
+    return {name: value.shape for name, value in decoder.state_dict().items() if name.startswith(OWN)}
+
+
+def _read_tensors(path: Path, digest: object, expected: dict[str, torch.Size]) -> dict[str, Tensor]:
+    try:
+        data = path.read_bytes()
+        tensors: dict[str, Tensor] = load(data)
+    except OSError as error:
+        raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
+    except (SafetensorError, ValueError) as error:
+        raise CheckpointError(f"{path} is corrupt or truncated ({error})") from error
+    if _digest(data) != digest:
+        raise CheckpointError(f"{path} is not what was written: its checksum is not the one in {RECORD}; fetch it again")
+    if wrong := sorted(expected.keys() ^ tensors.keys()):
+        kind = "lacks" if wrong[0] in expected else "has no place for"
+        raise CheckpointError(f"{path} {kind} '{wrong[0]}', by what {RECORD} says")
+    for name, shape in expected.items():
+        if tensors[name].shape != shape or not tensors[name].is_floating_point():
+            found = f"{tuple(tensors[name].shape)} of {tensors[name].dtype}".replace("torch.", "")
+            raise CheckpointError(f"{path}: '{name}' is {found}; {RECORD} asks for {tuple(shape)} of floating numbers")
+    return tensors
+
+
+def _digest(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
