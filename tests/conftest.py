@@ -9,6 +9,11 @@ from typing import Any
 
 import pytest
 
+if "PYTEST_XDIST_WORKER" in os.environ:
+    # Workers that share a machine's cores take one each, and so do the commands that they start: tiny models are slower on
+    # many threads, and on a busy machine by a factor of thirty. Said here, before anything imports torch.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 CHAT_TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
