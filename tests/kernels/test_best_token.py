@@ -89,3 +89,7 @@ def test_the_kernel_that_also_says_by_how_much(device: str, vocab: int, dtype: t
     kernel._triton_best_and_gap(rows, places)
     assert torch.equal(places[0].long(), slow[0])
     torch.testing.assert_close(places[1].float(), slow[1], rtol=1e-4, atol=1e-6)
+    broken = awkward(vocab)[[3, 4, 5, 9]].to(device, dtype)
+    broken[3] = NAN
+    tokens, _ = kernel._triton_best_and_gap(broken, None)
+    assert ((tokens >= 0) & (tokens < vocab)).all(), "whoever looks it up must find something"

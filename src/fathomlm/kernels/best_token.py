@@ -45,7 +45,8 @@ def plain_best_token(scores_NV: Tensor) -> Best:
 
 def best_and_gap(scores_NV: Tensor, out: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, Tensor]:
     """The first of the highest scores, and how much more probable it is than the next likeliest token, (N) each; where a
-    score is not finite, neither means anything. `out` are places for both, of any dtype that can hold them."""
+    score is not finite, neither means anything, but the token is one. `out` are places for both, of any dtype that can
+    hold them."""
     if triton is not None and scores_NV.is_cuda:
         return _triton_best_and_gap(scores_NV, out)
     found = plain_best_and_gap(scores_NV)
@@ -63,59 +64,12 @@ def plain_best_and_gap(scores_NV: Tensor) -> tuple[Tensor, Tensor]:
 if triton is not None:
 
     @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
-    def _chunk_gap_kernel(  # type: ignore[no-untyped-def]
-        scores_ptr, scores_stride, most_ptr, next_ptr, sum_ptr, at_ptr, vocab, CHUNKS: tl.constexpr, CHUNK: tl.constexpr
-    ):
-        """As `_chunk_kernel`, and the next highest score. Scores are finite, or -inf."""
-        row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
-        column = chunk * CHUNK + tl.arange(0, CHUNK)
-        x = tl.load(scores_ptr + row * scores_stride + column, mask=column < vocab, other=float("-inf")).to(tl.float32)
-        most = tl.max(x, 0)
-        first = tl.min(tl.where(x == most, column, vocab), 0)
-        below = tl.sum(tl.exp(x - tl.where(most == float("-inf"), 0.0, most)), 0)
-        at = row * CHUNKS + chunk
-        tl.store(most_ptr + at, most)
-        tl.store(next_ptr + at, tl.max(tl.where(column == first, float("-inf"), x), 0))
-        tl.store(sum_ptr + at, below)
-        tl.store(at_ptr + at, first)
-
-    @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
-    def _row_gap_kernel(  # type: ignore[no-untyped-def]
-        most_ptr, next_ptr, sum_ptr, at_ptr, tokens_ptr, gaps_ptr, vocab, CHUNKS: tl.constexpr, WIDE: tl.constexpr,
-        CHUNK: tl.constexpr,
-    ):  # fmt: skip
-        row, chunk = tl.program_id(0).to(tl.int64), tl.arange(0, WIDE)
-        at, there = row * CHUNKS + chunk, chunk < CHUNKS
-        most = tl.load(most_ptr + at, mask=there, other=float("-inf"))
-        best = tl.max(most, 0)
-        place = tl.load(at_ptr + at, mask=there, other=0)
-        first = tl.min(tl.where((most == best) & there, place, vocab), 0)
-        total = tl.sum(tl.load(sum_ptr + at, mask=there, other=0.0) * tl.exp(most - best), 0)
-        here = first // CHUNK == chunk  # the chunk that the best is in offers its second
-        second = tl.max(tl.where(here, tl.load(next_ptr + at, mask=there, other=float("-inf")), most), 0)
-        tl.store(tokens_ptr + row, first.to(tokens_ptr.dtype.element_ty))
-        tl.store(gaps_ptr + row, ((1.0 - tl.exp(second - best)) / total).to(gaps_ptr.dtype.element_ty))
-
-    def _triton_best_and_gap(scores_NV: Tensor, out: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor]:
-        (N, V), device = scores_NV.shape, scores_NV.device
-        assert scores_NV.stride(1) == 1
-        chunks = triton.cdiv(V, CHUNK)
-        most_NC, next_NC, sum_NC = (torch.empty(N, chunks, device=device) for _ in range(3))
-        at_NC = torch.empty(N, chunks, dtype=torch.int32, device=device)
-        if out is None:
-            out = torch.empty(N, dtype=torch.int64, device=device), torch.empty(N, device=device)
-        _chunk_gap_kernel[(N, chunks)](
-            scores_NV, scores_NV.stride(0), most_NC, next_NC, sum_NC, at_NC, V, CHUNKS=chunks, CHUNK=CHUNK, num_warps=4
-        )
-        wide = triton.next_power_of_2(chunks)
-        _row_gap_kernel[(N,)](most_NC, next_NC, sum_NC, at_NC, *out, V, CHUNKS=chunks, WIDE=wide, CHUNK=CHUNK, num_warps=1)
-        return out
-
-    @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
     def _chunk_kernel(  # type: ignore[no-untyped-def]
-        scores_ptr, scores_stride, most_ptr, sum_ptr, at_ptr, vocab, CHUNKS: tl.constexpr, CHUNK: tl.constexpr
-    ):
-        """The highest score of a chunk, where it is, and the sum of exponentials below it. NaN stays NaN."""
+        scores_ptr, scores_stride, most_ptr, sum_ptr, at_ptr, next_ptr, vocab,
+        CHUNKS: tl.constexpr, CHUNK: tl.constexpr, NEXT: tl.constexpr,
+    ):  # fmt: skip
+        """The highest score of a chunk, where it is, and the sum of exponentials below it; with NEXT also the next highest.
+        NaN stays NaN."""
         row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
         column = chunk * CHUNK + tl.arange(0, CHUNK)
         x = tl.load(scores_ptr + row * scores_stride + column, mask=column < vocab, other=float("-inf")).to(tl.float32)
@@ -127,6 +81,8 @@ if triton is not None:
         tl.store(most_ptr + at, tl.where(wrong > 0, float("nan"), most))
         tl.store(sum_ptr + at, below)
         tl.store(at_ptr + at, first)
+        if NEXT:
+            tl.store(next_ptr + at, tl.max(tl.where(column == first, float("-inf"), x), 0))
 
     @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
     def _row_kernel(  # type: ignore[no-untyped-def]
@@ -157,8 +113,44 @@ if triton is not None:
             torch.empty(N, dtype=torch.bool, device=device),
         )
         _chunk_kernel[(N, chunks)](
-            scores_NV, scores_NV.stride(0), most_NC, sum_NC, at_NC, V, CHUNKS=chunks, CHUNK=CHUNK, num_warps=4
-        )
+            scores_NV, scores_NV.stride(0), most_NC, sum_NC, at_NC, most_NC, V,
+            CHUNKS=chunks, CHUNK=CHUNK, NEXT=False, num_warps=4,
+        )  # fmt: skip
         wide = triton.next_power_of_2(chunks)
         _row_kernel[(N,)](most_NC, sum_NC, at_NC, *found, V, CHUNKS=chunks, WIDE=wide, num_warps=1)
         return found
+
+    @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
+    def _row_gap_kernel(  # type: ignore[no-untyped-def]
+        most_ptr, next_ptr, sum_ptr, at_ptr, tokens_ptr, gaps_ptr, vocab, CHUNKS: tl.constexpr, WIDE: tl.constexpr,
+        CHUNK: tl.constexpr,
+    ):  # fmt: skip
+        row, chunk = tl.program_id(0).to(tl.int64), tl.arange(0, WIDE)
+        at, there = row * CHUNKS + chunk, chunk < CHUNKS
+        most = tl.load(most_ptr + at, mask=there, other=float("-inf"))
+        best = tl.max(most, 0)
+        place = tl.load(at_ptr + at, mask=there, other=0)
+        first = tl.minimum(
+            tl.min(tl.where((most == best) & there, place, vocab), 0), vocab - 1
+        )  # a word also where all is NaN
+        total = tl.sum(tl.load(sum_ptr + at, mask=there, other=0.0) * tl.exp(most - best), 0)
+        here = first // CHUNK == chunk  # the chunk that the best is in offers its second
+        second = tl.max(tl.where(here, tl.load(next_ptr + at, mask=there, other=float("-inf")), most), 0)
+        tl.store(tokens_ptr + row, first.to(tokens_ptr.dtype.element_ty))
+        tl.store(gaps_ptr + row, ((1.0 - tl.exp(second - best)) / total).to(gaps_ptr.dtype.element_ty))
+
+    def _triton_best_and_gap(scores_NV: Tensor, out: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor]:
+        (N, V), device = scores_NV.shape, scores_NV.device
+        assert scores_NV.stride(1) == 1
+        chunks = triton.cdiv(V, CHUNK)
+        most_NC, next_NC, sum_NC = (torch.empty(N, chunks, device=device) for _ in range(3))
+        at_NC = torch.empty(N, chunks, dtype=torch.int32, device=device)
+        if out is None:
+            out = torch.empty(N, dtype=torch.int64, device=device), torch.empty(N, device=device)
+        _chunk_kernel[(N, chunks)](
+            scores_NV, scores_NV.stride(0), most_NC, sum_NC, at_NC, next_NC, V,
+            CHUNKS=chunks, CHUNK=CHUNK, NEXT=True, num_warps=4,
+        )  # fmt: skip
+        wide = triton.next_power_of_2(chunks)
+        _row_gap_kernel[(N,)](most_NC, next_NC, sum_NC, at_NC, *out, V, CHUNKS=chunks, WIDE=wide, CHUNK=CHUNK, num_warps=1)
+        return out
