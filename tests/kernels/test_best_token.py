@@ -15,6 +15,14 @@ GPU = torch.cuda.is_available()
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 INF, NAN = float("inf"), float("nan")
 
+on_each = pytest.mark.parametrize(
+    "device",
+    [
+        pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not GPU, reason="needs a CUDA device")]),
+        pytest.param("cpu", marks=pytest.mark.skipif(not INTERPRETED, reason="needs Triton with TRITON_INTERPRET=1")),
+    ],
+)
+
 
 def awkward(vocab: int) -> Tensor:
     """Random rows, and one of each kind of trouble."""
@@ -49,13 +57,7 @@ def test_the_meaning(vocab: int) -> None:
 
 @pytest.mark.parametrize("vocab", [7, 2048, 5000])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(
-    "device",
-    [
-        pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not GPU, reason="needs a CUDA device")]),
-        pytest.param("cpu", marks=pytest.mark.skipif(not INTERPRETED, reason="needs Triton with TRITON_INTERPRET=1")),
-    ],
-)
+@on_each
 def test_the_kernel(device: str, vocab: int, dtype: torch.dtype) -> None:
     assert triton is not None
     rows = awkward(vocab).to(device, dtype)
@@ -70,13 +72,7 @@ def test_the_kernel(device: str, vocab: int, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("vocab", [7, 2048, 5000])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(
-    "device",
-    [
-        pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not GPU, reason="needs a CUDA device")]),
-        pytest.param("cpu", marks=pytest.mark.skipif(not INTERPRETED, reason="needs Triton with TRITON_INTERPRET=1")),
-    ],
-)
+@on_each
 def test_the_kernel_that_also_says_by_how_much(device: str, vocab: int, dtype: torch.dtype) -> None:
     assert triton is not None
     rows = awkward(vocab)[[0, 1, 2, 6, 7, 8, 10, 11]].to(device, dtype)  # those with a choice

@@ -30,14 +30,25 @@ def _flat(at_BN: Tensor, T: int) -> Tensor:
     return (at_BN + first).flatten()
 
 
+def taken(x_BTM: Tensor, flat: Tensor) -> Tensor:
+    """`take` without gradients; `flat` are places among the tokens of all rows, as many of each row."""
+    B, T, M = x_BTM.shape
+    return x_BTM.reshape(B * T, M).index_select(0, flat).view(B, -1, M)
+
+
+def placed(x_BTM: Tensor, flat: Tensor, new_BNM: Tensor) -> Tensor:
+    """`put` without gradients."""
+    B, T, M = x_BTM.shape
+    return x_BTM.reshape(B * T, M).index_copy(0, flat, new_BNM.reshape(-1, M)).view(B, T, M)
+
+
 class _Take(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_BTM: Tensor, at_BN: Tensor) -> Tensor:
-        B, T, M = x_BTM.shape
-        flat = _flat(at_BN, T)
+        flat = _flat(at_BN, x_BTM.shape[1])
         ctx.save_for_backward(flat)
-        ctx.tokens = T
-        return x_BTM.reshape(B * T, M).index_select(0, flat).view(B, -1, M)
+        ctx.tokens = x_BTM.shape[1]
+        return taken(x_BTM, flat)
 
     @staticmethod
     def backward(ctx: Any, d_BNM: Tensor) -> tuple[Tensor, None]:
@@ -50,14 +61,12 @@ class _Take(torch.autograd.Function):
 class _Put(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_BTM: Tensor, at_BN: Tensor, new_BNM: Tensor) -> Tensor:
-        B, T, M = x_BTM.shape
-        flat = _flat(at_BN, T)
+        flat = _flat(at_BN, x_BTM.shape[1])
         ctx.save_for_backward(flat)
-        return x_BTM.reshape(B * T, M).index_copy(0, flat, new_BNM.reshape(-1, M)).view(B, T, M)
+        return placed(x_BTM, flat, new_BNM)
 
     @staticmethod
     def backward(ctx: Any, d_BTM: Tensor) -> tuple[Tensor, None, Tensor]:
         (flat,) = ctx.saved_tensors
         B, T, M = d_BTM.shape
-        d = d_BTM.reshape(B * T, M)
-        return d.index_fill(0, flat, 0.0).view(B, T, M), None, d.index_select(0, flat).view(B, -1, M)
+        return d_BTM.reshape(B * T, M).index_fill(0, flat, 0.0).view(B, T, M), None, taken(d_BTM, flat)

@@ -19,6 +19,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fathomlm.kernels.rows import placed, taken
+
 
 class Picked(NamedTuple):
     """The tokens that a recursion takes of each row, in their order."""
@@ -57,8 +59,8 @@ def enter_all(x_BTM: Tensor, weight_M: Tensor, seen_BT: Tensor) -> tuple[Tensor,
 
 def enter_some(x_BTM: Tensor, weight_M: Tensor, seen_BT: Tensor, picked: Picked) -> tuple[Tensor, Tensor, Tensor]:
     """The stream for `rejoin` and for nobody else, the tokens that are taken (B, N, M), and logits of all."""
-    before, taken, logits = _EnterSome.apply(x_BTM, weight_M, seen_BT, picked.flat, picked.place_BT)  # type: ignore[no-untyped-call]
-    return before, taken, logits
+    before, going, logits = _EnterSome.apply(x_BTM, weight_M, seen_BT, picked.flat, picked.place_BT)  # type: ignore[no-untyped-call]
+    return before, going, logits
 
 
 def rejoin(before_BTM: Tensor, flat: Tensor, new_BNM: Tensor) -> Tensor:
@@ -86,10 +88,8 @@ class _EnterSome(torch.autograd.Function):
     def forward(
         ctx: Any, x_BTM: Tensor, weight_M: Tensor, seen_BT: Tensor, flat: Tensor, place_BT: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        B, T, M = x_BTM.shape
         ctx.save_for_backward(x_BTM, weight_M, place_BT)
-        taken_BNM = x_BTM.reshape(B * T, M).index_select(0, flat).view(B, -1, M)
-        return x_BTM.view_as(x_BTM), taken_BNM, seen_BT.clone()
+        return x_BTM.view_as(x_BTM), taken(x_BTM, flat), seen_BT.clone()
 
     @staticmethod
     def backward(ctx: Any, d_before: Tensor, d_taken_BNM: Tensor, d_logits: Tensor) -> tuple[Tensor | None, ...]:
@@ -106,15 +106,13 @@ class _EnterSome(torch.autograd.Function):
 class _Rejoin(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, before_BTM: Tensor, flat: Tensor, new_BNM: Tensor) -> Tensor:
-        B, T, M = before_BTM.shape
         ctx.save_for_backward(flat)
-        return before_BTM.reshape(B * T, M).index_copy(0, flat, new_BNM.reshape(-1, M)).view(B, T, M)
+        return placed(before_BTM, flat, new_BNM)
 
     @staticmethod
     def backward(ctx: Any, d_BTM: Tensor) -> tuple[Tensor, None, Tensor]:
         (flat,) = ctx.saved_tensors
-        B, T, M = d_BTM.shape
-        return d_BTM, None, d_BTM.reshape(B * T, M).index_select(0, flat).view(B, -1, M)
+        return d_BTM, None, taken(d_BTM, flat)
 
 
 def _weight_gradient(x_BTM: Tensor, weight_M: Tensor, d_logits: Tensor) -> Tensor:
