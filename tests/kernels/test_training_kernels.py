@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fathomlm.kernels.cross_entropy import plain_cross_entropy_
-from fathomlm.kernels.half import folded
+from fathomlm.kernels.half import folded, halved_product
 from fathomlm.kernels.qkv import norm_qkv_rope, plain_norm_qkv_rope
 from fathomlm.kernels.swiglu import norm_swiglu_mlp, plain_norm_swiglu_mlp
 
@@ -83,3 +83,9 @@ def test_cross_entropy_leaves_its_gradient_in_the_logits() -> None:
     ours = plain_cross_entropy_(left, targets, 0.4)
     torch.testing.assert_close(ours, losses.detach())
     torch.testing.assert_close(left, gradient)
+
+
+def test_a_product_in_halves_is_the_product() -> None:
+    d, x = torch.randn(10, 3), torch.randn(10, 4)
+    torch.testing.assert_close(halved_product(d, x), d.T @ x)
+    torch.testing.assert_close(halved_product(d.T.contiguous().T, x[:, :2]), d.T @ x[:, :2])  # however they lie in memory

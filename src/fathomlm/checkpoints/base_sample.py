@@ -29,6 +29,8 @@ GOLDEN = 0.6180339887498949
 ROUNDING = 1.25 * 2**-8
 """How far bfloat16 moves a number, as a part of it, with some air for copies that were rounded twice."""
 TINY = 1e-6
+OWN = "exit_"
+"""How the names of all tensors begin that exits have of their own, and of no others."""
 HALF = 0.5
 """Numbers of matrices may be off by this part of their size, by the medians of both: 4-bit copies are by about 0.1, other
 models of the same shape by 1 and more."""
@@ -44,7 +46,7 @@ class BaseSample:
 
     @classmethod
     def of(cls, decoder: Decoder) -> BaseSample:
-        names = sorted((name, value) for name, value in decoder.named_parameters() if not name.startswith("exit_"))
+        names = sorted((name, value) for name, value in decoder.named_parameters() if not name.startswith(OWN))
         vectors = [value for _, value in names if value.dim() < 2]
         matrices = [value for _, value in names if value.dim() >= 2]
         return cls(vectors=_numbers(vectors, VECTORS), matrices=_numbers(matrices, MATRICES))

@@ -24,7 +24,7 @@ from safetensors.torch import load, save_file
 from torch import Tensor
 
 from fathomlm.checkpoints.assemble import Model, finish
-from fathomlm.checkpoints.base_sample import BaseSample
+from fathomlm.checkpoints.base_sample import OWN, BaseSample
 from fathomlm.checkpoints.shards import read_json
 from fathomlm.checkpoints.writing import check_room, whole_directory
 from fathomlm.depth import Architecture, DepthPlan, ExitParts, Relaxation
@@ -35,8 +35,6 @@ from fathomlm.model.seq2seq import FathomForSeq2SeqLM, FathomModel
 FORMAT, VERSION = "fathomlm-exits", 1
 RECORD, WEIGHTS, THRESHOLD = "exits.json", "exits.safetensors", "threshold.json"
 KIND = "pack of exits"
-OWN = "exit_"
-"""How the names of all tensors begin that exits have of their own, and of no others."""
 SHAPE = (
     "layers", "hidden", "intermediate", "heads", "kv_heads", "head_dim", "vocab", "tied_embeddings", "norm", "activation",
     "gated", "residual", "qk_norm", "qkv_bias", "o_bias", "mlp_bias", "positions", "relative_buckets", "cross",

@@ -85,7 +85,13 @@ def weight_gradient(d_NW: Tensor, x_NM: Tensor) -> Tensor:
     N, W = d_NW.shape
     if not d_NW.is_cuda or N % 2 or not FEW_TERMS < N < MANY_TERMS or W > NARROW:
         return d_NW.T @ x_NM
-    return torch.bmm(d_NW.view(2, -1, W).transpose(1, 2), x_NM.reshape(2, N // 2, -1)).sum(0)
+    return halved_product(d_NW, x_NM)
+
+
+def halved_product(d_NW: Tensor, x_NM: Tensor) -> Tensor:
+    """d^T x, the sum over an even number of tokens in two halves."""
+    (N, W), M = d_NW.shape, x_NM.shape[1]
+    return torch.bmm(d_NW.reshape(2, N // 2, W).transpose(1, 2), x_NM.reshape(2, N // 2, M)).sum(0)
 
 
 def norm_backward(x_NM: Tensor, pull_NM: Tensor, d_stream_NM: Tensor, scale_N: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ from fathomlm.model.blocks import Block, Packed
 from fathomlm.model.memory import Memory
 from fathomlm.model.route import DepthControl, RoutedWalk, Routers, RoutingTrace
 from fathomlm.model.sight import Rows, Sights, gathered_sights, whole_sights
-from fathomlm.model.stack import Cache, LayerStack, reset_module
+from fathomlm.model.stack import Cache, LayerStack, reset_module, scaled
 
 Recompute = Literal["none", "inner", "recursion", "layer"]
 """Activation checkpointing: what the backward pass computes again instead of keeping. `inner` are the feed-forward part's
@@ -211,8 +211,7 @@ class Decoder(LayerStack):
 
 
 def _look_up(tokens_BT: Tensor, weight_VM: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
-    x = torch.nn.functional.embedding(tokens_BT, weight_VM)
-    return (x if scale == 1.0 else x * torch.tensor(scale, dtype=x.dtype, device=x.device)).to(dtype)
+    return scaled(torch.nn.functional.embedding(tokens_BT, weight_VM), scale).to(dtype)
 
 
 def _pack(layer: Block, dtype: torch.dtype) -> Packed:

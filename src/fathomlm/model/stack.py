@@ -225,9 +225,7 @@ class LayerStack(nn.Module):
         return self._scale(self.embed(tokens_BT))
 
     def _scale(self, x: Tensor) -> Tensor:
-        if self.architecture.embedding_scale == 1.0:
-            return x
-        return x * torch.tensor(self.architecture.embedding_scale, dtype=x.dtype, device=x.device)
+        return scaled(x, self.architecture.embedding_scale)
 
     def _walk(
         self,
@@ -265,6 +263,11 @@ class LayerStack(nn.Module):
             memory=None if sight.memory is None else sight.memory.at(step, keeps=not isinstance(kv, Passing)),
             keep_inner=keep_inner,
         )  # fmt: skip
+
+
+def scaled(embeddings: Tensor, scale: float) -> Tensor:
+    """Embeddings as the stream wants them; the scale is rounded to their dtype first, as the families that have one do."""
+    return embeddings if scale == 1.0 else embeddings * torch.tensor(scale, dtype=embeddings.dtype, device=embeddings.device)
 
 
 def _check_rotation(architecture: Architecture, plan: DepthPlan) -> None:
