@@ -30,10 +30,10 @@ $(VENV)/.dev: pyproject.toml constraints.txt | $(BIN)/python
 	@$(PIP) -e ".[dev,train,plot,eval,serve]"
 	@touch $(VENV)/.core $(VENV)/.serve $@
 
-demo: $(VENV)/.core ## Fetch SmolLM2-135M, make it recursive, show the two side by side
+demo: $(VENV)/.core ## Show tokens by their depth, or where no model came along, SmolLM2-135M made recursive
 	@$(BIN)/fathomlm demo
 
-serve: $(VENV)/.serve ## Serve SmolLM2-135M with an OpenAI-compatible API and a page that colours tokens by depth
+serve: $(VENV)/.serve ## Serve a small model (or MODEL=...): OpenAI's API and a page that colours tokens by depth
 	@$(BIN)/fathomlm serve $(MODEL)
 
 test: $(VENV)/.dev ## Run the tests (2 cores, no GPU)

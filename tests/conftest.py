@@ -72,6 +72,27 @@ def tiny_model_dir(tiny_model: Any, tmp_path_factory: pytest.TempPathFactory) ->
     return directory
 
 
+@pytest.fixture(scope="session")
+def packaged_models_dir(tiny_tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory of packaged models with `tiny-mor` in it. Shared by the whole run: read it, do not write to it."""
+    from packaged.small import write_packaged
+
+    return write_packaged(tmp_path_factory.mktemp("packaged") / "models" / "tiny-mor", tiny_tokenizer).parent
+
+
+@pytest.fixture
+def packaged(packaged_models_dir: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """An installation that came with one tiny routed model; gives its name."""
+    monkeypatch.setattr("fathomlm.packaged.models_directory", lambda: packaged_models_dir)
+    return "tiny-mor"
+
+
+@pytest.fixture
+def nothing_packaged(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An installation that came without a model."""
+    monkeypatch.setattr("fathomlm.packaged.models_directory", lambda: None)
+
+
 @pytest.fixture(scope="module")
 def one_thread() -> Iterator[None]:
     """Tiny models are slower on many threads than on one, very much so where tests share a busy machine."""

@@ -28,13 +28,30 @@ def parse(*words: str) -> Any:
     return build_parser().parse_args(["serve", *words])
 
 
-def test_the_defaults_are_the_small_model_and_this_machine_only() -> None:
+def test_the_defaults_are_the_small_model_and_this_machine_only(nothing_packaged: None) -> None:
     args = parse()
     assert (args.model, args.host, args.port) == ("smollm2-135m", "127.0.0.1", 8000)
     assert serve.read_options(args).api_keys == ()
     assert serve.read_exits(args) is None
     assert (serve.read_engine(args).rows, serve.read_engine(parse("--device", "cuda")).rows) == (8, 32)
     assert (serve.read_engine(args).kv_dtype, serve.read_engine(parse("--kv-dtype", "fp8")).kv_dtype) == ("auto", "fp8")
+
+
+def test_what_is_packaged_is_served_by_default_under_its_name(packaged: str, one_thread: None) -> None:
+    import asyncio
+
+    args = parse("--max-length", "64", "--rows", "2")
+    assert args.model == packaged
+    offer = serve.load_offer(args, serve.read_engine(args), serve.read_exits(args))
+    assert (offer.name, offer.max_length, offer.facts["kind"]) == (packaged, 64, "routed")
+    asyncio.run(offer.close())
+    assert parse("smollm2-135m").model == "smollm2-135m"
+
+
+def test_generate_and_chat_still_ask_for_a_model(packaged: str, capsys: pytest.CaptureFixture[str]) -> None:
+    for words in (["generate", "-p", "x"], ["chat"]):
+        assert main(words) == 2
+        assert "MODEL" in capsys.readouterr().err
 
 
 def test_keys_come_from_the_command_line_and_from_a_file(tmp_path: Path) -> None:

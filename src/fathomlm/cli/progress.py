@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -27,6 +28,11 @@ def layer_bar(what: str, unit: str = "layers") -> Iterator[Tick]:
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task(what, total=None)
         yield lambda done, total: progress.update(task, completed=done, total=total)
+
+
+def say(text: str) -> None:
+    """What is being done now, a line."""
+    print(text, file=sys.stderr, flush=True)
 
 
 def amount(number: float, unit: str = "") -> str:

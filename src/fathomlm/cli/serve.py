@@ -18,6 +18,7 @@ from fathomlm.cli.serve_ray import add_ray_arguments, read_replicas, run_on_ray
 from fathomlm.cli.threads import HELP as THREADS
 from fathomlm.engine.options import KV_DTYPES
 from fathomlm.errors import OptionError
+from fathomlm.packaged import packaged_models
 
 if TYPE_CHECKING:
     from fathomlm.decode.exiting import Exiting
@@ -27,9 +28,10 @@ if TYPE_CHECKING:
     from fathomlm.serve.served import Offer
 
 MODEL = "smollm2-135m"
+"""What is served by default where no model came with FathomLM."""
 HELP = "serve a model over OpenAI's API"
 DESCRIPTION = (
-    f"Serves MODEL (default: {MODEL}) over HTTP as OpenAI's API does: /v1/completions and /v1/chat/completions, with "
+    "Serves MODEL over HTTP as OpenAI's API does: /v1/completions and /v1/chat/completions, with "
     "/health, /ready, /metrics and /v1/fathom/status beside them. Logs go to standard output, a JSON object a line."
 )
 NEEDED = ("fastapi", "uvicorn", "prometheus_client")
@@ -38,7 +40,8 @@ NEEDED = ("fastapi", "uvicorn", "prometheus_client")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     what = "a preset, Hugging Face directory, hub id, GGUF file or FathomLM directory"
-    add("model", metavar="MODEL", nargs="?", default=MODEL, help=f"{what} (default: {MODEL})")
+    model = next(iter(packaged_models()), MODEL)
+    add("model", metavar="MODEL", nargs="?", default=model, help=f"{what} (default: {model})")
     add("--name", metavar="NAME", help="what clients call the model (default: MODEL, of a path its last part)")
     add_dtype_argument(parser)
     add("--device", default="cpu", help="where to compute: cpu, cuda or cuda:N (default: cpu)")
