@@ -89,8 +89,10 @@ def _measure_one(args: argparse.Namespace, directory: Path, device: torch.device
     small = directory / "int8"
     save(model, small, force=small.exists(), quantize="int8", shard_bytes=SHARD_BYTES)
     cost = count(model.architecture, model.plan, context=context)
-    records = read_records(directory / "metrics.jsonl")
     recipe = read_recipe(directory / "recipe.yaml")
+    records = read_records(directory / "metrics.jsonl")
+    if recipe.branch_from is not None:  # a cooled run: the plateau that it came from lies beside it
+        records = [*read_records(_trunk(directory) / "metrics.jsonl"), *records]
     found = {
         "seed": recipe.seed,
         "parameters": sum(p.numel() for p in model.parameters()),
@@ -113,6 +115,11 @@ def _measure_one(args: argparse.Namespace, directory: Path, device: torch.device
     if args.engine:
         found["engine"] = engine_speed(small, device)
     return found
+
+
+def _trunk(cooled: Path) -> Path:
+    """The run that a cooled one branched from; it stopped at the branch, so its records go before."""
+    return cooled.with_name(cooled.name.removesuffix("-cooled"))
 
 
 @torch.inference_mode()

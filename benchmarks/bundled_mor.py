@@ -5,6 +5,7 @@
     python benchmarks/bundled_mor.py train --data data/bundled --work runs          # goes on; both, to the end
     python benchmarks/bundled_mor.py measure --data data/bundled --work runs --out bundled_mor.json
     python benchmarks/bundled_mor.py draw bundled_mor.json benchmarks/results/bundled_mor
+    python benchmarks/bundled_mor.py ship bundled_mor.json --data data/bundled --work runs --out DIRECTORY
 
 `pack` makes pieces of the tokens that fit through a narrow door, `unpack` sets them together again; `split` and `join` do
 the same with a run, so that one on another machine goes on where it stopped, bit for bit. `train --cool-down 600M` ends a
@@ -144,6 +145,14 @@ def draw(args: argparse.Namespace) -> None:
     print(bundled_report.table(record))
 
 
+def ship(args: argparse.Namespace) -> None:
+    import bundled_ship
+
+    found = json.loads(args.record.read_text())["runs"]["mor"]
+    described = json.loads((args.data / "data.json").read_text())
+    print(json.dumps(bundled_ship.ship(_finished(args.work, "mor"), found, described, args.held_out, args.out)))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     verbs = parser.add_subparsers(required=True)
@@ -187,6 +196,12 @@ def main() -> None:
     add = verb("draw", draw)
     add("record", type=Path)
     add("stem")
+    add = verb("ship", ship)
+    add("record", type=Path, help="what `measure` wrote")
+    add("--data", type=Path, required=True)
+    add("--work", type=Path, default=Path("runs"))
+    add("--held-out", type=Path, default=Path(__file__).parents[1] / "tests/packaged/held_out.txt")
+    add("--out", type=Path, required=True, help="replaced where it is a model already")
     args = parser.parse_args()
     if "fields" in args:
         args.fields = [f"--{field}" for field in args.fields]
