@@ -62,20 +62,8 @@ def token_class(text: str, special: bool) -> str:
     return "name or sentence start" if word[0].isupper() else "word"
 
 
-def measure(args: argparse.Namespace, runs: dict[str, Path]) -> dict[str, Any]:
-    device = ("cuda" if torch.cuda.is_available() else "cpu") if args.device == "auto" else args.device
-    record: dict[str, Any] = {
-        "environment": environment(),
-        "revision": revision(),
-        "data": _described(args.data / "data.json"),
-        "runs": {},
-    }
-    for name, directory in runs.items():
-        record["runs"][name] = _measure_one(args, directory, torch.device(device))
-    return record
-
-
-def _measure_one(args: argparse.Namespace, directory: Path, device: torch.device) -> dict[str, Any]:
+def measure(args: argparse.Namespace, directory: Path) -> dict[str, Any]:
+    """One model, from the directory of its run."""
     from fathomlm.analyze.reading import find, read_rows
     from fathomlm.checkpoints.resolve import load
     from fathomlm.checkpoints.save import save
@@ -83,6 +71,7 @@ def _measure_one(args: argparse.Namespace, directory: Path, device: torch.device
     from fathomlm.train.reading import read_recipe
     from fathomlm.train.report import read_records
 
+    device = torch.device(chosen(args.device))
     model = load(directory / "last", dtype="float32", device=device)
     context = model.architecture.context
     rows = read_rows(find([str(args.data / "corpus")]), model, context=context, rows=args.rows)
@@ -94,6 +83,10 @@ def _measure_one(args: argparse.Namespace, directory: Path, device: torch.device
     if recipe.branch_from is not None:  # a cooled run: the plateau that it came from lies beside it
         records = [*read_records(_trunk(directory) / "metrics.jsonl"), *records]
     found = {
+        "environment": environment(),
+        "revision": revision(),
+        "data": _described(args.data / "data.json"),
+        "trained_on": args.trained_on,
         "seed": recipe.seed,
         "parameters": sum(p.numel() for p in model.parameters()),
         "non_embedding_parameters": cost.non_embedding_parameters,
@@ -112,9 +105,11 @@ def _measure_one(args: argparse.Namespace, directory: Path, device: torch.device
     found["int8"] |= losses(load(small, dtype="float32", device=device), rows)
     if model.plan.routing is not None:
         found["depth"] = depth_statistics(model, rows)
-    if args.engine:
-        found["engine"] = engine_speed(small, device)
     return found
+
+
+def chosen(device: str) -> str:
+    return ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
 
 
 def _trunk(cooled: Path) -> Path:
@@ -213,15 +208,20 @@ def texts(model: Any) -> list[dict[str, Any]]:
     ]
 
 
-def engine_speed(model: Path, device: torch.device) -> dict[str, Any]:
-    """What `fathomlm bench throughput` says of the stored model, or why it could not."""
-    dtype = "bfloat16" if device.type == "cuda" else "float32"
-    words = ["bench", "throughput", str(model), "--device", str(device), "--dtype", dtype, "--json"]
-    done = subprocess.run([sys.executable, "-m", "fathomlm", *words], capture_output=True, text=True, check=False)
-    if done.returncode:
-        return {"cannot": done.stderr.strip().splitlines()[-1]}
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return {"timing": found["ours"]["timing"], "workload": found["workload"]}
+def engine_speeds(models: dict[str, Path], device: str) -> dict[str, Any]:
+    """What `fathomlm bench throughput` says of the stored models, one after the other, or why it could not."""
+    device = chosen(device)
+    dtype = "bfloat16" if device.startswith("cuda") else "float32"
+    found: dict[str, Any] = {"environment": environment(), "revision": revision(), "device": device, "dtype": dtype}
+    for name, path in models.items():
+        words = ["bench", "throughput", str(path), "--device", device, "--dtype", dtype, "--json"]
+        done = subprocess.run([sys.executable, "-m", "fathomlm", *words], capture_output=True, text=True, check=False)
+        if done.returncode:
+            found[name] = {"cannot": done.stderr.strip().splitlines()[-1]}
+            continue
+        whole = json.loads(done.stdout.splitlines()[-1])
+        found[name] = {"timing": whole["ours"]["timing"], "workload": whole["workload"]}
+    return found
 
 
 def revision() -> str | None:

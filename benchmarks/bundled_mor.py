@@ -4,6 +4,7 @@
     python benchmarks/bundled_mor.py train --data data/bundled --work runs --only mor --seconds 540
     python benchmarks/bundled_mor.py train --data data/bundled --work runs          # goes on; both, to the end
     python benchmarks/bundled_mor.py measure --data data/bundled --work runs --out bundled_mor.json
+    python benchmarks/bundled_mor.py speed --work runs --out bundled_mor.json
     python benchmarks/bundled_mor.py draw bundled_mor.json benchmarks/results/bundled_mor
     python benchmarks/bundled_mor.py ship bundled_mor.json --data data/bundled --work runs --out DIRECTORY
 
@@ -121,11 +122,26 @@ def train(args: argparse.Namespace) -> None:
 
 
 def measure(args: argparse.Namespace) -> None:
+    """Adds to a record that is there: one machine may have trained one model, another the other."""
     import bundled_measure
 
-    record = bundled_measure.measure(args, {name: _finished(args.work, name) for name in args.only or RECIPES})
+    record = json.loads(args.out.read_text()) if args.out.exists() else {"runs": {}}
+    for name in args.only or RECIPES:
+        record["runs"][name] = bundled_measure.measure(args, _finished(args.work, name))
+        args.out.write_text(json.dumps(record) + "\n")
+        print(json.dumps({name: record["runs"][name]["validation"]}), flush=True)
+
+
+def speed(args: argparse.Namespace) -> None:
+    """Both models in the engine, in one run; adds to the record."""
+    import bundled_measure
+
+    record = json.loads(args.out.read_text()) if args.out.exists() else {"runs": {}}
+    paths = {name: _finished(args.work, name) / "int8" for name in RECIPES}
+    paths |= {} if args.mor is None else {"mor": args.mor}
+    record["engine"] = bundled_measure.engine_speeds(paths, args.device)
     args.out.write_text(json.dumps(record) + "\n")
-    print(json.dumps({name: run["validation"] for name, run in record["runs"].items()}))
+    print(json.dumps(record["engine"]))
 
 
 def _finished(work: Path, name: str) -> Path:
@@ -192,7 +208,12 @@ def main() -> None:
     add("--out", type=Path, required=True)
     add("--rows", type=int, default=512, help="rows of the validation split")
     add("--device", default="auto")
-    add("--engine", action=argparse.BooleanOptionalAction, default=True, help="tokens a second in the engine too")
+    add("--trained-on", default="one NVIDIA H200", help="the machine that trained, for the table")
+    add = verb("speed", speed)
+    add("--work", type=Path, default=Path("runs"))
+    add("--mor", type=Path, help="the stored model, where it is not in --work")
+    add("--out", type=Path, required=True)
+    add("--device", default="auto")
     add = verb("draw", draw)
     add("record", type=Path)
     add("stem")

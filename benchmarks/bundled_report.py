@@ -10,15 +10,15 @@ COLOURS = {"mor": "tab:orange", "vanilla": "black"}
 
 
 def table(record: dict[str, Any]) -> str:
-    where, runs = record["environment"], record["runs"]
+    runs = record["runs"]
     first = next(iter(runs.values()))
-    tokens, settings = first["training"][-1]["tokens"], first["settings"]
+    where, tokens, settings = first["environment"], first["training"][-1]["tokens"], first["settings"]
     lines = [
         "# The bundled model",
         "",
-        f"{where['device']}, torch {where['torch']}, {where['date']}, commit {record['revision']}, seed {first['seed']}. "
-        f"{tokens / 1e6:,.0f}M tokens, {settings['sequences']} rows of {settings['context']} a step, AdamW "
-        f"{settings['lr']:g}, trapezoid, bf16.",
+        f"Trained on {first['trained_on']}, seed {first['seed']}: {tokens / 1e6:,.0f}M tokens, "
+        f"{settings['sequences']} rows of {settings['context']} a step, AdamW {settings['lr']:g}, trapezoid, bf16. "
+        f"Measured on {where['device']}, torch {where['torch']}, {where['date']}, commit {first['revision']}.",
         "Losses are in nats a token on held-out documents: causal, as a model is used, and by top-k, as it was trained. "
         "Bytes are of the int8 files, FLOPs forward, without the head.",
         "",
@@ -34,7 +34,7 @@ def table(record: dict[str, Any]) -> str:
             f"{run['validation']['top_k']:.4f}" if "top_k" in run["validation"] else "-",
             f"{run['int8']['causal']:.4f}",
             f"{sum(run['int8']['files'].values()) / 1e6:.2f}",
-            _speed(run),
+            _speed(record.get("engine", {}).get(name, {})),
         ]
         lines.append(f"| {NAMES[name]} | {' | '.join(cells)} |")
     if "mor" in runs:
@@ -45,9 +45,8 @@ def table(record: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _speed(run: dict[str, Any]) -> str:
-    engine = run.get("engine", {})
-    return f"{engine['timing']['tokens_per_s']:,.0f}" if "timing" in engine else engine.get("cannot", "-")
+def _speed(engine: dict[str, Any]) -> str:
+    return f"{engine['timing']['tokens_per_s']:,.0f}" if "timing" in engine else engine.get("cannot", "not yet")
 
 
 def _depths(depth: dict[str, Any]) -> list[str]:
@@ -104,7 +103,7 @@ def picture(record: dict[str, Any], out: Path) -> None:
         _draw_classes(right, runs["mor"]["depth"]["classes"])
     for axes in (left, right):
         axes.grid(alpha=0.3)
-    figure.suptitle(f"The bundled model ({record['environment']['device']})")
+    figure.suptitle(f"The bundled model ({next(iter(runs.values()))['settings']['context']} tokens of context)")
     figure.savefig(out, dpi=130)
 
 

@@ -2,8 +2,8 @@
 
     python benchmarks/bundled_mor.py ship bundled_mor.json --work runs --out src/fathomlm/packaged/models/fathom-mor-23m
 
-The card is bundled_card.md with this run's figures in it. The record's losses are of the stored int8 weights, since those are
-what a user gets: on the validation split as `measure` found them, and on the held-out text of the tests.
+The card is bundled_card.md with this run's figures in it. The record's losses are of the stored int8 weights, since those
+are what a user gets: on the validation split as `measure` found them, and on the held-out text of the tests.
 """
 
 from __future__ import annotations
@@ -78,7 +78,8 @@ def _card(record: dict[str, Any], found: dict[str, Any], data: dict[str, Any]) -
         "float32": f"{record['float32_causal_loss']:.4f}",
         "held_out": f"{record['held_out_loss']:.4f}",
         "depths": "\n".join(
-            f"| {name} | {one['mean_depth']:.2f} | {one['loss']:.2f} | {one['loss_at_depth_1']:.2f} |" for name, one in classes
+            f"| {name} | {one['mean_depth']:.2f} | {one['loss']:.2f} | {one['loss_at_depth_1']:.2f} |"
+            for name, one in classes
         ),
     }
     text = CARD.read_text(encoding="utf-8")

@@ -37,6 +37,12 @@ def test_a_fingerprint_survives_saving(which, tiny_tokenizer, tmp_path):
     assert again.decode(again("It 's a test .")["input_ids"]) == "It 's a test ."
 
 
+def test_a_packaged_model_has_a_tokenizer_by_its_name(packaged, tiny_tokenizer):
+    assert fingerprint(find_tokenizer(packaged)) == fingerprint(tiny_tokenizer)
+    with pytest.raises(DataError, match=f"did you mean '{packaged}'"):
+        find_tokenizer(packaged[:-1])
+
+
 def test_a_model_directory_has_the_tokenizer_of_its_model(tiny_model_dir, tiny_tokenizer):
     assert fingerprint(find_tokenizer(str(tiny_model_dir))) == fingerprint(tiny_tokenizer)
 

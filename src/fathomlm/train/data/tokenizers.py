@@ -27,10 +27,13 @@ def find_tokenizer(source: str) -> Any:
     """
     from fathomlm.checkpoints.resolve import HUB_ID
     from fathomlm.depth.presets import PRESETS
+    from fathomlm.packaged import packaged_models, packaged_path
 
     path = Path(source).expanduser()
     if path.exists():
         tokenizer = _from_path(path)
+    elif (packaged := packaged_path(source)) is not None:
+        tokenizer = _from_path(packaged)
     elif source == BYTES:
         return byte_tokenizer()
     elif source in PRESETS:
@@ -40,7 +43,7 @@ def find_tokenizer(source: str) -> Any:
     elif "/" in source or path.suffix in (".gguf", ".json"):
         raise DataError(f"the tokenizer {source} does not exist")
     else:
-        known = choices("tokenizer", source, [BYTES, *PRESETS])
+        known = choices("tokenizer", source, [BYTES, *packaged_models(), *PRESETS])
         raise DataError(f"{known}; or give a directory, a tokenizer.json, a GGUF file or a hub id (owner/name)")
     if tokenizer is None:
         raise DataError(f"{source} holds no tokenizer; give one that has a tokenizer.json, or --tokenizer {BYTES}")
