@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from decode.exit_models import build, exiting, mixing_threshold
+from fathomlm.depth import DepthPlan, build_routing
 from fathomlm.engine.bench.measure import DepthChoice, Measurement, Spread, Timing, measure, percentile, stage_shares
 from fathomlm.engine.bench.models import ample_memory, plain_model, random_model, with_context
 from fathomlm.engine.bench.play import Heard, Played, play, warm_up
@@ -276,3 +277,14 @@ def test_ample_memory_puts_nobody_aside(kind: str) -> None:
     assert measure(engine, workload, speed=1e9).work.preemptions == 0
     scarce = TimedEngine(model, replace(options, memory=ample // 4), exiting=setting)
     assert measure(scarce, workload, speed=1e9).work.preemptions > 0
+
+
+def test_ample_memory_for_one_text_takes_the_longest() -> None:
+    """Every pool has room for a text whose tokens all go as deep as they can: memory is shared out by trained depths."""
+    architecture = replace(LLAMA, layers=8)
+    plan = DepthPlan.build("middle-cycle", 3, 8).with_routing(build_routing("expert", 3))
+    model = random_model(architecture, plan, dtype=torch.float32, device=torch.device("cpu"))
+    workload = asked(Asked((1, 2, 3), 60))
+    options = EngineOptions(rows=1, slots=1, page_size=4, max_length=workload.longest)
+    engine = TimedEngine(model, replace(options, memory=ample_memory(model, options, workload.longest)))
+    assert measure(engine, workload, speed=1e9).work.preemptions == 0

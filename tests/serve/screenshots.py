@@ -1,7 +1,7 @@
 """Pictures of the page for the documentation: `python tests/serve/screenshots.py` writes docs/page-*.png.
 
-It serves SmolLM2-135M with an exit three layers before its end and drives the system's Chromium over the page. The exit is
-untrained, so the threshold is high. Pictures have 128 colours, which the page does with, to be small.
+It serves the model that comes with FathomLM, or another, with an exit where that is asked for, and drives the system's
+Chromium over the page. Pictures have 128 colours, which the page does with, to be small.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tests"))
 
-PROMPT = "The deepest part of the ocean is"
+PROMPT = "Cells divide in order to"
 SHOTS: dict[str, dict[str, Any]] = {
     "light": {"viewport": {"width": 1280, "height": 780}, "color_scheme": "light"},
     "dark": {"viewport": {"width": 1280, "height": 880}, "color_scheme": "dark"},
@@ -32,6 +32,8 @@ def take(browser: Any, url: str, name: str, tokens: int) -> bytes:
     page.fill("#tokens", str(tokens))
     if name == "dark":
         page.check("#compare")
+        if page.inner_text("#depth-name") == "Maximum depth":
+            page.fill("#depth", "1")
     page.click("#send")
     page.wait_for_selector("#send:not([disabled])", timeout=600_000)
     page.wait_for_timeout(1200)  # the charts look once a second
@@ -53,8 +55,8 @@ def main() -> None:
     from serve.serving import running
 
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--model", default="smollm2-135m")
-    parser.add_argument("--exit-layer", type=int, default=27)
+    parser.add_argument("--model", default="fathom-mor-23m")
+    parser.add_argument("--exit-layer", type=int, help="for a model without a router")
     parser.add_argument("--threshold", type=float, default=0.9)
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--out", type=Path, default=ROOT / "docs")
@@ -62,9 +64,10 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     model = fathomlm.load(args.model)
-    leave = Exiting(mode="parallel", exit_layers=(args.exit_layer,), threshold=args.threshold)
-    sizes = {"rows": 4, "max_length": 256, "page_size": 16}
-    with running(model, exiting=leave, name=Path(args.model).name, **sizes) as server, sync_playwright() as playwright:
+    sizes: dict[str, Any] = {"rows": 4, "max_length": 256, "page_size": 16}
+    if args.exit_layer is not None:
+        sizes["exiting"] = Exiting(mode="parallel", exit_layers=(args.exit_layer,), threshold=args.threshold)
+    with running(model, name=Path(args.model).name, **sizes) as server, sync_playwright() as playwright:
         chromium = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
         for name in args.names:
             picture = Image.open(io.BytesIO(take(chromium, server.url, name, args.tokens)))

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from fathomlm.model.hub import FathomForCausalLM
 
 PROMPTS = (
-    "The moon is",
+    "Cells divide in order to",
     "In the middle of the nineteenth century,",
     '"I do not believe you," said the old man,',
 )

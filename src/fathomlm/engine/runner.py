@@ -266,7 +266,7 @@ def _sizes(decoder: Decoder, layout: Layout, options: EngineOptions, gpu: bool, 
             max(pages + tables_, math.ceil(slots * pages / 4)) for pages, tables_ in zip(full, tables, strict=True)
         )
     else:
-        share = _shares(plan, layout, tables)
+        share = pool_shares(plan, layout)
         whole = sum(one * part for one, part in zip(sizes, share, strict=True))
         pool_pages = tuple(int(options.memory * part / whole) for part in share)
         if min(pool_pages) < 2:
@@ -283,8 +283,8 @@ def _cores(plan: DepthPlan, options: EngineOptions) -> tuple[int, ...]:
     return (options.cores,) if options.cores else passes_for(sum(options.forced_depths or plan.routing.capacity))
 
 
-def _shares(plan: DepthPlan, layout: Layout, tables: Sequence[int]) -> list[float]:
+def pool_shares(plan: DepthPlan, layout: Layout) -> list[float]:
     """How many pages of each pool a sequence takes, by the depths that its routers were trained for."""
     if plan.routing is None or len(layout.planes) == 1:
-        return [float(many) for many in tables]
+        return [float(layout.tables.count(pool)) for pool in range(len(layout.planes))]
     return [1.0, sum(plan.routing.capacity)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import torch
 
@@ -10,7 +11,7 @@ from fathomlm.depth import Architecture, DepthPlan, Relaxation
 from fathomlm.engine.layout import build_layout
 from fathomlm.engine.options import EngineOptions
 from fathomlm.engine.pool import entry_dtype, page_bytes
-from fathomlm.engine.runner import OVERBOOKED
+from fathomlm.engine.runner import OVERBOOKED, pool_shares
 from fathomlm.model.hub import FathomConfig, FathomForCausalLM, empty_model
 
 
@@ -54,4 +55,8 @@ def ample_memory(model: FathomForCausalLM, options: EngineOptions, tokens: int, 
     slots = options.slots or options.rows * (1 if layout.kind == "whole" else OVERBOOKED)
     dtype, size = entry_dtype(options.kv_dtype, model.decoder.embed.weight.dtype), options.page_size
     pages = slots * (-(-tokens // size) + 1)
-    return sum(pages * page_bytes(model.architecture, layout.planes[pool], size, dtype) for pool in layout.tables)
+    sizes = [page_bytes(model.architecture, planes, size, dtype) for planes in layout.planes]
+    shares = pool_shares(model.plan, layout)
+    # Memory is shared out among pools as texts of the trained depths take it: the pool that comes off worst decides.
+    times = max(layout.tables.count(pool) / share for pool, share in enumerate(shares))
+    return math.ceil(pages * times * sum(one * share for one, share in zip(sizes, shares, strict=True)))

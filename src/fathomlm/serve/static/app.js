@@ -48,6 +48,10 @@ function setDepthControl() {
     Object.assign(slider, { min: 1, max: allowed(), step: 1, value: allowed() });
     $("depth-name").textContent = "Maximum depth";
     $("depth-help").textContent = "No token runs the shared block more often than this.";
+    // Routers decide in both texts; what the second one lacks is the limit.
+    $("compare-name").textContent = "Beside it, the same without that limit";
+    $("second-title").textContent = "Without the limit";
+    $("temperature").value = 0.7; // nothing here is about keeping a text, and small models repeat themselves at 0
   } else if (kind === "exits") {
     Object.assign(slider, { min: 0, max: 1, step: 0.01, value: state.status.threshold ?? 0.9 });
     $("depth-name").textContent = "Threshold";
