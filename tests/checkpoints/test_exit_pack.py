@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -11,12 +10,12 @@ from typing import Any
 import gguf
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
-from torch import Tensor
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from checkpoints.exit_packs import EVERY, KINDS, bare, build, edit, rewrite, said, weights
 from checkpoints.gguf_files import write_gguf
-from decode.exit_models import GEMMA3, LLAMA, LOOP, LORA, PROMPTS, VANILLA
+from decode.exit_models import LLAMA, LOOP, LORA, PROMPTS, VANILLA
 from fathomlm.checkpoints import exit_pack
 from fathomlm.checkpoints.base_sample import BaseSample
 from fathomlm.checkpoints.exit_pack import RECORD, THRESHOLD, WEIGHTS, attach, read_pack, write_pack
@@ -25,7 +24,6 @@ from fathomlm.checkpoints.replan import replan
 from fathomlm.checkpoints.resolve import load, plan_of
 from fathomlm.checkpoints.save import save
 from fathomlm.decode.calibration import FILE
-from fathomlm.decode.exiting import Exiting
 from fathomlm.decode.full import generate
 from fathomlm.depth import Architecture, DepthPlan, Relaxation
 from fathomlm.errors import CheckpointError, FathomError, OptionError, OutputError
@@ -34,44 +32,6 @@ from model.route.small import model_of, routed
 from parity.t5_models import write_tiny_t5
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-EVERY = {"exit_rank": 3, "exit_adapter": 4, "exit_classifier": True}
-KINDS: dict[str, tuple[Architecture, DepthPlan, Relaxation | None, dict[str, Any]]] = {
-    "adapter": (LLAMA, VANILLA.with_exits([2]), None, {"exit_adapter": 4}),
-    "layer": (LLAMA, VANILLA.with_exits([2], layer=True), None, {}),
-    "head": (LLAMA, VANILLA.with_exits([2]), None, {"exit_rank": 3}),
-    "classifier": (LLAMA, VANILLA.with_exits([2]), None, {"exit_classifier": True}),
-    "nothing": (LLAMA, VANILLA.with_exits([2]), None, {}),
-    "every": (LLAMA, VANILLA.with_exits([2], layer=True), None, EVERY),
-    "two": (GEMMA3, VANILLA.with_exits([1, 3], layer=True), None, EVERY),
-    "looped": (LLAMA, LOOP.with_exits(LOOP.recursion_ends(), layer=True), LORA, EVERY),
-}
-
-
-def build(kind: str, seed: int = 0) -> FathomForCausalLM:
-    """Random weights everywhere, in exits too, so that nothing is what a fresh model would have."""
-    architecture, plan, relaxation, parts = KINDS[kind]
-    model = FathomForCausalLM(FathomConfig.of(architecture, plan, relaxation, dtype=torch.float32, **parts)).eval()
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            std = 0.06 if name.endswith(("o.weight", "down.weight")) else 0.2
-            parameter.normal_(mean=1.0 if "norm" in name else 0.0, std=std, generator=generator)
-    return model
-
-
-def bare(model: Any) -> Any:
-    """The same model without its exits."""
-    return replan(model, model.plan.with_exits(()))
-
-
-def weights(model: Any) -> dict[str, Tensor]:
-    return dict(model.decoder.named_parameters())
-
-
-def said(model: Any, mode: str, **options: Any) -> list[tuple[int, ...]]:
-    exit = model.plan.exits[0] + 1
-    exiting = None if mode == "full" else Exiting(mode=mode, exit_layers=(exit,), **options)  # type: ignore[arg-type]
-    return [row.tokens for row in generate(model, PROMPTS, max_new_tokens=10, exiting=exiting)]
 
 
 @pytest.fixture
@@ -287,27 +247,6 @@ def test_nothing_else_is_touched(base: Path, pack: Path) -> None:
     assert model.plan.exits == ()
     for name, value in weights(model).items():
         assert weights(exited)[name].data_ptr() == value.data_ptr(), f"{name} is held twice"
-
-
-def rewrite(pack: Path, change: Callable[[dict[str, Tensor]], Any]) -> None:
-    """Other tensors with a right checksum: what somebody else's writer may get wrong."""
-    tensors = load_file(pack / WEIGHTS)
-    change(tensors)
-    save_file(tensors, pack / WEIGHTS)
-    edit(pack, sha256=exit_pack._digest((pack / WEIGHTS).read_bytes()))
-
-
-def edit(pack: Path, **changes: Any) -> None:
-    record = json.loads((pack / RECORD).read_text())
-    for path, value in changes.items():
-        *outer, name = path.split("__")
-        place = record
-        for each in outer:
-            place = place[each]
-        place[name] = value
-        if value is ...:
-            del place[name]
-    (pack / RECORD).write_text(json.dumps(record))
 
 
 def flip(pack: Path) -> None:

@@ -1,4 +1,4 @@
-"""Names of models that come with the package: what they are, who else may have them, and what is shipped in a wheel."""
+"""Names of models and exits that come with the package: what they are, who else may have them, what is in a wheel."""
 
 from __future__ import annotations
 
@@ -10,15 +10,16 @@ import pytest
 import torch
 
 import fathomlm.packaged
+from fathomlm.checkpoints.exit_pack import RECORD, THRESHOLD, WEIGHTS
 from fathomlm.checkpoints.resolve import architecture_of, encoder_of, exits_of, load, locate
 from fathomlm.depth import ExitParts
 from fathomlm.depth.presets import PRESETS
 from fathomlm.errors import ModelNotFound
-from fathomlm.packaged import packaged_models, packaged_path
+from fathomlm.packaged import packaged_exits, packaged_models, packaged_path
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 ROOT = Path(__file__).parents[2]
-SOURCE = "src/fathomlm/packaged/models"
+SOURCE, EXITS = "src/fathomlm/packaged/models", "src/fathomlm/packaged/exits"
 
 
 def test_directories_with_a_configuration_are_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -34,10 +35,30 @@ def test_directories_with_a_configuration_are_models(tmp_path: Path, monkeypatch
         assert packaged_path(other) is None
 
 
-def test_the_directory_is_inside_the_package() -> None:
+def test_directories_with_a_record_are_exit_packs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fathomlm.packaged, "exits_directory", lambda: tmp_path)
+    for name, sign in (("whole", "exits.json"), (".whole.partial-1", "exits.json"), ("half", "exits.safetensors")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / sign).write_text("{}")
+    assert packaged_exits("whole") == tmp_path / "whole"
+    for other in ("half", ".whole.partial-1", "", ".", "third", "./whole", "../" + tmp_path.name + "/whole"):
+        assert packaged_exits(other) is None
+    monkeypatch.setattr(fathomlm.packaged, "exits_directory", lambda: None)
+    assert packaged_exits("whole") is None
+
+
+def test_the_directories_are_inside_the_package() -> None:
     """Unpatched: whatever this installation has lies beside the code, as plain files."""
-    place = Path(fathomlm.packaged.__file__).parent / "models"
-    assert fathomlm.packaged.models_directory() == (place if place.is_dir() else None)
+    place = Path(fathomlm.packaged.__file__).parent
+    for kind, found in (("models", fathomlm.packaged.models_directory()), ("exits", fathomlm.packaged.exits_directory())):
+        assert found == (place / kind if (place / kind).is_dir() else None)
+
+
+def test_exits_come_for_models_that_can_be_named() -> None:
+    place = fathomlm.packaged.exits_directory()
+    names = [] if place is None else [each.name for each in place.iterdir()]
+    assert set(names) <= {*PRESETS, *packaged_models()}
+    assert all(packaged_exits(name) is not None for name in names)
 
 
 def test_an_installation_without_models(nothing_packaged: None) -> None:
@@ -81,7 +102,7 @@ def test_a_packaged_model_wins_over_a_preset(
 
 
 def uncovered(files: list[str]) -> list[str]:
-    """Those of a packaged model's files, below the repository's root, that the build's settings do not name."""
+    """Those of some files, below the repository's root, that the build's settings do not name."""
     patterns = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["hatch"]["build"]["artifacts"]
     flat = [pattern.replace("/**/", "/") for pattern in patterns]  # fnmatch's * goes through directories by itself
     return [file for file in files if not any(fnmatch.fnmatchcase(file, pattern) for pattern in flat)]
@@ -91,7 +112,9 @@ def test_the_wheel_takes_every_kind_of_file_that_a_packaged_model_has(packaged_m
     written = [file for file in (packaged_models_dir / "tiny-mor").iterdir() if file.is_file()]
     assert {file.suffix for file in written} == {".json", ".safetensors", ".md"}
     assert uncovered([f"{SOURCE}/tiny-mor/{file.name}" for file in written]) == []
-    shipped = [str(file.relative_to(ROOT)) for file in (ROOT / SOURCE).rglob("*") if file.is_file()]
-    assert uncovered(shipped) == []
-    other = [f"{SOURCE}/tiny-mor/merges.txt", "docs/model.json"]
+    shipped = [file for place in (SOURCE, EXITS) for file in (ROOT / place).rglob("*") if file.is_file()]
+    assert uncovered([str(file.relative_to(ROOT)) for file in shipped]) == []
+    pack = [RECORD, WEIGHTS, THRESHOLD, "README.md"]
+    assert uncovered([f"{EXITS}/smollm2-135m/{file}" for file in pack]) == []
+    other = [f"{SOURCE}/tiny-mor/merges.txt", f"{EXITS}/smollm2-135m/threshold.png", "docs/model.json"]
     assert uncovered(other) == other

@@ -1,7 +1,7 @@
 """Exits as files of their own, an exit pack: what `train: exits` taught, without the model that it left as it was.
 
     exits.json         where the exits are, what each has of its own, and which base they belong to
-    exits.safetensors  the exits' tensors, by the decoder's names
+    exits.safetensors  the exits' tensors, by the decoder's names, and the words that they choose among, if not all
     threshold.json     where there is one: the threshold that `fathomlm calibrate` learnt for them
 
 A pack is put on any copy of its base. Nothing of the base changes, so its last output is what it was, bit for bit.
@@ -30,11 +30,14 @@ from fathomlm.checkpoints.writing import check_room, whole_directory
 from fathomlm.depth import Architecture, DepthPlan, ExitParts, Relaxation
 from fathomlm.errors import CheckpointError, FathomError, OptionError, choices, is_whole
 from fathomlm.model.decoder import Decoder
+from fathomlm.model.exits import check_words
 from fathomlm.model.seq2seq import FathomForSeq2SeqLM, FathomModel
 
 FORMAT, VERSION = "fathomlm-exits", 1
 RECORD, WEIGHTS, THRESHOLD = "exits.json", "exits.safetensors", "threshold.json"
 KIND = "pack of exits"
+WORDS = "words"
+"""The tokens that exits choose among: int32, rising. Its number is in the record, null for every token."""
 SHAPE = (
     "layers", "hidden", "intermediate", "heads", "kv_heads", "head_dim", "vocab", "tied_embeddings", "norm", "activation",
     "gated", "residual", "qk_norm", "qkv_bias", "o_bias", "mlp_bias", "positions", "relative_buckets", "cross",
@@ -57,6 +60,8 @@ class ExitPack:
     relaxation: Relaxation | None
     sample: BaseSample
     tensors: dict[str, Tensor] = field(repr=False)
+    words: Tensor | None = field(default=None, repr=False)
+    """The tokens that the exits choose among; None is every token."""
 
     def plan_over(self, architecture: Architecture, plan: DepthPlan, relaxation: Relaxation | None) -> DepthPlan:
         """The plan of a model with these exits; refused where the model is not of the base's shape."""
@@ -79,21 +84,26 @@ def write_pack(
     force: bool = False,
     dtype: torch.dtype | None = None,
     threshold: Path | None = None,
+    words: Tensor | None = None,
 ) -> Path:
     """Write the exits of `model` into the directory `out`, and return it. `dtype` is by default the model's own;
-    `threshold` is a file to copy that was calibrated for them."""
+    `threshold` is a file to copy that was calibrated for them; `words` are the tokens that they choose among, by default
+    those that `limit_exits` gave the model."""
     out = Path(out)
     check_has_exits(model.plan, "the model")
     tensors = {name: value.to(dtype=dtype or value.dtype) for name, value in _own(model.decoder).items()}
     for name in (name for name, value in tensors.items() if not bool(value.isfinite().all())):
         raise OptionError(f"'{name}' holds numbers that are not finite; such an exit is not worth keeping")
+    if (chosen := _words(model.decoder, words)) is not None:
+        tensors[WORDS] = chosen
     sample = BaseSample.of(model.decoder)
     check_room(out, sum(value.numel() * value.element_size() for value in tensors.values()))
     with whole_directory(out, force, what=KIND, sign=RECORD) as directory:
         save_file(tensors, directory / WEIGHTS, metadata={"format": "pt"})
         if threshold is not None:
             shutil.copyfile(threshold, directory / THRESHOLD)
-        record = _record(model, sample) | {"sha256": _digest((directory / WEIGHTS).read_bytes())}
+        many = None if chosen is None else len(chosen)
+        record = _record(model, sample) | {WORDS: many, "sha256": _digest((directory / WEIGHTS).read_bytes())}
         (directory / RECORD).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
     return out
 
@@ -111,16 +121,20 @@ def read_pack(path: str | Path) -> ExitPack:
         missing = "does not exist" if not path.exists() else f"has no {RECORD}"
         raise CheckpointError(f"{path} {missing}; a {KIND} is what `fathomlm export MODEL OUT --format exits` writes")
     where = f"{path / RECORD}"
-    record = read_json(path / RECORD)
+    record = {WORDS: None} | read_json(path / RECORD)
     _check_version(record, where)
     try:
         pack = _read(record, path, where)
-        expected = _expected(pack)
+        expected = _expected(pack, record[WORDS])
     except FathomError as error:
         raise error if str(error).startswith(where) else CheckpointError(f"{where}: {error}") from error
     except (TypeError, ValueError, KeyError, AttributeError) as error:
         raise CheckpointError(f"{where} is damaged ({type(error).__name__}: {error})") from error
-    return dataclasses.replace(pack, tensors=_read_tensors(path / WEIGHTS, record["sha256"], expected))
+    tensors = _read_tensors(path / WEIGHTS, record["sha256"], expected)
+    words = tensors.pop(WORDS, None)
+    if words is not None:
+        _check_order(words, pack.architecture.vocab, path / WEIGHTS)
+    return dataclasses.replace(pack, tensors=tensors, words=words)
 
 
 @torch.no_grad()
@@ -148,12 +162,22 @@ def attach(model: Model, pack: ExitPack, *, any_base: bool = False) -> Model:
     like = model.decoder.embed.weight
     own = {name: value.to(device=like.device, dtype=like.dtype) for name, value in pack.tensors.items()}
     result.decoder.load_state_dict(model.decoder.state_dict() | own, assign=True)
+    result.decoder.limit_exits(pack.words)
     return finish(result, model.tokenizer)
 
 
 def _own(decoder: Decoder) -> dict[str, Tensor]:
     found = decoder.state_dict().items()
     return {name: value.detach().cpu().contiguous() for name, value in found if name.startswith(OWN)}
+
+
+def _words(decoder: Decoder, asked: Tensor | None) -> Tensor | None:
+    """The words to store, in order: those that are asked for, else the decoder's."""
+    words = decoder.exit_words.words_W if asked is None and decoder.exit_words is not None else asked
+    if words is None:
+        return None
+    check_words(words, decoder.architecture.vocab)
+    return words.detach().to("cpu", torch.int32).sort().values
 
 
 def _fields(parts: ExitParts) -> dict[str, Any]:
@@ -190,7 +214,7 @@ def _check_version(record: dict[str, Any], where: str) -> None:
 
 
 def _read(record: dict[str, Any], path: Path, where: str) -> ExitPack:
-    _check_names(record, ("format", "version", "exits", "parts", "base", "sha256"), where)
+    _check_names(record, ("format", "version", "exits", "parts", "base", WORDS, "sha256"), where)
     base, parts, exits = record["base"], record["parts"], record["exits"]
     _check_names(base, ("architecture", "plan", "relaxation", "sample"), f"{where}, base")
     _check_names(parts, tuple(field.name for field in dataclasses.fields(ExitParts)), f"{where}, parts")
@@ -199,6 +223,8 @@ def _read(record: dict[str, Any], path: Path, where: str) -> ExitPack:
             raise CheckpointError(f"{where}, parts: {name} is {value!r}")
     if not isinstance(exits, list) or not exits or not all(is_whole(index) for index in exits):
         raise CheckpointError(f"{where}: exits must be a list of steps, from 0")
+    if record[WORDS] is not None and not is_whole(record[WORDS]):
+        raise CheckpointError(f"{where}: {WORDS} must be how many there are, or null")
     relaxation = base["relaxation"]
     pack = ExitPack(
         path=path,
@@ -223,12 +249,13 @@ def _check_names(record: object, names: tuple[str, ...], where: str) -> None:
         raise CheckpointError(f"{where} lacks {', '.join(missing)}")
 
 
-def _expected(pack: ExitPack) -> dict[str, torch.Size]:
+def _expected(pack: ExitPack, words: int | None) -> dict[str, torch.Size]:
     """The tensors that the record announces, by name and shape."""
     plan = pack.plan.with_exits(pack.exits, layer=pack.parts.layer)
     with torch.device("meta"):
         decoder = Decoder(pack.architecture, plan, pack.relaxation, **_fields(pack.parts))
-    return {name: value.shape for name, value in decoder.state_dict().items() if name.startswith(OWN)}
+    own = {name: value.shape for name, value in decoder.state_dict().items() if name.startswith(OWN)}
+    return own if words is None else own | {WORDS: torch.Size((words,))}
 
 
 def _read_tensors(path: Path, digest: object, expected: dict[str, torch.Size]) -> dict[str, Tensor]:
@@ -245,10 +272,18 @@ def _read_tensors(path: Path, digest: object, expected: dict[str, torch.Size]) -
         kind = "lacks" if wrong[0] in expected else "has no place for"
         raise CheckpointError(f"{path} {kind} '{wrong[0]}', by what {RECORD} says")
     for name, shape in expected.items():
-        if tensors[name].shape != shape or not tensors[name].is_floating_point():
-            found = f"{tuple(tensors[name].shape)} of {tensors[name].dtype}".replace("torch.", "")
-            raise CheckpointError(f"{path}: '{name}' is {found}; {RECORD} asks for {tuple(shape)} of floating numbers")
+        value, wanted = tensors[name], "int32" if name == WORDS else "floating numbers"
+        fits = value.dtype == torch.int32 if name == WORDS else value.is_floating_point()
+        if value.shape != shape or not fits:
+            found = f"{tuple(value.shape)} of {value.dtype}".replace("torch.", "")
+            raise CheckpointError(f"{path}: '{name}' is {found}; {RECORD} asks for {tuple(shape)} of {wanted}")
     return tensors
+
+
+def _check_order(words: Tensor, vocab: int, path: Path) -> None:
+    rising = len(words) > 0 and bool((words[1:] > words[:-1]).all())
+    if not rising or int(words[0]) < 0 or int(words[-1]) >= vocab:
+        raise CheckpointError(f"{path}: '{WORDS}' must be different tokens in rising order, from 0 to {vocab - 1}")
 
 
 def _digest(data: bytes) -> str:

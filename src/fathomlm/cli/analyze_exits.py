@@ -6,7 +6,7 @@ import argparse
 import dataclasses
 
 from fathomlm.cli.analyze_options import SOURCES, about, add_shared_arguments, answer, check_least, out_directory
-from fathomlm.cli.exit_options import add_pack_arguments, pack_options, read_layers
+from fathomlm.cli.exit_options import add_pack_arguments, ask_every_word, pack_options, read_layers
 from fathomlm.cli.progress import layer_bar
 from fathomlm.cli.sampling_options import load_model
 from fathomlm.errors import OptionError
@@ -55,6 +55,7 @@ def run(args: argparse.Namespace) -> int:
     places = find(args.data)
     exits = check_exits(plan_of(args.model, args.exits), layers, args.confidence)
     model = load_model(args, **pack)
+    ask_every_word(model)
     context = row_length(model, args.context, most=min(LONGEST_ROW, args.tokens))
     rows = read_rows(places, model, context=context, rows=max(1, args.tokens // context), column=args.column)
     with layer_bar("layers", unit="rows") as tick:

@@ -10,7 +10,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fathomlm.cli.eval_options import check_least, print_record, print_table
-from fathomlm.cli.exit_options import add_pack_arguments, learnt_place, pack_options
+from fathomlm.cli.exit_options import (
+    add_pack_arguments,
+    ask_every_word,
+    learnt_place,
+    pack_options,
+    settle_pack,
+    tell_shipped,
+)
+from fathomlm.cli.frontier_tables import point_table, summary_table
 from fathomlm.cli.progress import layer_bar
 from fathomlm.cli.sampling_options import add_dtype_argument, load_any_model
 from fathomlm.cli.threads import HELP as THREADS
@@ -54,7 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--thresholds", metavar="T,T", help="threshold: which to try (0,0.1,...,1)")
     add("--decode", metavar="MODE", help="threshold: parallel, state-copy or speculative (parallel)")
     add("--confidence", metavar="KIND", help="threshold: gap, max, state or classifier (gap)")
-    add_pack_arguments(add)
+    add_pack_arguments(add, shipped=True)
     add("--out", metavar="DIR", type=Path, default=Path("analysis/frontier"), help="directory to write (analysis/frontier)")
     add("--force", action="store_true", help="replace DIR if it is a frontier")
     add("--json", action="store_true", help="print one JSON object instead of a table")
@@ -83,7 +91,7 @@ def run(args: argparse.Namespace) -> int:
         curve, full = _measure(args, name, settings[name], texts, form, reference)
         reference = reference or full
         curves.append(curve)
-    table = _summary(curves)
+    table = summary_table(curves)
     record = _record(args, curves)
     with whole_directory(args.out, args.force, what="frontier analysis", sign="frontier.json") as place:
         picture = {"sweep": args.sweep, "quality": QUALITIES[args.quality], "lower": args.quality == "ppl"}
@@ -94,7 +102,7 @@ def run(args: argparse.Namespace) -> int:
         print_record(record)
         return 0
     for curve in curves:
-        print_table(_points(curve, args.quality), f"{curve.model}: {curve.plan}")
+        print_table(point_table(curve, args.quality), f"{curve.model}: {curve.plan}")
     print_table(table)
     print(f"{args.out / 'frontier.png'} shows it; {args.out / 'frontier.json'} has the numbers")
     return 0
@@ -112,6 +120,8 @@ def _check(args: argparse.Namespace) -> None:
         raise OptionError(choices("quality", args.quality, QUALITIES))
     if len(set(args.models)) < len(args.models):
         raise OptionError("a MODEL is named twice")
+    exiting = args.sweep == "threshold" and len(args.models) == 1
+    shipped = settle_pack(args, args.models[0], args.decode or "parallel" if exiting else None)
     if args.exits is not None and len(args.models) > 1:
         raise OptionError(f"--exits belong to one MODEL, and here are {len(args.models)}")
     pack_options(args)
@@ -119,6 +129,8 @@ def _check(args: argparse.Namespace) -> None:
         if getattr(args, name) is not None and args.sweep != "threshold":
             raise OptionError(f"--{name} goes with --sweep threshold")
     read_thresholds(args.thresholds)
+    if shipped:
+        tell_shipped(args.models[0])
 
 
 def _settings(args: argparse.Namespace, name: str) -> tuple[Setting, ...]:
@@ -256,6 +268,7 @@ def _qualities(
     if args.quality == "agreement":
         return [agreement(model, each.results) for each in decoded]
     if args.quality == "ppl":
+        ask_every_word(model)
         with layer_bar("predicting", unit="windows") as tick:
             return perplexities(decoder_only(model, "perplexity"), settings, texts, on_done=tick)
     metric = find_metric(args.quality)
@@ -273,26 +286,3 @@ def _record(args: argparse.Namespace, curves: Sequence[Curve]) -> dict[str, Any]
         record["decode"] = args.decode or "parallel"
     curves_shown = [curve.to_dict() for curve in curves]
     return record | {"curves": curves_shown, "files": [str(args.out / f"frontier.{kind}") for kind in ("json", "png")]}
-
-
-def _points(curve: Curve, quality: str) -> list[list[str]]:
-    from fathomlm.evaluate.frontier import frontier
-
-    best = frontier([(point.relative_latency, point.score) for point in curve.points])
-    rows = [["setting", quality, "ms/token", "latency", "FLOPs", "early", "best"]]
-    for point, on in zip(curve.points, best, strict=True):
-        left = "-" if point.exit_rate is None else f"{point.exit_rate:.1%}"
-        costs = [f"{point.ms_per_token:.2f}", f"{point.relative_latency:.3f}", f"{point.relative_flops:.3f}"]
-        rows.append([point.name, f"{point.quality:.4g}", *costs, left, "yes" if on else ""])
-    return rows
-
-
-def _summary(curves: Sequence[Curve]) -> list[list[str]]:
-    rows = [["model", "full quality", "ms/token", "latency area", "FLOPs area", "adaptive"]]
-    for curve in curves:
-        full = next(point for point in curve.points if point.kind == "full")
-        found = next((point for point in curve.points if point.kind == "adaptive"), None)
-        adaptive = "-" if found is None else f"{found.value:.3f}: {found.quality:.4g} at {found.relative_latency:.2f}x"
-        areas = [f"{curve.latency_area:.4f}", f"{curve.flops_area:.4f}"]
-        rows.append([curve.model, f"{full.quality:.4g}", f"{full.ms_per_token:.2f}", *areas, adaptive])
-    return rows

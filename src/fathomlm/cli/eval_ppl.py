@@ -17,7 +17,7 @@ from fathomlm.cli.eval_options import (
     print_table,
     read_outputs,
 )
-from fathomlm.cli.exit_options import pack_options
+from fathomlm.cli.exit_options import ask_every_word, pack_options
 from fathomlm.cli.progress import layer_bar
 from fathomlm.cli.sampling_options import add_model_arguments, load_model
 from fathomlm.errors import DataError, OptionError
@@ -54,6 +54,7 @@ def run(args: argparse.Namespace) -> int:
     from fathomlm.evaluate.scoring import Scorer
 
     model = load_model(args, **pack)
+    ask_every_word(model)
     if args.context is not None and args.context > model.architecture.context:
         raise OptionError(f"--context must be at most the model's {model.architecture.context:,} tokens, got {args.context}")
     begun = time.perf_counter()

@@ -22,7 +22,7 @@ from fathomlm.cli.eval_options import (
     read_outputs,
     write_lines,
 )
-from fathomlm.cli.exit_options import pack_options
+from fathomlm.cli.exit_options import ask_every_word, pack_options
 from fathomlm.cli.progress import layer_bar
 from fathomlm.cli.sampling_options import add_model_arguments, load_model
 from fathomlm.errors import DataError, OptionError
@@ -79,6 +79,7 @@ def run(args: argparse.Namespace) -> int:
     if asked.missing:
         print(f"fathomlm: {args.data} has no file for {', '.join(asked.missing)}", file=sys.stderr)
     model = load_model(args, **pack)
+    ask_every_word(model)
     begun = time.perf_counter()
     results, lines = _answer(args, asked, model, outputs)
     if args.out is not None:

@@ -4,11 +4,13 @@ where tokens left."""
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fathomlm.errors import OptionError
+from fathomlm.packaged import packaged_exits
 
 if TYPE_CHECKING:
     from fathomlm.decode.exiting import AdaptiveThreshold, Exiting
@@ -17,6 +19,8 @@ if TYPE_CHECKING:
 
 NEEDING = ("exits", "exit_layer", "confidence", "threshold", "min_exit_layer", "refine", "max_stack")
 """Options that mean something only behind --decode."""
+NONE = "none"
+"""What --exits takes to mean no pack, not even one that came with FathomLM; a directory of that name is ./none/."""
 
 
 def add_exit_arguments(parser: argparse.ArgumentParser) -> None:
@@ -37,13 +41,40 @@ def add_exit_arguments(parser: argparse.ArgumentParser) -> None:
     surprise = "parallel: go back to a token that the whole model gives -log p above T; 0 is strictest"
     add("--refine", metavar="T", type=float, help=surprise)
     add("--max-stack", metavar="K", type=int, help="parallel and speculative: at most K tokens wait (default: 16)")
-    add_pack_arguments(add)
+    add_pack_arguments(add, shipped=True)
 
 
-def add_pack_arguments(add: Callable[..., Any]) -> None:
-    """What `pack_options` reads; `add` is the `add_argument` of a parser or of a group."""
-    add("--exits", metavar="PATH", type=Path, help="put trained exits on MODEL, from `fathomlm export --format exits`")
+def add_pack_arguments(add: Callable[..., Any], *, shipped: bool = False) -> None:
+    """What `pack_options` reads; `add` is the `add_argument` of a parser or of a group. `shipped` is for verbs that call
+    `settle_pack`."""
+    what = "put trained exits on MODEL, from `fathomlm export --format exits`"
+    default = " (default: those that come with FathomLM for MODEL, if any; 'none' leaves them out)" if shipped else ""
+    add("--exits", metavar="PATH", type=_pack_path if shipped else Path, help=what + default)
     add("--any-base", action="store_true", help="with --exits: also where they were trained over another model")
+
+
+def _pack_path(text: str) -> Path | str:
+    return text if text == NONE else Path(text)
+
+
+def settle_pack(args: argparse.Namespace, model: str, mode: str | None) -> bool:
+    """Let `args.exits` be the pack that is used, and say whether it is one that came with FathomLM.
+
+    Such a one is for a decoding mode that needs an exit, for a model that is named (a path that exists wins, as
+    everywhere), and where nothing else says where tokens leave.
+    """
+    said = args.exits is not None or args.any_base  # which alone is a mistake, and `pack_options` refuses it
+    args.exits = None if args.exits == NONE else args.exits
+    placed = args.exit_layer is not None or getattr(args, "min_exit_layer", None) is not None
+    if said or placed or mode in (None, "full") or Path(model).expanduser().exists():
+        return False
+    args.exits = packaged_exits(model)
+    return args.exits is not None
+
+
+def tell_shipped(model: str) -> None:
+    """One line for people, once all else that was asked for is in order."""
+    print(f"fathomlm: using the exits that come with FathomLM for {model} (--exits none: without)", file=sys.stderr)
 
 
 def pack_options(args: argparse.Namespace) -> dict[str, Any]:
@@ -56,6 +87,12 @@ def pack_options(args: argparse.Namespace) -> dict[str, Any]:
 def learnt_place(args: argparse.Namespace) -> Path:
     """Where a threshold is kept that was learnt for the exits in use: with them."""
     return Path(args.model if args.exits is None else args.exits).expanduser()
+
+
+def ask_every_word(model: FathomModel) -> None:
+    """Before text is scored. An exit that chooses among some words gives all others no probability: its loss would be
+    infinite, and nothing would be said of how well it predicts."""
+    model.decoder.limit_exits(None)
 
 
 def read_exiting(args: argparse.Namespace) -> Exiting | None:
@@ -73,7 +110,8 @@ def read_exiting(args: argparse.Namespace) -> Exiting | None:
 
     from fathomlm.decode.exiting import Exiting
 
-    threshold = _read_threshold(args)  # first: a calibrated one says which exit it is for
+    shipped = settle_pack(args, args.model, args.decode)
+    threshold = _read_threshold(args, shipped)  # first: a calibrated one says which exit it is for
     exiting = Exiting(
         mode=args.decode,
         exit_layers=read_layers(args.exit_layer),
@@ -83,6 +121,8 @@ def read_exiting(args: argparse.Namespace) -> Exiting | None:
         refine=args.refine,
         max_stack=args.max_stack,
     )
+    if shipped:
+        tell_shipped(args.model)
     return None if exiting.mode == "full" else exiting
 
 
@@ -96,9 +136,9 @@ def read_layers(given: Sequence[str] | None) -> tuple[int, ...] | None:
     return tuple(int(word) for word in words)
 
 
-def _read_threshold(args: argparse.Namespace) -> float | AdaptiveThreshold | None:
+def _read_threshold(args: argparse.Namespace, shipped: bool) -> float | AdaptiveThreshold | None:
     if args.threshold is None:
-        return None
+        return _shipped_threshold(args) if shipped else None
     if args.threshold != "adaptive":
         try:
             return float(args.threshold)
@@ -116,6 +156,22 @@ def _read_threshold(args: argparse.Namespace) -> float | AdaptiveThreshold | Non
     found.check([layer - 1 for layer in asked], args.confidence or found.confidence, str(path))
     args.exit_layer, args.confidence = [str(found.exit_layer)], found.confidence
     return found.estimator
+
+
+def _shipped_threshold(args: argparse.Namespace) -> float | None:
+    """What was calibrated for exits that came with FathomLM, as a plain number; None (the usual default) where the mode
+    compares none, or with another confidence than it was calibrated for."""
+    from fathomlm.decode.calibration import FILE, Calibration
+    from fathomlm.decode.exiting import USED
+
+    path = learnt_place(args) / FILE
+    if args.decode == "oracle" or "threshold" not in USED.get(args.decode, ()) or not path.is_file():
+        return None
+    found = Calibration.load(path)
+    if args.confidence not in (None, found.confidence):
+        return None
+    args.exit_layer, args.confidence = [str(found.exit_layer)], found.confidence
+    return found.estimator.threshold
 
 
 def exit_statistic(results: Sequence[Generation]) -> str:

@@ -7,14 +7,19 @@ import argparse
 import json
 import re
 import sys
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fathomlm.cli.progress import amount, layer_bar
+from fathomlm.cli.exit_options import add_pack_arguments, learnt_place, pack_options
+from fathomlm.cli.progress import Tick, amount, layer_bar
 from fathomlm.cli.sampling_options import add_dtype_argument
 
 if TYPE_CHECKING:
+    import torch
+
     from fathomlm.model.seq2seq import FathomModel
+    from fathomlm.train.data.sources import Source
 
 HELP = "write an unrolled plain Hugging Face checkpoint"
 DESCRIPTION = (
@@ -23,6 +28,8 @@ DESCRIPTION = (
     "With --format fathom the model stays as it is, plan and all; --quantize int8 makes its files a quarter of float32's. "
     "With --format exits only what the model's exits have of their own is written, for --exits of `generate` and others."
 )
+EXITS_ONLY = ("exits", "words", "words_from", "column")
+"""Options of --format exits."""
 FORMATS = ("hf", "fathom", "exits")
 SHARD = "4GB"
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
@@ -38,6 +45,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_dtype_argument(parser)
     parser.add_argument("--force", action="store_true", help="replace OUT if it is of the same kind")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
+    _add_exits_arguments(parser)
+
+
+def _add_exits_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("--format exits").add_argument
+    few = "let the exits choose among N tokens: the special ones, and the most frequent in --words-from"
+    add("--words", metavar="N", type=int, help=few)
+    add("--words-from", metavar="FILE", nargs="+", help="text, JSON lines or Parquet: what the exits will be used for")
+    add("--column", metavar="NAME", help="where the text is in JSON lines and Parquet (text)")
+    add_pack_arguments(add)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -47,6 +64,10 @@ def run(args: argparse.Namespace) -> int:
 
     if args.format == "exits":
         return _exits(args)
+    for name in EXITS_ONLY:
+        if getattr(args, name) is not None:
+            raise OptionError(f"--{name.replace('_', '-')} goes with --format exits")
+    pack_options(args)
     limit = parse_size(SHARD if args.max_shard_size is None else args.max_shard_size)
     if args.quantize is not None and args.format != "fathom":
         raise OptionError(
@@ -108,34 +129,93 @@ def _native(args: argparse.Namespace, model: FathomModel, limit: int) -> int:
 def _exits(args: argparse.Namespace) -> int:
     from fathomlm.checkpoints.exit_pack import KIND, RECORD, check_has_exits, write_pack
     from fathomlm.checkpoints.export import exits_in_words
-    from fathomlm.checkpoints.resolve import dtype_name, load, parse_dtype, plan_of
+    from fathomlm.checkpoints.resolve import load, parse_dtype, plan_of
     from fathomlm.checkpoints.writing import check_target
     from fathomlm.errors import OptionError
 
     for name in ("quantize", "max_shard_size"):
         if getattr(args, name) is not None:
             raise OptionError(f"--{name.replace('_', '-')} is for whole models; --format exits writes one small file")
+    pack, sources = pack_options(args), _word_sources(args)
     check_target(args.out, args.force, what=KIND, sign=RECORD)
-    check_has_exits(plan_of(args.model), args.model)
-    model = load(args.model)
+    check_has_exits(plan_of(args.model, args.exits), args.model)
+    model = load(args.model, dtype=None if args.exits is None else "float32", **pack)
+    if sources is not None:
+        model.decoder.limit_exits(_frequent(args, model, sources))
     threshold, other = _learnt(args, model)
-    write_pack(model, args.out, force=args.force, dtype=parse_dtype(args.dtype), threshold=threshold)
-    stored, exits = args.dtype or dtype_name(model), [index + 1 for index in model.plan.exits]
-    size = _record(args, {"exits": exits}, {"weights": stored, "threshold": threshold is not None})
+    dtype = parse_dtype(args.dtype) or (model.decoder.embed.weight.dtype if args.exits is None else _stored(args.exits))
+    write_pack(model, args.out, force=args.force, dtype=dtype, threshold=threshold)
+    stored, exits = str(dtype).removeprefix("torch."), [index + 1 for index in model.plan.exits]
+    limited = model.decoder.exit_words
+    words = None if limited is None else len(limited.words_W)
+    size = _record(args, {"exits": exits}, {"weights": stored, "threshold": threshold is not None, "words": words})
     if args.json:
         return 0
     if other is not None:
         print(f"  left out: the threshold for layer {other}, where the model has no exit of its own", file=sys.stderr)
+    if sources is not None and threshold is not None:
+        print("  the threshold was learnt without these words; `fathomlm calibrate` learns it anew", file=sys.stderr)
+    among = "" if words is None else f", among {words:,} words"
     learnt = "" if threshold is None else ", and their threshold"
-    print(f"{args.out}: {exits_in_words(model)}{learnt}, {stored}, {amount(size, 'B')}")
+    print(f"{args.out}: {exits_in_words(model)}{among}{learnt}, {stored}, {amount(size, 'B')}")
     return 0
 
 
+def _stored(pack: Path) -> torch.dtype:
+    """What a pack's weights are stored in, which they stay in when it is written anew."""
+    import torch
+
+    from fathomlm.checkpoints.exit_pack import read_pack
+
+    return next((value.dtype for value in read_pack(pack).tensors.values()), torch.float32)
+
+
+def _word_sources(args: argparse.Namespace) -> list[Source] | None:
+    """The files to count words in, found before a model is loaded; None where exits are to choose as they did."""
+    from fathomlm.errors import OptionError
+    from fathomlm.train.data.sources import expand
+
+    if args.words is None:
+        for name in ("words_from", "column"):
+            if getattr(args, name) is not None:
+                raise OptionError(f"--{name.replace('_', '-')} goes with --words, which says how many")
+        return None
+    if args.words < 1:
+        raise OptionError(f"--words must be at least 1, got {args.words}")
+    if args.words_from is None:
+        raise OptionError("--words needs --words-from, files to find the most frequent words in")
+    return expand(args.words_from)
+
+
+def _frequent(args: argparse.Namespace, model: FathomModel, sources: Sequence[Source]) -> torch.Tensor:
+    from fathomlm.decode.prompts import end_tokens
+    from fathomlm.errors import OptionError
+    from fathomlm.train.data.frequent import frequent_tokens
+
+    if model.tokenizer is None:
+        raise OptionError(f"{args.model} has no tokenizer, so there are no words to count")
+    with layer_bar("counting words", unit="bytes") as tick:
+        texts = _texts(sources, args.column or "text", tick)
+        vocab, ends = model.architecture.vocab, end_tokens(model)
+        return frequent_tokens(texts, model.tokenizer, args.words, vocab=vocab, always=ends)
+
+
+def _texts(sources: Sequence[Source], column: str, tick: Tick) -> Iterator[str]:
+    from fathomlm.train.data.sources import read
+
+    sizes = [source.bytes or 0 for source in sources]
+    for number, source in enumerate(sources):
+        for document in read(source, (column,)):
+            tick(sum(sizes[:number]) + document.position, sum(sizes))
+            yield document.fields[0]
+
+
 def _learnt(args: argparse.Namespace, model: FathomModel) -> tuple[Path | None, int | None]:
-    """The threshold beside the model, where it is for one of its exits; else the layer that it is for."""
+    """The threshold beside the exits, in the model or the pack that is put on it, where it is for one of them; else the
+    layer that it is for."""
     from fathomlm.decode.calibration import FILE, Calibration
 
-    path = Path(args.model).expanduser() / FILE
+    path = learnt_place(args) / FILE
     if not path.is_file():
         return None, None
     layer = Calibration.load(path).exit_layer

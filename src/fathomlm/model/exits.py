@@ -60,7 +60,8 @@ class ExitWords(nn.Module):
     """The words that exits choose among, and their rows of the head, copied so that only those are read: in a small model
     the head is most of what a token reads up to an exit. Drafts lose little by it, and what verifies them sees every word.
 
-    Neither is stored with a model: the words are a choice of who decodes, the rows are the head's. Shapes: W words.
+    Neither is stored with a model: the words are a choice of who decodes, or of an exit pack, and the rows are the head's.
+    Shapes: W words.
     """
 
     words_W: Tensor
@@ -69,10 +70,7 @@ class ExitWords(nn.Module):
     def __init__(self, words_W: Tensor, head_VM: Tensor) -> None:
         super().__init__()
         self.vocab = head_VM.shape[0]
-        if words_W.dim() != 1 or not len(words_W) or len(set(words_W.tolist())) != len(words_W):
-            raise OptionError("the words of an exit must be one or more different tokens")
-        if int(words_W.min()) < 0 or int(words_W.max()) >= self.vocab:
-            raise OptionError(f"the words of an exit must be tokens of the model, from 0 to {self.vocab - 1}")
+        check_words(words_W, self.vocab)
         words_W = words_W.to(head_VM.device, torch.long)
         self.register_buffer("words_W", words_W, persistent=False)
         self.register_buffer("rows_WM", head_VM.detach()[words_W].clone(), persistent=False)
@@ -84,3 +82,11 @@ class ExitWords(nn.Module):
             few_BTW = few_BTW + F.linear(F.linear(hidden_BTM, delta.a), delta.b[self.words_W])
         none_BTV = few_BTW.new_full((*few_BTW.shape[:-1], self.vocab), -torch.inf)
         return none_BTV.index_copy(-1, self.words_W, few_BTW)
+
+
+def check_words(words_W: Tensor, vocab: int) -> None:
+    """Refuse what exits cannot choose among."""
+    if words_W.dim() != 1 or words_W.is_floating_point() or len(set(words_W.tolist())) != len(words_W) or not len(words_W):
+        raise OptionError("the words of an exit must be one or more different tokens")
+    if int(words_W.min()) < 0 or int(words_W.max()) >= vocab:
+        raise OptionError(f"the words of an exit must be tokens of the model, from 0 to {vocab - 1}")

@@ -1,7 +1,8 @@
-"""Models that come inside the package, as plain files: `models/NAME/` is a FathomLM directory with its tokenizer, a model
-card (README.md) and a record of what it was measured to do (record.json).
+"""What comes inside the package, as plain files. `models/NAME/` is a FathomLM directory with its tokenizer, a model card
+(README.md) and a record of what it was measured to do (record.json). `exits/NAME/` is an exit pack for the model of that
+name, a preset or a packaged one.
 
-An installation may lack those files. Then there is no packaged model, and everything works as if there never had been one.
+An installation may lack those files. Then nothing is packaged, and everything works as if it never had been.
 """
 
 from __future__ import annotations
@@ -11,22 +12,38 @@ from pathlib import Path
 
 
 def models_directory() -> Path | None:
-    """Where they lie; None where there are none, or where they are no plain files (a package that is run out of a zip)."""
-    place = resources.files("fathomlm.packaged") / "models"
-    return place if isinstance(place, Path) and place.is_dir() else None
+    """Where models lie; None where there are none, or where they are no plain files (a package that is run out of a zip)."""
+    return _directory("models")
+
+
+def exits_directory() -> Path | None:
+    """The same for exit packs."""
+    return _directory("exits")
 
 
 def packaged_models() -> list[str]:
     """The names of the models that came with this installation; the first is what commands take by default."""
-    place = models_directory()
-    if place is None:
-        return []
-    return sorted(
-        each.name for each in place.iterdir() if not each.name.startswith(".") and (each / "config.json").is_file()
-    )
+    return _named(models_directory(), "config.json")
 
 
 def packaged_path(name: str) -> Path | None:
     """The directory of a packaged model; None where no such model came with this installation."""
     place = models_directory()
     return place / name if place is not None and name in packaged_models() else None
+
+
+def packaged_exits(name: str) -> Path | None:
+    """The exit pack that came for the model of this name; None where none did."""
+    place = exits_directory()
+    return place / name if place is not None and name in _named(place, "exits.json") else None
+
+
+def _directory(kind: str) -> Path | None:
+    place = resources.files("fathomlm.packaged") / kind
+    return place if isinstance(place, Path) and place.is_dir() else None
+
+
+def _named(place: Path | None, sign: str) -> list[str]:
+    """The directories that are whole: those with the file that tells their kind."""
+    found = [] if place is None else place.iterdir()
+    return sorted(each.name for each in found if not each.name.startswith(".") and (each / sign).is_file())
