@@ -1,17 +1,23 @@
 """SmolLM2-135M with an exit over frozen weights: what leaving early gives, and what it costs.
 
     python benchmarks/smollm2_exit.py prepare --corpus CORPUS --out data/smollm2
-    python benchmarks/smollm2_exit.py train --data data/smollm2 --work runs/smollm2-exit --seconds 540
-    python benchmarks/smollm2_exit.py measure --data data/smollm2 --work runs/smollm2-exit --out smollm2_exit.json
+    python benchmarks/smollm2_chats.py make --documents data/smollm2/corpus --out data/chats.jsonl
+    python benchmarks/smollm2_chats.py prepare --chats data/chats.jsonl --out data/smollm2-chats
+    python benchmarks/smollm2_exit.py train --data data/smollm2 --chats data/smollm2-chats --seconds 540
+    python benchmarks/smollm2_exit.py measure --data data/smollm2 --chats data/smollm2-chats --out smollm2_exit.json
     python benchmarks/smollm2_exit.py draw smollm2_exit.json benchmarks/results/smollm2_exit
+    python benchmarks/smollm2_exit.py best smollm2_exit.json
 
 `train` has one run for each design of an adapter, `rank128` and the like (recipes/exit-adapter-smollm2-135m.yaml) or `layer`
 (recipes/exit-layer-smollm2-135m.yaml), with an adapter at every exit layer in it: nothing but the exits learns, so they do
-not disturb each other, and the frozen layers run once for all. Training may be stopped (`--seconds`) and goes on. `measure`
-adds to a record that is there, one entry for each device, design and layer, on captured steps (decode/captured.py), greedy,
-one row: speculative decoding, whose text must be full decoding's, and parallel decoding, whose text is judged by the full
-model. `static` tells what a pass up to the exit and through its adapter costs, the least that any of them pays for a token:
-where speculative decoding gains nothing, it and the passes a token say why.
+not disturb each other, and the frozen layers run once for all. With `--chats` it learns from documents and from the model's
+own chats, as much of the one as of the other. Training may be stopped (`--seconds`) and goes on.
+
+`measure` adds to a record that is there, one entry for each device, design, layer, choice of words and number of drafts, on
+captured steps (decode/captured.py), greedy, one row: speculative decoding, whose text must be full decoding's, and parallel
+decoding, whose text is judged by the full model. `static` tells what a pass up to the exit and through its adapter costs,
+the least that any of them pays for a token: where speculative decoding gains nothing, it and the passes a token say why.
+`best` names the exit to ship: the largest geometric mean of the devices' speculative speeds.
 """
 
 from __future__ import annotations
@@ -28,7 +34,9 @@ import bundled_data
 from bundled_measure import revision
 from bundled_mor import Deadline
 from environment import environment
-from smollm2_exit_measure import THRESHOLDS, measure_exit
+from smollm2_exit_measure import THRESHOLDS, measure_run
+from smollm2_exit_report import entry_name
+from smollm2_mix import mix
 
 LAYERS = (10, 16)
 DESIGNS = ("rank128", "rank1024", "layer")
@@ -91,13 +99,13 @@ def train(args: argparse.Namespace) -> None:
     from fathomlm.train.reading import read_recipe
     from fathomlm.train.run import train as train_run
 
-    deadline = Deadline(args.seconds)
+    deadline, corpus = Deadline(args.seconds), learnt_from(args)
     for design in args.designs:
         if deadline.over:
             break
         words = [
             *("--model.source", args.source),
-            *("--data.path", str(args.data / "corpus")),
+            *("--data.path", str(corpus)),
             *("--out", str(design.run(args.work))),
             *("--budget.tokens", args.tokens),
             *("--loss.exits.at", str(args.layers)),
@@ -111,39 +119,73 @@ def train(args: argparse.Namespace) -> None:
         print(f"{design.label}: {ended} at step {summary.step} of {summary.steps}; exits {summary.exits}", flush=True)
 
 
+def learnt_from(args: argparse.Namespace) -> Path:
+    """The corpus of the runs: documents, or documents and chats together."""
+    documents: Path = args.data / "corpus"
+    return documents if args.chats is None else mix(documents, args.chats, args.work / "mixed").path
+
+
 def measure(args: argparse.Namespace) -> None:
     import torch
 
     from fathomlm.train.report import read_records
 
+    args.prompts_from = args.prompts_from or (["documents"] if args.chats is None else ["chats", "documents"])
+    if "chats" in args.prompts_from and args.chats is None:
+        raise SystemExit("prompts from chats need --chats, a corpus that `smollm2_chats.py prepare` made")
     device = ("cuda" if torch.cuda.is_available() else "cpu") if args.device == "auto" else args.device
     record: dict[str, Any] = json.loads(args.out.read_text()) if args.out.exists() else {"runs": {}}
     place = record["runs"].setdefault(device, {"environment": environment(), "revision": revision(), "exits": {}})
-    settings = {name: getattr(args, name) for name in ("prompts", "prompt_tokens", "new_tokens", "max_stack", "pack")}
+    names = ("prompts_from", "prompts", "prompt_tokens", "new_tokens", "rounds", "pack")
+    settings = {name: getattr(args, name) for name in names}
     if place.setdefault("settings", settings) != settings:
         raise SystemExit(f"{args.out} was measured with other settings on {device}; name another file")
+    corpus = learnt_from(args)
     for design in args.designs:
         run = design.run(args.work)
-        validations = [r for r in read_records(run / "metrics.jsonl") if r["kind"] == "validation"]
-        for layer in args.layers:
-            found = measure_exit(args, run / "last", layer, torch.device(device))
-            found |= {"layer": layer, "design": design.label, "rank": design.rank}
-            found |= {"tokens": validations[-1]["tokens"], "losses": validations[-1]["parts"]}
-            name = f"layer {layer}, {design.label}"
-            place["exits"][name] = found
+        print(f"{device}: {design.label}", flush=True)
+        tokens = [r["tokens"] for r in read_records(run / "metrics.jsonl") if r["kind"] == "validation"][-1]
+        learnt = {"design": design.label, "rank": design.rank, "run": str(run), "tokens": tokens}
+        for found in measure_run(args, run / "last", corpus, torch.device(device)):
+            found |= learnt | {"chats": args.chats is not None}
+            place["exits"][entry_name(found)] = found
             args.out.write_text(json.dumps(record) + "\n")
-            best = max(found["speculative"].values(), key=lambda one: one["speedup"])
-            print(f"{device} {name}: speculative {best['speedup']:.2f}x at best", flush=True)
 
 
 def draw(args: argparse.Namespace) -> None:
-    from smollm2_exit_report import picture, table
+    from smollm2_exit_picture import picture
+    from smollm2_exit_report import table
 
     record = json.loads(args.record.read_text())
     Path(f"{args.stem}.json").write_text(json.dumps(record, indent=1) + "\n")
     Path(f"{args.stem}.md").write_text(table(record))
     picture(record, Path(f"{args.stem}.png"))
     print(table(record))
+
+
+def best(args: argparse.Namespace) -> None:
+    from smollm2_exit_report import choose, chosen_in_words
+
+    choice = choose(json.loads(args.record.read_text()))
+    print(chosen_in_words(choice, args.pack or Path("exits")))
+    if args.pack is not None:
+        write_one(choice, args.pack)
+
+
+def write_one(choice: dict[str, Any], out: Path) -> None:
+    """A pack of one exit of a run that has several, in bfloat16, with the words that it was measured with."""
+    import torch
+    from smollm2_exit_measure import words_for
+
+    from fathomlm.checkpoints.exit_pack import write_pack
+    from fathomlm.checkpoints.replan import replan
+    from fathomlm.checkpoints.resolve import load
+
+    model = load(Path(choice["run"]) / "last")
+    words = words_for(model, Path(choice["corpus"]), choice["words"])
+    plan = model.plan.with_exits((choice["layer"] - 1,), layer=model.config.exit_parts.layer)
+    write_pack(replan(model, plan, **model.config.exit_fields), out, dtype=torch.bfloat16, words=words)
+    print(f"{out}: the exit after layer {choice['layer']} alone")
 
 
 def main() -> None:
@@ -172,20 +214,30 @@ def main() -> None:
     add("--out", type=Path, required=True, help="the record, added to where it is there")
     add("--device", default="auto")
     add("--thresholds", type=float, nargs="*", default=list(THRESHOLDS), help="tried beside the adaptive one")
-    add("--prompts", type=int, default=8, help="documents to continue; as many others calibrate")
-    add("--prompt-tokens", type=int, default=48)
-    add("--new-tokens", type=int, default=128)
-    add("--max-stack", type=int, default=8, help="drafts that may wait")
+    kinds = "documents to continue, chats to answer, or both (both where --chats is given)"
+    add("--prompts-from", nargs="+", choices=("chats", "documents"), help=kinds)
+    add("--prompts", type=int, default=8, help="of each kind; as many others calibrate")
+    add("--prompt-tokens", type=int, default=48, help="the length of a prompt from a document")
+    add("--new-tokens", type=int, default=128, help="the most of them; texts also end where the model ends them")
+    add("--modes", nargs="+", choices=("speculative", "parallel"), default=["speculative", "parallel"])
+    add("--words", type=int, nargs="+", default=[0], help="let exits choose among the N most frequent tokens; 0 is all")
+    add("--max-stack", type=int, nargs="+", default=[8], help="drafts that may wait")
+    add("--rounds", type=int, default=2, help="how often texts are made; the fastest counts")
+    add("--rows", type=int, default=32, help="held-out texts of each kind that the exit's loss is taken over")
     add("--pack", action=argparse.BooleanOptionalAction, default=True, help="weights in fewer, larger matrices")
     add = verb("draw", draw)
     add("record", type=Path)
     add("stem")
+    add = verb("best", best)
+    add("record", type=Path)
+    add("--pack", type=Path, help="also write that exit alone into this directory")
     args = parser.parse_args()
     args.run(args)
 
 
 def _add_runs(add: Any) -> None:
     add("--data", type=Path, required=True, help="what `prepare` made")
+    add("--chats", type=Path, help="what `smollm2_chats.py prepare` made: learn from it too, and measure on it")
     add("--work", type=Path, default=Path("runs/smollm2-exit"))
     add("--layers", type=int, nargs="+", default=list(LAYERS))
     designs = "what exits have: rank128, any other rank, or layer"

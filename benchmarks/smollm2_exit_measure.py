@@ -6,62 +6,121 @@ Shapes: T tokens of a text, V vocabulary.
 from __future__ import annotations
 
 import argparse
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from smollm2_mix import frequent_words
+from torch import Tensor
 
 from fathomlm.decode.captured import CapturedDecoder, CapturedText
 from fathomlm.decode.exiting import Exiting
+from fathomlm.decode.prompts import end_tokens
+from fathomlm.model.decoder import Decoder
+from fathomlm.model.hub import FathomForCausalLM
+from fathomlm.train.data.corpus import Corpus
 
-THRESHOLDS = (0.0, 0.2, 0.4, 0.6, 0.8, 0.95)
+THRESHOLDS = (0.0, 0.2, 0.4, 0.6, 0.8)
 """At 0 every token leaves, and every draft is as long as the stack."""
-ROUNDS = 3
-"""How often texts are made; the first time warms up, and the fastest of the others counts."""
+LONGEST = 512
+"""Tokens of a held-out text that its loss is taken over."""
+
+
+@dataclass(frozen=True)
+class Texts:
+    """Held-out texts of one kind."""
+
+    prompts: list[list[int]]
+    calibrating: list[list[int]]
+    whole: list[tuple[list[int], int]]
+    """Texts, and how many tokens at the start of each nobody has to foretell: a chat's up to its reply."""
+
+    @classmethod
+    def documents(cls, corpus: Path, count: int, length: int, rows: int) -> Texts:
+        """Prompts are the first tokens of documents that are long enough."""
+        found = list(_held_out(corpus))
+        prompts = [tokens[:length] for tokens in found if len(tokens) > length]
+        return cls._of(corpus, prompts, [(tokens[:LONGEST], 1) for tokens in found[:rows]], count)
+
+    @classmethod
+    def chats(cls, corpus: Path, count: int, tokenizer: Any, rows: int) -> Texts:
+        """Prompts are chats up to where the reply begins."""
+        header = reply_header(tokenizer)
+        found = [(tokens, _behind(tokens, header)) for tokens in _held_out(corpus)]
+        prompts = [tokens[:begin] for tokens, begin in found]
+        return cls._of(corpus, prompts, [(tokens[:LONGEST], begin) for tokens, begin in found[:rows]], count)
+
+    @classmethod
+    def _of(cls, corpus: Path, prompts: list[list[int]], whole: list[tuple[list[int], int]], count: int) -> Texts:
+        if len(prompts) < 2 * count:
+            raise SystemExit(
+                f"{corpus} holds out {len(prompts)} texts to begin from, and {2 * count} are needed (--prompts)"
+            )
+        return cls(prompts[:count], prompts[count : 2 * count], whole)
+
+
+def _held_out(corpus: Path) -> Iterator[list[int]]:
+    """Held-out texts without their separator."""
+    stream = Corpus.open(corpus).stream("validation")
+    return (stream.document(number)[:-1].tolist() for number in range(stream.documents))
+
+
+def reply_header(tokenizer: Any) -> list[int]:
+    """What the chat template puts in front of a reply."""
+    said = [{"role": "user", "content": "Hello"}]
+    without, whole = (
+        tokenizer.apply_chat_template(said, add_generation_prompt=asked, tokenize=False) for asked in (False, True)
+    )
+    header: list[int] = tokenizer(whole[len(without) :], add_special_tokens=False)["input_ids"]
+    return header
+
+
+def _behind(tokens: list[int], header: list[int]) -> int:
+    size = len(header)
+    return next(i + size for i in range(len(tokens) - size) if tokens[i : i + size] == header)
 
 
 class Bench:
-    def __init__(self, args: argparse.Namespace, source: Path, layer: int, device: torch.device) -> None:
-        from fathomlm.checkpoints.resolve import load
+    """One exit, with the words that it may choose among and the drafts that may wait."""
 
-        self.layer, self.new, self.max_stack = layer, args.new_tokens, args.max_stack
-        dtype = "bfloat16" if device.type == "cuda" else "float32"
-        self.decoder = load(source, dtype=dtype, device=device).decoder.requires_grad_(False)
-        length = args.prompt_tokens + args.new_tokens
+    def __init__(
+        self, args: argparse.Namespace, decoder: Decoder, ends: frozenset[int], layer: int, stack: int, length: int
+    ) -> None:
+        self.decoder, self.layer, self.max_stack = decoder, layer, stack
+        self.new, self.rounds, self.ends = args.new_tokens, args.rounds, ends
+        on_gpu = decoder.embed.weight.is_cuda
         self.captured = CapturedDecoder(
-            self.decoder,
-            length=length,
-            exit_layers=layer,
-            max_stack=args.max_stack,
-            compile=device.type == "cuda",
-            pack=args.pack,
+            decoder, length=length, exit_layers=layer, max_stack=stack, compile=on_gpu, pack=args.pack
         )
-        found = beginnings(args.data / "corpus", 2 * args.prompts, args.prompt_tokens)
-        self.prompts, self.calibrating = found[: args.prompts], found[args.prompts :]
 
-    def texts(self, mode: Any, threshold: Any = None, calibrating: bool = False) -> list[CapturedText]:
+    def texts(self, prompts: Sequence[list[int]], mode: Any, threshold: Any = None) -> list[CapturedText]:
         fields: dict[str, Any] = {} if mode == "full" else {"exit_layers": (self.layer,)}
         if mode in ("parallel", "speculative"):
             fields |= {"threshold": threshold, "max_stack": self.max_stack}
         exiting = Exiting(mode=mode, **fields)
-        prompts = self.calibrating if calibrating else self.prompts
-        return [self.captured.generate(prompt, exiting, self.new) for prompt in prompts]
+        return [self.captured.generate(prompt, exiting, self.new, self.ends) for prompt in prompts]
 
-    def adaptive(self) -> float:
+    def adaptive(self, prompts: Sequence[list[int]]) -> float:
         """The threshold that the estimator learns from texts of other prompts (thesis 2.5.3)."""
         from fathomlm.decode.threshold import ThresholdEstimator, ThresholdOptions
 
-        estimator = ThresholdEstimator(ThresholdOptions(calibrating_sequences=len(self.calibrating)))
-        self.texts("parallel", estimator, calibrating=True)
+        estimator = ThresholdEstimator(ThresholdOptions(calibrating_sequences=len(prompts)))
+        self.texts(prompts, "parallel", estimator)
         return float(estimator.threshold)
 
-    def timed(self, mode: str, threshold: float | None = None) -> tuple[dict[str, Any], list[CapturedText]]:
-        """Figures and texts."""
-        rounds = [self.texts(mode, threshold) for _ in range(ROUNDS)][1:]
+    def timed(
+        self, prompts: Sequence[list[int]], mode: str, threshold: float | None = None
+    ) -> tuple[dict[str, Any], list[CapturedText]]:
+        """Figures and texts. One text warms up; the fastest of the rounds counts."""
+        self.texts(prompts[:1], mode, threshold)
+        rounds = [self.texts(prompts, mode, threshold) for _ in range(self.rounds)]
         texts = rounds[0]
         tokens = sum(len(text.tokens) for text in texts)
         seconds = [sum(text.decode_seconds for text in made) for made in rounds]
-        found = {"ms_per_token": 1e3 * min(seconds) / tokens, "threshold": threshold}
+        found = {"ms_per_token": 1e3 * min(seconds) / tokens, "threshold": threshold, "tokens": tokens}
         if mode in ("parallel", "speculative"):
             left = sum(layer == self.layer for text in texts for layer in text.exit_layers)
             found |= {
@@ -73,65 +132,123 @@ class Bench:
             found["acceptance"] = sum(text.accepted for text in texts) / max(1, sum(text.drafted for text in texts))
         return found, texts
 
-    @torch.inference_mode()
-    def judged(self, texts: list[CapturedText]) -> dict[str, float]:
-        """What the full model thinks of texts, each read as it stands: how often it would have chosen the same token, and
-        its perplexity."""
-        agreed, nats, count = 0, 0.0, 0
-        for prompt, text in zip(self.prompts, texts, strict=True):
-            tokens_1T = torch.tensor([[*prompt, *text.tokens]], device=self.decoder.embed.weight.device)
-            begin = len(prompt) - 1
-            logits_TV = self.decoder.logits(self.decoder(tokens_1T[:, :-1])[0, begin:]).float()
-            made_T = tokens_1T[0, begin + 1 :]
-            agreed += int((logits_TV.argmax(-1) == made_T).sum())
-            nats += float(torch.nn.functional.cross_entropy(logits_TV, made_T, reduction="sum"))
-            count += len(made_T)
-        return {"agreement": agreed / count, "perplexity": float(torch.tensor(nats / count).exp())}
+
+@torch.inference_mode()
+def judged(decoder: Decoder, prompts: Sequence[list[int]], texts: Sequence[CapturedText]) -> dict[str, float]:
+    """What the full model thinks of texts, each read as it stands: how often it would have chosen the same token, and its
+    perplexity."""
+    agreed, nats, count = 0, 0.0, 0
+    for prompt, text in zip(prompts, texts, strict=True):
+        tokens_1T = torch.tensor([[*prompt, *text.tokens]], device=decoder.embed.weight.device)
+        begin = len(prompt) - 1
+        with torch.compiler.set_stance("force_eager"):  # texts have any length, and no code is worth making for each
+            logits_TV = decoder.logits(decoder(tokens_1T[:, :-1])[0, begin:]).float()
+        made_T = tokens_1T[0, begin + 1 :]
+        agreed += int((logits_TV.argmax(-1) == made_T).sum())
+        nats += float(torch.nn.functional.cross_entropy(logits_TV, made_T, reduction="sum"))
+        count += len(made_T)
+    return {"agreement": agreed / count, "perplexity": float(torch.tensor(nats / count).exp())}
 
 
-def beginnings(corpus: Path, count: int, length: int) -> list[list[int]]:
-    """The first tokens of held-out documents that are long enough."""
-    from fathomlm.train.data.corpus import Corpus
+@torch.inference_mode()
+def held_out_loss(decoder: Decoder, layer: int, whole: Sequence[tuple[list[int], int]]) -> dict[str, float]:
+    """The exit's loss and the last output's on texts as they stand, and how often both choose the same token."""
+    own = decoder.plan.exit_steps((layer - 1,))
+    at, last = own[0].index if own else layer - 1, decoder.plan.unrolled_layers - 1
+    sums, count = {"loss": 0.0, "full_loss": 0.0, "agreement": 0.0}, 0
+    for tokens, begin in whole:
+        tokens_1T = torch.tensor([tokens], device=decoder.embed.weight.device)
+        with torch.compiler.set_stance("force_eager"):
+            states = decoder.states(tokens_1T[:, :-1], at=(at,))
+            exit_TV = decoder.exit_logits(states[at], layer - 1, layered=True)[0, begin - 1 :].float()
+            full_TV = decoder.exit_logits(states[last], last)[0, begin - 1 :].float()
+        next_T = tokens_1T[0, begin:]
+        for name, logits_TV in (("loss", exit_TV), ("full_loss", full_TV)):
+            sums[name] += float(torch.nn.functional.cross_entropy(logits_TV, next_T, reduction="sum"))
+        sums["agreement"] += int((exit_TV.argmax(-1) == full_TV.argmax(-1)).sum())
+        count += len(next_T)
+    return {name: total / count for name, total in sums.items()} | {"tokens": count}
 
-    stream = Corpus.open(corpus).stream("validation")
-    documents = (stream.document(number)[:length].tolist() for number in range(stream.documents))
-    found = [tokens for tokens in documents if len(tokens) == length][:count]
-    if len(found) < count:
-        raise SystemExit(f"{corpus} holds out {len(found)} documents of {length} tokens; {count} are needed (--prompts)")
-    return found
 
-
-def same_text(texts: list[CapturedText], full: list[CapturedText]) -> dict[str, float]:
+def same_text(texts: Sequence[CapturedText], full: Sequence[CapturedText]) -> dict[str, float]:
     """How many texts are full decoding's to the last token, and how far the others go with it."""
     pairs = [(one.tokens, other.tokens) for one, other in zip(texts, full, strict=True)]
-    far = [next((i for i, (a, b) in enumerate(zip(*pair, strict=True)) if a != b), len(pair[0])) for pair in pairs]
+    far = [next((i for i, (a, b) in enumerate(zip(*pair, strict=False)) if a != b), min(map(len, pair))) for pair in pairs]
     return {
         "same_texts": sum(a == b for a, b in pairs) / len(pairs),
-        "same_prefix": sum(far) / sum(len(a) for a, _ in pairs),
+        "same_prefix": sum(far) / sum(len(b) for _, b in pairs),
     }
 
 
-def measure_exit(args: argparse.Namespace, source: Path, layer: int, device: torch.device) -> dict[str, Any]:
-    bench = Bench(args, source, layer, device)
-    full, texts = bench.timed("full")
-    adaptive = bench.adaptive()
-    static, _ = bench.timed("static")
-    kinds = (bench.decoder.exit_adapters, bench.decoder.exit_blocks)
-    own = [kind[str(layer - 1)] for kind in kinds if str(layer - 1) in kind]
-    adapter = sum(p.numel() for module in own for p in module.parameters())
-    found: dict[str, Any] = {
-        "adapter_bytes": 2 * adapter,
-        "adaptive_threshold": adaptive,
-        "full": full | bench.judged(texts),
-        "static": static,
-        "speculative": {},
-        "parallel": {},
-    }
-    thresholds = {"adaptive": adaptive} | {f"{value:g}": value for value in args.thresholds}
+def measure_run(args: argparse.Namespace, source: Path, corpus: Path, device: torch.device) -> Iterator[dict[str, Any]]:
+    """Every exit of a run with every choice of words and of drafts that may wait. `corpus` is what the run learnt from."""
+    from fathomlm.checkpoints.resolve import load
+
+    model = load(source, dtype="bfloat16" if device.type == "cuda" else "float32", device=device)
+    decoder, ends = model.decoder.requires_grad_(False), end_tokens(model)
+    kinds: dict[str, Texts] = {}
+    for kind in args.prompts_from:
+        if kind == "chats":
+            kinds[kind] = Texts.chats(args.chats, args.prompts, model.tokenizer, args.rows)
+        else:
+            kinds[kind] = Texts.documents(args.data / "corpus", args.prompts, args.prompt_tokens, args.rows)
+    longest = max(len(prompt) for texts in kinds.values() for prompt in (*texts.prompts, *texts.calibrating))
+    words = {many: words_for(model, corpus, many) for many in args.words}
+    for layer in args.layers:
+        decoder.limit_exits(None)
+        losses = {kind: held_out_loss(decoder, layer, texts.whole) for kind, texts in kinds.items()}
+        for many in args.words:
+            decoder.limit_exits(words[many])
+            for stack in args.max_stack:
+                bench = Bench(args, decoder, ends, layer, stack, longest + args.new_tokens)
+                print(f"layer {layer}, {f'{many:,} words' if many else 'all words'}, {stack} drafts", flush=True)
+                found = {kind: _measure_kind(args, bench, kind, texts) for kind, texts in kinds.items()}
+                for kind, figures in found.items():
+                    figures["held_out"] = losses[kind]
+                yield {
+                    "layer": layer,
+                    "words": many,
+                    "max_stack": stack,
+                    "corpus": str(corpus),
+                    "adapter_bytes": 2 * _weights(decoder, layer),
+                    "kinds": found,
+                }
+
+
+def words_for(model: FathomForCausalLM, corpus: Path, many: int) -> Tensor | None:
+    """What exits choose among, as a pack would have it; None (0 words) is everything."""
+    if not many:
+        return None
+    assert model.tokenizer is not None
+    always = {*model.tokenizer.all_special_ids, *end_tokens(model)}
+    return torch.from_numpy(frequent_words(corpus, many, always))
+
+
+def _measure_kind(args: argparse.Namespace, bench: Bench, kind: str, texts: Texts) -> dict[str, Any]:
+    """Full decoding is timed here too, though it is the same for all: a machine's speed changes with time."""
+    full, reference = bench.timed(texts.prompts, "full")
+    full |= judged(bench.decoder, texts.prompts, reference)
+    static, _ = bench.timed(texts.prompts, "static")
+    print(f"  {kind}: full {full['ms_per_token']:.3f} ms a token, to the exit {static['ms_per_token']:.3f}", flush=True)
+    found: dict[str, Any] = {"full": full, "static": static} | {mode: {} for mode in args.modes}
+    thresholds = {f"{value:g}": value for value in args.thresholds} | {"adaptive": bench.adaptive(texts.calibrating)}
     for name, threshold in thresholds.items():
-        for mode in ("speculative", "parallel"):
-            figures, made = bench.timed(mode, threshold)
+        for mode in args.modes:
+            begun = time.perf_counter()
+            figures, made = bench.timed(texts.prompts, mode, threshold)
             figures["speedup"] = full["ms_per_token"] / figures["ms_per_token"]
-            figures |= same_text(made, texts) | ({} if mode == "speculative" else bench.judged(made))
+            figures |= same_text(made, reference)
+            if mode == "parallel":
+                figures |= judged(bench.decoder, texts.prompts, made)
             found[mode][name] = figures
+            kept = f", {figures['acceptance']:.0%} of drafts kept" if mode == "speculative" else ""
+            took = time.perf_counter() - begun
+            print(f"  {kind}: {mode} at {threshold:.2f}: {figures['speedup']:.2f}x{kept} ({took:.1f} s)", flush=True)
     return found
+
+
+def _weights(decoder: Decoder, layer: int) -> int:
+    """How many an exit has of its own in front of the head."""
+    kinds = (decoder.exit_adapters, decoder.exit_blocks)
+    own = [kind[str(layer - 1)] for kind in kinds if str(layer - 1) in kind]
+    return sum(p.numel() for module in own for p in module.parameters())

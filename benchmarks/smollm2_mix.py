@@ -1,0 +1,71 @@
+"""One corpus of two, for a run that learns from documents and chats alike; and the words that are most frequent in it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from fathomlm.train.data.corpus import TOKENIZER, Corpus
+from fathomlm.train.data.manifest import FILE, Manifest, Shard, Split
+
+SLICE = 1 << 22
+"""Tokens that are counted at once."""
+
+
+def mix(documents: Path, chats: Path, out: Path) -> Corpus:
+    """A corpus in which both have about as many training tokens: links to the shards of both, those of the smaller one named
+    as often as it takes. Rows are drawn from all of it alike, so a run sees as much of the one as of the other, whatever its
+    budget. What is held out is the chats', on which exits are used; `measure` also has the documents' loss."""
+    parts = {"documents": Corpus.open(documents), "chats": Corpus.open(chats)}
+    manifests = [part.manifest for part in parts.values()]
+    for name in ("kind", "fingerprint", "dtype", "separator"):
+        if getattr(manifests[0], name) != getattr(manifests[1], name):
+            raise SystemExit(f"{documents} and {chats} differ in their {name}; prepare both with the same tokenizer")
+    tokens = {name: part.manifest.splits["train"].tokens for name, part in parts.items()}
+    out.mkdir(parents=True, exist_ok=True)
+    train = Split()
+    for name, part in parts.items():
+        shards = [_linked(part, shard, name, out) for shard in part.manifest.splits["train"].shards]
+        for shard in shards * max(1, round(max(tokens.values()) / tokens[name])):
+            train = train.plus(shard)
+    validation = Split()
+    for shard in parts["chats"].manifest.splits["validation"].shards:
+        validation = validation.plus(_linked(parts["chats"], shard, "chats", out))
+    _link(parts["documents"].path / TOKENIZER, out / TOKENIZER)
+    sources = tuple(source for manifest in manifests for source in manifest.sources)
+    splits = {"train": train, "validation": validation}
+    manifest = dataclasses.replace(manifests[0], sources=sources, splits=splits, empty_documents=0)
+    if not (out / FILE).exists() or Manifest.read(out) != manifest:
+        manifest.write(out)
+    return Corpus.open(out)
+
+
+def _linked(corpus: Corpus, shard: Shard, kind: str, out: Path) -> Shard:
+    """The shard under a name of its own in `out`."""
+    name = f"{kind}-{shard.file}"
+    for suffix in (".bin", ".idx"):
+        _link((corpus.path / shard.file).with_suffix(suffix), (out / name).with_suffix(suffix))
+    return dataclasses.replace(shard, file=name)
+
+
+def _link(path: Path, link: Path) -> None:
+    link.unlink(missing_ok=True)
+    link.symlink_to(path.resolve())
+
+
+def frequent_words(corpus: Path, many: int, always: Collection[int]) -> npt.NDArray[np.int64]:
+    """The tokens that training text has most often, in rising order; those of `always` are among them, however rare. It is
+    `frequent_tokens` for text that is tokens already."""
+    opened = Corpus.open(corpus)
+    stream, vocab = opened.stream("train"), opened.manifest.vocab
+    if not len(always) <= many <= vocab:
+        raise SystemExit(f"--words takes {len(always):,} (the special tokens) to {vocab:,} (all), not {many:,}")
+    counts = np.zeros(vocab, np.int64)
+    for start in range(0, len(stream), SLICE):
+        counts += np.bincount(stream.read(start, min(start + SLICE, len(stream))), minlength=vocab)
+    counts[list(always)] = np.iinfo(np.int64).max
+    return np.sort(np.argsort(-counts, kind="stable")[:many]).astype(np.int64)
