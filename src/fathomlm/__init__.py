@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from fathomlm.checkpoints.export import export
     from fathomlm.checkpoints.resolve import load
     from fathomlm.checkpoints.save import save
+    from fathomlm.decode.captured_session import CapturedSession
     from fathomlm.decode.exiting import Exiting
     from fathomlm.decode.full import Session, generate
     from fathomlm.decode.prompts import chat_prompt
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
 _PUBLIC = {
     "Architecture": "fathomlm.depth",
     "AsyncEngine": "fathomlm.engine.front",
+    "CapturedSession": "fathomlm.decode.captured_session",
     "DepthPlan": "fathomlm.depth",
     "Engine": "fathomlm.engine.engine",
     "EngineOptions": "fathomlm.engine.options",
@@ -64,6 +66,7 @@ _PUBLIC = {
 __all__ = [
     "Architecture",
     "AsyncEngine",
+    "CapturedSession",
     "DepthPlan",
     "Engine",
     "EngineOptions",

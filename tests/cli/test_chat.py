@@ -52,6 +52,12 @@ def test_each_line_is_a_turn_of_one_conversation(chat: Any, tiny_model: Any) -> 
     assert chat(FIRST, "", SECOND) == (0, f"{one}\n{two}\n", "")
 
 
+def test_captured_steps_say_the_same(chat: Any) -> None:
+    for options in ((), ("--decode", "speculative", "--exit-layer", "2", "--threshold", "0.02")):
+        plain = chat(FIRST, SECOND, "/reset", SECOND, options=options)
+        assert chat(FIRST, SECOND, "/reset", SECOND, options=(*options, "--captured")) == plain
+
+
 def test_the_cache_is_kept_between_turns(chat: Any, tiny_model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     held: list[tuple[int, ...]] = []
     real = Session.generate

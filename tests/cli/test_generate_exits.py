@@ -107,6 +107,16 @@ def test_streamed_text_is_the_same(run: Callable[..., tuple[str, str]]) -> None:
         assert run(*exits, "--stream")[0] == run(*exits)[0]
 
 
+@pytest.mark.parametrize("words", [("full",), *MODES[:3]])
+def test_captured_steps_give_the_same_text(words: tuple[str, ...], run: Callable[..., tuple[str, str]]) -> None:
+    words = ("--decode", *words, *(() if words == ("full",) else ("--exit-layer", "2")))
+    plain = run(*words)[0]
+    assert run(*words, "--captured")[0] == plain
+    assert run(*words, "--captured", "--stream")[0] == plain
+    record = json.loads(run(*words, "--captured", "--json")[0])
+    assert record["results"][0]["text"] + "\n" == plain
+
+
 def test_several_exits_in_one_option_or_more(run: Callable[..., tuple[str, str]]) -> None:
     ways = [("--exit-layer", "1,3"), ("--exit-layer", "1", "--exit-layer", "3"), ("--exit-layer", " 3, 1")]
     records = [json.loads(run("--decode", "state-copy", "--threshold", "0.05", *way, "--json")[0]) for way in ways]
@@ -159,6 +169,9 @@ BAD: list[tuple[tuple[str, ...], str]] = [
     (("--decode", "parallel", "--exit-layer", "2", "--confidence", "classifier"), "this model has none. gap, max and state"),
     (("--decode", "parallel", "--exit-layer", "2", "--max-depth", "1"), "--max-depth and --decode both say how deep"),
     (("--decode", "state-copy", "--exit-layer", "2", "--refine", "1"), "refine is not for state-copy decoding"),
+    (("--captured", "--temperature", "0.7"), "captured steps take the likeliest token; temperature 0.7 asks for another"),
+    (("--captured", "--max-depth", "1"), "leave out --max-depth and --depth-bias"),
+    (("--captured", "--decode", "oracle", "--exit-layer", "2"), "captured steps have the modes full, static"),
 ]
 
 

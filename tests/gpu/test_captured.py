@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from fathomlm.decode.captured import CapturedDecoder
+from fathomlm.decode.captured_session import CapturedSession
 from fathomlm.decode.exiting import Exiting
-from fathomlm.decode.full import generate
+from fathomlm.decode.full import Session, generate
 from fathomlm.depth import Architecture, DepthPlan
 from fathomlm.model.hub import FathomConfig, FathomForCausalLM
 
@@ -49,3 +50,14 @@ def test_recorded_steps_choose_what_the_slow_mode_chooses(mode: Any, compile: bo
         found = captured.generate(prompt, exiting, NEW)
         assert tuple(found.tokens) == wanted.tokens
         assert tuple(found.exit_layers) == wanted.exit_layers
+
+
+@pytest.mark.parametrize("compile", [False, True])
+def test_a_conversation_says_what_the_slow_session_says(compile: bool) -> None:
+    model = tiny()
+    for given in ({"mode": "full"}, {"mode": "speculative", "exit_layers": (2,), "threshold": 0.05}):
+        exiting = Exiting(**given)
+        fast = CapturedSession(model, exiting, compile=compile, pack=True)
+        for prompt in PROMPTS:
+            wanted = Session(model).generate(prompt, max_new_tokens=NEW)
+            assert fast.generate(prompt, max_new_tokens=NEW).tokens == wanted.tokens

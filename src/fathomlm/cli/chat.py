@@ -15,6 +15,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from fathomlm.cli.captured_options import add_captured_argument, check_captured, open_session
 from fathomlm.cli.exit_options import add_exit_arguments, pack_options, read_exiting
 from fathomlm.cli.sampling_options import (
     add_depth_arguments,
@@ -27,10 +28,10 @@ from fathomlm.cli.sampling_options import (
 from fathomlm.errors import FathomError, OptionError, OutputError, choices
 
 if TYPE_CHECKING:
-    from fathomlm.decode.exiting import Exiting
+    from fathomlm.decode.captured_session import CapturedSession
+    from fathomlm.decode.full import Session
     from fathomlm.decode.sampling import Sampling
     from fathomlm.model.hub import FathomForCausalLM
-    from fathomlm.model.route import DepthControl
 
 HELP = "talk with a model"
 DESCRIPTION = (
@@ -56,13 +57,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_sampling_arguments(parser, max_new_tokens=512)
     add_depth_arguments(parser)
     add_exit_arguments(parser)
+    add_captured_argument(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     sampling, exiting, pack = read_sampling(args), read_exiting(args), pack_options(args)
+    check_captured(args, sampling)
     interactive = sys.stdin.isatty()
     model = load_model(args, **pack)
-    conversation = Conversation(args.model, model, sampling, args.system, read_depth(args, model), exiting)
+    session = open_session(args, model, read_depth(args, model), exiting)
+    conversation = Conversation(args.model, model, sampling, args.system, session)
     if interactive:
         print("A message a line; /help lists commands, Ctrl-D leaves.", file=sys.stderr)
     failed = False
@@ -88,17 +92,14 @@ class Conversation:
         model: FathomForCausalLM,
         sampling: Sampling,
         system: str | None,
-        control: DepthControl | None = None,
-        exiting: Exiting | None = None,
+        session: Session | CapturedSession,
     ) -> None:
-        from fathomlm.decode.full import Session
-
         self.name = name
         self.model = model
         self.sampling = sampling
         self.system = system
         self.messages: list[dict[str, str]] = []
-        self._session = Session(model, control, exiting)
+        self._session = session
         self._prompt("Hello")  # a model that cannot chat is refused now, not after the first message
 
     def ask(self, text: str, show: Callable[[str], None]) -> bool:

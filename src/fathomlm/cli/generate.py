@@ -12,6 +12,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fathomlm.cli.captured_options import add_captured_argument, check_captured, open_session
 from fathomlm.cli.exit_options import add_exit_arguments, exit_record, exit_statistic, pack_options, read_exiting
 from fathomlm.cli.sampling_options import (
     add_depth_arguments,
@@ -48,6 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_sampling_arguments(parser, max_new_tokens=128)
     add_depth_arguments(parser)
     add_exit_arguments(parser)
+    add_captured_argument(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -55,7 +57,9 @@ def run(args: argparse.Namespace) -> int:
     _check(args, prompts)
     sampling = read_sampling(args)
     exiting, pack = read_exiting(args), pack_options(args)
+    check_captured(args, sampling)
 
+    from fathomlm.checkpoints.resolve import decoder_only
     from fathomlm.decode.full import generate
 
     begun = time.perf_counter()
@@ -63,9 +67,13 @@ def run(args: argparse.Namespace) -> int:
     loaded = time.perf_counter()
     how: dict[str, Any] = {"control": read_depth(args, model), "exiting": exiting}
     inputs = _encode(args, model, prompts)
-    if args.stream:
-        show = lambda _, piece: print(piece, end="", flush=True)  # noqa: E731
-        results = generate(model, inputs, sampling, on_text=show, **how)
+    if args.captured:
+        session = open_session(args, decoder_only(model, "--captured"), **how)
+        on_text = _show if args.stream else None
+        results = [session.generate(prompt, sampling, on_text=on_text) for prompt in inputs]
+        print(end="\n" if args.stream else "")
+    elif args.stream:
+        results = generate(model, inputs, sampling, on_text=lambda _, piece: _show(piece), **how)
         print()
     else:
         with _progress(sampling.max_new_tokens) as on_step:
@@ -79,6 +87,10 @@ def run(args: argparse.Namespace) -> int:
         _print_texts(prompts, results)
     print(_statistic(results), file=sys.stderr)
     return 0
+
+
+def _show(piece: str) -> None:
+    print(piece, end="", flush=True)
 
 
 def _check(args: argparse.Namespace, prompts: Sequence[str]) -> None:

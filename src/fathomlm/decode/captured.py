@@ -7,7 +7,7 @@ Choices are greedy. The slow modes (`decode/adaptive.py`) say what the tokens mu
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -35,6 +35,8 @@ class CapturedText:
     """At every token that ran up to the exit, drafts that were discarded included."""
     deep_passes: int = 0
     drafted: int = 0
+    judged: int = 0
+    """Drafts up to the first that was not kept, that one included."""
     accepted: int = 0
 
 
@@ -79,8 +81,10 @@ class CapturedDecoder:
         max_new_tokens: int,
         ends: Collection[int] = (),
         memory: Memory | None = None,
+        on_token: Callable[[int, int], bool] | None = None,
     ) -> CapturedText:
-        """Continue a prompt greedily, to an end token or `max_new_tokens`. `memory` is an encoder's output, of one row."""
+        """Continue a prompt greedily, to an end token or `max_new_tokens`. `memory` is an encoder's output, of one row.
+        `on_token` is given each token and the layer after which it was chosen, and says whether to go on."""
         self._check(prompt, exiting, max_new_tokens)
         self._check_memory(memory)
         threshold = exiting.threshold_now() or 0.0
@@ -94,7 +98,7 @@ class CapturedDecoder:
             self.steps.read(prompt, shallow=exiting.mode == "static")
             text = CapturedText()
             run = {"full": self._full, "static": self._static}.get(exiting.mode)
-            going = _Going(text, max_new_tokens, frozenset(ends), learns=exiting.estimator is not None)
+            going = _Going(text, max_new_tokens, frozenset(ends), exiting.estimator is not None, on_token)
             self.steps.synchronize()
             text.prefill_seconds = time.perf_counter() - begun
             begun = time.perf_counter()
@@ -179,6 +183,7 @@ class CapturedDecoder:
             if going.learns:
                 self._note_agreements(going, waiting, min(kept + 1, waiting))
             text.drafted += len(proposed)
+            text.judged += min(kept + 1, len(proposed))
             text.accepted += kept
             for draft in proposed[:kept]:
                 going.take(draft, self._exit)
@@ -260,6 +265,7 @@ class _Going:
     ends: frozenset[int]
     learns: bool = False
     """Whether an estimator is to be told of agreements."""
+    on_token: Callable[[int, int], bool] | None = None
     on: bool = True
     proposed: list[int] = field(default_factory=list)
     """What the exit chose, at every token that ran up to it."""
@@ -270,4 +276,5 @@ class _Going:
             return
         self.text.tokens.append(token)
         self.text.exit_layers.append(layer)
-        self.on = token not in self.ends and len(self.text.tokens) < self.most
+        wanted = self.on_token is None or self.on_token(token, layer)
+        self.on = wanted and token not in self.ends and len(self.text.tokens) < self.most
