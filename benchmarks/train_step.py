@@ -53,6 +53,8 @@ SETTINGS: dict[str, tuple[int, int, Recompute]] = {
 """Rows of a step, rows of a pass, and what the backward pass computes again."""
 GROUP = 5
 """Steps between waits for the GPU, as between two records of a run."""
+SETTLE = 5.0
+"""Seconds of steps before any is timed: every variant is measured on a GPU that is as warm, whichever came first."""
 
 
 def variants() -> dict[str, tuple[Architecture, DepthPlan, Relaxation | None, LossRecipe]]:
@@ -103,6 +105,11 @@ def measure(
         stepper.step(batches, number, wants_stop=False)
     torch.cuda.synchronize()
     warm = time.perf_counter() - begin
+    begin = time.perf_counter()
+    while time.perf_counter() - begin < SETTLE:  # a GPU that rested while layers were compiled runs faster for a while
+        for number in range(GROUP):
+            stepper.step(batches, number, wants_stop=False)
+        torch.cuda.synchronize()
     times: list[float] = []
     while GROUP * sum(times) < seconds:
         begin, behind = time.perf_counter(), None
@@ -134,6 +141,8 @@ def measure(
         "peak_tflops": peak,
         "compile_and_warm_up_s": round(warm, 1),
     }
+    if top:
+        print(f"{name}: kernels of a step")
     result["where"] = where_it_goes(stepper, batches, step, top)
     return result
 
@@ -191,8 +200,8 @@ def main() -> None:
         torch.backends.cuda.preferred_blas_library(args.blas)
     record: dict[str, Any] = {"environment": environment(), "main": args.main, "blas": args.blas or "torch's choice"}
     settings: dict[str, dict[str, Any]] = {setting: {} for setting in (*args.settings, *args.also)}
-    for name in args.only:
-        for setting, place in settings.items():
+    for setting, place in settings.items():
+        for name in args.only:
             if setting in args.also and name != "vanilla":
                 continue
             top = args.top if setting == args.main else 0
