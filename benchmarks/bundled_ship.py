@@ -12,7 +12,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-SHARD_BYTES = 12_000_000
+from bundled_measure import SHARD_BYTES
+
 CARD = Path(__file__).parent / "bundled_card.md"
 TOKENIZER = {
     "tokenizer_class": "PreTrainedTokenizerFast",

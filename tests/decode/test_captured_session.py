@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from fathomlm.decode import captured_session
 from fathomlm.decode.captured_session import CapturedSession
 from fathomlm.decode.exiting import Exiting
 from fathomlm.decode.full import Generation, Session
+from fathomlm.decode.recorded import RecordedSteps
 from fathomlm.decode.threshold import ThresholdEstimator, ThresholdOptions
 from fathomlm.errors import OptionError
 from model.route.small import model_of, routed
@@ -112,3 +114,21 @@ def test_what_it_cannot_capture_is_refused() -> None:
         CapturedSession(model_of(routed()))
     with pytest.raises(OptionError, match="not oracle"):
         CapturedSession(build("vanilla"), exiting("vanilla", "oracle"))
+    with pytest.raises(OptionError, match="the confidence 'gap'"):
+        CapturedSession(build("vanilla"), exiting("vanilla", "parallel", threshold=0.5, confidence="max"))
+
+
+def test_recording_is_not_reading_the_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+    record = RecordedSteps.record
+    again: list[str] = []
+
+    def slowly(steps: RecordedSteps, mode: str) -> None:
+        if not again:
+            time.sleep(1.0)
+        again.append(mode)
+        record(steps, mode)
+
+    monkeypatch.setattr(RecordedSteps, "record", slowly)
+    found = CapturedSession(build("vanilla")).generate([1, 2], max_new_tokens=4)
+    assert again[0] == "full"
+    assert found.prefill_seconds < 1.0

@@ -74,6 +74,13 @@ class CapturedDecoder:
             raise OptionError(f"length must be at least 2 and max_stack at least 1, got {length} and {max_stack}")
         self.steps = RecordedSteps(decoder, length, exits, max_stack, compile, pack, source)
 
+    @torch.no_grad()
+    def record(self, exiting: Exiting) -> None:
+        """Record what a mode needs, which `generate` otherwise does when it first comes; not behind an encoder, whose
+        output it looks at."""
+        check_exiting(exiting)
+        self.steps.record(exiting.mode)
+
     def generate(
         self,
         prompt: Sequence[int],
@@ -238,8 +245,7 @@ class CapturedDecoder:
             raise OptionError(f"one source of at most {room} tokens fits, got {tuple(memory.states_BSM.shape[:2])}")
 
     def _check(self, prompt: Sequence[int], exiting: Exiting, most: int) -> None:
-        if exiting.mode not in MODES:
-            raise OptionError(f"captured decoding has the modes {', '.join(MODES)}, not {exiting.mode}")
+        check_exiting(exiting)
         if not prompt:
             raise OptionError("the prompt has no token to continue")
         steps = self.steps
@@ -254,8 +260,14 @@ class CapturedDecoder:
             raise OptionError(f"captured with an exit after layer {captured}; ask for just that in exit_layers")
         if exiting.max_stack not in (None, steps.max_stack):
             raise OptionError(f"captured with a stack of {steps.max_stack}, asked for {exiting.max_stack}")
-        if exiting.confidence not in (None, "gap") or exiting.refine is not None:
-            raise OptionError("captured decoding knows the confidence 'gap' and no refinement")
+
+
+def check_exiting(exiting: Exiting) -> None:
+    """Refuse ways of leaving that no captured step has."""
+    if exiting.mode not in MODES:
+        raise OptionError(f"captured steps have the modes {', '.join(MODES)}, not {exiting.mode}")
+    if exiting.confidence not in (None, "gap") or exiting.refine is not None:
+        raise OptionError("captured decoding knows the confidence 'gap' and no refinement")
 
 
 @dataclass(slots=True)

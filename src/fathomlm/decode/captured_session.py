@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from fathomlm.decode.captured import MODES, CapturedDecoder, CapturedText
+from fathomlm.decode.captured import CapturedDecoder, CapturedText, check_exiting
 from fathomlm.decode.exiting import DEFAULT_STACK, Exiting
 from fathomlm.decode.prompts import Prompt, check_context, encode_prompt
 from fathomlm.decode.rows import ExitStatistics, Generation, Leave, Row
@@ -35,8 +35,7 @@ class CapturedSession:
             raise OptionError(
                 "captured steps are for models without a router; `fathomlm serve` captures those of routed ones"
             )
-        if self.exiting.mode not in MODES:
-            raise OptionError(f"captured steps have the modes {', '.join(MODES)}, not {self.exiting.mode}")
+        check_exiting(self.exiting)
         full = self.exiting.mode == "full"
         self._exit_layers = () if full else tuple(index + 1 for index in self.exiting.exits(model.plan))
         self._how = {"compile": compile, "pack": pack}
@@ -57,6 +56,7 @@ class CapturedSession:
         check_context(len(tokens), chosen.max_new_tokens, self.model.architecture.context)
         row = Row(self.model, tokens, chosen, on_text)
         decoder = self._with_room(len(tokens) + chosen.max_new_tokens)
+        decoder.record(self.exiting)  # now: the minute that it takes is not the prompt's
         threshold = self.exiting.threshold_now()
         begun, first = time.perf_counter(), 0.0
 
@@ -77,6 +77,7 @@ class CapturedSession:
             room = FIRST_LENGTH
             while room < length:
                 room *= 2
+            self._decoder = None  # its cache and packed weights make room first
             self._decoder = CapturedDecoder(
                 self.model.decoder,
                 length=max(length, min(room, self.model.architecture.context)),
