@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from fathomlm.cli.progress import amount, layer_bar, say
 from fathomlm.errors import OptionError
-from fathomlm.packaged import packaged_models
+from fathomlm.packaged import FETCHED, default_model
 
 if TYPE_CHECKING:
     from fathomlm.model.hub import FathomForCausalLM
@@ -26,14 +26,13 @@ DESCRIPTION = (
     "delta at each step, and both models' sizes, memory and speed on this machine's CPU are shown. Without MODEL it is the "
     "one that came with FathomLM; where none did, SmolLM2-135M (a 93 MB download, once)."
 )
-MODEL = "smollm2-135m"
 PROMPT = "Explain in two sentences why the sky is blue."
 OUT = Path("demo")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    default = next(iter(packaged_models()), MODEL)
+    default = default_model()
     what = "a preset, Hugging Face directory, hub id, GGUF file or FathomLM directory"
     add("model", metavar="MODEL", nargs="?", default=default, help=f"{what} (default: {default})")
     add("--out", type=Path, help=f"where the converted model goes (default: {OUT})")
@@ -78,7 +77,7 @@ def _compare(args: argparse.Namespace) -> int:
     from fathomlm.cli.analyze_options import model_name
 
     begin = time.perf_counter()
-    say(f"1/3  {'SmolLM2-135M-Instruct (Apache-2.0): fetched once' if args.model == MODEL else args.model}")
+    say(f"1/3  {'SmolLM2-135M-Instruct (Apache-2.0): fetched once' if args.model == FETCHED else args.model}")
     path = locate(args.model)
     say(f"     {path}")
     base = decoder_only(load(path, dtype="float32"), "the demo")

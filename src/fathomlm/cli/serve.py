@@ -18,7 +18,7 @@ from fathomlm.cli.serve_ray import add_ray_arguments, read_replicas, run_on_ray
 from fathomlm.cli.threads import HELP as THREADS
 from fathomlm.engine.options import KV_DTYPES
 from fathomlm.errors import OptionError
-from fathomlm.packaged import packaged_models
+from fathomlm.packaged import default_model
 
 if TYPE_CHECKING:
     from fathomlm.decode.exiting import Exiting
@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from fathomlm.serve.options import ServeOptions
     from fathomlm.serve.served import Offer
 
-MODEL = "smollm2-135m"
-"""What is served by default where no model came with FathomLM."""
 HELP = "serve a model over OpenAI's API"
 DESCRIPTION = (
     "Serves MODEL over HTTP as OpenAI's API does: /v1/completions and /v1/chat/completions, with "
@@ -40,7 +38,7 @@ NEEDED = ("fastapi", "uvicorn", "prometheus_client")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     what = "a preset, Hugging Face directory, hub id, GGUF file or FathomLM directory"
-    model = next(iter(packaged_models()), MODEL)
+    model = default_model()
     add("model", metavar="MODEL", nargs="?", default=model, help=f"{what} (default: {model})")
     add("--name", metavar="NAME", help="what clients call the model (default: MODEL, of a path its last part)")
     add_dtype_argument(parser)

@@ -10,6 +10,14 @@ from __future__ import annotations
 from importlib import resources
 from pathlib import Path
 
+FETCHED = "smollm2-135m"
+"""What commands take where no model is named and none came along."""
+
+
+def default_model() -> str:
+    """What commands take where no model is named."""
+    return next(iter(packaged_models()), FETCHED)
+
 
 def models_directory() -> Path | None:
     """Where models lie; None where there are none, or where they are no plain files (a package that is run out of a zip)."""
