@@ -53,6 +53,8 @@ def _linked(corpus: Corpus, shard: Shard, kind: str, out: Path) -> Shard:
 
 
 def _link(path: Path, link: Path) -> None:
+    if link.is_symlink() and link.resolve() == path.resolve():
+        return  # another run may be reading it
     link.unlink(missing_ok=True)
     link.symlink_to(path.resolve())
 

@@ -63,7 +63,7 @@ def _keep_top(scores_NV: Tensor, settings: Settings) -> Tensor:
     rising_NV, order_NV = scores_NV.flip(-1).sort(dim=-1, stable=True)
     kth_N1 = rising_NV.gather(-1, scores_NV.shape[-1] - settings.top_k_N1)
     rising_NV = rising_NV.masked_fill(rising_NV < kth_N1, -math.inf)
-    reach_NV = _units(rising_NV.softmax(-1)).cumsum(-1).double() * 2.0**-BITS
+    reach_NV = running_sum(_units(rising_NV.softmax(-1))).double() * 2.0**-BITS
     # The reference compares in float32; so does this, to keep the same tokens.
     drop_NV = (reach_NV.float() <= settings.tail_N1) | rising_NV.isneginf()
     drop_NV[:, -1:].fill_(False)
@@ -77,9 +77,21 @@ def draw(chances_NV: Tensor, uniform_N1: Tensor) -> Tensor:
     The number has 52 bits, so that its product with the sum rounds to less than the sum: there always is such a token,
     and it is never one of probability 0.
     """
-    reach_NV = _units(chances_NV).cumsum(-1)
+    reach_NV = running_sum(_units(chances_NV))
     target_N1 = (uniform_N1 * reach_NV[:, -1:].double()).long()
     return torch.searchsorted(reach_NV, target_N1, right=True)
+
+
+@torch.library.custom_op("fathomlm::running_sum", mutates_args=())
+def running_sum(whole_NV: Tensor) -> Tensor:
+    """Along rows. An operation of its own, so that compilers leave it to torch's kernel: for rows as long as a vocabulary
+    torch 2.11's own splits the sum, and then fails on what is computed on the way in."""
+    return whole_NV.cumsum(-1)
+
+
+@running_sum.register_fake
+def _(whole_NV: Tensor) -> Tensor:
+    return torch.empty_like(whole_NV)
 
 
 def _units(chances_NV: Tensor) -> Tensor:

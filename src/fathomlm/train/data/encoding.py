@@ -114,20 +114,25 @@ def encode_in_order(
         for batch in itertools.chain(first, source):
             yield batch, encoder.encode(texts(batch))
         return
-    with _helpers(settings, workers) as helpers:
-        yield from _round(helpers, itertools.chain(first, source), texts)
+    with _helpers(workers) as helpers:
+        yield from _round(helpers, settings, itertools.chain(first, source), texts)
 
 
 def _round(
-    helpers: Sequence[Connection], batches: Iterable[Batch], texts: Callable[[Batch], Texts]
+    helpers: Sequence[Connection], settings: EncoderSettings, batches: Iterable[Batch], texts: Callable[[Batch], Texts]
 ) -> Iterator[tuple[Batch, Encoded]]:
     """Batches go to the processes in turn and come back in turn, so the order needs no bookkeeping.
 
     A process never has more than one batch: two processes that both send into full pipes would wait for ever. The next
     batch has been read by the time a result is taken, so none is idle for long.
+
+    Settings go to them when all have begun. They do not fit into a pipe: whoever sends them waits until the other end has
+    loaded what it needs, and as a process' arguments they would make each begin only when the one before it is ready.
     """
     free, busy = deque(helpers), deque[tuple[Connection, Batch]]()
     try:
+        for helper in helpers:
+            helper.send(settings)
         for batch in batches:
             done = None
             if not free:
@@ -156,14 +161,14 @@ def _result(helper: Connection) -> Encoded:
 
 
 @contextmanager
-def _helpers(settings: EncoderSettings, count: int) -> Iterator[list[Connection]]:
+def _helpers(count: int) -> Iterator[list[Connection]]:
     """Processes that tokenise, gone when the block ends. A new interpreter each: forking with threads about is unsafe."""
     context = multiprocessing.get_context("spawn")
     ends, processes = [], []
     try:
         for _ in range(count):
             here, there = context.Pipe()
-            process = context.Process(target=_help, args=(there, settings), daemon=True)
+            process = context.Process(target=_help, args=(there,), daemon=True)
             with _no_interrupts():
                 process.start()
             there.close()
@@ -190,21 +195,18 @@ def _no_interrupts() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _help(pipe: Connection, settings: EncoderSettings) -> None:
+def _help(pipe: Connection) -> None:
     """A helper's life: until the other end is gone, which it also is when the main process was killed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the main process ends this one
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # there are as many processes as there should be threads
-    encoder = Encoder(settings)
-    while True:
-        try:
+    try:
+        encoder = Encoder(pipe.recv())
+        while True:
             batch = pipe.recv()
-        except EOFError:
-            return
-        try:
-            answer: Encoded | Exception = encoder.encode(batch)
-        except Exception as error:
-            answer = error
-        try:
+            try:
+                answer: Encoded | Exception = encoder.encode(batch)
+            except Exception as error:
+                answer = error
             pipe.send(answer)
-        except BrokenPipeError:
-            return
+    except (EOFError, BrokenPipeError):
+        return
