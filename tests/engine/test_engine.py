@@ -172,6 +172,24 @@ def test_a_prefix_that_is_known_is_not_read_again(kind: str) -> None:
         assert (engine.counters().prefix_hits > 0) == caching
 
 
+@pytest.mark.parametrize("kind", ["whole", "exits", "routed"])
+def test_prompts_that_come_together_are_read_in_one_pass(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = model_of(routed()) if kind == "routed" else build("vanilla")
+    setting = exiting("vanilla", "parallel", threshold=mixing_threshold("vanilla")) if kind == "exits" else None
+    options = {} if setting is None else {"exiting": setting}
+    wanted = [generate(model, [prompt], max_new_tokens=NEW, **options)[0].tokens for prompt in many(model)]
+    sizes = SMALL | {"rows": len(MANY), "memory": 10**6, "prefix_caching": False}
+    for chunk in (5, 1000):
+        engine = Engine(model, **options, **(sizes | {"chunk": chunk}))
+        passes: list[Any] = []
+        told = _telling(engine.runner.program.read, passes)
+        monkeypatch.setattr(engine.runner.program, "read", told)
+        assert [result.tokens for result in engine.generate(many(model), max_new_tokens=NEW)] == wanted
+        assert sum(len(rows.slots_N) for rows in passes) == sum(len(prompt) - 1 for prompt in MANY)
+        assert all(len(rows.slots_N) <= chunk for rows in passes)
+        assert (len(passes) == 1) == (chunk == 1000)
+
+
 def test_sampling_does_not_depend_on_the_batch() -> None:
     model = model_of(routed())
     settings = [
@@ -272,6 +290,14 @@ def test_what_the_engine_cannot_serve_is_said() -> None:
     with pytest.raises(FathomError, match="bytes"):
         Engine(build("vanilla"), memory=10)
     assert isinstance(exiting("vanilla", "parallel"), Exiting)
+
+
+def _telling(function: Any, calls: list[Any]) -> Any:
+    def told(argument: Any) -> Any:
+        calls.append(argument)
+        return function(argument)
+
+    return told
 
 
 def _nothing_is_left(engine: Engine) -> None:

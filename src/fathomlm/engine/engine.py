@@ -24,6 +24,7 @@ from fathomlm.depth import DepthPlan
 from fathomlm.engine.detokenise import Detokeniser
 from fathomlm.engine.layout import Layout
 from fathomlm.engine.options import EngineOptions
+from fathomlm.engine.orders import Chunk
 from fathomlm.engine.programs.base import AGREED, BAD, ENDED, JUDGED, VALID, Record
 from fathomlm.engine.request import Finished, Logprobs, Request, Result, Times, TokenEvent
 from fathomlm.engine.runner import Runner
@@ -189,18 +190,22 @@ class Engine:
             self._by_epoch.pop(job.epoch, None)
             job.epoch = placement.epoch
             self._by_epoch[job.epoch] = job
-        for chunk in plan.chunks:
-            job = self._by_epoch[chunk.epoch]
-            tokens = job.text.known[chunk.first : chunk.first + chunk.count]
-            entries = self.runner.read(chunk.slot, tokens, chunk.first, chunk.last)
-            self.totals.read += chunk.count
-            self.scheduler.read(job.text.id, chunk.epoch, chunk.first + chunk.count, entries)
+        if plan.chunks:
+            self._read(plan.chunks)
         if any(text.state == "running" for text in self.scheduler.placed):
             for _ in range(self.runner.sizes.burst):
                 self._flying.append(self.runner.launch())
                 self.totals.ticks += 1
         elif self._flying:
             self._hear(self._flying.popleft())
+
+    def _read(self, chunks: Sequence[Chunk]) -> None:
+        texts = [self._by_epoch[chunk.epoch].text for chunk in chunks]
+        tokens = [text.known[c.first : c.first + c.count] for c, text in zip(chunks, texts, strict=True)]
+        made = self.runner.read(chunks, tokens)
+        for chunk, text, entries in zip(chunks, texts, made, strict=True):
+            self.totals.read += chunk.count
+            self.scheduler.read(text.id, chunk.epoch, chunk.first + chunk.count, entries)
 
     def _hear(self, tick: int) -> None:
         wholes, reals, record = self.runner.collect(tick)

@@ -19,7 +19,7 @@ from fathomlm.depth import DepthPlan
 from fathomlm.engine.layers import RowLayers
 from fathomlm.engine.layout import Layout, build_layout
 from fathomlm.engine.options import EngineOptions
-from fathomlm.engine.orders import Plan
+from fathomlm.engine.orders import Chunk, Plan
 from fathomlm.engine.pool import Pages, entry_dtype, page_bytes
 from fathomlm.engine.programs.base import How, Parts, Program, Record
 from fathomlm.engine.programs.exits import ExitProgram
@@ -149,15 +149,17 @@ class Runner:
             self.program.place(placed)
 
     @torch.no_grad()
-    def read(self, slot: int, tokens: Sequence[int], first: int, last: bool) -> tuple[int, ...]:
-        """Make the entries of some known tokens; returns how many each table has then."""
-        self.program.read(slot, self.state.upload(list(tokens)), first)
-        if last:
-            self.state.start(slot)
+    def read(self, chunks: Sequence[Chunk], texts: Sequence[Sequence[int]]) -> list[tuple[int, ...]]:
+        """Make the entries of the chunks' tokens; returns how many each slot's tables have then.
+
+        All chunks are one pass: a pass that is not recorded costs a GPU's host as much for ten tokens as for a thousand.
+        """
+        self.program.read(self.state.reading(chunks, texts))
+        self.state.start([chunk.slot for chunk in chunks if chunk.last])
         if self.layout.kind != "routed":
-            return (first + len(tokens),)
-        found: list[int] = self.state.entries_ST[slot].tolist()
-        return tuple(found)
+            return [(chunk.first + chunk.count,) for chunk in chunks]
+        slots_K = self.state.upload([chunk.slot for chunk in chunks])
+        return [tuple(entries) for entries in self.state.entries_ST.index_select(0, slots_K).tolist()]
 
     @torch.no_grad()
     def launch(self) -> int:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fathomlm.engine.layout import Layout
-from fathomlm.engine.orders import Plan
+from fathomlm.engine.orders import Chunk, Plan
 from fathomlm.kernels.routed_rows import ENTER as ENTER  # stages that every program knows
 from fathomlm.kernels.routed_rows import IDLE as IDLE
 
@@ -38,6 +38,17 @@ class Placed:
     ready: bool
     threshold: float = 1.0
     """exits: how sure an exit must be."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """Known tokens of several sequences, each a row of its own; a sequence's rows stand together, in its text's order."""
+
+    slots_N: Tensor
+    tokens_N: Tensor
+    positions_N: Tensor
+    starts_N: Tensor
+    """The row at which a row's sequence begins."""
 
 
 class EngineState:
@@ -79,9 +90,18 @@ class EngineState:
             at = [room.slot * slot + room.table for room in plan.rooms]
             self._write(self.room_ST, at, [room.entries for room in plan.rooms])
 
-    def start(self, slot: int) -> None:
-        """A sequence whose text is read begins to run."""
-        self._fill(self.stage_S, [slot], ENTER)
+    def reading(self, chunks: Sequence[Chunk], texts: Sequence[Sequence[int]]) -> Reading:
+        """Chunks and their tokens as rows, in one upload."""
+        rows: list[tuple[int, int, int, int]] = []
+        for chunk, tokens in zip(chunks, texts, strict=True):
+            begin = len(rows)
+            rows += [(chunk.slot, token, chunk.first + i, begin) for i, token in enumerate(tokens)]
+        return Reading(*self.upload(rows).unbind(1))
+
+    def start(self, slots: Sequence[int]) -> None:
+        """Sequences whose text is read begin to run."""
+        if slots:
+            self._fill(self.stage_S, slots, ENTER)
 
     def _place(self, placed: Sequence[Placed]) -> None:
         rows = []

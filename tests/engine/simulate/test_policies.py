@@ -36,7 +36,7 @@ def test_a_batch_waits_for_its_longest_text() -> None:
     assert run_vanilla(found, replace(COSTS, padded=True), 3).ms == 3 * 4.0 + 1 * 4.0
     read = replace(COSTS, chunk=1.0, prompt_token=0.5, host=Host(step=0.1, token=0.01, placement=0.001))
     slow = run_vanilla(texts((1,), (1, 1), prompt=5), read, 2)
-    assert slow.ms == pytest.approx(3.0 + 2.0 + 2 * 3.0 + 2 * 0.1 + 3 * 0.01 + 2 * 0.001)
+    assert slow.ms == pytest.approx(3.0 + 2.0 + (1.0 + 8 * 0.5) + 2 * 0.1 + 3 * 0.01 + 2 * 0.001)
     assert sum(slow.shares.values()) == pytest.approx(1.0)
 
 

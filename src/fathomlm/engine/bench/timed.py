@@ -15,7 +15,7 @@ from typing import Any, Literal, get_args
 from fathomlm.decode.exiting import Exiting
 from fathomlm.engine.engine import Engine
 from fathomlm.engine.options import EngineOptions
-from fathomlm.engine.orders import Plan
+from fathomlm.engine.orders import Chunk, Plan
 from fathomlm.engine.pool import page_bytes
 from fathomlm.engine.programs.base import VALID, Record
 from fathomlm.engine.programs.exits import ExitProgram
@@ -124,9 +124,9 @@ class _TimedRunner(Runner):
         with self._stages("applying"):
             super().apply(plan, requests)
 
-    def read(self, slot: int, tokens: Sequence[int], first: int, last: bool) -> tuple[int, ...]:
+    def read(self, chunks: Sequence[Chunk], texts: Sequence[Sequence[int]]) -> list[tuple[int, ...]]:
         with self._stages("reading"):
-            return super().read(slot, tokens, first, last)
+            return super().read(chunks, texts)
 
     def launch(self) -> int:
         with self._stages("launching"):

@@ -16,7 +16,7 @@ from fathomlm.depth import DepthPlan
 from fathomlm.engine.layers import RowLayers
 from fathomlm.engine.layout import Layout
 from fathomlm.engine.sampler import Mode, Sampled, SamplerState, note, sample
-from fathomlm.engine.state import IDLE, EngineState, Placed
+from fathomlm.engine.state import IDLE, EngineState, Placed, Reading
 from fathomlm.kernels.best_token import best_token
 
 VALID, BAD, ENDED, JUDGED, AGREED = 1, 2, 4, 8, 16
@@ -113,8 +113,8 @@ class Program(Protocol):
         """One turn of work; what was chosen is in `record` afterwards."""
         ...
 
-    def read(self, slot: int, tokens_N: Tensor, first: int) -> None:
-        """Make the entries of some known tokens, the first of which is at position `first`. Not recorded."""
+    def read(self, reading: Reading) -> None:
+        """Make the entries of known tokens. Not recorded."""
         ...
 
 

@@ -26,7 +26,7 @@ from torch import Tensor
 from fathomlm.engine.programs.base import AGREED, JUDGED, Choosing, How, Parts, Record
 from fathomlm.engine.programs.whole import read_whole
 from fathomlm.engine.rows import Reach, pick_groups, reach
-from fathomlm.engine.state import ENTER, IDLE, Placed
+from fathomlm.engine.state import ENTER, IDLE, Placed, Reading
 from fathomlm.kernels.best_token import best_and_gap
 from fathomlm.model.route.routers import draw
 
@@ -83,8 +83,8 @@ class ExitProgram:
         for number, kind in enumerate(self.passes):
             self._pass(kind, how, self.record.part(number, self.parts.rows))
 
-    def read(self, slot: int, tokens_N: Tensor, first: int) -> None:
-        read_whole(self.parts, slot, tokens_N, first)
+    def read(self, reading: Reading) -> None:
+        read_whole(self.parts, reading)
 
     def _pass(self, kind: str, how: How, record: Record) -> None:
         layers, s = self.parts.layers, self.parts.state

@@ -15,12 +15,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fathomlm.depth import Step
 from fathomlm.engine.programs.base import Choosing, How, Parts, Record
 from fathomlm.engine.programs.bookkeeping import build_book
+from fathomlm.engine.programs.whole import count_entries, read_steps
 from fathomlm.engine.routing import RowRouters
 from fathomlm.engine.rows import reach
-from fathomlm.engine.state import Placed
+from fathomlm.engine.state import Placed, Reading
 
 MOST_TURNS = 4
 
@@ -74,13 +74,13 @@ class RoutedProgram:
 
     # Reading known tokens.
 
-    def read(self, slot: int, tokens_N: Tensor, first: int) -> None:
+    def read(self, reading: Reading) -> None:
         """Each recursion over the tokens that go on; how many they are is asked of the device."""
         parts, s, layers = self.parts, self.parts.state, self.parts.layers
-        positions_N = torch.arange(first, first + tokens_N.shape[0], device=s.device)
-        x_NM = self._read_all(slot, layers.enter(tokens_N), positions_N, self._prelude)
+        slots_N, positions_N = reading.slots_N, reading.positions_N
+        x_NM = read_steps(parts, reading, layers.enter(reading.tokens_N), self._prelude)
         first_NM = x_NM
-        numbers_NC = s.numbers_SC[slot].expand(len(tokens_N), -1)
+        numbers_NC = s.numbers_SC[slots_N]
         said_NR = self.routers.ask(x_NM)
         on_N = torch.ones_like(positions_N, dtype=torch.bool)
         for recursion in range(parts.plan.recursions):
@@ -91,27 +91,27 @@ class RoutedProgram:
             if not len(at_K):
                 break
             table = parts.layout.recursion_tables[recursion]
-            before = s.entries_ST[slot, table]
-            ranks_K = before + torch.arange(len(at_K), device=s.device) if self._own else positions_N[at_K]
-            rows_K, valid_K = torch.full_like(at_K, slot), torch.ones_like(at_K, dtype=torch.bool)
+            slots_K, table_K, valid_K = slots_N[at_K], torch.full_like(at_K, table), torch.ones_like(at_K, dtype=torch.bool)
+            ranks_N = s.entries_ST[slots_N, table] + _before(on_N, reading.starts_N) if self._own else positions_N
             writes_K = None if self._own else torch.full_like(valid_K, recursion == 0)
-            seen = reach(s.tables_STP, rows_K, torch.full_like(at_K, table), ranks_K, valid_K, parts.page_size, writes_K)
+            seen = reach(s.tables_STP, slots_K, table_K, ranks_N[at_K], valid_K, parts.page_size, writes_K)
             old_KM = x_NM[at_K]
             recursion_K = torch.full_like(at_K, recursion)
             out_KM = layers.run(old_KM, self._core, seen, positions_N[at_K], recursion_K)
             new_KM = self.routers.updated(recursion_K, old_KM, out_KM, said_NR[at_K], first_NM[at_K], numbers_NC[at_K])
             x_NM = x_NM.index_copy(0, at_K, new_KM.to(x_NM.dtype))
             if self._own:
-                s.entries_ST[slot, table] += len(at_K)
-        self._read_all(slot, x_NM, positions_N, self._coda)
+                count_entries(s, table, slots_K)
+        read_steps(parts, reading, x_NM, self._coda)
         if not self._own or self._coda:
-            s.entries_ST[slot, 0] += len(tokens_N)
+            count_entries(s, 0, slots_N)
 
-    def _read_all(self, slot: int, x_NM: Tensor, positions_N: Tensor, steps: Sequence[Step]) -> Tensor:
-        parts, s = self.parts, self.parts.state
-        rows_N, none_N = torch.full_like(positions_N, slot), torch.zeros_like(positions_N)
-        seen = reach(s.tables_STP, rows_N, none_N, positions_N, torch.ones_like(rows_N, dtype=torch.bool), parts.page_size)
-        return parts.layers.run(x_NM, steps, seen, positions_N)
+
+def _before(on_N: Tensor, starts_N: Tensor) -> Tensor:
+    """How many rows of the same sequence that go on stand in front of each."""
+    upto_N = on_N.long().cumsum(0)
+    first_N = upto_N[starts_N] - on_N[starts_N].long()
+    return upto_N - on_N.long() - first_N
 
 
 def passes_for(depth: float) -> tuple[int, ...]:

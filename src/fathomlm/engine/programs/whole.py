@@ -10,9 +10,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from fathomlm.depth import Step
 from fathomlm.engine.programs.base import Choosing, How, Parts, Record
 from fathomlm.engine.rows import Reach, reach
-from fathomlm.engine.state import ENTER, Placed
+from fathomlm.engine.state import ENTER, EngineState, Placed, Reading
 
 
 class WholeProgram:
@@ -36,22 +37,30 @@ class WholeProgram:
         scores_NV = parts.layers.scores(x_NM)
         self._choose(scores_NV, self._rows_N, live_N, self._depth_N, self._sure_N, how, self.record)
 
-    def read(self, slot: int, tokens_N: Tensor, first: int) -> None:
-        read_whole(self.parts, slot, tokens_N, first)
+    def read(self, reading: Reading) -> None:
+        read_whole(self.parts, reading)
 
     def place(self, placed: Sequence[Placed]) -> None:
         """Slots have nothing of their own here."""
 
 
-def read_whole(parts: Parts, slot: int, tokens_N: Tensor, first: int) -> None:
-    """Known tokens through every step, each a row of its own."""
-    s = parts.state
-    many = tokens_N.shape[0]
-    positions_N = torch.arange(first, first + many, device=s.device)
-    rows_N, none_N = torch.full_like(positions_N, slot), torch.zeros_like(positions_N)
-    seen = reach(s.tables_STP, rows_N, none_N, positions_N, torch.ones_like(rows_N, dtype=torch.bool), parts.page_size)
-    parts.layers.run(parts.layers.enter(tokens_N), parts.plan.steps, seen, positions_N)
-    s.entries_ST[slot] += many
+def read_whole(parts: Parts, reading: Reading) -> None:
+    """Known tokens through every step."""
+    read_steps(parts, reading, parts.layers.enter(reading.tokens_N), parts.plan.steps)
+    count_entries(parts.state, 0, reading.slots_N)
+
+
+def read_steps(parts: Parts, reading: Reading, x_NM: Tensor, steps: Sequence[Step]) -> Tensor:
+    """Steps that every token runs, with entries in the first table."""
+    slots_N, positions_N = reading.slots_N, reading.positions_N
+    none_N, all_N = torch.zeros_like(slots_N), torch.ones_like(slots_N, dtype=torch.bool)
+    seen = reach(parts.state.tables_STP, slots_N, none_N, positions_N, all_N, parts.page_size)
+    return parts.layers.run(x_NM, steps, seen, positions_N)
+
+
+def count_entries(state: EngineState, table: int, slots_N: Tensor) -> None:
+    """One more in a table for each row."""
+    state.entries_ST[:, table].index_add_(0, slots_N, torch.ones_like(slots_N))
 
 
 def begin(

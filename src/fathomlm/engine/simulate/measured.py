@@ -21,7 +21,7 @@ from fathomlm.engine.bench.floor import finish
 from fathomlm.engine.bench.play import play
 from fathomlm.engine.bench.timed import Stage, TimedEngine
 from fathomlm.engine.bench.workload import Workload
-from fathomlm.engine.orders import Plan
+from fathomlm.engine.orders import Chunk, Plan
 from fathomlm.engine.programs.exits import ExitProgram
 from fathomlm.engine.programs.routed import RoutedProgram
 from fathomlm.engine.request import Request
@@ -182,18 +182,18 @@ def _run(engine: TimedEngine, watch: _Watch) -> Callable[..., Any]:
     return counted
 
 
-def _read(engine: TimedEngine, watch: _Watch) -> Callable[..., tuple[int, ...]]:
+def _read(engine: TimedEngine, watch: _Watch) -> Callable[..., list[tuple[int, ...]]]:
     runner = engine.runner
     inner = runner.read
 
-    def timed(slot: int, tokens: Sequence[int], first: int, last: bool) -> tuple[int, ...]:
+    def timed(chunks: Sequence[Chunk], texts: Sequence[Sequence[int]]) -> list[tuple[int, ...]]:
         waiting = engine.clock()
         finish(runner.device)
         begun = engine.clock()
-        found = inner(slot, tokens, first, last)
+        found = inner(chunks, texts)
         finish(runner.device)
         ended = engine.clock()
-        watch.chunks.append((len(tokens), ended - begun))
+        watch.chunks.append((sum(map(len, texts)), ended - begun))
         watch.inside += ended - waiting
         return found
 

@@ -63,7 +63,8 @@ def run_vanilla(trajectories: Trajectories, costs: Costs, rows: int, waiting: Wa
     offered = filled = ticks = 0
     for first in range(0, len(texts), rows):
         batch = texts[first : first + rows]
-        spent["reading"] += sum(costs.of_chunk(text.prompt - 1) for text in batch if text.prompt > 1)
+        prompts = sum(text.prompt - 1 for text in batch)
+        spent["reading"] += costs.of_chunk(prompts) if prompts else 0.0  # all of them are one pass
         spent["host"] += costs.host.placement * len(batch)
         rising = sorted(len(text.depths) for text in batch)
         before = 0

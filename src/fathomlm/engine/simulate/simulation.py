@@ -130,10 +130,11 @@ class Simulation:
         self.device.apply(plan, self._texts)
         clock.think(costs.host.placement * len(plan.placements))
         by_slot = {p.slot: p.sequence for p in plan.placements} if plan.chunks else {}
+        if plan.chunks:  # all of them are one pass
+            clock.read(costs.of_chunk(sum(chunk.count for chunk in plan.chunks)))
         for chunk in plan.chunks:
             sequence = by_slot.get(chunk.slot) or self._in_slot(chunk.slot)
             entries = self.device.read(chunk)
-            clock.read(costs.of_chunk(chunk.count))
             self.scheduler.read(sequence.id, chunk.epoch, chunk.first + chunk.count, entries)
         if any(text.state == "running" for text in self.scheduler.placed):
             for _ in range(setting.burst):
