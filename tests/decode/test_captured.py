@@ -125,6 +125,26 @@ def test_an_estimator_learns_what_it_learns_slowly(mode: Any) -> None:
     assert estimators[0].threshold == pytest.approx(estimators[1].threshold, abs=2e-3)
 
 
+@pytest.mark.parametrize("kind", ["plain", "own layers"])
+@pytest.mark.parametrize("stack", [1, 2, 5])
+def test_a_cycle_is_what_the_host_would_have_done_step_by_step(kind: str, stack: int, monkeypatch: Any) -> None:
+    """Also where drafts meet an end, and at the end of the room."""
+    model, prompt = tiny(kind), [3, 1, 4, 1, 5]
+    exiting = Exiting(mode="speculative", exit_layers=(2,), threshold=0.0, max_stack=stack)
+    captured = CapturedDecoder(model.decoder, length=len(prompt) + NEW, exit_layers=2, max_stack=stack)
+    whole = captured.generate(prompt, exiting, NEW).tokens
+    cases: list[tuple[int, set[int]]] = [(NEW, set()), (NEW - 1, set()), *((NEW, {token}) for token in whole)]
+    cases += [(NEW, {token}) for token in range(61) if token not in whole]  # drafts that are not kept are ends at times
+    found = [captured.generate(prompt, exiting, most, ends) for most, ends in cases]
+    assert captured.steps._recorded.keys() == {("cycle", 0, False)}
+    monkeypatch.setattr("fathomlm.decode.captured._recorded_mode", lambda exiting: exiting.mode)
+    for (most, ends), fast in zip(cases, found, strict=True):
+        slow = captured.generate(prompt, exiting, most, ends)
+        fields = ("tokens", "exit_layers", "confidences", "deep_passes", "drafted", "judged", "accepted")
+        for name in fields:
+            assert getattr(fast, name) == getattr(slow, name), name
+
+
 def test_drafts_are_both_kept_and_replaced() -> None:
     """Or the comparison above would not see both."""
     model, prompt = tiny("plain"), [3, 1, 4, 1, 5]

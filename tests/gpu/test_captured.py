@@ -34,15 +34,16 @@ def tiny() -> FathomForCausalLM:
 
 
 @pytest.mark.parametrize("compile", [False, True])
-@pytest.mark.parametrize("mode", ["full", "static", "state-copy", "parallel", "speculative"])
+@pytest.mark.parametrize("mode", ["full", "static", "state-copy", "parallel", "speculative", "cycles"])
 def test_recorded_steps_choose_what_the_slow_mode_chooses(mode: Any, compile: bool) -> None:
-    model = tiny()
+    model, drafts_all = tiny(), mode == "cycles"
+    mode = "speculative" if drafts_all else mode
     exits = (1, 2, 4) if mode == "state-copy" else (2,)
     given: dict[str, Any] = {} if mode == "full" else {"exit_layers": exits}
     if mode in ("state-copy", "parallel", "speculative"):
         always = Exiting(mode="parallel", exit_layers=(2,), threshold=0.0)
         (sure,) = generate(model, PROMPTS[:1], max_new_tokens=NEW, ignore_eos=True, exiting=always)
-        given["threshold"] = float(torch.tensor(sure.confidences).median())
+        given["threshold"] = 0.0 if drafts_all else float(torch.tensor(sure.confidences).median())
     exiting = Exiting(mode=mode, **given)
     slow = [generate(model, [prompt], max_new_tokens=NEW, ignore_eos=True, exiting=exiting)[0] for prompt in PROMPTS]
     captured = CapturedDecoder(model.decoder, length=64, exit_layers=exits, compile=compile)
@@ -50,6 +51,7 @@ def test_recorded_steps_choose_what_the_slow_mode_chooses(mode: Any, compile: bo
         found = captured.generate(prompt, exiting, NEW)
         assert tuple(found.tokens) == wanted.tokens
         assert tuple(found.exit_layers) == wanted.exit_layers
+        assert (("cycle", 0, False) in captured.steps._recorded) == drafts_all
 
 
 @pytest.mark.parametrize("compile", [False, True])

@@ -79,7 +79,7 @@ class CapturedDecoder:
         """Record what a mode needs, which `generate` otherwise does when it first comes; not behind an encoder, whose
         output it looks at."""
         check_exiting(exiting)
-        self.steps.record(exiting.mode)
+        self.steps.record(_recorded_mode(exiting))
 
     def generate(
         self,
@@ -98,7 +98,8 @@ class CapturedDecoder:
         with torch.no_grad():
             if memory is not None and not self.steps.ready:  # recorded work looks at room that is there
                 self.steps.look_at(memory)
-            self.steps.record(exiting.mode)
+            mode = _recorded_mode(exiting)
+            self.steps.record(mode)
             begun = time.perf_counter()
             if memory is not None:
                 self.steps.look_at(memory)
@@ -115,6 +116,8 @@ class CapturedDecoder:
                 self._state_copy(going, threshold)
             elif exiting.mode == "parallel":
                 self._parallel(going, threshold)
+            elif mode == "cycle":
+                self._cycles(going)
             else:
                 self._speculative(going, threshold, len(prompt))
             self.steps.synchronize()
@@ -184,21 +187,39 @@ class CapturedDecoder:
                 continue
             self.steps.run("deep", self.steps.size(waiting), choose=False)
             text.deep_passes += 1
-            wanted = self.steps.deep_choices(waiting)
-            proposed = drafts if drafted else drafts[:-1]
-            kept = next((i for i, (a, b) in enumerate(zip(proposed, wanted, strict=False)) if a != b), len(proposed))
+            kept = self._keep(going, drafts if drafted else drafts[:-1], self.steps.deep_choices(waiting))
             if going.learns:
                 self._note_agreements(going, waiting, min(kept + 1, waiting))
-            text.drafted += len(proposed)
-            text.judged += min(kept + 1, len(proposed))
-            text.accepted += kept
-            for draft in proposed[:kept]:
-                going.take(draft, self._exit)
-            if kept < waiting and going.on:
-                going.take(wanted[kept], self.steps.layers)
             drafts = []
             if going.on:
                 self.steps.move(text.tokens[-1], begin + len(text.tokens) - 2)
+
+    def _cycles(self, going: _Going) -> None:
+        """The same where every token is drafted: nothing depends on what an exit says, so drafts and their judgement are one
+        recorded step. What is drafted behind an end is as if it had not been."""
+        while going.on:
+            self.steps.run("cycle")
+            sures, drafts, wanted = self.steps.tell_cycle()
+            text = going.text
+            left = going.most - len(text.tokens)
+            waiting = next((i for i, token in enumerate(drafts, 1) if token in going.ends or i == left), len(drafts))
+            text.confidences += sures[:waiting]
+            text.deep_passes += 1
+            self._keep(going, drafts[:waiting], wanted[:waiting])
+
+    def _keep(self, going: _Going, proposed: Sequence[int], wanted: Sequence[int]) -> int:
+        """Take the drafts that are what the whole model wanted, and its own choice in the place of the first other one or
+        behind them all, where it has one; returns how many drafts were kept."""
+        text = going.text
+        kept = next((i for i, (a, b) in enumerate(zip(proposed, wanted, strict=False)) if a != b), len(proposed))
+        text.drafted += len(proposed)
+        text.judged += min(kept + 1, len(proposed))
+        text.accepted += kept
+        for draft in proposed[:kept]:
+            going.take(draft, self._exit)
+        if kept < len(wanted) and going.on:
+            going.take(wanted[kept], self.steps.layers)
+        return kept
 
     def _tell(self, going: _Going) -> list[float]:
         """What an exit says: how sure it is, and its choice."""
@@ -260,6 +281,12 @@ class CapturedDecoder:
             raise OptionError(f"captured with an exit after layer {captured}; ask for just that in exit_layers")
         if exiting.max_stack not in (None, steps.max_stack):
             raise OptionError(f"captured with a stack of {steps.max_stack}, asked for {exiting.max_stack}")
+
+
+def _recorded_mode(exiting: Exiting) -> str:
+    """What steps a mode is made of."""
+    drafts_all = exiting.mode == "speculative" and exiting.estimator is None and not exiting.threshold_now()
+    return "cycle" if drafts_all else exiting.mode
 
 
 def check_exiting(exiting: Exiting) -> None:

@@ -3,6 +3,8 @@
     shallow       one token up to the exit, and through the exit's own layer where it has one: its choice, how sure it is,
                   its state on the stack
     deep, k       what waits on the stack through the layers behind the exit, all at once
+    cycle         as many tokens as the stack holds up to the exit, one after the other, and then all through the layers
+                  behind it: drafts and their judgement, with nothing to ask the host in between
     full          one token through all layers; static: up to the exit
     segment, i    one token from exit i - 1 to exit i, or to the end: its choice there, and how sure it is
     copy, i       keys and values of the layers behind exit i from the state that left there
@@ -25,7 +27,7 @@ import torch
 from torch import Tensor
 
 from fathomlm.cache.static import StaticCache
-from fathomlm.decode.moves import clear, move_on, push, settle
+from fathomlm.decode.moves import clear, judge, move_on, push, settle
 from fathomlm.depth import Architecture, Step
 from fathomlm.kernels.best_token import best_and_gap
 from fathomlm.model.decoder import Decoder
@@ -78,6 +80,7 @@ class RecordedSteps:
         self._shallow, self._deep = steps[:first], steps[first:]
         weight = decoder.embed.weight
         self._device, self._dtype = weight.device, weight.dtype
+        length += max_stack if exit_layers else 0  # drafts of a cycle may go beyond the end of the text
         length = -(-(length + 1) // ALIGNED) * ALIGNED - 1  # and the scratch slot
         exits = tuple(layer - 1 for layer in exit_layers)
         self._own = decoder.plan.exit_steps(exits)
@@ -91,17 +94,22 @@ class RecordedSteps:
         self._states_KM = torch.zeros(max_stack, decoder.architecture.hidden, device=self._device, dtype=self._dtype)
         self._slots_K, self._deep_choices_K = self._whole(max_stack), self._whole(max_stack)
         self._told = torch.zeros(2, dtype=torch.float64, device=self._device)
-        self._heard = torch.zeros(2, dtype=torch.float64, pin_memory=self._device.type == "cuda")
+        self._drafts_K2 = torch.zeros(max_stack, 2, dtype=torch.float64, device=self._device)
+        self._told_3K = torch.zeros(3, max_stack, dtype=torch.float64, device=self._device)
+        pinned = self._device.type == "cuda"
+        self._heard = torch.zeros(2, dtype=torch.float64, pin_memory=pinned)
+        self._heard_3K = torch.zeros(3, max_stack, dtype=torch.float64, pin_memory=pinned)
         self._done = torch.cuda.Event() if self._device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self._recorded: dict[tuple[str, int, bool], Callable[[], None]] = {}
         self._pool: Any = None
         self._packed = decoder.pack_layers(self._own) if pack else None
         self._look: Callable[..., Sights] = _sights
-        self._move_on, self._push, self._clear = move_on, push, clear
+        self._move_on, self._push, self._clear, self._judge = move_on, push, clear, judge
         if compile:
             decoder.compile_layers()
             self._look = torch.compile(_sights, dynamic=False)
-            self._move_on, self._push, self._clear = (torch.compile(f, dynamic=False) for f in (move_on, push, clear))
+            moves = (move_on, push, clear, judge)
+            self._move_on, self._push, self._clear, self._judge = (torch.compile(f, dynamic=False) for f in moves)
 
     def look_at(self, memory: Memory) -> None:
         """Put an encoder's output, of one row, where the recorded work looks. Its keys and values are made here, once."""
@@ -142,10 +150,26 @@ class RecordedSteps:
         self._conclude(logits_11V[0])
 
     def _step_shallow(self) -> None:
+        self._draft()
+        self._tell_host()
+
+    def _draft(self) -> None:
         self._move_on(self._slot, self._count)
         x_11M, logits_11V = self._ask(self.decoder.enter(self._choice[None]), self._shallow, self._slot)
         self._push(self._states_KM, self._slots_K, self._count, x_11M[0], self._slot)
-        self._conclude(logits_11V[0])
+        settle(logits_11V[0], self._choice, self._told)
+
+    def _step_cycle(self) -> None:
+        for place in range(self.max_stack):
+            self._draft()
+            self._drafts_K2[place].copy_(self._told)
+        _, logits_1KV = self._ask(self._states_KM[None], self._deep, self._slots_K)
+        choices_K, _ = best_and_gap(logits_1KV[0])
+        self._judge(
+            choices_K, self._drafts_K2, self._choice, self._slot, self._count, self._slots_K, self.cache.scratch,
+            self._told_3K,
+        )  # fmt: skip
+        self._heard_3K.copy_(self._told_3K, non_blocking=True)
 
     def _step_segment(self, number: int) -> None:
         """State copying keeps one state, in the stack's first place."""
@@ -221,6 +245,9 @@ class RecordedSteps:
             for number in range(len(self.exit_layers)):
                 self._recording("copy", partial(self._step_copy, number), number)
             return
+        if mode == "cycle":
+            self._recording("cycle", self._step_cycle)
+            return
         self._recording("shallow", self._step_shallow)
         for choose in (True, False) if mode == "parallel" else (False,):
             for size in self._sizes():
@@ -260,6 +287,13 @@ class RecordedSteps:
             self._done.synchronize()
         told: list[float] = self._heard.tolist()
         return told
+
+    def tell_cycle(self) -> tuple[list[float], list[int], list[int]]:
+        """Waits for a cycle: how sure its drafts were, the drafts, and what the whole model chose in their places."""
+        if self._done is not None:
+            self._done.synchronize()
+        sures, drafts, choices = self._heard_3K.tolist()
+        return sures, [int(token) for token in drafts], [int(token) for token in choices]
 
     def read(self, prompt: Sequence[int], shallow: bool) -> None:
         """Run all tokens of a prompt but the last, which the first step runs; `shallow` to the exit only."""
