@@ -4,12 +4,12 @@
 
 For every layer a linear map from its states to the last layer's is fitted by least squares over replies of the model's own
 (smollm2_chats.py), and read by the model's own norm and head on replies that were held out: how often the likeliest token is
-the last layer's. No training of an adapter has to be trusted for that, and it takes minutes on a CPU. An adapter with
-attention does better than a linear map, by about the same at every layer; what a layer does not know it cannot add.
+the last layer's. No training has to be trusted for that, and it takes minutes on a CPU. An adapter that looks at other
+tokens does better.
 
-It tells where leaving can pay. Self-speculative decoding that drafts one token behind an exit takes 1 + s of a whole pass and
-gives 1 + a tokens, where s is what a pass up to the exit costs and a how often its choice is the last layer's: it gains where
-a is above s.
+It tells where leaving can pay. Speculative decoding that drafts one token behind an exit takes 1 + s of a whole pass and
+gives 1 + a tokens, where s is what a pass up to the exit costs and a how often its choice is the last layer's: it gains
+where a is above s.
 
 Shapes: T tokens of a reply, M hidden width, X = M + 1 with a constant, L layers.
 """
@@ -55,7 +55,7 @@ def states(decoder: Decoder, tokens: list[int], begin: int) -> list[Tensor]:
     layers = decoder.plan.unrolled_layers
     device = decoder.embed.weight.device
     found = decoder.states(torch.tensor([tokens[:-1]], device=device), at=range(layers))
-    wide = [found[i][0, begin - 1 :].double() for i in range(layers)]
+    wide = [found[i][0, begin - 1 :] for i in range(layers)]
     return [*(torch.cat((x_TM, x_TM.new_ones(len(x_TM), 1)), 1) for x_TM in wide[:-1]), wide[-1]]
 
 
@@ -70,14 +70,14 @@ def readout(model: FathomForCausalLM, chats: Path, learn: int, ask: int) -> dict
         *rows, last_TM = states(decoder, *reply)
         tokens += len(last_TM)
         for i, x_TX in enumerate(rows):
-            inner[i] = inner[i] + x_TX.T @ x_TX
-            outer[i] = outer[i] + x_TX.T @ last_TM
+            inner[i] = inner[i] + (x_TX.T @ x_TX).double()
+            outer[i] = outer[i] + (x_TX.T @ last_TM).double()
         if number % 100 == 99:
             print(f"  {number + 1} replies, {tokens:,} tokens", flush=True)
     maps = []
     for inner_XX, outer_XM in zip(inner, outer, strict=True):
         ridge = RIDGE * inner_XX.diagonal().median()
-        maps.append(torch.linalg.solve(inner_XX + ridge * torch.eye(len(inner_XX), dtype=inner_XX.dtype), outer_XM))
+        maps.append(torch.linalg.solve(inner_XX + ridge * torch.eye(len(inner_XX)).double(), outer_XM).float())
     agreed, nats, count = [0] * early, [0.0] * early, 0
     for reply in replies(model, held_out_file(chats), ask):
         *rows, last_TM = states(decoder, *reply)
@@ -100,8 +100,8 @@ def main() -> None:
     add = parser.add_argument
     add("--chats", type=Path, required=True, help="what `smollm2_chats.py make` wrote")
     add("--source", default="smollm2-135m")
-    add("--learn", type=int, default=700, help="replies that the maps are fitted to")
-    add("--ask", type=int, default=60, help="held-out replies")
+    add("--learn", type=int, default=300, help="replies that the maps are fitted to")
+    add("--ask", type=int, default=40, help="held-out replies")
     add("--out", type=Path, required=True, help="the record, added to where it is there")
     args = parser.parse_args()
     record = json.loads(args.out.read_text()) if args.out.exists() else {"runs": {}}

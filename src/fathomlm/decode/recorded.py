@@ -17,7 +17,6 @@ Shapes: N tokens of a pass, K places on the stack, M hidden width, V vocabulary.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -27,34 +26,18 @@ import torch
 from torch import Tensor
 
 from fathomlm.cache.static import StaticCache
+from fathomlm.decode.looks import added_sights, refill, room_for
 from fathomlm.decode.moves import clear, judge, move_on, push, settle
-from fathomlm.depth import Architecture, Step
+from fathomlm.depth import Step
 from fathomlm.kernels.best_token import best_and_gap
 from fathomlm.model.decoder import Decoder
 from fathomlm.model.memory import Memory
-from fathomlm.model.sight import Rows, Sight, Sights, gathered_sights
+from fathomlm.model.sight import Rows, Sights
 
 ALIGNED = 16
 """Slots come in multiples of this many, or attention would copy the mask at every layer to align its rows."""
 WARM_UPS = 3
 """Runs of a step before it is recorded: kernels are chosen and compiled in them."""
-
-
-def _sights(
-    architecture: Architecture, steps: Sequence[Step], rows: Rows, dtype: torch.dtype, queries_BN: Tensor, keys_BK: Tensor
-) -> Sights:
-    """`gathered_sights`, masks as what is added to scores, which attention would otherwise make of them at every layer."""
-    sights = gathered_sights(architecture, steps, rows, dtype, queries_BN, keys_BK=keys_BK)
-    return {
-        window: Sight(sight.cos, sight.sin, _added(sight.mask, dtype), sight.causal, sight.memory)
-        for window, sight in sights.items()
-    }
-
-
-def _added(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    if mask is None or mask.dtype != torch.bool:
-        return mask
-    return torch.zeros_like(mask, dtype=dtype).masked_fill(~mask, -torch.inf)
 
 
 class RecordedSteps:
@@ -86,7 +69,7 @@ class RecordedSteps:
         self._own = decoder.plan.exit_steps(exits)
         self.cache = StaticCache(decoder.architecture, decoder.plan, length, self._device, self._dtype, exits)
         self._keys_1S = torch.arange(length + 1, device=self._device)[None]
-        self._memory = self._room_for(source) if source is not None else None
+        self._memory = room_for(source, decoder) if source is not None else None
         rows = Rows(positions_BT=self._keys_1S, keep_BS=None, documents_BT=None, past=0)
         self._rows = decoder.equipped(rows, self._memory)
         # What the recorded work moves on. The stack's spare places point at the scratch slot.
@@ -103,46 +86,19 @@ class RecordedSteps:
         self._recorded: dict[tuple[str, int, bool], Callable[[], None]] = {}
         self._pool: Any = None
         self._packed = decoder.pack_layers(self._own) if pack else None
-        self._look: Callable[..., Sights] = _sights
+        self._look: Callable[..., Sights] = added_sights
         self._move_on, self._push, self._clear, self._judge = move_on, push, clear, judge
         if compile:
             decoder.compile_layers()
-            self._look = torch.compile(_sights, dynamic=False)
+            self._look = torch.compile(added_sights, dynamic=False)
             moves = (move_on, push, clear, judge)
             self._move_on, self._push, self._clear, self._judge = (torch.compile(f, dynamic=False) for f in moves)
 
     def look_at(self, memory: Memory) -> None:
         """Put an encoder's output, of one row, where the recorded work looks. Its keys and values are made here, once."""
-        held = self._memory
-        assert held is not None
-        assert held.keep_BS is not None
-        S = memory.states_BSM.shape[1]
-        held.keep_BS.fill_(False)
-        held.keep_BS[:, :S] = True if memory.keep_BS is None else memory.keep_BS
-        held.states_BSM.zero_()
-        held.states_BSM[:, :S] = memory.states_BSM
-        fresh = Memory(held.states_BSM, held.keep_BS, look=False)
-        rows = dataclasses.replace(self._rows, memory=fresh)
-        slots_1 = torch.full((1,), self.cache.scratch, device=self._device)
-        self.cache.focus(slots_1)
-        steps, architecture = self.decoder.plan.steps, self.decoder.architecture
-        sights = gathered_sights(architecture, steps, rows, self._dtype, slots_1[None], keys_BK=self._keys_1S)
-        with _not_compiled():  # what comes out does not matter: each step makes what it keeps of the source
-            self.decoder.run_steps(self.decoder.enter(torch.zeros_like(slots_1)[None]), steps, sights, self.cache)
-        for step in steps:
-            room, new = held.at(step, keeps=True), fresh.at(step, keeps=True)
-            assert new.k is not None
-            assert new.v is not None
-            if room.k is None or room.v is None:
-                room.k, room.v = new.k.clone(), new.v.clone()
-            else:
-                room.k.copy_(new.k)
-                room.v.copy_(new.v)
-
-    def _room_for(self, source: int) -> Memory:
-        shape = (1, source, self.decoder.architecture.memory_width)
-        states_1SM = torch.zeros(shape, device=self._device, dtype=self._dtype)
-        return Memory(states_1SM, torch.ones(1, source, dtype=torch.bool, device=self._device), look=False)
+        assert self._memory is not None
+        with _not_compiled():
+            refill(self._memory, memory, self.decoder, self._rows, self.cache)
 
     def _step_full(self, steps: Sequence[Step]) -> None:
         self._move_on(self._slot, self._count)
