@@ -17,7 +17,9 @@ own chats, as much of the one as of the other. Training may be stopped (`--secon
 captured steps (decode/captured.py), greedy, one row: speculative decoding, whose text must be full decoding's, and parallel
 decoding, whose text is judged by the full model. `static` tells what a pass up to the exit and through its adapter costs,
 the least that any of them pays for a token: where speculative decoding gains nothing, it and the passes a token say why.
-`best` names the exit to ship: the largest geometric mean of the devices' speculative speeds.
+It computes in float32 by default, as `fathomlm chat smollm2-135m` does: in bfloat16 a pass of several tokens rounds in other
+ways than passes of one, and where two words are nearly as likely the text goes another way. `best` names the exit to ship:
+the largest geometric mean of the devices' speculative speeds. smollm2_readout.py adds what each layer knows.
 """
 
 from __future__ import annotations
@@ -38,7 +40,7 @@ from smollm2_exit_measure import THRESHOLDS, measure_run
 from smollm2_exit_report import entry_name
 from smollm2_mix import mix
 
-LAYERS = (10, 16)
+LAYERS = (2, 4)
 DESIGNS = ("rank128", "rank1024", "layer")
 """A rank of 1,024 is 1.2M weights, 2.4 MB in bfloat16; a layer of the model's shape 3.5M, 7.1 MB."""
 
@@ -135,17 +137,19 @@ def measure(args: argparse.Namespace) -> None:
         raise SystemExit("prompts from chats need --chats, a corpus that `smollm2_chats.py prepare` made")
     device = ("cuda" if torch.cuda.is_available() else "cpu") if args.device == "auto" else args.device
     record: dict[str, Any] = json.loads(args.out.read_text()) if args.out.exists() else {"runs": {}}
-    place = record["runs"].setdefault(device, {"environment": environment(), "revision": revision(), "exits": {}})
-    names = ("prompts_from", "prompts", "prompt_tokens", "new_tokens", "rounds", "pack")
+    name = device if args.dtype == "float32" else f"{device}, {args.dtype}"
+    place = record["runs"].setdefault(name, {"environment": environment(), "revision": revision(), "exits": {}})
+    names = ("dtype", "prompts_from", "prompts", "prompt_tokens", "new_tokens", "rounds", "pack")
     settings = {name: getattr(args, name) for name in names}
     if place.setdefault("settings", settings) != settings:
-        raise SystemExit(f"{args.out} was measured with other settings on {device}; name another file")
+        raise SystemExit(f"{args.out} was measured with other settings on {name}; name another file")
     corpus = learnt_from(args)
     for design in args.designs:
         run = design.run(args.work)
-        print(f"{device}: {design.label}", flush=True)
-        tokens = [r["tokens"] for r in read_records(run / "metrics.jsonl") if r["kind"] == "validation"][-1]
-        learnt = {"design": design.label, "rank": design.rank, "run": str(run), "tokens": tokens}
+        print(f"{name}: {design.label}", flush=True)
+        held_out = [r for r in read_records(run / "metrics.jsonl") if r["kind"] == "validation"]
+        record.setdefault("training", {})[design.label] = [{"tokens": r["tokens"], "exits": r["exits"]} for r in held_out]
+        learnt = {"design": design.label, "rank": design.rank, "run": str(run), "tokens": held_out[-1]["tokens"]}
         for found in measure_run(args, run / "last", corpus, torch.device(device)):
             found |= learnt | {"chats": args.chats is not None}
             place["exits"][entry_name(found)] = found
@@ -182,9 +186,9 @@ def write_one(choice: dict[str, Any], out: Path) -> None:
     from fathomlm.checkpoints.resolve import load
 
     model = load(Path(choice["run"]) / "last")
-    words = words_for(model, Path(choice["corpus"]), choice["words"])
+    model.limit_exits(words_for(model, Path(choice["corpus"]), choice["words"]))
     plan = model.plan.with_exits((choice["layer"] - 1,), layer=model.config.exit_parts.layer)
-    write_pack(replan(model, plan, **model.config.exit_fields), out, dtype=torch.bfloat16, words=words)
+    write_pack(replan(model, plan, **model.config.exit_fields), out, dtype=torch.bfloat16)
     print(f"{out}: the exit after layer {choice['layer']} alone")
 
 
@@ -220,7 +224,10 @@ def main() -> None:
     add("--prompt-tokens", type=int, default=48, help="the length of a prompt from a document")
     add("--new-tokens", type=int, default=128, help="the most of them; texts also end where the model ends them")
     add("--modes", nargs="+", choices=("speculative", "parallel"), default=["speculative", "parallel"])
-    add("--words", type=int, nargs="+", default=[0], help="let exits choose among the N most frequent tokens; 0 is all")
+    add("--dtype", choices=("float32", "bfloat16"), default="float32")
+    add(
+        "--words", type=int, nargs="+", help="let exits choose among the N most frequent tokens; 0 is all (what they learnt)"
+    )
     add("--max-stack", type=int, nargs="+", default=[8], help="drafts that may wait")
     add("--rounds", type=int, default=2, help="how often texts are made; the fastest counts")
     add("--rows", type=int, default=32, help="held-out texts of each kind that the exit's loss is taken over")

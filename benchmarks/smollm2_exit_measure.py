@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from smollm2_mix import frequent_words
 from torch import Tensor
 
 from fathomlm.decode.captured import CapturedDecoder, CapturedText
@@ -22,6 +21,7 @@ from fathomlm.decode.prompts import end_tokens
 from fathomlm.model.decoder import Decoder
 from fathomlm.model.hub import FathomForCausalLM
 from fathomlm.train.data.corpus import Corpus
+from fathomlm.train.data.frequent import frequent_words
 
 THRESHOLDS = (0.0, 0.2, 0.4, 0.6, 0.8)
 """At 0 every token leaves, and every draft is as long as the stack."""
@@ -152,10 +152,11 @@ def judged(decoder: Decoder, prompts: Sequence[list[int]], texts: Sequence[Captu
 
 @torch.inference_mode()
 def held_out_loss(decoder: Decoder, layer: int, whole: Sequence[tuple[list[int], int]]) -> dict[str, float]:
-    """The exit's loss and the last output's on texts as they stand, and how often both choose the same token."""
+    """The exit's loss and the last output's on texts as they stand, where the next token is among the exit's words; and how
+    often both choose the same token."""
     own = decoder.plan.exit_steps((layer - 1,))
     at, last = own[0].index if own else layer - 1, decoder.plan.unrolled_layers - 1
-    sums, count = {"loss": 0.0, "full_loss": 0.0, "agreement": 0.0}, 0
+    sums, agreed, known, count = {"loss": 0.0, "full_loss": 0.0}, 0, 0, 0
     for tokens, begin in whole:
         tokens_1T = torch.tensor([tokens], device=decoder.embed.weight.device)
         with torch.compiler.set_stance("force_eager"):
@@ -163,11 +164,14 @@ def held_out_loss(decoder: Decoder, layer: int, whole: Sequence[tuple[list[int],
             exit_TV = decoder.exit_logits(states[at], layer - 1, layered=True)[0, begin - 1 :].float()
             full_TV = decoder.exit_logits(states[last], last)[0, begin - 1 :].float()
         next_T = tokens_1T[0, begin:]
+        known_T = exit_TV.gather(1, next_T[:, None])[:, 0].isfinite()
         for name, logits_TV in (("loss", exit_TV), ("full_loss", full_TV)):
-            sums[name] += float(torch.nn.functional.cross_entropy(logits_TV, next_T, reduction="sum"))
-        sums["agreement"] += int((exit_TV.argmax(-1) == full_TV.argmax(-1)).sum())
+            sums[name] += float(torch.nn.functional.cross_entropy(logits_TV[known_T], next_T[known_T], reduction="sum"))
+        agreed += int((exit_TV.argmax(-1) == full_TV.argmax(-1)).sum())
+        known += int(known_T.sum())
         count += len(next_T)
-    return {name: total / count for name, total in sums.items()} | {"tokens": count}
+    losses = {name: total / known for name, total in sums.items()}
+    return losses | {"agreement": agreed / count, "tokens": count, "known": known / count}
 
 
 def same_text(texts: Sequence[CapturedText], full: Sequence[CapturedText]) -> dict[str, float]:
@@ -184,7 +188,7 @@ def measure_run(args: argparse.Namespace, source: Path, corpus: Path, device: to
     """Every exit of a run with every choice of words and of drafts that may wait. `corpus` is what the run learnt from."""
     from fathomlm.checkpoints.resolve import load
 
-    model = load(source, dtype="bfloat16" if device.type == "cuda" else "float32", device=device)
+    model = load(source, dtype=args.dtype, device=device)
     decoder, ends = model.decoder.requires_grad_(False), end_tokens(model)
     kinds: dict[str, Texts] = {}
     for kind in args.prompts_from:
@@ -193,12 +197,13 @@ def measure_run(args: argparse.Namespace, source: Path, corpus: Path, device: to
         else:
             kinds[kind] = Texts.documents(args.data / "corpus", args.prompts, args.prompt_tokens, args.rows)
     longest = max(len(prompt) for texts in kinds.values() for prompt in (*texts.prompts, *texts.calibrating))
-    words = {many: words_for(model, corpus, many) for many in args.words}
+    learnt = decoder.exit_words
+    own = {0: None} if learnt is None else {len(learnt.words_W): learnt.words_W.cpu()}
+    words = own if args.words is None else {many: words_for(model, corpus, many) for many in args.words}
     for layer in args.layers:
-        decoder.limit_exits(None)
-        losses = {kind: held_out_loss(decoder, layer, texts.whole) for kind, texts in kinds.items()}
-        for many in args.words:
-            decoder.limit_exits(words[many])
+        for many, few in words.items():
+            decoder.limit_exits(few)
+            losses = {kind: held_out_loss(decoder, layer, texts.whole) for kind, texts in kinds.items()}
             for stack in args.max_stack:
                 bench = Bench(args, decoder, ends, layer, stack, longest + args.new_tokens)
                 print(f"layer {layer}, {f'{many:,} words' if many else 'all words'}, {stack} drafts", flush=True)
@@ -219,9 +224,8 @@ def words_for(model: FathomForCausalLM, corpus: Path, many: int) -> Tensor | Non
     """What exits choose among, as a pack would have it; None (0 words) is everything."""
     if not many:
         return None
-    assert model.tokenizer is not None
-    always = {*model.tokenizer.all_special_ids, *end_tokens(model)}
-    return torch.from_numpy(frequent_words(corpus, many, always))
+    vocab, ends = model.architecture.vocab, end_tokens(model)
+    return frequent_words(Corpus.open(corpus), model.tokenizer, many, vocab=vocab, always=ends, name="--words")
 
 
 def _measure_kind(args: argparse.Namespace, bench: Bench, kind: str, texts: Texts) -> dict[str, Any]:

@@ -1,4 +1,5 @@
-"""The exits' record as a picture: speed by threshold, and speed by agreement, for each device and kind of prompt."""
+"""The exits' record as a picture: speed by threshold, and speed by agreement, for each device and kind of prompt; and how
+much of the next word each layer knows."""
 
 from __future__ import annotations
 
@@ -17,19 +18,43 @@ def picture(record: dict[str, Any], out: Path) -> None:
 
     rows = [(place, kind) for place in record["runs"].values() for kind in place["settings"]["prompts_from"]]
     most = max(len(place["exits"]) for place, _ in rows)
-    figure = Figure(figsize=(15, max(4.4, 1.6 + 0.2 * most) * len(rows)), layout="constrained")
+    known = record.get("readout")
+    figure = Figure(figsize=(15, max(4.4, 1.6 + 0.2 * most) * (len(rows) + (known is not None))), layout="constrained")
     FigureCanvasAgg(figure)
     figure.suptitle("SmolLM2-135M leaving early: one row, greedy, speed against full decoding")
-    panels = figure.subplots(len(rows), 2, squeeze=False)
-    for (left, right), (place, kind) in zip(panels, rows, strict=True):
+    panels = figure.subplots(len(rows) + (known is not None), 2, squeeze=False)
+    if known is not None:
+        _draw_known(panels[-1][0], known)
+        panels[-1][1].set_visible(False)
+    for (left, right), (place, kind) in zip(panels, rows, strict=False):
         _draw(left, place, kind, "speculative", "threshold")
         _draw(right, place, kind, "parallel", "agreement")
-        device = place["environment"]["device"]
-        left.set_title(f"{device}, {kind}\nSpeculative: the text is full decoding's", fontsize=10, loc="left")
+        device = f"{place['environment']['device']}, {place['settings']['dtype']}"
+        rounding = "" if place["settings"]["dtype"] == "float32" else ", but for rounding"
+        left.set_title(f"{device}, {kind}\nSpeculative: the text is full decoding's{rounding}", fontsize=10, loc="left")
         left.set_xlabel("threshold: a draft is made where the exit is surer (0: always)")
         right.set_title(f"{device}, {kind}\nParallel: the exit's choices stay", fontsize=10, loc="left")
         right.set_xlabel("agreement: part of the tokens that the full model would choose")
     figure.savefig(out, dpi=130)
+
+
+def _draw_known(axes: Any, known: dict[str, Any]) -> None:
+    layers = [int(layer) for layer in known["layers"]]
+    axes.plot(
+        layers, [one["agreement"] for one in known["layers"].values()], marker="o", markersize=4, label="linear reading"
+    )
+    depth = [layer / (max(layers) + 1) for layer in layers]
+    axes.plot(layers, depth, color="black", linewidth=0.8, linestyle="--", label="part of the layers run")
+    axes.set_title(
+        "What each layer knows: how often the best linear reading chooses what the last layer chooses\n"
+        "Drafting gains where an exit agrees more often than its share of the work",
+        fontsize=10,
+        loc="left",
+    )
+    axes.set_xlabel("layer")
+    axes.set_ylabel("part of the tokens")
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=8)
 
 
 def _draw(axes: Any, place: dict[str, Any], kind: str, mode: str, across: str) -> None:

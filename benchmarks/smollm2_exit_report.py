@@ -21,11 +21,48 @@ def table(record: dict[str, Any]) -> str:
     lines = ["# SmolLM2-135M, leaving early", ""]
     for device, place in record["runs"].items():
         lines += [*_heading(device, place), *_summary(place), ""]
+    lines += _training(record.get("training", {}))
+    lines += [] if "readout" not in record else _readout(record["readout"])
     lines += ["# All that was measured", ""]
     for place in record["runs"].values():
         for kind in place["settings"]["prompts_from"]:
             lines += _details(place, kind)
     return "\n".join(lines) + "\n"
+
+
+def _training(runs: dict[str, list[Found]]) -> list[str]:
+    """Exits' losses on what their runs held out, as they learnt."""
+    lines = ["# Training", "", "The exits' loss on the runs' held-out text, in nats a token.", ""]
+    lines += ["| design | after layer | tokens: loss |", "|---|--:|---|"]
+    for design, records in runs.items():
+        for layer in records[-1]["exits"]:
+            seen = ", ".join(f"{one['tokens'] / 1e6:.0f}M: {one['exits'][layer]:.2f}" for one in records)
+            lines.append(f"| {design} | {layer} | {seen} |")
+    return [*lines, ""] if runs else []
+
+
+def _readout(found: Found) -> list[str]:
+    """What smollm2_readout.py found, five layers a line."""
+    layers = [(int(layer), one["agreement"]) for layer, one in found["layers"].items()]
+    return [
+        "# What each layer knows",
+        "",
+        f"The part of {found['asked']:,} held-out tokens of replies at which the best linear reading of a layer's state "
+        f"(fitted over {found['learnt_from']:,} tokens) chooses what the last layer chooses.",
+        "",
+        *_columns([(str(layer), f"{agreement:.1%}") for layer, agreement in layers], 5),
+        "",
+    ]
+
+
+def _columns(cells: list[tuple[str, str]], rows: int) -> list[str]:
+    """Pairs down the columns of a table."""
+    groups = [cells[i : i + rows] for i in range(0, len(cells), rows)]
+    lines = ["| layer | agrees " * len(groups) + "|", "|--:|--:" * len(groups) + "|"]
+    for row in range(rows):
+        found = [group[row] if row < len(group) else ("", "") for group in groups]
+        lines.append("".join(f"| {layer} | {agrees} " for layer, agrees in found) + "|")
+    return lines
 
 
 def fastest(modes: dict[str, Found], agreement: float = 0.0) -> Found | None:
@@ -36,9 +73,9 @@ def fastest(modes: dict[str, Found], agreement: float = 0.0) -> Found | None:
 
 def _heading(device: str, place: dict[str, Any]) -> list[str]:
     where, settings = place["environment"], place["settings"]
-    threads = f"{where['threads']} threads, float32" if device == "cpu" else "bfloat16, compiled layers, captured graphs"
+    threads = f"{where['threads']} threads" if device.startswith("cpu") else "compiled layers, captured graphs"
     return [
-        f"## {where['device']}, {threads}",
+        f"## {where['device']}, {settings['dtype']}, {threads}",
         "",
         f"torch {where['torch']}, {where['date']}, commit {place['revision']}. {settings['prompts']} held-out prompts of "
         f"each kind (chats up to the reply; the first {settings['prompt_tokens']} tokens of documents), at most "
@@ -131,7 +168,9 @@ def _row(name: str, mode: str, label: str, figures: Found) -> str:
 def choose(record: dict[str, Any]) -> Found:
     """The exit and the threshold with the largest geometric mean of the devices' speculative speeds, on chats where there
     are some. Every device must have tried it; an adaptive threshold is another number on each, so it is not one to ship."""
-    places = record["runs"]
+    places = {name: place for name, place in record["runs"].items() if place["settings"]["dtype"] == "float32"}
+    if not places:
+        raise SystemExit("nothing was measured in float32, in which speculative text is full decoding's")
     common = set.intersection(*(set(place["exits"]) for place in places.values()))
     found: list[Found] = []
     for name in sorted(common):

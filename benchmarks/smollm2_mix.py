@@ -1,19 +1,12 @@
-"""One corpus of two, for a run that learns from documents and chats alike; and the words that are most frequent in it."""
+"""One corpus of two, for a run that learns from documents and chats alike."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection
 from pathlib import Path
-
-import numpy as np
-import numpy.typing as npt
 
 from fathomlm.train.data.corpus import TOKENIZER, Corpus
 from fathomlm.train.data.manifest import FILE, Manifest, Shard, Split
-
-SLICE = 1 << 22
-"""Tokens that are counted at once."""
 
 
 def mix(documents: Path, chats: Path, out: Path) -> Corpus:
@@ -57,17 +50,3 @@ def _link(path: Path, link: Path) -> None:
         return  # another run may be reading it
     link.unlink(missing_ok=True)
     link.symlink_to(path.resolve())
-
-
-def frequent_words(corpus: Path, many: int, always: Collection[int]) -> npt.NDArray[np.int64]:
-    """The tokens that training text has most often, in rising order; those of `always` are among them, however rare. It is
-    `frequent_tokens` for text that is tokens already."""
-    opened = Corpus.open(corpus)
-    stream, vocab = opened.stream("train"), opened.manifest.vocab
-    if not len(always) <= many <= vocab:
-        raise SystemExit(f"--words takes {len(always):,} (the special tokens) to {vocab:,} (all), not {many:,}")
-    counts = np.zeros(vocab, np.int64)
-    for start in range(0, len(stream), SLICE):
-        counts += np.bincount(stream.read(start, min(start + SLICE, len(stream))), minlength=vocab)
-    counts[list(always)] = np.iinfo(np.int64).max
-    return np.sort(np.argsort(-counts, kind="stable")[:many]).astype(np.int64)

@@ -168,13 +168,14 @@ def test_a_compiled_bf16_run_learns_and_resumes(tmp_path: Path, capture: bool) -
     assert again.validation == pytest.approx(whole.validation, rel=1e-2)
 
 
-@pytest.mark.parametrize("recursions", [1, 3])
-def test_captured_steps_are_steps(recursions: int) -> None:
-    """Replayed passes leave the losses and weights that passes leave which are run one by one."""
+@pytest.mark.parametrize(("recursions", "words"), [(1, 0), (3, 0), (1, 40)])
+def test_captured_steps_are_steps(recursions: int, words: int) -> None:
+    """Replayed passes leave the losses and weights that passes leave which are run one by one, also those of an exit that
+    learns among some words."""
     from fathomlm.depth import build_routing
     from fathomlm.train.data.loader import Batch
     from fathomlm.train.loop import Stepper
-    from fathomlm.train.optim import build_optimizer
+    from fathomlm.train.optim import build_optimizer, choose_trained
     from fathomlm.train.parallel import World
     from fathomlm.train.recipe import Recipe
     from fathomlm.train.schedule import LearningRate
@@ -183,15 +184,20 @@ def test_captured_steps_are_steps(recursions: int) -> None:
     plan = DepthPlan.vanilla(5)
     if recursions > 1:
         plan = DepthPlan.build("middle-cycle", 3, 5).with_routing(build_routing("expert", 3))
+    exits = ExitRecipe(at=[2], coefficient=1.0, distill="forward_kl", adapter_rank=8, classifier=True, words=words)
+    loss, own = LossRecipe(exits=exits if words else None), {"exit_adapter": 8, "exit_classifier": True} if words else {}
+    plan = plan.with_exits((1,)) if words else plan
     tokens = torch.randint(0, 512, (8, 8, 65), generator=torch.Generator().manual_seed(1))
     found = []
     for capture in (False, True):
         torch.manual_seed(0)
         torch._dynamo.reset()
-        decoder = Decoder(Architecture(family="llama", **shape), plan)
+        decoder = Decoder(Architecture(family="llama", **shape), plan, **own)
         decoder.reset_parameters()
+        decoder.limit_exits(torch.arange(0, 512, 512 // words)[:words] if words else None)
+        choose_trained(decoder, "exits" if words else "all")
         decoder.to(CUDA).compile_for_training()
-        recipe = Recipe(precision="bf16", capture=capture)
+        recipe = Recipe(precision="bf16", capture=capture, train="exits" if words else "all", loss=loss)
         objective = Objective(decoder, recipe.loss)
         objective.compile_parts()
         optimizer = build_optimizer(objective, recipe.optimizer)

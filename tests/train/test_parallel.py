@@ -41,6 +41,10 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "loss": {"exits": {"at": [2], "distill": "forward_kl", "adapter_rank": 2, "layer": True, "classifier": True}},
         "train": "exits",
     },
+    "exit_words": {
+        "loss": {"exits": {"at": [2], "distill": "forward_kl", "head_rank": 2, "classifier": True, "words": 9}},
+        "train": "exits",
+    },
     # A model with exit heads that this run has no loss for.
     "unread_heads": {"model": {"source": "SOURCE", "architecture": None}},
     "expert": {"model": {"recursions": 2, "router": {}, "kv": "hybrid"}, "loss": {"routing": {"coefficient": 0.1}}},

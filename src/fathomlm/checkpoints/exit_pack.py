@@ -30,7 +30,7 @@ from fathomlm.checkpoints.writing import check_room, whole_directory
 from fathomlm.depth import Architecture, DepthPlan, ExitParts, Relaxation
 from fathomlm.errors import CheckpointError, FathomError, OptionError, choices, is_whole
 from fathomlm.model.decoder import Decoder
-from fathomlm.model.exits import check_words
+from fathomlm.model.exits import check_rising, check_words
 from fathomlm.model.seq2seq import FathomForSeq2SeqLM, FathomModel
 
 FORMAT, VERSION = "fathomlm-exits", 1
@@ -133,7 +133,10 @@ def read_pack(path: str | Path) -> ExitPack:
     tensors = _read_tensors(path / WEIGHTS, record["sha256"], expected)
     words = tensors.pop(WORDS, None)
     if words is not None:
-        _check_order(words, pack.architecture.vocab, path / WEIGHTS)
+        try:
+            check_rising(words.tolist(), pack.architecture.vocab, f"{path / WEIGHTS}: '{WORDS}'")
+        except OptionError as error:
+            raise CheckpointError(str(error)) from error
     return dataclasses.replace(pack, tensors=tensors, words=words)
 
 
@@ -155,6 +158,7 @@ def attach(model: Model, pack: ExitPack, *, any_base: bool = False) -> Model:
     config.plan = plan.to_dict()
     for name, value in _fields(pack.parts).items():
         setattr(config, name, value)
+    config.exit_words = None if pack.words is None else pack.words.tolist()
     with torch.device("meta"):
         result = type(model)(config)
     if isinstance(model, FathomForSeq2SeqLM):
@@ -162,7 +166,6 @@ def attach(model: Model, pack: ExitPack, *, any_base: bool = False) -> Model:
     like = model.decoder.embed.weight
     own = {name: value.to(device=like.device, dtype=like.dtype) for name, value in pack.tensors.items()}
     result.decoder.load_state_dict(model.decoder.state_dict() | own, assign=True)
-    result.decoder.limit_exits(pack.words)
     return finish(result, model.tokenizer)
 
 
@@ -278,12 +281,6 @@ def _read_tensors(path: Path, digest: object, expected: dict[str, torch.Size]) -
             found = f"{tuple(value.shape)} of {value.dtype}".replace("torch.", "")
             raise CheckpointError(f"{path}: '{name}' is {found}; {RECORD} asks for {tuple(shape)} of {wanted}")
     return tensors
-
-
-def _check_order(words: Tensor, vocab: int, path: Path) -> None:
-    rising = len(words) > 0 and bool((words[1:] > words[:-1]).all())
-    if not rising or int(words[0]) < 0 or int(words[-1]) >= vocab:
-        raise CheckpointError(f"{path}: '{WORDS}' must be different tokens in rising order, from 0 to {vocab - 1}")
 
 
 def _digest(data: bytes) -> str:

@@ -31,7 +31,7 @@ def native_config(config: dict[str, Any], where: str) -> FathomConfig:
     try:
         built: FathomConfig = CONFIGS[config["model_type"]].from_dict(dict(config))
         architecture, _, _ = built.build_parts()
-        _ = built.exit_parts
+        _ = built.exit_parts, built.build_words()
         if built.weight_format not in (None, INT8):
             raise OptionError(choices("weight_format", str(built.weight_format), [INT8]))
         if isinstance(built, FathomSeq2SeqConfig):

@@ -25,8 +25,9 @@ def replan(
 ) -> Model:
     """`model` under `plan`, which must lay out the same layers. What the new plan adds (routers, what exits and steps have
     of their own) is kept where the model has it already, and fresh otherwise; what it leaves out is dropped. A fresh layer
-    of an exit is a copy of the layer behind the exit: it starts as the model that is one layer deeper. Without a
-    `relaxation` the model's own stays. An encoder is the same object in both."""
+    of an exit is a copy of the layer behind the exit: it starts as the model that is one layer deeper. The words that exits
+    choose among stay while there are exits. Without a `relaxation` the model's own stays. An encoder is the same object in
+    both."""
     relaxation = model.relaxation if relaxation is None else relaxation
     exits = {"exit_rank": exit_rank, "exit_adapter": exit_adapter, "exit_classifier": exit_classifier}
     if model.plan == plan and model.relaxation == relaxation and model.config.exit_fields == exits:
@@ -40,6 +41,7 @@ def replan(
         config = configure(*parts, tokens, dtype)
     for field, value in exits.items():
         setattr(config, field, value)
+    config.exit_words = model.config.exit_words if plan.exits else None
     with torch.device("meta"):
         result = type(model)(config)
     if isinstance(model, FathomForSeq2SeqLM):

@@ -92,7 +92,7 @@ def learnt_place(args: argparse.Namespace) -> Path:
 def ask_every_word(model: FathomModel) -> None:
     """Before text is scored. An exit that chooses among some words gives all others no probability: its loss would be
     infinite, and nothing would be said of how well it predicts."""
-    model.decoder.limit_exits(None)
+    model.limit_exits(None)
 
 
 def read_exiting(args: argparse.Namespace) -> Exiting | None:

@@ -141,7 +141,7 @@ def _exits(args: argparse.Namespace) -> int:
     check_has_exits(plan_of(args.model, args.exits), args.model)
     model = load(args.model, dtype=None if args.exits is None else "float32", **pack)
     if sources is not None:
-        model.decoder.limit_exits(_frequent(args, model, sources))
+        model.limit_exits(_frequent(args, model, sources))
     threshold, other = _learnt(args, model)
     dtype = parse_dtype(args.dtype) or (model.decoder.embed.weight.dtype if args.exits is None else _stored(args.exits))
     write_pack(model, args.out, force=args.force, dtype=dtype, threshold=threshold)

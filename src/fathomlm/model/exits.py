@@ -6,6 +6,9 @@ Shapes: M hidden width, r rank; `...` are batch and tokens.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import pairwise
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -60,7 +63,7 @@ class ExitWords(nn.Module):
     """The words that exits choose among, and their rows of the head, copied so that only those are read: in a small model
     the head is most of what a token reads up to an exit. Drafts lose little by it, and what verifies them sees every word.
 
-    Neither is stored with a model: the words are a choice of who decodes, or of an exit pack, and the rows are the head's.
+    Neither is among a model's weights: its configuration and exit packs name the words, and the rows are the head's.
     Shapes: W words.
     """
 
@@ -74,6 +77,11 @@ class ExitWords(nn.Module):
         words_W = words_W.to(head_VM.device, torch.long)
         self.register_buffer("words_W", words_W, persistent=False)
         self.register_buffer("rows_WM", head_VM.detach()[words_W].clone(), persistent=False)
+
+    @torch.no_grad()
+    def take_rows(self, head_VM: Tensor) -> None:
+        """Copy the rows anew, in the same place, where other weights were put into the head."""
+        self.rows_WM.copy_(head_VM[self.words_W])
 
     def logits(self, hidden_BTM: Tensor, delta: LoraDelta | None) -> Tensor:
         """Scores over the vocabulary, -inf for all other words."""
@@ -90,3 +98,9 @@ def check_words(words_W: Tensor, vocab: int) -> None:
         raise OptionError("the words of an exit must be one or more different tokens")
     if int(words_W.min()) < 0 or int(words_W.max()) >= vocab:
         raise OptionError(f"the words of an exit must be tokens of the model, from 0 to {vocab - 1}")
+
+
+def check_rising(words: Sequence[int], vocab: int, name: str) -> None:
+    """Refuse words that are not as files keep them: the same words are always said in the same way."""
+    if not words or words[0] < 0 or words[-1] >= vocab or any(a >= b for a, b in pairwise(words)):
+        raise OptionError(f"{name} must be different tokens in rising order, from 0 to {vocab - 1}")

@@ -17,8 +17,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationMixin, PreT
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from fathomlm.depth import Architecture, DepthPlan, ExitParts, Relaxation, Step
-from fathomlm.errors import CheckpointError
+from fathomlm.errors import CheckpointError, OptionError, is_whole
 from fathomlm.model.decoder import Decoder, reset_module
+from fathomlm.model.exits import check_rising
 
 SMALLEST = Architecture(family="llama", layers=1, hidden=2, intermediate=2, heads=1, kv_heads=1, head_dim=2, vocab=2)
 
@@ -37,6 +38,7 @@ class FathomConfig(PreTrainedConfig):  # type: ignore[misc]
         exit_rank: int = 0,
         exit_adapter: int = 0,
         exit_classifier: bool = False,
+        exit_words: list[int] | None = None,
         weight_format: str | None = None,
         **kwargs: Any,
     ) -> None:
@@ -48,6 +50,8 @@ class FathomConfig(PreTrainedConfig):  # type: ignore[misc]
         self.exit_rank = exit_rank
         self.exit_adapter = exit_adapter
         self.exit_classifier = exit_classifier
+        self.exit_words = exit_words
+        """The tokens that exits choose among, rising; None is every token. `limit_exits` keeps the decoder in step."""
         self.weight_format = weight_format
         """How the files hold the weights, where that is not as numbers of `dtype`: int8."""
         self.vocab_size = shape.vocab
@@ -91,6 +95,17 @@ class FathomConfig(PreTrainedConfig):  # type: ignore[misc]
         names = ("exit_rank", "exit_adapter", "exit_classifier")
         return {name: getattr(self, name) for name in names}
 
+    def build_words(self) -> Tensor | None:
+        """`exit_words` as a tensor, checked."""
+        if self.exit_words is None:
+            return None
+        if not self.plan.get("exits"):
+            raise OptionError("exit_words are what exits choose among, and the plan has none")
+        if not isinstance(self.exit_words, list) or not all(is_whole(word) for word in self.exit_words):
+            raise OptionError(f"exit_words must be a list of tokens, or null, got {self.exit_words!r:.60}")
+        check_rising(self.exit_words, self.vocab_size, "exit_words")
+        return torch.tensor(self.exit_words, device="cpu")
+
     def build_parts(self) -> tuple[Architecture, DepthPlan, Relaxation | None]:
         """The typed objects behind the JSON."""
         relaxation = None if self.relaxation is None else Relaxation.from_dict(self.relaxation)
@@ -133,6 +148,21 @@ class Shell(PreTrainedModel):  # type: ignore[misc]
     def relaxation(self) -> Relaxation | None:
         return self.decoder.relaxation
 
+    def fit_weights(self) -> None:
+        """Make what follows from weights, where there are any yet: DoRA's row lengths, and the rows of exits' words."""
+        if self.decoder.embed.weight.device.type != "meta":
+            self.decoder.match_lengths()
+            self.limit_exits(self.config.build_words())
+
+    def limit_exits(self, words_W: Tensor | None) -> None:
+        """Let early exits choose among some words only, or (None) among all, and keep the choice with the model. Say so
+        after the weights are there, and again when they change."""
+        if words_W is not None and not self.plan.exits:
+            raise OptionError("the model has no exits that could choose among some words")
+        ordered_W = None if words_W is None else words_W.sort().values
+        self.decoder.limit_exits(ordered_W)
+        self.config.exit_words = None if ordered_W is None else ordered_W.tolist()
+
     def _init_weights(self, module: nn.Module) -> None:
         """transformers asks this of each module that holds parameters directly and was not read from a file; an encoder's
         are initialised by its own class."""
@@ -149,7 +179,8 @@ class Shell(PreTrainedModel):  # type: ignore[misc]
 
     @classmethod
     def from_pretrained(cls, *args: Any, **kwargs: Any) -> Any:
-        """transformers' own, which would take integers for weights and leave their scales unread."""
+        """transformers' own, which would take integers for weights and leave their scales unread, and knows nothing of what
+        follows from weights."""
         found = super().from_pretrained(*args, **kwargs)
         model = found[0] if isinstance(found, tuple) else found
         if model.config.weight_format is not None:
@@ -157,6 +188,7 @@ class Shell(PreTrainedModel):  # type: ignore[misc]
                 f"{args[0] if args else 'the model'} holds {model.config.weight_format} weights with scales, which "
                 "fathomlm.load reads and transformers does not; save what it gives to have plain weights"
             )
+        model.limit_exits(model.config.build_words())
         return found
 
     def save_pretrained(self, save_directory: str | Path, **kwargs: Any) -> None:
@@ -178,8 +210,7 @@ class FathomForCausalLM(Shell, GenerationMixin):  # type: ignore[misc]
         self.post_init()
         if self.plan.routing is not None:
             self.config.use_cache = self.generation_config.use_cache = False
-        if self.decoder.embed.weight.device.type != "meta":
-            self.decoder.match_lengths()
+        self.fit_weights()
 
     def forward(
         self,

@@ -84,8 +84,7 @@ class FathomForSeq2SeqLM(Shell):
         self.decoder = Decoder(*config.build_parts(), **config.exit_fields)
         self.tokenizer = None
         self.post_init()
-        if self.decoder.embed.weight.device.type != "meta":
-            self.decoder.match_lengths()
+        self.fit_weights()
 
     def encode(self, tokens_BS: Tensor, keep_BS: Tensor | None = None) -> Memory:
         """The encoder's output, for as many calls of the decoder as are wanted. `keep_BS` is False (or 0) at padding."""

@@ -223,15 +223,16 @@ def _teacher_encoder(recipe: Recipe) -> dict[str, Any] | None:
 
 
 def _exit_work(parts: Parts) -> int:
-    """FLOPs of one exit over a frozen model. A delta on the head makes the whole head's gradient, an adapter or a layer
-    only that of what the head reads, and a classifier none."""
+    """FLOPs of one exit over a frozen model. A delta on the head makes the gradient of all rows that the exit learns over,
+    an adapter or a layer only that of what the head reads, and a classifier none."""
     times = 6 if parts.exits.head_rank else 4 if parts.exits.adapter_rank or parts.exits.layer else 2
-    return times * parts.architecture.vocab * parts.architecture.hidden + 6 * _exit_weights(parts)
+    head = parts.at_exits.vocab * parts.architecture.hidden
+    return times * head + 6 * _exit_weights(parts)
 
 
 def _exit_weights(parts: Parts) -> int:
     """Weights of the linears that one exit adds."""
-    return sum(math.prod(shape) for shape in parts.exits.shapes(parts.architecture) if len(shape) == 2)
+    return sum(math.prod(shape) for shape in parts.exits.shapes(parts.at_exits) if len(shape) == 2)
 
 
 def _layer_weights(architecture: Architecture, plan: DepthPlan, relaxation: Relaxation | None) -> int:

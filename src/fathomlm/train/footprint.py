@@ -164,26 +164,34 @@ def _head(recipe: Recipe, parts: Parts, tokens: int) -> int:
     """Plain cross entropy on a GPU works in the logits' own place; elsewhere, and with a teacher, float32 tensors of a
     chunk's shape meet at the peak beside the logits, of which a compiler leaves two."""
     a, loss = parts.architecture, recipe.loss
-    wide = _wide(recipe)
-    taught = loss.distill is not None or (loss.exits is not None and loss.exits.distill is not None)
-    device = "cpu" if recipe.device == "cpu" else "cuda"
-    with_teacher = wide * 3 if recipe.compile else 2 * wide + 28
-    without = wide if device == "cuda" else wide + 16
-    each = with_teacher if taught else without
-    chunk = min(loss.chunk or default_chunk(device, a.vocab), tokens)
+    early = parts.at_exits.vocab if loss.exits is not None else 0
+    taught = loss.exits is not None and loss.exits.distill is not None
+    logits = max(_logits(recipe, a.vocab, loss.distill is not None, tokens), _logits(recipe, early, taught, tokens))
+    copied = 4 * early * a.hidden if parts.exit_words else 0
     learned = 4 * a.vocab * a.hidden if recipe.train == "all" else 0
     kept = learned + 4 * tokens * a.hidden if not recipe.exits_only else 0
     exits = len(parts.plan.exits) * (kept or _frozen_head(parts, tokens))
-    return chunk * a.vocab * each + kept + exits
+    return logits + copied + kept + exits
+
+
+def _logits(recipe: Recipe, vocab: int, taught: bool, tokens: int) -> int:
+    """Of one chunk at one output."""
+    if not vocab:
+        return 0
+    wide, device = _wide(recipe), "cpu" if recipe.device == "cpu" else "cuda"
+    with_teacher = wide * 3 if recipe.compile else 2 * wide + 28
+    without = wide if device == "cuda" else wide + 16
+    chunk = min(recipe.loss.chunk or default_chunk(device, vocab), tokens)
+    return chunk * vocab * (with_teacher if taught else without)
 
 
 def _frozen_head(parts: Parts, tokens: int) -> int:
-    """Gradients at an exit over a frozen model: a delta on the head makes the whole head's, and what lies in front of it
+    """Gradients at an exit over a frozen model: a delta on the head makes that of all its rows, and what lies in front of it
     learns from that of the hidden states."""
     a, exits = parts.architecture, parts.exits
     width = a.hidden + exits.head_rank
     reached = exits.head_rank or exits.adapter_rank or exits.layer
-    return (4 * a.vocab * width if exits.head_rank else 0) + (4 * tokens * width if reached else 0)
+    return (4 * parts.at_exits.vocab * width if exits.head_rank else 0) + (4 * tokens * width if reached else 0)
 
 
 def _copies(recipe: Recipe, parts: Parts, gathered: bool) -> int:

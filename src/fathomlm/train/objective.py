@@ -4,7 +4,7 @@ It is one module because FSDP and DDP hook into a module's forward: the walk ove
 happen inside, so a shared block is gathered once for all of its uses. Sums are returned, not means; the loop divides by
 the tokens of the whole step, so nothing depends on how the batch was split.
 
-Shapes: B rows, T tokens, M hidden width, N = B x T.
+Shapes: B rows, T tokens, M hidden width, N = B x T, V vocabulary, W words of limited exits, K = M and a delta's rank.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from fathomlm.model.decoder import Decoder, Recompute
+from fathomlm.model.exits import ExitWords
 from fathomlm.model.route import RoutingTrace
 from fathomlm.model.route.metrics import RoutingMeter
 from fathomlm.train.data.loader import IGNORE
@@ -38,7 +39,13 @@ class _Output:
 
 
 class Objective(nn.Module):
-    """A student and all that is asked of it."""
+    """A student and all that is asked of it.
+
+    Early exits that choose among some words (`limit_exits`) learn over those alone, and so does what they learn from the
+    last output. A token whose target is another word asks nothing of them, except of their classifiers.
+    """
+
+    places_V: Tensor | None
 
     def __init__(
         self,
@@ -68,6 +75,8 @@ class Objective(nn.Module):
         """What is left of the capacity's warm-up; the loop sets it, and only training heeds it."""
         self.meter: RoutingMeter | None = None
         """Told of every routed pass, where there is one."""
+        words = decoder.exit_words
+        self.register_buffer("places_V", None if words is None else _places(words), persistent=False)
 
     def compile_parts(self, backend: str = "inductor") -> None:
         """Compile what of the losses is many small operations, or slow ones."""
@@ -127,31 +136,35 @@ class Objective(nn.Module):
         read = states | behind
         normed = {index: self.decoder.exit_hidden(state, index, layered=True) for index, state in read.items()}
         targets_N = targets_BT.flatten()
+        few_N = None if self.places_V is None else _placed(targets_N, self.places_V)
         last = self._outputs[-1].index
         parts: dict[str, Tensor] = {}
         choices: dict[int, Tensor] = {}
         total = torch.zeros((), device=targets_BT.device)
         for output in self._outputs:
+            words = self._words(output.index)
             teacher = None
             if output.terms.divergence is not None:
                 teacher = (
-                    self._self_teacher(normed[last])
+                    self._self_teacher(normed[last], words)
                     if output.index != last
                     else self._taught(tokens_BT, keep_BT, documents_BT, source_BS, source_keep_BS)
                 )
             if self._classifies:
                 choices[output.index] = torch.empty(targets_N.shape, dtype=torch.long, device=targets_N.device)
-            hidden_NK, weight_VK = self._head(output.index, normed[output.index].flatten(0, 1))
+            hidden_NK, weight_VK = self._head(output.index, normed[output.index].flatten(0, 1), words)
             loss, *sums = head_loss(
                 hidden_NK,
                 weight_VK,
-                targets_N,
+                targets_N if words is None or few_N is None else few_N,
                 output.terms,
                 teacher=teacher,
                 chunk=self.recipe.chunk,
                 parts=self._head_parts,
                 choices_N=choices.get(output.index),
             )
+            if words is not None and self._classifies:
+                choices[output.index] = words.words_W[choices[output.index]]
             total = total + loss
             parts |= dict(zip(_part_names(output), sums, strict=False))
         if self._classifies:
@@ -195,17 +208,24 @@ class Objective(nn.Module):
         beside = routers is not None and len(routers.aux) > 0  # learns from this loss only, and DDP waits for its gradient
         return total + sum(w * found[name] for name, w in weights.items() if w or (beside and name == "router"))
 
-    def _head(self, index: int, hidden_NM: Tensor) -> tuple[Tensor, Tensor]:
-        """Hidden states and head of an output. An exit's low-rank delta joins both as extra columns: W h + B (A h)."""
-        weight = self.decoder.head_weight
+    def _words(self, index: int) -> ExitWords | None:
+        """The words that the output after a step chooses among; None is every word."""
+        return None if index == self._outputs[-1].index else self.decoder.exit_words
+
+    def _head(self, index: int, hidden_NM: Tensor, words: ExitWords | None) -> tuple[Tensor, Tensor]:
+        """Hidden states and head of an output. An exit's low-rank delta joins both as extra columns: W h + B (A h). Of
+        some words there are their rows only."""
+        weight = self.decoder.head_weight if words is None else words.rows_WM
         delta = self.decoder.exit_delta(index)
         if delta is None:
             return hidden_NM, weight
         inner = torch.nn.functional.linear(hidden_NM, delta.a)
-        return torch.cat((hidden_NM, inner.to(hidden_NM.dtype)), dim=1), torch.cat((weight, delta.b), dim=1)
+        outer = delta.b if words is None else delta.b.index_select(0, words.words_W)
+        return torch.cat((hidden_NM, inner.to(hidden_NM.dtype)), dim=1), torch.cat((weight, outer), dim=1)
 
-    def _self_teacher(self, normed_BTM: Tensor) -> Teacher:
-        return Teacher(normed_BTM.detach().flatten(0, 1), self.decoder.head_weight.detach())
+    def _self_teacher(self, normed_BTM: Tensor, words: ExitWords | None) -> Teacher:
+        weight = self.decoder.head_weight.detach() if words is None else words.rows_WM
+        return Teacher(normed_BTM.detach().flatten(0, 1), weight)
 
     def _taught(
         self,
@@ -230,6 +250,18 @@ class Objective(nn.Module):
         shallow, deep = ([normed[i] for i in indices] for indices in (self._shallow, self._deep))
         error = layerwise_loss(shallow, deep, (targets_BT != IGNORE).float(), recipe.mapping)
         return total + recipe.weight * error, error
+
+
+def _places(words: ExitWords) -> Tensor:
+    """Where each token of the vocabulary stands among the words; IGNORE is nowhere."""
+    places_V = torch.full((words.vocab,), IGNORE, dtype=torch.long, device=words.words_W.device)
+    places_V[words.words_W] = torch.arange(len(words.words_W), device=places_V.device)
+    return places_V
+
+
+def _placed(targets_N: Tensor, places_V: Tensor) -> Tensor:
+    """Targets as places among the words. Those that are none stay none: as an index IGNORE would be a token."""
+    return torch.where(targets_N == IGNORE, IGNORE, places_V[targets_N.clamp_min(0)])
 
 
 def _part_names(output: _Output) -> tuple[str, ...]:

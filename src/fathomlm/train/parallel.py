@@ -118,6 +118,10 @@ def spread(objective: Objective, kind: str, world: World, precision: str) -> nn.
         return objective
     if kind == "ddp":
         places = [world.device] if world.device.type == "cuda" else None
+        # The same everywhere, and they do not change: exits' words and their rows of a frozen head. DDP would send them in
+        # every pass.
+        buffers = [name for name, _ in objective.named_buffers()]
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(objective, buffers)  # type: ignore[no-untyped-call]
         return DistributedDataParallel(objective, device_ids=places, gradient_as_bucket_view=True)
     if kind != "fsdp":
         raise OptionError(f"parallel must be auto, ddp or fsdp, got {kind}")

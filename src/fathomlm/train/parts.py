@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,8 +27,15 @@ class Parts:
     plan: DepthPlan
     relaxation: Relaxation | None
     exits: ExitParts = NO_EXITS
+    exit_words: int = 0
+    """How many words exits learn over; 0 is all."""
     encoder: dict[str, Any] | None = None
     """The record of the encoder, in a model that has one."""
+
+    @property
+    def at_exits(self) -> Architecture:
+        """The base with the words only that its exits learn over."""
+        return dataclasses.replace(self.architecture, vocab=self.exit_words) if self.exit_words else self.architecture
 
     def tensors(self) -> Iterator[tuple[str, tuple[int, ...]]]:
         """Every parameter tensor once, as (group, shape); groups are base, embedding, encoder, relaxation, router and
@@ -101,11 +109,20 @@ def read_parts(recipe: Recipe) -> Parts:
         return Parts(architecture=architecture, plan=plan.with_exits(()), relaxation=relaxation, encoder=encoder)
     if exits.layer and architecture.cross:
         raise OptionError(f"loss.exits.layer is for decoder-only models; a {architecture.family} decoder has an encoder")
+    if exits.words > architecture.vocab:
+        raise OptionError(f"loss.exits.words must be at most the model's {architecture.vocab:,} words, got {exits.words:,}")
     plan = plan.with_exits(exit_steps(exits, plan), layer=exits.layer)
     added = ExitParts(
         head_rank=exits.head_rank, adapter_rank=exits.adapter_rank, layer=exits.layer, classifier=exits.classifier
     )
-    return Parts(architecture=architecture, plan=plan, relaxation=relaxation, exits=added, encoder=encoder)
+    return Parts(
+        architecture=architecture,
+        plan=plan,
+        relaxation=relaxation,
+        exits=added,
+        exit_words=exits.words,
+        encoder=encoder,
+    )
 
 
 def lay_plan(model: ModelRecipe, architecture: Architecture) -> tuple[DepthPlan, Relaxation | None]:

@@ -25,7 +25,7 @@ from fathomlm.train.hardware import peak_tflops
 from fathomlm.train.loop import Meter, Pending, Stepper, StepResult, reading
 from fathomlm.train.objective import Objective
 from fathomlm.train.optim import build_optimizer, choose_trained, state_bytes_per_weight
-from fathomlm.train.parallel import World, choose_parallel, join, spread
+from fathomlm.train.parallel import World, choose_parallel, join, spread, whole
 from fathomlm.train.recipe import Recipe
 from fathomlm.train.report import Record, Reporter, Silence, Watcher
 from fathomlm.train.resume import check_branch, check_data, check_same, data_mark
@@ -303,6 +303,9 @@ class Run:
 
     def _load(self, path: Path) -> None:
         self._progress = load_checkpoint(path, self._objective, self._optimizer, self.world)
+        decoder = self._student.decoder
+        if decoder.exit_words is not None:
+            decoder.exit_words.take_rows(whole(decoder.head_weight))
         self._exits = dict(self._progress.extra["exits"])
         self._watcher.note(f"going on from {path} (step {self._progress.step})")
 

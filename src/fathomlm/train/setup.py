@@ -10,12 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from fathomlm.checkpoints.assemble import configure, finish
 from fathomlm.checkpoints.convert import convert
 from fathomlm.checkpoints.replan import replan
 from fathomlm.checkpoints.resolve import architecture_of, describe, load
 from fathomlm.checkpoints.source import TokenIds, end_ids
+from fathomlm.decode.prompts import end_tokens
 from fathomlm.depth import Architecture
 from fathomlm.depth.t5 import T5_FAMILIES, with_t5_traits
 from fathomlm.errors import DataError, OptionError
@@ -23,6 +25,7 @@ from fathomlm.model.hub import empty_model
 from fathomlm.model.seq2seq import FathomForSeq2SeqLM, FathomModel
 from fathomlm.train.budget import rows_per_step
 from fathomlm.train.data.corpus import Corpus
+from fathomlm.train.data.frequent import frequent_words
 from fathomlm.train.data.loader import Loader
 from fathomlm.train.data.pairs import PairLoader, Seq2SeqLoader
 from fathomlm.train.data.prepare import PrepareOptions, prepare
@@ -30,7 +33,7 @@ from fathomlm.train.data.segments import Progress as Prepared
 from fathomlm.train.losses.exits import exit_steps
 from fathomlm.train.parallel import World
 from fathomlm.train.parts import check_plan, check_rows, check_tying, fine_tuning, lay_plan, route_plan
-from fathomlm.train.recipe import DataRecipe, ModelRecipe, Recipe, parse_amount
+from fathomlm.train.recipe import DataRecipe, ExitRecipe, ModelRecipe, Recipe, parse_amount
 from fathomlm.train.seq2seq import fresh_seq2seq, fresh_tokens, read_encoder, ready_to_train
 
 AnyLoader = Loader | PairLoader | Seq2SeqLoader
@@ -141,7 +144,17 @@ def build_student(recipe: Recipe, corpus: Corpus) -> FathomModel:
     if exits is None:  # exits that no loss reads would go stale while the layers under them learn
         return with_exits(student, (), 0, recipe.seed)
     places = exit_steps(exits, student.plan)
-    return with_exits(student, places, exits.head_rank, recipe.seed, exits.adapter_rank, exits.classifier, exits.layer)
+    student = with_exits(student, places, exits.head_rank, recipe.seed, exits.adapter_rank, exits.classifier, exits.layer)
+    student.limit_exits(_words(exits, student, corpus))
+    return student
+
+
+def _words(exits: ExitRecipe, student: FathomModel, corpus: Corpus) -> Tensor | None:
+    """What exits learn to choose among: the recipe says, also where `model.source` had words of its own."""
+    if not exits.words:
+        return None
+    vocab, ends = student.architecture.vocab, end_tokens(student)
+    return frequent_words(corpus, student.tokenizer, exits.words, vocab=vocab, always=ends, name="loss.exits.words")
 
 
 def build_teacher(recipe: Recipe, corpus: Corpus, student: FathomModel, world: World) -> FathomModel | None:
@@ -240,7 +253,9 @@ def with_exits(
 
 def describe_student(student: FathomModel) -> str:
     exits = student.plan.exits
-    leaves = f", exits after {', '.join(str(i + 1) for i in exits)}" if exits else ""
+    words = student.config.exit_words
+    among = "" if words is None else f" among {len(words):,} words"
+    leaves = f", exits after {', '.join(str(i + 1) for i in exits)}{among}" if exits else ""
     beside = ""
     if isinstance(student, FathomForSeq2SeqLM):
         beside = f"encoder of {student.config.encoder_config['num_layers']} layers, decoder of "

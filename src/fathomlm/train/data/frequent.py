@@ -5,15 +5,22 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from itertools import chain, islice
-from typing import Any
+from typing import Any, TypeVar
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from fathomlm.errors import DataError, require
+from fathomlm.train.data.corpus import Corpus
 
+Item = TypeVar("Item")
 _TEXTS = 64
 """Texts that are tokenised at once."""
+_PAIRS = 4096
+_SLICE = 1 << 22
+"""Pairs and tokens that are counted at once."""
 
 
 def frequent_tokens(texts: Iterable[str], tokenizer: Any, many: int, *, vocab: int, always: Iterable[int] = ()) -> Tensor:
@@ -23,21 +30,56 @@ def frequent_tokens(texts: Iterable[str], tokenizer: Any, many: int, *, vocab: i
     could not say them would never end. Of two that occur as often the lower id comes first, and so do those that do not
     occur at all: low ids of a byte-pair tokenizer are its commonest.
     """
-    known = {token for token in tokenizer.get_vocab().values() if token < vocab}
-    needed = known & {*tokenizer.all_special_ids, *always}
-    least = max(1, len(needed))
-    require(least <= many <= len(known), "words", f"from {least:,} (the special tokens) to {len(known):,} (all)", many)
+    known, needed = _candidates(tokenizer, many, vocab, always, "words")
     counts = Counter[int]()
-    for batch in _batches(texts):
+    for batch in _batches(texts, _TEXTS):
         # Not verbose: transformers would warn about length, which is no matter here.
         counts.update(chain.from_iterable(tokenizer(batch, add_special_tokens=False, verbose=False)["input_ids"]))
     if not counts:
         raise DataError("there is no text to find frequent words in")
+    return _most_frequent(counts, known, needed, many)
+
+
+def frequent_words(
+    corpus: Corpus, tokenizer: Any, many: int, *, vocab: int, always: Iterable[int] = (), name: str = "words"
+) -> Tensor:
+    """`frequent_tokens` of a corpus' training text, which is tokens already; of pairs the targets count, which are what is
+    learnt. `name` is what users call `many`."""
+    known, needed = _candidates(tokenizer, many, vocab, always, name)
+    room = max(vocab, corpus.manifest.vocab)
+    counts_V = np.zeros(room, np.int64)
+    for tokens in _slices(corpus):
+        counts_V += np.bincount(tokens, minlength=room)
+    return _most_frequent(Counter(dict(enumerate(counts_V.tolist()))), known, needed, many)
+
+
+def _candidates(tokenizer: Any, many: int, vocab: int, always: Iterable[int], name: str) -> tuple[set[int], set[int]]:
+    """All tokens that there are, and those that must be chosen."""
+    known = {token for token in tokenizer.get_vocab().values() if token < vocab}
+    needed = known & {*tokenizer.all_special_ids, *always}
+    least = max(1, len(needed))
+    require(least <= many <= len(known), name, f"from {least:,} (the special tokens) to {len(known):,} (all)", many)
+    return known, needed
+
+
+def _most_frequent(counts: Counter[int], known: set[int], needed: set[int], many: int) -> Tensor:
     others = sorted(known - needed, key=lambda token: (-counts[token], token))
     return torch.tensor(sorted([*needed, *others[: many - len(needed)]]))
 
 
-def _batches(texts: Iterable[str]) -> Iterator[list[str]]:
-    source = iter(texts)
-    while batch := list(islice(source, _TEXTS)):
+def _slices(corpus: Corpus) -> Iterator[npt.NDArray[np.int64]]:
+    """The tokens of the training split, some at a time."""
+    if corpus.manifest.kind == "pairs":
+        pairs = corpus.pairs("train")
+        for numbers in _batches(range(len(pairs)), _PAIRS):
+            yield np.concatenate([pairs.pair(number)[1] for number in numbers])
+        return
+    stream = corpus.stream("train")
+    for start in range(0, len(stream), _SLICE):
+        yield stream.read(start, min(start + _SLICE, len(stream)))
+
+
+def _batches(items: Iterable[Item], size: int) -> Iterator[list[Item]]:
+    source = iter(items)
+    while batch := list(islice(source, size)):
         yield batch
