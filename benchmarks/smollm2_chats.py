@@ -15,10 +15,8 @@ and as prompts to measure with. `make` goes on where it was stopped, and one see
 from __future__ import annotations
 
 import argparse
-import gzip
 import itertools
 import json
-import lzma
 import os
 import time
 from collections.abc import Iterator, Sequence
@@ -28,6 +26,7 @@ from typing import IO, Any
 
 import torch
 from bundled_data import LEFT_OUT
+from bundled_measure import chosen
 from smollm2_prompts import messages, passage_of, shuffled
 
 from fathomlm.decode.prompts import chat_prompt
@@ -35,6 +34,7 @@ from fathomlm.decode.sampling import Sampling
 from fathomlm.engine.engine import Engine
 from fathomlm.engine.request import Request, Result
 from fathomlm.model.hub import FathomForCausalLM
+from fathomlm.train.data.compressed import open_lines
 from fathomlm.train.data.corpus import Corpus
 from fathomlm.train.data.encoding import LOTS, lot
 
@@ -65,12 +65,10 @@ def passages(documents: Sequence[Path], tokenizer: Any, seed: int) -> Iterator[s
 
 def _texts(path: Path) -> Iterator[str]:
     """JSON lines with `text`, compressed or not; where they name a `source` it must be one to learn from."""
-    opened: Any = {".xz": lzma.open, ".gz": gzip.open}.get(path.suffix, open)
-    with opened(path, "rt", encoding="utf-8") as lines:
-        for line in lines:
-            record = json.loads(line)
-            if record.get("source") not in LEFT_OUT:
-                yield record["text"]
+    for line, _ in open_lines(path):
+        record = json.loads(line)
+        if record.get("source") not in LEFT_OUT:
+            yield record["text"]
 
 
 @dataclass(frozen=True)
@@ -165,7 +163,7 @@ def as_read(tokens: list[int], least: int, backend: Any) -> tuple[list[int], str
 def make(args: argparse.Namespace) -> None:
     from fathomlm.checkpoints.resolve import load
 
-    device = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if args.device == "auto" else args.device)
+    device = torch.device(chosen(args.device))
     model = load(args.source, dtype="bfloat16" if device.type == "cuda" else "float32", device=device)
     chats = list(itertools.islice(_chats(model, args), args.count))
     if len(chats) < args.count:

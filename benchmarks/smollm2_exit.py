@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import Any
 
 import bundled_data
-from bundled_measure import revision
+from bundled_measure import chosen, revision
 from bundled_mor import Deadline
 from environment import environment
 from smollm2_exit_measure import THRESHOLDS, measure_run
@@ -135,7 +135,7 @@ def measure(args: argparse.Namespace) -> None:
     args.prompts_from = args.prompts_from or (["documents"] if args.chats is None else ["chats", "documents"])
     if "chats" in args.prompts_from and args.chats is None:
         raise SystemExit("prompts from chats need --chats, a corpus that `smollm2_chats.py prepare` made")
-    device = ("cuda" if torch.cuda.is_available() else "cpu") if args.device == "auto" else args.device
+    device = chosen(args.device)
     record: dict[str, Any] = json.loads(args.out.read_text()) if args.out.exists() else {"runs": {}}
     name = device if args.dtype == "float32" else f"{device}, {args.dtype}"
     place = record["runs"].setdefault(name, {"environment": environment(), "revision": revision(), "exits": {}})

@@ -49,7 +49,7 @@ class Texts:
     def chats(cls, corpus: Path, count: int, tokenizer: Any, rows: int) -> Texts:
         """Prompts are chats up to where the reply begins."""
         header = reply_header(tokenizer)
-        found = [(tokens, _behind(tokens, header)) for tokens in _held_out(corpus)]
+        found = [(tokens, behind(tokens, header)) for tokens in _held_out(corpus)]
         prompts = [tokens[:begin] for tokens, begin in found]
         return cls._of(corpus, prompts, [(tokens[:LONGEST], begin) for tokens, begin in found[:rows]], count)
 
@@ -78,7 +78,8 @@ def reply_header(tokenizer: Any) -> list[int]:
     return header
 
 
-def _behind(tokens: list[int], header: list[int]) -> int:
+def behind(tokens: list[int], header: list[int]) -> int:
+    """Where a chat's reply begins."""
     size = len(header)
     return next(i + size for i in range(len(tokens) - size) if tokens[i : i + size] == header)
 

@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 from smollm2_chats import held_out_file
-from smollm2_exit_measure import reply_header
+from smollm2_exit_measure import behind, reply_header
 from torch import Tensor
 
 from fathomlm.checkpoints.resolve import load
@@ -44,10 +44,7 @@ def replies(model: FathomForCausalLM, file: Path, count: int) -> Iterator[tuple[
     with file.open(encoding="utf-8") as lines:
         for line in itertools.islice(lines, count):
             tokens = tokenizer(json.loads(line)["text"], add_special_tokens=False)["input_ids"]
-            begins = (i + len(header) for i in range(len(tokens) - len(header)) if tokens[i : i + len(header)] == header)
-            begin = next(begins, len(tokens))
-            if begin < len(tokens):
-                yield tokens, begin
+            yield tokens, behind(tokens, header)
 
 
 def states(decoder: Decoder, tokens: list[int], begin: int) -> list[Tensor]:

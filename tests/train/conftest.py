@@ -54,6 +54,19 @@ def teacher(token_corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
     return directory
 
 
+@pytest.fixture(scope="session")
+def plain_source(token_corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A plain model that has learnt a little, for exits to be trained over. Shared by the whole run: leave it as it is."""
+    from fathomlm.train.reading import build_recipe
+    from fathomlm.train.run import train
+    from train.exit_runs import values_for
+
+    run = tmp_path_factory.mktemp("plain") / "run"
+    first = {"out": str(run), "model": {"architecture": ARCHITECTURE}, "budget": {"steps": 80}, "optimizer": {"lr": 1e-2}}
+    train(build_recipe(values_for(token_corpus) | first))
+    return run / "last"
+
+
 @pytest.fixture
 def values(token_corpus: Path, tmp_path: Path) -> Callable[..., dict[str, Any]]:
     """A recipe's values with some changed: `values(budget={"steps": 4}, seed=1)`. It trains a looped model in `tmp_path`."""

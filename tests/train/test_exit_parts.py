@@ -6,7 +6,6 @@ import dataclasses
 import json
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +36,7 @@ from fathomlm.train.recipe import ExitRecipe, LayerwiseRecipe, LossRecipe
 from fathomlm.train.report import read_records
 from fathomlm.train.resume import check_same
 from fathomlm.train.run import train
+from train.exit_runs import Trained, train_exit
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 SHAPE = {"layers": 4, "hidden": 16, "intermediate": 24, "heads": 2, "kv_heads": 1, "head_dim": 8, "context": 64, "vocab": 37}
@@ -319,32 +319,10 @@ def test_a_trained_classifier_tells_agreeing_tokens_from_others() -> None:
 # Whole runs.
 
 
-@dataclass(frozen=True)
-class Trained:
-    """A plain model, and what was trained over it."""
-
-    source: Path
-    run: Path
-
-
 @pytest.fixture(scope="module")
-def trained(token_corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Trained:
-    root = tmp_path_factory.mktemp("exits")
-    values: dict[str, Any] = {
-        "data": {"path": str(token_corpus), "context": 32},
-        "batch": {"sequences": 8, "micro": 8},
-        "evaluate": {"every": 0, "rows": 0},
-        "log": {"every": 1, "tensorboard": False},
-        "device": "cpu",
-    }
-    shape = {"layers": 4, "hidden": 32, "intermediate": 48, "heads": 4, "kv_heads": 2, "context": 64}
-    first = {"out": str(root / "plain"), "model": {"architecture": shape}, "budget": {"steps": 80}}
-    train(build_recipe({**values, **first, "optimizer": {"lr": 1e-2}}))
-    exits = {"at": [1], "coefficient": 1.0, "distill": "forward_kl", "adapter_rank": 2, "classifier": True}
-    second = {"out": str(root / "exits"), "model": {"source": str(root / "plain/last")}, "budget": {"steps": 150}}
-    second |= {"loss": {"exits": exits}, "train": "exits", "optimizer": {"lr": 1e-2, "weight_decay": 0.0}}
-    train(build_recipe({**values, **second, "evaluate": {"every": 0, "rows": 0, "first": True}}))
-    return Trained(root / "plain/last", root / "exits")
+def trained(token_corpus: Path, plain_source: Path, tmp_path_factory: pytest.TempPathFactory) -> Trained:
+    out = tmp_path_factory.mktemp("exits") / "run"
+    return train_exit(token_corpus, plain_source, out, {"adapter_rank": 2}, steps=150, lr=1e-2)
 
 
 def test_the_model_under_the_exits_stays_bit_for_bit(trained: Trained, weights_of: Callable[[Path], dict[str, Any]]) -> None:

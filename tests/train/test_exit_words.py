@@ -6,7 +6,6 @@ import dataclasses
 import json
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +41,7 @@ from fathomlm.train.report import read_records
 from fathomlm.train.resume import check_same
 from fathomlm.train.run import train
 from fathomlm.train.setup import build_student, describe_student
+from train.exit_runs import Trained, train_exit
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 SHAPE = {
@@ -324,41 +324,23 @@ def test_another_plan_keeps_words_while_there_are_exits() -> None:
 MANY = 8
 
 
-@dataclass(frozen=True)
-class Trained:
-    """A plain model, what was trained over it, and among which words."""
-
-    source: Path
-    run: Path
-    words: list[int]
+@pytest.fixture(scope="module")
+def trained(token_corpus: Path, plain_source: Path, tmp_path_factory: pytest.TempPathFactory) -> Trained:
+    out = tmp_path_factory.mktemp("exits") / "run"
+    return train_exit(token_corpus, plain_source, out, {"adapter_rank": 4, "words": MANY}, steps=60, lr=1e-2)
 
 
 @pytest.fixture(scope="module")
-def trained(token_corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Trained:
-    root = tmp_path_factory.mktemp("words")
-    values: dict[str, Any] = {
-        "data": {"path": str(token_corpus), "context": 32},
-        "batch": {"sequences": 8, "micro": 8},
-        "evaluate": {"every": 0, "rows": 0},
-        "log": {"every": 1, "tensorboard": False},
-        "device": "cpu",
-    }
-    shape = {"layers": 4, "hidden": 32, "intermediate": 48, "heads": 4, "kv_heads": 2, "context": 64}
-    first = {"out": str(root / "plain"), "model": {"architecture": shape}, "budget": {"steps": 80}}
-    train(build_recipe({**values, **first, "optimizer": {"lr": 1e-2}}))
-    exits = {"at": [1], "coefficient": 1.0, "distill": "forward_kl", "adapter_rank": 4, "classifier": True, "words": MANY}
-    second = {"out": str(root / "exits"), "model": {"source": str(root / "plain/last")}, "budget": {"steps": 60}}
-    second |= {"loss": {"exits": exits}, "train": "exits", "optimizer": {"lr": 1e-2, "weight_decay": 0.0}}
-    train(build_recipe({**values, **second, "evaluate": {"every": 0, "rows": 0, "first": True}}))
+def trained_words(token_corpus: Path) -> list[int]:
+    """What the run must have counted."""
     corpus = Corpus.open(token_corpus)
-    words = frequent_words(corpus, corpus.load_tokenizer(), MANY, vocab=257).tolist()
-    return Trained(root / "plain/last", root / "exits", words)
+    return frequent_words(corpus, corpus.load_tokenizer(), MANY, vocab=257).tolist()
 
 
-def test_a_run_keeps_its_words_and_lowers_its_loss(trained: Trained) -> None:
-    assert words_of(load(trained.run / "last")) == trained.words
-    assert len(trained.words) == MANY
-    assert 256 in trained.words, "what ends a text"
+def test_a_run_keeps_its_words_and_lowers_its_loss(trained: Trained, trained_words: list[int]) -> None:
+    assert words_of(load(trained.run / "last")) == trained_words
+    assert len(trained_words) == MANY
+    assert 256 in trained_words, "what ends a text"
     records = [r for r in read_records(trained.run / "metrics.jsonl") if r["kind"] == "validation"]
     first, last = records[0], records[-1]
     assert first["loss"] == last["loss"], "the last output's"
@@ -366,7 +348,9 @@ def test_a_run_keeps_its_words_and_lowers_its_loss(trained: Trained) -> None:
     assert last["parts"]["exit_1_distill"] < 0.9 * first["parts"]["exit_1_distill"]
 
 
-def test_exits_choose_among_them_and_full_text_is_the_sources(trained: Trained, capsys: pytest.CaptureFixture[str]) -> None:
+def test_exits_choose_among_them_and_full_text_is_the_sources(
+    trained: Trained, trained_words: list[int], capsys: pytest.CaptureFixture[str]
+) -> None:
     prompt = ("-p", "7: the line is", "--max-new-tokens", "24", "--json")
 
     def told(model: Path, *words: str) -> list[int]:
@@ -376,26 +360,28 @@ def test_exits_choose_among_them_and_full_text_is_the_sources(trained: Trained, 
         return tokens
 
     full = told(trained.source)
-    assert not set(full) <= set(trained.words), "or it would not show that other words are said"
+    assert not set(full) <= set(trained_words), "or it would not show that other words are said"
     assert told(trained.run / "last") == full
     for threshold in ("0", "0.3"):
         assert told(trained.run / "last", "--decode", "speculative", "--threshold", threshold) == full
-    assert set(told(trained.run / "last", "--decode", "static")) <= set(trained.words)
-    assert set(told(trained.run / "last", "--decode", "parallel", "--threshold", "0")) <= set(trained.words)
+    assert set(told(trained.run / "last", "--decode", "static")) <= set(trained_words)
+    assert set(told(trained.run / "last", "--decode", "parallel", "--threshold", "0")) <= set(trained_words)
     tokens = torch.arange(40)[None] * 5 % 256
     with torch.inference_mode():
         assert torch.equal(load(trained.source)(tokens).logits, load(trained.run / "last")(tokens).logits)
 
 
-def test_an_exit_pack_brings_them(trained: Trained, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_exit_pack_brings_them(
+    trained: Trained, trained_words: list[int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["export", str(trained.run / "last"), str(tmp_path / "pack"), "--format", "exits"]) == 0
     assert f"among {MANY} words" in capsys.readouterr().out
     words = read_pack(tmp_path / "pack").words
     assert words is not None
-    assert words.tolist() == trained.words
+    assert words.tolist() == trained_words
     packed, own = load(trained.source, exits=tmp_path / "pack"), load(trained.run / "last")
-    assert words_of(packed) == trained.words
-    assert words_of(load(save(packed, tmp_path / "saved"))) == trained.words, "saving keeps a pack's words"
+    assert words_of(packed) == trained_words
+    assert words_of(load(save(packed, tmp_path / "saved"))) == trained_words, "saving keeps a pack's words"
     static = Exiting(mode="static")
     texts = [generate(model, "7: the line", max_new_tokens=12, exiting=static)[0].tokens for model in (packed, own)]
     assert texts[0] == texts[1]
@@ -409,7 +395,11 @@ def continued(trained: Trained, recipe: Callable[..., Any], **changes: Any) -> A
 
 
 def test_a_run_is_resumed_exactly(
-    trained: Trained, recipe: Callable[..., Any], tmp_path: Path, weights_of: Callable[[Path], dict[str, Any]]
+    trained: Trained,
+    trained_words: list[int],
+    recipe: Callable[..., Any],
+    tmp_path: Path,
+    weights_of: Callable[[Path], dict[str, Any]],
 ) -> None:
     """Also where its source has become another model meanwhile: the rows are those of the checkpoint's head."""
     source = shutil.copytree(trained.source, tmp_path / "source", symlinks=False)
@@ -430,11 +420,11 @@ def test_a_run_is_resumed_exactly(
     ]
     assert losses[0] == losses[1]
     assert [step for step, _ in losses[0]] == [4, 5, 6]
-    assert words_of(load(tmp_path / "b/last")) == trained.words
+    assert words_of(load(tmp_path / "b/last")) == trained_words
 
 
 def test_the_recipe_says_which_words_a_run_over_a_checkpoint_has(
-    trained: Trained, recipe: Callable[..., Any], token_corpus: Path
+    trained: Trained, trained_words: list[int], recipe: Callable[..., Any], token_corpus: Path
 ) -> None:
     corpus, model = Corpus.open(token_corpus), {"source": str(trained.run / "last"), "architecture": None, "recursions": 1}
     exits = {"at": [1], "adapter_rank": 4, "classifier": True}
@@ -443,11 +433,11 @@ def test_the_recipe_says_which_words_a_run_over_a_checkpoint_has(
         return build_student(recipe(model=model, **{"loss": {"exits": {**exits, "words": words}}, **changes}), corpus)
 
     same = student(MANY, train="exits")
-    assert words_of(same) == trained.words
+    assert words_of(same) == trained_words
     assert f"exits after 1 among {MANY} words" in describe_student(same)
     more = words_of(student(MANY + 5, train="exits"))
     assert more is not None
-    assert set(more) > set(trained.words)
+    assert set(more) > set(trained_words)
     assert words_of(student(0, train="exits")) is None
     assert words_of(student(0)) is None, "the head learns, and copies of its rows would go stale"
     assert words_of(student(0, loss={})) is None

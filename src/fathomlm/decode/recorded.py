@@ -239,17 +239,19 @@ class RecordedSteps:
 
     def tell(self) -> list[float]:
         """Waits for the step: how sure it was, and its choice."""
-        if self._done is not None:
-            self._done.synchronize()
+        self._wait()
         told: list[float] = self._heard.tolist()
         return told
 
     def tell_cycle(self) -> tuple[list[float], list[int], list[int]]:
         """Waits for a cycle: how sure its drafts were, the drafts, and what the whole model chose in their places."""
-        if self._done is not None:
-            self._done.synchronize()
+        self._wait()
         sures, drafts, choices = self._heard_3K.tolist()
         return sures, [int(token) for token in drafts], [int(token) for token in choices]
+
+    def _wait(self) -> None:
+        if self._done is not None:
+            self._done.synchronize()
 
     def read(self, prompt: Sequence[int], shallow: bool) -> None:
         """Run all tokens of a prompt but the last, which the first step runs; `shallow` to the exit only."""
