@@ -132,5 +132,5 @@ class EngineState:
 
     def upload(self, values: Sequence[object] | npt.NDArray[np.int64], dtype: torch.dtype = torch.int64) -> Tensor:
         """From pinned memory: a copy from elsewhere would wait until the device has done all it was given."""
-        pinned = self.device.type == "cuda"
-        return torch.tensor(values, dtype=dtype, pin_memory=pinned).to(self.device, non_blocking=True)
+        here = torch.as_tensor(values, dtype=dtype)
+        return (here.pin_memory() if self.device.type == "cuda" else here).to(self.device, non_blocking=True)
