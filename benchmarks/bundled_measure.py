@@ -102,7 +102,7 @@ def measure(args: argparse.Namespace, directory: Path) -> dict[str, Any]:
         "int8": {"files": {file.name: file.stat().st_size for file in sorted(small.glob("*.safetensors"))}},
         "texts": texts(model),
     }
-    found["int8"] |= losses(load(small, dtype="float32", device=device), rows)
+    found["int8"] |= {"rows": len(rows), **losses(load(small, dtype="float32", device=device), rows)}
     if model.plan.routing is not None:
         found["depth"] = depth_statistics(model, rows)
     return found

@@ -19,20 +19,26 @@ def table(record: dict[str, Any]) -> str:
         f"Trained on {first['trained_on']}, seed {first['seed']}: {tokens / 1e6:,.0f}M tokens, "
         f"{settings['sequences']} rows of {settings['context']} a step, AdamW {settings['lr']:g}, trapezoid, bf16. "
         f"Measured on {where['device']}, torch {where['torch']}, {where['date']}, commit {first['revision']}.",
-        "Losses are in nats a token on held-out documents: causal, as a model is used, and by top-k, as it was trained. "
-        "Bytes are of the int8 files, FLOPs forward, without the head.",
+        "Losses are in nats a token on held-out documents (in brackets: rows of them, where not all models have the same): "
+        "causal, as a model is used, and by top-k, as it was trained; at the end of the run causal too, in bf16, on the "
+        "same rows for all. Bytes are of the int8 files, FLOPs forward, without the head.",
+        *_engine(record.get("engine")),
         "",
-        "| model | weights | with embedding | MFLOPs/token | causal | top-k | int8: causal | int8: MB | engine: tokens/s |",
-        "|---|--:|--:|--:|--:|--:|--:|--:|--:|",
+        "| model | weights | with embedding | MFLOPs/token | end of the run | causal | top-k | int8: causal | int8: MB "
+        "| engine: tokens/s |",
+        "|---|--:|--:|--:|--:|--:|--:|--:|--:|--:|",
     ]
+    many = {name: {run[name].get("rows") for run in runs.values()} for name in ("validation", "int8")}
     for name, run in runs.items():
+        rows = {kind: f" ({run[kind]['rows']})" if len(found) > 1 else "" for kind, found in many.items()}
         cells = [
             f"{run['non_embedding_parameters'] / 1e6:.1f}M",
             f"{run['parameters'] / 1e6:.1f}M",
             f"{run['forward_flops_per_token'] / 1e6:.1f}",
-            f"{run['validation']['causal']:.4f}",
-            f"{run['validation']['top_k']:.4f}" if "top_k" in run["validation"] else "-",
-            f"{run['int8']['causal']:.4f}",
+            f"{_last_loss(run['validations'][-1]):.4f}",
+            f"{run['validation']['causal']:.4f}{rows['validation']}",
+            f"{run['validation']['top_k']:.4f}{rows['validation']}" if "top_k" in run["validation"] else "-",
+            f"{run['int8']['causal']:.4f}{rows['int8']}",
             f"{sum(run['int8']['files'].values()) / 1e6:.2f}",
             _speed(record.get("engine", {}).get(name, {})),
         ]
@@ -43,6 +49,24 @@ def table(record: dict[str, Any]) -> str:
         lines += ["", f"## Texts: {NAMES[name]}", "", "Sampled at temperature 0.8, top-p 0.95, not chosen.", ""]
         lines += [f"- **{text['prompt']}**{_one_line(text['text'])}" for text in run["texts"]]
     return "\n".join(lines) + "\n"
+
+
+def _engine(engine: dict[str, Any] | None) -> list[str]:
+    """What was asked of the engine, where it was asked."""
+    asked = next((one["workload"] for one in (engine or {}).values() if isinstance(one, dict) and "workload" in one), None)
+    if engine is None or asked is None:
+        return []
+    where = engine["environment"]
+    return [
+        f"Engine: `fathomlm bench throughput`, both in one run on {where['device']}, torch {where['torch']}, "
+        f"{engine['dtype']}, {where['date']}: {asked['requests']:,} requests that arrive {asked['arrivals']}, "
+        f"{asked['new_tokens']:,} new tokens."
+    ]
+
+
+def _last_loss(validation: dict[str, float]) -> float:
+    """Of a validation while training: a routed model's causal loss, another's only one."""
+    return validation.get("causal", validation["next_token"])
 
 
 def _speed(engine: dict[str, Any]) -> str:
@@ -91,7 +115,7 @@ def picture(record: dict[str, Any], out: Path) -> None:
     finals = []
     for name, run in runs.items():
         x = [r["tokens"] / 1e6 for r in run["validations"]]
-        y = [r.get("causal", r["next_token"]) for r in run["validations"]]
+        y = [_last_loss(r) for r in run["validations"]]
         finals.append(y[-1])
         left.plot(x, y, color=COLOURS[name], marker="o", markersize=3, label=f"{NAMES[name]}: {y[-1]:.3f}")
     left.set_ylim(min(finals) - 0.1, min(finals) + 1.5)

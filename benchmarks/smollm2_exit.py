@@ -6,7 +6,8 @@
     python benchmarks/smollm2_exit.py train --data data/smollm2 --chats data/smollm2-chats --seconds 540
     python benchmarks/smollm2_exit.py measure --data data/smollm2 --chats data/smollm2-chats --out smollm2_exit.json
     python benchmarks/smollm2_exit.py draw smollm2_exit.json benchmarks/results/smollm2_exit
-    python benchmarks/smollm2_exit.py best smollm2_exit.json
+    python benchmarks/smollm2_exit.py best smollm2_exit.json --pack PACK
+    python benchmarks/smollm2_exit.py ship smollm2_exit.json --pack PACK --chats data/smollm2-chats --out DIRECTORY
 
 `train` has one run for each design of an adapter, `rank128` and the like (recipes/exit-adapter-smollm2-135m.yaml) or `layer`
 (recipes/exit-layer-smollm2-135m.yaml), with an adapter at every exit layer in it: nothing but the exits learns, so they do
@@ -19,7 +20,8 @@ decoding, whose text is judged by the full model. `static` tells what a pass up 
 the least that any of them pays for a token: where speculative decoding gains nothing, it and the passes a token say why.
 It computes in float32 by default, as `fathomlm chat smollm2-135m` does: in bfloat16 a pass of several tokens rounds in other
 ways than passes of one, and where two words are nearly as likely the text goes another way. `best` names the exit to ship:
-the largest geometric mean of the devices' speculative speeds. smollm2_readout.py adds what each layer knows.
+the largest geometric mean of the devices' speculative speeds; `ship` makes of it what the package holds. What each layer
+knows is added by smollm2_readout.py.
 """
 
 from __future__ import annotations
@@ -130,6 +132,7 @@ def learnt_from(args: argparse.Namespace) -> Path:
 def measure(args: argparse.Namespace) -> None:
     import torch
 
+    from fathomlm.train.reading import read_recipe
     from fathomlm.train.report import read_records
 
     args.prompts_from = args.prompts_from or (["documents"] if args.chats is None else ["chats", "documents"])
@@ -150,8 +153,9 @@ def measure(args: argparse.Namespace) -> None:
         held_out = [r for r in read_records(run / "metrics.jsonl") if r["kind"] == "validation"]
         record.setdefault("training", {})[design.label] = [{"tokens": r["tokens"], "exits": r["exits"]} for r in held_out]
         learnt = {"design": design.label, "rank": design.rank, "run": str(run), "tokens": held_out[-1]["tokens"]}
+        learnt |= {"chats": args.chats is not None, "seed": read_recipe(run / "recipe.yaml").seed}
         for found in measure_run(args, run / "last", corpus, torch.device(device)):
-            found |= learnt | {"chats": args.chats is not None}
+            found |= learnt
             place["exits"][entry_name(found)] = found
             args.out.write_text(json.dumps(record) + "\n")
 
@@ -174,6 +178,12 @@ def best(args: argparse.Namespace) -> None:
     print(chosen_in_words(choice, args.pack or Path("exits")))
     if args.pack is not None:
         write_one(choice, args.pack)
+
+
+def ship(args: argparse.Namespace) -> None:
+    import smollm2_exit_ship
+
+    print(json.dumps(smollm2_exit_ship.ship(args)))
 
 
 def write_one(choice: dict[str, Any], out: Path) -> None:
@@ -229,7 +239,7 @@ def main() -> None:
         "--words", type=int, nargs="+", help="let exits choose among the N most frequent tokens; 0 is all (what they learnt)"
     )
     add("--max-stack", type=int, nargs="+", default=[8], help="drafts that may wait")
-    add("--rounds", type=int, default=2, help="how often texts are made; the fastest counts")
+    add("--rounds", type=int, default=2, help="how often texts are made; each text's fastest counts")
     add("--rows", type=int, default=32, help="held-out texts of each kind that the exit's loss is taken over")
     add("--pack", action=argparse.BooleanOptionalAction, default=True, help="weights in fewer, larger matrices")
     add = verb("draw", draw)
@@ -238,6 +248,14 @@ def main() -> None:
     add = verb("best", best)
     add("record", type=Path)
     add("--pack", type=Path, help="also write that exit alone into this directory")
+    add = verb("ship", ship)
+    add("record", type=Path)
+    add("--pack", type=Path, required=True, help="the exit, written by `best`")
+    add("--source", default="smollm2-135m")
+    add("--chats", type=Path, required=True, help="what `smollm2_chats.py prepare` made: its held-out ones calibrate")
+    messages = Path(__file__).parents[1] / "tests/packaged/held_out_messages.txt"
+    add("--messages", type=Path, default=messages, help="what the tests ask, a line each")
+    add("--out", type=Path, required=True)
     args = parser.parse_args()
     args.run(args)
 

@@ -41,7 +41,7 @@ class Texts:
     @classmethod
     def documents(cls, corpus: Path, count: int, length: int, rows: int) -> Texts:
         """Prompts are the first tokens of documents that are long enough."""
-        found = list(_held_out(corpus))
+        found = list(held_out(corpus))
         prompts = [tokens[:length] for tokens in found if len(tokens) > length]
         return cls._of(corpus, prompts, [(tokens[:LONGEST], 1) for tokens in found[:rows]], count)
 
@@ -49,7 +49,7 @@ class Texts:
     def chats(cls, corpus: Path, count: int, tokenizer: Any, rows: int) -> Texts:
         """Prompts are chats up to where the reply begins."""
         header = reply_header(tokenizer)
-        found = [(tokens, behind(tokens, header)) for tokens in _held_out(corpus)]
+        found = [(tokens, behind(tokens, header)) for tokens in held_out(corpus)]
         prompts = [tokens[:begin] for tokens, begin in found]
         return cls._of(corpus, prompts, [(tokens[:LONGEST], begin) for tokens, begin in found[:rows]], count)
 
@@ -62,7 +62,7 @@ class Texts:
         return cls(prompts[:count], prompts[count : 2 * count], whole)
 
 
-def _held_out(corpus: Path) -> Iterator[list[int]]:
+def held_out(corpus: Path) -> Iterator[list[int]]:
     """Held-out texts without their separator."""
     stream = Corpus.open(corpus).stream("validation")
     return (stream.document(number)[:-1].tolist() for number in range(stream.documents))
@@ -84,6 +84,18 @@ def behind(tokens: list[int], header: list[int]) -> int:
     return next(i + size for i in range(len(tokens) - size) if tokens[i : i + size] == header)
 
 
+@dataclass(frozen=True)
+class Way:
+    """A way to decode."""
+
+    mode: Any
+    threshold: Any = None
+
+    @property
+    def drafts(self) -> bool:
+        return self.mode in ("parallel", "speculative")
+
+
 class Bench:
     """One exit, with the words that it may choose among and the drafts that may wait."""
 
@@ -97,41 +109,47 @@ class Bench:
             decoder, length=length, exit_layers=layer, max_stack=stack, compile=on_gpu, pack=args.pack
         )
 
-    def texts(self, prompts: Sequence[list[int]], mode: Any, threshold: Any = None) -> list[CapturedText]:
-        fields: dict[str, Any] = {} if mode == "full" else {"exit_layers": (self.layer,)}
-        if mode in ("parallel", "speculative"):
-            fields |= {"threshold": threshold, "max_stack": self.max_stack}
-        exiting = Exiting(mode=mode, **fields)
-        return [self.captured.generate(prompt, exiting, self.new, self.ends) for prompt in prompts]
+    def text(self, prompt: list[int], way: Way) -> CapturedText:
+        fields: dict[str, Any] = {} if way.mode == "full" else {"exit_layers": (self.layer,)}
+        if way.drafts:
+            fields |= {"threshold": way.threshold, "max_stack": self.max_stack}
+        return self.captured.generate(prompt, Exiting(mode=way.mode, **fields), self.new, self.ends)
 
     def adaptive(self, prompts: Sequence[list[int]]) -> float:
         """The threshold that the estimator learns from texts of other prompts (thesis 2.5.3)."""
         from fathomlm.decode.threshold import ThresholdEstimator, ThresholdOptions
 
         estimator = ThresholdEstimator(ThresholdOptions(calibrating_sequences=len(prompts)))
-        self.texts(prompts, "parallel", estimator)
+        for prompt in prompts:
+            self.text(prompt, Way("parallel", estimator))
         return float(estimator.threshold)
 
-    def timed(
-        self, prompts: Sequence[list[int]], mode: str, threshold: float | None = None
-    ) -> tuple[dict[str, Any], list[CapturedText]]:
-        """Figures and texts. One text warms up; the fastest of the rounds counts."""
-        self.texts(prompts[:1], mode, threshold)
-        rounds = [self.texts(prompts, mode, threshold) for _ in range(self.rounds)]
-        texts = rounds[0]
+    def race(self, prompts: Sequence[list[int]], ways: Sequence[Way]) -> list[tuple[dict[str, Any], list[CapturedText]]]:
+        """Figures and texts of every way. Each prompt goes through all of them before the next one does, round after round,
+        and of a text's times the shortest counts: what slows a machine down for a while would else be one way's fault."""
+        for way in ways:
+            self.text(prompts[0], way)
+        rounds = [[[self.text(prompt, way) for way in ways] for prompt in prompts] for _ in range(self.rounds)]
+        found = []
+        for i, way in enumerate(ways):
+            texts = [made[i] for made in rounds[0]]
+            best = [min(turn[place][i].decode_seconds for turn in rounds) for place in range(len(prompts))]
+            found.append((self._figures(way, texts, sum(best)), texts))
+        return found
+
+    def _figures(self, way: Way, texts: list[CapturedText], seconds: float) -> dict[str, Any]:
         tokens = sum(len(text.tokens) for text in texts)
-        seconds = [sum(text.decode_seconds for text in made) for made in rounds]
-        found = {"ms_per_token": 1e3 * min(seconds) / tokens, "threshold": threshold, "tokens": tokens}
-        if mode in ("parallel", "speculative"):
+        found = {"ms_per_token": 1e3 * seconds / tokens, "threshold": way.threshold, "tokens": tokens}
+        if way.drafts:
             left = sum(layer == self.layer for text in texts for layer in text.exit_layers)
             found |= {
                 "exit_rate": left / tokens,
                 "shallow_passes": sum(len(text.confidences) for text in texts) / tokens,
                 "deep_passes": sum(text.deep_passes for text in texts) / tokens,
             }
-        if mode == "speculative":
+        if way.mode == "speculative":
             found["acceptance"] = sum(text.accepted for text in texts) / max(1, sum(text.drafted for text in texts))
-        return found, texts
+        return found
 
 
 @torch.inference_mode()
@@ -231,24 +249,24 @@ def words_for(model: FathomForCausalLM, corpus: Path, many: int) -> Tensor | Non
 
 def _measure_kind(args: argparse.Namespace, bench: Bench, kind: str, texts: Texts) -> dict[str, Any]:
     """Full decoding is timed here too, though it is the same for all: a machine's speed changes with time."""
-    full, reference = bench.timed(texts.prompts, "full")
-    full |= judged(bench.decoder, texts.prompts, reference)
-    static, _ = bench.timed(texts.prompts, "static")
-    print(f"  {kind}: full {full['ms_per_token']:.3f} ms a token, to the exit {static['ms_per_token']:.3f}", flush=True)
-    found: dict[str, Any] = {"full": full, "static": static} | {mode: {} for mode in args.modes}
     thresholds = {f"{value:g}": value for value in args.thresholds} | {"adaptive": bench.adaptive(texts.calibrating)}
-    for name, threshold in thresholds.items():
-        for mode in args.modes:
-            begun = time.perf_counter()
-            figures, made = bench.timed(texts.prompts, mode, threshold)
-            figures["speedup"] = full["ms_per_token"] / figures["ms_per_token"]
-            figures |= same_text(made, reference)
-            if mode == "parallel":
-                figures |= judged(bench.decoder, texts.prompts, made)
-            found[mode][name] = figures
-            kept = f", {figures['acceptance']:.0%} of drafts kept" if mode == "speculative" else ""
-            took = time.perf_counter() - begun
-            print(f"  {kind}: {mode} at {threshold:.2f}: {figures['speedup']:.2f}x{kept} ({took:.1f} s)", flush=True)
+    tried = [(name, Way(mode, threshold)) for name, threshold in thresholds.items() for mode in args.modes]
+    begun = time.perf_counter()
+    raced = bench.race(texts.prompts, [Way("full"), Way("static"), *(way for _, way in tried)])
+    (full, reference), (static, _), *rest = raced
+    full |= judged(bench.decoder, texts.prompts, reference)
+    found: dict[str, Any] = {"full": full, "static": static} | {mode: {} for mode in args.modes}
+    took = time.perf_counter() - begun
+    shown = f"full {full['ms_per_token']:.3f} ms a token, to the exit {static['ms_per_token']:.3f}"
+    print(f"  {kind}: {shown} ({took:.0f} s)", flush=True)
+    for (name, way), (figures, made) in zip(tried, rest, strict=True):
+        figures["speedup"] = full["ms_per_token"] / figures["ms_per_token"]
+        figures |= same_text(made, reference)
+        if way.mode == "parallel":
+            figures |= judged(bench.decoder, texts.prompts, made)
+        found[way.mode][name] = figures
+        kept = f", {figures['acceptance']:.0%} of drafts kept" if way.mode == "speculative" else ""
+        print(f"  {kind}: {way.mode} at {way.threshold:.2f}: {figures['speedup']:.2f}x{kept}", flush=True)
     return found
 
 

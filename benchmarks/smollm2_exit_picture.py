@@ -24,7 +24,7 @@ def picture(record: dict[str, Any], out: Path) -> None:
     figure.suptitle("SmolLM2-135M leaving early: one row, greedy, speed against full decoding")
     panels = figure.subplots(len(rows) + (known is not None), 2, squeeze=False)
     if known is not None:
-        _draw_known(panels[-1][0], known)
+        _draw_known(panels[-1][0], known, trained(record))
         panels[-1][1].set_visible(False)
     for (left, right), (place, kind) in zip(panels, rows, strict=False):
         _draw(left, place, kind, "speculative", "threshold")
@@ -38,11 +38,25 @@ def picture(record: dict[str, Any], out: Path) -> None:
     figure.savefig(out, dpi=130)
 
 
-def _draw_known(axes: Any, known: dict[str, Any]) -> None:
+def trained(record: dict[str, Any]) -> dict[str, dict[int, float]]:
+    """How often exits agree with the last layer on held-out chats, by design and layer."""
+    found: dict[str, dict[int, float]] = {}
+    for place in record["runs"].values():
+        for one in place["exits"].values():
+            if "chats" in one["kinds"]:
+                layers = found.setdefault(one["design"], {})
+                layers[one["layer"]] = one["kinds"]["chats"]["held_out"]["agreement"]
+    return found
+
+
+def _draw_known(axes: Any, known: dict[str, Any], exits: dict[str, dict[int, float]]) -> None:
     layers = [int(layer) for layer in known["layers"]]
     axes.plot(
         layers, [one["agreement"] for one in known["layers"].values()], marker="o", markersize=4, label="linear reading"
     )
+    for design, of_layer in exits.items():
+        told = ", ".join(f"{layer}: {agreement:.0%}" for layer, agreement in sorted(of_layer.items()))
+        axes.plot(list(of_layer), list(of_layer.values()), "s", color="C3", label=f"exits, {design} ({told})")
     depth = [layer / (max(layers) + 1) for layer in layers]
     axes.plot(layers, depth, color="black", linewidth=0.8, linestyle="--", label="part of the layers run")
     axes.set_title(

@@ -73,12 +73,13 @@ def fastest(modes: dict[str, Found], agreement: float = 0.0) -> Found | None:
 
 def _heading(device: str, place: dict[str, Any]) -> list[str]:
     where, settings = place["environment"], place["settings"]
+    seeds = ", ".join(str(seed) for seed in sorted({found["seed"] for found in place["exits"].values()}))
     threads = f"{where['threads']} threads" if device.startswith("cpu") else "compiled layers, captured graphs"
     return [
         f"## {where['device']}, {settings['dtype']}, {threads}",
         "",
-        f"torch {where['torch']}, {where['date']}, commit {place['revision']}. {settings['prompts']} held-out prompts of "
-        f"each kind (chats up to the reply; the first {settings['prompt_tokens']} tokens of documents), at most "
+        f"torch {where['torch']}, {where['date']}, commit {place['revision']}, seed {seeds}. {settings['prompts']} held-out "
+        f"prompts of each kind (chats up to the reply; the first {settings['prompt_tokens']} tokens of documents), at most "
         f"{settings['new_tokens']} new tokens each, greedy, one row.",
         "",
         "Speed is against full decoding of the same row; MB are the adapter's in bfloat16; the loss is the exit's on",

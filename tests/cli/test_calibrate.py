@@ -45,6 +45,24 @@ def test_it_writes_what_generate_reads(model: Path, texts: Path, capsys: pytest.
     assert "Beta(" in said
 
 
+def test_messages_go_through_the_chat_template(
+    model: Path, texts: Path, capsys: pytest.CaptureFixture[str], mistake_of: Callable[..., str]
+) -> None:
+    """They give what documents give that are written in the template already."""
+    words = ["--exit-layer", "2", "--max-new-tokens", "4", "--json"]
+    written = texts.with_name("written.jsonl")
+    messages = [json.loads(line)["text"] for line in texts.read_text().splitlines()]
+    whole = [f"<|im_start|>user\n{message}<|im_end|>\n<|im_start|>assistant\n" for message in messages]
+    written.write_text("\n".join(json.dumps({"text": text}) for text in whole))
+    found = []
+    for data, asked in ((texts, ["--chat"]), (written, ["--prompt-tokens", "200"]), (texts, [])):
+        assert main(["calibrate", str(model), "--data", str(data), *asked, *words]) == 0
+        found.append([json.loads(capsys.readouterr().out)[name] for name in ("agreements", "agree", "disagree")])
+    assert found[0] == found[1] != found[2]
+    both = ("--chat", "--prompt-tokens", "5")
+    assert "--chat takes messages whole" in mistake_of("calibrate", str(model), "--data", str(texts), *both)
+
+
 def test_another_exit_than_the_calibrated_one_is_refused(
     model: Path, texts: Path, mistake_of: Callable[..., str], capsys: pytest.CaptureFixture[str]
 ) -> None:

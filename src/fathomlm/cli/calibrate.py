@@ -37,6 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--texts", metavar="N", type=int, default=32, help="documents to begin from (default: 32)")
     begin = "tokens of each document that are the prompt (default: 32; an encoder reads up to 512)"
     add("--prompt-tokens", metavar="N", type=int, help=begin)
+    add("--chat", action="store_true", help="documents are messages, each put whole into the model's chat template")
     add("--max-new-tokens", metavar="N", type=int, default=64, help="length of each text (default: 64)")
     add("--exit-layer", metavar="N", action="append", help="leave after layer N, from 1 (default: the model's own exit)")
     add("--confidence", metavar="KIND", help="gap (default), max, state or classifier")
@@ -63,12 +64,14 @@ def run(args: argparse.Namespace) -> int:
             raise OptionError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(args, name)}")
     if args.prompt_tokens is not None and args.prompt_tokens < 1:
         raise OptionError(f"--prompt-tokens must be at least 1, got {args.prompt_tokens}")
+    if args.chat and args.prompt_tokens is not None:
+        raise OptionError("--chat takes messages whole; leave out --prompt-tokens")
     learning: dict[str, Any] = {"condition": args.condition, "priors": args.priors}
     ThresholdOptions(**learning)  # refuses what is out of range, before anything is loaded
     check_matplotlib()
     documents = _documents(args)
     model = load_any_model(args, **pack)
-    prompts = [_beginning(model, text, args.prompt_tokens) for text in documents]
+    prompts = [_message(model, text) if args.chat else _beginning(model, text, args.prompt_tokens) for text in documents]
     sampling = Sampling(max_new_tokens=args.max_new_tokens)
     with _progress(len(prompts)) as on_text:
         found = calibrate(
@@ -125,6 +128,12 @@ def _beginning(model: FathomModel, text: str, most: int | None) -> list[int]:
 
     tokens = encode_prompt(model, text)
     return tokens[: most or (512 if isinstance(model, FathomForSeq2SeqLM) else 32)]
+
+
+def _message(model: FathomModel, text: str) -> list[int]:
+    from fathomlm.decode.prompts import chat_prompt
+
+    return chat_prompt(model, [{"role": "user", "content": text}])
 
 
 @contextmanager

@@ -1,0 +1,134 @@
+"""From a measured exit to what the package holds: the pack, a threshold, a card and a record.
+
+    python benchmarks/smollm2_exit.py ship RECORD --pack PACK --chats data/smollm2-chats --out DIRECTORY
+
+The card is smollm2_exit_card.md with this exit's figures in it. The threshold is calibrated on held-out chats from the end
+of the list; `measure` takes its own from the beginning.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+from smollm2_exit_measure import behind, held_out, held_out_loss, reply_header
+from smollm2_exit_report import fastest
+
+CARD = Path(__file__).parent / "smollm2_exit_card.md"
+TEXTS, NEW_TOKENS = 24, 64
+"""Chats that the threshold is learnt from, and the tokens of each."""
+REPLY = 64
+"""Tokens of the replies to the tests' messages."""
+
+
+def ship(args: argparse.Namespace) -> dict[str, Any]:
+    """Writes the directory and returns its record."""
+    from fathomlm.checkpoints.exit_pack import RECORD, THRESHOLD, WEIGHTS, read_pack
+    from fathomlm.checkpoints.resolve import load
+    from fathomlm.decode.calibration import calibrate
+    from fathomlm.decode.sampling import Sampling
+
+    pack = read_pack(args.pack)
+    (index,) = pack.exits
+    model = load(args.source, dtype="float32", exits=args.pack)
+    chosen = entries(json.loads(args.record.read_text()), index + 1)
+    first = next(iter(chosen.values()))
+    args.out.mkdir(parents=True, exist_ok=True)
+    for name in (RECORD, WEIGHTS):
+        shutil.copyfile(args.pack / name, args.out / name)
+    header = reply_header(model.tokenizer)
+    prompts = [tokens[: behind(tokens, header)] for tokens in list(held_out(args.chats))[-TEXTS:]]
+    learnt = calibrate(model, prompts, Sampling(max_new_tokens=NEW_TOKENS))
+    learnt.save(args.out / THRESHOLD)
+    on_messages = held_out_loss(model.decoder, index + 1, replies(model, args.messages))
+    record = {
+        "recipe": "exit-layer-smollm2-135m",
+        "layer": index + 1,
+        "tokens_seen": first["tokens"],
+        "words": first["words"],
+        "parameters": sum(value.numel() for value in pack.tensors.values()),
+        "threshold": round(learnt.estimator.threshold, 4),
+        "agreement": round(first["kinds"]["chats"]["held_out"]["agreement"], 4),
+        "known": round(first["kinds"]["chats"]["held_out"]["known"], 4),
+        "held_out_tokens": first["kinds"]["chats"]["held_out"]["tokens"],
+        "held_out_agreement": round(on_messages["agreement"], 4),
+        "held_out_loss": round(on_messages["loss"], 4),
+        "speeds": {device: _speeds(entry["kinds"]["chats"]) for device, entry in chosen.items()},
+    }
+    (args.out / "record.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    (args.out / "README.md").write_text(_card(record, (args.out / WEIGHTS).stat().st_size), encoding="utf-8")
+    return record
+
+
+def entries(record: dict[str, Any], layer: int) -> dict[str, dict[str, Any]]:
+    """What was measured of the exit in float32 on each device: with the number of drafts that is fastest there."""
+    found: dict[str, dict[str, Any]] = {}
+    for place in record["runs"].values():
+        device, settings = place["environment"]["device"], place["settings"]
+        if settings["dtype"] != "float32":
+            continue
+        of_layer = [one for one in place["exits"].values() if one["layer"] == layer and one["rank"] is None]
+        if of_layer:
+            name = f"{device}, {place['environment']['threads']} threads" if device == "x86_64" else device
+            found[name] = max(of_layer, key=lambda one: _speeds(one["kinds"]["chats"])["speculative"]["speedup"])
+    if not found:
+        raise SystemExit(f"no device measured a layer's exit after {layer} in float32")
+    return found
+
+
+def replies(model: Any, messages: Path) -> list[tuple[list[int], int]]:
+    """The full model's replies behind their prompts, and where they begin."""
+    from fathomlm.decode.full import generate
+    from fathomlm.decode.prompts import chat_prompt
+
+    said = messages.read_text(encoding="utf-8").splitlines()
+    prompts = [chat_prompt(model, [{"role": "user", "content": message}]) for message in said]
+    made = generate(model, prompts, max_new_tokens=REPLY)
+    return [([*prompt, *row.tokens], len(prompt)) for prompt, row in zip(prompts, made, strict=True)]
+
+
+def _speeds(kind: dict[str, Any]) -> dict[str, Any]:
+    """Speculative decoding at its fastest, and parallel decoding at the threshold that set itself."""
+    speculative, parallel = fastest(kind["speculative"]), kind["parallel"]["adaptive"]
+    assert speculative is not None
+    return {
+        "speculative": {name: speculative[name] for name in ("speedup", "threshold", "acceptance", "same_texts")},
+        "parallel": {name: parallel[name] for name in ("speedup", "threshold", "agreement", "perplexity")},
+        "full_perplexity": kind["full"]["perplexity"],
+    }
+
+
+def _card(record: dict[str, Any], size: int) -> str:
+    figures = {
+        "layer": str(record["layer"]),
+        "parameters": f"{record['parameters'] / 1e6:.2f}M",
+        "bytes": f"{size / 1e6:.2f}",
+        "words": f"{record['words']:,}",
+        "tokens": f"{record['tokens_seen'] / 1e6:.0f}M",
+        "threshold": f"{record['threshold']:.2f}",
+        "texts": str(TEXTS),
+        "agreement": _percent(record["agreement"]),
+        "known": _percent(record["known"]),
+        "held_out_tokens": f"{record['held_out_tokens']:,}",
+        "held_out_agreement": _percent(record["held_out_agreement"]),
+        "held_out_loss": f"{record['held_out_loss']:.2f}",
+        "speeds": "\n".join(_row(device, one) for device, one in record["speeds"].items()),
+    }
+    text = CARD.read_text(encoding="utf-8")
+    for name, value in figures.items():
+        text = text.replace("{" + name + "}", value)
+    return text
+
+
+def _row(device: str, one: dict[str, Any]) -> str:
+    exact, loose = one["speculative"], one["parallel"]
+    cells = [f"{exact['speedup']:.2f}x", f"{exact['same_texts']:.0%}", f"{loose['speedup']:.2f}x"]
+    cells += [_percent(loose["agreement"]), f"{loose['perplexity']:.2f} ({one['full_perplexity']:.2f})"]
+    return f"| {device} | {' | '.join(cells)} |"
+
+
+def _percent(part: float) -> str:
+    return f"{100 * part:.1f} %"

@@ -1,0 +1,166 @@
+"""The exit that comes for SmolLM2-135M: its size, its card, what it costs the full model (nothing), and what it foretells.
+
+`record.json` holds `held_out_agreement`, how often the exit chooses the full model's token in its replies to
+held_out_messages.txt, none of which the exit was trained on, and `held_out_loss`, the exit's loss there in nats a token where
+the token is one of its words.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import fathomlm
+from fathomlm.checkpoints.exit_pack import read_pack
+from fathomlm.checkpoints.resolve import load
+from fathomlm.cli.main import main
+from fathomlm.decode.calibration import FILE, Calibration
+from fathomlm.decode.captured import CapturedDecoder
+from fathomlm.decode.exiting import Exiting
+from fathomlm.decode.prompts import chat_prompt, end_tokens
+from fathomlm.model.hub import FathomForCausalLM
+from fathomlm.packaged import packaged_exits
+
+NAME = "smollm2-135m"
+PATH = packaged_exits(NAME)
+MESSAGES = (Path(__file__).parent / "held_out_messages.txt").read_text(encoding="utf-8").splitlines()
+REPLY = 64
+
+pytestmark = [
+    pytest.mark.skipif(PATH is None, reason=f"no exit is packaged here: src/fathomlm/packaged/exits/{NAME} is missing"),
+]
+
+
+def place() -> Path:
+    assert PATH is not None
+    return PATH
+
+
+def record() -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((place() / "record.json").read_text(encoding="utf-8"))
+    return found
+
+
+@pytest.fixture(scope="module")
+def base(smollm2_path: Path) -> FathomForCausalLM:
+    found = load(smollm2_path, dtype="float32")
+    assert isinstance(found, FathomForCausalLM)
+    return found
+
+
+@pytest.fixture(scope="module")
+def exited(smollm2_path: Path) -> FathomForCausalLM:
+    found = load(smollm2_path, dtype="float32", exits=place())
+    assert isinstance(found, FathomForCausalLM)
+    return found
+
+
+@pytest.fixture(scope="module")
+def prompts(base: FathomForCausalLM) -> list[list[int]]:
+    return [chat_prompt(base, [{"role": "user", "content": message}]) for message in MESSAGES]
+
+
+@pytest.fixture(scope="module")
+def replies(base: FathomForCausalLM, prompts: list[list[int]]) -> list[tuple[int, ...]]:
+    return [row.tokens for row in fathomlm.generate(base, prompts, max_new_tokens=REPLY)]
+
+
+def layer() -> int:
+    (index,) = read_pack(place()).exits
+    return index + 1
+
+
+def test_it_is_small_and_holds_nothing_but_data() -> None:
+    files = [file for file in place().rglob("*") if file.is_file()]
+    assert sum(file.stat().st_size for file in files) <= 8_000_000
+    assert {file.name for file in files} == {"exits.json", "exits.safetensors", "threshold.json", "record.json", "README.md"}
+
+
+def test_its_threshold_is_for_its_exit() -> None:
+    found = Calibration.load(place() / FILE)
+    assert (found.exit_layer, found.confidence) == (layer(), "gap")
+    assert 0.05 < found.estimator.threshold < 0.9
+    assert found.estimator.sequences >= 16
+
+
+def test_the_card_names_licences_and_what_it_agrees_with() -> None:
+    card = (place() / "README.md").read_text(encoding="utf-8")
+    assert "licen" in card.lower()
+    assert f"{record()['held_out_agreement']:.1%}".replace("%", " %") in card
+
+
+@pytest.mark.real
+def test_the_full_model_is_what_it_was(base: FathomForCausalLM, exited: FathomForCausalLM) -> None:
+    own = base.state_dict()
+    shared = {name: value for name, value in exited.state_dict().items() if name in own}
+    assert shared.keys() == own.keys()
+    assert all(torch.equal(value, own[name]) for name, value in shared.items())
+    tokens = torch.tensor([base.tokenizer(MESSAGES[0]).input_ids])
+    with torch.inference_mode():
+        assert torch.equal(base(tokens).logits, exited(tokens).logits)
+
+
+@pytest.mark.real
+def test_it_foretells_the_full_model_as_often_as_its_record_says(
+    exited: FathomForCausalLM, prompts: list[list[int]], replies: list[tuple[int, ...]]
+) -> None:
+    decoder, index = exited.decoder, layer() - 1
+    (own,) = decoder.plan.exit_steps((index,))
+    agreed = count = known = 0
+    nats = 0.0
+    for prompt, reply in zip(prompts, replies, strict=True):
+        tokens = torch.tensor([[*prompt, *reply]])
+        with torch.inference_mode():
+            state = decoder.states(tokens[:, :-1], at=(own.index,))[own.index]
+            logits = decoder.exit_logits(state, index, layered=True)[0, len(prompt) - 1 :]
+        target = torch.tensor(reply)
+        agreed, count = agreed + int((logits.argmax(-1) == target).sum()), count + len(reply)
+        inside = logits.gather(1, target[:, None])[:, 0].isfinite()
+        nats += float(torch.nn.functional.cross_entropy(logits[inside], target[inside], reduction="sum"))
+        known += int(inside.sum())
+    assert agreed / count == pytest.approx(record()["held_out_agreement"], abs=0.02)
+    assert nats / known == pytest.approx(record()["held_out_loss"], abs=0.02)
+
+
+@pytest.mark.real
+@pytest.mark.parametrize("captured", [False, True])
+def test_speculative_text_is_the_full_models_with_fewer_passes(
+    captured: bool, exited: FathomForCausalLM, prompts: list[list[int]], replies: list[tuple[int, ...]]
+) -> None:
+    threshold = Calibration.load(place() / FILE).estimator.threshold
+    exiting = Exiting(mode="speculative", exit_layers=(layer(),), threshold=threshold, max_stack=6)
+    found: list[tuple[list[int], int, int]] = []
+    if captured:
+        longest = max(map(len, prompts)) + REPLY
+        steps = CapturedDecoder(exited.decoder, length=longest, exit_layers=layer(), max_stack=6)
+        for prompt in prompts:
+            text = steps.generate(prompt, exiting, REPLY, end_tokens(exited))
+            found.append((list(text.tokens), text.deep_passes, text.accepted))
+    else:
+        for row in fathomlm.generate(exited, prompts, max_new_tokens=REPLY, exiting=exiting):
+            assert row.exits is not None
+            found.append((list(row.tokens), row.exits.deep_passes, row.exits.accepted))
+    assert [tokens for tokens, _, _ in found] == [list(reply) for reply in replies]
+    deep, made = sum(passes for _, passes, _ in found), sum(map(len, replies))
+    assert deep < 0.85 * made, "drafts spare passes through the whole model"
+    assert sum(kept for _, _, kept in found) > 0.15 * made
+
+
+@pytest.mark.real
+def test_the_command_finds_it_by_name(
+    smollm2_path: Path, replies: list[tuple[int, ...]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`smollm2-135m` names the fetched file, and the exit comes with it."""
+    words = ["generate", NAME, "--chat", "-p", MESSAGES[0], "--max-new-tokens", str(REPLY)]
+    assert main([*words, "--decode", "speculative", "--json"]) == 0
+    captured = capsys.readouterr()
+    found = json.loads(captured.out)
+    assert "using the exits that come with FathomLM" in captured.err
+    assert found["exit_pack"] == str(place())
+    assert tuple(found["results"][0]["tokens"]) == replies[0]
+    assert found["exits"]["threshold"] == pytest.approx(Calibration.load(place() / FILE).estimator.threshold)
+    assert found["exits"]["exit_rate"] > 0.1
