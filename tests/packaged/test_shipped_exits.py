@@ -1,8 +1,8 @@
 """The exit that comes for SmolLM2-135M: its size, its card, what it costs the full model (nothing), and what it foretells.
 
 `record.json` holds `held_out_agreement`, how often the exit chooses the full model's token in its replies to
-held_out_messages.txt, none of which the exit was trained on, and `held_out_loss`, the exit's loss there in nats a token where
-the token is one of its words.
+held_out_messages.txt, none of which the exit was trained on, and `held_out_loss`, the exit's loss there in nats a token
+where the token is one of its words.
 """
 
 from __future__ import annotations
