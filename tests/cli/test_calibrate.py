@@ -57,7 +57,8 @@ def test_messages_go_through_the_chat_template(
     found = []
     for data, asked in ((texts, ["--chat"]), (written, ["--prompt-tokens", "200"]), (texts, [])):
         assert main(["calibrate", str(model), "--data", str(data), *asked, *words]) == 0
-        found.append([json.loads(capsys.readouterr().out)[name] for name in ("agreements", "agree", "disagree")])
+        record = json.loads(capsys.readouterr().out)
+        found.append([record[name] for name in ("agreements", "agree", "disagree")])
     assert found[0] == found[1] != found[2]
     both = ("--chat", "--prompt-tokens", "5")
     assert "--chat takes messages whole" in mistake_of("calibrate", str(model), "--data", str(texts), *both)
