@@ -66,13 +66,13 @@ def ship(args: argparse.Namespace) -> dict[str, Any]:
 def entries(record: dict[str, Any], layer: int) -> dict[str, dict[str, Any]]:
     """What was measured of the exit in float32 on each device: with the number of drafts that is fastest there."""
     found: dict[str, dict[str, Any]] = {}
-    for place in record["runs"].values():
-        device, settings = place["environment"]["device"], place["settings"]
-        if settings["dtype"] != "float32":
+    for kind, place in record["runs"].items():
+        where = place["environment"]
+        if place["settings"]["dtype"] != "float32":
             continue
         of_layer = [one for one in place["exits"].values() if one["layer"] == layer and one["rank"] is None]
         if of_layer:
-            name = f"{device}, {place['environment']['threads']} threads" if device == "x86_64" else device
+            name = f"{where['device']}, {where['threads']} threads" if kind.startswith("cpu") else where["device"]
             found[name] = max(of_layer, key=lambda one: _speeds(one["kinds"]["chats"])["speculative"]["speedup"])
     if not found:
         raise SystemExit(f"no device measured a layer's exit after {layer} in float32")

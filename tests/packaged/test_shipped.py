@@ -23,6 +23,7 @@ from fathomlm.evaluate.perplexity import predict
 from fathomlm.evaluate.scoring import Scorer
 from fathomlm.model.hub import FathomForCausalLM
 from fathomlm.packaged import packaged_path
+from packaged.shipped import record_of
 
 NAME = "fathom-mor-23m"
 PATH = packaged_path(NAME)
@@ -55,8 +56,7 @@ def place() -> Path:
 
 
 def record() -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((place() / "record.json").read_text(encoding="utf-8"))
-    return found
+    return record_of(PATH)
 
 
 def test_it_is_small() -> None:

@@ -24,6 +24,7 @@ from fathomlm.decode.exiting import Exiting
 from fathomlm.decode.prompts import chat_prompt, end_tokens
 from fathomlm.model.hub import FathomForCausalLM
 from fathomlm.packaged import packaged_exits
+from packaged.shipped import record_of
 
 NAME = "smollm2-135m"
 PATH = packaged_exits(NAME)
@@ -41,8 +42,7 @@ def place() -> Path:
 
 
 def record() -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((place() / "record.json").read_text(encoding="utf-8"))
-    return found
+    return record_of(PATH)
 
 
 @pytest.fixture(scope="module")
