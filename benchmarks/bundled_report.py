@@ -22,7 +22,7 @@ def table(record: dict[str, Any]) -> str:
         "Losses are in nats a token on held-out documents (in brackets: rows of them, where not all models have the same): "
         "causal, as a model is used, and by top-k, as it was trained; at the end of the run causal too, in bf16, on the "
         "same rows for all. Bytes are of the int8 files, FLOPs forward, without the head.",
-        *_engine(record.get("engine")),
+        *_engine(record.get("engine", {})),
         "",
         "| model | weights | with embedding | MFLOPs/token | end of the run | causal | top-k | int8: causal | int8: MB "
         "| engine: tokens/s |",
@@ -35,7 +35,7 @@ def table(record: dict[str, Any]) -> str:
             f"{run['non_embedding_parameters'] / 1e6:.1f}M",
             f"{run['parameters'] / 1e6:.1f}M",
             f"{run['forward_flops_per_token'] / 1e6:.1f}",
-            f"{_last_loss(run['validations'][-1]):.4f}",
+            f"{_validation_loss(run['validations'][-1]):.4f}",
             f"{run['validation']['causal']:.4f}{rows['validation']}",
             f"{run['validation']['top_k']:.4f}{rows['validation']}" if "top_k" in run["validation"] else "-",
             f"{run['int8']['causal']:.4f}{rows['int8']}",
@@ -51,10 +51,10 @@ def table(record: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _engine(engine: dict[str, Any] | None) -> list[str]:
+def _engine(engine: dict[str, Any]) -> list[str]:
     """What was asked of the engine, where it was asked."""
-    asked = next((one["workload"] for one in (engine or {}).values() if isinstance(one, dict) and "workload" in one), None)
-    if engine is None or asked is None:
+    asked = next((engine[name]["workload"] for name in NAMES if "workload" in engine.get(name, {})), None)
+    if asked is None:
         return []
     where = engine["environment"]
     return [
@@ -64,7 +64,7 @@ def _engine(engine: dict[str, Any] | None) -> list[str]:
     ]
 
 
-def _last_loss(validation: dict[str, float]) -> float:
+def _validation_loss(validation: dict[str, float]) -> float:
     """Of a validation while training: a routed model's causal loss, another's only one."""
     return validation.get("causal", validation["next_token"])
 
@@ -115,7 +115,7 @@ def picture(record: dict[str, Any], out: Path) -> None:
     finals = []
     for name, run in runs.items():
         x = [r["tokens"] / 1e6 for r in run["validations"]]
-        y = [_last_loss(r) for r in run["validations"]]
+        y = [_validation_loss(r) for r in run["validations"]]
         finals.append(y[-1])
         left.plot(x, y, color=COLOURS[name], marker="o", markersize=3, label=f"{NAMES[name]}: {y[-1]:.3f}")
     left.set_ylim(min(finals) - 0.1, min(finals) + 1.5)
