@@ -10,8 +10,9 @@ tokens that run each recursion.
 
 Every variant is measured in several settings: steps of one pass of 16 x 2048 tokens; of eight such passes, whose gradients
 are added up; and of two passes of 64 x 2048; the last two with the inner activations made again and with all kept; and of
-four of 64 x 2048, the batch of the pretraining recipes. Ratios to vanilla are taken within a setting. Each setting has its
-key; what stands outside is the setting named by `main`, and `vanilla_fastest`, vanilla in the setting where it is fastest.
+four of 64 x 2048, the batch of the pretraining recipes. Ratios to vanilla are taken within a setting. All of them stand
+under `settings`. Outside stand `vanilla` in the setting where it is fastest, and the others in the setting `main`, with
+`vanilla_main` for the vanilla that their ratios compare with; each says its setting.
 """
 
 from __future__ import annotations
@@ -205,20 +206,22 @@ def main() -> None:
         for name in args.only:
             if setting in args.also and name != "vanilla":
                 continue
-            top = args.top if setting == args.main else 0
-            place[name] = measure(name, *SETTINGS[setting], args.seconds, top, args.capture)
+            place[name] = measure(name, *SETTINGS[setting], args.seconds, args.top, args.capture)
             compare(place, name)
             print(describe(name, place[name]), flush=True)
             gc.collect()
             if args.out is not None:
-                whole = record | settings.get(args.main, {}) | best(settings) | {"settings": settings}
+                whole = record | summary(settings, args.main) | {"settings": settings}
                 args.out.write_text(json.dumps(whole, indent=1) + "\n")
 
 
-def best(settings: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """Vanilla in the setting where it is fastest, by name."""
-    found = [place["vanilla"] | {"setting": setting} for setting, place in settings.items() if "vanilla" in place]
-    return {"vanilla_fastest": max(found, key=lambda one: one["tokens_per_s"])} if found else {}
+def summary(settings: dict[str, dict[str, Any]], main: str) -> dict[str, Any]:
+    """Vanilla where it is fastest, and everything in the setting `main`, as far as it is measured."""
+    chosen = {name: found | {"setting": main} for name, found in settings.get(main, {}).items()}
+    if "vanilla" in chosen:
+        chosen["vanilla_main"] = chosen.pop("vanilla")
+    plain = [place["vanilla"] | {"setting": setting} for setting, place in settings.items() if "vanilla" in place]
+    return ({"vanilla": max(plain, key=lambda one: one["tokens_per_s"])} if plain else {}) | chosen
 
 
 def compare(place: dict[str, Any], name: str) -> None:

@@ -166,7 +166,8 @@ def _head(recipe: Recipe, parts: Parts, tokens: int) -> int:
     a, loss = parts.architecture, recipe.loss
     early = parts.at_exits.vocab if loss.exits is not None else 0
     taught = loss.exits is not None and loss.exits.distill is not None
-    logits = max(_logits(recipe, a.vocab, loss.distill is not None, tokens), _logits(recipe, early, taught, tokens))
+    hidden = (tokens, a.hidden)
+    logits = max(_logits(recipe, a.vocab, loss.distill is not None, hidden), _logits(recipe, early, taught, hidden))
     copied = 4 * early * a.hidden if parts.exit_words else 0
     learned = 4 * a.vocab * a.hidden if recipe.train == "all" else 0
     kept = learned + 4 * tokens * a.hidden if not recipe.exits_only else 0
@@ -174,14 +175,14 @@ def _head(recipe: Recipe, parts: Parts, tokens: int) -> int:
     return logits + copied + kept + exits
 
 
-def _logits(recipe: Recipe, vocab: int, taught: bool, tokens: int) -> int:
+def _logits(recipe: Recipe, vocab: int, taught: bool, hidden: tuple[int, int]) -> int:
     """Of one chunk at one output."""
     if not vocab:
         return 0
     wide, device = _wide(recipe), "cpu" if recipe.device == "cpu" else "cuda"
     with_teacher = wide * 3 if recipe.compile else 2 * wide + 28
     without = wide if device == "cuda" else wide + 16
-    chunk = min(recipe.loss.chunk or default_chunk(device, vocab), tokens)
+    chunk = min(recipe.loss.chunk or default_chunk(device, vocab, None if taught else hidden), hidden[0])
     return chunk * vocab * (with_teacher if taught else without)
 
 
