@@ -202,7 +202,8 @@ class LossRecipe:
     routing: RoutingLossRecipe | None = None
     """What teaches a router; by default what the thesis chose for its kind."""
     chunk: int | None = None
-    """Tokens whose logits are held at once; by default as many as make 3 x 2^26 of them on a GPU, 2^26 on a CPU."""
+    """Tokens whose logits are held at once; by default as many as make 2^26 of them on a CPU and 3 x 2^26 on a GPU, where
+    large passes without a teacher hold more."""
 
 
 @dataclass(frozen=True, kw_only=True)
