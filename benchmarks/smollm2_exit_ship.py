@@ -28,6 +28,7 @@ def ship(args: argparse.Namespace) -> dict[str, Any]:
     """Writes the directory and returns its record."""
     from fathomlm.checkpoints.exit_pack import RECORD, THRESHOLD, WEIGHTS, read_pack
     from fathomlm.checkpoints.resolve import load
+    from fathomlm.checkpoints.writing import whole_directory
     from fathomlm.decode.calibration import calibrate
     from fathomlm.decode.sampling import Sampling
 
@@ -36,13 +37,9 @@ def ship(args: argparse.Namespace) -> dict[str, Any]:
     model = load(args.source, dtype="float32", exits=args.pack)
     measured = entries(json.loads(args.record.read_text()), index + 1)
     first = next(iter(measured.values()))[0]
-    args.out.mkdir(parents=True, exist_ok=True)
-    for name in (RECORD, WEIGHTS):
-        shutil.copyfile(args.pack / name, args.out / name)
     header = reply_header(model.tokenizer)
     prompts = [tokens[: behind(tokens, header)] for tokens in list(held_out(args.chats))[-TEXTS:]]
     learnt = calibrate(model, prompts, Sampling(max_new_tokens=NEW_TOKENS))
-    learnt.save(args.out / THRESHOLD)
     on_messages = held_out_loss(model.decoder, index + 1, replies(model, args.messages))
     record = {
         "recipe": "exit-layer-smollm2-135m",
@@ -58,8 +55,12 @@ def ship(args: argparse.Namespace) -> dict[str, Any]:
         "held_out_loss": round(on_messages["loss"], 4),
         "speeds": {device: _speeds([one["kinds"]["chats"] for one in found]) for device, found in measured.items()},
     }
-    (args.out / "record.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-    (args.out / "README.md").write_text(_card(record, (args.out / WEIGHTS).stat().st_size), encoding="utf-8")
+    with whole_directory(args.out, force=True, what="exit", sign=RECORD) as out:
+        for name in (RECORD, WEIGHTS):
+            shutil.copyfile(args.pack / name, out / name)
+        learnt.save(out / THRESHOLD)
+        (out / "record.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+        (out / "README.md").write_text(_card(record, (out / WEIGHTS).stat().st_size), encoding="utf-8")
     return record
 
 
