@@ -55,6 +55,8 @@ SETTINGS: dict[str, tuple[int, int, Recompute]] = {
 """Rows of a step, rows of a pass, and what the backward pass computes again."""
 GROUP = 5
 """Steps between waits for the GPU, as between two records of a run."""
+GROUPS = 3
+"""Such groups at least, however long steps take."""
 SETTLE = 5.0
 """Seconds of steps before any is timed: every variant is measured on a GPU that is as warm, whichever came first."""
 
@@ -113,7 +115,7 @@ def measure(
             stepper.step(batches, number, wants_stop=False)
         torch.cuda.synchronize()
     times: list[float] = []
-    while GROUP * sum(times) < seconds:
+    while len(times) < GROUPS or GROUP * sum(times) < seconds:
         begin, behind = time.perf_counter(), None
         for number in range(GROUP):
             pending = stepper.step(batches, number, wants_stop=False)
@@ -134,6 +136,7 @@ def measure(
         "captured": capture,
         "step_ms": round(1e3 * step, 2),
         "step_ms_spread": [round(1e3 * min(times), 2), round(1e3 * max(times), 2)],
+        "groups": len(times),
         "rows": rows,
         "micro": micro,
         "context": CONTEXT,

@@ -169,7 +169,12 @@ def test_a_directory_that_is_no_model(tmp_path):
 
 @pytest.mark.parametrize(
     ("source", "says"),
-    [("smolm2-135m", "did you mean 'smollm2-135m'"), ("./nowhere/at/all", "does not exist"), ("x.gguf", "does not exist")],
+    [
+        ("smolm2-135m", "did you mean 'smollm2-135m'"),
+        ("./nowhere/at/all", "does not exist"),
+        ("../there", "does not exist"),
+        ("x.gguf", "does not exist"),
+    ],
 )
 def test_unknown_sources(source, says):
     with pytest.raises(ModelNotFound, match=says):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import os
 import shutil
 import signal
@@ -57,18 +58,22 @@ def train(
     term: list[int] | None = None,
     full_disk: int | None = None,
     no_rename: bool = False,
+    bad_pass: list[int] | None = None,
 ) -> dict[str, Any]:
-    """A run. `term`: the rank to send SIGTERM to and after which step; `full_disk`: the rank that cannot write."""
+    """A run. `term`: the rank to send SIGTERM to and after which step; `full_disk`: the rank that cannot write; `bad_pass`:
+    the rank whose loss is not a number, and the number of that pass."""
     if copy_of is not None and world.first:
         shutil.copytree(copy_of, recipe["out"], symlinks=True)
     world.wait()
     after = term[1] if term is not None and term[0] == world.rank else None
     try:
-        with _full_disk(world.rank == full_disk), _no_rename(no_rename and world.first):
+        bad = bad_pass[1] if bad_pass is not None and bad_pass[0] == world.rank else None
+        with _full_disk(world.rank == full_disk), _no_rename(no_rename and world.first), _bad_pass(bad):
             summary = Run(build_recipe(recipe), world, Caller(after)).go(resume)
     except FathomError as error:
         return {"error": type(error).__name__, "text": str(error)}
-    return {"step": summary.step, "finished": summary.finished}
+    skipped = {"skipped": summary.skipped} if summary.skipped else {}
+    return {"step": summary.step, "finished": summary.finished, **skipped}
 
 
 @contextmanager
@@ -77,6 +82,18 @@ def _full_disk(here: bool) -> Iterator[None]:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with mock.patch.object(checkpoint, "save_file", refuse if here else checkpoint.save_file):
+        yield
+
+
+@contextmanager
+def _bad_pass(number: int | None) -> Iterator[None]:
+    forward, passes = Objective.forward, iter(range(1, 1000))
+
+    def spoilt(self: Objective, *args: Any, **more: Any) -> Any:
+        total, parts = forward(self, *args, **more)
+        return (total * math.nan if self.training and next(passes) == number else total), parts
+
+    with mock.patch.object(Objective, "forward", forward if number is None else spoilt):
         yield
 
 

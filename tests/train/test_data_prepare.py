@@ -56,6 +56,13 @@ def small_batches(monkeypatch):
     monkeypatch.setattr(segments, "BATCH_DOCUMENTS", 16)
 
 
+def test_directories_that_were_made_for_nothing_go_again(tmp_path):
+    (tmp_path / "empty.txt").write_text("")
+    with pytest.raises(DataError, match=r"no document with text, so there is nothing to prepare \(.*empty\.txt\)"):
+        prepare(PrepareOptions(sources=(str(tmp_path / "empty.txt"),), out=tmp_path / "a/b/corpus", tokenizer="bytes"))
+    assert [path.name for path in tmp_path.iterdir()] == ["empty.txt"]
+
+
 def test_every_document_is_there_once_and_in_order(sources, tmp_path):
     corpus = prepare(options(sources, tmp_path / "out"))
     tokenizer = byte_tokenizer()

@@ -90,6 +90,7 @@ def test_the_separator_is_else_the_tokenizers_own_end():
     [
         ("byte", r"unknown tokenizer 'byte' \(did you mean 'bytes'\?\).*or give a directory"),
         ("no/such/place", "the tokenizer no/such/place does not exist"),
+        ("./place", "the tokenizer ./place does not exist"),
         ("tokenizer.json", "the tokenizer tokenizer.json does not exist"),
     ],
 )

@@ -12,12 +12,14 @@ from fathomlm.depth.presets import PRESETS
 from fathomlm.depth.relaxation import build_relaxation
 from fathomlm.errors import OptionError
 from fathomlm.model.decoder import Decoder
-from fathomlm.train.estimate import estimate, flops_per_token_6n, format_estimate
+from fathomlm.train.estimate import estimate, flops_per_token_6n
+from fathomlm.train.estimate_text import format_estimate
 from fathomlm.train.footprint import activation_bytes, count_memory
 from fathomlm.train.hardware import ACCELERATORS, accelerator_name, memory_bytes, peak_tflops
 from fathomlm.train.parts import read_parts
 from fathomlm.train.reading import build_recipe, read_recipe, shipped_recipes
 from fathomlm.train.recipe import HardwareRecipe, Recipe
+from fathomlm.train.run import train
 from fathomlm.train.schedule import LearningRate
 
 SHAPE = {"layers": 4, "hidden": 96, "intermediate": 160, "heads": 3, "kv_heads": 1, "head_dim": 32, "vocab": 64}
@@ -236,14 +238,17 @@ def test_the_peak_is_the_recipes_or_what_is_sustained_or_the_data_sheets():
 
 
 @pytest.mark.parametrize("name", shipped_recipes())
-def test_every_recipe_can_be_dry_run(name):
-    """Recipes that go on from another run's model are tried on what that run makes."""
+def test_every_recipe_can_be_dry_run(name, tmp_path, monkeypatch):
+    """On a machine that has no data, and no model of another run."""
+    monkeypatch.chdir(tmp_path)
     recipe = read_recipe(name)
-    if recipe.model.source is not None and recipe.model.source.startswith("runs/"):
-        base = read_recipe(recipe.model.source.split("/")[1]).model.source
-        recipe = read_recipe(name, ["--model.source", str(base), "--model.recursions", "2"])
     assert recipe.name == name
+    before = estimate(recipe)
+    assert (before.steps is None) == (recipe.budget.epochs is not None)
+    assert ("not prepared yet" in format_estimate(before)) == (before.steps is None)
+    assert (before.source_from is not None) == str(recipe.model.source).startswith("runs/")
     found = estimate(recipe, rows_in_epoch=14_732 if recipe.budget.epochs else None)
+    assert found.memory == before.memory
     assert found.fits is not False
     assert found.micro_batches * recipe.batch.micro * found.devices >= found.rows_per_step
     assert json.loads(json.dumps(found.to_dict()))["memory"]["total"] == found.memory.total
@@ -282,7 +287,22 @@ def test_smaller_budgets_cool_down_from_the_milestones(name):
             assert rate.warmup == round(0.05 * found.steps)
 
 
-def test_a_budget_in_epochs_needs_the_data():
-    with pytest.raises(OptionError, match="prepare"):
-        estimate(read_recipe("shallow-deep"))
+def test_the_length_of_a_budget_in_epochs_is_open_without_the_data():
+    found = estimate(read_recipe("shallow-deep"))
+    assert (found.steps, found.warmup_steps, found.rows, found.tokens, found.work_flops, found.seconds) == (None,) * 6
+    assert json.loads(json.dumps(found.to_dict()))["steps"] is None
     assert estimate(read_recipe("shallow-deep"), rows_in_epoch=14_732).steps == 36_830
+
+
+@pytest.mark.parametrize("name", ["exits-post-training", "thesis-exits-gemma-2b"])
+def test_a_model_that_another_recipe_has_yet_to_make_is_what_that_recipe_says(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    first = str(read_recipe(name).model.source).split("/")[1]
+    found, made = estimate(read_recipe(name)), estimate(read_recipe(first))
+    assert found.source_from == first
+    assert f"taken as what fathomlm train {first} leaves" in format_estimate(found)
+    assert found.non_embedding_parameters == made.non_embedding_parameters
+    assert (found.layout, found.recursions) == (made.layout, made.recursions)
+    with pytest.raises(OptionError, match=rf"model\.source: runs/{first}/last does not exist; .* fathomlm train {first}"):
+        train(read_recipe(name))
+    assert list(tmp_path.iterdir()) == []

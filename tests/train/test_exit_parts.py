@@ -25,7 +25,8 @@ from fathomlm.errors import CheckpointError, OptionError, TrainingError
 from fathomlm.model.decoder import Decoder
 from fathomlm.model.hub import FathomConfig, FathomForCausalLM
 from fathomlm.train.data.loader import IGNORE
-from fathomlm.train.estimate import estimate, format_estimate
+from fathomlm.train.estimate import estimate
+from fathomlm.train.estimate_text import format_estimate
 from fathomlm.train.footprint import activation_bytes
 from fathomlm.train.losses.agreement import agreement_loss
 from fathomlm.train.objective import Objective

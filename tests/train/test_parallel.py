@@ -49,6 +49,11 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "unread_heads": {"model": {"source": "SOURCE", "architecture": None}},
     "expert": {"model": {"recursions": 2, "router": {}, "kv": "hybrid"}, "loss": {"routing": {"coefficient": 0.1}}},
     "aux_router": {"model": {"recursions": 2, "router": {"sampling": "aux_router"}}, "loss": {"routing": {"aux_lr": 0.5}}},
+    # Rows with different numbers of labels: a mean over each rank's own would not be the mean over all.
+    "pairs": {
+        "data": {"path": "PAIRS", "pairs": ["ask", "say"], "source_length": 16, "target_length": 12},
+        "loss": {"distill": {"source": "SOURCE", "weight": 0.5}, "exits": {"at": [2]}, "layerwise": {"shallow": 2}},
+    },
     "loss_free": {
         "model": {"recursions": 4, "router": {"kind": "token", "balancing": "loss_free"}},
         "loss": {"routing": {"bias_rate": 0.02}},
@@ -86,6 +91,10 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     prepare(
         PrepareOptions(sources=(str(root / "text.jsonl"),), out=root / "corpus", tokenizer="bytes", validation_fraction=0.3)
     )
+    pairs = [{"ask": f"{n} fathoms" + "?" * (n % 9), "say": f"{6 * n} feet"[: 1 + n * 7 % 11]} for n in range(60)]
+    (root / "pairs.jsonl").write_text("\n".join(map(json.dumps, pairs)))
+    options = {"tokenizer": "bytes", "pairs": ("ask", "say"), "validation_fraction": 0.3}
+    prepare(PrepareOptions(sources=(str(root / "pairs.jsonl"),), out=root / "pairs", **options))
     return root
 
 
@@ -105,6 +114,9 @@ def bench(root: Path, one_thread: None) -> Bench:
         jobs[name] = {"do": "train", "resume": True, **goes_on}
     for name, how in {"full-0": {"full_disk": 0}, "full-1": {"full_disk": 1}, "no-rename": {"no_rename": True}}.items():
         jobs[name] = {"do": "train", "recipe": recipe(root, "exits", name, parallel="fsdp"), **how}
+    for kind in ("ddp", "fsdp"):
+        kept = recipe(root, "vanilla", f"bad-{kind}", parallel=kind, checkpoint={"every": 1, "keep": 0})
+        jobs[f"bad-{kind}"] = {"do": "train", "recipe": kept, "bad_pass": [1, 3]}
     for n in (1, 2, 3):
         jobs[f"cycle-{n}"] = {"do": "traffic", "sharing": "cycle", "recursions": n, "layers": 2 * n}
         jobs[f"naive-{n}"] = {**jobs[f"cycle-{n}"], "naive": True}
@@ -138,8 +150,11 @@ def recipe(root: Path, variant: str, out: str, **changes: Any) -> dict[str, Any]
     }
     for name, value in VARIANTS[variant].items():
         values[name] = {**values.get(name, {}), **value} if isinstance(value, dict) else value
-    if values["model"].get("source"):
-        values["model"]["source"] = str(root / "exit_heads-one" / "last")
+    for part in (values["model"], values.get("loss", {}).get("distill", {})):
+        if part.get("source"):
+            part["source"] = str(root / "exit_heads-one" / "last")
+    if values["data"]["path"] == "PAIRS":
+        values["data"] = {**values["data"], "path": str(root / "pairs")}
     return values
 
 
@@ -214,6 +229,16 @@ def test_the_bias_of_loss_free_balancing_is_moved_alike_on_every_rank_and_never_
     assert bench.ranks[0]["loss_free-fsdp"] == bench.ranks[1]["loss_free-fsdp"]
     assert bench.ranks[0]["loss_free-fsdp"]["error"] == "TrainingError"
     assert "use parallel: ddp or balancing: loss" in bench.ranks[0]["loss_free-fsdp"]["text"]
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_a_loss_that_is_not_finite_on_one_rank_is_skipped_by_all(bench, kind):
+    """Rank 1's third pass, in the second step."""
+    assert [rank[f"bad-{kind}"] for rank in bench.ranks] == [{"step": STEPS, "finished": True, "skipped": 1}] * 2
+    steps = sorted((bench.root / f"bad-{kind}" / "checkpoints").iterdir())
+    first, second, third, _ = (load_file(step / "model.safetensors") for step in steps)
+    assert all(torch.equal(second[name], value) for name, value in first.items())
+    assert all(bool(value.isfinite().all()) and not torch.equal(value, second[name]) for name, value in third.items())
 
 
 def test_one_process_learns_something_in_these_runs(bench):

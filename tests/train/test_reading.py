@@ -63,7 +63,12 @@ def test_unknown_names_are_refused_at_every_level(values, message):
         ({"log": {"wandb": 5}}, "log.wandb must be text or null, got 5"),
         ({"loss": {"exits": True}}, "loss.exits is a section with fields of its own, got True"),
         ({"budget": 5}, "budget is a section with fields of its own, got 5"),
-        ({"optimizer": None}, "optimizer is a section with fields of its own, got None"),
+        ({"optimizer": None}, "optimizer is a section with fields of its own, got null"),
+        ({"data": {"context": None}}, "data.context must be a whole number, got null"),
+        ({"optimizer": {"lr": None}}, "optimizer.lr must be a number, got null"),
+        ({"optimizer": {"betas": None}}, "optimizer.betas must be a list such as [a, b], got null"),
+        ({"name": None}, "name must be text, got null"),
+        ({"precision": None}, "precision must be one of 'bf16', 'float32', got null"),
     ],
 )
 def test_wrong_types_are_refused_in_one_line(values, message):
@@ -78,8 +83,13 @@ def test_wrong_types_are_refused_in_one_line(values, message):
     [
         ({"model": {"source": "x"}}, "model needs one of source, shape and architecture, got source and shape"),
         ({"model": {"shape": None}}, "model needs one of source, shape and architecture, got none"),
-        ({"budget": {"tokens": "2B"}}, "budget needs one of tokens, steps, epochs and flops, got tokens and steps"),
-        ({"batch": {"tokens": 5}}, "batch needs one of tokens and sequences"),
+        (
+            {"budget": {"tokens": "2B"}},
+            "budget needs one of tokens, steps, epochs and flops, got tokens and steps; "
+            "null takes one out, such as --budget.steps null",
+        ),
+        ({"batch": {"tokens": 5}}, "batch needs one of tokens and sequences, got tokens and sequences; null takes one out"),
+        ({"budget": {"steps": 50.5}}, "budget.steps must be a whole number, got 50.5"),
         ({"budget": {"steps": "ten"}}, "cannot read budget.steps 'ten'; write a number such as 500, 2e6 or 15B"),
         ({"data": {"max_tokens": "some"}}, "cannot read data.max_tokens 'some'"),
         ({"optimizer": {"betas": [0.9]}}, "optimizer.betas needs two numbers, got [0.9]"),

@@ -15,7 +15,8 @@ from fathomlm.depth.cost import count
 from fathomlm.errors import FathomError, OptionError
 from fathomlm.model.decoder import Decoder
 from fathomlm.train.data.corpus import Corpus
-from fathomlm.train.estimate import estimate, flops_per_token_6n, format_estimate, work_flops_per_token
+from fathomlm.train.estimate import estimate, flops_per_token_6n, work_flops_per_token
+from fathomlm.train.estimate_text import format_estimate
 from fathomlm.train.footprint import activation_bytes, count_memory
 from fathomlm.train.optim import choose_trained
 from fathomlm.train.parts import read_parts

@@ -8,6 +8,7 @@ import os
 import shutil
 import signal
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -407,6 +408,52 @@ def test_tensorboard_is_written_by_default(recipe, tmp_path):
     )
     found = [(event.step, event.value) for event in board.Scalars("train/loss")]
     assert found == [(step, pytest.approx(loss)) for step, loss, _ in curve(tmp_path / "run")]
+
+
+def test_tensorboard_forgets_what_a_run_without_a_checkpoint_said(recipe, tmp_path):
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    class Falls(Silence):
+        def step(self, step, total, live):
+            if step == 3:
+                raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        train(recipe(log={"tensorboard": True}), watcher=Falls())
+    train(recipe(log={"tensorboard": True}))
+    board = EventAccumulator(str(tmp_path / "run/tensorboard"))
+    board.Reload()
+    assert [event.step for event in board.Scalars("train/loss")] == [1, 2, 3, 4, 5, 6]
+
+
+def test_a_resumed_run_goes_on_with_its_run_at_wandb(recipe, monkeypatch, tmp_path):
+    """Against the calls that are made; the package itself is not among those that tests need."""
+    begun, told = [], []
+
+    def init(**how):
+        begun.append(how)
+        return SimpleNamespace(log=lambda numbers, step: told.append((step, numbers)), finish=lambda: told.append("finish"))
+
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init))
+    stopped = recipe(log={"wandb": "soundings"}, checkpoint={"every": 2})
+
+    class Falls(Silence):
+        def step(self, step, total, live):
+            if step == 3:
+                raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        train(stopped, watcher=Falls())
+    train(stopped, resume=True)
+    train(recipe(log={"wandb": "soundings"}, out=str(tmp_path / "other")))
+    assert all(how["project"] == "soundings" and how["name"] == "test" and how["resume"] == "allow" for how in begun)
+    first, again, other = (how["id"] for how in begun)
+    assert first == again != other
+    assert told.count("finish") == 3
+    told = [each for each in told if each != "finish"]
+    assert {step for step, _ in told} == {1, 2, 3, 4, 5, 6}
+    assert {"train/loss", "train/lr"} <= told[0][1].keys()
 
 
 def test_wandb_that_is_not_installed_is_said_before_training(recipe, monkeypatch, tmp_path):

@@ -108,6 +108,34 @@ def test_a_tiny_model_memorises_a_small_corpus(recipe, tmp_path):
     assert losses(tmp_path / "run")[0] > 5
 
 
+@pytest.mark.parametrize("clip", [0.0, 0.5, 1e6])
+def test_what_an_optimizer_learns_from_is_no_longer_than_the_limit(clip, recipe, tmp_path, monkeypatch):
+    lengths, learn = [], torch.optim.AdamW.step
+
+    def step(self, *args, **more):
+        gradients = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
+        lengths.append(float(torch.linalg.vector_norm(torch.cat([g.flatten() for g in gradients]))))
+        return learn(self, *args, **more)
+
+    monkeypatch.setattr(torch.optim.AdamW, "step", step)
+    train(recipe(optimizer={"clip": clip}, budget={"steps": 3}))
+    whole = [record["grad_norm"] for record in read_records(tmp_path / "run/metrics.jsonl") if record["kind"] == "train"]
+    assert min(whole) > 0.5
+    assert lengths == pytest.approx([0.5] * 3 if clip == 0.5 else whole, rel=1e-4)
+
+
+def test_mfu_is_the_part_of_the_given_peak_that_training_needs(recipe, tmp_path):
+    """6 floating-point operations for each weight of a matrix and use of it, the shared layers' twice, the tied embedding's
+    once."""
+    train(recipe(hardware={"peak_tflops": 1e-3}, budget={"steps": 3}))
+    layer = 2 * 32 * 32 + 2 * 16 * 32 + 3 * 48 * 32
+    seen = [record for record in read_records(tmp_path / "run/metrics.jsonl") if record["kind"] == "train"]
+    for record in seen:
+        assert record["mfu"] == pytest.approx(record["tokens_per_s"] * 6 * (4 * layer + 257 * 32) / 1e9, rel=0.03)
+        assert record["memory_gb"] is None
+    assert len(seen) == 3
+
+
 @pytest.mark.parametrize("recompute", ["recursion", "layer"])
 def test_recomputing_activations_trains_the_same_weights(recompute, recipe, tmp_path, weights_of):
     made = []

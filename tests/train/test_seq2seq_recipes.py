@@ -20,7 +20,8 @@ from fathomlm.model.encoder import encoder_parameters
 from fathomlm.train.data.corpus import Corpus
 from fathomlm.train.data.prepare import PrepareOptions, prepare
 from fathomlm.train.encoder_cost import EncoderCost
-from fathomlm.train.estimate import estimate, format_estimate
+from fathomlm.train.estimate import estimate
+from fathomlm.train.estimate_text import format_estimate
 from fathomlm.train.parts import read_parts
 from fathomlm.train.reading import build_recipe, read_recipe
 from fathomlm.train.run import train

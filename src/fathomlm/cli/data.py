@@ -207,9 +207,9 @@ def _record(corpus: Corpus) -> dict[str, Any]:
 
 def _summary(corpus: Corpus) -> str:
     manifest = corpus.manifest
-    what = "pairs" if manifest.kind == "pairs" else "documents"
+    what = "pair" if manifest.kind == "pairs" else "document"
     parts = [
-        f"{name} {amount(split.tokens)} tokens in {split.documents:,} {what}"
+        f"{name} {amount(split.tokens)} tokens in {split.documents:,} {what if split.documents == 1 else what + 's'}"
         for name, split in manifest.splits.items()
         if split.documents
     ]

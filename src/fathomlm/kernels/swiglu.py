@@ -1,10 +1,10 @@
 """The gated feed-forward half for training: x + down(silu(gate(n)) * up(n)), n the norm of x, its backward pass written out.
 
 `norm_swiglu_mlp` has the meaning of `plain_norm_swiglu_mlp`. It multiplies with gate and up side by side, the norm folded
-in (`half.folded`): one product each way instead of two and an addition. Its last product adds to the residual stream by
-itself. Its backward pass makes the packed gradient, and the inner activations again if they were not kept, in one pass
-over memory: a Triton kernel on a GPU, plain torch elsewhere. A compiler does not find this: it writes a packed gradient
-with a masked loop over both halves, twice as slowly.
+in (`half.folded`): one product each way instead of two and an addition. Its last product adds itself to a copy of the
+residual stream. Its backward pass makes the packed gradient, and the inner activations again if they were not kept, in one
+pass over memory: a Triton kernel on a GPU, plain torch elsewhere. A compiler does not find this: it writes a packed
+gradient with a masked loop over both halves, twice as slowly.
 
 Shapes: N tokens, M hidden width, I inner width.
 """
@@ -48,7 +48,9 @@ class _NormSwigluMlp(torch.autograd.Function):
         product_N2I = x_NM @ both_2IM.T
         inner_NI = swiglu(product_N2I, scale_N1)
         ctx.save_for_backward(x_NM, scale_N1, product_N2I, both_2IM, down_MI, inner_NI if keep_inner else None)
-        return torch.addmm(x_NM, inner_NI, down_MI.T)
+        out_NM = x_NM.clone()
+        add_product_(out_NM, inner_NI, down_MI.T)
+        return out_NM
 
     @staticmethod
     def backward(ctx: Any, d_out_NM: Tensor) -> tuple[Tensor | None, ...]:
@@ -60,6 +62,13 @@ class _NormSwigluMlp(torch.autograd.Function):
         d_both_2IM = d_product_N2I.T @ x_NM
         d_x = norm_backward(x_NM, d_product_N2I @ both_2IM, d_out_NM, scale_N)
         return d_x, None, d_both_2IM, d_down_MI, None
+
+
+@torch.library.custom_op("fathomlm::add_product_", mutates_args={"total_NM"})
+def add_product_(total_NM: Tensor, a_NI: Tensor, b_IM: Tensor) -> None:
+    """total += a @ b, in its own place. `addmm` as a function makes the copy by itself; in front of this one it is written
+    by the kernel that reads the stream for its norm."""
+    torch.addmm(total_NM, a_NI, b_IM, out=total_NM)
 
 
 def swiglu(product_N2I: Tensor, scale_N1: Tensor) -> Tensor:

@@ -17,11 +17,11 @@ from typing import Any
 from fathomlm.depth import Architecture, DepthPlan, Relaxation
 from fathomlm.depth.cost import count, running_parts
 from fathomlm.errors import OptionError
-from fathomlm.train.budget import forward_flops_per_token, micro_rows, plan_steps, row_length
+from fathomlm.train.budget import forward_flops_per_token, micro_rows, plan_steps, row_length, rows_per_step
 from fathomlm.train.encoder_cost import EncoderCost, cross_weights, over_both
 from fathomlm.train.footprint import PLANNED, Memory, count_memory
 from fathomlm.train.hardware import accelerator_name, memory_bytes, peak_tflops
-from fathomlm.train.parts import Parts, learns, read_parts, read_source
+from fathomlm.train.parts import Parts, learns, read_parts, read_source, yet_to_come
 from fathomlm.train.recipe import Recipe
 from fathomlm.train.schedule import LearningRate
 
@@ -34,6 +34,8 @@ class Estimate:
     """A run in numbers."""
 
     name: str
+    source_from: str | None
+    """The shipped recipe that has yet to make the model's source, which was taken as that recipe says."""
     layout: str
     """Unique layers as the thesis writes them: "15", or "1+10+1" with a prelude and a coda."""
     recursions: int
@@ -56,21 +58,22 @@ class Estimate:
     forward_flops_per_token: int
     """As the thesis counts: without embedding and head."""
     flops_per_token_6n: int
-    steps: int
-    warmup_steps: int
+    steps: int | None
+    """None, as all that follows from it, where a budget in epochs waits for data that are not prepared."""
+    warmup_steps: int | None
     rows_per_step: int
     tokens_per_step: int
-    rows: int
-    tokens: int
+    rows: int | None
+    tokens: int | None
     micro_batches: int
     """Forward passes that one device makes in a step."""
-    forward_flops: float
+    forward_flops: float | None
     """Forward FLOPs x tokens: how the thesis states a budget."""
-    training_flops: float
+    training_flops: float | None
     """Three times that: with the backward pass."""
-    model_flops: float
+    model_flops: float | None
     """6 x parameters x tokens."""
-    work_flops: float
+    work_flops: float | None
     """What the devices compute in products: with exits' heads, teacher and recomputation, less what is frozen."""
     gpu: str | None
     devices: int
@@ -96,16 +99,20 @@ def estimate(
 ) -> Estimate:
     """The run that a recipe asks for, from configurations alone: no weights and no data are read.
 
-    `rows_in_epoch` is needed for a budget in epochs only; `device_name` is what the driver calls the device that is
-    there, for recipes that name none.
+    Without `rows_in_epoch` the length of a budget in epochs is left open; `device_name` is what the driver calls the device
+    that is there, for recipes that name none.
     """
     if not 0 < mfu <= 1:
         raise OptionError(f"the assumed part of the peak must be above 0 and at most 1, got {mfu}")
-    parts = read_parts(recipe)
+    parts = read_parts(recipe, foresee=True)
     architecture, plan, relaxation = parts.architecture, parts.plan, parts.relaxation
-    teacher = None if recipe.loss.distill is None else read_source(recipe.loss.distill.source)
+    teacher = None if recipe.loss.distill is None else read_source(recipe.loss.distill.source, foresee=True)
     cost = count(architecture, plan, relaxation=relaxation, context=row_length(recipe))
-    schedule = plan_steps(recipe, architecture, plan, relaxation, rows_in_epoch, parts.encoder)
+    steps = None
+    if recipe.budget.epochs is None or rows_in_epoch is not None:
+        steps = plan_steps(recipe, architecture, plan, relaxation, rows_in_epoch, parts.encoder).steps
+    rows = rows_per_step(recipe)
+    tokens = None if steps is None else steps * rows * row_length(recipe)
     forward = forward_flops_per_token(recipe, architecture, plan, relaxation, parts.encoder)
     sizes = dict.fromkeys(("base", "embedding", "encoder", "relaxation", "router", "balance", "exits"), 0)
     for group, shape in parts.tensors():
@@ -116,11 +123,12 @@ def estimate(
     trainable = sum(size for group, size in sizes.items() if learns(recipe.train, group))
     limit, peak = memory_bytes(recipe.hardware, device_name), peak_tflops(recipe.hardware, device_name)
     parallel, memory = _spread(recipe, parts, 0 if teacher is None else _parameters(recipe, *teacher), limit)
-    work = float(work_flops_per_token(recipe, parts, teacher) * schedule.tokens)
+    work = _over(tokens, work_flops_per_token(recipe, parts, teacher))
     per_token = model_flops_per_token(recipe, architecture, plan, relaxation, parts.encoder)
     devices = recipe.hardware.count
     return Estimate(
         name=recipe.name,
+        source_from=None if recipe.model.source is None else yet_to_come(recipe.model.source),
         layout=cost.layout,
         recursions=plan.recursions,
         unique_layers=cost.unique_layers,
@@ -136,16 +144,16 @@ def estimate(
         trainable_parameters=trainable,
         forward_flops_per_token=forward,
         flops_per_token_6n=per_token,
-        steps=schedule.steps,
-        warmup_steps=LearningRate.of(recipe.schedule, schedule.steps).warmup,
-        rows_per_step=schedule.rows_per_step,
-        tokens_per_step=schedule.tokens_per_step,
-        rows=schedule.steps * schedule.rows_per_step,
-        tokens=schedule.tokens,
-        micro_batches=schedule.rows_per_step // devices // micro_rows(schedule.rows_per_step, devices, recipe.batch.micro),
-        forward_flops=float(forward * schedule.tokens),
-        training_flops=float(3 * forward * schedule.tokens),
-        model_flops=float(per_token * schedule.tokens),
+        steps=steps,
+        warmup_steps=None if steps is None else LearningRate.of(recipe.schedule, steps).warmup,
+        rows_per_step=rows,
+        tokens_per_step=rows * row_length(recipe),
+        rows=None if steps is None else steps * rows,
+        tokens=tokens,
+        micro_batches=rows // devices // micro_rows(rows, devices, recipe.batch.micro),
+        forward_flops=_over(tokens, forward),
+        training_flops=_over(tokens, 3 * forward),
+        model_flops=_over(tokens, per_token),
         work_flops=work,
         gpu=accelerator_name(recipe.hardware, device_name),
         devices=devices,
@@ -155,8 +163,12 @@ def estimate(
         fits=None if limit is None else memory.total <= PLANNED * limit,
         peak_tflops=peak,
         mfu=mfu,
-        seconds=None if peak is None else work / (devices * peak * 1e12 * mfu),
+        seconds=None if peak is None or work is None else work / (devices * peak * 1e12 * mfu),
     )
+
+
+def _over(tokens: int | None, each: int) -> float | None:
+    return None if tokens is None else float(each * tokens)
 
 
 def flops_per_token_6n(architecture: Architecture, plan: DepthPlan, relaxation: Relaxation | None) -> int:
@@ -273,73 +285,3 @@ def _parameters(recipe: Recipe, architecture: Architecture, plan: DepthPlan | No
 
         beside = encoder_parameters(encoder)
     return cost.non_embedding_parameters + cost.embedding_parameters + beside
-
-
-def format_estimate(found: Estimate) -> str:
-    """The estimate as text for people."""
-    looped = f" looped {found.recursions} times, {found.unrolled_layers} run" if found.recursions > 1 else ""
-    exits = f", exits after {', '.join(map(str, found.exits))}" if found.exits else ""
-    exits += f", {found.router}-choice router" if found.router else ""
-    lines = [
-        ("model", f"{found.layout} layers{looped}{exits}"),
-        ("parameters", f"{_short(found.non_embedding_parameters)} + {_short(found.embedding_parameters)} of embeddings"),
-    ]
-    if found.encoder_parameters:
-        lines.append(("  encoder", f"{_short(found.encoder_parameters)} besides"))
-    if found.relaxation_parameters:
-        lines.append(("  relaxation", f"{_short(found.relaxation_parameters)} of the first"))
-    if found.exit_parameters:
-        lines.append(("  exits", f"{_short(found.exit_parameters)} besides"))
-    lines += [
-        ("  that learn", f"{_short(found.trainable_parameters)} of {_short(found.total_parameters)}"),
-        (
-            "length",
-            f"{found.steps:,} steps of {found.tokens_per_step:,} tokens = {_short(found.tokens)}, {found.rows:,} rows",
-        ),
-        ("  warm-up", f"{found.warmup_steps:,} steps"),
-        (
-            "  a step",
-            f"{found.rows_per_step:,} rows in {found.micro_batches} micro-batch(es) on each of {found.devices} device(s)",
-        ),
-        (
-            "compute",
-            f"{found.forward_flops:.3g} FLOPs forward as the thesis counts, {found.training_flops:.3g} with backward",
-        ),
-        ("", f"{found.model_flops:.3g} as 6 x parameters x tokens; {found.work_flops:.3g} with all that this run computes"),
-        ("memory", f"{_gb(found.memory.total)} a device ({_spread_in_words(found)})"),
-    ]
-    record = found.memory.to_dict()
-    lines += [(f"  {kind}", _gb(size)) for kind, size in record.items() if size and kind != "total"]
-    lines += [("fits", _fits(found)), ("time", _time(found))]
-    return "\n".join(f"{label:<14}{text}" for label, text in lines)
-
-
-def _spread_in_words(found: Estimate) -> str:
-    return {"none": "one device", "ddp": f"{found.devices} copies", "fsdp": f"shards over {found.devices}"}[found.parallel]
-
-
-def _fits(found: Estimate) -> str:
-    if found.fits is None or found.device_memory is None:
-        return "not known: name the device with hardware.gpu"
-    verdict = "yes" if found.fits else "no: lower batch.micro, set recompute: layer, or parallel: fsdp on several devices"
-    return f"{verdict} ({_gb(PLANNED * found.device_memory)} of {_gb(found.device_memory)} are planned for)"
-
-
-def _time(found: Estimate) -> str:
-    if found.seconds is None:
-        return "not known: name the device with hardware.gpu, or give hardware.peak_tflops"
-    hours = found.seconds / 3600
-    length = f"{hours / 24:.1f} days" if hours >= 48 else f"{hours:.1f} hours" if hours >= 1 else f"{hours * 60:.1f} minutes"
-    device = f"{found.devices} x {found.gpu}" if found.gpu else f"{found.devices} device(s)"
-    return f"{length} on {device}, assuming {found.mfu:.0%} of {found.peak_tflops:g} TFLOP/s each"
-
-
-def _gb(size: float) -> str:
-    return f"{size / 1e9:.2f} GB" if size >= 1e7 else f"{size / 1e6:.2f} MB"
-
-
-def _short(value: int) -> str:
-    for size, letter in ((10**12, "T"), (10**9, "B"), (10**6, "M"), (10**3, "K")):
-        if value >= size:
-            return f"{value / size:.4g}{letter}"
-    return str(value)

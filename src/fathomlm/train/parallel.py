@@ -3,7 +3,7 @@
 FSDP2 (`fully_shard`) keeps a shard of every weight on each rank and gathers a unit's weights before its forward. A layer
 that is its own unit is gathered once for each of its uses, so a looped block would be gathered N_r times. Layers that
 are shared therefore belong to the outermost unit, whose forward is the whole walk: they are gathered once and stay for
-all their uses (thesis 3, "N_r iterations per gather"), in the backward pass and for all micro-batches of a step too.
+all their uses (thesis 4.3.1, "N_r iterations per gather"), in the backward pass and for all micro-batches of a step too.
 """
 
 from __future__ import annotations

@@ -14,6 +14,7 @@ from fathomlm.depth.relaxation import build_relaxation, check_fits
 from fathomlm.errors import OptionError
 from fathomlm.train.budget import row_length
 from fathomlm.train.losses.exits import exit_steps
+from fathomlm.train.reading import read_recipe, recipe_behind
 from fathomlm.train.recipe import ModelRecipe, Recipe
 
 NO_EXITS = ExitParts()
@@ -87,14 +88,15 @@ def learns(train: str, group: str) -> bool:
     return group != "balance" and (train == "all" or group in groups[train])
 
 
-def read_parts(recipe: Recipe) -> Parts:
-    """The architecture, plan and relaxation that a recipe trains, as its `model` section and its exits say."""
+def read_parts(recipe: Recipe, *, foresee: bool = False) -> Parts:
+    """The architecture, plan and relaxation that a recipe trains, as its `model` section and its exits say. `foresee` is
+    `read_source`'s."""
     model = recipe.model
     if model.source is None:
         architecture = _scratch(model)
         plan, relaxation = lay_plan(model, architecture)
     else:
-        architecture, own_plan, own_relaxation = read_source(model.source)
+        architecture, own_plan, own_relaxation = read_source(model.source, foresee=foresee)
         check_tying(model, own_plan, own_relaxation)
         if model.recursions == 1:
             own = own_plan or DepthPlan.vanilla(architecture.layers)
@@ -202,13 +204,22 @@ def check_rows(recipe: Recipe, architecture: Architecture) -> None:
         raise OptionError(f"{field} rows of {length:,} tokens, but the model's context is {architecture.context:,}")
 
 
-def read_source(source: str) -> tuple[Architecture, DepthPlan | None, Relaxation | None]:
-    """What a source's configuration says; presets answer without torch or a file."""
+def read_source(source: str, *, foresee: bool = False) -> tuple[Architecture, DepthPlan | None, Relaxation | None]:
+    """What a source's configuration says; presets answer without torch or a file. With `foresee`, a model that a shipped
+    recipe has yet to make is what that recipe says."""
     if source in PRESETS and not Path(source).exists():
         return PRESETS[source].architecture, None, None
+    if foresee and (name := yet_to_come(source)) is not None:
+        made = read_parts(read_recipe(name), foresee=True)
+        return made.architecture, made.plan.with_exits(()), made.relaxation
     from fathomlm.checkpoints.resolve import architecture_of
 
     return architecture_of(source)
+
+
+def yet_to_come(source: str) -> str | None:
+    """The shipped recipe that makes a source which is not there."""
+    return None if Path(source).exists() else recipe_behind(source)
 
 
 def _encoder(model: ModelRecipe, architecture: Architecture) -> dict[str, Any] | None:

@@ -55,6 +55,12 @@ def shipped_recipes() -> dict[str, Path]:
     return {path.stem: path for path in sorted(shipped_directory().glob("*.yaml"))}
 
 
+def recipe_behind(source: str) -> str | None:
+    """The shipped recipe whose run leaves this model, by the name of its directory (`runs/NAME/last`)."""
+    found = re.fullmatch(r"runs/([\w.-]+)/(?:last|best)/?", source)
+    return found[1] if found is not None and found[1] in shipped_recipes() else None
+
+
 def find_recipe(path: str | Path) -> Path:
     """A file, or the name of a recipe that is shipped."""
     given = Path(path)
@@ -111,7 +117,10 @@ def _check_names(values: dict[str, Any], cls: type, where: str) -> None:
         if section is not None and isinstance(value, dict):
             _check_names(value, section, f"{where}{key}.")
         elif section is not None and not (value is None and _optional(kinds[key])):
-            raise OptionError(f"recipe: {where}{key} is a section with fields of its own, got {value!r}")
+            got = "null" if value is None else repr(value)
+            raise OptionError(f"recipe: {where}{key} is a section with fields of its own, got {got}")
+        elif value is None and not _optional(kinds[key]):  # which jsonargparse lets pass as a field not given
+            raise OptionError(f"recipe: {where}{key} must be {_plain(str(kinds[key]))}, got null")
 
 
 def _override(values: dict[str, Any], words: Sequence[str]) -> dict[str, Any]:
@@ -170,7 +179,7 @@ def _section(kind: Any) -> type | None:
 
 
 def _optional(kind: Any) -> bool:
-    return isinstance(kind, types.UnionType) and type(None) in typing.get_args(kind)
+    return type(None) in typing.get_args(kind)
 
 
 PLAIN = {
@@ -179,6 +188,7 @@ PLAIN = {
     "float": "a number",
     "bool": "true or false",
     "list": "a list such as [a, b]",
+    "tuple": "a list such as [a, b]",
     "dict": "a section of fields",
     "NoneType": "null",
 }
@@ -200,7 +210,8 @@ def _short(message: str) -> str:
 
 def _plain(kinds: str) -> str:
     """Type annotations as jsonargparse prints them, one or several, in a user's words."""
-    found = re.findall(r"Literal\[(.+?)\]|<class '(?:\w+\.)*(\w+)'>|(\w+)\[", re.sub(r"\btyping\.", "", kinds))
+    kinds = re.sub(r"\b(typing\.|(Union|Optional)\[)", "", kinds)
+    found = re.findall(r"Literal\[(.+?)\]|<class '(?:\w+\.)*(\w+)'>|(\w+)\[", kinds)
     words = [
         _literal(literal) if literal else PLAIN.get(name or generic, name or generic) for literal, name, generic in found
     ]

@@ -43,12 +43,15 @@ def check(recipe: Recipe) -> None:
     model, loss = recipe.model, recipe.loss
     starts = [n for n in ("source", "shape", "architecture") if getattr(model, n) is not None]
     if len(starts) != 1:
-        raise OptionError(f"model needs one of source, shape and architecture, got {' and '.join(starts) or 'none'}")
+        raise OptionError(f"model needs one of source, shape and architecture, got {_given('model', starts)}")
     budgets = [n for n in ("tokens", "steps", "epochs", "flops") if getattr(recipe.budget, n) is not None]
     if len(budgets) != 1:
-        raise OptionError(f"budget needs one of tokens, steps, epochs and flops, got {' and '.join(budgets) or 'none'}")
-    if (recipe.batch.tokens is None) == (recipe.batch.sequences is None):
-        raise OptionError("batch needs one of tokens and sequences")
+        raise OptionError(f"budget needs one of tokens, steps, epochs and flops, got {_given('budget', budgets)}")
+    if recipe.budget.steps is not None and parse_amount("budget.steps", recipe.budget.steps) % 1:
+        raise OptionError(f"budget.steps must be a whole number, got {recipe.budget.steps}")
+    batches = [n for n in ("tokens", "sequences") if getattr(recipe.batch, n) is not None]
+    if len(batches) != 1:
+        raise OptionError(f"batch needs one of tokens and sequences, got {_given('batch', batches)}")
     if len(recipe.optimizer.betas) != 2:
         raise OptionError(f"optimizer.betas needs two numbers, got {recipe.optimizer.betas}")
     if not all(0 <= beta < 1 for beta in recipe.optimizer.betas):
@@ -104,6 +107,12 @@ def _field(recipe: Recipe, name: str) -> Any:
     for part in name.split("."):
         value = None if value is None else getattr(value, part)
     return value
+
+
+def _given(section: str, names: list[str]) -> str:
+    if not names:
+        return "none"
+    return f"{' and '.join(names)}; null takes one out, such as --{section}.{names[-1]} null"
 
 
 def _positive(name: str, value: float) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -47,7 +48,7 @@ class Reporter:
             _keep_until(self._path, after_step)
             self._file = self._path.open("a", encoding="utf-8")
         self._board = _tensorboard(directory, after_step) if recipe.log.tensorboard else None
-        self._wandb = _wandb(recipe, directory) if recipe.log.wandb is not None else None
+        self._wandb = _wandb(recipe, directory, after_step) if recipe.log.wandb is not None else None
 
     def write(self, record: Record) -> None:
         record = strict(record)
@@ -124,13 +125,19 @@ def _tensorboard(directory: Path, after_step: int) -> Any | None:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError:
         return None
-    purge = after_step + 1 if after_step else None
-    return SummaryWriter(str(directory / "tensorboard"), purge_step=purge)
+    return SummaryWriter(str(directory / "tensorboard"), purge_step=after_step + 1)
 
 
-def _wandb(recipe: Recipe, directory: Path) -> Any:
+def _wandb(recipe: Recipe, directory: Path, after_step: int) -> Any:
+    """The run there, which a resumed run goes on writing to: its name is kept in the directory. What it says again of steps
+    that were told before, W&B leaves out."""
     try:
         import wandb
     except ImportError:
         raise OptionError("log.wandb is set, but the wandb package is not installed (pip install wandb)") from None
-    return wandb.init(project=recipe.log.wandb, name=recipe.name, dir=str(directory), resume="allow")
+    place = directory / "wandb-id.txt"
+    if not (after_step and place.exists()):
+        with _writing(place), whole_file(place) as temporary:
+            temporary.write_text(uuid.uuid4().hex[:12] + "\n", encoding="utf-8")
+    known = place.read_text(encoding="utf-8").strip()
+    return wandb.init(project=recipe.log.wandb, name=recipe.name, id=known, dir=str(directory), resume="allow")

@@ -35,6 +35,7 @@ from fathomlm.train.setup import (
     as_the_model_reads,
     build_student,
     build_teacher,
+    check_sources,
     describe_student,
     open_data,
 )
@@ -88,6 +89,7 @@ class Run:
         self.directory = Path(recipe.directory)
         self._place = RunDirectory(self.directory, recipe)
         self._watcher = watcher
+        check_sources(recipe)
         self._data = open_data(recipe, world, on_prepare)
         torch.manual_seed(recipe.seed)
         self._student = build_student(recipe, self._data.corpus)

@@ -92,13 +92,18 @@ def prepare(options: PrepareOptions, on_progress: Tell | None = None) -> Corpus:
     _check_place(out)
     tokenizer = find_tokenizer(options.tokenizer)
     wanted = _wanted(options, tokenizer)
+    missing = [parent for parent in out.absolute().parents if not parent.exists()]
     try:
         manifest = _begin(out, wanted, tokenizer, options.force)
         if not manifest.complete:
-            with _alone(out):
+            with _alone(out), _or_nothing(out):
                 _fill(out, Manifest.read(out), tokenizer, options.workers, on_progress)
     except OSError as error:
         raise OutputError(f"cannot write {out}: {error.strerror or error}; what was finished is kept") from error
+    finally:
+        for parent in missing:  # those that were made for nothing
+            if not out.exists() and parent.is_dir() and not any(parent.iterdir()):
+                parent.rmdir()
     return Corpus.open(out)
 
 
@@ -174,8 +179,19 @@ def _alone(out: Path) -> Iterator[None]:
         os.close(handle)
 
 
+@contextmanager
+def _or_nothing(out: Path) -> Iterator[None]:
+    """Where nothing at all was kept, the directory goes too, however early the work was stopped."""
+    try:
+        yield
+    except BaseException:
+        if not Manifest.read(out).started:
+            _remove(out)
+        raise
+
+
 def _fill(out: Path, manifest: Manifest, tokenizer: Any, workers: int, on_progress: Tell | None) -> None:
-    """Everything from the cursor on. Where nothing at all was kept, the directory goes too."""
+    """Everything from the cursor on."""
     for left in out.glob(".*.partial"):
         left.unlink()
     settings = EncoderSettings(
@@ -200,8 +216,6 @@ def _fill(out: Path, manifest: Manifest, tokenizer: Any, workers: int, on_progre
         filling.finish()
     except BaseException:
         filling.discard()
-        if not filling.manifest.started:
-            _remove(out)
         raise
     finally:
         batches.close()

@@ -91,7 +91,9 @@ class Filling:
     def finish(self) -> None:
         self._commit()
         if not self.manifest.started:
-            raise DataError("the sources hold no document with text, so there is nothing to prepare")
+            named = ", ".join(source.name for source in self.manifest.sources[:3])
+            more = ", ..." if len(self.manifest.sources) > 3 else ""
+            raise DataError(f"the sources hold no document with text, so there is nothing to prepare ({named}{more})")
         self.manifest = replace(self.manifest, complete=True)
         self.manifest.write(self._out)
 

@@ -22,6 +22,8 @@ KNOWN = re.compile(r"\.(?P<text>txt|md)$|\.(jsonl|json-lines)(\.(gz|xz|zst))?$|\
 NAMES = ".txt, .md, .jsonl (also .gz, .xz, .zst), .parquet"
 _ROWS = 1024
 """Parquet rows that are read at once."""
+KINDS = {int: "a number", float: "a number", bool: "true or false", list: "a list", dict: "an object", type(None): "nothing"}
+"""What a column may hold instead of text, in a user's words."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -208,7 +210,7 @@ def _fields(record: dict[str, Any], columns: tuple[str, ...], where: str) -> tup
             value = value[0] if value else None
         value = "" if value is None else value
         if not isinstance(value, str):
-            raise DataError(f"{where}: column '{column}' holds a {type(value).__name__}, not text")
+            raise DataError(f"{where}: column '{column}' holds {KINDS.get(type(value), 'something else')}, not text")
         try:
             value.encode("utf-8")
         except UnicodeEncodeError as error:

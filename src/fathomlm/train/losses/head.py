@@ -29,11 +29,11 @@ HELD_LOGITS = {"cpu": 2**26, "cuda": 3 * 2**26}
 """How many logits are held at once, at least. On a GPU, in bfloat16, they take 0.4 gigabytes, in which their gradient is
 written: less than the backward pass of a layer needs at another time in a usual batch, so that smaller chunks would save
 nothing."""
-HELD_WIDTHS = 7
-"""On a GPU, as many for each token of a pass as this many hidden widths, if that is more: a little less than the gradients
-inside a gated feed-forward part take, three times 8/3 of a width. Products over larger chunks are faster: over 131,072
-tokens and 49,152 words those of the head take 55.1 ms in chunks of 16,384 and 57.9 in chunks of 4,096 (H200); the peak of
-such a pass, 113 GB, grows by half a gigabyte."""
+HELD_WIDTHS, HELD_PART = 7, 8
+"""On a GPU, as many for each token of a pass as this many hidden widths, if that is more, but never more than an eighth of
+all: a little less than the gradients inside a gated feed-forward part take, three times 8/3 of a width. Products over larger
+chunks are faster: over 131,072 tokens and 49,152 words those of the head take 55.1 ms in chunks of 16,384 and 57.9 in chunks
+of 4,096 (H200); the peak of such a pass, 113 GB, grows by half a gigabyte."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,7 +217,8 @@ def default_chunk(device_type: str, vocab: int, hidden: tuple[int, ...] | None =
     if hidden is None or device_type != "cuda":
         return max(1024, held // vocab // 1024 * 1024)
     tokens, width = hidden
-    most = max(1024, max(held, HELD_WIDTHS * tokens * width) // vocab // 1024 * 1024)
+    many = min(HELD_WIDTHS * tokens * width, tokens * vocab // HELD_PART)
+    most = max(1024, max(held, many) // vocab // 1024 * 1024)
     chunks = math.ceil(tokens / most)
     return math.ceil(tokens / chunks / 1024) * 1024 if chunks else most
 
