@@ -10,7 +10,7 @@ import torch
 from fathomlm.depth import Architecture, DepthPlan
 from fathomlm.depth.presets import PRESETS
 from fathomlm.depth.relaxation import build_relaxation
-from fathomlm.errors import OptionError
+from fathomlm.errors import ModelNotFound, OptionError
 from fathomlm.model.decoder import Decoder
 from fathomlm.train.estimate import estimate, flops_per_token_6n
 from fathomlm.train.estimate_text import format_estimate
@@ -306,3 +306,12 @@ def test_a_model_that_another_recipe_has_yet_to_make_is_what_that_recipe_says(na
     with pytest.raises(OptionError, match=rf"model\.source: runs/{first}/last does not exist; .* fathomlm train {first}"):
         train(read_recipe(name))
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_source_that_is_nowhere_is_refused_before_data_are_prepared(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "text.txt").write_text("a fathom is six feet")
+    data = ["--data.sources", "[text.txt]", "--data.path", "corpus", "--data.tokenizer", "bytes"]
+    with pytest.raises(ModelNotFound, match=r"no/such/model does not exist"):
+        train(read_recipe("uptrain-smollm2-135m", ["--model.source", "no/such/model", *data]))
+    assert [path.name for path in tmp_path.iterdir()] == ["text.txt"]

@@ -94,6 +94,11 @@ def _swap(temporary: Path, out: Path) -> None:
 
 def _discard(temporary: Path, made: list[Path]) -> None:
     shutil.rmtree(temporary, ignore_errors=True)
+    remove_empty(made)
+
+
+def remove_empty(made: list[Path]) -> None:
+    """Take away directories that were made on the way to something that did not come about, innermost first."""
     for parent in made:
         if parent.is_dir() and not any(parent.iterdir()):
             parent.rmdir()

@@ -32,7 +32,16 @@ from fathomlm.train.data.prepare import PrepareOptions, prepare
 from fathomlm.train.data.segments import Progress as Prepared
 from fathomlm.train.losses.exits import exit_steps
 from fathomlm.train.parallel import World
-from fathomlm.train.parts import check_plan, check_rows, check_tying, fine_tuning, lay_plan, route_plan, yet_to_come
+from fathomlm.train.parts import (
+    check_plan,
+    check_rows,
+    check_tying,
+    fine_tuning,
+    lay_plan,
+    read_source,
+    route_plan,
+    yet_to_come,
+)
 from fathomlm.train.recipe import DataRecipe, ExitRecipe, ModelRecipe, Recipe, parse_amount
 from fathomlm.train.seq2seq import fresh_seq2seq, fresh_tokens, read_encoder, ready_to_train
 
@@ -120,12 +129,15 @@ def _prepare_options(data: DataRecipe) -> PrepareOptions:
 
 
 def check_sources(recipe: Recipe) -> None:
-    """Refuse models that are not there before data are prepared for hours."""
+    """Refuse models that are not there, by their configurations, before data are prepared for hours."""
     distill = recipe.loss.distill
     sources = {"model.source": recipe.model.source, "loss.distill.source": None if distill is None else distill.source}
     for field, source in sources.items():
-        if source is not None and (name := yet_to_come(source)) is not None:
+        if source is None:
+            continue
+        if (name := yet_to_come(source)) is not None:
             raise OptionError(f"{field}: {source} does not exist; it is what fathomlm train {name} leaves")
+        read_source(source)
 
 
 def build_student(recipe: Recipe, corpus: Corpus) -> FathomModel:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fathomlm.checkpoints.writing import whole_directory
+from fathomlm.checkpoints.writing import remove_empty, whole_directory
 from fathomlm.errors import DataError, OptionError, OutputError
 from fathomlm.train.data.corpus import TOKENIZER, Corpus, check_sizes
 from fathomlm.train.data.encoding import EncoderSettings, encode_in_order
@@ -101,9 +101,7 @@ def prepare(options: PrepareOptions, on_progress: Tell | None = None) -> Corpus:
     except OSError as error:
         raise OutputError(f"cannot write {out}: {error.strerror or error}; what was finished is kept") from error
     finally:
-        for parent in missing:  # those that were made for nothing
-            if not out.exists() and parent.is_dir() and not any(parent.iterdir()):
-                parent.rmdir()
+        remove_empty(missing)
     return Corpus.open(out)
 
 

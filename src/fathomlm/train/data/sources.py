@@ -22,7 +22,7 @@ KNOWN = re.compile(r"\.(?P<text>txt|md)$|\.(jsonl|json-lines)(\.(gz|xz|zst))?$|\
 NAMES = ".txt, .md, .jsonl (also .gz, .xz, .zst), .parquet"
 _ROWS = 1024
 """Parquet rows that are read at once."""
-KINDS = {int: "a number", float: "a number", bool: "true or false", list: "a list", dict: "an object", type(None): "nothing"}
+KINDS = {int: "a number", float: "a number", bool: "true or false", list: "a list", dict: "an object"}
 """What a column may hold instead of text, in a user's words."""
 
 
