@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import time
+from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -154,7 +155,7 @@ def recipe(root: Path, variant: str, out: str, **changes: Any) -> dict[str, Any]
         "device": "cpu",
         **changes,
     }
-    for name, value in VARIANTS[variant].items():
+    for name, value in deepcopy(VARIANTS[variant]).items():
         values[name] = {**values.get(name, {}), **value} if isinstance(value, dict) else value
     for part in (values["model"], values.get("loss", {}).get("distill", {})):
         if part.get("source"):

@@ -39,6 +39,14 @@ def same_end(one, other):
     return True
 
 
+class Falls(Silence):
+    """An error of our own making in the third step."""
+
+    def step(self, step, total, live):
+        if step == 3:
+            raise ZeroDivisionError
+
+
 class StopAt(Silence):
     """Sends this process a signal once a step is done, as a scheduler or a user would."""
 
@@ -414,11 +422,6 @@ def test_tensorboard_forgets_what_a_run_without_a_checkpoint_said(recipe, tmp_pa
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    class Falls(Silence):
-        def step(self, step, total, live):
-            if step == 3:
-                raise ZeroDivisionError
-
     with pytest.raises(ZeroDivisionError):
         train(recipe(log={"tensorboard": True}), watcher=Falls())
     train(recipe(log={"tensorboard": True}))
@@ -437,11 +440,6 @@ def test_a_resumed_run_goes_on_with_its_run_at_wandb(recipe, monkeypatch, tmp_pa
 
     monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init))
     stopped = recipe(log={"wandb": "soundings"}, checkpoint={"every": 2})
-
-    class Falls(Silence):
-        def step(self, step, total, live):
-            if step == 3:
-                raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
         train(stopped, watcher=Falls())
