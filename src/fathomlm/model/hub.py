@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationMixin, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from fathomlm.depth import Architecture, DepthPlan, ExitParts, Relaxation, Step
 from fathomlm.errors import CheckpointError, OptionError, is_whole
@@ -243,7 +243,9 @@ class FathomForCausalLM(Shell, GenerationMixin):  # type: ignore[misc]
         logits = self.decoder.logits(hidden[:, keep])
         loss = None
         if labels is not None:
-            loss = F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten(), ignore_index=-100)
+            # transformers' own, which also reads `num_items_in_batch`: the Trainer counts the labels of all micro-batches of
+            # a step and leaves the division to the model.
+            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
         return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=past_key_values)
 
 
@@ -294,3 +296,5 @@ def empty_model(config: FathomConfig) -> FathomForCausalLM:
 
 AutoConfig.register("fathomlm", FathomConfig)
 AutoModelForCausalLM.register(FathomConfig, FathomForCausalLM)
+# The Trainer's label smoothing shifts the labels of the classes that are named here, and takes those of others as they are.
+MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.setdefault("fathomlm", FathomForCausalLM.__name__)

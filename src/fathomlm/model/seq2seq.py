@@ -11,9 +11,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForSeq2SeqLM
+from transformers.loss.loss_utils import fixed_cross_entropy
 from transformers.modeling_outputs import Seq2SeqLMOutput
 
 from fathomlm.depth import Architecture, DepthPlan, Relaxation
@@ -113,9 +113,12 @@ class FathomForSeq2SeqLM(Shell):
         decoder_attention_mask: Tensor | None = None,
         labels: Tensor | None = None,
         memory: Memory | None = None,
+        num_items_in_batch: Tensor | int | None = None,
         **kwargs: Any,
     ) -> Seq2SeqLMOutput:
-        """Logits, and the loss where there are labels. `memory` is what `encode` gave, in place of a source."""
+        """Logits, and the loss where there are labels. `memory` is what `encode` gave, in place of a source.
+        `num_items_in_batch` is how many labels the whole step has, of which this may be a micro-batch: the loss is then the
+        sum over the labels here divided by it, which transformers' Trainer expects of every model that takes it."""
         if memory is None:
             if input_ids is None:
                 raise ValueError("give input_ids, the source, or memory, its encoding")
@@ -128,7 +131,8 @@ class FathomForSeq2SeqLM(Shell):
         logits = self.decoder.logits(hidden)
         loss = None
         if labels is not None:
-            loss = F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), ignore_index=IGNORED_LABEL)
+            targets = labels.flatten().to(logits.device)
+            loss = fixed_cross_entropy(logits.flatten(0, 1).float(), targets, num_items_in_batch, IGNORED_LABEL)
         return Seq2SeqLMOutput(loss=loss, logits=logits, encoder_last_hidden_state=memory.states_BSM)
 
 
