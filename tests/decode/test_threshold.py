@@ -184,6 +184,71 @@ def test_the_threshold_goes_up_when_everything_disagrees(agreements: int) -> Non
     assert estimator.threshold == 1.0
 
 
+LAWS: dict[str, Draw] = {
+    "uniform": lambda generator: generator.random(),
+    "high": beta(8, 1),
+    "low": beta(0.5, 8),
+    "both ends": beta(0.1, 0.1),
+    "all equal": lambda generator: 0.5,
+    "all 1": lambda generator: 1.0,
+    "all 0": lambda generator: 0.0,
+    "0 or 1": lambda generator: float(generator.random() < 0.5),
+}
+
+
+@pytest.mark.parametrize("priors", ["equal", "measured"])
+@pytest.mark.parametrize("agreements", [10, 50, 200, 300])
+@pytest.mark.parametrize("law", list(LAWS))
+def test_nothing_exits_where_the_confidence_says_nothing_and_most_disagree(law: str, agreements: int, priors: str) -> None:
+    """Classes that look alike: by equal priors each confidence is half likely to agree, also where 1 in 100 does."""
+    estimator = fed(LAWS[law], LAWS[law], (agreements, 1000 - agreements), priors=priors)
+    generator = random.Random(2)
+    assert sum(LAWS[law](generator) > estimator.threshold for _ in range(1000)) <= 10
+
+
+def test_ten_agreements_in_a_thousand_let_nothing_exit() -> None:
+    confidences = [0.0005 + at / 1000 for at in range(1000)]
+    agree = confidences[50::100]
+    disagree = [c for c in confidences if c not in agree]
+    estimator = feed(ThresholdEstimator(), agree, disagree)
+    assert all(estimator.posterior(at / GRID) > 0.4 for at in range(GRID + 1))  # by equal priors
+    assert estimator.threshold == 1.0
+
+
+def test_few_agreements_that_are_sure_still_exit() -> None:
+    """Nearly everything disagrees, but not at all confidences: what is above the threshold did agree."""
+    estimator = fed(beta(60, 1), beta(1, 12), (60, 940))
+    assert 0.3 < estimator.threshold < 0.95
+
+
+def test_the_threshold_is_raised_to_where_enough_agreed() -> None:
+    """By equal priors it lies where half as many agreed; the counts move it up to the first bin from which on enough did."""
+    estimator = fed(beta(6, 1), beta(1.5, 1.5), (300, 1700))
+    raised = round(estimator.threshold * BINS)
+    assert estimator.threshold == raised / BINS < 1
+    smallest = next(
+        at / GRID for at in range(GRID) if all(estimator.posterior(c / GRID) >= 0.4 for c in range(at, GRID + 1))
+    )
+    assert smallest < estimator.threshold
+    shares = [
+        sum(estimator.agree.bins[at:]) / (sum(estimator.agree.bins[at:]) + sum(estimator.disagree.bins[at:]))
+        for at in range(int(smallest * BINS), BINS)
+    ]
+    assert shares[raised - int(smallest * BINS)] >= 0.4
+    assert all(share < 0.4 for share in shares[: raised - int(smallest * BINS) - 1])
+
+
+def test_a_fit_that_promises_what_was_not_seen_is_not_believed() -> None:
+    """Disagreements of two kinds: the Beta of their mean and variance knows nothing of how many are at 0.85."""
+    generator = random.Random(3)
+    agree, disagree = [generator.betavariate(9, 0.5) for _ in range(400)], [0.3] * 3000 + [0.85] * 3000
+    estimator = feed(ThresholdEstimator(), agree, disagree)
+    smallest = next(
+        at / GRID for at in range(GRID) if all(estimator.posterior(c / GRID) >= 0.4 for c in range(at, GRID + 1))
+    )
+    assert smallest < 0.85 < estimator.threshold < 1
+
+
 def test_a_false_alarm_ends_when_agreements_come() -> None:
     estimator = feed(ThresholdEstimator(), [], [0.1 + 0.01 * at for at in range(20)])
     assert estimator.threshold == 1.0

@@ -8,7 +8,7 @@ import math
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fathomlm.decode.threshold import GRID, PRIORS, ThresholdEstimator, ThresholdOptions
+from fathomlm.decode.threshold import BINS, GRID, PRIORS, ThresholdEstimator, ThresholdOptions
 
 quick = settings(deadline=None, max_examples=100)
 confidences = st.sampled_from([0.0, 1.0, 5e-324, 1e-4, 1 - 1e-4, 0.5]) | st.floats(0, 1)
@@ -28,6 +28,12 @@ def run(estimator, several):
         estimator.observe([c for c, _ in samples], [agreed for _, agreed in samples])
         estimator.end_sequence()
     return estimator
+
+
+def share(estimator, at):
+    """How much of what was seen from a bin on agreed; 1 where nothing was seen."""
+    agreed, not_agreed = sum(estimator.agree.bins[at:]), sum(estimator.disagree.bins[at:])
+    return agreed / (agreed + not_agreed) if agreed + not_agreed else 1.0
 
 
 def through_json(estimator):
@@ -68,14 +74,38 @@ def test_what_a_refit_does(options, several):
         if not calibrating:
             assert estimator.threshold == before
         elif min(agreements, disagreements) >= options.least:
-            place = round(estimator.threshold * GRID)
+            place, first = round(estimator.threshold * GRID), int(estimator.threshold * BINS)
+            shares = [share(estimator, at) for at in range(BINS + 1)]
             if place < GRID:
                 assert all(estimator.posterior(at / GRID) >= options.condition for at in range(place, GRID + 1, 37))
                 assert estimator.posterior(1.0) >= options.condition
-                assert place == 0 or estimator.posterior((place - 1) / GRID) < options.condition
-            else:
-                assert min(estimator.posterior(1.0), estimator.posterior((GRID - 1) / GRID)) < options.condition
+                raised = place > 0 and estimator.posterior((place - 1) / GRID) >= options.condition
+                assert not raised or (
+                    place % (GRID // BINS) == 0 and min(shares[place * BINS // GRID - 1 :][:2]) < options.condition
+                )
+                assert (
+                    min(shares[first : first + 2]) >= options.condition or shares[place * BINS // GRID] >= options.condition
+                )
+            elif min(estimator.posterior(1.0), estimator.posterior((GRID - 1) / GRID)) >= options.condition:
+                assert min(shares[-3:]) < options.condition or estimator.agree.bins[-1] + estimator.disagree.bins[-1] == 0
         elif disagreements >= options.least and agreements * 4 < disagreements:
             assert estimator.threshold == 1
         else:
             assert estimator.threshold == before
+
+
+@quick
+@given(
+    st.lists(confidences, min_size=1, max_size=40),
+    st.integers(4, 40),
+    st.sampled_from(PRIORS),
+    st.floats(0.21, 1),
+    st.integers(0, 99),
+)
+def test_nothing_exits_while_nearly_everything_disagrees_at_all_confidences(values, times, priors, condition, shift):
+    """Each confidence comes once with an agreement and `times` times without: no threshold can be right, whatever the
+    confidences are: few, many, all equal, at the ends."""
+    estimator = ThresholdEstimator(ThresholdOptions(condition=condition, priors=priors, least=2, initial=shift / 100))
+    several = [(c, agreed) for c in values for agreed in (True, *[False] * times)]
+    run(estimator, [several, several])
+    assert estimator.threshold == 1.0

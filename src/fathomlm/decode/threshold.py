@@ -15,10 +15,15 @@ smallest at which it holds. The two differ where the posterior falls again behin
 tokens agreed without confidence: a threshold there would let the tokens of the dip exit as well. After a sequence,
 
     both classes have `least` samples    the rule above; 0.0 where the posterior is nowhere too low, and 1.0 where it is
-                                         too low at the upper end, or everywhere
+                                         too low at the upper end, or everywhere; then raised, see below
     only disagreements have, and there   1.0: nothing exits, since a token exits above the threshold only. Samples go on
       are over four for one agreement    coming, so a false alarm ends while there is calibration
     otherwise                            the value stays
+
+The priors are equal, p_0 = p_1, as in the thesis, whose streams mostly agree: there equal priors ask for more than the
+counts would. Where hardly a token agrees they promise what is not so: of classes that look alike each confidence is half
+likely to agree, also when 1 in 100 did. Densities fitted to two moments may promise too much as well. So the counts have
+the last word: while fewer than `condition` of the tokens seen above a threshold agreed, it is raised, bin by bin, up to 1.0.
 """
 
 from __future__ import annotations
@@ -61,7 +66,7 @@ class ThresholdOptions:
     condition: float = 0.4
     """How likely agreement must be for a token to exit. Equal priors, where one class is rare, ask for less than 0.5."""
     priors: str = "equal"
-    """equal: both classes weigh the same, however rare one is. measured: by their counts, plus 1."""
+    """What the fitted classes weigh. equal: the same, however rare one is. measured: by their counts, plus 1."""
     least: int = 10
     """Samples that a class needs to be fitted."""
     expected_sequences: int | None = None
@@ -222,7 +227,7 @@ class ThresholdEstimator:
             return
         agreements, disagreements, least = self.agree.count, self.disagree.count, self.options.least
         if agreements >= least and disagreements >= least:
-            threshold = self._smallest()
+            threshold = self._raised(self._smallest())
         elif disagreements >= least and disagreements > RARE * agreements:
             threshold = 1.0
         counts = {"sequence": self.sequences, "agreements": agreements, "disagreements": disagreements}
@@ -269,6 +274,23 @@ class ThresholdEstimator:
             if posterior(at / GRID) < self.options.condition:
                 return min(at + 1, GRID) / GRID
         return 0.0
+
+    def _raised(self, threshold: float) -> float:
+        """This, or the first edge of a bin above it from which on enough of the tokens seen agreed; 1.0 where there is none,
+        or too little was seen there to say so."""
+        first = int(threshold * BINS)
+        for at in range(first, BINS):
+            agreed, all_ = self._seen(at)
+            above, all_above = self._seen(at + 1)  # what is above for certain; the threshold may lie anywhere in its bin
+            enough = all_ >= (1 if at == first else self.options.least)
+            if enough and agreed >= self.options.condition * all_ and above >= self.options.condition * all_above:
+                return threshold if at == first else at / BINS
+        return 1.0
+
+    def _seen(self, at: int) -> tuple[int, int]:
+        """How many tokens agreed from a bin on, and how many there were."""
+        agreed = sum(self.agree.bins[at:])
+        return agreed, agreed + sum(self.disagree.bins[at:])
 
     def _posterior(self) -> Callable[[float], float]:
         agree, disagree = self.agree.fit(), self.disagree.fit()
