@@ -48,6 +48,7 @@ NEOX = Architecture(
 )
 VANILLA = DepthPlan.vanilla(6)
 LOOP = DepthPlan.build("cycle", 2, 6)
+FOUR = DepthPlan.build("cycle", 4, 6, "add")
 MIDDLE = DepthPlan.build("middle-cycle", 2, 6)
 LORA = Relaxation(kind="lora", ranks={"q": 4, "v": 4, "down": 4})
 
@@ -57,7 +58,10 @@ MODELS: dict[str, tuple[Architecture, DepthPlan, Relaxation | None, int]] = {
     "gemma3": (GEMMA3, VANILLA, None, 3),
     "prefix": (LLAMA, LOOP, Relaxation(kind="prefix", prefix_length=3), 4),
     "encoding": (LLAMA, LOOP, Relaxation(kind="encoding"), 3),
+    "four-loops": (LLAMA, FOUR, LORA, 4),
+    "four-loops-shared-kv": (LLAMA, FOUR.with_kv("share"), LORA, 4),
     "neox": (NEOX, MIDDLE, None, 3),
+    "loop-shared-kv": (LLAMA, LOOP.with_kv("share"), None, 3),
     "shared-kv": (LLAMA, MIDDLE.with_kv("share"), None, 3),
     "plain-shared-kv": (LLAMA, VANILLA.with_kv("share", "cycle", 2), None, 2),
 }

@@ -55,6 +55,32 @@ CASES: dict[str, Any] = {
 }  # fmt: skip
 
 
+@pytest.mark.parametrize("mode", ["parallel", "state-copy"])
+@pytest.mark.parametrize("name", ["encoding", "loop-shared-kv", "four-loops", "four-loops-shared-kv"])
+def test_rows_of_both_sides_of_an_exit_stay_in_their_planes(name: str, mode: str) -> None:
+    model, setting = build(name), exiting(name, mode, threshold=mixing_threshold(name))
+    wanted = [generate(model, [prompt], max_new_tokens=NEW, exiting=setting)[0] for prompt in many(model)]
+    engine = Engine(on_gpu(model), exiting=setting, compile=False, memory=10**6, **SIZES)
+    results = engine.generate(many(model), max_new_tokens=NEW)
+    assert [(r.tokens, r.depths) for r in results] == [(w.tokens, w.exit_layers) for w in wanted]
+
+
+def test_a_page_outside_the_pool_fails_its_request_and_no_other() -> None:
+    model = build("vanilla")
+    wanted = [generate(model, [prompt], max_new_tokens=NEW)[0].tokens for prompt in many(model)]
+    engine = Engine(on_gpu(model), compile=False, **(SIZES | {"rows": 8, "memory": 10**6}))
+    told = engine.runner.state.hand_out
+
+    def spoilt(*given: Any) -> None:
+        told(*given)
+        engine.runner.state.tables_STP[1].fill_(10**6)
+
+    engine.runner.state.hand_out = spoilt  # type: ignore[method-assign]
+    results = engine.generate(many(model), max_new_tokens=NEW)
+    assert [result.finish.reason == "error" for result in results] == [i == 1 for i in range(len(wanted))]
+    assert [r.tokens for i, r in enumerate(results) if i != 1] == [w for i, w in enumerate(wanted) if i != 1]
+
+
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("fuse", [True, False])
 def test_tokens_are_the_reference_decoders(name: str, fuse: bool) -> None:

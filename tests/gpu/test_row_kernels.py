@@ -200,6 +200,32 @@ def test_attention(dtype: torch.dtype, heads: tuple[int, int, int], splits: int,
 
 
 @pytest.mark.parametrize("splits", [1, 4])
+def test_a_page_that_is_not_there_gives_no_numbers(splits: int) -> None:
+    pages = Pages.build(lambda *s: random(*s, dtype=torch.bfloat16), [200] * 5, 5, 64, PAGE)
+    pages.table[0, 1], pages.table[2, 0], pages.table[3, 3] = len(pages.k), -1, 10**9
+    pages.lengths[4] = PAGE * pages.table.shape[1] + 1
+    out = paged_attention.paged_attention(random(5, 15, 64, dtype=torch.bfloat16), *pages, 0.1, splits=splits)
+    assert out.isnan().all(-1).all(-1).tolist() == [True, False, True, True, True]
+    assert not out[1].isnan().any()
+
+
+def test_nothing_outside_the_pages_is_written() -> None:
+    """Pages lie in the middle of a larger tensor, whose other numbers are watched."""
+    slots = torch.tensor([3, 8 * PAGE, 9 * PAGE, 10**9, -1, -7, 8 * PAGE - 1], device=CUDA)
+    x, qkv, (cos, sin) = random(7, 256), random(4 * 64, 256, std=0.2), angles(random, 7, 64)
+    k, v = random(7, 1, 64), random(7, 1, 64)
+    for write in (
+        lambda pages: paged_write.write_entries(k, v, *pages, slots),
+        lambda pages: row_qkv.norm_qkv_rope_write(x, qkv, EPS, 2, 1, cos, sin, *pages, slots),
+    ):
+        pools = [torch.zeros(24, PAGE, 1, 64, device=CUDA) for _ in range(2)]
+        write([pool[8:16] for pool in pools])
+        for pool in pools:
+            written = pool.flatten(0, 1).any(-1).any(-1).nonzero()[:, 0]
+            assert written.tolist() == [8 * PAGE + 3, 16 * PAGE - 1]
+
+
+@pytest.mark.parametrize("splits", [1, 4])
 def test_attention_over_float8(splits: int) -> None:
     H, G, D = 15, 5, 64
     pages = Pages.build(lambda *s: random(*s), some_lengths(51), G, D, PAGE)

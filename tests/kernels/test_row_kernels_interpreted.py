@@ -150,6 +150,34 @@ def test_paged_attention_over_float8() -> None:
         torch.testing.assert_close(fast, wanted, **NEAR)
 
 
+def test_nothing_outside_the_pages_is_written() -> None:
+    """Pages lie in the middle of a larger tensor, whose other numbers are watched."""
+    random, slots = randoms(), torch.tensor([3, 32, 40, 10**6, -1, -7, 31])
+    x, qkv, (cos, sin) = random(7, 72), random(4 * 16, 72, std=0.2), angles(random, 7, 16)
+    k, v = random(7, 1, 16), random(7, 1, 16)
+    for write in (
+        lambda pages: paged_write._triton_write_entries(k, v, *pages, slots),
+        lambda pages: row_qkv._triton_norm_qkv_rope_write(x, qkv, 1e-5, 2, 1, cos, sin, *pages, slots),
+    ):
+        pools = [torch.zeros(24, 4, 1, 16) for _ in range(2)]
+        write([pool[8:16] for pool in pools])
+        for pool in pools:
+            written = pool.flatten(0, 1).any(-1).any(-1).nonzero()[:, 0]
+            assert written.tolist() == [8 * 4 + 3, 8 * 4 + 31]
+
+
+@pytest.mark.parametrize("splits", [1, 2])
+def test_a_page_that_is_not_there_gives_no_numbers(splits: int) -> None:
+    random = randoms()
+    lengths = [30, 30, 30, 30, 30]
+    q, pages = random(5, 4, 16), Pages.build(random, lengths, 2, 16, page=8)
+    pages.table[0, 1], pages.table[2, 0], pages.table[3, 3] = len(pages.k), -1, 10**9
+    wrong = pages._replace(lengths=torch.tensor([30, 30, 30, 30, 8 * pages.table.shape[1] + 1], dtype=torch.int32))
+    out = paged_attention._triton_paged_attention(q, *wrong, 0.3, splits=splits)
+    assert out.isnan().all(-1).all(-1).tolist() == [True, False, True, True, True]
+    assert not out[1].isnan().any()
+
+
 @pytest.mark.parametrize("rank", [1, 20, 40])
 def test_add_grouped_lora(rank: int) -> None:
     random = randoms()

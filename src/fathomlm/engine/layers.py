@@ -96,8 +96,9 @@ class RowLayers:
         *,
         spend: bool = False,
     ) -> Tensor:
-        """The stream after some steps. Rows of different recursions give theirs in `recursion_N`, and `steps` are those of
-        the first; None where every row runs just these steps. `spend`: nobody needs `x_NM` afterwards."""
+        """The stream after some steps. Rows at later uses of the same layers say in `recursion_N` how many recursions
+        on; None where every row runs just these steps. `spend`: nobody needs `x_NM` afterwards."""
+        self._check(steps, reach)
         if self.fused:
             return self._fused(x_NM if spend else x_NM.clone(), steps, reach, positions_N)
         for step in steps:
@@ -106,10 +107,17 @@ class RowLayers:
 
     def keep(self, x_NM: Tensor, steps: Sequence[Step], reach: Reach, positions_N: Tensor) -> None:
         """Store what steps would make of the stream as keys and values; nothing else of them runs (state copying)."""
+        self._check(steps, reach)
         for step in steps:
             layer, context = self.decoder.layers[step.layer], self._context(step, reach, positions_N, None)
             assert isinstance(layer, Block)
             layer.keep_entries(x_NM[:, None], context)
+
+    def _check(self, steps: Sequence[Step], reach: Reach) -> None:
+        """Page numbers are the same for all steps of a pool: they are looked at once."""
+        if self.device.type == "cpu":
+            for pool in {self.layout.home(step)[0] for step in steps}:
+                self.pages.check(pool, reach)
 
     # The model's own modules.
 
@@ -122,7 +130,7 @@ class RowLayers:
             if recursion_N is None:
                 out_NM = out_NM * decoder.encodings[step.recursion]
             else:
-                out_NM = out_NM * torch.stack(tuple(decoder.encodings))[recursion_N]
+                out_NM = out_NM * torch.stack(tuple(decoder.encodings))[step.recursion + recursion_N]
             out_NM = out_NM.to(x_NM.dtype)
         return out_NM
 
@@ -135,8 +143,8 @@ class RowLayers:
             if step.layer not in self._grouped:
                 self._grouped[step.layer] = GroupedDelta.build([decoder.delta(use) for use in plan.uses(step.layer)])
             shared = self._grouped[step.layer]
-            delta = None if shared is None else shared.at(recursion_N)
-        pages = _StepPages(*self.pages.at(*self.layout.home(step)), reach, window, reads=plan.reads_kv(step))
+            delta = None if shared is None else shared.at(step.recursion + recursion_N)
+        pages = _StepPages(*self.pages.at(*self.layout.home(step), reach.planes), reach, window, reads=plan.reads_kv(step))
         return StepContext(cos, sin, None, False, None, None, delta, pages=pages)
 
     # Packed weights.
@@ -144,13 +152,14 @@ class RowLayers:
     def _fused(self, x_NM: Tensor, steps: Sequence[Step], reach: Reach, positions_N: Tensor) -> Tensor:
         if len(x_NM) == 1 and not self.alone:
             both = Reach(
-                F.pad(reach.slots_N, (0, 1), value=-1), reach.table_NP.expand(2, -1), F.pad(reach.lengths_N, (0, 1))
-            )
+                F.pad(reach.slots_N, (0, 1), value=-1), reach.table_NP.expand(2, -1), F.pad(reach.lengths_N, (0, 1)),
+                planes=reach.planes,
+            )  # fmt: skip
             return self._fused(x_NM.repeat(2, 1), steps, both, positions_N.expand(2))[:1]
         a, plan, scratch = self.architecture, self.decoder.plan, self._scratch_for(x_NM.shape[0])
         cos_ND, sin_ND = reach.angles or self._angles(None, positions_N)
         for step in steps:
-            k_pages, v_pages = self.pages.at(*self.layout.home(step))
+            k_pages, v_pages = self.pages.at(*self.layout.home(step), reach.planes)
             packed = self.packed[step.layer]
             reads = plan.reads_kv(step)
             qkv_WM = packed.qkv_WM[: a.heads * a.head_dim] if reads else packed.qkv_WM

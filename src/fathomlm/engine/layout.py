@@ -11,6 +11,7 @@ A plane is one layer's part of a page. Tables of one pool exchange pages, so the
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -34,6 +35,13 @@ class Layout:
 
     def home(self, step: Step) -> tuple[int, int]:
         return self.homes[step.index]
+
+    def shift(self, steps: Sequence[Step], twins: Sequence[Step]) -> int | None:
+        """How many planes on from each step's its twin's entries are; 0 where both look at the same ones. None where no one
+        number is true of all of them."""
+        homes = [(self.home(step), self.home(twin)) for step, twin in zip(steps, twins, strict=True)]
+        found = {plane[1] - own[1] if plane[0] == own[0] else None for own, plane in homes}
+        return found.pop() if len(found) == 1 else None
 
 
 def build_layout(

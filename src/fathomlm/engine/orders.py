@@ -7,6 +7,7 @@ is stopped, placed or given a chunk twice, and no page is both copied from and c
 
 from __future__ import annotations
 
+from collections import abc
 from dataclasses import dataclass, field
 
 from fathomlm.engine.sequence import Sequence
@@ -76,6 +77,17 @@ class Plan:
     grants: list[Grant]
     rooms: list[Room]
     chunks: list[Chunk]
+
+    def check(self, *, tables: abc.Sequence[int], pool_pages: abc.Sequence[int], slots: int, pages: int, size: int) -> None:
+        """Assert that the device is told of nothing outside its memory: it carries plans out without looking. `pages` is how
+        many a table may have, `size` how many entries a page holds."""
+        for grant in self.grants:
+            assert 0 <= grant.slot < slots, f"{grant} is for one of {slots} slots"
+            assert 0 <= grant.index < pages, f"{grant} goes into a table of {pages} pages"
+            assert 0 <= grant.page < pool_pages[tables[grant.table]], f"{grant} is of a pool of {pool_pages} pages"
+        for room in self.rooms:
+            assert 0 <= room.slot < slots, f"{room} is for one of {slots} slots"
+            assert 0 <= room.entries <= pages * size, f"{room} is in a table of {pages} pages of {size} entries"
 
 
 @dataclass(slots=True)

@@ -22,6 +22,9 @@ class Reach:
     """How many entries a row sees, its own included; 0 for a row that stands for nothing."""
     angles: tuple[Tensor, Tensor] | None = field(default=None, kw_only=True)
     """Cosines and sines of the rows' positions, (N, D) each, where they are known already."""
+    planes: int = field(default=1, kw_only=True)
+    """How many planes the page numbers lead through, from a step's own on: more than one where rows look at the entries of
+    different recursions (`reach`'s `offset_N`)."""
 
 
 def reach(

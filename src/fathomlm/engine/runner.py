@@ -124,6 +124,10 @@ class Runner:
     @torch.no_grad()
     def apply(self, plan: Plan, requests: Mapping[int, Request]) -> None:
         """Everything of a plan but its chunks."""
+        sizes, (_, _, pages) = self.sizes, self.state.tables_STP.shape
+        plan.check(
+            tables=sizes.tables, pool_pages=sizes.pool_pages, slots=sizes.slots, pages=pages, size=self.options.page_size
+        )
         placed = []
         for slot in plan.stops:
             self.sampler.clear(slot)

@@ -65,7 +65,8 @@ def paged_attention(
 
     `window` counts entries, so it is for models whose every token leaves an entry: a row sees the last `window` of its own.
     `workspace` is float32 of `workspace_size`, needed with `splits` (made on each call where it is not given). Pages in
-    float8 hold keys / k_scale and values / v_scale.
+    float8 hold keys / k_scale and values / v_scale. Nothing outside `k_pages` and `v_pages` is read: a row whose table names
+    a page that is not there is a bug, which raises on a CPU and gives NaN on a GPU.
     """
     if triton is not None and q_NHD.is_cuda:
         return _triton_paged_attention(
@@ -90,6 +91,9 @@ def plain_paged_attention(
     if window is not None:
         seen_NE = seen_NE & (entry_E >= lengths_N[:, None] - window)
     table_NP = torch.where(seen_NE.view(*table_NP.shape, size).any(-1), table_NP, 0)  # what is unseen may be anything
+    if not table_NP.is_cuda and table_NP.numel():  # torch would take a negative number for one from the end
+        assert int(table_NP.min()) >= 0, f"a row looks at page {int(table_NP.min())}"
+        assert int(lengths_N.max()) <= entry_E.numel(), "a row has more entries than its table has room for"
     wide = torch.promote_types(q_NHD.dtype, torch.float32)
     k, v = (
         torch.where(seen_NE[..., None, None], pages[table_NP.long()].flatten(1, 2).to(wide) * by, 0.0)
@@ -110,10 +114,10 @@ if triton is not None:
         tiles = (length - first + BLOCK - 1) // BLOCK
         return first, (tiles + SPLITS - 1) // SPLITS * BLOCK
 
-    @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
+    @triton.jit(do_not_specialize=["pages", "columns"])  # type: ignore[untyped-decorator,unused-ignore]
     def _attention_kernel(  # type: ignore[no-untyped-def]
         q_ptr, q_stride, k_ptr, v_ptr, table_ptr, table_stride, lengths_ptr, out_ptr, partial_ptr, extent_ptr,
-        score_scale, v_scale, H, G,
+        score_scale, v_scale, H, G, pages, columns,
         D: tl.constexpr, WIDE: tl.constexpr, PER_GROUP: tl.constexpr, HEADS: tl.constexpr, PAGE: tl.constexpr,
         BLOCK: tl.constexpr, WINDOW: tl.constexpr, SPLITS: tl.constexpr,
     ):  # fmt: skip
@@ -139,13 +143,14 @@ if triton is not None:
             seen = entry < end
             if WINDOW > 0:
                 seen = seen & (entry >= length - WINDOW)
-            page = tl.load(table_ptr + entry // PAGE, mask=seen, other=0).to(tl.int64)
+            page = tl.load(table_ptr + entry // PAGE, mask=seen & (entry // PAGE < columns), other=-1).to(tl.int64)
+            inside = (page >= 0) & (page < pages)
             place = ((page * PAGE + entry % PAGE) * G + group)[:, None] * D + column
-            there = seen[:, None] if whole else seen[:, None] & (column < D)
+            there = inside[:, None] if whole else inside[:, None] & (column < D)
             k = tl.load(k_ptr + place, mask=there, other=0.0).to(q.dtype)
             v = tl.load(v_ptr + place, mask=there, other=0.0).to(q.dtype)
             scores = tl.dot(q, tl.trans(k), input_precision="ieee") * score_scale
-            scores = tl.where(seen[None, :], scores, float("-inf"))
+            scores = tl.where(seen[None, :], tl.where(inside[None, :], scores, float("nan")), float("-inf"))
             higher = tl.maximum(most, tl.max(scores, 1))  # never -inf: every tile has an entry that is seen
             shrink = tl.exp2(most - higher)
             p = tl.exp2(scores - higher[:, None])
@@ -204,7 +209,7 @@ if triton is not None:
         shared = {"D": D, "WIDE": wide, "BLOCK": b.entries, "WINDOW": window or 0, "SPLITS": splits}
         _attention_kernel[(N, G, splits)](
             q_NHD, q_NHD.stride(0), k_pages, v_pages, table_NP, table_NP.stride(0), lengths_N, out, workspace, extent,
-            scale * k_scale * math.log2(math.e), v_scale, H, G, PER_GROUP=H // G,
+            scale * k_scale * math.log2(math.e), v_scale, H, G, len(k_pages), table_NP.shape[1], PER_GROUP=H // G,
             HEADS=max(16, triton.next_power_of_2(H // G)), PAGE=page, **shared, num_warps=b.warps, num_stages=b.stages,
         )  # fmt: skip
         if splits > 1:

@@ -1,7 +1,8 @@
 """Writing keys and values into pages.
 
 Pages are (pages, page size, G, D), one tensor for keys and one for values. An entry's place is its slot,
-page x page size + place in it; rows with a negative slot have nothing to keep.
+page x page size + place in it; rows with a negative slot have nothing to keep. Nothing is ever written outside the pages: a
+slot that is not there is a bug, which raises on a CPU and is left out on a GPU.
 
 The plain twin cannot leave rows out without knowing how many there are, which on a GPU means to wait. It sends them to the
 very last slot instead: a pool has one page more than it hands out, the last one, and nobody reads it.
@@ -38,13 +39,18 @@ def plain_write_entries(
     k_scale: float = 1.0, v_scale: float = 1.0,
 ) -> None:  # fmt: skip
     """The meaning. Rows with a negative slot go to the last slot of the last page."""
-    slots = k_pages.shape[0] * k_pages.shape[1]
+    slots = slot_count(k_pages)
     at_N = torch.where(slots_N >= 0, slots_N, slots - 1).long()
     for new_NGD, pages, scale in ((k_NGD, k_pages, k_scale), (v_NGD, v_pages, v_scale)):
         new_NGD = _narrowed(new_NGD, pages.dtype, scale)
         if pages.dtype == FLOAT8:  # torch does not index these; their bytes it does
             new_NGD, pages = new_NGD.view(torch.uint8), pages.view(torch.uint8)
         pages.view(slots, *pages.shape[2:]).index_copy_(0, at_N, new_NGD)
+
+
+def slot_count(pages: Tensor) -> int:
+    """Entries that pages hold."""
+    return pages.shape[0] * pages.shape[1]
 
 
 def _narrowed(new: Tensor, dtype: torch.dtype, scale: float) -> Tensor:
@@ -70,15 +76,15 @@ if triton is not None:
             new = tl.where(new == new, tl.minimum(tl.maximum(new, -LARGEST), LARGEST), new)
         return new.to(kind)
 
-    @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
+    @triton.jit(do_not_specialize=["slots"])  # type: ignore[untyped-decorator,unused-ignore]
     def _write_kernel(  # type: ignore[no-untyped-def]
-        k_ptr, k_stride, v_ptr, v_stride, k_pages_ptr, v_pages_ptr, slots_ptr, k_scale, v_scale,
+        k_ptr, k_stride, v_ptr, v_stride, k_pages_ptr, v_pages_ptr, slots_ptr, slots, k_scale, v_scale,
         WIDTH: tl.constexpr, BLOCK: tl.constexpr, LARGEST: tl.constexpr,
     ):  # fmt: skip
         row = tl.program_id(0).to(tl.int64)
         slot = tl.load(slots_ptr + row).to(tl.int64)
         at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-        here = (at < WIDTH) & (slot >= 0)
+        here = (at < WIDTH) & (slot >= 0) & (slot < slots)
         k = tl.load(k_ptr + row * k_stride + at, mask=here, other=0.0).to(tl.float32)
         v = tl.load(v_ptr + row * v_stride + at, mask=here, other=0.0).to(tl.float32)
         kind: tl.constexpr = k_pages_ptr.dtype.element_ty
@@ -94,6 +100,6 @@ if triton is not None:
         assert all(t.is_contiguous() for t in (k_pages, v_pages, slots_N))
         assert k_NW.stride(1) == v_NW.stride(1) == 1
         _write_kernel[(N, triton.cdiv(G * D, BLOCK))](
-            k_NW, k_NW.stride(0), v_NW, v_NW.stride(0), k_pages, v_pages, slots_N, k_scale, v_scale,
+            k_NW, k_NW.stride(0), v_NW, v_NW.stride(0), k_pages, v_pages, slots_N, slot_count(k_pages), k_scale, v_scale,
             WIDTH=G * D, BLOCK=BLOCK, LARGEST=LARGEST_FLOAT8, num_warps=WARPS,
         )  # fmt: skip

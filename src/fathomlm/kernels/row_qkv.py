@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fathomlm.kernels.half import inverse_rms
-from fathomlm.kernels.paged_write import LARGEST_FLOAT8, plain_write_entries
+from fathomlm.kernels.paged_write import LARGEST_FLOAT8, plain_write_entries, slot_count
 from fathomlm.kernels.rope import apply_rope
 from fathomlm.kernels.row_blocks import Blocks, product_blocks, row_block
 from fathomlm.kernels.triton_here import tl, triton
@@ -69,10 +69,10 @@ if triton is not None:
         tl.store(out_ptr + at, narrow_entry(low, scale, kind, LARGEST), mask=here)
         tl.store(out_ptr + at + HALF, narrow_entry(high, scale, kind, LARGEST), mask=here)
 
-    @triton.jit(do_not_specialize=["rows"])  # type: ignore[untyped-decorator,unused-ignore]
+    @triton.jit(do_not_specialize=["rows", "slots"])  # type: ignore[untyped-decorator,unused-ignore]
     def _norm_qkv_kernel(  # type: ignore[no-untyped-def]
         x_ptr, x_stride, weight_ptr, cos_ptr, cos_stride, sin_ptr, sin_stride, q_ptr, k_ptr, v_ptr, slots_ptr,
-        rows, eps, k_scale, v_scale, H, G,
+        rows, slots, eps, k_scale, v_scale, H, G,
         DEPTH: tl.constexpr, HALF: tl.constexpr, ROWS: tl.constexpr, PAIRS: tl.constexpr, BLOCK: tl.constexpr,
         KEEP: tl.constexpr, LARGEST: tl.constexpr,
     ):  # fmt: skip
@@ -103,7 +103,7 @@ if triton is not None:
             _put(q_ptr, (row[:, None] * H + head) * 2 * HALF + pair, low, high, 1.0, here, HALF, LARGEST)
         else:
             slot = tl.load(slots_ptr + row, mask=row < rows, other=-1).to(tl.int64)[:, None]
-            here = here & (slot >= 0)
+            here = here & (slot >= 0) & (slot < slots)
             if head < H + G:
                 _put(k_ptr, (slot * G + head - H) * 2 * HALF + pair, low, high, k_scale, here, HALF, LARGEST)
             else:
@@ -125,7 +125,7 @@ if triton is not None:
         grid = (triton.cdiv(N, tall), (heads + 2 * groups) * triton.cdiv(D // 2, pairs))
         _norm_qkv_kernel[grid](
             x_NM, x_NM.stride(0), qkv_WM, cos_ND, cos_ND.stride(0), sin_ND, sin_ND.stride(0), out, k_pages, v_pages, slots_N,
-            N, eps, k_scale, v_scale, heads, groups, DEPTH=M, HALF=D // 2, ROWS=tall, PAIRS=pairs, BLOCK=b.depth,
-            KEEP=grid[0] > 1, LARGEST=LARGEST_FLOAT8, num_warps=b.warps, num_stages=b.stages,
+            N, slot_count(k_pages), eps, k_scale, v_scale, heads, groups, DEPTH=M, HALF=D // 2, ROWS=tall, PAIRS=pairs,
+            BLOCK=b.depth, KEEP=grid[0] > 1, LARGEST=LARGEST_FLOAT8, num_warps=b.warps, num_stages=b.stages,
         )  # fmt: skip
         return out

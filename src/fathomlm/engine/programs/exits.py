@@ -19,10 +19,12 @@ Shapes: N rows, S slots, K places of a ring, M hidden width, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from fathomlm.depth import Step
 from fathomlm.engine.programs.base import AGREED, JUDGED, Choosing, How, Parts, Record
 from fathomlm.engine.programs.whole import read_whole
 from fathomlm.engine.rows import Reach, pick_groups, reach
@@ -31,6 +33,14 @@ from fathomlm.kernels.best_token import best_and_gap
 from fathomlm.model.route.routers import draw
 
 DEEP, FLUSH = 1, 2
+
+
+class On(NamedTuple):
+    """From a step in front of the exit to the one in its place behind it."""
+
+    recursions: int
+    planes: int
+    """0 where both look at the same entries."""
 
 
 class ExitProgram:
@@ -52,8 +62,9 @@ class ExitProgram:
         self.parts, self.exit = parts, exit_layer - 1
         self.copies, self.forced = copies, forced
         self.shallow, self.deep = plan.steps[:exit_layer], plan.steps[exit_layer:]
-        self.mixed = [step.layer for step in self.shallow] == [step.layer for step in self.deep]
-        self._waits = not copies and any(not plan.reads_kv(step) for step in self.deep)
+        self.on = _on(parts, self.shallow, self.deep)
+        self._makes = any(not plan.reads_kv(step) for step in self.deep)
+        self._waits = self._makes and not copies
         self.stack = stack if self._waits else 1
         self.passes = ("both",) if self.mixed else (*["shallow"] * shallows, "deep")
         self.record = Record.empty(parts.rows * len(self.passes), parts.sampler.max_logprobs, s.device)
@@ -70,6 +81,11 @@ class ExitProgram:
         self._end = parts.small(self._end_plain)
         self._leave = parts.small(self._leave_plain)
         self._choose = Choosing(parts)
+
+    @property
+    def mixed(self) -> bool:
+        """Whether rows in front of the exit and behind it share a pass."""
+        return self.on is not None
 
     def place(self, placed: Sequence[Placed]) -> None:
         s = self.parts.state
@@ -92,12 +108,12 @@ class ExitProgram:
         if self.parts.idle(valid_N):
             record.blank(s.spare)
             return
-        seen = Reach(*found)
+        seen = Reach(*found, planes=1 if self.on is None else 1 + self.on.planes)
         if kind == "deep":
             x_NM = layers.run(waiting_NM, self.deep, seen, positions_N)
         else:
             x_NM = torch.where(deep_N[:, None], waiting_NM, layers.enter(tokens_N))
-            recursion_N = deep_N.long() if self.mixed else None
+            recursion_N = None if self.on is None else deep_N.long() * self.on.recursions
             x_NM = layers.run(x_NM, self.shallow, seen, positions_N, recursion_N)
         scores_NV = self._scores(x_NM, deep_N, kind)
         leaves_N, chosen_N, choice_N, sure_N, depth_N, flags_N = self._leave(
@@ -129,11 +145,9 @@ class ExitProgram:
         positions_N = torch.where(valid_N, positions_N, 0)
         waiting_NM = self.ring_SKM[rows_N, positions_N % self.stack]
         writes_N, offset_N = None, None
-        if self.mixed:
-            if self._waits or self.copies:
-                offset_N = deep_N.long() * len(self.shallow) * parts.layers.pages.stride(0)
-            else:
-                writes_N = ~deep_N
+        if self.on is not None:
+            offset_N = deep_N.long() * self.on.planes * parts.layers.pages.stride(0)
+            writes_N = None if self._makes else ~deep_N
         none_N = torch.zeros_like(rows_N)
         seen = reach(s.tables_STP, rows_N, none_N, positions_N, valid_N, parts.page_size, writes_N, offset_N)
         found = (seen.slots_N, seen.table_NP, seen.lengths_N)
@@ -161,8 +175,9 @@ class ExitProgram:
         return leaves_N, chosen_N, choice_N, sure_N, torch.where(deep_N, layers[1], layers[0]), flags_N
 
     def _copy_entries(self, x_NM: Tensor, leaves_N: Tensor, seen: Reach, positions_N: Tensor) -> None:
-        slots_N = torch.where(leaves_N, seen.slots_N, -1)
-        self.parts.layers.keep(x_NM, self.deep, Reach(slots_N, seen.table_NP, seen.lengths_N), positions_N)
+        """Rows that leave are in front of the exit, so their page numbers are those of a step's own plane."""
+        slots_N, lengths_N = torch.where(leaves_N, seen.slots_N, -1), torch.where(leaves_N, seen.lengths_N, 0)
+        self.parts.layers.keep(x_NM, self.deep, Reach(slots_N, seen.table_NP, lengths_N), positions_N)
 
     def _end_plain(
         self, rows_N: Tensor, deep_N: Tensor, last_N: Tensor, valid_N: Tensor, leaves_N: Tensor, positions_N: Tensor,
@@ -188,3 +203,16 @@ class ExitProgram:
         self.filled_S.index_copy_(0, rows_N, filled_N)
         self.pending_S.index_copy_(0, rows_N, pending_N)
         s.since_S.index_copy_(0, rows_N, s.clock.expand_as(rows_N))
+
+
+def _on(parts: Parts, shallow: Sequence[Step], deep: Sequence[Step]) -> On | None:
+    """How far on the steps behind the exit are, where rows of both can share a pass: the layers are the same in the same
+    order, and one number of recursions and one of planes lead from each step to its twin."""
+    if [step.layer for step in shallow] != [step.layer for step in deep]:
+        return None
+    recursions = {twin.recursion - step.recursion for step, twin in zip(shallow, deep, strict=True)}
+    planes = parts.layout.shift(shallow, deep)
+    reads = {parts.plan.reads_kv(step) for step in deep}
+    if len(recursions) != 1 or planes is None or reads != {planes == 0}:
+        return None
+    return On(recursions.pop(), planes)

@@ -1,0 +1,156 @@
+"""No row is led out of the pages: planes follow from the layout, and page numbers are looked at where that costs nothing."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from decode.exit_models import LLAMA, LOOP, MODELS, build, exiting, mixing_threshold
+from fathomlm.depth import DepthPlan
+from fathomlm.depth.sharing import STRATEGIES
+from fathomlm.engine.engine import Engine
+from fathomlm.engine.layout import build_layout
+from fathomlm.engine.orders import Copy, Grant, Plan, Room
+from fathomlm.engine.pool import Pages
+from fathomlm.engine.programs.exits import ExitProgram, _on
+from fathomlm.engine.rows import Reach
+from fathomlm.errors import PlanError
+from model.route.small import model_of, routed
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+SMALL: dict[str, Any] = {"page_size": 4, "rows": 3, "chunk": 5, "max_length": 48}
+PLANES, PAGES, SIZE = 3, 5, 4
+
+
+def some_plans() -> list[DepthPlan]:
+    plans = []
+    for sharing, recursions in itertools.product(STRATEGIES, (1, 2, 3, 4)):
+        plan = DepthPlan.build(sharing, recursions, 10, "add")
+        plans += [plan, plan.with_kv("share", "cycle", 2) if recursions == 1 else plan.with_kv("share")]
+    return plans
+
+
+def test_every_plane_that_rows_are_led_to_is_their_own_steps() -> None:
+    shared = set()
+    for plan in some_plans():
+        for exit_layer in range(1, plan.unrolled_layers):
+            layout = build_layout(LLAMA, plan, None, exit_layer)
+            assert all(0 <= plane < layout.planes[pool] for pool, plane in layout.homes)
+            parts: Any = SimpleNamespace(layout=layout, plan=plan)
+            shallow, deep = plan.steps[:exit_layer], plan.steps[exit_layer:]
+            if (on := _on(parts, shallow, deep)) is None:
+                continue
+            shared.add((plan.recursions, plan.kv))
+            for step, twin in zip(shallow, deep, strict=True):
+                assert (step.layer, step.recursion + on.recursions) == (twin.layer, twin.recursion)
+                pool, plane = layout.home(step)
+                assert layout.home(twin) == (pool, plane + on.planes)
+                assert plane + on.planes < layout.planes[pool]
+                assert plan.reads_kv(twin) == (on.planes == 0)
+    assert shared == {(2, "cache"), (2, "share"), (4, "cache"), (4, "share")}
+
+
+def test_hybrid_entries_have_no_exits() -> None:
+    with pytest.raises(PlanError, match="routed models"):
+        LOOP.with_kv("hybrid")
+
+
+def pool_of_pages() -> Pages:
+    layout: Any = SimpleNamespace(planes=(PLANES,))
+    return Pages(LLAMA, layout, (PAGES,), SIZE, torch.device("cpu"), torch.float32)
+
+
+def rows(table: list[list[int]], lengths: list[int], slots: list[int], planes: int = 1) -> Reach:
+    return Reach(torch.tensor(slots), torch.tensor(table).int(), torch.tensor(lengths).int(), planes=planes)
+
+
+def test_rows_inside_the_pool_pass() -> None:
+    pages = pool_of_pages()
+    pages.check(0, rows([[0, 4], [3, 10**6]], [8, 4], [19, -1]))
+    pages.check(0, rows([[0, 4], [6 + 3, 6 + 4]], [8, 5], [19, 24 + 16], planes=2))
+    pages.check(0, rows([[10**6, -5]], [0], [-1]))
+
+
+@pytest.mark.parametrize(
+    ("table", "lengths", "slots", "planes", "says"),
+    [
+        ([[0, 6]], [5], [-1], 1, "sees page 6"),  # the next plane's first page
+        ([[0, 5]], [5], [-1], 1, "sees page 5"),  # the page that is handed out to nobody
+        ([[-1, 0]], [1], [-1], 1, "sees page -1"),
+        ([[0, 12]], [5], [-1], 2, "sees page 12"),
+        ([[0, 1]], [9], [-1], 1, "9 entries"),
+        ([[0, 1]], [5], [20], 1, "writes page 5"),
+        ([[0, 1]], [5], [-2], 1, "writes page -1"),
+    ],
+)
+def test_rows_outside_the_pool_are_found(
+    table: list[list[int]], lengths: list[int], slots: list[int], planes: int, says: str
+) -> None:
+    with pytest.raises(AssertionError, match=says):
+        pool_of_pages().check(0, rows(table, lengths, slots, planes))
+
+
+def test_planes_and_copies_outside_the_pool_are_found() -> None:
+    pages = pool_of_pages()
+    assert len(pages.at(0, 1, 2)[0]) == 2 * (PAGES + 1)
+    for plane, planes in ((3, 1), (2, 2), (-1, 1), (0, 0)):
+        with pytest.raises(AssertionError, match="planes"):
+            pages.at(0, plane, planes)
+    for source, target in ((5, 0), (0, 5), (-1, 0)):
+        with pytest.raises(AssertionError, match="is copied"):
+            pages.copy(Copy(0, source, target))
+
+
+@pytest.mark.parametrize(
+    "order",
+    [
+        {"grants": [Grant(2, 0, 0, 0)]},
+        {"grants": [Grant(0, 0, 3, 0)]},
+        {"grants": [Grant(0, 0, 0, 5)]},
+        {"grants": [Grant(0, 1, 0, 7)]},
+        {"rooms": [Room(0, 0, 13)]},
+        {"rooms": [Room(2, 0, 4)]},
+    ],
+)
+def test_a_plan_that_leads_out_of_memory_is_found(order: dict[str, Any]) -> None:
+    sizes: dict[str, Any] = {"tables": (0, 1), "pool_pages": (5, 7), "slots": 2, "pages": 3, "size": 4}
+    fine = Plan([], [], [], [Grant(1, 0, 2, 4), Grant(1, 1, 2, 6)], [Room(1, 0, 12)], [])
+    fine.check(**sizes)
+    with pytest.raises(AssertionError, match=r"Grant|Room"):
+        dataclasses.replace(fine, **order).check(**sizes)
+
+
+@pytest.mark.parametrize("kind", ["whole", "routed", "exits"])
+@pytest.mark.parametrize("wrong", ["next plane", "spare", "negative"])
+def test_a_table_with_a_wrong_page_stops_the_engine(kind: str, wrong: str) -> None:
+    model = model_of(routed()) if kind == "routed" else build("lora")
+    setting = exiting("lora", "parallel", threshold=mixing_threshold("lora")) if kind == "exits" else None
+    engine = Engine(model, exiting=setting, **SMALL)
+    stride = engine.runner.pages.stride(0)
+    told = engine.runner.state.hand_out
+
+    def spoilt(*given: Any) -> None:
+        told(*given)
+        engine.runner.state.tables_STP.fill_({"next plane": stride, "spare": stride - 1, "negative": -1}[wrong])
+
+    engine.runner.state.hand_out = spoilt  # type: ignore[method-assign]
+    with pytest.raises(AssertionError, match=r"a row (sees|writes) page"):
+        engine.generate([[5, 9, 33]], max_new_tokens=4)
+
+
+@pytest.mark.parametrize("name", [name for name in MODELS if "loop" in name or name in ("lora", "encoding")])
+def test_an_exit_program_that_counts_planes_wrongly_is_found(name: str) -> None:
+    setting = exiting(name, "state-copy", threshold=mixing_threshold(name))
+    engine = Engine(build(name), exiting=setting, **SMALL)
+    program = engine.runner.program
+    assert isinstance(program, ExitProgram)
+    assert program.on is not None
+    program.on = program.on._replace(planes=engine.runner.layout.planes[0])
+    with pytest.raises(AssertionError, match="planes"):
+        engine.generate([[5, 9, 33]], max_new_tokens=8)
