@@ -14,7 +14,6 @@ from fathomlm.checkpoints.save import save
 from fathomlm.depth import DepthPlan, build_routing
 from fathomlm.errors import FathomError, OptionError
 from fathomlm.model.hub import FathomForCausalLM
-from fathomlm.model.route import Routers
 from parity.families import tiny
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -50,7 +49,7 @@ def test_a_plain_model_is_tied_and_routed(source: str, plain: Path) -> None:
     base = plain if source == "directory" else fathomlm.load(plain)
     options: dict[str, Any] = {"sharing": "middle-cycle", "recursions": 2, "init": "average"}
     given = fathomlm.convert(base, **options, router="expert")
-    assert given.plan.routing == build_routing("expert", 2, update="interpolate", alpha=1.0)
+    assert given.plan.routing == build_routing("expert", 2, update="interpolate", alpha=2.0)
     assert given.plan.kv == "cache"
     assert describe(given) == "1+2+1 layers looped 2 times (middle-cycle, expert-choice router)"
     assert_only_routers_are_new(given, fathomlm.convert(plain, **options))
@@ -64,22 +63,42 @@ def test_token_choice_keeps_the_thesis_formula(plain: Path) -> None:
     assert describe(given) == "2 layers looped 3 times (cycle, token-choice router, shared KV)"
 
 
-def test_a_sure_router_computes_what_the_recursive_model_computes(plain: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Interpolation with alpha 1 is the plain recursive model where all scores are one and all tokens go on."""
+@pytest.mark.parametrize("extra", [{}, {"network": "mlp"}, {"sampling": "aux_router"}])
+@pytest.mark.parametrize("looped", [False, True], ids=["from the plain model", "from the recursive one"])
+def test_fresh_routers_give_the_recursive_model_back_to_the_last_bit(
+    extra: dict[str, Any], looped: bool, plain: Path
+) -> None:
     model = fathomlm.convert(plain, recursions=3)
-    given = fathomlm.convert(plain, recursions=3, router={"kind": "expert", "capacity": [1.0, 1.0, 1.0]})
+    router = {"kind": "expert", **extra}
+    given = fathomlm.convert(model, router=router) if looped else fathomlm.convert(plain, recursions=3, router=router)
     with torch.inference_mode():
-        expected = model(TOKENS).logits
-        assert not torch.allclose(given(TOKENS).logits, expected, atol=1e-2)
-        monkeypatch.setattr(Routers, "score", lambda self, logits: torch.ones_like(logits))
-        torch.testing.assert_close(given(TOKENS).logits, expected, rtol=1e-4, atol=1e-4)
+        assert torch.equal(given(TOKENS).logits, model(TOKENS).logits)
+        assert given.plan.routing is not None
+        assert given.plan.routing.capacity[-1] < 1
+
+
+def test_routers_that_start_open_learn(plain: Path) -> None:
+    """All weights are zero, but not their gradients: scores weigh what a recursion adds."""
+    given = fathomlm.convert(plain, recursions=3, router="expert")
+    loss = given.decoder.states(TOKENS)[given.plan.unrolled_layers - 1].square().sum()
+    loss.backward()
+    assert all(router.out.weight.grad.abs().max() > 0 for router in given.decoder.routers.main)
+
+
+def test_routers_that_are_there_keep_their_weights(plain: Path) -> None:
+    given = fathomlm.convert(plain, recursions=3, router="expert")
+    torch.nn.init.ones_(given.decoder.routers.main[1].out.weight)
+    again = fathomlm.convert(given, kv="share")
+    assert torch.equal(again.decoder.routers.main[1].out.weight, given.decoder.routers.main[1].out.weight)
 
 
 @pytest.mark.parametrize(
     ("router", "expected"),
     [
         ({"kind": "expert", "alpha": 0.5}, {"update": "interpolate", "alpha": 0.5}),
-        ({"kind": "expert", "update": "add", "alpha": 0.1}, {"update": "add", "alpha": 0.1}),
+        ({"kind": "expert", "update": "add", "alpha": 0.3}, {"update": "add", "alpha": 0.3}),
+        ({"kind": "expert", "update": "add"}, {"update": "add", "alpha": 0.1}),
+        ({"kind": "expert"}, {"update": "interpolate", "alpha": 2.0}),
         (
             {"kind": "expert", "capacity": [1.0, 0.5, 0.25], "sampling": "aux_router", "network": "mlp", "score": "tanh"},
             {
@@ -103,7 +122,8 @@ def test_options_of_a_router(router: dict[str, Any], expected: dict[str, Any], p
 
 
 def test_routers_follow_the_seed(plain: Path) -> None:
-    first, again, other = (fathomlm.convert(plain, recursions=2, router="expert", seed=seed) for seed in (1, 1, 2))
+    router = {"kind": "expert", "update": "add"}
+    first, again, other = (fathomlm.convert(plain, recursions=2, router=router, seed=seed) for seed in (1, 1, 2))
     ours, same, theirs = (model.decoder.routers.main[1].out.weight for model in (first, again, other))
     assert torch.equal(ours, same)
     assert not torch.equal(ours, theirs)

@@ -30,7 +30,7 @@ def test_a_router_and_hybrid_entries(plain: Path, tmp_path: Path, capsys: pytest
     assert main(["convert", str(plain), str(out), *words]) == 0
     record = json.loads(capsys.readouterr().out)
     assert (record["router"], record["layout"], record["plan"]["kv"]) == ("expert", "1+2+1", "hybrid")
-    routing = build_routing("expert", 2, update="interpolate", alpha=1.0)
+    routing = build_routing("expert", 2, update="interpolate", alpha=2.0)
     assert record["plan"]["routing"] == routing.to_dict()
     model = fathomlm.load(out)
     assert model.plan.to_dict() == record["plan"]
@@ -88,7 +88,7 @@ def test_a_recursive_model_is_given_a_router(plain: Path, tmp_path: Path, capsys
         (("--router-score", "tanh"), "--router-score goes with --router"),
         (("--router-update", "add"), "--router-update goes with --router"),
         (("--router", "expert", "--router-alpha", "0"), "alpha must be above 0, got 0.0"),
-        (("--router", "expert", "--router-score", "softmax"), "unknown score 'softmax'; known: sigmoid, tanh"),
+        (("--router", "expert", "--router-score", "softmax"), "unknown score 'softmax'; known: identity, sigmoid, tanh"),
         (("--router", "expert", "--router-update", "subtract"), "unknown update 'subtract'"),
         (("--router", "token", "--router-update", "add"), "update goes with expert-choice routing, not with token-choice"),
         (("--router", "expert", "--recursions", "1"), "a router needs at least 2 recursions"),

@@ -34,6 +34,7 @@ CASES: dict[str, dict[str, Any]] = {
     "shared entries": {"kv": "share"},
     "no ends": {"loop": "cycle"},
     "tanh": {"router": "expert, tanh"},
+    "identity": {"router": "expert, identity"},
     "interpolate": {"router": "expert, interpolate"},
     "random": {"router": "expert, random"},
     "auxiliary router": {"router": "expert, aux router"},

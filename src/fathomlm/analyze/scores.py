@@ -41,7 +41,7 @@ class ScoreCounts:
 
     def __init__(self, routers: Routers, device: torch.device) -> None:
         self._routers = routers
-        self._low = -1.0 if routers.routing.score == "tanh" else 0.0
+        self._low = -1.0 if routers.routing.score in ("tanh", "identity") else 0.0
         R = routers.routing.recursions
         self._counts = torch.zeros(R, 2, BINS, dtype=torch.float64, device=device)
         self._sums = torch.zeros(R, 2, dtype=torch.float64, device=device)
@@ -84,7 +84,9 @@ class ScoreCounts:
         for side, which_BN in enumerate((chosen_BN & asked_BN, ~chosen_BN & asked_BN)):
             scores = score_BN[which_BN].float()
             scores = scores[scores.isfinite()]
-            self._counts[recursion, side] += torch.histc(scores, BINS, self._low, 1.0)
+            self._counts[recursion, side] += torch.histc(
+                scores.clamp(self._low, 1.0), BINS, self._low, 1.0
+            )  # identity has no bounds
             self._sums[recursion, side] += scores.sum(dtype=torch.float64)
 
 

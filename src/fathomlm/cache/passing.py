@@ -44,16 +44,20 @@ class Kept(_Pass):
 class Overwritten(_Pass):
     """Another step's entries, with this step's own written over them at the tokens that run it (hybrid sharing)."""
 
-    def __init__(self, base: Entries, at_BK: Tensor) -> None:
+    def __init__(self, base: Entries, at_BK: Tensor, valid_BK: Tensor | None = None) -> None:
+        """Tokens that are not valid run the step only to fill its shape, and write nothing."""
         self._k, self._v = base
-        self._at = at_BK
+        self._at, self._valid = at_BK, valid_BK
 
     def append(self, k_BGKD: Tensor, v_BGKD: Tensor) -> Entries:
         return self._over(self._k, k_BGKD), self._over(self._v, v_BGKD)
 
     def _over(self, base_BGTD: Tensor, own_BGKD: Tensor) -> Tensor:
         where = self._at[:, None, :, None].expand(-1, base_BGTD.shape[1], -1, base_BGTD.shape[3])
-        return base_BGTD.scatter(2, where, own_BGKD.to(base_BGTD.dtype))
+        own_BGKD = own_BGKD.to(base_BGTD.dtype)
+        if self._valid is not None:
+            own_BGKD = torch.where(self._valid[:, None, :, None], own_BGKD, base_BGTD.gather(2, where))
+        return base_BGTD.scatter(2, where, own_BGKD)
 
 
 class Blended(_Pass):
@@ -76,11 +80,14 @@ class Passing:
         self._sources = {source for i, source in enumerate(plan.kv_sources) if source != i}
         self._kept: dict[int, Kept] = {}
         self._at_BK: Tensor | None = None
+        self._valid_BK: Tensor | None = None
         self._active_BT: Tensor | None = None
 
-    def focus(self, *, at_BK: Tensor | None = None, active_BT: Tensor | None = None) -> Passing:
+    def focus(
+        self, *, at_BK: Tensor | None = None, valid_BK: Tensor | None = None, active_BT: Tensor | None = None
+    ) -> Passing:
         """Which tokens run the steps to come: gathered ones by their slots, or a part of whole rows."""
-        self._at_BK, self._active_BT = at_BK, active_BT
+        self._at_BK, self._valid_BK, self._active_BT = at_BK, valid_BK, active_BT
         return self
 
     def at(self, step: Step) -> StepKV | None:
@@ -93,7 +100,7 @@ class Passing:
             return None
         base = self._kept[source].entries()
         if self._at_BK is not None:
-            return Overwritten(base, self._at_BK)
+            return Overwritten(base, self._at_BK, self._valid_BK)
         return None if self._active_BT is None else Blended(base, self._active_BT)
 
     def reads(self, step: Step) -> Entries | None:

@@ -92,7 +92,9 @@ def convert(
         plan = _routed(looped.plan, router, kv)
         looped = copy.deepcopy(looped) if looped is model else looped
         moved: FathomModel = looped.to(device=parse_device(device), dtype=parse_dtype(dtype))
-        return replan(moved, plan, seed=seed, **moved.config.exit_fields)
+        fresh = moved.plan.routing is None
+        routed_model = replan(moved, plan, seed=seed, **moved.config.exit_fields)
+        return _opened_routers(routed_model) if fresh else routed_model
     place = parse_device(device)
     base = _base(model)
     how = "add" if resize is True else resize or None
@@ -106,16 +108,18 @@ def convert(
     result = _empty(model, base, plan, relaxation, kind, place)
     _Conversion(base, result, start, kind, place, torch.Generator().manual_seed(seed)).run(on_layer)
     tied = finish(result, base.tokenizer())
-    return replan(tied, routed, seed=seed)
+    return _opened_routers(replan(tied, routed, seed=seed))
 
 
 def _routed(plan: DepthPlan, router: str | dict[str, Any] | None, kv: KVMode | None) -> DepthPlan:
-    """Expert-choice on weights that were trained without it starts as a step towards the block's output (`interpolate`,
-    alpha 1): the thesis' own x + 0.1 g f(x) is for models that never knew another formula."""
+    """Expert-choice on weights that were trained without it moves towards the block's output (`interpolate`): the thesis'
+    own x + 0.1 g f(x) is for models that never knew another formula. With alpha 2 a sigmoid's middle is a gate of 1."""
     if router is not None:
         options = dict(router) if isinstance(router, dict) else {"kind": router}
         if options.get("kind") == "expert":
-            options = {"update": "interpolate", "alpha": 1.0} | options
+            options = {"update": "interpolate"} | options
+            if options["update"] == "interpolate" and options.get("alpha") is None:
+                options["alpha"] = 2.0 if options.get("score") in (None, "sigmoid") else 1.0
         known = inspect.signature(build_routing).parameters.keys() - {"recursions"}
         for name in (name for name in options if name not in known):
             raise OptionError(choices("field of a router", name, known))
@@ -123,6 +127,19 @@ def _routed(plan: DepthPlan, router: str | dict[str, Any] | None, kv: KVMode | N
             raise OptionError("a router's fields need a kind: expert or token")
         plan = plan.with_routing(build_routing(options.pop("kind"), plan.recursions, **options))
     return plan if kv is None else plan.with_kv(kv)
+
+
+def _opened_routers(model: FathomModel) -> FathomModel:
+    """Fresh routers of expert-choice that say 0 of every token: all of them go on, and with a sigmoid and alpha 2 each gate
+    is 1, so that the model computes what the recursive one does, to the last bit. Small random weights would halve every
+    recursion's step and send half of the tokens away at random."""
+    routing, routers = model.plan.routing, model.decoder.routers
+    if routing is None or routers is None:
+        return model
+    if (routing.kind, routing.update, routing.score) == ("expert", "interpolate", "sigmoid"):
+        for router in (*routers.main, *routers.aux):
+            torch.nn.init.zeros_(router.get_parameter("out.weight"))
+    return model
 
 
 def _opened(model: FathomModel | str | Path) -> FathomModel | Path:

@@ -33,8 +33,13 @@ def add_router_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("tokens that choose their depth").add_argument
     add("--router", metavar="R", choices=ROUTERS, help="expert (recursions pick tokens) or token (tokens pick a depth)")
     add("--router-network", metavar="N", choices=NETWORKS, help="linear, mlp or wide (linear)")
-    add("--router-score", metavar="S", help="expert: sigmoid, tanh (sigmoid); token: softmax, sigmoid (softmax)")
-    add("--router-alpha", metavar="A", type=float, help="weight of a recursion's output at score 1 (1)")
+    add("--router-score", metavar="S", help="expert: sigmoid, tanh, identity (sigmoid); token: softmax, sigmoid (softmax)")
+    add(
+        "--router-alpha",
+        metavar="A",
+        type=float,
+        help="weight of a recursion's output at score 1 (2 with interpolate and sigmoid, 0.1 with add)",
+    )
     update = "expert: interpolate, x + g (f(x) - x), or add, x + g f(x) as the thesis trains from scratch (interpolate)"
     add("--router-update", metavar="U", help=update)
     add("--kv", metavar="MODE", choices=KV_MODES, help="keys and values: cache, share, or hybrid with a router (cache)")

@@ -5,7 +5,7 @@
     token    each token picks its depth once, before the first recursion.
 
 Defaults are the thesis' final choices (its tables on router design): expert-choice with an auxiliary loss, sigmoid, one
-linear router a recursion, alpha 0.1; token-choice with a balancing loss, softmax, linear.
+linear router a recursion, alpha 0.1 (1 without a function); token-choice with a balancing loss, softmax, linear.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from typing import Any, Literal, get_args
 from fathomlm.errors import OptionError, choices
 
 RouterKind = Literal["expert", "token"]
-Score = Literal["sigmoid", "tanh", "softmax"]
+Score = Literal["sigmoid", "tanh", "identity", "softmax"]
 Network = Literal["linear", "mlp", "wide"]
 Sampling = Literal["aux_loss", "aux_router"]
 Balancing = Literal["loss", "loss_free"]
 Update = Literal["add", "interpolate"]
 Weighting = Literal["every", "last"]
 ROUTERS: tuple[str, ...] = get_args(RouterKind)
-SCORES: dict[str, tuple[str, ...]] = {"expert": ("sigmoid", "tanh"), "token": ("softmax", "sigmoid")}
+SCORES: dict[str, tuple[str, ...]] = {"expert": ("sigmoid", "tanh", "identity"), "token": ("softmax", "sigmoid")}
 NETWORKS: tuple[str, ...] = get_args(Network)
 WIDE = 4
 """How much wider than the model the hidden layer of a wide router is."""
@@ -37,6 +37,7 @@ class Routing:
 
     kind: RouterKind
     score: Score
+    """What is made of a router's output; identity is the thesis' row without a function."""
     network: Network = "linear"
     alpha: float
     """Multiplies the score to give the weight of a recursion's output."""
@@ -51,7 +52,8 @@ class Routing:
     update: Update = "add"
     """expert: x + g f(x), as in the thesis, or x + g (f(x) - x), which at g = 1 is the plain recursive model."""
     random: bool = False
-    """The control: tokens go on by a draw that knows their position only."""
+    """The control: depth is drawn, from the token and its position, and not decided. Scores still weigh what recursions
+    add, so that only the choice differs."""
 
     def __post_init__(self) -> None:
         for what, value, known in (
@@ -73,8 +75,6 @@ class Routing:
                 shown = ", ".join(f"{c:g}" for c in self.capacity)
                 raise OptionError(f"capacities must fall from at most 1 and stay above 0, got {shown}")
             before = part
-        if self.random and self.kind == "token":
-            raise OptionError("random routing is the control of expert-choice; token-choice has none")
 
     @property
     def recursions(self) -> int:
@@ -83,9 +83,12 @@ class Routing:
     def kept(self, recursion: int, tokens: int, openness: float = 0.0) -> int:
         """expert: how many of a row's tokens a recursion keeps in training. `openness` (1 to 0) is how much of the warm-up
         from capacity 1 is left."""
+        return max(1, min(tokens, int(self.part(recursion, openness) * tokens + 1e-9)))
+
+    def part(self, recursion: int, openness: float = 0.0) -> float:
+        """expert: the part of the tokens that a recursion keeps in training."""
         part = self.capacity[recursion]
-        part += openness * (1 - part)
-        return max(1, min(tokens, int(part * tokens + 1e-9)))
+        return part + openness * (1 - part)
 
     def shapes(self, hidden: int) -> list[tuple[int, ...]]:
         """The weights of all routers."""
@@ -146,7 +149,7 @@ def build_routing(
         kind=kind,  # type: ignore[arg-type]
         score=score or ("sigmoid" if kind == "expert" else "softmax"),  # type: ignore[arg-type]
         network=network or "linear",  # type: ignore[arg-type]
-        alpha=alpha if alpha is not None else (0.1 if kind == "expert" else 1.0),
+        alpha=alpha if alpha is not None else (0.1 if kind == "expert" and score != "identity" else 1.0),
         capacity=falling if capacity is None else tuple(float(part) for part in capacity),
         sampling=sampling or "aux_loss",  # type: ignore[arg-type]
         balancing=balancing or "loss",  # type: ignore[arg-type]

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from fathomlm.depth import Routing
 from fathomlm.engine.state import COLUMNS
 from fathomlm.errors import OptionError
-from fathomlm.model.route.routers import Routers, advance, draw
+from fathomlm.model.route.routers import Routers, advance, draw, draw_key, drawn_depth
 
-DEEPEST, EPOCH = COLUMNS.index("deepest"), COLUMNS.index("epoch")
+TOKEN, POSITION, DEEPEST, EPOCH = (COLUMNS.index(name) for name in ("token", "position", "deepest", "epoch"))
 
 
 class Weights(NamedTuple):
@@ -71,7 +71,8 @@ class RowRouters:
     def decide(
         self, recursion_N: Tensor, x_NM: Tensor, said_NR: Tensor, positions_N: Tensor, numbers_NC: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Which rows go on to these recursions, and what was said of them."""
+        """Which rows go on to these recursions, and what was said of them. `numbers_NC` are a slot's, with the token and the
+        position of the row."""
         R = self.routing.recursions
         last_N = recursion_N >= R
         recursion_N = recursion_N.clamp_max(R - 1)
@@ -80,7 +81,7 @@ class RowRouters:
         else:
             logits_N = self._logits(recursion_N, x_NM)
             said_NR = said_NR.scatter(1, recursion_N[:, None], logits_N[:, None].to(said_NR.dtype))
-            go_N = self._expert_goes(recursion_N, x_NM, logits_N, positions_N)
+            go_N = self._expert_goes(recursion_N, x_NM, logits_N, numbers_NC)
         if self.forced is not None:
             go_N = self._drawn(recursion_N, positions_N + 7919 * numbers_NC[:, EPOCH])
         return go_N & (recursion_N < numbers_NC[:, DEEPEST]) & ~last_N, said_NR
@@ -105,10 +106,10 @@ class RowRouters:
             return weight_N1 * out_NM + torch.where(ends_N1, first_NM, 0.0)
         return torch.where(ends_N1, first_NM + weight_N1 * out_NM, out_NM)
 
-    def _expert_goes(self, recursion_N: Tensor, x_NM: Tensor, logits_N: Tensor, positions_N: Tensor) -> Tensor:
+    def _expert_goes(self, recursion_N: Tensor, x_NM: Tensor, logits_N: Tensor, numbers_NC: Tensor) -> Tensor:
         selective_N = self._selective_R[recursion_N]
         if self.routing.random:
-            return self._drawn(recursion_N, positions_N) | ~selective_N
+            return self._drawn(recursion_N, _keys(numbers_NC)) | ~selective_N
         judged_N = self._judged(recursion_N, x_NM, logits_N) if self.routers.aux else logits_N
         return (judged_N + self.bias >= 0) | ~selective_N
 
@@ -139,7 +140,13 @@ class RowRouters:
 
     def _last_recursion(self, scores_NR: Tensor, numbers_NC: Tensor) -> Tensor:
         """token: the one that each row was given, or the deepest that it may run."""
-        return torch.minimum(self._ranked(scores_NR).argmax(1), numbers_NC[:, DEEPEST] - 1)
+        drawn = self.routing.random
+        last_N = drawn_depth(_keys(numbers_NC), self.routing.recursions) if drawn else self._ranked(scores_NR).argmax(1)
+        return torch.minimum(last_N, numbers_NC[:, DEEPEST] - 1)
+
+
+def _keys(numbers_NC: Tensor) -> Tensor:
+    return draw_key(numbers_NC[:, TOKEN], numbers_NC[:, POSITION])
 
 
 def _stacked(routers: nn.ModuleList) -> Tensor:

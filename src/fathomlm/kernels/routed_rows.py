@@ -166,14 +166,14 @@ if triton is not None:
     @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
     def move_kernel(  # type: ignore[no-untyped-def]
         rows_ptr, recursion_ptr, live_ptr, positions_ptr, out_ptr, main_ptr, judge_ptr, selective_ptr, least_ptr,
-        x_ptr, said_ptr, depth_ptr, entries_ptr, recursion_tables_ptr, stage_ptr, since_ptr, epoch_ptr, deepest_ptr,
-        clock_ptr, alpha, bias,
+        x_ptr, said_ptr, depth_ptr, entries_ptr, recursion_tables_ptr, stage_ptr, since_ptr, token_ptr, epoch_ptr,
+        deepest_ptr, clock_ptr, alpha, bias,
         R: tl.constexpr, C: tl.constexpr, T: tl.constexpr, M: tl.constexpr, HIDDEN: tl.constexpr, SAID: tl.constexpr,
         OWN: tl.constexpr, ARRIVES: tl.constexpr, SCORE: tl.constexpr, CHANGE: tl.constexpr, CHOICE: tl.constexpr,
     ):  # fmt: skip
         """Rows behind a pass, or (ARRIVES) in front of the first one: the stream as routers weigh it goes back to its slot,
         and the next router says whether it goes on. CHANGE: x + g (f(x) - x) in place of x + g f(x). CHOICE: by the router,
-        by a draw of the position ("random"), or of position and text ("forced")."""
+        by a draw of token and position ("random"), or of position and sequence ("forced")."""
         row = tl.program_id(0).to(tl.int64)
         slot = tl.load(rows_ptr + row)
         if tl.load(live_ptr + row):
@@ -187,8 +187,13 @@ if triton is not None:
                 follows = recursion + 1
                 old = tl.load(x_ptr + slot * M + column, mask=here, other=0.0).to(tl.float32)
                 said = tl.load(said_ptr + slot * R + recursion)
-                score = tl.sigmoid(said) if SCORE == "sigmoid" else 2 * tl.sigmoid(2 * said) - 1  # or tanh
-                new = old + alpha * score * (new - old if CHANGE else new)
+                score = said
+                if SCORE == "sigmoid":
+                    score = tl.sigmoid(said)
+                if SCORE == "tanh":
+                    score = 2 * tl.sigmoid(2 * said) - 1
+                gate = alpha * score
+                new = ((1 - gate) if CHANGE else 1.0) * old + gate * new
                 tl.store(depth_ptr + slot, follows)
                 if OWN:
                     count_ptr = entries_ptr + slot * T + tl.load(recursion_tables_ptr + recursion)
@@ -211,6 +216,8 @@ if triton is not None:
                     number = tl.load(positions_ptr + row)
                     if CHOICE == "forced":
                         number += 7919 * tl.load(epoch_ptr + slot * C)
+                    else:
+                        number += 1000003 * tl.load(token_ptr + slot * C)  # routers.draw_key
                     goes = _drawn(number, asked) >= tl.load(least_ptr + asked)
                     if CHOICE == "random":
                         goes = goes | (tl.load(selective_ptr + asked) == 0)

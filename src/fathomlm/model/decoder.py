@@ -19,7 +19,7 @@ from fathomlm.errors import OptionError
 from fathomlm.kernels.half import half_dtype, keeps_gradients
 from fathomlm.model.blocks import Block, Packed
 from fathomlm.model.memory import Memory
-from fathomlm.model.route import DepthControl, RoutedWalk, Routers, RoutingTrace
+from fathomlm.model.route import DepthControl, RoutedWalk, Routers, RoutingTrace, TopKOptions
 from fathomlm.model.sight import Rows, Sights, gathered_sights, whole_sights
 from fathomlm.model.stack import Cache, LayerStack, reset_module, scaled
 
@@ -69,7 +69,9 @@ class Decoder(LayerStack):
         router decided.
         """
         x = self._embed(tokens_BT) if embeddings_BTM is None else self._scale(embeddings_BTM)
-        rows = self.equipped(Rows.of(x, positions_BT, keep_BS, past=0 if cache is None else cache.length), memory)
+        past = 0 if cache is None else cache.length
+        ids = tokens_BT if embeddings_BTM is None else None
+        rows = self.equipped(Rows.of(x, positions_BT, keep_BS, past=past, tokens_BT=ids), memory)
         control = DepthControl() if control is None else control
         kv = Passing(self.plan) if cache is None else cache
         sights = whole_sights(self.architecture, self.plan, rows, x.dtype)
@@ -104,23 +106,23 @@ class Decoder(LayerStack):
         memory: Memory | None = None,
         recompute: Recompute = "none",
         causal: bool = False,
-        openness: float = 0.0,
+        top_k: TopKOptions | None = None,
         trace: RoutingTrace | None = None,
     ) -> dict[int, Tensor]:
         """The residual stream after each step in `at` and after the last one, before the final norm: what training reads.
         `at` may name steps of exits too (`plan.exit_steps`).
 
         `documents_BT` numbers the documents packed into a row; tokens then see their own document only. A routed model
-        takes the top k, or with `causal` decides as at inference; `openness` (1 to 0) is what is left of the capacity's
-        warm-up.
+        takes the top k, or with `causal` decides as at inference; `top_k` says how many those are during a warm-up and
+        among packed documents.
         """
         x = self._stream(tokens_BT)
-        rows = self.equipped(Rows.of(x, None, keep_BS, past=0, documents_BT=documents_BT), memory)
+        rows = self.equipped(Rows.of(x, None, keep_BS, past=0, documents_BT=documents_BT, tokens_BT=tokens_BT), memory)
         sights = whole_sights(self.architecture, self.plan, rows, x.dtype)
         kv = Passing(self.plan)
         walk = partial(self._walk, packed=self._packed(x), keep_inner=recompute != "inner")
         if self.plan.routing is not None:
-            return self._routed_states(x, rows, sights, kv, at, walk, recompute, causal, openness, trace)
+            return self._routed_states(x, rows, sights, kv, at, walk, recompute, causal, top_k, trace)
         found: dict[int, Tensor] = {}
         for steps in self._segments(at, recompute):
             x = self._again(walk, recompute)(x, steps, sights, kv)
@@ -142,7 +144,7 @@ class Decoder(LayerStack):
         walk: _Walk,
         recompute: Recompute,
         causal: bool,
-        openness: float,
+        top_k: TopKOptions | None,
         trace: RoutingTrace | None,
     ) -> dict[int, Tensor]:
         last = self.plan.unrolled_layers - 1
@@ -153,7 +155,7 @@ class Decoder(LayerStack):
         if causal or routed.routing.kind == "token":
             x = routed.whole(x, rows, kv, DepthControl(), trace)
         else:
-            x = routed.top_k(x, rows, kv, openness, trace)
+            x = routed.top_k(x, rows, kv, top_k or TopKOptions(), trace)
         return {last: walk(x, self._part("coda"), sights, kv)}
 
     def _segments(self, at: Collection[int], recompute: Recompute) -> Iterator[Sequence[Step]]:

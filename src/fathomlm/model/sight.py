@@ -52,6 +52,8 @@ class Rows:
     memory: Memory | None = None
     alike: bool = False
     """Whether all rows are known to stand at the same positions."""
+    tokens_BT: Tensor | None = None
+    """Token ids, which random routing draws by; None where a pass was given embeddings."""
 
     @classmethod
     def of(
@@ -61,6 +63,7 @@ class Rows:
         keep_BS: Tensor | None,
         past: int,
         documents_BT: Tensor | None = None,
+        tokens_BT: Tensor | None = None,
     ) -> Rows:
         B, T, _ = x_BTM.shape
         if keep_BS is not None and bool(keep_BS.all()):
@@ -68,7 +71,8 @@ class Rows:
         alike = positions_BT is None and keep_BS is None
         if positions_BT is None:
             positions_BT = count_positions(B, T, past, keep_BS, x_BTM.device)
-        return cls(positions_BT, None if keep_BS is None else keep_BS.bool(), documents_BT, past, alike=alike)
+        keep_BS = None if keep_BS is None else keep_BS.bool()
+        return cls(positions_BT, keep_BS, documents_BT, past, alike=alike, tokens_BT=tokens_BT)
 
     @property
     def keep(self) -> Tensor | None:

@@ -31,7 +31,7 @@ from fathomlm.train.optim import set_rate
 from fathomlm.train.parallel import World, accumulating, whole
 from fathomlm.train.recipe import Recipe
 from fathomlm.train.report import Record
-from fathomlm.train.routing_recipe import RoutingLossRecipe, openness
+from fathomlm.train.routing_recipe import RoutingLossRecipe
 from fathomlm.train.schedule import LearningRate
 from fathomlm.train.setup import AnyLoader
 
@@ -100,7 +100,7 @@ class Stepper:
         """Optimizer step `number` (from 0). A step whose loss or gradient is not finite leaves the weights as they are."""
         world, names = self.world, self.objective.names
         set_rate(self._optimizer, self._recipe.optimizer.lr * self._rate.at(number))
-        self.objective.openness = openness(self._teaches, number)
+        self.objective.warm_up(number, world.device)
         own = sum(int((batch.targets_BT != IGNORE).sum()) for batch in micro_batches)
         count = world.sum(torch.full((), float(own), device=world.device))
         micro_batches = [batch.to(world.device) for batch in micro_batches]

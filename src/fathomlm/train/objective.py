@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from fathomlm.model.decoder import Decoder, Recompute
 from fathomlm.model.exits import ExitWords
-from fathomlm.model.route import RoutingTrace
+from fathomlm.model.route import RoutingTrace, TopKOptions
 from fathomlm.model.route.metrics import RoutingMeter
 from fathomlm.train.data.loader import IGNORE
 from fathomlm.train.losses.agreement import agreement_loss
@@ -25,7 +25,7 @@ from fathomlm.train.losses.head import HeadParts, HeadTerms, Teacher, head_loss
 from fathomlm.train.losses.layerwise import candidates, layerwise_loss
 from fathomlm.train.losses.routing import routing_names, routing_parts
 from fathomlm.train.recipe import LossRecipe
-from fathomlm.train.routing_recipe import RoutingLossRecipe
+from fathomlm.train.routing_recipe import RoutingLossRecipe, openness, smooth_openness
 from fathomlm.train.seq2seq import encode
 
 
@@ -73,6 +73,8 @@ class Objective(nn.Module):
         self._teaches = recipe.routing or RoutingLossRecipe()
         self.openness = 0.0
         """What is left of the capacity's warm-up; the loop sets it, and only training heeds it."""
+        self._exact: Tensor | None = None
+        """The same to the step, where the warm-up is smooth. One tensor for all steps: a recorded pass reads it in place."""
         self.meter: RoutingMeter | None = None
         """Told of every routed pass, where there is one."""
         words = decoder.exit_words
@@ -93,6 +95,17 @@ class Objective(nn.Module):
         names = tuple(sorted(parts, key=lambda name: name != "next_token")) + (("layerwise",) if self._shallow else ())
         routing = self.decoder.plan.routing
         return names if routing is None else names + routing_names(routing)
+
+    def warm_up(self, step: int, device: torch.device) -> None:
+        """Set the capacities of optimizer step `step` (from 0)."""
+        self.openness = openness(self._teaches, step)
+        if self._teaches.capacity_warmup_shape == "smooth" and self.openness:
+            self._exact = torch.zeros((), dtype=torch.float64, device=device) if self._exact is None else self._exact
+            self._exact.fill_(smooth_openness(self._teaches, step))
+
+    def _top_k(self) -> TopKOptions:
+        left = self.openness if self.training else 0.0
+        return TopKOptions(left, self._exact if left else None, self._teaches.capacity_per_document)
 
     @property
     def exits(self) -> tuple[int, ...]:
@@ -129,7 +142,7 @@ class Objective(nn.Module):
             memory=memory,
             recompute=self.recompute,
             causal=causal,
-            openness=self.openness if self.training else 0.0,
+            top_k=self._top_k(),
             trace=trace,
         )
         behind = {index: states.pop(step) for index, step in own.items()}

@@ -69,6 +69,11 @@ def check(recipe: Recipe) -> None:
         _positive("loss.layerwise.shallow", loss.layerwise.shallow)
     if model.router is not None and (loss.exits is not None or loss.layerwise is not None):
         raise OptionError("a routed model has one output: loss.exits and loss.layerwise do not go with model.router")
+    if loss.routing is not None:
+        if loss.routing.capacity_per_document and not recipe.data.document_mask:
+            raise OptionError("loss.routing.capacity_per_document requires data.document_mask")
+        if loss.routing.capacity_warmup_shape == "smooth" and not loss.routing.capacity_warmup:
+            raise OptionError("loss.routing.capacity_warmup_shape: smooth requires loss.routing.capacity_warmup")
     if loss.chunk is not None:
         _positive("loss.chunk", loss.chunk)
     if len(recipe.data.pairs) not in (0, 2):

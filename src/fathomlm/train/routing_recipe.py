@@ -16,11 +16,11 @@ class RouterRecipe:
     kind: Literal["expert", "token"] = "expert"
     """Recursions pick tokens (expert), or tokens their depth (token)."""
     score: Score | None = None
-    """expert: sigmoid, tanh (sigmoid); token: softmax, sigmoid (softmax)."""
+    """expert: sigmoid, tanh, identity (sigmoid); token: softmax, sigmoid (softmax)."""
     network: Network | None = None
     """linear, mlp, or wide: an mlp four times as wide as the model (linear)."""
     alpha: float | None = None
-    """Multiplies the score to give the weight of a recursion's output (expert 0.1, token 1)."""
+    """Multiplies the score to give the weight of a recursion's output (expert 0.1, or 1 with identity; token 1)."""
     capacity: list[float] | None = None
     """expert: the part of the tokens that each recursion keeps ((N - i)/N)."""
     sampling: Sampling | None = None
@@ -32,7 +32,8 @@ class RouterRecipe:
     update: Update | None = None
     """expert: add, x + g f(x), or interpolate, x + g (f(x) - x) (add)."""
     random: bool = False
-    """expert: the control, which draws tokens by position."""
+    """The control: depth is drawn, by token and position; expert keeps the same parts on average, token uses all depths
+    alike."""
 
     def build(self, recursions: int) -> Routing:
         return build_routing(
@@ -61,7 +62,13 @@ class RoutingLossRecipe:
     bias_rate: float = 0.001
     """token, loss_free: how far the bias moves in a step."""
     capacity_warmup: int = 0
-    """expert: optimizer steps over which capacities fall from 1 to their value, in eight equal stairs."""
+    """expert: optimizer steps over which capacities fall from 1 to their value."""
+    capacity_warmup_shape: Literal["stairs", "smooth"] = "stairs"
+    """stairs: capacities fall in eight equal stairs. smooth: they fall with every step, in the shapes of the stairs, so that
+    a step costs what it does on its stair."""
+    capacity_per_document: bool = False
+    """expert: each packed document keeps its own part of its tokens; otherwise (the default, as in the thesis) all tokens of
+    a row compete. Requires data.document_mask."""
     aux_lr: float = 1.0
     """aux_router: its learning rate, as a part of the model's."""
 
@@ -78,6 +85,11 @@ class RoutingLossRecipe:
 
 STAIRS = 8
 """Steps in which a capacity falls: each is a new shape, and so a new compilation."""
+
+
+def smooth_openness(recipe: RoutingLossRecipe, step: int) -> float:
+    """`openness` that falls with every step, and never lies above it."""
+    return 0.0 if step >= recipe.capacity_warmup else 1.0 - step / recipe.capacity_warmup
 
 
 def openness(recipe: RoutingLossRecipe, step: int) -> float:

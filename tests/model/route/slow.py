@@ -18,7 +18,8 @@ from fathomlm.model.decoder import Decoder
 from fathomlm.model.route.routers import draw
 
 SCORES: dict[str, Callable[[Tensor], Tensor]] = {
-    "sigmoid": torch.sigmoid, "tanh": torch.tanh, "softmax": lambda logits: logits.softmax(-1)
+    "sigmoid": torch.sigmoid, "tanh": torch.tanh, "identity": lambda logits: logits,
+    "softmax": lambda logits: logits.softmax(-1),
 }  # fmt: skip
 
 
@@ -92,14 +93,19 @@ def core(decoder: Decoder, recursion: int) -> list[Step]:
     return [step for step in decoder.plan if step.part == "core" and step.recursion == recursion]
 
 
+def drawn(token: int, position: int, recursion: int) -> float:
+    return float(draw(torch.tensor([position + 1_000_003 * token]), recursion))
+
+
 def slow_top_k(
-    decoder: Decoder, tokens: list[int], pads: int = 0, kept: list[int] | None = None, documents: list[int] | None = None
-) -> tuple[Tensor, list[int]]:
+    decoder: Decoder, tokens: list[int], pads: int = 0, kept: list[int] | None = None, documents: list[int] | None = None,
+    per_document: bool = False,
+) -> tuple[Tensor, list[int]]:  # fmt: skip
     """Expert-choice training over one row: the stream after the last step and each slot's depth. `pads` empty slots come
-    first. `kept` is how many tokens each recursion keeps."""
+    first. `kept` is how many tokens each recursion keeps; `per_document` gives each document its own part."""
     routing, T = decoder.plan.routing, len(tokens)
     assert routing is not None
-    kept = [max(1, int(c * T + 1e-9)) for c in routing.capacity] if kept is None else kept
+    kept = [max(1, int(c * (T - pads) + 1e-9)) for c in routing.capacity] if kept is None else kept
     real = list(range(pads, T))
     held, depths = Entries(decoder), [0] * T
     stream = {t: decoder.embed.weight[tokens[t]] for t in real}
@@ -108,9 +114,13 @@ def slow_top_k(
     alive = real
     for recursion in range(decoder.plan.recursions):
         logits = {t: decoder.routers.main[recursion](stream[t][None, None])[0, 0, 0] for t in alive}
-        rank = {t: float(draw(torch.tensor([t - pads]), recursion)) for t in alive}
+        rank = {t: drawn(tokens[t], t - pads, recursion) for t in alive}
         rank = rank if routing.random else {t: float(logits[t].detach()) for t in alive}
-        alive = sorted(sorted(alive, key=lambda t: -rank[t])[: kept[recursion]])
+        best = sorted(alive, key=lambda t: -rank[t])
+        if per_document:
+            quota = {d: int(routing.capacity[recursion] * documents.count(d) + 1e-9) for d in set(documents)}
+            best = [t for d in quota for t in [t for t in best if documents[t] == d][: quota[d]]]
+        alive = sorted(best if per_document else best[: kept[recursion]])
         out = run_steps(decoder, core(decoder, recursion), stream, alive, pads, held, documents)
         for t in alive:
             weight = routing.alpha * SCORES[routing.score](logits[t])
@@ -132,9 +142,9 @@ def slow_causal(decoder: Decoder, tokens: list[int], max_depth: int | None = Non
         if prelude := part(decoder, "prelude"):
             x = run_steps(decoder, prelude, {t: x}, [t], 0, held)[t]
         if routing.kind == "expert":
-            x, depth = _expert(decoder, x, t, held, deepest)
+            x, depth = _expert(decoder, x, t, token, held, deepest)
         else:
-            x, depth = _token(decoder, x, t, held, deepest)
+            x, depth = _token(decoder, x, t, token, held, deepest)
         if coda := part(decoder, "coda"):
             x = run_steps(decoder, coda, {t: x}, [t], 0, held)[t]
         rows.append(x)
@@ -142,7 +152,7 @@ def slow_causal(decoder: Decoder, tokens: list[int], max_depth: int | None = Non
     return torch.stack(rows), depths
 
 
-def _expert(decoder: Decoder, x: Tensor, t: int, held: Entries, deepest: int) -> tuple[Tensor, int]:
+def _expert(decoder: Decoder, x: Tensor, t: int, token: int, held: Entries, deepest: int) -> tuple[Tensor, int]:
     routing = decoder.plan.routing
     before = 1.0
     for recursion in range(deepest):
@@ -152,7 +162,7 @@ def _expert(decoder: Decoder, x: Tensor, t: int, held: Entries, deepest: int) ->
             judge = decoder.routers.aux[recursion](x[None, None])[0, 0, 0]
         capacity = routing.capacity[recursion]
         if routing.random:
-            goes = float(draw(torch.tensor([t]), recursion)) >= 1 - capacity / before
+            goes = drawn(token, t, recursion) >= 1 - capacity / before
         else:
             goes = bool(SCORES[routing.score](judge) >= (0.5 if routing.score == "sigmoid" else 0.0))
         before = capacity
@@ -164,12 +174,13 @@ def _expert(decoder: Decoder, x: Tensor, t: int, held: Entries, deepest: int) ->
     return x, deepest
 
 
-def _token(decoder: Decoder, x: Tensor, t: int, held: Entries, deepest: int) -> tuple[Tensor, int]:
+def _token(decoder: Decoder, x: Tensor, t: int, token: int, held: Entries, deepest: int) -> tuple[Tensor, int]:
     """weighting "every": H <- g f(H), and H <- g f(H) + H^1 at the end. "last": f alone, and H^1 + g f(H) at the end."""
     routing, first = decoder.plan.routing, x
     scores = SCORES[routing.score](decoder.routers.main[0](x[None, None])[0, 0])
     ranked = scores if decoder.routers.bias is None else scores + decoder.routers.bias
-    depth = min(int(ranked.argmax()) + 1, deepest)
+    chosen = int(drawn(token, t, 0) * routing.recursions) if routing.random else int(ranked.argmax())
+    depth = min(chosen + 1, deepest)
     for recursion in range(depth):
         out = run_steps(decoder, core(decoder, recursion), {t: x}, [t], 0, held)[t]
         last = recursion == depth - 1

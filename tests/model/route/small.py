@@ -25,6 +25,7 @@ ROUTERS: dict[str, tuple[str, dict[str, Any]]] = {
     "expert": ("expert", {}),
     "expert, aux router": ("expert", {"sampling": "aux_router"}),
     "expert, tanh": ("expert", {"score": "tanh", "alpha": 0.5}),
+    "expert, identity": ("expert", {"score": "identity", "alpha": 0.5}),
     "expert, mlp": ("expert", {"network": "mlp"}),
     "expert, wide": ("expert", {"network": "wide"}),
     "expert, random": ("expert", {"random": True}),
@@ -33,6 +34,7 @@ ROUTERS: dict[str, tuple[str, dict[str, Any]]] = {
     "token, loss-free": ("token", {"balancing": "loss_free"}),
     "token, last": ("token", {"weighting": "last"}),
     "token, sigmoid": ("token", {"score": "sigmoid"}),
+    "token, random": ("token", {"random": True}),
 }
 EXPERTS = [name for name, (kind, _) in ROUTERS.items() if kind == "expert"]
 CASES = [

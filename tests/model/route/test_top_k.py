@@ -14,7 +14,7 @@ from fathomlm.errors import OptionError
 from fathomlm.kernels.rope import rope_table
 from fathomlm.model.blocks import StepContext
 from fathomlm.model.decoder import Decoder
-from fathomlm.model.route import Routers, RoutingTrace
+from fathomlm.model.route import Routers, RoutingTrace, TopKOptions
 from model.route.slow import core, slow_causal, slow_top_k
 from model.route.small import EXPERTS, KV, LOOPS, ROUTERS, decoder_of, model_of, padded, routed, same, some_tokens
 
@@ -72,7 +72,7 @@ def test_the_capacity_is_of_the_whole_length_rounded_down(length: int, kept: lis
 @pytest.mark.parametrize(("openness", "kept"), [(1.0, [12, 12, 12]), (0.5, [12, 10, 8]), (0.25, [12, 9, 6])])
 def test_a_warm_up_keeps_more(openness: float, kept: list[int], kv: str) -> None:
     decoder, tokens = decoder_of(routed("expert", kv)), some_tokens(2, T)
-    got = states(decoder, tokens, openness=openness)
+    got = states(decoder, tokens, top_k=TopKOptions(openness))
     for row in range(2):
         same(got[row], slow_top_k(decoder, tokens[row].tolist(), kept=kept)[0])
 
@@ -81,17 +81,17 @@ def test_a_warm_up_keeps_more(openness: float, kept: list[int], kv: str) -> None
 @pytest.mark.parametrize("kv", KV)
 @pytest.mark.parametrize("router", ["expert", "expert, random"])
 def test_padding_competes_for_nothing(router: str, kv: str) -> None:
-    """Rows of 12, 9, 8 and 3: the last has fewer tokens than there are places, and only its own may be chosen."""
+    """Rows of 12, 9, 8 and 3: each keeps its part of its own tokens, not of the length that it is padded to."""
     lengths = [T, 9, 8, 3]
     decoder, (tokens, keep) = decoder_of(routed(router, kv)), padded(lengths)
     got, trace = traced(decoder, tokens, keep_BS=keep)
     assert trace.depths_BT is not None
     assert not trace.depths_BT[~keep].any()
-    for decision, places in zip(trace.decisions, (12, 8, 4), strict=True):
-        real = keep.gather(1, decision.slots_BN)
-        assert not decision.chosen_BN[~real].any()
-        assert torch.equal(decision.asked_BN, real)
-        assert decision.chosen_BN.sum(1).tolist() == [min(places, length) for length in lengths]
+    for decision, part in zip(trace.decisions, (1, 2 / 3, 1 / 3), strict=True):
+        assert not decision.chosen_BN[~keep.gather(1, decision.slots_BN)].any()
+        assert not decision.chosen_BN[~decision.asked_BN].any()
+        assert decision.chosen_BN.sum(1).tolist() == [int(part * length + 1e-9) for length in lengths]
+    assert trace.decisions[2].asked_BN.sum(1).tolist() == trace.decisions[1].chosen_BN.sum(1).tolist()
     for row, length in enumerate(lengths):
         expected, depths = slow_top_k(decoder, tokens[row].tolist(), pads=T - length)
         same(got[row, T - length :], expected)
@@ -101,7 +101,7 @@ def test_padding_competes_for_nothing(router: str, kv: str) -> None:
     keep = keep.flip(1)
     got = states(decoder, tokens, keep_BS=keep)
     for row, length in enumerate(lengths):
-        same(got[row, :length], slow_top_k(decoder, tokens[row, :length].tolist(), kept=[12, 8, 4])[0])
+        same(got[row, :length], slow_top_k(decoder, tokens[row, :length].tolist())[0])
     other = torch.where(keep, tokens, (tokens + 5) % 61)
     same(states(decoder, other, keep_BS=keep)[keep], got[keep])
 
@@ -115,15 +115,85 @@ def test_documents_of_a_row_do_not_see_each_other(router: str, kv: str) -> None:
     got = states(decoder, tokens, documents_BT=documents)
     for row in range(2):
         same(got[row], slow_top_k(decoder, tokens[row].tolist(), documents=documents[row].tolist())[0])
-    if router == "expert":
-        return
-    for at in (1, 6):  # the draw looks at places only, so a token can reach another in no other way
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("kv", KV)
+@pytest.mark.parametrize("router", ["expert", "expert, random", "expert, mlp"])
+def test_documents_with_a_capacity_each_know_nothing_of_each_other(router: str, kv: str) -> None:
+    decoder, tokens = decoder_of(routed(router, kv)), some_tokens(2, T)
+    documents = torch.tensor([[0] * 5 + [1] * 4 + [2] * 3, [0] * 2 + [1] * 10], dtype=torch.int32)
+    options = {"documents_BT": documents, "top_k": TopKOptions(per_document=True)}
+    got, trace = traced(decoder, tokens, **options)
+    assert trace.depths_BT is not None
+    for row in range(2):
+        expected, depths = slow_top_k(decoder, tokens[row].tolist(), documents=documents[row].tolist(), per_document=True)
+        same(got[row], expected)
+        assert trace.depths_BT[row].tolist() == depths
+    for row, begin, end in ((0, 0, 5), (0, 5, 9), (0, 9, 12), (1, 2, 12)):  # those that keep a token in every recursion
+        if router != "expert, random":  # which draws by the position in the row
+            same(got[row, begin:end], states(decoder, tokens[row : row + 1, begin:end])[0], 1e-4)
+    for at in (1, 6):
         other = tokens.clone()
         other[:, at] = (other[:, at] + 7) % 61
-        moved = (states(decoder, other, documents_BT=documents) - got).abs().amax(-1) > 1e-5
+        moved = (states(decoder, other, **options) - got).abs().amax(-1) > 1e-5
         assert not moved[documents != documents[:, at : at + 1]].any()
         assert moved[:, at].all()
-        assert moved[:, at + 1 :].any()
+
+
+@pytest.mark.parametrize("kv", KV)
+@pytest.mark.parametrize("router", EXPERTS)
+def test_a_row_alone_is_the_row_beside_longer_ones(router: str, kv: str) -> None:
+    """Outputs, depths and gradients; a row of one token among them, and one that is all there is."""
+    lengths = [T, 7, 4, 1]
+    decoder, (tokens, keep) = decoder_of(routed(router, kv)), padded(lengths)
+    tokens, keep = tokens.flip(1), keep.flip(1)  # padded behind, as training does
+    weight = decoder.layers[1].get_parameter("mlp.down.weight")
+
+    def learnt(out: Tensor) -> Tensor:
+        return torch.autograd.grad(out.square().sum(), weight)[0]
+
+    got, trace = traced(decoder, tokens, keep_BS=keep)
+    assert trace.depths_BT is not None
+    total = torch.zeros_like(weight)
+    for row, length in enumerate(lengths):
+        alone, alone_trace = traced(decoder, tokens[row : row + 1, :length])
+        assert alone_trace.depths_BT is not None
+        same(got[row, :length], alone[0])
+        assert trace.depths_BT[row, :length].tolist() == alone_trace.depths_BT[0].tolist()
+        total += learnt(alone)
+    same(learnt(got[keep]), total, 1e-4)
+
+
+@pytest.mark.parametrize("kv", KV)
+@pytest.mark.parametrize("router", ["expert", "expert, mlp", "expert, random"])
+@pytest.mark.parametrize("exact", [0.5, 0.25, 0.1, 0.0])
+def test_a_smooth_warm_up_in_the_shapes_of_a_stair(router: str, kv: str, exact: float) -> None:
+    """What a capacity in between does in shapes of its own, gradients included."""
+    decoder, tokens = decoder_of(routed(router, kv)), some_tokens(2, T)
+    smooth = states(decoder, tokens, top_k=TopKOptions(0.5, torch.tensor(exact, dtype=torch.float64)))
+    expected = states(decoder, tokens, top_k=TopKOptions(exact))
+    same(smooth, expected)
+    weights = [decoder.layers[1].get_parameter("mlp.down.weight"), decoder.routers.get_parameter("main.1.out.weight")]
+    for ours, theirs in zip(*(torch.autograd.grad(out.square().sum(), weights) for out in (smooth, expected)), strict=True):
+        same(ours, theirs, 1e-4)
+
+
+@torch.inference_mode()
+def test_random_routing_differs_from_row_to_row_and_leaves_no_position_out() -> None:
+    """A draw by position alone gave all rows the same depths, and two thirds of the positions no last recursion ever."""
+    from fathomlm.model.route.metrics import RoutingMeter
+
+    plan = routed("expert, random")
+    decoder, tokens = decoder_of(plan), some_tokens(64, T)
+    _, trace = traced(decoder, tokens)
+    assert trace.depths_BT is not None
+    assert len({tuple(row) for row in trace.depths_BT.tolist()}) > 60
+    assert plan.routing is not None
+    meter = RoutingMeter(plan.routing, T)
+    meter.add(trace)
+    assert meter.read()["dead_tokens"] == 0.0
+    assert meter.read()["mean_depth"] == pytest.approx(2.0)
 
 
 def by_hand(decoder: Decoder, tokens: Tensor) -> Tensor:

@@ -130,7 +130,7 @@ def test_a_depth_limit_is_the_method_cut_short(router: str, kv: str) -> None:
 
 @torch.inference_mode()
 @pytest.mark.parametrize("cached", [False, True], ids=["whole", "cached"])
-@pytest.mark.parametrize("router", [router for router in ROUTERS if router != "expert, random"])
+@pytest.mark.parametrize("router", [router for router in ROUTERS if "random" not in router])
 def test_a_depth_bias_moves_tokens(router: str, cached: bool) -> None:
     decoder, tokens = decoder_of(routed(router)), some_tokens(3, 12)
 

@@ -80,8 +80,8 @@ class KernelBook:
         choice = "forced" if routers.forced is not None else "random" if routing.random else "router"
         routed_rows.move_kernel[(self.parts.rows,)](
             rows_N, recursion_N, live_N, positions_N, out_NM, w.main_RM, w.judge_RM, w.selective_R, w.least_R,
-            s.x_SM, kept.said_SR, kept.depth_S, s.entries_ST, self._tables_R, s.stage_S, s.since_S, s.epoch_S, s.deepest_S,
-            s.clock, routing.alpha, routers.bias,
+            s.x_SM, kept.said_SR, kept.depth_S, s.entries_ST, self._tables_R, s.stage_S, s.since_S, s.token_S,
+            s.epoch_S, s.deepest_S, s.clock, routing.alpha, routers.bias,
             SAID=triton.next_power_of_2(routing.recursions), ARRIVES=arrives, SCORE=routing.score,
             CHANGE=routing.update != "add", CHOICE=choice, **self._common, **self._hidden, num_warps=WARPS,
         )  # fmt: skip

@@ -18,7 +18,7 @@ from torch import Tensor
 from fathomlm.engine.programs.base import Choosing, How, Parts, Record
 from fathomlm.engine.programs.bookkeeping import build_book
 from fathomlm.engine.programs.whole import count_entries, read_steps
-from fathomlm.engine.routing import RowRouters
+from fathomlm.engine.routing import POSITION, TOKEN, RowRouters
 from fathomlm.engine.rows import reach
 from fathomlm.engine.state import Placed, Reading
 
@@ -81,6 +81,7 @@ class RoutedProgram:
         x_NM = read_steps(parts, reading, layers.enter(reading.tokens_N), self._prelude)
         first_NM = x_NM
         numbers_NC = s.numbers_SC[slots_N]
+        numbers_NC[:, TOKEN], numbers_NC[:, POSITION] = reading.tokens_N, positions_N
         said_NR = self.routers.ask(x_NM)
         on_N = torch.ones_like(positions_N, dtype=torch.bool)
         for recursion in range(parts.plan.recursions):

@@ -30,6 +30,8 @@ class Picked(NamedTuple):
     """The same among the tokens of all rows, (B x N)."""
     place_BT: Tensor
     """Each token's place among those taken of its row, -1 for the others."""
+    valid_BN: Tensor | None = None
+    """False at surplus: tokens that were only taken to fill the shape, and whose outcome is discarded. None: no surplus."""
 
 
 def pick(rank_BT: Tensor, keep_BT: Tensor | None, count: int) -> Picked:
@@ -42,6 +44,32 @@ def pick(rank_BT: Tensor, keep_BT: Tensor | None, count: int) -> Picked:
     places_BN = torch.arange(count, device=at_BN.device).expand(B, count)
     place_BT = torch.full_like(rank_BT, -1, dtype=torch.long).scatter(1, at_BN, places_BN)
     return Picked(at_BN, (at_BN + rows_B1 * T).flatten(), place_BT)
+
+
+def pick_within(rank_BT: Tensor, keep_BT: Tensor | None, groups_BT: Tensor | None, quota_BT: Tensor, count: int) -> Picked:
+    """The highest of each group of a row, as many as its quota says, filled up with surplus to `count` tokens.
+
+    Groups are packed documents, or the whole row. Quotas depend on the data (padding, document lengths, a capacity that
+    changes with every step) while shapes must not; so `count` is an upper bound and `valid_BN` says who really goes on.
+    Every token carries its group's quota. Padding, where `keep_BT` is False, is never valid.
+    """
+    B, T = rank_BT.shape
+    if keep_BT is not None:
+        rank_BT = rank_BT.masked_fill(~keep_BT, -torch.inf)
+    order_BT = rank_BT.argsort(dim=1, descending=True, stable=True)
+    within_BT = torch.arange(T, device=rank_BT.device).expand(B, T)
+    if groups_BT is not None:
+        order_BT = order_BT.gather(1, groups_BT.gather(1, order_BT).argsort(dim=1, stable=True))
+        sorted_BT = groups_BT.gather(1, order_BT)
+        within_BT = within_BT - torch.searchsorted(sorted_BT, sorted_BT)
+    goes_BT = torch.zeros_like(order_BT).scatter(1, order_BT, within_BT) < quota_BT
+    if keep_BT is not None:
+        goes_BT = goes_BT & keep_BT
+    at_BN = (~goes_BT).to(torch.int8).argsort(dim=1, stable=True)[:, :count].sort(dim=1).values
+    rows_B1 = torch.arange(B, device=at_BN.device)[:, None]
+    places_BN = torch.arange(count, device=at_BN.device).expand(B, count)
+    place_BT = torch.full_like(order_BT, -1).scatter(1, at_BN, places_BN)
+    return Picked(at_BN, (at_BN + rows_B1 * T).flatten(), place_BT, goes_BT.gather(1, at_BN))
 
 
 def look(x_BTM: Tensor, weight_M: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ from fathomlm.depth import Routing
 from fathomlm.depth.routing import WIDE
 from fathomlm.kernels.half import keeps_gradients
 from fathomlm.kernels.rows import put, take
-from fathomlm.model.route.entrance import Picked, enter_all, enter_some, look, pick, rejoin
+from fathomlm.model.route.entrance import Picked, enter_all, enter_some, look, pick, pick_within, rejoin
 
 
 class Router(nn.Module):
@@ -54,11 +54,12 @@ class Entered(NamedTuple):
 
 
 def advance(x_BNM: Tensor, out_BNM: Tensor, scores_BN: Tensor, alpha: float, update: str) -> Tensor:
-    """expert: the stream after a recursion, x + g f(x) or x + g (f(x) - x), in the stream's dtype."""
+    """expert: the stream after a recursion, x + g f(x) or x + g (f(x) - x), in the stream's dtype. The second is computed so
+    that at g = 1 it is f(x) to the last bit."""
     wide = torch.promote_types(x_BNM.dtype, torch.float32)
     gate = alpha * scores_BN[..., None].to(wide)
     x, out = x_BNM.to(wide), out_BNM.to(wide)
-    return (x + gate * (out if update == "add" else out - x)).to(x_BNM.dtype)
+    return (x + gate * out if update == "add" else (1 - gate) * x + gate * out).to(x_BNM.dtype)
 
 
 class Routers(nn.Module):
@@ -79,13 +80,15 @@ class Routers(nn.Module):
         self._advance: Callable[..., Any] = advance
         self._look: Callable[..., Any] = look
         self._pick: Callable[..., Any] = pick
+        self._pick_within: Callable[..., Any] = pick_within
         self._enter_all: Callable[..., Any] = enter_all
         self._enter_some: Callable[..., Any] = enter_some
 
     def compile_parts(self, backend: str = "inductor") -> None:
         """Compile what routers do to the stream between two passes of the block, for the shapes it is given."""
         for name, function in (
-            ("_advance", advance), ("_look", look), ("_pick", pick), ("_enter_all", enter_all), ("_enter_some", enter_some),
+            ("_advance", advance), ("_look", look), ("_pick", pick), ("_pick_within", pick_within),
+            ("_enter_all", enter_all), ("_enter_some", enter_some),
         ):  # fmt: skip
             setattr(self, name, torch.compile(function, dynamic=False, backend=backend))
 
@@ -106,9 +109,21 @@ class Routers(nn.Module):
             seen_BN: Tensor = self._look(x_BNM, self._weight(recursion))
         return seen_BN
 
-    def pick(self, rank_BN: Tensor, keep_BN: Tensor | None, count: int) -> Picked:
+    def pick(
+        self,
+        rank_BN: Tensor,
+        keep_BN: Tensor | None,
+        count: int,
+        groups_BN: Tensor | None = None,
+        quota_BN: Tensor | None = None,
+    ) -> Picked:
+        """expert, in training: who goes on. With quotas, at most as many of each group as its quota says."""
         with torch.no_grad():
-            picked: Picked = self._pick(rank_BN.detach(), keep_BN, count)
+            picked: Picked
+            if quota_BN is None:
+                picked = self._pick(rank_BN.detach(), keep_BN, count)
+            else:
+                picked = self._pick_within(rank_BN.detach(), keep_BN, groups_BN, quota_BN, count)
         return picked
 
     def enter(self, recursion: int, x_BNM: Tensor, seen_BN: Tensor, picked: Picked | None) -> Entered:
@@ -156,6 +171,8 @@ class Routers(nn.Module):
         """Logits as scores; expert scores one number, token a whole row of depths."""
         if self.routing.score == "softmax":
             return logits.softmax(-1)
+        if self.routing.score == "identity":
+            return logits
         return logits.sigmoid() if self.routing.score == "sigmoid" else logits.tanh()
 
     @torch.no_grad()
@@ -165,13 +182,28 @@ class Routers(nn.Module):
             self.bias.add_(rate * (loads_R.mean() - loads_R).sign().to(self.bias.dtype))
 
 
+def drawn_depth(keys_BN: Tensor, recursions: int) -> Tensor:
+    """token, random: each token's last recursion, from 0 on, all equally likely."""
+    return (draw(keys_BN, 0) * recursions).long().clamp_max(recursions - 1)
+
+
 def build_routers(hidden: int, routing: Routing | None) -> Routers | None:
     return None if routing is None else Routers(hidden, routing)
 
 
-def draw(positions_BN: Tensor, recursion: int) -> Tensor:
-    """Random routing: a number in [0, 1) for each position, the same in training, prefill and decoding, in any batch."""
-    mixed = (positions_BN.long() * 2654435761 + (recursion + 1) * 40503 + 12345) % 4294967296
+KEY_STRIDE = 1_000_003
+
+
+def draw_key(tokens_BN: Tensor, positions_BN: Tensor) -> Tensor:
+    """What random routing draws by: a token and its position. The position alone would give every sequence the same depths
+    (and two thirds of all positions never a last recursion); a generator's state would not be the same in training, prefill
+    and decoding."""
+    return (positions_BN.long() + KEY_STRIDE * tokens_BN.long()) % 4294967296
+
+
+def draw(numbers_BN: Tensor, recursion: int) -> Tensor:
+    """Random routing: a number in [0, 1) for each key, the same in training, prefill and decoding, in any batch."""
+    mixed = (numbers_BN.long() * 2654435761 + (recursion + 1) * 40503 + 12345) % 4294967296
     mixed = (mixed ^ (mixed >> 15)) * 2246822519 % 4294967296
     mixed = (mixed ^ (mixed >> 13)) * 3266489917 % 4294967296
     return ((mixed ^ (mixed >> 16)) % 4294967296).double() / 4294967296

@@ -31,6 +31,18 @@ class DepthControl:
         return recursions if self.max_depth is None else min(self.max_depth, recursions)
 
 
+@dataclass(frozen=True, slots=True)
+class TopKOptions:
+    """How many tokens the top k of training are, beyond what a plan's capacities say."""
+
+    openness: float = 0.0
+    """What is left of the capacity's warm-up, 1 to 0. It sets the shapes, so each value is compiled anew."""
+    exact: Tensor | None = None
+    """The same to the step, at most `openness`: a float64 scalar on the device. Tokens between the two are surplus."""
+    per_document: bool = False
+    """Whether the documents packed into a row have a capacity each, or compete for the row's."""
+
+
 @dataclass(slots=True)
 class Decision:
     """expert: one recursion's selection among the tokens it was asked about."""

@@ -22,10 +22,12 @@ from torch import Tensor
 
 from fathomlm.cache import Passing, RoutedCache
 from fathomlm.depth import Architecture, DepthPlan, Routing, Step
+from fathomlm.errors import OptionError
 from fathomlm.kernels.rows import put, take
 from fathomlm.model.route.entrance import Picked
-from fathomlm.model.route.routers import Entered, Routers, draw
-from fathomlm.model.route.trace import Decision, DepthControl, RoutingTrace
+from fathomlm.model.route.quota import Quotas
+from fathomlm.model.route.routers import Entered, Routers, draw, draw_key, drawn_depth
+from fathomlm.model.route.trace import Decision, DepthControl, RoutingTrace, TopKOptions
 from fathomlm.model.sight import Rows, Sights, gathered_sights
 
 
@@ -51,33 +53,45 @@ class RoutedWalk:
         assert self.plan.routing is not None
         return self.plan.routing
 
-    def top_k(self, x: Tensor, rows: Rows, kv: Passing, openness: float, trace: RoutingTrace | None) -> Tensor:
-        """Training by expert-choice. Recursion r asks only the tokens that recursion r-1 kept."""
+    def top_k(self, x: Tensor, rows: Rows, kv: Passing, options: TopKOptions, trace: RoutingTrace | None) -> Tensor:
+        """Training by expert-choice. Recursion r asks only the tokens that recursion r-1 kept.
+
+        Capacities are of a row's real tokens. Where those differ from its length, shapes are the length's, and the surplus
+        runs along unseen: nobody attends to it, and what comes of it is discarded.
+        """
         T = x.shape[1]
+        quotas = Quotas.of(self.routing, rows, options)
         routers, slots, keep = self.routers, rows.slots, rows.keep
         depths = torch.zeros_like(slots)
         left: list[tuple[Entered, Picked]] = []
         for recursion in range(self.plan.recursions):
             seen = routers.seen(recursion, x)
-            kept = self.routing.kept(recursion, T, openness)
+            kept = self.routing.kept(recursion, T, options.openness)
             picked = None
-            if kept < x.shape[1]:
+            if quotas is not None and self.routing.capacity[recursion] < 1:
+                within = quotas.at(recursion, slots)
+                picked = routers.pick(self._rank(recursion, seen, rows, slots), keep, kept, *within)
+            elif kept < x.shape[1]:
                 picked = routers.pick(self._rank(recursion, seen, rows, slots), keep, kept)
             entered = routers.enter(recursion, x, seen, picked)
             logits, asked, asked_slots = entered.logits, keep, slots
             judged = logits if trace is None else routers.judge(recursion, x, logits)
             if picked is not None:
                 slots, logits = slots.gather(1, picked.at_BN), logits.gather(1, picked.at_BN)
-                keep = None if keep is None else keep.gather(1, picked.at_BN)
+                keep = picked.valid_BN if keep is None else keep.gather(1, picked.at_BN)
+                keep = keep if picked.valid_BN is None else picked.valid_BN
                 left.append((entered, picked))
             if trace is not None:
                 asked = torch.ones_like(seen, dtype=torch.bool) if asked is None else asked
-                chosen = asked if picked is None else asked & (picked.place_BT >= 0)
+                chosen = asked if picked is None else asked & _chosen(picked)
                 selective = self.routing.capacity[recursion] < 1
                 trace.decisions.append(Decision(entered.logits, judged, chosen, asked_slots, asked, selective))
                 depths = depths.scatter_add(1, slots, torch.ones_like(slots) if keep is None else keep.long())
-            out = self._block(recursion, entered.taken, slots, keep, rows, kv.focus(at_BK=slots))
+            valid = None if picked is None else picked.valid_BN
+            out = self._block(recursion, entered.taken, slots, keep, rows, kv.focus(at_BK=slots, valid_BK=valid), bool(left))
             x = routers.advance(entered.stays, out, logits)
+            if valid is not None:
+                x = torch.where(valid[..., None], x, entered.stays)
         for entered, picked in reversed(left):
             x = routers.rejoin(entered, picked, x)
         if trace is not None:
@@ -131,16 +145,32 @@ class RoutedWalk:
     def _rank(self, recursion: int, seen_BN: Tensor, rows: Rows, slots_BN: Tensor) -> Tensor:
         if not self.routing.random:
             return seen_BN
-        return draw(rows.positions_BT.gather(1, slots_BN), recursion).to(seen_BN.dtype)
+        return draw(_keys(rows).gather(1, slots_BN), recursion).to(seen_BN.dtype)
 
-    def _block(self, recursion: int, x: Tensor, slots: Tensor, keep: Tensor | None, rows: Rows, kv: Passing) -> Tensor:
-        """One recursion over gathered tokens: among themselves, or over the first recursion's entries for all."""
+    def _block(
+        self, recursion: int, x: Tensor, slots: Tensor, keep: Tensor | None, rows: Rows, kv: Passing, selected: bool
+    ) -> Tensor:
+        """One recursion over gathered tokens: among themselves, or over the first recursion's entries for all. `selected`:
+        some token was turned away before."""
         steps = self.plan.recursion_steps(recursion)
         keys, shown = None, keep
-        if self.plan.kv != "cache" and slots.shape[1] < rows.positions_BT.shape[1]:
+        if self.plan.kv != "cache" and selected:
             keys, shown = rows.slots, rows.keep
         sights = self.see(self.architecture, steps, rows, x.dtype, slots, keys_BK=keys, shown_BK=shown)
         return self.run(x, steps, sights, kv)
+
+
+def _keys(rows: Rows) -> Tensor:
+    """What random routing draws by."""
+    if rows.tokens_BT is None:
+        raise OptionError("random routing draws by token ids; it cannot run on input embeddings")
+    return draw_key(rows.tokens_BT, rows.positions_BT)
+
+
+def _chosen(picked: Picked) -> Tensor:
+    """(B, T): the tokens that really go on."""
+    taken_BT = picked.place_BT >= 0
+    return taken_BT if picked.valid_BN is None else torch.zeros_like(taken_BT).scatter(1, picked.at_BN, picked.valid_BN)
 
 
 class _Choice(Protocol):
@@ -174,7 +204,7 @@ class _ExpertChoice:
             go = asked
         elif walk.routing.random:
             share = capacity[recursion] / (capacity[recursion - 1] if recursion else 1.0)
-            go = asked & (draw(self._rows.positions_BT, recursion) >= 1 - share)
+            go = asked & (draw(_keys(self._rows), recursion) >= 1 - share)
         else:
             go = asked & (judged + self._control.bias >= 0)
         if self._trace is not None:
@@ -208,7 +238,8 @@ class _TokenChoice:
             ranked = (ranked.clamp_min(1e-30).log() if routing.score == "softmax" else ranked) + control.bias * torch.arange(
                 routing.recursions, device=x.device
             )
-        self._last = ranked.argmax(-1).clamp_max(control.recursions(routing.recursions) - 1)
+        last = drawn_depth(_keys(rows), routing.recursions) if routing.random else ranked.argmax(-1)
+        self._last = last.clamp_max(control.recursions(routing.recursions) - 1)
 
     def decide(self, recursion: int, x: Tensor) -> tuple[Tensor, Tensor]:
         return self._keep & (self._last >= recursion), self._scores
