@@ -115,7 +115,7 @@ def _routed(plan: DepthPlan, router: str | dict[str, Any] | None, kv: KVMode | N
     """Expert-choice on weights that were trained without it moves towards the block's output (`interpolate`): the thesis'
     own x + 0.1 g f(x) is for models that never knew another formula. With alpha 2 a sigmoid's middle is a gate of 1."""
     if router is not None:
-        options = dict(router) if isinstance(router, dict) else {"kind": router}
+        options: dict[str, Any] = dict(router) if isinstance(router, dict) else {"kind": router}
         if options.get("kind") == "expert":
             options = {"update": "interpolate"} | options
             if options["update"] == "interpolate" and options.get("alpha") is None:
