@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -55,8 +55,11 @@ def read_sources(model: FathomForSeq2SeqLM, sources: Sequence[Sequence[int]]) ->
     return model.encode(tokens_BS, torch.arange(longest, device=device) < lengths_B1)
 
 
-def chat_prompt(model: FathomModel, messages: Sequence[Mapping[str, str]]) -> list[int]:
-    """A conversation ({"role": ..., "content": ...}) in the model's own chat format, up to where the reply begins."""
+def chat_prompt(
+    model: FathomModel, messages: Sequence[Mapping[str, str]], check: Callable[[str], object] = lambda text: None
+) -> list[int]:
+    """A conversation ({"role": ..., "content": ...}) in the model's own chat format, up to where the reply begins. `check`
+    sees the text before it is tokenised, and may refuse it."""
     tokenizer = _tokenizer(model)
     if tokenizer.chat_template is None:
         raise OptionError("this model has no chat template, so it was not made for chat; use plain prompts")
@@ -64,6 +67,7 @@ def chat_prompt(model: FathomModel, messages: Sequence[Mapping[str, str]]) -> li
         text: str = tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=False)
     except Exception as error:  # a template is the checkpoint's own code and raises what it likes
         raise OptionError(f"the model's chat template refused the conversation: {error}") from error
+    check(text)
     return encode_prompt(model, _ids(tokenizer, text, add_special_tokens=False))
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+import asyncio
+from collections.abc import AsyncGenerator, Awaitable
 from contextlib import asynccontextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -15,9 +16,10 @@ from starlette.responses import Response
 from fathomlm import __version__
 from fathomlm.serve import errors
 from fathomlm.serve.answers import ChatAnswer, CompletionAnswer
-from fathomlm.serve.asking import read_chat, read_completion
+from fathomlm.serve.asking import Order, read_chat, read_completion
+from fathomlm.serve.bodies import describe, read_body, request_body
 from fathomlm.serve.choices import ClientGone, unless_gone
-from fathomlm.serve.completing import GONE, Completing
+from fathomlm.serve.completing import GONE, Completing, late
 from fathomlm.serve.errors import ApiError, json_response
 from fathomlm.serve.guards import ENTRY, BodyLimit, Journal, Keys
 from fathomlm.serve.metrics import Metrics, exit_rate, mean_depth
@@ -73,25 +75,33 @@ def _add_completions(app: FastAPI, service: Service, options: ServeOptions, metr
         }.items()
     }  # fmt: skip
 
-    @app.post("/v1/completions", responses=refusals, response_model=None)
-    async def completions(asked: CompletionAsked, request: Request) -> Response:
-        """Continue a text."""
-        offer = service.require()
-        order = await _reading(request, read_completion(asked, offer, options))
-        if order is None:
-            return GONE
-        return await Completing(CompletionAnswer(offer, order), options, metrics, request.scope[ENTRY]).respond(
-            request.receive
-        )
+    describe(app, CompletionAsked, ChatAsked)
 
-    @app.post("/v1/chat/completions", responses=refusals, response_model=None)
-    async def chat(asked: ChatAsked, request: Request) -> Response:
-        """Answer in a conversation."""
-        offer = service.require()
-        order = await _reading(request, read_chat(asked, offer, options))
+    @app.post(
+        "/v1/completions", responses=refusals, response_model=None, openapi_extra=request_body(CompletionAsked)
+    )  # fmt: skip
+    async def completions(request: Request) -> Response:
+        """Continue a text."""
+        deadline = asyncio.get_running_loop().time() + options.timeout
+        offer, asked = service.require(), await read_body(request, CompletionAsked)
+        order = await _reading(request, read_completion(asked, offer, options), options, deadline)
         if order is None:
             return GONE
-        return await Completing(ChatAnswer(offer, order), options, metrics, request.scope[ENTRY]).respond(request.receive)
+        work = Completing(CompletionAnswer(offer, order), options, metrics, request.scope[ENTRY])
+        return await work.respond(request.receive, deadline)
+
+    @app.post(
+        "/v1/chat/completions", responses=refusals, response_model=None, openapi_extra=request_body(ChatAsked)
+    )  # fmt: skip
+    async def chat(request: Request) -> Response:
+        """Answer in a conversation."""
+        deadline = asyncio.get_running_loop().time() + options.timeout
+        offer, asked = service.require(), await read_body(request, ChatAsked)
+        order = await _reading(request, read_chat(asked, offer, options), options, deadline)
+        if order is None:
+            return GONE
+        work = Completing(ChatAnswer(offer, order), options, metrics, request.scope[ENTRY])
+        return await work.respond(request.receive, deadline)
 
 
 def _add_models(app: FastAPI, service: Service) -> None:
@@ -173,9 +183,12 @@ def _status(service: Service, metrics: Metrics) -> dict[str, Any]:
     }
 
 
-async def _reading(request: Request, work: Any) -> Any:
+async def _reading(request: Request, work: Awaitable[Order], options: ServeOptions, deadline: float) -> Order | None:
     """A prompt may take a while to read; None where nobody waits for it any more."""
     try:
-        return await unless_gone(request.receive, work)
+        async with asyncio.timeout_at(deadline):
+            return await unless_gone(request.receive, work)
     except ClientGone:
         return None
+    except TimeoutError:
+        raise late(options) from None

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 from fathomlm.decode.exiting import MODES
 from fathomlm.decode.sampling import Sampling
@@ -12,12 +13,15 @@ from fathomlm.engine.request import Request
 from fathomlm.errors import FathomError, OptionError
 from fathomlm.serve.errors import ApiError, as_api_error, refused
 from fathomlm.serve.options import ServeOptions
+from fathomlm.serve.reading import SHORT
 from fathomlm.serve.schemas import Asked, ChatAsked, CompletionAsked, FathomOptions
 from fathomlm.serve.served import Offer
 
 COMPLETION_TOKENS = 16
 """OpenAI's default for plain completions; a chat goes on to the end of the context."""
 SEEDS = 2**63
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,13 +49,23 @@ async def read_completion(asked: CompletionAsked, offer: Offer, options: ServeOp
     if not prompts:
         raise refused("prompt: give at least one prompt", "prompt", "invalid_value")
     _check_counts(asked, len(prompts), options)
+
+    def check() -> None:
+        for prompt in prompts:
+            least = offer.least_tokens(prompt) if isinstance(prompt, str) else len(prompt)
+            _length(asked, offer, options, least, COMPLETION_TOKENS, "prompt", least=True)
+
+    await _unless_short(offer, sum(map(len, prompts)), check)
     encoded = []
     for prompt in prompts:
         try:
             encoded.append(await offer.encode(prompt))
         except FathomError as error:
             raise as_api_error(error, "prompt") from error
-    return _order(asked, offer, options, encoded, tuple(prompts), asked.logprobs, COMPLETION_TOKENS, "prompt")
+    order = partial(
+        _order, asked, offer, options, encoded, tuple(prompts), asked.logprobs, COMPLETION_TOKENS, "prompt"
+    )  # fmt: skip
+    return await _unless_short(offer, sum(map(len, encoded)) * (asked.n or 1), order)
 
 
 async def read_chat(asked: ChatAsked, offer: Offer, options: ServeOptions) -> Order:
@@ -71,12 +85,22 @@ async def read_chat(asked: ChatAsked, offer: Offer, options: ServeOptions) -> Or
         {"role": "system" if message.role == "developer" else message.role, "content": message.text}
         for message in asked.messages
     ]
+
+    def check(text: str) -> None:
+        _length(asked, offer, options, offer.least_tokens(text), None, "messages", least=True)
+
     try:
-        tokens = await offer.encode_chat(messages)
+        tokens = await offer.encode_chat(messages, check)
     except FathomError as error:
         raise as_api_error(error, "messages") from error
     logprobs = (asked.top_logprobs or 0) if asked.logprobs else None
-    return _order(asked, offer, options, [tokens], (messages,), logprobs, None, "messages")
+    order = partial(_order, asked, offer, options, [tokens], (messages,), logprobs, None, "messages")
+    return await _unless_short(offer, len(tokens) * (asked.n or 1), order)
+
+
+async def _unless_short(offer: Offer, size: int, work: Callable[[], T]) -> T:
+    """Here, or in a thread where it would keep others waiting. Nothing is tokenised, so it is short work all the same."""
+    return work() if size <= SHORT else await offer.readers.read(0, work)
 
 
 def _prompts(prompt: str | list[Any]) -> list[Any]:
@@ -133,8 +157,12 @@ def _order(
     )  # fmt: skip
 
 
-def _length(asked: Asked, offer: Offer, options: ServeOptions, prompt_tokens: int, default: int | None, where: str) -> int:
-    """How many tokens a text may have. What was asked for has to fit; what was not is made to."""
+def _length(
+    asked: Asked, offer: Offer, options: ServeOptions, prompt_tokens: int, default: int | None, where: str,
+    least: bool = False,
+) -> int:  # fmt: skip
+    """How many tokens a text may have. What was asked for has to fit; what was not is made to. `least`: the prompt has so
+    many tokens or more, and is not worth counting where even those do not fit."""
     room = offer.max_length - prompt_tokens
     most = options.max_tokens
     name, wanted = "max_tokens", asked.max_tokens
@@ -144,7 +172,8 @@ def _length(asked: Asked, offer: Offer, options: ServeOptions, prompt_tokens: in
         raise refused(f"{name}: this server makes at most {most} tokens for a text, got {wanted}", name, "invalid_value")
     if room < 1 or (wanted is not None and wanted > room):
         and_new = "" if wanted is None else f" and {name}={wanted} make {prompt_tokens + wanted}"
-        message = f"this model's context is {offer.max_length} tokens, but {prompt_tokens} prompt tokens{and_new}"
+        count = f"at least {prompt_tokens}" if least else str(prompt_tokens)
+        message = f"this model's context is {offer.max_length} tokens, but {count} prompt tokens{and_new}"
         raise refused(message if and_new else f"{message} leave no room", where, "context_length_exceeded")
     return wanted if wanted is not None else min(value for value in (default, most, room) if value is not None)
 

@@ -36,10 +36,8 @@ class Completing:
         if options.log_prompts:
             entry.prompts = order.prompts
 
-    async def respond(self, receive: Receive) -> Response:
+    async def respond(self, receive: Receive, deadline: float) -> Response:
         """The whole answer, or a stream that has begun: what the engine refuses is an HTTP status in either case."""
-        loop = asyncio.get_running_loop()
-        deadline = loop.time() + self.options.timeout
         try:
             if self.answer.order.stream:
                 return EventStream(self, await self._submit(), deadline)
@@ -48,7 +46,7 @@ class Completing:
         except ClientGone:
             return GONE
         except TimeoutError:
-            raise self.late() from None
+            raise late(self.options) from None
 
     async def _submit(self) -> Choices:
         order = self.answer.order
@@ -109,8 +107,9 @@ class Completing:
     def _results(self, choices: Choices) -> list[Result]:
         return [choices.result(index) for index in range(len(self.answer.order.requests))]
 
-    def late(self) -> ApiError:
-        return ApiError(504, f"the request took longer than this server's {self.options.timeout:g} seconds", code="timeout")
+
+def late(options: ServeOptions) -> ApiError:
+    return ApiError(504, f"the request took longer than this server's {options.timeout:g} seconds", code="timeout")
 
 
 class EventStream(Response):
@@ -139,7 +138,7 @@ class EventStream(Response):
                     async for chunk in chunks:
                         await _send_event(send, to_json(chunk))
         except TimeoutError:
-            await self._send_error(send, self._work.late())
+            await self._send_error(send, late(self._work.options))
         except ApiError as error:
             await self._send_error(send, error)
         except Exception:

@@ -8,7 +8,6 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -18,6 +17,7 @@ from fathomlm.engine.restarts import Restarts
 from fathomlm.errors import OptionError
 from fathomlm.serve.errors import ApiError
 from fathomlm.serve.logs import say
+from fathomlm.serve.reading import LeastTokens, Readers
 from fathomlm.serve.tokens import TokenTexts
 
 if TYPE_CHECKING:
@@ -46,9 +46,10 @@ class Offer:
     facts: dict[str, Any]
     """What does not change, for the status: the plan and the engine's sizes."""
     tokens: TokenTexts
+    least_tokens: LeastTokens
+    readers: Readers
     ends: frozenset[int]
     created: int = field(default_factory=lambda: int(time.time()))
-    _reader: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "fathomlm-tokenizer"))
 
     @property
     def routed(self) -> bool:
@@ -66,17 +67,16 @@ class Offer:
 
     async def encode(self, prompt: Prompt) -> list[int]:
         """Long texts take a while to read; nobody else waits meanwhile."""
-        return await self._read(encode_prompt, self.model, prompt)
+        return await self.readers.read(len(prompt), encode_prompt, self.model, prompt)
 
-    async def encode_chat(self, messages: list[dict[str, str]]) -> list[int]:
-        return await self._read(chat_prompt, self.model, messages)
-
-    async def _read(self, how: Callable[..., list[int]], *arguments: object) -> list[int]:
-        return await asyncio.get_running_loop().run_in_executor(self._reader, how, *arguments)
+    async def encode_chat(self, messages: list[dict[str, str]], check: Callable[[str], object]) -> list[int]:
+        """`check` sees the conversation as the text that the model reads, before it is tokenised."""
+        size = sum(len(message["content"]) for message in messages)
+        return await self.readers.read(size, chat_prompt, self.model, messages, check)
 
     async def close(self) -> None:
         await self.front.close()
-        self._reader.shutdown(wait=False, cancel_futures=True)
+        self.readers.close()
 
 
 def offer(
@@ -115,6 +115,7 @@ def offer(
     return Offer(
         front=front, model=model, name=name, max_length=sizes.max_length, pool_pages=sizes.pool_pages,
         max_depth=max_depth, exiting=exiting, facts=facts, tokens=TokenTexts(model.tokenizer), ends=end_tokens(model),
+        least_tokens=LeastTokens(model.tokenizer), readers=Readers(model.tokenizer),
     )  # fmt: skip
 
 

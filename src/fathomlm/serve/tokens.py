@@ -16,7 +16,7 @@ class TokenTexts:
 
     def __init__(self, tokenizer: Any | None) -> None:
         self._tokenizer = tokenizer
-        self._table = _byte_table() if tokenizer is not None and tokenizer.is_fast and _is_byte_level(tokenizer) else None
+        self._table = byte_table() if tokenizer is not None and tokenizer.is_fast and _is_byte_level(tokenizer) else None
         self.text = lru_cache(1 << 16)(self._text)
 
     def _text(self, token: int) -> str:
@@ -43,7 +43,8 @@ def _is_byte_level(tokenizer: Any) -> bool:
     return any(one.get("type") == "ByteLevel" for one in [decoder, *decoder.get("decoders", ())])
 
 
-def _byte_table() -> dict[str, int]:
+@lru_cache(1)
+def byte_table() -> dict[str, int]:
     """The characters that stand for bytes in byte-level vocabularies: printable ones for themselves, then 256 and on."""
     printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     others = [byte for byte in range(256) if byte not in printable]
