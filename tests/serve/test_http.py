@@ -81,11 +81,7 @@ def test_what_is_no_request_is_a_400(server: Running, content: bytes, kind: str)
     assert error(response)["message"]
 
 
-def test_half_a_character_in_a_name_comes_back_as_json(server: Running) -> None:
-    content = b'{"prompt": "x", "fathom": {"\\ud800": 1}}'
-    response = server.http.post("/v1/completions", content=content, headers={"content-type": "application/json"})
-    assert response.status_code == 400
-    assert "\ud800" in error(response)["message"]
+def test_half_a_character_in_a_name_is_a_400(server: Running) -> None:
     content = b'{"prompt": "x", "model": "\\ud800"}'
     response = server.http.post("/v1/completions", content=content, headers={"content-type": "application/json"})
     assert (response.status_code, error(response)["param"]) == (400, "model")
