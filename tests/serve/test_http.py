@@ -26,6 +26,7 @@ from serve.serving import NAME, SMALL, Running, events, running, until
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 ASKED: dict[str, Any] = {"model": NAME, "prompt": "the fox", "temperature": 0, "max_tokens": 6}
+LOCAL = "http://127.0.0.1"
 HOSTILE = ("<script>alert(1)</script>", '"><img src=x onerror=alert(1)>\r\ndata: [DONE]\n\n')
 
 
@@ -109,7 +110,7 @@ def test_a_body_that_does_not_come_is_not_waited_for(tiny_model: Any) -> None:
     with running(tiny_model, ServeOptions(body_timeout=0.2)) as strict:
         host, port = strict.url.removeprefix("http://").split(":")
         with socket.create_connection((host, int(port)), timeout=10) as raw:
-            raw.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 10\r\n\r\n{")
+            raw.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-length: 10\r\n\r\n{")
             assert raw.recv(4096).startswith(b"HTTP/1.1 408 ")
 
 
@@ -136,7 +137,7 @@ def test_without_a_page_there_are_links_under_a_strict_policy(tmp_path: Path) ->
     from starlette.testclient import TestClient
 
     service = Service(lambda: pytest.fail("it is not started"))
-    response = TestClient(create_app(service, static=tmp_path)).get("/")
+    response = TestClient(create_app(service, static=tmp_path), base_url=LOCAL).get("/")
     assert response.headers["content-type"].startswith("text/html")
     assert "default-src 'none'" in response.headers["content-security-policy"]
     assert "unsafe" not in response.headers["content-security-policy"]
@@ -152,7 +153,7 @@ def test_a_page_in_the_package_is_served_file_by_file(tmp_path: Path) -> None:
     (static / "parts" / "app.js").write_text("0")
     (tmp_path / "secret").write_text("secret")
     service = Service(lambda: pytest.fail("it is not started"))
-    client = TestClient(create_app(service, ServeOptions(api_keys=("key",)), static))
+    client = TestClient(create_app(service, ServeOptions(api_keys=("key",)), static), base_url=LOCAL)
     page, script = client.get("/"), client.get("/static/parts/app.js")
     assert page.text == client.get("/static/index.html").text == "<p>page"
     assert script.headers["content-type"].startswith("text/javascript")
@@ -166,7 +167,7 @@ def test_ready_is_red_until_the_model_is_there() -> None:
     from starlette.testclient import TestClient
 
     service = Service(lambda: pytest.fail("it is not started"))
-    client = TestClient(create_app(service))
+    client = TestClient(create_app(service), base_url=LOCAL)
     assert client.get("/health").status_code == 200
     assert (client.get("/ready").status_code, client.get("/ready").json()) == (503, {"status": "loading"})
     refused = client.post("/v1/completions", json=ASKED)

@@ -12,10 +12,11 @@ import pytest
 from fathomlm.errors import EngineStopped, ModelNotFound, OptionError, QueueFull, RequestTooLarge
 from fathomlm.serve.app import create_app
 from fathomlm.serve.errors import as_api_error, to_json
+from fathomlm.serve.hosts import is_loopback
 from fathomlm.serve.logs import LOGGER, JsonLines
 from fathomlm.serve.options import ServeOptions
 from fathomlm.serve.served import Offer, Service
-from fathomlm.serve.server import Server, address_of, bind, is_loopback
+from fathomlm.serve.server import Server, address_of, bind
 from fathomlm.serve.tokens import TokenTexts
 
 

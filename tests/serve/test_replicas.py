@@ -107,7 +107,9 @@ def test_a_replica_says_which_it_is(tiny_model: Any, one_thread: None) -> None:
     from fathomlm.engine.engine import Engine
 
     found = offer(Engine(tiny_model, rows=2, max_length=64), name="tiny")
-    with TestClient(create_app(Service(lambda: found, replica="b7"))) as client:  # it starts with its model
+    with TestClient(
+        create_app(Service(lambda: found, replica="b7")), base_url="http://localhost"
+    ) as client:  # it starts with its model
         status = client.get("/v1/fathom/status", headers={"x-request-id": "theirs"})
         assert (status.json()["status"], status.json()["replica"]) == ("ready", "b7")
         assert "x-request-id" not in status.headers  # the proxy puts its own there

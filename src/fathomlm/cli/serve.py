@@ -64,6 +64,9 @@ def _add_access(parser: argparse.ArgumentParser) -> None:
     key = "clients must send this key; may be given again; others on this machine may see it in the process list"
     add("--api-key", metavar="KEY", action="append", default=[], help=key)
     add("--api-key-file", metavar="FILE", type=Path, help="a file with one key a line")
+    names = "names that clients may call the server by, separated by commas: api.example.org, *.example.org or * for any"
+    default = "(default: localhost and --host; addresses in numbers are always allowed)"
+    add("--allowed-hosts", metavar="NAMES", action="append", default=[], help=f"{names} {default}")
     add("--cors", metavar="ORIGIN", action="append", default=[], help="let pages from ORIGIN ask; may be given again")
 
 
@@ -81,6 +84,11 @@ def _add_engine(parser: argparse.ArgumentParser) -> None:
     add("--max-tokens", metavar="N", type=int, help="new tokens of a text (default: as many as fit)")
     add("--max-choices", metavar="N", type=int, default=32, help="texts for one request, prompts times n (default: 32)")
     add("--max-body", metavar="BYTES", type=int, default=1 << 20, help="of a request (default: 1048576)")
+    add("--max-connections", metavar="N", type=int, default=1024, help="at a time (default: 1024)")
+    one = "of one address at a time; behind a proxy as many as --max-connections (default: 256)"
+    add("--max-connections-per-client", metavar="N", type=int, default=256, help=one)
+    add("--header-timeout", metavar="S", type=float, default=10.0, help="seconds for a request's headers (default: 10)")
+    add("--body-timeout", metavar="S", type=float, default=30.0, help="seconds for a request's body (default: 30)")
     add("--timeout", metavar="S", type=float, default=600.0, help="seconds that a request may take (default: 600)")
     drain = "seconds that running texts get when the server is told to stop (default: 30)"
     add("--drain-timeout", metavar="S", type=float, default=30.0, help=drain)
@@ -96,9 +104,10 @@ def run(args: argparse.Namespace) -> int:
         raise OptionError(f"serving needs {', '.join(missing)}: pip install -c constraints.txt -e '.[serve]'")
     from fathomlm.engine.restarts import Restarts
     from fathomlm.serve.app import create_app
+    from fathomlm.serve.hosts import is_loopback
     from fathomlm.serve.logs import say, set_up
     from fathomlm.serve.served import Service
-    from fathomlm.serve.server import Server, address_of, bind, is_loopback
+    from fathomlm.serve.server import Server, address_of, bind
 
     options = read_options(args)
     engine = read_engine(args)
@@ -127,10 +136,10 @@ def run(args: argparse.Namespace) -> int:
     server = Server(create_app(service, options), service, options)
     _tell(f"loading {args.model}; {address_of(sock)}/ready says when it is ready, Ctrl-C ends the server")
     server.run_at(sock)
-    if server.force_exit:  # the engine is still at work in its thread, and Python may crash when it ends around it
+    if server.force_exit or service.left_running:  # Python may crash when it ends around the engine in its thread
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(1)
+        os._exit(int(server.force_exit))
     return 0
 
 
@@ -139,6 +148,9 @@ def read_options(args: argparse.Namespace) -> ServeOptions:
 
     return ServeOptions(
         api_keys=(*args.api_key, *_keys(args.api_key_file)), cors=tuple(args.cors), max_body=args.max_body,
+        host=args.host, allowed_hosts=tuple(name.strip() for names in args.allowed_hosts for name in names.split(",")),
+        max_connections=args.max_connections, max_connections_per_client=args.max_connections_per_client,
+        header_timeout=args.header_timeout, body_timeout=args.body_timeout,
         max_choices=args.max_choices, max_tokens=args.max_tokens, timeout=args.timeout, drain_timeout=args.drain_timeout,
         log_prompts=args.log_prompts,
     )  # fmt: skip

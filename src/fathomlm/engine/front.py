@@ -72,6 +72,7 @@ class AsyncEngine:
         self._closing = False
         self._ended = False
         self._drained: list[tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]] = []
+        self._closers: list[tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]] = []
         self._begun = time.perf_counter()
         self._rate = Rate(self._begun)
         self._seen = (engine.counters(), replace(engine.totals))
@@ -195,12 +196,19 @@ class AsyncEngine:
         await done
 
     async def close(self) -> None:
-        """Cancel what runs and what waits, and end the worker. Closing twice is fine."""
+        """Cancel what runs and what waits, and end the worker. Closing twice is fine. Whoever gives up waiting leaves
+        nothing behind that waits for a worker in the middle of a step."""
+        loop = asyncio.get_running_loop()
+        ended: asyncio.Future[None] = loop.create_future()
         with self._changed:
             self._refusal = CLOSED if self.failure is None else self._refusal
             self._closing = True
-            self._changed.notify()
-        await asyncio.to_thread(self._thread.join)
+            if not self._ended:
+                self._closers.append((loop, ended))
+                self._changed.notify()
+        if not self._ended:
+            await ended
+        self._thread.join()  # it has done its last work
 
     # The worker.
 
@@ -221,6 +229,7 @@ class AsyncEngine:
                 again = self._break(error)
         with self._changed:
             self._ended = True
+            self._drained += self._closers
             self._settle()
         self._send()
 

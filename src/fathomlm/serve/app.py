@@ -22,6 +22,7 @@ from fathomlm.serve.choices import ClientGone, unless_gone
 from fathomlm.serve.completing import GONE, Completing, late
 from fathomlm.serve.errors import ApiError, json_response
 from fathomlm.serve.guards import ENTRY, BodyLimit, Journal, Keys
+from fathomlm.serve.hosts import Hosts, allowed_hosts
 from fathomlm.serve.metrics import Metrics, exit_rate, mean_depth
 from fathomlm.serve.options import ServeOptions
 from fathomlm.serve.page import STATIC, add_page
@@ -61,6 +62,7 @@ def create_app(service: Service, options: ServeOptions | None = None, static: Pa
             CORSMiddleware, allow_origins=origins, allow_methods=["GET", "POST"], allow_headers=["*"],
             expose_headers=["x-request-id", "retry-after"],
         )  # fmt: skip
+    app.add_middleware(Hosts, allowed=allowed_hosts(options))
     app.add_middleware(Journal, metrics=metrics, paths=PATHS | paths, numbered=service.replica is not None)
     return app
 
@@ -69,7 +71,8 @@ def _add_completions(app: FastAPI, service: Service, options: ServeOptions, metr
     refusals: dict[int | str, dict[str, Any]] = {
         code: {"description": what}
         for code, what in {
-            400: "The request is wrong; `param` says where", 401: "No key, or a wrong one", 404: "No such model",
+            400: "The request is wrong; `param` says where", 401: "No key, or a wrong one", 403: "Not this server's name",
+            404: "No such model",
             408: "The body did not arrive", 413: "The body is too long", 429: "The queue is full", 500: "The engine failed",
             503: "Loading, restarting, draining or failed", 504: "It took too long",
         }.items()

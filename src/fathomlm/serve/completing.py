@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator
-from contextlib import aclosing
+from contextlib import aclosing, asynccontextmanager
 from typing import Any
 
 from starlette.responses import Response
@@ -14,6 +14,7 @@ from fathomlm.engine.request import Finished, Result
 from fathomlm.errors import FathomError
 from fathomlm.serve.answers import Answer
 from fathomlm.serve.choices import Choices, ClientGone, unless_gone
+from fathomlm.serve.connections import HALF_CLOSED
 from fathomlm.serve.errors import INTERNAL, ApiError, as_api_error, json_response, to_json
 from fathomlm.serve.logs import Entry
 from fathomlm.serve.metrics import Metrics
@@ -21,6 +22,8 @@ from fathomlm.serve.options import ServeOptions
 
 LAST_WORDS = 5.0
 """Seconds in which a client has to take the message that its request took too long."""
+KNOCK = 0.2
+"""Seconds between two comments to a client that has closed its side of a stream."""
 GONE = Response(status_code=499)
 """For nobody: the client has hung up."""
 
@@ -31,6 +34,7 @@ class Completing:
     def __init__(self, answer: Answer, options: ServeOptions, metrics: Metrics, entry: Entry) -> None:
         self.answer, self.options, self.metrics, self.entry = answer, options, metrics, entry
         self._before: dict[int, float] = {}
+        self._taken: Choices | None = None
         order = answer.order
         entry.stream, entry.choices, entry.prompt_tokens = order.stream, len(order.requests), order.prompt_tokens
         if options.log_prompts:
@@ -39,14 +43,16 @@ class Completing:
     async def respond(self, receive: Receive, deadline: float) -> Response:
         """The whole answer, or a stream that has begun: what the engine refuses is an HTTP status in either case."""
         try:
-            if self.answer.order.stream:
-                return EventStream(self, await self._submit(), deadline)
             async with asyncio.timeout_at(deadline):
-                return json_response(await unless_gone(receive, self._whole()))
-        except ClientGone:
-            return GONE
-        except TimeoutError:
-            raise late(self.options) from None
+                if not self.answer.order.stream:
+                    return json_response(await unless_gone(receive, self._whole()))
+                return EventStream(self, await unless_gone(receive, self._submit()), deadline)
+        except BaseException as error:
+            if self._taken is not None:  # in the same moment
+                await self._taken.close()
+            if isinstance(error, ClientGone):
+                return GONE
+            raise late(self.options) if isinstance(error, TimeoutError) else error from None
 
     async def _submit(self) -> Choices:
         order = self.answer.order
@@ -54,6 +60,7 @@ class Completing:
             choices = await Choices.submit(self.answer.offer.front, order.requests)
         except FathomError as error:
             raise as_api_error(error) from error
+        self._taken = choices
         self.metrics.took(order.prompt_tokens)
         return choices
 
@@ -122,7 +129,7 @@ class EventStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            await unless_gone(receive, self._send_all(send))
+            await unless_gone(receive, self._send_all(send, scope.get(HALF_CLOSED)))
         except ClientGone:
             self._work.entry.problem = "the client hung up"
         except TimeoutError:  # not even the last words could be sent; the connection is cut
@@ -130,11 +137,11 @@ class EventStream(Response):
         finally:
             await self._choices.close()
 
-    async def _send_all(self, send: Send) -> None:
+    async def _send_all(self, send: Send, half_closed: asyncio.Event | None) -> None:
         try:
             async with asyncio.timeout_at(self._deadline):
                 await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-                async with aclosing(self._work.chunks(self._choices)) as chunks:
+                async with _knocking(send, half_closed), aclosing(self._work.chunks(self._choices)) as chunks:
                     async for chunk in chunks:
                         await _send_event(send, to_json(chunk))
         except TimeoutError:
@@ -157,3 +164,23 @@ class EventStream(Response):
 
 async def _send_event(send: Send, data: bytes) -> None:
     await send({"type": "http.response.body", "body": b"data: " + data + b"\n\n", "more_body": True})
+
+
+@asynccontextmanager
+async def _knocking(send: Send, half_closed: asyncio.Event | None) -> AsyncGenerator[None, None]:
+    """Comments, which clients skip, to one that has closed its side: if it has gone altogether, a write fails, and its
+    texts need not wait for their first token to find out."""
+
+    async def knock(closed: asyncio.Event) -> None:
+        await closed.wait()
+        while True:
+            await asyncio.sleep(KNOCK)
+            await send({"type": "http.response.body", "body": b":\n\n", "more_body": True})
+
+    task = None if half_closed is None else asyncio.create_task(knock(half_closed))
+    try:
+        yield
+    finally:
+        if task is not None:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)

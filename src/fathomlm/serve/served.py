@@ -198,17 +198,28 @@ class Service:
         self.offer = found
         self.on_ready()
 
-    async def drain(self, timeout: float) -> bool:
-        """Take nothing new and wait for what runs; after `timeout` seconds cut it off. Says whether all could end."""
+    async def drain(self, timeout: float, grace: float) -> bool:
+        """Take nothing new and wait for what runs; after `timeout` seconds cut it off. Says whether all could end. An engine
+        that is in the middle of a step, and a prompt that is being read, cannot be cut off: after `grace` more seconds they
+        are left to the end of the process."""
         self.draining = True
         if self.offer is None:
             return True
+        front, whole = self.offer.front, True
         try:
-            await asyncio.wait_for(self.offer.front.drain(), timeout)
+            await asyncio.wait_for(front.drain(), timeout)
         except TimeoutError:
-            await self.offer.front.close()
-            return False
-        return True
+            whole = False
+            try:
+                await asyncio.wait_for(front.close(), grace)
+            except TimeoutError:
+                self.abandoned = True
+        return whole
+
+    @property
+    def left_running(self) -> bool:
+        """Whether a thread is still at work that Python would wait for, or crash around, when the process ends."""
+        return self.abandoned or (self.offer is not None and self.offer.readers.busy)
 
     async def close(self) -> None:
         self._over = True

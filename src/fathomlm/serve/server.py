@@ -15,18 +15,21 @@ import socket
 import threading
 from collections.abc import Callable, Generator
 from types import FrameType
+from typing import Any
 
 import uvicorn
 from fastapi import FastAPI
 
 from fathomlm.errors import OptionError
+from fathomlm.serve.connections import Connections
 from fathomlm.serve.logs import say
 from fathomlm.serve.options import ServeOptions
 from fathomlm.serve.served import Service
 
 CLOSING = 5
-"""Seconds that connections get to take what has been written for them."""
-LOOPBACK = ("127.0.0.1", "::1", "localhost")
+"""Seconds that connections get to take what has been written for them, at most."""
+CUT_OFF = 0.5
+"""Seconds for the last words to those whose texts were cut off, and for the engine to put them down."""
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -55,18 +58,16 @@ def address_of(sock: socket.socket) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-def is_loopback(host: str) -> bool:
-    return host in LOOPBACK or host.startswith("127.")
-
-
 class Server(uvicorn.Server):
     """uvicorn, with our way of ending. Its parts are named, so that it is the same server whatever else is installed."""
 
     def __init__(self, app: FastAPI, service: Service, options: ServeOptions) -> None:
+        self.connections = Connections(options)
+        protocol: Any = self.connections.protocol  # uvicorn calls it and asks no more of it
         super().__init__(
             uvicorn.Config(
                 app, lifespan="on", log_config=None, access_log=False, server_header=False, ws="none",
-                timeout_graceful_shutdown=CLOSING, loop="asyncio", http="h11",
+                timeout_graceful_shutdown=CLOSING, loop="asyncio", http=protocol,
             )
         )  # fmt: skip
         self._service, self._options = service, options
@@ -94,9 +95,14 @@ class Server(uvicorn.Server):
             await self.lifespan.shutdown()
 
     async def _finish(self) -> None:
+        """Whatever was not taken, or not ended, when the time is up has `CUT_OFF` seconds to end, and is left behind."""
+        loop = asyncio.get_running_loop()
+        ends = loop.time() + self._options.drain_timeout
         say("draining", timeout=self._options.drain_timeout)
-        whole = await self._service.drain(self._options.drain_timeout)
+        whole = await self._service.drain(self._options.drain_timeout, CUT_OFF)
         say("drained", complete=whole)
+        left = min(max(ends - loop.time(), CUT_OFF), CLOSING)
+        self.config.timeout_graceful_shutdown = left  # type: ignore[assignment]  # it takes fractions as well
         self.should_exit = True
 
     def _give_up(self) -> None:
