@@ -44,7 +44,7 @@ def run(args: argparse.Namespace) -> None:
     for name in args.only or VARIANTS:
         model = {"source": args.source, "sharing": "cycle", "recursions": 2, **VARIANTS[name]}
         found = train_one(args, shared, name, model)
-        keep = ("step", "tokens", "loss", "lr", "tokens_per_s", "mfu", "memory_gb")
+        keep = ("step", "tokens", "loss", "lr", "tokens_per_s", "mfu", "mfu_sustained", "memory_gb")
         record["runs"][name] = {
             "model": VARIANTS[name],
             "parameters": parameters(found.recipe.directory),

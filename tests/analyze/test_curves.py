@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from fathomlm.analyze.curves import PlotOptions, _unit, _x, plot, table_of
+from fathomlm.analyze.curves import PlotOptions, _Panel, _unit, _x, plot, table_of
 from fathomlm.analyze.runs import points, read_runs, smooth, summarise, training_loss
 from fathomlm.errors import OptionError, OutputError
 
@@ -127,6 +127,24 @@ def test_validation_stands_where_its_tokens_put_it(tmp_path):
 )
 def test_axes_end_at_short_numbers(x, most, unit, divisor):
     assert _unit(x, most) == (unit, divisor)
+
+
+def test_utilisation_of_older_records_is_said_to_be_of_the_sustained_rate(tmp_path, monkeypatch):
+    """They have `mfu` alone. A new record has both, or null where the sustained rate is not known."""
+    for name, more in (("old", {"mfu": 0.5}), ("new", {"mfu": 0.4, "mfu_sustained": 0.5})):
+        file = write_run(tmp_path / name, [5.0, 4.0]) / "metrics.jsonl"
+        records = [json.loads(line) for line in file.read_text().splitlines()]
+        file.write_text("".join(json.dumps(record | more) + "\n" for record in records))
+    labels = []
+    monkeypatch.setattr(_Panel, "_line", lambda self, found, *rest, **more: labels.append((rest[2], found)) or 1)
+    runs = read_runs([tmp_path / "old", tmp_path / "new"])
+    plot(runs, tmp_path / "a.png", PlotOptions(metric="mfu", smooth=0))
+    assert [(label, [y for _, y in found]) for label, found in labels] == [
+        ("old (older record: of the sustained rate, where known)", [50.0, 50.0]), ("new", [40.0, 40.0])
+    ]  # fmt: skip
+    labels.clear()
+    plot(runs, tmp_path / "b.png", PlotOptions(metric="mfu_sustained", smooth=0))
+    assert [(label, [y for _, y in found]) for label, found in labels] == [("old", []), ("new", [50.0, 50.0])]
 
 
 def test_what_cannot_be_drawn_is_said_before_anything_is_written(tmp_path):

@@ -68,7 +68,7 @@ def test_rows_of_both_sides_of_an_exit_stay_in_their_planes(name: str, mode: str
 def test_a_page_outside_the_pool_fails_its_request_and_no_other() -> None:
     model = build("vanilla")
     wanted = [generate(model, [prompt], max_new_tokens=NEW)[0].tokens for prompt in many(model)]
-    engine = Engine(on_gpu(model), compile=False, **(SIZES | {"rows": 8, "memory": 10**6}))
+    engine = Engine(on_gpu(model), compile=False, **(SIZES | {"rows": 8, "chunk": 64, "memory": 10**6}))
     told = engine.runner.state.hand_out
 
     def spoilt(*given: Any) -> None:

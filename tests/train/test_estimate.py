@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from fathomlm.model.decoder import Decoder
 from fathomlm.train.estimate import estimate, flops_per_token_6n
 from fathomlm.train.estimate_text import format_estimate
 from fathomlm.train.footprint import activation_bytes, count_memory
-from fathomlm.train.hardware import ACCELERATORS, accelerator_name, memory_bytes, peak_tflops
+from fathomlm.train.hardware import ACCELERATORS, Rates, accelerator_name, memory_bytes, peak_tflops, sustained_tflops
 from fathomlm.train.parts import read_parts
 from fathomlm.train.reading import build_recipe, read_recipe, shipped_recipes
 from fathomlm.train.recipe import HardwareRecipe, Recipe
@@ -169,11 +170,41 @@ def test_devices_split_a_sharded_model_and_copy_a_small_one():
 
 
 def test_time_follows_from_the_peak_and_the_assumed_part_of_it():
-    found = estimate(small(hardware={"peak_tflops": 2.0, "count": 2}), mfu=0.5)
+    found = estimate(small(hardware={"peak_tflops": 2.0, "count": 2}), assumed=0.5)
     assert found.seconds == pytest.approx(found.work_flops / 2e12)
-    assert "assuming 50% of 2 TFLOP/s" in format_estimate(found)
+    assert (found.mfu, found.mfu_sustained, found.sustained_tflops) == (0.5, None, None)
+    assert "assuming 50% of 2 TFLOP/s each\n" in format_estimate(found) + "\n"
     with pytest.raises(OptionError, match="above 0"):
-        estimate(small(), mfu=0)
+        estimate(small(), assumed=0)
+
+
+def test_the_assumed_rate_is_said_of_the_data_sheet_and_of_what_is_sustained():
+    found = estimate(small(hardware={"gpu": "h200"}), assumed=0.4)
+    assert (found.peak_tflops, found.sustained_tflops, found.mfu_sustained) == (989, 790, 0.4)
+    assert found.mfu == pytest.approx(0.4 * 790 / 989)
+    assert found.seconds == pytest.approx(found.work_flops / (0.4 * 790e12))
+    assert "assuming 32% of 989 TFLOP/s each (40% of the 790 that large products sustain)" in format_estimate(found)
+    assert {"mfu", "mfu_sustained", "peak_tflops", "sustained_tflops"} <= set(found.to_dict())
+    unmeasured = estimate(small(hardware={"gpu": "a100"}), assumed=0.4)
+    assert (unmeasured.peak_tflops, unmeasured.mfu, unmeasured.mfu_sustained) == (312, 0.4, None)
+
+
+def test_a_rate_is_stated_against_the_data_sheet_and_against_what_is_sustained():
+    assert Rates.of(HardwareRecipe(gpu="h200")).parts(395e12) == {"mfu": 0.3994, "mfu_sustained": 0.5}
+    assert Rates.of(HardwareRecipe(gpu="a100")).parts(156e12) == {"mfu": 0.5, "mfu_sustained": None}
+    assert Rates.of(HardwareRecipe()).parts(1e12) == {"mfu": None, "mfu_sustained": None}
+
+
+def test_the_recorded_training_benchmark_states_both():
+    """Its rates are what was measured; both utilisations follow from them."""
+    record = json.loads((Path(__file__).parents[2] / "benchmarks/results/train_step_h200.json").read_text())
+    assert "computed from it later" in record["note"]
+    found = [one for setting in record["settings"].values() for one in setting.values()]
+    for one in [*found, record["vanilla"], record["vanilla_main"]]:
+        rates = Rates(one["peak_tflops"], one["sustained_tflops"])
+        assert (rates.peak, rates.sustained) == (989, 790)
+        wanted = rates.parts(one["tokens_per_s"] * one["flops_per_token_6n"])
+        assert {name: one[name] for name in wanted} == pytest.approx(wanted, abs=1e-4)
 
 
 def test_a_model_that_does_not_fit_is_said_not_to():
@@ -221,11 +252,13 @@ def test_devices_are_known_by_what_the_driver_calls_them(device, name):
     assert accelerator_name(HardwareRecipe(), device) == name
 
 
-def test_the_peak_is_the_recipes_or_what_is_sustained_or_the_data_sheets():
+def test_the_peak_is_the_recipes_or_the_data_sheets():
     assert peak_tflops(HardwareRecipe(gpu="h200", peak_tflops=500.0)) == 500
-    assert peak_tflops(HardwareRecipe(gpu="h200")) == 790
+    assert peak_tflops(HardwareRecipe(gpu="h200")) == 989
+    assert sustained_tflops(HardwareRecipe(gpu="h200")) == 790
+    assert sustained_tflops(HardwareRecipe(gpu="h200", peak_tflops=500.0)) is None
     assert peak_tflops(HardwareRecipe(gpu="A100")) == 312
-    assert peak_tflops(HardwareRecipe(), "NVIDIA H100 80GB HBM3") == 790
+    assert peak_tflops(HardwareRecipe(), "NVIDIA H100 80GB HBM3") == 989
     assert peak_tflops(HardwareRecipe(), "some new thing") is None
     assert memory_bytes(HardwareRecipe(gpu="h200")) == 141 * 10**9
     with pytest.raises(OptionError, match="did you mean 'h200'"):

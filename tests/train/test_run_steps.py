@@ -133,7 +133,16 @@ def test_mfu_is_the_part_of_the_given_peak_that_training_needs(recipe, tmp_path)
     for record in seen:
         assert record["mfu"] == pytest.approx(record["tokens_per_s"] * 6 * (4 * layer + 257 * 32) / 1e9, rel=0.03)
         assert record["memory_gb"] is None
+        assert record["mfu_sustained"] is None
     assert len(seen) == 3
+
+
+def test_a_known_device_is_told_both_utilisations(recipe, tmp_path):
+    train(recipe(hardware={"gpu": "h200"}, budget={"steps": 2}))
+    for record in read_records(tmp_path / "run/metrics.jsonl"):
+        if record["kind"] == "train":
+            assert {"mfu", "mfu_sustained"} <= set(record)
+            assert record["mfu_sustained"] >= record["mfu"] >= 0
 
 
 @pytest.mark.parametrize("recompute", ["recursion", "layer"])

@@ -38,6 +38,7 @@ METRICS: dict[str, tuple[str, str]] = {
     "lr": ("learning rate", ""),
     "tokens_per_s": ("speed", "tokens per second"),
     "mfu": ("utilisation (MFU)", "% of peak"),
+    "mfu_sustained": ("utilisation of what is sustained", "% of sustained rate"),
     "grad_norm": ("gradient norm", "before clipping"),
 }
 """What can be drawn: the panel's title, and the unit of its axis."""
@@ -149,8 +150,10 @@ class _Panel:
                 drawn += self._line(points(run.validation, f"exits.{depth}", x), color, dash, f"{name}, exit {depth}", True)
             return drawn
         found = training_loss(run, x) if self.metric == "loss" else points(run.train, self.metric, x)
-        if self.metric == "mfu":
+        if self.metric in ("mfu", "mfu_sustained"):
             found = [(at, 100 * value) for at, value in found]
+            if self.metric == "mfu" and any("mfu_sustained" not in record for record in run.train):
+                name += " (older record: of the sustained rate, where known)"
         factor = max(0.0, 1 - 40 / max(1, len(found))) if self.options.smooth is None else self.options.smooth
         if factor and self.metric != "lr":
             self._line(found, color, "-", None, faint=True)

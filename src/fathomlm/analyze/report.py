@@ -91,7 +91,7 @@ def _recorded(runs: Sequence[Run]) -> list[str]:
     def some(metric: str) -> bool:
         return any(points(run.train, metric, lambda record: 0.0) for run in runs)
 
-    found = [metric for metric in ("lr", "grad_norm", "tokens_per_s", "mfu") if some(metric)]
+    found = [metric for metric in ("lr", "grad_norm", "tokens_per_s", "mfu", "mfu_sustained") if some(metric)]
     return ["exits", *found] if exit_depths(runs) else found
 
 

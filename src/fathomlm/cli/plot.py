@@ -23,7 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("runs", metavar="RUN", nargs="+", type=Path, help="runs to draw: runs/*, runs, runs/tiny/metrics.jsonl")
     add("--out", metavar="FILE", type=Path, default=Path("curves.png"), help=".png, .svg or .pdf (curves.png)")
     add("--x", metavar="AXIS", default="tokens", help="tokens, steps, time or flops (tokens)")
-    metrics = "loss, validation, exits, lr, tokens_per_s, mfu or grad_norm (training and validation loss)"
+    metrics = "loss, validation, exits, lr, tokens_per_s, mfu, mfu_sustained or grad_norm (training and validation loss)"
     add("--metric", metavar="NAME", help=metrics)
     add("--smooth", metavar="F", type=float, help="how much training curves are smoothed, 0 to 0.99 (by their length)")
     add("--logy", action="store_true", help="draw the values on a logarithmic axis")

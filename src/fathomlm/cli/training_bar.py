@@ -51,7 +51,7 @@ class TrainingBar:
     def step(self, step: int, total: int, live: Record) -> None:
         if self._task is None:
             self._task = self._bar.add_task(self._name, total=total, live="")
-        self._rate |= {key: live[key] for key in ("tokens_per_s", "mfu", "memory_gb") if key in live}
+        self._rate |= {key: live[key] for key in ("tokens_per_s", "mfu", "mfu_sustained", "memory_gb") if key in live}
         self._bar.update(self._task, description=self._name, completed=step, total=total, live=_live({**self._rate, **live}))
 
     def record(self, record: Record) -> None:
@@ -74,7 +74,8 @@ def _live(values: Record) -> str:
     if values.get("tokens_per_s"):
         words.append(f"{amount(values['tokens_per_s'])} tokens/s")
     if values.get("mfu") is not None:
-        words.append(f"MFU {values['mfu']:.1%}")
+        sustained = values.get("mfu_sustained")
+        words.append(f"MFU {values['mfu']:.1%}" + ("" if sustained is None else f" ({sustained:.1%} of sustained)"))
     if values.get("memory_gb") is not None:
         words.append(f"{values['memory_gb']:.1f} GB")
     if values.get("skipped"):

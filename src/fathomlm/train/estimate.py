@@ -20,13 +20,13 @@ from fathomlm.errors import OptionError
 from fathomlm.train.budget import forward_flops_per_token, micro_rows, plan_steps, row_length, rows_per_step
 from fathomlm.train.encoder_cost import EncoderCost, cross_weights, over_both
 from fathomlm.train.footprint import PLANNED, Memory, count_memory
-from fathomlm.train.hardware import accelerator_name, memory_bytes, peak_tflops
+from fathomlm.train.hardware import Rates, accelerator_name, memory_bytes
 from fathomlm.train.parts import Parts, learns, read_parts, read_source, yet_to_come
 from fathomlm.train.recipe import Recipe
 from fathomlm.train.schedule import LearningRate
 
-MFU = 0.4
-"""The part of the peak that a run is assumed to reach."""
+ASSUMED = 0.4
+"""The part of what a device sustains that a run is assumed to reach; of its data sheet where that is not known."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,8 +85,13 @@ class Estimate:
     fits: bool | None
     """Whether that fits into nine tenths of the device's memory; None where the device is not known."""
     peak_tflops: float | None
+    """Of one device by its data sheet, or by the recipe."""
+    sustained_tflops: float | None
+    """Of one device on large products, where somebody has measured it."""
     mfu: float
     """The part of the peak that `seconds` assumes."""
+    mfu_sustained: float | None
+    """The part of the sustained rate that this is."""
     seconds: float | None
 
     def to_dict(self) -> dict[str, Any]:
@@ -95,15 +100,16 @@ class Estimate:
 
 
 def estimate(
-    recipe: Recipe, *, rows_in_epoch: int | None = None, device_name: str | None = None, mfu: float = MFU
+    recipe: Recipe, *, rows_in_epoch: int | None = None, device_name: str | None = None, assumed: float = ASSUMED
 ) -> Estimate:
     """The run that a recipe asks for, from configurations alone: no weights and no data are read.
 
     Without `rows_in_epoch` the length of a budget in epochs is left open; `device_name` is what the driver calls the device
-    that is there, for recipes that name none.
+    that is there, for recipes that name none. `assumed` is the part of what a device sustains that the run reaches; of its
+    data sheet where nobody has measured that.
     """
-    if not 0 < mfu <= 1:
-        raise OptionError(f"the assumed part of the peak must be above 0 and at most 1, got {mfu}")
+    if not 0 < assumed <= 1:
+        raise OptionError(f"the assumed part of the peak must be above 0 and at most 1, got {assumed}")
     parts = read_parts(recipe, foresee=True)
     architecture, plan, relaxation = parts.architecture, parts.plan, parts.relaxation
     teacher = None if recipe.loss.distill is None else read_source(recipe.loss.distill.source, foresee=True)
@@ -121,7 +127,8 @@ def estimate(
         "two counts of one model disagree"
     )
     trainable = sum(size for group, size in sizes.items() if learns(recipe.train, group))
-    limit, peak = memory_bytes(recipe.hardware, device_name), peak_tflops(recipe.hardware, device_name)
+    limit, rates = memory_bytes(recipe.hardware, device_name), Rates.of(recipe.hardware, device_name)
+    mfu = assumed if rates.peak is None or rates.sustained is None else assumed * rates.sustained / rates.peak
     parallel, memory = _spread(recipe, parts, 0 if teacher is None else _parameters(recipe, *teacher), limit)
     work = _over(tokens, work_flops_per_token(recipe, parts, teacher))
     per_token = model_flops_per_token(recipe, architecture, plan, relaxation, parts.encoder)
@@ -161,9 +168,11 @@ def estimate(
         memory=memory,
         device_memory=limit,
         fits=None if limit is None else memory.total <= PLANNED * limit,
-        peak_tflops=peak,
+        peak_tflops=rates.peak,
+        sustained_tflops=rates.sustained,
         mfu=mfu,
-        seconds=None if peak is None or work is None else work / (devices * peak * 1e12 * mfu),
+        mfu_sustained=None if rates.sustained is None else assumed,
+        seconds=None if rates.peak is None or work is None else work / (devices * rates.peak * 1e12 * mfu),
     )
 
 

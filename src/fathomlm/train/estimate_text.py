@@ -78,7 +78,10 @@ def _time(found: Estimate) -> str:
     hours = found.seconds / 3600
     length = f"{hours / 24:.1f} days" if hours >= 48 else f"{hours:.1f} hours" if hours >= 1 else f"{hours * 60:.1f} minutes"
     device = f"{found.devices} x {found.gpu}" if found.gpu else f"{found.devices} device(s)"
-    return f"{length} on {device}, assuming {found.mfu:.0%} of {found.peak_tflops:g} TFLOP/s each"
+    assumed = f"{found.mfu:.0%} of {found.peak_tflops:g} TFLOP/s each"
+    if found.sustained_tflops is not None:
+        assumed += f" ({found.mfu_sustained:.0%} of the {found.sustained_tflops:g} that large products sustain)"
+    return f"{length} on {device}, assuming {assumed}"
 
 
 def _gb(size: float) -> str:

@@ -1,7 +1,8 @@
 """What accelerators can do: the figures behind the expected time of a run, its memory check and its MFU.
 
-Peaks are data-sheet figures for dense bfloat16 products. Where the rate that a chip sustains on large products is known,
-utilisation is stated against that: a share of what can be reached says more than a share of what cannot.
+Peaks are data-sheet figures for dense bfloat16 products, which is what the field states utilisation (MFU) against. No
+product reaches them: where the rate that a chip sustains on large products is known, utilisation is stated against that
+too.
 """
 
 from __future__ import annotations
@@ -55,15 +56,38 @@ def accelerator_name(hardware: HardwareRecipe, device_name: str | None = None) -
 
 
 def peak_tflops(hardware: HardwareRecipe, device_name: str | None = None) -> float | None:
-    """Dense bfloat16 TFLOP/s of one device, what MFU is a part of; None where nothing is known of the device."""
+    """Dense bfloat16 TFLOP/s of one device by its data sheet or by the recipe, what MFU is a part of; None where nothing is
+    known of the device."""
     name = accelerator_name(hardware, device_name)
     if hardware.peak_tflops is not None:
         if not hardware.peak_tflops > 0:
             raise OptionError(f"hardware.peak_tflops must be above 0, got {hardware.peak_tflops}")
         return hardware.peak_tflops
-    if name is None:
-        return None
-    return ACCELERATORS[name].sustained or ACCELERATORS[name].peak
+    return None if name is None else ACCELERATORS[name].peak
+
+
+def sustained_tflops(hardware: HardwareRecipe, device_name: str | None = None) -> float | None:
+    """Dense bfloat16 TFLOP/s that one device sustains on large products; None where nobody has measured it, and where the
+    recipe gives a peak of its own."""
+    name = accelerator_name(hardware, device_name)
+    return None if name is None or hardware.peak_tflops is not None else ACCELERATORS[name].sustained
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """Both, for one device."""
+
+    peak: float | None
+    sustained: float | None
+
+    @classmethod
+    def of(cls, hardware: HardwareRecipe, device_name: str | None = None) -> Rates:
+        return cls(peak_tflops(hardware, device_name), sustained_tflops(hardware, device_name))
+
+    def parts(self, flops_per_s: float) -> dict[str, float | None]:
+        """What a rate of one device is of each: `mfu` of the data sheet's, `mfu_sustained` of the sustained one."""
+        both = {"mfu": self.peak, "mfu_sustained": self.sustained}
+        return {name: None if rate is None else round(flops_per_s / (rate * 1e12), 4) for name, rate in both.items()}
 
 
 def memory_bytes(hardware: HardwareRecipe, device_name: str | None = None) -> int | None:

@@ -26,6 +26,7 @@ from fathomlm.train.captured import CapturedPass
 from fathomlm.train.checkpoint import Progress
 from fathomlm.train.data.loader import IGNORE, Batches, Prefetched, prefetch
 from fathomlm.train.data.pairs import AnyBatch, round_up
+from fathomlm.train.hardware import Rates
 from fathomlm.train.objective import Objective
 from fathomlm.train.optim import set_rate
 from fathomlm.train.parallel import World, accumulating, whole
@@ -232,12 +233,10 @@ def reading(loader: AnyLoader, progress: Progress, world: World, micro: int) -> 
 class Meter:
     """Speed over the steps since the last record, validation and saving left out."""
 
-    def __init__(
-        self, flops_per_token: float, peak_tflops: float | None, world: World, memory_gb: Callable[[], float | None]
-    ) -> None:
+    def __init__(self, flops_per_token: float, rates: Rates, world: World, memory_gb: Callable[[], float | None]) -> None:
         self._flops = flops_per_token
         self._memory = memory_gb
-        self._peak = peak_tflops
+        self._rates = rates
         self._world = world
         self._tokens = 0
         self._seconds = 0.0
@@ -254,10 +253,9 @@ class Meter:
     def read(self) -> Record:
         """Rate and memory since the last reading."""
         rate = self._tokens / self._seconds if self._seconds else 0.0
-        peak = None if self._peak is None else self._peak * 1e12 * self._world.size
         self._tokens, self._seconds = 0, 0.0
         return {
             "tokens_per_s": round(rate, 1),
-            "mfu": None if peak is None else round(rate * self._flops / peak, 4),
+            **self._rates.parts(rate * self._flops / self._world.size),
             "memory_gb": self._memory(),
         }

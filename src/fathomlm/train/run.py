@@ -21,7 +21,7 @@ from fathomlm.train.data.pairs import AnyBatch
 from fathomlm.train.data.segments import Progress as Prepared
 from fathomlm.train.directory import RunDirectory
 from fathomlm.train.estimate import model_flops_per_token
-from fathomlm.train.hardware import peak_tflops
+from fathomlm.train.hardware import Rates
 from fathomlm.train.loop import Meter, Pending, Stepper, StepResult, reading
 from fathomlm.train.objective import Objective
 from fathomlm.train.optim import build_optimizer, choose_trained, state_bytes_per_weight
@@ -145,8 +145,8 @@ class Run:
         device_name = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else None
         shapes = s.architecture, s.plan, s.relaxation, self._encoder
         self._forward_flops = forward_flops_per_token(recipe, *shapes)
-        peak = peak_tflops(recipe.hardware, device_name)
-        self._meter = Meter(model_flops_per_token(recipe, *shapes), peak, world, self._stepper.memory_gb)
+        rates = Rates.of(recipe.hardware, device_name)
+        self._meter = Meter(model_flops_per_token(recipe, *shapes), rates, world, self._stepper.memory_gb)
 
     def go(self, resume: bool) -> Summary:
         """Start, or go on, and train to the end of the budget or to a request to stop."""
