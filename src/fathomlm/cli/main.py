@@ -20,7 +20,7 @@ from fathomlm.errors import FathomError, OptionError, choices
 
 VERBS = (
     "demo", "get", "inspect", "convert", "data", "train", "export", "generate", "chat", "serve", "calibrate", "eval",
-    "bench", "plot", "analyze", "plan", "simulate",
+    "bench", "plot", "analyze", "plan", "simulate", "study",
 )  # fmt: skip
 
 

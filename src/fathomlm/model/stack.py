@@ -108,8 +108,13 @@ class LayerStack(nn.Module):
         return delta
 
     def reset_parameters(self, std: float = 0.02, generator: torch.Generator | None = None) -> None:
-        """Fresh weights: Gaussian linears and embeddings, neutral norms, deltas that add nothing."""
-        for module in self.modules():
+        """Fresh weights: Gaussian linears and embeddings, neutral norms, deltas that add nothing. Routers draw last, so that
+        all other weights of a routed model are those of the recursive one with the same seed."""
+        routers = set() if self.routers is None else set(self.routers.modules())
+        for module in (
+            *(m for m in self.modules() if m not in routers),
+            *(() if self.routers is None else self.routers.modules()),
+        ):
             reset_module(module, std, generator)
         self.match_lengths()
 

@@ -26,7 +26,7 @@ from fathomlm.train.recipe_checks import check
 
 def read_recipe(path: str | Path | None, overrides: Sequence[str] = ()) -> Recipe:
     """The recipe in a file, with fields changed by `--section.field value` words; checked."""
-    values = {} if path is None else _read_yaml(find_recipe(path))
+    values = {} if path is None else read_yaml(find_recipe(path))
     return build_recipe(values, overrides)
 
 
@@ -93,7 +93,8 @@ class _UniqueKeys(yaml.SafeLoader):  # type: ignore[misc]
         return dict(super().construct_mapping(node, deep))
 
 
-def _read_yaml(path: Path) -> dict[str, Any]:
+def read_yaml(path: Path, what: str = "a recipe") -> dict[str, Any]:
+    """The fields of a YAML file; a file that is none, or has a key twice, is refused with its line."""
     try:
         values = yaml.load(path.read_text(encoding="utf-8"), _UniqueKeys)
     except (yaml.YAMLError, UnicodeDecodeError) as error:
@@ -101,8 +102,8 @@ def _read_yaml(path: Path) -> dict[str, Any]:
         where = f"{path}, line {place.line + 1}" if place is not None else str(path)
         raise OptionError(f"{where}: not valid YAML ({getattr(error, 'problem', None) or 'cannot be read'})") from error
     if not isinstance(values, dict):
-        what = "an empty file" if values is None else "a list" if isinstance(values, list) else "a single value"
-        raise OptionError(f"{path}: a recipe is fields with values (name: tiny), this is {what}")
+        got = "an empty file" if values is None else "a list" if isinstance(values, list) else "a single value"
+        raise OptionError(f"{path}: {what} is fields with values (name: tiny), this is {got}")
     return values
 
 

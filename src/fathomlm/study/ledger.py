@@ -1,0 +1,154 @@
+"""The ledger: what is known of finished runs, a small JSON file for each study.
+
+Runs are known by the fingerprint of their settings and by the corpus that they read, never by when or where they were made.
+So records from any number of machines merge into one ledger, in any order and any number of times, with the same outcome; a
+run that two studies ask for is made once; and a run whose settings were changed in the YAML counts as not made.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from fathomlm.checkpoints.writing import whole_file
+from fathomlm.errors import DataError, OutputError
+from fathomlm.train.data.corpus import Corpus
+from fathomlm.train.recipe import Recipe
+from fathomlm.train.resume import FREE
+
+FORMAT = 1
+UNMARKED = FREE - {"evaluate"} | {"evaluate.every", "evaluate.first"}
+"""Fields that change where and how a run is made, not what comes out; how many rows its loss is measured on does."""
+NEEDED = ("study", "variant", "budget", "seed", "fingerprint", "data", "status")
+
+Record = dict[str, Any]
+
+
+def told(recipe: Recipe) -> dict[str, Any]:
+    """The settings of a recipe that decide what comes out and are not the defaults. Fields that a later version adds do not
+    change it while they are not used."""
+    found = _told(recipe, "")
+    assert isinstance(found, dict)
+    return found
+
+
+def _told(value: Any, prefix: str) -> Any:
+    if not dataclasses.is_dataclass(value):
+        return value
+    out = {}
+    for field in dataclasses.fields(value):
+        name, own = f"{prefix}{field.name}", getattr(value, field.name)
+        factory = field.default_factory
+        default = field.default if factory is dataclasses.MISSING else factory()
+        if name in UNMARKED or own == default:
+            continue
+        inner = _told(own, f"{name}.")
+        if inner != {} or default is None:  # a section without told fields is as if it were not there, unless it may be null
+            out[field.name] = inner
+    return out
+
+
+def fingerprint(recipe: Recipe) -> str:
+    """What a run is known by, its seed and budget included."""
+    return hashlib.sha256(json.dumps(told(recipe), sort_keys=True).encode()).hexdigest()[:16]
+
+
+def corpus_mark(corpus: Corpus) -> str:
+    """What a corpus is known by: the checksums of all its shards."""
+    shards = [shard for name in sorted(corpus.manifest.splits) for shard in corpus.manifest.splits[name].shards]
+    return hashlib.sha256("".join(shard.sha256 + shard.index_sha256 for shard in shards).encode()).hexdigest()[:16]
+
+
+class Ledger:
+    """A directory of `STUDY.json` files."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+
+    def path(self, study: str) -> Path:
+        return self.directory / f"{study}.json"
+
+    def read(self, study: str) -> list[Record]:
+        """The records of one study, finished and failed."""
+        path = self.path(study)
+        return read_records(path) if path.exists() else []
+
+    def all(self) -> list[Record]:
+        """The records of all studies."""
+        return [record for path in sorted(self.directory.glob("*.json")) for record in read_records(path)]
+
+    def add(self, study: str, records: Iterable[Record]) -> int:
+        """Merge records into a study's file; returns how many were new or better than what was there."""
+        before = self.read(study)
+        after = merge_records([*before, *records])
+        if after == before:
+            return 0
+        try:
+            self.directory.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise OutputError(f"cannot write {self.directory}: {error.strerror or error}") from error
+        head = json.dumps({"format": FORMAT, "study": study})[:-1]
+        lines = ",\n".join(json.dumps(record, sort_keys=True) for record in after)
+        with whole_file(self.path(study)) as temporary:
+            temporary.write_text(f'{head}, "runs": [\n{lines}\n]}}\n', encoding="utf-8")
+        return sum(record not in before for record in after)
+
+    def merge(self, files: Sequence[Path]) -> dict[str, int]:
+        """Add the records of other ledgers' files, by study; how many of each were new or better."""
+        by_study: dict[str, list[Record]] = {}
+        for file in files:
+            for record in read_records(file):
+                by_study.setdefault(record["study"], []).append(record)
+        return {study: self.add(study, records) for study, records in sorted(by_study.items())}
+
+    def check_corpus(self, mark: str, where: str, studies: Iterable[str]) -> None:
+        """Refuse to add runs on one corpus to a study on another: they could not be compared."""
+        for study in studies:
+            for record in self.read(study):
+                if record["data"]["mark"] != mark:
+                    raise DataError(
+                        f"{self.path(study)} holds runs on another corpus (mark {record['data']['mark']}) than {where} "
+                        f"(mark {mark}); name another --ledger"
+                    )
+
+
+def read_records(path: Path) -> list[Record]:
+    """The records of a ledger's file."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise DataError(f"there is no ledger file {path}") from None
+    except (OSError, ValueError) as error:
+        raise DataError(f"{path} cannot be read as a ledger ({error})") from error
+    if not isinstance(content, dict) or content.get("format") != FORMAT or not isinstance(content.get("runs"), list):
+        raise DataError(f"{path} is not a ledger of format {FORMAT}: an object with `format`, `study` and a list `runs`")
+    for record in content["runs"]:
+        missing = [name for name in NEEDED if not isinstance(record, dict) or name not in record]
+        if missing:
+            raise DataError(f"{path}: a record of `runs` has no {missing[0]}")
+    runs: list[Record] = content["runs"]
+    return runs
+
+
+def merge_records(records: Iterable[Record]) -> list[Record]:
+    """One record for each run, in an order of its own. A finished one stands over a failed one; of two finished ones the
+    earlier stands, whichever was read first."""
+    best: dict[tuple[str, str], Record] = {}
+    for record in records:
+        key = identity(record)
+        best[key] = record if key not in best else min(best[key], record, key=_standing)
+    return sorted(
+        best.values(), key=lambda r: (r["seed"], r["variant"], r.get("tokens") or 0, r["budget"], r["fingerprint"])
+    )
+
+
+def identity(record: Record) -> tuple[str, str]:
+    return record["fingerprint"], record["data"]["mark"]
+
+
+def _standing(record: Record) -> tuple[bool, str, str]:
+    return record["status"] != "finished", str(record.get("date")), json.dumps(record, sort_keys=True)
