@@ -54,7 +54,12 @@ def test_files_of_another_machine_are_merged_once(tmp_path: Path) -> None:
 
 def test_a_file_that_is_no_ledger_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "x.json"
-    for text, message in (("{", "cannot be read"), ("[]", "not a ledger"), ('{"format": 1, "runs": [{}]}', "has no study")):
+    for text, message in (
+        ("{", "x.json"),
+        ("[]", "x.json"),
+        ('{"format": 2}', "not a ledger"),
+        ('{"format": 1, "runs": [{}]}', "has no study"),
+    ):
         path.write_text(text)
         with pytest.raises(DataError, match=message):
             read_records(path)

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from fathomlm.errors import OptionError, TrainingError
-from fathomlm.study.jobs import Place, jobs_of
+from fathomlm.study.jobs import Job, Place, jobs_of
 from fathomlm.study.ledger import Ledger, Record
 from fathomlm.study.pace import OVERHEAD, RESERVE, Pace, Visit
-from fathomlm.study.queue import Broken, Job, Outcome, Stopped, select, work_off
+from fathomlm.study.queue import Broken, Outcome, Stopped, select, work_off
 from fathomlm.study.spec import Study, build_study
 
 Values = Callable[..., dict[str, Any]]
@@ -27,6 +27,7 @@ class Machine:
         self.now = 1000.0
         self.rate = rate
         self.fails = fails or {}
+        self.jobs: list[Job] = []
         self.made: list[str] = []
         self.saved: dict[str, int] = {}
         """Tokens done of runs that were stopped."""
@@ -66,7 +67,8 @@ class Machine:
 
 def visit_with(machine: Machine, study: Study, place: Path, seconds: float | None = None, **options: Any) -> Outcome:
     ledger = Ledger(place / "ledger")
-    jobs = select([study], options.pop("only", None), lambda each: jobs_of(each, Place(None, place)))
+    found = machine.jobs = machine.jobs or jobs_of(study, Place(None, place))
+    jobs = select([study], options.pop("only", None), lambda each: found)
     visit = Visit(seconds, machine.clock)
     return work_off(jobs, ledger, machine, visit, Pace(ledger.all(), "fake"), **options)
 

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from fathomlm.errors import OptionError
-from fathomlm.study.jobs import Place, jobs_of
+from fathomlm.study.jobs import Place, jobs_of, recipe_of
+from fathomlm.study.ledger import fingerprint
 from fathomlm.study.spec import build_study, read_study, shipped_studies
 
 Values = Callable[..., dict[str, Any]]
@@ -52,6 +53,14 @@ def test_mistakes_are_named(values: Values, changes: dict[str, Any], message: st
         build_study(values(**changes), "small.yaml")
     assert message in str(error.value)
     assert "small.yaml" in str(error.value)
+
+
+def test_jobs_of_all_seeds_are_what_their_recipes_say(values: Values, tmp_path: Path) -> None:
+    place = Place(None, tmp_path)
+    study = build_study(values(), "test")
+    for job in jobs_of(study, place):
+        assert job.shaped.recipe == recipe_of(job.run, place)
+        assert job.fingerprint == fingerprint(recipe_of(job.run, place))
 
 
 def test_a_variant_with_a_wrong_field_is_named(values: Values, tmp_path: Path) -> None:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from fathomlm.depth.cost import Cost, count
 from fathomlm.errors import OptionError
 from fathomlm.study.ledger import corpus_mark, fingerprint
-from fathomlm.study.queue import Job
 from fathomlm.study.spec import Planned, Study, merged
 from fathomlm.train.budget import Schedule, forward_flops_per_token, plan_steps, row_length
 from fathomlm.train.data.corpus import Corpus
@@ -67,6 +66,38 @@ class Shaped:
         return LearningRate.of(self.recipe.schedule, self.length.steps).plateau_end
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """A run with what its recipe says of it on this corpus."""
+
+    run: Planned
+    fingerprint: str
+    mark: str
+    """The corpus's."""
+    shaped: Shaped
+    passes: float
+    """Over the corpus; 0 where that is not known."""
+    most_passes: float
+
+    @property
+    def name(self) -> str:
+        return f"{self.run.study}/{self.run.key}"
+
+    @property
+    def tokens(self) -> int:
+        return self.shaped.length.tokens
+
+    @property
+    def flops(self) -> float:
+        """Forward, as the thesis counts."""
+        return float(self.shaped.flops_per_token) * self.tokens
+
+    @property
+    def beyond(self) -> bool:
+        """Whether it would read the corpus more often than the study allows."""
+        return self.passes > self.most_passes
+
+
 def recipe_of(run: Planned, place: Place) -> Recipe:
     """The recipe of a run; what is wrong with it is said of the study's variant."""
     path = NO_CORPUS if place.corpus is None else str(place.corpus.path)
@@ -93,20 +124,25 @@ def shape_of(run: Planned, place: Place) -> Shaped:
     return Shaped(recipe, parts, plan_steps(recipe, parts.architecture, parts.plan, parts.relaxation, rows))
 
 
-def job_of(run: Planned, study: Study, place: Place) -> Job:
-    shaped = shape_of(run, place)
-    tokens = shaped.length.tokens
-    return Job(
-        run=run,
-        fingerprint=fingerprint(shaped.recipe),
-        mark=place.mark,
-        tokens=tokens,
-        flops=float(shaped.flops_per_token) * tokens,
-        passes=tokens / place.tokens if place.tokens else 0.0,
-        most_passes=study.passes,
-    )
-
-
 def jobs_of(study: Study, place: Place) -> list[Job]:
-    """All runs of a study, the most urgent first."""
-    return [job_of(run, study, place) for run in study.runs()]
+    """All runs of a study, the most urgent first. Seeds change nothing about shapes, and reading a recipe takes a while."""
+    shapes: dict[tuple[str, str], Shaped] = {}
+    found = []
+    for run in study.runs():
+        place_of = run.variant.name, run.budget.name
+        if place_of not in shapes:
+            shapes[place_of] = shape_of(run, place)
+        first = shapes[place_of]
+        recipe = replace(first.recipe, seed=run.seed, out=str(place.directory(run)))
+        shaped = replace(first, recipe=recipe)
+        found.append(
+            Job(
+                run=run,
+                fingerprint=fingerprint(recipe),
+                mark=place.mark,
+                shaped=shaped,
+                passes=shaped.length.tokens / place.tokens if place.tokens else 0.0,
+                most_passes=study.passes,
+            )
+        )
+    return found

@@ -16,11 +16,14 @@ from typing import Any
 
 from fathomlm.checkpoints.writing import whole_file
 from fathomlm.errors import DataError, OutputError
+from fathomlm.jsonfile import read_object
 from fathomlm.train.data.corpus import Corpus
 from fathomlm.train.recipe import Recipe
 from fathomlm.train.resume import FREE
 
 FORMAT = 1
+MOST_BYTES = 256 << 20
+"""Of a ledger's file; a run takes a few kilobytes."""
 UNMARKED = FREE - {"evaluate"} | {"evaluate.every", "evaluate.first"}
 """Fields that change where and how a run is made, not what comes out; how many rows its loss is measured on does."""
 NEEDED = ("study", "variant", "budget", "seed", "fingerprint", "data", "status")
@@ -118,13 +121,10 @@ class Ledger:
 
 def read_records(path: Path) -> list[Record]:
     """The records of a ledger's file."""
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise DataError(f"there is no ledger file {path}") from None
-    except (OSError, ValueError) as error:
-        raise DataError(f"{path} cannot be read as a ledger ({error})") from error
-    if not isinstance(content, dict) or content.get("format") != FORMAT or not isinstance(content.get("runs"), list):
+    if not path.exists():
+        raise DataError(f"there is no ledger file {path}")
+    content = read_object(path, error=DataError, max_bytes=MOST_BYTES).values
+    if content.get("format") != FORMAT or not isinstance(content.get("runs"), list):
         raise DataError(f"{path} is not a ledger of format {FORMAT}: an object with `format`, `study` and a list `runs`")
     for record in content["runs"]:
         missing = [name for name in NEEDED if not isinstance(record, dict) or name not in record]

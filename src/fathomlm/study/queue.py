@@ -10,36 +10,12 @@ from fnmatch import fnmatchcase
 from typing import Any, Protocol
 
 from fathomlm.errors import FathomError, OptionError
+from fathomlm.study.jobs import Job
 from fathomlm.study.ledger import Ledger, Record, identity
 from fathomlm.study.pace import Pace, Visit
-from fathomlm.study.spec import Planned, Study
+from fathomlm.study.spec import Study
 
 Say = Callable[[str], None]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
-    """A run with what its recipe says of it on this corpus."""
-
-    run: Planned
-    fingerprint: str
-    mark: str
-    """The corpus's."""
-    tokens: int
-    flops: float
-    """Forward, as the thesis counts."""
-    passes: float
-    """Over the corpus."""
-    most_passes: float
-
-    @property
-    def name(self) -> str:
-        return f"{self.run.study}/{self.run.key}"
-
-    @property
-    def beyond(self) -> bool:
-        """Whether it would read the corpus more often than the study allows."""
-        return self.passes > self.most_passes
 
 
 class Stopped(Exception):

@@ -21,10 +21,10 @@ import torch
 
 from fathomlm.errors import DataError
 from fathomlm.study.identity import environment
-from fathomlm.study.jobs import Place, Shaped, shape_of
+from fathomlm.study.jobs import Job, Place, Shaped, shape_of
 from fathomlm.study.ledger import Record, told
 from fathomlm.study.pace import Visit
-from fathomlm.study.queue import Broken, Job, Stopped
+from fathomlm.study.queue import Broken, Stopped
 from fathomlm.study.spec import Budget, Planned, Study
 from fathomlm.train.checkpoint import read_state, saved_steps, step_name
 from fathomlm.train.report import Silence, Watcher, read_records, strict
@@ -89,6 +89,7 @@ class TrainingExecutor:
         self._commit = commit
         self._keep = keep
         self._watch = watch
+        self._shapes: dict[str, Shaped] = {}
         self._environment = environment(place.device)
         assert place.corpus is not None
         if not place.corpus.has("validation"):
@@ -102,17 +103,17 @@ class TrainingExecutor:
         return bool(saved_steps(self._place.directory(job.run) / "checkpoints"))
 
     def tokens_left(self, job: Job) -> int:
-        shaped = shape_of(job.run, self._place)
+        shaped = job.shaped
         saved = saved_steps(self._place.directory(job.run) / "checkpoints")
-        source = self._branch(job, shaped)
+        source = self._branch(job)
         begun = max(saved) if saved else 0 if source is None else int(source.name.removeprefix("step-"))
         return (shaped.length.steps - begun) * shaped.length.tokens_per_step
 
     def execute(self, job: Job, visit: Visit, *, split: bool) -> Record:
         begin = time.perf_counter()
-        shaped = shape_of(job.run, self._place)
+        shaped = job.shaped
         saved = saved_steps(self._place.directory(job.run) / "checkpoints")
-        source = None if saved else self._branch(job, shaped)
+        source = None if saved else self._branch(job)
         recipe = replace(shaped.recipe, branch_from=None if source is None else str(source))
         if self._next(job) is not None:
             milestones = [*recipe.checkpoint.milestones, shaped.plateau_end]
@@ -133,7 +134,7 @@ class TrainingExecutor:
         if not summary.finished:
             raise Stopped(by_user=not guard.asked, rate=guard.rate)
         overhead = time.perf_counter() - begin - (summary.seconds - before)
-        record = self._finished(job, shaped, summary, overhead)
+        record = self._finished(job, summary, overhead)
         self._tidy(job)
         return record
 
@@ -143,14 +144,13 @@ class TrainingExecutor:
     def _head(self, job: Job) -> Record:
         run, place = job.run, self._place
         assert place.corpus is not None
-        shaped = shape_of(run, place)
         return {
             "study": run.study,
             "variant": run.variant.name,
             "budget": run.budget.name,
             "seed": run.seed,
             "fingerprint": job.fingerprint,
-            "settings": told(shaped.recipe),
+            "settings": told(job.shaped.recipe),
             "data": {
                 "mark": job.mark,
                 "tokens": place.tokens,
@@ -163,8 +163,8 @@ class TrainingExecutor:
             "environment": self._environment,
         }
 
-    def _finished(self, job: Job, shaped: Shaped, summary: Summary, overhead: float) -> Record:
-        records = self._records(job, shaped)
+    def _finished(self, job: Job, summary: Summary, overhead: float) -> Record:
+        shaped, records = job.shaped, self._records(job)
         checks = [record for record in records if record["kind"] == "validation"]
         steps = [record for record in records if record["kind"] == "train"]
         last = checks[-1]["parts"]
@@ -195,17 +195,23 @@ class TrainingExecutor:
         record: Record = strict(found)
         return record
 
-    def _records(self, job: Job, shaped: Shaped) -> list[Record]:
+    def _records(self, job: Job) -> list[Record]:
         """The run's records, with those of the plateau that it branched from, as far as they are on this disk."""
         own = read_records(self._place.directory(job.run) / "metrics.jsonl")
         before: list[Record] = []
         for smaller in self._smaller(job):
             path = self._place.directory(smaller) / "metrics.jsonl"
-            end = min(shape_of(smaller, self._place).plateau_end, own[0]["step"] - 1)
+            end = min(self._shape(smaller).plateau_end, own[0]["step"] - 1)
             if path.exists():
                 reached = before[-1]["step"] if before else 0
                 before += [record for record in read_records(path) if reached < record["step"] <= end]
         return [*before, *own]
+
+    def _shape(self, run: Planned) -> Shaped:
+        key = f"{run.study}/{run.key}"
+        if key not in self._shapes:
+            self._shapes[key] = shape_of(run, self._place)
+        return self._shapes[key]
 
     def _smaller(self, job: Job) -> list[Planned]:
         """The runs of a chain before this one, the smallest first."""
@@ -220,12 +226,12 @@ class TrainingExecutor:
         place = study.budgets.index(job.run.budget) + 1
         return study.budgets[place] if study.chain and place < len(study.budgets) else None
 
-    def _branch(self, job: Job, shaped: Shaped) -> Path | None:
+    def _branch(self, job: Job) -> Path | None:
         """The latest checkpoint of the common plateau that is at hand."""
         for smaller in reversed(self._smaller(job)):
-            step = shape_of(smaller, self._place).plateau_end
+            step = self._shape(smaller).plateau_end
             path = self._place.directory(smaller) / "checkpoints" / step_name(step)
-            if step <= shaped.plateau_end and (path / "training" / "state.json").is_file():
+            if step <= job.shaped.plateau_end and (path / "training" / "state.json").is_file():
                 return path
         return None
 
@@ -235,7 +241,7 @@ class TrainingExecutor:
             return
         for smaller in self._smaller(job):
             _remove(self._place.directory(smaller), spare=None)
-        spare = shape_of(job.run, self._place).plateau_end if self._next(job) is not None else None
+        spare = job.shaped.plateau_end if self._next(job) is not None else None
         _remove(self._place.directory(job.run), spare=spare)
 
 
