@@ -15,6 +15,7 @@ import torch.nn.functional as F
 
 from analyze.tiny import TEXT, model_of, text_file
 from fathomlm.analyze import reading
+from fathomlm.analyze.depth_gain import GainMeter
 from fathomlm.analyze.reading import TokenRows, find, read_rows
 from fathomlm.analyze.routing import RoutingNumbers, check_routed, measure
 from fathomlm.analyze.tables import flops_table, routing_table, scaling_table, score_table
@@ -276,3 +277,49 @@ def test_long_chunks_and_short_ones_agree(tmp_path: Path, monkeypatch: pytest.Mo
     assert torch.allclose(whole.flatten(), expected, atol=1e-6)
     monkeypatch.setattr(routing, "default_chunk", lambda device, vocab: 7)
     assert torch.allclose(routing.token_losses(model.decoder, hidden, targets), whole, atol=1e-6)
+
+
+@torch.no_grad()
+def test_gains_are_those_of_passes_at_given_depths(case: Case) -> None:
+    """Token by token: every recursion for all, and the routers' own depths given as such."""
+    gain, R = case.numbers.gain, len(case.numbers.capacity)
+    trace, own = causal_pass(case)
+    assert trace.depths_BT is not None
+    _, one = causal_pass(case, 1)
+
+    def given(depths: torch.Tensor) -> torch.Tensor:
+        hidden = case.decoder(case.rows.tokens_NT, control=DepthControl(depths_BT=depths))
+        return case.decoder.logits(hidden).log_softmax(-1).gather(-1, case.rows.targets_NT[..., None])[..., 0]
+
+    torch.testing.assert_close(given(trace.depths_BT), own)
+    full = given(torch.full_like(trace.depths_BT, R))
+    assert sum(row.share for row in gain.by_depth) == pytest.approx(1)
+    for row in gain.by_depth:
+        chosen = trace.depths_BT == row.depth
+        assert row.share == pytest.approx(float(chosen.double().mean()))
+        for found, log_p in ((row.one_loss, one), (row.loss, own), (row.full_loss, full)):
+            assert found == pytest.approx(-float(log_p[chosen].mean()), rel=1e-5)
+    assert gain.loss == pytest.approx(case.numbers.causal_loss, rel=1e-6)
+    assert gain.routing_gain == pytest.approx(gain.shuffled_loss - gain.loss, abs=1e-9)
+    deep, potential = trace.depths_BT.double().flatten(), (full - one).double().flatten()
+    if gain.correlation is not None:
+        assert gain.correlation == pytest.approx(float(torch.corrcoef(torch.stack((deep, potential)))[0, 1]), abs=1e-5)
+
+
+def test_shuffled_depths_cost_the_same_and_a_single_depth_gains_nothing() -> None:
+    depths = torch.tensor([[1, 2, 3, 3], [1, 1, 1, 2]])
+    seen: list[torch.Tensor] = []
+
+    def losses(control: DepthControl) -> torch.Tensor:
+        assert control.depths_BT is not None
+        seen.append(control.depths_BT)
+        return 5.0 - control.depths_BT.double() * torch.tensor([[0.0, 1.0, 1.0, 1.0]])
+
+    meter = GainMeter(3)
+    meter.add(losses, depths, torch.full((2, 4), 4.0), losses(DepthControl(depths_BT=depths)))
+    found = meter.read()
+    assert torch.equal(seen[-1].sort(1).values, depths.sort(1).values)
+    assert [row.depth for row in found.by_depth] == [1, 2, 3]
+    alike = GainMeter(3)
+    alike.add(losses, torch.full((2, 4), 2), torch.full((2, 4), 4.0), losses(DepthControl(depths_BT=torch.full((2, 4), 2))))
+    assert (alike.read().routing_gain, alike.read().correlation) == (0.0, None)

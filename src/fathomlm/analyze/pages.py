@@ -20,7 +20,15 @@ from fathomlm.analyze.kv import KVNumbers
 from fathomlm.analyze.routing import RoutingNumbers, ShownToken
 from fathomlm.analyze.runs import Summary
 from fathomlm.analyze.shown import label, visible
-from fathomlm.analyze.tables import flops_table, kv_table, routing_table, scaling_table, score_table
+from fathomlm.analyze.tables import (
+    flops_table,
+    gain_table,
+    kv_table,
+    routing_table,
+    scaling_table,
+    score_table,
+    worth_table,
+)
 from fathomlm.analyze.tables_exits import fit_table, layer_table, time_table
 from fathomlm.analyze.tables_weights import kind_table, rank_table
 from fathomlm.analyze.templates import BASE, EXITS, KV, PARTS, ROUTING, RUNS, WEIGHTS
@@ -70,6 +78,8 @@ def routing_page(numbers: RoutingNumbers, about: About, pictures: Mapping[str, b
         flops=flops_table(numbers),
         scores=score_table(numbers),
         scaling=scaling_table(numbers),
+        gain=gain_table(numbers),
+        worth=worth_table(numbers),
         texts=[[_token(token, numbers.router) for token in sample] for sample in numbers.samples],
         label=label,
     )

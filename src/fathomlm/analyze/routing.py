@@ -14,12 +14,14 @@ import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fathomlm.analyze.depth_gain import DepthGain, GainMeter
 from fathomlm.analyze.reading import TokenRows
 from fathomlm.analyze.scores import Histogram, ScoreCounts, threshold, token_scores
 from fathomlm.analyze.shown import pieces
@@ -96,6 +98,8 @@ class RoutingNumbers:
     """The score from which on the causal rule lets a token go on; None where no score decides."""
     histograms: list[Histogram]
     scaling: list[DepthLimit]
+    gain: DepthGain
+    """Whether depth is spent where it lowers the loss."""
     seen: int
     deepest: list[TokenDepth]
     shallowest: list[TokenDepth]
@@ -143,7 +147,7 @@ def measure(
     seen: int = SEEN,
     on_rows: Callable[[int, int], None] | None = None,
 ) -> RoutingNumbers:
-    """Run all rows through both passes, and through the causal one at every maximum depth.
+    """Run all rows through both passes, and through the causal one at every maximum depth and at given depths.
 
     `on_rows` is told (done, total).
     """
@@ -154,7 +158,7 @@ def measure(
     top_k = RoutingMeter(routing, rows.context, device)
     top_k_sum, counts = 0.0, ScoreCounts(routers, device)
     limits = [_Limit(depth, RoutingMeter(routing, rows.context, device)) for depth in range(1, routing.recursions + 1)]
-    depths = TokenDepths(model.architecture.vocab)
+    depths, gain = TokenDepths(model.architecture.vocab), GainMeter(routing.recursions)
     shown: list[list[ShownToken]] = []
     done = 0
     for tokens_BT, targets_BT in rows.batches(device):
@@ -164,12 +168,16 @@ def measure(
             top_k_sum += float(token_losses(decoder, decoder.norm(state_BTM), targets_BT).sum(dtype=torch.float64))
             top_k.add(trace)
             counts.add(trace)
+        losses: list[Tensor] = []
         for limit in limits:
             trace = RoutingTrace()
             hidden_BTM = decoder(tokens_BT, control=DepthControl(max_depth=limit.depth), trace=trace)
-            limit.add(token_losses(decoder, hidden_BTM, targets_BT), trace)
+            losses.append(token_losses(decoder, hidden_BTM, targets_BT))
+            limit.add(losses[-1], trace)
         # The last of them had no limit: it is the causal pass.
         depths.add(tokens_BT, trace)
+        assert trace.depths_BT is not None
+        gain.add(partial(_losses_at, decoder, tokens_BT, targets_BT), trace.depths_BT, losses[0], losses[-1])
         if not expert:
             counts.add(trace)
         left = tokens_BT[: samples - len(shown), :SHOWN].tolist()
@@ -200,6 +208,7 @@ def measure(
         threshold=threshold(routers),
         histograms=counts.read(),
         scaling=scaling,
+        gain=gain.read(),
         seen=seen,
         deepest=deepest,
         shallowest=shallowest,
@@ -217,6 +226,10 @@ def token_losses(decoder: Decoder, hidden_BTM: Tensor, targets_BT: Tensor) -> Te
         )
     ]
     return torch.cat(parts).view_as(targets_BT)
+
+
+def _losses_at(decoder: Decoder, tokens_BT: Tensor, targets_BT: Tensor, control: DepthControl) -> Tensor:
+    return token_losses(decoder, decoder(tokens_BT, control=control), targets_BT)
 
 
 def _metrics(meter: RoutingMeter) -> dict[str, float]:

@@ -65,6 +65,28 @@ def scaling_table(numbers: RoutingNumbers) -> Rows:
     return rows
 
 
+def gain_table(numbers: RoutingNumbers) -> Rows:
+    """A row for the tokens of each depth: what recursions gained them."""
+    rows = [["routed to depth", "tokens", "loss, one recursion", "own depth", "gain", "every recursion", "gain"]]
+    for own in numbers.gain.by_depth:
+        losses = [f"{value:.4f}" for value in (own.one_loss, own.loss, own.gain, own.full_loss, own.full_gain)]
+        rows.append([str(own.depth), f"{own.share:.1%}", *losses])
+    return rows
+
+
+def worth_table(numbers: RoutingNumbers) -> Rows:
+    """What it is worth to choose who goes deep, at equal cost."""
+    gain = numbers.gain
+    error = "" if gain.routing_gain_error is None else f" ± {gain.routing_gain_error:.4f}"
+    return [
+        ["at the same mean depth", "loss (nats)"],
+        ["depths as routed", f"{gain.loss:.4f}"],
+        ["the same depths, shuffled in each row", f"{gain.shuffled_loss:.4f}"],
+        ["what routing gains (± standard error over rows)", f"{gain.routing_gain:.4f}{error}"],
+        ["correlation of depth and what depth would gain", _number(gain.correlation, ".3f")],
+    ]
+
+
 def kv_table(numbers: KVNumbers) -> Rows:
     """A row a kind; the final norm is no step."""
     rows = [["L2 norm", "first step", "last step", "least", "most", "cosine tied", "untied"]]

@@ -121,6 +121,15 @@ The score that tokens gave each depth, split by whether they chose it.
 position on.</figcaption></figure>
 {{ table(scaling) }}
 
+<h2>Is depth spent where it lowers the loss?</h2>
+<p class="note">The tokens of each depth with one recursion for all tokens, at the depths that the routers chose, and with
+every recursion for all. Beside it, the same depths dealt out at random within each row: the difference at equal cost is what
+the choice is worth.</p>
+<div class="side">
+{{ table(gain) }}
+{{ table(worth) }}
+</div>
+
 <h2>Which tokens go deep</h2>
 <p class="note">Mean depth at the tokens that occur at least {{ numbers.seen }} times.
 {% if not numbers.deepest %}

@@ -11,7 +11,8 @@ from fathomlm.cli.sampling_options import load_model
 HELP = "how deep tokens go, and how well the routers decide"
 DESCRIPTION = (
     "Runs text through a routed MODEL as in training (top-k) and as in use (causal): metrics of both, router scores, "
-    "compute, the loss at every maximum depth, which tokens go deep, and text coloured by depth."
+    "compute, the loss at every maximum depth, whether depth is spent where it lowers the loss, which tokens go deep, and "
+    "text coloured by depth."
 )
 
 
@@ -31,7 +32,7 @@ def run(args: argparse.Namespace) -> int:
     from fathomlm.analyze.reading import find, read_rows, row_length
     from fathomlm.analyze.report import write_routing
     from fathomlm.analyze.routing import check_routed, measure
-    from fathomlm.analyze.tables import flops_table, routing_table, scaling_table
+    from fathomlm.analyze.tables import flops_table, gain_table, routing_table, scaling_table, worth_table
     from fathomlm.checkpoints.resolve import architecture_of
 
     places = find(args.data)
@@ -43,6 +44,7 @@ def run(args: argparse.Namespace) -> int:
         numbers = measure(model, rows, samples=args.samples, on_rows=tick)
     shown = about(args, model, args.data)
     files = write_routing(numbers, shown, out, args.force)
-    tables = (routing_table(numbers), flops_table(numbers), [row[:2] + row[3:4] for row in scaling_table(numbers)])
+    limits = [row[:2] + row[3:4] for row in scaling_table(numbers)]
+    tables = (routing_table(numbers), flops_table(numbers), limits, gain_table(numbers), worth_table(numbers))
     answer(args, shown, numbers.summary(), tables, files)
     return 0

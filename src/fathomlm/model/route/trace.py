@@ -21,6 +21,9 @@ class DepthControl:
     bias: float = 0.0
     """Added to what the routers say before they decide: above 0 sends tokens deeper, below 0 lets them leave earlier."""
 
+    depths_BT: Tensor | None = None
+    """Depths that are given instead of decided, 1 to the model's recursions, for measurements; without a cache."""
+
     def check(self, recursions: int) -> None:
         if self.max_depth is not None and not (isinstance(self.max_depth, int) and 1 <= self.max_depth <= recursions):
             raise OptionError(f"max depth must be from 1 to the model's {recursions} recursions, got {self.max_depth}")

@@ -200,7 +200,9 @@ class _ExpertChoice:
         judged = walk.routers.judge(recursion, x, logits)
         capacity = walk.routing.capacity
         selective = capacity[recursion] < 1  # the first recursion usually takes everyone, in training as here
-        if not selective:
+        if self._control.depths_BT is not None:
+            go = asked & (self._control.depths_BT > recursion)
+        elif not selective:
             go = asked
         elif walk.routing.random:
             share = capacity[recursion] / (capacity[recursion - 1] if recursion else 1.0)
@@ -239,6 +241,7 @@ class _TokenChoice:
                 routing.recursions, device=x.device
             )
         last = drawn_depth(_keys(rows), routing.recursions) if routing.random else ranked.argmax(-1)
+        last = last if control.depths_BT is None else control.depths_BT - 1
         self._last = last.clamp_max(control.recursions(routing.recursions) - 1)
 
     def decide(self, recursion: int, x: Tensor) -> tuple[Tensor, Tensor]:
