@@ -65,6 +65,8 @@ WRONG = [
     ["--port", "70000"], ["--port", "x"], ["--rows", "0"], ["--timeout", "0"], ["--max-body", "0"], ["--cors", "a.example"],
     ["--api-key", ""], ["--api-key-file", "/does/not/exist"], ["--exit-threshold", "1.5"], ["--exit-threshold", "often"],
     ["--exit-threshold", "adaptive"], ["--exit-layer", "0"], ["--exit-layer", "2", "--max-depth", "1"], ["--max-queue", "0"],
+    ["--memory", "800000GB"], ["--memory", "x"], ["--header-timeout", "0"], ["--max-connections", "0"],
+    ["--allowed-hosts", "a:80"],
 ]  # fmt: skip
 
 
@@ -75,6 +77,17 @@ def test_a_slip_is_one_line_and_costs_no_loading(
     monkeypatch.setattr(serve, "load_offer", lambda *_: pytest.fail("it was loaded"))
     assert main(["serve", str(tiny_model_dir), *words]) == 2
     assert len(capsys.readouterr().err.splitlines()) == 1
+
+
+def test_memory_that_cannot_be_had_is_one_line(
+    tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Where the check before loading lets it pass: the machine has so much, and not as much is free."""
+    monkeypatch.setattr(serve, "check_memory", lambda *_: None)
+    monkeypatch.setattr(logs, "set_up", lambda: None)
+    assert main(["serve", str(tiny_model_dir), "--port", "0", "--memory", "800000GB"]) == 2
+    *_, last = capsys.readouterr().err.splitlines()
+    assert "lower --memory" in last
 
 
 def test_an_adaptive_threshold_is_the_calibrated_one(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fathomlm.cli.bench_options import parse_bytes
+from fathomlm.cli.bench_record import memory_errors
 from fathomlm.cli.exit_options import add_pack_arguments, learnt_place, pack_options
 from fathomlm.cli.sampling_options import add_dtype_argument, load_model
 from fathomlm.cli.serve_ray import add_ray_arguments, read_replicas, run_on_ray
@@ -114,6 +115,8 @@ def run(args: argparse.Namespace) -> int:
     exiting = read_exits(args)
     restarts = Restarts(most=args.max_restarts, within=args.restart_window)
     replicas = read_replicas(args, engine)
+    if replicas is None:  # replicas may be on other machines
+        check_memory(engine.memory, args.device)
     load = partial(load_offer, args, engine, exiting, restarts)
     sock = bind(args.host, args.port)
     if not is_loopback(args.host) and not options.api_keys:
@@ -180,6 +183,20 @@ def read_engine(args: argparse.Namespace) -> EngineOptions:
     )  # fmt: skip
 
 
+def check_memory(asked: int | None, device: str) -> None:
+    """Refuse what the machine does not have before a model is loaded for it."""
+    if asked is None:
+        return
+    if device.startswith("cuda"):
+        import torch
+
+        has = torch.cuda.mem_get_info(device)[1] if torch.cuda.is_available() else asked
+    else:
+        has = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if asked > has:
+        raise OptionError(f"--memory asks for {asked / 1e9:,.1f} GB and {device} has {has / 1e9:,.1f} GB")
+
+
 def read_exits(args: argparse.Namespace) -> Exiting | None:
     """How tokens leave early; None where they do not. Checked before the model is loaded, as far as that can be."""
     from fathomlm.checkpoints.resolve import plan_of
@@ -218,9 +235,10 @@ def load_offer(
     model = load_model(args, **pack_options(args))
     if exiting is not None and exiting.exit_layers is None:
         exiting = replace(exiting, exit_layers=tuple(index + 1 for index in exiting.exits(model.plan)))
-    engine = Engine(model, options, exiting=exiting)
-    if args.device.startswith("cuda"):
-        engine.generate([[0]], max_new_tokens=2)  # compiles and records, so that nobody has to wait for it later
+    with memory_errors("--memory, --slots or --max-length"):
+        engine = Engine(model, options, exiting=exiting)
+        if args.device.startswith("cuda"):
+            engine.generate([[0]], max_new_tokens=2)  # compiles and records, so that nobody has to wait for it later
     name = args.name or _name(args.model)
     return offer(engine, name=name, exiting=exiting, max_depth=args.max_depth, restarts=restarts)
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from fathomlm.errors import OptionError
 
-HOST = re.compile(r"(\*\.)?[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*|[0-9A-Fa-f:.]+")
+HOST = re.compile(r"(\*\.)?[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +65,7 @@ class ServeOptions:
             if not key or not key.isascii() or not key.isprintable() or " " in key:
                 raise OptionError("an API key must be printable ASCII text without spaces, and not empty")
         for name in self.allowed_hosts:
-            if name != "*" and not HOST.fullmatch(name):
+            if name != "*" and not HOST.fullmatch(name):  # addresses in numbers are allowed anyway
                 raise OptionError(f"an allowed host is a name without a port, such as api.example.org, got '{name}'")
         for origin in self.cors:
             if origin != "*" and ("://" not in origin or origin.endswith("/")):
