@@ -14,6 +14,15 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     # many threads, and on a busy machine by a factor of thirty. Said here, before anything imports torch.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+try:
+    from hypothesis import HealthCheck, settings
+except ImportError:  # some machines run a part of the tests, without it
+    pass
+else:
+    # No example may fail for being slow: how long one takes says more about what else the machine does than about the code.
+    settings.register_profile("any speed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    settings.load_profile("any speed")
+
 CHAT_TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"

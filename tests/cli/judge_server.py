@@ -61,7 +61,7 @@ def judge(answer: Callable[[str, int], Said]) -> Iterator[Judge]:
                 found.headers.append({"path": self.path, **dict(self.headers)})
             said = answer(prompt, before)
             if said.wait is not None:
-                said.wait.wait(30)
+                said.wait.wait(600)
             data = said.data()
             self.send_response(said.status)
             for name, value in said.headers.items():

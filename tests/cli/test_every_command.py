@@ -1,4 +1,4 @@
-"""Every kind of `fathomlm eval`, `analyze`, `simulate` and `plan` runs on tiny models, in under three minutes together."""
+"""Every kind of `fathomlm eval`, `analyze`, `simulate` and `plan` runs on tiny models."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from fathomlm.cli import eval as evaluate
 from fathomlm.cli.main import main
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-MOST_SECONDS = 180
 FEW = ["--texts", "1", "--max-new-tokens", "4"]
 
 
@@ -69,5 +68,4 @@ def test_every_kind_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
     kinds = [f"eval {kind}" for kind in evaluate.KINDS] + [f"analyze {kind}" for kind in analyze.KINDS]
     kinds += [f"simulate {kind}" for kind in simulate.KINDS]
     assert set(seconds) == {*kinds, "plan"}
-    assert sum(seconds.values()) < MOST_SECONDS
     print(json.dumps({name: round(each, 2) for name, each in seconds.items()}))

@@ -102,10 +102,8 @@ def test_an_answer_without_words_is_an_answer() -> None:
 def test_time_is_limited_before_and_within_an_answer() -> None:
     never = threading.Event()
     with judge(lambda prompt, before: Said(GOOD, wait=never)) as server:
-        begun = time.monotonic()
         with pytest.raises(JudgeError, match=r"no answer within 0.1 s \(2 tries\)"):
             one(Endpoint(base_url=server.url, model="m", timeout=0.1, retries=1, first_pause=0.001))
-        assert time.monotonic() - begun < 5
         never.set()
     with socket.create_server(("127.0.0.1", 0)) as listening:
         threading.Thread(target=_drip, args=(listening,), daemon=True).start()
@@ -119,9 +117,9 @@ def _drip(listening: socket.socket) -> None:
     connection, _ = listening.accept()
     with connection:
         connection.recv(1 << 16)
-        connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 1000\r\n\r\n")
+        connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 1000000\r\n\r\n")
         try:
-            for _ in range(40):
+            while True:  # until the other side hangs up
                 connection.sendall(b" ")
                 time.sleep(0.05)
         except OSError:
@@ -204,21 +202,27 @@ def test_a_file_that_holds_something_else_is_left_alone(tmp_path: Path) -> None:
 
 
 def test_it_asks_several_at_a_time_and_no_more(tmp_path: Path) -> None:
-    lock, here, most = threading.Lock(), 0, 0
+    """Nobody is answered before three have asked: fewer at a time would wait for ever, and a fourth would be counted."""
+    lock, together, here, most = threading.Lock(), threading.Barrier(3), 0, 0
 
     def answer(prompt: str, before: int) -> Said:
         nonlocal here, most
         with lock:
             here += 1
             most = max(most, here)
-        time.sleep(0.03)
+        together.wait(600)
         with lock:
             here -= 1
         return Said(GOOD)
 
     with judge(answer) as server:
-        ask(tmp_path / "a.jsonl", Endpoint(base_url=server.url, **QUICK), *map(str, range(12)), concurrency=3)
-    assert 1 < most <= 3
+        ask(
+            tmp_path / "a.jsonl",
+            Endpoint(base_url=server.url, **QUICK | {"timeout": 600.0}),
+            *map(str, range(12)),
+            concurrency=3,
+        )
+    assert most == 3
 
 
 def test_it_gives_up_where_nobody_gets_an_answer(tmp_path: Path) -> None:

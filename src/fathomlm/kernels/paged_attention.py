@@ -138,25 +138,31 @@ if triton is not None:
         most = tl.full((HEADS,), float("-inf"), tl.float32)
         weight = tl.zeros((HEADS,), tl.float32)
         mixed = tl.zeros((HEADS, WIDE), tl.float32)
+        last, outside = (pages - 1).to(tl.uint32), tl.zeros((BLOCK,), tl.int32)
         for at in range(start, end, BLOCK):
             entry = at + tl.arange(0, BLOCK)
             seen = entry < end
             if WINDOW > 0:
                 seen = seen & (entry >= length - WINDOW)
-            page = tl.load(table_ptr + entry // PAGE, mask=seen & (entry // PAGE < columns), other=-1).to(tl.int64)
-            inside = (page >= 0) & (page < pages)
+            page = tl.load(table_ptr + tl.minimum(entry // PAGE, columns - 1), mask=seen, other=0).to(
+                tl.uint32, bitcast=True
+            )
+            outside = tl.maximum(outside, (page > last).to(tl.int32))
+            page = tl.minimum(page, last).to(tl.int64)  # a mask that waits for the page would keep loads from overlapping
             place = ((page * PAGE + entry % PAGE) * G + group)[:, None] * D + column
-            there = inside[:, None] if whole else inside[:, None] & (column < D)
+            there = seen[:, None] if whole else seen[:, None] & (column < D)
             k = tl.load(k_ptr + place, mask=there, other=0.0).to(q.dtype)
             v = tl.load(v_ptr + place, mask=there, other=0.0).to(q.dtype)
             scores = tl.dot(q, tl.trans(k), input_precision="ieee") * score_scale
-            scores = tl.where(seen[None, :], tl.where(inside[None, :], scores, float("nan")), float("-inf"))
+            scores = tl.where(seen[None, :], scores, float("-inf"))
             higher = tl.maximum(most, tl.max(scores, 1))  # never -inf: every tile has an entry that is seen
             shrink = tl.exp2(most - higher)
             p = tl.exp2(scores - higher[:, None])
             weight = weight * shrink + tl.sum(p, 1)
             mixed = tl.dot(p.to(q.dtype), v, mixed * shrink[:, None], input_precision="ieee")
             most = higher
+        if (tl.max(outside, 0) > 0) | (length > columns * PAGE):
+            mixed += float("nan")
         at_head = row * H + group * PER_GROUP + head
         if SPLITS == 1:
             mixed = mixed * (v_scale / tl.where(weight > 0, weight, 1.0))[:, None]
