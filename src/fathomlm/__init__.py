@@ -6,14 +6,14 @@
     small.save_pretrained("small")
 
 Importing the package also teaches transformers' `AutoModelForCausalLM`, `AutoModelForSeq2SeqLM` and `AutoConfig` to read
-FathomLM directories.
+FathomLM directories, and imports neither torch nor transformers for it.
 """
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from fathomlm.registration import register
 
 __version__ = "0.1.0"
 
@@ -106,8 +106,4 @@ def __dir__() -> list[str]:
     return __all__
 
 
-# The command imports what its verb needs; everyone else gets the transformers registration with `import fathomlm`.
-# While `python -m fathomlm` imports this package, the first word is still "-m".
-if Path((sys.argv or [""])[0]).stem not in ("fathomlm", "-m"):
-    import fathomlm.model.hub
-    import fathomlm.model.seq2seq  # noqa: F401
+register()

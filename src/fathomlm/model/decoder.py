@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fathomlm.cache import Passing, RoutedCache
 from fathomlm.depth import Step
-from fathomlm.errors import OptionError
+from fathomlm.errors import OptionError, UnsupportedModel
 from fathomlm.kernels.half import half_dtype, keeps_gradients
 from fathomlm.model.blocks import Block, Packed
 from fathomlm.model.memory import Memory
@@ -60,13 +60,15 @@ class Decoder(LayerStack):
         memory: Memory | None = None,
         control: DepthControl | None = None,
         trace: RoutingTrace | None = None,
+        states: list[Tensor] | None = None,
     ) -> Tensor:
         """Hidden states after the final norm; a routed model routes causally.
 
         `keep_BS` is False at padding, over all slots so far; `positions_BT` are true positions, which default to counting
         the kept slots. With a `cache`, tokens continue what it holds. `memory` is the encoder's output, for models that
         have an encoder; behind a cache its keys and values are made once. `control` limits depth; `trace` is told what a
-        router decided.
+        router decided. `states` is given the residual stream in front of the first step and after each; in a routed model
+        tokens differ in their steps, and there are none.
         """
         x = self._embed(tokens_BT) if embeddings_BTM is None else self._scale(embeddings_BTM)
         past = 0 if cache is None else cache.length
@@ -77,10 +79,19 @@ class Decoder(LayerStack):
         sights = whole_sights(self.architecture, self.plan, rows, x.dtype)
         if control.bias and (self.plan.routing is None or self.plan.routing.random):
             raise OptionError("a depth bias moves what a router decides; this model has none that learned to")
+        if states is not None and self.plan.routing is not None:
+            raise UnsupportedModel("a routed model has no hidden states step by step: its tokens run different steps")
         if self.plan.routing is None:
             control.check(self.plan.recursions)
             deepest = control.recursions(self.plan.recursions)
-            x = self._walk(x, [step for step in self.plan if step.recursion < deepest], sights, kv)
+            steps = [step for step in self.plan if step.recursion < deepest]
+            if states is None:
+                x = self._walk(x, steps, sights, kv)
+            else:
+                states.append(x)
+                for step in steps:
+                    x = self._walk(x, (step,), sights, kv)
+                    states.append(x)
         else:
             routed = self._routed(self._walk)
             x = self._walk(x, self._part("prelude"), sights, kv)

@@ -1,4 +1,4 @@
-"""The thin Hugging Face shell: configuration, `save_pretrained`, `from_pretrained`, the Auto classes, `generate`.
+"""The thin Hugging Face shell: `save_pretrained`, `from_pretrained`, the Auto classes, `generate`.
 
 Everything inside is ours; everything outside is what users of transformers know. Importing this module registers the
 `fathomlm` model type.
@@ -12,118 +12,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationMixin, PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, GenerationMixin, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.utils.generic import can_return_tuple
 
-from fathomlm.depth import Architecture, DepthPlan, ExitParts, Relaxation, Step
-from fathomlm.errors import CheckpointError, OptionError, is_whole
+from fathomlm.depth import Architecture, DepthPlan, Relaxation, Step
+from fathomlm.errors import CheckpointError, OptionError
+from fathomlm.model.config import FathomConfig
 from fathomlm.model.decoder import Decoder, reset_module
-from fathomlm.model.exits import check_rising
-
-SMALLEST = Architecture(family="llama", layers=1, hidden=2, intermediate=2, heads=1, kv_heads=1, head_dim=2, vocab=2)
-
-
-class FathomConfig(PreTrainedConfig):  # type: ignore[misc]
-    """An architecture, a plan over it and a relaxation, with the field names that transformers' tools look for."""
-
-    model_type = "fathomlm"
-    keys_to_ignore_at_inference = ("past_key_values",)
-
-    def __init__(
-        self,
-        architecture: dict[str, Any] | None = None,
-        plan: dict[str, Any] | None = None,
-        relaxation: dict[str, Any] | None = None,
-        exit_rank: int = 0,
-        exit_adapter: int = 0,
-        exit_classifier: bool = False,
-        exit_words: list[int] | None = None,
-        weight_format: str | None = None,
-        **kwargs: Any,
-    ) -> None:
-        # transformers builds a default instance of every configuration class, so there is a smallest one.
-        self.architecture = architecture or SMALLEST.to_dict()
-        shape = Architecture.from_dict(self.architecture)
-        self.plan = plan or DepthPlan.vanilla(shape.layers).to_dict()
-        self.relaxation = relaxation
-        self.exit_rank = exit_rank
-        self.exit_adapter = exit_adapter
-        self.exit_classifier = exit_classifier
-        self.exit_words = exit_words
-        """The tokens that exits choose among, rising; None is every token. `limit_exits` keeps the decoder in step."""
-        self.weight_format = weight_format
-        """How the files hold the weights, where that is not as numbers of `dtype`: int8."""
-        self.vocab_size = shape.vocab
-        self.hidden_size = shape.hidden
-        self.intermediate_size = shape.intermediate
-        self.num_hidden_layers = DepthPlan.from_dict(self.plan).unrolled_layers
-        self.num_attention_heads = shape.heads
-        self.num_key_value_heads = shape.kv_heads
-        self.head_dim = shape.head_dim
-        self.max_position_embeddings = shape.context
-        self.initializer_range = kwargs.pop("initializer_range", 0.02)
-        self.use_cache = kwargs.pop("use_cache", True)
-        self.bos_token_id = kwargs.pop("bos_token_id", None)
-        self.eos_token_id = kwargs.pop("eos_token_id", None)
-        self.pad_token_id = kwargs.pop("pad_token_id", None)
-        for derived in DERIVED:
-            kwargs.pop(derived, None)
-        # A tied head is no second tensor here (`Decoder.logits`), so transformers has nothing to tie.
-        super().__init__(tie_word_embeddings=False, **kwargs)
-
-    @classmethod
-    def of(
-        cls, architecture: Architecture, plan: DepthPlan, relaxation: Relaxation | None = None, **kwargs: Any
-    ) -> FathomConfig:
-        relaxed = None if relaxation is None else relaxation.to_dict()
-        return cls(architecture=architecture.to_dict(), plan=plan.to_dict(), relaxation=relaxed, **kwargs)
-
-    @property
-    def exit_parts(self) -> ExitParts:
-        """What each exit has of its own."""
-        return ExitParts(
-            head_rank=self.exit_rank,
-            adapter_rank=self.exit_adapter,
-            layer=self.plan.get("exit_layer", False),
-            classifier=self.exit_classifier,
-        )
-
-    @property
-    def exit_fields(self) -> dict[str, Any]:
-        """The same by the names that `Decoder` and `replan` take; the plan says whether there are layers."""
-        names = ("exit_rank", "exit_adapter", "exit_classifier")
-        return {name: getattr(self, name) for name in names}
-
-    def build_words(self) -> Tensor | None:
-        """`exit_words` as a tensor, checked."""
-        if self.exit_words is None:
-            return None
-        if not self.plan.get("exits"):
-            raise OptionError("exit_words are what exits choose among, and the plan has none")
-        if not isinstance(self.exit_words, list) or not all(is_whole(word) for word in self.exit_words):
-            raise OptionError(f"exit_words must be a list of tokens, or null, got {self.exit_words!r:.60}")
-        check_rising(self.exit_words, self.vocab_size, "exit_words")
-        return torch.tensor(self.exit_words, device="cpu")
-
-    def build_parts(self) -> tuple[Architecture, DepthPlan, Relaxation | None]:
-        """The typed objects behind the JSON."""
-        relaxation = None if self.relaxation is None else Relaxation.from_dict(self.relaxation)
-        return Architecture.from_dict(self.architecture), DepthPlan.from_dict(self.plan), relaxation
-
-
-DERIVED = (
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "max_position_embeddings",
-    "tie_word_embeddings",
-)
-"""Fields that follow from the architecture and the plan; what a file says of them is not read back."""
 
 
 class Shell(PreTrainedModel):  # type: ignore[misc]
@@ -177,6 +74,24 @@ class Shell(PreTrainedModel):  # type: ignore[misc]
     def get_output_embeddings(self) -> nn.Module | None:
         return self.decoder.head
 
+    def set_output_embeddings(self, value: nn.Linear) -> None:
+        self.decoder.head = value
+
+    def resize_token_embeddings(self, new_num_tokens: int | None = None, *args: Any, **kwargs: Any) -> nn.Embedding:
+        """transformers' own for the embedding and the head; what else follows from the number of tokens goes along: the
+        architecture, what exits add to the head, and the words that they choose among. New tokens are not among those."""
+        embed: nn.Embedding = super().resize_token_embeddings(new_num_tokens, *args, **kwargs)
+        vocab = embed.num_embeddings
+        if vocab != self.architecture.vocab:
+            self.decoder.resize_vocab(vocab)
+            self.config.architecture = self.architecture.to_dict()
+            words = self.config.exit_words
+            kept = (
+                None if words is None else torch.tensor([word for word in words if word < vocab], device=embed.weight.device)
+            )
+            self.limit_exits(kept)
+        return embed
+
     @classmethod
     def from_pretrained(cls, *args: Any, **kwargs: Any) -> Any:
         """transformers' own, which would take integers for weights and leave their scales unread, and knows nothing of what
@@ -212,6 +127,7 @@ class FathomForCausalLM(Shell, GenerationMixin):  # type: ignore[misc]
             self.config.use_cache = self.generation_config.use_cache = False
         self.fit_weights()
 
+    @can_return_tuple  # type: ignore[untyped-decorator]
     def forward(
         self,
         input_ids: Tensor | None = None,
@@ -222,9 +138,12 @@ class FathomForCausalLM(Shell, GenerationMixin):  # type: ignore[misc]
         labels: Tensor | None = None,
         use_cache: bool | None = None,
         logits_to_keep: int | Tensor = 0,
+        output_hidden_states: bool | None = None,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
-        """As in any transformers causal model; `past_key_values` is a transformers cache, one entry a step."""
+        """As in any transformers causal model, also in what it returns. `past_key_values` is a transformers cache, one entry
+        a step; hidden states are the embeddings and what each step made of them, the last one behind the final norm."""
+        check_outputs(self.config, kwargs)
         if attention_mask is not None and attention_mask.dim() != 2:
             raise ValueError(f"attention_mask must be (batch, tokens), got {tuple(attention_mask.shape)}")
         if past_key_values is not None and self.plan.routing is not None:
@@ -232,12 +151,17 @@ class FathomForCausalLM(Shell, GenerationMixin):  # type: ignore[misc]
                 "a transformers cache has one entry for every token and layer, which a routed model has not: call with "
                 "use_cache=False, or generate with fathomlm.generate, which keeps a recursion-wise cache"
             )
+        cached = self.config.use_cache if use_cache is None else use_cache
+        if past_key_values is None and cached and self.plan.routing is None:
+            past_key_values = DynamicCache(config=self.config)
+        states = wanted_states(self.config, output_hidden_states)
         hidden = self.decoder(
             input_ids,
             positions_BT=position_ids,
             keep_BS=attention_mask,
             cache=None if past_key_values is None else HubCache(past_key_values, self.plan),
             embeddings_BTM=inputs_embeds,
+            states=states,
         )
         keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = self.decoder.logits(hidden[:, keep])
@@ -246,7 +170,32 @@ class FathomForCausalLM(Shell, GenerationMixin):  # type: ignore[misc]
             # transformers' own, which also reads `num_items_in_batch`: the Trainer counts the labels of all micro-batches of
             # a step and leaves the division to the model.
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
-        return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=past_key_values)
+        return CausalLMOutputWithPast(
+            loss=loss,
+            logits=logits,
+            past_key_values=past_key_values,
+            hidden_states=None if states is None else (*states[:-1], hidden),
+        )
+
+
+def check_outputs(config: FathomConfig, asked: dict[str, Any]) -> None:
+    """Refuse what would be asked for in vain: other models of transformers take it, and change what they return or see."""
+    named = {name: asked.get(name, getattr(config, name, None)) for name in ("output_attentions", "output_router_logits")}
+    named |= {name: asked.get(name) for name in REFUSED}
+    for name in (name for name, value in named.items() if value is not None and value is not False):
+        raise ValueError(f"{name} is not supported by FathomLM models; leave it out")
+
+
+REFUSED = ("cu_seq_lens_q", "cu_seq_lens_k", "head_mask", "decoder_head_mask", "cross_attn_head_mask")
+"""Sequences packed into one row, and heads left out."""
+
+
+def wanted_states(config: FathomConfig, asked: bool | None) -> list[Tensor] | None:
+    """Where the hidden states go, if they are wanted."""
+    asked = config.output_hidden_states if asked is None else asked
+    if not isinstance(asked, bool):
+        raise ValueError(f"output_hidden_states must be True or False, got {asked!r}")
+    return [] if asked else None
 
 
 class HubCache:
@@ -298,3 +247,5 @@ AutoConfig.register("fathomlm", FathomConfig)
 AutoModelForCausalLM.register(FathomConfig, FathomForCausalLM)
 # The Trainer's label smoothing shifts the labels of the classes that are named here, and takes those of others as they are.
 MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.setdefault("fathomlm", FathomForCausalLM.__name__)
+
+__all__ = ["FathomConfig", "FathomForCausalLM", "HubCache", "Shell", "check_outputs", "empty_model", "wanted_states"]

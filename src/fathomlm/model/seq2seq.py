@@ -15,15 +15,23 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForSeq2SeqLM
 from transformers.loss.loss_utils import fixed_cross_entropy
 from transformers.modeling_outputs import Seq2SeqLMOutput
+from transformers.utils.generic import can_return_tuple
 
 from fathomlm.depth import Architecture, DepthPlan, Relaxation
 from fathomlm.errors import OptionError
 from fathomlm.model.decoder import Decoder
 from fathomlm.model.encoder import build_encoder, encoder_record
-from fathomlm.model.hub import FathomConfig, FathomForCausalLM, Shell
+from fathomlm.model.hub import FathomConfig, FathomForCausalLM, Shell, check_outputs, wanted_states
 from fathomlm.model.memory import Memory
 
 IGNORED_LABEL = -100
+NO_PLACE = {
+    "past_key_values": "the decoder a cache of ours (docs/seq2seq.md)",
+    "encoder_outputs": "memory, what encode gave",
+    "inputs_embeds": "input_ids",
+    "decoder_inputs_embeds": "decoder_input_ids",
+}
+"""What transformers' T5 takes and this does not, and what to give instead."""
 SMALLEST = Architecture(
     family="t5",
     layers=1,
@@ -88,13 +96,17 @@ class FathomForSeq2SeqLM(Shell):
 
     def encode(self, tokens_BS: Tensor, keep_BS: Tensor | None = None) -> Memory:
         """The encoder's output, for as many calls of the decoder as are wanted. `keep_BS` is False (or 0) at padding."""
+        return self._encode(tokens_BS, keep_BS)[0]
+
+    def _encode(self, tokens_BS: Tensor, keep_BS: Tensor | None, *, hidden: bool = False) -> tuple[Memory, Any]:
+        """The same, and the encoder's hidden states where they are wanted."""
         if keep_BS is None:
             keep_BS = torch.ones_like(tokens_BS)
         elif not bool(keep_BS.bool().any(dim=1).all()):
             raise ValueError("every source needs a token that is not padding")
         embedded_BSM = self.decoder.embed(tokens_BS)
-        states_BSM = self.encoder(inputs_embeds=embedded_BSM, attention_mask=keep_BS.long()).last_hidden_state
-        return Memory(states_BSM, keep_BS.bool())
+        made = self.encoder(inputs_embeds=embedded_BSM, attention_mask=keep_BS.long(), output_hidden_states=hidden)
+        return Memory(made.last_hidden_state, keep_BS.bool()), made.hidden_states if hidden else None
 
     def shift_right(self, labels_BT: Tensor) -> Tensor:
         """What the decoder reads while it learns to say `labels_BT`: the start token, then all labels but the last."""
@@ -105,6 +117,7 @@ class FathomForSeq2SeqLM(Shell):
         shifted[..., 0] = start
         return shifted.masked_fill(shifted == IGNORED_LABEL, start if pad is None else pad)
 
+    @can_return_tuple  # type: ignore[untyped-decorator]
     def forward(
         self,
         input_ids: Tensor | None = None,
@@ -114,26 +127,37 @@ class FathomForSeq2SeqLM(Shell):
         labels: Tensor | None = None,
         memory: Memory | None = None,
         num_items_in_batch: Tensor | int | None = None,
+        output_hidden_states: bool | None = None,
         **kwargs: Any,
     ) -> Seq2SeqLMOutput:
         """Logits, and the loss where there are labels. `memory` is what `encode` gave, in place of a source.
         `num_items_in_batch` is how many labels the whole step has, of which this may be a micro-batch: the loss is then the
         sum over the labels here divided by it, which transformers' Trainer expects of every model that takes it."""
+        check_outputs(self.config, kwargs)
+        for name in (name for name in NO_PLACE if kwargs.get(name) is not None):
+            raise ValueError(f"{name} is not supported by FathomLM's encoder-decoder models; give {NO_PLACE[name]}")
+        states, encoder_states = wanted_states(self.config, output_hidden_states), None
         if memory is None:
             if input_ids is None:
                 raise ValueError("give input_ids, the source, or memory, its encoding")
-            memory = self.encode(input_ids, attention_mask)
+            memory, encoder_states = self._encode(input_ids, attention_mask, hidden=states is not None)
         if decoder_input_ids is None:
             if labels is None:
                 raise ValueError("give decoder_input_ids, what the decoder has said so far, or labels")
             decoder_input_ids = self.shift_right(labels)
-        hidden = self.decoder(decoder_input_ids, keep_BS=decoder_attention_mask, memory=memory)
+        hidden = self.decoder(decoder_input_ids, keep_BS=decoder_attention_mask, memory=memory, states=states)
         logits = self.decoder.logits(hidden)
         loss = None
         if labels is not None:
             targets = labels.flatten().to(logits.device)
             loss = fixed_cross_entropy(logits.flatten(0, 1).float(), targets, num_items_in_batch, IGNORED_LABEL)
-        return Seq2SeqLMOutput(loss=loss, logits=logits, encoder_last_hidden_state=memory.states_BSM)
+        return Seq2SeqLMOutput(
+            loss=loss,
+            logits=logits,
+            decoder_hidden_states=None if states is None else (*states[:-1], hidden),
+            encoder_last_hidden_state=memory.states_BSM,
+            encoder_hidden_states=encoder_states,
+        )
 
 
 FathomModel = FathomForCausalLM | FathomForSeq2SeqLM

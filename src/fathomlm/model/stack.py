@@ -152,6 +152,18 @@ class LayerStack(nn.Module):
     def _head_matrix(self) -> Tensor:
         return self.embed.weight if self.head is None else self.head.weight
 
+    def resize_vocab(self, vocab: int) -> None:
+        """Follow the embedding (and head), which have been given another number of rows. What an exit adds to the logits of
+        new tokens is nothing."""
+        self.architecture = dataclasses.replace(self.architecture, vocab=vocab)
+        for delta in self.exit_heads.values():
+            assert isinstance(delta, LoraDelta)
+            old_VR = delta.b
+            new_VR = old_VR.new_zeros(vocab, old_VR.shape[1])
+            rows = min(vocab, old_VR.shape[0])
+            new_VR[:rows] = old_VR.detach()[:rows]
+            delta.b = nn.Parameter(new_VR, requires_grad=old_VR.requires_grad)
+
     def limit_exits(self, words_W: Tensor | None) -> None:
         """Let early exits choose among some words only, or (None) among all. Say so after the weights are there, and again
         when they change."""

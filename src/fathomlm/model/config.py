@@ -1,0 +1,117 @@
+"""The configuration of a model, as transformers writes and reads it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedConfig
+
+from fathomlm.depth import Architecture, DepthPlan, ExitParts, Relaxation
+from fathomlm.errors import OptionError, is_whole
+from fathomlm.model.exits import check_rising
+
+SMALLEST = Architecture(family="llama", layers=1, hidden=2, intermediate=2, heads=1, kv_heads=1, head_dim=2, vocab=2)
+
+
+class FathomConfig(PreTrainedConfig):  # type: ignore[misc]
+    """An architecture, a plan over it and a relaxation, with the field names that transformers' tools look for."""
+
+    model_type = "fathomlm"
+    keys_to_ignore_at_inference = ("past_key_values",)
+
+    def __init__(
+        self,
+        architecture: dict[str, Any] | None = None,
+        plan: dict[str, Any] | None = None,
+        relaxation: dict[str, Any] | None = None,
+        exit_rank: int = 0,
+        exit_adapter: int = 0,
+        exit_classifier: bool = False,
+        exit_words: list[int] | None = None,
+        weight_format: str | None = None,
+        **kwargs: Any,
+    ) -> None:
+        # transformers builds a default instance of every configuration class, so there is a smallest one.
+        self.architecture = architecture or SMALLEST.to_dict()
+        shape = Architecture.from_dict(self.architecture)
+        self.plan = plan or DepthPlan.vanilla(shape.layers).to_dict()
+        self.relaxation = relaxation
+        self.exit_rank = exit_rank
+        self.exit_adapter = exit_adapter
+        self.exit_classifier = exit_classifier
+        self.exit_words = exit_words
+        """The tokens that exits choose among, rising; None is every token. `limit_exits` keeps the decoder in step."""
+        self.weight_format = weight_format
+        """How the files hold the weights, where that is not as numbers of `dtype`: int8."""
+        self.vocab_size = shape.vocab
+        self.hidden_size = shape.hidden
+        self.intermediate_size = shape.intermediate
+        self.num_hidden_layers = DepthPlan.from_dict(self.plan).unrolled_layers
+        self.num_attention_heads = shape.heads
+        self.num_key_value_heads = shape.kv_heads
+        self.head_dim = shape.head_dim
+        self.max_position_embeddings = shape.context
+        self.initializer_range = kwargs.pop("initializer_range", 0.02)
+        self.use_cache = kwargs.pop("use_cache", True)
+        self.bos_token_id = kwargs.pop("bos_token_id", None)
+        self.eos_token_id = kwargs.pop("eos_token_id", None)
+        self.pad_token_id = kwargs.pop("pad_token_id", None)
+        for derived in DERIVED:
+            kwargs.pop(derived, None)
+        # A tied head is no second tensor here (`Decoder.logits`), so transformers has nothing to tie.
+        super().__init__(tie_word_embeddings=False, **kwargs)
+
+    @classmethod
+    def of(
+        cls, architecture: Architecture, plan: DepthPlan, relaxation: Relaxation | None = None, **kwargs: Any
+    ) -> FathomConfig:
+        relaxed = None if relaxation is None else relaxation.to_dict()
+        return cls(architecture=architecture.to_dict(), plan=plan.to_dict(), relaxation=relaxed, **kwargs)
+
+    @property
+    def exit_parts(self) -> ExitParts:
+        """What each exit has of its own."""
+        return ExitParts(
+            head_rank=self.exit_rank,
+            adapter_rank=self.exit_adapter,
+            layer=self.plan.get("exit_layer", False),
+            classifier=self.exit_classifier,
+        )
+
+    @property
+    def exit_fields(self) -> dict[str, Any]:
+        """The same by the names that `Decoder` and `replan` take; the plan says whether there are layers."""
+        names = ("exit_rank", "exit_adapter", "exit_classifier")
+        return {name: getattr(self, name) for name in names}
+
+    def build_words(self) -> Tensor | None:
+        """`exit_words` as a tensor, checked."""
+        if self.exit_words is None:
+            return None
+        if not self.plan.get("exits"):
+            raise OptionError("exit_words are what exits choose among, and the plan has none")
+        if not isinstance(self.exit_words, list) or not all(is_whole(word) for word in self.exit_words):
+            raise OptionError(f"exit_words must be a list of tokens, or null, got {self.exit_words!r:.60}")
+        check_rising(self.exit_words, self.vocab_size, "exit_words")
+        return torch.tensor(self.exit_words, device="cpu")
+
+    def build_parts(self) -> tuple[Architecture, DepthPlan, Relaxation | None]:
+        """The typed objects behind the JSON."""
+        relaxation = None if self.relaxation is None else Relaxation.from_dict(self.relaxation)
+        return Architecture.from_dict(self.architecture), DepthPlan.from_dict(self.plan), relaxation
+
+
+DERIVED = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "max_position_embeddings",
+    "tie_word_embeddings",
+)
+"""Fields that follow from the architecture and the plan; what a file says of them is not read back."""

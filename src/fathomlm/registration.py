@@ -1,0 +1,84 @@
+"""How transformers learns of our model types without being imported for it.
+
+`import fathomlm` must cost nothing: torch and transformers take seconds, and `fathomlm --help` needs neither. Yet
+`AutoModelForCausalLM.from_pretrained` is to read our directories afterwards, whichever of the two packages was imported
+first, in a script, under `python -m` and in a notebook alike. So transformers is told as soon as its table of
+configurations exists, now or when it is imported later, of stand-ins: the first use of one imports our classes, which put
+themselves in its place.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable, Sequence
+from functools import partial
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+TABLE = "transformers.models.auto.configuration_auto"
+"""The module of transformers that has `CONFIG_MAPPING`. Every Auto class asks it which configuration a directory has."""
+CLASSES = ("fathomlm.model.hub", "fathomlm.model.seq2seq")
+"""Importing these registers their configurations and models."""
+TYPES = {
+    "fathomlm": ("fathomlm.model.hub", "FathomConfig"),
+    "fathomlm-seq2seq": ("fathomlm.model.seq2seq", "FathomSeq2SeqConfig"),
+}
+
+
+class Later:
+    """A configuration class that is not imported yet. It can be called, and has the attributes of the class."""
+
+    def __init__(self, model_type: str) -> None:
+        self.model_type = model_type
+        self._module, self.__name__ = TYPES[model_type]
+
+    def _real(self) -> Any:
+        for name in CLASSES:
+            importlib.import_module(name)
+        return getattr(sys.modules[self._module], self.__name__)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._real()(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # asked by copy, pickle and inspect of any object
+            raise AttributeError(name)
+        return getattr(self._real(), name)
+
+
+class Watch(MetaPathFinder):
+    """Runs `announce` when transformers' table has been imported. It finds no module itself; others do, and it lets their
+    loaders do one thing more."""
+
+    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
+        if name != TABLE:
+            return None
+        for finder in sys.meta_path:
+            spec = None if finder is self else finder.find_spec(name, path, target)
+            if spec is not None and spec.loader is not None:
+                spec.loader.exec_module = partial(_run, spec.loader.exec_module)  # type: ignore[method-assign]
+                return spec
+        return None
+
+
+def _run(exec_module: Callable[[ModuleType], None], module: ModuleType) -> None:
+    exec_module(module)
+    announce(module)
+
+
+def announce(table: ModuleType) -> None:
+    """Tell transformers of the types that it does not know yet."""
+    for model_type in TYPES:
+        if model_type not in table.CONFIG_MAPPING:
+            table.CONFIG_MAPPING.register(model_type, Later(model_type))
+
+
+def register() -> None:
+    table = sys.modules.get(TABLE)
+    if table is not None and hasattr(table, "CONFIG_MAPPING"):
+        announce(table)
+    elif not any(isinstance(finder, Watch) for finder in sys.meta_path):
+        sys.meta_path.insert(0, Watch())

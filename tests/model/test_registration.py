@@ -1,0 +1,76 @@
+"""`import fathomlm` registers with transformers however Python was started and whichever was imported first, and imports
+nothing that takes seconds."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import fathomlm
+from fathomlm.checkpoints.save import save
+from parity.families import tiny
+from parity.t5_models import write_tiny_t5
+
+USE = """
+{imports}
+from transformers import AutoConfig, {auto}
+model = {auto}.from_pretrained({where!r})
+assert type(AutoConfig.for_model('fathomlm-seq2seq')).__name__ == 'FathomSeq2SeqConfig'
+print(type(model).__name__)
+"""
+FIRST = """
+import sys
+import fathomlm
+assert not {'torch', 'transformers'} & set(sys.modules)
+from transformers import CONFIG_MAPPING
+assert CONFIG_MAPPING['fathomlm'].model_type == 'fathomlm' and 'fathomlm-seq2seq' in CONFIG_MAPPING
+assert 'fathomlm.model' not in sys.modules
+"""
+ORDERS = {
+    "transformers first": "import transformers; import fathomlm",
+    "the auto classes first": "from transformers import AutoConfig, AutoModel, AutoTokenizer; import fathomlm",
+    "fathomlm, then the tokenizers": "import fathomlm; from transformers import AutoTokenizer, PreTrainedModel",
+}
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    directory = tmp_path_factory.mktemp("registered")
+    tiny("llama").save_pretrained(directory / "plain")
+    save(fathomlm.convert(directory / "plain", recursions=2), directory / "looped")
+    write_tiny_t5("t5", directory / "t5")
+    save(fathomlm.convert(directory / "t5", recursions=2), directory / "looped-t5")
+    return {"AutoModelForCausalLM": str(directory / "looped"), "AutoModelForSeq2SeqLM": str(directory / "looped-t5")}
+
+
+def python(arguments: list[str], where: Path) -> Any:
+    package = Path(fathomlm.__file__).resolve().parent.parent
+    environment = {**os.environ, "PYTHONPATH": str(package), "OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        [sys.executable, *arguments], capture_output=True, text=True, env=environment, cwd=where, timeout=250, check=False
+    )
+
+
+@pytest.mark.parametrize("start", ["script", "-m", "-c"])
+def test_however_python_was_started(start: str, saved: dict[str, str], tmp_path: Path) -> None:
+    code = USE.format(imports=FIRST, auto="AutoModelForCausalLM", where=saved["AutoModelForCausalLM"])
+    (tmp_path / "elsewhere").mkdir()
+    # The script has the command's name; its directory comes first on the path and would hide the package.
+    (tmp_path / "fathomlm.py").write_text("import sys; sys.path.pop(0)\n" + code)
+    (tmp_path / "elsewhere" / "mytool.py").write_text(code)
+    arguments = {"script": [str(tmp_path / "fathomlm.py")], "-m": ["-m", "mytool"], "-c": ["-c", code]}[start]
+    done = python(arguments, tmp_path / "elsewhere")
+    assert (done.returncode, done.stdout.split()[-1:]) == (0, ["FathomForCausalLM"]), done.stderr
+
+
+@pytest.mark.parametrize("order", list(ORDERS))
+def test_whichever_was_imported_first(order: str, saved: dict[str, str], tmp_path: Path) -> None:
+    auto = "AutoModelForSeq2SeqLM" if order == "transformers first" else "AutoModelForCausalLM"
+    done = python(["-c", USE.format(imports=ORDERS[order], auto=auto, where=saved[auto])], tmp_path)
+    expected = {"AutoModelForCausalLM": "FathomForCausalLM", "AutoModelForSeq2SeqLM": "FathomForSeq2SeqLM"}[auto]
+    assert (done.returncode, done.stdout.split()[-1:]) == (0, [expected]), done.stderr
