@@ -94,6 +94,8 @@ def test_force_never_deletes_what_is_no_model(plain, tmp_path, capsys):
     ("arguments", "says"),
     [
         (["--recursions", "4"], "4 recursions do not divide 6 layers; these do: 1, 2, 3, 6"),
+        (["--recursions", "1", "--init", "stepwise"], "init says how layers are tied, and at 1 recursion none are"),
+        (["--recursions", "1", "--resize"], "resize says how layers are tied, and at 1 recursion none are"),
         (["--relax", "lora", "--rank", "none"], "cannot read 'none' as a rank"),
         (["--relax", "lora", "--rank", "-3"], "at least 1"),
         (["--sharing", "cylce"], "did you mean 'cycle'"),

@@ -25,7 +25,6 @@ from fathomlm.train.recipe import BatchRecipe, DataRecipe, Recipe
 
 MOST_ROWS = 1 << 16
 """Nobody asks for more rows in one pass."""
-UNITS = {"GIB": 2**30, "GB": 10**9, "MIB": 2**20, "MB": 10**6, "TB": 10**12}
 RECOMPUTE = ("none", "inner", "recursion", "layer")
 
 
@@ -75,19 +74,6 @@ class RoomOptions:
             raise OptionError(f"ranks must be 0 (no relaxation) or more, got {', '.join(map(str, self.ranks)) or 'none'}")
         if self.recompute not in RECOMPUTE:
             raise OptionError(choices("recompute", self.recompute, RECOMPUTE))
-
-
-def parse_memory(text: str) -> int:
-    """Bytes from 80GB, 24GiB, 512MB; a number alone is in GB, as data sheets have it."""
-    word = text.strip().upper().replace(" ", "")
-    unit = next((unit for unit in UNITS if word.endswith(unit)), "")
-    try:
-        size = float(word.removesuffix(unit)) * UNITS[unit or "GB"]
-    except ValueError:
-        size = 0.0
-    if not 1 <= size < float("inf"):
-        raise OptionError(f"cannot read '{text}' as memory; write 80GB, 24GiB or 141")
-    return round(size)
 
 
 def room_rows(bases: Mapping[str, Architecture], options: RoomOptions) -> list[RoomRow]:

@@ -89,18 +89,19 @@ def convert(
         }
         for name in (name for name, value in tying.items() if value is not None):
             raise OptionError(f"{name} says how a plain model is tied; this one is recursive already ({describe(looped)})")
-        plan = _routed(looped.plan, router, kv)
+        plan = routed_plan(looped.plan, router, kv)
         looped = copy.deepcopy(looped) if looped is model else looped
         moved: FathomModel = looped.to(device=parse_device(device), dtype=parse_dtype(dtype))
         fresh = moved.plan.routing is None
         routed_model = replan(moved, plan, seed=seed, **moved.config.exit_fields)
         return _opened_routers(routed_model) if fresh else routed_model
+    _check_one(recursions, init, norm_init, resize)
     place = parse_device(device)
     base = _base(model)
     how = "add" if resize is True else resize or None
     times = DEFAULT_RECURSIONS if recursions is None else recursions
     plan = DepthPlan.build(sharing or "cycle", times, base.architecture.layers, how)
-    routed = _routed(plan, router, kv)
+    routed = routed_plan(plan, router, kv)
     relaxation = build_relaxation(base.architecture.linears(), relax, rank, prefix_length, linears_only=linears_only)
     check_fits(relaxation, plan)
     start = _Start.of(init, norm_init, relax_init, relaxation)
@@ -111,7 +112,16 @@ def convert(
     return _opened_routers(replan(tied, routed, seed=seed))
 
 
-def _routed(plan: DepthPlan, router: str | dict[str, Any] | None, kv: KVMode | None) -> DepthPlan:
+def _check_one(recursions: int | None, init: str | None, norm_init: str | None, resize: bool | Resize | None) -> None:
+    """Refuse what says how layers are tied where none are. A random start is drawn at one recursion too."""
+    if recursions != 1:
+        return
+    for name, value in (("init", None if init == "random" else init), ("norm_init", norm_init), ("resize", resize or None)):
+        if value is not None:
+            raise OptionError(f"{name} says how layers are tied, and at 1 recursion none are: leave it out")
+
+
+def routed_plan(plan: DepthPlan, router: str | dict[str, Any] | None, kv: KVMode | None) -> DepthPlan:
     """Expert-choice on weights that were trained without it moves towards the block's output (`interpolate`): the thesis'
     own x + 0.1 g f(x) is for models that never knew another formula. With alpha 2 a sigmoid's middle is a gate of 1."""
     if router is not None:

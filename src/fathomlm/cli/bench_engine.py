@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from fathomlm.cli.bench_options import Depth, check, parse_bytes, read_depth
+from fathomlm.cli.bench_options import Depth, check, parse_memory, read_depth
 from fathomlm.cli.bench_record import about, memory_errors, print_record, say_interrupted
 from fathomlm.cli.bench_tables import print_bench
 from fathomlm.errors import FathomError, OptionError
@@ -117,7 +117,7 @@ class Bench:
             fields |= {"rows": rows or args.rows, "slots": args.slots if rows is None else None}
         options = EngineOptions(**fields)
         memory = ample_memory(model, options, self.workload.longest, depth.exit_layer)
-        return replace(options, memory=memory if args.memory is None else parse_bytes(args.memory))
+        return replace(options, memory=memory if args.memory is None else parse_memory(args.memory))
 
     def _peer(self, peer: str) -> dict[str, Any]:
         """What was measured of it, or why it could not be: that must not cost what was measured before."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from fathomlm.cli.plan_options import router_options
 from fathomlm.cli.sampling_options import load_model
@@ -80,8 +80,9 @@ def read_dtype(args: argparse.Namespace, device: torch.device) -> torch.dtype:
 
 def read_shape(args: argparse.Namespace) -> tuple[Architecture, DepthPlan, Relaxation | None]:
     """The model's shape and the plan that the options lay over it, without weights."""
+    from fathomlm.checkpoints.convert import routed_plan
     from fathomlm.checkpoints.resolve import architecture_of
-    from fathomlm.depth import DepthPlan, build_routing
+    from fathomlm.depth import DepthPlan
     from fathomlm.depth.relaxation import build_relaxation, check_fits
 
     architecture, plan, relaxation = architecture_of(args.model)
@@ -97,12 +98,7 @@ def read_shape(args: argparse.Namespace) -> tuple[Architecture, DepthPlan, Relax
     options = (args.relax, args.rank, args.prefix_length)
     relaxation = build_relaxation(architecture.linears(), *options, linears_only=args.linears_only) or relaxation
     check_fits(relaxation, plan)
-    if (router := router_options(args)) is not None:
-        usual: dict[str, Any] = (
-            {"update": "interpolate", "alpha": 1.0} if args.router == "expert" else {}
-        )  # as `convert` makes them
-        plan = plan.with_routing(build_routing(recursions=plan.recursions, **usual | router))
-    return architecture, plan if args.kv is None else plan.with_kv(args.kv), relaxation
+    return architecture, routed_plan(plan, router_options(args), args.kv), relaxation
 
 
 def _replanned(args: argparse.Namespace) -> bool:

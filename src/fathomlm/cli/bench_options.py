@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import math
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -16,6 +15,7 @@ from fathomlm.cli.threads import check_threads
 from fathomlm.engine.bench.workload import WORKLOADS, shape_of
 from fathomlm.engine.options import KV_DTYPES
 from fathomlm.errors import OptionError
+from fathomlm.sizes import MEGABYTE, parse_size
 
 if TYPE_CHECKING:
     from fathomlm.decode.exiting import Exiting, Mode
@@ -27,13 +27,12 @@ PEERS = ("vanilla", "transformers")
 FILLS = ("parallel", "state-copy")
 EXITS = ("exit_layer", "exit_rate", "threshold", "decode", "max_stack")
 """Options that are for tokens that leave early."""
-UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 LEAST = {
     "requests": 1, "rows": 1, "slots": 1, "chunk": 1, "page_size": 1, "cores": 1, "shallows": 1, "burst": 1, "peer_rows": 1,
     "threads": 1, "exit_layer": 1, "max_stack": 1, "seed": 0,
 }  # fmt: skip
 """The least that a number may be."""
-MOST, MOST_SEED, MOST_BYTES = 2**31 - 1, 2**63 - 1, 2**60
+MOST, MOST_SEED = 2**31 - 1, 2**63 - 1
 """The most that a count, a seed and a size may be: beyond these numbers overflow somewhere below."""
 
 
@@ -109,7 +108,7 @@ def check(args: argparse.Namespace) -> None:
     if args.exit_rate is not None and not 0 <= args.exit_rate <= 1:
         raise OptionError(f"--exit-rate must be between 0 and 1, got {args.exit_rate:g}")
     if args.memory is not None:
-        parse_bytes(args.memory)
+        parse_memory(args.memory)
     if args.data is not None and args.dummy:
         raise OptionError("--data needs the model's tokenizer, which --dummy does not read; leave one of them out")
     if args.data is not None and shape_of(args.workload).prompt == 1:
@@ -168,16 +167,9 @@ def option(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
-def parse_bytes(text: str) -> int:
-    """A size from 512MB, 8GB, 8GiB or a number of bytes."""
-    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*([a-zA-Z]*)", text.strip())
-    unit = UNITS.get(match[2].upper()) if match else None
-    size = float(match[1]) * unit if match and unit else 0.0
-    if size > MOST_BYTES:
-        raise OptionError(f"--memory {text} is more than any machine has")
-    if size < 1:
-        raise OptionError(f"--memory takes a size such as 512MB, 8GB or 8GiB, got '{text}'")
-    return int(size)
+def parse_memory(text: str) -> int:
+    """What `--memory` says; 80 bytes of it would hold nothing."""
+    return parse_size(text, "--memory", least=MEGABYTE)
 
 
 def _parts(text: str) -> tuple[float, ...]:

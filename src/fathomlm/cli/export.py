@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from fathomlm.cli.exit_options import add_pack_arguments, learnt_place, pack_options
 from fathomlm.cli.progress import Tick, amount, layer_bar
 from fathomlm.cli.sampling_options import add_dtype_argument
+from fathomlm.sizes import parse_size
 
 if TYPE_CHECKING:
     import torch
@@ -32,7 +32,6 @@ EXITS_ONLY = ("exits", "words", "words_from", "column")
 """Options of --format exits."""
 FORMATS = ("hf", "fathom", "exits")
 SHARD = "4GB"
-_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -68,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
         if getattr(args, name) is not None:
             raise OptionError(f"--{name.replace('_', '-')} goes with --format exits")
     pack_options(args)
-    limit = parse_size(SHARD if args.max_shard_size is None else args.max_shard_size)
+    limit = parse_size(SHARD if args.max_shard_size is None else args.max_shard_size, "--max-shard-size", least=1000)
     if args.quantize is not None and args.format != "fathom":
         raise OptionError(
             "a plain Hugging Face checkpoint has no place for int8 weights; --quantize goes with --format fathom"
@@ -76,17 +75,6 @@ def run(args: argparse.Namespace) -> int:
     check_target(args.out, args.force)
     model = load(args.model, dtype=args.dtype)
     return (_plain if args.format == "hf" else _native)(args, model, limit)
-
-
-def parse_size(text: str) -> int:
-    """12MB, 4GB, 500KB or a number of bytes; a thousand each, as disks are sold."""
-    from fathomlm.errors import OptionError
-
-    found = re.fullmatch(r"(\d+(?:\.\d+)?) ?([KMG]?B)?", text.strip(), re.IGNORECASE)
-    size = 0 if found is None else round(float(found[1]) * _UNITS[(found[2] or "").upper()])
-    if size < 1:
-        raise OptionError(f"--max-shard-size is a size such as 12MB or 4GB, not '{text}'")
-    return size
 
 
 def _plain(args: argparse.Namespace, model: FathomModel, limit: int) -> int:

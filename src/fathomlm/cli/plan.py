@@ -13,6 +13,7 @@ from fathomlm.depth.plan import KV_MODES
 from fathomlm.depth.routing import ROUTERS
 from fathomlm.depth.sharing import STRATEGIES
 from fathomlm.errors import OptionError
+from fathomlm.sizes import MEGABYTE, parse_size
 
 if TYPE_CHECKING:
     from fathomlm.depth import Architecture
@@ -48,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--runs", metavar="DIR", nargs="+", type=Path, help="finished runs, or directories of runs")
     add("--out", metavar="FILE", type=Path, help="draw the fits: .png, .svg or .pdf")
     add = parser.add_argument_group("what fits a device").add_argument
-    add("--gpu-memory", metavar="SIZE", help="80GB, 24GiB; nine tenths of it are planned for")
+    add("--gpu-memory", metavar="SIZE", help="80GB, 24GiB (a number alone is bytes); nine tenths of it are planned for")
     add("--ranks", metavar="K,K", help="LoRA ranks to try on every linear; 0 is none (0,64,256)")
     again = "what the backward pass computes again: none, inner, recursion or layer (none)"
     add("--recompute", metavar="HOW", default="none", help=again)
@@ -147,11 +148,11 @@ def _plan_memory(
     record: dict[str, Any],
     tables: list[tuple[str, list[list[str]]]],
 ) -> None:
-    from fathomlm.analyze.fitting import RoomOptions, parse_memory, room_rows
+    from fathomlm.analyze.fitting import RoomOptions, room_rows
     from fathomlm.analyze.tables_plan import room_table
 
     options = RoomOptions(
-        memory=parse_memory(args.gpu_memory),
+        memory=parse_size(args.gpu_memory, "--gpu-memory", least=MEGABYTE),
         recursions=_numbers("--recursions", args.recursions or "1,2,3"),
         ranks=_numbers("--ranks", args.ranks or "0,64,256"),
         sharing=args.sharing,

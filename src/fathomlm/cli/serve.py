@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fathomlm.cli.bench_options import parse_bytes
+from fathomlm.cli.bench_options import parse_memory
 from fathomlm.cli.bench_record import memory_errors
 from fathomlm.cli.exit_options import add_pack_arguments, learnt_place, pack_options
 from fathomlm.cli.sampling_options import add_dtype_argument, load_model
@@ -178,7 +178,7 @@ def read_engine(args: argparse.Namespace) -> EngineOptions:
     rows = args.rows if args.rows is not None else (32 if args.device.startswith("cuda") else 8)
     return EngineOptions(
         rows=rows, slots=args.slots, max_queue=args.max_queue, max_length=args.max_length, kv_dtype=args.kv_dtype,
-        memory=None if args.memory is None else parse_bytes(args.memory),
+        memory=None if args.memory is None else parse_memory(args.memory),
         max_logprobs=MOST_LOGPROBS,
     )  # fmt: skip
 

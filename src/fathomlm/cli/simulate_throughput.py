@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fathomlm.cli.bench_options import parse_bytes
+from fathomlm.cli.bench_options import parse_memory
 from fathomlm.cli.eval_options import print_record, print_table
 from fathomlm.cli.plan_options import add_plan_arguments, add_relax_arguments, add_router_arguments
 from fathomlm.cli.sampling_options import add_dtype_argument
@@ -176,7 +176,7 @@ class _Simulated:
             "waiting": self.args.waiting,
             "model": self.args.model,
             "preset": self.args.preset,
-            "memory": None if self.args.memory is None else parse_bytes(self.args.memory),
+            "memory": None if self.args.memory is None else parse_memory(self.args.memory),
             **comparison.record(),
             "notes": self.notes,
         }
@@ -215,7 +215,7 @@ class _Simulated:
         from fathomlm.engine.simulate.room import find_room
 
         architecture, plan, relaxation = self.source.planned(self.times)
-        fields = {"memory": parse_bytes(self.args.memory), "length": self.texts.longest}
+        fields = {"memory": parse_memory(self.args.memory), "length": self.texts.longest}
         plain = architecture.with_layers(tuple(step.origin for step in plan))
         return (
             find_room(plain, DepthPlan.vanilla(plain.layers), None, **fields),

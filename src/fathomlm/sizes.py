@@ -1,0 +1,35 @@
+"""Sizes in bytes, as people write them: one reading for every option that takes one.
+
+A number alone is bytes, everywhere. With a unit it may have a fraction: `1.5GB`. KB, MB, GB and TB are powers of a
+thousand, as disks and data sheets have them; KiB, MiB, GiB and TiB are powers of 1,024.
+"""
+
+from __future__ import annotations
+
+import re
+
+from fathomlm.errors import OptionError
+
+UNITS = {"": 1, "B": 1} | {
+    f"{letter}{kind}": base**power
+    for power, letter in enumerate("KMGT", start=1)
+    for kind, base in (("B", 1000), ("IB", 1024))
+}
+MOST = 2**60
+"""More than any machine has."""
+MEGABYTE = 10**6
+
+
+def parse_size(text: str, option: str, *, least: int = 1) -> int:
+    """Bytes from 512MB, 8GB, 8GiB or a number of bytes. `option` is what errors call it. A number alone that is below
+    `least` was meant in another unit, and is refused with that unit named."""
+    match = re.fullmatch(r"([0-9]{1,400}(?:\.[0-9]{1,400})?)\s*([a-z]{0,3})", text.strip(), re.IGNORECASE | re.ASCII)
+    unit = UNITS.get(match[2].upper()) if match else None
+    size = float(match[1]) * unit if match and unit else 0.0
+    if size > MOST:
+        raise OptionError(f"{option} {text:.30} is more than any machine has")
+    if match and not match[2] and 0 < size < least:
+        raise OptionError(f"{option} {text} is {text} bytes, since a number alone is bytes; write {text}GB for gigabytes")
+    if size < 1:
+        raise OptionError(f"{option} takes a size such as 512MB, 8GB or 8GiB, or a number of bytes, got '{text:.30}'")
+    return int(size)
