@@ -12,7 +12,7 @@ DESCRIPTION = (
     "what is left of it, as far as a time budget goes, and adds each finished run to a ledger; `merge` adds another "
     "machine's; `report` writes tables, pictures and verdicts from it."
 )
-KINDS = {kind: f"fathomlm.cli.study_{kind}" for kind in ("list", "show", "run", "status", "merge")}
+KINDS = {kind: f"fathomlm.cli.study_{kind}" for kind in ("list", "show", "run", "status", "merge", "report")}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

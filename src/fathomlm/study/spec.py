@@ -21,7 +21,7 @@ KINDS = ("train",)
 """What a study's runs are. Another kind needs an executor beside `study/training.py`."""
 FIELDS = (
     "name", "title", "thesis", "kind", "common", "variants", "axes", "without", "baseline", "budgets", "chain", "seeds",
-    "passes", "claims",
+    "passes", "claims", "example",
 )  # fmt: skip
 CLAIM_FIELDS = ("text", "thesis", "lower", "higher", "same", "within", "metric", "best", "budgets")
 PASSES = 4.0
@@ -112,6 +112,8 @@ class Study:
     passes: float
     claims: tuple[Claim, ...]
     axes: Mapping[str, tuple[str, ...]]
+    example: bool
+    """Shows how studies work; left out of reports unless it is named."""
 
     def runs(self) -> list[Planned]:
         """All runs, the most urgent first."""
@@ -210,6 +212,7 @@ def build_study(values: Values, where: str) -> Study:
         passes=float(values.get("passes", PASSES)),
         claims=tuple(_claim(claim, where) for claim in values.get("claims") or ()),
         axes=axes,
+        example=bool(values.get("example", False)),
     )
     _check(study, where)
     return study
@@ -264,6 +267,12 @@ def _check(study: Study, where: str) -> None:
     for side in sides:
         if side not in known:
             raise OptionError(f"{where}: {choices('variant', side, known)}")
+    names = {variant.name for variant in study.variants}
+    for claim in study.claims:
+        if (claim.sides[0] in names) != (claim.sides[1] in names) or (claim.best and claim.sides[0] in names):
+            raise OptionError(f"{where}: the claim '{claim.text}' must name two variants, or two values of one axis")
+        if claim.sides[0] not in names and study.axis_of(claim.sides[0]) != study.axis_of(claim.sides[1]):
+            raise OptionError(f"{where}: the claim '{claim.text}' must name two values of one axis")
     for name in (name for claim in study.claims for name in claim.budgets):
         if name not in (budgets := [budget.name for budget in study.budgets]):
             raise OptionError(f"{where}: {choices('budget', name, budgets)}")
