@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import threading
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +47,6 @@ def test_an_engine_in_the_middle_of_a_step_is_left_behind(tiny_model: Any) -> No
             go_on.set()
         assert gone
         assert ending.service.abandoned
-        assert ending.service.left_running
     asyncio.run(ending.service.close())  # what the end of the process would do
 
 
@@ -80,19 +80,21 @@ def test_a_prompt_that_is_being_read_is_left_behind(tiny_model: Any, monkeypatch
         assert begun.wait(60)
         told_to_stop(ending)
         ending.thread.join(60)
-        gone, left = not ending.thread.is_alive(), ending.service.left_running
+        gone = not ending.thread.is_alive()
         go_on.set()
         assert gone
-        assert left
 
 
 @pytest.mark.slow
 def test_the_process_ends_although_its_engine_does_not(tiny_model_dir: Path) -> None:
-    """The command, with an engine that never finishes a step once it is told to stop."""
+    """The command, with an engine that never finishes a step, and with a reader of prompts that never ends."""
     script = (
         "import threading, sys\n"
         "from fathomlm.engine.engine import Engine\n"
         "Engine.step = lambda self: threading.Event().wait()\n"
+        "from fathomlm.serve import served\n"
+        "encode = served.encode_prompt\n"
+        "served.encode_prompt = lambda model, prompt: encode(model, prompt) if prompt != 'x' else threading.Event().wait()\n"
         "from fathomlm.cli.main import main\n"
         f"sys.exit(main(['serve', {str(tiny_model_dir)!r}, '--port', '0', '--threads', '1', '--drain-timeout', '0.1']))\n"
     )
@@ -106,9 +108,12 @@ def test_the_process_ends_although_its_engine_does_not(tiny_model_dir: Path) -> 
         assert process.stdout is not None
         url = next(line for line in process.stderr if " ready at " in line).split(" ready at ")[1].split()[0]
         host, port = url.removeprefix("http://").split(":")
-        with socket.create_connection((host, int(port)), timeout=60) as raw:
+        with ExitStack() as stack:
+            raw = stack.enter_context(socket.create_connection((host, int(port)), timeout=60))
             raw.sendall(request(stream=True))
             assert raw.recv(4096).startswith(b"HTTP/1.1 200 ")
+            other = stack.enter_context(socket.create_connection((host, int(port)), timeout=60))
+            other.sendall(request(prompt="x"))
             process.send_signal(signal.SIGTERM)
             assert process.wait() == 0
         said = [json.loads(line) for line in process.stdout]

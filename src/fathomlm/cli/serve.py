@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import logging
 import os
 import sys
 from dataclasses import replace
@@ -139,7 +140,10 @@ def run(args: argparse.Namespace) -> int:
     server = Server(create_app(service, options), service, options)
     _tell(f"loading {args.model}; {address_of(sock)}/ready says when it is ready, Ctrl-C ends the server")
     server.run_at(sock)
-    if server.force_exit or service.left_running:  # Python may crash when it ends around the engine in its thread
+    if server.started:
+        # Threads that cannot be stopped, an engine in a step or a tokenizer, may still be at work: Python would wait for
+        # them or crash around them, and takes seconds to take torch apart. Nothing is left to be saved.
+        logging.shutdown()
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(int(server.force_exit))

@@ -46,8 +46,11 @@ PROBES = (0.05, 0.05)
 """Seconds until a client that has closed its side is written to, and until that has shown whether it is still there."""
 PROBE = 1.0
 """Seconds between two such writes from then on."""
-SPARE_FILES = 64
-"""File descriptors of the process that are not for connections."""
+ACCEPTED = 32
+"""Connections that are accepted at a time. asyncio accepts some batches before the first of them is seen here: small ones
+leave file descriptors, without which it would accept nobody for a second."""
+SPARE_FILES = 8 * ACCEPTED
+"""File descriptors of the process that are not for connections, or are for those that were accepted and not seen yet."""
 HALF_CLOSED = "fathomlm.half_closed"
 """In a request's scope: an event that is set when the client has closed its side of the connection."""
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import threading
 import unicodedata
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -40,29 +39,11 @@ class Readers:
             tokenizer("a", verbose=False)  # forgets a padding or truncation of its file, which no two threads may do at once
         self._short = ThreadPoolExecutor(WORKERS if fast else 1, "fathomlm-reader")
         self._long = ThreadPoolExecutor(WORKERS, "fathomlm-long-reader") if fast else self._short
-        self._lock, self._running = threading.Lock(), 0
-
-    @property
-    def busy(self) -> bool:
-        """Whether a thread is still at work; it cannot be stopped."""
-        return self._running > 0
 
     async def read(self, size: int, how: Callable[..., T], *arguments: object) -> T:
         """`how` in a thread. Whoever gives up waiting takes it out of the queue, unless it has begun."""
-
-        def work() -> T:
-            self._count(1)
-            try:
-                return how(*arguments)
-            finally:
-                self._count(-1)
-
         pool = self._short if size <= SHORT else self._long
-        return await asyncio.get_running_loop().run_in_executor(pool, work)
-
-    def _count(self, change: int) -> None:
-        with self._lock:
-            self._running += change
+        return await asyncio.get_running_loop().run_in_executor(pool, how, *arguments)
 
     def close(self) -> None:
         for pool in (self._short, self._long):

@@ -200,8 +200,7 @@ class Service:
 
     async def drain(self, timeout: float, grace: float) -> bool:
         """Take nothing new and wait for what runs; after `timeout` seconds cut it off. Says whether all could end. An engine
-        that is in the middle of a step, and a prompt that is being read, cannot be cut off: after `grace` more seconds they
-        are left to the end of the process."""
+        in the middle of a step cannot be cut off: after `grace` more seconds it is left to the end of the process."""
         self.draining = True
         if self.offer is None:
             return True
@@ -215,11 +214,6 @@ class Service:
             except TimeoutError:
                 self.abandoned = True
         return whole
-
-    @property
-    def left_running(self) -> bool:
-        """Whether a thread is still at work that Python would wait for, or crash around, when the process ends."""
-        return self.abandoned or (self.offer is not None and self.offer.readers.busy)
 
     async def close(self) -> None:
         self._over = True

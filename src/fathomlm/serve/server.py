@@ -21,13 +21,15 @@ import uvicorn
 from fastapi import FastAPI
 
 from fathomlm.errors import OptionError
-from fathomlm.serve.connections import Connections
+from fathomlm.serve.connections import ACCEPTED, Connections
 from fathomlm.serve.logs import say
 from fathomlm.serve.options import ServeOptions
 from fathomlm.serve.served import Service
 
 CLOSING = 5
 """Seconds that connections get to take what has been written for them, at most."""
+WAITING = 1024
+"""Connections that the kernel holds until they are accepted."""
 CUT_OFF = 0.5
 """Seconds for the last words to those whose texts were cut off, and for the engine to put them down."""
 
@@ -68,6 +70,7 @@ class Server(uvicorn.Server):
             uvicorn.Config(
                 app, lifespan="on", log_config=None, access_log=False, server_header=False, ws="none",
                 timeout_graceful_shutdown=CLOSING, loop="asyncio", http=protocol,
+                backlog=ACCEPTED,
             )
         )  # fmt: skip
         self._service, self._options = service, options
@@ -87,6 +90,11 @@ class Server(uvicorn.Server):
         else:
             self._service.abandoned = self.should_exit = self.force_exit = True
             say("cut off", logging.WARNING)
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        for sock in sockets or ():
+            sock.listen(WAITING)  # asyncio takes one number for this and for how many it accepts at a time
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """uvicorn leaves the application out when it is in a hurry, which then complains; ours is in a hurry too."""
