@@ -283,7 +283,7 @@ def test_a_client_that_does_not_read_is_cut_off(tiny_model: Any) -> None:
             raw.settimeout(60)
             raw.connect((host, int(port)))
             ask = b"GET /openapi.json HTTP/1.1\r\nhost: 127.0.0.1\r\n\r\n"
-            raw.sendall(ask * 2000)
+            raw.sendall(ask * 800)
             until(lambda: len(found.server.connections) == 1)
             until(lambda: len(found.server.connections) == 0, 60)
 
