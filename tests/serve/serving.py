@@ -62,15 +62,15 @@ def running(
     thread.start()
     try:
         until(lambda: service.offer is not None and server.started)
-        with httpx.Client(base_url=url, timeout=30, headers=headers) as http:
+        with httpx.Client(base_url=url, timeout=600, headers=headers) as http:
             yield Running(url, engine, service, server, thread, http)
     finally:
         server.should_exit = True
-        thread.join(20)
+        thread.join(600)
         assert not thread.is_alive()
 
 
-def until(holds: Callable[[], bool], seconds: float = 20.0) -> None:
+def until(holds: Callable[[], bool], seconds: float = 600.0) -> None:
     ends = time.monotonic() + seconds
     while not holds():
         assert time.monotonic() < ends, "it never came to hold"

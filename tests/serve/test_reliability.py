@@ -18,6 +18,7 @@ import httpx
 import openai
 import pytest
 
+from engine.holding import held
 from fathomlm.decode.full import generate
 from fathomlm.engine.restarts import Restarts
 from fathomlm.serve.options import ServeOptions
@@ -32,7 +33,7 @@ WORDS = ("the fox", "a fathom is", "lazy dog", "depth of the water", "six feet;"
 @contextmanager
 def begun(found: Running, **body: Any) -> Iterator[Iterator[str]]:
     """The lines of a stream of which the first has come; leaving hangs up."""
-    with httpx.stream("POST", f"{found.url}/v1/completions", json=LONG | {"stream": True} | body, timeout=30) as response:
+    with httpx.stream("POST", f"{found.url}/v1/completions", json=LONG | {"stream": True} | body, timeout=600) as response:
         assert response.status_code == 200
         lines = (line for line in response.iter_lines() if line)
         assert next(lines).startswith("data: ")
@@ -41,8 +42,10 @@ def begun(found: Running, **body: Any) -> Iterator[Iterator[str]]:
 
 def test_a_client_that_hangs_up_frees_its_pages(server: Running) -> None:
     made = server.engine.totals.tokens
-    with begun(server, n=3):
-        until(lambda: not server.free())  # what the front tells is a moment old
+    with held(server.engine):
+        with begun(server, n=3):
+            until(lambda: not server.free())  # what the front tells is a moment old
+        until(lambda: not server.server.server_state.tasks)
     until(server.free)
     assert server.engine.totals.tokens - made < 3 * LONG["max_tokens"]
 
@@ -53,13 +56,13 @@ def test_a_client_that_hangs_up_before_a_whole_answer_frees_its_pages(tiny_model
         step, noticed, steps = found.engine.step, threading.Event(), iter(range(10**6))
 
         def waiting() -> None:
-            assert next(steps) < 3 or noticed.wait(120)
+            assert next(steps) < 3 or noticed.wait(600)
             step()
 
         found.engine.step = waiting  # type: ignore[method-assign]
         with pytest.raises(httpx.ReadTimeout):
-            httpx.post(f"{found.url}/v1/completions", json=LONG | {"n": 4}, timeout=httpx.Timeout(60, read=0.15))
-        until(lambda: not found.server.server_state.tasks, 60)
+            httpx.post(f"{found.url}/v1/completions", json=LONG | {"n": 4}, timeout=httpx.Timeout(600, read=0.15))
+        until(lambda: not found.server.server_state.tasks)
         noticed.set()
         until(found.free)
         assert found.engine.totals.tokens < 4 * LONG["max_tokens"]
@@ -68,7 +71,7 @@ def test_a_client_that_hangs_up_before_a_whole_answer_frees_its_pages(tiny_model
 def test_a_full_queue_is_429_and_says_when_to_come_again(tiny_model: Any) -> None:
     with running(tiny_model, rows=1, max_queue=1) as busy:
         second = threading.Thread(target=busy.post, args=("completions",), kwargs=LONG | {"max_tokens": 2})
-        with begun(busy):
+        with held(busy.engine), begun(busy):
             second.start()
             until(lambda: busy.engine.counters().queued == 1)
             for stream in (False, True):
@@ -83,7 +86,8 @@ def test_a_full_queue_is_429_and_says_when_to_come_again(tiny_model: Any) -> Non
 
 def test_choices_that_do_not_all_fit_leave_none_behind(tiny_model: Any) -> None:
     with running(tiny_model, rows=1, max_queue=2) as busy:
-        assert busy.post("completions", **LONG, n=8).status_code == 429
+        with held(busy.engine):
+            assert busy.post("completions", **LONG, n=8).status_code == 429
         assert busy.post("completions", **LONG | {"max_tokens": 2}).status_code == 200  # it comes last, in one row
         assert busy.engine.totals.tokens < LONG["max_tokens"]
         until(busy.free)
@@ -92,8 +96,9 @@ def test_choices_that_do_not_all_fit_leave_none_behind(tiny_model: Any) -> None:
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_request_may_not_take_for_ever(tiny_model: Any, stream: bool) -> None:
     with running(tiny_model, ServeOptions(timeout=0.1)) as hasty:
-        response = hasty.post("completions", **LONG, n=4, stream=stream)
-        if stream:
+        with held(hasty.engine):
+            response = hasty.post("completions", **LONG, n=4, stream=stream)
+        if stream and response.status_code == 200:  # it began in time
             *_, error, done = events(response)
             assert (error["error"]["code"], done) == ("timeout", "[DONE]")
         else:
@@ -108,7 +113,7 @@ def broken() -> None:
 
 def test_a_broken_engine_fails_its_requests_and_turns_ready_red(tiny_model: Any, caplog: pytest.LogCaptureFixture) -> None:
     """Where it may not be built again."""
-    with running(tiny_model, restarts=Restarts(most=0)) as fragile, begun(fragile, n=2) as lines:
+    with running(tiny_model, restarts=Restarts(most=0)) as fragile, held(fragile.engine), begun(fragile, n=2) as lines:
         fragile.engine.step = broken  # type: ignore[method-assign]
         told = list(lines)
         assert '"code":"engine_error"' in told[-2]
@@ -133,7 +138,7 @@ def test_a_broken_engine_is_a_500_to_a_whole_answer(tiny_model: Any) -> None:
 
 
 def test_the_client_library_raises_what_breaks_a_stream(tiny_model: Any) -> None:
-    with running(tiny_model) as fragile:
+    with running(tiny_model) as fragile, held(fragile.engine):
         stream = iter(fragile.client().completions.create(model=NAME, stream=True, **_openai(LONG)))
         next(stream)
         fragile.engine.step = broken  # type: ignore[method-assign]
@@ -148,11 +153,12 @@ def _openai(body: dict[str, Any]) -> dict[str, Any]:
 def test_draining_finishes_what_runs_and_refuses_what_comes(tiny_model: Any) -> None:
     right = generate(tiny_model, [LONG["prompt"]], max_new_tokens=80, ignore_eos=True)[0].text
     with running(tiny_model) as ending:
-        with begun(ending) as lines:
+        with held(ending.engine) as goes_on, begun(ending) as lines:
             _call(ending, ending.server.end)
             until(lambda: ending.service.phase == "draining")
             assert ending.http.get("/ready").status_code == 503
             assert ending.post("completions", **LONG).status_code == 503
+            goes_on.set()
             rest = list(lines)
         assert rest[-1] == "data: [DONE]"
         assert '"finish_reason":"length"' in rest[-2]
@@ -164,7 +170,7 @@ def test_draining_finishes_what_runs_and_refuses_what_comes(tiny_model: Any) -> 
 
 def test_draining_has_an_end(tiny_model: Any) -> None:
     with running(tiny_model, ServeOptions(drain_timeout=0.05)) as ending:
-        with begun(ending, n=4) as lines:
+        with held(ending.engine), begun(ending, n=4) as lines:
             _call(ending, ending.server.end)
             rest = list(lines)
         assert '"code":"draining"' in rest[-2]
@@ -173,19 +179,12 @@ def test_draining_has_an_end(tiny_model: Any) -> None:
 
 def test_a_second_signal_does_not_wait(tiny_model: Any) -> None:
     with running(tiny_model) as ending:
-        step = ending.engine.step
-
-        def slowly() -> None:
-            time.sleep(0.1)
-            step()
-
-        ending.engine.step = slowly  # type: ignore[method-assign]
-        with begun(ending):
+        with held(ending.engine), begun(ending):
             for _ in range(2):
                 assert ending.thread.is_alive()
                 _call(ending, ending.server.end)
                 until(lambda: ending.service.phase == "draining")
-            ending.thread.join(3)  # the text would take eight seconds
+            ending.thread.join(600)  # the text would never end
             assert not ending.thread.is_alive()
             assert ending.server.force_exit
         asyncio.run(ending.service.close())  # what the end of the process would do
@@ -200,7 +199,7 @@ def ask_and_leave(url: str, number: int, rights: dict[str, str], goes_on: Callab
     """One client that asks again and again, and hangs up now and then. Says which texts it heard to the end."""
     random = Random(number)
     ended: list[bool] = []
-    with httpx.Client(base_url=url, timeout=120) as http:
+    with httpx.Client(base_url=url, timeout=600) as http:
         while goes_on(len(ended)):
             word, patience = random.choice(WORDS), random.choice((1, 3, 5, 10**9, 10**9))
             body = {"prompt": word, "temperature": 0, "max_tokens": 12, "ignore_eos": True, "n": random.choice((1, 1, 2))}
@@ -222,7 +221,7 @@ def test_many_clients_that_come_and_go_get_their_own_texts(tiny_model: Any) -> N
         until(crowd.free)
         status = crowd.http.get("/v1/fathom/status").json()
     assert (status["in_flight"], status["queued"]) == (0, 0)
-    assert 30 < sum(ended) < 90  # some stayed to the end, some did not
+    assert 0 < sum(ended) < len(ended)  # some stayed to the end, some did not
 
 
 @pytest.mark.slow

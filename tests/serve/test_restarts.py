@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from engine.holding import held
 from fathomlm.engine import restarts
 from fathomlm.engine.engine import Engine
 from fathomlm.engine.front import AsyncEngine
@@ -29,8 +30,9 @@ def engine_threads() -> int:
 
 def fail(found: Running) -> None:
     """Break the engine that runs now, in the middle of a text."""
-    with begun(found, n=2) as lines:
-        found.service.offer.front._engine.step = broken  # type: ignore[union-attr, method-assign]
+    engine = found.service.offer.front._engine  # type: ignore[union-attr]
+    with held(engine), begun(found, n=2) as lines:
+        engine.step = broken  # type: ignore[method-assign]
         told = list(lines)
     assert '"code":"engine_error"' in told[-2]
 
@@ -59,7 +61,7 @@ def test_while_it_is_built_again_requests_are_sent_away(tiny_model: Any, monkeyp
     wait, build = threading.Event(), Blueprint.build
 
     def slowly(self: Blueprint, totals: Any) -> Engine:
-        assert wait.wait(20)
+        assert wait.wait(600)
         return build(self, totals)
 
     monkeypatch.setattr(Blueprint, "build", slowly)
@@ -142,7 +144,7 @@ def test_a_broken_engine_leaves_nothing_behind(tiny_model: Any, monkeypatch: pyt
         await front.close()
 
     threads = engine_threads()
-    asyncio.run(asyncio.wait_for(main(), 60))
+    asyncio.run(asyncio.wait_for(main(), 600))
     assert engine_threads() == threads
 
 
@@ -150,18 +152,19 @@ def test_an_engine_that_breaks_while_it_drains_is_not_built_again(tiny_model: An
     async def main() -> None:
         engine = Engine(tiny_model, rows=2, page_size=4, max_length=96)
         front = AsyncEngine(engine, Restarts())
-        stream = await front.submit(front.request("the fox", max_new_tokens=80, ignore_eos=True))
-        draining = asyncio.create_task(front.drain())
-        await asyncio.sleep(0)
-        engine.step = broken  # type: ignore[method-assign]
-        assert (await stream.wait()).finish.reason == "error"
+        with held(engine):
+            stream = await front.submit(front.request("the fox", max_new_tokens=80, ignore_eos=True))
+            draining = asyncio.create_task(front.drain())
+            await asyncio.sleep(0)
+            engine.step = broken  # type: ignore[method-assign]
+            assert (await stream.wait()).finish.reason == "error"
         await draining
         assert (front.restarting, front.status().restarts, front.healthy) == (False, 0, False)
         with pytest.raises(EngineStopped):
             await front.submit(front.request("the fox"))
         await front.close()
 
-    asyncio.run(asyncio.wait_for(main(), 60))
+    asyncio.run(asyncio.wait_for(main(), 600))
 
 
 def test_old_restarts_are_forgotten() -> None:
