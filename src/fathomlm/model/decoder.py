@@ -163,8 +163,10 @@ class Decoder(LayerStack):
             raise ValueError("a routed model has one output, after its last step")
         routed = self._routed(self._again(walk, recompute))
         x = walk(x, self._part("prelude"), sights, kv)
-        if causal or routed.routing.kind == "token":
+        if causal:
             x = routed.whole(x, rows, kv, DepthControl(), trace)
+        elif routed.routing.kind == "token":
+            x = routed.by_depth(x, rows, kv, trace)
         else:
             x = routed.top_k(x, rows, kv, top_k or TopKOptions(), trace)
         return {last: walk(x, self._part("coda"), sights, kv)}

@@ -94,7 +94,9 @@ class Stepper:
         self._skips_on_device = isinstance(optimizer, torch.optim.AdamW) and not isinstance(module, FSDPModule)
         self._teaches = recipe.loss.routing or RoutingLossRecipe()
         self._learns = [parameter for parameter in module.parameters() if parameter.requires_grad]
-        captures = recipe.capture and world.device.type == "cuda" and module is objective
+        routing = objective.decoder.plan.routing
+        asks = routing is not None and routing.kind == "token"  # the device, how many tokens go on: that cannot be recorded
+        captures = recipe.capture and world.device.type == "cuda" and module is objective and not asks
         self._captured = CapturedPass(self._pass, self._learns) if captures else None
 
     def step(self, micro_batches: list[AnyBatch], number: int, wants_stop: bool) -> Pending:

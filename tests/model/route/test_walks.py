@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -199,3 +201,55 @@ def test_another_models_cache_is_refused() -> None:
 def test_a_routed_model_has_no_states_in_between() -> None:
     with pytest.raises(ValueError, match="a routed model has one output"):
         decoder_of(routed()).states(some_tokens(1, 3), at=[2])
+
+
+TOKEN_CHOICE = [router for router, (kind, _) in ROUTERS.items() if kind == "token"]
+
+
+@pytest.mark.parametrize("where", ["plain", "padded in front", "padded behind", "documents", "windows"])
+@pytest.mark.parametrize("kv", KV)
+@pytest.mark.parametrize("router", TOKEN_CHOICE)
+def test_token_choice_by_depth_is_every_recursion_for_every_token(router: str, kv: str, where: str) -> None:
+    """Training gathers the tokens that go on; outputs, depths and gradients are those of the walk that runs them all."""
+    decoder = decoder_of(routed(router, kv), windows=where == "windows")
+    tokens, options, keep = some_tokens(3, 13), {}, torch.ones(3, 13, dtype=torch.bool)
+    if where.startswith("padded"):
+        tokens, keep = padded([13, 6, 1])
+        keep = keep.flip(1) if where.endswith("behind") else keep
+        options = {"keep_BS": keep}
+    if where == "documents":
+        options = {"documents_BT": torch.tensor([[0] * 5 + [1] * 4 + [2] * 4] * 3)}
+    weights = [parameter for parameter in decoder.parameters() if parameter.requires_grad]
+    found = []
+    for causal in (False, True):
+        trace = RoutingTrace()
+        state = decoder.states(tokens, causal=causal, trace=trace, **options)[decoder.plan.unrolled_layers - 1][keep]
+        gradients = torch.autograd.grad(state.square().mean(), weights, allow_unused=True)
+        found.append((state, trace.depths_BT, gradients))
+    (ours, our_depths, our_gradients), (theirs, their_depths, their_gradients) = found
+    same(ours, theirs)
+    assert torch.equal(our_depths, their_depths)
+    for one, other in zip(our_gradients, their_gradients, strict=True):
+        assert (one is None) == (other is None)
+        if one is not None and other is not None:
+            same(one, other, 1e-4)
+
+
+def test_token_choice_runs_as_many_tokens_as_the_deepest_row_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two recursions beyond the first over at most an eighth of the row more than go on."""
+    decoder, tokens = decoder_of(routed("token")), some_tokens(2, 64)
+    trace, lengths = RoutingTrace(), []
+    original = Decoder._walk
+
+    def counted(self: Decoder, x: Tensor, steps: Any, *rest: Any, **options: Any) -> Tensor:
+        lengths.append((steps[0].part, x.shape[1]))
+        return original(self, x, steps, *rest, **options)
+
+    monkeypatch.setattr(Decoder, "_walk", counted)
+    decoder.states(tokens, trace=trace)
+    assert trace.depths_BT is not None
+    ran = [int((trace.depths_BT > recursion).sum(1).max()) for recursion in range(3)]
+    core = [length for part, length in lengths if part == "core"]
+    assert core[0] == 64
+    assert all(count <= length < count + 8 for count, length in zip(ran[1:], core[1:], strict=True))
+    assert core[2] < 64

@@ -1,11 +1,13 @@
 """The routed core: recursions of one block, each over the tokens that go on (thesis 4.3).
 
-Three walks that agree where they overlap:
+Four walks that agree where they overlap:
 
     top_k     training, expert-choice: the best k of each row, gathered, so that the compute saved is really saved. Shapes
               depend on the capacity only, never on the data. It looks into the future to choose.
+    by_depth  training, token-choice: each recursion over the tokens that chose to go so far, gathered into shapes of a few
+              sizes. The host asks the device once how many they are.
     whole     causal and slow: every token runs every recursion, and a mask discards what it should not have run. The
-              meaning of routed inference; also how token-choice trains, whose loads no shape could follow.
+              meaning of routed inference, and of by_depth.
     cached    causal and with a cache: the tokens that go on are gathered, and only they leave entries.
 
 Shapes: B rows, T tokens of the pass, N tokens that run a recursion, M hidden width, R recursions.
@@ -29,6 +31,9 @@ from fathomlm.model.route.quota import Quotas
 from fathomlm.model.route.routers import Entered, Routers, draw, draw_key, drawn_depth
 from fathomlm.model.route.trace import Decision, DepthControl, RoutingTrace, TopKOptions
 from fathomlm.model.sight import Rows, Sights, gathered_sights
+
+SIZES = 8
+"""Into how many sizes the tokens of a recursion are rounded up, where the data say how many they are."""
 
 
 class RunSteps(Protocol):
@@ -98,6 +103,29 @@ class RoutedWalk:
             trace.depths_BT, trace.keep_BT = depths, rows.keep
         return x
 
+    def by_depth(self, x: Tensor, rows: Rows, kv: Passing, trace: RoutingTrace | None) -> Tensor:
+        """Training by token-choice. Tokens that go on stand first in their row, in order, and surplus behind them, where
+        causal attention does not look: nobody needs a mask, unless documents or windows ask for one. A recursion that
+        nobody chose runs surplus, so that all ranks make the same calls."""
+        choice = self._choice(x, rows, DepthControl(), trace)
+        assert isinstance(choice, _TokenChoice)
+        T, first, own = x.shape[1], x, self.plan.kv == "cache"
+        masked = rows.documents_BT is not None or any(self.architecture.window(step.origin) for step in self.plan)
+        _, scores = choice.decide(0, x)
+        out = self._block(0, x, rows.slots, rows.keep, rows, kv.focus(at_BK=rows.slots), selected=False)  # everyone's
+        x = choice.updated(0, x, out, scores, first)
+        for recursion, count in enumerate(choice.longest()[1:], start=1):
+            go, scores = choice.decide(recursion, x)
+            at = (~go).to(torch.int8).argsort(dim=1, stable=True)[:, : _rounded_up(count, T)]
+            slots, valid = rows.slots.gather(1, at), go.gather(1, at)
+            old = take(x, at)
+            seen = valid if masked or not own else None
+            out = self._block(recursion, old, slots, seen, rows, kv.focus(at_BK=slots, valid_BK=valid), selected=True)
+            new = choice.updated(recursion, old, out, take(scores, at), take(first, at), at)
+            x = put(x, at, torch.where(valid[..., None], new, old))
+        choice.note()
+        return x
+
     def whole(self, x: Tensor, rows: Rows, kv: Passing, control: DepthControl, trace: RoutingTrace | None) -> Tensor:
         """Causal routing over whole rows."""
         choice = self._choice(x, rows, control, trace)
@@ -158,6 +186,12 @@ class RoutedWalk:
             keys, shown = rows.slots, rows.keep
         sights = self.see(self.architecture, steps, rows, x.dtype, slots, keys_BK=keys, shown_BK=shown)
         return self.run(x, steps, sights, kv)
+
+
+def _rounded_up(count: int, tokens: int) -> int:
+    """A count of tokens as one of a few sizes, since each is compiled for itself."""
+    size = -(-tokens // SIZES)
+    return min(tokens, max(1, -(-count // size)) * size)
 
 
 def _keys(rows: Rows) -> Tensor:
@@ -243,6 +277,12 @@ class _TokenChoice:
         last = drawn_depth(_keys(rows), routing.recursions) if routing.random else ranked.argmax(-1)
         last = last if control.depths_BT is None else control.depths_BT - 1
         self._last = last.clamp_max(control.recursions(routing.recursions) - 1)
+
+    def longest(self) -> list[int]:
+        """The most tokens of a row that run each recursion."""
+        ran_RBT = [self._keep & (self._last >= recursion) for recursion in range(self._walk.routing.recursions)]
+        found: list[int] = torch.stack([ran_BT.sum(1).amax() for ran_BT in ran_RBT]).tolist()
+        return found
 
     def decide(self, recursion: int, x: Tensor) -> tuple[Tensor, Tensor]:
         return self._keep & (self._last >= recursion), self._scores
