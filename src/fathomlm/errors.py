@@ -61,7 +61,7 @@ class EngineStopped(FathomError):
 
 def choices(what: str, got: str, known: Iterable[str]) -> str:
     """The message for a name that is not in a list, with the nearest known name when the slip looks like a typo."""
-    names = sorted(known)
+    names, got = sorted(known), _short(got)
     near = difflib.get_close_matches(got, names, n=1)
     if near and len(names) > 12:
         return f"unknown {what} '{got}' (did you mean '{near[0]}'?)"
@@ -72,7 +72,12 @@ def choices(what: str, got: str, known: Iterable[str]) -> str:
 def require(holds: bool, name: str, rule: str, value: object) -> None:
     """Refuse an option's value that breaks its rule."""
     if not holds:
-        raise OptionError(f"{name} must be {rule}, got {value!r}")
+        raise OptionError(f"{name} must be {rule}, got {_short(repr(value))}")
+
+
+def _short(text: str) -> str:
+    """What a message quotes: enough to know it again."""
+    return text if len(text) <= 100 else f"{text[:100]}..."
 
 
 def is_whole(value: object) -> bool:
@@ -81,5 +86,10 @@ def is_whole(value: object) -> bool:
 
 
 def is_number(value: object) -> bool:
-    """A finite number."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    """A finite number that a float can hold."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    try:
+        return math.isfinite(value)
+    except OverflowError:
+        return False

@@ -45,6 +45,11 @@ def read_object(
 ) -> Fields:
     """The JSON object that a file holds. `nonfinite` admits NaN and infinities; `what` names the file in messages."""
     where = what or str(path)
+    return parse_object(read_bytes(path, where, error=error, max_bytes=max_bytes), where, error=error, nonfinite=nonfinite)
+
+
+def read_bytes(path: Path, where: str, *, error: Raises, max_bytes: int = MAX_BYTES) -> bytes:
+    """A file as it is, where it is not too large."""
     try:
         with path.open("rb") as file:
             data = file.read(max_bytes + 1)
@@ -52,7 +57,7 @@ def read_object(
         raise error(f"cannot read {where}: {problem.strerror or problem}") from problem
     if len(data) > max_bytes:
         raise error(f"{where} has more than {max_bytes:,} bytes, the most that is read of such a file")
-    return parse_object(data, where, error=error, nonfinite=nonfinite)
+    return data
 
 
 def read_lines(

@@ -86,13 +86,13 @@ def test_every_sixth_layer_of_gemma3_sees_the_whole_context():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"layers": 0}, "layers must be a positive whole number, got 0"),
-        ({"hidden": 1.5}, "hidden must be a positive whole number, got 1.5"),
+        ({"layers": 0}, "layers must be at least 1, got 0"),
+        ({"hidden": 1.5}, "hidden must be an integer from 1 to 131072, got 1.5"),
         ({"kv_heads": 4}, "kv_heads must divide heads, got 4 and 15"),
         ({"windows": [128]}, "windows must name every layer: got 1 for 32 layers"),
         ({"rotary_fraction": 0.36}, "must be even, got 23 of 64"),
-        ({"depth": 3}, "unknown architecture field(s) depth"),
-        ({"rope": {"base": 1e4}}, "unknown rope field(s) base"),
+        ({"depth": 3}, "unknown architecture field(s): depth"),
+        ({"rope": {"base": 1e4}}, "unknown rope field(s): base"),
     ],
 )
 def test_architectures_that_make_no_sense(change, message):

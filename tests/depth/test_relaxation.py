@@ -64,7 +64,7 @@ def test_ranks_that_cannot_be_read(value, message):
         ({"kind": "lorra", "ranks": {"q": 1}}, "unknown relaxation 'lorra' (did you mean 'lora'?)"),
         ({"kind": "lora"}, "lora needs a rank"),
         ({"kind": "prefix"}, "prefix needs a prefix length of at least 1, got 0"),
-        ({"kind": "prefix", "prefix_length": -1}, "prefix needs a prefix length of at least 1, got -1"),
+        ({"kind": "prefix", "prefix_length": -1}, "prefix_length must be at least 0, got -1"),
         ({"kind": "encoding", "prefix_length": 4}, "encoding takes no prefix length, got 4"),
         ({"kind": "encoding", "ranks": {"q": 1}}, "a rank goes with lora and dora, not with encoding"),
         ({"kind": "dora", "ranks": {"qq": 1}}, "unknown linear 'qq'"),

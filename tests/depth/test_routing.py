@@ -139,9 +139,9 @@ def test_routing_that_cannot_be(kind: str, recursions: int, options: dict[str, A
     ("change", "message"),
     [
         ({"depth": 3}, r"unknown routing field\(s\): depth"),
-        ({"kind": None}, "this is no routing"),
-        ({"capacity": None}, "this is no routing"),
-        ({"capacity": 3}, "this is no routing"),
+        ({"kind": None}, "the routing lacks kind"),
+        ({"capacity": None}, "the routing lacks capacity"),
+        ({"capacity": 3}, "capacity must be a list"),
         ({"kind": "experts"}, "unknown router 'experts'"),
     ],
 )

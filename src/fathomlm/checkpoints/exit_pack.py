@@ -28,7 +28,9 @@ from fathomlm.checkpoints.base_sample import OWN, BaseSample
 from fathomlm.checkpoints.shards import read_json
 from fathomlm.checkpoints.writing import check_room, whole_directory
 from fathomlm.depth import Architecture, DepthPlan, ExitParts, Relaxation
+from fathomlm.depth.bounds import BOUNDS
 from fathomlm.errors import CheckpointError, FathomError, OptionError, choices, is_whole
+from fathomlm.jsonfile import shown
 from fathomlm.model.decoder import Decoder
 from fathomlm.model.exits import check_rising, check_words
 from fathomlm.model.seq2seq import FathomForSeq2SeqLM, FathomModel
@@ -211,9 +213,9 @@ def _record(model: FathomModel, sample: BaseSample) -> dict[str, Any]:
 
 def _check_version(record: dict[str, Any], where: str) -> None:
     if record.get("format") != FORMAT:
-        raise CheckpointError(f"{where} is no {KIND}: its format is {record.get('format')!r}, not '{FORMAT}'")
+        raise CheckpointError(f"{where} is no {KIND}: its format is {shown(record.get('format'))}, not '{FORMAT}'")
     if not is_whole(version := record.get("version")) or version != VERSION:
-        raise CheckpointError(f"{where} has version {version!r}; this FathomLM reads version {VERSION}")
+        raise CheckpointError(f"{where} has version {shown(version)}; this FathomLM reads version {VERSION}")
 
 
 def _read(record: dict[str, Any], path: Path, where: str) -> ExitPack:
@@ -223,10 +225,10 @@ def _read(record: dict[str, Any], path: Path, where: str) -> ExitPack:
     _check_names(parts, tuple(field.name for field in dataclasses.fields(ExitParts)), f"{where}, parts")
     for name, value in parts.items():
         if not (isinstance(value, bool) if name in ("layer", "classifier") else is_whole(value)):
-            raise CheckpointError(f"{where}, parts: {name} is {value!r}")
+            raise CheckpointError(f"{where}, parts: {name} is {shown(value)}")
     if not isinstance(exits, list) or not exits or not all(is_whole(index) for index in exits):
         raise CheckpointError(f"{where}: exits must be a list of steps, from 0")
-    if record[WORDS] is not None and not is_whole(record[WORDS]):
+    if record[WORDS] is not None and (not is_whole(record[WORDS]) or not 1 <= record[WORDS] <= BOUNDS["vocab"][1]):
         raise CheckpointError(f"{where}: {WORDS} must be how many there are, or null")
     relaxation = base["relaxation"]
     pack = ExitPack(

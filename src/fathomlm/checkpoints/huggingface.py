@@ -13,10 +13,13 @@ from fathomlm.checkpoints.families import Family, family_of, hf_name
 from fathomlm.checkpoints.shards import Shards, read_json
 from fathomlm.checkpoints.source import TokenIds, end_ids, parameter_shapes
 from fathomlm.depth import Architecture
+from fathomlm.depth.bounds import BOUNDS
 from fathomlm.errors import CheckpointError, FathomError, UnsupportedModel
+from fathomlm.jsonfile import Fields, read_object
 
 COMPUTED = re.compile(r"rotary_emb\.inv_freq$|attention\.(bias|masked_bias)$")
 """Buffers of old checkpoints that follow from the configuration."""
+TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "tokenizer_config.json")
 
 
@@ -26,10 +29,11 @@ class HuggingFaceCheckpoint:
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         config = read_config(directory)
-        self._family = family_of(config, str(directory))
+        self._family = family_of(config.get("model_type"), str(directory))
         self._architecture = architecture_from_config(config, str(directory))
         self._tokens = tokens_of(directory, config)
         self._shards = Shards(directory)
+        self._shards.check_layers(self._architecture.layers)
         self._refuse_strangers()
 
     @property
@@ -94,32 +98,44 @@ def read_config(directory: Path) -> dict[str, Any]:
 
 def architecture_from_config(config: dict[str, Any], where: str) -> Architecture:
     """The architecture that a Hugging Face configuration describes."""
-    family: Family = family_of(config, where)
-    if config.get("quantization_config"):
-        method = config["quantization_config"].get("quant_method", "unknown")
-        raise UnsupportedModel(f"{where} is quantised ({method}); give the unquantised checkpoint or a GGUF file")
+    family: Family = family_of(config.get("model_type"), where)
+    fields = Fields(config, f"{where}: config.json", error=CheckpointError)
+    if (quantised := fields.record("quantization_config", default=None)) is not None:
+        method = quantised.text("quant_method", default="unknown")
+        raise UnsupportedModel(f"{where} is quantised ({method:.60}); give the unquantised checkpoint or a GGUF file")
     try:
-        return family.read(config)
-    except KeyError as error:
-        raise CheckpointError(f"{where}: config.json lacks {error}") from error
+        return family.read(fields)
     except FathomError as error:
-        raise type(error)(f"{where}: {error}") from error
-    except (TypeError, ValueError) as error:
-        raise CheckpointError(f"{where}: config.json has a value that cannot be read ({error})") from error
+        raise error if str(error).startswith(where) else type(error)(f"{where}: {error}") from error
 
 
 def tokens_of(directory: Path, config: dict[str, Any]) -> TokenIds:
     """Special tokens; generation_config.json is newer than config.json where both speak."""
-    found = dict(config)
+    sources = [Fields(config, f"{directory / 'config.json'}", error=CheckpointError)]
     if (directory / "generation_config.json").is_file():
-        later = read_json(directory / "generation_config.json")
-        found |= {key: value for key, value in later.items() if value is not None}
+        sources.append(read_object(directory / "generation_config.json", error=CheckpointError))
+    found: dict[str, Any] = {}
+    for source in sources:
+        found |= {name: value for name, value in token_ids(source).items() if value is not None}
     return TokenIds(
         bos=found.get("bos_token_id"),
         eos=end_ids(found.get("eos_token_id")),
         pad=found.get("pad_token_id"),
         start=found.get("decoder_start_token_id"),
     )
+
+
+def token_ids(config: Fields) -> dict[str, int | list[int] | None]:
+    """The special tokens that a configuration names. Old ones write -1 where they have none."""
+    most = BOUNDS["vocab"][1] - 1
+    found: dict[str, int | list[int] | None] = {}
+    for name in TOKENS:
+        if name == "eos_token_id" and isinstance(config.raw(name), list):
+            found[name] = config.integers(name, at_least=0, at_most=most)
+            continue
+        token = config.integer(name, at_least=-1, at_most=most, default=None)
+        found[name] = None if token == -1 else token
+    return found
 
 
 def read_tokenizer(directory: Path) -> Any | None:

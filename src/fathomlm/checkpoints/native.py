@@ -9,27 +9,36 @@ from typing import Any
 import torch
 
 from fathomlm.checkpoints.assemble import fill, finish
-from fathomlm.checkpoints.huggingface import read_tokenizer
+from fathomlm.checkpoints.huggingface import TOKENS, read_tokenizer, token_ids
 from fathomlm.checkpoints.int8 import INT8, read_weight
 from fathomlm.checkpoints.shards import Shards
+from fathomlm.depth import DepthPlan
+from fathomlm.depth.bounds import BOUNDS
 from fathomlm.errors import CheckpointError, FathomError, OptionError, choices
+from fathomlm.jsonfile import Fields
 from fathomlm.model.encoder import build_encoder
 from fathomlm.model.hub import FathomConfig, empty_model
 from fathomlm.model.seq2seq import FathomModel, FathomSeq2SeqConfig, empty_seq2seq
 
 PREFIX = "decoder."
 ENCODER_PREFIX = "encoder."
+OWN_FIELDS = (
+    "model_type", "architecture", "plan", "relaxation", "encoder_config", "exit_rank", "exit_adapter", "exit_classifier",
+    "exit_words", "weight_format", "initializer_range", "use_cache", *TOKENS,
+)  # fmt: skip
+"""What is read of a config.json; the dtype is the weights' own."""
 CONFIGS: dict[str, type[FathomConfig]] = {kind.model_type: kind for kind in (FathomConfig, FathomSeq2SeqConfig)}
 
 
 def is_native(config: dict[str, Any]) -> bool:
-    return config.get("model_type") in CONFIGS
+    model_type = config.get("model_type")
+    return isinstance(model_type, str) and model_type in CONFIGS
 
 
 def native_config(config: dict[str, Any], where: str) -> FathomConfig:
     """The configuration of a FathomLM directory, checked field by field."""
     try:
-        built: FathomConfig = CONFIGS[config["model_type"]].from_dict(dict(config))
+        built: FathomConfig = CONFIGS[config["model_type"]].from_dict(_own_fields(config, where))
         architecture, _, _ = built.build_parts()
         _ = built.exit_parts, built.build_words()
         if built.weight_format not in (None, INT8):
@@ -40,15 +49,38 @@ def native_config(config: dict[str, Any], where: str) -> FathomConfig:
         elif architecture.cross:
             raise OptionError(f"a decoder over an encoder is of model type '{FathomSeq2SeqConfig.model_type}'")
     except FathomError as error:
-        raise CheckpointError(f"{where}: {error}") from error
+        raise error if str(error).startswith(where) else CheckpointError(f"{where}: {error}") from error
     except (TypeError, ValueError, KeyError, AttributeError) as error:
         raise CheckpointError(f"{where}: config.json is not a FathomLM configuration ({error})") from error
     return built
 
 
+def _own_fields(config: dict[str, Any], where: str) -> dict[str, Any]:
+    """The fields that mean something here, of their types. Others are transformers' and not looked at: it makes a table of
+    `num_labels` names, for one."""
+    fields = Fields(config, f"{where}: config.json", error=CheckpointError)
+    found = {name: config[name] for name in OWN_FIELDS if name in config}
+    fields.record("architecture")
+    for name in ("plan", "encoder_config"):
+        if name in found:
+            fields.record(name)
+    fields.record("relaxation", default=None)
+    for name in ("exit_rank", "exit_adapter"):
+        fields.integer(name, at_least=0, at_most=BOUNDS["rank"][1], default=0)
+    fields.number("initializer_range", at_least=0.0, default=0.02)
+    for name in ("exit_classifier", "use_cache"):
+        fields.flag(name, default=False)
+    fields.text("weight_format", default=None)
+    found |= {name: token for name, token in token_ids(fields).items() if name in found}
+    return found
+
+
 def load_native(directory: Path, config: dict[str, Any], dtype: torch.dtype | None, device: torch.device) -> FathomModel:
     shards = Shards(directory)
     built = native_config(config, str(directory))
+    shards.check_layers(DepthPlan.from_dict(built.plan).unique_layers)
+    if isinstance(built, FathomSeq2SeqConfig):
+        shards.check_layers(built.encoder_config.get("num_layers", 1))
     dtype = dtype or read_weight(shards, f"{PREFIX}embed.weight").dtype
     built.dtype, built.weight_format = dtype, None
     where = str(directory)

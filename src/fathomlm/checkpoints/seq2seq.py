@@ -25,7 +25,8 @@ NEVER_READ = ("decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.w
 
 
 def is_seq2seq(config: dict[str, Any]) -> bool:
-    return config.get("model_type") in SEQ2SEQ
+    model_type = config.get("model_type")
+    return isinstance(model_type, str) and model_type in SEQ2SEQ
 
 
 class Seq2SeqCheckpoint:
@@ -37,8 +38,10 @@ class Seq2SeqCheckpoint:
         self._tokens = tokens_of(directory, config)
         self._shards = Shards(directory)
         architecture = architecture_from_config(config, str(directory))
+        self._shards.check_layers(architecture.layers)
         try:
             self.encoder = encoder_record(config)
+            self._shards.check_layers(self.encoder["num_layers"])
         except FathomError as error:
             raise CheckpointError(f"{directory}: {error}") from error
         tied = self._one_matrix("lm_head.weight")

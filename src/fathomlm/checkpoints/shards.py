@@ -13,12 +13,15 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from fathomlm.errors import CheckpointError
+from fathomlm.jsonfile import read_object, shown
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 SHARD_BYTES = 4_000_000_000
 """How large a file may be unless another size is asked for."""
+MAX_INDEX = 32 << 20
+"""Of an index; the largest public one has 9 MB."""
 _HEADER = 256
 """More than a file's header says of a tensor beside its name: type, shape and place; and of the file itself."""
 
@@ -52,9 +55,7 @@ class Shards:
         """Which file holds each tensor. Missing shards are found here, before any work is done."""
         index = self.directory / INDEX
         if index.is_file():
-            where = read_json(index).get("weight_map")
-            if not isinstance(where, dict) or not where:
-                raise CheckpointError(f"{index} has no weight_map")
+            where = self._read_index(index)
             if missing := sorted({f for f in where.values() if not (self.directory / f).is_file()}):
                 raise CheckpointError(f"{self.directory} lacks {', '.join(missing)}, which {INDEX} names")
             for file in sorted(set(where.values())):
@@ -71,6 +72,27 @@ class Shards:
                 f"save the model again as safetensors"
             )
         raise CheckpointError(f"{self.directory} has no weights: neither {SINGLE} nor {INDEX} is there")
+
+    def _read_index(self, index: Path) -> dict[str, str]:
+        """Files are named, not found by path: an index must not reach outside its directory. A file may be a link, as in
+        the hub's cache; those are made by whoever made the directory, never by what an index says."""
+        where = read_object(index, error=CheckpointError, max_bytes=MAX_INDEX).record("weight_map", default=None)
+        if where is None or not len(where):
+            raise CheckpointError(f"{index} has no weight_map")
+        found = {name: where.text(name) for name in where}
+        for file in dict.fromkeys(found.values()):
+            if file != Path(file).name or "\\" in file or "\0" in file or not file.endswith(".safetensors"):
+                raise CheckpointError(
+                    f"{index}: weight_map must name safetensors files of its own directory, got {shown(file)}"
+                )
+        return found
+
+    def check_layers(self, layers: int) -> None:
+        """Refuse a configuration with more layers than there are tensors, before anything is laid out for each of them."""
+        if layers > len(self._where):
+            raise CheckpointError(
+                f"{self.directory}: config.json asks for {layers:,} layers, and the files hold {len(self._where):,} tensors"
+            )
 
     def _open(self, file: str) -> Any:
         if file not in self._files:
@@ -119,12 +141,4 @@ def write_shards(directory: Path, tensors: Iterator[tuple[str, torch.Tensor]], l
 
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON object from a file, or an error that names the file."""
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
-    except ValueError as error:
-        raise CheckpointError(f"{path} is not valid JSON ({error})") from error
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{path} holds a {type(value).__name__}, not a JSON object")
-    return value
+    return dict(read_object(path, error=CheckpointError).values)

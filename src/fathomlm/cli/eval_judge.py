@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import re
 import sys
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from fathomlm.cli.eval_options import check_least, print_record, print_table
 from fathomlm.cli.progress import layer_bar
 from fathomlm.errors import DataError, OptionError
+from fathomlm.jsonfile import parse
 
 if TYPE_CHECKING:
     from fathomlm.evaluate.judge.asking import Asked, Kind
@@ -176,10 +176,7 @@ def _key(name: str | None) -> str | None:
 
 
 def _body(text: str | None) -> dict[str, Any]:
-    try:
-        found = json.loads(text or "{}")
-    except ValueError as error:
-        raise OptionError(f"--body is not JSON ({error})") from error
+    found = parse(text or "{}", "--body", error=OptionError)
     if not isinstance(found, dict) or {"messages", "model", "stream"} & found.keys():
         raise OptionError("--body takes a JSON object of further fields: not messages, model or stream")
     return found

@@ -38,6 +38,7 @@ from typing import Any, TypeVar
 
 from fathomlm.checkpoints.writing import whole_file
 from fathomlm.errors import CheckpointError, OptionError, choices, require
+from fathomlm.jsonfile import parse, read_bytes, shown
 
 FORMAT = 1
 BINS = 50
@@ -252,10 +253,10 @@ class ThresholdEstimator:
         if not isinstance(record, dict) or "format" not in record:
             raise CheckpointError(f"{where} is not a saved threshold estimator: it must be an object with a format")
         if record["format"] is True or record["format"] != FORMAT:
-            raise CheckpointError(f"{where} has format {record['format']!r}; this version reads {FORMAT}")
+            raise CheckpointError(f"{where} has format {shown(record['format'])}; this version reads {FORMAT}")
         history = record.get("history")
         if not isinstance(history, list):
-            raise CheckpointError(f"{where}: history must be a list, got {history!r}")
+            raise CheckpointError(f"{where}: history must be a list, got {shown(history)}")
         refits = [_read(Refit, each, f"{where}, history {at}", agree=Beta, disagree=Beta) for at, each in enumerate(history)]
         rest = {name: value for name, value in record.items() if name != "format"} | {"history": refits}
         return _read(cls, rest, where, options=ThresholdOptions, agree=Samples, disagree=Samples)
@@ -315,12 +316,11 @@ def write_record(path: Path, record: dict[str, Any]) -> None:
 
 def read_record(path: Path, otherwise: str) -> object:
     """What such a file holds; `otherwise` says what a file that is no JSON is not."""
+    data = read_bytes(path, str(path), error=CheckpointError)
     try:
-        record: object = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise CheckpointError(f"cannot read {path}: {error.strerror or error}") from error
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} {otherwise}: it is no JSON ({error})") from error
+        record: object = parse(data, "it", error=CheckpointError)
+    except CheckpointError as error:
+        raise CheckpointError(f"{path} {otherwise}: {error}") from error
     return record
 
 
@@ -328,7 +328,7 @@ def _read(kind: Callable[..., T], record: object, where: str, **parts: Callable[
     """A dataclass from a record that has its fields and no others. `parts` are those of them that are dataclasses."""
     names = [each.name for each in dataclasses.fields(kind)]  # type: ignore[arg-type]
     if not isinstance(record, dict):
-        raise CheckpointError(f"{where} must be an object with {', '.join(names)}, got {record!r}")
+        raise CheckpointError(f"{where} must be an object with {', '.join(names)}, got {shown(record)}")
     for name in record:
         if name not in names:
             raise CheckpointError(f"{where}: {choices('field', str(name), names)}")

@@ -11,7 +11,9 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
-from fathomlm.errors import OptionError, choices
+from fathomlm.depth.bounds import check_flag, check_name, check_number, check_record, check_size
+from fathomlm.errors import OptionError
+from fathomlm.jsonfile import shown
 
 NormKind = Literal["rms", "rms_plus_one", "layer"]
 Residual = Literal["pre", "sandwich", "parallel"]
@@ -32,6 +34,12 @@ class Rope:
     """Llama 3 only: wavelengths shorter than original_context / this stay as they are."""
     original_context: int = 8192
     """Llama 3 only: the context length that the model was first trained at."""
+
+    def __post_init__(self) -> None:
+        check_name("rope scaling", self.scaling, ("none", "linear", "llama3"))
+        for name in ("theta", "factor", "low_freq_factor", "high_freq_factor"):
+            check_number(f"rope {name}", getattr(self, name), above=0.0)
+        check_size("original_context", self.original_context)
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,10 +113,7 @@ class Architecture:
     """cross: how wide the encoder's output is."""
 
     def __post_init__(self) -> None:
-        for name in ("layers", "hidden", "intermediate", "heads", "kv_heads", "head_dim", "vocab", "context"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or value < 1:
-                raise OptionError(f"{name} must be a positive whole number, got {value!r}")
+        self._check_types()
         if self.heads % self.kv_heads:
             raise OptionError(f"kv_heads must divide heads, got {self.kv_heads} and {self.heads}")
         if self.windows and len(self.windows) != self.layers:
@@ -121,11 +126,31 @@ class Architecture:
         if self.cross and self.residual != "pre":
             raise OptionError(f"cross needs the residual 'pre', got {self.residual!r}")
 
+    def _check_types(self) -> None:
+        for name in SIZES:
+            check_size(name, getattr(self, name))
+        for name in FLAGS:
+            check_flag(name, getattr(self, name))
+        for name, known in (("norm", NormKind), ("activation", Activation), ("residual", Residual)):
+            check_name(name, getattr(self, name), get_args(known))
+        if not isinstance(self.family, str):
+            raise OptionError(f"family must be a name, got {shown(self.family)}")
+        for name in ("norm_eps", "embedding_scale", "head_scale"):
+            check_number(name, getattr(self, name))
+        if self.attention_scale is not None:
+            check_number("attention_scale", self.attention_scale)
+        if not 0 <= check_number("rotary_fraction", self.rotary_fraction) <= 1:
+            raise OptionError(f"rotary_fraction must be from 0 to 1, got {self.rotary_fraction:g}")
+        if not isinstance(self.rope, Rope) or not isinstance(self.local_rope, Rope | None):
+            raise OptionError("rope and local_rope must be Rope objects")
+        for window in self.windows:
+            if window is not None:
+                check_size("window", window)
+
     def _check_relative(self) -> None:
+        check_name("positions", self.positions, get_args(Positions))
         if self.positions == "rotary":
             return
-        if self.positions != "relative":
-            raise OptionError(choices("positions", self.positions, get_args(Positions)))
         if self.rotary_dim or self.kv_heads != self.heads:
             raise OptionError("relative positions go with a rotary_fraction of 0 and as many kv_heads as heads")
         if self.relative_buckets < 2 or self.relative_distance <= self.relative_buckets // 2:
@@ -224,29 +249,31 @@ class Architecture:
 
     @classmethod
     def from_dict(cls, record: dict[str, Any]) -> Architecture:
-        _check_fields(cls, record, "architecture")
-        values = dict(record)
+        values = dict(_checked(cls, record, "architecture"))
         values["rope"] = _rope(values.get("rope", {}))
         if values.get("local_rope") is not None:
             values["local_rope"] = _rope(values["local_rope"])
-        values["windows"] = tuple(values.get("windows", ()))
+        windows = values.get("windows", [])
+        if not isinstance(windows, list | tuple):
+            raise OptionError(f"windows must be a list with a window for each layer, got {shown(windows)}")
+        values["windows"] = tuple(windows)
         return cls(**values)
 
 
+SIZES = (
+    "layers", "hidden", "intermediate", "heads", "kv_heads", "head_dim", "vocab", "context", "relative_buckets",
+    "relative_distance", "memory_width",
+)  # fmt: skip
+FLAGS = ("tied_embeddings", "gated", "qk_norm", "qkv_bias", "o_bias", "mlp_bias", "cross")
 LATER_TRAITS = ("head_scale", "positions", "relative_buckets", "relative_distance", "cross", "memory_width")
 """Fields that are written only where they are not as usual."""
 
 
-def _rope(record: dict[str, Any]) -> Rope:
-    _check_fields(Rope, record, "rope")
-    return Rope(**record)
+def _rope(record: object) -> Rope:
+    return Rope(**_checked(Rope, record, "rope"))
 
 
-def _check_fields(cls: type[Architecture] | type[Rope], record: dict[str, Any], what: str) -> None:
+def _checked(cls: type[Architecture] | type[Rope], record: object, what: str) -> dict[str, Any]:
     fields = dataclasses.fields(cls)
-    known = sorted(f.name for f in fields)
-    if unknown := sorted(set(record) - set(known)):
-        raise OptionError(f"unknown {what} field(s) {', '.join(unknown)}; known: {', '.join(known)}")
     required = {f.name for f in fields if f.default is f.default_factory is dataclasses.MISSING}
-    if missing := sorted(required - set(record)):
-        raise OptionError(f"the {what} lacks {', '.join(missing)}")
+    return check_record(what, record, [f.name for f in fields], required)

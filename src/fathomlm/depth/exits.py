@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from fathomlm.depth.architecture import Architecture
+from fathomlm.depth.bounds import check_flag, check_size
 from fathomlm.depth.plan import DepthPlan
-from fathomlm.errors import OptionError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,8 +26,9 @@ class ExitParts:
 
     def __post_init__(self) -> None:
         for name in ("head_rank", "adapter_rank"):
-            if getattr(self, name) < 0:
-                raise OptionError(f"the {name} of exits must be at least 0, got {getattr(self, name)}")
+            check_size("rank", getattr(self, name), called=f"the {name} of exits")
+        for name in ("layer", "classifier"):
+            check_flag(f"the {name} of exits", getattr(self, name))
 
     def __bool__(self) -> bool:
         return bool(self.head_rank or self.adapter_rank or self.layer or self.classifier)

@@ -13,9 +13,11 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal, get_args
 
+from fathomlm.depth.bounds import check_record, check_size
 from fathomlm.depth.routing import Routing
 from fathomlm.depth.sharing import STRATEGIES, kept_apart, spread
-from fathomlm.errors import OptionError, PlanError, choices
+from fathomlm.errors import OptionError, PlanError, choices, is_whole
+from fathomlm.jsonfile import shown
 
 Resize = Literal["add", "drop"]
 Part = Literal["prelude", "core", "coda", "exit"]
@@ -105,8 +107,8 @@ class DepthPlan:
         """
         if sharing not in STRATEGIES:
             raise PlanError(choices("sharing strategy", sharing, STRATEGIES))
-        if recursions < 1:
-            raise PlanError(f"recursions must be at least 1, got {recursions}")
+        _checked("recursions", recursions)
+        _checked("base_layers", base_layers, called="layers")
         if resize not in (None, "add", "drop"):
             raise PlanError(f"resize must be 'add' or 'drop', got {resize!r}")
         ends = kept_apart(sharing)
@@ -250,22 +252,35 @@ class DepthPlan:
 
     @classmethod
     def from_dict(cls, record: dict[str, Any]) -> DepthPlan:
-        known = {"sharing", "recursions", "base_layers", "unrolled_layers"}
-        if unknown := sorted(set(record) - known - {"exits", "exit_layer", "kv", "kv_sharing", "kv_loops", "routing"}):
-            raise PlanError(f"unknown plan field(s): {', '.join(unknown)}")
-        if missing := sorted(known - set(record)):
-            raise PlanError(f"the plan lacks {', '.join(missing)}")
-        base, unrolled = int(record["base_layers"]), int(record["unrolled_layers"])
+        required = ("sharing", "recursions", "base_layers", "unrolled_layers")
+        optional = ("exits", "exit_layer", "kv", "kv_sharing", "kv_loops", "routing")
+        check_record("plan", record, (*required, *optional), required, error=PlanError)
+        for name in ("sharing", "kv", "kv_sharing"):
+            if not isinstance(record.get(name, ""), str):
+                raise PlanError(f"the plan's {name} must be a name, got {shown(record[name])}")
+        sizes = ("base_layers", "unrolled_layers", "recursions")
+        base, unrolled, recursions = (_checked(name, record[name], called=f"plan.{name}") for name in sizes)
+        loops = _checked("kv_loops", record.get("kv_loops", 1), called="plan.kv_loops")
         resize: Resize | None = None if base == unrolled else ("add" if unrolled > base else "drop")
-        plan = cls.build(record["sharing"], int(record["recursions"]), base, resize)
+        plan = cls.build(record["sharing"], recursions, base, resize)
         if plan.unrolled_layers != unrolled:
             raise PlanError(f"the plan says {unrolled} unrolled layers, its other fields give {plan.unrolled_layers}")
         if not isinstance(layer := record.get("exit_layer", False), bool):
             raise PlanError(f"exit_layer must be true or false, got {layer!r}")
-        plan = plan.with_exits((int(index) for index in record.get("exits", ())), layer=layer)
+        exits = record.get("exits", [])
+        if not isinstance(exits, list) or not all(is_whole(index) for index in exits):
+            raise PlanError(f"the plan's exits must be a list of steps, got {shown(exits)}")
+        plan = plan.with_exits(exits, layer=layer)
         if (routing := record.get("routing")) is not None:
             plan = plan.with_routing(Routing.from_dict(routing))
-        return plan.with_kv(record.get("kv", "cache"), record.get("kv_sharing"), int(record.get("kv_loops", 1)))
+        return plan.with_kv(record.get("kv", "cache"), record.get("kv_sharing"), loops)
+
+
+def _checked(name: str, value: object, *, called: str | None = None) -> int:
+    try:
+        return check_size(name, value, called=called)
+    except OptionError as error:
+        raise PlanError(str(error)) from None
 
 
 def _lay(sharing: str, recursions: int, base_layers: int, unique: int, ends: int) -> Iterator[Step]:

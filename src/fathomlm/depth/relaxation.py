@@ -19,8 +19,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fathomlm.depth.architecture import LinearSpec
+from fathomlm.depth.bounds import check_flag, check_record, check_size
 from fathomlm.depth.plan import DepthPlan, Step
 from fathomlm.errors import OptionError, choices
+from fathomlm.jsonfile import shown
 
 DEFAULT_RANK = 64
 DEFAULT_PREFIX_LENGTH = 256
@@ -55,7 +57,12 @@ class Relaxation:
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
-            raise OptionError(choices("relaxation", self.kind, KINDS))
+            raise OptionError(choices("relaxation", str(self.kind), KINDS))
+        if not isinstance(self.ranks, Mapping):
+            raise OptionError(f"ranks must be an object with a rank for each linear, got {shown(self.ranks)}")
+        check_size("prefix_length", self.prefix_length)
+        for flag in ("vectors", "everywhere"):
+            check_flag(flag, getattr(self, flag))
         low_rank = self.kind in ("lora", "dora")
         if low_rank and not self.ranks:
             raise OptionError(f"{self.kind} needs a rank, such as 64 or q=64,kv=128,ffn=256")
@@ -69,7 +76,7 @@ class Relaxation:
         for name, rank in self.ranks.items():
             if name not in LINEARS:
                 raise OptionError(choices("linear", name, LINEARS))
-            if rank < 1:
+            if check_size("rank", rank, called=f"the rank on {name}") < 1:
                 raise OptionError(f"the rank on {name} must be at least 1, got {rank}")
 
     @property
@@ -99,11 +106,7 @@ class Relaxation:
 
     @classmethod
     def from_dict(cls, record: dict[str, Any]) -> Relaxation:
-        if unknown := sorted(set(record) - {f.name for f in dataclasses.fields(cls)}):
-            raise OptionError(f"unknown relaxation field(s): {', '.join(unknown)}")
-        if "kind" not in record:
-            raise OptionError("the relaxation lacks kind")
-        return cls(**record)
+        return cls(**check_record("relaxation", record, [f.name for f in dataclasses.fields(cls)], ["kind"]))
 
 
 def build_relaxation(

@@ -15,7 +15,9 @@ import math
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from fathomlm.errors import OptionError, choices
+from fathomlm.depth.bounds import BOUNDS, check_flag, check_number, check_record
+from fathomlm.errors import OptionError, choices, is_number
+from fathomlm.jsonfile import shown
 
 RouterKind = Literal["expert", "token"]
 Score = Literal["sigmoid", "tanh", "identity", "softmax"]
@@ -58,7 +60,7 @@ class Routing:
     def __post_init__(self) -> None:
         for what, value, known in (
             ("router", self.kind, ROUTERS),
-            ("score", self.score, SCORES.get(self.kind, ())),
+            ("score", self.score, SCORES.get(str(self.kind), ())),
             ("router network", self.network, NETWORKS),
             ("sampling", self.sampling, get_args(Sampling)),
             ("balancing", self.balancing, get_args(Balancing)),
@@ -66,9 +68,9 @@ class Routing:
             ("update", self.update, get_args(Update)),
         ):
             if value not in known:
-                raise OptionError(choices(what, value, known))
-        if not 0 < self.alpha < float("inf"):
-            raise OptionError(f"alpha must be above 0, got {self.alpha}")
+                raise OptionError(choices(what, str(value), known))
+        check_number("alpha", self.alpha, above=0.0)
+        check_flag("random", self.random)
         before = 1.0
         for part in self.capacity:
             if not 0 < part <= before:
@@ -108,13 +110,13 @@ class Routing:
 
     @classmethod
     def from_dict(cls, record: dict[str, Any]) -> Routing:
-        known = {field.name for field in dataclasses.fields(cls)}
-        if unknown := sorted(set(record) - known):
-            raise OptionError(f"unknown routing field(s): {', '.join(unknown)}")
-        try:
-            return cls(**(record | {"capacity": tuple(float(part) for part in record["capacity"])}))
-        except (TypeError, KeyError) as error:
-            raise OptionError(f"this is no routing: {error}") from error
+        fields = dataclasses.fields(cls)
+        required = [field.name for field in fields if field.default is dataclasses.MISSING]
+        check_record("routing", record, [field.name for field in fields], required)
+        parts = record["capacity"]
+        if not isinstance(parts, list) or not all(is_number(part) for part in parts) or len(parts) > BOUNDS["recursions"][1]:
+            raise OptionError(f"capacity must be a list with a number for each recursion, got {shown(parts)}")
+        return cls(**(record | {"capacity": tuple(float(part) for part in parts)}))
 
 
 def build_routing(

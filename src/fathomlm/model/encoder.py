@@ -17,7 +17,9 @@ from torch import nn
 from transformers import LongT5Config, LongT5EncoderModel, MT5Config, MT5EncoderModel, T5Config, T5EncoderModel
 
 from fathomlm.depth import Architecture
+from fathomlm.depth.bounds import check_number, check_size
 from fathomlm.errors import OptionError, choices
+from fathomlm.jsonfile import shown
 
 ACTIVATIONS = {"silu": "silu", "gelu": "gelu", "gelu_tanh": "gelu_new", "relu": "relu"}
 """How Hugging Face spells them."""
@@ -35,6 +37,20 @@ FIELDS = (
     "feed_forward_proj",
     "dense_act_fn",
 )
+SIZES = {
+    "d_model": "hidden",
+    "d_kv": "head_dim",
+    "d_ff": "intermediate",
+    "num_layers": "layers",
+    "num_heads": "heads",
+    "relative_attention_num_buckets": "relative_buckets",
+    "relative_attention_max_distance": "relative_distance",
+    "local_radius": "context",
+    "global_block_size": "context",
+}
+"""By which bound each of them is checked."""
+NUMBERS = ("dropout_rate", "layer_norm_epsilon", "initializer_factor")
+NAMES = ("feed_forward_proj", "dense_act_fn", "encoder_attention_type")
 LONG_FIELDS = ("local_radius", "global_block_size", "encoder_attention_type")
 
 
@@ -115,13 +131,23 @@ def encoder_parameters(record: Mapping[str, Any]) -> int:
 
 
 def _kind(record: Mapping[str, Any]) -> EncoderKind:
-    name = str(record.get("model_type"))
-    if name not in ENCODERS:
-        raise OptionError(choices("encoder", name, ENCODERS))
+    if not isinstance(record, Mapping):
+        raise OptionError(f"the encoder must be an object, got {shown(record)}")
+    name = record.get("model_type")
+    if not isinstance(name, str) or name not in ENCODERS:
+        raise OptionError(choices("encoder", str(name)[:60], ENCODERS))
     return ENCODERS[name]
 
 
 def _config(kind: EncoderKind, values: dict[str, Any]) -> Any:
+    """Checked before transformers sees it: it builds what a configuration says."""
+    for name, value in values.items():
+        if name in SIZES:
+            check_size(SIZES[name], value, called=f"the encoder's {name}")
+        elif name in NUMBERS:
+            check_number(f"the encoder's {name}", value)
+        elif name in NAMES and not isinstance(value, str):
+            raise OptionError(f"the encoder's {name} must be a name, got {shown(value)}")
     try:
         return kind.config(**values)
     except (StrictDataclassError, TypeError, ValueError) as error:

@@ -15,6 +15,7 @@ from fathomlm.checkpoints.families import gemma, llama, neox, qwen, t5
 from fathomlm.checkpoints.families.shared import Config
 from fathomlm.depth import Architecture
 from fathomlm.errors import UnsupportedModel
+from fathomlm.jsonfile import shown
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,15 +87,14 @@ def family_for(architecture: Architecture) -> Family:
     return family if architecture.gated else dataclasses.replace(family, layer_names=t5.UNGATED_NAMES)
 
 
-def family_of(config: Config, where: str) -> Family:
-    """The family of a Hugging Face configuration, or an error that lists the known ones."""
-    model_type = config.get("model_type")
+def family_of(model_type: object, where: str) -> Family:
+    """The family of a Hugging Face model type, or an error that lists the known ones."""
     known_families = (*FAMILIES.values(), *SEQ2SEQ.values())
     for family in known_families:
         if family.model_type == model_type:
             return family
     known = ", ".join(family.model_type for family in known_families)
-    raise UnsupportedModel(f"{where}: model type {model_type!r} has no block here; known: {known}")
+    raise UnsupportedModel(f"{where}: model type {shown(model_type)} has no block here; known: {known}")
 
 
 def hf_name(family: Family, name: str) -> str:

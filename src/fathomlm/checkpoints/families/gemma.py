@@ -13,12 +13,14 @@ from fathomlm.checkpoints.families.shared import (
     read_rope,
     rope_dict,
     rope_of,
+    size,
     windows_of,
     write_common,
     write_windows,
 )
 from fathomlm.depth import Architecture
 from fathomlm.errors import UnsupportedModel
+from fathomlm.jsonfile import shown
 
 GEMMA3_NAMES = {
     **LLAMA_NAMES,
@@ -29,16 +31,16 @@ GEMMA3_NAMES = {
 
 
 def read_gemma(config: Config) -> Architecture:
-    shape = {**common(config), "head_dim": int(config.get("head_dim") or 256)}
-    if config.get("attention_bias"):
+    shape = {**common(config), "head_dim": size(config, "head_dim", "head_dim", 256)}
+    if config.flag("attention_bias", default=False):
         raise UnsupportedModel("gemma with attention_bias")
-    activation = config.get("hidden_activation") or "gelu_pytorch_tanh"
+    activation = config.text("hidden_activation", default="gelu_pytorch_tanh")
     return Architecture(
         family="gemma",
         **shape,
-        tied_embeddings=bool(config.get("tie_word_embeddings", True)),
+        tied_embeddings=config.flag("tie_word_embeddings", default=True),
         norm="rms_plus_one",
-        norm_eps=float(config.get("rms_norm_eps", 1e-6)),
+        norm_eps=config.number("rms_norm_eps", default=1e-6),
         activation=activation_of(activation, "gemma"),
         rope=rope_of(config),
         embedding_scale=shape["hidden"] ** 0.5,
@@ -51,33 +53,36 @@ def write_gemma(a: Architecture) -> dict[str, Any]:
 
 
 def read_gemma3(config: Config) -> Architecture:
-    shape = {**common(config), "head_dim": int(config.get("head_dim") or 256)}
+    shape = {**common(config), "head_dim": size(config, "head_dim", "head_dim", 256)}
     for option in (
         "attn_logit_softcapping",
         "final_logit_softcapping",
         "attention_bias",
         "use_bidirectional_attention",
     ):
-        if config.get(option):
-            raise UnsupportedModel(f"gemma3 with {option}={config[option]!r}")
-    pattern = int(config.get("sliding_window_pattern") or config.get("_sliding_window_pattern") or 6)
+        if config.raw(option):
+            raise UnsupportedModel(f"gemma3 with {option}={shown(config.raw(option))}")
+    names = ("sliding_window_pattern", "_sliding_window_pattern")
+    pattern = next((found for name in names if (found := size(config, name, "layers", None)) is not None), 6)
     kinds = ["full_attention" if (i + 1) % pattern == 0 else "sliding_attention" for i in range(shape["layers"])]
-    parameters = config.get("rope_parameters") or {}
-    old = read_rope(config.get("rope_scaling"), float(config.get("rope_theta") or 1_000_000.0), "gemma3_text")
-    local_theta = float(config.get("rope_local_base_freq") or 10_000.0)
+    parameters = config.record("rope_parameters", default=None)
+    theta = config.number("rope_theta", default=1_000_000.0)
+    old = read_rope(config.record("rope_scaling", default=None), theta, "gemma3_text")
+    local = parameters.record("sliding_attention", default=None) if parameters else None
+    local_theta = config.number("rope_local_base_freq", default=10_000.0)
     return Architecture(
         family="gemma3",
         **shape,
-        tied_embeddings=bool(config.get("tie_word_embeddings", True)),
+        tied_embeddings=config.flag("tie_word_embeddings", default=True),
         norm="rms_plus_one",
-        norm_eps=float(config.get("rms_norm_eps", 1e-6)),
-        activation=activation_of(config.get("hidden_activation") or "gelu_pytorch_tanh", "gemma3"),
+        norm_eps=config.number("rms_norm_eps", default=1e-6),
+        activation=activation_of(config.text("hidden_activation", default="gelu_pytorch_tanh"), "gemma3"),
         residual="sandwich",
         qk_norm=True,
-        rope=read_rope(parameters["full_attention"], 1_000_000.0, "gemma3_text") if parameters else old,
-        local_rope=read_rope(parameters.get("sliding_attention"), local_theta, "gemma3_text"),
-        windows=windows_of({"sliding_window": 4096, "layer_types": kinds, **config}, shape["layers"]),
-        attention_scale=float(config.get("query_pre_attn_scalar") or 256) ** -0.5,
+        rope=read_rope(parameters.record("full_attention"), 1_000_000.0, "gemma3_text") if parameters else old,
+        local_rope=read_rope(local, local_theta, "gemma3_text"),
+        windows=windows_of(config, shape["layers"], kinds, None if "sliding_window" in config else 4096),
+        attention_scale=config.number("query_pre_attn_scalar", at_least=1e-6, default=256.0) ** -0.5,
         embedding_scale=shape["hidden"] ** 0.5,
     )
 

@@ -32,12 +32,12 @@ LLAMA_OUTER = {"embed": "model.embed_tokens", "norm": "model.norm", "head": "lm_
 
 def read_llama(config: Config) -> Architecture:
     traits = llama_traits(config, "llama")
-    bias = bool(config.get("attention_bias", False))
+    bias = config.flag("attention_bias", default=False)
     return Architecture(
         **traits,
         qkv_bias=bias,
         o_bias=bias,
-        mlp_bias=bool(config.get("mlp_bias", False)),
+        mlp_bias=config.flag("mlp_bias", default=False),
     )
 
 

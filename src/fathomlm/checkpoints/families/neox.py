@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from fathomlm.checkpoints.families.shared import HF_ACTIVATIONS, Config, activation_of, read_rope, rope_dict
+from fathomlm.checkpoints.families.shared import HF_ACTIVATIONS, Config, activation_of, read_rope, rope_dict, size
 from fathomlm.depth import Architecture
 
 NEOX_NAMES = {
@@ -24,31 +24,32 @@ NEOX_OUTER = {
 
 
 def read_neox(config: Config) -> Architecture:
-    hidden, heads = int(config["hidden_size"]), int(config["num_attention_heads"])
-    bias = bool(config.get("attention_bias", True))
-    parameters = config.get("rope_parameters") or {}
-    fraction = float(parameters.get("partial_rotary_factor") or config.get("rotary_pct") or 0.25)
-    theta = float(config.get("rotary_emb_base") or config.get("rope_theta") or 10_000.0)
+    hidden, heads = size(config, "hidden_size", "hidden"), size(config, "num_attention_heads", "heads")
+    bias = config.flag("attention_bias", default=True)
+    parameters = config.record("rope_parameters", default=None)
+    fraction = config.number("rotary_pct", default=0.25)
+    fraction = parameters.number("partial_rotary_factor", default=fraction) if parameters else fraction
+    theta = config.number("rotary_emb_base", default=config.number("rope_theta", default=10_000.0))
     return Architecture(
         family="neox",
-        layers=int(config["num_hidden_layers"]),
+        layers=size(config, "num_hidden_layers", "layers"),
         hidden=hidden,
-        intermediate=int(config["intermediate_size"]),
+        intermediate=size(config, "intermediate_size", "intermediate"),
         heads=heads,
         kv_heads=heads,
         head_dim=hidden // heads,
-        vocab=int(config["vocab_size"]),
-        context=int(config.get("max_position_embeddings", 2048)),
-        tied_embeddings=bool(config.get("tie_word_embeddings", False)),
+        vocab=size(config, "vocab_size", "vocab"),
+        context=size(config, "max_position_embeddings", "context", 2048),
+        tied_embeddings=config.flag("tie_word_embeddings", default=False),
         norm="layer",
-        norm_eps=float(config.get("layer_norm_eps", 1e-5)),
-        activation=activation_of(config.get("hidden_act", "gelu"), "gpt_neox"),
+        norm_eps=config.number("layer_norm_eps", default=1e-5),
+        activation=activation_of(config.text("hidden_act", default="gelu"), "gpt_neox"),
         gated=False,
-        residual="parallel" if config.get("use_parallel_residual", True) else "pre",
+        residual="parallel" if config.flag("use_parallel_residual", default=True) else "pre",
         qkv_bias=bias,
         o_bias=bias,
         mlp_bias=True,
-        rope=read_rope(parameters or config.get("rope_scaling"), theta, "gpt_neox"),
+        rope=read_rope(parameters or config.record("rope_scaling", default=None), theta, "gpt_neox"),
         rotary_fraction=fraction,
     )
 

@@ -8,6 +8,7 @@ from fathomlm.checkpoints.families.shared import (
     HF_ACTIVATIONS,
     Config,
     llama_traits,
+    size,
     windows_of,
     write_common,
     write_windows,
@@ -17,11 +18,11 @@ from fathomlm.depth import Architecture
 
 def _qwen_windows(config: Config, layers: int) -> tuple[int | None, ...]:
     """Qwen: a window only if use_sliding_window says so, and then from layer max_window_layers on."""
-    if not config.get("use_sliding_window", False) or config.get("sliding_window") is None:
+    if not config.flag("use_sliding_window", default=False):
         return ()
-    first = int(config.get("max_window_layers", 28))
+    first = config.integer("max_window_layers", at_least=0, default=28)
     kinds = ["sliding_attention" if i >= first else "full_attention" for i in range(layers)]
-    return windows_of({"layer_types": kinds, **{k: v for k, v in config.items() if v is not None}}, layers)
+    return windows_of(config, layers, kinds)
 
 
 def read_qwen2(config: Config) -> Architecture:
@@ -34,8 +35,8 @@ def read_qwen2(config: Config) -> Architecture:
 
 
 def read_qwen3(config: Config) -> Architecture:
-    traits = {**llama_traits(config, "qwen3"), "head_dim": int(config.get("head_dim") or 128)}
-    bias = bool(config.get("attention_bias", False))
+    traits = {**llama_traits(config, "qwen3"), "head_dim": size(config, "head_dim", "head_dim", 128)}
+    bias = config.flag("attention_bias", default=False)
     return Architecture(
         **traits,
         qk_norm=True,

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from typing import Any, overload
 
 from fathomlm.depth import Architecture, Rope
+from fathomlm.depth.bounds import BOUNDS
 from fathomlm.errors import UnsupportedModel
+from fathomlm.jsonfile import Fields
 
-Config = Mapping[str, Any]
+Config = Fields
 ACTIVATIONS = {
     "silu": "silu",
     "swish": "silu",
@@ -19,30 +20,45 @@ ACTIVATIONS = {
 HF_ACTIVATIONS = {"silu": "silu", "gelu": "gelu", "gelu_tanh": "gelu_pytorch_tanh"}
 
 
-def read_rope(parameters: Mapping[str, Any] | None, theta: float, where: str) -> Rope:
+@overload
+def size(config: Config, name: str, bound: str) -> int: ...
+@overload
+def size(config: Config, name: str, bound: str, default: int) -> int: ...
+@overload
+def size(config: Config, name: str, bound: str, default: None) -> int | None: ...
+def size(config: Config, name: str, bound: str, default: int | None = -1) -> int | None:
+    """A size of a configuration, within the bounds that models here have."""
+    least, most = BOUNDS[bound]
+    if default == -1:
+        return config.integer(name, at_least=least, at_most=most)
+    return config.integer(name, at_least=least, at_most=most, default=default)
+
+
+def read_rope(found: Fields | None, theta: float, where: str) -> Rope:
     """A rotary specification, from the dictionary that newer configurations have or the fields of older ones."""
-    found = dict(parameters or {})
-    kind = found.get("rope_type", found.get("type", "default"))
-    theta = float(found.get("rope_theta", theta))
+    if found is None:
+        return Rope(theta=theta)
+    kind = found.text("rope_type", default=None) or found.text("type", default="default")
+    theta = found.number("rope_theta", default=theta)
     if kind == "default":
         return Rope(theta=theta)
     if kind == "linear":
-        return Rope(theta=theta, scaling="linear", factor=float(found["factor"]))
+        return Rope(theta=theta, scaling="linear", factor=found.number("factor"))
     if kind == "llama3":
         return Rope(
             theta=theta,
             scaling="llama3",
-            factor=float(found["factor"]),
-            low_freq_factor=float(found["low_freq_factor"]),
-            high_freq_factor=float(found["high_freq_factor"]),
-            original_context=int(found["original_max_position_embeddings"]),
+            factor=found.number("factor"),
+            low_freq_factor=found.number("low_freq_factor"),
+            high_freq_factor=found.number("high_freq_factor"),
+            original_context=size(found, "original_max_position_embeddings", "original_context"),
         )
-    raise UnsupportedModel(f"{where} asks for '{kind}' rotary scaling; known: default, linear, llama3")
+    raise UnsupportedModel(f"{where} asks for '{kind:.60}' rotary scaling; known: default, linear, llama3")
 
 
 def rope_of(config: Config, default_theta: float = 10_000.0) -> Rope:
-    parameters = config.get("rope_parameters") or config.get("rope_scaling")
-    return read_rope(parameters, float(config.get("rope_theta") or default_theta), str(config["model_type"]))
+    parameters = config.record("rope_parameters", default=None) or config.record("rope_scaling", default=None)
+    return read_rope(parameters, config.number("rope_theta", default=default_theta), config.text("model_type"))
 
 
 def rope_dict(rope: Rope) -> dict[str, Any]:
@@ -62,23 +78,23 @@ def rope_dict(rope: Rope) -> dict[str, Any]:
 
 def activation_of(name: str, family: str) -> Any:
     if name not in ACTIVATIONS:
-        raise UnsupportedModel(f"{family} with activation '{name}'; known: {', '.join(sorted(ACTIVATIONS))}")
+        raise UnsupportedModel(f"{family} with activation '{name:.60}'; known: {', '.join(sorted(ACTIVATIONS))}")
     return ACTIVATIONS[name]
 
 
 def common(config: Config) -> dict[str, Any]:
     """Fields that every family but GPT-NeoX spells alike."""
-    heads = int(config["num_attention_heads"])
-    hidden = int(config["hidden_size"])
+    heads = size(config, "num_attention_heads", "heads")
+    hidden = size(config, "hidden_size", "hidden")
     return {
-        "layers": int(config["num_hidden_layers"]),
+        "layers": size(config, "num_hidden_layers", "layers"),
         "hidden": hidden,
-        "intermediate": int(config["intermediate_size"]),
+        "intermediate": size(config, "intermediate_size", "intermediate"),
         "heads": heads,
-        "kv_heads": int(config.get("num_key_value_heads") or heads),
-        "head_dim": int(config.get("head_dim") or hidden // heads),
-        "vocab": int(config["vocab_size"]),
-        "context": int(config.get("max_position_embeddings", 2048)),
+        "kv_heads": size(config, "num_key_value_heads", "kv_heads", heads),
+        "head_dim": size(config, "head_dim", "head_dim", hidden // heads),
+        "vocab": size(config, "vocab_size", "vocab"),
+        "context": size(config, "max_position_embeddings", "context", 2048),
     }
 
 
@@ -87,9 +103,9 @@ def llama_traits(config: Config, family: str) -> dict[str, Any]:
     return {
         "family": family,
         **common(config),
-        "tied_embeddings": bool(config.get("tie_word_embeddings", False)),
-        "norm_eps": float(config.get("rms_norm_eps", 1e-6)),
-        "activation": activation_of(config.get("hidden_act", "silu"), family),
+        "tied_embeddings": config.flag("tie_word_embeddings", default=False),
+        "norm_eps": config.number("rms_norm_eps", default=1e-6),
+        "activation": activation_of(config.text("hidden_act", default="silu"), family),
         "rope": rope_of(config),
     }
 
@@ -110,19 +126,21 @@ def write_common(a: Architecture) -> dict[str, Any]:
     }
 
 
-def windows_of(config: Config, layers: int) -> tuple[int | None, ...]:
-    """The window of each layer, from layer_types where the configuration has them."""
-    window = config.get("sliding_window")
-    kinds = config.get("layer_types")
+def windows_of(
+    config: Config, layers: int, kinds: list[str] | None = None, window: int | None = None
+) -> tuple[int | None, ...]:
+    """The window of each layer, from layer_types where the configuration has them; `kinds` and `window` where not."""
+    window = size(config, "sliding_window", "window", window)
+    kinds = config.texts("layer_types", default=[]) or kinds
     if window is None:
         return ()
     if kinds is None:
-        return (int(window),) * layers
+        return (window,) * layers
     if unknown := sorted(set(kinds) - {"full_attention", "sliding_attention"}):
-        raise UnsupportedModel(f"layer types {', '.join(unknown)}; known: full_attention, sliding_attention")
+        raise UnsupportedModel(f"layer types {', '.join(unknown[:4]):.100}; known: full_attention, sliding_attention")
     if len(kinds) != layers:
         raise UnsupportedModel(f"layer_types names {len(kinds)} layers, the model has {layers}")
-    windows = tuple(int(window) if kind == "sliding_attention" else None for kind in kinds)
+    windows = tuple(window if kind == "sliding_attention" else None for kind in kinds)
     return windows if any(windows) else ()
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from fathomlm.checkpoints.families.shared import ACTIVATIONS, Config
+from fathomlm.checkpoints.families.shared import ACTIVATIONS, Config, size
 from fathomlm.depth import Architecture
 from fathomlm.errors import UnsupportedModel
 
@@ -35,35 +35,37 @@ T5_OUTER = {
 
 
 def read_t5(config: Config) -> Architecture:
-    family = str(config["model_type"])
-    projection = str(config.get("feed_forward_proj") or ("gated-gelu" if family == "mt5" else "relu"))
-    activation = str(config.get("dense_act_fn") or ("gelu_new" if projection == "gated-gelu" else projection.split("-")[-1]))
+    family = config.text("model_type")
+    projection = config.text("feed_forward_proj", default="gated-gelu" if family == "mt5" else "relu")
+    implied = "gelu_new" if projection == "gated-gelu" else projection.split("-")[-1]
+    activation = config.text("dense_act_fn", default=implied)
     if activation not in T5_ACTIVATIONS:
         known = ", ".join(sorted(T5_ACTIVATIONS))
-        raise UnsupportedModel(f"{family} with activation '{activation}'; known: {known}")
-    marked_tied = config.get("tie_word_embeddings") is not False
-    scaled = family != "mt5" and bool(config.get("scale_decoder_outputs", marked_tied))
-    hidden, heads = int(config["d_model"]), int(config["num_heads"])
+        raise UnsupportedModel(f"{family} with activation '{activation:.60}'; known: {known}")
+    marked_tied = config.flag("tie_word_embeddings", default=True)
+    scaled = family != "mt5" and config.flag("scale_decoder_outputs", default=marked_tied)
+    hidden, heads = size(config, "d_model", "hidden"), size(config, "num_heads", "heads")
+    layers = size(config, "num_decoder_layers", "layers", None) or size(config, "num_layers", "layers")
     return Architecture(
         family=family,
-        layers=int(config.get("num_decoder_layers") or config["num_layers"]),
+        layers=layers,
         hidden=hidden,
-        intermediate=int(config["d_ff"]),
+        intermediate=size(config, "d_ff", "intermediate"),
         heads=heads,
         kv_heads=heads,
-        head_dim=int(config["d_kv"]),
-        vocab=int(config["vocab_size"]),
-        context=int(config.get("n_positions") or 512),
+        head_dim=size(config, "d_kv", "head_dim"),
+        vocab=size(config, "vocab_size", "vocab"),
+        context=size(config, "n_positions", "context", 512),
         tied_embeddings=scaled or family == "longt5" or (family == "mt5" and marked_tied),
-        norm_eps=float(config.get("layer_norm_epsilon") or 1e-6),
+        norm_eps=config.number("layer_norm_epsilon", default=1e-6),
         activation=T5_ACTIVATIONS[activation],  # type: ignore[arg-type]
         gated=projection.startswith("gated-"),
         rotary_fraction=0.0,
         attention_scale=1.0,
         head_scale=hidden**-0.5 if scaled else 1.0,
         positions="relative",
-        relative_buckets=int(config.get("relative_attention_num_buckets") or 32),
-        relative_distance=int(config.get("relative_attention_max_distance") or 128),
+        relative_buckets=size(config, "relative_attention_num_buckets", "relative_buckets", 32),
+        relative_distance=size(config, "relative_attention_max_distance", "relative_distance", 128),
         cross=True,
         memory_width=hidden,
     )

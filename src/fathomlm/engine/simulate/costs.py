@@ -13,7 +13,6 @@ two do, and below the smallest it is the smallest's. A user's table is JSON or Y
 
 from __future__ import annotations
 
-import json
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from fathomlm.errors import DataError, OptionError, is_number
+from fathomlm.jsonfile import parse, read_bytes, shown, shown_name
 
 Pass = tuple[str, int]
 """What kind of pass, and how many of its rows stood for a token."""
@@ -122,9 +122,9 @@ class Costs:
 
 def from_table(table: Mapping[str, Any], deepest: int, where: str = "the table") -> Costs:
     """Costs from a user's table, for tokens that run the block at most `deepest` times."""
-    unknown = sorted(table.keys() - {*TABLE, "name", "reading_ms"})
+    unknown = sorted(shown_name(str(name)) for name in table.keys() - {*TABLE, "name", "reading_ms"})
     if unknown:
-        raise DataError(f"{where}: unknown {', '.join(unknown)}; known: name, {', '.join(TABLE)}, reading_ms")
+        raise DataError(f"{where}: unknown {', '.join(unknown[:8])}; known: name, {', '.join(TABLE)}, reading_ms")
     if "block" not in table:
         raise DataError(f"{where}: 'block' is missing: milliseconds of one pass of the shared block by rows")
     curves = {name: _curve(where, name, table[name]) for name in TABLE if name in table}
@@ -132,46 +132,39 @@ def from_table(table: Mapping[str, Any], deepest: int, where: str = "the table")
     plain = curves.get("plain", block.times(deepest))
     reading = table.get("reading_ms", 0.0)
     if not is_number(reading) or reading < 0:
-        raise DataError(f"{where}: reading_ms must be a number of at least 0, got {reading!r}")
+        raise DataError(f"{where}: reading_ms must be a number of at least 0, got {shown(reading)}")
     passes = {"step": plain + ends, "core": block, "turn": ends, "both": block + ends}
     largest = min(curve.points[-1][0] for curve in (block, plain))
     return Costs(name=str(table.get("name", where)), passes=passes, prompt_token=reading, largest=largest)
 
 
 def read_costs(path: Path, deepest: int) -> Costs:
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"cannot read times from {path}: {error}") from error
-    found = _parsed(path, text)
+    found = _parsed(path, read_bytes(path, f"times from {path}", error=DataError))
     if not isinstance(found, dict):
         raise DataError(f'{path}: a table with \'block\' is expected, such as {{"block": {{"1": 11.1, "43": 11.4}}}}')
     return from_table(found, deepest, str(path))
 
 
-def _parsed(path: Path, text: str) -> Any:
+def _parsed(path: Path, data: bytes) -> Any:
     if path.suffix.lower() in (".yaml", ".yml"):
         try:
             import yaml
         except ImportError:
             raise OptionError("YAML needs pyyaml: pip install 'fathomlm[train]', or write JSON") from None
         try:
-            return yaml.safe_load(text)
-        except yaml.YAMLError as error:
-            raise DataError(f"{path}: no YAML ({str(error).splitlines()[0]})") from error
-    try:
-        return json.loads(text)
-    except json.JSONDecodeError as error:
-        raise DataError(f"{path}: no JSON ({error.msg}, line {error.lineno})") from error
+            return yaml.safe_load(data.decode("utf-8-sig"))
+        except (yaml.YAMLError, ValueError, RecursionError) as error:
+            raise DataError(f"{path}: no YAML ({(str(error).splitlines() or ['nested too deep'])[0]})") from error
+    return parse(data, str(path), error=DataError)
 
 
 def _curve(where: str, name: str, found: Any) -> Curve:
     rule = f"{where}: {name} must be milliseconds by rows, such as {{1: 11.1, 43: 11.4}}"
     if not isinstance(found, dict) or not found:
-        raise DataError(f"{rule}; got {found!r}")
+        raise DataError(f"{rule}; got {shown(found)}")
     points = {}
     for rows, ms in found.items():
-        if not str(rows).isdecimal() or int(rows) < 1 or not is_number(ms) or ms < 0:
-            raise DataError(f"{rule}; got {rows!r}: {ms!r}")
+        if not str(rows).isdecimal() or len(str(rows)) > 9 or int(rows) < 1 or not is_number(ms) or ms < 0:
+            raise DataError(f"{rule}; got {shown(rows)}: {shown(ms)}")
         points[int(rows)] = float(ms)
     return Curve(tuple(sorted(points.items())))

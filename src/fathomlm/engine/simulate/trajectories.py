@@ -15,11 +15,14 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
-from fathomlm.errors import DataError, OptionError, is_whole
+from fathomlm.depth.bounds import BOUNDS
+from fathomlm.errors import DataError, OptionError
+from fathomlm.jsonfile import Fields, read_lines, shown_name
 
 Source = Literal["file", "forced", "oracle", "confidence", "router"]
 """A file that does not say; drawn and not decided; the earliest exit that agrees with the last; where an exit was sure; a
 router's own choice."""
+LONGEST, DEEPEST = BOUNDS["context"][1], BOUNDS["unrolled_layers"][1]
 SOURCES: tuple[Source, ...] = ("file", "forced", "oracle", "confidence", "router")
 
 
@@ -118,20 +121,17 @@ def check_parts(parts: Sequence[float]) -> None:
 
 def read_trajectories(path: Path, deepest: int | None = None) -> Trajectories:
     """From a file. `deepest` is how deep tokens may go, where nobody of the file does."""
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"cannot read trajectories from {path}: {error}") from error
     texts: list[Trajectory] = []
     head: dict[str, Any] = {}
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        found = _object(path, number, line)
+    for _, found in read_lines(path, error=DataError):
         if not texts and not head and "depths" not in found:
             head = _head(path, found)
         else:
-            texts.append(_text(f"{path}, line {number}", found))
+            prompt = found.integer("prompt", at_least=1, at_most=LONGEST, default=1)
+            depths = found.integers("depths", at_least=1, at_most=DEEPEST)
+            if not depths:
+                raise found.wrong("depths", "integers >= 1, one for each new token")
+            texts.append(Trajectory(prompt, tuple(depths)))
     if not texts:
         raise DataError(f'{path} has no text; a line is {{"prompt": 12, "depths": [1, 2, 1]}}')
     met = max(max(text.depths) for text in texts)
@@ -150,32 +150,14 @@ def write_trajectories(path: Path, trajectories: Trajectories) -> None:
     path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
 
 
-def _object(path: Path, number: int, line: str) -> dict[str, Any]:
-    try:
-        found = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise DataError(f"{path}, line {number}: no JSON ({error.msg})") from error
-    if not isinstance(found, dict):
-        raise DataError(f"{path}, line {number}: a JSON object is expected, such as {{'prompt': 12, 'depths': [1, 2]}}")
-    return found
-
-
-def _head(path: Path, found: dict[str, Any]) -> dict[str, Any]:
-    unknown = sorted(found.keys() - {"source", "label", "deepest"})
-    if unknown or not found:
-        raise DataError(f"{path}, line 1: no depths, and {unknown or 'nothing'} instead; a text has 'prompt' and 'depths'")
-    source, label, deepest = found.get("source", "file"), found.get("label", ""), found.get("deepest", 1)
-    if source not in SOURCES or not isinstance(label, str) or not is_whole(deepest) or deepest < 1:
-        raise DataError(f"{path}, line 1: source must be one of {', '.join(SOURCES)}, label a text, deepest a whole number")
+def _head(path: Path, found: Fields) -> dict[str, Any]:
+    unknown = sorted(shown_name(name) for name in found if name not in ("source", "label", "deepest"))
+    if unknown or not len(found):
+        raise DataError(
+            f"{found.where}: no depths, and {unknown[:8] or 'nothing'} instead; a text has 'prompt' and 'depths'"
+        )
+    source, label = found.text("source", known=SOURCES, default="file"), found.text("label", default="")
+    deepest = found.integer("deepest", at_least=1, at_most=DEEPEST, default=1)
     if not label.startswith(source) and source in ("forced", "oracle"):
         label = f"{source}: {label or path.name}"
     return {"source": source, "label": label or f"depths from {path.name}", "deepest": deepest}
-
-
-def _text(where: str, found: dict[str, Any]) -> Trajectory:
-    prompt, depths = found.get("prompt", 1), found.get("depths")
-    if not is_whole(prompt) or prompt < 1:
-        raise DataError(f"{where}: prompt must be a whole number of at least 1, got {prompt!r}")
-    if not isinstance(depths, list) or not depths or not all(is_whole(depth) and depth >= 1 for depth in depths):
-        raise DataError(f"{where}: depths must be whole numbers of at least 1, one for each new token")
-    return Trajectory(prompt, tuple(depths))

@@ -15,6 +15,7 @@ from typing import IO, Any
 
 from fathomlm.errors import DataError, OutputError
 from fathomlm.evaluate.judge.client import Endpoint, Reply
+from fathomlm.jsonfile import MAX_LINE, bounded_lines, parse_object
 
 
 def key_of(endpoint: Endpoint, prompt: str) -> str:
@@ -63,7 +64,7 @@ class AnswerFile:
         """A last line without an end was being written when its process died; it goes."""
         file.seek(0)
         whole = 0
-        for number, line in enumerate(file, start=1):
+        for number, line in enumerate(bounded_lines(file, MAX_LINE, str(self.path), error=DataError), start=1):
             if not line.endswith(b"\n"):
                 file.truncate(whole)
                 break
@@ -73,10 +74,10 @@ class AnswerFile:
 
     def _take(self, line: bytes, number: int) -> None:
         try:
-            record = json.loads(line)
-            key, text, finish = record["key"], record["text"], record["finish"]
-        except (ValueError, KeyError, TypeError) as error:
+            record = parse_object(line, f"{self.path} line {number}", error=DataError)
+            reply = Reply(record.text("text"), record.text("finish", default=None))
+            self.found[record.text("key")] = reply
+        except DataError as error:
             raise DataError(
-                f"{self.path} line {number} is no answer of a judge; --answers takes a file of its own"
+                f"{self.path} line {number} is no answer of a judge; --answers takes a file of its own ({error})"
             ) from error
-        self.found[str(key)] = Reply(str(text), finish)

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from typing import IO, Any
 
 from fathomlm.errors import FathomError, OptionError, require
+from fathomlm.jsonfile import parse
 
 LONGEST_PAUSE = 60.0
 """Seconds between two tries at most, whatever a server asks for."""
@@ -186,9 +187,9 @@ def _read(response: IO[bytes], ends: float) -> bytes:
 
 def _reply(data: bytes) -> Reply:
     try:
-        choice = json.loads(data)["choices"][0]
+        choice = parse(data, "the answer", error=JudgeError, nonfinite=True)["choices"][0]
         text, finish = choice["message"]["content"], choice.get("finish_reason")
-    except (ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
+    except (JudgeError, KeyError, IndexError, TypeError, AttributeError) as error:
         start = data[:_SHOWN].decode("utf-8", "replace")
         raise JudgeError(f"the answer is no chat completion: {' '.join(start.split()) or '(empty)'}") from error
     if not isinstance(text, str | None):
@@ -201,8 +202,8 @@ def _message(error: urllib.error.HTTPError) -> str:
     text = ""
     with contextlib.suppress(OSError, http.client.HTTPException):
         text = error.read(1 << 16).decode("utf-8", "replace")
-    with contextlib.suppress(ValueError, KeyError, TypeError):
-        text = str(json.loads(text)["error"]["message"])
+    with contextlib.suppress(JudgeError, KeyError, TypeError):
+        text = str(parse(text, "the answer", error=JudgeError, nonfinite=True)["error"]["message"])
     return " ".join(text.split())[:_SHOWN]
 
 

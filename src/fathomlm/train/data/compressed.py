@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gzip
 import io
-import json
 import lzma
 import zlib
 from collections.abc import Iterator
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from fathomlm.errors import DataError
+from fathomlm.jsonfile import parse
 
 _CHUNK = 1 << 17
 _WINDOW = 1 << 31
@@ -32,12 +32,7 @@ def open_lines(path: Path) -> Iterator[tuple[bytes, int]]:
 
 def json_of(line: bytes, number: int, where: str) -> Any:
     """What a line of JSON says; the first may begin with a byte order mark."""
-    try:
-        return json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))
-    except UnicodeDecodeError as error:
-        raise DataError(f"{where}: not UTF-8 text") from error
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"{where}: not JSON ({error})") from error
+    return parse(line, where, error=DataError, nonfinite=True)
 
 
 def _unpacked(path: Path, file: IO[bytes]) -> IO[bytes] | io.BufferedIOBase:

@@ -9,12 +9,15 @@ from pathlib import Path
 from typing import Any
 
 from fathomlm.errors import DataError
+from fathomlm.jsonfile import Fields, read_object, shown
 from fathomlm.train.data.sources import Source
 
 FILE = "corpus.json"
 VERSION = 1
 SPLITS = ("train", "validation")
 KINDS = ("tokens", "pairs")
+MAX_MANIFEST = 64 << 20
+_MOST = 1 << 53
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,16 +132,18 @@ class Manifest:
     def read(cls, directory: Path) -> Manifest:
         path = directory / FILE
         try:
-            record = json.loads(path.read_text(encoding="utf-8"))
+            path.stat()
+            record = dict(read_object(path, error=DataError, max_bytes=MAX_MANIFEST).values)
         except FileNotFoundError as error:
             what = f"{directory} is not a corpus (no {FILE})" if directory.exists() else f"{directory} does not exist"
             raise DataError(f"{what}; `fathomlm data prepare` makes one") from error
-        except (OSError, ValueError) as error:
-            raise DataError(f"{path} cannot be read ({error}); prepare the corpus again with --force") from error
-        if not isinstance(record, dict) or record.get("version") != VERSION:
-            found = record.get("version") if isinstance(record, dict) else None
+        except (OSError, DataError) as error:
+            raise DataError(f"{error}; prepare the corpus again with --force") from error
+        if record.get("version") != VERSION:
+            found = shown(record.get("version"))
             raise DataError(f"{path} has format version {found}, and this FathomLM reads {VERSION}; prepare it again")
         try:
+            _check_types(Fields(record, str(path), error=DataError))
             return cls._from_dict(record)
         except (TypeError, ValueError, KeyError, AttributeError) as error:
             raise DataError(f"{path} is damaged ({error}); prepare the corpus again with --force") from error
@@ -184,6 +189,41 @@ def sync_directory(directory: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+def _check_types(record: Fields) -> None:
+    """What a file says is of the types above, before it is believed."""
+    for name in ("tokenizer", "fingerprint", "kind", "dtype"):
+        record.text(name)
+    for name in ("vocab", "shard_tokens"):
+        record.integer(name, at_least=1, at_most=_MOST)
+    record.integer("separator", at_least=0, at_most=_MOST)
+    for name in ("max_tokens", "empty_documents"):
+        record.integer(name, at_least=0, at_most=_MOST, default=0)
+    record.number("validation_fraction", at_least=0.0, at_most=1.0)
+    record.text("source_prefix", default="")
+    record.flag("complete", default=False)
+    record.texts("columns")
+    for source in record.records("sources"):
+        source.text("name")
+        source.text("kind")
+        source.integer("bytes", at_least=0, default=None)
+        source.flag("validation")
+    parts = [record.record("cursor")] if "cursor" in record else []
+    for cursor in parts:
+        cursor.integer("source", at_least=0, at_most=_MOST, default=0)
+        cursor.integer("documents", at_least=0, at_most=_MOST, default=0)
+    splits = record.record("splits")
+    for split in (splits.record(name) for name in splits):
+        counts = [split, *split.records("shards")]
+        for part in counts:
+            part.integer("tokens", at_least=0, at_most=_MOST)
+            part.integer("documents", at_least=0, at_most=_MOST)
+        for shard in counts[1:]:
+            for name in ("sha256", "index_sha256"):
+                shard.text(name)
+            if Path(shard.text("file")).name != shard.text("file"):
+                raise shard.wrong("file", "the name of a file beside corpus.json")
 
 
 def _say(value: object) -> str:
