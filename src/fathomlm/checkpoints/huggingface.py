@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from fathomlm.checkpoints.confined import TokenizerTrial, no_panic
 from fathomlm.checkpoints.families import Family, family_of, hf_name
 from fathomlm.checkpoints.shards import Shards, read_json
 from fathomlm.checkpoints.source import TokenIds, end_ids, parameter_shapes
@@ -20,7 +21,8 @@ from fathomlm.jsonfile import Fields, read_object
 COMPUTED = re.compile(r"rotary_emb\.inv_freq$|attention\.(bias|masked_bias)$")
 """Buffers of old checkpoints that follow from the configuration."""
 TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id")
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "tokenizer_config.json")
+TOKENIZER = "tokenizer.json"
+TOKENIZER_FILES = (TOKENIZER, "tokenizer.model", "spiece.model", "vocab.json", "tokenizer_config.json")
 
 
 class HuggingFaceCheckpoint:
@@ -142,9 +144,31 @@ def read_tokenizer(directory: Path) -> Any | None:
     """The tokenizer beside the weights, or None. Tokenizers that bring their own code are not run."""
     if not any((directory / name).is_file() for name in TOKENIZER_FILES):
         return None
+    trial = TokenizerTrial(directory / TOKENIZER) if (directory / TOKENIZER).is_file() else None
     from transformers import AutoTokenizer
 
+    more = _tokenizer_config(directory)
+    if trial is not None:
+        trial.check()
     try:
-        return AutoTokenizer.from_pretrained(str(directory), local_files_only=True, trust_remote_code=False)
+        with no_panic(str(directory)):
+            return AutoTokenizer.from_pretrained(str(directory), local_files_only=True, trust_remote_code=False, **more)
+    except FathomError:
+        raise
     except Exception as error:  # the tokenizers library raises a bare Exception on a corrupt tokenizer.json
-        raise CheckpointError(f"{directory}: the tokenizer cannot be read ({str(error).splitlines()[0]})") from error
+        said = (str(error).splitlines() or [type(error).__name__])[0]
+        raise CheckpointError(f"{directory}: the tokenizer cannot be read ({said:.300})") from error
+
+
+def _tokenizer_config(directory: Path) -> dict[str, Any]:
+    """What transformers needs of config.json to choose a tokenizer's class. It is not given the file, which would build all
+    that the file says."""
+    if not (directory / "config.json").is_file():
+        return {}
+    from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig
+
+    found = Fields(read_json(directory / "config.json"), f"{directory / 'config.json'}", error=CheckpointError)
+    model_type, kind = found.text("model_type", default=""), found.text("tokenizer_class", default=None)
+    config = AutoConfig.for_model(model_type) if model_type in CONFIG_MAPPING else PreTrainedConfig()
+    config.tokenizer_class = kind
+    return {"config": config}

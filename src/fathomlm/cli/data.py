@@ -64,6 +64,8 @@ def _add_prepare_arguments(parser: argparse.ArgumentParser) -> None:
     what("--pairs", metavar=("SOURCE", "TARGET"), nargs=2, help="two columns: make pairs, to learn TARGET from SOURCE")
     what("--source-prefix", metavar="TEXT", default="", help="pairs: put in front of every source, such as 'summarize: '")
     what("--max-tokens", metavar="N", help="stop at about so many training tokens: 500M, 2B (all)")
+    what("--max-document-bytes", metavar="N", default="16M", help="largest document; a larger one is an error (16M)")
+    what("--skip-long", action="store_true", help="leave larger documents out, and count them")
     what("--separator", metavar="TOKEN", help="token behind every document (<|endoftext|>, or the tokenizer's end token)")
     held = parser.add_argument_group("what is held out for validation").add_argument
     held("--validation-fraction", metavar="F", type=float, help="share of the documents (0.01; 0 with --validation-from)")
@@ -105,6 +107,9 @@ def _prepare(args: argparse.Namespace) -> int:
     print(_summary(corpus) + ("" if already else f", {seconds:.1f} s"))
     if corpus.manifest.empty_documents:
         print(f"  {corpus.manifest.empty_documents:,} documents without text were left out")
+    if corpus.manifest.long_documents:
+        most = corpus.manifest.skip_above
+        print(f"  {corpus.manifest.long_documents:,} documents of more than {most:,} bytes were left out")
     if not corpus.has("train"):
         print("  there is nothing to train on: every document was held out; see --validation-fraction")
     if not corpus.has("validation") and corpus.manifest.validation_fraction:
@@ -128,6 +133,8 @@ def _options(args: argparse.Namespace) -> PrepareOptions:
         separator=args.separator,
         shard_tokens=round(parse_amount("--shard-tokens", args.shard_tokens)),
         max_tokens=None if args.max_tokens is None else round(parse_amount("--max-tokens", args.max_tokens)),
+        max_document_bytes=round(parse_amount("--max-document-bytes", args.max_document_bytes)),
+        skip_long=args.skip_long,
         workers=len(os.sched_getaffinity(0)) if args.workers is None else args.workers,
         force=args.force,
     )
@@ -201,6 +208,7 @@ def _record(corpus: Corpus) -> dict[str, Any]:
         "vocab": manifest.vocab,
         "splits": splits,
         "empty_documents": manifest.empty_documents,
+        "long_documents": manifest.long_documents,
         "complete": manifest.complete,
     }
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from fathomlm.checkpoints.confined import Refused, no_panic, render_chat
 from fathomlm.checkpoints.source import end_ids
 from fathomlm.errors import OptionError
 from fathomlm.model.memory import Memory
@@ -64,8 +65,8 @@ def chat_prompt(
     if tokenizer.chat_template is None:
         raise OptionError("this model has no chat template, so it was not made for chat; use plain prompts")
     try:
-        text: str = tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=False)
-    except Exception as error:  # a template is the checkpoint's own code and raises what it likes
+        text = render_chat(tokenizer, messages)
+    except Refused as error:
         raise OptionError(f"the model's chat template refused the conversation: {error}") from error
     check(text)
     return encode_prompt(model, _ids(tokenizer, text, add_special_tokens=False))
@@ -103,7 +104,8 @@ def _ids(tokenizer: Any, text: str, add_special_tokens: bool) -> list[int]:
     except UnicodeEncodeError as error:
         raise OptionError(f"the prompt is not valid Unicode text ({error.reason} at {error.start})") from error
     # Not verbose: transformers would warn about length, and `check_context` refuses it.
-    ids: list[int] = tokenizer(text, add_special_tokens=add_special_tokens, verbose=False)["input_ids"]
+    with no_panic("the prompt", OptionError):
+        ids: list[int] = tokenizer(text, add_special_tokens=add_special_tokens, verbose=False)["input_ids"]
     return ids
 
 

@@ -20,6 +20,7 @@ from lm_eval.api.model import LM
 from lm_eval.api.registry import register_model
 from tqdm import tqdm
 
+from fathomlm.checkpoints.confined import Refused, render_chat
 from fathomlm.checkpoints.resolve import decoder_only, load
 from fathomlm.decode.full import generate
 from fathomlm.decode.prompts import encode_prompt
@@ -100,13 +101,15 @@ class HarnessModel(LM):  # type: ignore[misc]
         return self.tokenizer.chat_template if chat_template else None
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        text: str = self.tokenizer.apply_chat_template(
-            chat_history,
-            tokenize=False,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=not add_generation_prompt,
-        )
-        return text
+        try:
+            return render_chat(
+                self.tokenizer,
+                chat_history,
+                add_generation_prompt=add_generation_prompt,
+                continue_last=not add_generation_prompt,
+            )
+        except Refused as error:
+            raise OptionError(f"the model's chat template refused the conversation: {error}") from error
 
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
         """Of each (context, continuation): its log-likelihood, and whether a greedy choice would give it."""

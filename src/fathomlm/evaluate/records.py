@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from fathomlm.errors import DataError
-from fathomlm.train.data.compressed import json_of, open_lines
+from fathomlm.train.data.compressed import MOST, json_of, open_lines
 
 NAMES = re.compile(r"\.jsonl(\.(gz|xz|zst))?$", re.IGNORECASE)
 
@@ -76,9 +76,11 @@ def _rows(path: Path) -> Iterator[Row]:
     if NAMES.search(path.name) is None:
         raise DataError(f"{path}: rows are read from .jsonl files (also .gz, .xz, .zst)")
     for number, (line, _) in enumerate(open_lines(path), start=1):
+        where = f"{path} line {number}"
+        if line is None:
+            raise DataError(f"{where} has more than {MOST:,} bytes, the most that a row may have")
         if not line.strip():
             continue
-        where = f"{path} line {number}"
         record = json_of(line, number, where)
         if not isinstance(record, dict):
             raise DataError(f"{where}: {_kind(record)}, not a JSON object")

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from fathomlm.checkpoints.confined import no_panic
 from fathomlm.errors import DataError
 
 LOTS = 1 << 64
@@ -72,7 +73,8 @@ class Encoder:
             if some
             for at, text in enumerate(fields)
         ]
-        found = iter(self._tokenizer.encode_batch_fast(texts, add_special_tokens=False))
+        with no_panic("tokenising documents", DataError):
+            found = iter(self._tokenizer.encode_batch_fast(texts, add_special_tokens=False))
         pieces: list[list[int]] = []
         starts, middles, at = [0], [], 0
         for fields, some in zip(batch, full, strict=True):

@@ -85,6 +85,10 @@ class Manifest:
     splits: dict[str, Split] = field(default_factory=lambda: dict.fromkeys(SPLITS, Split()))
     empty_documents: int = 0
     """Documents without text, which are left out."""
+    skip_above: int | None = None
+    """Documents of more bytes than this are left out; None where they are refused."""
+    long_documents: int = 0
+    """Those that were."""
     cursor: Cursor = field(default_factory=Cursor)
     complete: bool = False
 
@@ -93,10 +97,11 @@ class Manifest:
         """Whether any shard is there."""
         return any(split.shards for split in self.splits.values())
 
-    def plus(self, shards: dict[str, Shard | None], cursor: Cursor, empty: int) -> Manifest:
+    def plus(self, shards: dict[str, Shard | None], cursor: Cursor, empty: int, long: int = 0) -> Manifest:
         """This manifest after one more segment."""
         splits = {name: split.plus(shards[name]) for name, split in self.splits.items()}
-        return replace(self, splits=splits, cursor=cursor, empty_documents=self.empty_documents + empty)
+        empty, long = self.empty_documents + empty, self.long_documents + long
+        return replace(self, splits=splits, cursor=cursor, empty_documents=empty, long_documents=long)
 
     def difference(self, wanted: Manifest) -> str | None:
         """The first thing that `wanted` would make otherwise, in words; None where it would make the same corpus."""
@@ -178,6 +183,7 @@ _SETTINGS = {
     "shard_tokens": "shard tokens",
     "max_tokens": "max tokens",
     "source_prefix": "source prefix",
+    "skip_above": "largest document",
 }
 """What decides a corpus besides its tokenizer and sources, and how it is called."""
 
@@ -198,7 +204,7 @@ def _check_types(record: Fields) -> None:
     for name in ("vocab", "shard_tokens"):
         record.integer(name, at_least=1, at_most=_MOST)
     record.integer("separator", at_least=0, at_most=_MOST)
-    for name in ("max_tokens", "empty_documents"):
+    for name in ("max_tokens", "empty_documents", "skip_above", "long_documents"):
         record.integer(name, at_least=0, at_most=_MOST, default=0)
     record.number("validation_fraction", at_least=0.0, at_most=1.0)
     record.text("source_prefix", default="")

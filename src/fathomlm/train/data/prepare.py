@@ -23,11 +23,13 @@ from fathomlm.train.data.corpus import TOKENIZER, Corpus, check_sizes
 from fathomlm.train.data.encoding import EncoderSettings, encode_in_order
 from fathomlm.train.data.manifest import FILE, Manifest
 from fathomlm.train.data.segments import Filling, Progress, batches_behind
-from fathomlm.train.data.sources import expand
+from fathomlm.train.data.sources import Limit, expand
 from fathomlm.train.data.tokenizers import find_tokenizer, fingerprint, separator_id, vocab_size
 
 DEFAULT_FRACTION = 0.01
 DEFAULT_SHARD_TOKENS = 32_000_000
+DEFAULT_DOCUMENT_BYTES = 16_000_000
+"""A tokenizer needs about 80 times as much memory for it."""
 _OURS = re.compile(r"(train|validation)-\d{5}\.(bin|idx|mid)|corpus\.json|tokenizer|\..*\.partial")
 """What a corpus directory may hold; --force deletes nothing else."""
 
@@ -56,6 +58,10 @@ class PrepareOptions:
     shard_tokens: int = DEFAULT_SHARD_TOKENS
     max_tokens: int | None = None
     """Stop behind the document with which training has this many tokens."""
+    max_document_bytes: int = DEFAULT_DOCUMENT_BYTES
+    """The largest document: a text file, a line of JSON lines as it stands there, or a row's columns."""
+    skip_long: bool = False
+    """Leave larger documents out, instead of refusing the first."""
     workers: int = 1
     """Processes that tokenise; the corpus does not depend on it."""
     force: bool = False
@@ -68,7 +74,7 @@ class PrepareOptions:
             raise OptionError(f"--validation-fraction must be at least 0 and below 1, not {self.validation_fraction:g}")
         if self.source_prefix and self.pairs is None:
             raise OptionError("--source-prefix stands in front of a pair's source; it goes with --pairs")
-        for name in ("shard_tokens", "workers", "max_tokens"):
+        for name in ("shard_tokens", "workers", "max_tokens", "max_document_bytes"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise OptionError(f"--{name.replace('_', '-')} must be at least 1, not {value}")
@@ -97,7 +103,7 @@ def prepare(options: PrepareOptions, on_progress: Tell | None = None) -> Corpus:
         manifest = _begin(out, wanted, tokenizer, options.force)
         if not manifest.complete:
             with _alone(out), _or_nothing(out):
-                _fill(out, Manifest.read(out), tokenizer, options.workers, on_progress)
+                _fill(out, Manifest.read(out), tokenizer, options, on_progress)
     except OSError as error:
         raise OutputError(f"cannot write {out}: {error.strerror or error}; what was finished is kept") from error
     finally:
@@ -121,6 +127,7 @@ def _wanted(options: PrepareOptions, tokenizer: Any) -> Manifest:
         shard_tokens=options.shard_tokens,
         max_tokens=options.max_tokens,
         source_prefix=options.source_prefix,
+        skip_above=options.max_document_bytes if options.skip_long else None,
     )
 
 
@@ -188,7 +195,7 @@ def _or_nothing(out: Path) -> Iterator[None]:
         raise
 
 
-def _fill(out: Path, manifest: Manifest, tokenizer: Any, workers: int, on_progress: Tell | None) -> None:
+def _fill(out: Path, manifest: Manifest, tokenizer: Any, options: PrepareOptions, on_progress: Tell | None) -> None:
     """Everything from the cursor on."""
     for left in out.glob(".*.partial"):
         left.unlink()
@@ -199,8 +206,10 @@ def _fill(out: Path, manifest: Manifest, tokenizer: Any, workers: int, on_progre
         prefix=manifest.source_prefix,
     )
     filling = Filling(out, manifest)
+    hint = "; --max-document-bytes raises the bound, --skip-long leaves such documents out"
+    limit = Limit(bytes=options.max_document_bytes, skip=options.skip_long, hint=hint)
     batches = encode_in_order(
-        batches_behind(manifest), lambda batch: [item.fields for item in batch.documents], settings, workers
+        batches_behind(manifest, limit), lambda batch: [item.fields for item in batch.documents], settings, options.workers
     )
     characters = 0
     try:

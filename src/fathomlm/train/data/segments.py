@@ -10,7 +10,7 @@ from fathomlm.errors import DataError
 from fathomlm.train.data.encoding import LOTS, Encoded
 from fathomlm.train.data.manifest import SPLITS, Cursor, Manifest, sync_directory
 from fathomlm.train.data.shards import ShardWriter
-from fathomlm.train.data.sources import Document, read
+from fathomlm.train.data.sources import Document, Limit, read
 
 BATCH_DOCUMENTS = 512
 BATCH_CHARACTERS = 1 << 20
@@ -40,14 +40,14 @@ class SourceBatch:
     characters: int
 
 
-def batches_behind(manifest: Manifest) -> Iterator[SourceBatch]:
+def batches_behind(manifest: Manifest, limit: Limit | None = None) -> Iterator[SourceBatch]:
     """All documents behind the cursor. Batches never cross sources, and where they end changes nothing in the corpus."""
     for number in range(manifest.cursor.source, len(manifest.sources)):
         source = manifest.sources[number]
         first = manifest.cursor.documents if number == manifest.cursor.source else 0
         waiting: list[Document] = []
         characters = 0
-        for document in read(source, manifest.columns, skip=first):
+        for document in read(source, manifest.columns, skip=first, limit=limit):
             waiting.append(document)
             characters += sum(map(len, document.fields))
             if len(waiting) == BATCH_DOCUMENTS or characters >= BATCH_CHARACTERS:
@@ -75,6 +75,9 @@ class Filling:
         for at in range(len(batch.documents)):
             self._cursor = Cursor(source=batch.source, documents=batch.first + at + 1)
             begin, end = starts[at], starts[at + 1]
+            if batch.documents[at].too_long:
+                self._long += 1
+                continue
             if begin == end:
                 self._empty += 1
                 continue
@@ -122,12 +125,12 @@ class Filling:
             name: ShardWriter(self._out, f"{name}-{len(split.shards):05d}", pairs)
             for name, split in self.manifest.splits.items()
         }
-        self._empty = 0
+        self._empty = self._long = 0
         self._documents = 0
 
     def _commit(self) -> None:
         shards = {name: writer.finish() for name, writer in self._writers.items()}
         sync_directory(self._out)
-        self.manifest = self.manifest.plus(shards, self._cursor, self._empty)
+        self.manifest = self.manifest.plus(shards, self._cursor, self._empty, self._long)
         self.manifest.write(self._out)
         self._open()

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from fathomlm.errors import DataError, OptionError
-from fathomlm.train.data.compressed import json_of, open_lines
+from fathomlm.train.data.compressed import MOST, json_of, open_lines
 from fathomlm.train.data.tokenizers import one_line, quiet_hub
 
 HUB = re.compile(r"hf:(?P<name>[\w.-]+/[\w.-]+)(:(?P<config>[^@]+))?(@(?P<split>.+))?")
@@ -48,6 +48,8 @@ class Document:
     """The text, or the source and the target text of a pair."""
     position: int
     """How many of its file's bytes had been read with it, for the progress bar."""
+    too_long: bool = False
+    """Whether it stands for one that was left out because of its size."""
 
 
 def expand(patterns: Sequence[str], *, validation_from: Sequence[str] = (), leave_out: Path | None = None) -> list[Source]:
@@ -69,16 +71,35 @@ def expand(patterns: Sequence[str], *, validation_from: Sequence[str] = (), leav
     return list(found.values())
 
 
-def read(source: Source, columns: tuple[str, ...], skip: int = 0) -> Iterator[Document]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limit:
+    """How large a document may be. A tokenizer needs some 80 times a text's size while it works."""
+
+    bytes: int = MOST
+    """Of a text file, of a line of JSON lines as it stands there, or of the columns of a row."""
+    skip: bool = False
+    """Whether larger ones are left out; else the first one is an error."""
+    hint: str = ""
+    """What the error adds."""
+
+    def refuse(self, where: str, columns: tuple[str, ...], position: int) -> Document:
+        """The stand-in for a document that is too large, or the error."""
+        if not self.skip:
+            raise DataError(f"{where} has more than {self.bytes:,} bytes, the most that a document may have{self.hint}")
+        return Document(fields=("",) * len(columns), position=position, too_long=True)
+
+
+def read(source: Source, columns: tuple[str, ...], skip: int = 0, limit: Limit | None = None) -> Iterator[Document]:
     """The documents of a source in order, without the first `skip`."""
+    limit = limit or Limit()
     match source.kind:
         case "text":
-            return _read_text(source, columns, skip)
+            return _read_text(source, columns, skip, limit)
         case "jsonl":
-            return _read_jsonl(source, columns, skip)
+            return _read_jsonl(source, columns, skip, limit)
         case "parquet":
-            return _read_parquet(source, columns, skip)
-    return _read_hub(source, columns, skip)
+            return _read_parquet(source, columns, skip, limit)
+    return _read_hub(source, columns, skip, limit)
 
 
 def _expand_one(pattern: str, validation: bool) -> list[Source]:
@@ -120,13 +141,17 @@ def _missing(path: Path) -> str:
     return f"the source {path} does not exist{hint}"
 
 
-def _read_text(source: Source, columns: tuple[str, ...], skip: int) -> Iterator[Document]:
+def _read_text(source: Source, columns: tuple[str, ...], skip: int, limit: Limit) -> Iterator[Document]:
     if len(columns) > 1:
         raise OptionError(f"{source.name}: a text file has no columns; --pairs needs JSON lines, Parquet or a hub dataset")
     if skip:
         return
     try:
-        raw = Path(source.name).read_bytes()
+        with Path(source.name).open("rb") as file:
+            raw = file.read(limit.bytes + 1)
+        if len(raw) > limit.bytes:
+            yield limit.refuse(source.name, columns, source.bytes or len(raw))
+            return
         text = raw.decode("utf-8-sig")
     except OSError as error:
         raise DataError(f"cannot read {source.name}: {error.strerror}") from error
@@ -136,22 +161,25 @@ def _read_text(source: Source, columns: tuple[str, ...], skip: int) -> Iterator[
     yield Document(fields=(text,), position=len(raw))
 
 
-def _read_jsonl(source: Source, columns: tuple[str, ...], skip: int) -> Iterator[Document]:
+def _read_jsonl(source: Source, columns: tuple[str, ...], skip: int, limit: Limit) -> Iterator[Document]:
     seen = 0
-    for number, (line, position) in enumerate(open_lines(Path(source.name)), start=1):
-        if not line.strip():
+    for number, (line, position) in enumerate(open_lines(Path(source.name), limit.bytes), start=1):
+        if line is not None and not line.strip():
             continue
         seen += 1
         if seen <= skip:
             continue
         where = f"{source.name} line {number}"
+        if line is None:
+            yield limit.refuse(where, columns, position)
+            continue
         record = json_of(line, number, where)
         if not isinstance(record, dict):
             raise DataError(f"{where}: a {type(record).__name__}, not a JSON object")
         yield Document(fields=_fields(record, columns, where), position=position)
 
 
-def _read_parquet(source: Source, columns: tuple[str, ...], skip: int) -> Iterator[Document]:
+def _read_parquet(source: Source, columns: tuple[str, ...], skip: int, limit: Limit) -> Iterator[Document]:
     parquet = _module("pyarrow.parquet", source)
     arrow = _module("pyarrow", source)
     try:
@@ -169,15 +197,15 @@ def _read_parquet(source: Source, columns: tuple[str, ...], skip: int) -> Iterat
                 for record in batch.to_pylist():
                     row += 1
                     if row > skip:
-                        fields = _fields(record, columns, f"{source.name} row {row}")
-                        yield Document(fields=fields, position=(source.bytes or 0) * row // file.metadata.num_rows)
+                        position = (source.bytes or 0) * row // file.metadata.num_rows
+                        yield _row(record, columns, f"{source.name} row {row}", position, limit)
     except UnicodeDecodeError as error:
         raise DataError(f"{source.name} near row {row + 1}: not UTF-8 text") from error
     except (arrow.ArrowException, OSError) as error:
         raise DataError(f"{source.name} is damaged, or is no Parquet file ({one_line(error)})") from error
 
 
-def _read_hub(source: Source, columns: tuple[str, ...], skip: int) -> Iterator[Document]:
+def _read_hub(source: Source, columns: tuple[str, ...], skip: int, limit: Limit) -> Iterator[Document]:
     datasets = _module("datasets", source)
     found = HUB.fullmatch(source.name)
     assert found is not None
@@ -196,7 +224,14 @@ def _read_hub(source: Source, columns: tuple[str, ...], skip: int) -> Iterator[D
         if record is None:
             return
         row += 1
-        yield Document(fields=_fields(record, columns, f"{source.name} row {row}"), position=0)
+        yield _row(record, columns, f"{source.name} row {row}", 0, limit)
+
+
+def _row(record: dict[str, Any], columns: tuple[str, ...], where: str, position: int, limit: Limit) -> Document:
+    fields = _fields(record, columns, where)
+    if sum(len(field.encode("utf-8")) for field in fields) > limit.bytes:
+        return limit.refuse(where, columns, position)
+    return Document(fields=fields, position=position)
 
 
 def _fields(record: dict[str, Any], columns: tuple[str, ...], where: str) -> tuple[str, ...]:

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from fathomlm.errors import DataError, choices
+from fathomlm.errors import DataError, FathomError, choices
 
 BYTES = "bytes"
 """The built-in tokenizer's name."""
@@ -106,6 +106,7 @@ def separator_id(tokenizer: Any, wanted: str | None) -> int:
 
 
 def _from_path(path: Path) -> Any | None:
+    from fathomlm.checkpoints.confined import TokenizerTrial, no_panic
     from fathomlm.checkpoints.huggingface import read_tokenizer
     from fathomlm.checkpoints.resolve import open_base
 
@@ -115,10 +116,15 @@ def _from_path(path: Path) -> Any | None:
         return open_base(path).tokenizer()
     if (path.parent / "tokenizer_config.json").is_file() and path.name == "tokenizer.json":
         return read_tokenizer(path.parent)
-    from transformers import PreTrainedTokenizerFast
-
     try:
-        return PreTrainedTokenizerFast(tokenizer_file=str(path))
+        trial = TokenizerTrial(path)
+        from transformers import PreTrainedTokenizerFast
+
+        trial.check()
+        with no_panic(str(path), DataError):
+            return PreTrainedTokenizerFast(tokenizer_file=str(path))
+    except FathomError as error:
+        raise DataError(str(error)) from error
     except Exception as error:  # the tokenizers library raises a bare Exception on a corrupt tokenizer.json
         raise DataError(f"{path}: the tokenizer cannot be read ({one_line(error)})") from error
 
