@@ -143,9 +143,9 @@ def test_a_sound_tokenizer_passes_and_is_tried_once(stored: Path, monkeypatch: p
             {"decoder": {"type": "Replace", "pattern": {"Regex": "a"}, "content": "b" * 999}},
             "its decoder may make a text 1,000",
         ),
-        ({"model": {"type": "BPE", "vocab": [], "merges": 5}}, "cannot be used"),
-        ({"normalizer": {"type": "Replace", "pattern": {"Regex": "("}, "content": ""}}, "cannot be used"),
-        ({"added_tokens": 5}, "cannot be used"),
+        ({"model": {"type": "BPE", "vocab": [], "merges": 5}}, "cannot be read"),
+        ({"normalizer": {"type": "Replace", "pattern": {"Regex": "("}, "content": ""}}, "cannot be read"),
+        ({"added_tokens": 5}, "cannot be read"),
     ],
 )
 def test_hostile_tokenizers_are_refused(stored: Path, parts: dict[str, Any], said: str) -> None:
@@ -165,7 +165,7 @@ def test_a_tokenizer_that_takes_for_ever_is_given_up(stored: Path, monkeypatch: 
         "invert": False,
     }
     change(stored, pre_tokenizer={"type": "Sequence", "pretokenizers": [slow] * 4000})
-    with pytest.raises(CheckpointError, match="cannot be used"):
+    with pytest.raises(CheckpointError, match="cannot be read"):
         read_tokenizer(stored.parent)
 
 

@@ -131,7 +131,7 @@ def test_mistakes_are_one_line(mistake: Any, tmp_path: Path) -> None:
     assert "did you mean" in mistake("--data", data.replace("pairs", "paris"), "--metric", "squad")
     assert "has no rows" in mistake("--data", write(tmp_path / "none.jsonl", []), "--metric", "squad")
     (tmp_path / "bad.jsonl").write_text(json.dumps(PAIRS[0]) + "\n{]\n")
-    assert "bad.jsonl line 2: not JSON" in mistake("--data", str(tmp_path / "bad.jsonl"), "--metric", "squad")
+    assert "bad.jsonl line 2 is not valid JSON" in mistake("--data", str(tmp_path / "bad.jsonl"), "--metric", "squad")
     (tmp_path / "text.txt").write_text("a")
     assert "rows are read from .jsonl files" in mistake("--data", str(tmp_path / "text.txt"), "--metric", "squad")
     assert "say with --metric what to measure" in mistake("--data", data)

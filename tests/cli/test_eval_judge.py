@@ -146,7 +146,7 @@ def test_keys_come_from_the_environment_only(
     [
         (("--ask", "pairwise"), "--ask pairwise compares two systems"),
         (("--body", "[]"), "--body takes a JSON object"),
-        (("--body", "{"), "--body is not JSON"),
+        (("--body", "{"), "--body is not valid JSON"),
         (("--body", '{"model": "x"}'), "not messages, model or stream"),
         (("--likert-template", "none.txt"), "cannot read none.txt: No such file"),
         (("--concurrency", "0"), "--concurrency must be at least 1"),

@@ -91,7 +91,7 @@ def test_mistakes_are_one_line(mistake: Any, data: Path, tmp_path: Path) -> None
     (tmp_path / "empty.txt").write_text("")
     assert "empty.txt has no text" in mistake("--data", str(tmp_path / "empty.txt"))
     (tmp_path / "bad.jsonl").write_text('{"text": "a"}\n{"text": \n')
-    assert "bad.jsonl line 2: not JSON" in mistake("--data", str(tmp_path / "bad.jsonl"))
+    assert "bad.jsonl line 2 is not valid JSON" in mistake("--data", str(tmp_path / "bad.jsonl"))
     (tmp_path / "bad.jsonl").write_text('{"txt": "a"}\n')
     assert "no column 'text' (did you mean 'txt'?)" in mistake("--data", str(tmp_path / "bad.jsonl"))
     assert "at most the model's 256 tokens, got 257" in mistake(*here, "--context", "257")

@@ -191,11 +191,11 @@ def test_mistakes_are_one_line(mistake: Any, mistake_of: Any, data: Path, tmp_pa
     assert "empty.jsonl has no rows" in mistake("--tasks", str(empty))
     bad = tmp_path / "bad.jsonl"
     bad.write_text(json.dumps(QUESTIONS[0]) + "\n\n{'question': 1}\n")
-    assert "bad.jsonl line 3: not JSON (" in mistake("--tasks", str(bad))
+    assert "bad.jsonl line 3 is not valid JSON (" in mistake("--tasks", str(bad))
     bad.write_text(json.dumps(QUESTIONS[0]) + "\n[1]\n")
     assert "bad.jsonl line 2: a list, not a JSON object" in mistake("--tasks", str(bad))
     bad.write_bytes(b'{"question": "\xff"}\n')
-    assert "bad.jsonl line 1: not UTF-8 text" in mistake("--tasks", str(bad))
+    assert "bad.jsonl line 1 is not UTF-8 text" in mistake("--tasks", str(bad))
     write(bad, [QUESTIONS[0], {**QUESTIONS[1], "gold": 7}])
     assert "bad.jsonl line 2: 'gold' must be from 0 to 1" in mistake("--tasks", str(bad))
     write(bad, [{"dialogue": "a", "summaries": ["b"]}])

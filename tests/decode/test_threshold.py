@@ -406,7 +406,7 @@ def change(record: dict[str, Any], path: str, value: Any) -> None:
     ("path", "value", "message"),
     [
         ("format", 2, "has format 2; this version reads 1"),
-        ("format", True, "has format True"),
+        ("format", True, "has format true"),
         ("extra", 1, "unknown field 'extra'"),
         ("sequences", -1, "sequences must be a whole number from 0 on, got -1"),
         ("history", {}, "history must be a list"),

@@ -125,7 +125,7 @@ def test_a_manifest_that_is_not_understood(copy, change, message):
     with pytest.raises(DataError, match=message):
         Corpus.open(copy)
     (copy / "corpus.json").write_text("{")
-    with pytest.raises(DataError, match="cannot be read"):
+    with pytest.raises(DataError, match="is not valid JSON"):
         Corpus.open(copy)
 
 

@@ -232,7 +232,7 @@ def test_two_at_once_are_refused(sources, tmp_path, small_batches):
 def test_a_bad_line_leaves_nothing_where_nothing_was_finished(sources, tmp_path):
     with (sources / "b.jsonl").open("a") as file:
         file.write("{broken\n")
-    with pytest.raises(DataError, match=r"b\.jsonl line 202: not JSON"):
+    with pytest.raises(DataError, match=r"b\.jsonl line 202 is not valid JSON"):
         prepare(options(sources, tmp_path / "out", shard_tokens=10**6))
     assert [path.name for path in tmp_path.iterdir()] == ["in"]
 

@@ -84,11 +84,11 @@ def test_parquet_skips_whole_row_groups(tmp_path, skip):
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        (b'{"text": "a"', r"a\.jsonl line 2: not JSON"),
+        (b'{"text": "a"', r"a\.jsonl line 2 is not valid JSON"),
         (b"[1]", r"line 2: a list, not a JSON object"),
         (b'{"txt": "a"}', r"line 2: no column 'text' \(did you mean 'txt'\?\); it has: txt"),
         (b'{"text": 3}', r"line 2: column 'text' holds a number, not text"),
-        (b'{"text": "\xff"}', r"line 2: not UTF-8 text"),
+        (b'{"text": "\xff"}', r"line 2 is not UTF-8 text"),
         (b'{"text": "\\ud800"}', r"line 2: column 'text' holds half a character"),
     ],
 )

@@ -228,7 +228,7 @@ def _read(record: dict[str, Any], path: Path, where: str) -> ExitPack:
             raise CheckpointError(f"{where}, parts: {name} is {shown(value)}")
     if not isinstance(exits, list) or not exits or not all(is_whole(index) for index in exits):
         raise CheckpointError(f"{where}: exits must be a list of steps, from 0")
-    if record[WORDS] is not None and (not is_whole(record[WORDS]) or not 1 <= record[WORDS] <= BOUNDS["vocab"][1]):
+    if record[WORDS] is not None and (not is_whole(record[WORDS]) or abs(record[WORDS]) > BOUNDS["vocab"][1]):
         raise CheckpointError(f"{where}: {WORDS} must be how many there are, or null")
     relaxation = base["relaxation"]
     pack = ExitPack(

@@ -59,7 +59,7 @@ def test_a_users_table(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("{", "no JSON"),
+        ("{", "not valid JSON"),
         ("[]", "a table with 'block'"),
         ("{}", "'block' is missing"),
         ('{"block": {"1": 1}, "blocks": 2}', "unknown blocks"),

@@ -195,7 +195,7 @@ class TokenizerTrial:
         try:
             self._process.answer()
         except Refused as error:
-            raise CheckpointError(f"{self._path}: the tokenizer cannot be used ({error})") from error
+            raise CheckpointError(f"{self._path}: the tokenizer cannot be read ({error})") from error
         finally:
             self._process.close()
         _passed().add(self._digest)
