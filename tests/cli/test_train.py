@@ -11,7 +11,6 @@ import subprocess
 import sys
 import time
 from functools import partial
-from pathlib import Path
 
 import pytest
 import yaml
@@ -227,6 +226,21 @@ def losses(directory):
 LONG = ["--budget.steps", "120", "--checkpoint.every", "20", "--log.every", "1", "--evaluate.every", "0"]
 
 
+STANDS_STILL = (
+    "import os, sys, time\n"
+    "from fathomlm.cli.main import main\n"
+    "from fathomlm.cli.training_bar import TrainingBar\n"
+    "step = TrainingBar.step\n"
+    "def held(self, number, *more):\n"
+    "    step(self, number, *more)\n"
+    "    while number == 50 and not os.path.exists('goes-on'):\n"
+    "        time.sleep(0.01)\n"
+    "TrainingBar.step = held\n"
+    "sys.exit(main(sys.argv[1:]))\n"
+)
+"""The command, which stands still after 50 of 120 steps until it is told to go on: it cannot end before a signal comes."""
+
+
 @pytest.fixture(scope="module")
 def uninterrupted():
     return {}
@@ -235,16 +249,16 @@ def uninterrupted():
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
 def test_the_command_is_stopped_and_goes_on(number, recipe, capsys, tmp_path, uninterrupted):
     """Exit code 2 and a word on how to go on, unless killed outright; then the same losses and weights, bit for bit."""
-    command = [str(Path(sys.executable).parent / "fathomlm"), "train", recipe, *LONG]
+    command = [sys.executable, "-c", STANDS_STILL, "train", recipe, *LONG]
     started = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}
     )
     out = tmp_path / "runs/tale"
-    deadline = time.monotonic() + 120
-    while time.monotonic() < deadline and started.poll() is None and not (out / "checkpoints/step-00000040").exists():
+    while started.poll() is None and not (out / "checkpoints/step-00000040").exists():
         time.sleep(0.01)
     started.send_signal(number)
-    printed, said = started.communicate(timeout=60)
+    (tmp_path / "goes-on").touch()
+    printed, said = started.communicate()
     assert printed == ""
     assert started.returncode == (-9 if number == signal.SIGKILL else 2)
     if number != signal.SIGKILL:

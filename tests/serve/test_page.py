@@ -82,7 +82,7 @@ class Page:
         self.page.fill("#prompt", prompt)
         self.page.fill("#tokens", str(tokens))
         self.page.click("#send")
-        self.page.wait_for_selector("#send:not([disabled])", timeout=30_000)
+        self.page.wait_for_selector("#send:not([disabled])", timeout=600_000)
         assert self.page.inner_text("#problem") == ""
 
     def depths(self, side: str) -> str:

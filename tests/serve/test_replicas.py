@@ -140,7 +140,7 @@ def test_two_replicas_behind_one_address(tiny_model: Any, tiny_model_dir: Path, 
     body: dict[str, Any] = {"prompt": "the fox", "max_tokens": 200, "temperature": 0, "ignore_eos": True}
     with started(str(tiny_model_dir), *words) as (process, url):
         headers = {"authorization": "Bearer secret-key"}
-        with httpx.Client(base_url=url, headers=headers, timeout=60) as http:
+        with httpx.Client(base_url=url, headers=headers, timeout=600) as http:
             assert httpx.get(f"{url}/v1/models").status_code == 401
             assert "secret-key" not in commands()
             with ThreadPoolExecutor(8) as pool:
@@ -172,7 +172,7 @@ def test_two_replicas_behind_one_address(tiny_model: Any, tiny_model_dir: Path, 
         assert rest[-1] == "data: [DONE]"
         chunks = [json.loads(line.removeprefix("data: ")) for line in rest[:-1]]
         assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == right
-        assert process.wait(60) == 0
+        assert process.wait(600) == 0
 
 
 def free_port() -> int:

@@ -187,7 +187,7 @@ def launch(root: Path, jobs: dict[str, dict[str, Any]]) -> list[subprocess.Popen
 
 def finish(root: Path, ranks: list[subprocess.Popen[str]]) -> tuple[dict[str, Any], dict[str, Any]]:
     try:
-        outputs = [rank.communicate(timeout=150)[0] for rank in ranks]
+        outputs = [rank.communicate(timeout=1500)[0] for rank in ranks]
     finally:
         for rank in ranks:
             rank.kill()
@@ -372,7 +372,7 @@ def test_torchrun_told_to_stop_saves_and_only_the_first_rank_speaks(bench):
     try:
         wait_for(lambda: (out / "metrics.jsonl").exists() and len(read_records(out / "metrics.jsonl")) > 2, run)
         run.send_signal(signal.SIGTERM)
-        _, said = run.communicate(timeout=60)
+        _, said = run.communicate(timeout=1500)
     finally:
         run.kill()
     lines = said.splitlines()
@@ -386,7 +386,7 @@ def test_torchrun_told_to_stop_saves_and_only_the_first_rank_speaks(bench):
     assert [path.name for path in (out / "checkpoints").iterdir()] == [f"step-{last:08d}"]
 
 
-def wait_for(there: Any, process: subprocess.Popen[str], seconds: float = 60) -> None:
+def wait_for(there: Any, process: subprocess.Popen[str], seconds: float = 1500) -> None:
     end = time.monotonic() + seconds
     while not there():
         assert process.poll() is None, process.communicate()
