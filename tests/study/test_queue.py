@@ -11,7 +11,7 @@ import pytest
 from fathomlm.errors import OptionError, TrainingError
 from fathomlm.study.jobs import Job, Place, jobs_of
 from fathomlm.study.ledger import Ledger, Record
-from fathomlm.study.pace import OVERHEAD, RESERVE, Pace, Visit
+from fathomlm.study.pace import OVERHEAD, RESERVE, Pace, Visit, overhead_of
 from fathomlm.study.queue import Broken, Outcome, Stopped, select, work_off
 from fathomlm.study.spec import Study, build_study
 
@@ -167,3 +167,15 @@ def test_more_passes_than_allowed_are_refused(values: Values, tmp_path: Path, co
     outcome = work_off(jobs, ledger, machine, Visit(None, machine.clock), Pace([], "fake"))
     assert machine.made == SEED_0
     assert outcome.beyond == [f"small/{name}/huge/0" for name in ("plain", "recursive", "mor")]
+
+
+def test_overhead_is_all_that_the_rate_does_not_explain() -> None:
+    """Compiling happens within steps; a visit that left it out would start runs that do not fit."""
+    assert overhead_of(wall=90.0, tokens=3000, rate=100.0) == 60.0
+    assert overhead_of(wall=20.0, tokens=3000, rate=100.0) == 0.0
+    assert overhead_of(wall=20.0, tokens=3000, rate=None) == 20.0
+    record = {"study": "s", "variant": "v", "status": "finished", "environment": {"device": "d"}, "tokens_per_s": 100.0}
+    pace = Pace([record | {"overhead_seconds": 60.0}], "d")
+    assert pace.seconds("s", "v", 3000) == 90.0
+    assert pace.seconds("s", "w", 3000) is None
+    assert Pace([record | {"overhead_seconds": 60.0}], "another").seconds("s", "v", 3000) is None

@@ -144,6 +144,8 @@ def test_records_say_all_that_a_report_needs(values: Values, corpus: Path, tmp_p
     assert mor["flops_per_token"] < records["recursive"]["flops_per_token"]
     assert mor["settings"]["model"]["router"] == {}
     assert mor["tokens_per_s"] > 0
+    assert mor["overhead_seconds"] >= 0
+    assert set(mor["validation"][0]) == {"step", "tokens", "seconds", "loss"}
     assert {"device", "torch", "code"} <= set(mor["environment"])
 
 

@@ -12,7 +12,7 @@ from fathomlm.study.ledger import Record
 RESERVE = 15.0
 """Seconds at the end of a visit that are kept for a last validation, a checkpoint and the record."""
 OVERHEAD = 30.0
-"""Seconds that a run takes beside its steps (setting up, compiling, validating) where none is recorded."""
+"""Seconds that a run takes beyond its tokens at full rate (setting up, compiling, validating) where none is recorded."""
 
 Clock = Callable[[], float]
 
@@ -32,6 +32,11 @@ class Visit:
     def left(self) -> float:
         """Seconds that steps may still take."""
         return float("inf") if self.seconds is None else self.seconds - RESERVE - (self.clock() - self.began)
+
+
+def overhead_of(*, wall: float, tokens: int, rate: float | None) -> float:
+    """Seconds of a process that its tokens at full rate do not explain; compiling is among them."""
+    return round(max(0.0, wall - (tokens / rate if rate else 0.0)), 1)
 
 
 class Pace:

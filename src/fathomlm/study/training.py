@@ -23,7 +23,7 @@ from fathomlm.errors import DataError
 from fathomlm.study.identity import environment
 from fathomlm.study.jobs import Job, Place, Shaped, shape_of
 from fathomlm.study.ledger import Record, told
-from fathomlm.study.pace import Visit
+from fathomlm.study.pace import Visit, overhead_of
 from fathomlm.study.queue import Broken, Stopped
 from fathomlm.study.spec import Budget, Planned, Study
 from fathomlm.train.checkpoint import read_state, saved_steps, step_name
@@ -122,7 +122,7 @@ class TrainingExecutor:
         torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, SHAPES)
         torch._dynamo.config.accumulated_recompile_limit = max(torch._dynamo.config.accumulated_recompile_limit, 4 * SHAPES)
         begun = saved[max(saved)] if saved else source
-        before = 0.0 if begun is None else float(read_state(begun)["progress"]["seconds"])
+        before = 0 if begun is None else int(read_state(begun)["progress"]["step"])
         try:
             summary = train(recipe, resume=True, watcher=guard)
         except torch.OutOfMemoryError:
@@ -133,8 +133,7 @@ class TrainingExecutor:
             _free()
         if not summary.finished:
             raise Stopped(by_user=not guard.asked, rate=guard.rate)
-        overhead = time.perf_counter() - begin - (summary.seconds - before)
-        record = self._finished(job, summary, overhead)
+        record = self._finished(job, summary, wall=time.perf_counter() - begin, steps=summary.step - before)
         self._tidy(job)
         return record
 
@@ -163,13 +162,15 @@ class TrainingExecutor:
             "environment": self._environment,
         }
 
-    def _finished(self, job: Job, summary: Summary, overhead: float) -> Record:
+    def _finished(self, job: Job, summary: Summary, *, wall: float, steps: int) -> Record:
+        """`wall` and `steps` are what this process took, and did."""
         shaped, records = job.shaped, self._records(job)
         checks = [record for record in records if record["kind"] == "validation"]
-        steps = [record for record in records if record["kind"] == "train"]
+        trained = [record for record in records if record["kind"] == "train"]
         last = checks[-1]["parts"]
-        rates = [r["tokens_per_s"] for r in steps if r.get("tokens_per_s")]
-        thin = steps[:: max(1, len(steps) // CURVE)]
+        rates = [r["tokens_per_s"] for r in trained if r.get("tokens_per_s")]
+        rate = median(rates[len(rates) // 2 :]) if rates else None
+        thin = trained[:: max(1, len(trained) // CURVE)]
         cost = shaped.cost
         found = self._head(job) | {
             "status": "finished",
@@ -184,13 +185,16 @@ class TrainingExecutor:
             "embedding_parameters": cost.embedding_parameters,
             "loss": loss_of(last),
             "final": last,
-            "validation": [{"step": r["step"], "tokens": r["tokens"], "loss": loss_of(r["parts"])} for r in checks],
+            "validation": [
+                {"step": r["step"], "tokens": r["tokens"], "seconds": r["seconds"], "loss": loss_of(r["parts"])}
+                for r in checks
+            ],
             "training": [[r["tokens"], r["loss"]] for r in thin],
-            "tokens_per_s": round(median(rates[len(rates) // 2 :]), 1) if rates else None,
-            "memory_gb": max((r["memory_gb"] for r in steps if r.get("memory_gb")), default=None),
+            "tokens_per_s": None if rate is None else round(rate, 1),
+            "memory_gb": max((r["memory_gb"] for r in trained if r.get("memory_gb")), default=None),
             "skipped": summary.skipped,
             "seconds": summary.seconds,
-            "overhead_seconds": round(max(0.0, overhead), 1),
+            "overhead_seconds": overhead_of(wall=wall, tokens=steps * shaped.length.tokens_per_step, rate=rate),
         }
         record: Record = strict(found)
         return record
