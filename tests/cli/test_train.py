@@ -186,9 +186,19 @@ def test_a_corpus_that_was_altered(mistake, recipe, corpus, tmp_path):
     shard.write_bytes(whole[:-2])
     assert "train-00000.bin has" in mistake(recipe, "--data.path", str(copy))
     shard.write_bytes(b"\1" + whole[1:])
-    said = mistake(recipe, "--data.path", str(copy), "--data.verify", "true")
-    assert "train-00000.bin was altered since it was written (wrong checksum)" in said
+    for how in ([], ["--data.verify", "full"], ["--data.verify", "true"]):
+        said = mistake(recipe, "--data.path", str(copy), *how)
+        assert "train-00000.bin was altered since it was written (wrong checksum)" in said
+    assert "data.verify" in mistake(recipe, "--data.verify", "some")
     assert not (tmp_path / "runs").exists()
+
+
+def test_a_corpus_that_is_not_verified(recipe, corpus, capsys, tmp_path):
+    copy = tmp_path / "copy"
+    shutil.copytree(corpus, copy)
+    shard = copy / "train-00000.bin"
+    shard.write_bytes(b"\1" + shard.read_bytes()[1:])
+    assert main(["train", recipe, "--data.path", str(copy), "--data.verify", "off"]) == 0
 
 
 def test_a_run_that_is_there(mistake, recipe, capsys):

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fathomlm.checkpoints.durable import seal
 from fathomlm.errors import DataError
+from fathomlm.train.data import blocks
 from fathomlm.train.data.corpus import Corpus
+from fathomlm.train.data.manifest import Manifest
 from fathomlm.train.data.prepare import PrepareOptions, prepare
 
 TEXTS = ["abc", "d", "", "efghij", "kl", "mnopqrs", "t"]
@@ -38,6 +44,18 @@ def copy(corpus, tmp_path):
     import shutil
 
     return shutil.copytree(corpus.path, tmp_path / "copy")
+
+
+def write_manifest(directory, record):
+    """As the program would write it, checksum and all."""
+    del record["checksum"]
+    (directory / "corpus.json").write_text(json.dumps(seal(record)))
+
+
+def flip(file, at, bit=1):
+    raw = bytearray(file.read_bytes())
+    raw[at] ^= bit
+    file.write_bytes(raw)
 
 
 @given(st.data())
@@ -90,22 +108,100 @@ def test_a_cut_or_missing_file(copy, suffix):
 
 @pytest.mark.parametrize("suffix", [".bin", ".idx"])
 def test_an_altered_file_is_found_by_its_checksum(copy, suffix):
-    file = copy / f"train-00000{suffix}"
-    raw = bytearray(file.read_bytes())
-    raw[8] ^= 1
-    file.write_bytes(raw)
+    flip(copy / f"train-00000{suffix}", 8)
     corpus = Corpus.open(copy)
-    with pytest.raises(DataError, match=rf"train-00000{suffix} was altered"):
-        corpus.verify()
-    with pytest.raises(DataError, match="was altered"):
-        Corpus.open(copy, verify="full")
+    for check in (corpus.verify, corpus.verify_sample):
+        with pytest.raises(DataError, match=rf"train-00000{suffix} was altered"):
+            check()
+    for verify in ("full", "sample"):
+        with pytest.raises(DataError, match="was altered"):
+            Corpus.open(copy, verify=verify)
+
+
+def test_every_byte_of_a_small_corpus_is_in_the_sample(copy):
+    Corpus.open(copy, verify="sample")
+    for file in sorted((*copy.glob("*.bin"), *copy.glob("*.idx"))):
+        for at in range(file.stat().st_size):
+            flip(file, at)
+            with pytest.raises(DataError, match=rf"{file.name} (was altered|does not fit)"):
+                Corpus.open(copy, verify="sample")
+            flip(file, at)
+    Corpus.open(copy, verify="full")
+
+
+def test_a_sample_reads_no_more_than_its_budget(copy, monkeypatch):
+    """Blocks of four bytes: 88 bytes of tokens and index in three shards, of which 40 are read, others each time."""
+    manifest = Manifest.read(copy)
+    monkeypatch.setattr(blocks, "BLOCK", 4)
+    shards = [
+        replace(shard, blocks={suffix: blocks.checksums((copy / shard.file).with_suffix(suffix).read_bytes())})
+        for shard in manifest.splits["train"].shards
+        for suffix in (".bin", ".idx")
+    ]
+    read = []
+    blake = blocks.hashlib.blake2b
+    monkeypatch.setattr(blocks.hashlib, "blake2b", lambda raw=b"", **more: read.append(len(raw)) or blake(raw, **more))
+    for seed in (0, 1):
+        read.clear()
+        assert blocks.damaged(copy, shards, 40, random.Random(seed)) is None
+        assert (len(read), sum(read)) == (10, 40)
+    flip(copy / "train-00001.bin", 5)
+    found = [blocks.damaged(copy, shards, 40, random.Random(seed)) for seed in range(20)]
+    assert set(found) == {None, copy / "train-00001.bin"}
+
+
+def test_blocks_do_not_depend_on_how_they_are_written(monkeypatch):
+    monkeypatch.setattr(blocks, "BLOCK", 4)
+    raw = bytes(range(11))
+    wanted = tuple(hashlib.blake2b(raw[at : at + 4], digest_size=16).hexdigest() for at in (0, 4, 8))
+    for size in (1, 3, 4, 5, 11):
+        made = blocks.BlockChecksums()
+        for at in range(0, len(raw), size):
+            made.update(raw[at : at + size])
+        assert made.finish() == wanted
+    assert blocks.checksums(raw[:8]) == wanted[:2]
+    assert blocks.checksums(b"") == ()
+
+
+@pytest.fixture
+def older(copy):
+    """A corpus as version 1 wrote it: a checksum for each file, none for blocks and none for corpus.json."""
+    record = json.loads((copy / "corpus.json").read_text())
+    del record["checksum"]
+    for split in record["splits"].values():
+        for shard in split["shards"]:
+            del shard["blocks"]
+    (copy / "corpus.json").write_text(json.dumps({**record, "version": 1}))
+    return copy
+
+
+def test_a_corpus_of_an_earlier_version_is_read_and_verified_as_far_as_it_can_be(older, corpus):
+    for verify in ("off", "sample", "full"):
+        opened = Corpus.open(older, verify=verify)
+    assert opened.stream().read(0, len(TOKENS)).tolist() == TOKENS
+    flip(older / "train-00001.bin", 3)
+    with pytest.raises(DataError, match=r"train-00001\.bin was altered"):
+        opened.verify_sample()
+    opened.verify_sample(budget=10)  # no whole shard fits
+
+
+@pytest.mark.parametrize(("name", "value"), [("separator", 255), ("vocab", 258), ("checksum", "0"), ("version", 1)])
+def test_a_corpus_json_that_was_altered(copy, name, value):
+    record = json.loads((copy / "corpus.json").read_text())
+    (copy / "corpus.json").write_text(json.dumps({**record, name: value}))
+    with pytest.raises(DataError, match=r"corpus\.json was altered since it was written \(wrong checksum\)"):
+        Corpus.open(copy)
+    del record["checksum"]
+    (copy / "corpus.json").write_text(json.dumps(record))
+    with pytest.raises(DataError, match=r"wrong checksum"):
+        Corpus.open(copy)
 
 
 def test_an_index_that_does_not_fit(copy):
     np.array([0, 4, 7], "<u8").tofile(copy / "train-00000.idx")
     manifest = json.loads((copy / "corpus.json").read_text())
     manifest["splits"]["train"]["shards"][0]["documents"] = 2
-    (copy / "corpus.json").write_text(json.dumps(manifest))
+    write_manifest(copy, manifest)
     with pytest.raises(DataError, match=r"train-00000.idx does not fit its tokens"):
         Corpus.open(copy)
 
@@ -113,7 +209,7 @@ def test_an_index_that_does_not_fit(copy):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"version": 2}, "has format version 2, and this FathomLM reads 1"),
+        ({"version": 3}, "has format version 3, and this FathomLM reads 1 and 2"),
         ({"flavour": "salt"}, "is damaged .*unknown key 'flavour'"),
         ({"dtype": "float32"}, "is damaged"),
         ({"splits": {}}, "is damaged"),
@@ -121,7 +217,7 @@ def test_an_index_that_does_not_fit(copy):
 )
 def test_a_manifest_that_is_not_understood(copy, change, message):
     manifest = json.loads((copy / "corpus.json").read_text())
-    (copy / "corpus.json").write_text(json.dumps({**manifest, **change}))
+    write_manifest(copy, {**manifest, **change})
     with pytest.raises(DataError, match=message):
         Corpus.open(copy)
     (copy / "corpus.json").write_text("{")

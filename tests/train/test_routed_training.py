@@ -13,7 +13,6 @@ from torch import Tensor
 
 from fathomlm.model.decoder import Decoder
 from fathomlm.model.route.metrics import RoutingMeter
-from fathomlm.train.checkpoint import Progress
 from fathomlm.train.loop import reading
 from fathomlm.train.losses.head import IGNORE
 from fathomlm.train.losses.routing import routing_names
@@ -23,6 +22,7 @@ from fathomlm.train.recipe import BatchRecipe, LossRecipe, OptimizerRecipe
 from fathomlm.train.report import Silence
 from fathomlm.train.routing_recipe import RoutingLossRecipe
 from fathomlm.train.run import Run, World
+from fathomlm.train.state import Progress
 from model.route.small import KV, model_of, padded, routed, some_tokens
 
 pytestmark = pytest.mark.usefixtures("one_thread")

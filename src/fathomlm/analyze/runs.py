@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fathomlm.errors import OptionError
+from fathomlm.errors import OptionError, is_number, is_whole
 from fathomlm.train.report import read_records
 
 Record = dict[str, Any]
@@ -77,7 +77,7 @@ def summarise(run: Run) -> Summary:
         loss=losses[-1] if losses else None,
         validation=validated[-1] if validated else None,
         best=min(validated) if validated else None,
-        exits={depth: float(exits[depth]) for depth in sorted(exits, key=int)},
+        exits={depth: float(exits[depth]) for depth in sorted(exits, key=int) if exits[depth] is not None},
     )
 
 
@@ -139,10 +139,21 @@ def _names(files: list[Path]) -> list[str]:
 def _read(file: Path, name: str) -> Run:
     try:
         records = read_records(file)
-    except (OSError, UnicodeDecodeError) as error:
+    except OSError as error:
         raise OptionError(f"{file} cannot be read as the records of a run ({error})") from error
-    known = [record for record in records if isinstance(record, dict) and {"kind", "step", "tokens"} <= set(record)]
+    known = [record for record in records if _is_record(record)]
     train, validation = ([r for r in known if r["kind"] == kind] for kind in ("train", "validation"))
     if not train and not validation:
         raise OptionError(f"{file} holds no record of training yet")
     return Run(name=name, file=file, train=tuple(train), validation=tuple(validation))
+
+
+def _is_record(record: Record) -> bool:
+    """Whether a record has what every record has, and of those of its groups that it has, numbers or nothing."""
+    if not all(is_whole(record.get(name)) and record[name] >= 0 for name in ("step", "tokens")):
+        return False
+    groups = [record.get("exits") or {}, record.get("parts") or {}]
+    if not all(isinstance(group, dict) for group in groups):
+        return False
+    numbers = all(value is None or is_number(value) for group in groups for value in group.values())
+    return numbers and all(depth.isdecimal() for depth in groups[0])

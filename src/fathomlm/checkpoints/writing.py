@@ -1,15 +1,17 @@
-"""Directories appear whole or not at all: written under a temporary name beside the target, then renamed."""
+"""Directories and files appear whole or not at all: written under a temporary name beside the target, put on the disk
+(`durable.py`), then renamed. What has its name outlasts a power cut."""
 
 from __future__ import annotations
 
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from safetensors import SafetensorError
 
+from fathomlm.checkpoints.durable import make_directories, sync_directory, sync_file, sync_tree
 from fathomlm.errors import OutputError
 
 
@@ -38,15 +40,17 @@ def check_room(out: Path, needed: int) -> None:
 def whole_directory(out: Path, force: bool, *, what: str = "model directory", sign: str = "config.json") -> Iterator[Path]:
     """A fresh directory to write into. It takes `out`'s name when the block ends well, and vanishes when it does not."""
     out = out.absolute()
+    _recover(out)
     check_target(out, force, what=what, sign=sign)
     made = [parent for parent in out.parents if not parent.exists()]
     temporary = out.parent / f".{out.name}.partial-{os.getpid()}"
     try:
-        out.parent.mkdir(parents=True, exist_ok=True)
+        make_directories(out.parent)
         _sweep(out)
         temporary.mkdir()
         yield temporary
         _open_to_readers(temporary)
+        sync_tree(temporary)
         _swap(temporary, out)
     except (OSError, SafetensorError) as error:
         _discard(temporary, made)
@@ -63,11 +67,14 @@ def whole_file(out: Path) -> Iterator[Path]:
     temporary = out.with_name(f".{out.name}.partial-{os.getpid()}")
     try:
         yield temporary
+        sync_file(temporary)
         os.replace(temporary, out)
+        sync_directory(out.parent)
     except OSError as error:
         raise OutputError(f"cannot write {out}: {error.strerror or error}") from error
     finally:
-        temporary.unlink(missing_ok=True)
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
 
 
 def _open_to_readers(directory: Path) -> None:
@@ -79,17 +86,22 @@ def _open_to_readers(directory: Path) -> None:
 
 
 def _swap(temporary: Path, out: Path) -> None:
-    if not out.exists():
-        temporary.rename(out)
-        return
-    old = out.parent / f".{out.name}.replaced-{os.getpid()}"
-    out.rename(old)
+    old: Path | None = None
+    if out.exists():
+        old = out.parent / f".{out.name}.replaced-{os.getpid()}"
+        out.rename(old)
     try:
         temporary.rename(out)
     except OSError:
-        old.rename(out)
+        if old is not None:
+            old.rename(out)
         raise
-    shutil.rmtree(old, ignore_errors=True)
+    try:
+        sync_directory(out.parent)
+    except OSError as error:
+        raise OutputError(f"{out} is whole, but a power cut may take it: {error.strerror or error}") from error
+    if old is not None:
+        shutil.rmtree(old, ignore_errors=True)
 
 
 def _discard(temporary: Path, made: list[Path]) -> None:
@@ -104,15 +116,28 @@ def remove_empty(made: list[Path]) -> None:
             parent.rmdir()
 
 
+def _recover(out: Path) -> None:
+    """A run that was killed between the two renames of a replacement left the old directory under another name: it gets its
+    own back."""
+    for old in _left(out, "replaced"):
+        if not os.path.lexists(out):
+            old.rename(out)
+
+
 def _sweep(out: Path) -> None:
     """Remove what a killed run of the same target left: it had no chance to clean up."""
-    for stale in out.parent.glob(f".{out.name}.partial-*"):
-        number = stale.name.rsplit("-", 1)[-1]
-        if number.isdigit() and not _alive(int(number)):
-            shutil.rmtree(stale, ignore_errors=True)
+    for stale in (*_left(out, "partial"), *_left(out, "replaced")):
+        shutil.rmtree(stale, ignore_errors=True)
 
 
-def _alive(process: int) -> bool:
+def _left(out: Path, kind: str) -> list[Path]:
+    """Directories of processes that are no more."""
+    found = {path: path.name.rsplit("-", 1)[-1] for path in sorted(out.parent.glob(f".{out.name}.{kind}-*"))}
+    return [path for path, number in found.items() if number.isdigit() and not is_alive(int(number))]
+
+
+def is_alive(process: int) -> bool:
+    """Whether a process of this machine runs, be it ours or another user's."""
     try:
         os.kill(process, 0)
     except ProcessLookupError:

@@ -26,9 +26,11 @@ from fathomlm.study.ledger import Record, told
 from fathomlm.study.pace import Visit, overhead_of
 from fathomlm.study.queue import Broken, Stopped
 from fathomlm.study.spec import Budget, Planned, Study
-from fathomlm.train.checkpoint import read_state, saved_steps, step_name
+from fathomlm.train.checkpoint import saved_steps, step_name
 from fathomlm.train.report import Silence, Watcher, read_records, strict
+from fathomlm.train.resume import newest_whole
 from fathomlm.train.run import Summary, train
+from fathomlm.train.state import read_state
 
 SETTLED = 30
 """Steps after which a rate is trusted: compiling and recording graphs are over."""
@@ -121,8 +123,8 @@ class TrainingExecutor:
         guard = Guard(self._watch(job), visit, shaped.length.tokens_per_step, split=split)
         torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, SHAPES)
         torch._dynamo.config.accumulated_recompile_limit = max(torch._dynamo.config.accumulated_recompile_limit, 4 * SHAPES)
-        begun = saved[max(saved)] if saved else source
-        before = 0 if begun is None else int(read_state(begun)["progress"]["step"])
+        begun = newest_whole(saved).state if saved else None if source is None else read_state(source)
+        before = 0 if begun is None else begun.progress.step
         try:
             summary = train(recipe, resume=True, watcher=guard)
         except torch.OutOfMemoryError:

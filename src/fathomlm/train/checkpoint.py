@@ -2,22 +2,21 @@
 
     step-00000500/
       config.json, model.safetensors, tokenizer files     usable at once: fathomlm generate RUN/last
-      training/state.json                                 step, rows read, best loss, the recipe
+      training/state.json                                 step, rows read, best loss, the recipe, all checksums
       training/optimizer-00000-of-00002.safetensors       each rank's part
       training/random.safetensors                         random number generators
 
-A checkpoint appears whole or not at all. Each rank writes the rows that it holds and a reader joins the parts, so a run
+A checkpoint appears whole or not at all, and is on the disk before it has its name (`checkpoints/durable.py`); `state.py`
+says whether it still is what was written. Each rank writes the rows that it holds and a reader joins the parts, so a run
 may go on with another number of ranks. We do this by hand because the metadata of torch.distributed.checkpoint is a
 pickle, and nothing from a checkpoint is ever executed here.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -28,32 +27,14 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from transformers.utils import logging as hf_logging
 
+from fathomlm.checkpoints.durable import sync_directory, sync_file
 from fathomlm.checkpoints.save import weight_bytes
 from fathomlm.checkpoints.writing import check_room, whole_directory
 from fathomlm.errors import CheckpointError, FathomError, OutputError
 from fathomlm.model.seq2seq import FathomModel
 from fathomlm.train.optim import named_state
 from fathomlm.train.parallel import World, like, own_part, whole
-
-FORMAT = 1
-
-
-@dataclass(slots=True)
-class Progress:
-    """How far a run is: all that changes from step to step outside the model and the optimizer."""
-
-    step: int = 0
-    """Optimizer steps done."""
-    rows: int = 0
-    """Rows of data read, over all ranks; with the seed, this is the whole state of the data."""
-    tokens: int = 0
-    seconds: float = 0.0
-    skipped: int = 0
-    """Steps whose loss was not finite, in all."""
-    best: float | None = None
-    best_step: int | None = None
-    validation: float | None = None
-    extra: dict[str, Any] = field(default_factory=dict)
+from fathomlm.train.state import FileMark, Progress, State, file_names, marks, part_name
 
 
 def step_name(step: int) -> str:
@@ -91,11 +72,22 @@ def save_checkpoint(
             full = whole(value.detach())
             if world.first:
                 weights[name] = full.cpu()
+        files: dict[str, FileMark] = {}
         try:
-            _write(place, model, weights, module, optimizer, progress, recipe, world)
+            numbers = _write(place, model, weights, module, optimizer, world)
+            files = _settle(place, world)
         except (OSError, SafetensorError) as error:
             failure = error
         _fail_together(failure, directory, world)
+        parts = world.gather(files)
+        try:
+            if world.first:
+                known = {name: mark for part in parts for name, mark in part.items()}
+                state = State(progress=progress, ranks=world.size, optimizer=numbers, recipe=recipe, files=known)
+                state.write(place)
+        except OSError as error:
+            failure = error
+        _fail_together(failure, directory, world)  # within the block, which would put an unfinished checkpoint in place
         try:
             stack.close()
         except OutputError as error:
@@ -120,19 +112,26 @@ def _write(
     weights: dict[str, Tensor],
     module: nn.Module,
     optimizer: Optimizer,
-    progress: Progress,
-    recipe: dict[str, Any],
     world: World,
-) -> None:
+) -> dict[str, dict[str, float]]:
+    """This rank's files, all but the record; the optimizer's plain numbers are for that."""
     state, numbers = _optimizer_tensors(module, optimizer, world)
-    save_file(state, place / "training" / f"optimizer-{world.rank:05d}-of-{world.size:05d}.safetensors")
-    if not world.first:
-        return
-    hf_logging.disable_progress_bar()
-    model.save_pretrained(place, state_dict=weights)
-    save_file(_random_state(world.device), place / "training" / "random.safetensors")
-    record = {"format": FORMAT, "progress": asdict(progress), "ranks": world.size, "optimizer": numbers, "recipe": recipe}
-    (place / "training" / "state.json").write_text(json.dumps(record, indent=1))
+    save_file(state, place / part_name(world.rank, world.size))
+    if world.first:
+        hf_logging.disable_progress_bar()
+        model.save_pretrained(place, state_dict=weights)
+        save_file(_random_state(world.device), place / "training" / "random.safetensors")
+    return numbers
+
+
+def _settle(place: Path, world: World) -> dict[str, FileMark]:
+    """Put this rank's files on the disk, which only the machine that wrote them can, and take their checksums."""
+    part = part_name(world.rank, world.size)
+    others = {part_name(rank, world.size) for rank in range(world.size)} - {part}
+    names = [name for name in file_names(place) if name not in others] if world.first else [part]
+    for name in names:
+        sync_file(place / name)
+    return marks(place, names)
 
 
 def _optimizer_tensors(
@@ -153,31 +152,16 @@ def _optimizer_tensors(
     return tensors, numbers
 
 
-def load_checkpoint(directory: Path, module: nn.Module, optimizer: Optimizer, world: World) -> Progress:
+def load_checkpoint(directory: Path, state: State, module: nn.Module, optimizer: Optimizer, world: World) -> Progress:
     """Put a checkpoint's weights, optimizer state and random state back. Any number of ranks may have written it."""
-    record = read_state(directory)
     try:
         _load_weights(directory, module)
-        _load_optimizer(directory, record, module, optimizer)
+        _load_optimizer(directory, state, module, optimizer)
         with safe_open(directory / "training" / "random.safetensors", framework="pt") as file:
             _set_random_state({key: file.get_tensor(key) for key in file.keys()}, world.device)  # noqa: SIM118
-    except (OSError, SafetensorError, KeyError, RuntimeError) as error:
+    except (OSError, SafetensorError, KeyError, RuntimeError, TypeError) as error:
         raise CheckpointError(f"{directory}: not a whole training checkpoint ({error})") from error
-    return Progress(**record["progress"])
-
-
-def read_state(directory: Path) -> dict[str, Any]:
-    """The record of a training checkpoint."""
-    path = directory / "training" / "state.json"
-    try:
-        record: dict[str, Any] = json.loads(path.read_text())
-    except FileNotFoundError:
-        raise CheckpointError(f"{directory} is no training checkpoint (it has no training/state.json)") from None
-    except (OSError, json.JSONDecodeError) as error:
-        raise CheckpointError(f"{path} cannot be read ({error})") from error
-    if record.get("format") != FORMAT:
-        raise CheckpointError(f"{directory} has format {record.get('format')}; this version reads {FORMAT}")
-    return record
+    return state.progress
 
 
 def _load_weights(directory: Path, module: nn.Module) -> None:
@@ -193,15 +177,12 @@ def _load_weights(directory: Path, module: nn.Module) -> None:
         raise CheckpointError(f"{directory}: the weights lack '{min(left)}'")
 
 
-def _load_optimizer(directory: Path, record: dict[str, Any], module: nn.Module, optimizer: Optimizer) -> None:
+def _load_optimizer(directory: Path, state: State, module: nn.Module, optimizer: Optimizer) -> None:
     parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
-    ranks = int(record["ranks"])
     with ExitStack() as stack:
         files = [
-            stack.enter_context(
-                safe_open(directory / "training" / f"optimizer-{rank:05d}-of-{ranks:05d}.safetensors", framework="pt")
-            )
-            for rank in range(ranks)
+            stack.enter_context(safe_open(directory / part_name(rank, state.ranks), framework="pt"))
+            for rank in range(state.ranks)
         ]
         holders: dict[str, list[Any]] = {}
         for file in files:
@@ -214,7 +195,7 @@ def _load_optimizer(directory: Path, record: dict[str, Any], module: nn.Module, 
             full = parts[0] if len(parts) == 1 else torch.cat(parts)
             same = full.shape == parameter.shape
             optimizer.state[parameter][entry] = like(full, parameter) if same else full.to(parameter.device)
-    for name, numbers in record["optimizer"].items():
+    for name, numbers in state.optimizer.items():
         optimizer.state[parameters[name]].update(numbers)
 
 
@@ -230,19 +211,30 @@ def _set_random_state(states: dict[str, Tensor], device: torch.device) -> None:
 
 
 def saved_steps(checkpoints: Path) -> dict[int, Path]:
-    """The whole checkpoints of a run, by step."""
-    found = (path for path in checkpoints.glob("step-" + "[0-9]" * 8) if (path / "training" / "state.json").is_file())
+    """The checkpoints of a run, by step. Each has its name, so it was whole when it was written; `verify` says if it is."""
+    found = (path for path in checkpoints.glob("step-" + "[0-9]" * 8) if path.is_dir())
     return {int(path.name.removeprefix("step-")): path for path in sorted(found)}
 
 
 def prune(checkpoints: Path, keep: int, protected: set[int]) -> None:
-    """Remove all but the latest `keep` (0: all are kept) and the protected ones."""
+    """Remove all but the latest `keep` (0: all are kept) and the protected ones. The latest are on the disk by now."""
     steps = sorted(saved_steps(checkpoints))
     for step in steps[:-keep] if keep else []:
         if step not in protected:
             going = checkpoints / f".{step_name(step)}.replaced-{os.getpid()}"  # what `clean_up` finishes if we are killed
             (checkpoints / step_name(step)).rename(going)
+            sync_directory(checkpoints)  # or a half-deleted one could be met under its own name
             shutil.rmtree(going, ignore_errors=True)
+
+
+def set_aside(checkpoint: Path) -> Path:
+    """Give a damaged checkpoint another name, so that it is neither counted nor in the way; a person may still want it."""
+    aside = checkpoint.with_name(f"damaged-{checkpoint.name}")
+    if aside.exists():
+        shutil.rmtree(aside)
+    checkpoint.rename(aside)
+    sync_directory(checkpoint.parent)
+    return aside
 
 
 def point(link: Path, target: Path) -> None:
@@ -251,6 +243,7 @@ def point(link: Path, target: Path) -> None:
     fresh.unlink(missing_ok=True)
     fresh.symlink_to(os.path.relpath(target, link.parent))
     os.replace(fresh, link)
+    sync_directory(link.parent)
 
 
 def clean_up(checkpoints: Path) -> None:

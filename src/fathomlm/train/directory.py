@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from fathomlm.checkpoints.durable import make_directories
 from fathomlm.checkpoints.writing import whole_file
 from fathomlm.errors import OutputError
-from fathomlm.train.checkpoint import clean_up, point, prune, saved_steps, step_name
+from fathomlm.train.checkpoint import clean_up, point, prune, saved_steps, set_aside, step_name
 from fathomlm.train.reading import to_yaml
 from fathomlm.train.recipe import Recipe
 
@@ -30,18 +31,21 @@ class RunDirectory:
         return self.checkpoints / step_name(step)
 
     def saved(self) -> dict[int, Path]:
-        """The whole checkpoints, by step."""
+        """The checkpoints, by step."""
         return saved_steps(self.checkpoints)
 
     def latest(self) -> str | None:
         saved = self.saved()
         return str(saved[max(saved)]) if saved else None
 
-    def settle(self, best: int | None) -> None:
-        """As a run needs it: made, or rid of what a killed run left half-done."""
+    def settle(self, best: int | None, damaged: Iterable[Path] = ()) -> None:
+        """As a run needs it: made, or rid of what a killed run left half-done. Damaged checkpoints get other names, or they
+        would count among those that are kept, and the run would meet them in its way."""
         with self._writing():
-            self.checkpoints.mkdir(parents=True, exist_ok=True)
+            make_directories(self.checkpoints)
             clean_up(self.checkpoints)
+            for checkpoint in damaged:
+                set_aside(checkpoint)
             for stale in (*self.path.glob(".*.partial-*"), *self.path.glob(".*.fresh-*")):
                 stale.unlink()
         self.tidy(best)

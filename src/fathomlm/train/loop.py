@@ -23,7 +23,6 @@ from fathomlm.errors import DataError
 from fathomlm.model.route.metrics import RoutingMeter
 from fathomlm.train.budget import row_length
 from fathomlm.train.captured import CapturedPass
-from fathomlm.train.checkpoint import Progress
 from fathomlm.train.data.loader import IGNORE, Batches, Prefetched, prefetch
 from fathomlm.train.data.pairs import AnyBatch, round_up
 from fathomlm.train.hardware import Rates
@@ -35,6 +34,7 @@ from fathomlm.train.report import Record
 from fathomlm.train.routing_recipe import RoutingLossRecipe
 from fathomlm.train.schedule import LearningRate
 from fathomlm.train.setup import AnyLoader
+from fathomlm.train.state import Progress
 
 
 @dataclass(frozen=True, slots=True)

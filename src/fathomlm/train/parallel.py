@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -27,6 +27,7 @@ from fathomlm.checkpoints.resolve import parse_device
 from fathomlm.errors import OptionError, TrainingError
 from fathomlm.train.objective import Objective
 
+T = TypeVar("T")
 COMFORT = 0.4
 """The part of a device's memory that weights, gradients and optimizer may take before `auto` shards them."""
 
@@ -53,9 +54,16 @@ class World:
         """What the lowest rank with something to say says, on every rank: a disk may be full for one of them only."""
         if self.size == 1:
             return word
-        words: list[str | None] = [None] * self.size
-        dist.all_gather_object(words, word)
+        words = self.gather(word)
         return next((f"{said} (rank {rank})" for rank, said in enumerate(words) if said is not None), None)
+
+    def gather(self, value: T) -> list[T]:
+        """Every rank's value, by rank, on every rank."""
+        if self.size == 1:
+            return [value]
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value)
+        return values
 
     def tell(self, value: Any) -> Any:
         """The first rank's value, on every rank."""

@@ -94,8 +94,9 @@ class DataRecipe:
     """pairs: the longest source, in tokens."""
     target_length: int = 128
     """pairs: the longest target, in tokens."""
-    verify: bool = False
-    """Check every shard's checksum before training, not only its size."""
+    verify: bool | Literal["off", "sample", "full"] = "sample"
+    """What is compared with the corpus's checksums before training: random blocks of 64 MiB in all (`sample`), everything
+    (`full`, or true), or sizes only (`off`, or false)."""
 
 
 @dataclass(frozen=True, kw_only=True)

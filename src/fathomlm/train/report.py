@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import shutil
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Protocol
 
+from fathomlm.checkpoints.durable import make_directories, sync_directory
 from fathomlm.checkpoints.writing import whole_file
-from fathomlm.errors import OptionError, OutputError
+from fathomlm.errors import DataError, OptionError, OutputError
+from fathomlm.jsonfile import parse_object
 from fathomlm.train.recipe import Recipe
 
 Record = dict[str, Any]
+MAX_LINE = 1 << 20
+"""Bytes of a line; a record has hundreds."""
 
 
 class Watcher(Protocol):
@@ -44,9 +50,11 @@ class Reporter:
         """Records of steps after `after_step` belong to a future that a resumed run will live again: they are dropped."""
         self._path = directory / "metrics.jsonl"
         with _writing(self._path):
-            directory.mkdir(parents=True, exist_ok=True)
-            _keep_until(self._path, after_step)
+            make_directories(directory)
+            self.dropped = _keep_until(self._path, after_step)
+            """What is to be said of lines that could not be read; None where there were none."""
             self._file = self._path.open("a", encoding="utf-8")
+            sync_directory(directory)
         self._board = _tensorboard(directory, after_step) if recipe.log.tensorboard else None
         self._wandb = _wandb(recipe, directory, after_step) if recipe.log.wandb is not None else None
 
@@ -61,6 +69,11 @@ class Reporter:
                     self._board.add_scalar(name, value, record["step"])
         if self._wandb is not None:
             self._wandb.log(numbers, step=record["step"])
+
+    def sync(self) -> None:
+        """Wait until all records so far are on the disk."""
+        with _writing(self._path):
+            os.fsync(self._file.fileno())
 
     def close(self) -> None:
         with suppress(OSError):  # the disk is full, which `write` has said already
@@ -83,22 +96,42 @@ def _writing(path: Path) -> Iterator[None]:
 
 
 def read_records(path: Path) -> list[Record]:
-    """The records of a metrics file; a last line that a killed run left unfinished is passed over."""
-    records = []
-    for line in path.read_text(encoding="utf-8").splitlines():
-        try:
-            records.append(json.loads(line))
-        except json.JSONDecodeError:
-            continue
-    return records
+    """The records of a metrics file. Lines that are no records are passed over: a run that was killed leaves its last one
+    unfinished, a power cut may leave zeros."""
+    return _scan(path)[0]
 
 
-def _keep_until(path: Path, step: int) -> None:
+def _scan(path: Path) -> tuple[list[Record], int]:
+    """The records, and how many lines are none, not counting a last one that was begun."""
+    records, unreadable = [], 0
+    with path.open("rb") as file:
+        while line := file.readline(MAX_LINE):
+            if not line.strip():
+                continue
+            try:
+                fields = parse_object(line, str(path), error=DataError, nonfinite=True)
+                fields.integer("step", at_least=0)
+                fields.text("kind")
+            except DataError:
+                unreadable += line.endswith(b"\n") or line.strip(b"\0")[:1] not in (b"", b"{")
+                continue
+            records.append(dict(fields.values))
+    return records, unreadable
+
+
+def _keep_until(path: Path, step: int) -> str | None:
+    """Drop the records of later steps, and what is no record; of the latter a copy is kept, and said."""
     if not path.exists():
-        return
-    kept = [record for record in read_records(path) if record["step"] <= step]
+        return None
+    records, unreadable = _scan(path)
+    copy = path.with_name(f"{path.name}.damaged")
+    if unreadable:
+        with whole_file(copy) as temporary:
+            shutil.copyfile(path, temporary)
+    kept = [record for record in records if record["step"] <= step]
     with whole_file(path) as temporary:
         temporary.write_text("".join(json.dumps(record) + "\n" for record in kept), encoding="utf-8")
+    return f"{unreadable:,} lines of {path} are no records and were dropped; {copy.name} has them" if unreadable else None
 
 
 def strict(value: Any) -> Any:

@@ -1,15 +1,19 @@
-"""Whether a checkpoint belongs to a recipe: what may change between the two, and what may not."""
+"""Where a run goes on: the newest checkpoint that verifies, and whether it belongs to the recipe."""
 
 from __future__ import annotations
 
 import dataclasses
 import hashlib
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
-from fathomlm.errors import TrainingError
+from fathomlm.errors import CheckpointError, TrainingError
 from fathomlm.train.data.corpus import Corpus
+from fathomlm.train.parallel import World
 from fathomlm.train.recipe import Recipe, ScheduleRecipe
 from fathomlm.train.schedule import LearningRate
+from fathomlm.train.state import STATE, State, UnknownFormat, verify
 
 FREE = {
     "name",
@@ -39,6 +43,49 @@ BUDGET = {"budget", "schedule"}
 """What a branch may change as well."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Start:
+    """Where a run goes on."""
+
+    path: Path
+    state: State
+    damaged: dict[Path, str] = field(default_factory=dict)
+    """Newer checkpoints that are not what was written, and what is wrong with each."""
+
+
+def newest_whole(saved: dict[int, Path]) -> Start:
+    """The newest checkpoint that verifies. A power cut or a bad disk may have spoilt the newest; the one before it costs an
+    interval of training, and a spoilt one the whole run."""
+    damaged: dict[Path, str] = {}
+    for step in sorted(saved, reverse=True):
+        try:
+            return Start(path=saved[step], state=verify(saved[step]), damaged=damaged)
+        except UnknownFormat:
+            raise
+        except CheckpointError as error:
+            damaged[saved[step]] = str(error)
+    (newest, why), *others = damaged.items()
+    more = f" (nor are the {len(others)} before it whole)" if others else ""
+    raise CheckpointError(f"{newest.parent} has no whole checkpoint to go on from: {why}{more}")
+
+
+def find_start(found: dict[int, Path] | Path, world: World) -> Start:
+    """The newest whole one of some checkpoints, or a certain one if it is whole; verified by the first rank for all, so that
+    each file is read once and all ranks go on from the same one."""
+    start: Start | None = None
+    failure: CheckpointError | None = None
+    if world.first:
+        try:
+            start = Start(path=found, state=verify(found)) if isinstance(found, Path) else newest_whole(found)
+        except CheckpointError as error:
+            failure = error
+    said, start = world.tell((None if failure is None else str(failure), start))
+    if said is not None:
+        raise failure or CheckpointError(said)
+    assert start is not None
+    return start
+
+
 def check_same(recipe: Recipe, saved: dict[str, Any], where: str) -> None:
     """Refuse to resume with a recipe that would make another run of it."""
     _refuse(_differences(dataclasses.asdict(recipe), saved, FREE), where, "--resume goes on with the same recipe")
@@ -50,27 +97,31 @@ def data_mark(corpus: Corpus) -> str:
     return hashlib.sha256("".join(shard.sha256 + shard.index_sha256 for shard in shards).encode()).hexdigest()
 
 
-def check_data(corpus: Corpus, state: dict[str, Any], where: str) -> None:
+def check_data(corpus: Corpus, state: State, where: str) -> None:
     """Refuse to go on with other data: the position in them would mean nothing."""
-    if state["progress"]["extra"]["data"] != data_mark(corpus):
+    if state.progress.extra["data"] != data_mark(corpus):
         raise TrainingError(
             f"{where} was trained on other data than {corpus.path} holds now; bring those back, or start another run"
         )
 
 
-def check_branch(recipe: Recipe, state: dict[str, Any], rate: LearningRate, where: str) -> None:
+def check_branch(recipe: Recipe, state: State, rate: LearningRate, where: str) -> None:
     """Refuse a branch that is not a cool-down from a plateau (thesis 4, appendix on the trapezoid schedule)."""
-    saved = state["recipe"]
+    saved = state.recipe
     _refuse(_differences(dataclasses.asdict(recipe), saved, FREE | BUDGET), where, "a branch changes only the budget")
-    step, warmup = int(state["progress"]["step"]), int(state["progress"]["extra"]["warmup"])
-    kinds = {recipe.schedule.kind, saved["schedule"]["kind"]}
+    step, warmup = state.progress.step, state.progress.extra["warmup"]
+    try:
+        schedule = ScheduleRecipe(**saved["schedule"])
+        end = LearningRate.of(schedule, state.progress.extra["steps"]).plateau_end
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{where}: {STATE} has a schedule that is not understood ({error})") from error
+    kinds = {recipe.schedule.kind, str(schedule.kind)}
     if kinds != {"trapezoid"}:
         raise TrainingError(f"branch_from needs schedule.kind trapezoid in both runs, got {' and '.join(sorted(kinds))}")
     if warmup != rate.warmup:
         raise TrainingError(
             f"{where} warmed up over {warmup} steps, this recipe over {rate.warmup}; give schedule.warmup in steps, the same"
         )
-    end = LearningRate.of(ScheduleRecipe(**saved["schedule"]), int(state["progress"]["extra"]["steps"])).plateau_end
     if step > min(end, rate.plateau_end):
         raise TrainingError(
             f"{where} is at step {step}, past the plateau: its own run cools down from step {end}, this budget from step "

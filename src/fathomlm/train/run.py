@@ -15,20 +15,21 @@ import torch
 from fathomlm.errors import TrainingError
 from fathomlm.model.seq2seq import FathomForSeq2SeqLM
 from fathomlm.train.budget import forward_flops_per_token, micro_rows, plan_steps
-from fathomlm.train.checkpoint import Progress, load_checkpoint, read_state, save_checkpoint
+from fathomlm.train.checkpoint import load_checkpoint, save_checkpoint
 from fathomlm.train.data.loader import Prefetched
 from fathomlm.train.data.pairs import AnyBatch
 from fathomlm.train.data.segments import Progress as Prepared
 from fathomlm.train.directory import RunDirectory
 from fathomlm.train.estimate import model_flops_per_token
 from fathomlm.train.hardware import Rates
+from fathomlm.train.lock import alone
 from fathomlm.train.loop import Meter, Pending, Stepper, StepResult, reading
 from fathomlm.train.objective import Objective
 from fathomlm.train.optim import build_optimizer, choose_trained, state_bytes_per_weight
 from fathomlm.train.parallel import World, choose_parallel, join, spread, whole
 from fathomlm.train.recipe import Recipe
 from fathomlm.train.report import Record, Reporter, Silence, Watcher
-from fathomlm.train.resume import check_branch, check_data, check_same, data_mark
+from fathomlm.train.resume import Start, check_branch, check_data, check_same, data_mark, find_start
 from fathomlm.train.schedule import LearningRate
 from fathomlm.train.seq2seq import equip_encoder
 from fathomlm.train.setup import (
@@ -40,6 +41,7 @@ from fathomlm.train.setup import (
     open_data,
 )
 from fathomlm.train.signals import listening
+from fathomlm.train.state import Progress, read_state
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,9 +75,10 @@ def train(
 ) -> Summary:
     """Train as a recipe says. Under torchrun every rank calls this."""
     with join(recipe.device) as world:
-        find_saved(recipe, world, resume)  # before a model is built, for one that no one wants
-        run = Run(recipe, world, watcher if watcher is not None and world.first else Silence(), on_prepare)
-        return run.go(resume)
+        follows = watcher if watcher is not None and world.first else Silence()
+        with alone(Path(recipe.directory), world, follows.note):
+            find_saved(recipe, world, resume)  # before a model is built, for one that no one wants
+            return Run(recipe, world, follows, on_prepare).go(resume)
 
 
 class Run:
@@ -153,6 +156,8 @@ class Run:
         self._start(resume)
         recipe, world, progress = self.recipe, self.world, self._progress
         reporter = Reporter(self.directory, recipe, after_step=progress.step) if world.first else None
+        if reporter is not None and reporter.dropped is not None:
+            self._watcher.note(reporter.dropped)
         try:
             with listening() as asked, reading(self._data.train, progress, world, self._micro) as batches:
                 self._loop(batches, asked, reporter)
@@ -278,6 +283,8 @@ class Run:
             "exits": self._exits,
             "data": data_mark(self._data.corpus),
         }
+        if reporter is not None:
+            reporter.sync()  # a run that goes on from this checkpoint has the records up to it
         save_checkpoint(
             target, self._student, self._objective, self._optimizer, progress, dataclasses.asdict(recipe), self.world
         )
@@ -287,29 +294,34 @@ class Run:
 
     def _start(self, resume: bool) -> None:
         saved = find_saved(self.recipe, self.world, resume)
+        start: Start | None = None
         if saved:
-            record = read_state(saved[max(saved)])
-            check_same(self.recipe, record["recipe"], str(self.directory))
-            check_data(self._data.corpus, record, str(self.directory))
-            self._load(saved[max(saved)])
+            start = find_start(saved, self.world)
+            check_same(self.recipe, start.state.recipe, str(self.directory))
+            check_data(self._data.corpus, start.state, str(self.directory))
+            self._load(start)
         elif self.recipe.branch_from is not None:
             source = Path(self.recipe.branch_from).resolve()
-            record = read_state(source)
-            check_branch(self.recipe, record, self._rate, str(source))
-            check_data(self._data.corpus, record, str(source))
-            self._load(source)
+            start = find_start(source, self.world)
+            check_branch(self.recipe, start.state, self._rate, str(source))
+            check_data(self._data.corpus, start.state, str(source))
+            self._load(start)
             self._progress.best = self._progress.best_step = None
         if self.world.first:
-            self._place.settle(self._progress.best_step)
+            self._place.settle(self._progress.best_step, () if start is None else start.damaged)
         self._watcher.note(self._headline())
 
-    def _load(self, path: Path) -> None:
-        self._progress = load_checkpoint(path, self._objective, self._optimizer, self.world)
+    def _load(self, start: Start) -> None:
+        for path, why in start.damaged.items():
+            self._watcher.note(f"{path} is damaged and is left out, as damaged-{path.name}: {why}")
+        if not start.state.verifiable:
+            self._watcher.note(f"{start.path} was written by an earlier version, without checksums: it is not verified")
+        self._progress = load_checkpoint(start.path, start.state, self._objective, self._optimizer, self.world)
         decoder = self._student.decoder
         if decoder.exit_words is not None:
             decoder.exit_words.take_rows(whole(decoder.head_weight))
         self._exits = dict(self._progress.extra["exits"])
-        self._watcher.note(f"going on from {path} (step {self._progress.step})")
+        self._watcher.note(f"going on from {start.path} (step {self._progress.step})")
 
     def _headline(self) -> str:
         weights = sum(p.numel() for p in self._student.parameters())

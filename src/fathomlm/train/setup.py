@@ -68,9 +68,25 @@ def open_data(recipe: Recipe, world: World, on_prepare: Callable[[Prepared], Non
         if not data.sources or world.size > 1:
             raise DataError(f"there is no prepared corpus at {data.path}; make it with: {prepare_command(data)}")
         prepare(_prepare_options(data), on_prepare)
-    corpus = Corpus.open(data.path, verify="full" if data.verify and world.first else "sizes")
+    corpus = Corpus.open(data.path)
+    _verify(corpus, data.verify, world)
     validation = make_loader(recipe, corpus, "validation") if corpus.has("validation") else None
     return Data(corpus, make_loader(recipe, corpus, "train"), validation)
+
+
+def _verify(corpus: Corpus, how: bool | str, world: World) -> None:
+    """Verify the corpus once, on the first rank; all ranks raise what it finds."""
+    failure = None
+    if world.first:
+        try:
+            if how in (True, "full"):
+                corpus.verify()
+            elif how == "sample":
+                corpus.verify_sample()
+        except DataError as error:
+            failure = str(error)
+    if (said := world.tell(failure)) is not None:
+        raise DataError(said)
 
 
 def make_loader(recipe: Recipe, corpus: Corpus, split: str) -> AnyLoader:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import random
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,9 +13,11 @@ import numpy as np
 import numpy.typing as npt
 
 from fathomlm.errors import DataError, choices
+from fathomlm.train.data.blocks import SAMPLE, damaged
 from fathomlm.train.data.manifest import SPLITS, Manifest, Shard, Split
 from fathomlm.train.data.tokenizers import find_tokenizer, fingerprint
 
+Verify = Literal["off", "sample", "full"]
 TOKENIZER = "tokenizer"
 """The directory in which a corpus keeps its tokenizer."""
 
@@ -27,8 +30,8 @@ class Corpus:
     manifest: Manifest
 
     @classmethod
-    def open(cls, path: str | Path, *, verify: Literal["sizes", "full"] = "sizes", unfinished: bool = False) -> Corpus:
-        """Read corpus.json and compare every shard's sizes with it; `full` reads them all and compares checksums.
+    def open(cls, path: str | Path, *, verify: Verify = "off", unfinished: bool = False) -> Corpus:
+        """Read corpus.json and compare every shard's sizes with it; `sample` and `full` then verify the contents.
 
         `unfinished` also opens a corpus whose preparation was stopped; training on one would later seem irreproducible.
         """
@@ -40,19 +43,48 @@ class Corpus:
         corpus = cls(path=path, manifest=manifest)
         if verify == "full":
             corpus.verify()
+        elif verify == "sample":
+            corpus.verify_sample()
         return corpus
 
     def verify(self, on_shard: Callable[[int, int], None] | None = None) -> None:
         """Read all shards and compare their checksums. `on_shard` is told (done, total)."""
-        shards = [shard for name in SPLITS for shard in self.manifest.splits[name].shards]
+        shards = self._all_shards()
         for number, shard in enumerate(shards, start=1):
-            index = [".idx", ".mid"] if self.manifest.kind == "pairs" else [".idx"]
-            for suffixes, wanted in (([".bin"], shard.sha256), (index, shard.index_sha256)):
-                files = [(self.path / shard.file).with_suffix(suffix) for suffix in suffixes]
-                if _digest(files) != wanted:
-                    raise DataError(f"{files[0]} was altered since it was written (wrong checksum); {_MEND}")
+            self._verify_shard(shard)
             if on_shard is not None:
                 on_shard(number, len(shards))
+
+    def verify_sample(self, budget: int = SAMPLE, draw: random.Random | None = None) -> None:
+        """Compare as many random blocks with their checksums as `budget` bytes hold: all of a small corpus, and of a large
+        one enough to find a file that was cut, zeroed or copied wrongly, though rarely a single flipped bit.
+
+        Shards without checksums of blocks, from an earlier version, are read as a whole while they fit in the budget.
+        """
+        draw = draw or random.SystemRandom()
+        shards = self._all_shards()
+        if (file := damaged(self.path, shards, budget, draw)) is not None:
+            raise DataError(_ALTERED.format(file=file))
+        older = [shard for shard in shards if not shard.blocks]
+        for shard in draw.sample(older, len(older)):
+            size = sum(file.stat().st_size for _, files in self._files(shard) for file in files)
+            if size <= budget:
+                budget -= size
+                self._verify_shard(shard)
+
+    def _all_shards(self) -> list[Shard]:
+        return [shard for name in SPLITS for shard in self.manifest.splits[name].shards]
+
+    def _verify_shard(self, shard: Shard) -> None:
+        for wanted, files in self._files(shard):
+            if _digest(files) != wanted:
+                raise DataError(_ALTERED.format(file=files[0]))
+
+    def _files(self, shard: Shard) -> list[tuple[str, list[Path]]]:
+        """A shard's files, with the checksums over them."""
+        index = [".idx", ".mid"] if self.manifest.kind == "pairs" else [".idx"]
+        of = (self.path / shard.file).with_suffix
+        return [(shard.sha256, [of(".bin")]), (shard.index_sha256, [of(suffix) for suffix in index])]
 
     def check_tokenizer(self, tokenizer: Any) -> None:
         """Refuse a tokenizer that is not the corpus's: its tokens would mean something else."""
@@ -200,6 +232,7 @@ def check_sizes(directory: Path, manifest: Manifest) -> None:
 
 
 _MEND = "copy the corpus again, or make it again with `fathomlm data prepare --force`"
+_ALTERED = "{file} was altered since it was written (wrong checksum); " + _MEND
 
 
 def _digest(files: list[Path]) -> str:

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
+from fathomlm.checkpoints.durable import SEAL, is_sealed, seal
+from fathomlm.checkpoints.writing import whole_file
 from fathomlm.errors import DataError
 from fathomlm.jsonfile import Fields, read_object, shown
 from fathomlm.train.data.sources import Source
 
 FILE = "corpus.json"
-VERSION = 1
+VERSION = 2
+READS = (1, 2)
+"""Version 1 has neither checksums of blocks nor one of corpus.json itself."""
 SPLITS = ("train", "validation")
 KINDS = ("tokens", "pairs")
 MAX_MANIFEST = 64 << 20
@@ -32,6 +35,8 @@ class Shard:
     """Of the tokens."""
     index_sha256: str
     """Of the .idx file, followed by the .mid file where there is one."""
+    blocks: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    """By suffix, the checksums of a file's blocks (`blocks.py`); empty in corpora that were made before there were any."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,16 +127,9 @@ class Manifest:
 
     def write(self, directory: Path) -> None:
         """Replace corpus.json at once and for good: the shards it names are on the disk before it is."""
-        temporary = directory / f".{FILE}.partial"
-        try:
-            with temporary.open("w", encoding="utf-8") as file:
-                file.write(json.dumps(asdict(self), indent=1, ensure_ascii=False) + "\n")
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(temporary, directory / FILE)
-        finally:
-            temporary.unlink(missing_ok=True)
-        sync_directory(directory)
+        with whole_file(directory / FILE) as temporary:
+            record = seal(asdict(self))
+            temporary.write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 
     @classmethod
     def read(cls, directory: Path) -> Manifest:
@@ -144,9 +142,12 @@ class Manifest:
             raise DataError(f"{what}; `fathomlm data prepare` makes one") from error
         except (OSError, DataError) as error:
             raise DataError(f"{error}; prepare the corpus again with --force") from error
-        if record.get("version") != VERSION:
-            found = shown(record.get("version"))
-            raise DataError(f"{path} has format version {found}, and this FathomLM reads {VERSION}; prepare it again")
+        if record.get("version") not in READS:
+            found, known = shown(record.get("version")), " and ".join(map(str, READS))
+            raise DataError(f"{path} has format version {found}, and this FathomLM reads {known}; prepare it again")
+        if (SEAL in record or record["version"] != READS[0]) and not is_sealed(record):
+            raise DataError(f"{path} was altered since it was written (wrong checksum); prepare it again with --force")
+        record = {key: value for key, value in record.items() if key != SEAL}
         try:
             _check_types(Fields(record, str(path), error=DataError))
             return cls._from_dict(record)
@@ -168,11 +169,16 @@ class Manifest:
             "sources": tuple(Source(**source) for source in record["sources"]),
             "cursor": Cursor(**record["cursor"]),
             "splits": {
-                name: Split(**{**split, "shards": tuple(Shard(**shard) for shard in split["shards"])})
+                name: Split(**{**split, "shards": tuple(_shard(shard) for shard in split["shards"])})
                 for name, split in record["splits"].items()
             },
         }
-        return cls(**{**record, **read})
+        return cls(**{**record, **read, "version": VERSION})
+
+
+def _shard(record: dict[str, Any]) -> Shard:
+    blocks = {suffix: tuple(found) for suffix, found in record.get("blocks", {}).items()}
+    return Shard(**{**record, "blocks": blocks})
 
 
 _SETTINGS = {
@@ -186,15 +192,6 @@ _SETTINGS = {
     "skip_above": "largest document",
 }
 """What decides a corpus besides its tokenizer and sources, and how it is called."""
-
-
-def sync_directory(directory: Path) -> None:
-    """Renames last through a power cut only once the directory itself is on the disk."""
-    handle = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def _check_types(record: Fields) -> None:
@@ -228,6 +225,9 @@ def _check_types(record: Fields) -> None:
         for shard in counts[1:]:
             for name in ("sha256", "index_sha256"):
                 shard.text(name)
+            if (blocks := shard.record("blocks", default=None)) is not None:
+                for suffix in blocks:
+                    blocks.texts(suffix)
             if Path(shard.text("file")).name != shard.text("file"):
                 raise shard.wrong("file", "the name of a file beside corpus.json")
 

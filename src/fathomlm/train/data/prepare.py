@@ -30,7 +30,7 @@ DEFAULT_FRACTION = 0.01
 DEFAULT_SHARD_TOKENS = 32_000_000
 DEFAULT_DOCUMENT_BYTES = 16_000_000
 """A tokenizer needs about 80 times as much memory for it."""
-_OURS = re.compile(r"(train|validation)-\d{5}\.(bin|idx|mid)|corpus\.json|tokenizer|\..*\.partial")
+_OURS = re.compile(r"(train|validation)-\d{5}\.(bin|idx|mid)|corpus\.json|tokenizer|\..*\.partial(-\d+)?")
 """What a corpus directory may hold; --force deletes nothing else."""
 
 
@@ -145,7 +145,7 @@ def _begin(out: Path, wanted: Manifest, tokenizer: Any, force: bool) -> Manifest
         if not force:
             return _same(out, wanted)
         _delete(out)
-    with whole_directory(out, force=out.is_dir()) as directory:
+    with _or_nothing(out), whole_directory(out, force=out.is_dir()) as directory:
         tokenizer.save_pretrained(directory / TOKENIZER)
         wanted.write(directory)
         saved = fingerprint(find_tokenizer(str(directory / TOKENIZER)))
@@ -190,14 +190,14 @@ def _or_nothing(out: Path) -> Iterator[None]:
     try:
         yield
     except BaseException:
-        if not Manifest.read(out).started:
+        if (out / FILE).is_file() and not Manifest.read(out).started:
             _remove(out)
         raise
 
 
 def _fill(out: Path, manifest: Manifest, tokenizer: Any, options: PrepareOptions, on_progress: Tell | None) -> None:
     """Everything from the cursor on."""
-    for left in out.glob(".*.partial"):
+    for left in (*out.glob(".*.partial"), *out.glob(".*.partial-*")):
         left.unlink()
     settings = EncoderSettings(
         tokenizer=tokenizer.backend_tokenizer.to_str(),

@@ -6,9 +6,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from fathomlm.checkpoints.durable import sync_directory
 from fathomlm.errors import DataError
 from fathomlm.train.data.encoding import LOTS, Encoded
-from fathomlm.train.data.manifest import SPLITS, Cursor, Manifest, sync_directory
+from fathomlm.train.data.manifest import SPLITS, Cursor, Manifest
 from fathomlm.train.data.shards import ShardWriter
 from fathomlm.train.data.sources import Document, Limit, read
 

@@ -11,6 +11,8 @@ from typing import IO, Any
 import numpy as np
 import numpy.typing as npt
 
+from fathomlm.checkpoints.durable import sync_file
+from fathomlm.train.data.blocks import BlockChecksums, checksums
 from fathomlm.train.data.manifest import Shard
 
 PARTIAL = ".partial"
@@ -31,6 +33,7 @@ class ShardWriter:
         self._middles = array("Q")
         self._file: IO[bytes] | None = None
         self._digest = hashlib.sha256()
+        self._blocks = BlockChecksums()
 
     def add(self, ids: npt.NDArray[Any], middle: int) -> None:
         """One document; `middle` is where a pair's target begins in it."""
@@ -39,6 +42,7 @@ class ShardWriter:
         raw = ids.astype(ids.dtype.newbyteorder("<"), copy=False).tobytes()
         self._file.write(raw)
         self._digest.update(raw)
+        self._blocks.update(raw)
         self._middles.append(self.tokens + middle)
         self.tokens += len(ids)
         self._starts.append(self.tokens)
@@ -47,21 +51,18 @@ class ShardWriter:
         """Put all on the disk, then rename; the shard's entry, or None where there were no documents."""
         if self._file is None:
             return None
-        _settle(self._file)
         self._file.close()
         index = hashlib.sha256()
-        suffixes = [".bin", ".idx"]
-        parts = [(".idx", self._starts)]
-        if self._pairs:
-            suffixes.append(".mid")
-            parts.append((".mid", self._middles))
+        blocks = {".bin": self._blocks.finish()}
+        parts = [(".idx", self._starts), *([(".mid", self._middles)] if self._pairs else [])]
         for suffix, numbers in parts:
             raw = np.array(numbers, dtype="<u8").tobytes()
             index.update(raw)
-            with self._temporary(suffix).open("wb") as file:
-                file.write(raw)
-                _settle(file)
-        for suffix in suffixes:
+            blocks[suffix] = checksums(raw)
+            self._temporary(suffix).write_bytes(raw)
+        for suffix in blocks:
+            sync_file(self._temporary(suffix))
+        for suffix in blocks:
             os.replace(self._temporary(suffix), self._directory / f"{self._stem}{suffix}")
         return Shard(
             file=f"{self._stem}.bin",
@@ -69,6 +70,7 @@ class ShardWriter:
             documents=len(self._starts) - 1,
             sha256=self._digest.hexdigest(),
             index_sha256=index.hexdigest(),
+            blocks=blocks,
         )
 
     def discard(self) -> None:
@@ -79,8 +81,3 @@ class ShardWriter:
 
     def _temporary(self, suffix: str) -> Path:
         return self._directory / f".{self._stem}{suffix}{PARTIAL}"
-
-
-def _settle(file: IO[bytes]) -> None:
-    file.flush()
-    os.fsync(file.fileno())

@@ -1,0 +1,212 @@
+"""A training checkpoint's record, `training/state.json`: what it holds, and whether the checkpoint is what was written.
+
+The record has the size and checksum of every other file of its checkpoint, and a checksum of its own. All are compared
+before anything is loaded: a flipped bit in weights or optimizer would otherwise go on as another run, unnoticed.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+
+from fathomlm.checkpoints.durable import SEAL, checksum, is_sealed, seal
+from fathomlm.errors import CheckpointError
+from fathomlm.jsonfile import Fields, read_object
+
+STATE = "training/state.json"
+FORMAT = 2
+UNVERIFIED = 1
+"""The format before there were checksums; it is still read."""
+THREADS = 4
+"""Files whose checksums are taken at the same time."""
+MAX_BYTES = 256 << 20
+"""Of state.json, which has some numbers and a checksum for each weight and file."""
+MAX_RANKS = 1 << 20
+
+
+class UnknownFormat(CheckpointError):
+    """A whole checkpoint of another version of FathomLM: nothing is wrong with it, so nothing is to take its place."""
+
+
+@dataclass(slots=True)
+class Progress:
+    """How far a run is: all that changes from step to step outside the model and the optimizer."""
+
+    step: int = 0
+    """Optimizer steps done."""
+    rows: int = 0
+    """Rows of data read, over all ranks; with the seed, this is the whole state of the data."""
+    tokens: int = 0
+    seconds: float = 0.0
+    skipped: int = 0
+    """Steps whose loss was not finite, in all."""
+    best: float | None = None
+    best_step: int | None = None
+    validation: float | None = None
+    extra: dict[str, Any] = field(default_factory=dict)
+    """What a resumed run compares itself with: steps, warmup, data; and `exits`, the last validation losses."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileMark:
+    """What a file is known by."""
+
+    bytes: int
+    blake2b: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class State:
+    """The contents of state.json."""
+
+    progress: Progress
+    ranks: int
+    """How many wrote the checkpoint; each has a part of the optimizer's state."""
+    optimizer: dict[str, dict[str, float]]
+    """The optimizer's plain numbers, by the name of the weight."""
+    recipe: dict[str, Any]
+    files: dict[str, FileMark] = field(default_factory=dict)
+    """By path within the checkpoint; empty in those that were written before there were checksums."""
+
+    @property
+    def verifiable(self) -> bool:
+        return bool(self.files)
+
+    def write(self, directory: Path) -> None:
+        record = json.dumps(seal({"format": FORMAT, **asdict(self)}), indent=1)
+        (directory / STATE).write_text(record, encoding="utf-8")
+
+
+def marks(directory: Path, names: Iterable[str]) -> dict[str, FileMark]:
+    """Size and checksum of some files of a directory."""
+    names = sorted(names)
+    files = [directory / name for name in names]
+    with ThreadPoolExecutor(THREADS) as pool:
+        found = list(pool.map(checksum, files))
+    return {
+        name: FileMark(bytes=file.stat().st_size, blake2b=digest)
+        for name, file, digest in zip(names, files, found, strict=True)
+    }
+
+
+def part_name(rank: int, ranks: int) -> str:
+    """The file of a rank's part of the optimizer's state."""
+    return f"training/optimizer-{rank:05d}-of-{ranks:05d}.safetensors"
+
+
+def file_names(directory: Path) -> list[str]:
+    """All files of a checkpoint but its record, as the record names them."""
+    found = (file.relative_to(directory).as_posix() for file in directory.rglob("*") if file.is_file())
+    return sorted(name for name in found if name != STATE)
+
+
+def read_state(directory: Path) -> State:
+    """The record of a training checkpoint, itself verified. `verify` compares the files with it."""
+    path = directory / STATE
+    if not path.exists():
+        raise CheckpointError(f"{directory} is no training checkpoint (it has no {STATE})")
+    # A loss that is not finite is in the record as it was.
+    fields = read_object(path, error=CheckpointError, max_bytes=MAX_BYTES, nonfinite=True)
+    number = fields.raw("format")
+    # A record of the first format has no checksum; one that has a checksum is held to it, whatever its format says.
+    if (SEAL in fields or number == FORMAT) and not is_sealed(dict(fields.values)):
+        raise CheckpointError(f"{path} was altered since it was written (wrong checksum)")
+    if number not in (UNVERIFIED, FORMAT):
+        raise UnknownFormat(f"{directory} has format {number}; this version reads {UNVERIFIED} and {FORMAT}")
+    return State(
+        progress=_progress(fields.record("progress")),
+        ranks=fields.integer("ranks", at_least=1, at_most=MAX_RANKS),
+        optimizer=_optimizer(fields.record("optimizer")),
+        recipe=dict(fields.record("recipe").values),
+        files=_files(fields.record("files")) if number == FORMAT else {},
+    )
+
+
+def verify(directory: Path) -> State:
+    """The record of a checkpoint all of whose files are as they were written; sizes first, which are known at once."""
+    state = read_state(directory)
+    if not state.verifiable:
+        _check_shapes(directory, state)
+    for name, mark in state.files.items():
+        file = directory / name
+        if not file.is_file():
+            raise CheckpointError(f"{file} is missing")
+        if (size := file.stat().st_size) != mark.bytes:
+            raise CheckpointError(f"{file} has {size:,} bytes in place of {mark.bytes:,}")
+    try:
+        found = marks(directory, state.files)
+    except OSError as error:
+        raise CheckpointError(f"{directory} cannot be read ({error.strerror or error})") from error
+    for name, mark in state.files.items():
+        if found[name] != mark:
+            raise CheckpointError(f"{directory / name} was altered since it was written (wrong checksum)")
+    return state
+
+
+def _check_shapes(directory: Path, state: State) -> None:
+    """What can be said of a checkpoint without checksums: its files are there, not cut, and have sound headers."""
+    parts = [part_name(rank, state.ranks) for rank in range(state.ranks)]
+    shards = [file.name for file in sorted(directory.glob("model*.safetensors"))] or ["model.safetensors"]
+    for name in (*shards, *parts, "training/random.safetensors"):
+        if not (directory / name).is_file():
+            raise CheckpointError(f"{directory / name} is missing")
+        try:
+            with safe_open(directory / name, framework="pt"):
+                pass
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(f"{directory / name} is corrupt or truncated ({error})") from error
+
+
+def _progress(fields: Fields) -> Progress:
+    extra = fields.record("extra")
+    for name in ("steps", "warmup"):
+        extra.integer(name, at_least=0)
+    extra.text("data")
+    exits = extra.record("exits")
+    return Progress(
+        step=fields.integer("step", at_least=0),
+        rows=fields.integer("rows", at_least=0),
+        tokens=fields.integer("tokens", at_least=0),
+        seconds=fields.number("seconds", at_least=0),
+        skipped=fields.integer("skipped", at_least=0),
+        best=fields.number("best", default=None),
+        best_step=fields.integer("best_step", at_least=0, default=None),
+        validation=_loss(fields, "validation"),
+        extra={**extra.values, "exits": {name: _loss(exits, name) for name in exits}},
+    )
+
+
+def _loss(fields: Fields, name: str) -> float | None:
+    """A number that may be infinite or NaN, as the loss of a run that went wrong is."""
+    value = fields.raw(name)
+    if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
+        raise fields.wrong(name, "a number")
+    return None if value is None else float(value)
+
+
+def _optimizer(fields: Fields) -> dict[str, dict[str, float]]:
+    found = {}
+    for weight in fields:
+        numbers = fields.record(weight)
+        for name in numbers:
+            if _loss(numbers, name) is None:
+                raise numbers.wrong(name, "a number")
+        found[weight] = dict(numbers.values)
+    return found
+
+
+def _files(fields: Fields) -> dict[str, FileMark]:
+    found = {}
+    for name in fields:
+        place = Path(name)
+        if place.is_absolute() or ".." in place.parts:
+            raise fields.wrong(name, "a file within the checkpoint")
+        entry = fields.record(name)
+        found[name] = FileMark(bytes=entry.integer("bytes", at_least=0), blake2b=entry.text("blake2b"))
+    return found
