@@ -131,7 +131,7 @@ def test_a_corpus_made_with_another_bound_is_another_corpus(tmp_path: Path) -> N
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = make(tmp_path / "a.jsonl", lines("one", "x" * MEGABYTES))
     command = ["data", "prepare", str(path), str(tmp_path / "out"), "--tokenizer", "bytes", "--workers", "1"]
-    command += ["--validation-fraction", "0", "--max-document-bytes", "1M"]
+    command += ["--validation-fraction", "0", "--max-document-bytes", "1MB"]
     assert main(command) == 2
     said = capsys.readouterr().err.strip().splitlines()
     assert len(said) == 1

@@ -64,7 +64,7 @@ def _add_prepare_arguments(parser: argparse.ArgumentParser) -> None:
     what("--pairs", metavar=("SOURCE", "TARGET"), nargs=2, help="two columns: make pairs, to learn TARGET from SOURCE")
     what("--source-prefix", metavar="TEXT", default="", help="pairs: put in front of every source, such as 'summarize: '")
     what("--max-tokens", metavar="N", help="stop at about so many training tokens: 500M, 2B (all)")
-    what("--max-document-bytes", metavar="N", default="16M", help="largest document; a larger one is an error (16M)")
+    what("--max-document-bytes", metavar="SIZE", default="16MB", help="largest document; a larger one is an error (16MB)")
     what("--skip-long", action="store_true", help="leave larger documents out, and count them")
     what("--separator", metavar="TOKEN", help="token behind every document (<|endoftext|>, or the tokenizer's end token)")
     held = parser.add_argument_group("what is held out for validation").add_argument
@@ -119,6 +119,7 @@ def _prepare(args: argparse.Namespace) -> int:
 
 def _options(args: argparse.Namespace) -> PrepareOptions:
     from fathomlm.train.data.prepare import PrepareOptions
+    from fathomlm.sizes import parse_size
     from fathomlm.train.recipe import parse_amount
 
     return PrepareOptions(
@@ -133,7 +134,7 @@ def _options(args: argparse.Namespace) -> PrepareOptions:
         separator=args.separator,
         shard_tokens=round(parse_amount("--shard-tokens", args.shard_tokens)),
         max_tokens=None if args.max_tokens is None else round(parse_amount("--max-tokens", args.max_tokens)),
-        max_document_bytes=round(parse_amount("--max-document-bytes", args.max_document_bytes)),
+        max_document_bytes=parse_size(args.max_document_bytes, "--max-document-bytes"),
         skip_long=args.skip_long,
         workers=len(os.sched_getaffinity(0)) if args.workers is None else args.workers,
         force=args.force,
