@@ -118,8 +118,8 @@ def _prepare(args: argparse.Namespace) -> int:
 
 
 def _options(args: argparse.Namespace) -> PrepareOptions:
-    from fathomlm.train.data.prepare import PrepareOptions
     from fathomlm.sizes import parse_size
+    from fathomlm.train.data.prepare import PrepareOptions
     from fathomlm.train.recipe import parse_amount
 
     return PrepareOptions(
