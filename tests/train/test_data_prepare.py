@@ -222,7 +222,7 @@ def test_force_deletes_corpora_only(sources, tmp_path):
         prepare(options(sources, out, force=True))
     assert (out / "thesis.txt").read_text() == "years of work"
     (out / "thesis.txt").unlink()
-    with pytest.raises(DataError, match="has format version None"):
+    with pytest.raises(DataError, match="has format version null"):
         prepare(options(sources, out))
     assert prepare(options(sources, out, force=True)).manifest.complete
 
