@@ -6,6 +6,7 @@ from a size alone (a plan's steps, a model without weights) takes seconds and me
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Collection
 from typing import Any
 
@@ -63,7 +64,9 @@ def check_number(name: str, value: Any, *, above: float | None = None) -> float:
 
 def check_name(name: str, value: object, known: tuple[str, ...]) -> str:
     if not isinstance(value, str) or value not in known:
-        raise OptionError(f"{name} must be one of {', '.join(known)}, got {shown(value)}")
+        near = difflib.get_close_matches(value, known, n=1) if isinstance(value, str) else []
+        hint = f" (did you mean '{near[0]}'?)" if near else ""
+        raise OptionError(f"{name} must be one of {', '.join(known)}, got {shown(value)}{hint}")
     return value
 
 
