@@ -62,11 +62,17 @@ class EngineStopped(FathomError):
 def choices(what: str, got: str, known: Iterable[str]) -> str:
     """The message for a name that is not in a list, with the nearest known name when the slip looks like a typo."""
     names, got = sorted(known), _short(got)
-    near = difflib.get_close_matches(got, names, n=1)
-    if near and len(names) > 12:
-        return f"unknown {what} '{got}' (did you mean '{near[0]}'?)"
-    hint = f" (did you mean '{near[0]}'?)" if near else ""
+    hint = nearest(got, names)
+    if hint and len(names) > 12:
+        return f"unknown {what} '{got}'{hint}"
     return f"unknown {what} '{got}'{hint}; known: {', '.join(names)}"
+
+
+def nearest(got: str, known: Iterable[str]) -> str:
+    """The end of a message where a name looks like a slip of a known one, and nothing otherwise. Names come from files too:
+    no more of one is compared than is shown."""
+    near = difflib.get_close_matches(_short(got), sorted(known), n=1)
+    return f" (did you mean '{near[0]}'?)" if near else ""
 
 
 def require(holds: bool, name: str, rule: str, value: object) -> None:

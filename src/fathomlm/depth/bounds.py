@@ -6,11 +6,10 @@ from a size alone (a plan's steps, a model without weights) takes seconds and me
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Collection
 from typing import Any
 
-from fathomlm.errors import FathomError, OptionError, is_number
+from fathomlm.errors import FathomError, OptionError, is_number, nearest
 from fathomlm.jsonfile import shown, shown_name
 
 BOUNDS: dict[str, tuple[int, int]] = {
@@ -64,8 +63,7 @@ def check_number(name: str, value: Any, *, above: float | None = None) -> float:
 
 def check_name(name: str, value: object, known: tuple[str, ...]) -> str:
     if not isinstance(value, str) or value not in known:
-        near = difflib.get_close_matches(value, known, n=1) if isinstance(value, str) else []
-        hint = f" (did you mean '{near[0]}'?)" if near else ""
+        hint = nearest(value, known) if isinstance(value, str) else ""
         raise OptionError(f"{name} must be one of {', '.join(known)}, got {shown(value)}{hint}")
     return value
 

@@ -87,8 +87,8 @@ class Routing:
         from capacity 1 is left."""
         return max(1, min(tokens, int(self.part(recursion, openness) * tokens + 1e-9)))
 
-    def part(self, recursion: int, openness: float = 0.0) -> float:
-        """expert: the part of the tokens that a recursion keeps in training."""
+    def part(self, recursion: int, openness: Any) -> Any:
+        """expert: the part of the tokens that a recursion keeps in training. `openness` is a number, or a tensor of one."""
         part = self.capacity[recursion]
         return part + openness * (1 - part)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -15,9 +15,9 @@ from starlette.responses import Response
 
 from fathomlm import __version__
 from fathomlm.serve import errors
-from fathomlm.serve.answers import ChatAnswer, CompletionAnswer
+from fathomlm.serve.answers import Answer, ChatAnswer, CompletionAnswer
 from fathomlm.serve.asking import Order, read_chat, read_completion
-from fathomlm.serve.bodies import describe, read_body, request_body
+from fathomlm.serve.bodies import Asked, describe, read_body, request_body
 from fathomlm.serve.choices import ClientGone, unless_gone
 from fathomlm.serve.completing import GONE, Completing, late
 from fathomlm.serve.errors import ApiError, json_response
@@ -80,31 +80,33 @@ def _add_completions(app: FastAPI, service: Service, options: ServeOptions, metr
 
     describe(app, CompletionAsked, ChatAsked)
 
+    async def respond(
+        request: Request,
+        body: type[Asked],
+        read: Callable[[Asked, Offer, ServeOptions], Awaitable[Order]],
+        answer: Callable[[Offer, Order], Answer],
+    ) -> Response:
+        deadline = asyncio.get_running_loop().time() + options.timeout
+        offer, asked = service.require(), await read_body(request, body)
+        order = await _reading(request, read(asked, offer, options), options, deadline)
+        if order is None:
+            return GONE
+        work = Completing(answer(offer, order), options, metrics, request.scope[ENTRY])
+        return await work.respond(request.receive, deadline)
+
     @app.post(
         "/v1/completions", responses=refusals, response_model=None, openapi_extra=request_body(CompletionAsked)
     )  # fmt: skip
     async def completions(request: Request) -> Response:
         """Continue a text."""
-        deadline = asyncio.get_running_loop().time() + options.timeout
-        offer, asked = service.require(), await read_body(request, CompletionAsked)
-        order = await _reading(request, read_completion(asked, offer, options), options, deadline)
-        if order is None:
-            return GONE
-        work = Completing(CompletionAnswer(offer, order), options, metrics, request.scope[ENTRY])
-        return await work.respond(request.receive, deadline)
+        return await respond(request, CompletionAsked, read_completion, CompletionAnswer)
 
     @app.post(
         "/v1/chat/completions", responses=refusals, response_model=None, openapi_extra=request_body(ChatAsked)
     )  # fmt: skip
     async def chat(request: Request) -> Response:
         """Answer in a conversation."""
-        deadline = asyncio.get_running_loop().time() + options.timeout
-        offer, asked = service.require(), await read_body(request, ChatAsked)
-        order = await _reading(request, read_chat(asked, offer, options), options, deadline)
-        if order is None:
-            return GONE
-        work = Completing(ChatAnswer(offer, order), options, metrics, request.scope[ENTRY])
-        return await work.respond(request.receive, deadline)
+        return await respond(request, ChatAsked, read_chat, ChatAnswer)
 
 
 def _add_models(app: FastAPI, service: Service) -> None:

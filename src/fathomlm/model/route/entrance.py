@@ -36,14 +36,10 @@ class Picked(NamedTuple):
 
 def pick(rank_BT: Tensor, keep_BT: Tensor | None, count: int) -> Picked:
     """The `count` highest of each row; padding, where `keep_BT` is False, comes last."""
-    B, T = rank_BT.shape
+    T = rank_BT.shape[1]
     if keep_BT is not None:
         rank_BT = rank_BT.masked_fill(~keep_BT, -torch.inf)
-    at_BN = rank_BT.topk(count, sorted=False).indices.sort(dim=-1).values
-    rows_B1 = torch.arange(B, device=at_BN.device)[:, None]
-    places_BN = torch.arange(count, device=at_BN.device).expand(B, count)
-    place_BT = torch.full_like(rank_BT, -1, dtype=torch.long).scatter(1, at_BN, places_BN)
-    return Picked(at_BN, (at_BN + rows_B1 * T).flatten(), place_BT)
+    return _picked(rank_BT.topk(count, sorted=False).indices.sort(dim=-1).values, T)
 
 
 def pick_within(rank_BT: Tensor, keep_BT: Tensor | None, groups_BT: Tensor | None, quota_BT: Tensor, count: int) -> Picked:
@@ -66,10 +62,15 @@ def pick_within(rank_BT: Tensor, keep_BT: Tensor | None, groups_BT: Tensor | Non
     if keep_BT is not None:
         goes_BT = goes_BT & keep_BT
     at_BN = (~goes_BT).to(torch.int8).argsort(dim=1, stable=True)[:, :count].sort(dim=1).values
+    return _picked(at_BN, T, goes_BT.gather(1, at_BN))
+
+
+def _picked(at_BN: Tensor, T: int, valid_BN: Tensor | None = None) -> Picked:
+    B, N = at_BN.shape
     rows_B1 = torch.arange(B, device=at_BN.device)[:, None]
-    places_BN = torch.arange(count, device=at_BN.device).expand(B, count)
-    place_BT = torch.full_like(order_BT, -1).scatter(1, at_BN, places_BN)
-    return Picked(at_BN, (at_BN + rows_B1 * T).flatten(), place_BT, goes_BT.gather(1, at_BN))
+    places_BN = torch.arange(N, device=at_BN.device).expand(B, N)
+    place_BT = torch.full((B, T), -1, dtype=torch.long, device=at_BN.device).scatter(1, at_BN, places_BN)
+    return Picked(at_BN, (at_BN + rows_B1 * T).flatten(), place_BT, valid_BN)
 
 
 def look(x_BTM: Tensor, weight_M: Tensor) -> Tensor:

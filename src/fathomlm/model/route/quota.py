@@ -48,10 +48,9 @@ class Quotas:
     def at(self, recursion: int, slots_BN: Tensor) -> tuple[Tensor | None, Tensor]:
         """Groups and quotas of the tokens at these slots. A row keeps a token at least, as `Routing.kept` has it; a
         document shorter than 1/capacity keeps none, or many short ones would outgrow the row's share."""
-        part = self.routing.capacity[recursion]
-        part_now = part + self.openness * (1 - part)
+        part = self.routing.part(recursion, self.openness)
         sizes_BN = self.sizes_BT.gather(1, slots_BN)
-        quota_BN = (part_now * sizes_BN.double() + 1e-9).floor().long()
+        quota_BN = (part * sizes_BN.double() + 1e-9).floor().long()
         if self.groups_BT is None:
             return None, torch.minimum(quota_BN.clamp_min(1), sizes_BN)
         return self.groups_BT.gather(1, slots_BN), torch.minimum(quota_BN, sizes_BN)

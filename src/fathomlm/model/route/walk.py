@@ -83,8 +83,7 @@ class RoutedWalk:
             judged = logits if trace is None else routers.judge(recursion, x, logits)
             if picked is not None:
                 slots, logits = slots.gather(1, picked.at_BN), logits.gather(1, picked.at_BN)
-                keep = picked.valid_BN if keep is None else keep.gather(1, picked.at_BN)
-                keep = keep if picked.valid_BN is None else picked.valid_BN
+                keep = picked.valid_BN  # who is picked from a padded row is picked by quota
                 left.append((entered, picked))
             if trace is not None:
                 asked = torch.ones_like(seen, dtype=torch.bool) if asked is None else asked
