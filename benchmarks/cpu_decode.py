@@ -15,13 +15,13 @@ import time
 from pathlib import Path
 
 import torch
-from environment import environment
 from rich.console import Console
 from rich.table import Table
 from transformers import AutoModelForCausalLM
 
 import fathomlm
 from fathomlm.checkpoints.fetch import fetch
+from fathomlm.lab.environment import environment
 
 PROMPT = "The history of the lighthouse begins"
 

@@ -25,17 +25,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from environment import environment
 
 from fathomlm.checkpoints.save import weight_bytes
 from fathomlm.decode.exiting import Exiting
 from fathomlm.decode.sampling import Sampling
 from fathomlm.depth import Architecture, DepthPlan, build_routing
 from fathomlm.depth.presets import preset
-from fathomlm.engine.bench.floor import finish, reading_speed
-from fathomlm.engine.bench.models import random_model
 from fathomlm.engine.engine import Engine
 from fathomlm.engine.request import Request
+from fathomlm.lab.bench.floor import finish, reading_speed
+from fathomlm.lab.bench.models import random_model
+from fathomlm.lab.environment import environment
 from fathomlm.model.hub import FathomForCausalLM
 
 Record = dict[str, Any]

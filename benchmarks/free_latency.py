@@ -21,13 +21,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from environment import environment
 
 from fathomlm.decode.captured import CapturedDecoder, CapturedText
 from fathomlm.decode.exiting import Exiting
 from fathomlm.depth import Architecture, DepthPlan
 from fathomlm.depth.presets import preset
-from fathomlm.engine.bench.floor import reading_speed
+from fathomlm.lab.bench.floor import reading_speed
+from fathomlm.lab.environment import environment
 from fathomlm.model.decoder import Decoder
 
 SEVEN = Architecture(

@@ -28,7 +28,6 @@ from typing import Any
 import lm_eval
 import torch
 import yaml
-from environment import environment
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 from rich.console import Console
@@ -38,9 +37,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import fathomlm
 from fathomlm.checkpoints.fetch import fetch
 from fathomlm.errors import FathomError
-from fathomlm.evaluate.harness import HarnessModel
-from fathomlm.evaluate.likelihood import answer, count, read_task
-from fathomlm.evaluate.tasks import check_folder, find_file
+from fathomlm.lab.environment import environment
+from fathomlm.lab.evaluate.harness import HarnessModel
+from fathomlm.lab.evaluate.likelihood import answer, count, read_task
+from fathomlm.lab.evaluate.tasks import check_folder, find_file
 
 MODEL = "smollm2-135m"
 TOLERANCE = 1e-3

@@ -26,12 +26,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from environment import environment
 from triton.testing import do_bench_cudagraph
 
 from fathomlm.kernels import grouped_lora, paged_attention, paged_write, row_linear, row_qkv
 from fathomlm.kernels.paged_attention import AttentionBlocks, attention_blocks, choose_splits
 from fathomlm.kernels.row_blocks import Blocks, product_blocks, row_block
+from fathomlm.lab.environment import environment
 
 DEVICE, BANDWIDTH, COLD, EPS, PAGE, VOCAB, RANK, DEPTHS = "cuda", 4.3e12, 200e6, 1e-5, 16, 49152, 64, 3
 SHAPES = {"360M": (960, 2560, 15, 5, 64), "1.7B": (2048, 8192, 32, 32, 64), "7B": (4096, 11008, 32, 32, 128)}

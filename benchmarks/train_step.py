@@ -26,11 +26,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from environment import environment
 
 from fathomlm.depth import Architecture, DepthPlan, Relaxation, build_routing
 from fathomlm.depth.presets import preset
 from fathomlm.depth.relaxation import build_relaxation
+from fathomlm.lab.environment import environment
 from fathomlm.model.decoder import Decoder, Recompute
 from fathomlm.train.captured import WARM_UPS
 from fathomlm.train.data.loader import Batch

@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from environment import environment
 from triton.testing import do_bench
 
 from fathomlm.kernels import cross_entropy, half, qkv, swiglu
+from fathomlm.lab.environment import environment
 
 TOKENS, M, INNER, H, G, D, VOCAB = 16 * 2048, 960, 2560, 15, 5, 64, 49152
 

@@ -33,3 +33,8 @@ def parse_size(text: str, option: str, *, least: int = 1) -> int:
     if size < 1:
         raise OptionError(f"{option} takes a size such as 512MB, 8GB or 8GiB, or a number of bytes, got '{text:.30}'")
     return int(size)
+
+
+def parse_memory(text: str) -> int:
+    """What `--memory` says; 80 bytes of it would hold nothing."""
+    return parse_size(text, "--memory", least=MEGABYTE)

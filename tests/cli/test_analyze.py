@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from analyze.tiny import model_of, saved, text_file
-from fathomlm.analyze import report
-from fathomlm.cli.analyze_options import model_name
 from fathomlm.cli.main import main
+from fathomlm.cli.shown import model_name
+from fathomlm.lab.analyze import report
+from lab.analyze.tiny import model_of, saved, text_file
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -162,8 +162,8 @@ def test_help_loads_no_analysis() -> None:
 
     code = (
         "import sys; sys.argv = ['fathomlm']; from fathomlm.cli.main import build_parser; build_parser(); "
-        "from fathomlm.cli import analyze_routing, analyze_kv, analyze_options; "
-        "mine = [n for n in sys.modules if n.startswith('fathomlm.analyze')]; print(mine, 'matplotlib' in sys.modules)"
+        "from fathomlm.lab.cli import analyze_routing, analyze_kv, analyze_options; "
+        "mine = [n for n in sys.modules if n.startswith('fathomlm.lab.analyze')]; print(mine, 'matplotlib' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[] False"

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from fathomlm.cli.main import main
-from fathomlm.engine.bench import floor, kernels, play
+from fathomlm.lab.bench import floor, kernels, play
 
 pytestmark = pytest.mark.usefixtures("one_thread", "quick")
 FEW = ("--workload", "64-256", "--requests", "3", "--rows", "3")
@@ -51,7 +51,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
     """Texts of the named workloads, but with fewer tokens."""
-    from fathomlm.engine.bench import workload
+    from fathomlm.lab.bench import workload
 
     shapes = {"thesis": (1, 16), "512-2048": (40, 12), "64-256": (9, 10)}
     for name, (prompt, new) in shapes.items():
@@ -218,7 +218,7 @@ def test_kernels(bench: Callable[..., str]) -> None:
 
 @pytest.mark.usefixtures("short")
 def test_ctrl_c_ends_with_what_was_measured(bench: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
-    from fathomlm.engine.bench.timed import TimedEngine
+    from fathomlm.lab.bench.timed import TimedEngine
 
     whole, steps = TimedEngine.step, [0]
 
@@ -324,7 +324,7 @@ def test_mistakes_with_loaded_weights(
 ) -> None:
     place = str(tiny_model_dir)
     with monkeypatch.context() as patched:  # which is seen before anything is loaded
-        patched.setattr("fathomlm.cli.bench_model.load_model", lambda args: pytest.fail("loaded"))
+        patched.setattr("fathomlm.lab.cli.bench_model.load_model", lambda args: pytest.fail("loaded"))
         assert "more than the model's context of 256" in mistake_of("bench", "throughput", place)
     assert "has no prompts to cut" in mistake_of("bench", "throughput", place, "--data", "x.txt")
     (tmp_path / "empty.txt").write_text(" \n")

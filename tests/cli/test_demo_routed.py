@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from fathomlm.analyze.colours import depth_colours
 from fathomlm.checkpoints.resolve import load
 from fathomlm.cli import demo_routed
+from fathomlm.cli.colours import depth_colours
 from fathomlm.cli.demo_routed import CHOICE, PROMPTS
 from fathomlm.cli.main import main
 from fathomlm.decode import full
@@ -70,7 +70,7 @@ def test_the_record(packaged: str, results: list[Generation], capsys: pytest.Cap
 def test_examples_are_tokens_that_went_there_most(
     packaged: str, results: list[Generation], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from fathomlm.analyze.shown import label, token_text
+    from fathomlm.cli.shown import label, token_text
 
     assert main([*WORDS, "--json"]) == 0
     uses = json.loads(capsys.readouterr().out)["depths"]

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from analyze.tiny import model_of, saved, text_file
 from fathomlm.cli.main import main
+from lab.analyze.tiny import model_of, saved, text_file
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 SHORT = ["--texts", "2", "--prompt-tokens", "4", "--max-new-tokens", "4", "--repeats", "1"]

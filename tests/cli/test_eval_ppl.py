@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from analyze.tiny import model_of, saved
 from fathomlm.cli.main import main
-from fathomlm.evaluate.scoring import Scorer
+from fathomlm.lab.evaluate.scoring import Scorer
+from lab.analyze.tiny import model_of, saved
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 TEXT = "a fathom is six feet, and the water is deep é. " * 3

@@ -14,12 +14,12 @@ from typing import Any
 
 import pytest
 
-from analyze.tiny import model_of, saved
 from fathomlm.checkpoints.resolve import load
 from fathomlm.cli.main import main
-from fathomlm.evaluate.encoding import TextEncoder
-from fathomlm.evaluate.outputs import FULL, Output
-from fathomlm.evaluate.scoring import Scorer
+from fathomlm.lab.evaluate.encoding import TextEncoder
+from fathomlm.lab.evaluate.outputs import FULL, Output
+from fathomlm.lab.evaluate.scoring import Scorer
+from lab.analyze.tiny import model_of, saved
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 Record = dict[str, Any]
@@ -254,8 +254,8 @@ def test_help_names_the_kinds_and_loads_nothing(capsys: pytest.CaptureFixture[st
     assert "--tasks NAME" in capsys.readouterr().out
     code = (
         "import sys; sys.argv = ['fathomlm']; from fathomlm.cli.main import build_parser; build_parser(); "
-        "from fathomlm.cli import eval_generate, eval_ppl, eval_tasks; "
-        "print([n for n in sys.modules if n.split('.')[0] in ('torch', 'lm_eval') or n.startswith('fathomlm.evaluate')])"
+        "from fathomlm.lab.cli import eval_generate, eval_ppl, eval_tasks; "
+        "print([n for n in sys.modules if n.split('.')[0] in ('torch', 'lm_eval') or n.startswith('fathomlm.lab.evaluate')])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from analyze.test_scaling import write_run
-from analyze.tiny import model_of, saved, text_file
 from cli.judge_server import GOOD, Said, judge
-from fathomlm.cli import analyze, simulate
-from fathomlm.cli import eval as evaluate
+from fathomlm.lab.cli import analyze, simulate
+from fathomlm.lab.cli import eval as evaluate
 from fathomlm.cli.main import main
+from lab.analyze.test_scaling import write_run
+from lab.analyze.tiny import model_of, saved, text_file
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 FEW = ["--texts", "1", "--max-new-tokens", "4"]

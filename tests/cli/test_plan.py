@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from analyze.test_scaling import write_run
 from fathomlm.cli.main import main
+from lab.analyze.test_scaling import write_run
 
 
 @pytest.fixture

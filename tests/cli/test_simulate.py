@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from fathomlm.cli.main import main
-from fathomlm.engine.simulate import presets, thesis
+from fathomlm.lab.simulate import presets, thesis
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 PRESET = ("--preset", "40gb/gemma-2b/2")
@@ -129,7 +129,7 @@ def test_the_thesis_tables(capsys: Any, tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_predicted_against_measured(capsys: Any, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from fathomlm.engine.bench import workload
+    from fathomlm.lab.bench import workload
 
     old = workload.WORKLOADS["64-256"]
     short = type(old)(prompt=5, new=12, deviation=3.0, requests=8)

@@ -36,7 +36,7 @@ from fathomlm.decode.passes import Passes
 from fathomlm.depth import Architecture, DepthPlan
 from fathomlm.engine.layout import build_layout
 from fathomlm.errors import PlanError, UnsupportedModel
-from fathomlm.evaluate.outputs import Read
+from fathomlm.lab.evaluate.outputs import Read
 from fathomlm.model.decoder import Decoder
 from fathomlm.model.hub import FathomConfig, FathomForCausalLM
 

@@ -14,15 +14,15 @@ from decode.exit_models import build, exiting, mixing_threshold
 from engine.test_engine import MANY, NEW, SMALL, many
 from fathomlm.decode.exiting import Exiting
 from fathomlm.engine import layers
-from fathomlm.engine.bench.measure import measure
-from fathomlm.engine.bench.models import ample_memory
-from fathomlm.engine.bench.timed import TimedEngine
-from fathomlm.engine.bench.workload import Asked, Workload
 from fathomlm.engine.engine import Engine
 from fathomlm.engine.options import EngineOptions
 from fathomlm.errors import OptionError
 from fathomlm.kernels import row_qkv
 from fathomlm.kernels.paged_write import FLOAT8, LARGEST_FLOAT8
+from fathomlm.lab.bench.measure import measure
+from fathomlm.lab.bench.models import ample_memory
+from fathomlm.lab.bench.timed import TimedEngine
+from fathomlm.lab.bench.workload import Asked, Workload
 from fathomlm.model.hub import FathomForCausalLM
 from model.route.small import model_of, routed
 

@@ -18,15 +18,15 @@ from fathomlm.checkpoints.families import FAMILIES, SEQ2SEQ
 from fathomlm.checkpoints.huggingface import tokens_of
 from fathomlm.checkpoints.resolve import architecture_of, encoder_of, exits_of
 from fathomlm.checkpoints.shards import INDEX, Shards, read_json, write_shards
-from fathomlm.cli.eval_judge import _body
 from fathomlm.decode.calibration import Calibration
 from fathomlm.decode.threshold import ThresholdEstimator
-from fathomlm.engine.simulate.costs import read_costs
-from fathomlm.engine.simulate.trajectories import read_trajectories
 from fathomlm.errors import FathomError
-from fathomlm.evaluate.judge.answers import AnswerFile
-from fathomlm.evaluate.judge.client import _reply
-from fathomlm.evaluate.records import read_rows
+from fathomlm.lab.cli.eval_judge import _body
+from fathomlm.lab.evaluate.judge.answers import AnswerFile
+from fathomlm.lab.evaluate.judge.client import _reply
+from fathomlm.lab.evaluate.records import read_rows
+from fathomlm.lab.simulate.costs import read_costs
+from fathomlm.lab.simulate.trajectories import read_trajectories
 from fathomlm.packaged import packaged_path
 from fathomlm.train.data.manifest import Manifest
 from fathomlm.train.data.sources import Source, read

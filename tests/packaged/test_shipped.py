@@ -18,9 +18,9 @@ from fathomlm.checkpoints.resolve import architecture_of, load
 from fathomlm.decode.full import generate
 from fathomlm.depth.cost import count
 from fathomlm.engine.engine import Engine
-from fathomlm.evaluate.encoding import TextEncoder
-from fathomlm.evaluate.perplexity import predict
-from fathomlm.evaluate.scoring import Scorer
+from fathomlm.lab.evaluate.encoding import TextEncoder
+from fathomlm.lab.evaluate.perplexity import predict
+from fathomlm.lab.evaluate.scoring import Scorer
 from fathomlm.model.hub import FathomForCausalLM
 from fathomlm.packaged import packaged_path
 from packaged.shipped import record_of

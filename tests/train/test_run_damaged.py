@@ -7,10 +7,10 @@ import shutil
 
 import pytest
 
-from fathomlm.analyze.runs import exit_depths, read_runs, summarise
 from fathomlm.checkpoints.durable import seal
 from fathomlm.cli.main import main
 from fathomlm.errors import CheckpointError
+from fathomlm.lab.analyze.runs import exit_depths, read_runs, summarise
 from fathomlm.train.report import Silence, read_records
 from fathomlm.train.run import train
 from fathomlm.train.state import STATE, UnknownFormat, file_names, read_state, verify

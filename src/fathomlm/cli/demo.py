@@ -74,7 +74,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _compare(args: argparse.Namespace) -> int:
     from fathomlm.checkpoints.resolve import decoder_only, load, locate
-    from fathomlm.cli.analyze_options import model_name
+    from fathomlm.cli.shown import model_name
 
     begin = time.perf_counter()
     say(f"1/3  {'SmolLM2-135M-Instruct (Apache-2.0): fetched once' if args.model == FETCHED else args.model}")

@@ -146,7 +146,7 @@ def layers_run(plan: DepthPlan, depth: int) -> int:
 
 def depth_uses(model: FathomForCausalLM, texts: Sequence[Told]) -> list[DepthUse]:
     """Each depth's tokens. Examples of a depth are tokens that went there more often than anywhere else."""
-    from fathomlm.analyze.shown import label, token_text
+    from fathomlm.cli.shown import label, token_text
 
     used = Counter(depth for text in texts for depth in text.depths)
     where: dict[int, Counter[int]] = {}
@@ -167,7 +167,7 @@ def depth_uses(model: FathomForCausalLM, texts: Sequence[Told]) -> list[DepthUse
 
 
 def _told(model: FathomForCausalLM, prompt: str, result: Generation) -> Told:
-    from fathomlm.analyze.shown import pieces
+    from fathomlm.cli.shown import pieces
 
     assert result.depths is not None
     many = len(result.tokens) - (result.finish == "eos")

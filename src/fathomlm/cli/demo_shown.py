@@ -66,7 +66,7 @@ def _print(console: Console, text: Text) -> None:
 
 
 def _styles(recursions: int) -> list[str]:
-    from fathomlm.analyze.colours import depth_colours, ink
+    from fathomlm.cli.colours import depth_colours, ink
 
     return [f"{ink(colour)} on {colour}" for colour in depth_colours(recursions)]
 
@@ -85,7 +85,7 @@ def _legend(shown: Shown, styles: Sequence[str] | None) -> Text:
 def _coloured(told: Told, styles: Sequence[str] | None) -> Text:
     from rich.text import Text
 
-    from fathomlm.analyze.shown import visible
+    from fathomlm.cli.shown import visible
 
     text = Text.assemble((told.prompt, "" if styles is None else "dim"))
     for piece, depth in zip(told.pieces, told.depths, strict=True):

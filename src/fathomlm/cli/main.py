@@ -18,10 +18,9 @@ from typing import Any, NoReturn
 from fathomlm import __version__
 from fathomlm.errors import FathomError, OptionError, choices
 
-VERBS = (
-    "demo", "get", "inspect", "convert", "data", "train", "export", "generate", "chat", "serve", "calibrate", "eval",
-    "bench", "plot", "analyze", "plan", "simulate", "study",
-)  # fmt: skip
+CORE = ("demo", "get", "inspect", "convert", "data", "train", "export", "generate", "chat", "serve")
+LAB = ("calibrate", "eval", "bench", "plot", "analyze", "plan", "simulate", "study")
+VERBS = (*CORE, *LAB)
 
 
 class _Parser(argparse.ArgumentParser):
@@ -63,7 +62,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"fathomlm {__version__}")
     verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True, parser_class=_Parser)
     for verb in VERBS:
-        module = importlib.import_module(f"fathomlm.cli.{verb}")
+        module = importlib.import_module(f"fathomlm.cli.{verb}" if verb in CORE else f"fathomlm.lab.cli.{verb}")
         sub = verbs.add_parser(verb, help=module.HELP, description=module.DESCRIPTION)
         sub.takes_fields = verb == "train"
         sub.complete = module.with_kind if verb in ("eval", "simulate") else None

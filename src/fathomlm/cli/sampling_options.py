@@ -6,8 +6,8 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fathomlm.cli.threads import HELP as THREADS
-from fathomlm.cli.threads import use_threads
+from fathomlm.cli.device import HELP as THREADS
+from fathomlm.cli.device import use_threads
 from fathomlm.errors import OptionError
 
 if TYPE_CHECKING:

@@ -12,15 +12,15 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fathomlm.cli.bench_options import parse_memory
-from fathomlm.cli.bench_record import memory_errors
+from fathomlm.cli.device import HELP as THREADS
+from fathomlm.cli.device import memory_errors
 from fathomlm.cli.exit_options import add_pack_arguments, learnt_place, pack_options
 from fathomlm.cli.sampling_options import add_dtype_argument, load_model
 from fathomlm.cli.serve_ray import add_ray_arguments, read_replicas, run_on_ray
-from fathomlm.cli.threads import HELP as THREADS
 from fathomlm.engine.options import KV_DTYPES
 from fathomlm.errors import OptionError
 from fathomlm.packaged import default_model
+from fathomlm.sizes import parse_memory
 
 if TYPE_CHECKING:
     from fathomlm.decode.exiting import Exiting

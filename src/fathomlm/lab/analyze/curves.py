@@ -1,0 +1,203 @@
+"""Curves of several runs over tokens, steps, time or compute, with their final numbers beneath."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import cycle
+from pathlib import Path
+from typing import Any
+
+from fathomlm.checkpoints.writing import whole_file
+from fathomlm.errors import OptionError, choices
+from fathomlm.lab.analyze.drawing import (
+    LINES,
+    UNSELECTED,
+    check_matplotlib,
+    draw_table,
+    new_figure,
+    plain_axes,
+    set_title,
+    shortened,
+)
+from fathomlm.lab.analyze.runs import Points, Record, Run, Summary, exit_depths, points, smooth, summarise, training_loss
+
+FORMATS = ("png", "svg", "pdf")
+AXES: dict[str, tuple[str, str]] = {
+    "tokens": ("tokens", "training tokens"),
+    "steps": ("step", "optimizer steps"),
+    "time": ("seconds", "training time"),
+    "flops": ("flops", "training compute"),
+}
+"""What a curve can be drawn over: the field of a record, and what the axis is called."""
+METRICS: dict[str, tuple[str, str]] = {
+    "loss": ("training loss", "nats per token"),
+    "validation": ("validation loss", "nats per token"),
+    "exits": ("validation loss at each exit", "nats per token"),
+    "lr": ("learning rate", ""),
+    "tokens_per_s": ("speed", "tokens per second"),
+    "mfu": ("utilisation (MFU)", "% of peak"),
+    "mfu_sustained": ("utilisation of what is sustained", "% of sustained rate"),
+    "grad_norm": ("gradient norm", "before clipping"),
+}
+"""What can be drawn: the panel's title, and the unit of its axis."""
+DASHES: tuple[Any, ...] = ("--", ":", "-.", (0, (5, 1, 1, 1, 1, 1)), (0, (1, 3)))
+COLOURS = (*LINES, UNSELECTED, "#999999")
+"""Of runs; from the ninth on they come again, and the table's order tells which is which."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlotOptions:
+    """What is drawn, and how."""
+
+    x: str = "tokens"
+    metric: str | None = None
+    """One panel of this; None draws training and validation loss side by side."""
+    smooth: float | None = None
+    """How much of the running mean is kept from point to point; 0 draws the records as they are. None lets the mean reach
+    over about a fortieth of the run, so that a short run is not drawn above where it is."""
+    logy: bool = False
+
+    def __post_init__(self) -> None:
+        if self.x not in AXES:
+            raise OptionError(choices("axis", self.x, AXES))
+        if self.metric is not None and self.metric not in METRICS:
+            raise OptionError(choices("metric", self.metric, METRICS))
+        if self.smooth is not None and not 0 <= self.smooth <= 0.99:
+            raise OptionError(f"smooth must be from 0 to 0.99, got {self.smooth}")
+
+
+def check_out(out: Path) -> str:
+    """The format that a file's suffix asks for."""
+    suffix = out.suffix.removeprefix(".").lower()
+    if suffix not in FORMATS:
+        raise OptionError(f"{out}: a plot is written as .png, .svg or .pdf, by the name's suffix")
+    return suffix
+
+
+def plot(runs: Sequence[Run], out: Path, options: PlotOptions) -> list[Summary]:
+    """Draw the runs into `out`, which appears whole or not at all, and give back the numbers that stand beside them."""
+    kind = check_out(out)
+    check_matplotlib()
+    metrics = ("loss", "validation") if options.metric is None else (options.metric,)
+    summaries = [summarise(run) for run in runs]
+    table = table_of(summaries)
+    panels_height, table_height = 4.4, 0.27 * (len(table) + 1)
+    figure = new_figure(6.4 * len(metrics) if len(metrics) > 1 else 9.0, panels_height + table_height + 0.5)
+    grid = figure.add_gridspec(2, len(metrics), height_ratios=(panels_height, table_height))
+    colors = [COLOURS[i % len(COLOURS)] for i in range(len(runs))]
+    drawn = 0
+    for column, metric in enumerate(metrics):
+        axes = figure.add_subplot(grid[0, column])
+        drawn += _Panel(axes, metric, options).draw(runs, colors)
+        if len(metrics) > 1:
+            axes.set_title(METRICS[metric][0], fontsize=11)
+    if not drawn:
+        raise OptionError(f"none of the runs has recorded {' or '.join(metrics)}")
+    draw_table(figure.add_subplot(grid[1, :]), table, colors)
+    title = runs[0].name if len(runs) == 1 else f"{len(runs)} runs"
+    set_title(figure, f"{shortened(title)}: {' and '.join(METRICS[metric][0] for metric in metrics)}")
+    with whole_file(out) as temporary:
+        figure.savefig(temporary, format=kind, dpi=150)
+    return summaries
+
+
+def table_of(summaries: Sequence[Summary]) -> list[list[str]]:
+    """The numbers beside the curves, a header and a row a run; losses at exits have columns of their own."""
+    depths = sorted({depth for summary in summaries for depth in summary.exits}, key=int)
+    header = ["run", "steps", "tokens", "tokens/s", "training", "validation", "best"]
+    rows = [header + [f"exit {depth}" for depth in depths]]
+    for s in summaries:
+        losses = (s.loss, s.validation, s.best, *(s.exits.get(depth) for depth in depths))
+        rate = "-" if s.tokens_per_s is None else f"{s.tokens_per_s:,.0f}"
+        rows.append([s.run, f"{s.step:,}", _amount(s.tokens), rate, *("-" if v is None else f"{v:.4f}" for v in losses)])
+    return rows
+
+
+@dataclass(slots=True)
+class _Panel:
+    """One set of axes."""
+
+    axes: Any
+    metric: str
+    options: PlotOptions
+
+    def draw(self, runs: Sequence[Run], colors: Sequence[str]) -> int:
+        """Draw every run that recorded the metric; how many did."""
+        field = AXES[self.options.x][0]
+        ends = [_x(record, field, run) for run in runs for record in (*run.train[-1:], *run.validation[-1:])]
+        unit, divisor = _unit(self.options.x, max(ends))
+        drawn = 0
+        for run, color in zip(runs, colors, strict=True):
+            drawn += self._draw_run(run, color, exit_depths(runs), partial(_x, field=field, run=run, divisor=divisor))
+        title, y_unit = METRICS[self.metric]
+        self.axes.set_xlabel(f"{AXES[self.options.x][1]}{f' ({unit})' if unit else ''}")
+        self.axes.set_ylabel(f"{title.split(' at ')[0]}{f' ({y_unit})' if y_unit else ''}")
+        plain_axes(self.axes)
+        if self.options.logy:
+            self.axes.set_yscale("log")
+        handles, _ = self.axes.get_legend_handles_labels()
+        if handles:
+            self.axes.legend(fontsize=8 if len(handles) <= 10 else 6, framealpha=0.8)
+        return drawn
+
+    def _draw_run(self, run: Run, color: str, depths: Sequence[str], x: Callable[[Record], float]) -> int:
+        name = shortened(run.name)
+        if self.metric in ("validation", "exits"):
+            drawn = self._line(points(run.validation, "loss", x), color, "-", name, marker=True)
+            for depth, dash in zip(depths, cycle(DASHES), strict=False):
+                drawn += self._line(points(run.validation, f"exits.{depth}", x), color, dash, f"{name}, exit {depth}", True)
+            return drawn
+        found = training_loss(run, x) if self.metric == "loss" else points(run.train, self.metric, x)
+        if self.metric in ("mfu", "mfu_sustained"):
+            found = [(at, 100 * value) for at, value in found]
+            if self.metric == "mfu" and any("mfu_sustained" not in record for record in run.train):
+                name += " (older record: of the sustained rate, where known)"
+        factor = max(0.0, 1 - 40 / max(1, len(found))) if self.options.smooth is None else self.options.smooth
+        if factor and self.metric != "lr":
+            self._line(found, color, "-", None, faint=True)
+            means = smooth([value for _, value in found], factor)
+            found = [(at, mean) for (at, _), mean in zip(found, means, strict=True)]
+        return self._line(found, color, "-", name)
+
+    def _line(
+        self, found: Points, color: str, dash: Any, label: str | None, marker: bool = False, faint: bool = False
+    ) -> int:
+        if not found:
+            return 0
+        xs, ys = zip(*found, strict=True)
+        small = (marker and len(found) <= 40) or len(found) == 1
+        style = {"alpha": 0.3, "linewidth": 0.8} if faint else {"linewidth": 1.5}
+        self.axes.plot(xs, ys, color=color, linestyle=dash, label=label, marker="." if small else None, **style)
+        return 1
+
+
+def _x(record: Record, field: str, run: Run, divisor: float = 1.0) -> float:
+    """Where a record stands."""
+    value = record.get(field)
+    if value is None:
+        raise OptionError(f"run {run.name} has records without {field}; draw it over steps or tokens")
+    return float(value) / divisor
+
+
+def _unit(x: str, most: float) -> tuple[str, float]:
+    """The unit in which the axis ends at a number of few digits, and what to divide by."""
+    if x == "time":
+        sizes = (("days", 172_800.0, 86_400.0), ("hours", 7200.0, 3600.0), ("minutes", 120.0, 60.0), ("seconds", 0.0, 1.0))
+        return next((name, size) for name, least, size in sizes if most >= least)
+    if x == "flops":
+        return next(((f"{name}FLOPs", size) for name, size in _PREFIXES if most >= size), ("FLOPs", 1.0))
+    letters = (("trillions", 1e12), ("billions", 1e9), ("millions", 1e6), ("thousands", 1e4))
+    name, size = next(((name, size) for name, size in letters if most >= size), ("", 1.0))
+    return name, 1e3 if name == "thousands" else size
+
+
+_PREFIXES = (("zetta", 1e21), ("exa", 1e18), ("peta", 1e15), ("tera", 1e12), ("giga", 1e9))
+
+
+def _amount(number: float) -> str:
+    for size, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "K")):
+        if number >= size:
+            return f"{number / size:.4g}{letter}"
+    return f"{number:g}"

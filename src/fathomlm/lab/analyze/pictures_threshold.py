@@ -1,0 +1,124 @@
+"""Where a confidence threshold comes from: the samples, what was fitted to them, the value over time (thesis 2.5.3)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from fathomlm.decode.threshold import BINS, ThresholdEstimator
+from fathomlm.lab.analyze.drawing import (
+    LINES,
+    SELECTED,
+    UNSELECTED,
+    draw_table,
+    new_figure,
+    plain_axes,
+    set_title,
+    shortened,
+)
+
+POINTS = 500
+"""Of a curve."""
+MARKED = 40
+"""Up to so many refits have a mark each."""
+POSTERIOR = LINES[2]
+DARKER = {SELECTED: "#004B76", UNSELECTED: "#8F6200"}
+"""Curves over the bars of the same class."""
+LEGEND: dict[str, Any] = {"fontsize": 8, "loc": "upper center", "bbox_to_anchor": (0.5, -0.13), "ncols": 3, "frameon": False}
+"""Under the panel, where it hides nothing."""
+
+
+def draw_threshold(estimator: ThresholdEstimator, path: Path, name: str = "") -> None:
+    """Confidences by class with their fit, the threshold after each refit beside them, the numbers under them; a PNG.
+
+    `name` begins the title: the model, or whose requests these are.
+    """
+    table_height = 0.27 * 4
+    figure = new_figure(12.8, 4.4 + table_height + 0.5)
+    grid = figure.add_gridspec(2, 2, height_ratios=(4.4, table_height), width_ratios=(3, 2))
+    draw_fit(figure.add_subplot(grid[0, 0]), estimator)
+    _draw_history(figure.add_subplot(grid[0, 1]), estimator)
+    draw_table(figure.add_subplot(grid[1, :]), _table(estimator), [DARKER[SELECTED], DARKER[UNSELECTED]])
+    ended = f"{estimator.sequences:,} sequence{'' if estimator.sequences == 1 else 's'}"
+    state = "still calibrating" if estimator.calibrating else f"the first {estimator.options.calibrating:,} calibrated"
+    title = f"confidence threshold {estimator.threshold:.3f} after {ended}, {state}"
+    set_title(figure, f"{shortened(name)}: {title}" if name else title)
+    figure.savefig(path, format="png", dpi=150)
+
+
+def draw_fit(axes: Any, estimator: ThresholdEstimator, title: str = "confidence by agreement, and the fit") -> None:
+    """The posterior has an axis of its own, on the right. Densities may be infinite at the ends: bars set the height."""
+    places = [at / POINTS for at in range(POINTS + 1)]
+    highest = 0.0
+    for samples, agreed, colour, hatch, label in (
+        (estimator.agree, True, SELECTED, None, "deep model agrees"),
+        (estimator.disagree, False, UNSELECTED, "////", "deep model disagrees"),
+    ):
+        if not samples.count:
+            continue
+        heights = [count * BINS / samples.count for count in samples.bins]
+        edges = [at / BINS for at in range(BINS)]
+        style = {"color": colour, "alpha": 0.55, "hatch": hatch, "edgecolor": "white", "linewidth": 0.3}
+        axes.bar(edges, heights, 1 / BINS, align="edge", label=f"{label} (tokens)", **style)
+        dash = "-" if agreed else "--"
+        curve = [estimator.density(agreed, c) for c in places]
+        axes.plot(places, curve, color=DARKER[colour], linestyle=dash, linewidth=1.8, label=f"{label} (Beta)")
+        highest = max(highest, *heights)
+    axes.set_xlim(0, 1)
+    axes.set_ylim(0, 1.1 * highest or 1)
+    axes.set_xlabel("confidence of the shallow model")
+    axes.set_ylabel("density (each class has area 1)")
+    axes.set_title(title, fontsize=10.5)
+    plain_axes(axes)
+    right = axes.twinx()
+    right.set_ylim(0, 1.1)
+    right.set_yticks([0, 0.2, 0.4, 0.6, 0.8, 1])
+    right.set_ylabel("probability of agreement", color=POSTERIOR)
+    right.tick_params(axis="y", colors=POSTERIOR)
+    right.spines[["top", "left"]].set_visible(False)
+    if estimator.agree.count and estimator.disagree.count:
+        curve = [estimator.posterior(c) for c in places]
+        right.plot(places, curve, color=POSTERIOR, linestyle="-.", linewidth=1.8, label="posterior of agreement")
+    condition = estimator.options.condition
+    right.axhline(condition, color=POSTERIOR, linewidth=0.9, linestyle=":", label=f"condition {condition:g}")
+    label = f"threshold {estimator.threshold:.3f}"
+    right.axvline(estimator.threshold, color="black", linewidth=1.6, label=label, clip_on=False)
+    if not highest:
+        axes.text(0.5, 0.6, "no samples yet", transform=axes.transAxes, ha="center", color="0.45")
+    handles, labels = (
+        ours + theirs
+        for ours, theirs in zip(axes.get_legend_handles_labels(), right.get_legend_handles_labels(), strict=True)
+    )
+    axes.legend(handles, labels, **LEGEND)
+
+
+def _draw_history(axes: Any, estimator: ThresholdEstimator) -> None:
+    """Up to the last refit. The initial value stands at 0, unless the first refits are no longer known."""
+    ended = [refit.sequence for refit in estimator.history]
+    values = [refit.threshold for refit in estimator.history]
+    if not ended or ended[0] == 1:
+        ended, values = [0, *ended], [estimator.options.initial, *values]
+    mark = {"marker": "o", "markersize": 3.5, "clip_on": False} if len(ended) <= MARKED else {}
+    axes.plot(ended, values, color="black", linewidth=1.4, drawstyle="steps-post", label="in force", zorder=3, **mark)
+    axes.axhline(estimator.options.initial, color="0.45", linewidth=1.0, linestyle=":", label="initial value")
+    axes.set_ylim(0, 1.1)
+    axes.set_xlim(ended[0], max(ended[-1], ended[0] + 1))
+    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.set_xlabel("sequences ended")
+    axes.set_ylabel("threshold (confidence)")
+    axes.set_title("threshold after each refit", fontsize=10.5)
+    plain_axes(axes)
+    axes.legend(**LEGEND)
+
+
+def _table(estimator: ThresholdEstimator) -> list[list[str]]:
+    """A row for each class: its samples, their moments, and the Beta that has the same."""
+    rows = [["the deep model", "tokens", "mean confidence", "standard deviation", "alpha", "beta", "condition", "threshold"]]
+    for name, samples in (("agrees", estimator.agree), ("disagrees", estimator.disagree)):
+        numbers = ["-"] * 4
+        if samples.count:
+            beta = samples.fit()
+            numbers = [f"{samples.mean:.3f}", f"{samples.variance**0.5:.3f}", f"{beta.alpha:.4g}", f"{beta.beta:.4g}"]
+        rows.append([name, f"{samples.count:,}", *numbers, "", ""])
+    rows[1][-2:] = [f"{estimator.options.condition:g}", f"{estimator.threshold:.3f}"]
+    return rows

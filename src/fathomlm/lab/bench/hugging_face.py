@@ -1,0 +1,151 @@
+"""The peer: the same weights in transformers' own model, run by its continuous batching or its `generate`.
+
+Its times come from its own clock, which is `time.perf_counter` as ours, a request's from when it was handed in: what it
+prepares before that (captured graphs, the cache) is left out of its figures, as warming up is left out of ours.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig
+
+from fathomlm.checkpoints.families import family_for, hf_name
+from fathomlm.checkpoints.source import layer_parameter_shapes
+from fathomlm.errors import UnsupportedModel
+from fathomlm.lab.bench.play import Heard, Played
+from fathomlm.lab.bench.workload import Workload
+from fathomlm.model.hub import FathomForCausalLM
+
+PAGE = 256
+"""Tokens of a page in its cache, by its own default."""
+REQUESTS, NEW = 64, 128
+"""What it is asked for at most: it is slow, and this is enough for its figure."""
+
+
+def hugging_face_model(model: FathomForCausalLM) -> Any:
+    """transformers' model over the same weights, unrolled; nothing is copied. Exits have no place in it."""
+    reason = _why_not(model)
+    if reason is not None:
+        raise UnsupportedModel(reason)
+    a = model.architecture.with_layers(tuple(step.origin for step in model.plan))
+    family, weight = family_for(a), model.decoder.embed.weight
+    config = AutoConfig.for_model(family.model_type, **family.write(a))
+    with weight.device:
+        made = AutoModelForCausalLM.from_config(config, dtype=weight.dtype)
+    missing, unknown = made.load_state_dict(_tensors(model), strict=False, assign=True)
+    assert not unknown, unknown
+    assert set(missing) <= {"lm_head.weight"}, missing
+    made.tie_weights()
+    return made.eval().requires_grad_(False)
+
+
+def _why_not(model: FathomForCausalLM) -> str | None:
+    plan = model.plan
+    if plan.routing is not None:
+        return "transformers has no place for a router"
+    if plan.kv != "cache":
+        return "transformers has no place for shared keys and values"
+    if model.relaxation is not None:
+        return f"transformers has no place for a {model.relaxation.kind} relaxation"
+    if model.architecture.family == "neox":
+        return "transformers' GPT-NeoX keeps queries, keys and values in one matrix, so weights cannot be shared with it"
+    return None
+
+
+def _tensors(model: FathomForCausalLM) -> dict[str, Tensor]:
+    """Under transformers' names; a looped layer has a name for each time it runs."""
+    family, decoder = family_for(model.architecture), model.decoder
+    named = {"embed.weight": decoder.embed.weight}
+    named |= {f"norm.{name}": tensor for name, tensor in decoder.norm.named_parameters()}
+    if decoder.head is not None:
+        named["head.weight"] = decoder.head.weight
+    for step in model.plan:
+        layer = decoder.layers[step.layer]
+        for name in layer_parameter_shapes(model.architecture):
+            named[f"layers.{step.index}.{name}"] = layer.get_parameter(name)
+    return {hf_name(family, name): tensor.detach() for name, tensor in named.items()}
+
+
+def batched(model: Any, workload: Workload, rows: int) -> Played:
+    """Continuous batching with at most `rows` requests at a time, all of one length and handed in at once."""
+    prompts = [list(asked.prompt) for asked in workload.requests]
+    fields: dict[str, Any] = {"max_requests_per_batch": rows}
+    if model.device.type != "cuda":  # it would take nearly all memory there is, and a minute to fill it
+        fields |= {"num_blocks": rows * -(-workload.longest // PAGE) + 1, "max_batch_tokens": max(PAGE, rows)}
+    (new,) = {asked.new for asked in workload.requests}
+    with _quiet():
+        found: Mapping[str, Any] = model.generate_batch(
+            prompts,
+            generation_config=_greedy(new),
+            continuous_batching_config=ContinuousBatchingConfig(**fields),
+            record_timestamps=True,
+        )
+    outputs = list(found.values())
+    if len(outputs) < len(prompts):
+        raise UnsupportedModel(f"transformers answered {len(outputs)} of {len(prompts)} requests; its log says why")
+    heard = []
+    for asked, output in zip(workload.requests, outputs, strict=True):
+        heard.append(Heard(len(asked.prompt), output.created_time, list(output.timestamps), reason="length"))
+        if output.error is not None:
+            heard[-1].reason, heard[-1].error = "error", str(output.error)
+    played = Played(begun=min(one.arrival for one in heard), asked=len(prompts), heard=heard)
+    played.ended = played.last
+    return played
+
+
+class _Moments:
+    """A streamer that notes when each token came. The first call is the prompt."""
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+        self._prompt = True
+
+    def put(self, tokens: Tensor) -> None:
+        if not self._prompt:
+            self.times.append(time.perf_counter())
+        self._prompt = False
+
+    def end(self) -> None:
+        """Nothing is held back."""
+
+
+@torch.inference_mode()
+def one_by_one(model: Any, workload: Workload) -> Played:
+    """`generate`, one prompt after the other, after a first time to warm up."""
+    played = Played(begun=0.0, asked=len(workload.requests))
+    with _quiet():
+        for number, asked in enumerate((workload.requests[0], *workload.requests)):
+            prompt = torch.tensor([asked.prompt], device=model.device)
+            moments, arrival = _Moments(), time.perf_counter()
+            if number == 1:
+                played.begun = arrival
+            greedy = _greedy(asked.new)
+            model.generate(prompt, attention_mask=torch.ones_like(prompt), generation_config=greedy, streamer=moments)
+            if number:
+                played.heard.append(Heard(len(asked.prompt), arrival, moments.times, reason="length"))
+    played.ended = played.last
+    return played
+
+
+def _greedy(new: int) -> GenerationConfig:
+    """No token ends a text: each gets the length that was asked for."""
+    return GenerationConfig(max_new_tokens=new, min_new_tokens=new, do_sample=False, eos_token_id=-1, pad_token_id=0)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Its remarks about settings are not for the reader of a table."""
+    logging = transformers.utils.logging
+    before = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(before)

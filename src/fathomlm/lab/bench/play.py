@@ -1,0 +1,150 @@
+"""A workload played to an engine: each request handed in when its time has come, each token's moment noted."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter, deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from fathomlm.decode.sampling import Sampling
+from fathomlm.engine.engine import Event
+from fathomlm.engine.request import Finished, FinishReason, Request, TokenEvent
+from fathomlm.lab.bench.timed import TimedEngine
+from fathomlm.lab.bench.workload import Asked, Workload
+
+Sleep = Callable[[float], None]
+Progress = Callable[[int, int], None]
+"""Told how many tokens of how many there are."""
+TOLD_EVERY = 1.0
+"""Seconds between two reports of progress: drawing a bar takes time that is being measured."""
+WARM_UP = 8
+"""Tokens of a text that warms up: enough that ticks follow each other, few enough that it costs little."""
+
+
+@dataclass(slots=True)
+class Heard:
+    """What was heard of one request, on the engine's clock."""
+
+    prompt_tokens: int
+    arrival: float
+    """When it should have come in: had it to wait until the host looked, that wait is the engine's."""
+    times: list[float] = field(default_factory=list)
+    """The moment of each token."""
+    depths: Counter[int] = field(default_factory=Counter)
+    """How many tokens were chosen at each depth, where the engine has several."""
+    reason: FinishReason | None = None
+    error: str | None = None
+
+
+@dataclass(slots=True)
+class Played:
+    """All that was heard of a workload."""
+
+    begun: float
+    """The first submission."""
+    asked: int
+    """How many requests the workload has; fewer are heard of where somebody stopped it."""
+    heard: list[Heard] = field(default_factory=list)
+    ended: float = 0.0
+    """When nothing was left to do."""
+    idle: float = 0.0
+    """Seconds without any request in the engine."""
+    interrupted: bool = False
+
+    @property
+    def tokens(self) -> int:
+        return sum(len(one.times) for one in self.heard)
+
+    @property
+    def last(self) -> float:
+        """The last token, or the beginning where there was none."""
+        return max((one.times[-1] for one in self.heard if one.times), default=self.begun)
+
+
+class _Player:
+    def __init__(self, engine: TimedEngine, workload: Workload) -> None:
+        self.engine, self.clock = engine, engine.clock
+        self.one_by_one = workload.arrivals == "one by one"
+        self.waiting = deque(workload.requests)
+        self.under_way: set[int] = set()
+        self.played = Played(begun=self.clock(), asked=len(workload.requests))
+        self.done = 0
+
+    def submit_due(self) -> None:
+        """Everybody whose time has come, as far as the queue holds them."""
+        limit = self.engine.options.max_queue
+        while self.waiting and self._is_due() and len(self.under_way) < limit:
+            asked = self.waiting.popleft()
+            now = self.clock()
+            self._submit(asked, now if self.one_by_one else self.played.begun + asked.at)
+
+    def _is_due(self) -> bool:
+        if self.one_by_one:
+            return not self.under_way
+        return self.played.begun + self.waiting[0].at <= self.clock()
+
+    def _submit(self, asked: Asked, arrival: float) -> None:
+        heard = Heard(len(asked.prompt), arrival)
+        sampling = Sampling(max_new_tokens=asked.new, ignore_eos=True)
+        request = Request(id=self.engine.new_id(), prompt=asked.prompt, sampling=sampling, arrival=arrival)
+
+        def tell(event: Event) -> None:
+            if isinstance(event, TokenEvent):
+                heard.times.append(self.clock())
+                self.done += 1
+                if event.depth is not None:
+                    heard.depths[event.depth] += 1
+                return
+            assert isinstance(event, Finished)
+            heard.reason, heard.error = event.reason, event.error
+            self.under_way.discard(request.id)
+
+        self.engine.submit(request, tell)
+        self.under_way.add(request.id)
+        self.played.heard.append(heard)
+
+    def pause(self, sleep: Sleep) -> None:
+        """Until the next request comes in."""
+        begun = self.clock()
+        sleep(max(0.0, self.played.begun + self.waiting[0].at - begun))
+        self.played.idle += self.clock() - begun
+
+
+def play(
+    engine: TimedEngine,
+    workload: Workload,
+    *,
+    sleep: Sleep = time.sleep,
+    on_progress: Progress | None = None,
+) -> Played:
+    """Run a workload to its end, or to Ctrl-C: what was heard until then is kept, and the rest cancelled."""
+    player = _Player(engine, workload)
+    played, total, told = player.played, workload.new_tokens, player.played.begun
+    try:
+        while player.waiting or player.under_way:
+            player.submit_due()
+            if not player.under_way:
+                player.pause(sleep)
+                continue
+            engine.step()
+            if on_progress is not None and player.clock() - told >= TOLD_EVERY:
+                told = player.clock()
+                on_progress(player.done, total)
+        while engine.busy:  # ticks that were started before the last token was heard of
+            engine.step()
+    except KeyboardInterrupt:
+        played.interrupted = True
+        for id in list(player.under_way):
+            engine.cancel(id)
+    played.ended = engine.clock()
+    return played
+
+
+def warm_up(engine: TimedEngine, workload: Workload) -> None:
+    """Let the engine compile and record what the workload will need, and forget that it ever ran."""
+    few = workload.shortened(2 * engine.options.rows, WARM_UP)
+    if play(engine, few).interrupted:
+        raise KeyboardInterrupt
+    engine.scheduler.memory.prefixes.clear()
+    engine.forget()

@@ -1,0 +1,26 @@
+"""The environment that a figure was measured in: every record carries it."""
+
+from __future__ import annotations
+
+import platform
+from datetime import date
+from typing import Any
+
+import fathomlm
+
+
+def environment(device: str = "auto") -> dict[str, Any]:
+    """Without it a figure says nothing. `auto` is the GPU where there is one."""
+    import torch
+    import transformers
+
+    gpu = torch.cuda.is_available() if device == "auto" else torch.device(device).type == "cuda"
+    return {
+        "date": date.today().isoformat(),
+        "device": torch.cuda.get_device_name(None if device == "auto" else device) if gpu else platform.machine(),
+        "threads": torch.get_num_threads(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "fathomlm": fathomlm.__version__,
+    }

@@ -1,0 +1,142 @@
+"""Texts made from prompts, in any way of decoding: what they are worth, how fast they came, and how early tokens left."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from fathomlm.decode.exiting import Exiting
+from fathomlm.decode.full import generate
+from fathomlm.decode.prompts import encode_prompt
+from fathomlm.decode.rows import Generation, exit_rate, mean_exit_layer
+from fathomlm.decode.sampling import Sampling
+from fathomlm.errors import OptionError
+from fathomlm.lab.evaluate.metrics import Metric
+from fathomlm.lab.evaluate.prompting import cut_prompt
+from fathomlm.lab.evaluate.samples import Sample
+from fathomlm.model.route import DepthControl
+from fathomlm.model.seq2seq import FathomForSeq2SeqLM, FathomModel
+
+Tick = Callable[[int, int], None]
+WARM_UP = 2
+"""New tokens of a first text that nobody times: it pays for what a process does once."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Written:
+    """All texts of a task."""
+
+    results: tuple[Generation, ...]
+    batches: tuple[tuple[Generation, ...], ...]
+    """The same, as they shared passes."""
+    cut: int
+    """Prompts that were longer than the model reads."""
+    seconds: float
+    """From the first prompt to the last text, everything included."""
+
+
+def write_texts(
+    model: FathomModel,
+    samples: Sequence[Sample],
+    sampling: Sampling,
+    *,
+    batch: int = 1,
+    most_source: int | None = None,
+    control: DepthControl | None = None,
+    exiting: Exiting | None = None,
+    on_done: Tick | None = None,
+) -> Written:
+    """One text for each sample, in order, so that an adaptive threshold learns from the first for the later ones.
+
+    `most_source` limits the tokens of a prompt; a decoder's also leaves room for the text.
+    """
+    if batch < 1:
+        raise OptionError(f"--batch must be at least 1, got {batch}")
+    room = _room(model, sampling, most_source)
+    whole = [encode_prompt(model, sample.prompt) for sample in samples]
+    prompts = [tokens if room is None else cut_prompt(model, tokens, room) for tokens in whole]
+    generate(model, prompts[:1], sampling.with_options(max_new_tokens=min(WARM_UP, sampling.max_new_tokens)))
+    begun = time.perf_counter()
+    batches: list[tuple[Generation, ...]] = []
+    for at in range(0, len(prompts), batch):
+        batches.append(tuple(generate(model, prompts[at : at + batch], sampling, control=control, exiting=exiting)))
+        if on_done is not None:
+            on_done(min(at + batch, len(prompts)), len(prompts))
+    return Written(
+        results=tuple(result for group in batches for result in group),
+        batches=tuple(batches),
+        cut=sum(len(long) > len(short) for long, short in zip(whole, prompts, strict=True)),
+        seconds=time.perf_counter() - begun,
+    )
+
+
+def report(written: Written, samples: Sequence[Sample], metric: Metric) -> dict[str, Any]:
+    """Quality, latency and exits together: none of them means much without the others (thesis 2.6)."""
+    texts = [result.text.strip() for result in written.results]
+    return {
+        "texts": len(texts),
+        "quality": metric(texts, [sample.references for sample in samples]),
+        "latency": latency(written),
+        "exits": _exits(written.results),
+        "mean_depth": _mean_depth(written.results),
+        "prompts_cut": written.cut,
+    }
+
+
+def latency(written: Written) -> dict[str, float | int]:
+    """End to end: embedding, head, sampling and caches included. A text's first token belongs to reading its prompt, as in
+    `fathomlm generate`; tokens a second are a batch's, milliseconds are what one text waits for a token."""
+    behind = sum(len(result.tokens) - 1 for result in written.results)
+    decoding = sum(max(result.decode_seconds for result in group) for group in written.batches)
+    waited = sum(result.decode_seconds for result in written.results)
+    tokens = sum(len(result.tokens) for result in written.results)
+    return {
+        "tokens": tokens,
+        "seconds": written.seconds,
+        "prefill_seconds": sum(group[0].prefill_seconds for group in written.batches),
+        "decode_seconds": decoding,
+        "tokens_per_second": behind / decoding if behind else 0.0,
+        "ms_per_token": 1000 * waited / behind if behind else 0.0,
+        "tokens_per_text": tokens / len(written.results),
+    }
+
+
+def _exits(results: Sequence[Generation]) -> dict[str, Any] | None:
+    """How early tokens left; None where none could."""
+    every = [result.exits for result in results if result.exits is not None]
+    if not every:
+        return None
+    drafted = sum(exits.drafted for exits in every)
+    return {
+        "mode": every[0].mode,
+        "oracle": results[0].oracle,
+        "layers": every[0].layers,
+        "exit_rate": exit_rate(results),
+        "mean_exit_layer": mean_exit_layer(results),
+        "first_threshold": every[0].threshold,
+        "last_threshold": every[-1].threshold,
+        "drafts_kept": sum(exits.accepted for exits in every) / drafted if drafted else None,
+    }
+
+
+def _mean_depth(results: Sequence[Generation]) -> float | None:
+    """Recursions a token, where a router chose."""
+    depths = [depth for result in results for depth in result.depths or ()]
+    return sum(depths) / len(depths) if depths else None
+
+
+def _room(model: FathomModel, sampling: Sampling, most: int | None) -> int | None:
+    """How many tokens a prompt may have; None where nothing limits it."""
+    if most is not None and most < 1:
+        raise OptionError(f"--max-source-tokens must be at least 1, got {most}")
+    if isinstance(model, FathomForSeq2SeqLM):
+        return most
+    room = model.architecture.context - sampling.max_new_tokens
+    if room < 1:
+        raise OptionError(
+            f"--max-new-tokens {sampling.max_new_tokens} leaves no room for a prompt in a context of "
+            f"{model.architecture.context}"
+        )
+    return room if most is None else min(most, room)

@@ -1,0 +1,253 @@
+"""Times of the engine's own passes, prompts and host, measured on this device.
+
+Two ways. `replay` runs a full engine's ticks back to back with the host out of the way: the only way on a GPU, where a tick
+is one recorded graph. `calibrate` plays a few texts and looks at what everything took: passes where they can be seen (not in
+a graph), each prompt's chunk, and what is left of each step for the host, which depends on how many tokens it heard of and
+how many texts it placed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from statistics import fmean, median
+from typing import Any
+
+import numpy as np
+
+from fathomlm.decode.sampling import Sampling
+from fathomlm.engine.orders import Chunk, Plan
+from fathomlm.engine.programs.exits import ExitProgram
+from fathomlm.engine.programs.routed import RoutedProgram
+from fathomlm.engine.request import Request
+from fathomlm.lab.bench.floor import finish
+from fathomlm.lab.bench.play import play
+from fathomlm.lab.bench.timed import Stage, TimedEngine
+from fathomlm.lab.bench.workload import Workload
+from fathomlm.lab.simulate.costs import Costs, Curve, Host
+
+TICKS = 24
+"""Ticks of a replay that are timed."""
+TRIES = 3
+SETTLING = 4
+"""Steps in front of a replay for which texts have room."""
+
+
+@dataclass(slots=True)
+class _Watch:
+    """What was seen of an engine at work, in seconds."""
+
+    passes: dict[str, list[float]] = field(default_factory=dict)
+    chunks: list[tuple[int, float]] = field(default_factory=list)
+    """Tokens, and how long they took."""
+    steps: list[tuple[float, int, int]] = field(default_factory=list)
+    """The host's part, tokens heard of, texts placed."""
+    submits: list[float] = field(default_factory=list)
+    inside: float = 0.0
+    """Of the step under way, what is not the host's."""
+    placed: int = 0
+    runs: int = 0
+    """Of layers."""
+
+
+def calibrate(engine: TimedEngine, workload: Workload, captured: bool | None = None) -> Costs:
+    """Play a few texts, and say what passes, prompts and the host took. `captured`: passes cannot be told apart, and whole
+    ticks are replayed; by default on a GPU."""
+    device = engine.runner.device
+    gpu = device.type == "cuda"
+    captured = gpu if captured is None else captured
+    with _watched(engine, seen=not captured) as watch:
+        if play(engine, workload).interrupted:
+            raise KeyboardInterrupt
+    engine.forget()
+    chunk, prompt_token = _fit([[1.0, tokens] for tokens, _ in watch.chunks], [took for _, took in watch.chunks])
+    host = _fit([[1.0, tokens, placed] for _, tokens, placed in watch.steps], [took for took, _, _ in watch.steps])
+    tick = replay(engine, _middle(workload)) if captured else None
+    return Costs(
+        name=f"measured here ({device.type})",
+        passes={kind: Curve.flat(1e3 * fmean(times)) for kind, times in watch.passes.items()},
+        tick=tick,
+        padded=True,
+        chunk=1e3 * chunk,
+        prompt_token=1e3 * prompt_token,
+        host=Host(step=1e3 * host[0], token=1e3 * host[1], placement=1e3 * (host[2] + fmean(watch.submits))),
+        overlapped=gpu,
+        largest=engine.options.rows,
+    )
+
+
+def replay(engine: TimedEngine, context: int) -> float:
+    """Milliseconds of a tick with all slots filled by texts of about `context` tokens, back to back."""
+    runner, scheduler = engine.runner, engine.scheduler
+    most = runner.sizes.max_length
+    prompt = max(1, min(context, most - replay_room(engine)))
+    vocab = engine.model.architecture.vocab
+    lookahead = scheduler.lookahead
+    ids: list[int] = []
+    for _ in range(runner.sizes.slots):
+        sampling = Sampling(max_new_tokens=most - prompt, ignore_eos=True)
+        tokens = tuple((len(ids) + at) % vocab for at in range(prompt))
+        ids.append(engine.new_id())
+        engine.submit(Request(id=ids[-1], prompt=tokens, sampling=sampling))
+    while scheduler.waiting or any(text.state == "reading" for text in scheduler.placed):
+        engine.step()
+    scheduler.lookahead = most  # room for all that follows: the host does not look in between
+    engine.step()
+    times = []
+    for _ in range(TRIES):
+        finish(runner.device)
+        begun = engine.clock()
+        for _ in range(TICKS // TRIES):
+            runner.launch()
+        finish(runner.device)
+        times.append(1e3 * (engine.clock() - begun) / (TICKS // TRIES))
+    scheduler.lookahead = lookahead
+    for id in ids:
+        engine.cancel(id)
+    while engine.busy:
+        engine.step()
+    engine.forget()
+    return median(times)
+
+
+def replay_room(engine: TimedEngine) -> int:
+    """Tokens that a text may get while ticks are replayed, and before."""
+    program, sizes = engine.runner.program, engine.runner.sizes
+    a_tick = 1
+    if isinstance(program, RoutedProgram):
+        a_tick = len(program.cores)
+    elif isinstance(program, ExitProgram):
+        a_tick = len(program.passes)
+    return a_tick * (TICKS + SETTLING * sizes.burst * (sizes.lag + 1)) + 2
+
+
+def _middle(workload: Workload) -> int:
+    """What a text has in front of a token, on average."""
+    tokens = sum(asked.new for asked in workload.requests)
+    seen = sum(asked.new * (len(asked.prompt) + asked.new / 2) for asked in workload.requests)
+    return max(1, round(seen / tokens))
+
+
+@contextmanager
+def _watched(engine: TimedEngine, seen: bool) -> Iterator[_Watch]:
+    """Put clocks around an engine's work for a while. `seen`: passes are run one by one, and each is timed."""
+    watch = _Watch()
+    holders: list[tuple[Any, str, Callable[..., Any]]] = [
+        (engine, "step", _step(engine, watch, seen)),
+        (engine, "submit", _submit(engine, watch)),
+        (engine.runner, "read", _read(engine, watch)),
+        (engine.runner, "apply", _apply(engine, watch)),
+    ]
+    if seen:
+        program = engine.runner.program
+        names = {"core": "core", "turn_over": "turn"} if isinstance(program, RoutedProgram) else {}
+        names = {"_pass": ""} if isinstance(program, ExitProgram) else names or {"tick": "step"}
+        holders.append((engine.runner.layers, "run", _run(engine, watch)))
+        holders += [(program, name, _pass(engine, watch, name, kind)) for name, kind in names.items()]
+    before = [(holder, name, vars(holder).get(name)) for holder, name, _ in holders]
+    for holder, name, wrapped in holders:
+        vars(holder)[name] = wrapped
+    try:
+        yield watch
+    finally:
+        for holder, name, own in before:
+            if own is None:
+                del vars(holder)[name]
+            else:
+                vars(holder)[name] = own
+
+
+def _pass(engine: TimedEngine, watch: _Watch, name: str, kind: str) -> Callable[..., None]:
+    inner = getattr(engine.runner.program, name)
+
+    def timed(*arguments: Any) -> None:
+        before, begun = watch.runs, engine.clock()
+        inner(*arguments)
+        took = engine.clock() - begun
+        if watch.runs > before:  # else nobody had to run, and the pass was left out
+            watch.passes.setdefault(kind or arguments[0], []).append(took)
+            watch.inside += took
+
+    return timed
+
+
+def _run(engine: TimedEngine, watch: _Watch) -> Callable[..., Any]:
+    inner = engine.runner.layers.run
+
+    def counted(*arguments: Any, **named: Any) -> Any:
+        watch.runs += 1
+        return inner(*arguments, **named)
+
+    return counted
+
+
+def _read(engine: TimedEngine, watch: _Watch) -> Callable[..., list[tuple[int, ...]]]:
+    runner = engine.runner
+    inner = runner.read
+
+    def timed(chunks: Sequence[Chunk], texts: Sequence[Sequence[int]]) -> list[tuple[int, ...]]:
+        waiting = engine.clock()
+        finish(runner.device)
+        begun = engine.clock()
+        found = inner(chunks, texts)
+        finish(runner.device)
+        ended = engine.clock()
+        watch.chunks.append((sum(map(len, texts)), ended - begun))
+        watch.inside += ended - waiting
+        return found
+
+    return timed
+
+
+def _apply(engine: TimedEngine, watch: _Watch) -> Callable[..., None]:
+    inner = engine.runner.apply
+
+    def counted(plan: Plan, requests: Mapping[int, Request]) -> None:
+        watch.placed += len(plan.placements)
+        inner(plan, requests)
+
+    return counted
+
+
+def _submit(engine: TimedEngine, watch: _Watch) -> Callable[..., None]:
+    inner = engine.submit
+
+    def timed(*arguments: Any) -> None:
+        begun = engine.clock()
+        inner(*arguments)
+        watch.submits.append(engine.clock() - begun)
+
+    return timed
+
+
+def _step(engine: TimedEngine, watch: _Watch, seen: bool) -> Callable[[], None]:
+    inner, seconds = engine.step, engine.stages.seconds
+    # The device's part of a step: what the host waits for, or on a CPU what it does itself when it starts a tick.
+    part: Stage = "waiting" if engine.runner.device.type == "cuda" else "launching"
+
+    def timed() -> None:
+        watch.inside, watch.placed = 0.0, 0
+        tokens, before = engine.totals.tokens, seconds[part]
+        begun = engine.clock()
+        inner()
+        took = engine.clock() - begun - watch.inside
+        took -= 0.0 if seen else seconds[part] - before
+        watch.steps.append((took, engine.totals.tokens - tokens, watch.placed))
+
+    return timed
+
+
+def _fit(known: Sequence[Sequence[float]], wanted: Sequence[float]) -> list[float]:
+    """Least squares with no factor below 0: what would have one is left out."""
+    width = len(known[0]) if known else 2
+    kept = list(range(width))
+    factors = [0.0] * width
+    while kept and known:
+        found, *_ = np.linalg.lstsq(np.array(known, dtype=float)[:, kept], np.array(wanted), rcond=None)
+        if (found >= 0).all():
+            for column, value in zip(kept, found, strict=True):
+                factors[column] = float(value)
+            break
+        kept.pop(int(found.argmin()))
+    return factors

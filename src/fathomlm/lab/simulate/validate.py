@@ -1,0 +1,122 @@
+"""Predicted against measured: the same workload through the engine and through its simulated twin.
+
+Each round first plays a few other texts to see what passes and the host take just now, simulates the workload with that, and
+then plays it. Machines have slow minutes; the two halves of a round share theirs, and of all rounds the median counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+from fathomlm.lab.bench.measure import Timing
+from fathomlm.lab.bench.play import play, warm_up
+from fathomlm.lab.bench.timed import TimedEngine
+from fathomlm.lab.bench.workload import Workload
+from fathomlm.lab.simulate.measured import calibrate
+from fathomlm.lab.simulate.mirror import deepest_of, mirror
+from fathomlm.lab.simulate.outcome import Outcome
+from fathomlm.lab.simulate.simulation import Simulation
+from fathomlm.lab.simulate.trajectories import draw
+
+ROUNDS = 5
+CALIBRATED = 0.5
+"""The part of a workload's texts, at least two for each slot, that a round is calibrated with."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Round:
+    predicted: Outcome
+    measured: Timing
+    ticks: int
+    """That the engine took."""
+
+    @property
+    def ratio(self) -> float:
+        return self.predicted.tokens_per_s / (self.measured.tokens_per_s or float("nan"))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Validation:
+    rounds: tuple[Round, ...]
+    kind: str
+    """The engine's program."""
+    parts: tuple[float, ...]
+    """Of all tokens that run each depth: forced."""
+
+    @property
+    def ratio(self) -> float:
+        """Predicted over measured tokens a second, the median of the rounds'."""
+        return median(one.ratio for one in self.rounds)
+
+    @property
+    def predicted(self) -> float:
+        return median(one.predicted.tokens_per_s for one in self.rounds)
+
+    @property
+    def measured(self) -> float:
+        return median(one.measured.tokens_per_s or 0.0 for one in self.rounds)
+
+    @property
+    def ticks(self) -> tuple[float, float]:
+        """Predicted and measured."""
+        return median(one.predicted.ticks for one in self.rounds), median(one.ticks for one in self.rounds)
+
+    def record(self) -> dict[str, Any]:
+        return {
+            "program": self.kind,
+            "depth": f"forced: parts {', '.join(f'{part:.4g}' for part in self.parts)} of all tokens run each depth",
+            "predicted_tokens_per_s": self.predicted,
+            "measured_tokens_per_s": self.measured,
+            "ratio": self.ratio,
+            "ratios": [one.ratio for one in self.rounds],
+            "predicted_ticks": self.ticks[0],
+            "measured_ticks": self.ticks[1],
+            "stages": self.rounds[-1].predicted.shares,
+        }
+
+
+def forced_parts(engine: TimedEngine) -> tuple[float, ...]:
+    """What the engine's options force, by depth."""
+    options, kind = engine.options, engine.runner.layout.kind
+    if kind == "routed":
+        assert options.forced_depths is not None, "depths are forced"
+        return tuple(options.forced_depths)
+    if kind == "exits":
+        assert options.forced_exits is not None, "exits are forced"
+        return (1.0, 1.0 - options.forced_exits) if options.forced_exits < 1 else (1.0,)
+    return (1.0,)
+
+
+def validate(
+    engine: TimedEngine, workload: Workload, rounds: int = ROUNDS, on_round: Callable[[int, int], None] | None = None
+) -> Validation:
+    """Some rounds; `on_round` is told (done, total)."""
+    parts = forced_parts(engine)
+    warm_up(engine, workload)
+    found = []
+    for number in range(rounds):
+        found.append(_round(engine, workload, parts, seed=number))
+        if on_round is not None:
+            on_round(number + 1, rounds)
+    return Validation(rounds=tuple(found), kind=engine.runner.layout.kind, parts=parts)
+
+
+def _round(engine: TimedEngine, workload: Workload, parts: Sequence[float], seed: int) -> Round:
+    count = max(int(CALIBRATED * len(workload.requests)), 2 * engine.runner.sizes.slots)
+    longest = max(asked.new for asked in workload.requests)
+    costs = calibrate(engine, workload.shortened(count, longest))
+    device, setting = mirror(engine)
+    lengths = [(len(asked.prompt), asked.new) for asked in workload.requests]
+    trajectories = draw(lengths, parts, seed)
+    deepest = deepest_of(engine)
+    assert trajectories.deepest <= deepest, "no deeper than the engine's"
+    predicted = Simulation(device, setting, costs, trajectories).run()
+    played = play(engine, workload)
+    if played.interrupted:
+        raise KeyboardInterrupt
+    ticks = engine.totals.ticks
+    engine.forget()
+    return Round(predicted=predicted, measured=Timing.of(played), ticks=ticks)

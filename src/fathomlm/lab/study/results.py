@@ -1,0 +1,203 @@
+"""What follows from a study's records: a row for each variant and budget, and a verdict for each claim."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from fathomlm.lab.analyze.scaling import FinishedRun, Fit, fit_runs
+from fathomlm.lab.study.jobs import Job, Place, jobs_of
+from fathomlm.lab.study.ledger import Record, identity
+from fathomlm.lab.study.spec import Budget, Claim, Study, Variant
+from fathomlm.lab.study.stats import BySeed, Difference, Verdict, difference, judge_order, judge_same
+
+METRICS = {
+    "sampling_accuracy": "sampling accuracy",
+    "dead_tokens": "dead tokens",
+    "max_violation": "MaxVio",
+    "entropy": "entropy",
+    "mean_depth": "mean depth",
+}
+"""Of routers, in a report's order."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """A variant under a budget, over its seeds."""
+
+    variant: Variant
+    budget: Budget
+    job: Job
+    """Of the first seed: its shapes are all seeds'."""
+    records: Mapping[int, Record]
+    """Finished runs by seed."""
+    against: Difference | None
+    """Its loss less the baseline's; None for the baseline itself, and where there is none."""
+    is_baseline: bool
+
+    def by_seed(self, metric: str) -> dict[int, float]:
+        """A metric of the finished runs that have it."""
+        found = {seed: metric_of(record, metric) for seed, record in self.records.items()}
+        return {seed: value for seed, value in found.items() if value is not None}
+
+    def mean(self, metric: str = "loss") -> float | None:
+        values = self.by_seed(metric)
+        return fmean(values.values()) if values else None
+
+    @property
+    def rate(self) -> float | None:
+        """Tokens a second in training."""
+        rates = [float(r["tokens_per_s"]) for r in self.records.values() if r.get("tokens_per_s")]
+        return fmean(rates) if rates else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Judged:
+    """A claim at one place: under one budget, for two variants."""
+
+    claim: Claim
+    budget: str
+    one: str
+    other: str
+    found: Difference | None
+    verdict: Verdict
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Results:
+    study: Study
+    rows: tuple[Row, ...]
+    judged: tuple[Judged, ...]
+    failed: tuple[Record, ...]
+    planned: int
+    left_out: int
+    """Finished runs on another corpus than most."""
+
+    @property
+    def records(self) -> list[Record]:
+        return [record for row in self.rows for record in row.records.values()]
+
+    def fits(self) -> list[Fit]:
+        """Quadratics over the size, for each architecture and budget with three sizes or more."""
+        runs = [_fitted(row) for row in self.rows if row.records]
+        return [fit for fit in fit_runs(runs) if fit.coefficients is not None]
+
+
+def metric_of(record: Record, metric: str) -> float | None:
+    value = record["loss"] if metric == "loss" else record["final"].get(metric)
+    return None if value is None else float(value)
+
+
+def collect(study: Study, records: Iterable[Record]) -> Results:
+    """The results of a study: its finished runs are those in `records` whose settings are those of the YAML now."""
+    jobs = jobs_of(study, Place(None, Path()))
+    wanted = {job.fingerprint for job in jobs}
+    own = [record for record in records if record["fingerprint"] in wanted]
+    marks = Counter(mark for _, mark in {identity(record) for record in own if record["status"] == "finished"})
+    mark = max(sorted(marks), key=lambda each: marks[each], default=None)
+    finished = {r["fingerprint"]: r for r in own if r["status"] == "finished" and r["data"]["mark"] == mark}
+    failed = {r["fingerprint"]: r for r in own if r["status"] == "failed" and r["fingerprint"] not in finished}
+    made: dict[tuple[str, str], dict[int, Record]] = {}
+    first: dict[tuple[str, str], Job] = {}
+    for job in jobs:
+        key = job.run.variant.name, job.run.budget.name
+        first.setdefault(key, job)
+        made.setdefault(key, {})
+        if job.fingerprint in finished:
+            made[key][job.run.seed] = finished[job.fingerprint]
+    rows = tuple(_row(study, v, b, first, made) for b in study.budgets for v in study.variants)
+    return Results(
+        study=study,
+        rows=rows,
+        judged=tuple(judged for claim in study.claims for judged in judge(study, claim, rows)),
+        failed=tuple(failed.values()),
+        planned=len(jobs),
+        left_out=sum(marks.values()) - len(finished) if mark is not None else 0,
+    )
+
+
+def _row(study: Study, variant: Variant, budget: Budget, first: dict[Any, Job], made: dict[Any, dict[int, Record]]) -> Row:
+    base = study.baseline_of(variant)
+
+    def losses(name: str) -> dict[int, float]:
+        return {seed: float(record["loss"]) for seed, record in made[name, budget.name].items()}
+
+    same = base.name == variant.name
+    among = [losses(each.name) for each in study.variants]
+    return Row(
+        variant=variant,
+        budget=budget,
+        job=first[variant.name, budget.name],
+        records=made[variant.name, budget.name],
+        against=None if same else difference(losses(variant.name), losses(base.name), among),
+        is_baseline=same,
+    )
+
+
+def judge(study: Study, claim: Claim, rows: Iterable[Row]) -> list[Judged]:
+    """A claim under each of its budgets, at each place of the other axes or for the best of each side."""
+    found = []
+    for budget in study.budgets:
+        if claim.budgets and budget.name not in claim.budgets:
+            continue
+        values = {row.variant.name: row.by_seed(claim.metric) for row in rows if row.budget.name == budget.name}
+        for one, other in _pairs(study, claim, values):
+            complete = not claim.best or _common_seeds(study, claim, values)  # the best of a part is not the best
+            gap = difference(values[one], values[other], [v for v in values.values() if v]) if complete else None
+            verdict = judge_order(gap) if claim.same is None else judge_same(gap, claim.within)
+            found.append(Judged(claim=claim, budget=budget.name, one=one, other=other, found=gap, verdict=verdict))
+    return found
+
+
+def _pairs(study: Study, claim: Claim, values: Mapping[str, BySeed]) -> list[tuple[str, str]]:
+    names = {variant.name for variant in study.variants}
+    one, other = claim.sides
+    if one in names and other in names:
+        return [(one, other)]
+    sides = _sides(study, claim)
+    if claim.best:
+        seeds = _common_seeds(study, claim, values)
+        best = [min(side, key=lambda v: fmean(values[v.name][s] for s in seeds)) if seeds else side[0] for side in sides]
+        return [(best[0].name, best[1].name)]
+    pairs = ((v, study.at(other, v.labels)) for v in sides[0])
+    return [(v.name, peer.name) for v, peer in pairs if peer is not None]
+
+
+def _sides(study: Study, claim: Claim) -> list[list[Variant]]:
+    """All variants on each side of a claim about two values of an axis."""
+    axis = study.axis_of(claim.sides[0])
+    return [[v for v in study.variants if v.labels.get(axis) == side] for side in claim.sides]
+
+
+def _common_seeds(study: Study, claim: Claim, values: Mapping[str, BySeed]) -> set[int]:
+    """The seeds that all variants of both sides have."""
+    return set.intersection(*(set(values[v.name]) for side in _sides(study, claim) for v in side))
+
+
+def overall(judged: Iterable[Judged]) -> str:
+    """One word for a claim that was tried at several places; it holds only where it holds everywhere."""
+    counts = Counter(each.verdict for each in judged)
+    if len(counts) == 1:
+        return next(iter(counts))
+    words = ", ".join(f"{counts[verdict]} {verdict.split()[0]}" for verdict in ("confirmed", "refuted") if counts[verdict])
+    rest = sum(counts.values()) - counts["confirmed"] - counts["refuted"]
+    return "not resolved at this scale" + (f" ({words}, {rest} open)" if words else "")
+
+
+def _fitted(row: Row) -> FinishedRun:
+    record = next(iter(row.records.values()))
+    loss = row.mean()
+    assert loss is not None
+    kind = "vanilla" if record["recursions"] == 1 else "recursive" if record["router"] is None else "mor"
+    return FinishedRun(
+        run=f"{row.variant.name}/{row.budget.name}",
+        architecture=kind if kind == "vanilla" else f"{kind} {record['recursions']}",
+        non_embedding_parameters=int(record["parameters"]),
+        flops=float(record["flops"]),
+        tokens=int(record["tokens"]),
+        loss=loss,
+    )

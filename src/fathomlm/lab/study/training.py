@@ -1,0 +1,271 @@
+"""The executor of studies whose runs are trainings: each can be stopped and continued, and leaves one record.
+
+Budgets of a chain share their plateau (thesis 4, appendix "Trapezoid learning-rate schedule with checkpoint reuse"): a run
+keeps its checkpoint from before the cool-down, and the next larger budget branches from it where it is at hand. A branch
+equals a direct run bit for bit, so records do not depend on whether the disk was kept.
+"""
+
+from __future__ import annotations
+
+import gc
+import shutil
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
+from statistics import median
+
+import torch
+
+from fathomlm.errors import DataError
+from fathomlm.lab.study.identity import environment
+from fathomlm.lab.study.jobs import Job, Place, Shaped, shape_of
+from fathomlm.lab.study.ledger import Record, told
+from fathomlm.lab.study.pace import Visit, overhead_of
+from fathomlm.lab.study.queue import Broken, Stopped
+from fathomlm.lab.study.spec import Budget, Planned, Study
+from fathomlm.train.checkpoint import saved_steps, step_name
+from fathomlm.train.report import Silence, Watcher, read_records, strict
+from fathomlm.train.resume import newest_whole
+from fathomlm.train.run import Summary, train
+from fathomlm.train.state import read_state
+
+SETTLED = 30
+"""Steps after which a rate is trusted: compiling and recording graphs are over."""
+CURVE = 100
+"""Points of a training curve that a record keeps."""
+SHAPES = 512
+"""Compiled versions of one function that a process may hold: those of all variants of a study, so that none is compiled
+twice and none falls back to eager for its place in the queue."""
+
+
+class Guard:
+    """Follows a run and asks it to stop, as Ctrl-C would, when the visit's time is over, or when the first steps show that
+    it will not be finished in time and it is not to be split."""
+
+    def __init__(self, inner: Watcher, visit: Visit, tokens_per_step: int, *, split: bool) -> None:
+        self._inner, self._visit, self._tokens, self._split = inner, visit, tokens_per_step, split
+        self._seen = 0
+        self._settled: tuple[int, float] | None = None
+        self.asked = False
+        self.rate: float | None = None
+        """Tokens a second, once that is known."""
+
+    def step(self, step: int, total: int, live: Record) -> None:
+        self._inner.step(step, total, live)
+        self._seen += 1
+        now = self._visit.clock()
+        if self._settled is None:
+            self._settled = (step, now) if self._seen >= SETTLED else None
+        elif step >= self._settled[0] + SETTLED and now > self._settled[1]:
+            self.rate = (step - self._settled[0]) * self._tokens / (now - self._settled[1])
+        needed = 0.0 if self.rate is None or self._split else (total - step) * self._tokens / self.rate
+        if not self.asked and step < total and (self._visit.left <= 0 or needed > self._visit.left):
+            self.asked = True
+            signal.raise_signal(signal.SIGTERM)
+
+    def record(self, record: Record) -> None:
+        self._inner.record(record)
+
+    def note(self, text: str) -> None:
+        self._inner.note(text)
+
+
+class TrainingExecutor:
+    """Trains the runs of some studies, one after another, in one process."""
+
+    def __init__(
+        self,
+        studies: list[Study],
+        place: Place,
+        *,
+        commit: str | None = None,
+        keep: bool = False,
+        watch: Callable[[Job], Watcher] = lambda job: Silence(),
+    ) -> None:
+        """`keep` leaves the trained models under the work directory."""
+        self._studies = {study.name: study for study in studies}
+        self._place = place
+        self._commit = commit
+        self._keep = keep
+        self._watch = watch
+        self._shapes: dict[str, Shaped] = {}
+        self._environment = environment(place.device)
+        assert place.corpus is not None
+        if not place.corpus.has("validation"):
+            raise DataError(f"{place.corpus.path} has no validation split; a study compares validation losses")
+
+    @property
+    def device(self) -> str:
+        return str(self._environment["device"])
+
+    def started(self, job: Job) -> bool:
+        return bool(saved_steps(self._place.directory(job.run) / "checkpoints"))
+
+    def tokens_left(self, job: Job) -> int:
+        shaped = job.shaped
+        saved = saved_steps(self._place.directory(job.run) / "checkpoints")
+        source = self._branch(job)
+        begun = max(saved) if saved else 0 if source is None else int(source.name.removeprefix("step-"))
+        return (shaped.length.steps - begun) * shaped.length.tokens_per_step
+
+    def execute(self, job: Job, visit: Visit, *, split: bool) -> Record:
+        begin = time.perf_counter()
+        shaped = job.shaped
+        saved = saved_steps(self._place.directory(job.run) / "checkpoints")
+        source = None if saved else self._branch(job)
+        recipe = replace(shaped.recipe, branch_from=None if source is None else str(source))
+        if self._next(job) is not None:
+            milestones = [*recipe.checkpoint.milestones, shaped.plateau_end]
+            recipe = replace(recipe, checkpoint=replace(recipe.checkpoint, milestones=milestones))
+        guard = Guard(self._watch(job), visit, shaped.length.tokens_per_step, split=split)
+        torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, SHAPES)
+        torch._dynamo.config.accumulated_recompile_limit = max(torch._dynamo.config.accumulated_recompile_limit, 4 * SHAPES)
+        begun = newest_whole(saved).state if saved else None if source is None else read_state(source)
+        before = 0 if begun is None else begun.progress.step
+        try:
+            summary = train(recipe, resume=True, watcher=guard)
+        except torch.OutOfMemoryError:
+            raise
+        except torch.AcceleratorError as error:
+            raise Broken(str(error)) from error
+        finally:
+            _free()
+        if not summary.finished:
+            raise Stopped(by_user=not guard.asked, rate=guard.rate)
+        record = self._finished(job, summary, wall=time.perf_counter() - begin, steps=summary.step - before)
+        self._tidy(job)
+        return record
+
+    def failed(self, job: Job, reason: str) -> Record:
+        return self._head(job) | {"status": "failed", "reason": reason}
+
+    def _head(self, job: Job) -> Record:
+        run, place = job.run, self._place
+        assert place.corpus is not None
+        return {
+            "study": run.study,
+            "variant": run.variant.name,
+            "budget": run.budget.name,
+            "seed": run.seed,
+            "fingerprint": job.fingerprint,
+            "settings": told(job.shaped.recipe),
+            "data": {
+                "mark": job.mark,
+                "tokens": place.tokens,
+                "vocab": place.corpus.manifest.vocab,
+                "passes": round(job.passes, 4),
+            },
+            "tokens": job.tokens,
+            "date": datetime.now(UTC).isoformat(timespec="seconds"),
+            "commit": self._commit,
+            "environment": self._environment,
+        }
+
+    def _finished(self, job: Job, summary: Summary, *, wall: float, steps: int) -> Record:
+        """`wall` and `steps` are what this process took, and did."""
+        shaped, records = job.shaped, self._records(job)
+        checks = [record for record in records if record["kind"] == "validation"]
+        trained = [record for record in records if record["kind"] == "train"]
+        last = checks[-1]["parts"]
+        rates = [r["tokens_per_s"] for r in trained if r.get("tokens_per_s")]
+        rate = median(rates[len(rates) // 2 :]) if rates else None
+        thin = trained[:: max(1, len(trained) // CURVE)]
+        cost = shaped.cost
+        found = self._head(job) | {
+            "status": "finished",
+            "steps": summary.steps,
+            "flops": checks[-1]["flops"],
+            "flops_per_token": shaped.flops_per_token,
+            "layout": cost.layout,
+            "unrolled_layers": cost.unrolled_layers,
+            "recursions": shaped.parts.plan.recursions,
+            "router": None if shaped.parts.plan.routing is None else shaped.parts.plan.routing.kind,
+            "parameters": cost.non_embedding_parameters,
+            "embedding_parameters": cost.embedding_parameters,
+            "loss": loss_of(last),
+            "final": last,
+            "validation": [
+                {"step": r["step"], "tokens": r["tokens"], "seconds": r["seconds"], "loss": loss_of(r["parts"])}
+                for r in checks
+            ],
+            "training": [[r["tokens"], r["loss"]] for r in thin],
+            "tokens_per_s": None if rate is None else round(rate, 1),
+            "memory_gb": max((r["memory_gb"] for r in trained if r.get("memory_gb")), default=None),
+            "skipped": summary.skipped,
+            "seconds": summary.seconds,
+            "overhead_seconds": overhead_of(wall=wall, tokens=steps * shaped.length.tokens_per_step, rate=rate),
+        }
+        record: Record = strict(found)
+        return record
+
+    def _records(self, job: Job) -> list[Record]:
+        """The run's records, with those of the plateau that it branched from, as far as they are on this disk."""
+        own = read_records(self._place.directory(job.run) / "metrics.jsonl")
+        before: list[Record] = []
+        for smaller in self._smaller(job):
+            path = self._place.directory(smaller) / "metrics.jsonl"
+            end = min(self._shape(smaller).plateau_end, own[0]["step"] - 1)
+            if path.exists():
+                reached = before[-1]["step"] if before else 0
+                before += [record for record in read_records(path) if reached < record["step"] <= end]
+        return [*before, *own]
+
+    def _shape(self, run: Planned) -> Shaped:
+        key = f"{run.study}/{run.key}"
+        if key not in self._shapes:
+            self._shapes[key] = shape_of(run, self._place)
+        return self._shapes[key]
+
+    def _smaller(self, job: Job) -> list[Planned]:
+        """The runs of a chain before this one, the smallest first."""
+        study, run = self._studies[job.run.study], job.run
+        if not study.chain:
+            return []
+        return [study.run(run.variant, budget, run.seed) for budget in study.budgets[: study.budgets.index(run.budget)]]
+
+    def _next(self, job: Job) -> Budget | None:
+        """The budget of a chain that may branch from this run."""
+        study = self._studies[job.run.study]
+        place = study.budgets.index(job.run.budget) + 1
+        return study.budgets[place] if study.chain and place < len(study.budgets) else None
+
+    def _branch(self, job: Job) -> Path | None:
+        """The latest checkpoint of the common plateau that is at hand."""
+        for smaller in reversed(self._smaller(job)):
+            step = self._shape(smaller).plateau_end
+            path = self._place.directory(smaller) / "checkpoints" / step_name(step)
+            if step <= job.shaped.plateau_end and (path / "training" / "state.json").is_file():
+                return path
+        return None
+
+    def _tidy(self, job: Job) -> None:
+        """Remove checkpoints that nobody needs any more: a study's runs together would fill a disk."""
+        if self._keep:
+            return
+        for smaller in self._smaller(job):
+            _remove(self._place.directory(smaller), spare=None)
+        spare = job.shaped.plateau_end if self._next(job) is not None else None
+        _remove(self._place.directory(job.run), spare=spare)
+
+
+def loss_of(parts: dict[str, float]) -> float:
+    """What models are compared by: a routed one by what it does at inference, where top-k could look ahead."""
+    return parts.get("causal", parts["next_token"])
+
+
+def _remove(directory: Path, *, spare: int | None) -> None:
+    for step, path in saved_steps(directory / "checkpoints").items():
+        if step != spare:
+            shutil.rmtree(path, ignore_errors=True)
+    for link in ("last", "best"):
+        (directory / link).unlink(missing_ok=True)
+
+
+def _free() -> None:
+    """Give back what the last run held: its graphs and weights live in cycles that only the collector finds."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()

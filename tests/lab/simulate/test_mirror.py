@@ -1,0 +1,88 @@
+"""The simulated device is the engine's, tick by tick: given how deep the engine's tokens went, it takes as many ticks and
+fills as many rows of every kind of pass."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+
+from decode.exit_models import build
+from fathomlm.decode.exiting import Exiting
+from fathomlm.decode.sampling import Sampling
+from fathomlm.engine.request import Request
+from fathomlm.lab.bench.timed import TimedEngine
+from fathomlm.lab.simulate.costs import Costs, Curve
+from fathomlm.lab.simulate.mirror import mirror, recorded
+from fathomlm.lab.simulate.simulation import Simulation
+from model.route.small import model_of, routed
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+SMALL: dict[str, Any] = {"page_size": 4, "rows": 3, "chunk": 5, "max_length": 48, "memory": 10**6}
+FREE = Costs(name="no time", passes={kind: Curve.flat(1.0) for kind in ("step", "core", "turn", "both", "shallow", "deep")})
+
+
+def exits(name: str, mode: str = "parallel", **options: Any) -> tuple[Any, Exiting, dict[str, Any]]:
+    model = build(name)
+    layer = model.plan.unrolled_layers // 2
+    stack = {"max_stack": 4} if mode == "parallel" else {}
+    return model, Exiting(mode=mode, exit_layers=(layer,), **stack), {"forced_exits": 0.6} | options  # type: ignore[arg-type]
+
+
+CASES: dict[str, Any] = {
+    "whole": lambda: (build("vanilla"), None, {}),
+    "whole, few pages": lambda: (build("vanilla"), None, {"memory": 28_000}),
+    "routed": lambda: (model_of(routed()), None, {}),
+    "routed, forced": lambda: (model_of(routed()), None, {"forced_depths": (1.0, 0.5, 0.25), "cores": 2}),
+    "routed, shared": lambda: (model_of(routed(kv="share")), None, {"cores": 3}),
+    "routed, no prelude": lambda: (model_of(routed(loop="cycle")), None, {"slots": 3}),
+    "exits, two parts": lambda: exits("vanilla"),
+    "exits, two parts, more in front": lambda: exits("vanilla", shallows=3),
+    "exits, one block": lambda: exits("lora", rows=5),
+    "exits, shared": lambda: exits("plain-shared-kv"),
+    "exits, copied": lambda: exits("lora", mode="state-copy"),
+}
+
+
+def requests(vocab: int) -> list[Request]:
+    draw = random.Random(5)
+    found = []
+    for id in range(1, 9):
+        prompt = tuple(draw.randrange(vocab) for _ in range(draw.choice((1, 3, 9))))
+        sampling = Sampling(max_new_tokens=draw.randrange(1, 12), ignore_eos=True)
+        found.append(Request(id=id, prompt=prompt, sampling=sampling))
+    return found
+
+
+@pytest.mark.parametrize("pace", [{}, {"burst": 3, "lag": 1}], ids=["at once", "host behind"])
+@pytest.mark.parametrize("case", CASES)
+def test_as_many_ticks_and_rows_as_the_engine(case: str, pace: dict[str, int]) -> None:
+    model, setting, options = CASES[case]()
+    engine = TimedEngine(model, exiting=setting, prefix_caching=False, **(SMALL | options | pace))
+    results = engine.run(requests(model.architecture.vocab))
+    ran = engine.totals.ticks
+    assert engine.counters().preemptions == 0 or case == "whole, few pages"
+    device, sizes = mirror(engine)
+    simulation = Simulation(device, sizes, FREE, recorded(engine, results, "what the engine did"))
+    outcome = simulation.run()
+    assert (outcome.ticks, outcome.tokens) == (ran, engine.totals.tokens)
+    assert outcome.preemptions == engine.counters().preemptions
+    while engine.busy:  # ticks that were started before the last token was heard of
+        engine.step()
+    if not pace:
+        assert outcome.filled == dict(engine.passes.filled)
+    assert all(pool.used == 0 for pool in simulation.scheduler.memory.pools)
+
+
+def test_the_cases_have_what_they_say() -> None:
+    """Else the above would hold for little."""
+    model, setting, options = CASES["whole, few pages"]()
+    engine = TimedEngine(model, exiting=setting, prefix_caching=False, **(SMALL | options))
+    engine.run(requests(model.architecture.vocab))
+    assert engine.counters().preemptions > 0
+    for case in ("routed, forced", "exits, two parts", "exits, one block"):
+        model, setting, options = CASES[case]()
+        engine = TimedEngine(model, exiting=setting, prefix_caching=False, **(SMALL | options))
+        found = recorded(engine, engine.run(requests(model.architecture.vocab)), "")
+        assert all(0.05 < part < 0.95 for part in found.ran[1:]), case

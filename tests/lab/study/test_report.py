@@ -1,0 +1,102 @@
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from fathomlm.cli.main import main
+from fathomlm.lab.study.ledger import Ledger
+from fathomlm.lab.study.report import page, results_of
+from fathomlm.lab.study.spec import build_study, read_study, shipped_studies
+from lab.study.synthetic import fill
+from lab.study.test_results import LEVELS, noise
+
+Values = Callable[..., dict[str, Any]]
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def test_a_page_has_table_picture_and_verdicts(values: Values, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "small.yaml").write_text(yaml.safe_dump(values()))
+    study = build_study(values(), "test")
+    fill(study, Ledger(tmp_path / "ledger"), lambda job: LEVELS[job.run.variant.name] + noise(job))
+    out = tmp_path / "page" / "results.md"
+    words = ["study", "report", str(tmp_path / "small.yaml"), "--ledger", str(tmp_path / "ledger"), "--out", str(out)]
+    assert main([*words, "--json"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["verdicts"][0]["verdict"] == "confirmed"
+    assert answer["written"] == [str(out), str(out.with_name("results-small.png"))]
+    assert out.with_name("results-small.png").read_bytes().startswith(b"\x89PNG")
+    text = out.read_text()
+    assert "**looping costs** (ours): *confirmed*" in text
+    assert "| plain | " in text
+    assert "baseline" in text
+    assert "| mor | " in text
+    assert "![A small study](results-small.png)" in text
+    assert "sampling accuracy" in text
+    first = text
+    assert main(words) == 0
+    assert out.read_text() == first
+
+
+def test_several_budgets_are_fitted_over_sizes(values: Values, tmp_path: Path) -> None:
+    widths = {f"w{h}": {"model": {"architecture": {"hidden": h, "intermediate": 2 * h}}} for h in (8, 16, 32)}
+    axes = {"width": widths, "kind": {"plain": {}}}
+    budgets = {"short": {"flops": "4e8"}, "long": {"flops": "8e8"}}
+    study = build_study(values(variants=None, axes=axes, baseline="w16", budgets=budgets, claims=[]), "test")
+    level = {"w8": 3.2, "w16": 3.0, "w32": 3.3}
+    fill(study, Ledger(tmp_path), lambda job: level[job.run.variant.labels["width"]] + noise(job))
+    (found,) = results_of([study], Ledger(tmp_path))
+    fits = found.fits()
+    assert [fit.architecture for fit in fits] == ["vanilla", "vanilla"]
+    assert all(fit.inside for fit in fits)
+    assert "Quadratic fits" in page([found], Path("results.md"))
+    from fathomlm.lab.study.pictures import draw
+
+    draw(found, tmp_path / "x.png")
+    assert (tmp_path / "x.png").stat().st_size > 10_000
+
+
+def test_without_runs_the_page_says_so(tmp_path: Path) -> None:
+    text = page(results_of([read_study("tiny")], Ledger(tmp_path / "none")), Path("results.md"))
+    assert "No runs are finished yet." in text
+    assert "No runs yet: 12 are planned." in text
+
+
+def test_the_page_in_docs_is_the_ledgers() -> None:
+    studies = [study for study in map(read_study, shipped_studies()) if not study.example]
+    ledger = Ledger(ROOT / "benchmarks/results/study")
+    made = page(results_of(studies, ledger), Path("results.md"))
+    assert (ROOT / "docs/results.md").read_text() == made, "run `fathomlm study report`"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["run", "tinny", "--corpus", "x"], "unknown study 'tinny' (did you mean 'tiny'?)"),
+        (["run", "no/such.yaml", "--corpus", "x"], "there is no study file no/such.yaml"),
+        (["run", "tiny", "--corpus", "nowhere"], "there is no prepared corpus at nowhere"),
+        (["run", "tiny"], "--corpus"),
+        (["run", "tiny", "--corpus", "x", "--minutes", "0"], "--minutes must be above 0"),
+        (["show", "rooters"], "unknown study 'rooters' (did you mean 'routers'?)"),
+        (["merge", "nowhere.json"], "there is no ledger file nowhere.json"),
+        (["repot"], "did you mean 'report'?"),
+    ],
+)
+def test_mistakes_are_one_line(
+    words: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["study", *words]) == 2
+    said = capsys.readouterr().err.strip()
+    assert message in said
+    assert "\n" not in said
+
+
+def test_an_unknown_variant_is_one_line(corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["study", "run", "tiny", "--corpus", str(corpus), "--ledger", str(tmp_path), "--only", "moor"]
+    assert main(words) == 2
+    assert "--only moor matches no run; variants: plain, recursive, mor" in capsys.readouterr().err

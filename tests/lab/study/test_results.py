@@ -1,0 +1,110 @@
+"""From records to verdicts, on numbers that were made up."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fathomlm.lab.study.jobs import Job, Place, jobs_of
+from fathomlm.lab.study.ledger import Ledger
+from fathomlm.lab.study.results import Results, collect, overall
+from fathomlm.lab.study.spec import Study, build_study
+from lab.study.synthetic import fill, record_of
+
+Values = Callable[..., dict[str, Any]]
+NOISE = (0.001, -0.002, 0.0015, 0.0, -0.001, 0.002)
+
+
+def noise(job: Job) -> float:
+    """Each seed's own luck, and a little of each run's."""
+    return 0.3 * job.run.seed + NOISE[(3 * job.run.seed + len(job.run.variant.name)) % len(NOISE)]
+
+
+def results(study: Study, place: Path, loss: Callable[[Job], float | None]) -> Results:
+    ledger = Ledger(place)
+    fill(study, ledger, loss)
+    return collect(study, ledger.all())
+
+
+def verdict(found: Results, number: int = 0) -> str:
+    return overall([each for each in found.judged if each.claim is found.study.claims[number]])
+
+
+LEVELS = {"plain": 3.0, "recursive": 3.1, "mor": 3.001}
+
+
+def test_an_order_is_called_where_the_interval_says_so(values: Values, tmp_path: Path) -> None:
+    claims = [
+        {"text": "a", "lower": "plain", "higher": "recursive"},
+        {"text": "b", "lower": "recursive", "higher": "plain"},
+        {"text": "c", "lower": "plain", "higher": "mor"},
+        {"text": "d", "same": ["plain", "mor"], "within": 0.05},
+        {"text": "e", "same": ["plain", "recursive"], "within": 0.05},
+    ]
+    found = results(
+        build_study(values(claims=claims), "test"), tmp_path, lambda job: LEVELS[job.run.variant.name] + noise(job)
+    )
+    words = [verdict(found, number) for number in range(5)]
+    assert words == ["confirmed", "refuted", "not resolved at this scale", "confirmed", "refuted"]
+    rows = {row.variant.name: row for row in found.rows}
+    assert rows["plain"].is_baseline
+    assert rows["recursive"].against is not None
+    assert rows["recursive"].against.mean == pytest.approx(0.1, abs=0.01)
+    assert rows["recursive"].against.half is not None
+    assert rows["recursive"].against.half < 0.05, "the seeds' own luck is not in it"
+
+
+def test_one_seed_gives_no_interval_and_no_order(values: Values, tmp_path: Path) -> None:
+    found = results(build_study(values(seeds=[0]), "test"), tmp_path, lambda job: LEVELS[job.run.variant.name])
+    assert verdict(found) == "not resolved at this scale"
+    assert all(row.against is None or row.against.half is None for row in found.rows)
+
+
+def test_what_was_not_run_is_said(values: Values, tmp_path: Path) -> None:
+    study = build_study(values(), "test")
+    assert verdict(collect(study, [])) == "not run yet"
+    found = results(study, tmp_path, lambda job: 3.0 if job.run.variant.name == "plain" else None)
+    assert verdict(found) == "not run yet"
+    assert len(found.records) == 2
+
+
+def test_a_claim_about_an_axis_is_tried_at_every_place_or_for_the_best(values: Values, tmp_path: Path) -> None:
+    looped = {"model": {"sharing": "middle-cycle", "recursions": 2}}
+    axes = {"rate": {"low": {}, "high": {"optimizer": {"lr": 0.1}}}, "kind": {"plain": {}, "recursive": looped}}
+    claims = [{"text": "each", "lower": "plain", "higher": "recursive"}]
+    claims += [{"text": "best", "lower": "plain", "higher": "recursive", "best": True}]
+    study = build_study(values(variants=None, axes=axes, claims=claims), "test")
+    level = {"low-plain": 3.0, "low-recursive": 3.2, "high-plain": 3.5, "high-recursive": 3.3}
+    found = results(study, tmp_path, lambda job: level[job.run.variant.name] + noise(job))
+    assert [(j.one, j.verdict) for j in found.judged] == [
+        ("low-plain", "confirmed"), ("high-plain", "refuted"), ("low-plain", "confirmed"),
+    ]  # fmt: skip
+    assert verdict(found, 0) == "not resolved at this scale (1 confirmed, 1 refuted, 0 open)"
+    partly = results(study, tmp_path / "partly", lambda job: None if job.run.variant.name == "high-plain" else 3.0)
+    assert verdict(partly, 1) == "not run yet", "the best of a part is not the best"
+
+
+def test_runs_of_other_settings_or_another_corpus_do_not_count(values: Values, tmp_path: Path) -> None:
+    study = build_study(values(), "test")
+    jobs = jobs_of(study, Place(None, Path()))
+    own = [record_of(job, 3.0) for job in jobs]
+    foreign = [record | {"data": {"mark": "n"}} for record in own[:2]]
+    other = build_study(values(common=values()["common"] | {"optimizer": {"lr": 0.5}}), "test")
+    changed = [record_of(job, 9.0) for job in jobs_of(other, Place(None, Path()))]
+    found = collect(study, [*changed, *own, *foreign, *own])
+    assert len(found.records) == 6
+    assert {record["loss"] for record in found.records} == {3.0}
+    assert found.left_out == 2
+
+
+def test_failed_runs_are_listed(values: Values) -> None:
+    study = build_study(values(), "test")
+    jobs = jobs_of(study, Place(None, Path()))
+    records = [record_of(job, 3.0) for job in jobs[1:]]
+    records.append({**record_of(jobs[0], 0.0), "status": "failed", "reason": "not finite"})
+    found = collect(study, records)
+    assert [record["reason"] for record in found.failed] == ["not finite"]
+    assert len(found.records) == 5

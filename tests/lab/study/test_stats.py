@@ -1,0 +1,71 @@
+from __future__ import annotations
+
+import math
+from statistics import stdev
+
+import pytest
+
+from fathomlm.lab.study.stats import Difference, difference, judge_order, judge_same, residual, t_95
+
+
+def test_a_pair_alone_has_the_paired_t_interval() -> None:
+    one, other = {0: 3.0, 1: 3.2, 2: 3.1}, {0: 3.1, 1: 3.5, 2: 3.3}
+    found = difference(one, other)
+    gaps = [one[seed] - other[seed] for seed in one]
+    assert found is not None
+    assert found.mean == pytest.approx(sum(gaps) / 3)
+    assert found.half == pytest.approx(4.303 * stdev(gaps) / math.sqrt(3))
+    assert found.freedom == 2
+
+
+def test_the_seeds_own_luck_falls_out() -> None:
+    one, other = {0: 3.0, 1: 4.0}, {0: 3.5, 1: 4.5}
+    found = difference(one, other)
+    assert found is not None
+    assert found.half == pytest.approx(0.0, abs=1e-12)
+    assert found.mean == pytest.approx(-0.5)
+
+
+def test_the_spread_is_of_all_variants_that_have_the_seeds() -> None:
+    variants = [{0: 1.0, 1: 1.2}, {0: 2.0, 1: 2.1}, {0: 3.0, 1: 3.3}, {0: 9.0}]
+    found = difference(variants[0], variants[1], variants)
+    spread = residual(variants[:3])
+    assert spread is not None
+    assert found is not None
+    assert (spread.freedom, found.freedom) == (2, 2)
+    # Seed 1 less seed 0 is 0.2, 0.1, 0.3 in the three: half the spread of those is each run's.
+    assert spread.deviation == pytest.approx(math.sqrt(0.02 / 2 / 2))
+    assert found.half == pytest.approx(4.303 * spread.deviation)
+
+
+def test_only_common_seeds_are_compared() -> None:
+    found = difference({0: 1.0, 1: 2.0}, {1: 2.5, 2: 9.0})
+    assert found == Difference(mean=-0.5, seeds=1, half=None, freedom=0)
+    assert difference({0: 1.0}, {1: 1.0}) is None
+
+
+def gap(mean: float, half: float | None) -> Difference:
+    return Difference(mean=mean, seeds=2, half=half, freedom=1)
+
+
+def test_verdicts_follow_from_the_interval_and_its_direction() -> None:
+    assert judge_order(gap(-0.1, 0.05)) == "confirmed"
+    assert judge_order(gap(0.1, 0.05)) == "refuted"
+    assert judge_order(gap(-0.1, 0.2)) == "not resolved at this scale"
+    assert judge_order(gap(-0.1, 0.1)) == "not resolved at this scale"
+    assert judge_order(gap(-9.0, None)) == "not resolved at this scale"
+    assert judge_order(None) == "not run yet"
+
+
+def test_sameness_needs_the_whole_interval_inside() -> None:
+    assert judge_same(gap(0.01, 0.02), 0.05) == "confirmed"
+    assert judge_same(gap(0.01, 0.06), 0.05) == "not resolved at this scale"
+    assert judge_same(gap(0.2, 0.1), 0.05) == "refuted"
+    assert judge_same(gap(-0.2, 0.1), 0.05) == "refuted"
+    assert judge_same(gap(0.0, None), 0.05) == "not resolved at this scale"
+
+
+def test_students_t_falls_to_the_normal_limit() -> None:
+    values = [t_95(freedom) for freedom in range(1, 200)]
+    assert values == sorted(values, reverse=True)
+    assert t_95(60) == pytest.approx(2.000, abs=0.002)

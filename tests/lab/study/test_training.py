@@ -1,0 +1,203 @@
+"""The executor on tiny models: what runs have in common, stopping and going on, budgets on one plateau."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fathomlm.cli.main import main
+from fathomlm.errors import DataError
+from fathomlm.lab.study import training
+from fathomlm.lab.study.jobs import Place, jobs_of, recipe_of
+from fathomlm.lab.study.ledger import Ledger
+from fathomlm.lab.study.pace import RESERVE, Pace, Visit
+from fathomlm.lab.study.queue import Outcome, work_off
+from fathomlm.lab.study.spec import Study, build_study, read_study
+from fathomlm.lab.study.training import Guard, TrainingExecutor
+from fathomlm.train.data.corpus import Corpus
+from fathomlm.train.report import Silence
+from fathomlm.train.setup import build_student, make_loader
+
+Values = Callable[..., dict[str, Any]]
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def make(study: Study, corpus: Path, where: Path, visit: Visit | None = None, **options: Any) -> Outcome:
+    place, ledger = Place(Corpus.open(corpus), where / "work", "cpu"), Ledger(where / "ledger")
+    executor = TrainingExecutor([study], place, commit="c0ffee", **options.pop("executor", {}))
+    pace = Pace([], "another device")  # so that nothing here depends on how fast this one is
+    return work_off(jobs_of(study, place), ledger, executor, visit or Visit(), pace, **options)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_variants_of_a_seed_start_alike_and_read_the_same_batches(
+    values: Values, corpus: Path, tmp_path: Path, tied: bool
+) -> None:
+    base = values()
+    base["common"]["model"]["architecture"]["tied_embeddings"] = tied
+    base["variants"]["token"] = {"model": {"sharing": "middle-cycle", "recursions": 2, "router": {"kind": "token"}}}
+    study, opened = build_study(base, "test"), Corpus.open(corpus)
+    place = Place(opened, tmp_path, "cpu")
+    weights, batches = {}, {}
+    for run in study.runs():
+        recipe = recipe_of(run, place)
+        student = build_student(recipe, opened)
+        weights[run.variant.name, run.seed] = student.decoder.state_dict()
+        batches[run.variant.name, run.seed] = make_loader(recipe, opened, "train").batch_at(0, 12).tokens_BT
+    looped = weights["recursive", 0]
+    for name in ("mor", "token"):
+        routed = weights[name, 0]
+        assert set(looped) < set(routed)
+        assert all(torch.equal(looped[key], routed[key]) for key in looped)
+        assert any("router" in key for key in routed)
+    plain = weights["plain", 0]
+    assert torch.equal(plain["embed.weight"], looped["embed.weight"])
+    assert not torch.equal(looped["embed.weight"], weights["recursive", 1]["embed.weight"])
+    for seed in (0, 1):
+        assert all(torch.equal(batches["plain", seed], batches[name, seed]) for name in ("recursive", "mor", "token"))
+    assert not torch.equal(batches["plain", 0], batches["plain", 1])
+
+
+def finals(where: Path, study: str = "small") -> dict[str, float]:
+    return {f"{r['variant']}/{r['budget']}/{r['seed']}": r["loss"] for r in Ledger(where / "ledger").read(study)}
+
+
+class FallingClock:
+    """Time that passes only when it is looked at."""
+
+    def __init__(self, step: float) -> None:
+        self.now, self.step = 0.0, step
+
+    def __call__(self) -> float:
+        self.now += self.step
+        return self.now
+
+
+def test_a_stopped_run_goes_on_and_ends_like_one_that_was_not(values: Values, corpus: Path, tmp_path: Path) -> None:
+    variants = {name: values()["variants"][name] for name in ("plain", "mor")}
+    study = build_study(values(seeds=[0], variants=variants, claims=[]), "test")
+    assert len(make(study, corpus, tmp_path / "whole").finished) == 2
+    stopped = 0
+    for _ in range(20):
+        outcome = make(study, corpus, tmp_path / "parts", Visit(RESERVE + 50, FallingClock(4.0)), split=True)
+        stopped += len(outcome.stopped)
+        if len(finals(tmp_path / "parts")) == 2:
+            break
+    assert stopped >= 2
+    assert finals(tmp_path / "parts") == finals(tmp_path / "whole")
+
+
+def test_a_killed_run_goes_on_from_its_last_checkpoint(
+    values: Values, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Killed(BaseException):
+        pass
+
+    class Killer(Silence):
+        def step(self, step: int, total: int, live: dict[str, Any]) -> None:
+            if step == 6:
+                raise Killed
+
+    study = build_study(values(seeds=[0], variants={"plain": {}}, claims=[]), "test")
+    with pytest.raises(Killed):
+        make(study, corpus, tmp_path / "parts", executor={"watch": lambda job: Killer()})
+    assert finals(tmp_path / "parts") == {}
+    notes: list[str] = []
+    monkeypatch.setattr(Silence, "note", lambda self, text: notes.append(text))
+    make(study, corpus, tmp_path / "parts")
+    assert any("going on from" in note for note in notes)
+    make(study, corpus, tmp_path / "whole")
+    assert finals(tmp_path / "parts") == finals(tmp_path / "whole")
+
+
+def test_a_larger_budget_branches_from_the_plateau_and_equals_a_direct_run(
+    values: Values, corpus: Path, tmp_path: Path
+) -> None:
+    budgets = {"short": {"steps": 8}, "long": {"steps": 16}}
+    shared = {"seeds": [0], "budgets": budgets, "variants": {"plain": values()["variants"]["mor"]}, "claims": []}
+    make(build_study(values(**shared, chain=True), "test"), corpus, tmp_path / "chain")
+    direct = build_study(values(**shared), "test")
+    make(direct, corpus, tmp_path / "direct")
+    assert finals(tmp_path / "chain") == finals(tmp_path / "direct")
+    assert not list((tmp_path / "chain").rglob("step-*")), "checkpoints that nobody needs are removed"
+    for record in Ledger(tmp_path / "chain" / "ledger").read("small"):
+        assert record["validation"][0]["step"] == 4, "a branch tells the plateau's curve too"
+        assert record["steps"] == budgets[record["budget"]]["steps"]
+
+
+def test_records_say_all_that_a_report_needs(values: Values, corpus: Path, tmp_path: Path) -> None:
+    make(build_study(values(seeds=[0]), "test"), corpus, tmp_path)
+    records = {record["variant"]: record for record in Ledger(tmp_path / "ledger").read("small")}
+    mor = records["mor"]
+    assert mor["loss"] == mor["final"]["causal"]
+    assert {"sampling_accuracy", "dead_tokens", "next_token"} <= set(mor["final"])
+    assert records["plain"]["loss"] == records["plain"]["final"]["next_token"]
+    assert (mor["layout"], mor["recursions"], mor["router"], mor["unrolled_layers"]) == ("1+1+1", 2, "expert", 4)
+    assert mor["commit"] == "c0ffee"
+    assert mor["tokens"] == 8 * 4 * 16
+    assert mor["flops"] == pytest.approx(mor["flops_per_token"] * mor["tokens"])
+    assert mor["flops_per_token"] < records["recursive"]["flops_per_token"]
+    assert mor["settings"]["model"]["router"] == {}
+    assert mor["tokens_per_s"] > 0
+    assert mor["overhead_seconds"] >= 0
+    assert set(mor["validation"][0]) == {"step", "tokens", "seconds", "loss"}
+    assert {"device", "torch", "code"} <= set(mor["environment"])
+
+
+def test_a_loss_that_is_not_finite_is_a_failed_run(values: Values, corpus: Path, tmp_path: Path) -> None:
+    changes = {"optimizer": {"lr": 1e30, "clip": 0.0}}
+    study = build_study(values(seeds=[0], variants={"wild": changes, "plain": {}}, claims=[]), "test")
+    outcome = make(study, corpus, tmp_path)
+    assert outcome.failed == ["small/wild/short/0"]
+    assert outcome.finished == ["small/plain/short/0"]
+    failed = next(r for r in Ledger(tmp_path / "ledger").read("small") if r["status"] == "failed")
+    assert "not finite" in failed["reason"]
+
+
+def test_the_guard_stops_a_run_that_its_first_steps_show_to_be_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    raised: list[int] = []
+    monkeypatch.setattr(training.signal, "raise_signal", raised.append)
+    for split, wanted in ((False, 2 * training.SETTLED), (True, None)):
+        now, raised[:] = [0.0], []
+        visit = Visit(RESERVE + 1000.0, lambda: now[0])  # noqa: B023
+        guard = Guard(Silence(), visit, tokens_per_step=10, split=split)
+        stopped = None
+        for step in range(1, 500):
+            now[0] += 1.0
+            guard.step(step, 5000, {})
+            if raised and stopped is None:
+                stopped = step
+        assert stopped == wanted
+        assert guard.rate == pytest.approx(10.0)
+
+
+def test_a_corpus_without_validation_is_refused(values: Values, tmp_path: Path) -> None:
+    from fathomlm.train.data.prepare import PrepareOptions, prepare
+
+    (tmp_path / "text.txt").write_text("a fathom is six feet " * 200)
+    options = {"sources": (str(tmp_path / "text.txt"),), "tokenizer": "bytes", "validation_fraction": 0.0}
+    place = prepare(PrepareOptions(out=tmp_path / "corpus", **options)).path
+    with pytest.raises(DataError, match="has no validation split"):
+        make(build_study(values(), "test"), place, tmp_path)
+
+
+def test_the_tiny_study_from_the_command_line(corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    where = ["--ledger", str(tmp_path / "ledger")]
+    words = ["study", "run", "tiny", "--corpus", str(corpus), "--work", str(tmp_path / "work"), "--device", "cpu", "--json"]
+    assert main([*words, *where, "--only", "*/0"]) == 0
+    assert len(json.loads(capsys.readouterr().out)["finished"]) == 6
+    assert main(["study", "status", "tiny", "--json", *where]) == 0
+    status = json.loads(capsys.readouterr().out)
+    assert status["studies"] == [{"study": "tiny", "runs": 12, "finished": 6, "failed": 0, "left": 6}]
+    assert main(["study", "merge", str(tmp_path / "ledger" / "tiny.json"), "--ledger", str(tmp_path / "home")]) == 0
+    assert main(["study", "merge", str(tmp_path / "ledger" / "tiny.json"), "--ledger", str(tmp_path / "home")]) == 0
+    assert capsys.readouterr().out.splitlines() == ["tiny: 6 new or better records", "tiny: 0 new or better records"]
+    assert main(["study", "show", "tiny", "--json", "--corpus", str(corpus), *where]) == 0
+    shown = json.loads(capsys.readouterr().out)["runs"]
+    assert [row["state"] for row in shown] == ["finished"] * 6 + ["left"] * 6
+    assert len(read_study("tiny").runs()) == len(shown)
