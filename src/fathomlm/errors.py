@@ -87,7 +87,7 @@ def _short(text: str) -> str:
 
 
 def is_whole(value: object) -> bool:
-    """A whole number; Python counts True among them, users do not."""
+    """An integer; Python counts True among them, users do not."""
     return isinstance(value, int) and not isinstance(value, bool)
 
 

@@ -288,7 +288,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "fewer parts": (lambda pack: edit(pack, parts__classifier=False), "has no place for 'exit_classifiers.2.bias'"),
     "lacks a tensor": (lambda pack: rewrite(pack, lambda held: held.pop(ADAPTER)), f"lacks '{ADAPTER}'"),
     "strange tensor": (lambda pack: rewrite(pack, lambda held: held.update(x=torch.ones(1))), "no place for 'x'"),
-    "whole numbers": (
+    "integers": (
         lambda pack: rewrite(pack, lambda held: held.update({CLASSIFIER: torch.ones(1, dtype=torch.int32)})),
         r"is \(1,\) of int32; exits.json asks for \(1,\) of floating numbers",
     ),

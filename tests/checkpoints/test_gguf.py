@@ -150,10 +150,10 @@ WRONG = {
     "layers differ": (UnsupportedModel, "differs from layer to layer", {"llama.attention.head_count": [4, 4, 2, 4, 4, 4]}),
     "narrow rotation": (UnsupportedModel, "rope.dimension_count is 4", {"llama.rope.dimension_count": 4}),
     "values of another width": (UnsupportedModel, "differ in width", {"llama.attention.value_length": 16}),
-    "no layers": (CheckpointError, "block_count must be a whole number, got nothing", {"llama.block_count": None}),
+    "no layers": (CheckpointError, "block_count must be an integer, got nothing", {"llama.block_count": None}),
     "too many layers": (CheckpointError, "block_count is 4,000,000,000, but", {"llama.block_count": 4_000_000_000}),
-    "text for a number": (CheckpointError, "must be a whole number, got 'six'", {"llama.block_count": "six"}),
-    "no heads": (CheckpointError, "head_count must be above 0", {"llama.attention.head_count": 0}),
+    "text for a number": (CheckpointError, "must be an integer, got 'six'", {"llama.block_count": "six"}),
+    "no heads": (CheckpointError, "head_count must be > 0", {"llama.attention.head_count": 0}),
     "heads that do not divide": (CheckpointError, "kv_heads must divide heads", {"llama.attention.head_count_kv": 3}),
     "wrong width": (
         CheckpointError,

@@ -114,7 +114,7 @@ def test_mistakes_are_one_line(
     assert "layers 1 to 7 of this model's 8, got 8" in exits(looped, "--data", data, "--exit-layer", "8")
     assert "unknown confidence 'hope'" in exits(looped, "--data", data, "--confidence", "hope")
     assert "condition must be" in exits(looped, "--data", data, "--condition", "2")
-    assert "must be at least 2, got 1" in exits(looped, "--data", data, "--tokens", "1")
+    assert "must be >= 2, got 1" in exits(looped, "--data", data, "--tokens", "1")
     assert "leaves no room for a prompt" in exits(looped, "--data", data, "--tokens", "32", "--max-new-tokens", "64")
     weights = partial(mistake, "weights")
     assert "was converted already" in weights(looped)

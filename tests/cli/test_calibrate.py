@@ -78,8 +78,8 @@ def test_another_exit_than_the_calibrated_one_is_refused(
     [
         (("--exit-layer", "1,2"), "for one exit, got 2"),
         (("--exit-layer", "40"), "may leave after layers 1 to"),
-        (("--texts", "0"), "--texts must be at least 1"),
-        (("--prompt-tokens", "0"), "--prompt-tokens must be at least 1"),
+        (("--texts", "0"), "--texts must be >= 1"),
+        (("--prompt-tokens", "0"), "--prompt-tokens must be >= 1"),
         (("--condition", "2"), "condition must be"),
         (("--priors", "even"), "priors"),
         (("--column", "txt", "--exit-layer", "2"), "txt"),

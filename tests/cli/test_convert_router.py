@@ -87,7 +87,7 @@ def test_a_recursive_model_is_given_a_router(plain: Path, tmp_path: Path, capsys
         (("--router-network", "mlp"), "--router-network goes with --router"),
         (("--router-score", "tanh"), "--router-score goes with --router"),
         (("--router-update", "add"), "--router-update goes with --router"),
-        (("--router", "expert", "--router-alpha", "0"), "alpha must be above 0, got 0.0"),
+        (("--router", "expert", "--router-alpha", "0"), "alpha must be > 0, got 0.0"),
         (("--router", "expert", "--router-score", "softmax"), "unknown score 'softmax'; known: identity, sigmoid, tanh"),
         (("--router", "expert", "--router-update", "subtract"), "unknown update 'subtract'"),
         (("--router", "token", "--router-update", "add"), "update goes with expert-choice routing, not with token-choice"),

@@ -87,7 +87,7 @@ def test_few_documents_and_none_held_out(tmp_path, capsys):
         (["prepare", "TEXTT", "OUT", "--tokenizer", "bytes"], "does not exist (did you mean"),
         (["prepare", "TEXT", "OUT", "--tokenizer", "bytes", "--column", "txt"], "line 1: no column 'txt'"),
         (["prepare", "TEXT", "OUT", "--tokenizer", "bytes", "--shard-tokens", "lots"], "cannot read --shard-tokens 'lots'"),
-        (["prepare", "TEXT", "OUT", "--tokenizer", "bytes", "--workers", "0"], "--workers must be at least 1"),
+        (["prepare", "TEXT", "OUT", "--tokenizer", "bytes", "--workers", "0"], "--workers must be >= 1"),
         (["prepare", "TEXT", "DIR", "--tokenizer", "bytes", "--force"], "exists and is not a corpus"),
         (["check", "OUT"], "does not exist; `fathomlm data prepare` makes one"),
         (["show", "DIR"], "is not a corpus (no corpus.json)"),

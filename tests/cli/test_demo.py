@@ -113,4 +113,4 @@ def test_the_default_is_what_is_packaged(packaged: str) -> None:
 
 
 def test_mistakes(nothing_packaged: None, mistake_of: Callable[..., str]) -> None:
-    assert "--tokens must be at least 1, got -3" in mistake_of("demo", "--tokens", "-3")
+    assert "--tokens must be >= 1, got -3" in mistake_of("demo", "--tokens", "-3")

@@ -199,5 +199,5 @@ def test_ctrl_c_is_one_line(packaged: str, monkeypatch: pytest.MonkeyPatch, caps
 
 
 def test_mistakes(packaged: str, mistake_of: Callable[..., str]) -> None:
-    assert "--tokens must be at least 1, got 0" in mistake_of("demo", "--tokens", "0")
+    assert "--tokens must be >= 1, got 0" in mistake_of("demo", "--tokens", "0")
     assert f"--out is for a model that is made recursive; {packaged} has a router" in mistake_of("demo", "--out", "x")

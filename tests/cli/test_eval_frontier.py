@@ -107,7 +107,7 @@ def test_mistakes_are_one_line(looped: str, plain: str, data: str, tmp_path: Pat
     assert "for looped models" in mistake(plain, "--data", data, "--sweep", "depth")
     assert "goes with --sweep exit-layer" in mistake(looped, "--data", data, "--sweep", "depth", "--exit-layer", "2")
     assert "does not exist" in mistake(plain, "--data", "nowhere.txt", "--sweep", "exit-layer")
-    assert "at least 2, got 1" in mistake(plain, *threshold, "--max-new-tokens", "1")
+    assert ">= 2, got 1" in mistake(plain, *threshold, "--max-new-tokens", "1")
     (tmp_path / "work").mkdir()
     (tmp_path / "work" / "mine").write_text("")
     assert "work exists" in mistake(plain, *threshold, "--exit-layer", "2", "--out", "work")

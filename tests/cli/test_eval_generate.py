@@ -142,8 +142,8 @@ def test_mistakes_are_one_line(mistake: Any, tmp_path: Path) -> None:
     assert "unknown decoding mode 'paralel'" in mistake(*here, "--decode", "paralel")
     assert "names no exits of its own" in mistake(*here, "--decode", "parallel")
     assert "leaves no room for a prompt" in mistake(*here, "--max-new-tokens", "256")
-    assert "--max-source-tokens must be at least 1, got 0" in mistake(*here, "--max-source-tokens", "0")
-    assert "--shots must be at least 0, got -1" in mistake(*here, "--shots", "-1")
+    assert "--max-source-tokens must be >= 1, got 0" in mistake(*here, "--max-source-tokens", "0")
+    assert "--shots must be >= 0, got -1" in mistake(*here, "--shots", "-1")
     assert "3 worked examples are asked for, and there are 2" in mistake(*here, "--shots", "3")
 
 

@@ -149,7 +149,7 @@ def test_keys_come_from_the_environment_only(
         (("--body", "{"), "--body is not valid JSON"),
         (("--body", '{"model": "x"}'), "not messages, model or stream"),
         (("--likert-template", "none.txt"), "cannot read none.txt: No such file"),
-        (("--concurrency", "0"), "--concurrency must be at least 1"),
+        (("--concurrency", "0"), "--concurrency must be >= 1"),
         (("--dimensions", "a,a"), "--dimensions must be different"),
         (("--source", "other"), "no field 'other'"),
         (("--base-url", "here"), "--base-url must begin with http://"),

@@ -94,9 +94,9 @@ def test_mistakes_are_one_line(mistake: Any, data: Path, tmp_path: Path) -> None
     assert "bad.jsonl line 2 is not valid JSON" in mistake("--data", str(tmp_path / "bad.jsonl"))
     (tmp_path / "bad.jsonl").write_text('{"txt": "a"}\n')
     assert "no column 'text' (did you mean 'txt'?)" in mistake("--data", str(tmp_path / "bad.jsonl"))
-    assert "at most the model's 256 tokens, got 257" in mistake(*here, "--context", "257")
+    assert "<= the model's 256 tokens, got 257" in mistake(*here, "--context", "257")
     assert "from 1 to the window's 8 tokens, got 9" in mistake(*here, "--context", "8", "--stride", "9")
-    assert "--stride must be at least 1, got 0" in mistake(*here, "--stride", "0")
+    assert "--stride must be >= 1, got 0" in mistake(*here, "--stride", "0")
     assert "after layers 1 to 3 of this model's 4, got 9" in mistake(*here, "--exit", "9")
 
 

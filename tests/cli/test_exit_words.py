@@ -148,7 +148,7 @@ def test_slips_are_one_line(exited: Path, text: Path, tmp_path: Path, mistake_of
     assert "--words needs --words-from" in mistake_of(*export, *KIND, "--words", "12")
     assert "--words-from goes with --words" in mistake_of(*export, *KIND, *source)
     assert "--column goes with --words" in mistake_of(*export, *KIND, "--column", "text")
-    assert "--words must be at least 1, got 0" in mistake_of(*export, *KIND, "--words", "0", *source)
+    assert "--words must be >= 1, got 0" in mistake_of(*export, *KIND, "--words", "0", *source)
     assert "words must be from 2 (the special tokens) to 320 (all), got 1" in mistake_of(
         *export, *KIND, "--words", "1", *source
     )

@@ -153,10 +153,10 @@ def test_progress_goes_to_a_terminal_only(
         (("-p", "a", "--system", "x"), "--system goes with --chat"),
         (("-p", "-", "-p", "-"), "once"),
         (("--prompt-file", "/no/such/file"), "cannot read /no/such/file"),
-        (("-p", "a", "--top-p", "0"), "top_p must be above 0 and at most 1, got 0.0"),
+        (("-p", "a", "--top-p", "0"), "top_p must be > 0 and <= 1, got 0.0"),
         (("-p", "a", "--temperature", "nan"), "temperature must be"),
         (("-p", "a", "--stop", ""), "stop must be"),
-        (("-p", "a", "--threads", "0"), "--threads must be at least 1"),
+        (("-p", "a", "--threads", "0"), "--threads must be >= 1"),
         (("-p", "a", "--max-new-tokens", "256"), "make 257, more than the context of 256"),
     ],
 )

@@ -180,7 +180,7 @@ def test_tokens_are_read_exactly(text, tokens):
 
 @pytest.mark.parametrize("text", ["", "B", "twenty", "1.5", "0", "-3B", "nan", "inf", "1e99", "0.0000001K", "20BB"])
 def test_tokens_that_are_no_whole_number(text):
-    with pytest.raises(OptionError, match="--tokens must be a whole number from 1 to 1e18"):
+    with pytest.raises(OptionError, match="--tokens must be an integer from 1 to 1e18"):
         parse_tokens(text)
 
 
@@ -203,14 +203,14 @@ def test_layers_that_do_not_divide_name_the_counts_that_do(mistake):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--recursions", "0"], "recursions must be at least 1, got 0"),
+        (["--recursions", "0"], "recursions must be >= 1, got 0"),
         (["--recursions", "3", "--resize", "shrink"], "unknown resize 'shrink'; known: add, drop"),
         (["--resize"], "--resize goes with --sharing or --recursions"),
         (["--recursions", "2", "--relax", "lorra"], "unknown relax 'lorra' (did you mean 'lora'?)"),
         (["--recursions", "2", "--rank", "8"], "rank goes with a lora or dora relaxation"),
         (["--recursions", "2", "--relax", "prefix", "--rank", "8"], "rank goes with a lora or dora relaxation"),
         (["--recursions", "2", "--relax", "lora", "--rank", "big"], "cannot read 'big' as a rank"),
-        (["--recursions", "2", "--relax", "lora", "--rank", "0"], "must be at least 1, got 0"),
+        (["--recursions", "2", "--relax", "lora", "--rank", "0"], "must be >= 1, got 0"),
         (["--recursions", "2", "--prefix-length", "8"], "prefix-length goes with a prefix relaxation"),
         (["--recursions", "2", "--relax", "lora", "--prefix-length", "8"], "prefix-length goes with a prefix relaxation"),
         (["--recursions", "2", "--relax", "prefix", "--prefix-length", "0"], "prefix length of at least 1, got 0"),
@@ -221,8 +221,8 @@ def test_layers_that_do_not_divide_name_the_counts_that_do(mistake):
         (["--router", "expert"], "--router needs shared layers; give --recursions 2 or more"),
         (["--kv", "share"], "--kv share needs shared layers"),
         (["--relax", "lora"], "lora relaxes a tie, but with one recursion nothing is tied"),
-        (["--tokens", "many"], "--tokens must be a whole number"),
-        (["--context", "0"], "must be at least 1, got 0"),
+        (["--tokens", "many"], "--tokens must be an integer"),
+        (["--context", "0"], "must be >= 1, got 0"),
     ],
 )
 def test_a_mistake_is_one_line(mistake, options, message):

@@ -62,7 +62,7 @@ def test_mistakes_are_one_line(tmp_path: Path, mistake: Any) -> None:
     assert "--ranks goes with --gpu-memory" in mistake("--budget", "1e18", *models, "--ranks", "8")
     assert "cannot read --budget 'much'" in mistake("--budget", "much", *models)
     assert "2 or more, got 1" in mistake("--budget", "1e18", *models, "--recursions", "1")
-    assert "takes whole numbers" in mistake("--budget", "1e18", *models, "--recursions", "two")
+    assert "takes integers" in mistake("--budget", "1e18", *models, "--recursions", "two")
     assert "takes a size such as 512MB" in mistake("--gpu-memory", "lots", *models)
     assert "unknown model 'smollm-136m' (did you mean" in mistake("--budget", "1e18", "--models", "smollm-136m")
     assert "encoder-decoder" in mistake("--budget", "1e18", "--models", "t5-small")

@@ -145,8 +145,8 @@ def test_a_count_that_does_not_divide_names_those_that_do_and_what_resize_makes(
     ("arguments", "message"),
     [
         (("cicle", 2, 6), "unknown sharing strategy 'cicle' (did you mean 'cycle'?)"),
-        (("cycle", 0, 6), "recursions must be at least 1, got 0"),
-        (("cycle", -2, 6), "recursions must be at least 1, got -2"),
+        (("cycle", 0, 6), "recursions must be >= 1, got 0"),
+        (("cycle", -2, 6), "recursions must be >= 1, got -2"),
         (("cycle", 4, 6, "grow"), "resize must be 'add' or 'drop', got 'grow'"),
         (("middle-cycle", 2, 2), "needs 3 layers; got 2"),
         (("cycle", 7, 6, "drop"), "7 recursions leave no layer of 6; at most 6 fit"),

@@ -86,7 +86,7 @@ def test_every_sixth_layer_of_gemma3_sees_the_whole_context():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"layers": 0}, "layers must be at least 1, got 0"),
+        ({"layers": 0}, "layers must be >= 1, got 0"),
         ({"hidden": 1.5}, "hidden must be an integer from 1 to 131072, got 1.5"),
         ({"kv_heads": 4}, "kv_heads must divide heads, got 4 and 15"),
         ({"windows": [128]}, "windows must name every layer: got 1 for 32 layers"),

@@ -49,8 +49,8 @@ def test_a_family_without_a_gate_has_no_rank_there():
         ("q=²", "cannot read 'q=²' as a rank"),
         ("64,128", "cannot read '64' as a rank"),
         ("fnn=8", "unknown linear in rank 'fnn' (did you mean 'ffn'?)"),
-        (0, "must be at least 1, got 0"),
-        ("-3", "must be at least 1, got -3"),
+        (0, "must be >= 1, got 0"),
+        ("-3", "must be >= 1, got -3"),
     ],
 )
 def test_ranks_that_cannot_be_read(value, message):
@@ -64,11 +64,11 @@ def test_ranks_that_cannot_be_read(value, message):
         ({"kind": "lorra", "ranks": {"q": 1}}, "unknown relaxation 'lorra' (did you mean 'lora'?)"),
         ({"kind": "lora"}, "lora needs a rank"),
         ({"kind": "prefix"}, "prefix needs a prefix length of at least 1, got 0"),
-        ({"kind": "prefix", "prefix_length": -1}, "prefix_length must be at least 0, got -1"),
+        ({"kind": "prefix", "prefix_length": -1}, "prefix_length must be >= 0, got -1"),
         ({"kind": "encoding", "prefix_length": 4}, "encoding takes no prefix length, got 4"),
         ({"kind": "encoding", "ranks": {"q": 1}}, "a rank goes with lora and dora, not with encoding"),
         ({"kind": "dora", "ranks": {"qq": 1}}, "unknown linear 'qq'"),
-        ({"kind": "dora", "ranks": {"q": 0}}, "the rank on q must be at least 1, got 0"),
+        ({"kind": "dora", "ranks": {"q": 0}}, "the rank on q must be >= 1, got 0"),
     ],
 )
 def test_relaxations_that_make_no_sense(fields, message):

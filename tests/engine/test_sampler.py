@@ -393,7 +393,7 @@ def test_what_the_engine_has_no_room_for_is_refused() -> None:
     state = SamplerState(2, VOCAB, CPU, 3)
     with pytest.raises(OptionError, match="started without penalties"):
         state.place(0, asked(0, presence_penalty=0.1))
-    with pytest.raises(OptionError, match="logprobs must be at most 3 in this engine, got 4"):
+    with pytest.raises(OptionError, match="logprobs must be <= 3 in this engine, got 4"):
         state.place(0, asked(0, logprobs=4))
     with pytest.raises(OptionError, match="token id 97 is outside the model's vocabulary of 97"):
         state.place(0, Request(id=0, prompt=(1, 97)))

@@ -286,7 +286,7 @@ def test_what_was_found_in_configurations(changes: dict[str, Any], said: str, tm
     [
         (
             {"plan": {"sharing": "cycle", "recursions": 1, "base_layers": 10**9, "unrolled_layers": 10**9}},
-            "plan.base_layers must be at most",
+            "plan.base_layers must be <=",
         ),
         ({"exit_rank": 0.5}, "exit_rank must be an integer"),
         ({"num_labels": 10**9}, None),

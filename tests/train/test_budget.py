@@ -54,7 +54,7 @@ def test_a_batch_in_tokens():
     assert steps(steps=1, batch={"tokens": 4096}, data={"context": 64}).rows_per_step == 64
     with pytest.raises(OptionError, match=r"batch\.tokens must be a multiple of the row length 64, got 100"):
         steps(steps=1, batch={"tokens": 100})
-    with pytest.raises(OptionError, match=r"batch\.sequences must be at least 1, got 0"):
+    with pytest.raises(OptionError, match=r"batch\.sequences must be >= 1, got 0"):
         steps(steps=1, batch={"sequences": 0})
 
 
@@ -100,7 +100,7 @@ def test_amounts_that_are_none(text):
 
 @pytest.mark.parametrize("value", [0, -1, "-2M", float("nan"), float("inf"), "nan"])
 def test_amounts_are_above_zero(value):
-    with pytest.raises(OptionError, match=r"budget\.tokens must be above 0"):
+    with pytest.raises(OptionError, match=r"budget\.tokens must be > 0"):
         parse_amount("budget.tokens", value)
 
 

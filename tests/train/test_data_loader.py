@@ -121,7 +121,7 @@ def test_epochs_differ_and_seeds_differ_and_are_what_numpy_says():
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: loader(Counting(9), context=0), "context and batch must be at least 1"),
+        (lambda: loader(Counting(9), context=0), "context and batch must be >= 1"),
         (lambda: loader(Counting(0)), "nothing to train on"),
         (lambda: loader(Counting(9), seed=-1), "the seed must not be negative"),
         (lambda: loader(Counting(9)).batch_at(0, 6, 0, 4), "6 samples does not divide among 4 devices"),

@@ -164,7 +164,7 @@ def test_few_widths_change_only_the_padding(corpus, form):
 
 
 def test_mistakes(corpus):
-    with pytest.raises(OptionError, match="source and target length must be at least 1"):
+    with pytest.raises(OptionError, match="source and target length must be >= 1"):
         loader(corpus, source_length=0)
     with pytest.raises(OptionError, match="do not divide"):
         loader(corpus).seq2seq_at(0, 6).split(4)

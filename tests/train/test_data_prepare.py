@@ -319,8 +319,8 @@ def test_a_large_vocabulary_takes_four_bytes(tmp_path):
     ("more", "message"),
     [
         ({"validation_fraction": 1.0}, "below 1, not 1"),
-        ({"workers": 0}, "--workers must be at least 1, not 0"),
-        ({"shard_tokens": 0}, "--shard-tokens must be at least 1"),
+        ({"workers": 0}, "--workers must be >= 1, not 0"),
+        ({"shard_tokens": 0}, "--shard-tokens must be >= 1"),
     ],
 )
 def test_options_out_of_range(more, message, tmp_path):

@@ -451,7 +451,7 @@ def test_a_checkpoint_from_before_these_fields_goes_on(recipe: Callable[..., Any
         ),
         ({"train": "exits", "loss": {"exits": {"at": [2]}}}, "train: exits needs something that exits add"),
         ({"train": "exit_heads", "loss": {"exits": {"adapter_rank": 2}}}, "train: exit_heads needs loss.exits.head_rank"),
-        ({"loss": {"exits": {"adapter_rank": -1}}}, "loss.exits.adapter_rank must be at least 0, got -1"),
+        ({"loss": {"exits": {"adapter_rank": -1}}}, "loss.exits.adapter_rank must be >= 0, got -1"),
         ({"loss": {"exits": {"classifier": "yes please"}}}, "recipe: loss.exits.classifier must be"),
     ],
 )

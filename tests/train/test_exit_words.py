@@ -466,7 +466,7 @@ def test_a_resumed_run_has_the_same_number(trained: Trained, recipe: Callable[..
         ),
         (
             {"loss": {"exits": {"at": [2], "adapter_rank": 2, "words": -1}}, "train": "exits"},
-            "loss.exits.words must be at least 0, got -1",
+            "loss.exits.words must be >= 0, got -1",
         ),
         ({"loss": {"exits": {"words": "many"}}, "train": "exits"}, "recipe: loss.exits.words must be"),
     ],
@@ -485,7 +485,7 @@ def test_more_words_than_there_are_or_fewer_than_special_ones(
         return continued(trained, recipe, loss={"exits": {"at": [2], "adapter_rank": 2, "words": words}})
 
     corpus = Corpus.open(token_corpus)
-    with pytest.raises(OptionError, match=r"loss\.exits\.words must be at most the model's 257 words, got 258"):
+    with pytest.raises(OptionError, match=r"loss\.exits\.words must be <= the model's 257 words, got 258"):
         read_parts(asked(258))
     with pytest.raises(
         OptionError, match=r"loss\.exits\.words must be from 1 \(the special tokens\) to 257 \(all\), got 258"

@@ -35,7 +35,7 @@ def brute_force(errors):
 )
 @settings(max_examples=200, deadline=None)
 def test_the_dynamic_programme_finds_what_trying_all_finds(errors):
-    """Small whole numbers, so that ties are frequent and sums exact."""
+    """Small integers, so that ties are frequent and sums exact."""
     found = monotone_map(torch.tensor(errors, dtype=torch.float32))
     assert [tuple(row) for row in found.tolist()] == [brute_force(row) for row in errors]
 

@@ -72,7 +72,7 @@ def with_router(name: str, **changes: Any) -> Recipe:
         ({**EXPERT, "router": {"capacity": [1.0, 0.5]}}, {}, "there are 3 recursions but 2 capacities"),
         ({**EXPERT, "router": {"capacity": [1.0, 0.5, 0.6]}}, {}, "capacities must fall.*got 1, 0.5, 0.6"),
         ({**EXPERT, "router": {"capacity": [1.0, 0.5, 0.0]}}, {}, "stay above 0"),
-        ({**EXPERT, "router": {"alpha": 0.0}}, {}, "alpha must be above 0, got 0.0"),
+        ({**EXPERT, "router": {"alpha": 0.0}}, {}, "alpha must be > 0, got 0.0"),
         ({**EXPERT, "router": {"score": "softmax"}}, {}, "unknown score 'softmax'; known: identity, sigmoid, tanh"),
         ({**EXPERT, "router": {"kind": "token", "capacity": [1.0, 0.6, 0.3]}}, {}, "capacity goes with expert-choice"),
         (
@@ -93,7 +93,7 @@ def with_router(name: str, **changes: Any) -> Recipe:
         ({"kv": "share"}, {}, "a plain model shares keys and values by a strategy"),
         ({"kv": "share", "kv_sharing": "cycle", "kv_loops": 3}, {}, "3 kv loops do not divide 8 layers; these do: 2, 4, 8"),
         ({**EXPERT, "kv": "shared"}, {}, r"model\.kv must be one of"),
-        (EXPERT, {"loss": {"routing": {"capacity_warmup": -1}}}, r"loss\.routing\.capacity_warmup must be at least 0"),
+        (EXPERT, {"loss": {"routing": {"capacity_warmup": -1}}}, r"loss\.routing\.capacity_warmup must be >= 0"),
         (EXPERT, {"loss": {"routing": {"coeficient": 1}}}, r"field in loss\.routing 'coeficient' \(did you mean"),
     ],
 )

@@ -75,7 +75,7 @@ def convert(
     decoder is converted; its encoder is copied.
     """
     if not 0 <= seed < 2**63:
-        raise OptionError(f"seed must be a whole number from 0 to 2^63-1, got {seed}")
+        raise OptionError(f"seed must be an integer from 0 to 2^63-1, got {seed}")
     model = _opened(model)
     if (router is not None or kv is not None) and (looped := _looped(model)) is not None:
         tying: dict[str, Any] = {"sharing": sharing, "recursions": recursions, "resize": resize}

@@ -63,7 +63,7 @@ def run(args: argparse.Namespace) -> int:
     from fathomlm.cli.demo_routed import run_routed
 
     if args.tokens < 1:
-        raise OptionError(f"--tokens must be at least 1, got {args.tokens}")
+        raise OptionError(f"--tokens must be >= 1, got {args.tokens}")
     plan = architecture_of(args.model)[1]
     if plan is None or plan.routing is None:
         return _compare(args)

@@ -19,9 +19,9 @@ def check_threads(threads: int | None) -> None:
     """More than there are processors is never quicker, and very many end torch with a segmentation fault."""
     processors = os.cpu_count() or 1
     if threads is not None and threads < 1:
-        raise OptionError(f"--threads must be at least 1, got {threads}")
+        raise OptionError(f"--threads must be >= 1, got {threads}")
     if threads is not None and threads > processors:
-        raise OptionError(f"--threads must be at most {processors}, the processors of this machine; got {threads:,}")
+        raise OptionError(f"--threads must be <= {processors}, the processors of this machine; got {threads:,}")
 
 
 def use_threads(threads: int | None) -> None:

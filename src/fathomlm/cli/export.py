@@ -169,7 +169,7 @@ def _word_sources(args: argparse.Namespace) -> list[Source] | None:
                 raise OptionError(f"--{name.replace('_', '-')} goes with --words, which says how many")
         return None
     if args.words < 1:
-        raise OptionError(f"--words must be at least 1, got {args.words}")
+        raise OptionError(f"--words must be >= 1, got {args.words}")
     if args.words_from is None:
         raise OptionError("--words needs --words-from, files to find the most frequent words in")
     return expand(args.words_from)

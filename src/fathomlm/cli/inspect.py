@@ -112,7 +112,7 @@ def parse_tokens(text: str) -> int:
     except InvalidOperation:
         number = Decimal("NaN")
     if not number.is_finite() or not 1 <= number <= MOST_TOKENS or number != number.to_integral_value():
-        rule = "a whole number from 1 to 1e18, such as 20e9, 20B, 300M or 1.5T"
+        rule = "an integer from 1 to 1e18, such as 20e9, 20B, 300M or 1.5T"
         raise OptionError(f"--tokens must be {rule}; got '{text}'")
     return int(number)
 

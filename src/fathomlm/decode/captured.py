@@ -71,7 +71,7 @@ class CapturedDecoder:
         if decoder.architecture.cross != (source is not None):
             raise OptionError("`source`, the longest source, goes with decoders behind an encoder, and only with them")
         if length < 2 or max_stack < 1:
-            raise OptionError(f"length must be at least 2 and max_stack at least 1, got {length} and {max_stack}")
+            raise OptionError(f"length must be >= 2 and max_stack >= 1, got {length} and {max_stack}")
         self.steps = RecordedSteps(decoder, length, exits, max_stack, compile, pack, source)
 
     @torch.no_grad()

@@ -90,7 +90,7 @@ class Exiting:
         surprised = refine is None or (_is_number(refine) and refine >= 0)
         require(surprised, "refine", "a number from 0 on, or infinity", refine)
         stack = self.max_stack
-        require(stack is None or _is_count(stack), "max_stack", "a whole number from 1 on", stack)
+        require(stack is None or _is_count(stack), "max_stack", "an integer from 1 on", stack)
 
     def _check_layers(self) -> None:
         layers = self.exit_layers

@@ -155,7 +155,7 @@ class Architecture:
             raise OptionError("relative positions go with a rotary_fraction of 0 and as many kv_heads as heads")
         if self.relative_buckets < 2 or self.relative_distance <= self.relative_buckets // 2:
             raise OptionError(
-                "relative_buckets must be at least 2 and relative_distance more than half of them, got "
+                "relative_buckets must be >= 2 and relative_distance more than half of them, got "
                 f"{self.relative_buckets} and {self.relative_distance}"
             )
 

@@ -42,7 +42,7 @@ def check_size(name: str, value: object, *, called: str | None = None) -> int:
     if not isinstance(value, int) or isinstance(value, bool):
         raise OptionError(f"{called or name} must be an integer from {least} to {most}, got {shown(value)}")
     if not least <= value <= most:
-        rule = f"at least {least}" if value < least else f"at most {most}"
+        rule = f">= {least}" if value < least else f"<= {most}"
         raise OptionError(f"{called or name} must be {rule}, got {shown(value)}")
     return value
 
@@ -56,7 +56,7 @@ def check_flag(name: str, value: object) -> bool:
 def check_number(name: str, value: Any, *, above: float | None = None) -> float:
     """A finite number."""
     if not is_number(value) or (above is not None and value <= above):
-        rule = "a finite number" if above is None else f"above {above:g}"
+        rule = "a finite number" if above is None else f"> {above:g}"
         raise OptionError(f"{name} must be {rule}, got {shown(value)}")
     return float(value)
 

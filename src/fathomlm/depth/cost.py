@@ -97,7 +97,7 @@ def count(
     if kv is not None and kv != plan.kv and plan.recursions > 1:
         plan = plan.with_kv(kv)
     if context < 1 or (tokens is not None and tokens < 1):
-        raise OptionError(f"context and tokens must be at least 1, got {context} and {tokens}")
+        raise OptionError(f"context and tokens must be >= 1, got {context} and {tokens}")
     if source is not None and (source < 1 or not architecture.cross):
         raise OptionError(f"a source of at least 1 token goes with an encoder-decoder model, got {source}")
     source = context if source is None else source

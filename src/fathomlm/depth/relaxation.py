@@ -77,7 +77,7 @@ class Relaxation:
             if name not in LINEARS:
                 raise OptionError(choices("linear", name, LINEARS))
             if check_size("rank", rank, called=f"the rank on {name}") < 1:
-                raise OptionError(f"the rank on {name} must be at least 1, got {rank}")
+                raise OptionError(f"the rank on {name} must be >= 1, got {rank}")
 
     @property
     def low_rank(self) -> bool:
@@ -163,7 +163,7 @@ def parse_ranks(value: int | str | Mapping[str, int], linears: Iterable[LinearSp
         if not members:
             raise OptionError(f"this family has no '{group}' linear; it has {', '.join(names)}")
         if rank < 1:
-            raise OptionError(f"the rank on {group} must be at least 1, got {rank}")
+            raise OptionError(f"the rank on {group} must be >= 1, got {rank}")
         ranks.update(dict.fromkeys(members, rank))
     return {name: ranks[name] for name in names if name in ranks}
 

@@ -42,7 +42,7 @@ def kept_apart(sharing: str) -> int:
 
 
 def spread(first: int, last: int, count: int) -> list[int]:
-    """`count` whole numbers evenly from `first` to `last`, both included: round(linspace(first, last, count)).
+    """`count` integers evenly from `first` to `last`, both included: round(linspace(first, last, count)).
 
     Stepwise initialisation picks its layers so (thesis 3.3.2, "fixed-ends"). The arithmetic is numpy's, in numpy's
     order, so that a place half-way between two layers falls where `np.linspace(...).round()` puts it: the middle one of

@@ -4,7 +4,7 @@
 other rows or on how many there are. Therefore:
 
 - randomness is a function of (seed, place in the text), not a generator that is moved on;
-- sums that decide anything are of whole numbers: on a GPU the order in which floats are added up depends on the number of
+- sums that decide anything are of integers: on a GPU the order in which floats are added up depends on the number of
   rows, and a running sum of them may differ from run to run;
 - ties go by token id, never by what a device's sort or search happens to do with them.
 

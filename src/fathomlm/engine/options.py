@@ -67,7 +67,7 @@ class EngineOptions:
             if value is None and name in optional:
                 continue
             if not isinstance(value, int) or isinstance(value, bool) or value < low:
-                raise OptionError(f"{name} must be a whole number of at least {low}, got {value!r}")
+                raise OptionError(f"{name} must be an integer >= {low}, got {value!r}")
         if self.page_size & (self.page_size - 1):
             raise OptionError(f"page_size must be a power of two, got {self.page_size}")
         if self.kv_dtype not in KV_DTYPES:

@@ -44,11 +44,11 @@ class Request:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "prompt", _token_ids(self.prompt))
-        require(is_whole(self.id), "id", "a whole number", self.id)
+        require(is_whole(self.id), "id", "an integer", self.id)
         require(isinstance(self.sampling, Sampling), "sampling", "a Sampling", self.sampling)
         asked = self.logprobs
         allowed = asked is None or (is_whole(asked) and 0 <= asked <= MAX_LOGPROBS)
-        require(allowed, "logprobs", f"None or a whole number from 0 to {MAX_LOGPROBS}", asked)
+        require(allowed, "logprobs", f"None or an integer from 0 to {MAX_LOGPROBS}", asked)
         for name in ("presence_penalty", "frequency_penalty"):
             value = getattr(self, name)
             require(is_number(value) and -2 <= value <= 2, name, "between -2 and 2 (0 is off)", value)

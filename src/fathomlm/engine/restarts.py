@@ -26,7 +26,7 @@ class Restarts:
     """Seconds of the window, counted back from now."""
 
     def __post_init__(self) -> None:
-        require(is_whole(self.most) and self.most >= 0, "restarts", "a whole number of at least 0", self.most)
+        require(is_whole(self.most) and self.most >= 0, "restarts", "an integer >= 0", self.most)
         seconds = is_number(self.within) and self.within > 0
         require(seconds, "the window of restarts", "a number of seconds above 0", self.within)
 

@@ -148,7 +148,7 @@ class SamplerState:
         if request.penalised and not self.penalties:
             raise OptionError("this engine was started without penalties; leave them out of the request")
         if (request.logprobs or 0) > self.max_logprobs:
-            raise OptionError(f"logprobs must be at most {self.max_logprobs} in this engine, got {request.logprobs}")
+            raise OptionError(f"logprobs must be <= {self.max_logprobs} in this engine, got {request.logprobs}")
         if max(request.prompt) >= self.vocab:
             raise OptionError(f"token id {max(request.prompt)} is outside the model's vocabulary of {self.vocab}")
 

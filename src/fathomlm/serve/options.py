@@ -56,11 +56,11 @@ class ServeOptions:
             value = getattr(self, name)
             whole = isinstance(value, int) and not isinstance(value, bool) and value >= 1
             if not whole and not (value is None and name == "max_tokens"):
-                raise OptionError(f"{name} must be a whole number of at least 1, got {value!r}")
+                raise OptionError(f"{name} must be an integer >= 1, got {value!r}")
         for name in ("timeout", "header_timeout", "body_timeout", "drain_timeout"):
             value = getattr(self, name)
             if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value) or value <= 0:
-                raise OptionError(f"{name} must be a number of seconds above 0, got {value!r}")
+                raise OptionError(f"{name} must be a number of seconds > 0, got {value!r}")
         for key in self.api_keys:
             if not key or not key.isascii() or not key.isprintable() or " " in key:
                 raise OptionError("an API key must be printable ASCII text without spaces, and not empty")

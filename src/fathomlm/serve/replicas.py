@@ -54,7 +54,7 @@ class ReplicaOptions:
     def __post_init__(self) -> None:
         for name in ("replicas", "cpus", "ongoing", "most_ongoing"):
             value = getattr(self, name)
-            require(is_whole(value) and value >= 1, name, "a whole number of at least 1", value)
+            require(is_whole(value) and value >= 1, name, "an integer >= 1", value)
         most = self.max_replicas
         fits = most is None or (is_whole(most) and most >= self.replicas)
         require(fits, "max_replicas", f"at least the {self.replicas} replicas there are from the start", most)

@@ -32,7 +32,7 @@ def rows_per_step(recipe: Recipe) -> int:
     batch, context = recipe.batch, row_length(recipe)
     if batch.sequences is not None:
         if batch.sequences < 1:
-            raise OptionError(f"batch.sequences must be at least 1, got {batch.sequences}")
+            raise OptionError(f"batch.sequences must be >= 1, got {batch.sequences}")
         return batch.sequences
     assert batch.tokens is not None
     tokens = round(parse_amount("batch.tokens", batch.tokens))

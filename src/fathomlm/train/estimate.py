@@ -109,7 +109,7 @@ def estimate(
     data sheet where nobody has measured that.
     """
     if not 0 < assumed <= 1:
-        raise OptionError(f"the assumed part of the peak must be above 0 and at most 1, got {assumed}")
+        raise OptionError(f"the assumed part of the peak must be > 0 and <= 1, got {assumed}")
     parts = read_parts(recipe, foresee=True)
     architecture, plan, relaxation = parts.architecture, parts.plan, parts.relaxation
     teacher = None if recipe.loss.distill is None else read_source(recipe.loss.distill.source, foresee=True)

@@ -112,7 +112,7 @@ def read_parts(recipe: Recipe, *, foresee: bool = False) -> Parts:
     if exits.layer and architecture.cross:
         raise OptionError(f"loss.exits.layer is for decoder-only models; a {architecture.family} decoder has an encoder")
     if exits.words > architecture.vocab:
-        raise OptionError(f"loss.exits.words must be at most the model's {architecture.vocab:,} words, got {exits.words:,}")
+        raise OptionError(f"loss.exits.words must be <= the model's {architecture.vocab:,} words, got {exits.words:,}")
     plan = plan.with_exits(exit_steps(exits, plan), layer=exits.layer)
     added = ExitParts(
         head_rank=exits.head_rank, adapter_rank=exits.adapter_rank, layer=exits.layer, classifier=exits.classifier

@@ -185,7 +185,7 @@ def _optional(kind: Any) -> bool:
 
 PLAIN = {
     "str": "text",
-    "int": "a whole number",
+    "int": "an integer",
     "float": "a number",
     "bool": "true or false",
     "list": "a list such as [a, b]",

@@ -308,5 +308,5 @@ def parse_amount(name: str, value: Amount) -> float:
         except ValueError:
             raise OptionError(f"cannot read {name} '{value}'; write a number such as 500, 2e6 or 15B") from None
     if not 0 < number < float("inf"):
-        raise OptionError(f"{name} must be above 0, got {value}")
+        raise OptionError(f"{name} must be > 0, got {value}")
     return number

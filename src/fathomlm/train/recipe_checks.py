@@ -48,7 +48,7 @@ def check(recipe: Recipe) -> None:
     if len(budgets) != 1:
         raise OptionError(f"budget needs one of tokens, steps, epochs and flops, got {_given('budget', budgets)}")
     if recipe.budget.steps is not None and parse_amount("budget.steps", recipe.budget.steps) % 1:
-        raise OptionError(f"budget.steps must be a whole number, got {recipe.budget.steps}")
+        raise OptionError(f"budget.steps must be an integer, got {recipe.budget.steps}")
     batches = [n for n in ("tokens", "sequences") if getattr(recipe.batch, n) is not None]
     if len(batches) != 1:
         raise OptionError(f"batch needs one of tokens and sequences, got {_given('batch', batches)}")
@@ -99,7 +99,7 @@ def check(recipe: Recipe) -> None:
     for name, least in LEAST.items():
         value = _field(recipe, name)
         if value is not None and not least <= value < float("inf"):
-            raise OptionError(f"{name} must be at least {least}, got {value}")
+            raise OptionError(f"{name} must be >= {least}, got {value}")
     for name in ("budget.tokens", "budget.steps", "budget.epochs", "budget.flops", "batch.tokens", "data.max_tokens"):
         value = _field(recipe, name)
         if value is not None:
@@ -122,4 +122,4 @@ def _given(section: str, names: list[str]) -> str:
 
 def _positive(name: str, value: float) -> None:
     if not 0 < value < float("inf"):
-        raise OptionError(f"{name} must be above 0, got {value}")
+        raise OptionError(f"{name} must be > 0, got {value}")

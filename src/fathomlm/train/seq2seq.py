@@ -36,14 +36,14 @@ def read_encoder(model: ModelRecipe, architecture: Architecture) -> dict[str, An
         return None
     asked = model.encoder or EncoderRecipe()
     if not 0 <= asked.dropout < 1:
-        raise OptionError(f"model.encoder.dropout must be at least 0 and below 1, got {asked.dropout}")
+        raise OptionError(f"model.encoder.dropout must be >= 0 and < 1, got {asked.dropout}")
     if model.architecture is None:
         if asked.layers is not None:
             raise OptionError("model.encoder.layers goes with model.architecture; a source or a shape has its own encoder")
         return encoder_of(str(model.source or model.shape))
     layers = architecture.layers if asked.layers is None else asked.layers
     if layers < 1:
-        raise OptionError(f"model.encoder.layers must be at least 1, got {layers}")
+        raise OptionError(f"model.encoder.layers must be >= 1, got {layers}")
     return encoder_beside(architecture, layers, dropout=asked.dropout)
 
 

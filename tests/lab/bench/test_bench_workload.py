@@ -74,7 +74,7 @@ def test_shorter_workloads() -> None:
     ("fields", "message"),
     [
         ({"name": "tesis"}, "did you mean 'thesis'"),
-        ({"requests": 0}, "requests must be at least 1"),
+        ({"requests": 0}, "requests must be >= 1"),
         ({"rate": 0.0}, "above 0"),
         ({"rate": float("inf")}, "above 0"),
         ({"name": "64-256", "text": [1] * 63}, "64 tokens long, but the text has only 63"),

@@ -168,7 +168,7 @@ def test_costs_are_stated_against_the_reference():
 
 
 def test_a_frontier_of_no_repeats_is_refused():
-    with pytest.raises(OptionError, match="at least 1"):
+    with pytest.raises(OptionError, match=">= 1"):
         decode_settings(model_of("plain"), PROMPTS, SAMPLING, [FULL_DEPTH], repeats=0)
 
 

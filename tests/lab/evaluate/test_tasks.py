@@ -156,7 +156,7 @@ def test_a_task_is_its_rows_scored_one_by_one(name: str, tmp_path: Path) -> None
 def test_a_limit_takes_the_first_rows(tmp_path: Path) -> None:
     path = write(tmp_path / "task.jsonl", questions(5))
     assert read_task(path, name="t", limit=2).items == read_task(path, name="t").items[:2]
-    with pytest.raises(OptionError, match="--limit must be at least 1, got 0"):
+    with pytest.raises(OptionError, match="--limit must be >= 1, got 0"):
         read_task(path, name="t", limit=0)
 
 

@@ -80,7 +80,7 @@ def test_the_page_in_docs_is_the_ledgers() -> None:
         (["run", "no/such.yaml", "--corpus", "x"], "there is no study file no/such.yaml"),
         (["run", "tiny", "--corpus", "nowhere"], "there is no prepared corpus at nowhere"),
         (["run", "tiny"], "--corpus"),
-        (["run", "tiny", "--corpus", "x", "--minutes", "0"], "--minutes must be above 0"),
+        (["run", "tiny", "--corpus", "x", "--minutes", "0"], "--minutes must be > 0"),
         (["show", "rooters"], "unknown study 'rooters' (did you mean 'routers'?)"),
         (["merge", "nowhere.json"], "there is no ledger file nowhere.json"),
         (["repot"], "did you mean 'report'?"),

@@ -41,7 +41,7 @@ def test_axes_make_all_combinations_but_those_left_out(values: Values) -> None:
         ({"claims": [{"text": "x", "lower": "plain", "higher": "none"}]}, "unknown variant 'none'"),
         ({"claims": [{"text": "x", "lower": "plain"}]}, "a claim needs a text and either"),
         ({"claims": [{"text": "x", "same": ["plain", "mor"]}]}, "`within` above 0"),
-        ({"seeds": [0, 0]}, "seeds must be a list of different whole numbers"),
+        ({"seeds": [0, 0]}, "seeds must be a list of different integers"),
         ({"kind": "measure"}, "unknown kind 'measure'"),
         ({"axes": {"a": {"b": {}}}}, "either variants or axes"),
         ({"seeds": None}, "seeds is required"),

@@ -40,7 +40,7 @@ class _Facts:
         return self.file.metadata.get(f"{self._prefix}.{key}")
 
     def whole(self, key: str, default: int | None = None) -> int:
-        """A whole number; a list with one value for every layer stands for that value."""
+        """An integer; a list with one value for every layer stands for that value."""
         value = self.get(key)
         if value is None and default is not None:
             return default
@@ -50,7 +50,7 @@ class _Facts:
                 raise UnsupportedModel(f"{self.file.path}: {self._prefix}.{key} differs from layer to layer")
             value = values.pop()
         if not isinstance(value, int) or isinstance(value, bool):
-            raise self.wrong(key, "a whole number")
+            raise self.wrong(key, "an integer")
         return value
 
     def number(self, key: str, default: float | None = None) -> float:
@@ -105,7 +105,7 @@ def _common(facts: _Facts, norm: str = "layer_norm_rms_epsilon", partial_rotary:
         raise CheckpointError(f"{path}: incomplete: it has no table of token embeddings (token_embd.weight)")
     hidden, heads = facts.whole("embedding_length"), facts.whole("attention.head_count")
     if heads < 1:
-        raise facts.wrong("attention.head_count", "above 0")
+        raise facts.wrong("attention.head_count", "> 0")
     head_dim = facts.whole("attention.key_length", hidden // heads)
     rotary_dim = facts.whole("rope.dimension_count", head_dim)
     if facts.whole("attention.value_length", head_dim) != head_dim:

@@ -74,7 +74,7 @@ def iso_rows(bases: Mapping[str, Architecture], budgets: Sequence[float], option
     """For each base and budget the vanilla row, and a recursive and a routed one for each number of recursions."""
     for budget in budgets:
         if not budget > 0:
-            raise OptionError(f"a budget must be above 0 FLOPs, got {budget:g}")
+            raise OptionError(f"a budget must be > 0 FLOPs, got {budget:g}")
     rows = []
     for base, architecture in bases.items():
         widened = dataclasses.replace(architecture, kv_heads=architecture.heads) if options.wide_kv else architecture

@@ -118,9 +118,9 @@ def build_workload(
     shape = shape_of(name)
     count = shape.requests if requests is None else requests
     if count < 1:
-        raise OptionError(f"requests must be at least 1, got {count}")
+        raise OptionError(f"requests must be >= 1, got {count}")
     if rate is not None and not (math.isfinite(rate) and rate > 0):
-        raise OptionError(f"the rate of arrivals must be above 0 requests a second, got {rate:g}")
+        raise OptionError(f"the rate of arrivals must be > 0 requests a second, got {rate:g}")
     prompts = _drawn_prompts(shape, count, vocab, seed) if text is None else _cut_prompts(shape, count, text)
     lengths, moments = _lengths(shape, count, seed), _moments(count, rate, seed)
     asked = tuple(Asked(*one) for one in zip(prompts, lengths, moments, strict=True))

@@ -43,7 +43,7 @@ def out_directory(args: argparse.Namespace, kind: str) -> Path:
 
 def check_least(option: str, value: int, least: int = 1) -> None:
     if value < least:
-        raise OptionError(f"--{option} must be at least {least}, got {value}")
+        raise OptionError(f"--{option} must be >= {least}, got {value}")
 
 
 def about(args: argparse.Namespace, model: FathomForCausalLM, data: Sequence[str]) -> About:

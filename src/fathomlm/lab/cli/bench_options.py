@@ -102,7 +102,7 @@ def check(args: argparse.Namespace) -> None:
     if args.page_size is not None and args.page_size & (args.page_size - 1):
         raise OptionError(f"--page-size must be a power of two, got {args.page_size}")
     if args.kind != "latency" and args.arrivals is not None and not (math.isfinite(args.arrivals) and args.arrivals > 0):
-        raise OptionError(f"--arrivals must be above 0 requests a second, got {args.arrivals:g}")
+        raise OptionError(f"--arrivals must be > 0 requests a second, got {args.arrivals:g}")
     if args.threshold is not None and not 0 <= args.threshold <= 1:
         raise OptionError(f"--threshold must be from 0 (always leave) to 1 (never), got {args.threshold:g}")
     if args.exit_rate is not None and not 0 <= args.exit_rate <= 1:
@@ -125,10 +125,10 @@ def check_numbers(args: argparse.Namespace, least: Mapping[str, int]) -> None:
         if value is None:
             continue
         if value < low:
-            raise OptionError(f"{option(name)} must be at least {low}, got {value}")
+            raise OptionError(f"{option(name)} must be >= {low}, got {value}")
         high = MOST_SEED if name == "seed" else MOST
         if value > high:
-            raise OptionError(f"{option(name)} must be at most {high:,}, got {value:,}")
+            raise OptionError(f"{option(name)} must be <= {high:,}, got {value:,}")
     check_threads(args.threads)
 
 

@@ -61,9 +61,9 @@ def run(args: argparse.Namespace) -> int:
     layer, pack = _one_layer(args), pack_options(args)
     for name in ("texts", "max_new_tokens"):
         if getattr(args, name) < 1:
-            raise OptionError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(args, name)}")
+            raise OptionError(f"--{name.replace('_', '-')} must be >= 1, got {getattr(args, name)}")
     if args.prompt_tokens is not None and args.prompt_tokens < 1:
-        raise OptionError(f"--prompt-tokens must be at least 1, got {args.prompt_tokens}")
+        raise OptionError(f"--prompt-tokens must be >= 1, got {args.prompt_tokens}")
     if args.chat and args.prompt_tokens is not None:
         raise OptionError("--chat takes messages whole; leave out --prompt-tokens")
     learning: dict[str, Any] = {"condition": args.condition, "priors": args.priors}

@@ -113,7 +113,7 @@ def _check(args: argparse.Namespace) -> None:
 
     check_least(args, "texts", "prompt_tokens", "repeats")
     if args.max_new_tokens < 2:
-        raise OptionError(f"--max-new-tokens must be at least 2, got {args.max_new_tokens}")
+        raise OptionError(f"--max-new-tokens must be >= 2, got {args.max_new_tokens}")
     if args.sweep not in SWEEPS:
         raise OptionError(choices("sweep", args.sweep, SWEEPS))
     if args.quality not in QUALITIES:
@@ -218,7 +218,7 @@ def _prompts(
     encoder = isinstance(model, FathomForSeq2SeqLM)
     room = model.architecture.context - (0 if encoder else args.max_new_tokens)
     if room < 1:
-        raise OptionError(f"--max-new-tokens must be below the model's context of {model.architecture.context:,}")
+        raise OptionError(f"--max-new-tokens must be < the model's context of {model.architecture.context:,}")
     if form is None:
         return [], _beginnings([encode_prompt(model, text) for text in texts], min(args.prompt_tokens, room), args.texts)
     samples = read_samples(args.data, form, limit=args.texts, alone=encoder)

@@ -116,7 +116,7 @@ def _form(args: argparse.Namespace) -> Form:
 
     prompt = None if args.prompt is None else args.prompt.replace("\\n", "\n")
     if args.shots is not None and args.shots < 0:
-        raise OptionError(f"--shots must be at least 0, got {args.shots}")
+        raise OptionError(f"--shots must be >= 0, got {args.shots}")
     return choose_form(
         args.data, source=args.source, prompt=prompt, reference=args.reference, metric=args.metric, shots=args.shots
     )

@@ -36,7 +36,7 @@ def check_least(args: argparse.Namespace, *names: str) -> None:
     for name in names:
         value = getattr(args, name)
         if value is not None and value < 1:
-            raise OptionError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
+            raise OptionError(f"--{name.replace('_', '-')} must be >= 1, got {value}")
 
 
 def read_outputs(args: argparse.Namespace) -> tuple[Output, ...]:

@@ -56,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
     model = load_model(args, **pack)
     ask_every_word(model)
     if args.context is not None and args.context > model.architecture.context:
-        raise OptionError(f"--context must be at most the model's {model.architecture.context:,} tokens, got {args.context}")
+        raise OptionError(f"--context must be <= the model's {model.architecture.context:,} tokens, got {args.context}")
     begun = time.perf_counter()
     scorer = Scorer(model, outputs, batch=args.batch, max_length=args.context)
     with layer_bar("predicting", unit="windows") as tick:

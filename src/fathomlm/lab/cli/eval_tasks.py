@@ -72,7 +72,7 @@ class Asked:
 def run(args: argparse.Namespace) -> int:
     check_least(args, "limit", "batch")
     if args.shots is not None and args.shots < 0:
-        raise OptionError(f"--shots must be at least 0, got {args.shots}")
+        raise OptionError(f"--shots must be >= 0, got {args.shots}")
     check_out(args.out)
     asked = _find(args)
     outputs, pack = read_outputs(args), pack_options(args)

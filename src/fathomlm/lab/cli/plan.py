@@ -90,7 +90,7 @@ def _check(args: argparse.Namespace) -> None:
     if args.ranks is not None and args.gpu_memory is None:
         raise OptionError("--ranks goes with --gpu-memory")
     if args.context < 1:
-        raise OptionError(f"--context must be at least 1, got {args.context}")
+        raise OptionError(f"--context must be >= 1, got {args.context}")
 
 
 def _bases(models: str | None) -> dict[str, Architecture]:
@@ -198,5 +198,5 @@ def _plan_sizes(args: argparse.Namespace, record: dict[str, Any], tables: list[t
 def _numbers(option: str, text: str) -> tuple[int, ...]:
     words: Sequence[str] = [word.strip() for word in text.split(",")]
     if not all(word.isdecimal() for word in words):
-        raise OptionError(f"{option} takes whole numbers such as 2,3; got '{text}'")
+        raise OptionError(f"{option} takes integers such as 2,3; got '{text}'")
     return tuple(dict.fromkeys(int(word) for word in words))

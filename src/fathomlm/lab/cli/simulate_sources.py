@@ -66,7 +66,7 @@ def check_texts(args: argparse.Namespace) -> None:
     for name in ("requests", "texts", "prompt"):
         value = getattr(args, name)
         if value is not None and value < 1:
-            raise OptionError(f"--{name} must be at least 1, got {value}")
+            raise OptionError(f"--{name} must be >= 1, got {value}")
     if args.save is not None and not args.save.absolute().parent.is_dir():
         raise OptionError(f"cannot write {args.save}: {args.save.parent} is no directory")
 

@@ -33,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     if args.texts < 1:
-        raise OptionError(f"--texts must be at least 1, got {args.texts}")
+        raise OptionError(f"--texts must be >= 1, got {args.texts}")
     if args.out is not None and not args.out.absolute().parent.is_dir():
         raise OptionError(f"cannot write {args.out}: {args.out.parent} is no directory")
     from fathomlm.lab.simulate.thesis import thesis_table

@@ -111,7 +111,7 @@ def _check(args: argparse.Namespace) -> None:
     for name in ("rows", "plain_rows", "slots", "context", "threads"):
         value = getattr(args, name)
         if value is not None and value < 1:
-            raise OptionError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
+            raise OptionError(f"--{name.replace('_', '-')} must be >= 1, got {value}")
     check_texts(args)
 
 

@@ -48,9 +48,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     if args.rounds < 1:
-        raise OptionError(f"--rounds must be at least 1, got {args.rounds}")
+        raise OptionError(f"--rounds must be >= 1, got {args.rounds}")
     if args.within is not None and not (math.isfinite(args.within) and args.within > 0):
-        raise OptionError(f"--within must be above 0, such as 0.15; got {args.within:g}")
+        raise OptionError(f"--within must be > 0, such as 0.15; got {args.within:g}")
     if args.depth in ("router", "confidence") or args.threshold is not None:
         raise OptionError("a validation forces depths, so that both know them: give --depths or --exit-rate")
     with memory_errors(LOWER):

@@ -39,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from fathomlm.errors import OptionError, require
 
-    require(args.minutes is None or args.minutes > 0, "--minutes", "above 0", args.minutes)
+    require(args.minutes is None or args.minutes > 0, "--minutes", "> 0", args.minutes)
     studies = read_studies(args.names)
     if len({study.name for study in studies}) < len(studies):
         raise OptionError("two of these studies have the same name; one ledger file cannot hold both")

@@ -90,7 +90,7 @@ def decode_settings(
 ) -> list[Decoded]:
     """Every prompt at every setting, one text at a time."""
     if repeats < 1:
-        raise OptionError(f"repeats must be at least 1, got {repeats}")
+        raise OptionError(f"repeats must be >= 1, got {repeats}")
     short = sampling.with_options(max_new_tokens=min(WARM_UP, sampling.max_new_tokens))
     for setting in settings:  # what a process does once is not timed
         generate(model, prompts[:1], short, control=setting.control, exiting=setting.exiting)

@@ -53,7 +53,7 @@ def write_texts(
     `most_source` limits the tokens of a prompt; a decoder's also leaves room for the text.
     """
     if batch < 1:
-        raise OptionError(f"--batch must be at least 1, got {batch}")
+        raise OptionError(f"--batch must be >= 1, got {batch}")
     room = _room(model, sampling, most_source)
     whole = [encode_prompt(model, sample.prompt) for sample in samples]
     prompts = [tokens if room is None else cut_prompt(model, tokens, room) for tokens in whole]
@@ -130,7 +130,7 @@ def _mean_depth(results: Sequence[Generation]) -> float | None:
 def _room(model: FathomModel, sampling: Sampling, most: int | None) -> int | None:
     """How many tokens a prompt may have; None where nothing limits it."""
     if most is not None and most < 1:
-        raise OptionError(f"--max-source-tokens must be at least 1, got {most}")
+        raise OptionError(f"--max-source-tokens must be >= 1, got {most}")
     if isinstance(model, FathomForSeq2SeqLM):
         return most
     room = model.architecture.context - sampling.max_new_tokens

@@ -44,9 +44,9 @@ class Answered:
 def read_task(path: Path, *, name: str, shots: int = 0, limit: int | None = None) -> LocalTask:
     """A task's rows, checked. `limit` takes the first rows; worked examples may come from any."""
     if shots < 0:
-        raise OptionError(f"--shots must be at least 0, got {shots}")
+        raise OptionError(f"--shots must be >= 0, got {shots}")
     if limit is not None and limit < 1:
-        raise OptionError(f"--limit must be at least 1, got {limit}")
+        raise OptionError(f"--limit must be >= 1, got {limit}")
     task = named(path)
     bare = task is not None and task.bare
     source = shots_file(path) if shots else None

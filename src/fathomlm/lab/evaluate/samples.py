@@ -102,7 +102,7 @@ def choose_form(
     if not _FIELD.search(form.prompt):
         raise OptionError(f"--prompt names no field of a row, such as {{{next(iter(first.fields), 'source')}}}")
     if form.shots < 0:
-        raise OptionError(f"--shots must be at least 0, got {form.shots}")
+        raise OptionError(f"--shots must be >= 0, got {form.shots}")
     return form
 
 
@@ -110,7 +110,7 @@ def read_samples(path: Path, form: Form, *, limit: int | None = None, alone: boo
     """The rows of a file as prompts, worked examples in front. `alone` is for encoders, which read the source by itself
     where the form has one."""
     if limit is not None and limit < 1:
-        raise OptionError(f"--limit must be at least 1, got {limit}")
+        raise OptionError(f"--limit must be >= 1, got {limit}")
     template = f"{{{form.source}}}" if alone and form.source is not None else form.prompt
     other = shots_file(path) if form.shots else None
     rows = read_rows(path, limit if other is not None or not form.shots else None)

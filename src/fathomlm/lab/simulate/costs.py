@@ -132,7 +132,7 @@ def from_table(table: Mapping[str, Any], deepest: int, where: str = "the table")
     plain = curves.get("plain", block.times(deepest))
     reading = table.get("reading_ms", 0.0)
     if not is_number(reading) or reading < 0:
-        raise DataError(f"{where}: reading_ms must be a number of at least 0, got {shown(reading)}")
+        raise DataError(f"{where}: reading_ms must be a number >= 0, got {shown(reading)}")
     passes = {"step": plain + ends, "core": block, "turn": ends, "both": block + ends}
     largest = min(curve.points[-1][0] for curve in (block, plain))
     return Costs(name=str(table.get("name", where)), passes=passes, prompt_token=reading, largest=largest)

@@ -197,7 +197,7 @@ def build_study(values: Values, where: str) -> Study:
         or not all(type(seed) is int and seed >= 0 for seed in seeds)
         or len({*seeds}) < len(seeds)
     ):
-        raise OptionError(f"{where}: seeds must be a list of different whole numbers such as [0, 1], got {seeds!r}")
+        raise OptionError(f"{where}: seeds must be a list of different integers such as [0, 1], got {seeds!r}")
     study = Study(
         name=str(values["name"]),
         title=str(values["title"]),

@@ -143,7 +143,7 @@ class Loader:
         next document's beginning cannot be told from a document that attention does not let it see.
         """
         if context < 1 or batch < 1:
-            raise OptionError(f"context and batch must be at least 1, not {context} and {batch}")
+            raise OptionError(f"context and batch must be >= 1, not {context} and {batch}")
         self.batch = batch
         self.context = context
         self._stream = stream

@@ -100,7 +100,7 @@ class PairLoader:
         many different widths rows may be padded to, where a compiler would make code for each."""
         if min(batch, source_length, target_length) < 1:
             raise OptionError(
-                f"batch, source and target length must be at least 1, not {batch}, {source_length} and {target_length}"
+                f"batch, source and target length must be >= 1, not {batch}, {source_length} and {target_length}"
             )
         self.batch = batch
         self._pairs = pairs

@@ -71,13 +71,13 @@ class PrepareOptions:
         if not self.sources:
             raise OptionError("give at least one source")
         if self.validation_fraction is not None and not 0 <= self.validation_fraction < 1:
-            raise OptionError(f"--validation-fraction must be at least 0 and below 1, not {self.validation_fraction:g}")
+            raise OptionError(f"--validation-fraction must be >= 0 and < 1, not {self.validation_fraction:g}")
         if self.source_prefix and self.pairs is None:
             raise OptionError("--source-prefix stands in front of a pair's source; it goes with --pairs")
         for name in ("shard_tokens", "workers", "max_tokens", "max_document_bytes"):
             value = getattr(self, name)
             if value is not None and value < 1:
-                raise OptionError(f"--{name.replace('_', '-')} must be at least 1, not {value}")
+                raise OptionError(f"--{name.replace('_', '-')} must be >= 1, not {value}")
 
     @property
     def fraction(self) -> float:

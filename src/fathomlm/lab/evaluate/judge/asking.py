@@ -70,7 +70,7 @@ def ask_all(
 
     Workers do nothing but ask; one thread keeps the answers. They are daemons, so that an interrupted command ends at once.
     """
-    require(concurrency >= 1, "--concurrency", "at least 1", concurrency)
+    require(concurrency >= 1, "--concurrency", ">= 1", concurrency)
     keys = {question: key_of(endpoint, question.prompt) for question in asked}
     stale = set() if again is None else {k for q, k in keys.items() if k in answers.found and again(q, answers.found[k])}
     new = {key: question for question, key in keys.items() if key not in answers.found or key in stale}

@@ -85,9 +85,9 @@ class Endpoint:
             not self.key or not self.key.isascii() or not self.key.isprintable() or " " in self.key
         ):
             raise OptionError("the variable that --api-key-env names holds no key: empty, or with spaces, lines or accents")
-        require(self.timeout > 0, "--timeout", "above 0", self.timeout)
-        require(self.retries >= 0, "--retries", "at least 0", self.retries)
-        require(self.max_tokens >= 1, "--max-tokens", "at least 1", self.max_tokens)
+        require(self.timeout > 0, "--timeout", "> 0", self.timeout)
+        require(self.retries >= 0, "--retries", ">= 0", self.retries)
+        require(self.max_tokens >= 1, "--max-tokens", ">= 1", self.max_tokens)
 
     def request(self, prompt: str) -> dict[str, Any]:
         """The body that is sent: greedy, so that the same question gets the same answer where the server can."""
