@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from cli.judge_server import GOOD, Said, judge
+from fathomlm.cli.main import main
 from fathomlm.lab.cli import analyze, simulate
 from fathomlm.lab.cli import eval as evaluate
-from fathomlm.cli.main import main
 from lab.analyze.test_scaling import write_run
 from lab.analyze.tiny import model_of, saved, text_file
 
