@@ -216,8 +216,8 @@ def measure_run(args: argparse.Namespace, source: Path, corpus: Path, device: to
         else:
             kinds[kind] = Texts.documents(args.data / "corpus", args.prompts, args.prompt_tokens, args.rows)
     longest = max(len(prompt) for texts in kinds.values() for prompt in (*texts.prompts, *texts.calibrating))
-    learnt = decoder.exit_words
-    own = {0: None} if learnt is None else {len(learnt.words_W): learnt.words_W.cpu()}
+    learnt = decoder.exit_vocab
+    own = {0: None} if learnt is None else {len(learnt.vocab_W): learnt.vocab_W.cpu()}
     words = own if args.words is None else {many: words_for(model, corpus, many) for many in args.words}
     for layer in args.layers:
         for many, few in words.items():

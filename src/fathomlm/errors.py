@@ -86,7 +86,7 @@ def _short(text: str) -> str:
     return text if len(text) <= 100 else f"{text[:100]}..."
 
 
-def is_whole(value: object) -> bool:
+def is_int(value: object) -> bool:
     """An integer; Python counts True among them, users do not."""
     return isinstance(value, int) and not isinstance(value, bool)
 

@@ -18,7 +18,7 @@ from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any, overload
 
-from fathomlm.errors import FathomError, choices, is_number, is_whole
+from fathomlm.errors import FathomError, choices, is_int, is_number
 
 Raises = type[FathomError]
 MAX_BYTES = 16 << 20
@@ -186,7 +186,7 @@ class Fields:
         value: Any = self.values.get(name)
         if value is None and not isinstance(default, _Required):
             return default
-        if not is_whole(value) or not _within(value, at_least, at_most):
+        if not is_int(value) or not _within(value, at_least, at_most):
             raise self.wrong(name, _range("an integer", at_least, at_most))
         return int(value)
 
@@ -267,7 +267,7 @@ class Fields:
         """A list of integers, each within the bounds."""
         values = self.items(name, default=default)
         for value in values:
-            if not is_whole(value) or not _within(value, at_least, at_most):
+            if not is_int(value) or not _within(value, at_least, at_most):
                 raise self._error(
                     f"{self.where}: {self._prefix}{name} must be a list of {_range('integers', at_least, at_most)}, "
                     f"and holds {shown(value)}"

@@ -8,14 +8,14 @@ from typing import Any
 
 import torch
 
-from fathomlm.cache import DenseCache, Entries, Passing
+from fathomlm.cache import DenseCache, Entries, NoCache
 from fathomlm.cache.dense import Buffer
 from fathomlm.decode.confidence import AtExit, confidences
 from fathomlm.decode.exiting import Exiting
 from fathomlm.decode.full import Generation, generate
 from fathomlm.depth import Architecture, DepthPlan, Relaxation, Rope, Step
+from fathomlm.model.attention_mask import TokenBatch, full_masks
 from fathomlm.model.hub import FathomConfig, FathomForCausalLM
-from fathomlm.model.sight import Rows, whole_sights
 
 SHAPE: dict[str, Any] = {
     "layers": 6, "hidden": 32, "intermediate": 48, "heads": 4, "kv_heads": 2, "head_dim": 8, "vocab": 96, "context": 128,
@@ -145,14 +145,14 @@ def full_entries(model: FathomForCausalLM, text: list[int]) -> dict[int, Entries
     decoder(torch.tensor([text]), cache=dense)
     found = {index: buffer.entries() for index, buffer in dense._steps.items()}
     states = decoder.states(torch.tensor([text]), at=plan.exits)
-    sights = whole_sights(
-        decoder.architecture, plan, Rows.of(states[plan.unrolled_layers - 1], None, None, 0), torch.float32
+    masks = full_masks(
+        decoder.architecture, plan, TokenBatch.of(states[plan.unrolled_layers - 1], None, None, 0), torch.float32
     )
     for exit in plan.exits:
         for own in plan.exit_steps((exit,)):
             buffer = Buffer(1)
             kept = SimpleNamespace(at=lambda _, it=buffer: it, reads=lambda _: None)
-            decoder.run_steps(states[exit], (own,), sights, kept)  # type: ignore[arg-type]
+            decoder.run_steps(states[exit], (own,), masks, kept)  # type: ignore[arg-type]
             found[own.index] = buffer.entries()
     return found
 
@@ -175,16 +175,16 @@ def naive(model: FathomForCausalLM, prompt: list[int], setting: Exiting, new: in
     text, left, layers = list(prompt), [plan.unrolled_layers] * len(prompt), []
     for _ in range(new):
         x = decoder.enter(torch.tensor([text]))
-        rows = Rows.of(x, None, None, past=0)
-        sights = whole_sights(decoder.architecture, plan, rows, x.dtype)
-        kv = Passing(plan)
+        rows = TokenBatch.of(x, None, None, past=0)
+        masks = full_masks(decoder.architecture, plan, rows, x.dtype)
+        kv = NoCache(plan)
         chosen = None
         for step in plan:
-            out = decoder.run_steps(x, [step], sights, kv)  # type: ignore[arg-type]
+            out = decoder.run_steps(x, [step], masks, kv)  # type: ignore[arg-type]
             frozen = torch.tensor([setting.mode == "state-copy" and layer <= step.index for layer in left])
             before, x = x, torch.where(frozen[None, :, None], x, out)
             if chosen is None and step.index in exits:
-                read = decoder.run_steps(x, plan.exit_steps((step.index,)), sights, kv)  # type: ignore[arg-type]
+                read = decoder.run_steps(x, plan.exit_steps((step.index,)), masks, kv)  # type: ignore[arg-type]
                 logits = decoder.exit_logits(read[:, -1], step.index, layered=True)
                 (sure,) = confidences(setting.confidence or "gap", AtExit(before[:, -1], x[:, -1], logits))
                 threshold = setting.threshold_now()

@@ -116,7 +116,7 @@ def native() -> Iterator[Reader]:
         "exits": [6],
         "kv": "share",
     }
-    looped |= {"exit_rank": 2, "exit_words": [1, 2, 3], "relaxation": {"kind": "lora", "ranks": {"q": 4}}}
+    looped |= {"exit_rank": 2, "exit_vocab": [1, 2, 3], "relaxation": {"kind": "lora", "ranks": {"q": 4}}}
     yield Reader("looped", looped, read_model)
     encoder = {"model_type": "t5", "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 1, "num_heads": 4}
     shape = {"layers": 2, "hidden": 32, "intermediate": 48, "heads": 4, "kv_heads": 4, "head_dim": 8, "vocab": 96}

@@ -8,7 +8,7 @@ import torch
 from fathomlm.cache import build_cache
 from fathomlm.depth import Architecture, DepthPlan
 from fathomlm.model.decoder import Decoder
-from fathomlm.model.memory import Memory
+from fathomlm.model.encoder_memory import EncoderMemory
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 CUDA = "cuda"
@@ -26,11 +26,11 @@ def decoder_of(width: int = 64) -> Decoder:
     return decoder
 
 
-def source(width: int, device: str) -> Memory:
+def source(width: int, device: str) -> EncoderMemory:
     states = torch.randn(3, 21, width, generator=torch.Generator().manual_seed(1))
     keep = torch.ones(3, 21, dtype=torch.bool)
     keep[1, 13:] = False
-    return Memory(states.to(device), keep.to(device))
+    return EncoderMemory(states.to(device), keep.to(device))
 
 
 @torch.inference_mode()

@@ -14,10 +14,10 @@ from fathomlm.depth import Architecture, DepthPlan, build_routing
 from fathomlm.depth.cost import count
 from fathomlm.depth.relaxation import build_relaxation
 from fathomlm.errors import OptionError
+from fathomlm.model.attention_mask import TokenBatch, full_masks
 from fathomlm.model.decoder import Decoder
-from fathomlm.model.memory import Memory
+from fathomlm.model.encoder_memory import EncoderMemory
 from fathomlm.model.route import RoutingTrace
-from fathomlm.model.sight import Rows, whole_sights
 
 SHAPE: dict[str, Any] = {
     "family": "t5", "layers": 4, "hidden": 24, "intermediate": 40, "heads": 4, "kv_heads": 4, "head_dim": 6, "vocab": 50,
@@ -40,12 +40,12 @@ def build(plan: DepthPlan | None = None, relax: str | None = None, **options: An
     return decoder.eval()
 
 
-def source(padded: bool = True) -> Memory:
+def source(padded: bool = True) -> EncoderMemory:
     states = torch.randn(3, 9, 24, generator=torch.Generator().manual_seed(1))
     keep = torch.ones(3, 9, dtype=torch.bool)
     if padded:
         keep[1, 5:] = False
-    return Memory(states, keep)
+    return EncoderMemory(states, keep)
 
 
 def count_calls(decoder: Decoder) -> list[int]:
@@ -92,7 +92,7 @@ def test_padding_of_the_source_is_not_seen() -> None:
     decoder, memory = build(), source()
     other = memory.states_BSM.clone()
     other[1, 5:] = 100.0
-    assert torch.equal(decoder(TOKENS, memory=Memory(other, memory.keep_BS)), decoder(TOKENS, memory=memory))
+    assert torch.equal(decoder(TOKENS, memory=EncoderMemory(other, memory.keep_BS)), decoder(TOKENS, memory=memory))
 
 
 @torch.inference_mode()
@@ -105,11 +105,11 @@ def test_a_walk_in_parts_sees_the_source_in_every_part() -> None:
     waiting: list[Tensor] = []
     for at in range(12):
         x = decoder.enter(TOKENS[:, at : at + 1])
-        rows = decoder.equipped(Rows.of(x, None, None, past=at), memory)
-        waiting.append(decoder.run_steps(x, shallow, whole_sights(ARCHITECTURE, shallow, rows, x.dtype), cache))
+        rows = decoder.equipped(TokenBatch.of(x, None, None, past=at), memory)
+        waiting.append(decoder.run_steps(x, shallow, full_masks(ARCHITECTURE, shallow, rows, x.dtype), cache))
     x = torch.cat(waiting, dim=1)
-    rows = decoder.equipped(Rows.of(x, None, None, past=0), memory)
-    x = decoder.run_steps(x, deep, whole_sights(ARCHITECTURE, deep, rows, x.dtype), cache)
+    rows = decoder.equipped(TokenBatch.of(x, None, None, past=0), memory)
+    x = decoder.run_steps(x, deep, full_masks(ARCHITECTURE, deep, rows, x.dtype), cache)
     torch.testing.assert_close(decoder.norm(x), expected, rtol=0, atol=1e-5)
 
 
@@ -154,11 +154,13 @@ def test_a_prefix_stands_in_front_without_a_position() -> None:
     cache = build_cache(decoder.plan)
     pieces = [decoder(TOKENS[:, at : at + 4], memory=memory, cache=cache) for at in range(0, 12, 4)]
     torch.testing.assert_close(torch.cat(pieces, dim=1), whole, rtol=0, atol=1e-5)
-    sight = whole_sights(ARCHITECTURE, decoder.plan, decoder.equipped(Rows.of(whole, None, None, 0), memory), whole.dtype)
-    attention, context = decoder.layers[0].attn, decoder._context(decoder.plan.steps[0], sight, cache)
+    masks = full_masks(
+        ARCHITECTURE, decoder.plan, decoder.equipped(TokenBatch.of(whole, None, None, 0), memory), whole.dtype
+    )
+    attention, context = decoder.layers[0].attn, decoder._context(decoder.plan.steps[0], masks, cache)
     _, _, mask = attention._with_prefix(*torch.zeros(2, 3, 4, 12, 6), queries=12, step=context)
     assert (mask[..., :3] == 0).all()
-    assert torch.equal(mask[..., 3:], sight[None].mask)
+    assert torch.equal(mask[..., 3:], masks[None].mask)
 
 
 @pytest.mark.parametrize("kind", ["expert", "token"])

@@ -10,8 +10,8 @@ from transformers.models.t5.modeling_t5 import T5Attention
 
 from fathomlm.depth import Architecture, DepthPlan
 from fathomlm.errors import OptionError
+from fathomlm.model.attention_mask import TokenBatch, full_masks, gathered_masks
 from fathomlm.model.relative import RelativeBias, buckets_of
-from fathomlm.model.sight import Rows, gathered_sights, whole_sights
 
 SHAPE: dict[str, Any] = {
     "family": "t5", "layers": 3, "hidden": 24, "intermediate": 40, "heads": 4, "kv_heads": 4, "head_dim": 6, "vocab": 50,
@@ -29,9 +29,9 @@ def bias_of(architecture: Architecture = PLAIN) -> RelativeBias:
     return bias
 
 
-def rows(bias: RelativeBias, tokens: int, past: int = 0, keep: torch.Tensor | None = None, batch: int = 2) -> Rows:
-    made = Rows.of(torch.empty(batch, tokens, 1), None, keep, past)
-    return Rows(made.positions_BT, made.keep_BS, None, past, relative=bias, alike=made.alike)
+def rows(bias: RelativeBias, tokens: int, past: int = 0, keep: torch.Tensor | None = None, batch: int = 2) -> TokenBatch:
+    made = TokenBatch.of(torch.empty(batch, tokens, 1), None, keep, past)
+    return TokenBatch(made.positions_BT, made.keep_BS, None, past, relative=bias, alike=made.alike)
 
 
 def hidden_at(mask: torch.Tensor) -> torch.Tensor:
@@ -40,7 +40,7 @@ def hidden_at(mask: torch.Tensor) -> torch.Tensor:
 
 def full_mask(bias: RelativeBias, keep: torch.Tensor | None = None, batch: int = 2) -> torch.Tensor:
     """What a pass over all tokens adds to its scores, (B, H, T, T)."""
-    mask = whole_sights(PLAIN, STEPS, rows(bias, T, keep=keep, batch=batch), torch.float32)[None].mask
+    mask = full_masks(PLAIN, STEPS, rows(bias, T, keep=keep, batch=batch), torch.float32)[None].mask
     assert mask is not None
     return mask.expand(batch, -1, -1, -1)
 
@@ -65,19 +65,19 @@ def test_the_bias_is_that_of_hugging_face_behind_a_causal_mask() -> None:
 
 
 def test_rows_that_stand_alike_share_one_bias() -> None:
-    sight = whole_sights(PLAIN, STEPS, rows(bias_of(), T, batch=5), torch.float32)[None]
-    assert sight.mask is not None
-    assert sight.mask.shape == (1, 4, T, T)
-    assert not sight.causal
-    assert sight.cos.numel() == sight.sin.numel() == 0
+    attention = full_masks(PLAIN, STEPS, rows(bias_of(), T, batch=5), torch.float32)[None]
+    assert attention.mask is not None
+    assert attention.mask.shape == (1, 4, T, T)
+    assert not attention.causal
+    assert attention.cos.numel() == attention.sin.numel() == 0
 
 
 @pytest.mark.parametrize("past", [1, 7, 36])
 def test_tokens_behind_a_cache_have_the_last_rows(past: int) -> None:
     bias = bias_of()
-    sight = whole_sights(PLAIN, STEPS, rows(bias, T - past, past=past), torch.float32)[None]
-    assert sight.mask is not None
-    assert torch.equal(sight.mask[0], full_mask(bias)[0, :, past:])
+    attention = full_masks(PLAIN, STEPS, rows(bias, T - past, past=past), torch.float32)[None]
+    assert attention.mask is not None
+    assert torch.equal(attention.mask[0], full_mask(bias)[0, :, past:])
 
 
 @pytest.mark.parametrize("past", [0, 12])
@@ -86,13 +86,15 @@ def test_padding_in_front_moves_nothing(past: int) -> None:
     bias, padding = bias_of(), 5
     keep = torch.ones(2, T, dtype=torch.bool)
     keep[0, :padding] = False
-    sight = whole_sights(PLAIN, STEPS, rows(bias, T - past, past=past, keep=keep), torch.float32)[None]
-    assert sight.mask is not None
+    attention = full_masks(PLAIN, STEPS, rows(bias, T - past, past=past, keep=keep), torch.float32)[None]
+    assert attention.mask is not None
     alone = full_mask(bias)[0]
     first = max(past, padding)
-    assert torch.equal(sight.mask[0, :, first - past :, padding:], alone[:, first - padding : T - padding, : T - padding])
-    assert hidden_at(sight.mask[0, :, first - past :, :padding]).all()
-    assert torch.equal(sight.mask[1], alone[:, past:])
+    assert torch.equal(
+        attention.mask[0, :, first - past :, padding:], alone[:, first - padding : T - padding, : T - padding]
+    )
+    assert hidden_at(attention.mask[0, :, first - past :, :padding]).all()
+    assert torch.equal(attention.mask[1], alone[:, past:])
 
 
 @pytest.mark.parametrize("keys", ["themselves", "all"])
@@ -105,13 +107,13 @@ def test_gathered_tokens_stand_at_their_true_positions(keys: str, padding: int) 
     queries = torch.tensor([[6, 9, 20, 36], [0, 1, 17, 30]])
     looked_at = torch.arange(T).expand(2, T) if keys == "all" else None
     shown = keep if keys == "all" else None
-    sight = gathered_sights(
+    attention = gathered_masks(
         PLAIN, STEPS, rows(bias, T, keep=keep), torch.float32, queries, keys_BK=looked_at, shown_BK=shown
     )[None]
-    assert sight.mask is not None
+    assert attention.mask is not None
     for row in range(2):
         expected = whole[row][:, queries[row]]
-        assert torch.equal(sight.mask[row], expected if keys == "all" else expected[:, :, queries[row]])
+        assert torch.equal(attention.mask[row], expected if keys == "all" else expected[:, :, queries[row]])
 
 
 def test_gathered_tokens_behind_a_cache_look_at_the_slots_they_are_told() -> None:
@@ -119,12 +121,12 @@ def test_gathered_tokens_behind_a_cache_look_at_the_slots_they_are_told() -> Non
     bias, past = bias_of(), 30
     queries, nowhere = torch.tensor([[31, 35], [30, 36]]), 2**31
     keys = torch.tensor([[2, 17, 31, 35, nowhere], [0, 29, 30, 33, 36]])
-    sight = gathered_sights(PLAIN, STEPS, rows(bias, T - past, past=past), torch.float32, queries, keys_BK=keys)[None]
-    assert sight.mask is not None
+    attention = gathered_masks(PLAIN, STEPS, rows(bias, T - past, past=past), torch.float32, queries, keys_BK=keys)[None]
+    assert attention.mask is not None
     whole = full_mask(bias)
-    assert torch.equal(sight.mask[0][:, :, :4], whole[0][:, queries[0]][:, :, keys[0, :4]])
-    assert hidden_at(sight.mask[0][:, :, 4]).all()
-    assert torch.equal(sight.mask[1], whole[1][:, queries[1]][:, :, keys[1]])
+    assert torch.equal(attention.mask[0][:, :, :4], whole[0][:, queries[0]][:, :, keys[0, :4]])
+    assert hidden_at(attention.mask[0][:, :, 4]).all()
+    assert torch.equal(attention.mask[1], whole[1][:, queries[1]][:, :, keys[1]])
 
 
 def test_a_table_that_inference_made_first_can_still_learn() -> None:
@@ -138,9 +140,9 @@ def test_a_table_that_inference_made_first_can_still_learn() -> None:
 
 
 def test_rows_without_the_bias_are_an_error_and_not_another_model() -> None:
-    plain = Rows.of(torch.empty(1, 4, 1), None, None, 0)
+    plain = TokenBatch.of(torch.empty(1, 4, 1), None, None, 0)
     with pytest.raises(AssertionError, match="equipped"):
-        whole_sights(PLAIN, STEPS, plain, torch.float32)
+        full_masks(PLAIN, STEPS, plain, torch.float32)
 
 
 @pytest.mark.parametrize(
@@ -149,7 +151,7 @@ def test_rows_without_the_bias_are_an_error_and_not_another_model() -> None:
         ({"rotary_fraction": 1.0}, "rotary_fraction of 0"),
         ({"kv_heads": 2}, "as many kv_heads as heads"),
         ({"relative_distance": 4}, "more than half"),
-        ({"relative_buckets": 1}, "at least 2"),
+        ({"relative_buckets": 1}, ">= 2"),
         ({"positions": "relativ"}, "did you mean 'relative'"),
         ({"cross": True}, "memory_width goes with cross"),
         ({"memory_width": 24}, "memory_width goes with cross"),

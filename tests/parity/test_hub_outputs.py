@@ -121,7 +121,7 @@ def test_a_resized_vocabulary_is_saved_and_read_back(name: str, size: int, tmp_p
     ours.resize_token_embeddings(size)
     kept = min(size, 96)
     assert (ours.config.vocab_size, ours.architecture.vocab, ours.get_input_embeddings().num_embeddings) == (size,) * 3
-    assert ours.config.exit_words == [word for word in (4, 9, 70) if word < size]
+    assert ours.config.exit_vocab == [word for word in (4, 9, 70) if word < size]
     assert torch.equal(ours(tokens).logits[..., :kept], before[..., :kept])
     after = ours.decoder.exit_logits(hidden, 2)
     assert after.shape[-1] == size

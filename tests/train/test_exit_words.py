@@ -247,11 +247,11 @@ def hub(exits: tuple[int, ...] = (0, 1)) -> FathomForCausalLM:
 
 def words_of(model: Any) -> list[int] | None:
     """What the decoder and the configuration both say; the rows are the head's."""
-    limited = model.decoder.exit_words
-    words = None if limited is None else limited.words_W.tolist()
-    assert model.config.exit_words == words
+    limited = model.decoder.exit_vocab
+    words = None if limited is None else limited.vocab_W.tolist()
+    assert model.config.exit_vocab == words
     if limited is not None:
-        assert torch.equal(limited.rows_WM, model.decoder.head_weight[limited.words_W])
+        assert torch.equal(limited.rows_WM, model.decoder.head_weight[limited.vocab_W])
     return words
 
 
@@ -268,7 +268,7 @@ def test_the_choice_is_kept_in_order_and_given_up() -> None:
     assert words_of(model) is None
     with pytest.raises(OptionError, match="no exits that could choose"):
         hub(()).limit_exits(WORDS)
-    assert FathomForCausalLM(FathomConfig.of(ARCHITECTURE, PLAIN.with_exits((1,)), exit_words=[3, 5])).decoder.exit_words
+    assert FathomForCausalLM(FathomConfig.of(ARCHITECTURE, PLAIN.with_exits((1,)), exit_vocab=[3, 5])).decoder.exit_vocab
 
 
 @pytest.mark.parametrize("quantize", [None, "int8"])
@@ -280,11 +280,11 @@ def test_words_are_saved_and_older_models_have_none(quantize: str | None, tmp_pa
     assert words_of(load(tmp_path / "model", dtype="bfloat16").to(torch.bfloat16)) == WORDS.tolist()
     place = tmp_path / "model/config.json"
     config = json.loads(place.read_text())
-    assert config["exit_words"] == WORDS.tolist()
+    assert config["exit_vocab"] == WORDS.tolist()
     assert not any("words" in name for name in load_file(tmp_path / "model/model.safetensors"))
     if quantize is None:
         assert words_of(AutoModelForCausalLM.from_pretrained(tmp_path / "model")) == WORDS.tolist()
-    del config["exit_words"]
+    del config["exit_vocab"]
     place.write_text(json.dumps(config))
     assert words_of(load(tmp_path / "model")) is None
 
@@ -298,16 +298,16 @@ def test_damaged_words_are_named(damage: Any, tmp_path: Path) -> None:
     save(hub(), tmp_path / "model")
     place = tmp_path / "model/config.json"
     config = json.loads(place.read_text())
-    place.write_text(json.dumps({**config, "exit_words": damage}))
-    with pytest.raises(CheckpointError, match=r"model: exit_words must be (different tokens in rising|a list of tokens)"):
+    place.write_text(json.dumps({**config, "exit_vocab": damage}))
+    with pytest.raises(CheckpointError, match=r"model: exit_vocab must be (different tokens in rising|a list of tokens)"):
         load(tmp_path / "model")
 
 
 def test_words_without_exits_are_named(tmp_path: Path) -> None:
     save(hub(()), tmp_path / "model")
     place = tmp_path / "model/config.json"
-    place.write_text(json.dumps({**json.loads(place.read_text()), "exit_words": [3]}))
-    with pytest.raises(CheckpointError, match="exit_words are what exits choose among, and the plan has none"):
+    place.write_text(json.dumps({**json.loads(place.read_text()), "exit_vocab": [3]}))
+    with pytest.raises(CheckpointError, match="exit_vocab requires a plan with exits"):
         load(tmp_path / "model")
 
 

@@ -42,7 +42,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "loss": {"exits": {"at": [2], "distill": "forward_kl", "adapter_rank": 2, "layer": True, "classifier": True}},
         "train": "exits",
     },
-    "exit_words": {
+    "exit_vocab": {
         "loss": {"exits": {"at": [2], "distill": "forward_kl", "head_rank": 2, "classifier": True, "words": 9}},
         "train": "exits",
     },

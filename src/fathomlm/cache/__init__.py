@@ -1,7 +1,7 @@
 """Keys and values by step of the depth plan."""
 
 from fathomlm.cache.dense import DenseCache, Entries, StepKV
-from fathomlm.cache.passing import Passing
+from fathomlm.cache.no_cache import NoCache
 from fathomlm.cache.routed import RoutedCache
 from fathomlm.cache.slots import Focus, SlotCache, Span
 from fathomlm.depth import DepthPlan
@@ -16,7 +16,7 @@ __all__ = [
     "DenseCache",
     "Entries",
     "Focus",
-    "Passing",
+    "NoCache",
     "RoutedCache",
     "SlotCache",
     "Span",

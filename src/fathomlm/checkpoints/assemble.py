@@ -86,7 +86,7 @@ def load_base(base: BaseCheckpoint, dtype: torch.dtype | None, device: torch.dev
 def finish(model: Model, tokenizer: Any | None) -> Model:
     """A model whose weights are in place, ready to run."""
     model.tokenizer = tokenizer
-    model.limit_exits(model.config.build_words())
+    model.limit_exits(model.config.build_exit_vocab())
     return model.eval()  # type: ignore[no-any-return]
 
 

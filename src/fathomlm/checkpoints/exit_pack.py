@@ -29,10 +29,10 @@ from fathomlm.checkpoints.shards import read_json
 from fathomlm.checkpoints.writing import check_room, whole_directory
 from fathomlm.depth import Architecture, DepthPlan, ExitParts, Relaxation
 from fathomlm.depth.bounds import BOUNDS
-from fathomlm.errors import CheckpointError, FathomError, OptionError, choices, is_whole
+from fathomlm.errors import CheckpointError, FathomError, OptionError, choices, is_int
 from fathomlm.jsonfile import shown
 from fathomlm.model.decoder import Decoder
-from fathomlm.model.exits import check_rising, check_words
+from fathomlm.model.exits import check_exit_vocab, check_rising
 from fathomlm.model.seq2seq import FathomForSeq2SeqLM, FathomModel
 
 FORMAT, VERSION = "fathomlm-exits", 1
@@ -160,7 +160,7 @@ def attach(model: Model, pack: ExitPack, *, any_base: bool = False) -> Model:
     config.plan = plan.to_dict()
     for name, value in _fields(pack.parts).items():
         setattr(config, name, value)
-    config.exit_words = None if pack.words is None else pack.words.tolist()
+    config.exit_vocab = None if pack.words is None else pack.words.tolist()
     with torch.device("meta"):
         result = type(model)(config)
     if isinstance(model, FathomForSeq2SeqLM):
@@ -178,10 +178,10 @@ def _own(decoder: Decoder) -> dict[str, Tensor]:
 
 def _words(decoder: Decoder, asked: Tensor | None) -> Tensor | None:
     """The words to store, in order: those that are asked for, else the decoder's."""
-    words = decoder.exit_words.words_W if asked is None and decoder.exit_words is not None else asked
+    words = decoder.exit_vocab.vocab_W if asked is None and decoder.exit_vocab is not None else asked
     if words is None:
         return None
-    check_words(words, decoder.architecture.vocab)
+    check_exit_vocab(words, decoder.architecture.vocab)
     return words.detach().to("cpu", torch.int32).sort().values
 
 
@@ -214,7 +214,7 @@ def _record(model: FathomModel, sample: BaseSample) -> dict[str, Any]:
 def _check_version(record: dict[str, Any], where: str) -> None:
     if record.get("format") != FORMAT:
         raise CheckpointError(f"{where} is no {KIND}: its format is {shown(record.get('format'))}, not '{FORMAT}'")
-    if not is_whole(version := record.get("version")) or version != VERSION:
+    if not is_int(version := record.get("version")) or version != VERSION:
         raise CheckpointError(f"{where} has version {shown(version)}; this FathomLM reads version {VERSION}")
 
 
@@ -224,11 +224,11 @@ def _read(record: dict[str, Any], path: Path, where: str) -> ExitPack:
     _check_names(base, ("architecture", "plan", "relaxation", "sample"), f"{where}, base")
     _check_names(parts, tuple(field.name for field in dataclasses.fields(ExitParts)), f"{where}, parts")
     for name, value in parts.items():
-        if not (isinstance(value, bool) if name in ("layer", "classifier") else is_whole(value)):
+        if not (isinstance(value, bool) if name in ("layer", "classifier") else is_int(value)):
             raise CheckpointError(f"{where}, parts: {name} is {shown(value)}")
-    if not isinstance(exits, list) or not exits or not all(is_whole(index) for index in exits):
+    if not isinstance(exits, list) or not exits or not all(is_int(index) for index in exits):
         raise CheckpointError(f"{where}: exits must be a list of steps, from 0")
-    if record[WORDS] is not None and (not is_whole(record[WORDS]) or abs(record[WORDS]) > BOUNDS["vocab"][1]):
+    if record[WORDS] is not None and (not is_int(record[WORDS]) or abs(record[WORDS]) > BOUNDS["vocab"][1]):
         raise CheckpointError(f"{where}: {WORDS} must be how many there are, or null")
     relaxation = base["relaxation"]
     pack = ExitPack(

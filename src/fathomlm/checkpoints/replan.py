@@ -41,7 +41,7 @@ def replan(
         config = configure(*parts, tokens, dtype)
     for field, value in exits.items():
         setattr(config, field, value)
-    config.exit_words = model.config.exit_words if plan.exits else None
+    config.exit_vocab = model.config.exit_vocab if plan.exits else None
     with torch.device("meta"):
         result = type(model)(config)
     if isinstance(model, FathomForSeq2SeqLM):

@@ -134,8 +134,8 @@ def _exits(args: argparse.Namespace) -> int:
     dtype = parse_dtype(args.dtype) or (model.decoder.embed.weight.dtype if args.exits is None else _stored(args.exits))
     write_pack(model, args.out, force=args.force, dtype=dtype, threshold=threshold)
     stored, exits = str(dtype).removeprefix("torch."), [index + 1 for index in model.plan.exits]
-    limited = model.decoder.exit_words
-    words = None if limited is None else len(limited.words_W)
+    limited = model.decoder.exit_vocab
+    words = None if limited is None else len(limited.vocab_W)
     size = _record(args, {"exits": exits}, {"weights": stored, "threshold": threshold is not None, "words": words})
     if args.json:
         return 0

@@ -31,7 +31,7 @@ from fathomlm.decode.state_copy import StateCopy
 from fathomlm.decode.static import Static
 from fathomlm.depth import DepthPlan, Step
 from fathomlm.model.decoder import Decoder
-from fathomlm.model.memory import Memory
+from fathomlm.model.encoder_memory import EncoderMemory
 
 
 class Method(Protocol):
@@ -82,7 +82,7 @@ def run(
     cache: SlotCache,
     exiting: Exiting,
     on_step: Callable[[int], None] | None = None,
-    memory: Memory | None = None,
+    memory: EncoderMemory | None = None,
 ) -> list[Generation]:
     """Continue each row behind what the cache holds of all of them."""
     begun = time.perf_counter()

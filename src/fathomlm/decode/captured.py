@@ -17,7 +17,7 @@ from fathomlm.decode.judge import leaves
 from fathomlm.decode.recorded import RecordedSteps
 from fathomlm.errors import OptionError
 from fathomlm.model.decoder import Decoder
-from fathomlm.model.memory import Memory
+from fathomlm.model.encoder_memory import EncoderMemory
 
 MODES = ("full", "static", "state-copy", "parallel", "speculative")
 
@@ -87,7 +87,7 @@ class CapturedDecoder:
         exiting: Exiting,
         max_new_tokens: int,
         ends: Collection[int] = (),
-        memory: Memory | None = None,
+        memory: EncoderMemory | None = None,
         on_token: Callable[[int, int], bool] | None = None,
     ) -> CapturedText:
         """Continue a prompt greedily, to an end token or `max_new_tokens`. `memory` is an encoder's output, of one row.
@@ -253,7 +253,7 @@ class CapturedDecoder:
         self._passed_deep(going, waiting)
         going.take(int(self.steps.tell()[1]), self.steps.layers)
 
-    def _check_memory(self, memory: Memory | None) -> None:
+    def _check_memory(self, memory: EncoderMemory | None) -> None:
         room = self.steps.source
         if (memory is None) != (room is None):
             wants = "needs `memory`, the encoder's output" if memory is None else "has no place for `memory`"

@@ -31,8 +31,8 @@ from fathomlm.decode.rows import Generation, Row
 from fathomlm.decode.sampling import Sampling, pick, row_generators, seen_tokens
 from fathomlm.errors import OptionError
 from fathomlm.model.decoder import Decoder
+from fathomlm.model.encoder_memory import EncoderMemory
 from fathomlm.model.hub import FathomForCausalLM
-from fathomlm.model.memory import Memory
 from fathomlm.model.route import DepthControl, RoutingTrace
 from fathomlm.model.seq2seq import FathomForSeq2SeqLM, FathomModel
 
@@ -58,7 +58,7 @@ def prefill(
     padding: Padding | None = None,
     control: DepthControl | None = None,
     trace: RoutingTrace | None = None,
-    memory: Memory | None = None,
+    memory: EncoderMemory | None = None,
 ) -> Tensor:
     """Run tokens behind what the cache holds; the scores for what follows the last of them, (B, V)."""
     depth = {"control": control, "trace": trace, "memory": memory}
@@ -79,7 +79,7 @@ def decode_step(
     padding: Padding | None = None,
     control: DepthControl | None = None,
     trace: RoutingTrace | None = None,
-    memory: Memory | None = None,
+    memory: EncoderMemory | None = None,
 ) -> Tensor:
     """One more token in each row; the scores for the next, (B, V)."""
     return prefill(decoder, tokens_B[:, None], cache, padding, control, trace, memory)
@@ -212,7 +212,7 @@ def _run(
     cache: AnyCache,
     on_step: Callable[[int], None] | None = None,
     control: DepthControl | None = None,
-    memory: Memory | None = None,
+    memory: EncoderMemory | None = None,
 ) -> None:
     """Prefill what the cache does not hold yet, then one token a row and pass until every row has finished."""
     begun = time.perf_counter()

@@ -13,19 +13,26 @@ from torch import Tensor
 
 from fathomlm.cache.static import StaticCache
 from fathomlm.depth import Architecture, Step
+from fathomlm.model.attention_mask import AttentionMask, AttentionMasks, TokenBatch, gathered_masks
 from fathomlm.model.decoder import Decoder
-from fathomlm.model.memory import Memory
-from fathomlm.model.sight import Rows, Sight, Sights, gathered_sights
+from fathomlm.model.encoder_memory import EncoderMemory
 
 
-def added_sights(
-    architecture: Architecture, steps: Sequence[Step], rows: Rows, dtype: torch.dtype, queries_BN: Tensor, keys_BK: Tensor
-) -> Sights:
-    """`gathered_sights`, masks as what is added to scores, which attention would otherwise make of them at every layer."""
-    sights = gathered_sights(architecture, steps, rows, dtype, queries_BN, keys_BK=keys_BK)
+def added_masks(
+    architecture: Architecture,
+    steps: Sequence[Step],
+    rows: TokenBatch,
+    dtype: torch.dtype,
+    queries_BN: Tensor,
+    keys_BK: Tensor,
+) -> AttentionMasks:
+    """`gathered_masks`, masks as what is added to scores, which attention would otherwise make of them at every layer."""
+    masks = gathered_masks(architecture, steps, rows, dtype, queries_BN, keys_BK=keys_BK)
     return {
-        window: Sight(sight.cos, sight.sin, _added(sight.mask, dtype), sight.causal, sight.memory)
-        for window, sight in sights.items()
+        window: AttentionMask(
+            attention.cos, attention.sin, _added(attention.mask, dtype), attention.causal, attention.memory
+        )
+        for window, attention in masks.items()
     }
 
 
@@ -35,15 +42,15 @@ def _added(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     return torch.zeros_like(mask, dtype=dtype).masked_fill(~mask, -torch.inf)
 
 
-def room_for(source: int, decoder: Decoder) -> Memory:
+def room_for(source: int, decoder: Decoder) -> EncoderMemory:
     """Room for an encoder's output of at most `source` tokens, of one row."""
     weight = decoder.embed.weight
     shape = (1, source, decoder.architecture.memory_width)
     states_1SM = torch.zeros(shape, device=weight.device, dtype=weight.dtype)
-    return Memory(states_1SM, torch.ones(1, source, dtype=torch.bool, device=weight.device), look=False)
+    return EncoderMemory(states_1SM, torch.ones(1, source, dtype=torch.bool, device=weight.device), look=False)
 
 
-def refill(room: Memory, memory: Memory, decoder: Decoder, rows: Rows, cache: StaticCache) -> None:
+def refill(room: EncoderMemory, memory: EncoderMemory, decoder: Decoder, rows: TokenBatch, cache: StaticCache) -> None:
     """Put an encoder's output into its room, with the keys and values that each step makes of it."""
     assert room.keep_BS is not None
     S = memory.states_BSM.shape[1]
@@ -51,14 +58,14 @@ def refill(room: Memory, memory: Memory, decoder: Decoder, rows: Rows, cache: St
     room.keep_BS[:, :S] = True if memory.keep_BS is None else memory.keep_BS
     room.states_BSM.zero_()
     room.states_BSM[:, :S] = memory.states_BSM
-    fresh = Memory(room.states_BSM, room.keep_BS, look=False)
+    fresh = EncoderMemory(room.states_BSM, room.keep_BS, look=False)
     rows = dataclasses.replace(rows, memory=fresh)
     weight, steps = decoder.embed.weight, decoder.plan.steps
     slots_1 = torch.full((1,), cache.scratch, device=weight.device)
     cache.focus(slots_1)
-    sights = gathered_sights(decoder.architecture, steps, rows, weight.dtype, slots_1[None], keys_BK=rows.positions_BT)
+    masks = gathered_masks(decoder.architecture, steps, rows, weight.dtype, slots_1[None], keys_BK=rows.positions_BT)
     # What comes out does not matter: each step makes what it keeps of the source.
-    decoder.run_steps(decoder.enter(torch.zeros_like(slots_1)[None]), steps, sights, cache)
+    decoder.run_steps(decoder.enter(torch.zeros_like(slots_1)[None]), steps, masks, cache)
     for step in steps:
         held, new = room.at(step, keeps=True), fresh.at(step, keeps=True)
         assert new.k is not None

@@ -19,9 +19,9 @@ from torch import Tensor
 
 from fathomlm.cache import Focus, SlotCache, Span
 from fathomlm.depth import Step
+from fathomlm.model.attention_mask import AttentionMasks, TokenBatch, gathered_masks
 from fathomlm.model.decoder import Decoder
-from fathomlm.model.memory import Memory
-from fathomlm.model.sight import Rows, Sights, gathered_sights
+from fathomlm.model.encoder_memory import EncoderMemory
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,7 @@ class Place:
     """Where the tokens of a pass are, and what they may look at."""
 
     focus: Focus
-    sights: Sights
+    masks: AttentionMasks
 
     @property
     def spans(self) -> tuple[Span, ...]:
@@ -39,7 +39,7 @@ class Place:
 class Passes:
     """A decoder over one cache, in parts. The only place that calls the decoder while tokens leave early."""
 
-    def __init__(self, decoder: Decoder, cache: SlotCache, rows: int, memory: Memory | None = None) -> None:
+    def __init__(self, decoder: Decoder, cache: SlotCache, rows: int, memory: EncoderMemory | None = None) -> None:
         """`memory` is the encoder's output for all rows, where there is one."""
         self.decoder = decoder
         self._memory = memory
@@ -54,10 +54,10 @@ class Passes:
         R, reach = len(spans), focus.reach
         slots_RS = torch.arange(reach, device=self._device).expand(R, reach)
         memory = None if self._memory is None else self._memory.select([span.row for span in spans])
-        rows = self.decoder.equipped(Rows(positions_BT=slots_RS, keep_BS=None, documents_BT=None, past=0), memory)
+        rows = self.decoder.equipped(TokenBatch(positions_BT=slots_RS, keep_BS=None, documents_BT=None, past=0), memory)
         dtype = self.decoder.embed.weight.dtype
-        sights = gathered_sights(self.decoder.architecture, self.decoder.plan, rows, dtype, focus.slots_RN, keys_BK=slots_RS)
-        return Place(focus, sights)
+        masks = gathered_masks(self.decoder.architecture, self.decoder.plan, rows, dtype, focus.slots_RN, keys_BK=slots_RS)
+        return Place(focus, masks)
 
     def enter(self, tokens: Sequence[Sequence[int]]) -> Tensor:
         """The stream in front of the first layer, (R, N, M)."""
@@ -70,7 +70,7 @@ class Passes:
         self.cache.focus(place.focus)
         for span in place.spans:
             self.layers_run[span.row] += span.count * len(steps)
-        return self.decoder.run_steps(x_RNM, steps, place.sights, self.cache)
+        return self.decoder.run_steps(x_RNM, steps, place.masks, self.cache)
 
     def read(self, x_RNM: Tensor, steps: Sequence[Step], exits: Sequence[int], place: Place) -> None:
         """A prompt through the first steps of the plan. Nothing is chosen in it, so of the exits' own layers only keys and
@@ -90,7 +90,7 @@ class Passes:
     def copy(self, x_RNM: Tensor, steps: Sequence[Step], place: Place) -> None:
         """State copying: each of these steps stores the keys and values that it makes of the same stream."""
         self.cache.focus(place.focus)
-        self.decoder.keep_entries(x_RNM, steps, place.sights, self.cache)
+        self.decoder.keep_entries(x_RNM, steps, place.masks, self.cache)
 
     def logits(self, x_RNM: Tensor, index: int) -> Tensor:
         """Scores after the step with this index, (R, N, V), of what `leave` gives there."""

@@ -11,7 +11,7 @@ import torch
 from fathomlm.checkpoints.confined import Refused, no_panic, render_chat
 from fathomlm.checkpoints.source import end_ids
 from fathomlm.errors import OptionError
-from fathomlm.model.memory import Memory
+from fathomlm.model.encoder_memory import EncoderMemory
 from fathomlm.model.seq2seq import FathomForSeq2SeqLM, FathomModel
 
 Prompt = str | Sequence[int]
@@ -47,7 +47,7 @@ def start_token(model: FathomForSeq2SeqLM) -> int:
 
 
 @torch.inference_mode()
-def read_sources(model: FathomForSeq2SeqLM, sources: Sequence[Sequence[int]]) -> Memory:
+def read_sources(model: FathomForSeq2SeqLM, sources: Sequence[Sequence[int]]) -> EncoderMemory:
     """The encoder's output for a batch of sources, padded on the right; padding is seen by no one."""
     longest = max(len(source) for source in sources)
     device = model.decoder.embed.weight.device

@@ -26,13 +26,13 @@ import torch
 from torch import Tensor
 
 from fathomlm.cache.static import StaticCache
-from fathomlm.decode.looks import added_sights, refill, room_for
+from fathomlm.decode.looks import added_masks, refill, room_for
 from fathomlm.decode.moves import clear, judge, move_on, push, settle
 from fathomlm.depth import Step
 from fathomlm.kernels.best_token import best_and_gap
+from fathomlm.model.attention_mask import AttentionMasks, TokenBatch
 from fathomlm.model.decoder import Decoder
-from fathomlm.model.memory import Memory
-from fathomlm.model.sight import Rows, Sights
+from fathomlm.model.encoder_memory import EncoderMemory
 
 ALIGNED = 16
 """Slots come in multiples of this many, or attention would copy the mask at every layer to align its rows."""
@@ -70,7 +70,7 @@ class RecordedSteps:
         self.cache = StaticCache(decoder.architecture, decoder.plan, length, self._device, self._dtype, exits)
         self._keys_1S = torch.arange(length + 1, device=self._device)[None]
         self._memory = room_for(source, decoder) if source is not None else None
-        rows = Rows(positions_BT=self._keys_1S, keep_BS=None, documents_BT=None, past=0)
+        rows = TokenBatch(positions_BT=self._keys_1S, keep_BS=None, documents_BT=None, past=0)
         self._rows = decoder.equipped(rows, self._memory)
         # What the recorded work moves on. The stack's spare places point at the scratch slot.
         self._choice, self._slot, self._count = (self._whole(1) for _ in range(3))
@@ -86,15 +86,15 @@ class RecordedSteps:
         self._recorded: dict[tuple[str, int, bool], Callable[[], None]] = {}
         self._pool: Any = None
         self._packed = decoder.pack_layers(self._own) if pack else None
-        self._look: Callable[..., Sights] = added_sights
+        self._look: Callable[..., AttentionMasks] = added_masks
         self._move_on, self._push, self._clear, self._judge = move_on, push, clear, judge
         if compile:
             decoder.compile_layers()
-            self._look = torch.compile(added_sights, dynamic=False)
+            self._look = torch.compile(added_masks, dynamic=False)
             moves = (move_on, push, clear, judge)
             self._move_on, self._push, self._clear, self._judge = (torch.compile(f, dynamic=False) for f in moves)
 
-    def look_at(self, memory: Memory) -> None:
+    def look_at(self, memory: EncoderMemory) -> None:
         """Put an encoder's output, of one row, where the recorded work looks. Its keys and values are made here, once."""
         assert self._memory is not None
         with _not_compiled():
@@ -150,7 +150,7 @@ class RecordedSteps:
         own = self.decoder.plan.exit_steps(layer - 1 for layer in self.exit_layers[number + 1 :])
         behind = (*self.decoder.plan.steps[self.exit_layers[number] :], *own)
         self.cache.focus(self._slot)
-        self.decoder.keep_entries(self._states_KM[None, :1], behind, self._sights(behind, self._slot), self.cache)
+        self.decoder.keep_entries(self._states_KM[None, :1], behind, self._masks(behind, self._slot), self.cache)
 
     def _conclude(self, logits_1V: Tensor) -> None:
         settle(logits_1V, self._choice, self._told)
@@ -165,24 +165,24 @@ class RecordedSteps:
         index = steps[-1].index
         own = self.decoder.plan.exit_steps((index,))
         self.cache.focus(slots_N)
-        sights = self._sights((*steps, *own), slots_N)
-        x_1NM = self.decoder.run_steps(x_1NM, steps, sights, self.cache, self._packed)
-        read_1NM = self.decoder.run_steps(x_1NM, own, sights, self.cache, self._packed)
+        masks = self._masks((*steps, *own), slots_N)
+        x_1NM = self.decoder.run_steps(x_1NM, steps, masks, self.cache, self._packed)
+        read_1NM = self.decoder.run_steps(x_1NM, own, masks, self.cache, self._packed)
         return x_1NM, self.decoder.exit_logits(read_1NM, index, layered=True)
 
     def _read(self, tokens_1N: Tensor, steps: Sequence[Step], slots_N: Tensor) -> None:
         """Tokens of a prompt through the first steps. Of the exits' own layers only keys and values are made."""
         plan, decoder = self.decoder.plan, self.decoder
         self.cache.focus(slots_N)
-        sights = self._sights((*steps, *self._own), slots_N)
+        masks = self._masks((*steps, *self._own), slots_N)
         x_1NM, first = decoder.enter(tokens_1N), 0
         for layer in self.exit_layers:
-            x_1NM = decoder.run_steps(x_1NM, steps[first:layer], sights, self.cache, self._packed)
-            decoder.keep_entries(x_1NM, plan.exit_steps((layer - 1,)), sights, self.cache)
+            x_1NM = decoder.run_steps(x_1NM, steps[first:layer], masks, self.cache, self._packed)
+            decoder.keep_entries(x_1NM, plan.exit_steps((layer - 1,)), masks, self.cache)
             first = layer
-        decoder.run_steps(x_1NM, steps[first:], sights, self.cache, self._packed)
+        decoder.run_steps(x_1NM, steps[first:], masks, self.cache, self._packed)
 
-    def _sights(self, steps: Sequence[Step], slots_N: Tensor) -> Sights:
+    def _masks(self, steps: Sequence[Step], slots_N: Tensor) -> AttentionMasks:
         return self._look(self.decoder.architecture, steps, self._rows, self._dtype, slots_N[None], keys_BK=self._keys_1S)
 
     # Recording and replaying.

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fathomlm.errors import OptionError, choices, is_number, is_whole, require
+from fathomlm.errors import OptionError, choices, is_int, is_number, require
 
 COLDEST = 1e-6
 """The lowest temperature that is not greedy; below it float32 scores lose their order."""
@@ -52,14 +52,14 @@ class Sampling:
         for name in ("max_new_tokens", "top_k"):
             least = 1 if name == "max_new_tokens" else 0
             value = getattr(self, name)
-            require(is_whole(value) and value >= least, name, f"an integer >= {least}", value)
+            require(is_int(value) and value >= least, name, f"an integer >= {least}", value)
         t, p = self.temperature, self.repetition_penalty
         require(is_number(t) and (t == 0 or t >= COLDEST), "temperature", f"0 (greedy) or at least {COLDEST:g}", t)
         require(is_number(self.top_p) and 0 < self.top_p <= 1, "top_p", "> 0 and <= 1", self.top_p)
         require(is_number(self.min_p) and 0 <= self.min_p <= 1, "min_p", "between 0 and 1", self.min_p)
         require(is_number(p) and 0.01 <= p <= 100, "repetition_penalty", "between 0.01 and 100 (1 is off)", p)
         seed = self.seed
-        require(seed is None or (is_whole(seed) and 0 <= seed < 2**63), "seed", "an integer from 0 to 2^63-1", seed)
+        require(seed is None or (is_int(seed) and 0 <= seed < 2**63), "seed", "an integer from 0 to 2^63-1", seed)
         strings = all(isinstance(text, str) and text for text in self.stop)
         require(strings, "stop", "one or more strings that are not empty", self.stop)
         require(isinstance(self.ignore_eos, bool), "ignore_eos", "True or False", self.ignore_eos)

@@ -16,7 +16,7 @@ from typing import Any, Literal, get_args
 from fathomlm.depth.bounds import check_record, check_size
 from fathomlm.depth.routing import Routing
 from fathomlm.depth.sharing import STRATEGIES, kept_apart, spread
-from fathomlm.errors import OptionError, PlanError, choices, is_whole
+from fathomlm.errors import OptionError, PlanError, choices, is_int
 from fathomlm.jsonfile import shown
 
 Resize = Literal["add", "drop"]
@@ -268,7 +268,7 @@ class DepthPlan:
         if not isinstance(layer := record.get("exit_layer", False), bool):
             raise PlanError(f"exit_layer must be true or false, got {layer!r}")
         exits = record.get("exits", [])
-        if not isinstance(exits, list) or not all(is_whole(index) for index in exits):
+        if not isinstance(exits, list) or not all(is_int(index) for index in exits):
             raise PlanError(f"the plan's exits must be a list of steps, got {shown(exits)}")
         plan = plan.with_exits(exits, layer=layer)
         if (routing := record.get("routing")) is not None:

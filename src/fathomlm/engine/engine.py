@@ -208,22 +208,22 @@ class Engine:
             self.scheduler.read(text.id, chunk.epoch, chunk.first + chunk.count, entries)
 
     def _hear(self, tick: int) -> None:
-        wholes, reals, record = self.runner.collect(tick)
+        ints, floats, record = self.runner.collect(tick)
         now = time.perf_counter()
-        for row, (_, epoch, token, depth, flags, index) in enumerate(wholes):
+        for row, (_, epoch, token, depth, flags, index) in enumerate(ints):
             if not flags:
                 continue
             job = self._by_epoch.get(epoch)
             if job is None or job.text.epoch != epoch:
                 continue  # it was stopped, or put aside, while this was on its way
             if flags & JUDGED and self._estimator is not None:
-                self._estimator.observe([reals[row][1]], [bool(flags & AGREED)])
+                self._estimator.observe([floats[row][1]], [bool(flags & AGREED)])
             if not flags & VALID:
                 continue
-            self._take(job, token, depth, flags, index, reals[row], record, row, now)
+            self._take(job, token, depth, flags, index, floats[row], record, row, now)
 
     def _take(
-        self, job: Job, token: int, depth: int, flags: int, index: int, reals: list[float], record: Record, row: int,
+        self, job: Job, token: int, depth: int, flags: int, index: int, floats: list[float], record: Record, row: int,
         now: float,
     ) -> None:  # fmt: skip
         text, request = job.text, job.request
@@ -252,16 +252,16 @@ class Engine:
             if request.logprobs:
                 likeliest = record.top_tokens_NK[row, : request.logprobs].tolist()
                 top = tuple(zip(likeliest, record.top_logprobs_NK[row, : request.logprobs].tolist(), strict=True))
-            job.logprobs.append(Logprobs(logprob=reals[0], top=top))
+            job.logprobs.append(Logprobs(logprob=floats[0], top=top))
         if kind != "whole":
             job.depths.append(depth)
         if kind == "exits":
-            job.sures.append(reals[1])
+            job.sures.append(floats[1])
         if job.tell is not None:
             job.tell(
                 TokenEvent(
-                    token=token, text=piece, index=index, logprob=None if request.logprobs is None else reals[0], top=top,
-                    depth=None if kind == "whole" else depth, confidence=reals[1] if kind == "exits" else None,
+                    token=token, text=piece, index=index, logprob=None if request.logprobs is None else floats[0], top=top,
+                    depth=None if kind == "whole" else depth, confidence=floats[1] if kind == "exits" else None,
                 )
             )  # fmt: skip
         if detokeniser.stopped:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from fathomlm.decode.sampling import Sampling
-from fathomlm.errors import OptionError, is_number, is_whole, require
+from fathomlm.errors import OptionError, is_int, is_number, require
 
 MAX_LOGPROBS = 20
 """The most alternatives whose log probabilities a request may ask for at each token."""
@@ -44,16 +44,16 @@ class Request:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "prompt", _token_ids(self.prompt))
-        require(is_whole(self.id), "id", "an integer", self.id)
+        require(is_int(self.id), "id", "an integer", self.id)
         require(isinstance(self.sampling, Sampling), "sampling", "a Sampling", self.sampling)
         asked = self.logprobs
-        allowed = asked is None or (is_whole(asked) and 0 <= asked <= MAX_LOGPROBS)
+        allowed = asked is None or (is_int(asked) and 0 <= asked <= MAX_LOGPROBS)
         require(allowed, "logprobs", f"None or an integer from 0 to {MAX_LOGPROBS}", asked)
         for name in ("presence_penalty", "frequency_penalty"):
             value = getattr(self, name)
             require(is_number(value) and -2 <= value <= 2, name, "between -2 and 2 (0 is off)", value)
         deepest = self.max_depth
-        require(deepest is None or (is_whole(deepest) and deepest >= 1), "max_depth", "None or at least 1", deepest)
+        require(deepest is None or (is_int(deepest) and deepest >= 1), "max_depth", "None or at least 1", deepest)
         sure = self.exit_threshold
         require(sure is None or (is_number(sure) and 0 <= sure <= 1), "exit_threshold", "None or from 0 to 1", sure)
         require(is_number(self.arrival), "arrival", "a time in seconds", self.arrival)

@@ -12,7 +12,7 @@ import torch
 from fathomlm.decode.exiting import Exiting
 from fathomlm.engine.engine import Engine, Totals
 from fathomlm.engine.options import EngineOptions
-from fathomlm.errors import is_number, is_whole, require
+from fathomlm.errors import is_int, is_number, require
 from fathomlm.model.hub import FathomForCausalLM
 
 
@@ -26,7 +26,7 @@ class Restarts:
     """Seconds of the window, counted back from now."""
 
     def __post_init__(self) -> None:
-        require(is_whole(self.most) and self.most >= 0, "restarts", "an integer >= 0", self.most)
+        require(is_int(self.most) and self.most >= 0, "restarts", "an integer >= 0", self.most)
         seconds = is_number(self.within) and self.within > 0
         require(seconds, "the window of restarts", "a number of seconds above 0", self.within)
 

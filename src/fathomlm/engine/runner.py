@@ -88,7 +88,7 @@ class Runner:
         self.program = self._program(ends, exiting, compiled)
         self._graphs: dict[How, torch.cuda.CUDAGraph] = {}
         self._pool: Any = None
-        rows = self.program.record.wholes_NC.shape[0]
+        rows = self.program.record.ints_NC.shape[0]
         self._heard = [
             Record.empty(rows, self.sampler.max_logprobs, self.device, pinned=gpu)
             for _ in range((self.sizes.lag + 2) * self.sizes.burst)
@@ -190,7 +190,7 @@ class Runner:
         if (event := self._events[at]) is not None:
             event.synchronize()
         record = self._heard[at]
-        return record.wholes_NC.tolist(), record.reals_NC.tolist(), record
+        return record.ints_NC.tolist(), record.floats_NC.tolist(), record
 
     def _record(self, how: How) -> None:
         """Record a tick. It is run a few times first, so that kernels are compiled; what those runs change is put back."""

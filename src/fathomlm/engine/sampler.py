@@ -76,7 +76,7 @@ class SamplerState:
         self.penalties = penalties
         self._device = device
         self._floats_SF = torch.tensor([NEUTRAL] * (slots + 1), device=device)
-        self._wholes_SW = torch.tensor([(vocab, 0)] * (slots + 1), device=device)
+        self._ints_SW = torch.tensor([(vocab, 0)] * (slots + 1), device=device)
         kept = slots + 1 if penalties else 0
         self._counts_SV = torch.zeros(kept, vocab, dtype=torch.int32, device=device)
         self._seen_SV = torch.zeros(kept, vocab, dtype=torch.bool, device=device)
@@ -108,8 +108,8 @@ class SamplerState:
         chosen = (min(sampling.temperature, HOTTEST), tail, sampling.min_p)
         penalties = (sampling.repetition_penalty, request.presence_penalty, request.frequency_penalty)
         self._floats_SF[slot].copy_(self._upload((*chosen, *penalties), torch.float32))
-        wholes = (min(sampling.top_k, self.vocab) or self.vocab, request.seed)
-        self._wholes_SW[slot].copy_(self._upload(wholes, torch.int64))
+        ints = (min(sampling.top_k, self.vocab) or self.vocab, request.seed)
+        self._ints_SW[slot].copy_(self._upload(ints, torch.int64))
         if request.penalised:
             self._recall(slot, request.prompt, generated)
         self._held[slot] = request
@@ -121,12 +121,12 @@ class SamplerState:
         if request is not None:
             self._needs.subtract(_needs(request))
             self._floats_SF[slot].copy_(self._floats_SF[self.scratch])
-            self._wholes_SW[slot].copy_(self._wholes_SW[self.scratch])
+            self._ints_SW[slot].copy_(self._ints_SW[self.scratch])
 
     def settings(self, slots_N: Tensor) -> Settings:
         floats = self._floats_SF.index_select(0, slots_N).unsqueeze(-1).unbind(1)
-        wholes = self._wholes_SW.index_select(0, slots_N).unsqueeze(-1).unbind(1)
-        return Settings(*floats, *wholes)
+        ints = self._ints_SW.index_select(0, slots_N).unsqueeze(-1).unbind(1)
+        return Settings(*floats, *ints)
 
     def penalise(self, scores_NV: Tensor, slots_N: Tensor, settings: Settings) -> Tensor:
         """Scores with the repetition penalty for prompt and text, then the other two for the text alone."""

@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 from fathomlm.depth import Architecture, DepthPlan, ExitParts, Relaxation
-from fathomlm.errors import OptionError, is_whole
+from fathomlm.errors import OptionError, is_int
 from fathomlm.model.exits import check_rising
 
 SMALLEST = Architecture(family="llama", layers=1, hidden=2, intermediate=2, heads=1, kv_heads=1, head_dim=2, vocab=2)
@@ -29,7 +29,7 @@ class FathomConfig(PreTrainedConfig):  # type: ignore[misc]
         exit_rank: int = 0,
         exit_adapter: int = 0,
         exit_classifier: bool = False,
-        exit_words: list[int] | None = None,
+        exit_vocab: list[int] | None = None,
         weight_format: str | None = None,
         **kwargs: Any,
     ) -> None:
@@ -41,7 +41,7 @@ class FathomConfig(PreTrainedConfig):  # type: ignore[misc]
         self.exit_rank = exit_rank
         self.exit_adapter = exit_adapter
         self.exit_classifier = exit_classifier
-        self.exit_words = exit_words
+        self.exit_vocab = exit_vocab
         """The tokens that exits choose among, rising; None is every token. `limit_exits` keeps the decoder in step."""
         self.weight_format = weight_format
         """How the files hold the weights, where that is not as numbers of `dtype`: int8."""
@@ -86,16 +86,16 @@ class FathomConfig(PreTrainedConfig):  # type: ignore[misc]
         names = ("exit_rank", "exit_adapter", "exit_classifier")
         return {name: getattr(self, name) for name in names}
 
-    def build_words(self) -> Tensor | None:
-        """`exit_words` as a tensor, checked."""
-        if self.exit_words is None:
+    def build_exit_vocab(self) -> Tensor | None:
+        """`exit_vocab` as a tensor, checked."""
+        if self.exit_vocab is None:
             return None
         if not self.plan.get("exits"):
-            raise OptionError("exit_words are what exits choose among, and the plan has none")
-        if not isinstance(self.exit_words, list) or not all(is_whole(word) for word in self.exit_words):
-            raise OptionError(f"exit_words must be a list of tokens, or null, got {self.exit_words!r:.60}")
-        check_rising(self.exit_words, self.vocab_size, "exit_words")
-        return torch.tensor(self.exit_words, device="cpu")
+            raise OptionError("exit_vocab requires a plan with exits")
+        if not isinstance(self.exit_vocab, list) or not all(is_int(word) for word in self.exit_vocab):
+            raise OptionError(f"exit_vocab must be a list of tokens, or null, got {self.exit_vocab!r:.60}")
+        check_rising(self.exit_vocab, self.vocab_size, "exit_vocab")
+        return torch.tensor(self.exit_vocab, device="cpu")
 
     def build_parts(self) -> tuple[Architecture, DepthPlan, Relaxation | None]:
         """The typed objects behind the JSON."""

@@ -13,14 +13,14 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from fathomlm.cache import Passing, RoutedCache
+from fathomlm.cache import NoCache, RoutedCache
 from fathomlm.depth import Step
 from fathomlm.errors import OptionError, UnsupportedModel
 from fathomlm.kernels.half import half_dtype, keeps_gradients
+from fathomlm.model.attention_mask import AttentionMasks, TokenBatch, full_masks, gathered_masks
 from fathomlm.model.blocks import Block, Packed
-from fathomlm.model.memory import Memory
+from fathomlm.model.encoder_memory import EncoderMemory
 from fathomlm.model.route import DepthControl, RoutedWalk, Routers, RoutingTrace, TopKOptions
-from fathomlm.model.sight import Rows, Sights, gathered_sights, whole_sights
 from fathomlm.model.stack import Cache, LayerStack, reset_module, scaled
 
 Recompute = Literal["none", "inner", "recursion", "layer"]
@@ -29,7 +29,7 @@ activations, cheap to make; a compiled layer without relaxation does so, any oth
 
 
 class _Walk(Protocol):
-    def __call__(self, x: Tensor, steps: Sequence[Step], sights: Sights, kv: Cache | Passing) -> Tensor: ...
+    def __call__(self, x: Tensor, steps: Sequence[Step], masks: AttentionMasks, kv: Cache | NoCache) -> Tensor: ...
 
 
 class Decoder(LayerStack):
@@ -38,7 +38,7 @@ class Decoder(LayerStack):
     _pack: Callable[[Block, torch.dtype], Packed] | None = None
     """Compiled, where a training pass is."""
     _look_up: Callable[[Tensor, Tensor, float, torch.dtype], Tensor] | None = None
-    _see: Callable[..., Sights] = staticmethod(gathered_sights)
+    _see: Callable[..., AttentionMasks] = staticmethod(gathered_masks)
 
     def compile_for_training(self, backend: str = "inductor") -> None:
         """Compile all that a training pass runs."""
@@ -47,7 +47,7 @@ class Decoder(LayerStack):
         self._look_up = torch.compile(_look_up, dynamic=False, backend=backend)
         if self.routers is not None:
             self.routers.compile_parts(backend)
-            self._see = torch.compile(gathered_sights, dynamic=False, backend=backend)
+            self._see = torch.compile(gathered_masks, dynamic=False, backend=backend)
 
     def forward(
         self,
@@ -57,7 +57,7 @@ class Decoder(LayerStack):
         keep_BS: Tensor | None = None,
         cache: Cache | None = None,
         embeddings_BTM: Tensor | None = None,
-        memory: Memory | None = None,
+        memory: EncoderMemory | None = None,
         control: DepthControl | None = None,
         trace: RoutingTrace | None = None,
         states: list[Tensor] | None = None,
@@ -73,10 +73,10 @@ class Decoder(LayerStack):
         x = self._embed(tokens_BT) if embeddings_BTM is None else self._scale(embeddings_BTM)
         past = 0 if cache is None else cache.length
         ids = tokens_BT if embeddings_BTM is None else None
-        rows = self.equipped(Rows.of(x, positions_BT, keep_BS, past=past, tokens_BT=ids), memory)
+        rows = self.equipped(TokenBatch.of(x, positions_BT, keep_BS, past=past, tokens_BT=ids), memory)
         control = DepthControl() if control is None else control
-        kv = Passing(self.plan) if cache is None else cache
-        sights = whole_sights(self.architecture, self.plan, rows, x.dtype)
+        kv = NoCache(self.plan) if cache is None else cache
+        masks = full_masks(self.architecture, self.plan, rows, x.dtype)
         if control.bias and (self.plan.routing is None or self.plan.routing.random):
             raise OptionError("a depth bias moves what a router decides; this model has none that learned to")
         if states is not None and self.plan.routing is not None:
@@ -86,22 +86,22 @@ class Decoder(LayerStack):
             deepest = control.recursions(self.plan.recursions)
             steps = [step for step in self.plan if step.recursion < deepest]
             if states is None:
-                x = self._walk(x, steps, sights, kv)
+                x = self._walk(x, steps, masks, kv)
             else:
                 states.append(x)
                 for step in steps:
-                    x = self._walk(x, (step,), sights, kv)
+                    x = self._walk(x, (step,), masks, kv)
                     states.append(x)
         else:
             routed = self._routed(self._walk)
-            x = self._walk(x, self._part("prelude"), sights, kv)
+            x = self._walk(x, self._part("prelude"), masks, kv)
             if isinstance(kv, RoutedCache):
                 x = routed.cached(x, rows, kv, control, trace)
-            elif isinstance(kv, Passing):
+            elif isinstance(kv, NoCache):
                 x = routed.whole(x, rows, kv, control, trace)
             else:
                 raise ValueError("a routed model keeps its entries in a RoutedCache (fathomlm.cache.build_cache)")
-            x = self._walk(x, self._part("coda"), sights, kv)
+            x = self._walk(x, self._part("coda"), masks, kv)
         if cache is not None:
             cache.advance(x.shape[1])
         out: Tensor = self.norm(x)
@@ -114,7 +114,7 @@ class Decoder(LayerStack):
         at: Collection[int] = (),
         keep_BS: Tensor | None = None,
         documents_BT: Tensor | None = None,
-        memory: Memory | None = None,
+        memory: EncoderMemory | None = None,
         recompute: Recompute = "none",
         causal: bool = False,
         top_k: TopKOptions | None = None,
@@ -128,29 +128,29 @@ class Decoder(LayerStack):
         among packed documents.
         """
         x = self._stream(tokens_BT)
-        rows = self.equipped(Rows.of(x, None, keep_BS, past=0, documents_BT=documents_BT, tokens_BT=tokens_BT), memory)
-        sights = whole_sights(self.architecture, self.plan, rows, x.dtype)
-        kv = Passing(self.plan)
+        rows = self.equipped(TokenBatch.of(x, None, keep_BS, past=0, documents_BT=documents_BT, tokens_BT=tokens_BT), memory)
+        masks = full_masks(self.architecture, self.plan, rows, x.dtype)
+        kv = NoCache(self.plan)
         walk = partial(self._walk, packed=self._packed(x), keep_inner=recompute != "inner")
         if self.plan.routing is not None:
-            return self._routed_states(x, rows, sights, kv, at, walk, recompute, causal, top_k, trace)
+            return self._routed_states(x, rows, masks, kv, at, walk, recompute, causal, top_k, trace)
         found: dict[int, Tensor] = {}
         for steps in self._segments(at, recompute):
-            x = self._again(walk, recompute)(x, steps, sights, kv)
+            x = self._again(walk, recompute)(x, steps, masks, kv)
             last = steps[-1].index
             if last in at or last == self.plan.unrolled_layers - 1:
                 found[last] = x
             for own in self.plan.exit_steps((last,)):
                 if own.index in at:
-                    found[own.index] = self._again(walk, recompute)(x, (own,), sights, kv)
+                    found[own.index] = self._again(walk, recompute)(x, (own,), masks, kv)
         return found
 
     def _routed_states(
         self,
         x: Tensor,
-        rows: Rows,
-        sights: Sights,
-        kv: Passing,
+        rows: TokenBatch,
+        masks: AttentionMasks,
+        kv: NoCache,
         at: Collection[int],
         walk: _Walk,
         recompute: Recompute,
@@ -162,14 +162,14 @@ class Decoder(LayerStack):
         if set(at) - {last}:
             raise ValueError("a routed model has one output, after its last step")
         routed = self._routed(self._again(walk, recompute))
-        x = walk(x, self._part("prelude"), sights, kv)
+        x = walk(x, self._part("prelude"), masks, kv)
         if causal:
             x = routed.whole(x, rows, kv, DepthControl(), trace)
         elif routed.routing.kind == "token":
             x = routed.by_depth(x, rows, kv, trace)
         else:
             x = routed.top_k(x, rows, kv, top_k or TopKOptions(), trace)
-        return {last: walk(x, self._part("coda"), sights, kv)}
+        return {last: walk(x, self._part("coda"), masks, kv)}
 
     def _segments(self, at: Collection[int], recompute: Recompute) -> Iterator[Sequence[Step]]:
         """The steps in runs that end where a state is asked for, or where recomputation starts anew."""
@@ -207,10 +207,10 @@ class Decoder(LayerStack):
             return walk
         self.plan.check_recompute(recompute)
 
-        def run(x: Tensor, steps: Sequence[Step], sights: Sights, kv: Cache | Passing) -> Tensor:
+        def run(x: Tensor, steps: Sequence[Step], masks: AttentionMasks, kv: Cache | NoCache) -> Tensor:
             parts = [[step] for step in steps] if recompute == "layer" else [steps]
             for part in parts:
-                x = checkpoint(walk, x, part, sights, kv, use_reentrant=False)
+                x = checkpoint(walk, x, part, masks, kv, use_reentrant=False)
             return x
 
         return run

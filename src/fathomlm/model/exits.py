@@ -59,7 +59,7 @@ class ExitClassifier(nn.Module):
         return F.linear(hidden, self.weight, self.bias)[..., 0]
 
 
-class ExitWords(nn.Module):
+class ExitVocab(nn.Module):
     """The words that exits choose among, and their rows of the head, copied so that only those are read: in a small model
     the head is most of what a token reads up to an exit. Drafts lose little by it, and what verifies them sees every word.
 
@@ -67,36 +67,36 @@ class ExitWords(nn.Module):
     Shapes: W words.
     """
 
-    words_W: Tensor
+    vocab_W: Tensor
     rows_WM: Tensor
 
-    def __init__(self, words_W: Tensor, head_VM: Tensor) -> None:
+    def __init__(self, vocab_W: Tensor, head_VM: Tensor) -> None:
         super().__init__()
         self.vocab = head_VM.shape[0]
-        check_words(words_W, self.vocab)
-        words_W = words_W.to(head_VM.device, torch.long)
-        self.register_buffer("words_W", words_W, persistent=False)
-        self.register_buffer("rows_WM", head_VM.detach()[words_W].clone(), persistent=False)
+        check_exit_vocab(vocab_W, self.vocab)
+        vocab_W = vocab_W.to(head_VM.device, torch.long)
+        self.register_buffer("vocab_W", vocab_W, persistent=False)
+        self.register_buffer("rows_WM", head_VM.detach()[vocab_W].clone(), persistent=False)
 
     @torch.no_grad()
     def take_rows(self, head_VM: Tensor) -> None:
         """Copy the rows anew, in the same place, where other weights were put into the head."""
-        self.rows_WM.copy_(head_VM[self.words_W])
+        self.rows_WM.copy_(head_VM[self.vocab_W])
 
     def logits(self, hidden_BTM: Tensor, delta: LoraDelta | None) -> Tensor:
         """Scores over the vocabulary, -inf for all other words."""
         few_BTW = F.linear(hidden_BTM, self.rows_WM)
         if delta is not None:
-            few_BTW = few_BTW + F.linear(F.linear(hidden_BTM, delta.a), delta.b[self.words_W])
+            few_BTW = few_BTW + F.linear(F.linear(hidden_BTM, delta.a), delta.b[self.vocab_W])
         none_BTV = few_BTW.new_full((*few_BTW.shape[:-1], self.vocab), -torch.inf)
-        return none_BTV.index_copy(-1, self.words_W, few_BTW)
+        return none_BTV.index_copy(-1, self.vocab_W, few_BTW)
 
 
-def check_words(words_W: Tensor, vocab: int) -> None:
+def check_exit_vocab(vocab_W: Tensor, vocab: int) -> None:
     """Refuse what exits cannot choose among."""
-    if words_W.dim() != 1 or words_W.is_floating_point() or len(set(words_W.tolist())) != len(words_W) or not len(words_W):
+    if vocab_W.dim() != 1 or vocab_W.is_floating_point() or len(set(vocab_W.tolist())) != len(vocab_W) or not len(vocab_W):
         raise OptionError("the words of an exit must be one or more different tokens")
-    if int(words_W.min()) < 0 or int(words_W.max()) >= vocab:
+    if int(vocab_W.min()) < 0 or int(vocab_W.max()) >= vocab:
         raise OptionError(f"the words of an exit must be tokens of the model, from 0 to {vocab - 1}")
 
 

@@ -49,16 +49,16 @@ class Shell(PreTrainedModel):  # type: ignore[misc]
         """Make what follows from weights, where there are any yet: DoRA's row lengths, and the rows of exits' words."""
         if self.decoder.embed.weight.device.type != "meta":
             self.decoder.match_lengths()
-            self.limit_exits(self.config.build_words())
+            self.limit_exits(self.config.build_exit_vocab())
 
-    def limit_exits(self, words_W: Tensor | None) -> None:
+    def limit_exits(self, vocab_W: Tensor | None) -> None:
         """Let early exits choose among some words only, or (None) among all, and keep the choice with the model. Say so
         after the weights are there, and again when they change."""
-        if words_W is not None and not self.plan.exits:
+        if vocab_W is not None and not self.plan.exits:
             raise OptionError("the model has no exits that could choose among some words")
-        ordered_W = None if words_W is None else words_W.sort().values
+        ordered_W = None if vocab_W is None else vocab_W.sort().values
         self.decoder.limit_exits(ordered_W)
-        self.config.exit_words = None if ordered_W is None else ordered_W.tolist()
+        self.config.exit_vocab = None if ordered_W is None else ordered_W.tolist()
 
     def _init_weights(self, module: nn.Module) -> None:
         """transformers asks this of each module that holds parameters directly and was not read from a file; an encoder's
@@ -85,7 +85,7 @@ class Shell(PreTrainedModel):  # type: ignore[misc]
         if vocab != self.architecture.vocab:
             self.decoder.resize_vocab(vocab)
             self.config.architecture = self.architecture.to_dict()
-            words = self.config.exit_words
+            words = self.config.exit_vocab
             kept = (
                 None if words is None else torch.tensor([word for word in words if word < vocab], device=embed.weight.device)
             )
@@ -103,7 +103,7 @@ class Shell(PreTrainedModel):  # type: ignore[misc]
                 f"{args[0] if args else 'the model'} holds {model.config.weight_format} weights with scales, which "
                 "fathomlm.load reads and transformers does not; save what it gives to have plain weights"
             )
-        model.limit_exits(model.config.build_words())
+        model.limit_exits(model.config.build_exit_vocab())
         return found
 
     def save_pretrained(self, save_directory: str | Path, **kwargs: Any) -> None:

@@ -21,8 +21,8 @@ from fathomlm.depth import Architecture, DepthPlan, Relaxation
 from fathomlm.errors import OptionError
 from fathomlm.model.decoder import Decoder
 from fathomlm.model.encoder import build_encoder, encoder_record
+from fathomlm.model.encoder_memory import EncoderMemory
 from fathomlm.model.hub import FathomConfig, FathomForCausalLM, Shell, check_outputs, wanted_states
-from fathomlm.model.memory import Memory
 
 IGNORED_LABEL = -100
 NO_PLACE = {
@@ -94,11 +94,11 @@ class FathomForSeq2SeqLM(Shell):
         self.post_init()
         self.fit_weights()
 
-    def encode(self, tokens_BS: Tensor, keep_BS: Tensor | None = None) -> Memory:
+    def encode(self, tokens_BS: Tensor, keep_BS: Tensor | None = None) -> EncoderMemory:
         """The encoder's output, for as many calls of the decoder as are wanted. `keep_BS` is False (or 0) at padding."""
         return self._encode(tokens_BS, keep_BS)[0]
 
-    def _encode(self, tokens_BS: Tensor, keep_BS: Tensor | None, *, hidden: bool = False) -> tuple[Memory, Any]:
+    def _encode(self, tokens_BS: Tensor, keep_BS: Tensor | None, *, hidden: bool = False) -> tuple[EncoderMemory, Any]:
         """The same, and the encoder's hidden states where they are wanted."""
         if keep_BS is None:
             keep_BS = torch.ones_like(tokens_BS)
@@ -106,7 +106,7 @@ class FathomForSeq2SeqLM(Shell):
             raise ValueError("every source needs a token that is not padding")
         embedded_BSM = self.decoder.embed(tokens_BS)
         made = self.encoder(inputs_embeds=embedded_BSM, attention_mask=keep_BS.long(), output_hidden_states=hidden)
-        return Memory(made.last_hidden_state, keep_BS.bool()), made.hidden_states if hidden else None
+        return EncoderMemory(made.last_hidden_state, keep_BS.bool()), made.hidden_states if hidden else None
 
     def shift_right(self, labels_BT: Tensor) -> Tensor:
         """What the decoder reads while it learns to say `labels_BT`: the start token, then all labels but the last."""
@@ -125,7 +125,7 @@ class FathomForSeq2SeqLM(Shell):
         decoder_input_ids: Tensor | None = None,
         decoder_attention_mask: Tensor | None = None,
         labels: Tensor | None = None,
-        memory: Memory | None = None,
+        memory: EncoderMemory | None = None,
         num_items_in_batch: Tensor | int | None = None,
         output_hidden_states: bool | None = None,
         **kwargs: Any,

@@ -13,18 +13,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fathomlm.cache import Entries, Passing, StepKV
+from fathomlm.cache import Entries, NoCache, StepKV
 from fathomlm.depth import Architecture, DepthPlan, LinearSpec, Relaxation, Step
 from fathomlm.errors import OptionError, UnsupportedModel
 from fathomlm.kernels.norm import RMSNorm
+from fathomlm.model.attention_mask import AttentionMasks, TokenBatch
 from fathomlm.model.blocks import Block, Packed, StepContext, build_block
 from fathomlm.model.blocks.parts import build_norm
-from fathomlm.model.exits import ExitAdapter, ExitClassifier, ExitWords
-from fathomlm.model.memory import Memory
+from fathomlm.model.encoder_memory import EncoderMemory
+from fathomlm.model.exits import ExitAdapter, ExitClassifier, ExitVocab
 from fathomlm.model.relative import RelativeBias
 from fathomlm.model.relax import LoraDelta, StepDelta, build_deltas, build_encodings
 from fathomlm.model.route import Routers, build_routers
-from fathomlm.model.sight import Rows, Sights
 
 MOST_SHAPES = 64
 """Of one layer in a run: recursions times the stairs of a capacity's warm-up, with gradients and without."""
@@ -84,7 +84,7 @@ class LayerStack(nn.Module):
             {str(index): ExitClassifier(architecture) for index in plan.exits if exit_classifier}
         )
         """By the index of a step, as exit heads are: from `exit_hidden` to one score, high where leaving is safe."""
-        self.exit_words: ExitWords | None = None
+        self.exit_vocab: ExitVocab | None = None
         """What early exits choose among, where that is not every word."""
 
     def compile_layers(self, backend: str = "inductor") -> None:
@@ -124,9 +124,9 @@ class LayerStack(nn.Module):
             if (delta := self.delta(step)) is not None:
                 delta.match_lengths(self.layers[step.layer])
 
-    def equipped(self, rows: Rows, memory: Memory | None = None) -> Rows:
+    def equipped(self, rows: TokenBatch, memory: EncoderMemory | None = None) -> TokenBatch:
         """The rows of a pass with what this decoder looks at beside its own tokens: its position bias, and the encoder's
-        output. Sights that are made from them carry both to every step, also in a walk over a part of the plan."""
+        output. Masks that are made from them carry both to every step, also in a walk over a part of the plan."""
         if self.architecture.cross != (memory is not None):
             wants = "needs `memory`, the encoder's output" if self.architecture.cross else "has no place for `memory`"
             raise ValueError(f"a {self.architecture.family} decoder {wants}")
@@ -164,10 +164,10 @@ class LayerStack(nn.Module):
             new_VR[:rows] = old_VR.detach()[:rows]
             delta.b = nn.Parameter(new_VR, requires_grad=old_VR.requires_grad)
 
-    def limit_exits(self, words_W: Tensor | None) -> None:
+    def limit_exits(self, vocab_W: Tensor | None) -> None:
         """Let early exits choose among some words only, or (None) among all. Say so after the weights are there, and again
         when they change."""
-        self.exit_words = None if words_W is None else ExitWords(words_W, self.head_weight)
+        self.exit_vocab = None if vocab_W is None else ExitVocab(vocab_W, self.head_weight)
 
     def exit_delta(self, index: int) -> LoraDelta | None:
         """What the exit after step `index` adds to the head, or None."""
@@ -185,13 +185,13 @@ class LayerStack(nn.Module):
         self,
         x_BTM: Tensor,
         steps: Sequence[Step],
-        sights: Sights,
+        masks: AttentionMasks,
         cache: Cache,
         packed: Mapping[int, Packed] | None = None,
     ) -> Tensor:
         """The residual stream after some steps of the plan: a part of a pass, for decoding that leaves early. An exit's own
         step makes of it what that exit reads. `packed` are weights from `pack_layers`."""
-        return self._walk(x_BTM, steps, sights, cache, packed)
+        return self._walk(x_BTM, steps, masks, cache, packed)
 
     @torch.no_grad()
     def pack_layers(self, own: Sequence[Step] = ()) -> dict[int, Packed]:
@@ -202,12 +202,12 @@ class LayerStack(nn.Module):
         dtype = self.embed.weight.dtype
         return {i: layer.pack(dtype) for i, layer in layers.items() if isinstance(layer, Block) and layer.packs}
 
-    def keep_entries(self, x_BTM: Tensor, steps: Sequence[Step], sights: Sights, cache: Cache) -> None:
+    def keep_entries(self, x_BTM: Tensor, steps: Sequence[Step], masks: AttentionMasks, cache: Cache) -> None:
         """Store what steps would make of the same residual stream as keys and values; nothing else of them runs."""
         for step in steps:
             layer = self._layer(step)
             assert isinstance(layer, Block)
-            layer.keep_entries(x_BTM, self._context(step, sights, cache))
+            layer.keep_entries(x_BTM, self._context(step, masks, cache))
 
     def exit_hidden(self, x_BTM: Tensor, index: int, *, layered: bool = False) -> Tensor:
         """What the head reads after step `index`: the residual stream through that exit's adapter and the final norm.
@@ -233,8 +233,8 @@ class LayerStack(nn.Module):
         """Scores after step `index`, from the residual stream: adapter, final norm, head, and what the exit adds to it. See
         `exit_hidden` for exits with a layer of their own."""
         hidden_BTM = self.exit_hidden(x_BTM, index, layered=layered)
-        if self.exit_words is not None and index != self.plan.unrolled_layers - 1:
-            return self.exit_words.logits(hidden_BTM, self.exit_delta(index))
+        if self.exit_vocab is not None and index != self.plan.unrolled_layers - 1:
+            return self.exit_vocab.logits(hidden_BTM, self.exit_delta(index))
         logits_BTV, delta = self.logits(hidden_BTM), self.exit_delta(index)
         return logits_BTV if delta is None else logits_BTV + F.linear(F.linear(hidden_BTM, delta.a), delta.b)
 
@@ -248,14 +248,14 @@ class LayerStack(nn.Module):
         self,
         x: Tensor,
         steps: Sequence[Step],
-        sights: Sights,
-        kv: Cache | Passing,
+        masks: AttentionMasks,
+        kv: Cache | NoCache,
         packed: Mapping[int, Packed] | None = None,
         keep_inner: bool = True,
     ) -> Tensor:
         """Run some steps of the plan, in order."""
         for step in steps:
-            x = self._layer(step)(x, self._context(step, sights, kv, packed, keep_inner))
+            x = self._layer(step)(x, self._context(step, masks, kv, packed, keep_inner))
             if self.encodings and self.plan.is_last_of_recursion(step):
                 x = (x * self.encodings[step.recursion]).to(x.dtype)
         return x
@@ -268,16 +268,16 @@ class LayerStack(nn.Module):
     def _context(
         self,
         step: Step,
-        sights: Sights,
-        kv: Cache | Passing,
+        masks: AttentionMasks,
+        kv: Cache | NoCache,
         packed: Mapping[int, Packed] | None = None,
         keep_inner: bool = True,
     ) -> StepContext:
-        sight = sights[self.architecture.window(step.origin)]
+        attention = masks[self.architecture.window(step.origin)]
         return StepContext(
-            sight.cos, sight.sin, sight.mask, sight.causal, kv.at(step), kv.reads(step), self.delta(step),
+            attention.cos, attention.sin, attention.mask, attention.causal, kv.at(step), kv.reads(step), self.delta(step),
             packed=None if packed is None else packed.get(step.layer),
-            memory=None if sight.memory is None else sight.memory.at(step, keeps=not isinstance(kv, Passing)),
+            memory=None if attention.memory is None else attention.memory.at(step, keeps=not isinstance(kv, NoCache)),
             keep_inner=keep_inner,
         )  # fmt: skip
 

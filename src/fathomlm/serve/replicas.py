@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from fathomlm.errors import FathomError, OptionError, is_whole, require
+from fathomlm.errors import FathomError, OptionError, is_int, require
 from fathomlm.serve.options import ServeOptions
 
 if TYPE_CHECKING:
@@ -54,9 +54,9 @@ class ReplicaOptions:
     def __post_init__(self) -> None:
         for name in ("replicas", "cpus", "ongoing", "most_ongoing"):
             value = getattr(self, name)
-            require(is_whole(value) and value >= 1, name, "an integer >= 1", value)
+            require(is_int(value) and value >= 1, name, "an integer >= 1", value)
         most = self.max_replicas
-        fits = most is None or (is_whole(most) and most >= self.replicas)
+        fits = most is None or (is_int(most) and most >= self.replicas)
         require(fits, "max_replicas", f"at least the {self.replicas} replicas there are from the start", most)
 
     @property

@@ -168,7 +168,7 @@ def _head(recipe: Recipe, parts: Parts, tokens: int) -> int:
     taught = loss.exits is not None and loss.exits.distill is not None
     hidden = (tokens, a.hidden)
     logits = max(_logits(recipe, a.vocab, loss.distill is not None, hidden), _logits(recipe, early, taught, hidden))
-    copied = 4 * early * a.hidden if parts.exit_words else 0
+    copied = 4 * early * a.hidden if parts.exit_vocab else 0
     learned = 4 * a.vocab * a.hidden if recipe.train == "all" else 0
     kept = learned + 4 * tokens * a.hidden if not recipe.exits_only else 0
     exits = len(parts.plan.exits) * (kept or _frozen_head(parts, tokens))

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from fathomlm.model.decoder import Decoder, Recompute
-from fathomlm.model.exits import ExitWords
+from fathomlm.model.exits import ExitVocab
 from fathomlm.model.route import RoutingTrace, TopKOptions
 from fathomlm.model.route.metrics import RoutingMeter
 from fathomlm.train.data.loader import IGNORE
@@ -77,7 +77,7 @@ class Objective(nn.Module):
         """The same to the step, where the warm-up is smooth. One tensor for all steps: a recorded pass reads it in place."""
         self.meter: RoutingMeter | None = None
         """Told of every routed pass, where there is one."""
-        words = decoder.exit_words
+        words = decoder.exit_vocab
         self.register_buffer("places_V", None if words is None else _places(words), persistent=False)
 
     def compile_parts(self, backend: str = "inductor") -> None:
@@ -177,7 +177,7 @@ class Objective(nn.Module):
                 choices_N=choices.get(output.index),
             )
             if words is not None and self._classifies:
-                choices[output.index] = words.words_W[choices[output.index]]
+                choices[output.index] = words.vocab_W[choices[output.index]]
             total = total + loss
             parts |= dict(zip(_part_names(output), sums, strict=False))
         if self._classifies:
@@ -221,11 +221,11 @@ class Objective(nn.Module):
         beside = routers is not None and len(routers.aux) > 0  # learns from this loss only, and DDP waits for its gradient
         return total + sum(w * found[name] for name, w in weights.items() if w or (beside and name == "router"))
 
-    def _words(self, index: int) -> ExitWords | None:
+    def _words(self, index: int) -> ExitVocab | None:
         """The words that the output after a step chooses among; None is every word."""
-        return None if index == self._outputs[-1].index else self.decoder.exit_words
+        return None if index == self._outputs[-1].index else self.decoder.exit_vocab
 
-    def _head(self, index: int, hidden_NM: Tensor, words: ExitWords | None) -> tuple[Tensor, Tensor]:
+    def _head(self, index: int, hidden_NM: Tensor, words: ExitVocab | None) -> tuple[Tensor, Tensor]:
         """Hidden states and head of an output. An exit's low-rank delta joins both as extra columns: W h + B (A h). Of
         some words there are their rows only."""
         weight = self.decoder.head_weight if words is None else words.rows_WM
@@ -233,10 +233,10 @@ class Objective(nn.Module):
         if delta is None:
             return hidden_NM, weight
         inner = torch.nn.functional.linear(hidden_NM, delta.a)
-        outer = delta.b if words is None else delta.b.index_select(0, words.words_W)
+        outer = delta.b if words is None else delta.b.index_select(0, words.vocab_W)
         return torch.cat((hidden_NM, inner.to(hidden_NM.dtype)), dim=1), torch.cat((weight, outer), dim=1)
 
-    def _self_teacher(self, normed_BTM: Tensor, words: ExitWords | None) -> Teacher:
+    def _self_teacher(self, normed_BTM: Tensor, words: ExitVocab | None) -> Teacher:
         weight = self.decoder.head_weight.detach() if words is None else words.rows_WM
         return Teacher(normed_BTM.detach().flatten(0, 1), weight)
 
@@ -265,10 +265,10 @@ class Objective(nn.Module):
         return total + recipe.weight * error, error
 
 
-def _places(words: ExitWords) -> Tensor:
+def _places(words: ExitVocab) -> Tensor:
     """Where each token of the vocabulary stands among the words; IGNORE is nowhere."""
-    places_V = torch.full((words.vocab,), IGNORE, dtype=torch.long, device=words.words_W.device)
-    places_V[words.words_W] = torch.arange(len(words.words_W), device=places_V.device)
+    places_V = torch.full((words.vocab,), IGNORE, dtype=torch.long, device=words.vocab_W.device)
+    places_V[words.vocab_W] = torch.arange(len(words.vocab_W), device=places_V.device)
     return places_V
 
 

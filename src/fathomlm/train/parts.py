@@ -28,7 +28,7 @@ class Parts:
     plan: DepthPlan
     relaxation: Relaxation | None
     exits: ExitParts = NO_EXITS
-    exit_words: int = 0
+    exit_vocab: int = 0
     """How many words exits learn over; 0 is all."""
     encoder: dict[str, Any] | None = None
     """The record of the encoder, in a model that has one."""
@@ -36,7 +36,7 @@ class Parts:
     @property
     def at_exits(self) -> Architecture:
         """The base with the words only that its exits learn over."""
-        return dataclasses.replace(self.architecture, vocab=self.exit_words) if self.exit_words else self.architecture
+        return dataclasses.replace(self.architecture, vocab=self.exit_vocab) if self.exit_vocab else self.architecture
 
     def tensors(self) -> Iterator[tuple[str, tuple[int, ...]]]:
         """Every parameter tensor once, as (group, shape); groups are base, embedding, encoder, relaxation, router and
@@ -122,7 +122,7 @@ def read_parts(recipe: Recipe, *, foresee: bool = False) -> Parts:
         plan=plan,
         relaxation=relaxation,
         exits=added,
-        exit_words=exits.words,
+        exit_vocab=exits.words,
         encoder=encoder,
     )
 

@@ -318,8 +318,8 @@ class Run:
             self._watcher.note(f"{start.path} was written by an earlier version, without checksums: it is not verified")
         self._progress = load_checkpoint(start.path, start.state, self._objective, self._optimizer, self.world)
         decoder = self._student.decoder
-        if decoder.exit_words is not None:
-            decoder.exit_words.take_rows(whole(decoder.head_weight))
+        if decoder.exit_vocab is not None:
+            decoder.exit_vocab.take_rows(whole(decoder.head_weight))
         self._exits = dict(self._progress.extra["exits"])
         self._watcher.note(f"going on from {start.path} (step {self._progress.step})")
 

@@ -19,7 +19,7 @@ from fathomlm.depth import Architecture, DepthPlan, Relaxation
 from fathomlm.errors import DataError, OptionError
 from fathomlm.model.decoder import Decoder
 from fathomlm.model.encoder import build_encoder, encoder_beside
-from fathomlm.model.memory import Memory
+from fathomlm.model.encoder_memory import EncoderMemory
 from fathomlm.model.seq2seq import FathomForSeq2SeqLM, empty_seq2seq
 from fathomlm.train.data.corpus import Corpus
 from fathomlm.train.encoder_recipe import EncoderRecipe
@@ -114,7 +114,7 @@ def ready_to_train(student: FathomForSeq2SeqLM, model: ModelRecipe, corpus: Corp
     return student
 
 
-def encode(encoder: nn.Module, decoder: Decoder, source_BS: Tensor, keep_BS: Tensor) -> Memory:
+def encode(encoder: nn.Module, decoder: Decoder, source_BS: Tensor, keep_BS: Tensor) -> EncoderMemory:
     """The encoder's output, made without waiting for a GPU; under autocast in its dtype, once for all steps."""
     embedded_BSM = decoder.embed(source_BS)
     kind = embedded_BSM.device.type
@@ -126,7 +126,7 @@ def encode(encoder: nn.Module, decoder: Decoder, source_BS: Tensor, keep_BS: Ten
     states_BSM = encoder(inputs_embeds=embedded_BSM, attention_mask=mask).last_hidden_state
     if torch.is_autocast_enabled(kind):
         states_BSM = states_BSM.to(torch.get_autocast_dtype(kind))
-    return Memory(states_BSM, keep_BS, look=False)
+    return EncoderMemory(states_BSM, keep_BS, look=False)
 
 
 def equip_encoder(encoder: nn.Module, *, learns: bool, recompute: str, compiled: bool, backend: str = "inductor") -> None:

@@ -290,7 +290,7 @@ def with_exits(
 
 def describe_student(student: FathomModel) -> str:
     exits = student.plan.exits
-    words = student.config.exit_words
+    words = student.config.exit_vocab
     among = "" if words is None else f" among {len(words):,} words"
     leaves = f", exits after {', '.join(str(i + 1) for i in exits)}{among}" if exits else ""
     beside = ""

@@ -8,14 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fathomlm.cache import Passing, build_cache
+from fathomlm.cache import NoCache, build_cache
 from fathomlm.decode.full import prefill
 from fathomlm.depth import Architecture, DepthPlan, Relaxation, build_routing
 from fathomlm.lab.evaluate.encoding import Pair
 from fathomlm.lab.evaluate.outputs import Output
 from fathomlm.lab.evaluate.scoring import Score
+from fathomlm.model.attention_mask import TokenBatch, full_masks
 from fathomlm.model.hub import FathomConfig, FathomForCausalLM
-from fathomlm.model.sight import Rows, whole_sights
 from fathomlm.train.data.tokenizers import byte_tokenizer
 
 VOCAB = 257
@@ -83,15 +83,15 @@ def slow_logits(model: FathomForCausalLM, output: Output, tokens: list[int]) -> 
         cache = build_cache(plan, reserve=len(tokens))
         return torch.cat([prefill(decoder, torch.tensor([[token]]), cache, control=output.control) for token in tokens])
     x = decoder.enter(torch.tensor([tokens]))
-    sights = whole_sights(decoder.architecture, plan, Rows.of(x, None, None, past=0), x.dtype)
-    kv = Passing(plan)
+    masks = full_masks(decoder.architecture, plan, TokenBatch.of(x, None, None, past=0), x.dtype)
+    kv = NoCache(plan)
     last = 0
     for step in plan:
         if output.layer is not None and step.index == output.layer:
             break
         if output.max_depth is not None and step.part == "core" and step.recursion >= output.max_depth:
             continue
-        x = decoder.run_steps(x, [step], sights, kv)  # type: ignore[arg-type]
+        x = decoder.run_steps(x, [step], masks, kv)  # type: ignore[arg-type]
         last = step.index
     # Fewer recursions is a shorter model with the model's own head, not one of its exits.
     return (decoder.logits(decoder.norm(x)) if output.max_depth is not None else decoder.exit_logits(x, last))[0]

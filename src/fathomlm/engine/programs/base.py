@@ -41,9 +41,9 @@ GREEDY = How()
 class Record:
     """What one tick chose, row by row."""
 
-    wholes_NC: Tensor
+    ints_NC: Tensor
     """slot, epoch, token, depth, flags, and which token of its text it is"""
-    reals_NC: Tensor
+    floats_NC: Tensor
     """log probability, and how sure the exit was"""
     top_tokens_NK: Tensor
     top_logprobs_NK: Tensor
@@ -65,8 +65,8 @@ class Record:
 
     def blank(self, spare: int) -> None:
         """Nobody ran, and nothing was chosen."""
-        self.wholes_NC.zero_()
-        self.wholes_NC[:, 0] = spare
+        self.ints_NC.zero_()
+        self.ints_NC[:, 0] = spare
 
     def copy_(self, other: Record) -> None:
         for name in self.__slots__:
@@ -145,7 +145,7 @@ class Choosing:
             note(sampled.tokens_N, torch.where(chosen_N, rows_N, s.spare), self.sampler)
         self._take(
             s.numbers_SC, rows_N, chosen_N, sampled.tokens_N, sampled.bad_N, sampled.logprobs_N, depth_N, sure_N,
-            self.ends_E, record.wholes_NC, record.reals_NC, flags_N,
+            self.ends_E, record.ints_NC, record.floats_NC, flags_N,
         )  # fmt: skip
         if how.alternatives:
             record.top_tokens_NK.copy_(sampled.top_tokens_NK)
@@ -168,7 +168,7 @@ class Choosing:
 
 def take(
     numbers_SC: Tensor, rows_N: Tensor, chosen_N: Tensor, tokens_N: Tensor, bad_N: Tensor, logprobs_N: Tensor,
-    depth_N: Tensor, sure_N: Tensor, ends_E: Tensor, wholes_NC: Tensor, reals_NC: Tensor, told_N: Tensor | None = None,
+    depth_N: Tensor, sure_N: Tensor, ends_E: Tensor, ints_NC: Tensor, floats_NC: Tensor, told_N: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Chosen tokens become the slots' next, one position further; a text that is over stops. Columns as in `state.COLUMNS`.
     A slot may have several rows, and one that is chosen: the others write to the spare slot."""
@@ -182,5 +182,5 @@ def take(
     numbers_SC.index_copy_(0, torch.where(chosen_N, rows_N, numbers_SC.shape[0] - 1), torch.stack(new, 1))
     flags_N = added * (VALID + BAD * bad_N.long() + ENDED * over_N.long())
     flags_N = flags_N if told_N is None else flags_N + told_N
-    wholes_NC.copy_(torch.stack((rows_N, epoch, tokens_N, depth_N, flags_N, made), 1))
-    reals_NC.copy_(torch.stack((logprobs_N, sure_N), 1))
+    ints_NC.copy_(torch.stack((rows_N, epoch, tokens_N, depth_N, flags_N, made), 1))
+    floats_NC.copy_(torch.stack((logprobs_N, sure_N), 1))

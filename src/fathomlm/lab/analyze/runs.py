@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fathomlm.errors import OptionError, is_number, is_whole
+from fathomlm.errors import OptionError, is_int, is_number
 from fathomlm.train.report import read_records
 
 Record = dict[str, Any]
@@ -150,7 +150,7 @@ def _read(file: Path, name: str) -> Run:
 
 def _is_record(record: Record) -> bool:
     """Whether a record has what every record has, and of those of its groups that it has, numbers or nothing."""
-    if not all(is_whole(record.get(name)) and record[name] >= 0 for name in ("step", "tokens")):
+    if not all(is_int(record.get(name)) and record[name] >= 0 for name in ("step", "tokens")):
         return False
     groups = [record.get("exits") or {}, record.get("parts") or {}]
     if not all(isinstance(group, dict) for group in groups):

@@ -88,17 +88,17 @@ class Passes:
         self.filled.clear()
         self.ticks = 0
 
-    def add(self, wholes: Sequence[Sequence[int]]) -> None:
+    def add(self, ints: Sequence[Sequence[int]]) -> None:
         """What a tick's record says, a row (slot, epoch, token, depth, flags, index)."""
         self.ticks += 1
         if self._kind == "whole":
-            self.filled["step"] += sum(row[4] & VALID for row in wholes)
+            self.filled["step"] += sum(row[4] & VALID for row in ints)
             return
         for number, kind in enumerate(self._recorded):
-            mine = wholes[number * self._rows : (number + 1) * self._rows]
+            mine = ints[number * self._rows : (number + 1) * self._rows]
             self.filled[kind] += sum(row[0] != self._spare for row in mine)
         if self._kind == "routed":
-            self.filled["core"] += sum(row[3] for row in wholes if row[4] & VALID)
+            self.filled["core"] += sum(row[3] for row in ints if row[4] & VALID)
 
     def shares(self) -> dict[str, float]:
         """The part of the rows of each kind of pass that stood for a token."""

@@ -24,7 +24,7 @@ from fathomlm.kernels.qkv import norm_qkv_rope
 from fathomlm.kernels.rope import apply_rope
 from fathomlm.kernels.row_linear import add_linear, few_rows, norm_gated
 from fathomlm.kernels.swiglu import norm_swiglu_mlp
-from fathomlm.model.memory import StepMemory
+from fathomlm.model.encoder_memory import StepMemory
 
 
 class Packed(NamedTuple):

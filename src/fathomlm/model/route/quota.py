@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from fathomlm.depth import Routing
+from fathomlm.model.attention_mask import TokenBatch
 from fathomlm.model.route.trace import TopKOptions
-from fathomlm.model.sight import Rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,7 @@ class Quotas:
     openness: float | Tensor
 
     @classmethod
-    def of(cls, routing: Routing, rows: Rows, options: TopKOptions) -> Quotas | None:
+    def of(cls, routing: Routing, rows: TokenBatch, options: TopKOptions) -> Quotas | None:
         """None where every row keeps the part of its length that shapes say."""
         documents_BT = rows.documents_BT if options.per_document else None
         if rows.keep is None and documents_BT is None and options.exact is None:

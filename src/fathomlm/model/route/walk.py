@@ -22,15 +22,15 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from fathomlm.cache import Passing, RoutedCache
+from fathomlm.cache import NoCache, RoutedCache
 from fathomlm.depth import Architecture, DepthPlan, Routing, Step
 from fathomlm.errors import OptionError
 from fathomlm.kernels.rows import put, take
+from fathomlm.model.attention_mask import AttentionMasks, TokenBatch, gathered_masks
 from fathomlm.model.route.entrance import Picked
 from fathomlm.model.route.quota import Quotas
 from fathomlm.model.route.routers import Entered, Routers, draw, draw_key, drawn_depth
 from fathomlm.model.route.trace import Decision, DepthControl, RoutingTrace, TopKOptions
-from fathomlm.model.sight import Rows, Sights, gathered_sights
 
 SIZES = 8
 """Into how many sizes the tokens of a recursion are rounded up, where the data say how many they are."""
@@ -39,7 +39,7 @@ SIZES = 8
 class RunSteps(Protocol):
     """Runs some steps of the plan over a stream."""
 
-    def __call__(self, x: Tensor, steps: tuple[Step, ...], sights: Sights, kv: Passing | RoutedCache) -> Tensor: ...
+    def __call__(self, x: Tensor, steps: tuple[Step, ...], masks: AttentionMasks, kv: NoCache | RoutedCache) -> Tensor: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,15 +50,15 @@ class RoutedWalk:
     plan: DepthPlan
     routers: Routers
     run: RunSteps
-    see: Callable[..., Sights] = gathered_sights
-    """`gathered_sights`, or a compiled form of it."""
+    see: Callable[..., AttentionMasks] = gathered_masks
+    """`gathered_masks`, or a compiled form of it."""
 
     @property
     def routing(self) -> Routing:
         assert self.plan.routing is not None
         return self.plan.routing
 
-    def top_k(self, x: Tensor, rows: Rows, kv: Passing, options: TopKOptions, trace: RoutingTrace | None) -> Tensor:
+    def top_k(self, x: Tensor, rows: TokenBatch, kv: NoCache, options: TopKOptions, trace: RoutingTrace | None) -> Tensor:
         """Training by expert-choice. Recursion r asks only the tokens that recursion r-1 kept.
 
         Capacities are of a row's real tokens. Where those differ from its length, shapes are the length's, and the surplus
@@ -102,7 +102,7 @@ class RoutedWalk:
             trace.depths_BT, trace.keep_BT = depths, rows.keep
         return x
 
-    def by_depth(self, x: Tensor, rows: Rows, kv: Passing, trace: RoutingTrace | None) -> Tensor:
+    def by_depth(self, x: Tensor, rows: TokenBatch, kv: NoCache, trace: RoutingTrace | None) -> Tensor:
         """Training by token-choice. Tokens that go on stand first in their row, in order, and surplus behind them, where
         causal attention does not look: nobody needs a mask, unless documents or windows ask for one. A recursion that
         nobody chose runs surplus, so that all ranks make the same calls."""
@@ -125,7 +125,7 @@ class RoutedWalk:
         choice.note()
         return x
 
-    def whole(self, x: Tensor, rows: Rows, kv: Passing, control: DepthControl, trace: RoutingTrace | None) -> Tensor:
+    def whole(self, x: Tensor, rows: TokenBatch, kv: NoCache, control: DepthControl, trace: RoutingTrace | None) -> Tensor:
         """Causal routing over whole rows."""
         choice = self._choice(x, rows, control, trace)
         slots, first = rows.slots, x
@@ -134,13 +134,15 @@ class RoutedWalk:
             own = self.plan.kv == "cache"
             shown = go if own else rows.keep
             steps = self.plan.recursion_steps(recursion)
-            sights = gathered_sights(self.architecture, steps, rows, x.dtype, slots, shown_BK=shown)
-            out = self.run(x, steps, sights, kv.focus(active_BT=go))
+            masks = gathered_masks(self.architecture, steps, rows, x.dtype, slots, shown_BK=shown)
+            out = self.run(x, steps, masks, kv.focus(active_BT=go))
             x = torch.where(go[..., None], choice.updated(recursion, x, out, logits, first), x)
         choice.note()
         return x
 
-    def cached(self, x: Tensor, rows: Rows, cache: RoutedCache, control: DepthControl, trace: RoutingTrace | None) -> Tensor:
+    def cached(
+        self, x: Tensor, rows: TokenBatch, cache: RoutedCache, control: DepthControl, trace: RoutingTrace | None
+    ) -> Tensor:
         """Causal routing behind what a cache holds; entries are stored for the tokens that go on, and for no other."""
         choice = self._choice(x, rows, control, trace)
         first = x
@@ -154,28 +156,28 @@ class RoutedWalk:
             slots = rows.slots.gather(1, at)
             cache.place(recursion, slots, valid)
             steps = self.plan.recursion_steps(recursion)
-            sights = gathered_sights(self.architecture, steps, rows, x.dtype, slots, keys_BK=cache.key_slots(recursion))
+            masks = gathered_masks(self.architecture, steps, rows, x.dtype, slots, keys_BK=cache.key_slots(recursion))
             old = take(x, at)
-            out = self.run(old, steps, sights, cache)
+            out = self.run(old, steps, masks, cache)
             picked = logits.gather(1, at) if logits.dim() == 2 else take(logits, at)
             new = choice.updated(recursion, old, out, picked, take(first, at), at)
             x = put(x, at, torch.where(valid[..., None], new, old))
         choice.note()
         return x
 
-    def _choice(self, x: Tensor, rows: Rows, control: DepthControl, trace: RoutingTrace | None) -> _Choice:
+    def _choice(self, x: Tensor, rows: TokenBatch, control: DepthControl, trace: RoutingTrace | None) -> _Choice:
         control.check(self.plan.recursions)
         keep = torch.ones(x.shape[:2], dtype=torch.bool, device=x.device) if rows.keep is None else rows.keep
         kind = _ExpertChoice if self.routing.kind == "expert" else _TokenChoice
         return kind(self, x, rows, keep, control, trace)
 
-    def _rank(self, recursion: int, seen_BN: Tensor, rows: Rows, slots_BN: Tensor) -> Tensor:
+    def _rank(self, recursion: int, seen_BN: Tensor, rows: TokenBatch, slots_BN: Tensor) -> Tensor:
         if not self.routing.random:
             return seen_BN
         return draw(_keys(rows).gather(1, slots_BN), recursion).to(seen_BN.dtype)
 
     def _block(
-        self, recursion: int, x: Tensor, slots: Tensor, keep: Tensor | None, rows: Rows, kv: Passing, selected: bool
+        self, recursion: int, x: Tensor, slots: Tensor, keep: Tensor | None, rows: TokenBatch, kv: NoCache, selected: bool
     ) -> Tensor:
         """One recursion over gathered tokens: among themselves, or over the first recursion's entries for all. `selected`:
         some token was turned away before."""
@@ -183,8 +185,8 @@ class RoutedWalk:
         keys, shown = None, keep
         if self.plan.kv != "cache" and selected:
             keys, shown = rows.slots, rows.keep
-        sights = self.see(self.architecture, steps, rows, x.dtype, slots, keys_BK=keys, shown_BK=shown)
-        return self.run(x, steps, sights, kv)
+        masks = self.see(self.architecture, steps, rows, x.dtype, slots, keys_BK=keys, shown_BK=shown)
+        return self.run(x, steps, masks, kv)
 
 
 def _rounded_up(count: int, tokens: int) -> int:
@@ -193,7 +195,7 @@ def _rounded_up(count: int, tokens: int) -> int:
     return min(tokens, max(1, -(-count // size)) * size)
 
 
-def _keys(rows: Rows) -> Tensor:
+def _keys(rows: TokenBatch) -> Tensor:
     """What random routing draws by."""
     if rows.tokens_BT is None:
         raise OptionError("random routing draws by token ids; it cannot run on input embeddings")
@@ -220,7 +222,7 @@ class _Choice(Protocol):
 
 class _ExpertChoice:
     def __init__(
-        self, walk: RoutedWalk, x: Tensor, rows: Rows, keep: Tensor, control: DepthControl, trace: RoutingTrace | None
+        self, walk: RoutedWalk, x: Tensor, rows: TokenBatch, keep: Tensor, control: DepthControl, trace: RoutingTrace | None
     ) -> None:
         self._walk, self._rows, self._control, self._trace = walk, rows, control, trace
         self._active = keep
@@ -262,7 +264,7 @@ class _TokenChoice:
     """Decided once, on the stream that enters the first recursion."""
 
     def __init__(
-        self, walk: RoutedWalk, x: Tensor, rows: Rows, keep: Tensor, control: DepthControl, trace: RoutingTrace | None
+        self, walk: RoutedWalk, x: Tensor, rows: TokenBatch, keep: Tensor, control: DepthControl, trace: RoutingTrace | None
     ) -> None:
         self._walk, self._rows, self._trace, self._keep = walk, rows, trace, keep
         routers, routing = walk.routers, walk.routing

@@ -72,7 +72,7 @@ class Blended(_Pass):
         return torch.where(active, k_BGTD, self._k), torch.where(active, v_BGTD, self._v)
 
 
-class Passing:
+class NoCache:
     """The entries of one pass, by step. Without sharing it holds nothing, and steps look at what they make themselves."""
 
     def __init__(self, plan: DepthPlan) -> None:
@@ -85,7 +85,7 @@ class Passing:
 
     def focus(
         self, *, at_BK: Tensor | None = None, valid_BK: Tensor | None = None, active_BT: Tensor | None = None
-    ) -> Passing:
+    ) -> NoCache:
         """Which tokens run the steps to come: gathered ones by their slots, or a part of whole rows."""
         self._at_BK, self._valid_BK, self._active_BT = at_BK, valid_BK, active_BT
         return self

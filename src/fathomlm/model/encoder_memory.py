@@ -54,7 +54,7 @@ class _SomeRows(StepMemory):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Memory:
+class EncoderMemory:
     """The encoder's output for a batch of sources. It belongs to the weights that made it: after a training step, encode
     again."""
 
@@ -64,7 +64,7 @@ class Memory:
     look: bool = True
     """Whether to look if `keep_BS` hides anything at all, for which a GPU is waited for; training does not."""
     _kept: dict[int, StepMemory] = field(default_factory=dict, init=False, repr=False)
-    _whole: tuple[Memory, Tensor] | None = field(default=None, init=False, repr=False)
+    _whole: tuple[EncoderMemory, Tensor] | None = field(default=None, init=False, repr=False)
     """The memory that this one's rows are taken from, and their numbers."""
 
     def __post_init__(self) -> None:
@@ -82,12 +82,12 @@ class Memory:
             self._kept[step.index] = StepMemory(self.states_BSM, self._mask, keeps=True)
         return self._kept[step.index]
 
-    def select(self, rows: Sequence[int]) -> Memory:
+    def select(self, rows: Sequence[int]) -> EncoderMemory:
         """Some rows, for a pass that runs only those. Their keys and values are still made and kept here, once."""
         if list(rows) == list(range(self.states_BSM.shape[0])):
             return self
         rows_R = torch.tensor(rows, device=self.states_BSM.device)
-        chosen = Memory(self.states_BSM[rows_R], None if self.keep_BS is None else self.keep_BS[rows_R])
+        chosen = EncoderMemory(self.states_BSM[rows_R], None if self.keep_BS is None else self.keep_BS[rows_R])
         object.__setattr__(chosen, "_whole", (self, rows_R))
         return chosen
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from fathomlm.cache import Passing, build_cache
-from fathomlm.cache.passing import Blended, Kept, Overwritten
+from fathomlm.cache import NoCache, build_cache
+from fathomlm.cache.no_cache import Blended, Kept, Overwritten
 from fathomlm.depth import DepthPlan
 from fathomlm.model.decoder import Decoder
 from model.route.small import LOOPS, decoder_of, routed, some_tokens
@@ -99,22 +99,22 @@ def test_other_modes_project_at_every_step(way: Callable[[Decoder, Tensor], int]
 
 
 def test_without_sharing_nothing_is_handed_on() -> None:
-    passing = Passing(routed())
-    assert {passing.at(step) for step in routed()} == {passing.reads(step) for step in routed()} == {None}
+    no_cache = NoCache(routed())
+    assert {no_cache.at(step) for step in routed()} == {no_cache.reads(step) for step in routed()} == {None}
 
 
 def test_shared_entries_are_those_of_the_first_use() -> None:
     plan = LOOPS["middle"].with_kv("share")
-    passing = Passing(plan)
+    no_cache = NoCache(plan)
     made = {}
     for step in plan:
         if step.part == "core" and step.recursion == 0:
-            at = passing.at(step)
+            at = no_cache.at(step)
             assert isinstance(at, Kept)
             made[step.layer] = at.append(torch.randn(1, 2, 3, 6), torch.randn(1, 2, 3, 6))
         elif step.part == "core":
-            assert passing.at(step) is None
-            read = passing.reads(step)
+            assert no_cache.at(step) is None
+            read = no_cache.reads(step)
             assert read is not None
             assert all(got is expected for got, expected in zip(read, made[step.layer], strict=True))
 
@@ -122,18 +122,18 @@ def test_shared_entries_are_those_of_the_first_use() -> None:
 def test_hybrid_entries_are_ones_own_where_a_token_runs() -> None:
     plan = routed("expert", "hybrid")
     first, later = plan.recursion_steps(0)[0], plan.recursion_steps(2)[0]
-    passing = Passing(plan)
+    no_cache = NoCache(plan)
     k, v, own_k, own_v = torch.randn(4, 2, 2, 5, 6)
-    kept = passing.at(first)
+    kept = no_cache.at(first)
     assert kept is not None
     kept.append(k, v)
     at = torch.tensor([[1, 3], [0, 4]])
     active = torch.zeros(2, 5, dtype=torch.bool).scatter(1, at, True)
     where = at[:, None, :, None].expand(2, 2, 2, 6)
-    gathered = passing.focus(at_BK=at).at(later)
+    gathered = no_cache.focus(at_BK=at).at(later)
     assert isinstance(gathered, Overwritten)
     got = gathered.append(own_k.gather(2, where), own_v.gather(2, where))
-    whole = passing.focus(active_BT=active).at(later)
+    whole = no_cache.focus(active_BT=active).at(later)
     assert isinstance(whole, Blended)
     for one, other, base, own in zip(got, whole.append(own_k, own_v), (k, v), (own_k, own_v), strict=True):
         assert torch.equal(one, other)

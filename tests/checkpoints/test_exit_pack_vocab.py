@@ -40,8 +40,8 @@ def pack(tmp_path: Path) -> Path:
 
 
 def words_of(model: Any) -> list[int] | None:
-    limited = model.decoder.exit_words
-    return None if limited is None else limited.words_W.tolist()
+    limited = model.decoder.exit_vocab
+    return None if limited is None else limited.vocab_W.tolist()
 
 
 def test_what_is_written(pack: Path) -> None:
@@ -84,12 +84,12 @@ def test_an_encoder_decoders_drafts_too(tmp_path: Path) -> None:
 def test_the_rows_are_the_heads_wherever_the_model_is(dtype: torch.dtype, base: Path, pack: Path) -> None:
     early = load(base, torch.bfloat16 if dtype == torch.bfloat16 else None, exits=pack)
     for model in (early, early.to(dtype)):
-        limited, head = model.decoder.exit_words, model.decoder.head_weight
+        limited, head = model.decoder.exit_vocab, model.decoder.head_weight
         assert limited is not None
-        assert (limited.rows_WM.dtype, limited.words_W.dtype) == (head.dtype, torch.long)
+        assert (limited.rows_WM.dtype, limited.vocab_W.dtype) == (head.dtype, torch.long)
         assert torch.equal(limited.rows_WM, head[RISING])
-    held = dict(early.to("meta").decoder.exit_words.named_buffers())  # type: ignore[union-attr]
-    assert {name for name, value in held.items() if value.is_meta} == {"words_W", "rows_WM"}
+    held = dict(early.to("meta").decoder.exit_vocab.named_buffers())  # type: ignore[union-attr]
+    assert {name for name, value in held.items() if value.is_meta} == {"vocab_W", "rows_WM"}
 
 
 def test_a_models_own_words_come_along(base: Path, pack: Path, tmp_path: Path) -> None:

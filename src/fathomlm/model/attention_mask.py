@@ -14,12 +14,12 @@ from torch import Tensor
 from fathomlm.depth import Architecture, Step
 from fathomlm.kernels.attention import attention_mask
 from fathomlm.kernels.rope import rope_table
-from fathomlm.model.memory import Memory
+from fathomlm.model.encoder_memory import EncoderMemory
 from fathomlm.model.relative import RelativeBias
 
 
 @dataclass(frozen=True, slots=True)
-class Sight:
+class AttentionMask:
     """Rotary tables and mask of one kind of attention (whole context, or a window)."""
 
     cos: Tensor
@@ -28,16 +28,16 @@ class Sight:
     mask: Tensor | None
     """True where a query may look; with relative positions, what its score gains there, and -inf elsewhere."""
     causal: bool
-    memory: Memory | None = None
+    memory: EncoderMemory | None = None
     """The encoder's output, in a model that has one."""
 
 
-Sights = dict[int | None, Sight]
+AttentionMasks = dict[int | None, AttentionMask]
 """By the window of the layer whose place a step takes; None sees the whole context."""
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
+class TokenBatch:
     """The tokens of one pass: where they are, and who may see whom."""
 
     positions_BT: Tensor
@@ -49,7 +49,7 @@ class Rows:
     """Slots that a cache holds before these."""
     relative: RelativeBias | None = None
     """The position bias of a model that has one; `Decoder.equipped` sets it, and the memory."""
-    memory: Memory | None = None
+    memory: EncoderMemory | None = None
     alike: bool = False
     """Whether all rows are known to stand at the same positions."""
     tokens_BT: Tensor | None = None
@@ -64,7 +64,7 @@ class Rows:
         past: int,
         documents_BT: Tensor | None = None,
         tokens_BT: Tensor | None = None,
-    ) -> Rows:
+    ) -> TokenBatch:
         B, T, _ = x_BTM.shape
         if keep_BS is not None and bool(keep_BS.all()):
             keep_BS = None
@@ -96,14 +96,14 @@ class Rows:
         return torch.cat((before, self.positions_BT), dim=1)
 
 
-def whole_sights(architecture: Architecture, steps: Iterable[Step], rows: Rows, dtype: torch.dtype) -> Sights:
+def full_masks(architecture: Architecture, steps: Iterable[Step], rows: TokenBatch, dtype: torch.dtype) -> AttentionMasks:
     """For all tokens of a pass, over all slots so far."""
     T = rows.positions_BT.shape[1]
     bias = None
     if rows.relative is not None:
         told_apart = slice(0, 1 if rows.alike else None)
         bias = rows.relative(rows.positions_BT[told_apart], rows.all_positions[told_apart])
-    sights: Sights = {}
+    masks: AttentionMasks = {}
     for window in {architecture.window(step.origin) for step in steps}:
         mask = attention_mask(
             T,
@@ -113,19 +113,19 @@ def whole_sights(architecture: Architecture, steps: Iterable[Step], rows: Rows, 
             documents_BT=rows.documents_BT,
             device=rows.positions_BT.device,
         )
-        sights[window] = _sight(architecture, window, rows, rows.positions_BT, dtype, mask, bias)
-    return sights
+        masks[window] = _attention_mask(architecture, window, rows, rows.positions_BT, dtype, mask, bias)
+    return masks
 
 
-def gathered_sights(
+def gathered_masks(
     architecture: Architecture,
     steps: Iterable[Step],
-    rows: Rows,
+    rows: TokenBatch,
     dtype: torch.dtype,
     queries_BN: Tensor,
     keys_BK: Tensor | None = None,
     shown_BK: Tensor | None = None,
-) -> Sights:
+) -> AttentionMasks:
     """For some tokens of a pass, given by their slots in ascending order, at their true positions.
 
     `keys_BK` are the slots of what they look at, themselves by default; `shown_BK` is False where nobody may look. A
@@ -139,36 +139,36 @@ def gathered_sights(
         there_BK = queries_BN if keys_BK is None else keys_BK.clamp_max(positions_BS.shape[1] - 1)
         bias = rows.relative(positions_BN, positions_BS.gather(1, there_BK))
     alike = keys_BK is None and shown_BK is None and rows.documents_BT is None
-    sights: Sights = {}
+    masks: AttentionMasks = {}
     for window in {architecture.window(step.origin) for step in steps}:
         reach = rows.past + rows.positions_BT.shape[1]
         if alike and (window is None or window >= reach):
             mask = None
         else:
             mask = _mask(queries_BN, queries_BN if keys_BK is None else keys_BK, shown_BK, window, rows.documents_BT)
-        sights[window] = _sight(architecture, window, rows, positions_BN, dtype, mask, bias)
-    return sights
+        masks[window] = _attention_mask(architecture, window, rows, positions_BN, dtype, mask, bias)
+    return masks
 
 
-def _sight(
+def _attention_mask(
     architecture: Architecture,
     window: int | None,
-    rows: Rows,
+    rows: TokenBatch,
     positions_BN: Tensor,
     dtype: torch.dtype,
     mask: Tensor | None,
     bias: Tensor | None,
-) -> Sight:
+) -> AttentionMask:
     """A mask of None with several queries means that each sees the keys up to itself."""
     causal = mask is None and positions_BN.shape[1] > 1
     if bias is None:
         assert architecture.positions == "rotary", "relative positions need their bias: take rows from Decoder.equipped"
-        return Sight(*_tables(architecture, window, positions_BN, dtype), mask, causal, rows.memory)
+        return AttentionMask(*_tables(architecture, window, positions_BN, dtype), mask, causal, rows.memory)
     if causal:
         mask = torch.ones(bias.shape[-2:], dtype=torch.bool, device=bias.device).tril()
     scores = bias.to(dtype) if mask is None else bias.to(dtype).masked_fill(~mask, -torch.inf)
     none = positions_BN.new_empty(0, dtype=dtype)
-    return Sight(none, none, scores, causal=False, memory=rows.memory)
+    return AttentionMask(none, none, scores, causal=False, memory=rows.memory)
 
 
 def _mask(
