@@ -35,6 +35,16 @@ def parse_size(text: str, option: str, *, least: int = 1) -> int:
     return int(size)
 
 
+def format_size(size: int) -> str:
+    """The shortest way to write a size that `parse_size` reads again: 16MB, 1MiB, 1234."""
+    best = str(size)
+    for unit, factor in UNITS.items():
+        if factor > 1 and size % factor == 0 and size >= factor:
+            shown = f"{size // factor}{unit.replace('IB', 'iB')}"
+            best = min(best, shown, key=len)
+    return best
+
+
 def parse_memory(text: str) -> int:
     """What `--memory` says; 80 bytes of it would hold nothing."""
     return parse_size(text, "--memory", least=MEGABYTE)

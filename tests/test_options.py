@@ -1,0 +1,135 @@
+"""Options: one statement of type, default, bounds and help, and the flags and checks that follow from it."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+import pytest
+
+from fathomlm.errors import OptionError
+from fathomlm.options import add_flags, bounds, check, from_args, option, section
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inner:
+    rate: float = option(0.5, ge=0, le=1, help="part of the tokens", metavar="P")
+    rank: int | None = option(None, ge=1, help="rank of the delta", default_text="none")
+    hidden: int = option(4, ge=1)
+
+    def __post_init__(self) -> None:
+        check(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Everything:
+    model: str = option(help="a model", positional=True)
+    count: int = option(3, ge=1, le=10, help="how many")
+    share: float = option(1.0, gt=0, le=1, help="100% at most")
+    name: str = option("text", help="a column")
+    out: Path | None = option(None, help="a file", metavar="FILE")
+    kind: Literal["auto", "fp8"] = option("auto", help="how")
+    known: str | None = option(None, choices=("cycle", "sequence"), help="which")
+    layers: tuple[int, ...] = option((), ge=1, help="layers", flag="--layer")
+    words: tuple[str, ...] = option((), help="words", short="-w")
+    tasks: tuple[str, ...] = option(("one",), comma=True, help="tasks")
+    pair: tuple[str, str] | None = option(None, help="two", metavar="A B")
+    memory: int | None = option(None, size=1000, help="bytes")
+    body: int = option(16_000_000, size=1, help="bytes")
+    fast: bool = option(False, help="faster")
+    cache: bool = option(True, help="keep")
+    patience: float = option(math.inf, ge=0, finite=False, help="seconds")
+    limit: int | None = option(None, parse=lambda text, flag: None if text == "all" else int(text), help="N or all")
+    inner: Inner = section(Inner, "inside", rate=0.25)
+    plain: int = 7
+
+
+def parse(*words: str) -> Everything:
+    parser = argparse.ArgumentParser()
+    add_flags(parser, Everything)
+    return from_args(Everything, parser.parse_args(["m", *words]))
+
+
+def test_defaults_are_the_fields() -> None:
+    assert parse() == Everything(model="m", inner=Inner(rate=0.25))
+
+
+def test_every_kind_of_flag() -> None:
+    found = parse(
+        *("--count", "4", "--share", "0.5", "--name", "body", "--out", "f", "--kind", "fp8", "--known", "cycle"),
+        *("--layer", "4,8", "--layer", "2", "-w", "a,b", "--words", "c", "--tasks", "x, y", "--pair", "s", "t"),
+        *("--memory", "8GB", "--fast", "--no-cache", "--patience", "inf", "--limit", "all", "--rate", "1", "--rank", "2"),
+    )
+    assert found == Everything(
+        model="m", count=4, share=0.5, name="body", out=Path("f"), kind="fp8", known="cycle", layers=(4, 8, 2),
+        words=("a,b", "c"), tasks=("x", "y"), pair=("s", "t"), memory=8 * 10**9, fast=True, cache=False,
+        inner=Inner(rate=1.0, rank=2),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--count", "0"), "--count must be between 1 and 10, got 0"),
+        (("--count", "x"), "--count must be an integer between 1 and 10, got 'x'"),
+        (("--share", "0"), "--share must be > 0 and <= 1, got 0.0"),
+        (("--share", "nan"), "--share must be a number > 0 and <= 1, got nan"),
+        (("--kind", "fp9"), "unknown kind 'fp9' (did you mean 'fp8'?); known: auto, fp8"),
+        (("--known", "cycel"), "unknown known 'cycel' (did you mean 'cycle'?); known: cycle, sequence"),
+        (("--layer", "4,0"), "--layer must be >= 1, got 0"),
+        (("--memory", "80"), "--memory 80 is 80 bytes, since a number alone is bytes; write 80GB for gigabytes"),
+        (("--rank", "0"), "--rank must be >= 1, got 0"),
+    ],
+)
+def test_a_flag_names_itself_and_its_rule(words: tuple[str, ...], message: str) -> None:
+    with pytest.raises(OptionError) as raised:
+        parse(*words)
+    assert str(raised.value) == message
+
+
+def test_fields_are_checked_by_their_names() -> None:
+    with pytest.raises(OptionError, match=r"^rate must be between 0 and 1, got 2$"):
+        Inner(rate=2)
+    with pytest.raises(OptionError, match=r"^hidden must be an integer >= 1, got True$"):
+        Inner(hidden=True)
+    with pytest.raises(OptionError, match=r"^rate must be a number between 0 and 1, got 'x'$"):
+        Inner(rate="x")  # type: ignore[arg-type]
+
+    @dataclass(frozen=True)
+    class Outer:
+        lr: float = option(1.0, gt=0)
+        inner: Bare = field(default_factory=lambda: Bare(steps=0))
+
+    with pytest.raises(OptionError, match=r"^inner\.steps must be >= 1, got 0$"):
+        check(Outer())
+
+
+@dataclass(frozen=True)
+class Bare:
+    steps: int = option(1, ge=1)
+
+
+def test_help_states_defaults_choices_and_groups() -> None:
+    parser = argparse.ArgumentParser(prog="x")
+    add_flags(parser, Everything, skip=("pair",))
+    text = " ".join(parser.format_help().split())
+    for part in (
+        "--count N how many (default: 3)",
+        "--share X 100% at most (default: 1)",
+        "--kind {auto,fp8} how (default: auto)",
+        "--known {cycle,sequence} which",
+        "--body SIZE bytes (default: 16MB)",
+        "--rank N rank of the delta (default: none)",
+        "inside: --rate P part of the tokens (default: 0.25)",
+        "--cache, --no-cache keep",
+    ):
+        assert part in text
+    assert "--pair" not in text
+    assert "--hidden" not in text
+
+
+def test_bounds_for_others() -> None:
+    assert bounds(Inner, "rate") == {"ge": 0, "le": 1}
