@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,8 @@ DESCRIPTION = (
     "Makes the runs of one or several studies that the ledger does not have yet: all variants of the first seed, then those "
     "of the second. Each finished run is in the ledger at once. With --minutes it stops cleanly before so many are over: "
     "runs that would not be finished in time are not started, or, with --split, are saved under --work, where the same "
-    "command goes on. A run that fails is recorded with its reason, and the queue goes on."
+    "command goes on. A run that fails is recorded with its reason, and the queue goes on. The same command may be started "
+    "several times, on one GPU or on several: each process takes what no other has."
 )
 
 
@@ -46,6 +48,7 @@ def run(args: argparse.Namespace) -> int:
     place = open_place(args.corpus, args.work, args.device)
 
     from fathomlm.cli.training_bar import TrainingBar
+    from fathomlm.lab.study.claims import Claims
     from fathomlm.lab.study.identity import commit_of_checkout
     from fathomlm.lab.study.jobs import jobs_of
     from fathomlm.lab.study.ledger import Ledger
@@ -58,10 +61,15 @@ def run(args: argparse.Namespace) -> int:
     ledger.check_corpus(place.mark, str(args.corpus), [study.name for study in studies])
     jobs = select(studies, args.only, lambda study: jobs_of(study, place))
     commit = args.commit or commit_of_checkout()
-    with TrainingBar("study") as bar:
-        executor = TrainingExecutor(studies, place, commit=commit, keep=args.keep, watch=lambda job: bar)
-        pace = Pace(ledger.all(), executor.device)
-        outcome = work_off(jobs, ledger, executor, visit, pace, split=args.split, retry=args.retry_failed, say=say)
+    claims = Claims(args.work)
+    with closing(claims), TrainingBar("study") as bar:
+        executor = TrainingExecutor(
+            studies, place, commit=commit, keep=args.keep, processes=claims.processes, watch=lambda job: bar
+        )
+        pace = Pace(ledger.all(), executor.device, claims.processes())
+        outcome = work_off(
+            jobs, ledger, executor, visit, pace, claims=claims, split=args.split, retry=args.retry_failed, say=say
+        )
     _answer(outcome, args)
     return 2 if outcome.interrupted else 0
 
@@ -76,6 +84,7 @@ def _answer(outcome: Any, args: argparse.Namespace) -> None:
         "shared": "taken from another study with the same settings",
         "failed": "failed",
         "stopped": "stopped and saved",
+        "elsewhere": "being made by another process",
         "postponed": "left for another visit",
         "beyond": "refused: more passes over the corpus than the study allows",
     }

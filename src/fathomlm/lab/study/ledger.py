@@ -8,9 +8,12 @@ run that two studies ask for is made once; and a run whose settings were changed
 from __future__ import annotations
 
 import dataclasses
+import fcntl
 import hashlib
 import json
-from collections.abc import Iterable, Sequence
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -86,14 +89,28 @@ class Ledger:
 
     def add(self, study: str, records: Iterable[Record]) -> int:
         """Merge records into a study's file; returns how many were new or better than what was there."""
+        with self._alone():
+            return self._add(study, records)
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Reading and writing as one act: several processes may add to a ledger."""
+        try:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            handle = os.open(self.directory, os.O_RDONLY)
+        except OSError as error:
+            raise OutputError(f"cannot write {self.directory}: {error.strerror or error}") from error
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX)
+            yield
+        finally:
+            os.close(handle)
+
+    def _add(self, study: str, records: Iterable[Record]) -> int:
         before = self.read(study)
         after = merge_records([*before, *records])
         if after == before:
             return 0
-        try:
-            self.directory.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise OutputError(f"cannot write {self.directory}: {error.strerror or error}") from error
         head = json.dumps({"format": FORMAT, "study": study})[:-1]
         lines = ",\n".join(json.dumps(record, sort_keys=True) for record in after)
         with whole_file(self.path(study)) as temporary:

@@ -42,15 +42,19 @@ def overhead_of(*, wall: float, tokens: int, rate: float | None) -> float:
 class Pace:
     """Rates and overheads by variant, on one kind of device."""
 
-    def __init__(self, records: Iterable[Record], device: str) -> None:
+    def __init__(self, records: Iterable[Record], device: str, processes: int = 1) -> None:
+        """`processes` share the device: a rate holds for as many only."""
         self._rates: dict[tuple[str, str], float] = {}
         self._overheads: list[float] = []
         self._device = device
+        self._processes = processes
         for record in records:
             self.learn(record)
 
     def learn(self, record: Record) -> None:
         if record["status"] != "finished" or record["environment"]["device"] != self._device:
+            return
+        if record.get("processes", 1) != self._processes:
             return
         if record.get("tokens_per_s"):
             self._rates[record["study"], record["variant"]] = float(record["tokens_per_s"])

@@ -10,6 +10,7 @@ from fnmatch import fnmatchcase
 from typing import Any, Protocol
 
 from fathomlm.errors import FathomError, OptionError
+from fathomlm.lab.study.claims import Claims
 from fathomlm.lab.study.jobs import Job
 from fathomlm.lab.study.ledger import Ledger, Record, identity
 from fathomlm.lab.study.pace import Pace, Visit
@@ -58,6 +59,8 @@ class Outcome:
     """Saved, to go on with."""
     postponed: list[str] = field(default_factory=list)
     """There was no time for them."""
+    elsewhere: list[str] = field(default_factory=list)
+    """Another process has claimed them."""
     beyond: list[str] = field(default_factory=list)
     """Refused: more passes over the corpus than the study allows."""
     interrupted: bool = False
@@ -86,17 +89,45 @@ def work_off(
     visit: Visit,
     pace: Pace,
     *,
+    claims: Claims | None = None,
     split: bool = False,
     retry: bool = False,
     say: Say = lambda text: None,
 ) -> Outcome:
     """Make what is left of `jobs` in order, as far as the time goes; every finished run is in the ledger at once."""
     outcome = Outcome()
-    known = {identity(record): record for record in sorted(ledger.all(), key=lambda r: r["status"] == "finished")}
-    for job in sorted(_left(jobs, ledger, known, outcome, retry), key=lambda job: not executor.started(job)):
-        if _made(job, known, retry):  # by an earlier run of this visit that another study asked for
+    _work_off(jobs, ledger, executor, visit, pace, outcome, claims, split=split, retry=retry, say=say)
+    known = _known(ledger)
+    for job in jobs:  # what was made since, by this process or another, for another study
+        if not job.beyond and _made(job, known, retry):
+            _share(job, known, ledger, outcome)
+    return outcome
+
+
+def _work_off(
+    jobs: Sequence[Job],
+    ledger: Ledger,
+    executor: Executor,
+    visit: Visit,
+    pace: Pace,
+    outcome: Outcome,
+    claims: Claims | None,
+    *,
+    split: bool,
+    retry: bool,
+    say: Say,
+) -> None:
+    left = _left(jobs, ledger, _known(ledger), outcome, retry)
+    tried: set[tuple[str, str]] = set()
+    for job in sorted(left, key=lambda job: not executor.started(job)):
+        known = _known(ledger)
+        if _made(job, known, retry and (job.fingerprint, job.mark) not in tried):  # in the meantime
             _share(job, known, ledger, outcome)
             continue
+        if claims is not None and not claims.take(job):
+            outcome.elsewhere.append(job.name)
+            continue
+        tried.add((job.fingerprint, job.mark))
         seconds = pace.seconds(job.run.study, job.run.variant.name, executor.tokens_left(job))
         fits = visit.left > pace.overhead if seconds is None else seconds <= visit.left
         if not fits and not (visit.left > pace.overhead and (split or executor.started(job))):
@@ -113,7 +144,7 @@ def work_off(
                 pace.measured(job.run.study, job.run.variant.name, stopped.rate)
             if stopped.by_user:
                 outcome.interrupted = True
-                return outcome
+                return
             continue
         except Exception as error:  # one variant's failure must not cost the others their place in the queue
             record = executor.failed(job, _reason(error))
@@ -123,14 +154,17 @@ def work_off(
             outcome.failed.append(job.name)
             say(f"{job.name}: failed: {record['reason']}")
             if isinstance(error, Broken):
-                return outcome
+                return
             continue
         ledger.add(job.run.study, [record])
-        known[job.fingerprint, job.mark] = record
         pace.learn(record)
         outcome.finished.append(job.name)
         say(f"{job.name}: loss {record['loss']:.4f} after {record['seconds']:,.0f} s")
-    return outcome
+
+
+def _known(ledger: Ledger) -> dict[tuple[str, str], Record]:
+    """All records by what they are known by; a finished one stands over a failed one."""
+    return {identity(record): record for record in sorted(ledger.all(), key=lambda r: r["status"] == "finished")}
 
 
 def _left(

@@ -50,8 +50,9 @@ class Row:
 
     @property
     def rate(self) -> float | None:
-        """Tokens a second in training."""
-        rates = [float(r["tokens_per_s"]) for r in self.records.values() if r.get("tokens_per_s")]
+        """Tokens a second in training, from runs that had the device to themselves."""
+        alone = [record for record in self.records.values() if record.get("processes", 1) == 1]
+        rates = [float(record["tokens_per_s"]) for record in alone if record.get("tokens_per_s")]
         return fmean(rates) if rates else None
 
 

@@ -83,13 +83,15 @@ class TrainingExecutor:
         *,
         commit: str | None = None,
         keep: bool = False,
+        processes: Callable[[], int] = lambda: 1,
         watch: Callable[[Job], Watcher] = lambda job: Silence(),
     ) -> None:
-        """`keep` leaves the trained models under the work directory."""
+        """`keep` leaves the trained models under the work directory; `processes` says how many share the device now."""
         self._studies = {study.name: study for study in studies}
         self._place = place
         self._commit = commit
         self._keep = keep
+        self._processes = processes
         self._watch = watch
         self._shapes: dict[str, Shaped] = {}
         self._environment = environment(place.device)
@@ -112,7 +114,7 @@ class TrainingExecutor:
         return (shaped.length.steps - begun) * shaped.length.tokens_per_step
 
     def execute(self, job: Job, visit: Visit, *, split: bool) -> Record:
-        begin = time.perf_counter()
+        begin, processes = time.perf_counter(), self._processes()
         shaped = job.shaped
         saved = saved_steps(self._place.directory(job.run) / "checkpoints")
         source = None if saved else self._branch(job)
@@ -136,6 +138,7 @@ class TrainingExecutor:
         if not summary.finished:
             raise Stopped(by_user=not guard.asked, rate=guard.rate)
         record = self._finished(job, summary, wall=time.perf_counter() - begin, steps=summary.step - before)
+        record["processes"] = max(processes, self._processes())
         self._tidy(job)
         return record
 
