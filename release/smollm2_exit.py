@@ -173,10 +173,10 @@ def draw(args: argparse.Namespace) -> None:
 
 
 def best(args: argparse.Namespace) -> None:
-    from smollm2_exit_report import choose, chosen_in_words
+    from smollm2_exit_report import choose, describe_choice
 
     choice = choose(json.loads(args.record.read_text()))
-    print(chosen_in_words(choice, args.pack or Path("exits")))
+    print(describe_choice(choice, args.pack or Path("exits")))
     if args.pack is not None:
         write_one(choice, args.pack)
 
@@ -190,14 +190,14 @@ def ship(args: argparse.Namespace) -> None:
 def write_one(choice: dict[str, Any], out: Path) -> None:
     """A pack of one exit of a run that has several, in bfloat16, with the words that it was measured with."""
     import torch
-    from smollm2_exit_measure import words_for
+    from smollm2_exit_measure import exit_vocab_for
 
     from fathomlm.checkpoints.exit_pack import write_pack
     from fathomlm.checkpoints.replan import replan
     from fathomlm.checkpoints.resolve import load
 
     model = load(Path(choice["run"]) / "last")
-    model.limit_exits(words_for(model, Path(choice["corpus"]), choice["words"]))
+    model.limit_exits(exit_vocab_for(model, Path(choice["corpus"]), choice["words"]))
     plan = model.plan.with_exits((choice["layer"] - 1,), layer=model.config.exit_parts.layer)
     write_pack(replan(model, plan, **model.config.exit_fields), out, dtype=torch.bfloat16)
     print(f"{out}: the exit after layer {choice['layer']} alone")
@@ -237,7 +237,10 @@ def main() -> None:
     add("--modes", nargs="+", choices=("speculative", "parallel"), default=["speculative", "parallel"])
     add("--dtype", choices=("float32", "bfloat16"), default="float32")
     add(
-        "--words", type=int, nargs="+", help="let exits choose among the N most frequent tokens; 0 is all (what they learnt)"
+        "--exit-vocab",
+        type=int,
+        nargs="+",
+        help="let exits choose among the N most frequent tokens; 0 is all (what they learnt)",
     )
     add("--max-stack", type=int, nargs="+", default=[8], help="drafts that may wait")
     add("--rounds", type=int, default=2, help="how often texts are made; each text's fastest counts")

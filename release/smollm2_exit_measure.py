@@ -21,7 +21,7 @@ from fathomlm.decode.prompts import end_tokens
 from fathomlm.model.decoder import Decoder
 from fathomlm.model.hub import FathomForCausalLM
 from fathomlm.train.data.corpus import Corpus
-from fathomlm.train.data.frequent import frequent_words
+from fathomlm.train.data.frequent import frequent_in_corpus
 
 THRESHOLDS = (0.0, 0.2, 0.4, 0.6, 0.8)
 """At 0 every token leaves, and every draft is as long as the stack."""
@@ -218,7 +218,7 @@ def measure_run(args: argparse.Namespace, source: Path, corpus: Path, device: to
     longest = max(len(prompt) for texts in kinds.values() for prompt in (*texts.prompts, *texts.calibrating))
     learnt = decoder.exit_vocab
     own = {0: None} if learnt is None else {len(learnt.vocab_W): learnt.vocab_W.cpu()}
-    words = own if args.words is None else {many: words_for(model, corpus, many) for many in args.words}
+    words = own if args.exit_vocab is None else {many: exit_vocab_for(model, corpus, many) for many in args.exit_vocab}
     for layer in args.layers:
         for many, few in words.items():
             decoder.limit_exits(few)
@@ -239,12 +239,12 @@ def measure_run(args: argparse.Namespace, source: Path, corpus: Path, device: to
                 }
 
 
-def words_for(model: FathomForCausalLM, corpus: Path, many: int) -> Tensor | None:
+def exit_vocab_for(model: FathomForCausalLM, corpus: Path, many: int) -> Tensor | None:
     """What exits choose among, as a pack would have it; None (0 words) is everything."""
     if not many:
         return None
     vocab, ends = model.architecture.vocab, end_tokens(model)
-    return frequent_words(Corpus.open(corpus), model.tokenizer, many, vocab=vocab, always=ends, name="--words")
+    return frequent_in_corpus(Corpus.open(corpus), model.tokenizer, many, vocab=vocab, always=ends, name="--exit-vocab")
 
 
 def _measure_kind(args: argparse.Namespace, bench: Bench, kind: str, texts: Texts) -> dict[str, Any]:

@@ -189,8 +189,8 @@ def choose(record: dict[str, Any]) -> Found:
     return max(found, key=lambda one: (one["speed"], -one["adapter_bytes"]))
 
 
-def chosen_in_words(choice: Found, pack: Path) -> str:
-    few = f" --words {choice['words']} --words-from TEXT" if choice["words"] else ""
+def describe_choice(choice: Found, pack: Path) -> str:
+    few = f" --exit-vocab {choice['words']} --exit-vocab-from TEXT" if choice["words"] else ""
     lines = [
         f"{entry_name(choice)}, threshold {choice['threshold']:g}: {choice['speed']:.2f}x full decoding on "
         f"{choice['prompts']}, the geometric mean of {len(choice['devices'])} device(s)"

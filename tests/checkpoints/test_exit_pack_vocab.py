@@ -1,4 +1,4 @@
-"""Packs that bring the words that their exits choose among: they come back on any copy of the base, or are refused."""
+"""Packs with an exit vocabulary: it comes back on any copy of the base, or is refused."""
 
 from __future__ import annotations
 
@@ -24,44 +24,44 @@ from fathomlm.model.hub import FathomForCausalLM
 from parity.t5_models import write_tiny_t5
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-WORDS = torch.tensor([40, 3, 95, 0, 17, 18, 60, 61])
-RISING = sorted(WORDS.tolist())
+VOCAB = torch.tensor([40, 3, 95, 0, 17, 18, 60, 61])
+RISING = sorted(VOCAB.tolist())
 
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Shared: read it, do not write to it."""
-    return save(bare(build("every")), tmp_path_factory.mktemp("words") / "base")
+    return save(bare(build("every")), tmp_path_factory.mktemp("exit_vocab") / "base")
 
 
 @pytest.fixture
 def pack(tmp_path: Path) -> Path:
-    return write_pack(build("every"), tmp_path / "pack", words=WORDS)
+    return write_pack(build("every"), tmp_path / "pack", exit_vocab=VOCAB)
 
 
-def words_of(model: Any) -> list[int] | None:
+def vocab_of(model: Any) -> list[int] | None:
     limited = model.decoder.exit_vocab
     return None if limited is None else limited.vocab_W.tolist()
 
 
 def test_what_is_written(pack: Path) -> None:
     stored, record = load_file(pack / WEIGHTS), json.loads((pack / RECORD).read_text())
-    assert (stored["words"].dtype, stored["words"].tolist()) == (torch.int32, RISING)
-    assert (record["words"], record["version"]) == (8, 1)
+    assert (stored["exit_vocab"].dtype, stored["exit_vocab"].tolist()) == (torch.int32, RISING)
+    assert (record["exit_vocab"], record["version"]) == (8, 1)
     found = read_pack(pack)
-    assert found.words is not None
-    assert found.words.tolist() == RISING
-    assert "words" not in found.tensors, "it is no weight of a decoder"
+    assert found.exit_vocab is not None
+    assert found.exit_vocab.tolist() == RISING
+    assert "exit_vocab" not in found.tensors, "it is no weight of a decoder"
 
 
 @pytest.mark.parametrize("kind", ["every", "head", "nothing", "two", "looped"])
 def test_exits_choose_among_them_and_drafts_are_made_whole(kind: str, tmp_path: Path) -> None:
     model = build(kind)
-    base, pack = save(bare(model), tmp_path / "base"), write_pack(model, tmp_path / "pack", words=WORDS)
+    base, pack = save(bare(model), tmp_path / "base"), write_pack(model, tmp_path / "pack", exit_vocab=VOCAB)
     full = [row.tokens for row in generate(load(base), PROMPTS, max_new_tokens=10)]
     again = load(base, exits=pack)
-    model.decoder.limit_exits(WORDS)
-    assert words_of(again) == RISING
+    model.decoder.limit_exits(VOCAB)
+    assert vocab_of(again) == RISING
     assert said(again, "full") == full
     for threshold in (0.0, 0.3):
         assert said(again, "speculative", threshold=threshold) == full
@@ -74,8 +74,10 @@ def test_an_encoder_decoders_drafts_too(tmp_path: Path) -> None:
     write_tiny_t5("t5", tmp_path / "t5")
     plain = load(tmp_path / "t5", dtype="float32")
     model = replan(plain, plain.plan.with_exits([0]), **EVERY)
-    again = load(tmp_path / "t5", dtype="float32", exits=write_pack(model, tmp_path / "pack", words=torch.tensor([1, 5, 9])))
-    assert words_of(again) == [1, 5, 9]
+    again = load(
+        tmp_path / "t5", dtype="float32", exits=write_pack(model, tmp_path / "pack", exit_vocab=torch.tensor([1, 5, 9]))
+    )
+    assert vocab_of(again) == [1, 5, 9]
     assert said(again, "speculative", threshold=0.0) == said(again, "full")
     assert {token for row in said(again, "static") for token in row} <= {1, 5, 9}
 
@@ -95,24 +97,24 @@ def test_the_rows_are_the_heads_wherever_the_model_is(dtype: torch.dtype, base: 
 def test_a_models_own_words_come_along(base: Path, pack: Path, tmp_path: Path) -> None:
     model = load(base, exits=pack)
     assert (write_pack(model, tmp_path / "again") / WEIGHTS).read_bytes() == (pack / WEIGHTS).read_bytes()
-    others = write_pack(model, tmp_path / "others", words=torch.tensor([7, 2], dtype=torch.int16))
-    assert words_of(load(base, exits=others)) == [2, 7]
+    others = write_pack(model, tmp_path / "others", exit_vocab=torch.tensor([7, 2], dtype=torch.int16))
+    assert vocab_of(load(base, exits=others)) == [2, 7]
     model.decoder.limit_exits(None)
-    assert read_pack(write_pack(model, tmp_path / "every")).words is None
-    assert words_of(load(save(load(base, exits=pack), tmp_path / "model"))) == RISING, "a model's directory keeps them"
+    assert read_pack(write_pack(model, tmp_path / "every")).exit_vocab is None
+    assert vocab_of(load(save(load(base, exits=pack), tmp_path / "model"))) == RISING, "a model's directory keeps them"
 
 
 def test_a_pack_from_before_there_were_words_is_read(base: Path, tmp_path: Path) -> None:
     pack = write_pack(build("every"), tmp_path / "pack")
-    assert json.loads((pack / RECORD).read_text())["words"] is None
-    edit(pack, words=...)
-    assert "words" not in json.loads((pack / RECORD).read_text())
-    assert read_pack(pack).words is None
-    assert words_of(load(base, exits=pack)) is None
+    assert json.loads((pack / RECORD).read_text())["exit_vocab"] is None
+    edit(pack, exit_vocab=...)
+    assert "exit_vocab" not in json.loads((pack / RECORD).read_text())
+    assert read_pack(pack).exit_vocab is None
+    assert vocab_of(load(base, exits=pack)) is None
 
 
-def put(words: Tensor) -> Callable[[Path], None]:
-    return lambda pack: rewrite(pack, lambda held: held.update(words=words))
+def put(exit_vocab: Tensor) -> Callable[[Path], None]:
+    return lambda pack: rewrite(pack, lambda held: held.update(exit_vocab=exit_vocab))
 
 
 def ids(*tokens: int) -> Tensor:
@@ -120,16 +122,19 @@ def ids(*tokens: int) -> Tensor:
 
 
 DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
-    "gone": (lambda pack: rewrite(pack, lambda held: held.pop("words")), "lacks 'words', by what exits.json says"),
-    "not announced": (lambda pack: edit(pack, words=None), "has no place for 'words'"),
-    "not known of": (lambda pack: edit(pack, words=...), "has no place for 'words'"),
-    "another number": (lambda pack: edit(pack, words=9), r"'words' is \(8,\) of int32; exits.json asks for \(9,\) of int32"),
-    "below nothing": (lambda pack: edit(pack, words=-1), r"asks for \(-1,\)"),
-    "no number": (lambda pack: edit(pack, words=True), "words must be how many there are, or null"),
-    "a list": (lambda pack: edit(pack, words=[3]), "words must be how many there are, or null"),
-    "long": (put(torch.arange(8)), r"'words' is \(8,\) of int64; .* of int32"),
+    "gone": (lambda pack: rewrite(pack, lambda held: held.pop("exit_vocab")), "lacks 'exit_vocab', by what exits.json says"),
+    "not announced": (lambda pack: edit(pack, exit_vocab=None), "has no place for 'exit_vocab'"),
+    "not known of": (lambda pack: edit(pack, exit_vocab=...), "has no place for 'exit_vocab'"),
+    "another number": (
+        lambda pack: edit(pack, exit_vocab=9),
+        r"'exit_vocab' is \(8,\) of int32; exits.json asks for \(9,\) of int32",
+    ),
+    "below nothing": (lambda pack: edit(pack, exit_vocab=-1), r"asks for \(-1,\)"),
+    "no number": (lambda pack: edit(pack, exit_vocab=True), "exit_vocab must be a number of tokens, or null"),
+    "a list": (lambda pack: edit(pack, exit_vocab=[3]), "exit_vocab must be a number of tokens, or null"),
+    "long": (put(torch.arange(8)), r"'exit_vocab' is \(8,\) of int64; .* of int32"),
     "fractions": (put(torch.arange(8.0)), r"\(8,\) of float32"),
-    "a matrix": (put(ids(*range(8)).view(2, 4)), r"'words' is \(2, 4\) of int32"),
+    "a matrix": (put(ids(*range(8)).view(2, 4)), r"'exit_vocab' is \(2, 4\) of int32"),
     "not in order": (put(ids(0, 2, 1, 3, 4, 5, 6, 7)), "different tokens in rising order, from 0 to 95"),
     "twice": (put(ids(0, 1, 1, 3, 4, 5, 6, 7)), "different tokens in rising order"),
     "negative": (put(ids(-1, 1, 2, 3, 4, 5, 6, 7)), "from 0 to 95"),
@@ -139,7 +144,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
 
 def empty(pack: Path) -> None:
     put(ids())(pack)
-    edit(pack, words=0)
+    edit(pack, exit_vocab=0)
 
 
 @pytest.mark.parametrize("damage", [*DAMAGES, "none at all"])
@@ -151,7 +156,7 @@ def test_damaged_words_are_named(damage: str, base: Path, pack: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "says"),
+    ("exit_vocab", "says"),
     [
         (torch.tensor([], dtype=torch.long), "one or more different"),
         (torch.tensor([3, 3]), "one or more different"),
@@ -161,8 +166,8 @@ def test_damaged_words_are_named(damage: str, base: Path, pack: Path) -> None:
         (torch.tensor([-1]), "from 0 to 95"),
     ],
 )
-def test_what_are_no_words_is_not_written(words: Tensor, says: str, tmp_path: Path) -> None:
+def test_an_invalid_exit_vocab_is_not_written(exit_vocab: Tensor, says: str, tmp_path: Path) -> None:
     model: FathomForCausalLM = build("every")
     with pytest.raises(OptionError, match=says):
-        write_pack(model, tmp_path / "pack", words=words)
+        write_pack(model, tmp_path / "pack", exit_vocab=exit_vocab)
     assert list(tmp_path.iterdir()) == []

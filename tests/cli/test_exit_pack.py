@@ -88,7 +88,7 @@ def test_the_record_of_an_export(exited: Path, tmp_path: Path, told: Callable[..
         "bytes": directory_bytes(out),
         "weights": "bfloat16",
         "threshold": False,
-        "words": None,
+        "exit_vocab": None,
     }
     assert {value.dtype for value in load_file(out / "exits.safetensors").values()} == {torch.bfloat16}
     assert sorted(file.name for file in out.iterdir()) == ["exits.json", "exits.safetensors"]

@@ -28,7 +28,7 @@ NOTE = f"fathomlm: using the exits that come with FathomLM for {NAME} (--exits n
 def made(tiny_model: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A pack for the tiny model, with a few words. Shared: read it, do not write to it."""
     exited = replan(tiny_model, tiny_model.plan.with_exits([1], layer=True))
-    return write_pack(exited, tmp_path_factory.mktemp("made") / "pack", words=torch.arange(0, 320, 2))
+    return write_pack(exited, tmp_path_factory.mktemp("made") / "pack", exit_vocab=torch.arange(0, 320, 2))
 
 
 @pytest.fixture

@@ -184,7 +184,7 @@ def test_captured_steps_are_steps(recursions: int, words: int) -> None:
     plan = DepthPlan.vanilla(5)
     if recursions > 1:
         plan = DepthPlan.build("middle-cycle", 3, 5).with_routing(build_routing("expert", 3))
-    exits = ExitRecipe(at=[2], coefficient=1.0, distill="forward_kl", adapter_rank=8, classifier=True, words=words)
+    exits = ExitRecipe(at=[2], coefficient=1.0, distill="forward_kl", adapter_rank=8, classifier=True, exit_vocab=words)
     loss, own = LossRecipe(exits=exits if words else None), {"exit_adapter": 8, "exit_classifier": True} if words else {}
     plan = plan.with_exits((1,)) if words else plan
     tokens = torch.randint(0, 512, (8, 8, 65), generator=torch.Generator().manual_seed(1))

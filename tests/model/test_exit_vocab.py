@@ -1,4 +1,4 @@
-"""Exits that choose among some words: those words' scores, no other's, and texts that a verifier makes whole again."""
+"""Exits with a vocabulary of their own: the scores of its tokens, no other, and what a verifier mends."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SHAPE: dict[str, Any] = {
     "head_dim": 8,
     "vocab": 61,
 }
-WORDS = torch.tensor([5, 60, 0, 17, 18, 33])
+VOCAB = torch.tensor([5, 60, 0, 17, 18, 33])
 EXIT = 1
 
 
@@ -44,10 +44,10 @@ def test_an_exit_scores_its_words_and_no_other(tied: bool, parts: dict[str, int]
     x = torch.randn(2, 3, 32)
     whole, last = decoder.exit_logits(x, EXIT), decoder.exit_logits(x, 3)
     before = set(decoder.state_dict())
-    decoder.limit_exits(WORDS)
+    decoder.limit_exits(VOCAB)
     few = decoder.exit_logits(x, EXIT)
-    torch.testing.assert_close(few[..., WORDS], whole[..., WORDS])
-    others = torch.ones(61, dtype=torch.bool).scatter(0, WORDS, False)
+    torch.testing.assert_close(few[..., VOCAB], whole[..., VOCAB])
+    others = torch.ones(61, dtype=torch.bool).scatter(0, VOCAB, False)
     assert (few[..., others] == -torch.inf).all()
     assert torch.equal(decoder.exit_logits(x, 3), last), "the last output knows every word"
     assert set(decoder.state_dict()) == before, "nothing of it is stored"
@@ -60,17 +60,17 @@ def test_speculative_texts_stay_the_whole_models(threshold: float) -> None:
     decoder = decoder_of()
     captured = CapturedDecoder(decoder, length=48, exit_layers=EXIT + 1)
     full = captured.generate([3, 7, 11], Exiting(mode="full"), 30)
-    decoder.limit_exits(WORDS)
+    decoder.limit_exits(VOCAB)
     drafted = captured.generate([3, 7, 11], Exiting(mode="speculative", exit_layers=(EXIT + 1,), threshold=threshold), 30)
     assert drafted.tokens == full.tokens
     left = captured.generate([3, 7, 11], Exiting(mode="parallel", exit_layers=(EXIT + 1,), threshold=0.0), 30)
-    assert set(left.tokens) <= set(WORDS.tolist())
+    assert set(left.tokens) <= set(VOCAB.tolist())
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("exit_vocab", "message"),
     [([], "one or more different"), ([3, 3], "one or more different"), ([61], "from 0 to 60"), ([-1], "from 0 to 60")],
 )
-def test_what_are_no_words_is_refused(words: list[int], message: str) -> None:
+def test_an_invalid_exit_vocab_is_refused(exit_vocab: list[int], message: str) -> None:
     with pytest.raises(OptionError, match=message):
-        decoder_of().limit_exits(torch.tensor(words, dtype=torch.long))
+        decoder_of().limit_exits(torch.tensor(exit_vocab, dtype=torch.long))

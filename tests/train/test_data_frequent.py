@@ -8,7 +8,7 @@ import torch
 from fathomlm.errors import DataError, OptionError
 from fathomlm.train.data import frequent
 from fathomlm.train.data.corpus import Corpus
-from fathomlm.train.data.frequent import frequent_tokens, frequent_words
+from fathomlm.train.data.frequent import frequent_in_corpus, frequent_tokens
 from fathomlm.train.data.tokenizers import byte_tokenizer
 
 BYTES = byte_tokenizer()
@@ -51,15 +51,15 @@ def test_a_model_with_fewer_tokens_than_its_tokenizer():
 
 @pytest.mark.parametrize(("many", "vocab"), [(0, 257), (-1, 257), (258, 257), (100, 99)])
 def test_a_number_that_is_out_of_range(many, vocab):
-    with pytest.raises(OptionError, match=r"words must be from 1 \(the special tokens\) to (257|99) \(all\), got"):
+    with pytest.raises(OptionError, match=r"exit_vocab must be from 1 \(the special tokens\) to (257|99) \(all\), got"):
         chosen(many, vocab=vocab)
-    with pytest.raises(OptionError, match="words must be from 3 "):
+    with pytest.raises(OptionError, match="exit_vocab must be from 3 "):
         chosen(2, always=[1, 2])
 
 
 @pytest.mark.parametrize("texts", [[], ["", ""]])
 def test_nothing_to_count(texts):
-    with pytest.raises(DataError, match="no text to find frequent words in"):
+    with pytest.raises(DataError, match="no text to find frequent tokens in"):
         chosen(3, texts)
 
 
@@ -71,7 +71,7 @@ def test_a_corpus_is_counted_as_its_texts_are(token_corpus, monkeypatch, size):
     stream = corpus.stream("train")
     texts = [bytes(stream.document(number)[:-1].tolist()).decode() for number in range(stream.documents)]
     for many in (2, 5, 12, 30, 257):
-        found = frequent_words(corpus, BYTES, many, vocab=257, always=[7])
+        found = frequent_in_corpus(corpus, BYTES, many, vocab=257, always=[7])
         assert torch.equal(found, frequent_tokens(texts, BYTES, many, vocab=257, always=[7]))
 
 
@@ -82,13 +82,13 @@ def test_of_pairs_the_targets_are_counted(pair_corpus, monkeypatch, size):
     pairs = corpus.pairs("train")
     targets = [bytes(pairs.pair(number)[1][:-1].tolist()).decode() for number in range(len(pairs))]
     for many in (1, 2, 5, 9):
-        assert frequent_words(corpus, BYTES, many, vocab=257).tolist() == chosen(many, targets)
-    assert ord("h") not in frequent_words(corpus, BYTES, 9, vocab=257), "sources have it, 'fathoms', and targets do not"
+        assert frequent_in_corpus(corpus, BYTES, many, vocab=257).tolist() == chosen(many, targets)
+    assert ord("h") not in frequent_in_corpus(corpus, BYTES, 9, vocab=257), "sources have it, 'fathoms', and targets do not"
 
 
 def test_numbers_out_of_range_by_the_name_that_users_know(token_corpus):
     corpus = Corpus.open(token_corpus)
     for many, vocab, always in ((0, 257, ()), (258, 257, ()), (100, 99, ()), (2, 257, (1, 2))):
         with pytest.raises(OptionError, match=r"^--many must be from [13] \(the special tokens\) to (257|99) \(all\), got"):
-            frequent_words(corpus, BYTES, many, vocab=vocab, always=always, name="--many")
-    assert frequent_words(corpus, BYTES, 3, vocab=99).tolist() == [32, 44, 97], "a model with fewer tokens"
+            frequent_in_corpus(corpus, BYTES, many, vocab=vocab, always=always, name="--many")
+    assert frequent_in_corpus(corpus, BYTES, 3, vocab=99).tolist() == [32, 44, 97], "a model with fewer tokens"

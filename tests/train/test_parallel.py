@@ -43,7 +43,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "train": "exits",
     },
     "exit_vocab": {
-        "loss": {"exits": {"at": [2], "distill": "forward_kl", "head_rank": 2, "classifier": True, "words": 9}},
+        "loss": {"exits": {"at": [2], "distill": "forward_kl", "head_rank": 2, "classifier": True, "exit_vocab": 9}},
         "train": "exits",
     },
     # A model with exit heads that this run has no loss for.

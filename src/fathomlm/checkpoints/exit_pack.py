@@ -1,7 +1,7 @@
 """Exits as files of their own, an exit pack: what `train: exits` taught, without the model that it left as it was.
 
     exits.json         where the exits are, what each has of its own, and which base they belong to
-    exits.safetensors  the exits' tensors, by the decoder's names, and the words that they choose among, if not all
+    exits.safetensors  the exits' tensors, by the decoder's names, and the exit vocabulary, if it is not every token
     threshold.json     where there is one: the threshold that `fathomlm calibrate` learnt for them
 
 A pack is put on any copy of its base. Nothing of the base changes, so its last output is what it was, bit for bit.
@@ -38,8 +38,10 @@ from fathomlm.model.seq2seq import FathomForSeq2SeqLM, FathomModel
 FORMAT, VERSION = "fathomlm-exits", 1
 RECORD, WEIGHTS, THRESHOLD = "exits.json", "exits.safetensors", "threshold.json"
 KIND = "pack of exits"
-WORDS = "words"
-"""The tokens that exits choose among: int32, rising. Its number is in the record, null for every token."""
+VOCAB = "exit_vocab"
+"""The tokens that exits choose among: int32, rising. The record has their number, null for every token."""
+FORMER_VOCAB = "words"
+"""What packs called it before, the packaged one among them."""
 SHAPE = (
     "layers", "hidden", "intermediate", "heads", "kv_heads", "head_dim", "vocab", "tied_embeddings", "norm", "activation",
     "gated", "residual", "qk_norm", "qkv_bias", "o_bias", "mlp_bias", "positions", "relative_buckets", "cross",
@@ -62,7 +64,7 @@ class ExitPack:
     relaxation: Relaxation | None
     sample: BaseSample
     tensors: dict[str, Tensor] = field(repr=False)
-    words: Tensor | None = field(default=None, repr=False)
+    exit_vocab: Tensor | None = field(default=None, repr=False)
     """The tokens that the exits choose among; None is every token."""
 
     def plan_over(self, architecture: Architecture, plan: DepthPlan, relaxation: Relaxation | None) -> DepthPlan:
@@ -86,18 +88,18 @@ def write_pack(
     force: bool = False,
     dtype: torch.dtype | None = None,
     threshold: Path | None = None,
-    words: Tensor | None = None,
+    exit_vocab: Tensor | None = None,
 ) -> Path:
     """Write the exits of `model` into the directory `out`, and return it. `dtype` is by default the model's own;
-    `threshold` is a file to copy that was calibrated for them; `words` are the tokens that they choose among, by default
-    those that `limit_exits` gave the model."""
+    `threshold` is a file to copy that was calibrated for them; `exit_vocab` are the tokens that they choose among, by
+    default those that `limit_exits` gave the model."""
     out = Path(out)
     check_has_exits(model.plan, "the model")
     tensors = {name: value.to(dtype=dtype or value.dtype) for name, value in _own(model.decoder).items()}
     for name in (name for name, value in tensors.items() if not bool(value.isfinite().all())):
         raise OptionError(f"'{name}' holds numbers that are not finite; such an exit is not worth keeping")
-    if (chosen := _words(model.decoder, words)) is not None:
-        tensors[WORDS] = chosen
+    if (chosen := _exit_vocab(model.decoder, exit_vocab)) is not None:
+        tensors[VOCAB] = chosen
     sample = BaseSample.of(model.decoder)
     check_room(out, sum(value.numel() * value.element_size() for value in tensors.values()))
     with whole_directory(out, force, what=KIND, sign=RECORD) as directory:
@@ -105,7 +107,7 @@ def write_pack(
         if threshold is not None:
             shutil.copyfile(threshold, directory / THRESHOLD)
         many = None if chosen is None else len(chosen)
-        record = _record(model, sample) | {WORDS: many, "sha256": _digest((directory / WEIGHTS).read_bytes())}
+        record = _record(model, sample) | {VOCAB: many, "sha256": _digest((directory / WEIGHTS).read_bytes())}
         (directory / RECORD).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
     return out
 
@@ -123,23 +125,23 @@ def read_pack(path: str | Path) -> ExitPack:
         missing = "does not exist" if not path.exists() else f"has no {RECORD}"
         raise CheckpointError(f"{path} {missing}; a {KIND} is what `fathomlm export MODEL OUT --format exits` writes")
     where = f"{path / RECORD}"
-    record = {WORDS: None} | read_json(path / RECORD)
+    record = {VOCAB: None} | _renamed(read_json(path / RECORD))
     _check_version(record, where)
     try:
         pack = _read(record, path, where)
-        expected = _expected(pack, record[WORDS])
+        expected = _expected(pack, record[VOCAB])
     except FathomError as error:
         raise error if str(error).startswith(where) else CheckpointError(f"{where}: {error}") from error
     except (TypeError, ValueError, KeyError, AttributeError) as error:
         raise CheckpointError(f"{where} is damaged ({type(error).__name__}: {error})") from error
     tensors = _read_tensors(path / WEIGHTS, record["sha256"], expected)
-    words = tensors.pop(WORDS, None)
-    if words is not None:
+    exit_vocab = tensors.pop(VOCAB, None)
+    if exit_vocab is not None:
         try:
-            check_rising(words.tolist(), pack.architecture.vocab, f"{path / WEIGHTS}: '{WORDS}'")
+            check_rising(exit_vocab.tolist(), pack.architecture.vocab, f"{path / WEIGHTS}: '{VOCAB}'")
         except OptionError as error:
             raise CheckpointError(str(error)) from error
-    return dataclasses.replace(pack, tensors=tensors, words=words)
+    return dataclasses.replace(pack, tensors=tensors, exit_vocab=exit_vocab)
 
 
 @torch.no_grad()
@@ -160,7 +162,7 @@ def attach(model: Model, pack: ExitPack, *, any_base: bool = False) -> Model:
     config.plan = plan.to_dict()
     for name, value in _fields(pack.parts).items():
         setattr(config, name, value)
-    config.exit_vocab = None if pack.words is None else pack.words.tolist()
+    config.exit_vocab = None if pack.exit_vocab is None else pack.exit_vocab.tolist()
     with torch.device("meta"):
         result = type(model)(config)
     if isinstance(model, FathomForSeq2SeqLM):
@@ -176,13 +178,13 @@ def _own(decoder: Decoder) -> dict[str, Tensor]:
     return {name: value.detach().cpu().contiguous() for name, value in found if name.startswith(OWN)}
 
 
-def _words(decoder: Decoder, asked: Tensor | None) -> Tensor | None:
-    """The words to store, in order: those that are asked for, else the decoder's."""
-    words = decoder.exit_vocab.vocab_W if asked is None and decoder.exit_vocab is not None else asked
-    if words is None:
+def _exit_vocab(decoder: Decoder, asked: Tensor | None) -> Tensor | None:
+    """The tokens to store, in order: those that are given, else the decoder's."""
+    tokens = decoder.exit_vocab.vocab_W if asked is None and decoder.exit_vocab is not None else asked
+    if tokens is None:
         return None
-    check_exit_vocab(words, decoder.architecture.vocab)
-    return words.detach().to("cpu", torch.int32).sort().values
+    check_exit_vocab(tokens, decoder.architecture.vocab)
+    return tokens.detach().to("cpu", torch.int32).sort().values
 
 
 def _fields(parts: ExitParts) -> dict[str, Any]:
@@ -219,7 +221,7 @@ def _check_version(record: dict[str, Any], where: str) -> None:
 
 
 def _read(record: dict[str, Any], path: Path, where: str) -> ExitPack:
-    _check_names(record, ("format", "version", "exits", "parts", "base", WORDS, "sha256"), where)
+    _check_names(record, ("format", "version", "exits", "parts", "base", VOCAB, "sha256"), where)
     base, parts, exits = record["base"], record["parts"], record["exits"]
     _check_names(base, ("architecture", "plan", "relaxation", "sample"), f"{where}, base")
     _check_names(parts, tuple(field.name for field in dataclasses.fields(ExitParts)), f"{where}, parts")
@@ -228,8 +230,8 @@ def _read(record: dict[str, Any], path: Path, where: str) -> ExitPack:
             raise CheckpointError(f"{where}, parts: {name} is {shown(value)}")
     if not isinstance(exits, list) or not exits or not all(is_int(index) for index in exits):
         raise CheckpointError(f"{where}: exits must be a list of steps, from 0")
-    if record[WORDS] is not None and (not is_int(record[WORDS]) or abs(record[WORDS]) > BOUNDS["vocab"][1]):
-        raise CheckpointError(f"{where}: {WORDS} must be how many there are, or null")
+    if record[VOCAB] is not None and (not is_int(record[VOCAB]) or abs(record[VOCAB]) > BOUNDS["vocab"][1]):
+        raise CheckpointError(f"{where}: {VOCAB} must be a number of tokens, or null")
     relaxation = base["relaxation"]
     pack = ExitPack(
         path=path,
@@ -254,19 +256,19 @@ def _check_names(record: object, names: tuple[str, ...], where: str) -> None:
         raise CheckpointError(f"{where} lacks {', '.join(missing)}")
 
 
-def _expected(pack: ExitPack, words: int | None) -> dict[str, torch.Size]:
+def _expected(pack: ExitPack, exit_vocab: int | None) -> dict[str, torch.Size]:
     """The tensors that the record announces, by name and shape."""
     plan = pack.plan.with_exits(pack.exits, layer=pack.parts.layer)
     with torch.device("meta"):
         decoder = Decoder(pack.architecture, plan, pack.relaxation, **_fields(pack.parts))
     own = {name: value.shape for name, value in decoder.state_dict().items() if name.startswith(OWN)}
-    return own if words is None else own | {WORDS: torch.Size((words,))}
+    return own if exit_vocab is None else own | {VOCAB: torch.Size((exit_vocab,))}
 
 
 def _read_tensors(path: Path, digest: object, expected: dict[str, torch.Size]) -> dict[str, Tensor]:
     try:
         data = path.read_bytes()
-        tensors: dict[str, Tensor] = load(data)
+        tensors: dict[str, Tensor] = _renamed(load(data))
     except OSError as error:
         raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
     except (SafetensorError, ValueError) as error:
@@ -277,12 +279,16 @@ def _read_tensors(path: Path, digest: object, expected: dict[str, torch.Size]) -
         kind = "lacks" if wrong[0] in expected else "has no place for"
         raise CheckpointError(f"{path} {kind} '{wrong[0]}', by what {RECORD} says")
     for name, shape in expected.items():
-        value, wanted = tensors[name], "int32" if name == WORDS else "floating numbers"
-        fits = value.dtype == torch.int32 if name == WORDS else value.is_floating_point()
+        value, wanted = tensors[name], "int32" if name == VOCAB else "floating numbers"
+        fits = value.dtype == torch.int32 if name == VOCAB else value.is_floating_point()
         if value.shape != shape or not fits:
             found = f"{tuple(value.shape)} of {value.dtype}".replace("torch.", "")
             raise CheckpointError(f"{path}: '{name}' is {found}; {RECORD} asks for {tuple(shape)} of {wanted}")
     return tensors
+
+
+def _renamed(named: dict[str, Any]) -> dict[str, Any]:
+    return {VOCAB if name == FORMER_VOCAB else name: value for name, value in named.items()}
 
 
 def _digest(data: bytes) -> str:

@@ -65,7 +65,7 @@ def export(
     return out
 
 
-def exits_in_words(model: FathomModel) -> str:
+def describe_exits(model: FathomModel) -> str:
     """The exits of a model and what they have of their own, which an export leaves out."""
     kinds = {"heads": model.decoder.exit_heads, "layers": model.decoder.exit_blocks}
     kinds |= {"adapters": model.decoder.exit_adapters, "classifiers": model.decoder.exit_classifiers}

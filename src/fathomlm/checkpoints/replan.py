@@ -25,8 +25,8 @@ def replan(
 ) -> Model:
     """`model` under `plan`, which must lay out the same layers. What the new plan adds (routers, what exits and steps have
     of their own) is kept where the model has it already, and fresh otherwise; what it leaves out is dropped. A fresh layer
-    of an exit is a copy of the layer behind the exit: it starts as the model that is one layer deeper. The words that exits
-    choose among stay while there are exits. Without a `relaxation` the model's own stays. An encoder is the same object in
+    of an exit is a copy of the layer behind the exit: it starts as the model that is one layer deeper. The exit vocabulary
+    stays while there are exits. Without a `relaxation` the model's own stays. An encoder is the same object in
     both."""
     relaxation = model.relaxation if relaxation is None else relaxation
     exits = {"exit_rank": exit_rank, "exit_adapter": exit_adapter, "exit_classifier": exit_classifier}

@@ -89,8 +89,8 @@ def learnt_place(args: argparse.Namespace) -> Path:
     return Path(args.model if args.exits is None else args.exits).expanduser()
 
 
-def ask_every_word(model: FathomModel) -> None:
-    """Before text is scored. An exit that chooses among some words gives all others no probability: its loss would be
+def lift_exit_vocab(model: FathomModel) -> None:
+    """Before text is scored. An exit with a vocabulary of its own gives other tokens no probability: its loss would be
     infinite, and nothing would be said of how well it predicts."""
     model.limit_exits(None)
 

@@ -28,7 +28,7 @@ DESCRIPTION = (
     "With --format fathom the model stays as it is, plan and all; --quantize int8 makes its files a quarter of float32's. "
     "With --format exits only what the model's exits have of their own is written, for --exits of `generate` and others."
 )
-EXITS_ONLY = ("exits", "words", "words_from", "column")
+EXITS_ONLY = ("exits", "exit_vocab", "exit_vocab_from", "column")
 """Options of --format exits."""
 FORMATS = ("hf", "fathom", "exits")
 SHARD = "4GB"
@@ -49,9 +49,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _add_exits_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("--format exits").add_argument
-    few = "let the exits choose among N tokens: the special ones, and the most frequent in --words-from"
-    add("--words", metavar="N", type=int, help=few)
-    add("--words-from", metavar="FILE", nargs="+", help="text, JSON lines or Parquet: what the exits will be used for")
+    few = "let the exits choose among N tokens: the special ones, and the most frequent in --exit-vocab-from"
+    add("--exit-vocab", metavar="N", type=int, help=few)
+    add("--exit-vocab-from", metavar="FILE", nargs="+", help="text, JSON lines or Parquet: what the exits will be used for")
     add("--column", metavar="NAME", help="where the text is in JSON lines and Parquet (text)")
     add_pack_arguments(add)
 
@@ -78,14 +78,14 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _plain(args: argparse.Namespace, model: FathomModel, limit: int) -> int:
-    from fathomlm.checkpoints.export import exits_in_words, export
+    from fathomlm.checkpoints.export import describe_exits, export
     from fathomlm.checkpoints.families import family_for
     from fathomlm.checkpoints.resolve import describe, dtype_name
 
     with layer_bar("exporting") as tick:
         export(model, args.out, force=args.force, shard_bytes=limit, on_layer=tick)
     kind = family_for(model.architecture).architecture_class
-    left_out = exits_in_words(model) if model.plan.exits else None
+    left_out = describe_exits(model) if model.plan.exits else None
     size = _record(args, {"class": kind, "layers": model.plan.unrolled_layers}, {"left_out": left_out})
     if args.json:
         return 0
@@ -116,7 +116,7 @@ def _native(args: argparse.Namespace, model: FathomModel, limit: int) -> int:
 
 def _exits(args: argparse.Namespace) -> int:
     from fathomlm.checkpoints.exit_pack import KIND, RECORD, check_has_exits, write_pack
-    from fathomlm.checkpoints.export import exits_in_words
+    from fathomlm.checkpoints.export import describe_exits
     from fathomlm.checkpoints.resolve import load, parse_dtype, plan_of
     from fathomlm.checkpoints.writing import check_target
     from fathomlm.errors import OptionError
@@ -124,7 +124,7 @@ def _exits(args: argparse.Namespace) -> int:
     for name in ("quantize", "max_shard_size"):
         if getattr(args, name) is not None:
             raise OptionError(f"--{name.replace('_', '-')} is for whole models; --format exits writes one small file")
-    pack, sources = pack_options(args), _word_sources(args)
+    pack, sources = pack_options(args), _vocab_sources(args)
     check_target(args.out, args.force, what=KIND, sign=RECORD)
     check_has_exits(plan_of(args.model, args.exits), args.model)
     model = load(args.model, dtype=None if args.exits is None else "float32", **pack)
@@ -135,17 +135,19 @@ def _exits(args: argparse.Namespace) -> int:
     write_pack(model, args.out, force=args.force, dtype=dtype, threshold=threshold)
     stored, exits = str(dtype).removeprefix("torch."), [index + 1 for index in model.plan.exits]
     limited = model.decoder.exit_vocab
-    words = None if limited is None else len(limited.vocab_W)
-    size = _record(args, {"exits": exits}, {"weights": stored, "threshold": threshold is not None, "words": words})
+    many = None if limited is None else len(limited.vocab_W)
+    size = _record(args, {"exits": exits}, {"weights": stored, "threshold": threshold is not None, "exit_vocab": many})
     if args.json:
         return 0
     if other is not None:
         print(f"  left out: the threshold for layer {other}, where the model has no exit of its own", file=sys.stderr)
     if sources is not None and threshold is not None:
-        print("  the threshold was learnt without these words; `fathomlm calibrate` learns it anew", file=sys.stderr)
-    among = "" if words is None else f", among {words:,} words"
+        print(
+            "  the threshold was learnt without this exit vocabulary; `fathomlm calibrate` learns it anew", file=sys.stderr
+        )
+    among = "" if many is None else f", among {many:,} tokens"
     learnt = "" if threshold is None else ", and their threshold"
-    print(f"{args.out}: {exits_in_words(model)}{among}{learnt}, {stored}, {amount(size, 'B')}")
+    print(f"{args.out}: {describe_exits(model)}{among}{learnt}, {stored}, {amount(size, 'B')}")
     return 0
 
 
@@ -158,21 +160,21 @@ def _stored(pack: Path) -> torch.dtype:
     return next((value.dtype for value in read_pack(pack).tensors.values()), torch.float32)
 
 
-def _word_sources(args: argparse.Namespace) -> list[Source] | None:
-    """The files to count words in, found before a model is loaded; None where exits are to choose as they did."""
+def _vocab_sources(args: argparse.Namespace) -> list[Source] | None:
+    """The files to count tokens in, found before a model is loaded; None where exits are to choose as they did."""
     from fathomlm.errors import OptionError
     from fathomlm.train.data.sources import expand
 
-    if args.words is None:
-        for name in ("words_from", "column"):
+    if args.exit_vocab is None:
+        for name in ("exit_vocab_from", "column"):
             if getattr(args, name) is not None:
-                raise OptionError(f"--{name.replace('_', '-')} goes with --words, which says how many")
+                raise OptionError(f"--{name.replace('_', '-')} requires --exit-vocab")
         return None
-    if args.words < 1:
-        raise OptionError(f"--words must be >= 1, got {args.words}")
-    if args.words_from is None:
-        raise OptionError("--words needs --words-from, files to find the most frequent words in")
-    return expand(args.words_from)
+    if args.exit_vocab < 1:
+        raise OptionError(f"--exit-vocab must be >= 1, got {args.exit_vocab}")
+    if args.exit_vocab_from is None:
+        raise OptionError("--exit-vocab requires --exit-vocab-from, files to count tokens in")
+    return expand(args.exit_vocab_from)
 
 
 def _frequent(args: argparse.Namespace, model: FathomModel, sources: Sequence[Source]) -> torch.Tensor:
@@ -181,11 +183,11 @@ def _frequent(args: argparse.Namespace, model: FathomModel, sources: Sequence[So
     from fathomlm.train.data.frequent import frequent_tokens
 
     if model.tokenizer is None:
-        raise OptionError(f"{args.model} has no tokenizer, so there are no words to count")
-    with layer_bar("counting words", unit="bytes") as tick:
+        raise OptionError(f"{args.model} has no tokenizer, so tokens cannot be counted")
+    with layer_bar("counting tokens", unit="bytes") as tick:
         texts = _texts(sources, args.column or "text", tick)
         vocab, ends = model.architecture.vocab, end_tokens(model)
-        return frequent_tokens(texts, model.tokenizer, args.words, vocab=vocab, always=ends)
+        return frequent_tokens(texts, model.tokenizer, args.exit_vocab, vocab=vocab, always=ends)
 
 
 def _texts(sources: Sequence[Source], column: str, tick: Tick) -> Iterator[str]:

@@ -92,7 +92,7 @@ class FathomConfig(PreTrainedConfig):  # type: ignore[misc]
             return None
         if not self.plan.get("exits"):
             raise OptionError("exit_vocab requires a plan with exits")
-        if not isinstance(self.exit_vocab, list) or not all(is_int(word) for word in self.exit_vocab):
+        if not isinstance(self.exit_vocab, list) or not all(is_int(token) for token in self.exit_vocab):
             raise OptionError(f"exit_vocab must be a list of tokens, or null, got {self.exit_vocab!r:.60}")
         check_rising(self.exit_vocab, self.vocab_size, "exit_vocab")
         return torch.tensor(self.exit_vocab, device="cpu")

@@ -1,5 +1,5 @@
 """What an early exit has of its own, over a model that stays as it is: an adapter and a classifier, which are trained, and
-the words that it chooses among.
+the vocabulary that it chooses among.
 
 Shapes: M hidden width, r rank; `...` are batch and tokens.
 """
@@ -42,7 +42,7 @@ class ExitAdapter(nn.Module):
 
 
 class ExitClassifier(nn.Module):
-    """From what the head reads at an exit to one logit: that the likeliest word here is the last output's too (CALM,
+    """From what the head reads at an exit to one logit: that the likeliest token here is the last output's too (CALM,
     Schuster et al. 2022, section 3.3)."""
 
     def __init__(self, architecture: Architecture) -> None:
@@ -60,11 +60,11 @@ class ExitClassifier(nn.Module):
 
 
 class ExitVocab(nn.Module):
-    """The words that exits choose among, and their rows of the head, copied so that only those are read: in a small model
-    the head is most of what a token reads up to an exit. Drafts lose little by it, and what verifies them sees every word.
+    """The tokens that exits choose among, and their rows of the head, copied so that only those are read: in a small model
+    the head is most of what a token reads up to an exit. Drafts lose little by it, and what verifies them sees every token.
 
-    Neither is among a model's weights: its configuration and exit packs name the words, and the rows are the head's.
-    Shapes: W words.
+    Neither is among a model's weights: its configuration and exit packs name the tokens, and the rows are the head's.
+    Shapes: W tokens of the exit vocabulary.
     """
 
     vocab_W: Tensor
@@ -84,7 +84,7 @@ class ExitVocab(nn.Module):
         self.rows_WM.copy_(head_VM[self.vocab_W])
 
     def logits(self, hidden_BTM: Tensor, delta: LoraDelta | None) -> Tensor:
-        """Scores over the vocabulary, -inf for all other words."""
+        """Scores over the vocabulary, -inf for all other tokens."""
         few_BTW = F.linear(hidden_BTM, self.rows_WM)
         if delta is not None:
             few_BTW = few_BTW + F.linear(F.linear(hidden_BTM, delta.a), delta.b[self.vocab_W])
@@ -95,12 +95,12 @@ class ExitVocab(nn.Module):
 def check_exit_vocab(vocab_W: Tensor, vocab: int) -> None:
     """Refuse what exits cannot choose among."""
     if vocab_W.dim() != 1 or vocab_W.is_floating_point() or len(set(vocab_W.tolist())) != len(vocab_W) or not len(vocab_W):
-        raise OptionError("the words of an exit must be one or more different tokens")
+        raise OptionError("the exit vocabulary must be one or more different tokens")
     if int(vocab_W.min()) < 0 or int(vocab_W.max()) >= vocab:
-        raise OptionError(f"the words of an exit must be tokens of the model, from 0 to {vocab - 1}")
+        raise OptionError(f"the exit vocabulary must be tokens of the model, from 0 to {vocab - 1}")
 
 
-def check_rising(words: Sequence[int], vocab: int, name: str) -> None:
-    """Refuse words that are not as files keep them: the same words are always said in the same way."""
-    if not words or words[0] < 0 or words[-1] >= vocab or any(a >= b for a, b in pairwise(words)):
+def check_rising(tokens: Sequence[int], vocab: int, name: str) -> None:
+    """Refuse tokens that are not in the order of files: one vocabulary has one spelling."""
+    if not tokens or tokens[0] < 0 or tokens[-1] >= vocab or any(a >= b for a, b in pairwise(tokens)):
         raise OptionError(f"{name} must be different tokens in rising order, from 0 to {vocab - 1}")

@@ -46,16 +46,16 @@ class Shell(PreTrainedModel):  # type: ignore[misc]
         return self.decoder.relaxation
 
     def fit_weights(self) -> None:
-        """Make what follows from weights, where there are any yet: DoRA's row lengths, and the rows of exits' words."""
+        """Derive what follows from weights, where there are any: DoRA's row lengths, and the rows of the exit vocabulary."""
         if self.decoder.embed.weight.device.type != "meta":
             self.decoder.match_lengths()
             self.limit_exits(self.config.build_exit_vocab())
 
     def limit_exits(self, vocab_W: Tensor | None) -> None:
-        """Let early exits choose among some words only, or (None) among all, and keep the choice with the model. Say so
+        """Limit early exits to a vocabulary of their own, or (None) to all tokens, and keep that with the model. Call it
         after the weights are there, and again when they change."""
         if vocab_W is not None and not self.plan.exits:
-            raise OptionError("the model has no exits that could choose among some words")
+            raise OptionError("an exit vocabulary requires a model with exits")
         ordered_W = None if vocab_W is None else vocab_W.sort().values
         self.decoder.limit_exits(ordered_W)
         self.config.exit_vocab = None if ordered_W is None else ordered_W.tolist()
@@ -79,15 +79,17 @@ class Shell(PreTrainedModel):  # type: ignore[misc]
 
     def resize_token_embeddings(self, new_num_tokens: int | None = None, *args: Any, **kwargs: Any) -> nn.Embedding:
         """transformers' own for the embedding and the head; what else follows from the number of tokens goes along: the
-        architecture, what exits add to the head, and the words that they choose among. New tokens are not among those."""
+        architecture, what exits add to the head, and the exit vocabulary, which new tokens are not part of."""
         embed: nn.Embedding = super().resize_token_embeddings(new_num_tokens, *args, **kwargs)
         vocab = embed.num_embeddings
         if vocab != self.architecture.vocab:
             self.decoder.resize_vocab(vocab)
             self.config.architecture = self.architecture.to_dict()
-            words = self.config.exit_vocab
+            tokens = self.config.exit_vocab
             kept = (
-                None if words is None else torch.tensor([word for word in words if word < vocab], device=embed.weight.device)
+                None
+                if tokens is None
+                else torch.tensor([token for token in tokens if token < vocab], device=embed.weight.device)
             )
             self.limit_exits(kept)
         return embed

@@ -85,7 +85,7 @@ class LayerStack(nn.Module):
         )
         """By the index of a step, as exit heads are: from `exit_hidden` to one score, high where leaving is safe."""
         self.exit_vocab: ExitVocab | None = None
-        """What early exits choose among, where that is not every word."""
+        """The tokens that early exits choose among; None is all of them."""
 
     def compile_layers(self, backend: str = "inductor") -> None:
         """Compile each layer for the shapes it is given: a run has few, one for each capacity of a router or size of a pass,
@@ -165,8 +165,8 @@ class LayerStack(nn.Module):
             delta.b = nn.Parameter(new_VR, requires_grad=old_VR.requires_grad)
 
     def limit_exits(self, vocab_W: Tensor | None) -> None:
-        """Let early exits choose among some words only, or (None) among all. Say so after the weights are there, and again
-        when they change."""
+        """Limit early exits to a vocabulary of their own, or (None) to all tokens. Call it after the weights are there, and
+        again when they change."""
         self.exit_vocab = None if vocab_W is None else ExitVocab(vocab_W, self.head_weight)
 
     def exit_delta(self, index: int) -> LoraDelta | None:

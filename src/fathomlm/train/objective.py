@@ -4,7 +4,7 @@ It is one module because FSDP and DDP hook into a module's forward: the walk ove
 happen inside, so a shared block is gathered once for all of its uses. Sums are returned, not means; the loop divides by
 the tokens of the whole step, so nothing depends on how the batch was split.
 
-Shapes: B rows, T tokens, M hidden width, N = B x T, V vocabulary, W words of limited exits, K = M and a delta's rank.
+Shapes: B rows, T tokens, M hidden width, N = B x T, V vocabulary, W the exit vocabulary, K = M and a delta's rank.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ class _Output:
 class Objective(nn.Module):
     """A student and all that is asked of it.
 
-    Early exits that choose among some words (`limit_exits`) learn over those alone, and so does what they learn from the
-    last output. A token whose target is another word asks nothing of them, except of their classifiers.
+    Early exits with a vocabulary of their own (`limit_exits`) learn over it alone, and so does what they learn from the
+    last output. A token whose target is another one asks nothing of them, except of their classifiers.
     """
 
     places_V: Tensor | None
@@ -77,8 +77,8 @@ class Objective(nn.Module):
         """The same to the step, where the warm-up is smooth. One tensor for all steps: a recorded pass reads it in place."""
         self.meter: RoutingMeter | None = None
         """Told of every routed pass, where there is one."""
-        words = decoder.exit_vocab
-        self.register_buffer("places_V", None if words is None else _places(words), persistent=False)
+        exit_vocab = decoder.exit_vocab
+        self.register_buffer("places_V", None if exit_vocab is None else _places(exit_vocab), persistent=False)
 
     def compile_parts(self, backend: str = "inductor") -> None:
         """Compile what of the losses is many small operations, or slow ones."""
@@ -155,29 +155,29 @@ class Objective(nn.Module):
         choices: dict[int, Tensor] = {}
         total = torch.zeros((), device=targets_BT.device)
         for output in self._outputs:
-            words = self._words(output.index)
+            exit_vocab = self._exit_vocab(output.index)
             teacher = None
             if output.terms.divergence is not None:
                 teacher = (
-                    self._self_teacher(normed[last], words)
+                    self._self_teacher(normed[last], exit_vocab)
                     if output.index != last
                     else self._taught(tokens_BT, keep_BT, documents_BT, source_BS, source_keep_BS)
                 )
             if self._classifies:
                 choices[output.index] = torch.empty(targets_N.shape, dtype=torch.long, device=targets_N.device)
-            hidden_NK, weight_VK = self._head(output.index, normed[output.index].flatten(0, 1), words)
+            hidden_NK, weight_VK = self._head(output.index, normed[output.index].flatten(0, 1), exit_vocab)
             loss, *sums = head_loss(
                 hidden_NK,
                 weight_VK,
-                targets_N if words is None or few_N is None else few_N,
+                targets_N if exit_vocab is None or few_N is None else few_N,
                 output.terms,
                 teacher=teacher,
                 chunk=self.recipe.chunk,
                 parts=self._head_parts,
                 choices_N=choices.get(output.index),
             )
-            if words is not None and self._classifies:
-                choices[output.index] = words.vocab_W[choices[output.index]]
+            if exit_vocab is not None and self._classifies:
+                choices[output.index] = exit_vocab.vocab_W[choices[output.index]]
             total = total + loss
             parts |= dict(zip(_part_names(output), sums, strict=False))
         if self._classifies:
@@ -221,23 +221,23 @@ class Objective(nn.Module):
         beside = routers is not None and len(routers.aux) > 0  # learns from this loss only, and DDP waits for its gradient
         return total + sum(w * found[name] for name, w in weights.items() if w or (beside and name == "router"))
 
-    def _words(self, index: int) -> ExitVocab | None:
-        """The words that the output after a step chooses among; None is every word."""
+    def _exit_vocab(self, index: int) -> ExitVocab | None:
+        """The tokens that the output after a step chooses among; None is every token."""
         return None if index == self._outputs[-1].index else self.decoder.exit_vocab
 
-    def _head(self, index: int, hidden_NM: Tensor, words: ExitVocab | None) -> tuple[Tensor, Tensor]:
+    def _head(self, index: int, hidden_NM: Tensor, exit_vocab: ExitVocab | None) -> tuple[Tensor, Tensor]:
         """Hidden states and head of an output. An exit's low-rank delta joins both as extra columns: W h + B (A h). Of
-        some words there are their rows only."""
-        weight = self.decoder.head_weight if words is None else words.rows_WM
+        an exit vocabulary there are its rows only."""
+        weight = self.decoder.head_weight if exit_vocab is None else exit_vocab.rows_WM
         delta = self.decoder.exit_delta(index)
         if delta is None:
             return hidden_NM, weight
         inner = torch.nn.functional.linear(hidden_NM, delta.a)
-        outer = delta.b if words is None else delta.b.index_select(0, words.vocab_W)
+        outer = delta.b if exit_vocab is None else delta.b.index_select(0, exit_vocab.vocab_W)
         return torch.cat((hidden_NM, inner.to(hidden_NM.dtype)), dim=1), torch.cat((weight, outer), dim=1)
 
-    def _self_teacher(self, normed_BTM: Tensor, words: ExitVocab | None) -> Teacher:
-        weight = self.decoder.head_weight.detach() if words is None else words.rows_WM
+    def _self_teacher(self, normed_BTM: Tensor, exit_vocab: ExitVocab | None) -> Teacher:
+        weight = self.decoder.head_weight.detach() if exit_vocab is None else exit_vocab.rows_WM
         return Teacher(normed_BTM.detach().flatten(0, 1), weight)
 
     def _taught(
@@ -265,15 +265,15 @@ class Objective(nn.Module):
         return total + recipe.weight * error, error
 
 
-def _places(words: ExitVocab) -> Tensor:
-    """Where each token of the vocabulary stands among the words; IGNORE is nowhere."""
-    places_V = torch.full((words.vocab,), IGNORE, dtype=torch.long, device=words.vocab_W.device)
-    places_V[words.vocab_W] = torch.arange(len(words.vocab_W), device=places_V.device)
+def _places(exit_vocab: ExitVocab) -> Tensor:
+    """Where each token of the vocabulary stands in the exit vocabulary; IGNORE is nowhere."""
+    places_V = torch.full((exit_vocab.vocab,), IGNORE, dtype=torch.long, device=exit_vocab.vocab_W.device)
+    places_V[exit_vocab.vocab_W] = torch.arange(len(exit_vocab.vocab_W), device=places_V.device)
     return places_V
 
 
 def _placed(targets_N: Tensor, places_V: Tensor) -> Tensor:
-    """Targets as places among the words. Those that are none stay none: as an index IGNORE would be a token."""
+    """Targets as places in the exit vocabulary. Those that are none stay none: as an index IGNORE would be a token."""
     return torch.where(targets_N == IGNORE, IGNORE, places_V[targets_N.clamp_min(0)])
 
 

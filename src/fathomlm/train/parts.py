@@ -29,13 +29,13 @@ class Parts:
     relaxation: Relaxation | None
     exits: ExitParts = NO_EXITS
     exit_vocab: int = 0
-    """How many words exits learn over; 0 is all."""
+    """How many tokens exits learn over; 0 is all."""
     encoder: dict[str, Any] | None = None
     """The record of the encoder, in a model that has one."""
 
     @property
     def at_exits(self) -> Architecture:
-        """The base with the words only that its exits learn over."""
+        """The base with the exit vocabulary only."""
         return dataclasses.replace(self.architecture, vocab=self.exit_vocab) if self.exit_vocab else self.architecture
 
     def tensors(self) -> Iterator[tuple[str, tuple[int, ...]]]:
@@ -111,8 +111,10 @@ def read_parts(recipe: Recipe, *, foresee: bool = False) -> Parts:
         return Parts(architecture=architecture, plan=plan.with_exits(()), relaxation=relaxation, encoder=encoder)
     if exits.layer and architecture.cross:
         raise OptionError(f"loss.exits.layer is for decoder-only models; a {architecture.family} decoder has an encoder")
-    if exits.words > architecture.vocab:
-        raise OptionError(f"loss.exits.words must be <= the model's {architecture.vocab:,} words, got {exits.words:,}")
+    if exits.exit_vocab > architecture.vocab:
+        raise OptionError(
+            f"loss.exits.exit_vocab must be <= the model's vocabulary of {architecture.vocab:,}, got {exits.exit_vocab:,}"
+        )
     plan = plan.with_exits(exit_steps(exits, plan), layer=exits.layer)
     added = ExitParts(
         head_rank=exits.head_rank, adapter_rank=exits.adapter_rank, layer=exits.layer, classifier=exits.classifier
@@ -122,7 +124,7 @@ def read_parts(recipe: Recipe, *, foresee: bool = False) -> Parts:
         plan=plan,
         relaxation=relaxation,
         exits=added,
-        exit_vocab=exits.words,
+        exit_vocab=exits.exit_vocab,
         encoder=encoder,
     )
 

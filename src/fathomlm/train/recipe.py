@@ -180,7 +180,7 @@ class ExitRecipe:
     behind the exit."""
     classifier: bool = False
     """Teach each exit to tell whether its likeliest token is the last output's: `generate --confidence classifier`."""
-    words: int = 0
+    exit_vocab: int = 0
     """With `train: exits`: exits learn, and later choose, among this many most frequent tokens of the training text; 0 is
     all."""
 

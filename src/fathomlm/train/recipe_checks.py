@@ -20,7 +20,7 @@ LEAST = {
     "loss.exits.distill_weight": 0,
     "loss.exits.head_rank": 0,
     "loss.exits.adapter_rank": 0,
-    "loss.exits.words": 0,
+    "loss.exits.exit_vocab": 0,
     "loss.layerwise.weight": 0,
     "loss.routing.coefficient": 0,
     "loss.routing.z": 0,
@@ -91,10 +91,10 @@ def check(recipe: Recipe) -> None:
         raise OptionError(
             "train: exits needs something that exits add: loss.exits.adapter_rank, layer, head_rank or classifier"
         )
-    if exits is not None and exits.words and not recipe.exits_only:
+    if exits is not None and exits.exit_vocab and not recipe.exits_only:
         raise OptionError(
-            f"loss.exits.words goes with train: exits, got train: {recipe.train}; exits copy the words' rows of the head, "
-            "which must not learn"
+            f"loss.exits.exit_vocab requires train: exits, got train: {recipe.train}; exits copy their rows of "
+            "the head, which must not learn"
         )
     for name, least in LEAST.items():
         value = _field(recipe, name)

@@ -25,7 +25,7 @@ from fathomlm.model.hub import empty_model
 from fathomlm.model.seq2seq import FathomForSeq2SeqLM, FathomModel
 from fathomlm.train.budget import rows_per_step
 from fathomlm.train.data.corpus import Corpus
-from fathomlm.train.data.frequent import frequent_words
+from fathomlm.train.data.frequent import frequent_in_corpus
 from fathomlm.train.data.loader import Loader
 from fathomlm.train.data.pairs import PairLoader, Seq2SeqLoader
 from fathomlm.train.data.prepare import PrepareOptions, prepare
@@ -182,16 +182,18 @@ def build_student(recipe: Recipe, corpus: Corpus) -> FathomModel:
         return with_exits(student, (), 0, recipe.seed)
     places = exit_steps(exits, student.plan)
     student = with_exits(student, places, exits.head_rank, recipe.seed, exits.adapter_rank, exits.classifier, exits.layer)
-    student.limit_exits(_words(exits, student, corpus))
+    student.limit_exits(_exit_vocab(exits, student, corpus))
     return student
 
 
-def _words(exits: ExitRecipe, student: FathomModel, corpus: Corpus) -> Tensor | None:
-    """What exits learn to choose among: the recipe says, also where `model.source` had words of its own."""
-    if not exits.words:
+def _exit_vocab(exits: ExitRecipe, student: FathomModel, corpus: Corpus) -> Tensor | None:
+    """What exits learn to choose among: the recipe says, also where `model.source` had a vocabulary for them."""
+    if not exits.exit_vocab:
         return None
     vocab, ends = student.architecture.vocab, end_tokens(student)
-    return frequent_words(corpus, student.tokenizer, exits.words, vocab=vocab, always=ends, name="loss.exits.words")
+    return frequent_in_corpus(
+        corpus, student.tokenizer, exits.exit_vocab, vocab=vocab, always=ends, name="loss.exits.exit_vocab"
+    )
 
 
 def build_teacher(recipe: Recipe, corpus: Corpus, student: FathomModel, world: World) -> FathomModel | None:
@@ -207,8 +209,8 @@ def build_teacher(recipe: Recipe, corpus: Corpus, student: FathomModel, world: W
         corpus.check_tokenizer(teacher.tokenizer)
     if teacher.architecture.vocab != student.architecture.vocab:
         raise OptionError(
-            f"the teacher {distill.source} has {teacher.architecture.vocab:,} words, the student "
-            f"{student.architecture.vocab:,}; distillation compares them word by word"
+            f"the teacher {distill.source} has a vocabulary of {teacher.architecture.vocab:,}, the student "
+            f"{student.architecture.vocab:,}; distillation compares them token by token"
         )
     teacher.requires_grad_(False)
     return teacher
@@ -290,8 +292,8 @@ def with_exits(
 
 def describe_student(student: FathomModel) -> str:
     exits = student.plan.exits
-    words = student.config.exit_vocab
-    among = "" if words is None else f" among {len(words):,} words"
+    tokens = student.config.exit_vocab
+    among = "" if tokens is None else f" among {len(tokens):,} tokens"
     leaves = f", exits after {', '.join(str(i + 1) for i in exits)}{among}" if exits else ""
     beside = ""
     if isinstance(student, FathomForSeq2SeqLM):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 
-from fathomlm.cli.exit_options import add_pack_arguments, ask_every_word, pack_options, read_layers
+from fathomlm.cli.exit_options import add_pack_arguments, lift_exit_vocab, pack_options, read_layers
 from fathomlm.cli.progress import layer_bar
 from fathomlm.cli.sampling_options import load_model
 from fathomlm.errors import OptionError
@@ -55,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
     places = find(args.data)
     exits = check_exits(plan_of(args.model, args.exits), layers, args.confidence)
     model = load_model(args, **pack)
-    ask_every_word(model)
+    lift_exit_vocab(model)
     context = row_length(model, args.context, most=min(LONGEST_ROW, args.tokens))
     rows = read_rows(places, model, context=context, rows=max(1, args.tokens // context), column=args.column)
     with layer_bar("layers", unit="rows") as tick:

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 from fathomlm.cli.device import HELP as THREADS
 from fathomlm.cli.exit_options import (
     add_pack_arguments,
-    ask_every_word,
     learnt_place,
+    lift_exit_vocab,
     pack_options,
     settle_pack,
     tell_shipped,
@@ -268,7 +268,7 @@ def _qualities(
     if args.quality == "agreement":
         return [agreement(model, each.results) for each in decoded]
     if args.quality == "ppl":
-        ask_every_word(model)
+        lift_exit_vocab(model)
         with layer_bar("predicting", unit="windows") as tick:
             return perplexities(decoder_only(model, "perplexity"), settings, texts, on_done=tick)
     metric = find_metric(args.quality)

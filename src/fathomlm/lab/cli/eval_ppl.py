@@ -7,7 +7,7 @@ import time
 from itertools import chain, islice
 from typing import Any
 
-from fathomlm.cli.exit_options import ask_every_word, pack_options
+from fathomlm.cli.exit_options import lift_exit_vocab, pack_options
 from fathomlm.cli.progress import layer_bar
 from fathomlm.cli.sampling_options import add_model_arguments, load_model
 from fathomlm.errors import DataError, OptionError
@@ -54,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
     from fathomlm.lab.evaluate.scoring import Scorer
 
     model = load_model(args, **pack)
-    ask_every_word(model)
+    lift_exit_vocab(model)
     if args.context is not None and args.context > model.architecture.context:
         raise OptionError(f"--context must be <= the model's {model.architecture.context:,} tokens, got {args.context}")
     begun = time.perf_counter()

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fathomlm.cli.exit_options import ask_every_word, pack_options
+from fathomlm.cli.exit_options import lift_exit_vocab, pack_options
 from fathomlm.cli.progress import layer_bar
 from fathomlm.cli.sampling_options import add_model_arguments, load_model
 from fathomlm.errors import DataError, OptionError
@@ -79,7 +79,7 @@ def run(args: argparse.Namespace) -> int:
     if asked.missing:
         print(f"fathomlm: {args.data} has no file for {', '.join(asked.missing)}", file=sys.stderr)
     model = load_model(args, **pack)
-    ask_every_word(model)
+    lift_exit_vocab(model)
     begun = time.perf_counter()
     results, lines = _answer(args, asked, model, outputs)
     if args.out is not None:

@@ -30,18 +30,18 @@ def frequent_tokens(texts: Iterable[str], tokenizer: Any, many: int, *, vocab: i
     could not say them would never end. Of two that occur as often the lower id comes first, and so do those that do not
     occur at all: low ids of a byte-pair tokenizer are its commonest.
     """
-    known, needed = _candidates(tokenizer, many, vocab, always, "words")
+    known, needed = _candidates(tokenizer, many, vocab, always, "exit_vocab")
     counts = Counter[int]()
     for batch in _batches(texts, _TEXTS):
         # Not verbose: transformers would warn about length, which is no matter here.
         counts.update(chain.from_iterable(tokenizer(batch, add_special_tokens=False, verbose=False)["input_ids"]))
     if not counts:
-        raise DataError("there is no text to find frequent words in")
+        raise DataError("there is no text to find frequent tokens in")
     return _most_frequent(counts, known, needed, many)
 
 
-def frequent_words(
-    corpus: Corpus, tokenizer: Any, many: int, *, vocab: int, always: Iterable[int] = (), name: str = "words"
+def frequent_in_corpus(
+    corpus: Corpus, tokenizer: Any, many: int, *, vocab: int, always: Iterable[int] = (), name: str = "exit_vocab"
 ) -> Tensor:
     """`frequent_tokens` of a corpus' training text, which is tokens already; of pairs the targets count, which are what is
     learnt. `name` is what users call `many`."""

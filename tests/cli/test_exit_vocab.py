@@ -1,4 +1,4 @@
-"""`fathomlm export --format exits --words N --words-from FILE`: a pack whose exits choose among the words of some texts."""
+"""`fathomlm export --format exits --exit-vocab N --exit-vocab-from FILE`: exits that choose among frequent tokens only."""
 
 from __future__ import annotations
 
@@ -53,26 +53,26 @@ def told(capsys: pytest.CaptureFixture[str]) -> Callable[..., Any]:
     return run
 
 
-def words_in(pack: Path) -> list[int]:
-    words = read_pack(pack).words
+def vocab_in(pack: Path) -> list[int]:
+    words = read_pack(pack).exit_vocab
     assert words is not None
     return words.tolist()
 
 
-def test_the_most_frequent_words_of_the_files(
+def test_the_most_frequent_in_corpus_of_the_files(
     exited: Path, text: Path, tiny_tokenizer: Any, tmp_path: Path, told: Callable[..., Any]
 ) -> None:
     rows = tmp_path / "rows.jsonl"
     rows.write_text("".join(json.dumps({"body": "zzzzzzzz"}) + "\n" for _ in range(9)))
-    counted = ("--words", "12", "--words-from")
-    assert told("export", exited, tmp_path / "pack", *KIND, *counted, text)["words"] == 12
-    assert words_in(tmp_path / "pack") == frequent_tokens([TEXT], tiny_tokenizer, 12, vocab=320).tolist()
+    counted = ("--exit-vocab", "12", "--exit-vocab-from")
+    assert told("export", exited, tmp_path / "pack", *KIND, *counted, text)["exit_vocab"] == 12
+    assert vocab_in(tmp_path / "pack") == frequent_tokens([TEXT], tiny_tokenizer, 12, vocab=320).tolist()
     (zed,) = tiny_tokenizer("z")["input_ids"]
-    assert zed not in words_in(tmp_path / "pack")
-    assert {0, 2} <= set(words_in(tmp_path / "pack")), "what a text begins and ends with"
+    assert zed not in vocab_in(tmp_path / "pack")
+    assert {0, 2} <= set(vocab_in(tmp_path / "pack")), "what a text begins and ends with"
     told("export", exited, tmp_path / "more", *KIND, "--dtype", "bfloat16", *counted, text, rows, "--column", "body")
-    assert words_in(tmp_path / "more") == frequent_tokens([TEXT, *["z" * 8] * 9], tiny_tokenizer, 12, vocab=320).tolist()
-    assert zed in words_in(tmp_path / "more")
+    assert vocab_in(tmp_path / "more") == frequent_tokens([TEXT, *["z" * 8] * 9], tiny_tokenizer, 12, vocab=320).tolist()
+    assert zed in vocab_in(tmp_path / "more")
 
 
 def test_what_ends_this_models_texts_is_among_them(
@@ -81,29 +81,29 @@ def test_what_ends_this_models_texts_is_among_them(
     model = shutil.copytree(exited, tmp_path / "model")
     config = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps(config | {"eos_token_id": [2, 299]}))
-    told("export", model, tmp_path / "pack", *KIND, "--words", "4", "--words-from", text)
-    assert {0, 2, 299} < set(words_in(tmp_path / "pack")), "the tokenizer itself knows nothing of 299"
+    told("export", model, tmp_path / "pack", *KIND, "--exit-vocab", "4", "--exit-vocab-from", text)
+    assert {0, 2, 299} < set(vocab_in(tmp_path / "pack")), "the tokenizer itself knows nothing of 299"
 
 
 def test_drafts_among_words_give_full_decodings_text(
     exited: Path, text: Path, tiny_model_dir: Path, tmp_path: Path, told: Callable[..., Any], capsys: Any
 ) -> None:
     pack = tmp_path / "pack"
-    assert main(["export", str(exited), str(pack), *KIND, "--words", "12", "--words-from", str(text)]) == 0
-    assert "the exits after 2 with their adapters, among 12 words, float32" in capsys.readouterr().out
+    assert main(["export", str(exited), str(pack), *KIND, "--exit-vocab", "12", "--exit-vocab-from", str(text)]) == 0
+    assert "the exits after 2 with their adapters, among 12 tokens, float32" in capsys.readouterr().out
     full = told("generate", tiny_model_dir, *PROMPT)["results"][0]["tokens"]
     decode = ("generate", tiny_model_dir, *PROMPT, "--exits", pack, "--decode")
     for threshold in ("0", "0.05"):
         assert told(*decode, "speculative", "--threshold", threshold)["results"][0]["tokens"] == full
     few = told(*decode, "static")["results"][0]["tokens"]
-    assert set(few) <= set(words_in(pack))
-    assert not set(told("generate", exited, *PROMPT, "--decode", "static")["results"][0]["tokens"]) <= set(words_in(pack))
+    assert set(few) <= set(vocab_in(pack))
+    assert not set(told("generate", exited, *PROMPT, "--decode", "static")["results"][0]["tokens"]) <= set(vocab_in(pack))
 
 
 def test_text_is_scored_over_every_word(
     exited: Path, text: Path, tiny_model_dir: Path, tmp_path: Path, told: Callable[..., Any]
 ) -> None:
-    told("export", exited, tmp_path / "few", *KIND, "--words", "4", "--words-from", text)
+    told("export", exited, tmp_path / "few", *KIND, "--exit-vocab", "4", "--exit-vocab-from", text)
     task = tmp_path / "task.jsonl"
     task.write_text(json.dumps({"context": "six fathoms", "target": "deep"}) + "\n")
     for verb in (("eval", "ppl", "--data", text, "--exit", "2"), ("eval", "tasks", "--tasks", task, "--exit", "2")):
@@ -126,48 +126,48 @@ def test_a_pack_gets_words_later(
     Calibration(exit_layer=2, confidence="gap", estimator=ThresholdEstimator()).save(pack / FILE)
     before = load_file(pack / "exits.safetensors")
     again = ("export", str(tiny_model_dir), str(pack), *KIND, "--force", "--exits", str(pack))
-    assert main([*again, "--words", "12", "--words-from", str(text)]) == 0
+    assert main([*again, "--exit-vocab", "12", "--exit-vocab-from", str(text)]) == 0
     said = capsys.readouterr()
-    assert "adapters, among 12 words, and their threshold, bfloat16" in said.out
-    assert "the threshold was learnt without these words; `fathomlm calibrate` learns it anew" in said.err
+    assert "adapters, among 12 tokens, and their threshold, bfloat16" in said.out
+    assert "the threshold was learnt without this exit vocabulary; `fathomlm calibrate` learns it anew" in said.err
     after = load_file(pack / "exits.safetensors")
-    words = after.pop("words")
+    words = after.pop("exit_vocab")
     assert after.keys() == before.keys()
     assert all(torch.equal(after[name], value) for name, value in before.items()), "as they were stored, not as MODEL is"
     assert (pack / FILE).is_file()
     record = told(*again)
-    assert (record["words"], record["weights"], record["threshold"]) == (12, "bfloat16", True)
-    assert words_in(pack) == words.tolist(), "words stay where no others are asked for"
+    assert (record["exit_vocab"], record["weights"], record["threshold"]) == (12, "bfloat16", True)
+    assert vocab_in(pack) == words.tolist(), "words stay where no others are asked for"
     half = told("export", tiny_model_dir, tmp_path / "half", *KIND, "--exits", pack, "--dtype", "float16")
-    assert (half["weights"], half["words"]) == ("float16", 12)
+    assert (half["weights"], half["exit_vocab"]) == ("float16", 12)
 
 
 def test_slips_are_one_line(exited: Path, text: Path, tmp_path: Path, mistake_of: Callable[..., str]) -> None:
     out = str(tmp_path / "out")
-    export, source = ("export", str(exited), out), ("--words-from", str(text))
-    assert "--words needs --words-from" in mistake_of(*export, *KIND, "--words", "12")
-    assert "--words-from goes with --words" in mistake_of(*export, *KIND, *source)
-    assert "--column goes with --words" in mistake_of(*export, *KIND, "--column", "text")
-    assert "--words must be >= 1, got 0" in mistake_of(*export, *KIND, "--words", "0", *source)
-    assert "words must be from 2 (the special tokens) to 320 (all), got 1" in mistake_of(
-        *export, *KIND, "--words", "1", *source
+    export, source = ("export", str(exited), out), ("--exit-vocab-from", str(text))
+    assert "--exit-vocab requires --exit-vocab-from" in mistake_of(*export, *KIND, "--exit-vocab", "12")
+    assert "--exit-vocab-from requires --exit-vocab" in mistake_of(*export, *KIND, *source)
+    assert "--column requires --exit-vocab" in mistake_of(*export, *KIND, "--column", "text")
+    assert "--exit-vocab must be >= 1, got 0" in mistake_of(*export, *KIND, "--exit-vocab", "0", *source)
+    assert "exit_vocab must be from 2 (the special tokens) to 320 (all), got 1" in mistake_of(
+        *export, *KIND, "--exit-vocab", "1", *source
     )
-    assert "to 320 (all), got 321" in mistake_of(*export, *KIND, "--words", "321", *source)
-    for option in (("--words", "12"), source, ("--column", "text"), ("--exits", "pack")):
+    assert "to 320 (all), got 321" in mistake_of(*export, *KIND, "--exit-vocab", "321", *source)
+    for option in (("--exit-vocab", "12"), source, ("--column", "text"), ("--exits", "pack")):
         for kind in ((), ("--format", "fathom")):
             assert f"{option[0]} goes with --format exits" in mistake_of(*export, *kind, *option)
     assert "--any-base goes with --exits" in mistake_of(*export, "--any-base")
     assert "--any-base goes with --exits" in mistake_of(*export, *KIND, "--any-base")
     typo = str(text.with_name("texts.txt"))
-    assert "did you mean" in mistake_of(*export, *KIND, "--words", "12", "--words-from", typo)
+    assert "did you mean" in mistake_of(*export, *KIND, "--exit-vocab", "12", "--exit-vocab-from", typo)
     assert "pack does not exist" in mistake_of(*export, *KIND, "--exits", str(tmp_path / "pack"))
     (tmp_path / "empty.txt").write_text("")
-    nothing = ("--words", "12", "--words-from", str(tmp_path / "empty.txt"))
-    assert "no text to find frequent words in" in mistake_of(*export, *KIND, *nothing)
+    nothing = ("--exit-vocab", "12", "--exit-vocab-from", str(tmp_path / "empty.txt"))
+    assert "no text to find frequent tokens in" in mistake_of(*export, *KIND, *nothing)
     mute = shutil.copytree(exited, tmp_path / "mute")
     for file in mute.glob("*token*"):
         file.unlink()
-    assert "has no tokenizer" in mistake_of("export", str(mute), out, *KIND, "--words", "12", *source)
+    assert "has no tokenizer" in mistake_of("export", str(mute), out, *KIND, "--exit-vocab", "12", *source)
     assert not Path(out).exists()
 
 
@@ -175,8 +175,8 @@ def test_damaged_words_are_one_line(
     exited: Path, text: Path, tiny_model_dir: Path, tmp_path: Path, told: Callable[..., Any], mistake_of: Callable[..., str]
 ) -> None:
     pack = tmp_path / "pack"
-    told("export", exited, pack, *KIND, "--words", "12", "--words-from", text)
+    told("export", exited, pack, *KIND, "--exit-vocab", "12", "--exit-vocab-from", text)
     tensors = load_file(pack / "exits.safetensors")
-    save_file(tensors | {"words": tensors["words"].flip(0).contiguous()}, pack / "exits.safetensors")
+    save_file(tensors | {"exit_vocab": tensors["exit_vocab"].flip(0).contiguous()}, pack / "exits.safetensors")
     decode = ("generate", str(tiny_model_dir), *PROMPT, "--decode", "parallel", "--exits", str(pack))
     assert "its checksum is not the one in exits.json" in mistake_of(*decode)
