@@ -45,7 +45,7 @@ FINDINGS = {
 
 def run(args: argparse.Namespace) -> None:
     from fathomlm.depth.cost import count
-    from fathomlm.train.parts import read_parts
+    from fathomlm.train.student import read_student
 
     shared = settings(args, SHAPE["context"], warmup=0.05)
     record, new = open_record(args.out, shared)
@@ -53,7 +53,7 @@ def run(args: argparse.Namespace) -> None:
         record["shape"] = SHAPE
     for name in args.only or variants():
         found = train_one(args, shared, name, {"architecture": SHAPE | {"vocab": args.vocab}, **variants()[name]})
-        parts = read_parts(found.recipe)
+        parts = read_student(found.recipe)
         cost = count(parts.architecture, parts.plan, context=SHAPE["context"])
         record["runs"][name] = {
             "model": variants()[name],

@@ -34,12 +34,12 @@ from fathomlm.lab.environment import environment
 from fathomlm.model.decoder import Decoder, Recompute
 from fathomlm.train.captured import WARM_UPS
 from fathomlm.train.data.loader import Batch
+from fathomlm.train.distributed import World
 from fathomlm.train.estimate import flops_per_token_6n
 from fathomlm.train.hardware import Rates
 from fathomlm.train.loop import Stepper
 from fathomlm.train.objective import Objective
 from fathomlm.train.optim import build_optimizer
-from fathomlm.train.parallel import World
 from fathomlm.train.recipe import ExitRecipe, HardwareRecipe, LossRecipe, Recipe
 from fathomlm.train.schedule import LearningRate
 

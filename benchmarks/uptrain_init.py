@@ -69,10 +69,10 @@ def original_loss(args: argparse.Namespace, shared: dict[str, Any]) -> float:
     """The untied model's validation loss, untouched: what all starts are measured against."""
     import torch
 
+    from fathomlm.train.distributed import join
     from fathomlm.train.loop import Stepper
     from fathomlm.train.objective import Objective
     from fathomlm.train.optim import build_optimizer
-    from fathomlm.train.parallel import join
     from fathomlm.train.reading import build_recipe
     from fathomlm.train.schedule import LearningRate
     from fathomlm.train.setup import build_student, open_data

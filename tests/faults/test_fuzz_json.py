@@ -29,7 +29,7 @@ from fathomlm.lab.simulate.costs import read_costs
 from fathomlm.lab.simulate.trajectories import read_trajectories
 from fathomlm.packaged import packaged_path
 from fathomlm.train.data.manifest import Manifest
-from fathomlm.train.data.sources import Source, read
+from fathomlm.train.data.sources import DataSource, read
 
 CASES = 250
 """Of each reader."""
@@ -172,7 +172,7 @@ def line_readers() -> Iterator[Reader]:
     rows = [{"text": "a b", "target": ["c"], "n": 5}, {"text": "d", "target": "e", "more": {"x": [1, 2]}}]
 
     def documents(path: Path) -> None:
-        source = Source(name=str(path), kind="jsonl", bytes=None, validation=False)
+        source = DataSource(name=str(path), kind="jsonl", bytes=None, validation=False)
         assert list(read(source, ("text", "target")))
 
     yield Reader("documents", rows, documents, "rows.jsonl")

@@ -22,12 +22,12 @@ from fathomlm.train.checkpoint import load_checkpoint, save_checkpoint, saved_st
 from fathomlm.train.data.corpus import Corpus
 from fathomlm.train.data.prepare import PrepareOptions, prepare
 from fathomlm.train.directory import RunDirectory
-from fathomlm.train.parallel import World
+from fathomlm.train.distributed import World
 from fathomlm.train.reading import build_recipe
-from fathomlm.train.report import Reporter, Silence, read_records
+from fathomlm.train.report import Reporter, SilentWatcher, read_records
 from fathomlm.train.resume import newest_whole
 from fathomlm.train.run import train
-from fathomlm.train.state import Progress, verify
+from fathomlm.train.state import TrainingProgress, verify
 from faults.disk import KINDS, Disk, lay_out
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -54,7 +54,7 @@ def run_once(out, done=None):
     """The writing of a run, without its arithmetic: two steps that each move all weights, write a record and save; the
     latest is kept. `done` is told each step that is saved. Goes on where an earlier one stopped."""
     recipe = dataclasses.replace(plain_recipe(), out=str(out))
-    place, model, progress = RunDirectory(out, recipe), model_of(0), Progress()
+    place, model, progress = RunDirectory(out, recipe), model_of(0), TrainingProgress()
     module = model.decoder
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
     torch.manual_seed(0)
@@ -218,7 +218,7 @@ def values_of(corpus, out):
     }
 
 
-class Saved(Silence):
+class Saved(SilentWatcher):
     """Steps behind which a checkpoint is complete: a step is told after what was due in it."""
 
     def __init__(self, done):

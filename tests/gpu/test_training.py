@@ -174,9 +174,9 @@ def test_captured_steps_are_steps(recursions: int, words: int) -> None:
     learns among some words."""
     from fathomlm.depth import build_routing
     from fathomlm.train.data.loader import Batch
+    from fathomlm.train.distributed import World
     from fathomlm.train.loop import Stepper
     from fathomlm.train.optim import build_optimizer, choose_trained
-    from fathomlm.train.parallel import World
     from fathomlm.train.recipe import Recipe
     from fathomlm.train.schedule import LearningRate
 

@@ -9,7 +9,7 @@ import pytest
 from fathomlm.depth import Architecture, DepthPlan
 from fathomlm.depth.cost import count
 from fathomlm.errors import OptionError
-from fathomlm.train.budget import micro_rows, plan_steps, row_length, rows_per_step
+from fathomlm.train.budget import micro_batch_size, plan_steps, row_length, rows_per_step
 from fathomlm.train.recipe import BatchRecipe, BudgetRecipe, DataRecipe, Recipe, parse_amount
 
 ARCHITECTURE = Architecture(family="llama", layers=4, hidden=32, intermediate=48, heads=4, kv_heads=2, head_dim=8, vocab=257)
@@ -108,10 +108,10 @@ def test_amounts_are_above_zero(value):
     ("rows", "ranks", "micro", "taken"), [(64, 2, 8, 8), (7, 1, 5, 1), (12, 2, 4, 3), (4, 1, 100, 4), (6, 3, 1, 1)]
 )
 def test_micro_batches_all_have_one_shape(rows, ranks, micro, taken):
-    assert micro_rows(rows, ranks, micro) == taken
+    assert micro_batch_size(rows, ranks, micro) == taken
     assert rows % (ranks * taken) == 0
 
 
 def test_a_batch_that_does_not_divide_among_ranks_is_refused():
     with pytest.raises(OptionError, match="7 rows does not divide among 2 ranks"):
-        micro_rows(7, 2, 4)
+        micro_batch_size(7, 2, 4)

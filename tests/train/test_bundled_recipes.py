@@ -7,15 +7,15 @@ import dataclasses
 from fathomlm.checkpoints.int8 import quantized_names
 from fathomlm.model.hub import FathomConfig, FathomForCausalLM, empty_model
 from fathomlm.train.estimate import estimate
-from fathomlm.train.parts import read_parts
 from fathomlm.train.reading import read_recipe
 from fathomlm.train.schedule import LearningRate
+from fathomlm.train.student import read_student
 
 ROUTED, PLAIN = read_recipe("bundled-mor"), read_recipe("bundled-vanilla")
 
 
 def empty(recipe: object) -> FathomForCausalLM:
-    parts = read_parts(recipe)
+    parts = read_student(recipe)
     return empty_model(FathomConfig.of(parts.architecture, parts.plan, parts.relaxation))
 
 
@@ -33,7 +33,7 @@ def test_the_plain_model_differs_in_its_plan_only() -> None:
     for field in dataclasses.fields(ROUTED):
         if field.name not in ("name", "model"):
             assert getattr(ROUTED, field.name) == getattr(PLAIN, field.name), field.name
-    assert read_parts(ROUTED).plan.unrolled_layers == read_parts(PLAIN).plan.unrolled_layers == 14
+    assert read_student(ROUTED).plan.unrolled_layers == read_student(PLAIN).plan.unrolled_layers == 14
     assert empty(ROUTED).decoder.embed.weight.shape == empty(PLAIN).decoder.embed.weight.shape == (12288, 512)
 
 

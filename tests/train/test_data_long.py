@@ -17,7 +17,7 @@ from fathomlm.train.data import compressed
 from fathomlm.train.data.compressed import open_lines
 from fathomlm.train.data.corpus import Corpus
 from fathomlm.train.data.prepare import PrepareOptions, prepare
-from fathomlm.train.data.sources import Limit, expand, read
+from fathomlm.train.data.sources import DocumentLimit, expand, read
 
 MEGABYTES = 4_000_000
 
@@ -98,9 +98,9 @@ def test_the_bound_is_inclusive(tmp_path: Path) -> None:
     path = make(tmp_path / "a.jsonl", data)
     (source,) = expand([str(path)])
     exact = len(data) - 1
-    assert [document.fields for document in read(source, ("text",), limit=Limit(bytes=exact))] == [("x" * 100,)]
+    assert [document.fields for document in read(source, ("text",), limit=DocumentLimit(bytes=exact))] == [("x" * 100,)]
     with pytest.raises(DataError, match="line 1 has more than"):
-        list(read(source, ("text",), limit=Limit(bytes=exact - 1)))
+        list(read(source, ("text",), limit=DocumentLimit(bytes=exact - 1)))
 
 
 def test_text_files_and_tables_have_the_bound_too(tmp_path: Path) -> None:
@@ -111,11 +111,11 @@ def test_text_files_and_tables_have_the_bound_too(tmp_path: Path) -> None:
     for path, where in ((text, str(text)), (table, f"{table} row 2")):
         (source,) = expand([str(path)])
         with pytest.raises(DataError) as caught:
-            list(read(source, ("text",), limit=Limit(bytes=1000)))
+            list(read(source, ("text",), limit=DocumentLimit(bytes=1000)))
         assert str(caught.value).startswith(f"{where} has more than 1,000 bytes")
         left = [
             document.fields
-            for document in read(source, ("text",), limit=Limit(bytes=1000, skip=True))
+            for document in read(source, ("text",), limit=DocumentLimit(bytes=1000, skip=True))
             if not document.too_long
         ]
         assert left == ([("short",), ("after",)] if path is table else [])

@@ -318,7 +318,7 @@ def test_a_large_vocabulary_takes_four_bytes(tmp_path):
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        ({"validation_fraction": 1.0}, "below 1, not 1"),
+        ({"validation_fraction": 1.0}, "must be >= 0 and < 1, not 1"),
         ({"workers": 0}, "--workers must be >= 1, not 0"),
         ({"shard_tokens": 0}, "--shard-tokens must be >= 1"),
     ],

@@ -17,11 +17,11 @@ from fathomlm.train.estimate import estimate, flops_per_token_6n
 from fathomlm.train.estimate_text import format_estimate
 from fathomlm.train.footprint import activation_bytes, count_memory
 from fathomlm.train.hardware import ACCELERATORS, Rates, accelerator_name, memory_bytes, peak_tflops, sustained_tflops
-from fathomlm.train.parts import read_parts
 from fathomlm.train.reading import build_recipe, read_recipe, shipped_recipes
 from fathomlm.train.recipe import HardwareRecipe, Recipe
 from fathomlm.train.run import train
 from fathomlm.train.schedule import LearningRate
+from fathomlm.train.student import read_student
 
 SHAPE = {"layers": 4, "hidden": 96, "intermediate": 160, "heads": 3, "kv_heads": 1, "head_dim": 32, "vocab": 64}
 LAYER = 2 * 96 * 96 + 2 * 96 * 32 + 3 * 96 * 160
@@ -67,7 +67,7 @@ def test_a_small_run_by_hand():
 def test_activations_are_what_autograd_keeps(one_thread, precision, relax):
     changes = {} if relax is None else {"relax": relax, "rank": 8, "linears_only": True}
     recipe = small(model={"recursions": 2, **changes}, precision=precision)
-    parts = read_parts(recipe)
+    parts = read_student(recipe)
     decoder = Decoder(parts.architecture, parts.plan, parts.relaxation)
     decoder.reset_parameters(std=0.02, generator=torch.Generator().manual_seed(0))
     weights = {parameter.untyped_storage().data_ptr() for parameter in decoder.parameters()}
@@ -108,7 +108,7 @@ def test_activations_are_what_autograd_keeps(one_thread, precision, relax):
 def test_a_compiled_gpu_run_takes_what_was_measured(recipe: str, micro: int, recompute: str, measured: float):
     """SmolLM-360M's shape, bf16, compiled, 2048 context: gigabytes at the peak on an H200 (`benchmarks/train_step.py`)."""
     asked = read_recipe(recipe, ["--batch.micro", str(micro), "--recompute", recompute])
-    found = count_memory(asked, read_parts(asked), 0, "none").total
+    found = count_memory(asked, read_student(asked), 0, "none").total
     assert found / 1e9 == pytest.approx(measured, rel=0.06)
 
 
@@ -174,7 +174,7 @@ def test_time_follows_from_the_peak_and_the_assumed_part_of_it():
     assert found.seconds == pytest.approx(found.work_flops / 2e12)
     assert (found.mfu, found.mfu_sustained, found.sustained_tflops) == (0.5, None, None)
     assert "assuming 50% of 2 TFLOP/s each\n" in format_estimate(found) + "\n"
-    with pytest.raises(OptionError, match="above 0"):
+    with pytest.raises(OptionError, match="must be > 0"):
         estimate(small(), assumed=0)
 
 

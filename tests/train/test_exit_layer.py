@@ -28,11 +28,11 @@ from fathomlm.train.estimate import estimate
 from fathomlm.train.footprint import activation_bytes
 from fathomlm.train.objective import Objective
 from fathomlm.train.optim import choose_trained
-from fathomlm.train.parts import read_parts
 from fathomlm.train.reading import build_recipe, read_recipe
 from fathomlm.train.recipe import ExitRecipe, LayerwiseRecipe, LossRecipe
 from fathomlm.train.report import read_records
 from fathomlm.train.run import train
+from fathomlm.train.student import read_student
 from train.exit_runs import Trained, train_exit
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -243,7 +243,7 @@ def test_a_frozen_model_keeps_only_the_exits_activations(precision: str, adapter
         build_recipe({**values, "train": "exits", "loss": {"exits": {"at": [1, 2], "classifier": True, **own}}})
         for own in ({}, {"layer": True, "adapter_rank": adapter})
     )
-    layers = activation_bytes(frozen, read_parts(frozen)) - activation_bytes(alone, read_parts(alone))
+    layers = activation_bytes(frozen, read_student(frozen)) - activation_bytes(alone, read_student(alone))
     found = sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
     tables = 2 * 8 * (2 if precision == "bf16" else 4)  # of rotations, the same for all layers
     assert found == 100 * (layers + tables)
@@ -357,4 +357,4 @@ def test_recipes_that_no_run_could_mean(tmp_path: Path) -> None:
         "loss": {"exits": {"at": [1], "layer": True}},
     }
     with pytest.raises(OptionError, match=r"loss\.exits\.layer is for decoder-only models"):
-        read_parts(build_recipe({**values, **seq2seq}))
+        read_student(build_recipe({**values, **seq2seq}))

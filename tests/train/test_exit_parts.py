@@ -31,12 +31,12 @@ from fathomlm.train.footprint import activation_bytes
 from fathomlm.train.losses.agreement import agreement_loss
 from fathomlm.train.objective import Objective
 from fathomlm.train.optim import choose_trained
-from fathomlm.train.parts import read_parts
 from fathomlm.train.reading import build_recipe
 from fathomlm.train.recipe import ExitRecipe, LayerwiseRecipe, LossRecipe
 from fathomlm.train.report import read_records
 from fathomlm.train.resume import check_same
 from fathomlm.train.run import train
+from fathomlm.train.student import read_student
 from train.exit_runs import Trained, train_exit
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -234,11 +234,11 @@ def test_a_frozen_model_keeps_only_the_adapters_activations(precision: str) -> N
         build_recipe({**values, "train": "exits", "loss": {"exits": {**values["loss"]["exits"], **more}}})
         for more in ({"adapter_rank": 0, "classifier": True}, {})
     )
-    adapters = activation_bytes(frozen, read_parts(frozen)) - activation_bytes(alone, read_parts(alone))
+    adapters = activation_bytes(frozen, read_student(frozen)) - activation_bytes(alone, read_student(alone))
     assert sum(tensor.untyped_storage().nbytes() for tensor in kept.values()) == 100 * adapters
     assert all(each.requires_grad for each in hidden)
     whole = build_recipe(values)
-    assert activation_bytes(frozen, read_parts(frozen)) < activation_bytes(whole, read_parts(whole)) / 2
+    assert activation_bytes(frozen, read_student(frozen)) < activation_bytes(whole, read_student(whole)) / 2
 
 
 # The classifier.

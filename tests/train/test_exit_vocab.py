@@ -34,13 +34,13 @@ from fathomlm.train.estimate import estimate
 from fathomlm.train.losses.divergence import DIVERGENCES
 from fathomlm.train.objective import Objective
 from fathomlm.train.optim import choose_trained
-from fathomlm.train.parts import read_parts
 from fathomlm.train.reading import build_recipe, read_recipe
 from fathomlm.train.recipe import ExitRecipe, LossRecipe
 from fathomlm.train.report import read_records
 from fathomlm.train.resume import check_same
 from fathomlm.train.run import train
 from fathomlm.train.setup import build_student, describe_student
+from fathomlm.train.student import read_student
 from train.exit_runs import Trained, train_exit
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -493,7 +493,7 @@ def test_more_words_than_there_are_or_fewer_than_special_ones(
 
     corpus = Corpus.open(token_corpus)
     with pytest.raises(OptionError, match=r"loss\.exits\.exit_vocab must be <= the model's vocabulary of 257, got 258"):
-        read_parts(asked(258))
+        read_student(asked(258))
     with pytest.raises(
         OptionError, match=r"loss\.exits\.exit_vocab must be from 1 \(the special tokens\) to 257 \(all\), got 258"
     ):

@@ -25,12 +25,12 @@ from fathomlm.model.decoder import Decoder
 from fathomlm.train.data.corpus import Corpus
 from fathomlm.train.estimate import estimate
 from fathomlm.train.footprint import activation_bytes
-from fathomlm.train.parts import read_parts
 from fathomlm.train.reading import read_recipe
 from fathomlm.train.recipe import Recipe
 from fathomlm.train.report import read_records
 from fathomlm.train.run import train
 from fathomlm.train.setup import build_student
+from fathomlm.train.student import read_student
 from parity.t5_models import write_tiny_t5
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -171,8 +171,8 @@ def test_work_and_memory_count_every_layer(recipe: Make, teacher: Path) -> None:
     layers, head = plain.flops_per_token_6n // 6 - 257 * 32, 257 * 32
     assert frozen.flops_per_token_6n - plain.flops_per_token_6n == 6 * added
     assert frozen.work_flops == frozen.tokens * (4 * (layers + added + head) + 2 * added)
-    parts = read_parts(asked)
-    without = read_parts(tuned(recipe, teacher, model={"relax": None, "rank": None}, train="all"))
+    parts = read_student(asked)
+    without = read_student(tuned(recipe, teacher, model={"relax": None, "rank": None}, train="all"))
     assert activation_bytes(asked, parts) - activation_bytes(asked, without) == 4 * 7 * 4 * 4
 
 
@@ -259,7 +259,7 @@ def test_runs_over_a_frozen_encoder_decoder_leave_it_as_it_is(
 )
 def test_fields_that_do_not_fine_tune(model: dict[str, Any], message: str, recipe: Make, teacher: Path) -> None:
     with pytest.raises(OptionError) as caught:
-        read_parts(tuned(recipe, teacher, model=model))
+        read_student(tuned(recipe, teacher, model=model))
     assert str(caught.value).startswith(message.format(source=teacher))
 
 
@@ -267,9 +267,9 @@ def test_sources_that_are_not_plain_are_refused(
     recipe: Make, teacher: Path, tiny_model_dir: Path, token_corpus: Path, tmp_path: Path
 ) -> None:
     with pytest.raises(OptionError, match=r"fine-tunes a plain model; .* is recursive already"):
-        read_parts(tuned(recipe, tiny_model_dir))
+        read_student(tuned(recipe, tiny_model_dir))
     save(build_student(tuned(recipe, teacher), Corpus.open(token_corpus)), tmp_path / "tuned")
-    for ask in (read_parts, lambda asked: build_student(asked, Corpus.open(token_corpus))):
+    for ask in (read_student, lambda asked: build_student(asked, Corpus.open(token_corpus))):
         with pytest.raises(OptionError, match=r"has its own lora; leave out model\.relax to train it as it is"):
             ask(tuned(recipe, tmp_path / "tuned"))
     with pytest.raises(OptionError, match="was converted already"):
@@ -281,7 +281,7 @@ def test_convert_and_fresh_models_have_no_place_for_it(recipe: Make, teacher: Pa
         convert(teacher, recursions=1, relax="lora", rank=2)
     fresh = recipe(model={"architecture": None, "shape": "smollm2-135m", "recursions": 1, "relax": "lora", "rank": 2})
     with pytest.raises(OptionError, match="lora relaxes a tie"):
-        read_parts(fresh)
+        read_student(fresh)
 
 
 def test_the_recipe_fine_tunes_every_linear() -> None:

@@ -19,10 +19,10 @@ from fathomlm.train.estimate import estimate, flops_per_token_6n, work_flops_per
 from fathomlm.train.estimate_text import format_estimate
 from fathomlm.train.footprint import activation_bytes, count_memory
 from fathomlm.train.optim import choose_trained
-from fathomlm.train.parts import read_parts
 from fathomlm.train.reading import build_recipe, read_recipe, to_yaml
 from fathomlm.train.recipe import Recipe
 from fathomlm.train.setup import build_student
+from fathomlm.train.student import read_student
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -164,7 +164,7 @@ def test_recipes_with_routers_read_back_equal() -> None:
 @pytest.mark.parametrize("name", ROUTERS)
 def test_the_parameters_are_those_of_the_model(name: str, kv: str) -> None:
     recipe = with_router(name, model={"kv": kv})
-    found, parts = estimate(recipe), read_parts(recipe)
+    found, parts = estimate(recipe), read_student(recipe)
     with torch.device("meta"):
         decoder = Decoder(parts.architecture, parts.plan, parts.relaxation)
     assert found.total_parameters == sum(p.numel() for p in decoder.parameters())
@@ -177,7 +177,7 @@ def test_the_parameters_are_those_of_the_model(name: str, kv: str) -> None:
 def test_what_learns_is_what_the_optimizer_is_given(name: str) -> None:
     """The bias of loss-free balancing is moved by hand: it has neither a gradient nor moments."""
     recipe = with_router(name)
-    parts = read_parts(recipe)
+    parts = read_student(recipe)
     with torch.device("meta"):
         decoder: nn.Module = Decoder(parts.architecture, parts.plan, parts.relaxation)
     choose_trained(decoder, "all")
@@ -192,7 +192,7 @@ def test_what_learns_is_what_the_optimizer_is_given(name: str) -> None:
 )
 def test_compute_follows_the_part_of_the_tokens_that_runs(name: str, runs: float) -> None:
     recipe = with_router(name)
-    parts, head = read_parts(recipe), 257 * 96
+    parts, head = read_student(recipe), 257 * 96
     met = (PRELUDE_AND_CODA + CORE * runs) * LAYER
     assert flops_per_token_6n(parts.architecture, parts.plan, None) == round(6 * (met + head))
     # Token-choice computes every recursion for every token in training, and discards.
@@ -216,13 +216,13 @@ def test_shared_entries_spare_their_projections() -> None:
 @pytest.mark.parametrize("precision", ["float32", "bf16"])
 def test_activations_follow_the_capacity_under_expert_choice_only(precision: str) -> None:
     plain = small({**EXPERT, "router": None}, precision=precision)
-    whole = activation_bytes(plain, read_parts(plain))
+    whole = activation_bytes(plain, read_student(plain))
     for name, runs in (("expert", 2.0), ("capacity", 1.75), ("token", 3.0)):
         recipe = with_router(name, precision=precision)
-        kept = activation_bytes(recipe, read_parts(recipe))
+        kept = activation_bytes(recipe, read_student(recipe))
         assert kept == pytest.approx(whole * (PRELUDE_AND_CODA + CORE * runs) / 8, abs=8)
-    memory = count_memory(with_router("token"), read_parts(with_router("token")), 0, "none")
-    assert memory.activations == 4 * 48 * activation_bytes(with_router("token"), read_parts(with_router("token")))
+    memory = count_memory(with_router("token"), read_student(with_router("token")), 0, "none")
+    assert memory.activations == 4 * 48 * activation_bytes(with_router("token"), read_student(with_router("token")))
 
 
 @pytest.mark.parametrize("name", ["pretrain-mor2-360m", "pretrain-mor3-360m", "pretrain-mor4-360m"])

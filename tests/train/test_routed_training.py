@@ -13,16 +13,16 @@ from torch import Tensor
 
 from fathomlm.model.decoder import Decoder
 from fathomlm.model.route.metrics import RoutingMeter
-from fathomlm.train.loop import reading
+from fathomlm.train.loop import prefetching
 from fathomlm.train.losses.head import IGNORE
 from fathomlm.train.losses.routing import routing_names
 from fathomlm.train.objective import Objective
 from fathomlm.train.optim import build_optimizer, choose_trained, parameter_groups, set_rate
 from fathomlm.train.recipe import BatchRecipe, LossRecipe, OptimizerRecipe
-from fathomlm.train.report import Silence
+from fathomlm.train.report import SilentWatcher
 from fathomlm.train.routing_recipe import RoutingLossRecipe
 from fathomlm.train.run import Run, World
-from fathomlm.train.state import Progress
+from fathomlm.train.state import TrainingProgress
 from model.route.small import KV, model_of, padded, routed, some_tokens
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -141,9 +141,9 @@ def test_a_batch_may_be_split_into_any_micro_batches(
     made, found = recipe(**changes), {}
     for micro in (4, 2, 1):
         split = dataclasses.replace(made, out=str(tmp_path / f"{micro}"), batch=BatchRecipe(sequences=4, micro=micro))
-        run = Run(split, CPU, Silence())
+        run = Run(split, CPU, SilentWatcher())
         before = {key: value.clone() for key, value in run._student.decoder.state_dict().items()}
-        with reading(run._data.train, Progress(), CPU, micro) as batches:
+        with prefetching(run._data.train, TrainingProgress(), CPU, micro) as batches:
             for step in range(2):
                 run._stepper.step([next(batches) for _ in range(4 // micro)], step, wants_stop=False)
         found[micro] = run._student.decoder.state_dict()
@@ -157,7 +157,7 @@ def test_a_batch_may_be_split_into_any_micro_batches(
 
 
 def test_a_step_that_is_not_finite_leaves_the_bias_too(recipe: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    run = Run(recipe(**STEPPED["token, loss-free"], budget={"steps": 1}), CPU, Silence())
+    run = Run(recipe(**STEPPED["token, loss-free"], budget={"steps": 1}), CPU, SilentWatcher())
     plain = Objective.forward
 
     def broken(asked: Objective, **inputs: Any) -> tuple[Tensor, Tensor]:
@@ -202,7 +202,7 @@ def test_evaluation_takes_no_notice_of_a_warm_up() -> None:
 
 def test_the_loop_sets_the_warm_up_by_the_step(recipe: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     changes = {"model": {**THREE, "router": {}}, "loss": {"routing": {"capacity_warmup": 4}}, "budget": {"steps": 6}}
-    run, seen = Run(recipe(**changes, batch={"micro": 4}), CPU, Silence()), []
+    run, seen = Run(recipe(**changes, batch={"micro": 4}), CPU, SilentWatcher()), []
     plain = Objective.forward
 
     def watched(asked: Objective, **inputs: Any) -> tuple[Tensor, Tensor]:

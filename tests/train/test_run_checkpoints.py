@@ -17,7 +17,7 @@ from fathomlm.errors import CheckpointError, OptionError, OutputError, TrainingE
 from fathomlm.train import checkpoint as checkpoint_module
 from fathomlm.train import report as report_module
 from fathomlm.train.data.prepare import PrepareOptions, prepare
-from fathomlm.train.report import Silence, read_records
+from fathomlm.train.report import SilentWatcher, read_records
 from fathomlm.train.run import train
 from fathomlm.train.state import read_state
 
@@ -38,7 +38,7 @@ def same_end(one, other):
     return True
 
 
-class Falls(Silence):
+class Falls(SilentWatcher):
     """An error of our own making in the third step."""
 
     def step(self, step, total, live):
@@ -46,7 +46,7 @@ class Falls(Silence):
             raise ZeroDivisionError
 
 
-class StopAt(Silence):
+class StopAt(SilentWatcher):
     """Sends this process a signal once a step is done, as a scheduler or a user would."""
 
     def __init__(self, step, number=signal.SIGTERM):

@@ -11,7 +11,7 @@ from fathomlm.checkpoints.durable import seal
 from fathomlm.cli.main import main
 from fathomlm.errors import CheckpointError
 from fathomlm.lab.analyze.runs import exit_depths, read_runs, summarise
-from fathomlm.train.report import Silence, read_records
+from fathomlm.train.report import SilentWatcher, read_records
 from fathomlm.train.run import train
 from fathomlm.train.state import STATE, UnknownFormat, file_names, read_state, verify
 
@@ -27,7 +27,7 @@ FILES = [
 ]
 
 
-class Notes(Silence):
+class Notes(SilentWatcher):
     def __init__(self):
         self.said = []
 

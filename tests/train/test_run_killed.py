@@ -19,7 +19,7 @@ from fathomlm.train import checkpoint as checkpoint_module
 from fathomlm.train import directory as directory_module
 from fathomlm.train import run as run_module
 from fathomlm.train.checkpoint import load_checkpoint
-from fathomlm.train.report import Reporter, Silence, read_records
+from fathomlm.train.report import Reporter, SilentWatcher, read_records
 from fathomlm.train.run import Run, train
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -52,7 +52,7 @@ def die_at(count, then):
     return do
 
 
-class DieAfter(Silence):
+class DieAfter(SilentWatcher):
     def __init__(self, step):
         self._at = step
 
@@ -61,7 +61,7 @@ class DieAfter(Silence):
             die()
 
 
-class WaitsAtTheEnd(Silence):
+class WaitsAtTheEnd(SilentWatcher):
     """A run that does not end before it is killed, however late that is."""
 
     def step(self, step, total, live):

@@ -16,9 +16,9 @@ import torch
 from fathomlm.cli.main import main
 from fathomlm.errors import OutputError, TrainingError
 from fathomlm.train import lock as lock_module
-from fathomlm.train.lock import alone
-from fathomlm.train.parallel import World
-from fathomlm.train.report import Silence, read_records
+from fathomlm.train.distributed import World
+from fathomlm.train.lock import run_lock
+from fathomlm.train.report import SilentWatcher, read_records
 from fathomlm.train.run import train
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -26,7 +26,7 @@ CPU = World(0, 1, torch.device("cpu"))
 HOST = socket.gethostname()
 
 
-class Waits(Silence):
+class Waits(SilentWatcher):
     """Says when a step is done, and goes on when it is told to."""
 
     def __init__(self, step, said, told):
@@ -110,21 +110,21 @@ def test_a_run_that_was_killed_holds_nothing(recipe, tmp_path):
 
 
 def test_a_directory_that_came_to_nothing_goes_again(tmp_path):
-    with alone(tmp_path / "a/b", CPU, print):
+    with run_lock(tmp_path / "a/b", CPU, print):
         assert (tmp_path / "a/b/.lock").exists()
     assert not (tmp_path / "a").exists()
-    with alone(tmp_path / "a/b", CPU, print):
+    with run_lock(tmp_path / "a/b", CPU, print):
         (tmp_path / "a/b/file").touch()
     assert [path.name for path in (tmp_path / "a/b").iterdir()] == ["file"]
 
 
 def test_only_the_first_rank_locks(tmp_path, monkeypatch):
     other = World(1, 2, torch.device("cpu"))
-    monkeypatch.setattr(World, "tell", lambda self, value: None)
-    with alone(tmp_path / "run", CPU, print), alone(tmp_path / "run", other, print):
+    monkeypatch.setattr(World, "broadcast", lambda self, value: None)
+    with run_lock(tmp_path / "run", CPU, print), run_lock(tmp_path / "run", other, print):
         assert (tmp_path / "run/.lock").exists()
-    monkeypatch.setattr(World, "tell", lambda self, value: "the first rank's words")
-    with pytest.raises(TrainingError, match="the first rank's words"), alone(tmp_path / "other", other, print):
+    monkeypatch.setattr(World, "broadcast", lambda self, value: "the first rank's words")
+    with pytest.raises(TrainingError, match="the first rank's words"), run_lock(tmp_path / "other", other, print):
         pass
     assert not (tmp_path / "other").exists()
 
@@ -141,7 +141,7 @@ def test_a_file_that_its_holder_removed_is_not_taken_for_the_lock(tmp_path, monk
         flock(handle, how)
 
     monkeypatch.setattr(fcntl, "flock", late)
-    with alone(tmp_path, CPU, print):
+    with run_lock(tmp_path, CPU, print):
         assert (tmp_path / ".lock").stat().st_ino == opened[1] != opened[0]
 
 
@@ -156,19 +156,19 @@ def no_locks(monkeypatch):
 @pytest.mark.usefixtures("no_locks")
 def test_a_file_system_without_locks(tmp_path):
     said = []
-    with alone(tmp_path / "run", CPU, said.append):
+    with run_lock(tmp_path / "run", CPU, said.append):
         (note,) = said
         assert note.startswith(f"{tmp_path}/run is on a file system without locks (No locks available)")
         words = rf"in use by another run \(process {os.getpid()} on .*\); if it is gone, delete {tmp_path}/run/\.lock"
-        with pytest.raises(TrainingError, match=words), alone(tmp_path / "run", CPU, print):
+        with pytest.raises(TrainingError, match=words), run_lock(tmp_path / "run", CPU, print):
             pass
     assert not (tmp_path / "run").exists()
     (tmp_path / ".lock").write_text("7 another-host\n")
-    with pytest.raises(TrainingError, match=r"process 7 on another-host"), alone(tmp_path, CPU, print):
+    with pytest.raises(TrainingError, match=r"process 7 on another-host"), run_lock(tmp_path, CPU, print):
         pass
     for stale in (f"999999999 {HOST}\n", "", "\x00\x00", "x y z"):
         (tmp_path / ".lock").write_text(stale)
-        with alone(tmp_path, CPU, print):
+        with run_lock(tmp_path, CPU, print):
             pass
 
 
@@ -177,5 +177,6 @@ def test_a_directory_that_cannot_be_written(tmp_path, monkeypatch):
         raise OSError(errno.EROFS, os.strerror(errno.EROFS))
 
     monkeypatch.setattr(lock_module, "make_directories", refuse)
-    with pytest.raises(OutputError, match=rf"cannot write {tmp_path}: Read-only file system"), alone(tmp_path, CPU, print):
+    refused = pytest.raises(OutputError, match=rf"cannot write {tmp_path}: Read-only file system")
+    with refused, run_lock(tmp_path, CPU, print):
         pass

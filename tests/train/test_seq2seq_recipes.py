@@ -22,10 +22,10 @@ from fathomlm.train.data.prepare import PrepareOptions, prepare
 from fathomlm.train.encoder_cost import EncoderCost
 from fathomlm.train.estimate import estimate
 from fathomlm.train.estimate_text import format_estimate
-from fathomlm.train.parts import read_parts
 from fathomlm.train.reading import build_recipe, read_recipe
 from fathomlm.train.run import train
 from fathomlm.train.setup import build_student, prepare_command
+from fathomlm.train.student import read_student
 
 TEXTS = [("Ein Hund läuft im Garten", "A dog runs in the garden"), ("Zwei Männer sitzen", "Two men are sitting")] * 8
 # Dataset: model, batch, epochs, longest input and output (the thesis' table of training settings).
@@ -119,7 +119,7 @@ def test_what_does_not_apply_is_refused(changes, message):
 
 
 def _read(changes):
-    return read_parts(made(**changes))
+    return read_student(made(**changes))
 
 
 def test_a_prefix_without_pairs_is_refused():
@@ -138,8 +138,8 @@ def test_fresh_shapes_have_their_familys_traits():
         a = PRESETS[name].architecture
         sizes = {"layers": a.layers, "hidden": a.hidden, "intermediate": a.intermediate, "heads": a.heads, "vocab": a.vocab}
         asked = {"family": "t5", **sizes, "head_dim": a.head_dim, "context": a.context, **words}
-        assert read_parts(made(model={"architecture": asked})).architecture == a
-    shaped = read_parts(made(model={"shape": "t5-small"}))
+        assert read_student(made(model={"architecture": asked})).architecture == a
+    shaped = read_student(made(model={"shape": "t5-small"}))
     assert shaped.encoder == encoder_of("t5-small")
     assert shaped.encoder["num_layers"] == 6
 

@@ -16,8 +16,8 @@ import fathomlm
 from fathomlm.cache import build_cache
 from fathomlm.train.data.corpus import Corpus
 from fathomlm.train.data.prepare import PrepareOptions, prepare
+from fathomlm.train.distributed import World
 from fathomlm.train.objective import Objective
-from fathomlm.train.parallel import World
 from fathomlm.train.reading import build_recipe
 from fathomlm.train.run import train
 from fathomlm.train.seq2seq import equip_encoder

@@ -8,9 +8,9 @@ import torch
 from fathomlm.depth import Architecture, DepthPlan
 from fathomlm.errors import OptionError
 from fathomlm.model.hub import FathomConfig, FathomForCausalLM
-from fathomlm.train.parts import check_rows, read_parts
 from fathomlm.train.reading import build_recipe
 from fathomlm.train.setup import with_exits
+from fathomlm.train.student import check_rows, read_student
 
 SHAPE = Architecture(
     family="llama", layers=6, hidden=16, intermediate=24, heads=2, kv_heads=1, head_dim=8, vocab=40, context=64
@@ -61,4 +61,4 @@ def test_fields_that_tie_are_refused_where_nothing_is_tied():
     length = {"budget": {"steps": 1}, "batch": {"sequences": 1}}
     recipe = build_recipe({"model": {"source": "smollm2-135m", "sharing": "cycle"}, **length})
     with pytest.raises(OptionError, match=r"model\.sharing says how smollm2-135m is tied"):
-        read_parts(recipe)
+        read_student(recipe)

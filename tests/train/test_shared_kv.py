@@ -10,9 +10,9 @@ import torch.distributed as dist
 
 from fathomlm.depth import DepthPlan, Relaxation
 from fathomlm.depth.relaxation import build_relaxation
+from fathomlm.train.distributed import World, spread
 from fathomlm.train.objective import Objective
 from fathomlm.train.optim import choose_trained
-from fathomlm.train.parallel import World, spread
 from fathomlm.train.recipe import LossRecipe
 from model.route.small import LLAMA, LOOPS, model_of, routed, some_tokens
 

@@ -16,8 +16,8 @@ from fathomlm.cli.progress import amount, layer_bar
 
 if TYPE_CHECKING:
     from fathomlm.train.data.corpus import Corpus
-    from fathomlm.train.data.prepare import PrepareOptions, Tell
-    from fathomlm.train.data.segments import Progress
+    from fathomlm.train.data.prepare import OnProgress, PrepareOptions
+    from fathomlm.train.data.segments import PreparationProgress
 
 HELP = "prepare text for training"
 DESCRIPTION = "Turns text into a corpus: a directory of tokens that training reads. A corpus belongs to one tokenizer."
@@ -237,7 +237,7 @@ def _kept(out: Path) -> str:
 
 
 @contextmanager
-def _bar() -> Iterator[Tell]:
+def _bar() -> Iterator[OnProgress]:
     """A bar for a preparation: documents, tokens, rate and, where the sources' sizes are known, the time left."""
     from rich.console import Console
     from rich.progress import BarColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -256,7 +256,7 @@ def _bar() -> Iterator[Tell]:
         task = bar.add_task("preparing", total=None, counts="")
         begin = time.perf_counter()
 
-        def tell(progress: Progress) -> None:
+        def tell(progress: PreparationProgress) -> None:
             rate = progress.characters / max(1e-9, time.perf_counter() - begin)
             counts = f"{amount(progress.documents)} documents, {amount(progress.tokens)} tokens, {amount(rate, 'B')}/s"
             total = None if progress.share is None else 1.0

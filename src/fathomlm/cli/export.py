@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import torch
 
     from fathomlm.model.seq2seq import FathomModel
-    from fathomlm.train.data.sources import Source
+    from fathomlm.train.data.sources import DataSource
 
 HELP = "write an unrolled plain Hugging Face checkpoint"
 DESCRIPTION = (
@@ -160,7 +160,7 @@ def _stored(pack: Path) -> torch.dtype:
     return next((value.dtype for value in read_pack(pack).tensors.values()), torch.float32)
 
 
-def _vocab_sources(args: argparse.Namespace) -> list[Source] | None:
+def _vocab_sources(args: argparse.Namespace) -> list[DataSource] | None:
     """The files to count tokens in, found before a model is loaded; None where exits are to choose as they did."""
     from fathomlm.errors import OptionError
     from fathomlm.train.data.sources import expand
@@ -177,7 +177,7 @@ def _vocab_sources(args: argparse.Namespace) -> list[Source] | None:
     return expand(args.exit_vocab_from)
 
 
-def _frequent(args: argparse.Namespace, model: FathomModel, sources: Sequence[Source]) -> torch.Tensor:
+def _frequent(args: argparse.Namespace, model: FathomModel, sources: Sequence[DataSource]) -> torch.Tensor:
     from fathomlm.decode.prompts import end_tokens
     from fathomlm.errors import OptionError
     from fathomlm.train.data.frequent import frequent_tokens
@@ -190,7 +190,7 @@ def _frequent(args: argparse.Namespace, model: FathomModel, sources: Sequence[So
         return frequent_tokens(texts, model.tokenizer, args.exit_vocab, vocab=vocab, always=ends)
 
 
-def _texts(sources: Sequence[Source], column: str, tick: Tick) -> Iterator[str]:
+def _texts(sources: Sequence[DataSource], column: str, tick: Tick) -> Iterator[str]:
     from fathomlm.train.data.sources import read
 
     sizes = [source.bytes or 0 for source in sources]

@@ -15,7 +15,7 @@ from fathomlm.train.recipe import Recipe, parse_amount
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Schedule:
+class RunLength:
     """The run's length: it depends on the recipe and the data, never on how many ranks there are."""
 
     steps: int
@@ -42,7 +42,7 @@ def rows_per_step(recipe: Recipe) -> int:
     return rows
 
 
-def micro_rows(rows: int, ranks: int, micro: int) -> int:
+def micro_batch_size(rows: int, ranks: int, micro: int) -> int:
     """The largest micro-batch up to `micro` that divides a rank's rows, so that all have one shape."""
     if rows % ranks:
         raise OptionError(f"the batch of {rows} rows does not divide among {ranks} ranks")
@@ -79,7 +79,7 @@ def plan_steps(
     relaxation: Relaxation | None,
     rows_in_epoch: int | None,
     encoder: Mapping[str, Any] | None = None,
-) -> Schedule:
+) -> RunLength:
     """The run's length. `rows_in_epoch` is None where no data is at hand (a dry run)."""
     rows = rows_per_step(recipe)
     tokens = rows * row_length(recipe)
@@ -98,4 +98,4 @@ def plan_steps(
         steps = math.ceil(parse_amount("budget.epochs", budget.epochs) * rows_in_epoch / rows)
     if steps < 1:
         raise OptionError(f"the budget is less than one step of {tokens:,} tokens")
-    return Schedule(steps=steps, rows_per_step=rows, tokens_per_step=tokens)
+    return RunLength(steps=steps, rows_per_step=rows, tokens_per_step=tokens)

@@ -32,9 +32,9 @@ from fathomlm.checkpoints.save import weight_bytes
 from fathomlm.checkpoints.writing import check_room, whole_directory
 from fathomlm.errors import CheckpointError, FathomError, OutputError
 from fathomlm.model.seq2seq import FathomModel
+from fathomlm.train.distributed import World, like, local_part, whole
 from fathomlm.train.optim import named_state
-from fathomlm.train.parallel import World, like, own_part, whole
-from fathomlm.train.state import FileMark, Progress, State, file_names, marks, part_name
+from fathomlm.train.state import FileChecksum, TrainingProgress, TrainingState, file_checksums, file_names, part_name
 
 
 def step_name(step: int) -> str:
@@ -46,7 +46,7 @@ def save_checkpoint(
     model: FathomModel,
     module: nn.Module,
     optimizer: Optimizer,
-    progress: Progress,
+    progress: TrainingProgress,
     recipe: dict[str, Any],
     world: World,
 ) -> Path:
@@ -64,7 +64,7 @@ def save_checkpoint(
             except (OSError, FathomError) as error:
                 failure = error
         _fail_together(failure, directory, world)
-        place = world.tell(place)
+        place = world.broadcast(place)
         assert place is not None
         # Whole tensors are gathered by all ranks together, before any of them can fail on its own.
         weights = {}
@@ -72,7 +72,7 @@ def save_checkpoint(
             full = whole(value.detach())
             if world.first:
                 weights[name] = full.cpu()
-        files: dict[str, FileMark] = {}
+        files: dict[str, FileChecksum] = {}
         try:
             numbers = _write(place, model, weights, module, optimizer, world)
             files = _settle(place, world)
@@ -83,7 +83,7 @@ def save_checkpoint(
         try:
             if world.first:
                 known = {name: mark for part in parts for name, mark in part.items()}
-                state = State(progress=progress, ranks=world.size, optimizer=numbers, recipe=recipe, files=known)
+                state = TrainingState(progress=progress, ranks=world.size, optimizer=numbers, recipe=recipe, files=known)
                 state.write(place)
         except OSError as error:
             failure = error
@@ -102,7 +102,7 @@ def _fail_together(failure: Exception | None, directory: Path, world: World) -> 
     if failure is not None:
         ours = isinstance(failure, FathomError)
         text = str(failure) if ours else f"cannot write {directory}: {failure}; nothing was left behind"
-    if (word := world.first_word(text)) is not None:
+    if (word := world.first_error(text)) is not None:
         raise OutputError(word) from failure
 
 
@@ -124,14 +124,14 @@ def _write(
     return numbers
 
 
-def _settle(place: Path, world: World) -> dict[str, FileMark]:
+def _settle(place: Path, world: World) -> dict[str, FileChecksum]:
     """Put this rank's files on the disk, which only the machine that wrote them can, and take their checksums."""
     part = part_name(world.rank, world.size)
     others = {part_name(rank, world.size) for rank in range(world.size)} - {part}
     names = [name for name in file_names(place) if name not in others] if world.first else [part]
     for name in names:
         sync_file(place / name)
-    return marks(place, names)
+    return file_checksums(place, names)
 
 
 def _optimizer_tensors(
@@ -146,13 +146,15 @@ def _optimizer_tensors(
                 if value is not None:
                     numbers.setdefault(name, {})[key] = value
                 continue
-            part = own_part(value)
+            part = local_part(value)
             if part is not value or world.first:
                 tensors[f"{name}:{key}"] = part.detach().cpu().contiguous()
     return tensors, numbers
 
 
-def load_checkpoint(directory: Path, state: State, module: nn.Module, optimizer: Optimizer, world: World) -> Progress:
+def load_checkpoint(
+    directory: Path, state: TrainingState, module: nn.Module, optimizer: Optimizer, world: World
+) -> TrainingProgress:
     """Put a checkpoint's weights, optimizer state and random state back. Any number of ranks may have written it."""
     try:
         _load_weights(directory, module)
@@ -177,7 +179,7 @@ def _load_weights(directory: Path, module: nn.Module) -> None:
         raise CheckpointError(f"{directory}: the weights lack '{min(left)}'")
 
 
-def _load_optimizer(directory: Path, state: State, module: nn.Module, optimizer: Optimizer) -> None:
+def _load_optimizer(directory: Path, state: TrainingState, module: nn.Module, optimizer: Optimizer) -> None:
     parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
     with ExitStack() as stack:
         files = [

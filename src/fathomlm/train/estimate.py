@@ -17,13 +17,13 @@ from typing import Any
 from fathomlm.depth import Architecture, DepthPlan, Relaxation
 from fathomlm.depth.cost import count, running_parts
 from fathomlm.errors import OptionError
-from fathomlm.train.budget import forward_flops_per_token, micro_rows, plan_steps, row_length, rows_per_step
+from fathomlm.train.budget import forward_flops_per_token, micro_batch_size, plan_steps, row_length, rows_per_step
 from fathomlm.train.encoder_cost import EncoderCost, cross_weights, over_both
-from fathomlm.train.footprint import PLANNED, Memory, count_memory
+from fathomlm.train.footprint import PLANNED, TrainingMemory, count_memory
 from fathomlm.train.hardware import Rates, accelerator_name, memory_bytes
-from fathomlm.train.parts import Parts, learns, read_parts, read_source, yet_to_come
 from fathomlm.train.recipe import Recipe
 from fathomlm.train.schedule import LearningRate
+from fathomlm.train.student import StudentSpec, learns, read_source, read_student, yet_to_come
 
 ASSUMED = 0.4
 """The part of what a device sustains that a run is assumed to reach; of its data sheet where that is not known."""
@@ -79,7 +79,7 @@ class Estimate:
     devices: int
     parallel: str
     """none, ddp or fsdp."""
-    memory: Memory
+    memory: TrainingMemory
     """On one device."""
     device_memory: int | None
     fits: bool | None
@@ -110,7 +110,7 @@ def estimate(
     """
     if not 0 < assumed <= 1:
         raise OptionError(f"the assumed part of the peak must be > 0 and <= 1, got {assumed}")
-    parts = read_parts(recipe, foresee=True)
+    parts = read_student(recipe, foresee=True)
     architecture, plan, relaxation = parts.architecture, parts.plan, parts.relaxation
     teacher = None if recipe.loss.distill is None else read_source(recipe.loss.distill.source, foresee=True)
     cost = count(architecture, plan, relaxation=relaxation, context=row_length(recipe))
@@ -157,7 +157,7 @@ def estimate(
         tokens_per_step=rows * row_length(recipe),
         rows=None if steps is None else steps * rows,
         tokens=tokens,
-        micro_batches=rows // devices // micro_rows(rows, devices, recipe.batch.micro),
+        micro_batches=rows // devices // micro_batch_size(rows, devices, recipe.batch.micro),
         forward_flops=_over(tokens, forward),
         training_flops=_over(tokens, 3 * forward),
         model_flops=_over(tokens, per_token),
@@ -201,7 +201,7 @@ def model_flops_per_token(
 
 
 def work_flops_per_token(
-    recipe: Recipe, parts: Parts, teacher: tuple[Architecture, DepthPlan | None, Relaxation | None] | None
+    recipe: Recipe, parts: StudentSpec, teacher: tuple[Architecture, DepthPlan | None, Relaxation | None] | None
 ) -> int:
     """FLOPs of all products for one token: 2 a weight forward, 2 for the gradient of its input, 2 for its own.
 
@@ -243,7 +243,7 @@ def _teacher_encoder(recipe: Recipe) -> dict[str, Any] | None:
     return encoder_of(recipe.loss.distill.source)
 
 
-def _exit_work(parts: Parts) -> int:
+def _exit_work(parts: StudentSpec) -> int:
     """FLOPs of one exit over a frozen model. A delta on the head makes the gradient of all rows that the exit learns over,
     an adapter or a layer only that of what the head reads, and a classifier none."""
     times = 6 if parts.exits.head_rank else 4 if parts.exits.adapter_rank or parts.exits.layer else 2
@@ -251,7 +251,7 @@ def _exit_work(parts: Parts) -> int:
     return times * head + 6 * _exit_weights(parts)
 
 
-def _exit_weights(parts: Parts) -> int:
+def _exit_weights(parts: StudentSpec) -> int:
     """Weights of the linears that one exit adds."""
     return sum(math.prod(shape) for shape in parts.exits.shapes(parts.at_exits) if len(shape) == 2)
 
@@ -272,9 +272,9 @@ def _layer_weights(architecture: Architecture, plan: DepthPlan, relaxation: Rela
     return round(total)
 
 
-def _spread(recipe: Recipe, parts: Parts, teacher: int, limit: int | None) -> tuple[str, Memory]:
+def _spread(recipe: Recipe, parts: StudentSpec, teacher: int, limit: int | None) -> tuple[str, TrainingMemory]:
     """How the model lies on the devices, by the rule that a run follows, and what that takes of each."""
-    from fathomlm.train.parallel import COMFORT
+    from fathomlm.train.distributed import COMFORT
 
     if recipe.hardware.count == 1:
         return "none", count_memory(recipe, parts, teacher, "none")

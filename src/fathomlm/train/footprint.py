@@ -13,18 +13,18 @@ from typing import Any
 
 from fathomlm.depth import Step
 from fathomlm.depth.cost import running_parts
-from fathomlm.train.budget import micro_rows, row_length, rows_per_step
+from fathomlm.train.budget import micro_batch_size, row_length, rows_per_step
 from fathomlm.train.encoder_cost import EncoderCost
 from fathomlm.train.losses.head import default_chunk
-from fathomlm.train.parts import Parts, learns
 from fathomlm.train.recipe import Recipe
+from fathomlm.train.student import StudentSpec, learns
 
 PLANNED = 0.9
 """The part of a device's memory that may be planned for; the rest is the driver's, and lost between blocks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Memory:
+class TrainingMemory:
     """Bytes on one device."""
 
     weights: int
@@ -51,7 +51,7 @@ class Memory:
         return dataclasses.asdict(self) | {"total": self.total}
 
 
-def count_memory(recipe: Recipe, parts: Parts, teacher_parameters: int, parallel: str) -> Memory:
+def count_memory(recipe: Recipe, parts: StudentSpec, teacher_parameters: int, parallel: str) -> TrainingMemory:
     """The bytes of each kind under `parallel`: none, ddp or fsdp."""
     devices = recipe.hardware.count
     split = devices if parallel == "fsdp" else 1
@@ -59,11 +59,11 @@ def count_memory(recipe: Recipe, parts: Parts, teacher_parameters: int, parallel
     learning = [shape for group, shape in tensors if learns(recipe.train, group)]
     total, learned = sum(math.prod(shape) for _, shape in tensors), sum(map(math.prod, learning))
     state = sum(_optimizer_floats(recipe.optimizer.kind, shape) for shape in learning)
-    rows = micro_rows(rows_per_step(recipe), devices, recipe.batch.micro)
+    rows = micro_batch_size(rows_per_step(recipe), devices, recipe.batch.micro)
     summed = rows_per_step(recipe) > rows * devices
     gradients = 4 * learned // split + (4 * learned if split > 1 and summed else 0)
     tokens = rows * (row_length(recipe) if parts.encoder is None else recipe.data.target_length)
-    return Memory(
+    return TrainingMemory(
         weights=4 * total // split,
         gradients=gradients,
         optimizer=4 * state // split,
@@ -75,7 +75,7 @@ def count_memory(recipe: Recipe, parts: Parts, teacher_parameters: int, parallel
     )
 
 
-def _encoder(recipe: Recipe, parts: Parts) -> int:
+def _encoder(recipe: Recipe, parts: StudentSpec) -> int:
     """Of one row: what the encoder keeps, and every step's keys and values of the source."""
     if parts.encoder is None:
         return 0
@@ -85,7 +85,7 @@ def _encoder(recipe: Recipe, parts: Parts) -> int:
     return S * (entries + EncoderCost.of(parts.encoder).activation_bytes(S, wide, kept=kept, recomputed=recomputed))
 
 
-def activation_bytes(recipe: Recipe, parts: Parts) -> int:
+def activation_bytes(recipe: Recipe, parts: StudentSpec) -> int:
     """Bytes that the layers keep of each token, by what is computed again (`recompute`)."""
     routing = parts.plan.routing
     # Token-choice trains on whole rows: every recursion is computed for every token.
@@ -109,7 +109,7 @@ def activation_bytes(recipe: Recipe, parts: Parts) -> int:
     return max(segments) + _wide(recipe) * parts.architecture.hidden * len(segments) + adapters
 
 
-def _step_bytes(recipe: Recipe, parts: Parts, step: Step) -> int:
+def _step_bytes(recipe: Recipe, parts: StudentSpec, step: Step) -> int:
     """What autograd keeps of one step for one token. Norms keep their input in float32 in either precision; in bfloat16
     each linear that reads a norm keeps a rounded copy of its own, which a compiler makes one again."""
     a = parts.architecture
@@ -133,7 +133,7 @@ def _step_bytes(recipe: Recipe, parts: Parts, step: Step) -> int:
     return stream + copies + attention + head_norms + inner + _relaxed_bytes(parts, step, mixed)
 
 
-def _exit_bytes(recipe: Recipe, parts: Parts, index: int) -> int:
+def _exit_bytes(recipe: Recipe, parts: StudentSpec, index: int) -> int:
     """What autograd keeps of one exit's own layer and adapter, and of the final norm behind them, for one token."""
     wide, hidden, rank = _wide(recipe), parts.architecture.hidden, parts.exits.adapter_rank
     norm = 4 * hidden + 4  # for the gradient of what it reads; a frozen stream wants none
@@ -143,7 +143,7 @@ def _exit_bytes(recipe: Recipe, parts: Parts, index: int) -> int:
     return layer + adapter + (norm if own or rank else 0)
 
 
-def _relaxed_bytes(parts: Parts, step: Step, mixed: bool) -> int:
+def _relaxed_bytes(parts: StudentSpec, step: Step, mixed: bool) -> int:
     """A low-rank delta keeps its inner vector, and in bfloat16 another rounded copy of a norm's output."""
     relaxation = parts.relaxation
     if relaxation is None or not relaxation.low_rank or step.part == "exit" or not relaxation.sits_on(parts.plan, step):
@@ -160,7 +160,7 @@ def _optimizer_floats(kind: str, shape: tuple[int, ...]) -> int:
     return sum(shape)
 
 
-def _head(recipe: Recipe, parts: Parts, tokens: int) -> int:
+def _head(recipe: Recipe, parts: StudentSpec, tokens: int) -> int:
     """Plain cross entropy on a GPU works in the logits' own place; elsewhere, and with a teacher, float32 tensors of a
     chunk's shape meet at the peak beside the logits, of which a compiler leaves two."""
     a, loss = parts.architecture, recipe.loss
@@ -186,7 +186,7 @@ def _logits(recipe: Recipe, vocab: int, taught: bool, hidden: tuple[int, int]) -
     return chunk * vocab * (with_teacher if taught else without)
 
 
-def _frozen_head(parts: Parts, tokens: int) -> int:
+def _frozen_head(parts: StudentSpec, tokens: int) -> int:
     """Gradients at an exit over a frozen model: a delta on the head makes that of all its rows, and what lies in front of it
     learns from that of the hidden states."""
     a, exits = parts.architecture, parts.exits
@@ -195,7 +195,7 @@ def _frozen_head(parts: Parts, tokens: int) -> int:
     return (4 * parts.at_exits.vocab * width if exits.head_rank else 0) + (4 * tokens * width if reached else 0)
 
 
-def _copies(recipe: Recipe, parts: Parts, gathered: bool) -> int:
+def _copies(recipe: Recipe, parts: StudentSpec, gathered: bool) -> int:
     """Each matrix once in bfloat16, for autocast caches them; fsdp gathers shared layers, embedding and what steps add
     with the whole model, and of the other layers one in use and one on its way."""
     a, plan = parts.architecture, parts.plan

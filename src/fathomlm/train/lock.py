@@ -18,7 +18,7 @@ from pathlib import Path
 from fathomlm.checkpoints.durable import make_directories
 from fathomlm.checkpoints.writing import is_alive, remove_empty
 from fathomlm.errors import FathomError, OutputError, TrainingError
-from fathomlm.train.parallel import World
+from fathomlm.train.distributed import World
 
 NAME = ".lock"
 TAKEN = {errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES}
@@ -26,7 +26,7 @@ UNSUPPORTED = {errno.ENOLCK, errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EO
 
 
 @contextmanager
-def alone(directory: Path, world: World, note: Callable[[str], None]) -> Iterator[None]:
+def run_lock(directory: Path, world: World, note: Callable[[str], None]) -> Iterator[None]:
     """Hold the lock of a run's directory, which is made where it is missing and goes again where nothing came into it. The
     first rank holds it for all; where it cannot, all ranks raise."""
     directory = directory.absolute()
@@ -41,7 +41,7 @@ def alone(directory: Path, world: World, note: Callable[[str], None]) -> Iterato
         except OSError as error:
             failure = OutputError(f"cannot write {directory}: {error.strerror or error}")
     try:
-        if (said := world.tell(None if failure is None else str(failure))) is not None:
+        if (said := world.broadcast(None if failure is None else str(failure))) is not None:
             raise failure or TrainingError(said)
         yield
     finally:

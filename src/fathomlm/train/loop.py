@@ -25,16 +25,16 @@ from fathomlm.train.budget import row_length
 from fathomlm.train.captured import CapturedPass
 from fathomlm.train.data.loader import IGNORE, Batches, Prefetched, prefetch
 from fathomlm.train.data.pairs import AnyBatch, round_up
+from fathomlm.train.distributed import World, accumulating, whole
 from fathomlm.train.hardware import Rates
 from fathomlm.train.objective import Objective
 from fathomlm.train.optim import set_rate
-from fathomlm.train.parallel import World, accumulating, whole
 from fathomlm.train.recipe import Recipe
 from fathomlm.train.report import Record
 from fathomlm.train.routing_recipe import RoutingLossRecipe
 from fathomlm.train.schedule import LearningRate
 from fathomlm.train.setup import AnyLoader
-from fathomlm.train.state import Progress
+from fathomlm.train.state import TrainingProgress
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ class StepResult:
     """Whether any rank was asked to stop."""
 
 
-class Pending:
+class PendingStep:
     """A step that a GPU may still be busy with. Reading its result waits for that step and nothing after it, so a loop
     that reads a step behind keeps the GPU from ever waiting for the loop."""
 
@@ -99,7 +99,7 @@ class Stepper:
         captures = recipe.capture and world.device.type == "cuda" and module is objective and not asks
         self._captured = CapturedPass(self._pass, self._learns) if captures else None
 
-    def step(self, micro_batches: list[AnyBatch], number: int, wants_stop: bool) -> Pending:
+    def step(self, micro_batches: list[AnyBatch], number: int, wants_stop: bool) -> PendingStep:
         """Optimizer step `number` (from 0). A step whose loss or gradient is not finite leaves the weights as they are."""
         world, names = self.world, self.objective.names
         set_rate(self._optimizer, self._recipe.optimizer.lr * self._rate.at(number))
@@ -125,7 +125,7 @@ class Stepper:
         bad = (~(means[0].isfinite() & norm.isfinite())).float()
         self._learn(bad)
         self._balance(means, bad)
-        return Pending(torch.cat((means, torch.stack((norm, bad, count)), sums[-1:])), names)
+        return PendingStep(torch.cat((means, torch.stack((norm, bad, count)), sums[-1:])), names)
 
     def _pass(self, batch: AnyBatch, scale: Tensor) -> tuple[Tensor, Tensor]:
         """Forward and back: gradients of the scaled loss are added, the loss and its parts returned."""
@@ -221,7 +221,7 @@ def _validation_rows(loader: AnyLoader, start: int, count: int, rows: int) -> An
 
 
 @contextmanager
-def reading(loader: AnyLoader, progress: Progress, world: World, micro: int) -> Iterator[Prefetched[AnyBatch]]:
+def prefetching(loader: AnyLoader, progress: TrainingProgress, world: World, micro: int) -> Iterator[Prefetched[AnyBatch]]:
     """Micro-batches from where the run is."""
     pin = world.device.type == "cuda"
     made: Batches[AnyBatch] = loader
@@ -232,7 +232,7 @@ def reading(loader: AnyLoader, progress: Progress, world: World, micro: int) -> 
         batches.close()
 
 
-class Meter:
+class SpeedMeter:
     """Speed over the steps since the last record, validation and saving left out."""
 
     def __init__(self, flops_per_token: float, rates: Rates, world: World, memory_gb: Callable[[], float | None]) -> None:
@@ -244,7 +244,7 @@ class Meter:
         self._seconds = 0.0
 
     @contextmanager
-    def timed(self, progress: Progress, tokens: int) -> Iterator[None]:
+    def timed(self, progress: TrainingProgress, tokens: int) -> Iterator[None]:
         begin = time.perf_counter()
         yield
         passed = time.perf_counter() - begin

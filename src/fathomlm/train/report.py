@@ -33,7 +33,7 @@ class Watcher(Protocol):
     def note(self, text: str) -> None: ...
 
 
-class Silence:
+class SilentWatcher:
     """A watcher that looks away."""
 
     def step(self, step: int, total: int, live: Record) -> None: ...

@@ -10,10 +10,10 @@ from typing import Any
 
 from fathomlm.errors import CheckpointError, TrainingError
 from fathomlm.train.data.corpus import Corpus
-from fathomlm.train.parallel import World
+from fathomlm.train.distributed import World
 from fathomlm.train.recipe import Recipe, ScheduleRecipe
 from fathomlm.train.schedule import LearningRate
-from fathomlm.train.state import STATE, State, UnknownFormat, verify
+from fathomlm.train.state import STATE, TrainingState, UnknownFormat, verify
 
 FREE = {
     "name",
@@ -44,22 +44,22 @@ BUDGET = {"budget", "schedule"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Start:
+class ResumePoint:
     """Where a run goes on."""
 
     path: Path
-    state: State
+    state: TrainingState
     damaged: dict[Path, str] = field(default_factory=dict)
     """Newer checkpoints that are not what was written, and what is wrong with each."""
 
 
-def newest_whole(saved: dict[int, Path]) -> Start:
+def newest_whole(saved: dict[int, Path]) -> ResumePoint:
     """The newest checkpoint that verifies. A power cut or a bad disk may have spoilt the newest; the one before it costs an
     interval of training, and a spoilt one the whole run."""
     damaged: dict[Path, str] = {}
     for step in sorted(saved, reverse=True):
         try:
-            return Start(path=saved[step], state=verify(saved[step]), damaged=damaged)
+            return ResumePoint(path=saved[step], state=verify(saved[step]), damaged=damaged)
         except UnknownFormat:
             raise
         except CheckpointError as error:
@@ -69,17 +69,17 @@ def newest_whole(saved: dict[int, Path]) -> Start:
     raise CheckpointError(f"{newest.parent} has no whole checkpoint to go on from: {why}{more}")
 
 
-def find_start(found: dict[int, Path] | Path, world: World) -> Start:
+def find_start(found: dict[int, Path] | Path, world: World) -> ResumePoint:
     """The newest whole one of some checkpoints, or a certain one if it is whole; verified by the first rank for all, so that
     each file is read once and all ranks go on from the same one."""
-    start: Start | None = None
+    start: ResumePoint | None = None
     failure: CheckpointError | None = None
     if world.first:
         try:
-            start = Start(path=found, state=verify(found)) if isinstance(found, Path) else newest_whole(found)
+            start = ResumePoint(path=found, state=verify(found)) if isinstance(found, Path) else newest_whole(found)
         except CheckpointError as error:
             failure = error
-    said, start = world.tell((None if failure is None else str(failure), start))
+    said, start = world.broadcast((None if failure is None else str(failure), start))
     if said is not None:
         raise failure or CheckpointError(said)
     assert start is not None
@@ -91,21 +91,21 @@ def check_same(recipe: Recipe, saved: dict[str, Any], where: str) -> None:
     _refuse(_differences(dataclasses.asdict(recipe), saved, FREE), where, "--resume goes on with the same recipe")
 
 
-def data_mark(corpus: Corpus) -> str:
+def data_fingerprint(corpus: Corpus) -> str:
     """What the training tokens are known by. A corpus may move; made again from other text, it is another."""
     shards = corpus.manifest.splits["train"].shards
     return hashlib.sha256("".join(shard.sha256 + shard.index_sha256 for shard in shards).encode()).hexdigest()
 
 
-def check_data(corpus: Corpus, state: State, where: str) -> None:
+def check_data(corpus: Corpus, state: TrainingState, where: str) -> None:
     """Refuse to go on with other data: the position in them would mean nothing."""
-    if state.progress.extra["data"] != data_mark(corpus):
+    if state.progress.extra["data"] != data_fingerprint(corpus):
         raise TrainingError(
             f"{where} was trained on other data than {corpus.path} holds now; bring those back, or start another run"
         )
 
 
-def check_branch(recipe: Recipe, state: State, rate: LearningRate, where: str) -> None:
+def check_branch(recipe: Recipe, state: TrainingState, rate: LearningRate, where: str) -> None:
     """Refuse a branch that is not a cool-down from a plateau (thesis 4, appendix on the trapezoid schedule)."""
     saved = state.recipe
     _refuse(_differences(dataclasses.asdict(recipe), saved, FREE | BUDGET), where, "a branch changes only the budget")

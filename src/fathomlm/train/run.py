@@ -14,22 +14,22 @@ import torch
 
 from fathomlm.errors import TrainingError
 from fathomlm.model.seq2seq import FathomForSeq2SeqLM
-from fathomlm.train.budget import forward_flops_per_token, micro_rows, plan_steps
+from fathomlm.train.budget import forward_flops_per_token, micro_batch_size, plan_steps
 from fathomlm.train.checkpoint import load_checkpoint, save_checkpoint
 from fathomlm.train.data.loader import Prefetched
 from fathomlm.train.data.pairs import AnyBatch
-from fathomlm.train.data.segments import Progress as Prepared
+from fathomlm.train.data.segments import PreparationProgress
 from fathomlm.train.directory import RunDirectory
+from fathomlm.train.distributed import World, choose_parallel, join, parallelize, whole
 from fathomlm.train.estimate import model_flops_per_token
 from fathomlm.train.hardware import Rates
-from fathomlm.train.lock import alone
-from fathomlm.train.loop import Meter, Pending, Stepper, StepResult, reading
+from fathomlm.train.lock import run_lock
+from fathomlm.train.loop import PendingStep, SpeedMeter, Stepper, StepResult, prefetching
 from fathomlm.train.objective import Objective
 from fathomlm.train.optim import build_optimizer, choose_trained, state_bytes_per_weight
-from fathomlm.train.parallel import World, choose_parallel, join, spread, whole
 from fathomlm.train.recipe import Recipe
-from fathomlm.train.report import Record, Reporter, Silence, Watcher
-from fathomlm.train.resume import Start, check_branch, check_data, check_same, data_mark, find_start
+from fathomlm.train.report import Record, Reporter, SilentWatcher, Watcher
+from fathomlm.train.resume import ResumePoint, check_branch, check_data, check_same, data_fingerprint, find_start
 from fathomlm.train.schedule import LearningRate
 from fathomlm.train.seq2seq import equip_encoder
 from fathomlm.train.setup import (
@@ -40,12 +40,12 @@ from fathomlm.train.setup import (
     describe_student,
     open_data,
 )
-from fathomlm.train.signals import listening
-from fathomlm.train.state import Progress, read_state
+from fathomlm.train.signals import stop_requested
+from fathomlm.train.state import TrainingProgress, read_state
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Summary:
+class TrainingResult:
     """How a run ended."""
 
     directory: str
@@ -71,12 +71,12 @@ def train(
     *,
     resume: bool = False,
     watcher: Watcher | None = None,
-    on_prepare: Callable[[Prepared], None] | None = None,
-) -> Summary:
+    on_prepare: Callable[[PreparationProgress], None] | None = None,
+) -> TrainingResult:
     """Train as a recipe says. Under torchrun every rank calls this."""
     with join(recipe.device) as world:
-        follows = watcher if watcher is not None and world.first else Silence()
-        with alone(Path(recipe.directory), world, follows.note):
+        follows = watcher if watcher is not None and world.first else SilentWatcher()
+        with run_lock(Path(recipe.directory), world, follows.note):
             find_saved(recipe, world, resume)  # before a model is built, for one that no one wants
             return Run(recipe, world, follows, on_prepare).go(resume)
 
@@ -85,7 +85,7 @@ class Run:
     """One run on one rank."""
 
     def __init__(
-        self, recipe: Recipe, world: World, watcher: Watcher, on_prepare: Callable[[Prepared], None] | None = None
+        self, recipe: Recipe, world: World, watcher: Watcher, on_prepare: Callable[[PreparationProgress], None] | None = None
     ) -> None:
         self.recipe = recipe
         self.world = world
@@ -103,8 +103,8 @@ class Run:
         rows = len(self._data.train)
         self._length = plan_steps(recipe, s.architecture, s.plan, s.relaxation, rows, self._encoder)
         self._rate = LearningRate.of(recipe.schedule, self._length.steps)
-        self._micro = micro_rows(self._length.rows_per_step, world.size, recipe.batch.micro)
-        self._progress = Progress()
+        self._micro = micro_batch_size(self._length.rows_per_step, world.size, recipe.batch.micro)
+        self._progress = TrainingProgress()
         self._last_loss: float | None = None
         self._in_a_row = 0
         self._rates: Record = {}
@@ -136,7 +136,7 @@ class Run:
         kind = choose_parallel(recipe.parallel, world, weights * state_bytes_per_weight(recipe.optimizer.kind))
         if kind == "fsdp" and recipe.optimizer.kind == "adafactor":
             raise TrainingError("adafactor does not know sharded weights; use parallel: ddp or optimizer.kind: adamw")
-        module = spread(self._objective, kind, world, recipe.precision)
+        module = parallelize(self._objective, kind, world, recipe.precision)
         if kind == "fsdp" and decoder.routers is not None and decoder.routers.bias is not None:
             raise TrainingError(
                 "loss_free balancing moves a bias that fsdp would shard; use parallel: ddp or balancing: loss"
@@ -149,9 +149,9 @@ class Run:
         shapes = s.architecture, s.plan, s.relaxation, self._encoder
         self._forward_flops = forward_flops_per_token(recipe, *shapes)
         rates = Rates.of(recipe.hardware, device_name)
-        self._meter = Meter(model_flops_per_token(recipe, *shapes), rates, world, self._stepper.memory_gb)
+        self._meter = SpeedMeter(model_flops_per_token(recipe, *shapes), rates, world, self._stepper.memory_gb)
 
-    def go(self, resume: bool) -> Summary:
+    def go(self, resume: bool) -> TrainingResult:
         """Start, or go on, and train to the end of the budget or to a request to stop."""
         self._start(resume)
         recipe, world, progress = self.recipe, self.world, self._progress
@@ -159,7 +159,7 @@ class Run:
         if reporter is not None and reporter.dropped is not None:
             self._watcher.note(reporter.dropped)
         try:
-            with listening() as asked, reading(self._data.train, progress, world, self._micro) as batches:
+            with stop_requested() as asked, prefetching(self._data.train, progress, world, self._micro) as batches:
                 self._loop(batches, asked, reporter)
         finally:
             if reporter is not None:
@@ -171,7 +171,7 @@ class Run:
         progress, stop = self._progress, False
         if self.recipe.evaluate.first and progress.step == 0:
             self._validate(reporter)
-        behind: Pending | None = None
+        behind: PendingStep | None = None
         micro_steps = self._length.rows_per_step // self.world.size // self._micro
         while progress.step < self._length.steps and not stop:
             with self._meter.timed(progress, self._length.tokens_per_step):
@@ -189,7 +189,7 @@ class Run:
             if due:
                 self._attend(result, stop, reporter)
             self._watcher.step(progress.step, self._length.steps, self._live)
-        if self.world.tell(progress.step not in self._place.saved()):
+        if self.world.broadcast(progress.step not in self._place.saved()):
             self._save(reporter)
 
     def _is_due(self, step: int) -> bool:
@@ -281,7 +281,7 @@ class Run:
             "steps": self._length.steps,
             "warmup": self._rate.warmup,
             "exits": self._exits,
-            "data": data_mark(self._data.corpus),
+            "data": data_fingerprint(self._data.corpus),
         }
         if reporter is not None:
             reporter.sync()  # a run that goes on from this checkpoint has the records up to it
@@ -294,7 +294,7 @@ class Run:
 
     def _start(self, resume: bool) -> None:
         saved = find_saved(self.recipe, self.world, resume)
-        start: Start | None = None
+        start: ResumePoint | None = None
         if saved:
             start = find_start(saved, self.world)
             check_same(self.recipe, start.state.recipe, str(self.directory))
@@ -311,7 +311,7 @@ class Run:
             self._place.settle(self._progress.best_step, () if start is None else start.damaged)
         self._watcher.note(self._headline())
 
-    def _load(self, start: Start) -> None:
+    def _load(self, start: ResumePoint) -> None:
         for path, why in start.damaged.items():
             self._watcher.note(f"{path} is damaged and is left out, as damaged-{path.name}: {why}")
         if not start.state.verifiable:
@@ -331,9 +331,9 @@ class Run:
             f"{self.world.device.type}"
         )
 
-    def _summary(self) -> Summary:
+    def _summary(self) -> TrainingResult:
         progress = self._progress
-        return Summary(
+        return TrainingResult(
             directory=str(self.directory),
             step=progress.step,
             steps=self._length.steps,
@@ -351,7 +351,7 @@ class Run:
 
 def find_saved(recipe: Recipe, world: World, resume: bool) -> dict[int, Path]:
     """The checkpoints that are in a run's directory; refuses to overwrite a run, and to branch from nowhere."""
-    saved: dict[int, Path] = world.tell(RunDirectory(Path(recipe.directory), recipe).saved())
+    saved: dict[int, Path] = world.broadcast(RunDirectory(Path(recipe.directory), recipe).saved())
     if saved and not resume:
         raise TrainingError(
             f"{recipe.directory} holds a run at step {max(saved)}; --resume goes on with it, --out names another"

@@ -29,10 +29,12 @@ from fathomlm.train.data.frequent import frequent_in_corpus
 from fathomlm.train.data.loader import Loader
 from fathomlm.train.data.pairs import PairLoader, Seq2SeqLoader
 from fathomlm.train.data.prepare import PrepareOptions, prepare
-from fathomlm.train.data.segments import Progress as Prepared
+from fathomlm.train.data.segments import PreparationProgress
+from fathomlm.train.distributed import World
 from fathomlm.train.losses.exits import exit_steps
-from fathomlm.train.parallel import World
-from fathomlm.train.parts import (
+from fathomlm.train.recipe import DataRecipe, ExitRecipe, ModelRecipe, Recipe, parse_amount
+from fathomlm.train.seq2seq import fresh_seq2seq, fresh_tokens, read_encoder, ready_to_train
+from fathomlm.train.student import (
     check_plan,
     check_rows,
     check_tying,
@@ -42,8 +44,6 @@ from fathomlm.train.parts import (
     route_plan,
     yet_to_come,
 )
-from fathomlm.train.recipe import DataRecipe, ExitRecipe, ModelRecipe, Recipe, parse_amount
-from fathomlm.train.seq2seq import fresh_seq2seq, fresh_tokens, read_encoder, ready_to_train
 
 AnyLoader = Loader | PairLoader | Seq2SeqLoader
 MOST_WIDTHS = 4
@@ -51,7 +51,7 @@ MOST_WIDTHS = 4
 
 
 @dataclass(frozen=True, slots=True)
-class Data:
+class TrainingData:
     """The corpus, and its two splits as batches."""
 
     corpus: Corpus
@@ -59,7 +59,7 @@ class Data:
     validation: AnyLoader | None
 
 
-def open_data(recipe: Recipe, world: World, on_prepare: Callable[[Prepared], None] | None = None) -> Data:
+def open_data(recipe: Recipe, world: World, on_prepare: Callable[[PreparationProgress], None] | None = None) -> TrainingData:
     """The prepared corpus of a recipe, made first where it is missing and the recipe says from what."""
     data = recipe.data
     if not data.path:
@@ -71,7 +71,7 @@ def open_data(recipe: Recipe, world: World, on_prepare: Callable[[Prepared], Non
     corpus = Corpus.open(data.path)
     _verify(corpus, data.verify, world)
     validation = make_loader(recipe, corpus, "validation") if corpus.has("validation") else None
-    return Data(corpus, make_loader(recipe, corpus, "train"), validation)
+    return TrainingData(corpus, make_loader(recipe, corpus, "train"), validation)
 
 
 def _verify(corpus: Corpus, how: bool | str, world: World) -> None:
@@ -85,7 +85,7 @@ def _verify(corpus: Corpus, how: bool | str, world: World) -> None:
                 corpus.verify_sample()
         except DataError as error:
             failure = str(error)
-    if (said := world.tell(failure)) is not None:
+    if (said := world.broadcast(failure)) is not None:
         raise DataError(said)
 
 
@@ -104,14 +104,14 @@ def make_loader(recipe: Recipe, corpus: Corpus, split: str) -> AnyLoader:
     return Loader(corpus.stream(split), context=data.context, document_ids=data.document_mask, **shared)
 
 
-def as_the_model_reads(data: Data, student: FathomModel) -> Data:
+def as_the_model_reads(data: TrainingData, student: FathomModel) -> TrainingData:
     """The data with source and target apart, where the model has an encoder."""
     if not isinstance(student, FathomForSeq2SeqLM):
         return data
     assert isinstance(data.train, PairLoader), "check_rows lets no encoder-decoder model pass without pairs"
     first, held_out = student.config.decoder_start_token_id, data.validation
     validation = held_out.seq2seq(first) if isinstance(held_out, PairLoader) else None
-    return Data(data.corpus, data.train.seq2seq(first), validation)
+    return TrainingData(data.corpus, data.train.seq2seq(first), validation)
 
 
 def prepare_command(data: DataRecipe) -> str:

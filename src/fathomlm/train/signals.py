@@ -10,7 +10,7 @@ from types import FrameType
 
 
 @contextmanager
-def listening() -> Iterator[threading.Event]:
+def stop_requested() -> Iterator[threading.Event]:
     """An event that Ctrl-C and SIGTERM set, for the loop to finish its step and save. A second Ctrl-C breaks off at once;
     a second SIGTERM does not, since a scheduler and torchrun may each send one."""
     asked = threading.Event()

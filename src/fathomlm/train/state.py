@@ -35,7 +35,7 @@ class UnknownFormat(CheckpointError):
 
 
 @dataclass(slots=True)
-class Progress:
+class TrainingProgress:
     """How far a run is: all that changes from step to step outside the model and the optimizer."""
 
     step: int = 0
@@ -54,7 +54,7 @@ class Progress:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FileMark:
+class FileChecksum:
     """What a file is known by."""
 
     bytes: int
@@ -62,16 +62,16 @@ class FileMark:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class State:
+class TrainingState:
     """The contents of state.json."""
 
-    progress: Progress
+    progress: TrainingProgress
     ranks: int
     """How many wrote the checkpoint; each has a part of the optimizer's state."""
     optimizer: dict[str, dict[str, float]]
     """The optimizer's plain numbers, by the name of the weight."""
     recipe: dict[str, Any]
-    files: dict[str, FileMark] = field(default_factory=dict)
+    files: dict[str, FileChecksum] = field(default_factory=dict)
     """By path within the checkpoint; empty in those that were written before there were checksums."""
 
     @property
@@ -83,14 +83,14 @@ class State:
         (directory / STATE).write_text(record, encoding="utf-8")
 
 
-def marks(directory: Path, names: Iterable[str]) -> dict[str, FileMark]:
+def file_checksums(directory: Path, names: Iterable[str]) -> dict[str, FileChecksum]:
     """Size and checksum of some files of a directory."""
     names = sorted(names)
     files = [directory / name for name in names]
     with ThreadPoolExecutor(THREADS) as pool:
         found = list(pool.map(checksum, files))
     return {
-        name: FileMark(bytes=file.stat().st_size, blake2b=digest)
+        name: FileChecksum(bytes=file.stat().st_size, blake2b=digest)
         for name, file, digest in zip(names, files, found, strict=True)
     }
 
@@ -106,7 +106,7 @@ def file_names(directory: Path) -> list[str]:
     return sorted(name for name in found if name != STATE)
 
 
-def read_state(directory: Path) -> State:
+def read_state(directory: Path) -> TrainingState:
     """The record of a training checkpoint, itself verified. `verify` compares the files with it."""
     path = directory / STATE
     if not path.exists():
@@ -119,7 +119,7 @@ def read_state(directory: Path) -> State:
         raise CheckpointError(f"{path} was altered since it was written (wrong checksum)")
     if number not in (UNVERIFIED, FORMAT):
         raise UnknownFormat(f"{directory} has format {number}; this version reads {UNVERIFIED} and {FORMAT}")
-    return State(
+    return TrainingState(
         progress=_progress(fields.record("progress")),
         ranks=fields.integer("ranks", at_least=1, at_most=MAX_RANKS),
         optimizer=_optimizer(fields.record("optimizer")),
@@ -128,7 +128,7 @@ def read_state(directory: Path) -> State:
     )
 
 
-def verify(directory: Path) -> State:
+def verify(directory: Path) -> TrainingState:
     """The record of a checkpoint all of whose files are as they were written; sizes first, which are known at once."""
     state = read_state(directory)
     if not state.verifiable:
@@ -140,7 +140,7 @@ def verify(directory: Path) -> State:
         if (size := file.stat().st_size) != mark.bytes:
             raise CheckpointError(f"{file} has {size:,} bytes in place of {mark.bytes:,}")
     try:
-        found = marks(directory, state.files)
+        found = file_checksums(directory, state.files)
     except OSError as error:
         raise CheckpointError(f"{directory} cannot be read ({error.strerror or error})") from error
     for name, mark in state.files.items():
@@ -149,7 +149,7 @@ def verify(directory: Path) -> State:
     return state
 
 
-def _check_shapes(directory: Path, state: State) -> None:
+def _check_shapes(directory: Path, state: TrainingState) -> None:
     """What can be said of a checkpoint without checksums: its files are there, not cut, and have sound headers."""
     parts = [part_name(rank, state.ranks) for rank in range(state.ranks)]
     shards = [file.name for file in sorted(directory.glob("model*.safetensors"))] or ["model.safetensors"]
@@ -163,13 +163,13 @@ def _check_shapes(directory: Path, state: State) -> None:
             raise CheckpointError(f"{directory / name} is corrupt or truncated ({error})") from error
 
 
-def _progress(fields: Fields) -> Progress:
+def _progress(fields: Fields) -> TrainingProgress:
     extra = fields.record("extra")
     for name in ("steps", "warmup"):
         extra.integer(name, at_least=0)
     extra.text("data")
     exits = extra.record("exits")
-    return Progress(
+    return TrainingProgress(
         step=fields.integer("step", at_least=0),
         rows=fields.integer("rows", at_least=0),
         tokens=fields.integer("tokens", at_least=0),
@@ -201,12 +201,12 @@ def _optimizer(fields: Fields) -> dict[str, dict[str, float]]:
     return found
 
 
-def _files(fields: Fields) -> dict[str, FileMark]:
+def _files(fields: Fields) -> dict[str, FileChecksum]:
     found = {}
     for name in fields:
         place = Path(name)
         if place.is_absolute() or ".." in place.parts:
             raise fields.wrong(name, "a file within the checkpoint")
         entry = fields.record(name)
-        found[name] = FileMark(bytes=entry.integer("bytes", at_least=0), blake2b=entry.text("blake2b"))
+        found[name] = FileChecksum(bytes=entry.integer("bytes", at_least=0), blake2b=entry.text("blake2b"))
     return found

@@ -10,7 +10,7 @@ from fathomlm.errors import OptionError
 from fathomlm.lab.analyze.fitting import RoomOptions, room_rows, train_bytes
 from fathomlm.lab.analyze.tables_plan import room_table
 from fathomlm.train.footprint import PLANNED
-from fathomlm.train.parts import Parts
+from fathomlm.train.student import StudentSpec
 
 BASES = {"smollm-135m": PRESETS["smollm-135m"].architecture}
 
@@ -20,7 +20,7 @@ def test_one_row_more_would_not_fit(memory):
     options = RoomOptions(memory=memory, recursions=(1, 3))
     for row in room_rows(BASES, options):
         plan = DepthPlan.build("middle-cycle", row.recursions, 30, "add")
-        parts = Parts(architecture=BASES["smollm-135m"], plan=plan, relaxation=None)
+        parts = StudentSpec(architecture=BASES["smollm-135m"], plan=plan, relaxation=None)
         room = PLANNED * options.memory
         assert train_bytes(parts, row.train_rows, options) == row.train_bytes <= room
         assert train_bytes(parts, row.train_rows + 1, options) > room

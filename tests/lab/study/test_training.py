@@ -20,7 +20,7 @@ from fathomlm.lab.study.queue import Outcome, work_off
 from fathomlm.lab.study.spec import Study, build_study, read_study
 from fathomlm.lab.study.training import Guard, TrainingExecutor
 from fathomlm.train.data.corpus import Corpus
-from fathomlm.train.report import Silence
+from fathomlm.train.report import SilentWatcher
 from fathomlm.train.setup import build_student, make_loader
 
 Values = Callable[..., dict[str, Any]]
@@ -98,7 +98,7 @@ def test_a_killed_run_goes_on_from_its_last_checkpoint(
     class Killed(BaseException):
         pass
 
-    class Killer(Silence):
+    class Killer(SilentWatcher):
         def step(self, step: int, total: int, live: dict[str, Any]) -> None:
             if step == 6:
                 raise Killed
@@ -108,7 +108,7 @@ def test_a_killed_run_goes_on_from_its_last_checkpoint(
         make(study, corpus, tmp_path / "parts", executor={"watch": lambda job: Killer()})
     assert finals(tmp_path / "parts") == {}
     notes: list[str] = []
-    monkeypatch.setattr(Silence, "note", lambda self, text: notes.append(text))
+    monkeypatch.setattr(SilentWatcher, "note", lambda self, text: notes.append(text))
     make(study, corpus, tmp_path / "parts")
     assert any("going on from" in note for note in notes)
     make(study, corpus, tmp_path / "whole")
@@ -165,7 +165,7 @@ def test_the_guard_stops_a_run_that_its_first_steps_show_to_be_too_long(monkeypa
     for split, wanted in ((False, 2 * training.SETTLED), (True, None)):
         now, raised[:] = [0.0], []
         visit = Visit(RESERVE + 1000.0, lambda: now[0])  # noqa: B023
-        guard = Guard(Silence(), visit, tokens_per_step=10, split=split)
+        guard = Guard(SilentWatcher(), visit, tokens_per_step=10, split=split)
         stopped = None
         for step in range(1, 500):
             now[0] += 1.0

@@ -20,8 +20,8 @@ from fathomlm.depth.relaxation import build_relaxation
 from fathomlm.depth.routing import RouterKind, build_routing
 from fathomlm.errors import OptionError, choices
 from fathomlm.train.footprint import PLANNED, count_memory
-from fathomlm.train.parts import Parts
 from fathomlm.train.recipe import BatchRecipe, DataRecipe, Recipe
+from fathomlm.train.student import StudentSpec
 
 MOST_ROWS = 1 << 16
 """Nobody asks for more rows in one pass."""
@@ -102,7 +102,7 @@ def _row(
 ) -> RoomRow:
     room = PLANNED * options.memory
     cost = count(architecture, plan, relaxation=relaxation, context=options.context)
-    parts = Parts(architecture=architecture, plan=plan, relaxation=relaxation)
+    parts = StudentSpec(architecture=architecture, plan=plan, relaxation=relaxation)
     parameters = cost.non_embedding_parameters + cost.embedding_parameters
     rows = _most_rows(parts, options, room)
     per_sequence = cost.kv_bytes_per_token * options.context
@@ -121,7 +121,7 @@ def _row(
     )
 
 
-def train_bytes(parts: Parts, rows: int, options: RoomOptions) -> int:
+def train_bytes(parts: StudentSpec, rows: int, options: RoomOptions) -> int:
     """What one device needs to train so many rows in one pass."""
     recipe = Recipe(
         data=DataRecipe(context=options.context),
@@ -133,7 +133,7 @@ def train_bytes(parts: Parts, rows: int, options: RoomOptions) -> int:
     return count_memory(recipe, parts, 0, "none").total
 
 
-def _most_rows(parts: Parts, options: RoomOptions, room: float) -> int:
+def _most_rows(parts: StudentSpec, options: RoomOptions, room: float) -> int:
     """The largest number of rows that fits: doubled until it does not, then halved in between."""
     parts.plan.check_recompute(options.recompute)
     if train_bytes(parts, 1, options) > room:

@@ -24,7 +24,7 @@ from fathomlm.model.hub import FathomForCausalLM
 from fathomlm.train.data.corpus import Corpus
 from fathomlm.train.data.encoding import Encoder, EncoderSettings
 from fathomlm.train.data.manifest import FILE
-from fathomlm.train.data.sources import Source, expand, read
+from fathomlm.train.data.sources import DataSource, expand, read
 from fathomlm.train.data.tokenizers import separator_id
 
 LONGEST_ROW = 1024
@@ -33,7 +33,7 @@ HELD = 4096
 """Tokens that are run at once."""
 LONG_TOKEN = 32
 """Characters per token that no text reaches: of a long document so much is tokenised at first."""
-Place = Corpus | Source
+Place = Corpus | DataSource
 """Where text comes from."""
 
 

@@ -76,8 +76,8 @@ def read_finished(paths: Sequence[Path]) -> list[FinishedRun]:
 
 
 def _finished(run: Run, recipe_file: Path) -> FinishedRun:
-    from fathomlm.train.parts import read_parts
     from fathomlm.train.reading import read_recipe
+    from fathomlm.train.student import read_student
 
     if not recipe_file.is_file():
         raise OptionError(f"run {run.name} has no {recipe_file.name} beside its records, so its size is not known")
@@ -87,7 +87,7 @@ def _finished(run: Run, recipe_file: Path) -> FinishedRun:
     flops = next((float(record["flops"]) for record in reversed(run.validation) if record.get("flops")), None)
     if flops is None:
         raise OptionError(f"run {run.name} has no record of its FLOPs")
-    parts = read_parts(read_recipe(recipe_file))
+    parts = read_student(read_recipe(recipe_file))
     cost = count(parts.architecture, parts.plan, relaxation=parts.relaxation)
     return FinishedRun(
         run=run.name,

@@ -9,13 +9,13 @@ from fathomlm.depth.cost import Cost, count
 from fathomlm.errors import OptionError
 from fathomlm.lab.study.ledger import corpus_mark, fingerprint
 from fathomlm.lab.study.spec import Planned, Study, merged
-from fathomlm.train.budget import Schedule, forward_flops_per_token, plan_steps, row_length
+from fathomlm.train.budget import RunLength, forward_flops_per_token, plan_steps, row_length
 from fathomlm.train.data.corpus import Corpus
-from fathomlm.train.parts import Parts, read_parts
 from fathomlm.train.reading import build_recipe
 from fathomlm.train.recipe import Recipe
 from fathomlm.train.schedule import LearningRate
 from fathomlm.train.setup import make_loader
+from fathomlm.train.student import StudentSpec, read_student
 
 NO_CORPUS = "CORPUS"
 """Stands for the corpus where a study is only looked at."""
@@ -47,8 +47,8 @@ class Shaped:
     """A recipe with the shapes of its model and the length of its run."""
 
     recipe: Recipe
-    parts: Parts
-    length: Schedule
+    parts: StudentSpec
+    length: RunLength
 
     @property
     def cost(self) -> Cost:
@@ -119,7 +119,7 @@ def recipe_of(run: Planned, place: Place) -> Recipe:
 
 def shape_of(run: Planned, place: Place) -> Shaped:
     recipe = recipe_of(run, place)
-    parts = read_parts(recipe)
+    parts = read_student(recipe)
     rows = None if place.corpus is None else len(make_loader(recipe, place.corpus, "train"))
     return Shaped(recipe, parts, plan_steps(recipe, parts.architecture, parts.plan, parts.relaxation, rows))
 

@@ -27,9 +27,9 @@ from fathomlm.lab.study.pace import Visit, overhead_of
 from fathomlm.lab.study.queue import Broken, Stopped
 from fathomlm.lab.study.spec import Budget, Planned, Study
 from fathomlm.train.checkpoint import saved_steps, step_name
-from fathomlm.train.report import Silence, Watcher, read_records, strict
+from fathomlm.train.report import SilentWatcher, Watcher, read_records, strict
 from fathomlm.train.resume import newest_whole
-from fathomlm.train.run import Summary, train
+from fathomlm.train.run import TrainingResult, train
 from fathomlm.train.state import read_state
 
 SETTLED = 30
@@ -84,7 +84,7 @@ class TrainingExecutor:
         commit: str | None = None,
         keep: bool = False,
         processes: Callable[[], int] = lambda: 1,
-        watch: Callable[[Job], Watcher] = lambda job: Silence(),
+        watch: Callable[[Job], Watcher] = lambda job: SilentWatcher(),
     ) -> None:
         """`keep` leaves the trained models under the work directory; `processes` says how many share the device now."""
         self._studies = {study.name: study for study in studies}
@@ -167,7 +167,7 @@ class TrainingExecutor:
             "environment": self._environment,
         }
 
-    def _finished(self, job: Job, summary: Summary, *, wall: float, steps: int) -> Record:
+    def _finished(self, job: Job, summary: TrainingResult, *, wall: float, steps: int) -> Record:
         """`wall` and `steps` are what this process took, and did."""
         shaped, records = job.shaped, self._records(job)
         checks = [record for record in records if record["kind"] == "validation"]

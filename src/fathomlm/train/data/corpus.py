@@ -103,9 +103,9 @@ class Corpus:
         """Whether a split holds anything."""
         return self._split(split).documents > 0
 
-    def stream(self, split: str = "train") -> Stream:
+    def stream(self, split: str = "train") -> TokenStream:
         """A split's documents as one stream of tokens."""
-        return Stream(self._shards(split, "tokens"))
+        return TokenStream(self._shards(split, "tokens"))
 
     def pairs(self, split: str = "train") -> PairStream:
         """A split's pairs."""
@@ -160,7 +160,7 @@ class _Documents:
         return self._shards[index], number - int(self._first_document[index])
 
 
-class Stream(_Documents):
+class TokenStream(_Documents):
     """A split's tokens as one sequence."""
 
     def __len__(self) -> int:

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from fathomlm.errors import OptionError
-from fathomlm.train.data.corpus import Stream
+from fathomlm.train.data.corpus import TokenStream
 
 IGNORE = -100
 """The label of a position that is not trained on, as torch's cross entropy takes it."""
@@ -86,7 +86,7 @@ class Batch:
         )
 
 
-class Order:
+class SampleOrder:
     """The order in which `count` things are taken, epoch after epoch. It keeps one epoch's order, never more."""
 
     def __init__(self, count: int, *, seed: int, shuffle: bool) -> None:
@@ -128,7 +128,7 @@ class Loader:
 
     def __init__(
         self,
-        stream: Stream,
+        stream: TokenStream,
         *,
         context: int,
         batch: int,
@@ -149,7 +149,7 @@ class Loader:
         self._stream = stream
         self._separator = separator
         self._document_ids = document_ids
-        self._order = Order(-(-len(stream) // context), seed=seed, shuffle=shuffle)
+        self._order = SampleOrder(-(-len(stream) // context), seed=seed, shuffle=shuffle)
 
     def __len__(self) -> int:
         """Samples in an epoch."""

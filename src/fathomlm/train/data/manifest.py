@@ -11,7 +11,7 @@ from fathomlm.checkpoints.durable import SEAL, is_sealed, seal
 from fathomlm.checkpoints.writing import whole_file
 from fathomlm.errors import DataError
 from fathomlm.jsonfile import Fields, read_object, shown
-from fathomlm.train.data.sources import Source
+from fathomlm.train.data.sources import DataSource
 
 FILE = "corpus.json"
 VERSION = 2
@@ -81,7 +81,7 @@ class Manifest:
     separator: int
     """The token that ends every document and every target."""
     columns: tuple[str, ...]
-    sources: tuple[Source, ...]
+    sources: tuple[DataSource, ...]
     validation_fraction: float
     shard_tokens: int
     max_tokens: int | None
@@ -166,7 +166,7 @@ class Manifest:
             raise ValueError("kind, dtype or splits have values that are not known")
         read = {
             "columns": tuple(record["columns"]),
-            "sources": tuple(Source(**source) for source in record["sources"]),
+            "sources": tuple(DataSource(**source) for source in record["sources"]),
             "cursor": Cursor(**record["cursor"]),
             "splits": {
                 name: Split(**{**split, "shards": tuple(_shard(shard) for shard in split["shards"])})
@@ -234,7 +234,7 @@ def _check_types(record: Fields) -> None:
 
 def _say(value: object) -> str:
     match value:
-        case Source():
+        case DataSource():
             size = "" if value.bytes is None else f" ({value.bytes:,} bytes)"
             return f"{value.name}{size}{' for validation' if value.validation else ''}"
         case tuple():

@@ -1,6 +1,6 @@
 """Batches of pairs, a source text and what is to be made of it, for decoders and for encoder-decoders.
 
-The order is that of `loader.Order`, so all that is said there of resuming and of devices holds. Rows are padded to the
+The order is that of `loader.SampleOrder`, so all that is said there of resuming and of devices holds. Rows are padded to the
 longest of the *global* batch: how a batch is split over devices and micro-batches changes nothing in it.
 
 Shapes: B rows of this device, S source positions, T target (or all) positions.
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from fathomlm.errors import OptionError
 from fathomlm.train.data.corpus import PairStream
-from fathomlm.train.data.loader import IGNORE, Batch, Order, check_micro, rank_slice
+from fathomlm.train.data.loader import IGNORE, Batch, SampleOrder, check_micro, rank_slice
 
 MULTIPLE = 8
 """Widths are rounded up to this, which is what matrix units like."""
@@ -108,7 +108,7 @@ class PairLoader:
         self._source_length = source_length
         self._target_length = target_length
         self._widths = widths
-        self._order = Order(len(pairs), seed=seed, shuffle=shuffle)
+        self._order = SampleOrder(len(pairs), seed=seed, shuffle=shuffle)
 
     def __len__(self) -> int:
         """Samples in an epoch."""

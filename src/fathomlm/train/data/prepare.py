@@ -22,8 +22,8 @@ from fathomlm.errors import DataError, OptionError, OutputError
 from fathomlm.train.data.corpus import TOKENIZER, Corpus, check_sizes
 from fathomlm.train.data.encoding import EncoderSettings, encode_in_order
 from fathomlm.train.data.manifest import FILE, Manifest
-from fathomlm.train.data.segments import Filling, Progress, batches_behind
-from fathomlm.train.data.sources import Limit, expand
+from fathomlm.train.data.segments import PreparationProgress, SegmentWriter, batches_behind
+from fathomlm.train.data.sources import DocumentLimit, expand
 from fathomlm.train.data.tokenizers import find_tokenizer, fingerprint, separator_id, vocab_size
 
 DEFAULT_FRACTION = 0.01
@@ -86,10 +86,10 @@ class PrepareOptions:
         return 0.0 if self.validation_from else DEFAULT_FRACTION
 
 
-Tell = Callable[[Progress], None]
+OnProgress = Callable[[PreparationProgress], None]
 
 
-def prepare(options: PrepareOptions, on_progress: Tell | None = None) -> Corpus:
+def prepare(options: PrepareOptions, on_progress: OnProgress | None = None) -> Corpus:
     """Make a corpus, or finish one. One that is complete and asked for in the same words is returned as it is.
 
     Raises without leaving anything behind where no segment was finished; else the finished ones stay, to go on from.
@@ -195,7 +195,7 @@ def _or_nothing(out: Path) -> Iterator[None]:
         raise
 
 
-def _fill(out: Path, manifest: Manifest, tokenizer: Any, options: PrepareOptions, on_progress: Tell | None) -> None:
+def _fill(out: Path, manifest: Manifest, tokenizer: Any, options: PrepareOptions, on_progress: OnProgress | None) -> None:
     """Everything from the cursor on."""
     for left in (*out.glob(".*.partial"), *out.glob(".*.partial-*")):
         left.unlink()
@@ -205,24 +205,24 @@ def _fill(out: Path, manifest: Manifest, tokenizer: Any, options: PrepareOptions
         dtype=manifest.dtype,
         prefix=manifest.source_prefix,
     )
-    filling = Filling(out, manifest)
+    writer = SegmentWriter(out, manifest)
     hint = "; --max-document-bytes raises the bound, --skip-long leaves such documents out"
-    limit = Limit(bytes=options.max_document_bytes, skip=options.skip_long, hint=hint)
+    limit = DocumentLimit(bytes=options.max_document_bytes, skip=options.skip_long, hint=hint)
     batches = encode_in_order(
         batches_behind(manifest, limit), lambda batch: [item.fields for item in batch.documents], settings, options.workers
     )
     characters = 0
     try:
         for batch, encoded in batches:
-            more = filling.take(batch, encoded)
+            more = writer.take(batch, encoded)
             characters += batch.characters
             if on_progress is not None:
-                on_progress(filling.progress(batch, characters))
+                on_progress(writer.progress(batch, characters))
             if not more:
                 break
-        filling.finish()
+        writer.finish()
     except BaseException:
-        filling.discard()
+        writer.discard()
         raise
     finally:
         batches.close()

@@ -11,7 +11,7 @@ from fathomlm.errors import DataError
 from fathomlm.train.data.encoding import LOTS, Encoded
 from fathomlm.train.data.manifest import SPLITS, Cursor, Manifest
 from fathomlm.train.data.shards import ShardWriter
-from fathomlm.train.data.sources import Document, Limit, read
+from fathomlm.train.data.sources import Document, DocumentLimit, read
 
 BATCH_DOCUMENTS = 512
 BATCH_CHARACTERS = 1 << 20
@@ -19,7 +19,7 @@ BATCH_CHARACTERS = 1 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Progress:
+class PreparationProgress:
     """How far a preparation is, what an earlier run did included."""
 
     documents: int
@@ -41,7 +41,7 @@ class SourceBatch:
     characters: int
 
 
-def batches_behind(manifest: Manifest, limit: Limit | None = None) -> Iterator[SourceBatch]:
+def batches_behind(manifest: Manifest, limit: DocumentLimit | None = None) -> Iterator[SourceBatch]:
     """All documents behind the cursor. Batches never cross sources, and where they end changes nothing in the corpus."""
     for number in range(manifest.cursor.source, len(manifest.sources)):
         source = manifest.sources[number]
@@ -59,7 +59,7 @@ def batches_behind(manifest: Manifest, limit: Limit | None = None) -> Iterator[S
             yield SourceBatch(source=number, first=first, documents=tuple(waiting), characters=characters)
 
 
-class Filling:
+class SegmentWriter:
     """The segment being written, and the manifest of what is done."""
 
     def __init__(self, out: Path, manifest: Manifest) -> None:
@@ -105,7 +105,7 @@ class Filling:
         for writer in self._writers.values():
             writer.discard()
 
-    def progress(self, batch: SourceBatch, characters: int) -> Progress:
+    def progress(self, batch: SourceBatch, characters: int) -> PreparationProgress:
         documents = sum(split.documents for split in self.manifest.splits.values()) + self._documents
         sizes = [source.bytes for source in self.manifest.sources]
         share = None
@@ -115,7 +115,7 @@ class Filling:
         if self.manifest.max_tokens is not None:
             share = max(share or 0.0, min(1.0, self._tokens("train") / self.manifest.max_tokens))
         tokens = sum(self._tokens(split) for split in SPLITS)
-        return Progress(documents=documents, tokens=tokens, characters=characters, share=share)
+        return PreparationProgress(documents=documents, tokens=tokens, characters=characters, share=share)
 
     def _tokens(self, split: str) -> int:
         return self.manifest.splits[split].tokens + self._writers[split].tokens

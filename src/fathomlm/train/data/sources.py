@@ -27,7 +27,7 @@ KINDS = {int: "a number", float: "a number", bool: "true or false", list: "a lis
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Source:
+class DataSource:
     """One file, or one dataset of the hub."""
 
     name: str
@@ -52,13 +52,15 @@ class Document:
     """Whether it stands for one that was left out because of its size."""
 
 
-def expand(patterns: Sequence[str], *, validation_from: Sequence[str] = (), leave_out: Path | None = None) -> list[Source]:
+def expand(
+    patterns: Sequence[str], *, validation_from: Sequence[str] = (), leave_out: Path | None = None
+) -> list[DataSource]:
     """All sources in reading order, each once: those for validation first, so that --max-tokens never cuts them off.
 
     A file that is named for validation is not trained on, even where a directory above it is. Files under `leave_out`,
     the directory being written, are not sources.
     """
-    found: dict[str, Source] = {}
+    found: dict[str, DataSource] = {}
     for validation, group in ((True, validation_from), (False, patterns)):
         for pattern in group:
             for source in _expand_one(pattern, validation):
@@ -72,7 +74,7 @@ def expand(patterns: Sequence[str], *, validation_from: Sequence[str] = (), leav
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Limit:
+class DocumentLimit:
     """How large a document may be. A tokenizer needs some 80 times a text's size while it works."""
 
     bytes: int = MOST
@@ -89,9 +91,11 @@ class Limit:
         return Document(fields=("",) * len(columns), position=position, too_long=True)
 
 
-def read(source: Source, columns: tuple[str, ...], skip: int = 0, limit: Limit | None = None) -> Iterator[Document]:
+def read(
+    source: DataSource, columns: tuple[str, ...], skip: int = 0, limit: DocumentLimit | None = None
+) -> Iterator[Document]:
     """The documents of a source in order, without the first `skip`."""
-    limit = limit or Limit()
+    limit = limit or DocumentLimit()
     match source.kind:
         case "text":
             return _read_text(source, columns, skip, limit)
@@ -102,11 +106,11 @@ def read(source: Source, columns: tuple[str, ...], skip: int = 0, limit: Limit |
     return _read_hub(source, columns, skip, limit)
 
 
-def _expand_one(pattern: str, validation: bool) -> list[Source]:
+def _expand_one(pattern: str, validation: bool) -> list[DataSource]:
     if pattern.startswith("hf:"):
         if HUB.fullmatch(pattern) is None:
             raise DataError(f"'{pattern}' is not a hub dataset; write hf:owner/name or hf:owner/name:config@split")
-        return [Source(name=pattern, kind="hub", bytes=None, validation=validation)]
+        return [DataSource(name=pattern, kind="hub", bytes=None, validation=validation)]
     path = Path(pattern).expanduser()
     if path.is_dir():
         files = [file for file in path.rglob("*") if _visible(file.relative_to(path))]
@@ -121,7 +125,9 @@ def _expand_one(pattern: str, validation: bool) -> list[Source]:
     wanted = sorted(file for file in files if KNOWN.search(file.name) and file.is_file())
     if not wanted:
         raise DataError(f"{pattern}: no file of a known kind is there; known: {NAMES}")
-    return [Source(name=str(file), kind=_kind(file), bytes=file.stat().st_size, validation=validation) for file in wanted]
+    return [
+        DataSource(name=str(file), kind=_kind(file), bytes=file.stat().st_size, validation=validation) for file in wanted
+    ]
 
 
 def _visible(path: Path) -> bool:
@@ -141,7 +147,7 @@ def _missing(path: Path) -> str:
     return f"the source {path} does not exist{hint}"
 
 
-def _read_text(source: Source, columns: tuple[str, ...], skip: int, limit: Limit) -> Iterator[Document]:
+def _read_text(source: DataSource, columns: tuple[str, ...], skip: int, limit: DocumentLimit) -> Iterator[Document]:
     if len(columns) > 1:
         raise OptionError(f"{source.name}: a text file has no columns; --pairs needs JSON lines, Parquet or a hub dataset")
     if skip:
@@ -161,7 +167,7 @@ def _read_text(source: Source, columns: tuple[str, ...], skip: int, limit: Limit
     yield Document(fields=(text,), position=len(raw))
 
 
-def _read_jsonl(source: Source, columns: tuple[str, ...], skip: int, limit: Limit) -> Iterator[Document]:
+def _read_jsonl(source: DataSource, columns: tuple[str, ...], skip: int, limit: DocumentLimit) -> Iterator[Document]:
     seen = 0
     for number, (line, position) in enumerate(open_lines(Path(source.name), limit.bytes), start=1):
         if line is not None and not line.strip():
@@ -179,7 +185,7 @@ def _read_jsonl(source: Source, columns: tuple[str, ...], skip: int, limit: Limi
         yield Document(fields=_fields(record, columns, where), position=position)
 
 
-def _read_parquet(source: Source, columns: tuple[str, ...], skip: int, limit: Limit) -> Iterator[Document]:
+def _read_parquet(source: DataSource, columns: tuple[str, ...], skip: int, limit: DocumentLimit) -> Iterator[Document]:
     parquet = _module("pyarrow.parquet", source)
     arrow = _module("pyarrow", source)
     try:
@@ -205,7 +211,7 @@ def _read_parquet(source: Source, columns: tuple[str, ...], skip: int, limit: Li
         raise DataError(f"{source.name} is damaged, or is no Parquet file ({one_line(error)})") from error
 
 
-def _read_hub(source: Source, columns: tuple[str, ...], skip: int, limit: Limit) -> Iterator[Document]:
+def _read_hub(source: DataSource, columns: tuple[str, ...], skip: int, limit: DocumentLimit) -> Iterator[Document]:
     datasets = _module("datasets", source)
     found = HUB.fullmatch(source.name)
     assert found is not None
@@ -227,7 +233,7 @@ def _read_hub(source: Source, columns: tuple[str, ...], skip: int, limit: Limit)
         yield _row(record, columns, f"{source.name} row {row}", 0, limit)
 
 
-def _row(record: dict[str, Any], columns: tuple[str, ...], where: str, position: int, limit: Limit) -> Document:
+def _row(record: dict[str, Any], columns: tuple[str, ...], where: str, position: int, limit: DocumentLimit) -> Document:
     fields = _fields(record, columns, where)
     if sum(len(field.encode("utf-8")) for field in fields) > limit.bytes:
         return limit.refuse(where, columns, position)
@@ -260,7 +266,7 @@ def _no_column(column: str, names: list[str], where: str) -> str:
     return f"{where}: no column '{column}'{hint}; it has: {', '.join(names[:12]) or 'none'}"
 
 
-def _module(name: str, source: Source) -> Any:
+def _module(name: str, source: DataSource) -> Any:
     import importlib
 
     try:

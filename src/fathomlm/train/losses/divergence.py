@@ -16,24 +16,24 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-Parts = tuple[Tensor, Tensor]
+ValueAndGradient = tuple[Tensor, Tensor]
 """Values (C) and gradients with respect to the student's logits (C, V)."""
 
 
-def forward_kl(student_CV: Tensor, teacher_CV: Tensor) -> Parts:
+def forward_kl(student_CV: Tensor, teacher_CV: Tensor) -> ValueAndGradient:
     """KL(teacher || student)."""
     p = teacher_CV.exp()
     return (p * (teacher_CV - student_CV)).sum(-1), student_CV.exp() - p
 
 
-def reverse_kl(student_CV: Tensor, teacher_CV: Tensor) -> Parts:
+def reverse_kl(student_CV: Tensor, teacher_CV: Tensor) -> ValueAndGradient:
     """KL(student || teacher)."""
     q, gap = student_CV.exp(), student_CV - teacher_CV
     value = (q * gap).sum(-1)
     return value, q * (gap - value[:, None])
 
 
-def jensen_shannon(student_CV: Tensor, teacher_CV: Tensor) -> Parts:
+def jensen_shannon(student_CV: Tensor, teacher_CV: Tensor) -> ValueAndGradient:
     """(KL(teacher || m) + KL(student || m)) / 2 with m the mean of the two."""
     p, q = teacher_CV.exp(), student_CV.exp()
     mean = torch.logaddexp(student_CV, teacher_CV) - math.log(2.0)
@@ -42,7 +42,7 @@ def jensen_shannon(student_CV: Tensor, teacher_CV: Tensor) -> Parts:
     return value, 0.5 * q * (own - (q * own).sum(-1, keepdim=True))
 
 
-def total_variation(student_CV: Tensor, teacher_CV: Tensor) -> Parts:
+def total_variation(student_CV: Tensor, teacher_CV: Tensor) -> ValueAndGradient:
     """Half the sum of absolute differences."""
     q = student_CV.exp()
     gap = q - teacher_CV.exp()
@@ -50,7 +50,7 @@ def total_variation(student_CV: Tensor, teacher_CV: Tensor) -> Parts:
     return 0.5 * gap.abs().sum(-1), q * (slope - (q * slope).sum(-1, keepdim=True))
 
 
-DIVERGENCES: dict[str, Callable[[Tensor, Tensor], Parts]] = {
+DIVERGENCES: dict[str, Callable[[Tensor, Tensor], ValueAndGradient]] = {
     "forward_kl": forward_kl,
     "reverse_kl": reverse_kl,
     "jensen_shannon": jensen_shannon,

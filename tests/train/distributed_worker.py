@@ -1,4 +1,4 @@
-"""One of the two ranks that test_parallel.py launches.
+"""One of the two ranks that test_distributed.py launches.
 
 Starting torch costs seconds, so one launch does all jobs of a list, in order, and leaves what each gave in a file.
 """
@@ -28,17 +28,17 @@ from fathomlm.depth import Architecture, DepthPlan
 from fathomlm.errors import FathomError
 from fathomlm.model.decoder import Decoder
 from fathomlm.train import checkpoint
+from fathomlm.train.distributed import World, accumulating, join, like, local_part, parallelize, whole
 from fathomlm.train.objective import Objective
-from fathomlm.train.parallel import World, accumulating, join, like, own_part, spread, whole
 from fathomlm.train.reading import build_recipe
 from fathomlm.train.recipe import LossRecipe
-from fathomlm.train.report import Silence
+from fathomlm.train.report import SilentWatcher
 from fathomlm.train.run import Run
 
 WIDTHS = {"hidden": 16, "intermediate": 24, "heads": 2, "kv_heads": 1, "head_dim": 8, "vocab": 257}
 
 
-class Caller(Silence):
+class Caller(SilentWatcher):
     """Watches a rank, and sends it SIGTERM after a step."""
 
     def __init__(self, after: int | None) -> None:
@@ -120,7 +120,7 @@ def traffic(world: World, sharing: str, recursions: int, layers: int, naive: boo
             fully_shard(layer, mesh=mesh)
         fully_shard(objective, mesh=mesh)
     else:
-        spread(objective, "fsdp", world, "float32")
+        parallelize(objective, "fsdp", world, "float32")
     tokens_BT = torch.arange(16).view(2, 8)
     with Traffic() as forward:
         total, _ = objective(tokens_BT, tokens_BT)
@@ -133,7 +133,7 @@ def traffic(world: World, sharing: str, recursions: int, layers: int, naive: boo
 def step_traffic(world: World, micro_batches: int) -> dict[str, Any]:
     """The same over a step of several micro-batches."""
     objective = _objective("cycle", 2, 4)
-    spread(objective, "fsdp", world, "float32")
+    parallelize(objective, "fsdp", world, "float32")
     tokens_BT = torch.arange(16).view(2, 8)
     with Traffic() as mode:
         for i in range(micro_batches):
@@ -166,7 +166,7 @@ class Traffic(TorchDispatchMode):
 def gradient_memory(world: World) -> dict[str, Any]:
     """How many separate pieces of memory DDP's gradients are in after a step."""
     objective = _objective("cycle", 2, 4)
-    module = spread(objective, "ddp", world, "float32")
+    module = parallelize(objective, "ddp", world, "float32")
     tokens_BT = torch.arange(16).view(2, 8)
     module(tokens_BT, tokens_BT)[0].backward()
     gradients = [p.grad for p in objective.parameters() if p.grad is not None]
@@ -178,7 +178,7 @@ def layout(world: World, rows: int) -> dict[str, Any]:
     mesh = init_device_mesh("cpu", (world.size,))
     full = torch.arange(rows * 3.0).view(rows, 3)
     example = distribute_tensor(torch.zeros(rows, 3), mesh, [Shard(0)])
-    part = own_part(placed := like(full, example))
+    part = local_part(placed := like(full, example))
     kept = part.untyped_storage().nbytes() // part.element_size()
     return {"rows": part.shape[0], "kept": kept, "same": torch.equal(whole(placed), full)}
 

@@ -21,7 +21,7 @@ NO_EXITS = ExitParts()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Parts:
+class StudentSpec:
     """What a recipe trains, as shapes: the base, its plan (with the exits that are trained), what steps add."""
 
     architecture: Architecture
@@ -88,7 +88,7 @@ def learns(train: str, group: str) -> bool:
     return group != "balance" and (train == "all" or group in groups[train])
 
 
-def read_parts(recipe: Recipe, *, foresee: bool = False) -> Parts:
+def read_student(recipe: Recipe, *, foresee: bool = False) -> StudentSpec:
     """The architecture, plan and relaxation that a recipe trains, as its `model` section and its exits say. `foresee` is
     `read_source`'s."""
     model = recipe.model
@@ -108,7 +108,7 @@ def read_parts(recipe: Recipe, *, foresee: bool = False) -> Parts:
     encoder = _encoder(model, architecture)
     exits = recipe.loss.exits
     if exits is None:
-        return Parts(architecture=architecture, plan=plan.with_exits(()), relaxation=relaxation, encoder=encoder)
+        return StudentSpec(architecture=architecture, plan=plan.with_exits(()), relaxation=relaxation, encoder=encoder)
     if exits.layer and architecture.cross:
         raise OptionError(f"loss.exits.layer is for decoder-only models; a {architecture.family} decoder has an encoder")
     if exits.exit_vocab > architecture.vocab:
@@ -119,7 +119,7 @@ def read_parts(recipe: Recipe, *, foresee: bool = False) -> Parts:
     added = ExitParts(
         head_rank=exits.head_rank, adapter_rank=exits.adapter_rank, layer=exits.layer, classifier=exits.classifier
     )
-    return Parts(
+    return StudentSpec(
         architecture=architecture,
         plan=plan,
         relaxation=relaxation,
@@ -212,7 +212,7 @@ def read_source(source: str, *, foresee: bool = False) -> tuple[Architecture, De
     if source in PRESETS and not Path(source).exists():
         return PRESETS[source].architecture, None, None
     if foresee and (name := yet_to_come(source)) is not None:
-        made = read_parts(read_recipe(name), foresee=True)
+        made = read_student(read_recipe(name), foresee=True)
         return made.architecture, made.plan.with_exits(()), made.relaxation
     from fathomlm.checkpoints.resolve import architecture_of
 

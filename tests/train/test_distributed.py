@@ -24,9 +24,9 @@ from safetensors.torch import load_file
 import fathomlm
 from fathomlm.errors import TrainingError
 from fathomlm.train.data.prepare import PrepareOptions, prepare
-from fathomlm.train.parallel import COMFORT, World, choose_parallel, join
+from fathomlm.train.distributed import COMFORT, World, choose_parallel, join
 from fathomlm.train.reading import build_recipe
-from fathomlm.train.report import Silence, read_records
+from fathomlm.train.report import SilentWatcher, read_records
 from fathomlm.train.run import train
 
 STEPS, STOP = 4, 2
@@ -65,7 +65,7 @@ CLOSE = {"rtol": 1e-5, "atol": 2e-6}
 """Sums in another order: what two ranks may differ by from one in float32."""
 
 
-class Caller(Silence):
+class Caller(SilentWatcher):
     """Sends SIGTERM to this process before the step that is to be its last."""
 
     def step(self, step: int, total: int, live: dict[str, Any]) -> None:
@@ -172,7 +172,7 @@ def launch(root: Path, jobs: dict[str, dict[str, Any]]) -> list[subprocess.Popen
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, str(Path(__file__).with_name("parallel_worker.py")), str(root / "jobs.json")]
+    command = [sys.executable, str(Path(__file__).with_name("distributed_worker.py")), str(root / "jobs.json")]
     return [
         subprocess.Popen(
             command,

@@ -50,7 +50,7 @@ class World:
             dist.all_reduce(tensor)
         return tensor
 
-    def first_word(self, word: str | None) -> str | None:
+    def first_error(self, word: str | None) -> str | None:
         """What the lowest rank with something to say says, on every rank: a disk may be full for one of them only."""
         if self.size == 1:
             return word
@@ -65,7 +65,7 @@ class World:
         dist.all_gather_object(values, value)
         return values
 
-    def tell(self, value: Any) -> Any:
+    def broadcast(self, value: Any) -> Any:
         """The first rank's value, on every rank."""
         if self.size == 1:
             return value
@@ -120,7 +120,7 @@ def choose_parallel(kind: str, world: World, state_bytes: int) -> str:
     return "ddp" if state_bytes < COMFORT * room else "fsdp"
 
 
-def spread(objective: Objective, kind: str, world: World, precision: str) -> nn.Module:
+def parallelize(objective: Objective, kind: str, world: World, precision: str) -> nn.Module:
     """The objective as it runs on this rank."""
     if kind == "none":
         return objective
@@ -164,7 +164,7 @@ def whole(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def own_part(tensor: Tensor) -> Tensor:
+def local_part(tensor: Tensor) -> Tensor:
     """The rows of a tensor that this rank holds."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
