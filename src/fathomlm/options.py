@@ -28,7 +28,7 @@ from dataclasses import MISSING, dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from fathomlm.errors import OptionError, choices, is_int, is_number
+from fathomlm.errors import OptionError, is_int, is_number, nearest
 from fathomlm.sizes import format_size, parse_size
 
 T = TypeVar("T")
@@ -62,9 +62,9 @@ class Option:
     def rule(self) -> str:
         """The bounds in words; empty where there are none."""
         if self.ge is not None and self.le is not None:
-            return f"between {self.ge:g} and {self.le:g}"
+            return f"between {_number(self.ge)} and {_number(self.le)}"
         limits = ((">", self.gt), (">=", self.ge), ("<", self.lt), ("<=", self.le))
-        return " and ".join(f"{sign} {limit:g}" for sign, limit in limits if limit is not None)
+        return " and ".join(f"{sign} {_number(limit)}" for sign, limit in limits if limit is not None)
 
     def holds(self, value: float) -> bool:
         return (
@@ -263,13 +263,14 @@ def _without_none(hint: Any) -> tuple[Any, bool]:
     if typing.get_origin(hint) not in (typing.Union, types.UnionType):
         return hint, False
     members = [member for member in typing.get_args(hint) if member is not type(None)]
-    return (members[0] if len(members) == 1 else Any), len(members) < len(typing.get_args(hint))
+    return (members[0] if len(members) == 1 else object), len(members) < len(typing.get_args(hint))
 
 
 def _check_value(field: _Field, name: str, value: Any) -> None:
     described = field.option
-    if field.known and field.kind is not Any and value not in field.known:
-        raise OptionError(choices(name.removeprefix("--").replace("-", " "), str(value), field.known))
+    if field.known and value not in field.known:
+        shown = str(value)[:60]
+        raise OptionError(f"invalid {name} '{shown}'{nearest(shown, field.known)}; choose from {', '.join(field.known)}")
     right = _is_kind(field, value)
     if not right or (described.rule and isinstance(value, int | float) and not described.holds(value)):
         noun = {int: "an integer", float: "a number", bool: "true or false", str: "a string"}.get(field.kind, "")
@@ -382,8 +383,11 @@ def _help(field: _Field) -> str:
 def _shown(field: _Field) -> str:
     if field.option.size is not None:
         return format_size(field.default)
-    values = field.default if field.many else (field.default,)
-    return ",".join(f"{value:g}" if isinstance(value, float) else str(value) for value in values)
+    return ",".join(map(_number, field.default if field.many else (field.default,)))
+
+
+def _number(value: Any) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def _escaped(text: str) -> str:

@@ -139,7 +139,7 @@ def test_mistakes_are_one_line(mistake: Any, tmp_path: Path) -> None:
     assert "no field 'sauce' (did you mean 'source'?)" in mistake(*here, "--source", "sauce")
     assert "no field 'refs'" in mistake(*here, "--reference", "refs")
     assert "--threshold goes with --decode" in mistake(*here, "--threshold", "0.5")
-    assert "unknown decoding mode 'paralel'" in mistake(*here, "--decode", "paralel")
+    assert "invalid mode 'paralel'" in mistake(*here, "--decode", "paralel")
     assert "names no exits of its own" in mistake(*here, "--decode", "parallel")
     assert "leaves no room for a prompt" in mistake(*here, "--max-new-tokens", "256")
     assert "--max-source-tokens must be >= 1, got 0" in mistake(*here, "--max-source-tokens", "0")

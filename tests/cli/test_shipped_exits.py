@@ -140,7 +140,7 @@ def test_slips_beside_them_are_one_line(shipped: Path, mistake_of: Callable[...,
     assert "--any-base goes with --exits" in mistake_of(*generate, "--decode", "parallel", "--any-base")
     none = ("--decode", "parallel", "--exits", "none", "--any-base")
     assert "--any-base goes with --exits" in mistake_of(*generate, *none)
-    assert "unknown decoding mode 'paralell'" in mistake_of(*generate, "--decode", "paralell")
+    assert "invalid mode 'paralell'" in mistake_of(*generate, "--decode", "paralell")
     (shipped / FILE).write_text("{")
     assert "is no calibration" in mistake_of(*generate, "--decode", "parallel")
 

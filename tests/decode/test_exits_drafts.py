@@ -14,7 +14,8 @@ from decode.exit_models import MAIN, NEW, PROMPTS, SAMPLED, build, exit_layer, e
 from fathomlm.decode import adaptive, parallel, speculative
 from fathomlm.decode.exiting import Exiting
 from fathomlm.decode.full import Generation, generate
-from fathomlm.decode.sampling import Sampling, chances, seen_tokens
+from fathomlm.decode.logits import chances, seen_tokens
+from fathomlm.decode.sampling import Sampling
 from fathomlm.depth import Architecture, DepthPlan
 from fathomlm.model.hub import FathomConfig, FathomForCausalLM
 

@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from fathomlm.decode.sampling import Sampling, chances
+from fathomlm.decode.logits import chances
+from fathomlm.decode.sampling import Sampling
 from fathomlm.engine.draws import BITS, Settings, draw, likeliest_tokens, row_chances, uniform
 
 VOCAB = 131

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fathomlm.decode.sampling import Sampling, chances, likeliest, seen_tokens
+from fathomlm.decode.logits import chances, likeliest, seen_tokens
+from fathomlm.decode.sampling import Sampling
 from fathomlm.engine.request import Request
 from fathomlm.engine.sampler import MODES, Mode, Sampled, SamplerState, mode_of, note, sample
 from fathomlm.errors import OptionError

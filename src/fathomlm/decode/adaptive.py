@@ -20,12 +20,13 @@ from fathomlm.cache import SlotCache, Span
 from fathomlm.decode.exiting import Exiting
 from fathomlm.decode.judge import Judge
 from fathomlm.decode.lines import Line
+from fathomlm.decode.logits import row_generators
 from fathomlm.decode.oracle import Oracle
 from fathomlm.decode.parallel import Parallel
 from fathomlm.decode.passes import Passes
 from fathomlm.decode.refine import refine
 from fathomlm.decode.rows import ExitStatistics, Generation, Row
-from fathomlm.decode.sampling import Sampling, row_generators
+from fathomlm.decode.sampling import Sampling
 from fathomlm.decode.speculative import accept
 from fathomlm.decode.state_copy import StateCopy
 from fathomlm.decode.static import Static

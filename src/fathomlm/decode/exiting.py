@@ -1,4 +1,4 @@
-"""How tokens may leave early: what a user may ask for, and what is checked before any work is done."""
+"""How tokens may exit early: what a user may ask for, and what is checked before any work is done."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol, get_args, runtime_checkable
 
-from fathomlm.decode.confidence import MEASURES
 from fathomlm.depth import DepthPlan
-from fathomlm.errors import OptionError, choices, require
+from fathomlm.errors import OptionError, require
+from fathomlm.options import check, option
 
+CONFIDENCES = ("gap", "max", "state", "classifier")
 Mode = Literal["full", "static", "state-copy", "parallel", "speculative", "oracle"]
 MODES: tuple[str, ...] = get_args(Mode)
 USED: dict[str, tuple[str, ...]] = {
@@ -46,63 +47,76 @@ class AdaptiveThreshold(Protocol):
         ...
 
 
+def parse_threshold(text: str, flag: str) -> float | str:
+    """A flag's number, or the word `adaptive`."""
+    if text == "adaptive":
+        return text
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not 0 <= number <= 1:
+        raise OptionError(f"{flag} must be between 0 and 1, or adaptive, got '{text}'")
+    return number
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exiting:
-    """Leaving early: how, where and when. Fields that are None get their mode's default, where it has one."""
+    """Early exit: how, where and when. Fields that are None get their mode's default, where it has one."""
 
-    mode: Mode
-    """full: every token runs every layer. static: every token leaves at the exit, a shallow model. state-copy: deeper
-    layers get their keys and values from the state that left (CALM). parallel: they run later, over several tokens at once
-    (FREE). speculative: what was chosen at the exit is a draft that the whole model accepts or replaces. oracle: the
-    earliest exit that chooses what the last layer chooses."""
-    exit_layers: tuple[int, ...] | None = None
-    """The layers after which a token may leave, from 1 and in unrolled depth. None: the exits that the model was trained
-    with, or all from `min_exit_layer` on."""
-    confidence: str | None = None
-    """What is compared with the threshold: gap (default), max, state or classifier."""
-    threshold: float | AdaptiveThreshold | None = None
-    """A token leaves where its confidence is above this (default: 0.9). 1 never leaves, and 0 always does. An estimator's
-    threshold is read once a batch; what it learns from the batch holds for the next."""
-    min_exit_layer: int | None = None
-    """state-copy, oracle: every layer from this one on is an exit."""
-    refine: float | None = None
-    """parallel: how surprised the whole model may be at a token that left early, -log p, before the text goes back to
-    there. 0 allows no other token than its likeliest; infinity is never surprised."""
-    max_stack: int | None = None
-    """parallel, speculative: how many tokens may wait for the deeper layers (default: 16)."""
+    mode: Mode = option(
+        flag="--decode", metavar="MODE",
+        help="what happens at an exit: full never exits; static always does; state-copy gives deeper layers the exit's "
+        "state (CALM); parallel runs them later, several tokens at once (FREE); speculative lets the full model verify what "
+        "the exit drafted; oracle exits as soon as the last layer's choice is reached. full, speculative and oracle keep "
+        "the full model's output",
+    )  # fmt: skip
+    exit_layers: tuple[int, ...] | None = option(
+        None, ge=1, flag="--exit-layer", metavar="N", default_text="the model's own exits",
+        help="exit after layer N, counted from 1 in unrolled depth; several as 4,8 or by repeating the flag",
+    )  # fmt: skip
+    confidence: str | None = option(
+        None, choices=CONFIDENCES, default_text="gap", help="what is compared with the threshold"
+    )
+    threshold: float | AdaptiveThreshold | None = option(
+        None, metavar="T", default_text=f"{DEFAULT_THRESHOLD:g}", parse=parse_threshold,
+        help="exit where the confidence exceeds T, from 0 (always) to 1 (never); 'adaptive' estimates T while decoding",
+    )  # fmt: skip
+    """An estimator's threshold is read once a batch; what it learns from the batch holds for the next."""
+    min_exit_layer: int | None = option(None, ge=1, metavar="N", help="state-copy, oracle: every layer from N on is an exit")
+    refine: float | None = option(
+        None, ge=0, finite=False, metavar="T",
+        help="parallel: go back to a token whose -log p under the full model exceeds T; 0 is strictest",
+    )  # fmt: skip
+    max_stack: int | None = option(
+        None, ge=1, metavar="K", default_text=str(DEFAULT_STACK),
+        help="parallel, speculative: at most K tokens wait for the deeper layers",
+    )  # fmt: skip
 
     def __post_init__(self) -> None:
-        if self.mode not in MODES:
-            raise OptionError(choices("decoding mode", str(self.mode), MODES))
+        layers = self.exit_layers
+        if layers is not None:
+            layers = tuple(layers) if isinstance(layers, list | tuple) else (layers,)
+            object.__setattr__(self, "exit_layers", layers)
+        check(self)
         for name in ("exit_layers", "confidence", "threshold", "min_exit_layer", "refine", "max_stack"):
             if getattr(self, name) is not None and name not in USED[self.mode]:
                 users = _listed([mode for mode in MODES if name in USED[mode]])
-                raise OptionError(f"{name} is not for {self.mode} decoding, only for {users}")
+                raise OptionError(f"{name} cannot be combined with {self.mode} decoding, only with {users}")
         for name, value in (("confidence", "gap"), ("threshold", DEFAULT_THRESHOLD), ("max_stack", DEFAULT_STACK)):
             unset = name in USED[self.mode] and getattr(self, name) is None
             if unset and not (name == "threshold" and self.mode == "oracle"):
                 object.__setattr__(self, name, value)
         self._check_layers()
-        if self.confidence is not None and self.confidence not in MEASURES:
-            raise OptionError(choices("confidence", str(self.confidence), MEASURES))
         self._check_threshold()
-        refine = self.refine
-        surprised = refine is None or (_is_number(refine) and refine >= 0)
-        require(surprised, "refine", "a number from 0 on, or infinity", refine)
-        stack = self.max_stack
-        require(stack is None or _is_count(stack), "max_stack", "an integer from 1 on", stack)
 
     def _check_layers(self) -> None:
         layers = self.exit_layers
         if layers is not None:
-            layers = tuple(layers) if isinstance(layers, list | tuple) else (layers,)
-            counts = bool(layers) and all(_is_count(layer) for layer in layers)
-            require(counts, "exit_layers", "one or more layers, counted from 1", self.exit_layers)
+            require(bool(layers), "exit_layers", "one or more layers, counted from 1", layers)
             object.__setattr__(self, "exit_layers", tuple(sorted(set(layers))))
-        least = self.min_exit_layer
-        require(least is None or _is_count(least), "min_exit_layer", "a layer, counted from 1", least)
-        if least is not None and layers is not None:
-            raise OptionError("exit_layers names every exit and min_exit_layer all from one on; give one of them")
+        if self.min_exit_layer is not None and layers is not None:
+            raise OptionError("exit_layers and min_exit_layer cannot be combined")
 
     def _check_threshold(self) -> None:
         threshold = self.threshold
@@ -111,7 +125,7 @@ class Exiting:
         if self.mode == "oracle":
             raise OptionError("an oracle compares choices and takes no threshold; an estimator may watch it and learn")
         inside = _is_number(threshold) and 0 <= threshold <= 1
-        require(inside, "threshold", "from 0 (always leave) to 1 (never), or an estimator", threshold)
+        require(inside, "threshold", "between 0 (always exit) and 1 (never), or an estimator", threshold)
 
     @property
     def estimator(self) -> AdaptiveThreshold | None:
@@ -171,10 +185,6 @@ def _listed(items: Sequence[object], last: str = "and") -> str:
     """a, b and c."""
     words = [str(item) for item in items]
     return f" {last} ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
-
-
-def _is_count(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
 def _is_number(value: object) -> bool:

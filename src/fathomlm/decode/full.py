@@ -26,9 +26,10 @@ from fathomlm.checkpoints.resolve import decoder_only
 from fathomlm.decode import adaptive
 from fathomlm.decode.exiting import Exiting
 from fathomlm.decode.judge import Judge
+from fathomlm.decode.logits import pick, row_generators, seen_tokens
 from fathomlm.decode.prompts import Prompt, check_context, encode_prompt, encode_prompts, read_sources, start_token
 from fathomlm.decode.rows import Generation, Row
-from fathomlm.decode.sampling import Sampling, pick, row_generators, seen_tokens
+from fathomlm.decode.sampling import Sampling
 from fathomlm.errors import OptionError
 from fathomlm.model.decoder import Decoder
 from fathomlm.model.encoder_memory import EncoderMemory

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from fathomlm.cache import Span
+from fathomlm.decode.logits import chances, likeliest, pick, seen_tokens
 from fathomlm.decode.rows import Leave, Row
-from fathomlm.decode.sampling import Sampling, chances, likeliest, pick, seen_tokens
+from fathomlm.decode.sampling import Sampling
 
 
 @dataclass(slots=True)
