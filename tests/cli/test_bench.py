@@ -301,7 +301,7 @@ BAD: list[tuple[tuple[str, ...], str]] = [
     (("throughput", "--peer", "vanilla", "--peer", "vanilla"), "--peer names the same peer twice"),
     (("throughput", "--recursions", "1", "--peer", "vanilla"), "--peer vanilla is what this is already"),
     (("throughput", "--data", "x.txt", "--workload", "64-256"), "--data needs the model's tokenizer"),
-    (("throughput", "--relax", "prefix"), "the engine has no place for trained prefixes"),
+    (("throughput", "--relax", "prefix"), "the engine does not support a prefix relaxation"),
     (("latency", "--arrivals", "3"), "unknown option '--arrivals'"),
     (("latency", "--requests", "0"), "--requests must be >= 1"),
     (("kernels", "--rows", "0"), "--rows must be >= 1, got 0"),

@@ -62,11 +62,11 @@ def test_ranks_that_cannot_be_read(value, message):
     ("fields", "message"),
     [
         ({"kind": "lorra", "ranks": {"q": 1}}, "unknown relaxation 'lorra' (did you mean 'lora'?)"),
-        ({"kind": "lora"}, "lora needs a rank"),
-        ({"kind": "prefix"}, "prefix needs a prefix length of at least 1, got 0"),
+        ({"kind": "lora"}, "lora requires a rank"),
+        ({"kind": "prefix"}, "prefix requires prefix_length >= 1, got 0"),
         ({"kind": "prefix", "prefix_length": -1}, "prefix_length must be >= 0, got -1"),
-        ({"kind": "encoding", "prefix_length": 4}, "encoding takes no prefix length, got 4"),
-        ({"kind": "encoding", "ranks": {"q": 1}}, "a rank goes with lora and dora, not with encoding"),
+        ({"kind": "encoding", "prefix_length": 4}, "prefix_length requires prefix, and cannot be combined with encoding"),
+        ({"kind": "encoding", "ranks": {"q": 1}}, "ranks requires lora or dora, and cannot be combined with encoding"),
         ({"kind": "dora", "ranks": {"qq": 1}}, "unknown linear 'qq'"),
         ({"kind": "dora", "ranks": {"q": 0}}, "the rank on q must be >= 1, got 0"),
     ],
@@ -84,7 +84,7 @@ def test_a_rank_is_capped_by_its_matrix():
 
 def test_a_linear_that_is_not_named_has_no_rank():
     relaxation = Relaxation(kind="lora", ranks={"q": 4})
-    added = {linear.name: relaxation.linear_parameters(linear) for linear in LLAMA.linears()}
+    added = {linear.name: relaxation.method.linear_weights(relaxation, linear) for linear in LLAMA.linears()}
     assert added == {"q": 4 * (960 + 960), "k": 0, "v": 0, "o": 0, "gate": 0, "up": 0, "down": 0}
 
 

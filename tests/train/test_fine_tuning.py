@@ -75,7 +75,7 @@ def test_it_sits_on_every_step_and_says_so_only_then() -> None:
     check_fits(everywhere(), plain)
     with pytest.raises(OptionError, match="lora relaxes a tie, but with one recursion nothing is tied"):
         check_fits(tied, plain)
-    with pytest.raises(OptionError, match="everywhere goes with lora and dora, not with encoding"):
+    with pytest.raises(OptionError, match="everywhere requires lora or dora, and cannot be combined with encoding"):
         Relaxation(kind="encoding", everywhere=True)
 
 

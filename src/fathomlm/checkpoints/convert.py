@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import copy
 import inspect
+from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,21 +28,18 @@ from fathomlm.checkpoints.source import BaseCheckpoint, layer_parameter_shapes
 from fathomlm.checkpoints.tying import (
     INITS,
     NORM_INITS,
-    RELAX_INITS,
     Init,
     NormInit,
-    RelaxInit,
     starting_layers,
 )
-from fathomlm.depth import DepthPlan, LinearSpec, Relaxation, Step, build_routing
+from fathomlm.depth import DepthPlan, Relaxation, Step, build_routing
 from fathomlm.depth.plan import DEFAULT_RECURSIONS, KVMode, Resize
-from fathomlm.depth.relaxation import build_relaxation, check_fits
+from fathomlm.depth.relaxation import RELAXATIONS, build_relaxation, check_fits
+from fathomlm.depth.relaxation.kind import RelaxationKind
 from fathomlm.errors import OptionError, choices
 from fathomlm.model.blocks import build_block
 from fathomlm.model.decoder import reset_module
 from fathomlm.model.hub import FathomForCausalLM, empty_model
-from fathomlm.model.relax.step import offset_key
-from fathomlm.model.relax.svd import svd_factors
 from fathomlm.model.seq2seq import FathomForSeq2SeqLM, FathomModel, FathomSeq2SeqConfig, empty_seq2seq
 
 
@@ -191,20 +190,21 @@ class _Start:
 
     init: Init
     norm: NormInit
-    relax: RelaxInit
+    relax: str
 
     @classmethod
     def of(cls, init: str | None, norm_init: str | None, relax_init: str | None, relaxation: Relaxation | None) -> _Start:
-        low_rank = relaxation is not None and relaxation.low_rank
-        init = init or ("average" if low_rank else "stepwise")
-        given = (("init", init, INITS), ("norm-init", norm_init, NORM_INITS), ("relax-init", relax_init, RELAX_INITS))
+        method = RelaxationKind() if relaxation is None else relaxation.method
+        init = init or method.init
+        if relax_init is not None and not method.relax_inits:
+            kinds = " or ".join(name for name, kind in RELAXATIONS.items() if kind.relax_inits)
+            raise OptionError(f"relax-init requires a {kinds} relaxation")
+        given = (("init", init, INITS), ("norm-init", norm_init, NORM_INITS), ("relax-init", relax_init, method.relax_inits))
         for what, value, known in given:
             if value is not None and value not in known:
                 raise OptionError(choices(what, value, known))
         if norm_init is not None and init != "average":
-            raise OptionError(f"norm-init goes with the init average; {init} brings its own norms")
-        if relax_init is not None and not low_rank:
-            raise OptionError("relax-init goes with a lora or dora relaxation")
+            raise OptionError(f"norm-init requires the init average; {init} brings its own norms")
         return cls(init, norm_init or "average", relax_init or "svd")  # type: ignore[arg-type]
 
 
@@ -246,19 +246,16 @@ class _Conversion:
             on_layer(total, total)
 
     def _convert_layer(self, layer: int, starts: tuple[int, ...]) -> None:
-        specs = {f"{spec.path}.weight": spec for spec in self.base.architecture.linears()}
         uses = self.result.plan.uses(layer)
         fresh = {} if starts else self._fresh_layer()
         for name in layer_parameter_shapes(self.base.architecture):
             tied = (self._tie(name, starts) if starts else fresh[name]).to(self.dtype)
             self._put(f"layers.{layer}.{name}", tied)
             for step in uses:
-                self._relax(step, name, specs.get(name), tied)
+                self._relax(step, name, tied)
         for step in uses:
-            delta = self.result.decoder.delta(step)
-            if delta is not None and delta.prefix is not None:
-                prefix = torch.empty(delta.prefix.shape).normal_(std=0.02, generator=self.generator)
-                self._put(f"deltas.{step.index}.prefix", prefix)
+            if (delta := self.result.decoder.delta(step)) is not None:
+                self._put_added(step, delta.own_starts(self.generator))
 
     def _tie(self, name: str, starts: tuple[int, ...]) -> Tensor:
         """The tied tensor: one base layer's own, bit for bit, or the mean of several in float32."""
@@ -283,26 +280,15 @@ class _Conversion:
             reset_module(module, self.result.config.initializer_range, self.generator)
         return {name: parameter.detach() for name, parameter in layer.named_parameters()}
 
-    def _relax(self, step: Step, name: str, spec: LinearSpec | None, tied: Tensor) -> None:
+    def _relax(self, step: Step, name: str, tied: Tensor) -> None:
         """What a step adds to one tensor, towards the base layer in its place (svd) or starting as nothing (zero)."""
-        delta = self.result.decoder.delta(step)
-        if delta is None:
-            return
-        towards = self.start.relax == "svd"
-        if spec is not None and spec.name in delta.linears:
-            relaxation = self.result.relaxation
-            assert relaxation is not None
-            residual = self._residual(step, name, tied) if towards else torch.zeros(tied.shape)
-            a, b = svd_factors(residual, relaxation.rank(spec), self.generator)
-            where = f"deltas.{step.index}.linears.{spec.name}"
-            self._put(f"{where}.a", a)
-            self._put(f"{where}.b", b)
-            if relaxation.kind == "dora":
-                merged = tied.float() + b.to(self.dtype).float() @ a.to(self.dtype).float()
-                self._put(f"{where}.magnitude", torch.linalg.vector_norm(merged, dim=1))
-        elif spec is None and offset_key(name) in delta.offsets:
-            offset = self._residual(step, name, tied) if towards else torch.zeros(tied.shape)
-            self._put(f"deltas.{step.index}.offsets.{offset_key(name)}", offset)
+        if (delta := self.result.decoder.delta(step)) is not None:
+            residual = partial(self._residual, step, name, tied) if self.start.relax == "svd" else None
+            self._put_added(step, delta.starts(name, tied, residual, self.generator))
+
+    def _put_added(self, step: Step, added: Iterable[tuple[str, Tensor]]) -> None:
+        for name, value in added:
+            self._put(f"deltas.{step.index}.{name}", value)
 
     def _residual(self, step: Step, name: str, tied: Tensor) -> Tensor:
         """The base layer at this depth, less the tied weight as it is stored."""

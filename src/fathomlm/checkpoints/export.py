@@ -39,10 +39,9 @@ def export(
 ) -> Path:
     """Write `model` unrolled into the directory `out`, and return it."""
     out = Path(out)
-    if model.relaxation is not None and not model.relaxation.low_rank:
+    if model.relaxation is not None and not model.relaxation.method.exports:
         raise OptionError(
-            f"a plain checkpoint has no place for a {model.relaxation.kind} relaxation; only tied, lora and dora models "
-            "can be exported"
+            f"a plain checkpoint has no place for a {model.relaxation.kind} relaxation, so it cannot be exported"
         )
     if model.plan.routing is not None or model.plan.kv != "cache":
         what = "a router" if model.plan.routing is not None else "shared keys and values"

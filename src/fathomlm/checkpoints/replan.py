@@ -57,7 +57,7 @@ def replan(
             _materialise(module, dtype, model.decoder.embed.weight.device)
             reset_module(module, model.config.initializer_range, generator)
     if relaxation != model.relaxation:
-        result.decoder.match_lengths()
+        result.decoder.match_weights()
     return finish(result, model.tokenizer)
 
 

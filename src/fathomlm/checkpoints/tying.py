@@ -11,14 +11,14 @@ from __future__ import annotations
 from typing import Literal, get_args
 
 from fathomlm.depth import DepthPlan
+from fathomlm.depth.relaxation import RELAXATIONS
 from fathomlm.depth.sharing import kept_apart, spread
 
 Init = Literal["stepwise", "average", "lower", "upper", "random"]
 NormInit = Literal["average", "choice", "zero"]
-RelaxInit = Literal["svd", "zero"]
 INITS: tuple[str, ...] = get_args(Init)
 NORM_INITS: tuple[str, ...] = get_args(NormInit)
-RELAX_INITS: tuple[str, ...] = get_args(RelaxInit)
+RELAX_INITS = tuple(dict.fromkeys(name for kind in RELAXATIONS.values() for name in kind.relax_inits))
 
 
 def starting_layers(plan: DepthPlan, init: Init) -> list[tuple[int, ...]]:

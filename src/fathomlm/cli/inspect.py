@@ -161,11 +161,8 @@ def _title(args: argparse.Namespace, architecture: Architecture, plan: DepthPlan
         parts = [f"{args.model} ({architecture.family}), no shared layers"]
     else:
         parts = [f"{args.model} ({architecture.family}), {plan.sharing}, {plan.recursions} recursions"]
-    if relaxation is not None and relaxation.low_rank:
-        low, high = min(relaxation.ranks.values()), max(relaxation.ranks.values())
-        parts.append(f"{relaxation.kind} rank {low if low == high else f'{low} to {high}'}")
-    elif relaxation is not None:
-        parts.append(f"prefix of {relaxation.prefix_length}" if relaxation.kind == "prefix" else relaxation.kind)
+    if relaxation is not None:
+        parts.append(relaxation.method.describe(relaxation))
     if plan.routing is not None:
         parts.append(f"{plan.routing.kind}-choice router")
     if plan.kv != "cache":

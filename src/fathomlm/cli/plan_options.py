@@ -6,7 +6,7 @@ import argparse
 from typing import Any
 
 from fathomlm.depth.plan import DEFAULT_RECURSIONS, KV_MODES
-from fathomlm.depth.relaxation import DEFAULT_PREFIX_LENGTH, DEFAULT_RANK, KINDS
+from fathomlm.depth.relaxation import DEFAULT_PREFIX_LENGTH, DEFAULT_RANK, RELAXATIONS
 from fathomlm.depth.routing import NETWORKS, ROUTERS
 from fathomlm.depth.sharing import STRATEGIES
 from fathomlm.errors import OptionError
@@ -22,7 +22,7 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
 
 def add_relax_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("what each step adds of its own").add_argument
-    add("--relax", metavar="KIND", choices=KINDS, help=f"{', '.join(KINDS)} (nothing)")
+    add("--relax", metavar="KIND", choices=tuple(RELAXATIONS), help=f"{', '.join(RELAXATIONS)} (nothing)")
     ranks = f"lora, dora: a rank for every linear, or q=64,kv=128,ffn=256 where unnamed linears get none ({DEFAULT_RANK})"
     add("--rank", metavar="K", help=ranks)
     add("--linears-only", action="store_true", help="lora, dora: keep norms and biases tied, as the thesis does")

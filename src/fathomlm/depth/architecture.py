@@ -19,6 +19,9 @@ NormKind = Literal["rms", "rms_plus_one", "layer"]
 Residual = Literal["pre", "sandwich", "parallel"]
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
 Positions = Literal["rotary", "relative"]
+CROSS = ("cross_q", "cross_k", "cross_v", "cross_o")
+LINEARS = ("q", "k", "v", "o", *CROSS, "gate", "up", "down")
+"""Every linear that a layer may have."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

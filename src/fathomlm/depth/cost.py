@@ -17,6 +17,7 @@ the source, whose keys and values are made once for a sequence.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -136,14 +137,9 @@ def relaxation_parameters(architecture: Architecture, plan: DepthPlan, relaxatio
     """What all steps together add of their own."""
     if relaxation is None:
         return 0
-    if relaxation.kind == "prefix":
-        return relaxation.prefix_length * architecture.hidden * plan.unrolled_layers
-    if relaxation.kind == "encoding":
+    if relaxation.method.per_recursion:
         check_fits(relaxation, plan)
-        return architecture.hidden * plan.recursions
-    per_step = sum(relaxation.linear_parameters(linear) for linear in architecture.linears())
-    per_step += sum(architecture.vectors().values()) if relaxation.vectors else 0
-    return per_step * sum(relaxation.sits_on(plan, step) for step in plan)
+    return sum(math.prod(shape) for shape in relaxation.tensors(architecture, plan))
 
 
 def running_parts(plan: DepthPlan, measured: Sequence[float] | None = None) -> tuple[Fraction, ...]:
@@ -185,8 +181,8 @@ class _Rules:
         linear = sum(self._linear(step, spec) for spec in self._specs if spec.name not in (*skipped, *OF_THE_SOURCE))
         source = sum(self._linear(step, spec) for spec in self._specs if spec.name in OF_THE_SOURCE)
         keys_seen = part if self.plan.kv == "cache" else Fraction(1)
-        prefix = self.relaxation.prefix_length if self.relaxation is not None else 0
-        keys = self._mean_keys(step) * keys_seen + prefix + (self.source if self.architecture.cross else 0)
+        extra = 0 if self.relaxation is None else self.relaxation.method.extra_keys(self.relaxation)
+        keys = self._mean_keys(step) * keys_seen + extra + (self.source if self.architecture.cross else 0)
         once = Fraction(source * self.source, self.context)
         return part * (linear + 4 * self.architecture.query_width * keys) + once
 
@@ -199,9 +195,9 @@ class _Rules:
         return 2 * (spec.inputs * spec.outputs + self._added(step, spec))
 
     def _added(self, step: Step, spec: LinearSpec) -> int:
-        if self.relaxation is None or not self.relaxation.low_rank or not self.relaxation.sits_on(self.plan, step):
+        if self.relaxation is None or not self.relaxation.sits_on(self.plan, step):
             return 0
-        return self.relaxation.rank(spec) * (spec.inputs + spec.outputs)
+        return self.relaxation.method.linear_weights(self.relaxation, spec)
 
     def _mean_keys(self, step: Step) -> Fraction:
         """Keys that a token sees on average: T/2, less where the layer has a window."""

@@ -69,8 +69,8 @@ def build_layout(
 def _check(architecture: Architecture, plan: DepthPlan, relaxation: Relaxation | None, exit_layer: int | None) -> None:
     if architecture.cross or architecture.positions != "rotary":
         raise UnsupportedModel(f"the engine serves decoder-only models with rotary positions, not {architecture.family}")
-    if relaxation is not None and relaxation.kind == "prefix":
-        raise UnsupportedModel("the engine has no place for trained prefixes; use fathomlm generate")
+    if relaxation is not None and not relaxation.method.serves:
+        raise UnsupportedModel(f"the engine does not support a {relaxation.kind} relaxation; use fathomlm generate")
     if plan.kv == "hybrid":
         raise UnsupportedModel("the engine keeps entries by recursion or shared, not 'hybrid'; use fathomlm generate")
     if plan.routing is None and exit_layer is None:

@@ -48,7 +48,7 @@ class Shell(PreTrainedModel):  # type: ignore[misc]
     def fit_weights(self) -> None:
         """Derive what follows from weights, where there are any: DoRA's row lengths, and the rows of the exit vocabulary."""
         if self.decoder.embed.weight.device.type != "meta":
-            self.decoder.match_lengths()
+            self.decoder.match_weights()
             self.limit_exits(self.config.build_exit_vocab())
 
     def limit_exits(self, vocab_W: Tensor | None) -> None:

@@ -116,13 +116,13 @@ class LayerStack(nn.Module):
             *(() if self.routers is None else self.routers.modules()),
         ):
             reset_module(module, std, generator)
-        self.match_lengths()
+        self.match_weights()
 
-    def match_lengths(self) -> None:
-        """Set DoRA's row lengths, which follow from the shared weights, so that new deltas add nothing."""
+    def match_weights(self) -> None:
+        """Set what deltas take from the shared weights (DoRA's row lengths), so that new ones add nothing."""
         for step in self.plan:
             if (delta := self.delta(step)) is not None:
-                delta.match_lengths(self.layers[step.layer])
+                delta.match_weights(self.layers[step.layer])
 
     def equipped(self, rows: TokenBatch, memory: EncoderMemory | None = None) -> TokenBatch:
         """The rows of a pass with what this decoder looks at beside its own tokens: its position bias, and the encoder's

@@ -261,8 +261,8 @@ def _layer_weights(architecture: Architecture, plan: DepthPlan, relaxation: Rela
     part = running_parts(plan)
     plain = sum(linear.inputs * linear.outputs for linear in architecture.linears())
     added = 0
-    if relaxation is not None and relaxation.low_rank:
-        added = sum(relaxation.rank(linear) * (linear.inputs + linear.outputs) for linear in architecture.linears())
+    if relaxation is not None:
+        added = sum(relaxation.method.linear_weights(relaxation, linear) for linear in architecture.linears())
     skipped = sum(linear.inputs * linear.outputs for linear in architecture.linears() if linear.name in ("k", "v"))
     total = Fraction(0)
     for step in plan:

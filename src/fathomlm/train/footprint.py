@@ -144,13 +144,10 @@ def _exit_bytes(recipe: Recipe, parts: StudentSpec, index: int) -> int:
 
 
 def _relaxed_bytes(parts: StudentSpec, step: Step, mixed: bool) -> int:
-    """A low-rank delta keeps its inner vector, and in bfloat16 another rounded copy of a norm's output."""
     relaxation = parts.relaxation
-    if relaxation is None or not relaxation.low_rank or step.part == "exit" or not relaxation.sits_on(parts.plan, step):
+    if relaxation is None or step.part == "exit" or not relaxation.sits_on(parts.plan, step):
         return 0
-    ranked = [linear for linear in parts.architecture.linears() if relaxation.rank(linear)]
-    again = sum(2 * linear.inputs for linear in ranked if mixed and linear.name not in ("o", "down"))
-    return again + sum((2 if mixed else 4) * relaxation.rank(linear) for linear in ranked)
+    return relaxation.method.activation_bytes(relaxation, parts.architecture, mixed=mixed)
 
 
 def _optimizer_floats(kind: str, shape: tuple[int, ...]) -> int:

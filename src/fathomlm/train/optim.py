@@ -44,8 +44,8 @@ def choose_trained(decoder: Decoder, what: str) -> None:
 def _unread(decoder: Decoder) -> Iterator[str]:
     """How the names of weights begin that make keys and values which no step looks at."""
     plan = decoder.plan
-    if decoder.relaxation is not None and decoder.relaxation.kind == "prefix":
-        return  # a prefix becomes keys and values at every step
+    if decoder.relaxation is not None and decoder.relaxation.method.makes_kv:
+        return
     for layer in range(plan.unique_layers):
         if all(plan.reads_kv(step) for step in plan.uses(layer)):
             yield from (f"layers.{layer}.attn.{name}." for name in ("k", "v", "k_norm"))

@@ -86,7 +86,7 @@ def start_as_t5(decoder: Decoder, generator: torch.Generator) -> None:
     for module in (decoder.relative, decoder.head):
         if module is not None:
             nn.init.normal_(module.weight, std=a.hidden**-0.5, generator=generator)
-    decoder.match_lengths()
+    decoder.match_weights()
 
 
 def fresh_tokens(tokenizer: Any, separator: int) -> TokenIds:

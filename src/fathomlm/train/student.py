@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fathomlm.depth import Architecture, DepthPlan, ExitParts, Relaxation, Step
+from fathomlm.depth import Architecture, DepthPlan, ExitParts, Relaxation
 from fathomlm.depth.presets import PRESETS
-from fathomlm.depth.relaxation import build_relaxation, check_fits
+from fathomlm.depth.relaxation import RELAXATIONS, build_relaxation, check_fits
 from fathomlm.errors import OptionError
 from fathomlm.train.budget import row_length
 from fathomlm.train.losses.exits import exit_steps
@@ -53,33 +53,14 @@ class StudentSpec:
             from fathomlm.model.encoder import encoder_shapes
 
             yield from (("encoder", shape) for shape in encoder_shapes(self.encoder))
-        for step in plan:
-            yield from (("relaxation", shape) for shape in self._added(step))
-        if self.relaxation is not None and self.relaxation.kind == "encoding":
-            yield from [("relaxation", (architecture.hidden,))] * plan.recursions
+        if self.relaxation is not None:
+            yield from (("relaxation", shape) for shape in self.relaxation.tensors(architecture, plan))
         if plan.routing is not None:
             # A vector is the bias of loss-free balancing, which is moved by hand.
             shapes = plan.routing.shapes(architecture.hidden)
             yield from (("router" if len(shape) > 1 else "balance", shape) for shape in shapes)
         for _ in plan.exits:
             yield from (("exits", shape) for shape in self.exits.shapes(architecture))
-
-    def _added(self, step: Step) -> Iterator[tuple[int, ...]]:
-        relaxation = self.relaxation
-        if relaxation is None:
-            return
-        if relaxation.kind == "prefix":
-            yield (relaxation.prefix_length, self.architecture.hidden)
-        if not relaxation.low_rank or not relaxation.sits_on(self.plan, step):
-            return
-        for linear in self.architecture.linears():
-            if rank := relaxation.rank(linear):
-                yield (rank, linear.inputs)
-                yield (linear.outputs, rank)
-                if relaxation.kind == "dora":
-                    yield (linear.outputs,)
-        if relaxation.vectors:
-            yield from ((width,) for width in self.architecture.vectors().values())
 
 
 def learns(train: str, group: str) -> bool:
@@ -174,7 +155,7 @@ def _check_fine_tuning(model: ModelRecipe, plan: DepthPlan | None, relaxation: R
         if model.rank is not None:
             raise OptionError("model.rank goes with model.relax: lora or dora")
         return
-    if model.relax not in ("lora", "dora"):
+    if model.relax in RELAXATIONS and "everywhere" not in RELAXATIONS[model.relax].options:
         raise OptionError(
             f"model.relax: {model.relax} relaxes a tie, so it goes with model.recursions of 2 or more; with one recursion "
             "lora and dora fine-tune"

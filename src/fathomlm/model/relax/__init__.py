@@ -1,4 +1,4 @@
-"""Relaxations: what a step adds to the weights it shares (thesis 3.3.3). One kind a file, one dict of names."""
+"""Relaxations: what a step adds to the weights it shares (thesis 3.3.3). `depth.relaxation` names the kinds."""
 
 from fathomlm.model.relax.lora import LoraDelta
 from fathomlm.model.relax.step import StepDelta, build_deltas, build_encodings

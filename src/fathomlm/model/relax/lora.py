@@ -1,12 +1,21 @@
-"""LoRA: h = W x + B A x (thesis 3.3.3). The scaling is exactly 1, so that full rank can restore any weight."""
+"""LoRA and DoRA on linears, with offsets on norms and biases (thesis 3.3.3).
+
+LoRA is h = W x + B A x. The scaling is exactly 1, so that full rank can restore any weight. DoRA takes that weight's
+direction and learns the length of each output row: h = m * (W + B A) x / |W + B A|, the norm taken over each row and, as its
+authors do, kept out of the gradient (thesis appendix, Table of KV relaxations).
+"""
 
 from __future__ import annotations
+
+from collections.abc import Callable, Iterator
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fathomlm.depth import LinearSpec
+from fathomlm.depth import Architecture, LinearSpec, Relaxation
+from fathomlm.kernels.norm import RMSNorm
+from fathomlm.model.relax.step import StepDelta
 
 
 class LoraDelta(nn.Module):
@@ -29,3 +38,161 @@ class LoraDelta(nn.Module):
     def merged(self, weight: Tensor) -> Tensor:
         """The plain weight that does the same, in float32."""
         return weight.float() + self.b.float() @ self.a.float()
+
+    def starts(self, tied: Tensor, residual: Tensor, generator: torch.Generator) -> dict[str, Tensor]:
+        """Conversion: A and B towards `residual`, what the shared weight lacks."""
+        a, b = svd_factors(residual, self.a.shape[0], generator)
+        return {"a": a, "b": b}
+
+
+class DoraDelta(LoraDelta):
+    """A low-rank delta with row lengths of its own."""
+
+    def __init__(self, spec: LinearSpec, rank: int) -> None:
+        super().__init__(spec, rank)
+        self.magnitude = nn.Parameter(torch.empty(spec.outputs))
+
+    def reset_parameters(self) -> None:
+        """Lengths of 1 until `set_magnitude` has seen the shared weight."""
+        super().reset_parameters()
+        nn.init.ones_(self.magnitude)
+
+    @torch.no_grad()
+    def set_magnitude(self, weight: Tensor) -> None:
+        """Start from the rows' own lengths, so that the module begins as the plain LoRA delta."""
+        self.magnitude.copy_(self._lengths(weight))
+
+    def forward(self, x: Tensor, linear: nn.Linear) -> Tensor:
+        direction = F.linear(x, linear.weight) + F.linear(F.linear(x, self.a), self.b)
+        scale = (self.magnitude.float() / self._lengths(linear.weight)).to(direction.dtype)
+        out = scale * direction
+        return out if linear.bias is None else (out + linear.bias).to(out.dtype)
+
+    def merged(self, weight: Tensor) -> Tensor:
+        rows: Tensor = (self.magnitude.float() / self._lengths(weight))[:, None] * super().merged(weight)
+        return rows
+
+    @torch.no_grad()
+    def _lengths(self, weight: Tensor) -> Tensor:
+        lengths: Tensor = torch.linalg.vector_norm(super().merged(weight), dim=1)
+        return lengths.clamp_min(1e-12)
+
+    def starts(self, tied: Tensor, residual: Tensor, generator: torch.Generator) -> dict[str, Tensor]:
+        factors = super().starts(tied, residual, generator)
+        a, b = (factors[name].to(tied.dtype).float() for name in ("a", "b"))
+        return factors | {"magnitude": torch.linalg.vector_norm(tied.float() + b @ a, dim=1)}
+
+
+class LoraStep(StepDelta):
+    """One step's deltas, and its offsets."""
+
+    delta: type[LoraDelta] = LoraDelta
+
+    def __init__(self, architecture: Architecture, relaxation: Relaxation) -> None:
+        super().__init__(architecture, relaxation)
+        self.paths = {spec.name: spec.path for spec in architecture.linears()}
+        for spec in architecture.linears():
+            if rank := relaxation.rank(spec):
+                self.linears[spec.name] = self.delta(spec, rank)
+        if relaxation.vectors:
+            for name, width in architecture.vectors().items():
+                self.offsets[offset_key(name)] = nn.Parameter(torch.empty(width))
+
+    def project(self, name: str, linear: nn.Linear, x: Tensor) -> Tensor:
+        """A linear of the shared layer, as this step sees it."""
+        out: Tensor = self.linears[name](x, linear) if name in self.linears else linear(x)
+        bias = self._offset(f"{self.paths[name]}.bias")
+        return out if bias is None else (out + bias).to(out.dtype)  # autocast's dtype, not the offset's
+
+    def norm(self, name: str, module: nn.Module, x: Tensor) -> Tensor:
+        """A norm of the shared layer, as this step sees it."""
+        weight = self._offset(f"{name}.weight")
+        if weight is None:
+            plain: Tensor = module(x)
+            return plain
+        if isinstance(module, RMSNorm):
+            shifted: Tensor = module(x, offset=weight)
+            return shifted
+        assert isinstance(module, nn.LayerNorm)
+        bias = self._offset(f"{name}.bias")
+        assert bias is not None
+        return F.layer_norm(x, module.normalized_shape, module.weight + weight, module.bias + bias, module.eps)
+
+    def merged(self, name: str, tensor: Tensor) -> Tensor:
+        """One of the layer's tensors with what this step adds, in float32: what an unrolled export stores."""
+        if (found := self._linear_of(name)) is not None:
+            return found[1].merged(tensor)
+        offset = self._offset(name)
+        return tensor.float() if offset is None else tensor.float() + offset.float()
+
+    def starts(
+        self, name: str, tied: Tensor, residual: Callable[[], Tensor] | None, generator: torch.Generator
+    ) -> Iterator[tuple[str, Tensor]]:
+        if (found := self._linear_of(name)) is not None:
+            towards = torch.zeros(tied.shape) if residual is None else residual()
+            for own, value in found[1].starts(tied, towards, generator).items():
+                yield f"linears.{found[0]}.{own}", value
+        elif offset_key(name) in self.offsets:
+            yield f"offsets.{offset_key(name)}", torch.zeros(tied.shape) if residual is None else residual()
+
+    def own_starts(self, generator: torch.Generator) -> Iterator[tuple[str, Tensor]]:
+        """Every tensor belongs to one of the layer's."""
+        yield from ()
+
+    def _linear_of(self, name: str) -> tuple[str, LoraDelta] | None:
+        """The delta on one of the layer's tensors, with its linear's name."""
+        path, end = name.rsplit(".", 1)
+        linear = next((linear for linear, where in self.paths.items() if where == path), "")
+        if end != "weight" or linear not in self.linears:
+            return None
+        delta = self.linears[linear]
+        assert isinstance(delta, LoraDelta)
+        return linear, delta
+
+    def _offset(self, name: str) -> Tensor | None:
+        offset: Tensor | None = self.offsets.get(offset_key(name))
+        return offset
+
+
+class DoraStep(LoraStep):
+    delta = DoraDelta
+
+    def match_weights(self, layer: nn.Module) -> None:
+        """Give rows the lengths they have now, so that the step starts as its plain LoRA delta."""
+        for name, delta in self.linears.items():
+            assert isinstance(delta, DoraDelta)
+            delta.set_magnitude(layer.get_parameter(f"{self.paths[name]}.weight"))
+
+
+def offset_key(name: str) -> str:
+    """A parameter's name may hold no dot where it is a key."""
+    return name.replace(".", "-")
+
+
+def svd_factors(residual: Tensor, rank: int, generator: torch.Generator | None = None) -> tuple[Tensor, Tensor]:
+    """A = V_r^T and B = U_r S_r with B A the best rank-r approximation of `residual`, in float32.
+
+    Computed as the eigenvectors of the smaller Gram matrix in float64: that is as exact as a float32 SVD, since squaring
+    halves the digits that float64 doubled, and about three times as fast. Where the tied weight already is the original,
+    the residual is exactly zero and the thesis starts LoRA as usual: Gaussian A, zero B.
+    """
+    outputs, inputs = residual.shape
+    rank = min(rank, outputs, inputs)
+    if not residual.any():
+        return _gaussian(rank, inputs, generator).to(residual.device), torch.zeros(outputs, rank, device=residual.device)
+    m = residual.double()
+    if outputs <= inputs:
+        u = torch.linalg.eigh(m @ m.T).eigenvectors.flip(-1)[:, :rank]
+        rows = u.T @ m
+        lengths = torch.linalg.vector_norm(rows, dim=1)
+        a, b = rows / lengths.clamp_min(torch.finfo(m.dtype).tiny)[:, None], u * lengths
+        if (lost := lengths == 0).any():  # beyond the residual's own rank a direction must still be able to learn
+            a[lost] = _gaussian(int(lost.sum()), inputs, generator).to(a)
+    else:
+        a = torch.linalg.eigh(m.T @ m).eigenvectors.flip(-1)[:, :rank].T
+        b = m @ a.T
+    return a.float().contiguous(), b.float().contiguous()
+
+
+def _gaussian(rank: int, inputs: int, generator: torch.Generator | None) -> Tensor:
+    return torch.empty(rank, inputs).normal_(std=inputs**-0.5, generator=generator)

@@ -1,15 +1,5 @@
 """What a step may add of its own to the layer it shares (thesis 3.3.3; appendices "Alternative Approaches to Relaxed
-Parameter Sharing" and "Relaxation for key-value sharing constraints").
-
-    lora      a low-rank delta B A on linears, one module per step, and offsets for the norms and biases
-    dora      the same with a learned length for each output row
-    prefix    trainable vectors from which a step makes extra keys and values
-    encoding  a vector that multiplies the output of each recursion
-
-LoRA and DoRA relax a *tie*, so only steps whose layer is shared have them; a prefix adds something new anywhere, so
-every step has one. That is also what the thesis' parameter tables count. To fine-tune a plain model, where nothing is
-tied, they may be put `everywhere`.
-"""
+Parameter Sharing" and "Relaxation for key-value sharing constraints"). One kind a file, all of them in `RELAXATIONS`."""
 
 from __future__ import annotations
 
@@ -18,17 +8,25 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from fathomlm.depth.architecture import LinearSpec
+from fathomlm.depth.architecture import CROSS, LINEARS, Architecture, LinearSpec
 from fathomlm.depth.bounds import check_flag, check_record, check_size
 from fathomlm.depth.plan import DepthPlan, Step
+from fathomlm.depth.relaxation.encoding import Encoding
+from fathomlm.depth.relaxation.kind import RelaxationKind
+from fathomlm.depth.relaxation.lora import Dora, Lora
+from fathomlm.depth.relaxation.prefix import Prefix
 from fathomlm.errors import OptionError, choices
 from fathomlm.jsonfile import shown
 
+RELAXATIONS: dict[str, RelaxationKind] = {
+    "lora": Lora(),
+    "dora": Dora(),
+    "prefix": Prefix(),
+    "encoding": Encoding(),
+}
+"""Every kind of relaxation by its name in options, recipes and files."""
 DEFAULT_RANK = 64
 DEFAULT_PREFIX_LENGTH = 256
-KINDS = ("lora", "dora", "prefix", "encoding")
-CROSS = ("cross_q", "cross_k", "cross_v", "cross_o")
-LINEARS = ("q", "k", "v", "o", *CROSS, "gate", "up", "down")
 RANK_GROUPS: dict[str, tuple[str, ...]] = {
     **{name: (name,) for name in LINEARS},
     "out": ("o",),
@@ -38,6 +36,11 @@ RANK_GROUPS: dict[str, tuple[str, ...]] = {
     "cross": CROSS,
     "ffn": ("gate", "up", "down"),
 }
+
+
+def kinds_with(option: str) -> str:
+    """The kinds that take an option, for messages."""
+    return " or ".join(name for name, kind in RELAXATIONS.items() if option in kind.options)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,47 +59,36 @@ class Relaxation:
     """lora, dora: on every step, not only where a layer is shared."""
 
     def __post_init__(self) -> None:
-        if self.kind not in KINDS:
-            raise OptionError(choices("relaxation", str(self.kind), KINDS))
+        if self.kind not in RELAXATIONS:
+            raise OptionError(choices("relaxation", str(self.kind), RELAXATIONS))
         if not isinstance(self.ranks, Mapping):
             raise OptionError(f"ranks must be an object with a rank for each linear, got {shown(self.ranks)}")
         check_size("prefix_length", self.prefix_length)
         for flag in ("vectors", "everywhere"):
             check_flag(flag, getattr(self, flag))
-        low_rank = self.kind in ("lora", "dora")
-        if low_rank and not self.ranks:
-            raise OptionError(f"{self.kind} needs a rank, such as 64 or q=64,kv=128,ffn=256")
-        if not low_rank and self.ranks:
-            raise OptionError(f"a rank goes with lora and dora, not with {self.kind}")
-        if (self.kind == "prefix") != (self.prefix_length > 0):
-            wants = "needs a prefix length of at least 1" if self.kind == "prefix" else "takes no prefix length"
-            raise OptionError(f"{self.kind} {wants}, got {self.prefix_length}")
-        if self.everywhere and not low_rank:
-            raise OptionError(f"everywhere goes with lora and dora, not with {self.kind}")
-        for name, rank in self.ranks.items():
-            if name not in LINEARS:
-                raise OptionError(choices("linear", name, LINEARS))
-            if check_size("rank", rank, called=f"the rank on {name}") < 1:
-                raise OptionError(f"the rank on {name} must be >= 1, got {rank}")
+        for option in ("ranks", "prefix_length", "everywhere"):
+            if getattr(self, option) and option not in self.method.options:
+                raise OptionError(f"{option} requires {kinds_with(option)}, and cannot be combined with {self.kind}")
+        self.method.check(self)
 
     @property
-    def low_rank(self) -> bool:
-        return self.kind in ("lora", "dora")
+    def method(self) -> RelaxationKind:
+        """What its kind answers; see `RelaxationKind`."""
+        return RELAXATIONS[self.kind]
 
     def sits_on(self, plan: DepthPlan, step: Step) -> bool:
-        """Whether a step has something of its own. An encoding belongs to a recursion, not to a step."""
-        if self.low_rank:
-            return self.everywhere or plan.is_shared(step)
-        return self.kind == "prefix"
+        """Whether a step has something of its own."""
+        return self.method.sits_on(self, plan, step)
 
     def rank(self, linear: LinearSpec) -> int:
         """The rank on a linear, capped by the matrix (Gemma's k and v are 256 wide); 0 where it has none."""
         return min(self.ranks.get(linear.name, 0), linear.inputs, linear.outputs)
 
-    def linear_parameters(self, linear: LinearSpec) -> int:
-        """What one step adds to one linear."""
-        rank = self.rank(linear)
-        return rank * (linear.inputs + linear.outputs) + (linear.outputs if rank and self.kind == "dora" else 0)
+    def tensors(self, architecture: Architecture, plan: DepthPlan) -> list[tuple[int, ...]]:
+        """The shapes of all that it adds to a model."""
+        one = list(self.method.shapes(self, architecture))
+        own = [shape for step in plan if self.sits_on(plan, step) for shape in one]
+        return own + ([(architecture.hidden,)] * plan.recursions if self.method.per_recursion else [])
 
     def to_dict(self) -> dict[str, Any]:
         record = dataclasses.asdict(self)
@@ -119,30 +111,28 @@ def build_relaxation(
     everywhere: bool = False,
 ) -> Relaxation | None:
     """A relaxation from what a user asks for, each option refused where it has no meaning."""
-    low_rank = relax in ("lora", "dora")
-    for name, given in (("rank", rank is not None), ("linears-only", linears_only)):
-        if given and not low_rank:
-            raise OptionError(f"{name} goes with a lora or dora relaxation")
-    if prefix_length is not None and relax != "prefix":
-        raise OptionError("prefix-length goes with a prefix relaxation")
+    if relax is not None and relax not in RELAXATIONS:
+        raise OptionError(choices("relaxation", relax, RELAXATIONS))
+    options = () if relax is None else RELAXATIONS[relax].options
+    given = {
+        "rank": ("ranks", rank is not None),
+        "linears-only": ("vectors", linears_only),
+        "prefix-length": ("prefix_length", prefix_length is not None),
+    }
+    for name, (option, wanted) in given.items():
+        if wanted and option not in options:
+            raise OptionError(f"{name} requires a {kinds_with(option)} relaxation")
     if relax is None:
         return None
-    ranks = parse_ranks(DEFAULT_RANK if rank is None else rank, linears) if low_rank else {}
-    length = (DEFAULT_PREFIX_LENGTH if prefix_length is None else prefix_length) if relax == "prefix" else 0
+    ranks = parse_ranks(DEFAULT_RANK if rank is None else rank, linears) if "ranks" in options else {}
+    length = (DEFAULT_PREFIX_LENGTH if prefix_length is None else prefix_length) if "prefix_length" in options else 0
     return Relaxation(kind=relax, ranks=ranks, prefix_length=length, vectors=not linears_only, everywhere=everywhere)
 
 
 def check_fits(relaxation: Relaxation | None, plan: DepthPlan) -> None:
     """Refuse a relaxation that a plan has no place for."""
-    if relaxation is None:
-        return
-    if relaxation.low_rank and plan.recursions == 1 and not relaxation.everywhere:
-        raise OptionError(f"{relaxation.kind} relaxes a tie, but with one recursion nothing is tied; give 2 or more")
-    if relaxation.kind == "encoding" and not plan.whole_passes:
-        raise OptionError(
-            "encoding multiplies the output of each recursion, so it needs a core that loops as a whole "
-            f"(cycle, middle-cycle or cycle-rev), not {plan.sharing}"
-        )
+    if relaxation is not None:
+        relaxation.method.check_plan(relaxation, plan)
 
 
 def parse_ranks(value: int | str | Mapping[str, int], linears: Iterable[LinearSpec]) -> dict[str, int]:

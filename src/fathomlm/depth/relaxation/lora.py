@@ -1,0 +1,81 @@
+"""LoRA and DoRA: low-rank deltas B A on linears, and offsets for norms and biases (thesis 3.3.3).
+
+They relax a tie, so only steps whose layer is shared have them. To fine-tune a plain model, where nothing is tied, they may
+be put `everywhere`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from fathomlm.depth.architecture import LINEARS, Architecture, LinearSpec
+from fathomlm.depth.bounds import check_size
+from fathomlm.depth.plan import DepthPlan, Step
+from fathomlm.depth.relaxation.kind import RelaxationKind
+from fathomlm.errors import OptionError, choices
+
+if TYPE_CHECKING:
+    from fathomlm.depth.relaxation import Relaxation
+
+
+class Lora(RelaxationKind):
+    """h = W x + B A x."""
+
+    module = "fathomlm.model.relax.lora:LoraStep"
+    options = ("ranks", "vectors", "everywhere")
+    init = "average"
+    relax_inits = ("svd", "zero")
+    exports = True
+
+    def check(self, relaxation: Relaxation) -> None:
+        if not relaxation.ranks:
+            raise OptionError(f"{relaxation.kind} requires a rank, such as 64 or q=64,kv=128,ffn=256")
+        for name, rank in relaxation.ranks.items():
+            if name not in LINEARS:
+                raise OptionError(choices("linear", name, LINEARS))
+            if check_size("rank", rank, called=f"the rank on {name}") < 1:
+                raise OptionError(f"the rank on {name} must be >= 1, got {rank}")
+
+    def check_plan(self, relaxation: Relaxation, plan: DepthPlan) -> None:
+        if plan.recursions == 1 and not relaxation.everywhere:
+            raise OptionError(f"{relaxation.kind} relaxes a tie, but with one recursion nothing is tied; give 2 or more")
+
+    def sits_on(self, relaxation: Relaxation, plan: DepthPlan, step: Step) -> bool:
+        return relaxation.everywhere or plan.is_shared(step)
+
+    def shapes(self, relaxation: Relaxation, architecture: Architecture) -> Iterator[tuple[int, ...]]:
+        for linear in architecture.linears():
+            yield from self.linear_shapes(linear, relaxation.rank(linear))
+        if relaxation.vectors:
+            yield from ((width,) for width in architecture.vectors().values())
+
+    def linear_shapes(self, linear: LinearSpec, rank: int) -> Iterator[tuple[int, ...]]:
+        """A and B on one linear."""
+        if rank:
+            yield (rank, linear.inputs)
+            yield (linear.outputs, rank)
+
+    def linear_weights(self, relaxation: Relaxation, linear: LinearSpec) -> int:
+        return relaxation.rank(linear) * (linear.inputs + linear.outputs)
+
+    def activation_bytes(self, relaxation: Relaxation, architecture: Architecture, *, mixed: bool) -> int:
+        """A delta keeps its inner vector, and in bfloat16 another rounded copy of a norm's output."""
+        ranked = [linear for linear in architecture.linears() if relaxation.rank(linear)]
+        again = sum(2 * linear.inputs for linear in ranked if mixed and linear.name not in ("o", "down"))
+        return again + sum((2 if mixed else 4) * relaxation.rank(linear) for linear in ranked)
+
+    def describe(self, relaxation: Relaxation) -> str:
+        low, high = min(relaxation.ranks.values()), max(relaxation.ranks.values())
+        return f"{relaxation.kind} rank {low if low == high else f'{low} to {high}'}"
+
+
+class Dora(Lora):
+    """LoRA with a learned length for each output row (thesis appendix, Table of KV relaxations)."""
+
+    module = "fathomlm.model.relax.lora:DoraStep"
+
+    def linear_shapes(self, linear: LinearSpec, rank: int) -> Iterator[tuple[int, ...]]:
+        yield from super().linear_shapes(linear, rank)
+        if rank:
+            yield (linear.outputs,)

@@ -1,0 +1,40 @@
+"""Prefix: trainable vectors from which a step makes extra keys and values (thesis appendix on alternative relaxations).
+
+It adds something new anywhere, so every step has one, shared or not. That is what the thesis' tables count.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from fathomlm.depth.architecture import Architecture
+from fathomlm.depth.plan import DepthPlan, Step
+from fathomlm.depth.relaxation.kind import RelaxationKind
+from fathomlm.errors import OptionError
+
+if TYPE_CHECKING:
+    from fathomlm.depth.relaxation import Relaxation
+
+
+class Prefix(RelaxationKind):
+    module = "fathomlm.model.relax.prefix:PrefixStep"
+    options = ("prefix_length",)
+    serves = False
+    makes_kv = True
+
+    def check(self, relaxation: Relaxation) -> None:
+        if relaxation.prefix_length < 1:
+            raise OptionError(f"prefix requires prefix_length >= 1, got {relaxation.prefix_length}")
+
+    def sits_on(self, relaxation: Relaxation, plan: DepthPlan, step: Step) -> bool:
+        return True
+
+    def shapes(self, relaxation: Relaxation, architecture: Architecture) -> Iterator[tuple[int, ...]]:
+        yield (relaxation.prefix_length, architecture.hidden)
+
+    def extra_keys(self, relaxation: Relaxation) -> int:
+        return relaxation.prefix_length
+
+    def describe(self, relaxation: Relaxation) -> str:
+        return f"prefix of {relaxation.prefix_length}"
