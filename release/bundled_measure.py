@@ -1,6 +1,6 @@
 """What the bundled model and the plain one beside it are worth: losses, bytes, speed, and what the deep tokens are.
 
-Depth belongs to a token's place and serves the prediction of what follows (fathomlm.lab.analyze.token_depths). So classes
+Depth belongs to a token's place and serves the prediction of what follows (fathomlm.lab.analyze.routing_meters). So classes
 are of the token that stands there, and the loss beside them is of the token behind it: once with every recursion that the
 routers ask for, and once with one only. The difference is what the other recursions bought.
 
@@ -68,7 +68,7 @@ def measure(args: argparse.Namespace, directory: Path) -> dict[str, Any]:
     from fathomlm.checkpoints.resolve import load
     from fathomlm.checkpoints.save import save
     from fathomlm.depth.cost import count
-    from fathomlm.lab.analyze.reading import find, read_rows
+    from fathomlm.lab.analyze.token_rows import find, read_rows
     from fathomlm.train.reading import read_recipe
     from fathomlm.train.report import read_records
 
@@ -138,7 +138,7 @@ def losses(model: Any, rows: Any) -> dict[str, float]:
 def depth_statistics(model: Any, rows: Any) -> dict[str, Any]:
     """Depth by the class of the token, loss by depth, and the tokens that go deepest and least deep."""
     from fathomlm.lab.analyze.routing import SEEN, token_losses
-    from fathomlm.lab.analyze.token_depths import TokenDepths
+    from fathomlm.lab.analyze.routing_meters import TokenDepths
     from fathomlm.model.route import DepthControl, RoutingTrace
 
     decoder = model.decoder

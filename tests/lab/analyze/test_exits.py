@@ -12,10 +12,10 @@ from fathomlm.decode.exiting import Exiting
 from fathomlm.decode.full import generate
 from fathomlm.depth import DepthPlan
 from fathomlm.errors import OptionError
-from fathomlm.lab.analyze.breakdown import PARTS, Clock, measure_times
+from fathomlm.lab.analyze.breakdown import PARTS, PartClock, measure_times
 from fathomlm.lab.analyze.exits import ExitNumbers, check_exits, measure
-from fathomlm.lab.analyze.reading import TokenRows, find, read_rows
-from fathomlm.lab.analyze.tables_exits import fit_table, layer_table, time_table
+from fathomlm.lab.analyze.exits_report import fit_table, layer_table, time_table
+from fathomlm.lab.analyze.token_rows import TokenRows, find, read_rows
 from fathomlm.model.hub import FathomForCausalLM
 from lab.analyze.tiny import model_of, text_file
 
@@ -141,7 +141,7 @@ def test_other_confidences(model: FathomForCausalLM, rows: TokenRows) -> None:
 
 def test_the_clock_gives_time_to_the_innermost_part() -> None:
     ticks = iter(range(100))
-    clock = Clock(lambda: float(next(ticks)))
+    clock = PartClock(lambda: float(next(ticks)))
     clock.on = True
     with clock.part("outer"):  # 0
         with clock.part("inner"):  # 1 to 2

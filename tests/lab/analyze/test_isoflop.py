@@ -6,8 +6,8 @@ import pytest
 
 from fathomlm.depth.presets import PRESETS
 from fathomlm.errors import OptionError
-from fathomlm.lab.analyze.isoflop import IsoOptions, iso_rows
-from fathomlm.lab.analyze.tables_plan import amount, iso_table
+from fathomlm.lab.analyze.isoflop import IsoOptions, iso_rows, iso_table
+from fathomlm.lab.tables import amount
 
 # tab_mor:scaling_laws: layers, parameters without embeddings in millions, billions of tokens at 2e18, 5e18 and 16.5e18.
 PRINTED = {
@@ -77,7 +77,7 @@ def test_a_strategy_that_does_not_loop_has_no_routed_row():
 def test_options_out_of_range():
     with pytest.raises(OptionError, match="2 or more, got 1"):
         IsoOptions(recursions=(1, 2))
-    with pytest.raises(OptionError, match="above 0"):
+    with pytest.raises(OptionError, match="must be > 0"):
         iso_rows(BASES, (0.0,), IsoOptions())
 
 

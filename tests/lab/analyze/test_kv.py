@@ -13,9 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fathomlm.depth import Relaxation
-from fathomlm.lab.analyze.kv import KVNumbers, States, _Sums, measure
-from fathomlm.lab.analyze.reading import TokenRows, find, read_rows, text_row
-from fathomlm.lab.analyze.tables import kv_table
+from fathomlm.lab.analyze.kv import KVNumbers, StateMaps, _Sums, measure
+from fathomlm.lab.analyze.kv_report import kv_table
+from fathomlm.lab.analyze.token_rows import TokenRows, find, read_rows, text_row
 from fathomlm.model.hub import FathomForCausalLM
 from fathomlm.model.route import RoutingTrace
 from lab.analyze.tiny import model_of, text_file
@@ -83,7 +83,7 @@ def slow_routed(model: FathomForCausalLM, tokens_NT: Tensor) -> Slow:
     return Slow(*(torch.stack(each).flatten(1, 2) for each in calls.values()), ran)
 
 
-def assert_same(found: States, vectors: Tensor, ran: Tensor, context: int) -> None:
+def assert_same(found: StateMaps, vectors: Tensor, ran: Tensor, context: int) -> None:
     lengths = vectors.norm(dim=-1)
     position = torch.arange(vectors.shape[1]) % context
     buckets = len(found.by_position[0])

@@ -11,15 +11,14 @@ import pytest
 from fathomlm.cli.colours import depth_colours, ink, luminance
 from fathomlm.cli.shown import label, pieces, token_text, visible
 from fathomlm.errors import OutputError
-from fathomlm.lab.analyze import kv, report, routing
-from fathomlm.lab.analyze.pages import About, kv_page, routing_page
-from fathomlm.lab.analyze.picture_text import lay
-from fathomlm.lab.analyze.pictures_kv import draw_kv
-from fathomlm.lab.analyze.pictures_routing import draw_scaling, draw_scores
-from fathomlm.lab.analyze.reading import find, read_rows
-from fathomlm.lab.analyze.report import check_directory, strict, write_kv, write_routing
+from fathomlm.lab.analyze import kv, kv_report, routing, routing_report
+from fathomlm.lab.analyze.kv_report import draw_kv, kv_page, write_kv
+from fathomlm.lab.analyze.report import About, check_directory, strict
 from fathomlm.lab.analyze.routing import RoutingNumbers, ShownToken
-from fathomlm.lab.analyze.token_depths import TokenDepth
+from fathomlm.lab.analyze.routing_meters import TokenDepth
+from fathomlm.lab.analyze.routing_report import draw_scaling, draw_scores, routing_page, write_routing
+from fathomlm.lab.analyze.text_picture import lay
+from fathomlm.lab.analyze.token_rows import find, read_rows
 from fathomlm.train.data.tokenizers import byte_tokenizer
 from lab.analyze.tiny import model_of, text_file
 
@@ -172,7 +171,7 @@ def test_all_files_of_an_analysis(numbers: RoutingNumbers, tmp_path: Path) -> No
 
 
 def test_a_directory_is_replaced_whole(kv_numbers: kv.KVNumbers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(report, "draw_kv", lambda numbers, name, out: out.write_bytes(b"picture"))
+    monkeypatch.setattr(kv_report, "draw_kv", lambda numbers, name, out: out.write_bytes(b"picture"))
     out = tmp_path / "kv"
     out.mkdir()
     write_kv(kv_numbers, ABOUT, out)  # an empty directory is as good as none
@@ -194,7 +193,7 @@ def test_a_picture_that_fails_leaves_nothing(
         out.write_bytes(b"half")
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(report, "draw_scores", fail)
+    monkeypatch.setattr(routing_report, "draw_scores", fail)
     with pytest.raises(OutputError, match="No space left on device; nothing was left behind"):
         write_routing(numbers, ABOUT, tmp_path / "new" / "routing")
     assert list(tmp_path.iterdir()) == []

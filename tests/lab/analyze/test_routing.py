@@ -16,11 +16,11 @@ import torch.nn.functional as F
 from fathomlm.depth import DepthPlan
 from fathomlm.depth.cost import count
 from fathomlm.errors import OptionError
-from fathomlm.lab.analyze import reading
-from fathomlm.lab.analyze.depth_gain import GainMeter
-from fathomlm.lab.analyze.reading import TokenRows, find, read_rows
+from fathomlm.lab.analyze import token_rows
 from fathomlm.lab.analyze.routing import RoutingNumbers, check_routed, measure
-from fathomlm.lab.analyze.tables import flops_table, routing_table, scaling_table, score_table
+from fathomlm.lab.analyze.routing_meters import GainMeter
+from fathomlm.lab.analyze.routing_report import flops_table, routing_table, scaling_table, score_table
+from fathomlm.lab.analyze.token_rows import TokenRows, find, read_rows
 from fathomlm.model.hub import FathomForCausalLM
 from fathomlm.model.route import DepthControl, RoutingTrace
 from fathomlm.model.route.metrics import RoutingMeter
@@ -204,7 +204,7 @@ def test_samples_are_the_text_with_its_depths(case: Case) -> None:
 
 
 def test_rows_may_come_in_any_batches(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reading, "HELD", 2 * case.rows.context)
+    monkeypatch.setattr(token_rows, "HELD", 2 * case.rows.context)
     told = []
     again = measure(case.model, case.rows, samples=2, seen=3, on_rows=lambda done, total: told.append((done, total)))
     assert told == [(2, 6), (4, 6), (6, 6)]

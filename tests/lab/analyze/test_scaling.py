@@ -9,9 +9,7 @@ from pathlib import Path
 import pytest
 
 from fathomlm.errors import OptionError
-from fathomlm.lab.analyze.pictures_scaling import draw_scaling_fits
-from fathomlm.lab.analyze.scaling import FinishedRun, fit_runs, read_finished
-from fathomlm.lab.analyze.tables_plan import fit_table
+from fathomlm.lab.analyze.scaling import FinishedRun, draw_scaling_fits, fit_runs, fit_table, read_finished
 
 SHAPE = {"family": "llama", "layers": 4, "intermediate": 24, "heads": 2, "kv_heads": 2, "head_dim": 8, "vocab": 64}
 

@@ -14,9 +14,18 @@ from fathomlm.decode.sampling import Sampling
 from fathomlm.depth.cost import count
 from fathomlm.errors import OptionError
 from fathomlm.lab.evaluate.encoding import TextEncoder
-from fathomlm.lab.evaluate.frontier import Decoded, area, build_curve, decode_settings, frontier
+from fathomlm.lab.evaluate.frontier import (
+    FULL_DEPTH,
+    DecodedSweep,
+    area,
+    build_curve,
+    decode_settings,
+    frontier,
+    read_thresholds,
+    sweep_settings,
+    threshold_settings,
+)
 from fathomlm.lab.evaluate.frontier_quality import agreement, perplexities, text_metric
-from fathomlm.lab.evaluate.frontier_settings import FULL_DEPTH, read_thresholds, sweep_settings, threshold_settings
 from fathomlm.lab.evaluate.metrics import find_metric
 from fathomlm.lab.evaluate.perplexity import predict
 from fathomlm.lab.evaluate.samples import Sample
@@ -158,7 +167,7 @@ def test_area_and_frontier_by_hand():
 def test_costs_are_stated_against_the_reference():
     model = model_of("plain")
     results = tuple(generate(model, PROMPTS, SAMPLING))
-    half, whole = (Decoded(results=results, seconds=seconds, flops_per_token=100 * seconds) for seconds in (1.0, 2.0))
+    half, whole = (DecodedSweep(results=results, seconds=seconds, flops_per_token=100 * seconds) for seconds in (1.0, 2.0))
     curve = build_curve("m", "6 layers", [FULL_DEPTH], [half], [(3.0, 0.5)], reference=whole)
     (point,) = curve.points
     assert (point.relative_latency, point.relative_flops, point.exit_rate) == (0.5, 0.5, None)

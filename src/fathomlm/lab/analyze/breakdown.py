@@ -53,7 +53,7 @@ class ModeTime:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Breakdown:
+class TimeBreakdown:
     threshold: float
     modes: list[ModeTime]
 
@@ -62,7 +62,7 @@ class Breakdown:
 
 
 @dataclass(slots=True)
-class Clock:
+class PartClock:
     """Adds up the time of parts that lie within each other, while it is `on`."""
 
     now: Callable[[], float] = time.perf_counter
@@ -98,7 +98,7 @@ class Clock:
 class _TimedKV:
     """One step's entries; storing them is the cache's time."""
 
-    def __init__(self, kv: StepKV, clock: Clock) -> None:
+    def __init__(self, kv: StepKV, clock: PartClock) -> None:
         self._kv, self._clock = kv, clock
         self.stores = kv.stores
 
@@ -111,7 +111,7 @@ class _TimedKV:
 
 
 class _TimedCache(SlotCache):
-    def __init__(self, plan: DepthPlan, clock: Clock, reserve: int) -> None:
+    def __init__(self, plan: DepthPlan, clock: PartClock, reserve: int) -> None:
         super().__init__(plan, 1, reserve=reserve)
         self._clock = clock
 
@@ -125,7 +125,7 @@ class _TimedCache(SlotCache):
 
 
 class _TimedPasses(Passes):
-    def __init__(self, decoder: Decoder, cache: SlotCache, clock: Clock) -> None:
+    def __init__(self, decoder: Decoder, cache: SlotCache, clock: PartClock) -> None:
         super().__init__(decoder, cache, rows=1)
         self._clock, self._last = clock, decoder.plan.unrolled_layers - 1
 
@@ -147,7 +147,7 @@ class _TimedPasses(Passes):
 
 
 @contextmanager
-def _watched(decoder: Decoder, clock: Clock) -> Iterator[None]:
+def _watched(decoder: Decoder, clock: PartClock) -> Iterator[None]:
     """Layers' parts on the clock. Within copying they stay copying: there only norms and projections run."""
 
     def begin(part: str) -> Callable[..., None]:
@@ -178,7 +178,7 @@ def measure_times(
     threshold: float,
     new_tokens: int = 32,
     on_text: Callable[[int, int], None] | None = None,
-) -> Breakdown:
+) -> TimeBreakdown:
     """Decode the prompts at full depth, with copied states at every layer from the first exit on, and in parallel from the
     first exit. `exits` are layers from 1; `on_text` is told (done, total)."""
     first = min(exits)
@@ -199,22 +199,22 @@ def measure_times(
             left[name] += sum(leave.layer < model.plan.unrolled_layers for leave in row.leaves[1:])
             if on_text is not None:
                 on_text(number * len(modes) + place + 1, total)
-    return Breakdown(threshold=threshold, modes=_shares(clocks, made, left))
+    return TimeBreakdown(threshold=threshold, modes=_shares(clocks, made, left))
 
 
-def _clock(model: FathomForCausalLM) -> Clock:
+def _clock(model: FathomForCausalLM) -> PartClock:
     if model.decoder.embed.weight.device.type == "cpu":
-        return Clock()
+        return PartClock()
 
     def now() -> float:
         torch.cuda.synchronize()
         return time.perf_counter()
 
-    return Clock(now)
+    return PartClock(now)
 
 
 @torch.inference_mode()
-def _decode(model: FathomForCausalLM, prompt: Sequence[int], exiting: Exiting, clock: Clock, most: int) -> Row:
+def _decode(model: FathomForCausalLM, prompt: Sequence[int], exiting: Exiting, clock: PartClock, most: int) -> Row:
     """One text; its prompt and first token are not on the clock."""
     decoder = model.decoder
     sampling = Sampling(max_new_tokens=most, ignore_eos=True)
@@ -234,7 +234,7 @@ def _decode(model: FathomForCausalLM, prompt: Sequence[int], exiting: Exiting, c
     return line.row
 
 
-def _shares(clocks: dict[str, Clock], made: dict[str, int], left: dict[str, int]) -> list[ModeTime]:
+def _shares(clocks: dict[str, PartClock], made: dict[str, int], left: dict[str, int]) -> list[ModeTime]:
     seconds = {name: sum(clock.seconds.values()) for name, clock in clocks.items()}
     each = {name: seconds[name] / max(1, made[name]) for name in clocks}
     full = each["full depth"]

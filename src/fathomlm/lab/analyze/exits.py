@@ -30,8 +30,8 @@ from fathomlm.decode.confidence import MEASURES, AtExit, ExitClassifier, find_cl
 from fathomlm.decode.threshold import ThresholdEstimator, ThresholdOptions
 from fathomlm.depth import DepthPlan
 from fathomlm.errors import OptionError, choices
-from fathomlm.lab.analyze.breakdown import Breakdown
-from fathomlm.lab.analyze.reading import TokenRows
+from fathomlm.lab.analyze.breakdown import TimeBreakdown
+from fathomlm.lab.analyze.token_rows import TokenRows
 from fathomlm.model.decoder import Decoder
 from fathomlm.model.hub import FathomForCausalLM
 
@@ -100,7 +100,7 @@ class ExitNumbers:
     oracle_cosine: float
     """The mean cosine of the states there with the last layer's (thesis, `tab_free:obs1`)."""
     settled_layer: float
-    breakdown: Breakdown | None = None
+    breakdown: TimeBreakdown | None = None
     """Where the time goes while decoding; None where it was not asked for."""
 
     def to_dict(self) -> dict[str, Any]:

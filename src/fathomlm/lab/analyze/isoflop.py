@@ -22,8 +22,10 @@ from fathomlm.depth.cost import Cost, count
 from fathomlm.depth.plan import KVMode
 from fathomlm.depth.routing import RouterKind
 from fathomlm.errors import OptionError
+from fathomlm.lab.tables import Rows, amount
 
-KINDS = ("vanilla", "recursive", "mor")
+NAMES = {"vanilla": "vanilla", "recursive": "rec.", "mor": "MoR"}
+"""The kinds of models, and how tables call them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,3 +124,22 @@ class _Model:
             relative_tokens=plain_flops / self.flops,
             flops_at_equal_tokens=budget * self.flops / plain_flops,
         )
+
+
+def iso_table(rows: Sequence[IsoRow]) -> Rows:
+    """The thesis' columns: what a budget buys, and (equal) what as many tokens cost as the vanilla model gets."""
+    header = ["base", "model", "layers", "params", "EFLOPs", "tokens", "ratio", "equal"]
+    return [header, *(_iso_row(row) for row in rows)]
+
+
+def _iso_row(row: IsoRow) -> list[str]:
+    return [
+        row.base,
+        NAMES[row.kind] if row.kind == "vanilla" else f"{NAMES[row.kind]} {row.recursions}",
+        row.layout,
+        amount(row.non_embedding_parameters),
+        f"{row.budget / 1e18:.4g}",
+        amount(row.tokens),
+        f"{row.relative_tokens:.3f}",
+        f"{row.flops_at_equal_tokens / 1e18:.4g}",
+    ]

@@ -31,7 +31,7 @@ import torch
 from torch import Tensor, nn
 
 from fathomlm.depth import DepthPlan
-from fathomlm.lab.analyze.reading import TokenRows
+from fathomlm.lab.analyze.token_rows import TokenRows
 from fathomlm.model.blocks import StepContext
 from fathomlm.model.blocks.parts import Attention, Block
 from fathomlm.model.decoder import Decoder
@@ -62,7 +62,7 @@ class StepNote:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class States:
+class StateMaps:
     """One kind of vectors over all steps."""
 
     steps: list[StepNote]
@@ -88,11 +88,11 @@ class KVNumbers:
     """Steps before which a recursion begins or the core ends."""
     running: list[float]
     """The part of the tokens that ran each step."""
-    hidden: States
-    key: States
-    value: States
+    hidden: StateMaps
+    key: StateMaps
+    value: StateMaps
 
-    def states(self) -> dict[str, States]:
+    def states(self) -> dict[str, StateMaps]:
         return {"hidden": self.hidden, "key": self.key, "value": self.value}
 
     def to_dict(self) -> dict[str, Any]:
@@ -226,10 +226,10 @@ class _Sums:
             self._cosines_SS += (unit_SV @ unit_SV.T).double()
             self._pairs_SS += ran @ ran.T
 
-    def read(self, notes: list[StepNote]) -> States:
+    def read(self, notes: list[StepNote]) -> StateMaps:
         cosine = _grid(self._cosines_SS / self._pairs_SS)
         tied, untied = _tied(cosine, notes)
-        return States(
+        return StateMaps(
             steps=notes,
             magnitude=_grid((self._lengths_SP.sum(1) / self._counts_SP.sum(1))[None])[0],
             by_position=_grid(self._lengths_SP / self._counts_SP),

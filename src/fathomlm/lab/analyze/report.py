@@ -1,30 +1,107 @@
-"""An analysis on disk: all numbers as JSON, pictures, and one page. The directory appears whole or not at all."""
+"""An analysis on disk: all numbers as JSON, pictures, and one page. The directory appears whole or not at all.
+
+A page is one file that needs nothing beside it, in light and dark, and runs no script. Everything that comes from a model
+or a text is escaped by the template engine, and the page forbids itself scripts and requests, so a token that spells
+`<script>` is a token.
+"""
 
 from __future__ import annotations
 
+import base64
 import dataclasses
 import json
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from jinja2 import DictLoader, Environment, StrictUndefined
+
 from fathomlm.checkpoints.writing import check_target, whole_directory
-from fathomlm.lab.analyze.curves import METRICS, PlotOptions, plot
-from fathomlm.lab.analyze.exits import ExitNumbers
-from fathomlm.lab.analyze.kv import KVNumbers
-from fathomlm.lab.analyze.pages import About, RunsAbout, exits_page, kv_page, routing_page, runs_page, weights_page
-from fathomlm.lab.analyze.picture_text import draw_text
-from fathomlm.lab.analyze.pictures_exits import draw_confidence, draw_layers, draw_times
-from fathomlm.lab.analyze.pictures_kv import draw_kv
-from fathomlm.lab.analyze.pictures_routing import draw_scaling, draw_scores
-from fathomlm.lab.analyze.pictures_weights import draw_energy, draw_ranks
-from fathomlm.lab.analyze.routing import RoutingNumbers
-from fathomlm.lab.analyze.runs import Run, Summary, exit_depths, points
-from fathomlm.lab.analyze.weights import WeightNumbers
 from fathomlm.train.report import strict
 
 Draw = Callable[[Path], None]
+
+PARTS = """\
+{% macro table(rows, caption="") %}
+<table>
+{% if caption %}<caption>{{ caption }}</caption>{% endif %}
+<thead><tr>{% for cell in rows[0] %}<th scope="col">{{ cell }}</th>{% endfor %}</tr></thead>
+<tbody>
+{% for row in rows[1:] %}
+<tr><th scope="row">{{ row[0] }}</th>{% for cell in row[1:] %}<td>{{ cell }}</td>{% endfor %}</tr>
+{% endfor %}
+</tbody>
+</table>
+{% endmacro %}
+"""
+"""A table of rows of text, the first of which is its header."""
+
+BASE = """\
+<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta http-equiv="Content-Security-Policy" content="default-src 'none'; img-src data:; style-src 'unsafe-inline'">
+<title>{% block title %}{% endblock %}</title>
+<style>
+:root { color-scheme: light dark; --page: #ffffff; --ink: #1a1a1a; --soft: #595959; --line: #d0d0d0; }
+@media (prefers-color-scheme: dark) { :root { --page: #16181c; --ink: #e8e8e8; --soft: #a8a8a8; --line: #44474d; } }
+body { background: var(--page); color: var(--ink); font: 16px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 70rem;
+  padding: 0 1rem; }
+h1 { font-size: 1.5rem; } h2 { font-size: 1.2rem; margin-top: 2.2rem; }
+p.note, figcaption, caption { color: var(--soft); }
+table { border-collapse: collapse; margin: 0.8rem 0; font-variant-numeric: tabular-nums; }
+caption { text-align: left; }
+th, td { border-bottom: 1px solid var(--line); padding: 0.2rem 0.9rem 0.2rem 0; text-align: right; }
+th:first-child { text-align: left; font-weight: normal; } thead th, thead th:first-child { font-weight: 600; }
+figure { margin: 1rem 0; } img { background: #ffffff; border-radius: 4px; max-width: 100%; height: auto; }
+dt { font-weight: 600; } dd { margin: 0 0 0.4rem 1.2rem; }
+.side { display: flex; flex-wrap: wrap; gap: 0 3rem; align-items: flex-start; }
+.token, pre.text { font-family: ui-monospace, "DejaVu Sans Mono", Menlo, Consolas, monospace; }
+pre.text { font-size: 0.95rem; line-height: 1.65; margin: 0.8rem 0 1.6rem; overflow-wrap: anywhere; white-space: pre-wrap; }
+pre.text span { border-left: 1px solid var(--page); padding: 0.1rem 0; }
+.legend span { border-radius: 3px; margin-right: 0.4rem; padding: 0.1rem 0.6rem; }
+{% block style %}{% endblock %}
+</style>
+</head>
+<body>
+{% block body %}{% endblock %}
+<p class="note">Made by FathomLM {{ about.version }}.</p>
+</body>
+</html>
+"""
+"""The frame of every page; the template of a kind fills its title, style and body."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class About:
+    """What was looked at, and with what."""
+
+    model: str
+    """As the user named it."""
+    name: str
+    """A short name, for titles."""
+    plan: str
+    """In words."""
+    dtype: str
+    device: str
+    data: list[str]
+    version: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunsAbout:
+    """The same of training runs."""
+
+    name: str
+    """A short name, for titles."""
+    runs: list[str]
+    """As the user named them."""
+    x: str
+    """What curves are drawn over."""
+    version: str
 
 
 def check_directory(out: Path, kind: str, force: bool) -> None:
@@ -32,70 +109,23 @@ def check_directory(out: Path, kind: str, force: bool) -> None:
     check_target(out, force or _is_empty(out), **_marks(kind))
 
 
-def write_routing(numbers: RoutingNumbers, about: About, out: Path, force: bool = False) -> list[Path]:
-    draw: dict[str, Draw] = {
-        "scores.png": partial(draw_scores, numbers, about.name),
-        "scaling.png": partial(draw_scaling, numbers, about.name),
-        "text.png": partial(draw_text, numbers, about.name),
+def render(template: str, about: About | RunsAbout, pictures: Mapping[str, bytes], **values: Any) -> str:
+    """A kind's template as a page. `pictures` are PNG files by name, which become part of it."""
+    engine = Environment(
+        loader=DictLoader({"base": BASE, "parts": PARTS, "page": template}),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    images = {
+        name.removesuffix(".png"): f"data:image/png;base64,{base64.b64encode(data).decode()}"
+        for name, data in pictures.items()
     }
-    return _write("routing", numbers.to_dict(), about, draw, partial(routing_page, numbers, about), out, force)
+    return engine.get_template("page").render(about=about, images=images, **values)
 
 
-def write_kv(numbers: KVNumbers, about: About, out: Path, force: bool = False) -> list[Path]:
-    draw: dict[str, Draw] = {"kv.png": partial(draw_kv, numbers, about.name)}
-    return _write("kv", numbers.to_dict(), about, draw, partial(kv_page, numbers, about), out, force)
-
-
-def write_exits(numbers: ExitNumbers, about: About, out: Path, force: bool = False) -> list[Path]:
-    draw: dict[str, Draw] = {
-        "layers.png": partial(draw_layers, numbers, about.name),
-        "confidence.png": partial(draw_confidence, numbers, about.name),
-    }
-    if numbers.breakdown is not None:
-        draw["times.png"] = partial(draw_times, numbers.breakdown, about.name)
-    return _write("exits", numbers.to_dict(), about, draw, partial(exits_page, numbers, about), out, force)
-
-
-def write_weights(numbers: WeightNumbers, about: About, out: Path, force: bool = False) -> list[Path]:
-    draw: dict[str, Draw] = {
-        "energy.png": partial(draw_energy, numbers, about.name),
-        "ranks.png": partial(draw_ranks, numbers, about.name),
-    }
-    return _write("weights", numbers.to_dict(), about, draw, partial(weights_page, numbers, about), out, force)
-
-
-def write_runs(
-    runs: Sequence[Run],
-    summaries: Sequence[Summary],
-    options: PlotOptions,
-    about: RunsAbout,
-    out: Path,
-    force: bool = False,
-) -> list[Path]:
-    """Losses, and every other metric that some of the runs recorded."""
-    titles = {"losses": "training and validation loss"}
-    draw: dict[str, Draw] = {"losses.png": partial(_draw_curves, runs, options)}
-    for metric in _recorded(runs):
-        titles[metric] = METRICS[metric][0]
-        logy = options.logy and metric == "exits"
-        draw[f"{metric}.png"] = partial(_draw_curves, runs, dataclasses.replace(options, metric=metric, logy=logy))
-    numbers = {"summaries": [summary.to_dict() for summary in summaries]}
-    return _write("runs", numbers, about, draw, partial(runs_page, summaries, titles, about), out, force)
-
-
-def _draw_curves(runs: Sequence[Run], options: PlotOptions, out: Path) -> None:
-    plot(runs, out, options)
-
-
-def _recorded(runs: Sequence[Run]) -> list[str]:
-    def some(metric: str) -> bool:
-        return any(points(run.train, metric, lambda record: 0.0) for run in runs)
-
-    found = [metric for metric in ("lr", "grad_norm", "tokens_per_s", "mfu", "mfu_sustained") if some(metric)]
-    return ["exits", *found] if exit_depths(runs) else found
-
-
-def _write(
+def write_report(
     kind: str,
     numbers: dict[str, Any],
     about: About | RunsAbout,
@@ -104,7 +134,7 @@ def _write(
     out: Path,
     force: bool,
 ) -> list[Path]:
-    """The files that were written."""
+    """The files that were written: pictures, a page of them, and all numbers."""
     record = {"kind": kind, **dataclasses.asdict(about), **numbers}
     with whole_directory(out, force or _is_empty(out), **_marks(kind)) as place:
         for name, picture in draw.items():

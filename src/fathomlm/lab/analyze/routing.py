@@ -25,10 +25,17 @@ from fathomlm.cli.shown import pieces
 from fathomlm.depth import DepthPlan
 from fathomlm.depth.cost import count
 from fathomlm.errors import OptionError
-from fathomlm.lab.analyze.depth_gain import DepthGain, GainMeter
-from fathomlm.lab.analyze.reading import TokenRows
-from fathomlm.lab.analyze.scores import Histogram, ScoreCounts, threshold, token_scores
-from fathomlm.lab.analyze.token_depths import TokenDepth, TokenDepths
+from fathomlm.lab.analyze.routing_meters import (
+    DepthGain,
+    GainMeter,
+    ScoreCounts,
+    ScoreHistogram,
+    TokenDepth,
+    TokenDepths,
+    threshold,
+    token_scores,
+)
+from fathomlm.lab.analyze.token_rows import TokenRows
 from fathomlm.model.decoder import Decoder
 from fathomlm.model.hub import FathomForCausalLM
 from fathomlm.model.route import DepthControl, Routers, RoutingTrace
@@ -57,7 +64,7 @@ class DepthLimit:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Flops:
+class RoutingFlops:
     """Forward FLOPs per token, by the thesis' rules (`fathomlm inspect`)."""
 
     nominal: int
@@ -93,10 +100,10 @@ class RoutingNumbers:
     causal: dict[str, float]
     top_k_loss: float | None
     causal_loss: float
-    flops: Flops
+    flops: RoutingFlops
     threshold: float | None
     """The score from which on the causal rule lets a token go on; None where no score decides."""
-    histograms: list[Histogram]
+    histograms: list[ScoreHistogram]
     scaling: list[DepthLimit]
     gain: DepthGain
     """Whether depth is spent where it lowers the loss."""
@@ -200,7 +207,7 @@ def measure(
         causal={name: value for name, value in _metrics(limits[-1].meter).items() if name != "sampling_accuracy"},
         top_k_loss=top_k_sum / tokens if expert else None,
         causal_loss=scaling[-1].loss,
-        flops=Flops(
+        flops=RoutingFlops(
             nominal=flops_per_token(model, rows.context),
             actual=scaling[-1].flops_per_token,
             unrouted=_unrouted_flops(model, rows.context),

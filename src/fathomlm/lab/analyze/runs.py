@@ -21,7 +21,7 @@ FILE = "metrics.jsonl"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Run:
+class TrainingRun:
     """What one run recorded."""
 
     name: str
@@ -32,7 +32,7 @@ class Run:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Summary:
+class RunSummary:
     """A run in one line; None where it recorded nothing of the kind."""
 
     run: str
@@ -53,7 +53,7 @@ class Summary:
         return dataclasses.asdict(self)
 
 
-def read_runs(paths: Sequence[Path]) -> list[Run]:
+def read_runs(paths: Sequence[Path]) -> list[TrainingRun]:
     """The runs at some paths: directories of runs, runs, or their metrics files. Each has a name of its own."""
     files: dict[Path, Path] = {}
     for path in paths:
@@ -63,13 +63,13 @@ def read_runs(paths: Sequence[Path]) -> list[Run]:
     return [_read(file, name) for file, name in zip(files.values(), names, strict=True)]
 
 
-def summarise(run: Run) -> Summary:
+def summarise(run: TrainingRun) -> RunSummary:
     last = max((*run.train[-1:], *run.validation[-1:]), key=lambda record: int(record["step"]))
     rates = sorted(value for _, value in points(run.train, "tokens_per_s", lambda record: 0.0))
     losses = [value for _, value in training_loss(run, lambda record: 0.0)]
     validated = [value for _, value in points(run.validation, "loss", lambda record: 0.0)]
     exits = run.validation[-1].get("exits") or {} if run.validation else {}
-    return Summary(
+    return RunSummary(
         run=run.name,
         step=int(last["step"]),
         tokens=int(last["tokens"]),
@@ -92,7 +92,7 @@ def points(records: Sequence[Record], field: str, x: Callable[[Record], float]) 
     return found
 
 
-def training_loss(run: Run, x: Callable[[Record], float]) -> Points:
+def training_loss(run: TrainingRun, x: Callable[[Record], float]) -> Points:
     """The last output's next-token loss where it was recorded apart: what is added to it for exits and teachers differs
     between recipes, so the sum could be compared with neither validation nor other runs."""
     return points(run.train, "parts.next_token", x) or points(run.train, "loss", x)
@@ -108,7 +108,7 @@ def smooth(values: Sequence[float], factor: float) -> list[float]:
     return out
 
 
-def exit_depths(runs: Sequence[Run]) -> list[str]:
+def exit_depths(runs: Sequence[TrainingRun]) -> list[str]:
     """The early exits that any of the runs was validated at, shallow to deep."""
     return sorted({depth for run in runs for record in run.validation for depth in record.get("exits") or {}}, key=int)
 
@@ -136,7 +136,7 @@ def _names(files: list[Path]) -> list[str]:
     return [str(file) for file in files]
 
 
-def _read(file: Path, name: str) -> Run:
+def _read(file: Path, name: str) -> TrainingRun:
     try:
         records = read_records(file)
     except OSError as error:
@@ -145,7 +145,7 @@ def _read(file: Path, name: str) -> Run:
     train, validation = ([r for r in known if r["kind"] == kind] for kind in ("train", "validation"))
     if not train and not validation:
         raise OptionError(f"{file} holds no record of training yet")
-    return Run(name=name, file=file, train=tuple(train), validation=tuple(validation))
+    return TrainingRun(name=name, file=file, train=tuple(train), validation=tuple(validation))
 
 
 def _is_record(record: Record) -> bool:

@@ -2,7 +2,7 @@
 
 The runs of one architecture under one budget lie on a curve over the logarithm of their parameters, which has its lowest
 point where neither a larger model nor more tokens would have helped. As in the thesis a polynomial is laid through them; a
-quadratic, as three sizes are enough for one.
+quadratic, as three sizes are enough for one. The picture is `fig_mor:isoflops_qualitative-a`.
 """
 
 from __future__ import annotations
@@ -18,12 +18,16 @@ import numpy as np
 
 from fathomlm.depth.cost import count
 from fathomlm.errors import OptionError
-from fathomlm.lab.analyze.runs import Run, read_runs, summarise
+from fathomlm.lab.analyze.runs import TrainingRun, read_runs, summarise
+from fathomlm.lab.drawing import DASHES, LINES, MARKERS, STAR, figure_over_table, plain_axes, save_figure
+from fathomlm.lab.tables import Rows, amount
 
 SAME_BUDGET = 0.05
 """Runs whose FLOPs differ by less than this part of the smaller count as of one budget: lengths are whole steps."""
 LEAST = 3
 """Sizes that a quadratic needs."""
+POINTS = 100
+"""Of a fitted curve."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +46,7 @@ class FinishedRun:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Fit:
+class ScalingFit:
     """The best size for one architecture under one budget."""
 
     architecture: str
@@ -75,7 +79,7 @@ def read_finished(paths: Sequence[Path]) -> list[FinishedRun]:
     return [_finished(run, run.file.with_name("recipe.yaml")) for run in read_runs(paths)]
 
 
-def _finished(run: Run, recipe_file: Path) -> FinishedRun:
+def _finished(run: TrainingRun, recipe_file: Path) -> FinishedRun:
     from fathomlm.train.reading import read_recipe
     from fathomlm.train.student import read_student
 
@@ -103,7 +107,7 @@ def _architecture(recursions: int, routed: bool) -> str:
     return "vanilla" if recursions == 1 else f"{'mor' if routed else 'recursive'} {recursions}"
 
 
-def fit_runs(runs: Iterable[FinishedRun]) -> list[Fit]:
+def fit_runs(runs: Iterable[FinishedRun]) -> list[ScalingFit]:
     """A fit for each architecture and budget, small budgets first."""
     by_kind: dict[str, list[FinishedRun]] = {}
     for run in runs:
@@ -123,7 +127,7 @@ def _budgets(runs: Sequence[FinishedRun]) -> list[list[FinishedRun]]:
     return groups
 
 
-def _fit(architecture: str, runs: Sequence[FinishedRun]) -> Fit:
+def _fit(architecture: str, runs: Sequence[FinishedRun]) -> ScalingFit:
     ordered = sorted(runs, key=lambda run: run.non_embedding_parameters)
     sizes, losses = [run.non_embedding_parameters for run in ordered], [run.loss for run in ordered]
     x = np.log(np.array(sizes, dtype=np.float64))
@@ -134,7 +138,7 @@ def _fit(architecture: str, runs: Sequence[FinishedRun]) -> Fit:
         coefficients = [a, b - 2 * a * middle, c - b * middle + a * middle**2]
         lowest = middle - b / (2 * a) if a > 0 else None
     tokens = None if lowest is None else _tokens_at(lowest, x, np.log([run.tokens for run in ordered]))
-    return Fit(
+    return ScalingFit(
         architecture=architecture,
         flops=sum(run.flops for run in runs) / len(runs),
         runs=[run.run for run in ordered],
@@ -153,3 +157,58 @@ def _tokens_at(lowest: float, x: Any, log_tokens: Any) -> float:
     slope, start = np.polyfit(x, log_tokens, 1)
     inside = x[0] <= lowest <= x[-1]
     return math.exp(float(np.interp(lowest, x, log_tokens)) if inside else float(slope * lowest + start))
+
+
+def fit_table(fits: Sequence[ScalingFit]) -> Rows:
+    table = [["architecture", "FLOPs", "runs", "sizes", "best size", "best loss", "tokens there"]]
+    for fit in fits:
+        sizes = f"{amount(fit.sizes[0])} to {amount(fit.sizes[-1])}"
+        table.append([fit.architecture, f"{fit.flops:.3g}", str(len(fit.runs)), sizes, *_best(fit)])
+    return table
+
+
+def _best(fit: ScalingFit) -> list[str]:
+    if fit.coefficients is None:
+        return ["too few sizes", "-", "-"]
+    if fit.best_parameters is None or fit.best_loss is None or fit.best_tokens is None:
+        return ["no lowest point", "-", "-"]
+    note = "" if fit.inside else " (beyond the runs)"
+    return [f"{amount(fit.best_parameters)}{note}", f"{fit.best_loss:.4f}", amount(fit.best_tokens)]
+
+
+def draw_scaling_fits(fits: Sequence[ScalingFit], out: Path, kind: str = "png") -> None:
+    """Loss over model size: a colour and a mark for each architecture, a line style for each budget, stars where a curve is
+    lowest."""
+    kinds = sorted({fit.architecture for fit in fits})
+    colours = {name: LINES[i % len(LINES)] for i, name in enumerate(kinds)}
+    figure, grid = figure_over_table(10.4, [5.2], fit_table(fits), [colours[fit.architecture] for fit in fits])
+    axes = figure.add_subplot(grid[0])
+    for name in kinds:
+        own = sorted((fit for fit in fits if fit.architecture == name), key=lambda fit: fit.flops)
+        for place, fit in enumerate(own):
+            dash = DASHES[place % len(DASHES)]
+            _draw_fit(axes, fit, colours[name], MARKERS[kinds.index(name) % len(MARKERS)], dash)
+        stars = [(fit.best_parameters, fit.best_loss) for fit in own if fit.inside]
+        if len(stars) > 1:
+            label = f"{name}: the best sizes"
+            axes.plot(*zip(*stars, strict=True), color=colours[name], linewidth=2.4, alpha=0.35, label=label)
+    axes.set_xscale("log")
+    axes.xaxis.set_major_formatter(lambda value, place: amount(value))
+    axes.xaxis.set_minor_formatter(lambda value, place: amount(value) if str(value)[0] in "25" else "")
+    plain_axes(axes, x="parameters without embeddings", y="validation loss (nats per token)")
+    axes.legend(fontsize=8, framealpha=0.85)
+    save_figure(figure, "Loss by model size under equal compute; stars are the lowest points of the fits", out, kind)
+
+
+def _draw_fit(axes: Any, fit: ScalingFit, colour: str, mark: str, dash: Any) -> None:
+    label = f"{fit.architecture}, {fit.flops:.3g} FLOPs"
+    alone = fit.coefficients is None
+    axes.plot(fit.sizes, fit.losses, color=colour, marker=mark, linestyle="none", label=label if alone else None)
+    if alone:
+        return
+    ends = [*fit.sizes, *([fit.best_parameters] if fit.inside and fit.best_parameters is not None else [])]
+    low, high = math.log(min(ends)), math.log(max(ends))
+    xs = [math.exp(low + (high - low) * at / POINTS) for at in range(POINTS + 1)]
+    axes.plot(xs, [fit.at(x) for x in xs], color=colour, linestyle=dash, linewidth=1.5, label=label)
+    if fit.inside:
+        axes.plot([fit.best_parameters], [fit.best_loss], color=colour, markersize=15, zorder=4, **STAR)

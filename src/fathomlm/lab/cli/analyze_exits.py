@@ -47,9 +47,8 @@ def run(args: argparse.Namespace) -> int:
     from fathomlm.decode.threshold import ThresholdOptions
     from fathomlm.lab.analyze.breakdown import measure_times
     from fathomlm.lab.analyze.exits import check_exits, measure
-    from fathomlm.lab.analyze.reading import find, read_rows, row_length
-    from fathomlm.lab.analyze.report import write_exits
-    from fathomlm.lab.analyze.tables_exits import fit_table, layer_table, time_table
+    from fathomlm.lab.analyze.exits_report import fit_table, layer_table, time_table, write_exits
+    from fathomlm.lab.analyze.token_rows import find, read_rows, row_length
 
     ThresholdOptions(condition=args.condition)  # refuses what is out of range, before anything is loaded
     places = find(args.data)

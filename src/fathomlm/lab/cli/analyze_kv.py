@@ -31,9 +31,8 @@ def run(args: argparse.Namespace) -> int:
     out = out_directory(args, "kv")
 
     from fathomlm.lab.analyze.kv import measure
-    from fathomlm.lab.analyze.reading import LONGEST_ROW, find, read_rows, row_length, text_row
-    from fathomlm.lab.analyze.report import write_kv
-    from fathomlm.lab.analyze.tables import kv_table
+    from fathomlm.lab.analyze.kv_report import kv_table, write_kv
+    from fathomlm.lab.analyze.token_rows import LONGEST_ROW, find, read_rows, row_length, text_row
 
     places = find(args.data) if args.data is not None else []
     model = load_model(args)

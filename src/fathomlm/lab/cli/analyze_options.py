@@ -13,7 +13,7 @@ from fathomlm.cli.shown import model_name
 from fathomlm.errors import OptionError
 
 if TYPE_CHECKING:
-    from fathomlm.lab.analyze.pages import About, RunsAbout
+    from fathomlm.lab.analyze.report import About, RunsAbout
     from fathomlm.model.hub import FathomForCausalLM
 
 SOURCES = "text (.txt, .md), JSON lines (.jsonl, also .gz, .xz, .zst), or a prepared corpus, whose validation part is read"
@@ -32,8 +32,8 @@ def add_shared_arguments(parser: argparse.ArgumentParser, kind: str, longest: in
 
 def out_directory(args: argparse.Namespace, kind: str) -> Path:
     """Where to write; refused now if it could not be written later."""
-    from fathomlm.lab.analyze.drawing import check_matplotlib
     from fathomlm.lab.analyze.report import check_directory
+    from fathomlm.lab.drawing import check_matplotlib
 
     check_matplotlib()
     out: Path = args.out or Path("analysis") / f"{kind}-{model_name(args.model)}"
@@ -49,7 +49,7 @@ def check_least(option: str, value: int, least: int = 1) -> None:
 def about(args: argparse.Namespace, model: FathomForCausalLM, data: Sequence[str]) -> About:
     from fathomlm import __version__
     from fathomlm.checkpoints.resolve import describe, dtype_name
-    from fathomlm.lab.analyze.pages import About
+    from fathomlm.lab.analyze.report import About
 
     return About(
         model=args.model,
@@ -78,21 +78,9 @@ def answer(
         record = {"kind": args.kind, **dataclasses.asdict(shown), **summary, "files": [str(file) for file in files]}
         print(json.dumps(strict(record), ensure_ascii=False, allow_nan=False))
         return
+    from fathomlm.lab.tables import print_table
+
     for table in tables:
-        _print_table(table)
+        print_table(table)
     page = next(file for file in files if file.name == "index.html")
     print(f"{page} shows all of it; numbers and pictures stand beside it")
-
-
-def _print_table(rows: list[list[str]]) -> None:
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(box=box.SIMPLE_HEAD)
-    table.add_column(rows[0][0], overflow="fold")
-    for column in rows[0][1:]:
-        table.add_column(column, justify="right")
-    for row in rows[1:]:
-        table.add_row(*row)
-    Console().print(table)

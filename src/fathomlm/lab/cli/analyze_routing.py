@@ -30,10 +30,16 @@ def run(args: argparse.Namespace) -> int:
     out = out_directory(args, "routing")
 
     from fathomlm.checkpoints.resolve import architecture_of
-    from fathomlm.lab.analyze.reading import find, read_rows, row_length
-    from fathomlm.lab.analyze.report import write_routing
     from fathomlm.lab.analyze.routing import check_routed, measure
-    from fathomlm.lab.analyze.tables import flops_table, gain_table, routing_table, scaling_table, worth_table
+    from fathomlm.lab.analyze.routing_report import (
+        flops_table,
+        gain_table,
+        routing_table,
+        scaling_table,
+        worth_table,
+        write_routing,
+    )
+    from fathomlm.lab.analyze.token_rows import find, read_rows, row_length
 
     places = find(args.data)
     check_routed(architecture_of(args.model)[1], args.model)

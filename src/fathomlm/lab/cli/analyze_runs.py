@@ -32,10 +32,9 @@ def run(args: argparse.Namespace) -> int:
     import dataclasses
 
     from fathomlm import __version__
-    from fathomlm.lab.analyze.curves import PlotOptions, table_of
-    from fathomlm.lab.analyze.pages import RunsAbout
-    from fathomlm.lab.analyze.report import write_runs
+    from fathomlm.lab.analyze.report import RunsAbout
     from fathomlm.lab.analyze.runs import read_runs, summarise
+    from fathomlm.lab.analyze.runs_report import PlotOptions, table_of, write_runs
 
     options = PlotOptions(x=args.x, smooth=args.smooth, logy=args.logy)
     runs = read_runs(args.runs)

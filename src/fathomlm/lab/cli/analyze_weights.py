@@ -38,10 +38,9 @@ def run(args: argparse.Namespace) -> int:
 
     from fathomlm import __version__
     from fathomlm.depth import DepthPlan
-    from fathomlm.lab.analyze.pages import About
-    from fathomlm.lab.analyze.report import write_weights
-    from fathomlm.lab.analyze.tables_weights import kind_table, rank_table
+    from fathomlm.lab.analyze.report import About
     from fathomlm.lab.analyze.weights import check_inits, measure, open_plain
+    from fathomlm.lab.analyze.weights_report import kind_table, rank_table, write_weights
 
     inits = check_inits([word.strip() for word in args.init.split(",")])
     use_threads(args.threads)

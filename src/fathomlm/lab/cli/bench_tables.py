@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from fathomlm.cli.progress import amount
+from fathomlm.lab.tables import print_table
 
 Found = dict[str, Any]
 Row = tuple[str, Callable[[Found], str | None]]
@@ -18,7 +19,7 @@ def print_bench(record: Found) -> None:
     columns = {f"this model{' (forced)' if forced else ''}": ours, **record["peers"]}
     told = [row for row in (*ROWS, *_stage_rows(ours)) if any(row[1](found) is not None for found in columns.values())]
     rows = [[name, *(say(found) or "-" for found in columns.values())] for name, say in told]
-    _print(_title(record), ["", *columns], rows, _caption(record))
+    print_table([["", *columns], *rows], _title(record), caption=_caption(record))
 
 
 def _title(record: Found) -> str:
@@ -148,24 +149,4 @@ def print_kernels(record: Found) -> None:
     caption = "The floor is reading what a call must read at this device's own reading speed, measured in the same run."
     if not absolute:
         caption = "CPU twin: these say what is right and are not made to be fast, so only ratios are shown. " + caption
-    _print(title, head, rows, caption, words=2)
-
-
-def _print(title: str, head: Sequence[str], rows: Sequence[Sequence[str]], caption: str, words: int = 1) -> None:
-    """The first columns are words, the others numbers."""
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table(
-        title=Text(title), caption=Text(caption), title_justify="left", caption_justify="left", box=box.SIMPLE_HEAD
-    )
-    for number, name in enumerate(head):
-        word = max(map(len, name.split()), default=0)  # a narrow terminal folds cells, and breaks no word of a heading
-        table.add_column(
-            name, justify="left" if number < words else "right", overflow="fold", no_wrap=number == 0, min_width=word
-        )
-    for row in rows:
-        table.add_row(*row)
-    Console().print(table)
+    print_table([head, *rows], title, caption=caption, text_columns=2)

@@ -54,8 +54,8 @@ def run(args: argparse.Namespace) -> int:
     from fathomlm.decode.calibration import FILE, calibrate
     from fathomlm.decode.sampling import Sampling
     from fathomlm.decode.threshold import ThresholdOptions
-    from fathomlm.lab.analyze.drawing import check_matplotlib
-    from fathomlm.lab.analyze.pictures_threshold import draw_threshold
+    from fathomlm.lab.analyze.threshold_picture import draw_threshold
+    from fathomlm.lab.drawing import check_matplotlib
 
     out = _out_directory(args)
     layer, pack = _one_layer(args), pack_options(args)

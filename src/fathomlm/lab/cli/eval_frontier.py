@@ -21,12 +21,11 @@ from fathomlm.cli.exit_options import (
 from fathomlm.cli.progress import layer_bar
 from fathomlm.cli.sampling_options import add_dtype_argument, load_any_model
 from fathomlm.errors import DataError, OptionError, choices
-from fathomlm.lab.cli.eval_options import check_least, print_record, print_table
-from fathomlm.lab.cli.frontier_tables import point_table, summary_table
+from fathomlm.lab.cli.eval_options import check_least, print_record
+from fathomlm.lab.tables import print_table
 
 if TYPE_CHECKING:
-    from fathomlm.lab.evaluate.frontier import Curve, Decoded
-    from fathomlm.lab.evaluate.frontier_settings import Setting
+    from fathomlm.lab.evaluate.frontier import DecodedSweep, SweepSetting, TradeOffCurve
     from fathomlm.lab.evaluate.samples import Form, Sample
     from fathomlm.model.seq2seq import FathomModel
 
@@ -75,9 +74,9 @@ def run(args: argparse.Namespace) -> int:
     _check(args)
 
     from fathomlm.checkpoints.writing import whole_directory
-    from fathomlm.lab.analyze.drawing import check_matplotlib
-    from fathomlm.lab.analyze.pictures_frontier import draw_frontier
     from fathomlm.lab.analyze.report import check_directory
+    from fathomlm.lab.drawing import check_matplotlib
+    from fathomlm.lab.evaluate.frontier_report import draw_frontier, point_table, summary_table
     from fathomlm.train.report import strict
 
     check_matplotlib()
@@ -85,8 +84,8 @@ def run(args: argparse.Namespace) -> int:
     settings = {name: _settings(args, name) for name in args.models}  # refuses before weights are loaded
     form = _form(args)
     texts = _texts(args) if form is None else []
-    curves: list[Curve] = []
-    reference: Decoded | None = None
+    curves: list[TradeOffCurve] = []
+    reference: DecodedSweep | None = None
     for name in args.models:
         curve, full = _measure(args, name, settings[name], texts, form, reference)
         reference = reference or full
@@ -109,7 +108,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _check(args: argparse.Namespace) -> None:
-    from fathomlm.lab.evaluate.frontier_settings import SWEEPS, read_thresholds
+    from fathomlm.lab.evaluate.frontier import SWEEPS, read_thresholds
 
     check_least(args, "texts", "prompt_tokens", "repeats")
     if args.max_new_tokens < 2:
@@ -133,9 +132,9 @@ def _check(args: argparse.Namespace) -> None:
         tell_shipped(args.models[0])
 
 
-def _settings(args: argparse.Namespace, name: str) -> tuple[Setting, ...]:
+def _settings(args: argparse.Namespace, name: str) -> tuple[SweepSetting, ...]:
     from fathomlm.checkpoints.resolve import encoder_of, plan_of
-    from fathomlm.lab.evaluate.frontier_settings import read_thresholds, sweep_settings, threshold_settings
+    from fathomlm.lab.evaluate.frontier import read_thresholds, sweep_settings, threshold_settings
 
     plan = plan_of(name, args.exits)
     if args.quality == "ppl" and encoder_of(name) is not None:
@@ -183,11 +182,11 @@ def _texts(args: argparse.Namespace) -> list[str]:
 def _measure(
     args: argparse.Namespace,
     name: str,
-    settings: tuple[Setting, ...],
+    settings: tuple[SweepSetting, ...],
     texts: Sequence[str],
     form: Form | None,
-    reference: Decoded | None,
-) -> tuple[Curve, Decoded]:
+    reference: DecodedSweep | None,
+) -> tuple[TradeOffCurve, DecodedSweep]:
     from fathomlm.checkpoints.resolve import describe
     from fathomlm.cli.shown import model_name
     from fathomlm.decode.sampling import Sampling
@@ -233,12 +232,12 @@ def _beginnings(documents: Sequence[list[int]], size: int, many: int) -> list[li
 
 
 def _adaptive(
-    args: argparse.Namespace, model: FathomModel, prompts: Sequence[list[int]], settings: Sequence[Setting]
-) -> Setting:
+    args: argparse.Namespace, model: FathomModel, prompts: Sequence[list[int]], settings: Sequence[SweepSetting]
+) -> SweepSetting:
     """The threshold that was learnt for this exit: beside it, or now, from the same prompts."""
     from fathomlm.decode.calibration import FILE, Calibration, calibrate
     from fathomlm.decode.sampling import Sampling
-    from fathomlm.lab.evaluate.frontier_settings import at_threshold
+    from fathomlm.lab.evaluate.frontier import at_threshold
 
     exiting = settings[0].exiting
     assert exiting is not None
@@ -256,8 +255,8 @@ def _adaptive(
 def _qualities(
     args: argparse.Namespace,
     model: FathomModel,
-    settings: Sequence[Setting],
-    decoded: Sequence[Decoded],
+    settings: Sequence[SweepSetting],
+    decoded: Sequence[DecodedSweep],
     texts: Sequence[str],
     samples: Sequence[Sample],
 ) -> list[tuple[float, float]]:
@@ -275,7 +274,7 @@ def _qualities(
     return [text_metric(args.quality, metric, samples, each.results) for each in decoded]
 
 
-def _record(args: argparse.Namespace, curves: Sequence[Curve]) -> dict[str, Any]:
+def _record(args: argparse.Namespace, curves: Sequence[TradeOffCurve]) -> dict[str, Any]:
     from fathomlm import __version__
 
     names = ("sweep", "quality", "texts", "prompt_tokens", "max_new_tokens", "repeats", "exit_layer", "device")

@@ -26,9 +26,9 @@ from fathomlm.lab.cli.eval_options import (
     check_least,
     check_out,
     print_record,
-    print_table,
     write_lines,
 )
+from fathomlm.lab.tables import print_table
 
 if TYPE_CHECKING:
     from fathomlm.lab.evaluate.generation import Written

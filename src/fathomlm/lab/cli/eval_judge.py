@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 from fathomlm.cli.progress import layer_bar
 from fathomlm.errors import DataError, OptionError
 from fathomlm.jsonfile import parse
-from fathomlm.lab.cli.eval_options import check_least, print_record, print_table
+from fathomlm.lab.cli.eval_options import check_least, print_record
+from fathomlm.lab.tables import print_table
 
 if TYPE_CHECKING:
     from fathomlm.lab.evaluate.judge.asking import Asked, Kind

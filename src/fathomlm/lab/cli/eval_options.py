@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -86,21 +86,6 @@ def about(args: argparse.Namespace, model: FathomModel) -> dict[str, Any]:
 
 def print_record(record: dict[str, Any]) -> None:
     print(_dump(record))
-
-
-def print_table(rows: Sequence[Sequence[str]], title: str | None = None) -> None:
-    """The first row is the head, the first column the name."""
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(box=box.SIMPLE_HEAD, title=title, title_justify="left")
-    table.add_column(rows[0][0], overflow="fold")
-    for column in rows[0][1:]:
-        table.add_column(column, justify="right")
-    for row in rows[1:]:
-        table.add_row(*row)
-    Console().print(table)
 
 
 def number(value: float) -> str:

@@ -18,9 +18,9 @@ from fathomlm.lab.cli.eval_options import (
     check_least,
     number,
     print_record,
-    print_table,
     read_outputs,
 )
+from fathomlm.lab.tables import print_table
 
 HELP = "predicting text: nats per token, perplexity, bits per byte"
 DESCRIPTION = (

@@ -22,10 +22,10 @@ from fathomlm.lab.cli.eval_options import (
     check_out,
     number,
     print_record,
-    print_table,
     read_outputs,
     write_lines,
 )
+from fathomlm.lab.tables import print_table
 
 if TYPE_CHECKING:
     from fathomlm.lab.evaluate.hub import HubTasks

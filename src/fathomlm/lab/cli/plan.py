@@ -12,7 +12,7 @@ from fathomlm.depth.plan import KV_MODES
 from fathomlm.depth.routing import ROUTERS
 from fathomlm.depth.sharing import STRATEGIES
 from fathomlm.errors import OptionError
-from fathomlm.lab.cli.eval_options import print_table
+from fathomlm.lab.tables import print_table
 from fathomlm.sizes import MEGABYTE, parse_size
 
 if TYPE_CHECKING:
@@ -120,8 +120,7 @@ def _plan_tokens(
     record: dict[str, Any],
     tables: list[tuple[str, list[list[str]]]],
 ) -> None:
-    from fathomlm.lab.analyze.isoflop import IsoOptions, iso_rows
-    from fathomlm.lab.analyze.tables_plan import iso_table
+    from fathomlm.lab.analyze.isoflop import IsoOptions, iso_rows, iso_table
     from fathomlm.train.recipe import parse_amount
 
     budgets = [parse_amount("--budget", part) for part in args.budget.split(",")]
@@ -148,10 +147,9 @@ def _plan_memory(
     record: dict[str, Any],
     tables: list[tuple[str, list[list[str]]]],
 ) -> None:
-    from fathomlm.lab.analyze.fitting import RoomOptions, room_rows
-    from fathomlm.lab.analyze.tables_plan import room_table
+    from fathomlm.lab.analyze.capacity import CapacityOptions, capacity_rows, capacity_table
 
-    options = RoomOptions(
+    options = CapacityOptions(
         memory=parse_size(args.gpu_memory, "--gpu-memory", least=MEGABYTE),
         recursions=_numbers("--recursions", args.recursions or "1,2,3"),
         ranks=_numbers("--ranks", args.ranks or "0,64,256"),
@@ -161,32 +159,31 @@ def _plan_memory(
         context=args.context,
         recompute=args.recompute,
     )
-    rows = room_rows(bases, options)
+    rows = capacity_rows(bases, options)
     record["memory"] = {"bytes": options.memory, "context": args.context, "rows": [row.to_dict() for row in rows]}
     title = (
         f"what fits {options.memory / 1e9:.4g} GB at {args.context:,} tokens a row. train: rows in one pass, and the memory "
         "they take. serve: sequences at once, each with its KV beside the weights"
     )
-    tables.append((title, room_table(rows)))
+    tables.append((title, capacity_table(rows)))
 
 
 def _plan_sizes(args: argparse.Namespace, record: dict[str, Any], tables: list[tuple[str, list[list[str]]]]) -> None:
     import dataclasses
 
-    from fathomlm.lab.analyze.scaling import fit_runs, read_finished
-    from fathomlm.lab.analyze.tables_plan import fit_table
+    from fathomlm.lab.analyze.scaling import fit_runs, fit_table, read_finished
 
     kind = None
     if args.out is not None:
-        from fathomlm.lab.analyze.curves import check_out
-        from fathomlm.lab.analyze.drawing import check_matplotlib
+        from fathomlm.lab.analyze.runs_report import check_out
+        from fathomlm.lab.drawing import check_matplotlib
 
         kind = check_out(args.out)
         check_matplotlib()
     runs = read_finished(args.runs)
     fits = fit_runs(runs)
     if kind is not None:
-        from fathomlm.lab.analyze.pictures_scaling import draw_scaling_fits
+        from fathomlm.lab.analyze.scaling import draw_scaling_fits
 
         draw_scaling_fits(fits, args.out, kind)
     record["runs"] = [dataclasses.asdict(run) for run in runs]

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from fathomlm.lab.analyze.runs import Summary
+    from fathomlm.lab.analyze.runs import RunSummary
 
 HELP = "draw the curves of training runs"
 DESCRIPTION = (
@@ -31,9 +31,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from fathomlm.lab.analyze.curves import PlotOptions, check_out, plot
-    from fathomlm.lab.analyze.drawing import check_matplotlib
     from fathomlm.lab.analyze.runs import read_runs
+    from fathomlm.lab.analyze.runs_report import PlotOptions, check_out, plot
+    from fathomlm.lab.drawing import check_matplotlib
 
     check_out(args.out)
     check_matplotlib()
@@ -47,22 +47,14 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _print_table(summaries: list[Summary]) -> None:
+def _print_table(summaries: list[RunSummary]) -> None:
     """The plot's table, with exits in rows of their own: a terminal has fewer columns than a picture."""
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
+    from fathomlm.lab.analyze.runs_report import table_of
+    from fathomlm.lab.tables import print_table
 
-    from fathomlm.lab.analyze.curves import table_of
-
-    table = Table(box=box.SIMPLE_HEAD, caption="losses in nats per token", caption_justify="left")
-    table.add_column("run", overflow="fold")
     header, *rows = table_of([dataclasses.replace(summary, exits={}) for summary in summaries])
-    for column in header[1:]:
-        table.add_column(column, justify="right", no_wrap=True)
+    table = [header]
     for row, summary in zip(rows, summaries, strict=True):
-        table.add_row(Text(row[0]), *row[1:])
-        for depth, loss in summary.exits.items():
-            table.add_row(f"  exit after {depth}", "", "", "", "", f"{loss:.4f}", "")
-    Console().print(table)
+        table.append(row)
+        table += [[f"  exit after {depth}", "", "", "", "", f"{loss:.4f}", ""] for depth, loss in summary.exits.items()]
+    print_table(table, caption="losses in nats per token")

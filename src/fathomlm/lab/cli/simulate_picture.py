@@ -16,7 +16,7 @@ NAMES = {"vanilla": "vanilla", "sequence": "sequence-wise", "depth": "depth-wise
 
 def write_simulation(out: Path, record: dict[str, Any]) -> list[str]:
     from fathomlm.errors import OptionError
-    from fathomlm.lab.analyze.drawing import check_matplotlib
+    from fathomlm.lab.drawing import check_matplotlib
 
     try:
         out.mkdir(parents=True, exist_ok=True)
@@ -33,28 +33,21 @@ def write_simulation(out: Path, record: dict[str, Any]) -> list[str]:
 
 def draw_simulation(record: dict[str, Any], out: Path) -> None:
     """Tokens a second of the three ways, with what each bar stands for beside it."""
-    from fathomlm.checkpoints.writing import whole_file
-    from fathomlm.lab.analyze.drawing import LINES, draw_table, new_figure, plain_axes, set_title
+    from fathomlm.lab.drawing import LINES, figure_over_table, plain_axes, save_figure
 
-    figure = new_figure(8.4, 5.6)
-    grid = figure.add_gridspec(2, 1, height_ratios=(4.0, 1.2))
-    axes = figure.add_subplot(grid[0])
     colours = LINES[: len(NAMES)]
-    speeds = [record[name]["tokens_per_s"] for name in NAMES]
-    bars = axes.bar(list(NAMES.values()), speeds, color=colours, width=0.6)
-    axes.bar_label(bars, labels=[f"{speed:,.0f}" for speed in speeds], padding=3)
-    axes.set_ylabel("throughput (tokens per second)")
-    axes.set_xlabel("batching")
-    axes.margins(y=0.12)
-    plain_axes(axes)
     rows = [["batching", "rows", "rows filled", "against vanilla", "against sequence-wise"]]
     for name, shown in NAMES.items():
         found = record[name]
         against = [f"x{found['tokens_per_s'] / record[base]['tokens_per_s']:.2f}" for base in ("vanilla", "sequence")]
         rows.append([shown, str(found["rows"]), f"{found['rows_filled']:.1%}", *against])
-    draw_table(figure.add_subplot(grid[1]), rows, colours)
+    figure, grid = figure_over_table(8.4, [4.0], rows, colours)
+    axes = figure.add_subplot(grid[0])
+    speeds = [record[name]["tokens_per_s"] for name in NAMES]
+    bars = axes.bar(list(NAMES.values()), speeds, color=colours, width=0.6)
+    axes.bar_label(bars, labels=[f"{speed:,.0f}" for speed in speeds], padding=3)
+    axes.margins(y=0.12)
+    plain_axes(axes, x="batching", y="throughput (tokens per second)")
     depth = record["texts"]
     about = f"{depth['source']} depths, mean {depth['mean_depth']:.2f} of {depth['deepest']}; {depth['texts']:,} texts"
-    set_title(figure, "\n".join(("Simulated throughput by batching", about, *wrap(record["costs"], WIDEST))))
-    with whole_file(out) as temporary:
-        figure.savefig(temporary, format="png", dpi=150)
+    save_figure(figure, "\n".join(("Simulated throughput by batching", about, *wrap(record["costs"], WIDEST))), out)

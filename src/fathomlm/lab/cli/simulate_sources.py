@@ -145,7 +145,7 @@ def _drawn(args: argparse.Namespace, parts: tuple[float, ...]) -> Trajectories:
 def _through_model(args: argparse.Namespace) -> Source:
     from fathomlm.cli.progress import layer_bar
     from fathomlm.cli.sampling_options import load_model
-    from fathomlm.lab.analyze.reading import find, read_rows, row_length
+    from fathomlm.lab.analyze.token_rows import find, read_rows, row_length
     from fathomlm.lab.cli.bench_model import REPLANNED
     from fathomlm.lab.simulate.collect import collect
 

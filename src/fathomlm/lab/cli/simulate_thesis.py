@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from fathomlm.cli.progress import layer_bar
 from fathomlm.errors import OptionError
-from fathomlm.lab.cli.eval_options import print_record, print_table
+from fathomlm.lab.cli.eval_options import print_record
 from fathomlm.lab.simulate.presets import TABLES
+from fathomlm.lab.tables import print_table
 
 if TYPE_CHECKING:
     from fathomlm.lab.simulate.thesis import ThesisTable

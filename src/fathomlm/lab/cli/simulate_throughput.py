@@ -10,9 +10,10 @@ from fathomlm.cli.device import HELP as THREADS
 from fathomlm.cli.plan_options import add_plan_arguments, add_relax_arguments, add_router_arguments
 from fathomlm.cli.sampling_options import add_dtype_argument
 from fathomlm.errors import OptionError
-from fathomlm.lab.cli.eval_options import print_record, print_table
+from fathomlm.lab.cli.eval_options import print_record
 from fathomlm.lab.cli.simulate_sources import Source, add_text_arguments, check_texts, read_source
 from fathomlm.lab.simulate.policies import FILLS, WAITINGS
+from fathomlm.lab.tables import print_table
 from fathomlm.sizes import parse_memory
 
 if TYPE_CHECKING:

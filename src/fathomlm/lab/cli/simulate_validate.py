@@ -18,7 +18,7 @@ from fathomlm.lab.cli.bench_options import (
     add_workload_arguments,
 )
 from fathomlm.lab.cli.bench_record import about, print_record
-from fathomlm.lab.cli.eval_options import print_table
+from fathomlm.lab.tables import print_table
 
 HELP = "predicted against measured: the same workload simulated and run by the engine"
 DESCRIPTION = (

@@ -16,21 +16,108 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from fathomlm.decode.exiting import Exiting
 from fathomlm.decode.full import generate
 from fathomlm.decode.rows import Generation, exit_rate, mean_exit_layer
 from fathomlm.decode.sampling import Sampling
+from fathomlm.depth import DepthPlan
 from fathomlm.depth.cost import count
-from fathomlm.errors import OptionError
-from fathomlm.lab.evaluate.frontier_settings import Setting
+from fathomlm.errors import OptionError, choices
+from fathomlm.lab.evaluate.outputs import FULL, Output, depth_outputs, exit_outputs
+from fathomlm.model.route import DepthControl
 from fathomlm.model.seq2seq import FathomModel
 
-Tick = Callable[[int, int], None]
+OnProgress = Callable[[int, int], None]
+"""Called with how much is done, and of how much."""
 WARM_UP = 2
 ROUNDING = 1e-9
+SWEEPS = ("threshold", "depth", "exit-layer")
+THRESHOLDS = tuple(step / 10 for step in range(11))
+"""As in the thesis: from 0, every token leaves, to 1, none does."""
+MODES = ("parallel", "state-copy", "speculative")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Decoded:
+class SweepSetting:
+    """One point to be measured."""
+
+    name: str
+    kind: str
+    """full, sweep or adaptive."""
+    value: float | None = None
+    """The threshold, the recursions or the layer; None at full depth."""
+    exiting: Exiting | None = None
+    control: DepthControl | None = None
+    output: Output = FULL
+    """Where predictions are read, in sweeps without a threshold."""
+
+
+FULL_DEPTH = SweepSetting(name="full", kind="full")
+
+
+def sweep_settings(plan: DepthPlan, sweep: str, layers: str | None) -> tuple[SweepSetting, ...]:
+    """Depths or layers, and the whole model at the end. `layers` says which: recursion, layer, all or 4,8."""
+    if sweep == "depth":
+        if layers is not None:
+            raise OptionError("--exit-layer goes with --sweep exit-layer or threshold")
+        chosen = depth_outputs(plan, "all")[:-1]  # all recursions are the whole model
+        found = [
+            SweepSetting(name=each.name, kind="sweep", value=each.max_depth, control=each.control, output=each)
+            for each in chosen
+        ]
+    elif sweep == "exit-layer":
+        found = [
+            SweepSetting(name=each.name, kind="sweep", value=each.layer, exiting=each.exiting, output=each)
+            for each in exit_outputs(plan, layers or ("recursion" if plan.recursions > 1 and plan.whole_passes else "layer"))
+            if each.layer is not None
+        ]
+    else:
+        raise OptionError(choices("sweep", sweep, SWEEPS))
+    return (*found, FULL_DEPTH)
+
+
+def threshold_settings(
+    plan: DepthPlan,
+    thresholds: Sequence[float],
+    *,
+    mode: str = "parallel",
+    exit_layer: int | None = None,
+    confidence: str | None = None,
+) -> tuple[SweepSetting, ...]:
+    """A setting for each threshold, and the whole model at the end."""
+    if mode not in MODES:
+        raise OptionError(choices("decoding mode", mode, MODES))
+    found = [at_threshold(value, mode, exit_layer, confidence) for value in sorted(set(thresholds))]
+    for setting in found:
+        assert setting.exiting is not None
+        setting.exiting.exits(plan)  # refuses what the model does not have
+    return (*found, FULL_DEPTH)
+
+
+def at_threshold(
+    value: float, mode: str, exit_layer: int | None, confidence: str | None, kind: str = "sweep"
+) -> SweepSetting:
+    layers = None if exit_layer is None else (exit_layer,)
+    exiting = Exiting(mode=mode, exit_layers=layers, confidence=confidence, threshold=value)  # type: ignore[arg-type]
+    name = f"{'adaptive' if kind == 'adaptive' else 'threshold'} {value:g}"
+    return SweepSetting(name=name, kind=kind, value=value, exiting=exiting)
+
+
+def read_thresholds(text: str | None) -> tuple[float, ...]:
+    """Numbers from 0 to 1, such as 0.2,0.5,0.9."""
+    if text is None:
+        return THRESHOLDS
+    try:
+        values = tuple(float(word) for word in text.split(","))
+    except ValueError:
+        values = (-1.0,)
+    if not all(0 <= value <= 1 for value in values):
+        raise OptionError(f"--thresholds takes numbers from 0 to 1 such as 0.2,0.5,0.9; got '{text}'")
+    return values
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecodedSweep:
     """What one setting made of the prompts."""
 
     results: tuple[Generation, ...]
@@ -44,7 +131,7 @@ class Decoded:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Point:
+class SweepPoint:
     """One setting of one model."""
 
     name: str
@@ -66,12 +153,12 @@ class Point:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Curve:
-    """One model."""
+class TradeOffCurve:
+    """All settings of one model."""
 
     model: str
     plan: str
-    points: tuple[Point, ...]
+    points: tuple[SweepPoint, ...]
     latency_area: float
     flops_area: float
 
@@ -83,11 +170,11 @@ def decode_settings(
     model: FathomModel,
     prompts: Sequence[Sequence[int]],
     sampling: Sampling,
-    settings: Sequence[Setting],
+    settings: Sequence[SweepSetting],
     *,
     repeats: int = 2,
-    on_done: Tick | None = None,
-) -> list[Decoded]:
+    on_done: OnProgress | None = None,
+) -> list[DecodedSweep]:
     """Every prompt at every setting, one text at a time."""
     if repeats < 1:
         raise OptionError(f"repeats must be >= 1, got {repeats}")
@@ -108,12 +195,12 @@ def decode_settings(
                 if on_done is not None:
                     on_done(done, total)
     return [
-        Decoded(results=tuple(results), seconds=sum(times), flops_per_token=flops_per_token(model, setting, results))
+        DecodedSweep(results=tuple(results), seconds=sum(times), flops_per_token=flops_per_token(model, setting, results))
         for setting, results, times in zip(settings, made, fastest, strict=True)
     ]
 
 
-def flops_per_token(model: FathomModel, setting: Setting, results: Sequence[Generation]) -> float:
+def flops_per_token(model: FathomModel, setting: SweepSetting, results: Sequence[Generation]) -> float:
     """Forward FLOPs for each token that was made, at the length that the texts had in the middle."""
     plan = model.plan
     context = max(1, round(sum(len(r.prompt_tokens) + len(r.tokens) for r in results) / len(results)))
@@ -137,14 +224,14 @@ def flops_per_token(model: FathomModel, setting: Setting, results: Sequence[Gene
 def build_curve(
     model: str,
     plan: str,
-    settings: Sequence[Setting],
-    decoded: Sequence[Decoded],
+    settings: Sequence[SweepSetting],
+    decoded: Sequence[DecodedSweep],
     qualities: Sequence[tuple[float, float]],
-    reference: Decoded,
-) -> Curve:
+    reference: DecodedSweep,
+) -> TradeOffCurve:
     """`qualities` are (quality, score) of each setting; `reference` is the first model at full depth."""
     points = tuple(
-        Point(
+        SweepPoint(
             name=setting.name,
             kind=setting.kind,
             value=setting.value,
@@ -159,7 +246,7 @@ def build_curve(
         )
         for setting, each, (quality, score) in zip(settings, decoded, qualities, strict=True)
     )
-    return Curve(
+    return TradeOffCurve(
         model=model,
         plan=plan,
         points=points,

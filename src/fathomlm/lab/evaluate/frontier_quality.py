@@ -20,7 +20,7 @@ from fathomlm.decode.judge import leaves
 from fathomlm.decode.prompts import read_sources, start_token
 from fathomlm.decode.rows import Generation
 from fathomlm.lab.evaluate.encoding import Pair, TextEncoder, windows
-from fathomlm.lab.evaluate.frontier_settings import Setting
+from fathomlm.lab.evaluate.frontier import SweepSetting
 from fathomlm.lab.evaluate.likelihood import perplexity_of
 from fathomlm.lab.evaluate.metrics import Metric
 from fathomlm.lab.evaluate.perplexity import predict
@@ -62,7 +62,7 @@ def text_metric(name: str, metric: Metric, samples: Sequence[Sample], results: S
 
 def perplexities(
     model: FathomForCausalLM,
-    settings: Sequence[Setting],
+    settings: Sequence[SweepSetting],
     texts: Sequence[str],
     *,
     context: int | None = None,
@@ -83,7 +83,7 @@ def _of_nats(nats: float) -> Quality:
 @torch.inference_mode()
 def _threshold_perplexities(
     model: FathomForCausalLM,
-    settings: Sequence[Setting],
+    settings: Sequence[SweepSetting],
     texts: Sequence[str],
     context: int | None,
     on_done: Tick | None,

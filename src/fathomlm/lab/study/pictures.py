@@ -7,13 +7,9 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from fathomlm.checkpoints.writing import whole_file
-from fathomlm.lab.analyze.drawing import LINES, check_matplotlib, new_figure, plain_axes, set_title
+from fathomlm.lab.drawing import DASHES, LINES, MARKERS, check_matplotlib, new_figure, plain_axes, save_figure
 from fathomlm.lab.study.results import Results, Row
 from fathomlm.lab.study.tables import gap, tokens
-
-STYLES = ("-", "--", ":", "-.")
-MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 
 
 def draw(results: Results, out: Path) -> None:
@@ -28,9 +24,7 @@ def draw(results: Results, out: Path) -> None:
     else:
         _curves(left, results)
     _differences(right, results)
-    set_title(figure, results.study.title)
-    with whole_file(out) as temporary:
-        figure.savefig(temporary, dpi=120, format="png", metadata={"Software": None})
+    save_figure(figure, results.study.title, out, dpi=120)
 
 
 def _curves(axes: Any, results: Results) -> None:
@@ -46,16 +40,14 @@ def _curves(axes: Any, results: Results) -> None:
         assert loss is not None
         finals.append(loss)
         axes.plot(
-            [x / 1e6 for x in shared], list(shared.values()), STYLES[number // len(LINES) % len(STYLES)],
+            [x / 1e6 for x in shared], list(shared.values()), linestyle=DASHES[number // len(LINES) % len(DASHES)],
             color=LINES[number % len(LINES)], marker=MARKERS[number % len(MARKERS)], markersize=3, linewidth=1.2,
             label=f"{row.variant.name}: {loss:.4f}",
         )  # fmt: skip
     axes.set_ylim(min(finals) - 0.05, max(finals) + max(0.6, 2 * (max(finals) - min(finals))))
-    axes.set_title("Validation loss, mean over seeds (routed models: causal)", fontsize=10)
-    axes.set_xlabel("tokens seen (millions)")
-    axes.set_ylabel("loss (nats per token)")
     axes.legend(fontsize=7.5, ncols=2 if len(finals) > 7 else 1)
-    plain_axes(axes)
+    title = "Validation loss, mean over seeds (routed models: causal)"
+    plain_axes(axes, title, "tokens seen (millions)", "loss (nats per token)")
 
 
 def _sizes(axes: Any, results: Results) -> None:
@@ -69,17 +61,19 @@ def _sizes(axes: Any, results: Results) -> None:
             own = sorted((r for r in rows if r.budget == budget), key=_parameters)
             if not own:
                 continue
-            color, style = LINES[number % len(LINES)], STYLES[place % len(STYLES)]
+            color, style = LINES[number % len(LINES)], DASHES[place % len(DASHES)]
             x, y = [_parameters(row) / 1e6 for row in own], [row.mean() or math.nan for row in own]
             axes.plot(x, y, MARKERS[place % len(MARKERS)], color=color, markersize=5)
             record = next(iter(own[0].records.values()))
             fit = fits.get((kind, round(math.log(float(record["flops"])), 1)))
             label = f"{kind}, {budget.name}: {min(y):.3f}"
             if fit is None:
-                axes.plot(x, y, style, color=color, linewidth=1.0, label=label)
+                axes.plot(x, y, linestyle=style, color=color, linewidth=1.0, label=label)
             else:
                 grid = [x[0] * (x[-1] / x[0]) ** (i / 60) for i in range(61)]
-                axes.plot(grid, [fit.at(1e6 * size) for size in grid], style, color=color, linewidth=1.0, label=label)
+                axes.plot(
+                    grid, [fit.at(1e6 * size) for size in grid], linestyle=style, color=color, linewidth=1.0, label=label
+                )
     axes.set_xscale("log")
     from matplotlib.ticker import NullFormatter, ScalarFormatter
 
@@ -87,11 +81,9 @@ def _sizes(axes: Any, results: Results) -> None:
     axes.xaxis.set_minor_formatter(NullFormatter())
     axes.set_xticks(sorted({round(_parameters(row) / 1e6, 1) for row in results.rows if row.records}))
     axes.tick_params(axis="x", labelsize=7, rotation=45)
-    axes.set_title("Loss over size under equal budgets (lowest beside the name)", fontsize=10)
-    axes.set_xlabel("parameters without embedding (millions)")
-    axes.set_ylabel("validation loss (nats per token)")
     axes.legend(fontsize=7.5, ncols=3, loc="upper center", bbox_to_anchor=(0.5, -0.16))
-    plain_axes(axes)
+    title = "Loss over size under equal budgets (lowest beside the name)"
+    plain_axes(axes, title, "parameters without embedding (millions)", "validation loss (nats per token)")
 
 
 def _differences(axes: Any, results: Results) -> None:
@@ -114,9 +106,8 @@ def _differences(axes: Any, results: Results) -> None:
     axes.margins(x=0.15)  # the numbers beside the outermost points
     first = results.rows[0].job
     under = "" if several else f", {tokens(first.tokens)} tokens"
-    axes.set_title(f"Loss less that of {results.study.baseline}{under}; 95 %, grey: inside the spread", fontsize=10)
-    axes.set_xlabel("difference (nats per token); left is better")
-    plain_axes(axes)
+    title = f"Loss less that of {results.study.baseline}{under}; 95 %, grey: inside the spread"
+    plain_axes(axes, title, "difference (nats per token); left is better")
 
 
 def _kind(row: Row) -> str:

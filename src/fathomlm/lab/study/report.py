@@ -11,7 +11,8 @@ from fathomlm.lab.study import pictures
 from fathomlm.lab.study.ledger import Ledger
 from fathomlm.lab.study.results import Judged, Results, collect, overall
 from fathomlm.lab.study.spec import Claim, Study
-from fathomlm.lab.study.tables import claim_table, fit_table, main_table, markdown, metric_table, tokens
+from fathomlm.lab.study.tables import claim_table, fit_table, main_table, metric_table, tokens
+from fathomlm.lab.tables import markdown
 
 HEAD = """\
 # Results

@@ -9,7 +9,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from fathomlm.lab.analyze.scaling import FinishedRun, Fit, fit_runs
+from fathomlm.lab.analyze.scaling import FinishedRun, ScalingFit, fit_runs
 from fathomlm.lab.study.jobs import Job, Place, jobs_of
 from fathomlm.lab.study.ledger import Record, identity
 from fathomlm.lab.study.spec import Budget, Claim, Study, Variant
@@ -82,7 +82,7 @@ class Results:
     def records(self) -> list[Record]:
         return [record for row in self.rows for record in row.records.values()]
 
-    def fits(self) -> list[Fit]:
+    def fits(self) -> list[ScalingFit]:
         """Quadratics over the size, for each architecture and budget with three sizes or more."""
         runs = [_fitted(row) for row in self.rows if row.records]
         return [fit for fit in fit_runs(runs) if fit.coefficients is not None]

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 
 from fathomlm.lab.study.results import METRICS, Judged, Results, Row
 from fathomlm.lab.study.stats import Difference
-
-Rows = list[list[str]]
+from fathomlm.lab.tables import Rows
 
 
 def main_table(results: Results) -> Rows:
@@ -78,14 +77,6 @@ def fit_table(results: Results) -> Rows | None:
     return rows
 
 
-def markdown(rows: Rows) -> list[str]:
-    """Rows as the lines of a table in Markdown; numbers to the right."""
-    numeric = [all(_is_number(row[column]) for row in rows[1:]) for column in range(len(rows[0]))]
-    line = "|".join("--:" if right else "---" for right in numeric)
-    cells = [[cell.replace("|", "\\|") for cell in row] for row in rows]
-    return [f"| {' | '.join(cells[0])} |", f"|{line}|", *(f"| {' | '.join(row)} |" for row in cells[1:])]
-
-
 def gap(found: Difference | None) -> str:
     if found is None:
         return "-"
@@ -98,7 +89,3 @@ def tokens(number: float) -> str:
 
 def _against(row: Row) -> str:
     return "baseline" if row.is_baseline else gap(row.against)
-
-
-def _is_number(cell: str) -> bool:
-    return cell == "-" or cell[:1].isdigit() or cell[:1] in "+-"

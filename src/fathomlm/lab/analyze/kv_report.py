@@ -1,15 +1,18 @@
-"""Heat maps of lengths and cosines over the steps, recursions marked (thesis 4, appendix on key-value trends)."""
+"""Hidden states, keys and values for people: a table, heat maps of lengths and cosines over the steps with the recursions
+marked (thesis 4, appendix on key-value trends), and the page."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from fathomlm.lab.analyze.drawing import draw_table, new_figure, set_title, shortened
-from fathomlm.lab.analyze.kv import Grid, KVNumbers, States
-from fathomlm.lab.analyze.tables import kv_table
+from fathomlm.lab.analyze.kv import Grid, KVNumbers, StateMaps
+from fathomlm.lab.analyze.report import About, render, write_report
+from fathomlm.lab.drawing import figure_over_table, save_figure, shortened
+from fathomlm.lab.tables import Rows, optional
 
 NAMES = {"hidden": "hidden states", "key": "keys (before rotation)", "value": "values"}
 WIDE_RANGE = 20.0
@@ -18,22 +21,38 @@ TICKS = 12
 """About as many steps are named along an axis."""
 
 
+def write_kv(numbers: KVNumbers, about: About, out: Path, force: bool = False) -> list[Path]:
+    draw = {"kv.png": partial(draw_kv, numbers, about.name)}
+    return write_report("kv", numbers.to_dict(), about, draw, partial(kv_page, numbers, about), out, force)
+
+
+def kv_page(numbers: KVNumbers, about: About, pictures: Mapping[str, bytes]) -> str:
+    return render(TEMPLATE, about, pictures, numbers=numbers, summary=kv_table(numbers))
+
+
+def kv_table(numbers: KVNumbers) -> Rows:
+    """A row a kind; the final norm is no step."""
+    rows = [["L2 norm", "first step", "last step", "least", "most", "cosine tied", "untied"]]
+    for kind, states in numbers.states().items():
+        lengths = states.magnitude[: len(numbers.running)]
+        known = [length for length in lengths if length is not None]
+        shown = [lengths[0], lengths[-1], min(known, default=None), max(known, default=None)]
+        cosines = [optional(value, ".3f") for value in (states.tied, states.untied)]
+        rows.append([kind, *(optional(value, ",.4g") for value in shown), *cosines])
+    return rows
+
+
 def draw_kv(numbers: KVNumbers, name: str, out: Path) -> None:
     """Lengths above, cosines below, the numbers under them."""
-    table = kv_table(numbers)
-    table_height = 0.27 * (len(table) + 1)
-    figure = new_figure(14.4, 9.0 + table_height + 0.5)
-    grid = figure.add_gridspec(3, 3, height_ratios=(4.4, 4.6, table_height))
+    figure, grid = figure_over_table(14.4, (4.4, 4.6), kv_table(numbers), columns=3)
     for column, (kind, states) in enumerate(numbers.states().items()):
         _draw_lengths(figure.add_subplot(grid[0, column]), NAMES[kind], states, numbers)
         _draw_cosines(figure.add_subplot(grid[1, column]), NAMES[kind], states, numbers)
-    draw_table(figure.add_subplot(grid[2, :]), table, ["black"] * (len(table) - 1))
     of = f"{numbers.rows} row{'s' if numbers.rows > 1 else ''} of {numbers.context:,} tokens"
-    set_title(figure, f"{shortened(name)}: hidden states, keys and values from step to step, {of}")
-    figure.savefig(out, format="png", dpi=150)
+    save_figure(figure, f"{shortened(name)}: hidden states, keys and values from step to step, {of}", out)
 
 
-def _draw_lengths(axes: Any, title: str, states: States, numbers: KVNumbers) -> None:
+def _draw_lengths(axes: Any, title: str, states: StateMaps, numbers: KVNumbers) -> None:
     from matplotlib.colors import LogNorm, Normalize
 
     of_steps = states.by_position[: len(numbers.running)]  # the final norm is of another size, and may leave the scale
@@ -52,7 +71,7 @@ def _draw_lengths(axes: Any, title: str, states: States, numbers: KVNumbers) -> 
     _mark_steps(axes, states, numbers, both=False)
 
 
-def _draw_cosines(axes: Any, title: str, states: States, numbers: KVNumbers) -> None:
+def _draw_cosines(axes: Any, title: str, states: StateMaps, numbers: KVNumbers) -> None:
     known = [value for row in states.cosine for value in row if value is not None]
     low = min(0.0, math.floor(10 * min(known, default=0.0)) / 10)
     image = axes.imshow(_filled(states.cosine), cmap="viridis", vmin=low, vmax=1.0, interpolation="nearest")
@@ -61,7 +80,7 @@ def _draw_cosines(axes: Any, title: str, states: States, numbers: KVNumbers) -> 
     _mark_steps(axes, states, numbers, both=True)
 
 
-def _mark_steps(axes: Any, states: States, numbers: KVNumbers, both: bool) -> None:
+def _mark_steps(axes: Any, states: StateMaps, numbers: KVNumbers, both: bool) -> None:
     """Names of steps, * at those that read another's entries, and a line where a recursion begins."""
     count = len(states.steps)
     axes.set_facecolor("0.8")
@@ -83,7 +102,7 @@ def _mark_steps(axes: Any, states: States, numbers: KVNumbers, both: bool) -> No
             axes.axvline(border - 0.5, color="white", linewidth=1.2)
 
 
-def _lines(borders: Sequence[int], states: States) -> list[int]:
+def _lines(borders: Sequence[int], states: StateMaps) -> list[int]:
     """The recursions' borders, and the one before the final norm's row."""
     return [*borders, *([len(states.steps) - 1] if states.steps[-1].name == "norm" else [])]
 
@@ -91,3 +110,30 @@ def _lines(borders: Sequence[int], states: States) -> list[int]:
 def _filled(grid: Grid) -> list[list[float]]:
     """matplotlib leaves out what is not a number."""
     return [[math.nan if value is None else value for value in row] for row in grid]
+
+
+TEMPLATE = """\
+{% extends "base" %}
+{% block title %}{{ about.name }}: keys and values{% endblock %}
+{% block body %}
+{% from "parts" import table %}
+<h1>{{ about.name }}: hidden states, keys and values from step to step</h1>
+<p class="note">{{ about.model }}: {{ about.plan }}; {{ about.dtype }} on {{ about.device }}; {{ numbers.rows }}
+row{{ "s" if numbers.rows > 1 }} of {{ numbers.context }} tokens from {{ about.data | join(", ") }}.</p>
+<figure><img src="{{ images.kv }}" alt="Heat maps of lengths by step and position, and of cosines between steps">
+<figcaption>Above: how long the vectors are, at each step (from the top) and position (from the left). Below: how alike the
+same token's vectors are at two steps; 1 is the same direction. White lines part the recursions; grey is a step that no token
+ran.</figcaption></figure>
+{{ table(summary) }}
+<dl>
+<dt>cosine tied, untied</dt>
+<dd>The mean cosine of two steps that run the same layer, and of two that do not. Where the first is near 1, recursions could
+share their keys and values at little cost.</dd>
+<dt>*</dt><dd>A step that makes no keys and values and reads an earlier step's; its rows show those.</dd>
+<dt>norm</dt><dd>What leaves the final norm, and goes to the head.</dd>
+</dl>
+{% if numbers.running | min < 1 %}
+<p class="note">Tokens that the router stopped are left out of the steps that they did not run.</p>
+{% endif %}
+{% endblock %}
+"""

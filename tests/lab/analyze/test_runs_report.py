@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from fathomlm.errors import OptionError, OutputError
-from fathomlm.lab.analyze.curves import PlotOptions, _Panel, _unit, _x, plot, table_of
 from fathomlm.lab.analyze.runs import points, read_runs, smooth, summarise, training_loss
+from fathomlm.lab.analyze.runs_report import PlotOptions, _Panel, _unit, _x, plot, table_of
 
 
 def write_run(directory: Path, losses: list[float], *, exits: dict[str, float] | None = None, tail: str = "") -> Path:

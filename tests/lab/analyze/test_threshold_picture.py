@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from fathomlm.decode.threshold import KEPT, Refit, ThresholdEstimator, ThresholdOptions
-from fathomlm.lab.analyze.drawing import SELECTED, UNSELECTED
-from fathomlm.lab.analyze.pictures_threshold import DARKER, _table, draw_threshold
+from fathomlm.lab.analyze.threshold_picture import DARKER, _table, draw_threshold
+from fathomlm.lab.drawing import SELECTED, UNSELECTED
 
 pytest.importorskip("matplotlib")
 

@@ -33,7 +33,7 @@ HELD = 4096
 """Tokens that are run at once."""
 LONG_TOKEN = 32
 """Characters per token that no text reaches: of a long document so much is tokenised at first."""
-Place = Corpus | DataSource
+TextSource = Corpus | DataSource
 """Where text comes from."""
 
 
@@ -61,9 +61,9 @@ class TokenRows:
             yield self.tokens_NT[at : at + rows].to(device), self.targets_NT[at : at + rows].to(device)
 
 
-def find(data: Sequence[str]) -> list[Place]:
+def find(data: Sequence[str]) -> list[TextSource]:
     """What `--data` names. Asked before a model is loaded, so that a slip costs no waiting."""
-    places: list[Place] = []
+    places: list[TextSource] = []
     for name in data:
         if (Path(name).expanduser() / FILE).is_file():
             places.append(Corpus.open(name))
@@ -85,7 +85,7 @@ def row_length(model: FathomForCausalLM, asked: int | None, most: int = LONGEST_
 
 
 def read_rows(
-    places: Sequence[Place], model: FathomForCausalLM, *, context: int, rows: int, column: str = "text"
+    places: Sequence[TextSource], model: FathomForCausalLM, *, context: int, rows: int, column: str = "text"
 ) -> TokenRows:
     """The first `rows` rows of `context` tokens, or all whole ones where there are fewer.
 
@@ -116,7 +116,7 @@ def text_row(model: FathomForCausalLM, text: str, most: int) -> TokenRows:
     return TokenRows(tokens_NT=torch.tensor([ids]), targets_NT=None, tokenizer=model.tokenizer)
 
 
-def _tokenizer(places: Sequence[Place], model: FathomForCausalLM) -> Any:
+def _tokenizer(places: Sequence[TextSource], model: FathomForCausalLM) -> Any:
     """The model's own; a model without one takes a corpus', which has its own beside it."""
     corpora = [place for place in places if isinstance(place, Corpus)]
     tokenizer = model.tokenizer
@@ -131,7 +131,7 @@ def _tokenizer(places: Sequence[Place], model: FathomForCausalLM) -> Any:
     return tokenizer
 
 
-def _take(places: Sequence[Place], tokenizer: Any, most: int, column: str) -> npt.NDArray[np.int64]:
+def _take(places: Sequence[TextSource], tokenizer: Any, most: int, column: str) -> npt.NDArray[np.int64]:
     """The first `most` tokens of all places, or what there is."""
     parts: list[npt.NDArray[np.int64]] = []
     have = 0
@@ -143,7 +143,7 @@ def _take(places: Sequence[Place], tokenizer: Any, most: int, column: str) -> np
     return np.concatenate([np.zeros(0, np.int64), *parts])
 
 
-def _pieces(place: Place, tokenizer: Any, most: int, column: str) -> Iterator[npt.NDArray[np.int64]]:
+def _pieces(place: TextSource, tokenizer: Any, most: int, column: str) -> Iterator[npt.NDArray[np.int64]]:
     if isinstance(place, Corpus):
         stream = place.stream("validation")
         yield stream.read(0, min(most, len(stream)))

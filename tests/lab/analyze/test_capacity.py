@@ -7,8 +7,7 @@ import pytest
 from fathomlm.depth import DepthPlan
 from fathomlm.depth.presets import PRESETS
 from fathomlm.errors import OptionError
-from fathomlm.lab.analyze.fitting import RoomOptions, room_rows, train_bytes
-from fathomlm.lab.analyze.tables_plan import room_table
+from fathomlm.lab.analyze.capacity import CapacityOptions, capacity_rows, capacity_table, train_bytes
 from fathomlm.train.footprint import PLANNED
 from fathomlm.train.student import StudentSpec
 
@@ -17,8 +16,8 @@ BASES = {"smollm-135m": PRESETS["smollm-135m"].architecture}
 
 @pytest.mark.parametrize("memory", [24 * 10**9, 80 * 10**9])
 def test_one_row_more_would_not_fit(memory):
-    options = RoomOptions(memory=memory, recursions=(1, 3))
-    for row in room_rows(BASES, options):
+    options = CapacityOptions(memory=memory, recursions=(1, 3))
+    for row in capacity_rows(BASES, options):
         plan = DepthPlan.build("middle-cycle", row.recursions, 30, "add")
         parts = StudentSpec(architecture=BASES["smollm-135m"], plan=plan, relaxation=None)
         room = PLANNED * options.memory
@@ -29,8 +28,8 @@ def test_one_row_more_would_not_fit(memory):
 
 
 def test_recursions_ranks_and_routers_change_what_fits():
-    options = RoomOptions(memory=24 * 10**9, recursions=(1, 3), ranks=(0, 64), router="expert")
-    plain, looped, relaxed, routed = room_rows(BASES, options)
+    options = CapacityOptions(memory=24 * 10**9, recursions=(1, 3), ranks=(0, 64), router="expert")
+    plain, looped, relaxed, routed = capacity_rows(BASES, options)
     assert [(row.recursions, row.rank, row.routed) for row in (plain, looped, relaxed, routed)] == [
         (1, 0, False),
         (3, 0, False),
@@ -41,19 +40,19 @@ def test_recursions_ranks_and_routers_change_what_fits():
     assert relaxed.train_rows < looped.train_rows < routed.train_rows
     assert routed.kv_bytes_per_sequence < looped.kv_bytes_per_sequence
     assert routed.serve_sequences > looped.serve_sequences
-    again = room_rows(BASES, RoomOptions(memory=24 * 10**9, recursions=(3,), recompute="layer"))
+    again = capacity_rows(BASES, CapacityOptions(memory=24 * 10**9, recursions=(3,), recompute="layer"))
     assert again[0].train_rows > looped.train_rows
 
 
 def test_a_device_that_is_too_small():
-    (row,) = room_rows(BASES, RoomOptions(memory=200 * 10**6, recursions=(1,)))
+    (row,) = capacity_rows(BASES, CapacityOptions(memory=200 * 10**6, recursions=(1,)))
     assert (row.train_rows, row.serve_sequences) == (0, 0)
     assert row.train_bytes > 200e6
-    assert room_table([row])[1][4] == "none"
+    assert capacity_table([row])[1][4] == "none"
 
 
 def test_options_out_of_range():
     with pytest.raises(OptionError, match="0 \\(no relaxation\\) or more"):
-        RoomOptions(memory=1, ranks=(-1,))
+        CapacityOptions(memory=1, ranks=(-1,))
     with pytest.raises(OptionError, match="unknown recompute"):
-        RoomOptions(memory=1, recompute="everything")
+        CapacityOptions(memory=1, recompute="everything")

@@ -19,6 +19,8 @@ from fathomlm.depth.plan import KVMode
 from fathomlm.depth.relaxation import build_relaxation
 from fathomlm.depth.routing import RouterKind, build_routing
 from fathomlm.errors import OptionError, choices
+from fathomlm.lab.analyze.isoflop import NAMES
+from fathomlm.lab.tables import Rows, amount
 from fathomlm.train.footprint import PLANNED, count_memory
 from fathomlm.train.recipe import BatchRecipe, DataRecipe, Recipe
 from fathomlm.train.student import StudentSpec
@@ -29,7 +31,7 @@ RECOMPUTE = ("none", "inner", "recursion", "layer")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RoomRow:
+class CapacityRow:
     """One plan on one device."""
 
     base: str
@@ -55,7 +57,7 @@ class RoomRow:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RoomOptions:
+class CapacityOptions:
     memory: int
     """Bytes of the device, of which nine tenths may be planned for."""
     recursions: tuple[int, ...] = (1, 2, 3)
@@ -76,7 +78,7 @@ class RoomOptions:
             raise OptionError(choices("recompute", self.recompute, RECOMPUTE))
 
 
-def room_rows(bases: Mapping[str, Architecture], options: RoomOptions) -> list[RoomRow]:
+def capacity_rows(bases: Mapping[str, Architecture], options: CapacityOptions) -> list[CapacityRow]:
     """A row for each base, number of recursions and rank; with one recursion nothing is tied, so it has no rank."""
     rows = []
     for base, architecture in bases.items():
@@ -98,15 +100,15 @@ def _row(
     plan: DepthPlan,
     relaxation: Relaxation | None,
     rank: int,
-    options: RoomOptions,
-) -> RoomRow:
+    options: CapacityOptions,
+) -> CapacityRow:
     room = PLANNED * options.memory
     cost = count(architecture, plan, relaxation=relaxation, context=options.context)
     parts = StudentSpec(architecture=architecture, plan=plan, relaxation=relaxation)
     parameters = cost.non_embedding_parameters + cost.embedding_parameters
     rows = _most_rows(parts, options, room)
     per_sequence = cost.kv_bytes_per_token * options.context
-    return RoomRow(
+    return CapacityRow(
         base=base,
         recursions=plan.recursions,
         rank=rank,
@@ -121,7 +123,7 @@ def _row(
     )
 
 
-def train_bytes(parts: StudentSpec, rows: int, options: RoomOptions) -> int:
+def train_bytes(parts: StudentSpec, rows: int, options: CapacityOptions) -> int:
     """What one device needs to train so many rows in one pass."""
     recipe = Recipe(
         data=DataRecipe(context=options.context),
@@ -133,7 +135,7 @@ def train_bytes(parts: StudentSpec, rows: int, options: RoomOptions) -> int:
     return count_memory(recipe, parts, 0, "none").total
 
 
-def _most_rows(parts: StudentSpec, options: RoomOptions, room: float) -> int:
+def _most_rows(parts: StudentSpec, options: CapacityOptions, room: float) -> int:
     """The largest number of rows that fits: doubled until it does not, then halved in between."""
     parts.plan.check_recompute(options.recompute)
     if train_bytes(parts, 1, options) > room:
@@ -145,3 +147,26 @@ def _most_rows(parts: StudentSpec, options: RoomOptions, room: float) -> int:
         middle = (low + high) // 2
         low, high = (middle, high) if train_bytes(parts, middle, options) <= room else (low, middle)
     return low
+
+
+def capacity_table(rows: Sequence[CapacityRow]) -> Rows:
+    table = [["base", "model", "rank", "params", "train", "memory", "KV", "serve"]]
+    for row in rows:
+        name = "vanilla" if row.recursions == 1 else f"{NAMES['mor' if row.routed else 'recursive']} {row.recursions}"
+        table.append(
+            [
+                row.base,
+                name,
+                str(row.rank) if row.rank else "-",
+                amount(row.parameters),
+                f"{row.train_rows:,}" if row.train_rows else "none",
+                _size(row.train_bytes),
+                _size(row.kv_bytes_per_sequence),
+                f"{row.serve_sequences:,}",
+            ]
+        )
+    return table
+
+
+def _size(number: float) -> str:
+    return f"{number / 1e9:.1f}GB" if number >= 1e9 else f"{number / 1e6:.0f}MB"

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from fathomlm.errors import DataError, OptionError
-from fathomlm.lab.analyze import reading
-from fathomlm.lab.analyze.reading import find, read_rows, row_length, text_row
+from fathomlm.lab.analyze import token_rows
+from fathomlm.lab.analyze.token_rows import find, read_rows, row_length, text_row
 from fathomlm.train.data.prepare import PrepareOptions, prepare
 from lab.analyze.tiny import TEXT, model_of, text_file
 
@@ -63,7 +63,7 @@ def test_a_model_without_a_tokenizer_reads_a_corpus_only(lines, tmp_path):
 
 
 def test_sources_are_read_in_order_and_only_as_far_as_needed(model, lines, tmp_path, monkeypatch):
-    monkeypatch.setattr(reading, "LONG_TOKEN", 1)
+    monkeypatch.setattr(token_rows, "LONG_TOKEN", 1)
     long = text_file(tmp_path, "ab" * 5000, "long.txt")
     rows = read_rows(find([long, lines]), model, context=16, rows=4)
     assert bytes(rows.tokens_NT.flatten().tolist()) == b"ab" * 32

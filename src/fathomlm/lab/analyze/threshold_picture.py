@@ -6,16 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from fathomlm.decode.threshold import BINS, ThresholdEstimator
-from fathomlm.lab.analyze.drawing import (
-    LINES,
-    SELECTED,
-    UNSELECTED,
-    draw_table,
-    new_figure,
-    plain_axes,
-    set_title,
-    shortened,
-)
+from fathomlm.lab.drawing import LINES, SELECTED, UNSELECTED, figure_over_table, plain_axes, save_figure, shortened
+from fathomlm.lab.tables import Rows
 
 POINTS = 500
 """Of a curve."""
@@ -33,17 +25,14 @@ def draw_threshold(estimator: ThresholdEstimator, path: Path, name: str = "") ->
 
     `name` begins the title: the model, or whose requests these are.
     """
-    table_height = 0.27 * 4
-    figure = new_figure(12.8, 4.4 + table_height + 0.5)
-    grid = figure.add_gridspec(2, 2, height_ratios=(4.4, table_height), width_ratios=(3, 2))
+    colours = [DARKER[SELECTED], DARKER[UNSELECTED]]
+    figure, grid = figure_over_table(12.8, [4.4], _table(estimator), colours, columns=2, width_ratios=(3, 2))
     draw_fit(figure.add_subplot(grid[0, 0]), estimator)
     _draw_history(figure.add_subplot(grid[0, 1]), estimator)
-    draw_table(figure.add_subplot(grid[1, :]), _table(estimator), [DARKER[SELECTED], DARKER[UNSELECTED]])
     ended = f"{estimator.sequences:,} sequence{'' if estimator.sequences == 1 else 's'}"
     state = "still calibrating" if estimator.calibrating else f"the first {estimator.options.calibrating:,} calibrated"
     title = f"confidence threshold {estimator.threshold:.3f} after {ended}, {state}"
-    set_title(figure, f"{shortened(name)}: {title}" if name else title)
-    figure.savefig(path, format="png", dpi=150)
+    save_figure(figure, f"{shortened(name)}: {title}" if name else title, path)
 
 
 def draw_fit(axes: Any, estimator: ThresholdEstimator, title: str = "confidence by agreement, and the fit") -> None:
@@ -66,10 +55,7 @@ def draw_fit(axes: Any, estimator: ThresholdEstimator, title: str = "confidence 
         highest = max(highest, *heights)
     axes.set_xlim(0, 1)
     axes.set_ylim(0, 1.1 * highest or 1)
-    axes.set_xlabel("confidence of the shallow model")
-    axes.set_ylabel("density (each class has area 1)")
-    axes.set_title(title, fontsize=10.5)
-    plain_axes(axes)
+    plain_axes(axes, title, "confidence of the shallow model", "density (each class has area 1)")
     right = axes.twinx()
     right.set_ylim(0, 1.1)
     right.set_yticks([0, 0.2, 0.4, 0.6, 0.8, 1])
@@ -104,14 +90,11 @@ def _draw_history(axes: Any, estimator: ThresholdEstimator) -> None:
     axes.set_ylim(0, 1.1)
     axes.set_xlim(ended[0], max(ended[-1], ended[0] + 1))
     axes.xaxis.get_major_locator().set_params(integer=True)
-    axes.set_xlabel("sequences ended")
-    axes.set_ylabel("threshold (confidence)")
-    axes.set_title("threshold after each refit", fontsize=10.5)
-    plain_axes(axes)
+    plain_axes(axes, "threshold after each refit", "sequences ended", "threshold (confidence)")
     axes.legend(**LEGEND)
 
 
-def _table(estimator: ThresholdEstimator) -> list[list[str]]:
+def _table(estimator: ThresholdEstimator) -> Rows:
     """A row for each class: its samples, their moments, and the Beta that has the same."""
     rows = [["the deep model", "tokens", "mean confidence", "standard deviation", "alpha", "beta", "condition", "threshold"]]
     for name, samples in (("agrees", estimator.agree), ("disagrees", estimator.disagree)):

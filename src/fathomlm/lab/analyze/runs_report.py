@@ -1,27 +1,39 @@
-"""Curves of several runs over tokens, steps, time or compute, with their final numbers beneath."""
+"""Training runs for people: curves over tokens, steps, time or compute with their final numbers beneath, and the page."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import cycle
 from pathlib import Path
 from typing import Any
 
-from fathomlm.checkpoints.writing import whole_file
 from fathomlm.errors import OptionError, choices
-from fathomlm.lab.analyze.drawing import (
+from fathomlm.lab.analyze.report import Draw, RunsAbout, render, write_report
+from fathomlm.lab.analyze.runs import (
+    Points,
+    Record,
+    RunSummary,
+    TrainingRun,
+    exit_depths,
+    points,
+    smooth,
+    summarise,
+    training_loss,
+)
+from fathomlm.lab.drawing import (
+    DASHES,
     LINES,
     UNSELECTED,
     check_matplotlib,
-    draw_table,
-    new_figure,
+    figure_over_table,
     plain_axes,
-    set_title,
+    save_figure,
     shortened,
 )
-from fathomlm.lab.analyze.runs import Points, Record, Run, Summary, exit_depths, points, smooth, summarise, training_loss
+from fathomlm.lab.tables import Rows, amount, optional
 
 FORMATS = ("png", "svg", "pdf")
 AXES: dict[str, tuple[str, str]] = {
@@ -42,7 +54,6 @@ METRICS: dict[str, tuple[str, str]] = {
     "grad_norm": ("gradient norm", "before clipping"),
 }
 """What can be drawn: the panel's title, and the unit of its axis."""
-DASHES: tuple[Any, ...] = ("--", ":", "-.", (0, (5, 1, 1, 1, 1, 1)), (0, (1, 3)))
 COLOURS = (*LINES, UNSELECTED, "#999999")
 """Of runs; from the ninth on they come again, and the table's order tells which is which."""
 
@@ -76,17 +87,15 @@ def check_out(out: Path) -> str:
     return suffix
 
 
-def plot(runs: Sequence[Run], out: Path, options: PlotOptions) -> list[Summary]:
+def plot(runs: Sequence[TrainingRun], out: Path, options: PlotOptions) -> list[RunSummary]:
     """Draw the runs into `out`, which appears whole or not at all, and give back the numbers that stand beside them."""
     kind = check_out(out)
     check_matplotlib()
     metrics = ("loss", "validation") if options.metric is None else (options.metric,)
     summaries = [summarise(run) for run in runs]
-    table = table_of(summaries)
-    panels_height, table_height = 4.4, 0.27 * (len(table) + 1)
-    figure = new_figure(6.4 * len(metrics) if len(metrics) > 1 else 9.0, panels_height + table_height + 0.5)
-    grid = figure.add_gridspec(2, len(metrics), height_ratios=(panels_height, table_height))
     colors = [COLOURS[i % len(COLOURS)] for i in range(len(runs))]
+    width = 6.4 * len(metrics) if len(metrics) > 1 else 9.0
+    figure, grid = figure_over_table(width, [4.4], table_of(summaries), colors, columns=len(metrics))
     drawn = 0
     for column, metric in enumerate(metrics):
         axes = figure.add_subplot(grid[0, column])
@@ -95,23 +104,20 @@ def plot(runs: Sequence[Run], out: Path, options: PlotOptions) -> list[Summary]:
             axes.set_title(METRICS[metric][0], fontsize=11)
     if not drawn:
         raise OptionError(f"none of the runs has recorded {' or '.join(metrics)}")
-    draw_table(figure.add_subplot(grid[1, :]), table, colors)
     title = runs[0].name if len(runs) == 1 else f"{len(runs)} runs"
-    set_title(figure, f"{shortened(title)}: {' and '.join(METRICS[metric][0] for metric in metrics)}")
-    with whole_file(out) as temporary:
-        figure.savefig(temporary, format=kind, dpi=150)
+    save_figure(figure, f"{shortened(title)}: {' and '.join(METRICS[metric][0] for metric in metrics)}", out, kind)
     return summaries
 
 
-def table_of(summaries: Sequence[Summary]) -> list[list[str]]:
+def table_of(summaries: Sequence[RunSummary]) -> Rows:
     """The numbers beside the curves, a header and a row a run; losses at exits have columns of their own."""
     depths = sorted({depth for summary in summaries for depth in summary.exits}, key=int)
     header = ["run", "steps", "tokens", "tokens/s", "training", "validation", "best"]
     rows = [header + [f"exit {depth}" for depth in depths]]
     for s in summaries:
         losses = (s.loss, s.validation, s.best, *(s.exits.get(depth) for depth in depths))
-        rate = "-" if s.tokens_per_s is None else f"{s.tokens_per_s:,.0f}"
-        rows.append([s.run, f"{s.step:,}", _amount(s.tokens), rate, *("-" if v is None else f"{v:.4f}" for v in losses)])
+        counts = [f"{s.step:,}", amount(s.tokens, 4), optional(s.tokens_per_s, ",.0f")]
+        rows.append([s.run, *counts, *(optional(loss, ".4f") for loss in losses)])
     return rows
 
 
@@ -123,7 +129,7 @@ class _Panel:
     metric: str
     options: PlotOptions
 
-    def draw(self, runs: Sequence[Run], colors: Sequence[str]) -> int:
+    def draw(self, runs: Sequence[TrainingRun], colors: Sequence[str]) -> int:
         """Draw every run that recorded the metric; how many did."""
         field = AXES[self.options.x][0]
         ends = [_x(record, field, run) for run in runs for record in (*run.train[-1:], *run.validation[-1:])]
@@ -142,11 +148,11 @@ class _Panel:
             self.axes.legend(fontsize=8 if len(handles) <= 10 else 6, framealpha=0.8)
         return drawn
 
-    def _draw_run(self, run: Run, color: str, depths: Sequence[str], x: Callable[[Record], float]) -> int:
+    def _draw_run(self, run: TrainingRun, color: str, depths: Sequence[str], x: Callable[[Record], float]) -> int:
         name = shortened(run.name)
         if self.metric in ("validation", "exits"):
             drawn = self._line(points(run.validation, "loss", x), color, "-", name, marker=True)
-            for depth, dash in zip(depths, cycle(DASHES), strict=False):
+            for depth, dash in zip(depths, cycle(DASHES[1:]), strict=False):
                 drawn += self._line(points(run.validation, f"exits.{depth}", x), color, dash, f"{name}, exit {depth}", True)
             return drawn
         found = training_loss(run, x) if self.metric == "loss" else points(run.train, self.metric, x)
@@ -173,7 +179,7 @@ class _Panel:
         return 1
 
 
-def _x(record: Record, field: str, run: Run, divisor: float = 1.0) -> float:
+def _x(record: Record, field: str, run: TrainingRun, divisor: float = 1.0) -> float:
     """Where a record stands."""
     value = record.get(field)
     if value is None:
@@ -196,8 +202,52 @@ def _unit(x: str, most: float) -> tuple[str, float]:
 _PREFIXES = (("zetta", 1e21), ("exa", 1e18), ("peta", 1e15), ("tera", 1e12), ("giga", 1e9))
 
 
-def _amount(number: float) -> str:
-    for size, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "K")):
-        if number >= size:
-            return f"{number / size:.4g}{letter}"
-    return f"{number:g}"
+def write_runs(
+    runs: Sequence[TrainingRun],
+    summaries: Sequence[RunSummary],
+    options: PlotOptions,
+    about: RunsAbout,
+    out: Path,
+    force: bool = False,
+) -> list[Path]:
+    """Losses, and every other metric that some of the runs recorded."""
+    titles = {"losses": "training and validation loss"}
+    draw: dict[str, Draw] = {"losses.png": partial(_draw_curves, runs, options)}
+    for metric in _recorded(runs):
+        titles[metric] = METRICS[metric][0]
+        logy = options.logy and metric == "exits"
+        draw[f"{metric}.png"] = partial(_draw_curves, runs, dataclasses.replace(options, metric=metric, logy=logy))
+    numbers = {"summaries": [summary.to_dict() for summary in summaries]}
+
+    def page(pictures: Mapping[str, bytes]) -> str:
+        return render(TEMPLATE, about, pictures, summary=table_of(summaries), titles=titles)
+
+    return write_report("runs", numbers, about, draw, page, out, force)
+
+
+def _draw_curves(runs: Sequence[TrainingRun], options: PlotOptions, out: Path) -> None:
+    plot(runs, out, options)
+
+
+def _recorded(runs: Sequence[TrainingRun]) -> list[str]:
+    def some(metric: str) -> bool:
+        return any(points(run.train, metric, lambda record: 0.0) for run in runs)
+
+    found = [metric for metric in ("lr", "grad_norm", "tokens_per_s", "mfu", "mfu_sustained") if some(metric)]
+    return ["exits", *found] if exit_depths(runs) else found
+
+
+TEMPLATE = """\
+{% extends "base" %}
+{% block title %}{{ about.name }}: training{% endblock %}
+{% block body %}
+{% from "parts" import table %}
+<h1>{{ about.name }}: training</h1>
+<p class="note">{{ about.runs | join(", ") }}</p>
+{{ table(summary, "losses in nats per token") }}
+{% for name, title in titles.items() %}
+<h2>{{ title }}</h2>
+<figure><img src="{{ images[name] }}" alt="{{ title }}"></figure>
+{% endfor %}
+{% endblock %}
+"""

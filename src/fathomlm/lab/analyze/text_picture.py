@@ -12,8 +12,8 @@ from typing import Any
 
 from fathomlm.cli.colours import depth_colours, ink
 from fathomlm.cli.shown import visible
-from fathomlm.lab.analyze.drawing import set_title, shortened
 from fathomlm.lab.analyze.routing import RoutingNumbers, ShownToken
+from fathomlm.lab.drawing import save_figure, shortened
 
 COLUMNS = 100
 POINTS = 9.0
@@ -30,7 +30,7 @@ UNKNOWN = "▯"
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class TextSpan:
     """Letters of one token within one line."""
 
     line: int
@@ -39,9 +39,9 @@ class Run:
     depth: int
 
 
-def lay(tokens: Sequence[ShownToken], columns: int = COLUMNS) -> list[Run]:
+def lay(tokens: Sequence[ShownToken], columns: int = COLUMNS) -> list[TextSpan]:
     """Where each token's letters stand."""
-    runs: list[Run] = []
+    spans: list[TextSpan] = []
     line = column = 0
     for token in tokens:
         for at, part in enumerate(visible(token.text).split("\n")):
@@ -51,9 +51,9 @@ def lay(tokens: Sequence[ShownToken], columns: int = COLUMNS) -> list[Run]:
                 if column == columns:
                     line, column = line + 1, 0
                 piece, part = part[: columns - column], part[columns - column :]
-                runs.append(Run(line, column, piece, token.depth))
+                spans.append(TextSpan(line, column, piece, token.depth))
                 column += len(piece)
-    return runs
+    return spans
 
 
 def draw_text(numbers: RoutingNumbers, name: str, out: Path) -> None:
@@ -66,7 +66,7 @@ def draw_text(numbers: RoutingNumbers, name: str, out: Path) -> None:
     known = frozenset(get_font(findfont(font)).get_charmap())
     cell = POINTS * 0.602
     blocks = [lay(sample) for sample in numbers.samples]
-    heights = [1 + max((run.line for run in block), default=0) for block in blocks]
+    heights = [1 + max((span.line for span in block), default=0) for block in blocks]
     width = 2 * MARGIN + COLUMNS * cell
     shares = numbers.depth_shares()
     legend = -(-len(shares) // PER_LINE)
@@ -78,14 +78,13 @@ def draw_text(numbers: RoutingNumbers, name: str, out: Path) -> None:
     axes.set_xlim(0, width)
     axes.set_ylim(height, 0)
     page = _Page(axes, font, cell, known, depth_colours(len(numbers.capacity)))
-    set_title(figure, f"{shortened(name)}: how many recursions each token ran, and how many of all tokens did so")
     page.legend(shares, TITLE)
     top = TITLE + LEAD * (legend + 1)
     for block, lines in zip(blocks, heights, strict=True):
-        for run in block:
-            page.put(run, top)
+        for span in block:
+            page.put(span, top)
         top += LEAD * (lines + 1)
-    figure.savefig(out, format="png", dpi=150)
+    save_figure(figure, f"{shortened(name)}: how many recursions each token ran, and how many of all tokens did so", out)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,10 +103,10 @@ class _Page:
             self._write(x, y, f" {depth} ", ink(self.colours[depth]))
             self._write(x + 4 * self.cell, y, f"{share:.1%}", "black")
 
-    def put(self, run: Run, top: float) -> None:
-        x, y = MARGIN + run.column * self.cell, top + run.line * LEAD
-        self._box(x, y, len(run.text), run.depth)
-        self._write(x, y, run.text, ink(self.colours[run.depth]))
+    def put(self, span: TextSpan, top: float) -> None:
+        x, y = MARGIN + span.column * self.cell, top + span.line * LEAD
+        self._box(x, y, len(span.text), span.depth)
+        self._write(x, y, span.text, ink(self.colours[span.depth]))
 
     def _box(self, x: float, y: float, letters: int, depth: int) -> None:
         from matplotlib.patches import Rectangle
