@@ -12,7 +12,8 @@ from fathomlm.cache import DenseCache, RoutedCache, build_cache
 from fathomlm.depth import DepthPlan
 from fathomlm.model.decoder import Decoder
 from fathomlm.model.route import DepthControl, RoutingTrace
-from model.route.small import CASES, KV, LOOPS, decoder_of, padded, routed, same, some_tokens
+from model.route.small import KV, LOOPS, decoder_of, padded, routed, routed_cases, same, some_tokens
+from pairwise import cover, in_turn
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -21,9 +22,9 @@ ENTRY_BYTES = 2 * 2 * 6 * 4
 T = 14
 
 
-@pytest.fixture(params=CASES, ids=lambda case: "-".join(case))
-def decoder(request: pytest.FixtureRequest) -> Decoder:
-    return decoder_of(routed(*request.param))
+@pytest.fixture
+def decoder(plan: DepthPlan) -> Decoder:
+    return decoder_of(plan)
 
 
 def routed_cache(decoder: Decoder) -> RoutedCache:
@@ -50,6 +51,7 @@ def depths_of(decoder: Decoder, tokens: Tensor, **options: Any) -> Tensor:
 
 
 @torch.inference_mode()
+@routed_cases(turn=0)
 def test_prefill_and_decode_equal_one_forward(decoder: Decoder) -> None:
     tokens, cache = some_tokens(2, T), routed_cache(decoder)
     same(in_chunks(decoder, tokens, cache, [8] + [1] * 6), decoder(tokens))
@@ -57,9 +59,7 @@ def test_prefill_and_decode_equal_one_forward(decoder: Decoder) -> None:
 
 
 @torch.inference_mode()
-@pytest.mark.parametrize("widths", [[1] * T, [3, 7, 4], [1, 6, 1, 6], [T]], ids=str)
-@pytest.mark.parametrize("kv", KV)
-@pytest.mark.parametrize("router", ["expert", "token"])
+@cover(router=["expert", "token"], kv=KV, widths=[[1] * T, [3, 7, 4], [1, 6, 1, 6], [T]])
 def test_uneven_chunks_equal_one_forward(router: str, kv: str, widths: list[int]) -> None:
     for windows in (False, True):
         decoder, tokens = decoder_of(routed(router, kv), windows), some_tokens(3, T, seed=5)
@@ -67,6 +67,7 @@ def test_uneven_chunks_equal_one_forward(router: str, kv: str, widths: list[int]
 
 
 @torch.inference_mode()
+@routed_cases(turn=1)
 def test_a_left_padded_batch_equals_its_singles(decoder: Decoder) -> None:
     lengths = [8, 3, 1]
     prompt, keep = padded(lengths)
@@ -85,6 +86,7 @@ def test_a_left_padded_batch_equals_its_singles(decoder: Decoder) -> None:
 
 
 @torch.inference_mode()
+@routed_cases(turn=2)
 def test_padding_in_the_middle_of_nothing_leaves_no_entries(decoder: Decoder) -> None:
     """A first chunk may hold nothing but padding in some rows."""
     tokens, keep = padded([9, 2, 9])
@@ -94,6 +96,7 @@ def test_padding_in_the_middle_of_nothing_leaves_no_entries(decoder: Decoder) ->
 
 
 @torch.inference_mode()
+@routed_cases(turn=0)
 def test_entries_and_bytes_are_those_of_the_tokens_routed_there(decoder: Decoder) -> None:
     tokens, keep = padded([T, 5, 9], seed=11)
     plan, depths, cache = decoder.plan, depths_of(decoder, tokens, keep_BS=keep), routed_cache(decoder)
@@ -125,6 +128,7 @@ def test_what_a_depth_limit_leaves_out_is_not_stored(kv: str, limit: int) -> Non
 
 
 @torch.inference_mode()
+@routed_cases(turn=1)
 def test_after_truncation_it_goes_on_as_if_fresh(decoder: Decoder) -> None:
     tokens, cache = some_tokens(2, T), routed_cache(decoder)
     in_chunks(decoder, tokens, cache, [9, 1, 4])
@@ -145,8 +149,7 @@ def test_after_truncation_it_goes_on_as_if_fresh(decoder: Decoder) -> None:
 
 
 @torch.inference_mode()
-@pytest.mark.parametrize("stop_at", range(1, 9))
-@pytest.mark.parametrize("kv", KV)
+@pytest.mark.parametrize(("stop_at", "kv"), in_turn(range(1, 9), KV, turn=0))
 def test_a_pass_that_was_broken_off_can_be_forgotten(kv: str, stop_at: int) -> None:
     """By then some steps have stored the new tokens and others have not."""
     decoder, tokens = decoder_of(routed("token", kv)), some_tokens(2, T)

@@ -33,12 +33,19 @@ from fathomlm.decode.full import Generation, Session, generate
 from fathomlm.decode.rows import Row
 from fathomlm.decode.sampling import Sampling
 from fathomlm.depth import Step
+from pairwise import in_turn, pairwise
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 TURN = (*MAIN, "own-layer")
 SAMPLINGS: dict[str, dict[str, Any]] = {"greedy": {}, "sampled": SAMPLED, "penalty": {"repetition_penalty": 1.5}}
-MAIN_AND_OTHERS = [*((name, how) for name in MAIN for how in SAMPLINGS), *((name, "greedy") for name in OTHERS)]
-"""Every way to sample on some models, greedy on all."""
+
+
+def some_models(modes: tuple[str, ...]) -> list[tuple[str, str, str]]:
+    """Every mode on some models with every way to sample, and on the others, which the cacheless twin below also judges in
+    every mode, one after the other."""
+    return [*pairwise(MAIN, modes, SAMPLINGS), *((*pair, "greedy") for pair in in_turn(OTHERS, modes, turn=1))]
+
+
 SHARED_BEHIND = ("plain-shared-kv", "loop-shared-kv", "four-loops-shared-kv")
 """Models whose steps behind the exit make no entries, or none that differ."""
 
@@ -47,8 +54,7 @@ def run_of(name: str, mode: str, options: dict[str, Any] | None = None, **sampli
     return generate(build(name), PROMPTS, exiting=exiting(name, mode, **options or {}), **{"max_new_tokens": NEW} | sampling)
 
 
-@pytest.mark.parametrize("mode", ["full", "parallel", "state-copy", "speculative", "oracle"])
-@pytest.mark.parametrize(("name", "how"), MAIN_AND_OTHERS)
+@pytest.mark.parametrize(("name", "mode", "how"), some_models(("full", "parallel", "state-copy", "speculative", "oracle")))
 def test_who_never_leaves_gives_what_full_decoding_gives(name: str, how: str, mode: str) -> None:
     sampling = SAMPLINGS[how]
     full = generate(build(name), PROMPTS, max_new_tokens=NEW, **sampling)
@@ -60,8 +66,7 @@ def test_who_never_leaves_gives_what_full_decoding_gives(name: str, how: str, mo
         assert {result.exit_layers for result in got} == {(build(name).plan.unrolled_layers,) * NEW}
 
 
-@pytest.mark.parametrize("mode", ["parallel", "state-copy"])
-@pytest.mark.parametrize(("name", "how"), MAIN_AND_OTHERS)
+@pytest.mark.parametrize(("name", "mode", "how"), some_models(("parallel", "state-copy")))
 def test_who_always_leaves_gives_what_the_shallow_model_gives(name: str, how: str, mode: str) -> None:
     sampling = SAMPLINGS[how]
     shallow = run_of(name, "static", **sampling)
@@ -124,7 +129,7 @@ def furthest(name: str, cache: SlotCache, results: list[Generation], steps: tupl
 @pytest.mark.parametrize(
     ("name", "max_stack", "part"),
     [
-        *((name, stack, part) for name in MAIN for stack in (1, 3, 16) for part in (0.2, 0.5, 0.8)),
+        *pairwise(MAIN, (1, 3, 16), (0.2, 0.5, 0.8)),
         *((name, 3, 0.4) for name in OTHERS),
     ],
 )
@@ -204,13 +209,13 @@ def every(name: str, mode: str, options: dict[str, Any]) -> Exiting:
     return exiting(name, mode, **options | mixing)
 
 
-def in_turn(ways: tuple[str, ...]) -> list[Any]:
+def over_models(ways: tuple[str, ...]) -> list[Any]:
     """Every mode with every way to sample, on the models in turn."""
     pairs = [(case, how) for how in ways for case in EVERY]
     return [pytest.param(TURN[i % 4], *case, how, id=f"{case[0]}-{i}-{how}") for i, (case, how) in enumerate(pairs)]
 
 
-@pytest.mark.parametrize(("name", "mode", "options", "how"), in_turn(tuple(SAMPLINGS)))
+@pytest.mark.parametrize(("name", "mode", "options", "how"), over_models(tuple(SAMPLINGS)))
 def test_a_batch_equals_singles(name: str, mode: str, options: dict[str, Any], how: str) -> None:
     setting, sampling = every(name, mode, options), SAMPLINGS[how]
     together = generate(build(name), PROMPTS, max_new_tokens=NEW, exiting=setting, **sampling)
@@ -230,7 +235,7 @@ def test_a_seed_repeats_and_another_differs() -> None:
         assert first != told(other)
 
 
-@pytest.mark.parametrize(("name", "mode", "options", "how"), in_turn(("greedy", "sampled")))
+@pytest.mark.parametrize(("name", "mode", "options", "how"), over_models(("greedy", "sampled")))
 def test_a_session_equals_fresh_generation(name: str, mode: str, options: dict[str, Any], how: str) -> None:
     model, setting, sampling = build(name), every(name, mode, options), SAMPLINGS[how]
     session = Session(model, exiting=setting)
@@ -247,8 +252,7 @@ def test_a_session_equals_fresh_generation(name: str, mode: str, options: dict[s
     assert session.generate(PROMPTS[0], max_new_tokens=8, **sampling).tokens == first.tokens
 
 
-@pytest.mark.parametrize("stop_at", range(1, 48, 4))
-@pytest.mark.parametrize("mode", ["state-copy", "parallel", "speculative"])
+@pytest.mark.parametrize(("stop_at", "mode"), in_turn(range(1, 48, 2), ("state-copy", "parallel", "speculative"), turn=0))
 def test_an_interrupted_session_is_still_right(mode: str, stop_at: int) -> None:
     model, count = build("vanilla"), 0
     session = Session(model, exiting=exiting("vanilla", mode, threshold=mixing_threshold("vanilla", 0.3)))

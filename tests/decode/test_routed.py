@@ -8,20 +8,17 @@ import pytest
 import torch
 
 from fathomlm.decode.full import Generation, Session, generate
+from fathomlm.depth import DepthPlan
 from fathomlm.errors import OptionError
 from fathomlm.model.hub import FathomForCausalLM
 from fathomlm.model.route import DepthControl, RoutingTrace
-from model.route.small import CASES, KV, LOOPS, model_of, routed
+from model.route.small import KV, LOOPS, model_of, routed, routed_cases
+from pairwise import cover, in_turn
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 PROMPTS = [[5, 9, 33, 7, 41, 2, 60, 13, 50], [17], [3, 20, 11, 42]]
 NEW = 6
-
-
-@pytest.fixture(params=CASES, ids=lambda case: "-".join(case))
-def model(request: pytest.FixtureRequest) -> FathomForCausalLM:
-    return model_of(routed(*request.param))
 
 
 def told(results: list[Generation]) -> list[tuple[tuple[int, ...], tuple[int, ...] | None]]:
@@ -40,7 +37,9 @@ def deciding_depths(model: FathomForCausalLM, result: Generation, control: Depth
     return trace.depths_BT[0, start:-1].tolist()
 
 
-def test_a_batch_equals_singles_and_one_causal_forward(model: FathomForCausalLM) -> None:
+@routed_cases(turn=2)
+def test_a_batch_equals_singles_and_one_causal_forward(plan: DepthPlan) -> None:
+    model = model_of(plan)
     together = generate(model, PROMPTS, max_new_tokens=NEW)
     assert told(together) == [told(generate(model, [prompt], max_new_tokens=NEW))[0] for prompt in PROMPTS]
     for result in together:
@@ -122,9 +121,7 @@ def test_without_a_router_there_are_no_depths_and_a_limit_still_holds(kv: str) -
         assert model.decoder.logits(out)[0, start:-1].argmax(-1).tolist() == list(result.tokens)
 
 
-@pytest.mark.parametrize("control", [None, DepthControl(max_depth=2, bias=0.5)], ids=["free", "controlled"])
-@pytest.mark.parametrize("kv", KV)
-@pytest.mark.parametrize("router", ["expert", "token, loss-free"])
+@cover(router=["expert", "token, loss-free"], kv=KV, control=[None, DepthControl(max_depth=2, bias=0.5)])
 def test_a_session_equals_fresh_generation(router: str, kv: str, control: DepthControl | None) -> None:
     model = model_of(routed(router, kv))
     session = Session(model, control)
@@ -141,8 +138,7 @@ def test_a_session_equals_fresh_generation(router: str, kv: str, control: DepthC
     )
 
 
-@pytest.mark.parametrize("stop_at", [1, 4, 7, 12, 17])
-@pytest.mark.parametrize("kv", KV)
+@pytest.mark.parametrize(("stop_at", "kv"), in_turn([1, 2, 4, 7, 9, 12, 17], KV, turn=0))
 def test_an_interrupted_session_is_still_right(kv: str, stop_at: int) -> None:
     model = model_of(routed("token", kv))
     session, ran = Session(model), 0

@@ -12,6 +12,7 @@ from torch import nn
 import fathomlm
 from fathomlm.checkpoints.save import save
 from fathomlm.depth.cost import count
+from pairwise import cover
 from parity.families import CONFIGS, tiny
 
 TOKENS = torch.randint(3, 96, (2, 18), generator=torch.Generator().manual_seed(2))
@@ -42,10 +43,13 @@ def test_one_recursion_is_the_base_model_bit_for_bit(base, sharing):
     assert torch.equal(logits(fathomlm.convert(base, sharing=sharing, recursions=1)), logits(base))
 
 
-@pytest.mark.parametrize("relax", ["lora", "dora"])
-@pytest.mark.parametrize(("sharing", "recursions"), [("cycle", 2), ("cycle", 3), ("sequence", 2), ("middle-cycle", 2)])
-@pytest.mark.parametrize("init", ["average", "stepwise", "random"])
-def test_full_rank_svd_restores_the_original_model(base, relax, sharing, recursions, init):
+@cover(
+    relax=["lora", "dora"],
+    looped=[("cycle", 2), ("cycle", 3), ("sequence", 2), ("middle-cycle", 2)],
+    init=["average", "stepwise", "random"],
+)
+def test_full_rank_svd_restores_the_original_model(base, relax, looped, init):
+    sharing, recursions = looped
     restored = fathomlm.convert(base, sharing=sharing, recursions=recursions, init=init, relax=relax, rank=10_000)
     torch.testing.assert_close(logits(restored), logits(base), rtol=0, atol=1e-4)
 

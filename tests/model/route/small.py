@@ -5,12 +5,14 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
 from fathomlm.depth import Architecture, DepthPlan, Relaxation, build_routing
 from fathomlm.model.decoder import Decoder
 from fathomlm.model.hub import FathomConfig, FathomForCausalLM
+from pairwise import in_turn
 
 VOCAB = 61
 SHAPE: dict[str, Any] = {
@@ -37,21 +39,20 @@ ROUTERS: dict[str, tuple[str, dict[str, Any]]] = {
     "token, random": ("token", {"random": True}),
 }
 EXPERTS = [name for name, (kind, _) in ROUTERS.items() if kind == "expert"]
-CASES = [
-    *((router, kv, "middle") for router in ROUTERS for kv in KV),
-    ("expert", "cache", "cycle"),
-    ("expert, random", "share", "cycle"),
-    ("expert", "hybrid", "cycle"),
-    ("token", "cache", "cycle"),
-    ("token, last", "hybrid", "cycle"),
-]
-"""Router, kv mode and loop: every router and mode on three recursions after a prelude, and some on two without."""
 
 
 def routed(router: str = "expert", kv: str = "cache", loop: str = "middle", **options: Any) -> DepthPlan:
     kind, known = ROUTERS[router]
     plan = LOOPS[loop]
     return plan.with_routing(build_routing(kind, plan.recursions, **known | options)).with_kv(kv)  # type: ignore[arg-type]
+
+
+def routed_cases(turn: int) -> pytest.MarkDecorator:
+    """Parametrizes `plan`: every router on three recursions after a prelude and some on two without, each with another KV
+    mode each turn, so that over three tests every router has every mode."""
+    cases = [(*pair, "middle") for pair in in_turn(ROUTERS, KV, turn)]
+    cases += [(*pair, "cycle") for pair in in_turn(("expert", "expert, random", "token", "token, last"), KV, turn)]
+    return pytest.mark.parametrize("plan", [routed(*case) for case in cases], ids=["-".join(case) for case in cases])
 
 
 def model_of(

@@ -17,11 +17,12 @@ from fathomlm.model.decoder import Decoder
 from fathomlm.model.route import Routers, RoutingTrace, TopKOptions
 from model.route.slow import core, slow_causal, slow_top_k
 from model.route.small import EXPERTS, KV, LOOPS, ROUTERS, decoder_of, model_of, padded, routed, same, some_tokens
+from pairwise import cover, in_turn
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 T = 12
-PLANS = [(router, kv, "middle") for router in EXPERTS for kv in KV] + [("expert", kv, "cycle") for kv in KV]
+PLANS = [(*pair, "middle") for pair in in_turn(EXPERTS, KV, 0)] + [("expert", kv, "cycle") for kv in KV]
 
 
 def states(decoder: Decoder, tokens: Tensor, **options: Any) -> Tensor:
@@ -56,8 +57,10 @@ def test_windows_reach_over_places_that_did_not_go_on(kv: str) -> None:
 
 
 @torch.inference_mode()
-@pytest.mark.parametrize("kv", KV)
-@pytest.mark.parametrize(("length", "kept"), [(1, [1, 1, 1]), (2, [2, 1, 1]), (7, [7, 4, 2]), (9, [9, 6, 3])])
+@pytest.mark.parametrize(
+    ("length", "kept", "kv"),
+    [(1, [1, 1, 1], "hybrid"), (2, [2, 1, 1], "share"), (7, [7, 4, 2], "cache"), (9, [9, 6, 3], "hybrid")],
+)
 def test_the_capacity_is_of_the_whole_length_rounded_down(length: int, kept: list[int], kv: str) -> None:
     """2/3 of 9 and 1/3 of 9 are whole, though their floats are not."""
     decoder, tokens = decoder_of(routed("expert", kv)), some_tokens(2, length)
@@ -141,8 +144,7 @@ def test_documents_with_a_capacity_each_know_nothing_of_each_other(router: str, 
         assert moved[:, at].all()
 
 
-@pytest.mark.parametrize("kv", KV)
-@pytest.mark.parametrize("router", EXPERTS)
+@pytest.mark.parametrize(("router", "kv"), in_turn(EXPERTS, KV, 1))
 def test_a_row_alone_is_the_row_beside_longer_ones(router: str, kv: str) -> None:
     """Outputs, depths and gradients; a row of one token among them, and one that is all there is."""
     lengths = [T, 7, 4, 1]
@@ -231,9 +233,7 @@ def test_everyone_at_weight_one_adds_the_whole_block(causal: bool) -> None:
 
 @torch.inference_mode()
 @pytest.mark.usefixtures("score_of_one")
-@pytest.mark.parametrize("causal", [False, True], ids=["top-k", "causal"])
-@pytest.mark.parametrize("loop", LOOPS)
-@pytest.mark.parametrize("kv", KV)
+@cover(kv=KV, loop=LOOPS, causal=[False, True])
 def test_everyone_interpolated_to_the_end_is_the_plain_recursive_model(kv: str, loop: str, causal: bool) -> None:
     """Hybrid writes all of its own entries then, so that it is the model without sharing."""
     plan = routed("expert, interpolate", kv, loop, capacity=ALL[: LOOPS[loop].recursions])
@@ -246,8 +246,7 @@ def test_everyone_interpolated_to_the_end_is_the_plain_recursive_model(kv: str, 
 
 
 @torch.inference_mode()
-@pytest.mark.parametrize("kv", KV)
-@pytest.mark.parametrize("router", EXPERTS)
+@pytest.mark.parametrize(("router", "kv"), in_turn(EXPERTS, KV, 2))
 def test_where_everyone_goes_on_training_is_inference(router: str, kv: str) -> None:
     decoder, tokens = decoder_of(routed(router, kv, capacity=ALL)), some_tokens(2, T)
     same(states(decoder, tokens), states(decoder, tokens, causal=True))
@@ -260,8 +259,7 @@ def gradients(loss: Tensor, decoder: Decoder) -> dict[str, float]:
     return {n: 0.0 if p.grad is None else float(p.grad.abs().amax()) for n, p in decoder.named_parameters()}
 
 
-@pytest.mark.parametrize("kv", KV)
-@pytest.mark.parametrize("router", ROUTERS)
+@pytest.mark.parametrize(("router", "kv"), in_turn(ROUTERS, KV, 0))
 def test_gradients_reach_every_router(router: str, kv: str) -> None:
     decoder, tokens = model_of(routed(router, kv)).decoder, some_tokens(3, T)
     out, trace = traced(decoder, tokens)

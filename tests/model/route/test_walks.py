@@ -14,14 +14,10 @@ from fathomlm.errors import OptionError
 from fathomlm.model.decoder import Decoder
 from fathomlm.model.route import DepthControl, RoutingTrace
 from model.route.slow import slow_causal
-from model.route.small import CASES, KV, LOOPS, ROUTERS, decoder_of, model_of, padded, routed, same, some_tokens
+from model.route.small import KV, LOOPS, ROUTERS, decoder_of, model_of, padded, routed, routed_cases, same, some_tokens
+from pairwise import cover
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-
-@pytest.fixture(params=CASES, ids=lambda case: "-".join(case))
-def plan(request: pytest.FixtureRequest) -> DepthPlan:
-    return routed(*request.param)
 
 
 @pytest.fixture
@@ -34,6 +30,7 @@ def last_state(decoder: Decoder, tokens: Tensor, trace: RoutingTrace | None = No
 
 
 @torch.inference_mode()
+@routed_cases(turn=0)
 def test_it_is_the_method_written_out_token_by_token(decoder: Decoder) -> None:
     tokens, trace = some_tokens(2, 10), RoutingTrace()
     got = last_state(decoder, tokens, trace)
@@ -58,6 +55,7 @@ def test_windows_count_places_not_entries(router: str, kv: str) -> None:
 
 
 @torch.inference_mode()
+@routed_cases(turn=1)
 @pytest.mark.parametrize("cached", [False, True], ids=["whole", "cached"])
 def test_a_future_token_changes_no_earlier_state(decoder: Decoder, cached: bool) -> None:
     def run(tokens: Tensor) -> tuple[Tensor, Tensor]:
@@ -79,6 +77,7 @@ def test_a_future_token_changes_no_earlier_state(decoder: Decoder, cached: bool)
 
 
 @torch.inference_mode()
+@routed_cases(turn=2)
 def test_a_left_padded_batch_equals_its_singles(decoder: Decoder) -> None:
     lengths = [12, 5, 9, 1]
     tokens, keep = padded(lengths)
@@ -94,6 +93,7 @@ def test_a_left_padded_batch_equals_its_singles(decoder: Decoder) -> None:
 
 
 @torch.inference_mode()
+@routed_cases(turn=0)
 def test_what_stands_in_padding_does_not_matter(decoder: Decoder) -> None:
     tokens, keep = padded([12, 5, 9])
     other = torch.where(keep, tokens, (tokens + 11) % 61)
@@ -103,9 +103,7 @@ def test_what_stands_in_padding_does_not_matter(decoder: Decoder) -> None:
 
 
 @torch.inference_mode()
-@pytest.mark.parametrize("kv", KV)
-@pytest.mark.parametrize("router", ["expert", "token"])
-@pytest.mark.parametrize("windows", [False, True], ids=["", "windows"])
+@cover(router=["expert", "token"], kv=KV, windows=[False, True])
 def test_documents_of_a_row_run_as_if_alone(router: str, kv: str, windows: bool) -> None:
     """Rotary positions are relative, so it does not matter where in a row a document stands."""
     decoder, tokens = decoder_of(routed(router, kv), windows), some_tokens(2, 12)
@@ -206,9 +204,7 @@ def test_a_routed_model_has_no_states_in_between() -> None:
 TOKEN_CHOICE = [router for router, (kind, _) in ROUTERS.items() if kind == "token"]
 
 
-@pytest.mark.parametrize("where", ["plain", "padded in front", "padded behind", "documents", "windows"])
-@pytest.mark.parametrize("kv", KV)
-@pytest.mark.parametrize("router", TOKEN_CHOICE)
+@cover(router=TOKEN_CHOICE, kv=KV, where=["plain", "padded in front", "padded behind", "documents", "windows"])
 def test_token_choice_by_depth_is_every_recursion_for_every_token(router: str, kv: str, where: str) -> None:
     """Training gathers the tokens that go on; outputs, depths and gradients are those of the walk that runs them all."""
     decoder = decoder_of(routed(router, kv), windows=where == "windows")
