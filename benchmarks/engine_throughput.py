@@ -96,15 +96,15 @@ class Bench:
     def engine(self, model: FathomForCausalLM, rows: int, **options: Any) -> Engine:
         usual = {"max_length": LONGEST, "prefix_caching": False, "penalties": False, "max_logprobs": 0, "max_queue": 10**5}
         begun = time.perf_counter()
-        engine = Engine(model, rows=rows, **(usual | options))
-        engine.run(requests(engine.runner.sizes.slots, 12, 2, model.architecture.vocab, seed=1))
+        engine = Engine(model, batch_size=rows, **(usual | options))
+        engine.run(requests(engine.runner.sizes.max_sequences, 12, 2, model.architecture.vocab, seed=1))
         finish(self.device)
         print(f"  set up in {time.perf_counter() - begun:.1f} s", flush=True)
         return engine
 
     def throughput(self, engine: Engine, count: int) -> Record:
         work = requests(count, self.args.mean, self.args.mean / 4, engine.model.architecture.vocab)
-        before = (engine.totals.ticks, engine.totals.tokens, engine.totals.depths, engine.totals.left)
+        before = (engine.totals.decode_steps, engine.totals.tokens, engine.totals.depths, engine.totals.exited)
         begun = time.perf_counter()
         results = engine.run(work)
         finish(self.device)
@@ -112,7 +112,9 @@ class Bench:
         ticks, tokens, depths, left = (
             now - then
             for now, then in zip(
-                (engine.totals.ticks, engine.totals.tokens, engine.totals.depths, engine.totals.left), before, strict=True
+                (engine.totals.decode_steps, engine.totals.tokens, engine.totals.depths, engine.totals.exited),
+                before,
+                strict=True,
             )
         )
         between = sorted(r.mean_inter_token_time or 0.0 for r in results)
@@ -124,8 +126,8 @@ class Bench:
             "tokens_per_tick": round(tokens / ticks, 2),
             "inter_token_ms_p50": round(1e3 * statistics.median(between), 3),
             "preemptions": engine.counters().preemptions,
-            "rows": engine.options.rows,
-            "slots": engine.runner.sizes.slots,
+            "rows": engine.options.batch_size,
+            "slots": engine.runner.sizes.max_sequences,
             "kv_gb": round(engine.runner.pages.bytes / 1e9, 4),
             "weights_gb": round(weight_bytes(engine.model) / 1e9, 4),
         }
@@ -138,7 +140,7 @@ class Bench:
     def replay(self, engine: Engine) -> Record:
         """The device alone: a full engine's ticks back to back, the host out of the way; and what one consists of."""
         vocab = engine.model.architecture.vocab
-        for i in range(engine.runner.sizes.slots):
+        for i in range(engine.runner.sizes.max_sequences):
             sampling = Sampling(max_new_tokens=LONGEST - 2, ignore_eos=True)
             engine.submit(Request(id=2 * 10**6 + i, prompt=(i % vocab,), sampling=sampling))
         for _ in range(32 // engine.runner.sizes.burst):
@@ -254,7 +256,7 @@ def mor(bench: Bench, recursions: int) -> None:
     for name, rows in cases if bench.args.both else cases[:1]:
         slots = round(rows * bench.args.overbook)
         cores = bench.args.cores or None
-        engine = bench.engine(model, rows, slots=slots, cores=cores, **settings)
+        engine = bench.engine(model, rows, max_sequences=slots, cores=cores, **settings)
         found = bench.throughput(engine, bench.args.requests * rows // 32)
         found |= bench.replay(engine)
         found |= {
@@ -283,7 +285,7 @@ def recursive_exit(bench: Bench) -> None:
     memory = int(base["memory_gb"] * 1e9) - weight_bytes(model)
     for rate in bench.args.rates:
         exiting = Exiting(mode="parallel", exit_layers=(half,), threshold=0.5, max_stack=16)
-        engine = bench.engine(model, 64, slots=96, memory=memory, exiting=exiting, forced_exits=rate)
+        engine = bench.engine(model, 64, max_sequences=96, memory=memory, exiting=exiting, forced_exits=rate)
         found = bench.throughput(engine, bench.args.requests) | bench.replay(engine)
         found |= {
             "speedup": round(found["tokens_per_s"] / base["tokens_per_s"], 3),

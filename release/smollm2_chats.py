@@ -196,7 +196,9 @@ def _engine(model: FathomForCausalLM, rows: int, length: int) -> Engine:
     weight = model.decoder.embed.weight
     token = 2 * shape.layers * shape.kv_heads * shape.head_dim * weight.element_size()
     room = rows * (length + 128) * token
-    return Engine(model, rows=rows, max_length=length, memory=room, chunk=8 * rows, penalties=False, max_logprobs=0)
+    return Engine(
+        model, batch_size=rows, max_length=length, memory=room, prefill_chunk=8 * rows, penalties=False, max_logprobs=0
+    )
 
 
 def _report(engine: Engine, writer: Writer, done: int, first: int, count: int, seconds: float) -> None:

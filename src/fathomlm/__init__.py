@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from fathomlm.decode.rows import Generation
     from fathomlm.decode.sampling import Sampling
     from fathomlm.depth import Architecture, DepthPlan, Relaxation
+    from fathomlm.engine.async_engine import AsyncEngine
     from fathomlm.engine.engine import Engine
-    from fathomlm.engine.front import AsyncEngine
     from fathomlm.engine.options import EngineOptions
     from fathomlm.engine.request import Request
     from fathomlm.errors import FathomError
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 _PUBLIC = {
     "Architecture": "fathomlm.depth",
-    "AsyncEngine": "fathomlm.engine.front",
+    "AsyncEngine": "fathomlm.engine.async_engine",
     "CapturedSession": "fathomlm.decode.captured_session",
     "DepthPlan": "fathomlm.depth",
     "Engine": "fathomlm.engine.engine",

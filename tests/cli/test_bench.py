@@ -262,7 +262,7 @@ BAD: list[tuple[tuple[str, ...], str]] = [
         ("throughput", "--memory", "lots"),
         "--memory takes a size such as 512MB, 8GB or 8GiB",
     ),
-    (("throughput", "--memory", "10KB"), "hold no two pages"),
+    (("throughput", "--memory", "10KB"), "must hold two pages"),
     (("throughput", "--memory", "9" * 400 + "GB"), "is more than any machine has"),
     (("throughput", "--memory", "900000000GB", "--requests", "1"), "too little memory for this; lower --rows"),
     (("throughput", "--kv-dtype", "fp4"), "unknown kv dtype 'fp4' (did you mean 'fp8'?); known: auto, fp8"),

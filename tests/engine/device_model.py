@@ -11,8 +11,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from zlib import crc32
 
-from fathomlm.engine.orders import Chunk, Plan
-from fathomlm.engine.prefixes import Prefix, PrefixCache
+from fathomlm.engine.prefix_cache import Prefix, PrefixCache
+from fathomlm.engine.schedule import PrefillChunk, SchedulerOutput
 
 END = 0
 """The token that ends a text; the others are 1, 2 and 3."""
@@ -72,7 +72,7 @@ class Row:
     running: bool
     pages: list[list[int]]
     rooms: list[int]
-    chunk: Chunk | None = None
+    chunk: PrefillChunk | None = None
     stage: int = 0
     """Tables that the token which runs now has been through."""
     fresh: list[int] = field(default_factory=list)
@@ -80,14 +80,14 @@ class Row:
 
 
 class Device:
-    def __init__(self, *, tables: Sequence[int], page_size: int, chunk: int) -> None:
+    def __init__(self, *, tables: Sequence[int], page_size: int, prefill_chunk: int) -> None:
         self.tables = tuple(tables)
         self.page_size = page_size
-        self.chunk = chunk
+        self.prefill_chunk = prefill_chunk
         self.rows: dict[int, Row] = {}
         self.memory: dict[tuple[int, int], dict[int, Mark]] = {}
 
-    def apply(self, plan: Plan) -> None:
+    def apply(self, plan: SchedulerOutput) -> None:
         self._no_overlaps(plan)
         for slot in plan.stops:
             del self.rows[slot]
@@ -112,8 +112,8 @@ class Device:
             pages = self.rows[grant.slot].pages[grant.table]
             assert grant.index == len(pages)
             pages.append(grant.page)
-        for room in plan.rooms:
-            self.rows[room.slot].rooms[room.table] = room.entries
+        for (slot, table), entries in plan.capacity.items():
+            self.rows[slot].rooms[table] = entries
         for row in self.rows.values():
             assert row.rooms == [len(pages) * self.page_size for pages in row.pages], "rooms and pages differ"
             assert all(room - self.page_size < row.longest - 1 for room in row.rooms), "a page that can never be used"
@@ -150,8 +150,8 @@ class Device:
         pool, size = self.tables[table], self.page_size
         return [self.memory[pool, pages[entry // size]][entry % size] for entry in range(count)]
 
-    def _no_overlaps(self, plan: Plan) -> None:
-        assert sum(chunk.count for chunk in plan.chunks) <= self.chunk, "more is read than the plan may"
+    def _no_overlaps(self, plan: SchedulerOutput) -> None:
+        assert sum(chunk.count for chunk in plan.chunks) <= self.prefill_chunk, "more is read than the plan may"
         assert all(chunk.count > 0 for chunk in plan.chunks)
         sources = {(copy.pool, copy.source) for copy in plan.copies}
         targets = [(copy.pool, copy.target) for copy in plan.copies]
@@ -159,9 +159,8 @@ class Device:
         assert len(set(targets)) == len(targets)
         for slots in (plan.stops, [p.slot for p in plan.placements], [c.slot for c in plan.chunks]):
             assert len(set(slots)) == len(slots)
-        assert len({(room.slot, room.table) for room in plan.rooms}) == len(plan.rooms)
 
-    def _read(self, row: Row, chunk: Chunk) -> Report:
+    def _read(self, row: Row, chunk: PrefillChunk) -> Report:
         assert chunk.first == row.ran, "a chunk does not begin where the last one ended"
         for _ in range(chunk.count):
             for table in range(self._depth(row)):

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 NEW = 10
 MANY = [*PROMPTS, [8, 1, 1, 70], [44, 12], [5, 9, 33, 7, 81, 2, 64, 13, 50, 20, 6], [91]]
-SMALL: dict[str, Any] = {"page_size": 4, "rows": 3, "chunk": 5, "max_length": 48}
+SMALL: dict[str, Any] = {"page_size": 4, "batch_size": 3, "prefill_chunk": 5, "max_length": 48}
 SERVED = [name for name in MODELS if name != "prefix"]
 
 
@@ -61,7 +61,11 @@ def test_routed_models_with_rows_of_different_recursions(case: tuple[str, ...], 
 def test_fewer_slots_than_rows_and_one_row() -> None:
     model = model_of(routed())
     wanted = expected(model)
-    for sizes in ({"rows": 8, "slots": 3}, {"rows": 1, "slots": 4}, {"rows": 1, "slots": 1}):
+    for sizes in (
+        {"batch_size": 8, "max_sequences": 3},
+        {"batch_size": 1, "max_sequences": 4},
+        {"batch_size": 1, "max_sequences": 1},
+    ):
         assert found(model, Engine(model, **(SMALL | sizes))) == wanted
 
 
@@ -107,7 +111,7 @@ def test_tokens_that_leave_early(name: str, mode: str) -> None:
     assert len({layer for result in wanted for layer in result.exit_layers or ()}) > 1
     # Text that is put aside is read again exactly, which is not what state copying left: here it needs all its memory.
     enough = {} if mode == "parallel" else {"memory": 10**6}
-    for sizes in ({}, {"rows": 16}, {"shallows": 3}, {"burst": 3, "lag": 1}):
+    for sizes in ({}, {"batch_size": 16}, {"shallows": 3}, {"burst": 3, "lag": 1}):
         engine = Engine(model, exiting=setting, **(SMALL | sizes | enough))
         results = engine.generate(many(model), max_new_tokens=NEW)
         assert [(r.tokens, r.depths) for r in results] == [(w.tokens, w.exit_layers) for w in wanted]
@@ -119,7 +123,7 @@ def test_a_full_stack_is_flushed() -> None:
     for stack in (1, 2, 5):
         setting = exiting("vanilla", "parallel", threshold=0.0, max_stack=stack)
         wanted = [generate(model, [prompt], max_new_tokens=NEW, exiting=setting)[0].tokens for prompt in many(model)]
-        engine = Engine(model, exiting=setting, **(SMALL | {"rows": 5}))
+        engine = Engine(model, exiting=setting, **(SMALL | {"batch_size": 5}))
         assert [result.tokens for result in engine.generate(many(model), max_new_tokens=NEW)] == wanted
 
 
@@ -178,12 +182,12 @@ def test_prompts_that_come_together_are_read_in_one_pass(kind: str, monkeypatch:
     setting = exiting("vanilla", "parallel", threshold=mixing_threshold("vanilla")) if kind == "exits" else None
     options = {} if setting is None else {"exiting": setting}
     wanted = [generate(model, [prompt], max_new_tokens=NEW, **options)[0].tokens for prompt in many(model)]
-    sizes = SMALL | {"rows": len(MANY), "memory": 10**6, "prefix_caching": False}
+    sizes = SMALL | {"batch_size": len(MANY), "memory": 10**6, "prefix_caching": False}
     for chunk in (5, 1000):
-        engine = Engine(model, **options, **(sizes | {"chunk": chunk}))
+        engine = Engine(model, **options, **(sizes | {"prefill_chunk": chunk}))
         passes: list[Any] = []
-        told = _telling(engine.runner.program.read, passes)
-        monkeypatch.setattr(engine.runner.program, "read", told)
+        told = _telling(engine.runner.program.prefill, passes)
+        monkeypatch.setattr(engine.runner.program, "prefill", told)
         assert [result.tokens for result in engine.generate(many(model), max_new_tokens=NEW)] == wanted
         assert sum(len(rows.slots_N) for rows in passes) == sum(len(prompt) - 1 for prompt in MANY)
         assert all(len(rows.slots_N) <= chunk for rows in passes)
@@ -199,7 +203,7 @@ def test_sampling_does_not_depend_on_the_batch() -> None:
     engine = Engine(model, **SMALL)
     together = engine.run([Request(id=i, prompt=tuple(p), sampling=settings[i]) for i, p in enumerate(many(model))])
     for i, prompt in enumerate(many(model)):
-        alone = Engine(model, **(SMALL | {"rows": 1, "slots": 1})).generate([prompt], settings[i])[0]
+        alone = Engine(model, **(SMALL | {"batch_size": 1, "max_sequences": 1})).generate([prompt], settings[i])[0]
         assert alone.tokens == together[i].tokens
     assert len({result.tokens for result in together}) > 1
 
@@ -271,7 +275,7 @@ def test_stop_strings_and_text(tiny_model: Any) -> None:
     free = generate(tiny_model, ["the fox"], max_new_tokens=30)[0]
     stop = free.text[8:11]
     wanted = generate(tiny_model, ["the fox", "a fathom"], max_new_tokens=30, stop=(stop,))
-    engine = Engine(tiny_model, rows=2, page_size=4)
+    engine = Engine(tiny_model, batch_size=2, page_size=4)
     results = engine.generate(["the fox", "a fathom"], max_new_tokens=30, stop=(stop,))
     assert [(r.text, r.finish.reason) for r in results] == [(w.text, w.finish) for w in wanted]
 
@@ -304,7 +308,7 @@ def _nothing_is_left(engine: Engine) -> None:
     while engine.busy:
         engine.step()
     counters = engine.counters()
-    assert (counters.queued, counters.reading, counters.running) == (0, 0, 0)
+    assert (counters.queued, counters.prefilling, counters.running) == (0, 0, 0)
     assert counters.pages_used == counters.pages_cached
 
 

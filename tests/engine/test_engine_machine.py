@@ -87,7 +87,7 @@ def reference(kind: str, prompt: tuple[int, ...], seed: int | None, threshold: f
         return Right(right.tokens, right.finish, right.depths or right.exit_layers, right.confidences)
     # The reference decoder draws otherwise; that tokens are drawn rightly is tested in test_sampler.py. Here: alone and at
     # leisure, in pages that nobody else wants.
-    engine = Engine(model(kind), exiting=setting, rows=3, slots=3, prefix_caching=False)
+    engine = Engine(model(kind), exiting=setting, batch_size=3, max_sequences=3, prefix_caching=False)
     alone = engine.generate([list(prompt)], Sampling(max_new_tokens=MOST_NEW, seed=seed, **SAMPLED))[0]
     return Right(alone.tokens, alone.finish.reason, alone.depths, alone.confidences)
 
@@ -141,10 +141,10 @@ def sizes(draw: st.DrawFn, kind: str) -> dict[str, Any]:
     """With few slots, pages are there for little more than one text of `max_length`."""
     rows = draw(st.integers(1, 4))
     chosen: dict[str, Any] = {
-        "rows": rows,
-        "slots": rows if kind == "whole" else draw(st.integers(1, 6)),
+        "batch_size": rows,
+        "max_sequences": rows if kind == "whole" else draw(st.integers(1, 6)),
         "page_size": draw(st.sampled_from([1, 2, 4, 8])),
-        "chunk": draw(st.sampled_from([1, 3, 8, 64])),
+        "prefill_chunk": draw(st.sampled_from([1, 3, 8, 64])),
         "max_length": draw(st.sampled_from([SHORT, SHORT, LONGEST, 2 * LONGEST])),
         "max_queue": draw(st.sampled_from([2, 100])),
         "lag": draw(st.integers(0, 2)),
@@ -219,10 +219,10 @@ def check(kind: str, engine: Engine, heard: list[Heard]) -> None:
 def nothing_is_left(engine: Engine) -> None:
     assert not engine.busy
     counters = engine.counters()
-    assert (counters.queued, counters.reading, counters.running) == (0, 0, 0)
+    assert (counters.queued, counters.prefilling, counters.running) == (0, 0, 0)
     assert counters.pages_used == counters.pages_cached
-    assert (engine._jobs, engine._by_epoch, list(engine._flying)) == ({}, {}, [])
-    memory = engine.scheduler.memory
+    assert (engine._sequences, set(engine._in_slot), list(engine._in_flight)) == ({}, {None}, [])
+    memory = engine.scheduler.page_manager
     memory.prefixes.clear()
     assert [pool.free for pool in memory.pools] == list(engine.runner.sizes.pool_pages)
 
@@ -261,8 +261,9 @@ def test_crowds(kind: str) -> None:
     for lag in range(3):
         random = Random(lag)
         sizes = {
-            "rows": 4, "slots": 4 if kind == "whole" else 6, "page_size": random.choice((1, 2)), "max_length": SHORT,
-            "chunk": random.choice((2, 8)), "lag": lag, "burst": random.choice((1, 2)),
+            "batch_size": 4, "max_sequences": 4 if kind == "whole" else 6, "page_size": random.choice((1, 2)),
+            "max_length": SHORT,
+            "prefill_chunk": random.choice((2, 8)), "lag": lag, "burst": random.choice((1, 2)),
         }  # fmt: skip
         history = [
             Ask(
@@ -286,7 +287,9 @@ def test_rows_that_stand_for_nothing_write_nothing(kind: str) -> None:
     and write into a page, which hardly ever shows in a token."""
 
     def entries(before: list[int]) -> torch.Tensor:
-        engine = Engine(model(kind), exiting=leaving(kind, 0.0), rows=1, slots=1, page_size=4, max_length=LONGEST)
+        engine = Engine(
+            model(kind), exiting=leaving(kind, 0.0), batch_size=1, max_sequences=1, page_size=4, max_length=LONGEST
+        )
         for new in before:
             engine.generate([list(STEMS[0])], max_new_tokens=new)
         engine.generate([list(STEMS[1])], max_new_tokens=6, ignore_eos=True)

@@ -13,8 +13,8 @@ import torch
 
 from fathomlm.decode.sampling import Sampling
 from fathomlm.depth import Architecture, DepthPlan
+from fathomlm.engine.async_engine import AsyncEngine
 from fathomlm.engine.engine import Engine, Event
-from fathomlm.engine.front import AsyncEngine
 from fathomlm.engine.request import Finished, Request
 from fathomlm.model.hub import FathomConfig, FathomForCausalLM
 
@@ -33,7 +33,7 @@ def engine() -> Engine:
     shape = {"layers": 1, "hidden": 16, "intermediate": 16, "heads": 2, "kv_heads": 1, "head_dim": 8, "context": 32}
     architecture = Architecture(family="llama", vocab=VOCAB, tied_embeddings=False, **shape)
     model = FathomForCausalLM(FathomConfig.of(architecture, DepthPlan.vanilla(1), None, dtype=torch.float32)).eval()
-    return Engine(model, rows=64, page_size=2)
+    return Engine(model, batch_size=64, page_size=2)
 
 
 def held() -> int:
@@ -60,12 +60,12 @@ def serve_flat(serve: Callable[[int, int], None], warm: int, many: int) -> None:
 
 def nothing_is_left(engine: Engine) -> None:
     assert not engine.busy
-    assert (engine._jobs, engine._by_epoch, list(engine._flying)) == ({}, {}, [])
+    assert (engine._sequences, set(engine._in_slot), list(engine._in_flight)) == ({}, {None}, [])
     scheduler, runner = engine.scheduler, engine.runner
     assert (scheduler.placed, scheduler.waiting) == ((), ())
-    assert [pool.used for pool in scheduler.memory.pools] == list(engine.counters().pages_cached)
+    assert [pool.used for pool in scheduler.page_manager.pools] == list(engine.counters().pages_cached)
     assert runner.sampler._held == {}
-    assert sorted(scheduler._slots) == list(range(runner.sizes.slots))
+    assert sorted(scheduler._slots) == list(range(runner.sizes.max_sequences))
 
 
 def test_ten_thousand_requests(engine: Engine) -> None:
@@ -82,7 +82,7 @@ def test_ten_thousand_requests(engine: Engine) -> None:
             engine.submit(Request(id=number, prompt=(number % VOCAB,), sampling=sampling), tell)
             if number % 50 == 0:
                 engine.cancel(number)
-            if len(engine._jobs) >= 100:
+            if len(engine._sequences) >= 100:
                 engine.step()
                 engine.cancel(number // 49 * 49)
         while engine.busy:
@@ -114,5 +114,5 @@ def test_thousands_of_requests_through_the_front(engine: Engine) -> None:
     serve_flat(serve, 1_000, 5_000)
     asyncio.run(front.close())
     assert engine.totals.finished - made == 5_000
-    assert (front._streams, front._jobs, front._inbox, front._outbox) == ({}, {}, [], {})
+    assert (front._streams, front._sequences, front._inbox, front._outbox) == ({}, {}, [], {})
     nothing_is_left(engine)

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from fathomlm.engine.options import EngineOptions
-from fathomlm.engine.programs.base import Parts
+from fathomlm.engine.programs.base import ProgramContext
 from fathomlm.engine.programs.bookkeeping import Book, PlainBook
-from fathomlm.engine.routing import RowRouters
+from fathomlm.engine.routing import BatchRouters
 from fathomlm.engine.runner import Runner
 from fathomlm.kernels.triton_here import triton
 from model.route.small import model_of, routed
@@ -52,20 +52,27 @@ def case(name: str) -> tuple[Runner, Any]:
     decoder = model.decoder.cuda() if GPU else model.decoder
     depths = plan.routing.capacity if forced else None
     sizes = EngineOptions(
-        rows=ROWS, slots=SLOTS, page_size=4, max_length=40, fuse=True, compile=False, capture=False, forced_depths=depths
+        batch_size=ROWS,
+        max_sequences=SLOTS,
+        page_size=4,
+        max_length=40,
+        fuse=True,
+        compile=False,
+        capture=False,
+        forced_depths=depths,
     )
     return Runner(decoder, sizes), plan
 
 
-def books(runner: Runner) -> tuple[Book, Book, Parts]:
+def books(runner: Runner) -> tuple[Book, Book, ProgramContext]:
     from fathomlm.engine.programs.kernel_book import KernelBook
 
     program: Any = runner.program
-    routers: RowRouters = program.routers
+    routers: BatchRouters = program.routers
     return PlainBook(program.parts, routers), KernelBook(program.parts, routers), program.parts
 
 
-def scatter(parts: Parts, book: Book, plan: Any, seed: int) -> None:
+def scatter(parts: ProgramContext, book: Book, plan: Any, seed: int) -> None:
     """Slots in all stages; tables and counts that are far enough from each other to tell wrong ones."""
     s, draw = parts.state, torch.Generator().manual_seed(seed)
 
@@ -86,12 +93,12 @@ def scatter(parts: Parts, book: Book, plan: Any, seed: int) -> None:
     book.slots.depth_S[:many] = whole(0, 4, many)
 
 
-def snapshot(parts: Parts, book: Book) -> list[Tensor]:
+def snapshot(parts: ProgramContext, book: Book) -> list[Tensor]:
     s = parts.state
     return [t[: s.slots].clone() for t in (s.numbers_SC, s.entries_ST, s.x_SM, book.slots.said_SR, book.slots.depth_S)]
 
 
-def put_back(parts: Parts, book: Book, kept: list[Tensor]) -> None:
+def put_back(parts: ProgramContext, book: Book, kept: list[Tensor]) -> None:
     s = parts.state
     for tensor, old in zip((s.numbers_SC, s.entries_ST, s.x_SM, book.slots.said_SR, book.slots.depth_S), kept, strict=True):
         tensor[: s.slots] = old
@@ -107,7 +114,7 @@ def compare(slow: Any, fast: Any, fields: tuple[str, ...]) -> None:
     assert torch.equal(a.table_NP[live], b.table_NP[live])
 
 
-def questions(parts: Parts, book: Book, turn: bool, out_NM: Tensor) -> list[Any]:
+def questions(parts: ProgramContext, book: Book, turn: bool, out_NM: Tensor) -> list[Any]:
     if not turn:
         taken = book.begin_core()
         book.end_core(taken, out_NM)

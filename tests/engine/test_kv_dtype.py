@@ -110,7 +110,7 @@ def test_the_same_memory_holds_twice_the_pages(kind: str) -> None:
         assert more in (2 * few, 2 * few + 1)
     for name, engine in engines.items():
         assert 0.9 * memory < engine.runner.pages.bytes <= memory
-        assert [pool.total for pool in engine.scheduler.memory.pools] == list(pages[name])
+        assert [pool.total for pool in engine.scheduler.page_manager.pools] == list(pages[name])
     told(engines["fp8"])
 
 

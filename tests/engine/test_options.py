@@ -47,10 +47,10 @@ def test_parts_must_be_those_of_the_models_recursions() -> None:
 
 
 def test_depths_are_forced_where_there_are_any() -> None:
-    with pytest.raises(OptionError, match="forced_depths is for models with a router"):
+    with pytest.raises(OptionError, match="forced_depths requires a model with a router"):
         Engine(build("vanilla"), forced_depths=(1.0,), **SMALL)
     for model in (build("vanilla"), model_of(routed())):
-        with pytest.raises(OptionError, match="this one has no exit"):
+        with pytest.raises(OptionError, match="requires an engine with an exit"):
             Engine(model, forced_exits=0.5, **SMALL)
 
 

@@ -14,17 +14,16 @@ from decode.exit_models import LLAMA, LOOP, MODELS, build, exiting, mixing_thres
 from fathomlm.depth import DepthPlan
 from fathomlm.depth.sharing import STRATEGIES
 from fathomlm.engine.engine import Engine
+from fathomlm.engine.kv_pages import AttentionMetadata, KVPages
 from fathomlm.engine.layout import build_layout
-from fathomlm.engine.orders import Copy, Grant, Plan, Room
-from fathomlm.engine.pool import Pages
 from fathomlm.engine.programs.exits import ExitProgram, _on
-from fathomlm.engine.rows import Reach
+from fathomlm.engine.schedule import PageCopy, PageGrant, SchedulerOutput
 from fathomlm.errors import PlanError
 from model.route.small import model_of, routed
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-SMALL: dict[str, Any] = {"page_size": 4, "rows": 3, "chunk": 5, "max_length": 48}
+SMALL: dict[str, Any] = {"page_size": 4, "batch_size": 3, "prefill_chunk": 5, "max_length": 48}
 PLANES, PAGES, SIZE = 3, 5, 4
 
 
@@ -61,13 +60,13 @@ def test_hybrid_entries_have_no_exits() -> None:
         LOOP.with_kv("hybrid")
 
 
-def pool_of_pages() -> Pages:
+def pool_of_pages() -> KVPages:
     layout: Any = SimpleNamespace(planes=(PLANES,))
-    return Pages(LLAMA, layout, (PAGES,), SIZE, torch.device("cpu"), torch.float32)
+    return KVPages(LLAMA, layout, (PAGES,), SIZE, torch.device("cpu"), torch.float32)
 
 
-def rows(table: list[list[int]], lengths: list[int], slots: list[int], planes: int = 1) -> Reach:
-    return Reach(torch.tensor(slots), torch.tensor(table).int(), torch.tensor(lengths).int(), planes=planes)
+def rows(table: list[list[int]], lengths: list[int], slots: list[int], planes: int = 1) -> AttentionMetadata:
+    return AttentionMetadata(torch.tensor(slots), torch.tensor(table).int(), torch.tensor(lengths).int(), planes=planes)
 
 
 def test_rows_inside_the_pool_pass() -> None:
@@ -104,25 +103,25 @@ def test_planes_and_copies_outside_the_pool_are_found() -> None:
             pages.at(0, plane, planes)
     for source, target in ((5, 0), (0, 5), (-1, 0)):
         with pytest.raises(AssertionError, match="is copied"):
-            pages.copy(Copy(0, source, target))
+            pages.copy(PageCopy(0, source, target))
 
 
 @pytest.mark.parametrize(
     "order",
     [
-        {"grants": [Grant(2, 0, 0, 0)]},
-        {"grants": [Grant(0, 0, 3, 0)]},
-        {"grants": [Grant(0, 0, 0, 5)]},
-        {"grants": [Grant(0, 1, 0, 7)]},
-        {"rooms": [Room(0, 0, 13)]},
-        {"rooms": [Room(2, 0, 4)]},
+        {"grants": [PageGrant(2, 0, 0, 0)]},
+        {"grants": [PageGrant(0, 0, 3, 0)]},
+        {"grants": [PageGrant(0, 0, 0, 5)]},
+        {"grants": [PageGrant(0, 1, 0, 7)]},
+        {"capacity": {(0, 0): 13}},
+        {"capacity": {(2, 0): 4}},
     ],
 )
 def test_a_plan_that_leads_out_of_memory_is_found(order: dict[str, Any]) -> None:
-    sizes: dict[str, Any] = {"tables": (0, 1), "pool_pages": (5, 7), "slots": 2, "pages": 3, "size": 4}
-    fine = Plan([], [], [], [Grant(1, 0, 2, 4), Grant(1, 1, 2, 6)], [Room(1, 0, 12)], [])
+    sizes: dict[str, Any] = {"tables": (0, 1), "pool_pages": (5, 7), "max_sequences": 2, "pages": 3, "size": 4}
+    fine = SchedulerOutput(grants=[PageGrant(1, 0, 2, 4), PageGrant(1, 1, 2, 6)], capacity={(1, 0): 12})
     fine.check(**sizes)
-    with pytest.raises(AssertionError, match=r"Grant|Room"):
+    with pytest.raises(AssertionError, match=r"PageGrant|slot 2|13 entries"):
         dataclasses.replace(fine, **order).check(**sizes)
 
 
@@ -133,13 +132,13 @@ def test_a_table_with_a_wrong_page_stops_the_engine(kind: str, wrong: str) -> No
     setting = exiting("lora", "parallel", threshold=mixing_threshold("lora")) if kind == "exits" else None
     engine = Engine(model, exiting=setting, **SMALL)
     stride = engine.runner.pages.stride(0)
-    told = engine.runner.state.hand_out
+    told = engine.runner.state.apply
 
     def spoilt(*given: Any) -> None:
         told(*given)
         engine.runner.state.tables_STP.fill_({"next plane": stride, "spare": stride - 1, "negative": -1}[wrong])
 
-    engine.runner.state.hand_out = spoilt  # type: ignore[method-assign]
+    engine.runner.state.apply = spoilt  # type: ignore[method-assign]
     with pytest.raises(AssertionError, match=r"a row (sees|writes) page"):
         engine.generate([[5, 9, 33]], max_new_tokens=4)
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from fathomlm.decode.sampling import Sampling
-from fathomlm.engine.request import Finished, Logprobs, Request, Result, Times, TokenEvent
+from fathomlm.engine.request import Finished, Request, Result, TokenEvent, TokenLogprobs
 from fathomlm.errors import OptionError
 
 
@@ -86,28 +86,28 @@ def test_an_error_has_a_message_and_nothing_else_has() -> None:
         Finished(reason="stop", error="why")
 
 
-def result(tokens: int, times: Times) -> Result:
+def result(tokens: int, *times: float) -> Result:
     return Result(
         id=1,
         prompt_tokens=(1, 2),
         tokens=tuple(range(tokens)),
         text="",
         finish=Finished(reason="length"),
-        times=times,
+        **dict(zip(("arrival", "first_token_time", "last_token_time"), times, strict=False)),
     )
 
 
 def test_times_come_from_the_clock() -> None:
-    whole = result(5, Times(arrival=10.0, first=10.5, last=12.5))
+    whole = result(5, 10.0, 10.5, 12.5)
     assert whole.time_to_first_token == 0.5
     assert whole.mean_inter_token_time == 0.5
-    one = result(1, Times(arrival=10.0, first=11.0, last=11.0))
+    one = result(1, 10.0, 11.0, 11.0)
     assert (one.time_to_first_token, one.mean_inter_token_time) == (1.0, None)
-    none = result(0, Times(arrival=10.0))
+    none = result(0, 10.0)
     assert (none.time_to_first_token, none.mean_inter_token_time) == (None, None)
 
 
 def test_events_and_log_probabilities_say_nothing_that_was_not_asked() -> None:
     event = TokenEvent(token=3, text="a", index=0)
     assert (event.logprob, event.top, event.depth, event.confidence) == (None, (), None, None)
-    assert Logprobs(logprob=-0.5).top == ()
+    assert TokenLogprobs(logprob=-0.5).top == ()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from engine.scheduling import build, ids, placed, read_all, rooms, run, submit
-from fathomlm.engine.orders import Chunk, Plan
+from fathomlm.engine.schedule import PrefillChunk, SchedulerOutput
 from fathomlm.errors import FathomError, QueueFull, RequestTooLarge
 
 
@@ -33,14 +33,14 @@ def test_the_queue_is_bounded() -> None:
     submit(scheduler, 2, 1)
     with pytest.raises(QueueFull, match="2 requests are waiting and the queue holds 2"):
         submit(scheduler, 3, 1)
-    scheduler.plan()
+    scheduler.schedule()
     submit(scheduler, 3, 1)
 
 
 def test_one_known_token_runs_at_once() -> None:
     scheduler = build(lookahead=3)
     sequence = submit(scheduler, 1, 1)
-    plan = scheduler.plan()
+    plan = scheduler.schedule()
     (placement,) = plan.placements
     assert placement.ready
     assert (placement.sequence, placement.entries, placement.epoch) == (sequence, (0,), sequence.epoch)
@@ -49,30 +49,30 @@ def test_one_known_token_runs_at_once() -> None:
 
 
 def test_all_but_the_last_token_is_read_within_the_budget() -> None:
-    scheduler = build(chunk=5)
+    scheduler = build(prefill_chunk=5)
     one, two = submit(scheduler, 1, 8), submit(scheduler, 2, 3)
-    first = scheduler.plan()
-    assert first.chunks == [Chunk(one.slot, one.epoch, 0, 5, last=False)]
+    first = scheduler.schedule()
+    assert first.chunks == [PrefillChunk(one.slot, one.epoch, 0, 5, last=False)]
     assert placed(first) == [1]
-    second = scheduler.plan()  # the device has not reported yet
+    second = scheduler.schedule()  # the device has not reported yet
     assert placed(second) == [2]
-    expected = [Chunk(one.slot, one.epoch, 5, 2, last=True), Chunk(two.slot, two.epoch, 0, 2, last=True)]
+    expected = [PrefillChunk(one.slot, one.epoch, 5, 2, last=True), PrefillChunk(two.slot, two.epoch, 0, 2, last=True)]
     assert second.chunks == expected
-    assert scheduler.plan().chunks == []
-    assert scheduler.read(1, one.epoch, 5, (5,))
-    assert one.state == "reading"
-    assert scheduler.read(1, one.epoch, 7, (7,))
-    assert (one.state, two.state) == ("running", "reading")
+    assert scheduler.schedule().chunks == []
+    assert scheduler.confirm_prefill(1, one.epoch, 5, (5,))
+    assert one.state == "prefilling"
+    assert scheduler.confirm_prefill(1, one.epoch, 7, (7,))
+    assert (one.state, two.state) == ("running", "prefilling")
 
 
 def test_while_it_reads_every_table_has_room_for_every_token() -> None:
-    scheduler = build(tables=(0, 1, 1), pool_pages=(50, 50), page_size=1, chunk=3, lookahead=2, prefix_caching=False)
+    scheduler = build(tables=(0, 1, 1), pool_pages=(50, 50), page_size=1, prefill_chunk=3, lookahead=2, prefix_caching=False)
     sequence = submit(scheduler, 1, 6, new=10)
-    plan = scheduler.plan()
+    plan = scheduler.schedule()
     assert rooms(plan) == {(sequence.slot, table): 3 for table in range(3)}
     read_all(scheduler, plan, deep=(1, 0))
-    plan = scheduler.plan()
-    assert plan.chunks == [Chunk(sequence.slot, sequence.epoch, 3, 2, last=True)]
+    plan = scheduler.schedule()
+    assert plan.chunks == [PrefillChunk(sequence.slot, sequence.epoch, 3, 2, last=True)]
     assert rooms(plan) == {(sequence.slot, table): at + 2 + 2 for table, at in enumerate((3, 1, 0))}  # chunk and lookahead
 
 
@@ -81,76 +81,76 @@ def test_several_tables_are_read_to_multiples_of_the_page_size() -> None:
     for tables, pools, counts in (((0, 1), (50, 50), [8, 1]), ((0,), (50,), [9])):
         scheduler = build(tables=tables, pool_pages=pools, page_size=4)
         submit(scheduler, 1, 10)
-        assert [chunk.count for _ in counts for chunk in scheduler.plan().chunks] == counts
+        assert [chunk.count for _ in counts for chunk in scheduler.schedule().chunks] == counts
     scheduler = build(tables=(0, 1), pool_pages=(50, 50), page_size=4, prefix_caching=False)
     submit(scheduler, 1, 10)
-    assert [chunk.count for chunk in scheduler.plan().chunks] == [9]
+    assert [chunk.count for chunk in scheduler.schedule().chunks] == [9]
 
 
 def test_a_chunk_shrinks_to_the_free_pages_before_anybody_is_preempted() -> None:
-    scheduler = build(pool_pages=(6,), chunk=5, prefix_caching=False)
+    scheduler = build(pool_pages=(6,), prefill_chunk=5, prefix_caching=False)
     one, two = submit(scheduler, 1, 2, new=10), submit(scheduler, 2, 11, new=1)
-    plan = scheduler.plan()
+    plan = scheduler.schedule()
     assert [chunk.count for chunk in plan.chunks] == [1, 4]
     read_all(scheduler, plan)
     run(scheduler, one)
-    plan = scheduler.plan()
+    plan = scheduler.schedule()
     assert (plan.stops, [chunk.count for chunk in plan.chunks]) == ([], [4])
-    assert scheduler.memory.pools[0].free == 0
+    assert scheduler.page_manager.pools[0].free == 0
     slot = two.slot
-    assert scheduler.plan().stops == [slot]  # not even one token fits, and nobody came later
+    assert scheduler.schedule().stops == [slot]  # not even one token fits, and nobody came later
 
 
 def test_room_runs_ahead_by_the_lookahead_and_ends_with_the_text() -> None:
     scheduler = build(page_size=1, lookahead=3)
     sequence = submit(scheduler, 1, 3, new=4)
-    plan = scheduler.plan()
+    plan = scheduler.schedule()
     assert rooms(plan) == {(sequence.slot, 0): 2 + 3}
     assert [(grant.table, grant.index) for grant in plan.grants] == [(0, at) for at in range(5)]
     read_all(scheduler, plan)
-    assert scheduler.plan() == Plan([], [], [], [], [], [])
+    assert scheduler.schedule() == SchedulerOutput()
     run(scheduler, sequence, 2)
-    assert rooms(scheduler.plan()) == {(sequence.slot, 0): 3 + 4 - 1}
+    assert rooms(scheduler.schedule()) == {(sequence.slot, 0): 3 + 4 - 1}
     run(scheduler, sequence, 1)
-    assert rooms(scheduler.plan()) == {}
+    assert rooms(scheduler.schedule()) == {}
 
 
 def test_lookahead_never_preempts_but_takes_cached_pages() -> None:
     scheduler = build(page_size=1, pool_pages=(8,), lookahead=5)
     old = submit(scheduler, 9, 3, new=1)
-    read_all(scheduler, scheduler.plan())
+    read_all(scheduler, scheduler.schedule())
     run(scheduler, old)
     scheduler.finish(9)
     assert scheduler.counters().pages_cached == (3,)
     one, two = submit(scheduler, 1, 1, new=8), submit(scheduler, 2, 1, new=8)
-    plan = scheduler.plan()
+    plan = scheduler.schedule()
     assert placed(plan) == [1, 2]
     assert rooms(plan) == {(one.slot, 0): 5, (two.slot, 0): 3}
     assert (scheduler.counters().pages_cached, scheduler.counters().evictions) == ((0,), 3)
     run(scheduler, one, 4)
-    assert (scheduler.plan().stops, len(one.pages[0])) == ([], 5)  # a token fits: more is not worth a preemption
+    assert (scheduler.schedule().stops, len(one.pages[0])) == ([], 5)  # a token fits: more is not worth a preemption
     run(scheduler, one, 1)
     slot = two.slot
-    assert scheduler.plan().stops == [slot]
+    assert scheduler.schedule().stops == [slot]
     assert len(one.pages[0]) == 8
 
 
 def test_the_latest_is_preempted_for_the_oldest_and_comes_back_first() -> None:
     scheduler = build(page_size=1, pool_pages=(9,), prefix_caching=False)
     one, two = submit(scheduler, 1, 3, new=7), submit(scheduler, 2, 3, new=4)
-    read_all(scheduler, scheduler.plan())
+    read_all(scheduler, scheduler.schedule())
     three = submit(scheduler, 3, 2)
-    read_all(scheduler, scheduler.plan())
+    read_all(scheduler, scheduler.schedule())
     run(scheduler, one)
     run(scheduler, two)
-    scheduler.plan()
+    scheduler.schedule()
     run(scheduler, one)
     assert ids(scheduler.placed) == [1, 2]
     epoch, slot = two.epoch, two.slot
-    assert scheduler.memory.pools[0].free == 1
-    scheduler.plan()
+    assert scheduler.page_manager.pools[0].free == 1
+    scheduler.schedule()
     run(scheduler, one)
-    plan = scheduler.plan()
+    plan = scheduler.schedule()
     assert plan.stops == [slot]
     assert ids(scheduler.waiting) == [2, 3]
     assert (two.state, two.slot, two.pages, two.preemptions) == ("waiting", None, [], 1)
@@ -162,49 +162,49 @@ def test_the_latest_is_preempted_for_the_oldest_and_comes_back_first() -> None:
 
     run(scheduler, one, 1)
     scheduler.finish(1)
-    plan = scheduler.plan()
+    plan = scheduler.schedule()
     assert placed(plan) == [2, 3]
     assert two.epoch > epoch
-    assert plan.chunks[0] == Chunk(two.slot, two.epoch, 0, 3, last=True)  # the prompt; its one new token runs
+    assert plan.chunks[0] == PrefillChunk(two.slot, two.epoch, 0, 3, last=True)  # the prompt; its one new token runs
 
 
 def test_who_was_preempted_is_not_placed_at_once_but_in_the_next_plan() -> None:
     """In the same plan it would often take the very pages that were freed. A later, longer one does not block it."""
-    scheduler = build(page_size=1, pool_pages=(9,), chunk=4, prefix_caching=False)
+    scheduler = build(page_size=1, pool_pages=(9,), prefill_chunk=4, prefix_caching=False)
     one, two = submit(scheduler, 1, 1, new=9), submit(scheduler, 2, 3, new=5)
-    read_all(scheduler, scheduler.plan())
+    read_all(scheduler, scheduler.schedule())
     submit(scheduler, 3, 8, new=1)
     for _ in range(4):
         run(scheduler, two)
-        assert placed(scheduler.plan()) == []
+        assert placed(scheduler.schedule()) == []
     run(scheduler, one)
-    assert placed(scheduler.plan()) == []
-    assert scheduler.memory.pools[0].free == 0
+    assert placed(scheduler.schedule()) == []
+    assert scheduler.page_manager.pools[0].free == 0
     run(scheduler, one)
-    plan = scheduler.plan()
+    plan = scheduler.schedule()
     assert (len(plan.stops), placed(plan), ids(scheduler.waiting)) == (1, [], [2, 3])
-    assert scheduler.memory.pools[0].free == 6
-    assert placed(scheduler.plan()) == [2]
+    assert scheduler.page_manager.pools[0].free == 6
+    assert placed(scheduler.schedule()) == [2]
 
 
 def test_reports_of_an_earlier_placement_do_not_count() -> None:
     scheduler = build()
     sequence = submit(scheduler, 1, 3)
-    scheduler.plan()
-    assert not scheduler.read(1, sequence.epoch - 1, 2, (2,))
-    assert not scheduler.read(7, sequence.epoch, 2, (2,))
-    assert scheduler.read(1, sequence.epoch, 2, (2,))
+    scheduler.schedule()
+    assert not scheduler.confirm_prefill(1, sequence.epoch - 1, 2, (2,))
+    assert not scheduler.confirm_prefill(7, sequence.epoch, 2, (2,))
+    assert scheduler.confirm_prefill(1, sequence.epoch, 2, (2,))
     assert not scheduler.note(1, sequence.epoch + 1, [5], (3,))
     assert scheduler.note(1, sequence.epoch, [5], (3,))
     assert (sequence.tokens, sequence.entries) == ([5], [3])
 
 
 def test_slot_and_epoch_name_a_placement_whoever_it_was() -> None:
-    scheduler = build(slots=1)
+    scheduler = build(max_sequences=1)
     seen = set()
     for id in range(3):
         sequence = submit(scheduler, id, 1)
-        scheduler.plan()
+        scheduler.schedule()
         seen.add((sequence.slot, sequence.epoch))
         assert sequence.slot == 0
         scheduler.cancel(id)
@@ -214,15 +214,15 @@ def test_slot_and_epoch_name_a_placement_whoever_it_was() -> None:
 def test_reports_that_cannot_be_are_bugs() -> None:
     scheduler = build()
     sequence = submit(scheduler, 1, 5, new=2)
-    scheduler.plan()
+    scheduler.schedule()
     epoch = sequence.epoch
     with pytest.raises(AssertionError, match="but has run"):
         scheduler.note(1, epoch, [5], (5,))
-    with pytest.raises(AssertionError, match="read 5 of 4"):
-        scheduler.read(1, epoch, 5, (5,))
+    with pytest.raises(AssertionError, match="5 of 4"):
+        scheduler.confirm_prefill(1, epoch, 5, (5,))
     with pytest.raises(AssertionError, match="3 entries of 4 tokens"):
-        scheduler.read(1, epoch, 4, (3,))
-    assert scheduler.read(1, epoch, 4, (4,))
+        scheduler.confirm_prefill(1, epoch, 4, (3,))
+    assert scheduler.confirm_prefill(1, epoch, 4, (4,))
     with pytest.raises(AssertionError, match="then 7 of 6 entries"):
         scheduler.note(1, epoch, [5], (7,))
     with pytest.raises(AssertionError, match="too many"):
@@ -232,10 +232,10 @@ def test_reports_that_cannot_be_are_bugs() -> None:
 def test_a_text_that_is_complete_must_be_finished_before_the_next_plan() -> None:
     scheduler = build()
     sequence = submit(scheduler, 1, 1, new=1)
-    scheduler.plan()
+    scheduler.schedule()
     run(scheduler, sequence)
     with pytest.raises(AssertionError, match="finish it"):
-        scheduler.plan()
+        scheduler.schedule()
 
 
 def test_a_short_text_does_not_overtake_a_long_one() -> None:
@@ -243,10 +243,10 @@ def test_a_short_text_does_not_overtake_a_long_one() -> None:
     submit(scheduler, 1, 8)
     submit(scheduler, 2, 10)
     submit(scheduler, 3, 1)
-    assert placed(scheduler.plan()) == [1]
+    assert placed(scheduler.schedule()) == [1]
     assert ids(scheduler.waiting) == [2, 3]
     scheduler.cancel(2)
-    assert placed(scheduler.plan()) == [3]
+    assert placed(scheduler.schedule()) == [3]
 
 
 def test_a_newcomer_leaves_a_page_to_those_who_run() -> None:
@@ -255,36 +255,36 @@ def test_a_newcomer_leaves_a_page_to_those_who_run() -> None:
         scheduler = build(pool_pages=(pages,), prefix_caching=False)
         submit(scheduler, 1, 3, new=2)
         submit(scheduler, 2, 3, new=2)
-        assert placed(scheduler.plan()) == expected
+        assert placed(scheduler.schedule()) == expected
     scheduler = build(pool_pages=(2,), prefix_caching=False)
     submit(scheduler, 1, 3, new=2)
-    assert placed(scheduler.plan()) == [1]
+    assert placed(scheduler.schedule()) == [1]
 
 
 def test_a_placement_has_pages_for_its_whole_first_chunk() -> None:
     """Even where the budget of this plan would give it less: what is let in should be able to go on."""
-    scheduler = build(page_size=1, pool_pages=(20,), chunk=10, prefix_caching=False)
+    scheduler = build(page_size=1, pool_pages=(20,), prefill_chunk=10, prefix_caching=False)
     submit(scheduler, 1, 9, new=1)
     submit(scheduler, 2, 12, new=1)
-    assert placed(scheduler.plan()) == [1]
-    scheduler = build(page_size=1, pool_pages=(21,), chunk=10, prefix_caching=False)
+    assert placed(scheduler.schedule()) == [1]
+    scheduler = build(page_size=1, pool_pages=(21,), prefill_chunk=10, prefix_caching=False)
     submit(scheduler, 1, 9, new=1)
     submit(scheduler, 2, 12, new=1)
-    plan = scheduler.plan()
+    plan = scheduler.schedule()
     assert placed(plan) == [1, 2]
     assert [chunk.count for chunk in plan.chunks] == [8, 2]
 
 
 def test_slots_are_used_again_with_a_stop_before() -> None:
-    scheduler = build(slots=1)
+    scheduler = build(max_sequences=1)
     one = submit(scheduler, 1, 3)
     submit(scheduler, 2, 3)
-    scheduler.plan()
+    scheduler.schedule()
     slot = one.slot
     scheduler.finish(1)
-    plan = scheduler.plan()
+    plan = scheduler.schedule()
     assert (plan.stops, [placement.slot for placement in plan.placements]) == ([slot], [slot])
-    assert scheduler.plan().stops == []
+    assert scheduler.schedule().stops == []
 
 
 def test_a_head_that_does_not_fit_is_not_looked_at_until_something_changes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -292,14 +292,14 @@ def test_a_head_that_does_not_fit_is_not_looked_at_until_something_changes(monke
     one = submit(scheduler, 1, 8)
     submit(scheduler, 2, 10, new=2)
     looks = []
-    find = scheduler.memory.find
-    monkeypatch.setattr(scheduler.memory, "find", lambda sequence: looks.append(sequence.id) or find(sequence))
-    plans = [scheduler.plan() for _ in range(5)]
+    find = scheduler.page_manager.find
+    monkeypatch.setattr(scheduler.page_manager, "find", lambda sequence: looks.append(sequence.id) or find(sequence))
+    plans = [scheduler.schedule() for _ in range(5)]
     assert looks == [1, 2]
     read_all(scheduler, plans[0])
     run(scheduler, one)
     for _ in range(5):
-        scheduler.plan()
+        scheduler.schedule()
     assert looks == [1, 2, 2]
     scheduler.finish(1)
-    assert placed(scheduler.plan()) == [2]
+    assert placed(scheduler.schedule()) == [2]

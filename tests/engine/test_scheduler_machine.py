@@ -12,7 +12,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from engine.device_model import Device, marks, records, reference
-from fathomlm.engine.orders import Plan
+from fathomlm.decode.sampling import Sampling
+from fathomlm.engine.request import Request
+from fathomlm.engine.schedule import SchedulerOutput
 from fathomlm.engine.scheduler import Scheduler
 from fathomlm.engine.sequence import Sequence
 from fathomlm.errors import QueueFull, RequestTooLarge
@@ -33,9 +35,9 @@ prompts = st.one_of(
 class Setup:
     tables: tuple[int, ...]
     page_size: int
-    slots: int
+    max_sequences: int
     max_queue: int
-    chunk: int
+    prefill_chunk: int
     lookahead: int
     prefix_caching: bool
     pool_pages: tuple[int, ...]
@@ -50,9 +52,9 @@ def setups(draw: st.DrawFn) -> Setup:
     return Setup(
         tables=tables,
         page_size=size,
-        slots=draw(st.integers(1, 4)),
+        max_sequences=draw(st.integers(1, 4)),
         max_queue=draw(st.integers(1, 6)),
-        chunk=draw(st.integers(1, LONGEST)),
+        prefill_chunk=draw(st.integers(1, LONGEST)),
         lookahead=draw(st.integers(1, 6)),
         prefix_caching=draw(st.sampled_from([True, True, True, False])),
         pool_pages=tuple(max(1, pages + extra) for pages in enough),
@@ -68,7 +70,7 @@ class Engine(RuleBasedStateMachine):
     def start(self, setup: Setup) -> None:
         self.setup = setup
         self.scheduler = Scheduler(**vars(setup), max_length=LONGEST)
-        self.device = Device(tables=setup.tables, page_size=setup.page_size, chunk=setup.chunk)
+        self.device = Device(tables=setup.tables, page_size=setup.page_size, prefill_chunk=setup.prefill_chunk)
         self.on_their_way: list[list] = []
         self.live: dict[int, Sequence] = {}
         self.never_placed: list[int] = []
@@ -83,7 +85,7 @@ class Engine(RuleBasedStateMachine):
 
     def submit(self, prompt: tuple[int, ...], new: int) -> None:
         self.ids += 1
-        sequence = Sequence(self.ids, prompt, new)
+        sequence = Sequence(Request(id=self.ids, prompt=prompt, sampling=Sampling(max_new_tokens=new)))
         entries = len(prompt) + new - 1
         tables, pages = self.setup.tables, -(-entries // self.setup.page_size)
         fits = all(tables.count(pool) * pages <= total for pool, total in enumerate(self.setup.pool_pages))
@@ -123,7 +125,7 @@ class Engine(RuleBasedStateMachine):
     def tick(self, passes: list[int]) -> None:
         self.quiet += 1
         self.sound = False
-        plan = self.scheduler.plan()
+        plan = self.scheduler.schedule()
         self.first_come_first_placed(plan)
         self.device.apply(plan)
         self.on_their_way.append(self.device.tick(dict(enumerate(passes))))
@@ -139,7 +141,7 @@ class Engine(RuleBasedStateMachine):
             current = sequence is not None and sequence.epoch == report.epoch
             assert not current or sequence.slot is not None, "a sequence that waits has the epoch of its last placement"
             if report.upto is not None:
-                assert self.scheduler.read(report.id, report.epoch, report.upto, report.entries) == current
+                assert self.scheduler.confirm_prefill(report.id, report.epoch, report.upto, report.entries) == current
                 continue
             assert self.scheduler.note(report.id, report.epoch, report.tokens, report.entries) == current
             if current and report.ended:
@@ -153,14 +155,14 @@ class Engine(RuleBasedStateMachine):
         if id in self.never_placed:
             self.never_placed.remove(id)
 
-    def first_come_first_placed(self, plan: Plan) -> None:
+    def first_come_first_placed(self, plan: SchedulerOutput) -> None:
         for placement in plan.placements:
             if placement.sequence.id in self.never_placed:
                 assert placement.sequence.id == self.never_placed.pop(0)
 
     @invariant()
     def every_page_is_accounted_for(self) -> None:
-        memory = self.scheduler.memory
+        memory = self.scheduler.page_manager
         owners = Counter(
             (memory.tables[table], page)
             for sequence in self.scheduler.placed
@@ -195,7 +197,7 @@ class Engine(RuleBasedStateMachine):
     @invariant()
     def the_cache_says_the_truth(self) -> None:
         tables = self.setup.tables
-        for text, prefix, *_ in records(self.scheduler.memory.prefixes):
+        for text, prefix, *_ in records(self.scheduler.page_manager.prefixes):
             wanted = marks(text, len(tables))
             assert list(prefix.entries) == [len(entries) for entries in wanted]
             for table, pages in enumerate(prefix.pages):
@@ -206,7 +208,7 @@ class Engine(RuleBasedStateMachine):
         """Those that were preempted come on top: at most one a slot."""
         fresh = [sequence for sequence in self.scheduler.waiting if not sequence.preemptions]
         assert len(fresh) <= self.setup.max_queue
-        assert len(self.scheduler.waiting) <= self.setup.max_queue + self.setup.slots
+        assert len(self.scheduler.waiting) <= self.setup.max_queue + self.setup.max_sequences
         assert {s.id for s in self.scheduler.waiting} | {s.id for s in self.scheduler.placed} == set(self.live)
 
     def teardown(self) -> None:
@@ -220,8 +222,8 @@ class Engine(RuleBasedStateMachine):
             ticks -= 1
             assert ticks, "somebody waits forever"
         assert not self.device.rows
-        self.scheduler.memory.prefixes.clear()
-        assert [pool.free for pool in self.scheduler.memory.pools] == list(self.setup.pool_pages)
+        self.scheduler.page_manager.prefixes.clear()
+        assert [pool.free for pool in self.scheduler.page_manager.pools] == list(self.setup.pool_pages)
 
 
 @pytest.mark.parametrize("seed", range(24))

@@ -24,7 +24,7 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
-SIZES: dict[str, Any] = {"page_size": 16, "rows": 4, "chunk": 5, "max_length": 48}
+SIZES: dict[str, Any] = {"page_size": 16, "batch_size": 4, "prefill_chunk": 5, "max_length": 48}
 
 
 def on_gpu(model: FathomForCausalLM) -> FathomForCausalLM:
@@ -68,7 +68,7 @@ def test_rows_of_both_sides_of_an_exit_stay_in_their_planes(name: str, mode: str
 def test_a_page_outside_the_pool_fails_its_request_and_no_other() -> None:
     model = build("vanilla")
     wanted = [generate(model, [prompt], max_new_tokens=NEW)[0].tokens for prompt in many(model)]
-    engine = Engine(on_gpu(model), compile=False, **(SIZES | {"rows": 8, "chunk": 64, "memory": 10**6}))
+    engine = Engine(on_gpu(model), compile=False, **(SIZES | {"batch_size": 8, "prefill_chunk": 64, "memory": 10**6}))
     told = engine.runner.state.hand_out
 
     def spoilt(*given: Any) -> None:
@@ -151,7 +151,7 @@ def test_sampling_does_not_depend_on_the_batch() -> None:
     settings = [Sampling(max_new_tokens=NEW, temperature=0.9, seed=i, top_k=(0, 20)[i % 2]) for i in range(len(many(model)))]
     engine = Engine(model, compile=False, **SIZES)
     together = engine.run([Request(id=i, prompt=tuple(p), sampling=settings[i]) for i, p in enumerate(many(model))])
-    again = Engine(model, compile=False, **(SIZES | {"rows": 2, "slots": 3}))
+    again = Engine(model, compile=False, **(SIZES | {"batch_size": 2, "max_sequences": 3}))
     alone = again.run([Request(id=i, prompt=tuple(p), sampling=settings[i]) for i, p in enumerate(many(model))])
     assert [result.tokens for result in together] == [result.tokens for result in alone]
 

@@ -115,7 +115,7 @@ def test_it_predicts_a_text_it_never_saw_as_well_as_its_record_says(model: Fatho
 
 def test_the_engine_says_what_the_reference_decoder_says(model: FathomForCausalLM) -> None:
     expected = generate(model, PROMPTS, max_new_tokens=24)
-    found = Engine(model, rows=4, max_length=128).generate(PROMPTS, max_new_tokens=24)
+    found = Engine(model, batch_size=4, max_length=128).generate(PROMPTS, max_new_tokens=24)
     assert [(each.tokens, each.depths, each.text) for each in found] == [
         (each.tokens, each.depths, each.text) for each in expected
     ]

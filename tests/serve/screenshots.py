@@ -64,7 +64,7 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     model = fathomlm.load(args.model)
-    sizes: dict[str, Any] = {"rows": 4, "max_length": 256, "page_size": 16}
+    sizes: dict[str, Any] = {"batch_size": 4, "max_length": 256, "page_size": 16}
     if args.exit_layer is not None:
         sizes["exiting"] = Exiting(mode="parallel", exit_layers=(args.exit_layer,), threshold=args.threshold)
     with running(model, name=Path(args.model).name, **sizes) as server, sync_playwright() as playwright:

@@ -20,7 +20,7 @@ from fathomlm.serve.options import ServeOptions
 from fathomlm.serve.served import Service, offer
 from fathomlm.serve.server import Server, address_of, bind
 
-SMALL: dict[str, Any] = {"rows": 4, "page_size": 4, "max_length": 96, "max_logprobs": 20}
+SMALL: dict[str, Any] = {"batch_size": 4, "page_size": 4, "max_length": 96, "max_logprobs": 20}
 NAME = "tiny"
 
 
@@ -43,7 +43,7 @@ class Running:
         """Whether nothing runs and no page is held but by the prefix cache."""
         counters = self.service.offer.front.status().counters if self.service.offer else None
         assert counters is not None
-        idle = (counters.queued, counters.reading, counters.running) == (0, 0, 0)
+        idle = (counters.queued, counters.prefilling, counters.running) == (0, 0, 0)
         return idle and counters.pages_used == counters.pages_cached
 
 

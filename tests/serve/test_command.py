@@ -33,14 +33,14 @@ def test_the_defaults_are_the_small_model_and_this_machine_only(nothing_packaged
     assert (args.model, args.host, args.port) == ("smollm2-135m", "127.0.0.1", 8000)
     assert serve.read_options(args).api_keys == ()
     assert serve.read_exits(args) is None
-    assert (serve.read_engine(args).rows, serve.read_engine(parse("--device", "cuda")).rows) == (8, 32)
+    assert (serve.read_engine(args).batch_size, serve.read_engine(parse("--device", "cuda")).batch_size) == (8, 32)
     assert (serve.read_engine(args).kv_dtype, serve.read_engine(parse("--kv-dtype", "fp8")).kv_dtype) == ("auto", "fp8")
 
 
 def test_what_is_packaged_is_served_by_default_under_its_name(packaged: str, one_thread: None) -> None:
     import asyncio
 
-    args = parse("--max-length", "64", "--rows", "2")
+    args = parse("--max-length", "64", "--batch-size", "2")
     assert args.model == packaged
     offer = serve.load_offer(args, serve.read_engine(args), serve.read_exits(args))
     assert (offer.name, offer.max_length, offer.facts["kind"]) == (packaged, 64, "routed")
@@ -62,7 +62,8 @@ def test_keys_come_from_the_command_line_and_from_a_file(tmp_path: Path) -> None
 
 
 WRONG = [
-    ["--port", "70000"], ["--port", "x"], ["--rows", "0"], ["--timeout", "0"], ["--max-body", "0"], ["--cors", "a.example"],
+    ["--port", "70000"], ["--port", "x"], ["--batch-size", "0"], ["--timeout", "0"], ["--max-body", "0"],
+    ["--cors", "a.example"],
     ["--api-key", ""], ["--api-key-file", "/does/not/exist"], ["--exit-threshold", "1.5"], ["--exit-threshold", "often"],
     ["--exit-threshold", "adaptive"], ["--exit-layer", "0"], ["--exit-layer", "2", "--max-depth", "1"], ["--max-queue", "0"],
     ["--memory", "800000GB"], ["--memory", "x"], ["--header-timeout", "0"], ["--max-connections", "0"],
@@ -112,7 +113,9 @@ def test_an_open_door_is_warned_of(monkeypatch: pytest.MonkeyPatch, capsys: pyte
 def test_the_offer_is_what_the_options_say(tiny_model_dir: Path, one_thread: None) -> None:
     import asyncio
 
-    args = parse(str(tiny_model_dir), "--exit-layer", "2", "--exit-threshold", "0.5", "--max-length", "64", "--rows", "2")
+    args = parse(
+        str(tiny_model_dir), "--exit-layer", "2", "--exit-threshold", "0.5", "--max-length", "64", "--batch-size", "2"
+    )
     offer = serve.load_offer(args, serve.read_engine(args), serve.read_exits(args))
     assert (offer.name, offer.max_length, offer.threshold, offer.facts["exit_layer"]) == ("tiny", 64, 0.5, 2)
     asyncio.run(offer.close())

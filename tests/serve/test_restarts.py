@@ -12,8 +12,8 @@ import pytest
 
 from engine.holding import held
 from fathomlm.engine import restarts
+from fathomlm.engine.async_engine import AsyncEngine
 from fathomlm.engine.engine import Engine
-from fathomlm.engine.front import AsyncEngine
 from fathomlm.engine.restarts import Allowance, Blueprint, Restarts
 from fathomlm.errors import EngineStopped, OptionError
 from serve.serving import NAME, Running, running, until

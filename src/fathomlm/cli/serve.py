@@ -74,8 +74,8 @@ def _add_access(parser: argparse.ArgumentParser) -> None:
 
 def _add_engine(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("how much at a time").add_argument
-    add("--rows", metavar="N", type=int, help="tokens of a pass (default: 32 on a GPU, 8 elsewhere)")
-    add("--slots", metavar="N", type=int, help="texts in flight (default: chosen for the model)")
+    add("--batch-size", metavar="N", type=int, help="tokens of a forward pass (default: 32 on a GPU, 8 elsewhere)")
+    add("--max-sequences", metavar="N", type=int, help="max concurrent sequences (default: chosen for the model)")
     add(
         "--max-queue", metavar="N", type=int, default=256, help="requests that may wait before others get 429 (default: 256)"
     )
@@ -179,10 +179,10 @@ def read_engine(args: argparse.Namespace) -> EngineOptions:
     from fathomlm.engine.options import EngineOptions
     from fathomlm.serve.schemas import MOST_LOGPROBS
 
-    rows = args.rows if args.rows is not None else (32 if args.device.startswith("cuda") else 8)
+    batch_size = args.batch_size if args.batch_size is not None else (32 if args.device.startswith("cuda") else 8)
     return EngineOptions(
-        rows=rows, slots=args.slots, max_queue=args.max_queue, max_length=args.max_length, kv_dtype=args.kv_dtype,
-        memory=None if args.memory is None else parse_memory(args.memory),
+        batch_size=batch_size, max_sequences=args.max_sequences, max_queue=args.max_queue, max_length=args.max_length,
+        kv_dtype=args.kv_dtype, memory=None if args.memory is None else parse_memory(args.memory),
         max_logprobs=MOST_LOGPROBS,
     )  # fmt: skip
 
@@ -239,7 +239,7 @@ def load_offer(
     model = load_model(args, **pack_options(args))
     if exiting is not None and exiting.exit_layers is None:
         exiting = replace(exiting, exit_layers=tuple(index + 1 for index in exiting.exits(model.plan)))
-    with memory_errors("--memory, --slots or --max-length"):
+    with memory_errors("--memory, --max-sequences or --max-length"):
         engine = Engine(model, options, exiting=exiting)
         if args.device.startswith("cuda"):
             engine.generate([[0]], max_new_tokens=2)  # compiles and records, so that nobody has to wait for it later

@@ -46,15 +46,15 @@ def read_replicas(args: argparse.Namespace, engine: EngineOptions) -> ReplicaOpt
         raise OptionError(f"Ray gives each replica a GPU of its own: with --ray say --device cuda, not {args.device}")
     from fathomlm.serve.replicas import ReplicaOptions
 
-    slots = engine.slots or 2 * engine.rows
+    sequences = engine.max_sequences or 2 * engine.batch_size
     return ReplicaOptions(
         replicas=1 if args.replicas is None else args.replicas,
         max_replicas=args.max_replicas,
         address=args.ray_address,
         cpus=args.threads or 1,
         gpus=int(args.device == "cuda"),
-        ongoing=engine.rows,
-        most_ongoing=engine.max_queue + slots + SPARE,
+        ongoing=engine.batch_size,
+        most_ongoing=engine.max_queue + sequences + SPARE,
     )
 
 

@@ -3,16 +3,16 @@
     engine = Engine(model)
     results = engine.generate(["The sea is", "A whale"], max_new_tokens=64)
 
-One `step` hears what an earlier tick chose, tells the device what is new, and starts the next tick. Nothing here waits for
-the tick it has just started; on a GPU the host runs some ticks behind.
+One `step` collects what an earlier decode step chose, tells the device what is new, and starts the next decode steps.
+Nothing here waits for the one it has just started; on a GPU the host runs some of them behind.
 """
 
 from __future__ import annotations
 
 import time
-from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from collections import abc, deque
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from operator import add
 from typing import Any
 
@@ -20,54 +20,32 @@ from fathomlm.checkpoints.resolve import decoder_only
 from fathomlm.decode.exiting import Exiting
 from fathomlm.decode.prompts import Prompt, encode_prompts, end_tokens
 from fathomlm.decode.sampling import Sampling
+from fathomlm.decode.text import TextStream
 from fathomlm.depth import DepthPlan
-from fathomlm.engine.detokenise import Detokeniser
 from fathomlm.engine.layout import Layout
 from fathomlm.engine.options import EngineOptions
-from fathomlm.engine.orders import Chunk
-from fathomlm.engine.programs.base import AGREED, BAD, ENDED, JUDGED, VALID, Record
-from fathomlm.engine.request import Finished, Logprobs, Request, Result, Times, TokenEvent
+from fathomlm.engine.programs.base import AGREED, BAD, ENDED, JUDGED, VALID, StepOutput
+from fathomlm.engine.request import Event, Finished, Request, Result, TokenEvent, TokenLogprobs
 from fathomlm.engine.runner import Runner
+from fathomlm.engine.schedule import PrefillChunk
 from fathomlm.engine.scheduler import Counters, Scheduler
-from fathomlm.engine.sequence import Sequence as Text
+from fathomlm.engine.sequence import Sequence
 from fathomlm.errors import OptionError
 from fathomlm.model.hub import FathomForCausalLM
-
-Event = TokenEvent | Finished
-
-
-@dataclass(slots=True)
-class Job:
-    """One request on its way."""
-
-    request: Request
-    text: Text
-    detokeniser: Detokeniser
-    tell: Callable[[Event], None] | None
-    pieces: list[str] = field(default_factory=list)
-    logprobs: list[Logprobs] = field(default_factory=list)
-    depths: list[int] = field(default_factory=list)
-    sures: list[float] = field(default_factory=list)
-    first: float | None = None
-    last: float | None = None
-    result: Result | None = None
-    epoch: int = 0
-    """Of its last placement: the device's reports name it by that."""
 
 
 @dataclass(slots=True)
 class Totals:
     """What an engine has done so far."""
 
-    ticks: int = 0
+    decode_steps: int = 0
     tokens: int = 0
     depths: int = 0
     """The sum of the tokens' depths."""
-    left: int = 0
-    """Tokens that left early."""
+    exited: int = 0
+    """Tokens that exited early."""
     finished: int = 0
-    read: int = 0
-    """Prompt tokens that were read."""
+    prefill_tokens: int = 0
 
 
 class Engine:
@@ -79,16 +57,16 @@ class Engine:
         exiting: Exiting | None = None,
         **fields: Any,
     ) -> None:
-        """`fields` are those of `EngineOptions`, for convenience. `exiting` lets tokens leave early."""
+        """`fields` are those of `EngineOptions`, for convenience. `exiting` lets tokens exit early."""
         decoder_only(model, "the engine")
         self.model = model
         self.options = replace(options or EngineOptions(), **fields)
         self.runner = Runner(model.decoder, self.options, sorted(end_tokens(model)), exiting)
         sizes = self.runner.sizes
         self.scheduler = Scheduler(
-            tables=sizes.tables, pool_pages=sizes.pool_pages, page_size=self.options.page_size, slots=sizes.slots,
-            max_queue=self.options.max_queue, chunk=self.options.chunk, lookahead=sizes.lookahead,
-            max_length=sizes.max_length,
+            tables=sizes.tables, pool_pages=sizes.pool_pages, page_size=self.options.page_size,
+            max_sequences=sizes.max_sequences, max_queue=self.options.max_queue, prefill_chunk=self.options.prefill_chunk,
+            lookahead=sizes.lookahead, max_length=sizes.max_length,
             prefix_caching=self.options.prefix_caching and self.runner.layout.kind != "exits",
         )  # fmt: skip
         self._ends = end_tokens(model)
@@ -96,10 +74,10 @@ class Engine:
         self._estimator = None if exiting is None else exiting.estimator
         self._plan = plan = model.plan  # the model reads it from its configuration each time
         depths = range(plan.recursions + 1) if self._kind == "routed" else ()
-        self._made = [_made_entries(plan, self.runner.layout, depth) for depth in depths]
-        self._jobs: dict[int, Job] = {}
-        self._by_epoch: dict[int, Job] = {}
-        self._flying: deque[int] = deque()
+        self._new_entries = [_new_entries(plan, self.runner.layout, depth) for depth in depths]
+        self._sequences: dict[int, Sequence] = {}
+        self._in_slot: list[Sequence | None] = [None] * (sizes.max_sequences + 1)  # the last is for rows of no sequence
+        self._in_flight: deque[int] = deque()
         self._next_id = 0
         self.totals = Totals()
 
@@ -109,69 +87,77 @@ class Engine:
         self._next_id += 1
         return self._next_id
 
-    def submit(self, request: Request, tell: Callable[[Event], None] | None = None) -> None:
-        """Queue a request, or refuse it with a `FathomError`. `tell` hears of each token, and of the end."""
-        depths = self.model.plan.recursions
+    def submit(self, request: Request, on_event: Callable[[Event], None] | None = None) -> Sequence:
+        """Queue a request, or refuse it with a `FathomError`. `on_event` gets each token, and the end."""
+        recursions, kind, tokenizer = self._plan.recursions, self._kind, self.model.tokenizer
         if request.max_depth is not None:
-            if self.model.plan.routing is None:
-                raise OptionError("max_depth is for models with a router; this engine runs every token to its own end")
-            if request.max_depth > depths:
-                raise OptionError(f"max_depth must be from 1 to the model's {depths} recursions, got {request.max_depth}")
-        if request.exit_threshold is not None and self._kind != "exits":
-            raise OptionError("exit_threshold is for an engine whose tokens may leave early; this one has no exit")
+            if self._plan.routing is None:
+                raise OptionError("max_depth requires a model with a router")
+            if request.max_depth > recursions:
+                raise OptionError(
+                    f"max_depth must be from 1 to the model's {recursions} recursions, got {request.max_depth}"
+                )
+        if request.exit_threshold is not None and kind != "exits":
+            raise OptionError("exit_threshold requires an engine with an exit")
+        if request.sampling.stop and tokenizer is None:
+            raise OptionError("stop strings require a tokenizer, and this model has none")
         self.runner.sampler.check(request)
-        tokenizer = self.model.tokenizer
-        detokeniser = Detokeniser(tokenizer, request.sampling.stop, request.prompt)
-        text = Text(request.id, request.prompt, request.sampling.max_new_tokens, kind=request.max_depth or 0)
-        self.scheduler.submit(text)
-        self._jobs[request.id] = Job(request, text, detokeniser, tell)
+        sequence = Sequence(
+            request,
+            on_event=on_event,
+            logprobs=None if request.logprobs is None else [],
+            depths=None if kind == "whole" else [],
+            confidences=[] if kind == "exits" else None,
+        )
+        if tokenizer is not None:
+            sequence.stream = TextStream(tokenizer, stop=request.sampling.stop, context=request.prompt)
+        self.scheduler.submit(sequence)
+        self._sequences[request.id] = sequence
+        return sequence
 
     def cancel(self, id: int) -> bool:
-        """Stop a request; returns whether it was still on its way."""
-        job = self._jobs.get(id)
-        if job is None:
+        """Stop a request; returns whether it had not ended yet."""
+        sequence = self._sequences.get(id)
+        if sequence is None:
             return False
-        self.scheduler.cancel(id)
-        self._finish(job, Finished(reason="cancelled"))
+        self._finish(sequence, Finished(reason="cancelled"))
         return True
 
     def generate(
         self,
-        prompts: str | Sequence[Prompt],
+        prompts: str | abc.Sequence[Prompt],
         sampling: Sampling | None = None,
         *,
         logprobs: int | None = None,
         **options: Any,
     ) -> list[Result]:
         """Continue each prompt; results in the order of the prompts. `options` are fields of `Sampling`."""
-        chosen = (sampling or Sampling()).with_options(**options)
-        encoded = encode_prompts(self.model, prompts)
-        requests = [
-            Request(id=self.new_id(), prompt=tuple(tokens), sampling=chosen, logprobs=logprobs) for tokens in encoded
-        ]
-        return self.run(requests)
+        sampling = (sampling or Sampling()).with_options(**options)
+        return self.run(
+            [
+                Request(id=self.new_id(), prompt=tuple(tokens), sampling=sampling, logprobs=logprobs)
+                for tokens in encode_prompts(self.model, prompts)
+            ]
+        )
 
-    def run(self, requests: Sequence[Request]) -> list[Result]:
+    def run(self, requests: abc.Sequence[Request]) -> list[Result]:
         """All of these to their end. More than the queue holds are handed in as it empties."""
-        jobs: list[Job] = []
+        sequences: list[Sequence] = []
         waiting = deque(requests)
         try:
-            while waiting or any(job.result is None for job in jobs):
+            while waiting or any(sequence.result is None for sequence in sequences):
                 while waiting and len(self.scheduler.waiting) < self.options.max_queue:
-                    request = waiting.popleft()
-                    self.submit(request)
-                    jobs.append(self._jobs[request.id])
+                    sequences.append(self.submit(waiting.popleft()))
                 self.step()
         except BaseException:
-            for job in jobs:
-                if job.result is None:
-                    self.cancel(job.request.id)
+            for sequence in sequences:
+                self.cancel(sequence.id)
             raise
-        return [job.result for job in jobs if job.result is not None]
+        return [sequence.result for sequence in sequences if sequence.result is not None]
 
     @property
     def busy(self) -> bool:
-        return bool(self._jobs) or self.scheduler.busy or bool(self._flying)
+        return bool(self._sequences) or self.scheduler.busy or bool(self._in_flight)
 
     def counters(self) -> Counters:
         return self.scheduler.counters()
@@ -179,129 +165,133 @@ class Engine:
     # The loop.
 
     def step(self) -> None:
-        """Hear, tell, start."""
+        """Collect, schedule, prefill, start decode steps."""
         behind = self.runner.sizes.lag * self.runner.sizes.burst
-        while len(self._flying) > behind or (self._flying and not self._jobs):
-            self._hear(self._flying.popleft())
-        plan = self.scheduler.plan()
-        self.runner.apply(plan, {p.sequence.id: self._jobs[p.sequence.id].request for p in plan.placements})
-        for placement in plan.placements:
-            job = self._jobs[placement.sequence.id]
-            self._by_epoch.pop(job.epoch, None)
-            job.epoch = placement.epoch
-            self._by_epoch[job.epoch] = job
-        if plan.chunks:
-            self._read(plan.chunks)
-        if any(text.state == "running" for text in self.scheduler.placed):
+        while len(self._in_flight) > behind or (self._in_flight and not self._sequences):
+            self._collect(self._in_flight.popleft())
+        scheduled = self.scheduler.schedule()
+        self.runner.apply(scheduled)
+        for slot in scheduled.stops:
+            self._in_slot[slot] = None
+        for placement in scheduled.placements:
+            self._in_slot[placement.slot] = placement.sequence
+        if scheduled.chunks:
+            self._prefill(scheduled.chunks)
+        if any(sequence.state == "running" for sequence in self.scheduler.placed):
             for _ in range(self.runner.sizes.burst):
-                self._flying.append(self.runner.launch())
-                self.totals.ticks += 1
-        elif self._flying:
-            self._hear(self._flying.popleft())
+                self._in_flight.append(self.runner.launch())
+                self.totals.decode_steps += 1
+        elif self._in_flight:
+            self._collect(self._in_flight.popleft())
 
-    def _read(self, chunks: Sequence[Chunk]) -> None:
-        texts = [self._by_epoch[chunk.epoch].text for chunk in chunks]
-        tokens = [text.known[c.first : c.first + c.count] for c, text in zip(chunks, texts, strict=True)]
-        made = self.runner.read(chunks, tokens)
-        for chunk, text, entries in zip(chunks, texts, made, strict=True):
-            self.totals.read += chunk.count
-            self.scheduler.read(text.id, chunk.epoch, chunk.first + chunk.count, entries)
+    def _prefill(self, chunks: abc.Sequence[PrefillChunk]) -> None:
+        sequences = {sequence.slot: sequence for sequence in self.scheduler.placed}
+        tokens = [sequences[chunk.slot].known[chunk.first : chunk.first + chunk.count] for chunk in chunks]
+        for chunk, entries in zip(chunks, self.runner.prefill(chunks, tokens), strict=True):
+            self.totals.prefill_tokens += chunk.count
+            self.scheduler.confirm_prefill(sequences[chunk.slot].id, chunk.epoch, chunk.first + chunk.count, entries)
 
-    def _hear(self, tick: int) -> None:
-        ints, floats, record = self.runner.collect(tick)
+    def _collect(self, number: int) -> None:
+        ints, floats, output = self.runner.collect(number)
         now = time.perf_counter()
-        for row, (_, epoch, token, depth, flags, index) in enumerate(ints):
+        for row, (slot, epoch, token, depth, flags, index) in enumerate(ints):
             if not flags:
                 continue
-            job = self._by_epoch.get(epoch)
-            if job is None or job.text.epoch != epoch:
-                continue  # it was stopped, or put aside, while this was on its way
+            sequence = self._in_slot[slot]
+            if sequence is None or sequence.epoch != epoch:
+                continue  # it was stopped, or preempted, after this decode step was started
             if flags & JUDGED and self._estimator is not None:
                 self._estimator.observe([floats[row][1]], [bool(flags & AGREED)])
-            if not flags & VALID:
-                continue
-            self._take(job, token, depth, flags, index, floats[row], record, row, now)
+            if flags & VALID:
+                self._take(sequence, token, depth, flags, index, floats[row], output, row, now)
 
     def _take(
-        self, job: Job, token: int, depth: int, flags: int, index: int, floats: list[float], record: Record, row: int,
-        now: float,
+        self, sequence: Sequence, token: int, depth: int, flags: int, index: int, floats: list[float], output: StepOutput,
+        row: int, now: float,
     ) -> None:  # fmt: skip
-        text, request = job.text, job.request
-        assert index == len(text.tokens), f"request {text.id}: token {index} came when {len(text.tokens)} were known"
+        request = sequence.request
+        assert index == len(sequence.tokens), f"request {sequence.id}: token {index}, {len(sequence.tokens)} are known"
         if flags & BAD:
-            self.scheduler.fail(text.id)
-            self._finish(job, Finished(reason="error", error="the model's scores are not numbers"))
+            self._finish(sequence, Finished(reason="error", error="the model's logits are not finite"))
             return
-        self.scheduler.advance(text, token, self._entries(text, depth))
-        if job.first is None:
-            job.first = now
-        job.last = now
-        totals, kind, detokeniser = self.totals, self._kind, job.detokeniser
+        self.scheduler.advance(sequence, token, self._entries(sequence, depth))
+        if sequence.first_token_time is None:
+            sequence.first_token_time = now
+        sequence.last_token_time = now
+        totals, stream, logprob, confidence = self.totals, sequence.stream, None, None
         totals.tokens += 1
         totals.depths += depth
-        if kind == "exits" and depth < self._plan.unrolled_layers:
-            totals.left += 1
         met = token in self._ends and not request.sampling.ignore_eos
-        piece = "" if met else detokeniser.push((token,))
-        if flags & ENDED:
-            piece += detokeniser.finish()
+        piece = "" if met or stream is None else stream.push(token)
+        if flags & ENDED and stream is not None:
+            piece += stream.finish()
         if piece:
-            job.pieces.append(piece)
+            sequence.pieces.append(piece)
         top: tuple[tuple[int, float], ...] = ()
-        if request.logprobs is not None:
+        if sequence.logprobs is not None:
+            logprob = floats[0]
             if request.logprobs:
-                likeliest = record.top_tokens_NK[row, : request.logprobs].tolist()
-                top = tuple(zip(likeliest, record.top_logprobs_NK[row, : request.logprobs].tolist(), strict=True))
-            job.logprobs.append(Logprobs(logprob=floats[0], top=top))
-        if kind != "whole":
-            job.depths.append(depth)
-        if kind == "exits":
-            job.sures.append(floats[1])
-        if job.tell is not None:
-            job.tell(
+                likeliest = output.top_tokens_NK[row, : request.logprobs].tolist()
+                top = tuple(zip(likeliest, output.top_logprobs_NK[row, : request.logprobs].tolist(), strict=True))
+            sequence.logprobs.append(TokenLogprobs(logprob=logprob, top=top))
+        if sequence.depths is not None:
+            sequence.depths.append(depth)
+        if sequence.confidences is not None:
+            confidence = floats[1]
+            sequence.confidences.append(confidence)
+            totals.exited += depth < self._plan.unrolled_layers
+        if sequence.on_event is not None:
+            sequence.on_event(
                 TokenEvent(
-                    token=token, text=piece, index=index, logprob=None if request.logprobs is None else floats[0], top=top,
-                    depth=None if kind == "whole" else depth, confidence=floats[1] if kind == "exits" else None,
+                    token=token, text=piece, index=index, logprob=logprob, top=top,
+                    depth=None if sequence.depths is None else depth, confidence=confidence,
                 )
             )  # fmt: skip
-        if detokeniser.stopped:
-            self.scheduler.finish(text.id)
-            self._finish(job, Finished(reason="stop"))
+        if stream is not None and stream.stopped:
+            self._finish(sequence, Finished(reason="stop"))
         elif flags & ENDED:
-            self.scheduler.finish(text.id)
-            self._finish(job, Finished(reason="eos" if met else "length"))
+            self._finish(sequence, Finished(reason="eos" if met else "length"))
 
-    def _entries(self, text: Text, depth: int) -> list[int]:
+    def _entries(self, sequence: Sequence, depth: int) -> list[int]:
         """By table, with the token that has just run."""
         if self._kind != "routed" or self._plan.kv != "cache":
-            return [text.length]  # the new token is known and not run
-        return list(map(add, text.entries, self._made[depth]))
+            return [sequence.length]  # the new token is known and not run
+        return list(map(add, sequence.entries, self._new_entries[depth]))
 
-    def _finish(self, job: Job, why: Finished) -> None:
-        if why.reason in ("cancelled", "error"):
-            job.pieces.append(job.detokeniser.finish())
-        request, text, kind = job.request, job.text, self._kind
-        job.result = Result(
-            id=request.id, prompt_tokens=request.prompt, tokens=tuple(text.tokens), text="".join(job.pieces), finish=why,
-            times=Times(arrival=request.arrival, first=job.first, last=job.last),
-            logprobs=None if request.logprobs is None else tuple(job.logprobs),
-            depths=None if kind == "whole" else tuple(job.depths),
-            confidences=tuple(job.sures) if kind == "exits" else None, preemptions=text.preemptions,
-        )  # fmt: skip
-        self._by_epoch.pop(job.epoch, None)
-        del self._jobs[request.id]
+    def _finish(self, sequence: Sequence, why: Finished) -> None:
+        if why.reason in ("cancelled", "error") and sequence.stream is not None:
+            sequence.pieces.append(sequence.stream.finish())
+        if why.reason == "error":
+            self.scheduler.fail(sequence.id)
+        else:
+            self.scheduler.finish(sequence.id)
+        sequence.result = result_of(sequence, why)
+        del self._sequences[sequence.id]
         self.totals.finished += 1
         if self._estimator is not None and why.reason != "cancelled":
             self._estimator.end_sequence()
-        if job.tell is not None:
-            job.tell(why)
+        if sequence.on_event is not None:
+            sequence.on_event(why)
 
 
-def _made_entries(plan: DepthPlan, layout: Layout, depth: int) -> list[int]:
-    """By table: the entries that a token of this depth makes, where recursions have tables of their own."""
-    made = [0] * len(layout.tables)
+def result_of(sequence: Sequence, finish: Finished) -> Result:
+    """What a sequence has so far; it is called at its end, or when its engine broke."""
+    depths, confidences, logprobs = sequence.depths, sequence.confidences, sequence.logprobs
+    return Result(
+        id=sequence.id, prompt_tokens=sequence.prompt, tokens=tuple(sequence.tokens), text="".join(sequence.pieces),
+        finish=finish, arrival=sequence.request.arrival, first_token_time=sequence.first_token_time,
+        last_token_time=sequence.last_token_time, preemptions=sequence.preemptions,
+        logprobs=None if logprobs is None else tuple(logprobs),
+        depths=None if depths is None else tuple(depths),
+        confidences=None if confidences is None else tuple(confidences),
+    )  # fmt: skip
+
+
+def _new_entries(plan: DepthPlan, layout: Layout, depth: int) -> list[int]:
+    """By table: the entries that a token of this depth adds, where recursions have tables of their own."""
+    new = [0] * len(layout.tables)
     if len(layout.tables) > plan.recursions:
-        made[0] = 1
+        new[0] = 1
     for table in layout.recursion_tables[:depth]:
-        made[table] = 1
-    return made
+        new[table] = 1
+    return new

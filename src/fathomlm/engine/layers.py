@@ -14,13 +14,12 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from fathomlm.depth import Step
-from fathomlm.engine.grouped import GroupedDelta
+from fathomlm.engine.kv_pages import AttentionMetadata, KVPages
 from fathomlm.engine.layout import Layout
-from fathomlm.engine.pool import Pages
-from fathomlm.engine.rows import Reach
+from fathomlm.kernels.grouped_lora import add_grouped_lora
 from fathomlm.kernels.paged_attention import choose_splits, paged_attention, workspace_size
 from fathomlm.kernels.paged_write import write_entries
 from fathomlm.kernels.rope import rope_table
@@ -28,7 +27,7 @@ from fathomlm.kernels.row_linear import SplitSpace, add_linear, norm_gated, norm
 from fathomlm.kernels.row_qkv import norm_qkv_rope_write
 from fathomlm.model.blocks import Block, StepContext
 from fathomlm.model.decoder import Decoder
-from fathomlm.model.relax import StepDelta
+from fathomlm.model.relax import LoraDelta, StepDelta
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,12 +39,12 @@ class Scratch:
     splits: int
 
 
-class RowLayers:
+class PagedLayers:
     def __init__(
         self,
         decoder: Decoder,
         layout: Layout,
-        pages: Pages,
+        pages: KVPages,
         max_length: int,
         *,
         fuse: bool | None = None,
@@ -90,7 +89,7 @@ class RowLayers:
         self,
         x_NM: Tensor,
         steps: Sequence[Step],
-        reach: Reach,
+        reach: AttentionMetadata,
         positions_N: Tensor,
         recursion_N: Tensor | None = None,
         *,
@@ -105,7 +104,7 @@ class RowLayers:
             x_NM = self._block(x_NM, step, reach, positions_N, recursion_N)
         return x_NM
 
-    def keep(self, x_NM: Tensor, steps: Sequence[Step], reach: Reach, positions_N: Tensor) -> None:
+    def keep(self, x_NM: Tensor, steps: Sequence[Step], reach: AttentionMetadata, positions_N: Tensor) -> None:
         """Store what steps would make of the stream as keys and values; nothing else of them runs (state copying)."""
         self._check(steps, reach)
         for step in steps:
@@ -113,7 +112,7 @@ class RowLayers:
             assert isinstance(layer, Block)
             layer.keep_entries(x_NM[:, None], context)
 
-    def _check(self, steps: Sequence[Step], reach: Reach) -> None:
+    def _check(self, steps: Sequence[Step], reach: AttentionMetadata) -> None:
         """Page numbers are the same for all steps of a pool: they are looked at once."""
         if self.device.type == "cpu":
             for pool in {self.layout.home(step)[0] for step in steps}:
@@ -121,7 +120,9 @@ class RowLayers:
 
     # The model's own modules.
 
-    def _block(self, x_NM: Tensor, step: Step, reach: Reach, positions_N: Tensor, recursion_N: Tensor | None) -> Tensor:
+    def _block(
+        self, x_NM: Tensor, step: Step, reach: AttentionMetadata, positions_N: Tensor, recursion_N: Tensor | None
+    ) -> Tensor:
         decoder, plan = self.decoder, self.decoder.plan
         layer = decoder.layers[step.layer]
         assert isinstance(layer, Block)
@@ -134,7 +135,7 @@ class RowLayers:
             out_NM = out_NM.to(x_NM.dtype)
         return out_NM
 
-    def _context(self, step: Step, reach: Reach, positions_N: Tensor, recursion_N: Tensor | None) -> StepContext:
+    def _context(self, step: Step, reach: AttentionMetadata, positions_N: Tensor, recursion_N: Tensor | None) -> StepContext:
         decoder, plan = self.decoder, self.decoder.plan
         window = self.architecture.window(step.origin)
         cos, sin = (table[:, None, None] for table in self._angles(window, positions_N))
@@ -149,9 +150,9 @@ class RowLayers:
 
     # Packed weights.
 
-    def _fused(self, x_NM: Tensor, steps: Sequence[Step], reach: Reach, positions_N: Tensor) -> Tensor:
+    def _fused(self, x_NM: Tensor, steps: Sequence[Step], reach: AttentionMetadata, positions_N: Tensor) -> Tensor:
         if len(x_NM) == 1 and not self.alone:
-            both = Reach(
+            both = AttentionMetadata(
                 F.pad(reach.slots_N, (0, 1), value=-1), reach.table_NP.expand(2, -1), F.pad(reach.lengths_N, (0, 1)),
                 planes=reach.planes,
             )  # fmt: skip
@@ -201,7 +202,7 @@ class _StepPages:
 
     k_pages: Tensor
     v_pages: Tensor
-    reach: Reach
+    reach: AttentionMetadata
     window: int | None
     reads: bool
     """The entries are another step's; this one makes none."""
@@ -220,3 +221,59 @@ class _StepPages:
         q_NHD = q_NH1D[:, :, 0].contiguous()
         mixed_NHD = paged_attention(q_NHD, self.k_pages, self.v_pages, table_NP, lengths_N, scale, self.window)
         return mixed_NHD[:, :, None]
+
+
+class GroupedDelta:
+    """What tokens of different recursions add to one shared layer, each its own (thesis 3.3: depth-wise LoRA). Stands
+    where a layer's `StepDelta` stands. Low-rank deltas are added by one grouped product; whatever else a step may
+    add is computed for every recursion and each row takes its own."""
+
+    prefix: Tensor | None = None
+
+    def __init__(self, deltas: Sequence[StepDelta]) -> None:
+        self._deltas = deltas
+        self._stacks = {name: stack for name in deltas[0].linears if (stack := _stack(deltas, name)) is not None}
+        self._shifts = any(delta.offsets for delta in deltas)
+        self._recursion_N = torch.empty(0)
+
+    @classmethod
+    def build(cls, deltas: Sequence[StepDelta | None]) -> GroupedDelta | None:
+        """For all uses of one layer; None where they add nothing."""
+        found = [delta for delta in deltas if delta is not None]
+        if not found:
+            return None
+        assert len(found) == len(deltas), "every use of a relaxed layer has its own delta"
+        return cls(found)
+
+    def at(self, recursion_N: Tensor) -> GroupedDelta:
+        """The same, for rows of these recursions."""
+        self._recursion_N = recursion_N
+        return self
+
+    def project(self, name: str, linear: nn.Linear, x: Tensor) -> Tensor:
+        if name not in self._stacks or self._shifts:
+            return self._select([delta.project(name, linear, x) for delta in self._deltas])
+        out_N1W: Tensor = linear(x)
+        add_grouped_lora(out_N1W[:, 0], x[:, 0], *self._stacks[name], self._recursion_N)
+        return out_N1W
+
+    def norm(self, name: str, module: nn.Module, x: Tensor) -> Tensor:
+        if not self._shifts:
+            out: Tensor = module(x)
+            return out
+        return self._select([delta.norm(name, module, x) for delta in self._deltas])
+
+    def _select(self, each: Sequence[Tensor]) -> Tensor:
+        """Row by row that of its recursion."""
+        stacked = torch.stack(list(each), dim=1)
+        at = self._recursion_N.view(-1, *[1] * (stacked.dim() - 1)).expand(-1, 1, *stacked.shape[2:])
+        return stacked.gather(1, at)[:, 0]
+
+
+def _stack(deltas: Sequence[StepDelta], name: str) -> tuple[Tensor, Tensor] | None:
+    """A and B of all recursions; None where a delta is of another kind."""
+    low = [delta.linears[name] for delta in deltas]
+    found = [one for one in low if type(one) is LoraDelta]
+    if len(found) != len(low):
+        return None
+    return torch.stack([one.a.detach() for one in found]), torch.stack([one.b.detach() for one in found])

@@ -18,50 +18,50 @@ KV_DTYPES: tuple[KvDtype, ...] = ("auto", "fp8")
 class EngineOptions:
     """Sizes and policies of one engine. None means: chosen for the model and the device."""
 
-    rows: int = 32
-    """Tokens of a pass."""
-    slots: int | None = None
-    """Sequences in flight. By default as many as rows; twice as many where tokens differ in depth, so that every pass is
-    full (thesis 3.3.5)."""
+    batch_size: int = 32
+    """Tokens of a forward pass."""
+    max_sequences: int | None = None
+    """Max concurrent sequences. By default `batch_size`; twice that where tokens differ in depth, so that every pass is full
+    (thesis 3.3.5)."""
     max_length: int | None = None
     """The most tokens of a sequence, prompt included; by default the model's context."""
     memory: int | None = None
-    """Bytes for keys and values. By default enough for every slot at a quarter of `max_length`, and for one at full."""
+    """Bytes of the KV cache. By default enough for every sequence at a quarter of `max_length`, and for one at full."""
     kv_dtype: KvDtype = "auto"
-    """What keys and values are held in: "auto" is the type of the weights; "fp8" is one byte for each number (float8_e4m3fn,
-    not scaled, cut off at 448), so that the same memory holds more pages."""
+    """Of the KV cache: "auto" is the dtype of the weights; "fp8" is one byte for each number (float8_e4m3fn, not scaled, cut
+    off at 448), so that the same memory holds more pages."""
     page_size: int = PAGE
     max_queue: int = 1024
-    chunk: int = 256
-    """Prompt tokens that are read between two ticks, over all sequences."""
+    prefill_chunk: int = 256
+    """Prompt tokens that are prefilled between two decode steps, over all sequences."""
     burst: int | None = None
-    """Ticks that are started one after the other before the host looks again: 4 on a GPU, 1 elsewhere."""
+    """Decode steps that are started one after the other before the host looks again: 4 on a GPU, 1 elsewhere."""
     lag: int | None = None
     """Bursts that the device may be ahead of the host: 1 on a GPU, none elsewhere."""
     prefix_caching: bool = True
     max_logprobs: int = 5
     penalties: bool = True
     fuse: bool | None = None
-    """Whether layers run in kernels made for few rows, where they can; by default on a GPU."""
+    """Whether layers run in kernels for small batches, where they can; by default on a GPU."""
     compile: bool | None = None
     """Whether the work between layers is compiled; by default on a GPU."""
     capture: bool | None = None
-    """Whether ticks are recorded as CUDA graphs; by default on a GPU."""
+    """Whether decode steps are captured as CUDA graphs; by default on a GPU."""
     cores: int | None = None
     """routed: passes of the block to one turn; by default as many as the mean depth that the routers were trained for."""
     shallows: int = 1
     """exits: passes in front of the exit to one behind it, where the two cannot share one."""
     depth_bias: float = 0.0
-    """routed: moves what routers decide; above 0 sends tokens deeper."""
+    """routed: added to what routers decide by; above 0 sends tokens deeper."""
     forced_depths: tuple[float, ...] | None = None
     """routed, for measurements: the part of the tokens that runs each recursion, drawn and not decided. It begins with 1 and
     never rises."""
     forced_exits: float | None = None
-    """exits, for measurements: the part of the tokens that leaves, drawn and not decided."""
+    """exits, for measurements: the part of the tokens that exits, drawn and not decided."""
 
     def __post_init__(self) -> None:
-        least = {"rows": 1, "page_size": 1, "max_queue": 1, "chunk": 1, "shallows": 1, "max_logprobs": 0}
-        optional = {"slots": 1, "max_length": 2, "memory": 1, "burst": 1, "lag": 0, "cores": 1}
+        least = {"batch_size": 1, "page_size": 1, "max_queue": 1, "prefill_chunk": 1, "shallows": 1, "max_logprobs": 0}
+        optional = {"max_sequences": 1, "max_length": 2, "memory": 1, "burst": 1, "lag": 0, "cores": 1}
         for name, low in (least | optional).items():
             value = getattr(self, name)
             if value is None and name in optional:

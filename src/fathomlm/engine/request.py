@@ -1,4 +1,4 @@
-"""What is asked of the engine, what it tells while it works, and what came of it."""
+"""A request to the engine, the events while it runs, and its result."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ MAX_LOGPROBS = 20
 """The most alternatives whose log probabilities a request may ask for at each token."""
 
 FinishReason = Literal["eos", "stop", "length", "cancelled", "error"]
-"""The model's end token, a stop string, max_new_tokens; nobody waits for it any more; it failed."""
+"""The model's end token, a stop string, max_new_tokens; it was cancelled; it failed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """One prompt and what is wanted of it. The settings of the reference decoder are `sampling`; the rest is beside it."""
+    """One prompt and how to continue it. The settings of the reference decoder are `sampling`; the rest is beside it."""
 
     id: int
     prompt: tuple[int, ...]
@@ -29,9 +29,9 @@ class Request:
     logprobs: int | None = None
     """Log probabilities to report: None is none, 0 the chosen token's, more also of so many likeliest tokens."""
     presence_penalty: float = 0.0
-    """Taken from the score of every token that the text holds so far, once. The prompt does not count. -2 to 2."""
+    """Taken from the score of every token of the completion so far, once. The prompt does not count. -2 to 2."""
     frequency_penalty: float = 0.0
-    """Taken from a token's score for each time that the text holds it so far. The prompt does not count. -2 to 2."""
+    """Taken from a token's score for each time that it is in the completion so far. The prompt does not count. -2 to 2."""
     max_depth: int | None = None
     """No token runs deeper than this; None leaves depth to the model."""
     exit_threshold: float | None = None
@@ -39,30 +39,30 @@ class Request:
     arrival: float = field(default_factory=time.perf_counter)
     """When it came in, on `time.perf_counter`'s clock."""
     seed: int = field(init=False, compare=False, repr=False)
-    """What its draws come from: the seed that was asked for, or a random one. It belongs to the request, so that a text
-    goes on as it would have when the engine had to put it aside for a while."""
+    """What its draws come from: the sampling's seed, or a random one. It belongs to the request, so that a
+    preempted sequence goes on as it would have."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "prompt", _token_ids(self.prompt))
         require(is_int(self.id), "id", "an integer", self.id)
         require(isinstance(self.sampling, Sampling), "sampling", "a Sampling", self.sampling)
-        asked = self.logprobs
-        allowed = asked is None or (is_int(asked) and 0 <= asked <= MAX_LOGPROBS)
-        require(allowed, "logprobs", f"None or an integer from 0 to {MAX_LOGPROBS}", asked)
+        top = self.logprobs
+        allowed = top is None or (is_int(top) and 0 <= top <= MAX_LOGPROBS)
+        require(allowed, "logprobs", f"None or an integer from 0 to {MAX_LOGPROBS}", top)
         for name in ("presence_penalty", "frequency_penalty"):
             value = getattr(self, name)
             require(is_number(value) and -2 <= value <= 2, name, "between -2 and 2 (0 is off)", value)
-        deepest = self.max_depth
-        require(deepest is None or (is_int(deepest) and deepest >= 1), "max_depth", "None or at least 1", deepest)
-        sure = self.exit_threshold
-        require(sure is None or (is_number(sure) and 0 <= sure <= 1), "exit_threshold", "None or from 0 to 1", sure)
+        depth = self.max_depth
+        require(depth is None or (is_int(depth) and depth >= 1), "max_depth", "None or >= 1", depth)
+        exits = self.exit_threshold
+        require(exits is None or (is_number(exits) and 0 <= exits <= 1), "exit_threshold", "None or from 0 to 1", exits)
         require(is_number(self.arrival), "arrival", "a time in seconds", self.arrival)
         seed = self.sampling.seed
         object.__setattr__(self, "seed", secrets.randbits(63) if seed is None else seed)
 
     @property
     def penalised(self) -> bool:
-        """Whether its scores depend on what was said before."""
+        """Whether its logits depend on the tokens before."""
         return self.sampling.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
 
 
@@ -78,15 +78,15 @@ def _token_ids(prompt: Sequence[int]) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenEvent:
-    """One more token of a text."""
+    """One more token of a sequence."""
 
     token: int
     text: str
     """What is now safe to show, often empty: a character may be spread over tokens, a stop string may have begun."""
     index: int
-    """Its place in the text, from 0."""
+    """Its place in the completion, from 0."""
     logprob: float | None = None
-    """Under the model's own distribution: no temperature, no filter, no penalty. None where the request asked for none."""
+    """Under the model's own distribution: no temperature, no filter, no penalty. None where the request wants none."""
     top: tuple[tuple[int, float], ...] = ()
     """The likeliest tokens and their log probabilities, likeliest first."""
     depth: int | None = None
@@ -97,7 +97,7 @@ class TokenEvent:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finished:
-    """Why a text ended."""
+    """Why a sequence ended."""
 
     reason: FinishReason
     error: str | None = None
@@ -107,8 +107,11 @@ class Finished:
         assert (self.reason == "error") == (self.error is not None), "an error, and only an error, has a message"
 
 
+Event = TokenEvent | Finished
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Logprobs:
+class TokenLogprobs:
     """The log probabilities of one token, as in `TokenEvent`."""
 
     logprob: float
@@ -116,18 +119,8 @@ class Logprobs:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Times:
-    """When things happened, on `time.perf_counter`'s clock."""
-
-    arrival: float
-    first: float | None = None
-    """The first token; None where there was none."""
-    last: float | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """What came of one request."""
+    """The completion of one request."""
 
     id: int
     prompt_tokens: tuple[int, ...]
@@ -136,25 +129,29 @@ class Result:
     text: str
     """The tokens as text, without special tokens and cut before the stop string; empty without a tokenizer."""
     finish: Finished
-    times: Times
-    logprobs: tuple[Logprobs, ...] | None = None
-    """For each token; None where the request asked for none."""
+    arrival: float
+    """Times are on `time.perf_counter`'s clock."""
+    first_token_time: float | None = None
+    """None where there was none."""
+    last_token_time: float | None = None
+    logprobs: tuple[TokenLogprobs, ...] | None = None
+    """For each token; None where the request wants none."""
     depths: tuple[int, ...] | None = None
     """For each token, how deep it was chosen; None where the model has one depth."""
     confidences: tuple[float, ...] | None = None
-    """For each token, how sure the exit was where it left; None without exits."""
+    """For each token, of the exit where it exited; None without exits."""
     preemptions: int = 0
     """How often it was put aside for want of memory, and read again."""
 
     @property
     def time_to_first_token(self) -> float | None:
         """Seconds from arrival, waiting in the queue included; None where no token came."""
-        return None if self.times.first is None else self.times.first - self.times.arrival
+        return None if self.first_token_time is None else self.first_token_time - self.arrival
 
     @property
     def mean_inter_token_time(self) -> float | None:
         """Seconds from one token to the next, on average; None where there were fewer than two."""
-        first, last = self.times.first, self.times.last
+        first, last = self.first_token_time, self.last_token_time
         if first is None or last is None or len(self.tokens) < 2:
             return None
         return (last - first) / (len(self.tokens) - 1)

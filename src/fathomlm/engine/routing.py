@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from fathomlm.depth import Routing
-from fathomlm.engine.state import COLUMNS
+from fathomlm.engine.device_state import COLUMNS
 from fathomlm.errors import OptionError
 from fathomlm.model.route.routers import Routers, advance, draw, draw_key, drawn_depth
 
-TOKEN, POSITION, DEEPEST, EPOCH = (COLUMNS.index(name) for name in ("token", "position", "deepest", "epoch"))
+TOKEN, POSITION, MAX_DEPTH, EPOCH = (COLUMNS.index(name) for name in ("token", "position", "max_depth", "epoch"))
 
 
 class Weights(NamedTuple):
@@ -31,7 +31,7 @@ class Weights(NamedTuple):
     """Where depth is drawn: what a draw must reach."""
 
 
-class RowRouters:
+class BatchRouters:
     """The routers of one model. What a row was told is kept in R numbers: by expert-choice what each recursion's router says
     when the row comes to it, by token-choice the weight of every depth."""
 
@@ -84,7 +84,7 @@ class RowRouters:
             go_N = self._expert_goes(recursion_N, x_NM, logits_N, numbers_NC)
         if self.forced is not None:
             go_N = self._drawn(recursion_N, positions_N + 7919 * numbers_NC[:, EPOCH])
-        return go_N & (recursion_N < numbers_NC[:, DEEPEST]) & ~last_N, said_NR
+        return go_N & (recursion_N < numbers_NC[:, MAX_DEPTH]) & ~last_N, said_NR
 
     def updated(
         self,
@@ -142,7 +142,7 @@ class RowRouters:
         """token: the one that each row was given, or the deepest that it may run."""
         drawn = self.routing.random
         last_N = drawn_depth(_keys(numbers_NC), self.routing.recursions) if drawn else self._ranked(scores_NR).argmax(1)
-        return torch.minimum(last_N, numbers_NC[:, DEEPEST] - 1)
+        return torch.minimum(last_N, numbers_NC[:, MAX_DEPTH] - 1)
 
 
 def _keys(numbers_NC: Tensor) -> Tensor:

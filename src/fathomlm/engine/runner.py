@@ -1,13 +1,13 @@
-"""The device's side of the engine: it carries out plans, starts ticks, and hands back what they chose, later.
+"""The device's side of the engine: it carries out schedules, starts decode steps, and hands back what they chose, later.
 
-On a GPU a tick is recorded once for each way of sampling and replayed from then on; results come back through pinned memory
-while the next ticks run. On a CPU the same work runs at once.
+On a GPU a decode step is captured once for each sampling variant and replayed from then on; results come back through pinned
+memory while the next ones run. On a CPU the same work runs at once.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,19 +16,18 @@ from torch import Tensor
 
 from fathomlm.decode.exiting import Exiting
 from fathomlm.depth import DepthPlan
-from fathomlm.engine.layers import RowLayers
+from fathomlm.engine.device_state import EngineState
+from fathomlm.engine.kv_pages import KVPages, entry_dtype, page_bytes
+from fathomlm.engine.layers import PagedLayers
 from fathomlm.engine.layout import Layout, build_layout
 from fathomlm.engine.options import EngineOptions
-from fathomlm.engine.orders import Chunk, Plan
-from fathomlm.engine.pool import Pages, entry_dtype, page_bytes
-from fathomlm.engine.programs.base import How, Parts, Program, Record
+from fathomlm.engine.programs.base import Program, ProgramContext, SamplingVariant, StepOutput
 from fathomlm.engine.programs.exits import ExitProgram
 from fathomlm.engine.programs.routed import RoutedProgram, passes_for
 from fathomlm.engine.programs.whole import WholeProgram
-from fathomlm.engine.request import Request
-from fathomlm.engine.routing import RowRouters
+from fathomlm.engine.routing import BatchRouters
 from fathomlm.engine.sampler import SamplerState
-from fathomlm.engine.state import EngineState, Placed
+from fathomlm.engine.schedule import PrefillChunk, SchedulerOutput
 from fathomlm.errors import OptionError
 from fathomlm.model.decoder import Decoder
 from fathomlm.model.route import Routers
@@ -38,7 +37,7 @@ BURST = 4
 FLOAT8_SINCE = (8, 9)
 """The compute capability of the first GPUs that know float8."""
 OVERBOOKED = 2
-"""Sequences in flight for each row of a pass, where tokens differ in depth."""
+"""Sequences for each token of a forward pass, where tokens differ in depth."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +46,7 @@ class Sizes:
 
     tables: tuple[int, ...]
     pool_pages: tuple[int, ...]
-    slots: int
+    max_sequences: int
     max_length: int
     lookahead: int
     burst: int
@@ -69,96 +68,87 @@ class Runner:
         _check_entries(options, self.device)
         self.sizes = _sizes(decoder, self.layout, options, gpu, exiting)
         self._captures = gpu if options.capture is None else options.capture
-        self.pages = Pages(
+        self.pages = KVPages(
             decoder.architecture, self.layout, self.sizes.pool_pages, options.page_size, self.device,
             entry_dtype(options.kv_dtype, weight.dtype),
         )  # fmt: skip
         pages = -(-self.sizes.max_length // options.page_size)
         self.state = EngineState(
-            self.layout, self.sizes.slots, pages, decoder.architecture.hidden, self.device, weight.dtype
-        )
+            self.layout, self.sizes.max_sequences, pages, decoder.architecture.hidden, decoder.plan.recursions, self.device,
+            weight.dtype,
+        )  # fmt: skip
         self.sampler = SamplerState(
-            self.sizes.slots, decoder.architecture.vocab, self.device, options.max_logprobs, penalties=options.penalties
-        )
+            self.sizes.max_sequences, decoder.architecture.vocab, self.device, options.max_logprobs,
+            penalties=options.penalties,
+        )  # fmt: skip
         compiled = gpu if options.compile is None else options.compile
-        self.layers = RowLayers(
+        self.layers = PagedLayers(
             decoder, self.layout, self.pages, self.sizes.max_length, fuse=options.fuse, compiled=compiled,
-            alone=options.rows == 1,
+            alone=options.batch_size == 1,
         )  # fmt: skip
         self.program = self._program(ends, exiting, compiled)
-        self._graphs: dict[How, torch.cuda.CUDAGraph] = {}
+        self._graphs: dict[SamplingVariant, torch.cuda.CUDAGraph] = {}
         self._pool: Any = None
-        rows = self.program.record.ints_NC.shape[0]
-        self._heard = [
-            Record.empty(rows, self.sampler.max_logprobs, self.device, pinned=gpu)
+        rows = self.program.output.ints_NC.shape[0]
+        self._outputs = [
+            StepOutput.empty(rows, self.sampler.max_logprobs, self.device, pinned=gpu)
             for _ in range((self.sizes.lag + 2) * self.sizes.burst)
         ]
-        self._events = [torch.cuda.Event() if gpu else None for _ in self._heard]  # type: ignore[no-untyped-call]
-        self.ticks = 0
+        self._events = [torch.cuda.Event() if gpu else None for _ in self._outputs]  # type: ignore[no-untyped-call]
+        self._launched = 0
 
     def _program(self, ends: Sequence[int], exiting: Exiting | None, compiled: bool) -> Program:
         plan, options = self.decoder.plan, self.options
         ends_E = torch.tensor(sorted(ends), dtype=torch.int64, device=self.device)
-        parts = Parts(
-            plan, self.layout, self.layers, self.state, self.sampler, ends_E, options.rows, options.page_size, compiled,
-            skips=self.device.type == "cpu",
+        parts = ProgramContext(
+            plan, self.layout, self.layers, self.state, self.sampler, ends_E, options.batch_size, options.page_size,
+            compiled, skips=self.device.type == "cpu",
         )  # fmt: skip
         if self.layout.kind == "whole":
             return WholeProgram(parts)
         if self.layout.kind == "routed":
             assert isinstance(self.decoder.routers, Routers)
             assert plan.routing is not None
-            routers = RowRouters(self.decoder.routers, options.depth_bias, options.forced_depths)
+            routers = BatchRouters(self.decoder.routers, options.depth_bias, options.forced_depths)
             return RoutedProgram(parts, routers, _cores(plan, options))
         assert exiting is not None
         assert exiting.exit_layers is not None
         return ExitProgram(
             parts,
             exiting.exit_layers[0],
-            stack=min(exiting.max_stack or 1, options.rows),
+            stack=min(exiting.max_stack or 1, options.batch_size),
             copies=exiting.mode == "state-copy",
             shallows=options.shallows,
             forced=options.forced_exits,
         )
 
     @torch.no_grad()
-    def apply(self, plan: Plan, requests: Mapping[int, Request]) -> None:
-        """Everything of a plan but its chunks."""
+    def apply(self, scheduled: SchedulerOutput) -> None:
+        """Everything that was scheduled but the chunks."""
         sizes, (_, _, pages) = self.sizes, self.state.tables_STP.shape
-        plan.check(
-            tables=sizes.tables, pool_pages=sizes.pool_pages, slots=sizes.slots, pages=pages, size=self.options.page_size
-        )
-        placed = []
-        for slot in plan.stops:
+        scheduled.check(
+            tables=sizes.tables, pool_pages=sizes.pool_pages, max_sequences=sizes.max_sequences, pages=pages,
+            size=self.options.page_size,
+        )  # fmt: skip
+        for slot in scheduled.stops:
             self.sampler.clear(slot)
-        for placement in plan.placements:
-            sequence, request = placement.sequence, requests[placement.sequence.id]
-            self.sampler.place(placement.slot, request, sequence.tokens)
-            deepest = request.max_depth or self.decoder.plan.recursions
-            usual = None if self.exiting is None else self.exiting.threshold_now()
-            threshold = usual if request.exit_threshold is None else request.exit_threshold
-            placed.append(
-                Placed(
-                    slot=placement.slot, token=sequence.known[-1], position=sequence.length - 1, made=len(sequence.tokens),
-                    limit=sequence.max_new_tokens, epoch=placement.epoch, deepest=deepest,
-                    ignores_end=request.sampling.ignore_eos, entries=placement.entries, ready=placement.ready,
-                    threshold=1.0 if threshold is None else threshold,
-                )
-            )  # fmt: skip
-        self.state.stop(plan.stops)
-        for copy in plan.copies:
+        for placement in scheduled.placements:
+            self.sampler.place(placement.slot, placement.sequence.request, placement.sequence.tokens)
+        self.state.stop(scheduled.stops)
+        for copy in scheduled.copies:
             self.pages.copy(copy)
-        self.state.hand_out(plan, placed)
-        if placed:
-            self.program.place(placed)
+        self.state.apply(scheduled)
+        if scheduled.placements:
+            threshold = None if self.exiting is None else self.exiting.threshold_now()
+            self.program.place(scheduled.placements, 1.0 if threshold is None else threshold)
 
     @torch.no_grad()
-    def read(self, chunks: Sequence[Chunk], texts: Sequence[Sequence[int]]) -> list[tuple[int, ...]]:
-        """Make the entries of the chunks' tokens; returns how many each slot's tables have then.
+    def prefill(self, chunks: Sequence[PrefillChunk], tokens: Sequence[Sequence[int]]) -> list[tuple[int, ...]]:
+        """Add the entries of the chunks' tokens; returns how many each slot's tables have then.
 
-        All chunks are one pass: a pass that is not recorded costs a GPU's host as much for ten tokens as for a thousand.
+        All chunks are one pass: a pass that is not captured costs a GPU's host as much for ten tokens as for a thousand.
         """
-        self.program.read(self.state.reading(chunks, texts))
+        self.program.prefill(self.state.prefill_batch(chunks, tokens))
         self.state.start([chunk.slot for chunk in chunks if chunk.last])
         if self.layout.kind != "routed":
             return [(chunk.first + chunk.count,) for chunk in chunks]
@@ -167,33 +157,33 @@ class Runner:
 
     @torch.no_grad()
     def launch(self) -> int:
-        """Start a tick; returns its number, for `collect`."""
+        """Start a decode step; returns its number, for `collect`."""
         sampler = self.sampler
-        how = How(sampler.mode, sampler.penalised, sampler.alternatives)
+        variant = SamplingVariant(sampler.mode, sampler.penalised, sampler.alternatives)
         if self._captures:
-            if how not in self._graphs:
-                self._record(how)
-            self._graphs[how].replay()
+            if variant not in self._graphs:
+                self._capture(variant)
+            self._graphs[variant].replay()
         else:
-            self.program.tick(how)
-        number = self.ticks
-        self.ticks += 1
-        at = number % len(self._heard)
-        self._heard[at].copy_(self.program.record)
+            self.program.decode_step(variant)
+        number = self._launched
+        self._launched += 1
+        at = number % len(self._outputs)
+        self._outputs[at].copy_(self.program.output)
         if (event := self._events[at]) is not None:
             event.record()
         return number
 
-    def collect(self, number: int) -> tuple[list[list[int]], list[list[float]], Record]:
-        """What a tick chose; waits for it. The record's tensors hold until another burst has begun."""
-        at = number % len(self._heard)
+    def collect(self, number: int) -> tuple[list[list[int]], list[list[float]], StepOutput]:
+        """What a decode step chose; waits for it. The output's tensors hold until another burst has begun."""
+        at = number % len(self._outputs)
         if (event := self._events[at]) is not None:
             event.synchronize()
-        record = self._heard[at]
-        return record.ints_NC.tolist(), record.floats_NC.tolist(), record
+        output = self._outputs[at]
+        return output.ints_NC.tolist(), output.floats_NC.tolist(), output
 
-    def _record(self, how: How) -> None:
-        """Record a tick. It is run a few times first, so that kernels are compiled; what those runs change is put back."""
+    def _capture(self, variant: SamplingVariant) -> None:
+        """Capture a decode step. It is run a few times first, so that kernels are compiled; what it changes is put back."""
         before = self._changed()
         side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         side.wait_stream(torch.cuda.current_stream())
@@ -201,13 +191,13 @@ class Runner:
             kept = [tensor.clone() for tensor in before]
             self.state.stage_S.fill_(-1)  # nobody runs: no page is written
             for _ in range(WARM_UPS):
-                self.program.tick(how)
+                self.program.decode_step(variant)
         torch.cuda.current_stream().wait_stream(side)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool):
-            self.program.tick(how)
+            self.program.decode_step(variant)
         self._pool = self._pool or graph.pool()
-        self._graphs[how] = graph
+        self._graphs[variant] = graph
         for tensor, old in zip(before, kept, strict=True):
             tensor.copy_(old)
 
@@ -220,12 +210,12 @@ def _exit_layer(plan: DepthPlan, exiting: Exiting | None) -> int | None:
     if exiting is None or exiting.mode == "full":
         return None
     if exiting.mode not in ("parallel", "state-copy"):
-        raise OptionError(f"the engine lets tokens leave by 'parallel' or 'state-copy' decoding, not '{exiting.mode}'")
+        raise OptionError(f"the engine exits by 'parallel' or 'state-copy' decoding, not '{exiting.mode}'")
     if exiting.confidence not in (None, "gap") or exiting.refine is not None:
-        raise OptionError("the engine knows the confidence 'gap' and no refinement")
+        raise OptionError("the engine supports only confidence='gap' and no refinement")
     exits = exiting.exits(plan)
     if len(exits) != 1 or exiting.exit_layers is None:
-        raise OptionError("the engine lets tokens leave after one layer: name it in exit_layers")
+        raise OptionError("the engine supports one exit: name its layer in exit_layers")
     return exits[0] + 1
 
 
@@ -233,13 +223,13 @@ def _check_forced(plan: DepthPlan, layout: Layout, options: EngineOptions) -> No
     """Depths that are drawn must be depths that the model has: a figure without them would be labelled wrongly."""
     if options.forced_depths is not None:
         if layout.kind != "routed":
-            raise OptionError("forced_depths is for models with a router; forced_exits is for those with an exit")
+            raise OptionError("forced_depths requires a model with a router; use forced_exits for one with an exit")
         if len(options.forced_depths) != plan.recursions:
             raise OptionError(
                 f"forced_depths names {len(options.forced_depths)} parts, but the model has {plan.recursions} recursions"
             )
     if options.forced_exits is not None and layout.kind != "exits":
-        raise OptionError("forced_exits is for engines whose tokens may leave early; this one has no exit")
+        raise OptionError("forced_exits requires an engine with an exit")
 
 
 def _check_entries(options: EngineOptions, device: torch.device) -> None:
@@ -249,16 +239,18 @@ def _check_entries(options: EngineOptions, device: torch.device) -> None:
     if found < FLOAT8_SINCE:
         needed, name = ".".join(map(str, FLOAT8_SINCE)), torch.cuda.get_device_name(device)
         raise OptionError(
-            f"kv_dtype 'fp8' needs a GPU of compute capability {needed} or later; {name} has {found[0]}.{found[1]}"
+            f"kv_dtype 'fp8' requires a GPU of compute capability {needed} or later; {name} has {found[0]}.{found[1]}"
         )
 
 
 def _sizes(decoder: Decoder, layout: Layout, options: EngineOptions, gpu: bool, exiting: Exiting | None) -> Sizes:
     a, plan = decoder.architecture, decoder.plan
     over = 1 if layout.kind == "whole" else OVERBOOKED
-    slots = options.rows * over if options.slots is None else options.slots
-    if layout.kind == "whole" and slots != options.rows:
-        raise OptionError(f"where all tokens run alike, slots are rows; got {slots} slots and {options.rows} rows")
+    sequences = options.batch_size * over if options.max_sequences is None else options.max_sequences
+    if layout.kind == "whole" and sequences != options.batch_size:
+        raise OptionError(
+            f"max_sequences must be batch_size where every token runs every layer, got {sequences} and {options.batch_size}"
+        )
     max_length = a.context if options.max_length is None else options.max_length
     if max_length > a.context:
         raise OptionError(f"max_length {max_length} is more than the model's context of {a.context}")
@@ -269,22 +261,22 @@ def _sizes(decoder: Decoder, layout: Layout, options: EngineOptions, gpu: bool, 
     full = [many * -(-max_length // size) for many in tables]
     if options.memory is None:
         pool_pages = tuple(
-            max(pages + tables_, math.ceil(slots * pages / 4)) for pages, tables_ in zip(full, tables, strict=True)
+            max(pages + tables_, math.ceil(sequences * pages / 4)) for pages, tables_ in zip(full, tables, strict=True)
         )
     else:
         share = pool_shares(plan, layout)
         whole = sum(one * part for one, part in zip(sizes, share, strict=True))
         pool_pages = tuple(int(options.memory * part / whole) for part in share)
         if min(pool_pages) < 2:
-            raise OptionError(f"{options.memory:,} bytes hold no two pages of every kind; a page takes up to {max(sizes):,}")
+            raise OptionError(f"memory must hold two pages of {max(sizes):,} bytes, got {options.memory:,}")
     burst = options.burst or (BURST if gpu else 1)
     lag = options.lag if options.lag is not None else (1 if gpu else 0)
-    a_tick = {"whole": 1, "exits": options.shallows + 1, "routed": 0}[layout.kind] or len(_cores(plan, options))
-    return Sizes(layout.tables, pool_pages, slots, max_length, (lag + 1) * burst * a_tick + 1, burst, lag)
+    in_a_step = {"whole": 1, "exits": options.shallows + 1, "routed": 0}[layout.kind] or len(_cores(plan, options))
+    return Sizes(layout.tables, pool_pages, sequences, max_length, (lag + 1) * burst * in_a_step + 1, burst, lag)
 
 
 def _cores(plan: DepthPlan, options: EngineOptions) -> tuple[int, ...]:
-    """routed: passes of the block in front of each turn of a tick."""
+    """routed: passes of the block in front of each turn of a decode step."""
     assert plan.routing is not None
     return (options.cores,) if options.cores else passes_for(sum(options.forced_depths or plan.routing.capacity))
 

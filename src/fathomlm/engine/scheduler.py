@@ -1,7 +1,7 @@
-"""Who runs, who waits, and who gets which page. No tensors: the device is told in plans and answers in reports.
+"""Who runs, who waits, and who gets which page. No tensors: the device is told in `SchedulerOutput`s and answers in reports.
 
-The device runs ahead of the host. A plan therefore hands out pages before they are needed, and a row without room waits
-on the device until a later plan brings some. Reports come late; the epoch in them tells which placement they speak of.
+The device runs ahead of the host. Pages are therefore handed out before they are needed, and a row without any waits on
+the device until more are granted. Reports come late; the epoch in them tells which placement they speak of.
 
 Two rules keep it fair. Sequences are placed strictly in the order in which they came, and when a pool runs dry, the most
 recently placed one goes back to the front of the queue. So the oldest always goes on, if need be with all the pages, and
@@ -14,12 +14,10 @@ from bisect import bisect_left
 from collections import OrderedDict, abc
 from dataclasses import dataclass
 
-from fathomlm.engine.memory import Memory
-from fathomlm.engine.orders import Chunk, Copy, Draft, Grant, Placement, Plan, Room
+from fathomlm.engine.page_manager import PageManager
+from fathomlm.engine.schedule import Placement, PrefillChunk, SchedulerOutput
 from fathomlm.engine.sequence import Sequence
 from fathomlm.errors import QueueFull, RequestTooLarge
-
-__all__ = ["Chunk", "Copy", "Counters", "Grant", "Placement", "Plan", "Room", "Scheduler"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +25,7 @@ class Counters:
     """Where the scheduler stands, for metrics. The last three only grow."""
 
     queued: int
-    reading: int
+    prefilling: int
     running: int
     pages_used: tuple[int, ...]
     """By pool, those that only the prefix cache holds among them."""
@@ -35,12 +33,12 @@ class Counters:
     """By pool: held by the prefix cache alone, to be had at once."""
     preemptions: int
     prefix_hits: int
-    """Tokens that were not read, because the prefix cache had them."""
+    """Tokens that were not prefilled, because the prefix cache had them."""
     evictions: int
 
 
 class Scheduler:
-    """Sequences in, plans out."""
+    """Sequences in, `SchedulerOutput`s out."""
 
     def __init__(
         self,
@@ -48,27 +46,31 @@ class Scheduler:
         tables: abc.Sequence[int],
         pool_pages: abc.Sequence[int],
         page_size: int,
-        slots: int,
+        max_sequences: int,
         max_queue: int,
-        chunk: int,
+        prefill_chunk: int,
         lookahead: int,
         max_length: int,
         prefix_caching: bool = True,
     ) -> None:
-        """`tables[t]` is the pool of table t, `pool_pages` the size of each pool. At most `chunk` tokens are read in a
-        plan, over all sequences. `lookahead` is how many tokens a row may run before the host has heard of the first."""
-        assert min(slots, max_queue, chunk, lookahead, max_length) >= 1, "every size is at least 1"
-        self.memory = Memory(tables=tables, pool_pages=pool_pages, page_size=page_size, prefix_caching=prefix_caching)
+        """`tables[t]` is the pool of table t, `pool_pages` the size of each pool. At most `prefill_chunk` tokens are
+        prefilled at a time, over all sequences. `lookahead` is how many tokens a sequence may run before the host knows the
+        first."""
+        assert min(max_sequences, max_queue, prefill_chunk, lookahead, max_length) >= 1, "every size is at least 1"
+        self.page_manager = PageManager(
+            tables=tables, pool_pages=pool_pages, page_size=page_size, prefix_caching=prefix_caching
+        )
         self.max_queue = max_queue
-        self.chunk = chunk
+        self.prefill_chunk = prefill_chunk
         self.lookahead = lookahead
         self.max_length = max_length
         self._queue: OrderedDict[int, Sequence] = OrderedDict()
         self._placed: dict[int, Sequence] = {}  # in the order of their placement
-        self._slots = list(range(slots - 1, -1, -1))
+        self._free_slots = list(range(max_sequences - 1, -1, -1))
         self._stops: list[int] = []
         self._epoch = 0
         self._head_may_fit = True  # false from a placement that failed for want of pages until something changes for it
+        self._budget = 0  # tokens that may still be prefilled before the next decode step
         self._preemptions = 0
         self._prefix_hits = 0
 
@@ -84,20 +86,20 @@ class Scheduler:
 
     @property
     def busy(self) -> bool:
-        """Whether anybody waits or runs, or the device has not heard yet that somebody stopped."""
+        """Whether anybody waits or runs, or the device has yet to be told that a sequence stopped."""
         return bool(self._queue or self._placed or self._stops)
 
     def counters(self) -> Counters:
-        reading = sum(sequence.state == "reading" for sequence in self._placed.values())
+        prefilling = sum(sequence.state == "prefilling" for sequence in self._placed.values())
         return Counters(
             queued=len(self._queue),
-            reading=reading,
-            running=len(self._placed) - reading,
-            pages_used=tuple(pool.used for pool in self.memory.pools),
-            pages_cached=tuple(pool.spare for pool in self.memory.pools),
+            prefilling=prefilling,
+            running=len(self._placed) - prefilling,
+            pages_used=tuple(pool.used for pool in self.page_manager.pools),
+            pages_cached=tuple(pool.spare for pool in self.page_manager.pools),
             preemptions=self._preemptions,
             prefix_hits=self._prefix_hits,
-            evictions=self.memory.prefixes.evictions,
+            evictions=self.page_manager.prefixes.evictions,
         )
 
     def submit(self, sequence: Sequence) -> None:
@@ -119,13 +121,13 @@ class Scheduler:
         return sequence is not None
 
     def finish(self, id: int) -> None:
-        """A sequence has all that it is to have. Call this before the next plan, or it would run on."""
+        """A sequence has all that it is to have. Call this before the next `schedule`, or it would run on."""
         self._end(self._must_find(id))
 
     def fail(self, id: int) -> None:
         """Something is wrong with a sequence. What it may have added to the prefix cache goes: nobody shall inherit it."""
         sequence = self._must_find(id)
-        self.memory.prefixes.forget(sequence.keys, beyond=sequence.reused)
+        self.page_manager.prefixes.forget(sequence.keys, beyond=sequence.reused)
         self._end(sequence, remember=False)
 
     def note(self, id: int, epoch: int, tokens: abc.Iterable[int], entries: abc.Sequence[int]) -> bool:
@@ -140,136 +142,136 @@ class Scheduler:
     def advance(self, sequence: Sequence, token: int, entries: abc.Sequence[int]) -> None:
         """`note` for one token of a sequence that is known to be the current one: this is what the host does most."""
         assert sequence.state == "running", f"sequence {sequence.id} is {sequence.state}, but has run"
-        said = sequence.tokens
-        said.append(token)
-        assert len(said) <= sequence.max_new_tokens, f"sequence {sequence.id} has {len(said)} tokens, too many"
+        tokens = sequence.tokens
+        tokens.append(token)
+        assert len(tokens) <= sequence.max_new_tokens, f"sequence {sequence.id} has {len(tokens)} tokens, too many"
         self._confirm(sequence, entries)
 
-    def read(self, id: int, epoch: int, upto: int, entries: abc.Sequence[int]) -> bool:
-        """The first `upto` tokens are read, and these are the entries of just them. Returns whether it counted."""
+    def confirm_prefill(self, id: int, epoch: int, upto: int, entries: abc.Sequence[int]) -> bool:
+        """The first `upto` tokens are prefilled, and these are the entries of just them. Returns whether it counted."""
         sequence = self._current(id, epoch)
         if sequence is None:
             return False
-        assert sequence.confirmed < upto <= sequence.prefilled, f"sequence {id} read {upto} of {sequence.prefilled} tokens"
+        assert sequence.confirmed < upto <= sequence.prefilled, f"sequence {id}: {upto} of {sequence.prefilled} tokens"
         assert entries[0] == upto, f"sequence {id} has {entries[0]} entries of {upto} tokens"
         self._confirm(sequence, entries)
         sequence.confirmed = upto
         if upto == sequence.goal:
             sequence.state = "running"
-        self.memory.remember_chunk(sequence)
+        self.page_manager.remember_chunk(sequence)
         self._head_may_fit = True
         return True
 
-    def plan(self) -> Plan:
-        """What changes before the next tick. Its cost grows with the sequences placed and the pages handed out."""
-        draft = Draft(self.chunk)
+    def schedule(self) -> SchedulerOutput:
+        """What changes before the next decode step. Its cost grows with the sequences placed and the pages handed out."""
+        out, self._budget = SchedulerOutput(stops=self._stops), self.prefill_chunk
         preemptions = self._preemptions
         wanting = [sequence for sequence in self._placed.values() if self._wants(sequence)]
-        self._go_on(wanting, draft)
+        self._go_on(wanting, out)
         for sequence in wanting:
-            self._look_ahead(sequence, draft)
+            self._look_ahead(sequence, out)
         if self._preemptions == preemptions:  # else the victim would come straight back
-            while self._place_next(draft):
+            while self._place_next(out):
                 pass
-        stops, self._stops = self._stops, []
-        return draft.finished(stops)
+        self._stops = []
+        return out
 
     def _wants(self, sequence: Sequence) -> bool:
         """Whether a sequence is to be given anything: mostly it has a page to go on in."""
         assert len(sequence.tokens) < sequence.max_new_tokens, f"sequence {sequence.id} has all its tokens: finish it"
-        return sequence.unread > 0 or self.memory.short(sequence, self.lookahead)
+        return sequence.unissued > 0 or self.page_manager.short(sequence, self.lookahead)
 
-    def _go_on(self, wanting: list[Sequence], draft: Draft) -> None:
-        """Room for one more token for everybody, the oldest first, and a chunk for those that read."""
+    def _go_on(self, wanting: list[Sequence], out: SchedulerOutput) -> None:
+        """Room for one more token for everybody, the oldest first, and a chunk for those that are being prefilled."""
         for sequence in wanting:
             if sequence.id not in self._placed:
                 return  # preempted for an older one, like all behind it
-            unread = sequence.unread
-            if unread and not draft.budget:
+            unissued = sequence.unissued
+            if unissued and not self._budget:
                 continue
-            if not unread and not self.memory.short(sequence, 1):
+            if not unissued and not self.page_manager.short(sequence, 1):
                 continue  # it has looked ahead, and wants to again
             if not self._make_room(sequence):
                 return
-            self.memory.grow(sequence, 1, draft)
-            self._read_on(sequence, draft)
+            self.page_manager.grow(sequence, 1, out)
+            self._prefill_on(sequence, out)
 
     def _make_room(self, sequence: Sequence) -> bool:
         """See to it that a token more fits: cached prefixes go first, then whoever came last, perhaps this one itself."""
-        if not self.memory.fits(sequence, 1):
-            self.memory.let_go(sequence)
+        if not self.page_manager.fits(sequence, 1):
+            self.page_manager.let_go(sequence)
             self._head_may_fit = True
-        while not self.memory.fits(sequence, 1):
+        while not self.page_manager.fits(sequence, 1):
             self._preempt(next(reversed(self._placed.values())))
             if sequence.id not in self._placed:
                 return False
         return True
 
-    def _read_on(self, sequence: Sequence, draft: Draft) -> None:
+    def _prefill_on(self, sequence: Sequence, out: SchedulerOutput) -> None:
         """The next chunk of a sequence that has room for a token of it: as much as the budget and free pages allow."""
-        most = min(draft.budget, sequence.unread)
+        most = min(self._budget, sequence.unissued)
         if not most:
             return
         assert sequence.slot is not None
         first = sequence.prefilled
-        fitting = bisect_left(range(1, most + 1), True, key=lambda count: not self.memory.fits(sequence, count))
+        fitting = bisect_left(range(1, most + 1), True, key=lambda count: not self.page_manager.fits(sequence, count))
         count = self._cut(first, fitting)
-        self.memory.grow(sequence, count, draft)
+        self.page_manager.grow(sequence, count, out)
         sequence.prefilled += count
-        draft.budget -= count
-        draft.chunks.append(Chunk(sequence.slot, sequence.epoch, first, count, last=not sequence.unread))
+        self._budget -= count
+        out.chunks.append(PrefillChunk(sequence.slot, sequence.epoch, first, count, last=not sequence.unissued))
 
     def _cut(self, first: int, count: int) -> int:
         """Several tables can be cached only where a chunk ends: it ends on a multiple of the page size, if it meets one."""
-        size = self.memory.page_size
+        size = self.page_manager.page_size
         met = (first + count) // size * size - first
-        return met if met > 0 and self.memory.prefix_caching and len(self.memory.tables) > 1 else count
+        return met if met > 0 and self.page_manager.prefix_caching and len(self.page_manager.tables) > 1 else count
 
-    def _look_ahead(self, sequence: Sequence, draft: Draft) -> None:
+    def _look_ahead(self, sequence: Sequence, out: SchedulerOutput) -> None:
         """Room for the tokens that run before the host hears of them, but only from pages that no sequence holds."""
-        if sequence.id in self._placed and not sequence.unread:
-            self.memory.grow(sequence, self.lookahead, draft)
+        if sequence.id in self._placed and not sequence.unissued:
+            self.page_manager.grow(sequence, self.lookahead, out)
 
-    def _place_next(self, draft: Draft) -> bool:
+    def _place_next(self, out: SchedulerOutput) -> bool:
         """Place the first of the queue, if there are a slot and pages for its first chunk and one token more.
 
         If others are placed already, a page a pool must stay free: the next token of theirs should not preempt it.
         """
-        if not (self._queue and self._slots and self._head_may_fit):
+        if not (self._queue and self._free_slots and self._head_may_fit):
             return False
         sequence = next(iter(self._queue.values()))
-        if sequence.length > 1 and not draft.budget:
+        if sequence.length > 1 and not self._budget:
             return False
-        prefix = self.memory.find(sequence)
-        if not self.memory.adopt(sequence, prefix, self.chunk, headroom=1 if self._placed else 0):
+        prefix = self.page_manager.find(sequence)
+        if not self.page_manager.adopt(sequence, prefix, self.prefill_chunk, headroom=1 if self._placed else 0):
             if self._placed:
                 self._head_may_fit = False
                 return False
             # It is alone, and the pages that it would copy are in the way. Without them every page is to be had.
-            prefix = self.memory.prefixes.nothing()
-            fits = self.memory.adopt(sequence, prefix, self.chunk, headroom=0)
+            prefix = self.page_manager.prefixes.nothing()
+            fits = self.page_manager.adopt(sequence, prefix, self.prefill_chunk, headroom=0)
             assert fits, f"sequence {sequence.id} does not fit into empty pools"
-        self._place(sequence, draft)
-        self.memory.settle(sequence, prefix, draft)
-        self._read_on(sequence, draft)
-        self._look_ahead(sequence, draft)
+        self._place(sequence, out)
+        self.page_manager.settle(sequence, prefix, out)
+        self._prefill_on(sequence, out)
+        self._look_ahead(sequence, out)
         return True
 
-    def _place(self, sequence: Sequence, draft: Draft) -> None:
+    def _place(self, sequence: Sequence, out: SchedulerOutput) -> None:
         del self._queue[sequence.id]
         self._placed[sequence.id] = sequence
         found = sequence.prefilled
         self._prefix_hits += found
         sequence.reused = min(sequence.reused, found) if sequence.epoch else found
         self._new_epoch(sequence)
-        sequence.slot = self._slots.pop()
-        sequence.state = "reading" if sequence.unread else "running"
-        ready = not sequence.unread
-        draft.placements.append(Placement(sequence.slot, sequence.epoch, sequence, tuple(sequence.entries), ready))
+        sequence.slot = self._free_slots.pop()
+        sequence.state = "prefilling" if sequence.unissued else "running"
+        ready = not sequence.unissued
+        out.placements.append(Placement(sequence.slot, sequence.epoch, sequence, tuple(sequence.entries), ready))
 
     def _preempt(self, victim: Sequence) -> None:
         assert len(self._placed) > 1, f"sequence {victim.id} is alone and does not fit"
-        self._leave(victim)
+        self._release(victim)
         victim.state = "waiting"
         victim.preemptions += 1
         self._preemptions += 1
@@ -278,19 +280,19 @@ class Scheduler:
 
     def _end(self, sequence: Sequence, remember: bool = True) -> None:
         if sequence.slot is not None:
-            self._leave(sequence, remember)
+            self._release(sequence, remember)
         else:
             del self._queue[sequence.id]
             self._head_may_fit = True
         sequence.state = "done"
 
-    def _leave(self, sequence: Sequence, remember: bool = True) -> None:
-        """Give back slot and pages. The device hears of it with the next plan, before anybody else uses them."""
+    def _release(self, sequence: Sequence, remember: bool = True) -> None:
+        """Give back slot and pages. The device is told with the next output, before another sequence uses them."""
         assert sequence.slot is not None
         if remember:
-            self.memory.remember_run(sequence)
-        self.memory.give_back(sequence)
-        self._slots.append(sequence.slot)
+            self.page_manager.remember_run(sequence)
+        self.page_manager.give_back(sequence)
+        self._free_slots.append(sequence.slot)
         self._stops.append(sequence.slot)
         sequence.slot = None
         self._new_epoch(sequence)
@@ -302,7 +304,7 @@ class Scheduler:
         sequence.epoch = self._epoch
 
     def _confirm(self, sequence: Sequence, entries: abc.Sequence[int]) -> None:
-        size = self.memory.page_size
+        size = self.page_manager.page_size
         for before, now, pages in zip(sequence.entries, entries, sequence.pages, strict=True):
             room = len(pages) * size
             assert before <= now <= room, f"sequence {sequence.id}: {before}, then {now} of {room} entries of a table"
@@ -322,11 +324,11 @@ class Scheduler:
 
     def _refuse_too_large(self, sequence: Sequence) -> None:
         prompt, new = len(sequence.prompt), sequence.max_new_tokens
-        asked = f"a prompt of {prompt} tokens and up to {new} new ones"
+        request = f"a prompt of {prompt} tokens and up to {new} new ones"
         if prompt + new > self.max_length:
-            raise RequestTooLarge(f"{asked} are {prompt + new} positions; a text has at most {self.max_length} here")
-        needs = self.memory.worst_case(sequence.most_entries)
-        for index, (need, pool) in enumerate(zip(needs, self.memory.pools, strict=True)):
+            raise RequestTooLarge(f"{request} are {prompt + new} positions; a sequence has at most {self.max_length} here")
+        needs = self.page_manager.worst_case(sequence.most_entries)
+        for index, (need, pool) in enumerate(zip(needs, self.page_manager.pools, strict=True)):
             if need > pool.total:
-                pages = f"{need} pages of {self.memory.page_size} entries in pool {index}"
-                raise RequestTooLarge(f"{asked} may need {pages}, which has {pool.total}; ask for fewer tokens")
+                pages = f"{need} pages of {self.page_manager.page_size} entries in pool {index}"
+                raise RequestTooLarge(f"{request} may require {pages}, which has {pool.total}; request fewer tokens")

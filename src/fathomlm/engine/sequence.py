@@ -1,20 +1,28 @@
-"""What the host knows of one sequence: its tokens, its pages, and how far the device is known to have come."""
+"""One request in the engine: its tokens, its pages, how far the device is known to have come, and what it has to show.
+
+The scheduler changes everything down to `preemptions` and looks at nothing below; the rest is the engine's.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
 
-State = Literal["waiting", "reading", "running", "done"]
+from fathomlm.decode.text import TextStream
+from fathomlm.engine.request import Event, Request, Result, TokenLogprobs
+
+State = Literal["waiting", "prefilling", "running", "done"]
 
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """One text in the making. The scheduler changes everything below `max_new_tokens`; others only read it."""
-
-    id: int
-    prompt: tuple[int, ...]
-    max_new_tokens: int
+    request: Request
+    id: int = field(init=False)
+    prompt: tuple[int, ...] = field(init=False)
+    max_new_tokens: int = field(init=False)
+    most_entries: int = field(init=False)
+    """The most that a table will ever hold: the very last token is never run."""
     tokens: list[int] = field(default_factory=list)
     """Generated tokens that the host knows. The device may be further."""
     slot: int | None = None
@@ -27,17 +35,32 @@ class Sequence:
     entries: list[int] = field(default_factory=list)
     """By table: entries that the device has confirmed."""
     prefilled: int = 0
-    """How many of the tokens to read have been issued to the device (or were found in the prefix cache)."""
+    """How many of the tokens to prefill have been issued to the device (or were found in the prefix cache)."""
     state: State = "waiting"
     confirmed: int = 0
-    """How many of the tokens to read the device has confirmed."""
+    """How many of the tokens to prefill the device has confirmed."""
     goal: int = 0
-    """How many tokens this placement reads: all that were known but the last, which runs as the first decode row."""
+    """How many tokens this placement prefills: all that were known but the last, which runs as the first decode row."""
     reused: int = 0
     """The fewest tokens that any of its placements took from the prefix cache: what lies behind them may be its own."""
     preemptions: int = 0
-    kind: int = 0
-    """Texts share a beginning only with texts of their own kind: those whose depth was limited alike."""
+    stream: TextStream | None = None
+    on_event: Callable[[Event], None] | None = None
+    pieces: list[str] = field(default_factory=list)
+    """The completion so far, as text."""
+    logprobs: list[TokenLogprobs] | None = None
+    """These three for each token; None where nobody asked, the model has one depth, or there is no exit."""
+    depths: list[int] | None = None
+    confidences: list[float] | None = None
+    first_token_time: float | None = None
+    last_token_time: float | None = None
+    result: Result | None = None
+    """When it has ended."""
+
+    def __post_init__(self) -> None:
+        self.id, self.prompt = self.request.id, self.request.prompt
+        self.max_new_tokens = self.request.sampling.max_new_tokens
+        self.most_entries = len(self.prompt) + self.max_new_tokens - 1
 
     @property
     def known(self) -> tuple[int, ...]:
@@ -45,24 +68,20 @@ class Sequence:
 
     @property
     def keys(self) -> tuple[int, ...]:
-        """What the prefix cache knows the text by."""
-        return self.known if not self.kind else tuple(token + self.kind * 2**40 for token in self.known)
+        """What the prefix cache knows it by: sequences share a prefix only with those whose depth was limited alike."""
+        limit = self.request.max_depth
+        return self.known if not limit else tuple(token + limit * 2**40 for token in self.known)
 
     @property
     def length(self) -> int:
         return len(self.prompt) + len(self.tokens)
 
     @property
-    def most_entries(self) -> int:
-        """The most that a table will ever hold: the very last token is never run."""
-        return len(self.prompt) + self.max_new_tokens - 1
-
-    @property
-    def unread(self) -> int:
-        """Tokens to read that have not been issued yet."""
+    def unissued(self) -> int:
+        """Tokens to prefill that have not been issued yet."""
         return self.goal - self.prefilled
 
-    def reach(self, table: int, more: int) -> int:
+    def entries_after(self, table: int, more: int) -> int:
         """The entries that a table can hold at most after `more` further tokens.
 
         Tokens that were issued and not confirmed count in every table: which of them went deep is not known yet.

@@ -10,7 +10,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from fathomlm.engine.request import Logprobs, Result, TokenEvent
+from fathomlm.engine.request import Result, TokenEvent, TokenLogprobs
 from fathomlm.serve.asking import Order
 from fathomlm.serve.choices import finish_reason
 from fathomlm.serve.served import Offer
@@ -78,7 +78,7 @@ class Answer:
         details: Record = {}
         if not self._is_end(index, event.token):
             if event.logprob is not None:
-                told = Logprobs(logprob=event.logprob, top=event.top)
+                told = TokenLogprobs(logprob=event.logprob, top=event.top)
                 details["logprobs"] = self._logprobs(index, [event.token], [told])
             if self.order.depths:
                 details["fathom"] = {"depths": _listed(event.depth), "confidences": _listed(event.confidence)}
@@ -116,7 +116,7 @@ class Answer:
         """None is the end."""
         raise NotImplementedError
 
-    def _logprobs(self, index: int, tokens: Sequence[int], told: Sequence[Logprobs]) -> Record:
+    def _logprobs(self, index: int, tokens: Sequence[int], told: Sequence[TokenLogprobs]) -> Record:
         raise NotImplementedError
 
 
@@ -129,7 +129,7 @@ class CompletionAnswer(Answer):
     def _piece(self, text: str | None) -> Record:
         return {"text": text or ""}
 
-    def _logprobs(self, index: int, tokens: Sequence[int], told: Sequence[Logprobs]) -> Record:
+    def _logprobs(self, index: int, tokens: Sequence[int], told: Sequence[TokenLogprobs]) -> Record:
         texts = self.offer.tokens
         offsets = []
         for token in tokens:
@@ -156,7 +156,7 @@ class ChatAnswer(Answer):
     def _piece(self, text: str | None) -> Record:
         return {"delta": {} if text is None else {"content": text}}
 
-    def _logprobs(self, index: int, tokens: Sequence[int], told: Sequence[Logprobs]) -> Record:
+    def _logprobs(self, index: int, tokens: Sequence[int], told: Sequence[TokenLogprobs]) -> Record:
         content = []
         for token, one in zip(tokens, told, strict=True):
             tops = [self._entry(other, value) for other, value in one.top]

@@ -175,7 +175,7 @@ def _status(service: Service, metrics: Metrics) -> dict[str, Any]:
         "tokens_per_second": round(found.tokens_per_second, 3),
         "in_flight": found.in_flight,
         "queued": counters.queued,
-        "reading": counters.reading,
+        "prefilling": counters.prefilling,
         "running": counters.running,
         "preemptions": counters.preemptions,
         "prefix_hits": counters.prefix_hits,

@@ -8,9 +8,8 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from fathomlm.engine.front import AsyncEngine
+from fathomlm.engine.async_engine import AsyncEngine, Stream
 from fathomlm.engine.request import Finished, Request, Result, TokenEvent
-from fathomlm.engine.stream import Stream
 from fathomlm.serve.errors import INTERNAL, ApiError
 
 T = TypeVar("T")

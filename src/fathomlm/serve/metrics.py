@@ -49,7 +49,7 @@ class Metrics:
 
     def ended(self, result: Result, at: float) -> None:
         self._ends.labels(result.finish.reason).inc()
-        self._whole.observe(max(at - result.times.arrival, 0.0))
+        self._whole.observe(max(at - result.arrival, 0.0))
 
     def took(self, prompt_tokens: int) -> None:
         self._read.inc(prompt_tokens)
@@ -95,7 +95,7 @@ class _EngineCollector(Collector):
         for depth, count in sorted(self._depths.items()):
             depths.add_metric([str(depth)], count)
         yield depths
-        yield CounterMetricFamily("fathomlm_exited_tokens", "Tokens that left early", totals.left)
+        yield CounterMetricFamily("fathomlm_exited_tokens", "Tokens that left early", totals.exited)
         yield GaugeMetricFamily("fathomlm_mean_depth", "Mean depth of all tokens so far", mean_depth(status))
         yield GaugeMetricFamily("fathomlm_exit_rate", "Part of all tokens so far that left early", exit_rate(status))
 
@@ -103,13 +103,13 @@ class _EngineCollector(Collector):
 def _standing(status: Status) -> Iterator[Metric]:
     counters, totals = status.counters, status.totals
     yield GaugeMetricFamily("fathomlm_queued", "Requests that wait", counters.queued)
-    yield GaugeMetricFamily("fathomlm_reading", "Requests whose prompt is being read", counters.reading)
+    yield GaugeMetricFamily("fathomlm_reading", "Requests whose prompt is being read", counters.prefilling)
     yield GaugeMetricFamily("fathomlm_running", "Requests that make tokens", counters.running)
     yield GaugeMetricFamily("fathomlm_tokens_per_second", "Over the last ten seconds", status.tokens_per_second)
     yield CounterMetricFamily("fathomlm_tokens", "Tokens that were made", totals.tokens)
-    yield CounterMetricFamily("fathomlm_read_tokens", "Prompt tokens that were read", totals.read)
+    yield CounterMetricFamily("fathomlm_read_tokens", "Prompt tokens that were read", totals.prefill_tokens)
     yield CounterMetricFamily("fathomlm_cached_tokens", "Prompt tokens that the prefix cache had", counters.prefix_hits)
-    yield CounterMetricFamily("fathomlm_ticks", "Ticks of the engine", totals.ticks)
+    yield CounterMetricFamily("fathomlm_ticks", "Ticks of the engine", totals.decode_steps)
     yield CounterMetricFamily("fathomlm_engine_restarts", "Times that the engine broke and was built again", status.restarts)
     yield CounterMetricFamily("fathomlm_preemptions", "Texts put aside for want of memory", counters.preemptions)
 
@@ -132,7 +132,7 @@ def mean_depth(status: Status) -> float:
 
 
 def exit_rate(status: Status) -> float:
-    return status.totals.left / status.totals.tokens if status.totals.tokens else 0.0
+    return status.totals.exited / status.totals.tokens if status.totals.tokens else 0.0
 
 
 def _histogram(name: str, what: str, buckets: tuple[float, ...], registry: CollectorRegistry) -> Histogram:

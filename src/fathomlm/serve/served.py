@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from fathomlm.decode.prompts import Prompt, chat_prompt, encode_prompt, end_tokens
-from fathomlm.engine.front import AsyncEngine
+from fathomlm.engine.async_engine import AsyncEngine
 from fathomlm.engine.restarts import Restarts
 from fathomlm.errors import OptionError
 from fathomlm.serve.errors import ApiError
@@ -106,7 +106,8 @@ def offer(
             "router": None if plan.routing is None else plan.routing.kind, "exits": [index + 1 for index in plan.exits],
         },
         "device": str(engine.runner.device), "dtype": str(model.decoder.embed.weight.dtype).removeprefix("torch."),
-        "rows": options.rows, "slots": sizes.slots, "max_length": sizes.max_length, "max_queue": options.max_queue,
+        "batch_size": options.batch_size, "max_sequences": sizes.max_sequences, "max_length": sizes.max_length,
+        "max_queue": options.max_queue,
         "page_size": options.page_size, "kv_dtype": options.kv_dtype, "max_depth": max_depth,
         "exit_layer": None if exiting is None else (exiting.exit_layers or (None,))[0],
         "calibrated": exiting is not None and exiting.estimator is not None,

@@ -22,7 +22,7 @@ from fathomlm.lab.bench.workload import Asked, Workload, build_workload
 from model.route.small import LLAMA, VOCAB, model_of, routed
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-SMALL: dict[str, Any] = {"page_size": 4, "rows": 3, "chunk": 5, "max_length": 48}
+SMALL: dict[str, Any] = {"page_size": 4, "batch_size": 3, "prefill_chunk": 5, "max_length": 48}
 
 
 class Clock:
@@ -98,7 +98,7 @@ def test_timing_of_what_was_heard() -> None:
 
 def test_the_record_adds_up_on_a_clock_of_its_own() -> None:
     clock = Clock()
-    engine = SteppedEngine(build("vanilla"), clock=clock, **(SMALL | {"rows": 2}))
+    engine = SteppedEngine(build("vanilla"), clock=clock, **(SMALL | {"batch_size": 2}))
     workload = asked(Asked((5,), 3), Asked((9,), 3, at=10.0), arrivals="poisson", rate=0.1)
     found = measure(engine, workload, speed=1e6, sleep=clock.sleep)
     # A step hears the tick of the step before: tokens after 2, 3 and 4 seconds, then nothing until the tenth.
@@ -117,7 +117,7 @@ def test_the_record_adds_up_on_a_clock_of_its_own() -> None:
 
 def test_one_by_one_a_request_comes_when_the_last_is_done() -> None:
     clock = Clock()
-    engine = SteppedEngine(build("vanilla"), clock=clock, **(SMALL | {"rows": 2}))
+    engine = SteppedEngine(build("vanilla"), clock=clock, **(SMALL | {"batch_size": 2}))
     played = play(engine, asked(*(Asked((5,), 2) for _ in range(3)), arrivals="one by one"), sleep=clock.sleep)
     ends = [one.times[-1] for one in played.heard]
     assert [one.arrival for one in played.heard] == [0.0, *ends[:-1]]
@@ -126,7 +126,7 @@ def test_one_by_one_a_request_comes_when_the_last_is_done() -> None:
 
 def test_a_queue_that_holds_few_makes_requests_wait_and_counts_the_wait() -> None:
     clock = Clock()
-    engine = SteppedEngine(build("vanilla"), clock=clock, max_queue=2, **(SMALL | {"rows": 1}))
+    engine = SteppedEngine(build("vanilla"), clock=clock, max_queue=2, **(SMALL | {"batch_size": 1}))
     played = play(engine, asked(*(Asked((5,), 2) for _ in range(6))), sleep=clock.sleep)
     assert [one.reason for one in played.heard] == ["length"] * 6
     assert {one.arrival for one in played.heard} == {0.0}
@@ -148,7 +148,7 @@ def test_a_clock_changes_no_token(kind: str) -> None:
     prompts = [[7, 3, 19, 4, 4, 50, 2], [12], [33, 8]]
     expected = plain.generate(prompts, max_new_tokens=9)
     assert [one.tokens for one in timed.generate(prompts, max_new_tokens=9)] == [one.tokens for one in expected]
-    assert timed.totals.ticks == timed.passes.ticks == plain.totals.ticks
+    assert timed.totals.decode_steps == timed.passes.ticks == plain.totals.decode_steps
     assert min(timed.stages.seconds[stage] for stage in STAGES) > 0
 
 
@@ -174,7 +174,7 @@ def test_rows_filled_are_those_that_layers_ran(kind: str, monkeypatch: pytest.Mo
         assert found.work.rows_filled_by_pass["core"] == ran["core"] / (passes.ticks * passes.in_a_tick["core"] * 3)
     else:
         assert passes.filled.total() == ran["all"]
-        offered = passes.ticks * passes.in_a_tick.total() * engine.options.rows  # passes that nobody runs are left out
+        offered = passes.ticks * passes.in_a_tick.total() * engine.options.batch_size  # passes that nobody runs are left out
         assert found.work.rows_filled == ran["all"] / offered
         assert ran["offered"] <= offered
     assert 0.3 < found.work.rows_filled <= 1
@@ -186,7 +186,7 @@ def test_warming_up_leaves_nothing_behind(kind: str) -> None:
     workload = build_workload("64-256", VOCAB, requests=4).shortened(4, 6)
     workload = replace(workload, requests=tuple(Asked(one.prompt[:9], one.new) for one in workload.requests))
     warm_up(engine, workload)
-    assert (engine.totals.ticks, engine.passes.ticks, engine.most_kv_bytes) == (0, 0, 0)
+    assert (engine.totals.decode_steps, engine.passes.ticks, engine.most_kv_bytes) == (0, 0, 0)
     assert set(engine.stages.seconds.values()) == {0.0}
     found = measure(engine, workload, speed=1e9)
     assert found.work.prefix_hits == 0
@@ -220,7 +220,7 @@ def test_ctrl_c_keeps_what_was_heard_and_cancels_the_rest() -> None:
 def forced(model: Any, requests: int = 32, **fields: Any) -> Measurement:
     setting = fields.pop("exiting", None)
     workload = asked(*(Asked((number % VOCAB,), 32) for number in range(requests)))
-    engine = TimedEngine(model, exiting=setting, rows=16, max_length=workload.longest, memory=2**24, **fields)
+    engine = TimedEngine(model, exiting=setting, batch_size=16, max_length=workload.longest, memory=2**24, **fields)
     return measure(engine, workload, speed=1e9, depth=DepthChoice(source="forced", label="forced: test"))
 
 
@@ -270,7 +270,7 @@ def test_random_models_of_any_plan_run() -> None:
 def test_ample_memory_puts_nobody_aside(kind: str) -> None:
     plain, _ = engines(kind)
     model, workload = plain.model, asked(*(Asked((number,), 16) for number in range(8)))
-    options = EngineOptions(rows=4, page_size=4, max_length=workload.longest)
+    options = EngineOptions(batch_size=4, page_size=4, max_length=workload.longest)
     setting = exiting("vanilla", "parallel") if kind == "exits" else None
     ample = ample_memory(model, options, workload.longest, None if setting is None else 3)
     engine = TimedEngine(model, replace(options, memory=ample), exiting=setting)
@@ -285,6 +285,6 @@ def test_ample_memory_for_one_text_takes_the_longest() -> None:
     plan = DepthPlan.build("middle-cycle", 3, 8).with_routing(build_routing("expert", 3))
     model = random_model(architecture, plan, dtype=torch.float32, device=torch.device("cpu"))
     workload = asked(Asked((1, 2, 3), 60))
-    options = EngineOptions(rows=1, slots=1, page_size=4, max_length=workload.longest)
+    options = EngineOptions(batch_size=1, max_sequences=1, page_size=4, max_length=workload.longest)
     engine = TimedEngine(model, replace(options, memory=ample_memory(model, options, workload.longest)))
     assert measure(engine, workload, speed=1e9).work.preemptions == 0

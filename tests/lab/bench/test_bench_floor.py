@@ -20,7 +20,7 @@ from model.route.small import LLAMA as ROUTED
 from model.route.small import model_of, routed
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-SMALL: dict[str, Any] = {"page_size": 4, "rows": 4, "max_length": 32}
+SMALL: dict[str, Any] = {"page_size": 4, "batch_size": 4, "max_length": 32}
 CPU = torch.device("cpu")
 FLOAT = 4
 

@@ -19,7 +19,7 @@ from fathomlm.lab.simulate.simulation import Simulation
 from model.route.small import model_of, routed
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-SMALL: dict[str, Any] = {"page_size": 4, "rows": 3, "chunk": 5, "max_length": 48, "memory": 10**6}
+SMALL: dict[str, Any] = {"page_size": 4, "batch_size": 3, "prefill_chunk": 5, "max_length": 48, "memory": 10**6}
 FREE = Costs(name="no time", passes={kind: Curve.flat(1.0) for kind in ("step", "core", "turn", "both", "shallow", "deep")})
 
 
@@ -36,10 +36,10 @@ CASES: dict[str, Any] = {
     "routed": lambda: (model_of(routed()), None, {}),
     "routed, forced": lambda: (model_of(routed()), None, {"forced_depths": (1.0, 0.5, 0.25), "cores": 2}),
     "routed, shared": lambda: (model_of(routed(kv="share")), None, {"cores": 3}),
-    "routed, no prelude": lambda: (model_of(routed(loop="cycle")), None, {"slots": 3}),
+    "routed, no prelude": lambda: (model_of(routed(loop="cycle")), None, {"max_sequences": 3}),
     "exits, two parts": lambda: exits("vanilla"),
     "exits, two parts, more in front": lambda: exits("vanilla", shallows=3),
-    "exits, one block": lambda: exits("lora", rows=5),
+    "exits, one block": lambda: exits("lora", batch_size=5),
     "exits, shared": lambda: exits("plain-shared-kv"),
     "exits, copied": lambda: exits("lora", mode="state-copy"),
 }
@@ -61,7 +61,7 @@ def test_as_many_ticks_and_rows_as_the_engine(case: str, pace: dict[str, int]) -
     model, setting, options = CASES[case]()
     engine = TimedEngine(model, exiting=setting, prefix_caching=False, **(SMALL | options | pace))
     results = engine.run(requests(model.architecture.vocab))
-    ran = engine.totals.ticks
+    ran = engine.totals.decode_steps
     assert engine.counters().preemptions == 0 or case == "whole, few pages"
     device, sizes = mirror(engine)
     simulation = Simulation(device, sizes, FREE, recorded(engine, results, "what the engine did"))
@@ -72,7 +72,7 @@ def test_as_many_ticks_and_rows_as_the_engine(case: str, pace: dict[str, int]) -
         engine.step()
     if not pace:
         assert outcome.filled == dict(engine.passes.filled)
-    assert all(pool.used == 0 for pool in simulation.scheduler.memory.pools)
+    assert all(pool.used == 0 for pool in simulation.scheduler.page_manager.pools)
 
 
 def test_the_cases_have_what_they_say() -> None:

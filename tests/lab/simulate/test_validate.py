@@ -23,7 +23,7 @@ from fathomlm.lab.simulate.validate import validate
 from model.route.small import model_of, routed
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-SMALL: dict[str, Any] = {"page_size": 4, "rows": 4, "max_length": 96, "memory": 10**7, "prefix_caching": False}
+SMALL: dict[str, Any] = {"page_size": 4, "batch_size": 4, "max_length": 96, "memory": 10**7, "prefix_caching": False}
 KINDS = ("whole", "routed", "exits", "one block")
 
 
@@ -113,7 +113,7 @@ def test_whole_ticks_are_replayed_where_passes_cannot_be_told_apart(kind: str) -
     for name in ("step", "token", "placement"):
         assert getattr(costs.host, name) == pytest.approx(getattr(apart.host, name), abs=1e-6)
     assert not engine.busy
-    assert all(pool.used == 0 for pool in engine.scheduler.memory.pools)
+    assert all(pool.used == 0 for pool in engine.scheduler.page_manager.pools)
     assert engine.scheduler.lookahead == engine.runner.sizes.lookahead
     assert replay(engine, 10) == pytest.approx(costs.tick, rel=0.15)
 
@@ -176,7 +176,7 @@ def test_within_fifteen_percent_on_a_gpu(kind: str) -> None:
     model = random_model(shape, plan, dtype=torch.bfloat16, device=torch.device("cuda"))
     fields: dict[str, Any] = {"routed": {"forced_depths": (1.0, 0.5)}, "exits": {"forced_exits": 0.6}}.get(kind, {})
     leaving = Exiting(mode="parallel", exit_layers=(6,), max_stack=8) if kind == "exits" else None
-    engine = TimedEngine(model, rows=32, max_length=640, memory=2**31, exiting=leaving, prefix_caching=False, **fields)
+    engine = TimedEngine(model, batch_size=32, max_length=640, memory=2**31, exiting=leaving, prefix_caching=False, **fields)
     draw = random.Random(0)
     asked = (Asked((draw.randrange(8192),), draw.randrange(120, 400)) for _ in range(300))
     found = validate(engine, Workload("test", 0, "together", None, tuple(asked)), rounds=3)

@@ -1,6 +1,6 @@
 """What all programs share: the parts they work with, how a token is taken, and what the host is told.
 
-Shapes: N rows, S slots, E end tokens, C columns of the record, K alternatives.
+Shapes: N rows, S slots, E end tokens, C columns of the output, K alternatives.
 """
 
 from __future__ import annotations
@@ -13,10 +13,11 @@ import torch
 from torch import Tensor
 
 from fathomlm.depth import DepthPlan
-from fathomlm.engine.layers import RowLayers
+from fathomlm.engine.device_state import IDLE, EngineState, PrefillBatch
+from fathomlm.engine.layers import PagedLayers
 from fathomlm.engine.layout import Layout
 from fathomlm.engine.sampler import Mode, Sampled, SamplerState, note, sample
-from fathomlm.engine.state import IDLE, EngineState, Placed, Reading
+from fathomlm.engine.schedule import Placement
 from fathomlm.kernels.best_token import best_token
 
 VALID, BAD, ENDED, JUDGED, AGREED = 1, 2, 4, 8, 16
@@ -26,7 +27,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 @dataclass(frozen=True, slots=True)
-class How:
+class SamplingVariant:
     """Which sampling the requests in flight need. Recorded work is kept for each."""
 
     mode: Mode = "greedy"
@@ -34,11 +35,11 @@ class How:
     alternatives: bool = False
 
 
-GREEDY = How()
+GREEDY = SamplingVariant()
 
 
 @dataclass(frozen=True, slots=True)
-class Record:
+class StepOutput:
     """What one tick chose, row by row."""
 
     ints_NC: Tensor
@@ -49,7 +50,7 @@ class Record:
     top_logprobs_NK: Tensor
 
     @classmethod
-    def empty(cls, rows: int, alternatives: int, device: torch.device, pinned: bool = False) -> Record:
+    def empty(cls, rows: int, alternatives: int, device: torch.device, pinned: bool = False) -> StepOutput:
         where: dict[str, Any] = {"device": "cpu", "pin_memory": True} if pinned else {"device": device}
         return cls(
             torch.zeros(rows, 6, dtype=torch.int64, **where),
@@ -58,33 +59,33 @@ class Record:
             torch.zeros(rows, alternatives, dtype=torch.float32, **where),
         )
 
-    def part(self, number: int, rows: int) -> Record:
+    def part(self, number: int, rows: int) -> StepOutput:
         """What one of several passes of a tick chose: a view."""
         here = slice(number * rows, (number + 1) * rows)
-        return Record(*(getattr(self, name)[here] for name in self.__slots__))
+        return StepOutput(*(getattr(self, name)[here] for name in self.__slots__))
 
     def blank(self, spare: int) -> None:
         """Nobody ran, and nothing was chosen."""
         self.ints_NC.zero_()
         self.ints_NC[:, 0] = spare
 
-    def copy_(self, other: Record) -> None:
+    def copy_(self, other: StepOutput) -> None:
         for name in self.__slots__:
             getattr(self, name).copy_(getattr(other, name), non_blocking=True)
 
 
 @dataclass(frozen=True, slots=True)
-class Parts:
+class ProgramContext:
     """What a program works with."""
 
     plan: DepthPlan
     layout: Layout
-    layers: RowLayers
+    layers: PagedLayers
     state: EngineState
     sampler: SamplerState
     ends_E: Tensor
-    rows: int
-    """Of a pass."""
+    batch_size: int
+    """Tokens of a pass."""
     page_size: int
     compiled: bool
     """Whether bookkeeping between layers is compiled: many small operations become a few."""
@@ -103,25 +104,25 @@ class Parts:
 
 
 class Program(Protocol):
-    record: Record
+    output: StepOutput
 
-    def place(self, placed: Sequence[Placed]) -> None:
+    def place(self, placements: Sequence[Placement], threshold: float) -> None:
         """New sequences are in their slots."""
         ...
 
-    def tick(self, how: How) -> None:
+    def decode_step(self, variant: SamplingVariant) -> None:
         """One turn of work; what was chosen is in `record` afterwards."""
         ...
 
-    def read(self, reading: Reading) -> None:
+    def prefill(self, batch: PrefillBatch) -> None:
         """Make the entries of known tokens. Not recorded."""
         ...
 
 
-class Choosing:
+class TokenChooser:
     """From scores to tokens in their slots."""
 
-    def __init__(self, parts: Parts) -> None:
+    def __init__(self, parts: ProgramContext) -> None:
         self.state, self.sampler, self.ends_E = parts.state, parts.sampler, parts.ends_E
         self._sample = parts.small(sample)
         self._take = parts.small(take)
@@ -133,23 +134,23 @@ class Choosing:
         chosen_N: Tensor,
         depth_N: Tensor,
         sure_N: Tensor,
-        how: How,
-        record: Record,
+        variant: SamplingVariant,
+        output: StepOutput,
         flags_N: Tensor | None = None,
     ) -> None:
         """Where `chosen_N`, a row's scores choose its slot's next token. `flags_N` are flags to tell beside those of the
         choice."""
         s = self.state
-        sampled = self._best(scores_NV) if how == GREEDY else self._drawn(scores_NV, rows_N, how)
-        if how.penalise:
+        sampled = self._best(scores_NV) if variant == GREEDY else self._drawn(scores_NV, rows_N, variant)
+        if variant.penalise:
             note(sampled.tokens_N, torch.where(chosen_N, rows_N, s.spare), self.sampler)
         self._take(
             s.numbers_SC, rows_N, chosen_N, sampled.tokens_N, sampled.bad_N, sampled.logprobs_N, depth_N, sure_N,
-            self.ends_E, record.ints_NC, record.floats_NC, flags_N,
+            self.ends_E, output.ints_NC, output.floats_NC, flags_N,
         )  # fmt: skip
-        if how.alternatives:
-            record.top_tokens_NK.copy_(sampled.top_tokens_NK)
-            record.top_logprobs_NK.copy_(sampled.top_logprobs_NK)
+        if variant.alternatives:
+            output.top_tokens_NK.copy_(sampled.top_tokens_NK)
+            output.top_logprobs_NK.copy_(sampled.top_logprobs_NK)
 
     def _best(self, scores_NV: Tensor) -> Sampled:
         tokens_N, logprobs_N, bad_N = best_token(scores_NV)
@@ -158,10 +159,16 @@ class Choosing:
             tokens_N=tokens_N, logprobs_N=logprobs_N, bad_N=bad_N, top_tokens_NK=none_NK, top_logprobs_NK=none_NK.float()
         )
 
-    def _drawn(self, scores_NV: Tensor, rows_N: Tensor, how: How) -> Sampled:
-        steps_N = self.state.made_S.index_select(0, rows_N)
+    def _drawn(self, scores_NV: Tensor, rows_N: Tensor, variant: SamplingVariant) -> Sampled:
+        steps_N = self.state.generated_S.index_select(0, rows_N)
         found: Sampled = self._sample(
-            scores_NV, rows_N, steps_N, self.sampler, mode=how.mode, penalise=how.penalise, alternatives=how.alternatives
+            scores_NV,
+            rows_N,
+            steps_N,
+            self.sampler,
+            mode=variant.mode,
+            penalise=variant.penalise,
+            alternatives=variant.alternatives,
         )
         return found
 
@@ -184,3 +191,37 @@ def take(
     flags_N = flags_N if told_N is None else flags_N + told_N
     ints_NC.copy_(torch.stack((rows_N, epoch, tokens_N, depth_N, flags_N, made), 1))
     floats_NC.copy_(torch.stack((logprobs_N, sure_N), 1))
+
+
+def pick(waits_S: Tensor, since_S: Tensor, many: int) -> Tensor:
+    """The `many` slots that have waited longest, in that order, (N); places that nobody fills hold the spare slot.
+
+    The last slot is the spare one and never waits. Counting who came before, S x S comparisons, is one small kernel where
+    sorting would be several.
+    """
+    S = waits_S.shape[0]
+    numbers_S = torch.arange(S, device=waits_S.device)
+    earlier_SS = (since_S[None, :] < since_S[:, None]) | (
+        (since_S[None, :] == since_S[:, None]) & (numbers_S[None, :] < numbers_S[:, None])
+    )
+    ranks_S = (earlier_SS & waits_S[None, :]).sum(1)
+    at_S = torch.where(waits_S & (ranks_S < many), ranks_S, many)
+    return torch.full((many + 1,), S - 1, device=waits_S.device).scatter(0, at_S, numbers_S)[:many]
+
+
+def pick_groups(waits_S: Tensor, since_S: Tensor, sizes_S: Tensor, many: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The same for slots that bring `sizes_S` rows each, all or none: (slots, number within its slot, whether a row is
+    taken), each (N). Whoever has waited longest comes first; behind a group that does not fit nobody is taken."""
+    S = waits_S.shape[0]
+    numbers_S = torch.arange(S, device=waits_S.device)
+    upto_SS = (since_S[None, :] < since_S[:, None]) | (
+        (since_S[None, :] == since_S[:, None]) & (numbers_S[None, :] <= numbers_S[:, None])
+    )
+    ends_S = ((upto_SS & waits_S[None, :]) * sizes_S[None, :]).sum(1)
+    taken_S = waits_S & (ends_S <= many)
+    starts_S = ends_S - sizes_S
+    rows_N = torch.arange(many, device=waits_S.device)
+    inside_NS = taken_S[None, :] & (starts_S[None, :] <= rows_N[:, None]) & (rows_N[:, None] < ends_S[None, :])
+    valid_N = inside_NS.any(1)
+    slots_N = torch.where(valid_N, (inside_NS * numbers_S[None, :]).sum(1), S - 1)
+    return slots_N, torch.where(valid_N, rows_N - starts_S[slots_N], 0), valid_N

@@ -14,10 +14,10 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from fathomlm.engine.programs.base import Parts
-from fathomlm.engine.routing import RowRouters
-from fathomlm.engine.rows import Reach, pick, reach
-from fathomlm.engine.state import ENTER, IDLE
+from fathomlm.engine.device_state import ENTER, IDLE
+from fathomlm.engine.kv_pages import AttentionMetadata, reach
+from fathomlm.engine.programs.base import ProgramContext, pick
+from fathomlm.engine.routing import BatchRouters
 from fathomlm.kernels.routed_rows import CORE
 from fathomlm.kernels.triton_here import triton
 
@@ -34,7 +34,7 @@ class Taken(NamedTuple):
     positions_N: Tensor
     x_NM: Tensor
     """A copy of the stream that the pass may overwrite."""
-    reach: Reach
+    reach: AttentionMetadata
 
 
 class Entering(NamedTuple):
@@ -44,7 +44,7 @@ class Entering(NamedTuple):
     tokens_N: Tensor
     live_N: Tensor
     positions_N: Tensor
-    reach: Reach
+    reach: AttentionMetadata
 
 
 class Slots(NamedTuple):
@@ -58,7 +58,7 @@ class Slots(NamedTuple):
     """Recursions run so far."""
 
     @staticmethod
-    def build(parts: Parts, routers: RowRouters) -> Slots:
+    def build(parts: ProgramContext, routers: BatchRouters) -> Slots:
         s = parts.state
         said_SR = torch.zeros(s.slots + 1, parts.plan.recursions, device=s.device)
         first_SM = torch.zeros_like(s.x_SM) if routers.keeps_first else s.x_SM[:0]
@@ -89,7 +89,7 @@ class Book(Protocol):
         ...
 
 
-def build_book(parts: Parts, routers: RowRouters) -> Book:
+def build_book(parts: ProgramContext, routers: BatchRouters) -> Book:
     s, a = parts.state, parts.layers.architecture
     whole = a.rotary_dim == a.head_dim and parts.layers.fused
     if triton is not None and s.device.type == "cuda" and routers.linear and whole:
@@ -100,7 +100,7 @@ def build_book(parts: Parts, routers: RowRouters) -> Book:
 
 
 class PlainBook:
-    def __init__(self, parts: Parts, routers: RowRouters) -> None:
+    def __init__(self, parts: ProgramContext, routers: BatchRouters) -> None:
         self.parts, self.routers = parts, routers
         s, plan = parts.state, parts.plan
         self.slots = Slots.build(parts, routers)
@@ -115,7 +115,7 @@ class PlainBook:
     def begin_core(self) -> Taken:
         self.parts.state.clock.add_(1)
         rows_N, recursion_N, live_N, positions_N, x_NM, *found = self._begin_core()
-        return Taken(rows_N, recursion_N, live_N, positions_N, x_NM, Reach(*found))
+        return Taken(rows_N, recursion_N, live_N, positions_N, x_NM, AttentionMetadata(*found))
 
     def end_core(self, taken: Taken, out_NM: Tensor) -> None:
         self._end_core(*taken[:4], out_NM)
@@ -123,11 +123,11 @@ class PlainBook:
     def begin_turn(self) -> Taken:
         self.parts.state.clock.add_(1)
         rows_N, recursion_N, live_N, positions_N, x_NM, *found = self._begin_turn()
-        return Taken(rows_N, recursion_N, live_N, positions_N, x_NM, Reach(*found))
+        return Taken(rows_N, recursion_N, live_N, positions_N, x_NM, AttentionMetadata(*found))
 
     def enter(self, taken: Taken) -> Entering:
         tokens_N, enters_N, positions_N, *found = self._enter(taken.rows_N, taken.live_N)
-        return Entering(taken.rows_N, tokens_N, enters_N, positions_N, Reach(*found))
+        return Entering(taken.rows_N, tokens_N, enters_N, positions_N, AttentionMetadata(*found))
 
     def arrive(self, entering: Entering, x_NM: Tensor) -> None:
         self._arrive(entering.rows_N, entering.live_N, entering.positions_N, x_NM)
@@ -137,9 +137,9 @@ class PlainBook:
         recursion_S = (s.stage_S - CORE).clamp(0, parts.plan.recursions - 1)
         table_S = self._tables_R[recursion_S]
         ranks_S = s.entries_ST.gather(1, table_S[:, None])[:, 0] if self._own else s.position_S
-        fits_S = ranks_S < s.room_ST.gather(1, table_S[:, None])[:, 0]
+        fits_S = ranks_S < s.capacity_ST.gather(1, table_S[:, None])[:, 0]
         waits_S = (s.stage_S >= CORE) & (s.stage_S < self.turn) & fits_S
-        rows_N = pick(waits_S, s.since_S, parts.rows)
+        rows_N = pick(waits_S, s.since_S, parts.batch_size)
         valid_N = rows_N != s.spare
         recursion_N = recursion_S[rows_N]
         writes_N = None if self._own else recursion_N == 0
@@ -168,8 +168,8 @@ class PlainBook:
     def _begin_turn_plain(self) -> tuple[Tensor, ...]:
         parts, s = self.parts, self.parts.state
         ranks_S = s.entries_ST[:, 0] if self._own else s.position_S
-        enters_S = (s.stage_S == ENTER) & (ranks_S < s.room_ST[:, 0])
-        rows_N = pick((s.stage_S == self.turn) | enters_S, s.since_S, parts.rows)
+        enters_S = (s.stage_S == ENTER) & (ranks_S < s.capacity_ST[:, 0])
+        rows_N = pick((s.stage_S == self.turn) | enters_S, s.since_S, parts.batch_size)
         through_N = s.stage_S[rows_N] == self.turn
         # Without prelude and coda the first table is the first recursion's, which has counted the token; nobody asks then.
         ranks_N = ranks_S[rows_N] if self._coda else torch.zeros_like(rows_N)
@@ -185,7 +185,7 @@ class PlainBook:
         stage_N = s.stage_S[rows_N]
         ranks_N = s.entries_ST[rows_N, 0] if self._own else s.position_S[rows_N]
         goes_N = (rows_N != s.spare) & (stage_N != IDLE)
-        enters_N = goes_N & (ranks_N < s.room_ST[rows_N, 0])
+        enters_N = goes_N & (ranks_N < s.capacity_ST[rows_N, 0])
         waits_N = torch.where(goes_N, torch.where(enters_N, CORE, ENTER), IDLE)
         s.stage_S.index_copy_(0, rows_N, waits_N)
         seen = reach(s.tables_STP, rows_N, torch.zeros_like(rows_N), ranks_N, enters_N, parts.page_size)

@@ -25,10 +25,19 @@ import torch
 from torch import Tensor
 
 from fathomlm.depth import Step
-from fathomlm.engine.programs.base import AGREED, JUDGED, Choosing, How, Parts, Record
-from fathomlm.engine.programs.whole import read_whole
-from fathomlm.engine.rows import Reach, pick_groups, reach
-from fathomlm.engine.state import ENTER, IDLE, Placed, Reading
+from fathomlm.engine.device_state import ENTER, IDLE, PrefillBatch
+from fathomlm.engine.kv_pages import AttentionMetadata, reach
+from fathomlm.engine.programs.base import (
+    AGREED,
+    JUDGED,
+    ProgramContext,
+    SamplingVariant,
+    StepOutput,
+    TokenChooser,
+    pick_groups,
+)
+from fathomlm.engine.programs.whole import prefill_whole
+from fathomlm.engine.schedule import Placement
 from fathomlm.kernels.best_token import best_and_gap
 from fathomlm.model.route.routers import draw
 
@@ -46,7 +55,7 @@ class On(NamedTuple):
 class ExitProgram:
     def __init__(
         self,
-        parts: Parts,
+        parts: ProgramContext,
         exit_layer: int,
         *,
         stack: int = 16,
@@ -57,7 +66,7 @@ class ExitProgram:
         """`exit_layer` is where tokens leave, from 1; `stack` how many may wait; `shallows` how many passes in front of the
         exit come to one behind it, where they cannot share. `forced` is the part of the tokens that leaves, drawn and not
         decided, for measurements."""
-        assert 1 <= stack <= parts.rows, "what waits in a slot must fit into a pass"
+        assert 1 <= stack <= parts.batch_size, "what waits in a slot must fit into a pass"
         s, plan = parts.state, parts.plan
         self.parts, self.exit = parts, exit_layer - 1
         self.copies, self.forced = copies, forced
@@ -67,7 +76,7 @@ class ExitProgram:
         self._waits = self._makes and not copies
         self.stack = stack if self._waits else 1
         self.passes = ("both",) if self.mixed else (*["shallow"] * shallows, "deep")
-        self.record = Record.empty(parts.rows * len(self.passes), parts.sampler.max_logprobs, s.device)
+        self.output = StepOutput.empty(parts.batch_size * len(self.passes), parts.sampler.max_logprobs, s.device)
         self.ring_SKM = torch.zeros(s.slots + 1, self.stack, s.x_SM.shape[1], dtype=s.x_SM.dtype, device=s.device)
         self.pending_S, self.filled_S = (torch.zeros(s.slots + 1, dtype=torch.int64, device=s.device) for _ in range(2))
         self.threshold_S = torch.ones(s.slots + 1, device=s.device)
@@ -80,35 +89,36 @@ class ExitProgram:
         self._begin = {kind: parts.small(self._begin_plain) for kind in ("both", "shallow", "deep")}
         self._end = parts.small(self._end_plain)
         self._leave = parts.small(self._leave_plain)
-        self._choose = Choosing(parts)
+        self._choose = TokenChooser(parts)
 
     @property
     def mixed(self) -> bool:
         """Whether rows in front of the exit and behind it share a pass."""
         return self.on is not None
 
-    def place(self, placed: Sequence[Placed]) -> None:
+    def place(self, placements: Sequence[Placement], threshold: float) -> None:
         s = self.parts.state
-        slots_K = s.upload([one.slot for one in placed])
+        slots_K = s.upload([placement.slot for placement in placements])
         self.pending_S.index_fill_(0, slots_K, 0)
-        self.filled_S.index_copy_(0, slots_K, s.upload([one.position for one in placed]))
-        thresholds_K = s.upload([one.threshold for one in placed], torch.float32)
+        self.filled_S.index_copy_(0, slots_K, s.upload([placement.sequence.length - 1 for placement in placements]))
+        own = (placement.sequence.request.exit_threshold for placement in placements)
+        thresholds_K = s.upload([threshold if one is None else one for one in own], torch.float32)
         self.threshold_S.index_copy_(0, slots_K, thresholds_K)
 
-    def tick(self, how: How) -> None:
+    def decode_step(self, variant: SamplingVariant) -> None:
         for number, kind in enumerate(self.passes):
-            self._pass(kind, how, self.record.part(number, self.parts.rows))
+            self._pass(kind, variant, self.output.part(number, self.parts.batch_size))
 
-    def read(self, reading: Reading) -> None:
-        read_whole(self.parts, reading)
+    def prefill(self, batch: PrefillBatch) -> None:
+        prefill_whole(self.parts, batch)
 
-    def _pass(self, kind: str, how: How, record: Record) -> None:
+    def _pass(self, kind: str, variant: SamplingVariant, output: StepOutput) -> None:
         layers, s = self.parts.layers, self.parts.state
         rows_N, deep_N, last_N, valid_N, tokens_N, positions_N, waiting_NM, *found = self._begin[kind](kind)
         if self.parts.idle(valid_N):
-            record.blank(s.spare)
+            output.blank(s.spare)
             return
-        seen = Reach(*found, planes=1 if self.on is None else 1 + self.on.planes)
+        seen = AttentionMetadata(*found, planes=1 if self.on is None else 1 + self.on.planes)
         if kind == "deep":
             x_NM = layers.run(waiting_NM, self.deep, seen, positions_N)
         else:
@@ -121,7 +131,7 @@ class ExitProgram:
         )
         if self.copies and kind != "deep":
             self._copy_entries(x_NM, leaves_N, seen, positions_N)
-        self._choose(scores_NV, rows_N, chosen_N, depth_N, sure_N, how, record, flags_N)
+        self._choose(scores_NV, rows_N, chosen_N, depth_N, sure_N, variant, output, flags_N)
         self._end(rows_N, deep_N, last_N, valid_N, leaves_N, positions_N, x_NM, choice_N, sure_N)
         s.clock.add_(1)
 
@@ -135,10 +145,10 @@ class ExitProgram:
     def _begin_plain(self, kind: str) -> tuple[Tensor, ...]:
         parts, s = self.parts, self.parts.state
         deep_S = (s.stage_S == DEEP) | (s.stage_S == FLUSH)
-        shallow_S = (s.stage_S == ENTER) & (s.position_S < s.room_ST[:, 0])
+        shallow_S = (s.stage_S == ENTER) & (s.position_S < s.capacity_ST[:, 0])
         waits_S = {"both": deep_S | shallow_S, "shallow": shallow_S, "deep": deep_S}[kind]
         sizes_S = torch.where(deep_S, self.pending_S, 1)
-        rows_N, number_N, valid_N = pick_groups(waits_S, s.since_S, sizes_S, parts.rows)
+        rows_N, number_N, valid_N = pick_groups(waits_S, s.since_S, sizes_S, parts.batch_size)
         deep_N = deep_S[rows_N] & valid_N
         last_N = valid_N & (number_N == sizes_S[rows_N] - 1)
         positions_N = torch.where(deep_N, self.filled_S[rows_N] + number_N, s.position_S[rows_N])
@@ -174,10 +184,10 @@ class ExitProgram:
         layers = (self.exit + 1, self.parts.plan.unrolled_layers)
         return leaves_N, chosen_N, choice_N, sure_N, torch.where(deep_N, layers[1], layers[0]), flags_N
 
-    def _copy_entries(self, x_NM: Tensor, leaves_N: Tensor, seen: Reach, positions_N: Tensor) -> None:
+    def _copy_entries(self, x_NM: Tensor, leaves_N: Tensor, seen: AttentionMetadata, positions_N: Tensor) -> None:
         """Rows that leave are in front of the exit, so their page numbers are those of a step's own plane."""
         slots_N, lengths_N = torch.where(leaves_N, seen.slots_N, -1), torch.where(leaves_N, seen.lengths_N, 0)
-        self.parts.layers.keep(x_NM, self.deep, Reach(slots_N, seen.table_NP, lengths_N), positions_N)
+        self.parts.layers.keep(x_NM, self.deep, AttentionMetadata(slots_N, seen.table_NP, lengths_N), positions_N)
 
     def _end_plain(
         self, rows_N: Tensor, deep_N: Tensor, last_N: Tensor, valid_N: Tensor, leaves_N: Tensor, positions_N: Tensor,
@@ -205,7 +215,7 @@ class ExitProgram:
         s.since_S.index_copy_(0, rows_N, s.clock.expand_as(rows_N))
 
 
-def _on(parts: Parts, shallow: Sequence[Step], deep: Sequence[Step]) -> On | None:
+def _on(parts: ProgramContext, shallow: Sequence[Step], deep: Sequence[Step]) -> On | None:
     """How far on the steps behind the exit are, where rows of both can share a pass: the layers are the same in the same
     order, and one number of recursions and one of planes lead from each step to its twin."""
     if [step.layer for step in shallow] != [step.layer for step in deep]:

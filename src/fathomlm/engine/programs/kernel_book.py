@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fathomlm.engine.programs.base import Parts
+from fathomlm.engine.kv_pages import AttentionMetadata
+from fathomlm.engine.programs.base import ProgramContext
 from fathomlm.engine.programs.bookkeeping import Entering, Slots, Taken
-from fathomlm.engine.routing import RowRouters
-from fathomlm.engine.rows import Reach
+from fathomlm.engine.routing import BatchRouters
 from fathomlm.kernels import routed_rows
 from fathomlm.kernels.triton_here import triton
 
@@ -16,7 +16,7 @@ WARPS = 4
 
 
 class KernelBook:
-    def __init__(self, parts: Parts, routers: RowRouters) -> None:
+    def __init__(self, parts: ProgramContext, routers: BatchRouters) -> None:
         self.parts, self.routers = parts, routers
         self.slots = Slots.build(parts, routers)
         s, plan, a = parts.state, parts.plan, parts.layers.architecture
@@ -40,14 +40,14 @@ class KernelBook:
         return self._pick(turn=True)
 
     def _pick(self, turn: bool) -> Taken:
-        s, kept, N = self.parts.state, self.slots, self.parts.rows
+        s, kept, N = self.parts.state, self.slots, self.parts.batch_size
         rows_N, recursion_N = self._numbers(), self._numbers()
         live_N, x_NM = self._marks(), s.x_SM.new_empty(N, s.x_SM.shape[1])
         positions_N, seen = self._numbers(), self._empty_reach()
         assert seen.angles is not None
         depth_N = recursion_N  # one of the two is asked for
         routed_rows.pick_kernel[(max(s.slots, N),)](
-            s.stage_S, s.since_S, s.position_S, s.entries_ST, s.room_ST, s.clock, self._tables_R, s.x_SM, kept.depth_S,
+            s.stage_S, s.since_S, s.position_S, s.entries_ST, s.capacity_ST, s.clock, self._tables_R, s.x_SM, kept.depth_S,
             rows_N, recursion_N, live_N, x_NM, depth_N, s.tables_STP, *self._angles,
             positions_N, seen.slots_N, seen.lengths_N, seen.table_NP, *seen.angles, s.spare, N,
             SLOTS=triton.next_power_of_2(s.slots), TURN=turn, **self._common, **self._seen, **self._hidden,
@@ -58,8 +58,8 @@ class KernelBook:
         s = self.parts.state
         tokens_N, enters_N, positions_N, seen = self._numbers(), self._marks(), self._numbers(), self._empty_reach()
         assert seen.angles is not None
-        routed_rows.enter_kernel[(self.parts.rows,)](
-            s.token_S, s.stage_S, s.position_S, s.entries_ST, s.room_ST, taken.rows_N, taken.live_N, tokens_N, enters_N,
+        routed_rows.enter_kernel[(self.parts.batch_size,)](
+            s.token_S, s.stage_S, s.position_S, s.entries_ST, s.capacity_ST, taken.rows_N, taken.live_N, tokens_N, enters_N,
             s.tables_STP, *self._angles, positions_N, seen.slots_N, seen.lengths_N, seen.table_NP, *seen.angles, s.spare,
             **self._common, **self._seen,
         )  # fmt: skip
@@ -78,23 +78,23 @@ class KernelBook:
         s, kept, routers, w = self.parts.state, self.slots, self.routers, self._routing
         routing = routers.routing
         choice = "forced" if routers.forced is not None else "random" if routing.random else "router"
-        routed_rows.move_kernel[(self.parts.rows,)](
+        routed_rows.move_kernel[(self.parts.batch_size,)](
             rows_N, recursion_N, live_N, positions_N, out_NM, w.main_RM, w.judge_RM, w.selective_R, w.least_R,
             s.x_SM, kept.said_SR, kept.depth_S, s.entries_ST, self._tables_R, s.stage_S, s.since_S, s.token_S,
-            s.epoch_S, s.deepest_S, s.clock, routing.alpha, routers.bias,
+            s.epoch_S, s.max_depth_S, s.clock, routing.alpha, routers.bias,
             SAID=triton.next_power_of_2(routing.recursions), ARRIVES=arrives, SCORE=routing.score,
             CHANGE=routing.update != "add", CHOICE=choice, **self._common, **self._hidden, num_warps=WARPS,
         )  # fmt: skip
 
     def _numbers(self) -> Tensor:
-        return torch.empty(self.parts.rows, dtype=torch.int64, device=self.parts.state.device)
+        return torch.empty(self.parts.batch_size, dtype=torch.int64, device=self.parts.state.device)
 
     def _marks(self) -> Tensor:
-        return torch.empty(self.parts.rows, dtype=torch.bool, device=self.parts.state.device)
+        return torch.empty(self.parts.batch_size, dtype=torch.bool, device=self.parts.state.device)
 
-    def _empty_reach(self) -> Reach:
-        s, N, D = self.parts.state, self.parts.rows, self._seen["D"]
+    def _empty_reach(self) -> AttentionMetadata:
+        s, N, D = self.parts.state, self.parts.batch_size, self._seen["D"]
         table_NP = torch.empty(N, s.tables_STP.shape[2], dtype=torch.int32, device=s.device)
         lengths_N = torch.empty(N, dtype=torch.int32, device=s.device)
         angles = (s.x_SM.new_empty(N, D), s.x_SM.new_empty(N, D))
-        return Reach(self._numbers(), table_NP, lengths_N, angles=angles)
+        return AttentionMetadata(self._numbers(), table_NP, lengths_N, angles=angles)

@@ -15,36 +15,37 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fathomlm.engine.programs.base import Choosing, How, Parts, Record
+from fathomlm.engine.device_state import PrefillBatch
+from fathomlm.engine.kv_pages import reach
+from fathomlm.engine.programs.base import ProgramContext, SamplingVariant, StepOutput, TokenChooser
 from fathomlm.engine.programs.bookkeeping import build_book
-from fathomlm.engine.programs.whole import count_entries, read_steps
-from fathomlm.engine.routing import POSITION, TOKEN, RowRouters
-from fathomlm.engine.rows import reach
-from fathomlm.engine.state import Placed, Reading
+from fathomlm.engine.programs.whole import count_entries, prefill_steps
+from fathomlm.engine.routing import POSITION, TOKEN, BatchRouters
+from fathomlm.engine.schedule import Placement
 
 MOST_TURNS = 4
 
 
 class RoutedProgram:
-    def __init__(self, parts: Parts, routers: RowRouters, cores: Sequence[int] = (1,)) -> None:
+    def __init__(self, parts: ProgramContext, routers: BatchRouters, cores: Sequence[int] = (1,)) -> None:
         """`cores` are the passes of the block in front of each turn of a tick."""
         self.parts, self.routers, self.cores = parts, routers, tuple(cores)
         s, plan = parts.state, parts.plan
-        self.record = Record.empty(parts.rows * len(self.cores), parts.sampler.max_logprobs, s.device)
+        self.output = StepOutput.empty(parts.batch_size * len(self.cores), parts.sampler.max_logprobs, s.device)
         self._coda = [step for step in plan if step.part == "coda"]
         self._prelude = [step for step in plan if step.part == "prelude"]
         self._core = plan.recursion_steps(0)
         self._own = plan.kv == "cache"
         self.book = build_book(parts, routers)
         self.said_SR, self.first_SM, self.depth_S = self.book.slots
-        self._sure_N = torch.zeros(parts.rows, device=s.device)
-        self._choose = Choosing(parts)
+        self._sure_N = torch.zeros(parts.batch_size, device=s.device)
+        self._choose = TokenChooser(parts)
 
-    def tick(self, how: How) -> None:
+    def decode_step(self, variant: SamplingVariant) -> None:
         for number, passes in enumerate(self.cores):
             for _ in range(passes):
                 self.core()
-            self.turn_over(how, self.record.part(number, self.parts.rows))
+            self.turn_over(variant, self.output.part(number, self.parts.batch_size))
 
     def core(self) -> None:
         """A pass of the shared block."""
@@ -55,33 +56,33 @@ class RoutedProgram:
         out_NM = run(taken.x_NM, self._core, taken.reach, taken.positions_N, taken.recursion_N, spend=True)
         self.book.end_core(taken, out_NM)
 
-    def turn_over(self, how: How, record: Record) -> None:
+    def turn_over(self, variant: SamplingVariant, output: StepOutput) -> None:
         """Choose a token, and run the next one up to the core."""
         layers, s = self.parts.layers, self.parts.state
         taken = self.book.begin_turn()
         if self.parts.idle(taken.rows_N != s.spare):
-            record.blank(s.spare)
+            output.blank(s.spare)
             return
         x_NM = layers.run(taken.x_NM, self._coda, taken.reach, taken.positions_N, spend=True)
-        self._choose(layers.scores(x_NM), taken.rows_N, taken.live_N, taken.recursion_N, self._sure_N, how, record)
+        self._choose(layers.scores(x_NM), taken.rows_N, taken.live_N, taken.recursion_N, self._sure_N, variant, output)
         entering = self.book.enter(taken)
         x_NM = layers.enter(entering.tokens_N)
         x_NM = layers.run(x_NM, self._prelude, entering.reach, entering.positions_N, spend=True)
         self.book.arrive(entering, x_NM)
 
-    def place(self, placed: Sequence[Placed]) -> None:
+    def place(self, placements: Sequence[Placement], threshold: float) -> None:
         """Nothing of a slot's own outlives its sequence."""
 
-    # Reading known tokens.
+    # Prefill.
 
-    def read(self, reading: Reading) -> None:
+    def prefill(self, batch: PrefillBatch) -> None:
         """Each recursion over the tokens that go on; how many they are is asked of the device."""
         parts, s, layers = self.parts, self.parts.state, self.parts.layers
-        slots_N, positions_N = reading.slots_N, reading.positions_N
-        x_NM = read_steps(parts, reading, layers.enter(reading.tokens_N), self._prelude)
+        slots_N, positions_N = batch.slots_N, batch.positions_N
+        x_NM = prefill_steps(parts, batch, layers.enter(batch.tokens_N), self._prelude)
         first_NM = x_NM
         numbers_NC = s.numbers_SC[slots_N]
-        numbers_NC[:, TOKEN], numbers_NC[:, POSITION] = reading.tokens_N, positions_N
+        numbers_NC[:, TOKEN], numbers_NC[:, POSITION] = batch.tokens_N, positions_N
         said_NR = self.routers.ask(x_NM)
         on_N = torch.ones_like(positions_N, dtype=torch.bool)
         for recursion in range(parts.plan.recursions):
@@ -93,7 +94,7 @@ class RoutedProgram:
                 break
             table = parts.layout.recursion_tables[recursion]
             slots_K, table_K, valid_K = slots_N[at_K], torch.full_like(at_K, table), torch.ones_like(at_K, dtype=torch.bool)
-            ranks_N = s.entries_ST[slots_N, table] + _before(on_N, reading.starts_N) if self._own else positions_N
+            ranks_N = s.entries_ST[slots_N, table] + _before(on_N, batch.starts_N) if self._own else positions_N
             writes_K = None if self._own else torch.full_like(valid_K, recursion == 0)
             seen = reach(s.tables_STP, slots_K, table_K, ranks_N[at_K], valid_K, parts.page_size, writes_K)
             old_KM = x_NM[at_K]
@@ -103,7 +104,7 @@ class RoutedProgram:
             x_NM = x_NM.index_copy(0, at_K, new_KM.to(x_NM.dtype))
             if self._own:
                 count_entries(s, table, slots_K)
-        read_steps(parts, reading, x_NM, self._coda)
+        prefill_steps(parts, batch, x_NM, self._coda)
         if not self._own or self._coda:
             count_entries(s, 0, slots_N)
 

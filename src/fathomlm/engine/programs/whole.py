@@ -11,48 +11,49 @@ import torch
 from torch import Tensor
 
 from fathomlm.depth import Step
-from fathomlm.engine.programs.base import Choosing, How, Parts, Record
-from fathomlm.engine.rows import Reach, reach
-from fathomlm.engine.state import ENTER, EngineState, Placed, Reading
+from fathomlm.engine.device_state import ENTER, EngineState, PrefillBatch
+from fathomlm.engine.kv_pages import AttentionMetadata, reach
+from fathomlm.engine.programs.base import ProgramContext, SamplingVariant, StepOutput, TokenChooser
+from fathomlm.engine.schedule import Placement
 
 
 class WholeProgram:
-    def __init__(self, parts: Parts) -> None:
-        assert parts.rows == parts.state.slots, "a row is a slot"
+    def __init__(self, parts: ProgramContext) -> None:
+        assert parts.batch_size == parts.state.slots, "a row is a slot"
         self.parts = parts
         device = parts.state.device
-        self.record = Record.empty(parts.rows, parts.sampler.max_logprobs, device)
-        self._rows_N = torch.arange(parts.rows, device=device)
-        self._depth_N = torch.full((parts.rows,), parts.plan.recursions, device=device)
-        self._sure_N = torch.zeros(parts.rows, device=device)
+        self.output = StepOutput.empty(parts.batch_size, parts.sampler.max_logprobs, device)
+        self._rows_N = torch.arange(parts.batch_size, device=device)
+        self._depth_N = torch.full((parts.batch_size,), parts.plan.recursions, device=device)
+        self._sure_N = torch.zeros(parts.batch_size, device=device)
         self._begin = parts.small(begin)
-        self._choose = Choosing(parts)
+        self._choose = TokenChooser(parts)
 
-    def tick(self, how: How) -> None:
+    def decode_step(self, variant: SamplingVariant) -> None:
         parts, s = self.parts, self.parts.state
         tokens_N, positions_N, live_N, *found = self._begin(
-            s.numbers_SC, s.entries_ST, s.room_ST, s.tables_STP, self._rows_N, parts.page_size
+            s.numbers_SC, s.entries_ST, s.capacity_ST, s.tables_STP, self._rows_N, parts.page_size
         )
-        x_NM = parts.layers.run(parts.layers.enter(tokens_N), parts.plan.steps, Reach(*found), positions_N)
+        x_NM = parts.layers.run(parts.layers.enter(tokens_N), parts.plan.steps, AttentionMetadata(*found), positions_N)
         scores_NV = parts.layers.scores(x_NM)
-        self._choose(scores_NV, self._rows_N, live_N, self._depth_N, self._sure_N, how, self.record)
+        self._choose(scores_NV, self._rows_N, live_N, self._depth_N, self._sure_N, variant, self.output)
 
-    def read(self, reading: Reading) -> None:
-        read_whole(self.parts, reading)
+    def prefill(self, batch: PrefillBatch) -> None:
+        prefill_whole(self.parts, batch)
 
-    def place(self, placed: Sequence[Placed]) -> None:
+    def place(self, placements: Sequence[Placement], threshold: float) -> None:
         """Slots have nothing of their own here."""
 
 
-def read_whole(parts: Parts, reading: Reading) -> None:
+def prefill_whole(parts: ProgramContext, batch: PrefillBatch) -> None:
     """Known tokens through every step."""
-    read_steps(parts, reading, parts.layers.enter(reading.tokens_N), parts.plan.steps)
-    count_entries(parts.state, 0, reading.slots_N)
+    prefill_steps(parts, batch, parts.layers.enter(batch.tokens_N), parts.plan.steps)
+    count_entries(parts.state, 0, batch.slots_N)
 
 
-def read_steps(parts: Parts, reading: Reading, x_NM: Tensor, steps: Sequence[Step]) -> Tensor:
+def prefill_steps(parts: ProgramContext, batch: PrefillBatch, x_NM: Tensor, steps: Sequence[Step]) -> Tensor:
     """Steps that every token runs, with entries in the first table."""
-    slots_N, positions_N = reading.slots_N, reading.positions_N
+    slots_N, positions_N = batch.slots_N, batch.positions_N
     none_N, all_N = torch.zeros_like(slots_N), torch.ones_like(slots_N, dtype=torch.bool)
     seen = reach(parts.state.tables_STP, slots_N, none_N, positions_N, all_N, parts.page_size)
     return parts.layers.run(x_NM, steps, seen, positions_N)
@@ -64,12 +65,12 @@ def count_entries(state: EngineState, table: int, slots_N: Tensor) -> None:
 
 
 def begin(
-    numbers_SC: Tensor, entries_ST: Tensor, room_ST: Tensor, tables_STP: Tensor, rows_N: Tensor, page_size: int
+    numbers_SC: Tensor, entries_ST: Tensor, capacity_ST: Tensor, tables_STP: Tensor, rows_N: Tensor, page_size: int
 ) -> tuple[Tensor, ...]:
     """Who runs, where, and what they see; their entry counts as made."""
     token, position, stage = numbers_SC.index_select(0, rows_N)[:, :3].unbind(1)
     ranks_N = entries_ST[rows_N, 0]
-    live_N = (stage == ENTER) & (ranks_N < room_ST[rows_N, 0])
+    live_N = (stage == ENTER) & (ranks_N < capacity_ST[rows_N, 0])
     seen = reach(tables_STP, rows_N, torch.zeros_like(rows_N), ranks_N, live_N, page_size)
     entries_ST[: rows_N.shape[0], 0] += live_N.long()
     return token, torch.where(live_N, position, 0), live_N, seen.slots_N, seen.table_NP, seen.lengths_N

@@ -191,12 +191,12 @@ def measure(
     before = engine.counters()
     played = play(engine, workload, sleep=sleep, on_progress=on_progress)
     after = engine.counters()
-    ticks = engine.totals.ticks
+    ticks = engine.totals.decode_steps
     busy = played.ended - played.begun - played.idle
     ms = 1e3 * busy / ticks if ticks else None
     work = Work(
-        rows=engine.options.rows,
-        slots=engine.runner.sizes.slots,
+        rows=engine.options.batch_size,
+        slots=engine.runner.sizes.max_sequences,
         ticks=ticks,
         passes_in_a_tick=dict(engine.passes.in_a_tick),
         ms_per_tick=ms,

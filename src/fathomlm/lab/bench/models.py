@@ -8,9 +8,9 @@ import math
 import torch
 
 from fathomlm.depth import Architecture, DepthPlan, Relaxation
+from fathomlm.engine.kv_pages import entry_dtype, page_bytes
 from fathomlm.engine.layout import build_layout
 from fathomlm.engine.options import EngineOptions
-from fathomlm.engine.pool import entry_dtype, page_bytes
 from fathomlm.engine.runner import OVERBOOKED, pool_shares
 from fathomlm.model.hub import FathomConfig, FathomForCausalLM, empty_model
 
@@ -52,7 +52,7 @@ def ample_memory(model: FathomForCausalLM, options: EngineOptions, tokens: int, 
     """Bytes for keys and values with which nobody need be put aside: in every slot a text of `tokens` tokens, each of which
     goes as deep as it can, and a page more for each table."""
     layout = build_layout(model.architecture, model.plan, model.relaxation, exit_layer)
-    slots = options.slots or options.rows * (1 if layout.kind == "whole" else OVERBOOKED)
+    slots = options.max_sequences or options.batch_size * (1 if layout.kind == "whole" else OVERBOOKED)
     dtype, size = entry_dtype(options.kv_dtype, model.decoder.embed.weight.dtype), options.page_size
     pages = slots * (-(-tokens // size) + 1)
     sizes = [page_bytes(model.architecture, planes, size, dtype) for planes in layout.planes]

@@ -8,8 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from fathomlm.decode.sampling import Sampling
-from fathomlm.engine.engine import Event
-from fathomlm.engine.request import Finished, FinishReason, Request, TokenEvent
+from fathomlm.engine.request import Event, Finished, FinishReason, Request, TokenEvent
 from fathomlm.lab.bench.timed import TimedEngine
 from fathomlm.lab.bench.workload import Asked, Workload
 
@@ -143,8 +142,8 @@ def play(
 
 def warm_up(engine: TimedEngine, workload: Workload) -> None:
     """Let the engine compile and record what the workload will need, and forget that it ever ran."""
-    few = workload.shortened(2 * engine.options.rows, WARM_UP)
+    few = workload.shortened(2 * engine.options.batch_size, WARM_UP)
     if play(engine, few).interrupted:
         raise KeyboardInterrupt
-    engine.scheduler.memory.prefixes.clear()
+    engine.scheduler.page_manager.prefixes.clear()
     engine.forget()

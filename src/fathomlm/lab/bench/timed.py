@@ -8,20 +8,19 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal, get_args
 
 from fathomlm.decode.exiting import Exiting
 from fathomlm.engine.engine import Engine
+from fathomlm.engine.kv_pages import page_bytes
 from fathomlm.engine.options import EngineOptions
-from fathomlm.engine.orders import Chunk, Plan
-from fathomlm.engine.pool import page_bytes
-from fathomlm.engine.programs.base import VALID, Record
+from fathomlm.engine.programs.base import VALID, StepOutput
 from fathomlm.engine.programs.exits import ExitProgram
 from fathomlm.engine.programs.routed import RoutedProgram
-from fathomlm.engine.request import Request
 from fathomlm.engine.runner import Runner
+from fathomlm.engine.schedule import PrefillChunk, SchedulerOutput
 from fathomlm.engine.scheduler import Scheduler
 from fathomlm.model.hub import FathomForCausalLM
 
@@ -67,7 +66,7 @@ class Passes:
 
     def __init__(self, runner: Runner) -> None:
         program = runner.program
-        self._rows, self._spare = runner.options.rows, runner.state.spare
+        self._rows, self._spare = runner.options.batch_size, runner.state.spare
         self._kind = runner.layout.kind
         self._recorded: tuple[str, ...] = ("step",)
         """The passes that a tick's record is made of, in order."""
@@ -120,19 +119,19 @@ class _TimedRunner(Runner):
         vars(self).update(vars(runner))
         self._stages, self.passes = stages, Passes(runner)
 
-    def apply(self, plan: Plan, requests: Mapping[int, Request]) -> None:
+    def apply(self, scheduled: SchedulerOutput) -> None:
         with self._stages("applying"):
-            super().apply(plan, requests)
+            super().apply(scheduled)
 
-    def read(self, chunks: Sequence[Chunk], texts: Sequence[Sequence[int]]) -> list[tuple[int, ...]]:
+    def prefill(self, chunks: Sequence[PrefillChunk], tokens: Sequence[Sequence[int]]) -> list[tuple[int, ...]]:
         with self._stages("reading"):
-            return super().read(chunks, texts)
+            return super().prefill(chunks, tokens)
 
     def launch(self) -> int:
         with self._stages("launching"):
             return super().launch()
 
-    def collect(self, number: int) -> tuple[list[list[int]], list[list[float]], Record]:
+    def collect(self, number: int) -> tuple[list[list[int]], list[list[float]], StepOutput]:
         with self._stages("waiting"):
             found = super().collect(number)
         self.passes.add(found[0])
@@ -145,12 +144,12 @@ class _TimedScheduler(Scheduler):
     def __init__(self, scheduler: Scheduler, stages: Stages) -> None:
         vars(self).update(vars(scheduler))
         self._stages = stages
-        self.most_pages = [0] * len(self.memory.pools)
+        self.most_pages = [0] * len(self.page_manager.pools)
 
-    def plan(self) -> Plan:
+    def schedule(self) -> SchedulerOutput:
         with self._stages("planning"):
-            plan = super().plan()
-        held = (pool.used - pool.spare for pool in self.memory.pools)
+            plan = super().schedule()
+        held = (pool.used - pool.spare for pool in self.page_manager.pools)
         self.most_pages = [max(pair) for pair in zip(self.most_pages, held, strict=True)]
         return plan
 
@@ -170,9 +169,9 @@ class TimedEngine(Engine):
         self.runner: _TimedRunner = _TimedRunner(self.runner, self.stages)
         self.scheduler: _TimedScheduler = _TimedScheduler(self.scheduler, self.stages)
 
-    def _hear(self, tick: int) -> None:
+    def _collect(self, number: int) -> None:
         with self.stages("hearing"):
-            super()._hear(tick)
+            super()._collect(number)
 
     @property
     def passes(self) -> Passes:

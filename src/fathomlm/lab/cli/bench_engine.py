@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from fathomlm.lab.bench.measure import Measurement, Timing
     from fathomlm.model.hub import FathomForCausalLM
 
-TUNED = ("kv_dtype", "chunk", "page_size", "burst", "cores", "shallows")
+TUNED = ("kv_dtype", "prefill_chunk", "page_size", "burst", "cores", "shallows")
 """Fields of the engine's options that are passed on as they are."""
 Progress = Callable[[int, int], None]
 
@@ -114,9 +114,9 @@ class Bench:
         if self.alone:
             # What waits in front of an exit runs behind it in one pass, so that pass must have room for all of it.
             stack = None if depth.exiting is None else depth.exiting.max_stack
-            fields |= {"rows": stack or 1, "slots": 1 if stack or model.plan.routing is not None else None}
+            fields |= {"batch_size": stack or 1, "max_sequences": 1 if stack or model.plan.routing is not None else None}
         else:
-            fields |= {"rows": rows or args.rows, "slots": args.slots if rows is None else None}
+            fields |= {"batch_size": rows or args.rows, "max_sequences": args.slots if rows is None else None}
         options = EngineOptions(**fields)
         memory = ample_memory(model, options, self.workload.longest, depth.exit_layer)
         return replace(options, memory=memory if args.memory is None else parse_memory(args.memory))

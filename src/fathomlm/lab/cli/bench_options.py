@@ -28,7 +28,8 @@ FILLS = ("parallel", "state-copy")
 EXITS = ("exit_layer", "exit_rate", "threshold", "decode", "max_stack")
 """Options that are for tokens that leave early."""
 LEAST = {
-    "requests": 1, "rows": 1, "slots": 1, "chunk": 1, "page_size": 1, "cores": 1, "shallows": 1, "burst": 1, "peer_rows": 1,
+    "requests": 1, "rows": 1, "slots": 1, "prefill_chunk": 1, "page_size": 1, "cores": 1, "shallows": 1, "burst": 1,
+    "peer_rows": 1,
     "threads": 1, "exit_layer": 1, "max_stack": 1, "seed": 0,
 }  # fmt: skip
 """The least that a number may be."""
@@ -67,7 +68,7 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> argparse._ArgumentG
     group.add_argument("--memory", metavar="SIZE", help="for keys and values, such as 8GB (default: enough for every slot)")
     held = "what keys and values are held in, vanilla's too: auto (as the weights) or fp8, a byte a number (auto)"
     group.add_argument("--kv-dtype", metavar="T", choices=KV_DTYPES, help=held)
-    group.add_argument("--chunk", metavar="N", type=int, help="prompt tokens read between two ticks")
+    group.add_argument("--prefill-chunk", metavar="N", type=int, help="prompt tokens prefilled between two decode steps")
     group.add_argument("--page-size", metavar="N", type=int, help="entries of a page, a power of two")
     group.add_argument("--burst", metavar="N", type=int, help="ticks started before the host looks again")
     group.add_argument("--cores", metavar="N", type=int, help="routed: passes of the block to one turn")

@@ -81,8 +81,8 @@ class _Validate(Bench):
         record: dict[str, Any] = about(self.args, dtype_name(self.model)) | {
             "plan": describe(self.model),
             "workload": self.workload.record(),
-            "rows": options.rows,
-            "slots": engine.runner.sizes.slots,
+            "rows": options.batch_size,
+            "slots": engine.runner.sizes.max_sequences,
             **found,
         }
         if self.args.json:

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from fathomlm.engine.orders import Chunk, Plan
+from fathomlm.engine.schedule import PrefillChunk, SchedulerOutput
 from fathomlm.kernels.routed_rows import CORE, ENTER, IDLE
 from fathomlm.lab.simulate.costs import Pass
 from fathomlm.lab.simulate.trajectories import Trajectory
@@ -72,9 +72,9 @@ class Tick:
 class Device(Protocol):
     rows: int
 
-    def apply(self, plan: Plan, texts: Mapping[int, Trajectory]) -> None: ...
+    def apply(self, plan: SchedulerOutput, texts: Mapping[int, Trajectory]) -> None: ...
 
-    def read(self, chunk: Chunk) -> list[int]: ...
+    def read(self, chunk: PrefillChunk) -> list[int]: ...
 
     def tick(self) -> Tick: ...
 
@@ -90,7 +90,7 @@ class Slots:
         self.clock = 0
         self._arrivals = 0
 
-    def apply(self, plan: Plan, texts: Mapping[int, Trajectory]) -> None:
+    def apply(self, plan: SchedulerOutput, texts: Mapping[int, Trajectory]) -> None:
         """Everything of a plan but its chunks."""
         for number in plan.stops:
             self.slots.pop(number, None)
@@ -109,10 +109,10 @@ class Slots:
                 rooms=[0] * self._tables,
             )
             self._arrivals += 1
-        for room in plan.rooms:
-            self.slots[room.slot].rooms[room.table] = room.entries
+        for (number, table), entries in plan.capacity.items():
+            self.slots[number].rooms[table] = entries
 
-    def read(self, chunk: Chunk) -> list[int]:
+    def read(self, chunk: PrefillChunk) -> list[int]:
         """Entries by table once a chunk is read."""
         slot = self.slots[chunk.slot]
         self._read(slot, chunk)
@@ -120,7 +120,7 @@ class Slots:
             slot.stage = ENTER
         return list(slot.entries)
 
-    def _read(self, slot: Slot, chunk: Chunk) -> None:
+    def _read(self, slot: Slot, chunk: PrefillChunk) -> None:
         slot.entries = [chunk.first + chunk.count]
 
     def entries(self, before: Sequence[int], length: int, depth: int) -> list[int]:
@@ -194,7 +194,7 @@ class LoopRows(Slots):
             count + (table < self._first or table - self._first < depth) for table, count in enumerate(before)
         ]  # every token has an entry in the outer table
 
-    def _read(self, slot: Slot, chunk: Chunk) -> None:
+    def _read(self, slot: Slot, chunk: PrefillChunk) -> None:
         if not self._own:
             super()._read(slot, chunk)
             return

@@ -8,7 +8,7 @@ how many texts it placed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from statistics import fmean, median
@@ -17,10 +17,10 @@ from typing import Any
 import numpy as np
 
 from fathomlm.decode.sampling import Sampling
-from fathomlm.engine.orders import Chunk, Plan
 from fathomlm.engine.programs.exits import ExitProgram
 from fathomlm.engine.programs.routed import RoutedProgram
 from fathomlm.engine.request import Request
+from fathomlm.engine.schedule import PrefillChunk, SchedulerOutput
 from fathomlm.lab.bench.floor import finish
 from fathomlm.lab.bench.play import play
 from fathomlm.lab.bench.timed import Stage, TimedEngine
@@ -73,7 +73,7 @@ def calibrate(engine: TimedEngine, workload: Workload, captured: bool | None = N
         prompt_token=1e3 * prompt_token,
         host=Host(step=1e3 * host[0], token=1e3 * host[1], placement=1e3 * (host[2] + fmean(watch.submits))),
         overlapped=gpu,
-        largest=engine.options.rows,
+        largest=engine.options.batch_size,
     )
 
 
@@ -85,12 +85,12 @@ def replay(engine: TimedEngine, context: int) -> float:
     vocab = engine.model.architecture.vocab
     lookahead = scheduler.lookahead
     ids: list[int] = []
-    for _ in range(runner.sizes.slots):
+    for _ in range(runner.sizes.max_sequences):
         sampling = Sampling(max_new_tokens=most - prompt, ignore_eos=True)
         tokens = tuple((len(ids) + at) % vocab for at in range(prompt))
         ids.append(engine.new_id())
         engine.submit(Request(id=ids[-1], prompt=tokens, sampling=sampling))
-    while scheduler.waiting or any(text.state == "reading" for text in scheduler.placed):
+    while scheduler.waiting or any(text.state == "prefilling" for text in scheduler.placed):
         engine.step()
     scheduler.lookahead = most  # room for all that follows: the host does not look in between
     engine.step()
@@ -136,13 +136,13 @@ def _watched(engine: TimedEngine, seen: bool) -> Iterator[_Watch]:
     holders: list[tuple[Any, str, Callable[..., Any]]] = [
         (engine, "step", _step(engine, watch, seen)),
         (engine, "submit", _submit(engine, watch)),
-        (engine.runner, "read", _read(engine, watch)),
+        (engine.runner, "prefill", _prefill(engine, watch)),
         (engine.runner, "apply", _apply(engine, watch)),
     ]
     if seen:
         program = engine.runner.program
         names = {"core": "core", "turn_over": "turn"} if isinstance(program, RoutedProgram) else {}
-        names = {"_pass": ""} if isinstance(program, ExitProgram) else names or {"tick": "step"}
+        names = {"_pass": ""} if isinstance(program, ExitProgram) else names or {"decode_step": "step"}
         holders.append((engine.runner.layers, "run", _run(engine, watch)))
         holders += [(program, name, _pass(engine, watch, name, kind)) for name, kind in names.items()]
     before = [(holder, name, vars(holder).get(name)) for holder, name, _ in holders]
@@ -182,11 +182,11 @@ def _run(engine: TimedEngine, watch: _Watch) -> Callable[..., Any]:
     return counted
 
 
-def _read(engine: TimedEngine, watch: _Watch) -> Callable[..., list[tuple[int, ...]]]:
+def _prefill(engine: TimedEngine, watch: _Watch) -> Callable[..., list[tuple[int, ...]]]:
     runner = engine.runner
-    inner = runner.read
+    inner = runner.prefill
 
-    def timed(chunks: Sequence[Chunk], texts: Sequence[Sequence[int]]) -> list[tuple[int, ...]]:
+    def timed(chunks: Sequence[PrefillChunk], texts: Sequence[Sequence[int]]) -> list[tuple[int, ...]]:
         waiting = engine.clock()
         finish(runner.device)
         begun = engine.clock()
@@ -203,9 +203,9 @@ def _read(engine: TimedEngine, watch: _Watch) -> Callable[..., list[tuple[int, .
 def _apply(engine: TimedEngine, watch: _Watch) -> Callable[..., None]:
     inner = engine.runner.apply
 
-    def counted(plan: Plan, requests: Mapping[int, Request]) -> None:
-        watch.placed += len(plan.placements)
-        inner(plan, requests)
+    def counted(scheduled: SchedulerOutput) -> None:
+        watch.placed += len(scheduled.placements)
+        inner(scheduled)
 
     return counted
 

@@ -15,19 +15,21 @@ def mirror(engine: Engine) -> tuple[Device, Setting]:
     runner, options = engine.runner, engine.options
     sizes, plan, layout = runner.sizes, runner.decoder.plan, runner.layout
     setting = Setting(
-        slots=sizes.slots, tables=sizes.tables, pool_pages=sizes.pool_pages, page_size=options.page_size,
-        chunk=options.chunk, burst=sizes.burst, lag=sizes.lag, lookahead=sizes.lookahead,
+        slots=sizes.max_sequences, tables=sizes.tables, pool_pages=sizes.pool_pages, page_size=options.page_size,
+        chunk=options.prefill_chunk, burst=sizes.burst, lag=sizes.lag, lookahead=sizes.lookahead,
     )  # fmt: skip
     program = runner.program
     if isinstance(program, RoutedProgram):
         own = plan.kv == "cache"
         outer = own and len(layout.tables) > plan.recursions
-        return LoopRows(options.rows, program.cores, recursions=plan.recursions, own=own, outer=outer), setting
+        return LoopRows(options.batch_size, program.cores, recursions=plan.recursions, own=own, outer=outer), setting
     if isinstance(program, ExitProgram):
         waits = not program.copies and any(not plan.reads_kv(step) for step in program.deep)
         shallows = program.passes.count("shallow")
-        return ExitRows(options.rows, mixed=program.mixed, stack=program.stack, waits=waits, shallows=shallows), setting
-    return WholeRows(options.rows), setting
+        return ExitRows(
+            options.batch_size, mixed=program.mixed, stack=program.stack, waits=waits, shallows=shallows
+        ), setting
+    return WholeRows(options.batch_size), setting
 
 
 def deepest_of(engine: Engine) -> int:

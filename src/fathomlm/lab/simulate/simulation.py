@@ -7,12 +7,14 @@ a clock each. Where a device works by itself the host's goes on; it waits when i
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from fathomlm.decode.sampling import Sampling
 from fathomlm.engine.options import PAGE
+from fathomlm.engine.request import Request
 from fathomlm.engine.scheduler import Scheduler
-from fathomlm.engine.sequence import Sequence as Text
+from fathomlm.engine.sequence import Sequence
 from fathomlm.lab.simulate.costs import Costs
 from fathomlm.lab.simulate.devices import Device, Heard
 from fathomlm.lab.simulate.outcome import Outcome
@@ -85,14 +87,16 @@ class Simulation:
         self.device, self.setting, self.costs, self.trajectories = device, setting, costs, trajectories
         longest = trajectories.longest
         self.scheduler = Scheduler(
-            tables=setting.tables, pool_pages=setting.pages(longest), page_size=setting.page_size, slots=setting.slots,
-            max_queue=len(trajectories.texts), chunk=setting.chunk, lookahead=setting.lookahead, max_length=longest,
-            prefix_caching=False,
+            tables=setting.tables, pool_pages=setting.pages(longest), page_size=setting.page_size,
+            max_sequences=setting.slots, max_queue=len(trajectories.texts), prefill_chunk=setting.chunk,
+            lookahead=setting.lookahead, max_length=longest, prefix_caching=False,
         )  # fmt: skip
         self._texts = dict(enumerate(trajectories.texts))
-        self._under_way = {id: Text(id, (0,) * text.prompt, len(text.depths)) for id, text in self._texts.items()}
-        for text in self._under_way.values():
-            self.scheduler.submit(text)
+        self._under_way: dict[int, Sequence] = {}
+        for id, text in self._texts.items():
+            sampling = Sampling(max_new_tokens=len(text.depths))
+            self._under_way[id] = Sequence(Request(id=id, prompt=(0,) * text.prompt, sampling=sampling))
+            self.scheduler.submit(self._under_way[id])
         self._flying: deque[tuple[float, list[Heard]]] = deque()
         self.clock = _Clock(costs.overlapped)
         self.ticks = self.tokens = 0
@@ -126,7 +130,7 @@ class Simulation:
         behind = setting.lag * setting.burst
         while len(self._flying) > behind or (self._flying and not self._under_way):
             self._hear(*self._flying.popleft())
-        plan = self.scheduler.plan()
+        plan = self.scheduler.schedule()
         self.device.apply(plan, self._texts)
         clock.think(costs.host.placement * len(plan.placements))
         by_slot = {p.slot: p.sequence for p in plan.placements} if plan.chunks else {}
@@ -135,14 +139,14 @@ class Simulation:
         for chunk in plan.chunks:
             sequence = by_slot.get(chunk.slot) or self._in_slot(chunk.slot)
             entries = self.device.read(chunk)
-            self.scheduler.read(sequence.id, chunk.epoch, chunk.first + chunk.count, entries)
+            self.scheduler.confirm_prefill(sequence.id, chunk.epoch, chunk.first + chunk.count, entries)
         if any(text.state == "running" for text in self.scheduler.placed):
             for _ in range(setting.burst):
                 self._launch()
         elif self._flying:
             self._hear(*self._flying.popleft())
 
-    def _in_slot(self, slot: int) -> Text:
+    def _in_slot(self, slot: int) -> Sequence:
         return next(text for text in self.scheduler.placed if text.slot == slot)
 
     def _launch(self) -> None:
@@ -155,7 +159,7 @@ class Simulation:
         self._flying.append((done, tick.heard))
         self.ticks += 1
 
-    def _hear(self, done: float, heard: Sequence[Heard]) -> None:
+    def _hear(self, done: float, heard: list[Heard]) -> None:
         self.clock.wait(done)
         for one in heard:
             text = self._under_way.get(one.id)

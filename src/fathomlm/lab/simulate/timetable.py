@@ -66,7 +66,7 @@ def measure_plain(shape: Shape, rows: Sequence[int], context: int, on_rows: Tell
     found = []
     for done, many in enumerate(rows, start=1):
         engine = _engine(model, many, context)
-        costs = calibrate(engine, _texts(model, engine.runner.sizes.slots, context))
+        costs = calibrate(engine, _texts(model, engine.runner.sizes.max_sequences, context))
         if costs.tick is not None:
             costs = replace(costs, passes={"step": Curve.flat(replay(engine, context))}, tick=None)
         found.append((many, costs))
@@ -86,7 +86,7 @@ def measure_loop(
     found = []
     for done, many in enumerate(rows, start=1):
         engine = _engine(model, many, context, cores=recursions, **fields)
-        costs = calibrate(engine, _texts(model, engine.runner.sizes.slots, context), captured)
+        costs = calibrate(engine, _texts(model, engine.runner.sizes.max_sequences, context), captured)
         if costs.tick is not None:
             short = replay(_engine(model, many, context, cores=1, **fields), context)
             core = max(0.0, replay(engine, context) - short) / (recursions - 1)
@@ -108,10 +108,10 @@ def _joined(found: Sequence[tuple[int, Costs]]) -> Costs:
 
 
 def _engine(model: FathomForCausalLM, rows: int, context: int, **fields: Any) -> TimedEngine:
-    options = EngineOptions(rows=rows, max_length=context + SPARE, prefix_caching=False, **fields)
+    options = EngineOptions(batch_size=rows, max_length=context + SPARE, prefix_caching=False, **fields)
     options = replace(options, memory=ample_memory(model, options, context + SPARE))
     engine = TimedEngine(model, options)
-    warm_up(engine, _texts(model, engine.runner.sizes.slots, context))
+    warm_up(engine, _texts(model, engine.runner.sizes.max_sequences, context))
     return engine
 
 

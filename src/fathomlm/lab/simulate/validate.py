@@ -105,7 +105,7 @@ def validate(
 
 
 def _round(engine: TimedEngine, workload: Workload, parts: Sequence[float], seed: int) -> Round:
-    count = max(int(CALIBRATED * len(workload.requests)), 2 * engine.runner.sizes.slots)
+    count = max(int(CALIBRATED * len(workload.requests)), 2 * engine.runner.sizes.max_sequences)
     longest = max(asked.new for asked in workload.requests)
     costs = calibrate(engine, workload.shortened(count, longest))
     device, setting = mirror(engine)
@@ -117,6 +117,6 @@ def _round(engine: TimedEngine, workload: Workload, parts: Sequence[float], seed
     played = play(engine, workload)
     if played.interrupted:
         raise KeyboardInterrupt
-    ticks = engine.totals.ticks
+    ticks = engine.totals.decode_steps
     engine.forget()
     return Round(predicted=predicted, measured=Timing.of(played), ticks=ticks)

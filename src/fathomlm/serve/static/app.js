@@ -231,8 +231,8 @@ async function look() {
     $("mean").textContent = status.mean_depth ? status.mean_depth.toFixed(2) : "–";
     bars($("depth-chart"), status.depths ?? {}, (depth) => colourOf(partOf(Number(depth))).back, "Tokens by depth");
     const running = status.running ?? 0;
-    $("fill").textContent = `${running} of ${status.slots ?? "?"}, ${status.queued ?? 0} waiting`;
-    share($("fill-chart"), running, status.slots ?? 1, "Texts in flight");
+    $("fill").textContent = `${running} of ${status.max_sequences ?? "?"}, ${status.queued ?? 0} waiting`;
+    share($("fill-chart"), running, status.max_sequences ?? 1, "Sequences in flight");
   } catch {
     // The next look may find it again; `connect` says what is wrong.
   }

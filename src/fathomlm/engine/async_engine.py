@@ -1,8 +1,8 @@
 """The engine behind asyncio: many consumers in any number of event loops, and one thread that steps.
 
-    async with AsyncEngine(Engine(model)) as front:
-        result = await front.generate("The sea is", max_new_tokens=64)
-        async for event in front.stream(front.request("A whale", temperature=0.8)):
+    async with AsyncEngine(Engine(model)) as engine:
+        result = await engine.generate("The sea is", max_new_tokens=64)
+        async for event in engine.stream(engine.request("A whale", temperature=0.8)):
             print(event)
 
 Only the worker thread touches the engine. What others want of it waits in an inbox that the worker empties between two
@@ -18,7 +18,7 @@ import asyncio
 import itertools
 import threading
 import time
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -27,12 +27,11 @@ import torch
 
 from fathomlm.decode.prompts import Prompt, encode_prompt
 from fathomlm.decode.sampling import Sampling
-from fathomlm.engine.engine import Engine, Event, Job
-from fathomlm.engine.rate import Rate
-from fathomlm.engine.request import Finished, Request, Result
+from fathomlm.engine.engine import Engine, result_of
+from fathomlm.engine.request import Event, Finished, Request, Result
 from fathomlm.engine.restarts import Allowance, Blueprint, Restarts, let_go
-from fathomlm.engine.status import Status, left_of, nothing, since
-from fathomlm.engine.stream import Stream, so_far
+from fathomlm.engine.sequence import Sequence
+from fathomlm.engine.status import Rate, Status, remaining, summed, zero
 from fathomlm.errors import EngineStopped
 
 SAMPLE = 0.1
@@ -42,6 +41,71 @@ CLOSED = "the engine is closed"
 RESTARTING = "the engine has failed and is being built again; come back in a moment"
 
 Call = Callable[[], object]
+
+
+class Stream:
+    """A `TokenEvent` for each token, and last `Finished`. For one consumer, in the event loop that submitted the request.
+
+    Events wait here without a limit of their own. A request has at most `max_new_tokens` + 1 of them, each a few hundred
+    bytes; a shorter queue would have to stall the engine, and everybody with it, or lose tokens.
+
+    Whoever stops listening, because its task is cancelled or its loop over the events is left, cancels the request.
+    """
+
+    def __init__(self, request: Request, cancel: Callable[[int], None]) -> None:
+        """`cancel` is given the request's id."""
+        self.request = request
+        self.result: Result | None = None
+        """All of it, from the end on."""
+        self.loop = asyncio.get_running_loop()
+        self._accepted: asyncio.Future[None] = self.loop.create_future()
+        self._events: asyncio.Queue[Event] = asyncio.Queue()
+        self._cancel = cancel
+        self._over = False
+
+    async def __aiter__(self) -> AsyncGenerator[Event, None]:
+        try:
+            while not self._over:
+                event = await self._events.get()
+                self._over = isinstance(event, Finished)
+                yield event
+        finally:
+            self.cancel()
+
+    async def wait(self) -> Result:
+        """The end, without looking at what comes before it."""
+        async for _ in self:
+            pass
+        assert self.result is not None
+        return self.result
+
+    def cancel(self) -> None:
+        """Stop the request, from any thread. It ends as "cancelled", or as it has ended already."""
+        if self.result is None:
+            self._cancel(self.request.id)
+
+    # The engine's end.
+
+    async def accepted(self) -> None:
+        """Returns when the engine has taken the request, or raises what it refused it with."""
+        try:
+            await self._accepted
+        except asyncio.CancelledError:
+            self.cancel()
+            raise
+
+    def answer(self, refusal: Exception | None = None) -> None:
+        """In the stream's own loop: the request is taken, or why not."""
+        if self._accepted.done():
+            return  # whoever asked was cancelled meanwhile
+        if refusal is None:
+            self._accepted.set_result(None)
+        else:
+            self._accepted.set_exception(refusal)
+
+    def receive(self, event: Event) -> None:
+        """In the stream's own loop."""
+        self._events.put_nowait(event)
 
 
 class AsyncEngine:
@@ -80,9 +144,9 @@ class AsyncEngine:
         self._allowance = Allowance(restarts or Restarts(most=0))
         self._blueprint = Blueprint.of(engine)
         self._restarts = 0
-        self._before = nothing(self._seen[0])  # of the engines that broke
+        self._before = zero(self._seen[0])  # of the engines that broke
         self._streams: dict[int, Stream] = {}
-        self._jobs: dict[int, Job] = {}
+        self._sequences: dict[int, Sequence] = {}
         self._outbox: dict[asyncio.AbstractEventLoop, list[Call]] = {}
         self._looked = self._begun
         self._thread = threading.Thread(target=self._work, name="fathomlm-engine", daemon=True)
@@ -274,19 +338,19 @@ class AsyncEngine:
     def _take(self, stream: Stream) -> None:
         request = stream.request
         try:
-            self._engine.submit(request, partial(self._hear, stream))
+            sequence = self._engine.submit(request, partial(self._receive, stream))
         except Exception as error:  # it concerns whoever asked, and nobody else
             self._post(stream.loop, partial(stream.answer, error))
             return
         self._streams[request.id] = stream
-        self._jobs[request.id] = self._engine._jobs[request.id]
+        self._sequences[request.id] = sequence
         self._post(stream.loop, stream.answer)
 
-    def _hear(self, stream: Stream, event: Event) -> None:
+    def _receive(self, stream: Stream, event: Event) -> None:
         if isinstance(event, Finished):
             del self._streams[stream.request.id]
-            stream.result = self._jobs.pop(stream.request.id).result
-        self._post(stream.loop, partial(stream.hear, event))
+            stream.result = self._sequences.pop(stream.request.id).result
+        self._post(stream.loop, partial(stream.receive, event))
 
     def _break(self, error: BaseException) -> bool:
         """The engine is broken: nothing more is asked of it, and everybody hears why. Says whether to build another, which
@@ -300,13 +364,13 @@ class AsyncEngine:
                 self._refusal = f"the engine has failed and takes no more requests: {message}"
             refusal = self._refusal or RESTARTING
             orders, self._inbox = self._inbox, []
-            self._before = left_of(self._seen[0])
+            self._before = remaining(self._seen[0])
             self._seen = (self._before, replace(self._totals))
         why = Finished(reason="error", error=message)
         for id, stream in self._streams.items():
-            stream.result = so_far(self._jobs[id], why)
-            self._post(stream.loop, partial(stream.hear, why))
-        self._streams, self._jobs = {}, {}
+            stream.result = result_of(self._sequences[id], why)
+            self._post(stream.loop, partial(stream.receive, why))
+        self._streams, self._sequences = {}, {}
         for order in orders:
             if isinstance(order, Stream):
                 self._post(order.loop, partial(order.answer, EngineStopped(refusal)))
@@ -323,7 +387,7 @@ class AsyncEngine:
         if now - self._looked >= SAMPLE or not self._engine.busy:
             self._looked = now
             with self._changed:
-                self._seen = (since(self._before, self._engine.counters()), replace(self._totals))
+                self._seen = (summed(self._before, self._engine.counters()), replace(self._totals))
                 self._rate.note(now, self._totals.tokens)
 
     def _settle(self) -> None:
@@ -345,7 +409,7 @@ class AsyncEngine:
                     self._engine.cancel(id)
 
 
-def _call_all(calls: Sequence[Call]) -> None:
+def _call_all(calls: list[Call]) -> None:
     for call in calls:
         call()
 

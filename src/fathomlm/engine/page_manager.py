@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections import abc
 
-from fathomlm.engine.orders import Copy, Draft, Grant
-from fathomlm.engine.pages import PagePool
-from fathomlm.engine.prefixes import Prefix, PrefixCache
+from fathomlm.engine.page_pool import PagePool
+from fathomlm.engine.prefix_cache import Prefix, PrefixCache
+from fathomlm.engine.schedule import PageCopy, PageGrant, SchedulerOutput
 from fathomlm.engine.sequence import Sequence
 
 
-class Memory:
+class PageManager:
     """The pools, and the prefix cache over them. `tables[t]` is the pool that table t of every sequence draws from."""
 
     def __init__(
@@ -34,7 +34,7 @@ class Memory:
         return [self.tables.count(pool) * self._pages_for(entries) for pool in range(len(self.pools))]
 
     def short(self, sequence: Sequence, more: int) -> bool:
-        """Whether any table lacks room for `more` tokens. It is asked of every sequence in every plan, so it is quick."""
+        """Whether any table lacks room for `more` tokens. Every `schedule` asks it of every sequence, so it is quick."""
         most, ahead = sequence.most_entries, sequence.prefilled - sequence.confirmed + more
         for entries, pages in zip(sequence.entries, sequence.pages, strict=True):
             if len(pages) * self.page_size < min(most, entries + ahead):
@@ -45,7 +45,7 @@ class Memory:
         """Whether a sequence can have room for `more` tokens without taking a page from another."""
         return self._can_have(self._missing(sequence, more))
 
-    def grow(self, sequence: Sequence, more: int, draft: Draft) -> None:
+    def grow(self, sequence: Sequence, more: int, out: SchedulerOutput) -> None:
         """Give a sequence room for `more` tokens in every table, or for as many as there are pages left. Asked as often as
         `short`."""
         most, ahead, size = sequence.most_entries, sequence.prefilled - sequence.confirmed + more, self.page_size
@@ -54,14 +54,14 @@ class Memory:
             if lacking > 0:
                 count = min(-(-lacking // size), self._pool(table).available)
                 if count > 0:
-                    self._give(sequence, table, count, draft)
+                    self._give(sequence, table, count, out)
 
     def find(self, sequence: Sequence) -> Prefix:
         """The longest cached prefix of a sequence, held for it; empty when prefixes are not cached."""
         return self.prefixes.find(sequence.keys, sequence.id) if self.prefix_caching else self.prefixes.nothing()
 
     def adopt(self, sequence: Sequence, prefix: Prefix, more: int, headroom: int) -> bool:
-        """Start a sequence from a cached prefix, if there are pages to read up to `more` tokens and to run one, and
+        """Start a sequence from a cached prefix, if there are pages to prefill up to `more` tokens and to run one, and
         `headroom` pages a pool besides. Else it has nothing and holds nothing.
 
         Full pages are shared. A partly filled one counts as missing: it will be copied (`settle`).
@@ -73,29 +73,29 @@ class Memory:
         for table, pages in enumerate(sequence.pages):
             for page in pages:
                 self._pool(table).share(page)
-        missing = self._missing(sequence, min(more, sequence.unread) + 1)
+        missing = self._missing(sequence, min(more, sequence.unissued) + 1)
         if self._can_have([pages + headroom for pages in missing]):
             return True
         self.give_back(sequence)
         return False
 
-    def settle(self, sequence: Sequence, prefix: Prefix, draft: Draft) -> None:
+    def settle(self, sequence: Sequence, prefix: Prefix, out: SchedulerOutput) -> None:
         """Tell the device the pages that a placed sequence has adopted, with a copy of each that is partly filled.
 
-        What is copied from stays as it is at least until the next plan, because the sequence holds its record.
+        What is copied from stays as it is at least until the next `schedule`, because the sequence holds its record.
         """
         for table, pages in enumerate(prefix.pages):
-            self._tell(sequence, table, 0, draft)
+            self._grant(sequence, table, 0, out)
             for source in pages[self._full(prefix, table) :]:
-                self._give(sequence, table, 1, draft)
-                draft.copies.append(Copy(self.tables[table], source, sequence.pages[table][-1]))
+                self._give(sequence, table, 1, out)
+                out.copies.append(PageCopy(self.tables[table], source, sequence.pages[table][-1]))
 
     def let_go(self, sequence: Sequence) -> None:
         """Make room: the sequence goes on with its own pages, and the records that it holds may be evicted."""
         self.prefixes.let_go(sequence.id)
 
     def remember_chunk(self, sequence: Sequence) -> None:
-        """Cache what a sequence has read. Its confirmed entries are those of just the tokens that are read so far."""
+        """Cache what was prefilled of a sequence. Its confirmed entries are those of just these tokens."""
         if self.prefix_caching:
             self.prefixes.record(sequence.keys, sequence.entries, sequence.pages, sequence.id)
 
@@ -120,26 +120,26 @@ class Memory:
     def _missing(self, sequence: Sequence, more: int) -> list[int]:
         missing = [0] * len(self.pools)
         for table, pool in enumerate(self.tables):
-            missing[pool] += max(0, self._pages_for(sequence.reach(table, more)) - len(sequence.pages[table]))
+            missing[pool] += max(0, self._pages_for(sequence.entries_after(table, more)) - len(sequence.pages[table]))
         return missing
 
     def _can_have(self, pages: list[int]) -> bool:
         return all(wanted <= pool.available for wanted, pool in zip(pages, self.pools, strict=True))
 
-    def _give(self, sequence: Sequence, table: int, count: int, draft: Draft) -> None:
+    def _give(self, sequence: Sequence, table: int, count: int, out: SchedulerOutput) -> None:
         pool, pages = self._pool(table), sequence.pages[table]
         first = len(pages)
         for _ in range(count):
             if not pool.free:
                 self.prefixes.evict(self.tables[table])
             pages.append(pool.allocate())
-        self._tell(sequence, table, first, draft)
+        self._grant(sequence, table, first, out)
 
-    def _tell(self, sequence: Sequence, table: int, first: int, draft: Draft) -> None:
+    def _grant(self, sequence: Sequence, table: int, first: int, out: SchedulerOutput) -> None:
         slot, pages = sequence.slot, sequence.pages[table]
         assert slot is not None, f"sequence {sequence.id} gets a page, but it is not placed"
-        draft.grants += [Grant(slot, table, index, pages[index]) for index in range(first, len(pages))]
-        draft.rooms[slot, table] = len(pages) * self.page_size
+        out.grants += [PageGrant(slot, table, index, pages[index]) for index in range(first, len(pages))]
+        out.capacity[slot, table] = len(pages) * self.page_size
 
     def _full(self, prefix: Prefix, table: int) -> int:
         return prefix.entries[table] // self.page_size

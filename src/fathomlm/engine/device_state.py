@@ -1,4 +1,4 @@
-"""What the device knows of the sequences in their slots. Passes read and change it; the host only adds to it between ticks.
+"""What the device knows of the sequences in their slots. Passes read and change it; the host adds to it in between.
 
 Shapes: S slots and one more, the spare one, for rows that stand for nothing; T tables, P pages of a table, M hidden width.
 """
@@ -15,37 +15,16 @@ import torch
 from torch import Tensor
 
 from fathomlm.engine.layout import Layout
-from fathomlm.engine.orders import Chunk, Plan
+from fathomlm.engine.schedule import Placement, PrefillChunk, SchedulerOutput
 from fathomlm.kernels.routed_rows import ENTER as ENTER  # stages that every program knows
 from fathomlm.kernels.routed_rows import IDLE as IDLE
 
-COLUMNS = ("token", "position", "stage", "since", "made", "limit", "epoch", "deepest", "ignores_end")
+COLUMNS = ("token", "position", "stage", "since", "generated", "limit", "epoch", "max_depth", "ignores_end")
 
 
 @dataclass(frozen=True, slots=True)
-class Placed:
-    """What a slot begins with."""
-
-    slot: int
-    token: int
-    """The last known token: the first to run."""
-    position: int
-    made: int
-    """How many tokens the text has so far."""
-    limit: int
-    """How many it may have."""
-    epoch: int
-    deepest: int
-    ignores_end: bool
-    entries: tuple[int, ...]
-    ready: bool
-    threshold: float = 1.0
-    """exits: how sure an exit must be."""
-
-
-@dataclass(frozen=True, slots=True)
-class Reading:
-    """Known tokens of several sequences, each a row of its own; a sequence's rows stand together, in its text's order."""
+class PrefillBatch:
+    """Known tokens of several sequences, each a row of its own; a sequence's rows stand together, in order."""
 
     slots_N: Tensor
     tokens_N: Tensor
@@ -56,20 +35,20 @@ class Reading:
 
 class EngineState:
     def __init__(
-        self, layout: Layout, slots: int, pages: int, hidden: int, device: torch.device, dtype: torch.dtype
+        self, layout: Layout, slots: int, pages: int, hidden: int, max_depth: int, device: torch.device, dtype: torch.dtype
     ) -> None:
-        """`pages` is how many a table of one sequence may have."""
-        self.slots, self.spare = slots, slots
+        """`pages` is how many a table of one sequence may have, `max_depth` how deep a token may go that has no limit."""
+        self.slots, self.spare, self.max_depth = slots, slots, max_depth
         tables = len(layout.tables)
         self.device = device
         self.numbers_SC = torch.zeros(slots + 1, len(COLUMNS), dtype=torch.int64, device=device)
         columns = dict(zip(COLUMNS, self.numbers_SC.unbind(1), strict=True))
         self.token_S, self.position_S, self.stage_S = (columns[name] for name in ("token", "position", "stage"))
-        self.since_S, self.made_S, self.limit_S = (columns[name] for name in ("since", "made", "limit"))
-        self.epoch_S, self.deepest_S, self.ignores_S = (columns[name] for name in ("epoch", "deepest", "ignores_end"))
+        self.since_S, self.generated_S, self.limit_S = (columns[name] for name in ("since", "generated", "limit"))
+        self.epoch_S, self.max_depth_S, self.ignores_S = (columns[name] for name in ("epoch", "max_depth", "ignores_end"))
         self.stage_S.fill_(IDLE)
         self.entries_ST = torch.zeros(slots + 1, tables, dtype=torch.int64, device=device)
-        self.room_ST = torch.zeros(slots + 1, tables, dtype=torch.int64, device=device)
+        self.capacity_ST = torch.zeros(slots + 1, tables, dtype=torch.int64, device=device)
         self.tables_STP = torch.zeros(slots + 1, tables, pages, dtype=torch.int32, device=device)
         self.x_SM = torch.zeros(slots + 1, hidden, dtype=dtype, device=device)
         self.clock = torch.zeros(1, dtype=torch.int64, device=device)
@@ -80,48 +59,51 @@ class EngineState:
         if slots:
             self._fill(self.stage_S, slots, IDLE)
 
-    def hand_out(self, plan: Plan, placed: Sequence[Placed]) -> None:
-        """What a plan places and grants: a few uploads, then as many small writes."""
-        if placed:
-            self._place(placed)
-        if plan.grants:
+    def apply(self, scheduled: SchedulerOutput) -> None:
+        """What was placed and granted: a few uploads, then as many small writes."""
+        if scheduled.placements:
+            self._place(scheduled.placements)
+        if scheduled.grants:
             slot, table, _ = self.tables_STP.stride()
-            at = [grant.slot * slot + grant.table * table + grant.index for grant in plan.grants]
-            self._write(self.tables_STP, at, [grant.page for grant in plan.grants])
-        if plan.rooms:
-            slot, _ = self.room_ST.stride()
-            at = [room.slot * slot + room.table for room in plan.rooms]
-            self._write(self.room_ST, at, [room.entries for room in plan.rooms])
+            at = [grant.slot * slot + grant.table * table + grant.index for grant in scheduled.grants]
+            self._write(self.tables_STP, at, [grant.page for grant in scheduled.grants])
+        if scheduled.capacity:
+            stride, _ = self.capacity_ST.stride()
+            at = [slot * stride + table for slot, table in scheduled.capacity]
+            self._write(self.capacity_ST, at, list(scheduled.capacity.values()))
 
-    def reading(self, chunks: Sequence[Chunk], texts: Sequence[Sequence[int]]) -> Reading:
+    def prefill_batch(self, chunks: Sequence[PrefillChunk], tokens: Sequence[Sequence[int]]) -> PrefillBatch:
         """Chunks and their tokens as rows, in one upload. By numpy: of a thousand tokens torch would take a millisecond to
         make a tensor of a list of rows, while a GPU waits."""
-        counts = [len(tokens) for tokens in texts]
+        counts = [len(each) for each in tokens]
         total = sum(counts)
         ends = np.cumsum(counts)
         slots, firsts, starts = (
             np.repeat(column, counts)
             for column in ([chunk.slot for chunk in chunks], [chunk.first for chunk in chunks], ends - counts)
         )
-        tokens = np.fromiter(itertools.chain.from_iterable(texts), np.int64, total)
-        return Reading(*self.upload(np.stack((slots, tokens, firsts + np.arange(total) - starts, starts))))
+        flat = np.fromiter(itertools.chain.from_iterable(tokens), np.int64, total)
+        return PrefillBatch(*self.upload(np.stack((slots, flat, firsts + np.arange(total) - starts, starts))))
 
     def start(self, slots: Sequence[int]) -> None:
-        """Sequences whose text is read begin to run."""
+        """Sequences that are prefilled begin to run."""
         if slots:
             self._fill(self.stage_S, slots, ENTER)
 
-    def _place(self, placed: Sequence[Placed]) -> None:
+    def _place(self, placements: Sequence[Placement]) -> None:
         rows = []
-        for one in placed:
-            stage = ENTER if one.ready else IDLE
-            fields = (one.token, one.position, stage, -(10**12) + self._arrivals, one.made, one.limit, one.epoch)
-            rows.append((*fields, one.deepest, int(one.ignores_end)))
+        for placement in placements:
+            sequence, request = placement.sequence, placement.sequence.request
+            stage, since = ENTER if placement.ready else IDLE, -(10**12) + self._arrivals
+            generated, limit = len(sequence.tokens), sequence.max_new_tokens
+            last = sequence.tokens[-1] if generated else sequence.prompt[-1]  # the first token to run
+            fields = (last, sequence.length - 1, stage, since, generated, limit, placement.epoch)
+            rows.append((*fields, request.max_depth or self.max_depth, int(request.sampling.ignore_eos)))
             self._arrivals += 1
-        slots_K = self.upload([one.slot for one in placed])
+        slots_K = self.upload([placement.slot for placement in placements])
         self.numbers_SC.index_copy_(0, slots_K, self.upload(rows))
-        self.entries_ST.index_copy_(0, slots_K, self.upload([one.entries for one in placed]))
-        self.room_ST.index_fill_(0, slots_K, 0)
+        self.entries_ST.index_copy_(0, slots_K, self.upload([placement.entries for placement in placements]))
+        self.capacity_ST.index_fill_(0, slots_K, 0)
 
     def _fill(self, column_S: Tensor, slots: Sequence[int], value: int) -> None:
         column_S.index_fill_(0, self.upload(slots), value)

@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.device_model import marks, records
-from fathomlm.engine.pages import PagePool
-from fathomlm.engine.prefixes import Prefix, PrefixCache
+from fathomlm.engine.page_pool import PagePool
+from fathomlm.engine.prefix_cache import Prefix, PrefixCache
 
 SIZE = 2
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fathomlm.engine.pages import PagePool
+from fathomlm.engine.page_pool import PagePool
 
 
 def test_pages_are_handed_out_once_and_the_latest_freed_comes_first() -> None:

@@ -21,7 +21,7 @@ from collections import abc
 from dataclasses import dataclass
 from itertools import pairwise
 
-from fathomlm.engine.pages import PagePool
+from fathomlm.engine.page_pool import PagePool
 
 
 @dataclass(frozen=True, slots=True)

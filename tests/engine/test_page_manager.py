@@ -6,7 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.scheduling import build, read_all
-from fathomlm.engine.memory import Memory
+from fathomlm.decode.sampling import Sampling
+from fathomlm.engine.page_manager import PageManager
+from fathomlm.engine.request import Request
 from fathomlm.engine.sequence import Sequence
 
 
@@ -21,8 +23,9 @@ from fathomlm.engine.sequence import Sequence
 def test_short_says_whether_the_count_of_missing_pages_is_zero(
     new: int, pages: list[int], entries: list[int], read: tuple[int, int], more: int
 ) -> None:
-    memory = Memory(tables=(0, 1), pool_pages=(50, 50), page_size=3, prefix_caching=True)
-    sequence = Sequence(1, (1, 2, 3, 4), new, entries=entries, prefilled=max(read), confirmed=min(read))
+    memory = PageManager(tables=(0, 1), pool_pages=(50, 50), page_size=3, prefix_caching=True)
+    request = Request(id=1, prompt=(1, 2, 3, 4), sampling=Sampling(max_new_tokens=new))
+    sequence = Sequence(request, entries=entries, prefilled=max(read), confirmed=min(read))
     sequence.pages = [list(range(count)) for count in pages]
     assert memory.short(sequence, more) == any(memory._missing(sequence, more))
 
@@ -32,8 +35,8 @@ def test_texts_of_another_kind_share_nothing() -> None:
     scheduler = build()
     text = (1, 2, 3, 4, 5)
     for id, (kind, found) in enumerate([(0, 0), (2, 0), (1, 0), (2, 4), (0, 4)]):
-        scheduler.submit(Sequence(id, text, 1, kind=kind))
-        plan = scheduler.plan()
+        scheduler.submit(Sequence(Request(id=id, prompt=text, sampling=Sampling(max_new_tokens=1), max_depth=kind or None)))
+        plan = scheduler.schedule()
         assert plan.placements[0].entries == (found,)
         read_all(scheduler, plan)
         scheduler.finish(id)

@@ -19,8 +19,8 @@ from decode.exit_models import PROMPTS, build, exiting, mixing_threshold
 from engine.holding import held
 from fathomlm.decode.exiting import Exiting
 from fathomlm.decode.full import generate
+from fathomlm.engine.async_engine import AsyncEngine
 from fathomlm.engine.engine import Engine, Event
-from fathomlm.engine.front import AsyncEngine
 from fathomlm.engine.request import Finished, Result, TokenEvent
 from fathomlm.errors import EngineStopped, OptionError, QueueFull, RequestTooLarge
 from fathomlm.model.hub import FathomForCausalLM
@@ -32,7 +32,7 @@ NEW = 8
 LONG = 120
 """More tokens than an engine makes until it hears that nobody wants them."""
 MANY = [*PROMPTS, [8, 1, 1, 70], [44, 12], [91]]
-SMALL: dict[str, Any] = {"page_size": 4, "rows": 3, "chunk": 5, "max_length": 48}
+SMALL: dict[str, Any] = {"page_size": 4, "batch_size": 3, "prefill_chunk": 5, "max_length": 48}
 T = TypeVar("T")
 
 
@@ -62,7 +62,7 @@ def nothing_is_left(engine: Engine) -> None:
     """Of an engine whose front is closed."""
     assert not engine.busy
     counters = engine.counters()
-    assert (counters.queued, counters.reading, counters.running) == (0, 0, 0)
+    assert (counters.queued, counters.prefilling, counters.running) == (0, 0, 0)
     assert counters.pages_used == counters.pages_cached
 
 
@@ -118,7 +118,7 @@ def test_the_pieces_are_the_text(tiny_model: Any, monkeypatch: pytest.MonkeyPatc
     cases += [one | {"ignore_eos": True} for one in cases]
 
     async def main() -> list[tuple[str, Result | None]]:
-        async with AsyncEngine(Engine(tiny_model, rows=2, page_size=4)) as front:
+        async with AsyncEngine(Engine(tiny_model, batch_size=2, page_size=4)) as front:
             found = []
             for case in cases:
                 stream = await front.submit(front.request("the fox", max_new_tokens=30, **case))
@@ -172,7 +172,7 @@ def test_who_stops_listening_gives_its_pages_back(how: str) -> None:
             others = [asyncio.create_task(front.generate(prompt, max_new_tokens=NEW)) for prompt in MANY]
             with held(engine, after=LONG - 40):
                 await leave(front)
-                await until(lambda: all(job.request.sampling.max_new_tokens < LONG for job in list(engine._jobs.values())))
+                await until(lambda: all(one.max_new_tokens < LONG for one in list(engine._sequences.values())))
             results = await asyncio.gather(*others)
             await nobody_left(front)
             assert front.status().totals.tokens < sum(len(result.tokens) for result in wanted) + LONG
@@ -216,7 +216,7 @@ def test_who_is_cancelled_before_the_engine_has_answered_leaves_nothing(monkeypa
 
 
 def test_two_hundred_streams_at_once_some_of_which_are_left() -> None:
-    engine = small(rows=16, max_length=32)
+    engine = small(batch_size=16, max_length=32)
     random = Random(3)
     asked = [([random.randrange(96) for _ in range(random.randint(1, 4))], random.randint(1, 5)) for _ in range(40)]
     alone = {i: generate(build("vanilla"), [prompt], max_new_tokens=new)[0].tokens for i, (prompt, new) in enumerate(asked)}
@@ -309,7 +309,7 @@ def test_a_slow_consumer_loses_nothing_and_holds_nobody_up() -> None:
 
 
 def test_refusals_come_to_whoever_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = small(rows=1, max_queue=2)
+    engine = small(batch_size=1, max_queue=2)
     gate, step = threading.Event(), engine.step
     monkeypatch.setattr(engine, "step", lambda: (gate.wait(), step()))
 
@@ -367,7 +367,7 @@ def test_draining_finishes_what_was_taken_and_takes_no_more() -> None:
 
 
 def test_closing_cancels_what_runs_and_what_waits() -> None:
-    engine = small(rows=2)
+    engine = small(batch_size=2)
 
     async def main() -> None:
         front = AsyncEngine(engine)

@@ -1,11 +1,13 @@
-"""The pages themselves: keys and values of every plane, and one page more in each plane, which nobody reads.
+"""The KV cache in pages: keys and values of every plane, and one page more in each plane, which nobody reads.
 
-Shapes: L planes, P pages, E entries of a page, G key-value heads, D head width.
+Shapes: L planes, P pages, E entries of a page, G key-value heads, D head width; N tokens of a batch, S slots, T tables of a
+slot.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -13,12 +15,52 @@ from torch import Tensor
 from fathomlm.depth import Architecture
 from fathomlm.engine.layout import Layout
 from fathomlm.engine.options import KvDtype
-from fathomlm.engine.orders import Copy
-from fathomlm.engine.rows import Reach
+from fathomlm.engine.schedule import PageCopy
 from fathomlm.kernels.paged_write import FLOAT8, copy_page
 
 
-class Pages:
+@dataclass(frozen=True, slots=True)
+class AttentionMetadata:
+    """What rows look at, and where they leave their own entry."""
+
+    slots_N: Tensor
+    """Place of the entry in a plane's pages, page x page size + offset; -1 writes nothing."""
+    table_NP: Tensor
+    lengths_N: Tensor
+    """How many entries a row sees, its own included; 0 for a row that stands for nothing."""
+    angles: tuple[Tensor, Tensor] | None = field(default=None, kw_only=True)
+    """Cosines and sines of the rows' positions, (N, D) each, where they are known already."""
+    planes: int = field(default=1, kw_only=True)
+    """How many planes the page numbers lead through, from a step's own on: more than one where rows look at the entries of
+    different recursions (`reach`'s `offset_N`)."""
+
+
+def reach(
+    tables_STP: Tensor,
+    rows_N: Tensor,
+    table_N: Tensor,
+    ranks_N: Tensor,
+    valid_N: Tensor,
+    page_size: int,
+    writes_N: Tensor | None = None,
+    offset_N: Tensor | None = None,
+) -> AttentionMetadata:
+    """For rows whose entry is number `ranks_N` of a table of theirs: they see that one and all before it.
+
+    `writes_N` is False where another row or step makes the entry; `offset_N` is added to page numbers, for rows that look
+    at other planes than the first row does.
+    """
+    table_NP = tables_STP[rows_N, table_N]
+    if offset_N is not None:
+        table_NP = table_NP + offset_N[:, None].to(table_NP.dtype)
+    page_N = table_NP.gather(1, (ranks_N // page_size)[:, None].clamp_max(table_NP.shape[1] - 1))[:, 0].long()
+    slots_N = page_N * page_size + ranks_N % page_size
+    writes_N = valid_N if writes_N is None else valid_N & writes_N
+    slots_N = torch.where(writes_N, slots_N, -1)
+    return AttentionMetadata(slots_N, table_NP, torch.where(valid_N, ranks_N + 1, 0).to(torch.int32))
+
+
+class KVPages:
     def __init__(
         self,
         architecture: Architecture,
@@ -36,8 +78,8 @@ class Pages:
         ]
 
     def at(self, pool: int, plane: int, planes: int = 1) -> tuple[Tensor, Tensor]:
-        """Pages of a plane, and of as many behind it as rows may be led to by an offset (`Reach.planes`). Kernels address
-        nothing outside what they are given."""
+        """Pages of a plane, and of as many behind it as rows may be led to by an offset (`AttentionMetadata.planes`).
+        Kernels address nothing outside what they are given."""
         k, v = self._pools[pool]
         assert 0 <= plane < plane + planes <= len(k), f"planes {plane} to {plane + planes - 1} of {len(k)} in pool {pool}"
         return k[plane : plane + planes].flatten(0, 1), v[plane : plane + planes].flatten(0, 1)
@@ -46,7 +88,7 @@ class Pages:
         """From a page of one plane to the same page of the next."""
         return self._pools[pool][0].shape[1]
 
-    def check(self, pool: int, reach: Reach) -> None:
+    def check(self, pool: int, reach: AttentionMetadata) -> None:
         """Assert that rows see and write only pages that are handed out, in planes that are theirs. It asks the device, so
         it is for CPUs, where that costs nothing; what is asserted of a program there holds for its twin on a GPU."""
         stride, pages = self.stride(pool), reach.table_NP.shape[1]
@@ -59,7 +101,7 @@ class Pages:
             inside = (named >= 0) & (named < reach.planes * stride) & (named % stride != stride - 1)
             assert inside.all(), f"a row {does} page {named[~inside][0]} of {reach.planes} plane(s) of {stride - 1} pages"
 
-    def copy(self, order: Copy) -> None:
+    def copy(self, order: PageCopy) -> None:
         handed_out = range(self.stride(order.pool) - 1)
         assert order.source in handed_out, f"page {order.source} of {len(handed_out)} is copied from"
         assert order.target in handed_out, f"page {order.target} of {len(handed_out)} is copied to"

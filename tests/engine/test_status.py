@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fathomlm.engine.rate import Rate
+from fathomlm.engine.status import Rate
 
 
 def test_growth_is_spread_over_the_time_there_was() -> None:
