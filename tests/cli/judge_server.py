@@ -58,7 +58,7 @@ def judge(answer: Callable[[str, int], Said]) -> Iterator[Judge]:
             with lock:
                 before = found.prompts.count(prompt)
                 found.bodies.append(body)
-                found.headers.append({"path": self.path, **dict(self.headers)})
+                found.headers.append({"path": self.path, **{name.title(): value for name, value in self.headers.items()}})
             said = answer(prompt, before)
             if said.wait is not None:
                 said.wait.wait(600)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import socket
 import threading
@@ -14,28 +15,34 @@ import pytest
 
 from cli.judge_server import GOOD, Said, judge
 from fathomlm.errors import DataError, OptionError, OutputError
-from fathomlm.lab.evaluate.judge import client
-from fathomlm.lab.evaluate.judge.answers import AnswerFile, key_of
-from fathomlm.lab.evaluate.judge.asking import IN_A_ROW, Asked, Question, ask_all
-from fathomlm.lab.evaluate.judge.client import Endpoint, JudgeError, NoHope, Reply
+from fathomlm.lab.evaluate.judge.client import Endpoint, EndpointError, JudgeError, Reply
+from fathomlm.lab.evaluate.judge.questions import IN_A_ROW, AnswerFile, Answers, Question, ask_all, key_of
 
-QUICK: dict[str, Any] = {"model": "m", "first_pause": 0.001, "timeout": 5.0}
+QUICK: dict[str, Any] = {"model": "m", "timeout": 5.0}
+SOON = {"retry-after-ms": "1"}
+"""What a server says that wants to be asked again at once."""
 
 
 def asked_of(*prompts: str) -> list[Question]:
     return [Question(kind="likert", row=n, systems=(0,), prompt=prompt) for n, prompt in enumerate(prompts)]
 
 
-def ask(path: Path, endpoint: Endpoint, *prompts: str, **options: Any) -> Asked:
+def ask(path: Path, endpoint: Endpoint, *prompts: str, **options: Any) -> Answers:
     with AnswerFile(path) as answers:
         return ask_all(asked_of(*prompts), endpoint, answers, **options)
 
 
 def one(endpoint: Endpoint, prompt: str = "q") -> Reply:
-    return endpoint.ask(prompt, threading.Event())
+    async def ask_one() -> Reply:
+        async with endpoint.client() as client:
+            return await endpoint.ask(client, prompt)
+
+    return asyncio.run(ask_one())
 
 
-def test_what_is_sent() -> None:
+def test_what_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("OPENAI_API_KEY", "OPENAI_ORG_ID", "OPENAI_PROJECT_ID", "OPENAI_BASE_URL"):
+        monkeypatch.setenv(name, "of-somebody-else")
     with judge(lambda prompt, before: Said(GOOD, finish="length")) as server:
         endpoint = Endpoint(base_url=server.url, key="k3y", body={"max_tokens": None, "seed": 3}, **QUICK)
         assert one(endpoint, "é {x}") == Reply(GOOD, "length")
@@ -47,40 +54,37 @@ def test_what_is_sent() -> None:
     assert "Authorization" not in server.headers[1]
     assert server.headers[1]["path"] == "/v1/chat/completions?version=2"
     assert "k3y" not in repr(endpoint)
+    assert "of-somebody-else" not in str(server.headers), "only what the command names is sent"
 
 
 @pytest.mark.parametrize("status", [408, 429, 500, 503])
 def test_what_may_pass_is_tried_again(status: int) -> None:
-    with judge(lambda prompt, before: Said(GOOD) if before == 2 else Said(status=status, raw=b"busy")) as server:
+    with judge(
+        lambda prompt, before: Said(GOOD) if before == 2 else Said(status=status, raw=b"busy", headers=SOON)
+    ) as server:
         assert one(Endpoint(base_url=server.url, **QUICK)).text == GOOD
         assert len(server.bodies) == 3
-    with judge(lambda prompt, before: Said(status=status, raw=b'{"error": {"message": "too  busy"}}')) as server:
+    with judge(
+        lambda prompt, before: Said(status=status, raw=b'{"error": {"message": "too  busy"}}', headers=SOON)
+    ) as server:
         with pytest.raises(JudgeError, match=rf"answered {status}: too busy \(3 tries\)"):
             one(Endpoint(base_url=server.url, retries=2, **QUICK))
         assert len(server.bodies) == 3
 
 
-def test_pauses_grow_unless_the_server_says_how_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    waited: list[float] = []
-
-    class Watch(threading.Event):
-        def wait(self, timeout: float | None = None) -> bool:
-            waited.append(timeout or 0.0)
-            return False
-
-    monkeypatch.setattr(client.random, "uniform", lambda low, high: high)
-    headers = [{}, {}, {"Retry-After": "7"}, {"Retry-After": "9999"}, {"Retry-After": "Mon, 1 Jan"}]
-    with judge(lambda prompt, before: Said(GOOD) if before == 5 else Said(status=429, headers=headers[before])) as server:
-        Endpoint(base_url=server.url, model="m", timeout=5.0, first_pause=2.0).ask("q", Watch())
-    assert waited == [2.0, 4.0, 7.0, client.LONGEST_PAUSE, 32.0]
+def test_a_server_says_how_long_to_wait() -> None:
+    with judge(lambda prompt, before: Said(GOOD) if before else Said(status=429, headers={"Retry-After": "1"})) as server:
+        begun = time.monotonic()
+        one(Endpoint(base_url=server.url, **QUICK))
+    assert time.monotonic() - begun >= 1.0
 
 
 @pytest.mark.parametrize(
     ("said", "error", "message"),
     [
-        (Said(status=401, raw=b'{"error": {"message": "bad key k3y"}}'), NoHope, r"answered 401: bad key \*\*\*$"),
-        (Said(status=404, raw=b"nothing here"), NoHope, "answered 404: nothing here"),
-        (Said(status=307, headers={"Location": "http://127.0.0.1:1/v1"}), NoHope, "answered 307"),
+        (Said(status=401, raw=b'{"error": {"message": "bad key k3y"}}'), EndpointError, r"answered 401: bad key \*\*\*$"),
+        (Said(status=404, raw=b"nothing here"), EndpointError, "answered 404: nothing here"),
+        (Said(status=307, headers={"Location": "http://127.0.0.1:1/v1"}), EndpointError, "answered 307"),
         (Said(status=400, raw=b"too long"), JudgeError, "answered 400: too long"),
         (Said(raw=b"<html>hello</html>"), JudgeError, "no chat completion: <html>hello"),
         (Said(raw=b'{"choices": []}'), JudgeError, "no chat completion"),
@@ -103,7 +107,7 @@ def test_time_is_limited_before_and_within_an_answer() -> None:
     never = threading.Event()
     with judge(lambda prompt, before: Said(GOOD, wait=never)) as server:
         with pytest.raises(JudgeError, match=r"no answer within 0.1 s \(2 tries\)"):
-            one(Endpoint(base_url=server.url, model="m", timeout=0.1, retries=1, first_pause=0.001))
+            one(Endpoint(base_url=server.url, model="m", timeout=0.1, retries=1))
         never.set()
     with socket.create_server(("127.0.0.1", 0)) as listening:
         threading.Thread(target=_drip, args=(listening,), daemon=True).start()
@@ -235,7 +239,7 @@ def test_it_gives_up_where_nobody_gets_an_answer(tmp_path: Path) -> None:
         found = ask(path, Endpoint(base_url=server.url, **QUICK), *map(str, range(40)), concurrency=2)
     assert (len(found.replies), len(found.failed)) == (10, 30)
     with judge(lambda prompt, before: Said(GOOD) if prompt == "0" else Said(status=401)) as server:
-        with pytest.raises(NoHope, match="answered 401"):
+        with pytest.raises(EndpointError, match="answered 401"):
             ask(path, Endpoint(base_url=server.url, **QUICK), *map(str, range(40)), concurrency=1)
         assert len(server.bodies) < 30
     with AnswerFile(path) as kept:

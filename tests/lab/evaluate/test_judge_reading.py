@@ -9,12 +9,11 @@ from typing import Any
 import pytest
 
 from fathomlm.errors import DataError, OptionError
-from fathomlm.lab.evaluate.judge.asking import Asked, Question, questions
 from fathomlm.lab.evaluate.judge.client import Reply
-from fathomlm.lab.evaluate.judge.prompts import DIMENSIONS, Templates
-from fathomlm.lab.evaluate.judge.reading import read_scores, read_verdict
-from fathomlm.lab.evaluate.judge.rows import Judged, Material, read_material
+from fathomlm.lab.evaluate.judge.prompts import DIMENSIONS, Templates, read_scores, read_verdict
+from fathomlm.lab.evaluate.judge.questions import Answers, Question, questions
 from fathomlm.lab.evaluate.judge.tally import likert, pairwise
+from fathomlm.lab.evaluate.judge.texts import JudgedRow, JudgedTexts, read_texts
 
 TWO = ("relevance", "fluency")
 
@@ -103,7 +102,7 @@ def test_the_thesis_templates() -> None:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"likert": "{source}"}, "the Likert template lacks {text}"),
+        ({"likert": "{source}"}, "the Likert template is missing {text}"),
         ({"pairwise": "{source} {text_0} {text_1} {text_2}"}, "has {text_2}, which nothing fills"),
         ({"dimensions": ("a", "A")}, "--dimensions must be different names"),
         ({"dimensions": ()}, "--dimensions must be different names, got none"),
@@ -123,48 +122,48 @@ def test_files_with_one_and_two_systems(tmp_path: Path) -> None:
     one = lines(tmp_path / "a.jsonl", [{"prompt": f"p{n}", "text": f"a{n}", "references": []} for n in range(9)])
     two = lines(tmp_path / "b.jsonl", [{"prompt": f"p{n}", "text": f"b{n}"} for n in range(9)])
     both = lines(tmp_path / "c.jsonl", [{"source": "s", "prompt": "p", "output_a": "x", "output_b": "y", "third": "z"}])
-    assert read_material([one], limit=2) == Material(
-        systems=("a",), rows=tuple(Judged(number=n, source=f"p{n}", texts=(f"a{n}",)) for n in range(2))
+    assert read_texts([one], limit=2) == JudgedTexts(
+        systems=("a",), rows=tuple(JudgedRow(number=n, source=f"p{n}", texts=(f"a{n}",)) for n in range(2))
     )
-    found = read_material([one, two])
-    assert (found.systems, found.rows[3]) == (("a", "b"), Judged(number=3, source="p3", texts=("a3", "b3")))
-    assert read_material([both]) == Material(
-        systems=("output_a", "output_b"), rows=(Judged(number=0, source="s", texts=("x", "y")),)
+    found = read_texts([one, two])
+    assert (found.systems, found.rows[3]) == (("a", "b"), JudgedRow(number=3, source="p3", texts=("a3", "b3")))
+    assert read_texts([both]) == JudgedTexts(
+        systems=("output_a", "output_b"), rows=(JudgedRow(number=0, source="s", texts=("x", "y")),)
     )
-    named = read_material([both], source="prompt", outputs=["third", "output_a"], names=["new", "old"])
-    assert named == Material(systems=("new", "old"), rows=(Judged(number=0, source="p", texts=("z", "x")),))
-    drawn = read_material([one, two], draw=4, seed=1)
+    named = read_texts([both], source="prompt", outputs=["third", "output_a"], names=["new", "old"])
+    assert named == JudgedTexts(systems=("new", "old"), rows=(JudgedRow(number=0, source="p", texts=("z", "x")),))
+    drawn = read_texts([one, two], draw=4, seed=1)
     assert [row.number for row in drawn.rows] == sorted({row.number for row in drawn.rows})
     assert len(drawn.rows) == 4
-    assert drawn == read_material([one, two], draw=4, seed=1) != read_material([one, two], draw=4, seed=3)
+    assert drawn == read_texts([one, two], draw=4, seed=1) != read_texts([one, two], draw=4, seed=3)
 
 
 def test_files_that_do_not_go_together(tmp_path: Path) -> None:
     one = lines(tmp_path / "a.jsonl", [{"source": "s", "text": "t"}, {"source": "u", "text": "t"}])
     with pytest.raises(DataError, match=r"2 rows and .* 1; both must answer"):
-        read_material([one, lines(tmp_path / "b.jsonl", [{"source": "s", "text": "t"}])])
+        read_texts([one, lines(tmp_path / "b.jsonl", [{"source": "s", "text": "t"}])])
     with pytest.raises(DataError, match=r"row 2 of .* have different sources"):
-        read_material([one, lines(tmp_path / "b.jsonl", [{"source": "s", "text": "t"}, {"source": "v", "text": "t"}])])
+        read_texts([one, lines(tmp_path / "b.jsonl", [{"source": "s", "text": "t"}, {"source": "v", "text": "t"}])])
     with pytest.raises(OptionError, match="has the fields a, b; say with --source and --output"):
-        read_material([lines(tmp_path / "b.jsonl", [{"a": "s", "b": "t"}])])
+        read_texts([lines(tmp_path / "b.jsonl", [{"a": "s", "b": "t"}])])
     with pytest.raises(DataError, match="'source' is empty"):
-        read_material([lines(tmp_path / "b.jsonl", [{"source": " ", "text": "t"}])])
+        read_texts([lines(tmp_path / "b.jsonl", [{"source": " ", "text": "t"}])])
     with pytest.raises(OptionError, match="--names must give 2 different names"):
-        read_material([one, one], names=["a", "a"])
+        read_texts([one, one], names=["a", "a"])
     with pytest.raises(OptionError, match="one or two files"):
-        read_material([one, one, one])
+        read_texts([one, one, one])
     with pytest.raises(OptionError, match="one field of each"):
-        read_material([one, one], outputs=["text", "source"])
+        read_texts([one, one], outputs=["text", "source"])
 
 
-def asked_of(pairs: list[tuple[str, str]], failed: int = 0) -> Asked:
+def asked_of(pairs: list[tuple[str, str]], failed: int = 0) -> Answers:
     """Rows with an answer for each order; the last `failed` rows got none for the second."""
-    rows = tuple(Judged(number=n, source=f"s{n}", texts=(f"a{n}", f"b{n}")) for n in range(len(pairs)))
-    all_of = questions(Material(systems=("a", "b"), rows=rows), Templates(), ("pairwise",))
+    rows = tuple(JudgedRow(number=n, source=f"s{n}", texts=(f"a{n}", f"b{n}")) for n in range(len(pairs)))
+    all_of = questions(JudgedTexts(systems=("a", "b"), rows=rows), Templates(), ("pairwise",))
     said = [answer for pair in pairs for answer in pair]
     bad = set(all_of[len(all_of) - 2 * failed + 1 :: 2]) if failed else set()
     replies = {q: Reply(text, "stop") for q, text in zip(all_of, said, strict=True) if q not in bad}
-    return Asked(replies=replies, failed=dict.fromkeys(bad, "gone"), kept=0)
+    return Answers(replies=replies, failed=dict.fromkeys(bad, "gone"), kept=0)
 
 
 def test_a_win_needs_both_orders() -> None:
@@ -205,7 +204,7 @@ def test_means_and_errors_of_scores() -> None:
         question(2, 0): Reply("relevance: 2", "length"),
         question(0, 1): Reply("?", "stop"),
     }
-    found = likert(Asked(replies=replies, failed={question(1, 1): "gone"}, kept=0), ("a", "b"), TWO)["systems"]
+    found = likert(Answers(replies=replies, failed={question(1, 1): "gone"}, kept=0), ("a", "b"), TWO)["systems"]
     assert found["a"]["scores"]["relevance"] == {
         "mean": 3.0, "stderr": 1.0, "counts": {"1": 0, "2": 1, "3": 0, "4": 1, "5": 0}
     }  # fmt: skip

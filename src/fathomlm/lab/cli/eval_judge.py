@@ -17,10 +17,10 @@ from fathomlm.lab.cli.eval_options import check_least, print_record
 from fathomlm.lab.tables import print_table
 
 if TYPE_CHECKING:
-    from fathomlm.lab.evaluate.judge.asking import Asked, Kind
     from fathomlm.lab.evaluate.judge.client import Endpoint
     from fathomlm.lab.evaluate.judge.prompts import Templates
-    from fathomlm.lab.evaluate.judge.rows import Material
+    from fathomlm.lab.evaluate.judge.questions import Answers, Kind
+    from fathomlm.lab.evaluate.judge.texts import JudgedTexts
 
 HELP = "texts judged by another model: Likert scores and pairwise wins, over any OpenAI-compatible endpoint"
 DESCRIPTION = (
@@ -78,8 +78,7 @@ def _add_endpoint(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     check_least(args, "limit", "draw", "concurrency", "max_tokens")
 
-    from fathomlm.lab.evaluate.judge.answers import AnswerFile
-    from fathomlm.lab.evaluate.judge.asking import ask_all, questions
+    from fathomlm.lab.evaluate.judge.questions import AnswerFile, ask_all, questions
     from fathomlm.lab.evaluate.judge.tally import is_unreadable
     from fathomlm.lab.evaluate.tasks import stem
 
@@ -109,10 +108,10 @@ def run(args: argparse.Namespace) -> int:
     return 1 if asked.failed else 0
 
 
-def _material(args: argparse.Namespace) -> Material:
-    from fathomlm.lab.evaluate.judge.rows import read_material
+def _material(args: argparse.Namespace) -> JudgedTexts:
+    from fathomlm.lab.evaluate.judge.texts import read_texts
 
-    return read_material(
+    return read_texts(
         args.files,
         source=args.source,
         outputs=args.output,
@@ -188,7 +187,7 @@ def _words(text: str | None) -> tuple[str, ...]:
 
 
 def _record(
-    args: argparse.Namespace, material: Material, kinds: tuple[Kind, ...], templates: Templates, asked: Asked
+    args: argparse.Namespace, material: JudgedTexts, kinds: tuple[Kind, ...], templates: Templates, asked: Answers
 ) -> dict[str, Any]:
     from fathomlm import __version__
     from fathomlm.lab.evaluate.judge.tally import likert, pairwise
@@ -209,7 +208,7 @@ def _record(
     }
 
 
-def _warn(record: dict[str, Any], asked: Asked) -> None:
+def _warn(record: dict[str, Any], asked: Answers) -> None:
     counted = [*(record["likert"]["systems"].values() if record["likert"] else ()), *filter(None, [record["pairwise"]])]
     unreadable, cut = (sum(each[name] for each in counted) for name in ("unreadable", "cut"))
     if unreadable:

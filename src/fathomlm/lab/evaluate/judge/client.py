@@ -1,34 +1,23 @@
-"""One question to an OpenAI-compatible endpoint, asked until it is answered or there is no hope of it.
-
-The standard library does this. httpx and OpenAI's client are here for development only, and one kind of request is not
-worth asking every user to install them.
+"""One question to an OpenAI-compatible endpoint, through the openai package: it retries with growing pauses, or as long as
+the server asks for, and our errors say in one line what became of it.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
-import http.client
-import json
-import random
 import socket
-import threading
-import time
-import urllib.error
-import urllib.parse
-import urllib.request
 from dataclasses import dataclass, field
-from typing import IO, Any
+from typing import Any
+from urllib.parse import parse_qsl, urlsplit
 
 from fathomlm.errors import FathomError, OptionError, require
 from fathomlm.jsonfile import parse
 
-LONGEST_PAUSE = 60.0
-"""Seconds between two tries at most, whatever a server asks for."""
-_AGAIN = frozenset({408, 425, 429, 500, 502, 503, 504, 529})
-"""Codes that a later try may be spared."""
-_NEVER = frozenset({401, 403, 404, 405})
+LONGEST_PAUSE = 120.0
+"""Seconds between two tries at most, whatever a server asks for: the openai package's own limit."""
+_FATAL = frozenset({401, 403, 404, 405})
 """Codes that every other question would get too."""
-_MOST_BYTES = 1 << 24
 _SHOWN = 200
 
 
@@ -36,12 +25,8 @@ class JudgeError(FathomError):
     """A question that got no answer."""
 
 
-class NoHope(JudgeError):
+class EndpointError(JudgeError):
     """An endpoint that will not answer any question: a wrong address, key or model."""
-
-
-class Stopped(Exception):
-    """Somebody else gave up while this question waited."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,18 +47,16 @@ class Endpoint:
     model: str
     key: str | None = field(default=None, repr=False)
     timeout: float = 120.0
-    """Seconds for one try, from sending to the last byte."""
+    """Seconds for one try."""
     retries: int = 5
     """Tries after the first."""
-    first_pause: float = 1.0
-    """Seconds before the second try; doubled for each further one."""
     body: dict[str, Any] = field(default_factory=dict)
     """Further fields of a request; None leaves one out that would be sent."""
     max_tokens: int = 128
 
     def __post_init__(self) -> None:
         try:
-            address = urllib.parse.urlsplit(self.base_url)
+            address = urlsplit(self.base_url)
             address.port  # noqa: B018 - reading it checks it
         except ValueError as error:
             raise OptionError(f"--base-url '{self.base_url}' is no address: {error}") from error
@@ -99,90 +82,69 @@ class Endpoint:
         }
         return {name: value for name, value in (sent | self.body).items() if value is not None}
 
-    def ask(self, prompt: str, stop: threading.Event) -> Reply:
-        """Waits between tries as long as the server says, else twice as long each time."""
-        data = json.dumps(self.request(prompt)).encode()
-        for attempt in range(self.retries + 1):
-            if stop.is_set():
-                raise Stopped
-            try:
-                return _reply(self._post(data))
-            except _Again as error:
-                if attempt == self.retries:
-                    raise JudgeError(f"{error} ({attempt + 1} tries)") from error
-                pause = error.pause if error.pause is not None else self.first_pause * 2**attempt * random.uniform(0.5, 1)
-                stop.wait(min(pause, LONGEST_PAUSE))
-        raise AssertionError("the last try returns or raises")
-
-    def _post(self, data: bytes) -> bytes:
-        headers = {"Content-Type": "application/json", "Accept": "application/json", "User-Agent": "fathomlm"}
-        if self.key is not None:
-            headers["Authorization"] = f"Bearer {self.key}"
-        address = urllib.parse.urlsplit(self.base_url)
-        url = address._replace(path=f"{address.path.rstrip('/')}/chat/completions", fragment="").geturl()
-        ends = time.monotonic() + self.timeout
+    def client(self) -> Any:
+        """A client of the openai package. It follows no redirect, which would take the key to another server."""
         try:
-            request = urllib.request.Request(url, data=data, headers=headers, method="POST")
-            with _opener().open(request, timeout=self.timeout) as response:
-                return _read(response, ends)
-        except urllib.error.HTTPError as error:
-            raise self._refused(error) from error
-        except TimeoutError as error:
-            raise _Again(f"no answer within {self.timeout:g} s") from error
-        except urllib.error.URLError as error:
-            if isinstance(error.reason, TimeoutError):
-                raise _Again(f"no answer within {self.timeout:g} s") from error
-            if isinstance(error.reason, socket.gaierror):
-                raise NoHope(f"the server of {self.base_url} is not known: {error.reason.strerror}") from error
-            raise _Again(f"cannot reach {self.base_url}: {error.reason}") from error
-        except (OSError, http.client.HTTPException) as error:
-            raise _Again(f"the connection to {self.base_url} broke: {error or type(error).__name__}") from error
-        except ValueError as error:
-            raise NoHope(f"--base-url {self.base_url} is no address that can be asked: {error}") from error
+            import openai
+        except ImportError:
+            raise OptionError("a judge requires the openai package: pip install 'fathomlm[eval]'") from None
+        address = urlsplit(self.base_url)
+        return openai.AsyncOpenAI(
+            api_key=self.key or "none",
+            base_url=address._replace(query="", fragment="").geturl(),
+            default_query=dict(parse_qsl(address.query)),
+            timeout=self.timeout,
+            max_retries=self.retries,
+            http_client=openai.DefaultAsyncHttpxClient(follow_redirects=False),
+        )
 
-    def _refused(self, error: urllib.error.HTTPError) -> Exception:
-        said = self._without_key(_message(error))
-        text = f"{self.base_url} answered {error.code}{': ' if said else ''}{said}"
-        if error.code in _AGAIN:
-            return _Again(text, _asked_pause(error.headers.get("Retry-After")))
-        if error.code in _NEVER or 300 <= error.code < 400:
-            return NoHope(text)
-        return JudgeError(text)
+    async def ask(self, client: Any, prompt: str) -> Reply:
+        """One prompt to a client of this endpoint. A server that sends a byte now and then is waited for no longer than
+        one that is silent at every try."""
+        import openai
 
-    def _without_key(self, text: str) -> str:
-        return text if self.key is None else text.replace(self.key, "***")
+        tries = f"({self.retries + 1} tries)"
+        fields = self.request(prompt)
+        named = {name: fields.pop(name) for name in ("model", "messages")}
+        # What the package takes from environment variables is for OpenAI, and this may be another server.
+        ours = ("OpenAI-Organization", "OpenAI-Project", *(("Authorization",) if self.key is None else ()))
+        headers = {name: openai.Omit() for name in ours}
+        try:
+            async with asyncio.timeout((self.retries + 1) * self.timeout + self.retries * LONGEST_PAUSE):
+                response = await client.chat.completions.with_raw_response.create(
+                    **named, extra_body=fields, extra_headers=headers
+                )
+        except (TimeoutError, openai.APITimeoutError) as error:
+            raise JudgeError(f"no answer within {self.timeout:g} s {tries}") from error
+        except openai.APIConnectionError as error:
+            reason = error.__cause__ or error
+            if any(isinstance(each, socket.gaierror) for each in _causes(error)):
+                raise EndpointError(f"the server of {self.base_url} is not known: {reason}") from error
+            raise JudgeError(f"cannot reach {self.base_url}: {reason} {tries}") from error
+        except openai.APIStatusError as error:
+            raise self._refused(error.status_code, error.response.text, tries) from error
+        return _reply(response.content)
+
+    def _refused(self, code: int, text: str, tries: str) -> JudgeError:
+        """The error for a response with a code; what it says is shown without the key."""
+        with contextlib.suppress(JudgeError, KeyError, TypeError):  # OpenAI's form, else the body as it is
+            text = str(parse(text, "the answer", error=JudgeError, nonfinite=True)["error"]["message"])
+        said = " ".join(text.split())[:_SHOWN]
+        if self.key is not None:
+            said = said.replace(self.key, "***")
+        message = f"{self.base_url} answered {code}{': ' if said else ''}{said}"
+        if code in _FATAL or 300 <= code < 400:
+            return EndpointError(message)
+        return JudgeError(f"{message} {tries}" if code in (408, 409, 429) or code >= 500 else message)
 
 
-class _Again(Exception):
-    """A try that failed as later ones may not."""
-
-    def __init__(self, message: str, pause: float | None = None) -> None:
-        super().__init__(message)
-        self.pause = pause
-
-
-class _NoRedirect(urllib.request.HTTPRedirectHandler):
-    """A question that is sent on would lose its body, or take the key to another server."""
-
-    def redirect_request(self, *args: Any) -> None:
-        return None
-
-
-def _opener() -> urllib.request.OpenerDirector:
-    return urllib.request.build_opener(_NoRedirect)
-
-
-def _read(response: IO[bytes], ends: float) -> bytes:
-    """All of it before the time is over: a socket's own limit starts anew with every byte."""
-    parts, size = [], 0
-    while part := response.read1(1 << 16):  # type: ignore[attr-defined]
-        parts.append(part)
-        size += len(part)
-        if time.monotonic() > ends:
-            raise TimeoutError
-        if size > _MOST_BYTES:
-            raise JudgeError(f"an answer of more than {_MOST_BYTES >> 20} MiB is no judgement")
-    return b"".join(parts)
+def _causes(error: BaseException | None) -> list[BaseException]:
+    """An error, what it was raised from, what that was raised from."""
+    found = []
+    while error is not None:
+        found.append(error)
+        error = error.__cause__ or error.__context__
+    return found
 
 
 def _reply(data: bytes) -> Reply:
@@ -195,20 +157,3 @@ def _reply(data: bytes) -> Reply:
     if not isinstance(text, str | None):
         raise JudgeError("the answer is no chat completion: its content is no text")
     return Reply(text or "", finish if isinstance(finish, str) else None)
-
-
-def _message(error: urllib.error.HTTPError) -> str:
-    """What an error's body says, in OpenAI's form or as it is."""
-    text = ""
-    with contextlib.suppress(OSError, http.client.HTTPException):
-        text = error.read(1 << 16).decode("utf-8", "replace")
-    with contextlib.suppress(JudgeError, KeyError, TypeError):
-        text = str(parse(text, "the answer", error=JudgeError, nonfinite=True)["error"]["message"])
-    return " ".join(text.split())[:_SHOWN]
-
-
-def _asked_pause(header: str | None) -> float | None:
-    """Seconds that a server asks for; its other form, a date, is not used by such servers."""
-    with contextlib.suppress(ValueError, TypeError):
-        return max(0.0, float(header or ""))
-    return None

@@ -10,18 +10,18 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
-from fathomlm.lab.evaluate.judge.asking import Asked, Question
 from fathomlm.lab.evaluate.judge.client import Reply
-from fathomlm.lab.evaluate.judge.reading import HIGHEST, LOWEST, Verdict, read_scores, read_verdict
+from fathomlm.lab.evaluate.judge.prompts import HIGHEST, LOWEST, Verdict, read_scores, read_verdict
+from fathomlm.lab.evaluate.judge.questions import Answers, Question
 
 _CUT = "length"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Counted:
+class AnswerCounts:
     """How many questions there were and what became of them."""
 
     questions: int
@@ -31,25 +31,22 @@ class Counted:
     """Of the unreadable ones, those that ended because no more tokens were allowed."""
     failed: int
 
-    def to_dict(self) -> dict[str, int]:
-        return {name: getattr(self, name) for name in ("questions", "read", "unreadable", "cut", "failed")}
-
 
 def is_unreadable(question: Question, reply: Reply, dimensions: Sequence[str]) -> bool:
     read = read_scores(reply.text, dimensions) if question.kind == "likert" else read_verdict(reply.text)
     return read is None
 
 
-def count(asked: Asked, kind: str, dimensions: Sequence[str], system: int | None = None) -> Counted:
+def count(answers: Answers, kind: str, dimensions: Sequence[str], system: int | None = None) -> AnswerCounts:
     """Of one kind of question; of those about one system's texts where one is given."""
 
     def mine(question: Question) -> bool:
         return question.kind == kind and (system is None or question.systems == (system,))
 
-    replies = {question: reply for question, reply in asked.replies.items() if mine(question)}
+    replies = {question: reply for question, reply in answers.replies.items() if mine(question)}
     bad = [reply for question, reply in replies.items() if is_unreadable(question, reply, dimensions)]
-    failed = sum(mine(question) for question in asked.failed)
-    return Counted(
+    failed = sum(mine(question) for question in answers.failed)
+    return AnswerCounts(
         questions=len(replies) + failed,
         read=len(replies) - len(bad),
         unreadable=len(bad),
@@ -58,36 +55,36 @@ def count(asked: Asked, kind: str, dimensions: Sequence[str], system: int | None
     )
 
 
-def likert(asked: Asked, systems: Sequence[str], dimensions: Sequence[str]) -> dict[str, Any]:
+def likert(answers: Answers, systems: Sequence[str], dimensions: Sequence[str]) -> dict[str, Any]:
     """For each system and dimension the mean, its standard error, and how often each number of points was given."""
     found = {}
     for number, name in enumerate(systems):
         read = [
             scores
-            for question, reply in asked.replies.items()
+            for question, reply in answers.replies.items()
             if question.kind == "likert"
             and question.systems == (number,)
             and (scores := read_scores(reply.text, dimensions)) is not None
         ]
-        found[name] = count(asked, "likert", dimensions, number).to_dict() | {
+        found[name] = asdict(count(answers, "likert", dimensions, number)) | {
             "scores": {dimension: _summary([scores[dimension] for scores in read]) for dimension in dimensions}
         }
     return {"dimensions": list(dimensions), "systems": found}
 
 
-def pairwise(asked: Asked, systems: Sequence[str]) -> dict[str, Any]:
+def pairwise(answers: Answers, systems: Sequence[str]) -> dict[str, Any]:
     """Wins, ties and what followed the place. A row counts where both orders could be read."""
     verdicts: dict[int, dict[tuple[int, ...], Verdict]] = {}
-    for question, reply in asked.replies.items():
+    for question, reply in answers.replies.items():
         if question.kind == "pairwise" and (verdict := read_verdict(reply.text)) is not None:
             verdicts.setdefault(question.row, {})[question.systems] = verdict
-    rows = {question.row for question in (*asked.replies, *asked.failed) if question.kind == "pairwise"}
+    rows = {question.row for question in (*answers.replies, *answers.failed) if question.kind == "pairwise"}
     whole = [(each[0, 1], each[1, 0]) for each in verdicts.values() if len(each) == 2]
     outcomes = Counter(_outcome(*pair) for pair in whole)
     votes = Counter(system for each in verdicts.values() for order, said in each.items() for system in _voted(order, said))
     said = Counter(verdict for each in verdicts.values() for verdict in each.values())
     places = said["first"] + said["second"]
-    return count(asked, "pairwise", ()).to_dict() | {
+    return asdict(count(answers, "pairwise", ())) | {
         "rows": len(rows),
         "rows_counted": len(whole),
         "wins": {name: outcomes[number] for number, name in enumerate(systems)},

@@ -20,8 +20,8 @@ BOTH = ("output_a", "output_b")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Judged:
-    """One row."""
+class JudgedRow:
+    """One source, and what the systems wrote for it."""
 
     number: int
     """Its place in the file, from 0."""
@@ -31,14 +31,14 @@ class Judged:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Material:
+class JudgedTexts:
     """All rows, and what the systems are called."""
 
     systems: tuple[str, ...]
-    rows: tuple[Judged, ...]
+    rows: tuple[JudgedRow, ...]
 
 
-def read_material(
+def read_texts(
     paths: Sequence[Path],
     *,
     source: str | None = None,
@@ -47,7 +47,7 @@ def read_material(
     limit: int | None = None,
     draw: int | None = None,
     seed: int = 0,
-) -> Material:
+) -> JudgedTexts:
     """One file with one or two systems, or two files with one each, which must have the same sources line by line.
 
     `limit` takes the first rows; `draw` takes so many at random, the same ones for the same seed.
@@ -61,13 +61,13 @@ def read_material(
     if len(paths) == 2:
         _check_alike(paths, sources)
     rows = tuple(
-        Judged(number=number, source=text, texts=texts)
+        JudgedRow(number=number, source=text, texts=texts)
         for number, (text, *texts_) in enumerate(zip(sources[0], *columns, strict=True))
         if (texts := tuple(texts_))
     )
     if draw is not None and draw < len(rows):
         rows = tuple(rows[number] for number in sorted(random.Random(seed).sample(range(len(rows)), draw)))
-    return Material(systems=_systems(paths, fields[0][1], names), rows=rows)
+    return JudgedTexts(systems=_systems(paths, fields[0][1], names), rows=rows)
 
 
 def _fields(first: Row, source: str | None, outputs: Sequence[str], *, alone: bool) -> tuple[str, tuple[str, ...]]:
