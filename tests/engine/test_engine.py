@@ -16,7 +16,8 @@ from fathomlm.engine.request import Request
 from fathomlm.errors import FathomError, OptionError, RequestTooLarge, UnsupportedModel
 from fathomlm.model.hub import FathomForCausalLM
 from fathomlm.model.route import DepthControl
-from model.route.small import CASES, model_of, routed
+from model.route.small import ROUTERS, model_of, routed
+from pairwise import in_turn
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -49,10 +50,15 @@ def test_every_family_and_plan_at_full_depth(name: str, fuse: bool) -> None:
     _nothing_is_left(engine)
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if "hybrid" not in case], ids="-".join)
-@pytest.mark.parametrize("cores", [1, 3])
-def test_routed_models_with_rows_of_different_recursions(case: tuple[str, ...], cores: int) -> None:
-    model = model_of(routed(*case))
+ROUTED = [
+    (*pair, "middle", cores) for turn, cores in enumerate((1, 3)) for pair in in_turn(ROUTERS, ("cache", "share"), turn)
+]
+ROUTED += [("expert", "cache", "cycle", 3), ("expert, random", "share", "cycle", 1), ("token", "cache", "cycle", 3)]
+
+
+@pytest.mark.parametrize(("router", "kv", "loop", "cores"), ROUTED)
+def test_routed_models_with_rows_of_different_recursions(router: str, kv: str, loop: str, cores: int) -> None:
+    model = model_of(routed(router, kv, loop))
     engine = Engine(model, cores=cores, **SMALL)
     assert found(model, engine) == expected(model)
     _nothing_is_left(engine)
