@@ -16,7 +16,7 @@ from fathomlm.cli.main import main
 from fathomlm.decode.exiting import Exiting
 from fathomlm.decode.full import generate
 from fathomlm.lab.evaluate import generation
-from fathomlm.lab.evaluate.metrics.squad import squad
+from fathomlm.lab.evaluate.metrics import squad
 from fathomlm.model.hub import FathomForCausalLM
 from fathomlm.train.data.tokenizers import byte_tokenizer
 from parity import t5_models

@@ -36,7 +36,7 @@ from fathomlm.decode.passes import Passes
 from fathomlm.depth import Architecture, DepthPlan
 from fathomlm.engine.layout import build_layout
 from fathomlm.errors import PlanError, UnsupportedModel
-from fathomlm.lab.evaluate.outputs import Read
+from fathomlm.lab.evaluate.outputs import OutputStates
 from fathomlm.model.decoder import Decoder
 from fathomlm.model.hub import FathomConfig, FathomForCausalLM
 
@@ -198,7 +198,7 @@ def test_who_does_not_run_the_layer_is_refused() -> None:
             ask(state, 2)
         ask(state, 5)
     with pytest.raises(UnsupportedModel, match="a layer of its own"):
-        Read(0, state, 2).logits(model.decoder, slice(0, 1))
+        OutputStates(0, state, 2).logits(model.decoder, slice(0, 1))
 
 
 def test_the_engine_refuses_the_exit_and_serves_the_model() -> None:

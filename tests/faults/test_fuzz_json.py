@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fathomlm.lab.evaluate.judge.questions import AnswerFile
 
 from checkpoints.exit_packs import build
 from fathomlm.checkpoints.exit_pack import RECORD, read_pack, write_pack
@@ -24,6 +23,7 @@ from fathomlm.decode.threshold import ThresholdEstimator
 from fathomlm.errors import FathomError
 from fathomlm.lab.cli.eval_judge import _body
 from fathomlm.lab.evaluate.judge.client import _reply
+from fathomlm.lab.evaluate.judge.questions import AnswerFile
 from fathomlm.lab.evaluate.records import read_rows
 from fathomlm.lab.simulate.costs import read_costs
 from fathomlm.lab.simulate.trajectories import read_trajectories

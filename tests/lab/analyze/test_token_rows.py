@@ -92,7 +92,7 @@ def test_what_gives_no_row_is_said(model, tmp_path):
 
 def test_tokens_that_the_model_does_not_know(tmp_path):
     model = model_of(traits={"vocab": 100})
-    with pytest.raises(DataError, match="the model knows 100 only"):
+    with pytest.raises(DataError, match="outside the model's vocabulary of 100"):
         read_rows(find([text_file(tmp_path)]), model, context=16, rows=2)
 
 

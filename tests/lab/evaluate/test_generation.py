@@ -14,10 +14,9 @@ from fathomlm.decode.rows import ExitStatistics, Generation
 from fathomlm.decode.sampling import Sampling
 from fathomlm.decode.threshold import ThresholdEstimator, ThresholdOptions
 from fathomlm.errors import DataError, OptionError
-from fathomlm.lab.evaluate.generation import Written, latency, report, write_texts
-from fathomlm.lab.evaluate.metrics.squad import squad
-from fathomlm.lab.evaluate.prompting import cut_prompt
-from fathomlm.lab.evaluate.samples import FORMS, Form, Sample, choose_form, read_samples
+from fathomlm.lab.evaluate.generation import GeneratedTexts, cut_prompt, latency, report, write_texts
+from fathomlm.lab.evaluate.metrics import squad
+from fathomlm.lab.evaluate.samples import FORMS, PromptForm, Sample, choose_form, read_samples
 from lab.evaluate.evaluate_models import model_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -80,7 +79,7 @@ def test_an_encoder_reads_the_source_alone(tmp_path: Path) -> None:
 def test_fields_and_prompts_may_be_named(tmp_path: Path) -> None:
     path = write(tmp_path / "x.jsonl", ROWS["document"])
     form = choose_form(path, **{**NONE, "source": "title", "metric": "bleu"})
-    assert form == Form(prompt="{title}", source="title", reference="summaries", metric="bleu")
+    assert form == PromptForm(prompt="{title}", source="title", reference="summaries", metric="bleu")
     form = choose_form(path, **{**NONE, "prompt": "{title}: {document} {not a field}", "reference": "id"})
     assert form.metric == "rouge"
     assert [sample.prompt for sample in read_samples(path, form)] == ["T: Long. {not a field}"]
@@ -182,7 +181,7 @@ def test_a_router_s_depths_are_said() -> None:
 
 def test_latency_by_hand() -> None:
     first, second, third = generation(11, 2.0), generation(6, 1.0), generation(1, 0.0)
-    written = Written(results=(first, second, third), batches=((first, second), (third,)), cut=0, seconds=4.0)
+    written = GeneratedTexts(results=(first, second, third), batches=((first, second), (third,)), cut=0, seconds=4.0)
     assert latency(written) == {
         "tokens": 18,
         "seconds": 4.0,
@@ -192,7 +191,7 @@ def test_latency_by_hand() -> None:
         "ms_per_token": 200.0,
         "tokens_per_text": 6.0,
     }
-    alone = Written(results=(third,), batches=((third,),), cut=0, seconds=1.0)
+    alone = GeneratedTexts(results=(third,), batches=((third,),), cut=0, seconds=1.0)
     assert (latency(alone)["tokens_per_second"], latency(alone)["ms_per_token"]) == (0.0, 0.0)
 
 
@@ -201,6 +200,6 @@ def test_drafts_are_counted_over_all_texts() -> None:
         return ExitStatistics(mode="speculative", layers=6, threshold=0.5, layers_run=9, drafted=drafted, accepted=accepted)
 
     rows = tuple(generation(4, 1.0, exit_layers=(3, 3, 6, 6), exits=exits(*counts)) for counts in ((4, 2), (6, 6)))
-    found = report(Written(results=rows, batches=(rows,), cut=0, seconds=1.0), prompts("a", "b"), squad)
+    found = report(GeneratedTexts(results=rows, batches=(rows,), cut=0, seconds=1.0), prompts("a", "b"), squad)
     assert found["exits"]["drafts_kept"] == 0.8
     assert found["exits"]["exit_rate"] == 0.5

@@ -122,8 +122,8 @@ def test_progress_counts_requests() -> None:
         (Pair((), (1,)), "a token to read"),
         (Pair((1,), ()), "a token to score"),
         (Pair((1,), (2,) * 97), "a continuation of 97 tokens does not fit the context of 96"),
-        (Pair((1,), (2, 257)), "a token 257, and the model knows 257 only"),
-        (Pair((300,), (2,)), "a token 300, and the model knows 257 only"),
+        (Pair((1,), (2, 257)), "token 257 is outside the model's vocabulary of 257"),
+        (Pair((300,), (2,)), "token 300 is outside the model's vocabulary of 257"),
     ],
 )
 def test_requests_that_cannot_be_scored_are_refused(pair: Pair, message: str) -> None:

@@ -12,13 +12,11 @@ import pytest
 
 from fathomlm.errors import DataError, OptionError
 from fathomlm.lab.evaluate.encoding import TextEncoder
-from fathomlm.lab.evaluate.groups import gather
-from fathomlm.lab.evaluate.likelihood import answer, count, read_task, samples
+from fathomlm.lab.evaluate.likelihood import FORMS, Question, answer, build_items, count, read_task, recognise, samples
 from fathomlm.lab.evaluate.outputs import FULL, Output
-from fathomlm.lab.evaluate.records import Row
-from fathomlm.lab.evaluate.schemas import SCHEMAS, Item, build_items, recognise
+from fathomlm.lab.evaluate.records import JsonRow
 from fathomlm.lab.evaluate.scoring import Score, Scorer
-from fathomlm.lab.evaluate.tasks import GROUPS, TASKS, check_folder, find_file, members, shots_file
+from fathomlm.lab.evaluate.tasks import GROUPS, TASKS, check_folder, find_file, gather, members, shots_file
 from lab.evaluate.evaluate_models import model_of, slow_score
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -47,8 +45,8 @@ PROMPTS: dict[str, tuple[tuple[str, str], ...]] = {
 }
 
 
-def item_of(record: Record, *, bare: bool = False) -> Item:
-    row = Row(record, "here line 1")
+def item_of(record: Record, *, bare: bool = False) -> Question:
+    row = JsonRow(record, "here line 1")
     return build_items([row], recognise(row), bare=bare)[0]
 
 
@@ -65,9 +63,9 @@ def questions(many: int, first: int = 0) -> list[Record]:
     ]
 
 
-@pytest.mark.parametrize("name", SCHEMAS)
+@pytest.mark.parametrize("name", FORMS)
 def test_each_form_asks_as_the_harness_does(name: str) -> None:
-    assert recognise(Row(ROWS[name], "here")) is SCHEMAS[name]
+    assert recognise(JsonRow(ROWS[name], "here")) is FORMS[name]
     item = item_of(ROWS[name])
     assert item.behind("") == PROMPTS[name]
     assert item.gold == ROWS[name].get("gold", 0)
@@ -102,11 +100,11 @@ def test_rows_that_cannot_be_asked_say_where(name: str, change: Record, message:
 
 def test_unknown_forms_say_what_is_known() -> None:
     with pytest.raises(DataError, match=r"no task has the fields text; known forms: .*`fathomlm eval ppl`"):
-        recognise(Row({"text": "a"}, "here"))
+        recognise(JsonRow({"text": "a"}, "here"))
 
 
 def test_accuracy_and_perplexity_by_hand() -> None:
-    word = SCHEMAS["word"]
+    word = FORMS["word"]
     items = [item_of(ROWS["word"])] * 4
     found = count(word, items, [[Score(-1.0, True)], [Score(-3.0, False)], [Score(-2.0, True)], [Score(-2.0, True)]])
     assert found == {
@@ -115,7 +113,7 @@ def test_accuracy_and_perplexity_by_hand() -> None:
         "acc_stderr": pytest.approx(math.sqrt(0.75 * 0.25 / 3)),
         "perplexity": pytest.approx(math.exp(2)),
     }
-    options = count(SCHEMAS["context options"], [item_of(ROWS["context options"])], [[Score(-2, False), Score(-1, False)]])
+    options = count(FORMS["context options"], [item_of(ROWS["context options"])], [[Score(-2, False), Score(-1, False)]])
     assert options == {"examples": 1, "acc": 1.0, "acc_stderr": 0.0}
 
 
@@ -123,14 +121,14 @@ def test_normalising_divides_by_bytes_and_not_by_characters() -> None:
     item = item_of({"question": "q", "choices": ["äöüßéèàç", "abcdefghijk"], "gold": 0})
     scores = [[Score(-12.0, False), Score(-10.0, False)]]
     assert item.lengths == (16, 11)
-    found = count(SCHEMAS["question"], [item], scores)
+    found = count(FORMS["question"], [item], scores)
     assert (found["acc"], found["acc_norm"]) == (0.0, 1.0)
     assert -12 / 16 > -10 / 11 > -12 / 8  # by characters the second would win
     tie = [[Score(-16.0, False), Score(-11.0, False)]]
-    assert count(SCHEMAS["question"], [item], tie)["acc_norm"] == 1.0
+    assert count(FORMS["question"], [item], tie)["acc_norm"] == 1.0
 
 
-@pytest.mark.parametrize("name", SCHEMAS)
+@pytest.mark.parametrize("name", FORMS)
 def test_a_task_is_its_rows_scored_one_by_one(name: str, tmp_path: Path) -> None:
     model = model_of("looped")
     outputs = (Output(layer=2), FULL)
@@ -142,11 +140,11 @@ def test_a_task_is_its_rows_scored_one_by_one(name: str, tmp_path: Path) -> None
     for output, answered in zip(outputs, found, strict=True):
         slow = [
             [slow_score(model, output, pair) for pair in encoder.pairs(item.behind(""))]
-            for item in build_items([Row(each, "") for each in rows], SCHEMAS[name])
+            for item in build_items([JsonRow(each, "") for each in rows], FORMS[name])
         ]
         for mine, theirs in zip(answered.scores, slow, strict=True):
             assert [s.log_likelihood for s in mine] == pytest.approx([s.log_likelihood for s in theirs], abs=1e-4)
-        assert answered.metrics == pytest.approx(count(SCHEMAS[name], task.items, slow), rel=1e-4)
+        assert answered.metrics == pytest.approx(count(FORMS[name], task.items, slow), rel=1e-4)
     first = samples(task, found[1])[1]
     assert (first["example"], first["gold"]) == (1, row.get("gold", 0))
     assert first["choices"][0]["continuation"] == PROMPTS[name][0][1]

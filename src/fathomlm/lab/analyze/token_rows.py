@@ -96,7 +96,7 @@ def read_rows(
     vocab = model.architecture.vocab
     if len(ids_L) and int(ids_L.max()) >= vocab:
         raise DataError(
-            f"the text has a token {int(ids_L.max())}, and the model knows {vocab:,} only: the tokenizer is not its"
+            f"token {int(ids_L.max())} is outside the model's vocabulary of {vocab:,}: the tokenizer is not its own"
         )
     count = (len(ids_L) - 1) // context
     if count < 1:

@@ -26,7 +26,7 @@ from fathomlm.lab.tables import print_table
 
 if TYPE_CHECKING:
     from fathomlm.lab.evaluate.frontier import DecodedSweep, SweepSetting, TradeOffCurve
-    from fathomlm.lab.evaluate.samples import Form, Sample
+    from fathomlm.lab.evaluate.samples import PromptForm, Sample
     from fathomlm.model.seq2seq import FathomModel
 
 HELP = "quality against latency and FLOPs, over thresholds, depths or exit layers"
@@ -158,7 +158,7 @@ def _one_layer(args: argparse.Namespace) -> int | None:
     return int(args.exit_layer)
 
 
-def _form(args: argparse.Namespace) -> Form | None:
+def _form(args: argparse.Namespace) -> PromptForm | None:
     """How rows with references are read; None where the data are text."""
     if args.quality in ("agreement", "ppl"):
         return None
@@ -184,7 +184,7 @@ def _measure(
     name: str,
     settings: tuple[SweepSetting, ...],
     texts: Sequence[str],
-    form: Form | None,
+    form: PromptForm | None,
     reference: DecodedSweep | None,
 ) -> tuple[TradeOffCurve, DecodedSweep]:
     from fathomlm.checkpoints.resolve import describe
@@ -207,7 +207,7 @@ def _measure(
 
 
 def _prompts(
-    args: argparse.Namespace, model: FathomModel, texts: Sequence[str], form: Form | None
+    args: argparse.Namespace, model: FathomModel, texts: Sequence[str], form: PromptForm | None
 ) -> tuple[list[Sample], list[list[int]]]:
     from fathomlm.decode.prompts import encode_prompt
     from fathomlm.lab.evaluate.prompting import cut_prompt

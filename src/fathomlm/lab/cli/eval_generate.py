@@ -31,8 +31,8 @@ from fathomlm.lab.cli.eval_options import (
 from fathomlm.lab.tables import print_table
 
 if TYPE_CHECKING:
-    from fathomlm.lab.evaluate.generation import Written
-    from fathomlm.lab.evaluate.samples import Form, Sample
+    from fathomlm.lab.evaluate.generation import GeneratedTexts
+    from fathomlm.lab.evaluate.samples import PromptForm, Sample
 
 HELP = "writing texts: ROUGE, BLEU or SQuAD's scores with latency and exit rate, in any way of decoding"
 DESCRIPTION = (
@@ -111,7 +111,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _form(args: argparse.Namespace) -> Form:
+def _form(args: argparse.Namespace) -> PromptForm:
     from fathomlm.lab.evaluate.samples import choose_form
 
     prompt = None if args.prompt is None else args.prompt.replace("\\n", "\n")
@@ -122,7 +122,7 @@ def _form(args: argparse.Namespace) -> Form:
     )
 
 
-def _lines(samples: Sequence[Sample], written: Written) -> list[dict[str, Any]]:
+def _lines(samples: Sequence[Sample], written: GeneratedTexts) -> list[dict[str, Any]]:
     return [
         {
             "source": sample.source,

@@ -28,9 +28,10 @@ from fathomlm.lab.cli.eval_options import (
 from fathomlm.lab.tables import print_table
 
 if TYPE_CHECKING:
-    from fathomlm.lab.evaluate.hub import HubTasks
-    from fathomlm.lab.evaluate.likelihood import LocalTask, Metrics
+    from fathomlm.lab.evaluate.harness_tasks import HarnessTasks
+    from fathomlm.lab.evaluate.likelihood import LocalTask
     from fathomlm.lab.evaluate.outputs import Output
+    from fathomlm.lab.evaluate.tasks import Metrics
     from fathomlm.model.hub import FathomForCausalLM
 
 HELP = "multiple choice and last words: accuracy, normalised accuracy, perplexity (the kind without a name)"
@@ -59,13 +60,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class TaskSelection:
     """What the options name, found and read."""
 
     names: tuple[str, ...]
     """Tasks and groups, as they were typed."""
     local: tuple[LocalTask, ...]
-    hub: HubTasks | None
+    hub: HarnessTasks | None
     missing: tuple[str, ...]
 
 
@@ -98,9 +99,9 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _find(args: argparse.Namespace) -> Asked:
+def _find(args: argparse.Namespace) -> TaskSelection:
     """Everything that can be wrong with the tasks, said before a model is loaded."""
-    from fathomlm.lab.evaluate.hub import HubTasks
+    from fathomlm.lab.evaluate.harness_tasks import HarnessTasks
     from fathomlm.lab.evaluate.likelihood import read_task
     from fathomlm.lab.evaluate.records import NAMES
     from fathomlm.lab.evaluate.tasks import check_folder, find_file, members, stem
@@ -124,11 +125,11 @@ def _find(args: argparse.Namespace) -> Asked:
     if missing and not files and not hub:
         raise DataError(f"{args.data} has no file for {', '.join(missing)}; --tasks without --data asks the hub")
     local = tuple(read_task(path, name=name, shots=args.shots or 0, limit=args.limit) for name, path in files.items())
-    return Asked(names, local, HubTasks(hub, args.include) if hub else None, tuple(missing))
+    return TaskSelection(names, local, HarnessTasks(hub, args.include) if hub else None, tuple(missing))
 
 
 def _answer(
-    args: argparse.Namespace, asked: Asked, model: FathomForCausalLM, outputs: Sequence[Output]
+    args: argparse.Namespace, asked: TaskSelection, model: FathomForCausalLM, outputs: Sequence[Output]
 ) -> tuple[list[dict[str, Metrics]], list[dict[str, Any]]]:
     """For each output the metrics of all tasks, and the lines of --out."""
     from fathomlm.lab.evaluate.encoding import TextEncoder
@@ -153,16 +154,15 @@ def _answer(
     return results, lines
 
 
-def _origins(asked: Asked) -> dict[str, dict[str, Any]]:
+def _origins(asked: TaskSelection) -> dict[str, dict[str, Any]]:
     files = {task.name: {"from": "file", "file": str(task.path), "examples": len(task.items)} for task in asked.local}
     return files | {name: {"from": "lm-eval", "file": None} for name in (asked.hub.names if asked.hub is not None else ())}
 
 
-def _record(output: Output, asked: Asked, found: dict[str, Metrics]) -> dict[str, Any]:
+def _record(output: Output, asked: TaskSelection, found: dict[str, Metrics]) -> dict[str, Any]:
     from dataclasses import asdict
 
-    from fathomlm.lab.evaluate.groups import gather
-    from fathomlm.lab.evaluate.tasks import GROUPS
+    from fathomlm.lab.evaluate.tasks import GROUPS, gather
 
     groups = {name: asdict(gather(name, found)) for name in asked.names if name in GROUPS}
     return {**output.record(), "tasks": found, "groups": groups}

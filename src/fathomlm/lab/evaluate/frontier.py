@@ -12,7 +12,7 @@ first model's full depth. It is 1 for a model that is right at no cost.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,11 +24,10 @@ from fathomlm.depth import DepthPlan
 from fathomlm.depth.cost import count
 from fathomlm.errors import OptionError, choices
 from fathomlm.lab.evaluate.outputs import FULL, Output, depth_outputs, exit_outputs
+from fathomlm.lab.evaluate.scoring import OnProgress
 from fathomlm.model.route import DepthControl
 from fathomlm.model.seq2seq import FathomModel
 
-OnProgress = Callable[[int, int], None]
-"""Called with how much is done, and of how much."""
 WARM_UP = 2
 ROUNDING = 1e-9
 SWEEPS = ("threshold", "depth", "exit-layer")

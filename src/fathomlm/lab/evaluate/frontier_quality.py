@@ -21,11 +21,10 @@ from fathomlm.decode.prompts import read_sources, start_token
 from fathomlm.decode.rows import Generation
 from fathomlm.lab.evaluate.encoding import Pair, TextEncoder, windows
 from fathomlm.lab.evaluate.frontier import SweepSetting
-from fathomlm.lab.evaluate.likelihood import perplexity_of
 from fathomlm.lab.evaluate.metrics import Metric
 from fathomlm.lab.evaluate.perplexity import predict
 from fathomlm.lab.evaluate.samples import Sample
-from fathomlm.lab.evaluate.scoring import Scorer, Tick
+from fathomlm.lab.evaluate.scoring import OnProgress, Scorer, perplexity_of
 from fathomlm.model.hub import FathomForCausalLM
 from fathomlm.model.seq2seq import FathomForSeq2SeqLM, FathomModel
 
@@ -66,7 +65,7 @@ def perplexities(
     texts: Sequence[str],
     *,
     context: int | None = None,
-    on_done: Tick | None = None,
+    on_done: OnProgress | None = None,
 ) -> list[Quality]:
     """Of the documents, at every setting; one pass serves all exits and thresholds, each depth is a pass of its own."""
     if any(setting.exiting is not None and setting.exiting.mode != "static" for setting in settings):
@@ -86,7 +85,7 @@ def _threshold_perplexities(
     settings: Sequence[SweepSetting],
     texts: Sequence[str],
     context: int | None,
-    on_done: Tick | None,
+    on_done: OnProgress | None,
 ) -> list[Quality]:
     """Each token is predicted by the exit where its confidence is above the threshold, and else by the whole model. Keys and
     values are exact, as in parallel decoding; copied ones would be worse."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,18 +14,17 @@ from fathomlm.decode.rows import Generation, exit_rate, mean_exit_layer
 from fathomlm.decode.sampling import Sampling
 from fathomlm.errors import OptionError
 from fathomlm.lab.evaluate.metrics import Metric
-from fathomlm.lab.evaluate.prompting import cut_prompt
 from fathomlm.lab.evaluate.samples import Sample
+from fathomlm.lab.evaluate.scoring import OnProgress
 from fathomlm.model.route import DepthControl
 from fathomlm.model.seq2seq import FathomForSeq2SeqLM, FathomModel
 
-Tick = Callable[[int, int], None]
 WARM_UP = 2
 """New tokens of a first text that nobody times: it pays for what a process does once."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Written:
+class GeneratedTexts:
     """All texts of a task."""
 
     results: tuple[Generation, ...]
@@ -46,8 +45,8 @@ def write_texts(
     most_source: int | None = None,
     control: DepthControl | None = None,
     exiting: Exiting | None = None,
-    on_done: Tick | None = None,
-) -> Written:
+    on_done: OnProgress | None = None,
+) -> GeneratedTexts:
     """One text for each sample, in order, so that an adaptive threshold learns from the first for the later ones.
 
     `most_source` limits the tokens of a prompt; a decoder's also leaves room for the text.
@@ -64,7 +63,7 @@ def write_texts(
         batches.append(tuple(generate(model, prompts[at : at + batch], sampling, control=control, exiting=exiting)))
         if on_done is not None:
             on_done(min(at + batch, len(prompts)), len(prompts))
-    return Written(
+    return GeneratedTexts(
         results=tuple(result for group in batches for result in group),
         batches=tuple(batches),
         cut=sum(len(long) > len(short) for long, short in zip(whole, prompts, strict=True)),
@@ -72,34 +71,34 @@ def write_texts(
     )
 
 
-def report(written: Written, samples: Sequence[Sample], metric: Metric) -> dict[str, Any]:
+def report(generated: GeneratedTexts, samples: Sequence[Sample], metric: Metric) -> dict[str, Any]:
     """Quality, latency and exits together: none of them means much without the others (thesis 2.6)."""
-    texts = [result.text.strip() for result in written.results]
+    texts = [result.text.strip() for result in generated.results]
     return {
         "texts": len(texts),
         "quality": metric(texts, [sample.references for sample in samples]),
-        "latency": latency(written),
-        "exits": _exits(written.results),
-        "mean_depth": _mean_depth(written.results),
-        "prompts_cut": written.cut,
+        "latency": latency(generated),
+        "exits": _exits(generated.results),
+        "mean_depth": _mean_depth(generated.results),
+        "prompts_cut": generated.cut,
     }
 
 
-def latency(written: Written) -> dict[str, float | int]:
+def latency(generated: GeneratedTexts) -> dict[str, float | int]:
     """End to end: embedding, head, sampling and caches included. A text's first token belongs to reading its prompt, as in
     `fathomlm generate`; tokens a second are a batch's, milliseconds are what one text waits for a token."""
-    behind = sum(len(result.tokens) - 1 for result in written.results)
-    decoding = sum(max(result.decode_seconds for result in group) for group in written.batches)
-    waited = sum(result.decode_seconds for result in written.results)
-    tokens = sum(len(result.tokens) for result in written.results)
+    behind = sum(len(result.tokens) - 1 for result in generated.results)
+    decoding = sum(max(result.decode_seconds for result in group) for group in generated.batches)
+    waited = sum(result.decode_seconds for result in generated.results)
+    tokens = sum(len(result.tokens) for result in generated.results)
     return {
         "tokens": tokens,
-        "seconds": written.seconds,
-        "prefill_seconds": sum(group[0].prefill_seconds for group in written.batches),
+        "seconds": generated.seconds,
+        "prefill_seconds": sum(group[0].prefill_seconds for group in generated.batches),
         "decode_seconds": decoding,
         "tokens_per_second": behind / decoding if behind else 0.0,
         "ms_per_token": 1000 * waited / behind if behind else 0.0,
-        "tokens_per_text": tokens / len(written.results),
+        "tokens_per_text": tokens / len(generated.results),
     }
 
 
@@ -140,3 +139,15 @@ def _room(model: FathomModel, sampling: Sampling, most: int | None) -> int | Non
             f"{model.architecture.context}"
         )
     return room if most is None else min(most, room)
+
+
+def cut_prompt(model: FathomModel, tokens: Sequence[int], most: int) -> list[int]:
+    """At most so many tokens. A decoder goes on from where its prompt ends, so that loses its beginning, but for a begin
+    token; an encoder's loses its end, but for the end token that its tokenizer puts there (`train.data.pairs` cuts so)."""
+    if len(tokens) <= most:
+        return list(tokens)
+    if isinstance(model, FathomForSeq2SeqLM):
+        end = [tokens[-1]] if tokens[-1] == model.config.eos_token_id and most > 1 else []
+        return [*tokens[: most - len(end)], *end]
+    begin = [tokens[0]] if tokens[0] == model.config.bos_token_id and most > 1 else []
+    return [*begin, *tokens[len(tokens) - (most - len(begin)) :]]

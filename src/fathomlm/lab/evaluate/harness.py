@@ -9,7 +9,7 @@ lm-eval finds it by the entry point `lm_eval.models` where it looks at those (it
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -25,15 +25,20 @@ from fathomlm.checkpoints.resolve import decoder_only, load
 from fathomlm.decode.full import generate
 from fathomlm.decode.prompts import encode_prompt
 from fathomlm.decode.sampling import Sampling
-from fathomlm.errors import OptionError
+from fathomlm.depth import DepthPlan
+from fathomlm.errors import OptionError, choices
 from fathomlm.lab.evaluate.encoding import TextEncoder, TextPair, windows
-from fathomlm.lab.evaluate.harness_options import read_batch, read_output, read_sampling
-from fathomlm.lab.evaluate.outputs import Output
-from fathomlm.lab.evaluate.prompting import cut_prompt
-from fathomlm.lab.evaluate.scoring import Score, Scorer, Tick
+from fathomlm.lab.evaluate.generation import cut_prompt
+from fathomlm.lab.evaluate.outputs import FULL, Output, depth_outputs, exit_outputs
+from fathomlm.lab.evaluate.scoring import DEFAULT_BATCH, OnProgress, Score, Scorer
 from fathomlm.model.hub import FathomForCausalLM
 
 log = logging.getLogger("lm_eval.fathomlm")
+MOST_TOKENS = 256
+"""New tokens where a task says nothing, as for lm-eval's own models."""
+LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
+"""The names that the most new tokens go by; the first that is there counts."""
+SAMPLED = ("top_k", "top_p", "min_p", "repetition_penalty", "seed")
 
 
 @register_model("fathomlm")
@@ -53,7 +58,7 @@ class HarnessModel(LM):  # type: ignore[misc]
         exit_layer: int | None = None,
         max_depth: int | None = None,
         outputs: Sequence[Output] | None = None,
-        on_done: Tick | None = None,
+        on_done: OnProgress | None = None,
     ) -> None:
         """`pretrained` is anything that `fathomlm generate` takes as a model; `exit_layer` leaves after a layer, counted
         from 1, and `max_depth` runs at most so many recursions. `outputs` and `on_done` are for Python."""
@@ -193,7 +198,7 @@ class HarnessModel(LM):  # type: ignore[misc]
             self._texts[text] = tuple(sum(score.log_likelihood for score in scores) for scores in mine)
 
     @contextmanager
-    def _watched(self, what: str, disable_tqdm: bool) -> Iterator[Tick]:
+    def _watched(self, what: str, disable_tqdm: bool) -> Iterator[OnProgress]:
         """Progress for whoever wants to see it: our command's own bar, else the kind that lm-eval shows."""
         if self._on_done is not None:
             yield self._on_done
@@ -215,3 +220,43 @@ def _load(source: str | Path, dtype: str | None, device: str | None) -> FathomFo
         place = "cpu"
     kind = None if dtype in (None, "auto") else dtype
     return decoder_only(load(source, kind, place), "lm-evaluation-harness")
+
+
+def read_output(plan: DepthPlan, exit_layer: int | None, max_depth: int | None) -> Output:
+    """Where a model is read, from `exit_layer=` or `max_depth=` in its arguments."""
+    if exit_layer is not None and max_depth is not None:
+        raise OptionError("exit_layer and max_depth both say how deep tokens go; give one of them")
+    if exit_layer is not None:
+        return exit_outputs(plan, str(exit_layer))[0]
+    return FULL if max_depth is None else depth_outputs(plan, max_depth)[0]
+
+
+def read_batch(batch_size: int | str | None, max_batch_size: int | None) -> int:
+    """A number of rows; `auto` is ours to choose."""
+    if batch_size is None or str(batch_size).startswith("auto"):
+        return DEFAULT_BATCH if max_batch_size is None else min(DEFAULT_BATCH, int(max_batch_size))
+    if not str(batch_size).isdecimal():
+        raise OptionError(f"batch_size must be a number of rows, or auto; got '{batch_size}'")
+    return int(batch_size)
+
+
+def read_sampling(options: Mapping[str, Any]) -> Sampling:
+    """How a task wants tokens chosen."""
+    rest = {name: value for name, value in options.items() if value is not None}
+    until = rest.pop("until", ())
+    until = (until,) if isinstance(until, str) else tuple(until)
+    lengths = [rest.pop(name, None) for name in LENGTHS]
+    most = next((length for length in lengths if length is not None), MOST_TOKENS)
+    temperature = float(rest.pop("temperature", 0.0))
+    if not rest.pop("do_sample", temperature > 0):
+        temperature = 0.0
+    elif temperature == 0:
+        temperature = 1.0
+    if rest.get("num_beams") == 1:
+        del rest["num_beams"]
+    for name in rest:
+        if name not in SAMPLED:
+            known = (*LENGTHS, *SAMPLED, "until", "temperature", "do_sample")
+            raise OptionError(f"fathomlm cannot generate as asked: {choices('option', name, known)}")
+    stop = tuple(text for text in until if text)
+    return Sampling(max_new_tokens=int(most), temperature=temperature, stop=stop, **rest)

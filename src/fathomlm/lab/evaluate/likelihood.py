@@ -1,23 +1,189 @@
-"""Likelihood tasks from files: read, score, count."""
+"""Likelihood tasks from files: rows as questions, worked examples in front of them, scores counted.
+
+The form of a file is known by its fields. Prompts are those of lm-evaluation-harness for the same tasks.
+"""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
+import random
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 from fathomlm.errors import DataError, OptionError
-from fathomlm.lab.evaluate.encoding import TextEncoder
-from fathomlm.lab.evaluate.records import read_rows
-from fathomlm.lab.evaluate.schemas import Item, Schema, build_items, recognise
-from fathomlm.lab.evaluate.scoring import Score, Scorer, Tick
-from fathomlm.lab.evaluate.shots import worked_examples
-from fathomlm.lab.evaluate.tasks import named, shots_file
+from fathomlm.lab.evaluate.encoding import TextEncoder, TextPair
+from fathomlm.lab.evaluate.records import JsonRow, read_rows
+from fathomlm.lab.evaluate.scoring import OnProgress, Score, Scorer, perplexity_of
+from fathomlm.lab.evaluate.tasks import Metrics, accuracy_error, named, shots_file
 
-Metrics = dict[str, float | int]
-"""By name: `examples`, then `acc`, `acc_norm` or `perplexity`, and `..._stderr` beside an accuracy."""
+BETWEEN = "\n\n"
+"""Between worked examples, and between them and the question."""
+SEED = 1234
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Question:
+    """One question."""
+
+    asked: tuple[TextPair, ...]
+    """Context and continuation of each choice; a single one where a word is to be predicted."""
+    gold: int
+    """Which is right."""
+    lengths: tuple[int, ...]
+    """Bytes of each choice, by which its log-likelihood is divided for `acc_norm`."""
+    preamble: str = ""
+    """What stands once in front of everything, worked examples included."""
+    subject: str | None = None
+    """Worked examples are of the same."""
+
+    @property
+    def example(self) -> str:
+        """The question with its right answer, as a worked example for another."""
+        context, continuation = self.asked[self.gold]
+        return context + continuation
+
+    def behind(self, text: str) -> tuple[TextPair, ...]:
+        """What is scored, with a text in front."""
+        return tuple((self.preamble + text + context, continuation) for context, continuation in self.asked)
+
+
+@dataclass(frozen=True, slots=True)
+class TaskForm:
+    """One form of rows."""
+
+    fields: tuple[str, ...]
+    """Those that it needs; it is recognised by them."""
+    build: Callable[[JsonRow, bool], Question]
+    """`bare` leaves out the words Question and Answer."""
+    word: bool = False
+    """Whether a word is predicted, so that there is nothing to choose from."""
+    same: bool = False
+    """Whether all choices have the same continuation, so that there is nothing to normalise."""
+
+
+def _word(row: JsonRow, bare: bool) -> Question:
+    target = row.text("target")
+    return Question(asked=((row.text("context"), f" {target}"),), gold=0, lengths=(_bytes(target),))
+
+
+def _options(row: JsonRow, bare: bool) -> Question:
+    contexts, continuation = _several(row, "context_options"), row.text("continuation")
+    asked = tuple((context, f" {continuation.strip()}") for context in contexts)
+    return Question(asked=asked, gold=row.index("gold", len(contexts)), lengths=(_bytes(continuation),) * len(contexts))
+
+
+def _passage(row: JsonRow, bare: bool) -> Question:
+    return _chosen(row, f"{row.text('passage').strip()}\n{_question(row, bare)}")
+
+
+def _subject(row: JsonRow, bare: bool) -> Question:
+    subject = row.text("subject").replace("_", " ")
+    preamble = f"The following are questions (with answers) about {subject}.\n\n"
+    return _chosen(row, _question(row, bare), preamble, subject)
+
+
+def _plain_question(row: JsonRow, bare: bool) -> Question:
+    return _chosen(row, _question(row, bare))
+
+
+def _continuation(row: JsonRow, bare: bool) -> Question:
+    return _chosen(row, row.text("context"))
+
+
+FORMS: dict[str, TaskForm] = {
+    "word": TaskForm(("context", "target"), _word, word=True),
+    "context options": TaskForm(("context_options", "continuation", "gold"), _options, same=True),
+    "passage": TaskForm(("passage", "question", "choices", "gold"), _passage),
+    "subject": TaskForm(("subject", "question", "choices", "gold"), _subject),
+    "question": TaskForm(("question", "choices", "gold"), _plain_question),
+    "continuation": TaskForm(("context", "choices", "gold"), _continuation),
+}
+"""In the order in which they are tried."""
+
+
+def recognise(row: JsonRow) -> TaskForm:
+    """The form of a file, by its first row."""
+    for form in FORMS.values():
+        if all(name in row.fields for name in form.fields):
+            return form
+    forms = "; ".join(", ".join(form.fields) for form in FORMS.values())
+    raise DataError(
+        f"{row.where}: no task has the fields {', '.join(row.fields) or '(none)'}; known forms: {forms}. Texts to write are "
+        "for `fathomlm eval generate`, plain text for `fathomlm eval ppl`"
+    )
+
+
+def build_items(rows: Iterable[JsonRow], form: TaskForm, *, bare: bool = False) -> list[Question]:
+    return [form.build(row, bare) for row in rows]
+
+
+def _question(row: JsonRow, bare: bool) -> str:
+    question = row.text("question").strip()
+    return question if bare else f"Question: {question}\nAnswer:"
+
+
+def _chosen(row: JsonRow, context: str, preamble: str = "", subject: str | None = None) -> Question:
+    found = _several(row, "choices")
+    return Question(
+        asked=tuple((context, f" {choice}") for choice in found),
+        gold=row.index("gold", len(found)),
+        lengths=tuple(_bytes(choice) for choice in found),
+        preamble=preamble,
+        subject=subject,
+    )
+
+
+def _several(row: JsonRow, name: str) -> tuple[str, ...]:
+    found = row.texts(name)
+    if len(found) < 2:
+        raise DataError(f"{row.where}: '{name}' must have at least two choices, got {len(found)}")
+    if not all(text.strip() for text in found):
+        raise DataError(f"{row.where}: a choice in '{name}' is empty")
+    return found
+
+
+def _bytes(text: str) -> int:
+    return max(1, len(text.encode("utf-8")))
+
+
+class Example(Protocol):
+    """What can be shown with its answer."""
+
+    @property
+    def example(self) -> str: ...
+
+    @property
+    def subject(self) -> str | None: ...
+
+
+E = TypeVar("E", bound=Example)
+
+
+def worked_examples(items: Sequence[E], pool: Sequence[E] | None, shots: int) -> list[str]:
+    """For each item the text of its examples, ending where its own begins; empty without shots.
+
+    They come from `pool`, another part of the same task, or where that is None from the items but for the one that is
+    asked. Which ones depends on the seed and on the row's number only, so that a limit or another order changes nothing.
+    """
+    if not shots:
+        return [""] * len(items)
+    subjects: dict[str | None, list[int]] = {}
+    source = items if pool is None else pool
+    for number, item in enumerate(source):
+        subjects.setdefault(item.subject, []).append(number)
+    return [_examples(item, number, source, subjects, shots, own=pool is None) for number, item in enumerate(items)]
+
+
+def _examples(
+    item: E, number: int, source: Sequence[E], subjects: dict[str | None, list[int]], shots: int, own: bool
+) -> str:
+    there = [other for other in subjects.get(item.subject, ()) if not own or other != number]
+    if len(there) < shots:
+        of = "" if item.subject is None else f" about {item.subject}"
+        raise DataError(f"{shots} worked examples are asked for, and there are {len(there)}{of} to take")
+    chosen = random.Random(f"{SEED}:{number}").sample(there, shots)
+    return "".join(source[other].example + BETWEEN for other in chosen)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,14 +192,14 @@ class LocalTask:
 
     name: str
     path: Path
-    schema: Schema
-    items: tuple[Item, ...]
+    form: TaskForm
+    items: tuple[Question, ...]
     examples: tuple[str, ...]
     shots: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Answered:
+class AnsweredTask:
     """What one output made of a task."""
 
     scores: tuple[tuple[Score, ...], ...]
@@ -51,21 +217,21 @@ def read_task(path: Path, *, name: str, shots: int = 0, limit: int | None = None
     bare = task is not None and task.bare
     source = shots_file(path) if shots else None
     rows = read_rows(path, limit if source is not None or not shots else None)
-    schema = recognise(rows[0])
-    items = build_items(rows, schema, bare=bare)
-    pool = None if source is None else build_items(read_rows(source), schema, bare=bare)
+    form = recognise(rows[0])
+    items = build_items(rows, form, bare=bare)
+    pool = None if source is None else build_items(read_rows(source), form, bare=bare)
     examples = worked_examples(items, pool, shots)
     return LocalTask(
         name=name,
         path=path,
-        schema=schema,
+        form=form,
         items=tuple(items[:limit]),
         examples=tuple(examples[:limit]),
         shots=shots,
     )
 
 
-def answer(task: LocalTask, scorer: Scorer, encoder: TextEncoder, on_done: Tick | None = None) -> list[Answered]:
+def answer(task: LocalTask, scorer: Scorer, encoder: TextEncoder, on_done: OnProgress | None = None) -> list[AnsweredTask]:
     """The task at each of the scorer's outputs."""
     asked = [item.behind(text) for item, text in zip(task.items, task.examples, strict=True)]
     try:
@@ -75,19 +241,19 @@ def answer(task: LocalTask, scorer: Scorer, encoder: TextEncoder, on_done: Tick 
         raise DataError(f"{task.path}: {error}") from error
     sizes = [len(item) for item in asked]
     grouped = [_group(scores, sizes) for scores in found]
-    return [Answered(scores=scores, metrics=count(task.schema, task.items, scores)) for scores in grouped]
+    return [AnsweredTask(scores=scores, metrics=count(task.form, task.items, scores)) for scores in grouped]
 
 
-def count(schema: Schema, items: Sequence[Item], scores: Sequence[Sequence[Score]]) -> Metrics:
+def count(form: TaskForm, items: Sequence[Question], scores: Sequence[Sequence[Score]]) -> Metrics:
     """The metrics of a task. Among equals the first choice counts as chosen, as in lm-evaluation-harness."""
-    if schema.word:
+    if form.word:
         right = [score.greedy for (score,) in scores]
         mean = sum(score.log_likelihood for (score,) in scores) / len(scores)
         return {"examples": len(items), **accuracy("acc", right), "perplexity": perplexity_of(mean)}
     plain = [_best([score.log_likelihood for score in each]) for each in scores]
     found: Metrics = {"examples": len(items)}
     found |= accuracy("acc", [best == item.gold for best, item in zip(plain, items, strict=True)])
-    if not schema.same:
+    if not form.same:
         normal = [
             _best([score.log_likelihood / length for score, length in zip(each, item.lengths, strict=True)])
             for each, item in zip(scores, items, strict=True)
@@ -102,16 +268,7 @@ def accuracy(name: str, right: Sequence[bool]) -> Metrics:
     return {name: part, f"{name}_stderr": accuracy_error(part, len(right))}
 
 
-def accuracy_error(part: float, many: int) -> float:
-    return math.sqrt(part * (1 - part) / (many - 1)) if many > 1 else 0.0
-
-
-def perplexity_of(mean: float) -> float:
-    """exp of the negative mean log-likelihood; infinite where that is beyond a float."""
-    return math.exp(-mean) if -mean < 700 else math.inf
-
-
-def samples(task: LocalTask, answered: Answered) -> list[dict[str, Any]]:
+def samples(task: LocalTask, answered: AnsweredTask) -> list[dict[str, Any]]:
     """Each example with its scores, for a file."""
     rows = zip(task.items, task.examples, answered.scores, strict=True)
     return [

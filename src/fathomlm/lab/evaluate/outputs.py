@@ -113,7 +113,7 @@ def depth_outputs(plan: DepthPlan, which: str | int) -> tuple[Output, ...]:
 
 
 @dataclass(frozen=True, slots=True)
-class Read:
+class OutputStates:
     """What one output says at some positions, in front of the head."""
 
     number: int
@@ -130,7 +130,7 @@ class Read:
 
 def read_outputs(
     decoder: Decoder, outputs: Sequence[Output], tokens_BT: Tensor, rows_N: Tensor, slots_N: Tensor
-) -> Iterator[Read]:
+) -> Iterator[OutputStates]:
     """Each output's states at positions given by row and slot.
 
     Rows end with padding of any kind: no token sees what comes behind it, and a router decides on each token by itself, so
@@ -142,9 +142,9 @@ def read_outputs(
         at = {number: last if (layer := outputs[number].layer) is None else layer - 1 for number in plain}
         found = decoder.states(tokens_BT, at=set(at.values()))
         for number, index in at.items():
-            yield Read(number, found[index][rows_N, slots_N], index)
+            yield OutputStates(number, found[index][rows_N, slots_N], index)
         del found
     for number, output in enumerate(outputs):
         if output.max_depth is not None or decoder.plan.routing is not None:
             hidden_BTM = decoder(tokens_BT, control=output.control)
-            yield Read(number, hidden_BTM[rows_N, slots_N], None)
+            yield OutputStates(number, hidden_BTM[rows_N, slots_N], None)

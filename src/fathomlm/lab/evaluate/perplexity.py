@@ -9,8 +9,7 @@ from typing import Any
 
 from fathomlm.errors import DataError
 from fathomlm.lab.evaluate.encoding import Pair, TextEncoder, windows
-from fathomlm.lab.evaluate.likelihood import perplexity_of
-from fathomlm.lab.evaluate.scoring import Scorer, Tick
+from fathomlm.lab.evaluate.scoring import OnProgress, Scorer, perplexity_of
 
 BLANK_LINE = "\n\n"
 AT_ONCE = 256
@@ -18,7 +17,7 @@ AT_ONCE = 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Predicted:
+class TextPerplexity:
     """What one output makes of some text."""
 
     nats: float
@@ -53,8 +52,8 @@ def predict(
     *,
     stride: int | None = None,
     join: bool = False,
-    on_done: Tick | None = None,
-) -> list[Predicted]:
+    on_done: OnProgress | None = None,
+) -> list[TextPerplexity]:
     """Each output's figures for some documents, each by itself behind the begin token; `join` makes one of them, with blank
     lines between, as is usual for WikiText. `stride` is how many new tokens a window scores: the fewer, the more context
     each has, and the longer it takes."""
@@ -67,6 +66,8 @@ def predict(
         raise DataError("there is no text to predict")
     size, many = sum(len(text.encode("utf-8")) for text in documents), sum(len(pair.continuation) for pair in pairs)
     return [
-        Predicted(nats=-sum(score.log_likelihood for score in scores), tokens=many, bytes=size, documents=len(documents))
+        TextPerplexity(
+            nats=-sum(score.log_likelihood for score in scores), tokens=many, bytes=size, documents=len(documents)
+        )
         for scores in scorer.score(pairs, on_done)
     ]

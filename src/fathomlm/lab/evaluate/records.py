@@ -16,7 +16,7 @@ NAMES = re.compile(r"\.jsonl(\.(gz|xz|zst))?$", re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class JsonRow:
     """One object of a file."""
 
     fields: dict[str, Any]
@@ -58,9 +58,9 @@ class Row:
         return text
 
 
-def read_rows(path: Path, limit: int | None = None) -> list[Row]:
+def read_rows(path: Path, limit: int | None = None) -> list[JsonRow]:
     """The first `limit` rows of a file, or all; a file without any is an error."""
-    rows: list[Row] = []
+    rows: list[JsonRow] = []
     for row in _rows(path):
         if limit is not None and len(rows) == limit:
             break
@@ -70,7 +70,7 @@ def read_rows(path: Path, limit: int | None = None) -> list[Row]:
     return rows
 
 
-def _rows(path: Path) -> Iterator[Row]:
+def _rows(path: Path) -> Iterator[JsonRow]:
     if not path.is_file():
         raise DataError(missing(path))
     if NAMES.search(path.name) is None:
@@ -84,7 +84,7 @@ def _rows(path: Path) -> Iterator[Row]:
         record = json_of(line, number, where)
         if not isinstance(record, dict):
             raise DataError(f"{where}: {_kind(record)}, not a JSON object")
-        yield Row(record, where)
+        yield JsonRow(record, where)
 
 
 def missing(path: Path) -> str:

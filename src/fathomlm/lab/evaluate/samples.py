@@ -12,15 +12,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fathomlm.errors import DataError, OptionError
-from fathomlm.lab.evaluate.records import Row, read_rows
-from fathomlm.lab.evaluate.shots import worked_examples
+from fathomlm.lab.evaluate.likelihood import worked_examples
+from fathomlm.lab.evaluate.records import JsonRow, read_rows
 from fathomlm.lab.evaluate.tasks import shots_file
 
 _FIELD = re.compile(r"\{(\w+)\}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Form:
+class PromptForm:
     """What becomes of a row."""
 
     prompt: str
@@ -39,17 +39,17 @@ class Form:
         return (*_FIELD.findall(self.prompt), self.reference)
 
 
-FORMS: dict[str, Form] = {
-    "question answering": Form(
+FORMS: dict[str, PromptForm] = {
+    "question answering": PromptForm(
         prompt="{context}\nQuestion: {question}\nAnswer:", reference="answers", metric="squad", stop=("\n",)
     ),
-    "dialogue": Form(prompt="{dialogue}\n\nSummary:", source="dialogue", reference="summaries", metric="rouge"),
-    "document": Form(prompt="{document}\n\nSummary:", source="document", reference="summaries", metric="rouge"),
-    "translation": Form(prompt="German: {de}\nEnglish:", source="de", reference="en", metric="bleu", stop=("\n",)),
-    "sums": Form(
+    "dialogue": PromptForm(prompt="{dialogue}\n\nSummary:", source="dialogue", reference="summaries", metric="rouge"),
+    "document": PromptForm(prompt="{document}\n\nSummary:", source="document", reference="summaries", metric="rouge"),
+    "translation": PromptForm(prompt="German: {de}\nEnglish:", source="de", reference="en", metric="bleu", stop=("\n",)),
+    "sums": PromptForm(
         prompt="Question: {question}\nAnswer:", reference="answer", metric="number", stop=("\n\n", "Question:"), shots=5
     ),
-    "source": Form(prompt="{source}", source="source", reference="references"),
+    "source": PromptForm(prompt="{source}", source="source", reference="references"),
 }
 """Known by their fields, in the order in which they are tried."""
 
@@ -77,7 +77,7 @@ class Sample:
 
 def choose_form(
     path: Path, *, source: str | None, prompt: str | None, reference: str | None, metric: str | None, shots: int | None
-) -> Form:
+) -> PromptForm:
     """How a file is read: as it was asked for, and for the rest as its first row's fields say."""
     if source is not None and prompt is not None:
         raise OptionError("--source names the field that is the prompt, --prompt makes one of several; give one of them")
@@ -89,7 +89,7 @@ def choose_form(
             "which hold the prompt and what should follow it"
         )
     asked = prompt if source is None else f"{{{source}}}"
-    base = known if asked is None else Form(prompt=asked, source=source, reference="", metric=None)
+    base = known if asked is None else PromptForm(prompt=asked, source=source, reference="", metric=None)
     assert base is not None
     form = dataclasses.replace(
         base,
@@ -106,7 +106,7 @@ def choose_form(
     return form
 
 
-def read_samples(path: Path, form: Form, *, limit: int | None = None, alone: bool = False) -> list[Sample]:
+def read_samples(path: Path, form: PromptForm, *, limit: int | None = None, alone: bool = False) -> list[Sample]:
     """The rows of a file as prompts, worked examples in front. `alone` is for encoders, which read the source by itself
     where the form has one."""
     if limit is not None and limit < 1:
@@ -123,7 +123,7 @@ def _behind(samples: Sequence[Sample], examples: Sequence[str]) -> list[Sample]:
     return [dataclasses.replace(sample, prompt=text + sample.prompt) for sample, text in zip(samples, examples, strict=True)]
 
 
-def _sample(row: Row, template: str, form: Form) -> Sample:
+def _sample(row: JsonRow, template: str, form: PromptForm) -> Sample:
     prompt = _FIELD.sub(lambda found: row.text(found[1]), template)
     if not prompt.strip():
         raise DataError(f"{row.where}: the prompt is empty")

@@ -18,12 +18,12 @@ from torch import Tensor
 
 from fathomlm.errors import DataError, OptionError
 from fathomlm.lab.evaluate.encoding import Pair
-from fathomlm.lab.evaluate.outputs import FULL, Output, Read, read_outputs
+from fathomlm.lab.evaluate.outputs import FULL, Output, OutputStates, read_outputs
 from fathomlm.model.decoder import Decoder
 from fathomlm.model.hub import FathomForCausalLM
 
-Tick = Callable[[int, int], None]
-"""Told how many requests are done, and of how many."""
+OnProgress = Callable[[int, int], None]
+"""Called with how many are done, and of how many."""
 DEFAULT_BATCH = 16
 MOST_SCORES = 1 << 25
 """Scores over the vocabulary that are held at once, in float32: 128 MB."""
@@ -59,7 +59,7 @@ class Scorer:
         self.max_length = max_length or model.architecture.context
 
     @torch.inference_mode()
-    def score(self, pairs: Sequence[Pair], on_done: Tick | None = None) -> list[list[Score]]:
+    def score(self, pairs: Sequence[Pair], on_done: OnProgress | None = None) -> list[list[Score]]:
         """For each output, a score for each pair. What does not fit the context is cut off at the beginning."""
         rows = self._rows(pairs)
         order = sorted(rows, key=len, reverse=True)
@@ -91,7 +91,7 @@ class Scorer:
             vocab = self.model.architecture.vocab
             if (highest := max(*row, *pair.continuation)) >= vocab:
                 raise DataError(
-                    f"a text has a token {highest}, and the model knows {vocab:,} only: the tokenizer is not its"
+                    f"token {highest} is outside the model's vocabulary of {vocab:,}: the tokenizer is not its own"
                 )
             rows.setdefault(row, []).append(number)
         return rows
@@ -117,7 +117,7 @@ class Scorer:
         return found
 
 
-def _ask(decoder: Decoder, read: Read, targets_N: Tensor) -> tuple[list[float], list[bool]]:
+def _ask(decoder: Decoder, read: OutputStates, targets_N: Tensor) -> tuple[list[float], list[bool]]:
     """The targets' log-probabilities, and whether each is the likeliest token at its place."""
     likely: list[float] = []
     hit: list[bool] = []
@@ -134,3 +134,8 @@ def _sums(likely: Sequence[float], hit: Sequence[bool], sizes: Sequence[int]) ->
     ends = list(accumulate(sizes))
     spans = [slice(end - size, end) for end, size in zip(ends, sizes, strict=True)]
     return [Score(math.fsum(likely[span]), all(hit[span])) for span in spans]
+
+
+def perplexity_of(mean: float) -> float:
+    """exp of the negative mean log-likelihood; infinite where that is beyond a float."""
+    return math.exp(-mean) if -mean < 700 else math.inf

@@ -6,16 +6,21 @@ for all of these.
 
 from __future__ import annotations
 
+import math
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from fathomlm.errors import DataError, choices
 from fathomlm.lab.evaluate.records import NAMES
 
+Metrics = dict[str, float | int]
+"""By name: `examples`, then `acc`, `acc_norm` or `perplexity`, and `..._stderr` beside an accuracy."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Task:
+class KnownTask:
     """One task that is known by name."""
 
     split: str
@@ -26,20 +31,20 @@ class Task:
     """Whether its questions stand without the words Question and Answer."""
 
 
-TASKS: dict[str, Task] = {
-    "lambada_openai": Task(split="test", files=("lambada",)),
-    "hellaswag": Task(split="validation"),
-    "piqa": Task(split="validation"),
-    "winogrande": Task(split="validation"),
-    "arc_easy": Task(split="test"),
-    "arc_challenge": Task(split="test"),
-    "openbookqa": Task(split="test", bare=True),
-    "mmlu_continuation": Task(split="test", files=("mmlu",)),
+TASKS: dict[str, KnownTask] = {
+    "lambada_openai": KnownTask(split="test", files=("lambada",)),
+    "hellaswag": KnownTask(split="validation"),
+    "piqa": KnownTask(split="validation"),
+    "winogrande": KnownTask(split="validation"),
+    "arc_easy": KnownTask(split="test"),
+    "arc_challenge": KnownTask(split="test"),
+    "openbookqa": KnownTask(split="test", bare=True),
+    "mmlu_continuation": KnownTask(split="test", files=("mmlu",)),
 }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Column:
+class GroupColumn:
     """One number of a group: a metric, as a mean over some tasks."""
 
     tasks: tuple[str, ...]
@@ -47,22 +52,22 @@ class Column:
 
 
 _COMMON = {
-    "LAMBADA": Column(tasks=("lambada_openai",), metric="acc"),
-    "HellaSwag": Column(tasks=("hellaswag",)),
-    "PIQA": Column(tasks=("piqa",)),
-    "WinoGrande": Column(tasks=("winogrande",), metric="acc"),
+    "LAMBADA": GroupColumn(tasks=("lambada_openai",), metric="acc"),
+    "HellaSwag": GroupColumn(tasks=("hellaswag",)),
+    "PIQA": GroupColumn(tasks=("piqa",)),
+    "WinoGrande": GroupColumn(tasks=("winogrande",), metric="acc"),
 }
-GROUPS: dict[str, dict[str, Column]] = {
+GROUPS: dict[str, dict[str, GroupColumn]] = {
     "thesis-rrt": _COMMON
     | {
-        "ARC-e": Column(tasks=("arc_easy",)),
-        "ARC-c": Column(tasks=("arc_challenge",)),
-        "OpenBookQA": Column(tasks=("openbookqa",)),
+        "ARC-e": GroupColumn(tasks=("arc_easy",)),
+        "ARC-c": GroupColumn(tasks=("arc_challenge",)),
+        "OpenBookQA": GroupColumn(tasks=("openbookqa",)),
     },
     "thesis-mor": _COMMON
     | {
-        "ARC": Column(tasks=("arc_easy", "arc_challenge")),
-        "MMLU": Column(tasks=("mmlu_continuation",), metric="acc"),
+        "ARC": GroupColumn(tasks=("arc_easy", "arc_challenge")),
+        "MMLU": GroupColumn(tasks=("mmlu_continuation",), metric="acc"),
     },
 }
 """The thesis' few-shot columns (3.4 and 4.8.4): accuracy normalised by byte length, but not for LAMBADA, WinoGrande and
@@ -77,6 +82,31 @@ def members(name: str) -> tuple[str, ...]:
     if name not in GROUPS:
         return (name,)
     return tuple(task for column in GROUPS[name].values() for task in column.tasks)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupResult:
+    columns: dict[str, float | None]
+    """None where a task is missing."""
+    average: float | None
+    """None unless all columns are there: a mean over other tasks is another number."""
+    missing: tuple[str, ...]
+    """Tasks that were not evaluated."""
+
+
+def gather(group: str, results: Mapping[str, Metrics]) -> GroupResult:
+    """A group's row, from the metrics of its tasks."""
+    columns: dict[str, float | None] = {}
+    for label, column in GROUPS[group].items():
+        found = [float(results[task][column.metric]) for task in column.tasks if task in results]
+        columns[label] = sum(found) / len(found) if len(found) == len(column.tasks) else None
+    missing = tuple(task for column in GROUPS[group].values() for task in column.tasks if task not in results)
+    whole = [value for value in columns.values() if value is not None]
+    return GroupResult(columns=columns, average=None if missing else sum(whole) / len(whole), missing=missing)
+
+
+def accuracy_error(part: float, many: int) -> float:
+    return math.sqrt(part * (1 - part) / (many - 1)) if many > 1 else 0.0
 
 
 def check_folder(folder: Path) -> None:
@@ -96,7 +126,7 @@ def find_file(folder: Path, name: str) -> Path | None:
     return ranked[0] if ranked else None
 
 
-def named(path: Path) -> Task | None:
+def named(path: Path) -> KnownTask | None:
     """The task that a file's name says it is."""
     base = _base(stem(path))
     return next((task for name, task in TASKS.items() if base == name or base in task.files), None)

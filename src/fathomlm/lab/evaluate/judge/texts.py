@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fathomlm.errors import DataError, OptionError
-from fathomlm.lab.evaluate.records import Row, read_rows
+from fathomlm.lab.evaluate.records import JsonRow, read_rows
 from fathomlm.lab.evaluate.tasks import stem
 
 SOURCES = ("source", "prompt")
@@ -70,7 +70,7 @@ def read_texts(
     return JudgedTexts(systems=_systems(paths, fields[0][1], names), rows=rows)
 
 
-def _fields(first: Row, source: str | None, outputs: Sequence[str], *, alone: bool) -> tuple[str, tuple[str, ...]]:
+def _fields(first: JsonRow, source: str | None, outputs: Sequence[str], *, alone: bool) -> tuple[str, tuple[str, ...]]:
     """Which fields hold the source and the systems' texts."""
     where = source or next((name for name in SOURCES if name in first.fields), None)
     if outputs:
@@ -89,14 +89,14 @@ def _fields(first: Row, source: str | None, outputs: Sequence[str], *, alone: bo
     return where, found
 
 
-def _source(row: Row, name: str) -> str:
+def _source(row: JsonRow, name: str) -> str:
     text = row.text(name)
     if not text.strip():
         raise DataError(f"{row.where}: '{name}' is empty, so there is nothing to judge a text by")
     return text
 
 
-def _column(rows: Sequence[Row], name: str) -> list[str]:
+def _column(rows: Sequence[JsonRow], name: str) -> list[str]:
     return [row.text(name) for row in rows]
 
 

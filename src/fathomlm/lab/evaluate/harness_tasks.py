@@ -10,17 +10,16 @@ from pathlib import Path
 from typing import Any
 
 from fathomlm.errors import DataError, OptionError, choices
-from fathomlm.lab.evaluate.likelihood import Metrics, accuracy_error
 from fathomlm.lab.evaluate.outputs import Output
-from fathomlm.lab.evaluate.scoring import Tick
-from fathomlm.lab.evaluate.tasks import GROUPS, TASKS
+from fathomlm.lab.evaluate.scoring import OnProgress
+from fathomlm.lab.evaluate.tasks import GROUPS, TASKS, Metrics, accuracy_error
 from fathomlm.model.hub import FathomForCausalLM
 from fathomlm.train.data.tokenizers import one_line, quiet_hub
 
 EXTRA = "pip install 'fathomlm[eval]'"
 
 
-class HubTasks:
+class HarnessTasks:
     """Names that lm-eval knows. Made before a model is loaded, so that a slip costs no waiting."""
 
     def __init__(self, names: Sequence[str], include: Path | None = None) -> None:
@@ -47,7 +46,7 @@ class HubTasks:
         batch: int,
         shots: int | None = None,
         limit: int | None = None,
-        on_done: Tick | None = None,
+        on_done: OnProgress | None = None,
     ) -> list[dict[str, Metrics]]:
         """For each output, the metrics of each task by name."""
         import lm_eval
