@@ -201,10 +201,10 @@ def test_another_plan_for_a_recursive_model_is_refused_not_ignored(name: str, va
     ("options", "message"),
     [
         ({"router": "exprt"}, "unknown router 'exprt' .did you mean 'expert'"),
-        ({"router": "expert", "recursions": 1}, "at least 2 recursions"),
+        ({"router": "expert", "recursions": 1}, "recursions >= 2"),
         ({"router": "expert", "sharing": "sequence"}, "a router needs a looped core"),
         ({"router": {"kind": "expert", "capacity": [1.0]}}, "there are 2 recursions but 1 capacities"),
-        ({"router": {"kind": "token", "update": "add"}}, "update goes with expert-choice"),
+        ({"router": {"kind": "token", "update": "add"}}, "update cannot be combined with token-choice"),
         ({"router": {"kind": "expert", "score": "relu"}}, "unknown score 'relu'"),
         ({"router": {"kind": "expert", "alfa": 0.3}}, "alfa"),
         ({"router": {"alpha": 0.3}}, "kind"),

@@ -90,8 +90,11 @@ def test_a_recursive_model_is_given_a_router(plain: Path, tmp_path: Path, capsys
         (("--router", "expert", "--router-alpha", "0"), "alpha must be > 0, got 0.0"),
         (("--router", "expert", "--router-score", "softmax"), "unknown score 'softmax'; known: identity, sigmoid, tanh"),
         (("--router", "expert", "--router-update", "subtract"), "unknown update 'subtract'"),
-        (("--router", "token", "--router-update", "add"), "update goes with expert-choice routing, not with token-choice"),
-        (("--router", "expert", "--recursions", "1"), "a router needs at least 2 recursions"),
+        (
+            ("--router", "token", "--router-update", "add"),
+            "update cannot be combined with token-choice routing",
+        ),
+        (("--router", "expert", "--recursions", "1"), "a router requires recursions >= 2"),
         (("--router", "expert", "--sharing", "sequence"), "a router needs a looped core"),
         (("--kv", "hybrid"), "kv mode 'hybrid' is for routed models"),
         (("--router", "exprt"), "unknown router 'exprt' (did you mean 'expert'?)"),

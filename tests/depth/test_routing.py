@@ -104,7 +104,7 @@ def test_plans_without_routing_are_written_as_before() -> None:
 
 BAD_BUILDS: list[tuple[str, int, dict[str, Any], str]] = [
     ("experts", 3, {}, r"unknown router 'experts' \(did you mean 'expert'\?\); known: expert, token"),
-    ("expert", 1, {}, "a router needs at least 2 recursions to choose between, got 1"),
+    ("expert", 1, {}, "a router requires recursions >= 2, got 1"),
     ("expert", 3, {"capacity": [1, 0.5]}, "there are 3 recursions but 2 capacities"),
     ("expert", 3, {"capacity": [1, 0.5, 0.6]}, "capacities must fall from at most 1 and stay above 0, got 1, 0.5, 0.6"),
     ("expert", 3, {"capacity": [1.5, 1, 1]}, "capacities must fall from at most 1"),
@@ -121,11 +121,31 @@ BAD_BUILDS: list[tuple[str, int, dict[str, Any], str]] = [
     ("expert", 3, {"alpha": float("nan")}, "alpha must be > 0, got nan"),
     ("expert", 3, {"alpha": float("inf")}, "alpha must be > 0, got inf"),
     ("token", 3, {"score": "identity"}, "unknown score 'identity'; known: sigmoid, softmax"),
-    ("token", 3, {"capacity": [1, 1, 1]}, "capacity goes with expert-choice routing, not with token-choice"),
-    ("token", 3, {"sampling": "aux_loss"}, "sampling goes with expert-choice routing, not with token-choice"),
-    ("token", 3, {"update": "add"}, "update goes with expert-choice routing, not with token-choice"),
-    ("expert", 3, {"balancing": "loss"}, "balancing goes with token-choice routing, not with expert-choice"),
-    ("expert", 3, {"weighting": "every"}, "weighting goes with token-choice routing, not with expert-choice"),
+    (
+        "token",
+        3,
+        {"capacity": [1, 1, 1]},
+        "capacity cannot be combined with token-choice routing",
+    ),
+    (
+        "token",
+        3,
+        {"sampling": "aux_loss"},
+        "sampling cannot be combined with token-choice routing",
+    ),
+    ("token", 3, {"update": "add"}, "update cannot be combined with token-choice routing"),
+    (
+        "expert",
+        3,
+        {"balancing": "loss"},
+        "balancing cannot be combined with expert-choice routing",
+    ),
+    (
+        "expert",
+        3,
+        {"weighting": "every"},
+        "weighting cannot be combined with expert-choice routing",
+    ),
 ]
 
 

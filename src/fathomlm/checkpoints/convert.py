@@ -36,6 +36,7 @@ from fathomlm.depth import DepthPlan, Relaxation, Step, build_routing
 from fathomlm.depth.plan import DEFAULT_RECURSIONS, KVMode, Resize
 from fathomlm.depth.relaxation import RELAXATIONS, build_relaxation, check_fits
 from fathomlm.depth.relaxation.kind import RelaxationKind
+from fathomlm.depth.routing import ROUTERS
 from fathomlm.errors import OptionError, choices
 from fathomlm.model.blocks import build_block
 from fathomlm.model.decoder import reset_module
@@ -93,7 +94,7 @@ def convert(
         moved: FathomModel = looped.to(device=parse_device(device), dtype=parse_dtype(dtype))
         fresh = moved.plan.routing is None
         routed_model = replan(moved, plan, seed=seed, **moved.config.exit_fields)
-        return _opened_routers(routed_model) if fresh else routed_model
+        return _with_open_routers(routed_model) if fresh else routed_model
     _check_one(recursions, init, norm_init, resize)
     place = parse_device(device)
     base = _base(model)
@@ -108,7 +109,7 @@ def convert(
     result = _empty(model, base, plan, relaxation, kind, place)
     _Conversion(base, result, start, kind, place, torch.Generator().manual_seed(seed)).run(on_layer)
     tied = finish(result, base.tokenizer())
-    return _opened_routers(replan(tied, routed, seed=seed))
+    return _with_open_routers(replan(tied, routed, seed=seed))
 
 
 def _check_one(recursions: int | None, init: str | None, norm_init: str | None, resize: bool | Resize | None) -> None:
@@ -121,33 +122,23 @@ def _check_one(recursions: int | None, init: str | None, norm_init: str | None, 
 
 
 def routed_plan(plan: DepthPlan, router: str | dict[str, Any] | None, kv: KVMode | None) -> DepthPlan:
-    """Expert-choice on weights that were trained without it moves towards the block's output (`interpolate`): the thesis'
-    own x + 0.1 g f(x) is for models that never knew another formula. With alpha 2 a sigmoid's middle is a gate of 1."""
+    """`plan` with a router and with keys and values shared as asked, over weights that were trained without."""
     if router is not None:
         options: dict[str, Any] = dict(router) if isinstance(router, dict) else {"kind": router}
-        if options.get("kind") == "expert":
-            options = {"update": "interpolate"} | options
-            if options["update"] == "interpolate" and options.get("alpha") is None:
-                options["alpha"] = 2.0 if options.get("score") in (None, "sigmoid") else 1.0
         known = inspect.signature(build_routing).parameters.keys() - {"recursions"}
         for name in (name for name in options if name not in known):
             raise OptionError(choices("field of a router", name, known))
         if "kind" not in options:
-            raise OptionError("a router's fields need a kind: expert or token")
-        plan = plan.with_routing(build_routing(options.pop("kind"), plan.recursions, **options))
+            raise OptionError(f"the router's fields are missing 'kind': {' or '.join(ROUTERS)}")
+        kind = str(options.pop("kind"))
+        options = ROUTERS[kind].conversion(options) if kind in ROUTERS else options
+        plan = plan.with_routing(build_routing(kind, plan.recursions, **options))
     return plan if kv is None else plan.with_kv(kv)
 
 
-def _opened_routers(model: FathomModel) -> FathomModel:
-    """Fresh routers of expert-choice that say 0 of every token: all of them go on, and with a sigmoid and alpha 2 each gate
-    is 1, so that the model computes what the recursive one does, to the last bit. Small random weights would halve every
-    recursion's step and send half of the tokens away at random."""
-    routing, routers = model.plan.routing, model.decoder.routers
-    if routing is None or routers is None:
-        return model
-    if (routing.kind, routing.update, routing.score) == ("expert", "interpolate", "sigmoid"):
-        for router in (*routers.main, *routers.aux):
-            torch.nn.init.zeros_(router.get_parameter("out.weight"))
+def _with_open_routers(model: FathomModel) -> FathomModel:
+    if model.decoder.routers is not None:
+        model.decoder.routers.open_all()
     return model
 
 

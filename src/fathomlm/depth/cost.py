@@ -26,7 +26,7 @@ from typing import Any
 from fathomlm.depth.architecture import Architecture, LinearSpec
 from fathomlm.depth.plan import KV_MODES, DepthPlan, KVMode, Step
 from fathomlm.depth.relaxation import Relaxation, check_fits
-from fathomlm.depth.routing import ROUTERS, RouterKind, build_routing
+from fathomlm.depth.routing import ROUTERS, build_routing
 from fathomlm.errors import OptionError, choices
 
 OF_THE_SOURCE = ("cross_k", "cross_v")
@@ -71,7 +71,7 @@ def count(
     plan: DepthPlan,
     *,
     relaxation: Relaxation | None = None,
-    router: RouterKind | None = None,
+    router: str | None = None,
     kv: KVMode | None = None,
     capacity: Sequence[float] | None = None,
     tokens: int | None = None,
@@ -143,16 +143,12 @@ def relaxation_parameters(architecture: Architecture, plan: DepthPlan, relaxatio
 
 
 def running_parts(plan: DepthPlan, measured: Sequence[float] | None = None) -> tuple[Fraction, ...]:
-    """The part of the tokens that runs each recursion. Token-choice is counted as if its depths were equally used, which
-    is what expert-choice's capacities are made to match (thesis 4.3.2)."""
-    R = plan.recursions
+    """The part of the tokens that runs each recursion."""
     if measured is not None:
         return tuple(Fraction(part) for part in measured)
     if plan.routing is None:
-        return (Fraction(1),) * R
-    falling = tuple(Fraction(R - i, R) for i in range(R))
-    exact = plan.routing.kind == "token" or plan.routing.capacity == tuple(float(part) for part in falling)
-    return falling if exact else tuple(Fraction(part) for part in plan.routing.capacity)
+        return (Fraction(1),) * plan.recursions
+    return plan.routing.method.parts(plan.routing)
 
 
 @dataclass(frozen=True, slots=True)

@@ -90,7 +90,7 @@ class DepthPlan:
             raise PlanError(f"the routing is for {self.routing.recursions} recursions, the plan has {self.recursions}")
         if self.exits:
             raise PlanError("a routed model has no early exits: its router already chooses each token's depth")
-        if self.kv != "cache" and self.routing.kind == "expert" and self.routing.capacity[0] < 1:
+        if self.kv != "cache" and not self.routing.method.takes_all_first(self.routing):
             raise PlanError(f"kv mode '{self.kv}' reads the first recursion's entries, so its capacity must be 1")
 
     @classmethod

@@ -71,6 +71,8 @@ def _check(architecture: Architecture, plan: DepthPlan, relaxation: Relaxation |
         raise UnsupportedModel(f"the engine serves decoder-only models with rotary positions, not {architecture.family}")
     if relaxation is not None and not relaxation.method.serves:
         raise UnsupportedModel(f"the engine does not support a {relaxation.kind} relaxation; use fathomlm generate")
+    if plan.routing is not None and not plan.routing.method.serves:
+        raise UnsupportedModel(f"the engine does not support a {plan.routing.kind} router; use fathomlm generate")
     if plan.kv == "hybrid":
         raise UnsupportedModel("the engine keeps entries by recursion or shared, not 'hybrid'; use fathomlm generate")
     if plan.routing is None and exit_layer is None:
@@ -84,5 +86,5 @@ def _check(architecture: Architecture, plan: DepthPlan, relaxation: Relaxation |
         raise UnsupportedModel("tokens of different depths cannot be batched where layers have attention windows")
     if plan.routing is not None and exit_layer is not None:
         raise UnsupportedModel("a routed model's router already chooses each token's depth; it has no exits")
-    if plan.routing is not None and plan.routing.kind == "expert" and plan.routing.capacity[0] < 1:
+    if plan.routing is not None and not plan.routing.method.takes_all_first(plan.routing):
         raise UnsupportedModel("the engine needs a first recursion that every token runs (capacity 1)")

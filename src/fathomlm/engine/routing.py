@@ -14,7 +14,9 @@ from torch import Tensor, nn
 from fathomlm.depth import Routing
 from fathomlm.engine.device_state import COLUMNS
 from fathomlm.errors import OptionError
-from fathomlm.model.route.routers import Routers, advance, draw, draw_key, drawn_depth
+from fathomlm.model.route.expert import ExpertRouters, advance
+from fathomlm.model.route.routers import Routers, draw, draw_key
+from fathomlm.model.route.token import TokenRouters, drawn_depth
 
 TOKEN, POSITION, MAX_DEPTH, EPOCH = (COLUMNS.index(name) for name in ("token", "position", "max_depth", "epoch"))
 
@@ -40,22 +42,32 @@ class BatchRouters:
         is then drawn and not decided, for measurements."""
         self.routers, self.bias, self.forced = routers, bias, None if forced is None else tuple(forced)
         self.routing: Routing = routers.routing
-        if forced is not None and self.routing.kind == "token":
+        self.keeps_first = not self.routing.method.picks_tokens
+        if forced is not None and self.keeps_first:
             raise OptionError("depth can be forced on expert-choice models only")
-        self.keeps_first = self.routing.kind == "token"
         device = next(routers.parameters()).device
         capacity = self.routing.capacity
         self._selective_R = torch.tensor([part < 1 for part in capacity], device=device)
         drawn = capacity if self.forced is None else self.forced
         shares = [part / before for part, before in zip(drawn, (1.0, *drawn), strict=False)]
         self._least_R = torch.tensor([1 - share for share in shares], dtype=torch.float64, device=device)
-        linear = self.routing.network == "linear" and self.routing.kind == "expert"
+        linear = self.routing.network == "linear" and not self.keeps_first
         self._main_RM = _stacked(routers.main) if linear else None
         self._aux_RM = _stacked(routers.aux) if linear and routers.aux else None
 
     @property
     def linear(self) -> bool:
         return self._main_RM is not None
+
+    @property
+    def _expert(self) -> ExpertRouters:
+        assert isinstance(self.routers, ExpertRouters)
+        return self.routers
+
+    @property
+    def _token(self) -> TokenRouters:
+        assert isinstance(self.routers, TokenRouters)
+        return self.routers
 
     def weights(self) -> Weights:
         assert self._main_RM is not None
@@ -64,8 +76,8 @@ class BatchRouters:
 
     def ask(self, x_NM: Tensor) -> Tensor:
         """What is to be known in front of the core, (N, R)."""
-        if self.routing.kind == "token":
-            return self.routers.score(self.routers.depth_logits(x_NM[None])[0])
+        if self.keeps_first:
+            return self.routers.score(self._token.depth_logits(x_NM[None])[0])
         return x_NM.new_zeros(x_NM.shape[0], self.routing.recursions, dtype=torch.float32)
 
     def decide(
@@ -76,7 +88,7 @@ class BatchRouters:
         R = self.routing.recursions
         last_N = recursion_N >= R
         recursion_N = recursion_N.clamp_max(R - 1)
-        if self.routing.kind == "token":
+        if self.keeps_first:
             go_N = self._last_recursion(said_NR, numbers_NC) >= recursion_N
         else:
             logits_N = self._logits(recursion_N, x_NM)
@@ -98,7 +110,7 @@ class BatchRouters:
         """The stream after a recursion."""
         routing = self.routing
         said_N = said_NR.gather(1, recursion_N[:, None])[:, 0]
-        if routing.kind == "expert":
+        if not self.keeps_first:
             return advance(x_NM, out_NM, self.routers.score(said_N), routing.alpha, routing.update)
         weight_N1 = (routing.alpha * said_N)[:, None].to(x_NM.dtype)
         ends_N1 = (self._last_recursion(said_NR, numbers_NC) == recursion_N)[:, None]
@@ -117,31 +129,25 @@ class BatchRouters:
         """What each row's router says of it. A linear router is one product for each row with its own weights."""
         if self._main_RM is not None:
             return (x_NM.to(self._main_RM.dtype) * self._main_RM[recursion_N]).sum(-1)
-        each = [self.routers.logits(r, x_NM[None])[0] for r in range(self.routing.recursions)]
+        each = [self._expert.logits(r, x_NM[None])[0] for r in range(self.routing.recursions)]
         return torch.stack(each, 1).gather(1, recursion_N[:, None])[:, 0]
 
     def _judged(self, recursion_N: Tensor, x_NM: Tensor, logits_N: Tensor) -> Tensor:
         if self._aux_RM is not None:
             return (x_NM.to(self._aux_RM.dtype) * self._aux_RM[recursion_N]).sum(-1)
-        each = [self.routers.judge(r, x_NM[None], logits_N)[0] for r in range(self.routing.recursions)]
+        each = [self._expert.judge(r, x_NM[None], logits_N)[0] for r in range(self.routing.recursions)]
         return torch.stack(each, 1).gather(1, recursion_N[:, None])[:, 0]
 
     def _drawn(self, recursion_N: Tensor, numbers_N: Tensor) -> Tensor:
         drawn_NR = torch.stack([draw(numbers_N, r) for r in range(self.routing.recursions)], 1)
         return drawn_NR.gather(1, recursion_N[:, None])[:, 0] >= self._least_R[recursion_N]
 
-    def _ranked(self, scores_NR: Tensor) -> Tensor:
-        ranked = scores_NR if self.routers.bias is None else scores_NR + self.routers.bias
-        if self.bias:
-            if self.routing.score == "softmax":
-                ranked = ranked.clamp_min(1e-30).log()
-            ranked = ranked + self.bias * torch.arange(self.routing.recursions, device=ranked.device)
-        return ranked
-
     def _last_recursion(self, scores_NR: Tensor, numbers_NC: Tensor) -> Tensor:
         """token: the one that each row was given, or the deepest that it may run."""
-        drawn = self.routing.random
-        last_N = drawn_depth(_keys(numbers_NC), self.routing.recursions) if drawn else self._ranked(scores_NR).argmax(1)
+        if self.routing.random:
+            last_N = drawn_depth(_keys(numbers_NC), self.routing.recursions)
+        else:
+            last_N = self._token.last_recursion(scores_NR, self.bias)
         return torch.minimum(last_N, numbers_NC[:, MAX_DEPTH] - 1)
 
 

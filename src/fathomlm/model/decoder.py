@@ -165,10 +165,8 @@ class Decoder(LayerStack):
         x = walk(x, self._part("prelude"), masks, kv)
         if causal:
             x = routed.whole(x, rows, kv, DepthControl(), trace)
-        elif routed.routing.kind == "token":
-            x = routed.by_depth(x, rows, kv, trace)
         else:
-            x = routed.top_k(x, rows, kv, top_k or TopKOptions(), trace)
+            x = routed.routers.train_walk(routed, x, rows, kv, top_k or TopKOptions(), trace)
         return {last: walk(x, self._part("coda"), masks, kv)}
 
     def _segments(self, at: Collection[int], recompute: Recompute) -> Iterator[Sequence[Step]]:

@@ -208,7 +208,7 @@ def work_flops_per_token(
     Frozen weights need no gradient of their own, and layers below nothing that learns none of their inputs either.
     """
     architecture, plan = parts.architecture, parts.plan
-    if plan.routing is not None and plan.routing.kind == "token":
+    if plan.routing is not None and not plan.routing.method.picks_tokens:
         plan = plan.with_routing(None)  # its training computes every recursion for every token, and discards
     layers = _layer_weights(architecture, plan, parts.relaxation)
     head = architecture.vocab * architecture.hidden

@@ -89,7 +89,7 @@ def activation_bytes(recipe: Recipe, parts: StudentSpec) -> int:
     """Bytes that the layers keep of each token, by what is computed again (`recompute`)."""
     routing = parts.plan.routing
     # Token-choice trains on whole rows: every recursion is computed for every token.
-    runs = running_parts(parts.plan) if routing is not None and routing.kind == "expert" else None
+    runs = running_parts(parts.plan) if routing is not None and routing.method.picks_tokens else None
     steps = [
         int(_step_bytes(recipe, parts, step) * (runs[step.recursion] if runs is not None and step.part == "core" else 1))
         for step in parts.plan

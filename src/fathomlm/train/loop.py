@@ -95,7 +95,8 @@ class Stepper:
         self._teaches = recipe.loss.routing or RoutingLossRecipe()
         self._learns = [parameter for parameter in module.parameters() if parameter.requires_grad]
         routing = objective.decoder.plan.routing
-        asks = routing is not None and routing.kind == "token"  # the device, how many tokens go on: that cannot be recorded
+        # The host then asks the device how many tokens go on, which cannot be recorded.
+        asks = routing is not None and not routing.method.picks_tokens
         captures = recipe.capture and world.device.type == "cuda" and module is objective and not asks
         self._captured = CapturedPass(self._pass, self._learns) if captures else None
 

@@ -13,7 +13,7 @@ from fathomlm.depth.routing import Network, Sampling, Score, Update, Weighting
 class RouterRecipe:
     """The router; what is left out is the thesis' choice for its kind."""
 
-    kind: Literal["expert", "token"] = "expert"
+    kind: str = "expert"
     """Recursions pick tokens (expert), or tokens their depth (token)."""
     score: Score | None = None
     """expert: sigmoid, tanh, identity (sigmoid); token: softmax, sigmoid (softmax)."""
@@ -73,14 +73,10 @@ class RoutingLossRecipe:
     """aux_router: its learning rate, as a part of the model's."""
 
     def weight(self, routing: Routing) -> float:
-        if self.coefficient is not None:
-            return self.coefficient
-        if routing.kind == "token":
-            return 0.1 if routing.balancing == "loss" else 0.0
-        return 0.001 if routing.sampling == "aux_loss" else 1.0
+        return routing.method.loss_weight(routing) if self.coefficient is None else self.coefficient
 
     def z_weight(self, routing: Routing) -> float:
-        return self.z if self.z is not None else (0.0 if routing.kind == "expert" else 0.001)
+        return routing.method.z_weight(routing) if self.z is None else self.z
 
 
 STAIRS = 8

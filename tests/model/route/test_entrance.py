@@ -8,29 +8,29 @@ from torch import Tensor
 
 from fathomlm.depth import build_routing
 from fathomlm.model.route.entrance import pick
-from fathomlm.model.route.routers import Routers
+from fathomlm.model.route.expert import ExpertRouters
 
 B, T, N, M = 3, 7, 4, 24
 NETWORKS = ["linear", "mlp"]
 DTYPES = [torch.float32, torch.bfloat16]
 
 
-def setting(network: str, dtype: torch.dtype) -> tuple[Routers, Tensor, Tensor]:
+def setting(network: str, dtype: torch.dtype) -> tuple[ExpertRouters, Tensor, Tensor]:
     """Routers, a stream, and the same stream wide."""
     torch.manual_seed(0)
-    routers = Routers(M, build_routing("expert", 3, network=network))
+    routers = ExpertRouters(M, build_routing("expert", 3, network=network))
     x = torch.randn(B, T, M).to(dtype).requires_grad_()
     return routers, x, x.detach().float().requires_grad_()
 
 
-def plain_logits(routers: Routers, wide: Tensor) -> tuple[Tensor, list[Tensor]]:
+def plain_logits(routers: ExpertRouters, wide: Tensor) -> tuple[Tensor, list[Tensor]]:
     """The router's product, and copies of its weights to look for gradients in."""
     weights = [parameter.detach().clone().requires_grad_() for parameter in routers.main[1].parameters()]
     inner = wide if len(weights) == 1 else torch.nn.functional.gelu(wide @ weights[0].T)
     return (inner @ weights[-1].T)[..., 0], weights
 
 
-def check_gradients(routers: Routers, x: Tensor, wide: Tensor, weights: list[Tensor]) -> None:
+def check_gradients(routers: ExpertRouters, x: Tensor, wide: Tensor, weights: list[Tensor]) -> None:
     assert x.grad is not None
     assert wide.grad is not None
     assert x.grad.dtype == x.dtype

@@ -12,7 +12,8 @@ import torch
 from fathomlm.depth import Routing, build_routing
 from fathomlm.depth.cost import count
 from fathomlm.model.route import RoutingTrace
-from fathomlm.model.route.metrics import RoutingMeter, agreement
+from fathomlm.model.route.expert import agreement
+from fathomlm.model.route.metrics import RoutingMeter
 from fathomlm.model.route.trace import Decision
 from model.route.small import LLAMA, decoder_of, padded, routed, some_tokens
 

@@ -7,7 +7,7 @@ import torch
 
 from fathomlm.depth import Routing, build_routing
 from fathomlm.depth.cost import count
-from fathomlm.model.route.routers import Routers, build_routers, draw
+from fathomlm.model.route.routers import build_routers, draw
 from model.route.small import LLAMA, LOOPS, ROUTERS, decoder_of, model_of, routed
 
 
@@ -32,7 +32,7 @@ def test_no_routing_no_routers() -> None:
 @pytest.mark.parametrize(("kind", "score"), [("expert", "sigmoid"), ("expert", "tanh"), ("token", "sigmoid")])
 def test_scores_by_hand(kind: str, score: str) -> None:
     x = torch.randn(2, 5, 24)
-    routers = Routers(24, build_routing(kind, 3, score=score))
+    routers = build_routers(24, build_routing(kind, 3, score=score))
     logits = routers.logits(1, x) if kind == "expert" else routers.depth_logits(x)
     weight = routers.main[1 if kind == "expert" else 0].out.weight
     by_hand = x @ weight.T
@@ -41,7 +41,7 @@ def test_scores_by_hand(kind: str, score: str) -> None:
 
 
 def test_softmax_scores_are_shares() -> None:
-    routers = Routers(24, build_routing("token", 3))
+    routers = build_routers(24, build_routing("token", 3))
     logits = routers.depth_logits(torch.randn(2, 5, 24))
     torch.testing.assert_close(routers.score(logits), logits.exp() / logits.exp().sum(-1, keepdim=True))
 
@@ -49,7 +49,7 @@ def test_softmax_scores_are_shares() -> None:
 @pytest.mark.parametrize(("network", "width"), [("mlp", 24), ("wide", 96)])
 def test_networks_have_a_gelu_between(network: str, width: int) -> None:
     x = torch.randn(2, 5, 24)
-    router = Routers(24, build_routing("expert", 3, network=network)).main[2]
+    router = build_routers(24, build_routing("expert", 3, network=network)).main[2]
     assert router.inner.weight.shape == (width, 24)
     inner = x @ router.inner.weight.T
     expected = inner * 0.5 * (1 + torch.erf(inner / 2**0.5)) @ router.out.weight.T
@@ -57,7 +57,7 @@ def test_networks_have_a_gelu_between(network: str, width: int) -> None:
 
 
 def test_scores_are_float32_under_autocast_and_in_narrow_models() -> None:
-    routers = Routers(24, build_routing("expert", 3)).to(torch.bfloat16)
+    routers = build_routers(24, build_routing("expert", 3)).to(torch.bfloat16)
     x = torch.randn(2, 5, 24).bfloat16()
     with torch.autocast("cpu", torch.bfloat16):
         logits = routers.logits(0, x)
@@ -69,7 +69,7 @@ def test_scores_are_float32_under_autocast_and_in_narrow_models() -> None:
 @pytest.mark.parametrize("network", ["linear", "mlp"])
 def test_gradients_are_those_of_the_same_maps_in_float32(network: str, dtype: torch.dtype) -> None:
     """A router keeps its input as it is for the backward pass, so it says for itself what the gradients are."""
-    router = Routers(24, build_routing("token", 3, network=network)).main[0]
+    router = build_routers(24, build_routing("token", 3, network=network)).main[0]
     weights = [parameter.detach().clone().requires_grad_() for parameter in router.parameters()]
     x = torch.randn(2, 5, 24).to(dtype).requires_grad_()
     wide = x.detach().float().requires_grad_()
@@ -87,19 +87,19 @@ def test_gradients_are_those_of_the_same_maps_in_float32(network: str, dtype: to
 
 
 def test_an_auxiliary_router_judges_beside_the_main_one() -> None:
-    routers = Routers(24, build_routing("expert", 3, sampling="aux_router"))
+    routers = build_routers(24, build_routing("expert", 3, sampling="aux_router"))
     x = torch.randn(2, 5, 24, requires_grad=True)
     logits = routers.logits(1, x)
     judged = routers.judge(1, x, logits)
     torch.testing.assert_close(judged, routers.aux[1](x)[..., 0])
     judged.sum().backward()
     assert x.grad is None
-    alone = Routers(24, build_routing("expert", 3))
+    alone = build_routers(24, build_routing("expert", 3))
     assert alone.judge(1, x, logits) is logits
 
 
 def test_balancing_moves_the_bias_against_the_load() -> None:
-    routers = Routers(24, build_routing("token", 3, balancing="loss_free"))
+    routers = build_routers(24, build_routing("token", 3, balancing="loss_free"))
     assert routers.bias is not None
     assert not routers.bias.requires_grad
     routers.reset_parameters()
@@ -109,7 +109,7 @@ def test_balancing_moves_the_bias_against_the_load() -> None:
     torch.testing.assert_close(routers.bias.data, torch.tensor([-0.501, 0.501, 0.5]))
     routers.reset_parameters()
     assert not routers.bias.any()
-    plain = Routers(24, build_routing("token", 3))
+    plain = build_routers(24, build_routing("token", 3))
     plain.balance(torch.tensor([7.0, 3.0, 5.0]), 0.001)
     assert plain.bias is None
 

@@ -59,7 +59,7 @@ class Relaxation:
     """lora, dora: on every step, not only where a layer is shared."""
 
     def __post_init__(self) -> None:
-        if self.kind not in RELAXATIONS:
+        if not isinstance(self.kind, str) or self.kind not in RELAXATIONS:
             raise OptionError(choices("relaxation", str(self.kind), RELAXATIONS))
         if not isinstance(self.ranks, Mapping):
             raise OptionError(f"ranks must be an object with a rank for each linear, got {shown(self.ranks)}")

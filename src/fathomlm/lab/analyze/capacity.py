@@ -17,7 +17,7 @@ from fathomlm.depth import Architecture, DepthPlan, Relaxation
 from fathomlm.depth.cost import count
 from fathomlm.depth.plan import KVMode
 from fathomlm.depth.relaxation import build_relaxation
-from fathomlm.depth.routing import RouterKind, build_routing
+from fathomlm.depth.routing import build_routing
 from fathomlm.errors import OptionError, choices
 from fathomlm.lab.analyze.isoflop import NAMES
 from fathomlm.lab.tables import Rows, amount
@@ -63,7 +63,7 @@ class CapacityOptions:
     recursions: tuple[int, ...] = (1, 2, 3)
     ranks: tuple[int, ...] = (0,)
     sharing: str = "middle-cycle"
-    router: RouterKind | None = None
+    router: str | None = None
     """Also a row with this router, for each number of recursions above 1 and rank 0."""
     kv: KVMode = "cache"
     context: int = 2048

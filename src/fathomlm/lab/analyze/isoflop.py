@@ -20,7 +20,6 @@ from typing import Any
 from fathomlm.depth import Architecture, DepthPlan
 from fathomlm.depth.cost import Cost, count
 from fathomlm.depth.plan import KVMode
-from fathomlm.depth.routing import RouterKind
 from fathomlm.errors import OptionError
 from fathomlm.lab.tables import Rows, amount
 
@@ -60,7 +59,7 @@ class IsoOptions:
 
     recursions: tuple[int, ...] = (3,)
     sharing: str = "middle-cycle"
-    router: RouterKind = "expert"
+    router: str = "expert"
     kv: KVMode = "cache"
     """How the routed rows keep keys and values."""
     context: int = 2048

@@ -161,7 +161,7 @@ def measure(
     decoder, routers = model.decoder, model.decoder.routers
     assert isinstance(routers, Routers)
     routing, device = routers.routing, decoder.embed.weight.device
-    expert = routing.kind == "expert"
+    expert = routing.method.picks_tokens
     top_k = RoutingMeter(routing, rows.context, device)
     top_k_sum, counts = 0.0, ScoreCounts(routers, device)
     limits = [_Limit(depth, RoutingMeter(routing, rows.context, device)) for depth in range(1, routing.recursions + 1)]
@@ -242,7 +242,7 @@ def _losses_at(decoder: Decoder, tokens_BT: Tensor, targets_BT: Tensor, control:
 def _metrics(meter: RoutingMeter) -> dict[str, float]:
     """The meter's, with the tokens that no recursion took as load_0, where the first one may turn tokens away."""
     found = meter.read()
-    if meter.routing.kind == "expert" and meter.routing.capacity[0] < 1:
+    if not meter.routing.method.takes_all_first(meter.routing):
         loads = (found[f"load_{depth}"] for depth in range(1, meter.routing.recursions + 1))
         found["load_0"] = max(0.0, 1 - sum(loads))
     return found

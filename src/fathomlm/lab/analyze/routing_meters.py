@@ -88,7 +88,7 @@ class ScoreCounts:
             found.append(
                 ScoreHistogram(
                     recursion=recursion + 1,
-                    takes_all=routing.kind == "expert" and routing.capacity[recursion] >= 1,
+                    takes_all=routing.method.picks_tokens and routing.capacity[recursion] >= 1,
                     edges=edges,
                     selected=[round(count) for count in kept],
                     unselected=[round(count) for count in left],
@@ -111,7 +111,7 @@ class ScoreCounts:
 def threshold(routers: Routers) -> float | None:
     """The score from which on a token goes on at inference; None where no score decides."""
     routing = routers.routing
-    if routing.kind == "token" or routing.random:
+    if not routing.method.picks_tokens or routing.random:
         return None
     return float(routers.score(torch.zeros(())))
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from fathomlm.cli.colours import depth_colours, ink
 from fathomlm.cli.shown import label, visible
+from fathomlm.depth.routing import ROUTERS
 from fathomlm.lab.analyze.report import About, render, write_report
 from fathomlm.lab.analyze.routing import DepthLimit, RoutingNumbers, ShownToken
 from fathomlm.lab.analyze.routing_meters import ScoreHistogram
@@ -63,7 +64,7 @@ def routing_page(numbers: RoutingNumbers, about: About, pictures: Mapping[str, b
 
 def _token(token: ShownToken, router: str) -> dict[str, Any]:
     """A token of the coloured text: what is seen, and what is said of it."""
-    what = "recursion" if router == "expert" else "depth"
+    what = "recursion" if ROUTERS[router].picks_tokens else "depth"
     said = [
         f"{what} {place}: {'not asked' if score is None else f'{score:.3f}'}"
         for place, score in enumerate(token.scores, start=1)
@@ -98,7 +99,7 @@ def flops_table(numbers: RoutingNumbers) -> Rows:
 
 def score_table(numbers: RoutingNumbers) -> Rows:
     """A row a recursion (expert) or a depth (token)."""
-    expert = numbers.router == "expert"
+    expert = ROUTERS[numbers.router].picks_tokens
     rows = [["recursion" if expert else "depth", "tokens", "selected", "mean score", "not selected", "mean score"]]
     for histogram in numbers.histograms:
         kept, left = sum(histogram.selected), sum(histogram.unselected)
@@ -156,7 +157,7 @@ def draw_scores(numbers: RoutingNumbers, name: str, out: Path) -> None:
     figure, grid = figure_over_table(4.4 * across if across > 1 else 6.4, [3.2] * down, score_table(numbers), columns=across)
     for at, histogram in enumerate(histograms):
         _draw_histogram(figure.add_subplot(grid[at // across, at % across]), histogram, numbers)
-    what = "top-k selection" if numbers.router == "expert" else "the depth that tokens chose"
+    what = "top-k selection" if ROUTERS[numbers.router].picks_tokens else "the depth that tokens chose"
     save_figure(figure, f"{shortened(name)}: router scores by {what}", out)
 
 
@@ -195,7 +196,7 @@ def _draw_histogram(axes: Any, histogram: ScoreHistogram, numbers: RoutingNumber
     if numbers.threshold is not None and not histogram.takes_all:
         axes.axvline(numbers.threshold, color="black", linewidth=1.0, linestyle="--", label="causal rule")
     capacity = numbers.capacity[histogram.recursion - 1]
-    expert = numbers.router == "expert"
+    expert = ROUTERS[numbers.router].picks_tokens
     note = "takes every token" if histogram.takes_all else f"keeps {100 * capacity:.3g}% of a row"
     title = f"recursion {histogram.recursion}: {note}" if expert else f"depth {histogram.recursion}"
     plain_axes(axes, title, "router score", f"part of the tokens{' asked' if expert else ''} (%)")
@@ -229,7 +230,7 @@ TEMPLATE = """\
 {% endfor %}
 {% endblock %}
 {% block body %}
-{% set expert = numbers.router == "expert" %}
+{% set expert = numbers.top_k is not none %}
 <h1>{{ about.name }}: how its tokens are routed</h1>
 <p class="note">{{ about.model }}: {{ about.plan }}; {{ about.dtype }} on {{ about.device }}; {{ numbers.rows }} rows of
 {{ numbers.context }} tokens from {{ about.data | join(", ") }}.</p>

@@ -223,7 +223,7 @@ def _forced_depths(args: argparse.Namespace, plan: DepthPlan) -> Depth:
             raise OptionError(
                 f"{option(name)} is for models without a router; --depths forces how deep this one's tokens go"
             )
-    if plan.routing.kind == "token":
+    if not plan.routing.method.picks_tokens:
         raise OptionError("forced depths are for expert-choice routers; a token-choice router gives each token its depth")
     parts = plan.routing.capacity if args.depths is None else _parts(args.depths)
     if len(parts) != plan.recursions:

@@ -51,7 +51,7 @@ class Shape:
         plan = self.plan
         if plan.recursions < 2 or not plan.loops:
             raise OptionError("--measure needs a looped model (cycle or middle-cycle, at least 2 recursions)")
-        if plan.routing is None or plan.routing.kind != "expert":
+        if plan.routing is None or not plan.routing.method.picks_tokens:
             plan = plan.with_routing(build_routing("expert", plan.recursions))
         return replace(self, plan=plan)
 

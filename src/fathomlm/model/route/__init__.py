@@ -1,7 +1,6 @@
-"""Routers: what gives each token its depth (thesis 4.3.2)."""
+"""Routers: what gives each token its depth (thesis 4.3.2). `depth.routing` names the kinds."""
 
-from fathomlm.model.route.routers import Routers, build_routers
+from fathomlm.model.route.routers import RoutedWalk, Routers, build_routers, routers_of
 from fathomlm.model.route.trace import DepthControl, RoutingTrace, TopKOptions
-from fathomlm.model.route.walk import RoutedWalk
 
-__all__ = ["DepthControl", "RoutedWalk", "Routers", "RoutingTrace", "TopKOptions", "build_routers"]
+__all__ = ["DepthControl", "RoutedWalk", "Routers", "RoutingTrace", "TopKOptions", "build_routers", "routers_of"]

@@ -11,8 +11,6 @@ All are sums until they are read, so that batches and ranks add up.
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
@@ -69,37 +67,14 @@ class RoutingMeter:
             name: part.tolist()
             for name, part in zip(self._sizes, torch.split(self.sums.cpu(), list(self._sizes.values())), strict=True)
         }
-        R, tokens = self.routing.recursions, max(parts["tokens"][0], 1.0)
+        tokens = max(parts["tokens"][0], 1.0)
         loads = [count / tokens for count in parts["depths"]]
         found = {"mean_depth": sum((i + 1) * load for i, load in enumerate(loads))}
         found |= {f"load_{i + 1}": load for i, load in enumerate(loads)}
-        if self.routing.kind == "token":
-            found["max_violation"] = max(loads) * R - 1
-            shares = [score / tokens for score in parts["scores"]]
-            whole = sum(shares) or 1.0
-            found["entropy"] = -sum(s / whole * math.log(s / whole) for s in shares if s > 0)
-            return found
-        selective = [i for i, part in enumerate(self.routing.capacity) if part < 1]
-        asked = sum(parts["asked"][i] for i in selective)
-        if asked:
-            found["sampling_accuracy"] = sum(parts["agreed"][i] for i in selective) / asked
-        places = [(taken, seen) for taken, seen in zip(parts["taken"], parts["seen"], strict=True) if seen]
-        found["dead_tokens"] = sum(taken == 0 for taken, _ in places) / max(len(places), 1)
-        return found
+        return found | self.routing.method.metrics(self.routing, loads, parts)
 
     def running(self) -> list[float]:
         """The part of the tokens that ran each recursion: what `cost.count` takes as a measured capacity."""
         parts = dict(zip(self._sizes, torch.split(self.sums.cpu(), list(self._sizes.values())), strict=True))
         depths, tokens = parts["depths"].tolist(), max(float(parts["tokens"]), 1.0)
         return [sum(depths[recursion:]) / tokens for recursion in range(self.routing.recursions)]
-
-
-def agreement(trace: RoutingTrace, counted_B: Tensor) -> Tensor:
-    """expert: each row's sampling accuracy times its counted tokens, summed: a training step's share of the mean."""
-    right = torch.zeros_like(counted_B)
-    asked = torch.zeros_like(counted_B)
-    for decision in trace.decisions:
-        if decision.selective:
-            right = right + (((decision.judge_BN >= 0) == decision.chosen_BN) & decision.asked_BN).sum(1)
-            asked = asked + decision.asked_BN.sum(1)
-    return (counted_B * right / asked.clamp_min(1)).sum()

@@ -1,25 +1,38 @@
-"""The routers' weights and scores (thesis 4.3.2; its appendix on router design).
+"""Routers and the routed core: recursions of one block, each over the tokens that go on (thesis 4.3; its appendix on router
+design).
 
 Scores are computed in float32 whatever the stream's dtype: half the tokens of a trained router sit near two values, and
 bfloat16 would tie them. Inputs are the un-normalised residual stream.
 
-Shapes: B rows, N tokens, M hidden width, R recursions.
+Three walks that agree where they overlap:
+
+    training   the kind's own (`Routers.train_walk`): the tokens that go on are gathered, so that the compute saved is really
+               saved
+    whole      causal and slow: every token runs every recursion, and a mask discards what it should not have run. The
+               meaning of routed inference
+    cached     causal and with a cache: the tokens that go on are gathered, and only they leave entries
+
+Shapes: B batch, T tokens of the pass, N tokens that run a recursion, M hidden width, R recursions.
 """
 
 from __future__ import annotations
 
+import pkgutil
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fathomlm.depth import Routing
-from fathomlm.depth.routing import WIDE
-from fathomlm.kernels.half import keeps_gradients
+from fathomlm.cache import NoCache, RoutedCache
+from fathomlm.depth import Architecture, DepthPlan, Routing, Step
+from fathomlm.depth.routing.kind import inner_width
+from fathomlm.errors import OptionError
 from fathomlm.kernels.rows import put, take
-from fathomlm.model.route.entrance import Picked, enter_all, enter_some, look, pick, pick_within, rejoin
+from fathomlm.model.attention_mask import AttentionMasks, TokenBatch, gathered_masks
+from fathomlm.model.route.trace import DepthControl, RoutingTrace, TopKOptions
 
 
 class Router(nn.Module):
@@ -27,7 +40,7 @@ class Router(nn.Module):
 
     def __init__(self, hidden: int, outputs: int, network: str) -> None:
         super().__init__()
-        inner = {"linear": None, "mlp": hidden, "wide": WIDE * hidden}[network]
+        inner = inner_width(network, hidden)
         self.inner = None if inner is None else nn.Linear(hidden, inner, bias=False)
         self.out = nn.Linear(hidden if inner is None else inner, outputs, bias=False)
 
@@ -40,140 +53,79 @@ class Router(nn.Module):
             return F.linear(x, self.out.weight.to(x.dtype))
 
 
-class Entered(NamedTuple):
-    """What a recursion works on in training."""
+class Choice(Protocol):
+    """Causal decisions of one pass."""
 
-    before: Tensor
-    """The stream of all tokens that were asked."""
-    taken: Tensor
-    """The stream of those that go on, for the recursion."""
-    stays: Tensor
-    """The same, for what is added to its outcome."""
-    logits: Tensor
-    """Of all tokens that were asked."""
+    def decide(self, recursion: int, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Who runs a recursion (B, T), and what routers said: (B, T), or (B, T, R) where depths are scored."""
+        ...
 
+    def updated(
+        self, recursion: int, x: Tensor, out: Tensor, said: Tensor, first: Tensor, at: Tensor | None = None
+    ) -> Tensor:
+        """The stream after a recursion that made `out` of `x`; `first` is the stream in front of the core, and `at` says
+        which tokens these are, where not all."""
+        ...
 
-def advance(x_BNM: Tensor, out_BNM: Tensor, scores_BN: Tensor, alpha: float, update: str) -> Tensor:
-    """expert: the stream after a recursion, x + g f(x) or x + g (f(x) - x), in the stream's dtype. The second is computed so
-    that at g = 1 it is f(x) to the last bit."""
-    wide = torch.promote_types(x_BNM.dtype, torch.float32)
-    gate = alpha * scores_BN[..., None].to(wide)
-    x, out = x_BNM.to(wide), out_BNM.to(wide)
-    return (x + gate * out if update == "add" else (1 - gate) * x + gate * out).to(x_BNM.dtype)
+    def note(self) -> None:
+        """Write what was decided into the trace."""
+        ...
 
 
 class Routers(nn.Module):
-    """All routers of a model. `main` weighs and, in training, selects; `aux` decides at inference where there is one."""
+    """All routers of a model: `main` weighs and, in training, selects; `aux` decides at inference where there is one. Each
+    kind of router is a subclass."""
 
-    def __init__(self, hidden: int, routing: Routing) -> None:
+    def __init__(self, hidden: int, routing: Routing, count: int, outputs: int) -> None:
+        """`count` routers, each with so many outputs."""
         super().__init__()
         self.routing = routing
-        expert = routing.kind == "expert"
-        count, outputs = (routing.recursions, 1) if expert else (1, routing.recursions)
         self.main = nn.ModuleList(Router(hidden, outputs, routing.network) for _ in range(count))
-        beside = count if expert and routing.sampling == "aux_router" else 0
-        self.aux = nn.ModuleList(Router(hidden, outputs, routing.network) for _ in range(beside))
+        self.aux = nn.ModuleList()
         self.bias: nn.Parameter | None = None
-        """token, loss-free: added to the scores for the selection only, and moved by `balance`; no gradient reaches it."""
-        if not expert and routing.balancing == "loss_free":
-            self.bias = nn.Parameter(torch.zeros(routing.recursions), requires_grad=False)
-        self._advance: Callable[..., Any] = advance
-        self._look: Callable[..., Any] = look
-        self._pick: Callable[..., Any] = pick
-        self._pick_within: Callable[..., Any] = pick_within
-        self._enter_all: Callable[..., Any] = enter_all
-        self._enter_some: Callable[..., Any] = enter_some
-
-    def compile_parts(self, backend: str = "inductor") -> None:
-        """Compile what routers do to the stream between two passes of the block, for the shapes it is given."""
-        for name, function in (
-            ("_advance", advance), ("_look", look), ("_pick", pick), ("_pick_within", pick_within),
-            ("_enter_all", enter_all), ("_enter_some", enter_some),
-        ):  # fmt: skip
-            setattr(self, name, torch.compile(function, dynamic=False, backend=backend))
+        """Loss-free balancing: added to the scores for the selection only; moved by `balance`, and by no gradient."""
 
     def reset_parameters(self) -> None:
         if self.bias is not None:
             nn.init.zeros_(self.bias)
 
-    def logits(self, recursion: int, x_BNM: Tensor) -> Tensor:
-        """expert: what a recursion's router says of each token, (B, N)."""
-        out: Tensor = self.main[recursion](x_BNM)
-        return out[..., 0]
+    def compile_parts(self, backend: str = "inductor") -> None:
+        """Compile what routers do to the stream between two passes of the block."""
 
-    def seen(self, recursion: int, x_BNM: Tensor) -> Tensor:
-        """expert, in training: `logits` to choose by. A linear router's have no gradient; `enter` knows theirs."""
-        if self.routing.network != "linear":
-            return self.logits(recursion, x_BNM)
-        with torch.no_grad():
-            seen_BN: Tensor = self._look(x_BNM, self._weight(recursion))
-        return seen_BN
-
-    def pick(
-        self,
-        rank_BN: Tensor,
-        keep_BN: Tensor | None,
-        count: int,
-        groups_BN: Tensor | None = None,
-        quota_BN: Tensor | None = None,
-    ) -> Picked:
-        """expert, in training: who goes on. With quotas, at most as many of each group as its quota says."""
-        with torch.no_grad():
-            picked: Picked
-            if quota_BN is None:
-                picked = self._pick(rank_BN.detach(), keep_BN, count)
-            else:
-                picked = self._pick_within(rank_BN.detach(), keep_BN, groups_BN, quota_BN, count)
-        return picked
-
-    def enter(self, recursion: int, x_BNM: Tensor, seen_BN: Tensor, picked: Picked | None) -> Entered:
-        """expert, in training: the stream as it enters a recursion, all of it without `picked`."""
-        if self.routing.network != "linear":
-            taken = x_BNM if picked is None else take(x_BNM, picked.at_BN)
-            return Entered(x_BNM, taken, taken, seen_BN)
-        compiled = keeps_gradients(x_BNM)
-        if picked is None:
-            first, second, logits = (self._enter_all if compiled else enter_all)(x_BNM, self._weight(recursion), seen_BN)
-            return Entered(first, first, second, logits)
-        enter = self._enter_some if compiled else enter_some
-        before, taken, logits = enter(x_BNM, self._weight(recursion), seen_BN, picked)
-        return Entered(before, taken, taken, logits)
-
-    def rejoin(self, entered: Entered, picked: Picked, new_BNM: Tensor) -> Tensor:
-        """expert, in training: the stream with the tokens that went on replaced."""
-        if self.routing.network != "linear":
-            return put(entered.before, picked.at_BN, new_BNM)
-        return rejoin(entered.before, picked.flat, new_BNM)
-
-    def _weight(self, recursion: int) -> Tensor:
-        router = self.main[recursion]
-        assert isinstance(router, Router)
-        return router.out.weight[0]
-
-    def advance(self, x_BNM: Tensor, out_BNM: Tensor, logits_BN: Tensor) -> Tensor:
-        """expert: the stream after a recursion."""
-        new: Tensor = self._advance(x_BNM, out_BNM, self.score(logits_BN), self.routing.alpha, self.routing.update)
-        return new
-
-    def judge(self, recursion: int, x_BNM: Tensor, logits_BN: Tensor) -> Tensor:
-        """expert: what decides at inference. An auxiliary router sees the stream but does not move it."""
-        if not self.aux:
-            return logits_BN
-        out: Tensor = self.aux[recursion](x_BNM.detach())
-        return out[..., 0]
-
-    def depth_logits(self, x_BNM: Tensor) -> Tensor:
-        """token: what the router says of each depth, (B, N, R)."""
-        out: Tensor = self.main[0](x_BNM)
-        return out
+    def open_all(self) -> None:
+        """Conversion: set fresh routers such that the model computes what it did without them, where there is such a
+        setting."""
 
     def score(self, logits: Tensor) -> Tensor:
-        """Logits as scores; expert scores one number, token a whole row of depths."""
+        """Logits as scores: one number each, or with softmax a whole row of depths."""
         if self.routing.score == "softmax":
             return logits.softmax(-1)
         if self.routing.score == "identity":
             return logits
         return logits.sigmoid() if self.routing.score == "sigmoid" else logits.tanh()
+
+    def choose(
+        self, walk: RoutedWalk, x: Tensor, rows: TokenBatch, keep: Tensor, control: DepthControl, trace: RoutingTrace | None
+    ) -> Choice:
+        """The causal decisions of a pass over the stream x, in front of the core."""
+        raise NotImplementedError
+
+    def train_walk(
+        self, walk: RoutedWalk, x: Tensor, rows: TokenBatch, kv: NoCache, options: TopKOptions, trace: RoutingTrace | None
+    ) -> Tensor:
+        """The core in training."""
+        raise NotImplementedError
+
+    @classmethod
+    def loss_names(cls, routing: Routing) -> tuple[str, ...]:
+        """What `losses` returns."""
+        raise NotImplementedError
+
+    @classmethod
+    def losses(cls, trace: RoutingTrace, routing: Routing, keep_BT: Tensor, counted_B: Tensor) -> dict[str, Tensor]:
+        """What teaches routers (`router`, `router_z`), unweighted, and figures to watch. Each is a mean over a row's tokens,
+        times `counted_B`, the row's tokens that have a target, summed over rows."""
+        raise NotImplementedError
 
     @torch.no_grad()
     def balance(self, loads_R: Tensor, rate: float | Tensor) -> None:
@@ -182,13 +134,101 @@ class Routers(nn.Module):
             self.bias.add_(rate * (loads_R.mean() - loads_R).sign().to(self.bias.dtype))
 
 
-def drawn_depth(keys_BN: Tensor, recursions: int) -> Tensor:
-    """token, random: each token's last recursion, from 0 on, all equally likely."""
-    return (draw(keys_BN, 0) * recursions).long().clamp_max(recursions - 1)
+def routers_of(routing: Routing) -> type[Routers]:
+    """The class of a kind of router."""
+    kind: type[Routers] = pkgutil.resolve_name(routing.method.module)
+    return kind
 
 
 def build_routers(hidden: int, routing: Routing | None) -> Routers | None:
-    return None if routing is None else Routers(hidden, routing)
+    return None if routing is None else routers_of(routing)(hidden, routing)  # type: ignore[call-arg]
+
+
+class RunSteps(Protocol):
+    """Runs some steps of the plan over a stream."""
+
+    def __call__(self, x: Tensor, steps: tuple[Step, ...], masks: AttentionMasks, kv: NoCache | RoutedCache) -> Tensor: ...
+
+
+@dataclass(frozen=True, slots=True)
+class RoutedWalk:
+    """The core of one model; `run` is the decoder's own walk over steps."""
+
+    architecture: Architecture
+    plan: DepthPlan
+    routers: Routers
+    run: RunSteps
+    see: Callable[..., AttentionMasks] = gathered_masks
+    """`gathered_masks`, or a compiled form of it."""
+
+    @property
+    def routing(self) -> Routing:
+        assert self.plan.routing is not None
+        return self.plan.routing
+
+    def whole(self, x: Tensor, rows: TokenBatch, kv: NoCache, control: DepthControl, trace: RoutingTrace | None) -> Tensor:
+        """Causal routing over whole rows."""
+        choice = self.choice(x, rows, control, trace)
+        slots, first = rows.slots, x
+        for recursion in range(control.recursions(self.plan.recursions)):
+            go, logits = choice.decide(recursion, x)
+            own = self.plan.kv == "cache"
+            shown = go if own else rows.keep
+            steps = self.plan.recursion_steps(recursion)
+            masks = gathered_masks(self.architecture, steps, rows, x.dtype, slots, shown_BK=shown)
+            out = self.run(x, steps, masks, kv.focus(active_BT=go))
+            x = torch.where(go[..., None], choice.updated(recursion, x, out, logits, first), x)
+        choice.note()
+        return x
+
+    def cached(
+        self, x: Tensor, rows: TokenBatch, cache: RoutedCache, control: DepthControl, trace: RoutingTrace | None
+    ) -> Tensor:
+        """Causal routing behind what a cache holds; entries are stored for the tokens that go on, and for no other."""
+        choice = self.choice(x, rows, control, trace)
+        first = x
+        for recursion in range(control.recursions(self.plan.recursions)):
+            go, logits = choice.decide(recursion, x)
+            longest = int(go.sum(1).max())
+            if not longest:
+                break
+            at = torch.argsort((~go).long(), dim=1, stable=True)[:, :longest]
+            valid = go.gather(1, at)
+            slots = rows.slots.gather(1, at)
+            cache.place(recursion, slots, valid)
+            steps = self.plan.recursion_steps(recursion)
+            masks = gathered_masks(self.architecture, steps, rows, x.dtype, slots, keys_BK=cache.key_slots(recursion))
+            old = take(x, at)
+            out = self.run(old, steps, masks, cache)
+            picked = logits.gather(1, at) if logits.dim() == 2 else take(logits, at)
+            new = choice.updated(recursion, old, out, picked, take(first, at), at)
+            x = put(x, at, torch.where(valid[..., None], new, old))
+        choice.note()
+        return x
+
+    def choice(self, x: Tensor, rows: TokenBatch, control: DepthControl, trace: RoutingTrace | None) -> Choice:
+        control.check(self.plan.recursions)
+        keep = torch.ones(x.shape[:2], dtype=torch.bool, device=x.device) if rows.keep is None else rows.keep
+        return self.routers.choose(self, x, rows, keep, control, trace)
+
+    def block(
+        self, recursion: int, x: Tensor, slots: Tensor, keep: Tensor | None, rows: TokenBatch, kv: NoCache, selected: bool
+    ) -> Tensor:
+        """One recursion over gathered tokens: among themselves, or over the first recursion's entries for all. `selected`:
+        some token was turned away before."""
+        steps = self.plan.recursion_steps(recursion)
+        keys, shown = None, keep
+        if self.plan.kv != "cache" and selected:
+            keys, shown = rows.slots, rows.keep
+        masks = self.see(self.architecture, steps, rows, x.dtype, slots, keys_BK=keys, shown_BK=shown)
+        return self.run(x, steps, masks, kv)
+
+
+def draw_keys(rows: TokenBatch) -> Tensor:
+    """What random routing draws by."""
+    if rows.tokens_BT is None:
+        raise OptionError("random routing draws by token ids; it cannot run on input embeddings")
+    return draw_key(rows.tokens_BT, rows.positions_BT)
 
 
 KEY_STRIDE = 1_000_003

@@ -1,8 +1,5 @@
-"""Routing: how tokens of a looped model are given their depth (thesis 4.3.2), as plain numbers and names.
-
-    expert   each recursion picks tokens: a router scores those that the recursion before kept, the best k go on.
-             Training takes the top k; inference takes all whose score passes a threshold, which needs no future token.
-    token    each token picks its depth once, before the first recursion.
+"""Routing: how tokens of a looped model are given their depth (thesis 4.3.2), as plain numbers and names. One kind of router
+a file, all of them in `ROUTERS`.
 
 Defaults are the thesis' final choices (its tables on router design): expert-choice with an auxiliary loss, sigmoid, one
 linear router a recursion, alpha 0.1 (1 without a function); token-choice with a balancing loss, softmax, linear.
@@ -16,28 +13,28 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from fathomlm.depth.bounds import BOUNDS, check_flag, check_number, check_record
+from fathomlm.depth.routing.expert import ExpertChoice
+from fathomlm.depth.routing.kind import RouterKind
+from fathomlm.depth.routing.token import TokenChoice
 from fathomlm.errors import OptionError, choices, is_number
 from fathomlm.jsonfile import shown
 
-RouterKind = Literal["expert", "token"]
 Score = Literal["sigmoid", "tanh", "identity", "softmax"]
 Network = Literal["linear", "mlp", "wide"]
 Sampling = Literal["aux_loss", "aux_router"]
 Balancing = Literal["loss", "loss_free"]
 Update = Literal["add", "interpolate"]
 Weighting = Literal["every", "last"]
-ROUTERS: tuple[str, ...] = get_args(RouterKind)
-SCORES: dict[str, tuple[str, ...]] = {"expert": ("sigmoid", "tanh", "identity"), "token": ("softmax", "sigmoid")}
 NETWORKS: tuple[str, ...] = get_args(Network)
-WIDE = 4
-"""How much wider than the model the hidden layer of a wide router is."""
+ROUTERS: dict[str, RouterKind] = {"expert": ExpertChoice(), "token": TokenChoice()}
+"""Every kind of router by its name in options, recipes and files."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Routing:
     """What decides how deep each token goes. Make one with `build_routing`, which fills in the defaults of its kind."""
 
-    kind: RouterKind
+    kind: str
     score: Score
     """What is made of a router's output; identity is the thesis' row without a function."""
     network: Network = "linear"
@@ -58,9 +55,10 @@ class Routing:
     add, so that only the choice differs."""
 
     def __post_init__(self) -> None:
+        if not isinstance(self.kind, str) or self.kind not in ROUTERS:
+            raise OptionError(choices("router", str(self.kind), ROUTERS))
         for what, value, known in (
-            ("router", self.kind, ROUTERS),
-            ("score", self.score, SCORES.get(str(self.kind), ())),
+            ("score", self.score, self.method.scores),
             ("router network", self.network, NETWORKS),
             ("sampling", self.sampling, get_args(Sampling)),
             ("balancing", self.balancing, get_args(Balancing)),
@@ -79,6 +77,11 @@ class Routing:
             before = part
 
     @property
+    def method(self) -> RouterKind:
+        """What its kind answers; see `RouterKind`."""
+        return ROUTERS[self.kind]
+
+    @property
     def recursions(self) -> int:
         return len(self.capacity)
 
@@ -94,12 +97,7 @@ class Routing:
 
     def shapes(self, hidden: int) -> list[tuple[int, ...]]:
         """The weights of all routers."""
-        outputs = 1 if self.kind == "expert" else self.recursions
-        inner = {"linear": None, "mlp": hidden, "wide": WIDE * hidden}[self.network]
-        one: list[tuple[int, ...]] = [(outputs, hidden)] if inner is None else [(inner, hidden), (outputs, inner)]
-        if self.kind == "token":
-            return one + ([(self.recursions,)] if self.balancing == "loss_free" else [])
-        return one * self.recursions * (2 if self.sampling == "aux_router" else 1)
+        return self.method.shapes(self, hidden)
 
     def parameters(self, hidden: int) -> int:
         """How many that is."""
@@ -137,21 +135,20 @@ def build_routing(
     if kind not in ROUTERS:
         raise OptionError(choices("router", kind, ROUTERS))
     if recursions < 2:
-        raise OptionError(f"a router needs at least 2 recursions to choose between, got {recursions}")
+        raise OptionError(f"a router requires recursions >= 2, got {recursions}")
     if capacity is not None and len(capacity) != recursions:
         raise OptionError(f"there are {recursions} recursions but {len(capacity)} capacities")
-    only = {"expert": ("capacity", "sampling", "update"), "token": ("balancing", "weighting")}
+    method = ROUTERS[kind]
     given = {"capacity": capacity, "sampling": sampling, "update": update, "balancing": balancing, "weighting": weighting}
-    for other, names in only.items():
-        for name in names if other != kind else ():
-            if given[name] is not None:
-                raise OptionError(f"{name} goes with {other}-choice routing, not with {kind}-choice")
+    for name in (name for name, value in given.items() if value is not None and name not in method.options):
+        raise OptionError(f"{name} cannot be combined with {kind}-choice routing")
+    chosen = score or method.scores[0]
     falling = tuple((recursions - i) / recursions for i in range(recursions))
     return Routing(
-        kind=kind,  # type: ignore[arg-type]
-        score=score or ("sigmoid" if kind == "expert" else "softmax"),  # type: ignore[arg-type]
+        kind=kind,
+        score=chosen,  # type: ignore[arg-type]
         network=network or "linear",  # type: ignore[arg-type]
-        alpha=alpha if alpha is not None else (0.1 if kind == "expert" and score != "identity" else 1.0),
+        alpha=method.default_alpha(chosen) if alpha is None else alpha,
         capacity=falling if capacity is None else tuple(float(part) for part in capacity),
         sampling=sampling or "aux_loss",  # type: ignore[arg-type]
         balancing=balancing or "loss",  # type: ignore[arg-type]
