@@ -14,7 +14,7 @@ import httpx
 from openai import OpenAI
 
 from fathomlm.engine.engine import Engine
-from fathomlm.engine.restarts import Restarts
+from fathomlm.engine.options import RestartPolicy
 from fathomlm.serve.app import create_app
 from fathomlm.serve.options import ServeOptions
 from fathomlm.serve.served import Service, offer
@@ -50,7 +50,7 @@ class Running:
 @contextmanager
 def running(
     model: Any, options: ServeOptions | None = None, *, exiting: Any = None, max_depth: int | None = None,
-    headers: dict[str, str] | None = None, name: str = NAME, restarts: Restarts | None = None, **engine_options: Any,
+    headers: dict[str, str] | None = None, name: str = NAME, restarts: RestartPolicy | None = None, **engine_options: Any,
 ) -> Iterator[Running]:  # fmt: skip
     engine = Engine(model, exiting=exiting, **(SMALL | engine_options))
     service = Service(lambda: offer(engine, name=name, exiting=exiting, max_depth=max_depth, restarts=restarts))

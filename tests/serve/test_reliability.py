@@ -20,7 +20,7 @@ import pytest
 
 from engine.holding import held
 from fathomlm.decode.full import generate
-from fathomlm.engine.restarts import Restarts
+from fathomlm.engine.options import RestartPolicy
 from fathomlm.serve.options import ServeOptions
 from serve.serving import NAME, Running, events, running, until
 
@@ -113,7 +113,11 @@ def broken() -> None:
 
 def test_a_broken_engine_fails_its_requests_and_turns_ready_red(tiny_model: Any, caplog: pytest.LogCaptureFixture) -> None:
     """Where it may not be built again."""
-    with running(tiny_model, restarts=Restarts(most=0)) as fragile, held(fragile.engine), begun(fragile, n=2) as lines:
+    with (
+        running(tiny_model, restarts=RestartPolicy(max_restarts=0)) as fragile,
+        held(fragile.engine),
+        begun(fragile, n=2) as lines,
+    ):
         fragile.engine.step = broken  # type: ignore[method-assign]
         told = list(lines)
         assert '"code":"engine_error"' in told[-2]

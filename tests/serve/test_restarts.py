@@ -14,7 +14,8 @@ from engine.holding import held
 from fathomlm.engine import restarts
 from fathomlm.engine.async_engine import AsyncEngine
 from fathomlm.engine.engine import Engine
-from fathomlm.engine.restarts import Allowance, Blueprint, Restarts
+from fathomlm.engine.options import RestartPolicy
+from fathomlm.engine.restarts import Blueprint, RestartBudget
 from fathomlm.errors import EngineStopped, OptionError
 from serve.serving import NAME, Running, running, until
 from serve.test_http import samples
@@ -78,7 +79,7 @@ def test_while_it_is_built_again_requests_are_sent_away(tiny_model: Any, monkeyp
 
 
 def test_an_engine_that_breaks_again_and_again_stays_down(tiny_model: Any, caplog: pytest.LogCaptureFixture) -> None:
-    with running(tiny_model, restarts=Restarts(most=2)) as fragile:
+    with running(tiny_model, restarts=RestartPolicy(max_restarts=2)) as fragile:
         for count in (1, 2):
             fail(fragile)
             until(lambda: fragile.http.get("/ready").status_code == 200)
@@ -99,7 +100,7 @@ def test_an_engine_that_cannot_be_built_again_is_down_for_good(tiny_model: Any, 
         tries.append(1)
         raise RuntimeError("the device is gone")
 
-    with running(tiny_model, restarts=Restarts(most=3)) as fragile:
+    with running(tiny_model, restarts=RestartPolicy(max_restarts=3)) as fragile:
         monkeypatch.setattr(Engine, "generate", never)  # the token that a new engine has to make
         fail(fragile)
         until(lambda: fragile.service.phase == "failed")
@@ -128,7 +129,7 @@ def test_a_broken_engine_leaves_nothing_behind(tiny_model: Any, monkeypatch: pyt
             return Engine(*arguments, **options)
 
         monkeypatch.setattr(restarts, "Engine", build)
-        front = AsyncEngine(engine, Restarts(), on_failure=lambda error, _: errors.append(error))
+        front = AsyncEngine(engine, RestartPolicy(), on_failure=lambda error, _: errors.append(error))
         engine.step = breaking  # type: ignore[method-assign]
         del engine
         result = await front.generate("the fox", max_new_tokens=4)
@@ -151,7 +152,7 @@ def test_a_broken_engine_leaves_nothing_behind(tiny_model: Any, monkeypatch: pyt
 def test_an_engine_that_breaks_while_it_drains_is_not_built_again(tiny_model: Any) -> None:
     async def main() -> None:
         engine = Engine(tiny_model, rows=2, page_size=4, max_length=96)
-        front = AsyncEngine(engine, Restarts())
+        front = AsyncEngine(engine, RestartPolicy())
         with held(engine):
             stream = await front.submit(front.request("the fox", max_new_tokens=80, ignore_eos=True))
             draining = asyncio.create_task(front.drain())
@@ -168,15 +169,17 @@ def test_an_engine_that_breaks_while_it_drains_is_not_built_again(tiny_model: An
 
 
 def test_old_restarts_are_forgotten() -> None:
-    left = Allowance(Restarts(most=2, within=60))
+    left = RestartBudget(RestartPolicy(max_restarts=2, restart_window=60))
     assert [left.take(now) for now in (0, 10, 20, 59, 61, 62, 71)] == [True, True, False, False, True, False, True]
-    assert not Allowance(Restarts(most=0)).take(0)
+    assert not RestartBudget(RestartPolicy(max_restarts=0)).take(0)
 
 
-@pytest.mark.parametrize("wrong", [{"most": -1}, {"most": True}, {"within": 0}, {"within": float("nan")}], ids=str)
+@pytest.mark.parametrize(
+    "wrong", [{"max_restarts": -1}, {"max_restarts": True}, {"restart_window": 0}, {"restart_window": float("nan")}], ids=str
+)
 def test_limits_that_cannot_be(wrong: dict[str, Any]) -> None:
     with pytest.raises(OptionError):
-        Restarts(**wrong)
+        RestartPolicy(**wrong)
 
 
 def test_clients_try_again_by_themselves(tiny_model: Any) -> None:

@@ -17,16 +17,15 @@ from fathomlm.cli.device import memory_errors
 from fathomlm.cli.exit_options import add_pack_arguments, learnt_place, pack_options
 from fathomlm.cli.sampling_options import add_dtype_argument, load_model
 from fathomlm.cli.serve_ray import add_ray_arguments, read_replicas, run_on_ray
-from fathomlm.engine.options import KV_DTYPES
+from fathomlm.engine.options import EngineOptions, RestartPolicy
+from fathomlm.engine.request import MAX_LOGPROBS
 from fathomlm.errors import OptionError
+from fathomlm.options import add_flags, from_args
 from fathomlm.packaged import default_model
-from fathomlm.sizes import parse_memory
+from fathomlm.serve.options import ServeOptions
 
 if TYPE_CHECKING:
     from fathomlm.decode.exiting import Exiting
-    from fathomlm.engine.options import EngineOptions
-    from fathomlm.engine.restarts import Restarts
-    from fathomlm.serve.options import ServeOptions
     from fathomlm.serve.served import Offer
 
 HELP = "serve a model over OpenAI's API"
@@ -35,6 +34,8 @@ DESCRIPTION = (
     "/health, /ready, /metrics and /v1/fathom/status beside them. Logs go to standard output, a JSON object a line."
 )
 NEEDED = ("fastapi", "uvicorn", "prometheus_client")
+ENGINE = ("max_sequences", "max_length", "memory", "kv_dtype", "max_queue", "prefill_chunk")
+"""Options of the engine that have a flag."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -46,8 +47,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_dtype_argument(parser)
     add("--device", default="cpu", help="where to compute: cpu, cuda or cuda:N (default: cpu)")
     add("--threads", metavar="N", type=int, help=THREADS)
-    _add_access(parser)
-    _add_engine(parser)
+    add_flags(parser, ServeOptions, title="server")
+    add("--api-key-file", metavar="FILE", type=Path, help="file with one API key per line")
+    add(
+        "--batch-size",
+        dest="batch",
+        metavar="N",
+        type=int,
+        help="tokens per forward pass (default: 32 on a GPU, 8 elsewhere)",
+    )
+    add_flags(parser, EngineOptions, only=ENGINE, title="engine")
+    add_flags(parser, RestartPolicy)
     add_ray_arguments(parser)
     add = parser.add_argument_group("how deep tokens go").add_argument
     add("--exit-layer", metavar="N", type=int, help="let tokens leave after layer N, from 1 (default: the model's own exit)")
@@ -59,52 +69,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--max-depth", metavar="N", type=int, help="routed models: at most N recursions, for every request")
 
 
-def _add_access(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument_group("who may ask").add_argument
-    add("--host", default="127.0.0.1", help="address to listen at (default: 127.0.0.1, this machine only)")
-    add("--port", type=int, default=8000, help="default: 8000; 0 takes any free one")
-    key = "clients must send this key; may be given again; others on this machine may see it in the process list"
-    add("--api-key", metavar="KEY", action="append", default=[], help=key)
-    add("--api-key-file", metavar="FILE", type=Path, help="a file with one key a line")
-    names = "names that clients may call the server by, separated by commas: api.example.org, *.example.org or * for any"
-    default = "(default: localhost and --host; addresses in numbers are always allowed)"
-    add("--allowed-hosts", metavar="NAMES", action="append", default=[], help=f"{names} {default}")
-    add("--cors", metavar="ORIGIN", action="append", default=[], help="let pages from ORIGIN ask; may be given again")
-
-
-def _add_engine(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument_group("how much at a time").add_argument
-    add("--batch-size", metavar="N", type=int, help="tokens of a forward pass (default: 32 on a GPU, 8 elsewhere)")
-    add("--max-sequences", metavar="N", type=int, help="max concurrent sequences (default: chosen for the model)")
-    add(
-        "--max-queue", metavar="N", type=int, default=256, help="requests that may wait before others get 429 (default: 256)"
-    )
-    add("--max-length", metavar="N", type=int, help="tokens of a text, prompt included (default: the model's context)")
-    add("--memory", metavar="SIZE", help="for keys and values, such as 8GB (default: a quarter of --max-length a slot)")
-    held = "what keys and values are held in: auto (as the weights) or fp8, a byte a number (default: auto)"
-    add("--kv-dtype", metavar="T", choices=KV_DTYPES, default="auto", help=held)
-    add("--max-tokens", metavar="N", type=int, help="new tokens of a text (default: as many as fit)")
-    add("--max-choices", metavar="N", type=int, default=32, help="texts for one request, prompts times n (default: 32)")
-    add("--max-body", metavar="BYTES", type=int, default=1 << 20, help="of a request (default: 1048576)")
-    add("--max-connections", metavar="N", type=int, default=1024, help="at a time (default: 1024)")
-    one = "of one address at a time; behind a proxy as many as --max-connections (default: 256)"
-    add("--max-connections-per-client", metavar="N", type=int, default=256, help=one)
-    add("--header-timeout", metavar="S", type=float, default=10.0, help="seconds for a request's headers (default: 10)")
-    add("--body-timeout", metavar="S", type=float, default=30.0, help="seconds for a request's body (default: 30)")
-    add("--timeout", metavar="S", type=float, default=600.0, help="seconds that a request may take (default: 600)")
-    drain = "seconds that running texts get when the server is told to stop (default: 30)"
-    add("--drain-timeout", metavar="S", type=float, default=30.0, help=drain)
-    restarts = "times that a broken engine is built again within --restart-window seconds (default: 3)"
-    add("--max-restarts", metavar="N", type=int, default=3, help=restarts)
-    add("--restart-window", metavar="S", type=float, default=600.0, help="default: 600")
-    add("--log-prompts", action="store_true", help="write prompts and texts into the log (default: neither)")
-
-
 def run(args: argparse.Namespace) -> int:
     missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
     if missing:
         raise OptionError(f"serving needs {', '.join(missing)}: pip install -c constraints.txt -e '.[serve]'")
-    from fathomlm.engine.restarts import Restarts
     from fathomlm.serve.app import create_app
     from fathomlm.serve.hosts import is_loopback
     from fathomlm.serve.logs import say, set_up
@@ -114,7 +82,7 @@ def run(args: argparse.Namespace) -> int:
     options = read_options(args)
     engine = read_engine(args)
     exiting = read_exits(args)
-    restarts = Restarts(most=args.max_restarts, within=args.restart_window)
+    restarts = from_args(RestartPolicy, args)
     replicas = read_replicas(args, engine)
     if replicas is None:  # replicas may be on other machines
         check_memory(engine.memory, args.device)
@@ -151,16 +119,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def read_options(args: argparse.Namespace) -> ServeOptions:
-    from fathomlm.serve.options import ServeOptions
-
-    return ServeOptions(
-        api_keys=(*args.api_key, *_keys(args.api_key_file)), cors=tuple(args.cors), max_body=args.max_body,
-        host=args.host, allowed_hosts=tuple(name.strip() for names in args.allowed_hosts for name in names.split(",")),
-        max_connections=args.max_connections, max_connections_per_client=args.max_connections_per_client,
-        header_timeout=args.header_timeout, body_timeout=args.body_timeout,
-        max_choices=args.max_choices, max_tokens=args.max_tokens, timeout=args.timeout, drain_timeout=args.drain_timeout,
-        log_prompts=args.log_prompts,
-    )  # fmt: skip
+    return from_args(ServeOptions, args, api_keys=(*args.api_keys, *_keys(args.api_key_file)))
 
 
 def _keys(path: Path | None) -> list[str]:
@@ -176,15 +135,8 @@ def _keys(path: Path | None) -> list[str]:
 
 
 def read_engine(args: argparse.Namespace) -> EngineOptions:
-    from fathomlm.engine.options import EngineOptions
-    from fathomlm.serve.schemas import MOST_LOGPROBS
-
-    batch_size = args.batch_size if args.batch_size is not None else (32 if args.device.startswith("cuda") else 8)
-    return EngineOptions(
-        batch_size=batch_size, max_sequences=args.max_sequences, max_queue=args.max_queue, max_length=args.max_length,
-        kv_dtype=args.kv_dtype, memory=None if args.memory is None else parse_memory(args.memory),
-        max_logprobs=MOST_LOGPROBS,
-    )  # fmt: skip
+    batch_size = args.batch if args.batch is not None else (32 if args.device.startswith("cuda") else 8)
+    return from_args(EngineOptions, args, batch_size=batch_size, max_logprobs=MAX_LOGPROBS)
 
 
 def check_memory(asked: int | None, device: str) -> None:
@@ -231,7 +183,7 @@ def read_exits(args: argparse.Namespace) -> Exiting | None:
 
 
 def load_offer(
-    args: argparse.Namespace, options: EngineOptions, exiting: Exiting | None, restarts: Restarts | None = None
+    args: argparse.Namespace, options: EngineOptions, exiting: Exiting | None, restarts: RestartPolicy | None = None
 ) -> Offer:
     from fathomlm.engine.engine import Engine
     from fathomlm.serve.served import offer

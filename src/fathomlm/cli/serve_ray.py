@@ -11,8 +11,7 @@ from fathomlm.errors import OptionError
 
 if TYPE_CHECKING:
     from fathomlm.engine.options import EngineOptions
-    from fathomlm.serve.options import ServeOptions
-    from fathomlm.serve.replicas import ReplicaOptions
+    from fathomlm.serve.options import ReplicaOptions, ServeOptions
     from fathomlm.serve.served import Offer
 
 SPARE = 64
@@ -44,7 +43,7 @@ def read_replicas(args: argparse.Namespace, engine: EngineOptions) -> ReplicaOpt
         raise OptionError("--ray needs Ray Serve: pip install -c constraints.txt -e '.[serve,ray]'")
     if args.device.startswith("cuda:"):
         raise OptionError(f"Ray gives each replica a GPU of its own: with --ray say --device cuda, not {args.device}")
-    from fathomlm.serve.replicas import ReplicaOptions
+    from fathomlm.serve.options import ReplicaOptions
 
     sequences = engine.max_sequences or 2 * engine.batch_size
     return ReplicaOptions(
@@ -54,7 +53,7 @@ def read_replicas(args: argparse.Namespace, engine: EngineOptions) -> ReplicaOpt
         cpus=args.threads or 1,
         gpus=int(args.device == "cuda"),
         ongoing=engine.batch_size,
-        most_ongoing=engine.max_queue + sequences + SPARE,
+        max_ongoing=engine.max_queue + sequences + SPARE,
     )
 
 

@@ -28,8 +28,9 @@ import torch
 from fathomlm.decode.prompts import Prompt, encode_prompt
 from fathomlm.decode.sampling import Sampling
 from fathomlm.engine.engine import Engine, result_of
+from fathomlm.engine.options import RestartPolicy
 from fathomlm.engine.request import Event, Finished, Request, Result
-from fathomlm.engine.restarts import Allowance, Blueprint, Restarts, let_go
+from fathomlm.engine.restarts import Blueprint, RestartBudget, let_go
 from fathomlm.engine.sequence import Sequence
 from fathomlm.engine.status import Rate, Status, remaining, summed, zero
 from fathomlm.errors import EngineStopped
@@ -114,7 +115,7 @@ class AsyncEngine:
     def __init__(
         self,
         engine: Engine,
-        restarts: Restarts | None = None,
+        restarts: RestartPolicy | None = None,
         *,
         on_failure: Callable[[BaseException, bool], object] = lambda error, again: None,
         on_restart: Callable[[float], object] = lambda seconds: None,
@@ -141,7 +142,7 @@ class AsyncEngine:
         self._rate = Rate(self._begun)
         self._seen = (engine.counters(), replace(engine.totals))
         # The worker's own:
-        self._allowance = Allowance(restarts or Restarts(most=0))
+        self._restarts_left = RestartBudget(restarts or RestartPolicy(max_restarts=0))
         self._blueprint = Blueprint.of(engine)
         self._restarts = 0
         self._before = zero(self._seen[0])  # of the engines that broke
@@ -358,7 +359,7 @@ class AsyncEngine:
         message = _message(error)
         with self._changed:
             wanted = self._refusal is None and isinstance(error, Exception)
-            again = self.restarting = wanted and self._allowance.take(time.perf_counter())
+            again = self.restarting = wanted and self._restarts_left.take(time.perf_counter())
             if not again:
                 self.failure = error
                 self._refusal = f"the engine has failed and takes no more requests: {message}"

@@ -1,4 +1,4 @@
-"""A broken engine, built again from the model that is still in memory."""
+"""A failed engine, built again from the model that is still in memory."""
 
 from __future__ import annotations
 
@@ -11,38 +11,22 @@ import torch
 
 from fathomlm.decode.exiting import Exiting
 from fathomlm.engine.engine import Engine, Totals
-from fathomlm.engine.options import EngineOptions
-from fathomlm.errors import is_int, is_number, require
+from fathomlm.engine.options import EngineOptions, RestartPolicy
 from fathomlm.model.hub import FathomForCausalLM
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Restarts:
-    """How often an engine may be built again. Beyond that something is wrong that building again does not mend."""
+class RestartBudget:
+    """What is left of a `RestartPolicy`."""
 
-    most: int = 3
-    """Times within a window; 0 is never."""
-    within: float = 600.0
-    """Seconds of the window, counted back from now."""
-
-    def __post_init__(self) -> None:
-        require(is_int(self.most) and self.most >= 0, "restarts", "an integer >= 0", self.most)
-        seconds = is_number(self.within) and self.within > 0
-        require(seconds, "the window of restarts", "a number of seconds above 0", self.within)
-
-
-class Allowance:
-    """What is left of a `Restarts`."""
-
-    def __init__(self, limits: Restarts) -> None:
-        self._limits = limits
+    def __init__(self, policy: RestartPolicy) -> None:
+        self._policy = policy
         self._taken: deque[float] = deque()
 
     def take(self, now: float) -> bool:
         """Whether one more is allowed; then it is taken. One that fails counts as well."""
-        while self._taken and self._taken[0] <= now - self._limits.within:
+        while self._taken and self._taken[0] <= now - self._policy.restart_window:
             self._taken.popleft()
-        if len(self._taken) >= self._limits.most:
+        if len(self._taken) >= self._policy.max_restarts:
             return False
         self._taken.append(now)
         return True
@@ -61,7 +45,7 @@ class Blueprint:
         return cls(engine.model, engine.options, engine.runner.exiting)
 
     def build(self, totals: Totals) -> Engine:
-        """One that goes on counting at `totals`. It has made a token: an engine that cannot is not ready."""
+        """One that goes on counting at `totals`. It has generated a token: an engine that cannot is not ready."""
         gc.collect()
         if self.model.decoder.embed.weight.device.type == "cuda":
             torch.cuda.empty_cache()

@@ -1,72 +1,87 @@
-"""How a server is set up: who may ask, and how much."""
+"""How a server is set up: access, limits, and replicas."""
 
 from __future__ import annotations
 
-import math
 import re
 from dataclasses import dataclass
 
-from fathomlm.errors import OptionError
+from fathomlm.errors import OptionError, require
+from fathomlm.options import check, option
 
 HOST = re.compile(r"(\*\.)?[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServeOptions:
-    """Everything but the engine's own sizes (`EngineOptions`)."""
+    """Access and limits: everything but the engine's own sizes (`EngineOptions`)."""
 
-    api_keys: tuple[str, ...] = ()
-    """Any of these opens the API; none leaves it open to whoever reaches the port."""
-    host: str = "127.0.0.1"
-    """Where the server listens, which is one of the names that it answers to."""
-    allowed_hosts: tuple[str, ...] = ()
-    """Names that clients may call the server by, beside addresses in numbers and localhost: `api.example.org`,
-    `*.example.org` or `*` for any. None: what `fathomlm.serve.hosts` finds safe for `host`."""
-    cors: tuple[str, ...] = ()
-    """Origins whose pages may ask from a browser; none by default."""
-    max_body: int = 1 << 20
-    """Bytes of a request's body."""
-    max_choices: int = 32
-    """Texts that one HTTP request may ask for: prompts times n."""
-    max_stops: int = 16
-    max_stop_length: int = 256
+    host: str = option("127.0.0.1", metavar="HOST", help="address to listen on; the default is this machine only")
+    port: int = option(8000, ge=0, le=65535, help="port to listen on; 0 takes any free one")
+    api_keys: tuple[str, ...] = option(
+        (), flag="--api-key", metavar="KEY",
+        help="require this API key; repeatable; other users of this machine may see it in the process list",
+    )  # fmt: skip
+    """None leaves the API open to whoever reaches the port."""
+    allowed_hosts: tuple[str, ...] = option(
+        (), metavar="NAMES", comma=True,
+        help="host names that clients may use, separated by commas: api.example.org, *.example.org or * for any; numeric "
+        "addresses are always allowed", default_text="localhost and --host",
+    )  # fmt: skip
+    """None: what `fathomlm.serve.middleware` finds safe for `host`."""
+    cors: tuple[str, ...] = option((), metavar="ORIGIN", help="allow browser pages from ORIGIN; repeatable")
+    max_tokens: int | None = option(None, ge=1, help="max new tokens per completion", default_text="the context's rest")
+    max_choices: int = option(32, ge=1, help="max completions per request: prompts times n")
+    max_stops: int = option(16, ge=1)
+    max_stop_length: int = option(256, ge=1)
     """Characters of one stop string."""
-    max_tokens: int | None = None
-    """New tokens of one text; by default only the context limits it."""
-    timeout: float = 600.0
-    """Seconds that a request may take, waiting in the queue and sending included."""
-    header_timeout: float = 10.0
-    """Seconds in which a request's headers have to arrive, from the beginning of the connection or of the request."""
-    body_timeout: float = 30.0
-    """Seconds in which a request's body has to arrive."""
-    drain_timeout: float = 30.0
-    """Seconds that running texts get to end once the server was told to stop."""
-    max_connections: int = 1024
-    """Connections at a time; fewer where the process may open fewer files."""
-    max_connections_per_client: int = 256
-    """Connections of one address at a time."""
-    log_prompts: bool = False
-    """Whether logs hold prompts and texts. They hold neither by default: they are the users' own."""
+    max_body: int = option(1 << 20, ge=1, size=1, help="max size of a request's body")
+    max_connections: int = option(1024, ge=1, help="max open connections")
+    """Fewer where the process may open fewer files."""
+    max_connections_per_client: int = option(
+        256, ge=1, help="max open connections per client address; behind a proxy set it to --max-connections"
+    )
+    header_timeout: float = option(10.0, gt=0, metavar="S", help="seconds for a request's headers to arrive")
+    body_timeout: float = option(30.0, gt=0, metavar="S", help="seconds for a request's body to arrive")
+    timeout: float = option(600.0, gt=0, metavar="S", help="seconds per request, waiting in the queue included")
+    drain_timeout: float = option(30.0, gt=0, metavar="S", help="seconds for running requests to end at shutdown")
+    log_prompts: bool = option(False, help="log prompts and completions; by default neither is, they are the users' own")
 
     def __post_init__(self) -> None:
-        for name in (
-            "max_body", "max_choices", "max_stops", "max_stop_length", "max_tokens", "max_connections",
-            "max_connections_per_client",
-        ):  # fmt: skip
-            value = getattr(self, name)
-            whole = isinstance(value, int) and not isinstance(value, bool) and value >= 1
-            if not whole and not (value is None and name == "max_tokens"):
-                raise OptionError(f"{name} must be an integer >= 1, got {value!r}")
-        for name in ("timeout", "header_timeout", "body_timeout", "drain_timeout"):
-            value = getattr(self, name)
-            if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value) or value <= 0:
-                raise OptionError(f"{name} must be a number of seconds > 0, got {value!r}")
+        check(self)
         for key in self.api_keys:
             if not key or not key.isascii() or not key.isprintable() or " " in key:
                 raise OptionError("an API key must be printable ASCII text without spaces, and not empty")
         for name in self.allowed_hosts:
-            if name != "*" and not HOST.fullmatch(name):  # addresses in numbers are allowed anyway
+            if name != "*" and not HOST.fullmatch(name):  # numeric addresses are allowed anyway
                 raise OptionError(f"an allowed host is a name without a port, such as api.example.org, got '{name}'")
         for origin in self.cors:
             if origin != "*" and ("://" not in origin or origin.endswith("/")):
                 raise OptionError(f"a CORS origin is a scheme and a host, such as http://localhost:3000, got '{origin}'")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicaOptions:
+    """How many replicas there are, where, and what each may use."""
+
+    replicas: int = option(1, ge=1, help="copies of the model, each with its own engine")
+    """The fewest, where `max_replicas` is more."""
+    max_replicas: int | None = option(None, ge=1, help="scale up to N replicas under load", default_text="--replicas")
+    address: str | None = option(
+        None, flag="--ray-address", metavar="ADDRESS", default_text="start Ray here",
+        help="join a running Ray cluster at host:port, or auto on one of its machines",
+    )  # fmt: skip
+    cpus: int = option(1, ge=1)
+    gpus: int = option(0, ge=0)
+    ongoing: int = option(16, ge=1)
+    """Requests of a replica at a time, above which Ray starts another one."""
+    max_ongoing: int = option(300, ge=1)
+    """Requests that a replica is given at all. Its own queue is shorter, so that a full one answers 429."""
+
+    def __post_init__(self) -> None:
+        check(self)
+        most = self.max_replicas
+        require(most is None or most >= self.replicas, "max_replicas", f">= replicas, which is {self.replicas}", most)
+
+    @property
+    def most(self) -> int:
+        return self.max_replicas or self.replicas

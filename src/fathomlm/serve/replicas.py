@@ -15,12 +15,11 @@ import signal
 import threading
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from fathomlm.errors import FathomError, OptionError, is_int, require
-from fathomlm.serve.options import ServeOptions
+from fathomlm.errors import FathomError, OptionError
+from fathomlm.serve.options import ReplicaOptions, ServeOptions
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -30,38 +29,6 @@ if TYPE_CHECKING:
 APPLICATION = "fathomlm"
 TRIES = 1
 """Of each replica whose model does not load: what is wrong with it is wrong the next time too."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReplicaOptions:
-    """How many replicas there are, where, and what each may use."""
-
-    replicas: int = 1
-    """The number of them; the least where `max_replicas` is more."""
-    max_replicas: int | None = None
-    """As many as there may be while much is asked. None: always `replicas`."""
-    address: str | None = None
-    """Of a Ray cluster that runs already, or "auto" for this machine's. None starts one here, for as long as we run."""
-    cpus: int = 1
-    """Processor threads of a replica."""
-    gpus: int = 0
-    """GPUs of a replica."""
-    ongoing: int = 16
-    """Requests of a replica at a time, above which Ray starts another one."""
-    most_ongoing: int = 300
-    """Requests that a replica is given at all. Its own queue is shorter, so that a full one answers 429."""
-
-    def __post_init__(self) -> None:
-        for name in ("replicas", "cpus", "ongoing", "most_ongoing"):
-            value = getattr(self, name)
-            require(is_int(value) and value >= 1, name, "an integer >= 1", value)
-        most = self.max_replicas
-        fits = most is None or (is_int(most) and most >= self.replicas)
-        require(fits, "max_replicas", f"at least the {self.replicas} replicas there are from the start", most)
-
-    @property
-    def most(self) -> int:
-        return self.max_replicas or self.replicas
 
 
 class Replica:
@@ -150,8 +117,8 @@ def _application(load: Callable[[], Offer], options: ServeOptions, replicas: Rep
         serve.ingress(build)(Replica),
         name="replica",
         ray_actor_options={"num_cpus": replicas.cpus, "num_gpus": replicas.gpus},
-        max_ongoing_requests=replicas.most_ongoing,
-        max_queued_requests=replicas.most_ongoing,
+        max_ongoing_requests=replicas.max_ongoing,
+        max_queued_requests=replicas.max_ongoing,
         graceful_shutdown_timeout_s=options.drain_timeout,
         graceful_shutdown_wait_loop_s=0.2,
         max_constructor_retry_count=TRIES,
@@ -173,7 +140,7 @@ def _check_gpus(found: float, replicas: ReplicaOptions) -> None:
     wanted = replicas.most * replicas.gpus
     if wanted > found:
         raise OptionError(
-            f"{replicas.most} replicas need {wanted} GPUs and this machine has {found:g}; give fewer --replicas"
+            f"{replicas.most} replicas require {wanted} GPUs and this machine has {found:g}; give fewer --replicas"
         )
 
 

@@ -12,7 +12,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-MOST_LOGPROBS = 20
+from fathomlm.engine.request import MAX_LOGPROBS
+
 MOST_COMPLETION_LOGPROBS = 5
 MOST_INT = 2**31 - 1
 """Of counts and token ids."""
@@ -113,7 +114,7 @@ class ChatAsked(Asked):
     messages: Annotated[list[Message], Field(min_length=1, max_length=MOST_MESSAGES, fail_fast=True)]
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
-    top_logprobs: int | None = Field(None, ge=0, le=MOST_LOGPROBS)
+    top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     tools: list[Any] | None = Field(None, description="Refused.")
     functions: list[Any] | None = Field(None, description="Refused.")
     tool_choice: Any = Field(None, description="Refused, but for 'none' and 'auto'.")

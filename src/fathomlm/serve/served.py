@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from fathomlm.decode.prompts import Prompt, chat_prompt, encode_prompt, end_tokens
 from fathomlm.engine.async_engine import AsyncEngine
-from fathomlm.engine.restarts import Restarts
+from fathomlm.engine.options import RestartPolicy
 from fathomlm.errors import OptionError
 from fathomlm.serve.errors import ApiError
 from fathomlm.serve.logs import say
@@ -85,10 +85,10 @@ def offer(
     name: str,
     exiting: Exiting | None = None,
     max_depth: int | None = None,
-    restarts: Restarts | None = None,
+    restarts: RestartPolicy | None = None,
 ) -> Offer:
     """Put an engine behind its asyncio front and offer it. It belongs to the offer from then on: whoever keeps it keeps its
-    memory from the engine that comes after it. By default a broken one is built again as often as `Restarts` says."""
+    memory from the engine that comes after it. By default a broken one is built again as often as `RestartPolicy` says."""
     model, sizes, options = engine.model, engine.runner.sizes, engine.options
     plan = model.plan
     if max_depth is not None:
@@ -112,7 +112,7 @@ def offer(
         "exit_layer": None if exiting is None else (exiting.exit_layers or (None,))[0],
         "calibrated": exiting is not None and exiting.estimator is not None,
     }  # fmt: skip
-    front = AsyncEngine(engine, restarts or Restarts(), on_failure=_tell_failure, on_restart=_tell_restart)
+    front = AsyncEngine(engine, restarts or RestartPolicy(), on_failure=_tell_failure, on_restart=_tell_restart)
     return Offer(
         front=front, model=model, name=name, max_length=sizes.max_length, pool_pages=sizes.pool_pages,
         max_depth=max_depth, exiting=exiting, facts=facts, tokens=TokenTexts(model.tokenizer), ends=end_tokens(model),
