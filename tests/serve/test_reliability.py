@@ -69,7 +69,7 @@ def test_a_client_that_hangs_up_before_a_whole_answer_frees_its_pages(tiny_model
 
 
 def test_a_full_queue_is_429_and_says_when_to_come_again(tiny_model: Any) -> None:
-    with running(tiny_model, rows=1, max_queue=1) as busy:
+    with running(tiny_model, batch_size=1, max_queue=1) as busy:
         second = threading.Thread(target=busy.post, args=("completions",), kwargs=LONG | {"max_tokens": 2})
         with held(busy.engine), begun(busy):
             second.start()
@@ -85,7 +85,7 @@ def test_a_full_queue_is_429_and_says_when_to_come_again(tiny_model: Any) -> Non
 
 
 def test_choices_that_do_not_all_fit_leave_none_behind(tiny_model: Any) -> None:
-    with running(tiny_model, rows=1, max_queue=2) as busy:
+    with running(tiny_model, batch_size=1, max_queue=2) as busy:
         with held(busy.engine):
             assert busy.post("completions", **LONG, n=8).status_code == 429
         assert busy.post("completions", **LONG | {"max_tokens": 2}).status_code == 200  # it comes last, in one row
@@ -218,7 +218,7 @@ def references(model: Any) -> dict[str, str]:
 def test_many_clients_that_come_and_go_get_their_own_texts(tiny_model: Any) -> None:
     """Small pools, so that texts are put aside and read again meanwhile."""
     rights = references(tiny_model)
-    with running(tiny_model, rows=8, memory=60_000) as crowd:
+    with running(tiny_model, batch_size=8, memory=60_000) as crowd:
         with ThreadPoolExecutor(40) as pool:
             told = pool.map(lambda number: ask_and_leave(crowd.url, number, rights, lambda done: done < 3), range(40))
             ended = [one for each in told for one in each]
@@ -233,7 +233,7 @@ def test_two_hundred_clients_for_a_minute_leave_memory_flat(tiny_model: Any) -> 
     rights = references(tiny_model)
     ends = time.monotonic() + 60
     sizes = []
-    with running(tiny_model, rows=16, memory=200_000, max_queue=1000) as crowd:
+    with running(tiny_model, batch_size=16, memory=200_000, max_queue=1000) as crowd:
         with ThreadPoolExecutor(200) as pool:
             told = [
                 pool.submit(ask_and_leave, crowd.url, number, rights, lambda _: time.monotonic() < ends)

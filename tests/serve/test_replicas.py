@@ -70,7 +70,7 @@ def test_what_a_replica_may_use(monkeypatch: pytest.MonkeyPatch) -> None:
     assert large is not None
     assert (small.replicas, small.most, small.cpus, small.gpus, small.address) == (1, 1, 3, 0, None)
     assert (large.replicas, large.most, large.gpus, large.ongoing) == (2, 5, 1, 32)
-    assert large.most_ongoing > 256 + 64  # the engine's own queue is full before Ray's, so that 429 is ours
+    assert large.max_ongoing > 256 + 64  # the engine's own queue is full before Ray's, so that 429 is ours
     assert _scaling(small) == {"num_replicas": 1}
     assert _scaling(large) == {
         "autoscaling_config": {"min_replicas": 2, "max_replicas": 5, "target_ongoing_requests": 32}
@@ -106,7 +106,7 @@ def test_a_replica_says_which_it_is(tiny_model: Any, one_thread: None) -> None:
 
     from fathomlm.engine.engine import Engine
 
-    found = offer(Engine(tiny_model, rows=2, max_length=64), name="tiny")
+    found = offer(Engine(tiny_model, batch_size=2, max_length=64), name="tiny")
     with TestClient(
         create_app(Service(lambda: found, replica="b7")), base_url="http://localhost"
     ) as client:  # it starts with its model
@@ -135,7 +135,7 @@ def test_two_replicas_behind_one_address(tiny_model: Any, tiny_model_dir: Path, 
     when the server is told to stop."""
     keys = tmp_path / "keys"
     keys.write_text("secret-key\n")
-    words = ("--ray", "--replicas", "2", "--rows", "2", "--api-key-file", str(keys), "--port", str(free_port()))
+    words = ("--ray", "--replicas", "2", "--batch-size", "2", "--api-key-file", str(keys), "--port", str(free_port()))
     right = generate(tiny_model, ["the fox"], max_new_tokens=200, ignore_eos=True)[0].text
     body: dict[str, Any] = {"prompt": "the fox", "max_tokens": 200, "temperature": 0, "ignore_eos": True}
     with started(str(tiny_model_dir), *words) as (process, url):

@@ -111,7 +111,7 @@ def test_an_engine_that_cannot_be_built_again_is_down_for_good(tiny_model: Any, 
 def test_a_broken_engine_leaves_nothing_behind(tiny_model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its pool has to be gone before the next one is made, or a device would have to hold both. Whoever keeps the error, as
     logs may, does not keep the engine."""
-    sizes: dict[str, Any] = {"rows": 2, "page_size": 4, "max_length": 96}
+    sizes: dict[str, Any] = {"batch_size": 2, "page_size": 4, "max_length": 96}
     alive: list[bool] = []
     errors: list[BaseException] = []
 
@@ -151,7 +151,7 @@ def test_a_broken_engine_leaves_nothing_behind(tiny_model: Any, monkeypatch: pyt
 
 def test_an_engine_that_breaks_while_it_drains_is_not_built_again(tiny_model: Any) -> None:
     async def main() -> None:
-        engine = Engine(tiny_model, rows=2, page_size=4, max_length=96)
+        engine = Engine(tiny_model, batch_size=2, page_size=4, max_length=96)
         front = AsyncEngine(engine, RestartPolicy())
         with held(engine):
             stream = await front.submit(front.request("the fox", max_new_tokens=80, ignore_eos=True))
