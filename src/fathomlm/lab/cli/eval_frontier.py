@@ -210,7 +210,7 @@ def _prompts(
     args: argparse.Namespace, model: FathomModel, texts: Sequence[str], form: PromptForm | None
 ) -> tuple[list[Sample], list[list[int]]]:
     from fathomlm.decode.prompts import encode_prompt
-    from fathomlm.lab.evaluate.prompting import cut_prompt
+    from fathomlm.lab.evaluate.generation import cut_prompt
     from fathomlm.lab.evaluate.samples import read_samples
     from fathomlm.model.seq2seq import FathomForSeq2SeqLM
 
