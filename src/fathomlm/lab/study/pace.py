@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from statistics import fmean
+from statistics import fmean, median
 
 from fathomlm.lab.study.ledger import Record
 
@@ -45,6 +45,8 @@ class Pace:
     def __init__(self, records: Iterable[Record], device: str, processes: int = 1) -> None:
         """`processes` share the device: a rate holds for as many only."""
         self._rates: dict[tuple[str, str], float] = {}
+        self._flops: dict[tuple[str, str], float] = {}
+        """Forward FLOPs a second, from which the rates of variants that were never trained are estimated."""
         self._overheads: list[float] = []
         self._device = device
         self._processes = processes
@@ -57,16 +59,22 @@ class Pace:
         if record.get("processes", 1) != self._processes:
             return
         if record.get("tokens_per_s"):
-            self._rates[record["study"], record["variant"]] = float(record["tokens_per_s"])
+            place = record["study"], record["variant"]
+            self._rates[place] = float(record["tokens_per_s"])
+            self._flops[place] = self._rates[place] * float(record.get("flops_per_token") or 0)
         self._overheads.append(float(record["overhead_seconds"]))
 
     def measured(self, study: str, variant: str, rate: float) -> None:
         """A rate that was seen in a run's first steps."""
         self._rates[study, variant] = rate
 
-    def seconds(self, study: str, variant: str, tokens: float) -> float | None:
-        """What so many tokens of a variant will take; None where its rate is not known."""
+    def seconds(self, study: str, variant: str, tokens: float, flops_per_token: float = 0) -> float | None:
+        """What so many tokens of a variant will take: by its own rate, or else by the FLOPs a second of the others; None
+        where nothing is known."""
         rate = self._rates.get((study, variant))
+        known = [rate for rate in self._flops.values() if rate]
+        if rate is None and known and flops_per_token:
+            rate = median(known) / flops_per_token
         return None if not rate else tokens / rate + self.overhead
 
     @property

@@ -124,15 +124,16 @@ def _work_off(
         if _made(job, known, retry and (job.fingerprint, job.mark) not in tried):  # in the meantime
             _share(job, known, ledger, outcome)
             continue
-        if claims is not None and not claims.take(job):
-            outcome.elsewhere.append(job.name)
-            continue
-        tried.add((job.fingerprint, job.mark))
-        seconds = pace.seconds(job.run.study, job.run.variant.name, executor.tokens_left(job))
+        shaped, run = job.shaped, job.run
+        seconds = pace.seconds(run.study, run.variant.name, executor.tokens_left(job), shaped.flops_per_token)
         fits = visit.left > pace.overhead if seconds is None else seconds <= visit.left
         if not fits and not (visit.left > pace.overhead and (split or executor.started(job))):
             outcome.postponed.append(job.name)
             continue
+        if claims is not None and not claims.take(job):
+            outcome.elsewhere.append(job.name)
+            continue
+        tried.add((job.fingerprint, job.mark))
         expected = "" if seconds is None else f", about {seconds:,.0f} s"
         say(f"{job.name}: {job.tokens / 1e6:,.4g}M tokens, {job.passes:.2f} passes{expected}")
         try:
