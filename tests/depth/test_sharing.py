@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from fathomlm.depth.sharing import STRATEGIES, cycle, cycle_rev, kept_apart, sequence, spread
+from fathomlm.depth.sharing import STRATEGIES, cycle, cycle_rev, sequence, spread
 
 
 @pytest.mark.parametrize(
@@ -22,14 +22,14 @@ def test_nine_layers_in_three_recursions(strategy, order):
 
 @pytest.mark.parametrize("name", sorted(STRATEGIES))
 def test_one_recursion_is_the_plain_order(name):
-    assert STRATEGIES[name](5, 1) == [0, 1, 2, 3, 4]
+    assert STRATEGIES[name].order(5, 1) == [0, 1, 2, 3, 4]
 
 
 @pytest.mark.parametrize(
     ("name", "ends"), [("cycle", 0), ("sequence", 0), ("cycle-rev", 0), ("middle-cycle", 1), ("middle-sequence", 1)]
 )
 def test_only_middle_strategies_keep_the_ends_apart(name, ends):
-    assert kept_apart(name) == ends
+    assert STRATEGIES[name].kept_apart == ends
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from fathomlm.depth import Architecture, DepthPlan, Relaxation
 from fathomlm.depth.cost import count, relaxation_parameters
-from fathomlm.depth.sharing import STRATEGIES, kept_apart, spread
+from fathomlm.depth.sharing import STRATEGIES, spread
 from fathomlm.errors import PlanError
 
 quick = settings(deadline=None, max_examples=100)
@@ -25,7 +25,7 @@ base_sizes = st.integers(1, 48)
 def plans(draw, sharing=sharings):
     sharing = draw(sharing)
     recursions = draw(recursion_counts)
-    ends = 2 * kept_apart(sharing)
+    ends = 2 * STRATEGIES[sharing].kept_apart
     base = draw(st.integers(recursions + ends, 48 + ends))
     return DepthPlan.build(sharing, recursions, base, draw(st.sampled_from(["add", "drop"])))
 
@@ -49,7 +49,7 @@ def architectures(draw, layers):
 @quick
 @given(sharings, recursion_counts, base_sizes, st.sampled_from([None, "add", "drop"]))
 def test_build_gives_a_plan_of_the_right_depth_or_says_why_not(sharing, recursions, base, resize):
-    core = base - 2 * kept_apart(sharing)
+    core = base - 2 * STRATEGIES[sharing].kept_apart
     if core < 1 or (resize is None and core % recursions) or (resize == "drop" and core < recursions):
         with pytest.raises(PlanError):
             DepthPlan.build(sharing, recursions, base, resize)
@@ -57,13 +57,13 @@ def test_build_gives_a_plan_of_the_right_depth_or_says_why_not(sharing, recursio
     plan = DepthPlan.build(sharing, recursions, base, resize)
     change = plan.unrolled_layers - base
     assert {None: change == 0, "add": 0 <= change < recursions, "drop": -recursions < change <= 0}[resize]
-    assert plan.core_layers * recursions == plan.unrolled_layers - 2 * kept_apart(sharing)
+    assert plan.core_layers * recursions == plan.unrolled_layers - 2 * STRATEGIES[sharing].kept_apart
 
 
 @quick
 @given(sharings, recursion_counts, base_sizes)
 def test_the_counts_named_by_the_error_are_those_that_divide(sharing, recursions, base):
-    core = base - 2 * kept_apart(sharing)
+    core = base - 2 * STRATEGIES[sharing].kept_apart
     assume(core >= 1 and core % recursions)
     with pytest.raises(PlanError) as caught:
         DepthPlan.build(sharing, recursions, base)

@@ -123,7 +123,7 @@ def _tensors(model: FathomModel, on_layer: Tick | None) -> Iterator[tuple[str, T
         if on_layer is not None:
             on_layer(step.index, plan.unrolled_layers)
         merged = _merged_layer(model, step)
-        if model.architecture.family == "neox":
+        if family.fused_qkv:
             merged = _fuse(merged, model.architecture.heads)
         for name, tensor in merged.items():
             yield hf_name(family, f"layers.{step.index}.{name}"), tensor

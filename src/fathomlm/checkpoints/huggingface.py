@@ -51,7 +51,7 @@ class HuggingFaceCheckpoint:
         return self._tokens
 
     def tensor(self, name: str) -> torch.Tensor:
-        if self._architecture.family == "neox" and ".attn." in name and name.split(".")[-2] in ("q", "k", "v"):
+        if self._family.fused_qkv and ".attn." in name and name.split(".")[-2] in ("q", "k", "v"):
             return self._split_qkv(name)
         return self._shards.get(hf_name(self._family, name))
 
@@ -61,7 +61,7 @@ class HuggingFaceCheckpoint:
     def _refuse_strangers(self) -> None:
         """A tensor without a place here means that the model computes something that our block does not."""
         names = list(parameter_shapes(self._architecture))
-        if self._architecture.family == "neox":
+        if self._family.fused_qkv:
             names = [re.sub(r"\.attn\.[qkv]\.", ".attn.qkv.", name) for name in names]
         known = {hf_name(self._family, name) for name in names} | {hf_name(self._family, "head.weight")}
         more = sorted(name for name in set(self._shards.names()) - known if not COMPUTED.search(name))

@@ -12,7 +12,7 @@ from typing import Literal, get_args
 
 from fathomlm.depth import DepthPlan
 from fathomlm.depth.relaxation import RELAXATIONS
-from fathomlm.depth.sharing import kept_apart, spread
+from fathomlm.depth.sharing import STRATEGIES, spread
 
 Init = Literal["stepwise", "average", "lower", "upper", "random"]
 NormInit = Literal["average", "choice", "zero"]
@@ -26,7 +26,7 @@ def starting_layers(plan: DepthPlan, init: Init) -> list[tuple[int, ...]]:
 
     Layers that are kept apart always start from the base layer in their own place.
     """
-    ends = kept_apart(plan.sharing)
+    ends = STRATEGIES[plan.sharing].kept_apart
     first, last, count = ends, plan.base_layers - 1 - ends, plan.core_layers
     core: list[tuple[int, ...]]
     if init == "average":

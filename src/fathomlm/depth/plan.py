@@ -15,7 +15,7 @@ from typing import Any, Literal, get_args
 
 from fathomlm.depth.bounds import check_record, check_size
 from fathomlm.depth.routing import Routing
-from fathomlm.depth.sharing import STRATEGIES, kept_apart, spread
+from fathomlm.depth.sharing import STRATEGIES, spread
 from fathomlm.errors import OptionError, PlanError, choices, is_int
 from fathomlm.jsonfile import shown
 
@@ -111,7 +111,7 @@ class DepthPlan:
         _checked("base_layers", base_layers, called="layers")
         if resize not in (None, "add", "drop"):
             raise PlanError(f"resize must be 'add' or 'drop', got {resize!r}")
-        ends = kept_apart(sharing)
+        ends = STRATEGIES[sharing].kept_apart
         core = base_layers - 2 * ends
         if core < 1:
             raise PlanError(f"{sharing} keeps the first and last layer apart, so it needs 3 layers; got {base_layers}")
@@ -147,12 +147,12 @@ class DepthPlan:
     @property
     def loops(self) -> bool:
         """Whether the core is one block run again and again in one order, so that routers and exits fit between."""
-        return self.sharing in ("cycle", "middle-cycle")
+        return STRATEGIES[self.sharing].loops
 
     @property
     def whole_passes(self) -> bool:
         """Whether a recursion runs the whole core before the next begins, so that a recursion has an output."""
-        return self.loops or self.sharing == "cycle-rev"
+        return STRATEGIES[self.sharing].whole_passes
 
     def with_exits(self, exits: Iterable[int], *, layer: bool = False) -> DepthPlan:
         """The same plan, with exits after these steps (by index, from 0), each with a `layer` of its own or without."""
@@ -177,7 +177,7 @@ class DepthPlan:
         if sharing is not None:
             if sharing not in STRATEGIES:
                 raise PlanError(choices("kv sharing strategy", sharing, STRATEGIES))
-            core = self.unrolled_layers - 2 * kept_apart(sharing)
+            core = self.unrolled_layers - 2 * STRATEGIES[sharing].kept_apart
             if loops > 1 and core % loops:
                 fits = ", ".join(str(n) for n in range(2, core + 1) if core % n == 0)
                 raise PlanError(f"{loops} kv loops do not divide {core} layers; these do: {fits}")
@@ -194,9 +194,10 @@ class DepthPlan:
             return tuple(range(self.unrolled_layers))
         if self.kv_sharing is None:
             return tuple(self.uses(step.layer)[0].index for step in self.steps)
-        ends = kept_apart(self.kv_sharing)
+        strategy = STRATEGIES[self.kv_sharing]
+        ends = strategy.kept_apart
         core = self.unrolled_layers - 2 * ends
-        groups = STRATEGIES[self.kv_sharing](core // self.kv_loops, self.kv_loops)
+        groups = strategy.order(core // self.kv_loops, self.kv_loops)
         first = [ends + groups.index(group) for group in groups]
         return (*range(ends), *first, *range(ends + core, self.unrolled_layers))
 
@@ -284,7 +285,7 @@ def _checked(name: str, value: object, *, called: str | None = None) -> int:
 
 
 def _lay(sharing: str, recursions: int, base_layers: int, unique: int, ends: int) -> Iterator[Step]:
-    order = STRATEGIES[sharing](unique, recursions)
+    order = STRATEGIES[sharing].order(unique, recursions)
     origins = spread(ends, base_layers - 1 - ends, len(order))
     if ends:
         yield Step(0, 0, 0, "prelude", 0)

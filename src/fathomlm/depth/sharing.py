@@ -1,17 +1,32 @@
 """Sharing strategies: which of K unique layers runs at each of K x R steps (thesis 3.3.2; 4.3.1 and its appendix).
 
-Each strategy is a pure function of (unique layers, recursions). For L = 9 and three recursions:
+For L = 9 and three recursions:
 
     cycle      0 1 2  0 1 2  0 1 2     one block, looped
     sequence   0 0 0  1 1 1  2 2 2     each layer repeated before the next
     cycle-rev  0 1 2  0 1 2  2 1 0     cycle, with the last pass in reverse order (Takase & Kiyono 2023)
 
-The middle-* variants keep the first and last layer apart and share what lies between (`DepthPlan` adds those two).
+The middle-* variants keep the first and last layer apart and share what lies between.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sharing:
+    """One strategy."""
+
+    order: Callable[[int, int], list[int]]
+    """The layer of each step, from how many layers are unique and how often each runs."""
+    kept_apart: int = 0
+    """How many layers stay unshared at each end."""
+    loops: bool = False
+    """Whether the core is one block run again and again in one order, so that routers fit between its passes."""
+    whole_passes: bool = False
+    """Whether a recursion runs the whole core before the next begins, so that a recursion has an output."""
 
 
 def cycle(unique: int, recursions: int) -> list[int]:
@@ -27,18 +42,14 @@ def cycle_rev(unique: int, recursions: int) -> list[int]:
     return list(range(unique)) * (recursions - 1) + last
 
 
-STRATEGIES: dict[str, Callable[[int, int], list[int]]] = {
-    "cycle": cycle,
-    "sequence": sequence,
-    "cycle-rev": cycle_rev,
-    "middle-cycle": cycle,
-    "middle-sequence": sequence,
+STRATEGIES: dict[str, Sharing] = {
+    "cycle": Sharing(order=cycle, loops=True, whole_passes=True),
+    "sequence": Sharing(order=sequence),
+    "cycle-rev": Sharing(order=cycle_rev, whole_passes=True),
+    "middle-cycle": Sharing(order=cycle, kept_apart=1, loops=True, whole_passes=True),
+    "middle-sequence": Sharing(order=sequence, kept_apart=1),
 }
-
-
-def kept_apart(sharing: str) -> int:
-    """How many layers stay unshared at each end: one for the middle-* strategies, none otherwise."""
-    return 1 if sharing.startswith("middle-") else 0
+"""Every strategy by its name in options, recipes and files."""
 
 
 def spread(first: int, last: int, count: int) -> list[int]:

@@ -7,84 +7,33 @@ by name rather than ignored.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any
 
 from fathomlm.checkpoints.families import gemma, llama, neox, qwen, t5
-from fathomlm.checkpoints.families.shared import Config
+from fathomlm.checkpoints.families.shared import Family
 from fathomlm.depth import Architecture
 from fathomlm.errors import UnsupportedModel
 from fathomlm.jsonfile import shown
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Family:
-    """How one Hugging Face model type is read and written."""
-
-    model_type: str
-    architecture_class: str
-    """The class that transformers, vLLM and llama.cpp know it by."""
-    read: Callable[[Config], Architecture]
-    write: Callable[[Architecture], dict[str, Any]]
-    layer_names: Mapping[str, str]
-    outer_names: Mapping[str, str]
-
-
-def _llama_like(model_type: str, cls: str, read: Any, write: Any, names: Mapping[str, str] = llama.LLAMA_NAMES) -> Family:
-    return Family(
-        model_type=model_type,
-        architecture_class=cls,
-        read=read,
-        write=write,
-        layer_names=names,
-        outer_names=llama.LLAMA_OUTER,
-    )
-
-
 FAMILIES: dict[str, Family] = {
-    "llama": _llama_like("llama", "LlamaForCausalLM", llama.read_llama, llama.write_llama),
-    "mistral": _llama_like("mistral", "MistralForCausalLM", llama.read_mistral, llama.write_mistral),
-    "qwen2": _llama_like("qwen2", "Qwen2ForCausalLM", qwen.read_qwen2, qwen.write_qwen),
-    "qwen3": _llama_like("qwen3", "Qwen3ForCausalLM", qwen.read_qwen3, qwen.write_qwen),
-    "gemma": _llama_like("gemma", "GemmaForCausalLM", gemma.read_gemma, gemma.write_gemma),
-    "gemma3": _llama_like("gemma3_text", "Gemma3ForCausalLM", gemma.read_gemma3, gemma.write_gemma3, gemma.GEMMA3_NAMES),
-    "neox": Family(
-        model_type="gpt_neox",
-        architecture_class="GPTNeoXForCausalLM",
-        read=neox.read_neox,
-        write=neox.write_neox,
-        layer_names=neox.NEOX_NAMES,
-        outer_names=neox.NEOX_OUTER,
-    ),
+    "llama": llama.LLAMA,
+    "mistral": llama.MISTRAL,
+    "qwen2": qwen.QWEN2,
+    "qwen3": qwen.QWEN3,
+    "gemma": gemma.GEMMA,
+    "gemma3": gemma.GEMMA3,
+    "neox": neox.NEOX,
 }
-
-
-def _t5_like(model_type: str, cls: str) -> Family:
-    return Family(
-        model_type=model_type,
-        architecture_class=cls,
-        read=t5.read_t5,
-        write=t5.write_t5,
-        layer_names=t5.T5_NAMES,
-        outer_names=t5.T5_OUTER,
-    )
-
-
-SEQ2SEQ: dict[str, Family] = {
-    "t5": _t5_like("t5", "T5ForConditionalGeneration"),
-    "mt5": _t5_like("mt5", "MT5ForConditionalGeneration"),
-    "longt5": _t5_like("longt5", "LongT5ForConditionalGeneration"),
-}
+"""Decoder-only families by the name that an `Architecture` has."""
+SEQ2SEQ: dict[str, Family] = {"t5": t5.T5, "mt5": t5.MT5, "longt5": t5.LONGT5}
 """Decoders that look at an encoder's output."""
 
 
 def family_for(architecture: Architecture) -> Family:
     """The family of an architecture, with the names that its layers' tensors have."""
-    if not architecture.cross:
-        return FAMILIES[architecture.family]
-    family = SEQ2SEQ[architecture.family]
-    return family if architecture.gated else dataclasses.replace(family, layer_names=t5.UNGATED_NAMES)
+    family = (FAMILIES | SEQ2SEQ)[architecture.family]
+    if architecture.gated or family.ungated_names is None:
+        return family
+    return dataclasses.replace(family, layer_names=family.ungated_names)
 
 
 def family_of(model_type: object, where: str) -> Family:
@@ -104,3 +53,6 @@ def hf_name(family: Family, name: str) -> str:
         return f"{family.outer_names[parts[0]]}.{parts[-1]}"
     inner = ".".join(parts[2:-1])
     return f"{family.outer_names['layers']}.{parts[1]}.{family.layer_names[inner]}.{parts[-1]}"
+
+
+__all__ = ["FAMILIES", "SEQ2SEQ", "Family", "family_for", "family_of", "hf_name"]

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from fathomlm.checkpoints.families.llama import LLAMA_NAMES
 from fathomlm.checkpoints.families.shared import (
     HF_ACTIVATIONS,
+    LLAMA_NAMES,
     Config,
+    Family,
     activation_of,
     common,
     read_rope,
@@ -99,3 +100,13 @@ def write_gemma3(a: Architecture) -> dict[str, Any]:
         "query_pre_attn_scalar": round(scalar) if abs(scalar - round(scalar)) < 1e-6 else scalar,
         "rope_parameters": ropes,
     }
+
+
+GEMMA = Family(model_type="gemma", architecture_class="GemmaForCausalLM", read=read_gemma, write=write_gemma)
+GEMMA3 = Family(
+    model_type="gemma3_text",
+    architecture_class="Gemma3ForCausalLM",
+    read=read_gemma3,
+    write=write_gemma3,
+    layer_names=GEMMA3_NAMES,
+)

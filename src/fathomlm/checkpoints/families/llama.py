@@ -7,27 +7,13 @@ from typing import Any
 from fathomlm.checkpoints.families.shared import (
     HF_ACTIVATIONS,
     Config,
+    Family,
     llama_traits,
     windows_of,
     write_common,
     write_windows,
 )
 from fathomlm.depth import Architecture
-
-LLAMA_NAMES = {
-    "attn.q": "self_attn.q_proj",
-    "attn.k": "self_attn.k_proj",
-    "attn.v": "self_attn.v_proj",
-    "attn.o": "self_attn.o_proj",
-    "attn.q_norm": "self_attn.q_norm",
-    "attn.k_norm": "self_attn.k_norm",
-    "mlp.gate": "mlp.gate_proj",
-    "mlp.up": "mlp.up_proj",
-    "mlp.down": "mlp.down_proj",
-    "norm_attn": "input_layernorm",
-    "norm_mlp": "post_attention_layernorm",
-}
-LLAMA_OUTER = {"embed": "model.embed_tokens", "norm": "model.norm", "head": "lm_head", "layers": "model.layers"}
 
 
 def read_llama(config: Config) -> Architecture:
@@ -58,3 +44,7 @@ def write_mistral(a: Architecture) -> dict[str, Any]:
     """Mistral has one window for all layers, so it is written without layer types."""
     window = write_windows(a)["sliding_window"]
     return {**write_common(a), "hidden_act": HF_ACTIVATIONS[a.activation], "sliding_window": window}
+
+
+LLAMA = Family(model_type="llama", architecture_class="LlamaForCausalLM", read=read_llama, write=write_llama)
+MISTRAL = Family(model_type="mistral", architecture_class="MistralForCausalLM", read=read_mistral, write=write_mistral)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from fathomlm.checkpoints.families.shared import HF_ACTIVATIONS, Config, activation_of, read_rope, rope_dict, size
+from fathomlm.checkpoints.families.shared import HF_ACTIVATIONS, Config, Family, activation_of, read_rope, rope_dict, size
 from fathomlm.depth import Architecture
 
 NEOX_NAMES = {
@@ -71,3 +71,13 @@ def write_neox(a: Architecture) -> dict[str, Any]:
         "rotary_emb_base": a.rope.theta,
         "rope_parameters": {**rope_dict(a.rope), "partial_rotary_factor": a.rotary_fraction},
     }
+
+
+NEOX = Family(
+    model_type="gpt_neox",
+    architecture_class="GPTNeoXForCausalLM",
+    read=read_neox,
+    write=write_neox,
+    layer_names=NEOX_NAMES,
+    outer_names=NEOX_OUTER,
+)

@@ -7,6 +7,7 @@ from typing import Any
 from fathomlm.checkpoints.families.shared import (
     HF_ACTIVATIONS,
     Config,
+    Family,
     llama_traits,
     size,
     windows_of,
@@ -50,3 +51,7 @@ def write_qwen(a: Architecture) -> dict[str, Any]:
     bias = {"attention_bias": a.qkv_bias} if a.family == "qwen3" else {}
     windows = {**write_windows(a), "use_sliding_window": bool(a.windows)}
     return {**write_common(a), "hidden_act": HF_ACTIVATIONS[a.activation], **bias, **windows}
+
+
+QWEN2 = Family(model_type="qwen2", architecture_class="Qwen2ForCausalLM", read=read_qwen2, write=write_qwen)
+QWEN3 = Family(model_type="qwen3", architecture_class="Qwen3ForCausalLM", read=read_qwen3, write=write_qwen)

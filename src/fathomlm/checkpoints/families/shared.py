@@ -1,7 +1,9 @@
-"""What the families' configurations have in common: sizes, rotary scaling, windows, activations."""
+"""What a family is, and what the families' configurations have in common: sizes, rotary scaling, windows, activations."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any, overload
 
 from fathomlm.depth import Architecture, Rope
@@ -10,6 +12,20 @@ from fathomlm.errors import UnsupportedModel
 from fathomlm.jsonfile import Fields
 
 Config = Fields
+LLAMA_NAMES = {
+    "attn.q": "self_attn.q_proj",
+    "attn.k": "self_attn.k_proj",
+    "attn.v": "self_attn.v_proj",
+    "attn.o": "self_attn.o_proj",
+    "attn.q_norm": "self_attn.q_norm",
+    "attn.k_norm": "self_attn.k_norm",
+    "mlp.gate": "mlp.gate_proj",
+    "mlp.up": "mlp.up_proj",
+    "mlp.down": "mlp.down_proj",
+    "norm_attn": "input_layernorm",
+    "norm_mlp": "post_attention_layernorm",
+}
+LLAMA_OUTER = {"embed": "model.embed_tokens", "norm": "model.norm", "head": "lm_head", "layers": "model.layers"}
 ACTIVATIONS = {
     "silu": "silu",
     "swish": "silu",
@@ -18,6 +34,27 @@ ACTIVATIONS = {
     "gelu_new": "gelu_tanh",
 }
 HF_ACTIVATIONS = {"silu": "silu", "gelu": "gelu", "gelu_tanh": "gelu_pytorch_tanh"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Family:
+    """How one Hugging Face model type is read and written."""
+
+    model_type: str
+    architecture_class: str
+    """The class that transformers, vLLM and llama.cpp know it by."""
+    read: Callable[[Config], Architecture]
+    write: Callable[[Architecture], dict[str, Any]]
+    layer_names: Mapping[str, str] = field(default_factory=lambda: LLAMA_NAMES)
+    """Hugging Face's names for the modules of a layer, by ours."""
+    outer_names: Mapping[str, str] = field(default_factory=lambda: LLAMA_OUTER)
+    ungated_names: Mapping[str, str] | None = None
+    """`layer_names` of versions without a gate, where those differ."""
+
+    @property
+    def fused_qkv(self) -> bool:
+        """Whether q, k and v of each head are kept together in one matrix."""
+        return "attn.qkv" in self.layer_names
 
 
 @overload

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from fathomlm.checkpoints.families.shared import ACTIVATIONS, Config, size
+from fathomlm.checkpoints.families.shared import ACTIVATIONS, Config, Family, size
 from fathomlm.depth import Architecture
 from fathomlm.errors import UnsupportedModel
 
@@ -82,3 +82,20 @@ def write_t5(a: Architecture) -> dict[str, Any]:
         "tie_word_embeddings": scaled,
         **({} if a.family == "mt5" else {"scale_decoder_outputs": scaled}),
     }
+
+
+def _family(model_type: str, architecture_class: str) -> Family:
+    return Family(
+        model_type=model_type,
+        architecture_class=architecture_class,
+        read=read_t5,
+        write=write_t5,
+        layer_names=T5_NAMES,
+        outer_names=T5_OUTER,
+        ungated_names=UNGATED_NAMES,
+    )
+
+
+T5 = _family("t5", "T5ForConditionalGeneration")
+MT5 = _family("mt5", "MT5ForConditionalGeneration")
+LONGT5 = _family("longt5", "LongT5ForConditionalGeneration")
