@@ -13,10 +13,11 @@ from fathomlm.depth.presets import PRESETS
 from fathomlm.depth.relaxation import build_relaxation
 from fathomlm.errors import ModelNotFound, OptionError
 from fathomlm.model.decoder import Decoder
-from fathomlm.train.estimate import estimate, flops_per_token_6n
-from fathomlm.train.estimate_text import format_estimate
-from fathomlm.train.footprint import activation_bytes, count_memory
+from fathomlm.train.activations import activation_bytes
+from fathomlm.train.estimate import estimate, format_estimate
+from fathomlm.train.flops import flops_per_token_6n
 from fathomlm.train.hardware import ACCELERATORS, Rates, accelerator_name, memory_bytes, peak_tflops, sustained_tflops
+from fathomlm.train.memory import count_memory
 from fathomlm.train.reading import build_recipe, read_recipe, shipped_recipes
 from fathomlm.train.recipe import HardwareRecipe, Recipe
 from fathomlm.train.run import train

@@ -23,9 +23,9 @@ from fathomlm.depth import Architecture, DepthPlan, ExitParts
 from fathomlm.errors import CheckpointError, OptionError
 from fathomlm.model.decoder import Decoder
 from fathomlm.model.hub import FathomConfig, FathomForCausalLM
+from fathomlm.train.activations import activation_bytes
 from fathomlm.train.data.loader import IGNORE
 from fathomlm.train.estimate import estimate
-from fathomlm.train.footprint import activation_bytes
 from fathomlm.train.objective import Objective
 from fathomlm.train.optim import choose_trained
 from fathomlm.train.reading import build_recipe, read_recipe

@@ -24,10 +24,9 @@ from fathomlm.depth import Architecture, DepthPlan, ExitParts
 from fathomlm.errors import CheckpointError, OptionError, TrainingError
 from fathomlm.model.decoder import Decoder
 from fathomlm.model.hub import FathomConfig, FathomForCausalLM
+from fathomlm.train.activations import activation_bytes
 from fathomlm.train.data.loader import IGNORE
-from fathomlm.train.estimate import estimate
-from fathomlm.train.estimate_text import format_estimate
-from fathomlm.train.footprint import activation_bytes
+from fathomlm.train.estimate import estimate, format_estimate
 from fathomlm.train.losses.agreement import agreement_loss
 from fathomlm.train.objective import Objective
 from fathomlm.train.optim import choose_trained

@@ -22,9 +22,9 @@ from fathomlm.depth.cost import count, relaxation_parameters
 from fathomlm.depth.relaxation import build_relaxation, check_fits
 from fathomlm.errors import OptionError
 from fathomlm.model.decoder import Decoder
+from fathomlm.train.activations import activation_bytes
 from fathomlm.train.data.corpus import Corpus
 from fathomlm.train.estimate import estimate
-from fathomlm.train.footprint import activation_bytes
 from fathomlm.train.reading import read_recipe
 from fathomlm.train.recipe import Recipe
 from fathomlm.train.report import read_records

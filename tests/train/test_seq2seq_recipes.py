@@ -19,9 +19,8 @@ from fathomlm.errors import DataError, OptionError, OutputError
 from fathomlm.model.encoder import encoder_parameters
 from fathomlm.train.data.corpus import Corpus
 from fathomlm.train.data.prepare import PrepareOptions, prepare
-from fathomlm.train.encoder_cost import EncoderCost
-from fathomlm.train.estimate import estimate
-from fathomlm.train.estimate_text import format_estimate
+from fathomlm.train.estimate import estimate, format_estimate
+from fathomlm.train.flops import encoder_keys
 from fathomlm.train.reading import build_recipe, read_recipe
 from fathomlm.train.run import train
 from fathomlm.train.setup import build_student, prepare_command
@@ -91,8 +90,7 @@ def test_memory_goes_down_with_recomputation_and_with_a_frozen_encoder():
     words = ["--train", "exits", "--loss.exits.head_rank", "8"]
     frozen = estimate(read_recipe("free-samsum", words), rows_in_epoch=1000).memory
     assert frozen.encoder < plain.encoder / 10
-    long = EncoderCost.of(encoder_of("long-t5-tglobal-base"))
-    assert long.keys(2048) == 3 * 128 + 128
+    assert encoder_keys(encoder_of("long-t5-tglobal-base"), 2048) == 3 * 128 + 128
 
 
 @pytest.mark.parametrize(

@@ -86,8 +86,7 @@ def _first_comment(text: str) -> str:
 def _dry_run(recipe: Any, as_json: bool) -> int:
     import torch
 
-    from fathomlm.train.estimate import estimate
-    from fathomlm.train.estimate_text import format_estimate
+    from fathomlm.train.estimate import estimate, format_estimate
 
     recipe, rows = _with_data(recipe)
     device_name = torch.cuda.get_device_name() if torch.cuda.is_available() else None

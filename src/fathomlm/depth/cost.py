@@ -133,6 +133,14 @@ def count(
     )
 
 
+def linear_weights(architecture: Architecture, plan: DepthPlan, relaxation: Relaxation | None) -> tuple[int, int]:
+    """Weights of all linears over the unrolled depth, by the part of the tokens that a router lets through: what a token
+    meets, and what one of an encoder's output does."""
+    rules = _Rules(architecture, plan, relaxation, 1, 1, running_parts(plan))
+    met = [(rules.tokens(step), *rules.weights(step)) for step in plan]
+    return round(sum(part * own for part, own, _ in met)), sum(source for *_, source in met)
+
+
 def relaxation_parameters(architecture: Architecture, plan: DepthPlan, relaxation: Relaxation | None) -> int:
     """What all steps together add of their own."""
     if relaxation is None:
@@ -173,22 +181,24 @@ class _Rules:
     def flops(self, step: Step) -> Fraction:
         """Forward FLOPs of this step for each token of the sequence."""
         part = self.tokens(step)
-        skipped = ("k", "v") if self.plan.reads_kv(step) else ()
-        linear = sum(self._linear(step, spec) for spec in self._specs if spec.name not in (*skipped, *OF_THE_SOURCE))
-        source = sum(self._linear(step, spec) for spec in self._specs if spec.name in OF_THE_SOURCE)
+        own, source = self.weights(step)
         keys_seen = part if self.plan.kv == "cache" else Fraction(1)
         extra = 0 if self.relaxation is None else self.relaxation.method.extra_keys(self.relaxation)
         keys = self._mean_keys(step) * keys_seen + extra + (self.source if self.architecture.cross else 0)
-        once = Fraction(source * self.source, self.context)
-        return part * (linear + 4 * self.architecture.query_width * keys) + once
+        once = Fraction(2 * source * self.source, self.context)
+        return part * (2 * own + 4 * self.architecture.query_width * keys) + once
 
-    @property
-    def _specs(self) -> tuple[LinearSpec, ...]:
-        return self.architecture.linears()
-
-    def _linear(self, step: Step, spec: LinearSpec) -> int:
-        """A linear's FLOPs for one token, with what the step adds to it."""
-        return 2 * (spec.inputs * spec.outputs + self._added(step, spec))
+    def weights(self, step: Step) -> tuple[int, int]:
+        """Of the linears that this step runs, with what it adds to them: for each of its tokens, and for each of the
+        source's."""
+        skipped = ("k", "v") if self.plan.reads_kv(step) else ()
+        each = {
+            spec.name: spec.inputs * spec.outputs + self._added(step, spec)
+            for spec in self.architecture.linears()
+            if spec.name not in skipped
+        }
+        source = sum(each.pop(name, 0) for name in OF_THE_SOURCE)
+        return sum(each.values()), source
 
     def _added(self, step: Step, spec: LinearSpec) -> int:
         if self.relaxation is None or not self.relaxation.sits_on(self.plan, step):

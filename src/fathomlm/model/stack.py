@@ -186,7 +186,7 @@ class LayerStack(nn.Module):
         x_BTM: Tensor,
         steps: Sequence[Step],
         masks: AttentionMasks,
-        cache: Cache,
+        cache: Cache | NoCache,
         packed: Mapping[int, Packed] | None = None,
     ) -> Tensor:
         """The residual stream after some steps of the plan: a part of a pass, for decoding that leaves early. An exit's own

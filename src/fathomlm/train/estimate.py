@@ -1,29 +1,21 @@
-"""What a run will be, before it starts: its model, its length, its compute, its memory and its time.
-
-Compute is stated twice. "As the thesis counts" is the forward pass without embedding and head (appendix "FLOPs
-approximated calculation of Transformers"), tripled for the backward pass. "6 x parameters x tokens", with looped layers
-counted per use and the head once, is what the field states utilisation (MFU) against, and so do we.
-"""
+"""What a run will be, before it starts: its model, its length, its compute, its memory and its time."""
 
 from __future__ import annotations
 
 import dataclasses
-import math
-from collections.abc import Mapping
+from collections import Counter
 from dataclasses import dataclass
-from fractions import Fraction
 from typing import Any
 
-from fathomlm.depth import Architecture, DepthPlan, Relaxation
-from fathomlm.depth.cost import count, running_parts
+from fathomlm.depth.cost import count
 from fathomlm.errors import OptionError
-from fathomlm.train.budget import forward_flops_per_token, micro_batch_size, plan_steps, row_length, rows_per_step
-from fathomlm.train.encoder_cost import EncoderCost, cross_weights, over_both
-from fathomlm.train.footprint import PLANNED, TrainingMemory, count_memory
+from fathomlm.train.distributed import COMFORT
+from fathomlm.train.flops import forward_flops_per_token, model_flops_per_token, work_flops_per_token
 from fathomlm.train.hardware import Rates, accelerator_name, memory_bytes
+from fathomlm.train.memory import PLANNED, TrainingMemory, count_memory, student_weights
 from fathomlm.train.recipe import Recipe
-from fathomlm.train.schedule import LearningRate
-from fathomlm.train.student import StudentSpec, learns, read_source, read_student, yet_to_come
+from fathomlm.train.schedule import LearningRate, micro_batch_size, plan_steps, row_length, rows_per_step
+from fathomlm.train.student import StudentSpec, read_student, read_teacher, yet_to_come
 
 ASSUMED = 0.4
 """The part of what a device sustains that a run is assumed to reach; of its data sheet where that is not known."""
@@ -110,28 +102,24 @@ def estimate(
     """
     if not 0 < assumed <= 1:
         raise OptionError(f"the assumed part of the peak must be > 0 and <= 1, got {assumed}")
-    parts = read_student(recipe, foresee=True)
-    architecture, plan, relaxation = parts.architecture, parts.plan, parts.relaxation
-    teacher = None if recipe.loss.distill is None else read_source(recipe.loss.distill.source, foresee=True)
-    cost = count(architecture, plan, relaxation=relaxation, context=row_length(recipe))
+    spec, teacher = read_student(recipe, foresee=True), read_teacher(recipe, foresee=True)
+    plan = spec.plan
+    cost = count(spec.architecture, plan, relaxation=spec.relaxation, context=row_length(recipe))
+    forward, per_token = forward_flops_per_token(recipe, spec), model_flops_per_token(recipe, spec)
     steps = None
     if recipe.budget.epochs is None or rows_in_epoch is not None:
-        steps = plan_steps(recipe, architecture, plan, relaxation, rows_in_epoch, parts.encoder).steps
+        steps = plan_steps(recipe, forward, rows_in_epoch).steps
     rows = rows_per_step(recipe)
     tokens = None if steps is None else steps * rows * row_length(recipe)
-    forward = forward_flops_per_token(recipe, architecture, plan, relaxation, parts.encoder)
-    sizes = dict.fromkeys(("base", "embedding", "encoder", "relaxation", "router", "balance", "exits"), 0)
-    for group, shape in parts.tensors():
-        sizes[group] += math.prod(shape)
-    assert sizes["base"] + sizes["relaxation"] + sizes["router"] + sizes["balance"] == cost.non_embedding_parameters, (
-        "two counts of one model disagree"
-    )
-    trainable = sum(size for group, size in sizes.items() if learns(recipe.train, group))
+    weights = student_weights(spec, recipe.train)
+    sizes: Counter[str] = Counter()
+    for weight in weights:
+        sizes[weight.group] += weight.size
+    assert sizes["base"] + sizes["relaxation"] + sizes["router"] == cost.non_embedding_parameters, "two counts disagree"
     limit, rates = memory_bytes(recipe.hardware, device_name), Rates.of(recipe.hardware, device_name)
     mfu = assumed if rates.peak is None or rates.sustained is None else assumed * rates.sustained / rates.peak
-    parallel, memory = _spread(recipe, parts, 0 if teacher is None else _parameters(recipe, *teacher), limit)
-    work = _over(tokens, work_flops_per_token(recipe, parts, teacher))
-    per_token = model_flops_per_token(recipe, architecture, plan, relaxation, parts.encoder)
+    parallel, memory = _parallel(recipe, spec, teacher, limit)
+    work = _over(tokens, work_flops_per_token(recipe, spec, teacher))
     devices = recipe.hardware.count
     return Estimate(
         name=recipe.name,
@@ -148,7 +136,7 @@ def estimate(
         exit_parameters=sizes["exits"],
         encoder_parameters=sizes["encoder"],
         total_parameters=sum(sizes.values()),
-        trainable_parameters=trainable,
+        trainable_parameters=sum(weight.size for weight in weights if weight.learns),
         forward_flops_per_token=forward,
         flops_per_token_6n=per_token,
         steps=steps,
@@ -180,117 +168,104 @@ def _over(tokens: int | None, each: int) -> float | None:
     return None if tokens is None else float(each * tokens)
 
 
-def flops_per_token_6n(architecture: Architecture, plan: DepthPlan, relaxation: Relaxation | None) -> int:
-    """6 x the parameters that a token meets: linears at every use, what steps add to them, and the head once."""
-    return 6 * (_layer_weights(architecture, plan, relaxation) + architecture.vocab * architecture.hidden)
-
-
-def model_flops_per_token(
-    recipe: Recipe,
-    architecture: Architecture,
-    plan: DepthPlan,
-    relaxation: Relaxation | None,
-    encoder: Mapping[str, Any] | None = None,
-) -> int:
-    """`flops_per_token_6n` for each token of a row; with an encoder (its record) the mean over source and target."""
-    decoder = flops_per_token_6n(architecture, plan, relaxation)
-    if encoder is None:
-        return decoder
-    source = 6 * cross_weights(architecture, plan)
-    return over_both(recipe.data, decoder - source, source + 6 * EncoderCost.of(encoder).weights)
-
-
-def work_flops_per_token(
-    recipe: Recipe, parts: StudentSpec, teacher: tuple[Architecture, DepthPlan | None, Relaxation | None] | None
-) -> int:
-    """FLOPs of all products for one token: 2 a weight forward, 2 for the gradient of its input, 2 for its own.
-
-    Frozen weights need no gradient of their own, and layers below nothing that learns none of their inputs either.
-    """
-    architecture, plan = parts.architecture, parts.plan
-    if plan.routing is not None and not plan.routing.method.picks_tokens:
-        plan = plan.with_routing(None)  # its training computes every recursion for every token, and discards
-    layers = _layer_weights(architecture, plan, parts.relaxation)
-    head = architecture.vocab * architecture.hidden
-    exits = len(plan.exits) * (head + _exit_weights(parts))
-    match recipe.train:
-        case "all":
-            work = 6 * (layers + head + exits)
-        case "relaxation":
-            added = layers - _layer_weights(architecture, plan, None)
-            work = 4 * (layers + head + exits) + 2 * added
-        case "exits" | "exit_heads":
-            work = 2 * (layers + head) + len(plan.exits) * _exit_work(parts)
-    if recipe.recompute not in ("none", "inner") and not recipe.exits_only:
-        work += 2 * layers
-    if parts.encoder is not None:
-        learns = recipe.train == "all"
-        source = (6 if learns else 2) * cross_weights(architecture, plan)
-        again = 2 if learns and recipe.recompute == "layer" else 0
-        encoder = ((6 if learns else 2) + again) * EncoderCost.of(parts.encoder).weights
-        work = over_both(recipe.data, work - source, source + encoder)
-    if teacher is not None:
-        record = _teacher_encoder(recipe) if teacher[0].cross else None
-        its_plan = teacher[1] or DepthPlan.vanilla(teacher[0].layers)
-        work += model_flops_per_token(recipe, teacher[0], its_plan, teacher[2], record) // 3
-    return work
-
-
-def _teacher_encoder(recipe: Recipe) -> dict[str, Any] | None:
-    from fathomlm.checkpoints.resolve import encoder_of
-
-    assert recipe.loss.distill is not None
-    return encoder_of(recipe.loss.distill.source)
-
-
-def _exit_work(parts: StudentSpec) -> int:
-    """FLOPs of one exit over a frozen model. A delta on the head makes the gradient of all rows that the exit learns over,
-    an adapter or a layer only that of what the head reads, and a classifier none."""
-    times = 6 if parts.exits.head_rank else 4 if parts.exits.adapter_rank or parts.exits.layer else 2
-    head = parts.at_exits.vocab * parts.architecture.hidden
-    return times * head + 6 * _exit_weights(parts)
-
-
-def _exit_weights(parts: StudentSpec) -> int:
-    """Weights of the linears that one exit adds."""
-    return sum(math.prod(shape) for shape in parts.exits.shapes(parts.at_exits) if len(shape) == 2)
-
-
-def _layer_weights(architecture: Architecture, plan: DepthPlan, relaxation: Relaxation | None) -> int:
-    """Weights of all linears over the unrolled depth, by the part of the tokens that a router lets through."""
-    part = running_parts(plan)
-    plain = sum(linear.inputs * linear.outputs for linear in architecture.linears())
-    added = 0
-    if relaxation is not None:
-        added = sum(relaxation.method.linear_weights(relaxation, linear) for linear in architecture.linears())
-    skipped = sum(linear.inputs * linear.outputs for linear in architecture.linears() if linear.name in ("k", "v"))
-    total = Fraction(0)
-    for step in plan:
-        relaxed = relaxation is not None and relaxation.sits_on(plan, step)
-        own = plain + (added if relaxed else 0) - (skipped if plan.reads_kv(step) else 0)
-        total += own * (part[step.recursion] if step.part == "core" else 1)
-    return round(total)
-
-
-def _spread(recipe: Recipe, parts: StudentSpec, teacher: int, limit: int | None) -> tuple[str, TrainingMemory]:
+def _parallel(
+    recipe: Recipe, spec: StudentSpec, teacher: StudentSpec | None, limit: int | None
+) -> tuple[str, TrainingMemory]:
     """How the model lies on the devices, by the rule that a run follows, and what that takes of each."""
-    from fathomlm.train.distributed import COMFORT
-
+    taught = 0 if teacher is None else sum(weight.size for weight in student_weights(teacher, "all"))
     if recipe.hardware.count == 1:
-        return "none", count_memory(recipe, parts, teacher, "none")
-    copies = count_memory(recipe, parts, teacher, "ddp")
+        return "none", count_memory(recipe, spec, taught, "none")
+    copies = count_memory(recipe, spec, taught, "ddp")
     state = copies.weights + copies.optimizer + copies.gradients
     if recipe.parallel == "ddp" or (recipe.parallel == "auto" and (limit is None or state < COMFORT * limit)):
         return "ddp", copies
-    return "fsdp", count_memory(recipe, parts, teacher, "fsdp")
+    return "fsdp", count_memory(recipe, spec, taught, "fsdp")
 
 
-def _parameters(recipe: Recipe, architecture: Architecture, plan: DepthPlan | None, relaxation: Relaxation | None) -> int:
-    cost = count(architecture, plan or DepthPlan.vanilla(architecture.layers), relaxation=relaxation)
-    encoder = _teacher_encoder(recipe) if architecture.cross else None
-    beside = 0
-    if encoder is not None:
-        from fathomlm.model.encoder import encoder_parameters
+def format_estimate(found: Estimate) -> str:
+    """The estimate as text for people."""
+    looped = f" looped {found.recursions} times, {found.unrolled_layers} run" if found.recursions > 1 else ""
+    exits = f", exits after {', '.join(map(str, found.exits))}" if found.exits else ""
+    exits += f", {found.router}-choice router" if found.router else ""
+    lines = [
+        ("model", f"{found.layout} layers{looped}{exits}"),
+        ("parameters", f"{_short(found.non_embedding_parameters)} + {_short(found.embedding_parameters)} of embeddings"),
+    ]
+    if found.source_from is not None:
+        lines.insert(0, ("source", f"not there yet; taken as what fathomlm train {found.source_from} leaves"))
+    if found.encoder_parameters:
+        lines.append(("  encoder", f"{_short(found.encoder_parameters)} besides"))
+    if found.relaxation_parameters:
+        lines.append(("  relaxation", f"{_short(found.relaxation_parameters)} of the first"))
+    if found.exit_parameters:
+        lines.append(("  exits", f"{_short(found.exit_parameters)} besides"))
+    lines += [
+        ("  that learn", f"{_short(found.trainable_parameters)} of {_short(found.total_parameters)}"),
+        *_length(found),
+        (
+            "  a step",
+            f"{found.rows_per_step:,} rows in {found.micro_batches} micro-batch(es) on each of {found.devices} device(s)",
+        ),
+        *_compute(found),
+        ("memory", f"{_gb(found.memory.total)} a device ({_devices(found)})"),
+    ]
+    record = found.memory.to_dict()
+    lines += [(f"  {kind}", _gb(size)) for kind, size in record.items() if size and kind != "total"]
+    lines += [("fits", _fits(found)), ("time", _time(found))]
+    return "\n".join(f"{label:<14}{text}" for label, text in lines)
 
-        beside = encoder_parameters(encoder)
-    return cost.non_embedding_parameters + cost.embedding_parameters + beside
+
+def _length(found: Estimate) -> list[tuple[str, str]]:
+    if found.steps is None:
+        return [("length", f"epochs of data that are not prepared yet, in steps of {found.tokens_per_step:,} tokens")]
+    whole = f"{found.steps:,} steps of {found.tokens_per_step:,} tokens = {_short(found.tokens or 0)}, {found.rows:,} rows"
+    return [("length", whole), ("  warm-up", f"{found.warmup_steps:,} steps")]
+
+
+def _compute(found: Estimate) -> list[tuple[str, str]]:
+    if found.steps is None:
+        each = f"{found.forward_flops_per_token:.3g} FLOPs a token forward as the thesis counts"
+        return [("compute", f"{each}, {3 * found.forward_flops_per_token:.3g} with backward")]
+    return [
+        (
+            "compute",
+            f"{found.forward_flops:.3g} FLOPs forward as the thesis counts, {found.training_flops:.3g} with backward",
+        ),
+        ("", f"{found.model_flops:.3g} as 6 x parameters x tokens; {found.work_flops:.3g} with all that this run computes"),
+    ]
+
+
+def _devices(found: Estimate) -> str:
+    return {"none": "one device", "ddp": f"{found.devices} copies", "fsdp": f"shards over {found.devices}"}[found.parallel]
+
+
+def _fits(found: Estimate) -> str:
+    if found.fits is None or found.device_memory is None:
+        return "not known: name the device with hardware.gpu"
+    verdict = "yes" if found.fits else "no: lower batch.micro, set recompute: layer, or parallel: fsdp on several devices"
+    return f"{verdict} ({_gb(PLANNED * found.device_memory)} of {_gb(found.device_memory)} are planned for)"
+
+
+def _time(found: Estimate) -> str:
+    if found.steps is None:
+        return "not known, as the length"
+    if found.seconds is None:
+        return "not known: name the device with hardware.gpu, or give hardware.peak_tflops"
+    hours = found.seconds / 3600
+    length = f"{hours / 24:.1f} days" if hours >= 48 else f"{hours:.1f} hours" if hours >= 1 else f"{hours * 60:.1f} minutes"
+    device = f"{found.devices} x {found.gpu}" if found.gpu else f"{found.devices} device(s)"
+    assumed = f"{found.mfu:.0%} of {found.peak_tflops:g} TFLOP/s each"
+    if found.sustained_tflops is not None:
+        assumed += f" ({found.mfu_sustained:.0%} of the {found.sustained_tflops:g} that large products sustain)"
+    return f"{length} on {device}, assuming {assumed}"
+
+
+def _gb(size: float) -> str:
+    return f"{size / 1e9:.2f} GB" if size >= 1e7 else f"{size / 1e6:.2f} MB"
+
+
+def _short(value: int) -> str:
+    for size, letter in ((10**12, "T"), (10**9, "B"), (10**6, "M"), (10**3, "K")):
+        if value >= size:
+            return f"{value / size:.4g}{letter}"
+    return str(value)

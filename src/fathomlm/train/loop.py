@@ -21,7 +21,6 @@ from torch.optim import Optimizer
 
 from fathomlm.errors import DataError
 from fathomlm.model.route.metrics import RoutingMeter
-from fathomlm.train.budget import row_length
 from fathomlm.train.captured import CapturedPass
 from fathomlm.train.data.loader import IGNORE, Batches, Prefetched, prefetch
 from fathomlm.train.data.pairs import AnyBatch, round_up
@@ -32,7 +31,7 @@ from fathomlm.train.optim import set_rate
 from fathomlm.train.recipe import Recipe
 from fathomlm.train.report import Record
 from fathomlm.train.routing_recipe import RoutingLossRecipe
-from fathomlm.train.schedule import LearningRate
+from fathomlm.train.schedule import LearningRate, row_length
 from fathomlm.train.setup import AnyLoader
 from fathomlm.train.state import TrainingProgress
 

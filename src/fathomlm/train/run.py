@@ -14,14 +14,13 @@ import torch
 
 from fathomlm.errors import TrainingError
 from fathomlm.model.seq2seq import FathomForSeq2SeqLM
-from fathomlm.train.budget import forward_flops_per_token, micro_batch_size, plan_steps
 from fathomlm.train.checkpoint import load_checkpoint, save_checkpoint
 from fathomlm.train.data.loader import Prefetched
 from fathomlm.train.data.pairs import AnyBatch
 from fathomlm.train.data.segments import PreparationProgress
 from fathomlm.train.directory import RunDirectory
 from fathomlm.train.distributed import World, choose_parallel, join, parallelize, whole
-from fathomlm.train.estimate import model_flops_per_token
+from fathomlm.train.flops import forward_flops_per_token, model_flops_per_token
 from fathomlm.train.hardware import Rates
 from fathomlm.train.lock import run_lock
 from fathomlm.train.loop import PendingStep, SpeedMeter, Stepper, StepResult, prefetching
@@ -30,7 +29,7 @@ from fathomlm.train.optim import build_optimizer, choose_trained, state_bytes_pe
 from fathomlm.train.recipe import Recipe
 from fathomlm.train.report import Record, Reporter, SilentWatcher, Watcher
 from fathomlm.train.resume import ResumePoint, check_branch, check_data, check_same, data_fingerprint, find_start
-from fathomlm.train.schedule import LearningRate
+from fathomlm.train.schedule import LearningRate, micro_batch_size, plan_steps
 from fathomlm.train.seq2seq import equip_encoder
 from fathomlm.train.setup import (
     as_the_model_reads,
@@ -42,6 +41,7 @@ from fathomlm.train.setup import (
 )
 from fathomlm.train.signals import stop_requested
 from fathomlm.train.state import TrainingProgress, read_state
+from fathomlm.train.student import StudentSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,11 +97,13 @@ class Run:
         torch.manual_seed(recipe.seed)
         self._student = build_student(recipe, self._data.corpus)
         self._data = as_the_model_reads(self._data, self._student)
-        self._encoder = self._student.config.encoder_config if isinstance(self._student, FathomForSeq2SeqLM) else None
         self._teacher = build_teacher(recipe, self._data.corpus, self._student, world)
         s = self._student
-        rows = len(self._data.train)
-        self._length = plan_steps(recipe, s.architecture, s.plan, s.relaxation, rows, self._encoder)
+        encoder = s.config.encoder_config if isinstance(s, FathomForSeq2SeqLM) else None
+        spec = StudentSpec(architecture=s.architecture, plan=s.plan, relaxation=s.relaxation, encoder=encoder)
+        self._forward_flops = forward_flops_per_token(recipe, spec)
+        self._model_flops = model_flops_per_token(recipe, spec)
+        self._length = plan_steps(recipe, self._forward_flops, len(self._data.train))
         self._rate = LearningRate.of(recipe.schedule, self._length.steps)
         self._micro = micro_batch_size(self._length.rows_per_step, world.size, recipe.batch.micro)
         self._progress = TrainingProgress()
@@ -144,12 +146,9 @@ class Run:
         aux_rate = 1.0 if recipe.loss.routing is None else recipe.loss.routing.aux_lr
         self._optimizer = build_optimizer(module, recipe.optimizer, aux_rate)
         self._stepper = Stepper(recipe, self._objective, module, self._optimizer, self._rate, world)
-        s = self._student
         device_name = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else None
-        shapes = s.architecture, s.plan, s.relaxation, self._encoder
-        self._forward_flops = forward_flops_per_token(recipe, *shapes)
         rates = Rates.of(recipe.hardware, device_name)
-        self._meter = SpeedMeter(model_flops_per_token(recipe, *shapes), rates, world, self._stepper.memory_gb)
+        self._meter = SpeedMeter(self._model_flops, rates, world, self._stepper.memory_gb)
 
     def go(self, resume: bool) -> TrainingResult:
         """Start, or go on, and train to the end of the budget or to a request to stop."""

@@ -115,18 +115,20 @@ def ready_to_train(student: FathomForSeq2SeqLM, model: ModelRecipe, corpus: Corp
 
 
 def encode(encoder: nn.Module, decoder: Decoder, source_BS: Tensor, keep_BS: Tensor) -> EncoderMemory:
-    """The encoder's output, made without waiting for a GPU; under autocast in its dtype, once for all steps."""
-    embedded_BSM = decoder.embed(source_BS)
+    """The encoder's output, for the decoder to look at."""
+    return EncoderMemory(run_encoder(encoder, decoder.embed(source_BS), keep_BS), keep_BS, look=False)
+
+
+def run_encoder(encoder: nn.Module, embedded_BSM: Tensor, keep_BS: Tensor) -> Tensor:
+    """Made without waiting for a GPU; under autocast in its dtype, once for all steps."""
     kind = embedded_BSM.device.type
     if encoder.config.model_type == "longt5":  # type: ignore[union-attr]
         mask = keep_BS.long()
     else:  # transformers takes a mask of scores as it is, and would look into one of tokens
         hidden = torch.zeros_like(keep_BS, dtype=embedded_BSM.dtype).masked_fill(~keep_BS, torch.finfo(torch.bfloat16).min)
         mask = hidden[:, None, None, :]
-    states_BSM = encoder(inputs_embeds=embedded_BSM, attention_mask=mask).last_hidden_state
-    if torch.is_autocast_enabled(kind):
-        states_BSM = states_BSM.to(torch.get_autocast_dtype(kind))
-    return EncoderMemory(states_BSM, keep_BS, look=False)
+    states_BSM: Tensor = encoder(inputs_embeds=embedded_BSM, attention_mask=mask).last_hidden_state
+    return states_BSM.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else states_BSM
 
 
 def equip_encoder(encoder: nn.Module, *, learns: bool, recompute: str, compiled: bool, backend: str = "inductor") -> None:

@@ -23,7 +23,6 @@ from fathomlm.depth.t5 import T5_FAMILIES, with_t5_traits
 from fathomlm.errors import DataError, OptionError
 from fathomlm.model.hub import empty_model
 from fathomlm.model.seq2seq import FathomForSeq2SeqLM, FathomModel
-from fathomlm.train.budget import rows_per_step
 from fathomlm.train.data.corpus import Corpus
 from fathomlm.train.data.frequent import frequent_in_corpus
 from fathomlm.train.data.loader import Loader
@@ -33,6 +32,7 @@ from fathomlm.train.data.segments import PreparationProgress
 from fathomlm.train.distributed import World
 from fathomlm.train.losses.exits import exit_steps
 from fathomlm.train.recipe import DataRecipe, ExitRecipe, ModelRecipe, Recipe, parse_amount
+from fathomlm.train.schedule import rows_per_step
 from fathomlm.train.seq2seq import fresh_seq2seq, fresh_tokens, read_encoder, ready_to_train
 from fathomlm.train.student import (
     check_plan,

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fathomlm.depth import Architecture, DepthPlan, ExitParts, Relaxation
 from fathomlm.depth.presets import PRESETS
 from fathomlm.depth.relaxation import RELAXATIONS, build_relaxation, check_fits
 from fathomlm.errors import OptionError
-from fathomlm.train.budget import row_length
 from fathomlm.train.losses.exits import exit_steps
 from fathomlm.train.reading import read_recipe, recipe_behind
 from fathomlm.train.recipe import ModelRecipe, Recipe
+from fathomlm.train.schedule import row_length
+
+if TYPE_CHECKING:
+    from fathomlm.model.decoder import Decoder
 
 NO_EXITS = ExitParts()
 
@@ -26,11 +28,11 @@ class StudentSpec:
 
     architecture: Architecture
     plan: DepthPlan
-    relaxation: Relaxation | None
+    relaxation: Relaxation | None = field(hash=False)
     exits: ExitParts = NO_EXITS
     exit_vocab: int = 0
     """How many tokens exits learn over; 0 is all."""
-    encoder: dict[str, Any] | None = None
+    encoder: dict[str, Any] | None = field(default=None, hash=False)
     """The record of the encoder, in a model that has one."""
 
     @property
@@ -38,35 +40,19 @@ class StudentSpec:
         """The base with the exit vocabulary only."""
         return dataclasses.replace(self.architecture, vocab=self.exit_vocab) if self.exit_vocab else self.architecture
 
-    def tensors(self) -> Iterator[tuple[str, tuple[int, ...]]]:
-        """Every parameter tensor once, as (group, shape); groups are base, embedding, encoder, relaxation, router and
-        exits."""
-        architecture, plan = self.architecture, self.plan
-        for _ in range(plan.unique_layers):
-            yield from (("base", (linear.outputs, linear.inputs)) for linear in architecture.linears())
-            yield from (("base", (width,)) for width in architecture.vectors().values())
-        yield from [("base", (architecture.hidden,))] * (architecture.norm_parameters // architecture.hidden)
-        yield from [("embedding", (architecture.vocab, architecture.hidden))] * (1 if architecture.tied_embeddings else 2)
-        if architecture.positions == "relative":
-            yield "base", (architecture.relative_buckets, architecture.heads)
-        if self.encoder is not None:
-            from fathomlm.model.encoder import encoder_shapes
+    def build_decoder(self, plan: DepthPlan | None = None) -> Decoder:
+        """The decoder, on the default device; another plan than its own only where that has the same layers."""
+        from fathomlm.model.decoder import Decoder
 
-            yield from (("encoder", shape) for shape in encoder_shapes(self.encoder))
-        if self.relaxation is not None:
-            yield from (("relaxation", shape) for shape in self.relaxation.tensors(architecture, plan))
-        if plan.routing is not None:
-            # A vector is the bias of loss-free balancing, which is moved by hand.
-            shapes = plan.routing.shapes(architecture.hidden)
-            yield from (("router" if len(shape) > 1 else "balance", shape) for shape in shapes)
-        for _ in plan.exits:
-            yield from (("exits", shape) for shape in self.exits.shapes(architecture))
-
-
-def learns(train: str, group: str) -> bool:
-    """Whether the tensors of a group learn under `train`."""
-    groups = {"relaxation": ("relaxation", "router"), "exits": ("exits",), "exit_heads": ("exits",)}
-    return group != "balance" and (train == "all" or group in groups[train])
+        exits = self.exits
+        return Decoder(
+            self.architecture,
+            plan or self.plan,
+            self.relaxation,
+            exit_rank=exits.head_rank,
+            exit_adapter=exits.adapter_rank,
+            exit_classifier=exits.classifier,
+        )
 
 
 def read_student(recipe: Recipe, *, foresee: bool = False) -> StudentSpec:
@@ -108,6 +94,20 @@ def read_student(recipe: Recipe, *, foresee: bool = False) -> StudentSpec:
         exit_vocab=exits.exit_vocab,
         encoder=encoder,
     )
+
+
+def read_teacher(recipe: Recipe, *, foresee: bool = False) -> StudentSpec | None:
+    """The same of the model that a recipe distils from, if any."""
+    if recipe.loss.distill is None:
+        return None
+    architecture, plan, relaxation = read_source(recipe.loss.distill.source, foresee=foresee)
+    encoder = None
+    if architecture.cross:
+        from fathomlm.checkpoints.resolve import encoder_of
+
+        encoder = encoder_of(recipe.loss.distill.source)
+    plan = plan or DepthPlan.vanilla(architecture.layers)
+    return StudentSpec(architecture=architecture, plan=plan, relaxation=relaxation, encoder=encoder)
 
 
 def lay_plan(model: ModelRecipe, architecture: Architecture) -> tuple[DepthPlan, Relaxation | None]:

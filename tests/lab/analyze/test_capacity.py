@@ -8,7 +8,7 @@ from fathomlm.depth import DepthPlan
 from fathomlm.depth.presets import PRESETS
 from fathomlm.errors import OptionError
 from fathomlm.lab.analyze.capacity import CapacityOptions, capacity_rows, capacity_table, train_bytes
-from fathomlm.train.footprint import PLANNED
+from fathomlm.train.memory import PLANNED
 from fathomlm.train.student import StudentSpec
 
 BASES = {"smollm-135m": PRESETS["smollm-135m"].architecture}

@@ -58,9 +58,5 @@ class RelaxationKind:
         """Keys that every token of a step sees beside those of tokens."""
         return 0
 
-    def activation_bytes(self, relaxation: Relaxation, architecture: Architecture, *, mixed: bool) -> int:
-        """What a training step keeps for the backward pass of each token and step; `mixed` computes in bfloat16."""
-        return 0
-
     def describe(self, relaxation: Relaxation) -> str:
         return relaxation.kind

@@ -59,12 +59,6 @@ class Lora(RelaxationKind):
     def linear_weights(self, relaxation: Relaxation, linear: LinearSpec) -> int:
         return relaxation.rank(linear) * (linear.inputs + linear.outputs)
 
-    def activation_bytes(self, relaxation: Relaxation, architecture: Architecture, *, mixed: bool) -> int:
-        """A delta keeps its inner vector, and in bfloat16 another rounded copy of a norm's output."""
-        ranked = [linear for linear in architecture.linears() if relaxation.rank(linear)]
-        again = sum(2 * linear.inputs for linear in ranked if mixed and linear.name not in ("o", "down"))
-        return again + sum((2 if mixed else 4) * relaxation.rank(linear) for linear in ranked)
-
     def describe(self, relaxation: Relaxation) -> str:
         low, high = min(relaxation.ranks.values()), max(relaxation.ranks.values())
         return f"{relaxation.kind} rank {low if low == high else f'{low} to {high}'}"

@@ -21,7 +21,7 @@ from fathomlm.depth.routing import build_routing
 from fathomlm.errors import OptionError, choices
 from fathomlm.lab.analyze.isoflop import NAMES
 from fathomlm.lab.tables import Rows, amount
-from fathomlm.train.footprint import PLANNED, count_memory
+from fathomlm.train.memory import PLANNED, count_memory
 from fathomlm.train.recipe import BatchRecipe, DataRecipe, Recipe
 from fathomlm.train.student import StudentSpec
 

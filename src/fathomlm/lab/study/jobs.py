@@ -9,11 +9,11 @@ from fathomlm.depth.cost import Cost, count
 from fathomlm.errors import OptionError
 from fathomlm.lab.study.ledger import corpus_mark, fingerprint
 from fathomlm.lab.study.spec import Planned, Study, merged
-from fathomlm.train.budget import RunLength, forward_flops_per_token, plan_steps, row_length
 from fathomlm.train.data.corpus import Corpus
+from fathomlm.train.flops import forward_flops_per_token
 from fathomlm.train.reading import build_recipe
 from fathomlm.train.recipe import Recipe
-from fathomlm.train.schedule import LearningRate
+from fathomlm.train.schedule import LearningRate, RunLength, plan_steps, row_length
 from fathomlm.train.setup import make_loader
 from fathomlm.train.student import StudentSpec, read_student
 
@@ -57,8 +57,7 @@ class Shaped:
 
     @property
     def flops_per_token(self) -> int:
-        parts = self.parts
-        return forward_flops_per_token(self.recipe, parts.architecture, parts.plan, parts.relaxation)
+        return forward_flops_per_token(self.recipe, self.parts)
 
     @property
     def plateau_end(self) -> int:
@@ -121,7 +120,7 @@ def shape_of(run: Planned, place: Place) -> Shaped:
     recipe = recipe_of(run, place)
     parts = read_student(recipe)
     rows = None if place.corpus is None else len(make_loader(recipe, place.corpus, "train"))
-    return Shaped(recipe, parts, plan_steps(recipe, parts.architecture, parts.plan, parts.relaxation, rows))
+    return Shaped(recipe, parts, plan_steps(recipe, forward_flops_per_token(recipe, parts), rows))
 
 
 def jobs_of(study: Study, place: Place) -> list[Job]:

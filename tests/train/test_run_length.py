@@ -9,8 +9,10 @@ import pytest
 from fathomlm.depth import Architecture, DepthPlan
 from fathomlm.depth.cost import count
 from fathomlm.errors import OptionError
-from fathomlm.train.budget import micro_batch_size, plan_steps, row_length, rows_per_step
+from fathomlm.train.flops import forward_flops_per_token
 from fathomlm.train.recipe import BatchRecipe, BudgetRecipe, DataRecipe, Recipe, parse_amount
+from fathomlm.train.schedule import micro_batch_size, plan_steps, row_length, rows_per_step
+from fathomlm.train.student import StudentSpec
 
 ARCHITECTURE = Architecture(family="llama", layers=4, hidden=32, intermediate=48, heads=4, kv_heads=2, head_dim=8, vocab=257)
 PLAN = DepthPlan.vanilla(4)
@@ -22,7 +24,8 @@ def steps(rows_in_epoch=100, *, batch=None, data=None, **budget):
         batch=BatchRecipe(**(batch or {"sequences": 8})),
         data=DataRecipe(**(data or {"context": 64})),
     )
-    return plan_steps(recipe, ARCHITECTURE, PLAN, None, rows_in_epoch)
+    spec = StudentSpec(architecture=ARCHITECTURE, plan=PLAN, relaxation=None)
+    return plan_steps(recipe, forward_flops_per_token(recipe, spec), rows_in_epoch)
 
 
 @pytest.mark.parametrize(
