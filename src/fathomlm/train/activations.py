@@ -104,7 +104,7 @@ class _Measured:
 @lru_cache(maxsize=8)
 def _measured(spec: StudentSpec, precision: str, frozen: bool) -> _Measured:
     """Over layers that are `frozen` only what exits add learns."""
-    plan = spec.plan.with_routing(None)
+    plan = spec.unrouted_plan
     kinds: dict[tuple[Any, ...], KeptBytes] = {}
     steps = []
     with torch.device("meta"):

@@ -54,7 +54,7 @@ def work_flops_per_token(recipe: Recipe, spec: StudentSpec, teacher: StudentSpec
     """
     architecture, plan = spec.architecture, spec.plan
     if plan.routing is not None and not plan.routing.method.picks_tokens:
-        plan = plan.with_routing(None)  # its training computes every recursion for every token, and discards
+        plan = spec.unrouted_plan  # its training computes every recursion for every token, and discards
     layers = sum(linear_weights(architecture, plan, spec.relaxation))
     head = architecture.vocab * architecture.hidden
     exits = len(plan.exits) * (head + _exit_weights(spec))

@@ -40,6 +40,12 @@ class StudentSpec:
         """The base with the exit vocabulary only."""
         return dataclasses.replace(self.architecture, vocab=self.exit_vocab) if self.exit_vocab else self.architecture
 
+    @property
+    def unrouted_plan(self) -> DepthPlan:
+        """The plan as if every token ran every recursion, with entries of its own where routed tokens share some."""
+        plan = self.plan.with_kv("cache") if self.plan.kv == "hybrid" else self.plan
+        return plan.with_routing(None)
+
     def build_decoder(self, plan: DepthPlan | None = None) -> Decoder:
         """The decoder, on the default device; another plan than its own only where that has the same layers."""
         from fathomlm.model.decoder import Decoder
