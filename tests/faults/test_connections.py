@@ -224,7 +224,7 @@ def test_a_header_without_end_is_refused_in_words(tiny_model: Any) -> None:
 def test_a_client_that_closes_its_side_gets_its_answer(held: Any, version: str) -> None:
     with held(ServeOptions()) as (found, go_on), dialled(found, request(version=version)) as raw:
         raw.shutdown(socket.SHUT_WR)
-        until(lambda: found.service.offer.front.status().in_flight == 1)
+        until(lambda: found.service.served.engine.status().in_flight == 1)
         if version == "1.1":
             assert raw.recv(4096).startswith(b"HTTP/1.1 100 ")  # is it still there?
         go_on.set()
@@ -265,7 +265,7 @@ def test_a_client_that_hangs_up_before_its_first_token_is_noticed(held: Any, str
     with held(ServeOptions()) as (found, go_on):
         with dialled(found, request(stream=stream)):
             until(lambda: found.server.server_state.tasks and not found.server.connections.waiting)
-            until(lambda: found.service.offer.front._inbox or found.service.offer.front._streams)
+            until(lambda: found.service.served.engine._inbox or found.service.served.engine._streams)
         until(lambda: not found.server.server_state.tasks, 60)
         assert len(found.server.connections) == 0
         go_on.set()

@@ -10,11 +10,11 @@ from typing import Any
 import httpx
 import pytest
 
-from fathomlm.serve import bodies, served
+from fathomlm.serve import bodies, service
+from fathomlm.serve.bodies import MOST_INT, ChatBody, CompletionBody
 from fathomlm.serve.errors import ApiError, validation_error
 from fathomlm.serve.options import ServeOptions
-from fathomlm.serve.reading import SHORT, WORKERS
-from fathomlm.serve.schemas import MOST_INT, ChatAsked, CompletionAsked
+from fathomlm.serve.tokens import SHORT, WORKERS
 from serve.serving import NAME, Running, running, until
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -49,28 +49,28 @@ def test_a_body_of_many_objects_is_refused_before_they_are_built(name: str, monk
     if name != "unfinished":  # all of its brackets are in one string
         monkeypatch.setattr(bodies.json, "loads", lambda *_, **__: pytest.fail("they were built"))
     with pytest.raises(ApiError) as raised:
-        bodies.parse(MANY[name], ChatAsked if name == "messages" else CompletionAsked)
+        bodies.parse(MANY[name], ChatBody if name == "messages" else CompletionBody)
     assert raised.value.status == 400
 
 
 def test_brackets_in_texts_are_no_objects() -> None:
     code = 'f(x[0], "{}")' * 40_000
-    assert bodies.parse(json.dumps({"prompt": code}).encode(), CompletionAsked).prompt == code
+    assert bodies.parse(json.dumps({"prompt": code}).encode(), CompletionBody).prompt == code
 
 
 MISTAKES: dict[str, tuple[type[Any], dict[str, Any]]] = {
-    "mixed prompts": (CompletionAsked, {"prompt": ["a", 1] * 100_000}),
-    "ids and a text": (CompletionAsked, {"prompt": [1] * 200_000 + ["a"]}),
-    "large ids": (CompletionAsked, {"prompt": [2**40] * 100_000}),
-    "too many prompts": (CompletionAsked, {"prompt": ["a"] * 200_000}),
-    "lists of texts": (CompletionAsked, {"prompt": [["a", "b"]] * 5_000}),
-    "stops": (CompletionAsked, {"prompt": "x", "stop": [1] * 200_000}),
-    "roles": (ChatAsked, {"messages": [{"role": "x", "content": 1}] * 10_000}),
-    "messages": (ChatAsked, {"messages": [{}] * 10_000}),
-    "parts": (ChatAsked, {"messages": [{"role": "user", "content": [{"type": "x"}] * 10_000}]}),
-    "modalities": (ChatAsked, {"messages": [], "modalities": [1] * 200_000}),
-    "unknown depths": (CompletionAsked, {"prompt": "x", "fathom": {f"k{i}": 1 for i in range(1000)}}),
-    "many keys": (CompletionAsked, {"prompt": "x", "logit_bias": {f"k{i}": "x" for i in range(50_000)}}),
+    "mixed prompts": (CompletionBody, {"prompt": ["a", 1] * 100_000}),
+    "ids and a text": (CompletionBody, {"prompt": [1] * 200_000 + ["a"]}),
+    "large ids": (CompletionBody, {"prompt": [2**40] * 100_000}),
+    "too many prompts": (CompletionBody, {"prompt": ["a"] * 200_000}),
+    "lists of texts": (CompletionBody, {"prompt": [["a", "b"]] * 5_000}),
+    "stops": (CompletionBody, {"prompt": "x", "stop": [1] * 200_000}),
+    "roles": (ChatBody, {"messages": [{"role": "x", "content": 1}] * 10_000}),
+    "messages": (ChatBody, {"messages": [{}] * 10_000}),
+    "parts": (ChatBody, {"messages": [{"role": "user", "content": [{"type": "x"}] * 10_000}]}),
+    "modalities": (ChatBody, {"messages": [], "modalities": [1] * 200_000}),
+    "unknown depths": (CompletionBody, {"prompt": "x", "fathom": {f"k{i}": 1 for i in range(1000)}}),
+    "many keys": (CompletionBody, {"prompt": "x", "logit_bias": {f"k{i}": "x" for i in range(50_000)}}),
 }
 
 
@@ -173,7 +173,7 @@ def test_a_text_that_cannot_fit_is_refused_unread(server: Running, monkeypatch: 
 @pytest.fixture
 def stuck(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     """Long prompts, which are not read to the end until the event is set."""
-    plain, go_on = served.encode_prompt, threading.Event()
+    plain, go_on = service.encode_prompt, threading.Event()
     go_on.begun = 0  # type: ignore[attr-defined]
 
     def slow(model: Any, prompt: Any) -> Any:
@@ -183,14 +183,14 @@ def stuck(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
             return [1]
         return plain(model, prompt)
 
-    monkeypatch.setattr(served, "encode_prompt", slow)
+    monkeypatch.setattr(service, "encode_prompt", slow)
     yield go_on
     go_on.set()
 
 
 def test_a_short_prompt_does_not_wait_behind_long_ones(tiny_model: Any, stuck: threading.Event) -> None:
     with running(tiny_model) as found:
-        object.__setattr__(found.service.offer, "least_tokens", lambda text: 0)
+        object.__setattr__(found.service.served, "least_tokens", lambda text: 0)
         answers: list[httpx.Response] = []
         asking = [
             threading.Thread(target=lambda: answers.append(found.post("completions", prompt=LONG[:50_000], max_tokens=1)))
@@ -209,7 +209,7 @@ def test_a_short_prompt_does_not_wait_behind_long_ones(tiny_model: Any, stuck: t
 
 def test_reading_a_prompt_is_part_of_the_time_a_request_has(tiny_model: Any, stuck: threading.Event) -> None:
     with running(tiny_model, ServeOptions(timeout=0.2)) as hasty:
-        object.__setattr__(hasty.service.offer, "least_tokens", lambda text: 0)
+        object.__setattr__(hasty.service.served, "least_tokens", lambda text: 0)
         found = refusal(hasty.post("completions", prompt=LONG[:50_000], max_tokens=1), 504)
         assert found["code"] == "timeout"
         stuck.set()

@@ -17,8 +17,8 @@ from fathomlm.engine.engine import Engine
 from fathomlm.engine.options import RestartPolicy
 from fathomlm.serve.app import create_app
 from fathomlm.serve.options import ServeOptions
-from fathomlm.serve.served import Service, offer
 from fathomlm.serve.server import Server, address_of, bind
+from fathomlm.serve.service import Service, serve_model
 
 SMALL: dict[str, Any] = {"batch_size": 4, "page_size": 4, "max_length": 96, "max_logprobs": 20}
 NAME = "tiny"
@@ -41,7 +41,7 @@ class Running:
 
     def free(self) -> bool:
         """Whether nothing runs and no page is held but by the prefix cache."""
-        counters = self.service.offer.front.status().counters if self.service.offer else None
+        counters = self.service.served.engine.status().counters if self.service.served else None
         assert counters is not None
         idle = (counters.queued, counters.prefilling, counters.running) == (0, 0, 0)
         return idle and counters.pages_used == counters.pages_cached
@@ -53,7 +53,7 @@ def running(
     headers: dict[str, str] | None = None, name: str = NAME, restarts: RestartPolicy | None = None, **engine_options: Any,
 ) -> Iterator[Running]:  # fmt: skip
     engine = Engine(model, exiting=exiting, **(SMALL | engine_options))
-    service = Service(lambda: offer(engine, name=name, exiting=exiting, max_depth=max_depth, restarts=restarts))
+    service = Service(lambda: serve_model(engine, name=name, exiting=exiting, max_depth=max_depth, restarts=restarts))
     chosen = options or ServeOptions()
     server = Server(create_app(service, chosen), service, chosen)
     sock = bind("127.0.0.1", 0)
@@ -61,7 +61,7 @@ def running(
     thread = threading.Thread(target=server.run_at, args=(sock,))
     thread.start()
     try:
-        until(lambda: service.offer is not None and server.started)
+        until(lambda: service.served is not None and server.started)
         with httpx.Client(base_url=url, timeout=600, headers=headers) as http:
             yield Running(url, engine, service, server, thread, http)
     finally:

@@ -42,9 +42,9 @@ def test_what_is_packaged_is_served_by_default_under_its_name(packaged: str, one
 
     args = parse("--max-length", "64", "--batch-size", "2")
     assert args.model == packaged
-    offer = serve.load_offer(args, serve.read_engine(args), serve.read_exits(args))
-    assert (offer.name, offer.max_length, offer.facts["kind"]) == (packaged, 64, "routed")
-    asyncio.run(offer.close())
+    served = serve.load_served(args, serve.read_engine(args), serve.read_exits(args))
+    assert (served.name, served.max_length, served.facts["kind"]) == (packaged, 64, "routed")
+    asyncio.run(served.close())
     assert parse("smollm2-135m").model == "smollm2-135m"
 
 
@@ -75,7 +75,7 @@ WRONG = [
 def test_a_slip_is_one_line_and_costs_no_loading(
     words: list[str], tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(serve, "load_offer", lambda *_: pytest.fail("it was loaded"))
+    monkeypatch.setattr(serve, "load_served", lambda *_: pytest.fail("it was loaded"))
     assert main(["serve", str(tiny_model_dir), *words]) == 2
     assert len(capsys.readouterr().err.splitlines()) == 1
 
@@ -85,7 +85,7 @@ def test_memory_that_cannot_be_had_is_one_line(
 ) -> None:
     """Where the check before loading lets it pass: the machine has so much, and not as much is free."""
     monkeypatch.setattr(serve, "check_memory", lambda *_: None)
-    monkeypatch.setattr(logs, "set_up", lambda: None)
+    monkeypatch.setattr(logs, "configure_logging", lambda: None)
     assert main(["serve", str(tiny_model_dir), "--port", "0", "--memory", "800000GB"]) == 2
     *_, last = capsys.readouterr().err.splitlines()
     assert "lower --memory" in last
@@ -103,25 +103,25 @@ def test_an_adaptive_threshold_is_the_calibrated_one(tmp_path: Path) -> None:
 
 def test_an_open_door_is_warned_of(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(server.Server, "run_at", lambda self, sock: sock.close())
-    monkeypatch.setattr(logs, "set_up", lambda: None)
+    monkeypatch.setattr(logs, "configure_logging", lambda: None)
     assert main(["serve", "--host", "0.0.0.0", "--port", "0"]) == 0
     assert "without --api-key anybody" in capsys.readouterr().err
     assert main(["serve", "--host", "0.0.0.0", "--port", "0", "--api-key", "k"]) == 0
     assert "warning" not in capsys.readouterr().err
 
 
-def test_the_offer_is_what_the_options_say(tiny_model_dir: Path, one_thread: None) -> None:
+def test_the_served_is_what_the_options_say(tiny_model_dir: Path, one_thread: None) -> None:
     import asyncio
 
     args = parse(
         str(tiny_model_dir), "--exit-layer", "2", "--exit-threshold", "0.5", "--max-length", "64", "--batch-size", "2"
     )
-    offer = serve.load_offer(args, serve.read_engine(args), serve.read_exits(args))
-    assert (offer.name, offer.max_length, offer.threshold, offer.facts["exit_layer"]) == ("tiny", 64, 0.5, 2)
-    asyncio.run(offer.close())
+    served = serve.load_served(args, serve.read_engine(args), serve.read_exits(args))
+    assert (served.name, served.max_length, served.threshold, served.facts["exit_layer"]) == ("tiny", 64, 0.5, 2)
+    asyncio.run(served.close())
     routed = parse(str(tiny_model_dir), "--max-depth", "1")
     with pytest.raises(OptionError, match="router"):
-        serve.load_offer(routed, serve.read_engine(routed), None)
+        serve.load_served(routed, serve.read_engine(routed), None)
 
 
 @contextmanager

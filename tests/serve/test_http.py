@@ -19,7 +19,7 @@ from fathomlm.engine.engine import Engine
 from fathomlm.model.hub import FathomConfig, FathomForCausalLM
 from fathomlm.serve.app import create_app
 from fathomlm.serve.options import ServeOptions
-from fathomlm.serve.served import Service
+from fathomlm.serve.service import Service
 from model.route.small import model_of, routed
 from serve.serving import NAME, SMALL, Running, events, running, until
 
@@ -185,7 +185,7 @@ def test_metrics_count(tiny_model: Any) -> None:
         until(fresh.free)
         after = samples(fresh)
     assert after["fathomlm_tokens_total", ()] == 12
-    assert after["fathomlm_texts_total", ("length",)] == 2
+    assert after["fathomlm_completions_total", ("length",)] == 2
     assert after["fathomlm_time_to_first_token_seconds_count", ()] == 2
     assert after["fathomlm_inter_token_seconds_count", ()] == 10
     assert after["fathomlm_http_requests_total", ("/v1/completions", "200")] == 1
@@ -261,7 +261,7 @@ def test_the_full_depth_for_one_request(server: Running) -> None:
             assert says in error(refused)["message"]
     assert server.post("completions", **ASKED, fathom={"decode": "full"}).status_code == 200
     refused = error(server.post("completions", **ASKED, fathom={"decode": "parallel"}))
-    assert refused["message"] == "fathom.decode is 'full' on this server, which was not set up for 'parallel'"
+    assert refused["message"] == "fathom.decode must be 'full' on this server, which was not set up for 'parallel'"
 
 
 def test_the_full_depth_of_a_routed_model_is_what_its_server_allows() -> None:
@@ -346,4 +346,4 @@ def test_logs_hold_no_text_unless_asked(tiny_model: Any, caplog: pytest.LogCaptu
         assert [line["status"] for line in lines] == [200, 400, 200]
         assert (lines[0]["completion_tokens"], lines[0]["finish"], lines[2]["stream"]) == (6, ["length"], True)
         assert (secret in str(lines)) == told
-        assert (lines[0].get("texts") == [text]) == told
+        assert (lines[0].get("completions") == [text]) == told

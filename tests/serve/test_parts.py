@@ -12,11 +12,11 @@ import pytest
 from fathomlm.errors import EngineStopped, ModelNotFound, OptionError, QueueFull, RequestTooLarge
 from fathomlm.serve.app import create_app
 from fathomlm.serve.errors import as_api_error, to_json
-from fathomlm.serve.hosts import is_loopback
 from fathomlm.serve.logs import LOGGER, JsonLines
+from fathomlm.serve.middleware import is_loopback
 from fathomlm.serve.options import ServeOptions
-from fathomlm.serve.served import Offer, Service
 from fathomlm.serve.server import Server, address_of, bind
+from fathomlm.serve.service import ServedModel, Service
 from fathomlm.serve.tokens import TokenTexts
 
 
@@ -98,7 +98,7 @@ def test_which_hosts_are_this_machine() -> None:
 
 
 def test_loading_that_fails_ends_the_server_with_the_error() -> None:
-    def load() -> Offer:
+    def load() -> ServedModel:
         raise ModelNotFound("there is no such model")
 
     service = Service(load)

@@ -24,7 +24,7 @@ from fathomlm.decode.full import generate
 from fathomlm.errors import OptionError
 from fathomlm.serve.app import create_app
 from fathomlm.serve.replicas import ReplicaOptions, _check_gpus, _scaling
-from fathomlm.serve.served import Service, offer
+from fathomlm.serve.service import Service, serve_model
 from serve.serving import until
 from serve.test_command import parse, started
 
@@ -96,7 +96,7 @@ def test_ray_is_imported_only_when_asked_for() -> None:
 
 def test_what_travels_to_a_replica_can(tiny_model_dir: Path) -> None:
     args = parse(str(tiny_model_dir), "--exit-layer", "2", "--api-key", "key")
-    load = partial(serve.load_offer, args, serve.read_engine(args), serve.read_exits(args))
+    load = partial(serve.load_served, args, serve.read_engine(args), serve.read_exits(args))
     again = pickle.loads(pickle.dumps((load, serve.read_options(args))))
     assert (again[0].args[0].model, again[1].api_keys) == (str(tiny_model_dir), ("key",))
 
@@ -106,7 +106,7 @@ def test_a_replica_says_which_it_is(tiny_model: Any, one_thread: None) -> None:
 
     from fathomlm.engine.engine import Engine
 
-    found = offer(Engine(tiny_model, batch_size=2, max_length=64), name="tiny")
+    found = serve_model(Engine(tiny_model, batch_size=2, max_length=64), name="tiny")
     with TestClient(
         create_app(Service(lambda: found, replica="b7")), base_url="http://localhost"
     ) as client:  # it starts with its model

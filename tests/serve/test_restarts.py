@@ -31,7 +31,7 @@ def engine_threads() -> int:
 
 def fail(found: Running) -> None:
     """Break the engine that runs now, in the middle of a text."""
-    engine = found.service.offer.front._engine  # type: ignore[union-attr]
+    engine = found.service.served.engine._engine  # type: ignore[union-attr]
     with held(engine), begun(found, n=2) as lines:
         engine.step = broken  # type: ignore[method-assign]
         told = list(lines)

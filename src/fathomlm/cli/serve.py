@@ -26,7 +26,7 @@ from fathomlm.serve.options import ServeOptions
 
 if TYPE_CHECKING:
     from fathomlm.decode.exiting import Exiting
-    from fathomlm.serve.served import Offer
+    from fathomlm.serve.service import ServedModel
 
 HELP = "serve a model over OpenAI's API"
 DESCRIPTION = (
@@ -72,12 +72,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
     if missing:
-        raise OptionError(f"serving needs {', '.join(missing)}: pip install -c constraints.txt -e '.[serve]'")
+        raise OptionError(f"serving requires {', '.join(missing)}: pip install -c constraints.txt -e '.[serve]'")
     from fathomlm.serve.app import create_app
-    from fathomlm.serve.hosts import is_loopback
-    from fathomlm.serve.logs import say, set_up
-    from fathomlm.serve.served import Service
+    from fathomlm.serve.logs import configure_logging, log_event
+    from fathomlm.serve.middleware import is_loopback
     from fathomlm.serve.server import Server, address_of, bind
+    from fathomlm.serve.service import Service
 
     options = read_options(args)
     engine = read_engine(args)
@@ -86,7 +86,7 @@ def run(args: argparse.Namespace) -> int:
     replicas = read_replicas(args, engine)
     if replicas is None:  # replicas may be on other machines
         check_memory(engine.memory, args.device)
-    load = partial(load_offer, args, engine, exiting, restarts)
+    load = partial(load_served, args, engine, exiting, restarts)
     sock = bind(args.host, args.port)
     if not is_loopback(args.host) and not options.api_keys:
         _tell(f"warning: {args.host} can be reached by other machines, and without --api-key anybody there may ask")
@@ -96,13 +96,13 @@ def run(args: argparse.Namespace) -> int:
         _tell(f"starting {replicas.replicas} replicas of {args.model} on Ray; Ctrl-C ends the server")
         run_on_ray(load, options, replicas, args.host, port, _tell)
         return 0
-    set_up()
+    configure_logging()
     service = Service(load)
 
     def ready() -> None:
-        assert service.offer is not None
-        _tell(f"{service.offer.name} is ready at {address_of(sock)} (base URL for OpenAI clients: {address_of(sock)}/v1)")
-        say("ready", model=service.offer.name, address=address_of(sock))
+        assert service.served is not None
+        _tell(f"{service.served.name} is ready at {address_of(sock)} (base URL for OpenAI clients: {address_of(sock)}/v1)")
+        log_event("ready", model=service.served.name, address=address_of(sock))
 
     service.on_ready = ready
     server = Server(create_app(service, options), service, options)
@@ -182,11 +182,11 @@ def read_exits(args: argparse.Namespace) -> Exiting | None:
     return Exiting(mode="parallel", exit_layers=(found.exit_layer,), threshold=found.estimator)
 
 
-def load_offer(
+def load_served(
     args: argparse.Namespace, options: EngineOptions, exiting: Exiting | None, restarts: RestartPolicy | None = None
-) -> Offer:
+) -> ServedModel:
     from fathomlm.engine.engine import Engine
-    from fathomlm.serve.served import offer
+    from fathomlm.serve.service import serve_model
 
     model = load_model(args, **pack_options(args))
     if exiting is not None and exiting.exit_layers is None:
@@ -196,7 +196,7 @@ def load_offer(
         if args.device.startswith("cuda"):
             engine.generate([[0]], max_new_tokens=2)  # compiles and records, so that nobody has to wait for it later
     name = args.name or _name(args.model)
-    return offer(engine, name=name, exiting=exiting, max_depth=args.max_depth, restarts=restarts)
+    return serve_model(engine, name=name, exiting=exiting, max_depth=args.max_depth, restarts=restarts)
 
 
 def _name(source: str) -> str:

@@ -12,7 +12,7 @@ from fathomlm.errors import OptionError
 if TYPE_CHECKING:
     from fathomlm.engine.options import EngineOptions
     from fathomlm.serve.options import ReplicaOptions, ServeOptions
-    from fathomlm.serve.served import Offer
+    from fathomlm.serve.service import ServedModel
 
 SPARE = 64
 """Requests that a replica is given beyond what its engine holds: those that it answers with 429, and looks at its status."""
@@ -58,7 +58,7 @@ def read_replicas(args: argparse.Namespace, engine: EngineOptions) -> ReplicaOpt
 
 
 def run_on_ray(
-    load: Callable[[], Offer], options: ServeOptions, replicas: ReplicaOptions, host: str, port: int,
+    load: Callable[[], ServedModel], options: ServeOptions, replicas: ReplicaOptions, host: str, port: int,
     tell: Callable[[str], None],
 ) -> None:  # fmt: skip
     from fathomlm.serve.replicas import run_replicas

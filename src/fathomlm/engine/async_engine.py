@@ -161,6 +161,9 @@ class AsyncEngine:
 
     # Requests.
 
+    def new_id(self) -> int:
+        return next(self._ids)
+
     def request(
         self,
         prompt: Prompt,
@@ -176,7 +179,7 @@ class AsyncEngine:
         """A request of a text or of token ids, with an id of its own. `options` are fields of `Sampling`."""
         tokens = encode_prompt(self._model, prompt)
         return Request(
-            id=next(self._ids),
+            id=self.new_id(),
             prompt=tuple(tokens),
             sampling=(sampling or Sampling()).with_options(**options),
             logprobs=logprobs,

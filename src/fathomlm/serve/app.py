@@ -3,32 +3,39 @@
 from __future__ import annotations
 
 import asyncio
+import mimetypes
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import asdict
+from html import escape
 from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI, Request
 from starlette.middleware.cors import CORSMiddleware
-from starlette.responses import Response
+from starlette.responses import FileResponse, HTMLResponse, Response
 
 from fathomlm import __version__
+from fathomlm.engine.request import Request as EngineRequest
 from fathomlm.serve import errors
-from fathomlm.serve.answers import Answer, ChatAnswer, CompletionAnswer
-from fathomlm.serve.asking import Order, read_chat, read_completion
-from fathomlm.serve.bodies import Asked, describe, read_body, request_body
-from fathomlm.serve.choices import ClientGone, unless_gone
-from fathomlm.serve.completing import GONE, Completing, late
+from fathomlm.serve.bodies import Body, ChatBody, CompletionBody, describe, read_body, request_body
+from fathomlm.serve.completions import GONE, ClientGone, CompletionHandler, late, unless_gone
 from fathomlm.serve.errors import ApiError, json_response
-from fathomlm.serve.guards import ENTRY, BodyLimit, Journal, Keys
-from fathomlm.serve.hosts import Hosts, allowed_hosts
 from fathomlm.serve.metrics import Metrics, exit_rate, mean_depth
+from fathomlm.serve.middleware import ENTRY, AllowedHosts, ApiKeys, BodyLimit, RequestLog, allowed_hosts
 from fathomlm.serve.options import ServeOptions
-from fathomlm.serve.page import STATIC, add_page
-from fathomlm.serve.schemas import ChatAsked, CompletionAsked
-from fathomlm.serve.served import Offer, Service
+from fathomlm.serve.requests import chat_requests, completion_requests
+from fathomlm.serve.responses import ChatFormat, CompletionFormat, ResponseFormat
+from fathomlm.serve.service import ServedModel, Service
 
+STATIC = Path(__file__).parent / "static"
+CSP = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; font-src 'self'; connect-src 'self'; "
+    "manifest-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+"""Nothing from elsewhere, nothing inline, and no frame around it."""
+HEADERS = {"content-security-policy": CSP, "referrer-policy": "no-referrer", "cache-control": "no-cache"}
+LINKS = ("/v1/models", "/v1/fathom/status", "/metrics", "/health", "/ready", "/openapi.json")
 PATHS = frozenset(
     {"/v1/models", "/v1/completions", "/v1/chat/completions", "/v1/fathom/status", "/health", "/ready", "/metrics"}
 )
@@ -55,15 +62,15 @@ def create_app(service: Service, options: ServeOptions | None = None, static: Pa
     _add_operations(app, service, metrics)
     paths = add_page(app, service, static)
     app.add_middleware(BodyLimit, most=options.max_body, timeout=options.body_timeout)
-    app.add_middleware(Keys, keys=options.api_keys, open_paths=paths)
+    app.add_middleware(ApiKeys, keys=options.api_keys, open_paths=paths)
     if options.cors:
         origins = list(options.cors)
         app.add_middleware(
             CORSMiddleware, allow_origins=origins, allow_methods=["GET", "POST"], allow_headers=["*"],
             expose_headers=["x-request-id", "retry-after"],
         )  # fmt: skip
-    app.add_middleware(Hosts, allowed=allowed_hosts(options))
-    app.add_middleware(Journal, metrics=metrics, paths=PATHS | paths, numbered=service.replica is not None)
+    app.add_middleware(AllowedHosts, allowed=allowed_hosts(options))
+    app.add_middleware(RequestLog, metrics=metrics, paths=PATHS | paths, numbered=service.replica is not None)
     return app
 
 
@@ -78,56 +85,58 @@ def _add_completions(app: FastAPI, service: Service, options: ServeOptions, metr
         }.items()
     }  # fmt: skip
 
-    describe(app, CompletionAsked, ChatAsked)
+    describe(app, CompletionBody, ChatBody)
 
     async def respond(
         request: Request,
-        body: type[Asked],
-        read: Callable[[Asked, Offer, ServeOptions], Awaitable[Order]],
-        answer: Callable[[Offer, Order], Answer],
+        kind: type[Body],
+        build: Callable[[Body, ServedModel, ServeOptions], Awaitable[list[EngineRequest]]],
+        response: type[ResponseFormat],
     ) -> Response:
         deadline = asyncio.get_running_loop().time() + options.timeout
-        offer, asked = service.require(), await read_body(request, body)
-        order = await _reading(request, read(asked, offer, options), options, deadline)
-        if order is None:
+        served, body, entry = service.require(), await read_body(request, kind), request.scope[ENTRY]
+        requests = await _in_time(request, build(body, served, options), options, deadline)
+        if requests is None:
             return GONE
-        work = Completing(answer(offer, order), options, metrics, request.scope[ENTRY])
-        return await work.respond(request.receive, deadline)
+        if options.log_prompts:
+            entry.prompts = body.prompts
+        handler = CompletionHandler(response(served, body, requests), options, metrics, entry)
+        return await handler.respond(request.receive, deadline)
 
     @app.post(
-        "/v1/completions", responses=refusals, response_model=None, openapi_extra=request_body(CompletionAsked)
+        "/v1/completions", responses=refusals, response_model=None, openapi_extra=request_body(CompletionBody)
     )  # fmt: skip
     async def completions(request: Request) -> Response:
-        """Continue a text."""
-        return await respond(request, CompletionAsked, read_completion, CompletionAnswer)
+        """Continue a prompt."""
+        return await respond(request, CompletionBody, completion_requests, CompletionFormat)
 
     @app.post(
-        "/v1/chat/completions", responses=refusals, response_model=None, openapi_extra=request_body(ChatAsked)
+        "/v1/chat/completions", responses=refusals, response_model=None, openapi_extra=request_body(ChatBody)
     )  # fmt: skip
     async def chat(request: Request) -> Response:
-        """Answer in a conversation."""
-        return await respond(request, ChatAsked, read_chat, ChatAnswer)
+        """Reply in a conversation."""
+        return await respond(request, ChatBody, chat_requests, ChatFormat)
 
 
 def _add_models(app: FastAPI, service: Service) -> None:
-    def record(offer: Offer) -> dict[str, Any]:
+    def record(served: ServedModel) -> dict[str, Any]:
         return {
-            "id": offer.name, "object": "model", "created": offer.created, "owned_by": "fathomlm",
-            "max_model_len": offer.max_length,
+            "id": served.name, "object": "model", "created": served.created, "owned_by": "fathomlm",
+            "max_model_len": served.max_length,
         }  # fmt: skip
 
     @app.get("/v1/models", response_model=None)
     async def models() -> Response:
         """The model that is served; none while it is being loaded."""
-        offer = service.offer
-        return json_response({"object": "list", "data": [] if offer is None else [record(offer)]})
+        served = service.served
+        return json_response({"object": "list", "data": [] if served is None else [record(served)]})
 
     @app.get("/v1/models/{model:path}", responses={404: {"description": "No such model"}}, response_model=None)
     async def model(model: str) -> Response:
-        offer = service.offer
-        if offer is None or model != offer.name:
+        served = service.served
+        if served is None or model != served.name:
             raise ApiError(404, f"the model '{model}' does not exist here", param="model", code="model_not_found")
-        return json_response(record(offer))
+        return json_response(record(served))
 
 
 def _add_operations(app: FastAPI, service: Service, metrics: Metrics) -> None:
@@ -155,20 +164,20 @@ def _add_operations(app: FastAPI, service: Service, metrics: Metrics) -> None:
 
 
 def _status(service: Service, metrics: Metrics) -> dict[str, Any]:
-    offer = service.offer
-    if offer is None:
+    served = service.served
+    if served is None:
         return {"status": service.phase, "version": __version__, "model": None, "replica": service.replica}
-    found = offer.front.status()
+    found = served.engine.status()
     counters = found.counters
-    pools = zip(counters.pages_used, counters.pages_cached, offer.pool_pages, strict=True)
+    pools = zip(counters.pages_used, counters.pages_cached, served.pool_pages, strict=True)
     return {
         "status": service.phase,
         "version": __version__,
-        "model": offer.name,
+        "model": served.name,
         "replica": service.replica,
-        **offer.facts,
-        "decode": offer.decodes,
-        "threshold": offer.threshold,
+        **served.facts,
+        "decode": served.decodes,
+        "threshold": served.threshold,
         "failure": found.failure,
         "restarts": found.restarts,
         "uptime": round(found.uptime, 3),
@@ -188,8 +197,10 @@ def _status(service: Service, metrics: Metrics) -> dict[str, Any]:
     }
 
 
-async def _reading(request: Request, work: Awaitable[Order], options: ServeOptions, deadline: float) -> Order | None:
-    """A prompt may take a while to read; None where nobody waits for it any more."""
+async def _in_time(
+    request: Request, work: Awaitable[list[EngineRequest]], options: ServeOptions, deadline: float
+) -> list[EngineRequest] | None:
+    """A prompt may take a while to tokenize; None where nobody waits for it any more."""
     try:
         async with asyncio.timeout_at(deadline):
             return await unless_gone(request.receive, work)
@@ -197,3 +208,36 @@ async def _reading(request: Request, work: Awaitable[Order], options: ServeOptio
         return None
     except TimeoutError:
         raise late(options) from None
+
+
+def add_page(app: FastAPI, service: Service, static: Path = STATIC) -> frozenset[str]:
+    """What a browser gets: the page in the package's `static` folder at `/` and its files under `/static/`, or a few links
+    where there is none. Each file has a path of its own, so that nothing outside the folder can be requested and the API's
+    paths stay the API's. Completions are never part of what is sent from here. Returns the paths that it added."""
+    if not (static / "index.html").is_file():
+        app.add_api_route("/", lambda: _links(service), methods=["GET", "HEAD"], include_in_schema=False)
+        return frozenset({"/"})
+    files = {f"/static/{file.relative_to(static).as_posix()}": file for file in sorted(static.rglob("*")) if file.is_file()}
+    files["/"] = static / "index.html"
+    for path, file in files.items():
+        app.add_api_route(path, _sender(file), methods=["GET", "HEAD"], include_in_schema=False)
+    return frozenset(files)
+
+
+def _sender(file: Path) -> Callable[[], Awaitable[Response]]:
+    async def send() -> Response:
+        kind = mimetypes.guess_type(file.name)[0] or "application/octet-stream"
+        return FileResponse(file, media_type=kind, headers=HEADERS)
+
+    return send
+
+
+def _links(service: Service) -> Response:
+    name = "no model yet" if service.served is None else service.served.name
+    items = "".join(f'<li><a href="{escape(link)}">{escape(link)}</a></li>' for link in LINKS)
+    body = (
+        f'<!doctype html><html lang="en"><meta charset="utf-8"><title>FathomLM</title><h1>FathomLM</h1>'
+        f"<p>{escape(name)}: {escape(service.phase)}. OpenAI clients take this address with /v1 as their base URL.</p>"
+        f"<ul>{items}</ul></html>"
+    )
+    return HTMLResponse(body, headers=HEADERS)

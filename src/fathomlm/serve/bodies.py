@@ -1,4 +1,8 @@
-"""From the bytes of a body to what was asked, at a cost that its length bounds.
+"""What clients may send, and how its bytes are read, at a cost that their length bounds.
+
+Fields that OpenAI has and we do not know are ignored, as there; wrong types are refused. Fields that would change the result
+and that nothing here can honour are listed, so that they can be refused by name. Every list, string and integer has a bound,
+and a list is left at its first mistake: pydantic would otherwise describe each of a hundred thousand mistakes.
 
 A megabyte of JSON can hold 300,000 objects, and building them, or saying of each what is wrong with it, takes seconds in
 which nobody else is answered. So the objects and lists are counted before they are built, the first mistake ends the
@@ -11,12 +15,13 @@ import asyncio
 import json
 import re
 from email.message import Message as Header
-from typing import Any, NoReturn, TypeVar
+from typing import Annotated, Any, Literal, NoReturn, TypeVar
 
 from fastapi import FastAPI, Request
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic.json_schema import models_json_schema
 
+from fathomlm.engine.request import MAX_LOGPROBS
 from fathomlm.serve.errors import ApiError, refused, validation_error
 
 MOST_CONTAINERS = 16_384
@@ -28,15 +33,157 @@ OFF_LOOP = 1 << 14
 STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+(?:"|\\?\Z)', re.DOTALL)
 """A string of JSON. One that never ends goes to the end of the body, so that the search is over there."""
 COMPONENT = "#/components/schemas/{model}"
+MOST_COMPLETION_LOGPROBS = 5
+MOST_INT = 2**31 - 1
+"""Of counts and token ids."""
+MOST_NAME = 1024
+"""Characters of a name: the model, a way of decoding, a modality."""
+MOST_MESSAGES = 4096
+MOST_PARTS = 1024
+"""Content parts of one message."""
+MOST_PROMPTS = 4096
+"""Prompts of one request; the server's `max_choices` is less by default."""
+MOST_TOKENS = 1 << 20
+"""Token ids of one prompt; the model's context is less."""
+MOST_STOPS = 1024
+"""Stop strings; the server's `max_stops` is less by default."""
 
-Asked = TypeVar("Asked", bound=BaseModel)
+Count = Annotated[int, Field(ge=1, le=MOST_INT)]
+Name = Annotated[str, Field(max_length=MOST_NAME)]
+Tokens = Annotated[list[Annotated[int, Field(ge=0, le=MOST_INT)]], Field(max_length=MOST_TOKENS, fail_fast=True)]
 
 
-async def read_body(request: Request, model: type[Asked]) -> Asked:
-    """What the client asked, or the 400 that says what is wrong with it."""
+class _Part(BaseModel):
+    model_config = ConfigDict(strict=True, extra="ignore")
+
+
+class FathomOptions(_Part):
+    """How deep tokens may go, and whether to report how deep they went."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    decode: Name | None = Field(
+        None, description="`full` is every layer for every token; else as the server decodes, which its status names."
+    )
+    max_depth: Count | None = Field(None, description="No token runs more recursions; models with a router only.")
+    threshold: float | None = Field(
+        None, ge=0, le=1, description="Exit where the confidence exceeds this; servers with early exit only."
+    )
+    depths: bool | None = Field(None, description="Report the depth of each token, and the confidence of its exit.")
+
+
+class StreamOptions(_Part):
+    include_usage: bool | None = Field(None, description="One more chunk at the end, with the token counts.")
+
+
+class RequestBody(_Part):
+    """What both kinds of completion have in common."""
+
+    model: Name | None = Field(None, description="As /v1/models names it; there is one.")
+    n: Count | None = None
+    stop: str | Annotated[list[str], Field(max_length=MOST_STOPS, fail_fast=True)] | None = None
+    seed: int | None = Field(None, ge=-(2**63), lt=2**63)
+    temperature: float | None = Field(None, ge=0, le=2)
+    top_p: float | None = Field(None, gt=0, le=1)
+    top_k: int | None = Field(None, ge=-1, le=MOST_INT, description="Beyond OpenAI: sample among so many; 0 and -1 are all.")
+    min_p: float | None = Field(None, ge=0, le=1, description="Beyond OpenAI.")
+    repetition_penalty: float | None = Field(None, ge=0.01, le=100, description="Beyond OpenAI; 1 is off.")
+    ignore_eos: bool | None = Field(None, description="Beyond OpenAI: go on past the end token, for measurements.")
+    presence_penalty: float | None = Field(None, ge=-2, le=2)
+    frequency_penalty: float | None = Field(None, ge=-2, le=2)
+    max_tokens: Count | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    logit_bias: dict[str, Any] | None = Field(None, description="Refused.")
+    fathom: FathomOptions | None = Field(None, description="Beyond OpenAI: depth.")
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+
+    @property
+    def length(self) -> tuple[str, int | None]:
+        """The field that limits the completion, and its value."""
+        return "max_tokens", self.max_tokens
+
+    @property
+    def prompts(self) -> list[Any]:
+        """What is continued: texts, lists of token ids, or one conversation."""
+        raise NotImplementedError
+
+
+class CompletionBody(RequestBody):
+    """POST /v1/completions."""
+
+    prompt: (
+        str
+        | Annotated[list[str], Field(max_length=MOST_PROMPTS, fail_fast=True)]
+        | Tokens
+        | Annotated[list[Tokens], Field(max_length=MOST_PROMPTS, fail_fast=True)]
+    ) = Field(description="Text or token ids.")
+    logprobs: int | None = Field(None, ge=0, le=MOST_COMPLETION_LOGPROBS)
+    echo: bool | None = Field(None, description="Refused.")
+    best_of: Count | None = Field(None, description="Refused above 1.")
+    suffix: str | None = Field(None, description="Refused.")
+
+    @property
+    def prompts(self) -> list[Any]:
+        """One text or one list of token ids is one prompt."""
+        single = isinstance(self.prompt, str) or (self.prompt and isinstance(self.prompt[0], int))
+        return [self.prompt] if single else list(self.prompt)
+
+
+class TextPart(_Part):
+    type: Literal["text"]
+    text: str
+
+
+class Message(_Part):
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | Annotated[list[TextPart], Field(max_length=MOST_PARTS, fail_fast=True)]
+
+    @property
+    def text(self) -> str:
+        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+
+
+class ChatBody(RequestBody):
+    """POST /v1/chat/completions."""
+
+    messages: Annotated[list[Message], Field(min_length=1, max_length=MOST_MESSAGES, fail_fast=True)]
+    max_completion_tokens: Count | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    tools: list[Any] | None = Field(None, description="Refused.")
+    functions: list[Any] | None = Field(None, description="Refused.")
+    tool_choice: Any = Field(None, description="Refused, but for 'none' and 'auto'.")
+    function_call: Any = Field(None, description="Refused, but for 'none' and 'auto'.")
+    response_format: dict[str, Any] | None = Field(None, description="Refused, but for plain text.")
+    modalities: Annotated[list[Name], Field(max_length=16, fail_fast=True)] | None = Field(
+        None, description="Refused, but for text."
+    )
+    audio: Any = Field(None, description="Refused.")
+
+    @property
+    def length(self) -> tuple[str, int | None]:
+        if self.max_completion_tokens is not None:
+            return "max_completion_tokens", self.max_completion_tokens
+        return super().length
+
+    @property
+    def prompts(self) -> list[Any]:
+        roles = {"developer": "system"}
+        return [[{"role": roles.get(each.role, each.role), "content": each.text} for each in self.messages]]
+
+
+Body = TypeVar("Body", bound=RequestBody)
+
+
+async def read_body(request: Request, model: type[Body]) -> Body:
+    """The body, or the 400 that says what is wrong with it."""
     body = await request.body()
     if not body or not _is_json(request.headers.get("content-type", "")):
-        # Pages of other sites may send anything but JSON without asking first.
+        # Pages of other sites may send anything but JSON without permission.
         message = "the body must be a JSON object, sent with the content type application/json"
         raise refused(message, None, "invalid_json")
     if len(body) < OFF_LOOP:
@@ -44,7 +191,7 @@ async def read_body(request: Request, model: type[Asked]) -> Asked:
     return await asyncio.to_thread(parse, body, model)
 
 
-def parse(body: bytes, model: type[Asked]) -> Asked:
+def parse(body: bytes, model: type[Body]) -> Body:
     if count_containers(body) > MOST_CONTAINERS:
         raise refused(f"the body has more than {MOST_CONTAINERS} objects and lists", None, "invalid_value")
     try:

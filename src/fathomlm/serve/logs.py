@@ -1,4 +1,4 @@
-"""One JSON object a line. Prompts and texts are not in it unless the operator asks for them."""
+"""One JSON object per line. Prompts and completions are not in it unless the operator wants them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ LOGGER = "fathomlm.serve"
 
 
 @dataclass(slots=True)
-class Entry:
+class LogEntry:
     """What a request's line says beside the HTTP side; its handler fills it in."""
 
     stream: bool | None = None
@@ -23,7 +23,7 @@ class Entry:
     finish: list[str] | None = None
     problem: str | None = None
     prompts: Any = None
-    texts: list[str] | None = None
+    completions: list[str] | None = None
 
     def record(self) -> dict[str, Any]:
         return {name: value for name, value in asdict(self).items() if value is not None}
@@ -47,7 +47,7 @@ class JsonLines(logging.Formatter):
         return json.dumps(line, default=str)
 
 
-def set_up(stream: TextIO | None = None, replica: str | None = None) -> None:
+def configure_logging(stream: TextIO | None = None, replica: str | None = None) -> None:
     """Our lines and uvicorn's, in one form, each with the replica that wrote it where there are several. For the command
     line: a library leaves logging to its host."""
     handler = logging.StreamHandler(stream or sys.stdout)
@@ -58,5 +58,5 @@ def set_up(stream: TextIO | None = None, replica: str | None = None) -> None:
         logger.setLevel(level)
 
 
-def say(event: str, level: int = logging.INFO, error: BaseException | None = None, **fields: Any) -> None:
+def log_event(event: str, level: int = logging.INFO, error: BaseException | None = None, **fields: Any) -> None:
     logging.getLogger(LOGGER).log(level, event, exc_info=error, extra={"fields": fields})

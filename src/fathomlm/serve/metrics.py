@@ -1,6 +1,6 @@
-"""What Prometheus is told, and the tally behind it.
+"""Metrics for Prometheus, and the tally behind them.
 
-The engine's own counts are read when somebody asks. Times are noted as tokens come: to the first token from the request's
+The engine's own counts are read when they are scraped. Times are noted as tokens come: to the first token from the request's
 arrival, waiting included, and from each token to the next.
 """
 
@@ -15,7 +15,7 @@ from prometheus_client.registry import Collector
 
 from fathomlm.engine.request import Request, Result, TokenEvent
 from fathomlm.engine.status import Status
-from fathomlm.serve.served import Offer, Service
+from fathomlm.serve.service import ServedModel, Service
 
 FIRST = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 BETWEEN = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
@@ -23,7 +23,7 @@ WHOLE = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 
 
 class Metrics:
-    """One server's. `observe` hears of every token, `ended` of every text, `answered` of every HTTP request."""
+    """One server's. `observe` gets every token, `ended` every completion, `answered` every HTTP request."""
 
     def __init__(self, service: Service) -> None:
         self.registry = registry = CollectorRegistry()
@@ -32,11 +32,11 @@ class Metrics:
         """Tokens by how deep they were chosen, where that differs."""
         registry.register(_EngineCollector(service, self.depths))
         self._http = Counter("fathomlm_http_requests", "HTTP requests answered", ["path", "status"], registry=registry)
-        self._ends = Counter("fathomlm_texts", "Texts that ended", ["reason"], registry=registry)
+        self._ends = Counter("fathomlm_completions", "Completions that ended", ["reason"], registry=registry)
         self._read = Counter("fathomlm_prompt_tokens", "Tokens of prompts that came in", registry=registry)
         self._first = _histogram("time_to_first_token", "From a request's arrival to its first token", FIRST, registry)
-        self._between = _histogram("inter_token", "From one token of a text to the next", BETWEEN, registry)
-        self._whole = _histogram("text", "From a request's arrival to the end of its text", WHOLE, registry)
+        self._between = _histogram("inter_token", "From one token of a completion to the next", BETWEEN, registry)
+        self._whole = _histogram("request", "From a request's arrival to the end of its completion", WHOLE, registry)
 
     def observe(self, request: Request, event: TokenEvent, at: float, before: float | None) -> None:
         """A token came; `before` is when the one in front of it did."""
@@ -51,7 +51,7 @@ class Metrics:
         self._ends.labels(result.finish.reason).inc()
         self._whole.observe(max(at - result.arrival, 0.0))
 
-    def took(self, prompt_tokens: int) -> None:
+    def accepted(self, prompt_tokens: int) -> None:
         self._read.inc(prompt_tokens)
 
     def answered(self, path: str, status: int) -> None:
@@ -62,7 +62,7 @@ class Metrics:
 
 
 class _Labelled(CollectorRegistry):
-    """Every sample with the replica that it is of: whoever asks behind a proxy hears one replica now and another then."""
+    """Every sample with the replica that it is of: behind a proxy a scrape meets one replica now and another then."""
 
     def __init__(self, registry: CollectorRegistry, replica: str) -> None:
         super().__init__()
@@ -81,45 +81,45 @@ class _EngineCollector(Collector):
         self._service, self._depths = service, depths
 
     def collect(self) -> Iterator[Metric]:
-        yield GaugeMetricFamily("fathomlm_ready", "Whether requests are taken", float(self._service.phase == "ready"))
-        offer = self._service.offer
-        if offer is not None:
-            status = offer.front.status()
+        yield GaugeMetricFamily("fathomlm_ready", "Whether requests are accepted", float(self._service.phase == "ready"))
+        served = self._service.served
+        if served is not None:
+            status = served.engine.status()
             yield from _standing(status)
-            yield from _pages(offer, status)
-            yield from self._depth(offer, status)
+            yield from _pages(served, status)
+            yield from self._depth(served, status)
 
-    def _depth(self, offer: Offer, status: Status) -> Iterator[Metric]:
+    def _depth(self, served: ServedModel, status: Status) -> Iterator[Metric]:
         totals = status.totals
         depths = CounterMetricFamily("fathomlm_tokens_by_depth", "Tokens by the depth they were chosen at", labels=["depth"])
         for depth, count in sorted(self._depths.items()):
             depths.add_metric([str(depth)], count)
         yield depths
-        yield CounterMetricFamily("fathomlm_exited_tokens", "Tokens that left early", totals.exited)
+        yield CounterMetricFamily("fathomlm_exited_tokens", "Tokens that exited early", totals.exited)
         yield GaugeMetricFamily("fathomlm_mean_depth", "Mean depth of all tokens so far", mean_depth(status))
-        yield GaugeMetricFamily("fathomlm_exit_rate", "Part of all tokens so far that left early", exit_rate(status))
+        yield GaugeMetricFamily("fathomlm_exit_rate", "Part of all tokens so far that exited early", exit_rate(status))
 
 
 def _standing(status: Status) -> Iterator[Metric]:
     counters, totals = status.counters, status.totals
     yield GaugeMetricFamily("fathomlm_queued", "Requests that wait", counters.queued)
-    yield GaugeMetricFamily("fathomlm_reading", "Requests whose prompt is being read", counters.prefilling)
-    yield GaugeMetricFamily("fathomlm_running", "Requests that make tokens", counters.running)
+    yield GaugeMetricFamily("fathomlm_prefilling", "Requests whose prompt is being prefilled", counters.prefilling)
+    yield GaugeMetricFamily("fathomlm_running", "Requests that generate tokens", counters.running)
     yield GaugeMetricFamily("fathomlm_tokens_per_second", "Over the last ten seconds", status.tokens_per_second)
-    yield CounterMetricFamily("fathomlm_tokens", "Tokens that were made", totals.tokens)
-    yield CounterMetricFamily("fathomlm_read_tokens", "Prompt tokens that were read", totals.prefill_tokens)
+    yield CounterMetricFamily("fathomlm_tokens", "Tokens that were generated", totals.tokens)
+    yield CounterMetricFamily("fathomlm_prefill_tokens", "Prompt tokens that were prefilled", totals.prefill_tokens)
     yield CounterMetricFamily("fathomlm_cached_tokens", "Prompt tokens that the prefix cache had", counters.prefix_hits)
-    yield CounterMetricFamily("fathomlm_ticks", "Ticks of the engine", totals.decode_steps)
-    yield CounterMetricFamily("fathomlm_engine_restarts", "Times that the engine broke and was built again", status.restarts)
-    yield CounterMetricFamily("fathomlm_preemptions", "Texts put aside for want of memory", counters.preemptions)
+    yield CounterMetricFamily("fathomlm_decode_steps", "Decode steps of the engine", totals.decode_steps)
+    yield CounterMetricFamily("fathomlm_engine_restarts", "Times that a failed engine was built again", status.restarts)
+    yield CounterMetricFamily("fathomlm_preemptions", "Sequences preempted for want of memory", counters.preemptions)
 
 
-def _pages(offer: Offer, status: Status) -> Iterator[Metric]:
+def _pages(served: ServedModel, status: Status) -> Iterator[Metric]:
     counters = status.counters
     for name, what, counts in (
-        ("used", "Pages of keys and values in use, cached prefixes included", counters.pages_used),
+        ("used", "Pages of the KV cache in use, cached prefixes included", counters.pages_used),
         ("cached", "Pages that only cached prefixes hold", counters.pages_cached),
-        ("total", "Pages there are", offer.pool_pages),
+        ("total", "Pages there are", served.pool_pages),
     ):
         family = GaugeMetricFamily(f"fathomlm_kv_pages_{name}", what, labels=["pool"])
         for pool, count in enumerate(counts):

@@ -24,7 +24,7 @@ from fathomlm.serve.options import ReplicaOptions, ServeOptions
 if TYPE_CHECKING:
     from fastapi import FastAPI
 
-    from fathomlm.serve.served import Offer
+    from fathomlm.serve.service import ServedModel
 
 APPLICATION = "fathomlm"
 TRIES = 1
@@ -44,7 +44,7 @@ class Replica:
 
 
 def run_replicas(
-    load: Callable[[], Offer], options: ServeOptions, replicas: ReplicaOptions, host: str, port: int,
+    load: Callable[[], ServedModel], options: ServeOptions, replicas: ReplicaOptions, host: str, port: int,
     ready: Callable[[], object],
 ) -> None:  # fmt: skip
     """Serve until SIGTERM or Ctrl-C, then let running texts end. `load` is called in each replica and must pickle."""
@@ -97,18 +97,18 @@ def _told_to_stop() -> Generator[threading.Event, None, None]:
             signal.signal(one, handler)
 
 
-def _application(load: Callable[[], Offer], options: ServeOptions, replicas: ReplicaOptions) -> Any:
+def _application(load: Callable[[], ServedModel], options: ServeOptions, replicas: ReplicaOptions) -> Any:
     from ray import serve
 
     def build() -> FastAPI:
         from fathomlm.serve.app import create_app
-        from fathomlm.serve.logs import set_up
-        from fathomlm.serve.served import Service
+        from fathomlm.serve.logs import configure_logging
+        from fathomlm.serve.service import Service
 
         name = serve.get_replica_context().replica_tag
-        set_up(replica=name)
-        offer = load()  # here and not in the background, so that what it raises is what Ray reports
-        service = Service(lambda: offer, replica=name)
+        configure_logging(replica=name)
+        served = load()  # here and not in the background, so that what it raises is what Ray reports
+        service = Service(lambda: served, replica=name)
         app = create_app(service, options)
         app.state.service = service
         return app

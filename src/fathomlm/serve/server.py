@@ -22,9 +22,9 @@ from fastapi import FastAPI
 
 from fathomlm.errors import OptionError
 from fathomlm.serve.connections import ACCEPTED, Connections
-from fathomlm.serve.logs import say
+from fathomlm.serve.logs import log_event
 from fathomlm.serve.options import ServeOptions
-from fathomlm.serve.served import Service
+from fathomlm.serve.service import Service
 
 CLOSING = 5
 """Seconds that connections get to take what has been written for them, at most."""
@@ -89,7 +89,7 @@ class Server(uvicorn.Server):
             self._ending = asyncio.get_running_loop().create_task(self._finish())
         else:
             self._service.abandoned = self.should_exit = self.force_exit = True
-            say("cut off", logging.WARNING)
+            log_event("cut off", logging.WARNING)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
@@ -106,9 +106,9 @@ class Server(uvicorn.Server):
         """Whatever was not taken, or not ended, when the time is up has `CUT_OFF` seconds to end, and is left behind."""
         loop = asyncio.get_running_loop()
         ends = loop.time() + self._options.drain_timeout
-        say("draining", timeout=self._options.drain_timeout)
+        log_event("draining", timeout=self._options.drain_timeout)
         whole = await self._service.drain(self._options.drain_timeout, CUT_OFF)
-        say("drained", complete=whole)
+        log_event("drained", complete=whole)
         left = min(max(ends - loop.time(), CUT_OFF), CLOSING)
         self.config.timeout_graceful_shutdown = left  # type: ignore[assignment]  # it takes fractions as well
         self.should_exit = True

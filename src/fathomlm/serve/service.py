@@ -1,4 +1,4 @@
-"""The one model that a server offers, from loading to the end."""
+"""The one model that a server has, from loading to the end."""
 
 from __future__ import annotations
 
@@ -16,9 +16,8 @@ from fathomlm.engine.async_engine import AsyncEngine
 from fathomlm.engine.options import RestartPolicy
 from fathomlm.errors import OptionError
 from fathomlm.serve.errors import ApiError
-from fathomlm.serve.logs import say
-from fathomlm.serve.reading import LeastTokens, Readers
-from fathomlm.serve.tokens import TokenTexts
+from fathomlm.serve.logs import log_event
+from fathomlm.serve.tokens import LeastTokens, TokenizerThreads, TokenTexts
 
 if TYPE_CHECKING:
     from fathomlm.decode.exiting import Exiting
@@ -29,25 +28,25 @@ Phase = Literal["loading", "ready", "restarting", "draining", "failed"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Offer:
-    """A model that is ready, and what a server has to know of it."""
+class ServedModel:
+    """A model behind an engine, and what a server has to know of it."""
 
-    front: AsyncEngine
+    engine: AsyncEngine
     model: FathomForCausalLM
     name: str
     max_length: int
     """Tokens of a sequence, prompt included."""
     pool_pages: tuple[int, ...]
-    """Pages for keys and values there are, by pool."""
+    """Pages of the KV cache, by pool."""
     max_depth: int | None
-    """The server's own: the default of requests, and the most that one may ask for."""
+    """The server's own: the default of requests, and the most that one may have."""
     exiting: Exiting | None
-    """How tokens leave early, where they do."""
+    """How tokens exit early, where they do."""
     facts: dict[str, Any]
     """What does not change, for the status: the plan and the engine's sizes."""
     tokens: TokenTexts
     least_tokens: LeastTokens
-    readers: Readers
+    tokenizers: TokenizerThreads
     ends: frozenset[int]
     created: int = field(default_factory=lambda: int(time.time()))
 
@@ -62,42 +61,40 @@ class Offer:
 
     @property
     def decodes(self) -> tuple[str, ...]:
-        """The ways of decoding that a request may ask for: to the full depth, and as this engine was built to."""
+        """The ways of decoding that a request may choose: to the full depth, and as this engine was built to."""
         return ("full",) if self.exiting is None else ("full", self.exiting.mode)
 
     async def encode(self, prompt: Prompt) -> list[int]:
-        """Long texts take a while to read; nobody else waits meanwhile."""
-        return await self.readers.read(len(prompt), encode_prompt, self.model, prompt)
+        """Long prompts take a while; nobody else waits meanwhile."""
+        return await self.tokenizers.run(len(prompt), encode_prompt, self.model, prompt)
 
     async def encode_chat(self, messages: list[dict[str, str]], check: Callable[[str], object]) -> list[int]:
-        """`check` sees the conversation as the text that the model reads, before it is tokenised."""
+        """`check` sees the conversation as the text that the model reads, before it is tokenized."""
         size = sum(len(message["content"]) for message in messages)
-        return await self.readers.read(size, chat_prompt, self.model, messages, check)
+        return await self.tokenizers.run(size, chat_prompt, self.model, messages, check)
 
     async def close(self) -> None:
-        await self.front.close()
-        self.readers.close()
+        await self.engine.close()
+        self.tokenizers.close()
 
 
-def offer(
+def serve_model(
     engine: Engine,
     *,
     name: str,
     exiting: Exiting | None = None,
     max_depth: int | None = None,
     restarts: RestartPolicy | None = None,
-) -> Offer:
-    """Put an engine behind its asyncio front and offer it. It belongs to the offer from then on: whoever keeps it keeps its
-    memory from the engine that comes after it. By default a broken one is built again as often as `RestartPolicy` says."""
+) -> ServedModel:
+    """Put an engine behind asyncio. It belongs to the served model from then on: whoever keeps it keeps its memory from the
+    engine that comes after it. By default a failed one is built again as often as `RestartPolicy` allows."""
     model, sizes, options = engine.model, engine.runner.sizes, engine.options
     plan = model.plan
     if max_depth is not None:
         if plan.routing is None:
-            raise OptionError(f"a maximum depth is for models with a router; {name} has none")
+            raise OptionError(f"max_depth requires a model with a router; {name} has none")
         if not 1 <= max_depth <= plan.recursions:
-            raise OptionError(
-                f"the maximum depth must be from 1 to the model's {plan.recursions} recursions, got {max_depth}"
-            )
+            raise OptionError(f"max_depth must be between 1 and the model's {plan.recursions} recursions, got {max_depth}")
     facts = {
         "kind": engine.runner.layout.kind,
         "plan": {
@@ -112,33 +109,33 @@ def offer(
         "exit_layer": None if exiting is None else (exiting.exit_layers or (None,))[0],
         "calibrated": exiting is not None and exiting.estimator is not None,
     }  # fmt: skip
-    front = AsyncEngine(engine, restarts or RestartPolicy(), on_failure=_tell_failure, on_restart=_tell_restart)
-    return Offer(
-        front=front, model=model, name=name, max_length=sizes.max_length, pool_pages=sizes.pool_pages,
+    running = AsyncEngine(engine, restarts or RestartPolicy(), on_failure=_log_failure, on_restart=_log_restart)
+    return ServedModel(
+        engine=running, model=model, name=name, max_length=sizes.max_length, pool_pages=sizes.pool_pages,
         max_depth=max_depth, exiting=exiting, facts=facts, tokens=TokenTexts(model.tokenizer), ends=end_tokens(model),
-        least_tokens=LeastTokens(model.tokenizer), readers=Readers(model.tokenizer),
+        least_tokens=LeastTokens(model.tokenizer), tokenizers=TokenizerThreads(model.tokenizer),
     )  # fmt: skip
 
 
-def _tell_failure(error: BaseException, again: bool) -> None:
+def _log_failure(error: BaseException, again: bool) -> None:
     """Once for each failure, however many requests it failed, and with its traceback, which no client sees."""
-    say("engine failed", logging.ERROR, error, restarting=again)
+    log_event("engine failed", logging.ERROR, error, restarting=again)
 
 
-def _tell_restart(seconds: float) -> None:
-    say("engine restarted", logging.WARNING, seconds=round(seconds, 3))
+def _log_restart(seconds: float) -> None:
+    log_event("engine restarted", logging.WARNING, seconds=round(seconds, 3))
 
 
 class Service:
-    """Loads an offer in the background, and knows whether there is one to be had."""
+    """Loads a model in the background, and knows whether it is ready."""
 
-    def __init__(self, load: Callable[[], Offer], replica: str | None = None) -> None:
+    def __init__(self, load: Callable[[], ServedModel], replica: str | None = None) -> None:
         self._load = load
         self.replica = replica
         """Which one this is, where a server has several. Its application starts with its model, not before it."""
-        self.offer: Offer | None = None
+        self.served: ServedModel | None = None
         self.failure: BaseException | None = None
-        """Why there is nothing to offer: loading failed."""
+        """Why there is no model: loading failed."""
         self.draining = False
         self.abandoned = False
         """Whether the process ends without waiting for the engine."""
@@ -149,19 +146,19 @@ class Service:
 
     @property
     def phase(self) -> Phase:
-        if self.failure is not None or (self.offer is not None and self.offer.front.failure is not None):
+        if self.failure is not None or (self.served is not None and self.served.engine.failure is not None):
             return "failed"
         if self.draining or self._over:
             return "draining"
-        if self.offer is None:
+        if self.served is None:
             return "loading"
-        return "restarting" if self.offer.front.restarting else "ready"
+        return "restarting" if self.served.engine.restarting else "ready"
 
-    def require(self) -> Offer:
-        """The offer, for a new request."""
+    def require(self) -> ServedModel:
+        """The model, for a new request."""
         phase = self.phase
-        if phase == "ready" and self.offer is not None:
-            return self.offer
+        if phase == "ready" and self.served is not None:
+            return self.served
         why = {
             "loading": "the model is still being loaded",
             "restarting": "the engine has failed and is being built again",
@@ -176,7 +173,7 @@ class Service:
 
         def work() -> None:
             try:
-                found: Offer | BaseException = self._load()
+                found: ServedModel | BaseException = self._load()
             except BaseException as error:
                 found = error
             with contextlib.suppress(RuntimeError):  # the server has ended meanwhile
@@ -185,38 +182,38 @@ class Service:
         threading.Thread(target=work, name="fathomlm-load", daemon=True).start()
 
     async def loaded(self) -> None:
-        """Returns when there is an offer; raises what kept it from being."""
+        """Returns when the model is ready; raises what kept it from being."""
         await self._settled.wait()
         if self.failure is not None:
             raise self.failure
 
-    def _loaded(self, found: Offer | BaseException) -> None:
+    def _loaded(self, found: ServedModel | BaseException) -> None:
         self._settled.set()
         if isinstance(found, BaseException):
             self.failure = found
             self.on_failure()
             return
-        self.offer = found
+        self.served = found
         self.on_ready()
 
     async def drain(self, timeout: float, grace: float) -> bool:
         """Take nothing new and wait for what runs; after `timeout` seconds cut it off. Says whether all could end. An engine
         in the middle of a step cannot be cut off: after `grace` more seconds it is left to the end of the process."""
         self.draining = True
-        if self.offer is None:
+        if self.served is None:
             return True
-        front, whole = self.offer.front, True
+        engine, whole = self.served.engine, True
         try:
-            await asyncio.wait_for(front.drain(), timeout)
+            await asyncio.wait_for(engine.drain(), timeout)
         except TimeoutError:
             whole = False
             try:
-                await asyncio.wait_for(front.close(), grace)
+                await asyncio.wait_for(engine.close(), grace)
             except TimeoutError:
                 self.abandoned = True
         return whole
 
     async def close(self) -> None:
         self._over = True
-        if self.offer is not None:
-            await self.offer.close()
+        if self.served is not None:
+            await self.served.close()

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from fathomlm.serve.reading import LeastTokens
+from fathomlm.serve.tokens import LeastTokens
 
 WORDS = ["the quick brown fox jumps over the lazy dog", "a fathom is six feet; the water is deep " * 4, " " * 64, "é" * 20]
 TEXTS = st.lists(

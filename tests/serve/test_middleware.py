@@ -14,9 +14,9 @@ from fathomlm.cli import serve
 from fathomlm.cli.main import build_parser
 from fathomlm.errors import OptionError
 from fathomlm.serve.app import create_app
-from fathomlm.serve.hosts import Hosts, host_name
+from fathomlm.serve.middleware import AllowedHosts, host_name
 from fathomlm.serve.options import ServeOptions
-from fathomlm.serve.served import Service
+from fathomlm.serve.service import Service
 from serve.serving import Running
 
 
@@ -60,7 +60,7 @@ def test_other_names_are_not(host: str, path: str) -> None:
 
 
 def test_http_1_0_has_no_host() -> None:
-    assert Hosts(pytest.fail, frozenset({"localhost"}))._wrong({"headers": []}) is None  # type: ignore[arg-type]
+    assert AllowedHosts(pytest.fail, frozenset({"localhost"}))._wrong({"headers": []}) is None  # type: ignore[arg-type]
 
 
 def test_the_name_that_the_server_listens_at_is_its_own() -> None:

@@ -1,0 +1,268 @@
+"""The completions of one HTTP request, from the queue to the last byte, whole or as a stream of server-sent events.
+
+All of its choices are accepted by the engine or none is, and all end when the client disconnects.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Awaitable, Sequence
+from contextlib import aclosing, asynccontextmanager
+from typing import Any, TypeVar
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from fathomlm.engine.async_engine import AsyncEngine, Stream
+from fathomlm.engine.request import Event, Finished, Request, Result
+from fathomlm.errors import FathomError
+from fathomlm.serve.connections import HALF_CLOSED
+from fathomlm.serve.errors import INTERNAL, ApiError, as_api_error, json_response, to_json
+from fathomlm.serve.logs import LogEntry
+from fathomlm.serve.metrics import Metrics
+from fathomlm.serve.options import ServeOptions
+from fathomlm.serve.responses import ResponseFormat
+
+LAST_WORDS = 5.0
+"""Seconds in which a client has to take the message that its request took too long."""
+KNOCK = 0.2
+"""Seconds between two comments to a client that has closed its side of a stream."""
+GONE = Response(status_code=499)
+"""For nobody: the client has disconnected."""
+
+T = TypeVar("T")
+
+
+class ClientGone(Exception):
+    """Nobody waits for the response any more."""
+
+
+class Choices:
+    """Streams of the engine, merged. Leave it by `close`, which cancels what has not ended."""
+
+    def __init__(self, streams: Sequence[Stream]) -> None:
+        self._streams = streams
+        self._events: asyncio.Queue[tuple[int, Event, float]] = asyncio.Queue()
+        self._feeders = [asyncio.create_task(self._feed(index, stream)) for index, stream in enumerate(streams)]
+
+    @classmethod
+    async def submit(cls, engine: AsyncEngine, requests: Sequence[Request]) -> Choices:
+        accepted: dict[int, Stream] = {}
+
+        async def one(index: int, request: Request) -> None:
+            accepted[index] = await engine.submit(request)
+
+        tasks = [asyncio.create_task(one(index, request)) for index, request in enumerate(requests)]
+        try:
+            await asyncio.gather(*tasks)
+        except BaseException:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            for stream in accepted.values():
+                stream.cancel()
+            raise
+        return cls([accepted[index] for index in range(len(requests))])
+
+    async def _feed(self, index: int, stream: Stream) -> None:
+        """Events are taken as they come, however slow the client is: their times are the engine's."""
+        async for event in stream:
+            self._events.put_nowait((index, event, time.perf_counter()))
+
+    async def events(self) -> AsyncGenerator[tuple[int, Event, float], None]:
+        """Every event of every choice, with its choice and its time, in the order in which they came."""
+        left = len(self._streams)
+        while left:
+            found = await self._events.get()
+            left -= isinstance(found[1], Finished)
+            yield found
+
+    def result(self, index: int) -> Result:
+        """Of a choice that has ended."""
+        found = self._streams[index].result
+        assert found is not None, f"choice {index} has not ended"
+        return found
+
+    def results(self) -> list[Result]:
+        return [self.result(index) for index in range(len(self._streams))]
+
+    async def close(self) -> None:
+        for feeder in self._feeders:
+            feeder.cancel()
+        await asyncio.gather(*self._feeders, return_exceptions=True)
+        for stream in self._streams:
+            stream.cancel()
+
+
+async def unless_gone(receive: Receive, work: Awaitable[T]) -> T:
+    """Do something for a client, and stop doing it when the client disconnects."""
+    task = asyncio.ensure_future(work)
+    gone = asyncio.create_task(_gone(receive))
+    try:
+        await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientGone
+        return task.result()
+    finally:
+        for one in (task, gone):
+            one.cancel()
+        await asyncio.gather(task, gone, return_exceptions=True)
+
+
+async def _gone(receive: Receive) -> None:
+    while True:
+        message = await receive()
+        if isinstance(message, dict) and message.get("type") == "http.disconnect":
+            return
+
+
+class CompletionHandler:
+    """Runs the requests of a response."""
+
+    def __init__(self, response: ResponseFormat, options: ServeOptions, metrics: Metrics, entry: LogEntry) -> None:
+        self.response, self.options, self.metrics, self.entry = response, options, metrics, entry
+        self._before: dict[int, float] = {}
+        self._accepted: Choices | None = None
+        entry.stream, entry.choices, entry.prompt_tokens = response.stream, len(response.requests), response.prompt_tokens
+
+    async def respond(self, receive: Receive, deadline: float) -> Response:
+        """The whole response, or a stream that has begun: what the engine refuses is an HTTP status in either case."""
+        try:
+            async with asyncio.timeout_at(deadline):
+                if not self.response.stream:
+                    return json_response(await unless_gone(receive, self._whole()))
+                return EventStream(self, await unless_gone(receive, self._submit()), deadline)
+        except BaseException as error:
+            if self._accepted is not None:  # in the same moment
+                await self._accepted.close()
+            if isinstance(error, ClientGone):
+                return GONE
+            raise late(self.options) if isinstance(error, TimeoutError) else error from None
+
+    async def _submit(self) -> Choices:
+        response = self.response
+        try:
+            choices = await Choices.submit(response.served.engine, response.requests)
+        except FathomError as error:
+            raise as_api_error(error) from error
+        self._accepted = choices
+        self.metrics.accepted(response.prompt_tokens)
+        return choices
+
+    async def _whole(self) -> dict[str, Any]:
+        choices = await self._submit()
+        try:
+            async for _ in self._watched(choices):
+                pass
+            return self.response.whole(choices.results())
+        finally:
+            await choices.close()
+
+    async def chunks(self, choices: Choices) -> AsyncGenerator[dict[str, Any], None]:
+        response = self.response
+        try:
+            for index in range(len(response.requests)):
+                for chunk in response.opening(index):
+                    yield chunk
+            async with aclosing(self._watched(choices)) as events:
+                async for index, event in events:
+                    ended = isinstance(event, Finished)
+                    for chunk in response.closing(index, choices.result(index)) if ended else response.token(index, event):
+                        yield chunk
+            for chunk in response.counts(choices.results()):
+                yield chunk
+        finally:
+            await choices.close()
+
+    async def _watched(self, choices: Choices) -> AsyncGenerator[Any, None]:
+        """Events with their choice, each counted on its way."""
+        async with aclosing(choices.events()) as events:
+            async for index, event, at in events:
+                if isinstance(event, Finished):
+                    self._ended(choices.result(index), at)
+                else:
+                    self.metrics.observe(self.response.requests[index], event, at, self._before.get(index))
+                    self._before[index] = at
+                yield index, event
+
+    def _ended(self, result: Result, at: float) -> None:
+        self.metrics.ended(result, at)
+        entry = self.entry
+        entry.completion_tokens = (entry.completion_tokens or 0) + len(result.tokens)
+        entry.finish = [*(entry.finish or ()), result.finish.reason]
+        if result.finish.error is not None:
+            entry.problem = result.finish.error
+        if self.options.log_prompts:
+            entry.completions = [*(entry.completions or ()), result.text]
+
+
+def late(options: ServeOptions) -> ApiError:
+    return ApiError(504, f"the request took longer than this server's {options.timeout:g} seconds", code="timeout")
+
+
+class EventStream(Response):
+    """Chunks as server-sent events. The sequences end with the client: one that disconnects frees their pages."""
+
+    def __init__(self, handler: CompletionHandler, choices: Choices, deadline: float) -> None:
+        super().__init__(media_type="text/event-stream", headers={"x-accel-buffering": "no"})
+        del self.headers["content-length"]
+        self._handler, self._choices, self._deadline = handler, choices, deadline
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await unless_gone(receive, self._send_all(send, scope.get(HALF_CLOSED)))
+        except ClientGone:
+            self._handler.entry.problem = "the client disconnected"
+        except TimeoutError:  # not even the last words could be sent; the connection is cut
+            self._handler.entry.problem = "the client does not read"
+        finally:
+            await self._choices.close()
+
+    async def _send_all(self, send: Send, half_closed: asyncio.Event | None) -> None:
+        try:
+            async with asyncio.timeout_at(self._deadline):
+                await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+                async with _knocking(send, half_closed), aclosing(self._handler.chunks(self._choices)) as chunks:
+                    async for chunk in chunks:
+                        await _send_event(send, to_json(chunk))
+        except TimeoutError:
+            await self._send_error(send, late(self._handler.options))
+        except ApiError as error:
+            await self._send_error(send, error)
+        except Exception:
+            await self._send_error(send, ApiError(500, INTERNAL, code="internal_error"))
+            raise
+        async with asyncio.timeout(LAST_WORDS):
+            await _send_event(send, b"[DONE]")
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _send_error(self, send: Send, error: ApiError) -> None:
+        """The status went out long ago, so the error is an event; OpenAI's client raises it all the same."""
+        self._handler.entry.problem = self._handler.entry.problem or error.message
+        async with asyncio.timeout(LAST_WORDS):
+            await _send_event(send, to_json(error.record()))
+
+
+async def _send_event(send: Send, data: bytes) -> None:
+    await send({"type": "http.response.body", "body": b"data: " + data + b"\n\n", "more_body": True})
+
+
+@asynccontextmanager
+async def _knocking(send: Send, half_closed: asyncio.Event | None) -> AsyncGenerator[None, None]:
+    """Comments, which clients skip, to one that has closed its side: if it has gone altogether, a write fails, and its
+    sequences need not wait for their first token to find out."""
+
+    async def knock(closed: asyncio.Event) -> None:
+        await closed.wait()
+        while True:
+            await asyncio.sleep(KNOCK)
+            await send({"type": "http.response.body", "body": b":\n\n", "more_body": True})
+
+    task = None if half_closed is None else asyncio.create_task(knock(half_closed))
+    try:
+        yield
+    finally:
+        if task is not None:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)

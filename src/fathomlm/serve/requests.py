@@ -1,0 +1,200 @@
+"""From the body of an HTTP request to the engine's requests, one for each choice, or a 400 that says why not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TypeVar
+
+from fathomlm.decode.exiting import MODES
+from fathomlm.decode.sampling import Sampling
+from fathomlm.engine.request import Request
+from fathomlm.errors import FathomError, OptionError
+from fathomlm.serve.bodies import ChatBody, CompletionBody, FathomOptions, RequestBody
+from fathomlm.serve.errors import ApiError, as_api_error, refused
+from fathomlm.serve.options import ServeOptions
+from fathomlm.serve.service import ServedModel
+from fathomlm.serve.tokens import SHORT
+
+COMPLETION_TOKENS = 16
+"""OpenAI's default for plain completions; a chat goes on to the end of the context."""
+SEEDS = 2**63
+
+T = TypeVar("T")
+
+
+async def completion_requests(body: CompletionBody, served: ServedModel, options: ServeOptions) -> list[Request]:
+    _check_model(body, served)
+    _refuse(bool(body.echo), "echo", "prompts are not echoed; put the prompt in front of the completion yourself")
+    _refuse((body.best_of or 1) > 1, "best_of", "request n completions and choose by their logprobs")
+    _refuse(body.suffix is not None, "suffix", "the model continues text and cannot fill in the middle")
+    prompts = body.prompts
+    if not prompts:
+        raise refused("prompt: give at least one prompt", "prompt", "invalid_value")
+    _check_counts(body, len(prompts), options)
+
+    def check() -> None:
+        for prompt in prompts:
+            least = served.least_tokens(prompt) if isinstance(prompt, str) else len(prompt)
+            _length(body, served, options, least, COMPLETION_TOKENS, "prompt", least=True)
+
+    await _unless_short(served, sum(map(len, prompts)), check)
+    encoded = []
+    for prompt in prompts:
+        try:
+            encoded.append(await served.encode(prompt))
+        except FathomError as error:
+            raise as_api_error(error, "prompt") from error
+    build = partial(_requests, body, served, options, encoded, body.logprobs, COMPLETION_TOKENS, "prompt")
+    return await _unless_short(served, sum(map(len, encoded)) * (body.n or 1), build)
+
+
+async def chat_requests(body: ChatBody, served: ServedModel, options: ServeOptions) -> list[Request]:
+    _check_model(body, served)
+    for name in ("tools", "functions"):
+        _refuse(bool(getattr(body, name)), name, "this server calls no tools")
+    for name in ("tool_choice", "function_call"):
+        _refuse(getattr(body, name) not in (None, "none", "auto"), name, "this server calls no tools")
+    form = body.response_format
+    _refuse(form is not None and form.get("type") != "text", "response_format", "completions follow no schema")
+    _refuse(body.modalities not in (None, ["text"]), "modalities", "there is text only")
+    _refuse(body.audio is not None, "audio", "there is text only")
+    if body.top_logprobs is not None and not body.logprobs:
+        raise refused("top_logprobs requires logprobs: true", "top_logprobs", "invalid_value")
+    _check_counts(body, 1, options)
+
+    def check(text: str) -> None:
+        _length(body, served, options, served.least_tokens(text), None, "messages", least=True)
+
+    try:
+        tokens = await served.encode_chat(body.prompts[0], check)
+    except FathomError as error:
+        raise as_api_error(error, "messages") from error
+    logprobs = (body.top_logprobs or 0) if body.logprobs else None
+    build = partial(_requests, body, served, options, [tokens], logprobs, None, "messages")
+    return await _unless_short(served, len(tokens) * (body.n or 1), build)
+
+
+async def _unless_short(served: ServedModel, size: int, work: Callable[[], T]) -> T:
+    """Here, or in a thread where it would keep others waiting. Nothing is tokenized, so it is short work all the same."""
+    return work() if size <= SHORT else await served.tokenizers.run(0, work)
+
+
+def _check_model(body: RequestBody, served: ServedModel) -> None:
+    if body.model is not None and body.model != served.name:
+        message = f"the model '{body.model}' does not exist here; this server has '{served.name}'"
+        raise ApiError(404, message, param="model", code="model_not_found")
+
+
+def _check_counts(body: RequestBody, prompts: int, options: ServeOptions) -> None:
+    most, n = options.max_choices, body.n or 1
+    if prompts * n > most:
+        message = f"at most {most} completions per request, prompts times n; got {prompts * n}"
+        raise refused(message, "n" if n > 1 else "prompt", "invalid_value")
+    _refuse(bool(body.logit_bias), "logit_bias", "logits cannot be changed token by token")
+    stops = body.stops
+    if len(stops) > options.max_stops:
+        raise refused(f"stop: at most {options.max_stops} strings, got {len(stops)}", "stop", "invalid_value")
+    for text in stops:
+        if not 1 <= len(text) <= options.max_stop_length:
+            rule = f"each string has 1 to {options.max_stop_length} characters"
+            raise refused(f"stop: {rule}, got one of {len(text)}", "stop", "invalid_value")
+
+
+def _refuse(wanted: bool, param: str, why: str) -> None:
+    if wanted:
+        raise refused(f"{param} is not supported: {why}", param, "unsupported_parameter")
+
+
+def _length(
+    body: RequestBody, served: ServedModel, options: ServeOptions, prompt_tokens: int, default: int | None, where: str,
+    least: bool = False,
+) -> int:  # fmt: skip
+    """How many tokens a completion may have. A length that the body names has to fit; one that it does not is made to.
+    `least`: the prompt has so many tokens or more, and is not worth counting where even those do not fit."""
+    room = served.max_length - prompt_tokens
+    most = options.max_tokens
+    name, wanted = body.length
+    if wanted is not None and most is not None and wanted > most:
+        raise refused(f"{name}: at most {most} tokens per completion on this server, got {wanted}", name, "invalid_value")
+    if room < 1 or (wanted is not None and wanted > room):
+        and_new = "" if wanted is None else f" and {name}={wanted} make {prompt_tokens + wanted}"
+        count = f"at least {prompt_tokens}" if least else str(prompt_tokens)
+        message = f"this model's context is {served.max_length} tokens, but {count} prompt tokens{and_new}"
+        raise refused(message if and_new else f"{message} leave no room", where, "context_length_exceeded")
+    return wanted if wanted is not None else min(value for value in (default, most, room) if value is not None)
+
+
+def _requests(
+    body: RequestBody, served: ServedModel, options: ServeOptions, encoded: Sequence[Sequence[int]],
+    logprobs: int | None, default: int | None, where: str,
+) -> list[Request]:  # fmt: skip
+    """Each prompt's choices. With a seed, the first is what n = 1 would give and the others differ from it."""
+    depth, threshold = _depth(body, served)
+    requests = []
+    for tokens in encoded:
+        length = _length(body, served, options, len(tokens), default, where)
+        for number in range(body.n or 1):
+            try:
+                request = Request(
+                    id=served.engine.new_id(), prompt=tuple(tokens), sampling=_sampling(body, length, number),
+                    logprobs=logprobs, presence_penalty=float(body.presence_penalty or 0.0),
+                    frequency_penalty=float(body.frequency_penalty or 0.0), max_depth=depth, exit_threshold=threshold,
+                )  # fmt: skip
+            except OptionError as error:
+                first = str(error).split()[0]
+                raise as_api_error(error, first if first in type(body).model_fields else None) from error
+            requests.append(request)
+    return requests
+
+
+def _sampling(body: RequestBody, max_new_tokens: int, number: int) -> Sampling:
+    """OpenAI's defaults sample from the model's own distribution."""
+    given = {"temperature": body.temperature, "top_p": body.top_p, "repetition_penalty": body.repetition_penalty}
+    return Sampling(
+        max_new_tokens=max_new_tokens,
+        top_k=max(body.top_k or 0, 0),
+        min_p=float(body.min_p or 0.0),
+        seed=None if body.seed is None else (body.seed + number) % SEEDS,
+        stop=body.stops,
+        ignore_eos=bool(body.ignore_eos),
+        **{name: 1.0 if value is None else float(value) for name, value in given.items()},
+    )
+
+
+def _depth(body: RequestBody, served: ServedModel) -> tuple[int | None, float | None]:
+    """The most recursions, and the confidence that an exit must exceed."""
+    fathom = body.fathom or FathomOptions.model_validate({})
+    depth, threshold = fathom.max_depth, fathom.threshold
+    if depth is not None and not served.routed:
+        raise _wrong("max_depth", "requires a model with a router")
+    deepest = served.max_depth or served.model.plan.recursions
+    if depth is not None and depth > deepest:
+        raise _wrong("max_depth", f"must be between 1 and {deepest} on this server, got {depth}")
+    if threshold is not None and served.exiting is None:
+        raise _wrong("threshold", "requires a server with early exit")
+    if _full(fathom, served):
+        return served.max_depth, None if served.exiting is None else 1.0
+    return served.max_depth if depth is None else depth, None if threshold is None else float(threshold)
+
+
+def _full(fathom: FathomOptions, served: ServedModel) -> bool:
+    """Whether the full depth is wanted. An engine is built for one way of exiting, so others are refused."""
+    decode = fathom.decode
+    if decode is None:
+        return False
+    if decode not in served.decodes:
+        can = " or ".join(f"'{mode}'" for mode in served.decodes)
+        if decode not in MODES:
+            raise _wrong("decode", f"must be {can} on this server, got '{decode}'")
+        hint = "; threshold 0 lets every token exit" if decode == "static" and served.exiting is not None else ""
+        raise _wrong("decode", f"must be {can} on this server, which was not set up for '{decode}'{hint}")
+    if decode == "full":
+        for name in ("threshold", "max_depth"):
+            if getattr(fathom, name) is not None:
+                raise _wrong(name, "cannot be combined with decode 'full'")
+    return decode == "full"
+
+
+def _wrong(field: str, why: str) -> ApiError:
+    return refused(f"fathom.{field} {why}", f"fathom.{field}", "invalid_value")

@@ -1,0 +1,187 @@
+"""What clients get: OpenAI's objects, whole and in chunks.
+
+Log probabilities and depths have an entry for each token of the completion; the end token, which is no text, has none.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from fathomlm.engine.request import Finished, Request, Result, TokenEvent, TokenLogprobs
+from fathomlm.serve.bodies import RequestBody
+from fathomlm.serve.errors import INTERNAL, ApiError
+from fathomlm.serve.service import ServedModel
+
+LEAST_LOGPROB = -9999.0
+"""What OpenAI writes for a token that cannot be; JSON has no infinity."""
+
+Json = dict[str, Any]
+
+
+def finish_reason(finished: Finished) -> str:
+    """OpenAI's word for it, or the error that it was."""
+    if finished.reason == "error":
+        raise ApiError(500, INTERNAL, code="engine_error")
+    if finished.reason == "cancelled":
+        raise ApiError(503, "the server was stopped before the completion had ended", code="draining")
+    return "length" if finished.reason == "length" else "stop"
+
+
+class ResponseFormat:
+    """The response to one HTTP request, whose body became these requests, one for each choice. `CompletionFormat` and
+    `ChatFormat` have what a choice looks like."""
+
+    prefix: str
+    whole_object: str
+    chunk_object: str
+
+    def __init__(self, served: ServedModel, body: RequestBody, requests: Sequence[Request]) -> None:
+        self.served, self.requests = served, requests
+        self.stream = bool(body.stream)
+        self.prompt_tokens = sum(len(request.prompt) for request in requests[:: body.n or 1])
+        """Each prompt once, however many choices it has."""
+        self.id = f"{self.prefix}-{secrets.token_hex(12)}"
+        self.created = int(time.time())
+        self._usage = bool(body.stream_options and body.stream_options.include_usage)
+        self._depths = bool(body.fathom and body.fathom.depths)
+        self._sent = [0] * len(requests)
+        self._offsets = [0] * len(requests)
+
+    # Whole.
+
+    def whole(self, results: Sequence[Result]) -> Json:
+        choices = [self._whole_choice(index, result) for index, result in enumerate(results)]
+        return self._frame(self.whole_object, choices) | {"usage": self.usage(results)}
+
+    def usage(self, results: Sequence[Result]) -> Json:
+        """Every generated token counts, the end token included."""
+        prompt, completion = self.prompt_tokens, sum(len(result.tokens) for result in results)
+        return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
+
+    def _whole_choice(self, index: int, result: Result) -> Json:
+        choice: Json = {"index": index, "finish_reason": finish_reason(result.finish)} | self._text(result.text)
+        count = sum(not self._is_end(index, token) for token in result.tokens)
+        choice["logprobs"] = None
+        if result.logprobs is not None:
+            choice["logprobs"] = self._logprobs(index, result.tokens[:count], result.logprobs[:count])
+        if self._depths:
+            depths, confidences = result.depths, result.confidences
+            choice["fathom"] = {
+                "depths": None if depths is None else list(depths[:count]),
+                "confidences": None if confidences is None else list(confidences[:count]),
+            }
+        return choice
+
+    def _is_end(self, index: int, token: int) -> bool:
+        return token in self.served.ends and not self.requests[index].sampling.ignore_eos
+
+    # In chunks.
+
+    def opening(self, index: int) -> list[Json]:
+        return []
+
+    def token(self, index: int, event: TokenEvent) -> list[Json]:
+        """The chunk of a token; none where it has nothing to show yet."""
+        self._sent[index] += len(event.text)
+        details: Json = {}
+        if not self._is_end(index, event.token):
+            if event.logprob is not None:
+                logprobs = TokenLogprobs(logprob=event.logprob, top=event.top)
+                details["logprobs"] = self._logprobs(index, [event.token], [logprobs])
+            if self._depths:
+                details["fathom"] = {"depths": _listed(event.depth), "confidences": _listed(event.confidence)}
+        if not event.text and not details:
+            return []
+        return [self._chunk(index, self._piece(event.text), None, details)]
+
+    def closing(self, index: int, result: Result) -> list[Json]:
+        """What was held back, and why the completion ended."""
+        reason = finish_reason(result.finish)
+        rest = result.text[self._sent[index] :]
+        held = [self._chunk(index, self._piece(rest), None, {})] if rest else []
+        return [*held, self._chunk(index, self._piece(None), reason, {})]
+
+    def counts(self, results: Sequence[Result]) -> list[Json]:
+        """The last chunk, where the body wants it."""
+        return [self._frame(self.chunk_object, []) | {"usage": self.usage(results)}] if self._usage else []
+
+    def _chunk(self, index: int, piece: Json, reason: str | None, details: Json) -> Json:
+        choice = {"index": index, **piece, "logprobs": None, "finish_reason": reason, **details}
+        frame = self._frame(self.chunk_object, [choice])
+        return frame | {"usage": None} if self._usage else frame
+
+    def _frame(self, what: str, choices: list[Json]) -> Json:
+        return {
+            "id": self.id, "object": what, "created": self.created, "model": self.served.name, "choices": choices
+        }  # fmt: skip
+
+    # What differs.
+
+    def _text(self, text: str) -> Json:
+        raise NotImplementedError
+
+    def _piece(self, text: str | None) -> Json:
+        """None is the end."""
+        raise NotImplementedError
+
+    def _logprobs(self, index: int, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> Json:
+        raise NotImplementedError
+
+
+class CompletionFormat(ResponseFormat):
+    prefix, whole_object, chunk_object = "cmpl", "text_completion", "text_completion"
+
+    def _text(self, text: str) -> Json:
+        return {"text": text}
+
+    def _piece(self, text: str | None) -> Json:
+        return {"text": text or ""}
+
+    def _logprobs(self, index: int, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> Json:
+        texts = self.served.tokens
+        offsets = []
+        for token in tokens:
+            offsets.append(self._offsets[index])
+            self._offsets[index] += len(texts.text(token))
+        tops = [{texts.text(token): _finite(value) for token, value in one.top} for one in logprobs]
+        return {
+            "tokens": [texts.text(token) for token in tokens],
+            "token_logprobs": [_finite(one.logprob) for one in logprobs],
+            "top_logprobs": tops if self.requests[index].logprobs else None,
+            "text_offset": offsets,
+        }
+
+
+class ChatFormat(ResponseFormat):
+    prefix, whole_object, chunk_object = "chatcmpl", "chat.completion", "chat.completion.chunk"
+
+    def opening(self, index: int) -> list[Json]:
+        return [self._chunk(index, {"delta": {"role": "assistant", "content": ""}}, None, {})]
+
+    def _text(self, text: str) -> Json:
+        return {"message": {"role": "assistant", "content": text, "refusal": None}}
+
+    def _piece(self, text: str | None) -> Json:
+        return {"delta": {} if text is None else {"content": text}}
+
+    def _logprobs(self, index: int, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> Json:
+        content = []
+        for token, one in zip(tokens, logprobs, strict=True):
+            tops = [self._entry(other, value) for other, value in one.top]
+            content.append(self._entry(token, one.logprob) | {"top_logprobs": tops})
+        return {"content": content, "refusal": None}
+
+    def _entry(self, token: int, logprob: float) -> Json:
+        texts = self.served.tokens
+        return {"token": texts.text(token), "logprob": _finite(logprob), "bytes": texts.bytes(token)}
+
+
+def _finite(logprob: float) -> float:
+    return max(logprob, LEAST_LOGPROB)
+
+
+def _listed(value: float | None) -> list[float] | None:
+    return None if value is None else [value]
