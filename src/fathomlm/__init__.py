@@ -18,30 +18,47 @@ from fathomlm.registration import register
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from fathomlm.checkpoints.convert import convert
-    from fathomlm.checkpoints.export import export
-    from fathomlm.checkpoints.resolve import load
-    from fathomlm.checkpoints.save import save
-    from fathomlm.decode.captured_session import CapturedSession
-    from fathomlm.decode.exiting import Exiting
-    from fathomlm.decode.full import Session, generate
-    from fathomlm.decode.prompts import chat_prompt
-    from fathomlm.decode.rows import Generation
-    from fathomlm.decode.sampling import Sampling
-    from fathomlm.depth import Architecture, DepthPlan, Relaxation
-    from fathomlm.engine.async_engine import AsyncEngine
-    from fathomlm.engine.engine import Engine
-    from fathomlm.engine.options import EngineOptions
-    from fathomlm.engine.request import Request
-    from fathomlm.errors import FathomError
-    from fathomlm.model.hub import FathomConfig, FathomForCausalLM
-    from fathomlm.model.seq2seq import FathomForSeq2SeqLM, FathomSeq2SeqConfig
+    from fathomlm.cache import build_cache as build_cache
+    from fathomlm.checkpoints.convert import convert as convert
+    from fathomlm.checkpoints.export import export as export
+    from fathomlm.checkpoints.replan import replan as replan
+    from fathomlm.checkpoints.resolve import load as load
+    from fathomlm.checkpoints.save import save as save
+    from fathomlm.decode.captured_session import CapturedSession as CapturedSession
+    from fathomlm.decode.exiting import Exiting as Exiting
+    from fathomlm.decode.full import Session as Session
+    from fathomlm.decode.full import generate as generate
+    from fathomlm.decode.prompts import chat_prompt as chat_prompt
+    from fathomlm.decode.rows import Generation as Generation
+    from fathomlm.decode.sampling import Sampling as Sampling
+    from fathomlm.depth import Architecture as Architecture
+    from fathomlm.depth import DepthPlan as DepthPlan
+    from fathomlm.depth import Relaxation as Relaxation
+    from fathomlm.depth import Routing as Routing
+    from fathomlm.depth import build_routing as build_routing
+    from fathomlm.depth.cost import count as count
+    from fathomlm.depth.presets import preset as preset
+    from fathomlm.engine.async_engine import AsyncEngine as AsyncEngine
+    from fathomlm.engine.engine import Engine as Engine
+    from fathomlm.engine.options import EngineOptions as EngineOptions
+    from fathomlm.engine.request import Request as Request
+    from fathomlm.engine.request import TokenEvent as TokenEvent
+    from fathomlm.errors import FathomError as FathomError
+    from fathomlm.model.encoder_memory import EncoderMemory as EncoderMemory
+    from fathomlm.model.hub import FathomConfig as FathomConfig
+    from fathomlm.model.hub import FathomForCausalLM as FathomForCausalLM
+    from fathomlm.model.route import DepthControl as DepthControl
+    from fathomlm.model.seq2seq import FathomForSeq2SeqLM as FathomForSeq2SeqLM
+    from fathomlm.model.seq2seq import FathomSeq2SeqConfig as FathomSeq2SeqConfig
+    from fathomlm.train.reading import read_recipe as read_recipe
 
 _PUBLIC = {
     "Architecture": "fathomlm.depth",
     "AsyncEngine": "fathomlm.engine.async_engine",
     "CapturedSession": "fathomlm.decode.captured_session",
+    "DepthControl": "fathomlm.model.route",
     "DepthPlan": "fathomlm.depth",
+    "EncoderMemory": "fathomlm.model.encoder_memory",
     "Engine": "fathomlm.engine.engine",
     "EngineOptions": "fathomlm.engine.options",
     "Exiting": "fathomlm.decode.exiting",
@@ -53,42 +70,26 @@ _PUBLIC = {
     "Generation": "fathomlm.decode.rows",
     "Relaxation": "fathomlm.depth",
     "Request": "fathomlm.engine.request",
+    "Routing": "fathomlm.depth",
     "Sampling": "fathomlm.decode.sampling",
     "Session": "fathomlm.decode.full",
+    "TokenEvent": "fathomlm.engine.request",
+    "build_cache": "fathomlm.cache",
+    "build_routing": "fathomlm.depth",
     "chat_prompt": "fathomlm.decode.prompts",
     "convert": "fathomlm.checkpoints.convert",
+    "count": "fathomlm.depth.cost",
     "export": "fathomlm.checkpoints.export",
     "generate": "fathomlm.decode.full",
     "load": "fathomlm.checkpoints.resolve",
+    "preset": "fathomlm.depth.presets",
+    "read_recipe": "fathomlm.train.reading",
+    "replan": "fathomlm.checkpoints.replan",
     "save": "fathomlm.checkpoints.save",
 }
+"""Where each public name is; `TYPE_CHECKING` says the same to type checkers."""
 
-__all__ = [
-    "Architecture",
-    "AsyncEngine",
-    "CapturedSession",
-    "DepthPlan",
-    "Engine",
-    "EngineOptions",
-    "Exiting",
-    "FathomConfig",
-    "FathomError",
-    "FathomForCausalLM",
-    "FathomForSeq2SeqLM",
-    "FathomSeq2SeqConfig",
-    "Generation",
-    "Relaxation",
-    "Request",
-    "Sampling",
-    "Session",
-    "__version__",
-    "chat_prompt",
-    "convert",
-    "export",
-    "generate",
-    "load",
-    "save",
-]
+__all__ = [*_PUBLIC, "__version__"]
 
 
 def __getattr__(name: str) -> Any:

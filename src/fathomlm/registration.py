@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Callable, Sequence
 from functools import partial
-from importlib.abc import MetaPathFinder
-from importlib.machinery import ModuleSpec
-from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from importlib.machinery import ModuleSpec
+    from types import ModuleType
 
 TABLE = "transformers.models.auto.configuration_auto"
 """The module of transformers that has `CONFIG_MAPPING`. Every Auto class asks it which configuration a directory has."""
@@ -49,7 +50,7 @@ class Later:
         return getattr(self._real(), name)
 
 
-class Watch(MetaPathFinder):
+class Watch:
     """Runs `announce` when transformers' table has been imported. It finds no module itself; others do, and it lets their
     loaders do one thing more."""
 

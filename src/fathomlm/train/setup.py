@@ -18,8 +18,6 @@ from fathomlm.checkpoints.replan import replan
 from fathomlm.checkpoints.resolve import architecture_of, describe, load
 from fathomlm.checkpoints.source import TokenIds, end_ids
 from fathomlm.decode.prompts import end_tokens
-from fathomlm.depth import Architecture
-from fathomlm.depth.t5 import T5_FAMILIES, with_t5_traits
 from fathomlm.errors import DataError, OptionError
 from fathomlm.model.hub import empty_model
 from fathomlm.model.seq2seq import FathomForSeq2SeqLM, FathomModel
@@ -42,6 +40,7 @@ from fathomlm.train.student import (
     lay_plan,
     read_source,
     route_plan,
+    scratch_architecture,
     yet_to_come,
 )
 
@@ -257,22 +256,6 @@ def _from_scratch(model: ModelRecipe, seed: int, corpus: Corpus, tokenizer: Any)
     torch.manual_seed(seed)  # what has no generator of its own (a relaxation's start) draws from torch's
     student.decoder.reset_parameters(std=model.init_std, generator=torch.Generator().manual_seed(seed))
     return finish(student, tokenizer)
-
-
-def scratch_architecture(model: ModelRecipe, vocab: int | None) -> Architecture:
-    """The shape of a fresh model; the vocabulary is the corpus's where the recipe leaves it out."""
-    if model.shape is not None:
-        return architecture_of(model.shape)[0]
-    assert model.architecture is not None
-    given = {"family": "llama", **model.architecture}
-    if "vocab" not in given:
-        if vocab is None:
-            raise OptionError("model.architecture names no vocab, and without the data it is not known")
-        given["vocab"] = vocab
-    if "head_dim" not in given and {"hidden", "heads"} <= set(given):
-        given["head_dim"] = int(given["hidden"]) // int(given["heads"])
-    given.setdefault("kv_heads", given.get("heads"))
-    return Architecture.from_dict(with_t5_traits(given) if given["family"] in T5_FAMILIES else given)
 
 
 def with_exits(

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from fathomlm.depth import Architecture, DepthPlan, ExitParts, Relaxation
 from fathomlm.depth.presets import PRESETS
 from fathomlm.depth.relaxation import RELAXATIONS, build_relaxation, check_fits
+from fathomlm.depth.t5 import T5_FAMILIES, with_t5_traits
 from fathomlm.errors import OptionError
 from fathomlm.train.losses.exits import exit_steps
 from fathomlm.train.reading import read_recipe, recipe_behind
@@ -66,7 +67,7 @@ def read_student(recipe: Recipe, *, foresee: bool = False) -> StudentSpec:
     `read_source`'s."""
     model = recipe.model
     if model.source is None:
-        architecture = _scratch(model)
+        architecture = scratch_architecture(model, None)
         plan, relaxation = lay_plan(model, architecture)
     else:
         architecture, own_plan, own_relaxation = read_source(model.source, foresee=foresee)
@@ -219,9 +220,17 @@ def _encoder(model: ModelRecipe, architecture: Architecture) -> dict[str, Any] |
     return read_encoder(model, architecture)
 
 
-def _scratch(model: ModelRecipe) -> Architecture:
+def scratch_architecture(model: ModelRecipe, vocab: int | None) -> Architecture:
+    """The shape of a fresh model; the vocabulary is the corpus's where the recipe leaves it out."""
     if model.shape is not None:
         return read_source(model.shape)[0]
-    from fathomlm.train.setup import scratch_architecture
-
-    return scratch_architecture(model, None)
+    assert model.architecture is not None
+    given = {"family": "llama", **model.architecture}
+    if "vocab" not in given:
+        if vocab is None:
+            raise OptionError("model.architecture names no vocab, and without the data it is not known")
+        given["vocab"] = vocab
+    if "head_dim" not in given and {"hidden", "heads"} <= set(given):
+        given["head_dim"] = int(given["hidden"]) // int(given["heads"])
+    given.setdefault("kv_heads", given.get("heads"))
+    return Architecture.from_dict(with_t5_traits(given) if given["family"] in T5_FAMILIES else given)

@@ -19,7 +19,6 @@ from fathomlm.engine.kv_pages import AttentionMetadata, reach
 from fathomlm.engine.programs.base import ProgramContext, pick
 from fathomlm.engine.routing import BatchRouters
 from fathomlm.kernels.routed_rows import CORE
-from fathomlm.kernels.triton_here import triton
 
 
 class Taken(NamedTuple):
@@ -87,16 +86,6 @@ class Book(Protocol):
     def arrive(self, entering: Entering, x_NM: Tensor) -> None:
         """The stream in front of the core: who goes how deep is asked for the first time."""
         ...
-
-
-def build_book(parts: ProgramContext, routers: BatchRouters) -> Book:
-    s, a = parts.state, parts.layers.architecture
-    whole = a.rotary_dim == a.head_dim and parts.layers.fused
-    if triton is not None and s.device.type == "cuda" and routers.linear and whole:
-        from fathomlm.engine.programs.kernel_book import KernelBook
-
-        return KernelBook(parts, routers)
-    return PlainBook(parts, routers)
 
 
 class PlainBook:

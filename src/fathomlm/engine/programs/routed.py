@@ -18,12 +18,22 @@ from torch import Tensor
 from fathomlm.engine.device_state import PrefillBatch
 from fathomlm.engine.kv_pages import reach
 from fathomlm.engine.programs.base import ProgramContext, SamplingVariant, StepOutput, TokenChooser
-from fathomlm.engine.programs.bookkeeping import build_book
+from fathomlm.engine.programs.bookkeeping import Book, PlainBook
+from fathomlm.engine.programs.kernel_book import KernelBook
 from fathomlm.engine.programs.whole import count_entries, prefill_steps
 from fathomlm.engine.routing import POSITION, TOKEN, BatchRouters
 from fathomlm.engine.schedule import Placement
+from fathomlm.kernels.triton_here import triton
 
 MOST_TURNS = 4
+
+
+def build_book(parts: ProgramContext, routers: BatchRouters) -> Book:
+    s, a = parts.state, parts.layers.architecture
+    whole = a.rotary_dim == a.head_dim and parts.layers.fused
+    if triton is not None and s.device.type == "cuda" and routers.linear and whole:
+        return KernelBook(parts, routers)
+    return PlainBook(parts, routers)
 
 
 class RoutedProgram:
