@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from pathlib import Path
 
 import pytest
 import torch
@@ -217,3 +218,14 @@ def test_a_recursive_model_is_not_converted_twice(base, tmp_path):
     save(model, tmp_path / "looped")
     with pytest.raises(OptionError, match="converted already"):
         fathomlm.convert(tmp_path / "looped", recursions=3)
+
+
+@pytest.mark.parametrize("kind", ["plain", "own"])
+def test_a_configuration_is_read_once(base, tmp_path, monkeypatch, kind):
+    place = tmp_path / kind
+    fathomlm.export(base, place) if kind == "plain" else base.save_pretrained(place)
+    read = []
+    opened = Path.open
+    monkeypatch.setattr(Path, "open", lambda path, *args: read.append(path.name) or opened(path, *args))
+    fathomlm.convert(place, recursions=2)
+    assert read.count("config.json") == 1

@@ -19,11 +19,8 @@ import torch
 from torch import Tensor
 
 from fathomlm.checkpoints.assemble import ModelBase, Tick, configure, configure_seq2seq, finish, put
-from fathomlm.checkpoints.huggingface import read_config
-from fathomlm.checkpoints.native import is_native
 from fathomlm.checkpoints.replan import replan
-from fathomlm.checkpoints.resolve import architecture_of, describe, load, locate, open_base, parse_device, parse_dtype
-from fathomlm.checkpoints.seq2seq import is_seq2seq
+from fathomlm.checkpoints.resolve import describe, open_source, parse_device, parse_dtype
 from fathomlm.checkpoints.source import BaseCheckpoint, layer_parameter_shapes
 from fathomlm.checkpoints.tying import (
     INITS,
@@ -41,7 +38,7 @@ from fathomlm.errors import OptionError, choices
 from fathomlm.model.blocks import build_block
 from fathomlm.model.decoder import reset_module
 from fathomlm.model.hub import FathomForCausalLM, empty_model
-from fathomlm.model.seq2seq import FathomForSeq2SeqLM, FathomModel, FathomSeq2SeqConfig, empty_seq2seq
+from fathomlm.model.seq2seq import FathomForSeq2SeqLM, FathomModel, empty_seq2seq
 
 
 def convert(
@@ -76,8 +73,8 @@ def convert(
     """
     if not 0 <= seed < 2**63:
         raise OptionError(f"seed must be an integer from 0 to 2^63-1, got {seed}")
-    model = _opened(model)
-    if (router is not None or kv is not None) and (looped := _looped(model)) is not None:
+    source = open_source(model) if isinstance(model, str | Path) else model
+    if (router is not None or kv is not None) and (looped := _looped(source)) is not None:
         tying: dict[str, Any] = {"sharing": sharing, "recursions": recursions, "resize": resize}
         tying |= {
             "prefix_length": prefix_length,
@@ -97,7 +94,7 @@ def convert(
         return _with_open_routers(routed_model) if fresh else routed_model
     _check_one(recursions, init, norm_init, resize)
     place = parse_device(device)
-    base = _base(model)
+    base = _base(source)
     how = "add" if resize is True else resize or None
     times = DEFAULT_RECURSIONS if recursions is None else recursions
     plan = DepthPlan.build(sharing or "cycle", times, base.architecture.layers, how)
@@ -106,7 +103,7 @@ def convert(
     check_fits(relaxation, plan)
     start = _Start.of(init, norm_init, relax_init, relaxation)
     kind = parse_dtype(dtype) or base.dtype
-    result = _empty(model, base, plan, relaxation, kind, place)
+    result = _empty(source, base, plan, relaxation, kind, place)
     _Conversion(base, result, start, kind, place, torch.Generator().manual_seed(seed)).run(on_layer)
     tied = finish(result, base.tokenizer())
     return _with_open_routers(replan(tied, routed, seed=seed))
@@ -142,37 +139,27 @@ def _with_open_routers(model: FathomModel) -> FathomModel:
     return model
 
 
-def _opened(model: FathomModel | str | Path) -> FathomModel | Path:
-    """The model, or where it lies. One with an encoder is loaded whole; others are read a tensor at a time."""
-    if isinstance(model, FathomForCausalLM | FathomForSeq2SeqLM):
-        return model
-    path = locate(model)
-    config = read_config(path) if path.is_dir() else {}
-    return load(path) if is_seq2seq(config) or config.get("model_type") == FathomSeq2SeqConfig.model_type else path
-
-
 def _empty(
-    model: FathomModel | Path,
+    source: FathomModel | BaseCheckpoint,
     base: BaseCheckpoint,
     plan: DepthPlan,
     relaxation: Relaxation | None,
     dtype: torch.dtype,
     device: torch.device,
 ) -> FathomModel:
-    if not isinstance(model, FathomForSeq2SeqLM):
+    if not isinstance(source, FathomForSeq2SeqLM):
         return empty_model(configure(base.architecture, plan, relaxation, base.tokens, dtype))
-    encoder = model.config.encoder_config
+    encoder = source.config.encoder_config
     result = empty_seq2seq(configure_seq2seq(base.architecture, plan, relaxation, encoder, base.tokens, dtype))
-    result.encoder = copy.deepcopy(model.encoder).to(device=device, dtype=dtype)
+    result.encoder = copy.deepcopy(source.encoder).to(device=device, dtype=dtype)
     return result
 
 
-def _looped(model: FathomModel | Path) -> FathomModel | None:
+def _looped(source: FathomModel | BaseCheckpoint) -> FathomModel | None:
     """The model, where it is recursive already."""
-    if isinstance(model, FathomForCausalLM | FathomForSeq2SeqLM):
-        return model if model.plan.recursions > 1 else None
-    plan = architecture_of(model)[1]
-    return load(model) if plan is not None and plan.recursions > 1 else None
+    if not isinstance(source, FathomForCausalLM | FathomForSeq2SeqLM):
+        return None
+    return source if source.plan.recursions > 1 else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,14 +186,12 @@ class _Start:
         return cls(init, norm_init or "average", relax_init or "svd")  # type: ignore[arg-type]
 
 
-def _base(model: FathomModel | Path) -> BaseCheckpoint:
-    if isinstance(model, FathomForCausalLM | FathomForSeq2SeqLM):
-        if model.plan.recursions > 1 or model.relaxation is not None:
-            raise OptionError(f"the model was converted already ({describe(model)}); convert the plain model it came from")
-        return ModelBase(model)
-    if model.is_dir() and is_native(read_config(model)):
-        return _base(load(model))
-    return open_base(model)
+def _base(source: FathomModel | BaseCheckpoint) -> BaseCheckpoint:
+    if not isinstance(source, FathomForCausalLM | FathomForSeq2SeqLM):
+        return source
+    if source.plan.recursions > 1 or source.relaxation is not None:
+        raise OptionError(f"the model was converted already ({describe(source)}); convert the plain model it came from")
+    return ModelBase(source)
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,9 +28,10 @@ TOKENIZER_FILES = (TOKENIZER, "tokenizer.model", "spiece.model", "vocab.json", "
 class HuggingFaceCheckpoint:
     """Reads lazily: making one touches the configuration and the shards' headers only."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, config: dict[str, Any] | None = None) -> None:
+        """`config` is the directory's config.json, where it was read before."""
         self._directory = directory
-        config = read_config(directory)
+        self._config = config = read_config(directory) if config is None else config
         self._family = family_of(config.get("model_type"), str(directory))
         self._architecture = architecture_from_config(config, str(directory))
         self._tokens = tokens_of(directory, config)
@@ -56,7 +57,7 @@ class HuggingFaceCheckpoint:
         return self._shards.get(hf_name(self._family, name))
 
     def tokenizer(self) -> Any | None:
-        return read_tokenizer(self._directory)
+        return read_tokenizer(self._directory, self._config)
 
     def _refuse_strangers(self) -> None:
         """A tensor without a place here means that the model computes something that our block does not."""
@@ -140,14 +141,15 @@ def token_ids(config: Fields) -> dict[str, int | list[int] | None]:
     return found
 
 
-def read_tokenizer(directory: Path) -> Any | None:
-    """The tokenizer beside the weights, or None. Tokenizers that bring their own code are not run."""
+def read_tokenizer(directory: Path, config: dict[str, Any] | None = None) -> Any | None:
+    """The tokenizer beside the weights, or None. Tokenizers that bring their own code are not run. `config` is config.json,
+    where it was read before."""
     if not any((directory / name).is_file() for name in TOKENIZER_FILES):
         return None
     trial = TokenizerTrial(directory / TOKENIZER) if (directory / TOKENIZER).is_file() else None
     from transformers import AutoTokenizer
 
-    more = _tokenizer_config(directory)
+    more = _tokenizer_config(directory, config)
     if trial is not None:
         trial.check()
     try:
@@ -160,15 +162,16 @@ def read_tokenizer(directory: Path) -> Any | None:
         raise CheckpointError(f"{directory}: the tokenizer cannot be read ({said:.300})") from error
 
 
-def _tokenizer_config(directory: Path) -> dict[str, Any]:
+def _tokenizer_config(directory: Path, config: dict[str, Any] | None) -> dict[str, Any]:
     """What transformers needs of config.json to choose a tokenizer's class. It is not given the file, which would build all
     that the file says."""
-    if not (directory / "config.json").is_file():
+    if config is None and not (directory / "config.json").is_file():
         return {}
     from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig
 
-    found = Fields(read_json(directory / "config.json"), f"{directory / 'config.json'}", error=CheckpointError)
+    record = read_json(directory / "config.json") if config is None else config
+    found = Fields(record, f"{directory / 'config.json'}", error=CheckpointError)
     model_type, kind = found.text("model_type", default=""), found.text("tokenizer_class", default=None)
-    config = AutoConfig.for_model(model_type) if model_type in CONFIG_MAPPING else PreTrainedConfig()
-    config.tokenizer_class = kind
-    return {"config": config}
+    built = AutoConfig.for_model(model_type) if model_type in CONFIG_MAPPING else PreTrainedConfig()
+    built.tokenizer_class = kind
+    return {"config": built}

@@ -52,13 +52,12 @@ def load(
 def _load(source: str | Path, dtype: torch.dtype | None, device: torch.device, pack: ExitPack | None) -> FathomModel:
     """The model as it is stored. A pack that does not fit is refused before any weight is read."""
     path = locate(source)
-    if path.is_dir():
-        config = read_config(path)
-        if is_native(config):
-            if pack is not None:
-                pack.plan_over(*native_config(config, str(path)).build_parts())
-            return load_native(path, config, dtype, device)
-    base = open_base(path)
+    config = read_config(path) if path.is_dir() else {}
+    if is_native(config):
+        if pack is not None:
+            pack.plan_over(*native_config(config, str(path)).build_parts())
+        return load_native(path, config, dtype, device)
+    base = open_base(path, config)
     if pack is not None:
         pack.plan_over(base.architecture, DepthPlan.vanilla(base.architecture.layers), None)
     if isinstance(base, Seq2SeqCheckpoint):
@@ -73,11 +72,24 @@ def decoder_only(model: FathomModel, what: str) -> FathomForCausalLM:
     return model
 
 
-def open_base(path: Path) -> BaseCheckpoint:
-    """The lazily read checkpoint of a plain model at a path; of an encoder-decoder model it gives the decoder."""
+def open_base(path: Path, config: dict[str, Any] | None = None) -> BaseCheckpoint:
+    """The lazily read checkpoint of a plain model at a path; of an encoder-decoder model it gives the decoder. `config` is
+    a directory's config.json, where it was read before."""
     if not path.is_dir():
         return GGUFCheckpoint(path)
-    return Seq2SeqCheckpoint(path) if is_seq2seq(read_config(path)) else HuggingFaceCheckpoint(path)
+    config = read_config(path) if config is None else config
+    return Seq2SeqCheckpoint(path, config) if is_seq2seq(config) else HuggingFaceCheckpoint(path, config)
+
+
+def open_source(source: str | Path) -> FathomModel | BaseCheckpoint:
+    """What a conversion starts from: a plain decoder-only model as a checkpoint that is read a tensor at a time; a FathomLM
+    model, or one with an encoder, loaded whole. A configuration is read once."""
+    path = locate(source)
+    config = read_config(path) if path.is_dir() else {}
+    if is_native(config):
+        return load_native(path, config, None, torch.device("cpu"))
+    base = open_base(path, config)
+    return load_seq2seq(base, None, torch.device("cpu"), str(path)) if isinstance(base, Seq2SeqCheckpoint) else base
 
 
 def architecture_of(source: str | Path) -> tuple[Architecture, DepthPlan | None, Relaxation | None]:

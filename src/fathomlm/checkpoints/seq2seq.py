@@ -32,9 +32,10 @@ def is_seq2seq(config: dict[str, Any]) -> bool:
 class Seq2SeqCheckpoint:
     """Reads lazily, but for the embedding and the head, which are compared where both are stored."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, config: dict[str, Any] | None = None) -> None:
+        """`config` is the directory's config.json, where it was read before."""
         self._directory = directory
-        config = read_config(directory)
+        self._config = config = read_config(directory) if config is None else config
         self._tokens = tokens_of(directory, config)
         self._shards = Shards(directory)
         architecture = architecture_from_config(config, str(directory))
@@ -73,7 +74,7 @@ class Seq2SeqCheckpoint:
         return self._shards.get(f"encoder.{name}")
 
     def tokenizer(self) -> Any | None:
-        return read_tokenizer(self._directory)
+        return read_tokenizer(self._directory, self._config)
 
     @property
     def _embedding(self) -> str:
@@ -111,5 +112,5 @@ def load_seq2seq(base: Seq2SeqCheckpoint, dtype: torch.dtype | None, device: tor
 def seq2seq_architecture(directory: Path, config: dict[str, Any]) -> Architecture:
     """The decoder's architecture without reading its weights; what they say of the head is used where they are there."""
     if (directory / SINGLE).is_file() or (directory / INDEX).is_file():
-        return Seq2SeqCheckpoint(directory).architecture
+        return Seq2SeqCheckpoint(directory, config).architecture
     return architecture_from_config(config, str(directory))
