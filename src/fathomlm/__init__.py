@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from fathomlm.decode.exiting import Exiting as Exiting
     from fathomlm.decode.full import Session as Session
     from fathomlm.decode.full import generate as generate
+    from fathomlm.decode.generation import Generation as Generation
     from fathomlm.decode.prompts import chat_prompt as chat_prompt
-    from fathomlm.decode.rows import Generation as Generation
     from fathomlm.decode.sampling import Sampling as Sampling
     from fathomlm.depth import Architecture as Architecture
     from fathomlm.depth import DepthPlan as DepthPlan
@@ -67,7 +67,7 @@ _PUBLIC = {
     "FathomForCausalLM": "fathomlm.model.hub",
     "FathomForSeq2SeqLM": "fathomlm.model.seq2seq",
     "FathomSeq2SeqConfig": "fathomlm.model.seq2seq",
-    "Generation": "fathomlm.decode.rows",
+    "Generation": "fathomlm.decode.generation",
     "Relaxation": "fathomlm.depth",
     "Request": "fathomlm.engine.request",
     "Routing": "fathomlm.depth",

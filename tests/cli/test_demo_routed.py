@@ -19,7 +19,7 @@ from fathomlm.cli.demo_routed import CHOICE, PROMPTS
 from fathomlm.cli.main import main
 from fathomlm.decode import full
 from fathomlm.decode.full import generate
-from fathomlm.decode.rows import Generation
+from fathomlm.decode.generation import Generation
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 NEW = 24

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from decode.exit_models import MAIN, NEW, PROMPTS, SAMPLED, build, exit_layer, exiting, mixed, mixing_threshold, tokens, told
-from fathomlm.decode import adaptive, parallel, speculative
+from fathomlm.decode import early_exit, parallel_decoding
 from fathomlm.decode.exiting import Exiting
 from fathomlm.decode.full import Generation, generate
-from fathomlm.decode.logits import chances, seen_tokens
+from fathomlm.decode.logits import sampling_probabilities, seen_tokens
 from fathomlm.decode.sampling import Sampling
 from fathomlm.depth import Architecture, DepthPlan
 from fathomlm.model.hub import FathomConfig, FathomForCausalLM
@@ -71,7 +71,7 @@ def exact(model: FathomForCausalLM, sampling: Sampling, layers: int = 3) -> dict
             before = [*START, *text[:i]]
             state_M = model.decoder.states(torch.tensor([before]), at=[layers - 1])[layers - 1][:, -1]
             seen = seen_tokens(sampling, [before], 5, state_M.device)
-            p *= float(chances(model.decoder.exit_logits(state_M, layers - 1), sampling, seen)[0, token])
+            p *= float(sampling_probabilities(model.decoder.exit_logits(state_M, layers - 1), sampling, seen)[0, token])
             if not p:
                 break
         found[text] = p
@@ -82,7 +82,7 @@ def drawn(model: FathomForCausalLM, setting: Exiting, monkeypatch: pytest.Monkey
     """Many texts in one batch, each row with a seed of its own."""
     seeds = torch.randint(0, 2**62, (ROWS,), generator=torch.Generator().manual_seed(0)).tolist()
     seeded = [torch.Generator().manual_seed(seed) for seed in seeds]
-    monkeypatch.setattr(adaptive, "row_generators", lambda *_: seeded)
+    monkeypatch.setattr(early_exit, "row_generators", lambda *_: seeded)
     return generate(model, [START] * ROWS, max_new_tokens=LENGTH, ignore_eos=True, exiting=setting, **FILTERS)
 
 
@@ -120,17 +120,17 @@ def test_the_test_would_see_a_missing_correction(tiny: FathomForCausalLM, monkey
     setting = Exiting(mode="speculative", exit_layers=(1,), threshold=0.0)
     assert distance(drawn(tiny, Exiting(mode="static", exit_layers=(1,)), monkeypatch), shallow) < FAR
     with monkeypatch.context() as patch:
-        patch.setattr(speculative, "left_over", lambda p_V, q_V: p_V)
+        patch.setattr(parallel_decoding, "residual", lambda p_V, q_V: p_V)
         assert distance(drawn(tiny, setting, monkeypatch), whole) > 3 * FAR, "replacements from the whole distribution"
     with monkeypatch.context() as patch:
-        patch.setattr(adaptive, "accept", lambda line, waiting, logits_V: None)
+        patch.setattr(early_exit, "verified", lambda seq, waiting, logits_V: None)
         assert distance(drawn(tiny, setting, monkeypatch), whole) > 3 * FAR, "every draft accepted"
 
 
-def test_left_over_survives_equal_distributions() -> None:
+def test_the_residual_survives_equal_distributions() -> None:
     p, q = torch.tensor([0.5, 0.3, 0.2]), torch.tensor([0.2, 0.3, 0.5])
-    assert speculative.left_over(p, q).tolist() == pytest.approx([0.3, 0, 0])
-    assert speculative.left_over(p, p) is p
+    assert parallel_decoding.residual(p, q).tolist() == pytest.approx([0.3, 0, 0])
+    assert parallel_decoding.residual(p, p) is p
 
 
 @pytest.mark.parametrize("penalty", [1.0, 1.5])
@@ -178,14 +178,14 @@ def test_refinement_keeps_what_surprises_little(limit: float) -> None:
 def test_drafts_are_counted_as_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """The penalty at a draft knows the drafts before it, in the exit's distribution and in the whole model's."""
     model, seen = build("vanilla"), []
-    real = parallel.Parallel._settle
+    real = parallel_decoding.ParallelDecoding._settle
 
-    def spy(self: Any, line: Any, logits_NV: torch.Tensor, verify: Any) -> None:
-        first = line.stack[0].chosen
-        seen.extend(line._seen(logits_NV[0], waiting.slot)[0, first].item() for waiting in line.stack[1:])
-        real(self, line, logits_NV, verify)
+    def spy(self: Any, seq: Any, logits_NV: torch.Tensor, verify: Any) -> None:
+        first = seq.stack[0].chosen
+        seen.extend(seq._seen(logits_NV[0], waiting.position)[0, first].item() for waiting in seq.stack[1:])
+        real(self, seq, logits_NV, verify)
 
-    monkeypatch.setattr(parallel.Parallel, "_settle", spy)
+    monkeypatch.setattr(parallel_decoding.ParallelDecoding, "_settle", spy)
     setting = exiting("vanilla", "speculative", threshold=0.0, max_stack=4)
     got = generate(model, PROMPTS, max_new_tokens=NEW, exiting=setting, **SAMPLED)
     assert seen

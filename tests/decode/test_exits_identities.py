@@ -27,10 +27,10 @@ from decode.exit_models import (
     told,
 )
 from fathomlm.cache import SlotCache
-from fathomlm.decode import adaptive
+from fathomlm.decode import early_exit
 from fathomlm.decode.exiting import Exiting
 from fathomlm.decode.full import Generation, Session, generate
-from fathomlm.decode.rows import Row
+from fathomlm.decode.generation import SequenceState
 from fathomlm.decode.sampling import Sampling
 from fathomlm.depth import Step
 from pairwise import in_turn, pairwise
@@ -107,9 +107,9 @@ def test_state_copy_takes_the_first_exit_that_is_sure(name: str) -> None:
 def batch_of(name: str, setting: Exiting, **options: Any) -> tuple[SlotCache, list[Generation]]:
     """A batch, and the cache that it leaves behind."""
     model, sampling = build(name), Sampling(**{"max_new_tokens": NEW} | options)
-    rows = [Row(model, list(prompt), sampling, None) for prompt in PROMPTS]
-    cache = adaptive.exit_cache(model.plan, setting, len(rows), reserve=4)
-    return cache, adaptive.run(model.decoder, rows, sampling, cache, setting)
+    rows = [SequenceState(model, list(prompt), sampling, None) for prompt in PROMPTS]
+    cache = early_exit.exit_cache(model.plan, setting, len(rows), reserve=4)
+    return cache, early_exit.run(model.decoder, rows, sampling, cache, setting)
 
 
 def furthest(name: str, cache: SlotCache, results: list[Generation], steps: tuple[Step, ...]) -> float:

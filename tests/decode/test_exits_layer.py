@@ -29,10 +29,10 @@ from decode.exit_models import (
 )  # fmt: skip
 from fathomlm.cache import SlotCache
 from fathomlm.checkpoints.replan import replan
-from fathomlm.decode import adaptive
+from fathomlm.decode import early_exit
+from fathomlm.decode.exit_forward import PartialForward
 from fathomlm.decode.exiting import Exiting
 from fathomlm.decode.full import Session, generate
-from fathomlm.decode.passes import Passes
 from fathomlm.depth import Architecture, DepthPlan
 from fathomlm.engine.layout import build_layout
 from fathomlm.errors import PlanError, UnsupportedModel
@@ -118,17 +118,19 @@ def test_a_prompt_only_leaves_entries_of_it(name: str) -> None:
     """Of every token, and nothing of the layer but its norm and two projections runs."""
     model = build(name)
     (own,) = model.plan.exit_steps((exit_layer(name) - 1,))
-    cache = adaptive.exit_cache(model.plan, exiting(name, "parallel"), 2, 4)
-    passes, spans = Passes(model.decoder, cache, 2), [adaptive.Span(0, 0, 3), adaptive.Span(1, 0, 2)]
+    cache = early_exit.exit_cache(model.plan, exiting(name, "parallel"), 2, 4)
+    forward, spans = PartialForward(model.decoder, cache, 2), [early_exit.Span(0, 0, 3), early_exit.Span(1, 0, 2)]
     ran: list[int] = []
     block = model.decoder.exit_blocks[str(exit_layer(name) - 1)]
     hook = block.register_forward_hook(lambda *_: ran.append(1))
     with torch.inference_mode():
-        passes.read(passes.enter([[5, 9, 33], [17, 2]]), model.plan.steps, (exit_layer(name) - 1,), passes.at(spans))
+        forward.prefill(
+            forward.enter([[5, 9, 33], [17, 2]]), model.plan.steps, (exit_layer(name) - 1,), forward.gather(spans)
+        )
     hook.remove()
     assert [cache.held(own, row) for row in (0, 1)] == [3, 2]
     assert not ran
-    assert passes.layers_run == [18, 12]
+    assert forward.layers_run == [18, 12]
     cache.truncate(1, row=0)
     assert [cache.held(own, row) for row in (0, 1)] == [1, 2]
 
@@ -136,7 +138,7 @@ def test_a_prompt_only_leaves_entries_of_it(name: str) -> None:
 def test_static_decoding_runs_and_keeps_one_layer_more() -> None:
     setting = exiting("own-layer", "static")
     model = build("own-layer")
-    cache = adaptive.exit_cache(model.plan, setting, 1, 4)
+    cache = early_exit.exit_cache(model.plan, setting, 1, 4)
     assert {step.index for step in (*model.plan, *model.plan.exit_steps((2,))) if cache.at(step)} == {0, 1, 2, 6}
     (result,) = generate(model, [PROMPTS[0]], max_new_tokens=NEW, exiting=setting)
     assert result.exits is not None

@@ -15,7 +15,7 @@ from decode.exit_models import LLAMA, LORA, MAIN, NEW, PROMPTS, SAMPLED, build, 
 from fathomlm.decode.confidence import AtExit, confidences
 from fathomlm.decode.exiting import Exiting
 from fathomlm.decode.full import Session, generate
-from fathomlm.decode.rows import exit_rate, mean_exit_layer
+from fathomlm.decode.generation import exit_rate, mean_exit_layer
 from fathomlm.decode.threshold import ThresholdEstimator
 from fathomlm.depth import DepthPlan, build_routing
 from fathomlm.errors import OptionError

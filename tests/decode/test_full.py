@@ -251,7 +251,7 @@ BAD: list[tuple[Callable[[FathomForCausalLM], object], str]] = [
     (lambda m: generate(m, [1, 2]), "prompts must be a text, a list of texts or a list of token-id lists"),
     (lambda m: generate(m, [[1.5]]), "prompts must be a text"),
     (lambda m: generate(m, "text"), "no tokenizer, so it takes no text"),
-    (lambda m: generate(m, [[1]], max_new_tokens=3, stop=("x",)), "stop strings need a tokenizer"),
+    (lambda m: generate(m, [[1]], max_new_tokens=3, stop=("x",)), "stop strings require a tokenizer"),
     (lambda m: generate(m, [[1]], max_tokens=3), "unknown sampling option 'max_tokens'"),
     (lambda m: chat_prompt(m, [{"role": "user", "content": "hi"}]), "no tokenizer"),
     (lambda m: Session(m).generate([1] * 100, max_new_tokens=29), "make 129"),

@@ -12,8 +12,8 @@ import fathomlm
 from fathomlm.decode.captured import CapturedDecoder
 from fathomlm.decode.exiting import Exiting
 from fathomlm.decode.full import Session, generate
+from fathomlm.decode.generation import Generation
 from fathomlm.decode.prompts import read_sources, start_token
-from fathomlm.decode.rows import Generation
 from fathomlm.errors import OptionError
 from fathomlm.model.seq2seq import FathomForSeq2SeqLM
 from parity.t5_models import CONFIGS, write_tiny_t5

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fathomlm.decode.logits import chances
+from fathomlm.decode.logits import sampling_probabilities
 from fathomlm.decode.sampling import Sampling
 from fathomlm.engine.draws import BITS, Settings, draw, likeliest_tokens, row_chances, uniform
 
@@ -65,7 +65,7 @@ def test_every_combination_of_filters_is_the_references(kind: str) -> None:
     got_NV = row_chances(level(logits_NV), settings_of(GRID), filtered=True)
     sizes = set()
     for sampling, logits_V, got_V in zip(GRID, logits_NV, got_NV, strict=True):
-        assert torch.equal(got_V, chances(logits_V[None], sampling)[0]), sampling
+        assert torch.equal(got_V, sampling_probabilities(logits_V[None], sampling)[0]), sampling
         sizes.add(int((got_V > 0).sum()))
     assert len(sizes) > 20, "the filters must leave much and little"
 
@@ -76,7 +76,7 @@ def test_of_equal_scores_the_lowest_ids_stay() -> None:
     got_NV = row_chances(level(logits_NV), settings_of(GRID), filtered=True)
     cut = 0
     for sampling, logits_V, got_V in zip(GRID, logits_NV, got_NV, strict=True):
-        expected_V = chances(logits_V[None], sampling)[0]
+        expected_V = sampling_probabilities(logits_V[None], sampling)[0]
         if sampling.top_p == 1:
             assert torch.equal(got_V, expected_V), sampling
         assert torch.allclose(got_V.sort().values, expected_V.sort().values, rtol=1e-6, atol=0), sampling
@@ -103,7 +103,7 @@ def test_the_whole_sort_changes_nothing_for_rows_that_do_not_need_it(kind: str) 
 
 
 def test_top_p_adds_up_exactly_over_a_large_vocabulary() -> None:
-    """Equal chances, so the edge is known; adding them up one by one in float32 misses it."""
+    """Equal sampling_probabilities, so the edge is known; adding them up one by one in float32 misses it."""
     vocab = 300_000
     kept = row_chances(torch.zeros(1, vocab), settings_of([Sampling(temperature=1, top_p=0.75)], vocab), filtered=True)
     assert abs(int((kept > 0).sum()) - vocab * 3 // 4) <= 1

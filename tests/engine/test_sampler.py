@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fathomlm.decode.logits import chances, likeliest, seen_tokens
+from fathomlm.decode.logits import likeliest, sampling_probabilities, seen_tokens
 from fathomlm.decode.sampling import Sampling
 from fathomlm.engine.request import Request
 from fathomlm.engine.sampler import MODES, Mode, Sampled, SamplerState, mode_of, note, sample
@@ -144,7 +144,7 @@ def test_frequencies_follow_the_references_chances(options: dict[str, Any]) -> N
     if request.sampling.greedy:
         assert torch.equal(tokens_N, likeliest(logits_1V, request.sampling, seen_1V).expand(rows))
         return
-    expected_V = chances(logits_1V, request.sampling, seen_1V)[0]
+    expected_V = sampling_probabilities(logits_1V, request.sampling, seen_1V)[0]
     counts_V = torch.bincount(tokens_N, minlength=VOCAB)
     assert not counts_V[expected_V == 0].any()
     spread_V = (rows * expected_V * (1 - expected_V)).sqrt()

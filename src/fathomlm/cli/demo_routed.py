@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from fathomlm.cli.progress import layer_bar, say
 
 if TYPE_CHECKING:
-    from fathomlm.decode.rows import Generation
+    from fathomlm.decode.generation import Generation
     from fathomlm.decode.sampling import Sampling
     from fathomlm.depth import DepthPlan
     from fathomlm.model.hub import FathomForCausalLM

@@ -14,7 +14,7 @@ from fathomlm.packaged import packaged_exits
 
 if TYPE_CHECKING:
     from fathomlm.decode.exiting import AdaptiveThreshold, Exiting
-    from fathomlm.decode.rows import Generation
+    from fathomlm.decode.generation import Generation
     from fathomlm.model.seq2seq import FathomModel
 
 NEEDING = ("exits", "exit_layer", "confidence", "threshold", "min_exit_layer", "refine", "max_stack")
@@ -176,7 +176,7 @@ def _shipped_threshold(args: argparse.Namespace) -> float | None:
 
 def exit_statistic(results: Sequence[Generation]) -> str:
     """How early tokens left, for the line on standard error; empty where none could."""
-    from fathomlm.decode.rows import exit_rate, mean_exit_layer
+    from fathomlm.decode.generation import exit_rate, mean_exit_layer
 
     first = results[0].exits
     if first is None:
@@ -194,7 +194,7 @@ def exit_statistic(results: Sequence[Generation]) -> str:
 
 def exit_record(exiting: Exiting | None, model: FathomModel, results: Sequence[Generation]) -> dict[str, Any] | None:
     """The same for JSON, with the settings. Each result has its own tokens' layers and confidences."""
-    from fathomlm.decode.rows import exit_rate, mean_exit_layer
+    from fathomlm.decode.generation import exit_rate, mean_exit_layer
 
     if exiting is None:
         return None

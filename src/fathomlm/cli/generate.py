@@ -25,7 +25,7 @@ from fathomlm.cli.sampling_options import (
 from fathomlm.errors import OptionError
 
 if TYPE_CHECKING:
-    from fathomlm.decode.rows import Generation
+    from fathomlm.decode.generation import Generation
     from fathomlm.model.seq2seq import FathomModel
 
 HELP = "continue a prompt"

@@ -14,8 +14,8 @@ from pathlib import Path
 
 from fathomlm.decode.exiting import Exiting
 from fathomlm.decode.full import generate
+from fathomlm.decode.generation import Generation
 from fathomlm.decode.prompts import Prompt
-from fathomlm.decode.rows import Generation
 from fathomlm.decode.sampling import Sampling
 from fathomlm.decode.threshold import ThresholdEstimator, ThresholdOptions, read_record, write_record
 from fathomlm.errors import CheckpointError, OptionError

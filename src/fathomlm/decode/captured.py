@@ -1,7 +1,7 @@
 """One row, decoded in steps of fixed shape that a GPU replays by itself: the fast twin of the modes in this room.
 
 `RecordedSteps` is the work; here is what the host does between: read a choice and a confidence, say which step comes next.
-Choices are greedy. The slow modes (`decode/adaptive.py`) say what the tokens must be, and tests hold the two together.
+Choices are greedy. The slow modes (`decode/early_exit.py`) say what the tokens must be, and tests hold the two together.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 
 import torch
 
+from fathomlm.decode.exit_forward import exceeds
 from fathomlm.decode.exiting import DEFAULT_STACK, Exiting
-from fathomlm.decode.judge import leaves
 from fathomlm.decode.recorded import RecordedSteps
 from fathomlm.errors import OptionError
 from fathomlm.model.decoder import Decoder
@@ -150,7 +150,7 @@ class CapturedDecoder:
         for number, layer in enumerate(exits):
             self.steps.run("segment", number)
             sure, token = self._tell(going)
-            if leaves(sure, threshold):
+            if exceeds(sure, threshold):
                 self.steps.run("copy", number)
                 return int(token), layer
         self.steps.run("segment", len(exits))
@@ -162,7 +162,7 @@ class CapturedDecoder:
             self.steps.run("shallow")
             waiting += 1
             sure, token = self._tell(going)
-            if not leaves(sure, threshold):
+            if not exceeds(sure, threshold):
                 self._choose_deep(going, waiting)
                 waiting = 0
                 continue
@@ -181,7 +181,7 @@ class CapturedDecoder:
             sure, token = self._tell(going)
             text, waiting = going.text, len(drafts) + 1
             drafts.append(int(token))
-            drafted = leaves(sure, threshold)
+            drafted = exceeds(sure, threshold)
             over = int(token) in going.ends or len(text.tokens) + len(drafts) == going.most
             if drafted and waiting < self.steps.max_stack and not over:
                 continue

@@ -12,8 +12,8 @@ from typing import Any
 
 from fathomlm.decode.captured import CapturedDecoder, CapturedText, check_exiting
 from fathomlm.decode.exiting import DEFAULT_STACK, Exiting
+from fathomlm.decode.generation import ExitStatistics, Generation, SequenceState, TokenExit
 from fathomlm.decode.prompts import Prompt, check_context, encode_prompt
-from fathomlm.decode.rows import ExitStatistics, Generation, Leave, Row
 from fathomlm.decode.sampling import Sampling
 from fathomlm.errors import OptionError
 from fathomlm.model.hub import FathomForCausalLM
@@ -54,7 +54,7 @@ class CapturedSession:
         check_greedy(chosen)
         tokens = encode_prompt(self.model, prompt)
         check_context(len(tokens), chosen.max_new_tokens, self.model.architecture.context)
-        row = Row(self.model, tokens, chosen, on_text)
+        row = SequenceState(self.model, tokens, chosen, on_text)
         decoder = self._with_room(len(tokens) + chosen.max_new_tokens)
         decoder.record(self.exiting)  # now: the minute that it takes is not the prompt's
         threshold = self.exiting.threshold_now()
@@ -63,9 +63,9 @@ class CapturedSession:
         def take(token: int, layer: int) -> bool:
             nonlocal first
             first = first or time.perf_counter()
-            return row.take(token, leave=Leave(layer) if self._exit_layers else None)
+            return row.take(token, token_exit=TokenExit(layer) if self._exit_layers else None)
 
-        found = decoder.generate(tokens, self.exiting, chosen.max_new_tokens, row.ends, on_token=take)
+        found = decoder.generate(tokens, self.exiting, chosen.max_new_tokens, row.end_tokens, on_token=take)
         row.note_times(begun, first)
         return row.exited_result(self._statistics(found, threshold)) if self._exit_layers else row.result()
 

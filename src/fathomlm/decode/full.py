@@ -23,12 +23,12 @@ from torch import Tensor
 
 from fathomlm.cache import DenseCache, RoutedCache, SlotCache, build_cache
 from fathomlm.checkpoints.resolve import decoder_only
-from fathomlm.decode import adaptive
+from fathomlm.decode import early_exit
+from fathomlm.decode.exit_forward import ExitPolicy
 from fathomlm.decode.exiting import Exiting
-from fathomlm.decode.judge import Judge
+from fathomlm.decode.generation import Generation, SequenceState
 from fathomlm.decode.logits import pick, row_generators, seen_tokens
 from fathomlm.decode.prompts import Prompt, check_context, encode_prompt, encode_prompts, read_sources, start_token
-from fathomlm.decode.rows import Generation, Row
 from fathomlm.decode.sampling import Sampling
 from fathomlm.errors import OptionError
 from fathomlm.model.decoder import Decoder
@@ -129,16 +129,16 @@ def generate(
     memory = None
     if isinstance(model, FathomForSeq2SeqLM):
         start, longest = start_token(model), 1
-        rows = [Row(model, [start], chosen, tell[i], source=tokens) for i, tokens in enumerate(encoded)]
+        rows = [SequenceState(model, [start], chosen, tell[i], source=tokens) for i, tokens in enumerate(encoded)]
         memory = read_sources(model, encoded)
     else:
         longest = max(len(tokens) for tokens in encoded)
         check_context(longest, chosen.max_new_tokens, model.architecture.context if max_context is None else max_context)
-        rows = [Row(model, tokens, chosen, tell[i]) for i, tokens in enumerate(encoded)]
+        rows = [SequenceState(model, tokens, chosen, tell[i]) for i, tokens in enumerate(encoded)]
     reserve = longest + min(chosen.max_new_tokens, MOST_RESERVED)
     if exiting is not None:
-        slots = adaptive.exit_cache(model.plan, exiting, len(rows), reserve)
-        return adaptive.run(model.decoder, rows, chosen, slots, exiting, on_step, memory)
+        slots = early_exit.exit_cache(model.plan, exiting, len(rows), reserve)
+        return early_exit.run(model.decoder, rows, chosen, slots, exiting, on_step, memory)
     cache = build_cache(model.plan, reserve)
     _run(model.decoder, rows, chosen, cache, on_step, control, memory)
     return [row.result() for row in rows]
@@ -163,7 +163,7 @@ class Session:
         self._cache: AnyCache | SlotCache = (
             build_cache(model.plan, reserve=256)
             if exiting is None
-            else adaptive.exit_cache(model.plan, exiting, rows=1, reserve=256)
+            else early_exit.exit_cache(model.plan, exiting, batch_size=1, reserve=256)
         )
 
     def generate(
@@ -178,7 +178,7 @@ class Session:
         chosen = (sampling or Sampling()).with_options(**options)
         tokens = encode_prompt(self.model, prompt)
         check_context(len(tokens), chosen.max_new_tokens, self.model.architecture.context)
-        row = Row(self.model, tokens, chosen, on_text)
+        row = SequenceState(self.model, tokens, chosen, on_text)
         # The last prompt token always runs: its scores are what the reply begins from.
         self._cache.truncate(min(_common_prefix(self.held, tokens), len(tokens) - 1))
         try:
@@ -191,10 +191,10 @@ class Session:
             # and the next call truncates to no more than that.
             self.held = (*tokens, *row.tokens)[: self._cache.length]
 
-    def _continue(self, row: Row, sampling: Sampling) -> Generation:
+    def _continue(self, row: SequenceState, sampling: Sampling) -> Generation:
         if self.exiting is not None:
             assert isinstance(self._cache, SlotCache)
-            return adaptive.run(self.model.decoder, [row], sampling, self._cache, self.exiting)[0]
+            return early_exit.run(self.model.decoder, [row], sampling, self._cache, self.exiting)[0]
         assert not isinstance(self._cache, SlotCache)
         _run(self.model.decoder, [row], sampling, self._cache, control=self.control)
         return row.result()
@@ -208,7 +208,7 @@ class Session:
 @torch.inference_mode()
 def _run(
     decoder: Decoder,
-    rows: Sequence[Row],
+    rows: Sequence[SequenceState],
     sampling: Sampling,
     cache: AnyCache,
     on_step: Callable[[int], None] | None = None,
@@ -238,7 +238,7 @@ def _run(
         row.note_times(begun, prefilled)
 
 
-def _take_all(rows: Sequence[Row], chosen: Sequence[int], trace: RoutingTrace | None) -> bool:
+def _take_all(rows: Sequence[SequenceState], chosen: Sequence[int], trace: RoutingTrace | None) -> bool:
     """Each row its token; says whether any goes on."""
     depths: Sequence[int | None] = [None] * len(rows)
     if trace is not None and trace.depths_BT is not None:
@@ -253,7 +253,7 @@ def _check_exiting(model: FathomModel, control: DepthControl | None, exiting: Ex
         return
     if control is not None:
         raise OptionError("a depth control and exiting both say how deep tokens go; give one of them")
-    Judge(model.decoder, exiting)
+    ExitPolicy(model.decoder, exiting)
 
 
 def _tell_row(on_text: Callable[[int, str], None], row: int) -> Callable[[str], None]:

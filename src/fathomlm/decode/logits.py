@@ -74,7 +74,7 @@ def pick(
     """
     if sampling.greedy:
         return likeliest(logits_BV, sampling, seen_BV)
-    rows = zip(chances(logits_BV, sampling, seen_BV), generators, strict=True)
+    rows = zip(sampling_probabilities(logits_BV, sampling, seen_BV), generators, strict=True)
     return torch.cat([torch.multinomial(row_V, 1, generator=generator) for row_V, generator in rows])
 
 
@@ -83,7 +83,7 @@ def likeliest(logits_BV: Tensor, sampling: Sampling, seen_BV: Tensor | None = No
     return _penalised(logits_BV, sampling, seen_BV).argmax(-1)
 
 
-def chances(logits_BV: Tensor, sampling: Sampling, seen_BV: Tensor | None = None) -> Tensor:
+def sampling_probabilities(logits_BV: Tensor, sampling: Sampling, seen_BV: Tensor | None = None) -> Tensor:
     """The probabilities that a sampled token is drawn with, (B, V); at temperature 0 those of the scores as they are."""
     scores_BV = _penalised(logits_BV, sampling, seen_BV).float()
     return (scores_BV if sampling.greedy else filter_logits(scores_BV, sampling)).softmax(-1)

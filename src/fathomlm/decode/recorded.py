@@ -26,8 +26,7 @@ import torch
 from torch import Tensor
 
 from fathomlm.cache.static import StaticCache
-from fathomlm.decode.looks import added_masks, refill, room_for
-from fathomlm.decode.moves import clear, judge, move_on, push, settle
+from fathomlm.decode.captured_ops import added_masks, clear, judge, move_on, push, refill, room_for, settle
 from fathomlm.depth import Step
 from fathomlm.kernels.best_token import best_and_gap
 from fathomlm.model.attention_mask import AttentionMasks, TokenBatch

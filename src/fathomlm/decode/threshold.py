@@ -80,10 +80,10 @@ class ThresholdOptions:
         _check("condition", self.condition, 0, 1)
         if self.priors not in PRIORS:
             raise OptionError(choices("priors", str(self.priors), PRIORS))
-        _check("least", self.least, 2, whole=True)
+        _check("least", self.least, 2, integer=True)
         for name in ("expected_sequences", "calibrating_sequences"):
             if getattr(self, name) is not None:
-                _check(name, getattr(self, name), 1, whole=True)
+                _check(name, getattr(self, name), 1, integer=True)
         if self.expected_sequences is not None and self.calibrating_sequences is not None:
             raise OptionError("give expected_sequences or calibrating_sequences, not both: each says when calibration ends")
 
@@ -133,13 +133,13 @@ class Samples:
     bins: list[int] = field(default_factory=lambda: [0] * BINS)
 
     def __post_init__(self) -> None:
-        _check("count", self.count, 0, whole=True)
+        _check("count", self.count, 0, integer=True)
         _check("mean", self.mean, 0, 1)
         _check("m2", self.m2, 0)
         require(self.count > 0 or self.mean == self.m2 == 0, "mean and m2", "0 without samples", (self.mean, self.m2))
         require(isinstance(self.bins, list) and len(self.bins) == BINS, "bins", f"a list of {BINS} counts", self.bins)
         for count in self.bins:
-            _check("a bin", count, 0, whole=True)
+            _check("a bin", count, 0, integer=True)
         require(sum(self.bins) == self.count, "bins", f"counts that sum to {self.count}", self.bins)
         self.bins = list(self.bins)  # not shared with the record that they were read from
 
@@ -174,7 +174,7 @@ class Refit:
 
     def __post_init__(self) -> None:
         for name, low in (("sequence", 1), ("agreements", 0), ("disagreements", 0)):
-            _check(name, getattr(self, name), low, whole=True)
+            _check(name, getattr(self, name), low, integer=True)
         _check("threshold", self.threshold, 0, 1)
 
 
@@ -193,7 +193,7 @@ class ThresholdEstimator:
     history: list[Refit] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        _check("sequences", self.sequences, 0, whole=True)
+        _check("sequences", self.sequences, 0, integer=True)
 
     @property
     def threshold(self) -> float:
@@ -346,7 +346,7 @@ def _clipped(c: float) -> float:
     return min(max(c, CLIP), 1 - CLIP)
 
 
-def _check(name: str, value: object, low: float, high: float = 2.0**53, *, whole: bool = False) -> None:
-    number = isinstance(value, int if whole else int | float) and not isinstance(value, bool)
-    rule = f"a {'whole ' if whole else ''}number from {low:g} {'on' if high > 1 else f'to {high:g}'}"
+def _check(name: str, value: object, low: float, high: float = 2.0**53, *, integer: bool = False) -> None:
+    number = isinstance(value, int if integer else int | float) and not isinstance(value, bool)
+    rule = f"{'an integer' if integer else 'a number'} from {low:g} {'on' if high > 1 else f'to {high:g}'}"
     require(number and low <= value <= high, name, rule, value)  # type: ignore[operator]

@@ -44,7 +44,7 @@ class Settings:
 
 
 def row_chances(level_NV: Tensor, settings: Settings, *, filtered: bool) -> Tensor:
-    """The probabilities that tokens are drawn with, as `decode.logits.chances`. The highest score must be 0.
+    """The probabilities that tokens are drawn with, as `decode.logits.sampling_probabilities`. The highest score must be 0.
 
     Without `filtered` top-k and top-p are left out, and with them the sort of the whole vocabulary. Greedy rows have no
     chances: what comes out for them means nothing.

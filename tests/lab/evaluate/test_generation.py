@@ -10,7 +10,7 @@ import pytest
 
 from fathomlm.decode.exiting import Exiting
 from fathomlm.decode.full import generate
-from fathomlm.decode.rows import ExitStatistics, Generation
+from fathomlm.decode.generation import ExitStatistics, Generation
 from fathomlm.decode.sampling import Sampling
 from fathomlm.decode.threshold import ThresholdEstimator, ThresholdOptions
 from fathomlm.errors import DataError, OptionError

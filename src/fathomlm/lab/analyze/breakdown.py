@@ -1,7 +1,7 @@
 """Where the time goes while tokens are decoded, part by part (thesis 2.4.3, its observation 3): what confidences and copied
 states cost beside the layers that they save.
 
-The decoding is `decode/adaptive.py`'s own, with passes and a cache that look at the clock. Time belongs to the innermost
+The decoding is `decode/early_exit.py`'s own, with passes and a cache that look at the clock. Time belongs to the innermost
 part that runs, so the parts add up to the whole. It is this machine's time, one text at a time: shares mean something,
 milliseconds only here.
 """
@@ -20,12 +20,10 @@ from torch import Tensor, nn
 
 from fathomlm.cache import SlotCache, Span
 from fathomlm.cache.dense import Entries, StepKV
-from fathomlm.decode.adaptive import METHODS
+from fathomlm.decode.early_exit import EXIT_MODES
+from fathomlm.decode.exit_forward import ExitPolicy, GatheredTokens, PartialForward
 from fathomlm.decode.exiting import Exiting
-from fathomlm.decode.judge import Judge
-from fathomlm.decode.lines import Line
-from fathomlm.decode.passes import Passes, Place
-from fathomlm.decode.rows import Row
+from fathomlm.decode.generation import ExitingSequence, SequenceState
 from fathomlm.decode.sampling import Sampling
 from fathomlm.depth import DepthPlan, Step
 from fathomlm.model.blocks.parts import Block
@@ -124,22 +122,22 @@ class _TimedCache(SlotCache):
             return super().reads(step)
 
 
-class _TimedPasses(Passes):
+class _TimedForward(PartialForward):
     def __init__(self, decoder: Decoder, cache: SlotCache, clock: PartClock) -> None:
-        super().__init__(decoder, cache, rows=1)
+        super().__init__(decoder, cache, batch_size=1)
         self._clock, self._last = clock, decoder.plan.unrolled_layers - 1
 
     def enter(self, tokens: Sequence[Sequence[int]]) -> Tensor:
         with self._clock.part("embedding"):
             return super().enter(tokens)
 
-    def run(self, x_RNM: Tensor, steps: Sequence[Step], place: Place) -> Tensor:
+    def run(self, x_RNM: Tensor, steps: Sequence[Step], gathered: GatheredTokens) -> Tensor:
         with self._clock.part("norms"):  # what is neither attention nor feed-forward in it: norms, and sums
-            return super().run(x_RNM, steps, place)
+            return super().run(x_RNM, steps, gathered)
 
-    def copy(self, x_RNM: Tensor, steps: Sequence[Step], place: Place) -> None:
+    def copy(self, x_RNM: Tensor, steps: Sequence[Step], gathered: GatheredTokens) -> None:
         with self._clock.part("copying"):
-            super().copy(x_RNM, steps, place)
+            super().copy(x_RNM, steps, gathered)
 
     def logits(self, x_RNM: Tensor, index: int) -> Tensor:
         with self._clock.part("head" if index == self._last else "exit heads"):
@@ -196,7 +194,7 @@ def measure_times(
         for place, (name, exiting) in enumerate(modes.items()):  # turn by turn, so that all meet the same weather
             row = _decode(model, prompt, exiting, clocks[name], new_tokens)
             made[name] += len(row.tokens) - 1
-            left[name] += sum(leave.layer < model.plan.unrolled_layers for leave in row.leaves[1:])
+            left[name] += sum(token_exit.layer < model.plan.unrolled_layers for token_exit in row.token_exits[1:])
             if on_text is not None:
                 on_text(number * len(modes) + place + 1, total)
     return TimeBreakdown(threshold=threshold, modes=_shares(clocks, made, left))
@@ -214,24 +212,24 @@ def _clock(model: FathomForCausalLM) -> PartClock:
 
 
 @torch.inference_mode()
-def _decode(model: FathomForCausalLM, prompt: Sequence[int], exiting: Exiting, clock: PartClock, most: int) -> Row:
+def _decode(model: FathomForCausalLM, prompt: Sequence[int], exiting: Exiting, clock: PartClock, most: int) -> SequenceState:
     """One text; its prompt and first token are not on the clock."""
     decoder = model.decoder
     sampling = Sampling(max_new_tokens=most, ignore_eos=True)
-    judge = Judge(decoder, exiting)
+    policy = ExitPolicy(decoder, exiting)
     cache = _TimedCache(model.plan, clock, reserve=len(prompt) + most)
-    passes = _TimedPasses(decoder, cache, clock)
-    method = METHODS[exiting.mode](passes, judge, exiting)
-    line = Line(0, Row(model, list(prompt), sampling, None), sampling, [])
-    if line.slot:
-        passes.run(passes.enter([line.text[: line.slot]]), method.prompt_steps, passes.at([Span(0, 0, line.slot)]))
-    method.step([line])
+    forward = _TimedForward(decoder, cache, clock)
+    mode = EXIT_MODES[exiting.mode](forward, policy, exiting)
+    sequence = ExitingSequence(0, SequenceState(model, list(prompt), sampling, None), sampling, [])
+    if held := sequence.position:
+        forward.run(forward.enter([sequence.token_ids[:held]]), mode.prompt_steps, forward.gather([Span(0, 0, held)]))
+    mode.step([sequence])
     with _watched(decoder, clock), clock.part("rest"):
         clock.on = True
-        while line.row.finish is None:
-            method.step([line])
+        while sequence.state.finish is None:
+            mode.step([sequence])
     clock.on = False
-    return line.row
+    return sequence.state
 
 
 def _shares(clocks: dict[str, PartClock], made: dict[str, int], left: dict[str, int]) -> list[ModeTime]:

@@ -17,7 +17,7 @@ from fathomlm.errors import DataError, OptionError
 
 if TYPE_CHECKING:
     from fathomlm.decode.calibration import Calibration
-    from fathomlm.decode.rows import Generation
+    from fathomlm.decode.generation import Generation
     from fathomlm.decode.threshold import ThresholdEstimator
     from fathomlm.model.seq2seq import FathomModel
 

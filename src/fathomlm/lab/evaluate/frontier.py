@@ -18,7 +18,7 @@ from typing import Any
 
 from fathomlm.decode.exiting import Exiting
 from fathomlm.decode.full import generate
-from fathomlm.decode.rows import Generation, exit_rate, mean_exit_layer
+from fathomlm.decode.generation import Generation, exit_rate, mean_exit_layer
 from fathomlm.decode.sampling import Sampling
 from fathomlm.depth import DepthPlan
 from fathomlm.depth.cost import count

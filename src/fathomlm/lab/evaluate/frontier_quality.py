@@ -15,10 +15,10 @@ from torch import Tensor
 
 from fathomlm.decode.confidence import AtExit, find_classifiers
 from fathomlm.decode.confidence import confidences as measure
+from fathomlm.decode.exit_forward import exceeds
 from fathomlm.decode.exiting import Exiting
-from fathomlm.decode.judge import leaves
+from fathomlm.decode.generation import Generation
 from fathomlm.decode.prompts import read_sources, start_token
-from fathomlm.decode.rows import Generation
 from fathomlm.lab.evaluate.encoding import Pair, TextEncoder, windows
 from fathomlm.lab.evaluate.frontier import SweepSetting
 from fathomlm.lab.evaluate.metrics import Metric
@@ -99,7 +99,7 @@ def _threshold_perplexities(
         for place, setting in enumerate(settings):
             threshold = 1.0 if setting.exiting is None else setting.exiting.threshold_now()
             assert threshold is not None
-            goes_N = torch.tensor([leaves(confidence, threshold) for confidence in sure])
+            goes_N = torch.tensor([exceeds(confidence, threshold) for confidence in sure])
             nats[place] += float(torch.where(goes_N, early_N, late_N).sum())
         scored += len(pair.continuation)
         if on_done is not None:

@@ -9,8 +9,8 @@ from typing import Any
 
 from fathomlm.decode.exiting import Exiting
 from fathomlm.decode.full import generate
+from fathomlm.decode.generation import Generation, exit_rate, mean_exit_layer
 from fathomlm.decode.prompts import encode_prompt
-from fathomlm.decode.rows import Generation, exit_rate, mean_exit_layer
 from fathomlm.decode.sampling import Sampling
 from fathomlm.errors import OptionError
 from fathomlm.lab.evaluate.metrics import Metric
