@@ -138,7 +138,7 @@ def test_the_models_own_exits_are_the_default() -> None:
 def test_an_exit_adds_its_own_delta_to_the_head() -> None:
     """What training adds at this exit (W h + B A h) and at no other; the last layer's head has none."""
     decoder = build("lora").decoder
-    assert LORA.low_rank
+    assert LORA.kind == "lora"
     delta = decoder.exit_delta(2)
     assert delta is not None
     x = torch.randn(2, 32, generator=torch.Generator().manual_seed(0))
