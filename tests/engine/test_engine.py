@@ -287,7 +287,7 @@ def test_stop_strings_and_text(tiny_model: Any) -> None:
 
 
 def test_what_the_engine_cannot_serve_is_said() -> None:
-    with pytest.raises(UnsupportedModel, match="prefixes"):
+    with pytest.raises(UnsupportedModel, match="prefix relaxation"):
         Engine(build("prefix"))
     with pytest.raises(UnsupportedModel, match="hybrid"):
         Engine(model_of(routed("expert", "hybrid")))

@@ -23,7 +23,7 @@ from fathomlm.kernels.paged_write import FLOAT8, copy_page
 class AttentionMetadata:
     """What rows look at, and where they leave their own entry."""
 
-    slots_N: Tensor
+    slot_mapping_N: Tensor
     """Place of the entry in a plane's pages, page x page size + offset; -1 writes nothing."""
     table_NP: Tensor
     lengths_N: Tensor
@@ -32,10 +32,10 @@ class AttentionMetadata:
     """Cosines and sines of the rows' positions, (N, D) each, where they are known already."""
     planes: int = field(default=1, kw_only=True)
     """How many planes the page numbers lead through, from a step's own on: more than one where rows look at the entries of
-    different recursions (`reach`'s `offset_N`)."""
+    different recursions (`attention_for`'s `offset_N`)."""
 
 
-def reach(
+def attention_for(
     tables_STP: Tensor,
     rows_N: Tensor,
     table_N: Tensor,
@@ -54,10 +54,10 @@ def reach(
     if offset_N is not None:
         table_NP = table_NP + offset_N[:, None].to(table_NP.dtype)
     page_N = table_NP.gather(1, (ranks_N // page_size)[:, None].clamp_max(table_NP.shape[1] - 1))[:, 0].long()
-    slots_N = page_N * page_size + ranks_N % page_size
+    slot_mapping_N = page_N * page_size + ranks_N % page_size
     writes_N = valid_N if writes_N is None else valid_N & writes_N
-    slots_N = torch.where(writes_N, slots_N, -1)
-    return AttentionMetadata(slots_N, table_NP, torch.where(valid_N, ranks_N + 1, 0).to(torch.int32))
+    slot_mapping_N = torch.where(writes_N, slot_mapping_N, -1)
+    return AttentionMetadata(slot_mapping_N, table_NP, torch.where(valid_N, ranks_N + 1, 0).to(torch.int32))
 
 
 class KVPages:
@@ -88,18 +88,20 @@ class KVPages:
         """From a page of one plane to the same page of the next."""
         return self._pools[pool][0].shape[1]
 
-    def check(self, pool: int, reach: AttentionMetadata) -> None:
+    def check(self, pool: int, attention: AttentionMetadata) -> None:
         """Assert that rows see and write only pages that are handed out, in planes that are theirs. It asks the device, so
         it is for CPUs, where that costs nothing; what is asserted of a program there holds for its twin on a GPU."""
-        stride, pages = self.stride(pool), reach.table_NP.shape[1]
-        longest = int(reach.lengths_N.max())
+        stride, pages = self.stride(pool), attention.table_NP.shape[1]
+        longest = int(attention.lengths_N.max())
         assert longest <= pages * self.page_size, f"a row sees {longest} entries through a table of {pages} pages"
-        firsts_P = torch.arange(pages, device=reach.table_NP.device) * self.page_size
-        seen = reach.table_NP[firsts_P < reach.lengths_N[:, None]]
-        written = reach.slots_N[reach.slots_N != -1].div(self.page_size, rounding_mode="floor")
+        firsts_P = torch.arange(pages, device=attention.table_NP.device) * self.page_size
+        seen = attention.table_NP[firsts_P < attention.lengths_N[:, None]]
+        written = attention.slot_mapping_N[attention.slot_mapping_N != -1].div(self.page_size, rounding_mode="floor")
         for named, does in ((seen, "sees"), (written, "writes")):
-            inside = (named >= 0) & (named < reach.planes * stride) & (named % stride != stride - 1)
-            assert inside.all(), f"a row {does} page {named[~inside][0]} of {reach.planes} plane(s) of {stride - 1} pages"
+            inside = (named >= 0) & (named < attention.planes * stride) & (named % stride != stride - 1)
+            assert inside.all(), (
+                f"a row {does} page {named[~inside][0]} of {attention.planes} plane(s) of {stride - 1} pages"
+            )
 
     def copy(self, order: PageCopy) -> None:
         handed_out = range(self.stride(order.pool) - 1)

@@ -89,7 +89,7 @@ class PagedLayers:
         self,
         x_NM: Tensor,
         steps: Sequence[Step],
-        reach: AttentionMetadata,
+        attention: AttentionMetadata,
         positions_N: Tensor,
         recursion_N: Tensor | None = None,
         *,
@@ -97,36 +97,36 @@ class PagedLayers:
     ) -> Tensor:
         """The stream after some steps. Rows at later uses of the same layers say in `recursion_N` how many recursions
         on; None where every row runs just these steps. `spend`: nobody needs `x_NM` afterwards."""
-        self._check(steps, reach)
+        self._check(steps, attention)
         if self.fused:
-            return self._fused(x_NM if spend else x_NM.clone(), steps, reach, positions_N)
+            return self._fused(x_NM if spend else x_NM.clone(), steps, attention, positions_N)
         for step in steps:
-            x_NM = self._block(x_NM, step, reach, positions_N, recursion_N)
+            x_NM = self._block(x_NM, step, attention, positions_N, recursion_N)
         return x_NM
 
-    def keep(self, x_NM: Tensor, steps: Sequence[Step], reach: AttentionMetadata, positions_N: Tensor) -> None:
+    def keep(self, x_NM: Tensor, steps: Sequence[Step], attention: AttentionMetadata, positions_N: Tensor) -> None:
         """Store what steps would make of the stream as keys and values; nothing else of them runs (state copying)."""
-        self._check(steps, reach)
+        self._check(steps, attention)
         for step in steps:
-            layer, context = self.decoder.layers[step.layer], self._context(step, reach, positions_N, None)
+            layer, context = self.decoder.layers[step.layer], self._context(step, attention, positions_N, None)
             assert isinstance(layer, Block)
             layer.keep_entries(x_NM[:, None], context)
 
-    def _check(self, steps: Sequence[Step], reach: AttentionMetadata) -> None:
+    def _check(self, steps: Sequence[Step], attention: AttentionMetadata) -> None:
         """Page numbers are the same for all steps of a pool: they are looked at once."""
         if self.device.type == "cpu":
             for pool in {self.layout.home(step)[0] for step in steps}:
-                self.pages.check(pool, reach)
+                self.pages.check(pool, attention)
 
     # The model's own modules.
 
     def _block(
-        self, x_NM: Tensor, step: Step, reach: AttentionMetadata, positions_N: Tensor, recursion_N: Tensor | None
+        self, x_NM: Tensor, step: Step, attention: AttentionMetadata, positions_N: Tensor, recursion_N: Tensor | None
     ) -> Tensor:
         decoder, plan = self.decoder, self.decoder.plan
         layer = decoder.layers[step.layer]
         assert isinstance(layer, Block)
-        out_NM: Tensor = layer(x_NM[:, None], self._context(step, reach, positions_N, recursion_N))[:, 0]
+        out_NM: Tensor = layer(x_NM[:, None], self._context(step, attention, positions_N, recursion_N))[:, 0]
         if decoder.encodings and plan.is_last_of_recursion(step):
             if recursion_N is None:
                 out_NM = out_NM * decoder.encodings[step.recursion]
@@ -135,7 +135,9 @@ class PagedLayers:
             out_NM = out_NM.to(x_NM.dtype)
         return out_NM
 
-    def _context(self, step: Step, reach: AttentionMetadata, positions_N: Tensor, recursion_N: Tensor | None) -> StepContext:
+    def _context(
+        self, step: Step, attention: AttentionMetadata, positions_N: Tensor, recursion_N: Tensor | None
+    ) -> StepContext:
         decoder, plan = self.decoder, self.decoder.plan
         window = self.architecture.window(step.origin)
         cos, sin = (table[:, None, None] for table in self._angles(window, positions_N))
@@ -145,30 +147,34 @@ class PagedLayers:
                 self._grouped[step.layer] = GroupedDelta.build([decoder.delta(use) for use in plan.uses(step.layer)])
             shared = self._grouped[step.layer]
             delta = None if shared is None else shared.at(step.recursion + recursion_N)
-        pages = _StepPages(*self.pages.at(*self.layout.home(step), reach.planes), reach, window, reads=plan.reads_kv(step))
+        pages = _StepPages(
+            *self.pages.at(*self.layout.home(step), attention.planes), attention, window, reads=plan.reads_kv(step)
+        )
         return StepContext(cos, sin, None, False, None, None, delta, pages=pages)
 
     # Packed weights.
 
-    def _fused(self, x_NM: Tensor, steps: Sequence[Step], reach: AttentionMetadata, positions_N: Tensor) -> Tensor:
+    def _fused(self, x_NM: Tensor, steps: Sequence[Step], attention: AttentionMetadata, positions_N: Tensor) -> Tensor:
         if len(x_NM) == 1 and not self.alone:
             both = AttentionMetadata(
-                F.pad(reach.slots_N, (0, 1), value=-1), reach.table_NP.expand(2, -1), F.pad(reach.lengths_N, (0, 1)),
-                planes=reach.planes,
+                F.pad(attention.slot_mapping_N, (0, 1), value=-1), attention.table_NP.expand(2, -1),
+                F.pad(attention.lengths_N, (0, 1)), planes=attention.planes,
             )  # fmt: skip
             return self._fused(x_NM.repeat(2, 1), steps, both, positions_N.expand(2))[:1]
         a, plan, scratch = self.architecture, self.decoder.plan, self._scratch_for(x_NM.shape[0])
-        cos_ND, sin_ND = reach.angles or self._angles(None, positions_N)
+        cos_ND, sin_ND = attention.angles or self._angles(None, positions_N)
         for step in steps:
-            k_pages, v_pages = self.pages.at(*self.layout.home(step), reach.planes)
+            k_pages, v_pages = self.pages.at(*self.layout.home(step), attention.planes)
             packed = self.packed[step.layer]
             reads = plan.reads_kv(step)
             qkv_WM = packed.qkv_WM[: a.heads * a.head_dim] if reads else packed.qkv_WM
             groups = 0 if reads else a.kv_heads
             eps = a.norm_eps
-            q_NHD = norm_qkv_rope_write(x_NM, qkv_WM, eps, a.heads, groups, cos_ND, sin_ND, k_pages, v_pages, reach.slots_N)
+            q_NHD = norm_qkv_rope_write(
+                x_NM, qkv_WM, eps, a.heads, groups, cos_ND, sin_ND, k_pages, v_pages, attention.slot_mapping_N
+            )
             mixed_NHD = paged_attention(
-                q_NHD, k_pages, v_pages, reach.table_NP, reach.lengths_N, a.scale, a.window(step.origin),
+                q_NHD, k_pages, v_pages, attention.table_NP, attention.lengths_N, a.scale, a.window(step.origin),
                 scratch.splits, scratch.attention,
             )  # fmt: skip
             add_linear(x_NM, mixed_NHD.flatten(1), packed.o_MW, out=x_NM, space=scratch.sums)
@@ -202,7 +208,7 @@ class _StepPages:
 
     k_pages: Tensor
     v_pages: Tensor
-    reach: AttentionMetadata
+    attention: AttentionMetadata
     window: int | None
     reads: bool
     """The entries are another step's; this one makes none."""
@@ -210,14 +216,18 @@ class _StepPages:
     def store(self, entries: tuple[Tensor, Tensor]) -> None:
         k_NG1D, v_NG1D = entries
         write_entries(
-            k_NG1D[:, :, 0].contiguous(), v_NG1D[:, :, 0].contiguous(), self.k_pages, self.v_pages, self.reach.slots_N
+            k_NG1D[:, :, 0].contiguous(),
+            v_NG1D[:, :, 0].contiguous(),
+            self.k_pages,
+            self.v_pages,
+            self.attention.slot_mapping_N,
         )
 
     def attend(self, q_NH1D: Tensor, entries: tuple[Tensor, Tensor] | None, scale: float) -> Tensor:
         """What the rows gather, (N, H, 1, D), their own entry included."""
         if entries is not None:
             self.store(entries)
-        table_NP, lengths_N = self.reach.table_NP, self.reach.lengths_N
+        table_NP, lengths_N = self.attention.table_NP, self.attention.lengths_N
         q_NHD = q_NH1D[:, :, 0].contiguous()
         mixed_NHD = paged_attention(q_NHD, self.k_pages, self.v_pages, table_NP, lengths_N, scale, self.window)
         return mixed_NHD[:, :, None]

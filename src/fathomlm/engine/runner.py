@@ -16,6 +16,7 @@ from torch import Tensor
 
 from fathomlm.decode.exiting import Exiting
 from fathomlm.depth import DepthPlan
+from fathomlm.engine.batch_routers import BatchRouters
 from fathomlm.engine.device_state import EngineState
 from fathomlm.engine.kv_pages import KVPages, entry_dtype, page_bytes
 from fathomlm.engine.layers import PagedLayers
@@ -25,7 +26,6 @@ from fathomlm.engine.programs.base import Program, ProgramContext, SamplingVaria
 from fathomlm.engine.programs.exits import ExitProgram
 from fathomlm.engine.programs.routed import RoutedProgram, passes_for
 from fathomlm.engine.programs.whole import WholeProgram
-from fathomlm.engine.routing import BatchRouters
 from fathomlm.engine.sampler import SamplerState
 from fathomlm.engine.schedule import PrefillChunk, SchedulerOutput
 from fathomlm.errors import OptionError

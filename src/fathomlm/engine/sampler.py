@@ -48,17 +48,6 @@ class Sampled:
     """The likeliest tokens under the same distribution, likeliest first."""
     top_logprobs_NK: Tensor
 
-    @classmethod
-    def empty(cls, rows: int, alternatives: int, device: torch.device) -> Sampled:
-        """Room for results that stays where it is, for recorded calls."""
-        return cls(
-            tokens_N=torch.zeros(rows, dtype=torch.int64, device=device),
-            logprobs_N=torch.zeros(rows, device=device),
-            bad_N=torch.zeros(rows, dtype=torch.bool, device=device),
-            top_tokens_NK=torch.zeros(rows, alternatives, dtype=torch.int64, device=device),
-            top_logprobs_NK=torch.zeros(rows, alternatives, device=device),
-        )
-
 
 class SamplerState:
     """The settings of the requests in their slots, and what each has said where a penalty asks for it.
@@ -184,7 +173,6 @@ def sample(
     slots_N: Tensor,
     steps_N: Tensor,
     state: SamplerState,
-    out: Sampled | None = None,
     *,
     mode: Mode = "filtered",
     penalise: bool | None = None,
@@ -192,8 +180,8 @@ def sample(
 ) -> Sampled:
     """The next token of each row: row n belongs to slot slots_n, and the token is number steps_n of its text, from 0.
 
-    A row's result is the same in every mode that serves its request. None does all that the state has room for. With
-    `out` the results are written there; without alternatives it keeps those it held. Else K is then 0.
+    A row's result is the same in every mode that serves its request. None does all that the state has room for; without
+    alternatives K is 0.
     """
     assert logits_NV.shape[-1] == state.vocab
     settings = state.settings(slots_N)
@@ -212,24 +200,13 @@ def sample(
     logprobs_NV = logits_NV.log_softmax(-1, dtype=torch.float32)
     wanted = state.max_logprobs > 0 if alternatives is None else alternatives
     top_NK = likeliest_tokens(logits_NV, state.max_logprobs if wanted else 0)
-    result = Sampled(
+    return Sampled(
         tokens_N=tokens_N1[:, 0],
         logprobs_N=logprobs_NV.gather(-1, tokens_N1).masked_fill(bad_N1, 0.0)[:, 0],
         bad_N=bad_N1[:, 0],
         top_tokens_NK=top_NK.masked_fill(bad_N1, 0),
         top_logprobs_NK=logprobs_NV.gather(-1, top_NK).masked_fill(bad_N1, 0.0),
     )
-    return result if out is None else _write(result, out, wanted)
-
-
-def _write(result: Sampled, out: Sampled, alternatives: bool) -> Sampled:
-    out.tokens_N.copy_(result.tokens_N)
-    out.logprobs_N.copy_(result.logprobs_N)
-    out.bad_N.copy_(result.bad_N)
-    if alternatives:
-        out.top_tokens_NK.copy_(result.top_tokens_NK)
-        out.top_logprobs_NK.copy_(result.top_logprobs_NK)
-    return out
 
 
 def note(tokens_N: Tensor, slots_N: Tensor, state: SamplerState) -> None:

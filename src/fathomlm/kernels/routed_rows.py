@@ -1,8 +1,8 @@
 """What lies between passes of routed rows, a kernel each: who runs next and what they see, and where they go from there.
 
 A pass of the shared block is a few layers, and the many small operations between two passes, each a launch of its own, would
-cost a third of them. Each kernel here is one launch. Their meaning is `engine.programs.bookkeeping`'s plain torch, which the
-tests hold them against. A slot's numbers are columns of one table; the kernels take pointers to columns, C apart.
+cost a third of them. Each kernel here is one launch. Their meaning is the plain torch of `engine.programs.routed_queue`,
+which the tests hold them against. A slot's numbers are columns of one table; the kernels take pointers to columns, C apart.
 
 Shapes: S slots, the last of which is spare, N rows, T tables of a slot, P pages of a table, M hidden width, D head width,
 R recursions.

@@ -133,7 +133,7 @@ class TokenChooser:
         rows_N: Tensor,
         chosen_N: Tensor,
         depth_N: Tensor,
-        sure_N: Tensor,
+        confidence_N: Tensor,
         variant: SamplingVariant,
         output: StepOutput,
         flags_N: Tensor | None = None,
@@ -145,7 +145,7 @@ class TokenChooser:
         if variant.penalise:
             note(sampled.tokens_N, torch.where(chosen_N, rows_N, s.spare), self.sampler)
         self._take(
-            s.numbers_SC, rows_N, chosen_N, sampled.tokens_N, sampled.bad_N, sampled.logprobs_N, depth_N, sure_N,
+            s.numbers_SC, rows_N, chosen_N, sampled.tokens_N, sampled.bad_N, sampled.logprobs_N, depth_N, confidence_N,
             self.ends_E, output.ints_NC, output.floats_NC, flags_N,
         )  # fmt: skip
         if variant.alternatives:
@@ -175,7 +175,7 @@ class TokenChooser:
 
 def take(
     numbers_SC: Tensor, rows_N: Tensor, chosen_N: Tensor, tokens_N: Tensor, bad_N: Tensor, logprobs_N: Tensor,
-    depth_N: Tensor, sure_N: Tensor, ends_E: Tensor, ints_NC: Tensor, floats_NC: Tensor, told_N: Tensor | None = None,
+    depth_N: Tensor, confidence_N: Tensor, ends_E: Tensor, ints_NC: Tensor, floats_NC: Tensor, told_N: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Chosen tokens become the slots' next, one position further; a text that is over stops. Columns as in `state.COLUMNS`.
     A slot may have several rows, and one that is chosen: the others write to the spare slot."""
@@ -190,7 +190,7 @@ def take(
     flags_N = added * (VALID + BAD * bad_N.long() + ENDED * over_N.long())
     flags_N = flags_N if told_N is None else flags_N + told_N
     ints_NC.copy_(torch.stack((rows_N, epoch, tokens_N, depth_N, flags_N, made), 1))
-    floats_NC.copy_(torch.stack((logprobs_N, sure_N), 1))
+    floats_NC.copy_(torch.stack((logprobs_N, confidence_N), 1))
 
 
 def pick(waits_S: Tensor, since_S: Tensor, many: int) -> Tensor:

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from fathomlm.depth import Step
 from fathomlm.engine.device_state import ENTER, IDLE, PrefillBatch
-from fathomlm.engine.kv_pages import AttentionMetadata, reach
+from fathomlm.engine.kv_pages import AttentionMetadata, attention_for
 from fathomlm.engine.programs.base import (
     AGREED,
     JUDGED,
@@ -82,13 +82,13 @@ class ExitProgram:
         self.threshold_S = torch.ones(s.slots + 1, device=s.device)
         # Beside the states that wait: what the exit chose for each, and how sure it was.
         self.choice_SK = torch.zeros(s.slots + 1, self.stack, dtype=torch.int64, device=s.device)
-        self.sure_SK = torch.zeros(s.slots + 1, self.stack, device=s.device)
+        self.confidence_SK = torch.zeros(s.slots + 1, self.stack, device=s.device)
         decoder = parts.layers.decoder
         own = (decoder.exit_adapters, decoder.exit_heads)
         self._own_head = any(str(self.exit) in mine for mine in own)
         self._begin = {kind: parts.small(self._begin_plain) for kind in ("both", "shallow", "deep")}
         self._end = parts.small(self._end_plain)
-        self._leave = parts.small(self._leave_plain)
+        self._find_exits = parts.small(self._exit_plain)
         self._choose = TokenChooser(parts)
 
     @property
@@ -126,13 +126,13 @@ class ExitProgram:
             recursion_N = None if self.on is None else deep_N.long() * self.on.recursions
             x_NM = layers.run(x_NM, self.shallow, seen, positions_N, recursion_N)
         scores_NV = self._scores(x_NM, deep_N, kind)
-        leaves_N, chosen_N, choice_N, sure_N, depth_N, flags_N = self._leave(
+        exits_N, chosen_N, choice_N, confidence_N, depth_N, flags_N = self._find_exits(
             scores_NV, rows_N, deep_N, last_N, valid_N, positions_N
         )
         if self.copies and kind != "deep":
-            self._copy_entries(x_NM, leaves_N, seen, positions_N)
-        self._choose(scores_NV, rows_N, chosen_N, depth_N, sure_N, variant, output, flags_N)
-        self._end(rows_N, deep_N, last_N, valid_N, leaves_N, positions_N, x_NM, choice_N, sure_N)
+            self._copy_entries(x_NM, exits_N, seen, positions_N)
+        self._choose(scores_NV, rows_N, chosen_N, depth_N, confidence_N, variant, output, flags_N)
+        self._end(rows_N, deep_N, last_N, valid_N, exits_N, positions_N, x_NM, choice_N, confidence_N)
         s.clock.add_(1)
 
     def _scores(self, x_NM: Tensor, deep_N: Tensor, kind: str) -> Tensor:
@@ -159,54 +159,54 @@ class ExitProgram:
             offset_N = deep_N.long() * self.on.planes * parts.layers.pages.stride(0)
             writes_N = None if self._makes else ~deep_N
         none_N = torch.zeros_like(rows_N)
-        seen = reach(s.tables_STP, rows_N, none_N, positions_N, valid_N, parts.page_size, writes_N, offset_N)
-        found = (seen.slots_N, seen.table_NP, seen.lengths_N)
+        seen = attention_for(s.tables_STP, rows_N, none_N, positions_N, valid_N, parts.page_size, writes_N, offset_N)
+        found = (seen.slot_mapping_N, seen.table_NP, seen.lengths_N)
         return rows_N, deep_N, last_N, valid_N, s.token_S[rows_N], positions_N, waiting_NM, *found
 
-    def _leave_plain(
+    def _exit_plain(
         self, scores_NV: Tensor, rows_N: Tensor, deep_N: Tensor, last_N: Tensor, valid_N: Tensor, positions_N: Tensor
     ) -> tuple[Tensor, ...]:
         """Who leaves, who is chosen, what the exit chose and how sure it was, after how many layers, and whether the last
         layer would have chosen the same."""
         s = self.parts.state
-        choice_N, sure_N = best_and_gap(scores_NV)
+        choice_N, confidence_N = best_and_gap(scores_NV)
         at = (rows_N, positions_N % self.stack)
         judged_N = deep_N & (choice_N == self.choice_SK[at])
         flags_N = deep_N.long() * JUDGED + judged_N.long() * AGREED
         choice_N = torch.where(deep_N, self.choice_SK[at], choice_N)
-        sure_N = torch.where(deep_N, self.sure_SK[at], sure_N)
+        confidence_N = torch.where(deep_N, self.confidence_SK[at], confidence_N)
         threshold_N = self.threshold_S[rows_N]
-        above_N = (threshold_N == 0) | (sure_N > threshold_N)
+        above_N = (threshold_N == 0) | (confidence_N > threshold_N)
         if self.forced is not None:
             above_N = draw(s.position_S[rows_N] + 7919 * s.epoch_S[rows_N], 0) < self.forced
-        leaves_N = valid_N & ~deep_N & above_N
-        chosen_N = leaves_N | (deep_N & last_N & (s.stage_S[rows_N] == DEEP))
+        exits_N = valid_N & ~deep_N & above_N
+        chosen_N = exits_N | (deep_N & last_N & (s.stage_S[rows_N] == DEEP))
         layers = (self.exit + 1, self.parts.plan.unrolled_layers)
-        return leaves_N, chosen_N, choice_N, sure_N, torch.where(deep_N, layers[1], layers[0]), flags_N
+        return exits_N, chosen_N, choice_N, confidence_N, torch.where(deep_N, layers[1], layers[0]), flags_N
 
-    def _copy_entries(self, x_NM: Tensor, leaves_N: Tensor, seen: AttentionMetadata, positions_N: Tensor) -> None:
+    def _copy_entries(self, x_NM: Tensor, exits_N: Tensor, seen: AttentionMetadata, positions_N: Tensor) -> None:
         """Rows that leave are in front of the exit, so their page numbers are those of a step's own plane."""
-        slots_N, lengths_N = torch.where(leaves_N, seen.slots_N, -1), torch.where(leaves_N, seen.lengths_N, 0)
+        slots_N, lengths_N = torch.where(exits_N, seen.slot_mapping_N, -1), torch.where(exits_N, seen.lengths_N, 0)
         self.parts.layers.keep(x_NM, self.deep, AttentionMetadata(slots_N, seen.table_NP, lengths_N), positions_N)
 
     def _end_plain(
-        self, rows_N: Tensor, deep_N: Tensor, last_N: Tensor, valid_N: Tensor, leaves_N: Tensor, positions_N: Tensor,
-        x_NM: Tensor, choice_N: Tensor, sure_N: Tensor,
+        self, rows_N: Tensor, deep_N: Tensor, last_N: Tensor, valid_N: Tensor, exits_N: Tensor, positions_N: Tensor,
+        x_NM: Tensor, choice_N: Tensor, confidence_N: Tensor,
     ) -> None:  # fmt: skip
         """One row speaks for each slot: the token in front of the exit, or the last of those that ran behind it."""
         s = self.parts.state
         speaks_N = last_N & valid_N
         rows_N = torch.where(speaks_N, rows_N, s.spare)
         stage_N, pending_N = s.stage_S[rows_N], self.pending_S[rows_N]
-        stays_N = ~leaves_N if not self._waits else torch.ones_like(leaves_N)
+        stays_N = ~exits_N if not self._waits else torch.ones_like(exits_N)
         at = (rows_N, positions_N % self.stack)
         self.ring_SKM.index_put_(at, torch.where(deep_N[:, None], self.ring_SKM[at], x_NM))
         self.choice_SK.index_put_(at, choice_N)
-        self.sure_SK.index_put_(at, sure_N)
+        self.confidence_SK.index_put_(at, confidence_N)
         filled_N = torch.where(deep_N, positions_N + 1, torch.where(stays_N, self.filled_S[rows_N], positions_N + 1))
         pending_N = torch.where(deep_N, 0, torch.where(stays_N, pending_N + 1, 0))
         full_N = pending_N >= self.stack
-        after_exit_N = torch.where(leaves_N, torch.where(full_N & stays_N, FLUSH, ENTER), DEEP)
+        after_exit_N = torch.where(exits_N, torch.where(full_N & stays_N, FLUSH, ENTER), DEEP)
         next_N = torch.where(deep_N, ENTER, after_exit_N)
         over_N = stage_N == IDLE
         s.stage_S.index_copy_(0, rows_N, torch.where(over_N | ~speaks_N, IDLE, next_N))

@@ -15,25 +15,15 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from fathomlm.engine.batch_routers import POSITION, TOKEN, BatchRouters
 from fathomlm.engine.device_state import PrefillBatch
-from fathomlm.engine.kv_pages import reach
+from fathomlm.engine.kv_pages import attention_for
 from fathomlm.engine.programs.base import ProgramContext, SamplingVariant, StepOutput, TokenChooser
-from fathomlm.engine.programs.bookkeeping import Book, PlainBook
-from fathomlm.engine.programs.kernel_book import KernelBook
+from fathomlm.engine.programs.routed_queue import build_queue
 from fathomlm.engine.programs.whole import count_entries, prefill_steps
-from fathomlm.engine.routing import POSITION, TOKEN, BatchRouters
 from fathomlm.engine.schedule import Placement
-from fathomlm.kernels.triton_here import triton
 
 MOST_TURNS = 4
-
-
-def build_book(parts: ProgramContext, routers: BatchRouters) -> Book:
-    s, a = parts.state, parts.layers.architecture
-    whole = a.rotary_dim == a.head_dim and parts.layers.fused
-    if triton is not None and s.device.type == "cuda" and routers.linear and whole:
-        return KernelBook(parts, routers)
-    return PlainBook(parts, routers)
 
 
 class RoutedProgram:
@@ -46,9 +36,9 @@ class RoutedProgram:
         self._prelude = [step for step in plan if step.part == "prelude"]
         self._core = plan.recursion_steps(0)
         self._own = plan.kv == "cache"
-        self.book = build_book(parts, routers)
-        self.said_SR, self.first_SM, self.depth_S = self.book.slots
-        self._sure_N = torch.zeros(parts.batch_size, device=s.device)
+        self.queue = build_queue(parts, routers)
+        self.gates_SR, self.first_SM, self.depth_S = self.queue.slots
+        self._confidence_N = torch.zeros(parts.batch_size, device=s.device)
         self._choose = TokenChooser(parts)
 
     def decode_step(self, variant: SamplingVariant) -> None:
@@ -59,26 +49,28 @@ class RoutedProgram:
 
     def core(self) -> None:
         """A pass of the shared block."""
-        taken = self.book.begin_core()
-        if self.parts.idle(taken.live_N):
+        picked = self.queue.begin_core()
+        if self.parts.idle(picked.live_N):
             return
         run = self.parts.layers.run
-        out_NM = run(taken.x_NM, self._core, taken.reach, taken.positions_N, taken.recursion_N, spend=True)
-        self.book.end_core(taken, out_NM)
+        out_NM = run(picked.x_NM, self._core, picked.attention, picked.positions_N, picked.recursion_N, spend=True)
+        self.queue.end_core(picked, out_NM)
 
     def turn_over(self, variant: SamplingVariant, output: StepOutput) -> None:
         """Choose a token, and run the next one up to the core."""
         layers, s = self.parts.layers, self.parts.state
-        taken = self.book.begin_turn()
-        if self.parts.idle(taken.rows_N != s.spare):
+        picked = self.queue.begin_turn()
+        if self.parts.idle(picked.rows_N != s.spare):
             output.blank(s.spare)
             return
-        x_NM = layers.run(taken.x_NM, self._coda, taken.reach, taken.positions_N, spend=True)
-        self._choose(layers.scores(x_NM), taken.rows_N, taken.live_N, taken.recursion_N, self._sure_N, variant, output)
-        entering = self.book.enter(taken)
+        x_NM = layers.run(picked.x_NM, self._coda, picked.attention, picked.positions_N, spend=True)
+        self._choose(
+            layers.scores(x_NM), picked.rows_N, picked.live_N, picked.recursion_N, self._confidence_N, variant, output
+        )
+        entering = self.queue.enter(picked)
         x_NM = layers.enter(entering.tokens_N)
-        x_NM = layers.run(x_NM, self._prelude, entering.reach, entering.positions_N, spend=True)
-        self.book.arrive(entering, x_NM)
+        x_NM = layers.run(x_NM, self._prelude, entering.attention, entering.positions_N, spend=True)
+        self.queue.arrive(entering, x_NM)
 
     def place(self, placements: Sequence[Placement], threshold: float) -> None:
         """Nothing of a slot's own outlives its sequence."""
@@ -93,11 +85,11 @@ class RoutedProgram:
         first_NM = x_NM
         numbers_NC = s.numbers_SC[slots_N]
         numbers_NC[:, TOKEN], numbers_NC[:, POSITION] = batch.tokens_N, positions_N
-        said_NR = self.routers.ask(x_NM)
+        gates_NR = self.routers.ask(x_NM)
         on_N = torch.ones_like(positions_N, dtype=torch.bool)
         for recursion in range(parts.plan.recursions):
             asked_N = torch.full_like(positions_N, recursion)
-            go_N, said_NR = self.routers.decide(asked_N, x_NM, said_NR, positions_N, numbers_NC)
+            go_N, gates_NR = self.routers.decide(asked_N, x_NM, gates_NR, positions_N, numbers_NC)
             on_N = on_N & go_N
             at_K = on_N.nonzero()[:, 0]
             if not len(at_K):
@@ -106,11 +98,11 @@ class RoutedProgram:
             slots_K, table_K, valid_K = slots_N[at_K], torch.full_like(at_K, table), torch.ones_like(at_K, dtype=torch.bool)
             ranks_N = s.entries_ST[slots_N, table] + _before(on_N, batch.starts_N) if self._own else positions_N
             writes_K = None if self._own else torch.full_like(valid_K, recursion == 0)
-            seen = reach(s.tables_STP, slots_K, table_K, ranks_N[at_K], valid_K, parts.page_size, writes_K)
+            seen = attention_for(s.tables_STP, slots_K, table_K, ranks_N[at_K], valid_K, parts.page_size, writes_K)
             old_KM = x_NM[at_K]
             recursion_K = torch.full_like(at_K, recursion)
             out_KM = layers.run(old_KM, self._core, seen, positions_N[at_K], recursion_K)
-            new_KM = self.routers.updated(recursion_K, old_KM, out_KM, said_NR[at_K], first_NM[at_K], numbers_NC[at_K])
+            new_KM = self.routers.updated(recursion_K, old_KM, out_KM, gates_NR[at_K], first_NM[at_K], numbers_NC[at_K])
             x_NM = x_NM.index_copy(0, at_K, new_KM.to(x_NM.dtype))
             if self._own:
                 count_entries(s, table, slots_K)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fathomlm.depth import Step
 from fathomlm.engine.device_state import ENTER, EngineState, PrefillBatch
-from fathomlm.engine.kv_pages import AttentionMetadata, reach
+from fathomlm.engine.kv_pages import AttentionMetadata, attention_for
 from fathomlm.engine.programs.base import ProgramContext, SamplingVariant, StepOutput, TokenChooser
 from fathomlm.engine.schedule import Placement
 
@@ -25,7 +25,7 @@ class WholeProgram:
         self.output = StepOutput.empty(parts.batch_size, parts.sampler.max_logprobs, device)
         self._rows_N = torch.arange(parts.batch_size, device=device)
         self._depth_N = torch.full((parts.batch_size,), parts.plan.recursions, device=device)
-        self._sure_N = torch.zeros(parts.batch_size, device=device)
+        self._confidence_N = torch.zeros(parts.batch_size, device=device)
         self._begin = parts.small(begin)
         self._choose = TokenChooser(parts)
 
@@ -36,7 +36,7 @@ class WholeProgram:
         )
         x_NM = parts.layers.run(parts.layers.enter(tokens_N), parts.plan.steps, AttentionMetadata(*found), positions_N)
         scores_NV = parts.layers.scores(x_NM)
-        self._choose(scores_NV, self._rows_N, live_N, self._depth_N, self._sure_N, variant, self.output)
+        self._choose(scores_NV, self._rows_N, live_N, self._depth_N, self._confidence_N, variant, self.output)
 
     def prefill(self, batch: PrefillBatch) -> None:
         prefill_whole(self.parts, batch)
@@ -55,7 +55,7 @@ def prefill_steps(parts: ProgramContext, batch: PrefillBatch, x_NM: Tensor, step
     """Steps that every token runs, with entries in the first table."""
     slots_N, positions_N = batch.slots_N, batch.positions_N
     none_N, all_N = torch.zeros_like(slots_N), torch.ones_like(slots_N, dtype=torch.bool)
-    seen = reach(parts.state.tables_STP, slots_N, none_N, positions_N, all_N, parts.page_size)
+    seen = attention_for(parts.state.tables_STP, slots_N, none_N, positions_N, all_N, parts.page_size)
     return parts.layers.run(x_NM, steps, seen, positions_N)
 
 
@@ -71,6 +71,6 @@ def begin(
     token, position, stage = numbers_SC.index_select(0, rows_N)[:, :3].unbind(1)
     ranks_N = entries_ST[rows_N, 0]
     live_N = (stage == ENTER) & (ranks_N < capacity_ST[rows_N, 0])
-    seen = reach(tables_STP, rows_N, torch.zeros_like(rows_N), ranks_N, live_N, page_size)
+    seen = attention_for(tables_STP, rows_N, torch.zeros_like(rows_N), ranks_N, live_N, page_size)
     entries_ST[: rows_N.shape[0], 0] += live_N.long()
-    return token, torch.where(live_N, position, 0), live_N, seen.slots_N, seen.table_NP, seen.lengths_N
+    return token, torch.where(live_N, position, 0), live_N, seen.slot_mapping_N, seen.table_NP, seen.lengths_N

@@ -1,7 +1,7 @@
-"""Bookkeeping by kernels leaves every slot as bookkeeping in plain torch does, on a GPU or by Triton's interpreter.
+"""The Triton queue leaves every slot as the plain torch one does, on a GPU or by Triton's interpreter.
 
-Slots are in random stages, with random waiting times, entries and room, some of them full; both books answer the same
-questions one after the other, as a tick asks them, and everything that means something is compared in between.
+Slots are in random stages, with random waiting times, entries and room, some of them full; both queues answer the same
+questions one after the other, as a decode step asks them, and everything that means something is compared in between.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from fathomlm.engine.batch_routers import BatchRouters
 from fathomlm.engine.options import EngineOptions
 from fathomlm.engine.programs.base import ProgramContext
-from fathomlm.engine.programs.bookkeeping import Book, PlainBook
-from fathomlm.engine.routing import BatchRouters
+from fathomlm.engine.programs.routed_queue import RoutedQueue, TorchQueue, TritonQueue
 from fathomlm.engine.runner import Runner
 from fathomlm.kernels.triton_here import triton
 from model.route.small import model_of, routed
@@ -64,15 +64,13 @@ def case(name: str) -> tuple[Runner, Any]:
     return Runner(decoder, sizes), plan
 
 
-def books(runner: Runner) -> tuple[Book, Book, ProgramContext]:
-    from fathomlm.engine.programs.kernel_book import KernelBook
-
+def queues(runner: Runner) -> tuple[RoutedQueue, RoutedQueue, ProgramContext]:
     program: Any = runner.program
     routers: BatchRouters = program.routers
-    return PlainBook(program.parts, routers), KernelBook(program.parts, routers), program.parts
+    return TorchQueue(program.parts, routers), TritonQueue(program.parts, routers), program.parts
 
 
-def scatter(parts: ProgramContext, book: Book, plan: Any, seed: int) -> None:
+def scatter(parts: ProgramContext, queue: RoutedQueue, plan: Any, seed: int) -> None:
     """Slots in all stages; tables and counts that are far enough from each other to tell wrong ones."""
     s, draw = parts.state, torch.Generator().manual_seed(seed)
 
@@ -89,18 +87,20 @@ def scatter(parts: ProgramContext, book: Book, plan: Any, seed: int) -> None:
     s.tables_STP.copy_(whole(0, 1000, *s.tables_STP.shape))
     s.x_SM[:many] = torch.randn(many, s.x_SM.shape[1], generator=draw).to(s.device)
     s.clock.fill_(100)
-    book.slots.said_SR[:many] = torch.randn(many, plan.recursions, generator=draw).to(s.device)
-    book.slots.depth_S[:many] = whole(0, 4, many)
+    queue.slots.gates_SR[:many] = torch.randn(many, plan.recursions, generator=draw).to(s.device)
+    queue.slots.depth_S[:many] = whole(0, 4, many)
 
 
-def snapshot(parts: ProgramContext, book: Book) -> list[Tensor]:
+def snapshot(parts: ProgramContext, queue: RoutedQueue) -> list[Tensor]:
     s = parts.state
-    return [t[: s.slots].clone() for t in (s.numbers_SC, s.entries_ST, s.x_SM, book.slots.said_SR, book.slots.depth_S)]
+    return [t[: s.slots].clone() for t in (s.numbers_SC, s.entries_ST, s.x_SM, queue.slots.gates_SR, queue.slots.depth_S)]
 
 
-def put_back(parts: ProgramContext, book: Book, kept: list[Tensor]) -> None:
+def put_back(parts: ProgramContext, queue: RoutedQueue, kept: list[Tensor]) -> None:
     s = parts.state
-    for tensor, old in zip((s.numbers_SC, s.entries_ST, s.x_SM, book.slots.said_SR, book.slots.depth_S), kept, strict=True):
+    for tensor, old in zip(
+        (s.numbers_SC, s.entries_ST, s.x_SM, queue.slots.gates_SR, queue.slots.depth_S), kept, strict=True
+    ):
         tensor[: s.slots] = old
     s.clock.fill_(100)
 
@@ -108,20 +108,20 @@ def put_back(parts: ProgramContext, book: Book, kept: list[Tensor]) -> None:
 def compare(slow: Any, fast: Any, fields: tuple[str, ...]) -> None:
     for field in fields:
         assert torch.equal(getattr(slow, field), getattr(fast, field)), field
-    live, a, b = slow.live_N, slow.reach, fast.reach
-    assert torch.equal(a.slots_N, b.slots_N)
+    live, a, b = slow.live_N, slow.attention, fast.attention
+    assert torch.equal(a.slot_mapping_N, b.slot_mapping_N)
     assert torch.equal(a.lengths_N, b.lengths_N)
     assert torch.equal(a.table_NP[live], b.table_NP[live])
 
 
-def questions(parts: ProgramContext, book: Book, turn: bool, out_NM: Tensor) -> list[Any]:
+def questions(parts: ProgramContext, queue: RoutedQueue, turn: bool, out_NM: Tensor) -> list[Any]:
     if not turn:
-        taken = book.begin_core()
-        book.end_core(taken, out_NM)
+        taken = queue.begin_core()
+        queue.end_core(taken, out_NM)
         return [taken]
-    taken = book.begin_turn()
-    entering = book.enter(taken)
-    book.arrive(entering, out_NM)
+    taken = queue.begin_turn()
+    entering = queue.enter(taken)
+    queue.arrive(entering, out_NM)
     return [taken, entering]
 
 
@@ -130,7 +130,7 @@ def questions(parts: ProgramContext, book: Book, turn: bool, out_NM: Tensor) -> 
 @torch.no_grad()
 def test_slots_come_out_alike(name: str, turn: bool) -> None:
     runner, plan = case(name)
-    plain, fast, parts = books(runner)
+    plain, fast, parts = queues(runner)
     took = 0
     for seed in range(12):
         scatter(parts, plain, plan, seed)
@@ -145,7 +145,7 @@ def test_slots_come_out_alike(name: str, turn: bool) -> None:
         quick = snapshot(parts, fast)
         assert int(parts.state.clock) == 101
         compare(slow_asked[0], fast_asked[0], ("rows_N", "recursion_N", "live_N", "positions_N", "x_NM"))
-        angles = fast_asked[0].reach.angles
+        angles = fast_asked[0].attention.angles
         for got, table in zip(angles, parts.layers.angle_tables(), strict=True):
             assert torch.equal(got, table[fast_asked[0].positions_N])
         if turn:

@@ -30,7 +30,7 @@ class Weights(NamedTuple):
     selective_R: Tensor
     """Which recursions leave tokens out at all."""
     least_R: Tensor
-    """Where depth is drawn: what a draw must reach."""
+    """Where depth is drawn: what a draw must attention."""
 
 
 class BatchRouters:
@@ -81,7 +81,7 @@ class BatchRouters:
         return x_NM.new_zeros(x_NM.shape[0], self.routing.recursions, dtype=torch.float32)
 
     def decide(
-        self, recursion_N: Tensor, x_NM: Tensor, said_NR: Tensor, positions_N: Tensor, numbers_NC: Tensor
+        self, recursion_N: Tensor, x_NM: Tensor, gates_NR: Tensor, positions_N: Tensor, numbers_NC: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Which rows go on to these recursions, and what was said of them. `numbers_NC` are a slot's, with the token and the
         position of the row."""
@@ -89,31 +89,31 @@ class BatchRouters:
         last_N = recursion_N >= R
         recursion_N = recursion_N.clamp_max(R - 1)
         if self.keeps_first:
-            go_N = self._last_recursion(said_NR, numbers_NC) >= recursion_N
+            go_N = self._last_recursion(gates_NR, numbers_NC) >= recursion_N
         else:
             logits_N = self._logits(recursion_N, x_NM)
-            said_NR = said_NR.scatter(1, recursion_N[:, None], logits_N[:, None].to(said_NR.dtype))
+            gates_NR = gates_NR.scatter(1, recursion_N[:, None], logits_N[:, None].to(gates_NR.dtype))
             go_N = self._expert_goes(recursion_N, x_NM, logits_N, numbers_NC)
         if self.forced is not None:
             go_N = self._drawn(recursion_N, positions_N + 7919 * numbers_NC[:, EPOCH])
-        return go_N & (recursion_N < numbers_NC[:, MAX_DEPTH]) & ~last_N, said_NR
+        return go_N & (recursion_N < numbers_NC[:, MAX_DEPTH]) & ~last_N, gates_NR
 
     def updated(
         self,
         recursion_N: Tensor,
         x_NM: Tensor,
         out_NM: Tensor,
-        said_NR: Tensor,
+        gates_NR: Tensor,
         first_NM: Tensor,
         numbers_NC: Tensor,
     ) -> Tensor:
         """The stream after a recursion."""
         routing = self.routing
-        said_N = said_NR.gather(1, recursion_N[:, None])[:, 0]
+        gates_N = gates_NR.gather(1, recursion_N[:, None])[:, 0]
         if not self.keeps_first:
-            return advance(x_NM, out_NM, self.routers.score(said_N), routing.alpha, routing.update)
-        weight_N1 = (routing.alpha * said_N)[:, None].to(x_NM.dtype)
-        ends_N1 = (self._last_recursion(said_NR, numbers_NC) == recursion_N)[:, None]
+            return advance(x_NM, out_NM, self.routers.score(gates_N), routing.alpha, routing.update)
+        weight_N1 = (routing.alpha * gates_N)[:, None].to(x_NM.dtype)
+        ends_N1 = (self._last_recursion(gates_NR, numbers_NC) == recursion_N)[:, None]
         if routing.weighting == "every":
             return weight_N1 * out_NM + torch.where(ends_N1, first_NM, 0.0)
         return torch.where(ends_N1, first_NM + weight_N1 * out_NM, out_NM)
