@@ -122,7 +122,7 @@ class Bench:
             "tokens_per_s": round(tokens / seconds),
             "seconds": round(seconds, 3),
             "ticks": ticks,
-            "ms_per_tick": round(1e3 * seconds / ticks, 4),
+            "ms_per_decode_step": round(1e3 * seconds / ticks, 4),
             "tokens_per_tick": round(tokens / ticks, 2),
             "inter_token_ms_p50": round(1e3 * statistics.median(between), 3),
             "preemptions": engine.counters().preemptions,
@@ -187,7 +187,7 @@ class Bench:
         ticks = steps * engine.runner.sizes.burst
         ranked = sorted(gaps.items(), key=lambda item: -item[1][1])[:8]
         return {
-            "ms_per_tick": round(whole / ticks / 1e3, 4),
+            "ms_per_decode_step": round(whole / ticks / 1e3, 4),
             "busy": round(busy / whole, 4),
             "gaps": [
                 {"between": name, "us_per_tick": round(us / ticks, 2), "per_tick": round(many / ticks, 2)}
@@ -376,7 +376,7 @@ def table(record: Record) -> str:
     ]
     for name, found in record.items():
         if isinstance(found, dict) and "tokens_per_s" in found:
-            cells = [found.get(key, "") for key in ("rows", "slots", "tokens_per_s", "speedup", "ms_per_tick")]
+            cells = [found.get(key, "") for key in ("rows", "slots", "tokens_per_s", "speedup", "ms_per_decode_step")]
             cells += [found.get("device_ms_per_tick", ""), found.get("memory_gb", "")]
             lines.append(f"| {name} | " + " | ".join(str(cell) for cell in cells) + " |")
     lines += ["", "| one row | ms a token | floor, ms | of the floor |", "|---|--:|--:|--:|"]
@@ -390,7 +390,7 @@ def table(record: Record) -> str:
                 "",
                 f"## {name}: the engine as it runs",
                 "",
-                f"Under a profiler, {loop['ms_per_tick']} ms a tick, of which the device works {loop['busy']:.1%}.",
+                f"Under a profiler, {loop['ms_per_decode_step']} ms a tick, of which the device works {loop['busy']:.1%}.",
                 "",
                 "| the device waits between | us a tick | times a tick |",
                 "|---|--:|--:|",

@@ -24,14 +24,15 @@ MEASURED: dict[str, Any] = {
         "time_to_first_token_ms", "inter_token_ms", "interrupted",
     },
     "work": {
-        "rows", "slots", "ticks", "passes_in_a_tick", "ms_per_tick", "rows_filled", "rows_filled_by_pass", "stages",
+        "batch_size", "max_sequences", "decode_steps", "passes_per_decode_step", "ms_per_decode_step",
+        "batch_filled", "batch_filled_by_pass", "stages",
         "preemptions", "prefix_hits",
     },
     "memory": {"weights", "kv", "kv_most", "kv_dtype"},
-    "floor": {"bytes_per_tick", "reading_bytes_per_s", "ms_per_tick", "share"},
+    "floor": {"bytes_per_decode_step", "reading_bytes_per_s", "ms_per_decode_step", "share"},
 }  # fmt: skip
 """The form that scripts rely on: what is here may grow, and nothing may go."""
-STAGES = {"planning", "applying", "reading", "launching", "waiting", "hearing", "idle", "other"}
+STAGES = {"scheduling", "applying", "prefill", "launching", "waiting", "collecting", "idle", "other"}
 WORKLOAD = {
     "name", "requests", "prompt_tokens", "new_tokens", "longest", "arrivals", "rate_per_s", "prompts", "seed",
 }  # fmt: skip
@@ -99,7 +100,7 @@ def test_a_thesis_like_workload(bench: Callable[..., str]) -> None:
         assert found["depth"]["source"] == "full"
     assert vanilla["speedup"] == pytest.approx(ours["timing"]["tokens_per_s"] / vanilla["timing"]["tokens_per_s"])
     assert vanilla["memory"]["weights"] > ours["memory"]["weights"]  # two loops of a block against all its layers
-    assert vanilla["floor"]["bytes_per_tick"] == ours["floor"]["bytes_per_tick"]  # which both read in a tick
+    assert vanilla["floor"]["bytes_per_decode_step"] == ours["floor"]["bytes_per_decode_step"]  # which both read in a tick
 
 
 @pytest.mark.usefixtures("short")
@@ -177,7 +178,7 @@ def test_latency_is_one_text_at_a_time(bench: Callable[..., str]) -> None:
         "ms_per_token", "ms_per_token_p50", "ms_per_token_p99", "floor_ms_per_token", "floor_share",
     }  # fmt: skip
     assert (latency["ms_per_token"], latency["ms_per_token_p99"]) == (gaps["mean"], gaps["p99"])
-    assert latency["floor_ms_per_token"] == pytest.approx(ours["floor"]["ms_per_tick"])  # a tick is a token here
+    assert latency["floor_ms_per_token"] == pytest.approx(ours["floor"]["ms_per_decode_step"])  # a tick is a token here
     assert latency["floor_share"] == pytest.approx(latency["floor_ms_per_token"] / latency["ms_per_token"])
     for peer in record["peers"].values():
         assert peer["speedup"] == pytest.approx(peer["latency"]["ms_per_token"] / latency["ms_per_token"])

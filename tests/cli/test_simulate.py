@@ -16,7 +16,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 PRESET = ("--preset", "40gb/gemma-2b/2")
 DEPTHS = ("--depths", "1,0.2", "--requests", "50")
 OUTCOME = {
-    "tokens", "seconds", "tokens_per_s", "ticks", "rows", "slots", "rows_filled", "rows_filled_by_pass", "stages",
+    "tokens", "seconds", "tokens_per_s", "decode_steps", "rows", "slots", "batch_filled", "batch_filled_by_pass", "stages",
     "preemptions",
 }  # fmt: skip
 """The form that scripts rely on: what is here may grow, and nothing may go."""
@@ -136,7 +136,7 @@ def test_predicted_against_measured(capsys: Any, tiny_model_dir: Path, monkeypat
     monkeypatch.setitem(workload.WORKLOADS, "64-256", short)
     few = ("validate", str(tiny_model_dir), "--workload", "64-256", "--requests", "10", "--rows", "3", "--rounds", "1")
     found = record(capsys, *few, "--exit-rate", "0.5", "--exit-layer", "2")
-    assert found["predicted_ticks"] == pytest.approx(found["measured_ticks"], rel=0.15)
+    assert found["predicted_decode_steps"] == pytest.approx(found["measured_decode_steps"], rel=0.15)
     assert found["depth"].startswith("forced")
     assert (found["program"], found["rows"], found["slots"]) == ("exits", 3, 6)
     assert found["ratio"] > 0

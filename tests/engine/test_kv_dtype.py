@@ -22,7 +22,7 @@ from fathomlm.kernels.paged_write import FLOAT8, LARGEST_FLOAT8
 from fathomlm.lab.bench.measure import measure
 from fathomlm.lab.bench.models import ample_memory
 from fathomlm.lab.bench.timed import TimedEngine
-from fathomlm.lab.bench.workload import Asked, Workload
+from fathomlm.lab.bench.workload import Workload, WorkloadRequest
 from fathomlm.model.hub import FathomForCausalLM
 from model.route.small import model_of, routed
 
@@ -126,7 +126,7 @@ def test_without_a_limit_the_same_pages_take_half_the_memory() -> None:
 
 def test_a_measurement_counts_what_is_held() -> None:
     model = build("vanilla")
-    asked = tuple(Asked(tuple(prompt), 4) for prompt in many(model))
+    asked = tuple(WorkloadRequest(tuple(prompt), 4) for prompt in many(model))
     found = {}
     for kind in ("auto", "fp8"):
         engine = TimedEngine(model, kv_dtype=kind, prefix_caching=False, **SMALL)

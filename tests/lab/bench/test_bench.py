@@ -14,11 +14,11 @@ from decode.exit_models import build, exiting, mixing_threshold
 from fathomlm.depth import DepthPlan, build_routing
 from fathomlm.engine.engine import Engine
 from fathomlm.engine.options import EngineOptions
-from fathomlm.lab.bench.measure import DepthChoice, Measurement, Spread, Timing, measure, percentile, stage_shares
+from fathomlm.lab.bench.measure import DepthChoice, LatencySummary, Measurement, Timing, measure, percentile, stage_shares
 from fathomlm.lab.bench.models import ample_memory, plain_model, random_model, with_context
-from fathomlm.lab.bench.play import Heard, Played, play, warm_up
-from fathomlm.lab.bench.timed import STAGES, Stages, TimedEngine
-from fathomlm.lab.bench.workload import Asked, Workload, build_workload
+from fathomlm.lab.bench.play import RequestTimes, WorkloadRun, play, warm_up
+from fathomlm.lab.bench.timed import STAGES, HostStages, TimedEngine
+from fathomlm.lab.bench.workload import Workload, WorkloadRequest, build_workload
 from model.route.small import LLAMA, VOCAB, model_of, routed
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -46,7 +46,7 @@ class SteppedEngine(TimedEngine):
         super().step()
 
 
-def asked(*requests: Asked, **fields: Any) -> Workload:
+def asked(*requests: WorkloadRequest, **fields: Any) -> Workload:
     return replace(Workload("test", 0, "together", None, requests), **fields)
 
 
@@ -59,23 +59,25 @@ def test_percentiles_are_numpys() -> None:
         values = generator.normal(size=size).tolist()
         for part in (0.0, 0.5, 0.99, 1.0):
             assert percentile(values, part) == pytest.approx(float(numpy.quantile(values, part)))
-    assert Spread.of([]) is None
-    assert Spread.of([0.002, 0.001, 0.006]) == Spread(p50=2.0, p99=pytest.approx(5.92), mean=pytest.approx(3.0))
+    assert LatencySummary.of([]) is None
+    assert LatencySummary.of([0.002, 0.001, 0.006]) == LatencySummary(
+        p50=2.0, p99=pytest.approx(5.92), mean=pytest.approx(3.0)
+    )
 
 
 def test_inner_stages_are_not_counted_twice() -> None:
     clock = Clock()
-    stages = Stages(clock)
-    with stages("hearing"):
+    stages = HostStages(clock)
+    with stages("collecting"):
         clock.sleep(1)
         with stages("waiting"):
             clock.sleep(5)
         clock.sleep(2)
-    with suppress(ValueError), stages("planning"):
+    with suppress(ValueError), stages("scheduling"):
         clock.sleep(4)
         raise ValueError("what fails takes time too")
-    assert stages.seconds == dict.fromkeys(STAGES, 0.0) | {"hearing": 3.0, "waiting": 5.0, "planning": 4.0}
-    played = Played(begun=0.0, asked=1, ended=20.0, idle=6.0)
+    assert stages.seconds == dict.fromkeys(STAGES, 0.0) | {"collecting": 3.0, "waiting": 5.0, "scheduling": 4.0}
+    played = WorkloadRun(begun=0.0, ended=20.0, idle=6.0)
     shares = stage_shares(played, dict(stages.seconds))
     assert shares["idle"] == 0.3
     assert shares["waiting"] == 0.25
@@ -84,53 +86,53 @@ def test_inner_stages_are_not_counted_twice() -> None:
 
 
 def test_timing_of_what_was_heard() -> None:
-    first = Heard(4, 0.0, [1.0, 1.5, 3.0], reason="length")
-    second = Heard(2, 0.5, [2.0], reason="error", error="no numbers")
-    third = Heard(1, 0.5, reason="cancelled")
-    found = Timing.of(Played(begun=0.0, asked=9, heard=[first, second, third], ended=5.0, interrupted=True))
+    first = RequestTimes(4, 0.0, [1.0, 1.5, 3.0], reason="length")
+    second = RequestTimes(2, 0.5, [2.0], reason="error", error="no numbers")
+    third = RequestTimes(1, 0.5, reason="cancelled")
+    found = Timing.of(WorkloadRun(begun=0.0, requests=[first, second, third], ended=5.0, interrupted=True))
     assert (found.requests, found.finished, found.failed, found.error) == (3, 1, 1, "no numbers")
     assert (found.prompt_tokens, found.tokens, found.seconds) == (7, 4, 3.0)
     assert found.tokens_per_s == pytest.approx(4 / 3)
-    assert found.time_to_first_token_ms == Spread.of([1.0, 1.5])
-    assert found.inter_token_ms == Spread.of([0.5, 1.5])
+    assert found.time_to_first_token_ms == LatencySummary.of([1.0, 1.5])
+    assert found.inter_token_ms == LatencySummary.of([0.5, 1.5])
     assert found.interrupted
 
 
 def test_the_record_adds_up_on_a_clock_of_its_own() -> None:
     clock = Clock()
     engine = SteppedEngine(build("vanilla"), clock=clock, **(SMALL | {"batch_size": 2}))
-    workload = asked(Asked((5,), 3), Asked((9,), 3, at=10.0), arrivals="poisson", rate=0.1)
+    workload = asked(WorkloadRequest((5,), 3), WorkloadRequest((9,), 3, at=10.0), arrivals="poisson", rate=0.1)
     found = measure(engine, workload, speed=1e6, sleep=clock.sleep)
     # A step hears the tick of the step before: tokens after 2, 3 and 4 seconds, then nothing until the tenth.
-    assert found.timing.time_to_first_token_ms == Spread(p50=2000, p99=2000, mean=2000)
-    assert found.timing.inter_token_ms == Spread(p50=1000, p99=1000, mean=1000)
+    assert found.timing.time_to_first_token_ms == LatencySummary(p50=2000, p99=2000, mean=2000)
+    assert found.timing.inter_token_ms == LatencySummary(p50=1000, p99=1000, mean=1000)
     assert (found.timing.seconds, found.timing.tokens_per_s) == (14.0, 6 / 14)
-    assert (found.work.ticks, found.work.rows_filled) == (6, 0.5)
+    assert (found.work.decode_steps, found.work.batch_filled) == (6, 0.5)
     total = clock.now
     assert found.work.stages["idle"] == pytest.approx(6 / total)
     assert found.work.stages["other"] == pytest.approx(1 - 6 / total)
-    assert found.work.ms_per_tick == pytest.approx(1e3 * (total - 6) / 6)
-    assert found.floor.ms_per_tick == pytest.approx(1e3 * found.floor.bytes_per_tick / 1e6)
-    assert found.floor.share == pytest.approx(found.floor.ms_per_tick / found.work.ms_per_tick)
+    assert found.work.ms_per_decode_step == pytest.approx(1e3 * (total - 6) / 6)
+    assert found.floor.ms_per_decode_step == pytest.approx(1e3 * found.floor.bytes_per_decode_step / 1e6)
+    assert found.floor.share == pytest.approx(found.floor.ms_per_decode_step / found.work.ms_per_decode_step)
     assert (found.depth.mean, found.depth.full, found.depth.unit, found.depth.exit_rate) == (6, 6, "layers", 0)
 
 
 def test_one_by_one_a_request_comes_when_the_last_is_done() -> None:
     clock = Clock()
     engine = SteppedEngine(build("vanilla"), clock=clock, **(SMALL | {"batch_size": 2}))
-    played = play(engine, asked(*(Asked((5,), 2) for _ in range(3)), arrivals="one by one"), sleep=clock.sleep)
-    ends = [one.times[-1] for one in played.heard]
-    assert [one.arrival for one in played.heard] == [0.0, *ends[:-1]]
-    assert len({one.times[0] - one.arrival for one in played.heard}) == 1
+    played = play(engine, asked(*(WorkloadRequest((5,), 2) for _ in range(3)), arrivals="one by one"), sleep=clock.sleep)
+    ends = [one.times[-1] for one in played.requests]
+    assert [one.arrival for one in played.requests] == [0.0, *ends[:-1]]
+    assert len({one.times[0] - one.arrival for one in played.requests}) == 1
 
 
 def test_a_queue_that_holds_few_makes_requests_wait_and_counts_the_wait() -> None:
     clock = Clock()
     engine = SteppedEngine(build("vanilla"), clock=clock, max_queue=2, **(SMALL | {"batch_size": 1}))
-    played = play(engine, asked(*(Asked((5,), 2) for _ in range(6))), sleep=clock.sleep)
-    assert [one.reason for one in played.heard] == ["length"] * 6
-    assert {one.arrival for one in played.heard} == {0.0}
-    assert played.heard[-1].times[0] > 6
+    played = play(engine, asked(*(WorkloadRequest((5,), 2) for _ in range(6))), sleep=clock.sleep)
+    assert [one.reason for one in played.requests] == ["length"] * 6
+    assert {one.arrival for one in played.requests} == {0.0}
+    assert played.requests[-1].times[0] > 6
 
 
 # The engine under it.
@@ -148,7 +150,7 @@ def test_a_clock_changes_no_token(kind: str) -> None:
     prompts = [[7, 3, 19, 4, 4, 50, 2], [12], [33, 8]]
     expected = plain.generate(prompts, max_new_tokens=9)
     assert [one.tokens for one in timed.generate(prompts, max_new_tokens=9)] == [one.tokens for one in expected]
-    assert timed.totals.decode_steps == timed.passes.ticks == plain.totals.decode_steps
+    assert timed.totals.decode_steps == timed.passes.decode_steps == plain.totals.decode_steps
     assert min(timed.stages.seconds[stage] for stage in STAGES) > 0
 
 
@@ -167,26 +169,30 @@ def test_rows_filled_are_those_that_layers_ran(kind: str, monkeypatch: pytest.Mo
         return inner(x, steps, reach, *rest, **named)
 
     monkeypatch.setattr(layers, "run", run)
-    found = measure(engine, asked(*(Asked((token,), 7) for token in range(1, 8))), speed=1e9)
+    found = measure(engine, asked(*(WorkloadRequest((token,), 7) for token in range(1, 8))), speed=1e9)
     passes = engine.passes
     if kind == "routed":
         assert passes.filled["core"] == ran["core"]
-        assert found.work.rows_filled_by_pass["core"] == ran["core"] / (passes.ticks * passes.in_a_tick["core"] * 3)
+        assert found.work.batch_filled_by_pass["core"] == ran["core"] / (
+            passes.decode_steps * passes.per_decode_step["core"] * 3
+        )
     else:
         assert passes.filled.total() == ran["all"]
-        offered = passes.ticks * passes.in_a_tick.total() * engine.options.batch_size  # passes that nobody runs are left out
-        assert found.work.rows_filled == ran["all"] / offered
+        offered = (
+            passes.decode_steps * passes.per_decode_step.total() * engine.options.batch_size
+        )  # passes that nobody runs are left out
+        assert found.work.batch_filled == ran["all"] / offered
         assert ran["offered"] <= offered
-    assert 0.3 < found.work.rows_filled <= 1
+    assert 0.3 < found.work.batch_filled <= 1
 
 
 @pytest.mark.parametrize("kind", ["whole", "routed", "exits"])
 def test_warming_up_leaves_nothing_behind(kind: str) -> None:
     _, engine = engines(kind)
     workload = build_workload("64-256", VOCAB, requests=4).shortened(4, 6)
-    workload = replace(workload, requests=tuple(Asked(one.prompt[:9], one.new) for one in workload.requests))
+    workload = replace(workload, requests=tuple(WorkloadRequest(one.prompt[:9], one.new) for one in workload.requests))
     warm_up(engine, workload)
-    assert (engine.totals.decode_steps, engine.passes.ticks, engine.most_kv_bytes) == (0, 0, 0)
+    assert (engine.totals.decode_steps, engine.passes.decode_steps, engine.most_kv_bytes) == (0, 0, 0)
     assert set(engine.stages.seconds.values()) == {0.0}
     found = measure(engine, workload, speed=1e9)
     assert found.work.prefix_hits == 0
@@ -204,7 +210,7 @@ def test_ctrl_c_keeps_what_was_heard_and_cancels_the_rest() -> None:
         if done >= 9:
             raise KeyboardInterrupt
 
-    found = measure(engine, asked(*(Asked((5,), 8) for _ in range(6))), speed=1e9, on_progress=interrupt)
+    found = measure(engine, asked(*(WorkloadRequest((5,), 8) for _ in range(6))), speed=1e9, on_progress=interrupt)
     assert found.timing.interrupted
     assert found.timing.tokens == told[-1][0] == 9
     assert told[-1][1] == 48
@@ -219,7 +225,7 @@ def test_ctrl_c_keeps_what_was_heard_and_cancels_the_rest() -> None:
 
 def forced(model: Any, requests: int = 32, **fields: Any) -> Measurement:
     setting = fields.pop("exiting", None)
-    workload = asked(*(Asked((number % VOCAB,), 32) for number in range(requests)))
+    workload = asked(*(WorkloadRequest((number % VOCAB,), 32) for number in range(requests)))
     engine = TimedEngine(model, exiting=setting, batch_size=16, max_length=workload.longest, memory=2**24, **fields)
     return measure(engine, workload, speed=1e9, depth=DepthChoice(source="forced", label="forced: test"))
 
@@ -269,7 +275,7 @@ def test_random_models_of_any_plan_run() -> None:
 @pytest.mark.parametrize("kind", ["whole", "routed", "exits"])
 def test_ample_memory_puts_nobody_aside(kind: str) -> None:
     plain, _ = engines(kind)
-    model, workload = plain.model, asked(*(Asked((number,), 16) for number in range(8)))
+    model, workload = plain.model, asked(*(WorkloadRequest((number,), 16) for number in range(8)))
     options = EngineOptions(batch_size=4, page_size=4, max_length=workload.longest)
     setting = exiting("vanilla", "parallel") if kind == "exits" else None
     ample = ample_memory(model, options, workload.longest, None if setting is None else 3)
@@ -284,7 +290,7 @@ def test_ample_memory_for_one_text_takes_the_longest() -> None:
     architecture = replace(LLAMA, layers=8)
     plan = DepthPlan.build("middle-cycle", 3, 8).with_routing(build_routing("expert", 3))
     model = random_model(architecture, plan, dtype=torch.float32, device=torch.device("cpu"))
-    workload = asked(Asked((1, 2, 3), 60))
+    workload = asked(WorkloadRequest((1, 2, 3), 60))
     options = EngineOptions(batch_size=1, max_sequences=1, page_size=4, max_length=workload.longest)
     engine = TimedEngine(model, replace(options, memory=ample_memory(model, options, workload.longest)))
     assert measure(engine, workload, speed=1e9).work.preemptions == 0

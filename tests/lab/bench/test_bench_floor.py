@@ -14,7 +14,7 @@ from fathomlm.depth import Architecture, DepthPlan
 from fathomlm.engine.engine import Engine
 from fathomlm.errors import UnsupportedModel
 from fathomlm.lab.bench import kernels
-from fathomlm.lab.bench.floor import reading_speed, tick_bytes
+from fathomlm.lab.bench.floor import decode_step_bytes, reading_speed
 from fathomlm.lab.bench.models import random_model
 from model.route.small import LLAMA as ROUTED
 from model.route.small import model_of, routed
@@ -37,13 +37,13 @@ def layer(a: Architecture) -> int:
 def test_a_plain_model_reads_all_its_weights_but_the_embedding() -> None:
     model = build("vanilla")
     own = sum(p.numel() for name, p in model.decoder.named_parameters() if not name.startswith(("embed", "exit")))
-    assert tick_bytes(Engine(model, **SMALL).runner) == FLOAT * own == FLOAT * (6 * layer(LLAMA) + head(LLAMA))
+    assert decode_step_bytes(Engine(model, **SMALL).runner) == FLOAT * own == FLOAT * (6 * layer(LLAMA) + head(LLAMA))
 
 
 def test_a_tied_head_is_read() -> None:
     a = replace(LLAMA, tied_embeddings=True)
     model = random_model(a, DepthPlan.vanilla(6), dtype=torch.bfloat16, device=CPU)
-    assert tick_bytes(Engine(model, **SMALL).runner) == 2 * sum(p.numel() for p in model.parameters())
+    assert decode_step_bytes(Engine(model, **SMALL).runner) == 2 * sum(p.numel() for p in model.parameters())
 
 
 def test_looped_layers_are_read_each_time_with_what_each_step_adds() -> None:
@@ -51,7 +51,7 @@ def test_looped_layers_are_read_each_time_with_what_each_step_adds() -> None:
     model = random_model(LLAMA, plan, LORA, dtype=torch.float32, device=CPU)
     added = sum(p.numel() for p in model.decoder.deltas.parameters())
     assert added > 0
-    assert tick_bytes(Engine(model, **SMALL).runner) == FLOAT * (6 * layer(LLAMA) + added + head(LLAMA))
+    assert decode_step_bytes(Engine(model, **SMALL).runner) == FLOAT * (6 * layer(LLAMA) + added + head(LLAMA))
 
 
 @pytest.mark.parametrize("cores", [1, 3])
@@ -59,7 +59,7 @@ def test_a_routed_tick(cores: int) -> None:
     engine = Engine(model_of(routed()), cores=cores, **SMALL)
     router = sum(p.numel() for p in engine.model.decoder.routers.parameters())  # type: ignore[union-attr]
     core = 2 * layer(ROUTED) + router
-    assert tick_bytes(engine.runner) == FLOAT * (cores * core + 2 * layer(ROUTED) + head(ROUTED))
+    assert decode_step_bytes(engine.runner) == FLOAT * (cores * core + 2 * layer(ROUTED) + head(ROUTED))
 
 
 def test_a_routed_tick_of_several_turns() -> None:
@@ -69,7 +69,7 @@ def test_a_routed_tick_of_several_turns() -> None:
     turns = len(program.cores)
     expected = sum(program.cores) * (2 * layer(ROUTED) + router) + turns * (2 * layer(ROUTED) + head(ROUTED))
     assert turns > 1
-    assert tick_bytes(engine.runner) == FLOAT * expected
+    assert decode_step_bytes(engine.runner) == FLOAT * expected
 
 
 def test_ticks_in_front_of_an_exit_and_behind_it() -> None:
@@ -77,7 +77,7 @@ def test_ticks_in_front_of_an_exit_and_behind_it() -> None:
     cases = {("parallel", 1): 0, ("parallel", 2): 3 * layer(LLAMA) + head(LLAMA), ("state-copy", 1): 3 * entries}
     for (mode, shallows), more in cases.items():
         engine = Engine(build("vanilla"), exiting=exiting("vanilla", mode), shallows=shallows, **SMALL)
-        assert tick_bytes(engine.runner) == FLOAT * (6 * layer(LLAMA) + 2 * head(LLAMA) + more)
+        assert decode_step_bytes(engine.runner) == FLOAT * (6 * layer(LLAMA) + 2 * head(LLAMA) + more)
 
 
 def test_a_pass_of_two_loops_reads_the_block_once_and_both_heads() -> None:
@@ -86,7 +86,7 @@ def test_a_pass_of_two_loops_reads_the_block_once_and_both_heads() -> None:
     added = sum(p.numel() for p in model.decoder.deltas.parameters())
     own = sum(p.numel() for p in model.decoder.exit_heads.parameters())
     assert own > 0
-    assert tick_bytes(engine.runner) == FLOAT * (3 * layer(LLAMA) + added + 2 * head(LLAMA) + own)
+    assert decode_step_bytes(engine.runner) == FLOAT * (3 * layer(LLAMA) + added + 2 * head(LLAMA) + own)
 
 
 def test_steps_that_read_anothers_entries_read_no_weights_for_them() -> None:
@@ -94,7 +94,7 @@ def test_steps_that_read_anothers_entries_read_no_weights_for_them() -> None:
     entries = 2 * LLAMA.hidden * LLAMA.kv_heads * LLAMA.head_dim
     shared = sum(model.plan.reads_kv(step) for step in model.plan)
     assert shared == 2
-    assert tick_bytes(Engine(model, **SMALL).runner) == FLOAT * (6 * layer(LLAMA) - shared * entries + head(LLAMA))
+    assert decode_step_bytes(Engine(model, **SMALL).runner) == FLOAT * (6 * layer(LLAMA) - shared * entries + head(LLAMA))
 
 
 def test_reading_speed_is_that_of_a_memory() -> None:

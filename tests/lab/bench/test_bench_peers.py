@@ -15,12 +15,12 @@ from fathomlm.errors import UnsupportedModel
 from fathomlm.lab.bench.hugging_face import batched, hugging_face_model, one_by_one
 from fathomlm.lab.bench.measure import Timing
 from fathomlm.lab.bench.models import random_model
-from fathomlm.lab.bench.workload import Asked, Workload
+from fathomlm.lab.bench.workload import Workload, WorkloadRequest
 from fathomlm.model.hub import FathomForCausalLM
 from model.route.small import model_of, routed
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-WORKLOAD = Workload("test", 0, "together", None, tuple(Asked((5, 9, token), 4) for token in (1, 2, 3)))
+WORKLOAD = Workload("test", 0, "together", None, tuple(WorkloadRequest((5, 9, token), 4) for token in (1, 2, 3)))
 
 
 def random(family: str, plan: DepthPlan, **traits: Any) -> FathomForCausalLM:
@@ -47,13 +47,13 @@ def test_the_peer_has_the_same_weights_and_gives_the_same_scores(name: str) -> N
 
 
 def test_continuous_batching_is_timed_by_its_own_clock() -> None:
-    played = batched(hugging_face_model(build("vanilla")), WORKLOAD, rows=2)
+    played = batched(hugging_face_model(build("vanilla")), WORKLOAD, batch_size=2)
     found = Timing.of(played)
     assert (found.requests, found.finished, found.failed, found.tokens, found.prompt_tokens) == (3, 3, 0, 12, 9)
     assert found.tokens_per_s == pytest.approx(12 / found.seconds)
-    assert all(sorted(one.times) == one.times and one.times[0] > one.arrival for one in played.heard)
+    assert all(sorted(one.times) == one.times and one.times[0] > one.arrival for one in played.requests)
     # Two at a time: the third request's first token comes after another's last.
-    firsts, lasts = ([one.times[at] for one in played.heard] for at in (0, -1))
+    firsts, lasts = ([one.times[at] for one in played.requests] for at in (0, -1))
     assert max(firsts) > min(lasts)
 
 
@@ -61,8 +61,8 @@ def test_generate_is_timed_token_by_token() -> None:
     played = one_by_one(hugging_face_model(build("vanilla")), WORKLOAD)
     found = Timing.of(played)
     assert (found.requests, found.tokens) == (3, 12)
-    assert played.begun == played.heard[0].arrival  # warming up is left out
-    for before, after in pairwise(played.heard):
+    assert played.begun == played.requests[0].arrival  # warming up is left out
+    for before, after in pairwise(played.requests):
         assert before.times[-1] <= after.arrival < after.times[0]
 
 

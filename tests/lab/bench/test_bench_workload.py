@@ -75,8 +75,8 @@ def test_shorter_workloads() -> None:
     [
         ({"name": "tesis"}, "did you mean 'thesis'"),
         ({"requests": 0}, "requests must be >= 1"),
-        ({"rate": 0.0}, "above 0"),
-        ({"rate": float("inf")}, "above 0"),
+        ({"rate": 0.0}, "must be > 0"),
+        ({"rate": float("inf")}, "must be > 0"),
         ({"name": "64-256", "text": [1] * 63}, "64 tokens long, but the text has only 63"),
     ],
 )

@@ -29,9 +29,9 @@ def test_the_first_exit_that_agrees_or_is_sure(leaving: str, monkeypatch: pytest
     found = collect(model, tokens_NT, leaving=leaving, threshold=threshold, layers=layers, prompt=4)  # type: ignore[arg-type]
     assert (found.deepest, found.source) == (3, leaving)
     assert found.label.startswith(leaving)
-    assert len({depth for text in found.texts for depth in text.depths}) > 1
+    assert len({depth for text in found.sequences for depth in text.depths}) > 1
     decoder, last = model.decoder, model.plan.unrolled_layers - 1
-    for text, tokens_T in zip(found.texts, tokens_NT, strict=True):
+    for text, tokens_T in zip(found.sequences, tokens_NT, strict=True):
         states = decoder.states(tokens_T[None], at=(1, 3))
         assert (text.prompt, len(text.depths)) == (4, 24 - 3)
         for position, depth in enumerate(text.depths, start=3):
@@ -55,14 +55,14 @@ def test_a_routers_own_depths() -> None:
     model = model_of(routed())
     tokens_NT = some_tokens(2, 20)
     found = collect(model, tokens_NT, leaving="router")
-    for text, tokens_T in zip(found.texts, tokens_NT, strict=True):
+    for text, tokens_T in zip(found.sequences, tokens_NT, strict=True):
         trace = RoutingTrace()
         with torch.no_grad():
             model.decoder.states(tokens_T[None], causal=True, trace=trace)
         assert trace.depths_BT is not None
         assert list(text.depths) == trace.depths_BT[0].tolist()
     assert (found.deepest, found.source) == (model.plan.recursions, "router")
-    assert len({depth for text in found.texts for depth in text.depths}) > 1
+    assert len({depth for text in found.sequences for depth in text.depths}) > 1
 
 
 def test_where_tokens_may_leave() -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from fathomlm.errors import DataError, OptionError
-from fathomlm.lab.simulate.costs import Costs, Curve, from_table, read_costs
+from fathomlm.lab.simulate.costs import Costs, TimeCurve, from_table, read_costs
 from fathomlm.lab.simulate.presets import (
     all_printed,
     all_times,
@@ -20,26 +20,26 @@ from fathomlm.lab.simulate.presets import (
 
 
 def test_between_two_measurements_time_is_on_the_line() -> None:
-    curve = Curve(((2, 10.0), (4, 14.0), (8, 14.0)))
+    curve = TimeCurve(((2, 10.0), (4, 14.0), (8, 14.0)))
     assert [curve.at(rows) for rows in (1, 2, 3, 4, 6, 8, 9)] == [10.0, 10.0, 12.0, 14.0, 14.0, 14.0, 14.0]
-    assert Curve(((1, 1.0), (3, 5.0))).at(5) == 9.0
-    assert Curve.flat(3.0).at(100) == 3.0
-    both = curve + Curve(((1, 1.0), (3, 3.0)))
+    assert TimeCurve(((1, 1.0), (3, 5.0))).at(5) == 9.0
+    assert TimeCurve.flat(3.0).at(100) == 3.0
+    both = curve + TimeCurve(((1, 1.0), (3, 3.0)))
     assert [both.at(rows) for rows in (2, 3, 4)] == [12.0, 15.0, 18.0]
     assert (both - curve).at(3) == 3.0
     assert curve.times(2.0).at(3) == 24.0
 
 
 def test_a_pass_costs_its_filled_rows_or_all_of_them() -> None:
-    costs = Costs(name="x", passes={"core": Curve(((1, 1.0), (11, 11.0))), "turn": Curve.flat(0.5)})
+    costs = Costs(name="x", passes={"core": TimeCurve(((1, 1.0), (11, 11.0))), "turn": TimeCurve.flat(0.5)})
     passes = [("core", 3), ("core", 0), ("core", 2), ("turn", 1)]
-    assert costs.of_tick(passes, 10) == {"core": 5.0, "turn": 0.5}
+    assert costs.of_decode_step(passes, 10) == {"core": 5.0, "turn": 0.5}
     padded = Costs(name="x", passes=costs.passes, padded=True)
-    assert padded.of_tick(passes, 10) == {"core": 20.0, "turn": 0.5}
-    assert Costs(name="x", passes={}, tick=7.0).of_tick(passes, 10) == {"tick": 7.0}
-    assert Costs(name="x", passes={}, chunk=2.0, prompt_token=0.5).of_chunk(4) == 4.0
+    assert padded.of_decode_step(passes, 10) == {"core": 20.0, "turn": 0.5}
+    assert Costs(name="x", passes={}, decode_step=7.0).of_decode_step(passes, 10) == {"decode step": 7.0}
+    assert Costs(name="x", passes={}, chunk=2.0, prompt_token=0.5).of_prefill(4) == 4.0
     with pytest.raises(OptionError, match="no times of 'deep' passes; it has core, turn"):
-        costs.of_tick([("deep", 1)], 10)
+        costs.of_decode_step([("deep", 1)], 10)
 
 
 def test_a_users_table(tmp_path: Path) -> None:

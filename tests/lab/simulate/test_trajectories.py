@@ -42,7 +42,7 @@ def test_a_file_comes_back(tmp_path: Path) -> None:
     assert read_trajectories(path) == found
     path.write_text('\n{"prompt": 2, "depths": [1, 3]}\n\n{"depths": [2]}\n')
     plain = read_trajectories(path)
-    assert plain.texts == (Trajectory(2, (1, 3)), Trajectory(1, (2,)))
+    assert plain.sequences == (Trajectory(2, (1, 3)), Trajectory(1, (2,)))
     assert (plain.deepest, plain.source, plain.label) == (3, "file", "depths from t.jsonl")
     assert read_trajectories(path, deepest=4).deepest == 4
 
@@ -50,7 +50,7 @@ def test_a_file_comes_back(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "has no text"),
+        ("", "has no sequence"),
         ("{", "line 1 is not valid JSON"),
         ("[1]", "line 1 holds a list, not a JSON object"),
         ('{"depths": [1]}\n{"prompt": 0, "depths": [1]}', "line 2: prompt must be"),

@@ -16,9 +16,8 @@ from fathomlm.depth import Architecture, DepthPlan, build_routing
 from fathomlm.errors import OptionError
 from fathomlm.lab.bench.models import random_model
 from fathomlm.lab.bench.timed import TimedEngine
-from fathomlm.lab.bench.workload import Asked, Workload
-from fathomlm.lab.simulate.measured import _fit, calibrate, replay
-from fathomlm.lab.simulate.timetable import Shape, measure_loop, measure_plain
+from fathomlm.lab.bench.workload import Workload, WorkloadRequest
+from fathomlm.lab.simulate.measured import MeasuredShape, _fit, calibrate, measure_loop, measure_plain, replay
 from fathomlm.lab.simulate.validate import validate
 from model.route.small import model_of, routed
 
@@ -39,7 +38,10 @@ def engine_of(kind: str, **fields: Any) -> TimedEngine:
 
 def workload(vocab: int, texts: int) -> Workload:
     draw = random.Random(0)
-    asked = (Asked(tuple(draw.choices(range(vocab), k=draw.choice((1, 4, 9)))), draw.randrange(4, 16)) for _ in range(texts))
+    asked = (
+        WorkloadRequest(tuple(draw.choices(range(vocab), k=draw.choice((1, 4, 9)))), draw.randrange(4, 16))
+        for _ in range(texts)
+    )
     return Workload("test", 0, "together", None, tuple(asked))
 
 
@@ -70,7 +72,7 @@ def clocked(kind: str, **fields: Any) -> TimedEngine:
 
     slow(layers, "run", lambda x, steps, *_: 1e-3 * len(steps) + 1e-5 * len(x))
     slow(layers, "scores", lambda *_: 2e-3)
-    slow(scheduler, "plan", lambda: 0.5e-3)
+    slow(scheduler, "schedule", lambda: 0.5e-3)
     slow(scheduler, "advance", lambda *_: 0.1e-3)
     return engine
 
@@ -82,7 +84,7 @@ def test_prediction_is_what_the_engine_takes(kind: str) -> None:
     (one,) = found.rounds
     # Depths are other draws of the same parts, which changes a little; all else is what was measured.
     assert found.ratio == pytest.approx(1.0, abs=0.01 if kind == "whole" else 0.08)
-    assert one.predicted.ticks == pytest.approx(one.ticks, rel=0.08)
+    assert one.predicted.decode_steps == pytest.approx(one.decode_steps, rel=0.08)
     assert one.predicted.tokens == one.measured.tokens
     record = found.record()
     assert record["depth"].startswith("forced")
@@ -103,19 +105,19 @@ def test_what_was_measured_is_what_things_took() -> None:
 
 
 @pytest.mark.parametrize("kind", ["whole", "routed"])
-def test_whole_ticks_are_replayed_where_passes_cannot_be_told_apart(kind: str) -> None:
+def test_whole_decode_steps_are_replayed_where_passes_cannot_be_told_apart(kind: str) -> None:
     engine = clocked(kind)
     vocab = engine.model.architecture.vocab
     costs = calibrate(engine, workload(vocab, 10), captured=True)
     apart = calibrate(engine, workload(vocab, 10))
-    passes = engine.passes.in_a_tick
-    assert costs.tick == pytest.approx(sum(apart.curve(one).at(4) * many for one, many in passes.items()), rel=0.15)
+    passes = engine.passes.per_decode_step
+    assert costs.decode_step == pytest.approx(sum(apart.curve(one).at(4) * many for one, many in passes.items()), rel=0.15)
     for name in ("step", "token", "placement"):
         assert getattr(costs.host, name) == pytest.approx(getattr(apart.host, name), abs=1e-6)
     assert not engine.busy
     assert all(pool.used == 0 for pool in engine.scheduler.page_manager.pools)
     assert engine.scheduler.lookahead == engine.runner.sizes.lookahead
-    assert replay(engine, 10) == pytest.approx(costs.tick, rel=0.15)
+    assert replay(engine, 10) == pytest.approx(costs.decode_step, rel=0.15)
 
 
 def test_a_replay_where_the_host_is_behind_leaves_the_engine_as_it_was() -> None:
@@ -139,19 +141,19 @@ TINY = Architecture(family="llama", layers=6, hidden=32, intermediate=48, heads=
 
 def test_a_timetable_of_a_looped_model() -> None:
     where: dict[str, Any] = {"relaxation": None, "dtype": torch.float32, "device": torch.device("cpu")}
-    shape = Shape(architecture=TINY, plan=DepthPlan.build("cycle", 2, 6), **where)
+    shape = MeasuredShape(architecture=TINY, plan=DepthPlan.build("cycle", 2, 6), **where)
     assert shape.plain().plan.unrolled_layers == 6
     plain, loop = measure_plain(shape, (1, 2), 8), measure_loop(shape, (1, 2), 8)
     assert [rows for rows, _ in plain.curve("step").points] == [rows for rows, _ in loop.curve("core").points] == [1, 2]
     assert min(plain.curve("step").at(2), loop.curve("core").at(2), loop.curve("turn").at(2)) > 0
     assert loop.curve("both").at(1) == loop.curve("core").at(1) + loop.curve("turn").at(1)
-    assert (plain.padded, plain.tick, loop.tick) == (True, None, None)
+    assert (plain.padded, plain.decode_step, loop.decode_step) == (True, None, None)
     assert loop.host.step + loop.host.token > 0
-    apart = measure_loop(shape, (2,), 8, captured=True)  # as on a GPU: two ticks tell the passes apart
+    apart = measure_loop(shape, (2,), 8, captured=True)  # as on a GPU: two decode steps tell the passes apart
     assert set(apart.passes) == set(loop.passes)
     assert apart.curve("both").at(2) > 0
     with pytest.raises(OptionError, match="needs a looped model"):
-        Shape(architecture=TINY, plan=DepthPlan.vanilla(6), **where).routed()
+        MeasuredShape(architecture=TINY, plan=DepthPlan.vanilla(6), **where).routed()
 
 
 @pytest.mark.slow
@@ -166,7 +168,7 @@ def test_within_fifteen_percent_on_a_real_clock(kind: str) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", ["whole", "routed", "exits"])
 def test_within_fifteen_percent_on_a_gpu(kind: str) -> None:
-    """Recorded ticks, and a host that runs behind."""
+    """Recorded decode_steps, and a host that runs behind."""
     shape = Architecture(
         family="llama", layers=12, hidden=512, intermediate=1024, heads=8, kv_heads=4, head_dim=64, vocab=8192, context=1024
     )
@@ -178,6 +180,6 @@ def test_within_fifteen_percent_on_a_gpu(kind: str) -> None:
     leaving = Exiting(mode="parallel", exit_layers=(6,), max_stack=8) if kind == "exits" else None
     engine = TimedEngine(model, batch_size=32, max_length=640, memory=2**31, exiting=leaving, prefix_caching=False, **fields)
     draw = random.Random(0)
-    asked = (Asked((draw.randrange(8192),), draw.randrange(120, 400)) for _ in range(300))
+    asked = (WorkloadRequest((draw.randrange(8192),), draw.randrange(120, 400)) for _ in range(300))
     found = validate(engine, Workload("test", 0, "together", None, tuple(asked)), rounds=3)
     assert found.ratio == pytest.approx(1.0, abs=0.15), found.record()

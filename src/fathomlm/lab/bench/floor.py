@@ -1,8 +1,8 @@
-"""The weight-read floor: with few rows a tick cannot be faster than reading the weights that it multiplies with.
+"""The weight-read floor: with a small batch a decode step cannot be faster than reading the weights that it multiplies with.
 
 Every pass reads the weights of its steps once, a looped layer as often as it is run: a block of a useful size does not stay
 in any cache. Entries, embeddings of single tokens and what is computed are left out, so the floor is below what is possible,
-the more so the longer texts are.
+the more so the longer sequences are.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ def finish(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def tick_bytes(runner: Runner) -> int:
-    """Bytes of weights that one tick reads."""
+def decode_step_bytes(runner: Runner) -> int:
+    """Bytes of weights that one decode step reads."""
     program, decoder = runner.program, runner.decoder
     plan = decoder.plan
     head = _head(decoder)

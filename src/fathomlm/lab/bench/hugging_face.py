@@ -19,14 +19,14 @@ from transformers import AutoConfig, AutoModelForCausalLM, ContinuousBatchingCon
 from fathomlm.checkpoints.families import family_for, hf_name
 from fathomlm.checkpoints.source import layer_parameter_shapes
 from fathomlm.errors import UnsupportedModel
-from fathomlm.lab.bench.play import Heard, Played
+from fathomlm.lab.bench.play import RequestTimes, WorkloadRun
 from fathomlm.lab.bench.workload import Workload
 from fathomlm.model.hub import FathomForCausalLM
 
 PAGE = 256
 """Tokens of a page in its cache, by its own default."""
 REQUESTS, NEW = 64, 128
-"""What it is asked for at most: it is slow, and this is enough for its figure."""
+"""What it gets at most: it is slow, and this is enough for its figure."""
 
 
 def hugging_face_model(model: FathomForCausalLM) -> Any:
@@ -73,13 +73,13 @@ def _tensors(model: FathomForCausalLM) -> dict[str, Tensor]:
     return {hf_name(family, name): tensor.detach() for name, tensor in named.items()}
 
 
-def batched(model: Any, workload: Workload, rows: int) -> Played:
-    """Continuous batching with at most `rows` requests at a time, all of one length and handed in at once."""
-    prompts = [list(asked.prompt) for asked in workload.requests]
-    fields: dict[str, Any] = {"max_requests_per_batch": rows}
+def batched(model: Any, workload: Workload, batch_size: int) -> WorkloadRun:
+    """Continuous batching with at most `batch_size` requests at a time, all of one length and handed in at once."""
+    prompts = [list(request.prompt) for request in workload.requests]
+    fields: dict[str, Any] = {"max_requests_per_batch": batch_size}
     if model.device.type != "cuda":  # it would take nearly all memory there is, and a minute to fill it
-        fields |= {"num_blocks": rows * -(-workload.longest // PAGE) + 1, "max_batch_tokens": max(PAGE, rows)}
-    (new,) = {asked.new for asked in workload.requests}
+        fields |= {"num_blocks": batch_size * -(-workload.longest // PAGE) + 1, "max_batch_tokens": max(PAGE, batch_size)}
+    (new,) = {request.new for request in workload.requests}
     with _quiet():
         found: Mapping[str, Any] = model.generate_batch(
             prompts,
@@ -90,12 +90,12 @@ def batched(model: Any, workload: Workload, rows: int) -> Played:
     outputs = list(found.values())
     if len(outputs) < len(prompts):
         raise UnsupportedModel(f"transformers answered {len(outputs)} of {len(prompts)} requests; its log says why")
-    heard = []
-    for asked, output in zip(workload.requests, outputs, strict=True):
-        heard.append(Heard(len(asked.prompt), output.created_time, list(output.timestamps), reason="length"))
+    requests = []
+    for request, output in zip(workload.requests, outputs, strict=True):
+        requests.append(RequestTimes(len(request.prompt), output.created_time, list(output.timestamps), reason="length"))
         if output.error is not None:
-            heard[-1].reason, heard[-1].error = "error", str(output.error)
-    played = Played(begun=min(one.arrival for one in heard), asked=len(prompts), heard=heard)
+            requests[-1].reason, requests[-1].error = "error", str(output.error)
+    played = WorkloadRun(begun=min(one.arrival for one in requests), requests=requests)
     played.ended = played.last
     return played
 
@@ -117,25 +117,25 @@ class _Moments:
 
 
 @torch.inference_mode()
-def one_by_one(model: Any, workload: Workload) -> Played:
+def one_by_one(model: Any, workload: Workload) -> WorkloadRun:
     """`generate`, one prompt after the other, after a first time to warm up."""
-    played = Played(begun=0.0, asked=len(workload.requests))
+    played = WorkloadRun(begun=0.0)
     with _quiet():
-        for number, asked in enumerate((workload.requests[0], *workload.requests)):
-            prompt = torch.tensor([asked.prompt], device=model.device)
+        for number, request in enumerate((workload.requests[0], *workload.requests)):
+            prompt = torch.tensor([request.prompt], device=model.device)
             moments, arrival = _Moments(), time.perf_counter()
             if number == 1:
                 played.begun = arrival
-            greedy = _greedy(asked.new)
+            greedy = _greedy(request.new)
             model.generate(prompt, attention_mask=torch.ones_like(prompt), generation_config=greedy, streamer=moments)
             if number:
-                played.heard.append(Heard(len(asked.prompt), arrival, moments.times, reason="length"))
+                played.requests.append(RequestTimes(len(request.prompt), arrival, moments.times, reason="length"))
     played.ended = played.last
     return played
 
 
 def _greedy(new: int) -> GenerationConfig:
-    """No token ends a text: each gets the length that was asked for."""
+    """No token ends a sequence: each gets the length that was requested."""
     return GenerationConfig(max_new_tokens=new, min_new_tokens=new, do_sample=False, eos_token_id=-1, pad_token_id=0)
 
 

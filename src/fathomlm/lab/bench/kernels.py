@@ -48,7 +48,7 @@ class KernelOptions:
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
+class KernelCase:
     kernel: str
     use: str
     """What it does in the model."""
@@ -98,7 +98,7 @@ def time_kernels(
     """One after the other, and whether all were: Ctrl-C ends it with what there is. `speed` is the device's reading speed in
     bytes a second."""
     check(architecture)
-    timed: list[tuple[Case, float]] = []
+    timed: list[tuple[KernelCase, float]] = []
     try:
         for case in build_cases(architecture, options, dtype, device):
             timed.append((case, time_case(case, device)))
@@ -111,7 +111,7 @@ def time_kernels(
     return [_told(case, seconds, whole, device, speed) for case, seconds in timed], len(timed) == KERNELS
 
 
-def _told(case: Case, seconds: float, layer: float | None, device: torch.device, speed: float) -> KernelTime:
+def _told(case: KernelCase, seconds: float, layer: float | None, device: torch.device, speed: float) -> KernelTime:
     gpu, floor = device.type == "cuda", case.reads / speed
     return KernelTime(
         kernel=case.kernel,
@@ -127,7 +127,7 @@ def _told(case: Case, seconds: float, layer: float | None, device: torch.device,
 
 def build_cases(
     architecture: Architecture, options: KernelOptions, dtype: torch.dtype, device: torch.device
-) -> Iterator[Case]:
+) -> Iterator[KernelCase]:
     """Built when asked for, so that one case's copies are gone before the next one's are made."""
     make = _Maker(architecture, options, dtype, device)
     yield make.qkv()
@@ -157,10 +157,12 @@ class _Maker:
     def _many(reads: int) -> int:
         return max(1, min(MOST_COPIES, round(COLD_BYTES / reads)))
 
-    def _case(self, kernel: str, use: str, weights: list[Tensor], call: Callable[[int], object], layer: bool = True) -> Case:
-        return Case(kernel, use, layer, weights[0].numel() * self.size, len(weights), call)
+    def _case(
+        self, kernel: str, use: str, weights: list[Tensor], call: Callable[[int], object], layer: bool = True
+    ) -> KernelCase:
+        return KernelCase(kernel, use, layer, weights[0].numel() * self.size, len(weights), call)
 
-    def qkv(self) -> Case:
+    def qkv(self) -> KernelCase:
         a, rows, eps = self.a, self.o.rows, self.a.norm_eps
         weights = self._copies((a.heads + 2 * a.kv_heads) * a.head_dim, a.hidden)
         x, cos, sin, out = (self._drawn(rows, n) for n in (a.hidden, a.head_dim, a.head_dim, a.query_width))
@@ -172,7 +174,7 @@ class _Maker:
 
         return self._case("norm_qkv_rope_write", "norm, queries, keys and values, rotated and stored", weights, call)
 
-    def attention(self) -> Case:
+    def attention(self) -> KernelCase:
         a, rows, length = self.a, self.o.rows, self.o.context
         pages = -(-length // PAGE)
         shape = (rows * pages, PAGE, a.kv_heads, a.head_dim)
@@ -191,23 +193,23 @@ class _Maker:
             return paged_attention(q, k, v, table, lengths, a.scale, None, splits, space, out=out)
 
         use = f"attention to {length} entries a row"
-        return Case("paged_attention", use, True, reads, len(entries) // 2, call)
+        return KernelCase("paged_attention", use, True, reads, len(entries) // 2, call)
 
-    def add(self, use: str, inputs: int) -> Case:
+    def add(self, use: str, inputs: int) -> KernelCase:
         weights = self._copies(self.a.hidden, inputs)
         stream, x = self._drawn(self.o.rows, self.a.hidden), self._drawn(self.o.rows, inputs)
         space = SplitSpace.build(self.o.rows, self.a.hidden, x.device)
         out = torch.empty_like(stream)
         return self._case("add_linear", use, weights, lambda n: add_linear(stream, x, weights[n], out=out, space=space))
 
-    def gated(self) -> Case:
+    def gated(self) -> KernelCase:
         a = self.a
         weights = self._copies(2 * a.intermediate, a.hidden)
         x, out = self._drawn(self.o.rows, a.hidden), self._drawn(self.o.rows, a.intermediate)
         use = "norm, and the way up of the feed-forward part"
         return self._case("norm_gated", use, weights, lambda n: norm_gated(x, weights[n], a.norm_eps, out))
 
-    def head(self) -> Case:
+    def head(self) -> KernelCase:
         a = self.a
         weights = self._copies(a.vocab, a.hidden)
         x = self._drawn(self.o.rows, a.hidden)
@@ -215,7 +217,7 @@ class _Maker:
         call: Callable[[int], object] = lambda n: norm_linear(x, weights[n], 0.0, False, torch.float32, out)  # noqa: E731
         return self._case("norm_linear", "the head", weights, call, layer=False)
 
-    def lora(self) -> Case:
+    def lora(self) -> KernelCase:
         """Over the way down, which has the widest input."""
         a, rows, rank, depths = self.a, self.o.rows, self.o.rank, self.o.recursions
         reads = min(rows, depths) * rank * (a.hidden + a.intermediate) * self.size
@@ -229,11 +231,11 @@ class _Maker:
             return add_grouped_lora(out, x, *factors[n], depth, 1.0, inner)
 
         use = f"what {depths} recursions add to a linear, rank {rank}"
-        return Case("add_grouped_lora", use, False, reads, many, call)
+        return KernelCase("add_grouped_lora", use, False, reads, many, call)
 
 
 @torch.inference_mode()
-def time_case(case: Case, device: torch.device) -> float:
+def time_case(case: KernelCase, device: torch.device) -> float:
     """Seconds of a call: the median of a few trips around its copies."""
     trip = _recorded(case) if device.type == "cuda" else _clocked(case)
     trip()
@@ -243,12 +245,12 @@ def time_case(case: Case, device: torch.device) -> float:
     return statistics.median(times) / case.copies
 
 
-def _around(case: Case) -> None:
+def _around(case: KernelCase) -> None:
     for n in range(case.copies):
         case.call(n)
 
 
-def _clocked(case: Case) -> Callable[[], float]:
+def _clocked(case: KernelCase) -> Callable[[], float]:
     def trip() -> float:
         begun = time.perf_counter()
         _around(case)
@@ -257,7 +259,7 @@ def _clocked(case: Case) -> Callable[[], float]:
     return trip
 
 
-def _recorded(case: Case) -> Callable[[], float]:
+def _recorded(case: KernelCase) -> Callable[[], float]:
     """The same as one graph, timed by the device."""
     _around(case)  # kernels are compiled before anything is recorded
     torch.cuda.synchronize()

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from fathomlm.lab.bench.floor import size_of, tick_bytes
-from fathomlm.lab.bench.play import Played, Progress, Sleep, play
+from fathomlm.lab.bench.floor import decode_step_bytes, size_of
+from fathomlm.lab.bench.play import OnProgress, Sleep, WorkloadRun, play
 from fathomlm.lab.bench.timed import TimedEngine
 from fathomlm.lab.bench.workload import Workload
 
@@ -22,7 +22,7 @@ measurements."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Spread:
+class LatencySummary:
     """A set of times in milliseconds."""
 
     p50: float
@@ -30,7 +30,7 @@ class Spread:
     mean: float
 
     @classmethod
-    def of(cls, seconds: Sequence[float]) -> Spread | None:
+    def of(cls, seconds: Sequence[float]) -> LatencySummary | None:
         """None where there are none."""
         if not seconds:
             return None
@@ -48,7 +48,7 @@ def percentile(values: Sequence[float], part: float) -> float:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Depths:
+class DepthUse:
     """How deep tokens went."""
 
     source: DepthSource
@@ -79,44 +79,44 @@ class Timing:
     seconds: float
     """From the first submission to the last token."""
     tokens_per_s: float | None
-    time_to_first_token_ms: Spread | None
+    time_to_first_token_ms: LatencySummary | None
     """From a request's arrival, its wait in the queue included."""
-    inter_token_ms: Spread | None
+    inter_token_ms: LatencySummary | None
     interrupted: bool
 
     @classmethod
-    def of(cls, played: Played) -> Timing:
-        heard = played.heard
+    def of(cls, played: WorkloadRun) -> Timing:
+        requests = played.requests
         seconds = played.last - played.begun
-        gaps = [after - before for one in heard for before, after in zip(one.times, one.times[1:], strict=False)]
+        gaps = [after - before for one in requests for before, after in zip(one.times, one.times[1:], strict=False)]
         return cls(
-            requests=len(heard),
-            finished=sum(one.reason in ("length", "eos", "stop") for one in heard),
-            failed=sum(one.reason == "error" for one in heard),
-            error=next((one.error for one in heard if one.error is not None), None),
-            prompt_tokens=sum(one.prompt_tokens for one in heard),
+            requests=len(requests),
+            finished=sum(one.reason in ("length", "eos", "stop") for one in requests),
+            failed=sum(one.reason == "error" for one in requests),
+            error=next((one.error for one in requests if one.error is not None), None),
+            prompt_tokens=sum(one.prompt_tokens for one in requests),
             tokens=played.tokens,
             seconds=seconds,
             tokens_per_s=played.tokens / seconds if seconds > 0 else None,
-            time_to_first_token_ms=Spread.of([one.times[0] - one.arrival for one in heard if one.times]),
-            inter_token_ms=Spread.of(gaps),
+            time_to_first_token_ms=LatencySummary.of([one.times[0] - one.arrival for one in requests if one.times]),
+            inter_token_ms=LatencySummary.of(gaps),
             interrupted=played.interrupted,
         )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Work:
+class EngineWork:
     """What the engine did for it."""
 
-    rows: int
-    slots: int
-    ticks: int
-    passes_in_a_tick: dict[str, int]
-    ms_per_tick: float | None
-    """Time with requests in the engine over ticks, prompts and the host's work included."""
-    rows_filled: float
+    batch_size: int
+    max_sequences: int
+    decode_steps: int
+    passes_per_decode_step: dict[str, int]
+    ms_per_decode_step: float | None
+    """Time with requests in the engine over decode steps, prompts and the host's work included."""
+    batch_filled: float
     """The part of the rows of all passes that stood for a token."""
-    rows_filled_by_pass: dict[str, float]
+    batch_filled_by_pass: dict[str, float]
     stages: dict[str, float]
     """By stage of the host's work, its part of all the time; `idle` is without requests, `other` is what is left."""
     preemptions: int
@@ -124,7 +124,7 @@ class Work:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Memory:
+class EngineMemory:
     """In bytes."""
 
     weights: int
@@ -137,29 +137,29 @@ class Memory:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Floor:
+class ReadFloor:
     """How far from the time that reading the weights takes."""
 
-    bytes_per_tick: int
+    bytes_per_decode_step: int
     reading_bytes_per_s: float
     """This device's own reading speed, measured in the same run."""
-    ms_per_tick: float
+    ms_per_decode_step: float
     share: float | None
-    """The floor's part of a tick: 1 would be no time but reading."""
+    """The floor's part of a decode step: 1 would be no time but reading."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measurement:
     """One engine, one workload."""
 
-    depth: Depths
+    depth: DepthUse
     timing: Timing
-    work: Work
-    memory: Memory
-    floor: Floor
+    work: EngineWork
+    memory: EngineMemory
+    floor: ReadFloor
 
     def record(self) -> dict[str, Any]:
-        """Plain JSON values. Depths become text, as JSON's names are."""
+        """Plain JSON values. DepthUse become text, as JSON's names are."""
         found = asdict(self)
         found["depth"]["ran"] = {str(depth): part for depth, part in self.depth.ran.items()}
         return found
@@ -167,7 +167,7 @@ class Measurement:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DepthChoice:
-    """What was asked for: what says how deep tokens go, and that in words."""
+    """What was chosen: what says how deep tokens go, and that in words."""
 
     source: DepthSource = "full"
     label: str = "every token runs every layer"
@@ -184,24 +184,24 @@ def measure(
     speed: float,
     depth: DepthChoice | None = None,
     sleep: Sleep = time.sleep,
-    on_progress: Progress | None = None,
+    on_progress: OnProgress | None = None,
 ) -> Measurement:
     """Play a workload and say what came out. `speed` is the device's reading speed in bytes a second."""
     engine.forget()
     before = engine.counters()
     played = play(engine, workload, sleep=sleep, on_progress=on_progress)
     after = engine.counters()
-    ticks = engine.totals.decode_steps
+    decode_steps = engine.totals.decode_steps
     busy = played.ended - played.begun - played.idle
-    ms = 1e3 * busy / ticks if ticks else None
-    work = Work(
-        rows=engine.options.batch_size,
-        slots=engine.runner.sizes.max_sequences,
-        ticks=ticks,
-        passes_in_a_tick=dict(engine.passes.in_a_tick),
-        ms_per_tick=ms,
-        rows_filled=engine.passes.share(),
-        rows_filled_by_pass=engine.passes.shares(),
+    ms = 1e3 * busy / decode_steps if decode_steps else None
+    work = EngineWork(
+        batch_size=engine.options.batch_size,
+        max_sequences=engine.runner.sizes.max_sequences,
+        decode_steps=decode_steps,
+        passes_per_decode_step=dict(engine.passes.per_decode_step),
+        ms_per_decode_step=ms,
+        batch_filled=engine.passes.share(),
+        batch_filled_by_pass=engine.passes.shares(),
         stages=stage_shares(played, dict(engine.stages.seconds)),
         preemptions=after.preemptions - before.preemptions,
         prefix_hits=after.prefix_hits - before.prefix_hits,
@@ -211,13 +211,13 @@ def measure(
         timing=Timing.of(played),
         work=work,
         memory=_memory(engine),
-        floor=floor_of(tick_bytes(engine.runner), speed, ms),
+        floor=floor_of(decode_step_bytes(engine.runner), speed, ms),
     )
 
 
-def _memory(engine: TimedEngine) -> Memory:
+def _memory(engine: TimedEngine) -> EngineMemory:
     pages = engine.runner.pages
-    return Memory(
+    return EngineMemory(
         weights=size_of(engine.runner.decoder),
         kv=pages.bytes,
         kv_most=engine.most_kv_bytes,
@@ -225,7 +225,7 @@ def _memory(engine: TimedEngine) -> Memory:
     )
 
 
-def stage_shares(played: Played, seconds: dict[Any, float]) -> dict[str, float]:
+def stage_shares(played: WorkloadRun, seconds: dict[Any, float]) -> dict[str, float]:
     """Parts of all the time that was played; together 1."""
     total = played.ended - played.begun
     if total <= 0:
@@ -235,23 +235,25 @@ def stage_shares(played: Played, seconds: dict[Any, float]) -> dict[str, float]:
     return shares | {"other": 1 - math.fsum(shares.values())}
 
 
-def floor_of(bytes_per_tick: int, speed: float, ms_per_tick: float | None) -> Floor:
-    floor = 1e3 * bytes_per_tick / speed
-    share = None if not ms_per_tick else floor / ms_per_tick
-    return Floor(bytes_per_tick=bytes_per_tick, reading_bytes_per_s=speed, ms_per_tick=floor, share=share)
+def floor_of(bytes_per_decode_step: int, speed: float, ms_per_decode_step: float | None) -> ReadFloor:
+    floor = 1e3 * bytes_per_decode_step / speed
+    share = None if not ms_per_decode_step else floor / ms_per_decode_step
+    return ReadFloor(
+        bytes_per_decode_step=bytes_per_decode_step, reading_bytes_per_s=speed, ms_per_decode_step=floor, share=share
+    )
 
 
-def _depths(engine: TimedEngine, played: Played, choice: DepthChoice) -> Depths:
+def _depths(engine: TimedEngine, played: WorkloadRun, choice: DepthChoice) -> DepthUse:
     plan, kind = engine.model.plan, engine.runner.layout.kind
     routed = kind == "routed"
     full = plan.recursions if routed else plan.unrolled_layers
-    found = sum((one.depths for one in played.heard), Counter[int]())
+    found = sum((one.depths for one in played.requests), Counter[int]())
     if kind == "whole" and played.tokens:
         found = Counter({full: played.tokens})
     total = found.total()
     possible = range(1, full + 1) if routed else sorted({*found, full})
     ran = {depth: sum(n for at, n in found.items() if at >= depth) / total for depth in possible} if total else {}
-    return Depths(
+    return DepthUse(
         source=choice.source,
         label=choice.label,
         unit="recursions" if routed else "layers",

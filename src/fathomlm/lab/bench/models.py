@@ -57,6 +57,6 @@ def ample_memory(model: FathomForCausalLM, options: EngineOptions, tokens: int, 
     pages = slots * (-(-tokens // size) + 1)
     sizes = [page_bytes(model.architecture, planes, size, dtype) for planes in layout.planes]
     shares = pool_shares(model.plan, layout)
-    # Memory is shared out among pools as texts of the trained depths take it: the pool that comes off worst decides.
+    # EngineMemory is shared out among pools as texts of the trained depths take it: the pool that comes off worst decides.
     times = max(layout.tables.count(pool) / share for pool, share in enumerate(shares))
     return math.ceil(pages * times * sum(one * share for one, share in zip(sizes, shares, strict=True)))

@@ -10,20 +10,20 @@ from dataclasses import dataclass, field
 from fathomlm.decode.sampling import Sampling
 from fathomlm.engine.request import Event, Finished, FinishReason, Request, TokenEvent
 from fathomlm.lab.bench.timed import TimedEngine
-from fathomlm.lab.bench.workload import Asked, Workload
+from fathomlm.lab.bench.workload import Workload, WorkloadRequest
 
 Sleep = Callable[[float], None]
-Progress = Callable[[int, int], None]
-"""Told how many tokens of how many there are."""
-TOLD_EVERY = 1.0
+OnProgress = Callable[[int, int], None]
+"""Called with how many tokens of how many there are."""
+REPORT_SECONDS = 1.0
 """Seconds between two reports of progress: drawing a bar takes time that is being measured."""
 WARM_UP = 8
-"""Tokens of a text that warms up: enough that ticks follow each other, few enough that it costs little."""
+"""Tokens of a request that warms up: enough that decode steps follow each other, few enough that it costs little."""
 
 
 @dataclass(slots=True)
-class Heard:
-    """What was heard of one request, on the engine's clock."""
+class RequestTimes:
+    """When one request came in, and each of its tokens out, on the engine's clock."""
 
     prompt_tokens: int
     arrival: float
@@ -37,14 +37,13 @@ class Heard:
 
 
 @dataclass(slots=True)
-class Played:
-    """All that was heard of a workload."""
+class WorkloadRun:
+    """A workload that was played."""
 
     begun: float
     """The first submission."""
-    asked: int
-    """How many requests the workload has; fewer are heard of where somebody stopped it."""
-    heard: list[Heard] = field(default_factory=list)
+    requests: list[RequestTimes] = field(default_factory=list)
+    """Those that were submitted: fewer than the workload has where somebody stopped it."""
     ended: float = 0.0
     """When nothing was left to do."""
     idle: float = 0.0
@@ -53,12 +52,12 @@ class Played:
 
     @property
     def tokens(self) -> int:
-        return sum(len(one.times) for one in self.heard)
+        return sum(len(one.times) for one in self.requests)
 
     @property
     def last(self) -> float:
         """The last token, or the beginning where there was none."""
-        return max((one.times[-1] for one in self.heard if one.times), default=self.begun)
+        return max((one.times[-1] for one in self.requests if one.times), default=self.begun)
 
 
 class _Player:
@@ -67,41 +66,41 @@ class _Player:
         self.one_by_one = workload.arrivals == "one by one"
         self.waiting = deque(workload.requests)
         self.under_way: set[int] = set()
-        self.played = Played(begun=self.clock(), asked=len(workload.requests))
+        self.played = WorkloadRun(begun=self.clock())
         self.done = 0
 
     def submit_due(self) -> None:
         """Everybody whose time has come, as far as the queue holds them."""
         limit = self.engine.options.max_queue
         while self.waiting and self._is_due() and len(self.under_way) < limit:
-            asked = self.waiting.popleft()
+            request = self.waiting.popleft()
             now = self.clock()
-            self._submit(asked, now if self.one_by_one else self.played.begun + asked.at)
+            self._submit(request, now if self.one_by_one else self.played.begun + request.at)
 
     def _is_due(self) -> bool:
         if self.one_by_one:
             return not self.under_way
         return self.played.begun + self.waiting[0].at <= self.clock()
 
-    def _submit(self, asked: Asked, arrival: float) -> None:
-        heard = Heard(len(asked.prompt), arrival)
-        sampling = Sampling(max_new_tokens=asked.new, ignore_eos=True)
-        request = Request(id=self.engine.new_id(), prompt=asked.prompt, sampling=sampling, arrival=arrival)
+    def _submit(self, planned: WorkloadRequest, arrival: float) -> None:
+        times = RequestTimes(len(planned.prompt), arrival)
+        sampling = Sampling(max_new_tokens=planned.new, ignore_eos=True)
+        request = Request(id=self.engine.new_id(), prompt=planned.prompt, sampling=sampling, arrival=arrival)
 
         def tell(event: Event) -> None:
             if isinstance(event, TokenEvent):
-                heard.times.append(self.clock())
+                times.times.append(self.clock())
                 self.done += 1
                 if event.depth is not None:
-                    heard.depths[event.depth] += 1
+                    times.depths[event.depth] += 1
                 return
             assert isinstance(event, Finished)
-            heard.reason, heard.error = event.reason, event.error
+            times.reason, times.error = event.reason, event.error
             self.under_way.discard(request.id)
 
         self.engine.submit(request, tell)
         self.under_way.add(request.id)
-        self.played.heard.append(heard)
+        self.played.requests.append(times)
 
     def pause(self, sleep: Sleep) -> None:
         """Until the next request comes in."""
@@ -115,9 +114,9 @@ def play(
     workload: Workload,
     *,
     sleep: Sleep = time.sleep,
-    on_progress: Progress | None = None,
-) -> Played:
-    """Run a workload to its end, or to Ctrl-C: what was heard until then is kept, and the rest cancelled."""
+    on_progress: OnProgress | None = None,
+) -> WorkloadRun:
+    """Run a workload to its end, or to Ctrl-C: what came until then is kept, and the rest cancelled."""
     player = _Player(engine, workload)
     played, total, told = player.played, workload.new_tokens, player.played.begun
     try:
@@ -127,10 +126,10 @@ def play(
                 player.pause(sleep)
                 continue
             engine.step()
-            if on_progress is not None and player.clock() - told >= TOLD_EVERY:
+            if on_progress is not None and player.clock() - told >= REPORT_SECONDS:
                 told = player.clock()
                 on_progress(player.done, total)
-        while engine.busy:  # ticks that were started before the last token was heard of
+        while engine.busy:  # decode steps that were started before the last token was collected
             engine.step()
     except KeyboardInterrupt:
         played.interrupted = True

@@ -25,13 +25,13 @@ from fathomlm.engine.scheduler import Scheduler
 from fathomlm.model.hub import FathomForCausalLM
 
 Clock = Callable[[], float]
-Stage = Literal["planning", "applying", "reading", "launching", "waiting", "hearing"]
-"""Who runs and who gets which page; telling the device; reading prompts; starting a tick; for a tick to end; taking its
-tokens to their requests."""
+Stage = Literal["scheduling", "applying", "prefill", "launching", "waiting", "collecting"]
+"""Who runs and who gets which page; telling the device; prefilling prompts; starting a decode step; waiting for its end;
+taking its tokens to their requests."""
 STAGES: tuple[Stage, ...] = get_args(Stage)
 
 
-class Stages:
+class HostStages:
     """How long each stage took, what it did inside another included there and not in the other."""
 
     def __init__(self, clock: Clock) -> None:
@@ -56,45 +56,45 @@ class Stages:
                 self._inner[-1] += took
 
 
-class Passes:
+class BatchFill:
     """How many rows of a program's passes stood for a token.
 
-    A tick's record has a row for each row of its passes, but for a routed model's core: how many rows ran there follows from
-    how deep the chosen tokens went. So a core row counts when its token is chosen, and one whose text was stopped before
-    that does not.
+    A decode step's record has a row for each row of its passes, but for a routed model's core: how many rows ran there
+    follows from how deep the chosen tokens went. So a core row counts when its token is chosen, and one whose sequence was
+    stopped before that does not.
     """
 
     def __init__(self, runner: Runner) -> None:
         program = runner.program
-        self._rows, self._spare = runner.options.batch_size, runner.state.spare
+        self._batch_size, self._spare = runner.options.batch_size, runner.state.spare
         self._kind = runner.layout.kind
         self._recorded: tuple[str, ...] = ("step",)
-        """The passes that a tick's record is made of, in order."""
+        """The passes that a decode step's record is made of, in order."""
         cores = 0
         if isinstance(program, RoutedProgram):
             self._recorded, cores = ("turn",) * len(program.cores), sum(program.cores)
         elif isinstance(program, ExitProgram):
             self._recorded = program.passes
-        self.in_a_tick: Counter[str] = Counter(self._recorded)
-        """Passes of each kind in a tick."""
+        self.per_decode_step: Counter[str] = Counter(self._recorded)
+        """Passes of each kind in a decode step."""
         if cores:
-            self.in_a_tick["core"] = cores
+            self.per_decode_step["core"] = cores
         self.filled: Counter[str] = Counter()
         """Rows that stood for a token, by kind of pass."""
-        self.ticks = 0
+        self.decode_steps = 0
 
     def reset(self) -> None:
         self.filled.clear()
-        self.ticks = 0
+        self.decode_steps = 0
 
     def add(self, ints: Sequence[Sequence[int]]) -> None:
-        """What a tick's record says, a row (slot, epoch, token, depth, flags, index)."""
-        self.ticks += 1
+        """What a decode step's record says, a row (slot, epoch, token, depth, flags, index)."""
+        self.decode_steps += 1
         if self._kind == "whole":
             self.filled["step"] += sum(row[4] & VALID for row in ints)
             return
         for number, kind in enumerate(self._recorded):
-            mine = ints[number * self._rows : (number + 1) * self._rows]
+            mine = ints[number * self._batch_size : (number + 1) * self._batch_size]
             self.filled[kind] += sum(row[0] != self._spare for row in mine)
         if self._kind == "routed":
             self.filled["core"] += sum(row[3] for row in ints if row[4] & VALID)
@@ -102,29 +102,29 @@ class Passes:
     def shares(self) -> dict[str, float]:
         """The part of the rows of each kind of pass that stood for a token."""
         return {
-            kind: self.filled[kind] / (self.ticks * many * self._rows) if self.ticks else 0.0
-            for kind, many in sorted(self.in_a_tick.items())
+            kind: self.filled[kind] / (self.decode_steps * many * self._batch_size) if self.decode_steps else 0.0
+            for kind, many in sorted(self.per_decode_step.items())
         }
 
     def share(self) -> float:
         """The same over all passes."""
-        offered = self.ticks * self.in_a_tick.total() * self._rows
+        offered = self.decode_steps * self.per_decode_step.total() * self._batch_size
         return self.filled.total() / offered if offered else 0.0
 
 
 class _TimedRunner(Runner):
     """A runner that was built already, with a clock."""
 
-    def __init__(self, runner: Runner, stages: Stages) -> None:
+    def __init__(self, runner: Runner, stages: HostStages) -> None:
         vars(self).update(vars(runner))
-        self._stages, self.passes = stages, Passes(runner)
+        self._stages, self.passes = stages, BatchFill(runner)
 
     def apply(self, scheduled: SchedulerOutput) -> None:
         with self._stages("applying"):
             super().apply(scheduled)
 
     def prefill(self, chunks: Sequence[PrefillChunk], tokens: Sequence[Sequence[int]]) -> list[tuple[int, ...]]:
-        with self._stages("reading"):
+        with self._stages("prefill"):
             return super().prefill(chunks, tokens)
 
     def launch(self) -> int:
@@ -141,13 +141,13 @@ class _TimedRunner(Runner):
 class _TimedScheduler(Scheduler):
     """A scheduler that was built already, with a clock, and the most pages that sequences held at a time."""
 
-    def __init__(self, scheduler: Scheduler, stages: Stages) -> None:
+    def __init__(self, scheduler: Scheduler, stages: HostStages) -> None:
         vars(self).update(vars(scheduler))
         self._stages = stages
         self.most_pages = [0] * len(self.page_manager.pools)
 
     def schedule(self) -> SchedulerOutput:
-        with self._stages("planning"):
+        with self._stages("scheduling"):
             plan = super().schedule()
         held = (pool.used - pool.spare for pool in self.page_manager.pools)
         self.most_pages = [max(pair) for pair in zip(self.most_pages, held, strict=True)]
@@ -165,16 +165,16 @@ class TimedEngine(Engine):
         **fields: Any,
     ) -> None:
         super().__init__(model, options, exiting=exiting, **fields)
-        self.clock, self.stages = clock, Stages(clock)
+        self.clock, self.stages = clock, HostStages(clock)
         self.runner: _TimedRunner = _TimedRunner(self.runner, self.stages)
         self.scheduler: _TimedScheduler = _TimedScheduler(self.scheduler, self.stages)
 
     def _collect(self, number: int) -> None:
-        with self.stages("hearing"):
+        with self.stages("collecting"):
             super()._collect(number)
 
     @property
-    def passes(self) -> Passes:
+    def passes(self) -> BatchFill:
         return self.runner.passes
 
     @property

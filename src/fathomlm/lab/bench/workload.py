@@ -1,4 +1,4 @@
-"""Workloads as plain data: what is asked for, and when. The same seed gives the same requests on every machine.
+"""Workloads as plain data: what is requested, and when. The same seed gives the same requests on every machine.
 
 `thesis` is the setting of the thesis' throughput figures (4.4.3 and its appendix): a thousand texts that begin from
 nothing, with lengths drawn from a normal distribution around 256. The other two are the prompt and text lengths of its
@@ -20,7 +20,7 @@ Arrivals = Literal["together", "poisson", "one by one"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Shape:
+class WorkloadShape:
     """How long the requests of a workload are, and how many there are unless somebody says."""
 
     prompt: int
@@ -32,16 +32,16 @@ class Shape:
     requests: int
 
 
-WORKLOADS: dict[str, Shape] = {
+WORKLOADS: dict[str, WorkloadShape] = {
     # The thesis names the mean alone. A quarter of it is a spread that the cut does not touch.
-    "thesis": Shape(prompt=1, new=256, deviation=64.0, requests=1000),
-    "512-2048": Shape(prompt=512, new=2048, requests=128),
-    "64-256": Shape(prompt=64, new=256, requests=1000),
+    "thesis": WorkloadShape(prompt=1, new=256, deviation=64.0, requests=1000),
+    "512-2048": WorkloadShape(prompt=512, new=2048, requests=128),
+    "64-256": WorkloadShape(prompt=64, new=256, requests=1000),
 }
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class WorkloadRequest:
     """One request of a workload."""
 
     prompt: tuple[int, ...]
@@ -58,31 +58,31 @@ class Workload:
     arrivals: Arrivals
     rate: float | None
     """Requests a second, where they come at random moments."""
-    requests: tuple[Asked, ...]
+    requests: tuple[WorkloadRequest, ...]
     source: str = "random token ids"
     """Where prompts come from."""
 
     @property
     def prompt_tokens(self) -> int:
-        return sum(len(asked.prompt) for asked in self.requests)
+        return sum(len(request.prompt) for request in self.requests)
 
     @property
     def new_tokens(self) -> int:
-        return sum(asked.new for asked in self.requests)
+        return sum(request.new for request in self.requests)
 
     @property
     def longest(self) -> int:
         """Tokens of the longest text, its prompt included."""
-        return max(len(asked.prompt) + asked.new for asked in self.requests)
+        return max(len(request.prompt) + request.new for request in self.requests)
 
     def shortened(self, requests: int, new: int) -> Workload:
         """The first few requests, with at most `new` tokens each, all at once: for what would take too long otherwise."""
-        few = (Asked(asked.prompt, min(asked.new, new)) for asked in self.requests[:requests])
+        few = (WorkloadRequest(request.prompt, min(request.new, new)) for request in self.requests[:requests])
         return replace(self, arrivals="together", rate=None, requests=tuple(few))
 
     def uniform(self, requests: int, new: int) -> Workload:
         """The first few requests with just `new` tokens each, all at once: for a peer that knows one length for all."""
-        same = tuple(Asked(asked.prompt, new) for asked in self.requests[:requests])
+        same = tuple(WorkloadRequest(request.prompt, new) for request in self.requests[:requests])
         return replace(self, arrivals="together", rate=None, requests=same)
 
     def one_by_one(self) -> Workload:
@@ -123,12 +123,12 @@ def build_workload(
         raise OptionError(f"the rate of arrivals must be > 0 requests a second, got {rate:g}")
     prompts = _drawn_prompts(shape, count, vocab, seed) if text is None else _cut_prompts(shape, count, text)
     lengths, moments = _lengths(shape, count, seed), _moments(count, rate, seed)
-    asked = tuple(Asked(*one) for one in zip(prompts, lengths, moments, strict=True))
+    built = tuple(WorkloadRequest(*one) for one in zip(prompts, lengths, moments, strict=True))
     arrivals: Arrivals = "together" if rate is None else "poisson"
-    return Workload(name, seed, arrivals, rate, asked, "random token ids" if text is None else "text")
+    return Workload(name, seed, arrivals, rate, built, "random token ids" if text is None else "text")
 
 
-def shape_of(name: str) -> Shape:
+def shape_of(name: str) -> WorkloadShape:
     if name not in WORKLOADS:
         raise OptionError(choices("workload", name, WORKLOADS))
     return WORKLOADS[name]
@@ -139,7 +139,7 @@ def _drawn(seed: int, what: str) -> random.Random:
     return random.Random(f"{what} {seed}")
 
 
-def _lengths(shape: Shape, count: int, seed: int) -> list[int]:
+def _lengths(shape: WorkloadShape, count: int, seed: int) -> list[int]:
     if not shape.deviation:
         return [shape.new] * count
     generator = _drawn(seed, "lengths")
@@ -157,12 +157,12 @@ def _moments(count: int, rate: float | None, seed: int) -> list[float]:
     return moments
 
 
-def _drawn_prompts(shape: Shape, count: int, vocab: int, seed: int) -> list[tuple[int, ...]]:
+def _drawn_prompts(shape: WorkloadShape, count: int, vocab: int, seed: int) -> list[tuple[int, ...]]:
     generator = _drawn(seed, "prompts")
     return [tuple(generator.choices(range(vocab), k=shape.prompt)) for _ in range(count)]
 
 
-def _cut_prompts(shape: Shape, count: int, text: Sequence[int]) -> list[tuple[int, ...]]:
+def _cut_prompts(shape: WorkloadShape, count: int, text: Sequence[int]) -> list[tuple[int, ...]]:
     whole = len(text) // shape.prompt
     if not whole:
         raise OptionError(f"prompts are {shape.prompt} tokens long, but the text has only {len(text)}")

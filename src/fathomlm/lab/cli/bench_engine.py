@@ -146,7 +146,7 @@ class Bench:
         if self.alone:
             timing = Timing.of(hugging_face.one_by_one(peer, self.workload))
             return {"how": "generate", "timing": asdict(timing), "latency": _token_times(timing)}
-        most = max(asked.new for asked in self.workload.requests)
+        most = max(request.new for request in self.workload.requests)
         few = self.workload.uniform(hugging_face.REQUESTS, min(hugging_face.NEW, most))
         rows = self.args.peer_rows or self.args.rows
         timing = Timing.of(hugging_face.batched(peer, few, rows))
@@ -156,8 +156,8 @@ class Bench:
 def _latency(found: Measurement) -> dict[str, Any]:
     """A token's time, and the floor's part of it: the weights that its ticks read."""
     times = _token_times(found.timing)
-    ticks = found.work.ticks / found.timing.tokens if found.timing.tokens else 0.0
-    floor = found.floor.ms_per_tick * ticks
+    ticks = found.work.decode_steps / found.timing.tokens if found.timing.tokens else 0.0
+    floor = found.floor.ms_per_decode_step * ticks
     mean = times["ms_per_token"]
     return times | {"floor_ms_per_token": floor, "floor_share": floor / mean if mean else None}
 

@@ -39,7 +39,7 @@ def _caption(record: Found) -> str:
     speed = amount(ours["floor"]["reading_bytes_per_s"], "B/s")
     lines = [
         f"Depth: {ours['depth']['label']}.",
-        f"The floor is the time that reading a tick's weights takes at {speed}, this device's own reading speed.",
+        f"The floor is the time that reading a decode step's weights takes at {speed}, this device's own reading speed.",
     ]
     if ours["timing"]["failed"]:
         lines.append(f"{ours['timing']['failed']} requests failed: {ours['timing']['error']}.")
@@ -108,12 +108,12 @@ ROWS: Sequence[Row] = (
     ("between tokens p50 / p99, ms", _timing("inter_token_ms", _spread)),
     ("mean depth", _depth),
     ("tokens that stopped early", _left),
-    ("rows of a pass", _part("work", "rows", str)),
-    ("texts in flight", _part("work", "slots", str)),
-    ("rows filled", _part("work", "rows_filled", _percent)),
+    ("batch size", _part("work", "batch_size", str)),
+    ("max concurrent sequences", _part("work", "max_sequences", str)),
+    ("batch filled", _part("work", "batch_filled", _percent)),
     ("put aside for want of memory", _part("work", "preemptions", lambda value: f"{value:,}")),
-    ("a tick, ms", _part("work", "ms_per_tick", _ms)),
-    ("  floor, ms", _part("floor", "ms_per_tick", _ms)),
+    ("decode step, ms", _part("work", "ms_per_decode_step", _ms)),
+    ("  floor, ms", _part("floor", "ms_per_decode_step", _ms)),
     ("  floor's share", _part("floor", "share", _percent)),
     ("weights", _part("memory", "weights", lambda value: amount(value, "B"))),
     ("keys and values, held", _part("memory", "kv", lambda value: amount(value, "B"))),

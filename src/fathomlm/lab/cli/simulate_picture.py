@@ -36,11 +36,11 @@ def draw_simulation(record: dict[str, Any], out: Path) -> None:
     from fathomlm.lab.drawing import LINES, figure_over_table, plain_axes, save_figure
 
     colours = LINES[: len(NAMES)]
-    rows = [["batching", "rows", "rows filled", "against vanilla", "against sequence-wise"]]
+    rows = [["batching", "batch size", "filled", "against vanilla", "against sequence-wise"]]
     for name, shown in NAMES.items():
         found = record[name]
         against = [f"x{found['tokens_per_s'] / record[base]['tokens_per_s']:.2f}" for base in ("vanilla", "sequence")]
-        rows.append([shown, str(found["rows"]), f"{found['rows_filled']:.1%}", *against])
+        rows.append([shown, str(found["batch_size"]), f"{found['batch_filled']:.1%}", *against])
     figure, grid = figure_over_table(8.4, [4.0], rows, colours)
     axes = figure.add_subplot(grid[0])
     speeds = [record[name]["tokens_per_s"] for name in NAMES]
@@ -48,6 +48,8 @@ def draw_simulation(record: dict[str, Any], out: Path) -> None:
     axes.bar_label(bars, labels=[f"{speed:,.0f}" for speed in speeds], padding=3)
     axes.margins(y=0.12)
     plain_axes(axes, x="batching", y="throughput (tokens per second)")
-    depth = record["texts"]
-    about = f"{depth['source']} depths, mean {depth['mean_depth']:.2f} of {depth['deepest']}; {depth['texts']:,} texts"
+    depth = record["sequences"]
+    about = (
+        f"{depth['source']} depths, mean {depth['mean_depth']:.2f} of {depth['deepest']}; {depth['sequences']:,} sequences"
+    )
     save_figure(figure, "\n".join(("Simulated throughput by batching", about, *wrap(record["costs"], WIDEST))), out)

@@ -16,7 +16,7 @@ from fathomlm.lab.bench.workload import WORKLOADS
 if TYPE_CHECKING:
     from fathomlm.depth import Architecture, DepthPlan, Relaxation
     from fathomlm.lab.simulate.collect import Leaving
-    from fathomlm.lab.simulate.presets import Times
+    from fathomlm.lab.simulate.presets import PresetTimes
     from fathomlm.lab.simulate.trajectories import Trajectories
 
 LEAVING = ("oracle", "confidence", "router")
@@ -72,7 +72,7 @@ def check_texts(args: argparse.Namespace) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class SimulationSource:
     """The texts, and the model that they are of, where there is one."""
 
     trajectories: Trajectories
@@ -80,7 +80,7 @@ class Source:
     plan: DepthPlan | None = None
     relaxation: Relaxation | None = None
 
-    def planned(self, times: Times | None) -> tuple[Architecture, DepthPlan, Relaxation | None]:
+    def planned(self, times: PresetTimes | None) -> tuple[Architecture, DepthPlan, Relaxation | None]:
         """The model that is asked for, or the preset's."""
         if self.architecture is not None:
             assert self.plan is not None
@@ -104,7 +104,7 @@ class Source:
         return named | {"dtype": read_dtype(args, device), "device": device}
 
 
-def read_source(args: argparse.Namespace) -> Source:
+def read_source(args: argparse.Namespace) -> SimulationSource:
     use_threads(args.threads)
     if args.data is not None:
         return _through_model(args)
@@ -117,11 +117,11 @@ def read_source(args: argparse.Namespace) -> Source:
     if args.trajectories is not None:
         from fathomlm.lab.simulate.trajectories import read_trajectories
 
-        return Source(read_trajectories(args.trajectories, deepest), *found)
+        return SimulationSource(read_trajectories(args.trajectories, deepest), *found)
     parts = _parts(args.depths)
     if deepest is not None and len(parts) != deepest:
         raise OptionError(f"--depths names {len(parts)} parts, but the model has {deepest} recursions")
-    return Source(_drawn(args, parts), *found)
+    return SimulationSource(_drawn(args, parts), *found)
 
 
 def _parts(text: str) -> tuple[float, ...]:
@@ -142,7 +142,7 @@ def _drawn(args: argparse.Namespace, parts: tuple[float, ...]) -> Trajectories:
     return draw(((len(asked.prompt), asked.new) for asked in workload.requests), parts, args.seed)
 
 
-def _through_model(args: argparse.Namespace) -> Source:
+def _through_model(args: argparse.Namespace) -> SimulationSource:
     from fathomlm.cli.progress import layer_bar
     from fathomlm.cli.sampling_options import load_model
     from fathomlm.lab.analyze.token_rows import find, read_rows, row_length
@@ -155,10 +155,10 @@ def _through_model(args: argparse.Namespace) -> Source:
     places = find(args.data)
     model = load_model(args)
     tokens = row_length(model, args.tokens, most=TOKENS)
-    rows = read_rows(places, model, context=tokens, rows=args.texts, column=args.column)
+    rows = read_rows(places, model, context=tokens, rows=args.sequences, column=args.column)
     leaving: Leaving = args.exit or ("router" if model.plan.routing is not None else "oracle")
-    with layer_bar("reading", unit="texts") as tell:
+    with layer_bar("prefill", unit="texts") as tell:
         found = collect(
             model, rows.tokens_NT, leaving=leaving, threshold=args.threshold, layers=layers, prompt=args.prompt, on_rows=tell
         )
-    return Source(found, model.architecture, model.plan, model.relaxation)
+    return SimulationSource(found, model.architecture, model.plan, model.relaxation)

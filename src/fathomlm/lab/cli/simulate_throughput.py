@@ -11,7 +11,7 @@ from fathomlm.cli.plan_options import add_plan_arguments, add_relax_arguments, a
 from fathomlm.cli.sampling_options import add_dtype_argument
 from fathomlm.errors import OptionError
 from fathomlm.lab.cli.eval_options import print_record
-from fathomlm.lab.cli.simulate_sources import Source, add_text_arguments, check_texts, read_source
+from fathomlm.lab.cli.simulate_sources import SimulationSource, add_text_arguments, check_texts, read_source
 from fathomlm.lab.simulate.policies import FILLS, WAITINGS
 from fathomlm.lab.tables import print_table
 from fathomlm.sizes import parse_memory
@@ -20,8 +20,7 @@ if TYPE_CHECKING:
     from fathomlm.lab.simulate.costs import Costs
     from fathomlm.lab.simulate.devices import Device
     from fathomlm.lab.simulate.policies import Comparison
-    from fathomlm.lab.simulate.room import Room
-    from fathomlm.lab.simulate.simulation import Setting
+    from fathomlm.lab.simulate.simulation import EngineSetup, MemoryFit
     from fathomlm.lab.simulate.trajectories import Trajectories
 
 HELP = "vanilla, continuous sequence-wise and continuous depth-wise batching over the same texts"
@@ -119,31 +118,31 @@ def _check(args: argparse.Namespace) -> None:
 class _Simulated:
     """The three simulations that the options ask for."""
 
-    def __init__(self, args: argparse.Namespace, source: Source) -> None:
+    def __init__(self, args: argparse.Namespace, source: SimulationSource) -> None:
         from fathomlm.lab.simulate.presets import looped_preset, plain_of
 
         self.args, self.source = args, source
-        self.texts: Trajectories = source.trajectories
+        self.sequences: Trajectories = source.trajectories
         self.notes: list[str] = []
         times = None if args.preset is None else looped_preset(args.preset)
-        if times is not None and times.blocks != self.texts.deepest:
+        if times is not None and times.blocks != self.sequences.deepest:
             raise OptionError(
                 f"preset '{args.preset}' loops its block {times.blocks} times, but the tokens' depths go up to "
-                f"{self.texts.deepest}"
+                f"{self.sequences.deepest}"
             )
         self.times = times
-        rooms = self._rooms()
-        self.rows = args.rows or self._fitting(rooms and rooms[1], None if times is None else times.batch)
-        same = self.rows if times is None and rooms is None else None
+        rooms = self._memory_fits()
+        self.batch_size = args.rows or self._fitting(rooms and rooms[1], None if times is None else times.batch)
+        same = self.batch_size if times is None and rooms is None else None
         plain = None if times is None else plain_of(times).batch
-        self.plain_rows = args.plain_rows or same or self._fitting(rooms and rooms[0], plain)
-        self.slots = args.slots or (2 * self.rows if args.measure else self.rows)
+        self.plain_batch_size = args.plain_rows or same or self._fitting(rooms and rooms[0], plain)
+        self.max_sequences = args.slots or (2 * self.batch_size if args.measure else self.batch_size)
         self.costs, self.plain_costs = self._read_costs()
         self._settle(rooms)
 
-    def _fitting(self, room: Room | None, measured: int | None) -> int:
+    def _fitting(self, room: MemoryFit | None, measured: int | None) -> int:
         """As many rows as fit and were measured."""
-        known = [rows for rows in (room and room.texts, measured) if rows]
+        known = [rows for rows in (room and room.sequences, measured) if rows]
         return min(known) if known else ROWS
 
     def compare(self) -> Comparison:
@@ -152,27 +151,27 @@ class _Simulated:
 
         with layer_bar("simulating", unit="tokens") as tell:
             return compare(
-                self.texts, self.costs, plain=self.plain_setting, deep=self.setting, device=self.device,
+                self.sequences, self.costs, plain=self.plain_setting, deep=self.setting, device=self.device,
                 plain_costs=self.plain_costs, waiting=self.args.waiting, on_progress=tell,
             )  # fmt: skip
 
     def record(self, comparison: Comparison) -> dict[str, Any]:
         from fathomlm import __version__
 
-        limits = (("the model", self.costs, self.rows), ("the plain model", self.plain_costs, self.plain_rows))
+        limits = (("the model", self.costs, self.batch_size), ("the plain model", self.plain_costs, self.plain_batch_size))
         for who, costs, rows in limits:
             if costs.largest is not None and rows > costs.largest:
                 self.notes.append(
-                    f"{who}: {rows} rows are beyond the {costs.largest} that were measured; times go on straight"
+                    f"{who}: a batch size of {rows} is beyond the {costs.largest} that were measured; times go on straight"
                 )
-        if self.texts.source in ("oracle", "forced"):
-            self.notes.append(f"depths are {self.texts.source}: no model that decodes would choose just these")
+        if self.sequences.source in ("oracle", "forced"):
+            self.notes.append(f"depths are {self.sequences.source}: no model that decodes would choose just these")
         return {
             "kind": "simulation",
             "version": __version__,
-            "texts": self.texts.record(),
+            "texts": self.sequences.record(),
             "costs": self.costs.name,
-            "between_rows": "linear interpolation",
+            "between_batch_sizes": "linear interpolation",
             "fill": self._fill(),
             "waiting": self.args.waiting,
             "model": self.args.model,
@@ -194,65 +193,67 @@ class _Simulated:
             found = preset_costs(self.times, self.args.ends)
             return found, found
         if self.args.costs is not None:
-            found = read_costs(self.args.costs, self.texts.deepest)
+            found = read_costs(self.args.costs, self.sequences.deepest)
             return found, found
         return self._measure()
 
     def _measure(self) -> tuple[Costs, Costs]:
         from fathomlm.cli.device import memory_errors
         from fathomlm.cli.progress import layer_bar
-        from fathomlm.lab.simulate.timetable import Shape, measure_loop, measure_plain
+        from fathomlm.lab.simulate.measured import MeasuredShape, measure_loop, measure_plain
 
-        shape = Shape(**self.source.shape(self.args))
+        shape = MeasuredShape(**self.source.shape(self.args))
         with memory_errors("--rows or --context"), layer_bar("measuring", unit="row counts") as tell:
-            plain = measure_plain(shape, _some(self.plain_rows), self.args.context, tell)
-            return measure_loop(shape, _some(self.rows), self.args.context, tell), plain
+            plain = measure_plain(shape, _some(self.plain_batch_size), self.args.context, tell)
+            return measure_loop(shape, _some(self.batch_size), self.args.context, tell), plain
 
-    def _rooms(self) -> tuple[Room, Room] | None:
+    def _memory_fits(self) -> tuple[MemoryFit, MemoryFit] | None:
         """What fits the memory of the plain model and of this one."""
         if self.args.memory is None:
             return None
         from fathomlm.depth import DepthPlan
-        from fathomlm.lab.simulate.room import find_room
+        from fathomlm.lab.simulate.simulation import fit_memory
 
         architecture, plan, relaxation = self.source.planned(self.times)
-        fields = {"memory": parse_memory(self.args.memory), "length": self.texts.longest}
+        fields = {"memory": parse_memory(self.args.memory), "length": self.sequences.longest}
         plain = architecture.with_layers(tuple(step.origin for step in plan))
         return (
-            find_room(plain, DepthPlan.vanilla(plain.layers), None, **fields),
-            find_room(architecture, plan, relaxation, **fields),
+            fit_memory(plain, DepthPlan.vanilla(plain.layers), None, **fields),
+            fit_memory(architecture, plan, relaxation, **fields),
         )
 
-    def _settle(self, rooms: tuple[Room, Room] | None) -> None:
+    def _settle(self, rooms: tuple[MemoryFit, MemoryFit] | None) -> None:
         from fathomlm.engine.programs.routed import passes_for
-        from fathomlm.lab.simulate.devices import LoopRows
+        from fathomlm.lab.simulate.devices import LoopDevice
         from fathomlm.lab.simulate.policies import loop_device, with_lookahead
-        from fathomlm.lab.simulate.simulation import Setting
+        from fathomlm.lab.simulate.simulation import EngineSetup
 
         plan = self.source.plan
         own = plan is not None and plan.routing is not None and plan.kv == "cache"
         outer = own and plan is not None and any(step.part != "core" for step in plan)
-        cores = passes_for(self.texts.mean_depth) if self.args.measure else None
+        cores = passes_for(self.sequences.mean_depth) if self.args.measure else None
         tables: tuple[int, ...] = (0,)
         if own:
-            tables = (*((0,) if outer else ()), *[int(outer)] * self.texts.deepest)
-            self.device: Device = LoopRows(self.rows, cores or (1,), recursions=self.texts.deepest, own=True, outer=outer)
+            tables = (*((0,) if outer else ()), *[int(outer)] * self.sequences.deepest)
+            self.device: Device = LoopDevice(
+                self.batch_size, cores or (1,), recursions=self.sequences.deepest, own=True, outer=outer
+            )
         else:
-            self.device = loop_device(self.texts, self.rows, self.args.fill, cores)
+            self.device = loop_device(self.sequences, self.batch_size, self.args.fill, cores)
         pages = None if rooms is None else rooms[1].pool_pages
         plain_pages = None if rooms is None else rooms[0].pool_pages
         chunk = self._chunk()
-        deep = Setting(slots=self.slots, tables=tables, pool_pages=pages, chunk=chunk)
-        plain = Setting(slots=self.plain_rows, pool_pages=plain_pages, chunk=chunk)
-        self.setting: Setting = with_lookahead(deep, len(cores or (1,)))
-        self.plain_setting: Setting = with_lookahead(plain, 1)
+        deep = EngineSetup(max_sequences=self.max_sequences, tables=tables, pool_pages=pages, prefill_chunk=chunk)
+        plain = EngineSetup(max_sequences=self.plain_batch_size, pool_pages=plain_pages, prefill_chunk=chunk)
+        self.setting: EngineSetup = with_lookahead(deep, len(cores or (1,)))
+        self.plain_setting: EngineSetup = with_lookahead(plain, 1)
 
     def _chunk(self) -> int:
-        """Prompt tokens that are read between two ticks: the engine's limit, but all where reading takes no time."""
+        """Prompt tokens that are read between two decode_steps: the engine's limit, but all where reading takes no time."""
         from fathomlm.lab.simulate.simulation import CHUNK
 
-        free = not self.costs.of_chunk(1) and not self.plain_costs.of_chunk(1)
-        return max(CHUNK, sum(text.prompt for text in self.texts.texts)) if free else CHUNK
+        free = not self.costs.of_prefill(1) and not self.plain_costs.of_prefill(1)
+        return max(CHUNK, sum(one.prompt for one in self.sequences.sequences)) if free else CHUNK
 
 
 def _some(rows: int) -> list[int]:
@@ -261,20 +262,21 @@ def _some(rows: int) -> list[int]:
 
 
 def table(record: dict[str, Any]) -> list[list[str]]:
-    rows = [["batching", "rows", "tokens/s", "filled", "Delta_V", "Delta_Seq", "time"]]
+    rows = [["batching", "batch", "tokens/s", "filled", "Delta_V", "Delta_Seq", "time"]]
     for name, shown in {"vanilla": "vanilla", "sequence": "sequence-wise", "depth": "depth-wise"}.items():
         found = record[name]
         speed = found["tokens_per_s"]
         stages = ", ".join(f"{stage} {share:.0%}" for stage, share in found["stages"].items())
         against = [f"x{speed / record[base]['tokens_per_s']:.2f}" for base in ("vanilla", "sequence")]
-        rows.append([shown, str(found["rows"]), f"{speed:,.0f}", f"{found['rows_filled']:.1%}", *against, stages])
+        rows.append([shown, str(found["batch_size"]), f"{speed:,.0f}", f"{found['batch_filled']:.1%}", *against, stages])
     return rows
 
 
 def title(record: dict[str, Any]) -> str:
-    depth = record["texts"]
+    depth = record["sequences"]
     return (
-        f"{depth['texts']:,} texts, {depth['tokens']:,} tokens, mean depth {depth['mean_depth']:.3f} of {depth['deepest']} "
-        f"({depth['label']}). Times: {record['costs']}; between numbers of rows linear. "
+        f"{depth['sequences']:,} sequences, {depth['tokens']:,} tokens, "
+        f"mean depth {depth['mean_depth']:.3f} of {depth['deepest']} "
+        f"({depth['label']}). Times: {record['costs']}; linear between batch sizes. "
         f"Deeper keys and values: {record['fill']}"
     )

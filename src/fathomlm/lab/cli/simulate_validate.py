@@ -81,8 +81,8 @@ class _Validate(Bench):
         record: dict[str, Any] = about(self.args, dtype_name(self.model)) | {
             "plan": describe(self.model),
             "workload": self.workload.record(),
-            "rows": options.batch_size,
-            "slots": engine.runner.sizes.max_sequences,
+            "batch_size": options.batch_size,
+            "max_sequences": engine.runner.sizes.max_sequences,
             **found,
         }
         if self.args.json:
@@ -96,9 +96,9 @@ class _Validate(Bench):
 def _print(record: dict[str, Any]) -> None:
     rows = [["", "predicted", "measured", "predicted / measured"]]
     speeds = record["predicted_tokens_per_s"], record["measured_tokens_per_s"]
-    ticks = record["predicted_ticks"], record["measured_ticks"]
+    decode_steps = record["predicted_decode_steps"], record["measured_decode_steps"]
     rows.append(["tokens/s", *(f"{speed:,.1f}" for speed in speeds), f"{record['ratio']:.3f}"])
-    rows.append(["ticks", *(f"{many:,.0f}" for many in ticks), f"{ticks[0] / ticks[1]:.3f}"])
+    rows.append(["decode steps", *(f"{many:,.0f}" for many in decode_steps), f"{decode_steps[0] / decode_steps[1]:.3f}"])
     print_table(rows, f"{record['plan']}, {record['device']}; {record['depth']}; medians of {len(record['ratios'])} rounds")
     shares = ", ".join(f"{stage} {share:.0%}" for stage, share in record["stages"].items())
     print(f"predicted time: {shares}")

@@ -1,6 +1,6 @@
-"""Exit trajectories from real text through a real model (thesis 3.5.5): where each token could leave, or was sent.
+"""Exit trajectories from real text through a real model (thesis 3.5.5): where each token could exit, or was sent.
 
-The text is taken as if the model had made it. The oracle leaves at the earliest exit whose likeliest token is the last
+The sequence is taken as if the model had made it. The oracle exits at the earliest exit whose likeliest token is the last
 layer's, which nobody can know while decoding: what is computed from it is labelled so. Confidence is what the engine
 compares with its threshold, the gap between the two likeliest tokens.
 
@@ -54,7 +54,7 @@ def collect(
     prompt: int = 1,
     on_rows: Callable[[int, int], None] | None = None,
 ) -> Trajectories:
-    """One text for each row: its first `prompt` tokens are read, the others made. `on_rows` is told (done, total)."""
+    """One sequence for each row: its first `prompt` tokens are read, the others made. `on_rows` is told (done, total)."""
     plan, decoder = model.plan, model.decoder
     if not 1 <= prompt < tokens_NT.shape[1]:
         raise OptionError(f"--prompt must be from 1 to {tokens_NT.shape[1] - 1}, one less than a row has; got {prompt}")
@@ -64,7 +64,7 @@ def collect(
     exits = () if leaving == "router" else exits_of(plan, layers)
     deepest = plan.recursions if leaving == "router" else len(exits) + 1
     device = decoder.embed.weight.device
-    texts = []
+    sequences = []
     for done, tokens_T in enumerate(tokens_NT, start=1):
         tokens_1T = tokens_T[None].to(device)
         if leaving == "router":
@@ -74,10 +74,10 @@ def collect(
             depths_T = trace.depths_BT[0].clamp_min(1)
         else:
             depths_T = _left(decoder, tokens_1T, exits, None if leaving == "oracle" else threshold)
-        texts.append(Trajectory(prompt, tuple(depths_T[prompt - 1 :].tolist())))
+        sequences.append(Trajectory(prompt, tuple(depths_T[prompt - 1 :].tolist())))
         if on_rows is not None:
             on_rows(done, len(tokens_NT))
-    return Trajectories(tuple(texts), deepest, leaving, _label(leaving, exits, threshold))
+    return Trajectories(tuple(sequences), deepest, leaving, _label(leaving, exits, threshold))
 
 
 def _label(leaving: Leaving, exits: Sequence[int], threshold: float) -> str:

@@ -22,13 +22,13 @@ from typing import Any
 from fathomlm.errors import DataError, OptionError, is_number
 from fathomlm.jsonfile import parse, read_bytes, shown, shown_name
 
-Pass = tuple[str, int]
+PassFill = tuple[str, int]
 """What kind of pass, and how many of its rows stood for a token."""
 TABLE = ("block", "plain", "embedding", "head")
 
 
 @dataclass(frozen=True, slots=True)
-class Curve:
+class TimeCurve:
     """Milliseconds by rows."""
 
     points: tuple[tuple[int, float], ...]
@@ -40,7 +40,7 @@ class Curve:
         assert rows == sorted(set(rows)), "rows rise"
 
     @classmethod
-    def flat(cls, ms: float) -> Curve:
+    def flat(cls, ms: float) -> TimeCurve:
         return cls(((1, ms),))
 
     def at(self, rows: int) -> float:
@@ -51,25 +51,25 @@ class Curve:
         (low, before), (high, after) = points[place - 1], points[place]
         return before + (after - before) * (rows - low) / (high - low)
 
-    def __add__(self, other: Curve) -> Curve:
+    def __add__(self, other: TimeCurve) -> TimeCurve:
         return self._joined(other, 1.0)
 
-    def __sub__(self, other: Curve) -> Curve:
+    def __sub__(self, other: TimeCurve) -> TimeCurve:
         return self._joined(other, -1.0)
 
-    def times(self, factor: float) -> Curve:
-        return Curve(tuple((rows, factor * ms) for rows, ms in self.points))
+    def times(self, factor: float) -> TimeCurve:
+        return TimeCurve(tuple((rows, factor * ms) for rows, ms in self.points))
 
-    def _joined(self, other: Curve, sign: float) -> Curve:
+    def _joined(self, other: TimeCurve, sign: float) -> TimeCurve:
         rows = sorted({at for at, _ in (*self.points, *other.points)})
-        return Curve(tuple((at, self.at(at) + sign * other.at(at)) for at in rows))
+        return TimeCurve(tuple((at, self.at(at) + sign * other.at(at)) for at in rows))
 
 
-NOTHING = Curve.flat(0.0)
+NOTHING = TimeCurve.flat(0.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Host:
+class HostTimes:
     """What the host's own work takes, in milliseconds. All zero where a table is of a device alone."""
 
     step: float = 0.0
@@ -85,38 +85,38 @@ class Costs:
     """What a simulated device and its host take."""
 
     name: str
-    passes: Mapping[str, Curve]
+    passes: Mapping[str, TimeCurve]
     """By kind of pass: step (a plain model's), core and turn (a loop's), both, shallow and deep (an exit's)."""
-    tick: float | None = None
-    """The time of a whole tick instead, where ticks are recorded and always run all of their passes."""
+    decode_step: float | None = None
+    """The time of a whole decode step instead, where decode steps are recorded and always run all of their passes."""
     padded: bool = False
     """Whether a pass takes what a full one takes, however many rows stand for a token: the engine's do."""
     chunk: float = 0.0
     """Of each chunk of a prompt, in milliseconds."""
     prompt_token: float = 0.0
     """Of each token in it, in milliseconds."""
-    host: Host = field(default_factory=Host)
+    host: HostTimes = field(default_factory=HostTimes)
     overlapped: bool = False
     """Whether the host goes on while the device works, as on a GPU."""
     largest: int | None = None
     """Rows beyond which nothing was measured."""
 
-    def of_tick(self, passes: Sequence[Pass], rows: int) -> dict[str, float]:
+    def of_decode_step(self, passes: Sequence[PassFill], batch_size: int) -> dict[str, float]:
         """Milliseconds by kind of pass."""
-        if self.tick is not None:
-            return {"tick": self.tick}
+        if self.decode_step is not None:
+            return {"decode step": self.decode_step}
         found: dict[str, float] = {}
         for kind, filled in passes:
             if filled:
-                found[kind] = found.get(kind, 0.0) + self.curve(kind).at(rows if self.padded else filled)
+                found[kind] = found.get(kind, 0.0) + self.curve(kind).at(batch_size if self.padded else filled)
         return found
 
-    def curve(self, kind: str) -> Curve:
+    def curve(self, kind: str) -> TimeCurve:
         if kind not in self.passes:
             raise OptionError(f"{self.name} has no times of '{kind}' passes; it has {', '.join(self.passes) or 'none'}")
         return self.passes[kind]
 
-    def of_chunk(self, tokens: int) -> float:
+    def of_prefill(self, tokens: int) -> float:
         return self.chunk + tokens * self.prompt_token
 
 
@@ -158,7 +158,7 @@ def _parsed(path: Path, data: bytes) -> Any:
     return parse(data, str(path), error=DataError)
 
 
-def _curve(where: str, name: str, found: Any) -> Curve:
+def _curve(where: str, name: str, found: Any) -> TimeCurve:
     rule = f"{where}: {name} must be milliseconds by rows, such as {{1: 11.1, 43: 11.4}}"
     if not isinstance(found, dict) or not found:
         raise DataError(f"{rule}; got {shown(found)}")
@@ -167,4 +167,4 @@ def _curve(where: str, name: str, found: Any) -> Curve:
         if not str(rows).isdecimal() or len(str(rows)) > 9 or int(rows) < 1 or not is_number(ms) or ms < 0:
             raise DataError(f"{rule}; got {shown(rows)}: {shown(ms)}")
         points[int(rows)] = float(ms)
-    return Curve(tuple(sorted(points.items())))
+    return TimeCurve(tuple(sorted(points.items())))

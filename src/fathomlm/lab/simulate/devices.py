@@ -1,7 +1,7 @@
-"""What the device's three programs do to rows, without tensors: who runs in which pass, and when a token is chosen.
+"""What the device's three programs do to a batch, without tensors: who runs in which pass, and when a token is chosen.
 
 Each is the twin of a program of `engine.programs`, which says why things are as they are. Here a token's depth is known
-beforehand, from its trajectory. Tests hold them against the engine tick by tick.
+beforehand, from its trajectory. Tests hold them against the engine decode step by decode step.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Protocol
 
 from fathomlm.engine.schedule import PrefillChunk, SchedulerOutput
 from fathomlm.kernels.routed_rows import CORE, ENTER, IDLE
-from fathomlm.lab.simulate.costs import Pass
+from fathomlm.lab.simulate.costs import PassFill
 from fathomlm.lab.simulate.trajectories import Trajectory
 
 DEEP, FLUSH = 1, 2
@@ -20,41 +20,41 @@ LONG_AGO = -(10**12)
 
 
 @dataclass(slots=True)
-class Slot:
-    """One text on the device."""
+class SimulatedSequence:
+    """One sequence on the device."""
 
     number: int
     id: int
     epoch: int
-    text: Trajectory
+    trajectory: Trajectory
     made: int
     position: int
     stage: int
     since: int
     entries: list[int]
-    rooms: list[int]
+    capacity: list[int]
     depth: int = 0
-    """loop: how deep the token in the slot has come."""
+    """loop: how deep its current token has come."""
     pending: int = 0
     """exits: tokens that wait to run behind the exit."""
 
     @property
     def wanted(self) -> int:
-        """How deep the token in the slot goes."""
-        return self.text.depths[self.made]
+        """How deep its current token goes."""
+        return self.trajectory.depths[self.made]
 
-    def choose(self) -> Heard:
-        """The token in the slot is through: the next one takes its place, or the text is over."""
-        heard = Heard(self.id, self.epoch, self.wanted, len(self.text.depths) == self.made + 1)
+    def choose(self) -> ChosenToken:
+        """Its current token is through: the next one takes its place, or the sequence is over."""
+        chosen = ChosenToken(self.id, self.epoch, self.wanted, len(self.trajectory.depths) == self.made + 1)
         self.made += 1
         self.position += 1
-        if heard.ended:
+        if chosen.ended:
             self.stage = IDLE
-        return heard
+        return chosen
 
 
 @dataclass(frozen=True, slots=True)
-class Heard:
+class ChosenToken:
     """A token that was chosen."""
 
     id: int
@@ -64,91 +64,91 @@ class Heard:
 
 
 @dataclass(slots=True)
-class Tick:
-    passes: list[Pass] = field(default_factory=list)
-    heard: list[Heard] = field(default_factory=list)
+class SimulatedStep:
+    passes: list[PassFill] = field(default_factory=list)
+    chosen: list[ChosenToken] = field(default_factory=list)
 
 
 class Device(Protocol):
-    rows: int
+    batch_size: int
 
-    def apply(self, plan: SchedulerOutput, texts: Mapping[int, Trajectory]) -> None: ...
+    def apply(self, scheduled: SchedulerOutput, trajectories: Mapping[int, Trajectory]) -> None: ...
 
-    def read(self, chunk: PrefillChunk) -> list[int]: ...
+    def prefill(self, chunk: PrefillChunk) -> list[int]: ...
 
-    def tick(self) -> Tick: ...
+    def decode_step(self) -> SimulatedStep: ...
 
     def entries(self, before: Sequence[int], length: int, depth: int) -> list[int]: ...
 
 
-class Slots:
-    """What all devices do alike: carry out plans and read prompts."""
+class SimulatedDevice:
+    """What all devices do alike: carry out what was scheduled, and prefill."""
 
-    def __init__(self, tables: int, rows: int) -> None:
-        self.rows, self._tables = rows, tables
-        self.slots: dict[int, Slot] = {}
+    def __init__(self, tables: int, batch_size: int) -> None:
+        self.batch_size, self._tables = batch_size, tables
+        self.sequences: dict[int, SimulatedSequence] = {}
         self.clock = 0
         self._arrivals = 0
 
-    def apply(self, plan: SchedulerOutput, texts: Mapping[int, Trajectory]) -> None:
-        """Everything of a plan but its chunks."""
-        for number in plan.stops:
-            self.slots.pop(number, None)
-        for placement in plan.placements:
+    def apply(self, scheduled: SchedulerOutput, trajectories: Mapping[int, Trajectory]) -> None:
+        """Everything that was scheduled but its prefill chunks."""
+        for number in scheduled.stops:
+            self.sequences.pop(number, None)
+        for placement in scheduled.placements:
             sequence = placement.sequence
-            self.slots[placement.slot] = Slot(
+            self.sequences[placement.slot] = SimulatedSequence(
                 number=placement.slot,
                 id=sequence.id,
                 epoch=placement.epoch,
-                text=texts[sequence.id],
+                trajectory=trajectories[sequence.id],
                 made=len(sequence.tokens),
                 position=sequence.length - 1,
                 stage=ENTER if placement.ready else IDLE,
                 since=LONG_AGO + self._arrivals,
                 entries=list(placement.entries),
-                rooms=[0] * self._tables,
+                capacity=[0] * self._tables,
             )
             self._arrivals += 1
-        for (number, table), entries in plan.capacity.items():
-            self.slots[number].rooms[table] = entries
+        for (number, table), entries in scheduled.capacity.items():
+            self.sequences[number].capacity[table] = entries
 
-    def read(self, chunk: PrefillChunk) -> list[int]:
+    def prefill(self, chunk: PrefillChunk) -> list[int]:
         """Entries by table once a chunk is read."""
-        slot = self.slots[chunk.slot]
-        self._read(slot, chunk)
+        sequence = self.sequences[chunk.slot]
+        self._prefill(sequence, chunk)
         if chunk.last:
-            slot.stage = ENTER
-        return list(slot.entries)
+            sequence.stage = ENTER
+        return list(sequence.entries)
 
-    def _read(self, slot: Slot, chunk: PrefillChunk) -> None:
-        slot.entries = [chunk.first + chunk.count]
+    def _prefill(self, sequence: SimulatedSequence, chunk: PrefillChunk) -> None:
+        sequence.entries = [chunk.first + chunk.count]
 
     def entries(self, before: Sequence[int], length: int, depth: int) -> list[int]:
         """By table, with the token that was chosen last; `length` counts the new one, which has not run."""
         return [length]
 
-    def _oldest(self, waiting: list[Slot]) -> list[Slot]:
+    def _oldest(self, waiting: list[SimulatedSequence]) -> list[SimulatedSequence]:
         """Those that have waited longest, in that order."""
-        waiting.sort(key=lambda slot: (slot.since, slot.number))
-        return waiting[: self.rows]
+        waiting.sort(key=lambda sequence: (sequence.since, sequence.number))
+        return waiting[: self.batch_size]
 
 
-class WholeRows(Slots):
-    """Every token runs everything, in a pass of its own slot's row (`programs.whole`)."""
+class PlainDevice(SimulatedDevice):
+    """Every token runs everything, in a pass of its own sequence's row (`programs.whole`)."""
 
-    def __init__(self, rows: int) -> None:
-        super().__init__(1, rows)
+    def __init__(self, batch_size: int) -> None:
+        super().__init__(1, batch_size)
 
-    def tick(self) -> Tick:
-        heard = []
-        for slot in self.slots.values():
-            if slot.stage == ENTER and slot.entries[0] < slot.rooms[0]:
-                slot.entries[0] += 1
-                heard.append(slot.choose())
-        return Tick([("step", len(heard))], heard)
+    def decode_step(self) -> SimulatedStep:
+        chosen = []
+        for sequence in self.sequences.values():
+            if sequence.stage == ENTER and sequence.entries[0] < sequence.capacity[0]:
+                sequence.entries[0] += 1
+                chosen.append(sequence.choose())
+        return SimulatedStep([("step", len(chosen))], chosen)
 
 
-class LoopRows(Slots):
+class LoopDevice(SimulatedDevice):
     """Tokens run one block as often as they are deep, rows of all depths together (`programs.routed`).
 
     With `own` entries each recursion has a table, `recursion_tables[r]`, where only the tokens that ran it have an entry;
@@ -157,7 +157,7 @@ class LoopRows(Slots):
 
     def __init__(
         self,
-        rows: int,
+        batch_size: int,
         cores: Sequence[int] = (1,),
         *,
         recursions: int,
@@ -165,9 +165,10 @@ class LoopRows(Slots):
         outer: bool = False,
         at_once: bool = False,
     ) -> None:
-        """`cores` are the passes of the block in front of each turn of a tick. `at_once`: a text that is placed stands in
-        front of the block, where the engine brings it there with the next turn; so it is where blocks alone take time."""
-        super().__init__(recursions + outer if own else 1, rows)
+        """`cores` are the passes of the block in front of each turn of a decode step. `at_once`: a sequence that is placed
+        stands in front of the block, where the engine brings it there with the next turn; so it is where blocks alone take
+        time."""
+        super().__init__(recursions + outer if own else 1, batch_size)
         self.cores = tuple(cores)
         self._own, self._outer = own, own and outer
         self._first = 1 if self._outer else 0
@@ -175,17 +176,17 @@ class LoopRows(Slots):
         self._turn = CORE + recursions
         self._at_once = at_once
 
-    def tick(self) -> Tick:
-        tick = Tick()
+    def decode_step(self) -> SimulatedStep:
+        step = SimulatedStep()
         if self._at_once:
-            for slot in self.slots.values():
-                if slot.stage == ENTER and self._rank(slot, 0) < slot.rooms[0]:
-                    slot.stage = CORE
+            for sequence in self.sequences.values():
+                if sequence.stage == ENTER and self._rank(sequence, 0) < sequence.capacity[0]:
+                    sequence.stage = CORE
         for passes in self.cores:
             for _ in range(passes):
-                tick.passes.append(("core", self._core()))
-            tick.passes.append(("turn", self._turn_over(tick.heard)))
-        return tick
+                step.passes.append(("core", self._core()))
+            step.passes.append(("turn", self._turn_over(step.chosen)))
+        return step
 
     def entries(self, before: Sequence[int], length: int, depth: int) -> list[int]:
         if not self._own:
@@ -194,107 +195,107 @@ class LoopRows(Slots):
             count + (table < self._first or table - self._first < depth) for table, count in enumerate(before)
         ]  # every token has an entry in the outer table
 
-    def _read(self, slot: Slot, chunk: PrefillChunk) -> None:
+    def _prefill(self, sequence: SimulatedSequence, chunk: PrefillChunk) -> None:
         if not self._own:
-            super()._read(slot, chunk)
+            super()._prefill(sequence, chunk)
             return
-        depths = slot.text.depths
+        depths = sequence.trajectory.depths
         for at in range(chunk.first, chunk.first + chunk.count):
             # How deep a prompt's tokens go is not in a trajectory: they go as deep as the text's own, one after the other.
-            slot.entries = self.entries(slot.entries, 0, depths[at % len(depths)])
+            sequence.entries = self.entries(sequence.entries, 0, depths[at % len(depths)])
 
-    def _rank(self, slot: Slot, table: int) -> int:
-        return slot.entries[table] if self._own else slot.position
+    def _rank(self, sequence: SimulatedSequence, table: int) -> int:
+        return sequence.entries[table] if self._own else sequence.position
 
     def _core(self) -> int:
         waiting = []
-        for slot in self.slots.values():
-            if CORE <= slot.stage < self._turn:
-                table = self._first + slot.stage - CORE if self._own else 0
-                if self._rank(slot, table) < slot.rooms[table]:
-                    waiting.append(slot)
+        for sequence in self.sequences.values():
+            if CORE <= sequence.stage < self._turn:
+                table = self._first + sequence.stage - CORE if self._own else 0
+                if self._rank(sequence, table) < sequence.capacity[table]:
+                    waiting.append(sequence)
         chosen = self._oldest(waiting)
-        for slot in chosen:
-            slot.depth = slot.stage - CORE + 1
+        for sequence in chosen:
+            sequence.depth = sequence.stage - CORE + 1
             if self._own:
-                slot.entries[self._first + slot.depth - 1] += 1
-            slot.stage = CORE + slot.depth if slot.depth < slot.wanted else self._turn
-            slot.since = self.clock
+                sequence.entries[self._first + sequence.depth - 1] += 1
+            sequence.stage = CORE + sequence.depth if sequence.depth < sequence.wanted else self._turn
+            sequence.since = self.clock
         self.clock += 1
         return len(chosen)
 
-    def _turn_over(self, heard: list[Heard]) -> int:
+    def _turn_over(self, chosen: list[ChosenToken]) -> int:
         waiting = [
-            slot
-            for slot in self.slots.values()
-            if slot.stage == self._turn or (slot.stage == ENTER and self._rank(slot, 0) < slot.rooms[0])
+            sequence
+            for sequence in self.sequences.values()
+            if sequence.stage == self._turn or (sequence.stage == ENTER and self._rank(sequence, 0) < sequence.capacity[0])
         ]
-        chosen = self._oldest(waiting)
-        for slot in chosen:
-            if slot.stage == self._turn:
+        running = self._oldest(waiting)
+        for sequence in running:
+            if sequence.stage == self._turn:
                 if self._outer:
-                    slot.entries[0] += 1
-                heard.append(slot.choose())
-            if slot.stage == IDLE:
+                    sequence.entries[0] += 1
+                chosen.append(sequence.choose())
+            if sequence.stage == IDLE:
                 continue
-            enters = self._rank(slot, 0) < slot.rooms[0]
-            slot.stage = CORE if enters else ENTER
+            enters = self._rank(sequence, 0) < sequence.capacity[0]
+            sequence.stage = CORE if enters else ENTER
             if enters:
-                slot.since = self.clock
+                sequence.since = self.clock
         self.clock += 1
-        return len(chosen)
+        return len(running)
 
 
-class ExitRows(Slots):
-    """Tokens leave after a first part or run on, and what left runs on later with others (`programs.exits`)."""
+class ExitDevice(SimulatedDevice):
+    """Tokens exit after a first part or run on, and those that exited run on later with others (`programs.exits`)."""
 
-    def __init__(self, rows: int, *, mixed: bool, stack: int = 16, waits: bool = True, shallows: int = 1) -> None:
+    def __init__(self, batch_size: int, *, mixed: bool, stack: int = 16, waits: bool = True, shallows: int = 1) -> None:
         """`mixed`: one block twice, so that rows of both parts share a pass. `waits`: what left has to run on, for its exact
         entries; at most `stack` tokens of a text wait."""
-        super().__init__(1, rows)
+        super().__init__(1, batch_size)
         self.kinds = ("both",) if mixed else (*["shallow"] * shallows, "deep")
         self._waits = waits
-        self._stack = min(stack, rows) if waits else 1
+        self._stack = min(stack, batch_size) if waits else 1
 
-    def tick(self) -> Tick:
-        tick = Tick()
+    def decode_step(self) -> SimulatedStep:
+        step = SimulatedStep()
         for kind in self.kinds:
-            tick.passes.append((kind, self._pass(kind, tick.heard)))
-        return tick
+            step.passes.append((kind, self._pass(kind, step.chosen)))
+        return step
 
-    def _pass(self, kind: str, heard: list[Heard]) -> int:
+    def _pass(self, kind: str, chosen: list[ChosenToken]) -> int:
         waiting = []
-        for slot in self.slots.values():
-            if slot.stage in (DEEP, FLUSH):
+        for sequence in self.sequences.values():
+            if sequence.stage in (DEEP, FLUSH):
                 if kind != "shallow":
-                    waiting.append(slot)
-            elif slot.stage == ENTER and kind != "deep" and slot.position < slot.rooms[0]:
-                waiting.append(slot)
-        waiting.sort(key=lambda slot: (slot.since, slot.number))
+                    waiting.append(sequence)
+            elif sequence.stage == ENTER and kind != "deep" and sequence.position < sequence.capacity[0]:
+                waiting.append(sequence)
+        waiting.sort(key=lambda sequence: (sequence.since, sequence.number))
         filled = 0
-        for slot in waiting:
-            size = slot.pending if slot.stage in (DEEP, FLUSH) else 1
-            if filled + size > self.rows:
+        for sequence in waiting:
+            size = sequence.pending if sequence.stage in (DEEP, FLUSH) else 1
+            if filled + size > self.batch_size:
                 break
             filled += size
-            self._run(slot, heard)
-            slot.since = self.clock
+            self._run(sequence, chosen)
+            sequence.since = self.clock
         self.clock += 1
         return filled
 
-    def _run(self, slot: Slot, heard: list[Heard]) -> None:
-        if slot.stage == ENTER:
-            leaves = slot.wanted == 1
+    def _run(self, sequence: SimulatedSequence, chosen: list[ChosenToken]) -> None:
+        if sequence.stage == ENTER:
+            leaves = sequence.wanted == 1
             if leaves:
-                heard.append(slot.choose())
+                chosen.append(sequence.choose())
             stays = self._waits or not leaves
-            slot.pending = slot.pending + 1 if stays else 0
-            if slot.stage != IDLE:
-                full = stays and slot.pending >= self._stack
-                slot.stage = (FLUSH if full else ENTER) if leaves else DEEP
+            sequence.pending = sequence.pending + 1 if stays else 0
+            if sequence.stage != IDLE:
+                full = stays and sequence.pending >= self._stack
+                sequence.stage = (FLUSH if full else ENTER) if leaves else DEEP
             return
-        if slot.stage == DEEP:
-            heard.append(slot.choose())
-        slot.pending = 0
-        if slot.stage != IDLE:
-            slot.stage = ENTER
+        if sequence.stage == DEEP:
+            chosen.append(sequence.choose())
+        sequence.pending = 0
+        if sequence.stage != IDLE:
+            sequence.stage = ENTER

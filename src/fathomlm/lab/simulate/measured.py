@@ -1,37 +1,50 @@
 """Times of the engine's own passes, prompts and host, measured on this device.
 
-Two ways. `replay` runs a full engine's ticks back to back with the host out of the way: the only way on a GPU, where a tick
-is one recorded graph. `calibrate` plays a few texts and looks at what everything took: passes where they can be seen (not in
-a graph), each prompt's chunk, and what is left of each step for the host, which depends on how many tokens it heard of and
-how many texts it placed.
+Two ways. `replay` runs a full engine's decode steps back to back with the host out of the way: the only way on a GPU, where
+a decode step is one recorded graph. `calibrate` plays a few requests and looks at what everything took: passes where they
+can be seen (not in a graph), each prefill chunk, and what is left of each step for the host, which depends on how many
+tokens it collected and how many sequences it placed.
+
+`measure_plain` and `measure_loop` do so at several batch sizes: the costs of a simulation. Models with random weights stand
+in for the real ones, because time does not depend on weights where depths are forced. On a GPU the shared block and the turn
+are told apart by two decode steps that have a different number of passes of the block.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import fmean, median
 from typing import Any
 
 import numpy as np
+import torch
 
 from fathomlm.decode.sampling import Sampling
+from fathomlm.depth import Architecture, DepthPlan, Relaxation, build_routing
+from fathomlm.engine.options import EngineOptions
 from fathomlm.engine.programs.exits import ExitProgram
 from fathomlm.engine.programs.routed import RoutedProgram
 from fathomlm.engine.request import Request
 from fathomlm.engine.schedule import PrefillChunk, SchedulerOutput
+from fathomlm.errors import OptionError
 from fathomlm.lab.bench.floor import finish
-from fathomlm.lab.bench.play import play
+from fathomlm.lab.bench.models import ample_memory, random_model, with_context
+from fathomlm.lab.bench.play import play, warm_up
 from fathomlm.lab.bench.timed import Stage, TimedEngine
-from fathomlm.lab.bench.workload import Workload
-from fathomlm.lab.simulate.costs import Costs, Curve, Host
+from fathomlm.lab.bench.workload import Workload, WorkloadRequest
+from fathomlm.lab.simulate.costs import Costs, HostTimes, TimeCurve
+from fathomlm.model.hub import FathomForCausalLM
 
-TICKS = 24
-"""Ticks of a replay that are timed."""
+DECODE_STEPS = 24
+"""Of a replay that are timed."""
 TRIES = 3
 SETTLING = 4
 """Steps in front of a replay for which texts have room."""
+SPARE = 4 * DECODE_STEPS
+"""Tokens of a text beyond its context, for decode steps that are replayed."""
+OnProgress = Callable[[int, int], None]
 
 
 @dataclass(slots=True)
@@ -42,7 +55,7 @@ class _Watch:
     chunks: list[tuple[int, float]] = field(default_factory=list)
     """Tokens, and how long they took."""
     steps: list[tuple[float, int, int]] = field(default_factory=list)
-    """The host's part, tokens heard of, texts placed."""
+    """The host's part, tokens collected, sequences placed."""
     submits: list[float] = field(default_factory=list)
     inside: float = 0.0
     """Of the step under way, what is not the host's."""
@@ -53,7 +66,7 @@ class _Watch:
 
 def calibrate(engine: TimedEngine, workload: Workload, captured: bool | None = None) -> Costs:
     """Play a few texts, and say what passes, prompts and the host took. `captured`: passes cannot be told apart, and whole
-    ticks are replayed; by default on a GPU."""
+    decode steps are replayed; by default on a GPU."""
     device = engine.runner.device
     gpu = device.type == "cuda"
     captured = gpu if captured is None else captured
@@ -63,22 +76,22 @@ def calibrate(engine: TimedEngine, workload: Workload, captured: bool | None = N
     engine.forget()
     chunk, prompt_token = _fit([[1.0, tokens] for tokens, _ in watch.chunks], [took for _, took in watch.chunks])
     host = _fit([[1.0, tokens, placed] for _, tokens, placed in watch.steps], [took for took, _, _ in watch.steps])
-    tick = replay(engine, _middle(workload)) if captured else None
+    decode_step = replay(engine, _middle(workload)) if captured else None
     return Costs(
         name=f"measured here ({device.type})",
-        passes={kind: Curve.flat(1e3 * fmean(times)) for kind, times in watch.passes.items()},
-        tick=tick,
+        passes={kind: TimeCurve.flat(1e3 * fmean(times)) for kind, times in watch.passes.items()},
+        decode_step=decode_step,
         padded=True,
         chunk=1e3 * chunk,
         prompt_token=1e3 * prompt_token,
-        host=Host(step=1e3 * host[0], token=1e3 * host[1], placement=1e3 * (host[2] + fmean(watch.submits))),
+        host=HostTimes(step=1e3 * host[0], token=1e3 * host[1], placement=1e3 * (host[2] + fmean(watch.submits))),
         overlapped=gpu,
         largest=engine.options.batch_size,
     )
 
 
 def replay(engine: TimedEngine, context: int) -> float:
-    """Milliseconds of a tick with all slots filled by texts of about `context` tokens, back to back."""
+    """Milliseconds of a decode step with all slots filled by texts of about `context` tokens, back to back."""
     runner, scheduler = engine.runner, engine.scheduler
     most = runner.sizes.max_length
     prompt = max(1, min(context, most - replay_room(engine)))
@@ -98,10 +111,10 @@ def replay(engine: TimedEngine, context: int) -> float:
     for _ in range(TRIES):
         finish(runner.device)
         begun = engine.clock()
-        for _ in range(TICKS // TRIES):
+        for _ in range(DECODE_STEPS // TRIES):
             runner.launch()
         finish(runner.device)
-        times.append(1e3 * (engine.clock() - begun) / (TICKS // TRIES))
+        times.append(1e3 * (engine.clock() - begun) / (DECODE_STEPS // TRIES))
     scheduler.lookahead = lookahead
     for id in ids:
         engine.cancel(id)
@@ -112,20 +125,20 @@ def replay(engine: TimedEngine, context: int) -> float:
 
 
 def replay_room(engine: TimedEngine) -> int:
-    """Tokens that a text may get while ticks are replayed, and before."""
+    """Tokens that a text may get while decode steps are replayed, and before."""
     program, sizes = engine.runner.program, engine.runner.sizes
-    a_tick = 1
+    per_step = 1
     if isinstance(program, RoutedProgram):
-        a_tick = len(program.cores)
+        per_step = len(program.cores)
     elif isinstance(program, ExitProgram):
-        a_tick = len(program.passes)
-    return a_tick * (TICKS + SETTLING * sizes.burst * (sizes.lag + 1)) + 2
+        per_step = len(program.passes)
+    return per_step * (DECODE_STEPS + SETTLING * sizes.burst * (sizes.lag + 1)) + 2
 
 
 def _middle(workload: Workload) -> int:
     """What a text has in front of a token, on average."""
-    tokens = sum(asked.new for asked in workload.requests)
-    seen = sum(asked.new * (len(asked.prompt) + asked.new / 2) for asked in workload.requests)
+    tokens = sum(request.new for request in workload.requests)
+    seen = sum(request.new * (len(request.prompt) + request.new / 2) for request in workload.requests)
     return max(1, round(seen / tokens))
 
 
@@ -223,7 +236,7 @@ def _submit(engine: TimedEngine, watch: _Watch) -> Callable[..., None]:
 
 def _step(engine: TimedEngine, watch: _Watch, seen: bool) -> Callable[[], None]:
     inner, seconds = engine.step, engine.stages.seconds
-    # The device's part of a step: what the host waits for, or on a CPU what it does itself when it starts a tick.
+    # The device's part of a step: what the host waits for, or on a CPU what it does itself when it starts a decode step.
     part: Stage = "waiting" if engine.runner.device.type == "cuda" else "launching"
 
     def timed() -> None:
@@ -251,3 +264,111 @@ def _fit(known: Sequence[Sequence[float]], wanted: Sequence[float]) -> list[floa
             break
         kept.pop(int(found.argmin()))
     return factors
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeasuredShape:
+    """What is measured."""
+
+    architecture: Architecture
+    plan: DepthPlan
+    relaxation: Relaxation | None
+    dtype: torch.dtype
+    device: torch.device
+
+    def plain(self) -> MeasuredShape:
+        """The plain model that is as deep as this one unrolled."""
+        architecture = self.architecture.with_layers(tuple(step.origin for step in self.plan))
+        return replace(
+            self, architecture=architecture, plan=DepthPlan.vanilla(architecture.layers), relaxation=None
+        )  # fmt: skip
+
+    def routed(self) -> MeasuredShape:
+        """The same layers with a router, whose passes of the block take rows of any depth."""
+        plan = self.plan
+        if plan.recursions < 2 or not plan.loops:
+            raise OptionError("--measure needs a looped model (cycle or middle-cycle, at least 2 recursions)")
+        if plan.routing is None or not plan.routing.method.picks_tokens:
+            plan = plan.with_routing(build_routing("expert", plan.recursions))
+        return replace(self, plan=plan)
+
+    def model(self, length: int) -> FathomForCausalLM:
+        architecture = with_context(self.architecture, length)
+        return random_model(architecture, self.plan, self.relaxation, dtype=self.dtype, device=self.device)
+
+
+def measure_plain(
+    shape: MeasuredShape, batch_sizes: Sequence[int], context: int, on_size: OnProgress | None = None
+) -> Costs:
+    """The plain model that `shape` is compared with: a whole pass by batch size, prompts and host."""
+    model = shape.plain().model(context + SPARE)
+
+    def measure(batch_size: int) -> Costs:
+        engine = _engine(model, batch_size, context)
+        costs = calibrate(engine, _requests(model, engine.runner.sizes.max_sequences, context))
+        if costs.decode_step is None:
+            return costs
+        return replace(costs, passes={"step": TimeCurve.flat(replay(engine, context))}, decode_step=None)
+
+    return _by_batch_size(measure, batch_sizes, on_size)
+
+
+def measure_loop(
+    shape: MeasuredShape,
+    batch_sizes: Sequence[int],
+    context: int,
+    on_size: OnProgress | None = None,
+    captured: bool | None = None,
+) -> Costs:
+    """A looped model: a pass of the block and a turn by batch size, prompts and host. `captured` as in `calibrate`."""
+    routed = shape.routed()
+    model, recursions = routed.model(context + SPARE), routed.plan.recursions
+    # All tokens at full depth, so that every pass has somebody to run.
+    fields = {"forced_depths": (1.0,) * recursions}
+
+    def measure(batch_size: int) -> Costs:
+        engine = _engine(model, batch_size, context, cores=recursions, **fields)
+        costs = calibrate(engine, _requests(model, engine.runner.sizes.max_sequences, context), captured)
+        if costs.decode_step is None:
+            return costs
+        short = replay(_engine(model, batch_size, context, cores=1, **fields), context)
+        core = max(0.0, replay(engine, context) - short) / (recursions - 1)
+        passes = {"core": TimeCurve.flat(core), "turn": TimeCurve.flat(max(0.0, short - core))}
+        return replace(costs, passes=passes, decode_step=None)
+
+    found = _by_batch_size(measure, batch_sizes, on_size)
+    return replace(found, passes={**found.passes, "both": found.curve("core") + found.curve("turn")})
+
+
+def _by_batch_size(measure: Callable[[int], Costs], batch_sizes: Sequence[int], on_size: OnProgress | None) -> Costs:
+    """Passes by batch size; prompts and host of the largest."""
+    found: dict[int, Costs] = {}
+    for batch_size in batch_sizes:
+        found[batch_size] = measure(batch_size)
+        if on_size is not None:
+            on_size(len(found), len(batch_sizes))
+    last = found[batch_sizes[-1]]
+    curves = {
+        kind: TimeCurve(tuple((batch_size, costs.curve(kind).at(batch_size)) for batch_size, costs in found.items()))
+        for kind in last.passes
+    }
+    return replace(last, passes=curves)
+
+
+def _engine(model: FathomForCausalLM, batch_size: int, context: int, **fields: Any) -> TimedEngine:
+    options = EngineOptions(batch_size=batch_size, max_length=context + SPARE, prefix_caching=False, **fields)
+    options = replace(options, memory=ample_memory(model, options, context + SPARE))
+    engine = TimedEngine(model, options)
+    warm_up(engine, _requests(model, engine.runner.sizes.max_sequences, context))
+    return engine
+
+
+def _requests(model: FathomForCausalLM, max_sequences: int, context: int) -> Workload:
+    """Two requests for each place of a sequence, with prompts of different lengths."""
+    prompts = sorted({max(1, context // 2), max(1, context * 3 // 4), context})
+    vocab = model.architecture.vocab
+    requests = [
+        WorkloadRequest(tuple((7 * number + at) % vocab for at in range(prompts[number % len(prompts)])), 8 + number % 9)
+        for number in range(2 * max_sequences)
+    ]
+    return Workload("calibration", 0, "together", None, tuple(requests))

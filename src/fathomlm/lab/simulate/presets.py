@@ -16,14 +16,14 @@ from importlib.resources import files
 from typing import Any, Literal
 
 from fathomlm.errors import OptionError, choices
-from fathomlm.lab.simulate.costs import NOTHING, Costs, Curve
+from fathomlm.lab.simulate.costs import NOTHING, Costs, TimeCurve
 
 Table = Literal["40gb", "16gb"]
 TABLES: tuple[Table, ...] = ("40gb", "16gb")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Times:
+class PresetTimes:
     """One row: a model on the A100."""
 
     table: Table
@@ -36,10 +36,10 @@ class Times:
     """Of the LoRA on every linear; 0 without."""
     batch: int
     """The largest that fitted."""
-    embedding: Curve
-    transformer: Curve
+    embedding: TimeCurve
+    transformer: TimeCurve
     """A pass over all layers of a plain model, over the block of another."""
-    head: Curve
+    head: TimeCurve
 
     @property
     def name(self) -> str:
@@ -48,7 +48,7 @@ class Times:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Printed:
+class PrintedRow:
     """One row of the thesis' throughput tables."""
 
     table: Table
@@ -77,15 +77,15 @@ def _data() -> dict[str, Any]:
     return found
 
 
-def all_times() -> Iterator[Times]:
+def all_times() -> Iterator[PresetTimes]:
     for table in TABLES:
         found = _data()["tables"][table]
         for row in found["times"]:
             curves = {
-                name: Curve(tuple((t["batch"], t["batch"] * t[name]) for t in row["times"]))
+                name: TimeCurve(tuple((t["batch"], t["batch"] * t[name]) for t in row["times"]))
                 for name in ("embedding", "transformer", "head")
             }
-            yield Times(
+            yield PresetTimes(
                 table=table,
                 label=found["label"],
                 model=row["model"],
@@ -96,12 +96,12 @@ def all_times() -> Iterator[Times]:
             )
 
 
-def all_printed(table: Table) -> list[Printed]:
-    names = [name for name in Printed.__slots__ if name != "table"]
-    return [Printed(table=table, **{name: row[name] for name in names}) for row in _data()["tables"][table]["results"]]
+def all_printed(table: Table) -> list[PrintedRow]:
+    names = [name for name in PrintedRow.__slots__ if name != "table"]
+    return [PrintedRow(table=table, **{name: row[name] for name in names}) for row in _data()["tables"][table]["results"]]
 
 
-def find_times(name: str) -> Times:
+def find_times(name: str) -> PresetTimes:
     """By its name, such as 40gb/gemma-2b/2 or 16gb/pythia-1b/2/64."""
     known = {times.name: times for times in all_times()}
     if name not in known:
@@ -109,19 +109,19 @@ def find_times(name: str) -> Times:
     return known[name]
 
 
-def looped_preset(name: str) -> Times:
+def looped_preset(name: str) -> PresetTimes:
     times = find_times(name)
     if times.blocks == 1:
         raise OptionError(f"preset '{name}' is a plain model, which has no depths; add its blocks, such as {name}/2")
     return times
 
 
-def plain_of(times: Times) -> Times:
+def plain_of(times: PresetTimes) -> PresetTimes:
     """The plain model that a preset is compared with."""
     return find_times(f"{times.table}/{times.model}")
 
 
-def preset_costs(times: Times, ends: bool = False) -> Costs:
+def preset_costs(times: PresetTimes, ends: bool = False) -> Costs:
     """A preset's times and its plain model's. With `ends` embedding and head count too."""
     plain = plain_of(times)
     outer = times.embedding + times.head if ends else NOTHING

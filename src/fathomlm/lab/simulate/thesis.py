@@ -24,8 +24,8 @@ from typing import Any
 
 from fathomlm.lab.simulate.costs import Costs
 from fathomlm.lab.simulate.policies import loop_device, run_depth, run_sequence, run_vanilla
-from fathomlm.lab.simulate.presets import Printed, Table, Times, all_printed, find_times, preset_costs
-from fathomlm.lab.simulate.simulation import Setting
+from fathomlm.lab.simulate.presets import PresetTimes, PrintedRow, Table, all_printed, find_times, preset_costs
+from fathomlm.lab.simulate.simulation import EngineSetup
 from fathomlm.lab.simulate.trajectories import Trajectories, draw
 
 SETS = ("slimpajama", "redpajama", "pg19")
@@ -36,14 +36,14 @@ LONGEST = 32
 BOOK = 256
 FITTED = "gemma-2b"
 """The model whose plain throughput says how long texts are."""
-Tell = Callable[[int, int], None]
+OnProgress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Again:
+class SimulatedRow:
     """One row of a table, printed and simulated."""
 
-    printed: Printed
+    printed: PrintedRow
     depths: dict[str, float]
     """By set of texts, the mean depth that was taken."""
     throughput: dict[str, float]
@@ -82,7 +82,7 @@ class ThesisTable:
     means: dict[str, float]
     """By set, the mean length over the longest that was fitted."""
     baselines: list[Baseline]
-    rows: list[Again]
+    rows: list[SimulatedRow]
 
     def error(self, column: str) -> float:
         """The mean relative difference from the printed column, delta_v or delta_seq."""
@@ -122,7 +122,7 @@ def fit_mean(printed: float, texts: int) -> float:
     return (low + high) / 2
 
 
-def thesis_table(table: Table, texts: int = 5000, on_row: Tell | None = None) -> ThesisTable:
+def thesis_table(table: Table, texts: int = 5000, on_row: OnProgress | None = None) -> ThesisTable:
     """All rows of one table. `texts` is how many SlimPajama and RedPajama have; the thesis' queue has 20,000."""
     printed = all_printed(table)
     first = next(row for row in all_printed("40gb") if row.model == FITTED and row.batching == "vanilla")
@@ -142,7 +142,7 @@ def thesis_table(table: Table, texts: int = 5000, on_row: Tell | None = None) ->
 
 def _baseline(table: Table, model: str, sets: dict[str, tuple[int, ...]]) -> Baseline:
     times = find_times(f"{table}/{model}")
-    costs, setting = _costs(times), Setting(slots=times.batch)
+    costs, setting = _costs(times), EngineSetup(max_sequences=times.batch)
     rows = {row.batching: row for row in all_printed(table) if row.model == model and row.blocks == 1}
     return Baseline(
         model=model,
@@ -153,11 +153,11 @@ def _baseline(table: Table, model: str, sets: dict[str, tuple[int, ...]]) -> Bas
     )
 
 
-def _again(row: Printed, sets: dict[str, tuple[int, ...]], baseline: Baseline) -> Again:
+def _again(row: PrintedRow, sets: dict[str, tuple[int, ...]], baseline: Baseline) -> SimulatedRow:
     times = find_times(row.name)
     depths = implied_depths(row)
     found = {name: _throughput(times, sets[name], depths[name]) for name in SETS}
-    return Again(
+    return SimulatedRow(
         printed=row,
         depths=depths,
         throughput=found,
@@ -166,7 +166,7 @@ def _again(row: Printed, sets: dict[str, tuple[int, ...]], baseline: Baseline) -
     )
 
 
-def implied_depths(row: Printed) -> dict[str, float]:
+def implied_depths(row: PrintedRow) -> dict[str, float]:
     """The mean depths at which a model's printed throughput comes out, from the table of 40 GB."""
     same = [one for one in all_printed("40gb") if _who(one) == _who(row)]
     assert len(same) == 1, f"{row.name} is in the table once"
@@ -176,12 +176,12 @@ def implied_depths(row: Printed) -> dict[str, float]:
     return found | {"pg19": _depth_of_books(times, same[0].pg19)}
 
 
-def _who(row: Printed) -> tuple[str, int, int, float | None, str]:
+def _who(row: PrintedRow) -> tuple[str, int, int, float | None, str]:
     return row.model, row.blocks, row.rank, row.coefficient, row.batching
 
 
 @lru_cache(maxsize=64)
-def _depth_of_books(times: Times, printed: float) -> float:
+def _depth_of_books(times: PresetTimes, printed: float) -> float:
     low, high = 1.0, float(times.blocks)
     for _ in range(6):
         depth = (low + high) / 2
@@ -189,9 +189,9 @@ def _depth_of_books(times: Times, printed: float) -> float:
     return (low + high) / 2
 
 
-def _throughput(times: Times, found: Iterable[int], depth: float) -> float:
+def _throughput(times: PresetTimes, found: Iterable[int], depth: float) -> float:
     texts = draw(((1, length) for length in found), parts_for(depth, times.blocks))
-    setting = Setting(slots=times.batch)
+    setting = EngineSetup(max_sequences=times.batch)
     return run_depth(texts, preset_costs(times), setting, loop_device(texts, times.batch)).tokens_per_s
 
 
@@ -200,5 +200,5 @@ def _plain(found: tuple[int, ...]) -> Trajectories:
     return draw(((1, length) for length in found), (1.0,))
 
 
-def _costs(times: Times) -> Costs:
+def _costs(times: PresetTimes) -> Costs:
     return preset_costs(times)

@@ -1,4 +1,4 @@
-"""How deep each token of many texts goes: what a simulation plays (thesis 3.5.5, "exit trajectories").
+"""How deep each token of many sequences goes: what a simulation plays (thesis 3.5.5, "exit trajectories").
 
 A file has one JSON object a line, `{"prompt": 12, "depths": [1, 2, 1]}`: how many tokens are read, and for each token that
 is made how many recursions (or parts between exits) it ran. A first line with `source` and `label` may say where they come
@@ -19,16 +19,16 @@ from fathomlm.depth.bounds import BOUNDS
 from fathomlm.errors import DataError, OptionError
 from fathomlm.jsonfile import Fields, read_lines, shown_name
 
-Source = Literal["file", "forced", "oracle", "confidence", "router"]
+TrajectorySource = Literal["file", "forced", "oracle", "confidence", "router"]
 """A file that does not say; drawn and not decided; the earliest exit that agrees with the last; where an exit was sure; a
 router's own choice."""
 LONGEST, DEEPEST = BOUNDS["context"][1], BOUNDS["unrolled_layers"][1]
-SOURCES: tuple[Source, ...] = ("file", "forced", "oracle", "confidence", "router")
+SOURCES: tuple[TrajectorySource, ...] = ("file", "forced", "oracle", "confidence", "router")
 
 
 @dataclass(frozen=True, slots=True)
 class Trajectory:
-    """One text."""
+    """One sequence."""
 
     prompt: int
     """Tokens to read, at least 1: the last of them is the first to run."""
@@ -42,40 +42,40 @@ class Trajectory:
 
 @dataclass(frozen=True, slots=True)
 class Trajectories:
-    texts: tuple[Trajectory, ...]
+    sequences: tuple[Trajectory, ...]
     deepest: int
     """How deep a token may go at most."""
-    source: Source
+    source: TrajectorySource
     label: str
     """The same in words, for tables."""
 
     def __post_init__(self) -> None:
-        assert self.texts, "there is no text"
+        assert self.sequences, "there is no sequence"
         assert self.source not in ("forced", "oracle") or self.label.startswith(self.source), "it is called what it is"
-        for text in self.texts:
-            assert text.prompt >= 1, "a text begins with a token"
-            assert text.depths, "a text has a new token"
-            assert min(text.depths) >= 1, "a token runs something"
-            assert max(text.depths) <= self.deepest, f"a token is {max(text.depths)} deep, of {self.deepest}"
+        for sequence in self.sequences:
+            assert sequence.prompt >= 1, "a sequence begins with a token"
+            assert sequence.depths, "a sequence has a new token"
+            assert min(sequence.depths) >= 1, "a token runs something"
+            assert max(sequence.depths) <= self.deepest, f"a token is {max(sequence.depths)} deep, of {self.deepest}"
 
     @property
     def tokens(self) -> int:
-        return sum(len(text.depths) for text in self.texts)
+        return sum(len(sequence.depths) for sequence in self.sequences)
 
     @property
     def mean_depth(self) -> float:
-        return sum(sum(text.depths) for text in self.texts) / self.tokens
+        return sum(sum(sequence.depths) for sequence in self.sequences) / self.tokens
 
     @property
     def longest(self) -> int:
-        return max(text.length for text in self.texts)
+        return max(sequence.length for sequence in self.sequences)
 
     @property
     def ran(self) -> tuple[float, ...]:
         """By depth, the part of all tokens that went so deep or deeper."""
         counts = [0] * (self.deepest + 1)
-        for text in self.texts:
-            for depth in text.depths:
+        for sequence in self.sequences:
+            for depth in sequence.depths:
                 counts[depth] += 1
         return tuple(sum(counts[depth:]) / self.tokens for depth in range(1, self.deepest + 1))
 
@@ -83,8 +83,8 @@ class Trajectories:
         return {
             "source": self.source,
             "label": self.label,
-            "texts": len(self.texts),
-            "prompt_tokens": sum(text.prompt for text in self.texts),
+            "sequences": len(self.sequences),
+            "prompt_tokens": sum(sequence.prompt for sequence in self.sequences),
             "tokens": self.tokens,
             "longest": self.longest,
             "deepest": self.deepest,
@@ -99,7 +99,7 @@ def draw(lengths: Iterable[tuple[int, int]], parts: Sequence[float], seed: int =
     generator = random.Random(f"depths {seed}")
     deepest = len(parts)
     steps = [after / before for before, after in pairwise(parts)]
-    texts = []
+    sequences = []
     for prompt, new in lengths:
         depths = []
         for _ in range(new):
@@ -107,9 +107,11 @@ def draw(lengths: Iterable[tuple[int, int]], parts: Sequence[float], seed: int =
             while depth < deepest and generator.random() < steps[depth - 1]:
                 depth += 1
             depths.append(depth)
-        texts.append(Trajectory(prompt, tuple(depths)))
+        sequences.append(Trajectory(prompt, tuple(depths)))
     shown = ", ".join(f"{part:.4g}" for part in parts)
-    return Trajectories(tuple(texts), deepest, "forced", f"forced: parts {shown} of all tokens run depths 1 to {deepest}")
+    return Trajectories(
+        tuple(sequences), deepest, "forced", f"forced: parts {shown} of all tokens run depths 1 to {deepest}"
+    )
 
 
 def check_parts(parts: Sequence[float]) -> None:
@@ -121,32 +123,32 @@ def check_parts(parts: Sequence[float]) -> None:
 
 def read_trajectories(path: Path, deepest: int | None = None) -> Trajectories:
     """From a file. `deepest` is how deep tokens may go, where nobody of the file does."""
-    texts: list[Trajectory] = []
+    sequences: list[Trajectory] = []
     head: dict[str, Any] = {}
     for _, found in read_lines(path, error=DataError):
-        if not texts and not head and "depths" not in found:
+        if not sequences and not head and "depths" not in found:
             head = _head(path, found)
         else:
             prompt = found.integer("prompt", at_least=1, at_most=LONGEST, default=1)
             depths = found.integers("depths", at_least=1, at_most=DEEPEST)
             if not depths:
                 raise found.wrong("depths", "integers >= 1, one for each new token")
-            texts.append(Trajectory(prompt, tuple(depths)))
-    if not texts:
-        raise DataError(f'{path} has no text; a line is {{"prompt": 12, "depths": [1, 2, 1]}}')
-    met = max(max(text.depths) for text in texts)
+            sequences.append(Trajectory(prompt, tuple(depths)))
+    if not sequences:
+        raise DataError(f'{path} has no sequence; a line is {{"prompt": 12, "depths": [1, 2, 1]}}')
+    met = max(max(sequence.depths) for sequence in sequences)
     most = max(met, head.get("deepest", 1)) if deepest is None else deepest
     if met > most:
         raise DataError(f"{path} has a token of depth {met}, but the model's tokens are at most {most} deep")
-    source: Source = head.get("source", "file")
-    return Trajectories(tuple(texts), most, source, head.get("label", f"depths from {path.name}"))
+    source: TrajectorySource = head.get("source", "file")
+    return Trajectories(tuple(sequences), most, source, head.get("label", f"depths from {path.name}"))
 
 
 def write_trajectories(path: Path, trajectories: Trajectories) -> None:
     """A file that `read_trajectories` reads."""
     t = trajectories
     head = {"source": t.source, "label": t.label, "deepest": t.deepest}
-    lines = [head, *({"prompt": text.prompt, "depths": list(text.depths)} for text in t.texts)]
+    lines = [head, *({"prompt": sequence.prompt, "depths": list(sequence.depths)} for sequence in t.sequences)]
     path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
 
 
@@ -154,7 +156,7 @@ def _head(path: Path, found: Fields) -> dict[str, Any]:
     unknown = sorted(shown_name(name) for name in found if name not in ("source", "label", "deepest"))
     if unknown or not len(found):
         raise DataError(
-            f"{found.where}: no depths, and {unknown[:8] or 'nothing'} instead; a text has 'prompt' and 'depths'"
+            f"{found.where}: no depths, and {unknown[:8] or 'nothing'} instead; a sequence has 'prompt' and 'depths'"
         )
     source, label = found.text("source", known=SOURCES, default="file"), found.text("label", default="")
     deepest = found.integer("deepest", at_least=1, at_most=DEEPEST, default=1)

@@ -11,15 +11,18 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
+from fathomlm.engine.engine import Engine
+from fathomlm.engine.programs.exits import ExitProgram
+from fathomlm.engine.programs.routed import RoutedProgram
+from fathomlm.engine.request import Result
 from fathomlm.lab.bench.measure import Timing
 from fathomlm.lab.bench.play import play, warm_up
 from fathomlm.lab.bench.timed import TimedEngine
 from fathomlm.lab.bench.workload import Workload
+from fathomlm.lab.simulate.devices import Device, ExitDevice, LoopDevice, PlainDevice
 from fathomlm.lab.simulate.measured import calibrate
-from fathomlm.lab.simulate.mirror import deepest_of, mirror
-from fathomlm.lab.simulate.outcome import Outcome
-from fathomlm.lab.simulate.simulation import Simulation
-from fathomlm.lab.simulate.trajectories import draw
+from fathomlm.lab.simulate.simulation import EngineSetup, Simulation, SimulationResult
+from fathomlm.lab.simulate.trajectories import Trajectories, Trajectory, draw
 
 ROUNDS = 5
 CALIBRATED = 0.5
@@ -27,10 +30,10 @@ CALIBRATED = 0.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Round:
-    predicted: Outcome
+class ValidationRound:
+    predicted: SimulationResult
     measured: Timing
-    ticks: int
+    decode_steps: int
     """That the engine took."""
 
     @property
@@ -40,7 +43,7 @@ class Round:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Validation:
-    rounds: tuple[Round, ...]
+    rounds: tuple[ValidationRound, ...]
     kind: str
     """The engine's program."""
     parts: tuple[float, ...]
@@ -60,9 +63,9 @@ class Validation:
         return median(one.measured.tokens_per_s or 0.0 for one in self.rounds)
 
     @property
-    def ticks(self) -> tuple[float, float]:
+    def decode_steps(self) -> tuple[float, float]:
         """Predicted and measured."""
-        return median(one.predicted.ticks for one in self.rounds), median(one.ticks for one in self.rounds)
+        return median(one.predicted.decode_steps for one in self.rounds), median(one.decode_steps for one in self.rounds)
 
     def record(self) -> dict[str, Any]:
         return {
@@ -72,10 +75,50 @@ class Validation:
             "measured_tokens_per_s": self.measured,
             "ratio": self.ratio,
             "ratios": [one.ratio for one in self.rounds],
-            "predicted_ticks": self.ticks[0],
-            "measured_ticks": self.ticks[1],
+            "predicted_decode_steps": self.decode_steps[0],
+            "measured_decode_steps": self.decode_steps[1],
             "stages": self.rounds[-1].predicted.shares,
         }
+
+
+def mirror(engine: Engine) -> tuple[Device, EngineSetup]:
+    """The simulated twin of an engine: the same program, batch size, sequences, pages, bursts and lag."""
+    runner, options = engine.runner, engine.options
+    sizes, plan, layout = runner.sizes, runner.decoder.plan, runner.layout
+    setting = EngineSetup(
+        max_sequences=sizes.max_sequences, tables=sizes.tables, pool_pages=sizes.pool_pages, page_size=options.page_size,
+        prefill_chunk=options.prefill_chunk, burst=sizes.burst, lag=sizes.lag, lookahead=sizes.lookahead,
+    )  # fmt: skip
+    program = runner.program
+    if isinstance(program, RoutedProgram):
+        own = plan.kv == "cache"
+        outer = own and len(layout.tables) > plan.recursions
+        return LoopDevice(options.batch_size, program.cores, recursions=plan.recursions, own=own, outer=outer), setting
+    if isinstance(program, ExitProgram):
+        waits = not program.copies and any(not plan.reads_kv(step) for step in program.deep)
+        shallows = program.passes.count("shallow")
+        return ExitDevice(
+            options.batch_size, mixed=program.mixed, stack=program.stack, waits=waits, shallows=shallows
+        ), setting
+    return PlainDevice(options.batch_size), setting
+
+
+def deepest_of(engine: Engine) -> int:
+    """How deep a trajectory of this engine may go: recursions of a routed model, in front of and behind an exit, or 1."""
+    kinds = {"whole": 1, "exits": 2, "routed": engine.runner.decoder.plan.recursions}
+    return kinds[engine.runner.layout.kind]
+
+
+def recorded(engine: Engine, results: list[Result], label: str) -> Trajectories:
+    """What an engine did, to be simulated: exits' depths become 1 and 2."""
+    kind, plan = engine.runner.layout.kind, engine.runner.decoder.plan
+    sequences = []
+    for result in results:
+        depths = result.depths or (1,) * len(result.tokens)
+        if kind == "exits":
+            depths = tuple(1 if depth < plan.unrolled_layers else 2 for depth in depths)
+        sequences.append(Trajectory(len(result.prompt_tokens), depths))
+    return Trajectories(tuple(sequences), deepest_of(engine), "file", label)
 
 
 def forced_parts(engine: TimedEngine) -> tuple[float, ...]:
@@ -104,12 +147,12 @@ def validate(
     return Validation(rounds=tuple(found), kind=engine.runner.layout.kind, parts=parts)
 
 
-def _round(engine: TimedEngine, workload: Workload, parts: Sequence[float], seed: int) -> Round:
+def _round(engine: TimedEngine, workload: Workload, parts: Sequence[float], seed: int) -> ValidationRound:
     count = max(int(CALIBRATED * len(workload.requests)), 2 * engine.runner.sizes.max_sequences)
-    longest = max(asked.new for asked in workload.requests)
+    longest = max(request.new for request in workload.requests)
     costs = calibrate(engine, workload.shortened(count, longest))
     device, setting = mirror(engine)
-    lengths = [(len(asked.prompt), asked.new) for asked in workload.requests]
+    lengths = [(len(request.prompt), request.new) for request in workload.requests]
     trajectories = draw(lengths, parts, seed)
     deepest = deepest_of(engine)
     assert trajectories.deepest <= deepest, "no deeper than the engine's"
@@ -117,6 +160,6 @@ def _round(engine: TimedEngine, workload: Workload, parts: Sequence[float], seed
     played = play(engine, workload)
     if played.interrupted:
         raise KeyboardInterrupt
-    ticks = engine.totals.decode_steps
+    decode_steps = engine.totals.decode_steps
     engine.forget()
-    return Round(predicted=predicted, measured=Timing.of(played), ticks=ticks)
+    return ValidationRound(predicted=predicted, measured=Timing.of(played), decode_steps=decode_steps)

@@ -1,5 +1,6 @@
-"""The simulated device is the engine's, tick by tick: given how deep the engine's tokens went, it takes as many ticks and
-fills as many rows of every kind of pass."""
+"""The simulated device is the engine's, decode step by decode step: given how deep the engine's tokens went, it takes as
+many decode steps and fills as many rows of every kind of pass.
+"""
 
 from __future__ import annotations
 
@@ -13,14 +14,16 @@ from fathomlm.decode.exiting import Exiting
 from fathomlm.decode.sampling import Sampling
 from fathomlm.engine.request import Request
 from fathomlm.lab.bench.timed import TimedEngine
-from fathomlm.lab.simulate.costs import Costs, Curve
-from fathomlm.lab.simulate.mirror import mirror, recorded
+from fathomlm.lab.simulate.costs import Costs, TimeCurve
 from fathomlm.lab.simulate.simulation import Simulation
+from fathomlm.lab.simulate.validate import mirror, recorded
 from model.route.small import model_of, routed
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 SMALL: dict[str, Any] = {"page_size": 4, "batch_size": 3, "prefill_chunk": 5, "max_length": 48, "memory": 10**6}
-FREE = Costs(name="no time", passes={kind: Curve.flat(1.0) for kind in ("step", "core", "turn", "both", "shallow", "deep")})
+FREE = Costs(
+    name="no time", passes={kind: TimeCurve.flat(1.0) for kind in ("step", "core", "turn", "both", "shallow", "deep")}
+)
 
 
 def exits(name: str, mode: str = "parallel", **options: Any) -> tuple[Any, Exiting, dict[str, Any]]:
@@ -57,7 +60,7 @@ def requests(vocab: int) -> list[Request]:
 
 @pytest.mark.parametrize("pace", [{}, {"burst": 3, "lag": 1}], ids=["at once", "host behind"])
 @pytest.mark.parametrize("case", CASES)
-def test_as_many_ticks_and_rows_as_the_engine(case: str, pace: dict[str, int]) -> None:
+def test_as_many_decode_steps_and_rows_as_the_engine(case: str, pace: dict[str, int]) -> None:
     model, setting, options = CASES[case]()
     engine = TimedEngine(model, exiting=setting, prefix_caching=False, **(SMALL | options | pace))
     results = engine.run(requests(model.architecture.vocab))
@@ -66,9 +69,9 @@ def test_as_many_ticks_and_rows_as_the_engine(case: str, pace: dict[str, int]) -
     device, sizes = mirror(engine)
     simulation = Simulation(device, sizes, FREE, recorded(engine, results, "what the engine did"))
     outcome = simulation.run()
-    assert (outcome.ticks, outcome.tokens) == (ran, engine.totals.tokens)
+    assert (outcome.decode_steps, outcome.tokens) == (ran, engine.totals.tokens)
     assert outcome.preemptions == engine.counters().preemptions
-    while engine.busy:  # ticks that were started before the last token was heard of
+    while engine.busy:  # decode steps that were started before the last token was heard of
         engine.step()
     if not pace:
         assert outcome.filled == dict(engine.passes.filled)
