@@ -46,7 +46,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(floor, "PROBE_BYTES", {"cpu": 2**20})
     monkeypatch.setattr(kernels, "COLD_BYTES", 1e5)
     monkeypatch.setattr(kernels, "SECONDS", 0.0)
-    monkeypatch.setattr(play, "TOLD_EVERY", 0.0)
+    monkeypatch.setattr(play, "REPORT_SECONDS", 0.0)
 
 
 @pytest.fixture
@@ -59,7 +59,7 @@ def short(monkeypatch: pytest.MonkeyPatch) -> None:
         old = workload.WORKLOADS[name]
         spread = new / 4 if old.deviation else 0.0
         monkeypatch.setitem(
-            workload.WORKLOADS, name, workload.Shape(prompt=prompt, new=new, deviation=spread, requests=old.requests)
+            workload.WORKLOADS, name, workload.WorkloadShape(prompt=prompt, new=new, deviation=spread, requests=old.requests)
         )
 
 
@@ -172,7 +172,11 @@ def test_latency_is_one_text_at_a_time(bench: Callable[..., str]) -> None:
     record = json.loads(bench("latency", *words, "--json"))
     ours = record["ours"]
     check_measured(ours)
-    assert (ours["work"]["rows"], ours["work"]["slots"], record["workload"]["arrivals"]) == (1, 1, "one by one")
+    assert (ours["work"]["batch_size"], ours["work"]["max_sequences"], record["workload"]["arrivals"]) == (
+        1,
+        1,
+        "one by one",
+    )
     latency, gaps = ours["latency"], ours["timing"]["inter_token_ms"]
     assert set(latency) == {
         "ms_per_token", "ms_per_token_p50", "ms_per_token_p99", "floor_ms_per_token", "floor_share",
@@ -240,7 +244,7 @@ def test_ctrl_c_ends_with_what_was_measured(bench: Callable[..., str], monkeypat
 def test_ctrl_c_between_kernels(bench: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
     timed = iter((1.0, 2.0))
 
-    def time_case(case: kernels.Case, device: Any) -> float:
+    def time_case(case: kernels.KernelCase, device: Any) -> float:
         for seconds in timed:
             return seconds
         raise KeyboardInterrupt
@@ -294,7 +298,7 @@ BAD: list[tuple[tuple[str, ...], str]] = [
         "--threshold must be from 0 (always leave) to 1 (never), got 2",
     ),
     (("throughput", "--depth", "confidence", "--exit-rate", "0.5"), "--exit-rate does not go with --depth confidence"),
-    (("throughput", "--slots", "5", "--rows", "2"), "slots are rows"),
+    (("throughput", "--slots", "5", "--rows", "2"), "max_sequences must be batch_size"),
     (("throughput", "--router-alpha", "1"), "--router-alpha goes with --router"),
     (("throughput", "--resize"), "--resize goes with --sharing or --recursions"),
     (("throughput", "--recursions", "3"), "3 recursions do not divide 4 layers"),

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 PRESET = ("--preset", "40gb/gemma-2b/2")
 DEPTHS = ("--depths", "1,0.2", "--requests", "50")
 OUTCOME = {
-    "tokens", "seconds", "tokens_per_s", "decode_steps", "rows", "slots", "batch_filled", "batch_filled_by_pass", "stages",
+    "tokens", "seconds", "tokens_per_s", "decode_steps", "batch_size", "max_sequences", "batch_filled", "batch_filled_by_pass", "stages",
     "preemptions",
 }  # fmt: skip
 """The form that scripts rely on: what is here may grow, and nothing may go."""
@@ -43,10 +43,10 @@ def record(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
 def test_a_preset_with_drawn_depths(capsys: Any, tmp_path: Path) -> None:
     found = record(capsys, *PRESET, *DEPTHS)
     assert all(set(found[way]) >= OUTCOME for way in ("vanilla", "sequence", "depth"))
-    assert found["texts"]["source"] == "forced"
-    assert found["texts"]["label"].startswith("forced")
-    assert found["texts"]["mean_depth"] == pytest.approx(1.2, abs=0.02)
-    assert (found["vanilla"]["rows"], found["depth"]["rows"], found["fill"]) == (43, 43, "free")
+    assert found["sequences"]["source"] == "forced"
+    assert found["sequences"]["label"].startswith("forced")
+    assert found["sequences"]["mean_depth"] == pytest.approx(1.2, abs=0.02)
+    assert (found["vanilla"]["batch_size"], found["depth"]["batch_size"], found["fill"]) == (43, 43, "free")
     assert found["delta_v"] > found["delta_seq"] > 1
     assert found == record(capsys, "throughput", *PRESET, *DEPTHS)  # the kind that nobody has to type
     assert main(["simulate", *PRESET, *DEPTHS, "--out", str(tmp_path / "out")]) == 0
@@ -68,12 +68,12 @@ def test_policies_change_the_figures(capsys: Any) -> None:
     padded = record(capsys, *PRESET, *DEPTHS, "--waiting", "pad")
     assert padded["vanilla"]["tokens_per_s"] < plain["vanilla"]["tokens_per_s"]
     few = record(capsys, *PRESET, *DEPTHS, "--rows", "8", "--plain-rows", "4")
-    assert (few["depth"]["rows"], few["vanilla"]["rows"]) == (8, 4)
+    assert (few["depth"]["batch_size"], few["vanilla"]["batch_size"]) == (8, 4)
 
 
 def test_a_memory_limits_rows(capsys: Any) -> None:
     found = record(capsys, *PRESET, *DEPTHS, "--memory", "5.2GB")
-    assert found["vanilla"]["rows"] < found["depth"]["rows"] <= 43  # fewer unique layers leave more room
+    assert found["vanilla"]["batch_size"] < found["depth"]["batch_size"] <= 43  # fewer unique layers leave more room
     assert found["memory"] == 5.2e9
     assert "40gb" in found["preset"]
 
@@ -83,10 +83,10 @@ def test_a_table_and_a_file_of_depths(capsys: Any, tmp_path: Path) -> None:
     times.write_text(json.dumps({"name": "mine", "block": {"1": 1.0}, "plain": {"1": 3.0}}))
     depths.write_text('{"prompt": 3, "depths": [1, 1, 2, 1]}\n{"depths": [2, 1]}\n')
     found = record(capsys, "--costs", str(times), "--trajectories", str(depths), "--rows", "2")
-    assert (found["costs"], found["texts"]["texts"], found["texts"]["deepest"]) == ("mine", 2, 2)
+    assert (found["costs"], found["sequences"]["sequences"], found["sequences"]["deepest"]) == ("mine", 2, 2)
     assert found["vanilla"]["seconds"] == pytest.approx(4 * 3e-3)
     assert found["depth"]["seconds"] == pytest.approx(5 * 1e-3)
-    assert found["between_rows"] == "linear interpolation"
+    assert found["between_batch_sizes"] == "linear interpolation"
 
 
 @pytest.mark.parametrize("how", ["oracle", "confidence"])
@@ -94,11 +94,11 @@ def test_text_through_a_model(how: str, capsys: Any, tmp_path: Path, tiny_model_
     saved = tmp_path / "saved.jsonl"
     words = (str(tiny_model_dir), "--data", str(text), "--texts", "3", "--tokens", "24", "--exit", how, "--threshold", "0.2")
     found = record(capsys, *words, *PRESET, "--save", str(saved))
-    assert (found["texts"]["source"], found["texts"]["texts"], found["texts"]["tokens"]) == (how, 3, 72)
-    assert found["texts"]["label"].startswith(how)
+    assert (found["sequences"]["source"], found["sequences"]["sequences"], found["sequences"]["tokens"]) == (how, 3, 72)
+    assert found["sequences"]["label"].startswith(how)
     assert any("oracle" in note for note in found["notes"]) == (how == "oracle")
     again = record(capsys, "--trajectories", str(saved), *PRESET)
-    assert again["texts"] == found["texts"]
+    assert again["sequences"] == found["sequences"]
     assert again["depth"] == found["depth"]
 
 
@@ -106,7 +106,7 @@ def test_times_measured_here(capsys: Any, tiny_model_dir: Path) -> None:
     words = (str(tiny_model_dir), "--measure", "--depths", "1,0.5", "--requests", "6", "--workload", "64-256")
     found = record(capsys, *words, "--rows", "2", "--context", "8")
     assert found["costs"] == "measured here (cpu)"
-    assert found["depth"]["slots"] == 4
+    assert found["depth"]["max_sequences"] == 4
     assert {"core", "turn"} <= set(found["depth"]["stages"])
     assert found["depth"]["tokens"] == 6 * 256
 
@@ -138,7 +138,7 @@ def test_predicted_against_measured(capsys: Any, tiny_model_dir: Path, monkeypat
     found = record(capsys, *few, "--exit-rate", "0.5", "--exit-layer", "2")
     assert found["predicted_decode_steps"] == pytest.approx(found["measured_decode_steps"], rel=0.15)
     assert found["depth"].startswith("forced")
-    assert (found["program"], found["rows"], found["slots"]) == ("exits", 3, 6)
+    assert (found["program"], found["batch_size"], found["max_sequences"]) == ("exits", 3, 6)
     assert found["ratio"] > 0
     # On a clock as coarse as this machine's moods, any two figures are this close, and none as close as that.
     assert main(["simulate", *few, "--within", "100"]) == 0
@@ -160,7 +160,7 @@ def test_mistakes_are_one_line(tmp_path: Path, mistake: Any, tiny_model_dir: Pat
     assert "--ends goes with --preset" in mistake("--costs", "x", *DEPTHS, "--ends")
     assert "--memory needs a MODEL" in mistake("--costs", "x", *DEPTHS, "--memory", "1GB")
     assert "takes a size such as" in mistake(*PRESET, *DEPTHS, "--memory", "lots")
-    assert "holds no text" in mistake(*PRESET, *DEPTHS, "--memory", "1GB")
+    assert "holds no sequence" in mistake(*PRESET, *DEPTHS, "--memory", "1GB")
     assert "--rows must be >= 1" in mistake(*PRESET, *DEPTHS, "--rows", "0")
     assert "cannot read times" in mistake("--costs", str(tmp_path / "none.json"), *DEPTHS)
     assert "--requests goes with --depths" in mistake(*PRESET, "--trajectories", "x", "--requests", "3")

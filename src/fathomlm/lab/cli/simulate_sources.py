@@ -155,7 +155,7 @@ def _through_model(args: argparse.Namespace) -> SimulationSource:
     places = find(args.data)
     model = load_model(args)
     tokens = row_length(model, args.tokens, most=TOKENS)
-    rows = read_rows(places, model, context=tokens, rows=args.sequences, column=args.column)
+    rows = read_rows(places, model, context=tokens, rows=args.texts, column=args.column)
     leaving: Leaving = args.exit or ("router" if model.plan.routing is not None else "oracle")
     with layer_bar("prefill", unit="texts") as tell:
         found = collect(

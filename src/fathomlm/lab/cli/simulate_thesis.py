@@ -33,8 +33,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    if args.sequences < 1:
-        raise OptionError(f"--texts must be >= 1, got {args.sequences}")
+    if args.texts < 1:
+        raise OptionError(f"--texts must be >= 1, got {args.texts}")
     if args.out is not None and not args.out.absolute().parent.is_dir():
         raise OptionError(f"cannot write {args.out}: {args.out.parent} is no directory")
     from fathomlm.lab.simulate.thesis import thesis_table
@@ -42,7 +42,7 @@ def run(args: argparse.Namespace) -> int:
     tables = []
     for name in dict.fromkeys(args.table or TABLES):
         with layer_bar(name, unit="rows") as tell:
-            tables.append(thesis_table(name, args.sequences, tell))
+            tables.append(thesis_table(name, args.texts, tell))
     record = {"kind": "simulated thesis", "tables": [_record(table) for table in tables]}
     if args.out is not None:
         args.out.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
