@@ -16,7 +16,8 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 PRESET = ("--preset", "40gb/gemma-2b/2")
 DEPTHS = ("--depths", "1,0.2", "--requests", "50")
 OUTCOME = {
-    "tokens", "seconds", "tokens_per_s", "decode_steps", "batch_size", "max_sequences", "batch_filled", "batch_filled_by_pass", "stages",
+    "tokens", "seconds", "tokens_per_s", "decode_steps", "batch_size", "max_sequences",
+    "batch_filled", "batch_filled_by_pass", "stages",
     "preemptions",
 }  # fmt: skip
 """The form that scripts rely on: what is here may grow, and nothing may go."""

@@ -169,7 +169,7 @@ class _Simulated:
         return {
             "kind": "simulation",
             "version": __version__,
-            "texts": self.sequences.record(),
+            "sequences": self.sequences.record(),
             "costs": self.costs.name,
             "between_batch_sizes": "linear interpolation",
             "fill": self._fill(),
