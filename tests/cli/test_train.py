@@ -146,7 +146,10 @@ def test_a_dry_run_trains_nothing(recipe, capsys, mistake, tmp_path):
         (["RECIPE", "--print-confg"], "unknown option '--print-confg' (did you mean '--print-config'?)"),
         (["RECIPE", "--resum"], "unknown option '--resum' (did you mean '--resume'?)"),
         (["RECIPE", "--optimizer.lr", "fast"], "recipe: optimizer.lr must be a number, got fast"),
-        (["RECIPE", "--budget.tokens", "2M"], "budget needs one of tokens, steps, epochs and flops, got tokens and steps"),
+        (
+            ["RECIPE", "--budget.tokens", "2M"],
+            "budget requires one of tokens, steps, epochs and flops, got tokens",
+        ),
         (["RECIPE", "more"], "cannot read 'more'; fields of the recipe are changed with --section.field value"),
         (
             ["RECIPE", "--data.path", "gone"],
@@ -160,7 +163,7 @@ def test_a_dry_run_trains_nothing(recipe, capsys, mistake, tmp_path):
         (["RECIPE", "--model.init", "average"], "model.init says what a tied model starts from"),
         (["RECIPE", "--loss.exits.at", "[9]"], "an exit goes after one of the steps 1 to 3 of 4, got 9"),
         (["RECIPE", "--loss.layerwise.shallow", "4"], "the shallow model must have 1 to 3 of the 4 layers, got 4"),
-        (["RECIPE", "--train", "relaxation"], "train: relaxation needs model.relax"),
+        (["RECIPE", "--train", "relaxation"], "train: relaxation requires model.relax"),
         (["RECIPE", "--schedule.warmup", "9"], "a warm-up of 9 and a cool-down of 0 steps do not fit into 6"),
         (["RECIPE", "--branch_from", "gone"], "is no training checkpoint"),
         (["RECIPE", "--device", "tpu"], "tpu"),

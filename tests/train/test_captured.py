@@ -12,7 +12,7 @@ from fathomlm.errors import OptionError
 from fathomlm.train.captured import WARM_UPS, CapturedPass
 from fathomlm.train.data.loader import Batch
 from fathomlm.train.recipe import ModelRecipe, Recipe
-from fathomlm.train.recipe_checks import check
+from fathomlm.train.recipe_checks import check_recipe
 
 Results = tuple[Tensor, Tensor]
 
@@ -102,6 +102,6 @@ def test_what_cannot_be_recorded_is_refused(recompute: str) -> None:
     from fathomlm.train.recipe import BatchRecipe, BudgetRecipe
 
     parts = {"model": ModelRecipe(shape="smollm-135m"), "budget": BudgetRecipe(steps=1), "batch": BatchRecipe(sequences=1)}
-    check(Recipe(capture=True, recompute="inner", **parts))
-    with pytest.raises(OptionError, match=f"recompute none or inner, got {recompute}"):
-        check(Recipe(capture=True, recompute=recompute, **parts))  # type: ignore[arg-type]
+    check_recipe(Recipe(capture=True, recompute="inner", **parts))
+    with pytest.raises(OptionError, match=f"capture cannot be combined with recompute: {recompute}"):
+        check_recipe(Recipe(capture=True, recompute=recompute, **parts))  # type: ignore[arg-type]

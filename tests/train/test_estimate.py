@@ -265,9 +265,9 @@ def test_the_peak_is_the_recipes_or_the_data_sheets():
     with pytest.raises(OptionError, match="did you mean 'h200'"):
         peak_tflops(HardwareRecipe(gpu="h201"))
     with pytest.raises(OptionError, match=r"hardware\.count"):
-        peak_tflops(HardwareRecipe(count=0))
+        small(hardware={"count": 0})
     with pytest.raises(OptionError, match=r"hardware\.peak_tflops"):
-        peak_tflops(HardwareRecipe(peak_tflops=-1.0))
+        small(hardware={"peak_tflops": -1.0})
     assert all(device.peak > (device.sustained or 0) for device in ACCELERATORS.values())
 
 

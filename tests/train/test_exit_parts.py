@@ -446,10 +446,10 @@ def test_a_checkpoint_from_before_these_fields_goes_on(recipe: Callable[..., Any
     [
         (
             {"train": "exits"},
-            "train: exits needs something that exits add: loss.exits.adapter_rank, layer, head_rank or classifier",
+            "train: exits requires something that exits add: loss.exits.adapter_rank, layer, head_rank or classifier",
         ),
-        ({"train": "exits", "loss": {"exits": {"at": [2]}}}, "train: exits needs something that exits add"),
-        ({"train": "exit_heads", "loss": {"exits": {"adapter_rank": 2}}}, "train: exit_heads needs loss.exits.head_rank"),
+        ({"train": "exits", "loss": {"exits": {"at": [2]}}}, "train: exits requires something that exits add"),
+        ({"train": "exit_heads", "loss": {"exits": {"adapter_rank": 2}}}, "train: exit_heads requires loss.exits.head_rank"),
         ({"loss": {"exits": {"adapter_rank": -1}}}, "loss.exits.adapter_rank must be >= 0, got -1"),
         ({"loss": {"exits": {"classifier": "yes please"}}}, "recipe: loss.exits.classifier must be"),
     ],

@@ -12,8 +12,8 @@ import torch
 from fathomlm.depth import Routing, build_routing
 from fathomlm.model.route import RoutingTrace
 from fathomlm.model.route.trace import Decision
-from fathomlm.train.losses.routing import routing_names, routing_parts
-from fathomlm.train.routing_recipe import STAIRS, RoutingLossRecipe, openness
+from fathomlm.train.losses.routing import STAIRS, openness, routing_names, routing_parts
+from fathomlm.train.recipe import RoutingLossRecipe
 
 B, T = 4, 11
 EXPERTS = {

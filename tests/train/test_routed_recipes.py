@@ -65,8 +65,12 @@ def with_router(name: str, **changes: Any) -> Recipe:
     [
         ({"router": {}}, {}, r"model\.router .* needs model\.recursions of 2 or more"),
         ({**EXPERT, "recursions": 1}, {}, r"model\.recursions of 2 or more"),
-        (EXPERT, {"loss": {"exits": {}}}, r"one output: loss\.exits and loss\.layerwise do not go with model\.router"),
-        (EXPERT, {"loss": {"layerwise": {"shallow": 2}}}, r"do not go with model\.router"),
+        (
+            EXPERT,
+            {"loss": {"exits": {}}},
+            r"loss\.exits and loss\.layerwise cannot be combined with model\.router",
+        ),
+        (EXPERT, {"loss": {"layerwise": {"shallow": 2}}}, r"cannot be combined with model\.router"),
         ({**EXPERT, "router": {"knid": "token"}}, {}, r"field in model\.router 'knid' \(did you mean 'kind'\?\)"),
         ({**EXPERT, "router": {"kind": "expret"}}, {}, r"unknown router 'expret' \(did you mean 'expert'\?\)"),
         ({**EXPERT, "router": "expert"}, {}, r"model\.router is a section with fields of its own, got 'expert'"),

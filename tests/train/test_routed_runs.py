@@ -19,9 +19,8 @@ from fathomlm.model.hub import FathomForCausalLM
 from fathomlm.model.route import DepthControl
 from fathomlm.train.data.prepare import PrepareOptions, prepare
 from fathomlm.train.reading import build_recipe
-from fathomlm.train.recipe import BatchRecipe
+from fathomlm.train.recipe import BatchRecipe, RoutingLossRecipe
 from fathomlm.train.report import SilentWatcher, read_records
-from fathomlm.train.routing_recipe import RoutingLossRecipe
 from fathomlm.train.run import Run, World, train
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -18,9 +18,8 @@ from fathomlm.train.losses.head import IGNORE
 from fathomlm.train.losses.routing import routing_names
 from fathomlm.train.objective import Objective
 from fathomlm.train.optim import build_optimizer, choose_trained, parameter_groups, set_rate
-from fathomlm.train.recipe import BatchRecipe, LossRecipe, OptimizerRecipe
+from fathomlm.train.recipe import BatchRecipe, LossRecipe, OptimizerRecipe, RoutingLossRecipe
 from fathomlm.train.report import SilentWatcher
-from fathomlm.train.routing_recipe import RoutingLossRecipe
 from fathomlm.train.run import Run, World
 from fathomlm.train.state import TrainingProgress
 from model.route.small import KV, model_of, padded, routed, some_tokens

@@ -9,6 +9,7 @@ import pytest
 from fathomlm.depth import Architecture, DepthPlan
 from fathomlm.depth.cost import count
 from fathomlm.errors import OptionError
+from fathomlm.options import check
 from fathomlm.train.flops import forward_flops_per_token
 from fathomlm.train.recipe import BatchRecipe, BudgetRecipe, DataRecipe, Recipe, parse_amount
 from fathomlm.train.schedule import micro_batch_size, plan_steps, row_length, rows_per_step
@@ -58,7 +59,7 @@ def test_a_batch_in_tokens():
     with pytest.raises(OptionError, match=r"batch\.tokens must be a multiple of the row length 64, got 100"):
         steps(steps=1, batch={"tokens": 100})
     with pytest.raises(OptionError, match=r"batch\.sequences must be >= 1, got 0"):
-        steps(steps=1, batch={"sequences": 0})
+        check(Recipe(batch=BatchRecipe(sequences=0)))
 
 
 def test_pairs_are_counted_at_their_longest():

@@ -7,6 +7,7 @@ import math
 import pytest
 
 from fathomlm.errors import OptionError
+from fathomlm.options import check
 from fathomlm.train.recipe import ScheduleRecipe
 from fathomlm.train.schedule import LearningRate
 
@@ -62,13 +63,18 @@ def test_every_step_learns_and_none_too_fast(kind, total):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"warmup": -1}, "schedule.warmup must not be negative, got -1"),
-        ({"kind": "trapezoid", "cooldown": -0.2}, "schedule.cooldown must not be negative"),
-        ({"floor": 1.5}, "schedule.floor is a part of the highest rate, from 0 to 1, got 1.5"),
+        ({"warmup": -1}, "schedule.warmup must be >= 0, got -1"),
+        ({"kind": "trapezoid", "cooldown": -0.2}, "schedule.cooldown must be >= 0"),
+        ({"floor": 1.5}, "schedule.floor must be between 0 and 1, got 1.5"),
         ({"kind": "trapezoid", "warmup": 6, "cooldown": 5}, "a warm-up of 6 and a cool-down of 5 steps do not fit into 10"),
         ({"warmup": 11}, "do not fit into 10"),
     ],
 )
 def test_mistakes(fields, message):
+    def rate() -> LearningRate:
+        schedule = ScheduleRecipe(**fields)
+        check(schedule, "schedule.")
+        return LearningRate.of(schedule, 10)
+
     with pytest.raises(OptionError, match=message):
-        LearningRate.of(ScheduleRecipe(**fields), 10)
+        rate()

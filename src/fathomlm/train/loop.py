@@ -28,9 +28,8 @@ from fathomlm.train.distributed import World, accumulating, whole
 from fathomlm.train.hardware import Rates
 from fathomlm.train.objective import Objective
 from fathomlm.train.optim import set_rate
-from fathomlm.train.recipe import Recipe
+from fathomlm.train.recipe import Recipe, RoutingLossRecipe
 from fathomlm.train.report import Record
-from fathomlm.train.routing_recipe import RoutingLossRecipe
 from fathomlm.train.schedule import LearningRate, row_length
 from fathomlm.train.setup import AnyLoader
 from fathomlm.train.state import TrainingProgress

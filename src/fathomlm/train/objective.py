@@ -23,9 +23,8 @@ from fathomlm.train.losses.agreement import agreement_loss
 from fathomlm.train.losses.exits import exit_depths, exit_steps, exit_weights
 from fathomlm.train.losses.head import HeadParts, HeadTerms, Teacher, head_loss
 from fathomlm.train.losses.layerwise import candidates, layerwise_loss
-from fathomlm.train.losses.routing import routing_names, routing_parts
-from fathomlm.train.recipe import LossRecipe
-from fathomlm.train.routing_recipe import RoutingLossRecipe, openness, smooth_openness
+from fathomlm.train.losses.routing import openness, routing_names, routing_parts, smooth_openness
+from fathomlm.train.recipe import LossRecipe, RoutingLossRecipe
 from fathomlm.train.seq2seq import encode
 
 

@@ -21,7 +21,7 @@ import yaml
 
 from fathomlm.errors import OptionError, choices
 from fathomlm.train.recipe import Recipe
-from fathomlm.train.recipe_checks import check
+from fathomlm.train.recipe_checks import check_recipe
 
 
 def read_recipe(path: str | Path | None, overrides: Sequence[str] = ()) -> Recipe:
@@ -41,7 +41,7 @@ def build_recipe(values: dict[str, Any], overrides: Sequence[str] = ()) -> Recip
     except (argparse.ArgumentError, TypeError, ValueError) as error:
         raise OptionError(f"recipe: {_short(str(error))}") from error
     assert isinstance(recipe, Recipe)
-    check(recipe)
+    check_recipe(recipe)
     return recipe
 
 

@@ -9,13 +9,65 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from fathomlm.depth import Routing, build_routing
+from fathomlm.depth.routing import Network, Sampling, Score, Update, Weighting
 from fathomlm.errors import OptionError
-from fathomlm.train.encoder_recipe import EncoderRecipe
-from fathomlm.train.routing_recipe import RouterRecipe, RoutingLossRecipe
+from fathomlm.options import option
 
 Divergence = Literal["forward_kl", "reverse_kl", "jensen_shannon", "total_variation"]
 Amount = int | float | str
 """A count, plain or with a letter: 500, 2e6, 15B."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RouterRecipe:
+    """The router; what is left out is the thesis' choice for its kind."""
+
+    kind: str = "expert"
+    """Recursions pick tokens (expert), or tokens their depth (token)."""
+    score: Score | None = None
+    """expert: sigmoid, tanh, identity (sigmoid); token: softmax, sigmoid (softmax)."""
+    network: Network | None = None
+    """linear, mlp, or wide: an mlp four times as wide as the model (linear)."""
+    alpha: float | None = None
+    """Multiplies the score to give the weight of a recursion's output (expert 0.1, or 1 with identity; token 1)."""
+    capacity: list[float] | None = None
+    """expert: the part of the tokens that each recursion keeps ((N - i)/N)."""
+    sampling: Sampling | None = None
+    """expert: what decides at inference: aux_loss teaches the router itself, aux_router a second one (aux_loss)."""
+    balancing: Literal["loss", "loss_free"] | None = None
+    """token: a loss, or a bias that is moved (loss)."""
+    weighting: Weighting | None = None
+    """token: every recursion's output is weighted, or the last one's only (every)."""
+    update: Update | None = None
+    """expert: add, x + g f(x), or interpolate, x + g (f(x) - x) (add)."""
+    random: bool = False
+    """The control: depth is drawn, by token and position; expert keeps the same parts on average, token uses all depths
+    alike."""
+
+    def build(self, recursions: int) -> Routing:
+        return build_routing(
+            self.kind,
+            recursions,
+            score=self.score,
+            network=self.network,
+            alpha=self.alpha,
+            capacity=self.capacity,
+            sampling=self.sampling,
+            balancing=self.balancing,
+            weighting=self.weighting,
+            update=self.update,
+            random=self.random,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class EncoderRecipe:
+    layers: int | None = option(None, ge=1)
+    """Layers of a fresh model's encoder (as many as the decoder has); its other sizes are the decoder's."""
+    dropout: float = option(0.0, ge=0, lt=1)
+    """The encoder's dropout while it trains, whatever its checkpoint says; the decoder has none. Above 0 a run depends on
+    how its batches are split."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +85,7 @@ class ModelRecipe:
     """Of an encoder-decoder model: how its encoder trains, and how deep a fresh one is."""
     sharing: str | None = None
     """How layers are shared: cycle, sequence, cycle-rev, middle-cycle, ... (cycle)."""
-    recursions: int = 1
+    recursions: int = option(1, ge=1)
     """How often the shared block runs; 1 leaves the model plain, or as `source` has it."""
     resize: Literal["add", "drop"] | None = None
     """Change the unrolled depth where the recursions do not divide it."""
@@ -58,7 +110,7 @@ class ModelRecipe:
     """Keys and values: every recursion's own, the first one's, or those with its own over them (cache)."""
     kv_sharing: str | None = None
     """kv: share without recursions: which layers read the same entries, cycle, sequence, ..."""
-    kv_loops: int = 1
+    kv_loops: int = option(1, ge=1)
     """kv: share without recursions: how many layers read the same entries."""
     init_std: float = 0.02
     """Standard deviation of fresh weights."""
@@ -84,15 +136,15 @@ class DataRecipe:
     """pairs: put in front of every source, such as "summarize: "."""
     max_tokens: Amount | None = None
     """Prepare no more than about this many training tokens."""
-    validation_fraction: float | None = None
+    validation_fraction: float | None = option(None, ge=0, lt=1)
     """The part of the documents kept for validation (0.01)."""
-    context: int = 2048
+    context: int = option(2048, ge=1)
     """Tokens in a training row."""
     document_mask: bool = False
     """Hide the documents packed into one row from each other."""
-    source_length: int = 512
+    source_length: int = option(512, ge=1)
     """pairs: the longest source, in tokens."""
-    target_length: int = 128
+    target_length: int = option(128, ge=1)
     """pairs: the longest target, in tokens."""
     verify: bool | Literal["off", "sample", "full"] = "sample"
     """What is compared with the corpus's checksums before training: random blocks of 64 MiB in all (`sample`), everything
@@ -116,35 +168,35 @@ class BatchRecipe:
 
     tokens: Amount | None = None
     """Tokens in one optimizer step, over all ranks; rounded to whole rows."""
-    sequences: int | None = None
+    sequences: int | None = option(None, ge=1)
     """The same in rows."""
-    micro: int = 8
+    micro: int = option(8, ge=1)
     """Rows that one forward pass of one rank takes."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerRecipe:
     kind: Literal["adamw", "adafactor"] = "adamw"
-    lr: float = 3e-4
+    lr: float = option(3e-4, gt=0)
     """The highest learning rate."""
-    betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
-    eps: float = 1e-8
-    weight_decay: float = 0.1
+    betas: list[float] = option([0.9, 0.95], ge=0, lt=1)
+    eps: float = option(1e-8, ge=0)
+    weight_decay: float = option(0.1, ge=0)
     """On matrices; norms, biases and other vectors are left out."""
-    clip: float = 1.0
+    clip: float = option(1.0, ge=0)
     """The largest gradient norm; 0 does not clip."""
-    nonfinite_limit: int = 3
+    nonfinite_limit: int = option(3, ge=1)
     """Steps in a row whose loss is not finite before the run stops; each is skipped."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduleRecipe:
     kind: Literal["cosine", "linear", "trapezoid", "constant"] = "cosine"
-    warmup: float = 0.02
+    warmup: float = option(0.02, ge=0)
     """Steps (1 or more) or a part of the run (below 1) over which the rate rises."""
-    cooldown: float = 0.2
+    cooldown: float = option(0.2, ge=0)
     """trapezoid: steps, or a part of the run, over which it falls to the floor."""
-    floor: float = 0.0
+    floor: float = option(0.0, ge=0, le=1)
     """The last rate, as a part of the highest."""
 
 
@@ -155,7 +207,7 @@ class DistillRecipe:
     source: str = ""
     """The teacher: any model source."""
     kind: Divergence = "forward_kl"
-    weight: float = 1.0
+    weight: float = option(1.0, ge=0)
     """What the divergence is multiplied by; the next-token loss keeps weight 1."""
 
 
@@ -167,20 +219,20 @@ class ExitRecipe:
     """After every recursion, or after these numbers of steps (6 means after the sixth)."""
     weights: Literal["weighted", "unweighted", "aggressive"] = "aggressive"
     """i / sum(i) by depth; 1/n each; or `coefficient` on every early exit and 1 on the last output."""
-    coefficient: float = 0.1
+    coefficient: float = option(0.1, ge=0)
     distill: Divergence | None = None
     """Teach exits from the detached last output as well."""
-    distill_weight: float = 1.0
-    head_rank: int = 0
+    distill_weight: float = option(1.0, ge=0)
+    head_rank: int = option(0, ge=0)
     """Give each exit a low-rank delta on the head; with `train: exits` the rest is frozen."""
-    adapter_rank: int = 0
+    adapter_rank: int = option(0, ge=0)
     """Give each exit a low-rank adapter in front of the final norm, x + B silu(A norm(x)); it starts as nothing."""
     layer: bool = False
     """Give each exit a whole layer over the states there, with keys and values of its own; it starts as a copy of the layer
     behind the exit."""
     classifier: bool = False
     """Teach each exit to tell whether its likeliest token is the last output's: `generate --confidence classifier`."""
-    exit_vocab: int = 0
+    exit_vocab: int = option(0, ge=0)
     """With `train: exits`: exits learn, and later choose, among this many most frequent tokens of the training text; 0 is
     all."""
 
@@ -189,10 +241,38 @@ class ExitRecipe:
 class LayerwiseRecipe:
     """The shallow model's hidden states are drawn towards the deep model's (thesis 2, layerwise distillation)."""
 
-    shallow: int = 0
+    shallow: int = option(0, ge=1)
     """How many layers the shallow model has."""
     mapping: Literal["last", "unif", "dyna"] = "dyna"
-    weight: float = 1.0
+    weight: float = option(1.0, ge=0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoutingLossRecipe:
+    """What teaches a router beside the next token."""
+
+    coefficient: float | None = option(None, ge=0)
+    """Of the auxiliary or balancing loss (0.001 for aux_loss, 1 for aux_router, 0.1 for balancing)."""
+    z: float | None = option(None, ge=0)
+    """Of the z-loss, which keeps logits small (expert 0, token 0.001)."""
+    bias_rate: float = option(0.001, ge=0)
+    """token, loss_free: how far the bias moves in a step."""
+    capacity_warmup: int = option(0, ge=0)
+    """expert: optimizer steps over which capacities fall from 1 to their value."""
+    capacity_warmup_shape: Literal["stairs", "smooth"] = "stairs"
+    """stairs: capacities fall in eight equal stairs. smooth: they fall with every step, in the shapes of the stairs, so that
+    a step costs what it does on its stair."""
+    capacity_per_document: bool = False
+    """expert: each packed document keeps its own part of its tokens; otherwise (the default, as in the thesis) all tokens of
+    a row compete. Requires data.document_mask."""
+    aux_lr: float = option(1.0, ge=0)
+    """aux_router: its learning rate, as a part of the model's."""
+
+    def weight(self, routing: Routing) -> float:
+        return routing.method.loss_weight(routing) if self.coefficient is None else self.coefficient
+
+    def z_weight(self, routing: Routing) -> float:
+        return routing.method.z_weight(routing) if self.z is None else self.z
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -202,26 +282,26 @@ class LossRecipe:
     layerwise: LayerwiseRecipe | None = None
     routing: RoutingLossRecipe | None = None
     """What teaches a router; by default what the thesis chose for its kind."""
-    chunk: int | None = None
+    chunk: int | None = option(None, ge=1)
     """Tokens whose logits are held at once; by default as many as make 2^26 of them on a CPU and 3 x 2^26 on a GPU, where
     large passes without a teacher hold more."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluateRecipe:
-    every: int = 250
+    every: int = option(250, ge=0)
     """Steps between validations; 0 validates at the end only."""
     first: bool = False
     """Validate before the first step too."""
-    rows: int = 128
+    rows: int = option(128, ge=0)
     """Rows of the validation split that are read, always the same ones; 0 reads all."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointRecipe:
-    every: int = 500
+    every: int = option(500, ge=1)
     """Steps between checkpoints; the end is always saved."""
-    keep: int = 2
+    keep: int = option(2, ge=0)
     """How many of the latest are kept; 0 keeps all."""
     best: bool = True
     """Keep the one with the lowest validation loss too."""
@@ -231,7 +311,7 @@ class CheckpointRecipe:
 
 @dataclass(frozen=True, kw_only=True)
 class LogRecipe:
-    every: int = 10
+    every: int = option(10, ge=1)
     """Steps between records; losses are of single steps."""
     tensorboard: bool = True
     wandb: str | None = None
@@ -244,8 +324,8 @@ class HardwareRecipe:
 
     gpu: str | None = None
     """A known accelerator (a100, h100, h200, rtx3090, ...); by default the one that is there."""
-    count: int = 1
-    peak_tflops: float | None = None
+    count: int = option(1, ge=1)
+    peak_tflops: float | None = option(None, gt=0)
     """Dense bf16 TFLOP/s of one device, where its name is not known."""
 
 
@@ -256,7 +336,7 @@ class Recipe:
     name: str = "run"
     out: str | None = None
     """The run's directory (runs/NAME)."""
-    seed: int = 0
+    seed: int = option(0, ge=0)
     model: ModelRecipe = field(default_factory=ModelRecipe)
     data: DataRecipe = field(default_factory=DataRecipe)
     budget: BudgetRecipe = field(default_factory=BudgetRecipe)

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fathomlm.errors import CheckpointError, TrainingError
+from fathomlm.errors import CheckpointError, OptionError, TrainingError
+from fathomlm.options import check
 from fathomlm.train.data.corpus import Corpus
 from fathomlm.train.distributed import World
 from fathomlm.train.recipe import Recipe, ScheduleRecipe
@@ -112,8 +113,9 @@ def check_branch(recipe: Recipe, state: TrainingState, rate: LearningRate, where
     step, warmup = state.progress.step, state.progress.extra["warmup"]
     try:
         schedule = ScheduleRecipe(**saved["schedule"])
+        check(schedule, "schedule.")
         end = LearningRate.of(schedule, state.progress.extra["steps"]).plateau_end
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, OptionError) as error:
         raise CheckpointError(f"{where}: {STATE} has a schedule that is not understood ({error})") from error
     kinds = {recipe.schedule.kind, str(schedule.kind)}
     if kinds != {"trapezoid"}:

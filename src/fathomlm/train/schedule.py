@@ -32,8 +32,6 @@ def rows_per_step(recipe: Recipe) -> int:
     """Rows in the global batch."""
     batch, context = recipe.batch, row_length(recipe)
     if batch.sequences is not None:
-        if batch.sequences < 1:
-            raise OptionError(f"batch.sequences must be >= 1, got {batch.sequences}")
         return batch.sequences
     assert batch.tokens is not None
     tokens = round(parse_amount("batch.tokens", batch.tokens))
@@ -91,10 +89,8 @@ class LearningRate:
 
     @classmethod
     def of(cls, recipe: ScheduleRecipe, total: int) -> LearningRate:
-        warmup = _steps("schedule.warmup", recipe.warmup, total)
-        cooldown = _steps("schedule.cooldown", recipe.cooldown, total) if recipe.kind == "trapezoid" else 0
-        if not 0 <= recipe.floor <= 1:
-            raise OptionError(f"schedule.floor is a part of the highest rate, from 0 to 1, got {recipe.floor}")
+        warmup = _steps(recipe.warmup, total)
+        cooldown = _steps(recipe.cooldown, total) if recipe.kind == "trapezoid" else 0
         if warmup + cooldown > total:
             raise OptionError(f"a warm-up of {warmup} and a cool-down of {cooldown} steps do not fit into {total}")
         return cls(recipe.kind, total, warmup, cooldown, recipe.floor)
@@ -121,7 +117,5 @@ class LearningRate:
         return self.floor + (1 - self.floor) * max(0.0, part)
 
 
-def _steps(name: str, value: float, total: int) -> int:
-    if value < 0:
-        raise OptionError(f"{name} must not be negative, got {value}")
+def _steps(value: float, total: int) -> int:
     return round(value) if value >= 1 else round(value * total)

@@ -22,8 +22,7 @@ from fathomlm.model.encoder import build_encoder, encoder_beside
 from fathomlm.model.encoder_memory import EncoderMemory
 from fathomlm.model.seq2seq import FathomForSeq2SeqLM, empty_seq2seq
 from fathomlm.train.data.corpus import Corpus
-from fathomlm.train.encoder_recipe import EncoderRecipe
-from fathomlm.train.recipe import ModelRecipe
+from fathomlm.train.recipe import EncoderRecipe, ModelRecipe
 
 USUAL_STD = ModelRecipe().init_std
 
@@ -35,15 +34,11 @@ def read_encoder(model: ModelRecipe, architecture: Architecture) -> dict[str, An
             raise OptionError(f"model.encoder goes with a t5, mt5 or longt5 model, not {architecture.family}")
         return None
     asked = model.encoder or EncoderRecipe()
-    if not 0 <= asked.dropout < 1:
-        raise OptionError(f"model.encoder.dropout must be >= 0 and < 1, got {asked.dropout}")
     if model.architecture is None:
         if asked.layers is not None:
             raise OptionError("model.encoder.layers goes with model.architecture; a source or a shape has its own encoder")
         return encoder_of(str(model.source or model.shape))
     layers = architecture.layers if asked.layers is None else asked.layers
-    if layers < 1:
-        raise OptionError(f"model.encoder.layers must be >= 1, got {layers}")
     return encoder_beside(architecture, layers, dropout=asked.dropout)
 
 

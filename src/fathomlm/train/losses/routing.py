@@ -13,6 +13,7 @@ from torch import Tensor
 
 from fathomlm.depth import Routing
 from fathomlm.model.route import RoutingTrace, routers_of
+from fathomlm.train.recipe import RoutingLossRecipe
 
 
 def routing_names(routing: Routing) -> tuple[str, ...]:
@@ -28,3 +29,19 @@ def routing_parts(trace: RoutingTrace, routing: Routing, counted_B: Tensor) -> d
     tokens = keep.sum(1).clamp_min(1)
     depth = (counted_B * (trace.depths_BT * keep).sum(1) / tokens).sum()
     return {"mean_depth": depth} | routers_of(routing).losses(trace, routing, keep, counted_B)
+
+
+STAIRS = 8
+"""Steps in which a capacity falls: each is a new shape, and so a new compilation."""
+
+
+def smooth_openness(recipe: RoutingLossRecipe, step: int) -> float:
+    """`openness` that falls with every step, and never lies above it."""
+    return 0.0 if step >= recipe.capacity_warmup else 1.0 - step / recipe.capacity_warmup
+
+
+def openness(recipe: RoutingLossRecipe, step: int) -> float:
+    """What is left of the capacity's warm-up before optimizer step `step`, from 1 to 0."""
+    if step >= recipe.capacity_warmup:
+        return 0.0
+    return 1.0 - (step * STAIRS // recipe.capacity_warmup) / STAIRS
