@@ -10,8 +10,7 @@ from transformers.models.t5.modeling_t5 import T5Attention
 
 from fathomlm.depth import Architecture, DepthPlan
 from fathomlm.errors import OptionError
-from fathomlm.model.attention_mask import TokenBatch, full_masks, gathered_masks
-from fathomlm.model.relative import RelativeBias, buckets_of
+from fathomlm.model.attention_mask import RelativeBias, TokenBatch, buckets_of, full_masks, gathered_masks
 
 SHAPE: dict[str, Any] = {
     "family": "t5", "layers": 3, "hidden": 24, "intermediate": 40, "heads": 4, "kv_heads": 4, "head_dim": 6, "vocab": 50,

@@ -8,12 +8,14 @@ plan; nothing else counts layers.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal, get_args
 
-from fathomlm.depth.bounds import check_record, check_size
+from fathomlm.depth.architecture import Architecture
+from fathomlm.depth.bounds import check_flag, check_record, check_size
 from fathomlm.depth.routing import Routing
 from fathomlm.depth.sharing import STRATEGIES, spread
 from fathomlm.errors import OptionError, PlanError, choices, is_int
@@ -275,6 +277,47 @@ class DepthPlan:
         if (routing := record.get("routing")) is not None:
             plan = plan.with_routing(Routing.from_dict(routing))
         return plan.with_kv(record.get("kv", "cache"), record.get("kv_sharing"), loops)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExitParts:
+    """What an early exit may have of its own, beside the final norm and the head that all outputs share; the same for every
+    exit of a model."""
+
+    head_rank: int = 0
+    """A low-rank delta on the head (thesis 3, early-exit appendix)."""
+    adapter_rank: int = 0
+    """A low-rank adapter on the residual stream, in front of the final norm."""
+    layer: bool = False
+    """A whole layer over the states at the exit, with keys and values of its own."""
+    classifier: bool = False
+    """A linear that tells whether the exit chooses what the last output will."""
+
+    def __post_init__(self) -> None:
+        for name in ("head_rank", "adapter_rank"):
+            check_size("rank", getattr(self, name), called=f"the {name} of exits")
+        for name in ("layer", "classifier"):
+            check_flag(f"the {name} of exits", getattr(self, name))
+
+    def __bool__(self) -> bool:
+        return bool(self.head_rank or self.adapter_rank or self.layer or self.classifier)
+
+    def shapes(self, architecture: Architecture) -> Iterator[tuple[int, ...]]:
+        """The tensors of one exit."""
+        if self.head_rank:
+            yield from ((self.head_rank, architecture.hidden), (architecture.vocab, self.head_rank))
+        if self.adapter_rank:
+            yield (architecture.hidden,)
+            yield from ((self.adapter_rank, architecture.hidden), (architecture.hidden, self.adapter_rank))
+        if self.layer:
+            yield from ((linear.outputs, linear.inputs) for linear in architecture.linears())
+            yield from ((width,) for width in architecture.vectors().values())
+        if self.classifier:
+            yield from ((1, architecture.hidden), (1,))
+
+    def parameters(self, architecture: Architecture, plan: DepthPlan) -> int:
+        """What all exits of a plan have together."""
+        return len(plan.exits) * sum(math.prod(shape) for shape in self.shapes(architecture))
 
 
 def _checked(name: str, value: object, *, called: str | None = None) -> int:

@@ -17,12 +17,11 @@ from fathomlm.cache import Entries, NoCache, StepKV
 from fathomlm.depth import Architecture, DepthPlan, LinearSpec, Relaxation, Step
 from fathomlm.errors import OptionError, UnsupportedModel
 from fathomlm.kernels.norm import RMSNorm
-from fathomlm.model.attention_mask import AttentionMasks, TokenBatch
+from fathomlm.model.attention_mask import AttentionMasks, RelativeBias, TokenBatch
 from fathomlm.model.blocks import Block, Packed, StepContext, build_block
 from fathomlm.model.blocks.parts import build_norm
 from fathomlm.model.encoder_memory import EncoderMemory
 from fathomlm.model.exits import ExitAdapter, ExitClassifier, ExitVocab
-from fathomlm.model.relative import RelativeBias
 from fathomlm.model.relax import LoraDelta, StepDelta, build_deltas, build_encodings
 from fathomlm.model.route import Routers, build_routers
 

@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fathomlm.depth import Architecture, DepthPlan, ExitParts, Relaxation
-from fathomlm.depth.presets import PRESETS
+from fathomlm.depth.presets import PRESETS, T5_FAMILIES, with_t5_traits
 from fathomlm.depth.relaxation import RELAXATIONS, build_relaxation, check_fits
-from fathomlm.depth.t5 import T5_FAMILIES, with_t5_traits
 from fathomlm.errors import OptionError
 from fathomlm.train.losses.exits import exit_steps
 from fathomlm.train.reading import read_recipe, recipe_behind
