@@ -37,8 +37,8 @@ def buckets_of(buckets: int, farthest: int, device: torch.device) -> Tensor:
 class RelativeBias(nn.Module):
     """T5's position bias: a learned number for each head and distance, added to the scores of self-attention.
 
-    A decoder has one table, (buckets, heads), for all of its steps (Hugging Face keeps it in the first layer). Only distances
-    count, so a token may be gathered, continue a cache or stand behind padding: what matters are the true positions.
+    A decoder has one table, (buckets, heads), for all of its steps (Hugging Face keeps it in the first layer). Only
+    distances count, so a token may be gathered, continue a cache or stand behind padding: true positions matter.
     """
 
     def __init__(self, architecture: Architecture) -> None:
