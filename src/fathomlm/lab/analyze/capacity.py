@@ -1,7 +1,7 @@
 """What fits a device: how many rows train at once, and how many sequences are served at once, for each number of recursions
 and each rank (thesis 3.4 and 4.4.3: fewer unique layers leave more room for keys and values).
 
-Training is counted as `fathomlm train --dry-run` counts it (`train/footprint.py`): bfloat16 and compiled, with weights,
+Training is counted as `fathomlm train --dry-run` counts it (`train/memory.py`): bfloat16 and compiled, with weights,
 gradients and AdamW's moments in float32, and what the backward pass keeps. Serving is bfloat16 weights, and for each
 sequence the keys and values of a whole context; of a routed model those that its capacities let through.
 """
