@@ -37,8 +37,9 @@ COMPILED = {
 }
 """What a compiler keeps of the residual stream with its norms, and of the feed-forward part's inner activations, as parts
 of what autograd does; of all else it keeps as much. `fused` are layers whose backward pass is written out
-(`kernels/half.py`), also where `recompute: inner` makes their inner activations again. Recorded on an H200 with
-SmolLM-360M's shape (`benchmarks/train_step.py`)."""
+(`kernels/half.py`), also where `recompute: inner` makes their inner activations again. The bfloat16 rows of
+`fused` agree with what was measured on an H200 for SmolLM-360M's shape (`benchmarks/train_step.py`); the others are
+calculated and have not been measured."""
 LENGTHS = (32, 64)
 """Tokens of the two passes whose difference is measured: what does not grow with them are copies of weights."""
 
