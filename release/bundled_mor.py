@@ -24,7 +24,7 @@ without the head; beside it the plain model as deep and wide):
 | 512 | 1792 | 8/4 | 1+3+1 | 11 | 17.7M | 24.0M | 24.2 MB | 63.6 | 38.9M |  89.4 |
 | 576 | 1536 | 9/3 | 1+2+1 |  8 | 14.2M | 21.2M | 21.4 MB | 48.5 | 28.3M |  66.1 |
 
-The second is the largest that fits and keeps four layers in the loop; it is also what benchmarks/mor_small.py trained,
+The second is the largest that fits and keeps four layers in the loop; it is also what the first small comparison trained,
 with fewer keys and values. The recipes are recipes/bundled-mor.yaml and bundled-vanilla.yaml.
 """
 
