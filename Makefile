@@ -4,7 +4,7 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c constraints.txt
 
-.PHONY: help demo serve test test-slow lint format clean
+.PHONY: help demo serve quick test test-slow lint format clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -39,6 +39,9 @@ serve: $(VENV)/.serve ## Serve a small model (or MODEL=...): OpenAI's API and a 
 test: $(VENV)/.dev ## Run the tests (2 cores, no GPU)
 	@command -v chromium >/dev/null || echo "no Chromium here: the page's browser tests will be skipped"
 	@$(BIN)/python -m pytest -n 2 --dist worksteal
+
+quick: $(VENV)/.dev ## Run one test of each file, those of every room (2 cores, no GPU)
+	@$(BIN)/python -m pytest -n 2 --dist worksteal -m 'quick and not gpu'
 
 test-slow: $(VENV)/.dev ## Run the tests marked slow, those of replicas on Ray among them
 	@$(PIP) -e ".[ray]"

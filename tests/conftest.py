@@ -23,6 +23,24 @@ else:
     settings.register_profile("any speed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
     settings.load_profile("any speed")
 
+LONG_FILES = ("test_every_command.py",)
+"""Files of few tests that take long: none of them is quick."""
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Marks as `quick` the first case of the first test of every file, and of every GPU test: a new file, room or kernel is
+    in its tier without anybody having to think of it."""
+    seen: set[tuple[str, str]] = set()
+    for item in items:
+        gpu = item.get_closest_marker("gpu") is not None
+        key = (str(item.path), getattr(item, "originalname", item.name) if gpu else "")
+        long = any(item.get_closest_marker(name) for name in ("slow", "real")) or item.path.name in LONG_FILES
+        if not long and key not in seen:
+            seen.add(key)
+            item.add_marker(pytest.mark.quick)
+
+
 CHAT_TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
