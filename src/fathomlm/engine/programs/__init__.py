@@ -1,2 +1,2 @@
-"""What one tick does, for each kind of model. Every program is a fixed sequence of work on tensors that stay where they are,
-so that a GPU can replay it, and the host needs no result to know what comes next."""
+"""What one decode step does, for each kind of model. Every program is a fixed sequence of work on tensors that stay where
+they are, so that a GPU can replay it, and the host needs no result to know what comes next."""

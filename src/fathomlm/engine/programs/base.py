@@ -21,8 +21,8 @@ from fathomlm.engine.schedule import Placement
 from fathomlm.kernels.best_token import best_token
 
 VALID, BAD, ENDED, JUDGED, AGREED = 1, 2, 4, 8, 16
-"""Flags of a record: a token was chosen; its scores were no numbers; the text is over; the whole model has said what it
-would have chosen where a token left or might have; it was what the exit chose."""
+"""Flags of a record: a token was chosen; its scores were no numbers; the sequence is over; the whole model has shown
+what it would have chosen where a token exited or might have; it was what the exit chose."""
 F = TypeVar("F", bound=Callable[..., Any])
 
 
@@ -40,7 +40,7 @@ GREEDY = SamplingVariant()
 
 @dataclass(frozen=True, slots=True)
 class StepOutput:
-    """What one tick chose, row by row."""
+    """What one decode step chose, row by row."""
 
     ints_NC: Tensor
     """slot, epoch, token, depth, flags, and which token of its text it is"""
@@ -60,7 +60,7 @@ class StepOutput:
         )
 
     def part(self, number: int, rows: int) -> StepOutput:
-        """What one of several passes of a tick chose: a view."""
+        """What one of several passes of a decode step chose: a view."""
         here = slice(number * rows, (number + 1) * rows)
         return StepOutput(*(getattr(self, name)[here] for name in self.__slots__))
 
@@ -88,9 +88,9 @@ class ProgramContext:
     """Tokens of a pass."""
     page_size: int
     compiled: bool
-    """Whether bookkeeping between layers is compiled: many small operations become a few."""
+    """Whether the work between layers is compiled: many small operations become a few."""
     skips: bool = False
-    """Whether to ask if anybody runs before a pass is run. A recorded tick cannot ask, and a GPU should not be asked."""
+    """Whether to ask if anybody runs before a pass is run. A captured step cannot ask, and a GPU should not be asked."""
 
     def idle(self, valid_N: Tensor) -> bool:
         """Whether a pass may be left out, because nobody runs it."""

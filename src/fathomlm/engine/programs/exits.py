@@ -11,7 +11,7 @@ the state that left (CALM's state copying), which is not exact.
     FLUSH    the ring is full: all that wait run on, and nothing is chosen
 
 Where the steps behind the exit are the same layers as those in front (two loops of one block), rows of both share a pass;
-elsewhere a tick is some passes in front of the exit and one behind it.
+elsewhere a decode step is some passes in front of the exit and one behind it.
 
 Shapes: N rows, S slots, K places of a ring, M hidden width, V vocabulary.
 """

@@ -3,7 +3,7 @@
     turn    coda, scores and choice for tokens that are through; then the next token's embedding and prelude
     core    one pass of the shared block over rows that wait for it, each at its own recursion
 
-A tick is a few turns, each behind some passes of the block: as many as tokens need on average. Every pass takes the rows
+A step is a few turns, each behind some passes of the block: as many as tokens need on average. Every pass takes the rows
 that have waited longest. With more sequences in flight than rows, no pass has holes. Routers decide on the device. `first`
 is what entered the first recursion, which token-choice adds.
 """
@@ -28,7 +28,7 @@ MOST_TURNS = 4
 
 class RoutedProgram:
     def __init__(self, parts: ProgramContext, routers: BatchRouters, cores: Sequence[int] = (1,)) -> None:
-        """`cores` are the passes of the block in front of each turn of a tick."""
+        """`cores` are the passes of the block in front of each turn of a decode step."""
         self.parts, self.routers, self.cores = parts, routers, tuple(cores)
         s, plan = parts.state, parts.plan
         self.output = StepOutput.empty(parts.batch_size * len(self.cores), parts.sampler.max_logprobs, s.device)
