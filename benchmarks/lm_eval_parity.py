@@ -135,7 +135,7 @@ def _by_files(adapter: HarnessModel, file: Path, name: str, limit: int | None) -
     (answered,) = answer(task, adapter.scorer, adapter.encoder)
     examples = []
     for item, text, scores in zip(task.items, task.examples, answered.scores, strict=True):
-        found = count(task.schema, [item], [scores])
+        found = count(task.form, [item], [scores])
         right = {theirs: bool(found[mine]) for mine, theirs in (("acc", "acc"), ("acc_norm", "acc_bytes")) if mine in found}
         examples.append(Example(asked=item.behind(text), scores=tuple(map(tuple, scores)), right=right))
     return examples

@@ -97,7 +97,7 @@ def test_force_never_deletes_what_is_no_model(plain, tmp_path, capsys):
         (["--recursions", "1", "--init", "stepwise"], "init says how layers are tied, and at 1 recursion none are"),
         (["--recursions", "1", "--resize"], "resize says how layers are tied, and at 1 recursion none are"),
         (["--relax", "lora", "--rank", "none"], "cannot read 'none' as a rank"),
-        (["--relax", "lora", "--rank", "-3"], "at least 1"),
+        (["--relax", "lora", "--rank", "-3"], "must be >= 1"),
         (["--sharing", "cylce"], "did you mean 'cycle'"),
         (["--dtype", "float8"], "unknown dtype"),
         (["--device", "tpu9"], "device"),

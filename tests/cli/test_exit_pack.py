@@ -214,12 +214,12 @@ def test_serve_lets_tokens_leave_at_the_packs_exit(
     places: dict[str, Path], tiny_model_dir: Path, tmp_path: Path, told: Callable[..., Any]
 ) -> None:
     pack = shutil.copytree(places["thin pack"], tmp_path / "thin")
-    words = (tiny_model_dir, "--exits", pack, "--max-length", "64", "--rows", "2")
+    words = (tiny_model_dir, "--exits", pack, "--max-length", "64", "--batch-size", "2")
     args = parse(*words)
     exiting = serve.read_exits(args)
     assert exiting is not None
     assert exiting.threshold_now() == 0.9
-    offer = serve.load_offer(args, serve.read_engine(args), exiting)
+    offer = serve.load_served(args, serve.read_engine(args), exiting)
     assert (offer.facts["exit_layer"], offer.threshold) == (2, 0.9)
     asyncio.run(offer.close())
     with pytest.raises(OptionError, match=r"thin has learnt no threshold yet"):
@@ -234,7 +234,7 @@ def test_serve_lets_tokens_leave_at_the_packs_exit(
         serve.read_exits(parse(places["thin"], "--exits", pack))
     layered = parse(tiny_model_dir, "--exits", places["layered pack"], "--max-length", "64")
     with pytest.raises((OptionError, UnsupportedModel), match="has a layer of its own"):
-        serve.load_offer(layered, serve.read_engine(layered), serve.read_exits(layered))
+        serve.load_served(layered, serve.read_engine(layered), serve.read_exits(layered))
 
 
 def test_another_base_needs_a_word(

@@ -65,7 +65,7 @@ def nothing_is_left(engine: Engine) -> None:
     assert (scheduler.placed, scheduler.waiting) == ((), ())
     assert [pool.used for pool in scheduler.page_manager.pools] == list(engine.counters().pages_cached)
     assert runner.sampler._held == {}
-    assert sorted(scheduler._slots) == list(range(runner.sizes.max_sequences))
+    assert sorted(scheduler._free_slots) == list(range(runner.sizes.max_sequences))
 
 
 def test_ten_thousand_requests(engine: Engine) -> None:

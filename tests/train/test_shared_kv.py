@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from fathomlm.depth import DepthPlan, Relaxation
 from fathomlm.depth.relaxation import build_relaxation
-from fathomlm.train.distributed import World, spread
+from fathomlm.train.distributed import World, parallelize
 from fathomlm.train.objective import Objective
 from fathomlm.train.optim import choose_trained
 from fathomlm.train.recipe import LossRecipe
@@ -44,7 +44,7 @@ def group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
 def test_every_step_of_ddp_finds_all_gradients(name: str, group: World) -> None:
     decoder = model_of(*MODELS[name]).decoder.train()
     choose_trained(decoder, "all")
-    module = spread(Objective(decoder, LossRecipe()), "ddp", group, "float32")
+    module = parallelize(Objective(decoder, LossRecipe()), "ddp", group, "float32")
     for seed in range(3):
         tokens = some_tokens(2, 12, seed)
         total, _ = module(tokens, tokens.roll(-1, 1))

@@ -33,7 +33,7 @@ def save(
     if quantize not in (None, INT8):
         raise OptionError(choices("quantize", str(quantize), [INT8]))
     if shard_bytes < 1:
-        raise OptionError(f"files of {shard_bytes} bytes hold nothing; a shard size is at least 1")
+        raise OptionError(f"shard size must be >= 1 byte, got {shard_bytes}")
     if quantize is not None:
         check_int8(model)
     check_room(out, weight_bytes(model))
