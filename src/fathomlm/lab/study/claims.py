@@ -8,15 +8,13 @@ together: a larger one branches from the smaller one's checkpoint.
 from __future__ import annotations
 
 import fcntl
-import hashlib
-import json
 import os
 from contextlib import suppress
 from pathlib import Path
 
 from fathomlm.errors import OutputError
 from fathomlm.lab.study.jobs import Job
-from fathomlm.lab.study.ledger import told
+from fathomlm.lab.study.ledger import fingerprint
 
 
 class Claims:
@@ -70,9 +68,7 @@ class Claims:
 
 def key_of(job: Job) -> str:
     """Settings and seed of a run without its budget: the same in every study that asks for it."""
-    settings = {name: value for name, value in told(job.shaped.recipe).items() if name != "budget"}
-    about = json.dumps([settings, job.shaped.recipe.seed, job.mark], sort_keys=True)
-    return hashlib.sha256(about.encode()).hexdigest()[:16]
+    return f"{fingerprint(job.shaped.recipe, without='budget')}-{job.mark}"
 
 
 def _lock(path: Path) -> int | None:

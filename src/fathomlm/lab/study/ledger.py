@@ -58,9 +58,10 @@ def _told(value: Any, prefix: str) -> Any:
     return out
 
 
-def fingerprint(recipe: Recipe) -> str:
-    """What a run is known by, its seed and budget included."""
-    return hashlib.sha256(json.dumps(told(recipe), sort_keys=True).encode()).hexdigest()[:16]
+def fingerprint(recipe: Recipe, *, without: str | None = None) -> str:
+    """What a run is known by, its seed and budget included, or all but the field `without`."""
+    settings = {name: value for name, value in told(recipe).items() if name != without}
+    return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def corpus_mark(corpus: Corpus) -> str:

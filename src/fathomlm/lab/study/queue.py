@@ -96,27 +96,6 @@ def work_off(
 ) -> Outcome:
     """Make what is left of `jobs` in order, as far as the time goes; every finished run is in the ledger at once."""
     outcome = Outcome()
-    _work_off(jobs, ledger, executor, visit, pace, outcome, claims, split=split, retry=retry, say=say)
-    known = _known(ledger)
-    for job in jobs:  # what was made since, by this process or another, for another study
-        if not job.beyond and _made(job, known, retry):
-            _share(job, known, ledger, outcome)
-    return outcome
-
-
-def _work_off(
-    jobs: Sequence[Job],
-    ledger: Ledger,
-    executor: Executor,
-    visit: Visit,
-    pace: Pace,
-    outcome: Outcome,
-    claims: Claims | None,
-    *,
-    split: bool,
-    retry: bool,
-    say: Say,
-) -> None:
     left = _left(jobs, ledger, _known(ledger), outcome, retry)
     tried: set[tuple[str, str]] = set()
     for job in sorted(left, key=lambda job: not executor.started(job)):
@@ -145,7 +124,7 @@ def _work_off(
                 pace.measured(job.run.study, job.run.variant.name, stopped.rate)
             if stopped.by_user:
                 outcome.interrupted = True
-                return
+                break
             continue
         except Exception as error:  # one variant's failure must not cost the others their place in the queue
             record = executor.failed(job, _reason(error))
@@ -155,12 +134,17 @@ def _work_off(
             outcome.failed.append(job.name)
             say(f"{job.name}: failed: {record['reason']}")
             if isinstance(error, Broken):
-                return
+                break
             continue
         ledger.add(job.run.study, [record])
         pace.learn(record)
         outcome.finished.append(job.name)
         say(f"{job.name}: loss {record['loss']:.4f} after {record['seconds']:,.0f} s")
+    known = _known(ledger)
+    for job in jobs:  # what was made since, by this process or another, for another study
+        if not job.beyond and _made(job, known, retry):
+            _share(job, known, ledger, outcome)
+    return outcome
 
 
 def _known(ledger: Ledger) -> dict[tuple[str, str], Record]:
