@@ -87,7 +87,8 @@ def test_what_a_refit_does(options, several):
                     min(shares[first : first + 2]) >= options.condition or shares[place * BINS // GRID] >= options.condition
                 )
             elif min(estimator.posterior(1.0), estimator.posterior((GRID - 1) / GRID)) >= options.condition:
-                assert min(shares[-3:]) < options.condition or estimator.agree.bins[-1] + estimator.disagree.bins[-1] == 0
+                seen = estimator.agree.bins[-1] + estimator.disagree.bins[-1]
+                assert shares[-2] < options.condition or seen < options.least
         elif disagreements >= options.least and agreements * 4 < disagreements:
             assert estimator.threshold == 1
         else:
