@@ -20,6 +20,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
+import inspect
 import math
 import types
 import typing
@@ -35,6 +36,8 @@ T = TypeVar("T")
 _OPTION, _SECTION = "option", "section"
 _WIDEST = 48
 """Characters of choices that stand in place of a flag's value; longer lists go behind its help."""
+_MOST = 2**31 - 1
+"""Of an integer flag that has no bound of its own: beyond it numbers overflow somewhere below."""
 _METAVARS: dict[type, str] = {int: "N", float: "X", str: "TEXT", Path: "PATH"}
 
 
@@ -56,6 +59,8 @@ class Option:
     parse: Callable[[str, str], Any] | None = None
     positional: bool = False
     comma: bool = False
+    nargs: str | None = None
+    const: str | None = None
     finite: bool = True
 
     @property
@@ -92,21 +97,37 @@ def option(
     parse: Callable[[str, str], Any] | None = None,
     positional: bool = False,
     comma: bool = False,
+    nargs: str | None = None,
+    const: str | None = None,
     finite: bool = True,
 ) -> Any:
-    """A dataclass field with what its flag and its check need.
+    """A dataclass field with what its flag and its check need. A default that is a function is called anew each time.
 
     `ge`, `gt`, `le` and `lt` bound the value, or each item of a tuple. `choices` are the names that it may have; a `Literal`
     has its own. `flag` is another name than the field's (`--decode`), `short` a second one (`-p`). `default_text` describes
     what None stands for. `size` takes bytes as people write them (8GB), and refuses a bare number below itself. `parse`
     reads the flag's text in its own way, given the text and the flag. `positional` makes an argument of it. `comma` splits
-    the text of a tuple's items at commas; numbers are split anyway. `finite=False` admits infinity.
+    the text of a tuple's items at commas; numbers are split anyway. `nargs="+"` lets a tuple's flag take several values at
+    once. `const` is what the flag without a value stands for. `finite=False` admits infinity.
     """
     described = Option(
         help=help, ge=ge, gt=gt, le=le, lt=lt, choices=tuple(choices), flag=flag, short=short, metavar=metavar,
-        default_text=default_text, size=size, parse=parse, positional=positional, comma=comma, finite=finite,
+        default_text=default_text, size=size, parse=parse, positional=positional, comma=comma, nargs=nargs,
+        const=const, finite=finite,
     )  # fmt: skip
+    return _field(default, described)
+
+
+def like(cls: type, name: str, default: Any = ..., **changes: Any) -> Any:
+    """The option of another dataclass once more, under another default, help or other changes."""
+    field = cls.__dataclass_fields__[name]  # type: ignore[attr-defined]
+    return _field(field.default if default is ... else default, dataclasses.replace(field.metadata[_OPTION], **changes))
+
+
+def _field(default: Any, described: Option) -> Any:
     metadata = {_OPTION: described}
+    if callable(default):
+        return dataclasses.field(default_factory=default, metadata=metadata)
     if isinstance(default, list | dict):
         return dataclasses.field(default_factory=lambda: type(default)(default), metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
@@ -121,6 +142,15 @@ class Section:
     only: tuple[str, ...]
     skip: tuple[str, ...]
     defaults: Mapping[str, Any]
+
+    def flags(self, name: str) -> bool:
+        """Whether a field has a flag."""
+        return name not in self.skip and (not self.only or name in self.only)
+
+    @property
+    def unflagged(self) -> dict[str, Any]:
+        """The defaults of fields without a flag."""
+        return {name: value for name, value in self.defaults.items() if not self.flags(name)}
 
 
 def section(
@@ -208,7 +238,7 @@ def add_flags(
     target = parser.add_argument_group(title, description) if title is not None else parser
     described = {field.name: field for field in _fields(cls)}
     hints = typing.get_type_hints(cls)
-    for name in (field.name for field in dataclasses.fields(cls)):
+    for name in _order(cls):
         if name in skip or (only and name not in only):
             continue
         field = described.get(name)
@@ -219,7 +249,15 @@ def add_flags(
                 **inner.defaults,
             )  # fmt: skip
         elif field is not None and field.option.help:
-            _add_flag(target, dataclasses.replace(field, default=defaults.get(name, field.default)))
+            _add_flag(target, dataclasses.replace(field, default=defaults.get(name, _default(cls, name))))
+
+
+def _order(cls: type) -> list[str]:
+    """Arguments first, then the flags of the class itself before those that it inherits."""
+    names = [field.name for field in dataclasses.fields(cls)]
+    positional = [field.name for field in _fields(cls) if field.option.positional]
+    declared = [name for each in cls.__mro__ for name in inspect.get_annotations(each) if name in names]
+    return list(dict.fromkeys((*positional, *declared)))
 
 
 def from_args(cls: type[T], args: argparse.Namespace, **values: Any) -> T:
@@ -230,7 +268,9 @@ def from_args(cls: type[T], args: argparse.Namespace, **values: Any) -> T:
             continue
         inner = _section(cls, field.name)
         if inner is not None:
-            values[field.name] = from_args(hints[field.name], args)
+            # Fields without a flag here are the section's own, even where another flag has their name.
+            unflagged = {each.name: each.default for each in _fields(hints[field.name]) if not inner.flags(each.name)}
+            values[field.name] = from_args(hints[field.name], args, **unflagged | inner.unflagged)
         elif _OPTION in field.metadata and hasattr(args, field.name):
             values[field.name] = getattr(args, field.name)
     return cls(**values)
@@ -255,8 +295,12 @@ def _read_fields(cls: type) -> Iterator[_Field]:
         if many:
             items = typing.get_args(kind)
             kind, length = items[0], len(items) if typing.get_origin(kind) is tuple and Ellipsis not in items else None
-        default = field.default_factory() if field.default_factory is not MISSING else field.default
-        yield _Field(field.name, field.metadata[_OPTION], kind, optional, many, length, default)
+        yield _Field(field.name, field.metadata[_OPTION], kind, optional, many, length, _default(cls, field.name))
+
+
+def _default(cls: type, name: str) -> Any:
+    field = cls.__dataclass_fields__[name]  # type: ignore[attr-defined]
+    return field.default if field.default_factory is MISSING else field.default_factory()
 
 
 def _without_none(hint: Any) -> tuple[Any, bool]:
@@ -307,8 +351,10 @@ def _add_flag(target: argparse.ArgumentParser | argparse._ArgumentGroup, field: 
         given["nargs"] = nargs if field.default is MISSING else "*" if field.many else "?"
     else:
         given |= {"dest": field.name, "required": field.default is MISSING}
-        if field.length is not None:
-            given["nargs"] = field.length
+        if field.length is not None or described.nargs is not None:
+            given["nargs"] = described.nargs if field.length is None else field.length
+        if described.const is not None:
+            given |= {"nargs": "?", "const": described.const}
     target.add_argument(*names, **given)
 
 
@@ -336,6 +382,8 @@ def _reader(field: _Field) -> Callable[[str], Any]:
             return parse_size(text, field.flag, least=described.size)
         value = _converted(field.kind, text)
         _check_value(field, field.flag, text if value is None else value)
+        if field.kind is int and value > _MOST and (described.le, described.lt) == (None, None):
+            raise OptionError(f"{field.flag} must be <= {_MOST}, got {value}")
         return value
 
     def read(text: str) -> Any:
@@ -366,7 +414,7 @@ def _metavar(field: _Field) -> str | tuple[str, ...]:
         return field.name.upper()
     if described.size is not None:
         return "SIZE"
-    return _METAVARS.get(field.kind, "NAME" if field.known else "VALUE")
+    return "NAME" if field.known else _METAVARS.get(field.kind, "VALUE")
 
 
 def _help(field: _Field) -> str:

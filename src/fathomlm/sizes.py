@@ -1,4 +1,4 @@
-"""Sizes in bytes, as people write them: one reading for every option that takes one.
+"""Sizes in bytes and counts, as people write them: one reading for every option that takes one.
 
 A number alone is bytes, everywhere. With a unit it may have a fraction: `1.5GB`. KB, MB, GB and TB are powers of a
 thousand, as disks and data sheets have them; KiB, MiB, GiB and TiB are powers of 1,024.
@@ -7,6 +7,7 @@ thousand, as disks and data sheets have them; KiB, MiB, GiB and TiB are powers o
 from __future__ import annotations
 
 import re
+from decimal import Decimal, InvalidOperation
 
 from fathomlm.errors import OptionError
 
@@ -18,6 +19,9 @@ UNITS = {"": 1, "B": 1} | {
 MOST = 2**60
 """More than any machine has."""
 MEGABYTE = 10**6
+COUNTS = {"K": 3, "M": 6, "B": 9, "T": 12}
+"""The powers of ten that letters behind a count stand for."""
+MOST_COUNT = 10**18
 
 
 def parse_size(text: str, option: str, *, least: int = 1) -> int:
@@ -45,6 +49,13 @@ def format_size(size: int) -> str:
     return best
 
 
-def parse_memory(text: str) -> int:
-    """What `--memory` says; 80 bytes of it would hold nothing."""
-    return parse_size(text, "--memory", least=MEGABYTE)
+def parse_count(text: str, option: str) -> int:
+    """An integer from 20e9, 20B, 300M, 1.5T or 20_000."""
+    power = COUNTS.get(text[-1:].upper(), 0)
+    try:
+        number = Decimal(text[:-1] if power else text).scaleb(power)
+    except InvalidOperation:
+        number = Decimal("NaN")
+    if not number.is_finite() or not 1 <= number <= MOST_COUNT or number != number.to_integral_value():
+        raise OptionError(f"{option} must be an integer between 1 and 1e18, such as 20e9, 20B or 300M, got '{text:.30}'")
+    return int(number)

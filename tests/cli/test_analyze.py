@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
+from fathomlm.cli.display import model_name
 from fathomlm.cli.main import main
-from fathomlm.cli.shown import model_name
 from fathomlm.lab.analyze import kv_report, routing_report
 from lab.analyze.tiny import model_of, saved, text_file
 
@@ -46,7 +46,7 @@ def test_routing_as_a_table(routed: str, data: str, tmp_path: Path, monkeypatch:
     for shown in ("sampling accuracy", "dead token ratio", "tokens at depth 3", "max. depth", "unrouted"):
         assert shown in printed.out
     place = tmp_path / "analysis" / "routing-routed"
-    assert printed.out.splitlines()[-1].startswith("analysis/routing-routed/index.html")
+    assert printed.out.splitlines()[-1].startswith("report: analysis/routing-routed/index.html")
     record = json.loads((place / "routing.json").read_text())
     assert (record["kind"], record["rows"], record["context"]) == ("routing", 3, 64)
     assert len(record["scaling"][0]["log_likelihood"]) == 64
@@ -162,7 +162,7 @@ def test_help_loads_no_analysis() -> None:
 
     code = (
         "import sys; sys.argv = ['fathomlm']; from fathomlm.cli.main import build_parser; build_parser(); "
-        "from fathomlm.lab.cli import analyze_routing, analyze_kv, analyze_options; "
+        "from fathomlm.lab.cli import analyze; "
         "mine = [n for n in sys.modules if n.startswith('fathomlm.lab.analyze')]; print(mine, 'matplotlib' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

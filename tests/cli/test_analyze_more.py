@@ -46,7 +46,7 @@ def names(directory: Path) -> list[str]:
 
 def test_exits(looped: str, data: str, tmp_path: Path, capsys: Any) -> None:
     out = tmp_path / "exits"
-    options = ["--tokens", "64", "--texts", "1", "--max-new-tokens", "4", "--out", str(out)]
+    options = ["--tokens", "64", "--prompts", "1", "--max-new-tokens", "4", "--out", str(out)]
     assert main(["analyze", "exits", looped, "--data", data, *options]) == 0
     printed = capsys.readouterr()
     assert printed.err == ""
@@ -62,7 +62,7 @@ def test_exits(looped: str, data: str, tmp_path: Path, capsys: Any) -> None:
 
 def test_exits_as_a_record_without_times(looped: str, data: str, tmp_path: Path, capsys: Any) -> None:
     out = tmp_path / "exits"
-    options = ["--tokens", "32", "--texts", "0", "--exit-layer", "2", "--confidence", "max", "--out", str(out), "--json"]
+    options = ["--tokens", "32", "--prompts", "0", "--exit-layer", "2", "--confidence", "max", "--out", str(out), "--json"]
     assert main(["analyze", "exits", looped, "--data", data, *options]) == 0
     record = json.loads(capsys.readouterr().out)
     assert (record["confidence"], record["breakdown"]) == ("max", None)
@@ -112,7 +112,7 @@ def test_mistakes_are_one_line(
     assert "required: --data" in exits(looped)
     assert "a routed model has no exits" in exits(routed, "--data", data)
     assert "layers 1 to 7 of this model's 8, got 8" in exits(looped, "--data", data, "--exit-layer", "8")
-    assert "unknown confidence 'hope'" in exits(looped, "--data", data, "--confidence", "hope")
+    assert "invalid --confidence 'hope'" in exits(looped, "--data", data, "--confidence", "hope")
     assert "condition must be" in exits(looped, "--data", data, "--condition", "2")
     assert "must be >= 2, got 1" in exits(looped, "--data", data, "--tokens", "1")
     assert "leaves no room for a prompt" in exits(looped, "--data", data, "--tokens", "32", "--max-new-tokens", "64")
@@ -120,7 +120,7 @@ def test_mistakes_are_one_line(
     assert "was converted already" in weights(looped)
     assert "nothing is tied" in weights(plain, "--recursions", "1")
     assert "3 recursions do not divide 8 layers" in weights(plain, "--recursions", "3")
-    assert "unknown init 'best'" in weights(plain, "--init", "best")
+    assert "invalid --init 'best'" in weights(plain, "--init", "best")
     assert "there is no run at nowhere" in mistake("runs", "nowhere")
-    assert "unknown axis 'cats'" in mistake("runs", "nowhere", "--x", "cats")
+    assert "invalid --x 'cats'; choose from tokens, steps, time, flops" in mistake("runs", "nowhere", "--x", "cats")
     assert not (tmp_path / "analysis").exists()

@@ -14,7 +14,7 @@ from fathomlm.cli.main import main
 from fathomlm.lab.bench import floor, kernels, play
 
 pytestmark = pytest.mark.usefixtures("one_thread", "quick")
-FEW = ("--workload", "64-256", "--requests", "3", "--rows", "3")
+FEW = ("--workload", "64-256", "--requests", "3", "--batch-size", "3")
 ROUTED = ("--sharing", "middle-cycle", "--recursions", "2", "--router", "expert")
 
 MEASURED: dict[str, Any] = {
@@ -85,7 +85,9 @@ def check_measured(found: dict[str, Any]) -> None:
 
 @pytest.mark.usefixtures("short")
 def test_a_thesis_like_workload(bench: Callable[..., str]) -> None:
-    record = json.loads(bench("throughput", "--dummy", "--requests", "20", "--rows", "16", "--peer", "vanilla", "--json"))
+    record = json.loads(
+        bench("throughput", "--dummy", "--requests", "20", "--batch-size", "16", "--peer", "vanilla", "--json")
+    )
     assert set(record) == ABOUT | {"plan", "weights", "workload", "ours", "peers", "interrupted"}
     assert set(record["environment"]) == ENVIRONMENT
     assert set(record["workload"]) == WORKLOAD
@@ -154,7 +156,7 @@ def test_headings_are_whole_on_a_narrow_terminal(bench: Callable[..., str], monk
 def test_loaded_weights_real_text_and_arrivals(bench: Callable[..., str], tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
     text.write_text("the depth of the water is the measure of the fathom line " * 3)
-    words = ("--data", str(text), "--arrivals", "200", "--memory", "1MB", "--slots", "3")
+    words = ("--data", str(text), "--arrivals", "200", "--memory", "1MB", "--max-sequences", "3")
     record = json.loads(bench("throughput", *FEW, *words, "--json"))
     assert record["weights"] == "loaded"
     assert (record["workload"]["prompts"], record["workload"]["arrivals"]) == ("text", "poisson")
@@ -194,7 +196,7 @@ def test_latency_is_one_text_at_a_time(bench: Callable[..., str]) -> None:
 
 @pytest.mark.usefixtures("short")
 def test_transformers_beside_it(bench: Callable[..., str]) -> None:
-    record = json.loads(bench("throughput", "--dummy", *FEW, "--peer-rows", "2", "--peer", "transformers", "--json"))
+    record = json.loads(bench("throughput", "--dummy", *FEW, "--peer-batch-size", "2", "--peer", "transformers", "--json"))
     peer = record["peers"]["transformers"]
     assert (peer["how"], peer["rows"]) == ("continuous batching", 2)
     assert set(peer["timing"]) == MEASURED["timing"]
@@ -205,7 +207,7 @@ def test_transformers_beside_it(bench: Callable[..., str]) -> None:
 
 
 def test_kernels(bench: Callable[..., str]) -> None:
-    record = json.loads(bench("kernels", "--rows", "3", "--context", "20", "--json"))
+    record = json.loads(bench("kernels", "--batch-size", "3", "--context", "20", "--json"))
     assert set(record) == ABOUT | {"settings", "implementation", "reading_bytes_per_s", "kernels", "interrupted"}
     assert record["implementation"] == "CPU twin"
     assert record["reading_bytes_per_s"] is None
@@ -216,7 +218,7 @@ def test_kernels(bench: Callable[..., str]) -> None:
         names = {"kernel", "use", "twin", "us", "floor_us", "reads_bytes", "floor_share", "layer_share"}
         assert set(one) == names
         assert one["us"] is None
-    table = bench("kernels", "--rows", "3", "--context", "20")
+    table = bench("kernels", "--batch-size", "3", "--context", "20")
     assert "CPU twin" in table
     assert " us" not in table.replace("CPU twin", "")
 
@@ -257,60 +259,75 @@ def test_ctrl_c_between_kernels(bench: Callable[..., str], monkeypatch: pytest.M
 
 BAD: list[tuple[tuple[str, ...], str]] = [
     (("throughputs",), "unknown kind 'throughputs' (did you mean 'throughput'?)"),
-    (("throughput", "--workload", "thesys"), "unknown workload 'thesys' (did you mean 'thesis'?)"),
+    (
+        ("throughput", "--workload", "thesys"),
+        "invalid --workload 'thesys' (did you mean 'thesis'?); choose from thesis, 512-2048, 64-256",
+    ),
     (("throughput", "--reqests", "3"), "did you mean '--requests'?"),
     (("throughput", "--requests", "0"), "--requests must be >= 1, got 0"),
-    (("throughput", "--rows", "-1"), "--rows must be >= 1, got -1"),
-    (("throughput", "--arrivals", "0"), "--arrivals must be > 0 requests a second, got 0"),
-    (("throughput", "--arrivals", "nan"), "--arrivals must be > 0 requests a second, got nan"),
+    (("throughput", "--batch-size", "-1"), "--batch-size must be >= 1, got -1"),
+    (("throughput", "--arrivals", "0"), "--arrivals must be > 0, got 0"),
+    (("throughput", "--arrivals", "nan"), "--arrivals must be a number > 0, got nan"),
     (
         ("throughput", "--memory", "lots"),
         "--memory takes a size such as 512MB, 8GB or 8GiB",
     ),
     (("throughput", "--memory", "10KB"), "must hold two pages"),
     (("throughput", "--memory", "9" * 400 + "GB"), "is more than any machine has"),
-    (("throughput", "--memory", "900000000GB", "--requests", "1"), "too little memory for this; lower --rows"),
-    (("throughput", "--kv-dtype", "fp4"), "unknown kv dtype 'fp4' (did you mean 'fp8'?); known: auto, fp8"),
-    (("throughput", "--page-size", "3"), "--page-size must be a power of two, got 3"),
-    (("throughput", "--rows", "9" * 20), "--rows must be <= 2,147,483,647"),
-    (("throughput", "--seed", "9" * 20), "--seed must be <= 9,223,372,036,854,775,807"),
+    (("throughput", "--memory", "900000000GB", "--requests", "1"), "too little memory for this; lower --batch-size"),
+    (("throughput", "--kv-dtype", "fp4"), "invalid --kv-dtype 'fp4' (did you mean 'fp8'?); choose from auto, fp8"),
+    (("throughput", "--page-size", "3"), "page_size must be a power of two, got 3"),
+    (("throughput", "--batch-size", "9" * 20), "--batch-size must be <= 2147483647"),
+    (("throughput", "--seed", "9" * 20), "--seed must be between 0 and 9223372036854775807"),
     (("throughput", "--threads", "100000"), "the processors of this machine; got 100,000"),
     (("throughput", "--device", "mps"), "the engine runs on cpu, cuda or cuda:N, not on 'mps'"),
-    (("throughput", "--depth", "deep"), "unknown depth 'deep'"),
-    (("throughput", "--depth", "router"), "--depth router is for models with a router"),
-    (("throughput", "--depth", "forced"), "--depth forced needs --exit-rate P"),
-    (("throughput", "--depths", "1,0.5"), "--depths is for models with a router"),
-    (("throughput", *ROUTED, "--depths", "1,0.5,0.2"), "--depths names 3 parts, but the model has 2 recursions"),
+    (("throughput", "--depth", "deep"), "invalid --depth 'deep'; choose from router, confidence, forced"),
+    (("throughput", "--depth", "router"), "--depth router requires a model with a router"),
+    (("throughput", "--depth", "forced"), "--depth forced requires --exit-rate P without a router"),
+    (("throughput", "--depths", "1,0.5"), "--depths requires a model with a router"),
+    (("throughput", *ROUTED, "--depths", "1,0.5,0.2"), "--depths has 3 parts, but the model has 2 recursions"),
     (("throughput", *ROUTED, "--depths", "0.9,0.5"), "--depths must begin with 1"),
-    (("throughput", *ROUTED, "--depths", "1,1.5"), "--depths must fall from 1 and stay above 0"),
-    (("throughput", *ROUTED, "--depths", "1,half"), "--depths takes parts of all tokens such as 1,0.67,0.33"),
-    (("throughput", *ROUTED, "--depths", "1,0.5", "--depth", "router"), "--depths does not go with --depth router"),
-    (("throughput", *ROUTED, "--exit-rate", "0.5"), "--exit-rate is for models without a router"),
+    (("throughput", *ROUTED, "--depths", "1,1.5"), "--depths must be > 0 and <= 1, got 1.5"),
+    (("throughput", *ROUTED, "--depths", "1,half"), "--depths must be a number > 0 and <= 1, got 'half'"),
+    (("throughput", *ROUTED, "--depths", "1,0.5", "--depth", "router"), "--depths cannot be combined with --depth router"),
+    (("throughput", *ROUTED, "--exit-rate", "0.5"), "--exit-rate requires a model without a router"),
     (("throughput", *ROUTED, "--depth", "confidence"), "is for models without a router"),
-    (("throughput", *ROUTED[:-1], "token", "--depth", "forced"), "forced depths are for expert-choice routers"),
-    (("throughput", "--exit-rate", "0.5", "--depths", "1"), "give one of them"),
+    (("throughput", *ROUTED[:-1], "token", "--depth", "forced"), "forced depths require an expert-choice router"),
+    (
+        ("throughput", "--exit-rate", "0.5", "--depths", "1"),
+        "--depths cannot be combined with --exit-rate: it requires a router",
+    ),
     (("throughput", "--exit-rate", "1.5", "--exit-layer", "2"), "--exit-rate must be between 0 and 1, got 1.5"),
     (("throughput", "--exit-rate", "0.5"), "names no exits of its own, so name an exit layer: 2"),
     (("throughput", "--exit-rate", "0.5", "--exit-layer", "9"), "a token may leave after layers 1 to 3"),
-    (("throughput", "--exit-rate", "0.5", "--threshold", "0.5"), "--threshold does not go with forced depths"),
+    (("throughput", "--exit-rate", "0.5", "--threshold", "0.5"), "--threshold cannot be combined with forced depths"),
     (
         ("throughput", "--threshold", "2", "--exit-layer", "2"),
-        "--threshold must be from 0 (always leave) to 1 (never), got 2",
+        "--threshold must be between 0 and 1, got 2",
     ),
-    (("throughput", "--depth", "confidence", "--exit-rate", "0.5"), "--exit-rate does not go with --depth confidence"),
-    (("throughput", "--slots", "5", "--rows", "2"), "max_sequences must be batch_size"),
-    (("throughput", "--router-alpha", "1"), "--router-alpha goes with --router"),
-    (("throughput", "--resize"), "--resize goes with --sharing or --recursions"),
+    (
+        ("throughput", "--depth", "confidence", "--exit-rate", "0.5"),
+        "--exit-rate cannot be combined with --depth confidence",
+    ),
+    (("throughput", "--max-sequences", "5", "--batch-size", "2"), "max_sequences must be batch_size"),
+    (("throughput", "--router-alpha", "1"), "--router-alpha requires --router"),
+    (("throughput", "--resize"), "--resize requires --sharing or --recursions"),
     (("throughput", "--recursions", "3"), "3 recursions do not divide 4 layers"),
-    (("throughput", "--peer", "vllm"), "unknown peer 'vllm'"),
-    (("throughput", "--peer", "vanilla", "--peer", "vanilla"), "--peer names the same peer twice"),
+    (("throughput", "--peer", "vllm"), "invalid --peer 'vllm'; choose from vanilla, transformers"),
+    (("throughput", "--peer", "vanilla", "--peer", "vanilla"), "duplicate --peer"),
     (("throughput", "--recursions", "1", "--peer", "vanilla"), "--peer vanilla is what this is already"),
-    (("throughput", "--data", "x.txt", "--workload", "64-256"), "--data needs the model's tokenizer"),
+    (
+        ("throughput", "--data", "x.txt", "--workload", "64-256"),
+        "--data cannot be combined with --dummy: it requires the model's tokenizer",
+    ),
     (("throughput", "--relax", "prefix"), "the engine does not support a prefix relaxation"),
     (("latency", "--arrivals", "3"), "unknown option '--arrivals'"),
     (("latency", "--requests", "0"), "--requests must be >= 1"),
-    (("kernels", "--rows", "0"), "--rows must be >= 1, got 0"),
-    (("kernels", "--context", "2000000000"), "too little memory for this; lower --rows, --context, --rank or --recursions"),
+    (("kernels", "--batch-size", "0"), "--batch-size must be >= 1, got 0"),
+    (
+        ("kernels", "--context", "2000000000"),
+        "too little memory for this; lower --batch-size, --context, --rank or --recursions",
+    ),
     (("kernels", "--threads", "100000"), "the processors of this machine; got 100,000"),
     (("kernels", "--device", "mps"), "the engine runs on cpu, cuda or cuda:N, not on 'mps'"),
 ]
@@ -329,7 +346,7 @@ def test_mistakes_with_loaded_weights(
 ) -> None:
     place = str(tiny_model_dir)
     with monkeypatch.context() as patched:  # which is seen before anything is loaded
-        patched.setattr("fathomlm.lab.cli.bench_model.load_model", lambda args: pytest.fail("loaded"))
+        patched.setattr("fathomlm.lab.cli.bench_options.PlannedModelOptions.load_planned", lambda *_: pytest.fail("loaded"))
         assert "more than the model's context of 256" in mistake_of("bench", "throughput", place)
     assert "has no prompts to cut" in mistake_of("bench", "throughput", place, "--data", "x.txt")
     (tmp_path / "empty.txt").write_text(" \n")

@@ -61,7 +61,9 @@ def test_messages_go_through_the_chat_template(
         found.append([record[name] for name in ("agreements", "agree", "disagree")])
     assert found[0] == found[1] != found[2]
     both = ("--chat", "--prompt-tokens", "5")
-    assert "--chat takes messages whole" in mistake_of("calibrate", str(model), "--data", str(texts), *both)
+    assert "--chat cannot be combined with --prompt-tokens" in mistake_of(
+        "calibrate", str(model), "--data", str(texts), *both
+    )
 
 
 def test_another_exit_than_the_calibrated_one_is_refused(
@@ -76,9 +78,9 @@ def test_another_exit_than_the_calibrated_one_is_refused(
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("--exit-layer", "1,2"), "for one exit, got 2"),
+        (("--exit-layer", "1,2"), "--exit-layer takes one layer here, got 2"),
         (("--exit-layer", "40"), "may leave after layers 1 to"),
-        (("--texts", "0"), "--texts must be >= 1"),
+        (("--prompts", "0"), "--prompts must be >= 1"),
         (("--prompt-tokens", "0"), "--prompt-tokens must be >= 1"),
         (("--condition", "2"), "condition must be"),
         (("--priors", "even"), "priors"),
@@ -94,7 +96,9 @@ def test_mistakes_are_one_line(
 
 
 def test_a_preset_needs_a_place(texts: Path, tmp_path: Path, mistake_of: Callable[..., str]) -> None:
-    assert "say where with --out DIR" in mistake_of("calibrate", "smollm2-135m", "--data", str(texts))
+    assert "is not a directory to write a threshold into; give --out DIR" in mistake_of(
+        "calibrate", "smollm2-135m", "--data", str(texts)
+    )
     empty = tmp_path / "empty.txt"
     empty.write_text(" \n")
     assert "no text to begin from" in mistake_of("calibrate", "smollm2-135m", "--data", str(empty), "--out", str(tmp_path))

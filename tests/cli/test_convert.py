@@ -99,7 +99,7 @@ def test_force_never_deletes_what_is_no_model(plain, tmp_path, capsys):
         (["--relax", "lora", "--rank", "none"], "cannot read 'none' as a rank"),
         (["--relax", "lora", "--rank", "-3"], "must be >= 1"),
         (["--sharing", "cylce"], "did you mean 'cycle'"),
-        (["--dtype", "float8"], "unknown dtype"),
+        (["--dtype", "float8"], "invalid --dtype 'float8'"),
         (["--device", "tpu9"], "device"),
     ],
 )

@@ -42,7 +42,7 @@ def test_a_corpus_from_making_to_showing(text, tmp_path, capsys):
     made = run(capsys, "prepare", text, out, "--tokenizer", "bytes", "--workers", "1")
     assert made.startswith(f"{out}: train ")
     assert "tokenizer bytes (257 tokens)" in made
-    assert "1 documents without text were left out" in made
+    assert "skipped 1 documents without text" in made
     assert "all sizes and checksums are right" in run(capsys, "check", out)
     shown = run(capsys, "show", out, "--number", "2")
     assert "--- train document 0, 618 tokens\ndocument number 0 and so on" in shown
@@ -73,25 +73,28 @@ def test_pairs(text, tmp_path, capsys):
 def test_few_documents_and_none_held_out(tmp_path, capsys):
     (tmp_path / "a.txt").write_text("one document")
     made = run(capsys, "prepare", tmp_path / "a.txt", tmp_path / "out", "--tokenizer", "bytes")
-    assert "none was held out" in made
+    assert "too few documents to hold any out" in made
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["prepar"], "unknown action 'prepar' (did you mean 'prepare'?)"),
-        ([], "the following arguments are required: ACTION"),
+        (["prepar"], "unknown kind 'prepar' (did you mean 'prepare'?)"),
+        ([], "the following arguments are required: KIND"),
         (["prepare", "TEXT", "OUT"], "required: --tokenizer"),
         (["prepare", "TEXT", "OUT", "--tokenizer", "byts"], "unknown tokenizer 'byts' (did you mean 'bytes'?)"),
         (["prepare", "TEXT", "OUT", "--tokeniser", "bytes"], "--tokenizer"),
         (["prepare", "TEXTT", "OUT", "--tokenizer", "bytes"], "does not exist (did you mean"),
         (["prepare", "TEXT", "OUT", "--tokenizer", "bytes", "--column", "txt"], "line 1: no column 'txt'"),
-        (["prepare", "TEXT", "OUT", "--tokenizer", "bytes", "--shard-tokens", "lots"], "cannot read --shard-tokens 'lots'"),
+        (
+            ["prepare", "TEXT", "OUT", "--tokenizer", "bytes", "--shard-tokens", "lots"],
+            "--shard-tokens must be an integer between 1 and 1e18",
+        ),
         (["prepare", "TEXT", "OUT", "--tokenizer", "bytes", "--workers", "0"], "--workers must be >= 1"),
         (["prepare", "TEXT", "DIR", "--tokenizer", "bytes", "--force"], "exists and is not a corpus"),
         (["check", "OUT"], "does not exist; `fathomlm data prepare` makes one"),
         (["show", "DIR"], "is not a corpus (no corpus.json)"),
-        (["show", "OUT", "--split", "valid"], "unknown split 'valid' (did you mean 'validation'?)"),
+        (["show", "OUT", "--split", "valid"], "invalid --split 'valid' (did you mean 'validation'?)"),
     ],
 )
 def test_mistakes(arguments, message, mistake, text, tmp_path):

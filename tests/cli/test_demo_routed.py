@@ -14,8 +14,8 @@ import pytest
 
 from fathomlm.checkpoints.resolve import load
 from fathomlm.cli import demo_routed
-from fathomlm.cli.colours import depth_colours
 from fathomlm.cli.demo_routed import CHOICE, PROMPTS
+from fathomlm.cli.display import depth_colours
 from fathomlm.cli.main import main
 from fathomlm.decode import full
 from fathomlm.decode.full import generate
@@ -70,7 +70,7 @@ def test_the_record(packaged: str, results: list[Generation], capsys: pytest.Cap
 def test_examples_are_tokens_that_went_there_most(
     packaged: str, results: list[Generation], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from fathomlm.cli.shown import label, token_text
+    from fathomlm.cli.display import label, token_text
 
     assert main([*WORDS, "--json"]) == 0
     uses = json.loads(capsys.readouterr().out)["depths"]
@@ -134,7 +134,7 @@ def test_a_pipe_gets_raised_numbers_and_no_colour(
     depths = [depth for _, depth in said_tokens(results)]
     assert Counter(re.findall("[¹²³]", captured.out)) == {"¹²³"[depth - 1]: depths.count(depth) for depth in (1, 2, 3)}
     assert f"mean depth {sum(depths) / len(depths):.2f} of 3: " in captured.out
-    assert re.search(r"tokens/s, one row, this CPU: [\d.]+ as routed \([\d.]+x\), [\d.]+ at full depth\n", captured.out)
+    assert re.search(r"tokens/s, batch size 1, this CPU: [\d.]+ as routed \([\d.]+x\), [\d.]+ at full depth\n", captured.out)
     for command in ("serve      #", f"analyze routing {packaged} --data FILE", f"generate {packaged} -p"):
         assert f"\n  fathomlm {command}" in captured.out
     assert [line[:3] for line in captured.err.splitlines()] == ["1/3", "2/3", "3/3"]
@@ -142,11 +142,12 @@ def test_a_pipe_gets_raised_numbers_and_no_colour(
 
 
 def test_a_token_that_ends_a_line_has_its_number_before_the_end() -> None:
-    from fathomlm.cli.demo_routed import Told
-    from fathomlm.cli.demo_shown import _coloured
+    from fathomlm.cli.demo_routed import Completion, _coloured
 
-    told = Told(prompt="a", text="", tokens=[1, 2, 3], pieces=[" b\n", "", "[red]"], depths=[1, 12, 3], finish="length")
-    assert _coloured(told, None).plain == "a b↵¹\n·¹²[red]³"
+    completion = Completion(
+        prompt="a", text="", tokens=[1, 2, 3], pieces=[" b\n", "", "[red]"], depths=[1, 12, 3], finish="length"
+    )
+    assert _coloured(completion, None).plain == "a b↵¹\n·¹²[red]³"
 
 
 def test_a_terminal_gets_the_colours_of_the_depths(
@@ -200,4 +201,4 @@ def test_ctrl_c_is_one_line(packaged: str, monkeypatch: pytest.MonkeyPatch, caps
 
 def test_mistakes(packaged: str, mistake_of: Callable[..., str]) -> None:
     assert "--tokens must be >= 1, got 0" in mistake_of("demo", "--tokens", "0")
-    assert f"--out is for a model that is made recursive; {packaged} has a router" in mistake_of("demo", "--out", "x")
+    assert f"--out cannot be combined with a routed model: {packaged} is not converted" in mistake_of("demo", "--out", "x")

@@ -13,7 +13,7 @@ from fathomlm.cli.main import main
 from lab.analyze.tiny import model_of, saved, text_file
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-SHORT = ["--texts", "2", "--prompt-tokens", "4", "--max-new-tokens", "4", "--repeats", "1"]
+SHORT = ["--prompts", "2", "--prompt-tokens", "4", "--max-new-tokens", "4", "--repeats", "1"]
 
 
 @pytest.fixture(scope="module")
@@ -95,13 +95,13 @@ def test_a_metric_of_texts(plain: str, tmp_path: Path, capsys: Any) -> None:
 def test_mistakes_are_one_line(looped: str, plain: str, data: str, tmp_path: Path, mistake: Any, monkeypatch: Any) -> None:
     monkeypatch.chdir(tmp_path)
     threshold = ("--data", data, "--sweep", "threshold")
-    assert "unknown sweep 'breadth'" in mistake(plain, "--data", data, "--sweep", "breadth")
-    assert "unknown quality 'taste'" in mistake(plain, *threshold, "--quality", "taste")
-    assert "named twice" in mistake(plain, plain, *threshold)
+    assert "invalid --sweep 'breadth'" in mistake(plain, "--data", data, "--sweep", "breadth")
+    assert "invalid --quality 'taste'" in mistake(plain, *threshold, "--quality", "taste")
+    assert "duplicate MODEL" in mistake(plain, plain, *threshold)
     assert "names no exits of its own" in mistake(plain, *threshold)
     assert "takes one layer" in mistake(plain, *threshold, "--exit-layer", "2,3")
-    assert "from 0 to 1" in mistake(plain, *threshold, "--exit-layer", "2", "--thresholds", "1,2")
-    assert "--decode goes with --sweep threshold" in mistake(
+    assert "between 0 and 1" in mistake(plain, *threshold, "--exit-layer", "2", "--thresholds", "1,2")
+    assert "--decode requires --sweep threshold" in mistake(
         looped, "--data", data, "--sweep", "depth", "--decode", "parallel"
     )
     assert "for looped models" in mistake(plain, "--data", data, "--sweep", "depth")

@@ -77,12 +77,12 @@ def test_a_table_for_people(run: Any, tmp_path: Path) -> None:
     words = ("--data", data, "--source", "source", "--reference", "references", "--metric", "squad", *NEW)
     out, err = run(*words)
     assert err == ""
-    for name in ("full depth", "exact_match", "f1", "tokens/s", "ms per token", "tokens per text"):
+    for name in ("full depth", "exact_match", "f1", "tokens/s", "ms per token", "tokens per completion"):
         assert name in out
-    assert "left early" not in out
+    assert "exited early" not in out
     out, _ = run(*words, "--decode", "oracle", "--exit-layer", "1,2")
     assert "oracle (it knows the last layer's choice)" in out
-    assert "left early" in out
+    assert "exited early" in out
     assert "mean exit layer" in out
 
 
@@ -91,7 +91,7 @@ def test_rouge_and_bleu_of_named_fields(run: Any, tmp_path: Path) -> None:
     pytest.importorskip("sacrebleu")
     data = write(tmp_path / "pairs.jsonl", PAIRS)
     words = ("--data", data, "--prompt", "{source}:\\n", "--reference", "references", *NEW, "--json")
-    rouge = json.loads(run(*words, "--metric", "rouge", "--limit", "2", "--batch", "2")[0])
+    rouge = json.loads(run(*words, "--metric", "rouge", "--limit", "2", "--batch-size", "2")[0])
     assert set(rouge["quality"]) == {"rouge1", "rouge2", "rougeL"}
     assert (rouge["texts"], rouge["batch"], rouge["prompt"]) == (2, 2, "{source}:\n")
     assert set(json.loads(run(*words, "--metric", "bleu")[0])["quality"]) == {"bleu"}
@@ -120,7 +120,7 @@ def test_an_encoder_reads_the_source_alone_and_loses_its_end(
 def test_long_prompts_are_cut_and_said(run: Any, tmp_path: Path) -> None:
     data = write(tmp_path / "long.jsonl", [{"source": "deep water " * 400, "references": "x"}, *PAIRS])
     out, err = run("--data", data, "--metric", "squad", *NEW, "--json")
-    assert err == "fathomlm: 1 of 4 prompts were longer than fits, and cut\n"
+    assert err == "fathomlm: 1 of 4 prompts were truncated to fit the context\n"
     assert json.loads(out)["prompts_cut"] == 1
 
 
@@ -138,8 +138,8 @@ def test_mistakes_are_one_line(mistake: Any, tmp_path: Path) -> None:
     assert "unknown metric 'rogue' (did you mean 'rouge'?)" in mistake("--data", data, "--metric", "rogue")
     assert "no field 'sauce' (did you mean 'source'?)" in mistake(*here, "--source", "sauce")
     assert "no field 'refs'" in mistake(*here, "--reference", "refs")
-    assert "--threshold goes with --decode" in mistake(*here, "--threshold", "0.5")
-    assert "invalid mode 'paralel'" in mistake(*here, "--decode", "paralel")
+    assert "--threshold requires --decode, such as --decode parallel" in mistake(*here, "--threshold", "0.5")
+    assert "invalid --decode 'paralel' (did you mean 'parallel'?)" in mistake(*here, "--decode", "paralel")
     assert "names no exits of its own" in mistake(*here, "--decode", "parallel")
     assert "leaves no room for a prompt" in mistake(*here, "--max-new-tokens", "256")
     assert "--max-source-tokens must be >= 1, got 0" in mistake(*here, "--max-source-tokens", "0")

@@ -75,7 +75,7 @@ def test_rows_are_documents_and_may_be_joined(record_of: Any, tmp_path: Path) ->
 
 
 def test_stride_context_and_outputs(record_of: Any, data: Path, routed: Path) -> None:
-    record = record_of("--data", data, "--context", "16", "--stride", "4", "--exit", "recursion", "--batch", "3")
+    record = record_of("--data", data, "--context", "16", "--stride", "4", "--exit", "recursion", "--batch-size", "3")
     assert [output["output"] for output in record["outputs"]] == ["layer 2 (recursion 1)", "full"]
     assert (record["context"], record["stride"]) == (16, 4)
     assert record["outputs"][0]["nats_per_token"] != record["outputs"][1]["nats_per_token"]

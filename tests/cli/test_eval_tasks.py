@@ -106,7 +106,7 @@ def test_the_kind_may_be_said_and_the_model_may_come_last(run: Any, data: Path, 
 
 def test_every_exit_of_a_looped_model(run: Any, data: Path, tiny_model_dir: Path) -> None:
     words = ("--tasks", "lambada_openai", "--data", str(data))
-    record = json.loads(run(*words, "--exit", "all", "--json", "--batch", "2")[0])
+    record = json.loads(run(*words, "--exit", "all", "--json", "--batch-size", "2")[0])
     assert [(o["output"], o["layer"], o["recursion"]) for o in record["outputs"]] == [
         ("layer 1", 1, None),
         ("layer 2 (recursion 1)", 2, 1),
@@ -164,7 +164,7 @@ def test_examples_go_to_a_file(run: Any, data: Path, tmp_path: Path, mistake: An
     assert [(line["layer"], line["example"]) for line in lines] == [(layer, n) for layer in (2, None) for n in range(6)]
     assert lines[1]["choices"][1]["continuation"] == " six feet long"
     assert "exists; choose another name" in mistake(*words, "--out", str(out))
-    assert "is no directory" in mistake(*words, "--out", str(tmp_path / "no" / "where"))
+    assert "is not a directory" in mistake(*words, "--out", str(tmp_path / "no" / "where"))
 
 
 def test_worked_examples_change_what_is_asked(run: Any, data: Path, tmp_path: Path) -> None:
@@ -203,7 +203,7 @@ def test_mistakes_are_one_line(mistake: Any, mistake_of: Any, data: Path, tmp_pa
     write(bad, [{"context": "a", "choices": ["b" * 400, "c"], "gold": 0}])
     assert "does not fit the context of 256" in mistake("--tasks", str(bad))
     assert "--limit must be >= 1, got 0" in mistake("--tasks", file, "--limit", "0")
-    assert "--batch must be >= 1, got -2" in mistake("--tasks", file, "--batch", "-2")
+    assert "--batch-size must be >= 1, got -2" in mistake("--tasks", file, "--batch-size", "-2")
     assert "--shots must be >= 0, got -1" in mistake("--tasks", file, "--shots", "-1")
     assert "unknown exit 'layers' (did you mean 'layer'?)" in mistake("--tasks", file, "--exit", "layers")
     assert "give one of them" in mistake("--tasks", file, "--exit", "layer", "--max-depth", "1")

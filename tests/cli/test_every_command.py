@@ -10,14 +10,12 @@ from typing import Any
 import pytest
 
 from cli.judge_server import GOOD, Said, judge
-from fathomlm.cli.main import main
-from fathomlm.lab.cli import analyze, simulate
-from fathomlm.lab.cli import eval as evaluate
+from fathomlm.cli.main import COMMANDS, main
 from lab.analyze.test_scaling import write_run
 from lab.analyze.tiny import model_of, saved, text_file
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-FEW = ["--texts", "1", "--max-new-tokens", "4"]
+FEW = ["--prompts", "1", "--max-new-tokens", "4"]
 
 
 def lines(path: Path, rows: list[dict[str, Any]]) -> str:
@@ -50,7 +48,7 @@ def commands(place: Path, url: str) -> list[list[str]]:
         ["analyze", "weights", plain, "--recursions", "2"],
         ["analyze", "runs", runs],
         ["simulate", "throughput", "--preset", "40gb/gemma-2b/2", "--depths", "1,0.5", "--requests", "40"],
-        ["simulate", "thesis", "--table", "16gb", "--texts", "5"],
+        ["simulate", "thesis", "--table", "16gb", "--sequences", "5"],
         ["simulate", "validate", looped, "--dummy", "--requests", "3", "--rounds", "1", "--within", "1000"],
         ["plan", *sizes, "--runs", runs, "--out", str(place / "fits.png")],
     ]  # fmt: skip
@@ -65,7 +63,6 @@ def test_every_kind_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
             assert main([*words, "--json"]) == 0, capsys.readouterr().err
             json.loads(capsys.readouterr().out)
             seconds[" ".join(words[: 1 if words[0] == "plan" else 2])] = time.perf_counter() - begun
-    kinds = [f"eval {kind}" for kind in evaluate.KINDS] + [f"analyze {kind}" for kind in analyze.KINDS]
-    kinds += [f"simulate {kind}" for kind in simulate.KINDS]
+    kinds = [f"{group} {kind}" for group in ("eval", "analyze", "simulate") for kind in COMMANDS[group].kinds]
     assert set(seconds) == {*kinds, "plan"}
     print(json.dumps({name: round(each, 2) for name, each in seconds.items()}))

@@ -20,7 +20,7 @@ from fathomlm.checkpoints.replan import replan
 from fathomlm.checkpoints.resolve import load
 from fathomlm.checkpoints.save import directory_bytes, save
 from fathomlm.cli import serve
-from fathomlm.cli.main import build_parser, main
+from fathomlm.cli.main import main, read_command
 from fathomlm.decode.calibration import FILE, Calibration
 from fathomlm.decode.threshold import ThresholdEstimator, ThresholdOptions
 from fathomlm.errors import CheckpointError, OptionError, UnsupportedModel
@@ -178,7 +178,7 @@ def test_eval_and_analyze_read_the_packs_exit(
     text.write_text("the depth of the water is the measure of the fathom line. " * 4)
     asked.write_text(json.dumps({"context": "a fox.", "question": "who?", "answers": ["a fox"]}) + "\n")
     words.write_text(json.dumps({"context": "six fathoms", "target": "deep"}) + "\n")
-    sweep = ("--sweep", "threshold", "--thresholds", "0,1", "--texts", "1", "--max-new-tokens", "4", "--repeats", "1")
+    sweep = ("--sweep", "threshold", "--thresholds", "0,1", "--prompts", "1", "--max-new-tokens", "4", "--repeats", "1")
     commands: dict[str, tuple[tuple[Any, ...], Callable[[Any], Any]]] = {
         "ppl": (("--data", text, "--exit", "2"), lambda found: found["outputs"]),
         "tasks": (("--tasks", words, "--exit", "2"), lambda found: found["outputs"]),
@@ -191,7 +191,7 @@ def test_eval_and_analyze_read_the_packs_exit(
             lambda found: [(point["value"], point["quality"]) for point in found["curves"][0]["points"]],
         ),
         "exits": (
-            ("--data", text, "--tokens", "32", "--texts", "0", "--force", "--out", tmp_path / "analysis"),
+            ("--data", text, "--tokens", "32", "--prompts", "0", "--force", "--out", tmp_path / "analysis"),
             lambda found: [{**each} for each in found["exits"]],
         ),
     }
@@ -207,7 +207,7 @@ def test_eval_and_analyze_read_the_packs_exit(
 
 
 def parse(*words: str | Path) -> Any:
-    return build_parser().parse_args(["serve", *(str(word) for word in words)])
+    return read_command(["serve", *(str(word) for word in words)])
 
 
 def test_serve_lets_tokens_leave_at_the_packs_exit(
@@ -219,13 +219,13 @@ def test_serve_lets_tokens_leave_at_the_packs_exit(
     exiting = serve.read_exits(args)
     assert exiting is not None
     assert exiting.threshold_now() == 0.9
-    offer = serve.load_served(args, serve.read_engine(args), exiting)
-    assert (offer.facts["exit_layer"], offer.threshold) == (2, 0.9)
-    asyncio.run(offer.close())
-    with pytest.raises(OptionError, match=r"thin has learnt no threshold yet"):
-        serve.read_exits(parse(*words, "--exit-threshold", "adaptive"))
+    served = serve.load_served(args, serve.read_engine(args), exiting)
+    assert (served.facts["exit_layer"], served.threshold) == (2, 0.9)
+    asyncio.run(served.close())
+    with pytest.raises(OptionError, match=r"thin has no calibrated threshold"):
+        serve.read_exits(parse(*words, "--threshold", "adaptive"))
     learnt(pack)
-    exiting = serve.read_exits(parse(*words, "--exit-threshold", "adaptive"))
+    exiting = serve.read_exits(parse(*words, "--threshold", "adaptive"))
     assert exiting is not None
     assert (exiting.threshold_now(), exiting.exit_layers) == (0.04, (2,))
     with pytest.raises(CheckpointError, match="does not exist"):
@@ -278,12 +278,12 @@ def test_slips_with_exits_are_one_line(
     exited: Path, pack: Path, tiny_model_dir: Path, tmp_path: Path, mistake_of: Callable[..., str]
 ) -> None:
     base, exits = str(tiny_model_dir), ("--exits", str(pack))
-    assert "--exits goes with --decode" in mistake_of("generate", base, *PROMPT, *exits)
-    assert "--any-base goes with --exits" in mistake_of("generate", base, *PROMPT, "--decode", "full", "--any-base")
+    assert "--exits requires --decode, such as --decode parallel" in mistake_of("generate", base, *PROMPT, *exits)
+    assert "--any-base requires --exits" in mistake_of("generate", base, *PROMPT, "--decode", "full", "--any-base")
     text = tmp_path / "text.txt"
     text.write_text("the depth of the water")
     predict = ("--data", str(text))
-    assert "--any-base goes with --exits" in mistake_of("eval", "ppl", base, *predict, "--any-base")
+    assert "--any-base requires --exits" in mistake_of("eval", "ppl", base, *predict, "--any-base")
     decode = ("--decode", "parallel")
     assert "has exits already, after 2" in mistake_of("generate", str(exited), *PROMPT, *decode, *exits)
     looped = str(save(convert(tiny_model_dir, router="expert"), tmp_path / "routed"))
@@ -298,7 +298,9 @@ def test_an_export_that_cannot_be_leaves_nothing(
     assert "has no exits to write; `train: exits`" in mistake_of("export", str(tiny_model_dir), out, *kind)
     assert "smollm2-135m has no exits to write" in mistake_of("export", "smollm2-135m", out, *kind)
     for option in (("--quantize", "int8"), ("--max-shard-size", "1MB")):
-        assert f"{option[0]} is for whole models" in mistake_of("export", str(exited), out, *kind, *option)
+        assert f"{option[0]} cannot be combined with --format exits" in mistake_of(
+            "export", str(exited), out, *kind, *option
+        )
     assert "exists; choose another name" in mistake_of("export", str(exited), str(pack), *kind)
     model = shutil.copytree(exited, tmp_path / "model")
     assert "does not look like a pack of exits" in mistake_of("export", str(exited), str(model), *kind, "--force")

@@ -109,10 +109,10 @@ def test_text_is_scored_over_every_word(
     for verb in (("eval", "ppl", "--data", text, "--exit", "2"), ("eval", "tasks", "--tasks", task, "--exit", "2")):
         few = told(*verb[:2], tiny_model_dir, *verb[2:], "--exits", tmp_path / "few")
         assert few["outputs"] == told(*verb[:2], exited, *verb[2:])["outputs"]
-    words = ("--data", text, "--tokens", "8", "--texts", "0", "--force", "--out", tmp_path / "analysis")
+    words = ("--data", text, "--tokens", "8", "--prompts", "0", "--force", "--out", tmp_path / "analysis")
     few = told("analyze", "exits", tiny_model_dir, "--exits", tmp_path / "few", *words)
     assert few["exits"] == told("analyze", "exits", exited, *words)["exits"]
-    sweep = ("--quality", "ppl", "--sweep", "threshold", "--thresholds", "0", "--texts", "1", "--max-new-tokens", "4")
+    sweep = ("--quality", "ppl", "--sweep", "threshold", "--thresholds", "0", "--prompts", "1", "--max-new-tokens", "4")
     frontier = ("eval", "frontier", tiny_model_dir, "--data", text, "--repeats", "1", "--out", tmp_path / "frontier", *sweep)
     found = told(*frontier, "--exits", tmp_path / "few")
     assert all(math.isfinite(point["quality"]) for point in found["curves"][0]["points"])
@@ -155,9 +155,9 @@ def test_slips_are_one_line(exited: Path, text: Path, tmp_path: Path, mistake_of
     assert "to 320 (all), got 321" in mistake_of(*export, *KIND, "--exit-vocab", "321", *source)
     for option in (("--exit-vocab", "12"), source, ("--column", "text"), ("--exits", "pack")):
         for kind in ((), ("--format", "fathom")):
-            assert f"{option[0]} goes with --format exits" in mistake_of(*export, *kind, *option)
-    assert "--any-base goes with --exits" in mistake_of(*export, "--any-base")
-    assert "--any-base goes with --exits" in mistake_of(*export, *KIND, "--any-base")
+            assert f"{option[0]} requires --format exits" in mistake_of(*export, *kind, *option)
+    assert "--any-base requires --exits" in mistake_of(*export, "--any-base")
+    assert "--any-base requires --exits" in mistake_of(*export, *KIND, "--any-base")
     typo = str(text.with_name("texts.txt"))
     assert "did you mean" in mistake_of(*export, *KIND, "--exit-vocab", "12", "--exit-vocab-from", typo)
     assert "pack does not exist" in mistake_of(*export, *KIND, "--exits", str(tmp_path / "pack"))

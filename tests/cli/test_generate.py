@@ -147,16 +147,16 @@ def test_progress_goes_to_a_terminal_only(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((), "give a prompt"),
-        (("-p", "a", "-p", "b", "--stream"), "there are 2 prompts"),
-        (("-p", "a", "--stream", "--json"), "exclude each other"),
-        (("-p", "a", "--system", "x"), "--system goes with --chat"),
+        ((), "no prompt: give -p TEXT, -p - for standard input, or --prompt-file FILE"),
+        (("-p", "a", "-p", "b", "--stream"), "--stream takes one prompt, got 2"),
+        (("-p", "a", "--stream", "--json"), "--stream cannot be combined with --json"),
+        (("-p", "a", "--system", "x"), "--system requires --chat"),
         (("-p", "-", "-p", "-"), "once"),
         (("--prompt-file", "/no/such/file"), "cannot read /no/such/file"),
-        (("-p", "a", "--top-p", "0"), "top_p must be > 0 and <= 1, got 0.0"),
+        (("-p", "a", "--top-p", "0"), "--top-p must be > 0 and <= 1, got 0.0"),
         (("-p", "a", "--temperature", "nan"), "temperature must be"),
         (("-p", "a", "--stop", ""), "stop must be"),
-        (("-p", "a", "--threads", "0"), "--threads must be >= 1"),
+        (("-p", "a", "--threads", "0"), "--threads must be >= 1, got 0"),
         (("-p", "a", "--max-new-tokens", "256"), "make 257, more than the context of 256"),
     ],
 )

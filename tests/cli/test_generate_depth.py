@@ -91,9 +91,9 @@ def test_the_statistic_shows_the_mean_depth(place: Path, capsys: pytest.CaptureF
     ("words", "message"),
     [
         (("--max-depth", "9"), "max depth must be from 1 to the model's 2 recursions, got 9"),
-        (("--max-depth", "0"), "max depth must be from 1 to the model's 2 recursions, got 0"),
-        (("--depth-bias", "nan"), "the depth bias must be a number, got nan"),
-        (("--depth-bias", "inf"), "the depth bias must be a number, got inf"),
+        (("--max-depth", "0"), "--max-depth must be >= 1, got 0"),
+        (("--depth-bias", "nan"), "--depth-bias must be a number, got nan"),
+        (("--depth-bias", "inf"), "--depth-bias must be a number, got inf"),
     ],
 )
 def test_mistakes_are_one_line(words: tuple[str, ...], message: str, place: Path, mistake_of: Callable[..., str]) -> None:
@@ -104,7 +104,7 @@ def test_a_model_without_a_router(
     tiny_model_dir: Path, mistake_of: Callable[..., str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     said = mistake_of("generate", str(tiny_model_dir), "-p", PROMPT, "--depth-bias", "0.5")
-    assert f"--depth-bias is for routed models; {tiny_model_dir} has no router" in said
+    assert f"--depth-bias requires a routed model; {tiny_model_dir} has no router" in said
     assert "from 1 to the model's 2 recursions" in mistake_of(
         "generate", str(tiny_model_dir), "-p", PROMPT, "--max-depth", "3"
     )

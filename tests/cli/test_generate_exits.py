@@ -92,7 +92,7 @@ def test_the_statistic_shows_the_exit_rate(run: Callable[..., tuple[str, str]]) 
         record = json.loads(run("--decode", *words, "--exit-layer", "2", "--json")[0])
         rate, mean = record["exits"]["exit_rate"], record["exits"]["mean_exit_layer"]
         _, err = run("--decode", *words, "--exit-layer", "2")
-        assert f": {rate:.0%} left early, mean exit layer {mean:.2f} of 4" in err
+        assert f": {rate:.0%} exited early, mean exit layer {mean:.2f} of 4" in err
         assert err.count("\n") == 1
         threshold = record["exits"]["threshold"]
         assert ("threshold" in err) == (threshold is not None)
@@ -143,16 +143,16 @@ def test_an_adaptive_threshold_starts_from_what_is_beside_the_model(
 
 
 BAD: list[tuple[tuple[str, ...], str]] = [
-    (("--threshold", "0.5"), "--threshold goes with --decode, which says how tokens leave early, such as --decode parallel"),
-    (("--exit-layer", "2"), "--exit-layer goes with --decode"),
-    (("--max-stack", "2"), "--max-stack goes with --decode"),
-    (("--refine", "0"), "--refine goes with --decode"),
-    (("--decode", "paralel"), "invalid mode 'paralel' (did you mean 'parallel'?)"),
+    (("--threshold", "0.5"), "--threshold requires --decode, such as --decode parallel"),
+    (("--exit-layer", "2"), "--exit-layer requires --decode, such as --decode parallel"),
+    (("--max-stack", "2"), "--max-stack requires --decode, such as --decode parallel"),
+    (("--refine", "0"), "--refine requires --decode, such as --decode parallel"),
+    (("--decode", "paralel"), "invalid --decode 'paralel' (did you mean 'parallel'?)"),
     (("--decode", "full", "--threshold", "0.5"), "threshold cannot be combined with full decoding, only with state-copy"),
     (("--decode", "parallel"), "names no exits of its own, so name an exit layer: 2, where its recursions end"),
-    (("--decode", "parallel", "--exit-layer", "two"), "--exit-layer takes layers such as 6 or 4,8, got 'two'"),
-    (("--decode", "parallel", "--exit-layer", "-1"), "--exit-layer takes layers"),
-    (("--decode", "parallel", "--exit-layer", "0"), "exit_layers must be >= 1, got 0"),
+    (("--decode", "parallel", "--exit-layer", "two"), "--exit-layer must be an integer >= 1, got 'two'"),
+    (("--decode", "parallel", "--exit-layer", "-1"), "--exit-layer must be >= 1, got -1"),
+    (("--decode", "parallel", "--exit-layer", "0"), "--exit-layer must be >= 1, got 0"),
     (("--decode", "parallel", "--exit-layer", "4"), "a token may leave after layers 1 to 3 of this model's 4, got 4"),
     (
         ("--decode", "parallel", "--exit-layer", "1,3"),
@@ -160,17 +160,20 @@ BAD: list[tuple[tuple[str, ...], str]] = [
     ),
     (
         ("--decode", "parallel", "--exit-layer", "2", "--threshold", "high"),
-        "--threshold takes a number from 0 to 1",
+        "--threshold must be between 0 and 1, or adaptive, got 'high'",
     ),
-    (("--decode", "parallel", "--exit-layer", "2", "--threshold", "2"), "threshold must be between 0 (always exit) and 1"),
+    (
+        ("--decode", "parallel", "--exit-layer", "2", "--threshold", "2"),
+        "--threshold must be between 0 and 1, or adaptive, got '2'",
+    ),
     (("--decode", "parallel", "--exit-layer", "2", "--threshold", "nan"), "threshold must be between 0"),
     (("--decode", "parallel", "--exit-layer", "2", "--refine", "-1"), "refine must be >= 0, got -1.0"),
-    (("--decode", "parallel", "--exit-layer", "2", "--confidence", "vibes"), "invalid confidence 'vibes'"),
+    (("--decode", "parallel", "--exit-layer", "2", "--confidence", "vibes"), "invalid --confidence 'vibes'"),
     (("--decode", "parallel", "--exit-layer", "2", "--confidence", "classifier"), "this model has none. gap, max and state"),
-    (("--decode", "parallel", "--exit-layer", "2", "--max-depth", "1"), "--max-depth and --decode both say how deep"),
+    (("--decode", "parallel", "--exit-layer", "2", "--max-depth", "1"), "--max-depth cannot be combined with --decode"),
     (("--decode", "state-copy", "--exit-layer", "2", "--refine", "1"), "refine cannot be combined with state-copy decoding"),
     (("--captured", "--temperature", "0.7"), "captured steps take the likeliest token; temperature 0.7 asks for another"),
-    (("--captured", "--max-depth", "1"), "leave out --max-depth and --depth-bias"),
+    (("--captured", "--max-depth", "1"), "--captured cannot be combined with --max-depth or --depth-bias"),
     (("--captured", "--decode", "oracle", "--exit-layer", "2"), "captured steps have the modes full, static"),
 ]
 

@@ -35,10 +35,10 @@ def mistake(mistake_of):
 def test_it_says_where_the_file_is_and_the_second_time_that_it_was_there(downloads, capsys, tmp_path):
     assert main(["get", "smollm2-135m"]) == 0
     first = capsys.readouterr().out
-    assert first.startswith(f"smollm2-135m is here now: {tmp_path}")
+    assert first.startswith(f"smollm2-135m downloaded to {tmp_path}")
     assert "98.36 kB, licence: Apache-2.0" in first
     assert main(["get", "smollm2-135m"]) == 0
-    assert "smollm2-135m was here already" in capsys.readouterr().out
+    assert "smollm2-135m is already at" in capsys.readouterr().out
     assert downloads == ["smollm2-135m"]
 
 
@@ -72,7 +72,7 @@ def test_mistakes(mistake, tmp_path):
     assert "did you mean 'smollm2-135m'?" in mistake("smollm2-135mm")
     assert "'smollm-730m' is a shape without weights" in mistake("smollm-730m")
     assert "is not a hub id" in mistake("not a/hub id")
-    assert "is on this machine already" in mistake(str(tmp_path))
+    assert "is a local path; `get` takes a preset or a hub id" in mistake(str(tmp_path))
 
 
 def test_a_failed_download_is_one_line(mistake, monkeypatch, tmp_path):

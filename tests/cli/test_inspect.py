@@ -11,12 +11,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from fathomlm.cli.inspect import parse_tokens
 from fathomlm.cli.main import main
 from fathomlm.depth import DepthPlan, Relaxation
 from fathomlm.depth.cost import Cost
 from fathomlm.depth.presets import PRESETS
 from fathomlm.errors import OptionError
+from fathomlm.sizes import parse_count
 
 
 @pytest.fixture
@@ -175,13 +175,13 @@ def test_the_table_names_the_relaxation(capsys):
     ],
 )
 def test_tokens_are_read_exactly(text, tokens):
-    assert parse_tokens(text) == tokens
+    assert parse_count(text, "--tokens") == tokens
 
 
 @pytest.mark.parametrize("text", ["", "B", "twenty", "1.5", "0", "-3B", "nan", "inf", "1e99", "0.0000001K", "20BB"])
 def test_tokens_that_are_no_whole_number(text):
-    with pytest.raises(OptionError, match="--tokens must be an integer from 1 to 1e18"):
-        parse_tokens(text)
+    with pytest.raises(OptionError, match="--tokens must be an integer between 1 and 1e18"):
+        parse_count(text, "--tokens")
 
 
 def test_a_mistyped_preset_names_the_nearest(mistake):
@@ -191,7 +191,7 @@ def test_a_mistyped_preset_names_the_nearest(mistake):
 
 def test_a_mistyped_sharing_names_the_nearest(mistake):
     line = mistake("smollm-360m", "--sharing", "midle-cycle", "--recursions", "2")
-    assert "unknown sharing 'midle-cycle' (did you mean 'middle-cycle'?)" in line
+    assert "invalid --sharing 'midle-cycle' (did you mean 'middle-cycle'?)" in line
 
 
 def test_layers_that_do_not_divide_name_the_counts_that_do(mistake):
@@ -204,9 +204,9 @@ def test_layers_that_do_not_divide_name_the_counts_that_do(mistake):
     ("options", "message"),
     [
         (["--recursions", "0"], "recursions must be >= 1, got 0"),
-        (["--recursions", "3", "--resize", "shrink"], "unknown resize 'shrink'; known: add, drop"),
-        (["--resize"], "--resize goes with --sharing or --recursions"),
-        (["--recursions", "2", "--relax", "lorra"], "unknown relax 'lorra' (did you mean 'lora'?)"),
+        (["--recursions", "3", "--resize", "shrink"], "invalid --resize 'shrink'; choose from add, drop"),
+        (["--resize"], "--resize requires --sharing or --recursions"),
+        (["--recursions", "2", "--relax", "lorra"], "invalid --relax 'lorra' (did you mean 'lora'?)"),
         (["--recursions", "2", "--rank", "8"], "rank requires a lora or dora relaxation"),
         (["--recursions", "2", "--relax", "prefix", "--rank", "8"], "rank requires a lora or dora relaxation"),
         (["--recursions", "2", "--relax", "lora", "--rank", "big"], "cannot read 'big' as a rank"),
@@ -216,10 +216,10 @@ def test_layers_that_do_not_divide_name_the_counts_that_do(mistake):
         (["--recursions", "2", "--relax", "prefix", "--prefix-length", "0"], "prefix requires prefix_length >= 1, got 0"),
         (["--sharing", "sequence", "--recursions", "2", "--relax", "encoding"], "loops as a whole"),
         (["--sharing", "sequence", "--recursions", "2", "--router", "expert"], "a router needs a looped core"),
-        (["--recursions", "2", "--router", "exprt"], "unknown router 'exprt' (did you mean 'expert'?)"),
-        (["--recursions", "2", "--kv", "shared"], "unknown kv 'shared' (did you mean 'share'?)"),
-        (["--router", "expert"], "--router needs shared layers; give --recursions 2 or more"),
-        (["--kv", "share"], "--kv share needs shared layers"),
+        (["--recursions", "2", "--router", "exprt"], "invalid --router 'exprt' (did you mean 'expert'?)"),
+        (["--recursions", "2", "--kv", "shared"], "invalid --kv 'shared' (did you mean 'share'?)"),
+        (["--router", "expert"], "--router requires shared layers: --recursions 2 or more"),
+        (["--kv", "share"], "--kv share requires shared layers: --recursions 2 or more"),
         (["--relax", "lora"], "lora relaxes a tie, but with one recursion nothing is tied"),
         (["--tokens", "many"], "--tokens must be an integer"),
         (["--context", "0"], "must be >= 1, got 0"),
@@ -230,7 +230,7 @@ def test_a_mistake_is_one_line(mistake, options, message):
 
 
 def test_a_number_that_is_none_is_a_usage_error(mistake):
-    assert "--recursions: invalid int value: 'two'" in mistake("smollm-360m", "--recursions", "two")
+    assert "--recursions must be an integer, got 'two'" in mistake("smollm-360m", "--recursions", "two")
 
 
 def test_a_preset_needs_neither_torch_nor_transformers():

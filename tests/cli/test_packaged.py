@@ -23,7 +23,7 @@ def test_get_says_that_nothing_has_to_be_fetched(
 ) -> None:
     assert main(["get", packaged]) == 0
     said = capsys.readouterr().out
-    assert said.startswith(f"{packaged} comes with FathomLM; nothing has to be fetched: {packaged_models_dir / packaged}\n")
+    assert said.startswith(f"{packaged} ships with FathomLM; nothing to download: {packaged_models_dir / packaged}\n")
     assert main(["get", packaged, "--json"]) == 0
     record = json.loads(capsys.readouterr().out)
     size = sum(file.stat().st_size for file in (packaged_models_dir / packaged).iterdir())

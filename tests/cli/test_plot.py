@@ -30,7 +30,7 @@ def test_a_table_is_printed_beside_the_picture(run_dir, tmp_path, capsys):
     out = tmp_path / "curves.png"
     assert main(["plot", str(run_dir), "--out", str(out)]) == 0
     printed = capsys.readouterr().out
-    for shown in ("tiny", "40.96K", "5.1000", "4.9000", "exit after 15", "5.3000", f"drawn into {out}"):
+    for shown in ("tiny", "40.96K", "5.1000", "4.9000", "exit after 15", "5.3000", f"wrote {out}"):
         assert shown in printed.replace("\n", "") or shown in printed
     assert out.stat().st_size > 10_000
 
@@ -59,7 +59,7 @@ def test_mistakes_are_one_line(run_dir, tmp_path, mistake):
     assert "required: RUN" in mistake()
     assert "there is no run at" in mistake(str(tmp_path / "nowhere"))
     assert "did you mean 'loss'" in mistake(str(run_dir), "--metric", "los")
-    assert "unknown axis" in mistake(str(run_dir), "--x", "epochs")
-    assert "from 0 to 0.99" in mistake(str(run_dir), "--smooth", "2")
+    assert "invalid --x 'epochs'" in mistake(str(run_dir), "--x", "epochs")
+    assert "--smooth must be between 0 and 0.99" in mistake(str(run_dir), "--smooth", "2")
     assert ".png, .svg or .pdf" in mistake(str(run_dir), "--out", "curves.bmp")
     assert "recorded mfu" in mistake(str(run_dir), "--metric", "mfu", "--out", str(tmp_path / "curves.png"))

@@ -21,7 +21,7 @@ from fathomlm.decode.threshold import ThresholdEstimator, ThresholdOptions
 pytestmark = pytest.mark.usefixtures("one_thread")
 NAME = "tiny"
 PROMPT = ("-p", "the depth of the water", "--max-new-tokens", "10")
-NOTE = f"fathomlm: using the exits that come with FathomLM for {NAME} (--exits none: without)\n"
+NOTE = f"fathomlm: using the exits that ship with FathomLM for {NAME} (--exits none: without)\n"
 
 
 @pytest.fixture(scope="module")
@@ -136,11 +136,11 @@ def test_slips_beside_them_are_one_line(shipped: Path, mistake_of: Callable[...,
     generate = ("generate", NAME, *PROMPT)
     assert "non does not exist; a pack of exits is what" in mistake_of(*generate, "--decode", "parallel", "--exits", "non")
     shutil.copytree(shipped, "none")
-    assert "--exits goes with --decode" in mistake_of(*generate, "--exits", "none")
-    assert "--any-base goes with --exits" in mistake_of(*generate, "--decode", "parallel", "--any-base")
+    assert "--exits requires --decode, such as --decode parallel" in mistake_of(*generate, "--exits", "none")
+    assert "--any-base requires --exits" in mistake_of(*generate, "--decode", "parallel", "--any-base")
     none = ("--decode", "parallel", "--exits", "none", "--any-base")
-    assert "--any-base goes with --exits" in mistake_of(*generate, *none)
-    assert "invalid mode 'paralell'" in mistake_of(*generate, "--decode", "paralell")
+    assert "--any-base requires --exits" in mistake_of(*generate, *none)
+    assert "invalid --decode 'paralell' (did you mean 'parallel'?)" in mistake_of(*generate, "--decode", "paralell")
     (shipped / FILE).write_text("{")
     assert "is no calibration" in mistake_of(*generate, "--decode", "parallel")
 
@@ -172,7 +172,7 @@ def test_eval_takes_them_too(shipped: Path, tmp_path: Path, told: Callable[..., 
     words = ("eval", "generate", NAME, "--data", asked, "--max-new-tokens", "4", "--decode", "speculative")
     found, said = told(*words)
     assert (found["exit_pack"], found["exits"]["last_threshold"], said) == (str(shipped), 0.04, NOTE)
-    sweep = ("--thresholds", "0,1", "--texts", "1", "--max-new-tokens", "4", "--repeats", "1", "--force")
+    sweep = ("--thresholds", "0,1", "--prompts", "1", "--max-new-tokens", "4", "--repeats", "1", "--force")
     frontier = ("eval", "frontier", NAME, "--data", text, "--out", tmp_path / "out", *sweep, "--sweep", "threshold")
     found, said = told(*frontier)
     adaptive = [point["value"] for point in found["curves"][0]["points"] if point["kind"] == "adaptive"]

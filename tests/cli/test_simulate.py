@@ -68,7 +68,7 @@ def test_policies_change_the_figures(capsys: Any) -> None:
     assert {"core", "turn"} == set(ends["depth"]["stages"])
     padded = record(capsys, *PRESET, *DEPTHS, "--waiting", "pad")
     assert padded["vanilla"]["tokens_per_s"] < plain["vanilla"]["tokens_per_s"]
-    few = record(capsys, *PRESET, *DEPTHS, "--rows", "8", "--plain-rows", "4")
+    few = record(capsys, *PRESET, *DEPTHS, "--batch-size", "8", "--plain-batch-size", "4")
     assert (few["depth"]["batch_size"], few["vanilla"]["batch_size"]) == (8, 4)
 
 
@@ -83,7 +83,7 @@ def test_a_table_and_a_file_of_depths(capsys: Any, tmp_path: Path) -> None:
     times, depths = tmp_path / "times.json", tmp_path / "depths.jsonl"
     times.write_text(json.dumps({"name": "mine", "block": {"1": 1.0}, "plain": {"1": 3.0}}))
     depths.write_text('{"prompt": 3, "depths": [1, 1, 2, 1]}\n{"depths": [2, 1]}\n')
-    found = record(capsys, "--costs", str(times), "--trajectories", str(depths), "--rows", "2")
+    found = record(capsys, "--costs", str(times), "--trajectories", str(depths), "--batch-size", "2")
     assert (found["costs"], found["sequences"]["sequences"], found["sequences"]["deepest"]) == ("mine", 2, 2)
     assert found["vanilla"]["seconds"] == pytest.approx(4 * 3e-3)
     assert found["depth"]["seconds"] == pytest.approx(5 * 1e-3)
@@ -93,7 +93,19 @@ def test_a_table_and_a_file_of_depths(capsys: Any, tmp_path: Path) -> None:
 @pytest.mark.parametrize("how", ["oracle", "confidence"])
 def test_text_through_a_model(how: str, capsys: Any, tmp_path: Path, tiny_model_dir: Path, text: Path) -> None:
     saved = tmp_path / "saved.jsonl"
-    words = (str(tiny_model_dir), "--data", str(text), "--texts", "3", "--tokens", "24", "--exit", how, "--threshold", "0.2")
+    words = (
+        str(tiny_model_dir),
+        "--data",
+        str(text),
+        "--sequences",
+        "3",
+        "--tokens",
+        "24",
+        "--exit",
+        how,
+        "--threshold",
+        "0.2",
+    )
     found = record(capsys, *words, *PRESET, "--save", str(saved))
     assert (found["sequences"]["source"], found["sequences"]["sequences"], found["sequences"]["tokens"]) == (how, 3, 72)
     assert found["sequences"]["label"].startswith(how)
@@ -105,7 +117,7 @@ def test_text_through_a_model(how: str, capsys: Any, tmp_path: Path, tiny_model_
 
 def test_times_measured_here(capsys: Any, tiny_model_dir: Path) -> None:
     words = (str(tiny_model_dir), "--measure", "--depths", "1,0.5", "--requests", "6", "--workload", "64-256")
-    found = record(capsys, *words, "--rows", "2", "--context", "8")
+    found = record(capsys, *words, "--batch-size", "2", "--context", "8")
     assert found["costs"] == "measured here (cpu)"
     assert found["depth"]["max_sequences"] == 4
     assert {"core", "turn"} <= set(found["depth"]["stages"])
@@ -117,7 +129,7 @@ def test_the_thesis_tables(capsys: Any, tmp_path: Path, monkeypatch: pytest.Monk
     few = [row for row in all_rows if row.model == "gemma-2b" and (row.blocks == 1 or row.name.endswith("/2"))]
     monkeypatch.setattr(thesis, "all_printed", lambda table: few)
     out = tmp_path / "thesis.json"
-    words = ["simulate", "thesis", "--table", "40gb", "--texts", "300"]
+    words = ["simulate", "thesis", "--table", "40gb", "--sequences", "300"]
     assert main([*words, "--json", "--out", str(out)]) == 0
     (table,) = json.loads(capsys.readouterr().out)["tables"]
     assert table["rows"][0]["printed_delta_v"] == 2.66
@@ -135,7 +147,7 @@ def test_predicted_against_measured(capsys: Any, tiny_model_dir: Path, monkeypat
     old = workload.WORKLOADS["64-256"]
     short = type(old)(prompt=5, new=12, deviation=3.0, requests=8)
     monkeypatch.setitem(workload.WORKLOADS, "64-256", short)
-    few = ("validate", str(tiny_model_dir), "--workload", "64-256", "--requests", "10", "--rows", "3", "--rounds", "1")
+    few = ("validate", str(tiny_model_dir), "--workload", "64-256", "--requests", "10", "--batch-size", "3", "--rounds", "1")
     found = record(capsys, *few, "--exit-rate", "0.5", "--exit-layer", "2")
     assert found["predicted_decode_steps"] == pytest.approx(found["measured_decode_steps"], rel=0.15)
     assert found["depth"].startswith("forced")
@@ -148,28 +160,30 @@ def test_predicted_against_measured(capsys: Any, tiny_model_dir: Path, monkeypat
 
 
 def test_mistakes_are_one_line(tmp_path: Path, mistake: Any, tiny_model_dir: Path, text: Path) -> None:
-    assert "say how long passes take" in mistake(*DEPTHS)
-    assert "say how long passes take" in mistake(*PRESET, *DEPTHS, "--measure")
-    assert "say how deep tokens go" in mistake(*PRESET)
-    assert "say how deep tokens go" in mistake(*PRESET, *DEPTHS, "--trajectories", "x")
+    assert "give the times of passes with one of --preset NAME" in mistake(*DEPTHS)
+    assert "give the times of passes with one of --preset NAME" in mistake(*PRESET, *DEPTHS, "--measure")
+    assert "give the depths of tokens with one of --trajectories FILE" in mistake(*PRESET)
+    assert "give the depths of tokens with one of --trajectories FILE" in mistake(*PRESET, *DEPTHS, "--trajectories", "x")
     assert "unknown preset '40gb/gema-2b/2' (did you mean" in mistake("--preset", "40gb/gema-2b/2", *DEPTHS)
     assert "loops its block 2 times" in mistake(*PRESET, "--depths", "1,0.5,0.2")
     assert "begin with 1, fall" in mistake(*PRESET, "--depths", "0.5,0.2")
-    assert "parts of all tokens such as" in mistake(*PRESET, "--depths", "many")
-    assert "--measure needs a MODEL" in mistake("--measure", *DEPTHS)
-    assert "--data needs a MODEL" in mistake(*PRESET, "--data", str(text))
-    assert "--ends goes with --preset" in mistake("--costs", "x", *DEPTHS, "--ends")
-    assert "--memory needs a MODEL" in mistake("--costs", "x", *DEPTHS, "--memory", "1GB")
+    assert "--depths must be a number, got 'many'" in mistake(*PRESET, "--depths", "many")
+    assert "--measure requires a MODEL" in mistake("--measure", *DEPTHS)
+    assert "--data requires a MODEL" in mistake(*PRESET, "--data", str(text))
+    assert "--ends requires --preset" in mistake("--costs", "x", *DEPTHS, "--ends")
+    assert "--memory requires a MODEL or a --preset" in mistake("--costs", "x", *DEPTHS, "--memory", "1GB")
     assert "takes a size such as" in mistake(*PRESET, *DEPTHS, "--memory", "lots")
     assert "holds no sequence" in mistake(*PRESET, *DEPTHS, "--memory", "1GB")
-    assert "--rows must be >= 1" in mistake(*PRESET, *DEPTHS, "--rows", "0")
+    assert "--batch-size must be >= 1" in mistake(*PRESET, *DEPTHS, "--batch-size", "0")
     assert "cannot read times" in mistake("--costs", str(tmp_path / "none.json"), *DEPTHS)
-    assert "--requests goes with --depths" in mistake(*PRESET, "--trajectories", "x", "--requests", "3")
+    assert "--requests requires --depths" in mistake(*PRESET, "--trajectories", "x", "--requests", "3")
     assert "one exit between two loops" in mistake("--preset", "40gb/gemma-2b/3", "--depths", "1,1,1", "--fill", "exact")
     assert "the model has no router" in mistake(str(tiny_model_dir), *PRESET, "--data", str(text), "--exit", "router")
-    assert "names 3 parts, but the model has 2" in mistake(str(tiny_model_dir), "--measure", "--depths", "1,1,1")
-    assert "MODEL goes with --data" in mistake(str(tiny_model_dir), *PRESET, *DEPTHS)
-    assert "--texts must be >= 1" in mistake("thesis", "--texts", "0")
+    assert "--depths has 3 parts, but the model has 2 recursions" in mistake(
+        str(tiny_model_dir), "--measure", "--depths", "1,1,1"
+    )
+    assert "MODEL requires --data, --measure or --memory" in mistake(str(tiny_model_dir), *PRESET, *DEPTHS)
+    assert "--sequences must be >= 1" in mistake("thesis", "--sequences", "0")
     assert "a validation forces depths" in mistake("validate", str(tiny_model_dir), "--depth", "confidence")
     assert "--within must be > 0" in mistake("validate", str(tiny_model_dir), "--within", "0")
     assert "--rounds must be >= 1" in mistake("validate", str(tiny_model_dir), "--rounds", "0")

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from fathomlm.cli.main import VERBS, build_parser
+from fathomlm.cli.main import COMMANDS as VERBS
+from fathomlm.cli.main import build_parser
 from fathomlm.train.reading import read_recipe, shipped_recipes
 
 ROOT = Path(__file__).parents[2]

@@ -137,7 +137,7 @@ def test_a_dry_run_trains_nothing(recipe, capsys, mistake, tmp_path):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ([], "which recipe? Give a YAML file or a name (see: fathomlm train --list)"),
+        ([], "no recipe: give a YAML file or a name (see: fathomlm train --list)"),
         (["tinny"], "unknown recipe 'tinny' (did you mean 'tiny'?); or give a YAML file"),
         (["gone.yaml"], "there is no recipe file gone.yaml"),
         (["RECIPE", "--optimiser.lr", "1"], "unknown option or field '--optimiser' (did you mean '--optimizer'?)"),
@@ -242,7 +242,7 @@ LONG = ["--budget.steps", "120", "--checkpoint.every", "20", "--log.every", "1",
 STANDS_STILL = (
     "import os, sys, time\n"
     "from fathomlm.cli.main import main\n"
-    "from fathomlm.cli.training_bar import TrainingBar\n"
+    "from fathomlm.cli.progress import TrainingBar\n"
     "step = TrainingBar.step\n"
     "def held(self, number, *more):\n"
     "    step(self, number, *more)\n"

@@ -354,11 +354,11 @@ def test_every_confidence_needs_an_agreement() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"initial": 1.1}, "initial must be a number from 0 to 1, got 1.1"),
+        ({"initial": 1.1}, "initial must be between 0 and 1, got 1.1"),
         ({"condition": math.nan}, "condition must be"),
         ({"condition": "0.4"}, "condition must be"),
         ({"priors": "eqal"}, "did you mean 'equal'"),
-        ({"least": 1}, "least must be an integer from 2 on, got 1"),
+        ({"least": 1}, "least must be >= 2, got 1"),
         ({"least": 2.5}, "least must be an integer"),
         ({"expected_sequences": 0}, "expected_sequences must be"),
         ({"calibrating_sequences": True}, "calibrating_sequences must be"),

@@ -159,7 +159,7 @@ def test_the_command_finds_it_by_name(
     assert main([*words, "--decode", "speculative", "--json"]) == 0
     captured = capsys.readouterr()
     found = json.loads(captured.out)
-    assert "using the exits that come with FathomLM" in captured.err
+    assert "using the exits that ship with FathomLM" in captured.err
     assert found["exit_pack"] == str(place())
     assert tuple(found["results"][0]["tokens"]) == replies[0]
     assert found["exits"]["threshold"] == pytest.approx(Calibration.load(place() / FILE).estimator.threshold)

@@ -17,7 +17,7 @@ import httpx
 import pytest
 
 from fathomlm.cli import serve
-from fathomlm.cli.main import build_parser, main
+from fathomlm.cli.main import main, read_command
 from fathomlm.decode.calibration import FILE, Calibration
 from fathomlm.decode.threshold import ThresholdEstimator, ThresholdOptions
 from fathomlm.errors import OptionError
@@ -25,12 +25,12 @@ from fathomlm.serve import logs, server
 
 
 def parse(*words: str) -> Any:
-    return build_parser().parse_args(["serve", *words])
+    return read_command(["serve", *words])
 
 
 def test_the_defaults_are_the_small_model_and_this_machine_only(nothing_packaged: None) -> None:
     args = parse()
-    assert (args.model, args.host, args.port) == ("smollm2-135m", "127.0.0.1", 8000)
+    assert (args.model, args.server.host, args.server.port) == ("smollm2-135m", "127.0.0.1", 8000)
     assert serve.read_options(args).api_keys == ()
     assert serve.read_exits(args) is None
     assert (serve.read_engine(args).batch_size, serve.read_engine(parse("--device", "cuda")).batch_size) == (8, 32)
@@ -64,8 +64,8 @@ def test_keys_come_from_the_command_line_and_from_a_file(tmp_path: Path) -> None
 WRONG = [
     ["--port", "70000"], ["--port", "x"], ["--batch-size", "0"], ["--timeout", "0"], ["--max-body", "0"],
     ["--cors", "a.example"],
-    ["--api-key", ""], ["--api-key-file", "/does/not/exist"], ["--exit-threshold", "1.5"], ["--exit-threshold", "often"],
-    ["--exit-threshold", "adaptive"], ["--exit-layer", "0"], ["--exit-layer", "2", "--max-depth", "1"], ["--max-queue", "0"],
+    ["--api-key", ""], ["--api-key-file", "/does/not/exist"], ["--threshold", "1.5"], ["--threshold", "often"],
+    ["--threshold", "adaptive"], ["--exit-layer", "0"], ["--exit-layer", "2", "--max-depth", "1"], ["--max-queue", "0"],
     ["--memory", "800000GB"], ["--memory", "x"], ["--header-timeout", "0"], ["--max-connections", "0"],
     ["--allowed-hosts", "a:80"],
 ]  # fmt: skip
@@ -94,11 +94,11 @@ def test_memory_that_cannot_be_had_is_one_line(
 def test_an_adaptive_threshold_is_the_calibrated_one(tmp_path: Path) -> None:
     estimator = ThresholdEstimator(ThresholdOptions(initial=0.7))
     Calibration(exit_layer=2, confidence="gap", estimator=estimator).save(tmp_path / FILE)
-    exiting = serve.read_exits(parse(str(tmp_path), "--exit-threshold", "adaptive"))
+    exiting = serve.read_exits(parse(str(tmp_path), "--threshold", "adaptive"))
     assert exiting is not None
     assert (exiting.exit_layers, exiting.threshold_now()) == ((2,), 0.7)
     with pytest.raises(OptionError, match="layer 2"):
-        serve.read_exits(parse(str(tmp_path), "--exit-threshold", "adaptive", "--exit-layer", "3"))
+        serve.read_exits(parse(str(tmp_path), "--threshold", "adaptive", "--exit-layer", "3"))
 
 
 def test_an_open_door_is_warned_of(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -113,9 +113,7 @@ def test_an_open_door_is_warned_of(monkeypatch: pytest.MonkeyPatch, capsys: pyte
 def test_the_served_is_what_the_options_say(tiny_model_dir: Path, one_thread: None) -> None:
     import asyncio
 
-    args = parse(
-        str(tiny_model_dir), "--exit-layer", "2", "--exit-threshold", "0.5", "--max-length", "64", "--batch-size", "2"
-    )
+    args = parse(str(tiny_model_dir), "--exit-layer", "2", "--threshold", "0.5", "--max-length", "64", "--batch-size", "2")
     served = serve.load_served(args, serve.read_engine(args), serve.read_exits(args))
     assert (served.name, served.max_length, served.threshold, served.facts["exit_layer"]) == ("tiny", 64, 0.5, 2)
     asyncio.run(served.close())

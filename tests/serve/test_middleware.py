@@ -11,7 +11,7 @@ import pytest
 from starlette.testclient import TestClient
 
 from fathomlm.cli import serve
-from fathomlm.cli.main import build_parser
+from fathomlm.cli.main import read_command
 from fathomlm.errors import OptionError
 from fathomlm.serve.app import create_app
 from fathomlm.serve.middleware import AllowedHosts, host_name
@@ -120,7 +120,7 @@ def test_what_a_page_may_send_without_a_preflight_is_refused(server: Running, ki
 
 
 def test_the_option_takes_lists_and_may_be_given_again() -> None:
-    args = build_parser().parse_args(["serve", "--allowed-hosts", "a.example, *.b.example", "--allowed-hosts", "c"])
+    args = read_command(["serve", "--allowed-hosts", "a.example, *.b.example", "--allowed-hosts", "c"])
     options = serve.read_options(args)
     assert (options.allowed_hosts, options.host) == (("a.example", "*.b.example", "c"), "127.0.0.1")
 

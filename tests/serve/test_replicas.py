@@ -33,7 +33,7 @@ HAS_RAY = importlib.util.find_spec("ray") is not None
 
 def read(*words: str) -> ReplicaOptions | None:
     args = parse(*words)
-    return read_replicas(args, serve.read_engine(args))
+    return read_replicas(args.ray, serve.read_engine(args), args.device, args.threads)
 
 
 def with_ray(monkeypatch: pytest.MonkeyPatch, there: bool) -> None:
@@ -50,7 +50,7 @@ def test_one_process_needs_no_ray() -> None:
 def test_replicas_without_ray_say_what_to_do(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["serve", *words]) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert f"{words[0]} goes with --ray" in line
+    assert f"{words[0]} requires --ray" in line
     assert "load balancer" in line
 
 

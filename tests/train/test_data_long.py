@@ -137,4 +137,4 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert len(said) == 1
     assert "a.jsonl line 2 has more than 1,000,000 bytes" in said[0]
     assert main([*command, "--skip-long"]) == 0
-    assert "1 documents of more than 1,000,000 bytes were left out" in capsys.readouterr().out
+    assert "skipped 1 documents of more than 1,000,000 bytes" in capsys.readouterr().out

@@ -318,9 +318,9 @@ def test_a_large_vocabulary_takes_four_bytes(tmp_path):
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        ({"validation_fraction": 1.0}, "must be >= 0 and < 1, not 1"),
-        ({"workers": 0}, "--workers must be >= 1, not 0"),
-        ({"shard_tokens": 0}, "--shard-tokens must be >= 1"),
+        ({"validation_fraction": 1.0}, "validation_fraction must be >= 0 and < 1, got 1"),
+        ({"workers": 0}, "workers must be >= 1, got 0"),
+        ({"shard_tokens": 0}, "shard_tokens must be >= 1"),
     ],
 )
 def test_options_out_of_range(more, message, tmp_path):

@@ -5,39 +5,27 @@ The cache stays from turn to turn (`Session`), so a turn costs what is new in it
 
 from __future__ import annotations
 
-import argparse
 import json
 import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from fathomlm.cli.captured_options import add_captured_argument, check_captured, open_session
-from fathomlm.cli.exit_options import add_exit_arguments, pack_options, read_exiting
-from fathomlm.cli.sampling_options import (
-    add_depth_arguments,
-    add_model_arguments,
-    add_sampling_arguments,
-    load_model,
-    read_depth,
-    read_sampling,
-)
+from fathomlm.cli.decode_options import CapturedOptions, DecodeOptions, DepthOptions
+from fathomlm.cli.model_options import ModelOptions
+from fathomlm.decode.sampling import Sampling
 from fathomlm.errors import FathomError, OptionError, OutputError, choices
+from fathomlm.options import option, section
 
 if TYPE_CHECKING:
     from fathomlm.decode.captured_session import CapturedSession
     from fathomlm.decode.full import Session
-    from fathomlm.decode.sampling import Sampling
     from fathomlm.model.hub import FathomForCausalLM
 
-HELP = "talk with a model"
-DESCRIPTION = (
-    "Talk with a model that has a chat format. Each line is a message; /help lists the commands. Ctrl-C stops a reply, "
-    "Ctrl-D ends the conversation. From a pipe, each line is a turn and only the replies are printed."
-)
 COMMANDS = {
     "/help": "show these commands",
     "/reset": "begin a new conversation; the system message stays",
@@ -51,36 +39,37 @@ class ReplyStopped(Exception):
     """Ctrl-C. Not KeyboardInterrupt, which also stands for being told to terminate and must end the program."""
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_model_arguments(parser)
-    parser.add_argument("--system", metavar="TEXT", help="the instruction that the conversation begins with")
-    add_sampling_arguments(parser, max_new_tokens=512)
-    add_depth_arguments(parser)
-    add_exit_arguments(parser)
-    add_captured_argument(parser)
+@dataclass(frozen=True, kw_only=True)
+class Chat(ModelOptions, CapturedOptions):
+    """Chat with a model that has a chat template. Each line is a message; /help lists the commands. Ctrl-C stops a reply,
+    Ctrl-D ends the conversation. From a pipe, each line is a turn and only the replies are printed."""
 
+    system: str | None = option(None, help="system message")
+    sampling: Sampling = section(Sampling, "sampling", max_new_tokens=512)
+    depth: DepthOptions = section(DepthOptions, "depth")
+    decoding: DecodeOptions = section(DecodeOptions, "early exit", "how far down a model without a router each token goes")
 
-def run(args: argparse.Namespace) -> int:
-    sampling, exiting, pack = read_sampling(args), read_exiting(args), pack_options(args)
-    check_captured(args, sampling)
-    interactive = sys.stdin.isatty()
-    model = load_model(args, **pack)
-    session = open_session(args, model, read_depth(args, model), exiting)
-    conversation = Conversation(args.model, model, sampling, args.system, session)
-    if interactive:
-        print("A message a line; /help lists commands, Ctrl-D leaves.", file=sys.stderr)
-    failed = False
-    with _ctrl_c_raises():
-        for line in _lines(interactive):
-            try:
-                if not _turn(conversation, line, interactive):
-                    break
-            except ReplyStopped:
-                print()
-            except FathomError as error:
-                print(f"fathomlm: {error}", file=sys.stderr)
-                failed = True
-    return 2 if failed and not interactive else 0
+    def run(self) -> int:
+        exiting, pack = self.decoding.settle(self.model, self.depth)
+        self.check_captured(self.sampling, self.depth)
+        interactive = sys.stdin.isatty()
+        model = self.load(**pack)
+        session = self.open_session(model, self.depth.control(self.model, model), exiting)
+        conversation = Conversation(self.model, model, self.sampling, self.system, session)
+        if interactive:
+            print("One message per line; /help lists commands, Ctrl-D quits.", file=sys.stderr)
+        failed = False
+        with _ctrl_c_raises():
+            for line in _lines(interactive):
+                try:
+                    if not _turn(conversation, line, interactive):
+                        break
+                except ReplyStopped:
+                    print()
+                except FathomError as error:
+                    print(f"fathomlm: {error}", file=sys.stderr)
+                    failed = True
+        return 2 if failed and not interactive else 0
 
 
 class Conversation:

@@ -2,111 +2,90 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import time
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from fathomlm.checkpoints.tying import INITS, NORM_INITS, RELAX_INITS
-from fathomlm.cli.plan_options import (
-    add_plan_arguments,
-    add_relax_arguments,
-    add_router_arguments,
-    router_options,
-)
+from fathomlm.cli.model_options import SOURCE, DtypeOptions, ForceOptions, JsonOptions, SeedOptions
+from fathomlm.cli.plan_options import PlanOptions, RelaxOptions, RouterOptions
 from fathomlm.cli.progress import amount, layer_bar
-from fathomlm.cli.sampling_options import add_dtype_argument
-
-HELP = "tie a model's layers into a looped block"
-DESCRIPTION = (
-    "Ties the layers of MODEL into one block that is run several times, optionally with something of its own at each "
-    "step (--relax), and writes the result to the directory OUT. The result needs uptraining to be good again; at full "
-    "LoRA rank it computes what MODEL computes. With --router, tokens choose their own depth; a model that is recursive "
-    "already is given a router and keeps its weights."
-)
+from fathomlm.options import option, section
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", metavar="MODEL", help="preset, Hugging Face directory or hub id, GGUF file")
-    parser.add_argument("out", metavar="OUT", type=Path, help="directory to write; must not exist unless --force")
-    add_plan_arguments(parser)
-    start = parser.add_argument_group("where tied layers and what steps add start from")
-    start.add_argument(
-        "--init", choices=INITS, help="default: average with lora and dora, stepwise otherwise, as the thesis found best"
+@dataclass(frozen=True, kw_only=True)
+class InitOptions:
+    """Where tied layers and what steps add start from."""
+
+    init: str | None = option(
+        None, choices=INITS, help="of tied layers", default_text="average with lora and dora, stepwise otherwise"
     )
-    start.add_argument("--norm-init", choices=NORM_INITS, help="norms under --init average (average)")
-    add_relax_arguments(parser)
-    start.add_argument(
-        "--relax-init", choices=RELAX_INITS, help="lora, dora: towards the original weights, or nothing (svd)"
+    norm_init: str | None = option(None, choices=NORM_INITS, help="of norms with --init average", default_text="average")
+    relax_init: str | None = option(
+        None, choices=RELAX_INITS, help="lora, dora: towards the original weights, or zero", default_text="svd"
     )
-    add_router_arguments(parser)
-    add_dtype_argument(parser)
-    parser.add_argument("--device", default="cpu", help="where the result is held: cpu, cuda or cuda:N (default: cpu)")
-    parser.add_argument("--seed", type=int, default=0, help="for what starts random (default: 0)")
-    parser.add_argument("--force", action="store_true", help="replace OUT if it is a model directory")
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
 
 
-def run(args: argparse.Namespace) -> int:
-    from fathomlm.checkpoints.convert import convert
-    from fathomlm.checkpoints.resolve import describe, dtype_name
-    from fathomlm.checkpoints.save import directory_bytes, save
-    from fathomlm.checkpoints.writing import check_target
-    from fathomlm.depth import DepthPlan
-    from fathomlm.depth.cost import count
+@dataclass(frozen=True, kw_only=True)
+class Convert(ForceOptions, DtypeOptions, SeedOptions, JsonOptions):
+    """Tie the layers of MODEL into one block that runs several times, optionally with a relaxation at each step (--relax),
+    and write the result to OUT. The result needs uptraining; at full LoRA rank it computes what MODEL computes. With
+    --router, tokens choose their own depth; a model that is recursive already keeps its weights and gets a router."""
 
-    check_target(args.out, args.force)
-    begin = time.perf_counter()
-    with layer_bar("converting") as tick:
-        model = convert(
-            args.model,
-            sharing=args.sharing,
-            recursions=args.recursions,
-            init=args.init,
-            norm_init=args.norm_init,
-            relax=args.relax,
-            rank=args.rank,
-            relax_init=args.relax_init,
-            prefix_length=args.prefix_length,
-            linears_only=args.linears_only,
-            resize=args.resize,
-            router=router_options(args),
-            kv=args.kv,
-            dtype=args.dtype,
-            device=args.device,
-            seed=args.seed,
-            on_layer=tick,
+    model: str = option(positional=True, help=SOURCE)
+    out: Path = option(positional=True, help="directory to write")
+    device: str = option("cpu", metavar="DEVICE", help="where the result is held: cpu, cuda or cuda:N")
+    plan: PlanOptions = section(PlanOptions, "depth plan")
+    inits: InitOptions = section(InitOptions, "initialization")
+    relaxation: RelaxOptions = section(RelaxOptions, "relaxation")
+    routing: RouterOptions = section(RouterOptions, "routing")
+
+    def run(self) -> int:
+        from fathomlm.checkpoints.convert import convert
+        from fathomlm.checkpoints.resolve import describe, dtype_name
+        from fathomlm.checkpoints.save import directory_bytes, save
+        from fathomlm.checkpoints.writing import check_target
+        from fathomlm.depth import DepthPlan
+        from fathomlm.depth.cost import count
+
+        check_target(self.out, self.force)
+        begin = time.perf_counter()
+        fields: dict[str, Any] = asdict(self.plan) | asdict(self.inits) | asdict(self.relaxation)
+        fields |= {"router": self.routing.routing, "kv": self.routing.kv}
+        with layer_bar("converting") as tick:
+            model = convert(self.model, dtype=self.dtype, device=self.device, seed=self.seed, on_layer=tick, **fields)
+        save(model, self.out, self.force)
+        seconds = time.perf_counter() - begin
+
+        after = count(model.architecture, model.plan, relaxation=model.relaxation)
+        before = count(model.architecture, DepthPlan.vanilla(model.plan.base_layers))
+        size = directory_bytes(self.out)
+        if self.json:
+            record = {
+                "model": self.model,
+                "out": str(self.out),
+                "plan": model.plan.to_dict(),
+                "layout": model.plan.layout,
+                "router": None if model.plan.routing is None else model.plan.routing.kind,
+                "relaxation": None if model.relaxation is None else model.relaxation.to_dict(),
+                "dtype": dtype_name(model),
+                "seed": self.seed,
+                "non_embedding_parameters": after.non_embedding_parameters,
+                "base_non_embedding_parameters": before.non_embedding_parameters,
+                "embedding_parameters": after.embedding_parameters,
+                "bytes": size,
+                "seconds": round(seconds, 3),
+            }
+            print(json.dumps(record))
+            return 0
+        share = after.non_embedding_parameters / before.non_embedding_parameters
+        print(f"{self.out}: {describe(model)}, from {before.unrolled_layers} layers")
+        print(
+            f"  {amount(after.non_embedding_parameters)} parameters without embeddings "
+            f"({share:.0%} of {amount(before.non_embedding_parameters)}), {amount(size, 'B')} on disk, {seconds:.1f} s"
         )
-    save(model, args.out, args.force)
-    seconds = time.perf_counter() - begin
-
-    after = count(model.architecture, model.plan, relaxation=model.relaxation)
-    before = count(model.architecture, DepthPlan.vanilla(model.plan.base_layers))
-    size = directory_bytes(args.out)
-    if args.json:
-        record = {
-            "model": args.model,
-            "out": str(args.out),
-            "plan": model.plan.to_dict(),
-            "layout": model.plan.layout,
-            "router": None if model.plan.routing is None else model.plan.routing.kind,
-            "relaxation": None if model.relaxation is None else model.relaxation.to_dict(),
-            "dtype": dtype_name(model),
-            "seed": args.seed,
-            "non_embedding_parameters": after.non_embedding_parameters,
-            "base_non_embedding_parameters": before.non_embedding_parameters,
-            "embedding_parameters": after.embedding_parameters,
-            "bytes": size,
-            "seconds": round(seconds, 3),
-        }
-        print(json.dumps(record))
+        if model.plan.recursions > 1:
+            print("  tied weights are a starting point: uptrain the model before you judge its output")
         return 0
-    share = after.non_embedding_parameters / before.non_embedding_parameters
-    print(f"{args.out}: {describe(model)}, from {before.unrolled_layers} layers")
-    print(
-        f"  {amount(after.non_embedding_parameters)} parameters without embeddings "
-        f"({share:.0%} of {amount(before.non_embedding_parameters)}), {amount(size, 'B')} on disk, {seconds:.1f} s"
-    )
-    if model.plan.recursions > 1:
-        print("  tied weights are a starting point: uptrain the model before you judge its text")
-    return 0

@@ -5,43 +5,27 @@ What `make demo` runs: the model that came with FathomLM, or where none did, Smo
 
 from __future__ import annotations
 
-import argparse
 import json
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fathomlm.cli.model_options import SOURCE, JsonOptions
 from fathomlm.cli.progress import amount, layer_bar, say
 from fathomlm.errors import OptionError
+from fathomlm.options import option
 from fathomlm.packaged import FETCHED, default_model
 
 if TYPE_CHECKING:
     from fathomlm.model.hub import FathomForCausalLM
 
-HELP = "see tokens go to their depths, or a plain model made recursive"
-DESCRIPTION = (
-    "A MODEL with a router continues some texts, each token in the colour of its depth, with how often each depth was used "
-    "and the speed against full depth. Any other has its layers tied into a block that runs twice, with a rank-64 LoRA "
-    "delta at each step, and both models' sizes, memory and speed on this machine's CPU are shown. Without MODEL it is the "
-    "one that came with FathomLM; where none did, SmolLM2-135M (a 93 MB download, once)."
-)
 PROMPT = "Explain in two sentences why the sky is blue."
 OUT = Path("demo")
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    default = default_model()
-    what = "a preset, Hugging Face directory, hub id, GGUF file or FathomLM directory"
-    add("model", metavar="MODEL", nargs="?", default=default, help=f"{what} (default: {default})")
-    add("--out", type=Path, help=f"where the converted model goes (default: {OUT})")
-    add("--tokens", type=int, default=48, metavar="N", help="tokens that each model or prompt gets (default: 48)")
-    add("--json", action="store_true", help="print one JSON object instead of a table")
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Column:
+class ModelFigures:
     """One model's figures, each measured here except where its name says otherwise."""
 
     name: str
@@ -58,43 +42,52 @@ class Column:
     text: str
 
 
-def run(args: argparse.Namespace) -> int:
-    from fathomlm.checkpoints.resolve import architecture_of
-    from fathomlm.cli.demo_routed import run_routed
+@dataclass(frozen=True, kw_only=True)
+class Demo(JsonOptions):
+    """A MODEL with a router completes some prompts, each token in the colour of its depth, with how often each depth was
+    used and the speed against full depth. Any other model has its layers tied into a block that runs twice, with a rank-64
+    LoRA at each step, and the sizes, memory and speed of both models on this CPU are printed."""
 
-    if args.tokens < 1:
-        raise OptionError(f"--tokens must be >= 1, got {args.tokens}")
-    plan = architecture_of(args.model)[1]
-    if plan is None or plan.routing is None:
-        return _compare(args)
-    if args.out is not None:
-        raise OptionError(f"--out is for a model that is made recursive; {args.model} has a router and is shown as it is")
-    return run_routed(args, args.model)
+    model: str = option(default_model, positional=True, help=SOURCE)
+    out: Path | None = option(None, metavar="DIR", help="where the converted model goes", default_text=str(OUT))
+    tokens: int = option(48, ge=1, help="tokens per prompt")
+
+    def run(self) -> int:
+        from fathomlm.checkpoints.resolve import architecture_of
+
+        plan = architecture_of(self.model)[1]
+        if plan is None or plan.routing is None:
+            return _compare(self)
+        if self.out is not None:
+            raise OptionError(f"--out cannot be combined with a routed model: {self.model} is not converted")
+        from fathomlm.cli.demo_routed import run_routed
+
+        return run_routed(self.model, self.tokens, as_json=self.json)
 
 
-def _compare(args: argparse.Namespace) -> int:
+def _compare(options: Demo) -> int:
     from fathomlm.checkpoints.resolve import decoder_only, load, locate
-    from fathomlm.cli.shown import model_name
+    from fathomlm.cli.display import model_name
 
     begin = time.perf_counter()
-    say(f"1/3  {'SmolLM2-135M-Instruct (Apache-2.0): fetched once' if args.model == FETCHED else args.model}")
-    path = locate(args.model)
+    say(f"1/3  {'SmolLM2-135M-Instruct (Apache-2.0): fetched once' if options.model == FETCHED else options.model}")
+    path = locate(options.model)
     say(f"     {path}")
     base = decoder_only(load(path, dtype="float32"), "the demo")
-    small_dir = (args.out or OUT) / f"{model_name(args.model)}-cycle2-lora64"
+    small_dir = (options.out or OUT) / f"{model_name(options.model)}-cycle2-lora64"
     _make_recursive(base, small_dir)
     small = decoder_only(load(small_dir, dtype="float32"), "the demo")
-    say(f"3/3  the same question to both, {args.tokens} tokens each, greedy")
+    say(f"3/3  the same question to both, {options.tokens} tokens each, greedy")
     columns = [
-        _measure(base, "original", path, _disk_format(path), args.tokens),
-        _measure(small, "recursive", small_dir, "bfloat16", args.tokens),
+        _measure(base, "original", path, _disk_format(path), options.tokens),
+        _measure(small, "recursive", small_dir, "bfloat16", options.tokens),
     ]
     seconds = time.perf_counter() - begin
-    if args.json:
-        record = {"model": args.model, "out": str(small_dir), "seconds": seconds, "columns": [asdict(c) for c in columns]}
+    if options.json:
+        record = {"model": options.model, "out": str(small_dir), "seconds": seconds, "columns": [asdict(c) for c in columns]}
         print(json.dumps(record))
         return 0
-    _show(args.model, columns, small_dir, seconds, chats=_chats(base))
+    _show(options.model, columns, small_dir, seconds, chats=_chats(base))
     return 0
 
 
@@ -116,7 +109,7 @@ def _make_recursive(base: FathomForCausalLM, out: Path) -> None:
     save(small, out)
 
 
-def _measure(model: FathomForCausalLM, name: str, path: Path, disk_format: str, tokens: int) -> Column:
+def _measure(model: FathomForCausalLM, name: str, path: Path, disk_format: str, tokens: int) -> ModelFigures:
     from fathomlm.checkpoints.resolve import describe
     from fathomlm.checkpoints.save import directory_bytes, weight_bytes
     from fathomlm.decode.full import generate
@@ -133,7 +126,7 @@ def _measure(model: FathomForCausalLM, name: str, path: Path, disk_format: str, 
     cost = count(model.architecture, model.plan, relaxation=model.relaxation, kv_element_bytes=4)
     parameters = cost.non_embedding_parameters + cost.embedding_parameters
     held = len(prompt) + len(result.tokens)
-    return Column(
+    return ModelFigures(
         name=name,
         layers=describe(model),
         parameters=parameters,
@@ -158,7 +151,7 @@ def _disk_format(path: Path) -> str:
     return "4-bit GGUF" if ".Q4_" in path.name else "GGUF"
 
 
-def _show(model: str, columns: list[Column], out: Path, seconds: float, *, chats: bool) -> None:
+def _show(model: str, columns: list[ModelFigures], out: Path, seconds: float, *, chats: bool) -> None:
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
@@ -175,7 +168,7 @@ def _show(model: str, columns: list[Column], out: Path, seconds: float, *, chats
         ("size in bfloat16", lambda c: amount(c.bfloat16_bytes, "B")),
         ("memory while running (float32)", lambda c: amount(c.memory_bytes, "B")),
         ("tokens generated", lambda c: str(c.tokens)),
-        ("tokens/s, one row, this CPU", lambda c: f"{c.tokens_per_second:.1f}"),
+        ("tokens/s, batch size 1, this CPU", lambda c: f"{c.tokens_per_second:.1f}"),
         ("text", lambda c: c.text),
     ]
     for label, value in rows:
@@ -184,7 +177,7 @@ def _show(model: str, columns: list[Column], out: Path, seconds: float, *, chats
     print(
         "The recursive model has not been trained yet: tying is a starting point, and its text shows it. At full rank it\n"
         "would compute what the original computes; at rank 64 it needs uptraining (fathomlm train --list).\n"
-        "A loop runs as many steps as before, so one row is not faster: LoRA even adds work. What shrinks is the weights.\n"
+        "A loop runs as many steps as before: at batch size 1 it is not faster, LoRA even adds work. The weights shrink.\n"
         f"\n{seconds:.0f} s in all. Try next:\n"
         + (f"  fathomlm chat {model}\n" if chats else "")
         + f"  fathomlm generate {out} -p 'The capital of France is' --stream\n"

@@ -1,12 +1,11 @@
 """What `fathomlm demo` shows of a routed model: texts with every token at its depth (thesis 4.6.2), and what depth costs.
 
-A token's depth is how many recursions ran at the position that chose it. Here are the numbers and texts; demo_shown.py
-puts them on a terminal or into a pipe.
+A token's depth is how many recursions ran at the position that chose it. On a terminal that has colours each token has its
+depth's; elsewhere a raised number stands behind each token.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import time
 from collections import Counter
@@ -14,9 +13,13 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from fathomlm.cli.progress import layer_bar, say
+from fathomlm.cli.progress import amount, layer_bar, say
 
 if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
     from fathomlm.decode.generation import Generation
     from fathomlm.decode.sampling import Sampling
     from fathomlm.depth import DepthPlan
@@ -32,12 +35,13 @@ CHOICE: dict[str, Any] = {"temperature": 0.7, "top_p": 0.9, "repetition_penalty"
 EXAMPLES = 8
 ROUNDS = 2
 """How often each speed is measured, by turns; the best counts, since whatever else the machine does only slows it."""
+RAISED = "⁰¹²³⁴⁵⁶⁷⁸⁹"
 EVERY_RECURSION = 1e6
 """A depth bias that no router's score outweighs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Told:
+class Completion:
     """One prompt and what came of it, the end token left out."""
 
     prompt: str
@@ -61,7 +65,7 @@ class DepthUse:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Speed:
-    """Tokens a second while decoding one row, as routed and with every recursion for every token."""
+    """Tokens a second while decoding at batch size 1, as routed and with every recursion for every token."""
 
     routed: float
     full_depth: float
@@ -70,7 +74,7 @@ class Speed:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Shown:
+class DemoFigures:
     """All that the demo shows."""
 
     model: str
@@ -84,27 +88,24 @@ class Shown:
     mean_depth: float
     depths: list[DepthUse]
     tokens_per_second: Speed
-    texts: list[Told]
+    texts: list[Completion]
     seconds: float
     sampling: dict[str, Any] = field(default_factory=lambda: dict(CHOICE))
 
 
-def run_routed(args: argparse.Namespace, source: str) -> int:
+def run_routed(source: str, tokens: int, *, as_json: bool) -> int:
     """The demo of a model with a router."""
-    begin = time.perf_counter()
-    shown = measure(source, args.tokens, begin)
-    if args.json:
-        print(json.dumps(asdict(shown)))
+    figures = measure(source, tokens, time.perf_counter())
+    if as_json:
+        print(json.dumps(asdict(figures)))
         return 0
     from rich.console import Console
 
-    from fathomlm.cli.demo_shown import show
-
-    show(shown, Console())
+    show(figures, Console())
     return 0
 
 
-def measure(source: str, tokens: int, begin: float) -> Shown:
+def measure(source: str, tokens: int, begin: float) -> DemoFigures:
     from fathomlm.checkpoints.resolve import decoder_only, describe, load, locate
     from fathomlm.checkpoints.save import directory_bytes
     from fathomlm.decode.full import generate
@@ -118,12 +119,12 @@ def measure(source: str, tokens: int, begin: float) -> Shown:
     say(f"2/3  {len(PROMPTS)} texts of at most {tokens} tokens")
     with layer_bar("     writing", "tokens") as tick:
         results = generate(model, PROMPTS, sampling, on_step=lambda done: tick(done, tokens))
-    texts = [_told(model, prompt, result) for prompt, result in zip(PROMPTS, results, strict=True)]
+    texts = [_completion(model, prompt, result) for prompt, result in zip(PROMPTS, results, strict=True)]
     say(f"3/3  the speed of {tokens} tokens, as routed and at full depth")
     speed = _speed(model, sampling)
     cost = count(model.architecture, model.plan, relaxation=model.relaxation)
     depths = [depth for text in texts for depth in text.depths]
-    return Shown(
+    return DemoFigures(
         model=source,
         plan=describe(model),
         parameters=cost.non_embedding_parameters + cost.embedding_parameters,
@@ -144,9 +145,9 @@ def layers_run(plan: DepthPlan, depth: int) -> int:
     return sum(step.part != "core" or step.recursion < depth for step in plan)
 
 
-def depth_uses(model: FathomForCausalLM, texts: Sequence[Told]) -> list[DepthUse]:
+def depth_uses(model: FathomForCausalLM, texts: Sequence[Completion]) -> list[DepthUse]:
     """Each depth's tokens. Examples of a depth are tokens that went there more often than anywhere else."""
-    from fathomlm.cli.shown import label, token_text
+    from fathomlm.cli.display import label, token_text
 
     used = Counter(depth for text in texts for depth in text.depths)
     where: dict[int, Counter[int]] = {}
@@ -166,13 +167,13 @@ def depth_uses(model: FathomForCausalLM, texts: Sequence[Told]) -> list[DepthUse
     return found
 
 
-def _told(model: FathomForCausalLM, prompt: str, result: Generation) -> Told:
-    from fathomlm.cli.shown import pieces
+def _completion(model: FathomForCausalLM, prompt: str, result: Generation) -> Completion:
+    from fathomlm.cli.display import pieces
 
     assert result.depths is not None
     many = len(result.tokens) - (result.finish == "eos")
     said = pieces(model.tokenizer, (*result.prompt_tokens, *result.tokens[:many]))
-    return Told(
+    return Completion(
         prompt=prompt,
         text=result.text,
         tokens=list(result.tokens[:many]),
@@ -200,3 +201,103 @@ def _speed(model: FathomForCausalLM, sampling: Sampling) -> Speed:
 
 def _mean(numbers: Sequence[float]) -> float:
     return sum(numbers) / len(numbers) if numbers else 0.0
+
+
+def show(figures: DemoFigures, console: Console) -> None:
+    from rich.text import Text
+
+    styles = _styles(figures.recursions) if _has_colours(console) else None
+    size = f"{amount(figures.parameters)} parameters, {amount(figures.disk_bytes, 'B')} on disk"
+    _print(console, Text(f"{figures.model}: {figures.plan}, {size}"))
+    _print(console, _legend(figures, styles))
+    for text in figures.texts:
+        _print(console, Text("\n") + _coloured(text, styles))
+    console.print(_table(figures, styles))
+    _print(console, Text(_figures(figures)))
+    # Not broken into lines, even on a narrow terminal: commands are there to be copied.
+    console.print(Text(f"\n{figures.seconds:.0f} s in all. Try next:\n{_next_commands(figures.model)}"), soft_wrap=True)
+
+
+def _figures(figures: DemoFigures) -> str:
+    speed = figures.tokens_per_second
+    ratio = "" if speed.ratio is None else f" ({speed.ratio:.2f}x)"
+    layers = f"{figures.layers_per_token:.1f} of {figures.layers} layers a token"
+    return (
+        f"mean depth {figures.mean_depth:.2f} of {figures.recursions}: {layers}\n"
+        f"tokens/s, batch size 1, this CPU: {speed.routed:.1f} as routed{ratio}, {speed.full_depth:.1f} at full depth"
+    )
+
+
+def _next_commands(model: str) -> str:
+    from fathomlm.packaged import packaged_models
+
+    served = "" if model in packaged_models()[:1] else f" {model}"
+    return (
+        f"  fathomlm serve{served}      # a page that colours your own texts\n"
+        f"  fathomlm generate {model} -p 'The sea' --temperature 0.7 --top-p 0.9 --stream\n"
+        f"  fathomlm generate {model} -p 'The sea' --max-depth 1      # one recursion for every token\n"
+        f"  fathomlm analyze routing {model} --data FILE      # how well the routers decide, on a text of yours\n"
+        "  fathomlm demo smollm2-135m      # a plain model made recursive\n"
+        "(in this checkout the command is .venv/bin/fathomlm)"
+    )
+
+
+def _has_colours(console: Console) -> bool:
+    return console.is_terminal and not console.no_color and console.color_system is not None
+
+
+def _print(console: Console, text: Text) -> None:
+    """Lines are broken for a terminal only; a pipe gets them whole."""
+    console.print(text, soft_wrap=not console.is_terminal, highlight=False)
+
+
+def _styles(recursions: int) -> list[str]:
+    from fathomlm.cli.display import depth_colours, ink
+
+    return [f"{ink(colour)} on {colour}" for colour in depth_colours(recursions)]
+
+
+def _legend(figures: DemoFigures, styles: Sequence[str] | None) -> Text:
+    from rich.text import Text
+
+    if styles is None:
+        return Text(
+            "The raised number behind a token is its depth: the recursions that ran to choose it. Prompts have none."
+        )
+    chips = [part for use in figures.depths for part in ((f" {use.depth} ", styles[use.depth]), " ")]
+    return Text.assemble("Colours are depths: ", *chips, "recursions that ran to choose a token. Prompts have none.")
+
+
+def _coloured(completion: Completion, styles: Sequence[str] | None) -> Text:
+    from rich.text import Text
+
+    from fathomlm.cli.display import visible
+
+    text = Text.assemble((completion.prompt, "" if styles is None else "dim"))
+    for piece, depth in zip(completion.pieces, completion.depths, strict=True):
+        seen = visible(piece)
+        if styles is not None:
+            text.append(seen, style=styles[depth])
+            continue
+        body = seen.removesuffix("\n")
+        text.append(body + _raised(depth) + seen[len(body) :])
+    return text
+
+
+def _raised(depth: int) -> str:
+    return "".join(RAISED[int(digit)] for digit in str(depth))
+
+
+def _table(figures: DemoFigures, styles: Sequence[str] | None) -> Table:
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=box.SIMPLE_HEAD)
+    for name in ("depth", "tokens", "share"):
+        table.add_column(name, justify="right")
+    table.add_column("such as", overflow="fold")
+    for use in figures.depths:
+        number = Text(f" {use.depth} ", style="" if styles is None else styles[use.depth])
+        table.add_row(number, str(use.tokens), f"{use.share:.0%}", Text("  ".join(use.examples)))
+    return table

@@ -3,17 +3,25 @@ exits alone."""
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
-from fathomlm.cli.exit_options import add_pack_arguments, learnt_place, pack_options
+from fathomlm.cli.model_options import (
+    SOURCE,
+    ColumnOptions,
+    DtypeOptions,
+    ExitPackOptions,
+    ForceOptions,
+    JsonOptions,
+    threshold_file,
+)
 from fathomlm.cli.progress import Tick, amount, layer_bar
-from fathomlm.cli.sampling_options import add_dtype_argument
-from fathomlm.sizes import parse_size
+from fathomlm.errors import OptionError
+from fathomlm.options import like, option, section
 
 if TYPE_CHECKING:
     import torch
@@ -21,73 +29,69 @@ if TYPE_CHECKING:
     from fathomlm.model.seq2seq import FathomModel
     from fathomlm.train.data.sources import DataSource
 
-HELP = "write an unrolled plain Hugging Face checkpoint"
-DESCRIPTION = (
-    "Writes MODEL as a plain Hugging Face checkpoint in the directory OUT: every step a layer of its own, LoRA and DoRA "
-    "merged in. It is as large as the untied model, and transformers and whatever else reads that format can serve it. "
-    "With --format fathom the model stays as it is, plan and all; --quantize int8 makes its files a quarter of float32's. "
-    "With --format exits only what the model's exits have of their own is written, for --exits of `generate` and others."
-)
 EXITS_ONLY = ("exits", "exit_vocab", "exit_vocab_from", "column")
 """Options of --format exits."""
-FORMATS = ("hf", "fathom", "exits")
-SHARD = "4GB"
+SHARD = 4 * 10**9
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", metavar="MODEL", help="a FathomLM directory (or any other model source)")
-    parser.add_argument("out", metavar="OUT", type=Path, help="directory to write; must not exist unless --force")
-    parser.add_argument("--format", choices=FORMATS, default="hf", help="hf, plain and unrolled (default), fathom, or exits")
-    stored = "--format fathom: store matrices as int8 with a scale for each output channel; loading multiplies them out"
-    parser.add_argument("--quantize", choices=("int8",), help=stored)
-    parser.add_argument("--max-shard-size", metavar="SIZE", help=f"split files at this size, such as 12MB ({SHARD})")
-    add_dtype_argument(parser)
-    parser.add_argument("--force", action="store_true", help="replace OUT if it is of the same kind")
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
-    _add_exits_arguments(parser)
+@dataclass(frozen=True, kw_only=True)
+class ExitExportOptions(ExitPackOptions):
+    """What --format exits takes."""
+
+    exit_vocab: int | None = option(
+        None, ge=1, help="exits choose among N tokens: the special ones and the most frequent in --exit-vocab-from"
+    )
+    exit_vocab_from: tuple[str, ...] | None = option(
+        None, nargs="+", metavar="FILE", help="text, JSON Lines or Parquet like what the exits will be used for"
+    )
+    column: str | None = like(ColumnOptions, "column", None, default_text="text")
 
 
-def _add_exits_arguments(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument_group("--format exits").add_argument
-    few = "let the exits choose among N tokens: the special ones, and the most frequent in --exit-vocab-from"
-    add("--exit-vocab", metavar="N", type=int, help=few)
-    add("--exit-vocab-from", metavar="FILE", nargs="+", help="text, JSON lines or Parquet: what the exits will be used for")
-    add("--column", metavar="NAME", help="where the text is in JSON lines and Parquet (text)")
-    add_pack_arguments(add)
+@dataclass(frozen=True, kw_only=True)
+class Export(DtypeOptions, ForceOptions, JsonOptions):
+    """Write MODEL as a plain Hugging Face checkpoint in OUT: every step a layer of its own, LoRA and DoRA merged in. It
+    is as large as the untied model, and transformers and whatever else reads that format can serve it. With --format
+    fathom the model keeps its plan, and --quantize int8 makes it a quarter of the float32 size. With --format exits only the
+    weights of the model's exits are written, for --exits of `generate` and others."""
+
+    model: str = option(positional=True, help=SOURCE)
+    out: Path = option(positional=True, help="directory to write")
+    format: Literal["hf", "fathom", "exits"] = option("hf", help="plain and unrolled, with its plan, or the exits alone")
+    quantize: Literal["int8"] | None = option(
+        None, help="--format fathom: store matrices as int8 with a scale per output channel"
+    )
+    max_shard_size: int | None = option(
+        None, size=1000, help="split weights into files of at most this size, such as 12MB", default_text="4GB"
+    )
+    pack: ExitExportOptions = section(ExitExportOptions, "--format exits")
+
+    def run(self) -> int:
+        from fathomlm.checkpoints.resolve import load
+        from fathomlm.checkpoints.writing import check_target
+
+        if self.format == "exits":
+            return _exits(self)
+        for name in EXITS_ONLY:
+            if getattr(self.pack, name) is not None:
+                raise OptionError(f"--{name.replace('_', '-')} requires --format exits")
+        if self.quantize is not None and self.format != "fathom":
+            raise OptionError("--quantize requires --format fathom: plain Hugging Face checkpoints hold no int8 weights")
+        check_target(self.out, self.force)
+        model = load(self.model, dtype=self.dtype)
+        return (_plain if self.format == "hf" else _native)(self, model, self.max_shard_size or SHARD)
 
 
-def run(args: argparse.Namespace) -> int:
-    from fathomlm.checkpoints.resolve import load
-    from fathomlm.checkpoints.writing import check_target
-    from fathomlm.errors import OptionError
-
-    if args.format == "exits":
-        return _exits(args)
-    for name in EXITS_ONLY:
-        if getattr(args, name) is not None:
-            raise OptionError(f"--{name.replace('_', '-')} goes with --format exits")
-    pack_options(args)
-    limit = parse_size(SHARD if args.max_shard_size is None else args.max_shard_size, "--max-shard-size", least=1000)
-    if args.quantize is not None and args.format != "fathom":
-        raise OptionError(
-            "a plain Hugging Face checkpoint has no place for int8 weights; --quantize goes with --format fathom"
-        )
-    check_target(args.out, args.force)
-    model = load(args.model, dtype=args.dtype)
-    return (_plain if args.format == "hf" else _native)(args, model, limit)
-
-
-def _plain(args: argparse.Namespace, model: FathomModel, limit: int) -> int:
+def _plain(options: Export, model: FathomModel, limit: int) -> int:
     from fathomlm.checkpoints.export import describe_exits, export
     from fathomlm.checkpoints.families import family_for
     from fathomlm.checkpoints.resolve import describe, dtype_name
 
     with layer_bar("exporting") as tick:
-        export(model, args.out, force=args.force, shard_bytes=limit, on_layer=tick)
+        export(model, options.out, force=options.force, shard_bytes=limit, on_layer=tick)
     kind = family_for(model.architecture).architecture_class
     left_out = describe_exits(model) if model.plan.exits else None
-    size = _record(args, {"class": kind, "layers": model.plan.unrolled_layers}, {"left_out": left_out})
-    if args.json:
+    size = _record(options, {"class": kind, "layers": model.plan.unrolled_layers}, {"left_out": left_out})
+    if options.json:
         return 0
     if model.relaxation is not None and dtype_name(model) != "float32":
         print(
@@ -96,48 +100,52 @@ def _plain(args: argparse.Namespace, model: FathomModel, limit: int) -> int:
         )
     if left_out is not None:
         print(f"  left out: {left_out}; a plain checkpoint is the last output's model", file=sys.stderr)
-    print(f"{args.out}: {kind} with {model.plan.unrolled_layers} layers, {amount(size, 'B')}, from {describe(model)}")
+    print(f"{options.out}: {kind} with {model.plan.unrolled_layers} layers, {amount(size, 'B')}, from {describe(model)}")
     return 0
 
 
-def _native(args: argparse.Namespace, model: FathomModel, limit: int) -> int:
+def _native(options: Export, model: FathomModel, limit: int) -> int:
     from fathomlm.checkpoints.resolve import describe, dtype_name
     from fathomlm.checkpoints.save import save
 
-    save(model, args.out, args.force, quantize=args.quantize, shard_bytes=limit)
-    stored = args.quantize or dtype_name(model)
-    files = len(list(args.out.glob("*.safetensors")))
-    size = _record(args, {"class": type(model).__name__, "layers": model.plan.unrolled_layers}, {"weights": stored})
-    if not args.json:
+    save(model, options.out, options.force, quantize=options.quantize, shard_bytes=limit)
+    stored = options.quantize or dtype_name(model)
+    files = len(list(options.out.glob("*.safetensors")))
+    size = _record(options, {"class": type(model).__name__, "layers": model.plan.unrolled_layers}, {"weights": stored})
+    if not options.json:
         split = "" if files == 1 else f" in {files} files of weights"
-        print(f"{args.out}: {describe(model)}, {stored}, {amount(size, 'B')}{split}")
+        print(f"{options.out}: {describe(model)}, {stored}, {amount(size, 'B')}{split}")
     return 0
 
 
-def _exits(args: argparse.Namespace) -> int:
+def _exits(options: Export) -> int:
     from fathomlm.checkpoints.exit_pack import KIND, RECORD, check_has_exits, write_pack
     from fathomlm.checkpoints.export import describe_exits
     from fathomlm.checkpoints.resolve import load, parse_dtype, plan_of
     from fathomlm.checkpoints.writing import check_target
-    from fathomlm.errors import OptionError
 
     for name in ("quantize", "max_shard_size"):
-        if getattr(args, name) is not None:
-            raise OptionError(f"--{name.replace('_', '-')} is for whole models; --format exits writes one small file")
-    pack, sources = pack_options(args), _vocab_sources(args)
-    check_target(args.out, args.force, what=KIND, sign=RECORD)
-    check_has_exits(plan_of(args.model, args.exits), args.model)
-    model = load(args.model, dtype=None if args.exits is None else "float32", **pack)
+        if getattr(options, name) is not None:
+            raise OptionError(f"--{name.replace('_', '-')} cannot be combined with --format exits")
+    pack, sources = options.pack.exits, _vocab_sources(options)
+    check_target(options.out, options.force, what=KIND, sign=RECORD)
+    check_has_exits(plan_of(options.model, pack), options.model)
+    model = load(
+        options.model,
+        dtype=None if pack is None else "float32",
+        exits=pack,
+        any_base=options.pack.any_base,
+    )
     if sources is not None:
-        model.limit_exits(_frequent(args, model, sources))
-    threshold, other = _learnt(args, model)
-    dtype = parse_dtype(args.dtype) or (model.decoder.embed.weight.dtype if args.exits is None else _stored(args.exits))
-    write_pack(model, args.out, force=args.force, dtype=dtype, threshold=threshold)
+        model.limit_exits(_frequent(options, model, sources, options.pack.exit_vocab or 1))
+    threshold, other = _learnt(options, model)
+    dtype = parse_dtype(options.dtype) or (model.decoder.embed.weight.dtype if pack is None else _stored(pack))
+    write_pack(model, options.out, force=options.force, dtype=dtype, threshold=threshold)
     stored, exits = str(dtype).removeprefix("torch."), [index + 1 for index in model.plan.exits]
     limited = model.decoder.exit_vocab
     many = None if limited is None else len(limited.vocab_W)
-    size = _record(args, {"exits": exits}, {"weights": stored, "threshold": threshold is not None, "exit_vocab": many})
-    if args.json:
+    size = _record(options, {"exits": exits}, {"weights": stored, "threshold": threshold is not None, "exit_vocab": many})
+    if options.json:
         return 0
     if other is not None:
         print(f"  left out: the threshold for layer {other}, where the model has no exit of its own", file=sys.stderr)
@@ -147,7 +155,7 @@ def _exits(args: argparse.Namespace) -> int:
         )
     among = "" if many is None else f", among {many:,} tokens"
     learnt = "" if threshold is None else ", and their threshold"
-    print(f"{args.out}: {describe_exits(model)}{among}{learnt}, {stored}, {amount(size, 'B')}")
+    print(f"{options.out}: {describe_exits(model)}{among}{learnt}, {stored}, {amount(size, 'B')}")
     return 0
 
 
@@ -160,34 +168,30 @@ def _stored(pack: Path) -> torch.dtype:
     return next((value.dtype for value in read_pack(pack).tensors.values()), torch.float32)
 
 
-def _vocab_sources(args: argparse.Namespace) -> list[DataSource] | None:
+def _vocab_sources(options: Export) -> list[DataSource] | None:
     """The files to count tokens in, found before a model is loaded; None where exits are to choose as they did."""
-    from fathomlm.errors import OptionError
     from fathomlm.train.data.sources import expand
 
-    if args.exit_vocab is None:
+    if options.pack.exit_vocab is None:
         for name in ("exit_vocab_from", "column"):
-            if getattr(args, name) is not None:
+            if getattr(options.pack, name) is not None:
                 raise OptionError(f"--{name.replace('_', '-')} requires --exit-vocab")
         return None
-    if args.exit_vocab < 1:
-        raise OptionError(f"--exit-vocab must be >= 1, got {args.exit_vocab}")
-    if args.exit_vocab_from is None:
+    if options.pack.exit_vocab_from is None:
         raise OptionError("--exit-vocab requires --exit-vocab-from, files to count tokens in")
-    return expand(args.exit_vocab_from)
+    return expand(list(options.pack.exit_vocab_from))
 
 
-def _frequent(args: argparse.Namespace, model: FathomModel, sources: Sequence[DataSource]) -> torch.Tensor:
+def _frequent(options: Export, model: FathomModel, sources: Sequence[DataSource], most: int) -> torch.Tensor:
     from fathomlm.decode.prompts import end_tokens
-    from fathomlm.errors import OptionError
     from fathomlm.train.data.frequent import frequent_tokens
 
     if model.tokenizer is None:
-        raise OptionError(f"{args.model} has no tokenizer, so tokens cannot be counted")
+        raise OptionError(f"{options.model} has no tokenizer, so tokens cannot be counted")
     with layer_bar("counting tokens", unit="bytes") as tick:
-        texts = _texts(sources, args.column or "text", tick)
+        texts = _texts(sources, options.pack.column or "text", tick)
         vocab, ends = model.architecture.vocab, end_tokens(model)
-        return frequent_tokens(texts, model.tokenizer, args.exit_vocab, vocab=vocab, always=ends)
+        return frequent_tokens(texts, model.tokenizer, most, vocab=vocab, always=ends)
 
 
 def _texts(sources: Sequence[DataSource], column: str, tick: Tick) -> Iterator[str]:
@@ -200,23 +204,23 @@ def _texts(sources: Sequence[DataSource], column: str, tick: Tick) -> Iterator[s
             yield document.fields[0]
 
 
-def _learnt(args: argparse.Namespace, model: FathomModel) -> tuple[Path | None, int | None]:
+def _learnt(options: Export, model: FathomModel) -> tuple[Path | None, int | None]:
     """The threshold beside the exits, in the model or the pack that is put on it, where it is for one of them; else the
     layer that it is for."""
-    from fathomlm.decode.calibration import FILE, Calibration
+    from fathomlm.decode.calibration import Calibration
 
-    path = learnt_place(args) / FILE
+    path = threshold_file(options.model, options.pack.exits)
     if not path.is_file():
         return None, None
     layer = Calibration.load(path).exit_layer
     return (path, None) if layer - 1 in model.plan.exits else (None, layer)
 
 
-def _record(args: argparse.Namespace, what: dict[str, Any], more: dict[str, Any]) -> int:
+def _record(options: Export, what: dict[str, Any], more: dict[str, Any]) -> int:
     """Print the record where one is asked for, and give back the directory's size."""
     from fathomlm.checkpoints.save import directory_bytes
 
-    size = directory_bytes(args.out)
-    if args.json:
-        print(json.dumps({"model": args.model, "out": str(args.out), **what, "bytes": size, **more}))
+    size = directory_bytes(options.out)
+    if options.json:
+        print(json.dumps({"model": options.model, "out": str(options.out), **what, "bytes": size, **more}))
     return size

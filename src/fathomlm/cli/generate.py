@@ -1,115 +1,103 @@
-"""`fathomlm generate MODEL -p TEXT`: continue one prompt or a batch of them."""
+"""`fathomlm generate MODEL -p TEXT`: complete one prompt or a batch of them."""
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fathomlm.cli.captured_options import add_captured_argument, check_captured, open_session
-from fathomlm.cli.exit_options import add_exit_arguments, exit_record, exit_statistic, pack_options, read_exiting
-from fathomlm.cli.sampling_options import (
-    add_depth_arguments,
-    add_model_arguments,
-    add_sampling_arguments,
-    load_any_model,
-    read_depth,
-    read_sampling,
-)
+from fathomlm.cli.decode_options import CapturedOptions, DecodeOptions, DepthOptions, exit_record, exit_statistic
+from fathomlm.cli.model_options import JsonOptions, ModelOptions
+from fathomlm.decode.sampling import Sampling
 from fathomlm.errors import OptionError
+from fathomlm.options import option, section
 
 if TYPE_CHECKING:
     from fathomlm.decode.generation import Generation
     from fathomlm.model.seq2seq import FathomModel
 
-HELP = "continue a prompt"
-DESCRIPTION = (
-    "Continue one prompt, or several as one batch. The text goes to standard output, what it cost to standard error. "
-    "With --chat a prompt is a message, and the model's chat format is put around it."
-)
-ENDED = {"eos": "ended by itself", "stop": "ended at a stop text", "length": "ended at --max-new-tokens"}
+ENDED = {"eos": "ended by itself", "stop": "ended at a stop string", "length": "ended at --max-new-tokens"}
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_model_arguments(parser)
-    add = parser.add_argument
-    again = "the text to continue; '-' reads standard input; given more than once, the prompts run as one batch"
-    add("-p", "--prompt", metavar="TEXT", action="append", default=[], help=again)
-    add("--prompt-file", metavar="FILE", type=Path, help="a file with one prompt a line; empty lines are skipped")
-    add("--chat", action="store_true", help="take the prompt as a message in a chat")
-    add("--system", metavar="TEXT", help="with --chat: the instruction that comes before the message")
-    add("--stream", action="store_true", help="show the text as it is made (one prompt only)")
-    add("--json", action="store_true", help="print one JSON object")
-    add_sampling_arguments(parser, max_new_tokens=128)
-    add_depth_arguments(parser)
-    add_exit_arguments(parser)
-    add_captured_argument(parser)
+@dataclass(frozen=True, kw_only=True)
+class Generate(ModelOptions, CapturedOptions, JsonOptions):
+    """Complete one prompt, or several as one batch. The text goes to standard output, statistics to standard error. With
+    --chat a prompt is a message in the model's chat template."""
 
+    prompt: tuple[str, ...] = option(
+        (), short="-p", help="text to complete; '-' reads standard input; repeatable, several prompts run as one batch"
+    )
+    prompt_file: Path | None = option(None, metavar="FILE", help="file with one prompt per line; empty lines are skipped")
+    chat: bool = option(False, help="apply the model's chat template to the prompt")
+    system: str | None = option(None, help="system message for --chat")
+    stream: bool = option(False, help="print the completion as it is generated; one prompt only")
+    sampling: Sampling = section(Sampling, "sampling")
+    depth: DepthOptions = section(DepthOptions, "depth")
+    decoding: DecodeOptions = section(DecodeOptions, "early exit", "how far down a model without a router each token goes")
 
-def run(args: argparse.Namespace) -> int:
-    prompts = _read_prompts(args)
-    _check(args, prompts)
-    sampling = read_sampling(args)
-    exiting, pack = read_exiting(args), pack_options(args)
-    check_captured(args, sampling)
+    def run(self) -> int:
+        prompts = _read_prompts(self)
+        _check(self, prompts)
+        sampling = self.sampling
+        exiting, pack = self.decoding.settle(self.model, self.depth)
+        self.check_captured(sampling, self.depth)
 
-    from fathomlm.checkpoints.resolve import decoder_only
-    from fathomlm.decode.full import generate
+        from fathomlm.checkpoints.resolve import decoder_only
+        from fathomlm.decode.full import generate
 
-    begun = time.perf_counter()
-    model = load_any_model(args, **pack)
-    loaded = time.perf_counter()
-    how: dict[str, Any] = {"control": read_depth(args, model), "exiting": exiting}
-    inputs = _encode(args, model, prompts)
-    if args.captured:
-        session = open_session(args, decoder_only(model, "--captured"), **how)
-        on_text = _show if args.stream else None
-        results = [session.generate(prompt, sampling, on_text=on_text) for prompt in inputs]
-        print(end="\n" if args.stream else "")
-    elif args.stream:
-        results = generate(model, inputs, sampling, on_text=lambda _, piece: _show(piece), **how)
-        print()
-    else:
-        with _progress(sampling.max_new_tokens) as on_step:
-            results = generate(model, inputs, sampling, on_step=on_step, **how)
-    if args.json:
-        record = _record(args, model, prompts, results, load_seconds=loaded - begun)
-        record["exits"] = exit_record(exiting, model, results)
-        print(json.dumps(record, ensure_ascii=False))
+        begun = time.perf_counter()
+        model = self.load_any(**pack)
+        loaded = time.perf_counter()
+        how: dict[str, Any] = {"control": self.depth.control(self.model, model), "exiting": exiting}
+        inputs = _encode(self, model, prompts)
+        if self.captured:
+            session = self.open_session(decoder_only(model, "--captured"), **how)
+            on_text = _show if self.stream else None
+            results = [session.generate(prompt, sampling, on_text=on_text) for prompt in inputs]
+            print(end="\n" if self.stream else "")
+        elif self.stream:
+            results = generate(model, inputs, sampling, on_text=lambda _, piece: _show(piece), **how)
+            print()
+        else:
+            with _progress(sampling.max_new_tokens) as on_step:
+                results = generate(model, inputs, sampling, on_step=on_step, **how)
+        if self.json:
+            record = _record(self, pack.get("exits"), model, prompts, results, load_seconds=loaded - begun)
+            record["exits"] = exit_record(exiting, model, results)
+            print(json.dumps(record, ensure_ascii=False))
+            return 0
+        if not self.stream:
+            _print_texts(prompts, results)
+        print(_statistic(results), file=sys.stderr)
         return 0
-    if not args.stream:
-        _print_texts(prompts, results)
-    print(_statistic(results), file=sys.stderr)
-    return 0
 
 
 def _show(piece: str) -> None:
     print(piece, end="", flush=True)
 
 
-def _check(args: argparse.Namespace, prompts: Sequence[str]) -> None:
+def _check(options: Generate, prompts: Sequence[str]) -> None:
     if not prompts:
-        raise OptionError("give a prompt: -p TEXT, -p - for standard input, or --prompt-file FILE")
-    if args.system is not None and not args.chat:
-        raise OptionError("--system goes with --chat")
-    if args.stream and len(prompts) > 1:
-        raise OptionError(f"--stream shows one text as it is made, but there are {len(prompts)} prompts; leave it out")
-    if args.stream and args.json:
-        raise OptionError("--stream and --json exclude each other: JSON is printed whole, at the end")
+        raise OptionError("no prompt: give -p TEXT, -p - for standard input, or --prompt-file FILE")
+    if options.system is not None and not options.chat:
+        raise OptionError("--system requires --chat")
+    if options.stream and len(prompts) > 1:
+        raise OptionError(f"--stream takes one prompt, got {len(prompts)}")
+    if options.stream and options.json:
+        raise OptionError("--stream cannot be combined with --json")
 
 
-def _read_prompts(args: argparse.Namespace) -> list[str]:
-    if args.prompt.count("-") > 1:
-        raise OptionError("standard input can be read once only; give '-p -' once")
-    prompts = [_read_input() if prompt == "-" else prompt for prompt in args.prompt]
-    if args.prompt_file is not None:
-        prompts += [line for line in _read_file(args.prompt_file).splitlines() if line.strip()]
+def _read_prompts(options: Generate) -> list[str]:
+    if options.prompt.count("-") > 1:
+        raise OptionError("'-p -' can be given once only: standard input is read once")
+    prompts = [_read_input() if prompt == "-" else prompt for prompt in options.prompt]
+    if options.prompt_file is not None:
+        prompts += [line for line in _read_file(options.prompt_file).splitlines() if line.strip()]
     return prompts
 
 
@@ -129,12 +117,12 @@ def _read_file(path: Path) -> str:
         raise OptionError(f"cannot read {path}: {error.strerror}") from error
 
 
-def _encode(args: argparse.Namespace, model: FathomModel, prompts: Sequence[str]) -> Sequence[str] | Sequence[list[int]]:
+def _encode(options: Generate, model: FathomModel, prompts: Sequence[str]) -> Sequence[str] | Sequence[list[int]]:
     from fathomlm.decode.prompts import chat_prompt
 
-    if not args.chat:
+    if not options.chat:
         return prompts
-    system = [] if args.system is None else [{"role": "system", "content": args.system}]
+    system = [] if options.system is None else [{"role": "system", "content": options.system}]
     return [chat_prompt(model, [*system, {"role": "user", "content": prompt}]) for prompt in prompts]
 
 
@@ -180,7 +168,7 @@ def _statistic(results: Sequence[Generation]) -> str:
     prompt_tokens = sum(len(result.prompt_tokens) for result in results)
     tokens = sum(len(result.tokens) for result in results)
     seconds = max(result.decode_seconds for result in results)
-    ended = ENDED[results[0].finish] if len(results) == 1 else f"{len(results)} texts"
+    ended = ENDED[results[0].finish] if len(results) == 1 else f"{len(results)} completions"
     return (
         f"[{prompt_tokens} prompt tokens in {results[0].prefill_seconds:.2f} s, {tokens} new in {seconds:.2f} s, "
         f"{_rate(results):.1f} tokens/s; {_depths(results)}{exit_statistic(results)}{ended}]"
@@ -197,7 +185,8 @@ def _depths(results: Sequence[Generation]) -> str:
 
 
 def _record(
-    args: argparse.Namespace,
+    options: Generate,
+    pack: Path | None,
     model: FathomModel,
     prompts: Sequence[str],
     results: Sequence[Generation],
@@ -210,11 +199,11 @@ def _record(
         for prompt, result in zip(prompts, results, strict=True)
     ]
     return {
-        "model": args.model,
-        "exit_pack": None if args.exits is None else str(args.exits),
+        "model": options.model,
+        "exit_pack": None if pack is None else str(pack),
         "plan": describe(model),
         "dtype": dtype_name(model),
-        "device": args.device,
+        "device": options.device,
         "results": rows,
         "timings": {
             "load_seconds": load_seconds,

@@ -5,116 +5,92 @@ Presets need no file at all; for anything else only the configuration is read.
 
 from __future__ import annotations
 
-import argparse
 import json
-from decimal import Decimal, InvalidOperation
+from dataclasses import dataclass
 from pathlib import Path
 
-from fathomlm.cli.plan_options import add_plan_arguments, add_relax_arguments
+from fathomlm.cli.model_options import SOURCE, JsonOptions
+from fathomlm.cli.plan_options import PlanOptions, RelaxOptions, RouterOptions
 from fathomlm.depth import Architecture, DepthPlan, Relaxation, build_routing, cost
-from fathomlm.depth.plan import DEFAULT_RECURSIONS, KV_MODES
+from fathomlm.depth.plan import DEFAULT_RECURSIONS, KVMode
 from fathomlm.depth.presets import PRESETS
 from fathomlm.depth.relaxation import build_relaxation, check_fits
-from fathomlm.depth.routing import ROUTERS
 from fathomlm.errors import OptionError
-
-HELP = "count what a model costs: parameters, compute, cache memory"
-DESCRIPTION = (
-    "Count the parameters, forward FLOPs and key-value cache of a model under a depth plan, beside those of the untied "
-    "base. No weights are read. Without --sharing and --recursions, MODEL is shown as it is."
-)
-MOST_TOKENS = 10**18
-SUFFIXES = {"K": 3, "M": 6, "B": 9, "T": 12}
+from fathomlm.options import like, option, section
+from fathomlm.sizes import COUNTS, parse_count
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add("model", metavar="MODEL", help="a preset, Hugging Face directory, hub id, GGUF file or FathomLM directory")
-    add("--router", metavar="R", choices=ROUTERS, help="let a router choose how deep each token goes: expert or token")
-    add(
-        "--kv",
-        metavar="MODE",
-        choices=KV_MODES,
-        help="keys and values: cache every recursion's (default), share the first one's, or hybrid (with a router)",
-    )
-    add("--tokens", metavar="D", help="training tokens to count FLOPs for: 20e9, 20B, 300M, 1.5T")
-    add("--context", metavar="T", type=int, default=2048, help="sequence length to count attention at (default: 2048)")
-    add("--json", action="store_true", help="print one JSON object")
-    add_plan_arguments(parser)
-    add_relax_arguments(parser)
+@dataclass(frozen=True, kw_only=True)
+class Inspect(JsonOptions):
+    """Count the parameters, forward FLOPs and KV cache of a model under a depth plan, next to those of the untied base. No
+    weights are read. Without --sharing and --recursions, MODEL is counted as it is."""
 
+    model: str = option(positional=True, help=SOURCE)
+    router: str | None = like(RouterOptions, "router")
+    kv: KVMode | None = like(RouterOptions, "kv")
+    tokens: int | None = option(None, parse=parse_count, metavar="N", help="training tokens to count FLOPs for: 20B, 300M")
+    context: int = option(2048, ge=1, help="sequence length to count attention at")
+    plan: PlanOptions = section(PlanOptions, "depth plan")
+    relaxation: RelaxOptions = section(RelaxOptions, "relaxation")
 
-def run(args: argparse.Namespace) -> int:
-    asked = args.sharing is not None or args.recursions is not None
-    if args.resize is not None and not asked:
-        raise OptionError("--resize goes with --sharing or --recursions")
-    architecture, own_plan, own_relaxation = _read(args.model)
-    kept = None
-    if asked:
-        recursions = DEFAULT_RECURSIONS if args.recursions is None else args.recursions
-        plan = DepthPlan.build(args.sharing or "cycle", recursions, architecture.layers, args.resize)
-    elif own_plan is not None:
-        plan, kept = own_plan, own_relaxation
-    else:
-        plan = DepthPlan.vanilla(architecture.layers)
-    options = (args.relax, args.rank, args.prefix_length)
-    relaxation = build_relaxation(architecture.linears(), *options, linears_only=args.linears_only) or kept
-    check_fits(relaxation, plan)
-    _needs_a_loop(args, plan)
-    if args.router is not None:
-        plan = plan.with_routing(build_routing(args.router, plan.recursions))
-    if args.kv is not None:
-        plan = plan.with_kv(args.kv)
-    tokens = None if args.tokens is None else parse_tokens(args.tokens)
-    counted = cost.count(
-        architecture,
-        plan,
-        relaxation=relaxation,
-        tokens=tokens,
-        context=args.context,
-    )
-    exits = _exit_parameters(args.model, architecture, plan)
-    if args.json:
-        about = {
-            "model": args.model,
-            "family": architecture.family,
-            "sharing": plan.sharing,
-            "recursions": plan.recursions,
-            "relaxation": None if relaxation is None else relaxation.to_dict(),
-            "router": None if plan.routing is None else plan.routing.kind,
-            "kv": plan.kv,
-            "exits": [index + 1 for index in plan.exits],
-            "exit_layer": plan.exit_layer,
-            "exit_parameters": exits,
-        }
-        about |= {"encoder_parameters": _encoder_parameters(args.model)} if architecture.cross else {}
-        print(json.dumps(about | counted.to_dict()))
+    def run(self) -> int:
+        asked = self.plan.sharing is not None or self.plan.recursions is not None
+        if self.plan.resize is not None and not asked:
+            raise OptionError("--resize requires --sharing or --recursions")
+        architecture, own_plan, own_relaxation = _read(self.model)
+        kept = None
+        if asked:
+            recursions = DEFAULT_RECURSIONS if self.plan.recursions is None else self.plan.recursions
+            plan = DepthPlan.build(self.plan.sharing or "cycle", recursions, architecture.layers, self.plan.resize)
+        elif own_plan is not None:
+            plan, kept = own_plan, own_relaxation
+        else:
+            plan = DepthPlan.vanilla(architecture.layers)
+        options = (self.relaxation.relax, self.relaxation.rank, self.relaxation.prefix_length)
+        relaxation = build_relaxation(architecture.linears(), *options, linears_only=self.relaxation.linears_only) or kept
+        check_fits(relaxation, plan)
+        _needs_a_loop(self, plan)
+        if self.router is not None:
+            plan = plan.with_routing(build_routing(self.router, plan.recursions))
+        if self.kv is not None:
+            plan = plan.with_kv(self.kv)
+        tokens = self.tokens
+        counted = cost.count(
+            architecture,
+            plan,
+            relaxation=relaxation,
+            tokens=tokens,
+            context=self.context,
+        )
+        exits = _exit_parameters(self.model, architecture, plan)
+        if self.json:
+            about = {
+                "model": self.model,
+                "family": architecture.family,
+                "sharing": plan.sharing,
+                "recursions": plan.recursions,
+                "relaxation": None if relaxation is None else relaxation.to_dict(),
+                "router": None if plan.routing is None else plan.routing.kind,
+                "kv": plan.kv,
+                "exits": [index + 1 for index in plan.exits],
+                "exit_layer": plan.exit_layer,
+                "exit_parameters": exits,
+            }
+            about |= {"encoder_parameters": _encoder_parameters(self.model)} if architecture.cross else {}
+            print(json.dumps(about | counted.to_dict()))
+            return 0
+        base = cost.count(architecture, DepthPlan.vanilla(plan.base_layers), tokens=tokens, context=self.context)
+        caption = (
+            f"FLOPs at a context of {self.context} tokens; cache in 16 bits. Sequences that fit: where "
+            f"{cost.REFERENCE_BATCH} of the same plan without routing or sharing fill the memory of the shared layers."
+        )
+        rows = _rows(counted, base, exits)
+        if architecture.cross:
+            size = _short(_encoder_parameters(self.model))
+            rows.insert(3, ("parameters of the encoder", size, size))
+            caption += " The other figures are the decoder's, over a source as long as the context."
+        _print_table(_title(self, architecture, plan, relaxation), rows, caption)
         return 0
-    base = cost.count(architecture, DepthPlan.vanilla(plan.base_layers), tokens=tokens, context=args.context)
-    caption = (
-        f"FLOPs at a context of {args.context} tokens; cache in 16 bits. Sequences that fit: where "
-        f"{cost.REFERENCE_BATCH} of the same plan without routing or sharing fill the memory for the shared layers' cache."
-    )
-    rows = _rows(counted, base, exits)
-    if architecture.cross:
-        size = _short(_encoder_parameters(args.model))
-        rows.insert(3, ("parameters of the encoder", size, size))
-        caption += " The other figures are the decoder's, over a source as long as the context."
-    _print_table(_title(args, architecture, plan, relaxation), rows, caption)
-    return 0
-
-
-def parse_tokens(text: str) -> int:
-    """A number of tokens from 20e9, 20B, 300M, 1.5T or 20_000; it must be whole."""
-    power = SUFFIXES.get(text[-1:].upper(), 0)
-    try:
-        number = Decimal(text[:-1] if power else text).scaleb(power)
-    except InvalidOperation:
-        number = Decimal("NaN")
-    if not number.is_finite() or not 1 <= number <= MOST_TOKENS or number != number.to_integral_value():
-        rule = "an integer from 1 to 1e18, such as 20e9, 20B, 300M or 1.5T"
-        raise OptionError(f"--tokens must be {rule}; got '{text}'")
-    return int(number)
 
 
 def _read(model: str) -> tuple[Architecture, DepthPlan | None, Relaxation | None]:
@@ -143,24 +119,24 @@ def _encoder_parameters(model: str) -> int:
     return encoder_parameters(encoder)
 
 
-def _needs_a_loop(args: argparse.Namespace, plan: DepthPlan) -> None:
+def _needs_a_loop(options: Inspect, plan: DepthPlan) -> None:
     """Refuse options that would do nothing when no layer is shared: a forgotten --recursions, most likely."""
     if plan.recursions > 1:
         return
     pointless = {
-        "--router": args.router is not None,
-        f"--kv {args.kv}": args.kv in ("share", "hybrid"),
+        "--router": options.router is not None,
+        f"--kv {options.kv}": options.kv in ("share", "hybrid"),
     }
-    for option, given in pointless.items():
+    for flag, given in pointless.items():
         if given:
-            raise OptionError(f"{option} needs shared layers; give --recursions 2 or more")
+            raise OptionError(f"{flag} requires shared layers: --recursions 2 or more")
 
 
-def _title(args: argparse.Namespace, architecture: Architecture, plan: DepthPlan, relaxation: Relaxation | None) -> str:
+def _title(options: Inspect, architecture: Architecture, plan: DepthPlan, relaxation: Relaxation | None) -> str:
     if plan.recursions == 1:
-        parts = [f"{args.model} ({architecture.family}), no shared layers"]
+        parts = [f"{options.model} ({architecture.family}), no shared layers"]
     else:
-        parts = [f"{args.model} ({architecture.family}), {plan.sharing}, {plan.recursions} recursions"]
+        parts = [f"{options.model} ({architecture.family}), {plan.sharing}, {plan.recursions} recursions"]
     if relaxation is not None:
         parts.append(relaxation.method.describe(relaxation))
     if plan.routing is not None:
@@ -231,9 +207,9 @@ def _against(value: int, base: int) -> str:
 
 def _short(value: int) -> str:
     """167.2M for 167 150 400."""
-    for suffix, power in reversed(SUFFIXES.items()):
+    for suffix, power in reversed(COUNTS.items()):
         if value >= 10**power:
-            return f"{value / 10**power:.{2 if power >= SUFFIXES['B'] else 1}f}{suffix}"
+            return f"{value / 10**power:.{2 if power >= COUNTS['B'] else 1}f}{suffix}"
     return str(value)
 
 

@@ -1,56 +1,80 @@
-"""The options that `inspect` and `convert` share: the plan, and what each step adds of its own."""
+"""Options of commands that plan or convert a model: which layers are tied, what each step adds, and who routes tokens."""
 
 from __future__ import annotations
 
-import argparse
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
 
-from fathomlm.depth.plan import DEFAULT_RECURSIONS, KV_MODES
+from fathomlm.depth.plan import DEFAULT_RECURSIONS, KVMode
 from fathomlm.depth.relaxation import DEFAULT_PREFIX_LENGTH, DEFAULT_RANK, RELAXATIONS
 from fathomlm.depth.routing import NETWORKS, ROUTERS
 from fathomlm.depth.sharing import STRATEGIES
 from fathomlm.errors import OptionError
+from fathomlm.options import option
 
 
-def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument_group("the plan").add_argument
-    add("--sharing", metavar="S", choices=tuple(STRATEGIES), help=f"which layers are tied: {', '.join(STRATEGIES)} (cycle)")
-    add("--recursions", metavar="N", type=int, help=f"how often the shared block is run ({DEFAULT_RECURSIONS})")
-    how = "where the recursions do not divide the layers: add steps (what --resize alone means) or drop some"
-    add("--resize", metavar="HOW", nargs="?", const="add", choices=("add", "drop"), help=how)
+@dataclass(frozen=True, kw_only=True)
+class PlanOptions:
+    """Which layers are tied, and how often they run."""
+
+    sharing: str | None = option(None, choices=tuple(STRATEGIES), help="which layers are tied", default_text="cycle")
+    recursions: int | None = option(None, help="how often the shared block runs", default_text=str(DEFAULT_RECURSIONS))
+    resize: Literal["add", "drop"] | None = option(
+        None, const="add",
+        help="where the recursions do not divide the layers, add steps (also --resize alone) or drop some",
+    )  # fmt: skip
 
 
-def add_relax_arguments(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument_group("what each step adds of its own").add_argument
-    add("--relax", metavar="KIND", choices=tuple(RELAXATIONS), help=f"{', '.join(RELAXATIONS)} (nothing)")
-    ranks = f"lora, dora: a rank for every linear, or q=64,kv=128,ffn=256 where unnamed linears get none ({DEFAULT_RANK})"
-    add("--rank", metavar="K", help=ranks)
-    add("--linears-only", action="store_true", help="lora, dora: keep norms and biases tied, as the thesis does")
-    add("--prefix-length", metavar="P", type=int, help=f"prefix: vectors a step ({DEFAULT_PREFIX_LENGTH})")
+@dataclass(frozen=True, kw_only=True)
+class RelaxOptions:
+    """What each step adds to the layer that it shares."""
+
+    relax: str | None = option(None, choices=tuple(RELAXATIONS), help="what each step adds", default_text="nothing")
+    rank: str | None = option(
+        None, metavar="K", default_text=str(DEFAULT_RANK),
+        help="lora, dora: one rank, or pairs such as q=64,kv=128,ffn=256, where other linears get none",
+    )  # fmt: skip
+    linears_only: bool = option(False, help="lora, dora: leave norms and biases tied, as the thesis does")
+    prefix_length: int | None = option(None, help="prefix: vectors per step", default_text=str(DEFAULT_PREFIX_LENGTH))
 
 
-def add_router_arguments(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument_group("tokens that choose their depth").add_argument
-    add("--router", metavar="R", choices=ROUTERS, help="expert (recursions pick tokens) or token (tokens pick a depth)")
-    add("--router-network", metavar="N", choices=NETWORKS, help="linear, mlp or wide (linear)")
-    add("--router-score", metavar="S", help="expert: sigmoid, tanh, identity (sigmoid); token: softmax, sigmoid (softmax)")
-    add(
-        "--router-alpha",
-        metavar="A",
-        type=float,
-        help="weight of a recursion's output at score 1 (2 with interpolate and sigmoid, 0.1 with add)",
+@dataclass(frozen=True, kw_only=True)
+class RouterOptions:
+    """How tokens are given their depth, and whose keys and values they attend to."""
+
+    router: str | None = option(
+        None, choices=tuple(ROUTERS), help="expert (recursions pick tokens) or token (tokens pick their depth)"
     )
-    update = "expert: interpolate, x + g (f(x) - x), or add, x + g f(x) as the thesis trains from scratch (interpolate)"
-    add("--router-update", metavar="U", help=update)
-    add("--kv", metavar="MODE", choices=KV_MODES, help="keys and values: cache, share, or hybrid with a router (cache)")
+    router_network: str | None = option(None, choices=NETWORKS, help="network of the router", default_text="linear")
+    router_score: str | None = option(
+        None, metavar="NAME",
+        help="expert: sigmoid (default), tanh or identity; token: softmax (default) or sigmoid",
+    )  # fmt: skip
+    router_alpha: float | None = option(
+        None, metavar="A", default_text="2 with interpolate and sigmoid, 0.1 with add",
+        help="weight of a recursion's output at score 1",
+    )  # fmt: skip
+    router_update: str | None = option(
+        None, metavar="NAME", default_text="interpolate",
+        help="expert: interpolate, x + g (f(x) - x), or add, x + g f(x), as the thesis trains from scratch",
+    )  # fmt: skip
+    kv: KVMode | None = option(
+        None, default_text="cache",
+        help="KV cache: every recursion's own (cache), the first one's (share), or both (hybrid, with a router)",
+    )  # fmt: skip
 
+    def __post_init__(self) -> None:
+        if self.router is None:
+            for name in self.given:
+                raise OptionError(f"--router-{name} requires --router")
 
-def router_options(args: argparse.Namespace) -> dict[str, Any] | None:
-    """What `convert` calls `router`."""
-    given = {name: getattr(args, f"router_{name}") for name in ("network", "score", "alpha", "update")}
-    given = {name: value for name, value in given.items() if value is not None}
-    if args.router is None:
-        for name in given:
-            raise OptionError(f"--router-{name} goes with --router")
-        return None
-    return {"kind": args.router, **given}
+    @property
+    def given(self) -> dict[str, Any]:
+        """The fields of `build_routing` that were given."""
+        values = {name: getattr(self, f"router_{name}") for name in ("network", "score", "alpha", "update")}
+        return {name: value for name, value in values.items() if value is not None}
+
+    @property
+    def routing(self) -> dict[str, Any] | None:
+        """What `convert` calls `router`."""
+        return None if self.router is None else {"kind": self.router, **self.given}

@@ -2,59 +2,55 @@
 
 from __future__ import annotations
 
-import argparse
+import difflib
 import json
 import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-HELP = "train a model as a recipe says"
-DESCRIPTION = (
-    "Trains as RECIPE says: a YAML file, or the name of a recipe that comes with FathomLM (--list shows them). Any field "
-    "is changed with --section.field value, for example --optimizer.lr 1e-4 --budget.tokens 2B. Ctrl-C or SIGTERM saves "
-    "and stops; --resume goes on. For many GPUs: torchrun --nproc-per-node 8 -m fathomlm train RECIPE."
-)
+from fathomlm.cli.model_options import JsonOptions
+from fathomlm.errors import OptionError
+from fathomlm.options import option
+
 OPTIONS = ("--resume", "--print-config", "--dry-run", "--list", "--json", "--help")
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("recipe", metavar="RECIPE", nargs="?", help="a YAML file, or a shipped recipe's name; before fields")
-    parser.add_argument("--resume", action="store_true", help="go on with the run in its directory, if there is one")
-    parser.add_argument("--print-config", action="store_true", help="print the whole recipe, every field, and stop")
-    parser.add_argument("--dry-run", action="store_true", help="print parameters, FLOPs, tokens, memory and time, and stop")
-    parser.add_argument("--list", action="store_true", help="list the recipes that come with FathomLM, and stop")
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
-    parser.set_defaults(fields=[])
+@dataclass(frozen=True, kw_only=True)
+class Train(JsonOptions):
+    """Train as RECIPE says: a YAML file, or the name of a shipped recipe (--list). Any field can be changed with
+    --section.field value, for example --optimizer.lr 1e-4 --budget.tokens 2B. Ctrl-C or SIGTERM saves and stops; --resume
+    continues. For several GPUs: torchrun --nproc-per-node 8 -m fathomlm train RECIPE."""
+
+    recipe: str | None = option(None, positional=True, help="YAML file or shipped recipe; before any fields")
+    resume: bool = option(False, help="continue the run in its directory, if there is one")
+    print_config: bool = option(False, help="print the whole recipe, every field, and exit")
+    dry_run: bool = option(False, help="print parameters, FLOPs, tokens, memory and time, and exit")
+    list: bool = option(False, help="list the shipped recipes, and exit")
+    fields: tuple[str, ...] = option(())
+    """Words that are no options: fields of the recipe."""
+
+    def run(self) -> int:
+        try:
+            from fathomlm.train.reading import read_recipe, to_yaml
+        except ImportError as error:
+            raise OptionError(f"training requires the package {error.name}: pip install 'fathomlm[train]'") from error
+        if self.list:
+            return _list(self.json)
+        if self.recipe is None:
+            raise OptionError("no recipe: give a YAML file or a name (see: fathomlm train --list)")
+        _check_options(self.fields)
+        recipe = read_recipe(self.recipe, self.fields)
+        if self.print_config:
+            print(json.dumps(asdict(recipe)) if self.json else to_yaml(recipe), end="\n" if self.json else "")
+            return 0
+        if self.dry_run:
+            return _dry_run(recipe, self.json)
+        return _train(recipe, self.resume, self.json)
 
 
-def run(args: argparse.Namespace) -> int:
-    from fathomlm.errors import OptionError
-
-    try:
-        from fathomlm.train.reading import read_recipe, to_yaml
-    except ImportError as error:
-        raise OptionError(f"training needs the package {error.name}; pip install 'fathomlm[train]'") from error
-    if args.list:
-        return _list(args.json)
-    if args.recipe is None:
-        raise OptionError("which recipe? Give a YAML file or a name (see: fathomlm train --list)")
-    _check_options(args.fields)
-    recipe = read_recipe(args.recipe, args.fields)
-    if args.print_config:
-        import dataclasses
-
-        print(json.dumps(dataclasses.asdict(recipe)) if args.json else to_yaml(recipe), end="\n" if args.json else "")
-        return 0
-    if args.dry_run:
-        return _dry_run(recipe, args.json)
-    return _train(recipe, args.resume, args.json)
-
-
-def _check_options(words: list[str]) -> None:
+def _check_options(words: Sequence[str]) -> None:
     """`--dryrun` is no field of a recipe, and what was meant is not one either."""
-    import difflib
-    from dataclasses import fields
-
-    from fathomlm.errors import OptionError
     from fathomlm.train.recipe import Recipe
 
     known = {field.name for field in fields(Recipe)}
@@ -113,7 +109,7 @@ def _with_data(recipe: Any) -> tuple[Any, int | None]:
 
 
 def _train(recipe: Any, resume: bool, as_json: bool) -> int:
-    from fathomlm.cli.training_bar import TrainingBar
+    from fathomlm.cli.progress import TrainingBar
     from fathomlm.train.run import train
 
     with TrainingBar(recipe.name) as bar:

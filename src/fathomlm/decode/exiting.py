@@ -65,7 +65,7 @@ class Exiting:
     """Early exit: how, where and when. Fields that are None get their mode's default, where it has one."""
 
     mode: Mode = option(
-        flag="--decode", metavar="MODE",
+        choices=MODES, flag="--decode", metavar="MODE",
         help="what happens at an exit: full never exits; static always does; state-copy gives deeper layers the exit's "
         "state (CALM); parallel runs them later, several tokens at once (FREE); speculative lets the full model verify what "
         "the exit drafted; oracle exits as soon as the last layer's choice is reached. full, speculative and oracle keep "

@@ -39,6 +39,7 @@ from typing import Any, TypeVar
 from fathomlm.checkpoints.writing import whole_file
 from fathomlm.errors import CheckpointError, OptionError, choices, require
 from fathomlm.jsonfile import parse, read_bytes, shown
+from fathomlm.options import check, option
 
 FORMAT = 1
 BINS = 50
@@ -62,28 +63,22 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ThresholdOptions:
-    initial: float = 0.9
+    initial: float = option(0.9, ge=0, le=1)
     """The threshold until there is enough to fit."""
-    condition: float = 0.4
-    """How likely agreement must be for a token to exit. Equal priors, where one class is rare, ask for less than 0.5."""
-    priors: str = "equal"
-    """What the fitted classes weigh. equal: the same, however rare one is. measured: by their counts, plus 1."""
-    least: int = 10
+    condition: float = option(0.4, ge=0, le=1, metavar="P", help="how likely agreement must be for a token to exit")
+    """Equal priors, where one class is rare, ask for less than 0.5."""
+    priors: str = option(
+        "equal", choices=PRIORS, help="weight of the fitted classes: the same however rare, or by their counts"
+    )
+    least: int = option(10, ge=2)
     """Samples that a class needs to be fitted."""
-    expected_sequences: int | None = None
+    expected_sequences: int | None = option(None, ge=1)
     """How many sequences will come; the first 3 % of them calibrate, and at least one."""
-    calibrating_sequences: int | None = None
+    calibrating_sequences: int | None = option(None, ge=1)
     """How many sequences calibrate. Where neither this nor `expected_sequences` is given, all do."""
 
     def __post_init__(self) -> None:
-        _check("initial", self.initial, 0, 1)
-        _check("condition", self.condition, 0, 1)
-        if self.priors not in PRIORS:
-            raise OptionError(choices("priors", str(self.priors), PRIORS))
-        _check("least", self.least, 2, integer=True)
-        for name in ("expected_sequences", "calibrating_sequences"):
-            if getattr(self, name) is not None:
-                _check(name, getattr(self, name), 1, integer=True)
+        check(self)
         if self.expected_sequences is not None and self.calibrating_sequences is not None:
             raise OptionError("give expected_sequences or calibrating_sequences, not both: each says when calibration ends")
 

@@ -24,8 +24,9 @@ from fathomlm.model.seq2seq import FathomForSeq2SeqLM, FathomModel
 from fathomlm.train.data.corpus import Corpus
 from fathomlm.train.data.frequent import frequent_in_corpus
 from fathomlm.train.data.loader import Loader
+from fathomlm.train.data.options import PrepareOptions
 from fathomlm.train.data.pairs import PairLoader, Seq2SeqLoader
-from fathomlm.train.data.prepare import PrepareOptions, prepare
+from fathomlm.train.data.prepare import prepare
 from fathomlm.train.data.segments import PreparationProgress
 from fathomlm.train.distributed import World
 from fathomlm.train.losses.exits import exit_steps

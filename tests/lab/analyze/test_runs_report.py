@@ -10,7 +10,8 @@ import pytest
 
 from fathomlm.errors import OptionError, OutputError
 from fathomlm.lab.analyze.runs import points, read_runs, smooth, summarise, training_loss
-from fathomlm.lab.analyze.runs_report import PlotOptions, _Panel, _unit, _x, plot, table_of
+from fathomlm.lab.analyze.runs_report import _Panel, _unit, _x, plot, table_of
+from fathomlm.lab.drawing import PlotOptions
 
 
 def write_run(directory: Path, losses: list[float], *, exits: dict[str, float] | None = None, tail: str = "") -> Path:
@@ -170,9 +171,9 @@ def test_what_cannot_be_drawn_is_said_before_anything_is_written(tmp_path):
 def test_options_are_checked():
     with pytest.raises(OptionError, match="did you mean 'loss'"):
         PlotOptions(metric="los")
-    with pytest.raises(OptionError, match="unknown axis 'epochs'"):
+    with pytest.raises(OptionError, match="invalid x 'epochs'"):
         PlotOptions(x="epochs")
-    with pytest.raises(OptionError, match=r"from 0 to 0\.99"):
+    with pytest.raises(OptionError, match=r"smooth must be between 0 and 0\.99"):
         PlotOptions(smooth=1.0)
 
 

@@ -21,7 +21,6 @@ from fathomlm.lab.evaluate.frontier import (
     build_curve,
     decode_settings,
     frontier,
-    read_thresholds,
     sweep_settings,
     threshold_settings,
 )
@@ -61,8 +60,6 @@ def test_settings_that_a_model_does_not_have():
         threshold_settings(plain, (0.5,))
     with pytest.raises(OptionError, match="unknown decoding mode 'static'"):
         threshold_settings(plain, (0.5,), mode="static", exit_layer=1)
-    with pytest.raises(OptionError, match="from 0 to 1"):
-        read_thresholds("0.5,2")
 
 
 def test_texts_are_those_of_each_setting_alone_and_flops_what_ran():

@@ -146,8 +146,8 @@ def test_a_server_that_is_not_there() -> None:
         ({"base_url": "http://me:secret@host"}, "must not hold a key"),
         ({"key": "two words"}, "holds no key"),
         ({"key": "line\n"}, "holds no key"),
-        ({"timeout": 0}, "--timeout must be > 0"),
-        ({"retries": -1}, "--retries must be >= 0"),
+        ({"timeout": 0}, "timeout must be > 0"),
+        ({"retries": -1}, "retries must be >= 0"),
     ],
 )
 def test_endpoints_that_cannot_be(given: dict[str, Any], message: str) -> None:

@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fathomlm.cli.shown import pieces
+from fathomlm.cli.display import pieces
 from fathomlm.depth import DepthPlan
 from fathomlm.depth.cost import count
 from fathomlm.errors import OptionError

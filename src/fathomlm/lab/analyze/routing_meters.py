@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fathomlm.cli.shown import token_text
+from fathomlm.cli.display import token_text
 from fathomlm.model.route import DepthControl, Routers, RoutingTrace
 
 BINS = 40

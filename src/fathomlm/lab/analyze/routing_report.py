@@ -9,8 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from fathomlm.cli.colours import depth_colours, ink
-from fathomlm.cli.shown import label, visible
+from fathomlm.cli.display import depth_colours, ink, label, visible
 from fathomlm.depth.routing import ROUTERS
 from fathomlm.lab.analyze.report import About, render, write_report
 from fathomlm.lab.analyze.routing import DepthLimit, RoutingNumbers, ShownToken

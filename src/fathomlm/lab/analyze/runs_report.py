@@ -10,7 +10,7 @@ from itertools import cycle
 from pathlib import Path
 from typing import Any
 
-from fathomlm.errors import OptionError, choices
+from fathomlm.errors import OptionError
 from fathomlm.lab.analyze.report import Draw, RunsAbout, render, write_report
 from fathomlm.lab.analyze.runs import (
     Points,
@@ -24,9 +24,12 @@ from fathomlm.lab.analyze.runs import (
     training_loss,
 )
 from fathomlm.lab.drawing import (
+    AXES,
     DASHES,
     LINES,
+    METRICS,
     UNSELECTED,
+    PlotOptions,
     check_matplotlib,
     figure_over_table,
     plain_axes,
@@ -36,47 +39,8 @@ from fathomlm.lab.drawing import (
 from fathomlm.lab.tables import Rows, amount, optional
 
 FORMATS = ("png", "svg", "pdf")
-AXES: dict[str, tuple[str, str]] = {
-    "tokens": ("tokens", "training tokens"),
-    "steps": ("step", "optimizer steps"),
-    "time": ("seconds", "training time"),
-    "flops": ("flops", "training compute"),
-}
-"""What a curve can be drawn over: the field of a record, and what the axis is called."""
-METRICS: dict[str, tuple[str, str]] = {
-    "loss": ("training loss", "nats per token"),
-    "validation": ("validation loss", "nats per token"),
-    "exits": ("validation loss at each exit", "nats per token"),
-    "lr": ("learning rate", ""),
-    "tokens_per_s": ("speed", "tokens per second"),
-    "mfu": ("utilisation (MFU)", "% of peak"),
-    "mfu_sustained": ("utilisation of what is sustained", "% of sustained rate"),
-    "grad_norm": ("gradient norm", "before clipping"),
-}
-"""What can be drawn: the panel's title, and the unit of its axis."""
 COLOURS = (*LINES, UNSELECTED, "#999999")
 """Of runs; from the ninth on they come again, and the table's order tells which is which."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlotOptions:
-    """What is drawn, and how."""
-
-    x: str = "tokens"
-    metric: str | None = None
-    """One panel of this; None draws training and validation loss side by side."""
-    smooth: float | None = None
-    """How much of the running mean is kept from point to point; 0 draws the records as they are. None lets the mean reach
-    over about a fortieth of the run, so that a short run is not drawn above where it is."""
-    logy: bool = False
-
-    def __post_init__(self) -> None:
-        if self.x not in AXES:
-            raise OptionError(choices("axis", self.x, AXES))
-        if self.metric is not None and self.metric not in METRICS:
-            raise OptionError(choices("metric", self.metric, METRICS))
-        if self.smooth is not None and not 0 <= self.smooth <= 0.99:
-            raise OptionError(f"smooth must be from 0 to 0.99, got {self.smooth}")
 
 
 def check_out(out: Path) -> str:

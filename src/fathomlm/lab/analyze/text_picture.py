@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fathomlm.cli.colours import depth_colours, ink
-from fathomlm.cli.shown import visible
+from fathomlm.cli.display import depth_colours, ink, visible
 from fathomlm.lab.analyze.routing import RoutingNumbers, ShownToken
 from fathomlm.lab.drawing import save_figure, shortened
 

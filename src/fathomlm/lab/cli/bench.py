@@ -1,27 +1,147 @@
-"""`fathomlm bench KIND MODEL`: how fast a model is. A kind is a file beside this one, named in `KINDS`."""
+"""`fathomlm bench throughput | latency | kernels`: how fast a model is."""
 
 from __future__ import annotations
 
-import argparse
+from dataclasses import asdict, dataclass
+from typing import Any, ClassVar
 
-from fathomlm.cli.kinds import add_kinds, run_kind
-
-HELP = "measure how fast a model is: throughput, latency, kernels"
-DESCRIPTION = (
-    "Measures how fast the engine runs MODEL: many texts at once (throughput), one at a time (latency), and each kernel "
-    "alone (kernels). Everything is counted, from the first request to the last token. The result is a table, or with "
-    "--json one JSON object; progress goes to standard error. Ctrl-C ends it with what was measured so far."
+from fathomlm.cli.model_options import SOURCE, JsonOptions, ModelOptions, memory_errors
+from fathomlm.cli.progress import layer_bar
+from fathomlm.engine.options import EngineOptions
+from fathomlm.errors import OptionError
+from fathomlm.lab.cli.bench_options import (
+    BatchTuning,
+    EngineTuning,
+    ForcedDepthOptions,
+    PlannedModelOptions,
+    WorkloadOptions,
+    engine_device,
 )
-KINDS = {
-    "throughput": "fathomlm.lab.cli.bench_throughput",
-    "latency": "fathomlm.lab.cli.bench_latency",
-    "kernels": "fathomlm.lab.cli.bench_kernels",
-}
+from fathomlm.lab.cli.eval_options import print_record
+from fathomlm.options import like, option, section
+
+LOWER = "--batch-size, --max-sequences, --memory or --requests"
+PEERS = ("vanilla", "transformers")
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_kinds(parser, KINDS)
+@dataclass(frozen=True, kw_only=True)
+class EngineBenchOptions(PlannedModelOptions, JsonOptions):
+    """What benchmarks of the engine share."""
+
+    kind: ClassVar[str]
+    model: str = option(positional=True, help=SOURCE)
+    workload: WorkloadOptions = section(WorkloadOptions, "workload")
+    engine: EngineTuning = section(EngineTuning, "engine")
+    depth: ForcedDepthOptions = section(ForcedDepthOptions, "depth")
+    peer: tuple[str, ...] = option(
+        (), choices=PEERS,
+        help="compare with the plain model of the same depth in our engine (vanilla), or with transformers; repeatable",
+    )  # fmt: skip
+
+    def __post_init__(self) -> None:
+        if self.workload.data and self.dummy:
+            raise OptionError("--data cannot be combined with --dummy: it requires the model's tokenizer")
+        if len(set(self.peer)) < len(self.peer):
+            raise OptionError("duplicate --peer")
+
+    @property
+    def arrival_rate(self) -> float | None:
+        """Requests per second; None where all are there at once."""
+        return None
+
+    def run(self) -> int:
+        from fathomlm.lab.cli.bench_engine import Bench
+
+        with memory_errors(LOWER):
+            return Bench(self).run()
 
 
-def run(args: argparse.Namespace) -> int:
-    return run_kind(args)
+@dataclass(frozen=True, kw_only=True)
+class ThroughputWorkload(WorkloadOptions):
+    arrivals: float | None = option(
+        None, gt=0, metavar="RATE", help="Poisson arrivals at RATE requests per second", default_text="all at once"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ThroughputTuning(BatchTuning):
+    peer_batch_size: int | None = like(
+        EngineOptions, "batch_size", None, help="batch size of the peers", default_text="as many"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Throughput(EngineBenchOptions):
+    """Run a workload through the engine and report tokens per second, end to end, and where the time went. With --dummy any
+    shape and plan can be measured without weights, such as `smollm-360m --sharing middle-cycle --recursions 3 --router
+    expert --dummy --depth forced`. Peers are measured in the same process afterwards; transformers with its continuous
+    batching of the same weights, 64 requests of 128 tokens."""
+
+    kind = "throughput"
+    workload: ThroughputWorkload = section(ThroughputWorkload, "workload")
+    engine: ThroughputTuning = section(ThroughputTuning, "engine")
+
+    @property
+    def arrival_rate(self) -> float | None:
+        return self.workload.arrivals
+
+
+@dataclass(frozen=True, kw_only=True)
+class Latency(EngineBenchOptions):
+    """Run one request after the other through the engine and report the time per token. The floor is the time that reading
+    the weights takes at this device's own reading speed, measured in the same run. The peer transformers is its `generate`
+    over the same weights."""
+
+    kind = "latency"
+    workload: WorkloadOptions = section(WorkloadOptions, "workload", workload="64-256", requests=8)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kernels(ModelOptions, JsonOptions):
+    """Time each kernel of a decode step, at MODEL's shape and with random weights: only the configuration is read. The floor
+    is the time that reading the weights (or KV entries) once takes at this device's own reading speed. On a CPU the plain
+    twins run, which are there to be right and not fast: only ratios are shown."""
+
+    kind: ClassVar[str] = "kernels"
+    batch_size: int = like(EngineOptions, "batch_size")
+    context: int = option(512, ge=1, help="tokens that each sequence attends to")
+    rank: int = option(64, ge=1, help="rank of the low-rank deltas")
+    recursions: int = option(2, ge=1, help="depths that the batch is spread over")
+
+    def run(self) -> int:
+        import torch
+
+        from fathomlm.checkpoints.resolve import architecture_of, parse_dtype
+        from fathomlm.lab.bench.floor import reading_speed
+        from fathomlm.lab.bench.kernels import KernelOptions, check, time_kernels
+        from fathomlm.lab.cli.bench_engine import about, tell_interrupted
+        from fathomlm.lab.cli.bench_tables import print_kernels
+
+        device = engine_device(self.device)
+        self.use_threads()
+        architecture = architecture_of(self.model)[0]
+        check(architecture)
+        dtype = parse_dtype(self.dtype or ("bfloat16" if device.type == "cuda" else "float32"))
+        assert dtype is not None
+        options = KernelOptions(rows=self.batch_size, context=self.context, rank=self.rank, recursions=self.recursions)
+        torch.manual_seed(0)
+        with memory_errors("--batch-size, --context, --rank or --recursions"), layer_bar("timing", unit="kernels") as tick:
+            speed = reading_speed(device)
+            found, complete = time_kernels(architecture, options, dtype=dtype, device=device, speed=speed, on_done=tick)
+        if not found:
+            raise KeyboardInterrupt
+        twin = any(one.twin for one in found)
+        record: dict[str, Any] = about(self, str(dtype).removeprefix("torch.")) | {
+            "settings": asdict(options),
+            "implementation": ("CPU twin" if device.type == "cpu" else "plain twin") if twin else "Triton",
+            "reading_bytes_per_s": speed if device.type == "cuda" else None,
+            "kernels": [asdict(one) for one in found],
+            "interrupted": not complete,
+        }
+        if self.json:
+            print_record(record)
+        else:
+            print_kernels(record)
+        if not complete:
+            tell_interrupted()
+        return 0 if complete else 2

@@ -2,55 +2,59 @@
 
 from __future__ import annotations
 
-import argparse
 import gc
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
-from fathomlm.cli.device import memory_errors
-from fathomlm.errors import FathomError, OptionError
-from fathomlm.lab.cli.bench_options import Depth, check, read_depth
-from fathomlm.lab.cli.bench_record import about, print_record, say_interrupted
+from fathomlm.cli.model_options import memory_errors
+from fathomlm.errors import DataError, FathomError, OptionError
+from fathomlm.lab.cli.bench import LOWER, EngineBenchOptions, Kernels, ThroughputTuning
+from fathomlm.lab.cli.bench_options import BatchTuning, ResolvedDepth, engine_device
 from fathomlm.lab.cli.bench_tables import print_bench
-from fathomlm.sizes import parse_memory
+from fathomlm.lab.cli.eval_options import print_record
+from fathomlm.lab.environment import environment
 
 if TYPE_CHECKING:
     from fathomlm.engine.options import EngineOptions
     from fathomlm.lab.bench.measure import Measurement, Timing
+    from fathomlm.lab.bench.workload import Workload
     from fathomlm.model.hub import FathomForCausalLM
 
-TUNED = ("kv_dtype", "prefill_chunk", "page_size", "burst", "cores", "shallows")
-"""Fields of the engine's options that are passed on as they are."""
 Progress = Callable[[int, int], None]
 
 
-LOWER = "--rows, --slots, --memory or --requests"
+def about(options: EngineBenchOptions | Kernels, dtype: str) -> dict[str, Any]:
+    """How every record begins."""
+    return {
+        "kind": options.kind,
+        "model": options.model,
+        "dtype": dtype,
+        "device": options.device,
+        "environment": environment(options.device),
+    }
 
 
-def run(args: argparse.Namespace) -> int:
-    with memory_errors(LOWER):
-        return Bench(args).run()
+def tell_interrupted() -> None:
+    print("fathomlm: interrupted; this is what was measured so far", file=sys.stderr)
 
 
 class Bench:
     """One run of the command."""
 
-    def __init__(self, args: argparse.Namespace) -> None:
-        check(args)
-        from fathomlm.lab.cli.bench_model import read_model, read_shape
-
-        plan = read_shape(args)[1]
-        depth = read_depth(args, plan)  # now, and again with the model: a slip should cost no waiting
-        if "vanilla" in args.peer and depth.choice.source == "full" and plan.recursions == 1:
+    def __init__(self, options: EngineBenchOptions) -> None:
+        plan = options.shape(options.model)[1]
+        depth = options.depth.resolve(plan)  # now, and again with the model: a slip should cost no waiting
+        if "vanilla" in options.peer and depth.choice.source == "full" and plan.recursions == 1:
             raise OptionError("--peer vanilla is what this is already: a plain model whose tokens run every layer")
-        self.args = args
-        self.alone = args.kind == "latency"
-        self.model, self.workload = read_model(args)
-        self.depth = read_depth(args, self.model.plan)
-        if self.alone:
+        self.options = options
+        self.batched = isinstance(options.engine, BatchTuning)
+        self.model, self.workload = _read_model(options)
+        self.depth = options.depth.resolve(self.model.plan)
+        if not self.batched:
             self.workload = self.workload.one_by_one()
         self.device = self.model.decoder.embed.weight.device
 
@@ -58,9 +62,9 @@ class Bench:
         from fathomlm.checkpoints.resolve import describe, dtype_name
         from fathomlm.lab.bench.floor import reading_speed
 
-        record: dict[str, Any] = about(self.args, dtype_name(self.model)) | {
+        record: dict[str, Any] = about(self.options, dtype_name(self.model)) | {
             "plan": describe(self.model),
-            "weights": "random" if self.args.dummy else "loaded",
+            "weights": "random" if self.options.dummy else "loaded",
             "workload": self.workload.record(),
             "ours": None,
             "peers": {},
@@ -69,7 +73,7 @@ class Bench:
         try:
             self.speed = reading_speed(self.device)
             record["ours"] = self._engine("this model", self.model, self.depth)
-            for peer in [] if _stopped(record["ours"]) else self.args.peer:
+            for peer in [] if _stopped(record["ours"]) else self.options.peer:
                 found = self._peer(peer)
                 record["peers"][peer] = found | {"speedup": _speedup(record["ours"], found)}
         except KeyboardInterrupt:
@@ -77,21 +81,23 @@ class Bench:
         record["interrupted"] |= any(_stopped(found) for found in (record["ours"], *record["peers"].values()))
         if record["ours"] is None:
             raise KeyboardInterrupt
-        if self.args.json:
+        if self.options.json:
             print_record(record)
         else:
             print_bench(record)
         if record["interrupted"]:
-            say_interrupted()
+            tell_interrupted()
         return 2 if record["interrupted"] else 0
 
-    def _engine(self, name: str, model: FathomForCausalLM, depth: Depth, rows: int | None = None) -> dict[str, Any]:
+    def _engine(
+        self, name: str, model: FathomForCausalLM, depth: ResolvedDepth, batch_size: int | None = None
+    ) -> dict[str, Any]:
         """An engine of ours over the workload."""
         from fathomlm.lab.bench.measure import measure
         from fathomlm.lab.bench.play import warm_up
         from fathomlm.lab.bench.timed import TimedEngine
 
-        options = self._options(model, depth, rows)
+        options = self.engine_options(model, depth, batch_size)
         engine = TimedEngine(model, options, exiting=depth.exiting)
         _say(f"warming up {name}")
         warm_up(engine, self.workload)
@@ -100,26 +106,23 @@ class Bench:
         del engine
         _empty()
         record = found.record()
-        return record | {"latency": _latency(found)} if self.alone else record
+        return record | {"latency": _latency(found)} if not self.batched else record
 
-    def _options(self, model: FathomForCausalLM, depth: Depth, rows: int | None) -> EngineOptions:
-        from dataclasses import replace
-
+    def engine_options(self, model: FathomForCausalLM, depth: ResolvedDepth, batch_size: int | None = None) -> EngineOptions:
         from fathomlm.engine.options import EngineOptions
         from fathomlm.lab.bench.models import ample_memory
 
-        args = self.args
-        fields: dict[str, Any] = {name: getattr(args, name) for name in TUNED if getattr(args, name) is not None}
-        fields |= {"max_length": self.workload.longest, **depth.fields}
-        if self.alone:
+        fields = self.options.engine.given | {"max_length": self.workload.longest, **depth.fields}
+        if not self.batched:
             # What waits in front of an exit runs behind it in one pass, so that pass must have room for all of it.
             stack = None if depth.exiting is None else depth.exiting.max_stack
             fields |= {"batch_size": stack or 1, "max_sequences": 1 if stack or model.plan.routing is not None else None}
-        else:
-            fields |= {"batch_size": rows or args.rows, "max_sequences": args.slots if rows is None else None}
+        elif batch_size is not None:
+            fields |= {"batch_size": batch_size, "max_sequences": None}
         options = EngineOptions(**fields)
-        memory = ample_memory(model, options, self.workload.longest, depth.exit_layer)
-        return replace(options, memory=memory if args.memory is None else parse_memory(args.memory))
+        if options.memory is not None:
+            return options
+        return replace(options, memory=ample_memory(model, options, self.workload.longest, depth.exit_layer))
 
     def _peer(self, peer: str) -> dict[str, Any]:
         """What was measured of it, or why it could not be: that must not cost what was measured before."""
@@ -129,13 +132,17 @@ class Bench:
         except FathomError as error:
             return {"cannot": str(error)}
 
+    @property
+    def _peer_batch_size(self) -> int | None:
+        engine = self.options.engine
+        return (engine.peer_batch_size or engine.batch_size) if isinstance(engine, ThroughputTuning) else None
+
     def _vanilla(self) -> dict[str, Any]:
         from fathomlm.lab.bench.measure import DepthChoice
         from fathomlm.lab.bench.models import plain_model
 
-        rows = None if self.alone else self.args.peer_rows or self.args.rows
-        model = plain_model(self.model, self.args.seed)
-        return {"weights": "random"} | self._engine("vanilla", model, Depth(DepthChoice()), rows)
+        model = plain_model(self.model, self.options.seed)
+        return {"weights": "random"} | self._engine("vanilla", model, ResolvedDepth(DepthChoice()), self._peer_batch_size)
 
     def _transformers(self) -> dict[str, Any]:
         from fathomlm.lab.bench import hugging_face
@@ -143,14 +150,59 @@ class Bench:
 
         peer = hugging_face.hugging_face_model(self.model)
         _say("measuring transformers")
-        if self.alone:
+        if not self.batched:
             timing = Timing.of(hugging_face.one_by_one(peer, self.workload))
             return {"how": "generate", "timing": asdict(timing), "latency": _token_times(timing)}
         most = max(request.new for request in self.workload.requests)
         few = self.workload.uniform(hugging_face.REQUESTS, min(hugging_face.NEW, most))
-        rows = self.args.peer_rows or self.args.rows
-        timing = Timing.of(hugging_face.batched(peer, few, rows))
-        return {"how": "continuous batching", "rows": rows, "workload": few.record(), "timing": asdict(timing)}
+        batch_size = self._peer_batch_size or 1
+        timing = Timing.of(hugging_face.batched(peer, few, batch_size))
+        return {"how": "continuous batching", "rows": batch_size, "workload": few.record(), "timing": asdict(timing)}
+
+
+def _read_model(options: EngineBenchOptions) -> tuple[FathomForCausalLM, Workload]:
+    """The model, and a workload that fits it."""
+    from fathomlm.decode.prompts import encode_prompts
+    from fathomlm.lab.bench.models import random_model, with_context
+
+    device = engine_device(options.device)
+    options.use_threads()
+    texts = _texts(options) if options.workload.data else None  # first, so that a slip costs no waiting
+    architecture, plan, relaxation = options.shape(options.model)
+    workload = _workload(options, architecture.vocab, None)
+    if options.dummy:
+        architecture = with_context(architecture, workload.longest)
+        dtype = options.dummy_dtype(device)
+        return random_model(architecture, plan, relaxation, dtype=dtype, device=device, seed=options.seed), workload
+    if workload.longest > architecture.context:
+        raise OptionError(
+            f"the longest sequence of the workload has {workload.longest:,} tokens, more than the model's context of "
+            f"{architecture.context:,}; choose another --workload, or --dummy, whose weights know no limit"
+        )
+    model = options.load_planned(options.model)
+    tokens = None if texts is None else list(chain.from_iterable(encode_prompts(model, texts)))
+    return model, _workload(options, model.architecture.vocab, tokens)
+
+
+def _workload(options: EngineBenchOptions, vocab: int, text: list[int] | None) -> Workload:
+    from fathomlm.lab.bench.workload import build_workload
+
+    asked = options.workload
+    return build_workload(
+        asked.workload, vocab, requests=asked.requests, rate=options.arrival_rate, seed=options.seed, text=text
+    )
+
+
+def _texts(options: EngineBenchOptions) -> list[str]:
+    """All documents that hold anything, in order."""
+    from fathomlm.train.data.sources import expand, read
+
+    asked = options.workload
+    documents = chain.from_iterable(read(source, (asked.column,)) for source in expand(asked.data))
+    texts = [document.fields[0] for document in documents if document.fields[0].strip()]
+    if not texts:
+        raise DataError(f"{', '.join(asked.data)} has no text")
+    return texts
 
 
 def _latency(found: Measurement) -> dict[str, Any]:

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fathomlm.cli.exit_options import add_pack_arguments, learnt_place, pack_options, read_layers
-from fathomlm.cli.sampling_options import add_model_arguments, load_any_model
+from fathomlm.cli.model_options import ExitPackOptions, JsonOptions, ModelOptions, TextOptions, threshold_file
+from fathomlm.decode.exiting import Exiting
+from fathomlm.decode.sampling import Sampling
+from fathomlm.decode.threshold import ThresholdOptions
 from fathomlm.errors import DataError, OptionError
+from fathomlm.options import like, option
 
 if TYPE_CHECKING:
     from fathomlm.decode.calibration import Calibration
@@ -21,104 +24,88 @@ if TYPE_CHECKING:
     from fathomlm.decode.threshold import ThresholdEstimator
     from fathomlm.model.seq2seq import FathomModel
 
-HELP = "learn when tokens may leave early"
-DESCRIPTION = (
-    "Make texts from the beginnings of documents, watch at every token whether an exit would have chosen what the whole "
-    "model chooses, and fit the confidence from which it mostly does (two Beta densities). The result goes into the model's "
-    "directory as threshold.json, with a picture, and `generate --threshold adaptive` reads it there."
-)
+
+@dataclass(frozen=True, kw_only=True)
+class Calibrate(TextOptions, ModelOptions, ExitPackOptions, JsonOptions):
+    """Complete the beginnings of documents, compare at every token the choice of an exit with that of the full model, and
+    fit the confidence from which they mostly agree (two Beta densities). The result goes into the model's directory as
+    threshold.json, with a picture, and `generate --threshold adaptive` reads it there."""
+
+    data: tuple[str, ...] = like(TextOptions, "data", nargs="+")
+    prompts: int = option(32, ge=1, help="documents to begin from")
+    prompt_tokens: int | None = option(
+        None, ge=1, help="tokens of each document that are the prompt", default_text="32; 512 for an encoder"
+    )
+    chat: bool = option(False, help="documents are messages, each put whole into the model's chat template")
+    max_new_tokens: int = option(64, ge=1, help="new tokens per prompt")
+    exit_layers: tuple[int, ...] | None = like(Exiting, "exit_layers", help="the exit, counted from 1 in unrolled depth")
+    confidence: str | None = like(Exiting, "confidence")
+    condition: float = like(ThresholdOptions, "condition")
+    priors: str = like(ThresholdOptions, "priors")
+    out: Path | None = option(
+        None, metavar="DIR", help="directory to write", default_text="--exits, or MODEL if it is a directory"
+    )
+
+    def run(self) -> int:
+        from fathomlm.decode.calibration import FILE, calibrate
+        from fathomlm.lab.analyze.threshold_picture import draw_threshold
+        from fathomlm.lab.drawing import check_matplotlib
+
+        out = _out_directory(self)
+        layer = _one_layer(self)
+        if self.chat and self.prompt_tokens is not None:
+            raise OptionError("--chat cannot be combined with --prompt-tokens")
+        check_matplotlib()
+        documents = _documents(self)
+        model = self.load_any(exits=self.exits, any_base=self.any_base)
+        prompts = [_message(model, text) if self.chat else _beginning(model, text, self.prompt_tokens) for text in documents]
+        sampling = Sampling(max_new_tokens=self.max_new_tokens)
+        with _progress(len(prompts)) as on_text:
+            found = calibrate(
+                model,
+                prompts,
+                sampling,
+                exit_layer=layer,
+                confidence=self.confidence,
+                options=ThresholdOptions(calibrating_sequences=len(prompts), condition=self.condition, priors=self.priors),
+                on_text=on_text,
+            )
+        out.mkdir(parents=True, exist_ok=True)
+        found.save(out / FILE)
+        picture = (out / FILE).with_suffix(".png")
+        draw_threshold(found.estimator, picture, name=self.model)
+        record = _record(found, out / FILE, picture)
+        print(json.dumps(record) if self.json else _describe(record))
+        return 0
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_model_arguments(parser)
-    add = parser.add_argument
-    add("--data", metavar="FILE", nargs="+", required=True, help="text, JSON lines or Parquet: documents to begin from")
-    add("--column", metavar="NAME", default="text", help="where the text is in JSON lines and Parquet (text)")
-    add("--texts", metavar="N", type=int, default=32, help="documents to begin from (default: 32)")
-    begin = "tokens of each document that are the prompt (default: 32; an encoder reads up to 512)"
-    add("--prompt-tokens", metavar="N", type=int, help=begin)
-    add("--chat", action="store_true", help="documents are messages, each put whole into the model's chat template")
-    add("--max-new-tokens", metavar="N", type=int, default=64, help="length of each text (default: 64)")
-    add("--exit-layer", metavar="N", action="append", help="leave after layer N, from 1 (default: the model's own exit)")
-    add("--confidence", metavar="KIND", help="gap (default), max, state or classifier")
-    add_pack_arguments(add)
-    likely = "how likely agreement must be above the threshold (default: 0.4)"
-    add("--condition", metavar="P", type=float, default=0.4, help=likely)
-    priors = "whether both classes count alike (equal, default) or as often as they occur (measured)"
-    add("--priors", metavar="KIND", default="equal", help=priors)
-    add("--out", metavar="DIR", type=Path, help="where to write (default: --exits, or MODEL if that is a directory)")
-    add("--json", action="store_true", help="print one JSON object")
-
-
-def run(args: argparse.Namespace) -> int:
-    from fathomlm.decode.calibration import FILE, calibrate
-    from fathomlm.decode.sampling import Sampling
-    from fathomlm.decode.threshold import ThresholdOptions
-    from fathomlm.lab.analyze.threshold_picture import draw_threshold
-    from fathomlm.lab.drawing import check_matplotlib
-
-    out = _out_directory(args)
-    layer, pack = _one_layer(args), pack_options(args)
-    for name in ("texts", "max_new_tokens"):
-        if getattr(args, name) < 1:
-            raise OptionError(f"--{name.replace('_', '-')} must be >= 1, got {getattr(args, name)}")
-    if args.prompt_tokens is not None and args.prompt_tokens < 1:
-        raise OptionError(f"--prompt-tokens must be >= 1, got {args.prompt_tokens}")
-    if args.chat and args.prompt_tokens is not None:
-        raise OptionError("--chat takes messages whole; leave out --prompt-tokens")
-    learning: dict[str, Any] = {"condition": args.condition, "priors": args.priors}
-    ThresholdOptions(**learning)  # refuses what is out of range, before anything is loaded
-    check_matplotlib()
-    documents = _documents(args)
-    model = load_any_model(args, **pack)
-    prompts = [_message(model, text) if args.chat else _beginning(model, text, args.prompt_tokens) for text in documents]
-    sampling = Sampling(max_new_tokens=args.max_new_tokens)
-    with _progress(len(prompts)) as on_text:
-        found = calibrate(
-            model,
-            prompts,
-            sampling,
-            exit_layer=layer,
-            confidence=args.confidence,
-            options=ThresholdOptions(calibrating_sequences=len(prompts), **learning),
-            on_text=on_text,
-        )
-    out.mkdir(parents=True, exist_ok=True)
-    found.save(out / FILE)
-    picture = (out / FILE).with_suffix(".png")
-    draw_threshold(found.estimator, picture, name=args.model)
-    record = _record(found, out / FILE, picture)
-    print(json.dumps(record) if args.json else _describe(record))
-    return 0
-
-
-def _one_layer(args: argparse.Namespace) -> int | None:
-    layers = read_layers(args.exit_layer)
+def _one_layer(options: Calibrate) -> int | None:
+    layers = options.exit_layers
     if layers is not None and len(layers) != 1:
-        raise OptionError(f"a threshold is for one exit, got {len(layers)}; calibrate them one after the other")
+        raise OptionError(f"--exit-layer takes one layer here, got {len(layers)}: a threshold belongs to one exit")
     return None if layers is None else layers[0]
 
 
-def _out_directory(args: argparse.Namespace) -> Path:
-    if args.out is not None:
-        if args.out.exists() and not args.out.is_dir():
-            raise OptionError(f"{args.out} is not a directory")
-        out: Path = args.out
+def _out_directory(options: Calibrate) -> Path:
+    if options.out is not None:
+        if options.out.exists() and not options.out.is_dir():
+            raise OptionError(f"{options.out} is not a directory")
+        out: Path = options.out
         return out
-    path = learnt_place(args)
-    if args.exits is None and not (path / "config.json").is_file():
-        raise OptionError(f"{args.model} is no directory to write a threshold into; say where with --out DIR")
+    path = threshold_file(options.model, options.exits).parent
+    if options.exits is None and not (path / "config.json").is_file():
+        raise OptionError(f"{options.model} is not a directory to write a threshold into; give --out DIR")
     return path
 
 
-def _documents(args: argparse.Namespace) -> list[str]:
+def _documents(options: Calibrate) -> list[str]:
     from fathomlm.train.data.sources import expand, read
 
-    sources = expand([str(pattern) for pattern in args.data])
-    documents = chain.from_iterable(read(source, (args.column,)) for source in sources)
-    texts = [document.fields[0] for document in islice(documents, args.texts) if document.fields[0].strip()]
+    sources = expand([str(pattern) for pattern in options.data])
+    documents = chain.from_iterable(read(source, (options.column,)) for source in sources)
+    texts = [document.fields[0] for document in islice(documents, options.prompts) if document.fields[0].strip()]
     if not texts:
-        raise DataError(f"{', '.join(str(name) for name in args.data)} has no text to begin from")
+        raise DataError(f"{', '.join(str(name) for name in options.data)} has no text to begin from")
     return texts
 
 
@@ -145,7 +132,7 @@ def _progress(many: int) -> Iterator[Callable[[Generation, ThresholdEstimator], 
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-    shown = TextColumn("texts, threshold {task.fields[threshold]:.3f}")
+    shown = TextColumn("prompts, threshold {task.fields[threshold]:.3f}")
     columns = (TextColumn("calibrating"), BarColumn(), MofNCompleteColumn(), shown, TimeRemainingColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task("", total=many, threshold=0.9)
@@ -180,7 +167,7 @@ def _describe(record: dict[str, Any]) -> str:
     part = record["agreements"] / samples if samples else 0.0
     lines = [
         f"threshold {record['threshold']:.3f}: confidence '{record['confidence']}' after layer {record['exit_layer']}",
-        f"{record['texts']} texts, {samples} tokens; the exit agreed with the whole model at {part:.1%} of them",
+        f"{record['texts']} prompts, {samples} tokens; the exit agreed with the full model at {part:.1%} of them",
         _beta("agreed", record["agreements"], record["agree"]),
         _beta("did not", record["disagreements"], record["disagree"]),
         f"wrote {record['file']} and {record['picture']}",

@@ -2,39 +2,27 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import chain, islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
-from fathomlm.cli.device import HELP as THREADS
-from fathomlm.cli.exit_options import (
-    add_pack_arguments,
-    learnt_place,
-    lift_exit_vocab,
-    pack_options,
-    settle_pack,
-    tell_shipped,
-)
+from fathomlm.cli.decode_options import ShippedExitOptions, lift_exit_vocab, tell_shipped
+from fathomlm.cli.model_options import SOURCE, ColumnOptions, DeviceOptions, ForceOptions, JsonOptions, threshold_file
 from fathomlm.cli.progress import layer_bar
-from fathomlm.cli.sampling_options import add_dtype_argument, load_any_model
-from fathomlm.errors import DataError, OptionError, choices
-from fathomlm.lab.cli.eval_options import check_least, print_record
+from fathomlm.decode.exiting import Exiting
+from fathomlm.errors import DataError, OptionError
+from fathomlm.lab.cli.eval_options import print_record
 from fathomlm.lab.tables import print_table
+from fathomlm.options import like, option
 
 if TYPE_CHECKING:
     from fathomlm.lab.evaluate.frontier import DecodedSweep, SweepSetting, TradeOffCurve
     from fathomlm.lab.evaluate.samples import PromptForm, Sample
     from fathomlm.model.seq2seq import FathomModel
 
-HELP = "quality against latency and FLOPs, over thresholds, depths or exit layers"
-DESCRIPTION = (
-    "Runs each MODEL at many depths and draws what it is worth against what it costs: time per token, measured here by "
-    "decoding, and FLOPs. The quality is agreement with the whole model, perplexity, or a metric of texts with references. "
-    "A threshold sweep marks the threshold that the model finds by itself. The area under the curve sums a sweep up."
-)
 QUALITIES = {
     "agreement": "agreement with the whole model (part of the tokens)",
     "ppl": "perplexity",
@@ -45,142 +33,143 @@ QUALITIES = {
 }
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add("models", metavar="MODEL", nargs="+", help="presets, directories, hub ids or GGUF files, all on one picture")
-    add("--data", metavar="FILE", type=Path, required=True, help="text or JSON lines; with references for rouge and others")
-    add("--sweep", metavar="HOW", required=True, help="threshold, depth (recursions) or exit-layer")
-    add("--quality", metavar="Q", default="agreement", help=f"{', '.join(QUALITIES)} (agreement)")
-    add("--column", metavar="NAME", default="text", help="where the text is in JSON lines (text)")
-    add("--texts", metavar="N", type=int, default=8, help="documents or rows to use (8)")
-    add("--prompt-tokens", metavar="N", type=int, default=32, help="tokens of each document that are the prompt (32)")
-    add("--max-new-tokens", metavar="N", type=int, default=32, help="length of each text (32)")
-    add("--repeats", metavar="N", type=int, default=2, help="how often each text is timed; the fastest counts (2)")
-    where = "threshold: the exit; exit-layer: recursion, layer, or layers such as 4,8 (the model's own, or all)"
-    add("--exit-layer", metavar="N", help=where)
-    add("--thresholds", metavar="T,T", help="threshold: which to try (0,0.1,...,1)")
-    add("--decode", metavar="MODE", help="threshold: parallel, state-copy or speculative (parallel)")
-    add("--confidence", metavar="KIND", help="threshold: gap, max, state or classifier (gap)")
-    add_pack_arguments(add, shipped=True)
-    add("--out", metavar="DIR", type=Path, default=Path("analysis/frontier"), help="directory to write (analysis/frontier)")
-    add("--force", action="store_true", help="replace DIR if it is a frontier")
-    add("--json", action="store_true", help="print one JSON object instead of a table")
-    add_dtype_argument(parser)
-    add("--device", default="cpu", help="where to compute: cpu, cuda or cuda:N (default: cpu)")
-    add("--threads", metavar="N", type=int, help=THREADS)
+@dataclass(frozen=True, kw_only=True)
+class Frontier(ForceOptions, JsonOptions, ColumnOptions, DeviceOptions, ShippedExitOptions):
+    """Run each MODEL at many depths and draw quality against cost: time per token, measured here by decoding, and FLOPs. The
+    quality is agreement with the full model, perplexity, or a metric of completions with references. A threshold sweep marks
+    the calibrated threshold. The area under the curve sums a sweep up."""
 
+    models: tuple[str, ...] = option(positional=True, metavar="MODEL", help=f"{SOURCE}; several on one picture")
+    data: Path = option(metavar="FILE", help="text or JSON Lines; with references for rouge and others")
+    sweep: Literal["threshold", "depth", "exit-layer"] = option(help="what is varied; depth is the number of recursions")
+    quality: str = option("agreement", choices=tuple(QUALITIES), help="what is measured")
+    prompts: int = option(8, ge=1, help="prompts to use")
+    prompt_tokens: int = option(32, ge=1, help="tokens of each document that are the prompt")
+    max_new_tokens: int = option(32, ge=2, help="new tokens per prompt")
+    repeats: int = option(2, ge=1, help="how often each prompt is timed; the fastest counts")
+    exit_layer: str | None = option(
+        None, metavar="N", default_text="the model's own, or all",
+        help="threshold: the exit; exit-layer: recursion, layer, or layers such as 4,8",
+    )  # fmt: skip
+    thresholds: tuple[float, ...] | None = option(
+        None, ge=0, le=1, metavar="T,...", help="threshold: which to try", default_text="0,0.1,...,1"
+    )
+    mode: str | None = like(
+        Exiting, "mode", None, choices=("parallel", "state-copy", "speculative"), default_text="parallel",
+        help="threshold: what happens at an exit",
+    )  # fmt: skip
+    confidence: str | None = like(Exiting, "confidence")
+    out: Path = option(Path("analysis/frontier"), metavar="DIR", help="directory to write")
 
-def run(args: argparse.Namespace) -> int:
-    _check(args)
+    def run(self) -> int:
+        pack = _check(self)
 
-    from fathomlm.checkpoints.writing import whole_directory
-    from fathomlm.lab.analyze.report import check_directory
-    from fathomlm.lab.drawing import check_matplotlib
-    from fathomlm.lab.evaluate.frontier_report import draw_frontier, point_table, summary_table
-    from fathomlm.train.report import strict
+        from fathomlm.checkpoints.writing import whole_directory
+        from fathomlm.lab.analyze.report import check_directory
+        from fathomlm.lab.drawing import check_matplotlib
+        from fathomlm.lab.evaluate.frontier_report import draw_frontier, point_table, summary_table
+        from fathomlm.train.report import strict
 
-    check_matplotlib()
-    check_directory(args.out, "frontier", args.force)
-    settings = {name: _settings(args, name) for name in args.models}  # refuses before weights are loaded
-    form = _form(args)
-    texts = _texts(args) if form is None else []
-    curves: list[TradeOffCurve] = []
-    reference: DecodedSweep | None = None
-    for name in args.models:
-        curve, full = _measure(args, name, settings[name], texts, form, reference)
-        reference = reference or full
-        curves.append(curve)
-    table = summary_table(curves)
-    record = _record(args, curves)
-    with whole_directory(args.out, args.force, what="frontier analysis", sign="frontier.json") as place:
-        picture = {"sweep": args.sweep, "quality": QUALITIES[args.quality], "lower": args.quality == "ppl"}
-        draw_frontier(curves, table, place / "frontier.png", **picture)
-        text = json.dumps(strict(record), ensure_ascii=False, allow_nan=False)
-        (place / "frontier.json").write_text(text + "\n", encoding="utf-8")
-    if args.json:
-        print_record(record)
+        check_matplotlib()
+        check_directory(self.out, "frontier", self.force)
+        settings = {name: _settings(self, pack, name) for name in self.models}  # refuses before weights are loaded
+        form = _form(self)
+        texts = _texts(self) if form is None else []
+        curves: list[TradeOffCurve] = []
+        reference: DecodedSweep | None = None
+        for name in self.models:
+            curve, full = _measure(self, pack, name, settings[name], texts, form, reference)
+            reference = reference or full
+            curves.append(curve)
+        table = summary_table(curves)
+        record = _record(self, pack, curves)
+        with whole_directory(self.out, self.force, what="frontier analysis", sign="frontier.json") as place:
+            picture: dict[str, Any] = {
+                "sweep": self.sweep,
+                "quality": QUALITIES[self.quality],
+                "lower": self.quality == "ppl",
+            }
+            draw_frontier(curves, table, place / "frontier.png", **picture)
+            text = json.dumps(strict(record), ensure_ascii=False, allow_nan=False)
+            (place / "frontier.json").write_text(text + "\n", encoding="utf-8")
+        if self.json:
+            print_record(record)
+            return 0
+        for curve in curves:
+            print_table(point_table(curve, self.quality), f"{curve.model}: {curve.plan}")
+        print_table(table)
+        print(f"wrote {self.out / 'frontier.png'} and {self.out / 'frontier.json'}")
         return 0
-    for curve in curves:
-        print_table(point_table(curve, args.quality), f"{curve.model}: {curve.plan}")
-    print_table(table)
-    print(f"{args.out / 'frontier.png'} shows it; {args.out / 'frontier.json'} has the numbers")
-    return 0
 
 
-def _check(args: argparse.Namespace) -> None:
-    from fathomlm.lab.evaluate.frontier import SWEEPS, read_thresholds
-
-    check_least(args, "texts", "prompt_tokens", "repeats")
-    if args.max_new_tokens < 2:
-        raise OptionError(f"--max-new-tokens must be >= 2, got {args.max_new_tokens}")
-    if args.sweep not in SWEEPS:
-        raise OptionError(choices("sweep", args.sweep, SWEEPS))
-    if args.quality not in QUALITIES:
-        raise OptionError(choices("quality", args.quality, QUALITIES))
-    if len(set(args.models)) < len(args.models):
-        raise OptionError("a MODEL is named twice")
-    exiting = args.sweep == "threshold" and len(args.models) == 1
-    shipped = settle_pack(args, args.models[0], args.decode or "parallel" if exiting else None)
-    if args.exits is not None and len(args.models) > 1:
-        raise OptionError(f"--exits belong to one MODEL, and here are {len(args.models)}")
-    pack_options(args)
-    for name in ("thresholds", "decode", "confidence"):
-        if getattr(args, name) is not None and args.sweep != "threshold":
-            raise OptionError(f"--{name} goes with --sweep threshold")
-    read_thresholds(args.thresholds)
-    if shipped:
-        tell_shipped(args.models[0])
+def _check(options: Frontier) -> Path | None:
+    """Refuse what cannot be swept; gives back the pack of exits that is used."""
+    if len(set(options.models)) < len(options.models):
+        raise OptionError("duplicate MODEL")
+    exiting = options.sweep == "threshold" and len(options.models) == 1
+    pack = options.pack(
+        options.models[0], options.mode or "parallel" if exiting else None, placed=options.exit_layer is not None
+    )
+    if pack is not None and len(options.models) > 1:
+        raise OptionError(f"--exits belong to one MODEL, got {len(options.models)}")
+    for name, flag in (("thresholds", "--thresholds"), ("mode", "--decode"), ("confidence", "--confidence")):
+        if getattr(options, name) is not None and options.sweep != "threshold":
+            raise OptionError(f"{flag} requires --sweep threshold")
+    if pack is not None and options.exits is None:
+        tell_shipped(options.models[0])
+    return pack
 
 
-def _settings(args: argparse.Namespace, name: str) -> tuple[SweepSetting, ...]:
+def _settings(options: Frontier, pack: Path | None, name: str) -> tuple[SweepSetting, ...]:
     from fathomlm.checkpoints.resolve import encoder_of, plan_of
-    from fathomlm.lab.evaluate.frontier import read_thresholds, sweep_settings, threshold_settings
+    from fathomlm.lab.evaluate.frontier import THRESHOLDS, sweep_settings, threshold_settings
 
-    plan = plan_of(name, args.exits)
-    if args.quality == "ppl" and encoder_of(name) is not None:
+    plan = plan_of(name, pack)
+    if options.quality == "ppl" and encoder_of(name) is not None:
         raise OptionError(f"perplexity is for decoder-only models; {name} is an encoder-decoder")
-    if args.sweep != "threshold":
-        return sweep_settings(plan, args.sweep, args.exit_layer)
+    if options.sweep != "threshold":
+        return sweep_settings(plan, options.sweep, options.exit_layer)
     return threshold_settings(
         plan,
-        read_thresholds(args.thresholds),
-        mode=args.decode or "parallel",
-        exit_layer=_one_layer(args),
-        confidence=args.confidence,
+        options.thresholds or THRESHOLDS,
+        mode=options.mode or "parallel",
+        exit_layer=_one_layer(options),
+        confidence=options.confidence,
     )
 
 
-def _one_layer(args: argparse.Namespace) -> int | None:
-    if args.exit_layer is None:
+def _one_layer(options: Frontier) -> int | None:
+    if options.exit_layer is None:
         return None
-    if not args.exit_layer.isdecimal():
-        raise OptionError(f"--exit-layer takes one layer in a threshold sweep, from 1; got '{args.exit_layer}'")
-    return int(args.exit_layer)
+    if not options.exit_layer.isdecimal():
+        raise OptionError(f"--exit-layer takes one layer in a threshold sweep, from 1; got '{options.exit_layer}'")
+    return int(options.exit_layer)
 
 
-def _form(args: argparse.Namespace) -> PromptForm | None:
+def _form(options: Frontier) -> PromptForm | None:
     """How rows with references are read; None where the data are text."""
-    if args.quality in ("agreement", "ppl"):
+    if options.quality in ("agreement", "ppl"):
         return None
     from fathomlm.lab.evaluate.metrics import find_metric
     from fathomlm.lab.evaluate.samples import choose_form
 
-    find_metric(args.quality)
-    return choose_form(args.data, source=None, prompt=None, reference=None, metric=args.quality, shots=None)
+    find_metric(options.quality)
+    return choose_form(options.data, source=None, prompt=None, reference=None, metric=options.quality, shots=None)
 
 
-def _texts(args: argparse.Namespace) -> list[str]:
+def _texts(options: Frontier) -> list[str]:
     from fathomlm.train.data.sources import expand, read
 
-    documents = chain.from_iterable(read(source, (args.column,)) for source in expand([str(args.data)]))
-    texts = list(islice((each.fields[0] for each in documents if each.fields[0].strip()), args.texts))
+    documents = chain.from_iterable(read(source, (options.column,)) for source in expand([str(options.data)]))
+    texts = list(islice((each.fields[0] for each in documents if each.fields[0].strip()), options.prompts))
     if not texts:
-        raise DataError(f"{args.data} has no text")
+        raise DataError(f"{options.data} has no text")
     return texts
 
 
 def _measure(
-    args: argparse.Namespace,
+    options: Frontier,
+    pack: Path | None,
     name: str,
     settings: tuple[SweepSetting, ...],
     texts: Sequence[str],
@@ -188,26 +177,27 @@ def _measure(
     reference: DecodedSweep | None,
 ) -> tuple[TradeOffCurve, DecodedSweep]:
     from fathomlm.checkpoints.resolve import describe
-    from fathomlm.cli.shown import model_name
+    from fathomlm.cli.display import model_name
     from fathomlm.decode.sampling import Sampling
     from fathomlm.lab.evaluate.frontier import build_curve, decode_settings
 
-    args = argparse.Namespace(**vars(args) | {"model": name})
-    model = load_any_model(args, **pack_options(args))
-    samples, prompts = _prompts(args, model, texts, form)
-    sampling = Sampling(max_new_tokens=args.max_new_tokens, ignore_eos=form is None, stop=() if form is None else form.stop)
-    if args.sweep == "threshold":
-        settings = (*settings, _adaptive(args, model, prompts, settings))
-    with layer_bar(f"decoding {model_name(name)}", unit="texts") as tick:
-        decoded = decode_settings(model, prompts, sampling, settings, repeats=args.repeats, on_done=tick)
-    qualities = _qualities(args, model, settings, decoded, texts, samples)
+    model = options.load_source(name, exits=pack, any_base=options.any_base)
+    samples, prompts = _prompts(options, model, texts, form)
+    sampling = Sampling(
+        max_new_tokens=options.max_new_tokens, ignore_eos=form is None, stop=() if form is None else form.stop
+    )
+    if options.sweep == "threshold":
+        settings = (*settings, _adaptive(options, threshold_file(name, pack), model, prompts, settings))
+    with layer_bar(f"decoding {model_name(name)}", unit="prompts") as tick:
+        decoded = decode_settings(model, prompts, sampling, settings, repeats=options.repeats, on_done=tick)
+    qualities = _qualities(options, model, settings, decoded, texts, samples)
     full = next(each for setting, each in zip(settings, decoded, strict=True) if setting.kind == "full")
     curve = build_curve(model_name(name), describe(model), settings, decoded, qualities, reference or full)
     return curve, full
 
 
 def _prompts(
-    args: argparse.Namespace, model: FathomModel, texts: Sequence[str], form: PromptForm | None
+    options: Frontier, model: FathomModel, texts: Sequence[str], form: PromptForm | None
 ) -> tuple[list[Sample], list[list[int]]]:
     from fathomlm.decode.prompts import encode_prompt
     from fathomlm.lab.evaluate.generation import cut_prompt
@@ -215,12 +205,14 @@ def _prompts(
     from fathomlm.model.seq2seq import FathomForSeq2SeqLM
 
     encoder = isinstance(model, FathomForSeq2SeqLM)
-    room = model.architecture.context - (0 if encoder else args.max_new_tokens)
+    room = model.architecture.context - (0 if encoder else options.max_new_tokens)
     if room < 1:
         raise OptionError(f"--max-new-tokens must be < the model's context of {model.architecture.context:,}")
     if form is None:
-        return [], _beginnings([encode_prompt(model, text) for text in texts], min(args.prompt_tokens, room), args.texts)
-    samples = read_samples(args.data, form, limit=args.texts, alone=encoder)
+        return [], _beginnings(
+            [encode_prompt(model, text) for text in texts], min(options.prompt_tokens, room), options.prompts
+        )
+    samples = read_samples(options.data, form, limit=options.prompts, alone=encoder)
     return samples, [cut_prompt(model, encode_prompt(model, sample.prompt), room) for sample in samples]
 
 
@@ -232,10 +224,10 @@ def _beginnings(documents: Sequence[list[int]], size: int, many: int) -> list[li
 
 
 def _adaptive(
-    args: argparse.Namespace, model: FathomModel, prompts: Sequence[list[int]], settings: Sequence[SweepSetting]
+    options: Frontier, path: Path, model: FathomModel, prompts: Sequence[list[int]], settings: Sequence[SweepSetting]
 ) -> SweepSetting:
     """The threshold that was learnt for this exit: beside it, or now, from the same prompts."""
-    from fathomlm.decode.calibration import FILE, Calibration, calibrate
+    from fathomlm.decode.calibration import Calibration, calibrate
     from fathomlm.decode.sampling import Sampling
     from fathomlm.lab.evaluate.frontier import at_threshold
 
@@ -244,16 +236,15 @@ def _adaptive(
     (exit, *others) = exiting.exits(model.plan)
     if others:
         raise OptionError(f"this sweep has one exit, and the model has {len(others) + 1}; name one with --exit-layer")
-    path = learnt_place(args) / FILE
     found = Calibration.load(path) if path.is_file() else None
     if found is None or (found.exit_layer, found.confidence) != (exit + 1, exiting.confidence):
-        sampling = Sampling(max_new_tokens=args.max_new_tokens, ignore_eos=True)
+        sampling = Sampling(max_new_tokens=options.max_new_tokens, ignore_eos=True)
         found = calibrate(model, prompts, sampling, exit_layer=exit + 1, confidence=exiting.confidence)
     return at_threshold(found.estimator.threshold, exiting.mode, exit + 1, exiting.confidence, kind="adaptive")
 
 
 def _qualities(
-    args: argparse.Namespace,
+    options: Frontier,
     model: FathomModel,
     settings: Sequence[SweepSetting],
     decoded: Sequence[DecodedSweep],
@@ -264,24 +255,29 @@ def _qualities(
     from fathomlm.lab.evaluate.frontier_quality import agreement, perplexities, text_metric
     from fathomlm.lab.evaluate.metrics import find_metric
 
-    if args.quality == "agreement":
+    if options.quality == "agreement":
         return [agreement(model, each.results) for each in decoded]
-    if args.quality == "ppl":
+    if options.quality == "ppl":
         lift_exit_vocab(model)
         with layer_bar("predicting", unit="windows") as tick:
             return perplexities(decoder_only(model, "perplexity"), settings, texts, on_done=tick)
-    metric = find_metric(args.quality)
-    return [text_metric(args.quality, metric, samples, each.results) for each in decoded]
+    metric = find_metric(options.quality)
+    return [text_metric(options.quality, metric, samples, each.results) for each in decoded]
 
 
-def _record(args: argparse.Namespace, curves: Sequence[TradeOffCurve]) -> dict[str, Any]:
+def _record(options: Frontier, pack: Path | None, curves: Sequence[TradeOffCurve]) -> dict[str, Any]:
     from fathomlm import __version__
 
-    names = ("sweep", "quality", "texts", "prompt_tokens", "max_new_tokens", "repeats", "exit_layer", "device")
-    record = {"kind": "frontier", "version": __version__, "data": str(args.data), "models": args.models}
-    record |= {name: getattr(args, name) for name in names}
-    record["exit_pack"] = None if args.exits is None else str(args.exits)
-    if args.sweep == "threshold":
-        record["decode"] = args.decode or "parallel"
+    names = ("sweep", "quality", "prompt_tokens", "max_new_tokens", "repeats", "exit_layer", "device")
+    record: dict[str, Any] = {
+        "kind": "frontier",
+        "version": __version__,
+        "data": str(options.data),
+        "models": list(options.models),
+    }
+    record |= {"texts": options.prompts} | {name: getattr(options, name) for name in names}
+    record["exit_pack"] = None if pack is None else str(pack)
+    if options.sweep == "threshold":
+        record["decode"] = options.mode or "parallel"
     curves_shown = [curve.to_dict() for curve in curves]
-    return record | {"curves": curves_shown, "files": [str(args.out / f"frontier.{kind}") for kind in ("json", "png")]}
+    return record | {"curves": curves_shown, "files": [str(options.out / f"frontier.{kind}") for kind in ("json", "png")]}

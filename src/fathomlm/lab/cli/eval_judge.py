@@ -2,142 +2,161 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import re
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
+from fathomlm.cli.model_options import JsonOptions, SeedOptions
 from fathomlm.cli.progress import layer_bar
 from fathomlm.errors import DataError, OptionError
 from fathomlm.jsonfile import parse
-from fathomlm.lab.cli.eval_options import check_least, print_record
+from fathomlm.lab.cli.eval_options import print_record
+from fathomlm.lab.evaluate.judge.client import Endpoint
 from fathomlm.lab.tables import print_table
+from fathomlm.options import like, option, section
 
 if TYPE_CHECKING:
-    from fathomlm.lab.evaluate.judge.client import Endpoint
     from fathomlm.lab.evaluate.judge.prompts import Templates
     from fathomlm.lab.evaluate.judge.questions import Answers, Kind
     from fathomlm.lab.evaluate.judge.texts import JudgedTexts
 
-HELP = "texts judged by another model: Likert scores and pairwise wins, over any OpenAI-compatible endpoint"
-DESCRIPTION = (
-    "Asks a language model what texts are worth, as the thesis does for summaries: points from 1 to 5 for relevance, "
-    "informativeness, fluency and coherence, and of two systems which is better, in both orders. FILE is what `fathomlm "
-    "eval generate --out` writes, or JSON lines with source and output; give two files, or one with output_a and output_b, "
-    "to compare. Answers are kept as they come, and the same command again asks only for what is missing. The exit code "
-    "is 1 where questions got no answer."
-)
-
 _COUNTS = ("read", "unreadable", "failed")
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add("files", metavar="FILE", type=Path, nargs="+", help="one or two of JSON lines (.jsonl, also .gz, .xz, .zst)")
-    add("--source", metavar="FIELD", help="the field that was read (default: source, else prompt)")
-    add("--output", metavar="FIELD", action="append", default=[], help="the field that was written; twice for two systems")
-    add("--names", metavar="NAME,NAME", help="what to call the systems (default: the files' or fields' names)")
-    add("--limit", metavar="N", type=int, help="take the first N rows only (default: all)")
-    add("--draw", metavar="N", type=int, help="take N rows at random (the thesis: 100)")
-    add("--seed", metavar="N", type=int, default=0, help="which ones --draw takes (default: 0)")
-    add("--json", action="store_true", help="print one JSON object instead of tables")
-    _add_questions(parser)
-    _add_endpoint(parser)
+@dataclass(frozen=True, kw_only=True)
+class QuestionOptions:
+    """What the judge is asked."""
 
-
-def _add_questions(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument_group("what is asked").add_argument
-    kinds = "likert, pairwise or both (default: likert, and pairwise where there are two systems)"
-    add("--ask", metavar="KIND", choices=("likert", "pairwise", "both"), help=kinds)
-    dimensions = "comma list (default: relevance,informativeness,fluency,coherence)"
-    add("--dimensions", metavar="NAME,...", help=dimensions)
-    add("--likert-template", metavar="FILE", type=Path, help="another text, with {source}, {text}, {dimensions}, {form}")
-    add("--pairwise-template", metavar="FILE", type=Path, help="another text, with {source}, {text_0} and {text_1}")
-
-
-def _add_endpoint(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument_group("who is asked").add_argument
-    add("--base-url", metavar="URL", required=True, help="an OpenAI-compatible API, such as http://localhost:8000/v1")
-    add("--model", metavar="NAME", required=True, help="what the endpoint calls the judge")
-    key = "the environment variable that holds the key; keys are never taken from the command line"
-    add("--api-key-env", metavar="NAME", help=key)
-    add("--max-tokens", metavar="N", type=int, default=128, help="new tokens of an answer (default: 128)")
-    more = "further fields of a request; null leaves one out, as in '{\"max_tokens\": null}'"
-    add("--body", metavar="JSON", help=more)
-    add("--concurrency", metavar="N", type=int, default=4, help="questions in flight (default: 4)")
-    add("--retries", metavar="N", type=int, default=5, help="tries after one that failed, with growing pauses (default: 5)")
-    add("--timeout", metavar="S", type=float, default=120.0, help="seconds for one try (default: 120)")
-    kept = "where answers are kept (default: analysis/judge-NAME.jsonl, by the first file's name)"
-    add("--answers", metavar="FILE", type=Path, help=kept)
-    add("--again", action="store_true", help="ask once more where the kept answer could not be read")
-
-
-def run(args: argparse.Namespace) -> int:
-    check_least(args, "limit", "draw", "concurrency", "max_tokens")
-
-    from fathomlm.lab.evaluate.judge.questions import AnswerFile, ask_all, questions
-    from fathomlm.lab.evaluate.judge.tally import is_unreadable
-    from fathomlm.lab.evaluate.tasks import stem
-
-    templates, endpoint = _templates(args), _endpoint(args)
-    material = _material(args)
-    kinds = _kinds(args, len(material.systems))
-    path = args.answers or Path("analysis") / f"judge-{stem(args.files[0])}.jsonl"
-    begun = time.perf_counter()
-    with AnswerFile(path) as answers, layer_bar("asking", unit="questions") as tick:
-        asked = ask_all(
-            questions(material, templates, kinds),
-            endpoint,
-            answers,
-            concurrency=args.concurrency,
-            again=(lambda question, reply: is_unreadable(question, reply, templates.dimensions)) if args.again else None,
-            on_done=tick,
-        )
-    record = _record(args, material, kinds, templates, asked) | {
-        "answers": str(path),
-        "seconds": time.perf_counter() - begun,
-    }
-    _warn(record, asked)
-    if args.json:
-        print_record(record)
-    else:
-        _print(record)
-    return 1 if asked.failed else 0
-
-
-def _material(args: argparse.Namespace) -> JudgedTexts:
-    from fathomlm.lab.evaluate.judge.texts import read_texts
-
-    return read_texts(
-        args.files,
-        source=args.source,
-        outputs=args.output,
-        names=_words(args.names),
-        limit=args.limit,
-        draw=args.draw,
-        seed=args.seed,
+    ask: Literal["likert", "pairwise", "both"] | None = option(
+        None, help="which questions", default_text="likert, and pairwise where there are two systems"
+    )
+    dimensions: tuple[str, ...] = option(
+        (), comma=True, metavar="NAME,...", help="what Likert scores are given for",
+        default_text="relevance,informativeness,fluency,coherence",
+    )  # fmt: skip
+    likert_template: Path | None = option(
+        None, metavar="FILE", help="another prompt, with {source}, {text}, {dimensions}, {form}"
+    )
+    pairwise_template: Path | None = option(
+        None, metavar="FILE", help="another prompt, with {source}, {text_0} and {text_1}"
     )
 
 
-def _kinds(args: argparse.Namespace, systems: int) -> tuple[Kind, ...]:
-    if args.ask in ("pairwise", "both") and systems == 1:
-        raise OptionError(f"--ask {args.ask} compares two systems; give a second file, or a file with output_a and output_b")
-    if args.ask in ("likert", "pairwise"):
-        return (args.ask,)
+@dataclass(frozen=True, kw_only=True)
+class EndpointOptions:
+    """Who is asked, and how patiently."""
+
+    base_url: str = like(Endpoint, "base_url")
+    model: str = like(Endpoint, "model")
+    api_key_env: str | None = option(
+        None, metavar="NAME", help="environment variable with the API key; keys are never taken from the command line"
+    )
+    max_tokens: int = like(Endpoint, "max_tokens")
+    body: str | None = option(
+        None, metavar="JSON", help="further fields of a request; null leaves one out, as in '{\"max_tokens\": null}'"
+    )
+    concurrency: int = option(4, ge=1, help="concurrent requests")
+    retries: int = like(Endpoint, "retries")
+    timeout: float = like(Endpoint, "timeout")
+    answers: Path | None = option(
+        None,
+        metavar="FILE",
+        help="where answers are kept",
+        default_text="analysis/judge-NAME.jsonl, by the first file's name",
+    )
+    again: bool = option(False, help="ask once more where the kept answer could not be read")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Judge(SeedOptions, JsonOptions):
+    """Let a language model judge generated text, as the thesis does for summaries: points from 1 to 5 for relevance,
+    informativeness, fluency and coherence, and of two systems which is better, in both orders. FILE is what `fathomlm eval
+    generate --out` writes, or JSON Lines with source and output; give two files, or one with output_a and output_b, to
+    compare. Answers are kept as they come, and the same command again asks only for what is missing. The exit code is 1
+    where questions got no answer."""
+
+    files: tuple[Path, ...] = option(
+        positional=True, metavar="FILE", help="one or two JSON Lines files (.jsonl, also .gz, .xz, .zst)"
+    )
+    source: str | None = option(None, metavar="FIELD", help="field with the prompt", default_text="source, else prompt")
+    output: tuple[str, ...] = option((), metavar="FIELD", help="field with the generated text; twice for two systems")
+    names: tuple[str, ...] = option(
+        (), comma=True, metavar="NAME,NAME", help="names of the systems", default_text="those of the files or fields"
+    )
+    limit: int | None = option(None, ge=1, help="judge the first N rows only", default_text="all")
+    draw: int | None = option(None, ge=1, help="judge N rows at random; the thesis: 100")
+    questions: QuestionOptions = section(QuestionOptions, "questions")
+    endpoint: EndpointOptions = section(EndpointOptions, "judge")
+
+    def run(self) -> int:
+        from fathomlm.lab.evaluate.judge.questions import AnswerFile, ask_all, questions
+        from fathomlm.lab.evaluate.judge.tally import is_unreadable
+        from fathomlm.lab.evaluate.tasks import stem
+
+        templates, endpoint = _templates(self), _endpoint(self)
+        material = _material(self)
+        kinds = _kinds(self, len(material.systems))
+        path = self.endpoint.answers or Path("analysis") / f"judge-{stem(self.files[0])}.jsonl"
+        begun = time.perf_counter()
+        with AnswerFile(path) as answers, layer_bar("asking", unit="questions") as tick:
+            asked = ask_all(
+                questions(material, templates, kinds),
+                endpoint,
+                answers,
+                concurrency=self.endpoint.concurrency,
+                again=(lambda question, reply: is_unreadable(question, reply, templates.dimensions))
+                if self.endpoint.again
+                else None,
+                on_done=tick,
+            )
+        record = _record(self, material, kinds, templates, asked) | {
+            "answers": str(path),
+            "seconds": time.perf_counter() - begun,
+        }
+        _warn(record, asked)
+        if self.json:
+            print_record(record)
+        else:
+            _print(record)
+        return 1 if asked.failed else 0
+
+
+def _material(options: Judge) -> JudgedTexts:
+    from fathomlm.lab.evaluate.judge.texts import read_texts
+
+    return read_texts(
+        options.files,
+        source=options.source,
+        outputs=options.output,
+        names=options.names,
+        limit=options.limit,
+        draw=options.draw,
+        seed=options.seed,
+    )
+
+
+def _kinds(options: Judge, systems: int) -> tuple[Kind, ...]:
+    if options.questions.ask in ("pairwise", "both") and systems == 1:
+        raise OptionError(
+            f"--ask {options.questions.ask} compares two systems; give a second file, or a file with output_a and output_b"
+        )
+    if options.questions.ask in ("likert", "pairwise"):
+        return (options.questions.ask,)
     return ("likert", "pairwise") if systems == 2 else ("likert",)
 
 
-def _templates(args: argparse.Namespace) -> Templates:
+def _templates(options: Judge) -> Templates:
     from fathomlm.lab.evaluate.judge.prompts import Templates
 
     given: dict[str, Any] = {}
-    if args.dimensions is not None:
-        given["dimensions"] = _words(args.dimensions)
+    if options.questions.dimensions:
+        given["dimensions"] = options.questions.dimensions
     for name in ("likert", "pairwise"):
-        path = getattr(args, f"{name}_template")
+        path = getattr(options.questions, f"{name}_template")
         if path is not None:
             given[name] = _text(path)
     return Templates(**given)
@@ -150,17 +169,15 @@ def _text(path: Path) -> str:
         raise DataError(f"cannot read {path}: {getattr(error, 'strerror', None) or 'it is not UTF-8 text'}") from error
 
 
-def _endpoint(args: argparse.Namespace) -> Endpoint:
-    from fathomlm.lab.evaluate.judge.client import Endpoint
-
+def _endpoint(options: Judge) -> Endpoint:
     return Endpoint(
-        base_url=args.base_url,
-        model=args.model,
-        key=_key(args.api_key_env),
-        timeout=args.timeout,
-        retries=args.retries,
-        max_tokens=args.max_tokens,
-        body=_body(args.body),
+        base_url=options.endpoint.base_url,
+        model=options.endpoint.model,
+        key=_key(options.endpoint.api_key_env),
+        timeout=options.endpoint.timeout,
+        retries=options.endpoint.retries,
+        max_tokens=options.endpoint.max_tokens,
+        body=_body(options.endpoint.body),
     )
 
 
@@ -182,22 +199,18 @@ def _body(text: str | None) -> dict[str, Any]:
     return found
 
 
-def _words(text: str | None) -> tuple[str, ...]:
-    return tuple(word.strip() for word in (text or "").split(",") if word.strip())
-
-
 def _record(
-    args: argparse.Namespace, material: JudgedTexts, kinds: tuple[Kind, ...], templates: Templates, asked: Answers
+    options: Judge, material: JudgedTexts, kinds: tuple[Kind, ...], templates: Templates, asked: Answers
 ) -> dict[str, Any]:
     from fathomlm import __version__
     from fathomlm.lab.evaluate.judge.tally import likert, pairwise
 
     return {
         "kind": "judge",
-        "judge": args.model,
-        "base_url": args.base_url,
+        "judge": options.endpoint.model,
+        "base_url": options.endpoint.base_url,
         "version": __version__,
-        "data": [str(path) for path in args.files],
+        "data": [str(path) for path in options.files],
         "systems": list(material.systems),
         "rows": len(material.rows),
         "asked": len(asked.replies) + len(asked.failed) - asked.kept,

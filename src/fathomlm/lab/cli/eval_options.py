@@ -2,59 +2,46 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fathomlm.cli.exit_options import add_pack_arguments
-from fathomlm.errors import OptionError, OutputError
+from fathomlm.cli.model_options import ExitPackOptions, JsonOptions
+from fathomlm.options import option
 
 if TYPE_CHECKING:
     from fathomlm.lab.evaluate.outputs import Output
     from fathomlm.model.seq2seq import FathomModel
 
 
-def add_output_arguments(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument_group("where the model is read", "its end, unless one of these is given").add_argument
-    exits = "after every recursion, every layer, both (all), or layers by number such as 4,8; the end is shown too"
-    add("--exit", metavar="recursion|layer|all|N,N", help=exits)
-    depth = "looped models: with at most N recursions; all tries every number of them"
-    add("--max-depth", metavar="N|all", help=depth)
-    add_pack_arguments(add)
+@dataclass(frozen=True, kw_only=True)
+class BatchOptions(JsonOptions):
+    """How much is evaluated, and how much at once."""
+
+    limit: int | None = option(None, ge=1, help="evaluate the first N examples, documents or rows only", default_text="all")
+    batch_size: int = option(8, ge=1, help="sequences per forward pass")
 
 
-def add_run_arguments(parser: argparse.ArgumentParser, batch: int, rows: str) -> None:
-    add = parser.add_argument
-    add("--limit", metavar="N", type=int, help=f"take the first N {rows} only (default: all)")
-    add("--batch", metavar="N", type=int, default=batch, help=f"rows that run together (default: {batch})")
-    add("--json", action="store_true", help="print one JSON object instead of a table")
+@dataclass(frozen=True, kw_only=True)
+class EvaluatedOutputOptions(ExitPackOptions):
+    """Which outputs of the model are evaluated."""
 
+    exit: str | None = option(
+        None, metavar="WHERE",
+        help="exits to evaluate too: recursion, layer, all, or layers such as 4,8", default_text="the last output only",
+    )  # fmt: skip
+    max_depth: str | None = option(
+        None, metavar="N", help="looped models: at most N recursions; 'all' evaluates every number of them"
+    )
 
-def check_least(args: argparse.Namespace, *names: str) -> None:
-    for name in names:
-        value = getattr(args, name)
-        if value is not None and value < 1:
-            raise OptionError(f"--{name.replace('_', '-')} must be >= 1, got {value}")
+    def outputs(self, model: str) -> tuple[Output, ...]:
+        """From the model's configuration, before its weights are loaded."""
+        from fathomlm.checkpoints.resolve import plan_of
+        from fathomlm.lab.evaluate.outputs import choose_outputs
 
-
-def read_outputs(args: argparse.Namespace) -> tuple[Output, ...]:
-    """Where to read the model; asked of its configuration, before its weights are loaded."""
-    from fathomlm.checkpoints.resolve import plan_of
-    from fathomlm.lab.evaluate.outputs import choose_outputs
-
-    return choose_outputs(plan_of(args.model, args.exits), args.exit, args.max_depth)
-
-
-def check_out(out: Path | None) -> None:
-    """Refuse now what could not be written later."""
-    if out is None:
-        return
-    if out.exists():
-        raise OutputError(f"{out} exists; choose another name")
-    if not out.absolute().parent.is_dir():
-        raise OutputError(f"cannot write {out}: {out.parent} is no directory")
+        return choose_outputs(plan_of(model, self.exits), self.exit, self.max_depth)
 
 
 def write_lines(out: Path, records: Iterable[dict[str, Any]]) -> None:
@@ -66,21 +53,21 @@ def write_lines(out: Path, records: Iterable[dict[str, Any]]) -> None:
             file.write(_dump(record) + "\n")
 
 
-def about(args: argparse.Namespace, model: FathomModel) -> dict[str, Any]:
+def about(options: Any, kind: str, model: FathomModel, exits: Path | None) -> dict[str, Any]:
     """How every record begins."""
     from fathomlm import __version__
     from fathomlm.checkpoints.resolve import describe, dtype_name
 
     return {
-        "kind": args.kind,
-        "model": args.model,
-        "exit_pack": None if args.exits is None else str(args.exits),
+        "kind": kind,
+        "model": options.model,
+        "exit_pack": None if exits is None else str(exits),
         "plan": describe(model),
         "dtype": dtype_name(model),
-        "device": args.device,
+        "device": options.device,
         "version": __version__,
-        "batch": args.batch,
-        "limit": args.limit,
+        "batch": options.batch_size,
+        "limit": options.limit,
     }
 
 

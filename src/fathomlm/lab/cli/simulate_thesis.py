@@ -2,56 +2,51 @@
 
 from __future__ import annotations
 
-import argparse
 import json
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
+from fathomlm.cli.model_options import JsonOptions
 from fathomlm.cli.progress import layer_bar
 from fathomlm.errors import OptionError
 from fathomlm.lab.cli.eval_options import print_record
 from fathomlm.lab.simulate.presets import TABLES
 from fathomlm.lab.tables import print_table
+from fathomlm.options import option
 
 if TYPE_CHECKING:
     from fathomlm.lab.simulate.thesis import ThesisTable
 
-HELP = "the thesis' throughput tables again, from its A100 times: printed against simulated"
-DESCRIPTION = (
-    "Simulates every row of tab_rrt:final_performance_throughput (40gb) and its 16 GB twin. The thesis prints neither exit "
-    "trajectories nor lengths of texts; mean depths and two mean lengths are those at which some of its printed figures "
-    "come out, and the rest is predicted. docs/simulate.md says which is which."
-)
 
+@dataclass(frozen=True, kw_only=True)
+class Thesis(JsonOptions):
+    """Simulate every row of tab_rrt:final_performance_throughput (40gb) and its 16 GB twin. The thesis prints neither exit
+    trajectories nor sequence lengths; mean depths and two mean lengths are those at which some of its printed figures come
+    out, and the rest is predicted. docs/simulate.md says which is which."""
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add("--table", metavar="T", choices=TABLES, action="append", help="40gb or 16gb (both)")
-    add("--texts", metavar="N", type=int, default=2000, help="texts of SlimPajama and of RedPajama (2000; the thesis 20000)")
-    add("--json", action="store_true", help="print one JSON object instead of tables")
-    add("--out", metavar="FILE", type=Path, help="also write the JSON object there")
+    table: tuple[Literal["40gb", "16gb"], ...] = option((), help="which table; repeatable", default_text="both")
+    sequences: int = option(2000, ge=1, help="sequences of SlimPajama and of RedPajama; the thesis: 20000")
+    out: Path | None = option(None, metavar="FILE", help="also write the JSON object there")
 
+    def run(self) -> int:
+        if self.out is not None and not self.out.absolute().parent.is_dir():
+            raise OptionError(f"cannot write {self.out}: {self.out.parent} is not a directory")
+        from fathomlm.lab.simulate.thesis import thesis_table
 
-def run(args: argparse.Namespace) -> int:
-    if args.texts < 1:
-        raise OptionError(f"--texts must be >= 1, got {args.texts}")
-    if args.out is not None and not args.out.absolute().parent.is_dir():
-        raise OptionError(f"cannot write {args.out}: {args.out.parent} is no directory")
-    from fathomlm.lab.simulate.thesis import thesis_table
-
-    tables = []
-    for name in dict.fromkeys(args.table or TABLES):
-        with layer_bar(name, unit="rows") as tell:
-            tables.append(thesis_table(name, args.texts, tell))
-    record = {"kind": "simulated thesis", "tables": [_record(table) for table in tables]}
-    if args.out is not None:
-        args.out.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-    if args.json:
-        print_record(record)
+        tables = []
+        for name in dict.fromkeys(self.table or TABLES):
+            with layer_bar(name, unit="rows") as tell:
+                tables.append(thesis_table(name, self.sequences, tell))
+        record = {"kind": "simulated thesis", "tables": [_record(table) for table in tables]}
+        if self.out is not None:
+            self.out.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+        if self.json:
+            print_record(record)
+            return 0
+        for table in tables:
+            _print(table)
         return 0
-    for table in tables:
-        _print(table)
-    return 0
 
 
 def _record(table: ThesisTable) -> dict[str, Any]:
@@ -86,4 +81,4 @@ def _print(table: ThesisTable) -> None:
         rows, "depth-wise batching. depths: means at which the 40 GB table's throughput comes out. CE: loss coefficient"
     )
     errors = " and ".join(f"{table.error(name):.1%} ({name})" for name in ("delta_v", "delta_seq"))
-    print(f"mean difference from the printed columns: {errors}; {table.texts:,} texts\n")
+    print(f"mean difference from the printed columns: {errors}; {table.texts:,} sequences\n")

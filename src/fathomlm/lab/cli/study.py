@@ -1,23 +1,223 @@
-"""`fathomlm study KIND`: many runs under one plan, with a ledger. A kind is a file beside this one, named in `KINDS`."""
+"""`fathomlm study list | show | status | merge | report`: studies and their ledger. study_run.py does the runs."""
 
 from __future__ import annotations
 
-import argparse
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
-from fathomlm.cli.kinds import add_kinds, run_kind
+from fathomlm.cli.model_options import JsonOptions
+from fathomlm.cli.progress import amount
+from fathomlm.errors import DataError, OptionError
+from fathomlm.options import like, option
 
-HELP = "make the runs of a study, and the tables and verdicts that follow from them"
-DESCRIPTION = (
-    "A study is a YAML file: runs that differ in one thing each, seeds, and the claims that they are to decide. `run` makes "
-    "what is left of it, as far as a time budget goes, and adds each finished run to a ledger; `merge` adds another "
-    "machine's; `report` writes tables, pictures and verdicts from it."
-)
-KINDS = {kind: f"fathomlm.lab.cli.study_{kind}" for kind in ("list", "show", "run", "status", "merge", "report")}
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_kinds(parser, KINDS, prog=parser.prog)
+WORK = Path("runs/study")
+NAME = "shipped study (see: fathomlm study list) or YAML file"
 
 
-def run(args: argparse.Namespace) -> int:
-    return run_kind(args)
+@dataclass(frozen=True, kw_only=True)
+class LedgerOptions(JsonOptions):
+    """What the kinds share."""
+
+    ledger: Path = option(Path("benchmarks/results/study"), metavar="DIR", help="directory of STUDY.json files")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CorpusOptions:
+    corpus: Path | None = option(None, metavar="DIR", help="corpus from `fathomlm data prepare`, to count passes over it")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ListStudies(JsonOptions):
+    """List the shipped studies: what they compare, and in how many runs."""
+
+    def run(self) -> int:
+        found = [
+            {
+                "name": study.name,
+                "title": study.title,
+                "thesis": list(study.thesis),
+                "variants": len(study.variants),
+                "budgets": len(study.budgets),
+                "seeds": len(study.seeds),
+                "runs": len(study.runs()),
+            }
+            for study in read_studies([])
+        ]
+        if self.json:
+            print(json.dumps({"studies": found}))
+            return 0
+        header = ["study", "runs", "variants", "budgets", "seeds"]
+        _print_rows([header, *([str(study[key]) for key in ("name", *header[1:])] for study in found)])
+        for study in found:
+            print(f"\n{study['name']}: {study['title']} ({', '.join(study['thesis']) or 'ours'})")
+        return 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Show(LedgerOptions, CorpusOptions):
+    """Show a study: every run in the order of the queue, its tokens and forward FLOPs, passes over --corpus, and whether it
+    is in the ledger."""
+
+    name: str = option(positional=True, help=NAME)
+
+    def run(self) -> int:
+        study = read_studies([self.name])[0]
+
+        from fathomlm.lab.study.jobs import jobs_of
+        from fathomlm.lab.study.ledger import Ledger
+
+        known = {record["fingerprint"]: record for record in Ledger(self.ledger).all()}
+        rows = []
+        for job in jobs_of(study, open_place(self.corpus)):
+            record = known.get(job.fingerprint)
+            rows.append(
+                {
+                    "run": job.run.key,
+                    "tokens": job.tokens,
+                    "flops": job.flops,
+                    "passes": round(job.passes, 3) if self.corpus is not None else None,
+                    "state": record["status"] if record is not None else "beyond the corpus" if job.beyond else "left",
+                    "loss": None if record is None else record.get("loss"),
+                }
+            )
+        if self.json:
+            print(json.dumps({"study": study.name, "title": study.title, "seeds": list(study.seeds), "runs": rows}))
+            return 0
+        print(f"{study.name}: {study.title}")
+        print(f"answers {', '.join(study.thesis) or 'a question of ours'}; compared with {study.baseline}\n")
+        header = ["run", "tokens", "forward FLOPs", "passes", "state", "loss"]
+        _print_rows([header, *(_cells(row) for row in rows)])
+        left = [row for row in rows if row["state"] == "left"]
+        tokens = amount(float(sum(int(str(row["tokens"])) for row in left)))
+        print(f"\n{len(rows) - len(left)} of {len(rows)} runs need no more work; the others together have {tokens} tokens")
+        for claim in study.claims:
+            print(f"claim ({claim.thesis}): {claim.text}")
+        return 0
+
+
+def _cells(row: dict[str, object]) -> list[str]:
+    passes, loss = row["passes"], row["loss"]
+    return [
+        str(row["run"]),
+        amount(float(str(row["tokens"]))),
+        f"{float(str(row['flops'])):.3g}",
+        "-" if passes is None else f"{float(str(passes)):.2f}",
+        str(row["state"]),
+        "-" if loss is None else f"{float(str(loss)):.4f}",
+    ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Status(LedgerOptions):
+    """Count the runs of each study that the ledger has, those that failed, and those that are left."""
+
+    names: tuple[str, ...] = option((), positional=True, metavar="NAME", help=NAME, default_text="all shipped studies")
+
+    def run(self) -> int:
+        studies = read_studies(self.names)
+
+        from fathomlm.lab.study.jobs import jobs_of
+        from fathomlm.lab.study.ledger import Ledger
+
+        ledger, place = Ledger(self.ledger), open_place(None)
+        known = {record["fingerprint"]: record["status"] for record in ledger.all()}
+        rows = []
+        for study in studies:
+            states = [known.get(job.fingerprint, "left") for job in jobs_of(study, place)]
+            counts = {state: states.count(state) for state in ("finished", "failed", "left")}
+            rows.append({"study": study.name, "runs": len(states), **counts})
+        distinct = sum(status == "finished" for status in known.values())
+        if self.json:
+            print(json.dumps({"studies": rows, "distinct_finished_runs": distinct, "ledger": str(self.ledger)}))
+            return 0
+        header = ["study", "runs", "finished", "failed", "left"]
+        _print_rows([header, *([str(row[key]) for key in header] for row in rows)])
+        print(f"\n{distinct} distinct finished runs in {self.ledger}")
+        return 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Merge(LedgerOptions):
+    """Add the records of ledger files from another machine to the ledger here. Merging the same files again changes nothing;
+    a finished run stands over a failed one."""
+
+    files: tuple[Path, ...] = option(positional=True, metavar="FILE", help="STUDY.json files")
+
+    def run(self) -> int:
+        from fathomlm.lab.study.ledger import Ledger
+
+        added = Ledger(self.ledger).merge(self.files)
+        if self.json:
+            print(json.dumps({"added": added, "ledger": str(self.ledger)}))
+            return 0
+        for study, number in added.items():
+            print(f"{study}: {number} new or better records")
+        return 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report(LedgerOptions):
+    """Write a page from the ledger: for each study a table, a picture and a verdict on each claim, decided by the interval
+    of paired differences. Without NAME all shipped studies, examples left out."""
+
+    names: tuple[str, ...] = like(Status, "names")
+    out: Path = option(Path("docs/results.md"), metavar="FILE", help="page to write; pictures go beside it")
+
+    def run(self) -> int:
+        studies = [study for study in read_studies(self.names) if self.names or not study.example]
+
+        from fathomlm.lab.study.ledger import Ledger
+        from fathomlm.lab.study.report import results_of, write_report
+
+        results = results_of(studies, Ledger(self.ledger))
+        written = write_report(results, self.out)
+        verdicts = [
+            {
+                "study": each.study.name,
+                "claim": judged.claim.text,
+                "budget": judged.budget,
+                "difference": f"{judged.one} - {judged.other}",
+                "mean": None if judged.found is None else judged.found.mean,
+                "low": None if judged.found is None else judged.found.low,
+                "high": None if judged.found is None else judged.found.high,
+                "verdict": judged.verdict,
+            }
+            for each in results
+            for judged in each.judged
+        ]
+        if self.json:
+            print(json.dumps({"written": [str(path) for path in written], "verdicts": verdicts}))
+            return 0
+        for path in written:
+            print(path)
+        return 0
+
+
+def read_studies(names: Sequence[str]) -> list[Any]:
+    """The studies that were named, each once; all shipped ones where none was."""
+    try:
+        from fathomlm.lab.study.spec import read_study, shipped_studies
+    except ImportError as error:
+        raise OptionError(f"studies require the package {error.name}: pip install 'fathomlm[train]'") from error
+    return [read_study(name) for name in dict.fromkeys(names or list(shipped_studies()))]
+
+
+def open_place(corpus: Path | None, work: Path = WORK, device: str = "auto") -> Any:
+    """Where runs are made, or only looked at."""
+    from fathomlm.lab.study.jobs import Place
+    from fathomlm.train.data.corpus import Corpus
+
+    if corpus is not None and not (corpus / "corpus.json").is_file():
+        raise DataError(f"there is no prepared corpus at {corpus}; make it with `fathomlm data prepare` (see docs/study.md)")
+    return Place(None if corpus is None else Corpus.open(corpus), work, device)
+
+
+def _print_rows(rows: list[list[str]]) -> None:
+    """A header and rows, the first column to the left."""
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    for row in rows:
+        cells = [f"{row[0]:{widths[0]}}", *(f"{cell:>{width}}" for cell, width in zip(row[1:], widths[1:], strict=True))]
+        print("  ".join(cells).rstrip())

@@ -102,19 +102,6 @@ def at_threshold(
     return SweepSetting(name=name, kind=kind, value=value, exiting=exiting)
 
 
-def read_thresholds(text: str | None) -> tuple[float, ...]:
-    """Numbers from 0 to 1, such as 0.2,0.5,0.9."""
-    if text is None:
-        return THRESHOLDS
-    try:
-        values = tuple(float(word) for word in text.split(","))
-    except ValueError:
-        values = (-1.0,)
-    if not all(0 <= value <= 1 for value in values):
-        raise OptionError(f"--thresholds takes numbers from 0 to 1 such as 0.2,0.5,0.9; got '{text}'")
-    return values
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodedSweep:
     """What one setting made of the prompts."""

@@ -52,7 +52,7 @@ def write_texts(
     `most_source` limits the tokens of a prompt; a decoder's also leaves room for the text.
     """
     if batch < 1:
-        raise OptionError(f"--batch must be >= 1, got {batch}")
+        raise OptionError(f"batch must be >= 1, got {batch}")
     room = _room(model, sampling, most_source)
     whole = [encode_prompt(model, sample.prompt) for sample in samples]
     prompts = [tokens if room is None else cut_prompt(model, tokens, room) for tokens in whole]

@@ -13,77 +13,21 @@ import re
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from fathomlm.checkpoints.writing import remove_empty, whole_directory
-from fathomlm.errors import DataError, OptionError, OutputError
+from fathomlm.errors import DataError, OutputError
 from fathomlm.train.data.corpus import TOKENIZER, Corpus, check_sizes
 from fathomlm.train.data.encoding import EncoderSettings, encode_in_order
 from fathomlm.train.data.manifest import FILE, Manifest
+from fathomlm.train.data.options import PrepareOptions
 from fathomlm.train.data.segments import PreparationProgress, SegmentWriter, batches_behind
 from fathomlm.train.data.sources import DocumentLimit, expand
 from fathomlm.train.data.tokenizers import find_tokenizer, fingerprint, separator_id, vocab_size
 
-DEFAULT_FRACTION = 0.01
-DEFAULT_SHARD_TOKENS = 32_000_000
-DEFAULT_DOCUMENT_BYTES = 16_000_000
-"""A tokenizer needs about 80 times as much memory for it."""
 _OURS = re.compile(r"(train|validation)-\d{5}\.(bin|idx|mid)|corpus\.json|tokenizer|\..*\.partial(-\d+)?")
 """What a corpus directory may hold; --force deletes nothing else."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PrepareOptions:
-    """What to prepare, from what, and where."""
-
-    sources: tuple[str, ...]
-    """Files, directories, patterns and hf:owner/name:config@split, in reading order."""
-    out: Path
-    tokenizer: str
-    """A tokenizer's directory or file, a model source, or `bytes`."""
-    column: str = "text"
-    """Where the text is in JSON lines, Parquet and hub datasets."""
-    pairs: tuple[str, str] | None = None
-    """Source and target column, for pairs in place of documents."""
-    source_prefix: str = ""
-    """pairs: put in front of every source, such as "summarize: "; which pairs are held out does not depend on it."""
-    validation_fraction: float | None = None
-    """The share of documents that is held out; None is 0.01, or 0 beside `validation_from`."""
-    validation_from: tuple[str, ...] = ()
-    """Sources that are held out as a whole."""
-    separator: str | None = None
-    """The token behind every document; None is <|endoftext|>, or the tokenizer's own end."""
-    shard_tokens: int = DEFAULT_SHARD_TOKENS
-    max_tokens: int | None = None
-    """Stop behind the document with which training has this many tokens."""
-    max_document_bytes: int = DEFAULT_DOCUMENT_BYTES
-    """The largest document: a text file, a line of JSON lines as it stands there, or a row's columns."""
-    skip_long: bool = False
-    """Leave larger documents out, instead of refusing the first."""
-    workers: int = 1
-    """Processes that tokenise; the corpus does not depend on it."""
-    force: bool = False
-    """Delete the corpus that is in `out` and start again."""
-
-    def __post_init__(self) -> None:
-        if not self.sources:
-            raise OptionError("give at least one source")
-        if self.validation_fraction is not None and not 0 <= self.validation_fraction < 1:
-            raise OptionError(f"--validation-fraction must be >= 0 and < 1, not {self.validation_fraction:g}")
-        if self.source_prefix and self.pairs is None:
-            raise OptionError("--source-prefix stands in front of a pair's source; it goes with --pairs")
-        for name in ("shard_tokens", "workers", "max_tokens", "max_document_bytes"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise OptionError(f"--{name.replace('_', '-')} must be >= 1, not {value}")
-
-    @property
-    def fraction(self) -> float:
-        if self.validation_fraction is not None:
-            return self.validation_fraction
-        return 0.0 if self.validation_from else DEFAULT_FRACTION
 
 
 OnProgress = Callable[[PreparationProgress], None]

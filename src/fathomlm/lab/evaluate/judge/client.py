@@ -11,8 +11,9 @@ from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import parse_qsl, urlsplit
 
-from fathomlm.errors import FathomError, OptionError, require
+from fathomlm.errors import FathomError, OptionError
 from fathomlm.jsonfile import parse
+from fathomlm.options import check, option
 
 LONGEST_PAUSE = 120.0
 """Seconds between two tries at most, whatever a server asks for: the openai package's own limit."""
@@ -42,17 +43,15 @@ class Reply:
 class Endpoint:
     """Where to ask, and how patiently."""
 
-    base_url: str
-    """What `/chat/completions` is put behind, such as http://localhost:8000/v1."""
-    model: str
+    base_url: str = option(metavar="URL", help="OpenAI-compatible API, such as http://localhost:8000/v1")
+    """What `/chat/completions` is put behind."""
+    model: str = option(metavar="NAME", help="name of the judge at the endpoint")
     key: str | None = field(default=None, repr=False)
-    timeout: float = 120.0
-    """Seconds for one try."""
-    retries: int = 5
-    """Tries after the first."""
+    timeout: float = option(120.0, gt=0, metavar="S", help="seconds per request")
+    retries: int = option(5, ge=0, help="retries of a failed request, with growing pauses")
     body: dict[str, Any] = field(default_factory=dict)
     """Further fields of a request; None leaves one out that would be sent."""
-    max_tokens: int = 128
+    max_tokens: int = option(128, ge=1, help="new tokens per answer")
 
     def __post_init__(self) -> None:
         try:
@@ -68,9 +67,7 @@ class Endpoint:
             not self.key or not self.key.isascii() or not self.key.isprintable() or " " in self.key
         ):
             raise OptionError("the variable that --api-key-env names holds no key: empty, or with spaces, lines or accents")
-        require(self.timeout > 0, "--timeout", "> 0", self.timeout)
-        require(self.retries >= 0, "--retries", ">= 0", self.retries)
-        require(self.max_tokens >= 1, "--max-tokens", ">= 1", self.max_tokens)
+        check(self)
 
     def request(self, prompt: str) -> dict[str, Any]:
         """The body that is sent: greedy, so that the same question gets the same answer where the server can."""

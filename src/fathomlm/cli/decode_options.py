@@ -1,0 +1,227 @@
+"""Options of commands that decode: how deep tokens go, where they exit early, and what is reported of it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fathomlm.cli.model_options import ExitPackOptions, threshold_file
+from fathomlm.decode.exiting import USED, Exiting
+from fathomlm.errors import OptionError
+from fathomlm.options import like, option
+from fathomlm.packaged import packaged_exits
+
+if TYPE_CHECKING:
+    from fathomlm.decode.captured_session import CapturedSession
+    from fathomlm.decode.exiting import AdaptiveThreshold
+    from fathomlm.decode.full import Session
+    from fathomlm.decode.generation import Generation
+    from fathomlm.decode.sampling import Sampling
+    from fathomlm.model.hub import FathomForCausalLM
+    from fathomlm.model.route import DepthControl
+    from fathomlm.model.seq2seq import FathomModel
+
+NONE = Path("none")
+"""What --exits takes to mean no pack, not even a shipped one; a directory of that name is ./none, an equal path, so this is
+compared by identity."""
+
+
+def _read_pack(text: str, flag: str) -> Path:
+    return NONE if text == str(NONE) else Path(text)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DepthOptions:
+    """How deep the tokens of looped and routed models go."""
+
+    max_depth: int | None = option(None, ge=1, help="looped models: at most N recursions", default_text="all")
+    depth_bias: float = option(
+        0.0, metavar="B", help="routed models: added to router scores; above 0 sends tokens deeper, below 0 less deep"
+    )
+
+    def control(self, name: str, model: FathomModel) -> DepthControl | None:
+        """What is asked for, checked against the model."""
+        from fathomlm.model.route import DepthControl
+
+        if self.max_depth is None and not self.depth_bias:
+            return None
+        if self.depth_bias and model.plan.routing is None:
+            raise OptionError(f"--depth-bias requires a routed model; {name} has no router")
+        control = DepthControl(max_depth=self.max_depth, bias=self.depth_bias)
+        control.check(model.plan.recursions)
+        return control
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShippedExitOptions(ExitPackOptions):
+    """A pack of exits, by default one that ships with FathomLM."""
+
+    exits: Path | None = like(
+        ExitPackOptions, "exits", parse=_read_pack,
+        default_text="those that ship with FathomLM for MODEL, if any; 'none' leaves them out",
+    )  # fmt: skip
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.any_base and self.exits is NONE:
+            raise OptionError("--any-base requires --exits")
+
+    def pack(self, model: str, mode: str | None, *, placed: bool) -> Path | None:
+        """The pack that is used. A shipped one is for a decoding mode that requires an exit, for a model that is named (a
+        path that exists wins, as everywhere), and where nothing else says where tokens exit."""
+        if self.exits is not None:
+            return None if self.exits is NONE else self.exits
+        if placed or mode in (None, "full") or Path(model).expanduser().exists():
+            return None
+        return packaged_exits(model)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecodeOptions(ShippedExitOptions):
+    """Early exit as flags: `Exiting`, where --decode chooses the mode."""
+
+    mode: str | None = like(Exiting, "mode", None, default_text="full")
+    exit_layers: tuple[int, ...] | None = like(Exiting, "exit_layers")
+    min_exit_layer: int | None = like(Exiting, "min_exit_layer")
+    confidence: str | None = like(Exiting, "confidence")
+    threshold: float | str | None = like(Exiting, "threshold")
+    refine: float | None = like(Exiting, "refine")
+    max_stack: int | None = like(Exiting, "max_stack")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.mode is None:
+            given = ("exits", "exit_layers", "confidence", "threshold", "min_exit_layer", "refine", "max_stack")
+            for name in (name for name in given if getattr(self, name) is not None):
+                flag = {"exit_layers": "--exit-layer"}.get(name, f"--{name.replace('_', '-')}")
+                raise OptionError(f"{flag} requires --decode, such as --decode parallel")
+
+    def settle(self, model: str, depth: DepthOptions) -> tuple[Exiting | None, dict[str, Any]]:
+        """The checked settings, None for full decoding, and the pack as `load` takes it; before the model is loaded."""
+        if self.mode is None:
+            return None, {}
+        if self.mode != "full" and depth.max_depth is not None:
+            raise OptionError("--max-depth cannot be combined with --decode")
+        placed = self.exit_layers is not None or self.min_exit_layer is not None
+        pack = self.pack(model, self.mode, placed=placed)
+        shipped = pack is not None and self.exits is None
+        where = self._calibrated(model, pack, shipped)
+        fields = {"exit_layers": self.exit_layers, "confidence": self.confidence, "threshold": self.threshold} | where
+        exiting = Exiting(
+            mode=self.mode,  # type: ignore[arg-type]
+            min_exit_layer=self.min_exit_layer, refine=self.refine, max_stack=self.max_stack, **fields,
+        )  # fmt: skip
+        if shipped:
+            tell_shipped(model)
+        return None if self.mode == "full" else exiting, {"exits": pack, "any_base": self.any_base}
+
+    def _calibrated(self, model: str, pack: Path | None, shipped: bool) -> dict[str, Any]:
+        """What a calibration says: an adaptive threshold goes on from it, and a shipped pack's is the default."""
+        from fathomlm.decode.calibration import Calibration
+        from fathomlm.decode.threshold import ThresholdEstimator
+
+        path = threshold_file(model, pack)
+        if self.threshold == "adaptive":
+            if not path.is_file():
+                return {"threshold": ThresholdEstimator()}
+            found = Calibration.load(path)
+            layers = self.exit_layers or (found.exit_layer,)
+            found.check([layer - 1 for layer in layers], self.confidence or found.confidence, str(path))
+            threshold: float | AdaptiveThreshold = found.estimator
+        else:
+            compares = self.mode != "oracle" and "threshold" in USED.get(str(self.mode), ())
+            if not shipped or self.threshold is not None or not compares or not path.is_file():
+                return {}
+            found = Calibration.load(path)
+            if self.confidence not in (None, found.confidence):
+                return {}
+            threshold = found.estimator.threshold
+        return {"exit_layers": (found.exit_layer,), "confidence": found.confidence, "threshold": threshold}
+
+
+def tell_shipped(model: str) -> None:
+    """One line for people, once everything else is in order."""
+    print(f"fathomlm: using the exits that ship with FathomLM for {model} (--exits none: without)", file=sys.stderr)
+
+
+def lift_exit_vocab(model: FathomModel) -> None:
+    """Before text is scored. An exit with an exit vocabulary gives all other tokens no probability: its loss would be
+    infinite, and nothing would be said of how well it predicts."""
+    model.limit_exits(None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CapturedOptions:
+    """Steps that a GPU replays by itself, for commands that complete one prompt at a time."""
+
+    captured: bool = option(
+        False,
+        help="compile layers and replay steps as CUDA graphs: slow to start, then much faster; greedy, one prompt at a time",
+    )
+
+    def check_captured(self, sampling: Sampling, depth: DepthOptions) -> None:
+        """Refuse what captured steps cannot do, before a model is loaded."""
+        if not self.captured:
+            return
+        from fathomlm.decode.captured_session import check_greedy
+
+        check_greedy(sampling)
+        if depth != DepthOptions():
+            raise OptionError("--captured cannot be combined with --max-depth or --depth-bias")
+
+    def open_session(
+        self, model: FathomForCausalLM, control: DepthControl | None, exiting: Exiting | None
+    ) -> Session | CapturedSession:
+        """Without a GPU captured steps are simply run, uncompiled."""
+        if not self.captured:
+            from fathomlm.decode.full import Session
+
+            return Session(model, control, exiting)
+        from fathomlm.decode.captured_session import CapturedSession
+
+        on_gpu = model.decoder.embed.weight.device.type == "cuda"
+        return CapturedSession(model, exiting, compile=on_gpu, pack=on_gpu)
+
+
+def exit_statistic(results: Sequence[Generation]) -> str:
+    """How early tokens exited, for the line on standard error; empty where none could."""
+    from fathomlm.decode.generation import exit_rate, mean_exit_layer
+
+    first = results[0].exits
+    if first is None:
+        return ""
+    mode = "oracle (it knows the last layer's choice)" if results[0].oracle else first.mode
+    threshold = "" if first.threshold is None else f", threshold {first.threshold:.2f}"
+    drafted = sum(result.exits.drafted for result in results if result.exits)
+    accepted = sum(result.exits.accepted for result in results if result.exits)
+    drafts = f", {accepted} of {drafted} drafts accepted" if drafted else ""
+    return (
+        f"{mode}: {exit_rate(results):.0%} exited early, mean exit layer {mean_exit_layer(results):.2f} of {first.layers}"
+        f"{threshold}{drafts}; "
+    )
+
+
+def exit_record(exiting: Exiting | None, model: FathomModel, results: Sequence[Generation]) -> dict[str, Any] | None:
+    """The same for JSON, with the settings. Each result has its own tokens' layers and confidences."""
+    from fathomlm.decode.generation import exit_rate, mean_exit_layer
+
+    if exiting is None:
+        return None
+    first = results[0].exits
+    assert first is not None
+    return {
+        "mode": exiting.mode,
+        "oracle": results[0].oracle,
+        "layers": first.layers,
+        "exit_layers": [index + 1 for index in exiting.exits(model.plan)],
+        "confidence": exiting.confidence,
+        "threshold": first.threshold,
+        "adaptive": exiting.estimator is not None,
+        "refine": exiting.refine,
+        "max_stack": exiting.max_stack,
+        "exit_rate": exit_rate(results),
+        "mean_exit_layer": mean_exit_layer(results),
+    }

@@ -1,0 +1,162 @@
+"""Options that many commands share: the model, the device, text to read, and the form of the answer."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from fathomlm.errors import OptionError, OutputError
+from fathomlm.options import option
+
+if TYPE_CHECKING:
+    from fathomlm.model.hub import FathomForCausalLM
+    from fathomlm.model.seq2seq import FathomModel
+
+SOURCE = "preset, Hugging Face directory or hub id, GGUF file or FathomLM directory"
+DTYPES = ("float32", "bfloat16", "float16")
+CPU_FULL = re.compile(
+    "can't allocate memory|not enough memory|Storage size calculation overflowed|integer multiplication overflow"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class JsonOptions:
+    """For commands that print tables or text."""
+
+    json: bool = option(False, help="print one JSON object")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DtypeOptions:
+    """For commands that read weights."""
+
+    dtype: str | None = option(
+        None, choices=DTYPES, help="data type of the weights", default_text="as stored; float32 for quantized GGUF files"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ThreadOptions:
+    """For commands that compute on a CPU."""
+
+    threads: int | None = option(None, ge=1, help="CPU threads", default_text="all")
+
+    def use_threads(self) -> None:
+        """More than there are processors is never faster, and very many end torch with a segmentation fault. Checked where
+        they are used: a replica may run on a larger machine."""
+        processors = os.cpu_count() or 1
+        if self.threads is not None and self.threads > processors:
+            raise OptionError(f"--threads must be <= {processors}, the processors of this machine; got {self.threads:,}")
+        if self.threads is not None:
+            import torch
+
+            torch.set_num_threads(self.threads)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceOptions(DtypeOptions, ThreadOptions):
+    """For commands that run a model."""
+
+    device: str = option("cpu", metavar="DEVICE", help="cpu, cuda or cuda:N")
+
+    def load_source(self, model: str, *, exits: Path | None = None, any_base: bool = False) -> FathomModel:
+        """A model, ready to run, with the exits of a pack where one is given."""
+        from fathomlm.checkpoints.resolve import load
+
+        self.use_threads()
+        return load(model, self.dtype, self.device, exits=exits, any_base=any_base)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelOptions(DeviceOptions):
+    """For commands that run one model."""
+
+    model: str = option(positional=True, help=SOURCE)
+
+    def load_any(self, *, exits: Path | None = None, any_base: bool = False) -> FathomModel:
+        return self.load_source(self.model, exits=exits, any_base=any_base)
+
+    def load(self, *, exits: Path | None = None, any_base: bool = False) -> FathomForCausalLM:
+        """The same where only decoder-only models will do."""
+        from fathomlm.checkpoints.resolve import decoder_only
+
+        return decoder_only(self.load_any(exits=exits, any_base=any_base), "this command")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ColumnOptions:
+    """For commands that read text from tables."""
+
+    column: str = option("text", metavar="NAME", help="field with the text in JSON Lines and Parquet")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextOptions(ColumnOptions):
+    """For commands that read documents."""
+
+    data: tuple[str, ...] = option(
+        metavar="FILE", help="text (.txt, .md), JSON Lines (.jsonl, also .gz, .xz, .zst) or Parquet; repeatable"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ForceOptions:
+    """For commands that write a directory."""
+
+    force: bool = option(False, help="replace the output directory if it is of the same kind")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SeedOptions:
+    seed: int = option(0, ge=0, le=2**63 - 1, help="random seed")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExitPackOptions:
+    """Exits in a directory of their own."""
+
+    exits: Path | None = option(
+        None, metavar="DIR", help="add trained exits to MODEL, from `fathomlm export --format exits`"
+    )
+    any_base: bool = option(False, help="accept --exits that were trained over another model")
+
+    def __post_init__(self) -> None:
+        if self.any_base and self.exits is None:
+            raise OptionError("--any-base requires --exits")
+
+
+def threshold_file(model: str, exits: Path | None) -> Path:
+    """Where a calibrated threshold is kept: with the exits that it was calibrated for."""
+    from fathomlm.decode.calibration import FILE
+
+    return Path(model if exits is None else exits).expanduser() / FILE
+
+
+def check_new_file(out: Path | None) -> None:
+    """Refuse now what could not be written later."""
+    if out is None:
+        return
+    if out.exists():
+        raise OutputError(f"{out} exists; choose another name")
+    if not out.absolute().parent.is_dir():
+        raise OutputError(f"cannot write {out}: {out.parent} is not a directory")
+
+
+@contextmanager
+def memory_errors(lower: str) -> Iterator[None]:
+    """Too much for the device is a mistake of the settings: `lower` names what to lower."""
+    import torch
+
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:  # a GPU's has a type of its own, a CPU's is known by its words
+        message = (str(error).splitlines() or [""])[0]
+        if not isinstance(error, (MemoryError, torch.OutOfMemoryError)) and not CPU_FULL.search(message):
+            raise
+        why = message.rpartition("DefaultCPUAllocator: ")[2]
+        raise OptionError(f"the device has too little memory for this; lower {lower} ({why})") from error

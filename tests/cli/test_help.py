@@ -1,0 +1,50 @@
+"""Help of every command answers without a tensor library and without the modules of other commands."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from fathomlm.cli.main import COMMANDS
+
+PATHS = [
+    [name, *kind]
+    for name, command in COMMANDS.items()
+    for kind in ([[each] for each in command.kinds] if command.kinds else [[]])
+]
+HEAVY = ("torch", "numpy", "transformers", "matplotlib", "rich", "yaml")
+SCRIPT = """
+import sys
+from fathomlm.cli.main import COMMANDS, main
+for words in eval(sys.argv[1]):
+    before = set(sys.modules)
+    try:
+        main([*words, "--help"])
+    except SystemExit:
+        pass
+    print("LOADED", words, [name for name in {heavy} if name in sys.modules], file=sys.stderr)
+"""
+
+
+def test_no_help_loads_a_tensor_library() -> None:
+    """All in one process: what one of them loaded would be seen at the end."""
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT.format(heavy=HEAVY), repr([[], *PATHS])], capture_output=True, text=True, check=True
+    )
+    lines = [line for line in done.stderr.splitlines() if line.startswith("LOADED")]
+    assert len(lines) == len(PATHS) + 1
+    assert all(line.endswith("[]") for line in lines), lines
+
+
+@pytest.mark.parametrize("name", ["generate", "inspect", "plan"])
+def test_help_loads_no_other_command(name: str) -> None:
+    code = f"from fathomlm.cli.main import main\ntry:\n    main(['{name}', '--help'])\nexcept SystemExit:\n    import sys\n"
+    code += "    print('MODULES', *sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    loaded = set(done.stdout.rpartition("MODULES")[2].split())
+    others = {
+        f"fathomlm.{each.options.partition(':')[0]}" for other, each in COMMANDS.items() if other != name and each.options
+    }
+    assert not others & loaded
