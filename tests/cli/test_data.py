@@ -43,12 +43,12 @@ def test_a_corpus_from_making_to_showing(text, tmp_path, capsys):
     assert made.startswith(f"{out}: train ")
     assert "tokenizer bytes (257 tokens)" in made
     assert "skipped 1 documents without text" in made
-    assert "all sizes and checksums are right" in run(capsys, "check", out)
+    assert "all sizes and checksums match" in run(capsys, "check", out)
     shown = run(capsys, "show", out, "--number", "2")
     assert "--- train document 0, 618 tokens\ndocument number 0 and so on" in shown
     assert "[...]\n--- train document 1" in shown
     again = run(capsys, "prepare", text, out, "--tokenizer", "bytes")
-    assert again.startswith(f"{out} is complete already; nothing was done")
+    assert again.startswith(f"{out} is already complete; nothing was done")
 
 
 def test_json_is_one_object(text, tmp_path, capsys):

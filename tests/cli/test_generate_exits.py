@@ -97,7 +97,7 @@ def test_the_statistic_shows_the_exit_rate(run: Callable[..., tuple[str, str]]) 
         threshold = record["exits"]["threshold"]
         assert ("threshold" in err) == (threshold is not None)
         assert threshold is None or f"threshold {threshold:.2f}" in err
-        assert ("drafts kept" in err) == ("--refine" in words or words[0] == "speculative")
+        assert ("drafts accepted" in err) == ("--refine" in words or words[0] == "speculative")
         assert ("oracle (it knows the last layer's choice): " in err) == (words[0] == "oracle")
 
 

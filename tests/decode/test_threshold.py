@@ -413,7 +413,7 @@ def change(record: dict[str, Any], path: str, value: Any) -> None:
         ("history.0.threshold", 1.5, "history 0: threshold must be a number from 0 to 1, got 1.5"),
         ("history.0.agree.alpha", 0, "history 0, agree: alpha must be"),
         ("history.0.agree", None, "history 0, agree must be an object with alpha, beta"),
-        ("options.priors", [], "options: unknown priors"),
+        ("options.priors", [], "options: invalid priors"),
         ("options.treshold", 1, "options: unknown field 'treshold'"),
         ("agree.mean", 2.0, "agree: mean must be a number from 0 to 1"),
         ("agree.mean", math.nan, "agree: mean must be"),
