@@ -34,9 +34,9 @@ from fathomlm.decode.sampling import Sampling
 from fathomlm.engine.engine import Engine
 from fathomlm.engine.request import Request, Result
 from fathomlm.model.hub import FathomForCausalLM
-from fathomlm.train.data.compressed import open_lines
 from fathomlm.train.data.corpus import Corpus
 from fathomlm.train.data.encoding import LOTS, lot
+from fathomlm.train.data.sources import open_lines
 
 WAVES = 8
 """Chats that the engine is given at once, as a multiple of its rows."""

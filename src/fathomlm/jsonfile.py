@@ -11,14 +11,19 @@ Whatever is wrong is raised as the caller's error type, in one line that names t
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+import itertools
 import json
 import math
 import re
+import types
+import typing
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
-from typing import IO, Any, overload
+from typing import IO, Any, TypeVar
 
-from fathomlm.errors import FathomError, choices, is_int, is_number
+from fathomlm.errors import FathomError, choices, is_int, is_number, nearest
 
 Raises = type[FathomError]
 MAX_BYTES = 16 << 20
@@ -33,11 +38,12 @@ _LONG = re.compile(rb"[0-9]{%d}" % (MAX_DIGITS + 1))
 _SHOWN = 60
 
 
-class _Required:
-    """Stands for a default where there is none."""
-
-
-REQUIRED = _Required()
+D = TypeVar("D")
+T = TypeVar("T")
+REQUIRED: Any = object()
+"""Stands for a default where there is none."""
+NOUNS = {str: "a string", int: "an integer", float: "a number", bool: "true or false", type(None): "null"}
+SECTION = "a section of fields"
 
 
 def read_object(
@@ -156,74 +162,40 @@ class Fields:
         value: Any = self.values.get(name)
         return default if value is None else value
 
-    def wrong(self, name: str, rule: str) -> FathomError:
-        """The error for a field that breaks a rule, to be raised by a caller who knows more rules than are here."""
+    def wrong(self, name: str, rule: str, value: object = REQUIRED) -> FathomError:
+        """The error for a field that breaks a rule, to be raised by a caller who knows more rules than are here. `value` is
+        an item of it that does."""
         if name not in self.values:
-            return self._error(f"{self.where} lacks {self._prefix}{name}, which must be {rule}")
-        return self._error(f"{self.where}: {self._prefix}{name} must be {rule}, got {shown(self.values[name])}")
+            near = nearest(name, map(str, self.values))
+            return self._error(f"{self.where} lacks {self._prefix}{name}{near}, which must be {rule}")
+        got = shown(self.values[name] if value is REQUIRED else value)
+        return self._error(f"{self.where}: {self._prefix}{name} must be {rule}, got {got}")
 
-    def only(self, names: Collection[str]) -> None:
-        """Refuse fields of any other name."""
-        for name in self.values:
-            if name not in names:
-                inside = f" {self._prefix.rstrip('.')}" if self._prefix else ""
-                raise self._error(f"{self.where}:{inside} {choices('field', shown_name(name), names)}")
-
-    @overload
-    def integer(self, name: str, *, at_least: int | None = ..., at_most: int | None = ...) -> int: ...
-    @overload
-    def integer(self, name: str, *, at_least: int | None = ..., at_most: int | None = ..., default: int) -> int: ...
-    @overload
-    def integer(self, name: str, *, at_least: int | None = ..., at_most: int | None = ..., default: None) -> int | None: ...
     def integer(
-        self,
-        name: str,
-        *,
-        at_least: int | None = None,
-        at_most: int | None = None,
-        default: int | _Required | None = REQUIRED,
-    ) -> int | None:
+        self, name: str, *, at_least: int | None = None, at_most: int | None = None, default: D = REQUIRED
+    ) -> int | D:
         value: Any = self.values.get(name)
-        if value is None and not isinstance(default, _Required):
+        if value is None and default is not REQUIRED:
             return default
         if not is_int(value) or not _within(value, at_least, at_most):
             raise self.wrong(name, _range("an integer", at_least, at_most))
         return int(value)
 
-    @overload
-    def number(self, name: str, *, at_least: float | None = ..., at_most: float | None = ...) -> float: ...
-    @overload
-    def number(self, name: str, *, at_least: float | None = ..., at_most: float | None = ..., default: float) -> float: ...
-    @overload
     def number(
-        self, name: str, *, at_least: float | None = ..., at_most: float | None = ..., default: None
-    ) -> float | None: ...
-    def number(
-        self,
-        name: str,
-        *,
-        at_least: float | None = None,
-        at_most: float | None = None,
-        default: float | _Required | None = REQUIRED,
-    ) -> float | None:
+        self, name: str, *, at_least: float | None = None, at_most: float | None = None, default: D = REQUIRED
+    ) -> float | D:
         """A finite number."""
         value: Any = self.values.get(name)
-        if value is None and not isinstance(default, _Required):
+        if value is None and default is not REQUIRED:
             return default
         if not is_number(value) or not _within(value, at_least, at_most):
             raise self.wrong(name, _range("a number", at_least, at_most))
         return float(value)
 
-    @overload
-    def text(self, name: str, *, known: Collection[str] = ...) -> str: ...
-    @overload
-    def text(self, name: str, *, known: Collection[str] = ..., default: str) -> str: ...
-    @overload
-    def text(self, name: str, *, known: Collection[str] = ..., default: None) -> str | None: ...
-    def text(self, name: str, *, known: Collection[str] = (), default: str | _Required | None = REQUIRED) -> str | None:
+    def text(self, name: str, *, known: Collection[str] = (), default: D = REQUIRED) -> str | D:
         """A string; one of `known` where they are given."""
         value: Any = self.values.get(name)
-        if value is None and not isinstance(default, _Required):
+        if value is None and default is not REQUIRED:
             return default
         if not _is_text(value):
             raise self.wrong(name, "a string")
@@ -231,24 +203,18 @@ class Fields:
             raise self._error(f"{self.where}: {choices(f'{self._prefix}{name}', shown_name(value), known)}")
         return str(value)
 
-    @overload
-    def flag(self, name: str) -> bool: ...
-    @overload
-    def flag(self, name: str, *, default: bool) -> bool: ...
-    @overload
-    def flag(self, name: str, *, default: None) -> bool | None: ...
-    def flag(self, name: str, *, default: bool | _Required | None = REQUIRED) -> bool | None:
+    def flag(self, name: str, *, default: D = REQUIRED) -> bool | D:
         value: Any = self.values.get(name)
-        if value is None and not isinstance(default, _Required):
+        if value is None and default is not REQUIRED:
             return default
         if not isinstance(value, bool):
             raise self.wrong(name, "true or false")
         return value
 
-    def items(self, name: str, *, at_most: int | None = None, default: list[Any] | _Required = REQUIRED) -> list[Any]:
+    def items(self, name: str, *, at_most: int | None = None, default: list[Any] = REQUIRED) -> list[Any]:
         """A list of values of any kind."""
         value: Any = self.values.get(name)
-        if value is None and not isinstance(default, _Required):
+        if value is None and default is not REQUIRED:
             return default
         if not isinstance(value, list):
             raise self.wrong(name, "a list")
@@ -262,7 +228,7 @@ class Fields:
         *,
         at_least: int | None = None,
         at_most: int | None = None,
-        default: list[int] | _Required = REQUIRED,
+        default: list[int] = REQUIRED,
     ) -> list[int]:
         """A list of integers, each within the bounds."""
         values = self.items(name, default=default)
@@ -274,7 +240,7 @@ class Fields:
                 )
         return values
 
-    def texts(self, name: str, *, default: list[str] | _Required = REQUIRED) -> list[str]:
+    def texts(self, name: str, *, default: list[str] = REQUIRED) -> list[str]:
         """A list of strings."""
         values = self.items(name, default=default)
         for value in values:
@@ -282,20 +248,16 @@ class Fields:
                 raise self._error(f"{self.where}: {self._prefix}{name} must be a list of strings, and holds {shown(value)}")
         return values
 
-    @overload
-    def record(self, name: str) -> Fields: ...
-    @overload
-    def record(self, name: str, *, default: None) -> Fields | None: ...
-    def record(self, name: str, *, default: _Required | None = REQUIRED) -> Fields | None:
+    def record(self, name: str, *, default: D = REQUIRED) -> Fields | D:
         """The object within this one."""
         value: Any = self.values.get(name)
-        if value is None and not isinstance(default, _Required):
-            return None
+        if value is None and default is not REQUIRED:
+            return default
         if not isinstance(value, dict):
             raise self.wrong(name, "an object")
         return Fields(value, self.where, error=self._error, prefix=f"{self._prefix}{name}.")
 
-    def records(self, name: str, *, default: list[Any] | _Required = REQUIRED) -> list[Fields]:
+    def records(self, name: str, *, default: list[Any] = REQUIRED) -> list[Fields]:
         """A list of objects."""
         found = []
         for at, value in enumerate(self.items(name, default=default)):
@@ -303,6 +265,87 @@ class Fields:
                 raise self._error(f"{self.where}: {self._prefix}{name} must be a list of objects, and holds {shown(value)}")
             found.append(Fields(value, self.where, error=self._error, prefix=f"{self._prefix}{name}[{at}]."))
         return found
+
+    def build(self, cls: type[T], texts: bool = False) -> T:
+        """A dataclass from fields of the same names, each as its annotation says: what is missing has its default, and any
+        other name is refused. `texts` also takes numbers that are written as strings, as YAML reads 3e-4."""
+        hints = _hints(cls)
+        for name in self.values:
+            if name not in hints:
+                inside = f" in {self._prefix[:-1]}" if self._prefix else ""
+                raise self._error(f"{self.where}: {choices(f'field{inside}', shown_name(str(name)), hints)}")
+        found = {}
+        for field in dataclasses.fields(cls):  # type: ignore[arg-type]
+            if field.name in self.values:
+                found[field.name] = self._as(hints[field.name], field.name, self.values[field.name], texts)
+            elif field.default is field.default_factory is dataclasses.MISSING:
+                raise self.wrong(field.name, _rule(hints[field.name]))
+        return cls(**found)
+
+    def _as(self, kind: Any, name: str, value: Any, texts: bool) -> Any:
+        """A value as an annotation says, the first that fits of several."""
+        options = typing.get_args(kind) if typing.get_origin(kind) in (typing.Union, types.UnionType) else (kind,)
+        for option in options:
+            origin, inner = typing.get_origin(option), typing.get_args(option)
+            if dataclasses.is_dataclass(option) and isinstance(value, dict):
+                part = Fields(value, self.where, error=self._error, prefix=f"{self._prefix}{name}.")
+                return part.build(option, texts)  # type: ignore[arg-type]
+            if origin in (list, tuple) and isinstance(value, list):
+                kinds = inner[:1] * len(value) if origin is list or Ellipsis in inner else inner
+                if len(kinds) == len(value):
+                    items = [self._as(*each, texts) for each in zip(kinds, itertools.repeat(name), value, strict=False)]
+                    return origin(items)
+            if origin is dict and isinstance(value, dict):
+                part = Fields(value, self.where, error=self._error, prefix=f"{self._prefix}{name}.")
+                return {key: part._as(inner[1], key, each, texts) for key, each in value.items()}
+            if _fits(option, value):
+                return float(value) if option is float else value
+            if (
+                texts
+                and option in (int, float)
+                and isinstance(value, str)
+                and (number := _number(value, option)) is not None
+            ):
+                return number
+        raise self.wrong(name, _rule(kind), value)
+
+
+@functools.cache
+def _hints(cls: Any) -> dict[str, Any]:
+    hints = typing.get_type_hints(cls)
+    return {field.name: hints[field.name] for field in dataclasses.fields(cls)}
+
+
+def _fits(kind: Any, value: object) -> bool:
+    """Whether a value is of a plain type, or one of a literal's."""
+    if typing.get_origin(kind) is typing.Literal:
+        return any(value == each and type(value) is type(each) for each in typing.get_args(kind))
+    if kind in (int, float):
+        return is_int(value) or (kind is float and isinstance(value, float))
+    return kind is Any or (_is_text(value) if kind is str else isinstance(kind, type) and isinstance(value, kind))
+
+
+def _number(text: object, kind: type[int] | type[float]) -> float | None:
+    try:
+        return kind(text) if isinstance(text, str) else None
+    except ValueError:
+        return None
+
+
+def _rule(kind: Any) -> str:
+    """An annotation in a user's words."""
+    options = typing.get_args(kind) if typing.get_origin(kind) in (typing.Union, types.UnionType) else (kind,)
+    words = []
+    for option in options:
+        origin = typing.get_origin(option) or option
+        if origin is typing.Literal:
+            names = ", ".join(map(repr, typing.get_args(option)))
+            words.append(f"one of {names}" if "," in names else names)
+        elif origin is dict or dataclasses.is_dataclass(option):
+            words.append(SECTION)
+        else:
+            words.append("a list such as [a, b]" if origin in (list, tuple) else NOUNS.get(origin, str(origin)))
+    return " or ".join(words)
 
 
 def shown(value: object) -> str:

@@ -145,7 +145,7 @@ def test_a_dry_run_trains_nothing(recipe, capsys, mistake, tmp_path):
         (["RECIPE", "--dryrun"], "unknown option '--dryrun' (did you mean '--dry-run'?)"),
         (["RECIPE", "--print-confg"], "unknown option '--print-confg' (did you mean '--print-config'?)"),
         (["RECIPE", "--resum"], "unknown option '--resum' (did you mean '--resume'?)"),
-        (["RECIPE", "--optimizer.lr", "fast"], "recipe: optimizer.lr must be a number, got fast"),
+        (["RECIPE", "--optimizer.lr", "fast"], "recipe: optimizer.lr must be a number, got 'fast'"),
         (
             ["RECIPE", "--budget.tokens", "2M"],
             "budget requires one of tokens, steps, epochs and flops, got tokens",

@@ -11,7 +11,7 @@ from functools import cache
 import pytest
 import torch
 
-from fathomlm.checkpoints import durable, writing
+from fathomlm.checkpoints import writing
 from fathomlm.checkpoints.save import save
 from fathomlm.depth import Architecture, DepthPlan
 from fathomlm.errors import FathomError
@@ -27,7 +27,7 @@ from fathomlm.train.reading import build_recipe
 from fathomlm.train.report import Reporter, SilentWatcher, read_records
 from fathomlm.train.resume import newest_whole
 from fathomlm.train.run import train
-from fathomlm.train.state import TrainingProgress, verify
+from fathomlm.train.state import RunFacts, TrainingProgress, verify
 from faults.disk import KINDS, Disk, lay_out
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -71,7 +71,7 @@ def run_once(out, done=None):
             progress.step += 1
             reporter.write({"kind": "train", "step": progress.step, "tokens": 0})
             reporter.sync()
-            progress.extra = {"steps": STEPS, "warmup": 0, "exits": {}, "data": ""}
+            progress.extra = RunFacts(steps=STEPS, warmup=0, exits={}, data="")
             save_checkpoint(place.at(progress.step), model, module, optimizer, progress, dataclasses.asdict(recipe), CPU)
             if done is not None:
                 done.append(progress.step)
@@ -154,7 +154,7 @@ def test_a_power_cut_at_every_call(whole, tmp_path):
 
 def test_a_power_cut_would_be_seen_if_nothing_were_synced(tmp_path, monkeypatch):
     """The proof of the test above: with the syncs taken out, cuts leave checkpoints that are zeros, or none."""
-    for module in (durable, writing, checkpoint_module, report_module):
+    for module in (writing, checkpoint_module, report_module):
         for name in ("sync_file", "sync_directory", "sync_tree"):
             monkeypatch.setattr(module, name, lambda path: None, raising=False)
     root = tmp_path / "disk"

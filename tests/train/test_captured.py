@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from fathomlm.errors import OptionError
 from fathomlm.train.captured import WARM_UPS, CapturedPass
 from fathomlm.train.data.loader import Batch
+from fathomlm.train.reading import check_recipe
 from fathomlm.train.recipe import ModelRecipe, Recipe
-from fathomlm.train.recipe_checks import check_recipe
 
 Results = tuple[Tensor, Tensor]
 

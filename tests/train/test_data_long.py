@@ -13,11 +13,10 @@ import pytest
 
 from fathomlm.cli.main import main
 from fathomlm.errors import DataError
-from fathomlm.train.data import compressed
-from fathomlm.train.data.compressed import open_lines
+from fathomlm.train.data import sources as compressed
 from fathomlm.train.data.corpus import Corpus
 from fathomlm.train.data.prepare import PrepareOptions, prepare
-from fathomlm.train.data.sources import DocumentLimit, expand, read
+from fathomlm.train.data.sources import DocumentLimit, expand, open_lines, read
 
 MEGABYTES = 4_000_000
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from fathomlm.errors import DataError, OptionError
 from fathomlm.train.data.corpus import Corpus
 from fathomlm.train.data.loader import IGNORE, prefetch
-from fathomlm.train.data.pairs import PairBatch, PairLoader
+from fathomlm.train.data.pairs import PairLoader
 from fathomlm.train.data.prepare import PrepareOptions, prepare
 
 END = 256
@@ -102,7 +102,7 @@ def test_rows_for_a_decoder(corpus):
 def test_rows_for_an_encoder_and_a_decoder(corpus):
     """The source keeps its beginning and ends with the separator; the decoder reads its start token, then the target."""
     made = loader(corpus, shuffle=False)
-    batch = made.seq2seq_at(6, 3, first=7)
+    batch = made.seq2seq(7).batch_at(6, 3)
     for row, number in enumerate((6, 7, 8)):
         source = [*PAIRS[number][0].encode()[:99], END]
         target = [*target_of(PAIRS[number]).encode(), END][:10]
@@ -122,7 +122,7 @@ def test_no_split_changes_a_batch(corpus, data):
     made = loader(corpus)
     for read, names in (
         (made.batch_at, ("tokens_BT", "targets_BT", "keep_BT")),
-        (made.seq2seq_at, ("source_BS", "source_keep_BS", "tokens_BT", "targets_BT")),
+        (made.seq2seq().batch_at, ("source_BS", "source_keep_BS", "tokens_BT", "targets_BT")),
     ):
         whole = read(start, 6)
         parts = [part for rank in range(world) for part in read(start, 6, rank, world).split(micro)]
@@ -143,19 +143,21 @@ def test_both_forms_can_be_prefetched(corpus):
     with prefetch(made.seq2seq(), start=6, steps=2, rank=1, world=2, micro=1) as batches:
         found = list(batches)
     assert len(found) == 6
-    assert all(isinstance(batch, PairBatch) for batch in found)
-    assert torch.equal(torch.cat([b.source_BS for b in found[:3]]), made.seq2seq_at(6, 6, 1, 2).source_BS)
+    assert all(batch.source_BS is not None for batch in found)
+    assert torch.equal(torch.cat([b.source_BS for b in found[:3]]), made.seq2seq().batch_at(6, 6, 1, 2).source_BS)
     with prefetch(made, steps=1) as causal:
         assert torch.equal(next(causal).tokens_BT, made.batch_at(0, 6).tokens_BT)
 
 
-@pytest.mark.parametrize("form", ["batch_at", "seq2seq_at"])
+@pytest.mark.parametrize("form", ["one row", "seq2seq"])
 def test_few_widths_change_only_the_padding(corpus, form):
     """For a compiler, which makes code for each width."""
     plain, few = loader(corpus), loader(corpus, widths=2)
+    if form == "seq2seq":
+        plain, few = plain.seq2seq(), few.seq2seq()
     widths = set()
     for start in range(0, 30, 6):
-        one, other = getattr(plain, form)(start, 6), getattr(few, form)(start, 6)
+        one, other = plain.batch_at(start, 6), few.batch_at(start, 6)
         widths.add(tuple(tensor.shape[1] for tensor in other.inputs.values() if tensor is not None))
         for name, tensor in one.inputs.items():
             assert tensor is None or torch.equal(other.inputs[name][:, : tensor.shape[1]], tensor)
@@ -167,7 +169,7 @@ def test_mistakes(corpus):
     with pytest.raises(OptionError, match="source and target length must be >= 1"):
         loader(corpus, source_length=0)
     with pytest.raises(OptionError, match="do not divide"):
-        loader(corpus).seq2seq_at(0, 6).split(4)
+        loader(corpus).seq2seq().batch_at(0, 6).split(4)
 
 
 def test_pairs_of_one_source_stay_on_one_side(tmp_path):

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from fathomlm.errors import DataError, OptionError, OutputError
-from fathomlm.train.data import segments
+from fathomlm.train.data import prepare as segments
 from fathomlm.train.data.corpus import Corpus
 from fathomlm.train.data.encoding import LOTS, lot
 from fathomlm.train.data.manifest import Manifest

@@ -7,7 +7,7 @@ import shutil
 
 import pytest
 
-from fathomlm.checkpoints.durable import seal
+from fathomlm.checkpoints.writing import seal
 from fathomlm.cli.main import main
 from fathomlm.errors import CheckpointError
 from fathomlm.lab.analyze.runs import exit_depths, read_runs, summarise
@@ -271,7 +271,7 @@ def test_a_file_outside_the_checkpoint_is_not_looked_at(run):
     for name in ("../step-00000004/config.json", "/etc/passwd"):
         record["files"] = {name: {"bytes": 1, "blake2b": "0"}}
         (checkpoint / STATE).write_text(json.dumps(seal(record)))
-        with pytest.raises(CheckpointError, match="must be a file within the checkpoint"):
+        with pytest.raises(CheckpointError, match="is not a file within the checkpoint"):
             read_state(checkpoint)
 
 

@@ -15,9 +15,9 @@ import torch
 
 from fathomlm.cli.main import main
 from fathomlm.errors import OutputError, TrainingError
-from fathomlm.train import lock as lock_module
+from fathomlm.train import directory as lock_module
+from fathomlm.train.directory import run_lock
 from fathomlm.train.distributed import World
-from fathomlm.train.lock import run_lock
 from fathomlm.train.report import SilentWatcher, read_records
 from fathomlm.train.run import train
 

@@ -19,8 +19,7 @@ from fathomlm.train.data.options import PrepareOptions
 
 if TYPE_CHECKING:
     from fathomlm.train.data.corpus import Corpus
-    from fathomlm.train.data.prepare import OnProgress
-    from fathomlm.train.data.segments import PreparationProgress
+    from fathomlm.train.data.prepare import OnProgress, PreparationProgress
 
 _SHOWN = 400
 """Characters of a document that `show` prints."""

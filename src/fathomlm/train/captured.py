@@ -15,12 +15,11 @@ import torch
 from torch import Tensor
 
 from fathomlm.train.data.loader import Batch
-from fathomlm.train.data.pairs import AnyBatch
 
 WARM_UPS = 3
 """Passes of a shape before it is recorded."""
 
-RunPass = Callable[[AnyBatch, Tensor], tuple[Tensor, Tensor]]
+RunPass = Callable[[Batch, Tensor], tuple[Tensor, Tensor]]
 """Forward and back, the loss times a scale: the loss and its parts."""
 Record = Callable[[Callable[[], tuple[Tensor, Tensor]]], tuple[Callable[[], None], tuple[Tensor, Tensor]]]
 """Records work without doing it: how to do it, and where its results will be."""
@@ -62,9 +61,9 @@ class CapturedPass:
         """Whether gradients must stay where they are, cleared but not dropped."""
         return bool(self._recorded)
 
-    def __call__(self, batch: AnyBatch, scale: Tensor, also: Hashable) -> tuple[Tensor, Tensor]:
+    def __call__(self, batch: Batch, scale: Tensor, also: Hashable) -> tuple[Tensor, Tensor]:
         """`also` is what else a pass depends on; another value of it is another pass."""
-        if not isinstance(batch, Batch) or batch.keep_BT is not None:  # whose passes ask the device how long rows are
+        if batch.source_BS is not None or batch.keep_BT is not None:  # whose passes ask the device how long rows are
             return self._run(batch, scale)
         key = (also, *((name, None if t is None else t.shape) for name, t in batch.inputs.items()))
         if key not in self._recorded:

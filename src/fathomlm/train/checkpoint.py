@@ -6,7 +6,7 @@
       training/optimizer-00000-of-00002.safetensors       each rank's part
       training/random.safetensors                         random number generators
 
-A checkpoint appears whole or not at all, and is on the disk before it has its name (`checkpoints/durable.py`); `state.py`
+A checkpoint appears whole or not at all, and is on the disk before it has its name (`checkpoints/writing.py`); `state.py`
 says whether it still is what was written. Each rank writes the rows that it holds and a reader joins the parts, so a run
 may go on with another number of ranks. We do this by hand because the metadata of torch.distributed.checkpoint is a
 pickle, and nothing from a checkpoint is ever executed here.
@@ -27,9 +27,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from transformers.utils import logging as hf_logging
 
-from fathomlm.checkpoints.durable import sync_directory, sync_file
 from fathomlm.checkpoints.save import weight_bytes
-from fathomlm.checkpoints.writing import check_room, whole_directory
+from fathomlm.checkpoints.writing import check_room, sync_directory, sync_file, whole_directory
 from fathomlm.errors import CheckpointError, FathomError, OutputError
 from fathomlm.model.seq2seq import FathomModel
 from fathomlm.train.distributed import World, like, local_part, whole

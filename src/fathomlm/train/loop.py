@@ -8,10 +8,13 @@ with the same split a resumed run repeats an uninterrupted one bit for bit.
 from __future__ import annotations
 
 import math
+import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from types import FrameType
 
 import torch
 from torch import Tensor, nn
@@ -22,8 +25,8 @@ from torch.optim import Optimizer
 from fathomlm.errors import DataError
 from fathomlm.model.route.metrics import RoutingMeter
 from fathomlm.train.captured import CapturedPass
-from fathomlm.train.data.loader import IGNORE, Batches, Prefetched, prefetch
-from fathomlm.train.data.pairs import AnyBatch, round_up
+from fathomlm.train.data.loader import IGNORE, Batch, BatchLoader, Prefetched, prefetch
+from fathomlm.train.data.pairs import round_up
 from fathomlm.train.distributed import World, accumulating, whole
 from fathomlm.train.hardware import Rates
 from fathomlm.train.objective import Objective
@@ -31,7 +34,6 @@ from fathomlm.train.optim import set_rate
 from fathomlm.train.recipe import Recipe, RoutingLossRecipe
 from fathomlm.train.report import Record
 from fathomlm.train.schedule import LearningRate, row_length
-from fathomlm.train.setup import AnyLoader
 from fathomlm.train.state import TrainingProgress
 
 
@@ -98,7 +100,7 @@ class Stepper:
         captures = recipe.capture and world.device.type == "cuda" and module is objective and not asks
         self._captured = CapturedPass(self._pass, self._learns) if captures else None
 
-    def step(self, micro_batches: list[AnyBatch], number: int, wants_stop: bool) -> PendingStep:
+    def step(self, micro_batches: list[Batch], number: int, wants_stop: bool) -> PendingStep:
         """Optimizer step `number` (from 0). A step whose loss or gradient is not finite leaves the weights as they are."""
         world, names = self.world, self.objective.names
         set_rate(self._optimizer, self._recipe.optimizer.lr * self._rate.at(number))
@@ -126,7 +128,7 @@ class Stepper:
         self._balance(means, bad)
         return PendingStep(torch.cat((means, torch.stack((norm, bad, count)), sums[-1:])), names)
 
-    def _pass(self, batch: AnyBatch, scale: Tensor) -> tuple[Tensor, Tensor]:
+    def _pass(self, batch: Batch, scale: Tensor) -> tuple[Tensor, Tensor]:
         """Forward and back: gradients of the scaled loss are added, the loss and its parts returned."""
         total, parts = self._forward(batch)
         torch.autograd.backward(total * scale)
@@ -162,7 +164,7 @@ class Stepper:
         loads = means[first : first + routers.routing.recursions]
         routers.balance(loads, (1 - bad) * self._teaches.bias_rate)
 
-    def validate(self, loader: AnyLoader, rows: int) -> tuple[dict[str, float], int]:
+    def validate(self, loader: BatchLoader, rows: int) -> tuple[dict[str, float], int]:
         """Mean losses over the first `rows` validation rows (0: all), and their tokens; the same rows in any world.
 
         A routed model is read twice: `next_token` is its loss by top-k, as in training, `causal` by what it does at
@@ -197,7 +199,7 @@ class Stepper:
             found |= meter.read() | {"causal": float(world.sum(causal)) / count}
         return found, int(count)
 
-    def _forward(self, batch: AnyBatch, causal: bool = False) -> tuple[Tensor, Tensor]:
+    def _forward(self, batch: Batch, causal: bool = False) -> tuple[Tensor, Tensor]:
         kind = self.world.device.type
         autocast = torch.autocast(kind, torch.bfloat16) if self._recipe.precision == "bf16" else nullcontext()
         with autocast:
@@ -209,10 +211,10 @@ class Stepper:
         return whole(nn.utils.clip_grad_norm_(self._learns, limit)).to(self.world.device)
 
 
-def _validation_rows(loader: AnyLoader, start: int, count: int, rows: int) -> AnyBatch:
+def _validation_rows(loader: BatchLoader, start: int, count: int, rows: int) -> Batch:
     """`count` rows from `start`; those past the end are there, so that every rank runs as often, but do not count."""
     taken = [min(start + i, rows - 1) for i in range(count)]
-    batch: AnyBatch = loader.batch_at(taken[0], max(taken) - taken[0] + 1)
+    batch = loader.batch_at(taken[0], max(taken) - taken[0] + 1)
     index = torch.tensor([i - taken[0] for i in taken])
     past = torch.tensor([start + i >= rows for i in range(count)])
     batch = batch.pick(index)
@@ -220,11 +222,10 @@ def _validation_rows(loader: AnyLoader, start: int, count: int, rows: int) -> An
 
 
 @contextmanager
-def prefetching(loader: AnyLoader, progress: TrainingProgress, world: World, micro: int) -> Iterator[Prefetched[AnyBatch]]:
+def prefetching(loader: BatchLoader, progress: TrainingProgress, world: World, micro: int) -> Iterator[Prefetched]:
     """Micro-batches from where the run is."""
     pin = world.device.type == "cuda"
-    made: Batches[AnyBatch] = loader
-    batches = prefetch(made, start=progress.rows, rank=world.rank, world=world.size, micro=micro, pin=pin)
+    batches = prefetch(loader, start=progress.rows, rank=world.rank, world=world.size, micro=micro, pin=pin)
     try:
         yield batches
     finally:
@@ -260,3 +261,25 @@ class SpeedMeter:
             **self._rates.parts(rate * self._flops / self._world.size),
             "memory_gb": self._memory(),
         }
+
+
+@contextmanager
+def stop_requested() -> Iterator[threading.Event]:
+    """An event that Ctrl-C and SIGTERM set, for the loop to finish its step and save. A second Ctrl-C breaks off at once;
+    a second SIGTERM does not, since a scheduler and torchrun may each send one."""
+    asked = threading.Event()
+
+    def ask(number: int, frame: FrameType | None) -> None:
+        if asked.is_set() and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        asked.set()
+
+    if threading.current_thread() is not threading.main_thread():
+        yield asked
+        return
+    before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield asked
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,12 +1,8 @@
-"""Reading a recipe: YAML from a file, `--section.field value` from the command line, types from the dataclasses.
-
-jsonargparse converts and checks the values; what it does not do is say what a mistyped name was meant to be, so names
-are looked up here first.
-"""
+"""Reading a recipe: YAML from a file, `--section.field value` from the command line, types from the dataclasses. What no run
+could mean is refused before any work is done; bounds of single fields stand beside them (`recipe.py`)."""
 
 from __future__ import annotations
 
-import argparse
 import copy
 import dataclasses
 import re
@@ -16,12 +12,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import jsonargparse
 import yaml
 
 from fathomlm.errors import OptionError, choices
-from fathomlm.train.recipe import Recipe
-from fathomlm.train.recipe_checks import check_recipe
+from fathomlm.jsonfile import Fields
+from fathomlm.options import check
+from fathomlm.train.recipe import Recipe, parse_amount
 
 
 def read_recipe(path: str | Path | None, overrides: Sequence[str] = ()) -> Recipe:
@@ -32,15 +28,7 @@ def read_recipe(path: str | Path | None, overrides: Sequence[str] = ()) -> Recip
 
 def build_recipe(values: dict[str, Any], overrides: Sequence[str] = ()) -> Recipe:
     """A recipe from plain values."""
-    values = _override(values, overrides)
-    _check_names(values, Recipe, "")
-    parser = jsonargparse.ArgumentParser(exit_on_error=False)
-    parser.add_argument("--recipe", type=Recipe, default=Recipe())
-    try:
-        recipe = parser.instantiate(parser.parse_object({"recipe": values})).recipe
-    except (argparse.ArgumentError, TypeError, ValueError) as error:
-        raise OptionError(f"recipe: {_short(str(error))}") from error
-    assert isinstance(recipe, Recipe)
+    recipe = Fields(_override(values, overrides), "recipe", error=OptionError).build(Recipe, texts=True)
     check_recipe(recipe)
     return recipe
 
@@ -107,23 +95,6 @@ def read_yaml(path: Path, what: str = "a recipe") -> dict[str, Any]:
     return values
 
 
-def _check_names(values: dict[str, Any], cls: type, where: str) -> None:
-    """Refuse unknown keys, with the nearest known one named."""
-    kinds = typing.get_type_hints(cls)
-    names = [f.name for f in dataclasses.fields(cls)]
-    for key, value in values.items():
-        if key not in names:
-            raise OptionError(f"recipe: {choices(f'field in {where[:-1]}' if where else 'field', str(key), names)}")
-        section = _section(kinds[key])
-        if section is not None and isinstance(value, dict):
-            _check_names(value, section, f"{where}{key}.")
-        elif section is not None and not (value is None and _optional(kinds[key])):
-            got = "null" if value is None else repr(value)
-            raise OptionError(f"recipe: {where}{key} is a section with fields of its own, got {got}")
-        elif value is None and not _optional(kinds[key]):  # which jsonargparse lets pass as a field not given
-            raise OptionError(f"recipe: {where}{key} must be {_plain(str(kinds[key]))}, got null")
-
-
 def _override(values: dict[str, Any], words: Sequence[str]) -> dict[str, Any]:
     """The values with those of `--a.b v` and `--a.b=v` words put in, each name looked up."""
     merged = copy.deepcopy(values)
@@ -179,45 +150,66 @@ def _section(kind: Any) -> type | None:
     return next((option for option in options if isinstance(option, type) and dataclasses.is_dataclass(option)), None)
 
 
-def _optional(kind: Any) -> bool:
-    return type(None) in typing.get_args(kind)
+AMOUNTS = ("budget.tokens", "budget.steps", "budget.epochs", "budget.flops", "batch.tokens", "data.max_tokens")
 
 
-PLAIN = {
-    "str": "text",
-    "int": "an integer",
-    "float": "a number",
-    "bool": "true or false",
-    "list": "a list such as [a, b]",
-    "tuple": "a list such as [a, b]",
-    "dict": "a section of fields",
-    "NoneType": "null",
-}
-"""Python's types in a user's words."""
+def check_recipe(recipe: Recipe) -> None:
+    """Refuse what no run could mean, each with the field, the rule and the value."""
+    check(recipe)
+    model, loss, exits = recipe.model, recipe.loss, recipe.loss.exits
+    starts = [n for n in ("source", "shape", "architecture") if getattr(model, n) is not None]
+    if len(starts) != 1:
+        raise OptionError(f"model requires one of source, shape and architecture, got {_given('model', starts)}")
+    budgets = [n for n in ("tokens", "steps", "epochs", "flops") if getattr(recipe.budget, n) is not None]
+    if len(budgets) != 1:
+        raise OptionError(f"budget requires one of tokens, steps, epochs and flops, got {_given('budget', budgets)}")
+    if recipe.budget.steps is not None and parse_amount("budget.steps", recipe.budget.steps) % 1:
+        raise OptionError(f"budget.steps must be an integer, got {recipe.budget.steps}")
+    batches = [n for n in ("tokens", "sequences") if getattr(recipe.batch, n) is not None]
+    if len(batches) != 1:
+        raise OptionError(f"batch requires one of tokens and sequences, got {_given('batch', batches)}")
+    if len(recipe.optimizer.betas) != 2:
+        raise OptionError(f"optimizer.betas requires two numbers, got {recipe.optimizer.betas}")
+    if recipe.capture and recipe.recompute not in ("none", "inner"):
+        raise OptionError(f"capture cannot be combined with recompute: {recipe.recompute}; it requires none or inner")
+    if loss.distill is not None and not loss.distill.source:
+        raise OptionError("loss.distill requires a source, the teacher")
+    if model.router is not None and (loss.exits is not None or loss.layerwise is not None):
+        raise OptionError(
+            "loss.exits and loss.layerwise cannot be combined with model.router: a routed model has one output"
+        )
+    if loss.routing is not None:
+        if loss.routing.capacity_per_document and not recipe.data.document_mask:
+            raise OptionError("loss.routing.capacity_per_document requires data.document_mask")
+        if loss.routing.capacity_warmup_shape == "smooth" and not loss.routing.capacity_warmup:
+            raise OptionError("loss.routing.capacity_warmup_shape: smooth requires loss.routing.capacity_warmup")
+    if len(recipe.data.pairs) not in (0, 2):
+        raise OptionError(f"data.pairs names two fields, source and target, got {recipe.data.pairs}")
+    if recipe.data.source_prefix and not recipe.data.pairs:
+        raise OptionError("data.source_prefix requires data.pairs")
+    if recipe.train == "relaxation" and model.relax is None and model.source is None:
+        raise OptionError("train: relaxation requires model.relax")
+    if recipe.train == "exit_heads" and (loss.exits is None or loss.exits.head_rank < 1):
+        raise OptionError("train: exit_heads requires loss.exits.head_rank >= 1")
+    if recipe.train == "exits" and (
+        exits is None or not (exits.head_rank or exits.adapter_rank or exits.layer or exits.classifier)
+    ):
+        raise OptionError(
+            "train: exits requires something that exits add: loss.exits.adapter_rank, layer, head_rank or classifier"
+        )
+    if exits is not None and exits.exit_vocab and not recipe.exits_only:
+        raise OptionError(
+            f"loss.exits.exit_vocab requires train: exits, got train: {recipe.train}; exits copy their rows of "
+            "the head, which must not learn"
+        )
+    for name in AMOUNTS:
+        section, field = name.split(".")
+        value = getattr(getattr(recipe, section), field)
+        if value is not None:
+            parse_amount(name, value)
 
 
-def _short(message: str) -> str:
-    """jsonargparse's message in one line: the field, what it may be, what it is."""
-    keys = re.findall(r'Parser key "(?:recipe\.)?([^"]+)"', message)
-    single = re.search(r"Expected a (.+?)\. Got value: (.*)", message)
-    unions = re.findall(r"Subtypes: \[(.+)\]", message)
-    given = re.search(r"Given value: (.*)", message)
-    if keys and single is not None:
-        return f"{'.'.join(keys)} must be {_plain(single[1])}, got {single[2]}"
-    if keys and unions and given is not None:
-        return f"{'.'.join(keys)} must be {_plain(unions[-1])}, got {given[1]}"
-    return " ".join(message.split())
-
-
-def _plain(kinds: str) -> str:
-    """Type annotations as jsonargparse prints them, one or several, in a user's words."""
-    kinds = re.sub(r"\b(typing\.|(Union|Optional)\[)", "", kinds)
-    found = re.findall(r"Literal\[(.+?)\]|<class '(?:\w+\.)*(\w+)'>|(\w+)\[", kinds)
-    words = [
-        _literal(literal) if literal else PLAIN.get(name or generic, name or generic) for literal, name, generic in found
-    ]
-    return " or ".join(words)
-
-
-def _literal(values: str) -> str:
-    return f"one of {values}" if "," in values else values
+def _given(section: str, names: list[str]) -> str:
+    if not names:
+        return "none"
+    return f"{' and '.join(names)}; null takes one out, such as --{section}.{names[-1]} null"

@@ -12,8 +12,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Protocol
 
-from fathomlm.checkpoints.durable import make_directories, sync_directory
-from fathomlm.checkpoints.writing import whole_file
+from fathomlm.checkpoints.writing import make_directories, sync_directory, whole_file
 from fathomlm.errors import DataError, OptionError, OutputError
 from fathomlm.jsonfile import parse_object
 from fathomlm.train.recipe import Recipe

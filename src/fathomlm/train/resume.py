@@ -100,7 +100,7 @@ def data_fingerprint(corpus: Corpus) -> str:
 
 def check_data(corpus: Corpus, state: TrainingState, where: str) -> None:
     """Refuse to go on with other data: the position in them would mean nothing."""
-    if state.progress.extra["data"] != data_fingerprint(corpus):
+    if state.progress.extra.data != data_fingerprint(corpus):
         raise TrainingError(
             f"{where} was trained on other data than {corpus.path} holds now; bring those back, or start another run"
         )
@@ -110,11 +110,11 @@ def check_branch(recipe: Recipe, state: TrainingState, rate: LearningRate, where
     """Refuse a branch that is not a cool-down from a plateau (thesis 4, appendix on the trapezoid schedule)."""
     saved = state.recipe
     _refuse(_differences(dataclasses.asdict(recipe), saved, FREE | BUDGET), where, "a branch changes only the budget")
-    step, warmup = state.progress.step, state.progress.extra["warmup"]
+    step, warmup = state.progress.step, state.progress.extra.warmup
     try:
         schedule = ScheduleRecipe(**saved["schedule"])
         check(schedule, "schedule.")
-        end = LearningRate.of(schedule, state.progress.extra["steps"]).plateau_end
+        end = LearningRate.of(schedule, state.progress.extra.steps).plateau_end
     except (KeyError, TypeError, ValueError, OptionError) as error:
         raise CheckpointError(f"{where}: {STATE} has a schedule that is not understood ({error})") from error
     kinds = {recipe.schedule.kind, str(schedule.kind)}

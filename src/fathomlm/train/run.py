@@ -16,14 +16,12 @@ from fathomlm.errors import TrainingError
 from fathomlm.model.seq2seq import FathomForSeq2SeqLM
 from fathomlm.train.checkpoint import load_checkpoint, save_checkpoint
 from fathomlm.train.data.loader import Prefetched
-from fathomlm.train.data.pairs import AnyBatch
-from fathomlm.train.data.segments import PreparationProgress
-from fathomlm.train.directory import RunDirectory
+from fathomlm.train.data.prepare import PreparationProgress
+from fathomlm.train.directory import RunDirectory, run_lock
 from fathomlm.train.distributed import World, choose_parallel, join, parallelize, whole
 from fathomlm.train.flops import forward_flops_per_token, model_flops_per_token
 from fathomlm.train.hardware import Rates
-from fathomlm.train.lock import run_lock
-from fathomlm.train.loop import PendingStep, SpeedMeter, Stepper, StepResult, prefetching
+from fathomlm.train.loop import PendingStep, SpeedMeter, Stepper, StepResult, prefetching, stop_requested
 from fathomlm.train.objective import Objective
 from fathomlm.train.optim import build_optimizer, choose_trained, state_bytes_per_weight
 from fathomlm.train.recipe import Recipe
@@ -39,8 +37,7 @@ from fathomlm.train.setup import (
     describe_student,
     open_data,
 )
-from fathomlm.train.signals import stop_requested
-from fathomlm.train.state import TrainingProgress, read_state
+from fathomlm.train.state import RunFacts, TrainingProgress, read_state
 from fathomlm.train.student import StudentSpec
 
 
@@ -165,7 +162,7 @@ class Run:
                 reporter.close()
         return self._summary()
 
-    def _loop(self, batches: Prefetched[AnyBatch], asked: threading.Event, reporter: Reporter | None) -> None:
+    def _loop(self, batches: Prefetched, asked: threading.Event, reporter: Reporter | None) -> None:
         """Step after step; results are read one step behind, except where something is due."""
         progress, stop = self._progress, False
         if self.recipe.evaluate.first and progress.step == 0:
@@ -276,12 +273,12 @@ class Run:
         if better:
             progress.best, progress.best_step = value, progress.step
         target = self._place.at(progress.step)
-        progress.extra = {
-            "steps": self._length.steps,
-            "warmup": self._rate.warmup,
-            "exits": self._exits,
-            "data": data_fingerprint(self._data.corpus),
-        }
+        progress.extra = RunFacts(
+            steps=self._length.steps,
+            warmup=self._rate.warmup,
+            exits=dict(self._exits),
+            data=data_fingerprint(self._data.corpus),
+        )
         if reporter is not None:
             reporter.sync()  # a run that goes on from this checkpoint has the records up to it
         save_checkpoint(
@@ -319,7 +316,7 @@ class Run:
         decoder = self._student.decoder
         if decoder.exit_vocab is not None:
             decoder.exit_vocab.take_rows(whole(decoder.head_weight))
-        self._exits = dict(self._progress.extra["exits"])
+        self._exits = self._progress.extra.exits
         self._watcher.note(f"going on from {start.path} (step {self._progress.step})")
 
     def _headline(self) -> str:

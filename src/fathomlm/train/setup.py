@@ -23,11 +23,10 @@ from fathomlm.model.hub import empty_model
 from fathomlm.model.seq2seq import FathomForSeq2SeqLM, FathomModel
 from fathomlm.train.data.corpus import Corpus
 from fathomlm.train.data.frequent import frequent_in_corpus
-from fathomlm.train.data.loader import Loader
+from fathomlm.train.data.loader import BatchLoader, Loader
 from fathomlm.train.data.options import PrepareOptions
-from fathomlm.train.data.pairs import PairLoader, Seq2SeqLoader
-from fathomlm.train.data.prepare import prepare
-from fathomlm.train.data.segments import PreparationProgress
+from fathomlm.train.data.pairs import PairLoader
+from fathomlm.train.data.prepare import PreparationProgress, prepare
 from fathomlm.train.distributed import World
 from fathomlm.train.losses.exits import exit_steps
 from fathomlm.train.recipe import DataRecipe, ExitRecipe, ModelRecipe, Recipe, parse_amount
@@ -45,7 +44,6 @@ from fathomlm.train.student import (
     yet_to_come,
 )
 
-AnyLoader = Loader | PairLoader | Seq2SeqLoader
 MOST_WIDTHS = 4
 """That pairs are padded to in a compiled run, of sources and of targets each; every pair of widths is a shape."""
 
@@ -55,8 +53,8 @@ class TrainingData:
     """The corpus, and its two splits as batches."""
 
     corpus: Corpus
-    train: AnyLoader
-    validation: AnyLoader | None
+    train: BatchLoader
+    validation: BatchLoader | None
 
 
 def open_data(recipe: Recipe, world: World, on_prepare: Callable[[PreparationProgress], None] | None = None) -> TrainingData:
@@ -89,7 +87,7 @@ def _verify(corpus: Corpus, how: bool | str, world: World) -> None:
         raise DataError(said)
 
 
-def make_loader(recipe: Recipe, corpus: Corpus, split: str) -> AnyLoader:
+def make_loader(recipe: Recipe, corpus: Corpus, split: str) -> BatchLoader:
     data = recipe.data
     shared: dict[str, Any] = {
         "batch": rows_per_step(recipe),

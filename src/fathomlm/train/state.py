@@ -15,9 +15,9 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
-from fathomlm.checkpoints.durable import SEAL, checksum, is_sealed, seal
+from fathomlm.checkpoints.writing import SEAL, checksum, is_sealed, seal
 from fathomlm.errors import CheckpointError
-from fathomlm.jsonfile import Fields, read_object
+from fathomlm.jsonfile import Fields, read_object, shown
 
 STATE = "training/state.json"
 FORMAT = 2
@@ -32,6 +32,18 @@ MAX_RANKS = 1 << 20
 
 class UnknownFormat(CheckpointError):
     """A whole checkpoint of another version of FathomLM: nothing is wrong with it, so nothing is to take its place."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunFacts:
+    """What a resumed run compares itself with, and where its exits are."""
+
+    steps: int
+    warmup: int
+    exits: dict[str, float]
+    """The last validation losses."""
+    data: str
+    """The fingerprint of the training tokens."""
 
 
 @dataclass(slots=True)
@@ -49,8 +61,7 @@ class TrainingProgress:
     best: float | None = None
     best_step: int | None = None
     validation: float | None = None
-    extra: dict[str, Any] = field(default_factory=dict)
-    """What a resumed run compares itself with: steps, warmup, data; and `exits`, the last validation losses."""
+    extra: RunFacts = field(default_factory=lambda: RunFacts(steps=0, warmup=0, exits={}, data=""))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,6 +88,16 @@ class TrainingState:
     @property
     def verifiable(self) -> bool:
         return bool(self.files)
+
+    def problem(self) -> str | None:
+        """What no run writes, although each field has its type."""
+        progress, extra = self.progress, self.progress.extra
+        counts = [progress.step, progress.rows, progress.tokens, progress.skipped, progress.best_step or 0, self.ranks - 1]
+        counts += [extra.steps, extra.warmup, *(entry.bytes for entry in self.files.values())]
+        if min(counts) < 0 or not progress.seconds >= 0 or self.ranks > MAX_RANKS:
+            return "a number is out of range"
+        strange = next((name for name in self.files if Path(name).is_absolute() or ".." in Path(name).parts), None)
+        return None if strange is None else f"{shown(strange)} is not a file within the checkpoint"
 
     def write(self, directory: Path) -> None:
         record = json.dumps(seal({"format": FORMAT, **asdict(self)}), indent=1)
@@ -119,13 +140,11 @@ def read_state(directory: Path) -> TrainingState:
         raise CheckpointError(f"{path} was altered since it was written (wrong checksum)")
     if number not in (UNVERIFIED, FORMAT):
         raise UnknownFormat(f"{directory} has format {number}; this version reads {UNVERIFIED} and {FORMAT}")
-    return TrainingState(
-        progress=_progress(fields.record("progress")),
-        ranks=fields.integer("ranks", at_least=1, at_most=MAX_RANKS),
-        optimizer=_optimizer(fields.record("optimizer")),
-        recipe=dict(fields.record("recipe").values),
-        files=_files(fields.record("files")) if number == FORMAT else {},
-    )
+    values = {name: value for name, value in fields.values.items() if name not in ("format", SEAL)}
+    state = Fields(values, str(path), error=CheckpointError).build(TrainingState)
+    if (problem := state.problem()) is not None:
+        raise CheckpointError(f"{path}: {problem}")
+    return state
 
 
 def verify(directory: Path) -> TrainingState:
@@ -161,52 +180,3 @@ def _check_shapes(directory: Path, state: TrainingState) -> None:
                 pass
         except (SafetensorError, OSError) as error:
             raise CheckpointError(f"{directory / name} is corrupt or truncated ({error})") from error
-
-
-def _progress(fields: Fields) -> TrainingProgress:
-    extra = fields.record("extra")
-    for name in ("steps", "warmup"):
-        extra.integer(name, at_least=0)
-    extra.text("data")
-    exits = extra.record("exits")
-    return TrainingProgress(
-        step=fields.integer("step", at_least=0),
-        rows=fields.integer("rows", at_least=0),
-        tokens=fields.integer("tokens", at_least=0),
-        seconds=fields.number("seconds", at_least=0),
-        skipped=fields.integer("skipped", at_least=0),
-        best=fields.number("best", default=None),
-        best_step=fields.integer("best_step", at_least=0, default=None),
-        validation=_loss(fields, "validation"),
-        extra={**extra.values, "exits": {name: _loss(exits, name) for name in exits}},
-    )
-
-
-def _loss(fields: Fields, name: str) -> float | None:
-    """A number that may be infinite or NaN, as the loss of a run that went wrong is."""
-    value = fields.raw(name)
-    if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
-        raise fields.wrong(name, "a number")
-    return None if value is None else float(value)
-
-
-def _optimizer(fields: Fields) -> dict[str, dict[str, float]]:
-    found = {}
-    for weight in fields:
-        numbers = fields.record(weight)
-        for name in numbers:
-            if _loss(numbers, name) is None:
-                raise numbers.wrong(name, "a number")
-        found[weight] = dict(numbers.values)
-    return found
-
-
-def _files(fields: Fields) -> dict[str, FileChecksum]:
-    found = {}
-    for name in fields:
-        place = Path(name)
-        if place.is_absolute() or ".." in place.parts:
-            raise fields.wrong(name, "a file within the checkpoint")
-        entry = fields.record(name)
-        found[name] = FileChecksum(bytes=entry.integer("bytes", at_least=0), blake2b=entry.text("blake2b"))
-    return found

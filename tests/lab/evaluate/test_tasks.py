@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from fathomlm.errors import DataError, OptionError
+from fathomlm.jsonfile import Fields
 from fathomlm.lab.evaluate.encoding import TextEncoder
 from fathomlm.lab.evaluate.likelihood import FORMS, Question, answer, build_items, count, read_task, recognise, samples
 from fathomlm.lab.evaluate.outputs import FULL, Output
-from fathomlm.lab.evaluate.records import JsonRow
 from fathomlm.lab.evaluate.scoring import Score, Scorer
 from fathomlm.lab.evaluate.tasks import GROUPS, TASKS, check_folder, find_file, gather, members, shots_file
 from lab.evaluate.evaluate_models import model_of, slow_score
@@ -46,7 +46,7 @@ PROMPTS: dict[str, tuple[tuple[str, str], ...]] = {
 
 
 def item_of(record: Record, *, bare: bool = False) -> Question:
-    row = JsonRow(record, "here line 1")
+    row = Fields(record, "here line 1", error=DataError)
     return build_items([row], recognise(row), bare=bare)[0]
 
 
@@ -65,7 +65,7 @@ def questions(many: int, first: int = 0) -> list[Record]:
 
 @pytest.mark.parametrize("name", FORMS)
 def test_each_form_asks_as_the_harness_does(name: str) -> None:
-    assert recognise(JsonRow(ROWS[name], "here")) is FORMS[name]
+    assert recognise(Fields(ROWS[name], "here", error=DataError)) is FORMS[name]
     item = item_of(ROWS[name])
     assert item.behind("") == PROMPTS[name]
     assert item.gold == ROWS[name].get("gold", 0)
@@ -80,17 +80,17 @@ def test_a_bare_question_stands_alone() -> None:
 @pytest.mark.parametrize(
     ("name", "change", "message"),
     [
-        ("question", {"gold": 2}, "'gold' must be from 0 to 1, one of the choices; got 2"),
+        ("question", {"gold": 2}, "gold must be an integer from 0 to 1, got 2"),
         ("question", {"gold": -1}, "from 0 to 1"),
         ("question", {"gold": True}, "from 0 to 1"),
         ("question", {"gold": "0"}, "got '0'"),
         ("question", {"choices": ["one"]}, "at least two choices, got 1"),
         ("question", {"choices": "one"}, "at least two choices, got 1"),
         ("question", {"choices": ["one", ""]}, "a choice in 'choices' is empty"),
-        ("question", {"choices": ["one", 2]}, "must be a text or a list of texts"),
-        ("question", {"question": None}, "'question' holds null, not text"),
-        ("question", {"question": "\ud800"}, "half a character"),
-        ("word", {"target": 5}, "'target' holds a number, not text"),
+        ("question", {"choices": ["one", 2]}, "choices must be a list of strings, and holds 2"),
+        ("question", {"question": None}, "question must be a string, got null"),
+        ("question", {"question": "\ud800"}, "question must be a string, got"),
+        ("word", {"target": 5}, "target must be a string, got 5"),
     ],
 )
 def test_rows_that_cannot_be_asked_say_where(name: str, change: Record, message: str) -> None:
@@ -100,7 +100,7 @@ def test_rows_that_cannot_be_asked_say_where(name: str, change: Record, message:
 
 def test_unknown_forms_say_what_is_known() -> None:
     with pytest.raises(DataError, match=r"no task has the fields text; known forms: .*`fathomlm eval ppl`"):
-        recognise(JsonRow({"text": "a"}, "here"))
+        recognise(Fields({"text": "a"}, "here", error=DataError))
 
 
 def test_accuracy_and_perplexity_by_hand() -> None:
@@ -140,7 +140,7 @@ def test_a_task_is_its_rows_scored_one_by_one(name: str, tmp_path: Path) -> None
     for output, answered in zip(outputs, found, strict=True):
         slow = [
             [slow_score(model, output, pair) for pair in encoder.pairs(item.behind(""))]
-            for item in build_items([JsonRow(each, "") for each in rows], FORMS[name])
+            for item in build_items([Fields(each, "", error=DataError) for each in rows], FORMS[name])
         ]
         for mine, theirs in zip(answered.scores, slow, strict=True):
             assert [s.log_likelihood for s in mine] == pytest.approx([s.log_likelihood for s in theirs], abs=1e-4)

@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from fathomlm.errors import DataError, OptionError
+from fathomlm.jsonfile import Fields
 from fathomlm.lab.evaluate.encoding import TextEncoder, TextPair
-from fathomlm.lab.evaluate.records import JsonRow, read_rows
+from fathomlm.lab.evaluate.records import one_or_more, read_rows
 from fathomlm.lab.evaluate.scoring import OnProgress, Score, Scorer, perplexity_of
 from fathomlm.lab.evaluate.tasks import Metrics, accuracy_error, named, shots_file
 
@@ -54,7 +55,7 @@ class TaskForm:
 
     fields: tuple[str, ...]
     """Those that it needs; it is recognised by them."""
-    build: Callable[[JsonRow, bool], Question]
+    build: Callable[[Fields, bool], Question]
     """`bare` leaves out the words Question and Answer."""
     word: bool = False
     """Whether a word is predicted, so that there is nothing to choose from."""
@@ -62,32 +63,36 @@ class TaskForm:
     """Whether all choices have the same continuation, so that there is nothing to normalise."""
 
 
-def _word(row: JsonRow, bare: bool) -> Question:
+def _word(row: Fields, bare: bool) -> Question:
     target = row.text("target")
     return Question(asked=((row.text("context"), f" {target}"),), gold=0, lengths=(_bytes(target),))
 
 
-def _options(row: JsonRow, bare: bool) -> Question:
+def _options(row: Fields, bare: bool) -> Question:
     contexts, continuation = _several(row, "context_options"), row.text("continuation")
     asked = tuple((context, f" {continuation.strip()}") for context in contexts)
-    return Question(asked=asked, gold=row.index("gold", len(contexts)), lengths=(_bytes(continuation),) * len(contexts))
+    return Question(
+        asked=asked,
+        gold=row.integer("gold", at_least=0, at_most=len(contexts) - 1),
+        lengths=(_bytes(continuation),) * len(contexts),
+    )
 
 
-def _passage(row: JsonRow, bare: bool) -> Question:
+def _passage(row: Fields, bare: bool) -> Question:
     return _chosen(row, f"{row.text('passage').strip()}\n{_question(row, bare)}")
 
 
-def _subject(row: JsonRow, bare: bool) -> Question:
+def _subject(row: Fields, bare: bool) -> Question:
     subject = row.text("subject").replace("_", " ")
     preamble = f"The following are questions (with answers) about {subject}.\n\n"
     return _chosen(row, _question(row, bare), preamble, subject)
 
 
-def _plain_question(row: JsonRow, bare: bool) -> Question:
+def _plain_question(row: Fields, bare: bool) -> Question:
     return _chosen(row, _question(row, bare))
 
 
-def _continuation(row: JsonRow, bare: bool) -> Question:
+def _continuation(row: Fields, bare: bool) -> Question:
     return _chosen(row, row.text("context"))
 
 
@@ -102,40 +107,40 @@ FORMS: dict[str, TaskForm] = {
 """In the order in which they are tried."""
 
 
-def recognise(row: JsonRow) -> TaskForm:
+def recognise(row: Fields) -> TaskForm:
     """The form of a file, by its first row."""
     for form in FORMS.values():
-        if all(name in row.fields for name in form.fields):
+        if all(name in row for name in form.fields):
             return form
     forms = "; ".join(", ".join(form.fields) for form in FORMS.values())
     raise DataError(
-        f"{row.where}: no task has the fields {', '.join(row.fields) or '(none)'}; known forms: {forms}. Texts to write are "
+        f"{row.where}: no task has the fields {', '.join(row) or '(none)'}; known forms: {forms}. Texts to write are "
         "for `fathomlm eval generate`, plain text for `fathomlm eval ppl`"
     )
 
 
-def build_items(rows: Iterable[JsonRow], form: TaskForm, *, bare: bool = False) -> list[Question]:
+def build_items(rows: Iterable[Fields], form: TaskForm, *, bare: bool = False) -> list[Question]:
     return [form.build(row, bare) for row in rows]
 
 
-def _question(row: JsonRow, bare: bool) -> str:
+def _question(row: Fields, bare: bool) -> str:
     question = row.text("question").strip()
     return question if bare else f"Question: {question}\nAnswer:"
 
 
-def _chosen(row: JsonRow, context: str, preamble: str = "", subject: str | None = None) -> Question:
+def _chosen(row: Fields, context: str, preamble: str = "", subject: str | None = None) -> Question:
     found = _several(row, "choices")
     return Question(
         asked=tuple((context, f" {choice}") for choice in found),
-        gold=row.index("gold", len(found)),
+        gold=row.integer("gold", at_least=0, at_most=len(found) - 1),
         lengths=tuple(_bytes(choice) for choice in found),
         preamble=preamble,
         subject=subject,
     )
 
 
-def _several(row: JsonRow, name: str) -> tuple[str, ...]:
-    found = row.texts(name)
+def _several(row: Fields, name: str) -> tuple[str, ...]:
+    found = one_or_more(row, name)
     if len(found) < 2:
         raise DataError(f"{row.where}: '{name}' must have at least two choices, got {len(found)}")
     if not all(text.strip() for text in found):

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fathomlm.errors import DataError, OptionError
+from fathomlm.jsonfile import Fields
 from fathomlm.lab.evaluate.likelihood import worked_examples
-from fathomlm.lab.evaluate.records import JsonRow, read_rows
+from fathomlm.lab.evaluate.records import one_or_more, read_rows
 from fathomlm.lab.evaluate.tasks import shots_file
 
 _FIELD = re.compile(r"\{(\w+)\}")
@@ -82,10 +83,10 @@ def choose_form(
     if source is not None and prompt is not None:
         raise OptionError("--source names the field that is the prompt, --prompt makes one of several; give one of them")
     (first,) = read_rows(path, limit=1)
-    known = next((form for form in FORMS.values() if all(name in first.fields for name in form.fields)), None)
+    known = next((form for form in FORMS.values() if all(name in first for name in form.fields)), None)
     if known is None and (reference is None or (source is None and prompt is None)):
         raise OptionError(
-            f"{path} has the fields {', '.join(first.fields) or '(none)'}; say with --source (or --prompt) and --reference "
+            f"{path} has the fields {', '.join(first) or '(none)'}; say with --source (or --prompt) and --reference "
             "which hold the prompt and what should follow it"
         )
     asked = prompt if source is None else f"{{{source}}}"
@@ -100,7 +101,7 @@ def choose_form(
     if form.metric is None:
         raise OptionError("say with --metric what to measure: rouge, bleu, squad or number")
     if not _FIELD.search(form.prompt):
-        raise OptionError(f"--prompt names no field of a row, such as {{{next(iter(first.fields), 'source')}}}")
+        raise OptionError(f"--prompt names no field of a row, such as {{{next(iter(first), 'source')}}}")
     if form.shots < 0:
         raise OptionError(f"--shots must be >= 0, got {form.shots}")
     return form
@@ -123,9 +124,9 @@ def _behind(samples: Sequence[Sample], examples: Sequence[str]) -> list[Sample]:
     return [dataclasses.replace(sample, prompt=text + sample.prompt) for sample, text in zip(samples, examples, strict=True)]
 
 
-def _sample(row: JsonRow, template: str, form: PromptForm) -> Sample:
+def _sample(row: Fields, template: str, form: PromptForm) -> Sample:
     prompt = _FIELD.sub(lambda found: row.text(found[1]), template)
     if not prompt.strip():
         raise DataError(f"{row.where}: the prompt is empty")
     source = prompt if form.source is None else row.text(form.source)
-    return Sample(prompt=prompt, references=row.texts(form.reference), where=row.where, source=source)
+    return Sample(prompt=prompt, references=one_or_more(row, form.reference), where=row.where, source=source)

@@ -13,8 +13,8 @@ import numpy as np
 import numpy.typing as npt
 
 from fathomlm.errors import DataError, choices
-from fathomlm.train.data.blocks import SAMPLE, damaged
 from fathomlm.train.data.manifest import SPLITS, Manifest, Shard, Split
+from fathomlm.train.data.shards import SAMPLE, damaged
 from fathomlm.train.data.tokenizers import find_tokenizer, fingerprint
 
 Verify = Literal["off", "sample", "full"]

@@ -8,13 +8,14 @@ Shapes: B rows of this device, T positions.
 
 from __future__ import annotations
 
+import dataclasses
 import operator
 import queue
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -42,6 +43,11 @@ class Batch:
     """Which of the row's documents each input is in, from 0 on, -1 for padding; int32, for masked attention."""
     keep_BT: Tensor | None = None
     """False at padding; given for pairs, whose rows differ in length."""
+    source_BS: Tensor | None = None
+    """Of an encoder: source tokens with the separator, padded on the right, int64. `tokens_BT` is then what the decoder
+    reads, its start token and all of the target but the last token, and `targets_BT` the target."""
+    source_keep_BS: Tensor | None = None
+    """False at padding of the source."""
 
     @property
     def rows(self) -> int:
@@ -69,21 +75,11 @@ class Batch:
     @property
     def inputs(self) -> dict[str, Tensor | None]:
         """What the objective reads, by its names."""
-        return {
-            "tokens_BT": self.tokens_BT,
-            "targets_BT": self.targets_BT,
-            "keep_BT": self.keep_BT,
-            "documents_BT": self.documents_BT,
-        }
+        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
 
     def _map(self, change: Callable[[Tensor], Tensor]) -> Batch:
-        documents, keep = self.documents_BT, self.keep_BT
-        return Batch(
-            tokens_BT=change(self.tokens_BT),
-            targets_BT=change(self.targets_BT),
-            documents_BT=None if documents is None else change(documents),
-            keep_BT=None if keep is None else change(keep),
-        )
+        changed = {name: change(tensor) for name, tensor in self.inputs.items() if tensor is not None}
+        return dataclasses.replace(self, **changed)
 
 
 class SampleOrder:
@@ -202,26 +198,18 @@ def check_micro(rows: int, micro: int) -> None:
         raise OptionError(f"{rows} samples a device do not divide into micro-batches of {micro}")
 
 
-class _Splits(Protocol):
-    def split(self, rows: int) -> list[Any]: ...
-
-    def pin(self) -> Any: ...
-
-
-Made = TypeVar("Made", bound=_Splits)
-Made_co = TypeVar("Made_co", bound=_Splits, covariant=True)
-
-
-class Batches(Protocol[Made_co]):
-    """What can be prefetched: `Loader`, and both forms of pairs."""
+class BatchLoader(Protocol):
+    """What can be prefetched: `Loader` and `PairLoader`."""
 
     batch: int
 
-    def batch_at(self, start: int, count: int, rank: int = 0, world: int = 1) -> Made_co: ...
+    def __len__(self) -> int: ...
+
+    def batch_at(self, start: int, count: int, rank: int = 0, world: int = 1) -> Batch: ...
 
 
 def prefetch(
-    loader: Batches[Made],
+    loader: BatchLoader,
     *,
     start: int = 0,
     steps: int | None = None,
@@ -230,7 +218,7 @@ def prefetch(
     micro: int | None = None,
     ahead: int = 4,
     pin: bool = False,
-) -> Prefetched[Made]:
+) -> Prefetched:
     """This device's micro-batches of consecutive steps from sample `start` on, made by a thread while others are used.
 
     `micro` rows each, all of a step's rows where None; `steps` steps, endless where None. What comes is what `batch_at`
@@ -241,7 +229,7 @@ def prefetch(
     rows = loader.batch // world
     check_micro(rows, micro or rows)
 
-    def produce() -> Iterator[Made]:
+    def produce() -> Iterator[Batch]:
         done = 0
         while steps is None or done < steps:
             whole = loader.batch_at(start + done * loader.batch, loader.batch, rank, world)
@@ -252,20 +240,20 @@ def prefetch(
     return Prefetched(produce(), ahead)
 
 
-class Prefetched(Generic[Made]):
+class Prefetched:
     """An iterator whose items a thread makes in advance, at most `ahead` of them."""
 
-    def __init__(self, items: Iterator[Made], ahead: int) -> None:
-        self._ready: queue.Queue[tuple[Made | None, BaseException | None]] = queue.Queue(max(1, ahead))
+    def __init__(self, items: Iterator[Batch], ahead: int) -> None:
+        self._ready: queue.Queue[tuple[Batch | None, BaseException | None]] = queue.Queue(max(1, ahead))
         self._stop = threading.Event()
         self._over = False
         self._thread = threading.Thread(target=self._work, args=(items,), name="prefetch", daemon=True)
         self._thread.start()
 
-    def __iter__(self) -> Prefetched[Made]:
+    def __iter__(self) -> Prefetched:
         return self
 
-    def __next__(self) -> Made:
+    def __next__(self) -> Batch:
         if self._over:
             raise StopIteration
         item, error = self._ready.get()
@@ -274,7 +262,7 @@ class Prefetched(Generic[Made]):
             raise error or StopIteration
         return item
 
-    def __enter__(self) -> Prefetched[Made]:
+    def __enter__(self) -> Prefetched:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
@@ -286,7 +274,7 @@ class Prefetched(Generic[Made]):
         self._stop.set()
         self._thread.join()
 
-    def _work(self, items: Iterator[Made]) -> None:
+    def _work(self, items: Iterator[Batch]) -> None:
         try:
             for item in items:
                 if not self._put(item, None):
@@ -295,7 +283,7 @@ class Prefetched(Generic[Made]):
         except BaseException as error:  # handed to whoever is waiting, who would wait for ever otherwise
             self._put(None, error)
 
-    def _put(self, item: Made | None, error: BaseException | None) -> bool:
+    def _put(self, item: Batch | None, error: BaseException | None) -> bool:
         while not self._stop.is_set():
             try:
                 self._ready.put((item, error), timeout=0.1)

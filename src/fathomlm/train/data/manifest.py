@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Literal
 
-from fathomlm.checkpoints.durable import SEAL, is_sealed, seal
-from fathomlm.checkpoints.writing import whole_file
+from fathomlm.checkpoints.writing import SEAL, is_sealed, seal, whole_file
 from fathomlm.errors import DataError
 from fathomlm.jsonfile import Fields, read_object, shown
 from fathomlm.train.data.sources import DataSource
@@ -18,7 +17,6 @@ VERSION = 2
 READS = (1, 2)
 """Version 1 has neither checksums of blocks nor one of corpus.json itself."""
 SPLITS = ("train", "validation")
-KINDS = ("tokens", "pairs")
 MAX_MANIFEST = 64 << 20
 _MOST = 1 << 53
 
@@ -36,7 +34,7 @@ class Shard:
     index_sha256: str
     """Of the .idx file, followed by the .mid file where there is one."""
     blocks: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    """By suffix, the checksums of a file's blocks (`blocks.py`); empty in corpora that were made before there were any."""
+    """By suffix, the checksums of a file's blocks (`shards.py`); empty in corpora that were made before there were any."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,14 +67,14 @@ class Manifest:
     """The contents of corpus.json."""
 
     version: int = VERSION
-    kind: str
+    kind: Literal["tokens", "pairs"]
     """tokens: documents in one stream; pairs: a source and a target each."""
     tokenizer: str
     """Where the tokenizer came from, in the words of the one who prepared."""
     fingerprint: str
     """What the tokenizer is known by; see `tokenizers.fingerprint`."""
     vocab: int
-    dtype: str
+    dtype: Literal["uint16", "uint32"]
     """uint16 where the vocabulary has room in it, else uint32; little-endian."""
     separator: int
     """The token that ends every document and every target."""
@@ -147,38 +145,26 @@ class Manifest:
             raise DataError(f"{path} has format version {found}, and this FathomLM reads {known}; prepare it again")
         if (SEAL in record or record["version"] != READS[0]) and not is_sealed(record):
             raise DataError(f"{path} was altered since it was written (wrong checksum); prepare it again with --force")
-        record = {key: value for key, value in record.items() if key != SEAL}
-        try:
-            _check_types(Fields(record, str(path), error=DataError))
-            return cls._from_dict(record)
-        except (TypeError, ValueError, KeyError, AttributeError) as error:
-            raise DataError(f"{path} is damaged ({error}); prepare the corpus again with --force") from error
+        record = {key: value for key, value in record.items() if key != SEAL} | {"version": VERSION}
+        manifest = Fields(record, str(path), error=DataError).build(cls)
+        if (problem := manifest._problem()) is not None:
+            raise DataError(f"{path} is damaged ({problem}); prepare the corpus again with --force")
+        return manifest
 
-    @classmethod
-    def _from_dict(cls, record: dict[str, Any]) -> Manifest:
-        if unknown := set(record) - {f.name for f in fields(cls)}:
-            raise ValueError(f"unknown key '{min(unknown)}'")
-        if (
-            record["kind"] not in KINDS
-            or record["dtype"] not in ("uint16", "uint32")
-            or set(record["splits"]) != set(SPLITS)
-        ):
-            raise ValueError("kind, dtype or splits have values that are not known")
-        read = {
-            "columns": tuple(record["columns"]),
-            "sources": tuple(DataSource(**source) for source in record["sources"]),
-            "cursor": Cursor(**record["cursor"]),
-            "splits": {
-                name: Split(**{**split, "shards": tuple(_shard(shard) for shard in split["shards"])})
-                for name, split in record["splits"].items()
-            },
-        }
-        return cls(**{**record, **read, "version": VERSION})
-
-
-def _shard(record: dict[str, Any]) -> Shard:
-    blocks = {suffix: tuple(found) for suffix, found in record.get("blocks", {}).items()}
-    return Shard(**{**record, "blocks": blocks})
+    def _problem(self) -> str | None:
+        """What no preparation writes, although each field has its type."""
+        shards = [shard for split in self.splits.values() for shard in split.shards]
+        counts = [self.separator, self.vocab - 1, self.shard_tokens - 1, self.empty_documents, self.long_documents]
+        counts += [self.max_tokens or 0, self.skip_above or 0, self.cursor.source, self.cursor.documents]
+        counts += [source.bytes or 0 for source in self.sources]
+        parts: list[Split | Shard] = [*self.splits.values(), *shards]
+        counts += [count for part in parts for count in (part.tokens, part.documents)]
+        if not 0 <= min(counts) <= max(counts) <= _MOST or not 0 <= self.validation_fraction <= 1:
+            return "a number is out of range"
+        if set(self.splits) != set(SPLITS):
+            return f"its splits must be {' and '.join(SPLITS)}"
+        stranger = next((shard.file for shard in shards if Path(shard.file).name != shard.file), None)
+        return None if stranger is None else f"{shown(stranger)} is not the name of a file beside {FILE}"
 
 
 _SETTINGS = {
@@ -192,44 +178,6 @@ _SETTINGS = {
     "skip_above": "largest document",
 }
 """What decides a corpus besides its tokenizer and sources, and how it is called."""
-
-
-def _check_types(record: Fields) -> None:
-    """What a file says is of the types above, before it is believed."""
-    for name in ("tokenizer", "fingerprint", "kind", "dtype"):
-        record.text(name)
-    for name in ("vocab", "shard_tokens"):
-        record.integer(name, at_least=1, at_most=_MOST)
-    record.integer("separator", at_least=0, at_most=_MOST)
-    for name in ("max_tokens", "empty_documents", "skip_above", "long_documents"):
-        record.integer(name, at_least=0, at_most=_MOST, default=0)
-    record.number("validation_fraction", at_least=0.0, at_most=1.0)
-    record.text("source_prefix", default="")
-    record.flag("complete", default=False)
-    record.texts("columns")
-    for source in record.records("sources"):
-        source.text("name")
-        source.text("kind")
-        source.integer("bytes", at_least=0, default=None)
-        source.flag("validation")
-    parts = [record.record("cursor")] if "cursor" in record else []
-    for cursor in parts:
-        cursor.integer("source", at_least=0, at_most=_MOST, default=0)
-        cursor.integer("documents", at_least=0, at_most=_MOST, default=0)
-    splits = record.record("splits")
-    for split in (splits.record(name) for name in splits):
-        counts = [split, *split.records("shards")]
-        for part in counts:
-            part.integer("tokens", at_least=0, at_most=_MOST)
-            part.integer("documents", at_least=0, at_most=_MOST)
-        for shard in counts[1:]:
-            for name in ("sha256", "index_sha256"):
-                shard.text(name)
-            if (blocks := shard.record("blocks", default=None)) is not None:
-                for suffix in blocks:
-                    blocks.texts(suffix)
-            if Path(shard.text("file")).name != shard.text("file"):
-                raise shard.wrong("file", "the name of a file beside corpus.json")
 
 
 def _say(value: object) -> str:

@@ -8,73 +8,20 @@ Shapes: B rows of this device, S source positions, T target (or all) positions.
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Callable
-from dataclasses import dataclass
+import copy
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import Tensor
 
 from fathomlm.errors import OptionError
 from fathomlm.train.data.corpus import PairStream
-from fathomlm.train.data.loader import IGNORE, Batch, SampleOrder, check_micro, rank_slice
+from fathomlm.train.data.loader import IGNORE, Batch, SampleOrder, rank_slice
 
 MULTIPLE = 8
 """Widths are rounded up to this, which is what matrix units like."""
 
 _Pair = tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PairBatch:
-    """What one device reads at once, for a model that reads the source apart from the target."""
-
-    source_BS: Tensor
-    """Source tokens with the separator, padded on the right, int64."""
-    source_keep_BS: Tensor
-    """False at padding."""
-    tokens_BT: Tensor
-    """What the decoder reads: its start token, then all of the target but the last token; int64."""
-    targets_BT: Tensor
-    """Target tokens with the separator, -100 at padding, int64."""
-
-    @property
-    def rows(self) -> int:
-        return self.source_BS.shape[0]
-
-    def split(self, rows: int) -> list[PairBatch]:
-        """Micro-batches of so many rows."""
-        check_micro(self.rows, rows)
-        return [self._map(operator.itemgetter(slice(at, at + rows))) for at in range(0, self.rows, rows)]
-
-    def pin(self) -> PairBatch:
-        """In memory that a GPU copies from by itself."""
-        return self._map(lambda tensor: tensor.pin_memory())
-
-    def to(self, device: torch.device | str) -> PairBatch:
-        return self._map(lambda tensor: tensor.to(device, non_blocking=True))
-
-    def pick(self, rows_R: Tensor) -> PairBatch:
-        """Some rows, in any order, also repeated."""
-        return self._map(lambda tensor: tensor[rows_R])
-
-    @property
-    def inputs(self) -> dict[str, Tensor | None]:
-        """What the objective reads, by its names."""
-        return {name: getattr(self, name) for name in ("tokens_BT", "targets_BT", "source_BS", "source_keep_BS")}
-
-    def _map(self, change: Callable[[Tensor], Tensor]) -> PairBatch:
-        return PairBatch(
-            source_BS=change(self.source_BS),
-            source_keep_BS=change(self.source_keep_BS),
-            tokens_BT=change(self.tokens_BT),
-            targets_BT=change(self.targets_BT),
-        )
-
-
-AnyBatch = Batch | PairBatch
 
 
 class PairLoader:
@@ -108,6 +55,7 @@ class PairLoader:
         self._source_length = source_length
         self._target_length = target_length
         self._widths = widths
+        self._first: int | None = None
         self._order = SampleOrder(len(pairs), seed=seed, shuffle=shuffle)
 
     def __len__(self) -> int:
@@ -119,7 +67,9 @@ class PairLoader:
         return self._order.samples(start, count)
 
     def batch_at(self, start: int, count: int, rank: int = 0, world: int = 1) -> Batch:
-        """Source and target in one row, with labels on the target only, for a decoder."""
+        """Source and target in one row, with labels on the target only, for a decoder; apart in the form of `seq2seq`."""
+        if self._first is not None:
+            return self._seq2seq_at(start, count, rank, world, self._first)
         mine, lengths = self._mine(start, count, rank, world)
         width = self._width(int(lengths.sum(axis=1).max()) - 1, self._source_length + self._target_length)
         tokens_BT = np.full((len(mine), width), self._separator, np.int64)
@@ -138,15 +88,14 @@ class PairLoader:
             keep_BT=torch.from_numpy(keep_BT),
         )
 
-    def seq2seq_at(self, start: int, count: int, rank: int = 0, world: int = 1, *, first: int | None = None) -> PairBatch:
-        """Source and target apart, for an encoder-decoder. The source ends with the separator too, as T5 was taught;
-        `first` is what the decoder reads first, the separator unless given."""
+    def _seq2seq_at(self, start: int, count: int, rank: int, world: int, first: int) -> Batch:
+        """The source ends with the separator too, as T5 was taught."""
         mine, lengths = self._mine(start, count, rank, world, behind_source=1)
         longest_S, longest_T = (int(longest) for longest in lengths.max(axis=0))
         S, T = self._width(longest_S, self._source_length), self._width(longest_T, self._target_length)
         source_BS = np.full((len(mine), S), self._separator, np.int64)
         keep_BS = np.zeros((len(mine), S), np.bool_)
-        tokens_BT = np.full((len(mine), T), self._separator if first is None else first, np.int64)
+        tokens_BT = np.full((len(mine), T), first, np.int64)
         targets_BT = np.full((len(mine), T), IGNORE, np.int64)
         for row, (source, target) in enumerate(mine):
             source = source[: self._source_length - 1]  # the row is full of separators: one stays behind the source
@@ -154,16 +103,19 @@ class PairLoader:
             keep_BS[row, : len(source) + 1] = True
             tokens_BT[row, 1 : len(target)] = target[:-1]
             targets_BT[row, : len(target)] = target
-        return PairBatch(
+        return Batch(
             source_BS=torch.from_numpy(source_BS),
             source_keep_BS=torch.from_numpy(keep_BS),
             tokens_BT=torch.from_numpy(tokens_BT),
             targets_BT=torch.from_numpy(targets_BT),
         )
 
-    def seq2seq(self, first: int | None = None) -> Seq2SeqLoader:
-        """This loader in its other form, for `prefetch`; `first` is the decoder's start token."""
-        return Seq2SeqLoader(self, first)
+    def seq2seq(self, first: int | None = None) -> PairLoader:
+        """This loader with source and target apart, for an encoder-decoder; `first` is what the decoder reads first, the
+        separator unless given."""
+        other = copy.copy(self)
+        other._first = self._separator if first is None else first
+        return other
 
     def _mine(
         self, start: int, count: int, rank: int, world: int, behind_source: int = 0
@@ -180,21 +132,6 @@ class PairLoader:
     def _width(self, longest: int, limit: int) -> int:
         multiple = MULTIPLE if self._widths is None else round_up(-(-limit // self._widths))
         return min(round_up(longest, multiple), round_up(max(limit, longest)))
-
-
-class Seq2SeqLoader:
-    """A `PairLoader` whose batches have source and target apart."""
-
-    def __init__(self, pairs: PairLoader, first: int | None = None) -> None:
-        self.batch = pairs.batch
-        self._pairs = pairs
-        self._first = first
-
-    def __len__(self) -> int:
-        return len(self._pairs)
-
-    def batch_at(self, start: int, count: int, rank: int = 0, world: int = 1) -> PairBatch:
-        return self._pairs.seq2seq_at(start, count, rank, world, first=self._first)
 
 
 def round_up(width: int, multiple: int = MULTIPLE) -> int:

@@ -1,25 +1,38 @@
 """Where documents come from: text files, JSON lines, Parquet and streamed Hugging Face datasets, read in a fixed order.
 
 A document is known by its source and its number there, which is all that a resumed preparation needs to find its place.
+Local files are not read through the `datasets` package: it infers one schema for a file, names no line in its errors, bounds
+no document, and goes on from a row only by parsing all rows before it.
 """
 
 from __future__ import annotations
 
 import difflib
 import glob
+import gzip
+import io
+import lzma
 import re
+import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from fathomlm.errors import DataError, OptionError
-from fathomlm.train.data.compressed import MOST, json_of, open_lines
+from fathomlm.jsonfile import parse
 from fathomlm.train.data.tokenizers import one_line, quiet_hub
 
 HUB = re.compile(r"hf:(?P<name>[\w.-]+/[\w.-]+)(:(?P<config>[^@]+))?(@(?P<split>.+))?")
 KNOWN = re.compile(r"\.(?P<text>txt|md)$|\.(jsonl|json-lines)(\.(gz|xz|zst))?$|\.(?P<parquet>parquet)$", re.IGNORECASE)
 NAMES = ".txt, .md, .jsonl (also .gz, .xz, .zst), .parquet"
+MOST = 64 << 20
+"""Bytes of one line, where no one says otherwise."""
+_CHUNK = 1 << 17
+_PIECE = 1 << 10
+"""Packed bytes that are unpacked at once: zstd makes at most 32,768 bytes of one, so this is at most 32 MB."""
+_WINDOW = 1 << 31
+"""The largest window that zstd's long mode uses."""
 _ROWS = 1024
 """Parquet rows that are read at once."""
 KINDS = {int: "a number", float: "a number", bool: "true or false", list: "a list", dict: "an object"}
@@ -121,7 +134,7 @@ def _expand_one(pattern: str, validation: bool) -> list[DataSource]:
     elif glob.has_magic(pattern):
         files = [Path(name) for name in glob.glob(str(path), recursive=True)]
     else:
-        raise DataError(_missing(path))
+        raise DataError(missing(path))
     wanted = sorted(file for file in files if KNOWN.search(file.name) and file.is_file())
     if not wanted:
         raise DataError(f"{pattern}: no file of a known kind is there; known: {NAMES}")
@@ -140,11 +153,12 @@ def _kind(path: Path) -> str:
     return "text" if found["text"] else "parquet" if found["parquet"] else "jsonl"
 
 
-def _missing(path: Path) -> str:
+def missing(path: Path, what: str = "source") -> str:
+    """The message for a file that is not there, with the nearest name beside it."""
     beside = [file.name for file in path.parent.iterdir()] if path.parent.is_dir() else []
     near = difflib.get_close_matches(path.name, beside, n=1)
     hint = f" (did you mean {path.parent / near[0]}?)" if near else ""
-    return f"the source {path} does not exist{hint}"
+    return f"the {what} {path} does not exist{hint}"
 
 
 def _read_text(source: DataSource, columns: tuple[str, ...], skip: int, limit: DocumentLimit) -> Iterator[Document]:
@@ -179,7 +193,7 @@ def _read_jsonl(source: DataSource, columns: tuple[str, ...], skip: int, limit: 
         if line is None:
             yield limit.refuse(where, columns, position)
             continue
-        record = json_of(line, number, where)
+        record = parse(line, where, error=DataError, nonfinite=True)
         if not isinstance(record, dict):
             raise DataError(f"{where}: a {type(record).__name__}, not a JSON object")
         yield Document(fields=_fields(record, columns, where), position=position)
@@ -275,3 +289,72 @@ def _module(name: str, source: DataSource) -> Any:
         raise DataError(
             f"reading {source.name} needs the package {name.split('.')[0]}: pip install 'fathomlm[train]'"
         ) from error
+
+
+def open_lines(path: Path, most: int = MOST) -> Iterator[tuple[bytes | None, int]]:
+    """Each line, with how many bytes of the file have been read for it. None stands for a line of more than `most` bytes,
+    which is never held whole: who goes on passes over it."""
+    try:
+        with path.open("rb") as file, _unpacked(path, file) as lines:
+            while line := lines.readline(most + 2):
+                if len(line.removesuffix(b"\n").removesuffix(b"\r")) <= most:
+                    yield line, file.tell()
+                    continue
+                yield None, file.tell()
+                while line and not line.endswith(b"\n"):
+                    line = lines.readline(_CHUNK)
+    except (EOFError, zlib.error, lzma.LZMAError, gzip.BadGzipFile) as error:
+        raise DataError(f"{path} is damaged or cut short ({error})") from error
+    except OSError as error:
+        raise DataError(f"cannot read {path}: {error.strerror or error}") from error
+
+
+def _unpacked(path: Path, file: IO[bytes]) -> IO[bytes] | io.BufferedIOBase:
+    match path.suffix.lower():
+        case ".gz":
+            return gzip.open(file, "rb")
+        case ".xz":
+            return lzma.open(file, "rb")
+        case ".zst":
+            return io.BufferedReader(_Zstd(file), _CHUNK)
+    return file
+
+
+class _Zstd(io.RawIOBase):
+    """zstandard's own reader takes a file that stops in the middle of a frame for a whole one; this one does not."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        try:
+            import zstandard
+        except ImportError as error:
+            raise DataError("reading .zst files needs the package zstandard: pip install 'fathomlm[train]'") from error
+        self._file = file
+        self._damage: type[Exception] = zstandard.ZstdError
+        self._context = zstandard.ZstdDecompressor(max_window_size=_WINDOW)
+        self._frame: Any | None = None
+        self._packed = memoryview(b"")
+        self._ready = memoryview(b"")
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        while not self._ready:
+            if not self._packed and not (packed := self._file.read(_CHUNK)):
+                if self._frame is not None:
+                    raise EOFError("the file ends within a frame")
+                return 0
+            self._packed = self._packed or memoryview(packed)
+            piece, rest = self._packed[:_PIECE], self._packed[_PIECE:]
+            self._frame = self._frame or self._context.decompressobj()
+            try:
+                self._ready = memoryview(self._frame.decompress(piece))
+            except self._damage as error:
+                raise EOFError(str(error)) from error
+            unused = len(self._frame.unused_data) if self._frame.eof else 0
+            self._packed = self._packed[len(piece) - unused :] if unused else rest
+            self._frame = None if self._frame.eof else self._frame
+        count = min(len(buffer), len(self._ready))
+        buffer[:count] = self._ready[:count]
+        self._ready = self._ready[count:]
+        return count

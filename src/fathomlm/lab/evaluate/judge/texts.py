@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fathomlm.errors import DataError, OptionError
-from fathomlm.lab.evaluate.records import JsonRow, read_rows
+from fathomlm.jsonfile import Fields
+from fathomlm.lab.evaluate.records import read_rows
 from fathomlm.lab.evaluate.tasks import stem
 
 SOURCES = ("source", "prompt")
@@ -70,33 +71,33 @@ def read_texts(
     return JudgedTexts(systems=_systems(paths, fields[0][1], names), rows=rows)
 
 
-def _fields(first: JsonRow, source: str | None, outputs: Sequence[str], *, alone: bool) -> tuple[str, tuple[str, ...]]:
+def _fields(first: Fields, source: str | None, outputs: Sequence[str], *, alone: bool) -> tuple[str, tuple[str, ...]]:
     """Which fields hold the source and the systems' texts."""
-    where = source or next((name for name in SOURCES if name in first.fields), None)
+    where = source or next((name for name in SOURCES if name in first), None)
     if outputs:
         if len(outputs) > (2 if alone else 1):
             raise OptionError("--output names one field of each of two files, or two fields of one file")
         found: tuple[str, ...] = tuple(outputs)
-    elif alone and all(name in first.fields for name in BOTH):
+    elif alone and all(name in first for name in BOTH):
         found = BOTH
     else:
-        found = tuple(name for name in OUTPUTS if name in first.fields)[:1]
+        found = tuple(name for name in OUTPUTS if name in first)[:1]
     if where is None or not found:
         raise OptionError(
-            f"{first.where} has the fields {', '.join(first.fields) or '(none)'}; say with --source and --output which hold "
+            f"{first.where} has the fields {', '.join(first) or '(none)'}; say with --source and --output which hold "
             "what was read and what was written"
         )
     return where, found
 
 
-def _source(row: JsonRow, name: str) -> str:
+def _source(row: Fields, name: str) -> str:
     text = row.text(name)
     if not text.strip():
         raise DataError(f"{row.where}: '{name}' is empty, so there is nothing to judge a text by")
     return text
 
 
-def _column(rows: Sequence[JsonRow], name: str) -> list[str]:
+def _column(rows: Sequence[Fields], name: str) -> list[str]:
     return [row.text(name) for row in rows]
 
 
