@@ -121,13 +121,11 @@ def test_a_wrong_field_is_named_with_its_rule_and_value(
 
 
 def test_inner_fields_are_named_by_their_path() -> None:
-    found = fields('{"plan": {"base_layers": 1000000000}, "steps": [{"layer": "a"}]}')
+    found = fields('{"plan": {"base_layers": 1000000000}}')
     with pytest.raises(
         CheckpointError, match=r"config.json: plan.base_layers must be an integer from 1 to 9, got 1000000000"
     ):
         found.record("plan").integer("base_layers", at_least=1, at_most=9)
-    with pytest.raises(CheckpointError, match=r"config.json: steps\[0\].layer must be an integer, got 'a'"):
-        found.records("steps")[0].integer("layer")
 
 
 def test_lines_are_bounded_before_they_are_read(tmp_path: Path) -> None:

@@ -257,19 +257,10 @@ class Fields:
             raise self.wrong(name, "an object")
         return Fields(value, self.where, error=self._error, prefix=f"{self._prefix}{name}.")
 
-    def records(self, name: str, *, default: list[Any] = REQUIRED) -> list[Fields]:
-        """A list of objects."""
-        found = []
-        for at, value in enumerate(self.items(name, default=default)):
-            if not isinstance(value, dict):
-                raise self._error(f"{self.where}: {self._prefix}{name} must be a list of objects, and holds {shown(value)}")
-            found.append(Fields(value, self.where, error=self._error, prefix=f"{self._prefix}{name}[{at}]."))
-        return found
-
     def build(self, cls: type[T], texts: bool = False) -> T:
         """A dataclass from fields of the same names, each as its annotation says: what is missing has its default, and any
         other name is refused. `texts` also takes numbers that are written as strings, as YAML reads 3e-4."""
-        hints = _hints(cls)
+        hints = _hints(cls)  # type: ignore[arg-type]
         for name in self.values:
             if name not in hints:
                 inside = f" in {self._prefix[:-1]}" if self._prefix else ""

@@ -133,7 +133,6 @@ def test_compiled_bfloat16_gradients_are_as_near_to_float32_as_eager_ones(autoca
 @pytest.mark.parametrize("capture", [False, True])
 def test_a_compiled_bf16_run_learns_and_resumes(tmp_path: Path, capture: bool) -> None:
     """Captured or not, with validations and checkpoints between the passes."""
-    pytest.importorskip("jsonargparse")
     from fathomlm.train.data.prepare import PrepareOptions, prepare
     from fathomlm.train.reading import build_recipe
     from fathomlm.train.run import train
