@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
+
+if TYPE_CHECKING:
+    from forked import Forked
 
 if "PYTEST_XDIST_WORKER" in os.environ:
     # Workers that share a machine's cores take one each, and so do the commands that they start: tiny models are slower on
@@ -129,6 +133,15 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture
+def start_python() -> Iterator[Callable[..., Forked]]:
+    """Starts programs (see `Forked`) and kills those that still run when the test is over."""
+    from forked import Forked
+
+    with ExitStack() as running:
+        yield lambda *given, **more: running.enter_context(closing(Forked(*given, **more)))
 
 
 @pytest.fixture(scope="session")

@@ -113,16 +113,11 @@ def test_wrong_options_exit_with_2_and_leave_nothing(plain, tmp_path, capsys, ar
     assert listing(tmp_path) == []
 
 
-def command(*arguments):
-    return [sys.executable, "-m", "fathomlm.cli.main", *map(str, arguments)]
-
-
 @pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
-def test_an_interrupted_conversion_leaves_nothing(plain, tmp_path, sent):
+def test_an_interrupted_conversion_leaves_nothing(plain, tmp_path, sent, start_python):
     """The process stops itself at the moment the weights are half written."""
     script = (
         "import os, signal, sys, fathomlm.checkpoints.save as s\n"
-        "signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job starts with it ignored\n"
         "from fathomlm.model.hub import FathomForCausalLM as F\n"
         "save = F.save_pretrained\n"
         "def half(self, d, **k):\n"
@@ -133,10 +128,11 @@ def test_an_interrupted_conversion_leaves_nothing(plain, tmp_path, sent):
         "from fathomlm.cli.main import main\n"
         f"sys.exit(main(['convert', {str(plain)!r}, {str(tmp_path / 'new' / 'm')!r}]))\n"
     )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
-    assert done.returncode == 2
-    assert done.stderr.strip().splitlines()[-1] == "fathomlm: interrupted; nothing was left half-written"
-    assert "Traceback" not in done.stderr
+    converting = start_python(script)
+    _, said = converting.communicate()
+    assert converting.returncode == 2
+    assert said.strip().splitlines()[-1] == "fathomlm: interrupted; nothing was left half-written"
+    assert "Traceback" not in said
     assert listing(tmp_path) == []
 
 
@@ -150,7 +146,7 @@ def test_what_a_killed_run_left_is_swept_by_the_next(plain, tmp_path):
     assert listing(tmp_path) == [mine.name, "m"], "a living process's work is not touched"
 
 
-def test_a_full_disk_leaves_nothing(plain, tmp_path):
+def test_a_full_disk_leaves_nothing(plain, tmp_path, start_python):
     """A limit on file size fails the write just as a full disk does: with an error from the operating system."""
     script = (
         "import resource, signal, sys\n"
@@ -160,10 +156,11 @@ def test_a_full_disk_leaves_nothing(plain, tmp_path):
         f"sys.exit(main([sys.argv[1], {str(plain)!r}, {str(tmp_path / 'm')!r}]))\n"
     )
     for verb in ("convert", "export"):
-        done = subprocess.run([sys.executable, "-c", script, verb], capture_output=True, text=True)
-        assert done.returncode == 2, done.stderr
-        assert "cannot write" in done.stderr.splitlines()[-1]
-        assert "Traceback" not in done.stderr
+        writing = start_python(script, verb)
+        _, said = writing.communicate()
+        assert writing.returncode == 2, said
+        assert "cannot write" in said.splitlines()[-1]
+        assert "Traceback" not in said
         assert listing(tmp_path) == []
 
 

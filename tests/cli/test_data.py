@@ -6,15 +6,13 @@ import gzip
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from functools import partial
 
 import pytest
 
 from fathomlm.cli.main import main
-from train.test_data_prepare import NEVER_COMPLETE
+from train.test_data_prepare import STANDS_STILL
 
 
 @pytest.fixture
@@ -111,15 +109,12 @@ def test_a_corpus_that_was_altered(text, tmp_path, capsys, mistake):
 
 
 @pytest.mark.parametrize("wait", [0, 3])
-def test_an_interrupt_keeps_what_is_finished(tmp_path, wait):
+def test_an_interrupt_keeps_what_is_finished(tmp_path, wait, start_python):
     source, out = tmp_path / "a.jsonl", tmp_path / "out"
-    source.write_text("".join(json.dumps({"text": f"document {n} " * 20}) + "\n" for n in range(30_000)))
-    command = [sys.executable, "-c", NEVER_COMPLETE, "data", "prepare", str(source), str(out)]
-    command += ["--tokenizer", "bytes", "--shard-tokens", "20k" if wait else "1B", "--workers", "2"]
-    # A shell starts what runs in its background deaf to Ctrl-C, and a child inherits that: not so here.
-    hears = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    process = subprocess.Popen(command, **pipes, start_new_session=True, text=True, preexec_fn=hears)
+    source.write_text("".join(json.dumps({"text": f"document {n} " * 20}) + "\n" for n in range(500)))
+    command = ["data", "prepare", str(source), str(out), "--tokenizer", "bytes", "--workers", "2"]
+    command += ["--shard-tokens", "20k" if wait else "1B"]
+    process = start_python(STANDS_STILL, str(wait), *command, new_session=True)
     while process.poll() is None:
         if (out / "corpus.json").exists() and len(list(out.glob("train-*.bin"))) >= wait:
             break

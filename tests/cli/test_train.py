@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
 import shlex
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from functools import partial
 
@@ -236,7 +233,7 @@ def losses(directory):
     return [(r["kind"], r["step"], r["loss"], r["parts"]) for r in records]
 
 
-LONG = ["--budget.steps", "120", "--checkpoint.every", "20", "--log.every", "1", "--evaluate.every", "0"]
+LONG = ["--budget.steps", "24", "--checkpoint.every", "4", "--log.every", "1", "--evaluate.every", "0"]
 
 
 STANDS_STILL = (
@@ -246,12 +243,12 @@ STANDS_STILL = (
     "step = TrainingBar.step\n"
     "def held(self, number, *more):\n"
     "    step(self, number, *more)\n"
-    "    while number == 50 and not os.path.exists('goes-on'):\n"
+    "    while number == 10 and not os.path.exists('goes-on'):\n"
     "        time.sleep(0.01)\n"
     "TrainingBar.step = held\n"
     "sys.exit(main(sys.argv[1:]))\n"
 )
-"""The command, which stands still after 50 of 120 steps until it is told to go on: it cannot end before a signal comes."""
+"""The command, which stands still after 10 of 24 steps until it is told to go on: it cannot end before a signal comes."""
 
 
 @pytest.fixture(scope="module")
@@ -260,14 +257,11 @@ def uninterrupted():
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
-def test_the_command_is_stopped_and_goes_on(number, recipe, capsys, tmp_path, uninterrupted):
+def test_the_command_is_stopped_and_goes_on(number, recipe, capsys, tmp_path, uninterrupted, start_python):
     """Exit code 2 and a word on how to go on, unless killed outright; then the same losses and weights, bit for bit."""
-    command = [sys.executable, "-c", STANDS_STILL, "train", recipe, *LONG]
-    started = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}
-    )
+    started = start_python(STANDS_STILL, "train", recipe, *LONG)
     out = tmp_path / "runs/tale"
-    while started.poll() is None and not (out / "checkpoints/step-00000040").exists():
+    while started.poll() is None and not (out / "checkpoints/step-00000008").exists():
         time.sleep(0.01)
     started.send_signal(number)
     (tmp_path / "goes-on").touch()
@@ -276,7 +270,7 @@ def test_the_command_is_stopped_and_goes_on(number, recipe, capsys, tmp_path, un
     assert started.returncode == (-9 if number == signal.SIGKILL else 2)
     if number != signal.SIGKILL:
         at = int((out / "last").resolve().name.removeprefix("step-"))
-        assert said.splitlines()[-1] == f"fathomlm: stopped at step {at} of 120, saved; --resume goes on"
+        assert said.splitlines()[-1] == f"fathomlm: stopped at step {at} of 24, saved; --resume goes on"
         assert losses(out)[-1][1] == at
     if not uninterrupted:
         assert main(["train", recipe, *LONG, "--out", "whole"]) == 0

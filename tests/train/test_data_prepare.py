@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -131,35 +128,36 @@ def test_an_exception_in_the_middle_and_a_second_run(sources, tmp_path, small_ba
     assert contents(out) == contents(tmp_path / "whole")
 
 
-NEVER_COMPLETE = (
+STANDS_STILL = (
     "import signal, sys\n"
     "from fathomlm.cli.main import main\n"
-    "from fathomlm.train.data.manifest import Manifest\n"
-    "write = Manifest.write\n"
-    "def held(self, *arguments, **options):\n"
-    "    while self.complete:\n"
+    "from fathomlm.train.data import prepare as segments\n"
+    "segments.BATCH_DOCUMENTS, SegmentWriter = 64, segments.SegmentWriter\n"
+    "commit, most = SegmentWriter._commit, int(sys.argv.pop(1))\n"
+    "def held(self):\n"
+    "    while len(self.manifest.splits['train'].shards) >= most:\n"
     "        signal.pause()\n"
-    "    return write(self, *arguments, **options)\n"
-    "Manifest.write = held\n"
+    "    commit(self)\n"
+    "SegmentWriter._commit = held\n"
     "sys.exit(main(sys.argv[1:]))\n"
 )
-"""The command, which stands still before it says that a corpus is complete: it cannot end before it is killed."""
+"""The command, which stands still when it has written as many shards as its first argument says: it cannot end before a
+signal comes."""
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_a_killed_run_goes_on_to_the_same_bytes(sources, tmp_path, workers):
-    write(sources / "d.jsonl", documents(4000, 5))
-    write(sources / "e.jsonl", documents(4000, 6))
+def test_a_killed_run_goes_on_to_the_same_bytes(sources, tmp_path, workers, start_python):
+    write(sources / "d.jsonl", documents(500, 5))
     prepare(options(sources, tmp_path / "whole"))
     out = tmp_path / "out"
-    command = [sys.executable, "-c", NEVER_COMPLETE, "data", "prepare", str(sources), str(out)]
-    command += ["--tokenizer", "bytes", "--shard-tokens", "2k", "--validation-fraction", "0.1", "--workers", str(workers)]
+    command = ["data", "prepare", str(sources), str(out), "--tokenizer", "bytes", "--shard-tokens", "2k"]
+    command += ["--validation-fraction", "0.1", "--workers", str(workers)]
     kills = 0
-    for shards in (3, 20):
-        process = subprocess.Popen(command, stdout=subprocess.PIPE)
+    for shards in (3, 9):
+        process = start_python(STANDS_STILL, str(shards + 2), *command)
         while process.poll() is None:
             if len(list(out.glob("train-*.bin"))) >= shards:
-                os.kill(process.pid, signal.SIGKILL)
+                process.send_signal(signal.SIGKILL)
                 kills += 1
                 break
             time.sleep(0.002)
