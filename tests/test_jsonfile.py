@@ -96,7 +96,7 @@ def test_fields_are_read_by_type() -> None:
         ('{"a": true}', "integer", {}, "config.json: a must be an integer, got true"),
         ('{"a": 0.5}', "integer", {"at_least": 1}, "config.json: a must be an integer >= 1, got 0.5"),
         ('{"a": "x"}', "integer", {"default": None}, "config.json: a must be an integer, got 'x'"),
-        ("{}", "integer", {}, "config.json lacks a, which must be an integer"),
+        ("{}", "integer", {}, "config.json is missing a, which must be an integer"),
         ('{"a": null}', "integer", {}, "config.json: a must be an integer, got null"),
         ('{"a": []}', "number", {"at_most": 1}, "config.json: a must be a number <= 1, got a list of 0"),
         ('{"a": {}}', "text", {}, "config.json: a must be a string, got an object of 0"),

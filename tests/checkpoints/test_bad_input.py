@@ -80,7 +80,7 @@ def test_shards_without_an_index_entry_in_them(tmp_path):
     name = next(n for n, f in record["weight_map"].items() if f == first)
     record["weight_map"][name] = last
     index.write_text(json.dumps(record))
-    with pytest.raises(CheckpointError, match="lacks the tensor"):
+    with pytest.raises(CheckpointError, match="is missing tensor"):
         fathomlm.load(tmp_path)
 
 
@@ -114,7 +114,7 @@ def test_broken_config(copy, text):
 @pytest.mark.parametrize("key", ["hidden_size", "num_attention_heads", "num_hidden_layers", "vocab_size"])
 def test_config_without_a_field(copy, key):
     edit(copy, **{key: ...})
-    with pytest.raises(CheckpointError, match=f"config.json lacks {key}"):
+    with pytest.raises(CheckpointError, match=f"config.json is missing {key}"):
         fathomlm.load(copy)
 
 

@@ -179,7 +179,7 @@ def test_exit_heads_stay_where_only_keys_and_values_change(looped: Path) -> None
     assert given.plan.exits == (1,)
     assert given.config.exit_rank == 2
     assert given.decoder.exit_delta(1).b.unique().tolist() == [7.0]
-    with pytest.raises(FathomError, match="a routed model has no early exits"):
+    with pytest.raises(FathomError, match="early exits cannot be combined with a router"):
         fathomlm.convert(exited, router="expert")
 
 
@@ -202,15 +202,15 @@ def test_another_plan_for_a_recursive_model_is_refused_not_ignored(name: str, va
     [
         ({"router": "exprt"}, "unknown router 'exprt' .did you mean 'expert'"),
         ({"router": "expert", "recursions": 1}, "recursions >= 2"),
-        ({"router": "expert", "sharing": "sequence"}, "a router needs a looped core"),
-        ({"router": {"kind": "expert", "capacity": [1.0]}}, "there are 2 recursions but 1 capacities"),
+        ({"router": "expert", "sharing": "sequence"}, "a router requires a looped core"),
+        ({"router": {"kind": "expert", "capacity": [1.0]}}, "got 1 for 2 recursions"),
         ({"router": {"kind": "token", "update": "add"}}, "update cannot be combined with token-choice"),
         ({"router": {"kind": "expert", "score": "relu"}}, "unknown score 'relu'"),
         ({"router": {"kind": "expert", "alfa": 0.3}}, "alfa"),
         ({"router": {"alpha": 0.3}}, "kind"),
-        ({"kv": "hybrid"}, "'hybrid' is for routed models"),
+        ({"kv": "hybrid"}, "'hybrid' requires a router"),
         ({"kv": "shard"}, "unknown kv mode 'shard' .did you mean 'share'"),
-        ({"kv": "share", "recursions": 1}, "a plain model shares keys and values by a strategy"),
+        ({"kv": "share", "recursions": 1}, "KV sharing on a plain model requires a strategy"),
     ],
 )
 def test_options_that_make_no_sense(options: dict[str, Any], message: str, plain: Path) -> None:

@@ -269,7 +269,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "later version": (lambda pack: edit(pack, version=2), "has version 2; this FathomLM reads version 1"),
     "true version": (lambda pack: edit(pack, version=True), "has version true"),
     "strange field": (lambda pack: edit(pack, exit=1), r"exits\.json: unknown field 'exit' \(did you mean 'exits'"),
-    "lacks a field": (lambda pack: edit(pack, sha256=...), "lacks sha256"),
+    "lacks a field": (lambda pack: edit(pack, sha256=...), "is missing sha256"),
     "no base": (lambda pack: edit(pack, base=None), "base must be an object"),
     "no sample": (lambda pack: edit(pack, base__sample=None), "is damaged"),
     "cut sample": (lambda pack: edit(pack, base__sample__vectors="AAA="), "sample, vectors is damaged"),
@@ -285,7 +285,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "odd rank": (lambda pack: edit(pack, parts__adapter_rank=True), "parts: adapter_rank is true"),
     "odd layer": (lambda pack: edit(pack, parts__layer=1), "parts: layer is 1"),
     "other rank": (lambda pack: edit(pack, parts__adapter_rank=5), r"'exit_adapters\.2\..' is .*asks for"),
-    "fewer parts": (lambda pack: edit(pack, parts__classifier=False), "has no place for 'exit_classifiers.2.bias'"),
+    "fewer parts": (lambda pack: edit(pack, parts__classifier=False), "has an unexpected tensor 'exit_classifiers.2.bias'"),
     "lacks a tensor": (lambda pack: rewrite(pack, lambda held: held.pop(ADAPTER)), f"lacks '{ADAPTER}'"),
     "strange tensor": (lambda pack: rewrite(pack, lambda held: held.update(x=torch.ones(1))), "no place for 'x'"),
     "integers": (

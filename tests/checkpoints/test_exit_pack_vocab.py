@@ -122,9 +122,12 @@ def ids(*tokens: int) -> Tensor:
 
 
 DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
-    "gone": (lambda pack: rewrite(pack, lambda held: held.pop("exit_vocab")), "lacks 'exit_vocab', by what exits.json says"),
-    "not announced": (lambda pack: edit(pack, exit_vocab=None), "has no place for 'exit_vocab'"),
-    "not known of": (lambda pack: edit(pack, exit_vocab=...), "has no place for 'exit_vocab'"),
+    "gone": (
+        lambda pack: rewrite(pack, lambda held: held.pop("exit_vocab")),
+        "is missing 'exit_vocab', according to exits.json",
+    ),
+    "not announced": (lambda pack: edit(pack, exit_vocab=None), "has an unexpected tensor 'exit_vocab'"),
+    "not known of": (lambda pack: edit(pack, exit_vocab=...), "has an unexpected tensor 'exit_vocab'"),
     "another number": (
         lambda pack: edit(pack, exit_vocab=9),
         r"'exit_vocab' is \(8,\) of int32; exits.json asks for \(9,\) of int32",

@@ -137,7 +137,7 @@ def damaged(stored: Path, name: str, value: torch.Tensor | None) -> Path:
 @pytest.mark.parametrize(
     ("value", "says"),
     [
-        (torch.ones(60), r"is \(60,\); 'decoder.embed.weight' is \(61, 24\) and needs one scale for each of its rows"),
+        (torch.ones(60), r"is \(60,\); 'decoder.embed.weight' is \(61, 24\) and requires one scale for each of its rows"),
         (torch.ones(61, 1), r"is \(61, 1\)"),
         (torch.full((61,), float("nan")), "must hold finite numbers above 0"),
         (torch.zeros(61), "must hold finite numbers above 0"),

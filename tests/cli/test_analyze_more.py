@@ -111,7 +111,7 @@ def test_mistakes_are_one_line(
     exits = partial(mistake, "exits")
     assert "required: --data" in exits(looped)
     assert "a routed model has no exits" in exits(routed, "--data", data)
-    assert "layers 1 to 7 of this model's 8, got 8" in exits(looped, "--data", data, "--exit-layer", "8")
+    assert "must be between 1 and 7 for this model's 8 layers, got 8" in exits(looped, "--data", data, "--exit-layer", "8")
     assert "invalid --confidence 'hope'" in exits(looped, "--data", data, "--confidence", "hope")
     assert "condition must be" in exits(looped, "--data", data, "--condition", "2")
     assert "must be >= 2, got 1" in exits(looped, "--data", data, "--tokens", "1")

@@ -203,7 +203,7 @@ def test_transformers_beside_it(bench: Callable[..., str]) -> None:
     assert peer["timing"]["tokens"] == peer["workload"]["new_tokens"] == 30
     assert peer["speedup"] > 0
     table = bench("throughput", "--dummy", *FEW, *ROUTED, "--peer", "transformers")
-    assert "transformers was not measured: transformers has no place for a router." in " ".join(table.split())
+    assert "transformers was not measured: transformers does not support routers." in " ".join(table.split())
 
 
 def test_kernels(bench: Callable[..., str]) -> None:
@@ -291,15 +291,15 @@ BAD: list[tuple[tuple[str, ...], str]] = [
     (("throughput", *ROUTED, "--depths", "1,half"), "--depths must be a number > 0 and <= 1, got 'half'"),
     (("throughput", *ROUTED, "--depths", "1,0.5", "--depth", "router"), "--depths cannot be combined with --depth router"),
     (("throughput", *ROUTED, "--exit-rate", "0.5"), "--exit-rate requires a model without a router"),
-    (("throughput", *ROUTED, "--depth", "confidence"), "is for models without a router"),
+    (("throughput", *ROUTED, "--depth", "confidence"), "cannot be combined with a router"),
     (("throughput", *ROUTED[:-1], "token", "--depth", "forced"), "forced depths require an expert-choice router"),
     (
         ("throughput", "--exit-rate", "0.5", "--depths", "1"),
         "--depths cannot be combined with --exit-rate: it requires a router",
     ),
     (("throughput", "--exit-rate", "1.5", "--exit-layer", "2"), "--exit-rate must be between 0 and 1, got 1.5"),
-    (("throughput", "--exit-rate", "0.5"), "names no exits of its own, so name an exit layer: 2"),
-    (("throughput", "--exit-rate", "0.5", "--exit-layer", "9"), "a token may leave after layers 1 to 3"),
+    (("throughput", "--exit-rate", "0.5"), "has no exits of its own; give an exit layer: 2"),
+    (("throughput", "--exit-rate", "0.5", "--exit-layer", "9"), "exit layers must be between 1 and 3"),
     (("throughput", "--exit-rate", "0.5", "--threshold", "0.5"), "--threshold cannot be combined with forced depths"),
     (
         ("throughput", "--threshold", "2", "--exit-layer", "2"),

@@ -79,7 +79,7 @@ def test_another_exit_than_the_calibrated_one_is_refused(
     ("words", "message"),
     [
         (("--exit-layer", "1,2"), "--exit-layer takes one layer here, got 2"),
-        (("--exit-layer", "40"), "may leave after layers 1 to"),
+        (("--exit-layer", "40"), "must be between 1 and"),
         (("--prompts", "0"), "--prompts must be >= 1"),
         (("--prompt-tokens", "0"), "--prompt-tokens must be >= 1"),
         (("--condition", "2"), "condition must be"),

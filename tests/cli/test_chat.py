@@ -115,7 +115,7 @@ def test_mistakes_do_not_end_the_conversation(chat: Any, tiny_model: Any) -> Non
     code, out, err = chat("/rset", "/save", "/save /no/such/place/x", FIRST)
     assert (code, out) == (2, reply(tiny_model, FIRST) + "\n")
     assert "unknown command '/rset' (did you mean '/reset'?)" in err
-    assert "/save needs a file name" in err
+    assert "/save requires a file name" in err
     assert "cannot write /no/such/place/x" in err
 
 

@@ -104,8 +104,8 @@ def test_mistakes_are_one_line(looped: str, plain: str, data: str, tmp_path: Pat
     assert "--decode requires --sweep threshold" in mistake(
         looped, "--data", data, "--sweep", "depth", "--decode", "parallel"
     )
-    assert "for looped models" in mistake(plain, "--data", data, "--sweep", "depth")
-    assert "goes with --sweep exit-layer" in mistake(looped, "--data", data, "--sweep", "depth", "--exit-layer", "2")
+    assert "requires a looped model" in mistake(plain, "--data", data, "--sweep", "depth")
+    assert "requires --sweep exit-layer" in mistake(looped, "--data", data, "--sweep", "depth", "--exit-layer", "2")
     assert "does not exist" in mistake(plain, "--data", "nowhere.txt", "--sweep", "exit-layer")
     assert ">= 2, got 1" in mistake(plain, *threshold, "--max-new-tokens", "1")
     (tmp_path / "work").mkdir()

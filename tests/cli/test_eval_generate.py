@@ -144,7 +144,7 @@ def test_mistakes_are_one_line(mistake: Any, tmp_path: Path) -> None:
     assert "leaves no room for a prompt" in mistake(*here, "--max-new-tokens", "256")
     assert "--max-source-tokens must be >= 1, got 0" in mistake(*here, "--max-source-tokens", "0")
     assert "--shots must be >= 0, got -1" in mistake(*here, "--shots", "-1")
-    assert "3 worked examples are asked for, and there are 2" in mistake(*here, "--shots", "3")
+    assert "3 worked examples requested, but there are only 2" in mistake(*here, "--shots", "3")
 
 
 def test_an_interrupt_is_one_line(tiny_model_dir: Path, tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:

@@ -97,7 +97,7 @@ def test_mistakes_are_one_line(mistake: Any, data: Path, tmp_path: Path) -> None
     assert "<= the model's 256 tokens, got 257" in mistake(*here, "--context", "257")
     assert "from 1 to the window's 8 tokens, got 9" in mistake(*here, "--context", "8", "--stride", "9")
     assert "--stride must be >= 1, got 0" in mistake(*here, "--stride", "0")
-    assert "after layers 1 to 3 of this model's 4, got 9" in mistake(*here, "--exit", "9")
+    assert "must be between 1 and 3 for this model's 4 layers, got 9" in mistake(*here, "--exit", "9")
 
 
 def test_an_interrupt_is_one_line(data: Path, tiny_model_dir: Path, monkeypatch: Any, capsys: Any) -> None:

@@ -149,11 +149,11 @@ BAD: list[tuple[tuple[str, ...], str]] = [
     (("--refine", "0"), "--refine requires --decode, such as --decode parallel"),
     (("--decode", "paralel"), "invalid --decode 'paralel' (did you mean 'parallel'?)"),
     (("--decode", "full", "--threshold", "0.5"), "threshold cannot be combined with full decoding, only with state-copy"),
-    (("--decode", "parallel"), "names no exits of its own, so name an exit layer: 2, where its recursions end"),
+    (("--decode", "parallel"), "has no exits of its own; give an exit layer: 2, where its recursions end"),
     (("--decode", "parallel", "--exit-layer", "two"), "--exit-layer must be an integer >= 1, got 'two'"),
     (("--decode", "parallel", "--exit-layer", "-1"), "--exit-layer must be >= 1, got -1"),
     (("--decode", "parallel", "--exit-layer", "0"), "--exit-layer must be >= 1, got 0"),
-    (("--decode", "parallel", "--exit-layer", "4"), "a token may leave after layers 1 to 3 of this model's 4, got 4"),
+    (("--decode", "parallel", "--exit-layer", "4"), "exit layers must be between 1 and 3 for this model's 4 layers, got 4"),
     (
         ("--decode", "parallel", "--exit-layer", "1,3"),
         "parallel decoding has one exit, and here are 2, after layers",
@@ -172,9 +172,9 @@ BAD: list[tuple[tuple[str, ...], str]] = [
     (("--decode", "parallel", "--exit-layer", "2", "--confidence", "classifier"), "this model has none. gap, max and state"),
     (("--decode", "parallel", "--exit-layer", "2", "--max-depth", "1"), "--max-depth cannot be combined with --decode"),
     (("--decode", "state-copy", "--exit-layer", "2", "--refine", "1"), "refine cannot be combined with state-copy decoding"),
-    (("--captured", "--temperature", "0.7"), "captured steps take the likeliest token; temperature 0.7 asks for another"),
+    (("--captured", "--temperature", "0.7"), "captured decoding is greedy; temperature 0.7 asks for another"),
     (("--captured", "--max-depth", "1"), "--captured cannot be combined with --max-depth or --depth-bias"),
-    (("--captured", "--decode", "oracle", "--exit-layer", "2"), "captured steps have the modes full, static"),
+    (("--captured", "--decode", "oracle", "--exit-layer", "2"), "captured decoding supports the modes full, static"),
 ]
 
 
@@ -190,7 +190,7 @@ def test_mistakes_are_one_line(
 def test_a_model_with_a_router_is_refused(tiny_model_dir: Path, tmp_path: Path, mistake_of: Callable[..., str]) -> None:
     save(convert(tiny_model_dir, router="expert"), tmp_path / "routed")
     said = mistake_of("generate", str(tmp_path / "routed"), "-p", PROMPT, "--decode", "parallel", "--exit-layer", "2")
-    assert "parallel decoding is for models without a router: this one's router already chooses each token's depth" in said
+    assert "parallel decoding cannot be combined with a router, which already chooses each token's depth" in said
 
 
 def test_a_damaged_calibration_is_said(tiny_model_dir: Path, tmp_path: Path, mistake_of: Callable[..., str]) -> None:

@@ -215,7 +215,7 @@ def test_layers_that_do_not_divide_name_the_counts_that_do(mistake):
         (["--recursions", "2", "--relax", "lora", "--prefix-length", "8"], "prefix-length requires a prefix relaxation"),
         (["--recursions", "2", "--relax", "prefix", "--prefix-length", "0"], "prefix requires prefix_length >= 1, got 0"),
         (["--sharing", "sequence", "--recursions", "2", "--relax", "encoding"], "loops as a whole"),
-        (["--sharing", "sequence", "--recursions", "2", "--router", "expert"], "a router needs a looped core"),
+        (["--sharing", "sequence", "--recursions", "2", "--router", "expert"], "a router requires a looped core"),
         (["--recursions", "2", "--router", "exprt"], "invalid --router 'exprt' (did you mean 'expert'?)"),
         (["--recursions", "2", "--kv", "shared"], "invalid --kv 'shared' (did you mean 'share'?)"),
         (["--router", "expert"], "--router requires shared layers: --recursions 2 or more"),

@@ -61,7 +61,7 @@ def test_mistakes_are_one_line(tmp_path: Path, mistake: Any) -> None:
     models = ("--models", "smollm-135m")
     assert "--ranks requires --gpu-memory" in mistake("--budget", "1e18", *models, "--ranks", "8")
     assert "cannot read --budget 'much'" in mistake("--budget", "much", *models)
-    assert "2 or more, got 1" in mistake("--budget", "1e18", *models, "--recursions", "1")
+    assert ">= 2, got 1" in mistake("--budget", "1e18", *models, "--recursions", "1")
     assert "--recursions must be an integer >= 1, got 'two'" in mistake("--budget", "1e18", *models, "--recursions", "two")
     assert "takes a size such as 512MB" in mistake("--gpu-memory", "lots", *models)
     assert "unknown model 'smollm-136m' (did you mean" in mistake("--budget", "1e18", "--models", "smollm-136m")

@@ -152,7 +152,7 @@ def test_a_dry_run_trains_nothing(recipe, capsys, mistake, tmp_path):
             ["RECIPE", "--data.path", "gone"],
             "there is no prepared corpus at gone; make it with: fathomlm data prepare SOURCES",
         ),
-        (["RECIPE", "--data.path", "gone", "--data.sources", "[a.txt]"], "data.sources needs data.tokenizer"),
+        (["RECIPE", "--data.path", "gone", "--data.sources", "[a.txt]"], "data.sources requires data.tokenizer"),
         (["RECIPE", "--data.pairs", "[a, b]"], "holds tokens, and pairs are wanted here"),
         (["RECIPE", "--model.recursions", "3"], "3 recursions do not divide 4 layers"),
         (["RECIPE", "--model.architecture.hiden", "3"], "unknown architecture field(s): hiden"),
@@ -162,7 +162,7 @@ def test_a_dry_run_trains_nothing(recipe, capsys, mistake, tmp_path):
         (["RECIPE", "--loss.layerwise.shallow", "4"], "the shallow model must have 1 to 3 of the 4 layers, got 4"),
         (["RECIPE", "--train", "relaxation"], "train: relaxation requires model.relax"),
         (["RECIPE", "--schedule.warmup", "9"], "a warm-up of 9 and a cool-down of 0 steps do not fit into 6"),
-        (["RECIPE", "--branch_from", "gone"], "is no training checkpoint"),
+        (["RECIPE", "--branch_from", "gone"], "is not a training checkpoint"),
         (["RECIPE", "--device", "tpu"], "tpu"),
     ],
 )

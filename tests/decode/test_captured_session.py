@@ -114,7 +114,7 @@ def test_what_it_cannot_capture_is_refused() -> None:
         CapturedSession(model_of(routed()))
     with pytest.raises(OptionError, match="not oracle"):
         CapturedSession(build("vanilla"), exiting("vanilla", "oracle"))
-    with pytest.raises(OptionError, match="the confidence 'gap'"):
+    with pytest.raises(OptionError, match="only confidence='gap'"):
         CapturedSession(build("vanilla"), exiting("vanilla", "parallel", threshold=0.5, confidence="max"))
 
 

@@ -70,7 +70,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
         "min_exit_layer cannot be combined with parallel decoding, only with state-c",
     ),
     ({"mode": "state-copy", "max_stack": 3}, "max_stack cannot be combined with state-copy decoding"),
-    ({"mode": "oracle", "threshold": 0.5}, "an oracle compares choices and takes no threshold"),
+    ({"mode": "oracle", "threshold": 0.5}, "threshold cannot be combined with the oracle"),
 ]
 
 
@@ -81,10 +81,18 @@ def test_a_setting_that_cannot_be_is_refused(options: dict[str, Any], message: s
 
 
 WRONG_FOR_MODEL: list[tuple[str, dict[str, Any], str]] = [
-    ("gemma3", {"mode": "parallel"}, "names no exits of its own, so name an exit layer: one from 1 to 5, such as 2"),
-    ("encoding", {"mode": "static"}, "name an exit layer: 3, where its recursions end, or any other from 1 to 5"),
-    ("vanilla", {"mode": "parallel", "exit_layers": (6,)}, "a token may leave after layers 1 to 5 of this model's 6, got 6"),
-    ("vanilla", {"mode": "oracle", "min_exit_layer": 9}, "a token may leave after layers 1 to 5 of this model's 6, got 9"),
+    ("gemma3", {"mode": "parallel"}, "has no exits of its own; give an exit layer: one from 1 to 5, such as 2"),
+    ("encoding", {"mode": "static"}, "give an exit layer: 3, where its recursions end, or any other from 1 to 5"),
+    (
+        "vanilla",
+        {"mode": "parallel", "exit_layers": (6,)},
+        "exit layers must be between 1 and 5 for this model's 6 layers, got 6",
+    ),
+    (
+        "vanilla",
+        {"mode": "oracle", "min_exit_layer": 9},
+        "exit layers must be between 1 and 5 for this model's 6 layers, got 9",
+    ),
     (
         "vanilla",
         {"mode": "parallel", "exit_layers": (2, 4)},
@@ -93,7 +101,7 @@ WRONG_FOR_MODEL: list[tuple[str, dict[str, Any], str]] = [
     (
         "vanilla",
         {"mode": "parallel", "confidence": "classifier"},
-        "needs a trained classifier after layer 3; this model",
+        "requires a trained classifier after layer 3; this model",
     ),
 ]
 
@@ -110,9 +118,9 @@ def test_a_setting_that_a_model_cannot_have_is_refused(name: str, options: dict[
 def test_what_already_chooses_the_depth_is_refused() -> None:
     plan = DepthPlan.build("cycle", 2, 6).with_routing(build_routing("expert", 2))
     routed = FathomForCausalLM(FathomConfig.of(LLAMA, plan))
-    with pytest.raises(OptionError, match="this one's router already chooses each token's depth"):
+    with pytest.raises(OptionError, match="cannot be combined with a router, which already chooses each token's depth"):
         generate(routed, PROMPTS, exiting=Exiting(mode="parallel", exit_layers=(3,)))
-    with pytest.raises(OptionError, match="give one of them"):
+    with pytest.raises(OptionError, match="cannot be combined"):
         generate(build("vanilla"), PROMPTS, control=DepthControl(), exiting=Exiting(mode="parallel"))
     single = FathomForCausalLM(FathomConfig.of(LLAMA, DepthPlan.build("cycle", 6, 6)))
     assert Exiting(mode="oracle", min_exit_layer=1).exits(single.plan) == (0, 1, 2, 3, 4)

@@ -362,7 +362,7 @@ def test_every_confidence_needs_an_agreement() -> None:
         ({"least": 2.5}, "least must be an integer"),
         ({"expected_sequences": 0}, "expected_sequences must be"),
         ({"calibrating_sequences": True}, "calibrating_sequences must be"),
-        ({"expected_sequences": 100, "calibrating_sequences": 3}, "not both"),
+        ({"expected_sequences": 100, "calibrating_sequences": 3}, "cannot be combined"),
     ],
 )
 def test_options_are_checked(options: dict[str, Any], message: str) -> None:

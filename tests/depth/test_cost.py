@@ -110,8 +110,8 @@ def test_the_record_is_plain_json():
 @pytest.mark.parametrize(
     ("arguments", "options", "message"),
     [
-        (("sequence", 2), {"router": "expert"}, "a router needs a looped core"),
-        (("cycle-rev", 2), {"router": "token"}, "a router needs a looped core"),
+        (("sequence", 2), {"router": "expert"}, "a router requires a looped core"),
+        (("cycle-rev", 2), {"router": "token"}, "a router requires a looped core"),
         (("cycle", 2), {"router": "experts"}, "unknown router 'experts' .did you mean 'expert'"),
         (("cycle", 2), {"kv": "chache"}, "unknown kv mode 'chache' .did you mean 'cache'"),
         (("cycle", 2), {"context": 0}, ">= 1, got 0 and None"),

@@ -148,7 +148,7 @@ def test_a_count_that_does_not_divide_names_those_that_do_and_what_resize_makes(
         (("cycle", 0, 6), "recursions must be >= 1, got 0"),
         (("cycle", -2, 6), "recursions must be >= 1, got -2"),
         (("cycle", 4, 6, "grow"), "resize must be 'add' or 'drop', got 'grow'"),
-        (("middle-cycle", 2, 2), "needs 3 layers; got 2"),
+        (("middle-cycle", 2, 2), "requires at least 3 layers; got 2"),
         (("cycle", 7, 6, "drop"), "7 recursions leave no layer of 6; at most 6 fit"),
         (("middle-cycle", 7, 8, "drop"), "7 recursions leave no layer of 8; at most 6 fit"),
     ],
@@ -181,5 +181,5 @@ def test_a_record_that_disagrees_with_itself(change, message):
 def test_a_record_with_a_field_missing():
     record = DepthPlan.vanilla(4).to_dict()
     del record["recursions"]
-    with pytest.raises(PlanError, match="the plan lacks recursions"):
+    with pytest.raises(PlanError, match="the plan is missing recursions"):
         DepthPlan.from_dict(record)

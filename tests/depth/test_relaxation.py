@@ -150,7 +150,7 @@ def test_a_relaxation_survives_json(relaxation):
     ("record", "message"),
     [
         ({"kind": "lora", "rank": 64}, "unknown relaxation field(s): rank"),
-        ({"ranks": {"q": 64}}, "the relaxation lacks kind"),
+        ({"ranks": {"q": 64}}, "the relaxation is missing kind"),
     ],
 )
 def test_a_record_with_the_wrong_fields(record, message):

@@ -105,7 +105,7 @@ def test_plans_without_routing_are_written_as_before() -> None:
 BAD_BUILDS: list[tuple[str, int, dict[str, Any], str]] = [
     ("experts", 3, {}, r"unknown router 'experts' \(did you mean 'expert'\?\); known: expert, token"),
     ("expert", 1, {}, "a router requires recursions >= 2, got 1"),
-    ("expert", 3, {"capacity": [1, 0.5]}, "there are 3 recursions but 2 capacities"),
+    ("expert", 3, {"capacity": [1, 0.5]}, "got 2 for 3 recursions"),
     ("expert", 3, {"capacity": [1, 0.5, 0.6]}, "capacities must fall from at most 1 and stay above 0, got 1, 0.5, 0.6"),
     ("expert", 3, {"capacity": [1.5, 1, 1]}, "capacities must fall from at most 1"),
     ("expert", 3, {"capacity": [1, 1, 0]}, "capacities must fall from at most 1"),
@@ -159,8 +159,8 @@ def test_routing_that_cannot_be(kind: str, recursions: int, options: dict[str, A
     ("change", "message"),
     [
         ({"depth": 3}, r"unknown routing field\(s\): depth"),
-        ({"kind": None}, "the routing lacks kind"),
-        ({"capacity": None}, "the routing lacks capacity"),
+        ({"kind": None}, "the routing is missing kind"),
+        ({"capacity": None}, "the routing is missing capacity"),
         ({"capacity": 3}, "capacity must be a list"),
         ({"kind": "experts"}, "unknown router 'experts'"),
     ],
@@ -174,30 +174,30 @@ def test_records_that_are_no_routing(change: dict[str, Any], message: str) -> No
 
 BAD_PLANS: list[tuple[Any, str]] = [
     (lambda: LOOP.with_kv("chache"), r"unknown kv mode 'chache' \(did you mean 'cache'\?\)"),
-    (lambda: DepthPlan.vanilla(8).with_kv("share"), "a plain model shares keys and values by a strategy, such as cycle"),
-    (lambda: DepthPlan.vanilla(8).with_kv("share", "cycle", 1), "a plain model shares keys and values by a strategy"),
-    (lambda: DepthPlan.vanilla(8).with_kv("share", None, 2), "a plain model shares keys and values by a strategy"),
-    (lambda: DepthPlan.vanilla(8).with_kv("cache", "cycle", 2), "a kv sharing strategy is for kv mode 'share' on a plain"),
-    (lambda: LOOP.with_kv("share", "cycle", 2), "a kv sharing strategy is for kv mode 'share' on a plain model; looped"),
-    (lambda: LOOP.with_kv("share", None, 2), "a kv sharing strategy is for kv mode 'share' on a plain model"),
+    (lambda: DepthPlan.vanilla(8).with_kv("share"), "KV sharing on a plain model requires a strategy, such as cycle"),
+    (lambda: DepthPlan.vanilla(8).with_kv("share", "cycle", 1), "KV sharing on a plain model requires a strategy"),
+    (lambda: DepthPlan.vanilla(8).with_kv("share", None, 2), "KV sharing on a plain model requires a strategy"),
+    (lambda: DepthPlan.vanilla(8).with_kv("cache", "cycle", 2), "a kv sharing strategy requires kv mode 'share' on a plain"),
+    (lambda: LOOP.with_kv("share", "cycle", 2), "a kv sharing strategy requires kv mode 'share' on a plain model; looped"),
+    (lambda: LOOP.with_kv("share", None, 2), "a kv sharing strategy requires kv mode 'share' on a plain model"),
     (lambda: DepthPlan.vanilla(8).with_kv("share", "loop", 2), "unknown kv sharing strategy 'loop'"),
     (lambda: DepthPlan.vanilla(8).with_kv("share", "cycle", 3), "3 kv loops do not divide 8 layers; these do: 2, 4, 8"),
     (
         lambda: DepthPlan.vanilla(8).with_kv("share", "middle-cycle", 4),
         "4 kv loops do not divide 6 layers; these do: 2, 3, 6",
     ),
-    (lambda: LOOP.with_kv("hybrid"), "kv mode 'hybrid' is for routed models"),
-    (lambda: DepthPlan.vanilla(8).with_kv("hybrid"), "kv mode 'hybrid' is for routed models"),
-    (lambda: LOOP.with_routing(EXPERT).with_kv("hybrid").with_routing(None), "kv mode 'hybrid' is for routed models"),
+    (lambda: LOOP.with_kv("hybrid"), "kv mode 'hybrid' requires a router"),
+    (lambda: DepthPlan.vanilla(8).with_kv("hybrid"), "kv mode 'hybrid' requires a router"),
+    (lambda: LOOP.with_routing(EXPERT).with_kv("hybrid").with_routing(None), "kv mode 'hybrid' requires a router"),
     (
         lambda: DepthPlan.build("sequence", 2, 8).with_routing(build_routing("expert", 2)),
-        r"a router needs a looped core \(cycle or middle-cycle\), not sequence",
+        r"a router requires a looped core \(cycle or middle-cycle\), not sequence",
     ),
     (lambda: DepthPlan.build("cycle-rev", 2, 8).with_routing(build_routing("token", 2)), "not cycle-rev"),
     (lambda: LOOP.with_routing(build_routing("expert", 2)), "the routing is for 2 recursions, the plan has 3"),
     (lambda: DepthPlan.vanilla(8).with_routing(EXPERT), "the routing is for 3 recursions, the plan has 1"),
-    (lambda: LOOP.with_exits([2]).with_routing(EXPERT), "a routed model has no early exits"),
-    (lambda: LOOP.with_routing(EXPERT).with_exits([2]), "a routed model has no early exits"),
+    (lambda: LOOP.with_exits([2]).with_routing(EXPERT), "early exits cannot be combined with a router"),
+    (lambda: LOOP.with_routing(EXPERT).with_exits([2]), "early exits cannot be combined with a router"),
     *(
         (
             lambda kv=kv: LOOP.with_routing(build_routing("expert", 3, capacity=[0.9, 0.5, 0.1])).with_kv(kv),
@@ -206,7 +206,7 @@ BAD_PLANS: list[tuple[Any, str]] = [
         for kv in ("share", "hybrid")
     ),
     (lambda: DepthPlan.from_dict(LOOP.to_dict() | {"router": {}}), r"unknown plan field\(s\): router"),
-    (lambda: DepthPlan.from_dict(LOOP.to_dict() | {"kv": "hybrid"}), "kv mode 'hybrid' is for routed models"),
+    (lambda: DepthPlan.from_dict(LOOP.to_dict() | {"kv": "hybrid"}), "kv mode 'hybrid' requires a router"),
 ]
 
 
@@ -292,7 +292,7 @@ def test_measured_capacities_by_hand() -> None:
     assert hybrid.kv_bytes_per_token == measured.kv_bytes_per_token
     own = DepthPlan.build("cycle", 2, 4).with_routing(build_routing("expert", 2, capacity=[1.0, 0.25]))
     assert count(architecture, own, context=10) == measured
-    with pytest.raises(OptionError, match="there are 2 recursions but 3 capacities"):
+    with pytest.raises(OptionError, match="got 3 for 2 recursions"):
         count(architecture, plan, capacity=[1, 1, 1])
 
 

@@ -134,7 +134,7 @@ def test_a_decoder_says_what_it_misses() -> None:
     with pytest.raises(ValueError, match="2 rows look at 3 sources"):
         decoder(TOKENS[:2], memory=source())
     plain = Architecture(family="llama", layers=2, hidden=8, intermediate=8, heads=2, kv_heads=1, head_dim=4, vocab=50)
-    with pytest.raises(ValueError, match="no place for `memory`"):
+    with pytest.raises(ValueError, match="does not take `memory`"):
         Decoder(plain, DepthPlan.vanilla(2))(TOKENS, memory=source())
 
 

@@ -148,12 +148,12 @@ def test_rows_without_the_bias_are_an_error_and_not_another_model() -> None:
     ("fields", "said"),
     [
         ({"rotary_fraction": 1.0}, "rotary_fraction of 0"),
-        ({"kv_heads": 2}, "as many kv_heads as heads"),
+        ({"kv_heads": 2}, "kv_heads == heads"),
         ({"relative_distance": 4}, "more than half"),
         ({"relative_buckets": 1}, ">= 2"),
         ({"positions": "relativ"}, "did you mean 'relative'"),
-        ({"cross": True}, "memory_width goes with cross"),
-        ({"memory_width": 24}, "memory_width goes with cross"),
+        ({"cross": True}, "memory_width requires cross"),
+        ({"memory_width": 24}, "memory_width requires cross"),
         ({"cross": True, "memory_width": 24, "residual": "parallel"}, "residual 'pre'"),
     ],
 )

@@ -123,9 +123,9 @@ def test_epochs_differ_and_seeds_differ_and_are_what_numpy_says():
     [
         (lambda: loader(Counting(9), context=0), "context and batch must be >= 1"),
         (lambda: loader(Counting(0)), "nothing to train on"),
-        (lambda: loader(Counting(9), seed=-1), "the seed must not be negative"),
+        (lambda: loader(Counting(9), seed=-1), "seed must be >= 0"),
         (lambda: loader(Counting(9)).batch_at(0, 6, 0, 4), "6 samples does not divide among 4 devices"),
-        (lambda: loader(Counting(9)).batch_at(0, 4, 2, 2), "rank 2 is not one of 2"),
+        (lambda: loader(Counting(9)).batch_at(0, 4, 2, 2), "rank must be < 2, got 2"),
         (lambda: loader(Counting(9)).batch_at(0, 4).split(3), "do not divide into micro-batches of 3"),
         (lambda: prefetch(loader(Counting(9)), micro=3), "4 samples a device do not divide into micro-batches of 3"),
         (lambda: prefetch(loader(Counting(9)), world=3), "4 samples does not divide among 3 devices"),

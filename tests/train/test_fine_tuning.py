@@ -247,13 +247,13 @@ def test_runs_over_a_frozen_encoder_decoder_leave_it_as_it_is(
 @pytest.mark.parametrize(
     ("model", "message"),
     [
-        ({"sharing": "cycle"}, "model.sharing says how {source} is tied; it goes with model.recursions of 2 or more"),
+        ({"sharing": "cycle"}, "model.sharing says how {source} is tied; it requires model.recursions >= 2"),
         ({"relax_init": "svd"}, "model.relax_init says how {source} is tied"),
         ({"init": "average"}, "model.init says how {source} is tied"),
         ({"prefix_length": 4}, "model.prefix_length says how {source} is tied"),
-        ({"relax": "prefix", "rank": None}, "model.relax: prefix relaxes a tie, so it goes with model.recursions of 2"),
+        ({"relax": "prefix", "rank": None}, "model.relax: prefix relaxes a tie, so it requires model.recursions >= 2"),
         ({"relax": "encoding", "rank": None}, "model.relax: encoding relaxes a tie"),
-        ({"relax": None}, "model.rank goes with model.relax: lora or dora"),
+        ({"relax": None}, "model.rank requires model.relax: lora or dora"),
         ({"rank": "sixty"}, "cannot read 'sixty' as a rank"),
     ],
 )

@@ -86,7 +86,7 @@ def test_where_exits_are_and_how_deep():
 @pytest.mark.parametrize(
     ("recipe", "plan", "error", "message"),
     [
-        (ExitRecipe(), PLAIN, OptionError, "at: recursions needs a model with two recursions"),
+        (ExitRecipe(), PLAIN, OptionError, "at: recursions requires a model with recursions >= 2"),
         (ExitRecipe(), DepthPlan.build("sequence", 2, 4), PlanError, "recursions have no outputs under sequence"),
         (ExitRecipe(at=[]), LOOPED, OptionError, "names no step"),
         (ExitRecipe(at=[4]), LOOPED, PlanError, "steps 1 to 3 of 4, got 4"),

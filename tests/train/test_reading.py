@@ -173,8 +173,8 @@ def test_a_name_may_look_like_a_number():
         (["--optimizer.lrr", "1"], "unknown field in optimizer 'lrr' (did you mean 'lr'?)"),
         (["--loss.exits.att", "1"], "unknown field in loss.exits 'att' (did you mean 'at'?)"),
         (["--seed.x", "1"], "seed has no fields of its own"),
-        (["--seed"], "--seed needs a value"),
-        (["--seed", "--name", "x"], "--seed needs a value"),
+        (["--seed"], "--seed requires a value"),
+        (["--seed", "--name", "x"], "--seed requires a value"),
         (["lr", "1"], "cannot read 'lr'; fields of the recipe are changed with --section.field value"),
         (["--data.sources", "[a"], "--data.sources: cannot read '[a'"),
         (["--budget.steps", "many"], "cannot read budget.steps 'many'"),
@@ -234,5 +234,5 @@ def test_recipes_that_are_not_there(tmp_path):
 def test_a_key_that_is_there_twice_is_refused(tmp_path):
     path = tmp_path / "twice.yaml"
     path.write_text("name: one\nbudget: {steps: 5}\nname: two\n")
-    with pytest.raises(OptionError, match=r"line 3: not valid YAML \(the key 'name' is there twice\)"):
+    with pytest.raises(OptionError, match=r"line 3: not valid YAML \(duplicate key 'name'\)"):
         read_recipe(path)

@@ -215,11 +215,11 @@ def test_branches_that_would_not_be_direct_runs_are_refused(long_run, recipe, tm
             12,
             {**trapezoid(20), "optimizer": {"lr": 1e-3}},
         ),
-        "branch_from needs schedule.kind trapezoid in both runs, got cosine and trapezoid": (
+        "branch_from requires schedule.kind: trapezoid in both runs, got cosine and trapezoid": (
             12,
             {**trapezoid(20), "schedule": {"kind": "cosine", "warmup": 3}},
         ),
-        "is no training checkpoint (it has no training/state.json)": (99, trapezoid(20)),
+        "is not a training checkpoint (missing training/state.json)": (99, trapezoid(20)),
     }
     for message, (step, changes) in cases.items():
         with pytest.raises((TrainingError, CheckpointError)) as caught:

@@ -117,8 +117,8 @@ REASONS = {
     "cut": "model.safetensors has 3,000 bytes in place of",
     "missing": "model.safetensors is missing",
     "zeros": "state.json is not valid JSON",
-    "no state": "is no training checkpoint (it has no training/state.json)",
-    "empty": "is no training checkpoint (it has no training/state.json)",
+    "no state": "is not a training checkpoint (missing training/state.json)",
+    "empty": "is not a training checkpoint (missing training/state.json)",
 }
 
 

@@ -70,7 +70,7 @@ def test_pairs_are_counted_at_their_longest():
 
 
 def test_budgets_that_make_no_run():
-    with pytest.raises(OptionError, match="a budget in epochs needs the prepared data"):
+    with pytest.raises(OptionError, match="a budget in epochs requires the prepared data"):
         steps(None, epochs=1)
     with pytest.raises(OptionError, match="less than one step of 512 tokens"):
         steps(tokens=100)

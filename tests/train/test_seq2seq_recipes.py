@@ -96,18 +96,21 @@ def test_memory_goes_down_with_recomputation_and_with_a_frozen_encoder():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"data": {"context": 64}}, "a t5 model makes targets of sources: name both with data.pairs"),
-        ({"model": {"source": "t5-large"}, "data": {}}, "name both with data.pairs"),
-        ({"model": {**FRESH, "router": {"kind": "expert"}}}, "needs model.recursions of 2 or more"),
-        ({"model": {**LOOPED, "kv": "share"}, "recompute": "layer"}, "recompute: layer does not go with kv mode 'share'"),
+        ({"data": {"context": 64}}, "a t5 model requires source-target pairs: give both with data.pairs"),
+        ({"model": {"source": "t5-large"}, "data": {}}, "give both with data.pairs"),
+        ({"model": {**FRESH, "router": {"kind": "expert"}}}, "requires model.recursions >= 2"),
+        (
+            {"model": {**LOOPED, "kv": "share"}, "recompute": "layer"},
+            "recompute: layer cannot be combined with kv mode 'share'",
+        ),
         (
             {"model": {**LOOPED, "router": {"kind": "expert"}}, "loss": {"exits": {"at": [1]}}},
             "a routed model has one output",
         ),
         ({"model": {**FRESH, "encoder": {"layers": 0}}}, "model.encoder.layers must be >= 1, got 0"),
         ({"model": {**FRESH, "encoder": {"dropout": 1.0}}}, "model.encoder.dropout must be >= 0 and < 1"),
-        ({"model": {"source": "t5-large", "encoder": {"layers": 2}}}, "model.encoder.layers goes with model.architecture"),
-        ({"model": {"source": "smollm2-135m", "encoder": {"layers": 2}}}, "goes with a t5, mt5 or longt5 model, not llama"),
+        ({"model": {"source": "t5-large", "encoder": {"layers": 2}}}, "model.encoder.layers requires model.architecture"),
+        ({"model": {"source": "smollm2-135m", "encoder": {"layers": 2}}}, "requires a t5, mt5 or longt5 model, got llama"),
         ({"model": {"architecture": {**FRESH["architecture"], "gated": True, "activation": "gelu"}}}, "not gelu"),
     ],
 )

@@ -126,7 +126,7 @@ def routed_plan(plan: DepthPlan, router: str | dict[str, Any] | None, kv: KVMode
         for name in (name for name in options if name not in known):
             raise OptionError(choices("field of a router", name, known))
         if "kind" not in options:
-            raise OptionError(f"the router's fields are missing 'kind': {' or '.join(ROUTERS)}")
+            raise OptionError(f"the router is missing 'kind': {' or '.join(ROUTERS)}")
         kind = str(options.pop("kind"))
         options = ROUTERS[kind].conversion(options) if kind in ROUTERS else options
         plan = plan.with_routing(build_routing(kind, plan.recursions, **options))

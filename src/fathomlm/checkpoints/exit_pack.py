@@ -215,7 +215,7 @@ def _record(model: FathomModel, sample: BaseSample) -> dict[str, Any]:
 
 def _check_version(record: dict[str, Any], where: str) -> None:
     if record.get("format") != FORMAT:
-        raise CheckpointError(f"{where} is no {KIND}: its format is {shown(record.get('format'))}, not '{FORMAT}'")
+        raise CheckpointError(f"{where} is not a {KIND}: its format is {shown(record.get('format'))}, not '{FORMAT}'")
     if not is_int(version := record.get("version")) or version != VERSION:
         raise CheckpointError(f"{where} has version {shown(version)}; this FathomLM reads version {VERSION}")
 
@@ -253,7 +253,7 @@ def _check_names(record: object, names: tuple[str, ...], where: str) -> None:
     if unknown := [name for name in record if name not in names]:
         raise CheckpointError(f"{where}: {choices('field', str(unknown[0]), names)}")
     if missing := [name for name in names if name not in record]:
-        raise CheckpointError(f"{where} lacks {', '.join(missing)}")
+        raise CheckpointError(f"{where} is missing {', '.join(missing)}")
 
 
 def _expected(pack: ExitPack, exit_vocab: int | None) -> dict[str, torch.Size]:
@@ -276,8 +276,8 @@ def _read_tensors(path: Path, digest: object, expected: dict[str, torch.Size]) -
     if _digest(data) != digest:
         raise CheckpointError(f"{path} is not what was written: its checksum is not the one in {RECORD}; fetch it again")
     if wrong := sorted(expected.keys() ^ tensors.keys()):
-        kind = "lacks" if wrong[0] in expected else "has no place for"
-        raise CheckpointError(f"{path} {kind} '{wrong[0]}', by what {RECORD} says")
+        kind = "is missing" if wrong[0] in expected else "has an unexpected tensor"
+        raise CheckpointError(f"{path} {kind} '{wrong[0]}', according to {RECORD}")
     for name, shape in expected.items():
         value, wanted = tensors[name], "int32" if name == VOCAB else "floating numbers"
         fits = value.dtype == torch.int32 if name == VOCAB else value.is_floating_point()

@@ -40,13 +40,11 @@ def export(
     """Write `model` unrolled into the directory `out`, and return it."""
     out = Path(out)
     if model.relaxation is not None and not model.relaxation.method.exports:
-        raise OptionError(
-            f"a plain checkpoint has no place for a {model.relaxation.kind} relaxation, so it cannot be exported"
-        )
+        raise OptionError(f"a plain checkpoint cannot hold a {model.relaxation.kind} relaxation")
     if model.plan.routing is not None or model.plan.kv != "cache":
         what = "a router" if model.plan.routing is not None else "shared keys and values"
         raise OptionError(
-            f"a plain checkpoint has no place for {what}: unrolled, every token would run every layer with entries of its "
+            f"a plain checkpoint cannot hold {what}: unrolled, every token would run every layer with entries of its "
             "own, which is another model"
         )
     unrolled = model.architecture.with_layers(tuple(step.origin for step in model.plan))

@@ -74,7 +74,7 @@ def read_weight(shards: Shards, name: str) -> Tensor:
     where = f"{shards.directory}: '{name + SCALE}'"
     if weight.dim() != 2 or tuple(scale.shape) != (weight.shape[0],):
         raise CheckpointError(
-            f"{where} is {tuple(scale.shape)}; '{name}' is {tuple(weight.shape)} and needs one scale for each of its rows"
+            f"{where} is {tuple(scale.shape)}; '{name}' is {tuple(weight.shape)} and requires one scale for each of its rows"
         )
     if not scale.is_floating_point() or not bool((scale.isfinite() & (scale > 0)).all()):
         raise CheckpointError(f"{where} must hold finite numbers above 0")

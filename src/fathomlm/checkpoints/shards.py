@@ -57,11 +57,11 @@ class Shards:
         if index.is_file():
             where = self._read_index(index)
             if missing := sorted({f for f in where.values() if not (self.directory / f).is_file()}):
-                raise CheckpointError(f"{self.directory} lacks {', '.join(missing)}, which {INDEX} names")
+                raise CheckpointError(f"{self.directory} is missing {', '.join(missing)}, named in {INDEX}")
             for file in sorted(set(where.values())):
                 held = set(self._open(file).keys())
                 if lost := sorted(n for n, f in where.items() if f == file and n not in held):
-                    raise CheckpointError(f"{self.directory / file} lacks the tensor '{lost[0]}', which {INDEX} names")
+                    raise CheckpointError(f"{self.directory / file} is missing tensor '{lost[0]}', named in {INDEX}")
             return dict(where)
         if (self.directory / SINGLE).is_file():
             return dict.fromkeys(self._open(SINGLE).keys(), SINGLE)

@@ -112,7 +112,7 @@ def check_room(out: Path, needed: int) -> None:
     place = next(parent for parent in out.absolute().parents if parent.exists())
     free = shutil.disk_usage(place).free
     if free < needed:
-        raise OutputError(f"{out} needs {needed / 1e6:,.0f} MB, but only {free / 1e6:,.0f} MB are free there")
+        raise OutputError(f"{out} requires {needed / 1e6:,.0f} MB, but only {free / 1e6:,.0f} MB are free there")
 
 
 @contextmanager

@@ -174,7 +174,7 @@ def _command(conversation: Conversation, word: str, rest: str) -> bool:
         print("[system message set]" if rest else "[no system message]", file=sys.stderr)
     elif word == "/save":
         if not rest:
-            raise OptionError("/save needs a file name")
+            raise OptionError("/save requires a file name")
         conversation.save(Path(rest).expanduser())
         print(f"[saved to {rest}]", file=sys.stderr)
     else:

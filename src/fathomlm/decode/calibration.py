@@ -55,7 +55,7 @@ class Calibration:
         record = read_record(path, "is no calibration")
         names = {field.name for field in dataclasses.fields(cls)}
         if not isinstance(record, dict) or set(record) != names:
-            raise CheckpointError(f"{path} is no calibration: it must have {', '.join(sorted(names))}")
+            raise CheckpointError(f"{path} is not a calibration: it must have {', '.join(sorted(names))}")
         layer, confidence = record["exit_layer"], record["confidence"]
         if not isinstance(layer, int) or isinstance(layer, bool) or layer < 1 or not isinstance(confidence, str):
             raise CheckpointError(f"{path}: exit_layer must be a layer, from 1, and confidence a name")

@@ -67,9 +67,11 @@ class CapturedDecoder:
         exits = (exit_layers,) if isinstance(exit_layers, int) else tuple(sorted(set(exit_layers)))
         for layer in exits:
             if not 1 <= layer < len(steps):
-                raise OptionError(f"a token may leave after layers 1 to {len(steps) - 1} of this model, got {layer}")
+                raise OptionError(f"exit layers must be between 1 and {len(steps) - 1} for this model, got {layer}")
         if decoder.architecture.cross != (source is not None):
-            raise OptionError("`source`, the longest source, goes with decoders behind an encoder, and only with them")
+            raise OptionError(
+                "`source`, the max source length, requires an encoder-decoder model, which requires it in turn"
+            )
         if length < 2 or max_stack < 1:
             raise OptionError(f"length must be >= 2 and max_stack >= 1, got {length} and {max_stack}")
         self.steps = RecordedSteps(decoder, length, exits, max_stack, compile, pack, source)
@@ -256,7 +258,7 @@ class CapturedDecoder:
     def _check_memory(self, memory: EncoderMemory | None) -> None:
         room = self.steps.source
         if (memory is None) != (room is None):
-            wants = "needs `memory`, the encoder's output" if memory is None else "has no place for `memory`"
+            wants = "requires `memory`, the encoder's output" if memory is None else "does not take `memory`"
             raise OptionError(f"this decoder {wants}")
         if (
             memory is not None
@@ -275,7 +277,9 @@ class CapturedDecoder:
         if exiting.mode == "full":
             return
         if not steps.exit_layers:
-            raise OptionError(f"{exiting.mode} decoding needs an exit; give exit_layers when making the captured decoder")
+            raise OptionError(
+                f"{exiting.mode} decoding requires an exit; give exit_layers when building the captured decoder"
+            )
         if exiting.exits(steps.decoder.plan) != tuple(layer - 1 for layer in steps.exit_layers):
             captured = " and ".join(str(layer) for layer in steps.exit_layers)
             raise OptionError(f"captured with an exit after layer {captured}; ask for just that in exit_layers")
@@ -292,9 +296,9 @@ def _recorded_mode(exiting: Exiting) -> str:
 def check_exiting(exiting: Exiting) -> None:
     """Refuse ways of leaving that no captured step has."""
     if exiting.mode not in MODES:
-        raise OptionError(f"captured steps have the modes {', '.join(MODES)}, not {exiting.mode}")
+        raise OptionError(f"captured decoding supports the modes {', '.join(MODES)}, not {exiting.mode}")
     if exiting.confidence not in (None, "gap") or exiting.refine is not None:
-        raise OptionError("captured decoding knows the confidence 'gap' and no refinement")
+        raise OptionError("captured decoding supports only confidence='gap', without refinement")
 
 
 @dataclass(slots=True)

@@ -32,9 +32,7 @@ class CapturedSession:
         self.model = model
         self.exiting = exiting or Exiting(mode="full")
         if model.plan.routing is not None:
-            raise OptionError(
-                "captured steps are for models without a router; `fathomlm serve` captures those of routed ones"
-            )
+            raise OptionError("captured decoding does not support models with a router; `fathomlm serve` does")
         check_exiting(self.exiting)
         full = self.exiting.mode == "full"
         self._exit_layers = () if full else tuple(index + 1 for index in self.exiting.exits(model.plan))
@@ -109,4 +107,4 @@ def check_greedy(sampling: Sampling) -> None:
     """Refuse what captured steps cannot choose by."""
     if not sampling.greedy or sampling.repetition_penalty != 1:
         what = "repetition_penalty" if sampling.greedy else "temperature"
-        raise OptionError(f"captured steps take the likeliest token; {what} {getattr(sampling, what):g} asks for another")
+        raise OptionError(f"captured decoding is greedy; {what} {getattr(sampling, what):g} asks for another")

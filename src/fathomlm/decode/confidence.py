@@ -81,7 +81,7 @@ def find_classifiers(decoder: Decoder, exits: Sequence[int]) -> dict[int, ExitCl
     if missing:
         have = ", ".join(str(int(index) + 1) for index in decoder.exit_classifiers)
         raise OptionError(
-            f"confidence 'classifier' needs a trained classifier after layer {', '.join(map(str, missing))}; this model has "
-            f"{f'them after {have} only' if have else 'none'}. gap, max and state need no training"
+            f"confidence 'classifier' requires a trained classifier after layer {', '.join(map(str, missing))}; this model "
+            f"has {f'them after {have} only' if have else 'none'}. gap, max and state need no training"
         )
     return {index: partial(decoder.exit_score, index=index, layered=True) for index in exits}

@@ -123,7 +123,9 @@ class Exiting:
         if threshold is None or isinstance(threshold, AdaptiveThreshold):
             return
         if self.mode == "oracle":
-            raise OptionError("an oracle compares choices and takes no threshold; an estimator may watch it and learn")
+            raise OptionError(
+                "threshold cannot be combined with the oracle; give an estimator to have it learn from the oracle"
+            )
         inside = _is_number(threshold) and 0 <= threshold <= 1
         require(inside, "threshold", "between 0 (always exit) and 1 (never), or an estimator", threshold)
 
@@ -143,7 +145,7 @@ class Exiting:
         """The indices of the steps after which a token of this model may leave, the last step left out."""
         if plan.routing is not None:
             raise OptionError(
-                f"{self.mode} decoding is for models without a router: this one's router already chooses each token's depth"
+                f"{self.mode} decoding cannot be combined with a router, which already chooses each token's depth"
             )
         if self.mode == "full":
             return ()
@@ -151,7 +153,9 @@ class Exiting:
         last = plan.unrolled_layers
         for layer in layers:
             if layer >= last:
-                raise OptionError(f"a token may leave after layers 1 to {last - 1} of this model's {last}, got {layer}")
+                raise OptionError(
+                    f"exit layers must be between 1 and {last - 1} for this model's {last} layers, got {layer}"
+                )
         if len(layers) > 1 and self.mode not in MULTIPLE:
             raise OptionError(
                 f"{self.mode} decoding has one exit, and here are {len(layers)}, after layers {_listed(layers)}; "
@@ -167,7 +171,7 @@ class Exiting:
             return range(self.min_exit_layer, max(plan.unrolled_layers, self.min_exit_layer + 1))
         if plan.exits:
             return tuple(index + 1 for index in plan.exits)
-        raise OptionError(f"this model names no exits of its own, so name an exit layer: {_suggestion(plan)}")
+        raise OptionError(f"this model has no exits of its own; give an exit layer: {_suggestion(plan)}")
 
 
 def _suggestion(plan: DepthPlan) -> str:

@@ -252,7 +252,7 @@ def _check_exiting(model: FathomModel, control: DepthControl | None, exiting: Ex
     if exiting is None:
         return
     if control is not None:
-        raise OptionError("a depth control and exiting both say how deep tokens go; give one of them")
+        raise OptionError("depth control cannot be combined with early exit")
     ExitPolicy(model.decoder, exiting)
 
 

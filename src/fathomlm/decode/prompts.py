@@ -29,7 +29,7 @@ def encode_prompt(model: FathomModel, prompt: Prompt) -> list[int]:
     if not tokens:
         begin: int | None = model.config.bos_token_id
         if begin is None:
-            raise OptionError("the prompt is empty and this model has no begin token to start from; give some text")
+            raise OptionError("the prompt is empty and this model has no BOS token to start from")
         tokens = [begin]
     vocab = model.architecture.vocab
     for token in tokens:
@@ -42,7 +42,7 @@ def start_token(model: FathomForSeq2SeqLM) -> int:
     """What an encoder-decoder model's answer begins from."""
     start: int | None = model.config.decoder_start_token_id
     if start is None:
-        raise OptionError("this model's configuration names no decoder_start_token_id to begin an answer from")
+        raise OptionError("this model's config has no decoder_start_token_id")
     return start
 
 
@@ -63,7 +63,7 @@ def chat_prompt(
     sees the text before it is tokenised, and may refuse it."""
     tokenizer = _tokenizer(model)
     if tokenizer.chat_template is None:
-        raise OptionError("this model has no chat template, so it was not made for chat; use plain prompts")
+        raise OptionError("this model has no chat template; use plain prompts")
     try:
         text = render_chat(tokenizer, messages)
     except Refused as error:
@@ -114,5 +114,5 @@ def _checked_ids(prompt: Sequence[int]) -> list[int]:
         return [operator.index(token) for token in prompt]
     except TypeError as error:
         raise OptionError(
-            f"prompts must be a text, a list of texts or a list of token-id lists; one of them is {prompt!r}"
+            f"prompts must be a string, a list of strings or a list of token-id lists; got {prompt!r}"
         ) from error

@@ -80,7 +80,9 @@ class ThresholdOptions:
     def __post_init__(self) -> None:
         check(self)
         if self.expected_sequences is not None and self.calibrating_sequences is not None:
-            raise OptionError("give expected_sequences or calibrating_sequences, not both: each says when calibration ends")
+            raise OptionError(
+                "expected_sequences and calibrating_sequences cannot be combined: each sets when calibration ends"
+            )
 
     @property
     def calibrating(self) -> int | None:
@@ -207,7 +209,7 @@ class ThresholdEstimator:
         After calibration nothing is taken in: the samples stay those that the threshold came from.
         """
         if len(confidences) != len(agreements):
-            raise OptionError(f"observe needs one agreement a confidence, got {len(agreements)} for {len(confidences)}")
+            raise OptionError(f"observe requires one agreement per confidence, got {len(agreements)} for {len(confidences)}")
         values = [float(confidence) for confidence in confidences]
         for value in values:
             require(-ROUNDING <= value <= 1 + ROUNDING, "a confidence", "between 0 and 1", value)
@@ -329,7 +331,7 @@ def _read(kind: Callable[..., T], record: object, where: str, **parts: Callable[
             raise CheckpointError(f"{where}: {choices('field', str(name), names)}")
     missing = [name for name in names if name not in record]
     if missing:
-        raise CheckpointError(f"{where} lacks {', '.join(missing)}; it must have {', '.join(names)}")
+        raise CheckpointError(f"{where} is missing {', '.join(missing)}; it must have {', '.join(names)}")
     read = {name: _read(part, record[name], f"{where}, {name}") for name, part in parts.items()}
     try:
         return kind(**{**record, **read})

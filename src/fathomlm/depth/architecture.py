@@ -125,9 +125,9 @@ class Architecture:
             raise OptionError(f"the rotated part of a head must be even, got {self.rotary_dim} of {self.head_dim}")
         self._check_relative()
         if self.cross != (self.memory_width > 0):
-            raise OptionError(f"memory_width goes with cross, got {self.memory_width} with cross={self.cross}")
+            raise OptionError(f"memory_width requires cross, got {self.memory_width} with cross={self.cross}")
         if self.cross and self.residual != "pre":
-            raise OptionError(f"cross needs the residual 'pre', got {self.residual!r}")
+            raise OptionError(f"cross requires residual='pre', got {self.residual!r}")
 
     def _check_types(self) -> None:
         for name in SIZES:
@@ -143,7 +143,7 @@ class Architecture:
         if self.attention_scale is not None:
             check_number("attention_scale", self.attention_scale)
         if not 0 <= check_number("rotary_fraction", self.rotary_fraction) <= 1:
-            raise OptionError(f"rotary_fraction must be from 0 to 1, got {self.rotary_fraction:g}")
+            raise OptionError(f"rotary_fraction must be between 0 and 1, got {self.rotary_fraction:g}")
         if not isinstance(self.rope, Rope) or not isinstance(self.local_rope, Rope | None):
             raise OptionError("rope and local_rope must be Rope objects")
         for window in self.windows:
@@ -155,7 +155,7 @@ class Architecture:
         if self.positions == "rotary":
             return
         if self.rotary_dim or self.kv_heads != self.heads:
-            raise OptionError("relative positions go with a rotary_fraction of 0 and as many kv_heads as heads")
+            raise OptionError("relative positions require rotary_fraction=0 and kv_heads == heads")
         if self.relative_buckets < 2 or self.relative_distance <= self.relative_buckets // 2:
             raise OptionError(
                 "relative_buckets must be >= 2 and relative_distance more than half of them, got "

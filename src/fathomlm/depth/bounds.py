@@ -82,5 +82,5 @@ def check_record(
     if unknown := sorted(shown_name(str(name)) for name in record if name not in known):
         raise error(f"unknown {what} field(s): {', '.join(unknown[:8])}; known: {', '.join(sorted(known))}")
     if missing := sorted(set(required) - set(record)):
-        raise error(f"the {what} lacks {', '.join(missing)}")
+        raise error(f"the {what} is missing {', '.join(missing)}")
     return record

@@ -90,9 +90,11 @@ def count(
     if kv is not None and kv not in KV_MODES:
         raise OptionError(choices("kv mode", kv, KV_MODES))
     if router is not None and not plan.loops:
-        raise OptionError(f"a router needs a looped core (cycle or middle-cycle), not {plan.sharing}")
+        raise OptionError(f"a router requires a looped core (cycle or middle-cycle), not {plan.sharing}")
     if capacity is not None and len(capacity) != plan.recursions:
-        raise OptionError(f"there are {plan.recursions} recursions but {len(capacity)} capacities")
+        raise OptionError(
+            f"capacity must have one entry per recursion: got {len(capacity)} for {plan.recursions} recursions"
+        )
     if router is not None and plan.recursions > 1:
         plan = plan.with_routing(build_routing(router, plan.recursions))
     if kv is not None and kv != plan.kv and plan.recursions > 1:
@@ -100,7 +102,7 @@ def count(
     if context < 1 or (tokens is not None and tokens < 1):
         raise OptionError(f"context and tokens must be >= 1, got {context} and {tokens}")
     if source is not None and (source < 1 or not architecture.cross):
-        raise OptionError(f"a source of at least 1 token goes with an encoder-decoder model, got {source}")
+        raise OptionError(f"source requires an encoder-decoder model and must be >= 1, got {source}")
     source = context if source is None else source
     rules = _Rules(architecture, plan, relaxation, context, source, running_parts(plan, capacity))
     base_plan = DepthPlan.vanilla(plan.base_layers)

@@ -78,20 +78,23 @@ class DepthPlan:
         plain_share = self.kv == "share" and self.recursions == 1
         if plain_share != (self.kv_sharing is not None) or plain_share != (self.kv_loops > 1):
             if plain_share:
-                raise PlanError("a plain model shares keys and values by a strategy, such as cycle, and 2 or more loops")
-            raise PlanError("a kv sharing strategy is for kv mode 'share' on a plain model; looped ones share as weights do")
+                raise PlanError("KV sharing on a plain model requires a strategy, such as cycle, and >= 2 loops")
+            raise PlanError(
+                "a kv sharing strategy requires kv mode 'share' on a plain model; looped "
+                "models share the KV cache as they share weights"
+            )
         if self.kv == "hybrid" and self.routing is None:
-            raise PlanError("kv mode 'hybrid' is for routed models: it keeps shared entries where a token did not go on")
+            raise PlanError("kv mode 'hybrid' requires a router: it keeps shared entries for tokens that stopped early")
         if self.exit_layer and not self.exits:
-            raise PlanError("layers of exits need exits to belong to")
+            raise PlanError("exit_layer requires exits")
         if self.routing is None:
             return
         if not self.loops:
-            raise PlanError(f"a router needs a looped core (cycle or middle-cycle), not {self.sharing}")
+            raise PlanError(f"a router requires a looped core (cycle or middle-cycle), not {self.sharing}")
         if self.routing.recursions != self.recursions:
             raise PlanError(f"the routing is for {self.routing.recursions} recursions, the plan has {self.recursions}")
         if self.exits:
-            raise PlanError("a routed model has no early exits: its router already chooses each token's depth")
+            raise PlanError("early exits cannot be combined with a router, which already chooses each token's depth")
         if self.kv != "cache" and not self.routing.method.takes_all_first(self.routing):
             raise PlanError(f"kv mode '{self.kv}' reads the first recursion's entries, so its capacity must be 1")
 
@@ -116,7 +119,9 @@ class DepthPlan:
         ends = STRATEGIES[sharing].kept_apart
         core = base_layers - 2 * ends
         if core < 1:
-            raise PlanError(f"{sharing} keeps the first and last layer apart, so it needs 3 layers; got {base_layers}")
+            raise PlanError(
+                f"{sharing} keeps the first and last layer apart, so it requires at least 3 layers; got {base_layers}"
+            )
         if core % recursions:
             if resize is None:
                 raise PlanError(_does_not_divide(sharing, recursions, base_layers, core))
@@ -210,7 +215,7 @@ class DepthPlan:
     def check_recompute(self, how: str) -> None:
         """Refuse activation checkpointing where a step's entries are read after it."""
         if how not in ("none", "inner") and self.kv != "cache":
-            raise OptionError(f"recompute: {how} does not go with kv mode '{self.kv}': its entries outlive a step")
+            raise OptionError(f"recompute: {how} cannot be combined with kv mode '{self.kv}': its entries outlive a step")
 
     def recursion_steps(self, recursion: int) -> tuple[Step, ...]:
         """The core's steps in one recursion, in order."""
@@ -219,7 +224,9 @@ class DepthPlan:
     def recursion_ends(self) -> tuple[int, ...]:
         """The steps that end a recursion, the last recursion left out: where a recursive model may be left early."""
         if not self.whole_passes:
-            raise PlanError(f"recursions have no outputs under {self.sharing}; exits need cycle, middle-cycle or cycle-rev")
+            raise PlanError(
+                f"recursions have no outputs under {self.sharing}; exits require cycle, middle-cycle or cycle-rev"
+            )
         ends = [step for step in self.steps if self.is_last_of_recursion(step)]
         return tuple(step.index for step in ends if step.recursion < self.recursions - 1)
 

@@ -69,7 +69,7 @@ def check_matplotlib() -> None:
     try:
         import matplotlib  # noqa: F401
     except ImportError:
-        raise OptionError("plots need matplotlib: pip install 'fathomlm[plot]'") from None
+        raise OptionError("plots require matplotlib: pip install 'fathomlm[plot]'") from None
 
 
 def new_figure(width: float, height: float) -> Any:

@@ -103,7 +103,7 @@ class FathomForSeq2SeqLM(Shell):
         if keep_BS is None:
             keep_BS = torch.ones_like(tokens_BS)
         elif not bool(keep_BS.bool().any(dim=1).all()):
-            raise ValueError("every source needs a token that is not padding")
+            raise ValueError("every source requires a token that is not padding")
         embedded_BSM = self.decoder.embed(tokens_BS)
         made = self.encoder(inputs_embeds=embedded_BSM, attention_mask=keep_BS.long(), output_hidden_states=hidden)
         return EncoderMemory(made.last_hidden_state, keep_BS.bool()), made.hidden_states if hidden else None

@@ -127,7 +127,7 @@ class LayerStack(nn.Module):
         """The rows of a pass with what this decoder looks at beside its own tokens: its position bias, and the encoder's
         output. Masks that are made from them carry both to every step, also in a walk over a part of the plan."""
         if self.architecture.cross != (memory is not None):
-            wants = "needs `memory`, the encoder's output" if self.architecture.cross else "has no place for `memory`"
+            wants = "requires `memory`, the encoder's output" if self.architecture.cross else "does not take `memory`"
             raise ValueError(f"a {self.architecture.family} decoder {wants}")
         if memory is not None and memory.states_BSM.shape[0] != rows.positions_BT.shape[0]:
             raise ValueError(f"{rows.positions_BT.shape[0]} rows look at {memory.states_BSM.shape[0]} sources")

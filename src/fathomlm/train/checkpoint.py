@@ -175,7 +175,7 @@ def _load_weights(directory: Path, module: nn.Module) -> None:
                 targets[name].copy_(like(file.get_tensor(name), targets[name]))
                 left.discard(name)
     if left:
-        raise CheckpointError(f"{directory}: the weights lack '{min(left)}'")
+        raise CheckpointError(f"{directory}: the weights are missing '{min(left)}'")
 
 
 def _load_optimizer(directory: Path, state: TrainingState, module: nn.Module, optimizer: Optimizer) -> None:

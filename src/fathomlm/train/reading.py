@@ -76,7 +76,7 @@ class _UniqueKeys(yaml.SafeLoader):  # type: ignore[misc]
         seen = set()
         for key, _ in node.value:
             if key.value in seen:
-                raise yaml.constructor.ConstructorError(None, None, f"the key '{key.value}' is there twice", key.start_mark)
+                raise yaml.constructor.ConstructorError(None, None, f"duplicate key '{key.value}'", key.start_mark)
             seen.add(key.value)
         return dict(super().construct_mapping(node, deep))
 
@@ -108,7 +108,7 @@ def _override(values: dict[str, Any], words: Sequence[str]) -> dict[str, Any]:
         kind = _check_path(parts)
         if not equals:
             if not rest or rest[0].startswith("--"):
-                raise OptionError(f"--{name} needs a value")
+                raise OptionError(f"--{name} requires a value")
             text = rest.pop(0)
         here = merged
         for part in parts[:-1]:

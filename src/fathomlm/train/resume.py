@@ -119,7 +119,7 @@ def check_branch(recipe: Recipe, state: TrainingState, rate: LearningRate, where
         raise CheckpointError(f"{where}: {STATE} has a schedule that is not understood ({error})") from error
     kinds = {recipe.schedule.kind, str(schedule.kind)}
     if kinds != {"trapezoid"}:
-        raise TrainingError(f"branch_from needs schedule.kind trapezoid in both runs, got {' and '.join(sorted(kinds))}")
+        raise TrainingError(f"branch_from requires schedule.kind: trapezoid in both runs, got {' and '.join(sorted(kinds))}")
     if warmup != rate.warmup:
         raise TrainingError(
             f"{where} warmed up over {warmup} steps, this recipe over {rate.warmup}; give schedule.warmup in steps, the same"

@@ -134,7 +134,7 @@ class Run:
         weights = sum(p.numel() for p in self._objective.parameters() if p.requires_grad)
         kind = choose_parallel(recipe.parallel, world, weights * state_bytes_per_weight(recipe.optimizer.kind))
         if kind == "fsdp" and recipe.optimizer.kind == "adafactor":
-            raise TrainingError("adafactor does not know sharded weights; use parallel: ddp or optimizer.kind: adamw")
+            raise TrainingError("adafactor does not support sharded weights; use parallel: ddp or optimizer.kind: adamw")
         module = parallelize(self._objective, kind, world, recipe.precision)
         if kind == "fsdp" and decoder.routers is not None and decoder.routers.bias is not None:
             raise TrainingError(

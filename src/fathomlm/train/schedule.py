@@ -70,7 +70,7 @@ def plan_steps(recipe: Recipe, forward_flops_per_token: int, rows_in_epoch: int 
     else:
         assert budget.epochs is not None
         if rows_in_epoch is None:
-            raise OptionError("a budget in epochs needs the prepared data; prepare it first, or give tokens or steps")
+            raise OptionError("a budget in epochs requires the prepared data; prepare it first, or give tokens or steps")
         steps = math.ceil(parse_amount("budget.epochs", budget.epochs) * rows_in_epoch / rows)
     if steps < 1:
         raise OptionError(f"the budget is less than one step of {tokens:,} tokens")

@@ -31,12 +31,12 @@ def read_encoder(model: ModelRecipe, architecture: Architecture) -> dict[str, An
     """The record of the encoder that a recipe trains; None for a decoder-only model."""
     if not architecture.cross:
         if model.encoder is not None:
-            raise OptionError(f"model.encoder goes with a t5, mt5 or longt5 model, not {architecture.family}")
+            raise OptionError(f"model.encoder requires a t5, mt5 or longt5 model, got {architecture.family}")
         return None
     asked = model.encoder or EncoderRecipe()
     if model.architecture is None:
         if asked.layers is not None:
-            raise OptionError("model.encoder.layers goes with model.architecture; a source or a shape has its own encoder")
+            raise OptionError("model.encoder.layers requires model.architecture; a source or a shape has its own encoder")
         return encoder_of(str(model.source or model.shape))
     layers = architecture.layers if asked.layers is None else asked.layers
     return encoder_beside(architecture, layers, dropout=asked.dropout)
@@ -54,7 +54,7 @@ def fresh_seq2seq(
     every other matrix by the width that it reads. transformers' T5 differs in one thing, a head of its own, whose
     logits would start far too large."""
     if model.init_std != USUAL_STD:
-        raise OptionError("model.init_std does not go with a T5-style model, whose weights start as T5's do")
+        raise OptionError("model.init_std cannot be combined with a T5-style model, which has T5's own initialization")
     record = read_encoder(model, architecture)
     assert record is not None
     student = empty_seq2seq(configure_seq2seq(architecture, plan, relaxation, record, tokens, torch.float32))

@@ -127,7 +127,7 @@ def prepare_command(data: DataRecipe) -> str:
 
 def _prepare_options(data: DataRecipe) -> PrepareOptions:
     if data.tokenizer is None:
-        raise OptionError("data.sources needs data.tokenizer, a model source or `bytes`")
+        raise OptionError("data.sources requires data.tokenizer, a model source or `bytes`")
     return PrepareOptions(
         sources=tuple(data.sources),
         out=Path(data.path),

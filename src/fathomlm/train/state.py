@@ -131,7 +131,7 @@ def read_state(directory: Path) -> TrainingState:
     """The record of a training checkpoint, itself verified. `verify` compares the files with it."""
     path = directory / STATE
     if not path.exists():
-        raise CheckpointError(f"{directory} is no training checkpoint (it has no {STATE})")
+        raise CheckpointError(f"{directory} is not a training checkpoint (missing {STATE})")
     # A loss that is not finite is in the record as it was.
     fields = read_object(path, error=CheckpointError, max_bytes=MAX_BYTES, nonfinite=True)
     number = fields.raw("format")

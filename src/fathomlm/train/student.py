@@ -130,7 +130,7 @@ def route_plan(model: ModelRecipe, plan: DepthPlan) -> DepthPlan:
     """`plan` with the router and the sharing of keys and values that a `model` section asks for."""
     if model.router is not None:
         if plan.recursions == 1:
-            raise OptionError("model.router chooses how deep tokens go; it needs model.recursions of 2 or more")
+            raise OptionError("model.router requires model.recursions >= 2")
         plan = plan.with_routing(model.router.build(plan.recursions))
     if model.kv is None and model.kv_sharing is None and model.kv_loops == 1:
         return plan
@@ -150,7 +150,7 @@ def check_tying(model: ModelRecipe, plan: DepthPlan | None, relaxation: Relaxati
     if model.recursions == 1:
         tying = ("sharing", "resize", "init", "norm_init", "relax_init", "prefix_length")
         for name in (name for name in tying if getattr(model, name) is not None):
-            raise OptionError(f"model.{name} says how {model.source} is tied; it goes with model.recursions of 2 or more")
+            raise OptionError(f"model.{name} says how {model.source} is tied; it requires model.recursions >= 2")
         _check_fine_tuning(model, plan, relaxation)
     elif plan is not None and plan.recursions > 1:
         raise OptionError(f"{model.source} is recursive already; leave out model.recursions to train it as it is")
@@ -159,11 +159,11 @@ def check_tying(model: ModelRecipe, plan: DepthPlan | None, relaxation: Relaxati
 def _check_fine_tuning(model: ModelRecipe, plan: DepthPlan | None, relaxation: Relaxation | None) -> None:
     if model.relax is None:
         if model.rank is not None:
-            raise OptionError("model.rank goes with model.relax: lora or dora")
+            raise OptionError("model.rank requires model.relax: lora or dora")
         return
     if model.relax in RELAXATIONS and "everywhere" not in RELAXATIONS[model.relax].options:
         raise OptionError(
-            f"model.relax: {model.relax} relaxes a tie, so it goes with model.recursions of 2 or more; with one recursion "
+            f"model.relax: {model.relax} relaxes a tie, so it requires model.recursions >= 2; with one recursion "
             "lora and dora fine-tune"
         )
     if relaxation is not None:
@@ -175,7 +175,7 @@ def _check_fine_tuning(model: ModelRecipe, plan: DepthPlan | None, relaxation: R
 def check_plan(recipe: Recipe, plan: DepthPlan) -> None:
     """Refuse losses and recomputation that do not go with the plan, which may be a source's own."""
     if plan.routing is not None and recipe.loss.layerwise is not None:
-        raise OptionError("a routed model has one output: loss.layerwise does not go with it")
+        raise OptionError("loss.layerwise cannot be combined with a router: a routed model has one output")
     plan.check_recompute(recipe.recompute)
 
 
@@ -184,7 +184,8 @@ def check_rows(recipe: Recipe, architecture: Architecture) -> None:
     encoder reads pairs only."""
     if architecture.cross and not recipe.data.pairs:
         raise OptionError(
-            f"a {architecture.family} model makes targets of sources: name both with data.pairs, such as [dialogue, summary]"
+            f"a {architecture.family} model requires source-target pairs: give both with data.pairs, such as "
+            "[dialogue, summary]"
         )
     if architecture.positions == "relative":
         return

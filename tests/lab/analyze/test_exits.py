@@ -120,7 +120,7 @@ def test_which_exits_are_shown() -> None:
     assert check_exits(looped.with_exits([1]), None, "gap") == (2,)
     assert check_exits(plain, (7, 2, 7), "max") == (2, 7)
     for layers, measure_name, message in (
-        ((12,), "gap", "layers 1 to 11 of this model's 12, got 12"),
+        ((12,), "gap", "must be between 1 and 11 for this model's 12 layers, got 12"),
         (None, "hope", "unknown confidence 'hope'"),
     ):
         with pytest.raises(OptionError, match=message):
@@ -135,7 +135,7 @@ def test_other_confidences(model: FathomForCausalLM, rows: TokenRows) -> None:
     state = measure(model, rows, layers=(3,), confidence="state").exits[0].estimator.agree.mean
     largest = measure(model, rows, layers=(3,), confidence="max").exits[0].estimator.agree.mean
     assert state != pytest.approx(largest)
-    with pytest.raises(OptionError, match="needs a trained classifier after layer 3"):
+    with pytest.raises(OptionError, match="requires a trained classifier after layer 3"):
         measure(model, rows, layers=(3,), confidence="classifier")
 
 

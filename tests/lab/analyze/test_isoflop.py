@@ -75,7 +75,7 @@ def test_a_strategy_that_does_not_loop_has_no_routed_row():
 
 
 def test_options_out_of_range():
-    with pytest.raises(OptionError, match="2 or more, got 1"):
+    with pytest.raises(OptionError, match=">= 2, got 1"):
         IsoOptions(recursions=(1, 2))
     with pytest.raises(OptionError, match="must be > 0"):
         iso_rows(BASES, (0.0,), IsoOptions())

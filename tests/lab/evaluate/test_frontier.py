@@ -50,9 +50,9 @@ def test_settings_end_with_the_whole_model():
 
 def test_settings_that_a_model_does_not_have():
     plain, expert = model_of("plain").plan, model_of("expert").plan
-    with pytest.raises(OptionError, match="for looped models"):
+    with pytest.raises(OptionError, match="requires a looped model"):
         sweep_settings(plain, "depth", None)
-    with pytest.raises(OptionError, match="no exits to leave at"):
+    with pytest.raises(OptionError, match="a routed model has no exits"):
         sweep_settings(expert, "exit-layer", None)
     with pytest.raises(OptionError, match="without a router"):
         threshold_settings(expert, (0.5,), exit_layer=1)

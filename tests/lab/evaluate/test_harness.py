@@ -158,7 +158,7 @@ def test_settings_of_tasks_in_our_words() -> None:
     with pytest.raises(OptionError, match="unknown option 'num_beams'"):
         read_sampling({"num_beams": 4})
     assert (read_batch("auto:4", None), read_batch(None, 4), read_batch("7", None)) == (16, 4, 7)
-    with pytest.raises(OptionError, match="a number of rows, or auto; got 'many'"):
+    with pytest.raises(OptionError, match="an integer or auto, got 'many'"):
         read_batch("many", None)
     with pytest.raises(OptionError, match="give one of them"):
         HarnessModel(model_of("looped"), exit_layer=2, max_depth=1)

@@ -86,9 +86,9 @@ def test_a_server_says_how_long_to_wait() -> None:
         (Said(status=404, raw=b"nothing here"), EndpointError, "answered 404: nothing here"),
         (Said(status=307, headers={"Location": "http://127.0.0.1:1/v1"}), EndpointError, "answered 307"),
         (Said(status=400, raw=b"too long"), JudgeError, "answered 400: too long"),
-        (Said(raw=b"<html>hello</html>"), JudgeError, "no chat completion: <html>hello"),
-        (Said(raw=b'{"choices": []}'), JudgeError, "no chat completion"),
-        (Said(raw=b'{"choices": [{"message": {"content": 3}}]}'), JudgeError, "its content is no text"),
+        (Said(raw=b"<html>hello</html>"), JudgeError, "not a chat completion: <html>hello"),
+        (Said(raw=b'{"choices": []}'), JudgeError, "not a chat completion"),
+        (Said(raw=b'{"choices": [{"message": {"content": 3}}]}'), JudgeError, "its content is not a string"),
     ],
 )
 def test_what_will_not_pass_is_asked_once(said: Said, error: type[Exception], message: str) -> None:
@@ -142,7 +142,7 @@ def test_a_server_that_is_not_there() -> None:
     [
         ({"base_url": "localhost:8000"}, "must begin with http://"),
         ({"base_url": "file:///etc/passwd"}, "must begin with http://"),
-        ({"base_url": "http://host:port"}, "is no address"),
+        ({"base_url": "http://host:port"}, "is not a URL"),
         ({"base_url": "http://me:secret@host"}, "must not hold a key"),
         ({"key": "two words"}, "holds no key"),
         ({"key": "line\n"}, "holds no key"),
@@ -198,7 +198,7 @@ def test_a_line_that_was_cut_short_is_dropped(tmp_path: Path) -> None:
 def test_a_file_that_holds_something_else_is_left_alone(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text('{"source": "s"}\n')
-    with pytest.raises(DataError, match=r"rows.jsonl line 1 is no answer of a judge"), AnswerFile(path):
+    with pytest.raises(DataError, match=r"rows.jsonl line 1 is not a judge's answer"), AnswerFile(path):
         pass
     assert path.read_text() == '{"source": "s"}\n'
     with pytest.raises(OutputError, match="cannot write"), AnswerFile(path / "below"):

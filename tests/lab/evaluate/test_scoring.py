@@ -119,8 +119,8 @@ def test_progress_counts_requests() -> None:
 @pytest.mark.parametrize(
     ("pair", "message"),
     [
-        (Pair((), (1,)), "a token to read"),
-        (Pair((1,), ()), "a token to score"),
+        (Pair((), (1,)), "one context token"),
+        (Pair((1,), ()), "one continuation token"),
         (Pair((1,), (2,) * 97), "a continuation of 97 tokens does not fit the context of 96"),
         (Pair((1,), (2, 257)), "token 257 is outside the model's vocabulary of 257"),
         (Pair((300,), (2,)), "token 300 is outside the model's vocabulary of 257"),
@@ -133,7 +133,7 @@ def test_requests_that_cannot_be_scored_are_refused(pair: Pair, message: str) ->
 
 def test_settings_out_of_range_are_refused() -> None:
     model: Any = model_of("plain")
-    with pytest.raises(OptionError, match="at least 1 row, got 0"):
+    with pytest.raises(OptionError, match="batch size must be >= 1, got 0"):
         Scorer(model, batch=0)
-    with pytest.raises(OptionError, match="at least 1 token, got 0"):
+    with pytest.raises(OptionError, match="max length must be >= 1, got 0"):
         Scorer(model, max_length=0)

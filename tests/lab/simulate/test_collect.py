@@ -69,9 +69,9 @@ def test_where_tokens_may_leave() -> None:
     assert exits_of(build("vanilla").plan, None) == (2,)
     assert exits_of(build("encoding").plan, None) == build("encoding").plan.recursion_ends()
     assert exits_of(build("vanilla").plan, (4, 2, 2)) == (1, 3)
-    with pytest.raises(OptionError, match="after layers 1 to 5"):
+    with pytest.raises(OptionError, match="must be between 1 and 5"):
         exits_of(build("vanilla").plan, (6,))
-    with pytest.raises(OptionError, match="no recursions to leave after"):
+    with pytest.raises(OptionError, match="no recursions to exit after"):
         exits_of(build("gemma3").plan, None)
     with pytest.raises(OptionError, match="the model has no router"):
         collect(build("vanilla"), rows(90), leaving="router")

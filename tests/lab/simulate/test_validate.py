@@ -152,7 +152,7 @@ def test_a_timetable_of_a_looped_model() -> None:
     apart = measure_loop(shape, (2,), 8, captured=True)  # as on a GPU: two decode steps tell the passes apart
     assert set(apart.passes) == set(loop.passes)
     assert apart.curve("both").at(2) > 0
-    with pytest.raises(OptionError, match="needs a looped model"):
+    with pytest.raises(OptionError, match="requires a looped model"):
         MeasuredShape(architecture=TINY, plan=DepthPlan.vanilla(6), **where).routed()
 
 

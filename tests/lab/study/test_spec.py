@@ -39,13 +39,13 @@ def test_axes_make_all_combinations_but_those_left_out(values: Values) -> None:
         ({"titel": "x"}, "unknown field 'titel'"),
         ({"baseline": "plian"}, "unknown variant 'plian' (did you mean 'plain'?)"),
         ({"claims": [{"text": "x", "lower": "plain", "higher": "none"}]}, "unknown variant 'none'"),
-        ({"claims": [{"text": "x", "lower": "plain"}]}, "a claim needs a text and either"),
+        ({"claims": [{"text": "x", "lower": "plain"}]}, "a claim requires a text, and either"),
         ({"claims": [{"text": "x", "same": ["plain", "mor"]}]}, "`within` above 0"),
         ({"seeds": [0, 0]}, "seeds must be a list of different integers"),
         ({"kind": "measure"}, "unknown kind 'measure'"),
         ({"axes": {"a": {"b": {}}}}, "either variants or axes"),
         ({"seeds": None}, "seeds is required"),
-        ({"chain": True, "common": {"schedule": {"kind": "cosine"}}}, "chain needs schedule.kind trapezoid"),
+        ({"chain": True, "common": {"schedule": {"kind": "cosine"}}}, "chain requires schedule.kind: trapezoid"),
     ],
 )
 def test_mistakes_are_named(values: Values, changes: dict[str, Any], message: str) -> None:

@@ -333,7 +333,7 @@ def test_recomputed_gradients_are_the_same(router: str, recompute: str) -> None:
 @pytest.mark.parametrize("kv", ["share", "hybrid"])
 def test_entries_that_outlive_a_step_cannot_be_recomputed(kv: str) -> None:
     decoder = decoder_of(routed("expert", kv))
-    with pytest.raises(OptionError, match=f"recompute: layer does not go with kv mode '{kv}'"):
+    with pytest.raises(OptionError, match=f"recompute: layer cannot be combined with kv mode '{kv}'"):
         decoder.states(some_tokens(1, 4), recompute="layer")
     with torch.no_grad():
         decoder.states(some_tokens(1, 4), recompute="layer")

@@ -137,7 +137,7 @@ class Confined:
         if code in (-signal.SIGXCPU, -signal.SIGKILL):
             return f"it ran for more than {self._cpu} s"
         name = signal.Signals(-code).name if code < 0 else f"code {code}"
-        return f"it needs more than {self._memory >> 20} MiB of memory, or crashed ({name})"
+        return f"it requires more than {self._memory >> 20} MiB of memory, or crashed ({name})"
 
 
 @functools.cache

@@ -40,7 +40,7 @@ def main() -> None:
         try:
             answer = {"text": TASKS[(task := json.loads(line))["task"]](task)}
         except MemoryError:
-            answer = {"error": f"it needs more than {memory >> 20} MiB of memory"}
+            answer = {"error": f"it requires more than {memory >> 20} MiB of memory"}
         except RecursionError:
             answer = {"error": "it calls itself without end"}
         except BaseException as error:  # a panic of the tokenizers library is no Exception

@@ -60,7 +60,7 @@ class GGUFFile:
         except struct.error as error:
             raise self._damaged("it ends in the middle of its header") from error
         except UnicodeDecodeError as error:
-            raise self._damaged(f"the text at byte {self._position:,} of its header is not UTF-8") from error
+            raise self._damaged(f"the string at byte {self._position:,} of its header is not UTF-8") from error
 
     def tensor(self, name: str) -> torch.Tensor:
         """One tensor by its GGUF name, as float32."""
@@ -92,7 +92,7 @@ class GGUFFile:
         for _ in range(key_count):
             key = self._string()
             if key in self.metadata:
-                raise self._damaged(f"its header names {key!r} twice")
+                raise self._damaged(f"duplicate key {key!r} in its header")
             (kind,) = self._unpack("I")
             self.metadata[key] = self._value(kind)
         found = [self._tensor_entry() for _ in range(self._checked_count(tensor_count, 24))]
@@ -106,7 +106,7 @@ class GGUFFile:
     def _place(self, entry: TensorEntry, start: int) -> None:
         """Move an entry's offset from the start of the data to the start of the file, if the file reaches that far."""
         if entry.name in self.tensors:
-            raise self._damaged(f"it lists tensor {entry.name!r} twice")
+            raise self._damaged(f"duplicate tensor {entry.name!r}")
         offset = start + entry.offset
         if offset + entry.nbytes > len(self._data):
             raise CheckpointError(
@@ -160,7 +160,7 @@ class GGUFFile:
         (length,) = struct.unpack_from("<Q", self._data, self._position)
         start = self._position + 8
         if length > _LONGEST_STRING or start + length > len(self._data):
-            raise self._damaged(f"its header holds a text of {length:,} bytes")
+            raise self._damaged(f"its header has a string of {length:,} bytes")
         self._position = start + length
         return self._data[start : start + length].decode("utf-8")
 

@@ -137,7 +137,7 @@ def build_routing(
     if recursions < 2:
         raise OptionError(f"a router requires recursions >= 2, got {recursions}")
     if capacity is not None and len(capacity) != recursions:
-        raise OptionError(f"there are {recursions} recursions but {len(capacity)} capacities")
+        raise OptionError(f"capacity must have one entry per recursion: got {len(capacity)} for {recursions} recursions")
     method = ROUTERS[kind]
     given = {"capacity": capacity, "sampling": sampling, "update": update, "balancing": balancing, "weighting": weighting}
     for name in (name for name, value in given.items() if value is not None and name not in method.options):

@@ -71,9 +71,9 @@ class CapacityOptions:
 
     def __post_init__(self) -> None:
         if self.memory < 1:
-            raise OptionError(f"a device has at least 1 byte of memory, got {self.memory}")
+            raise OptionError(f"memory must be >= 1 byte, got {self.memory}")
         if not self.ranks or min(self.ranks) < 0:
-            raise OptionError(f"ranks must be 0 (no relaxation) or more, got {', '.join(map(str, self.ranks)) or 'none'}")
+            raise OptionError(f"ranks must be >= 0 (0: no relaxation), got {', '.join(map(str, self.ranks)) or 'none'}")
         if self.recompute not in RECOMPUTE:
             raise OptionError(choices("recompute", self.recompute, RECOMPUTE))
 

@@ -152,7 +152,9 @@ def check_exits(plan: DepthPlan, layers: Sequence[int] | None, confidence: str) 
     if layers is not None:
         for layer in layers:
             if not 1 <= layer < last:
-                raise OptionError(f"a token may leave after layers 1 to {last - 1} of this model's {last}, got {layer}")
+                raise OptionError(
+                    f"exit layers must be between 1 and {last - 1} for this model's {last} layers, got {layer}"
+                )
         return tuple(sorted(set(layers)))
     if plan.exits:
         return tuple(index + 1 for index in plan.exits)

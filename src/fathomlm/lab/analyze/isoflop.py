@@ -68,7 +68,7 @@ class IsoOptions:
 
     def __post_init__(self) -> None:
         if not self.recursions or min(self.recursions) < 2:
-            raise OptionError(f"recursions must be 2 or more, got {', '.join(map(str, self.recursions)) or 'none'}")
+            raise OptionError(f"recursions must be >= 2, got {', '.join(map(str, self.recursions)) or 'none'}")
 
 
 def iso_rows(bases: Mapping[str, Architecture], budgets: Sequence[float], options: IsoOptions) -> list[IsoRow]:

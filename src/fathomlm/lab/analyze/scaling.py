@@ -87,7 +87,7 @@ def _finished(run: TrainingRun, recipe_file: Path) -> FinishedRun:
         raise OptionError(f"run {run.name} has no {recipe_file.name} beside its records, so its size is not known")
     summary = summarise(run)
     if summary.validation is None:
-        raise OptionError(f"run {run.name} was never validated; a fit needs its validation loss")
+        raise OptionError(f"run {run.name} was never validated; a fit requires its validation loss")
     flops = next((float(record["flops"]) for record in reversed(run.validation) if record.get("flops")), None)
     if flops is None:
         raise OptionError(f"run {run.name} has no record of its FLOPs")

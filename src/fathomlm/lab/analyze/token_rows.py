@@ -101,8 +101,8 @@ def read_rows(
     count = (len(ids_L) - 1) // context
     if count < 1:
         raise DataError(
-            f"the data hold {len(ids_L):,} tokens, and a row of {context:,} needs {context + 1:,} (the last is predicted "
-            "only); give more text, or a smaller --context"
+            f"the data hold {len(ids_L):,} tokens, and a context of {context:,} requires {context + 1:,} (the last is "
+            "predicted only); give more text, or a smaller --context"
         )
     ids = torch.from_numpy(ids_L[: count * context + 1])
     return TokenRows(tokens_NT=ids[:-1].view(count, context), targets_NT=ids[1:].view(count, context), tokenizer=tokenizer)

@@ -49,11 +49,11 @@ def hugging_face_model(model: FathomForCausalLM) -> Any:
 def _why_not(model: FathomForCausalLM) -> str | None:
     plan = model.plan
     if plan.routing is not None:
-        return "transformers has no place for a router"
+        return "transformers does not support routers"
     if plan.kv != "cache":
-        return "transformers has no place for shared keys and values"
+        return "transformers does not support a shared KV cache"
     if model.relaxation is not None:
-        return f"transformers has no place for a {model.relaxation.kind} relaxation"
+        return f"transformers does not support a {model.relaxation.kind} relaxation"
     if model.architecture.family == "neox":
         return "transformers' GPT-NeoX keeps queries, keys and values in one matrix, so weights cannot be shared with it"
     return None

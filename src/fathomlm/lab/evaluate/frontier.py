@@ -58,7 +58,7 @@ def sweep_settings(plan: DepthPlan, sweep: str, layers: str | None) -> tuple[Swe
     """Depths or layers, and the whole model at the end. `layers` says which: recursion, layer, all or 4,8."""
     if sweep == "depth":
         if layers is not None:
-            raise OptionError("--exit-layer goes with --sweep exit-layer or threshold")
+            raise OptionError("--exit-layer requires --sweep exit-layer or threshold")
         chosen = depth_outputs(plan, "all")[:-1]  # all recursions are the whole model
         found = [
             SweepSetting(name=each.name, kind="sweep", value=each.max_depth, control=each.control, output=each)

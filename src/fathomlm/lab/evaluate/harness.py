@@ -225,7 +225,7 @@ def _load(source: str | Path, dtype: str | None, device: str | None) -> FathomFo
 def read_output(plan: DepthPlan, exit_layer: int | None, max_depth: int | None) -> Output:
     """Where a model is read, from `exit_layer=` or `max_depth=` in its arguments."""
     if exit_layer is not None and max_depth is not None:
-        raise OptionError("exit_layer and max_depth both say how deep tokens go; give one of them")
+        raise OptionError("exit_layer and max_depth cannot be combined")
     if exit_layer is not None:
         return exit_outputs(plan, str(exit_layer))[0]
     return FULL if max_depth is None else depth_outputs(plan, max_depth)[0]
@@ -236,7 +236,7 @@ def read_batch(batch_size: int | str | None, max_batch_size: int | None) -> int:
     if batch_size is None or str(batch_size).startswith("auto"):
         return DEFAULT_BATCH if max_batch_size is None else min(DEFAULT_BATCH, int(max_batch_size))
     if not str(batch_size).isdecimal():
-        raise OptionError(f"batch_size must be a number of rows, or auto; got '{batch_size}'")
+        raise OptionError(f"batch_size must be an integer or auto, got '{batch_size}'")
     return int(batch_size)
 
 
@@ -257,6 +257,6 @@ def read_sampling(options: Mapping[str, Any]) -> Sampling:
     for name in rest:
         if name not in SAMPLED:
             known = (*LENGTHS, *SAMPLED, "until", "temperature", "do_sample")
-            raise OptionError(f"fathomlm cannot generate as asked: {choices('option', name, known)}")
+            raise OptionError(f"unsupported generation options: {choices('option', name, known)}")
     stop = tuple(text for text in until if text)
     return Sampling(max_new_tokens=int(most), temperature=temperature, stop=stop, **rest)

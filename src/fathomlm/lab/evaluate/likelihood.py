@@ -186,7 +186,7 @@ def _examples(
     there = [other for other in subjects.get(item.subject, ()) if not own or other != number]
     if len(there) < shots:
         of = "" if item.subject is None else f" about {item.subject}"
-        raise DataError(f"{shots} worked examples are asked for, and there are {len(there)}{of} to take")
+        raise DataError(f"{shots} worked examples requested, but there are only {len(there)}{of} to take")
     chosen = random.Random(f"{SEED}:{number}").sample(there, shots)
     return "".join(source[other].example + BETWEEN for other in chosen)
 

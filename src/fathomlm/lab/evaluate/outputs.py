@@ -63,7 +63,7 @@ FULL = Output()
 def choose_outputs(plan: DepthPlan, exits: str | None, max_depth: str | int | None) -> tuple[Output, ...]:
     """What `--exit` and `--max-depth` ask of a model; neither asks for its end."""
     if exits is not None and max_depth is not None:
-        raise OptionError("--exit and --max-depth both say how deep tokens go; give one of them")
+        raise OptionError("--exit and --max-depth cannot be combined")
     if exits is not None:
         return exit_outputs(plan, exits)
     return (FULL,) if max_depth is None else depth_outputs(plan, max_depth)
@@ -73,13 +73,13 @@ def exit_outputs(plan: DepthPlan, where: str) -> tuple[Output, ...]:
     """The ends of recursions, all layers, or layers by number such as 4,8; and the model's end, to compare with."""
     if plan.routing is not None:
         raise OptionError(
-            "a routed model has no exits to leave at: its router already chooses each token's depth; --max-depth limits it"
+            "a routed model has no exits: its router already chooses each token's depth; --max-depth limits it"
         )
     last = plan.unrolled_layers
     ends = {index + 1: number for number, index in enumerate(plan.recursion_ends(), start=1)} if plan.whole_passes else {}
     if where == "recursion":
         if plan.recursions < 2:
-            raise OptionError("--exit recursion is for looped models, and this one runs its layers once; --exit layer?")
+            raise OptionError("--exit recursion requires a looped model; did you mean --exit layer?")
         plan.recursion_ends()  # refuses plans whose recursions have no output
         layers: Sequence[int] = tuple(ends)
     elif where in EXITS:
@@ -96,14 +96,14 @@ def _layers(where: str, last: int) -> tuple[int, ...]:
         if not word.isdecimal():
             raise OptionError(f"{choices('exit', word, EXITS)}, or layers such as 4,8")
         if not 1 <= int(word) < last:
-            raise OptionError(f"a token may leave after layers 1 to {last - 1} of this model's {last}, got {word}")
+            raise OptionError(f"exit layers must be between 1 and {last - 1} for this model's {last} layers, got {word}")
     return tuple(sorted({int(word) for word in words}))
 
 
 def depth_outputs(plan: DepthPlan, which: str | int) -> tuple[Output, ...]:
     """Every number of recursions, or one."""
     if plan.recursions < 2:
-        raise OptionError("--max-depth is for looped models, and this one runs its layers once")
+        raise OptionError("--max-depth requires a looped model")
     if which == "all":
         return tuple(Output(max_depth=depth) for depth in range(1, plan.recursions + 1))
     if not str(which).isdecimal():

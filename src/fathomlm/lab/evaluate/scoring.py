@@ -50,9 +50,9 @@ class Scorer:
     ) -> None:
         """`max_length` stands in for the context that the model was trained for."""
         if batch < 1:
-            raise OptionError(f"the batch must have at least 1 row, got {batch}")
+            raise OptionError(f"batch size must be >= 1, got {batch}")
         if max_length is not None and max_length < 1:
-            raise OptionError(f"the longest row must have at least 1 token, got {max_length}")
+            raise OptionError(f"max length must be >= 1, got {max_length}")
         self.model = model
         self.outputs = tuple(outputs)
         self.batch = batch
@@ -82,7 +82,7 @@ class Scorer:
         rows: dict[tuple[int, ...], list[int]] = {}
         for number, pair in enumerate(pairs):
             if not pair.context or not pair.continuation:
-                raise DataError("a request needs a token to read and a token to score")
+                raise DataError("a request requires at least one context token and one continuation token")
             if len(pair.continuation) > self.max_length:
                 raise DataError(
                     f"a continuation of {len(pair.continuation):,} tokens does not fit the context of {self.max_length:,}"

@@ -34,13 +34,15 @@ def exits_of(plan: DepthPlan, layers: Sequence[int] | None) -> tuple[int, ...]:
     if layers is not None:
         for layer in layers:
             if not 1 <= layer < last:
-                raise OptionError(f"a token may leave after layers 1 to {last - 1} of this model's {last}, got {layer}")
+                raise OptionError(
+                    f"exit layers must be between 1 and {last - 1} for this model's {last} layers, got {layer}"
+                )
         return tuple(sorted({layer - 1 for layer in layers}))
     if plan.exits:
         return plan.exits
     if plan.recursions > 1 and plan.whole_passes:
         return plan.recursion_ends()
-    raise OptionError("this model has no recursions to leave after; name layers with --exit-layer")
+    raise OptionError("this model has no recursions to exit after; give layers with --exit-layer")
 
 
 @torch.inference_mode()
@@ -60,7 +62,7 @@ def collect(
         raise OptionError(f"--prompt must be from 1 to {tokens_NT.shape[1] - 1}, one less than a row has; got {prompt}")
     if (plan.routing is not None) != (leaving == "router"):
         wrong = "the model's router chooses depths" if plan.routing is not None else "the model has no router"
-        raise OptionError(f"--exit {leaving} does not go with this model: {wrong}")
+        raise OptionError(f"--exit {leaving} is not supported by this model: {wrong}")
     exits = () if leaving == "router" else exits_of(plan, layers)
     deepest = plan.recursions if leaving == "router" else len(exits) + 1
     device = decoder.embed.weight.device

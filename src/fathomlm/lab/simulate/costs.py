@@ -150,11 +150,11 @@ def _parsed(path: Path, data: bytes) -> Any:
         try:
             import yaml
         except ImportError:
-            raise OptionError("YAML needs pyyaml: pip install 'fathomlm[train]', or write JSON") from None
+            raise OptionError("YAML requires pyyaml: pip install 'fathomlm[train]', or write JSON") from None
         try:
             return yaml.safe_load(data.decode("utf-8-sig"))
         except (yaml.YAMLError, ValueError, RecursionError) as error:
-            raise DataError(f"{path}: no YAML ({(str(error).splitlines() or ['nested too deep'])[0]})") from error
+            raise DataError(f"{path}: invalid YAML ({(str(error).splitlines() or ['nested too deep'])[0]})") from error
     return parse(data, str(path), error=DataError)
 
 

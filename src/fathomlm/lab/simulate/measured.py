@@ -287,7 +287,7 @@ class MeasuredShape:
         """The same layers with a router, whose passes of the block take rows of any depth."""
         plan = self.plan
         if plan.recursions < 2 or not plan.loops:
-            raise OptionError("--measure needs a looped model (cycle or middle-cycle, at least 2 recursions)")
+            raise OptionError("--measure requires a looped model (cycle or middle-cycle, recursions >= 2)")
         if plan.routing is None or not plan.routing.method.picks_tokens:
             plan = plan.with_routing(build_routing("expert", plan.recursions))
         return replace(self, plan=plan)

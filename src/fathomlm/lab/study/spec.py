@@ -247,7 +247,7 @@ def _claim(values: Values, where: str) -> Claim:
             raise OptionError(f"{where}: {choices('field in claims', str(key), CLAIM_FIELDS)}")
     ordered, same = {"lower", "higher"} <= set(values), "same" in values
     if "text" not in values or ordered == same or (same and not float(values.get("within", 0)) > 0):
-        raise OptionError(f"{where}: a claim needs a text and either lower and higher, or same and a `within` above 0")
+        raise OptionError(f"{where}: a claim requires a text, and either lower and higher or same and within > 0")
     return Claim(
         text=str(values["text"]),
         thesis=str(values.get("thesis", "ours")),
@@ -278,6 +278,6 @@ def _check(study: Study, where: str) -> None:
             raise OptionError(f"{where}: {choices('budget', name, budgets)}")
     for variant in study.variants:
         if study.at(study.baseline, variant.labels) is None:
-            raise OptionError(f"{where}: the baseline {study.baseline} has no place beside {variant.name}")
+            raise OptionError(f"{where}: the baseline {study.baseline} cannot be compared with {variant.name}")
     if study.chain and study.common.get("schedule", {}).get("kind") != "trapezoid":
-        raise OptionError(f"{where}: chain needs schedule.kind trapezoid, whose plateau budgets share")
+        raise OptionError(f"{where}: chain requires schedule.kind: trapezoid, whose plateau the budgets share")

@@ -89,7 +89,7 @@ class SampleOrder:
         if count < 1:
             raise OptionError("there is nothing to train on: the corpus's split is empty")
         if seed < 0:
-            raise OptionError(f"the seed must not be negative, but is {seed}")
+            raise OptionError(f"seed must be >= 0, got {seed}")
         self.count = count
         self._seed = seed
         self._shuffle = shuffle
@@ -186,7 +186,7 @@ class Loader:
 def rank_slice(samples: npt.NDArray[np.int64], rank: int, world: int) -> npt.NDArray[np.int64]:
     """A rank's contiguous share of a global batch."""
     if not 0 <= rank < world:
-        raise OptionError(f"rank {rank} is not one of {world}")
+        raise OptionError(f"rank must be < {world}, got {rank}")
     if len(samples) < 1 or len(samples) % world:
         raise OptionError(f"a batch of {len(samples)} samples does not divide among {world} devices")
     share = len(samples) // world

@@ -163,7 +163,9 @@ def missing(path: Path, what: str = "source") -> str:
 
 def _read_text(source: DataSource, columns: tuple[str, ...], skip: int, limit: DocumentLimit) -> Iterator[Document]:
     if len(columns) > 1:
-        raise OptionError(f"{source.name}: a text file has no columns; --pairs needs JSON lines, Parquet or a hub dataset")
+        raise OptionError(
+            f"{source.name}: a text file has no columns; --pairs requires JSON lines, Parquet or a hub dataset"
+        )
     if skip:
         return
     try:
@@ -222,7 +224,7 @@ def _read_parquet(source: DataSource, columns: tuple[str, ...], skip: int, limit
     except UnicodeDecodeError as error:
         raise DataError(f"{source.name} near row {row + 1}: not UTF-8 text") from error
     except (arrow.ArrowException, OSError) as error:
-        raise DataError(f"{source.name} is damaged, or is no Parquet file ({one_line(error)})") from error
+        raise DataError(f"{source.name} is damaged, or not a Parquet file ({one_line(error)})") from error
 
 
 def _read_hub(source: DataSource, columns: tuple[str, ...], skip: int, limit: DocumentLimit) -> Iterator[Document]:
@@ -287,7 +289,7 @@ def _module(name: str, source: DataSource) -> Any:
         return importlib.import_module(name)
     except ImportError as error:
         raise DataError(
-            f"reading {source.name} needs the package {name.split('.')[0]}: pip install 'fathomlm[train]'"
+            f"reading {source.name} requires the package {name.split('.')[0]}: pip install 'fathomlm[train]'"
         ) from error
 
 

@@ -15,7 +15,7 @@ def exit_steps(recipe: ExitRecipe, plan: DepthPlan) -> tuple[int, ...]:
         ends = plan.recursion_ends()
         if not ends:
             raise OptionError(
-                "loss.exits.at: recursions needs a model with two recursions or more; name steps instead, such as [6]"
+                "loss.exits.at: recursions requires a model with recursions >= 2; give steps instead, such as [6]"
             )
         return ends
     if not recipe.at:

@@ -58,7 +58,7 @@ class Endpoint:
             address = urlsplit(self.base_url)
             address.port  # noqa: B018 - reading it checks it
         except ValueError as error:
-            raise OptionError(f"--base-url '{self.base_url}' is no address: {error}") from error
+            raise OptionError(f"--base-url '{self.base_url}' is not a URL: {error}") from error
         if address.scheme not in ("http", "https") or not address.hostname:
             raise OptionError(f"--base-url must begin with http:// or https:// and name a server, got '{self.base_url}'")
         if address.username is not None or address.password is not None:
@@ -150,7 +150,7 @@ def _reply(data: bytes) -> Reply:
         text, finish = choice["message"]["content"], choice.get("finish_reason")
     except (JudgeError, KeyError, IndexError, TypeError, AttributeError) as error:
         start = data[:_SHOWN].decode("utf-8", "replace")
-        raise JudgeError(f"the answer is no chat completion: {' '.join(start.split()) or '(empty)'}") from error
+        raise JudgeError(f"the response is not a chat completion: {' '.join(start.split()) or '(empty)'}") from error
     if not isinstance(text, str | None):
-        raise JudgeError("the answer is no chat completion: its content is no text")
+        raise JudgeError("the response is not a chat completion: its content is not a string")
     return Reply(text or "", finish if isinstance(finish, str) else None)

@@ -125,7 +125,7 @@ class AnswerFile:
             self.found[record.text("key")] = reply
         except DataError as error:
             raise DataError(
-                f"{self.path} line {number} is no answer of a judge; --answers takes a file of its own ({error})"
+                f"{self.path} line {number} is not a judge's answer; --answers takes a file of its own ({error})"
             ) from error
 
 
