@@ -206,7 +206,7 @@ def test_mistakes_are_one_line(mistake: Any, mistake_of: Any, data: Path, tmp_pa
     assert "--batch-size must be >= 1, got -2" in mistake("--tasks", file, "--batch-size", "-2")
     assert "--shots must be >= 0, got -1" in mistake("--tasks", file, "--shots", "-1")
     assert "unknown exit 'layers' (did you mean 'layer'?)" in mistake("--tasks", file, "--exit", "layers")
-    assert "give one of them" in mistake("--tasks", file, "--exit", "layer", "--max-depth", "1")
+    assert "cannot be combined" in mistake("--tasks", file, "--exit", "layer", "--max-depth", "1")
     assert "from 1 to the model's 2 recursions, got 3" in mistake("--tasks", file, "--max-depth", "3")
     assert "unknown option '--taks' (did you mean '--tasks'?)" in mistake("--tasks", file, "--taks", file)
     assert "its router already chooses" in mistake_of("eval", routed, "--tasks", file, "--exit", "layer")

@@ -160,7 +160,7 @@ def test_settings_of_tasks_in_our_words() -> None:
     assert (read_batch("auto:4", None), read_batch(None, 4), read_batch("7", None)) == (16, 4, 7)
     with pytest.raises(OptionError, match="an integer or auto, got 'many'"):
         read_batch("many", None)
-    with pytest.raises(OptionError, match="give one of them"):
+    with pytest.raises(OptionError, match="cannot be combined"):
         HarnessModel(model_of("looped"), exit_layer=2, max_depth=1)
     with pytest.raises(OptionError, match="leave no room for a prompt"):
         HarnessModel(model_of("plain")).generate_until(requests("generate_until", [("a", {})]))

@@ -44,7 +44,7 @@ def test_generation_is_told_the_same() -> None:
 @pytest.mark.parametrize(
     ("plan", "exits", "max_depth", "message"),
     [
-        ("looped", "layer", "1", "give one of them"),
+        ("looped", "layer", "1", "cannot be combined"),
         ("looped", "recursoin", None, "unknown exit 'recursoin' .did you mean 'recursion'"),
         ("looped", "6", None, "must be between 1 and 5 for this model's 6 layers, got 6"),
         ("looped", "0", None, "must be between 1 and 5"),
