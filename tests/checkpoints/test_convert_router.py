@@ -220,7 +220,7 @@ def test_options_that_make_no_sense(options: dict[str, Any], message: str, plain
 
 def test_a_routers_mistakes_are_named_before_any_weight_is_read(plain: Path) -> None:
     layers: list[int] = []
-    with pytest.raises(FathomError, match="capacities"):
+    with pytest.raises(FathomError, match="one entry per recursion"):
         fathomlm.convert(plain, router={"kind": "expert", "capacity": [1.0]}, on_layer=lambda at, of: layers.append(at))
     assert layers == []
 

@@ -110,7 +110,7 @@ def test_it_takes_the_likeliest_token_only(options: dict[str, float]) -> None:
 
 
 def test_what_it_cannot_capture_is_refused() -> None:
-    with pytest.raises(OptionError, match="without a router"):
+    with pytest.raises(OptionError, match="models with a router"):
         CapturedSession(model_of(routed()))
     with pytest.raises(OptionError, match="not oracle"):
         CapturedSession(build("vanilla"), exiting("vanilla", "oracle"))

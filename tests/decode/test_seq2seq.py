@@ -103,7 +103,7 @@ def test_what_does_not_go_together_is_refused(model: FathomForSeq2SeqLM) -> None
     with pytest.raises(OptionError, match="source"):
         CapturedDecoder(model.decoder, length=64)
     captured = CapturedDecoder(model.decoder, length=64, source=4)
-    with pytest.raises(OptionError, match="needs `memory`"):
+    with pytest.raises(OptionError, match="requires `memory`"):
         captured.generate([0], Exiting(mode="full"), 4)
     with pytest.raises(OptionError, match="at most 4 tokens"):
         captured.generate([0], Exiting(mode="full"), 4, memory=read_sources(model, SOURCES[:1]))

@@ -149,7 +149,7 @@ def others(tmp_path: Path) -> Iterator[Reader]:
         "cursor": {"source": 1, "documents": 0},
     }  # fmt: skip
     yield Reader("corpus", corpus, lambda path: Manifest.read(path.parent), "corpus.json")
-    times = {"name": "mine", "block": {"1": 11.1, "43": 11.4}, "head": {"1": 1.0}, "reading_ms": 0.1}
+    times = {"name": "mine", "block": {"1": 11.1, "43": 11.4}, "head": {"1": 1.0}, "prefill_ms": 0.1}
     yield Reader("times", times, lambda path: read_costs(path, 3), "times.json")
     yield Reader("YAML times", times, lambda path: read_costs(path, 3), "times.yaml")
     answer = {"choices": [{"message": {"content": "5"}, "finish_reason": "stop"}]}

@@ -129,7 +129,7 @@ def test_some_rows_take_their_part_of_what_was_kept() -> None:
 
 def test_a_decoder_says_what_it_misses() -> None:
     decoder = build()
-    with pytest.raises(ValueError, match="needs `memory`"):
+    with pytest.raises(ValueError, match="requires `memory`"):
         decoder(TOKENS)
     with pytest.raises(ValueError, match="2 rows look at 3 sources"):
         decoder(TOKENS[:2], memory=source())

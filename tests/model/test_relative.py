@@ -147,14 +147,14 @@ def test_rows_without_the_bias_are_an_error_and_not_another_model() -> None:
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
-        ({"rotary_fraction": 1.0}, "rotary_fraction of 0"),
+        ({"rotary_fraction": 1.0}, "rotary_fraction=0"),
         ({"kv_heads": 2}, "kv_heads == heads"),
         ({"relative_distance": 4}, "more than half"),
         ({"relative_buckets": 1}, ">= 2"),
         ({"positions": "relativ"}, "did you mean 'relative'"),
         ({"cross": True}, "memory_width requires cross"),
         ({"memory_width": 24}, "memory_width requires cross"),
-        ({"cross": True, "memory_width": 24, "residual": "parallel"}, "residual 'pre'"),
+        ({"cross": True, "memory_width": 24, "residual": "parallel"}, "residual='pre'"),
     ],
 )
 def test_traits_that_do_not_go_together_are_refused(fields: dict[str, Any], said: str) -> None:

@@ -54,9 +54,9 @@ def test_settings_that_a_model_does_not_have():
         sweep_settings(plain, "depth", None)
     with pytest.raises(OptionError, match="a routed model has no exits"):
         sweep_settings(expert, "exit-layer", None)
-    with pytest.raises(OptionError, match="without a router"):
+    with pytest.raises(OptionError, match="cannot be combined with a router"):
         threshold_settings(expert, (0.5,), exit_layer=1)
-    with pytest.raises(OptionError, match="names no exits of its own"):
+    with pytest.raises(OptionError, match="has no exits of its own"):
         threshold_settings(plain, (0.5,))
     with pytest.raises(OptionError, match="unknown decoding mode 'static'"):
         threshold_settings(plain, (0.5,), mode="static", exit_layer=1)

@@ -44,7 +44,7 @@ def test_a_pass_costs_its_filled_rows_or_all_of_them() -> None:
 
 def test_a_users_table(tmp_path: Path) -> None:
     path = tmp_path / "times.json"
-    path.write_text(json.dumps({"name": "mine", "block": {"1": 2.0, "5": 6.0}, "head": {"1": 1.0}, "reading_ms": 0.1}))
+    path.write_text(json.dumps({"name": "mine", "block": {"1": 2.0, "5": 6.0}, "head": {"1": 1.0}, "prefill_ms": 0.1}))
     costs = read_costs(path, deepest=3)
     assert (costs.name, costs.largest, costs.prompt_token) == ("mine", 5, 0.1)
     assert costs.curve("core").at(3) == 4.0
@@ -66,7 +66,7 @@ def test_a_users_table(tmp_path: Path) -> None:
         ('{"block": {}}', "milliseconds by rows"),
         ('{"block": {"0": 1}}', "milliseconds by rows"),
         ('{"block": {"1": -1}}', "milliseconds by rows"),
-        ('{"block": {"1": 1}, "reading_ms": "x"}', "reading_ms must be a number"),
+        ('{"block": {"1": 1}, "prefill_ms": "x"}', "prefill_ms must be a number"),
     ],
 )
 def test_what_is_wrong_with_a_table_is_said(text: str, message: str, tmp_path: Path) -> None:

@@ -40,7 +40,7 @@ def test_axes_make_all_combinations_but_those_left_out(values: Values) -> None:
         ({"baseline": "plian"}, "unknown variant 'plian' (did you mean 'plain'?)"),
         ({"claims": [{"text": "x", "lower": "plain", "higher": "none"}]}, "unknown variant 'none'"),
         ({"claims": [{"text": "x", "lower": "plain"}]}, "a claim requires a text, and either"),
-        ({"claims": [{"text": "x", "same": ["plain", "mor"]}]}, "`within` above 0"),
+        ({"claims": [{"text": "x", "same": ["plain", "mor"]}]}, "within > 0"),
         ({"seeds": [0, 0]}, "seeds must be a list of different integers"),
         ({"kind": "measure"}, "unknown kind 'measure'"),
         ({"axes": {"a": {"b": {}}}}, "either variants or axes"),

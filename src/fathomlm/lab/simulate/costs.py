@@ -8,7 +8,7 @@ two do, and below the smallest it is the smallest's. A user's table is JSON or Y
     plain:     {1: 21.3, 43: 26.5}     of all layers of the plain model (default: the block's, as often as tokens may run it)
     embedding: {1: 0.09, 43: 0.09}     default: nothing
     head:      {1: 0.8, 43: 1.0}       default: nothing
-    reading_ms: 0.02                   of a prompt token (default: nothing)
+    prefill_ms: 0.02                   of a prompt token (default: nothing)
 """
 
 from __future__ import annotations
@@ -122,17 +122,17 @@ class Costs:
 
 def from_table(table: Mapping[str, Any], deepest: int, where: str = "the table") -> Costs:
     """Costs from a user's table, for tokens that run the block at most `deepest` times."""
-    unknown = sorted(shown_name(str(name)) for name in table.keys() - {*TABLE, "name", "reading_ms"})
+    unknown = sorted(shown_name(str(name)) for name in table.keys() - {*TABLE, "name", "prefill_ms"})
     if unknown:
-        raise DataError(f"{where}: unknown {', '.join(unknown[:8])}; known: name, {', '.join(TABLE)}, reading_ms")
+        raise DataError(f"{where}: unknown {', '.join(unknown[:8])}; known: name, {', '.join(TABLE)}, prefill_ms")
     if "block" not in table:
         raise DataError(f"{where}: 'block' is missing: milliseconds of one pass of the shared block by rows")
     curves = {name: _curve(where, name, table[name]) for name in TABLE if name in table}
     block, ends = curves["block"], curves.get("embedding", NOTHING) + curves.get("head", NOTHING)
     plain = curves.get("plain", block.times(deepest))
-    reading = table.get("reading_ms", 0.0)
+    reading = table.get("prefill_ms", 0.0)
     if not is_number(reading) or reading < 0:
-        raise DataError(f"{where}: reading_ms must be a number >= 0, got {shown(reading)}")
+        raise DataError(f"{where}: prefill_ms must be a number >= 0, got {shown(reading)}")
     passes = {"step": plain + ends, "core": block, "turn": ends, "both": block + ends}
     largest = min(curve.points[-1][0] for curve in (block, plain))
     return Costs(name=str(table.get("name", where)), passes=passes, prompt_token=reading, largest=largest)
