@@ -98,7 +98,7 @@ def test_mistakes_are_one_line(looped: str, plain: str, data: str, tmp_path: Pat
     assert "invalid --sweep 'breadth'" in mistake(plain, "--data", data, "--sweep", "breadth")
     assert "invalid --quality 'taste'" in mistake(plain, *threshold, "--quality", "taste")
     assert "duplicate MODEL" in mistake(plain, plain, *threshold)
-    assert "names no exits of its own" in mistake(plain, *threshold)
+    assert "has no exits of its own" in mistake(plain, *threshold)
     assert "takes one layer" in mistake(plain, *threshold, "--exit-layer", "2,3")
     assert "between 0 and 1" in mistake(plain, *threshold, "--exit-layer", "2", "--thresholds", "1,2")
     assert "--decode requires --sweep threshold" in mistake(

@@ -140,7 +140,7 @@ def test_mistakes_are_one_line(mistake: Any, tmp_path: Path) -> None:
     assert "lacks refs" in mistake(*here, "--reference", "refs")
     assert "--threshold requires --decode, such as --decode parallel" in mistake(*here, "--threshold", "0.5")
     assert "invalid --decode 'paralel' (did you mean 'parallel'?)" in mistake(*here, "--decode", "paralel")
-    assert "names no exits of its own" in mistake(*here, "--decode", "parallel")
+    assert "has no exits of its own" in mistake(*here, "--decode", "parallel")
     assert "leaves no room for a prompt" in mistake(*here, "--max-new-tokens", "256")
     assert "--max-source-tokens must be >= 1, got 0" in mistake(*here, "--max-source-tokens", "0")
     assert "--shots must be >= 0, got -1" in mistake(*here, "--shots", "-1")

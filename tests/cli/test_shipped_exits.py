@@ -121,15 +121,15 @@ def test_what_says_otherwise_is_heard(shipped: Path, told: Callable[..., tuple[A
 
 def test_only_a_name_has_them(shipped: Path, tiny_model_dir: Path, mistake_of: Callable[..., str]) -> None:
     speculative = (*PROMPT, "--decode", "speculative")
-    assert "names no exits of its own" in mistake_of("generate", str(tiny_model_dir), *speculative)
-    assert "names no exits of its own" in mistake_of("generate", NAME, *speculative, "--exits", "none")
+    assert "has no exits of its own" in mistake_of("generate", str(tiny_model_dir), *speculative)
+    assert "has no exits of its own" in mistake_of("generate", NAME, *speculative, "--exits", "none")
     assert f"{shipped / NAME} does not exist" in mistake_of("generate", str(shipped / NAME), *speculative)
     assert "did you mean 'tiny'" in mistake_of("generate", "tyny", *speculative)
     Path(NAME).symlink_to(tiny_model_dir)
-    assert "names no exits of its own" in mistake_of("generate", NAME, *speculative), "a path that exists wins"
+    assert "has no exits of its own" in mistake_of("generate", NAME, *speculative), "a path that exists wins"
     Path(NAME).unlink()
     (shipped / "exits.json").unlink()
-    assert "names no exits of its own" in mistake_of("generate", NAME, *speculative), "half a pack is none"
+    assert "has no exits of its own" in mistake_of("generate", NAME, *speculative), "half a pack is none"
 
 
 def test_slips_beside_them_are_one_line(shipped: Path, mistake_of: Callable[..., str]) -> None:

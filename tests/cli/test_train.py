@@ -216,7 +216,7 @@ def test_a_full_disk_is_one_line_and_code_2(recipe, capsys, monkeypatch, tmp_pat
     assert main(["train", recipe]) == 2
     captured = capsys.readouterr()
     assert captured.out == ""
-    assert captured.err.splitlines()[-1].startswith("fathomlm: runs/tale/checkpoints/step-00000003 needs ")
+    assert captured.err.splitlines()[-1].startswith("fathomlm: runs/tale/checkpoints/step-00000003 requires ")
     assert list((tmp_path / "runs/tale/checkpoints").iterdir()) == []
 
 

@@ -96,7 +96,7 @@ def test_every_option_that_the_page_names_is_one(capsys: pytest.CaptureFixture[s
     with pytest.raises(SystemExit):
         build_parser().parse_args(["serve", "--help"])
     known = set(re.findall(r"--[a-z][a-z-]+", capsys.readouterr().out))
-    table = PAGE[PAGE.index("## Limits") : PAGE.index("## Stopping")]
+    table = PAGE[PAGE.index("## Limits") : PAGE.index("## Shutdown")]
     named = set(re.findall(r"`(--[a-z][a-z-]+)", table))
     assert named <= known
     assert {"--max-connections", "--header-timeout", "--drain-timeout"} <= named

@@ -169,12 +169,12 @@ def _rows(counted: cost.Cost, base: cost.Cost, exits: int) -> list[tuple[str, st
         rows.append(("parameters of exits", _short(exits), "-"))
     rows += [
         (
-            "forward FLOPs a token",
+            "forward FLOPs per token",
             _against(counted.forward_flops_per_token, base.forward_flops_per_token),
             _short(base.forward_flops_per_token),
         ),
         (
-            "key-value cache a token",
+            "KV cache per token",
             f"{_bytes(counted.kv_bytes_per_token)} ({counted.relative_kv:.2f}x the base)",
             _bytes(base.kv_bytes_per_token),
         ),

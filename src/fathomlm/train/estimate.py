@@ -224,7 +224,7 @@ def _length(found: Estimate) -> list[tuple[str, str]]:
 
 def _compute(found: Estimate) -> list[tuple[str, str]]:
     if found.steps is None:
-        each = f"{found.forward_flops_per_token:.3g} FLOPs a token forward as the thesis counts"
+        each = f"{found.forward_flops_per_token:.3g} FLOPs per token forward as the thesis counts"
         return [("compute", f"{each}, {3 * found.forward_flops_per_token:.3g} with backward")]
     return [
         (
