@@ -184,7 +184,7 @@ def test_a_dataclass_is_built_from_fields_of_its_names() -> None:
     ("text", "message"),
     [
         ('{"nam": "a"}', "unknown field 'nam' (did you mean 'name'?)"),
-        ('{"kind": "two"}', "config.json lacks name, which must be a string"),
+        ('{"kind": "two"}', "config.json is missing name, which must be a string"),
         ('{"name": "a", "kind": "three"}', "config.json: kind must be one of 'one', 'two', got 'three'"),
         ('{"name": "a", "inner": 3}', "config.json: inner must be a section of fields or null, got 3"),
         ('{"name": "a", "inner": {"size": true}}', "config.json: inner.size must be an integer, got true"),

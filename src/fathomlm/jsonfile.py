@@ -167,7 +167,7 @@ class Fields:
         an item of it that does."""
         if name not in self.values:
             near = nearest(name, map(str, self.values))
-            return self._error(f"{self.where} lacks {self._prefix}{name}{near}, which must be {rule}")
+            return self._error(f"{self.where} is missing {self._prefix}{name}{near}, which must be {rule}")
         got = shown(self.values[name] if value is REQUIRED else value)
         return self._error(f"{self.where}: {self._prefix}{name} must be {rule}, got {got}")
 

@@ -173,7 +173,7 @@ def test_worked_examples_come_from_another_part_and_never_from_the_question_itse
     other = read_task(path, name="t", shots=3)
     assert all("line 100?" in text and "line 50?" not in text for text in other.examples)
     assert other.items[0].behind(other.examples[0])[0][0].endswith("\n\nQuestion: How deep is line 0?\nAnswer:")
-    with pytest.raises(DataError, match="4 worked examples are asked for, and there are 3 to take"):
+    with pytest.raises(DataError, match="4 worked examples requested, but there are only 3 to take"):
         read_task(path, name="t", shots=4)
 
 
@@ -187,7 +187,7 @@ def test_worked_examples_are_of_the_same_subject(tmp_path: Path) -> None:
     for item, text in zip(task.items, task.examples, strict=True):
         assert text.count(f"Question: {item.subject} ") == 2
         assert text.count("Question:") == 2
-    with pytest.raises(DataError, match="3 worked examples are asked for, and there are 2 about sea"):
+    with pytest.raises(DataError, match="3 worked examples requested, but there are only 2 about sea"):
         read_task(tmp_path / "mmlu.jsonl", name="mmlu", shots=3)
 
 

@@ -329,7 +329,7 @@ class _Zstd(io.RawIOBase):
         try:
             import zstandard
         except ImportError as error:
-            raise DataError("reading .zst files needs the package zstandard: pip install 'fathomlm[train]'") from error
+            raise DataError("reading .zst files requires the package zstandard: pip install 'fathomlm[train]'") from error
         self._file = file
         self._damage: type[Exception] = zstandard.ZstdError
         self._context = zstandard.ZstdDecompressor(max_window_size=_WINDOW)
