@@ -106,7 +106,7 @@ def test_wrong_shapes_are_named(copy):
 @pytest.mark.parametrize(
     ("changes", "error", "said"),
     [
-        ({"d_ff": ...}, CheckpointError, "lacks d_ff"),
+        ({"d_ff": ...}, CheckpointError, "is missing d_ff"),
         ({"d_model": "wide"}, CheckpointError, "d_model must be an integer"),
         ({"dropout_rate": "much"}, CheckpointError, "encoder's dropout_rate must be"),
         ({"feed_forward_proj": "gated-swish2", "dense_act_fn": ...}, UnsupportedModel, "activation 'swish2'"),

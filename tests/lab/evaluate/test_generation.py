@@ -105,7 +105,7 @@ def test_what_is_not_said_is_asked_for(row: dict[str, Any], options: dict[str, A
 def test_rows_that_lack_something_say_where(tmp_path: Path) -> None:
     path = write(tmp_path / "x.jsonl", ROWS["document"], {"document": " ", "summaries": ["s"]}, {"dokument": "d"})
     form = choose_form(path, **NONE)
-    with pytest.raises(DataError, match=r"x.jsonl line 3 lacks document \(did you mean 'dokument'\?\)"):
+    with pytest.raises(DataError, match=r"x.jsonl line 3 is missing document \(did you mean 'dokument'\?\)"):
         read_samples(path, form)
     bare = choose_form(path, **{**NONE, "source": "document"})
     with pytest.raises(DataError, match="line 2: the prompt is empty"):
