@@ -104,6 +104,9 @@ taught = torch.randn(3, 7, dtype=torch.float64).log_softmax(-1)
 value, slope = DIVERGENCES["squared"](logits.log_softmax(-1), taught)
 (expected,) = torch.autograd.grad(value.sum(), logits)
 torch.testing.assert_close(slope, expected)
+from fathomlm.options import check
+from fathomlm.train.recipe import DistillRecipe
+check(DistillRecipe(source="teacher", kind="squared"))
 """
 CASES = {
     "A relaxation": (RELAXATION, 3),

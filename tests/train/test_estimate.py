@@ -16,7 +16,7 @@ from fathomlm.model.decoder import Decoder
 from fathomlm.train.activations import activation_bytes
 from fathomlm.train.estimate import estimate, format_estimate
 from fathomlm.train.flops import flops_per_token_6n
-from fathomlm.train.hardware import ACCELERATORS, Rates, accelerator_name, memory_bytes, peak_tflops, sustained_tflops
+from fathomlm.train.hardware import ACCELERATORS, Rates, accelerator_name, memory_bytes
 from fathomlm.train.memory import count_memory
 from fathomlm.train.reading import build_recipe, read_recipe, shipped_recipes
 from fathomlm.train.recipe import HardwareRecipe, Recipe
@@ -254,16 +254,16 @@ def test_devices_are_known_by_what_the_driver_calls_them(device, name):
 
 
 def test_the_peak_is_the_recipes_or_the_data_sheets():
-    assert peak_tflops(HardwareRecipe(gpu="h200", peak_tflops=500.0)) == 500
-    assert peak_tflops(HardwareRecipe(gpu="h200")) == 989
-    assert sustained_tflops(HardwareRecipe(gpu="h200")) == 790
-    assert sustained_tflops(HardwareRecipe(gpu="h200", peak_tflops=500.0)) is None
-    assert peak_tflops(HardwareRecipe(gpu="A100")) == 312
-    assert peak_tflops(HardwareRecipe(), "NVIDIA H100 80GB HBM3") == 989
-    assert peak_tflops(HardwareRecipe(), "some new thing") is None
+    assert Rates.of(HardwareRecipe(gpu="h200", peak_tflops=500.0)).peak == 500
+    assert Rates.of(HardwareRecipe(gpu="h200")).peak == 989
+    assert Rates.of(HardwareRecipe(gpu="h200")).sustained == 790
+    assert Rates.of(HardwareRecipe(gpu="h200", peak_tflops=500.0)).sustained is None
+    assert Rates.of(HardwareRecipe(gpu="A100")).peak == 312
+    assert Rates.of(HardwareRecipe(), "NVIDIA H100 80GB HBM3").peak == 989
+    assert Rates.of(HardwareRecipe(), "some new thing").peak is None
     assert memory_bytes(HardwareRecipe(gpu="h200")) == 141 * 10**9
     with pytest.raises(OptionError, match="did you mean 'h200'"):
-        peak_tflops(HardwareRecipe(gpu="h201"))
+        Rates.of(HardwareRecipe(gpu="h201"))
     with pytest.raises(OptionError, match=r"hardware\.count"):
         small(hardware={"count": 0})
     with pytest.raises(OptionError, match=r"hardware\.peak_tflops"):

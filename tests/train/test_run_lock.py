@@ -120,10 +120,10 @@ def test_a_directory_that_came_to_nothing_goes_again(tmp_path):
 
 def test_only_the_first_rank_locks(tmp_path, monkeypatch):
     other = World(1, 2, torch.device("cpu"))
-    monkeypatch.setattr(World, "broadcast", lambda self, value: None)
+    monkeypatch.setattr(World, "broadcast", lambda self, value: (None, 3) if self.size > 1 else value)
     with run_lock(tmp_path / "run", CPU, print), run_lock(tmp_path / "run", other, print):
         assert (tmp_path / "run/.lock").exists()
-    monkeypatch.setattr(World, "broadcast", lambda self, value: "the first rank's words")
+    monkeypatch.setattr(World, "broadcast", lambda self, value: (TrainingError("the first rank's words"), None))
     with pytest.raises(TrainingError, match="the first rank's words"), run_lock(tmp_path / "other", other, print):
         pass
     assert not (tmp_path / "other").exists()

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fathomlm.checkpoints.writing import is_alive, make_directories, remove_empty, whole_file
-from fathomlm.errors import FathomError, OutputError, TrainingError
+from fathomlm.errors import OutputError, TrainingError
 from fathomlm.train.checkpoint import clean_up, point, prune, saved_steps, set_aside, step_name
 from fathomlm.train.distributed import World
 from fathomlm.train.reading import to_yaml
@@ -92,29 +92,27 @@ def run_lock(directory: Path, world: World, note: Callable[[str], None]) -> Iter
     directory = directory.absolute()
     made = [place for place in (directory, *directory.parents) if not place.exists()]
     handle: int | None = None
-    failure: FathomError | None = None
-    if world.first:
-        try:
-            handle = _take(directory, note)
-        except FathomError as error:
-            failure = error
-        except OSError as error:
-            failure = OutputError(f"cannot write {directory}: {error.strerror or error}")
     try:
-        if (said := world.broadcast(None if failure is None else str(failure))) is not None:
-            raise failure or TrainingError(said)
+        handle = world.on_first(lambda: _take(directory, note))
         yield
     finally:
-        if handle is not None:
-            with suppress(OSError):
-                (directory / NAME).unlink()
-            os.close(handle)
         if world.first:
+            if handle is not None:
+                with suppress(OSError):
+                    (directory / NAME).unlink()
+                os.close(handle)
             with suppress(OSError):
                 remove_empty(made)
 
 
 def _take(directory: Path, note: Callable[[str], None]) -> int:
+    try:
+        return _taken(directory, note)
+    except OSError as error:
+        raise OutputError(f"cannot write {directory}: {error.strerror or error}") from error
+
+
+def _taken(directory: Path, note: Callable[[str], None]) -> int:
     make_directories(directory)
     path = directory / NAME
     while True:

@@ -9,7 +9,7 @@ all their uses (thesis 4.3.1, "N_r iterations per gather"), in the backward pass
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from fathomlm.checkpoints.resolve import parse_device
-from fathomlm.errors import OptionError, TrainingError
+from fathomlm.errors import FathomError, OptionError, TrainingError
 from fathomlm.train.objective import Objective
 
 T = TypeVar("T")
@@ -72,6 +72,20 @@ class World:
         box = [value]
         dist.broadcast_object_list(box, src=0, device=self.device if self.device.type == "cuda" else None)
         return box[0]
+
+    def on_first(self, work: Callable[[], T]) -> T:
+        """What the first rank's work gives, on every rank; an error of ours that it ends in is raised on all of them."""
+        found: T | None = None
+        failure: FathomError | None = None
+        if self.first:
+            try:
+                found = work()
+            except FathomError as error:
+                failure = error
+        failure, found = self.broadcast((failure, found))
+        if failure is not None:
+            raise failure
+        return found
 
     def wait(self) -> None:
         if self.size > 1:

@@ -53,32 +53,21 @@ def accelerator_name(hardware: HardwareRecipe, device_name: str | None = None) -
     return next((name for name, device in ACCELERATORS.items() if re.search(device.device_name, found)), None)
 
 
-def peak_tflops(hardware: HardwareRecipe, device_name: str | None = None) -> float | None:
-    """Dense bfloat16 TFLOP/s of one device by its data sheet or by the recipe, what MFU is a part of; None where nothing is
-    known of the device."""
-    name = accelerator_name(hardware, device_name)
-    if hardware.peak_tflops is not None:
-        return hardware.peak_tflops
-    return None if name is None else ACCELERATORS[name].peak
-
-
-def sustained_tflops(hardware: HardwareRecipe, device_name: str | None = None) -> float | None:
-    """Dense bfloat16 TFLOP/s that one device sustains on large products; None where nobody has measured it, and where the
-    recipe gives a peak of its own."""
-    name = accelerator_name(hardware, device_name)
-    return None if name is None or hardware.peak_tflops is not None else ACCELERATORS[name].sustained
-
-
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """Both, for one device."""
+    """Dense bfloat16 TFLOP/s of one device."""
 
     peak: float | None
+    """By its data sheet or by the recipe, what MFU is a part of; None where nothing is known of the device."""
     sustained: float | None
+    """On large products; None where nobody has measured it, and where the recipe gives a peak of its own."""
 
     @classmethod
     def of(cls, hardware: HardwareRecipe, device_name: str | None = None) -> Rates:
-        return cls(peak_tflops(hardware, device_name), sustained_tflops(hardware, device_name))
+        name = accelerator_name(hardware, device_name)
+        if hardware.peak_tflops is not None:
+            return cls(hardware.peak_tflops, None)
+        return cls(None, None) if name is None else cls(ACCELERATORS[name].peak, ACCELERATORS[name].sustained)
 
     def parts(self, flops_per_s: float) -> dict[str, float | None]:
         """What a rate of one device is of each: `mfu` of the data sheet's, `mfu_sustained` of the sustained one."""

@@ -13,8 +13,8 @@ from fathomlm.depth import Routing, build_routing
 from fathomlm.depth.routing import Network, Sampling, Score, Update, Weighting
 from fathomlm.errors import OptionError
 from fathomlm.options import option
+from fathomlm.train.losses.divergence import DIVERGENCES
 
-Divergence = Literal["forward_kl", "reverse_kl", "jensen_shannon", "total_variation"]
 Amount = int | float | str
 """A count, plain or with a letter: 500, 2e6, 15B."""
 
@@ -206,7 +206,7 @@ class DistillRecipe:
 
     source: str = ""
     """The teacher: any model source."""
-    kind: Divergence = "forward_kl"
+    kind: str = option("forward_kl", choices=tuple(DIVERGENCES))
     weight: float = option(1.0, ge=0)
     """What the divergence is multiplied by; the next-token loss keeps weight 1."""
 
@@ -220,7 +220,7 @@ class ExitRecipe:
     weights: Literal["weighted", "unweighted", "aggressive"] = "aggressive"
     """i / sum(i) by depth; 1/n each; or `coefficient` on every early exit and 1 on the last output."""
     coefficient: float = option(0.1, ge=0)
-    distill: Divergence | None = None
+    distill: str | None = option(None, choices=tuple(DIVERGENCES))
     """Teach exits from the detached last output as well."""
     distill_weight: float = option(1.0, ge=0)
     head_rank: int = option(0, ge=0)

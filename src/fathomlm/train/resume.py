@@ -73,18 +73,9 @@ def newest_whole(saved: dict[int, Path]) -> ResumePoint:
 def find_start(found: dict[int, Path] | Path, world: World) -> ResumePoint:
     """The newest whole one of some checkpoints, or a certain one if it is whole; verified by the first rank for all, so that
     each file is read once and all ranks go on from the same one."""
-    start: ResumePoint | None = None
-    failure: CheckpointError | None = None
-    if world.first:
-        try:
-            start = ResumePoint(path=found, state=verify(found)) if isinstance(found, Path) else newest_whole(found)
-        except CheckpointError as error:
-            failure = error
-    said, start = world.broadcast((None if failure is None else str(failure), start))
-    if said is not None:
-        raise failure or CheckpointError(said)
-    assert start is not None
-    return start
+    if isinstance(found, Path):
+        return world.on_first(lambda: ResumePoint(path=found, state=verify(found)))
+    return world.on_first(lambda: newest_whole(found))
 
 
 def check_same(recipe: Recipe, saved: dict[str, Any], where: str) -> None:

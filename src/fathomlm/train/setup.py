@@ -67,24 +67,16 @@ def open_data(recipe: Recipe, world: World, on_prepare: Callable[[PreparationPro
             raise DataError(f"there is no prepared corpus at {data.path}; make it with: {prepare_command(data)}")
         prepare(_prepare_options(data), on_prepare)
     corpus = Corpus.open(data.path)
-    _verify(corpus, data.verify, world)
+    world.on_first(lambda: _verify(corpus, data.verify))
     validation = make_loader(recipe, corpus, "validation") if corpus.has("validation") else None
     return TrainingData(corpus, make_loader(recipe, corpus, "train"), validation)
 
 
-def _verify(corpus: Corpus, how: bool | str, world: World) -> None:
-    """Verify the corpus once, on the first rank; all ranks raise what it finds."""
-    failure = None
-    if world.first:
-        try:
-            if how in (True, "full"):
-                corpus.verify()
-            elif how == "sample":
-                corpus.verify_sample()
-        except DataError as error:
-            failure = str(error)
-    if (said := world.broadcast(failure)) is not None:
-        raise DataError(said)
+def _verify(corpus: Corpus, how: bool | str) -> None:
+    if how in (True, "full"):
+        corpus.verify()
+    elif how == "sample":
+        corpus.verify_sample()
 
 
 def make_loader(recipe: Recipe, corpus: Corpus, split: str) -> BatchLoader:

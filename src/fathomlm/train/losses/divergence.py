@@ -12,11 +12,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import TYPE_CHECKING, TypeAlias
 
-import torch
-from torch import Tensor
+if TYPE_CHECKING:  # recipes name these functions, and are read without torch
+    from torch import Tensor
 
-ValueAndGradient = tuple[Tensor, Tensor]
+ValueAndGradient: TypeAlias = "tuple[Tensor, Tensor]"
 """Values (C) and gradients with respect to the student's logits (C, V)."""
 
 
@@ -36,7 +37,7 @@ def reverse_kl(student_CV: Tensor, teacher_CV: Tensor) -> ValueAndGradient:
 def jensen_shannon(student_CV: Tensor, teacher_CV: Tensor) -> ValueAndGradient:
     """(KL(teacher || m) + KL(student || m)) / 2 with m the mean of the two."""
     p, q = teacher_CV.exp(), student_CV.exp()
-    mean = torch.logaddexp(student_CV, teacher_CV) - math.log(2.0)
+    mean = student_CV.logaddexp(teacher_CV) - math.log(2.0)
     own = student_CV - mean
     value = 0.5 * ((p * (teacher_CV - mean)).sum(-1) + (q * own).sum(-1))
     return value, 0.5 * q * (own - (q * own).sum(-1, keepdim=True))
