@@ -156,3 +156,11 @@ def smollm2_path() -> Path:
         if os.environ.get("CI"):
             raise  # there the index must be reachable; a silent skip would hide what was not tested
         pytest.skip(str(error))
+
+
+@pytest.fixture(scope="session")
+def smollm2(smollm2_path: Path) -> Any:
+    """The real model in float32, which takes seconds to read. Shared by the whole run: do not change it."""
+    import fathomlm
+
+    return fathomlm.load(smollm2_path, dtype="float32")

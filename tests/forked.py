@@ -15,7 +15,7 @@ from types import ModuleType
 CONTEXT = multiprocessing.get_context("forkserver")
 PRELOADED = (
     "fathomlm.cli.main", "fathomlm.checkpoints.convert", "fathomlm.checkpoints.export", "fathomlm.checkpoints.resolve",
-    "fathomlm.model", "fathomlm.train.run", "fathomlm.train.data.prepare",
+    "fathomlm.model", "fathomlm.serve.server", "fathomlm.train.run", "fathomlm.train.data.prepare",
 )  # fmt: skip
 CONTEXT.set_forkserver_preload([__name__, *PRELOADED])
 

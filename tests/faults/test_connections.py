@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import json
 import socket
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -288,7 +286,7 @@ def test_a_client_that_does_not_read_is_cut_off(tiny_model: Any) -> None:
             until(lambda: len(found.server.connections) == 0, 60)
 
 
-def test_more_connections_than_files_do_not_silence_the_server(tiny_model_dir: Path) -> None:
+def test_more_connections_than_files_do_not_silence_the_server(tiny_model_dir: Path, start_python: Any) -> None:
     """The command, where it may open 450 files. No deadline comes, so that only eviction lets anybody in."""
     script = (
         "import resource, sys\n"
@@ -297,23 +295,15 @@ def test_more_connections_than_files_do_not_silence_the_server(tiny_model_dir: P
         f"words = [{str(tiny_model_dir)!r}, '--port', '0', '--threads', '1', '--header-timeout', '3600']\n"
         "sys.exit(main(['serve', *words, '--max-connections-per-client', '1024']))\n"
     )
-    process = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
-    late = threading.Timer(240, process.kill)
-    late.start()
-    try:
-        assert process.stderr is not None
-        url = next(line for line in process.stderr if " ready at " in line).split(" ready at ")[1].split()[0]
-        told: list[str] = []
-        threading.Thread(target=lambda: told.extend(process.stderr or ()), daemon=True).start()
-        host, port = url.removeprefix("http://").split(":")
-        with ExitStack() as stack:
-            for _ in range(700):
-                raw = stack.enter_context(socket.create_connection((host, int(port)), timeout=60))
-                raw.sendall(b"GET / HTTP/1.1\r\n")
-            for _ in range(3):
-                assert httpx.get(f"{url}/health", timeout=120).status_code == 200
-        assert not told  # asyncio says so when it is out of files
-    finally:
-        late.cancel()
-        process.kill()
-        process.wait()
+    process = start_python(script)
+    url = next(line for line in process.stderr if " ready at " in line).split(" ready at ")[1].split()[0]
+    told: list[str] = []
+    threading.Thread(target=lambda: told.extend(process.stderr), daemon=True).start()
+    host, port = url.removeprefix("http://").split(":")
+    with ExitStack() as stack:
+        for _ in range(700):
+            raw = stack.enter_context(socket.create_connection((host, int(port)), timeout=60))
+            raw.sendall(b"GET / HTTP/1.1\r\n")
+        for _ in range(3):
+            assert httpx.get(f"{url}/health", timeout=120).status_code == 200
+    assert not told  # asyncio says so when it is out of files

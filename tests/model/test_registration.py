@@ -23,19 +23,23 @@ model = {auto}.from_pretrained({where!r})
 assert type(AutoConfig.for_model('fathomlm-seq2seq')).__name__ == 'FathomSeq2SeqConfig'
 print(type(model).__name__)
 """
-FIRST = """
+FATHOMLM_FIRST = """
 import sys
 import fathomlm
 assert not {'torch', 'transformers'} & set(sys.modules)
 from transformers import CONFIG_MAPPING
 assert CONFIG_MAPPING['fathomlm'].model_type == 'fathomlm' and 'fathomlm-seq2seq' in CONFIG_MAPPING
 assert 'fathomlm.model' not in sys.modules
+from transformers import AutoTokenizer, PreTrainedModel
 """
-ORDERS = {
-    "transformers first": "import transformers; import fathomlm",
-    "the auto classes first": "from transformers import AutoConfig, AutoModel, AutoTokenizer; import fathomlm",
-    "fathomlm, then the tokenizers": "import fathomlm; from transformers import AutoTokenizer, PreTrainedModel",
+TRANSFORMERS_FIRST = "import transformers; import fathomlm"
+AUTO_CLASSES_FIRST = "from transformers import AutoConfig, AutoModel, AutoTokenizer; import fathomlm"
+CASES = {
+    "script, fathomlm first": ("script", FATHOMLM_FIRST, "AutoModelForCausalLM", "FathomForCausalLM"),
+    "-m, transformers first": ("-m", TRANSFORMERS_FIRST, "AutoModelForSeq2SeqLM", "FathomForSeq2SeqLM"),
+    "-c, the auto classes first": ("-c", AUTO_CLASSES_FIRST, "AutoModelForCausalLM", "FathomForCausalLM"),
 }
+"""Each way of starting and each order once: a process that imports transformers takes seconds."""
 
 
 @pytest.fixture(scope="module")
@@ -56,21 +60,16 @@ def python(arguments: list[str], where: Path) -> Any:
     )
 
 
-@pytest.mark.parametrize("start", ["script", "-m", "-c"])
-def test_however_python_was_started(start: str, saved: dict[str, str], tmp_path: Path) -> None:
-    code = USE.format(imports=FIRST, auto="AutoModelForCausalLM", where=saved["AutoModelForCausalLM"])
+@pytest.mark.parametrize("case", list(CASES))
+def test_however_python_was_started_and_whichever_was_imported_first(
+    case: str, saved: dict[str, str], tmp_path: Path
+) -> None:
+    start, imports, auto, expected = CASES[case]
+    code = USE.format(imports=imports, auto=auto, where=saved[auto])
     (tmp_path / "elsewhere").mkdir()
     # The script has the command's name; its directory comes first on the path and would hide the package.
     (tmp_path / "fathomlm.py").write_text("import sys; sys.path.pop(0)\n" + code)
     (tmp_path / "elsewhere" / "mytool.py").write_text(code)
     arguments = {"script": [str(tmp_path / "fathomlm.py")], "-m": ["-m", "mytool"], "-c": ["-c", code]}[start]
     done = python(arguments, tmp_path / "elsewhere")
-    assert (done.returncode, done.stdout.split()[-1:]) == (0, ["FathomForCausalLM"]), done.stderr
-
-
-@pytest.mark.parametrize("order", list(ORDERS))
-def test_whichever_was_imported_first(order: str, saved: dict[str, str], tmp_path: Path) -> None:
-    auto = "AutoModelForSeq2SeqLM" if order == "transformers first" else "AutoModelForCausalLM"
-    done = python(["-c", USE.format(imports=ORDERS[order], auto=auto, where=saved[auto])], tmp_path)
-    expected = {"AutoModelForCausalLM": "FathomForCausalLM", "AutoModelForSeq2SeqLM": "FathomForSeq2SeqLM"}[auto]
     assert (done.returncode, done.stdout.split()[-1:]) == (0, [expected]), done.stderr

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
 import fathomlm
+from fathomlm.checkpoints.gguf import GGUFCheckpoint
+from fathomlm.checkpoints.source import parameter_shapes
 from fathomlm.decode.prompts import chat_prompt
 
 pytestmark = pytest.mark.real
@@ -14,13 +18,23 @@ PROMPTS = ["The capital of France is", "def fibonacci(n):\n    ", "In 1969, the 
 
 
 @pytest.fixture(scope="module")
-def ours(smollm2_path):
-    return fathomlm.load(smollm2_path)
+def ours(smollm2):
+    return smollm2
 
 
 @pytest.fixture(scope="module")
 def theirs(smollm2_path):
+    pytest.importorskip("accelerate", reason="transformers needs it to read GGUF files")
     return AutoModelForCausalLM.from_pretrained(smollm2_path.parent, gguf_file=smollm2_path.name, dtype=torch.float32).eval()
+
+
+def test_tensors_of_the_file_are_those_of_transformers(smollm2_path, theirs):
+    read, expected = GGUFCheckpoint(smollm2_path), theirs.state_dict()
+    names = {"embed": "embed_tokens", "norm_attn": "input_layernorm", "norm_mlp": "post_attention_layernorm"}
+    for key in parameter_shapes(read.architecture):
+        renamed = re.sub(r"\b(attn|mlp)\.(\w+)", r"\1.\2_proj", key).replace(".attn.", ".self_attn.")
+        renamed = ".".join(names.get(part, part) for part in renamed.split("."))
+        assert torch.equal(read.tensor(key), expected[f"model.{renamed}"]), key
 
 
 @torch.inference_mode()
