@@ -59,3 +59,13 @@ def parse_count(text: str, option: str) -> int:
     if not number.is_finite() or not 1 <= number <= MOST_COUNT or number != number.to_integral_value():
         raise OptionError(f"{option} must be an integer between 1 and 1e18, such as 20e9, 20B or 300M, got '{text:.30}'")
     return int(number)
+
+
+def amount(number: float, unit: str = "", digits: int = 4) -> str:
+    """A number for people: 134.5M, 98.4 MB."""
+    for power, letter in zip((12, 9, 6, 3), "TGMk" if unit else "TBMK", strict=True):
+        if abs(number) >= 10**power:
+            scaled = number / 10**power
+            shown = f"{scaled:.{digits}g}" if scaled < 1000 else f"{scaled:,.0f}"
+            return f"{shown} {letter}{unit}" if unit else f"{shown}{letter}"
+    return f"{number:.{digits}g}{' ' if unit else ''}{unit}"

@@ -106,7 +106,7 @@ def test_mistakes_are_one_line_and_leave_nothing(
     assert "must be >= 1, got -1" in routing(routed, "--data", data, "--samples", "-1")
     assert "from 2 to the model's 64 tokens, got 65" in routing(routed, "--data", data, "--context", "65")
     (tmp_path / "work" / "short.txt").write_text("six feet")
-    assert "a row of 64 needs 65" in routing(routed, "--data", "work/short.txt")
+    assert "a context of 64 requires 65" in routing(routed, "--data", "work/short.txt")
     (tmp_path / "work" / "empty.jsonl").write_text("")
     assert "hold 0 tokens" in routing(routed, "--data", "work/empty.jsonl")
     assert "work exists; choose another name" in routing(routed, "--data", data, "--out", "work")

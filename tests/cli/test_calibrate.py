@@ -101,4 +101,4 @@ def test_a_preset_needs_a_place(texts: Path, tmp_path: Path, mistake_of: Callabl
     )
     empty = tmp_path / "empty.txt"
     empty.write_text(" \n")
-    assert "no text to begin from" in mistake_of("calibrate", "smollm2-135m", "--data", str(empty), "--out", str(tmp_path))
+    assert "has no text" in mistake_of("calibrate", "smollm2-135m", "--data", str(empty), "--out", str(tmp_path))

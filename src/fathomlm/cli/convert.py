@@ -11,8 +11,9 @@ from typing import Any
 from fathomlm.checkpoints.tying import INITS, NORM_INITS, RELAX_INITS
 from fathomlm.cli.model_options import SOURCE, DtypeOptions, ForceOptions, JsonOptions, SeedOptions
 from fathomlm.cli.plan_options import PlanOptions, RelaxOptions, RouterOptions
-from fathomlm.cli.progress import amount, layer_bar
+from fathomlm.cli.progress import layer_bar
 from fathomlm.options import option, section
+from fathomlm.sizes import amount
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from fathomlm.cli.model_options import JsonOptions
-from fathomlm.cli.progress import amount, layer_bar
+from fathomlm.cli.progress import layer_bar
 from fathomlm.options import like, option
+from fathomlm.sizes import amount
 from fathomlm.train.data.options import PrepareOptions
 
 if TYPE_CHECKING:

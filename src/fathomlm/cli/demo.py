@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fathomlm.cli.model_options import SOURCE, JsonOptions
-from fathomlm.cli.progress import amount, layer_bar, say
+from fathomlm.cli.progress import layer_bar, say
 from fathomlm.errors import OptionError
 from fathomlm.options import option
 from fathomlm.packaged import FETCHED, default_model
+from fathomlm.sizes import amount
 
 if TYPE_CHECKING:
     from fathomlm.model.hub import FathomForCausalLM

@@ -13,7 +13,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from fathomlm.cli.progress import amount, layer_bar, say
+from fathomlm.cli.progress import layer_bar, say
+from fathomlm.sizes import amount
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -19,9 +19,10 @@ from fathomlm.cli.model_options import (
     JsonOptions,
     threshold_file,
 )
-from fathomlm.cli.progress import Tick, amount, layer_bar
+from fathomlm.cli.progress import Tick, layer_bar
 from fathomlm.errors import OptionError
 from fathomlm.options import like, option, section
+from fathomlm.sizes import amount
 
 if TYPE_CHECKING:
     import torch

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fathomlm.cli.model_options import JsonOptions
-from fathomlm.cli.progress import amount
 from fathomlm.depth.presets import PRESETS
 from fathomlm.errors import ModelNotFound, choices
 from fathomlm.options import option
 from fathomlm.packaged import packaged_models, packaged_path
+from fathomlm.sizes import amount
 
 
 @dataclass(frozen=True, kw_only=True)

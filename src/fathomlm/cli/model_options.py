@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fathomlm.errors import OptionError, OutputError
+from fathomlm.errors import DataError, OptionError, OutputError
 from fathomlm.options import option
 
 if TYPE_CHECKING:
@@ -128,6 +129,18 @@ class ExitPackOptions:
     def __post_init__(self) -> None:
         if self.any_base and self.exits is None:
             raise OptionError("--any-base requires --exits")
+
+
+def read_texts(data: Sequence[str], column: str, limit: int | None = None, *, empty: bool = False) -> list[str]:
+    """The first documents of some sources, or all; `empty` keeps those without text."""
+    from fathomlm.train.data.sources import expand, read
+
+    documents = chain.from_iterable(read(source, (column,)) for source in expand(data))
+    texts = (document.fields[0] for document in documents)
+    found = list(islice(texts if empty else filter(str.strip, texts), limit))
+    if not any(text.strip() for text in found):
+        raise DataError(f"{', '.join(data)} has no text")
+    return found
 
 
 def threshold_file(model: str, exits: Path | None) -> Path:

@@ -4,20 +4,26 @@ and then."""
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
+
+from fathomlm.sizes import amount
 
 if TYPE_CHECKING:
     from rich.progress import TaskID
 
-Tick = Callable[[int, int], None]
+
+class Tick(Protocol):
+    """Told how much is done, and of how much."""
+
+    def __call__(self, done: int, total: int, note: str = "") -> None: ...
 
 
 @contextmanager
-def layer_bar(what: str, unit: str = "layers") -> Iterator[Tick]:
-    """A bar that takes (done, total)."""
+def layer_bar(what: str, unit: str = "layers", *, still: bool = False) -> Iterator[Tick]:
+    """A bar. A `still` one is drawn only when it is told, because a thread that draws takes time from what is measured."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
@@ -25,29 +31,25 @@ def layer_bar(what: str, unit: str = "layers") -> Iterator[Tick]:
         TextColumn("{task.description}"),
         BarColumn(),
         MofNCompleteColumn(),
-        TextColumn(unit),
+        TextColumn(unit + "{task.fields[note]}"),
         TimeElapsedColumn(),
         TextColumn("left"),
         TimeRemainingColumn(),
     )
     console = Console(stderr=True)
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task(what, total=None)
-        yield lambda done, total: progress.update(task, completed=done, total=total)
+    hidden = not console.is_terminal
+    with Progress(*columns, console=console, transient=True, disable=hidden, auto_refresh=not still) as progress:
+        task = progress.add_task(what, total=None, note="")
+
+        def tick(done: int, total: int, note: str = "") -> None:
+            progress.update(task, completed=done, total=total, note=note, refresh=still)
+
+        yield tick
 
 
 def say(text: str) -> None:
     """What is being done now, a line."""
     print(text, file=sys.stderr, flush=True)
-
-
-def amount(number: float, unit: str = "") -> str:
-    """A number for people: 134.5M, 98.4 MB."""
-    for size, letter in ((1e12, "T"), (1e9, "B" if not unit else "G"), (1e6, "M"), (1e3, "K" if not unit else "k")):
-        if abs(number) >= size:
-            gap = " " if unit else ""
-            return f"{number / size:.4g}{gap}{letter}{unit}"
-    return f"{number:g}{' ' if unit else ''}{unit}"
 
 
 class TrainingBar:

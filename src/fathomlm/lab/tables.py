@@ -4,6 +4,9 @@ shown in pages and written as Markdown."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
+
+from fathomlm import sizes
 
 Rows = list[list[str]]
 
@@ -39,13 +42,8 @@ def markdown(rows: Rows) -> list[str]:
     return [f"| {' | '.join(cells[0])} |", f"|{line}|", *(f"| {' | '.join(row)} |" for row in cells[1:])]
 
 
-def amount(number: float, digits: int = 3) -> str:
-    """A large number for people: 53.3B, 118M."""
-    for size, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "K")):
-        if number >= size:
-            scaled = number / size
-            return f"{scaled:.{digits}g}{letter}" if scaled < 1000 else f"{scaled:,.0f}{letter}"
-    return f"{number:.{digits}g}"
+amount = partial(sizes.amount, digits=3)
+"""A large number for people: 53.3B, 118M."""
 
 
 def optional(value: float | None, form: str) -> str:

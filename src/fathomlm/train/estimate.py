@@ -9,6 +9,7 @@ from typing import Any
 
 from fathomlm.depth.cost import count
 from fathomlm.errors import OptionError
+from fathomlm.sizes import amount
 from fathomlm.train.distributed import COMFORT
 from fathomlm.train.flops import forward_flops_per_token, model_flops_per_token, work_flops_per_token
 from fathomlm.train.hardware import Rates, accelerator_name, memory_bytes
@@ -189,18 +190,18 @@ def format_estimate(found: Estimate) -> str:
     exits += f", {found.router}-choice router" if found.router else ""
     lines = [
         ("model", f"{found.layout} layers{looped}{exits}"),
-        ("parameters", f"{_short(found.non_embedding_parameters)} + {_short(found.embedding_parameters)} of embeddings"),
+        ("parameters", f"{amount(found.non_embedding_parameters)} + {amount(found.embedding_parameters)} of embeddings"),
     ]
     if found.source_from is not None:
         lines.insert(0, ("source", f"not there yet; taken as what fathomlm train {found.source_from} leaves"))
     if found.encoder_parameters:
-        lines.append(("  encoder", f"{_short(found.encoder_parameters)} besides"))
+        lines.append(("  encoder", f"{amount(found.encoder_parameters)} besides"))
     if found.relaxation_parameters:
-        lines.append(("  relaxation", f"{_short(found.relaxation_parameters)} of the first"))
+        lines.append(("  relaxation", f"{amount(found.relaxation_parameters)} of the first"))
     if found.exit_parameters:
-        lines.append(("  exits", f"{_short(found.exit_parameters)} besides"))
+        lines.append(("  exits", f"{amount(found.exit_parameters)} besides"))
     lines += [
-        ("  that learn", f"{_short(found.trainable_parameters)} of {_short(found.total_parameters)}"),
+        ("  that learn", f"{amount(found.trainable_parameters)} of {amount(found.total_parameters)}"),
         *_length(found),
         (
             "  a step",
@@ -218,7 +219,7 @@ def format_estimate(found: Estimate) -> str:
 def _length(found: Estimate) -> list[tuple[str, str]]:
     if found.steps is None:
         return [("length", f"epochs of data that are not prepared yet, in steps of {found.tokens_per_step:,} tokens")]
-    whole = f"{found.steps:,} steps of {found.tokens_per_step:,} tokens = {_short(found.tokens or 0)}, {found.rows:,} rows"
+    whole = f"{found.steps:,} steps of {found.tokens_per_step:,} tokens = {amount(found.tokens or 0)}, {found.rows:,} rows"
     return [("length", whole), ("  warm-up", f"{found.warmup_steps:,} steps")]
 
 
@@ -262,10 +263,3 @@ def _time(found: Estimate) -> str:
 
 def _gb(size: float) -> str:
     return f"{size / 1e9:.2f} GB" if size >= 1e7 else f"{size / 1e6:.2f} MB"
-
-
-def _short(value: int) -> str:
-    for size, letter in ((10**12, "T"), (10**9, "B"), (10**6, "M"), (10**3, "K")):
-        if value >= size:
-            return f"{value / size:.4g}{letter}"
-    return str(value)

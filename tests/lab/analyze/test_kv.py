@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -189,7 +189,7 @@ def test_one_token_is_enough() -> None:
     model = model_of(None)
     numbers = measure(model, text_row(model, "x", most=64))
     assert (numbers.context, numbers.buckets) == (1, [0])
-    assert json.dumps(numbers.to_dict(), allow_nan=False)
+    assert json.dumps(asdict(numbers), allow_nan=False)
 
 
 def test_buckets_hold_all_positions() -> None:
@@ -215,7 +215,7 @@ def test_records_and_table(tmp_path: Path) -> None:
     told = []
     numbers: KVNumbers = measure(model, rows_of(model, tmp_path), on_rows=lambda *at: told.append(at))
     assert told == [(1, 3), (2, 3), (3, 3)]
-    assert json.loads(json.dumps(numbers.to_dict(), allow_nan=False))["key"]["steps"][0]["name"] == "1"
+    assert json.loads(json.dumps(asdict(numbers), allow_nan=False))["key"]["steps"][0]["name"] == "1"
     assert set(numbers.summary()) == {"rows", "context", "steps", "hidden", "key", "value"}
     header, *rows = kv_table(numbers)
     assert [row[0] for row in rows] == ["hidden", "key", "value"]

@@ -8,7 +8,6 @@ milliseconds only here.
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -54,9 +53,6 @@ class ModeTime:
 class TimeBreakdown:
     threshold: float
     modes: list[ModeTime]
-
-    def to_dict(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
 
 
 @dataclass(slots=True)

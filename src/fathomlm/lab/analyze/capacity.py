@@ -8,10 +8,8 @@ sequence the keys and values of a whole context; of a routed model those that it
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from fathomlm.depth import Architecture, DepthPlan, Relaxation
 from fathomlm.depth.cost import count
@@ -51,9 +49,6 @@ class CapacityRow:
     kv_bytes_per_sequence: int
     serve_sequences: int
     """Sequences of a whole context that can be served at once."""
-
-    def to_dict(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -32,6 +32,7 @@ from fathomlm.depth import DepthPlan
 from fathomlm.errors import OptionError, choices
 from fathomlm.lab.analyze.breakdown import TimeBreakdown
 from fathomlm.lab.analyze.token_rows import TokenRows
+from fathomlm.lab.simulate.collect import exits_of
 from fathomlm.model.decoder import Decoder
 from fathomlm.model.hub import FathomForCausalLM
 
@@ -122,7 +123,7 @@ class ExitNumbers:
             "settled_layer": self.settled_layer,
             "layers": [dataclasses.asdict(layer) for layer in self.layers],
             "exits": exits,
-            "breakdown": None if self.breakdown is None else self.breakdown.to_dict(),
+            "breakdown": None if self.breakdown is None else dataclasses.asdict(self.breakdown),
         }
 
 
@@ -149,18 +150,9 @@ def check_exits(plan: DepthPlan, layers: Sequence[int] | None, confidence: str) 
         raise OptionError("a model of one layer has no exit")
     if confidence not in MEASURES:
         raise OptionError(choices("confidence", confidence, MEASURES))
-    if layers is not None:
-        for layer in layers:
-            if not 1 <= layer < last:
-                raise OptionError(
-                    f"exit layers must be between 1 and {last - 1} for this model's {last} layers, got {layer}"
-                )
-        return tuple(sorted(set(layers)))
-    if plan.exits:
-        return tuple(index + 1 for index in plan.exits)
-    if plan.recursions > 1 and plan.whole_passes:
-        return tuple(index + 1 for index in plan.recursion_ends())
-    return tuple(sorted({max(1, last // 3), max(1, 2 * last // 3)}))
+    if layers is None and not plan.exits and not (plan.recursions > 1 and plan.whole_passes):
+        return tuple(sorted({max(1, last // 3), max(1, 2 * last // 3)}))
+    return tuple(index + 1 for index in exits_of(plan, layers))
 
 
 @torch.inference_mode()

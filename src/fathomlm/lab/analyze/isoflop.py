@@ -15,7 +15,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from fathomlm.depth import Architecture, DepthPlan
 from fathomlm.depth.cost import Cost, count
@@ -48,9 +47,6 @@ class IsoRow:
     """Against the vanilla model of the same base."""
     flops_at_equal_tokens: float
     """What as many tokens cost as the budget buys for the vanilla model."""
-
-    def to_dict(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -95,9 +95,6 @@ class KVNumbers:
     def states(self) -> dict[str, StateMaps]:
         return {"hidden": self.hidden, "key": self.key, "value": self.value}
 
-    def to_dict(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
-
     def summary(self) -> dict[str, Any]:
         """Without the maps."""
         record = {"rows": self.rows, "context": self.context, "steps": len(self.running)}

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ TICKS = 12
 
 def write_kv(numbers: KVNumbers, about: About, out: Path, force: bool = False) -> list[Path]:
     draw = {"kv.png": partial(draw_kv, numbers, about.name)}
-    return write_report("kv", numbers.to_dict(), about, draw, partial(kv_page, numbers, about), out, force)
+    return write_report("kv", asdict(numbers), about, draw, partial(kv_page, numbers, about), out, force)
 
 
 def kv_page(numbers: KVNumbers, about: About, pictures: Mapping[str, bytes]) -> str:

@@ -5,7 +5,6 @@ A run is a directory with a metrics.jsonl: one record a line, of kind `train` or
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -48,9 +47,6 @@ class RunSummary:
     """The lowest validation loss."""
     exits: dict[str, float]
     """The last validation loss at each early exit, by the number of steps run before leaving."""
-
-    def to_dict(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
 
 
 def read_runs(paths: Sequence[Path]) -> list[TrainingRun]:

@@ -80,7 +80,7 @@ def table_of(summaries: Sequence[RunSummary]) -> Rows:
     rows = [header + [f"exit {depth}" for depth in depths]]
     for s in summaries:
         losses = (s.loss, s.validation, s.best, *(s.exits.get(depth) for depth in depths))
-        counts = [f"{s.step:,}", amount(s.tokens, 4), optional(s.tokens_per_s, ",.0f")]
+        counts = [f"{s.step:,}", amount(s.tokens, digits=4), optional(s.tokens_per_s, ",.0f")]
         rows.append([s.run, *counts, *(optional(loss, ".4f") for loss in losses)])
     return rows
 
@@ -181,7 +181,7 @@ def write_runs(
         titles[metric] = METRICS[metric][0]
         logy = options.logy and metric == "exits"
         draw[f"{metric}.png"] = partial(_draw_curves, runs, dataclasses.replace(options, metric=metric, logy=logy))
-    numbers = {"summaries": [summary.to_dict() for summary in summaries]}
+    numbers = {"summaries": [dataclasses.asdict(summary) for summary in summaries]}
 
     def page(pictures: Mapping[str, bytes]) -> str:
         return render(TEMPLATE, about, pictures, summary=table_of(summaries), titles=titles)

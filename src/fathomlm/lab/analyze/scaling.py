@@ -7,7 +7,6 @@ quadratic, as three sizes are enough for one. The picture is `fig_mor:isoflops_q
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -64,9 +63,6 @@ class ScalingFit:
     """What the budget buys at that size, between the neighbouring runs in proportion to their logarithms."""
     inside: bool | None
     """Whether that lies between the smallest and the largest run: beyond them it is a guess."""
-
-    def to_dict(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
 
     def at(self, parameters: float) -> float:
         """The fitted loss of a size."""

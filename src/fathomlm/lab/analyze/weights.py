@@ -86,9 +86,6 @@ class WeightNumbers:
         """By step."""
         return [each for each in self.spectra if each.init == init and each.linear == linear]
 
-    def to_dict(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
-
     def summary(self) -> dict[str, Any]:
         """Without spectra: for each initialisation and linear the ranks that parts of the energy need."""
         record = dataclasses.asdict(self)

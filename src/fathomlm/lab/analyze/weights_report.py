@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ def write_weights(numbers: WeightNumbers, about: About, out: Path, force: bool =
         "energy.png": partial(draw_energy, numbers, about.name),
         "ranks.png": partial(draw_ranks, numbers, about.name),
     }
-    return write_report("weights", numbers.to_dict(), about, draw, partial(weights_page, numbers, about), out, force)
+    return write_report("weights", asdict(numbers), about, draw, partial(weights_page, numbers, about), out, force)
 
 
 def weights_page(numbers: WeightNumbers, about: About, pictures: Mapping[str, bytes]) -> str:

@@ -301,4 +301,4 @@ class Runs(AnalysisOptions):
         about = RunsAbout(name=name, runs=[str(path) for path in self.runs], x=self.curves.x, version=__version__)
         files = write_runs(runs, summaries, self.curves, about, out, self.force)
         table = table_of([dataclasses.replace(summary, exits={}) for summary in summaries])
-        return self.answer(about, {"summaries": [summary.to_dict() for summary in summaries]}, [table], files)
+        return self.answer(about, {"summaries": [dataclasses.asdict(summary) for summary in summaries]}, [table], files)

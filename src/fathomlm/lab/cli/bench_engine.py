@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import gc
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, replace
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
-from fathomlm.cli.model_options import memory_errors
-from fathomlm.errors import DataError, FathomError, OptionError
+from fathomlm.cli.model_options import memory_errors, read_texts
+from fathomlm.cli.progress import layer_bar
+from fathomlm.errors import FathomError, OptionError
 from fathomlm.lab.cli.bench import LOWER, EngineBenchOptions, Kernels, ThroughputTuning
 from fathomlm.lab.cli.bench_options import BatchTuning, ResolvedDepth, engine_device
 from fathomlm.lab.cli.bench_tables import print_bench
@@ -23,8 +22,6 @@ if TYPE_CHECKING:
     from fathomlm.lab.bench.measure import Measurement, Timing
     from fathomlm.lab.bench.workload import Workload
     from fathomlm.model.hub import FathomForCausalLM
-
-Progress = Callable[[int, int], None]
 
 
 def about(options: EngineBenchOptions | Kernels, dtype: str) -> dict[str, Any]:
@@ -101,7 +98,8 @@ class Bench:
         engine = TimedEngine(model, options, exiting=depth.exiting)
         _say(f"warming up {name}")
         warm_up(engine, self.workload)
-        with _bar(f"measuring {name}") as tell:
+        with layer_bar(f"measuring {name}", "tokens", still=True) as tick:
+            tell = tick if sys.stderr.isatty() else None
             found = measure(engine, self.workload, speed=self.speed, depth=depth.choice, on_progress=tell)
         del engine
         _empty()
@@ -167,7 +165,8 @@ def _read_model(options: EngineBenchOptions) -> tuple[FathomForCausalLM, Workloa
 
     device = engine_device(options.device)
     options.use_threads()
-    texts = _texts(options) if options.workload.data else None  # first, so that a slip costs no waiting
+    asked = options.workload
+    texts = read_texts(asked.data, asked.column) if asked.data else None  # first, so that a slip costs no waiting
     architecture, plan, relaxation = options.shape(options.model)
     workload = _workload(options, architecture.vocab, None)
     if options.dummy:
@@ -191,18 +190,6 @@ def _workload(options: EngineBenchOptions, vocab: int, text: list[int] | None) -
     return build_workload(
         asked.workload, vocab, requests=asked.requests, rate=options.arrival_rate, seed=options.seed, text=text
     )
-
-
-def _texts(options: EngineBenchOptions) -> list[str]:
-    """All documents that hold anything, in order."""
-    from fathomlm.train.data.sources import expand, read
-
-    asked = options.workload
-    documents = chain.from_iterable(read(source, (asked.column,)) for source in expand(asked.data))
-    texts = [document.fields[0] for document in documents if document.fields[0].strip()]
-    if not texts:
-        raise DataError(f"{', '.join(asked.data)} has no text")
-    return texts
 
 
 def _latency(found: Measurement) -> dict[str, Any]:
@@ -247,21 +234,3 @@ def _empty() -> None:
 def _say(what: str) -> None:
     if sys.stderr.isatty():
         print(what, file=sys.stderr)
-
-
-@contextmanager
-def _bar(what: str) -> Iterator[Progress | None]:
-    """Tokens, on a terminal. It is drawn only when told, because a thread that draws takes time from what is measured."""
-    if not sys.stderr.isatty():
-        yield None
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("tokens, left"))
-    shown = Progress(
-        *columns, TimeRemainingColumn(), console=Console(stderr=True), transient=True, auto_refresh=False
-    )  # fmt: skip
-    with shown as progress:
-        task = progress.add_task(what, total=None)
-        yield lambda done, total: progress.update(task, completed=done, total=total, refresh=True)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from fathomlm.cli.progress import amount
 from fathomlm.lab.tables import print_table
+from fathomlm.sizes import amount
 
 Found = dict[str, Any]
 Row = tuple[str, Callable[[Found], str | None]]

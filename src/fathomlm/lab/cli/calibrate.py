@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import json
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fathomlm.cli.model_options import ExitPackOptions, JsonOptions, ModelOptions, TextOptions, threshold_file
+from fathomlm.cli.model_options import ExitPackOptions, JsonOptions, ModelOptions, TextOptions, read_texts, threshold_file
+from fathomlm.cli.progress import layer_bar
 from fathomlm.decode.exiting import Exiting
 from fathomlm.decode.sampling import Sampling
 from fathomlm.decode.threshold import ThresholdOptions
-from fathomlm.errors import DataError, OptionError
+from fathomlm.errors import OptionError
 from fathomlm.options import like, option
 
 if TYPE_CHECKING:
@@ -56,11 +53,15 @@ class Calibrate(TextOptions, ModelOptions, ExitPackOptions, JsonOptions):
         if self.chat and self.prompt_tokens is not None:
             raise OptionError("--chat cannot be combined with --prompt-tokens")
         check_matplotlib()
-        documents = _documents(self)
+        documents = read_texts(self.data, self.column, self.prompts)
         model = self.load_any(exits=self.exits, any_base=self.any_base)
         prompts = [_message(model, text) if self.chat else _beginning(model, text, self.prompt_tokens) for text in documents]
         sampling = Sampling(max_new_tokens=self.max_new_tokens)
-        with _progress(len(prompts)) as on_text:
+        with layer_bar("calibrating", "prompts") as tick:
+
+            def on_text(text: Generation, estimator: ThresholdEstimator) -> None:
+                tick(estimator.sequences, len(prompts), f", threshold {estimator.threshold:.3f}")
+
             found = calibrate(
                 model,
                 prompts,
@@ -98,17 +99,6 @@ def _out_directory(options: Calibrate) -> Path:
     return path
 
 
-def _documents(options: Calibrate) -> list[str]:
-    from fathomlm.train.data.sources import expand, read
-
-    sources = expand([str(pattern) for pattern in options.data])
-    documents = chain.from_iterable(read(source, (options.column,)) for source in sources)
-    texts = [document.fields[0] for document in islice(documents, options.prompts) if document.fields[0].strip()]
-    if not texts:
-        raise DataError(f"{', '.join(str(name) for name in options.data)} has no text to begin from")
-    return texts
-
-
 def _beginning(model: FathomModel, text: str, most: int | None) -> list[int]:
     from fathomlm.decode.prompts import encode_prompt
     from fathomlm.model.seq2seq import FathomForSeq2SeqLM
@@ -121,26 +111,6 @@ def _message(model: FathomModel, text: str) -> list[int]:
     from fathomlm.decode.prompts import chat_prompt
 
     return chat_prompt(model, [{"role": "user", "content": text}])
-
-
-@contextmanager
-def _progress(many: int) -> Iterator[Callable[[Generation, ThresholdEstimator], None] | None]:
-    """Texts and the threshold so far on a terminal; nothing in a pipe."""
-    if not sys.stderr.isatty():
-        yield None
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    shown = TextColumn("prompts, threshold {task.fields[threshold]:.3f}")
-    columns = (TextColumn("calibrating"), BarColumn(), MofNCompleteColumn(), shown, TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task("", total=many, threshold=0.9)
-
-        def on_text(text: Generation, estimator: ThresholdEstimator) -> None:
-            progress.update(task, advance=1, threshold=estimator.threshold)
-
-        yield on_text
 
 
 def _record(found: Calibration, path: Path, picture: Path) -> dict[str, Any]:

@@ -5,15 +5,22 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from fathomlm.cli.decode_options import ShippedExitOptions, lift_exit_vocab, tell_shipped
-from fathomlm.cli.model_options import SOURCE, ColumnOptions, DeviceOptions, ForceOptions, JsonOptions, threshold_file
+from fathomlm.cli.model_options import (
+    SOURCE,
+    ColumnOptions,
+    DeviceOptions,
+    ForceOptions,
+    JsonOptions,
+    read_texts,
+    threshold_file,
+)
 from fathomlm.cli.progress import layer_bar
 from fathomlm.decode.exiting import Exiting
-from fathomlm.errors import DataError, OptionError
+from fathomlm.errors import OptionError
 from fathomlm.lab.cli.eval_options import print_record
 from fathomlm.lab.tables import print_table
 from fathomlm.options import like, option
@@ -74,7 +81,7 @@ class Frontier(ForceOptions, JsonOptions, ColumnOptions, DeviceOptions, ShippedE
         check_directory(self.out, "frontier", self.force)
         settings = {name: _settings(self, pack, name) for name in self.models}  # refuses before weights are loaded
         form = _form(self)
-        texts = _texts(self) if form is None else []
+        texts = read_texts([str(self.data)], self.column, self.prompts) if form is None else []
         curves: list[TradeOffCurve] = []
         reference: DecodedSweep | None = None
         for name in self.models:
@@ -155,16 +162,6 @@ def _form(options: Frontier) -> PromptForm | None:
 
     find_metric(options.quality)
     return choose_form(options.data, source=None, prompt=None, reference=None, metric=options.quality, shots=None)
-
-
-def _texts(options: Frontier) -> list[str]:
-    from fathomlm.train.data.sources import expand, read
-
-    documents = chain.from_iterable(read(source, (options.column,)) for source in expand([str(options.data)]))
-    texts = list(islice((each.fields[0] for each in documents if each.fields[0].strip()), options.prompts))
-    if not texts:
-        raise DataError(f"{options.data} has no text")
-    return texts
 
 
 def _measure(

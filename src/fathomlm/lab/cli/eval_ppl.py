@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from itertools import chain, islice
 from typing import Any
 
 from fathomlm.cli.decode_options import lift_exit_vocab
-from fathomlm.cli.model_options import ModelOptions, TextOptions
+from fathomlm.cli.model_options import ModelOptions, TextOptions, read_texts
 from fathomlm.cli.progress import layer_bar
-from fathomlm.errors import DataError, OptionError
+from fathomlm.errors import OptionError
 from fathomlm.lab.cli.eval_options import BatchOptions, EvaluatedOutputOptions, about, number, print_record
 from fathomlm.lab.tables import print_table
 from fathomlm.options import option, section
@@ -30,7 +29,7 @@ class Perplexity(BatchOptions, TextOptions, ModelOptions):
     exit_options: EvaluatedOutputOptions = section(EvaluatedOutputOptions, "outputs")
 
     def run(self) -> int:
-        texts = _texts(self)
+        texts = read_texts(self.data, self.column, self.limit, empty=True)
         outputs = self.exit_options.outputs(self.model)
 
         from fathomlm.lab.evaluate.encoding import TextEncoder
@@ -63,14 +62,3 @@ class Perplexity(BatchOptions, TextOptions, ModelOptions):
         ]
         print_table(rows)
         return 0
-
-
-def _texts(options: Perplexity) -> list[str]:
-    """The documents, read before a model is loaded."""
-    from fathomlm.train.data.sources import expand, read
-
-    documents = chain.from_iterable(read(source, (options.column,)) for source in expand(options.data))
-    texts = [document.fields[0] for document in islice(documents, options.limit)]
-    if not any(text.strip() for text in texts):
-        raise DataError(f"{', '.join(options.data)} has no text")
-    return texts

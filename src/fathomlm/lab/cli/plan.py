@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -127,7 +128,7 @@ def _plan_tokens(
         wide_kv=options.wide_kv,
     )
     rows = iso_rows(bases, options.budget, settings)
-    record["isoflop"] = [row.to_dict() for row in rows]
+    record["isoflop"] = [dataclasses.asdict(row) for row in rows]
     title = (
         "tokens under a budget. params: without embeddings. ratio: tokens against the vanilla row. equal: EFLOPs for as "
         "many tokens as that row has"
@@ -154,7 +155,11 @@ def _plan_memory(
         recompute=options.recompute,
     )
     rows = capacity_rows(bases, settings)
-    record["memory"] = {"bytes": settings.memory, "context": options.context, "rows": [row.to_dict() for row in rows]}
+    record["memory"] = {
+        "bytes": settings.memory,
+        "context": options.context,
+        "rows": [dataclasses.asdict(row) for row in rows],
+    }
     title = (
         f"what fits {settings.memory / 1e9:.4g} GB at {options.context:,} tokens per sequence. train: batch size of a pass, "
         "and its memory. serve: concurrent sequences, each with its KV cache beside the weights"
@@ -163,8 +168,6 @@ def _plan_memory(
 
 
 def _plan_sizes(options: Plan, record: dict[str, Any], tables: list[tuple[str, list[list[str]]]]) -> None:
-    import dataclasses
-
     from fathomlm.lab.analyze.scaling import fit_runs, fit_table, read_finished
 
     kind = None
@@ -181,6 +184,6 @@ def _plan_sizes(options: Plan, record: dict[str, Any], tables: list[tuple[str, l
 
         draw_scaling_fits(fits, options.out, kind)
     record["runs"] = [dataclasses.asdict(run) for run in runs]
-    record["fits"] = [fit.to_dict() for fit in fits]
+    record["fits"] = [dataclasses.asdict(fit) for fit in fits]
     record["out"] = None if options.out is None else str(options.out)
     tables.append(("the best size for each budget, by a quadratic in ln(parameters)", fit_table(fits)))

@@ -34,7 +34,7 @@ class Plot(JsonOptions):
         check_matplotlib()
         summaries = plot(read_runs(self.runs), self.out, self.curves)
         if self.json:
-            print(json.dumps({"out": str(self.out), "runs": [summary.to_dict() for summary in summaries]}))
+            print(json.dumps({"out": str(self.out), "runs": [dataclasses.asdict(summary) for summary in summaries]}))
             return 0
         _print_table(summaries)
         print(f"wrote {self.out}")

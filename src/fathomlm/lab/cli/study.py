@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from fathomlm.cli.model_options import JsonOptions
-from fathomlm.cli.progress import amount
 from fathomlm.errors import DataError, OptionError
 from fathomlm.options import like, option
+from fathomlm.sizes import amount
 
 WORK = Path("runs/study")
 NAME = "shipped study (see: fathomlm study list) or YAML file"
