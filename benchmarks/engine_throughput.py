@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 
-from fathomlm.checkpoints.save import weight_bytes
+from fathomlm.checkpoints.native import weight_bytes
 from fathomlm.decode.exiting import Exiting
 from fathomlm.decode.sampling import Sampling
 from fathomlm.depth import Architecture, DepthPlan, build_routing

@@ -65,8 +65,8 @@ def token_class(text: str, special: bool) -> str:
 
 def measure(args: argparse.Namespace, directory: Path) -> dict[str, Any]:
     """One model, from the directory of its run."""
+    from fathomlm.checkpoints.native import save
     from fathomlm.checkpoints.resolve import load
-    from fathomlm.checkpoints.save import save
     from fathomlm.depth.cost import count
     from fathomlm.lab.analyze.token_rows import find, read_rows
     from fathomlm.train.reading import read_recipe

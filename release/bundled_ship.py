@@ -27,8 +27,8 @@ TOKENIZER = {
 
 def ship(run: Path, found: dict[str, Any], data: dict[str, Any], held_out: Path, out: Path) -> dict[str, Any]:
     """Writes the directory; `found` is what `measure` says of the run, `data` what `prepare` says of its text."""
+    from fathomlm.checkpoints.native import save
     from fathomlm.checkpoints.resolve import load
-    from fathomlm.checkpoints.save import save
 
     save(load(run / "last", dtype="float32"), out, force=out.exists(), quantize="int8", shard_bytes=SHARD_BYTES)
     _write_tokenizer(out)
@@ -59,8 +59,7 @@ def _loss_on(model: Path, text: str) -> float:
     """Nats a token, as `fathomlm eval ppl` says."""
     from fathomlm.checkpoints.resolve import load
     from fathomlm.lab.evaluate.encoding import TextEncoder
-    from fathomlm.lab.evaluate.perplexity import predict
-    from fathomlm.lab.evaluate.scoring import Scorer
+    from fathomlm.lab.evaluate.scoring import Scorer, predict
 
     loaded = load(model)
     (found,) = predict(Scorer(loaded), TextEncoder(loaded), [text])

@@ -192,8 +192,8 @@ def write_one(choice: dict[str, Any], out: Path) -> None:
     import torch
     from smollm2_exit_measure import exit_vocab_for
 
+    from fathomlm.checkpoints.assemble import replan
     from fathomlm.checkpoints.exit_pack import write_pack
-    from fathomlm.checkpoints.replan import replan
     from fathomlm.checkpoints.resolve import load
 
     model = load(Path(choice["run"]) / "last")

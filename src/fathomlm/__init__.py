@@ -19,11 +19,11 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from fathomlm.cache import build_cache as build_cache
+    from fathomlm.checkpoints.assemble import replan as replan
     from fathomlm.checkpoints.convert import convert as convert
     from fathomlm.checkpoints.export import export as export
-    from fathomlm.checkpoints.replan import replan as replan
+    from fathomlm.checkpoints.native import save as save
     from fathomlm.checkpoints.resolve import load as load
-    from fathomlm.checkpoints.save import save as save
     from fathomlm.decode.captured_session import CapturedSession as CapturedSession
     from fathomlm.decode.exiting import Exiting as Exiting
     from fathomlm.decode.full import Session as Session
@@ -84,8 +84,8 @@ _PUBLIC = {
     "load": "fathomlm.checkpoints.resolve",
     "preset": "fathomlm.depth.presets",
     "read_recipe": "fathomlm.train.reading",
-    "replan": "fathomlm.checkpoints.replan",
-    "save": "fathomlm.checkpoints.save",
+    "replan": "fathomlm.checkpoints.assemble",
+    "save": "fathomlm.checkpoints.native",
 }
 """Where each public name is; `TYPE_CHECKING` says the same to type checkers."""
 

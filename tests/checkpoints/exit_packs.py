@@ -13,8 +13,8 @@ from torch import Tensor
 
 from decode.exit_models import GEMMA3, LLAMA, LOOP, LORA, PROMPTS, VANILLA
 from fathomlm.checkpoints import exit_pack
+from fathomlm.checkpoints.assemble import replan
 from fathomlm.checkpoints.exit_pack import RECORD, WEIGHTS
-from fathomlm.checkpoints.replan import replan
 from fathomlm.decode.exiting import Exiting
 from fathomlm.decode.full import generate
 from fathomlm.depth import Architecture, DepthPlan, Relaxation

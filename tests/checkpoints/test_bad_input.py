@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import fathomlm
-from fathomlm.checkpoints.save import save
+from fathomlm.checkpoints.native import save
 from fathomlm.errors import CheckpointError, FathomError, ModelNotFound, OptionError, UnsupportedModel
 from parity.families import tiny
 

@@ -10,7 +10,7 @@ import torch
 
 import fathomlm
 from fathomlm.checkpoints.assemble import ModelBase
-from fathomlm.checkpoints.save import save
+from fathomlm.checkpoints.native import save
 from fathomlm.checkpoints.tying import starting_layers
 from fathomlm.depth import DepthPlan
 from fathomlm.errors import OptionError, PlanError

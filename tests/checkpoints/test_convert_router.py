@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import fathomlm
+from fathomlm.checkpoints.native import save
 from fathomlm.checkpoints.resolve import describe
-from fathomlm.checkpoints.save import save
 from fathomlm.depth import DepthPlan, build_routing
 from fathomlm.errors import FathomError, OptionError
 from fathomlm.model.hub import FathomForCausalLM
@@ -169,7 +169,7 @@ def test_the_result_has_the_dtype_that_was_asked_for(looped: Path) -> None:
 
 
 def test_exit_heads_stay_where_only_keys_and_values_change(looped: Path) -> None:
-    from fathomlm.checkpoints.replan import replan
+    from fathomlm.checkpoints.assemble import replan
 
     model = fathomlm.load(looped)
     exited = replan(model, model.plan.with_exits((1,)), exit_rank=2)

@@ -17,12 +17,12 @@ from checkpoints.exit_packs import EVERY, KINDS, bare, build, edit, rewrite, sai
 from checkpoints.gguf_files import write_gguf
 from decode.exit_models import LLAMA, LOOP, LORA, PROMPTS, VANILLA
 from fathomlm.checkpoints import exit_pack
+from fathomlm.checkpoints.assemble import replan
 from fathomlm.checkpoints.base_sample import BaseSample
 from fathomlm.checkpoints.exit_pack import RECORD, THRESHOLD, WEIGHTS, attach, read_pack, write_pack
 from fathomlm.checkpoints.export import export
-from fathomlm.checkpoints.replan import replan
+from fathomlm.checkpoints.native import save
 from fathomlm.checkpoints.resolve import load, plan_of
-from fathomlm.checkpoints.save import save
 from fathomlm.decode.calibration import FILE
 from fathomlm.decode.full import generate
 from fathomlm.depth import Architecture, DepthPlan, Relaxation

@@ -14,10 +14,10 @@ from torch import Tensor
 
 from checkpoints.exit_packs import EVERY, bare, build, edit, rewrite, said
 from decode.exit_models import PROMPTS
+from fathomlm.checkpoints.assemble import replan
 from fathomlm.checkpoints.exit_pack import RECORD, WEIGHTS, read_pack, write_pack
-from fathomlm.checkpoints.replan import replan
+from fathomlm.checkpoints.native import save
 from fathomlm.checkpoints.resolve import load
-from fathomlm.checkpoints.save import save
 from fathomlm.decode.full import generate
 from fathomlm.errors import CheckpointError, OptionError
 from fathomlm.model.hub import FathomForCausalLM

@@ -11,8 +11,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from fathomlm.checkpoints.int8 import dequantize, quantize, quantized_names
+from fathomlm.checkpoints.native import save
 from fathomlm.checkpoints.resolve import load
-from fathomlm.checkpoints.save import save
 from fathomlm.checkpoints.shards import INDEX
 from fathomlm.depth import Architecture
 from fathomlm.depth.relaxation import build_relaxation

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from fathomlm.checkpoints.replan import replan
+from fathomlm.checkpoints.assemble import replan
+from fathomlm.checkpoints.native import save
 from fathomlm.checkpoints.resolve import load
-from fathomlm.checkpoints.save import save
 from fathomlm.depth.relaxation import build_relaxation
 from fathomlm.model.hub import FathomForCausalLM
 from model.route.small import KV, LLAMA, LOOPS, ROUTERS, model_of, routed, some_tokens

@@ -10,8 +10,8 @@ import torch
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from fathomlm.checkpoints.export import export
+from fathomlm.checkpoints.native import save
 from fathomlm.checkpoints.resolve import architecture_of, load
-from fathomlm.checkpoints.save import save
 from fathomlm.decode.full import generate
 from fathomlm.depth import DepthPlan
 from fathomlm.depth.relaxation import build_relaxation

@@ -12,8 +12,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import fathomlm
+from fathomlm.checkpoints.native import save
 from fathomlm.checkpoints.resolve import architecture_of, encoder_of
-from fathomlm.checkpoints.save import save
 from fathomlm.cli.main import main
 from fathomlm.errors import CheckpointError, OptionError, UnsupportedModel
 from fathomlm.model.encoder import ENCODERS, build_encoder

@@ -117,7 +117,7 @@ def test_wrong_options_exit_with_2_and_leave_nothing(plain, tmp_path, capsys, ar
 def test_an_interrupted_conversion_leaves_nothing(plain, tmp_path, sent, start_python):
     """The process stops itself at the moment the weights are half written."""
     script = (
-        "import os, signal, sys, fathomlm.checkpoints.save as s\n"
+        "import os, signal, sys, fathomlm.checkpoints.native as s\n"
         "from fathomlm.model.hub import FathomForCausalLM as F\n"
         "save = F.save_pretrained\n"
         "def half(self, d, **k):\n"

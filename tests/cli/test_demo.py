@@ -11,7 +11,7 @@ import pytest
 
 from fathomlm.checkpoints import convert as converting
 from fathomlm.checkpoints import resolve
-from fathomlm.checkpoints.save import save
+from fathomlm.checkpoints.native import save
 from fathomlm.cli.main import build_parser, main
 from fathomlm.decode.full import generate
 from fathomlm.depth import Architecture, DepthPlan

@@ -15,10 +15,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from fathomlm.checkpoints.assemble import replan
 from fathomlm.checkpoints.convert import convert
-from fathomlm.checkpoints.replan import replan
+from fathomlm.checkpoints.native import directory_bytes, save
 from fathomlm.checkpoints.resolve import load
-from fathomlm.checkpoints.save import directory_bytes, save
 from fathomlm.cli import serve
 from fathomlm.cli.main import main, read_command
 from fathomlm.decode.calibration import FILE, Calibration

@@ -13,9 +13,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from fathomlm.checkpoints.assemble import replan
 from fathomlm.checkpoints.exit_pack import read_pack
-from fathomlm.checkpoints.replan import replan
-from fathomlm.checkpoints.save import save
+from fathomlm.checkpoints.native import save
 from fathomlm.cli.main import main
 from fathomlm.decode.calibration import FILE, Calibration
 from fathomlm.decode.threshold import ThresholdEstimator

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import fathomlm
-from fathomlm.checkpoints.save import directory_bytes
+from fathomlm.checkpoints.native import directory_bytes
 from fathomlm.cli.main import main
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from fathomlm.checkpoints.convert import convert
+from fathomlm.checkpoints.native import save
 from fathomlm.checkpoints.resolve import load
-from fathomlm.checkpoints.save import save
 from fathomlm.cli.main import main
 from fathomlm.decode.full import generate
 from fathomlm.model.route import DepthControl

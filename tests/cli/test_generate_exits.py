@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from fathomlm.checkpoints.convert import convert
+from fathomlm.checkpoints.native import save
 from fathomlm.checkpoints.resolve import load
-from fathomlm.checkpoints.save import save
 from fathomlm.cli.main import main
 from fathomlm.decode.calibration import Calibration
 from fathomlm.decode.exiting import Exiting

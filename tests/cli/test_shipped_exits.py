@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
+from fathomlm.checkpoints.assemble import replan
 from fathomlm.checkpoints.exit_pack import write_pack
-from fathomlm.checkpoints.replan import replan
 from fathomlm.cli.main import main
 from fathomlm.decode.calibration import FILE, Calibration
 from fathomlm.decode.threshold import ThresholdEstimator, ThresholdOptions

@@ -28,7 +28,7 @@ from decode.exit_models import (
     told,
 )  # fmt: skip
 from fathomlm.cache import SlotCache
-from fathomlm.checkpoints.replan import replan
+from fathomlm.checkpoints.assemble import replan
 from fathomlm.decode import early_exit
 from fathomlm.decode.exit_forward import PartialForward
 from fathomlm.decode.exiting import Exiting

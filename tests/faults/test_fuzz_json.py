@@ -24,7 +24,7 @@ from fathomlm.errors import FathomError
 from fathomlm.lab.cli.eval_judge import _body
 from fathomlm.lab.evaluate.judge.client import _reply
 from fathomlm.lab.evaluate.judge.questions import AnswerFile
-from fathomlm.lab.evaluate.records import read_rows
+from fathomlm.lab.evaluate.tasks import read_rows
 from fathomlm.lab.simulate.costs import read_costs
 from fathomlm.lab.simulate.trajectories import read_trajectories
 from fathomlm.packaged import packaged_path

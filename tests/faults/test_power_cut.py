@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from fathomlm.checkpoints import writing
-from fathomlm.checkpoints.save import save
+from fathomlm.checkpoints.native import save
 from fathomlm.depth import Architecture, DepthPlan
 from fathomlm.errors import FathomError
 from fathomlm.model.hub import FathomConfig, FathomForCausalLM

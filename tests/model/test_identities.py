@@ -10,7 +10,7 @@ from safetensors import safe_open
 from torch import nn
 
 import fathomlm
-from fathomlm.checkpoints.save import save
+from fathomlm.checkpoints.native import save
 from fathomlm.depth.cost import count
 from pairwise import cover
 from parity.families import CONFIGS, tiny

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import fathomlm
-from fathomlm.checkpoints.save import save
+from fathomlm.checkpoints.native import save
 from parity.families import tiny
 from parity.t5_models import write_tiny_t5
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from fathomlm.checkpoints.save import save
+from fathomlm.checkpoints.native import save
 from fathomlm.depth import Architecture, DepthPlan, build_routing
 from fathomlm.model.hub import FathomConfig, FathomForCausalLM
 

@@ -10,8 +10,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 import fathomlm
-from fathomlm.checkpoints.replan import replan
-from fathomlm.checkpoints.save import save
+from fathomlm.checkpoints.assemble import replan
+from fathomlm.checkpoints.native import save
 from fathomlm.errors import UnsupportedModel
 from parity.families import tiny
 from parity.t5_models import write_tiny_t5

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 import fathomlm
 from fathomlm.checkpoints.families import FAMILIES
 from fathomlm.checkpoints.huggingface import architecture_from_config
-from fathomlm.checkpoints.save import save
+from fathomlm.checkpoints.native import save
 from parity.families import CONFIGS, tiny
 
 TOKENS = torch.randint(3, 96, (3, 24), generator=torch.Generator().manual_seed(1))

@@ -11,8 +11,8 @@ from transformers import AutoModelForSeq2SeqLM
 
 import fathomlm
 from fathomlm.cache import build_cache
-from fathomlm.checkpoints.replan import replan
-from fathomlm.checkpoints.save import save
+from fathomlm.checkpoints.assemble import replan
+from fathomlm.checkpoints.native import save
 from fathomlm.depth.cost import count
 from fathomlm.model.encoder import encoder_parameters
 from parity.t5_models import CONFIGS, UNTIED, write_tiny_t5

@@ -14,9 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fathomlm.checkpoints.replan import replan
+from fathomlm.checkpoints.assemble import replan
+from fathomlm.checkpoints.native import save
 from fathomlm.checkpoints.resolve import exits_of, load
-from fathomlm.checkpoints.save import save
 from fathomlm.cli.main import main
 from fathomlm.decode.exiting import Exiting
 from fathomlm.decode.full import generate

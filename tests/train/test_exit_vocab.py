@@ -16,10 +16,10 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoModelForCausalLM
 
+from fathomlm.checkpoints.assemble import replan
 from fathomlm.checkpoints.exit_pack import read_pack
-from fathomlm.checkpoints.replan import replan
+from fathomlm.checkpoints.native import save
 from fathomlm.checkpoints.resolve import load
-from fathomlm.checkpoints.save import save
 from fathomlm.cli.main import main
 from fathomlm.decode.exiting import Exiting
 from fathomlm.decode.full import generate

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 import fathomlm
+from fathomlm.checkpoints.assemble import replan
 from fathomlm.checkpoints.convert import convert
-from fathomlm.checkpoints.replan import replan
+from fathomlm.checkpoints.native import save
 from fathomlm.checkpoints.resolve import load
-from fathomlm.checkpoints.save import save
 from fathomlm.cli.main import main
 from fathomlm.depth import Architecture, DepthPlan, Relaxation
 from fathomlm.depth.cost import count, relaxation_parameters

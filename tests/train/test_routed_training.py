@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fathomlm.model.decoder import Decoder
-from fathomlm.model.route.metrics import RoutingMeter
+from fathomlm.model.route.trace import RoutingMeter
 from fathomlm.train.loop import prefetching
 from fathomlm.train.losses.head import IGNORE
 from fathomlm.train.losses.routing import routing_names

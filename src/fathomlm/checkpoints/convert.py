@@ -18,8 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fathomlm.checkpoints.assemble import ModelBase, Tick, configure, configure_seq2seq, finish, put
-from fathomlm.checkpoints.replan import replan
+from fathomlm.checkpoints.assemble import ModelBase, Tick, configure, configure_seq2seq, finish, put, replan
 from fathomlm.checkpoints.resolve import describe, open_source, parse_device, parse_dtype
 from fathomlm.checkpoints.source import BaseCheckpoint, layer_parameter_shapes
 from fathomlm.checkpoints.tying import (

@@ -1,17 +1,21 @@
 """FathomLM directories: config.json of type `fathomlm` or `fathomlm-seq2seq`, safetensors with each weight once, tokenizer
-files. Weights that are stored as int8 (checkpoints/int8.py) are multiplied out as they are read."""
+files, read and written, whole or not at all. Weights that are stored as int8 (checkpoints/int8.py) are multiplied out as
+they are read."""
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
 import torch
+from transformers.utils import logging as hf_logging
 
 from fathomlm.checkpoints.assemble import fill, finish
 from fathomlm.checkpoints.huggingface import TOKENS, read_tokenizer, token_ids
-from fathomlm.checkpoints.int8 import INT8, read_weight
-from fathomlm.checkpoints.shards import Shards
+from fathomlm.checkpoints.int8 import INT8, check_int8, quantized_tensors, read_weight
+from fathomlm.checkpoints.shards import SHARD_BYTES, Shards, write_shards
+from fathomlm.checkpoints.writing import check_room, whole_directory
 from fathomlm.depth import DepthPlan
 from fathomlm.depth.bounds import BOUNDS
 from fathomlm.errors import CheckpointError, FathomError, OptionError, choices
@@ -92,3 +96,52 @@ def load_native(directory: Path, config: dict[str, Any], dtype: torch.dtype | No
     model = empty_model(built)
     fill(model.decoder, lambda name: read_weight(shards, PREFIX + name), dtype, device, where)
     return finish(model, read_tokenizer(directory, config))
+
+
+def weight_bytes(model: FathomModel) -> int:
+    """What the weights take, shared ones once."""
+    return sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
+
+
+def save(
+    model: FathomModel,
+    out: str | Path,
+    force: bool = False,
+    *,
+    quantize: str | None = None,
+    shard_bytes: int = SHARD_BYTES,
+) -> Path:
+    """`save_pretrained`, made atomic. `quantize="int8"` stores matrices as integers with a scale for each row; files are
+    split at `shard_bytes`."""
+    out = Path(out)
+    if quantize not in (None, INT8):
+        raise OptionError(choices("quantize", str(quantize), [INT8]))
+    if shard_bytes < 1:
+        raise OptionError(f"shard size must be >= 1 byte, got {shard_bytes}")
+    if quantize is not None:
+        check_int8(model)
+    check_room(out, weight_bytes(model))
+    with whole_directory(out, force) as directory:
+        hf_logging.disable_progress_bar()
+        if quantize is not None:
+            _save_int8(model, directory, shard_bytes)
+        else:
+            model.save_pretrained(directory, max_shard_size=shard_bytes)
+    return out
+
+
+def _save_int8(model: FathomModel, directory: Path, shard_bytes: int) -> None:
+    config = copy.deepcopy(model.config)
+    config.architectures = [type(model).__name__]
+    config.weight_format = INT8
+    config.save_pretrained(directory)
+    model.generation_config.save_pretrained(directory)
+    write_shards(directory, quantized_tensors(model), shard_bytes)
+    if model.tokenizer is not None:
+        model.tokenizer.save_pretrained(directory)
+
+
+def directory_bytes(path: Path) -> int:
+    """The size on disk of a model directory's files, or of one file."""
+    files = [path] if path.is_file() else [file for file in path.rglob("*") if file.is_file()]
+    return sum(file.stat().st_size for file in files)

@@ -13,9 +13,16 @@ from fathomlm.checkpoints.assemble import load_base
 from fathomlm.checkpoints.exit_pack import ExitPack, attach, read_pack
 from fathomlm.checkpoints.fetch import fetch, hub_snapshot
 from fathomlm.checkpoints.gguf import GGUFCheckpoint
-from fathomlm.checkpoints.huggingface import HuggingFaceCheckpoint, architecture_from_config, read_config
+from fathomlm.checkpoints.huggingface import (
+    HuggingFaceCheckpoint,
+    Seq2SeqCheckpoint,
+    architecture_from_config,
+    is_seq2seq,
+    load_seq2seq,
+    read_config,
+    seq2seq_architecture,
+)
 from fathomlm.checkpoints.native import is_native, load_native, native_config
-from fathomlm.checkpoints.seq2seq import Seq2SeqCheckpoint, is_seq2seq, load_seq2seq, seq2seq_architecture
 from fathomlm.checkpoints.source import BaseCheckpoint
 from fathomlm.depth import Architecture, DepthPlan, ExitParts, Relaxation
 from fathomlm.depth.presets import PRESETS, Preset

@@ -45,8 +45,8 @@ class Convert(ForceOptions, DtypeOptions, SeedOptions, JsonOptions):
 
     def run(self) -> int:
         from fathomlm.checkpoints.convert import convert
+        from fathomlm.checkpoints.native import directory_bytes, save
         from fathomlm.checkpoints.resolve import describe, dtype_name
-        from fathomlm.checkpoints.save import directory_bytes, save
         from fathomlm.checkpoints.writing import check_target
         from fathomlm.depth import DepthPlan
         from fathomlm.depth.cost import count

@@ -94,7 +94,7 @@ def _compare(options: Demo) -> int:
 
 def _make_recursive(base: FathomForCausalLM, out: Path) -> None:
     from fathomlm.checkpoints.convert import convert
-    from fathomlm.checkpoints.save import save
+    from fathomlm.checkpoints.native import save
 
     if (out / "config.json").is_file():
         say(f"2/3  {out} is there already (delete it to convert again)")
@@ -111,8 +111,8 @@ def _make_recursive(base: FathomForCausalLM, out: Path) -> None:
 
 
 def _measure(model: FathomForCausalLM, name: str, path: Path, disk_format: str, tokens: int) -> ModelFigures:
+    from fathomlm.checkpoints.native import directory_bytes, weight_bytes
     from fathomlm.checkpoints.resolve import describe
-    from fathomlm.checkpoints.save import directory_bytes, weight_bytes
     from fathomlm.decode.full import generate
     from fathomlm.decode.prompts import chat_prompt, encode_prompt
     from fathomlm.depth.cost import count

@@ -106,8 +106,8 @@ def _plain(options: Export, model: FathomModel, limit: int) -> int:
 
 
 def _native(options: Export, model: FathomModel, limit: int) -> int:
+    from fathomlm.checkpoints.native import save
     from fathomlm.checkpoints.resolve import describe, dtype_name
-    from fathomlm.checkpoints.save import save
 
     save(model, options.out, options.force, quantize=options.quantize, shard_bytes=limit)
     stored = options.quantize or dtype_name(model)
@@ -219,7 +219,7 @@ def _learnt(options: Export, model: FathomModel) -> tuple[Path | None, int | Non
 
 def _record(options: Export, what: dict[str, Any], more: dict[str, Any]) -> int:
     """Print the record where one is asked for, and give back the directory's size."""
-    from fathomlm.checkpoints.save import directory_bytes
+    from fathomlm.checkpoints.native import directory_bytes
 
     size = directory_bytes(options.out)
     if options.json:

@@ -134,7 +134,7 @@ COMMANDS: dict[str, Command] = {
         kinds={
             "list": Command(help="list the shipped studies", options="lab.cli.study:ListStudies"),
             "show": Command(help="show the runs of a study", options="lab.cli.study:Show"),
-            "run": Command(help="run what is left of a study", options="lab.cli.study_run:Run"),
+            "run": Command(help="run what is left of a study", options="lab.cli.study:Run"),
             "status": Command(help="count finished, failed and remaining runs", options="lab.cli.study:Status"),
             "merge": Command(help="merge the ledger of another machine", options="lab.cli.study:Merge"),
             "report": Command(help="write tables, pictures and verdicts from the ledger", options="lab.cli.study:Report"),

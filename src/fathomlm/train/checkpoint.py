@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from transformers.utils import logging as hf_logging
 
-from fathomlm.checkpoints.save import weight_bytes
+from fathomlm.checkpoints.native import weight_bytes
 from fathomlm.checkpoints.writing import check_room, sync_directory, sync_file, whole_directory
 from fathomlm.errors import CheckpointError, FathomError, OutputError
 from fathomlm.model.seq2seq import FathomModel

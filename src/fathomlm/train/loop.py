@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from fathomlm.errors import DataError
-from fathomlm.model.route.metrics import RoutingMeter
+from fathomlm.model.route.trace import RoutingMeter
 from fathomlm.train.captured import CapturedPass
 from fathomlm.train.data.loader import IGNORE, Batch, BatchLoader, Prefetched, prefetch
 from fathomlm.train.data.pairs import round_up

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from fathomlm.model.decoder import Decoder, Recompute
 from fathomlm.model.exits import ExitVocab
 from fathomlm.model.route import RoutingTrace, TopKOptions
-from fathomlm.model.route.metrics import RoutingMeter
+from fathomlm.model.route.trace import RoutingMeter
 from fathomlm.train.data.loader import IGNORE
 from fathomlm.train.losses.agreement import agreement_loss
 from fathomlm.train.losses.exits import exit_depths, exit_steps, exit_weights

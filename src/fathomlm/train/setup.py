@@ -12,9 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fathomlm.checkpoints.assemble import configure, finish
+from fathomlm.checkpoints.assemble import configure, finish, replan
 from fathomlm.checkpoints.convert import convert
-from fathomlm.checkpoints.replan import replan
 from fathomlm.checkpoints.resolve import architecture_of, describe, load
 from fathomlm.checkpoints.source import TokenIds, end_ids
 from fathomlm.decode.prompts import end_tokens

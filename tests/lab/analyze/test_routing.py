@@ -23,7 +23,7 @@ from fathomlm.lab.analyze.routing_report import flops_table, routing_table, scal
 from fathomlm.lab.analyze.token_rows import TokenRows, find, read_rows
 from fathomlm.model.hub import FathomForCausalLM
 from fathomlm.model.route import DepthControl, RoutingTrace
-from fathomlm.model.route.metrics import RoutingMeter
+from fathomlm.model.route.trace import RoutingMeter
 from fathomlm.train.losses.head import HeadTerms, head_loss
 from lab.analyze.tiny import TEXT, model_of, text_file
 

@@ -26,9 +26,8 @@ from fathomlm.lab.evaluate.frontier import (
 )
 from fathomlm.lab.evaluate.frontier_quality import agreement, perplexities, text_metric
 from fathomlm.lab.evaluate.metrics import find_metric
-from fathomlm.lab.evaluate.perplexity import predict
 from fathomlm.lab.evaluate.samples import Sample
-from fathomlm.lab.evaluate.scoring import Scorer
+from fathomlm.lab.evaluate.scoring import Scorer, predict
 from fathomlm.model.seq2seq import FathomForSeq2SeqLM
 from lab.evaluate.evaluate_models import model_of
 from parity.t5_models import write_tiny_t5

@@ -11,8 +11,7 @@ import pytest
 from fathomlm.errors import DataError, OptionError
 from fathomlm.lab.evaluate.judge.client import Reply
 from fathomlm.lab.evaluate.judge.prompts import DIMENSIONS, Templates, read_scores, read_verdict
-from fathomlm.lab.evaluate.judge.questions import Answers, Question, questions
-from fathomlm.lab.evaluate.judge.tally import likert, pairwise
+from fathomlm.lab.evaluate.judge.questions import Answers, Question, likert, pairwise, questions
 from fathomlm.lab.evaluate.judge.texts import JudgedRow, JudgedTexts, read_texts
 
 TWO = ("relevance", "fluency")

@@ -8,11 +8,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from fathomlm.lab.study.claims import Claims, key_of
 from fathomlm.lab.study.jobs import Job, Place, jobs_of
 from fathomlm.lab.study.ledger import Ledger
-from fathomlm.lab.study.pace import Pace, Visit
-from fathomlm.lab.study.queue import work_off
+from fathomlm.lab.study.queue import Claims, Pace, Visit, key_of, work_off
 from fathomlm.lab.study.spec import build_study
 from lab.study.test_queue import Machine
 

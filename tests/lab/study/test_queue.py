@@ -11,8 +11,7 @@ import pytest
 from fathomlm.errors import OptionError, TrainingError
 from fathomlm.lab.study.jobs import Job, Place, jobs_of
 from fathomlm.lab.study.ledger import Ledger, Record
-from fathomlm.lab.study.pace import OVERHEAD, RESERVE, Pace, Visit, overhead_of
-from fathomlm.lab.study.queue import Broken, Outcome, Stopped, select, work_off
+from fathomlm.lab.study.queue import OVERHEAD, RESERVE, Broken, Outcome, Pace, Stopped, Visit, overhead_of, select, work_off
 from fathomlm.lab.study.spec import Study, build_study
 
 Values = Callable[..., dict[str, Any]]

@@ -54,7 +54,7 @@ def test_several_budgets_are_fitted_over_sizes(values: Values, tmp_path: Path) -
     assert [fit.architecture for fit in fits] == ["vanilla", "vanilla"]
     assert all(fit.inside for fit in fits)
     assert "Quadratic fits" in page([found], Path("results.md"))
-    from fathomlm.lab.study.pictures import draw
+    from fathomlm.lab.study.report import draw
 
     draw(found, tmp_path / "x.png")
     assert (tmp_path / "x.png").stat().st_size > 10_000

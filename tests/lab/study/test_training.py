@@ -15,8 +15,7 @@ from fathomlm.errors import DataError
 from fathomlm.lab.study import training
 from fathomlm.lab.study.jobs import Place, jobs_of, recipe_of
 from fathomlm.lab.study.ledger import Ledger
-from fathomlm.lab.study.pace import RESERVE, Pace, Visit
-from fathomlm.lab.study.queue import Outcome, work_off
+from fathomlm.lab.study.queue import RESERVE, Outcome, Pace, Visit, work_off
 from fathomlm.lab.study.spec import Study, build_study, read_study
 from fathomlm.lab.study.training import Guard, TrainingExecutor
 from fathomlm.train.data.corpus import Corpus

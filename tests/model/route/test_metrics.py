@@ -13,8 +13,7 @@ from fathomlm.depth import Routing, build_routing
 from fathomlm.depth.cost import count
 from fathomlm.model.route import RoutingTrace
 from fathomlm.model.route.expert import agreement
-from fathomlm.model.route.metrics import RoutingMeter
-from fathomlm.model.route.trace import Decision
+from fathomlm.model.route.trace import Decision, RoutingMeter
 from model.route.small import LLAMA, decoder_of, padded, routed, some_tokens
 
 LENGTH, R = 10, 3

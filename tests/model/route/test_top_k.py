@@ -184,7 +184,7 @@ def test_a_smooth_warm_up_in_the_shapes_of_a_stair(router: str, kv: str, exact: 
 @torch.inference_mode()
 def test_random_routing_differs_from_row_to_row_and_leaves_no_position_out() -> None:
     """A draw by position alone gave all rows the same depths, and two thirds of the positions no last recursion ever."""
-    from fathomlm.model.route.metrics import RoutingMeter
+    from fathomlm.model.route.trace import RoutingMeter
 
     plan = routed("expert, random")
     decoder, tokens = decoder_of(plan), some_tokens(64, T)

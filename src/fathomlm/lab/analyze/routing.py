@@ -39,7 +39,7 @@ from fathomlm.lab.analyze.token_rows import TokenRows
 from fathomlm.model.decoder import Decoder
 from fathomlm.model.hub import FathomForCausalLM
 from fathomlm.model.route import DepthControl, Routers, RoutingTrace
-from fathomlm.model.route.metrics import RoutingMeter
+from fathomlm.model.route.trace import RoutingMeter
 from fathomlm.train.losses.head import default_chunk
 
 SHOWN = 120

@@ -93,8 +93,7 @@ class Judge(SeedOptions, JsonOptions):
     endpoint: EndpointOptions = section(EndpointOptions, "judge")
 
     def run(self) -> int:
-        from fathomlm.lab.evaluate.judge.questions import AnswerFile, ask_all, questions
-        from fathomlm.lab.evaluate.judge.tally import is_unreadable
+        from fathomlm.lab.evaluate.judge.questions import AnswerFile, ask_all, is_unreadable, questions
         from fathomlm.lab.evaluate.tasks import stem
 
         templates, endpoint = _templates(self), _endpoint(self)
@@ -203,7 +202,7 @@ def _record(
     options: Judge, material: JudgedTexts, kinds: tuple[Kind, ...], templates: Templates, asked: Answers
 ) -> dict[str, Any]:
     from fathomlm import __version__
-    from fathomlm.lab.evaluate.judge.tally import likert, pairwise
+    from fathomlm.lab.evaluate.judge.questions import likert, pairwise
 
     return {
         "kind": "judge",

@@ -33,8 +33,7 @@ class Perplexity(BatchOptions, TextOptions, ModelOptions):
         outputs = self.exit_options.outputs(self.model)
 
         from fathomlm.lab.evaluate.encoding import TextEncoder
-        from fathomlm.lab.evaluate.perplexity import predict
-        from fathomlm.lab.evaluate.scoring import Scorer
+        from fathomlm.lab.evaluate.scoring import Scorer, predict
 
         model = self.load(exits=self.exit_options.exits, any_base=self.exit_options.any_base)
         lift_exit_vocab(model)

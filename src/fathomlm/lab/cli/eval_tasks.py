@@ -93,8 +93,7 @@ def _find(options: Tasks) -> TaskSelection:
     """Everything that can be wrong with the tasks, said before a model is loaded."""
     from fathomlm.lab.evaluate.harness_tasks import HarnessTasks
     from fathomlm.lab.evaluate.likelihood import read_task
-    from fathomlm.lab.evaluate.records import NAMES
-    from fathomlm.lab.evaluate.tasks import check_folder, find_file, members, stem
+    from fathomlm.lab.evaluate.tasks import NAMES, check_folder, find_file, members, stem
 
     names = tuple(dict.fromkeys(name for name in options.tasks if name))
     if not names:

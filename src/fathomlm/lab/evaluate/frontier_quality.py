@@ -22,9 +22,8 @@ from fathomlm.decode.prompts import read_sources, start_token
 from fathomlm.lab.evaluate.encoding import Pair, TextEncoder, windows
 from fathomlm.lab.evaluate.frontier import SweepSetting
 from fathomlm.lab.evaluate.metrics import Metric
-from fathomlm.lab.evaluate.perplexity import predict
 from fathomlm.lab.evaluate.samples import Sample
-from fathomlm.lab.evaluate.scoring import OnProgress, Scorer, perplexity_of
+from fathomlm.lab.evaluate.scoring import OnProgress, Scorer, perplexity_of, predict
 from fathomlm.model.hub import FathomForCausalLM
 from fathomlm.model.seq2seq import FathomForSeq2SeqLM, FathomModel
 

@@ -14,9 +14,8 @@ from typing import Any, Protocol, TypeVar
 from fathomlm.errors import DataError, OptionError
 from fathomlm.jsonfile import Fields
 from fathomlm.lab.evaluate.encoding import TextEncoder, TextPair
-from fathomlm.lab.evaluate.records import one_or_more, read_rows
 from fathomlm.lab.evaluate.scoring import OnProgress, Score, Scorer, perplexity_of
-from fathomlm.lab.evaluate.tasks import Metrics, accuracy_error, named, shots_file
+from fathomlm.lab.evaluate.tasks import Metrics, accuracy_error, named, one_or_more, read_rows, shots_file
 
 BETWEEN = "\n\n"
 """Between worked examples, and between them and the question."""

@@ -14,8 +14,7 @@ from pathlib import Path
 from fathomlm.errors import DataError, OptionError
 from fathomlm.jsonfile import Fields
 from fathomlm.lab.evaluate.likelihood import worked_examples
-from fathomlm.lab.evaluate.records import one_or_more, read_rows
-from fathomlm.lab.evaluate.tasks import shots_file
+from fathomlm.lab.evaluate.tasks import one_or_more, read_rows, shots_file
 
 _FIELD = re.compile(r"\{(\w+)\}")
 

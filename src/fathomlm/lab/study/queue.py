@@ -1,20 +1,169 @@
-"""The queue of a visit: which runs are left, which of them fit into the time, and what became of each."""
+"""The queue of a visit: which runs are left, how long each will take by what the ledger says of its variant, which fit into
+the time, and what became of each.
+
+Several processes may work off one queue, on one GPU or on several. A process claims what it is going to make; others pass
+over it. Claims are the operating system's locks (flock) on small files of the work directory, so that a process that was
+killed holds nothing. Budgets of one variant and seed are claimed together: a larger one branches from the smaller one's
+checkpoint.
+"""
 
 from __future__ import annotations
 
+import fcntl
+import os
 import sys
+import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from pathlib import Path
+from statistics import fmean, median
 from typing import Any, Protocol
 
-from fathomlm.errors import FathomError, OptionError
-from fathomlm.lab.study.claims import Claims
+from fathomlm.errors import FathomError, OptionError, OutputError
 from fathomlm.lab.study.jobs import Job
-from fathomlm.lab.study.ledger import Ledger, Record, identity
-from fathomlm.lab.study.pace import Pace, Visit
+from fathomlm.lab.study.ledger import Ledger, Record, fingerprint, identity
 from fathomlm.lab.study.spec import Study
+
+RESERVE = 15.0
+"""Seconds at the end of a visit that are kept for a last validation, a checkpoint and the record."""
+OVERHEAD = 30.0
+"""Seconds that a run takes beyond its tokens at full rate (setting up, compiling, validating) where none is recorded."""
+
+Clock = Callable[[], float]
+
+
+@dataclass(frozen=True, slots=True)
+class Visit:
+    """The time that one call of `study run` may take; without a limit, all of it."""
+
+    seconds: float | None = None
+    clock: Clock = time.monotonic
+    began: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "began", self.clock())
+
+    @property
+    def left(self) -> float:
+        """Seconds that steps may still take."""
+        return float("inf") if self.seconds is None else self.seconds - RESERVE - (self.clock() - self.began)
+
+
+def overhead_of(*, wall: float, tokens: int, rate: float | None) -> float:
+    """Seconds of a process that its tokens at full rate do not explain; compiling is among them."""
+    return round(max(0.0, wall - (tokens / rate if rate else 0.0)), 1)
+
+
+class Pace:
+    """Rates and overheads by variant, on one kind of device."""
+
+    def __init__(self, records: Iterable[Record], device: str, processes: int = 1) -> None:
+        """`processes` share the device: a rate holds for as many only."""
+        self._rates: dict[tuple[str, str], float] = {}
+        self._flops: dict[tuple[str, str], float] = {}
+        """Forward FLOPs a second, from which the rates of variants that were never trained are estimated."""
+        self._overheads: list[float] = []
+        self._device = device
+        self._processes = processes
+        for record in records:
+            self.learn(record)
+
+    def learn(self, record: Record) -> None:
+        if record["status"] != "finished" or record["environment"]["device"] != self._device:
+            return
+        if record.get("processes", 1) != self._processes:
+            return
+        if record.get("tokens_per_s"):
+            place = record["study"], record["variant"]
+            self._rates[place] = float(record["tokens_per_s"])
+            self._flops[place] = self._rates[place] * float(record.get("flops_per_token") or 0)
+        self._overheads.append(float(record["overhead_seconds"]))
+
+    def measured(self, study: str, variant: str, rate: float) -> None:
+        """A rate that was seen in a run's first steps."""
+        self._rates[study, variant] = rate
+
+    def seconds(self, study: str, variant: str, tokens: float, flops_per_token: float = 0) -> float | None:
+        """What so many tokens of a variant will take: by its own rate, or else by the FLOPs a second of the others; None
+        where nothing is known."""
+        rate = self._rates.get((study, variant))
+        known = [rate for rate in self._flops.values() if rate]
+        if rate is None and known and flops_per_token:
+            rate = median(known) / flops_per_token
+        return None if not rate else tokens / rate + self.overhead
+
+    @property
+    def overhead(self) -> float:
+        return fmean(self._overheads) if self._overheads else OVERHEAD
+
+
+class Claims:
+    """What this process has claimed, and how many processes there are; all of it ends with the process, or with `close`."""
+
+    def __init__(self, work: Path) -> None:
+        self._directory = work / ".claims"
+        self._held: dict[str, int] = {}
+        try:
+            self._directory.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise OutputError(f"cannot write {self._directory}: {error.strerror or error}") from error
+        self._own = f"process-{os.getpid()}"
+        self._take(self._own)
+
+    def take(self, job: Job) -> bool:
+        """Whether the job is this process's to make."""
+        return self._take(key_of(job))
+
+    def processes(self) -> int:
+        """Live processes that share the work directory, this one among them."""
+        count = 1
+        for path in self._directory.glob("process-*"):
+            if path.name == self._own:
+                continue
+            handle = _lock(path)
+            if handle is None:
+                count += 1
+            else:  # its process is gone
+                with suppress(OSError):
+                    path.unlink()
+                os.close(handle)
+        return count
+
+    def close(self) -> None:
+        with suppress(OSError):
+            (self._directory / self._own).unlink()
+        for handle in self._held.values():
+            os.close(handle)
+        self._held = {}
+
+    def _take(self, name: str) -> bool:
+        if name in self._held:
+            return True
+        handle = _lock(self._directory / name)
+        if handle is None:
+            return False
+        self._held[name] = handle
+        return True
+
+
+def key_of(job: Job) -> str:
+    """Settings and seed of a run without its budget: the same in every study that asks for it."""
+    return f"{fingerprint(job.shaped.recipe, without='budget')}-{job.mark}"
+
+
+def _lock(path: Path) -> int | None:
+    """A handle that holds the file's lock; None where another process does."""
+    handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(handle)
+        return None
+    return handle
+
 
 Say = Callable[[str], None]
 

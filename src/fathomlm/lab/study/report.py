@@ -1,18 +1,22 @@
-"""The page of results: made from the ledger alone, so that it never says more than the runs do."""
+"""The page of results, with its tables and pictures: made from the ledger alone, so that it never says more than the runs
+do."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import fmean
+from typing import Any
 
 from fathomlm.checkpoints.writing import whole_file
 from fathomlm.errors import OutputError
-from fathomlm.lab.study import pictures
+from fathomlm.lab.drawing import DASHES, LINES, MARKERS, check_matplotlib, new_figure, plain_axes, save_figure
 from fathomlm.lab.study.ledger import Ledger
-from fathomlm.lab.study.results import Judged, Results, collect, overall
+from fathomlm.lab.study.results import METRICS, Judged, Results, Row, collect, overall
 from fathomlm.lab.study.spec import Claim, Study
-from fathomlm.lab.study.tables import claim_table, fit_table, main_table, metric_table, tokens
-from fathomlm.lab.tables import markdown
+from fathomlm.lab.study.stats import Difference
+from fathomlm.lab.tables import Rows, markdown
 
 HEAD = """\
 # Results
@@ -43,7 +47,7 @@ def write_report(results: Sequence[Results], out: Path) -> list[Path]:
     for each in results:
         if each.records:
             written.append(picture_path(out, each.study))
-            pictures.draw(each, written[-1])
+            draw(each, written[-1])
     with whole_file(out) as temporary:
         temporary.write_text(page(results, out), encoding="utf-8")
     return written
@@ -124,3 +128,194 @@ def _where(results: Results) -> str:
     commits = ", ".join(sorted({str(r["commit"])[:9] for r in records if r["commit"]})) or "unknown"
     data = records[0]["data"]
     return f"{devices}, {span}; corpus of {tokens(data['tokens'])} tokens, vocabulary {data['vocab']:,}; commits: {commits}."
+
+
+def main_table(results: Results) -> Rows:
+    """A row for each variant and budget: what it is, its loss, its difference to the baseline, its speed."""
+    rows = [["variant", "parameters", "FLOPs/token", "budget", "tokens", "loss", "difference", "seeds", "tokens/s"]]
+    for row in results.rows:
+        cost = row.job.shaped.cost
+        loss, rate = row.mean(), row.rate
+        rows.append(
+            [
+                row.variant.name,
+                f"{cost.non_embedding_parameters / 1e6:.1f}M",
+                f"{row.job.shaped.flops_per_token / 1e6:.1f}M",
+                row.budget.name,
+                tokens(row.job.tokens),
+                "-" if loss is None else f"{loss:.4f}",
+                _against(row),
+                ", ".join(str(seed) for seed in sorted(row.records)) or "-",
+                "-" if rate is None else f"{rate:,.0f}",
+            ]
+        )
+    return rows
+
+
+def metric_table(results: Results) -> Rows | None:
+    """What routers did, for variants that have them; None where none was run."""
+    names = [name for name in METRICS if any(row.mean(name) is not None for row in results.rows)]
+    if not names:
+        return None
+    rows = [["variant", *(METRICS[name] for name in names), "loss by top-k"]]
+    for row in results.rows:
+        values = [row.mean(name) for name in (*names, "next_token")]
+        if any(value is not None for value in values[:-1]):
+            label = row.variant.name if len(results.study.budgets) == 1 else f"{row.variant.name}, {row.budget.name}"
+            rows.append([label, *("-" if value is None else f"{value:.4f}" for value in values)])
+    return rows
+
+
+def claim_table(judged: Sequence[Judged]) -> Rows:
+    """A row for each place at which a claim was tried."""
+    rows = [["difference", "budget", "metric", "mean and 95 % interval", "seeds", "verdict"]]
+    for each in judged:
+        seeds = "-" if each.found is None else str(each.found.seeds)
+        pair = f"{each.one} - {each.other}"
+        rows.append([pair, each.budget, each.claim.metric, gap(each.found), seeds, each.verdict])
+    return rows
+
+
+def fit_table(results: Results) -> Rows | None:
+    """Where each architecture's curve is lowest under each budget."""
+    fits = results.fits()
+    if not fits:
+        return None
+    rows = [["architecture", "FLOPs", "sizes", "losses", "best size", "loss there", "tokens there"]]
+    for fit in fits:
+        inside = "" if fit.inside else " (outside the runs)"
+        rows.append(
+            [
+                fit.architecture,
+                f"{fit.flops:.2g}",
+                ", ".join(f"{size / 1e6:.1f}M" for size in fit.sizes),
+                ", ".join(f"{loss:.3f}" for loss in fit.losses),
+                "-" if fit.best_parameters is None else f"{fit.best_parameters / 1e6:.1f}M{inside}",
+                "-" if fit.best_loss is None else f"{fit.best_loss:.3f}",
+                "-" if fit.best_tokens is None else tokens(fit.best_tokens),
+            ]
+        )
+    return rows
+
+
+def gap(found: Difference | None) -> str:
+    if found is None:
+        return "-"
+    return f"{found.mean:+.4f}" + (", no interval" if found.half is None else f" ± {found.half:.4f}")
+
+
+def tokens(number: float) -> str:
+    return f"{number / 1e9:.2f}B" if number >= 1e9 else f"{number / 1e6:.0f}M" if number >= 1e6 else f"{number:,.0f}"
+
+
+def _against(row: Row) -> str:
+    return "baseline" if row.is_baseline else gap(row.against)
+
+
+def draw(results: Results, out: Path) -> None:
+    """Write a picture of what is finished; there must be something."""
+    check_matplotlib()
+    several = len(results.study.budgets) > 1
+    count = sum(bool(row.records) for row in results.rows)
+    figure = new_figure(13, 6.0 if several else max(4.8, 1.6 + 0.36 * count))
+    left, right = figure.subplots(1, 2)
+    if several:
+        _sizes(left, results)
+    else:
+        _curves(left, results)
+    _differences(right, results)
+    save_figure(figure, results.study.title, out, dpi=120)
+
+
+def _curves(axes: Any, results: Results) -> None:
+    """Validation losses over tokens, means over seeds."""
+    finals = []
+    for number, row in enumerate(row for row in results.rows if row.records):
+        at: dict[int, list[float]] = {}
+        for record in row.records.values():
+            for point in record["validation"]:
+                at.setdefault(point["tokens"], []).append(point["loss"])
+        shared = {x: fmean(losses) for x, losses in sorted(at.items()) if len(losses) == len(row.records)}
+        loss = row.mean()
+        assert loss is not None
+        finals.append(loss)
+        axes.plot(
+            [x / 1e6 for x in shared], list(shared.values()), linestyle=DASHES[number // len(LINES) % len(DASHES)],
+            color=LINES[number % len(LINES)], marker=MARKERS[number % len(MARKERS)], markersize=3, linewidth=1.2,
+            label=f"{row.variant.name}: {loss:.4f}",
+        )  # fmt: skip
+    axes.set_ylim(min(finals) - 0.05, max(finals) + max(0.6, 2 * (max(finals) - min(finals))))
+    axes.legend(fontsize=7.5, ncols=2 if len(finals) > 7 else 1)
+    title = "Validation loss, mean over seeds (routed models: causal)"
+    plain_axes(axes, title, "tokens seen (millions)", "loss (nats per token)")
+
+
+def _sizes(axes: Any, results: Results) -> None:
+    """Losses over the logarithm of the size, with the fits; a colour for each architecture, a style for each budget."""
+    kinds: dict[str, list[Row]] = {}
+    for row in (row for row in results.rows if row.records):
+        kinds.setdefault(_kind(row), []).append(row)
+    fits = {(fit.architecture, round(math.log(fit.flops), 1)): fit for fit in results.fits()}
+    for number, (kind, rows) in enumerate(kinds.items()):
+        for place, budget in enumerate(results.study.budgets):
+            own = sorted((r for r in rows if r.budget == budget), key=_parameters)
+            if not own:
+                continue
+            color, style = LINES[number % len(LINES)], DASHES[place % len(DASHES)]
+            x, y = [_parameters(row) / 1e6 for row in own], [row.mean() or math.nan for row in own]
+            axes.plot(x, y, MARKERS[place % len(MARKERS)], color=color, markersize=5)
+            record = next(iter(own[0].records.values()))
+            fit = fits.get((kind, round(math.log(float(record["flops"])), 1)))
+            label = f"{kind}, {budget.name}: {min(y):.3f}"
+            if fit is None:
+                axes.plot(x, y, linestyle=style, color=color, linewidth=1.0, label=label)
+            else:
+                grid = [x[0] * (x[-1] / x[0]) ** (i / 60) for i in range(61)]
+                axes.plot(
+                    grid, [fit.at(1e6 * size) for size in grid], linestyle=style, color=color, linewidth=1.0, label=label
+                )
+    axes.set_xscale("log")
+    from matplotlib.ticker import NullFormatter, ScalarFormatter
+
+    axes.xaxis.set_major_formatter(ScalarFormatter())
+    axes.xaxis.set_minor_formatter(NullFormatter())
+    axes.set_xticks(sorted({round(_parameters(row) / 1e6, 1) for row in results.rows if row.records}))
+    axes.tick_params(axis="x", labelsize=7, rotation=45)
+    axes.legend(fontsize=7.5, ncols=3, loc="upper center", bbox_to_anchor=(0.5, -0.16))
+    title = "Loss over size under equal budgets (lowest beside the name)"
+    plain_axes(axes, title, "parameters without embedding (millions)", "validation loss (nats per token)")
+
+
+def _differences(axes: Any, results: Results) -> None:
+    """Each variant's loss less its baseline's, with the interval and the number beside it."""
+    shown = [row for row in results.rows if row.against is not None]
+    for place, row in enumerate(reversed(shown)):
+        assert row.against is not None
+        color = LINES[0] if row.against.half is not None and abs(row.against.mean) > row.against.half else "0.5"
+        axes.errorbar(
+            row.against.mean, place, xerr=row.against.half, fmt="o", color=color, capsize=3, markersize=4, linewidth=1.2
+        )
+        axes.annotate(
+            gap(row.against), (row.against.mean, place), (0, 5), textcoords="offset points", ha="center", fontsize=7
+        )
+    several = len(results.study.budgets) > 1
+    names = [f"{row.variant.name}, {row.budget.name}" if several else row.variant.name for row in reversed(shown)]
+    axes.set_yticks(range(len(shown)), names, fontsize=8)
+    axes.set_ylim(-0.6, len(shown) - 0.3)
+    axes.axvline(0.0, color="0.3", linewidth=0.8)
+    axes.margins(x=0.15)  # the numbers beside the outermost points
+    first = results.rows[0].job
+    under = "" if several else f", {tokens(first.tokens)} tokens"
+    title = f"Loss less that of {results.study.baseline}{under}; 95 %, grey: inside the spread"
+    plain_axes(axes, title, "difference (nats per token); left is better")
+
+
+def _kind(row: Row) -> str:
+    plan = row.job.shaped.parts.plan
+    if plan.recursions == 1:
+        return "vanilla"
+    return f"{'recursive' if plan.routing is None else 'mor'} {plan.recursions}"
+
+
+def _parameters(row: Row) -> int:
+    return row.job.shaped.cost.non_embedding_parameters

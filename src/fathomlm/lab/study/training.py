@@ -8,23 +8,26 @@ equals a direct run bit for bit, so records do not depend on whether the disk wa
 from __future__ import annotations
 
 import gc
+import hashlib
 import shutil
 import signal
+import subprocess
 import time
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import torch
 
+import fathomlm
 from fathomlm.errors import DataError
-from fathomlm.lab.study.identity import environment
+from fathomlm.lab.environment import environment as measured_in
 from fathomlm.lab.study.jobs import Job, Place, Shaped, shape_of
 from fathomlm.lab.study.ledger import Record, told
-from fathomlm.lab.study.pace import Visit, overhead_of
-from fathomlm.lab.study.queue import Broken, Stopped
+from fathomlm.lab.study.queue import Broken, Stopped, Visit, overhead_of
 from fathomlm.lab.study.spec import Budget, Planned, Study
 from fathomlm.train.checkpoint import saved_steps, step_name
 from fathomlm.train.report import SilentWatcher, Watcher, read_records, strict
@@ -272,3 +275,31 @@ def _free() -> None:
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
+
+
+def commit_of_checkout() -> str | None:
+    """The commit of the checkout that this code runs from, with `-dirty` where it was changed; None outside one."""
+    root = Path(fathomlm.__file__).resolve().parent
+    try:
+        found = subprocess.run(
+            ["git", "describe", "--always", "--dirty", "--abbrev=40", "--match="],
+            cwd=root, capture_output=True, text=True, check=True, timeout=30,
+        )  # fmt: skip
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return found.stdout.strip() or None
+
+
+def code_mark() -> str:
+    """What the package's code is known by, also where there is no checkout."""
+    root, digest = Path(fathomlm.__file__).resolve().parent, hashlib.sha256()
+    for path in sorted(root.rglob("*.py")):
+        digest.update(str(path.relative_to(root)).encode() + b"\0" + path.read_bytes() + b"\0")
+    return digest.hexdigest()[:16]
+
+
+def environment(device: str) -> dict[str, Any]:
+    """The environment of a record, with the code that made it; a record has its own date."""
+    about = measured_in(device)
+    del about["date"], about["transformers"]
+    return {**about, "code": code_mark()}

@@ -1,4 +1,13 @@
-"""What a routed pass decided, for losses, metrics and pictures; and what a user may ask of it.
+"""What a routed pass decided, for losses, metrics and pictures; what a user may ask of it; and how well routers do
+(thesis 4, appendix "Router Performance Evaluation Metrics"):
+
+    sampling accuracy   expert: how often the causal rule says of a token what the top-k selection said
+    dead-token ratio    expert: the part of a row's places that the last recursion never takes, in any row
+    load, MaxVio        the part of the tokens whose depth is i; how far the fullest depth lies above an even share
+    entropy             token: of the router's mean scores over the depths
+    mean depth          recursions a token ran
+
+All are sums until they are read, so that batches and ranks add up.
 
 Shapes: B rows, T tokens, N tokens that were asked, R recursions.
 """
@@ -7,8 +16,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
+from fathomlm.depth import Routing
 from fathomlm.errors import OptionError
 
 
@@ -74,3 +85,65 @@ class RoutingTrace:
     """How many recursions each token ran; 0 at padding."""
     keep_BT: Tensor | None = None
     """False at padding; None where there is none."""
+
+
+class RoutingMeter:
+    """Sums over traced passes. No pass may have rows of more than `length` tokens."""
+
+    def __init__(self, routing: Routing, length: int, device: torch.device | str = "cpu") -> None:
+        self.routing = routing
+        self.length = length
+        R = routing.recursions
+        self._sizes = {
+            "agreed": R,
+            "asked": R,
+            "went": R,
+            "depths": R,
+            "scores": R,
+            "tokens": 1,
+            "taken": length,
+            "seen": length,
+        }
+        self.sums = torch.zeros(sum(self._sizes.values()), dtype=torch.float64, device=device)
+        """Everything in one tensor, which ranks may add up."""
+
+    def add(self, trace: RoutingTrace, rows_B: Tensor | None = None) -> None:
+        """Take a pass in, or some rows of it."""
+        parts = {name: torch.zeros(size, dtype=torch.float64, device=self.sums.device) for name, size in self._sizes.items()}
+        assert trace.depths_BT is not None
+        depths = trace.depths_BT
+        keep = torch.ones_like(depths, dtype=torch.bool) if trace.keep_BT is None else trace.keep_BT
+        if rows_B is not None:
+            keep = keep & rows_B[:, None]
+        for recursion in range(self.routing.recursions):
+            parts["depths"][recursion] = ((depths == recursion + 1) & keep).sum()
+        parts["tokens"][0] = keep.sum()
+        T = depths.shape[1]
+        parts["seen"][:T] += keep.sum(0)
+        parts["taken"][:T] += ((depths == self.routing.recursions) & keep).sum(0)
+        for recursion, decision in enumerate(trace.decisions):
+            asked = decision.asked_BN if rows_B is None else decision.asked_BN & rows_B[:, None]
+            parts["asked"][recursion] = asked.sum()
+            parts["went"][recursion] = (decision.chosen_BN & asked).sum()
+            parts["agreed"][recursion] = (((decision.judge_BN >= 0) == decision.chosen_BN) & asked).sum()
+        if trace.depth_scores_BTR is not None:
+            parts["scores"] += (trace.depth_scores_BTR * keep[..., None]).sum((0, 1))
+        self.sums += torch.cat(list(parts.values()))
+
+    def read(self) -> dict[str, float]:
+        """The metrics of all passes so far."""
+        parts = {
+            name: part.tolist()
+            for name, part in zip(self._sizes, torch.split(self.sums.cpu(), list(self._sizes.values())), strict=True)
+        }
+        tokens = max(parts["tokens"][0], 1.0)
+        loads = [count / tokens for count in parts["depths"]]
+        found = {"mean_depth": sum((i + 1) * load for i, load in enumerate(loads))}
+        found |= {f"load_{i + 1}": load for i, load in enumerate(loads)}
+        return found | self.routing.method.metrics(self.routing, loads, parts)
+
+    def running(self) -> list[float]:
+        """The part of the tokens that ran each recursion: what `cost.count` takes as a measured capacity."""
+        parts = dict(zip(self._sizes, torch.split(self.sums.cpu(), list(self._sizes.values())), strict=True))
+        depths, tokens = parts["depths"].tolist(), max(float(parts["tokens"]), 1.0)
+        return [sum(depths[recursion:]) / tokens for recursion in range(self.routing.recursions)]

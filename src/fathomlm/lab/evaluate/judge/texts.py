@@ -9,8 +9,7 @@ from pathlib import Path
 
 from fathomlm.errors import DataError, OptionError
 from fathomlm.jsonfile import Fields
-from fathomlm.lab.evaluate.records import read_rows
-from fathomlm.lab.evaluate.tasks import stem
+from fathomlm.lab.evaluate.tasks import read_rows, stem
 
 SOURCES = ("source", "prompt")
 """Fields that may hold the source, in the order in which they are tried."""
