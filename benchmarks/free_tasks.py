@@ -256,9 +256,8 @@ class Decoding:
 
 
 def decode(args: argparse.Namespace) -> None:
-    from environment import environment
-
     from fathomlm.decode.threshold import ThresholdEstimator, ThresholdOptions
+    from fathomlm.lab.environment import environment
 
     record: Record = json.loads(args.out.read_text()) if args.out.exists() else {"environment": environment()}
     for name in args.only or TASKS:

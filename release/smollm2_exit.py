@@ -36,7 +36,7 @@ from typing import Any
 
 import bundled_data
 from bundled_measure import chosen, revision
-from bundled_mor import Deadline
+from bundled_mor import Deadline, verb
 from smollm2_exit_measure import THRESHOLDS, measure_run
 from smollm2_exit_report import entry_name
 from smollm2_mix import mix
@@ -206,25 +206,19 @@ def write_one(choice: dict[str, Any], out: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     verbs = parser.add_subparsers(required=True)
-
-    def verb(name: str, run: Any) -> Any:
-        found = verbs.add_parser(name)
-        found.set_defaults(run=run)
-        return found.add_argument
-
-    add = verb("prepare", prepare)
+    add = verb(verbs, "prepare", prepare)
     add("--corpus", type=Path, required=True, help="train-*.jsonl.xz and val.jsonl.xz, with `text` and `source`")
     add("--out", type=Path, required=True)
     add("--source", default="smollm2-135m", help="the model, which has the tokenizer")
     add("--max-tokens", type=int, help="stop at about so many")
     add("--workers", type=int, default=len(os.sched_getaffinity(0)))
-    add = verb("train", train)
+    add = verb(verbs, "train", train)
     _add_runs(add)
     add("--source", default="smollm2-135m")
     add("--tokens", default="60M")
     add("--seconds", type=float, help="stop and save after so long; the same command goes on")
     add("--fields", nargs="*", default=[], help="other values for the recipe: --fields device=cpu data.context=512")
-    add = verb("measure", measure)
+    add = verb(verbs, "measure", measure)
     _add_runs(add)
     add("--out", type=Path, required=True, help="the record, added to where it is there")
     add("--device", default="auto")
@@ -246,13 +240,13 @@ def main() -> None:
     add("--rounds", type=int, default=2, help="how often texts are made; each text's fastest counts")
     add("--rows", type=int, default=32, help="held-out texts of each kind that the exit's loss is taken over")
     add("--pack", action=argparse.BooleanOptionalAction, default=True, help="weights in fewer, larger matrices")
-    add = verb("draw", draw)
+    add = verb(verbs, "draw", draw)
     add("record", type=Path)
     add("stem")
-    add = verb("best", best)
+    add = verb(verbs, "best", best)
     add("record", type=Path)
     add("--pack", type=Path, help="also write that exit alone into this directory")
-    add = verb("ship", ship)
+    add = verb(verbs, "ship", ship)
     add("record", type=Path)
     add("--pack", type=Path, required=True, help="the exit, written by `best`")
     add("--source", default="smollm2-135m")

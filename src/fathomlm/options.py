@@ -24,7 +24,7 @@ import inspect
 import math
 import types
 import typing
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import MISSING, dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -50,18 +50,30 @@ class Option:
     gt: float | None = None
     le: float | None = None
     lt: float | None = None
+    """Bounds of the value, or of each item of a tuple."""
     choices: tuple[str, ...] = ()
+    """The names that it may have; a `Literal` has its own."""
     flag: str | None = None
+    """Another name than the field's (`--decode`)."""
     short: str | None = None
+    """A second one (`-p`)."""
     metavar: str | None = None
     default_text: str | None = None
+    """Describes what None stands for."""
     size: int | None = None
+    """Takes bytes as people write them (8GB), and refuses a bare number below itself."""
     parse: Callable[[str, str], Any] | None = None
+    """Reads the flag's text in its own way, given the text and the flag."""
     positional: bool = False
+    """Makes an argument of it."""
     comma: bool = False
+    """Splits the text of a tuple's items at commas; numbers are split anyway."""
     nargs: str | None = None
+    """`+` lets a tuple's flag take several values at once."""
     const: str | None = None
+    """What the flag without a value stands for."""
     finite: bool = True
+    """Whether infinity is refused."""
 
     @property
     def rule(self) -> str:
@@ -80,42 +92,10 @@ class Option:
         )
 
 
-def option(
-    default: Any = MISSING,
-    *,
-    help: str = "",
-    ge: float | None = None,
-    gt: float | None = None,
-    le: float | None = None,
-    lt: float | None = None,
-    choices: Sequence[str] = (),
-    flag: str | None = None,
-    short: str | None = None,
-    metavar: str | None = None,
-    default_text: str | None = None,
-    size: int | None = None,
-    parse: Callable[[str, str], Any] | None = None,
-    positional: bool = False,
-    comma: bool = False,
-    nargs: str | None = None,
-    const: str | None = None,
-    finite: bool = True,
-) -> Any:
-    """A dataclass field with what its flag and its check need. A default that is a function is called anew each time.
-
-    `ge`, `gt`, `le` and `lt` bound the value, or each item of a tuple. `choices` are the names that it may have; a `Literal`
-    has its own. `flag` is another name than the field's (`--decode`), `short` a second one (`-p`). `default_text` describes
-    what None stands for. `size` takes bytes as people write them (8GB), and refuses a bare number below itself. `parse`
-    reads the flag's text in its own way, given the text and the flag. `positional` makes an argument of it. `comma` splits
-    the text of a tuple's items at commas; numbers are split anyway. `nargs="+"` lets a tuple's flag take several values at
-    once. `const` is what the flag without a value stands for. `finite=False` admits infinity.
-    """
-    described = Option(
-        help=help, ge=ge, gt=gt, le=le, lt=lt, choices=tuple(choices), flag=flag, short=short, metavar=metavar,
-        default_text=default_text, size=size, parse=parse, positional=positional, comma=comma, nargs=nargs,
-        const=const, finite=finite,
-    )  # fmt: skip
-    return _field(default, described)
+def option(default: Any = MISSING, *, choices: Iterable[str] = (), **described: Any) -> Any:
+    """A dataclass field with what its flag and its check need, the fields of `Option`. A default that is a function is
+    called anew each time."""
+    return _field(default, Option(choices=tuple(choices), **described))
 
 
 def like(cls: type, name: str, default: Any = ..., **changes: Any) -> Any:

@@ -67,4 +67,5 @@ def test_mistakes_are_one_line(tmp_path: Path, mistake: Any) -> None:
     assert "unknown model 'smollm-136m' (did you mean" in mistake("--budget", "1e18", "--models", "smollm-136m")
     assert "encoder-decoder" in mistake("--budget", "1e18", "--models", "t5-small")
     assert "there is no run at" in mistake("--runs", str(tmp_path / "nowhere"))
+    assert "--ranks must be >= 0, got -1" in mistake("--gpu-memory", "80GB", *models, "--ranks", "-1")
     assert "invalid --recompute 'some'" in mistake("--gpu-memory", "80GB", *models, "--recompute", "some")

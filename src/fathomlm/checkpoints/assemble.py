@@ -38,16 +38,8 @@ def configure_seq2seq(
     dtype: torch.dtype,
 ) -> FathomSeq2SeqConfig:
     """The same for an encoder-decoder model; `encoder` is what `encoder_record` makes."""
-    relaxed = None if relaxation is None else relaxation.to_dict()
-    return FathomSeq2SeqConfig(
-        architecture=architecture.to_dict(),
-        plan=plan.to_dict(),
-        relaxation=relaxed,
-        encoder_config=encoder,
-        decoder_start_token_id=tokens.start,
-        dtype=dtype,
-        **_ids(tokens),
-    )
+    own = {"encoder_config": encoder, "decoder_start_token_id": tokens.start, "dtype": dtype}
+    return FathomSeq2SeqConfig.of(architecture, plan, relaxation, **own, **_ids(tokens))
 
 
 def _ids(tokens: TokenIds) -> dict[str, Any]:

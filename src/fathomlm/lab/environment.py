@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import platform
 from datetime import date
 from typing import Any
@@ -24,3 +25,12 @@ def environment(device: str = "auto") -> dict[str, Any]:
         "transformers": transformers.__version__,
         "fathomlm": fathomlm.__version__,
     }
+
+
+def free_memory() -> None:
+    """Give back what the last model or run held: its graphs and weights live in cycles that only the collector finds."""
+    import torch
+
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()

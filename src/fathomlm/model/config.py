@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -64,9 +64,7 @@ class FathomConfig(PreTrainedConfig):  # type: ignore[misc]
         super().__init__(tie_word_embeddings=False, **kwargs)
 
     @classmethod
-    def of(
-        cls, architecture: Architecture, plan: DepthPlan, relaxation: Relaxation | None = None, **kwargs: Any
-    ) -> FathomConfig:
+    def of(cls, architecture: Architecture, plan: DepthPlan, relaxation: Relaxation | None = None, **kwargs: Any) -> Self:
         relaxed = None if relaxation is None else relaxation.to_dict()
         return cls(architecture=architecture.to_dict(), plan=plan.to_dict(), relaxation=relaxed, **kwargs)
 

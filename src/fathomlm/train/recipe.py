@@ -6,7 +6,7 @@ are read, so a mistake is named before any work is done.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from fathomlm.depth import Routing, build_routing
@@ -46,19 +46,8 @@ class RouterRecipe:
     alike."""
 
     def build(self, recursions: int) -> Routing:
-        return build_routing(
-            self.kind,
-            recursions,
-            score=self.score,
-            network=self.network,
-            alpha=self.alpha,
-            capacity=self.capacity,
-            sampling=self.sampling,
-            balancing=self.balancing,
-            weighting=self.weighting,
-            update=self.update,
-            random=self.random,
-        )
+        fields = asdict(self)
+        return build_routing(fields.pop("kind"), recursions, **fields)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -213,21 +213,9 @@ def _from_source(model: ModelRecipe, seed: int) -> FathomModel:
         added = fine_tuning(model, loaded.architecture)
         plan = route_plan(model, loaded.plan)
         return replan(loaded, plan, relaxation=added, seed=seed, **loaded.config.exit_fields)
-    tied = convert(
-        model.source,
-        sharing=model.sharing,
-        recursions=model.recursions,
-        init=model.init,
-        norm_init=model.norm_init,
-        relax=model.relax,
-        rank=model.rank,
-        relax_init=model.relax_init,
-        prefix_length=model.prefix_length,
-        linears_only=model.linears_only,
-        resize=model.resize,
-        dtype=torch.float32,
-        seed=seed,
-    )
+    tying = ("sharing", "recursions", "resize", "init", "norm_init", "relax", "relax_init", "rank", "prefix_length")
+    fields = {name: getattr(model, name) for name in (*tying, "linears_only")}
+    tied = convert(model.source, **fields, dtype=torch.float32, seed=seed)
     return replan(tied, route_plan(model, tied.plan), seed=seed)
 
 

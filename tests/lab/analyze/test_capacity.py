@@ -6,7 +6,6 @@ import pytest
 
 from fathomlm.depth import DepthPlan
 from fathomlm.depth.presets import PRESETS
-from fathomlm.errors import OptionError
 from fathomlm.lab.analyze.capacity import CapacityOptions, capacity_rows, capacity_table, train_bytes
 from fathomlm.train.memory import PLANNED
 from fathomlm.train.student import StudentSpec
@@ -49,10 +48,3 @@ def test_a_device_that_is_too_small():
     assert (row.train_rows, row.serve_sequences) == (0, 0)
     assert row.train_bytes > 200e6
     assert capacity_table([row])[1][4] == "none"
-
-
-def test_options_out_of_range():
-    with pytest.raises(OptionError, match="ranks must be >= 0"):
-        CapacityOptions(memory=1, ranks=(-1,))
-    with pytest.raises(OptionError, match="unknown recompute"):
-        CapacityOptions(memory=1, recompute="everything")

@@ -16,7 +16,6 @@ from fathomlm.depth.cost import count
 from fathomlm.depth.plan import KVMode
 from fathomlm.depth.relaxation import build_relaxation
 from fathomlm.depth.routing import build_routing
-from fathomlm.errors import OptionError, choices
 from fathomlm.lab.analyze.isoflop import NAMES
 from fathomlm.lab.tables import Rows, amount
 from fathomlm.train.memory import PLANNED, count_memory
@@ -25,7 +24,6 @@ from fathomlm.train.student import StudentSpec
 
 MOST_ROWS = 1 << 16
 """Nobody asks for more rows in one pass."""
-RECOMPUTE = ("none", "inner", "recursion", "layer")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,14 +61,6 @@ class CapacityOptions:
     kv: KVMode = "cache"
     context: int = 2048
     recompute: str = "none"
-
-    def __post_init__(self) -> None:
-        if self.memory < 1:
-            raise OptionError(f"memory must be >= 1 byte, got {self.memory}")
-        if not self.ranks or min(self.ranks) < 0:
-            raise OptionError(f"ranks must be >= 0 (0: no relaxation), got {', '.join(map(str, self.ranks)) or 'none'}")
-        if self.recompute not in RECOMPUTE:
-            raise OptionError(choices("recompute", self.recompute, RECOMPUTE))
 
 
 def capacity_rows(bases: Mapping[str, Architecture], options: CapacityOptions) -> list[CapacityRow]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import sys
 from dataclasses import asdict, replace
 from itertools import chain
@@ -15,7 +14,7 @@ from fathomlm.lab.cli.bench import LOWER, EngineBenchOptions, Kernels, Throughpu
 from fathomlm.lab.cli.bench_options import BatchTuning, ResolvedDepth, engine_device
 from fathomlm.lab.cli.bench_tables import print_bench
 from fathomlm.lab.cli.eval_options import print_record
-from fathomlm.lab.environment import environment
+from fathomlm.lab.environment import environment, free_memory
 
 if TYPE_CHECKING:
     from fathomlm.engine.options import EngineOptions
@@ -102,7 +101,7 @@ class Bench:
             tell = tick if sys.stderr.isatty() else None
             found = measure(engine, self.workload, speed=self.speed, depth=depth.choice, on_progress=tell)
         del engine
-        _empty()
+        free_memory()
         record = found.record()
         return record | {"latency": _latency(found)} if not self.batched else record
 
@@ -220,15 +219,6 @@ def _speedup(ours: dict[str, Any], peer: dict[str, Any]) -> float | None:
 
 def _stopped(found: dict[str, Any] | None) -> bool:
     return found is not None and "timing" in found and bool(found["timing"]["interrupted"])
-
-
-def _empty() -> None:
-    """Give back what an engine held before the next one is built."""
-    import torch
-
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
 
 
 def _say(what: str) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 from fathomlm.cli.model_options import JsonOptions
 from fathomlm.cli.progress import say
 from fathomlm.errors import DataError, OptionError
+from fathomlm.lab.tables import print_table
 from fathomlm.options import like, option
 from fathomlm.sizes import amount
 
@@ -53,7 +54,7 @@ class ListStudies(JsonOptions):
             print(json.dumps({"studies": found}))
             return 0
         header = ["study", "runs", "variants", "budgets", "seeds"]
-        _print_rows([header, *([str(study[key]) for key in ("name", *header[1:])] for study in found)])
+        print_table([header, *([str(study[key]) for key in ("name", *header[1:])] for study in found)])
         for study in found:
             print(f"\n{study['name']}: {study['title']} ({', '.join(study['thesis']) or 'ours'})")
         return 0
@@ -92,7 +93,7 @@ class Show(LedgerOptions, CorpusOptions):
         print(f"{study.name}: {study.title}")
         print(f"answers {', '.join(study.thesis) or 'a question of ours'}; compared with {study.baseline}\n")
         header = ["run", "tokens", "forward FLOPs", "passes", "state", "loss"]
-        _print_rows([header, *(_cells(row) for row in rows)])
+        print_table([header, *(_cells(row) for row in rows)])
         left = [row for row in rows if row["state"] == "left"]
         tokens = amount(float(sum(int(str(row["tokens"])) for row in left)))
         print(f"\n{len(rows) - len(left)} of {len(rows)} runs need no more work; the others together have {tokens} tokens")
@@ -137,7 +138,7 @@ class Status(LedgerOptions):
             print(json.dumps({"studies": rows, "distinct_finished_runs": distinct, "ledger": str(self.ledger)}))
             return 0
         header = ["study", "runs", "finished", "failed", "left"]
-        _print_rows([header, *([str(row[key]) for key in header] for row in rows)])
+        print_table([header, *([str(row[key]) for key in header] for row in rows)])
         print(f"\n{distinct} distinct finished runs in {self.ledger}")
         return 0
 
@@ -216,14 +217,6 @@ def open_place(corpus: Path | None, work: Path = WORK, device: str = "auto") -> 
     if corpus is not None and not (corpus / "corpus.json").is_file():
         raise DataError(f"there is no prepared corpus at {corpus}; make it with `fathomlm data prepare` (see docs/study.md)")
     return Place(None if corpus is None else Corpus.open(corpus), work, device)
-
-
-def _print_rows(rows: list[list[str]]) -> None:
-    """A header and rows, the first column to the left."""
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    for row in rows:
-        cells = [f"{row[0]:{widths[0]}}", *(f"{cell:>{width}}" for cell, width in zip(row[1:], widths[1:], strict=True))]
-        print("  ".join(cells).rstrip())
 
 
 @dataclass(frozen=True, kw_only=True)

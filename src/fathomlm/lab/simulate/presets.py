@@ -8,6 +8,7 @@ tables unless `ends` are asked for.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -23,23 +24,15 @@ TABLES: tuple[Table, ...] = ("40gb", "16gb")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PresetTimes:
-    """One row: a model on the A100."""
+class TableRow:
+    """What the rows of both tables are of."""
 
     table: Table
-    label: str
-    """Of the table in the thesis."""
     model: str
     blocks: int
     """How often the shared block is looped; 1 is the plain model."""
     rank: int
     """Of the LoRA on every linear; 0 without."""
-    batch: int
-    """The largest that fitted."""
-    embedding: TimeCurve
-    transformer: TimeCurve
-    """A pass over all layers of a plain model, over the block of another."""
-    head: TimeCurve
 
     @property
     def name(self) -> str:
@@ -48,13 +41,23 @@ class PresetTimes:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PrintedRow:
+class PresetTimes(TableRow):
+    """One row: a model on the A100."""
+
+    label: str
+    """Of the table in the thesis."""
+    batch: int
+    """The largest that fitted."""
+    embedding: TimeCurve
+    transformer: TimeCurve
+    """A pass over all layers of a plain model, over the block of another."""
+    head: TimeCurve
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrintedRow(TableRow):
     """One row of the thesis' throughput tables."""
 
-    table: Table
-    model: str
-    blocks: int
-    rank: int
     batching: Literal["vanilla", "CSB", "CDB"]
     coefficient: float | None
     """Of the intermediate losses in early-exit training."""
@@ -64,11 +67,6 @@ class PrintedRow:
     pg19: float
     delta_v: float
     delta_seq: float
-
-    @property
-    def name(self) -> str:
-        looped = "" if self.blocks == 1 else f"/{self.blocks}"
-        return f"{self.table}/{self.model}{looped}" + (f"/{self.rank}" if self.rank else "")
 
 
 @cache
@@ -97,7 +95,7 @@ def all_times() -> Iterator[PresetTimes]:
 
 
 def all_printed(table: Table) -> list[PrintedRow]:
-    names = [name for name in PrintedRow.__slots__ if name != "table"]
+    names = [field.name for field in dataclasses.fields(PrintedRow) if field.name != "table"]
     return [PrintedRow(table=table, **{name: row[name] for name in names}) for row in _data()["tables"][table]["results"]]
 
 

@@ -7,7 +7,6 @@ equals a direct run bit for bit, so records do not depend on whether the disk wa
 
 from __future__ import annotations
 
-import gc
 import hashlib
 import shutil
 import signal
@@ -25,6 +24,7 @@ import torch
 import fathomlm
 from fathomlm.errors import DataError
 from fathomlm.lab.environment import environment as measured_in
+from fathomlm.lab.environment import free_memory
 from fathomlm.lab.study.jobs import Job, Place, Shaped, shape_of
 from fathomlm.lab.study.ledger import Record, told
 from fathomlm.lab.study.queue import Broken, Stopped, Visit, overhead_of
@@ -137,7 +137,7 @@ class TrainingExecutor:
         except torch.AcceleratorError as error:
             raise Broken(str(error)) from error
         finally:
-            _free()
+            free_memory()
         if not summary.finished:
             raise Stopped(by_user=not guard.asked, rate=guard.rate)
         record = self._finished(job, summary, wall=time.perf_counter() - begin, steps=summary.step - before)
@@ -268,13 +268,6 @@ def _remove(directory: Path, *, spare: int | None) -> None:
             shutil.rmtree(path, ignore_errors=True)
     for link in ("last", "best"):
         (directory / link).unlink(missing_ok=True)
-
-
-def _free() -> None:
-    """Give back what the last run held: its graphs and weights live in cycles that only the collector finds."""
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
 
 
 def commit_of_checkout() -> str | None:
