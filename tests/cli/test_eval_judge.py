@@ -151,7 +151,7 @@ def test_keys_come_from_the_environment_only(
         (("--likert-template", "none.txt"), "cannot read none.txt: No such file"),
         (("--concurrency", "0"), "--concurrency must be >= 1"),
         (("--dimensions", "a,a"), "--dimensions must be different"),
-        (("--source", "other"), "no field 'other'"),
+        (("--source", "other"), "is missing other"),
         (("--base-url", "here"), "--base-url must begin with http://"),
     ],
 )

@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fathomlm.cli.decode_options import CapturedOptions, DecodeOptions, DepthOptions, exit_record, exit_statistic
-from fathomlm.cli.model_options import JsonOptions, ModelOptions
+from fathomlm.cli.model_options import JsonOptions, ModelOptions, read_text
+from fathomlm.cli.progress import layer_bar
 from fathomlm.decode.sampling import Sampling
 from fathomlm.errors import OptionError
 from fathomlm.options import option, section
@@ -64,7 +64,12 @@ class Generate(ModelOptions, CapturedOptions, JsonOptions):
             results = generate(model, inputs, sampling, on_text=lambda _, piece: _show(piece), **how)
             print()
         else:
-            with _progress(sampling.max_new_tokens) as on_step:
+            with layer_bar("generating", "tokens") as tick:
+                begin, most = time.perf_counter(), sampling.max_new_tokens
+
+                def on_step(done: int) -> None:
+                    tick(done, most, f", {done / (time.perf_counter() - begin):.1f} tokens/s, at most")
+
                 results = generate(model, inputs, sampling, on_step=on_step, **how)
         if self.json:
             record = _record(self, pack.get("exits"), model, prompts, results, load_seconds=loaded - begun)
@@ -97,7 +102,7 @@ def _read_prompts(options: Generate) -> list[str]:
         raise OptionError("'-p -' can be given once only: standard input is read once")
     prompts = [_read_input() if prompt == "-" else prompt for prompt in options.prompt]
     if options.prompt_file is not None:
-        prompts += [line for line in _read_file(options.prompt_file).splitlines() if line.strip()]
+        prompts += [line for line in read_text(options.prompt_file).splitlines() if line.strip()]
     return prompts
 
 
@@ -108,15 +113,6 @@ def _read_input() -> str:
         raise OptionError(f"standard input is not UTF-8 text ({error.reason} at byte {error.start})") from error
 
 
-def _read_file(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise OptionError(f"{path} is not UTF-8 text ({error.reason} at byte {error.start})") from error
-    except OSError as error:
-        raise OptionError(f"cannot read {path}: {error.strerror}") from error
-
-
 def _encode(options: Generate, model: FathomModel, prompts: Sequence[str]) -> Sequence[str] | Sequence[list[int]]:
     from fathomlm.decode.prompts import chat_prompt
 
@@ -124,27 +120,6 @@ def _encode(options: Generate, model: FathomModel, prompts: Sequence[str]) -> Se
         return prompts
     system = [] if options.system is None else [{"role": "system", "content": options.system}]
     return [chat_prompt(model, [*system, {"role": "user", "content": prompt}]) for prompt in prompts]
-
-
-@contextmanager
-def _progress(most: int) -> Iterator[Callable[[int], None] | None]:
-    """Tokens, rate and time left on a terminal; nothing in a pipe."""
-    if not sys.stderr.isatty():
-        yield None
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    rate = TextColumn("tokens  {task.fields[rate]:.1f} tokens/s, at most")
-    columns = (TextColumn("generating"), BarColumn(), MofNCompleteColumn(), rate, TimeRemainingColumn(), TextColumn("left"))
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task("", total=most, rate=0.0)
-        begun = time.perf_counter()
-
-        def on_step(done: int) -> None:
-            progress.update(task, completed=done, rate=done / (time.perf_counter() - begun))
-
-        yield on_step
 
 
 def _print_texts(prompts: Sequence[str], results: Sequence[Generation]) -> None:

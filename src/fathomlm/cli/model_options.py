@@ -131,6 +131,15 @@ class ExitPackOptions:
             raise OptionError("--any-base requires --exits")
 
 
+def read_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise OptionError(f"{path} is not UTF-8 text ({error.reason} at byte {error.start})") from error
+    except OSError as error:
+        raise OptionError(f"cannot read {path}: {error.strerror}") from error
+
+
 def read_texts(data: Sequence[str], column: str, limit: int | None = None, *, empty: bool = False) -> list[str]:
     """The first documents of some sources, or all; `empty` keeps those without text."""
     from fathomlm.train.data.sources import expand, read

@@ -17,7 +17,7 @@ from fathomlm.lab.cli.bench_options import (
     WorkloadOptions,
     engine_device,
 )
-from fathomlm.lab.cli.eval_options import print_record
+from fathomlm.lab.cli.eval_options import answer
 from fathomlm.options import like, option, section
 
 LOWER = "--batch-size, --max-sequences, --memory or --requests"
@@ -138,10 +138,7 @@ class Kernels(ModelOptions, JsonOptions):
             "kernels": [asdict(one) for one in found],
             "interrupted": not complete,
         }
-        if self.json:
-            print_record(record)
-        else:
-            print_kernels(record)
+        answer(self, record, print_kernels)
         if not complete:
             tell_interrupted()
         return 0 if complete else 2

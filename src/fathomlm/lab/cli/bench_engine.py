@@ -13,7 +13,7 @@ from fathomlm.errors import FathomError, OptionError
 from fathomlm.lab.cli.bench import LOWER, EngineBenchOptions, Kernels, ThroughputTuning
 from fathomlm.lab.cli.bench_options import BatchTuning, ResolvedDepth, engine_device
 from fathomlm.lab.cli.bench_tables import print_bench
-from fathomlm.lab.cli.eval_options import print_record
+from fathomlm.lab.cli.eval_options import answer
 from fathomlm.lab.environment import environment, free_memory
 
 if TYPE_CHECKING:
@@ -77,10 +77,7 @@ class Bench:
         record["interrupted"] |= any(_stopped(found) for found in (record["ours"], *record["peers"].values()))
         if record["ours"] is None:
             raise KeyboardInterrupt
-        if self.options.json:
-            print_record(record)
-        else:
-            print_bench(record)
+        answer(self.options, record, print_bench)
         if record["interrupted"]:
             tell_interrupted()
         return 2 if record["interrupted"] else 0

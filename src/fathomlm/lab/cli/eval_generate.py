@@ -13,7 +13,7 @@ from fathomlm.cli.decode_options import DecodeOptions, DepthOptions
 from fathomlm.cli.model_options import ModelOptions, check_new_file
 from fathomlm.cli.progress import layer_bar
 from fathomlm.decode.sampling import Sampling
-from fathomlm.lab.cli.eval_options import BatchOptions, about, print_record, write_lines
+from fathomlm.lab.cli.eval_options import BatchOptions, about, answer, write_lines
 from fathomlm.lab.tables import print_table
 from fathomlm.options import like, option, section
 
@@ -90,10 +90,7 @@ class GenerateTexts(BatchOptions, ModelOptions):
         }
         if written.cut:
             print(f"fathomlm: {written.cut} of {len(samples)} prompts were truncated to fit the context", file=sys.stderr)
-        if self.json:
-            print_record(record)
-        else:
-            _print(record)
+        answer(self, record, _print)
         return 0
 
 

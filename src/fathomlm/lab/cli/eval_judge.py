@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from fathomlm.cli.model_options import JsonOptions, SeedOptions
+from fathomlm.cli.model_options import JsonOptions, SeedOptions, read_text
 from fathomlm.cli.progress import layer_bar
-from fathomlm.errors import DataError, OptionError
+from fathomlm.errors import OptionError
 from fathomlm.jsonfile import parse
-from fathomlm.lab.cli.eval_options import print_record
+from fathomlm.lab.cli.eval_options import answer
 from fathomlm.lab.evaluate.judge.client import Endpoint
 from fathomlm.lab.tables import print_table
 from fathomlm.options import like, option, section
@@ -117,10 +117,7 @@ class Judge(SeedOptions, JsonOptions):
             "seconds": time.perf_counter() - begun,
         }
         _warn(record, asked)
-        if self.json:
-            print_record(record)
-        else:
-            _print(record)
+        answer(self, record, _print)
         return 1 if asked.failed else 0
 
 
@@ -157,15 +154,8 @@ def _templates(options: Judge) -> Templates:
     for name in ("likert", "pairwise"):
         path = getattr(options.questions, f"{name}_template")
         if path is not None:
-            given[name] = _text(path)
+            given[name] = read_text(path)
     return Templates(**given)
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"cannot read {path}: {getattr(error, 'strerror', None) or 'it is not UTF-8 text'}") from error
 
 
 def _endpoint(options: Judge) -> Endpoint:

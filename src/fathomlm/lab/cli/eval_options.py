@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -69,6 +69,11 @@ def about(options: Any, kind: str, model: FathomModel, exits: Path | None) -> di
         "batch": options.batch_size,
         "limit": options.limit,
     }
+
+
+def answer(options: JsonOptions, record: dict[str, Any], show: Callable[[dict[str, Any]], None]) -> None:
+    """A record as JSON, or shown to people."""
+    print_record(record) if options.json else show(record)
 
 
 def print_record(record: dict[str, Any]) -> None:

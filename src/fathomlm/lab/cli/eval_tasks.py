@@ -17,8 +17,8 @@ from fathomlm.lab.cli.eval_options import (
     BatchOptions,
     EvaluatedOutputOptions,
     about,
+    answer,
     number,
-    print_record,
     write_lines,
 )
 from fathomlm.lab.tables import print_table
@@ -82,10 +82,7 @@ class Tasks(BatchOptions, ModelOptions):
             "outputs": [_record(output, found, metrics) for output, metrics in zip(outputs, results, strict=True)],
             "seconds": time.perf_counter() - begun,
         }
-        if self.json:
-            print_record(record)
-        else:
-            _print(record)
+        answer(self, record, _print)
         return 0
 
 

@@ -10,7 +10,7 @@ from fathomlm.cli.progress import layer_bar
 from fathomlm.errors import OptionError
 from fathomlm.lab.cli.bench import LOWER, EngineBenchOptions
 from fathomlm.lab.cli.bench_options import BatchTuning, WorkloadOptions
-from fathomlm.lab.cli.eval_options import print_record
+from fathomlm.lab.cli.eval_options import answer
 from fathomlm.lab.tables import print_table
 from fathomlm.options import option, section
 
@@ -59,10 +59,7 @@ def _validate(options: Validate) -> int:
         "max_sequences": engine.runner.sizes.max_sequences,
         **found,
     }
-    if options.json:
-        print_record(record)
-    else:
-        _print(record)
+    answer(options, record, _print)
     within = options.within
     return 1 if within is not None and abs(record["ratio"] - 1) > within else 0
 
