@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from fathomlm.decode.captured import CapturedDecoder, CapturedText
+from fathomlm.decode.captured import CapturedDecoder, CapturedResult
 from fathomlm.decode.exiting import Exiting
 from fathomlm.depth import Architecture, DepthPlan
 from fathomlm.depth.presets import preset
@@ -87,10 +87,10 @@ class Bench:
         stack = {"max_stack": self.max_stack} if mode in ("parallel", "speculative") else {}
         return Exiting(mode=mode, threshold=None if mode in ("full", "static") else threshold, **layers, **stack)
 
-    def texts(self, mode: str, threshold: float | None) -> list[CapturedText]:
+    def texts(self, mode: str, threshold: float | None) -> list[CapturedResult]:
         return [self.captured.generate(prompt, self.exiting(mode, threshold), NEW) for prompt in self.prompts]
 
-    def rate(self, texts: list[CapturedText]) -> float:
+    def rate(self, texts: list[CapturedResult]) -> float:
         layers = [layer for text in texts for layer in text.exit_layers]
         return sum(layer == self.exit_layer for layer in layers) / len(layers)
 
@@ -107,7 +107,7 @@ class Bench:
             found[around * (1 + part)] = self.rate(self.texts(mode, around * (1 + part)))
         return min(found, key=lambda threshold: (found[threshold] < wanted, abs(found[threshold] - wanted)))
 
-    def floor_ms(self, mode: str, texts: list[CapturedText]) -> float:
+    def floor_ms(self, mode: str, texts: list[CapturedResult]) -> float:
         """A token's share of the weights that were read."""
         layers, exit = self.architecture.layers, self.exit_layer
         tokens = sum(len(text.tokens) for text in texts)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fathomlm.decode.captured import CapturedDecoder, CapturedText
+from fathomlm.decode.captured import CapturedDecoder, CapturedResult
 from fathomlm.decode.exiting import Exiting
 from fathomlm.decode.prompts import end_tokens
 from fathomlm.model.decoder import Decoder
@@ -109,7 +109,7 @@ class Bench:
             decoder, length=length, exit_layers=layer, max_stack=stack, compile=on_gpu, pack=args.pack
         )
 
-    def text(self, prompt: list[int], way: Way) -> CapturedText:
+    def text(self, prompt: list[int], way: Way) -> CapturedResult:
         fields: dict[str, Any] = {} if way.mode == "full" else {"exit_layers": (self.layer,)}
         if way.drafts:
             fields |= {"threshold": way.threshold, "max_stack": self.max_stack}
@@ -124,7 +124,7 @@ class Bench:
             self.text(prompt, Way("parallel", estimator))
         return float(estimator.threshold)
 
-    def race(self, prompts: Sequence[list[int]], ways: Sequence[Way]) -> list[tuple[dict[str, Any], list[CapturedText]]]:
+    def race(self, prompts: Sequence[list[int]], ways: Sequence[Way]) -> list[tuple[dict[str, Any], list[CapturedResult]]]:
         """Figures and texts of every way. Each prompt goes through all of them before the next one does, round after round,
         and of a text's times the shortest counts: what slows a machine down for a while would else be one way's fault."""
         for way in ways:
@@ -137,7 +137,7 @@ class Bench:
             found.append((self._figures(way, texts, sum(best)), texts))
         return found
 
-    def _figures(self, way: Way, texts: list[CapturedText], seconds: float) -> dict[str, Any]:
+    def _figures(self, way: Way, texts: list[CapturedResult], seconds: float) -> dict[str, Any]:
         tokens = sum(len(text.tokens) for text in texts)
         found = {"ms_per_token": 1e3 * seconds / tokens, "threshold": way.threshold, "tokens": tokens}
         if way.drafts:
@@ -153,7 +153,7 @@ class Bench:
 
 
 @torch.inference_mode()
-def judged(decoder: Decoder, prompts: Sequence[list[int]], texts: Sequence[CapturedText]) -> dict[str, float]:
+def judged(decoder: Decoder, prompts: Sequence[list[int]], texts: Sequence[CapturedResult]) -> dict[str, float]:
     """What the full model thinks of texts, each read as it stands: how often it would have chosen the same token, and its
     perplexity."""
     agreed, nats, count = 0, 0.0, 0
@@ -193,7 +193,7 @@ def held_out_loss(decoder: Decoder, layer: int, whole: Sequence[tuple[list[int],
     return losses | {"agreement": agreed / count, "tokens": count, "known": known / count}
 
 
-def same_text(texts: Sequence[CapturedText], full: Sequence[CapturedText]) -> dict[str, float]:
+def same_text(texts: Sequence[CapturedResult], full: Sequence[CapturedResult]) -> dict[str, float]:
     """How many texts are full decoding's to the last token, and how far the others go with it."""
     pairs = [(one.tokens, other.tokens) for one, other in zip(texts, full, strict=True)]
     far = [next((i for i, (a, b) in enumerate(zip(*pair, strict=False)) if a != b), min(map(len, pair))) for pair in pairs]

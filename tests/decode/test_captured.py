@@ -199,7 +199,7 @@ def test_the_gap_is_the_slow_ones_to_the_last_bit() -> None:
     [
         ({"exiting": Exiting(mode="oracle", exit_layers=(2,))}, "not oracle"),
         ({"exiting": Exiting(mode="parallel", exit_layers=(3,))}, "exit after layer 2"),
-        ({"exiting": Exiting(mode="parallel", exit_layers=(2,), refine=1.0)}, "no refinement"),
+        ({"exiting": Exiting(mode="parallel", exit_layers=(2,), refine=1.0)}, "without refinement"),
         ({"exiting": Exiting(mode="parallel", exit_layers=(2,), max_stack=3)}, "a stack of 16"),
         ({"exiting": Exiting(mode="parallel", exit_layers=(2,), confidence="max")}, "'gap'"),
         ({"prompt": []}, "no token"),

@@ -17,11 +17,11 @@ from fathomlm.serve.middleware import is_loopback
 from fathomlm.serve.options import ServeOptions
 from fathomlm.serve.server import Server, address_of, bind
 from fathomlm.serve.service import ServedModel, Service
-from fathomlm.serve.tokens import TokenTexts
+from fathomlm.serve.tokens import TokenStrings
 
 
 def test_bytes_of_tokens_make_up_any_text(tiny_tokenizer: Any) -> None:
-    texts = TokenTexts(tiny_tokenizer)
+    texts = TokenStrings(tiny_tokenizer)
     text = "the depth: µ, 深い, 🐋 and \x00\x1f"
     tokens = tiny_tokenizer(text)["input_ids"]
     assert any("\N{REPLACEMENT CHARACTER}" in texts.text(token) for token in tokens)  # some are parts of a character
@@ -29,13 +29,13 @@ def test_bytes_of_tokens_make_up_any_text(tiny_tokenizer: Any) -> None:
 
 
 def test_special_tokens_have_their_name(tiny_tokenizer: Any) -> None:
-    texts = TokenTexts(tiny_tokenizer)
+    texts = TokenStrings(tiny_tokenizer)
     assert texts.text(tiny_tokenizer.eos_token_id) == "<|im_end|>"
     assert texts.bytes(tiny_tokenizer.eos_token_id) == list(b"<|im_end|>")
 
 
 def test_without_a_tokenizer_tokens_are_numbers() -> None:
-    assert (TokenTexts(None).text(7), TokenTexts(None).bytes(7)) == ("token_id:7", None)
+    assert (TokenStrings(None).text(7), TokenStrings(None).bytes(7)) == ("token_id:7", None)
 
 
 @pytest.mark.parametrize(

@@ -75,7 +75,7 @@ def brute_expert(trace: RoutingTrace, counted: list[float]) -> dict[str, float]:
         for decision in trace.decisions:
             entropy, square, many = 0.0, 0.0, 0
             for n in range(decision.logits_BN.shape[1]):
-                if not decision.asked_BN[b, n]:
+                if not decision.candidates_BN[b, n]:
                     continue
                 said, was = float(decision.judge_BN[b, n]), bool(decision.chosen_BN[b, n])
                 p = 1 / (1 + math.exp(-said))
@@ -151,7 +151,7 @@ def rows_of(trace: RoutingTrace, row: int) -> RoutingTrace:
 
     return RoutingTrace(
         [
-            Decision(cut(d.logits_BN), cut(d.judge_BN), cut(d.chosen_BN), cut(d.slots_BN), cut(d.asked_BN), d.selective)
+            Decision(cut(d.logits_BN), cut(d.judge_BN), cut(d.chosen_BN), cut(d.slots_BN), cut(d.candidates_BN), d.selective)
             for d in trace.decisions
         ],
         *(cut(t) for t in (trace.depth_logits_BTR, trace.depth_scores_BTR, trace.depths_BT, trace.keep_BT)),

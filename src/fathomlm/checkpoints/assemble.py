@@ -18,7 +18,7 @@ from fathomlm.model.seq2seq import FathomForSeq2SeqLM, FathomModel, FathomSeq2Se
 
 Model = TypeVar("Model", FathomForCausalLM, FathomForSeq2SeqLM)
 Reader = Callable[[str], torch.Tensor]
-Tick = Callable[[int, int], None]
+OnProgress = Callable[[int, int], None]
 """Told how many layers of how many are done."""
 
 

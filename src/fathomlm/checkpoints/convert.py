@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fathomlm.checkpoints.assemble import ModelBase, Tick, configure, configure_seq2seq, finish, put, replan
+from fathomlm.checkpoints.assemble import ModelBase, OnProgress, configure, configure_seq2seq, finish, put, replan
 from fathomlm.checkpoints.resolve import describe, open_source, parse_device, parse_dtype
 from fathomlm.checkpoints.source import BaseCheckpoint, layer_parameter_shapes
 from fathomlm.checkpoints.tying import (
@@ -58,7 +58,7 @@ def convert(
     dtype: torch.dtype | str | None = None,
     device: torch.device | str = "cpu",
     seed: int = 0,
-    on_layer: Tick | None = None,
+    on_layer: OnProgress | None = None,
 ) -> FathomModel:
     """A recursive model made from a plain one, given as a loaded model or as any source that `load` takes.
 
@@ -204,7 +204,7 @@ class _Conversion:
     device: torch.device
     generator: torch.Generator
 
-    def run(self, on_layer: Tick | None) -> None:
+    def run(self, on_layer: OnProgress | None) -> None:
         plan = self.result.plan
         starts = starting_layers(plan, self.start.init)
         total = plan.unique_layers

@@ -178,9 +178,9 @@ def _own(decoder: Decoder) -> dict[str, Tensor]:
     return {name: value.detach().cpu().contiguous() for name, value in found if name.startswith(OWN)}
 
 
-def _exit_vocab(decoder: Decoder, asked: Tensor | None) -> Tensor | None:
+def _exit_vocab(decoder: Decoder, requested: Tensor | None) -> Tensor | None:
     """The tokens to store, in order: those that are given, else the decoder's."""
-    tokens = decoder.exit_vocab.vocab_W if asked is None and decoder.exit_vocab is not None else asked
+    tokens = decoder.exit_vocab.vocab_W if requested is None and decoder.exit_vocab is not None else requested
     if tokens is None:
         return None
     check_exit_vocab(tokens, decoder.architecture.vocab)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig
 
-from fathomlm.checkpoints.assemble import Tick
+from fathomlm.checkpoints.assemble import OnProgress
 from fathomlm.checkpoints.families import family_for, hf_name
 from fathomlm.checkpoints.huggingface import fuse_qkv
 from fathomlm.checkpoints.resolve import dtype_name
@@ -35,7 +35,7 @@ def export(
     *,
     force: bool = False,
     shard_bytes: int = SHARD_BYTES,
-    on_layer: Tick | None = None,
+    on_layer: OnProgress | None = None,
 ) -> Path:
     """Write `model` unrolled into the directory `out`, and return it."""
     out = Path(out)
@@ -107,7 +107,7 @@ def _config(model: FathomModel, unrolled: Architecture) -> dict[str, Any]:
 
 
 @torch.no_grad()
-def _tensors(model: FathomModel, on_layer: Tick | None) -> Iterator[tuple[str, Tensor]]:
+def _tensors(model: FathomModel, on_layer: OnProgress | None) -> Iterator[tuple[str, Tensor]]:
     """The plain model's tensors by Hugging Face's names, in order, each made when it is asked for."""
     family = family_for(model.architecture)
     decoder = model.decoder

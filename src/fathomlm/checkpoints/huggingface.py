@@ -163,8 +163,8 @@ def read_tokenizer(directory: Path, config: dict[str, Any] | None = None) -> Any
     except FathomError:
         raise
     except Exception as error:  # the tokenizers library raises a bare Exception on a corrupt tokenizer.json
-        said = (str(error).splitlines() or [type(error).__name__])[0]
-        raise CheckpointError(f"{directory}: the tokenizer cannot be read ({said:.300})") from error
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise CheckpointError(f"{directory}: the tokenizer cannot be read ({reason:.300})") from error
 
 
 def _tokenizer_config(directory: Path, config: dict[str, Any] | None) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from typing import Any
 from fathomlm.checkpoints.tying import INITS, NORM_INITS, RELAX_INITS
 from fathomlm.cli.model_options import SOURCE, DtypeOptions, ForceOptions, JsonOptions, SeedOptions
 from fathomlm.cli.plan_options import PlanOptions, RelaxOptions, RouterOptions
-from fathomlm.cli.progress import layer_bar
+from fathomlm.cli.progress import progress_bar
 from fathomlm.options import option, section
 from fathomlm.sizes import amount
 
@@ -55,8 +55,8 @@ class Convert(ForceOptions, DtypeOptions, SeedOptions, JsonOptions):
         begin = time.perf_counter()
         fields: dict[str, Any] = asdict(self.plan) | asdict(self.inits) | asdict(self.relaxation)
         fields |= {"router": self.routing.routing, "kv": self.routing.kv}
-        with layer_bar("converting") as tick:
-            model = convert(self.model, dtype=self.dtype, device=self.device, seed=self.seed, on_layer=tick, **fields)
+        with progress_bar("converting") as update:
+            model = convert(self.model, dtype=self.dtype, device=self.device, seed=self.seed, on_layer=update, **fields)
         save(model, self.out, self.force)
         seconds = time.perf_counter() - begin
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from fathomlm.cli.model_options import JsonOptions
-from fathomlm.cli.progress import layer_bar
+from fathomlm.cli.progress import progress_bar
 from fathomlm.options import like, option
 from fathomlm.sizes import amount
 from fathomlm.train.data.options import PrepareOptions
@@ -77,8 +77,8 @@ class Check(JsonOptions):
         from fathomlm.train.data.corpus import Corpus
 
         corpus = Corpus.open(self.corpus)
-        with layer_bar("checking", unit="shards") as tick:
-            corpus.verify(tick)
+        with progress_bar("checking", unit="shards") as update:
+            corpus.verify(update)
         if self.json:
             print(json.dumps({**_record(corpus), "whole": True}))
         else:

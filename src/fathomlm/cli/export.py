@@ -19,7 +19,7 @@ from fathomlm.cli.model_options import (
     JsonOptions,
     threshold_file,
 )
-from fathomlm.cli.progress import Tick, layer_bar
+from fathomlm.cli.progress import ProgressUpdate, progress_bar
 from fathomlm.errors import OptionError
 from fathomlm.options import like, option, section
 from fathomlm.sizes import amount
@@ -87,8 +87,8 @@ def _plain(options: Export, model: FathomModel, limit: int) -> int:
     from fathomlm.checkpoints.families import family_for
     from fathomlm.checkpoints.resolve import describe, dtype_name
 
-    with layer_bar("exporting") as tick:
-        export(model, options.out, force=options.force, shard_bytes=limit, on_layer=tick)
+    with progress_bar("exporting") as update:
+        export(model, options.out, force=options.force, shard_bytes=limit, on_layer=update)
     kind = family_for(model.architecture).architecture_class
     left_out = describe_exits(model) if model.plan.exits else None
     size = _record(options, {"class": kind, "layers": model.plan.unrolled_layers}, {"left_out": left_out})
@@ -189,19 +189,19 @@ def _frequent(options: Export, model: FathomModel, sources: Sequence[DataSource]
 
     if model.tokenizer is None:
         raise OptionError(f"{options.model} has no tokenizer, so tokens cannot be counted")
-    with layer_bar("counting tokens", unit="bytes") as tick:
-        texts = _texts(sources, options.pack.column or "text", tick)
+    with progress_bar("counting tokens", unit="bytes") as update:
+        texts = _texts(sources, options.pack.column or "text", update)
         vocab, ends = model.architecture.vocab, end_tokens(model)
         return frequent_tokens(texts, model.tokenizer, most, vocab=vocab, always=ends)
 
 
-def _texts(sources: Sequence[DataSource], column: str, tick: Tick) -> Iterator[str]:
+def _texts(sources: Sequence[DataSource], column: str, update: ProgressUpdate) -> Iterator[str]:
     from fathomlm.train.data.sources import read
 
     sizes = [source.bytes or 0 for source in sources]
     for number, source in enumerate(sources):
         for document in read(source, (column,)):
-            tick(sum(sizes[:number]) + document.position, sum(sizes))
+            update(sum(sizes[:number]) + document.position, sum(sizes))
             yield document.fields[0]
 
 

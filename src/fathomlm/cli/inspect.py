@@ -34,12 +34,12 @@ class Inspect(JsonOptions):
     relaxation: RelaxOptions = section(RelaxOptions, "relaxation")
 
     def run(self) -> int:
-        asked = self.plan.sharing is not None or self.plan.recursions is not None
-        if self.plan.resize is not None and not asked:
+        planned = self.plan.sharing is not None or self.plan.recursions is not None
+        if self.plan.resize is not None and not planned:
             raise OptionError("--resize requires --sharing or --recursions")
         architecture, own_plan, own_relaxation = _read(self.model)
         kept = None
-        if asked:
+        if planned:
             recursions = DEFAULT_RECURSIONS if self.plan.recursions is None else self.plan.recursions
             plan = DepthPlan.build(self.plan.sharing or "cycle", recursions, architecture.layers, self.plan.resize)
         elif own_plan is not None:

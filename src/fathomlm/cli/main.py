@@ -71,7 +71,7 @@ COMMANDS: dict[str, Command] = {
             "tasks": Command(help="accuracy and perplexity on likelihood tasks", options="lab.cli.eval_tasks:Tasks"),
             "ppl": Command(help="perplexity and bits per byte on text", options="lab.cli.eval_ppl:Perplexity"),
             "generate": Command(
-                help="ROUGE, BLEU or SQuAD scores with latency and exit rate", options="lab.cli.eval_generate:GenerateTexts"
+                help="ROUGE, BLEU or SQuAD scores with latency and exit rate", options="lab.cli.eval_generate:EvalGenerate"
             ),
             "frontier": Command(
                 help="quality against latency and FLOPs over thresholds, depths or exit layers",

@@ -140,7 +140,7 @@ def read_text(path: Path) -> str:
         raise OptionError(f"cannot read {path}: {error.strerror}") from error
 
 
-def read_texts(data: Sequence[str], column: str, limit: int | None = None, *, empty: bool = False) -> list[str]:
+def read_documents(data: Sequence[str], column: str, limit: int | None = None, *, empty: bool = False) -> list[str]:
     """The first documents of some sources, or all; `empty` keeps those without text."""
     from fathomlm.train.data.sources import expand, read
 

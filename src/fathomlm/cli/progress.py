@@ -15,14 +15,14 @@ if TYPE_CHECKING:
     from rich.progress import TaskID
 
 
-class Tick(Protocol):
+class ProgressUpdate(Protocol):
     """Told how much is done, and of how much."""
 
     def __call__(self, done: int, total: int, note: str = "") -> None: ...
 
 
 @contextmanager
-def layer_bar(what: str, unit: str = "layers", *, still: bool = False) -> Iterator[Tick]:
+def progress_bar(what: str, unit: str = "layers", *, still: bool = False) -> Iterator[ProgressUpdate]:
     """A bar. A `still` one is drawn only when it is told, because a thread that draws takes time from what is measured."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -41,13 +41,13 @@ def layer_bar(what: str, unit: str = "layers", *, still: bool = False) -> Iterat
     with Progress(*columns, console=console, transient=True, disable=hidden, auto_refresh=not still) as progress:
         task = progress.add_task(what, total=None, note="")
 
-        def tick(done: int, total: int, note: str = "") -> None:
+        def update(done: int, total: int, note: str = "") -> None:
             progress.update(task, completed=done, total=total, note=note, refresh=still)
 
-        yield tick
+        yield update
 
 
-def say(text: str) -> None:
+def log(text: str) -> None:
     """What is being done now, a line."""
     print(text, file=sys.stderr, flush=True)
 

@@ -130,18 +130,18 @@ def read_engine(options: Serve) -> EngineOptions:
     return replace(options.engine, batch_size=batch_size, max_logprobs=MAX_LOGPROBS)
 
 
-def check_memory(asked: int | None, device: str) -> None:
+def check_memory(requested: int | None, device: str) -> None:
     """Refuse what the machine does not have before a model is loaded for it."""
-    if asked is None:
+    if requested is None:
         return
     if device.startswith("cuda"):
         import torch
 
-        has = torch.cuda.mem_get_info(device)[1] if torch.cuda.is_available() else asked
+        has = torch.cuda.mem_get_info(device)[1] if torch.cuda.is_available() else requested
     else:
         has = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    if asked > has:
-        raise OptionError(f"--memory is {asked / 1e9:,.1f} GB, but {device} has {has / 1e9:,.1f} GB")
+    if requested > has:
+        raise OptionError(f"--memory is {requested / 1e9:,.1f} GB, but {device} has {has / 1e9:,.1f} GB")
 
 
 def read_exits(options: Serve) -> Exiting | None:

@@ -37,8 +37,8 @@ class Calibration:
     def check(self, exits: Sequence[int], confidence: str | None, where: str) -> None:
         """Refuse another exit (`exits` are step indices) or confidence than it was learnt for."""
         if tuple(exits) != (self.exit_layer - 1,):
-            asked = ", ".join(str(index + 1) for index in exits)
-            raise OptionError(f"{where} was calibrated for an exit after layer {self.exit_layer}, not {asked}")
+            requested = ", ".join(str(index + 1) for index in exits)
+            raise OptionError(f"{where} was calibrated for an exit after layer {self.exit_layer}, not {requested}")
         if confidence != self.confidence:
             raise OptionError(f"{where} was calibrated for the confidence '{self.confidence}', not '{confidence}'")
 

@@ -23,7 +23,7 @@ MODES = ("full", "static", "state-copy", "parallel", "speculative")
 
 
 @dataclass(slots=True)
-class CapturedText:
+class CapturedResult:
     """What came of one prompt."""
 
     tokens: list[int] = field(default_factory=list)
@@ -91,7 +91,7 @@ class CapturedDecoder:
         ends: Collection[int] = (),
         memory: EncoderMemory | None = None,
         on_token: Callable[[int, int], bool] | None = None,
-    ) -> CapturedText:
+    ) -> CapturedResult:
         """Continue a prompt greedily, to an end token or `max_new_tokens`. `memory` is an encoder's output, of one row.
         `on_token` is given each token and the layer after which it was chosen, and says whether to go on."""
         self._check(prompt, exiting, max_new_tokens)
@@ -99,147 +99,147 @@ class CapturedDecoder:
         threshold = exiting.threshold_now() or 0.0
         with torch.no_grad():
             if memory is not None and not self.steps.ready:  # recorded work looks at room that is there
-                self.steps.look_at(memory)
+                self.steps.set_memory(memory)
             mode = _recorded_mode(exiting)
             self.steps.record(mode)
             begun = time.perf_counter()
             if memory is not None:
-                self.steps.look_at(memory)
+                self.steps.set_memory(memory)
             self.steps.read(prompt, shallow=exiting.mode == "static")
-            text = CapturedText()
+            text = CapturedResult()
             run = {"full": self._full, "static": self._static}.get(exiting.mode)
-            going = _Going(text, max_new_tokens, frozenset(ends), exiting.estimator is not None, on_token)
+            state = _DecodingState(text, max_new_tokens, frozenset(ends), exiting.estimator is not None, on_token)
             self.steps.synchronize()
             text.prefill_seconds = time.perf_counter() - begun
             begun = time.perf_counter()
             if run is not None:
-                run(going)
+                run(state)
             elif exiting.mode == "state-copy":
-                self._state_copy(going, threshold)
+                self._state_copy(state, threshold)
             elif exiting.mode == "parallel":
-                self._parallel(going, threshold)
+                self._parallel(state, threshold)
             elif mode == "cycle":
-                self._cycles(going)
+                self._cycles(state)
             else:
-                self._speculative(going, threshold, len(prompt))
+                self._speculative(state, threshold, len(prompt))
             self.steps.synchronize()
             text.decode_seconds = time.perf_counter() - begun
         if exiting.estimator is not None:
-            if going.samples:
-                exiting.estimator.observe(*map(list, zip(*going.samples, strict=True)))
+            if state.samples:
+                exiting.estimator.observe(*map(list, zip(*state.samples, strict=True)))
             exiting.estimator.end_sequence()
         return text
 
     # The modes. Each tells which recorded step comes next.
 
-    def _full(self, going: _Going) -> None:
-        while going.on:
+    def _full(self, state: _DecodingState) -> None:
+        while state.on:
             self.steps.run("full")
-            going.take(int(self.steps.tell()[1]), self.steps.layers)
+            state.take(int(self.steps.result()[1]), self.steps.layers)
 
-    def _static(self, going: _Going) -> None:
-        while going.on:
+    def _static(self, state: _DecodingState) -> None:
+        while state.on:
             self.steps.run("static")
-            going.take(int(self.steps.tell()[1]), self._exit)
+            state.take(int(self.steps.result()[1]), self._exit)
 
-    def _state_copy(self, going: _Going, threshold: float) -> None:
-        while going.on:
-            going.take(*self._leave_somewhere(going, threshold))
+    def _state_copy(self, state: _DecodingState, threshold: float) -> None:
+        while state.on:
+            state.take(*self._run_to_exit(state, threshold))
 
-    def _leave_somewhere(self, going: _Going, threshold: float) -> tuple[int, int]:
+    def _run_to_exit(self, state: _DecodingState, threshold: float) -> tuple[int, int]:
         """One token through the layers until an exit is sure: its choice, and the layer."""
         exits = self.steps.exit_layers
         for number, layer in enumerate(exits):
             self.steps.run("segment", number)
-            sure, token = self._tell(going)
+            sure, token = self._exit_result(state)
             if exceeds(sure, threshold):
                 self.steps.run("copy", number)
                 return int(token), layer
         self.steps.run("segment", len(exits))
-        return int(self.steps.tell()[1]), self.steps.layers
+        return int(self.steps.result()[1]), self.steps.layers
 
-    def _parallel(self, going: _Going, threshold: float) -> None:
+    def _parallel(self, state: _DecodingState, threshold: float) -> None:
         waiting = 0
-        while going.on:
+        while state.on:
             self.steps.run("shallow")
             waiting += 1
-            sure, token = self._tell(going)
+            sure, token = self._exit_result(state)
             if not exceeds(sure, threshold):
-                self._choose_deep(going, waiting)
+                self._choose_deep(state, waiting)
                 waiting = 0
                 continue
-            self._leave(going, token)
-            if waiting == self.steps.max_stack or not going.on:
+            self._take_exit(state, token)
+            if waiting == self.steps.max_stack or not state.on:
                 self.steps.run("deep", self.steps.size(waiting), choose=False)
-                self._passed_deep(going, waiting)
+                self._passed_deep(state, waiting)
                 waiting = 0
 
-    def _speculative(self, going: _Going, threshold: float, begin: int) -> None:
+    def _speculative(self, state: _DecodingState, threshold: float, begin: int) -> None:
         """Draft until an exit is not sure, the stack is full or the text would be over; then keep what the whole model
         would have chosen. `begin` is how many tokens the prompt has."""
         drafts: list[int] = []
-        while going.on:
+        while state.on:
             self.steps.run("shallow")
-            sure, token = self._tell(going)
-            text, waiting = going.text, len(drafts) + 1
+            sure, token = self._exit_result(state)
+            text, waiting = state.text, len(drafts) + 1
             drafts.append(int(token))
             drafted = exceeds(sure, threshold)
-            over = int(token) in going.ends or len(text.tokens) + len(drafts) == going.most
+            over = int(token) in state.ends or len(text.tokens) + len(drafts) == state.most
             if drafted and waiting < self.steps.max_stack and not over:
                 continue
             self.steps.run("deep", self.steps.size(waiting), choose=False)
             text.deep_passes += 1
-            kept = self._keep(going, drafts if drafted else drafts[:-1], self.steps.deep_choices(waiting))
-            if going.learns:
-                self._note_agreements(going, waiting, min(kept + 1, waiting))
+            kept = self._keep(state, drafts if drafted else drafts[:-1], self.steps.deep_choices(waiting))
+            if state.learns:
+                self._note_agreements(state, waiting, min(kept + 1, waiting))
             drafts = []
-            if going.on:
+            if state.on:
                 self.steps.move(text.tokens[-1], begin + len(text.tokens) - 2)
 
-    def _cycles(self, going: _Going) -> None:
+    def _cycles(self, state: _DecodingState) -> None:
         """The same where every token is drafted: nothing depends on what an exit says, so drafts and their judgement are one
         recorded step. What is drafted behind an end is as if it had not been."""
-        while going.on:
+        while state.on:
             self.steps.run("cycle")
-            sures, drafts, wanted = self.steps.tell_cycle()
-            text = going.text
-            left = going.most - len(text.tokens)
-            waiting = next((i for i, token in enumerate(drafts, 1) if token in going.ends or i == left), len(drafts))
+            sures, drafts, wanted = self.steps.cycle_results()
+            text = state.text
+            left = state.most - len(text.tokens)
+            waiting = next((i for i, token in enumerate(drafts, 1) if token in state.ends or i == left), len(drafts))
             text.confidences += sures[:waiting]
             text.deep_passes += 1
-            self._keep(going, drafts[:waiting], wanted[:waiting])
+            self._keep(state, drafts[:waiting], wanted[:waiting])
 
-    def _keep(self, going: _Going, proposed: Sequence[int], wanted: Sequence[int]) -> int:
+    def _keep(self, state: _DecodingState, proposed: Sequence[int], wanted: Sequence[int]) -> int:
         """Take the drafts that are what the whole model wanted, and its own choice in the place of the first other one or
         behind them all, where it has one; returns how many drafts were kept."""
-        text = going.text
+        text = state.text
         kept = next((i for i, (a, b) in enumerate(zip(proposed, wanted, strict=False)) if a != b), len(proposed))
         text.drafted += len(proposed)
         text.judged += min(kept + 1, len(proposed))
         text.accepted += kept
         for draft in proposed[:kept]:
-            going.take(draft, self._exit)
-        if kept < len(wanted) and going.on:
-            going.take(wanted[kept], self.steps.layers)
+            state.take(draft, self._exit)
+        if kept < len(wanted) and state.on:
+            state.take(wanted[kept], self.steps.layers)
         return kept
 
-    def _tell(self, going: _Going) -> list[float]:
+    def _exit_result(self, state: _DecodingState) -> list[float]:
         """What an exit says: how sure it is, and its choice."""
-        told = self.steps.tell()
-        going.text.confidences.append(told[0])
-        going.proposed.append(int(told[1]))
-        return told
+        result = self.steps.result()
+        state.text.confidences.append(result[0])
+        state.proposed.append(int(result[1]))
+        return result
 
-    def _note_agreements(self, going: _Going, waiting: int, settled: int) -> None:
+    def _note_agreements(self, state: _DecodingState, waiting: int, settled: int) -> None:
         """Whether the exit chose what the whole model chose, for the first `settled` tokens of those that waited."""
-        first = len(going.proposed) - waiting
+        first = len(state.proposed) - waiting
         for i, choice in enumerate(self.steps.deep_choices(waiting)[:settled]):
-            going.samples.append((going.text.confidences[first + i], going.proposed[first + i] == choice))
+            state.samples.append((state.text.confidences[first + i], state.proposed[first + i] == choice))
 
-    def _passed_deep(self, going: _Going, waiting: int) -> None:
-        going.text.deep_passes += 1
-        if going.learns:
-            self._note_agreements(going, waiting, waiting)
+    def _passed_deep(self, state: _DecodingState, waiting: int) -> None:
+        state.text.deep_passes += 1
+        if state.learns:
+            self._note_agreements(state, waiting, waiting)
 
     @property
     def _exit(self) -> int:
@@ -247,13 +247,13 @@ class CapturedDecoder:
         (layer,) = self.steps.exit_layers
         return layer
 
-    def _leave(self, going: _Going, token: float) -> None:
-        going.take(int(token), self._exit)
+    def _take_exit(self, state: _DecodingState, token: float) -> None:
+        state.take(int(token), self._exit)
 
-    def _choose_deep(self, going: _Going, waiting: int) -> None:
+    def _choose_deep(self, state: _DecodingState, waiting: int) -> None:
         self.steps.run("deep", self.steps.size(waiting), choose=True)
-        self._passed_deep(going, waiting)
-        going.take(int(self.steps.tell()[1]), self.steps.layers)
+        self._passed_deep(state, waiting)
+        state.take(int(self.steps.result()[1]), self.steps.layers)
 
     def _check_memory(self, memory: EncoderMemory | None) -> None:
         room = self.steps.source
@@ -302,8 +302,8 @@ def check_exiting(exiting: Exiting) -> None:
 
 
 @dataclass(slots=True)
-class _Going:
-    text: CapturedText
+class _DecodingState:
+    text: CapturedResult
     most: int
     ends: frozenset[int]
     learns: bool = False

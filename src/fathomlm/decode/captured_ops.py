@@ -98,16 +98,16 @@ def clear(
     is the next one to run."""
     kept_K[: choices_N.shape[0]].copy_(choices_N)
     if chosen is not None:
-        choice_1, told_2 = chosen
+        choice_1, result_2 = chosen
         choice_1.copy_(choices_N.index_select(0, count_1))
-        told_2[1:].copy_(choice_1)
+        result_2[1:].copy_(choice_1)
     slots_K.fill_(scratch)
     count_1.fill_(-1)
 
 
 def judge(
     choices_K: Tensor, drafts_K2: Tensor, choice_1: Tensor, slot_1: Tensor, count_1: Tensor, slots_K: Tensor, scratch: int,
-    told_3K: Tensor,
+    results_3K: Tensor,
 ) -> None:  # fmt: skip
     """Of drafts that all ran: go back to the last token that the whole model would have chosen too, or to what it chooses in
     the place of the first other one; that is the next to run. The stack is empty then. The host is told how sure the drafts
@@ -118,14 +118,14 @@ def judge(
     taken_1 = torch.where(drafts_K == choices_K, K - 1, places_K).amin(0, keepdim=True)
     choice_1.copy_(choices_K.index_select(0, taken_1))
     slot_1.add_(taken_1 - (K - 1))
-    told_3K[0].copy_(drafts_K2[:, 0])
-    told_3K[1].copy_(drafts_K)
-    told_3K[2].copy_(choices_K)
+    results_3K[0].copy_(drafts_K2[:, 0])
+    results_3K[1].copy_(drafts_K)
+    results_3K[2].copy_(choices_K)
     slots_K.fill_(scratch)
     count_1.fill_(-1)
 
 
-def settle(logits_1V: Tensor, choice_1: Tensor, told_2: Tensor) -> None:
+def settle(logits_1V: Tensor, choice_1: Tensor, result_2: Tensor) -> None:
     """Write the likeliest token, and `confidence.gap`, where the next step and the host find them."""
-    best_and_gap(logits_1V, out=(choice_1, told_2[:1]))
-    told_2[1:].copy_(choice_1)
+    best_and_gap(logits_1V, out=(choice_1, result_2[:1]))
+    result_2[1:].copy_(choice_1)

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from fathomlm.decode.captured import CapturedDecoder, CapturedText, check_exiting
+from fathomlm.decode.captured import CapturedDecoder, CapturedResult, check_exiting
 from fathomlm.decode.exiting import DEFAULT_STACK, Exiting
 from fathomlm.decode.generation import ExitStatistics, Generation, SequenceState, TokenExit
 from fathomlm.decode.prompts import Prompt, check_context, encode_prompt
@@ -85,7 +85,7 @@ class CapturedSession:
             )
         return self._decoder
 
-    def _statistics(self, found: CapturedText, threshold: float | None) -> ExitStatistics:
+    def _statistics(self, found: CapturedResult, threshold: float | None) -> ExitStatistics:
         plan, layers = self.model.plan, self.model.plan.unrolled_layers
         # What waits for the layers behind the exit passes them in the end, drafts that are discarded too.
         waits = self.exiting.mode in ("parallel", "speculative")

@@ -72,28 +72,28 @@ class RecordedSteps:
         rows = TokenBatch(positions_BT=self._keys_1S, keep_BS=None, documents_BT=None, past=0)
         self._rows = decoder.equipped(rows, self._memory)
         # What the recorded work moves on. The stack's spare places point at the scratch slot.
-        self._choice, self._slot, self._count = (self._whole(1) for _ in range(3))
+        self._choice, self._slot, self._count = (self._zeros(1) for _ in range(3))
         self._states_KM = torch.zeros(max_stack, decoder.architecture.hidden, device=self._device, dtype=self._dtype)
-        self._slots_K, self._deep_choices_K = self._whole(max_stack), self._whole(max_stack)
-        self._told = torch.zeros(2, dtype=torch.float64, device=self._device)
+        self._slots_K, self._deep_choices_K = self._zeros(max_stack), self._zeros(max_stack)
+        self._result_2 = torch.zeros(2, dtype=torch.float64, device=self._device)
         self._drafts_K2 = torch.zeros(max_stack, 2, dtype=torch.float64, device=self._device)
-        self._told_3K = torch.zeros(3, max_stack, dtype=torch.float64, device=self._device)
+        self._results_3K = torch.zeros(3, max_stack, dtype=torch.float64, device=self._device)
         pinned = self._device.type == "cuda"
-        self._heard = torch.zeros(2, dtype=torch.float64, pin_memory=pinned)
-        self._heard_3K = torch.zeros(3, max_stack, dtype=torch.float64, pin_memory=pinned)
+        self._host_result_2 = torch.zeros(2, dtype=torch.float64, pin_memory=pinned)
+        self._host_results_3K = torch.zeros(3, max_stack, dtype=torch.float64, pin_memory=pinned)
         self._done = torch.cuda.Event() if self._device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self._recorded: dict[tuple[str, int, bool], Callable[[], None]] = {}
         self._pool: Any = None
         self._packed = decoder.pack_layers(self._own) if pack else None
-        self._look: Callable[..., AttentionMasks] = added_masks
+        self._build_masks: Callable[..., AttentionMasks] = added_masks
         self._move_on, self._push, self._clear, self._judge = move_on, push, clear, judge
         if compile:
             decoder.compile_layers()
-            self._look = torch.compile(added_masks, dynamic=False)
+            self._build_masks = torch.compile(added_masks, dynamic=False)
             moves = (move_on, push, clear, judge)
             self._move_on, self._push, self._clear, self._judge = (torch.compile(f, dynamic=False) for f in moves)
 
-    def look_at(self, memory: EncoderMemory) -> None:
+    def set_memory(self, memory: EncoderMemory) -> None:
         """Put an encoder's output, of one row, where the recorded work looks. Its keys and values are made here, once."""
         assert self._memory is not None
         with _not_compiled():
@@ -106,25 +106,25 @@ class RecordedSteps:
 
     def _step_shallow(self) -> None:
         self._draft()
-        self._tell_host()
+        self._copy_to_host()
 
     def _draft(self) -> None:
         self._move_on(self._slot, self._count)
         x_11M, logits_11V = self._ask(self.decoder.enter(self._choice[None]), self._shallow, self._slot)
         self._push(self._states_KM, self._slots_K, self._count, x_11M[0], self._slot)
-        settle(logits_11V[0], self._choice, self._told)
+        settle(logits_11V[0], self._choice, self._result_2)
 
     def _step_cycle(self) -> None:
         for place in range(self.max_stack):
             self._draft()
-            self._drafts_K2[place].copy_(self._told)
+            self._drafts_K2[place].copy_(self._result_2)
         _, logits_1KV = self._ask(self._states_KM[None], self._deep, self._slots_K)
         choices_K, _ = best_and_gap(logits_1KV[0])
         self._judge(
             choices_K, self._drafts_K2, self._choice, self._slot, self._count, self._slots_K, self.cache.scratch,
-            self._told_3K,
+            self._results_3K,
         )  # fmt: skip
-        self._heard_3K.copy_(self._told_3K, non_blocking=True)
+        self._host_results_3K.copy_(self._results_3K, non_blocking=True)
 
     def _step_segment(self, number: int) -> None:
         """State copying keeps one state, in the stack's first place."""
@@ -140,10 +140,10 @@ class RecordedSteps:
         slots_N = self._slots_K[:size]
         _, logits_1NV = self._ask(self._states_KM[None, :size], self._deep, slots_N)
         choices_N, _ = best_and_gap(logits_1NV[0])
-        chosen = (self._choice, self._told) if choose else None
+        chosen = (self._choice, self._result_2) if choose else None
         self._clear(choices_N, self._deep_choices_K, self._slots_K, self._count, self.cache.scratch, chosen)
         if choose:
-            self._tell_host()
+            self._copy_to_host()
 
     def _step_copy(self, number: int) -> None:
         own = self.decoder.plan.exit_steps(layer - 1 for layer in self.exit_layers[number + 1 :])
@@ -152,12 +152,12 @@ class RecordedSteps:
         self.decoder.keep_entries(self._states_KM[None, :1], behind, self._masks(behind, self._slot), self.cache)
 
     def _conclude(self, logits_1V: Tensor) -> None:
-        settle(logits_1V, self._choice, self._told)
-        self._tell_host()
+        settle(logits_1V, self._choice, self._result_2)
+        self._copy_to_host()
 
-    def _tell_host(self) -> None:
+    def _copy_to_host(self) -> None:
         """A part of the recorded work: what the host is waiting for is there when the step ends."""
-        self._heard.copy_(self._told, non_blocking=True)
+        self._host_result_2.copy_(self._result_2, non_blocking=True)
 
     def _ask(self, x_1NM: Tensor, steps: Sequence[Step], slots_N: Tensor) -> tuple[Tensor, Tensor]:
         """The stream after some steps, and the scores there: of the exit, whose own layer runs too, or of the end."""
@@ -182,7 +182,9 @@ class RecordedSteps:
         decoder.run_steps(x_1NM, steps[first:], masks, self.cache, self._packed)
 
     def _masks(self, steps: Sequence[Step], slots_N: Tensor) -> AttentionMasks:
-        return self._look(self.decoder.architecture, steps, self._rows, self._dtype, slots_N[None], keys_BK=self._keys_1S)
+        return self._build_masks(
+            self.decoder.architecture, steps, self._rows, self._dtype, slots_N[None], keys_BK=self._keys_1S
+        )
 
     # Recording and replaying.
 
@@ -236,16 +238,16 @@ class RecordedSteps:
         if self._done is not None:
             self._done.record()
 
-    def tell(self) -> list[float]:
+    def result(self) -> list[float]:
         """Waits for the step: how sure it was, and its choice."""
         self._wait()
-        told: list[float] = self._heard.tolist()
-        return told
+        result: list[float] = self._host_result_2.tolist()
+        return result
 
-    def tell_cycle(self) -> tuple[list[float], list[int], list[int]]:
+    def cycle_results(self) -> tuple[list[float], list[int], list[int]]:
         """Waits for a cycle: how sure its drafts were, the drafts, and what the whole model chose in their places."""
         self._wait()
-        sures, drafts, choices = self._heard_3K.tolist()
+        sures, drafts, choices = self._host_results_3K.tolist()
         return sures, [int(token) for token in drafts], [int(token) for token in choices]
 
     def _wait(self) -> None:
@@ -284,7 +286,7 @@ class RecordedSteps:
         """The recorded size that so many tokens take."""
         return next(size for size in self._sizes() if size >= waiting)
 
-    def _whole(self, many: int) -> Tensor:
+    def _zeros(self, many: int) -> Tensor:
         return torch.zeros(many, dtype=torch.long, device=self._device)
 
     @property

@@ -166,9 +166,9 @@ if triton is not None:
     @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
     def move_kernel(  # type: ignore[no-untyped-def]
         rows_ptr, recursion_ptr, live_ptr, positions_ptr, out_ptr, main_ptr, judge_ptr, selective_ptr, least_ptr,
-        x_ptr, said_ptr, depth_ptr, entries_ptr, recursion_tables_ptr, stage_ptr, since_ptr, token_ptr, epoch_ptr,
+        x_ptr, logits_ptr, depth_ptr, entries_ptr, recursion_tables_ptr, stage_ptr, since_ptr, token_ptr, epoch_ptr,
         deepest_ptr, clock_ptr, alpha, bias,
-        R: tl.constexpr, C: tl.constexpr, T: tl.constexpr, M: tl.constexpr, HIDDEN: tl.constexpr, SAID: tl.constexpr,
+        R: tl.constexpr, C: tl.constexpr, T: tl.constexpr, M: tl.constexpr, HIDDEN: tl.constexpr, LOGITS: tl.constexpr,
         OWN: tl.constexpr, ARRIVES: tl.constexpr, SCORE: tl.constexpr, CHANGE: tl.constexpr, CHOICE: tl.constexpr,
     ):  # fmt: skip
         """Rows behind a pass, or (ARRIVES) in front of the first one: the stream as routers weigh it goes back to its slot,
@@ -186,12 +186,12 @@ if triton is not None:
                 recursion = tl.load(recursion_ptr + row)
                 follows = recursion + 1
                 old = tl.load(x_ptr + slot * M + column, mask=here, other=0.0).to(tl.float32)
-                said = tl.load(said_ptr + slot * R + recursion)
-                score = said
+                logit_in = tl.load(logits_ptr + slot * R + recursion)
+                score = logit_in
                 if SCORE == "sigmoid":
-                    score = tl.sigmoid(said)
+                    score = tl.sigmoid(logit_in)
                 if SCORE == "tanh":
-                    score = 2 * tl.sigmoid(2 * said) - 1
+                    score = 2 * tl.sigmoid(2 * logit_in) - 1
                 gate = alpha * score
                 new = ((1 - gate) if CHANGE else 1.0) * old + gate * new
                 tl.store(depth_ptr + slot, follows)
@@ -200,28 +200,28 @@ if triton is not None:
                     tl.store(count_ptr, tl.load(count_ptr) + 1)
             kept = new.to(x_ptr.dtype.element_ty)
             tl.store(x_ptr + slot * M + column, kept, mask=here)
-            asked = tl.minimum(follows, R - 1)
+            next_recursion = tl.minimum(follows, R - 1)
             wide = kept.to(tl.float32)
-            logit = tl.sum(wide * tl.load(main_ptr + asked * M + column, mask=here, other=0.0), 0)
+            logit = tl.sum(wide * tl.load(main_ptr + next_recursion * M + column, mask=here, other=0.0), 0)
             if ARRIVES:
-                number = tl.arange(0, SAID)
-                tl.store(said_ptr + slot * R + number, tl.where(number == 0, logit, 0.0), mask=number < R)
+                number = tl.arange(0, LOGITS)
+                tl.store(logits_ptr + slot * R + number, tl.where(number == 0, logit, 0.0), mask=number < R)
                 stage = follows + _CORE
             else:
-                tl.store(said_ptr + slot * R + asked, logit)
+                tl.store(logits_ptr + slot * R + next_recursion, logit)
                 if CHOICE == "router":
-                    judged = tl.sum(wide * tl.load(judge_ptr + asked * M + column, mask=here, other=0.0), 0)
-                    goes = (judged + bias >= 0) | (tl.load(selective_ptr + asked) == 0)
+                    judged = tl.sum(wide * tl.load(judge_ptr + next_recursion * M + column, mask=here, other=0.0), 0)
+                    goes = (judged + bias >= 0) | (tl.load(selective_ptr + next_recursion) == 0)
                 else:
                     number = tl.load(positions_ptr + row)
                     if CHOICE == "forced":
                         number += 7919 * tl.load(epoch_ptr + slot * C)
                     else:
                         number += 1000003 * tl.load(token_ptr + slot * C)  # routers.draw_key
-                    goes = _drawn(number, asked) >= tl.load(least_ptr + asked)
+                    goes = _drawn(number, next_recursion) >= tl.load(least_ptr + next_recursion)
                     if CHOICE == "random":
-                        goes = goes | (tl.load(selective_ptr + asked) == 0)
-                goes = goes & (asked < tl.load(deepest_ptr + slot * C)) & (follows < R)
+                        goes = goes | (tl.load(selective_ptr + next_recursion) == 0)
+                goes = goes & (next_recursion < tl.load(deepest_ptr + slot * C)) & (follows < R)
                 stage = tl.where(goes, _CORE + follows, _CORE + R)
             tl.store(stage_ptr + slot * C, stage.to(tl.int64))
             tl.store(since_ptr + slot * C, tl.load(clock_ptr))

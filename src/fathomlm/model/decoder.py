@@ -174,8 +174,8 @@ class Decoder(LayerStack):
         run: list[Step] = []
         for step in self.plan:
             run.append(step)
-            asked = {step.index, *(own.index for own in self.plan.exit_steps((step.index,)))}
-            pause = not asked.isdisjoint(at) or step.index == self.plan.unrolled_layers - 1
+            outputs = {step.index, *(own.index for own in self.plan.exit_steps((step.index,)))}
+            pause = not outputs.isdisjoint(at) or step.index == self.plan.unrolled_layers - 1
             if pause or recompute == "layer" or (recompute == "recursion" and self.plan.is_last_of_recursion(step)):
                 yield run
                 run = []

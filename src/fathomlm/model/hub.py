@@ -180,10 +180,12 @@ class FathomForCausalLM(Shell, GenerationMixin):  # type: ignore[misc]
         )
 
 
-def check_outputs(config: FathomConfig, asked: dict[str, Any]) -> None:
+def check_outputs(config: FathomConfig, requested: dict[str, Any]) -> None:
     """Refuse what would be asked for in vain: other models of transformers take it, and change what they return or see."""
-    named = {name: asked.get(name, getattr(config, name, None)) for name in ("output_attentions", "output_router_logits")}
-    named |= {name: asked.get(name) for name in REFUSED}
+    named = {
+        name: requested.get(name, getattr(config, name, None)) for name in ("output_attentions", "output_router_logits")
+    }
+    named |= {name: requested.get(name) for name in REFUSED}
     for name in (name for name, value in named.items() if value is not None and value is not False):
         raise ValueError(f"{name} is not supported by FathomLM models; leave it out")
 
@@ -192,12 +194,12 @@ REFUSED = ("cu_seq_lens_q", "cu_seq_lens_k", "head_mask", "decoder_head_mask", "
 """Sequences packed into one row, and heads left out."""
 
 
-def wanted_states(config: FathomConfig, asked: bool | None) -> list[Tensor] | None:
+def wanted_states(config: FathomConfig, requested: bool | None) -> list[Tensor] | None:
     """Where the hidden states go, if they are wanted."""
-    asked = config.output_hidden_states if asked is None else asked
-    if not isinstance(asked, bool):
-        raise ValueError(f"output_hidden_states must be True or False, got {asked!r}")
-    return [] if asked else None
+    requested = config.output_hidden_states if requested is None else requested
+    if not isinstance(requested, bool):
+        raise ValueError(f"output_hidden_states must be True or False, got {requested!r}")
+    return [] if requested else None
 
 
 class HubCache:

@@ -24,7 +24,7 @@ from fathomlm.serve.metrics import Metrics
 from fathomlm.serve.options import ServeOptions
 from fathomlm.serve.responses import ResponseFormat
 
-LAST_WORDS = 5.0
+FINAL_SEND_SECONDS = 5.0
 """Seconds in which a client has to take the message that its request took too long."""
 KNOCK = 0.2
 """Seconds between two comments to a client that has closed its side of a stream."""
@@ -233,14 +233,14 @@ class EventStream(Response):
         except Exception:
             await self._send_error(send, ApiError(500, INTERNAL, code="internal_error"))
             raise
-        async with asyncio.timeout(LAST_WORDS):
+        async with asyncio.timeout(FINAL_SEND_SECONDS):
             await _send_event(send, b"[DONE]")
             await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _send_error(self, send: Send, error: ApiError) -> None:
         """The status went out long ago, so the error is an event; OpenAI's client raises it all the same."""
         self._handler.entry.problem = self._handler.entry.problem or error.message
-        async with asyncio.timeout(LAST_WORDS):
+        async with asyncio.timeout(FINAL_SEND_SECONDS):
             await _send_event(send, to_json(error.record()))
 
 

@@ -95,7 +95,7 @@ class Connections:
         new.counted = True
         return True
 
-    def leave(self, gone: Connection) -> None:
+    def remove(self, gone: Connection) -> None:
         """Its place is free, although its last bytes may still be on their way."""
         self.waiting.pop(gone, None)
         if not gone.counted:
@@ -190,7 +190,7 @@ class Connection(H11Protocol):
         if not self._admitted:
             self._all.refused.discard(self)
             return
-        self._all.leave(self)
+        self._all.remove(self)
         super().connection_lost(exc)
 
     def on_response_complete(self) -> None:
@@ -272,7 +272,7 @@ class Connection(H11Protocol):
             self._answer(ApiError(408, message, code="too_many_connections"))
         if self.transport.get_write_buffer_size():
             self.transport.abort()
-        self._all.leave(self)
+        self._all.remove(self)
 
     def _refuse(self) -> None:
         message = "the server has too many connections; come again later"

@@ -145,8 +145,8 @@ class BodyLimit:
     async def _read(self, scope: Scope, receive: Receive) -> bytes | ApiError | None:
         """The body, why not, or None of a client that disconnected."""
         error = ApiError(413, f"the body is more than this server's limit of {self._most} bytes", code="body_too_large")
-        said = next((value for name, value in scope["headers"] if name == b"content-length"), b"0")
-        if said.isdigit() and int(said) > self._most:
+        length = next((value for name, value in scope["headers"] if name == b"content-length"), b"0")
+        if length.isdigit() and int(length) > self._most:
             return error
         parts, size, more = [], 0, True
         while more:

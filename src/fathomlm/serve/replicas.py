@@ -63,7 +63,7 @@ def run_replicas(
         except (ConnectionError, ValueError) as error:
             what = "its address may be wrong, or its token missing (RAY_AUTH_MODE=token)"
             raise OptionError(f"cannot join the Ray cluster at {replicas.address}: {what}: {error}") from error
-    with _told_to_stop() as stop:  # Ray has signal handlers of its own, which these replace
+    with _stop_event() as stop:  # Ray has signal handlers of its own, which these replace
         try:
             serve.start(proxy_location="HeadOnly" if local else "EveryNode", http_options={"host": host, "port": port})
             try:
@@ -80,16 +80,16 @@ def run_replicas(
 
 
 @contextmanager
-def _told_to_stop() -> Generator[threading.Event, None, None]:
+def _stop_event() -> Generator[threading.Event, None, None]:
     """Set by the first signal. The second does not wait: the processes that Ray started here end with this one."""
     stop = threading.Event()
 
-    def heard(number: int, frame: FrameType | None) -> None:
+    def on_signal(number: int, frame: FrameType | None) -> None:
         if stop.is_set():
             os._exit(1)
         stop.set()
 
-    before = {one: signal.signal(one, heard) for one in (signal.SIGINT, signal.SIGTERM)}
+    before = {one: signal.signal(one, on_signal) for one in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield stop
     finally:

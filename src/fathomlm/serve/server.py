@@ -124,14 +124,14 @@ class Server(uvicorn.Server):
             return
         loop = asyncio.get_running_loop()
 
-        def heard(number: int, frame: FrameType | None) -> None:
+        def on_signal(number: int, frame: FrameType | None) -> None:
             if self._ending is not None:  # what is cut off now is cut off because somebody said so
                 logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
             loop.call_soon_threadsafe(self.end)
 
         before: dict[signal.Signals, Callable[[int, FrameType | None], object] | int | None] = {}
         for one in (signal.SIGINT, signal.SIGTERM):
-            before[one] = signal.signal(one, heard)
+            before[one] = signal.signal(one, on_signal)
         try:
             yield
         finally:

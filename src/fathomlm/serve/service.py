@@ -17,7 +17,7 @@ from fathomlm.engine.options import RestartPolicy
 from fathomlm.errors import OptionError
 from fathomlm.serve.errors import ApiError
 from fathomlm.serve.logs import log_event
-from fathomlm.serve.tokens import LeastTokens, TokenizerThreads, TokenTexts
+from fathomlm.serve.tokens import LeastTokens, TokenizerThreads, TokenStrings
 
 if TYPE_CHECKING:
     from fathomlm.decode.exiting import Exiting
@@ -44,7 +44,7 @@ class ServedModel:
     """How tokens exit early, where they do."""
     facts: dict[str, Any]
     """What does not change, for the status: the plan and the engine's sizes."""
-    tokens: TokenTexts
+    tokens: TokenStrings
     least_tokens: LeastTokens
     tokenizers: TokenizerThreads
     ends: frozenset[int]
@@ -112,7 +112,7 @@ def serve_model(
     running = AsyncEngine(engine, restarts or RestartPolicy(), on_failure=_log_failure, on_restart=_log_restart)
     return ServedModel(
         engine=running, model=model, name=name, max_length=sizes.max_length, pool_pages=sizes.pool_pages,
-        max_depth=max_depth, exiting=exiting, facts=facts, tokens=TokenTexts(model.tokenizer), ends=end_tokens(model),
+        max_depth=max_depth, exiting=exiting, facts=facts, tokens=TokenStrings(model.tokenizer), ends=end_tokens(model),
         least_tokens=LeastTokens(model.tokenizer), tokenizers=TokenizerThreads(model.tokenizer),
     )  # fmt: skip
 

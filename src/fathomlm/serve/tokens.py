@@ -129,7 +129,7 @@ def _shrinks_none(normalizer: Mapping[str, Any]) -> bool:
     return space or normalizer["type"] in ("NFC", "Prepend")
 
 
-class TokenTexts:
+class TokenStrings:
     """What each token of a vocabulary says by itself. A part of a character is no text, but it has bytes."""
 
     def __init__(self, tokenizer: Any | None) -> None:

@@ -81,7 +81,7 @@ def save_checkpoint(
         parts = world.gather(files)
         try:
             if world.first:
-                known = {name: mark for part in parts for name, mark in part.items()}
+                known = {name: entry for part in parts for name, entry in part.items()}
                 state = TrainingState(progress=progress, ranks=world.size, optimizer=numbers, recipe=recipe, files=known)
                 state.write(place)
         except OSError as error:

@@ -54,8 +54,8 @@ class World:
         """What the lowest rank with something to say says, on every rank: a disk may be full for one of them only."""
         if self.size == 1:
             return word
-        words = self.gather(word)
-        return next((f"{said} (rank {rank})" for rank, said in enumerate(words) if said is not None), None)
+        messages = self.gather(word)
+        return next((f"{message} (rank {rank})" for rank, message in enumerate(messages) if message is not None), None)
 
     def gather(self, value: T) -> list[T]:
         """Every rank's value, by rank, on every rank."""

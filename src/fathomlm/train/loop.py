@@ -267,19 +267,19 @@ class SpeedMeter:
 def stop_requested() -> Iterator[threading.Event]:
     """An event that Ctrl-C and SIGTERM set, for the loop to finish its step and save. A second Ctrl-C breaks off at once;
     a second SIGTERM does not, since a scheduler and torchrun may each send one."""
-    asked = threading.Event()
+    stop_event = threading.Event()
 
     def ask(number: int, frame: FrameType | None) -> None:
-        if asked.is_set() and number == signal.SIGINT:
+        if stop_event.is_set() and number == signal.SIGINT:
             raise KeyboardInterrupt
-        asked.set()
+        stop_event.set()
 
     if threading.current_thread() is not threading.main_thread():
-        yield asked
+        yield stop_event
         return
     before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        yield asked
+        yield stop_event
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

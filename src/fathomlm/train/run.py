@@ -155,14 +155,14 @@ class Run:
         if reporter is not None and reporter.dropped is not None:
             self._watcher.note(reporter.dropped)
         try:
-            with stop_requested() as asked, prefetching(self._data.train, progress, world, self._micro) as batches:
-                self._loop(batches, asked, reporter)
+            with stop_requested() as stop_event, prefetching(self._data.train, progress, world, self._micro) as batches:
+                self._loop(batches, stop_event, reporter)
         finally:
             if reporter is not None:
                 reporter.close()
         return self._summary()
 
-    def _loop(self, batches: Prefetched, asked: threading.Event, reporter: Reporter | None) -> None:
+    def _loop(self, batches: Prefetched, stop_event: threading.Event, reporter: Reporter | None) -> None:
         """Step after step; results are read one step behind, except where something is due."""
         progress, stop = self._progress, False
         if self.recipe.evaluate.first and progress.step == 0:
@@ -172,7 +172,7 @@ class Run:
         while progress.step < self._length.steps and not stop:
             with self._meter.timed(progress, self._length.tokens_per_step):
                 micro = [next(batches) for _ in range(micro_steps)]
-                pending = self._stepper.step(micro, progress.step, asked.is_set())
+                pending = self._stepper.step(micro, progress.step, stop_event.is_set())
                 progress.step += 1
                 progress.rows += self._length.rows_per_step
                 progress.tokens += self._length.tokens_per_step

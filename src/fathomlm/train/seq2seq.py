@@ -33,13 +33,13 @@ def read_encoder(model: ModelRecipe, architecture: Architecture) -> dict[str, An
         if model.encoder is not None:
             raise OptionError(f"model.encoder requires a t5, mt5 or longt5 model, got {architecture.family}")
         return None
-    asked = model.encoder or EncoderRecipe()
+    recipe_encoder = model.encoder or EncoderRecipe()
     if model.architecture is None:
-        if asked.layers is not None:
+        if recipe_encoder.layers is not None:
             raise OptionError("model.encoder.layers requires model.architecture; a source or a shape has its own encoder")
         return encoder_of(str(model.source or model.shape))
-    layers = architecture.layers if asked.layers is None else asked.layers
-    return encoder_beside(architecture, layers, dropout=asked.dropout)
+    layers = architecture.layers if recipe_encoder.layers is None else recipe_encoder.layers
+    return encoder_beside(architecture, layers, dropout=recipe_encoder.dropout)
 
 
 def fresh_seq2seq(

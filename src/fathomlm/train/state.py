@@ -152,18 +152,18 @@ def verify(directory: Path) -> TrainingState:
     state = read_state(directory)
     if not state.verifiable:
         _check_shapes(directory, state)
-    for name, mark in state.files.items():
+    for name, entry in state.files.items():
         file = directory / name
         if not file.is_file():
             raise CheckpointError(f"{file} is missing")
-        if (size := file.stat().st_size) != mark.bytes:
-            raise CheckpointError(f"{file} has {size:,} bytes in place of {mark.bytes:,}")
+        if (size := file.stat().st_size) != entry.bytes:
+            raise CheckpointError(f"{file} has {size:,} bytes in place of {entry.bytes:,}")
     try:
         found = file_checksums(directory, state.files)
     except OSError as error:
         raise CheckpointError(f"{directory} cannot be read ({error.strerror or error})") from error
-    for name, mark in state.files.items():
-        if found[name] != mark:
+    for name, entry in state.files.items():
+        if found[name] != entry:
             raise CheckpointError(f"{directory / name} was altered since it was written (wrong checksum)")
     return state
 

@@ -14,7 +14,7 @@ from fathomlm.decode.generation import ExitStatistics, Generation
 from fathomlm.decode.sampling import Sampling
 from fathomlm.decode.threshold import ThresholdEstimator, ThresholdOptions
 from fathomlm.errors import DataError, OptionError
-from fathomlm.lab.evaluate.generation import GeneratedTexts, cut_prompt, latency, report, write_texts
+from fathomlm.lab.evaluate.generation import CompletedSamples, complete_samples, cut_prompt, latency, report
 from fathomlm.lab.evaluate.metrics import squad
 from fathomlm.lab.evaluate.samples import FORMS, PromptForm, Sample, choose_form, read_samples
 from lab.evaluate.evaluate_models import model_of
@@ -126,13 +126,13 @@ def test_long_prompts_are_cut_where_it_hurts_least() -> None:
     assert cut_prompt(model, [1, 2, 3], 3) == [1, 2, 3]
     assert cut_prompt(model, [1, 2, 3, 4], 2) == [3, 4]
     assert cut_prompt(model, [256, 1, 2, 3], 3) == [256, 2, 3]
-    written = write_texts(model, prompts("ab" * 60, "ab"), Sampling(max_new_tokens=8))
+    written = complete_samples(model, prompts("ab" * 60, "ab"), Sampling(max_new_tokens=8))
     assert written.cut == 1
     assert [len(result.prompt_tokens) for result in written.results] == [88, 2]
-    limited = write_texts(model, prompts("ab" * 60), Sampling(max_new_tokens=8), most_source=10)
+    limited = complete_samples(model, prompts("ab" * 60), Sampling(max_new_tokens=8), most_source=10)
     assert limited.results[0].prompt_tokens == tuple(b"ab" * 5)
     with pytest.raises(OptionError, match="leaves no room for a prompt in a context of 96"):
-        write_texts(model, prompts("a"), Sampling(max_new_tokens=96))
+        complete_samples(model, prompts("a"), Sampling(max_new_tokens=96))
 
 
 @pytest.mark.parametrize("mode", ["full", "static", "state-copy", "parallel", "speculative", "oracle"])
@@ -143,7 +143,7 @@ def test_texts_are_those_of_generate_in_every_mode(mode: str) -> None:
     samples = prompts("the water", "a", "deep as six fathoms")
     sampling = Sampling(max_new_tokens=9)
     told: list[tuple[int, int]] = []
-    written = write_texts(model, samples, sampling, batch=2, exiting=exiting, on_done=lambda *now: told.append(now))
+    written = complete_samples(model, samples, sampling, batch=2, exiting=exiting, on_done=lambda *now: told.append(now))
     alone = [generate(model, [sample.prompt], sampling, exiting=exiting)[0] for sample in samples]
     assert [result.tokens for result in written.results] == [result.tokens for result in alone]
     assert told == [(2, 3), (3, 3)]
@@ -165,7 +165,7 @@ def test_an_adaptive_threshold_learns_from_the_first_texts_for_the_later() -> No
     learning = ThresholdEstimator(ThresholdOptions(calibrating_sequences=3, initial=0.9))
     exiting = Exiting(mode="parallel", exit_layers=(3,), threshold=learning)
     samples = prompts("the water", "six fathoms", "a line")
-    found = report(write_texts(model, samples, Sampling(max_new_tokens=40), exiting=exiting), samples, squad)
+    found = report(complete_samples(model, samples, Sampling(max_new_tokens=40), exiting=exiting), samples, squad)
     assert found["exits"]["first_threshold"] == 0.9  # the warm-up taught it nothing
     assert learning.sequences == 3
     assert found["exits"]["last_threshold"] != 0.9
@@ -173,7 +173,7 @@ def test_an_adaptive_threshold_learns_from_the_first_texts_for_the_later() -> No
 
 def test_a_router_s_depths_are_said() -> None:
     model, samples = model_of("token"), prompts("the water")
-    written = write_texts(model, samples, Sampling(max_new_tokens=6))
+    written = complete_samples(model, samples, Sampling(max_new_tokens=6))
     depths = written.results[0].depths
     assert depths is not None
     assert report(written, samples, squad)["mean_depth"] == sum(depths) / len(depths)
@@ -181,7 +181,7 @@ def test_a_router_s_depths_are_said() -> None:
 
 def test_latency_by_hand() -> None:
     first, second, third = generation(11, 2.0), generation(6, 1.0), generation(1, 0.0)
-    written = GeneratedTexts(results=(first, second, third), batches=((first, second), (third,)), cut=0, seconds=4.0)
+    written = CompletedSamples(results=(first, second, third), batches=((first, second), (third,)), cut=0, seconds=4.0)
     assert latency(written) == {
         "tokens": 18,
         "seconds": 4.0,
@@ -191,7 +191,7 @@ def test_latency_by_hand() -> None:
         "ms_per_token": 200.0,
         "tokens_per_text": 6.0,
     }
-    alone = GeneratedTexts(results=(third,), batches=((third,),), cut=0, seconds=1.0)
+    alone = CompletedSamples(results=(third,), batches=((third,),), cut=0, seconds=1.0)
     assert (latency(alone)["tokens_per_second"], latency(alone)["ms_per_token"]) == (0.0, 0.0)
 
 
@@ -200,6 +200,6 @@ def test_drafts_are_counted_over_all_texts() -> None:
         return ExitStatistics(mode="speculative", layers=6, threshold=0.5, layers_run=9, drafted=drafted, accepted=accepted)
 
     rows = tuple(generation(4, 1.0, exit_layers=(3, 3, 6, 6), exits=exits(*counts)) for counts in ((4, 2), (6, 6)))
-    found = report(GeneratedTexts(results=rows, batches=(rows,), cut=0, seconds=1.0), prompts("a", "b"), squad)
+    found = report(CompletedSamples(results=rows, batches=(rows,), cut=0, seconds=1.0), prompts("a", "b"), squad)
     assert found["exits"]["drafts_kept"] == 0.8
     assert found["exits"]["exit_rate"] == 0.5

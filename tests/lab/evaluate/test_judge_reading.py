@@ -10,9 +10,9 @@ import pytest
 
 from fathomlm.errors import DataError, OptionError
 from fathomlm.lab.evaluate.judge.client import Reply
+from fathomlm.lab.evaluate.judge.outputs import JudgedOutputs, JudgedRow, read_outputs
 from fathomlm.lab.evaluate.judge.prompts import DIMENSIONS, Templates, read_scores, read_verdict
 from fathomlm.lab.evaluate.judge.questions import Answers, Question, likert, pairwise, questions
-from fathomlm.lab.evaluate.judge.texts import JudgedRow, JudgedTexts, read_texts
 
 TWO = ("relevance", "fluency")
 
@@ -121,44 +121,44 @@ def test_files_with_one_and_two_systems(tmp_path: Path) -> None:
     one = lines(tmp_path / "a.jsonl", [{"prompt": f"p{n}", "text": f"a{n}", "references": []} for n in range(9)])
     two = lines(tmp_path / "b.jsonl", [{"prompt": f"p{n}", "text": f"b{n}"} for n in range(9)])
     both = lines(tmp_path / "c.jsonl", [{"source": "s", "prompt": "p", "output_a": "x", "output_b": "y", "third": "z"}])
-    assert read_texts([one], limit=2) == JudgedTexts(
+    assert read_outputs([one], limit=2) == JudgedOutputs(
         systems=("a",), rows=tuple(JudgedRow(number=n, source=f"p{n}", texts=(f"a{n}",)) for n in range(2))
     )
-    found = read_texts([one, two])
+    found = read_outputs([one, two])
     assert (found.systems, found.rows[3]) == (("a", "b"), JudgedRow(number=3, source="p3", texts=("a3", "b3")))
-    assert read_texts([both]) == JudgedTexts(
+    assert read_outputs([both]) == JudgedOutputs(
         systems=("output_a", "output_b"), rows=(JudgedRow(number=0, source="s", texts=("x", "y")),)
     )
-    named = read_texts([both], source="prompt", outputs=["third", "output_a"], names=["new", "old"])
-    assert named == JudgedTexts(systems=("new", "old"), rows=(JudgedRow(number=0, source="p", texts=("z", "x")),))
-    drawn = read_texts([one, two], draw=4, seed=1)
+    named = read_outputs([both], source="prompt", outputs=["third", "output_a"], names=["new", "old"])
+    assert named == JudgedOutputs(systems=("new", "old"), rows=(JudgedRow(number=0, source="p", texts=("z", "x")),))
+    drawn = read_outputs([one, two], draw=4, seed=1)
     assert [row.number for row in drawn.rows] == sorted({row.number for row in drawn.rows})
     assert len(drawn.rows) == 4
-    assert drawn == read_texts([one, two], draw=4, seed=1) != read_texts([one, two], draw=4, seed=3)
+    assert drawn == read_outputs([one, two], draw=4, seed=1) != read_outputs([one, two], draw=4, seed=3)
 
 
 def test_files_that_do_not_go_together(tmp_path: Path) -> None:
     one = lines(tmp_path / "a.jsonl", [{"source": "s", "text": "t"}, {"source": "u", "text": "t"}])
     with pytest.raises(DataError, match=r"2 rows and .* 1; both must answer"):
-        read_texts([one, lines(tmp_path / "b.jsonl", [{"source": "s", "text": "t"}])])
+        read_outputs([one, lines(tmp_path / "b.jsonl", [{"source": "s", "text": "t"}])])
     with pytest.raises(DataError, match=r"row 2 of .* have different sources"):
-        read_texts([one, lines(tmp_path / "b.jsonl", [{"source": "s", "text": "t"}, {"source": "v", "text": "t"}])])
+        read_outputs([one, lines(tmp_path / "b.jsonl", [{"source": "s", "text": "t"}, {"source": "v", "text": "t"}])])
     with pytest.raises(OptionError, match="has the fields a, b; say with --source and --output"):
-        read_texts([lines(tmp_path / "b.jsonl", [{"a": "s", "b": "t"}])])
+        read_outputs([lines(tmp_path / "b.jsonl", [{"a": "s", "b": "t"}])])
     with pytest.raises(DataError, match="'source' is empty"):
-        read_texts([lines(tmp_path / "b.jsonl", [{"source": " ", "text": "t"}])])
+        read_outputs([lines(tmp_path / "b.jsonl", [{"source": " ", "text": "t"}])])
     with pytest.raises(OptionError, match="--names must give 2 different names"):
-        read_texts([one, one], names=["a", "a"])
+        read_outputs([one, one], names=["a", "a"])
     with pytest.raises(OptionError, match="one or two files"):
-        read_texts([one, one, one])
+        read_outputs([one, one, one])
     with pytest.raises(OptionError, match="one field of each"):
-        read_texts([one, one], outputs=["text", "source"])
+        read_outputs([one, one], outputs=["text", "source"])
 
 
 def asked_of(pairs: list[tuple[str, str]], failed: int = 0) -> Answers:
     """Rows with an answer for each order; the last `failed` rows got none for the second."""
     rows = tuple(JudgedRow(number=n, source=f"s{n}", texts=(f"a{n}", f"b{n}")) for n in range(len(pairs)))
-    all_of = questions(JudgedTexts(systems=("a", "b"), rows=rows), Templates(), ("pairwise",))
+    all_of = questions(JudgedOutputs(systems=("a", "b"), rows=rows), Templates(), ("pairwise",))
     said = [answer for pair in pairs for answer in pair]
     bad = set(all_of[len(all_of) - 2 * failed + 1 :: 2]) if failed else set()
     replies = {q: Reply(text, "stop") for q, text in zip(all_of, said, strict=True) if q not in bad}

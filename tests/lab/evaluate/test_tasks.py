@@ -73,7 +73,7 @@ def test_each_form_asks_as_the_harness_does(name: str) -> None:
 
 
 def test_a_bare_question_stands_alone() -> None:
-    assert item_of(ROWS["question"], bare=True).asked == (("What?", " this"), ("What?", " that"))
+    assert item_of(ROWS["question"], bare=True).requests == (("What?", " this"), ("What?", " that"))
     assert {name for name, task in TASKS.items() if task.bare} == {"openbookqa"}
 
 
@@ -224,7 +224,7 @@ def test_files_are_found_by_name_and_part(tmp_path: Path) -> None:
 
 def test_openbookqa_is_bare_by_its_file_name(tmp_path: Path) -> None:
     path = write(tmp_path / "openbookqa_test.jsonl", questions(1))
-    assert read_task(path, name="any").items[0].asked[0][0] == "How deep is line 0?"
+    assert read_task(path, name="any").items[0].requests[0][0] == "How deep is line 0?"
 
 
 def test_the_thesis_groups_average_as_its_tables() -> None:

@@ -21,14 +21,14 @@ def rows(vocab: int) -> torch.Tensor:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("leaving", ["oracle", "confidence"])
-def test_the_first_exit_that_agrees_or_is_sure(leaving: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("exit_rule", ["oracle", "confidence"])
+def test_the_first_exit_that_agrees_or_is_sure(exit_rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = build("vanilla")
     tokens_NT, layers, threshold = rows(model.architecture.vocab), (2, 4), 0.1
     monkeypatch.setattr(module, "MOST_SCORES", 5 * model.architecture.vocab)  # a row is asked in several parts
-    found = collect(model, tokens_NT, leaving=leaving, threshold=threshold, layers=layers, prompt=4)  # type: ignore[arg-type]
-    assert (found.deepest, found.source) == (3, leaving)
-    assert found.label.startswith(leaving)
+    found = collect(model, tokens_NT, exit_rule=exit_rule, threshold=threshold, layers=layers, prompt=4)  # type: ignore[arg-type]
+    assert (found.deepest, found.source) == (3, exit_rule)
+    assert found.label.startswith(exit_rule)
     assert len({depth for text in found.sequences for depth in text.depths}) > 1
     decoder, last = model.decoder, model.plan.unrolled_layers - 1
     for text, tokens_T in zip(found.sequences, tokens_NT, strict=True):
@@ -37,7 +37,7 @@ def test_the_first_exit_that_agrees_or_is_sure(leaving: str, monkeypatch: pytest
         for position, depth in enumerate(text.depths, start=3):
             at = [states[index][0, position][None] for index in (1, 3, last)]
             logits = [decoder.exit_logits(x, index) for x, index in zip(at, (1, 3, last), strict=True)]
-            if leaving == "oracle":
+            if exit_rule == "oracle":
                 leaves = [bool(one.argmax() == logits[-1].argmax()) for one in logits]
             else:
                 leaves = [float(MEASURES["gap"](AtExit(at[0], at[0], one))) > threshold for one in logits[:2]] + [True]
@@ -47,14 +47,14 @@ def test_the_first_exit_that_agrees_or_is_sure(leaving: str, monkeypatch: pytest
 def test_thresholds_at_their_ends() -> None:
     model = build("vanilla")
     tokens_NT = rows(model.architecture.vocab)
-    assert collect(model, tokens_NT, leaving="confidence", threshold=0.0, layers=(2, 4)).mean_depth == 1.0
-    assert collect(model, tokens_NT, leaving="confidence", threshold=1.0, layers=(2, 4)).mean_depth == 3.0
+    assert collect(model, tokens_NT, exit_rule="confidence", threshold=0.0, layers=(2, 4)).mean_depth == 1.0
+    assert collect(model, tokens_NT, exit_rule="confidence", threshold=1.0, layers=(2, 4)).mean_depth == 3.0
 
 
 def test_a_routers_own_depths() -> None:
     model = model_of(routed())
     tokens_NT = some_tokens(2, 20)
-    found = collect(model, tokens_NT, leaving="router")
+    found = collect(model, tokens_NT, exit_rule="router")
     for text, tokens_T in zip(found.sequences, tokens_NT, strict=True):
         trace = RoutingTrace()
         with torch.no_grad():
@@ -74,8 +74,8 @@ def test_where_tokens_may_leave() -> None:
     with pytest.raises(OptionError, match="no recursions to exit after"):
         exits_of(build("gemma3").plan, None)
     with pytest.raises(OptionError, match="the model has no router"):
-        collect(build("vanilla"), rows(90), leaving="router")
+        collect(build("vanilla"), rows(90), exit_rule="router")
     with pytest.raises(OptionError, match="the model's router chooses depths"):
-        collect(model_of(routed()), some_tokens(1, 8), leaving="oracle")
+        collect(model_of(routed()), some_tokens(1, 8), exit_rule="oracle")
     with pytest.raises(OptionError, match="--prompt must be from 1 to 23"):
-        collect(build("vanilla"), rows(90), leaving="oracle", prompt=24)
+        collect(build("vanilla"), rows(90), exit_rule="oracle", prompt=24)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from fathomlm.errors import DataError
-from fathomlm.lab.study.ledger import Ledger, fingerprint, merge_records, read_records, told
+from fathomlm.lab.study.ledger import Ledger, fingerprint, identifying_settings, merge_records, read_records
 from fathomlm.train.reading import build_recipe
 
 RECIPE = {
@@ -77,7 +77,7 @@ def test_runs_on_another_corpus_are_refused(tmp_path: Path) -> None:
 
 def test_a_fingerprint_is_of_what_decides_the_outcome() -> None:
     one = build_recipe(RECIPE)
-    assert told(one) == {
+    assert identifying_settings(one) == {
         "model": {"architecture": {"layers": 4}, "recursions": 2, "router": {}},
         "budget": {"steps": 4}, "batch": {"sequences": 2},
     }  # fmt: skip

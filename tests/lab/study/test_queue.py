@@ -59,7 +59,7 @@ class Machine:
         run = job.run
         return {
             "study": run.study, "variant": run.variant.name, "budget": run.budget.name, "seed": run.seed,
-            "fingerprint": job.fingerprint, "data": {"mark": job.mark}, "status": "failed", "reason": reason,
+            "fingerprint": job.fingerprint, "data": {"mark": job.corpus_checksum}, "status": "failed", "reason": reason,
             "environment": {"device": "fake"}, "date": "2026-01-01",
         }  # fmt: skip
 

@@ -36,14 +36,14 @@ def made_up(routing: Routing, seed: int, padding: bool = True) -> RoutingTrace:
         trace.depths_BT = (rand(4, LENGTH) * R).long() + 1
     else:
         trace.depths_BT = torch.zeros(4, LENGTH, dtype=torch.long)
-        asked = torch.ones(4, LENGTH, dtype=torch.bool) if keep is None else keep
+        candidates = torch.ones(4, LENGTH, dtype=torch.bool) if keep is None else keep
         for recursion, part in enumerate(routing.capacity):
-            chosen = asked & (rand(4, LENGTH) < (0.6 if part < 1 else 2.0))
+            chosen = candidates & (rand(4, LENGTH) < (0.6 if part < 1 else 2.0))
             slots = torch.arange(LENGTH).expand(4, -1)
             logits = rand(4, LENGTH) - 0.5
-            trace.decisions.append(Decision(logits, logits, chosen, slots, asked, part < 1))
+            trace.decisions.append(Decision(logits, logits, chosen, slots, candidates, part < 1))
             trace.depths_BT = trace.depths_BT + chosen.long()
-            asked = chosen
+            candidates = chosen
             assert recursion or chosen.any()
     if keep is not None:
         trace.depths_BT = trace.depths_BT * keep
@@ -64,15 +64,15 @@ def brute(routing: Routing, traces: list[RoutingTrace]) -> dict[str, float]:
         scores = np.concatenate([trace.depth_scores_BTR.double().numpy() for trace in traces])[keep].mean(0)
         found["entropy"] = float(-(scores * np.log(scores)).sum())
         return found
-    right = asked = 0
+    right = candidates = 0
     for trace in traces:
         for decision, part in zip(trace.decisions, routing.capacity, strict=True):
             for b in range(4):
                 for t in range(LENGTH):
-                    if part < 1 and decision.asked_BN[b, t]:
-                        asked += 1
+                    if part < 1 and decision.candidates_BN[b, t]:
+                        candidates += 1
                         right += bool(decision.judge_BN[b, t] >= 0) == bool(decision.chosen_BN[b, t])
-    found["sampling_accuracy"] = right / asked
+    found["sampling_accuracy"] = right / candidates
     places = [t for t in range(LENGTH) if keep[:, t].any()]
     found["dead_tokens"] = sum(not any(depths[b, t] == R and keep[b, t] for b in range(len(depths))) for t in places) / len(
         places
@@ -112,7 +112,7 @@ def test_some_rows_of_a_pass(routing: Routing) -> None:
     assert trace.keep_BT is not None
     trace.keep_BT = trace.keep_BT & rows[:, None]
     for decision in trace.decisions:
-        decision.asked_BN = decision.asked_BN & rows[:, None]
+        decision.candidates_BN = decision.candidates_BN & rows[:, None]
     whole.add(trace)
     torch.testing.assert_close(part.sums, whole.sums)
 
@@ -191,7 +191,7 @@ def test_agreement_weighs_rows_by_their_counted_tokens() -> None:
             (bool(d.judge_BN[b, t] >= 0), bool(d.chosen_BN[b, t]))
             for d in trace.decisions[1:]
             for t in range(LENGTH)
-            if d.asked_BN[b, t]
+            if d.candidates_BN[b, t]
         ]
         expected += float(counted[b]) * sum(judged == chosen for judged, chosen in pairs) / len(pairs)
     assert float(agreement(trace, counted)) == pytest.approx(expected)

@@ -92,9 +92,9 @@ def test_padding_competes_for_nothing(router: str, kv: str) -> None:
     assert not trace.depths_BT[~keep].any()
     for decision, part in zip(trace.decisions, (1, 2 / 3, 1 / 3), strict=True):
         assert not decision.chosen_BN[~keep.gather(1, decision.slots_BN)].any()
-        assert not decision.chosen_BN[~decision.asked_BN].any()
+        assert not decision.chosen_BN[~decision.candidates_BN].any()
         assert decision.chosen_BN.sum(1).tolist() == [int(part * length + 1e-9) for length in lengths]
-    assert trace.decisions[2].asked_BN.sum(1).tolist() == trace.decisions[1].chosen_BN.sum(1).tolist()
+    assert trace.decisions[2].candidates_BN.sum(1).tolist() == trace.decisions[1].chosen_BN.sum(1).tolist()
     for row, length in enumerate(lengths):
         expected, depths = slow_top_k(decoder, tokens[row].tolist(), pads=T - length)
         same(got[row, T - length :], expected)

@@ -51,9 +51,9 @@ class ExpertChoice(RouterKind):
     def metrics(self, routing: Routing, loads: Sequence[float], sums: Mapping[str, Sequence[float]]) -> dict[str, float]:
         found: dict[str, float] = {}
         selective = [i for i, part in enumerate(routing.capacity) if part < 1]
-        asked = sum(sums["asked"][i] for i in selective)
-        if asked:
-            found["sampling_accuracy"] = sum(sums["agreed"][i] for i in selective) / asked
+        candidates = sum(sums["candidates"][i] for i in selective)
+        if candidates:
+            found["sampling_accuracy"] = sum(sums["agreed"][i] for i in selective) / candidates
         places = [(taken, seen) for taken, seen in zip(sums["taken"], sums["seen"], strict=True) if seen]
         found["dead_tokens"] = sum(taken == 0 for taken, _ in places) / max(len(places), 1)
         return found

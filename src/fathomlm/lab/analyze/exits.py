@@ -203,9 +203,9 @@ def _targets(rows: TokenRows) -> Tensor:
 
 def _fit(layer: int, estimator: ThresholdEstimator, kept: Sequence[tuple[Tensor, Tensor]]) -> ExitFit:
     sure_N, agreed_N = (torch.cat(parts) for parts in zip(*kept, strict=True))
-    leaves_N = sure_N > estimator.threshold if estimator.threshold > 0 else torch.ones_like(agreed_N)
-    many = int(leaves_N.sum())
-    agreed = float((agreed_N & leaves_N).sum()) / many if many else None
+    exits_N = sure_N > estimator.threshold if estimator.threshold > 0 else torch.ones_like(agreed_N)
+    many = int(exits_N.sum())
+    agreed = float((agreed_N & exits_N).sum()) / many if many else None
     return ExitFit(layer=layer, estimator=estimator, early=many / len(sure_N), agreed=agreed)
 
 
@@ -228,8 +228,8 @@ class _Row:
         L = decoder.plan.unrolled_layers
         found = decoder.states(tokens_1T, at=range(L))
         states = [decoder.enter(tokens_1T)[0], *(found[index][0] for index in range(L))]
-        asked = [_ask(decoder, states, index, targets_N, measure) for index in range(L)]
-        choice_LN, loss_LN, confidence_LN = (torch.stack(parts).cpu() for parts in zip(*asked, strict=True))
+        predictions = [_ask(decoder, states, index, targets_N, measure) for index in range(L)]
+        choice_LN, loss_LN, confidence_LN = (torch.stack(parts).cpu() for parts in zip(*predictions, strict=True))
         last_NM = states[-1].float()
         cosine_LN = torch.stack([F.cosine_similarity(state.float(), last_NM, dim=-1) for state in states[1:]]).cpu()
         agreed_LN = choice_LN == choice_LN[-1]

@@ -67,7 +67,7 @@ class ScoreCounts:
     def add(self, trace: RoutingTrace) -> None:
         for recursion, decision in enumerate(trace.decisions):
             score_BN = self._routers.score(decision.judge_BN)
-            self._put(recursion, score_BN, decision.chosen_BN, decision.asked_BN)
+            self._put(recursion, score_BN, decision.chosen_BN, decision.candidates_BN)
         if trace.depth_scores_BTR is not None:
             assert trace.depths_BT is not None
             for recursion in range(trace.depth_scores_BTR.shape[-1]):
@@ -98,8 +98,8 @@ class ScoreCounts:
             )
         return found
 
-    def _put(self, recursion: int, score_BN: Tensor, chosen_BN: Tensor, asked_BN: Tensor) -> None:
-        for side, which_BN in enumerate((chosen_BN & asked_BN, ~chosen_BN & asked_BN)):
+    def _put(self, recursion: int, score_BN: Tensor, chosen_BN: Tensor, candidates_BN: Tensor) -> None:
+        for side, which_BN in enumerate((chosen_BN & candidates_BN, ~chosen_BN & candidates_BN)):
             scores = score_BN[which_BN].float()
             scores = scores[scores.isfinite()]
             self._counts[recursion, side] += torch.histc(
@@ -121,7 +121,7 @@ def token_scores(routers: Routers, trace: RoutingTrace, row: int, at: int) -> li
     if trace.depth_scores_BTR is not None:
         return [_finite(score) for score in trace.depth_scores_BTR[row, at].tolist()]
     return [
-        _finite(float(routers.score(decision.judge_BN[row, at]))) if bool(decision.asked_BN[row, at]) else None
+        _finite(float(routers.score(decision.judge_BN[row, at]))) if bool(decision.candidates_BN[row, at]) else None
         for decision in trace.decisions
     ]
 

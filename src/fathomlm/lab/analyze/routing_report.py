@@ -64,11 +64,11 @@ def routing_page(numbers: RoutingNumbers, about: About, pictures: Mapping[str, b
 def _token(token: ShownToken, router: str) -> dict[str, Any]:
     """A token of the coloured text: what is seen, and what is said of it."""
     what = "recursion" if ROUTERS[router].picks_tokens else "depth"
-    said = [
-        f"{what} {place}: {'not asked' if score is None else f'{score:.3f}'}"
+    listed = [
+        f"{what} {place}: {'not total' if score is None else f'{score:.3f}'}"
         for place, score in enumerate(token.scores, start=1)
     ]
-    note = f"depth {token.depth}; token {token.token}; router scores: {', '.join(said)}"
+    note = f"depth {token.depth}; token {token.token}; router scores: {', '.join(listed)}"
     return {"text": visible(token.text), "depth": token.depth, "note": note}
 
 
@@ -102,9 +102,9 @@ def score_table(numbers: RoutingNumbers) -> Rows:
     rows = [["recursion" if expert else "depth", "tokens", "selected", "mean score", "not selected", "mean score"]]
     for histogram in numbers.histograms:
         kept, left = sum(histogram.selected), sum(histogram.unselected)
-        asked = max(kept + left, 1)
+        total = max(kept + left, 1)
         means = [optional(mean, ".3f") for mean in (histogram.selected_mean, histogram.unselected_mean)]
-        shares = f"{kept / asked:.1%}", f"{left / asked:.1%}"
+        shares = f"{kept / total:.1%}", f"{left / total:.1%}"
         rows.append([str(histogram.recursion), f"{kept + left:,}", shares[0], means[0], shares[1], means[1]])
     return rows
 
@@ -182,7 +182,7 @@ def draw_scaling(numbers: RoutingNumbers, name: str, out: Path) -> None:
 
 
 def _draw_histogram(axes: Any, histogram: ScoreHistogram, numbers: RoutingNumbers) -> None:
-    asked = max(sum(histogram.selected) + sum(histogram.unselected), 1)
+    total = max(sum(histogram.selected) + sum(histogram.unselected), 1)
     width = histogram.edges[1] - histogram.edges[0]
     style = {"align": "edge", "alpha": 0.75, "edgecolor": "white", "linewidth": 0.3}
     for counts, colour, hatch, name in (
@@ -190,7 +190,7 @@ def _draw_histogram(axes: Any, histogram: ScoreHistogram, numbers: RoutingNumber
         (histogram.unselected, UNSELECTED, "////", "not selected"),
     ):
         if sum(counts):
-            heights = [100 * count / asked for count in counts]
+            heights = [100 * count / total for count in counts]
             axes.bar(histogram.edges[:-1], heights, width, color=colour, hatch=hatch, label=name, **style)
     if numbers.threshold is not None and not histogram.takes_all:
         axes.axvline(numbers.threshold, color="black", linewidth=1.0, linestyle="--", label="causal rule")
@@ -198,7 +198,7 @@ def _draw_histogram(axes: Any, histogram: ScoreHistogram, numbers: RoutingNumber
     expert = ROUTERS[numbers.router].picks_tokens
     note = "takes every token" if histogram.takes_all else f"keeps {100 * capacity:.3g}% of a row"
     title = f"recursion {histogram.recursion}: {note}" if expert else f"depth {histogram.recursion}"
-    plain_axes(axes, title, "router score", f"part of the tokens{' asked' if expert else ''} (%)")
+    plain_axes(axes, title, "router score", f"part of the tokens{' total' if expert else ''} (%)")
     low, high = histogram.edges[0], histogram.edges[-1]
     axes.set_xlim(low, high)
     axes.set_xticks([low + (high - low) * i / 4 for i in range(5)])

@@ -74,14 +74,14 @@ def find(data: Sequence[str]) -> list[TextSource]:
     return places
 
 
-def row_length(model: FathomForCausalLM, asked: int | None, most: int = LONGEST_ROW) -> int:
+def row_length(model: FathomForCausalLM, context_length: int | None, most: int = LONGEST_ROW) -> int:
     """The row length that was asked for, if the model can read it; else as much as it can, up to `most`."""
     context = model.architecture.context
-    if asked is None:
+    if context_length is None:
         return max(2, min(context, most))
-    if not 2 <= asked <= context:
-        raise OptionError(f"--context must be from 2 to the model's {context:,} tokens, got {asked}")
-    return asked
+    if not 2 <= context_length <= context:
+        raise OptionError(f"--context must be from 2 to the model's {context:,} tokens, got {context_length}")
+    return context_length
 
 
 def read_rows(

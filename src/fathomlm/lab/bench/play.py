@@ -118,7 +118,7 @@ def play(
 ) -> WorkloadRun:
     """Run a workload to its end, or to Ctrl-C: what came until then is kept, and the rest cancelled."""
     player = _Player(engine, workload)
-    played, total, told = player.played, workload.new_tokens, player.played.begun
+    played, total, reported = player.played, workload.new_tokens, player.played.begun
     try:
         while player.waiting or player.under_way:
             player.submit_due()
@@ -126,8 +126,8 @@ def play(
                 player.pause(sleep)
                 continue
             engine.step()
-            if on_progress is not None and player.clock() - told >= REPORT_SECONDS:
-                told = player.clock()
+            if on_progress is not None and player.clock() - reported >= REPORT_SECONDS:
+                reported = player.clock()
                 on_progress(player.done, total)
         while engine.busy:  # decode steps that were started before the last token was collected
             engine.step()

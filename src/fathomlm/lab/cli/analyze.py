@@ -22,7 +22,7 @@ from fathomlm.cli.model_options import (
     ThreadOptions,
 )
 from fathomlm.cli.plan_options import PlanOptions
-from fathomlm.cli.progress import layer_bar
+from fathomlm.cli.progress import progress_bar
 from fathomlm.decode.exiting import Exiting
 from fathomlm.decode.threshold import ThresholdOptions
 from fathomlm.depth.plan import DEFAULT_RECURSIONS
@@ -128,8 +128,8 @@ class Routing(TextAnalysis):
         model = self.load()
         context = row_length(model, self.context)
         rows = read_rows(places, model, context=context, rows=self.rows, column=self.column)
-        with layer_bar("routing", unit="rows") as tick:
-            numbers = measure(model, rows, samples=self.samples, on_rows=tick)
+        with progress_bar("routing", unit="rows") as update:
+            numbers = measure(model, rows, samples=self.samples, on_rows=update)
         about = self.about(model)
         files = report.write_routing(numbers, about, out, self.force)
         limits = [row[:2] + row[3:4] for row in report.scaling_table(numbers)]
@@ -165,8 +165,8 @@ class KeysAndValues(TextAnalysis):
             rows = read_rows(places, model, context=context, rows=count, column=self.column)
         else:
             rows = text_row(model, self.text, most=min(context, self.tokens))
-        with layer_bar("steps", unit="rows") as tick:
-            numbers = measure(model, rows, on_rows=tick)
+        with progress_bar("steps", unit="rows") as update:
+            numbers = measure(model, rows, on_rows=update)
         about = self.about(model)
         files = write_kv(numbers, about, out, self.force)
         return self.answer(about, numbers.summary(), [kv_table(numbers)], files)
@@ -202,14 +202,16 @@ class Exits(TextAnalysis, ExitPackOptions):
         lift_exit_vocab(model)
         context = row_length(model, self.context, most=min(LONGEST_EXIT_ROW, self.tokens))
         rows = read_rows(places, model, context=context, rows=max(1, self.tokens // context), column=self.column)
-        with layer_bar("layers", unit="rows") as tick:
-            numbers = measure(model, rows, layers=exits, confidence=self.confidence, condition=self.condition, on_rows=tick)
+        with progress_bar("layers", unit="rows") as update:
+            numbers = measure(
+                model, rows, layers=exits, confidence=self.confidence, condition=self.condition, on_rows=update
+            )
         if self.prompts:
             prompts = _prompts(rows.tokens_NT.tolist(), self.prompts, model.architecture.context - self.max_new_tokens)
             threshold = numbers.exits[0].estimator.threshold
-            with layer_bar("times", unit="prompts") as tick:
+            with progress_bar("times", unit="prompts") as update:
                 times = measure_times(
-                    model, prompts, exits=exits, threshold=threshold, new_tokens=self.max_new_tokens, on_text=tick
+                    model, prompts, exits=exits, threshold=threshold, new_tokens=self.max_new_tokens, on_text=update
                 )
             numbers = dataclasses.replace(numbers, breakdown=times)
         about = self.about(model)
@@ -263,8 +265,8 @@ class Weights(AnalysisOptions, ThreadOptions):
         base = open_plain(self.model)
         recursions = DEFAULT_RECURSIONS if self.plan.recursions is None else self.plan.recursions
         plan = DepthPlan.build(self.plan.sharing or "cycle", recursions, base.architecture.layers, self.plan.resize)
-        with layer_bar("spectra", unit="linears") as tick:
-            numbers = measure(base, plan, inits, on_linear=tick)
+        with progress_bar("spectra", unit="linears") as update:
+            numbers = measure(base, plan, inits, on_linear=update)
         about = About(
             model=self.model,
             name=model_name(self.model),

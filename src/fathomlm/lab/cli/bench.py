@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, ClassVar
 
 from fathomlm.cli.model_options import SOURCE, JsonOptions, ModelOptions, memory_errors
-from fathomlm.cli.progress import layer_bar
+from fathomlm.cli.progress import progress_bar
 from fathomlm.engine.options import EngineOptions
 from fathomlm.errors import OptionError
 from fathomlm.lab.cli.bench_options import (
@@ -125,9 +125,12 @@ class Kernels(ModelOptions, JsonOptions):
         assert dtype is not None
         options = KernelOptions(rows=self.batch_size, context=self.context, rank=self.rank, recursions=self.recursions)
         torch.manual_seed(0)
-        with memory_errors("--batch-size, --context, --rank or --recursions"), layer_bar("timing", unit="kernels") as tick:
+        with (
+            memory_errors("--batch-size, --context, --rank or --recursions"),
+            progress_bar("timing", unit="kernels") as update,
+        ):
             speed = reading_speed(device)
-            found, complete = time_kernels(architecture, options, dtype=dtype, device=device, speed=speed, on_done=tick)
+            found, complete = time_kernels(architecture, options, dtype=dtype, device=device, speed=speed, on_done=update)
         if not found:
             raise KeyboardInterrupt
         twin = any(one.twin for one in found)

@@ -7,8 +7,8 @@ from dataclasses import asdict, replace
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
-from fathomlm.cli.model_options import memory_errors, read_texts
-from fathomlm.cli.progress import layer_bar
+from fathomlm.cli.model_options import memory_errors, read_documents
+from fathomlm.cli.progress import progress_bar
 from fathomlm.errors import FathomError, OptionError
 from fathomlm.lab.cli.bench import LOWER, EngineBenchOptions, Kernels, ThroughputTuning
 from fathomlm.lab.cli.bench_options import BatchTuning, ResolvedDepth, engine_device
@@ -92,11 +92,11 @@ class Bench:
 
         options = self.engine_options(model, depth, batch_size)
         engine = TimedEngine(model, options, exiting=depth.exiting)
-        _say(f"warming up {name}")
+        _log(f"warming up {name}")
         warm_up(engine, self.workload)
-        with layer_bar(f"measuring {name}", "tokens", still=True) as tick:
-            tell = tick if sys.stderr.isatty() else None
-            found = measure(engine, self.workload, speed=self.speed, depth=depth.choice, on_progress=tell)
+        with progress_bar(f"measuring {name}", "tokens", still=True) as update:
+            on_progress = update if sys.stderr.isatty() else None
+            found = measure(engine, self.workload, speed=self.speed, depth=depth.choice, on_progress=on_progress)
         del engine
         free_memory()
         record = found.record()
@@ -143,7 +143,7 @@ class Bench:
         from fathomlm.lab.bench.measure import Timing
 
         peer = hugging_face.hugging_face_model(self.model)
-        _say("measuring transformers")
+        _log("measuring transformers")
         if not self.batched:
             timing = Timing.of(hugging_face.one_by_one(peer, self.workload))
             return {"how": "generate", "timing": asdict(timing), "latency": _token_times(timing)}
@@ -161,8 +161,8 @@ def _read_model(options: EngineBenchOptions) -> tuple[FathomForCausalLM, Workloa
 
     device = engine_device(options.device)
     options.use_threads()
-    asked = options.workload
-    texts = read_texts(asked.data, asked.column) if asked.data else None  # first, so that a slip costs no waiting
+    wanted = options.workload
+    documents = read_documents(wanted.data, wanted.column) if wanted.data else None  # first, so that a slip costs no waiting
     architecture, plan, relaxation = options.shape(options.model)
     workload = _workload(options, architecture.vocab, None)
     if options.dummy:
@@ -175,24 +175,29 @@ def _read_model(options: EngineBenchOptions) -> tuple[FathomForCausalLM, Workloa
             f"{architecture.context:,}; choose another --workload, or --dummy, whose weights know no limit"
         )
     model = options.load_planned(options.model)
-    tokens = None if texts is None else list(chain.from_iterable(encode_prompts(model, texts)))
+    tokens = None if documents is None else list(chain.from_iterable(encode_prompts(model, documents)))
     return model, _workload(options, model.architecture.vocab, tokens)
 
 
 def _workload(options: EngineBenchOptions, vocab: int, text: list[int] | None) -> Workload:
     from fathomlm.lab.bench.workload import build_workload
 
-    asked = options.workload
+    wanted = options.workload
     return build_workload(
-        asked.workload, vocab, requests=asked.requests, rate=options.arrival_rate, seed=options.seed, text=text
+        wanted.workload,
+        vocab,
+        requests=wanted.requests,
+        rate=options.arrival_rate,
+        seed=options.seed,
+        text=text,
     )
 
 
 def _latency(found: Measurement) -> dict[str, Any]:
     """A token's time, and the floor's part of it: the weights that its ticks read."""
     times = _token_times(found.timing)
-    ticks = found.work.decode_steps / found.timing.tokens if found.timing.tokens else 0.0
-    floor = found.floor.ms_per_decode_step * ticks
+    decode_steps = found.work.decode_steps / found.timing.tokens if found.timing.tokens else 0.0
+    floor = found.floor.ms_per_decode_step * decode_steps
     mean = times["ms_per_token"]
     return times | {"floor_ms_per_token": floor, "floor_share": floor / mean if mean else None}
 
@@ -218,6 +223,6 @@ def _stopped(found: dict[str, Any] | None) -> bool:
     return found is not None and "timing" in found and bool(found["timing"]["interrupted"])
 
 
-def _say(what: str) -> None:
+def _log(what: str) -> None:
     if sys.stderr.isatty():
         print(what, file=sys.stderr)

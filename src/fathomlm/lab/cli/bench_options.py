@@ -51,12 +51,12 @@ class PlannedModelOptions(DeviceOptions, SeedOptions):
         architecture, plan, relaxation = architecture_of(model)
         if architecture.cross:
             raise OptionError(f"the engine takes decoder-only models; this is an encoder-decoder ({architecture.family})")
-        asked = self.plan
-        if asked.sharing is not None or asked.recursions is not None:
-            recursions = DEFAULT_RECURSIONS if asked.recursions is None else asked.recursions
-            plan = DepthPlan.build(asked.sharing or "cycle", recursions, architecture.layers, asked.resize)
+        requested = self.plan
+        if requested.sharing is not None or requested.recursions is not None:
+            recursions = DEFAULT_RECURSIONS if requested.recursions is None else requested.recursions
+            plan = DepthPlan.build(requested.sharing or "cycle", recursions, architecture.layers, requested.resize)
             relaxation = None
-        elif asked.resize is not None:
+        elif requested.resize is not None:
             raise OptionError("--resize requires --sharing or --recursions")
         plan = DepthPlan.vanilla(architecture.layers) if plan is None else plan
         add = self.relaxation

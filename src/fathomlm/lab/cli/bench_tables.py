@@ -17,8 +17,8 @@ def print_bench(record: Found) -> None:
     ours = record["ours"]
     forced = ours["depth"]["source"] == "forced"
     columns = {f"this model{' (forced)' if forced else ''}": ours, **record["peers"]}
-    told = [row for row in (*ROWS, *_stage_rows(ours)) if any(row[1](found) is not None for found in columns.values())]
-    rows = [[name, *(say(found) or "-" for found in columns.values())] for name, say in told]
+    present = [row for row in (*ROWS, *_stage_rows(ours)) if any(row[1](found) is not None for found in columns.values())]
+    rows = [[name, *(format_value(found) or "-" for found in columns.values())] for name, format_value in present]
     print_table([["", *columns], *rows], _title(record), caption=_caption(record))
 
 
@@ -54,16 +54,16 @@ def _caption(record: Found) -> str:
     return "\n".join(lines)
 
 
-def _timing(name: str, say: Callable[[Any], str]) -> Callable[[Found], str | None]:
-    return _part("timing", name, say)
+def _timing(name: str, format_value: Callable[[Any], str]) -> Callable[[Found], str | None]:
+    return _part("timing", name, format_value)
 
 
-def _part(part: str, name: str, say: Callable[[Any], str]) -> Callable[[Found], str | None]:
-    def tell(found: Found) -> str | None:
+def _part(part: str, name: str, format_value: Callable[[Any], str]) -> Callable[[Found], str | None]:
+    def cell(found: Found) -> str | None:
         value = found.get(part, {}).get(name)
-        return None if value is None else say(value)
+        return None if value is None else format_value(value)
 
-    return tell
+    return cell
 
 
 def _percent(value: float) -> str:
@@ -85,7 +85,7 @@ def _depth(found: Found) -> str | None:
     return f"{depth['mean']:.2f} of {depth['full']} {depth['unit']}"
 
 
-def _left(found: Found) -> str | None:
+def _exit_rate(found: Found) -> str | None:
     depth = found.get("depth")
     return None if depth is None or depth["source"] == "full" or depth["exit_rate"] is None else _percent(depth["exit_rate"])
 
@@ -107,7 +107,7 @@ ROWS: Sequence[Row] = (
     ("time to first token p50 / p99, ms", _timing("time_to_first_token_ms", _spread)),
     ("between tokens p50 / p99, ms", _timing("inter_token_ms", _spread)),
     ("mean depth", _depth),
-    ("tokens that stopped early", _left),
+    ("tokens that stopped early", _exit_rate),
     ("batch size", _part("work", "batch_size", str)),
     ("max concurrent sequences", _part("work", "max_sequences", str)),
     ("batch filled", _part("work", "batch_filled", _percent)),
@@ -124,11 +124,11 @@ ROWS: Sequence[Row] = (
 
 def _stage_rows(ours: Found) -> list[Row]:
     def row(stage: str) -> Row:
-        def tell(found: Found) -> str | None:
+        def cell(found: Found) -> str | None:
             share = found.get("work", {}).get("stages", {}).get(stage)
             return None if share is None else _percent(share)
 
-        return f"time {stage}", tell
+        return f"time {stage}", cell
 
     return [row(stage) for stage in ours["work"]["stages"]]
 

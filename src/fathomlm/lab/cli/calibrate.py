@@ -7,8 +7,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fathomlm.cli.model_options import ExitPackOptions, JsonOptions, ModelOptions, TextOptions, read_texts, threshold_file
-from fathomlm.cli.progress import layer_bar
+from fathomlm.cli.model_options import (
+    ExitPackOptions,
+    JsonOptions,
+    ModelOptions,
+    TextOptions,
+    read_documents,
+    threshold_file,
+)
+from fathomlm.cli.progress import progress_bar
 from fathomlm.decode.exiting import Exiting
 from fathomlm.decode.sampling import Sampling
 from fathomlm.decode.threshold import ThresholdOptions
@@ -53,14 +60,14 @@ class Calibrate(TextOptions, ModelOptions, ExitPackOptions, JsonOptions):
         if self.chat and self.prompt_tokens is not None:
             raise OptionError("--chat cannot be combined with --prompt-tokens")
         check_matplotlib()
-        documents = read_texts(self.data, self.column, self.prompts)
+        documents = read_documents(self.data, self.column, self.prompts)
         model = self.load_any(exits=self.exits, any_base=self.any_base)
         prompts = [_message(model, text) if self.chat else _beginning(model, text, self.prompt_tokens) for text in documents]
         sampling = Sampling(max_new_tokens=self.max_new_tokens)
-        with layer_bar("calibrating", "prompts") as tick:
+        with progress_bar("calibrating", "prompts") as update:
 
             def on_text(text: Generation, estimator: ThresholdEstimator) -> None:
-                tick(estimator.sequences, len(prompts), f", threshold {estimator.threshold:.3f}")
+                update(estimator.sequences, len(prompts), f", threshold {estimator.threshold:.3f}")
 
             found = calibrate(
                 model,

@@ -15,10 +15,10 @@ from fathomlm.cli.model_options import (
     DeviceOptions,
     ForceOptions,
     JsonOptions,
-    read_texts,
+    read_documents,
     threshold_file,
 )
-from fathomlm.cli.progress import layer_bar
+from fathomlm.cli.progress import progress_bar
 from fathomlm.decode.exiting import Exiting
 from fathomlm.errors import OptionError
 from fathomlm.lab.cli.eval_options import print_record
@@ -81,7 +81,7 @@ class Frontier(ForceOptions, JsonOptions, ColumnOptions, DeviceOptions, ShippedE
         check_directory(self.out, "frontier", self.force)
         settings = {name: _settings(self, pack, name) for name in self.models}  # refuses before weights are loaded
         form = _form(self)
-        texts = read_texts([str(self.data)], self.column, self.prompts) if form is None else []
+        texts = read_documents([str(self.data)], self.column, self.prompts) if form is None else []
         curves: list[TradeOffCurve] = []
         reference: DecodedSweep | None = None
         for name in self.models:
@@ -185,8 +185,8 @@ def _measure(
     )
     if options.sweep == "threshold":
         settings = (*settings, _adaptive(options, threshold_file(name, pack), model, prompts, settings))
-    with layer_bar(f"decoding {model_name(name)}", unit="prompts") as tick:
-        decoded = decode_settings(model, prompts, sampling, settings, repeats=options.repeats, on_done=tick)
+    with progress_bar(f"decoding {model_name(name)}", unit="prompts") as update:
+        decoded = decode_settings(model, prompts, sampling, settings, repeats=options.repeats, on_done=update)
     qualities = _qualities(options, model, settings, decoded, texts, samples)
     full = next(each for setting, each in zip(settings, decoded, strict=True) if setting.kind == "full")
     curve = build_curve(model_name(name), describe(model), settings, decoded, qualities, reference or full)
@@ -256,8 +256,8 @@ def _qualities(
         return [agreement(model, each.results) for each in decoded]
     if options.quality == "ppl":
         lift_exit_vocab(model)
-        with layer_bar("predicting", unit="windows") as tick:
-            return perplexities(decoder_only(model, "perplexity"), settings, texts, on_done=tick)
+        with progress_bar("predicting", unit="windows") as update:
+            return perplexities(decoder_only(model, "perplexity"), settings, texts, on_done=update)
     metric = find_metric(options.quality)
     return [text_metric(options.quality, metric, samples, each.results) for each in decoded]
 

@@ -11,19 +11,19 @@ from typing import TYPE_CHECKING, Any
 
 from fathomlm.cli.decode_options import DecodeOptions, DepthOptions
 from fathomlm.cli.model_options import ModelOptions, check_new_file
-from fathomlm.cli.progress import layer_bar
+from fathomlm.cli.progress import progress_bar
 from fathomlm.decode.sampling import Sampling
 from fathomlm.lab.cli.eval_options import BatchOptions, about, answer, write_lines
 from fathomlm.lab.tables import print_table
 from fathomlm.options import like, option, section
 
 if TYPE_CHECKING:
-    from fathomlm.lab.evaluate.generation import GeneratedTexts
+    from fathomlm.lab.evaluate.generation import CompletedSamples
     from fathomlm.lab.evaluate.samples import PromptForm, Sample
 
 
 @dataclass(frozen=True, kw_only=True)
-class GenerateTexts(BatchOptions, ModelOptions):
+class EvalGenerate(BatchOptions, ModelOptions):
     """Let MODEL complete a prompt for every row of FILE and compare the completion with the row's references: ROUGE-1/2/L,
     BLEU, SQuAD's F1 and exact match, or the number that a solution comes to. Quality, tokens per second and exit rate are
     shown together. Files with summaries, answers or translations are known by their fields; --source, --prompt and
@@ -52,7 +52,7 @@ class GenerateTexts(BatchOptions, ModelOptions):
         exiting, pack = self.decoding.settle(self.model, self.depth)
 
         from fathomlm.checkpoints.resolve import encoder_of
-        from fathomlm.lab.evaluate.generation import report, write_texts
+        from fathomlm.lab.evaluate.generation import complete_samples, report
         from fathomlm.lab.evaluate.metrics import find_metric
         from fathomlm.lab.evaluate.samples import read_samples
 
@@ -65,8 +65,8 @@ class GenerateTexts(BatchOptions, ModelOptions):
             sampling = sampling.with_options(stop=form.stop)
         model = self.load_any(**pack)
         control = self.depth.control(self.model, model)
-        with layer_bar("generating", unit="prompts") as tick:
-            written = write_texts(
+        with progress_bar("generating", unit="prompts") as update:
+            written = complete_samples(
                 model,
                 samples,
                 sampling,
@@ -74,7 +74,7 @@ class GenerateTexts(BatchOptions, ModelOptions):
                 most_source=self.max_source_tokens,
                 control=control,
                 exiting=exiting,
-                on_done=tick,
+                on_done=update,
             )
         if self.out is not None:
             write_lines(self.out, _lines(samples, written))
@@ -94,7 +94,7 @@ class GenerateTexts(BatchOptions, ModelOptions):
         return 0
 
 
-def _form(options: GenerateTexts) -> PromptForm:
+def _form(options: EvalGenerate) -> PromptForm:
     from fathomlm.lab.evaluate.samples import choose_form
 
     prompt = None if options.prompt is None else options.prompt.replace("\\n", "\n")
@@ -108,7 +108,7 @@ def _form(options: GenerateTexts) -> PromptForm:
     )
 
 
-def _lines(samples: Sequence[Sample], written: GeneratedTexts) -> list[dict[str, Any]]:
+def _lines(samples: Sequence[Sample], written: CompletedSamples) -> list[dict[str, Any]]:
     return [
         {
             "source": sample.source,

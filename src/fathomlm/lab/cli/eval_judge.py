@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from fathomlm.cli.model_options import JsonOptions, SeedOptions, read_text
-from fathomlm.cli.progress import layer_bar
+from fathomlm.cli.progress import progress_bar
 from fathomlm.errors import OptionError
 from fathomlm.jsonfile import parse
 from fathomlm.lab.cli.eval_options import answer
@@ -20,9 +20,9 @@ from fathomlm.lab.tables import print_table
 from fathomlm.options import like, option, section
 
 if TYPE_CHECKING:
+    from fathomlm.lab.evaluate.judge.outputs import JudgedOutputs
     from fathomlm.lab.evaluate.judge.prompts import Templates
     from fathomlm.lab.evaluate.judge.questions import Answers, Kind
-    from fathomlm.lab.evaluate.judge.texts import JudgedTexts
 
 _COUNTS = ("read", "unreadable", "failed")
 
@@ -101,8 +101,8 @@ class Judge(SeedOptions, JsonOptions):
         kinds = _kinds(self, len(material.systems))
         path = self.endpoint.answers or Path("analysis") / f"judge-{stem(self.files[0])}.jsonl"
         begun = time.perf_counter()
-        with AnswerFile(path) as answers, layer_bar("asking", unit="questions") as tick:
-            asked = ask_all(
+        with AnswerFile(path) as answers, progress_bar("asking", unit="questions") as update:
+            outcome = ask_all(
                 questions(material, templates, kinds),
                 endpoint,
                 answers,
@@ -110,21 +110,21 @@ class Judge(SeedOptions, JsonOptions):
                 again=(lambda question, reply: is_unreadable(question, reply, templates.dimensions))
                 if self.endpoint.again
                 else None,
-                on_done=tick,
+                on_done=update,
             )
-        record = _record(self, material, kinds, templates, asked) | {
+        record = _record(self, material, kinds, templates, outcome) | {
             "answers": str(path),
             "seconds": time.perf_counter() - begun,
         }
-        _warn(record, asked)
+        _warn(record, outcome)
         answer(self, record, _print)
-        return 1 if asked.failed else 0
+        return 1 if outcome.failed else 0
 
 
-def _material(options: Judge) -> JudgedTexts:
-    from fathomlm.lab.evaluate.judge.texts import read_texts
+def _material(options: Judge) -> JudgedOutputs:
+    from fathomlm.lab.evaluate.judge.outputs import read_outputs
 
-    return read_texts(
+    return read_outputs(
         options.files,
         source=options.source,
         outputs=options.output,
@@ -189,7 +189,7 @@ def _body(text: str | None) -> dict[str, Any]:
 
 
 def _record(
-    options: Judge, material: JudgedTexts, kinds: tuple[Kind, ...], templates: Templates, asked: Answers
+    options: Judge, material: JudgedOutputs, kinds: tuple[Kind, ...], templates: Templates, outcome: Answers
 ) -> dict[str, Any]:
     from fathomlm import __version__
     from fathomlm.lab.evaluate.judge.questions import likert, pairwise
@@ -202,23 +202,23 @@ def _record(
         "data": [str(path) for path in options.files],
         "systems": list(material.systems),
         "rows": len(material.rows),
-        "asked": len(asked.replies) + len(asked.failed) - asked.kept,
-        "kept": asked.kept,
-        "failed": len(asked.failed),
-        "likert": likert(asked, material.systems, templates.dimensions) if "likert" in kinds else None,
-        "pairwise": pairwise(asked, material.systems) if "pairwise" in kinds else None,
+        "asked": len(outcome.replies) + len(outcome.failed) - outcome.kept,
+        "kept": outcome.kept,
+        "failed": len(outcome.failed),
+        "likert": likert(outcome, material.systems, templates.dimensions) if "likert" in kinds else None,
+        "pairwise": pairwise(outcome, material.systems) if "pairwise" in kinds else None,
     }
 
 
-def _warn(record: dict[str, Any], asked: Answers) -> None:
+def _warn(record: dict[str, Any], outcome: Answers) -> None:
     counted = [*(record["likert"]["systems"].values() if record["likert"] else ()), *filter(None, [record["pairwise"]])]
     unreadable, cut = (sum(each[name] for each in counted) for name in ("unreadable", "cut"))
     if unreadable:
         hint = f"; {cut} of them were cut off, so a larger --max-tokens may help" if cut else ""
         print(f"fathomlm: {unreadable} answers could not be read and are not counted{hint}", file=sys.stderr)
-    if asked.failed:
-        why = next(iter(asked.failed.values()))
-        many = f"{len(asked.failed)} questions got no answer"
+    if outcome.failed:
+        why = next(iter(outcome.failed.values()))
+        many = f"{len(outcome.failed)} questions got no answer"
         print(f"fathomlm: {many}; the same command asks for them again. The first: {why}", file=sys.stderr)
 
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from fathomlm.cli.decode_options import lift_exit_vocab
-from fathomlm.cli.model_options import ModelOptions, TextOptions, read_texts
-from fathomlm.cli.progress import layer_bar
+from fathomlm.cli.model_options import ModelOptions, TextOptions, read_documents
+from fathomlm.cli.progress import progress_bar
 from fathomlm.errors import OptionError
 from fathomlm.lab.cli.eval_options import BatchOptions, EvaluatedOutputOptions, about, number, print_record
 from fathomlm.lab.tables import print_table
@@ -29,7 +29,7 @@ class Perplexity(BatchOptions, TextOptions, ModelOptions):
     exit_options: EvaluatedOutputOptions = section(EvaluatedOutputOptions, "outputs")
 
     def run(self) -> int:
-        texts = read_texts(self.data, self.column, self.limit, empty=True)
+        texts = read_documents(self.data, self.column, self.limit, empty=True)
         outputs = self.exit_options.outputs(self.model)
 
         from fathomlm.lab.evaluate.encoding import TextEncoder
@@ -41,8 +41,8 @@ class Perplexity(BatchOptions, TextOptions, ModelOptions):
             raise OptionError(f"--context must be <= the model's {model.architecture.context:,} tokens, got {self.context}")
         begun = time.perf_counter()
         scorer = Scorer(model, outputs, batch=self.batch_size, max_length=self.context)
-        with layer_bar("predicting", unit="windows") as tick:
-            found = predict(scorer, TextEncoder(model), texts, stride=self.stride, join=self.join, on_done=tick)
+        with progress_bar("predicting", unit="windows") as update:
+            found = predict(scorer, TextEncoder(model), texts, stride=self.stride, join=self.join, on_done=update)
         record: dict[str, Any] = about(self, "ppl", model, self.exit_options.exits) | {
             "data": list(self.data),
             "context": scorer.max_length,

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from fathomlm.cli.decode_options import lift_exit_vocab
 from fathomlm.cli.model_options import ModelOptions, check_new_file
-from fathomlm.cli.progress import layer_bar
+from fathomlm.cli.progress import progress_bar
 from fathomlm.errors import DataError, OptionError
 from fathomlm.lab.cli.eval_options import (
     BatchOptions,
@@ -126,16 +126,16 @@ def _answer(
     lines: list[dict[str, Any]] = []
     scorer, encoder = Scorer(model, outputs, batch=options.batch_size), TextEncoder(model)
     for task in tasks.local:
-        with layer_bar(task.name, unit="requests") as tick:
-            answered = answer(task, scorer, encoder, on_done=tick)
+        with progress_bar(task.name, unit="requests") as update:
+            answered = answer(task, scorer, encoder, on_done=update)
         for output, found, each in zip(outputs, results, answered, strict=True):
             found[task.name] = each.metrics
             if options.out is not None:
                 lines += [output.record() | sample for sample in samples(task, each)]
     if tasks.hub is not None:
-        with layer_bar(", ".join(tasks.hub.names), unit="requests") as tick:
+        with progress_bar(", ".join(tasks.hub.names), unit="requests") as update:
             found_there = tasks.hub.run(
-                model, outputs, batch=options.batch_size, shots=options.shots, limit=options.limit, on_done=tick
+                model, outputs, batch=options.batch_size, shots=options.shots, limit=options.limit, on_done=update
             )
         for found, more in zip(results, found_there, strict=True):
             found |= more

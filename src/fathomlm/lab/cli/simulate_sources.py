@@ -15,7 +15,7 @@ from fathomlm.options import like, option
 
 if TYPE_CHECKING:
     from fathomlm.depth import Architecture, DepthPlan, Relaxation
-    from fathomlm.lab.simulate.collect import Leaving
+    from fathomlm.lab.simulate.collect import ExitRule
     from fathomlm.lab.simulate.presets import PresetTimes
     from fathomlm.lab.simulate.trajectories import Trajectories
 
@@ -94,47 +94,47 @@ class SimulationSource:
         return named | {"dtype": options.dummy_dtype(device), "device": device}
 
 
-def read_sequences(asked: SequenceOptions, options: PlannedModelOptions, model: str | None) -> SimulationSource:
+def read_sequences(wanted: SequenceOptions, options: PlannedModelOptions, model: str | None) -> SimulationSource:
     options.use_threads()
-    if asked.data:
+    if wanted.data:
         assert model is not None
-        return _through_model(asked, options, model)
+        return _through_model(wanted, options, model)
     found: tuple[Any, ...] = () if model is None else options.shape(model)
     deepest = found[1].recursions if found else None
-    if asked.trajectories is not None:
+    if wanted.trajectories is not None:
         from fathomlm.lab.simulate.trajectories import read_trajectories
 
-        return SimulationSource(read_trajectories(asked.trajectories, deepest), *found)
-    parts = asked.depths or (1.0,)
+        return SimulationSource(read_trajectories(wanted.trajectories, deepest), *found)
+    parts = wanted.depths or (1.0,)
     if deepest is not None and len(parts) != deepest:
         raise OptionError(f"--depths has {len(parts)} parts, but the model has {deepest} recursions")
-    return SimulationSource(_drawn(asked, parts, options.seed), *found)
+    return SimulationSource(_drawn(wanted, parts, options.seed), *found)
 
 
-def _drawn(asked: SequenceOptions, parts: tuple[float, ...], seed: int) -> Trajectories:
+def _drawn(wanted: SequenceOptions, parts: tuple[float, ...], seed: int) -> Trajectories:
     from fathomlm.lab.bench.workload import build_workload
     from fathomlm.lab.simulate.trajectories import draw
 
-    workload = build_workload(asked.workload or "thesis", 2, requests=asked.requests, seed=seed)
+    workload = build_workload(wanted.workload or "thesis", 2, requests=wanted.requests, seed=seed)
     return draw(((len(request.prompt), request.new) for request in workload.requests), parts, seed)
 
 
-def _through_model(asked: SequenceOptions, options: PlannedModelOptions, name: str) -> SimulationSource:
+def _through_model(wanted: SequenceOptions, options: PlannedModelOptions, name: str) -> SimulationSource:
     from fathomlm.checkpoints.resolve import decoder_only
-    from fathomlm.cli.progress import layer_bar
+    from fathomlm.cli.progress import progress_bar
     from fathomlm.lab.analyze.token_rows import find, read_rows, row_length
     from fathomlm.lab.simulate.collect import collect
 
     if options.replanned:
         raise OptionError("--data runs text through MODEL as it is; make another with `fathomlm convert` first")
-    places = find(asked.data)
+    places = find(wanted.data)
     model = decoder_only(options.load_source(name), "this command")
-    tokens = row_length(model, asked.tokens, most=TOKENS)
-    rows = read_rows(places, model, context=tokens, rows=asked.sequences, column=asked.column)
-    leaving: Leaving = asked.exit or ("router" if model.plan.routing is not None else "oracle")
-    with layer_bar("prefill", unit="sequences") as tell:
+    tokens = row_length(model, wanted.tokens, most=TOKENS)
+    rows = read_rows(places, model, context=tokens, rows=wanted.sequences, column=wanted.column)
+    exit_rule: ExitRule = wanted.exit or ("router" if model.plan.routing is not None else "oracle")
+    with progress_bar("prefill", unit="sequences") as update:
         found = collect(
-            model, rows.tokens_NT, leaving=leaving, threshold=asked.threshold, layers=asked.exit_layers,
-            prompt=asked.prompt, on_rows=tell,
+            model, rows.tokens_NT, exit_rule=exit_rule, threshold=wanted.threshold, layers=wanted.exit_layers,
+            prompt=wanted.prompt, on_rows=update,
         )  # fmt: skip
     return SimulationSource(found, model.architecture, model.plan, model.relaxation)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from fathomlm.cli.model_options import JsonOptions
-from fathomlm.cli.progress import layer_bar
+from fathomlm.cli.progress import progress_bar
 from fathomlm.errors import OptionError
 from fathomlm.lab.cli.eval_options import print_record
 from fathomlm.lab.simulate.presets import TABLES
@@ -36,8 +36,8 @@ class Thesis(JsonOptions):
 
         tables = []
         for name in dict.fromkeys(self.table or TABLES):
-            with layer_bar(name, unit="rows") as tell:
-                tables.append(thesis_table(name, self.sequences, tell))
+            with progress_bar(name, unit="rows") as update:
+                tables.append(thesis_table(name, self.sequences, update))
         record = {"kind": "simulated thesis", "tables": [_record(table) for table in tables]}
         if self.out is not None:
             self.out.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
@@ -68,8 +68,8 @@ def _print(table: ThesisTable) -> None:
     rows = [["plain model", "batching", *sets]]
     for one in table.baselines:
         ways = {"vanilla": (one.vanilla, one.printed_vanilla), "sequence-wise": (one.sequence, one.printed_sequence)}
-        for way, (ours, said) in ways.items():
-            rows.append([one.model, way, *(f"{ours[name]:,.0f} ({said[name]:,.0f})" for name in sets)])
+        for way, (ours, printed) in ways.items():
+            rows.append([one.model, way, *(f"{ours[name]:,.0f} ({printed[name]:,.0f})" for name in sets)])
     print_table(rows, f"{table.label}: tokens/s, simulated (printed)")
     rows = [["model", "CE", "depths", "Delta_V", "printed", "Delta_Seq", "printed"]]
     for row in table.rows:

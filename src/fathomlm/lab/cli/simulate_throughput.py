@@ -162,13 +162,13 @@ class _Simulated:
         return min(known) if known else BATCH
 
     def compare(self) -> Comparison:
-        from fathomlm.cli.progress import layer_bar
+        from fathomlm.cli.progress import progress_bar
         from fathomlm.lab.simulate.policies import compare
 
-        with layer_bar("simulating", unit="tokens") as tell:
+        with progress_bar("simulating", unit="tokens") as update:
             return compare(
                 self.sequences, self.costs, plain=self.plain_setting, deep=self.setting, device=self.device,
-                plain_costs=self.plain_costs, waiting=self.options.batching.waiting, on_progress=tell,
+                plain_costs=self.plain_costs, waiting=self.options.batching.waiting, on_progress=update,
             )  # fmt: skip
 
     def record(self, comparison: Comparison) -> dict[str, Any]:
@@ -219,13 +219,13 @@ class _Simulated:
 
     def _measure(self) -> tuple[Costs, Costs]:
         from fathomlm.cli.model_options import memory_errors
-        from fathomlm.cli.progress import layer_bar
+        from fathomlm.cli.progress import progress_bar
         from fathomlm.lab.simulate.measured import MeasuredShape, measure_loop, measure_plain
 
         shape = MeasuredShape(**self.source.shape(self.options))
-        with memory_errors("--batch-size or --context"), layer_bar("measuring", unit="batch sizes") as tell:
-            plain = measure_plain(shape, _some(self.plain_batch_size), self.options.costs.context, tell)
-            return measure_loop(shape, _some(self.batch_size), self.options.costs.context, tell), plain
+        with memory_errors("--batch-size or --context"), progress_bar("measuring", unit="batch sizes") as update:
+            plain = measure_plain(shape, _some(self.plain_batch_size), self.options.costs.context, update)
+            return measure_loop(shape, _some(self.batch_size), self.options.costs.context, update), plain
 
     def _memory_fits(self) -> tuple[MemoryFit, MemoryFit] | None:
         """What fits the memory of the plain model and of this one."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from fathomlm.cli.model_options import memory_errors
-from fathomlm.cli.progress import layer_bar
+from fathomlm.cli.progress import progress_bar
 from fathomlm.errors import OptionError
 from fathomlm.lab.cli.bench import LOWER, EngineBenchOptions
 from fathomlm.lab.cli.bench_options import BatchTuning, WorkloadOptions
@@ -50,8 +50,8 @@ def _validate(options: Validate) -> int:
         raise OptionError("a validation forces depths, so that both know them: give --exit-rate P")
     settings = replace(bench.engine_options(bench.model, bench.depth), prefix_caching=False)
     engine = TimedEngine(bench.model, settings, exiting=bench.depth.exiting)
-    with layer_bar("validating", unit="rounds") as tell:
-        found = validate(engine, bench.workload, options.rounds, tell).record()
+    with progress_bar("validating", unit="rounds") as update:
+        found = validate(engine, bench.workload, options.rounds, update).record()
     record: dict[str, Any] = about(options, dtype_name(bench.model)) | {
         "plan": describe(bench.model),
         "workload": bench.workload.record(),

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from fathomlm.cli.model_options import JsonOptions
-from fathomlm.cli.progress import say
+from fathomlm.cli.progress import log
 from fathomlm.errors import DataError, OptionError
 from fathomlm.lab.tables import print_table
 from fathomlm.options import like, option
@@ -254,7 +254,7 @@ class Run(LedgerOptions):
 
         visit = Visit(None if self.minutes is None else 60 * self.minutes)
         ledger = Ledger(self.ledger)
-        ledger.check_corpus(place.mark, str(self.corpus), [study.name for study in studies])
+        ledger.check_corpus(place.corpus_checksum, str(self.corpus), [study.name for study in studies])
         jobs = select(studies, self.only, lambda study: jobs_of(study, place))
         commit = self.commit or commit_of_checkout()
         claims = Claims(self.work)
@@ -264,7 +264,7 @@ class Run(LedgerOptions):
             )
             pace = Pace(ledger.all(), executor.device, claims.processes())
             outcome = work_off(
-                jobs, ledger, executor, visit, pace, claims=claims, split=self.split, retry=self.retry_failed, say=say
+                jobs, ledger, executor, visit, pace, claims=claims, split=self.split, retry=self.retry_failed, log=log
             )
         _answer(outcome, self)
         return 2 if outcome.interrupted else 0

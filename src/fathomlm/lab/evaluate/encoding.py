@@ -59,9 +59,9 @@ class TextEncoder:
         moved = [_move_spaces(context, continuation) for context, continuation in texts]
         contexts = list(dict.fromkeys(context for context, _ in moved if context))
         of_context = dict(zip(contexts, self.encode(contexts), strict=True))
-        wholes = self.encode([context + continuation for context, continuation in moved if context])
+        joined = self.encode([context + continuation for context, continuation in moved if context])
         alone = self.encode_plain([continuation for context, continuation in moved if not context])
-        in_context, by_itself = iter(wholes), iter(alone)
+        in_context, by_itself = iter(joined), iter(alone)
         found = []
         for context, continuation in moved:
             pair = (

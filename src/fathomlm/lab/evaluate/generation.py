@@ -24,7 +24,7 @@ WARM_UP = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GeneratedTexts:
+class CompletedSamples:
     """All texts of a task."""
 
     results: tuple[Generation, ...]
@@ -36,7 +36,7 @@ class GeneratedTexts:
     """From the first prompt to the last text, everything included."""
 
 
-def write_texts(
+def complete_samples(
     model: FathomModel,
     samples: Sequence[Sample],
     sampling: Sampling,
@@ -46,7 +46,7 @@ def write_texts(
     control: DepthControl | None = None,
     exiting: Exiting | None = None,
     on_done: OnProgress | None = None,
-) -> GeneratedTexts:
+) -> CompletedSamples:
     """One text for each sample, in order, so that an adaptive threshold learns from the first for the later ones.
 
     `most_source` limits the tokens of a prompt; a decoder's also leaves room for the text.
@@ -63,7 +63,7 @@ def write_texts(
         batches.append(tuple(generate(model, prompts[at : at + batch], sampling, control=control, exiting=exiting)))
         if on_done is not None:
             on_done(min(at + batch, len(prompts)), len(prompts))
-    return GeneratedTexts(
+    return CompletedSamples(
         results=tuple(result for group in batches for result in group),
         batches=tuple(batches),
         cut=sum(len(long) > len(short) for long, short in zip(whole, prompts, strict=True)),
@@ -71,7 +71,7 @@ def write_texts(
     )
 
 
-def report(generated: GeneratedTexts, samples: Sequence[Sample], metric: Metric) -> dict[str, Any]:
+def report(generated: CompletedSamples, samples: Sequence[Sample], metric: Metric) -> dict[str, Any]:
     """Quality, latency and exits together: none of them means much without the others (thesis 2.6)."""
     texts = [result.text.strip() for result in generated.results]
     return {
@@ -84,7 +84,7 @@ def report(generated: GeneratedTexts, samples: Sequence[Sample], metric: Metric)
     }
 
 
-def latency(generated: GeneratedTexts) -> dict[str, float | int]:
+def latency(generated: CompletedSamples) -> dict[str, float | int]:
     """End to end: embedding, head, sampling and caches included. A text's first token belongs to reading its prompt, as in
     `fathomlm generate`; tokens a second are a batch's, milliseconds are what one text waits for a token."""
     behind = sum(len(result.tokens) - 1 for result in generated.results)

@@ -67,7 +67,7 @@ class HarnessModel(LM):  # type: ignore[misc]
         chosen = (read_output(model.plan, exit_layer, max_depth),) if outputs is None else tuple(outputs)
         self.scorer = Scorer(model, chosen, batch=read_batch(batch_size, max_batch_size), max_length=max_length)
         self.encoder = TextEncoder(model)
-        self.asked = False
+        self.inputs = False
         """Whether any request came: what fails before, failed while tasks were loaded."""
         self.at = 0
         """Which of the outputs answers."""
@@ -118,45 +118,45 @@ class HarnessModel(LM):  # type: ignore[misc]
 
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
         """Of each (context, continuation): its log-likelihood, and whether a greedy choice would give it."""
-        self.asked = True
-        asked = [(context, continuation) for context, continuation in (request.args for request in requests)]
-        if new := [pair for pair in dict.fromkeys(asked) if pair not in self._pairs]:
-            with self._watched("loglikelihood", disable_tqdm) as tick:
-                found = self.scorer.score(self.encoder.pairs(new), tick)
+        self.inputs = True
+        inputs = [(context, continuation) for context, continuation in (request.args for request in requests)]
+        if new := [pair for pair in dict.fromkeys(inputs) if pair not in self._pairs]:
+            with self._watched("loglikelihood", disable_tqdm) as update:
+                found = self.scorer.score(self.encoder.pairs(new), update)
             self._pairs |= dict(zip(new, zip(*found, strict=True), strict=True))
-        scores = [self._pairs[pair][self.at] for pair in asked]
+        scores = [self._pairs[pair][self.at] for pair in inputs]
         answers = [(score.log_likelihood, score.greedy) for score in scores]
-        for pair, answer in zip(asked, answers, strict=True):
+        for pair, answer in zip(inputs, answers, strict=True):
             self.cache_hook.add_partial("loglikelihood", pair, answer)
         return answers
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
         """Of each whole text, in windows as long as the context."""
-        self.asked = True
-        asked = [text for (text,) in (request.args for request in requests)]
-        if new := [text for text in dict.fromkeys(asked) if text not in self._texts]:
+        self.inputs = True
+        inputs = [text for (text,) in (request.args for request in requests)]
+        if new := [text for text in dict.fromkeys(inputs) if text not in self._texts]:
             self._score_texts(new, disable_tqdm)
-        answers = [self._texts[text][self.at] for text in asked]
-        for text, answer in zip(asked, answers, strict=True):
+        answers = [self._texts[text][self.at] for text in inputs]
+        for text, answer in zip(inputs, answers, strict=True):
             self.cache_hook.add_partial("loglikelihood_rolling", (text,), answer)
         return answers
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
         """Of each (context, options): what follows, to a stop string or the most tokens."""
-        self.asked = True
-        asked = [(context, options) for context, options in (request.args for request in requests)]
+        self.inputs = True
+        inputs = [(context, options) for context, options in (request.args for request in requests)]
         alike: dict[Sampling, list[int]] = {}
-        for number, (_, options) in enumerate(asked):
+        for number, (_, options) in enumerate(inputs):
             alike.setdefault(read_sampling(options), []).append(number)
-        answers = [""] * len(asked)
+        answers = [""] * len(inputs)
         done = 0
-        with self._watched("generate_until", disable_tqdm) as tick:
+        with self._watched("generate_until", disable_tqdm) as update:
             for sampling, numbers in alike.items():
-                for number, text in self._generate([(number, asked[number][0]) for number in numbers], sampling):
+                for number, text in self._generate([(number, inputs[number][0]) for number in numbers], sampling):
                     answers[number] = text
-                    self.cache_hook.add_partial("generate_until", asked[number], text)
+                    self.cache_hook.add_partial("generate_until", inputs[number], text)
                     done += 1
-                    tick(done, len(asked))
+                    update(done, len(inputs))
         return answers
 
     def _generate(self, contexts: Sequence[tuple[int, str]], sampling: Sampling) -> Iterator[tuple[int, str]]:
@@ -190,8 +190,8 @@ class HarnessModel(LM):  # type: ignore[misc]
     def _score_texts(self, texts: Sequence[str], disable_tqdm: bool) -> None:
         prefix = self.encoder.prefix
         parts = [windows(tokens, prefix=prefix, length=self.max_length) for tokens in self.encoder.encode(texts)]
-        with self._watched("loglikelihood_rolling", disable_tqdm) as tick:
-            found = self.scorer.score([pair for part in parts for pair in part], tick)
+        with self._watched("loglikelihood_rolling", disable_tqdm) as update:
+            found = self.scorer.score([pair for part in parts for pair in part], update)
         for text, part in zip(texts, parts, strict=True):
             mine = [scores[: len(part)] for scores in found]
             found = [scores[len(part) :] for scores in found]
@@ -205,11 +205,11 @@ class HarnessModel(LM):  # type: ignore[misc]
             return
         with tqdm(desc=f"fathomlm {what}", disable=disable_tqdm) as bar:
 
-            def tick(done: int, total: int) -> None:
+            def update(done: int, total: int) -> None:
                 bar.total = total
                 bar.update(done - bar.n)
 
-            yield tick
+            yield update
 
 
 def _load(source: str | Path, dtype: str | None, device: str | None) -> FathomForCausalLM:

@@ -69,11 +69,11 @@ class HarnessTasks:
                         task_manager=self._manager,
                     )
             except Exception as error:
-                if harness.asked or isinstance(error, OptionError):
+                if harness.inputs or isinstance(error, OptionError):
                     raise
                 # Datasets, the hub and task scripts raise what they like.
-                asked = ", ".join(self.names)
-                raise DataError(f"{asked} could not be loaded: {one_line(error)}; --data DIR reads from files") from error
+                inputs = ", ".join(self.names)
+                raise DataError(f"{inputs} could not be loaded: {one_line(error)}; --data DIR reads from files") from error
             found.append({name: _metrics(results, name) for name in self.names})
         return found
 

@@ -26,7 +26,7 @@ SEED = 1234
 class Question:
     """One question."""
 
-    asked: tuple[TextPair, ...]
+    requests: tuple[TextPair, ...]
     """Context and continuation of each choice; a single one where a word is to be predicted."""
     gold: int
     """Which is right."""
@@ -40,12 +40,12 @@ class Question:
     @property
     def example(self) -> str:
         """The question with its right answer, as a worked example for another."""
-        context, continuation = self.asked[self.gold]
+        context, continuation = self.requests[self.gold]
         return context + continuation
 
     def behind(self, text: str) -> tuple[TextPair, ...]:
         """What is scored, with a text in front."""
-        return tuple((self.preamble + text + context, continuation) for context, continuation in self.asked)
+        return tuple((self.preamble + text + context, continuation) for context, continuation in self.requests)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,14 +64,14 @@ class TaskForm:
 
 def _word(row: Fields, bare: bool) -> Question:
     target = row.text("target")
-    return Question(asked=((row.text("context"), f" {target}"),), gold=0, lengths=(_bytes(target),))
+    return Question(requests=((row.text("context"), f" {target}"),), gold=0, lengths=(_bytes(target),))
 
 
 def _options(row: Fields, bare: bool) -> Question:
     contexts, continuation = _several(row, "context_options"), row.text("continuation")
-    asked = tuple((context, f" {continuation.strip()}") for context in contexts)
+    requests = tuple((context, f" {continuation.strip()}") for context in contexts)
     return Question(
-        asked=asked,
+        requests=requests,
         gold=row.integer("gold", at_least=0, at_most=len(contexts) - 1),
         lengths=(_bytes(continuation),) * len(contexts),
     )
@@ -130,7 +130,7 @@ def _question(row: Fields, bare: bool) -> str:
 def _chosen(row: Fields, context: str, preamble: str = "", subject: str | None = None) -> Question:
     found = _several(row, "choices")
     return Question(
-        asked=tuple((context, f" {choice}") for choice in found),
+        requests=tuple((context, f" {choice}") for choice in found),
         gold=row.integer("gold", at_least=0, at_most=len(found) - 1),
         lengths=tuple(_bytes(choice) for choice in found),
         preamble=preamble,
@@ -237,13 +237,13 @@ def read_task(path: Path, *, name: str, shots: int = 0, limit: int | None = None
 
 def answer(task: LocalTask, scorer: Scorer, encoder: TextEncoder, on_done: OnProgress | None = None) -> list[AnsweredTask]:
     """The task at each of the scorer's outputs."""
-    asked = [item.behind(text) for item, text in zip(task.items, task.examples, strict=True)]
+    requests = [item.behind(text) for item, text in zip(task.items, task.examples, strict=True)]
     try:
-        pairs = encoder.pairs([pair for item in asked for pair in item])
+        pairs = encoder.pairs([pair for item in requests for pair in item])
         found = scorer.score(pairs, on_done)
     except DataError as error:
         raise DataError(f"{task.path}: {error}") from error
-    sizes = [len(item) for item in asked]
+    sizes = [len(item) for item in requests]
     grouped = [_group(scores, sizes) for scores in found]
     return [AnsweredTask(scores=scores, metrics=count(task.form, task.items, scores)) for scores in grouped]
 

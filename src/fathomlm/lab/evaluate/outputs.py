@@ -128,7 +128,7 @@ class OutputStates:
         return decoder.logits(state_NM) if self.index is None else decoder.exit_logits(state_NM, self.index)
 
 
-def read_outputs(
+def read_documents(
     decoder: Decoder, outputs: Sequence[Output], tokens_BT: Tensor, rows_N: Tensor, slots_N: Tensor
 ) -> Iterator[OutputStates]:
     """Each output's states at positions given by row and slot.

@@ -88,8 +88,8 @@ def choose_form(
             f"{path} has the fields {', '.join(first) or '(none)'}; say with --source (or --prompt) and --reference "
             "which hold the prompt and what should follow it"
         )
-    asked = prompt if source is None else f"{{{source}}}"
-    base = known if asked is None else PromptForm(prompt=asked, source=source, reference="", metric=None)
+    given = prompt if source is None else f"{{{source}}}"
+    base = known if given is None else PromptForm(prompt=given, source=source, reference="", metric=None)
     assert base is not None
     form = dataclasses.replace(
         base,

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from fathomlm.errors import DataError, OptionError
 from fathomlm.lab.evaluate.encoding import Pair, TextEncoder, windows
-from fathomlm.lab.evaluate.outputs import FULL, Output, OutputStates, read_outputs
+from fathomlm.lab.evaluate.outputs import FULL, Output, OutputStates, read_documents
 from fathomlm.model.decoder import Decoder
 from fathomlm.model.hub import FathomForCausalLM
 
@@ -69,12 +69,12 @@ class Scorer:
         done = 0
         for at in range(0, len(order), self.batch):
             group = order[at : at + self.batch]
-            asked = [(i, number) for i, row in enumerate(group) for number in rows[row]]
-            continuations = [pairs[number].continuation for _, number in asked]
-            for output, scores in enumerate(self._score_batch(group, [i for i, _ in asked], continuations)):
-                for (_, number), score in zip(asked, scores, strict=True):
+            requests = [(i, number) for i, row in enumerate(group) for number in rows[row]]
+            continuations = [pairs[number].continuation for _, number in requests]
+            for output, scores in enumerate(self._score_batch(group, [i for i, _ in requests], continuations)):
+                for (_, number), score in zip(requests, scores, strict=True):
                     found[output][number] = score
-            done += len(asked)
+            done += len(requests)
             if on_done is not None:
                 on_done(done, len(pairs))
         return found
@@ -113,7 +113,7 @@ class Scorer:
         ]
         rows_N, slots_N, targets_N = torch.tensor(places, device=device).unbind(1)
         found: list[list[Score]] = [[] for _ in self.outputs]
-        for read in read_outputs(decoder, self.outputs, tokens_BT, rows_N, slots_N):
+        for read in read_documents(decoder, self.outputs, tokens_BT, rows_N, slots_N):
             likely, hit = _ask(decoder, read, targets_N)
             found[read.number] = _sums(likely, hit, [len(targets) for targets in continuations])
         return found

@@ -23,7 +23,7 @@ from fathomlm.model.decoder import Decoder
 from fathomlm.model.hub import FathomForCausalLM
 from fathomlm.model.route import RoutingTrace
 
-Leaving = Literal["oracle", "confidence", "router"]
+ExitRule = Literal["oracle", "confidence", "router"]
 MOST_SCORES = 1 << 24
 """Scores over the vocabulary that are held at once."""
 
@@ -50,7 +50,7 @@ def collect(
     model: FathomForCausalLM,
     tokens_NT: Tensor,
     *,
-    leaving: Leaving,
+    exit_rule: ExitRule,
     threshold: float = 0.9,
     layers: Sequence[int] | None = None,
     prompt: int = 1,
@@ -60,54 +60,54 @@ def collect(
     plan, decoder = model.plan, model.decoder
     if not 1 <= prompt < tokens_NT.shape[1]:
         raise OptionError(f"--prompt must be from 1 to {tokens_NT.shape[1] - 1}, one less than a row has; got {prompt}")
-    if (plan.routing is not None) != (leaving == "router"):
+    if (plan.routing is not None) != (exit_rule == "router"):
         wrong = "the model's router chooses depths" if plan.routing is not None else "the model has no router"
-        raise OptionError(f"--exit {leaving} is not supported by this model: {wrong}")
-    exits = () if leaving == "router" else exits_of(plan, layers)
-    deepest = plan.recursions if leaving == "router" else len(exits) + 1
+        raise OptionError(f"--exit {exit_rule} is not supported by this model: {wrong}")
+    exits = () if exit_rule == "router" else exits_of(plan, layers)
+    deepest = plan.recursions if exit_rule == "router" else len(exits) + 1
     device = decoder.embed.weight.device
     sequences = []
     for done, tokens_T in enumerate(tokens_NT, start=1):
         tokens_1T = tokens_T[None].to(device)
-        if leaving == "router":
+        if exit_rule == "router":
             trace = RoutingTrace()
             decoder.states(tokens_1T, causal=True, trace=trace)
             assert trace.depths_BT is not None
             depths_T = trace.depths_BT[0].clamp_min(1)
         else:
-            depths_T = _left(decoder, tokens_1T, exits, None if leaving == "oracle" else threshold)
+            depths_T = _exit_depths(decoder, tokens_1T, exits, None if exit_rule == "oracle" else threshold)
         sequences.append(Trajectory(prompt, tuple(depths_T[prompt - 1 :].tolist())))
         if on_rows is not None:
             on_rows(done, len(tokens_NT))
-    return Trajectories(tuple(sequences), deepest, leaving, _label(leaving, exits, threshold))
+    return Trajectories(tuple(sequences), deepest, exit_rule, _label(exit_rule, exits, threshold))
 
 
-def _label(leaving: Leaving, exits: Sequence[int], threshold: float) -> str:
+def _label(exit_rule: ExitRule, exits: Sequence[int], threshold: float) -> str:
     where = ", ".join(str(index + 1) for index in exits)
     return {
         "router": "router: each token as deep as the model's router sends it, over given text",
         "oracle": f"oracle: the earliest exit (layers {where}) that agrees with the last layer, over given text",
         "confidence": f"confidence above {threshold:g} at exits (layers {where}), over given text",
-    }[leaving]
+    }[exit_rule]
 
 
-def _left(decoder: Decoder, tokens_1T: Tensor, exits: Sequence[int], threshold: float | None) -> Tensor:
+def _exit_depths(decoder: Decoder, tokens_1T: Tensor, exits: Sequence[int], threshold: float | None) -> Tensor:
     """The depth of each token: the number of the first exit that it takes, or one more than there are."""
     states = decoder.states(tokens_1T, at=exits)
     last = decoder.plan.unrolled_layers - 1
     depths_T = torch.full((tokens_1T.shape[1],), len(exits) + 1)
-    final_T = _asked(decoder, states[last][0], last)[0] if threshold is None else None
+    final_T = _predict(decoder, states[last][0], last)[0] if threshold is None else None
     for number in reversed(range(len(exits))):
-        choice_T, sure_T = _asked(decoder, states[exits[number]][0], exits[number])
+        choice_T, sure_T = _predict(decoder, states[exits[number]][0], exits[number])
         if final_T is not None:
-            leaves_T = choice_T == final_T
+            exits_T = choice_T == final_T
         else:
-            leaves_T = (sure_T > threshold) if threshold else torch.ones_like(choice_T, dtype=torch.bool)
-        depths_T[leaves_T] = number + 1
+            exits_T = (sure_T > threshold) if threshold else torch.ones_like(choice_T, dtype=torch.bool)
+        depths_T[exits_T] = number + 1
     return depths_T
 
 
-def _asked(decoder: Decoder, state_TM: Tensor, index: int) -> tuple[Tensor, Tensor]:
+def _predict(decoder: Decoder, state_TM: Tensor, index: int) -> tuple[Tensor, Tensor]:
     """Choices after a step, and how sure they are."""
     size = max(1, MOST_SCORES // decoder.architecture.vocab)
     choices, sures = [], []

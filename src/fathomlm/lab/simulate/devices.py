@@ -285,14 +285,14 @@ class ExitDevice(SimulatedDevice):
 
     def _run(self, sequence: SimulatedSequence, chosen: list[ChosenToken]) -> None:
         if sequence.stage == ENTER:
-            leaves = sequence.wanted == 1
-            if leaves:
+            exits_early = sequence.wanted == 1
+            if exits_early:
                 chosen.append(sequence.choose())
-            stays = self._waits or not leaves
+            stays = self._waits or not exits_early
             sequence.pending = sequence.pending + 1 if stays else 0
             if sequence.stage != IDLE:
                 full = stays and sequence.pending >= self._stack
-                sequence.stage = (FLUSH if full else ENTER) if leaves else DEEP
+                sequence.stage = (FLUSH if full else ENTER) if exits_early else DEEP
             return
         if sequence.stage == DEEP:
             chosen.append(sequence.choose())

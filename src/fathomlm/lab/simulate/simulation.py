@@ -26,7 +26,7 @@ from fathomlm.lab.simulate.devices import ChosenToken, Device
 from fathomlm.lab.simulate.trajectories import Trajectories
 
 OnProgress = Callable[[int, int], None]
-TOLD_EVERY = 20_000
+REPORT_TOKENS = 20_000
 """Tokens between two reports of progress."""
 CHUNK = 256
 
@@ -160,11 +160,11 @@ class Simulation:
         self._last = 0.0
 
     def run(self, on_progress: OnProgress | None = None) -> SimulationResult:
-        total, told = self.trajectories.tokens, 0
+        total, reported = self.trajectories.tokens, 0
         while self._under_way:
             self.step()
-            if on_progress is not None and self.tokens - told >= TOLD_EVERY:
-                told = self.tokens
+            if on_progress is not None and self.tokens - reported >= REPORT_TOKENS:
+                reported = self.tokens
                 on_progress(self.tokens, total)
         return SimulationResult(
             tokens=self.tokens,

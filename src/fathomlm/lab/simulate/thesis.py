@@ -33,7 +33,7 @@ BOOKS = 100
 """Texts of PG19's test set."""
 LONGEST = 32
 """Tokens of the longest text. Throughput does not depend on the scale of lengths, only on their ratios."""
-BOOK = 256
+BOOK_TOKENS = 256
 FITTED = "gemma-2b"
 """The model whose plain throughput says how long texts are."""
 OnProgress = Callable[[int, int], None]
@@ -127,7 +127,7 @@ def thesis_table(table: Table, texts: int = 5000, on_row: OnProgress | None = No
     printed = all_printed(table)
     first = next(row for row in all_printed("40gb") if row.model == FITTED and row.batching == "vanilla")
     means = {name: fit_mean(getattr(first, name), texts) for name in SETS[:2]}
-    sets = {name: lengths(mean, texts) for name, mean in means.items()} | {"pg19": (BOOK,) * BOOKS}
+    sets = {name: lengths(mean, texts) for name, mean in means.items()} | {"pg19": (BOOK_TOKENS,) * BOOKS}
     baselines = [_baseline(table, model, sets) for model in dict.fromkeys(row.model for row in printed)]
     by_model = {one.model: one for one in baselines}
     rows = []
@@ -185,7 +185,7 @@ def _depth_of_books(times: PresetTimes, printed: float) -> float:
     low, high = 1.0, float(times.blocks)
     for _ in range(6):
         depth = (low + high) / 2
-        low, high = (depth, high) if _throughput(times, (BOOK // 4,) * BOOKS, depth) > printed else (low, depth)
+        low, high = (depth, high) if _throughput(times, (BOOK_TOKENS // 4,) * BOOKS, depth) > printed else (low, depth)
     return (low + high) / 2
 
 

@@ -136,10 +136,10 @@ def read_trajectories(path: Path, deepest: int | None = None) -> Trajectories:
             sequences.append(Trajectory(prompt, tuple(depths)))
     if not sequences:
         raise DataError(f'{path} has no sequence; a line is {{"prompt": 12, "depths": [1, 2, 1]}}')
-    met = max(max(sequence.depths) for sequence in sequences)
-    most = max(met, head.get("deepest", 1)) if deepest is None else deepest
-    if met > most:
-        raise DataError(f"{path} has a token of depth {met}, but the model's tokens are at most {most} deep")
+    maximum = max(max(sequence.depths) for sequence in sequences)
+    most = max(maximum, head.get("deepest", 1)) if deepest is None else deepest
+    if maximum > most:
+        raise DataError(f"{path} has a token of depth {maximum}, but the model's tokens are at most {most} deep")
     source: TrajectorySource = head.get("source", "file")
     return Trajectories(tuple(sequences), most, source, head.get("label", f"depths from {path.name}"))
 

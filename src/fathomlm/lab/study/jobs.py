@@ -7,7 +7,7 @@ from pathlib import Path
 
 from fathomlm.depth.cost import Cost, count
 from fathomlm.errors import OptionError
-from fathomlm.lab.study.ledger import corpus_mark, fingerprint
+from fathomlm.lab.study.ledger import corpus_checksum, fingerprint
 from fathomlm.lab.study.spec import Planned, Study, merged
 from fathomlm.train.data.corpus import Corpus
 from fathomlm.train.flops import forward_flops_per_token
@@ -30,8 +30,8 @@ class Place:
     device: str = "auto"
 
     @property
-    def mark(self) -> str:
-        return "" if self.corpus is None else corpus_mark(self.corpus)
+    def corpus_checksum(self) -> str:
+        return "" if self.corpus is None else corpus_checksum(self.corpus)
 
     @property
     def tokens(self) -> int | None:
@@ -71,7 +71,7 @@ class Job:
 
     run: Planned
     fingerprint: str
-    mark: str
+    corpus_checksum: str
     """The corpus's."""
     shaped: Shaped
     passes: float
@@ -138,7 +138,7 @@ def jobs_of(study: Study, place: Place) -> list[Job]:
             Job(
                 run=run,
                 fingerprint=fingerprint(recipe),
-                mark=place.mark,
+                corpus_checksum=place.corpus_checksum,
                 shaped=shaped,
                 passes=shaped.length.tokens / place.tokens if place.tokens else 0.0,
                 most_passes=study.passes,

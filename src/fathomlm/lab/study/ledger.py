@@ -34,15 +34,15 @@ NEEDED = ("study", "variant", "budget", "seed", "fingerprint", "data", "status")
 Record = dict[str, Any]
 
 
-def told(recipe: Recipe) -> dict[str, Any]:
+def identifying_settings(recipe: Recipe) -> dict[str, Any]:
     """The settings of a recipe that decide what comes out and are not the defaults. Fields that a later version adds do not
     change it while they are not used."""
-    found = _told(recipe, "")
+    found = _identifying(recipe, "")
     assert isinstance(found, dict)
     return found
 
 
-def _told(value: Any, prefix: str) -> Any:
+def _identifying(value: Any, prefix: str) -> Any:
     if not dataclasses.is_dataclass(value):
         return value
     out = {}
@@ -52,7 +52,7 @@ def _told(value: Any, prefix: str) -> Any:
         default = field.default if factory is dataclasses.MISSING else factory()
         if name in UNMARKED or own == default:
             continue
-        inner = _told(own, f"{name}.")
+        inner = _identifying(own, f"{name}.")
         if inner != {} or default is None:  # a section without told fields is as if it were not there, unless it may be null
             out[field.name] = inner
     return out
@@ -60,11 +60,11 @@ def _told(value: Any, prefix: str) -> Any:
 
 def fingerprint(recipe: Recipe, *, without: str | None = None) -> str:
     """What a run is known by, its seed and budget included, or all but the field `without`."""
-    settings = {name: value for name, value in told(recipe).items() if name != without}
+    settings = {name: value for name, value in identifying_settings(recipe).items() if name != without}
     return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def corpus_mark(corpus: Corpus) -> str:
+def corpus_checksum(corpus: Corpus) -> str:
     """What a corpus is known by: the checksums of all its shards."""
     shards = [shard for name in sorted(corpus.manifest.splits) for shard in corpus.manifest.splits[name].shards]
     return hashlib.sha256("".join(shard.sha256 + shard.index_sha256 for shard in shards).encode()).hexdigest()[:16]
@@ -126,14 +126,14 @@ class Ledger:
                 by_study.setdefault(record["study"], []).append(record)
         return {study: self.add(study, records) for study, records in sorted(by_study.items())}
 
-    def check_corpus(self, mark: str, where: str, studies: Iterable[str]) -> None:
+    def check_corpus(self, corpus_checksum: str, where: str, studies: Iterable[str]) -> None:
         """Refuse to add runs on one corpus to a study on another: they could not be compared."""
         for study in studies:
             for record in self.read(study):
-                if record["data"]["mark"] != mark:
+                if record["data"]["mark"] != corpus_checksum:
                     raise DataError(
                         f"{self.path(study)} holds runs on another corpus (mark {record['data']['mark']}) than {where} "
-                        f"(mark {mark}); name another --ledger"
+                        f"(mark {corpus_checksum}); name another --ledger"
                     )
 
 

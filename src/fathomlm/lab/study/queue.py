@@ -151,7 +151,7 @@ class Claims:
 
 def key_of(job: Job) -> str:
     """Settings and seed of a run without its budget: the same in every study that asks for it."""
-    return f"{fingerprint(job.shaped.recipe, without='budget')}-{job.mark}"
+    return f"{fingerprint(job.shaped.recipe, without='budget')}-{job.corpus_checksum}"
 
 
 def _lock(path: Path) -> int | None:
@@ -165,7 +165,7 @@ def _lock(path: Path) -> int | None:
     return handle
 
 
-Say = Callable[[str], None]
+Log = Callable[[str], None]
 
 
 class Stopped(Exception):
@@ -241,7 +241,7 @@ def work_off(
     claims: Claims | None = None,
     split: bool = False,
     retry: bool = False,
-    say: Say = lambda text: None,
+    log: Log = lambda text: None,
 ) -> Outcome:
     """Make what is left of `jobs` in order, as far as the time goes; every finished run is in the ledger at once."""
     outcome = Outcome()
@@ -249,7 +249,7 @@ def work_off(
     tried: set[tuple[str, str]] = set()
     for job in sorted(left, key=lambda job: not executor.started(job)):
         known = _known(ledger)
-        if _made(job, known, retry and (job.fingerprint, job.mark) not in tried):  # in the meantime
+        if _made(job, known, retry and (job.fingerprint, job.corpus_checksum) not in tried):  # in the meantime
             _share(job, known, ledger, outcome)
             continue
         shaped, run = job.shaped, job.run
@@ -261,14 +261,14 @@ def work_off(
         if claims is not None and not claims.take(job):
             outcome.elsewhere.append(job.name)
             continue
-        tried.add((job.fingerprint, job.mark))
+        tried.add((job.fingerprint, job.corpus_checksum))
         expected = "" if seconds is None else f", about {seconds:,.0f} s"
-        say(f"{job.name}: {job.tokens / 1e6:,.4g}M tokens, {job.passes:.2f} passes{expected}")
+        log(f"{job.name}: {job.tokens / 1e6:,.4g}M tokens, {job.passes:.2f} passes{expected}")
         try:
             record = executor.execute(job, visit, split=split)
         except Stopped as stopped:
             outcome.stopped.append(job.name)
-            say(f"{job.name}: stopped and saved; the same command goes on with it")
+            log(f"{job.name}: stopped and saved; the same command goes on with it")
             if stopped.rate:
                 pace.measured(job.run.study, job.run.variant.name, stopped.rate)
             if stopped.by_user:
@@ -281,14 +281,14 @@ def work_off(
                 traceback.print_exc(file=sys.stderr)
             ledger.add(job.run.study, [record])
             outcome.failed.append(job.name)
-            say(f"{job.name}: failed: {record['reason']}")
+            log(f"{job.name}: failed: {record['reason']}")
             if isinstance(error, Broken):
                 break
             continue
         ledger.add(job.run.study, [record])
         pace.learn(record)
         outcome.finished.append(job.name)
-        say(f"{job.name}: loss {record['loss']:.4f} after {record['seconds']:,.0f} s")
+        log(f"{job.name}: loss {record['loss']:.4f} after {record['seconds']:,.0f} s")
     known = _known(ledger)
     for job in jobs:  # what was made since, by this process or another, for another study
         if not job.beyond and _made(job, known, retry):
@@ -318,12 +318,12 @@ def _left(
 
 def _made(job: Job, known: dict[tuple[str, str], Record], retry: bool) -> bool:
     """A failed run counts as made, since it would fail again, unless it is to be tried again."""
-    record = known.get((job.fingerprint, job.mark))
+    record = known.get((job.fingerprint, job.corpus_checksum))
     return record is not None and not (retry and record["status"] == "failed")
 
 
 def _share(job: Job, known: dict[tuple[str, str], Record], ledger: Ledger, outcome: Outcome) -> None:
-    record = known[job.fingerprint, job.mark]
+    record = known[job.fingerprint, job.corpus_checksum]
     if any(identity(own) == identity(record) for own in ledger.read(job.run.study)):
         return
     run = job.run

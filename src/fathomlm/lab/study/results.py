@@ -98,9 +98,11 @@ def collect(study: Study, records: Iterable[Record]) -> Results:
     jobs = jobs_of(study, Place(None, Path()))
     wanted = {job.fingerprint for job in jobs}
     own = [record for record in records if record["fingerprint"] in wanted]
-    marks = Counter(mark for _, mark in {identity(record) for record in own if record["status"] == "finished"})
-    mark = max(sorted(marks), key=lambda each: marks[each], default=None)
-    finished = {r["fingerprint"]: r for r in own if r["status"] == "finished" and r["data"]["mark"] == mark}
+    checksums = Counter(
+        corpus_checksum for _, corpus_checksum in {identity(record) for record in own if record["status"] == "finished"}
+    )
+    corpus_checksum = max(sorted(checksums), key=lambda each: checksums[each], default=None)
+    finished = {r["fingerprint"]: r for r in own if r["status"] == "finished" and r["data"]["mark"] == corpus_checksum}
     failed = {r["fingerprint"]: r for r in own if r["status"] == "failed" and r["fingerprint"] not in finished}
     made: dict[tuple[str, str], dict[int, Record]] = {}
     first: dict[tuple[str, str], Job] = {}
@@ -117,7 +119,7 @@ def collect(study: Study, records: Iterable[Record]) -> Results:
         judged=tuple(judged for claim in study.claims for judged in judge(study, claim, rows)),
         failed=tuple(failed.values()),
         planned=len(jobs),
-        left_out=sum(marks.values()) - len(finished) if mark is not None else 0,
+        left_out=sum(checksums.values()) - len(finished) if corpus_checksum is not None else 0,
     )
 
 

@@ -26,7 +26,7 @@ from fathomlm.errors import DataError
 from fathomlm.lab.environment import environment as measured_in
 from fathomlm.lab.environment import free_memory
 from fathomlm.lab.study.jobs import Job, Place, Shaped, shape_of
-from fathomlm.lab.study.ledger import Record, told
+from fathomlm.lab.study.ledger import Record, identifying_settings
 from fathomlm.lab.study.queue import Broken, Stopped, Visit, overhead_of
 from fathomlm.lab.study.spec import Budget, Planned, Study
 from fathomlm.train.checkpoint import saved_steps, step_name
@@ -52,7 +52,7 @@ class Guard:
         self._inner, self._visit, self._tokens, self._split = inner, visit, tokens_per_step, split
         self._seen = 0
         self._settled: tuple[int, float] | None = None
-        self.asked = False
+        self.stop_requested = False
         self.rate: float | None = None
         """Tokens a second, once that is known."""
 
@@ -65,8 +65,8 @@ class Guard:
         elif step >= self._settled[0] + SETTLED and now > self._settled[1]:
             self.rate = (step - self._settled[0]) * self._tokens / (now - self._settled[1])
         needed = 0.0 if self.rate is None or self._split else (total - step) * self._tokens / self.rate
-        if not self.asked and step < total and (self._visit.left <= 0 or needed > self._visit.left):
-            self.asked = True
+        if not self.stop_requested and step < total and (self._visit.left <= 0 or needed > self._visit.left):
+            self.stop_requested = True
             signal.raise_signal(signal.SIGTERM)
 
     def record(self, record: Record) -> None:
@@ -139,7 +139,7 @@ class TrainingExecutor:
         finally:
             free_memory()
         if not summary.finished:
-            raise Stopped(by_user=not guard.asked, rate=guard.rate)
+            raise Stopped(by_user=not guard.stop_requested, rate=guard.rate)
         record = self._finished(job, summary, wall=time.perf_counter() - begin, steps=summary.step - before)
         record["processes"] = max(processes, self._processes())
         self._tidy(job)
@@ -157,9 +157,9 @@ class TrainingExecutor:
             "budget": run.budget.name,
             "seed": run.seed,
             "fingerprint": job.fingerprint,
-            "settings": told(job.shaped.recipe),
+            "settings": identifying_settings(job.shaped.recipe),
             "data": {
-                "mark": job.mark,
+                "mark": job.corpus_checksum,
                 "tokens": place.tokens,
                 "vocab": place.corpus.manifest.vocab,
                 "passes": round(job.passes, 4),
@@ -283,7 +283,7 @@ def commit_of_checkout() -> str | None:
     return found.stdout.strip() or None
 
 
-def code_mark() -> str:
+def code_checksum() -> str:
     """What the package's code is known by, also where there is no checkout."""
     root, digest = Path(fathomlm.__file__).resolve().parent, hashlib.sha256()
     for path in sorted(root.rglob("*.py")):
@@ -295,4 +295,4 @@ def environment(device: str) -> dict[str, Any]:
     """The environment of a record, with the code that made it; a record has its own date."""
     about = measured_in(device)
     del about["date"], about["transformers"]
-    return {**about, "code": code_mark()}
+    return {**about, "code": code_checksum()}

@@ -77,7 +77,7 @@ def _picked(at_BN: Tensor, T: int, valid_BN: Tensor | None = None) -> Picked:
     return Picked(at_BN, (at_BN + rows_B1 * T).flatten(), place_BT, valid_BN)
 
 
-def look(x_BTM: Tensor, weight_M: Tensor) -> Tensor:
+def router_logits(x_BTM: Tensor, weight_M: Tensor) -> Tensor:
     """What a linear router says of each token, in float32 at least."""
     with torch.autocast(x_BTM.device.type, enabled=False):
         wide = _wide(x_BTM, weight_M)

@@ -17,7 +17,7 @@ from fathomlm.depth import Routing
 from fathomlm.kernels.half import keeps_gradients
 from fathomlm.kernels.rows import put, take
 from fathomlm.model.attention_mask import TokenBatch
-from fathomlm.model.route.entrance import Picked, Quotas, enter_all, enter_some, look, pick, pick_within, rejoin
+from fathomlm.model.route.entrance import Picked, Quotas, enter_all, enter_some, pick, pick_within, rejoin, router_logits
 from fathomlm.model.route.routers import RoutedWalk, Router, Routers, draw, draw_keys
 from fathomlm.model.route.trace import Decision, DepthControl, RoutingTrace, TopKOptions
 
@@ -52,7 +52,7 @@ class ExpertRouters(Routers):
         beside = routing.recursions if routing.sampling == "aux_router" else 0
         self.aux = nn.ModuleList(Router(hidden, 1, routing.network) for _ in range(beside))
         self._advance: Callable[..., Any] = advance
-        self._look: Callable[..., Any] = look
+        self._router_logits: Callable[..., Any] = router_logits
         self._pick: Callable[..., Any] = pick
         self._pick_within: Callable[..., Any] = pick_within
         self._enter_all: Callable[..., Any] = enter_all
@@ -61,7 +61,7 @@ class ExpertRouters(Routers):
     def compile_parts(self, backend: str = "inductor") -> None:
         """Compile what routers do to the stream between two passes of the block, for the shapes it is given."""
         for name, function in (
-            ("_advance", advance), ("_look", look), ("_pick", pick), ("_pick_within", pick_within),
+            ("_advance", advance), ("_router_logits", router_logits), ("_pick", pick), ("_pick_within", pick_within),
             ("_enter_all", enter_all), ("_enter_some", enter_some),
         ):  # fmt: skip
             setattr(self, name, torch.compile(function, dynamic=False, backend=backend))
@@ -104,17 +104,17 @@ class ExpertRouters(Routers):
             elif kept < x.shape[1]:
                 picked = self.pick(self._rank(recursion, seen, rows, slots), keep, kept)
             entered = self.enter(recursion, x, seen, picked)
-            logits, asked, asked_slots = entered.logits, keep, slots
+            logits, candidates, candidate_slots = entered.logits, keep, slots
             judged = logits if trace is None else self.judge(recursion, x, logits)
             if picked is not None:
                 slots, logits = slots.gather(1, picked.at_BN), logits.gather(1, picked.at_BN)
                 keep = picked.valid_BN  # who is picked from a padded row is picked by quota
                 left.append((entered, picked))
             if trace is not None:
-                asked = torch.ones_like(seen, dtype=torch.bool) if asked is None else asked
-                chosen = asked if picked is None else asked & _chosen(picked)
+                candidates = torch.ones_like(seen, dtype=torch.bool) if candidates is None else candidates
+                chosen = candidates if picked is None else candidates & _chosen(picked)
                 selective = self.routing.capacity[recursion] < 1
-                trace.decisions.append(Decision(entered.logits, judged, chosen, asked_slots, asked, selective))
+                trace.decisions.append(Decision(entered.logits, judged, chosen, candidate_slots, candidates, selective))
                 depths = depths.scatter_add(1, slots, torch.ones_like(slots) if keep is None else keep.long())
             valid = None if picked is None else picked.valid_BN
             out = walk.block(recursion, entered.taken, slots, keep, rows, kv.focus(at_BK=slots, valid_BK=valid), bool(left))
@@ -137,7 +137,7 @@ class ExpertRouters(Routers):
         if self.routing.network != "linear":
             return self.logits(recursion, x_BNM)
         with torch.no_grad():
-            seen_BN: Tensor = self._look(x_BNM, self._weight(recursion))
+            seen_BN: Tensor = self._router_logits(x_BNM, self._weight(recursion))
         return seen_BN
 
     def pick(
@@ -197,13 +197,13 @@ class ExpertRouters(Routers):
         """Binary cross entropy of what decides at inference against what the top k were, summed over recursions."""
         losses, squares = counted_B.new_zeros(()), counted_B.new_zeros(())
         for decision in trace.decisions:
-            asked = decision.asked_BN.to(decision.judge_BN.dtype)
+            candidates = decision.candidates_BN.to(decision.judge_BN.dtype)
             each = F.binary_cross_entropy_with_logits(
-                decision.judge_BN, decision.chosen_BN.to(asked.dtype), reduction="none"
+                decision.judge_BN, decision.chosen_BN.to(candidates.dtype), reduction="none"
             )
-            many = asked.sum(1).clamp_min(1)
-            losses = losses + (counted_B * (each * asked).sum(1) / many).sum()
-            squares = squares + (counted_B * (decision.logits_BN.square() * asked).sum(1) / many).sum()
+            many = candidates.sum(1).clamp_min(1)
+            losses = losses + (counted_B * (each * candidates).sum(1) / many).sum()
+            squares = squares + (counted_B * (decision.logits_BN.square() * candidates).sum(1) / many).sum()
         return {"router": losses, "router_z": squares, "sampling_accuracy": agreement(trace, counted_B)}
 
     def _rank(self, recursion: int, seen_BN: Tensor, rows: TokenBatch, slots_BN: Tensor) -> Tensor:
@@ -229,30 +229,30 @@ class ExpertPass:
 
     def decide(self, recursion: int, x: Tensor) -> tuple[Tensor, Tensor]:
         """Who goes on: a token that went through the recursion before and whose score passes the threshold."""
-        routers, asked = self._routers, self._active
+        routers, candidates = self._routers, self._active
         logits = routers.logits(recursion, x)
         judged = routers.judge(recursion, x, logits)
         capacity = routers.routing.capacity
         selective = capacity[recursion] < 1  # the first recursion usually takes everyone, in training as here
         if self._control.depths_BT is not None:
-            go = asked & (self._control.depths_BT > recursion)
+            go = candidates & (self._control.depths_BT > recursion)
         elif not selective:
-            go = asked
+            go = candidates
         elif routers.routing.random:
             share = capacity[recursion] / (capacity[recursion - 1] if recursion else 1.0)
-            go = asked & (draw(draw_keys(self._rows), recursion) >= 1 - share)
+            go = candidates & (draw(draw_keys(self._rows), recursion) >= 1 - share)
         else:
-            go = asked & (judged + self._control.bias >= 0)
+            go = candidates & (judged + self._control.bias >= 0)
         if self._trace is not None:
-            self._trace.decisions.append(Decision(logits, judged, go, self._rows.slots, asked, selective))
+            self._trace.decisions.append(Decision(logits, judged, go, self._rows.slots, candidates, selective))
         self._active = go
         self._depths = self._depths + go.long()
         return go, logits
 
     def updated(
-        self, recursion: int, x: Tensor, out: Tensor, said: Tensor, first: Tensor, at: Tensor | None = None
+        self, recursion: int, x: Tensor, out: Tensor, scores: Tensor, first: Tensor, at: Tensor | None = None
     ) -> Tensor:
-        return self._routers.advance(x, out, said)
+        return self._routers.advance(x, out, scores)
 
     def note(self) -> None:
         if self._trace is not None:
@@ -268,9 +268,9 @@ def _chosen(picked: Picked) -> Tensor:
 def agreement(trace: RoutingTrace, counted_B: Tensor) -> Tensor:
     """Each row's sampling accuracy times its counted tokens, summed: a training step's share of the mean."""
     right = torch.zeros_like(counted_B)
-    asked = torch.zeros_like(counted_B)
+    candidates = torch.zeros_like(counted_B)
     for decision in trace.decisions:
         if decision.selective:
-            right = right + (((decision.judge_BN >= 0) == decision.chosen_BN) & decision.asked_BN).sum(1)
-            asked = asked + decision.asked_BN.sum(1)
-    return (counted_B * right / asked.clamp_min(1)).sum()
+            right = right + (((decision.judge_BN >= 0) == decision.chosen_BN) & decision.candidates_BN).sum(1)
+            candidates = candidates + decision.candidates_BN.sum(1)
+    return (counted_B * right / candidates.clamp_min(1)).sum()

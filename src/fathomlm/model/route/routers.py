@@ -61,7 +61,7 @@ class Choice(Protocol):
         ...
 
     def updated(
-        self, recursion: int, x: Tensor, out: Tensor, said: Tensor, first: Tensor, at: Tensor | None = None
+        self, recursion: int, x: Tensor, out: Tensor, scores: Tensor, first: Tensor, at: Tensor | None = None
     ) -> Tensor:
         """The stream after a recursion that made `out` of `x`; `first` is the stream in front of the core, and `at` says
         which tokens these are, where not all."""

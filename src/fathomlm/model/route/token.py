@@ -137,11 +137,11 @@ class TokenPass:
         return self._keep & (self._last >= recursion), self._scores
 
     def updated(
-        self, recursion: int, x: Tensor, out: Tensor, said: Tensor, first: Tensor, at: Tensor | None = None
+        self, recursion: int, x: Tensor, out: Tensor, scores: Tensor, first: Tensor, at: Tensor | None = None
     ) -> Tensor:
         """The thesis' equation for token-choice: the last recursion adds the stream that entered the first."""
         routing = self._routing
-        weight = (routing.alpha * said[..., recursion])[..., None].to(x.dtype)
+        weight = (routing.alpha * scores[..., recursion])[..., None].to(x.dtype)
         last = (self._last if at is None else self._last.gather(1, at)) == recursion
         if routing.weighting == "every":
             return weight * out + torch.where(last[..., None], first, 0.0)

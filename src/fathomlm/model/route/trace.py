@@ -67,7 +67,7 @@ class Decision:
     chosen_BN: Tensor
     slots_BN: Tensor
     """The tokens' places in their rows."""
-    asked_BN: Tensor
+    candidates_BN: Tensor
     """False at padding, and at tokens that had stopped before."""
     selective: bool
     """Whether this recursion could turn a token away (capacity below 1)."""
@@ -96,7 +96,7 @@ class RoutingMeter:
         R = routing.recursions
         self._sizes = {
             "agreed": R,
-            "asked": R,
+            "candidates": R,
             "went": R,
             "depths": R,
             "scores": R,
@@ -122,10 +122,10 @@ class RoutingMeter:
         parts["seen"][:T] += keep.sum(0)
         parts["taken"][:T] += ((depths == self.routing.recursions) & keep).sum(0)
         for recursion, decision in enumerate(trace.decisions):
-            asked = decision.asked_BN if rows_B is None else decision.asked_BN & rows_B[:, None]
-            parts["asked"][recursion] = asked.sum()
-            parts["went"][recursion] = (decision.chosen_BN & asked).sum()
-            parts["agreed"][recursion] = (((decision.judge_BN >= 0) == decision.chosen_BN) & asked).sum()
+            candidates = decision.candidates_BN if rows_B is None else decision.candidates_BN & rows_B[:, None]
+            parts["candidates"][recursion] = candidates.sum()
+            parts["went"][recursion] = (decision.chosen_BN & candidates).sum()
+            parts["agreed"][recursion] = (((decision.judge_BN >= 0) == decision.chosen_BN) & candidates).sum()
         if trace.depth_scores_BTR is not None:
             parts["scores"] += (trace.depth_scores_BTR * keep[..., None]).sum((0, 1))
         self.sums += torch.cat(list(parts.values()))

@@ -115,10 +115,10 @@ class Manifest:
         for name, what in _SETTINGS.items():
             mine, theirs = getattr(self, name), getattr(wanted, name)
             if mine != theirs:
-                return f"{what} {_say(mine)}, not {_say(theirs)}"
+                return f"{what} {_format(mine)}, not {_format(theirs)}"
         for mine, theirs in zip(self.sources, wanted.sources, strict=False):
             if mine != theirs:
-                return f"source {_say(mine)}, not {_say(theirs)}"
+                return f"source {_format(mine)}, not {_format(theirs)}"
         if len(self.sources) != len(wanted.sources):
             return f"{len(self.sources)} source file(s), not {len(wanted.sources)}"
         return None
@@ -180,7 +180,7 @@ _SETTINGS = {
 """What decides a corpus besides its tokenizer and sources, and how it is called."""
 
 
-def _say(value: object) -> str:
+def _format(value: object) -> str:
     match value:
         case DataSource():
             size = "" if value.bytes is None else f" ({value.bytes:,} bytes)"

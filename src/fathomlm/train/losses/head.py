@@ -64,8 +64,8 @@ def taught_loss(logits_CV: Tensor, targets_C: Tensor, teacher_CV: Tensor, terms:
     wide = torch.promote_types(logits_CV.dtype, torch.float32)
     log_q, log_p = F.log_softmax(logits_CV.to(wide), dim=-1), F.log_softmax(teacher_CV.to(wide), dim=-1)
     ce = torch.where(counted_C1, -log_q.gather(1, targets_C1), 0.0).sum()
-    words_1V = torch.arange(logits_CV.shape[1], device=logits_CV.device)[None]
-    slope = terms.weight * (log_q.exp() - (words_1V == targets_C1).to(wide))
+    tokens_1V = torch.arange(logits_CV.shape[1], device=logits_CV.device)[None]
+    slope = terms.weight * (log_q.exp() - (tokens_1V == targets_C1).to(wide))
     value_C, d_slope = DIVERGENCES[terms.divergence](log_q, log_p)
     distance = torch.where(counted_C1[:, 0], value_C, 0.0).sum()
     slope = slope + terms.divergence_weight * d_slope

@@ -126,10 +126,10 @@ class Endpoint:
         """The error for a response with a code; what it says is shown without the key."""
         with contextlib.suppress(JudgeError, KeyError, TypeError):  # OpenAI's form, else the body as it is
             text = str(parse(text, "the answer", error=JudgeError, nonfinite=True)["error"]["message"])
-        said = " ".join(text.split())[:_SHOWN]
+        detail = " ".join(text.split())[:_SHOWN]
         if self.key is not None:
-            said = said.replace(self.key, "***")
-        message = f"{self.base_url} answered {code}{': ' if said else ''}{said}"
+            detail = detail.replace(self.key, "***")
+        message = f"{self.base_url} answered {code}{': ' if detail else ''}{detail}"
         if code in _FATAL or 300 <= code < 400:
             return EndpointError(message)
         return JudgeError(f"{message} {tries}" if code in (408, 409, 429) or code >= 500 else message)

@@ -121,8 +121,8 @@ def read_verdict(answer: str) -> Verdict | None:
 
 def _points(answer: str, name: str) -> int | None:
     pattern = rf"(?<!\w){re.escape(name)}(?!\w){_MARKS}[:=]{_MARKS}{_NUMBER}"
-    said = {_on_scale(found) for found in re.finditer(pattern, answer, re.IGNORECASE)}
-    return said.pop() if len(said) == 1 else None
+    scores = {_on_scale(found) for found in re.finditer(pattern, answer, re.IGNORECASE)}
+    return scores.pop() if len(scores) == 1 else None
 
 
 def _on_scale(found: re.Match[str]) -> int | None:

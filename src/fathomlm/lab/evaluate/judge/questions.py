@@ -25,8 +25,8 @@ from typing import IO, Any, Literal
 from fathomlm.errors import DataError, OutputError, require
 from fathomlm.jsonfile import MAX_LINE, bounded_lines, parse_object
 from fathomlm.lab.evaluate.judge.client import Endpoint, EndpointError, JudgeError, Reply
+from fathomlm.lab.evaluate.judge.outputs import JudgedOutputs
 from fathomlm.lab.evaluate.judge.prompts import HIGHEST, LOWEST, Templates, Verdict, read_scores, read_verdict
-from fathomlm.lab.evaluate.judge.texts import JudgedTexts
 
 OnProgress = Callable[[int, int], None]
 Kind = Literal["likert", "pairwise"]
@@ -56,7 +56,7 @@ class Answers:
     """Questions that had been answered before."""
 
 
-def questions(judged: JudgedTexts, templates: Templates, kinds: Sequence[Kind]) -> list[Question]:
+def questions(judged: JudgedOutputs, templates: Templates, kinds: Sequence[Kind]) -> list[Question]:
     """Each text's scores; each pair in both orders, since judges prefer a place (thesis 2.6.3)."""
     found = []
     for row in judged.rows:
@@ -137,7 +137,7 @@ class AnswerFile:
 
 
 def ask_all(
-    asked: Sequence[Question],
+    pending: Sequence[Question],
     endpoint: Endpoint,
     answers: AnswerFile,
     *,
@@ -147,7 +147,7 @@ def ask_all(
 ) -> Answers:
     """Prompts that are word for word the same are asked once. `again` says which kept answers to ask for anew."""
     require(concurrency >= 1, "--concurrency", ">= 1", concurrency)
-    keys = {question: key_of(endpoint, question.prompt) for question in asked}
+    keys = {question: key_of(endpoint, question.prompt) for question in pending}
     stale = set() if again is None else {k for q, k in keys.items() if k in answers.found and again(q, answers.found[k])}
     new = {key: question for question, key in keys.items() if key not in answers.found or key in stale}
     kept = sum(key not in new for key in keys.values())
@@ -263,9 +263,9 @@ def pairwise(answers: Answers, systems: Sequence[str]) -> dict[str, Any]:
     rows = {question.row for question in (*answers.replies, *answers.failed) if question.kind == "pairwise"}
     whole = [(each[0, 1], each[1, 0]) for each in verdicts.values() if len(each) == 2]
     outcomes = Counter(_outcome(*pair) for pair in whole)
-    votes = Counter(system for each in verdicts.values() for order, said in each.items() for system in _voted(order, said))
-    said = Counter(verdict for each in verdicts.values() for verdict in each.values())
-    places = said["first"] + said["second"]
+    votes = Counter(system for each in verdicts.values() for order, given in each.items() for system in _voted(order, given))
+    given = Counter(verdict for each in verdicts.values() for verdict in each.values())
+    places = given["first"] + given["second"]
     return asdict(count(answers, "pairwise", ())) | {
         "rows": len(rows),
         "rows_counted": len(whole),
@@ -277,7 +277,7 @@ def pairwise(answers: Answers, systems: Sequence[str]) -> dict[str, Any]:
         },
         "votes": {name: votes[number] for number, name in enumerate(systems)},
         "position": {
-            "first_chosen": said["first"] / places if places else None,
+            "first_chosen": given["first"] / places if places else None,
             "always_first": sum(pair == ("first", "first") for pair in whole),
             "always_second": sum(pair == ("second", "second") for pair in whole),
             "orders_agree": sum(_outcome(*p) is not None or p == ("tie", "tie") for p in whole) / len(whole)
@@ -294,8 +294,8 @@ def _outcome(shown: Verdict, swapped: Verdict) -> int | None:
     return 1 if (shown, swapped) == ("second", "first") else None
 
 
-def _voted(order: Sequence[int], said: Verdict) -> tuple[int, ...]:
-    return () if said == "tie" else (order[0] if said == "first" else order[1],)
+def _voted(order: Sequence[int], given: Verdict) -> tuple[int, ...]:
+    return () if given == "tie" else (order[0] if given == "first" else order[1],)
 
 
 def _summary(points: Sequence[int]) -> dict[str, Any]:

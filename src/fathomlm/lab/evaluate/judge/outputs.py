@@ -31,14 +31,14 @@ class JudgedRow:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class JudgedTexts:
+class JudgedOutputs:
     """All rows, and what the systems are called."""
 
     systems: tuple[str, ...]
     rows: tuple[JudgedRow, ...]
 
 
-def read_texts(
+def read_outputs(
     paths: Sequence[Path],
     *,
     source: str | None = None,
@@ -47,7 +47,7 @@ def read_texts(
     limit: int | None = None,
     draw: int | None = None,
     seed: int = 0,
-) -> JudgedTexts:
+) -> JudgedOutputs:
     """One file with one or two systems, or two files with one each, which must have the same sources line by line.
 
     `limit` takes the first rows; `draw` takes so many at random, the same ones for the same seed.
@@ -67,7 +67,7 @@ def read_texts(
     )
     if draw is not None and draw < len(rows):
         rows = tuple(rows[number] for number in sorted(random.Random(seed).sample(range(len(rows)), draw)))
-    return JudgedTexts(systems=_systems(paths, fields[0][1], names), rows=rows)
+    return JudgedOutputs(systems=_systems(paths, fields[0][1], names), rows=rows)
 
 
 def _fields(first: Fields, source: str | None, outputs: Sequence[str], *, alone: bool) -> tuple[str, tuple[str, ...]]:
