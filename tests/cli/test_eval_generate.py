@@ -134,7 +134,7 @@ def test_mistakes_are_one_line(mistake: Any, tmp_path: Path) -> None:
     assert "bad.jsonl line 2 is not valid JSON" in mistake("--data", str(tmp_path / "bad.jsonl"), "--metric", "squad")
     (tmp_path / "text.txt").write_text("a")
     assert "rows are read from .jsonl files" in mistake("--data", str(tmp_path / "text.txt"), "--metric", "squad")
-    assert "say with --metric what to measure" in mistake("--data", data)
+    assert "set --metric" in mistake("--data", data)
     assert "unknown metric 'rogue' (did you mean 'rouge'?)" in mistake("--data", data, "--metric", "rogue")
     assert "is missing sauce (did you mean 'source'?)" in mistake(*here, "--source", "sauce")
     assert "is missing refs" in mistake(*here, "--reference", "refs")

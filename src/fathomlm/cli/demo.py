@@ -45,7 +45,7 @@ class ModelFigures:
 
 @dataclass(frozen=True, kw_only=True)
 class Demo(JsonOptions):
-    """A MODEL with a router completes some prompts, each token in the colour of its depth, with how often each depth was
+    """A MODEL with a router completes some prompts, each token in the color of its depth, with how often each depth was
     used and the speed against full depth. Any other model has its layers tied into a block that runs twice, with a rank-64
     LoRA at each step, and the sizes, memory and speed of both models on this CPU are printed."""
 

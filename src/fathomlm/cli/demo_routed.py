@@ -1,6 +1,6 @@
 """What `fathomlm demo` shows of a routed model: texts with every token at its depth (thesis 4.6.2), and what depth costs.
 
-A token's depth is how many recursions ran at the position that chose it. On a terminal that has colours each token has its
+A token's depth is how many recursions ran at the position that chose it. On a terminal that has colors each token has its
 depth's; elsewhere a raised number stands behind each token.
 """
 

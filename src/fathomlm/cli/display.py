@@ -1,4 +1,4 @@
-"""Tokens and depths as people see them: spaces and line ends marked, control characters spelled out, a colour a depth.
+"""Tokens and depths as people see them: spaces and line ends marked, control characters spelled out, a color a depth.
 
 Colours are matplotlib's viridis, whose lightness falls evenly, so that order shows without seeing hue: the deeper, the
 darker. Letters are black or white, whichever stands out more: at least 4.5 to 1 on any background, which is what WCAG asks
@@ -80,7 +80,7 @@ def model_name(source: str) -> str:
 
 
 def depth_colours(recursions: int) -> list[str]:
-    """The colour of each depth from 0 to `recursions`."""
+    """The color of each depth from 0 to `recursions`."""
     fall = (_SHALLOW - _DEEP) / max(recursions - 1, 1)
     return [NO_DEPTH, *(_viridis(_SHALLOW - fall * depth) for depth in range(recursions))]
 
@@ -92,7 +92,7 @@ def ink(background: str) -> str:
 
 
 def luminance(colour: str) -> float:
-    """WCAG's relative luminance of a colour, from 0 to 1."""
+    """WCAG's relative luminance of a color, from 0 to 1."""
     linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in (part / 255 for part in _parts(colour))]
     return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
 

@@ -1,6 +1,6 @@
 """A threshold that a model has learnt for one of its exits, kept beside its weights (thesis 2.5.3).
 
-Calibrating is decoding: texts are made by parallel decoding, whose deep passes show at every token whether the exit would
+Calibration generates sequences by parallel decoding, whose deep passes show at every token whether the exit would
 have agreed, while the estimator's own threshold is in force. What it has seen belongs to the exit and to the confidence that
 it was measured at; with another of either the threshold would mean nothing, so both are kept and checked.
 """
@@ -74,7 +74,7 @@ def calibrate(
     on_text: Callable[[Generation, ThresholdEstimator], None] | None = None,
 ) -> Calibration:
     """Make a text of each prompt, one after the other, and learn from every one. `exit_layer` is by default the model's own
-    exit. `on_text` is told of each text."""
+    exit. `on_text` is called with each result."""
     if not prompts:
         raise OptionError("there is no prompt to calibrate with")
     estimator = ThresholdEstimator(options or ThresholdOptions(calibrating_sequences=len(prompts)))

@@ -1,7 +1,7 @@
-"""One row, decoded in steps of fixed shape that a GPU replays by itself: the fast twin of the modes in this room.
+"""One sequence, decoded in steps of fixed shape that a GPU replays: the fast version of the modes in this package.
 
-`RecordedSteps` is the work; here is what the host does between: read a choice and a confidence, say which step comes next.
-Choices are greedy. The slow modes (`decode/early_exit.py`) say what the tokens must be, and tests hold the two together.
+`RecordedSteps` is the work; here is what the host does between: read a choice and a confidence, choose the next step.
+Decoding is greedy. Tests compare the tokens with the reference modes (`decode/early_exit.py`).
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class CapturedDecoder:
         pack: bool = False,
         source: int | None = None,
     ) -> None:
-        """`length` is the most tokens that a row may have, `exit_layers` where tokens may leave, from 1; all modes but
+        """`length` is the most tokens that a row may have, `exit_layers` where tokens may exit, from 1; all modes but
         state-copy have one exit. A decoder behind an encoder also has `source`, the most tokens that it may have read."""
         steps = decoder.plan.steps
         if decoder.plan.routing is not None:
@@ -175,7 +175,7 @@ class CapturedDecoder:
                 waiting = 0
 
     def _speculative(self, state: _DecodingState, threshold: float, begin: int) -> None:
-        """Draft until an exit is not sure, the stack is full or the text would be over; then keep what the whole model
+        """Draft until an exit is not sure, the stack is full or the text would be over; then keep what the full model
         would have chosen. `begin` is how many tokens the prompt has."""
         drafts: list[int] = []
         while state.on:
@@ -210,7 +210,7 @@ class CapturedDecoder:
             self._keep(state, drafts[:waiting], wanted[:waiting])
 
     def _keep(self, state: _DecodingState, proposed: Sequence[int], wanted: Sequence[int]) -> int:
-        """Take the drafts that are what the whole model wanted, and its own choice in the place of the first other one or
+        """Take the drafts that are what the full model wanted, and its own choice in the place of the first other one or
         behind them all, where it has one; returns how many drafts were kept."""
         text = state.text
         kept = next((i for i, (a, b) in enumerate(zip(proposed, wanted, strict=False)) if a != b), len(proposed))
@@ -231,7 +231,7 @@ class CapturedDecoder:
         return result
 
     def _note_agreements(self, state: _DecodingState, waiting: int, settled: int) -> None:
-        """Whether the exit chose what the whole model chose, for the first `settled` tokens of those that waited."""
+        """Whether the exit chose what the full model chose, for the first `settled` tokens of those that waited."""
         first = len(state.proposed) - waiting
         for i, choice in enumerate(self.steps.deep_choices(waiting)[:settled]):
             state.samples.append((state.text.confidences[first + i], state.proposed[first + i] == choice))
@@ -294,7 +294,7 @@ def _recorded_mode(exiting: Exiting) -> str:
 
 
 def check_exiting(exiting: Exiting) -> None:
-    """Refuse ways of leaving that no captured step has."""
+    """Reject early-exit modes that captured steps do not support."""
     if exiting.mode not in MODES:
         raise OptionError(f"captured decoding supports the modes {', '.join(MODES)}, not {exiting.mode}")
     if exiting.confidence not in (None, "gap") or exiting.refine is not None:
@@ -307,7 +307,7 @@ class _DecodingState:
     most: int
     ends: frozenset[int]
     learns: bool = False
-    """Whether an estimator is to be told of agreements."""
+    """Whether an estimator observes agreements."""
     on_token: Callable[[int, int], bool] | None = None
     on: bool = True
     proposed: list[int] = field(default_factory=list)

@@ -109,9 +109,9 @@ def judge(
     choices_K: Tensor, drafts_K2: Tensor, choice_1: Tensor, slot_1: Tensor, count_1: Tensor, slots_K: Tensor, scratch: int,
     results_3K: Tensor,
 ) -> None:  # fmt: skip
-    """Of drafts that all ran: go back to the last token that the whole model would have chosen too, or to what it chooses in
-    the place of the first other one; that is the next to run. The stack is empty then. The host is told how sure the drafts
-    were, what they are, and what the whole model chose."""
+    """Of drafts that all ran: go back to the last token that the full model would have chosen too, or to what it chooses in
+    the place of the first other one; that is the next to run. The stack is empty then. The host gets the drafts, their
+    confidences, and the full model's choices."""
     K = choices_K.shape[0]
     drafts_K = drafts_K2[:, 1].long()
     places_K = torch.arange(K, device=choices_K.device)
@@ -126,6 +126,6 @@ def judge(
 
 
 def settle(logits_1V: Tensor, choice_1: Tensor, result_2: Tensor) -> None:
-    """Write the likeliest token, and `confidence.gap`, where the next step and the host find them."""
+    """Write the most likely token, and `confidence.gap`, where the next step and the host find them."""
     best_and_gap(logits_1V, out=(choice_1, result_2[:1]))
     result_2[1:].copy_(choice_1)

@@ -1,7 +1,7 @@
 """How sure an exit is of its choice, from 0 to 1 (thesis 2.3 and 2.5; CALM, Schuster et al. 2022, section 3.3).
 
 Confidences are of the model's own probabilities. Temperature, filters and the repetition penalty do not change whether a
-token leaves, only which token is chosen.
+token exits, only which token is chosen.
 
 Shapes: R rows, M hidden width, V vocabulary.
 """
@@ -40,18 +40,18 @@ class AtExit:
 
 
 def gap(exit: AtExit) -> Tensor:
-    """The probability of the likeliest token less that of the second."""
+    """The probability of the most likely token less that of the second."""
     top_R2 = exit.logits_RV.float().softmax(-1).topk(2, dim=-1).values
     return top_R2[:, 0] - top_R2[:, 1]
 
 
 def largest(exit: AtExit) -> Tensor:
-    """The probability of the likeliest token."""
+    """The probability of the most likely token."""
     return exit.logits_RV.float().softmax(-1).amax(-1)
 
 
 def saturation(exit: AtExit) -> Tensor:
-    """How little the exit's layer changed: the cosine of the states in front of it and after it."""
+    """How little the exit's layer changed: the cosine of the states before it and after it."""
     return F.cosine_similarity(exit.before_RM.float(), exit.after_RM.float(), dim=-1)
 
 

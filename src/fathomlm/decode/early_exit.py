@@ -45,7 +45,7 @@ class ExitMode(Protocol):
 
 
 class StaticExit:
-    """Every token exits at the same layer: a shallow model, deeper layers never run. Without an exit, the whole model."""
+    """Every token exits at the same layer: a shallow model, deeper layers never run. Without an exit, the full model."""
 
     def __init__(self, forward: PartialForward, policy: ExitPolicy) -> None:
         self._forward, self._policy = forward, policy
@@ -116,10 +116,10 @@ class StateCopy:
 
 
 class OracleExit:
-    """A token exits at the earliest exit whose likeliest token is the last layer's too (thesis 2.4.1).
+    """A token exits at the earliest exit whose most likely token is the last layer's too (thesis 2.4.1).
 
     No real decoding knows the last layer's choice before it has run, and here it does run, for every token. So the tokens
-    are those of the whole model, and the exits tell how early it could have been left at best.
+    are those of the full model, and the exits show how early tokens could have exited at best.
     """
 
     def __init__(self, forward: PartialForward, policy: ExitPolicy) -> None:

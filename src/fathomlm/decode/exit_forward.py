@@ -2,7 +2,7 @@
 made of.
 
     gathered = forward.gather(spans)             which tokens of which sequences, and their attention masks
-    x = forward.enter(tokens)                    the stream in front of the first layer
+    x = forward.enter(tokens)                    the stream before the first layer
     x = forward.run(x, steps, gathered)          behind some layers; their keys and values are stored
     forward.copy(x, steps, gathered)             the keys and values that layers make of this stream are stored
     x = forward.exit_state(x, index, gathered)   what the exit after that step reads, by its own layer if it has one
@@ -64,7 +64,7 @@ class PartialForward:
         return GatheredTokens(focus, masks)
 
     def enter(self, tokens: Sequence[Sequence[int]]) -> Tensor:
-        """The stream in front of the first layer, (R, N, M)."""
+        """The stream before the first layer, (R, N, M)."""
         longest = max(len(row) for row in tokens)
         padded = [[*row, *[0] * (longest - len(row))] for row in tokens]
         return self.decoder.enter(torch.tensor(padded, device=self._device))

@@ -31,7 +31,7 @@ DEFAULT_STACK = 16
 
 @runtime_checkable
 class AdaptiveThreshold(Protocol):
-    """A threshold that learns while texts are made, such as `ThresholdEstimator` (thesis 2.5.3)."""
+    """A threshold that learns while decoding, such as `ThresholdEstimator` (thesis 2.5.3)."""
 
     @property
     def threshold(self) -> float:
@@ -39,7 +39,7 @@ class AdaptiveThreshold(Protocol):
         ...
 
     def observe(self, confidences: Sequence[float], agreements: Sequence[bool]) -> None:
-        """Confidences at an exit, and whether the likeliest token there was the whole model's too."""
+        """Confidences at an exit, and whether the most likely token there was the full model's too."""
         ...
 
     def end_sequence(self) -> None:
@@ -142,7 +142,7 @@ class Exiting:
         return float(threshold.threshold if isinstance(threshold, AdaptiveThreshold) else threshold)
 
     def exits(self, plan: DepthPlan) -> tuple[int, ...]:
-        """The indices of the steps after which a token of this model may leave, the last step left out."""
+        """The indices of the steps after which a token of this model may exit, the last step left out."""
         if plan.routing is not None:
             raise OptionError(
                 f"{self.mode} decoding cannot be combined with a router, which already chooses each token's depth"

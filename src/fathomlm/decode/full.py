@@ -39,7 +39,7 @@ from fathomlm.model.seq2seq import FathomForSeq2SeqLM, FathomModel
 
 AnyCache = DenseCache | RoutedCache
 MOST_RESERVED = 1024
-"""New tokens that the cache sets room aside for at once; longer texts make it grow."""
+"""New tokens that the cache reserves at once; it grows for longer sequences."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +117,7 @@ def generate(
     A prompt is a text or a list of token ids; `options` are fields of `Sampling`, for convenience. `on_text` is given
     the row and each piece of text as soon as it is safe to show; `on_step` how many tokens the longest row has so far.
     `max_context` stands in for the context that the model was trained for; `control` limits how deep tokens go;
-    `exiting` lets them leave early. An encoder-decoder model reads a prompt with its encoder, and says what follows from
+    `exiting` enables early exit. An encoder-decoder model encodes the prompt, and decodes from
     it.
     """
     chosen = (sampling or Sampling()).with_options(**options)

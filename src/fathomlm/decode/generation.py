@@ -38,7 +38,7 @@ class ExitStatistics:
     deep_passes: int = 0
     """parallel, speculative: how often the layers behind the exit ran, over one token or several."""
     drafted: int = 0
-    """speculative, parallel with refine: tokens that were chosen at the exit and then judged by the whole model."""
+    """speculative, parallel with refine: tokens that were chosen at the exit and then judged by the full model."""
     accepted: int = 0
     """Those of them that stayed."""
 
@@ -65,7 +65,7 @@ class Generation:
     confidences: tuple[float, ...] | None = None
     """For each token, the confidence at the exit where it exited, or at the last exit that it passed."""
     agreements: tuple[bool | None, ...] | None = None
-    """For each token, whether the likeliest token at that exit was the whole model's too; None where that is unknown."""
+    """For each token, whether the most likely token at that exit was the full model's too; None where that is unknown."""
     oracle: bool = False
     """Whether the exits were chosen with knowledge of the last layer, which no real decoding has."""
     exits: ExitStatistics | None = None
@@ -213,7 +213,7 @@ class WaitingToken:
     likeliest: int
     token_exit: TokenExit
     chosen: int | None = None
-    """What was chosen at the exit; None where the whole model is to choose."""
+    """What was chosen at the exit; None where the full model is to choose."""
 
 
 class ExitingSequence:
@@ -228,7 +228,7 @@ class ExitingSequence:
         self.token_ids = list(state.prompt)
         self.stack: list[WaitingToken] = []
         self.samples: list[tuple[float, bool]] = []
-        """Confidences at an exit, each with whether the whole model's likeliest token was the same."""
+        """Confidences at an exit, each with whether the full model's most likely token was the same."""
         self.deep_passes = self.drafted = self.accepted = 0
         self._generators = generators
 

@@ -3,7 +3,7 @@
 The filters have the meaning and the order of transformers' logits processors of the same names, and are held against
 them in tests/decode/test_sampling.py. They are ours because the engine runs them on the device inside its own step, with
 each request's settings, where a chain of Python objects over one shared setting does not fit; and because transformers
-counts padding as text that was already said when it penalises repetition, so that there a row's result depends on its
+counts padding as repeated tokens when it penalizes repetition, so that there a row's result depends on its
 neighbours' lengths.
 
 Shapes: B rows, V vocabulary. Every filter takes (V) or (B, V) and returns a new tensor.
@@ -37,7 +37,7 @@ def keep_top_k(logits: Tensor, k: int) -> Tensor:
 
 
 def keep_top_p(logits: Tensor, p: float) -> Tensor:
-    """Only the fewest tokens whose probabilities sum to at least p, and always the likeliest (nucleus sampling)."""
+    """Only the fewest tokens whose probabilities sum to at least p, and always the most likely (nucleus sampling)."""
     rising, order = logits.sort(dim=-1)
     drop_rising = rising.softmax(-1).cumsum(-1) <= 1 - p
     drop_rising[..., -1] = False
@@ -46,7 +46,7 @@ def keep_top_p(logits: Tensor, p: float) -> Tensor:
 
 
 def keep_min_p(logits: Tensor, p: float) -> Tensor:
-    """Only tokens with at least p times the likeliest one's probability."""
+    """Only tokens with at least p times the most likely one's probability."""
     probabilities = logits.softmax(-1)
     return logits.masked_fill(probabilities < p * probabilities.amax(-1, keepdim=True), -math.inf)
 

@@ -24,7 +24,7 @@ from fathomlm.decode.exit_forward import ExitPolicy, PartialForward
 from fathomlm.decode.generation import ExitingSequence, TokenExit, WaitingToken
 
 Verify = Callable[[ExitingSequence, WaitingToken, Tensor], int | None]
-"""Given the whole model's scores at a draft: the token to put in its place, or None to keep it."""
+"""Given the full model's scores at a draft: the token to put in its place, or None to keep it."""
 
 
 class ParallelDecoding:
@@ -121,7 +121,7 @@ class ParallelDecoding:
                 break
 
     def _deep_choice(self, seq: ExitingSequence, waiting: WaitingToken, logits_V: Tensor, verify: Verify) -> int | None:
-        """What the whole model puts here, or None where a draft is kept."""
+        """What the full model puts here, or None where a draft is kept."""
         if waiting.chosen is None:
             return seq.pick(logits_V, waiting.position)
         instead = verify(seq, waiting, logits_V)
@@ -131,11 +131,11 @@ class ParallelDecoding:
 
 
 def refined(limit: float | None) -> Verify | None:
-    """Replace what surprises the whole model by more than `limit` (thesis 2.6.3; BiLD, Kim et al. 2023); None keeps all.
+    """Replace what surprises the full model by more than `limit` (thesis 2.6.3; BiLD, Kim et al. 2023); None keeps all.
 
-    The surprise at a token that was chosen at the exit is -log p, with p its probability in the whole model's distribution:
+    The surprise at a token that was chosen at the exit is -log p, with p its probability in the full model's distribution:
     the one that a token would be drawn from, or at temperature 0 the model's own (both with the repetition penalty). A token
-    that is the whole model's likeliest is never replaced. At a limit of 0 greedy decoding therefore gives the whole model's
+    that is the full model's most likely is never replaced. At a limit of 0 greedy decoding therefore gives the full model's
     tokens. With sampling this does not give its distribution; speculative decoding does.
     """
     if limit is None:
@@ -154,12 +154,12 @@ def refined(limit: float | None) -> Verify | None:
 
 
 def verified(seq: ExitingSequence, waiting: WaitingToken, logits_V: Tensor) -> int | None:
-    """Speculative decoding within one model: the layers up to the exit draft, the whole model accepts or replaces (thesis
+    """Speculative decoding within one model: the layers up to the exit draft, the full model accepts or replaces (thesis
     2.2.2; Leviathan et al. 2023, section 2.3).
 
     A drafted token x stays with probability min(1, p(x) / q(x)), where q is the distribution it was drawn from and p the
-    whole model's, both as filtered by the sampling. A replaced one is drawn from what p has more than q. So tokens come out
-    distributed as if the whole model had drawn each; at temperature 0 they are the same tokens. Whether a token is drafted
+    full model's, both as filtered by the sampling. A replaced one is drawn from what p has more than q. So tokens come out
+    distributed as if the full model had drawn each; at temperature 0 they are the same tokens. Whether a token is drafted
     at all depends on the tokens before it, never on the token.
     """
     chosen, position = waiting.chosen, waiting.position

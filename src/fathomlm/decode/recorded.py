@@ -10,7 +10,7 @@
     copy, i       keys and values of the layers behind exit i from the state that left there
 
 Token, slot and stack are tensors that the recorded work itself moves on, so between two steps the host only reads a choice
-and a confidence, and says which step comes next.
+and a confidence, and chooses the next step.
 
 Shapes: N tokens of a pass, K places on the stack, M hidden width, V vocabulary.
 """
@@ -94,7 +94,7 @@ class RecordedSteps:
             self._move_on, self._push, self._clear, self._judge = (torch.compile(f, dynamic=False) for f in moves)
 
     def set_memory(self, memory: EncoderMemory) -> None:
-        """Put an encoder's output, of one row, where the recorded work looks. Its keys and values are made here, once."""
+        """Set the encoder's output, of one row, for the recorded steps. Its keys and values are computed here, once."""
         assert self._memory is not None
         with _not_compiled():
             refill(self._memory, memory, self.decoder, self._rows, self.cache)
@@ -156,7 +156,7 @@ class RecordedSteps:
         self._copy_to_host()
 
     def _copy_to_host(self) -> None:
-        """A part of the recorded work: what the host is waiting for is there when the step ends."""
+        """Part of the recorded step: the result is in host memory when the step ends."""
         self._host_result_2.copy_(self._result_2, non_blocking=True)
 
     def _ask(self, x_1NM: Tensor, steps: Sequence[Step], slots_N: Tensor) -> tuple[Tensor, Tensor]:
@@ -239,13 +239,13 @@ class RecordedSteps:
             self._done.record()
 
     def result(self) -> list[float]:
-        """Waits for the step: how sure it was, and its choice."""
+        """Waits for the step: its confidence, and its choice."""
         self._wait()
         result: list[float] = self._host_result_2.tolist()
         return result
 
     def cycle_results(self) -> tuple[list[float], list[int], list[int]]:
-        """Waits for a cycle: how sure its drafts were, the drafts, and what the whole model chose in their places."""
+        """Waits for a cycle: the confidences of its drafts, the drafts, and the full model's choices in their places."""
         self._wait()
         sures, drafts, choices = self._host_results_3K.tolist()
         return sures, [int(token) for token in drafts], [int(token) for token in choices]

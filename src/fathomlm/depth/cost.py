@@ -54,7 +54,7 @@ class Cost:
     kv_bytes_per_token: int
     """For a token that the model makes; what cross-attention keeps grows with the source instead, and is left out."""
     relative_kv: float
-    """KV bytes of the whole model against the untied base."""
+    """KV bytes of the full model against the untied base."""
     relative_max_batch: int
     """How many sequences fit where 32 of the unrolled model did, by the shared block's KV alone; 0 where it stores none."""
     context: int

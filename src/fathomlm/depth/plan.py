@@ -57,7 +57,7 @@ class DepthPlan:
     """How many layers the untied base has."""
     steps: tuple[Step, ...]
     exits: tuple[int, ...] = ()
-    """The steps after which a token may leave early, through the final norm and the head; the last step is no early exit."""
+    """The steps after which a token may exit early, through the final norm and the head; the last step is no early exit."""
     exit_layer: bool = False
     """Whether each exit has a layer of its own, which only what is chosen there runs through (`exit_steps`)."""
     kv: KVMode = "cache"
@@ -222,7 +222,7 @@ class DepthPlan:
         return tuple(step for step in self.steps if step.part == "core" and step.recursion == recursion)
 
     def recursion_ends(self) -> tuple[int, ...]:
-        """The steps that end a recursion, the last recursion left out: where a recursive model may be left early."""
+        """The steps that end a recursion, the last recursion left out: where a recursive model may be exited early."""
         if not self.whole_passes:
             raise PlanError(
                 f"recursions have no outputs under {self.sharing}; exits require cycle, middle-cycle or cycle-rev"
@@ -294,7 +294,7 @@ class ExitParts:
     head_rank: int = 0
     """A low-rank delta on the head (thesis 3, early-exit appendix)."""
     adapter_rank: int = 0
-    """A low-rank adapter on the residual stream, in front of the final norm."""
+    """A low-rank adapter on the residual stream, before the final norm."""
     layer: bool = False
     """A whole layer over the states at the exit, with keys and values of its own."""
     classifier: bool = False

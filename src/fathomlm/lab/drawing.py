@@ -17,7 +17,7 @@ from fathomlm.options import check, option
 
 LONGEST_NAME = 32
 LINES = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#000000", "#56B4E9")
-"""From the palette by Okabe and Ito, which people with any colour vision can tell apart; those that stand out on white."""
+"""From the palette by Okabe and Ito, which people with any color vision can tell apart; those that stand out on white."""
 SELECTED, UNSELECTED = "#0072B2", "#E69F00"
 """Blue and orange of the same, as in the thesis."""
 DASHES: tuple[Any, ...] = ("-", "--", ":", "-.", (0, (5, 1, 1, 1, 1, 1)))
@@ -123,7 +123,7 @@ def plain_axes(axes: Any, title: str | None = None, x: str | None = None, y: str
 
 
 def draw_table(axes: Any, rows: Sequence[Sequence[str]], colors: Sequence[str]) -> None:
-    """A header and a row for each colour; the first column is drawn in it."""
+    """A header and a row for each color; the first column is drawn in it."""
     axes.set_axis_off()
     shown = [[shortened(row[0]), *row[1:]] for row in rows]
     widths = [max(len(row[column]) for row in shown) + 2 for column in range(len(shown[0]))]

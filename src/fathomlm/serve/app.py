@@ -42,7 +42,7 @@ PATHS = frozenset(
 
 
 def create_app(service: Service, options: ServeOptions | None = None, static: Path = STATIC) -> FastAPI:
-    """An ASGI application. It loads the model when it starts, and lets go of it when it ends."""
+    """An ASGI application. It loads the model at startup and frees it at shutdown."""
     options = options or ServeOptions()
 
     @asynccontextmanager
@@ -78,10 +78,12 @@ def _add_completions(app: FastAPI, service: Service, options: ServeOptions, metr
     refusals: dict[int | str, dict[str, Any]] = {
         code: {"description": what}
         for code, what in {
-            400: "The request is wrong; `param` says where", 401: "No key, or a wrong one", 403: "Not this server's name",
+            400: "The request is invalid; `param` names the field", 401: "API key missing or wrong",
+            403: "Host not allowed",
             404: "No such model",
-            408: "The body did not arrive", 413: "The body is too long", 429: "The queue is full", 500: "The engine failed",
-            503: "Loading, restarting, draining or failed", 504: "It took too long",
+            408: "The body did not arrive in time", 413: "The body is too large", 429: "The queue is full",
+            500: "The engine failed",
+            503: "Loading, restarting, draining or failed", 504: "The request timed out",
         }.items()
     }  # fmt: skip
 
@@ -147,8 +149,8 @@ def _add_operations(app: FastAPI, service: Service, metrics: Metrics) -> None:
 
     @app.get("/ready", responses={503: {"description": "Not now"}}, response_model=None)
     async def ready() -> Response:
-        """Whether requests are taken: not while the model is loaded, the engine built again or the
-        last texts finished, nor after the engine has failed for good."""
+        """Whether requests are accepted: not while the model is loading, the engine is being rebuilt or the server is
+        draining, nor after the engine has failed permanently."""
         phase = service.phase
         return json_response({"status": phase}, 200 if phase == "ready" else 503)
 
@@ -159,7 +161,7 @@ def _add_operations(app: FastAPI, service: Service, metrics: Metrics) -> None:
 
     @app.get("/v1/fathom/status", response_model=None)
     async def status() -> Response:
-        """The plan, where the engine stands, and how deep tokens went."""
+        """The plan, the state of the engine, and the depths of tokens so far."""
         return json_response(_status(service, metrics))
 
 
@@ -200,7 +202,7 @@ def _status(service: Service, metrics: Metrics) -> dict[str, Any]:
 async def _in_time(
     request: Request, work: Awaitable[list[EngineRequest]], options: ServeOptions, deadline: float
 ) -> list[EngineRequest] | None:
-    """A prompt may take a while to tokenize; None where nobody waits for it any more."""
+    """A prompt may take a while to tokenize; None if the client has disconnected."""
     try:
         async with asyncio.timeout_at(deadline):
             return await unless_gone(request.receive, work)

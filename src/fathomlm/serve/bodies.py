@@ -1,4 +1,4 @@
-"""What clients may send, and how its bytes are read, at a cost that their length bounds.
+"""Request bodies: their fields, and parsing at a cost bounded by their length.
 
 Fields that OpenAI has and we do not know are ignored, as there; wrong types are refused. Fields that would change the result
 and that nothing here can honour are listed, so that they can be refused by name. Every list, string and integer has a bound,
@@ -108,7 +108,7 @@ class RequestBody(_Part):
 
     @property
     def prompts(self) -> list[Any]:
-        """What is continued: texts, lists of token ids, or one conversation."""
+        """The prompts: strings, lists of token ids, or one conversation."""
         raise NotImplementedError
 
 
@@ -128,7 +128,7 @@ class CompletionBody(RequestBody):
 
     @property
     def prompts(self) -> list[Any]:
-        """One text or one list of token ids is one prompt."""
+        """One string or one list of token ids is one prompt."""
         single = isinstance(self.prompt, str) or (self.prompt and isinstance(self.prompt[0], int))
         return [self.prompt] if single else list(self.prompt)
 
@@ -180,7 +180,7 @@ Body = TypeVar("Body", bound=RequestBody)
 
 
 async def read_body(request: Request, model: type[Body]) -> Body:
-    """The body, or the 400 that says what is wrong with it."""
+    """The body, or a 400 with the reason."""
     body = await request.body()
     if not body or not _is_json(request.headers.get("content-type", "")):
         # Pages of other sites may send anything but JSON without permission.

@@ -1,4 +1,4 @@
-"""The completions of one HTTP request, from the queue to the last byte, whole or as a stream of server-sent events.
+"""The completions of one HTTP request, from the queue to the last byte, as one response or as server-sent events.
 
 All of its choices are accepted by the engine or none is, and all end when the client disconnects.
 """
@@ -29,17 +29,17 @@ FINAL_SEND_SECONDS = 5.0
 KNOCK = 0.2
 """Seconds between two comments to a client that has closed its side of a stream."""
 GONE = Response(status_code=499)
-"""For nobody: the client has disconnected."""
+"""Not sent: the client has disconnected."""
 
 T = TypeVar("T")
 
 
 class ClientGone(Exception):
-    """Nobody waits for the response any more."""
+    """The client has disconnected."""
 
 
 class Choices:
-    """Streams of the engine, merged. Leave it by `close`, which cancels what has not ended."""
+    """Streams of the engine, merged. End it with `close`, which cancels what has not finished."""
 
     def __init__(self, streams: Sequence[Stream]) -> None:
         self._streams = streams
@@ -127,7 +127,7 @@ class CompletionHandler:
         entry.stream, entry.choices, entry.prompt_tokens = response.stream, len(response.requests), response.prompt_tokens
 
     async def respond(self, receive: Receive, deadline: float) -> Response:
-        """The whole response, or a stream that has begun: what the engine refuses is an HTTP status in either case."""
+        """The complete response, or a stream that has begun: a rejection by the engine is an HTTP status in either case."""
         try:
             async with asyncio.timeout_at(deadline):
                 if not self.response.stream:

@@ -64,7 +64,7 @@ class Phase(Enum):
 
 
 class Connections:
-    """All connections of a server, and who has to go when there are too many."""
+    """All connections of a server, and which one is closed when there are too many."""
 
     def __init__(self, options: ServeOptions) -> None:
         self.options = options
@@ -85,7 +85,7 @@ class Connections:
         return Connection(self, *arguments, **options)
 
     def admit(self, new: Connection) -> bool:
-        """Whether there is a place for it, after one may have been made."""
+        """Whether there is room for it, after another one may have been closed."""
         client = new.client_key
         if self._clients[client] >= self.options.max_connections_per_client and not self._make_room(client):
             return False
@@ -114,7 +114,7 @@ class Connections:
 
 
 def client_key(address: str | None) -> str:
-    """Who counts as one client: an IPv4 address, or the 64 bits of an IPv6 address that name a network."""
+    """What counts as one client: an IPv4 address, or the 64 bits of an IPv6 address that name a network."""
     try:
         found = ipaddress.ip_address((address or "").partition("%")[0])
     except ValueError:
@@ -263,7 +263,7 @@ class Connection(H11Protocol):
         self._answer(ApiError(408, f"the request's {what} did not arrive within {seconds:g} seconds", code="timeout"))
 
     def evict(self) -> None:
-        """Make room: somebody else wants to ask."""
+        """Make room for another connection."""
         if self.phase is Phase.IDLE:
             self.transport.close()
             self._watch()
@@ -279,7 +279,7 @@ class Connection(H11Protocol):
         self._answer(ApiError(503, message, code="too_many_connections"))
 
     def _answer(self, error: ApiError) -> None:
-        """Say what is wrong, unless another answer has begun, and close."""
+        """Send the error, unless another response has begun, and close."""
         cycle = self.cycle
         between = cycle is None or (cycle.response_complete and self.phase in (Phase.HEAD, Phase.IDLE))
         if not self.transport.is_closing() and (between or not cycle.response_started):

@@ -17,7 +17,7 @@ from starlette.responses import Response
 from fathomlm.errors import EngineStopped, FathomError, QueueFull, RequestTooLarge
 
 RETRY_SECONDS = 1
-INTERNAL = "the server had an error while it worked on the request; its log says more"
+INTERNAL = "internal server error; see the server's log"
 
 
 class ApiError(Exception):
@@ -34,7 +34,7 @@ class ApiError(Exception):
         return {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}}
 
     def response(self) -> Response:
-        """Whoever may come again soon is told when."""
+        """`Retry-After` for clients that may retry soon."""
         headers = {"retry-after": str(RETRY_SECONDS)} if self.status in (429, 503) else {}
         if self.status == 401:
             headers["www-authenticate"] = "Bearer"
@@ -63,7 +63,7 @@ def as_api_error(error: FathomError, param: str | None = None) -> ApiError:
     if isinstance(error, RequestTooLarge):
         return refused(str(error), param, "context_length_exceeded")
     if isinstance(error, EngineStopped):
-        return ApiError(503, "the server takes no new requests at the moment", code="unavailable")
+        return ApiError(503, "the server accepts no new requests at the moment", code="unavailable")
     return refused(str(error), param, "invalid_value")
 
 

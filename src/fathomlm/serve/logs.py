@@ -14,7 +14,7 @@ LOGGER = "fathomlm.serve"
 
 @dataclass(slots=True)
 class LogEntry:
-    """What a request's line says beside the HTTP side; its handler fills it in."""
+    """The fields of a request's log line besides HTTP; filled in by its handler."""
 
     stream: bool | None = None
     choices: int | None = None

@@ -39,7 +39,7 @@ class Metrics:
         self._whole = _histogram("request", "From a request's arrival to the end of its completion", WHOLE, registry)
 
     def observe(self, request: Request, event: TokenEvent, at: float, before: float | None) -> None:
-        """A token came; `before` is when the one in front of it did."""
+        """A token came; `before` is when the one before it did."""
         if before is None:
             self._first.observe(max(at - request.arrival, 0.0))
         else:

@@ -21,7 +21,7 @@ class ServeOptions:
         (), flag="--api-key", metavar="KEY",
         help="require this API key; repeatable; other users of this machine may see it in the process list",
     )  # fmt: skip
-    """None leaves the API open to whoever reaches the port."""
+    """None: no authentication."""
     allowed_hosts: tuple[str, ...] = option(
         (), metavar="NAMES", comma=True,
         help="host names that clients may use, separated by commas: api.example.org, *.example.org or * for any; numeric "

@@ -2,7 +2,7 @@
 
 Each replica is the same ASGI application over an engine of its own. Ray's proxies listen at the address and hand each
 request to a replica that has little to do. Ray starts replicas on whatever machines its cluster has, and replaces one whose
-engine has failed for good. Nothing of Ray is imported before a function here is called.
+engine has failed permanently. Nothing of Ray is imported before a function here is called.
 
 What a replica needs, API keys included, travels to it pickled over Ray's own connections: on no command line, in no file.
 """
@@ -40,14 +40,14 @@ class Replica:
         """Ray puts a new replica in the place of one that raises here."""
         phase = self.app.state.service.phase
         if phase == "failed":
-            raise RuntimeError("the engine has failed for good")
+            raise RuntimeError("the engine has failed permanently")
 
 
 def run_replicas(
     load: Callable[[], ServedModel], options: ServeOptions, replicas: ReplicaOptions, host: str, port: int,
     ready: Callable[[], object],
 ) -> None:  # fmt: skip
-    """Serve until SIGTERM or Ctrl-C, then let running texts end. `load` is called in each replica and must pickle."""
+    """Serve until SIGTERM or Ctrl-C, then let running requests finish. `load` is called in each replica and must pickle."""
     import ray
     from ray import serve
 
@@ -73,7 +73,7 @@ def run_replicas(
             ready()
             stop.wait()
         finally:
-            serve.delete(APPLICATION)  # waits for replicas to end, and they for their texts
+            serve.delete(APPLICATION)  # waits for replicas to end, and they for their requests
             if local:
                 serve.shutdown()
             ray.shutdown()

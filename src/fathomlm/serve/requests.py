@@ -1,4 +1,4 @@
-"""From the body of an HTTP request to the engine's requests, one for each choice, or a 400 that says why not."""
+"""From the body of an HTTP request to the engine's requests, one for each choice, or a 400 with the reason."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def _length(
     body: RequestBody, served: ServedModel, options: ServeOptions, prompt_tokens: int, default: int | None, where: str,
     least: bool = False,
 ) -> int:  # fmt: skip
-    """How many tokens a completion may have. A length that the body names has to fit; one that it does not is made to.
+    """Max new tokens of a completion. A length given in the body must fit; the default is reduced to what fits.
     `least`: the prompt has so many tokens or more, and is not worth counting where even those do not fit."""
     room = served.max_length - prompt_tokens
     most = options.max_tokens

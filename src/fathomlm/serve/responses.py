@@ -1,4 +1,4 @@
-"""What clients get: OpenAI's objects, whole and in chunks.
+"""Responses: OpenAI's objects, complete and in chunks.
 
 Log probabilities and depths have an entry for each token of the completion; the end token, which is no text, has none.
 """
@@ -26,7 +26,7 @@ def finish_reason(finished: Finished) -> str:
     if finished.reason == "error":
         raise ApiError(500, INTERNAL, code="engine_error")
     if finished.reason == "cancelled":
-        raise ApiError(503, "the server was stopped before the completion had ended", code="draining")
+        raise ApiError(503, "the server was stopped before the completion finished", code="draining")
     return "length" if finished.reason == "length" else "stop"
 
 
@@ -50,7 +50,7 @@ class ResponseFormat:
         self._sent = [0] * len(requests)
         self._offsets = [0] * len(requests)
 
-    # Whole.
+    # Complete responses.
 
     def whole(self, results: Sequence[Result]) -> Json:
         choices = [self._whole_choice(index, result) for index, result in enumerate(results)]

@@ -1,6 +1,6 @@
-"""Running the app: a socket of its own, and an end that lets running texts finish.
+"""Running the app: its socket, and a graceful shutdown.
 
-The first SIGTERM or Ctrl-C makes /ready red and refuses new texts, while those that run go on; the port stays open
+The first SIGTERM or Ctrl-C turns /ready to 503 and rejects new requests, while running ones continue; the port stays open
 meanwhile, so that a load balancer can see it. When all have ended, or their time is up, the server goes. A second signal
 does not wait.
 """
@@ -31,7 +31,7 @@ CLOSING = 5
 WAITING = 1024
 """Connections that the kernel holds until they are accepted."""
 CUT_OFF = 0.5
-"""Seconds for the last words to those whose texts were cut off, and for the engine to put them down."""
+"""Seconds to send final errors to aborted requests, and for the engine to stop them."""
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -78,13 +78,13 @@ class Server(uvicorn.Server):
         service.on_failure = self._give_up
 
     def run_at(self, sock: socket.socket) -> None:
-        """Until somebody ends it. An error of loading is raised here."""
+        """Until a signal ends it. An error of loading is raised here."""
         self.run(sockets=[sock])
         if self._service.failure is not None:
             raise self._service.failure
 
     def end(self) -> None:
-        """In the server's own event loop: finish what runs, then go. Asked again, go at once."""
+        """In the server's event loop: finish running requests, then exit. A second call exits at once."""
         if self._ending is None:
             self._ending = asyncio.get_running_loop().create_task(self._finish())
         else:

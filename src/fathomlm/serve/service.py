@@ -65,11 +65,11 @@ class ServedModel:
         return ("full",) if self.exiting is None else ("full", self.exiting.mode)
 
     async def encode(self, prompt: Prompt) -> list[int]:
-        """Long prompts take a while; nobody else waits meanwhile."""
+        """Long prompts take a while; other requests do not wait for them."""
         return await self.tokenizers.run(len(prompt), encode_prompt, self.model, prompt)
 
     async def encode_chat(self, messages: list[dict[str, str]], check: Callable[[str], object]) -> list[int]:
-        """`check` sees the conversation as the text that the model reads, before it is tokenized."""
+        """`check` gets the rendered conversation before it is tokenized."""
         size = sum(len(message["content"]) for message in messages)
         return await self.tokenizers.run(size, chat_prompt, self.model, messages, check)
 
@@ -160,10 +160,10 @@ class Service:
         if phase == "ready" and self.served is not None:
             return self.served
         why = {
-            "loading": "the model is still being loaded",
-            "restarting": "the engine has failed and is being built again",
-            "draining": "the server is finishing its last requests and takes no new ones",
-            "failed": "the engine has failed and takes no more requests; the server's log says why",
+            "loading": "the model is loading",
+            "restarting": "the engine has failed and is restarting",
+            "draining": "the server is shutting down and accepts no new requests",
+            "failed": "the engine has failed permanently; see the server's log",
         }
         raise ApiError(503, why[phase], code=phase)
 
@@ -197,8 +197,8 @@ class Service:
         self.on_ready()
 
     async def drain(self, timeout: float, grace: float) -> bool:
-        """Take nothing new and wait for what runs; after `timeout` seconds cut it off. Says whether all could end. An engine
-        in the middle of a step cannot be cut off: after `grace` more seconds it is left to the end of the process."""
+        """Accept no new requests and wait for the running ones; after `timeout` seconds abort them. Returns whether all
+        finished. An engine in the middle of a step cannot be aborted: after `grace` more seconds it is abandoned."""
         self.draining = True
         if self.served is None:
             return True

@@ -1,4 +1,4 @@
-"""Tokenizing prompts away from the event loop, how many tokens a text has at least, and single tokens as text and bytes.
+"""Tokenizing prompts off the event loop, a lower bound on a prompt's token count, and tokens as strings and bytes.
 
 A text that cannot fit is refused before it is tokenized: a megabyte takes seconds to tokenize and a millisecond to count.
 Prompts are tokenized by several threads (a fast tokenizer leaves Python to the others meanwhile), and short ones have
@@ -51,7 +51,7 @@ class TokenizerThreads:
 
 
 class LeastTokens:
-    """A lower bound on a text's tokens, from the bytes that it has.
+    """A lower bound on the token count of a string, from its bytes.
 
     Each byte weighs 1/L, where L is the length of the longest token that it is part of, so no token weighs more than one
     and the text has at least as many tokens as it weighs. That holds where each byte of the text is in some token: for BPE
@@ -130,7 +130,7 @@ def _shrinks_none(normalizer: Mapping[str, Any]) -> bool:
 
 
 class TokenStrings:
-    """What each token of a vocabulary says by itself. A part of a character is no text, but it has bytes."""
+    """The string of each token of a vocabulary. A part of a character has no string, but it has bytes."""
 
     def __init__(self, tokenizer: Any | None) -> None:
         self._tokenizer = tokenizer

@@ -89,10 +89,10 @@ def test_fields_and_prompts_may_be_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("row", "options", "message"),
     [
-        ({"a": "x", "b": "y"}, {}, "has the fields a, b; say with --source .or --prompt. and --reference"),
+        ({"a": "x", "b": "y"}, {}, "has the fields a, b; set --source .or --prompt. and --reference"),
         ({"a": "x", "b": "y"}, {"source": "a"}, "and --reference"),
-        ({"a": "x", "b": "y"}, {"source": "a", "reference": "b"}, "say with --metric what to measure"),
-        (ROWS["source"], {}, "say with --metric"),
+        ({"a": "x", "b": "y"}, {"source": "a", "reference": "b"}, "set --metric"),
+        (ROWS["source"], {}, "set --metric"),
         (ROWS["document"], {"source": "document", "prompt": "{document}"}, "give one of them"),
         (ROWS["document"], {"prompt": "summarise"}, r"names no field of a row, such as \{id\}"),
     ],

@@ -143,7 +143,7 @@ def test_files_that_do_not_go_together(tmp_path: Path) -> None:
         read_outputs([one, lines(tmp_path / "b.jsonl", [{"source": "s", "text": "t"}])])
     with pytest.raises(DataError, match=r"row 2 of .* have different sources"):
         read_outputs([one, lines(tmp_path / "b.jsonl", [{"source": "s", "text": "t"}, {"source": "v", "text": "t"}])])
-    with pytest.raises(OptionError, match="has the fields a, b; say with --source and --output"):
+    with pytest.raises(OptionError, match="has the fields a, b; set --source and --output"):
         read_outputs([lines(tmp_path / "b.jsonl", [{"a": "s", "b": "t"}])])
     with pytest.raises(DataError, match="'source' is empty"):
         read_outputs([lines(tmp_path / "b.jsonl", [{"source": " ", "text": "t"}])])

@@ -44,7 +44,7 @@ class ModeTime:
     relative: float
     """Against full depth."""
     exit_rate: float
-    """The part of the tokens that left early."""
+    """The part of the tokens that exited early."""
     shares: dict[str, float]
     """The part of the time that each part took; together 1."""
 
@@ -174,7 +174,7 @@ def measure_times(
     on_text: Callable[[int, int], None] | None = None,
 ) -> TimeBreakdown:
     """Decode the prompts at full depth, with copied states at every layer from the first exit on, and in parallel from the
-    first exit. `exits` are layers from 1; `on_text` is told (done, total)."""
+    first exit. `exits` are layers from 1; `on_text` is called with (done, total)."""
     first = min(exits)
     modes = {
         "full depth": Exiting(mode="full"),

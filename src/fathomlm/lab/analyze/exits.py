@@ -1,6 +1,6 @@
-"""What would happen at every layer if tokens left there (thesis 2.4, its observations 1 and 2; 2.5.3).
+"""What would happen at every layer if tokens exited there (thesis 2.4, its observations 1 and 2; 2.5.3).
 
-Text is run through the whole model once, and every layer is asked what it would have said: how often its likeliest token is
+Text is run through the full model once, and every layer's prediction is evaluated: how often its most likely token is
 the last layer's, how often it is right, how near its state is to the last one. At some layers, the exits, the confidences
 are counted by agreement, and the two Beta densities are fitted from which the adaptive threshold comes.
 
@@ -9,7 +9,7 @@ copying states into deeper layers costs quality. So the cosine is also taken at 
 layer disagrees with the last (settled), and at the first that agrees (the oracle's exit).
 Observation 2: leaving everything at an early layer loses most of the quality: agreement, accuracy and loss by layer.
 
-States are the residual stream in front of the final norm.
+States are the residual stream before the final norm.
 
 Shapes: L layers, N tokens, n some of them, M hidden width, V vocabulary.
 """
@@ -49,7 +49,7 @@ class LayerNumbers:
     recursion: int | None
     """From 1; None in prelude, coda and models that do not loop."""
     agreement: float
-    """The part of the tokens at which its likeliest token is the last layer's."""
+    """The part of the tokens at which its most likely token is the last layer's."""
     accuracy: float
     """The part at which it is the token that follows."""
     loss: float
@@ -63,7 +63,7 @@ class LayerNumbers:
     first: float
     """The part of the tokens for which it is the first layer that agrees with the last: the oracle's exit."""
     settled: float
-    """The part for which no later layer disagrees, and the one in front of it did."""
+    """The part for which no later layer disagrees, and the one before it did."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,7 +165,7 @@ def measure(
     condition: float = 0.4,
     on_rows: Callable[[int, int], None] | None = None,
 ) -> ExitNumbers:
-    """Run each row, and ask every layer at every token. `on_rows` is told (done, total)."""
+    """Run each row, and evaluate every layer at every token. `on_rows` is called with (done, total)."""
     decoder, plan = model.decoder, model.plan
     exits = check_exits(plan, layers, confidence)
     judges = find_classifiers(decoder, [layer - 1 for layer in exits]) if confidence == "classifier" else {}
@@ -211,10 +211,10 @@ def _fit(layer: int, estimator: ThresholdEstimator, kept: Sequence[tuple[Tensor,
 
 @dataclass(frozen=True, slots=True)
 class _Row:
-    """What every layer said of one row's tokens."""
+    """Every layer's predictions for one row."""
 
     states: list[Tensor]
-    """(N, M) each; the first is in front of the first layer."""
+    """(N, M) each; the first is before the first layer."""
     agreed_LN: Tensor
     right_LN: Tensor
     loss_LN: Tensor
@@ -243,7 +243,7 @@ class _Row:
 def _ask(
     decoder: Decoder, states: Sequence[Tensor], index: int, targets_N: Tensor, measure: str
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """A layer's likeliest tokens, its losses and its confidences."""
+    """A layer's most likely tokens, its losses and its confidences."""
     choices_n, losses_n, sure_n = [], [], []
     size = max(1, MOST_SCORES // decoder.architecture.vocab)
     for at in range(0, len(targets_N), size):
@@ -257,7 +257,7 @@ def _ask(
 
 
 class _Sums:
-    """Adds up what layers said over rows."""
+    """Accumulates predictions over rows."""
 
     def __init__(self, L: int) -> None:
         self.tokens = 0

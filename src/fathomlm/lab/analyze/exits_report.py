@@ -181,7 +181,7 @@ TEMPLATE = """\
 {% block title %}{{ about.name }}: exits{% endblock %}
 {% block body %}
 {% from "parts" import table %}
-<h1>{{ about.name }}: what every layer would have said</h1>
+<h1>{{ about.name }}: what every layer would predict</h1>
 <p class="note">{{ about.model }}: {{ about.plan }}; {{ about.dtype }} on {{ about.device }}; {{ numbers.rows }}
 row{{ "s" if numbers.rows > 1 }} of {{ numbers.context }} tokens from {{ about.data | join(", ") }}.</p>
 <figure><img src="{{ images.layers }}" alt="Agreement, loss, cosine and the oracle's exits by layer">
@@ -189,10 +189,10 @@ row{{ "s" if numbers.rows > 1 }} of {{ numbers.context }} tokens from {{ about.d
 </figcaption></figure>
 <dl>
 <dt>agree, right</dt>
-<dd>How often a layer's likeliest token is the last layer's, and how often it is the token that follows.</dd>
+<dd>How often a layer's most likely token is the last layer's, and how often it is the token that follows.</dd>
 <dt>loss, sure</dt><dd>The next-token loss in nats, and the mean confidence.</dd>
 <dt>cosine, agreed</dt>
-<dd>Of a token's state with the last layer's, in front of the final norm; of all tokens, and of those that agree. Where it is
+<dd>Of a token's state with the last layer's, before the final norm; of all tokens, and of those that agree. Where it is
 low although the layer already chooses the last layer's token, a copied state is a poor stand-in for what deeper layers
 would have made of it.</dd>
 <dt>first, settled</dt>
@@ -204,7 +204,7 @@ none disagrees.</dd>
 <h2>Confidence by agreement</h2>
 <figure><img src="{{ images.confidence }}" alt="Histograms of confidences by agreement, with the fitted Beta densities">
 <figcaption>The tokens of this text, run once and not generated. The threshold is where agreement becomes likely enough; a
-token whose confidence exceeds it would exit. <code>fathomlm calibrate</code> learns it from texts that the model makes.
+token whose confidence exceeds it would exit. <code>fathomlm calibrate</code> learns it from the model's own completions.
 </figcaption></figure>
 {{ table(fits) }}
 

@@ -106,7 +106,7 @@ class KVNumbers:
 
 @torch.inference_mode()
 def measure(model: FathomForCausalLM, rows: TokenRows, *, on_rows: Callable[[int, int], None] | None = None) -> KVNumbers:
-    """Run each row, and add up what its steps made. `on_rows` is told (done, total)."""
+    """Run each row, and add up what its steps made. `on_rows` is called with (done, total)."""
     decoder, plan = model.decoder, model.plan
     device = decoder.embed.weight.device
     T, S = rows.context, plan.unrolled_layers

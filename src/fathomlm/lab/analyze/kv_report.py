@@ -17,7 +17,7 @@ from fathomlm.lab.tables import Rows, optional
 
 NAMES = {"hidden": "hidden states", "key": "keys (before rotation)", "value": "values"}
 WIDE_RANGE = 20.0
-"""From this ratio of the largest to the smallest length on, colours go by their logarithm."""
+"""From this ratio of the largest to the smallest length on, colors go by their logarithm."""
 TICKS = 12
 """About as many steps are named along an axis."""
 
@@ -56,7 +56,7 @@ def draw_kv(numbers: KVNumbers, name: str, out: Path) -> None:
 def _draw_lengths(axes: Any, title: str, states: StateMaps, numbers: KVNumbers) -> None:
     from matplotlib.colors import LogNorm, Normalize
 
-    of_steps = states.by_position[: len(numbers.running)]  # the final norm is of another size, and may leave the scale
+    of_steps = states.by_position[: len(numbers.running)]  # the final norm is of another size, and may exit the scale
     known = [value for row in of_steps for value in row if value is not None and value > 0]
     low, high = min(known, default=0.0), max(known, default=1.0)
     wide = low > 0 and high / low > WIDE_RANGE

@@ -156,7 +156,7 @@ def measure(
 ) -> RoutingNumbers:
     """Run all rows through both passes, and through the causal one at every maximum depth and at given depths.
 
-    `on_rows` is told (done, total).
+    `on_rows` is called with (done, total).
     """
     decoder, routers = model.decoder, model.decoder.routers
     assert isinstance(routers, Routers)

@@ -62,7 +62,7 @@ def routing_page(numbers: RoutingNumbers, about: About, pictures: Mapping[str, b
 
 
 def _token(token: ShownToken, router: str) -> dict[str, Any]:
-    """A token of the coloured text: what is seen, and what is said of it."""
+    """A token of the colored text: what is seen, and what is said of it."""
     what = "recursion" if ROUTERS[router].picks_tokens else "depth"
     listed = [
         f"{what} {place}: {'not total' if score is None else f'{score:.3f}'}"
@@ -91,7 +91,7 @@ def routing_table(numbers: RoutingNumbers) -> Rows:
 def flops_table(numbers: RoutingNumbers) -> Rows:
     """Forward FLOPs, and what part of the unrouted plan's they are."""
     flops = numbers.flops
-    named = (("as the capacities say", flops.nominal), ("as the text was run", flops.actual), ("unrouted", flops.unrouted))
+    named = (("by the capacities", flops.nominal), ("as the text was run", flops.actual), ("unrouted", flops.unrouted))
     rows = [[name, f"{value:,}", f"{value / flops.unrouted:.1%}"] for name, value in named]
     return [["forward FLOPs", "per token", "of unrouted"], *rows]
 
@@ -243,7 +243,7 @@ TEMPLATE = """\
 <dt>top-k and causal</dt>
 <dd>In training each recursion keeps the best tokens of a row, which it must see whole. In use a score decides on each token
 as it comes. The causal loss is {{ "%+.4f" | format(numbers.loss_difference) }} nats against the top-k loss.</dd>
-<dt>sampling accuracy</dt><dd>How often the causal rule says of a token what the top-k selection said.</dd>
+<dt>sampling accuracy</dt><dd>How often the causal rule agrees with the top-k selection.</dd>
 <dt>dead token ratio</dt><dd>The part of a row's positions that the last recursion took in none of the rows.</dd>
 {% else %}
 <dt>MaxVio</dt><dd>How far the fullest depth lies above an even share of the tokens; 0 is even.</dd>
@@ -255,7 +255,7 @@ depth.</dd>
 </dl>
 
 <h2>Text by depth</h2>
-<p class="note">Each token stands on the colour of the number of recursions that ran at its place, to predict the token
+<p class="note">Each token stands on the color of the number of recursions that ran at its place, to predict the token
 behind it. Point at one to see its router scores. · is a token that ends within a character, ↵ a line end. The legend gives
 the part of all tokens at each depth.</p>
 <p class="legend">

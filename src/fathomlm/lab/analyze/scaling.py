@@ -173,7 +173,7 @@ def _best(fit: ScalingFit) -> list[str]:
 
 
 def draw_scaling_fits(fits: Sequence[ScalingFit], out: Path, kind: str = "png") -> None:
-    """Loss over model size: a colour and a mark for each architecture, a line style for each budget, stars where a curve is
+    """Loss over model size: a color and a mark for each architecture, a line style for each budget, stars where a curve is
     lowest."""
     kinds = sorted({fit.architecture for fit in fits})
     colours = {name: LINES[i % len(LINES)] for i, name in enumerate(kinds)}

@@ -1,4 +1,4 @@
-"""Text with each token on the colour of its depth, as a picture (thesis 4, table "Visualization of the recursion depth").
+"""Text with each token on the color of its depth, as a picture (thesis 4, table "Visualization of the recursion depth").
 
 A fixed-width font makes the layout exact: a letter is a cell, and a line is cut where its cells are full.
 """

@@ -127,7 +127,7 @@ def measure(
     *,
     on_linear: Callable[[int, int], None] | None = None,
 ) -> WeightNumbers:
-    """Spectra of all residuals. `on_linear` is told (done, total)."""
+    """Spectra of all residuals. `on_linear` is called with (done, total)."""
     if plan.recursions < 2:
         raise OptionError("with one recursion nothing is tied, so there is no residual; give --recursions 2 or more")
     chosen, specs = check_inits(inits), base.architecture.linears()

@@ -86,7 +86,7 @@ def _exit_pass(decoder: Decoder, program: ExitProgram, kind: str, head: int) -> 
     own = [parts[str(program.exit)] for parts in _exit_parts(decoder) if str(program.exit) in parts]
     total += sum(size_of(part) for part in own)
     if own and kind == "both":
-        total += head  # the exit's scores and the whole model's are computed for every row
+        total += head  # the exit's scores and the full model's are computed for every row
     if program.copies:
         total += sum(_entries(decoder.layers[step.layer]) for step in program.deep if not decoder.plan.reads_kv(step))
     return total

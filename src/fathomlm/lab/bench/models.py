@@ -44,19 +44,19 @@ def plain_model(model: FathomForCausalLM, seed: int = 0) -> FathomForCausalLM:
 
 
 def with_context(architecture: Architecture, tokens: int) -> Architecture:
-    """Long enough for texts of so many tokens. Random weights were trained for no length."""
+    """Long enough for sequences of so many tokens. Random weights were trained for no length."""
     return architecture if architecture.context >= tokens else dataclasses.replace(architecture, context=tokens)
 
 
 def ample_memory(model: FathomForCausalLM, options: EngineOptions, tokens: int, exit_layer: int | None = None) -> int:
-    """Bytes for keys and values with which nobody need be put aside: in every slot a text of `tokens` tokens, each of which
-    goes as deep as it can, and a page more for each table."""
+    """Bytes of a KV cache that never preempts: for every sequence `tokens` tokens, each of which goes as deep as it can, and
+    one more page per table."""
     layout = build_layout(model.architecture, model.plan, model.relaxation, exit_layer)
     slots = options.max_sequences or options.batch_size * (1 if layout.kind == "whole" else OVERBOOKED)
     dtype, size = entry_dtype(options.kv_dtype, model.decoder.embed.weight.dtype), options.page_size
     pages = slots * (-(-tokens // size) + 1)
     sizes = [page_bytes(model.architecture, planes, size, dtype) for planes in layout.planes]
     shares = pool_shares(model.plan, layout)
-    # EngineMemory is shared out among pools as texts of the trained depths take it: the pool that comes off worst decides.
+    # Memory is divided among pools by the trained depths: the pool with the least decides.
     times = max(layout.tables.count(pool) / share for pool, share in enumerate(shares))
     return math.ceil(pages * times * sum(one * share for one, share in zip(sizes, shares, strict=True)))

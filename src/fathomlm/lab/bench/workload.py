@@ -1,6 +1,6 @@
 """Workloads as plain data: what is requested, and when. The same seed gives the same requests on every machine.
 
-`thesis` is the setting of the thesis' throughput figures (4.4.3 and its appendix): a thousand texts that begin from
+`thesis` is the setting of the thesis' throughput figures (4.4.3 and its appendix): a thousand sequences that begin from
 nothing, with lengths drawn from a normal distribution around 256. The other two are the prompt and text lengths of its
 chapter 3. No tensors here.
 """

@@ -109,7 +109,7 @@ class TextAnalysis(AnalysisOptions, ModelOptions, TextOptions):
 class Routing(TextAnalysis):
     """Run text through a routed MODEL as in training (top-k) and as in inference (causal): metrics of both, router scores,
     compute, the loss at every maximum depth, whether depth is spent where it lowers the loss, which tokens go deep, and text
-    coloured by depth."""
+    colored by depth."""
 
     kind = "routing"
     rows: int = option(64, ge=1, help="rows of text to read, or all there are")

@@ -108,7 +108,7 @@ class Bench:
 
         fields = self.options.engine.given | {"max_length": self.workload.longest, **depth.fields}
         if not self.batched:
-            # What waits in front of an exit runs behind it in one pass, so that pass must have room for all of it.
+            # What waits before an exit runs behind it in one pass, so that pass must have room for all of it.
             stack = None if depth.exiting is None else depth.exiting.max_stack
             fields |= {"batch_size": stack or 1, "max_sequences": 1 if stack or model.plan.routing is not None else None}
         elif batch_size is not None:

@@ -1,4 +1,4 @@
-"""`fathomlm calibrate MODEL --data F`: learn the threshold at which tokens may leave early."""
+"""`fathomlm calibrate MODEL --data F`: learn the confidence threshold for early exit."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from fathomlm.model.seq2seq import FathomModel
 
 QUALITIES = {
-    "agreement": "agreement with the whole model (part of the tokens)",
+    "agreement": "agreement with the full model (fraction of tokens)",
     "ppl": "perplexity",
     "rouge": "ROUGE-L (points)",
     "bleu": "BLEU (points)",
@@ -81,11 +81,11 @@ class Frontier(ForceOptions, JsonOptions, ColumnOptions, DeviceOptions, ShippedE
         check_directory(self.out, "frontier", self.force)
         settings = {name: _settings(self, pack, name) for name in self.models}  # refuses before weights are loaded
         form = _form(self)
-        texts = read_documents([str(self.data)], self.column, self.prompts) if form is None else []
+        documents = read_documents([str(self.data)], self.column, self.prompts) if form is None else []
         curves: list[TradeOffCurve] = []
         reference: DecodedSweep | None = None
         for name in self.models:
-            curve, full = _measure(self, pack, name, settings[name], texts, form, reference)
+            curve, full = _measure(self, pack, name, settings[name], documents, form, reference)
             reference = reference or full
             curves.append(curve)
         table = summary_table(curves)
@@ -169,7 +169,7 @@ def _measure(
     pack: Path | None,
     name: str,
     settings: tuple[SweepSetting, ...],
-    texts: Sequence[str],
+    documents: Sequence[str],
     form: PromptForm | None,
     reference: DecodedSweep | None,
 ) -> tuple[TradeOffCurve, DecodedSweep]:
@@ -179,7 +179,7 @@ def _measure(
     from fathomlm.lab.evaluate.frontier import build_curve, decode_settings
 
     model = options.load_source(name, exits=pack, any_base=options.any_base)
-    samples, prompts = _prompts(options, model, texts, form)
+    samples, prompts = _prompts(options, model, documents, form)
     sampling = Sampling(
         max_new_tokens=options.max_new_tokens, ignore_eos=form is None, stop=() if form is None else form.stop
     )
@@ -187,14 +187,14 @@ def _measure(
         settings = (*settings, _adaptive(options, threshold_file(name, pack), model, prompts, settings))
     with progress_bar(f"decoding {model_name(name)}", unit="prompts") as update:
         decoded = decode_settings(model, prompts, sampling, settings, repeats=options.repeats, on_done=update)
-    qualities = _qualities(options, model, settings, decoded, texts, samples)
+    qualities = _qualities(options, model, settings, decoded, documents, samples)
     full = next(each for setting, each in zip(settings, decoded, strict=True) if setting.kind == "full")
     curve = build_curve(model_name(name), describe(model), settings, decoded, qualities, reference or full)
     return curve, full
 
 
 def _prompts(
-    options: Frontier, model: FathomModel, texts: Sequence[str], form: PromptForm | None
+    options: Frontier, model: FathomModel, documents: Sequence[str], form: PromptForm | None
 ) -> tuple[list[Sample], list[list[int]]]:
     from fathomlm.decode.prompts import encode_prompt
     from fathomlm.lab.evaluate.generation import cut_prompt
@@ -207,7 +207,7 @@ def _prompts(
         raise OptionError(f"--max-new-tokens must be < the model's context of {model.architecture.context:,}")
     if form is None:
         return [], _beginnings(
-            [encode_prompt(model, text) for text in texts], min(options.prompt_tokens, room), options.prompts
+            [encode_prompt(model, text) for text in documents], min(options.prompt_tokens, room), options.prompts
         )
     samples = read_samples(options.data, form, limit=options.prompts, alone=encoder)
     return samples, [cut_prompt(model, encode_prompt(model, sample.prompt), room) for sample in samples]
@@ -245,7 +245,7 @@ def _qualities(
     model: FathomModel,
     settings: Sequence[SweepSetting],
     decoded: Sequence[DecodedSweep],
-    texts: Sequence[str],
+    documents: Sequence[str],
     samples: Sequence[Sample],
 ) -> list[tuple[float, float]]:
     from fathomlm.checkpoints.resolve import decoder_only
@@ -257,7 +257,7 @@ def _qualities(
     if options.quality == "ppl":
         lift_exit_vocab(model)
         with progress_bar("predicting", unit="windows") as update:
-            return perplexities(decoder_only(model, "perplexity"), settings, texts, on_done=update)
+            return perplexities(decoder_only(model, "perplexity"), settings, documents, on_done=update)
     metric = find_metric(options.quality)
     return [text_metric(options.quality, metric, samples, each.results) for each in decoded]
 

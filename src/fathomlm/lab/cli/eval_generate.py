@@ -1,4 +1,4 @@
-"""`fathomlm eval generate MODEL --data FILE`: texts against references, in any way of decoding."""
+"""`fathomlm eval generate MODEL --data FILE`: completions against references, in any decoding mode."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`fathomlm eval judge FILE [FILE]`: texts judged by a language model behind an OpenAI-compatible endpoint."""
+"""`fathomlm eval judge FILE [FILE]`: completions judged by a language model behind an OpenAI-compatible endpoint."""
 
 from __future__ import annotations
 
@@ -230,7 +230,7 @@ def _print(record: dict[str, Any]) -> None:
             [dimension, *(_score(each["scores"][dimension]) for each in systems.values())]
             for dimension in record["likert"]["dimensions"]
         ]
-        rows += [[f"texts {what}", *(str(each[what]) for each in systems.values())] for what in _COUNTS]
+        rows += [[f"completions {what}", *(str(each[what]) for each in systems.values())] for what in _COUNTS]
         print_table(rows)
     if (found := record["pairwise"]) is not None:
         place = found["position"]

@@ -29,7 +29,7 @@ class Perplexity(BatchOptions, TextOptions, ModelOptions):
     exit_options: EvaluatedOutputOptions = section(EvaluatedOutputOptions, "outputs")
 
     def run(self) -> int:
-        texts = read_documents(self.data, self.column, self.limit, empty=True)
+        documents = read_documents(self.data, self.column, self.limit, empty=True)
         outputs = self.exit_options.outputs(self.model)
 
         from fathomlm.lab.evaluate.encoding import TextEncoder
@@ -42,7 +42,7 @@ class Perplexity(BatchOptions, TextOptions, ModelOptions):
         begun = time.perf_counter()
         scorer = Scorer(model, outputs, batch=self.batch_size, max_length=self.context)
         with progress_bar("predicting", unit="windows") as update:
-            found = predict(scorer, TextEncoder(model), texts, stride=self.stride, join=self.join, on_done=update)
+            found = predict(scorer, TextEncoder(model), documents, stride=self.stride, join=self.join, on_done=update)
         record: dict[str, Any] = about(self, "ppl", model, self.exit_options.exits) | {
             "data": list(self.data),
             "context": scorer.max_length,

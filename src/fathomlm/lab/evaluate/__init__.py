@@ -1,1 +1,1 @@
-"""How good a model is: likelihood tasks, perplexity and generated texts, at every exit and every maximum depth."""
+"""How good a model is: likelihood tasks, perplexity and generation, at every exit and every maximum depth."""

@@ -37,7 +37,7 @@ class TextEncoder:
         self.tokenizer: Any = model.tokenizer
         known = (self.tokenizer.bos_token_id, self.tokenizer.eos_token_id, model.config.bos_token_id)
         self.prefix: int | None = next((token for token in known if token is not None), None)
-        """What stands in front of a text that has nothing in front."""
+        """What stands before a text that has nothing in front."""
         self._begin = "" if self.prefix is None else self.tokenizer.decode([self.prefix])
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:

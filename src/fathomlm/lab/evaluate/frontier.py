@@ -32,7 +32,7 @@ WARM_UP = 2
 ROUNDING = 1e-9
 SWEEPS = ("threshold", "depth", "exit-layer")
 THRESHOLDS = tuple(step / 10 for step in range(11))
-"""As in the thesis: from 0, every token leaves, to 1, none does."""
+"""As in the thesis: from 0, every token exits, to 1, none does."""
 MODES = ("parallel", "state-copy", "speculative")
 
 
@@ -55,11 +55,11 @@ FULL_DEPTH = SweepSetting(name="full", kind="full")
 
 
 def sweep_settings(plan: DepthPlan, sweep: str, layers: str | None) -> tuple[SweepSetting, ...]:
-    """Depths or layers, and the whole model at the end. `layers` says which: recursion, layer, all or 4,8."""
+    """Depths or layers, and the full model at the end. `layers` says which: recursion, layer, all or 4,8."""
     if sweep == "depth":
         if layers is not None:
             raise OptionError("--exit-layer requires --sweep exit-layer or threshold")
-        chosen = depth_outputs(plan, "all")[:-1]  # all recursions are the whole model
+        chosen = depth_outputs(plan, "all")[:-1]  # all recursions are the full model
         found = [
             SweepSetting(name=each.name, kind="sweep", value=each.max_depth, control=each.control, output=each)
             for each in chosen
@@ -83,7 +83,7 @@ def threshold_settings(
     exit_layer: int | None = None,
     confidence: str | None = None,
 ) -> tuple[SweepSetting, ...]:
-    """A setting for each threshold, and the whole model at the end."""
+    """A setting for each threshold, and the full model at the end."""
     if mode not in MODES:
         raise OptionError(choices("decoding mode", mode, MODES))
     found = [at_threshold(value, mode, exit_layer, confidence) for value in sorted(set(thresholds))]
@@ -134,7 +134,7 @@ class SweepPoint:
     flops_per_token: float
     relative_flops: float
     exit_rate: float | None
-    """The part of the tokens that left early; None where none could."""
+    """The part of the tokens that exited early; None where none could."""
     mean_exit_layer: float | None
 
 

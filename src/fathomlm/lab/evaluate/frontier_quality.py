@@ -1,4 +1,4 @@
-"""What a setting of a sweep is worth: agreement with the whole model, perplexity, or a metric of texts.
+"""What a setting of a sweep is worth: agreement with the full model, perplexity, or a metric of texts.
 
 Each gives (quality, score): the number in its own unit, and the same from 0 to 1 where more is better.
 
@@ -34,7 +34,7 @@ MAIN = {"rouge": "rougeL", "bleu": "bleu", "squad": "f1", "number": "exact_match
 
 @torch.inference_mode()
 def agreement(model: FathomModel, results: Sequence[Generation]) -> Quality:
-    """How often the whole model would have chosen the same token behind the same text. A difference counts once: what
+    """How often the full model would have chosen the same token behind the same text. A difference counts once: what
     follows is judged behind the text that was made, not behind another."""
     same = total = 0
     decoder = model.decoder
@@ -86,7 +86,7 @@ def _threshold_perplexities(
     context: int | None,
     on_done: OnProgress | None,
 ) -> list[Quality]:
-    """Each token is predicted by the exit where its confidence is above the threshold, and else by the whole model. Keys and
+    """Each token is predicted by the exit where its confidence is above the threshold, and else by the full model. Keys and
     values are exact, as in parallel decoding; copied ones would be worse."""
     encoder, length = TextEncoder(model), context or model.architecture.context
     tokenised = encoder.encode_plain([text for text in texts if text])

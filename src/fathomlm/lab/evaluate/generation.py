@@ -1,4 +1,4 @@
-"""Texts made from prompts, in any way of decoding: what they are worth, how fast they came, and how early tokens left."""
+"""Completions in any decoding mode: their quality, their speed, and how early tokens exited."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from fathomlm.model.route import DepthControl
 from fathomlm.model.seq2seq import FathomForSeq2SeqLM, FathomModel
 
 WARM_UP = 2
-"""New tokens of a first text that nobody times: it pays for what a process does once."""
+"""New tokens of a first completion that is not timed: it warms up."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompletedSamples:
-    """All texts of a task."""
+    """All completions of a task."""
 
     results: tuple[Generation, ...]
     batches: tuple[tuple[Generation, ...], ...]
@@ -103,7 +103,7 @@ def latency(generated: CompletedSamples) -> dict[str, float | int]:
 
 
 def _exits(results: Sequence[Generation]) -> dict[str, Any] | None:
-    """How early tokens left; None where none could."""
+    """How early tokens exited; None where none could."""
     every = [result.exits for result in results if result.exits is not None]
     if not every:
         return None

@@ -1,4 +1,4 @@
-"""Likelihood tasks from files: rows as questions, worked examples in front of them, scores counted.
+"""Likelihood tasks from files: rows as questions, worked examples before them, scores counted.
 
 The form of a file is known by its fields. Prompts are those of lm-evaluation-harness for the same tasks.
 """
@@ -33,7 +33,7 @@ class Question:
     lengths: tuple[int, ...]
     """Bytes of each choice, by which its log-likelihood is divided for `acc_norm`."""
     preamble: str = ""
-    """What stands once in front of everything, worked examples included."""
+    """What stands once before everything, worked examples included."""
     subject: str | None = None
     """Worked examples are of the same."""
 
@@ -192,7 +192,7 @@ def _examples(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LocalTask:
-    """A file that was read, and what stands in front of each of its questions."""
+    """A file that was read, and what stands before each of its questions."""
 
     name: str
     path: Path

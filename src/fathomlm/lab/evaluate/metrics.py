@@ -1,4 +1,4 @@
-"""How good generated texts are, against references, in points from 0 to 100.
+"""The quality of completions against references, in points from 0 to 100.
 
 rouge    ROUGE-1, ROUGE-2 and ROUGE-L (Lin 2004) as rouge-score counts them, with stemming; F-measures
 bleu     BLEU (Papineni et al. 2002) of a whole corpus as sacrebleu counts it: its 13a tokenizer, case as it is
@@ -25,33 +25,33 @@ _MARK = "####"
 
 
 class Metric(Protocol):
-    """Texts, and for each at least one reference; the metric's numbers by name."""
+    """Completions, and for each at least one reference; the metric's scores by name."""
 
-    def __call__(self, texts: Sequence[str], references: Sequence[Sequence[str]]) -> dict[str, float]: ...
+    def __call__(self, completions: Sequence[str], references: Sequence[Sequence[str]]) -> dict[str, float]: ...
 
 
-def rouge(texts: Sequence[str], references: Sequence[Sequence[str]]) -> dict[str, float]:
-    """Means over texts; of several references the one counts that suits a text best, for each kind by itself."""
+def rouge(completions: Sequence[str], references: Sequence[Sequence[str]]) -> dict[str, float]:
+    """Means over completions; of several references the best counts, for each kind separately."""
     from rouge_score.rouge_scorer import RougeScorer
 
     scorer = RougeScorer(list(ROUGES), use_stemmer=True)
-    best = [scorer.score_multi(list(each), text) for text, each in zip(texts, references, strict=True)]
+    best = [scorer.score_multi(list(each), text) for text, each in zip(completions, references, strict=True)]
     return {kind: 100 * sum(score[kind].fmeasure for score in best) / len(best) for kind in ROUGES}
 
 
-def bleu(texts: Sequence[str], references: Sequence[Sequence[str]]) -> dict[str, float]:
-    """Texts may have different numbers of references."""
+def bleu(completions: Sequence[str], references: Sequence[Sequence[str]]) -> dict[str, float]:
+    """Completions may have different numbers of references."""
     import sacrebleu
 
     most = max(len(each) for each in references)
     streams = [[each[i] if i < len(each) else None for each in references] for i in range(most)]
-    return {"bleu": float(sacrebleu.corpus_bleu(list(texts), streams).score)}
+    return {"bleu": float(sacrebleu.corpus_bleu(list(completions), streams).score)}
 
 
-def squad(texts: Sequence[str], references: Sequence[Sequence[str]]) -> dict[str, float]:
-    """Means over texts; of several answers the best counts, for each number by itself."""
-    exact = [max(exact_match(text, answer) for answer in each) for text, each in zip(texts, references, strict=True)]
-    f1 = [max(word_f1(text, answer) for answer in each) for text, each in zip(texts, references, strict=True)]
+def squad(completions: Sequence[str], references: Sequence[Sequence[str]]) -> dict[str, float]:
+    """Means over completions; of several answers the best counts, for each score separately."""
+    exact = [max(exact_match(text, answer) for answer in each) for text, each in zip(completions, references, strict=True)]
+    f1 = [max(word_f1(text, answer) for answer in each) for text, each in zip(completions, references, strict=True)]
     return {"exact_match": 100 * sum(exact) / len(exact), "f1": 100 * sum(f1) / len(f1)}
 
 
@@ -73,10 +73,10 @@ def word_f1(text: str, answer: str) -> float:
     return 2 * common / (len(mine) + len(theirs))
 
 
-def number(texts: Sequence[str], references: Sequence[Sequence[str]]) -> dict[str, float]:
+def number(completions: Sequence[str], references: Sequence[Sequence[str]]) -> dict[str, float]:
     right = [
         (found := last_number(text)) is not None and any(found == last_number(reference) for reference in each)
-        for text, each in zip(texts, references, strict=True)
+        for text, each in zip(completions, references, strict=True)
     ]
     return {"exact_match": 100 * sum(right) / len(right)}
 

@@ -1,6 +1,6 @@
 """Where a model's predictions are read: at its end, after a layer or a recursion, or with fewer recursions.
 
-Leaving every token at one exit is the thesis' static exiting (3, early-exit tables), fewer recursions its test-time scaling
+Exiting every token at one exit is the thesis' static exiting (3, early-exit tables), fewer recursions its test-time scaling
 (4.6.3). One pass over the tokens serves all exits at once; every maximum depth is a pass of its own.
 
 Shapes: B rows, T tokens, N positions that are asked, M hidden width, V vocabulary.
@@ -29,7 +29,7 @@ class Output:
     """One place; without fields, the model's end."""
 
     layer: int | None = None
-    """Leave after this layer, from 1, in unrolled depth."""
+    """Exit after this layer, from 1, in unrolled depth."""
     recursion: int | None = None
     """Which recursion ends there, from 1: a name, it changes nothing."""
     max_depth: int | None = None
@@ -45,12 +45,12 @@ class Output:
 
     @property
     def control(self) -> DepthControl | None:
-        """What generation is told to run fewer recursions."""
+        """The depth control for fewer recursions."""
         return None if self.max_depth is None else DepthControl(max_depth=self.max_depth)
 
     @property
     def exiting(self) -> Exiting | None:
-        """What generation is told to leave there."""
+        """The early-exit settings for this layer."""
         return None if self.layer is None else Exiting(mode="static", exit_layers=(self.layer,))
 
     def record(self) -> dict[str, Any]:
@@ -114,7 +114,7 @@ def depth_outputs(plan: DepthPlan, which: str | int) -> tuple[Output, ...]:
 
 @dataclass(frozen=True, slots=True)
 class OutputStates:
-    """What one output says at some positions, in front of the head."""
+    """What one output says at some positions, before the head."""
 
     number: int
     """Which of the outputs that were asked for."""

@@ -85,8 +85,8 @@ def choose_form(
     known = next((form for form in FORMS.values() if all(name in first for name in form.fields)), None)
     if known is None and (reference is None or (source is None and prompt is None)):
         raise OptionError(
-            f"{path} has the fields {', '.join(first) or '(none)'}; say with --source (or --prompt) and --reference "
-            "which hold the prompt and what should follow it"
+            f"{path} has the fields {', '.join(first) or '(none)'}; set --source (or --prompt) and --reference, "
+            "the fields with the prompt and the expected completion"
         )
     given = prompt if source is None else f"{{{source}}}"
     base = known if given is None else PromptForm(prompt=given, source=source, reference="", metric=None)
@@ -98,7 +98,7 @@ def choose_form(
         shots=base.shots if shots is None else shots,
     )
     if form.metric is None:
-        raise OptionError("say with --metric what to measure: rouge, bleu, squad or number")
+        raise OptionError("set --metric: rouge, bleu, squad or number")
     if not _FIELD.search(form.prompt):
         raise OptionError(f"--prompt names no field of a row, such as {{{next(iter(first), 'source')}}}")
     if form.shots < 0:

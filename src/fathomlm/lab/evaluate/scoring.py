@@ -35,7 +35,7 @@ class Score(NamedTuple):
     log_likelihood: float
     """The sum of the continuation's log-probabilities, in nats."""
     greedy: bool
-    """Whether each of its tokens is the likeliest at its place."""
+    """Whether each of its tokens is the most likely at its place."""
 
 
 class Scorer:
@@ -120,7 +120,7 @@ class Scorer:
 
 
 def _ask(decoder: Decoder, read: OutputStates, targets_N: Tensor) -> tuple[list[float], list[bool]]:
-    """The targets' log-probabilities, and whether each is the likeliest token at its place."""
+    """The targets' log-probabilities, and whether each is the most likely token at its place."""
     likely: list[float] = []
     hit: list[bool] = []
     step = max(1, MOST_SCORES // decoder.architecture.vocab)

@@ -1,8 +1,8 @@
 """Exit trajectories from real text through a real model (thesis 3.5.5): where each token could exit, or was sent.
 
-The sequence is taken as if the model had made it. The oracle exits at the earliest exit whose likeliest token is the last
+The sequence is taken as if the model had made it. The oracle exits at the earliest exit whose most likely token is the last
 layer's, which nobody can know while decoding: what is computed from it is labelled so. Confidence is what the engine
-compares with its threshold, the gap between the two likeliest tokens.
+compares with its threshold, the gap between the two most likely tokens.
 
 Shapes: N rows, T tokens of a row, n some of them, M hidden width, V vocabulary.
 """
@@ -29,7 +29,7 @@ MOST_SCORES = 1 << 24
 
 
 def exits_of(plan: DepthPlan, layers: Sequence[int] | None) -> tuple[int, ...]:
-    """The steps after which tokens may leave: those asked for, else the model's own, else where recursions end."""
+    """The steps after which tokens may exit: those asked for, else the model's own, else where recursions end."""
     last = plan.unrolled_layers
     if layers is not None:
         for layer in layers:
@@ -56,7 +56,7 @@ def collect(
     prompt: int = 1,
     on_rows: Callable[[int, int], None] | None = None,
 ) -> Trajectories:
-    """One sequence for each row: its first `prompt` tokens are read, the others made. `on_rows` is told (done, total)."""
+    """One sequence per row: its first `prompt` tokens are the prompt, the others generated. `on_rows` gets (done, total)."""
     plan, decoder = model.plan, model.decoder
     if not 1 <= prompt < tokens_NT.shape[1]:
         raise OptionError(f"--prompt must be from 1 to {tokens_NT.shape[1] - 1}, one less than a row has; got {prompt}")

@@ -75,9 +75,9 @@ class HostTimes:
     step: float = 0.0
     """Of each step, whatever happens in it."""
     token: float = 0.0
-    """Of each token that is heard of."""
+    """For each token that is collected."""
     placement: float = 0.0
-    """Of each text that is given a slot."""
+    """For each sequence that is scheduled."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -152,7 +152,7 @@ class LoopDevice(SimulatedDevice):
     """Tokens run one block as often as they are deep, rows of all depths together (`programs.routed`).
 
     With `own` entries each recursion has a table, `recursion_tables[r]`, where only the tokens that ran it have an entry;
-    `outer` says that there is a table in front of those, for layers that every token runs. Otherwise there is one table.
+    `outer` says that there is a table before those, for layers that every token runs. Otherwise there is one table.
     """
 
     def __init__(
@@ -165,8 +165,8 @@ class LoopDevice(SimulatedDevice):
         outer: bool = False,
         at_once: bool = False,
     ) -> None:
-        """`cores` are the passes of the block in front of each turn of a decode step. `at_once`: a sequence that is placed
-        stands in front of the block, where the engine brings it there with the next turn; so it is where blocks alone take
+        """`cores` are the passes of the block before each turn of a decode step. `at_once`: a sequence that is placed
+        stands before the block, where the engine brings it there with the next turn; so it is where blocks alone take
         time."""
         super().__init__(recursions + outer if own else 1, batch_size)
         self.cores = tuple(cores)

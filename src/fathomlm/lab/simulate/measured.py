@@ -41,7 +41,7 @@ DECODE_STEPS = 24
 """Of a replay that are timed."""
 TRIES = 3
 SETTLING = 4
-"""Steps in front of a replay for which texts have room."""
+"""Steps before a replay for which sequences have room."""
 SPARE = 4 * DECODE_STEPS
 """Tokens of a text beyond its context, for decode steps that are replayed."""
 OnProgress = Callable[[int, int], None]
@@ -65,7 +65,7 @@ class _Watch:
 
 
 def calibrate(engine: TimedEngine, workload: Workload, captured: bool | None = None) -> Costs:
-    """Play a few texts, and say what passes, prompts and the host took. `captured`: passes cannot be told apart, and whole
+    """Run a few sequences and measure passes, prefill and host time. `captured`: passes cannot be timed separately, so whole
     decode steps are replayed; by default on a GPU."""
     device = engine.runner.device
     gpu = device.type == "cuda"
@@ -91,7 +91,7 @@ def calibrate(engine: TimedEngine, workload: Workload, captured: bool | None = N
 
 
 def replay(engine: TimedEngine, context: int) -> float:
-    """Milliseconds of a decode step with all slots filled by texts of about `context` tokens, back to back."""
+    """Milliseconds of a decode step with all slots filled by sequences of about `context` tokens, back to back."""
     runner, scheduler = engine.runner, engine.scheduler
     most = runner.sizes.max_length
     prompt = max(1, min(context, most - replay_room(engine)))
@@ -136,7 +136,7 @@ def replay_room(engine: TimedEngine) -> int:
 
 
 def _middle(workload: Workload) -> int:
-    """What a text has in front of a token, on average."""
+    """What a text has before a token, on average."""
     tokens = sum(request.new for request in workload.requests)
     seen = sum(request.new * (len(request.prompt) + request.new / 2) for request in workload.requests)
     return max(1, round(seen / tokens))
@@ -199,14 +199,14 @@ def _prefill(engine: TimedEngine, watch: _Watch) -> Callable[..., list[tuple[int
     runner = engine.runner
     inner = runner.prefill
 
-    def timed(chunks: Sequence[PrefillChunk], texts: Sequence[Sequence[int]]) -> list[tuple[int, ...]]:
+    def timed(chunks: Sequence[PrefillChunk], prompts: Sequence[Sequence[int]]) -> list[tuple[int, ...]]:
         waiting = engine.clock()
         finish(runner.device)
         begun = engine.clock()
-        found = inner(chunks, texts)
+        found = inner(chunks, prompts)
         finish(runner.device)
         ended = engine.clock()
-        watch.chunks.append((sum(map(len, texts)), ended - begun))
+        watch.chunks.append((sum(map(len, prompts)), ended - begun))
         watch.inside += ended - waiting
         return found
 

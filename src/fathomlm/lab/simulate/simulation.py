@@ -55,11 +55,11 @@ class EngineSetup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulationResult:
-    """One policy over all texts."""
+    """One policy over all sequences."""
 
     tokens: int
     ms: float
-    """Until the last token was heard of."""
+    """Until the last token was collected."""
     decode_steps: int
     batch_size: int
     max_sequences: int
@@ -244,7 +244,7 @@ class MemoryFit:
     kv: int
     """Bytes that are left for keys and values."""
     sequences: int
-    """Texts of the full length that fit at once."""
+    """Sequences of the full length that fit at once."""
     tables: tuple[int, ...]
     pool_pages: tuple[int, ...]
 

@@ -1,12 +1,12 @@
 """The thesis' hypothetical throughput again (`tab_rrt:final_performance_throughput` and `..._16gb`), by our scheduler.
 
-It prints neither its exit trajectories nor the lengths of its texts. This is what can be had from what it does print:
+It prints neither its exit trajectories nor the lengths of its sequences. This is what can be had from what it does print:
 
-- PG19 has the same throughput with and without sequence-wise batching, so all its texts are equally long; the published test
-  set has 100 books, and with 100 texts the printed figures come out.
+- PG19 has the same throughput with and without sequence-wise batching, so all its sequences are equally long; its
+  published test set has 100 books, and with 100 sequences the printed figures come out.
 - The lengths of SlimPajama and RedPajama are drawn from an exponential distribution that is cut off, with one mean each: the
   one at which the plain Gemma's printed throughput without sequence-wise batching comes out (two printed numbers).
-- The mean depth of a model over a set of texts is the one at which its printed throughput comes out, from the 40 GB table.
+- The mean depth of a model on a dataset is the one at which its printed throughput comes out, from the 40 GB table.
 
 All else is then a prediction: the baselines of the other two models, with them the Delta columns of the 40 GB table, and all
 of the 16 GB table.
@@ -30,12 +30,12 @@ from fathomlm.lab.simulate.trajectories import Trajectories, draw
 
 SETS = ("slimpajama", "redpajama", "pg19")
 BOOKS = 100
-"""Texts of PG19's test set."""
+"""Sequences of PG19's test set."""
 LONGEST = 32
 """Tokens of the longest text. Throughput does not depend on the scale of lengths, only on their ratios."""
 BOOK_TOKENS = 256
 FITTED = "gemma-2b"
-"""The model whose plain throughput says how long texts are."""
+"""The model whose plain throughput says how long sequences are."""
 OnProgress = Callable[[int, int], None]
 
 
@@ -45,7 +45,7 @@ class SimulatedRow:
 
     printed: PrintedRow
     depths: dict[str, float]
-    """By set of texts, the mean depth that was taken."""
+    """By set of sequences, the mean depth that was taken."""
     throughput: dict[str, float]
     delta_v: float
     delta_seq: float

@@ -94,7 +94,7 @@ class Trajectories:
 
 
 def draw(lengths: Iterable[tuple[int, int]], parts: Sequence[float], seed: int = 0) -> Trajectories:
-    """Texts of these (prompt, new) lengths; `parts[r]` of all tokens run recursion r, each drawn alone."""
+    """Sequences of these (prompt, new) lengths; `parts[r]` of all tokens run recursion r, each drawn alone."""
     check_parts(parts)
     generator = random.Random(f"depths {seed}")
     deepest = len(parts)

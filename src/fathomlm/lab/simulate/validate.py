@@ -1,7 +1,7 @@
 """Predicted against measured: the same workload through the engine and through its simulated twin.
 
-Each round first plays a few other texts to see what passes and the host take just now, simulates the workload with that, and
-then plays it. Machines have slow minutes; the two halves of a round share theirs, and of all rounds the median counts.
+Each round first runs a few other sequences to measure passes and host time, simulates the workload with that, and then runs
+it. Machines have slow minutes; the two halves of a round share theirs, and of all rounds the median counts.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from fathomlm.lab.simulate.trajectories import Trajectories, Trajectory, draw
 
 ROUNDS = 5
 CALIBRATED = 0.5
-"""The part of a workload's texts, at least two for each slot, that a round is calibrated with."""
+"""The part of a workload's sequences, at least two for each slot, that a round is calibrated with."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,7 +104,7 @@ def mirror(engine: Engine) -> tuple[Device, EngineSetup]:
 
 
 def deepest_of(engine: Engine) -> int:
-    """How deep a trajectory of this engine may go: recursions of a routed model, in front of and behind an exit, or 1."""
+    """How deep a trajectory of this engine may go: recursions of a routed model, before and behind an exit, or 1."""
     kinds = {"whole": 1, "exits": 2, "routed": engine.runner.decoder.plan.recursions}
     return kinds[engine.runner.layout.kind]
 
@@ -136,7 +136,7 @@ def forced_parts(engine: TimedEngine) -> tuple[float, ...]:
 def validate(
     engine: TimedEngine, workload: Workload, rounds: int = ROUNDS, on_round: Callable[[int, int], None] | None = None
 ) -> Validation:
-    """Some rounds; `on_round` is told (done, total)."""
+    """Some rounds; `on_round` is called with (done, total)."""
     parts = forced_parts(engine)
     warm_up(engine, workload)
     found = []

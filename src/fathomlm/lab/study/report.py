@@ -251,7 +251,7 @@ def _curves(axes: Any, results: Results) -> None:
 
 
 def _sizes(axes: Any, results: Results) -> None:
-    """Losses over the logarithm of the size, with the fits; a colour for each architecture, a style for each budget."""
+    """Losses over the logarithm of the size, with the fits; a color for each architecture, a style for each budget."""
     kinds: dict[str, list[Row]] = {}
     for row in (row for row in results.rows if row.records):
         kinds.setdefault(_kind(row), []).append(row)

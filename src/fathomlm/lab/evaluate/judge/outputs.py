@@ -83,8 +83,8 @@ def _fields(first: Fields, source: str | None, outputs: Sequence[str], *, alone:
         found = tuple(name for name in OUTPUTS if name in first)[:1]
     if where is None or not found:
         raise OptionError(
-            f"{first.where} has the fields {', '.join(first) or '(none)'}; say with --source and --output which hold "
-            "what was read and what was written"
+            f"{first.where} has the fields {', '.join(first) or '(none)'}; set --source and --output, the fields with "
+            "the source and the completion"
         )
     return where, found
 
