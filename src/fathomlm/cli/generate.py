@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from fathomlm.cli.decode_options import CapturedOptions, DecodeOptions, DepthOptions, exit_record, exit_statistic
 from fathomlm.cli.model_options import JsonOptions, ModelOptions, read_text
-from fathomlm.cli.progress import layer_bar
+from fathomlm.cli.progress import progress_bar
 from fathomlm.decode.sampling import Sampling
 from fathomlm.errors import OptionError
 from fathomlm.options import option, section
@@ -64,11 +64,11 @@ class Generate(ModelOptions, CapturedOptions, JsonOptions):
             results = generate(model, inputs, sampling, on_text=lambda _, piece: _show(piece), **how)
             print()
         else:
-            with layer_bar("generating", "tokens") as tick:
+            with progress_bar("generating", "tokens") as update:
                 begin, most = time.perf_counter(), sampling.max_new_tokens
 
                 def on_step(done: int) -> None:
-                    tick(done, most, f", {done / (time.perf_counter() - begin):.1f} tokens/s, at most")
+                    update(done, most, f", {done / (time.perf_counter() - begin):.1f} tokens/s, at most")
 
                 results = generate(model, inputs, sampling, on_step=on_step, **how)
         if self.json:
