@@ -12,10 +12,11 @@ from fathomlm.decode.exiting import Exiting
 from fathomlm.decode.full import generate
 from fathomlm.depth import DepthPlan
 from fathomlm.errors import OptionError
-from fathomlm.lab.analyze.breakdown import PARTS, PartClock, measure_times
+from fathomlm.lab.analyze.breakdown import PARTS, measure_times
 from fathomlm.lab.analyze.exits import ExitNumbers, check_exits, measure
 from fathomlm.lab.analyze.exits_report import fit_table, layer_table, time_table
 from fathomlm.lab.analyze.token_rows import TokenRows, find, read_rows
+from fathomlm.lab.bench.timed import StageClock
 from fathomlm.model.hub import FathomForCausalLM
 from lab.analyze.tiny import model_of, text_file
 
@@ -141,16 +142,15 @@ def test_other_confidences(model: FathomForCausalLM, rows: TokenRows) -> None:
 
 def test_the_clock_gives_time_to_the_innermost_part() -> None:
     ticks = iter(range(100))
-    clock = PartClock(lambda: float(next(ticks)))
-    clock.on = True
-    with clock.part("outer"):  # 0
-        with clock.part("inner"):  # 1 to 2
+    clock = StageClock(lambda: float(next(ticks)))
+    with clock("outer"):  # 0
+        with clock("inner"):  # 1 to 2
             pass
-        with clock.part("inner"):  # 3 to 4
+        with clock("inner"):  # 3 to 4
             pass
     assert clock.seconds == {"outer": 3.0, "inner": 2.0}
     clock.on = False
-    with clock.part("outer"):
+    with clock("outer"):
         pass
     assert clock.seconds == {"outer": 3.0, "inner": 2.0}
 

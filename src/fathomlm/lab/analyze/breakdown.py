@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ from fathomlm.decode.exiting import Exiting
 from fathomlm.decode.generation import ExitingSequence, SequenceState
 from fathomlm.decode.sampling import Sampling
 from fathomlm.depth import DepthPlan, Step
+from fathomlm.lab.bench.timed import StageClock
 from fathomlm.model.blocks.parts import Block
 from fathomlm.model.decoder import Decoder
 from fathomlm.model.hub import FathomForCausalLM
@@ -55,49 +56,15 @@ class TimeBreakdown:
     modes: list[ModeTime]
 
 
-@dataclass(slots=True)
-class PartClock:
-    """Adds up the time of parts that lie within each other, while it is `on`."""
-
-    now: Callable[[], float] = time.perf_counter
-    on: bool = False
-    seconds: dict[str, float] = field(default_factory=dict)
-    _open: list[str] = field(default_factory=list)
-    _since: float = 0.0
-
-    def begin(self, part: str) -> None:
-        self._switch()
-        self._open.append(part)
-
-    def end(self) -> None:
-        self._switch()
-        self._open.pop()
-
-    @contextmanager
-    def part(self, name: str) -> Iterator[None]:
-        self.begin(name)
-        try:
-            yield
-        finally:
-            self.end()
-
-    def _switch(self) -> None:
-        """The time since the last change belongs to what was innermost."""
-        at = self.now()
-        if self._open and self.on:
-            self.seconds[self._open[-1]] = self.seconds.get(self._open[-1], 0.0) + at - self._since
-        self._since = at
-
-
 class _TimedKV:
     """One step's entries; storing them is the cache's time."""
 
-    def __init__(self, kv: StepKV, clock: PartClock) -> None:
+    def __init__(self, kv: StepKV, clock: StageClock) -> None:
         self._kv, self._clock = kv, clock
         self.stores = kv.stores
 
     def append(self, k_RGND: Tensor, v_RGND: Tensor) -> Entries:
-        with self._clock.part("cache"):
+        with self._clock("cache"):
             return self._kv.append(k_RGND, v_RGND)
 
     def prefix(self, make: Callable[[], Entries]) -> Entries:
@@ -105,7 +72,7 @@ class _TimedKV:
 
 
 class _TimedCache(SlotCache):
-    def __init__(self, plan: DepthPlan, clock: PartClock, reserve: int) -> None:
+    def __init__(self, plan: DepthPlan, clock: StageClock, reserve: int) -> None:
         super().__init__(plan, 1, reserve=reserve)
         self._clock = clock
 
@@ -114,34 +81,34 @@ class _TimedCache(SlotCache):
         return None if kv is None else _TimedKV(kv, self._clock)
 
     def reads(self, step: Step) -> Entries | None:
-        with self._clock.part("cache"):
+        with self._clock("cache"):
             return super().reads(step)
 
 
 class _TimedForward(PartialForward):
-    def __init__(self, decoder: Decoder, cache: SlotCache, clock: PartClock) -> None:
+    def __init__(self, decoder: Decoder, cache: SlotCache, clock: StageClock) -> None:
         super().__init__(decoder, cache, batch_size=1)
         self._clock, self._last = clock, decoder.plan.unrolled_layers - 1
 
     def enter(self, tokens: Sequence[Sequence[int]]) -> Tensor:
-        with self._clock.part("embedding"):
+        with self._clock("embedding"):
             return super().enter(tokens)
 
     def run(self, x_RNM: Tensor, steps: Sequence[Step], gathered: GatheredTokens) -> Tensor:
-        with self._clock.part("norms"):  # what is neither attention nor feed-forward in it: norms, and sums
+        with self._clock("norms"):  # what is neither attention nor feed-forward in it: norms, and sums
             return super().run(x_RNM, steps, gathered)
 
     def copy(self, x_RNM: Tensor, steps: Sequence[Step], gathered: GatheredTokens) -> None:
-        with self._clock.part("copying"):
+        with self._clock("copying"):
             super().copy(x_RNM, steps, gathered)
 
     def logits(self, x_RNM: Tensor, index: int) -> Tensor:
-        with self._clock.part("head" if index == self._last else "exit heads"):
+        with self._clock("head" if index == self._last else "exit heads"):
             return super().logits(x_RNM, index)
 
 
 @contextmanager
-def _watched(decoder: Decoder, clock: PartClock) -> Iterator[None]:
+def _watched(decoder: Decoder, clock: StageClock) -> Iterator[None]:
     """Layers' parts on the clock. Within copying they stay copying: there only norms and projections run."""
 
     def begin(part: str) -> Callable[..., None]:
@@ -196,19 +163,21 @@ def measure_times(
     return TimeBreakdown(threshold=threshold, modes=_shares(clocks, made, left))
 
 
-def _clock(model: FathomForCausalLM) -> PartClock:
+def _clock(model: FathomForCausalLM) -> StageClock:
     if model.decoder.embed.weight.device.type == "cpu":
-        return PartClock()
+        return StageClock(on=False)
 
     def now() -> float:
         torch.cuda.synchronize()
         return time.perf_counter()
 
-    return PartClock(now)
+    return StageClock(now, on=False)
 
 
 @torch.inference_mode()
-def _decode(model: FathomForCausalLM, prompt: Sequence[int], exiting: Exiting, clock: PartClock, most: int) -> SequenceState:
+def _decode(
+    model: FathomForCausalLM, prompt: Sequence[int], exiting: Exiting, clock: StageClock, most: int
+) -> SequenceState:
     """One text; its prompt and first token are not on the clock."""
     decoder = model.decoder
     sampling = Sampling(max_new_tokens=most, ignore_eos=True)
@@ -220,7 +189,7 @@ def _decode(model: FathomForCausalLM, prompt: Sequence[int], exiting: Exiting, c
     if held := sequence.position:
         forward.run(forward.enter([sequence.token_ids[:held]]), mode.prompt_steps, forward.gather([Span(0, 0, held)]))
     mode.step([sequence])
-    with _watched(decoder, clock), clock.part("rest"):
+    with _watched(decoder, clock), clock("rest"):
         clock.on = True
         while sequence.state.finish is None:
             mode.step([sequence])
@@ -228,7 +197,7 @@ def _decode(model: FathomForCausalLM, prompt: Sequence[int], exiting: Exiting, c
     return sequence.state
 
 
-def _shares(clocks: dict[str, PartClock], made: dict[str, int], left: dict[str, int]) -> list[ModeTime]:
+def _shares(clocks: dict[str, StageClock], made: dict[str, int], left: dict[str, int]) -> list[ModeTime]:
     seconds = {name: sum(clock.seconds.values()) for name, clock in clocks.items()}
     each = {name: seconds[name] / max(1, made[name]) for name in clocks}
     full = each["full depth"]

@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
+import numpy as np
+
 from fathomlm.lab.bench.floor import decode_step_bytes, size_of
 from fathomlm.lab.bench.play import OnProgress, Sleep, WorkloadRun, play
 from fathomlm.lab.bench.timed import TimedEngine
@@ -34,17 +36,8 @@ class LatencySummary:
         """None where there are none."""
         if not seconds:
             return None
-        mean = math.fsum(seconds) / len(seconds)
-        return cls(p50=1e3 * percentile(seconds, 0.5), p99=1e3 * percentile(seconds, 0.99), mean=1e3 * mean)
-
-
-def percentile(values: Sequence[float], part: float) -> float:
-    """The value that this part of all values is below, on the straight line between the two nearest."""
-    ordered = sorted(values)
-    place = part * (len(ordered) - 1)
-    low = math.floor(place)
-    high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
+        p50, p99 = (1e3 * float(value) for value in np.percentile(seconds, (50, 99)))
+        return cls(p50=p50, p99=p99, mean=1e3 * math.fsum(seconds) / len(seconds))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

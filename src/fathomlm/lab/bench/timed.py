@@ -31,29 +31,41 @@ taking its tokens to their requests."""
 STAGES: tuple[Stage, ...] = get_args(Stage)
 
 
-class HostStages:
-    """How long each stage took, what it did inside another included there and not in the other."""
+class StageClock:
+    """How long each of some stages took, while it is `on`. What a stage does inside another is the inner one's."""
 
-    def __init__(self, clock: Clock) -> None:
-        self._clock = clock
-        self._inner: list[float] = []
-        self.seconds: dict[Stage, float] = {}
+    def __init__(self, now: Clock = time.perf_counter, stages: Sequence[str] = (), *, on: bool = True) -> None:
+        self.on = on
+        self._now, self._stages = now, stages
+        self._open: list[str] = []
+        self._since = 0.0
         self.reset()
 
     def reset(self) -> None:
-        self.seconds = dict.fromkeys(STAGES, 0.0)
+        self.seconds: dict[str, float] = dict.fromkeys(self._stages, 0.0)
+
+    def begin(self, stage: str) -> None:
+        self._switch()
+        self._open.append(stage)
+
+    def end(self) -> None:
+        self._switch()
+        self._open.pop()
 
     @contextmanager
-    def __call__(self, stage: Stage) -> Iterator[None]:
-        begun = self._clock()
-        self._inner.append(0.0)
+    def __call__(self, stage: str) -> Iterator[None]:
+        self.begin(stage)
         try:
             yield
         finally:
-            took = self._clock() - begun
-            self.seconds[stage] += took - self._inner.pop()
-            if self._inner:
-                self._inner[-1] += took
+            self.end()
+
+    def _switch(self) -> None:
+        """The time since the last change belongs to what was innermost."""
+        at = self._now()
+        if self._open and self.on:
+            self.seconds[self._open[-1]] = self.seconds.get(self._open[-1], 0.0) + at - self._since
+        self._since = at
 
 
 class BatchFill:
@@ -115,7 +127,7 @@ class BatchFill:
 class _TimedRunner(Runner):
     """A runner that was built already, with a clock."""
 
-    def __init__(self, runner: Runner, stages: HostStages) -> None:
+    def __init__(self, runner: Runner, stages: StageClock) -> None:
         vars(self).update(vars(runner))
         self._stages, self.passes = stages, BatchFill(runner)
 
@@ -141,7 +153,7 @@ class _TimedRunner(Runner):
 class _TimedScheduler(Scheduler):
     """A scheduler that was built already, with a clock, and the most pages that sequences held at a time."""
 
-    def __init__(self, scheduler: Scheduler, stages: HostStages) -> None:
+    def __init__(self, scheduler: Scheduler, stages: StageClock) -> None:
         vars(self).update(vars(scheduler))
         self._stages = stages
         self.most_pages = [0] * len(self.page_manager.pools)
@@ -165,7 +177,7 @@ class TimedEngine(Engine):
         **fields: Any,
     ) -> None:
         super().__init__(model, options, exiting=exiting, **fields)
-        self.clock, self.stages = clock, HostStages(clock)
+        self.clock, self.stages = clock, StageClock(clock, STAGES)
         self.runner: _TimedRunner = _TimedRunner(self.runner, self.stages)
         self.scheduler: _TimedScheduler = _TimedScheduler(self.scheduler, self.stages)
 
