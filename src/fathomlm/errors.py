@@ -1,4 +1,4 @@
-"""What a user can get wrong, said in one line: what is wrong, where, and what would be right.
+"""User errors, in one line: what is wrong, where, and what would be right.
 
 The command line prints these without a traceback and exits with code 2. Anything else that is raised is a bug of ours
 and keeps its traceback.

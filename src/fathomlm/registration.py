@@ -2,7 +2,7 @@
 
 `import fathomlm` must cost nothing: torch and transformers take seconds, and `fathomlm --help` needs neither. Yet
 `AutoModelForCausalLM.from_pretrained` is to read our directories afterwards, whichever of the two packages was imported
-first, in a script, under `python -m` and in a notebook alike. So transformers is told as soon as its table of
+first, in a script, under `python -m` and in a notebook alike. So it is registered with transformers as soon as its table of
 configurations exists, now or when it is imported later, of stand-ins: the first use of one imports our classes, which put
 themselves in its place.
 """

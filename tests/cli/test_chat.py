@@ -184,5 +184,5 @@ def test_on_a_terminal_ctrl_c_hints_and_ctrl_d_leaves(chat: Any, tiny_model: Any
     code, out, err = chat(terminal=True)
     assert code == 0
     assert out == reply(tiny_model, FIRST) + "\n\n"
-    assert "Ctrl-D or /quit leaves" in err
+    assert "Ctrl-D or /quit to quit" in err
     assert "[cut at --max-new-tokens" in err

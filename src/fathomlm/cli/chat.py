@@ -31,7 +31,7 @@ COMMANDS = {
     "/reset": "begin a new conversation; the system message stays",
     "/system TEXT": "set the system message; without TEXT, drop it",
     "/save FILE": "write the conversation as JSON to a new file",
-    "/quit": "leave (so does Ctrl-D)",
+    "/quit": "quit (or Ctrl-D)",
 }
 
 
@@ -73,7 +73,7 @@ class Chat(ModelOptions, CapturedOptions):
 
 
 class Conversation:
-    """What was said so far, and the session that remembers it."""
+    """The conversation so far, and the session that caches it."""
 
     def __init__(
         self,
@@ -202,7 +202,7 @@ def _typed_lines() -> Iterator[str]:
         try:
             line = input("> ")
         except ReplyStopped:
-            print("\n[Ctrl-D or /quit leaves]", file=sys.stderr)
+            print("\n[Ctrl-D or /quit to quit]", file=sys.stderr)
             continue
         except EOFError:
             print()

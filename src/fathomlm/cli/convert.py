@@ -37,7 +37,7 @@ class Convert(ForceOptions, DtypeOptions, SeedOptions, JsonOptions):
 
     model: str = option(positional=True, help=SOURCE)
     out: Path = option(positional=True, help="directory to write")
-    device: str = option("cpu", metavar="DEVICE", help="where the result is held: cpu, cuda or cuda:N")
+    device: str = option("cpu", metavar="DEVICE", help="device of the result: cpu, cuda or cuda:N")
     plan: PlanOptions = section(PlanOptions, "depth plan")
     inits: InitOptions = section(InitOptions, "initialization")
     relaxation: RelaxOptions = section(RelaxOptions, "relaxation")

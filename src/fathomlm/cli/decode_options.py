@@ -61,7 +61,7 @@ class ShippedExitOptions(ExitPackOptions):
 
     exits: Path | None = like(
         ExitPackOptions, "exits", parse=_read_pack,
-        default_text="those that ship with FathomLM for MODEL, if any; 'none' leaves them out",
+        default_text="those that ship with FathomLM for MODEL, if any; 'none' disables them",
     )  # fmt: skip
 
     def __post_init__(self) -> None:

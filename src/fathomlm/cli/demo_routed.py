@@ -1,4 +1,4 @@
-"""What `fathomlm demo` shows of a routed model: texts with every token at its depth (thesis 4.6.2), and what depth costs.
+"""`fathomlm demo` of a routed model: completions with every token at its depth (thesis 4.6.2), and the cost of depth.
 
 A token's depth is how many recursions ran at the position that chose it. On a terminal that has colors each token has its
 depth's; elsewhere a raised number stands behind each token.
@@ -32,7 +32,7 @@ PROMPTS = (
     '"I do not believe you," said the old man,',
 )
 CHOICE: dict[str, Any] = {"temperature": 0.7, "top_p": 0.9, "repetition_penalty": 1.15, "seed": 1}
-"""Warm enough not to repeat itself, cool enough to read well; seeded, so that everyone sees the same texts."""
+"""Warm enough not to repeat itself, cool enough to read well; seeded, so that everyone sees the same completions."""
 EXAMPLES = 8
 ROUNDS = 2
 """How often each speed is measured, by turns; the best counts, since whatever else the machine does only slows it."""

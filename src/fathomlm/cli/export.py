@@ -43,7 +43,7 @@ class ExitExportOptions(ExitPackOptions):
         None, ge=1, help="exits choose among N tokens: the special ones and the most frequent in --exit-vocab-from"
     )
     exit_vocab_from: tuple[str, ...] | None = option(
-        None, nargs="+", metavar="FILE", help="text, JSON Lines or Parquet like what the exits will be used for"
+        None, nargs="+", metavar="FILE", help="text, JSON Lines or Parquet similar to what the exits will be used on"
     )
     column: str | None = like(ColumnOptions, "column", None, default_text="text")
 

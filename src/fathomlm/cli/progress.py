@@ -23,7 +23,7 @@ class ProgressUpdate(Protocol):
 
 @contextmanager
 def progress_bar(what: str, unit: str = "layers", *, still: bool = False) -> Iterator[ProgressUpdate]:
-    """A bar. A `still` one is drawn only when it is told, because a thread that draws takes time from what is measured."""
+    """A bar. A `still` one is drawn only on updates, because a drawing thread takes time from what is measured."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
@@ -48,7 +48,7 @@ def progress_bar(what: str, unit: str = "layers", *, still: bool = False) -> Ite
 
 
 def log(text: str) -> None:
-    """What is being done now, a line."""
+    """Print a line of progress."""
     print(text, file=sys.stderr, flush=True)
 
 

@@ -24,7 +24,7 @@ class Train(JsonOptions):
 
     recipe: str | None = option(None, positional=True, help="YAML file or shipped recipe; before any fields")
     resume: bool = option(False, help="continue the run in its directory, if there is one")
-    print_config: bool = option(False, help="print the whole recipe, every field, and exit")
+    print_config: bool = option(False, help="print the complete recipe, every field, and exit")
     dry_run: bool = option(False, help="print parameters, FLOPs, tokens, memory and time, and exit")
     list: bool = option(False, help="list the shipped recipes, and exit")
     fields: tuple[str, ...] = option(())

@@ -26,7 +26,7 @@ class Preset:
     encoder_layers: int = 0
     """Of an encoder-decoder model; its encoder's other sizes are the decoder's."""
     encoder_fields: Mapping[str, Any] = field(default_factory=dict)
-    """What else is to be said of the encoder, in Hugging Face's words (LongT5: how it attends)."""
+    """Further encoder fields, by Hugging Face's names (LongT5: its attention type)."""
 
 
 def _llama(

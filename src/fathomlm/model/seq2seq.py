@@ -143,7 +143,7 @@ class FathomForSeq2SeqLM(Shell):
             memory, encoder_states = self._encode(input_ids, attention_mask, hidden=states is not None)
         if decoder_input_ids is None:
             if labels is None:
-                raise ValueError("give decoder_input_ids, what the decoder has said so far, or labels")
+                raise ValueError("give decoder_input_ids or labels")
             decoder_input_ids = self.shift_right(labels)
         hidden = self.decoder(decoder_input_ids, keep_BS=decoder_attention_mask, memory=memory, states=states)
         logits = self.decoder.logits(hidden)

@@ -58,28 +58,28 @@ class _Part(BaseModel):
 
 
 class FathomOptions(_Part):
-    """How deep tokens may go, and whether to report how deep they went."""
+    """Depth of tokens, and whether to report it."""
 
     model_config = ConfigDict(strict=True, extra="forbid")
 
     decode: Name | None = Field(
-        None, description="`full` is every layer for every token; else as the server decodes, which its status names."
+        None, description="`full` runs every layer for every token; otherwise the server's own mode, see its status."
     )
-    max_depth: Count | None = Field(None, description="No token runs more recursions; models with a router only.")
+    max_depth: Count | None = Field(None, description="Max recursions per token; requires a model with a router.")
     threshold: float | None = Field(
-        None, ge=0, le=1, description="Exit where the confidence exceeds this; servers with early exit only."
+        None, ge=0, le=1, description="Exit where the confidence exceeds this; requires a server with early exit."
     )
     depths: bool | None = Field(None, description="Report the depth of each token, and the confidence of its exit.")
 
 
 class StreamOptions(_Part):
-    include_usage: bool | None = Field(None, description="One more chunk at the end, with the token counts.")
+    include_usage: bool | None = Field(None, description="One more chunk at the end, with the usage.")
 
 
 class RequestBody(_Part):
     """What both kinds of completion have in common."""
 
-    model: Name | None = Field(None, description="As /v1/models names it; there is one.")
+    model: Name | None = Field(None, description="The name in /v1/models; there is one.")
     n: Count | None = None
     stop: str | Annotated[list[str], Field(max_length=MOST_STOPS, fail_fast=True)] | None = None
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
@@ -158,9 +158,9 @@ class ChatBody(RequestBody):
     functions: list[Any] | None = Field(None, description="Refused.")
     tool_choice: Any = Field(None, description="Refused, but for 'none' and 'auto'.")
     function_call: Any = Field(None, description="Refused, but for 'none' and 'auto'.")
-    response_format: dict[str, Any] | None = Field(None, description="Refused, but for plain text.")
+    response_format: dict[str, Any] | None = Field(None, description="Only plain text is supported.")
     modalities: Annotated[list[Name], Field(max_length=16, fail_fast=True)] | None = Field(
-        None, description="Refused, but for text."
+        None, description="Only text is supported."
     )
     audio: Any = Field(None, description="Refused.")
 

@@ -70,7 +70,7 @@ class Connections:
         self.options = options
         files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         self.most = options.max_connections
-        if files != resource.RLIM_INFINITY:  # with no file descriptor left, nobody could be told so
+        if files != resource.RLIM_INFINITY:  # with no file descriptor left, no error could be sent
             self.most = max(min(self.most, files - REFUSING - SPARE_FILES), 1)
         self.waiting: dict[Connection, None] = {}
         """Those that the server waits for, the one that waits longest first."""

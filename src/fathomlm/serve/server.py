@@ -125,7 +125,7 @@ class Server(uvicorn.Server):
         loop = asyncio.get_running_loop()
 
         def on_signal(number: int, frame: FrameType | None) -> None:
-            if self._ending is not None:  # what is cut off now is cut off because somebody said so
+            if self._ending is not None:  # a second signal: what is aborted now was asked for
                 logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
             loop.call_soon_threadsafe(self.end)
 

@@ -118,7 +118,7 @@ def serve_model(
 
 
 def _log_failure(error: BaseException, again: bool) -> None:
-    """Once for each failure, however many requests it failed, and with its traceback, which no client sees."""
+    """Once per failure, however many requests it failed, with its traceback, which no client sees."""
     log_event("engine failed", logging.ERROR, error, restarting=again)
 
 
@@ -127,12 +127,12 @@ def _log_restart(seconds: float) -> None:
 
 
 class Service:
-    """Loads a model in the background, and knows whether it is ready."""
+    """Loads a model in the background, and tracks whether it is ready."""
 
     def __init__(self, load: Callable[[], ServedModel], replica: str | None = None) -> None:
         self._load = load
         self.replica = replica
-        """Which one this is, where a server has several. Its application starts with its model, not before it."""
+        """Its name, where a server has several. Its application starts once its model is loaded."""
         self.served: ServedModel | None = None
         self.failure: BaseException | None = None
         """Why there is no model: loading failed."""
@@ -168,7 +168,7 @@ class Service:
         raise ApiError(503, why[phase], code=phase)
 
     def start(self) -> None:
-        """In a thread that the process does not wait for: a download may take long, and Ctrl-C should not."""
+        """In a daemon thread: a download may take long, and Ctrl-C should not wait for it."""
         loop = asyncio.get_running_loop()
 
         def work() -> None:
@@ -182,7 +182,7 @@ class Service:
         threading.Thread(target=work, name="fathomlm-load", daemon=True).start()
 
     async def loaded(self) -> None:
-        """Returns when the model is ready; raises what kept it from being."""
+        """Returns when the model is ready; raises the error of loading."""
         await self._settled.wait()
         if self.failure is not None:
             raise self.failure

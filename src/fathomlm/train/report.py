@@ -75,7 +75,7 @@ class Reporter:
             os.fsync(self._file.fileno())
 
     def close(self) -> None:
-        with suppress(OSError):  # the disk is full, which `write` has said already
+        with suppress(OSError):  # the disk is full, which `write` has reported already
             self._file.close()
         with suppress(OSError):
             if self._board is not None:
@@ -119,7 +119,7 @@ def _scan(path: Path) -> tuple[list[Record], int]:
 
 
 def _keep_until(path: Path, step: int) -> str | None:
-    """Drop the records of later steps, and what is no record; of the latter a copy is kept, and said."""
+    """Drop the records of later steps, and what is no record; a copy of the latter is kept, and reported."""
     if not path.exists():
         return None
     records, unreadable = _scan(path)

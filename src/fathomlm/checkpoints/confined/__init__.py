@@ -108,7 +108,7 @@ class Confined:
         self._owner = os.getpid()
 
     def _line(self) -> bytes | None:
-        """The next line; None where the process ended, said too much or nothing."""
+        """The next line; None where the process ended, wrote too much or nothing."""
         assert self._process is not None
         assert self._process.stdout is not None
         handle = self._process.stdout.fileno()

@@ -127,7 +127,7 @@ class RoutingNumbers:
         return dataclasses.asdict(self) | {"loss_difference": self.loss_difference}
 
     def summary(self) -> dict[str, Any]:
-        """Without what only pictures need: curves, histograms, texts."""
+        """Without what only plots need: curves, histograms, samples."""
         record = self.to_dict()
         for name in ("histograms", "samples", "deepest", "shallowest", "seen"):
             del record[name]

@@ -117,7 +117,7 @@ def threshold(routers: Routers) -> float | None:
 
 
 def token_scores(routers: Routers, trace: RoutingTrace, row: int, at: int) -> list[float | None]:
-    """What the router said of one token: at each recursion that it was asked at (expert), of each depth (token)."""
+    """The router's scores of one token: at each recursion that it reached (expert), of each depth (token)."""
     if trace.depth_scores_BTR is not None:
         return [_finite(score) for score in trace.depth_scores_BTR[row, at].tolist()]
     return [

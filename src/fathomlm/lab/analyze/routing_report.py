@@ -62,7 +62,7 @@ def routing_page(numbers: RoutingNumbers, about: About, pictures: Mapping[str, b
 
 
 def _token(token: ShownToken, router: str) -> dict[str, Any]:
-    """A token of the colored text: what is seen, and what is said of it."""
+    """A token of the colored text, and its tooltip."""
     what = "recursion" if ROUTERS[router].picks_tokens else "depth"
     listed = [
         f"{what} {place}: {'not total' if score is None else f'{score:.3f}'}"

@@ -3,7 +3,7 @@ reading what it must read.
 
 Calls go around copies of their weights that together are larger than any cache, as a model's layers are. On a GPU they are
 recorded in a graph, so that launching them costs what it costs the engine. On a CPU the plain twins run: they are there to
-say what is right and not to be fast, so only ratios are told.
+are the reference and not meant to be fast, so only ratios are shown.
 
 Shapes: N rows, M hidden width, I inner width, H query heads, G key-value heads, D head width, V vocabulary.
 """

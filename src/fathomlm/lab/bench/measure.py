@@ -66,7 +66,7 @@ class Timing:
     finished: int
     failed: int
     error: str | None
-    """What the first that failed said."""
+    """The first failure's message."""
     prompt_tokens: int
     tokens: int
     seconds: float

@@ -112,8 +112,8 @@ class Routing(TextAnalysis):
     colored by depth."""
 
     kind = "routing"
-    rows: int = option(64, ge=1, help="rows of text to read, or all there are")
-    samples: int = option(4, ge=1, help="rows whose beginning is shown as coloured text")
+    rows: int = option(64, ge=1, help="max rows of text")
+    samples: int = option(4, ge=1, help="rows whose beginning is shown as colored text")
 
     def run(self) -> int:
         out = self.directory(self.model)
@@ -184,7 +184,7 @@ class Exits(TextAnalysis, ExitPackOptions):
     exit_layers: tuple[int, ...] | None = like(Exiting, "exit_layers", default_text="the model's own, or some of the layers")
     confidence: str = like(Exiting, "confidence", "gap", default_text=None)
     condition: float = like(ThresholdOptions, "condition")
-    prompts: int = option(4, ge=0, help="prompts to complete for the times; 0 leaves them out")
+    prompts: int = option(4, ge=0, help="prompts to complete for the times; 0 skips them")
     max_new_tokens: int = option(32, ge=2, help="new tokens of each")
 
     def run(self) -> int:

@@ -108,7 +108,7 @@ class WorkloadOptions(ColumnOptions):
         default_text=", ".join(f"{name}: {shape.requests}" for name, shape in WORKLOADS.items()),
     )  # fmt: skip
     data: tuple[str, ...] = option(
-        (), metavar="FILE", help="cut prompts from text (.txt, .md, .jsonl) instead of drawing token ids; repeatable"
+        (), metavar="FILE", help="cut prompts from text (.txt, .md, .jsonl) instead of random token ids; repeatable"
     )
 
     def __post_init__(self) -> None:
@@ -160,7 +160,7 @@ class ForcedDepthOptions:
         None, gt=0, le=1, metavar="P,...", help=f"forced, with a router: {DEPTHS}", default_text="the capacities"
     )
     exit_rate: float | None = option(
-        None, ge=0, le=1, metavar="P", help="forced, without a router: part of the tokens that exits early"
+        None, ge=0, le=1, metavar="P", help="forced, without a router: fraction of tokens that exit early"
     )
     exit_layers: tuple[int, ...] | None = like(Exiting, "exit_layers")
     threshold: float | None = like(

@@ -40,7 +40,7 @@ class Calibrate(TextOptions, ModelOptions, ExitPackOptions, JsonOptions):
     prompt_tokens: int | None = option(
         None, ge=1, help="tokens of each document that are the prompt", default_text="32; 512 for an encoder"
     )
-    chat: bool = option(False, help="documents are messages, each put whole into the model's chat template")
+    chat: bool = option(False, help="documents are messages, each wrapped in the model's chat template")
     max_new_tokens: int = option(64, ge=1, help="new tokens per prompt")
     exit_layers: tuple[int, ...] | None = like(Exiting, "exit_layers", help="the exit, counted from 1 in unrolled depth")
     confidence: str | None = like(Exiting, "confidence")

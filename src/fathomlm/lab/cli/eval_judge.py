@@ -57,7 +57,7 @@ class EndpointOptions:
     )
     max_tokens: int = like(Endpoint, "max_tokens")
     body: str | None = option(
-        None, metavar="JSON", help="further fields of a request; null leaves one out, as in '{\"max_tokens\": null}'"
+        None, metavar="JSON", help="further fields of a request; null omits one, as in '{\"max_tokens\": null}'"
     )
     concurrency: int = option(4, ge=1, help="concurrent requests")
     retries: int = like(Endpoint, "retries")
@@ -65,10 +65,10 @@ class EndpointOptions:
     answers: Path | None = option(
         None,
         metavar="FILE",
-        help="where answers are kept",
+        help="file to store answers in",
         default_text="analysis/judge-NAME.jsonl, by the first file's name",
     )
-    again: bool = option(False, help="ask once more where the kept answer could not be read")
+    again: bool = option(False, help="ask again where the stored answer could not be parsed")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,7 +83,7 @@ class Judge(SeedOptions, JsonOptions):
         positional=True, metavar="FILE", help="one or two JSON Lines files (.jsonl, also .gz, .xz, .zst)"
     )
     source: str | None = option(None, metavar="FIELD", help="field with the prompt", default_text="source, else prompt")
-    output: tuple[str, ...] = option((), metavar="FIELD", help="field with the generated text; twice for two systems")
+    output: tuple[str, ...] = option((), metavar="FIELD", help="field with the completion; repeat for two systems")
     names: tuple[str, ...] = option(
         (), comma=True, metavar="NAME,NAME", help="names of the systems", default_text="those of the files or fields"
     )
@@ -171,7 +171,7 @@ def _endpoint(options: Judge) -> Endpoint:
 
 
 def _key(name: str | None) -> str | None:
-    """What is wrong is said without the word that was given: it may be the key itself."""
+    """The error does not repeat the given word: it may be the key itself."""
     if name is None:
         return None
     if re.fullmatch(r"[A-Za-z_]\w*", name) is None:
@@ -242,7 +242,7 @@ def _print(record: dict[str, Any]) -> None:
         print(f"Votes, each order by itself: {votes}.")
         if place["first_chosen"] is not None:
             print(
-                f"The text shown first was chosen in {place['first_chosen']:.1%} of the answers; always the first in "
+                f"The first completion was chosen in {place['first_chosen']:.1%} of the answers; always the first in "
                 f"{place['always_first']} rows, always the second in {place['always_second']}."
             )
 

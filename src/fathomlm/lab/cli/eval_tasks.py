@@ -87,7 +87,7 @@ class Tasks(BatchOptions, ModelOptions):
 
 
 def _find(options: Tasks) -> TaskSelection:
-    """Everything that can be wrong with the tasks, said before a model is loaded."""
+    """All checks of the tasks, before a model is loaded."""
     from fathomlm.lab.evaluate.harness_tasks import HarnessTasks
     from fathomlm.lab.evaluate.likelihood import read_task
     from fathomlm.lab.evaluate.tasks import NAMES, check_folder, find_file, members, stem

@@ -96,7 +96,7 @@ class Show(LedgerOptions, CorpusOptions):
         print_table([header, *(_cells(row) for row in rows)])
         left = [row for row in rows if row["state"] == "left"]
         tokens = amount(float(sum(int(str(row["tokens"])) for row in left)))
-        print(f"\n{len(rows) - len(left)} of {len(rows)} runs need no more work; the others together have {tokens} tokens")
+        print(f"\n{len(rows) - len(left)} of {len(rows)} runs are done; the others have {tokens} tokens")
         for claim in study.claims:
             print(f"claim ({claim.thesis}): {claim.text}")
         return 0

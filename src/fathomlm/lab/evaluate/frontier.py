@@ -187,7 +187,7 @@ def decode_settings(
 
 
 def flops_per_token(model: FathomModel, setting: SweepSetting, results: Sequence[Generation]) -> float:
-    """Forward FLOPs for each token that was made, at the length that the texts had in the middle."""
+    """Forward FLOPs per generated token, at the mean length of the sequences."""
     plan = model.plan
     context = max(1, round(sum(len(r.prompt_tokens) + len(r.tokens) for r in results) / len(results)))
     counted = {"relaxation": model.relaxation, "context": context}

@@ -1,4 +1,4 @@
-"""What a setting of a sweep is worth: agreement with the full model, perplexity, or a metric of texts.
+"""The quality of a setting of a sweep: agreement with the full model, perplexity, or a metric of completions.
 
 Each gives (quality, score): the number in its own unit, and the same from 0 to 1 where more is better.
 

@@ -110,7 +110,7 @@ def _below(results: dict[str, Any], name: str) -> set[str]:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """lm-eval logs and prints at length, and standard output is ours; what fails is said once, by the error."""
+    """lm-eval logs and prints at length, and standard output is ours; failures are reported once, by the error."""
     logger = logging.getLogger("lm_eval")
     before = logger.level
     logger.setLevel(logging.ERROR)

@@ -113,7 +113,7 @@ def recognise(row: Fields) -> TaskForm:
             return form
     forms = "; ".join(", ".join(form.fields) for form in FORMS.values())
     raise DataError(
-        f"{row.where}: no task has the fields {', '.join(row) or '(none)'}; known forms: {forms}. Texts to write are "
+        f"{row.where}: no task has the fields {', '.join(row) or '(none)'}; known forms: {forms}. Generation tasks are "
         "for `fathomlm eval generate`, plain text for `fathomlm eval ppl`"
     )
 

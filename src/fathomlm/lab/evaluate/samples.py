@@ -28,7 +28,7 @@ class PromptForm:
     reference: str
     """The field with one reference, or a list of them."""
     source: str | None = None
-    """The field that an encoder reads alone; a decoder is told by the prompt what to do with it."""
+    """The field that an encoder reads alone; for a decoder the prompt has the instruction."""
     metric: str | None = None
     stop: tuple[str, ...] = ()
     """Where a decoder's answer ends; an encoder-decoder ends by itself."""

@@ -98,7 +98,7 @@ class Job:
 
 
 def recipe_of(run: Planned, place: Place) -> Recipe:
-    """The recipe of a run; what is wrong with it is said of the study's variant."""
+    """The recipe of a run; its errors name the study's variant."""
     path = NO_CORPUS if place.corpus is None else str(place.corpus.path)
     own = {
         "out": str(place.directory(run)),

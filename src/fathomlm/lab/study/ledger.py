@@ -53,7 +53,7 @@ def _identifying(value: Any, prefix: str) -> Any:
         if name in UNMARKED or own == default:
             continue
         inner = _identifying(own, f"{name}.")
-        if inner != {} or default is None:  # a section without told fields is as if it were not there, unless it may be null
+        if inner != {} or default is None:  # a section without identifying fields is left out, unless it may be null
             out[field.name] = inner
     return out
 

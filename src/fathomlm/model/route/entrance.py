@@ -78,14 +78,14 @@ def _picked(at_BN: Tensor, T: int, valid_BN: Tensor | None = None) -> Picked:
 
 
 def router_logits(x_BTM: Tensor, weight_M: Tensor) -> Tensor:
-    """What a linear router says of each token, in float32 at least."""
+    """The logits of a linear router for each token, at least in float32."""
     with torch.autocast(x_BTM.device.type, enabled=False):
         wide = _wide(x_BTM, weight_M)
         return (x_BTM.to(wide) * weight_M.to(wide)).sum(-1)
 
 
 def enter_all(x_BTM: Tensor, weight_M: Tensor, seen_BT: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The stream twice, for two readers, and logits. `seen_BT` is what `look` said; with gradients those are the logits."""
+    """Two copies of the stream, and logits. `seen_BT` is what `router_logits` gave; with gradients those are the logits."""
     first, second, logits = _EnterAll.apply(x_BTM, weight_M, seen_BT)  # type: ignore[no-untyped-call]
     return first, second, logits
 

@@ -57,7 +57,7 @@ class Choice(Protocol):
     """Causal decisions of one pass."""
 
     def decide(self, recursion: int, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Who runs a recursion (B, T), and what routers said: (B, T), or (B, T, R) where depths are scored."""
+        """Which tokens run a recursion (B, T), and the router scores: (B, T), or (B, T, R) where depths are scored."""
         ...
 
     def updated(

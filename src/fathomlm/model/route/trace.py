@@ -1,7 +1,7 @@
 """What a routed pass decided, for losses, metrics and pictures; what a user may ask of it; and how well routers do
 (thesis 4, appendix "Router Performance Evaluation Metrics"):
 
-    sampling accuracy   expert: how often the causal rule says of a token what the top-k selection said
+    sampling accuracy   expert: how often the causal rule agrees with the top-k selection
     dead-token ratio    expert: the part of a row's places that the last recursion never takes, in any row
     load, MaxVio        the part of the tokens whose depth is i; how far the fullest depth lies above an even share
     entropy             token: of the router's mean scores over the depths

@@ -48,7 +48,7 @@ class Corpus:
         return corpus
 
     def verify(self, on_shard: Callable[[int, int], None] | None = None) -> None:
-        """Read all shards and compare their checksums. `on_shard` is told (done, total)."""
+        """Read all shards and compare their checksums. `on_shard` is called with (done, total)."""
         shards = self._all_shards()
         for number, shard in enumerate(shards, start=1):
             self._verify_shard(shard)

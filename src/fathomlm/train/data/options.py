@@ -40,10 +40,10 @@ class PrepareOptions:
         None, metavar="TOKEN", help="token after every document", default_text="<|endoftext|>, or the tokenizer's end token"
     )
     validation_fraction: float | None = option(
-        None, ge=0, lt=1, metavar="F", help="part of the documents that is held out",
+        None, ge=0, lt=1, metavar="F", help="fraction of documents to hold out",
         default_text=f"{DEFAULT_FRACTION:g}; 0 with --validation-from",
     )  # fmt: skip
-    validation_from: tuple[str, ...] = option((), metavar="SOURCE", help="source that is held out as a whole; repeatable")
+    validation_from: tuple[str, ...] = option((), metavar="SOURCE", help="source to hold out entirely; repeatable")
     shard_tokens: int = option(
         32_000_000, ge=1, parse=parse_count, metavar="N", default_text="32M",
         help="tokens per file, and between two saves",

@@ -1,5 +1,5 @@
 """One question to an OpenAI-compatible endpoint, through the openai package: it retries with growing pauses, or as long as
-the server asks for, and our errors say in one line what became of it.
+the server asks for, and our errors are one line.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class EndpointError(JudgeError):
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """What a judge said."""
+    """A judge's answer."""
 
     text: str
     finish: str | None

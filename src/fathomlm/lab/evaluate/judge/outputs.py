@@ -1,4 +1,4 @@
-"""What is judged: a source, and one or two systems' texts for it."""
+"""What is judged: a source, and one or two systems' completions of it."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""What a judge is asked, and what its answers say.
+"""The prompts of a judge, and parsing its answers.
 
 The templates are those of the thesis (`fig_free:likert_scale_pairwise_comp`), as printed. It does not print what form the
 scores should come in, and a score that has to be searched for would be a guess: the Likert template here ends with a line
-that asks for one. Answers that do not say it plainly say nothing: None, never a guess.
+that asks for one. Ambiguous answers are None, never a guess.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ PAIRWISE = (
 _FIELD = re.compile(r"\{(\w+)\}")
 _COUNTS = ("no", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 Verdict = Literal["first", "second", "tie"]
-"""Which of two texts is better, by the order in which they were shown."""
+"""Which of two completions is better, by the order in which they were shown."""
 LOWEST, HIGHEST = 1, 5
 _NUMBER = (
     r"(?P<points>\d+(?:\.\d+)?)(?![\d.]*\d)"
@@ -100,7 +100,7 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def read_scores(answer: str, dimensions: Sequence[str]) -> dict[str, int] | None:
-    """Whole points from 1 to 5 for every dimension; None where one is missing, said twice in different ways or off the
+    """Integer points from 1 to 5 for every dimension; None where one is missing, contradictory or off the
     scale."""
     found = {name: _points(answer, name) for name in dimensions}
     return {name: points for name, points in found.items() if points is not None} if None not in found.values() else None

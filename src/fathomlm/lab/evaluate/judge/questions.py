@@ -1,7 +1,7 @@
-"""All questions about some texts, asked several at a time, and only those that have no answer yet.
+"""All questions about some completions, several at a time, and only those that have no answer yet.
 
 Answers are kept as JSON lines. A line is written when its answer comes, so that nothing is lost to an interruption. What a
-judge said is kept, not what was read from it: a later version may read more.
+judge's answer is stored as it is, not as parsed: a later version may parse more.
 
 In the end answers come to mean scores with their errors, and wins that do not depend on the order. The thesis counts every
 order as a vote of its own (2.6.3: 101 against 99 of 200), so a judge that always prefers the first text gives both systems
@@ -288,7 +288,7 @@ def pairwise(answers: Answers, systems: Sequence[str]) -> dict[str, Any]:
 
 
 def _outcome(shown: Verdict, swapped: Verdict) -> int | None:
-    """Who wins a row, by what was said in the systems' order and with them swapped; None where nobody does."""
+    """The winner of a row, by the verdicts in both orders; None for a tie."""
     if (shown, swapped) == ("first", "second"):
         return 0
     return 1 if (shown, swapped) == ("second", "first") else None
