@@ -27,8 +27,8 @@ else:
     settings.register_profile("any speed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
     settings.load_profile("any speed")
 
-LONG_FILES = ("test_every_command.py",)
-"""Files of few tests that take long: none of them is quick."""
+LONG_FILES = ("test_every_command.py", "test_distributed.py", "test_registration.py")
+"""Files of which the first test takes long, alone or for what it sets up: none of theirs is quick."""
 
 
 @pytest.hookimpl(tryfirst=True)

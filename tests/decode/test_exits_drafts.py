@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections import Counter
 from typing import Any
@@ -18,13 +17,12 @@ from fathomlm.decode.logits import sampling_probabilities, seen_tokens
 from fathomlm.decode.sampling import Sampling
 from fathomlm.depth import Architecture, DepthPlan
 from fathomlm.model.hub import FathomConfig, FathomForCausalLM
+from pairwise import cover
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-@pytest.mark.parametrize("penalty", [1.0, 1.5])
-@pytest.mark.parametrize("max_stack", [1, 4, 16])
-@pytest.mark.parametrize("name", MAIN)
+@cover(name=MAIN, max_stack=(1, 4, 16), penalty=(1.0, 1.5))
 def test_speculative_is_full_greedy_decoding(name: str, max_stack: int, penalty: float) -> None:
     full = tokens(generate(build(name), PROMPTS, max_new_tokens=NEW, repetition_penalty=penalty))
     drafted = accepted = 0
@@ -47,7 +45,7 @@ TINY = Architecture(
     tied_embeddings=False,
 )  # fmt: skip
 FILTERS: dict[str, Any] = {"temperature": 1.2, "top_k": 4, "top_p": 0.95, "min_p": 0.05, "repetition_penalty": 1.3}
-ROWS, LENGTH, START = 1500, 3, [2]
+ROWS, LENGTH, START = 800, 3, [2]
 
 
 @pytest.fixture(scope="module")
@@ -64,17 +62,16 @@ def tiny() -> FathomForCausalLM:
 @torch.inference_mode()
 def exact(model: FathomForCausalLM, sampling: Sampling, layers: int = 3) -> dict[tuple[int, ...], float]:
     """The probability of every text, from plain passes over every beginning."""
-    found = {}
-    for text in itertools.product(range(5), repeat=LENGTH):
-        p = 1.0
-        for i, token in enumerate(text):
-            before = [*START, *text[:i]]
+    found: dict[tuple[int, ...], float] = {(): 1.0}
+    for _ in range(LENGTH):
+        longer = {}
+        for text, p in found.items():
+            before = [*START, *text]
             state_M = model.decoder.states(torch.tensor([before]), at=[layers - 1])[layers - 1][:, -1]
             seen = seen_tokens(sampling, [before], 5, state_M.device)
-            p *= float(sampling_probabilities(model.decoder.exit_logits(state_M, layers - 1), sampling, seen)[0, token])
-            if not p:
-                break
-        found[text] = p
+            next_V = sampling_probabilities(model.decoder.exit_logits(state_M, layers - 1), sampling, seen)[0]
+            longer |= {(*text, token): p * q for token, q in enumerate(next_V.tolist())}
+        found = longer
     return found
 
 

@@ -209,13 +209,14 @@ def every(name: str, mode: str, options: dict[str, Any]) -> Exiting:
     return exiting(name, mode, **options | mixing)
 
 
-def over_models(ways: tuple[str, ...]) -> list[Any]:
-    """Every mode with every way to sample, on the models in turn."""
-    pairs = [(case, how) for how in ways for case in EVERY]
+def over_models(pairs: list[tuple[Any, str]]) -> list[Any]:
+    """Modes and ways to sample, on the models in turn."""
     return [pytest.param(TURN[i % 4], *case, how, id=f"{case[0]}-{i}-{how}") for i, (case, how) in enumerate(pairs)]
 
 
-@pytest.mark.parametrize(("name", "mode", "options", "how"), over_models(tuple(SAMPLINGS)))
+@pytest.mark.parametrize(
+    ("name", "mode", "options", "how"), over_models([(case, how) for how in SAMPLINGS for case in EVERY])
+)
 def test_a_batch_equals_singles(name: str, mode: str, options: dict[str, Any], how: str) -> None:
     setting, sampling = every(name, mode, options), SAMPLINGS[how]
     together = generate(build(name), PROMPTS, max_new_tokens=NEW, exiting=setting, **sampling)
@@ -235,7 +236,7 @@ def test_a_seed_repeats_and_another_differs() -> None:
         assert first != told(other)
 
 
-@pytest.mark.parametrize(("name", "mode", "options", "how"), over_models(("greedy", "sampled")))
+@pytest.mark.parametrize(("name", "mode", "options", "how"), over_models(in_turn(EVERY, ("greedy", "sampled"), 0)))
 def test_a_session_equals_fresh_generation(name: str, mode: str, options: dict[str, Any], how: str) -> None:
     model, setting, sampling = build(name), every(name, mode, options), SAMPLINGS[how]
     session = Session(model, exiting=setting)

@@ -31,7 +31,7 @@ from fathomlm.packaged import packaged_path
 from fathomlm.train.data.manifest import Manifest
 from fathomlm.train.data.sources import DataSource, read
 
-CASES = 250
+CASES = 120
 """Of each reader."""
 HUGE = 10**31
 VALUES = [

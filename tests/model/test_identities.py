@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import cache
 
 import pytest
 import torch
@@ -12,25 +13,44 @@ from torch import nn
 import fathomlm
 from fathomlm.checkpoints.native import save
 from fathomlm.depth.cost import count
-from pairwise import cover
+from pairwise import cover, in_turn
 from parity.families import CONFIGS, tiny
 
 TOKENS = torch.randint(3, 96, (2, 18), generator=torch.Generator().manual_seed(2))
 PLANS = ["cycle", "sequence", "cycle-rev", "middle-cycle", "middle-sequence"]
 
 
-@pytest.fixture(scope="module", params=["llama", "qwen2-window", "qwen3", "gemma3", "neox"])
-def base(request, tmp_path_factory):
-    directory = tmp_path_factory.mktemp("base")
-    tiny(request.param).save_pretrained(directory)
-    return fathomlm.load(directory)
+BASES = ["llama", "qwen2-window", "qwen3", "gemma3", "neox"]
+RELAXATIONS = [
+    {},
+    {"relax": "lora", "rank": "attn=3"},
+    {"relax": "dora", "rank": 2},
+    {"relax": "prefix"},
+    {"relax": "encoding"},
+]
 
 
 @pytest.fixture(scope="module")
-def llama(tmp_path_factory):
-    directory = tmp_path_factory.mktemp("llama")
-    tiny("llama").save_pretrained(directory)
-    return fathomlm.load(directory)
+def base_of(tmp_path_factory):
+    """Gives the model of a family. Shared by all tests: do not change it."""
+
+    @cache
+    def load(family):
+        directory = tmp_path_factory.mktemp("base")
+        tiny(family).save_pretrained(directory)
+        return fathomlm.load(directory)
+
+    return load
+
+
+@pytest.fixture(scope="module", params=BASES)
+def base(request, base_of):
+    return base_of(request.param)
+
+
+@pytest.fixture(scope="module")
+def llama(base_of):
+    return base_of("llama")
 
 
 def logits(model):
@@ -44,12 +64,13 @@ def test_one_recursion_is_the_base_model_bit_for_bit(base, sharing):
 
 
 @cover(
+    family=BASES,
     relax=["lora", "dora"],
     looped=[("cycle", 2), ("cycle", 3), ("sequence", 2), ("middle-cycle", 2)],
     init=["average", "stepwise", "random"],
 )
-def test_full_rank_svd_restores_the_original_model(base, relax, looped, init):
-    sharing, recursions = looped
+def test_full_rank_svd_restores_the_original_model(base_of, family, relax, looped, init):
+    base, (sharing, recursions) = base_of(family), looped
     restored = fathomlm.convert(base, sharing=sharing, recursions=recursions, init=init, relax=relax, rank=10_000)
     torch.testing.assert_close(logits(restored), logits(base), rtol=0, atol=1e-4)
 
@@ -133,10 +154,8 @@ def test_a_saved_model_stores_each_weight_once(base, tmp_path):
     assert stored == cost.non_embedding_parameters + cost.embedding_parameters
 
 
-@pytest.mark.parametrize("name", list(CONFIGS))
 @pytest.mark.parametrize(
-    "options",
-    [{}, {"relax": "lora", "rank": "attn=3"}, {"relax": "dora", "rank": 2}, {"relax": "prefix"}, {"relax": "encoding"}],
+    ("name", "options"), [*in_turn(CONFIGS, RELAXATIONS, 0), *in_turn(CONFIGS, RELAXATIONS, 1)], ids=str
 )
 def test_the_cost_counter_counts_the_parameters_that_a_model_has(name, options, tmp_path):
     tiny(name).save_pretrained(tmp_path)
