@@ -91,7 +91,7 @@ def _finished(run: TrainingRun, recipe_file: Path) -> FinishedRun:
     cost = count(parts.architecture, parts.plan, relaxation=parts.relaxation)
     return FinishedRun(
         run=run.name,
-        architecture=_architecture(parts.plan.recursions, parts.plan.routing is not None),
+        architecture=architecture_name(parts.plan.recursions, parts.plan.routing is not None),
         non_embedding_parameters=cost.non_embedding_parameters,
         flops=flops,
         tokens=summary.tokens,
@@ -99,7 +99,8 @@ def _finished(run: TrainingRun, recipe_file: Path) -> FinishedRun:
     )
 
 
-def _architecture(recursions: int, routed: bool) -> str:
+def architecture_name(recursions: int, routed: bool) -> str:
+    """What a fit is of: vanilla, "recursive 3" or "mor 3"."""
     return "vanilla" if recursions == 1 else f"{'mor' if routed else 'recursive'} {recursions}"
 
 

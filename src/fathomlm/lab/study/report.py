@@ -11,6 +11,7 @@ from typing import Any
 
 from fathomlm.checkpoints.writing import whole_file
 from fathomlm.errors import OutputError
+from fathomlm.lab.analyze.scaling import architecture_name
 from fathomlm.lab.drawing import DASHES, LINES, MARKERS, check_matplotlib, new_figure, plain_axes, save_figure
 from fathomlm.lab.study.ledger import Ledger
 from fathomlm.lab.study.results import METRICS, Judged, Results, Row, collect, overall
@@ -312,9 +313,7 @@ def _differences(axes: Any, results: Results) -> None:
 
 def _kind(row: Row) -> str:
     plan = row.job.shaped.parts.plan
-    if plan.recursions == 1:
-        return "vanilla"
-    return f"{'recursive' if plan.routing is None else 'mor'} {plan.recursions}"
+    return architecture_name(plan.recursions, plan.routing is not None)
 
 
 def _parameters(row: Row) -> int:

@@ -9,7 +9,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from fathomlm.lab.analyze.scaling import FinishedRun, ScalingFit, fit_runs
+from fathomlm.lab.analyze.scaling import FinishedRun, ScalingFit, architecture_name, fit_runs
 from fathomlm.lab.study.jobs import Job, Place, jobs_of
 from fathomlm.lab.study.ledger import Record, identity
 from fathomlm.lab.study.spec import Budget, Claim, Study, Variant
@@ -195,10 +195,9 @@ def _fitted(row: Row) -> FinishedRun:
     record = next(iter(row.records.values()))
     loss = row.mean()
     assert loss is not None
-    kind = "vanilla" if record["recursions"] == 1 else "recursive" if record["router"] is None else "mor"
     return FinishedRun(
         run=f"{row.variant.name}/{row.budget.name}",
-        architecture=kind if kind == "vanilla" else f"{kind} {record['recursions']}",
+        architecture=architecture_name(record["recursions"], record["router"] is not None),
         non_embedding_parameters=int(record["parameters"]),
         flops=float(record["flops"]),
         tokens=int(record["tokens"]),
