@@ -173,11 +173,11 @@ def test_rows_filled_are_those_that_layers_ran(kind: str, monkeypatch: pytest.Mo
         )
     else:
         assert passes.filled.total() == ran["all"]
-        offered = (
+        batch_entries = (
             passes.decode_steps * passes.per_decode_step.total() * engine.options.batch_size
         )  # passes that nobody runs are left out
-        assert found.work.batch_filled == ran["all"] / offered
-        assert ran["offered"] <= offered
+        assert found.work.batch_filled == ran["all"] / batch_entries
+        assert ran["offered"] <= batch_entries
     assert 0.3 < found.work.batch_filled <= 1
 
 

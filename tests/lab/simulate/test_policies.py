@@ -126,7 +126,7 @@ def test_recursion_wise_entries_need_fewer_pages() -> None:
 
 def test_outcomes_without_time() -> None:
     nothing = SimulationResult(
-        tokens=0, ms=0.0, decode_steps=0, batch_size=1, max_sequences=1, offered={}, filled={}, spent={}
+        tokens=0, ms=0.0, decode_steps=0, batch_size=1, max_sequences=1, batch_entries={}, filled={}, spent={}
     )
     assert (nothing.batch_filled, nothing.shares, nothing.tokens_per_s) == (0.0, {}, float("inf"))
 

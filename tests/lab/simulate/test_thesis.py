@@ -36,7 +36,7 @@ def test_depths_that_the_printed_throughput_implies() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("table", "most"), [("40gb", (0.05, 0.03)), ("16gb", (0.09, 0.04))])
 def test_both_tables(table: str, most: tuple[float, float]) -> None:
-    found = thesis_table(table, texts=2000)  # type: ignore[arg-type]
+    found = thesis_table(table, sequences=2000)  # type: ignore[arg-type]
     assert len(found.rows) == 36
     assert found.error("delta_v") < most[0]
     assert found.error("delta_seq") < most[1]
@@ -50,7 +50,7 @@ def test_one_row_of_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
     few = [row for row in all_printed("40gb") if row.model == "gemma-2b" and (row.blocks == 1 or row.name.endswith("/2"))]
     assert [row.batching for row in few] == ["vanilla", "CSB", "CDB"]
     monkeypatch.setattr(thesis, "all_printed", lambda table: few)
-    found = thesis_table("40gb", texts=600)
+    found = thesis_table("40gb", sequences=600)
     (row,) = found.rows
     assert row.delta_v == pytest.approx(2.66, rel=0.06)
     assert row.delta_seq == pytest.approx(1.88, rel=0.03)

@@ -120,8 +120,8 @@ class BatchFill:
 
     def share(self) -> float:
         """The same over all passes."""
-        offered = self.decode_steps * self.per_decode_step.total() * self._batch_size
-        return self.filled.total() / offered if offered else 0.0
+        batch_entries = self.decode_steps * self.per_decode_step.total() * self._batch_size
+        return self.filled.total() / batch_entries if batch_entries else 0.0
 
 
 class _TimedRunner(Runner):

@@ -194,7 +194,7 @@ def _workload(options: EngineBenchOptions, vocab: int, text: list[int] | None) -
 
 
 def _latency(found: Measurement) -> dict[str, Any]:
-    """A token's time, and the floor's part of it: the weights that its ticks read."""
+    """A token's time, and the floor's part of it: the weights that its decode steps read."""
     times = _token_times(found.timing)
     decode_steps = found.work.decode_steps / found.timing.tokens if found.timing.tokens else 0.0
     floor = found.floor.ms_per_decode_step * decode_steps

@@ -55,7 +55,7 @@ def _record(table: ThesisTable) -> dict[str, Any]:
     return {
         "table": table.table,
         "label": table.label,
-        "texts": table.texts,
+        "texts": table.sequences,
         "mean_lengths": table.means,
         "baselines": [asdict(one) for one in table.baselines],
         "rows": [row.record() for row in table.rows],
@@ -81,4 +81,4 @@ def _print(table: ThesisTable) -> None:
         rows, "depth-wise batching. depths: means at which the 40 GB table's throughput comes out. CE: loss coefficient"
     )
     errors = " and ".join(f"{table.error(name):.1%} ({name})" for name in ("delta_v", "delta_seq"))
-    print(f"mean difference from the printed columns: {errors}; {table.texts:,} sequences\n")
+    print(f"mean difference from the printed columns: {errors}; {table.sequences:,} sequences\n")

@@ -59,7 +59,7 @@ def run_vanilla(trajectories: Trajectories, costs: Costs, batch_size: int, waiti
     """
     curve, sequences = costs.curve("step"), trajectories.sequences
     spent = {"step": 0.0, "prefill": 0.0, "host": 0.0}
-    offered = filled = decode_steps = 0
+    batch_entries = filled = decode_steps = 0
     for first in range(0, len(sequences), batch_size):
         batch = sequences[first : first + batch_size]
         prompts = sum(sequence.prompt - 1 for sequence in batch)
@@ -76,7 +76,7 @@ def run_vanilla(trajectories: Trajectories, costs: Costs, batch_size: int, waiti
             filled += steps * left
             before = length
         decode_steps += rising[-1]
-        offered += rising[-1] * batch_size
+        batch_entries += rising[-1] * batch_size
     kept = {kind: ms for kind, ms in spent.items() if ms}
     return SimulationResult(
         tokens=trajectories.tokens,
@@ -84,7 +84,7 @@ def run_vanilla(trajectories: Trajectories, costs: Costs, batch_size: int, waiti
         decode_steps=decode_steps,
         batch_size=batch_size,
         max_sequences=batch_size,
-        offered={"step": offered},
+        batch_entries={"step": batch_entries},
         filled={"step": filled},
         spent=kept,
     )

@@ -63,7 +63,7 @@ class SimulationResult:
     decode_steps: int
     batch_size: int
     max_sequences: int
-    offered: dict[str, int]
+    batch_entries: dict[str, int]
     """By kind of pass: its rows, over all passes."""
     filled: dict[str, int]
     """Those that stood for a token."""
@@ -78,9 +78,9 @@ class SimulationResult:
     @property
     def batch_filled(self) -> float:
         """Of all passes but a loop's turns, which have nothing to run where only blocks count."""
-        kinds = [kind for kind in self.offered if kind != "turn"]
-        offered = sum(self.offered[kind] for kind in kinds)
-        return sum(self.filled[kind] for kind in kinds) / offered if offered else 0.0
+        kinds = [kind for kind in self.batch_entries if kind != "turn"]
+        batch_entries = sum(self.batch_entries[kind] for kind in kinds)
+        return sum(self.filled[kind] for kind in kinds) / batch_entries if batch_entries else 0.0
 
     @property
     def shares(self) -> dict[str, float]:
@@ -97,7 +97,7 @@ class SimulationResult:
             "batch_size": self.batch_size,
             "max_sequences": self.max_sequences,
             "batch_filled": self.batch_filled,
-            "batch_filled_by_pass": {k: self.filled[k] / self.offered[k] for k in sorted(self.offered)},
+            "batch_filled_by_pass": {k: self.filled[k] / self.batch_entries[k] for k in sorted(self.batch_entries)},
             "stages": self.shares,
             "preemptions": self.preemptions,
         }
@@ -155,7 +155,7 @@ class Simulation:
         self._flying: deque[tuple[float, list[ChosenToken]]] = deque()
         self.clock = _Clock(costs.overlapped)
         self.decode_steps = self.tokens = 0
-        self.offered: dict[str, int] = {}
+        self.batch_entries: dict[str, int] = {}
         self.filled: dict[str, int] = {}
         self._last = 0.0
 
@@ -172,7 +172,7 @@ class Simulation:
             decode_steps=self.decode_steps,
             batch_size=self.device.batch_size,
             max_sequences=self.setting.max_sequences,
-            offered=dict(self.offered),
+            batch_entries=dict(self.batch_entries),
             filled=dict(self.filled),
             spent=dict(self.clock.spent),
             preemptions=self.scheduler.counters().preemptions,
@@ -208,7 +208,7 @@ class Simulation:
         step = self.device.decode_step()
         batch_size = self.device.batch_size
         for kind, filled in step.passes:
-            self.offered[kind] = self.offered.get(kind, 0) + batch_size
+            self.batch_entries[kind] = self.batch_entries.get(kind, 0) + batch_size
             self.filled[kind] = self.filled.get(kind, 0) + filled
         done = self.clock.launch(self.costs.of_decode_step(step.passes, batch_size))
         self._flying.append((done, step.chosen))

@@ -78,7 +78,7 @@ class Baseline:
 class ThesisTable:
     table: Table
     label: str
-    texts: int
+    sequences: int
     means: dict[str, float]
     """By set, the mean length over the longest that was fitted."""
     baselines: list[Baseline]
@@ -100,10 +100,10 @@ def parts_for(depth: float, deepest: int) -> tuple[float, ...]:
 
 
 @lru_cache(maxsize=8)
-def lengths(mean: float, texts: int) -> tuple[int, ...]:
+def lengths(mean: float, sequences: int) -> tuple[int, ...]:
     """Exponential lengths, cut off at the longest, whose mean is this part of it."""
     generator = random.Random(0)
-    drawn = [-math.log(1 - generator.random()) for _ in range(texts)]
+    drawn = [-math.log(1 - generator.random()) for _ in range(sequences)]
     low, high = 1e-3, 1e3
     for _ in range(60):
         scale = math.sqrt(low * high)
@@ -111,23 +111,23 @@ def lengths(mean: float, texts: int) -> tuple[int, ...]:
     return tuple(max(1, round(LONGEST * min(1.0, high * one))) for one in drawn)
 
 
-def fit_mean(printed: float, texts: int) -> float:
+def fit_mean(printed: float, sequences: int) -> float:
     """The mean length at which the plain model that is fitted has this throughput without sequence-wise batching."""
     times = find_times(f"40gb/{FITTED}")
     low, high = 0.02, 0.999
     for _ in range(12):
         mean = (low + high) / 2
-        found = run_vanilla(_plain(lengths(mean, texts)), _costs(times), times.batch).tokens_per_s
+        found = run_vanilla(_plain(lengths(mean, sequences)), _costs(times), times.batch).tokens_per_s
         low, high = (mean, high) if found < printed else (low, mean)
     return (low + high) / 2
 
 
-def thesis_table(table: Table, texts: int = 5000, on_row: OnProgress | None = None) -> ThesisTable:
-    """All rows of one table. `texts` is how many SlimPajama and RedPajama have; the thesis' queue has 20,000."""
+def thesis_table(table: Table, sequences: int = 5000, on_row: OnProgress | None = None) -> ThesisTable:
+    """All rows of one table. `sequences` is how many SlimPajama and RedPajama have; the thesis' queue has 20,000."""
     printed = all_printed(table)
     first = next(row for row in all_printed("40gb") if row.model == FITTED and row.batching == "vanilla")
-    means = {name: fit_mean(getattr(first, name), texts) for name in SETS[:2]}
-    sets = {name: lengths(mean, texts) for name, mean in means.items()} | {"pg19": (BOOK_TOKENS,) * BOOKS}
+    means = {name: fit_mean(getattr(first, name), sequences) for name in SETS[:2]}
+    sets = {name: lengths(mean, sequences) for name, mean in means.items()} | {"pg19": (BOOK_TOKENS,) * BOOKS}
     baselines = [_baseline(table, model, sets) for model in dict.fromkeys(row.model for row in printed)]
     by_model = {one.model: one for one in baselines}
     rows = []
@@ -137,7 +137,7 @@ def thesis_table(table: Table, texts: int = 5000, on_row: OnProgress | None = No
         if on_row is not None:
             on_row(done, len(looped))
     label = find_times(f"{table}/{FITTED}").label
-    return ThesisTable(table=table, label=label, texts=texts, means=means, baselines=baselines, rows=rows)
+    return ThesisTable(table=table, label=label, sequences=sequences, means=means, baselines=baselines, rows=rows)
 
 
 def _baseline(table: Table, model: str, sets: dict[str, tuple[int, ...]]) -> Baseline:
@@ -190,9 +190,9 @@ def _depth_of_books(times: PresetTimes, printed: float) -> float:
 
 
 def _throughput(times: PresetTimes, found: Iterable[int], depth: float) -> float:
-    texts = draw(((1, length) for length in found), parts_for(depth, times.blocks))
+    sequences = draw(((1, length) for length in found), parts_for(depth, times.blocks))
     setting = EngineSetup(max_sequences=times.batch)
-    return run_depth(texts, preset_costs(times), setting, loop_device(texts, times.batch)).tokens_per_s
+    return run_depth(sequences, preset_costs(times), setting, loop_device(sequences, times.batch)).tokens_per_s
 
 
 @lru_cache(maxsize=8)
