@@ -12,7 +12,7 @@ from fathomlm.cache import DenseCache, RoutedCache, build_cache
 from fathomlm.depth import DepthPlan
 from fathomlm.model.decoder import Decoder
 from fathomlm.model.route import DepthControl, RoutingTrace
-from model.route.small import KV, LOOPS, decoder_of, padded, routed, routed_cases, same, some_tokens
+from model.route.small import FEW, KV, LOOPS, decoder_of, padded, routed, routed_cases, same, some_tokens
 from pairwise import cover, in_turn
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -51,7 +51,7 @@ def depths_of(decoder: Decoder, tokens: Tensor, **options: Any) -> Tensor:
 
 
 @torch.inference_mode()
-@routed_cases(turn=0)
+@routed_cases(turn=0, routers=FEW)
 def test_prefill_and_decode_equal_one_forward(decoder: Decoder) -> None:
     tokens, cache = some_tokens(2, T), routed_cache(decoder)
     same(in_chunks(decoder, tokens, cache, [8] + [1] * 6), decoder(tokens))
@@ -67,7 +67,7 @@ def test_uneven_chunks_equal_one_forward(router: str, kv: str, widths: list[int]
 
 
 @torch.inference_mode()
-@routed_cases(turn=1)
+@routed_cases(turn=1, routers=FEW)
 def test_a_left_padded_batch_equals_its_singles(decoder: Decoder) -> None:
     lengths = [8, 3, 1]
     prompt, keep = padded(lengths)
@@ -86,7 +86,7 @@ def test_a_left_padded_batch_equals_its_singles(decoder: Decoder) -> None:
 
 
 @torch.inference_mode()
-@routed_cases(turn=2)
+@routed_cases(turn=2, routers=FEW)
 def test_padding_in_the_middle_of_nothing_leaves_no_entries(decoder: Decoder) -> None:
     """A first chunk may hold nothing but padding in some rows."""
     tokens, keep = padded([9, 2, 9])
@@ -96,7 +96,7 @@ def test_padding_in_the_middle_of_nothing_leaves_no_entries(decoder: Decoder) ->
 
 
 @torch.inference_mode()
-@routed_cases(turn=0)
+@routed_cases(turn=0, routers=FEW)
 def test_entries_and_bytes_are_those_of_the_tokens_routed_there(decoder: Decoder) -> None:
     tokens, keep = padded([T, 5, 9], seed=11)
     plan, depths, cache = decoder.plan, depths_of(decoder, tokens, keep_BS=keep), routed_cache(decoder)
@@ -128,7 +128,7 @@ def test_what_a_depth_limit_leaves_out_is_not_stored(kv: str, limit: int) -> Non
 
 
 @torch.inference_mode()
-@routed_cases(turn=1)
+@routed_cases(turn=1, routers=FEW)
 def test_after_truncation_it_goes_on_as_if_fresh(decoder: Decoder) -> None:
     tokens, cache = some_tokens(2, T), routed_cache(decoder)
     in_chunks(decoder, tokens, cache, [9, 1, 4])

@@ -16,7 +16,7 @@ from fathomlm.engine.request import Request
 from fathomlm.errors import FathomError, OptionError, RequestTooLarge, UnsupportedModel
 from fathomlm.model.hub import FathomForCausalLM
 from fathomlm.model.route import DepthControl
-from model.route.small import ROUTERS, model_of, routed
+from model.route.small import FEW, ROUTERS, model_of, routed
 from pairwise import in_turn
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -51,8 +51,9 @@ def test_every_family_and_plan_at_full_depth(name: str, fuse: bool) -> None:
 
 
 ROUTED = [
-    (*pair, "middle", cores) for turn, cores in enumerate((1, 3)) for pair in in_turn(ROUTERS, ("cache", "share"), turn)
+    (router, kv, "middle", 1 + 2 * (i // 2 % 2)) for i, (router, kv) in enumerate(in_turn(ROUTERS, ("cache", "share"), 0))
 ]
+ROUTED += [(router, kv, "middle", 1 + 2 * (i % 2)) for i, (router, kv) in enumerate(in_turn(FEW, ("share", "cache"), 0))]
 ROUTED += [("expert", "cache", "cycle", 3), ("expert, random", "share", "cycle", 1), ("token", "cache", "cycle", 3)]
 
 
