@@ -50,8 +50,8 @@ def commands(place: Path, url: str) -> list[list[str]]:
         ["analyze", "runs", runs],
         ["simulate", "throughput", "--preset", "40gb/gemma-2b/2", "--depths", "1,0.5", "--requests", "40"],
         ["simulate", "thesis", "--table", "40gb", "--sequences", "5"],
-        ["simulate", "validate", looped, "--dummy", "--requests", "3", "--batch-size", "2", "--rounds", "1",
-         "--within", "1000"],
+        ["simulate", "validate", looped, "--dummy", "--workload", "64-256", "--requests", "3", "--batch-size", "2",
+         "--rounds", "1", "--within", "1000"],
         ["plan", *sizes, "--runs", runs, "--out", str(place / "fits.png")],
     ]  # fmt: skip
 
