@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from fathomlm.checkpoints.assemble import replan as replan
     from fathomlm.checkpoints.convert import convert as convert
     from fathomlm.checkpoints.export import export as export
+    from fathomlm.checkpoints.gguf.writer import export_gguf as export_gguf
     from fathomlm.checkpoints.native import save as save
     from fathomlm.checkpoints.resolve import load as load
     from fathomlm.decode.captured_session import CapturedSession as CapturedSession
@@ -80,6 +81,7 @@ _PUBLIC = {
     "convert": "fathomlm.checkpoints.convert",
     "count": "fathomlm.depth.cost",
     "export": "fathomlm.checkpoints.export",
+    "export_gguf": "fathomlm.checkpoints.gguf.writer",
     "generate": "fathomlm.decode.full",
     "load": "fathomlm.checkpoints.resolve",
     "preset": "fathomlm.depth.presets",

@@ -222,6 +222,18 @@ class Fields:
             raise self._error(f"{self.where}: {self._prefix}{name} has {len(value):,} items; at most {at_most:,} are read")
         return value
 
+    def numbers(self, name: str) -> list[float]:
+        """A list of finite numbers."""
+        values = self.items(name)
+        for value in values:
+            if not is_number(value):
+                raise self.wrong(name, "a list of numbers", value)
+        return [float(value) for value in values]
+
+    def replaced(self, values: Mapping[str, Any]) -> Fields:
+        """The same record with some other values."""
+        return Fields({**self.values, **values}, self.where, error=self._error, prefix=self._prefix)
+
     def integers(
         self,
         name: str,

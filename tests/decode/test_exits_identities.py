@@ -54,7 +54,9 @@ def run_of(name: str, mode: str, options: dict[str, Any] | None = None, **sampli
     return generate(build(name), PROMPTS, exiting=exiting(name, mode, **options or {}), **{"max_new_tokens": NEW} | sampling)
 
 
-@pytest.mark.parametrize(("name", "mode", "how"), some_models(("full", "parallel", "state-copy", "speculative", "oracle")))
+@pytest.mark.parametrize(
+    ("name", "mode", "how"), some_models(("full", "parallel", "state-copy", "speculative", "select", "oracle"))
+)
 def test_who_never_leaves_gives_what_full_decoding_gives(name: str, how: str, mode: str) -> None:
     sampling = SAMPLINGS[how]
     full = generate(build(name), PROMPTS, max_new_tokens=NEW, **sampling)
@@ -66,7 +68,19 @@ def test_who_never_leaves_gives_what_full_decoding_gives(name: str, how: str, mo
         assert {result.exit_layers for result in got} == {(build(name).plan.unrolled_layers,) * NEW}
 
 
-@pytest.mark.parametrize(("name", "mode", "how"), some_models(("parallel", "state-copy")))
+@pytest.mark.parametrize(("name", "mode", "how"), some_models(("parallel",)))
+def test_parallel_decoding_gives_what_selecting_over_full_entries_gives(name: str, how: str, mode: str) -> None:
+    """Tokens that wait get their exact entries, so it is as if every layer had run for all."""
+    options = {"threshold": mixing_threshold(name)}
+    meant = run_of(name, "select", options, **SAMPLINGS[how])
+    got = run_of(name, mode, options, **SAMPLINGS[how])
+    assert tokens(got) == tokens(meant)
+    assert [result.exit_layers for result in got] == [result.exit_layers for result in meant]
+    assert [result.agreements for result in got] == [result.agreements for result in meant]
+    assert mixed(meant)
+
+
+@pytest.mark.parametrize(("name", "mode", "how"), some_models(("parallel", "state-copy", "select")))
 def test_who_always_leaves_gives_what_the_shallow_model_gives(name: str, how: str, mode: str) -> None:
     sampling = SAMPLINGS[how]
     shallow = run_of(name, "static", **sampling)
@@ -200,6 +214,7 @@ EVERY: list[tuple[str, dict[str, Any]]] = [
     ("parallel", {"threshold": True, "refine": 0.5}),
     ("speculative", {"threshold": True}),
     ("speculative", {"threshold": True, "max_stack": 2, "confidence": "max"}),
+    ("select", {"threshold": True}),
     ("oracle", {}),
 ]
 

@@ -13,11 +13,15 @@ from transformers import (
     Gemma3TextConfig,
     GemmaConfig,
     GPTNeoXConfig,
+    GraniteConfig,
     LlamaConfig,
     MistralConfig,
+    Olmo2Config,
+    Phi3Config,
     PreTrainedModel,
     Qwen2Config,
     Qwen3Config,
+    SmolLM3Config,
 )
 
 SHAPE: dict[str, Any] = {
@@ -40,6 +44,11 @@ LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
 }
+YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32}
+LONGROPE = {
+    "rope_type": "longrope", "rope_theta": 10000.0, "partial_rotary_factor": 0.75, "short_factor": [1.0, 1.5, 2.0],
+    "long_factor": [2.0, 4.0, 8.0], "original_max_position_embeddings": 64,
+}  # fmt: skip
 
 CONFIGS: dict[str, Any] = {
     "llama": lambda: LlamaConfig(**GROUPED),
@@ -58,6 +67,31 @@ CONFIGS: dict[str, Any] = {
     "gemma": lambda: GemmaConfig(**GROUPED, head_dim=16),
     "gemma3": lambda: Gemma3TextConfig(**GROUPED, head_dim=16, sliding_window=5, query_pre_attn_scalar=24),
     "neox": lambda: GPTNeoXConfig(**SHAPE, rotary_pct=0.25),
+    "qwen3-yarn": lambda: Qwen3Config(**GROUPED, head_dim=16, rope_parameters=YARN),
+    "smollm3": lambda: SmolLM3Config(**GROUPED, use_sliding_window=False),
+    "smollm3-window": lambda: SmolLM3Config(
+        **GROUPED,
+        no_rope_layers=[1, 0, 1, 1, 0, 1],
+        use_sliding_window=True,
+        sliding_window=5,
+    ),
+    "granite": lambda: GraniteConfig(
+        **GROUPED,
+        embedding_multiplier=3.0,
+        attention_multiplier=0.2,
+        residual_multiplier=0.22,
+        logits_scaling=0.5,
+    ),
+    "phi3": lambda: Phi3Config(**GROUPED, sliding_window=None),
+    "phi4-mini": lambda: Phi3Config(
+        **GROUPED,
+        head_dim=8,
+        sliding_window=None,
+        tie_word_embeddings=True,
+        original_max_position_embeddings=64,
+        rope_parameters=LONGROPE,
+    ),
+    "olmo2": lambda: Olmo2Config(**GROUPED),
     "neox-sequential": lambda: GPTNeoXConfig(**SHAPE, use_parallel_residual=False, rotary_pct=0.5),
 }
 

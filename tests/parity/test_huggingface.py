@@ -53,6 +53,9 @@ def test_greedy_text_equal(pair):
     assert torch.equal(ours.generate(TOKENS[:1], **options), expected)
     row = fathomlm.generate(ours, [TOKENS[0].tolist()], max_new_tokens=16, ignore_eos=True)[0]
     assert list(row.tokens) == expected[0, 24:].tolist()
+    engine = fathomlm.Engine(ours, max_sequences=2, batch_size=2)
+    row = engine.generate([TOKENS[0].tolist(), TOKENS[1, :5].tolist()], max_new_tokens=16, ignore_eos=True)[0]
+    assert list(row.tokens) == expected[0, 24:].tolist()
 
 
 def test_configuration_survives_the_way_there_and_back(pair):

@@ -69,10 +69,9 @@ def put(
 
 
 def load_base(base: BaseCheckpoint, dtype: torch.dtype | None, device: torch.device, where: str) -> FathomForCausalLM:
-    """A plain model from a base checkpoint: the plan with one recursion."""
+    """A model from a base checkpoint, under the plan that it comes with."""
     dtype = dtype or base.dtype
-    plan = DepthPlan.vanilla(base.architecture.layers)
-    model = empty_model(configure(base.architecture, plan, None, base.tokens, dtype))
+    model = empty_model(configure(base.architecture, base.plan, None, base.tokens, dtype))
     fill(model.decoder, base.tensor, dtype, device, where)
     return finish(model, base.tokenizer())
 
@@ -94,6 +93,10 @@ class ModelBase:
     @property
     def architecture(self) -> Architecture:
         return self._model.architecture
+
+    @property
+    def plan(self) -> DepthPlan:
+        return self._model.plan
 
     @property
     def dtype(self) -> torch.dtype:

@@ -1,14 +1,15 @@
-"""Unrolled export: a plain Hugging Face checkpoint, which transformers, vLLM and llama.cpp's converter read.
+"""Export: a Hugging Face checkpoint, which transformers, vLLM and llama.cpp's converter read.
 
-Each step becomes a layer of its own with what the step adds merged in, so the file is as large as the untied model; what
-it computes is what the recursive model computes. Early exits have no place in it and are left out: what is written is the
-last output's model.
+Unrolled, each step becomes a layer of its own with what the step adds merged in, so the file is as large as the untied
+model; what it computes is what the recursive model computes. In a format that has loops (`loops`) the shared layers are
+written once. Early exits have no place in either and are left out: what is written is the last output's model.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +18,15 @@ from torch import Tensor
 from transformers import GenerationConfig
 
 from fathomlm.checkpoints.assemble import OnProgress
-from fathomlm.checkpoints.families import family_for, hf_name
-from fathomlm.checkpoints.huggingface import fuse_qkv
+from fathomlm.checkpoints.families import FAMILIES, family_for, hf_name
+from fathomlm.checkpoints.families.shared import Fusion
 from fathomlm.checkpoints.resolve import dtype_name
 from fathomlm.checkpoints.shards import SHARD_BYTES, write_shards
 from fathomlm.checkpoints.source import layer_parameter_shapes
 from fathomlm.checkpoints.writing import check_room, whole_directory
 from fathomlm.depth import Architecture, DepthPlan, Step
-from fathomlm.errors import OptionError
+from fathomlm.errors import OptionError, choices
+from fathomlm.jsonfile import Fields
 from fathomlm.model.hub import FathomForCausalLM
 from fathomlm.model.seq2seq import FathomForSeq2SeqLM, FathomModel
 
@@ -36,25 +38,84 @@ def export(
     force: bool = False,
     shard_bytes: int = SHARD_BYTES,
     on_layer: OnProgress | None = None,
+    loops: str | None = None,
 ) -> Path:
-    """Write `model` unrolled into the directory `out`, and return it."""
+    """Write `model` into the directory `out`, and return it: unrolled, or with its loops in the format of the family
+    `loops`, such as nanbeige. A model of a family with loops keeps them."""
     out = Path(out)
+    loops = loops or format_with_loops(model)
+    check_exports(model)
+    if loops is not None:
+        written = check_loops(model, loops)
+        unique, plan = dataclasses.replace(written, layers=model.plan.unique_layers), model.plan
+        config, dtype = _config(model, written, plan), model.decoder.embed.weight.dtype
+        return _write(model, out, config, _bytes(unique, dtype), stored_layers(plan), force, shard_bytes, on_layer)
+    if model.plan.loop_norm:
+        raise OptionError("a plain checkpoint cannot hold a norm between loops; --format nanbeige and --format gguf can")
+    unrolled = model.architecture.with_layers(tuple(step.origin for step in model.plan))
+    encoder = [] if isinstance(model, FathomForCausalLM) else list(model.encoder.parameters())
+    _check_one_shape(model)
+    size = _bytes(unrolled, model.decoder.embed.weight.dtype) + sum(p.numel() * p.element_size() for p in encoder)
+    return _write(model, out, _config(model, unrolled), size, model.plan.steps, force, shard_bytes, on_layer)
+
+
+def format_with_loops(model: FathomModel) -> str | None:
+    """The family that a looped model is of, where its format has loops."""
+    looped = model.plan.recursions > 1 and family_for(model.architecture).write_loops is not None
+    return model.architecture.family if looped else None
+
+
+def stored_layers(plan: DepthPlan) -> tuple[Step, ...]:
+    """The steps whose layers a format with loops stores: the first use of each."""
+    return plan.steps[: plan.unique_layers]
+
+
+def check_loops(model: FathomModel, family: str) -> Architecture:
+    """The architecture that `family`'s format would say of a looped model; an error where it has no place for it."""
+    if family not in FAMILIES or FAMILIES[family].write_loops is None:
+        raise OptionError(choices("format with loops", family, [name for name, one in FAMILIES.items() if one.write_loops]))
+    if model.plan.sharing != "cycle":
+        raise OptionError(f"the {family} format loops all layers (cycle); this model is {model.plan.sharing}")
+    if model.relaxation is not None:
+        raise OptionError(f"the {family} format cannot hold a {model.relaxation.kind} relaxation; unrolled it is merged")
+    gated = model.plan.exit_gate and model.plan.loop_norm and model.plan.exits == model.plan.recursion_ends()
+    if FAMILIES[family].exit_gate and not gated:
+        raise OptionError(f"the {family} format requires an exit after each loop, a gate and a norm between loops")
+    unrolled = model.architecture.with_layers(tuple(step.origin for step in model.plan))
+    other = differing_traits(unrolled, family)
+    if other:
+        raise OptionError(f"the {family} format cannot hold {', '.join(other)} of a {model.architecture.family} model")
+    return dataclasses.replace(unrolled, family=family)
+
+
+def differing_traits(architecture: Architecture, family: str) -> list[str]:
+    """What a family's configuration loses of an architecture, by the names of its fields."""
+    as_family = dataclasses.replace(architecture, family=family)
+    where = FAMILIES[family]
+    config = Fields({"model_type": where.model_type, **where.write(as_family)}, "config", error=OptionError)
+    back = where.read(config)
+    return [f.name for f in dataclasses.fields(back) if getattr(back, f.name) != getattr(as_family, f.name)]
+
+
+def check_exports(model: FathomModel) -> None:
+    """Refuse what no other format than ours has a place for."""
     if model.relaxation is not None and not model.relaxation.method.exports:
-        raise OptionError(f"a plain checkpoint cannot hold a {model.relaxation.kind} relaxation")
+        raise OptionError(f"other formats cannot hold a {model.relaxation.kind} relaxation")
     if model.plan.routing is not None or model.plan.kv != "cache":
         what = "a router" if model.plan.routing is not None else "shared keys and values"
         raise OptionError(
-            f"a plain checkpoint cannot hold {what}: unrolled, every token would run every layer with entries of its "
-            "own, which is another model"
+            f"other formats cannot hold {what}: there every token would run every layer with entries of its own, "
+            "which is another model"
         )
-    unrolled = model.architecture.with_layers(tuple(step.origin for step in model.plan))
-    dtype = model.decoder.embed.weight.dtype
-    encoder = [] if isinstance(model, FathomForCausalLM) else list(model.encoder.parameters())
-    _check_one_shape(model)
-    check_room(out, _bytes(unrolled, dtype) + sum(p.numel() * p.element_size() for p in encoder))
+
+
+def _write(
+    model: FathomModel, out: Path, config: dict[str, Any], size: int, steps: Sequence[Step], force: bool, shard_bytes: int,
+    on_layer: OnProgress | None,
+) -> Path:  # fmt: skip
+    check_room(out, size)
     with whole_directory(out, force) as directory:
-        write_shards(directory, _tensors(model, on_layer), shard_bytes)
-        config = _config(model, unrolled)
+        write_shards(directory, _tensors(model, steps, on_layer), shard_bytes)
         (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         _generation_config(model).save_pretrained(directory)
         if model.tokenizer is not None:
@@ -66,7 +127,7 @@ def describe_exits(model: FathomModel) -> str:
     """The exits of a model and what they have of their own, which an export leaves out."""
     kinds = {"heads": model.decoder.exit_heads, "layers": model.decoder.exit_blocks}
     kinds |= {"adapters": model.decoder.exit_adapters, "classifiers": model.decoder.exit_classifiers}
-    own = [kind for kind, found in kinds.items() if len(found)]
+    own = [kind for kind, found in kinds.items() if len(found)] + ["gate"] * (model.decoder.exit_gate is not None)
     after = ", ".join(str(index + 1) for index in model.plan.exits)
     return f"the exits after {after}" + (f" with their {', '.join(own)}" if own else "")
 
@@ -90,8 +151,10 @@ def _generation_config(model: FathomModel) -> GenerationConfig:
     return GenerationConfig(**{name: getattr(model.config, name) for name in ids})
 
 
-def _config(model: FathomModel, unrolled: Architecture) -> dict[str, Any]:
-    family = family_for(unrolled)
+def _config(model: FathomModel, written: Architecture, plan: DepthPlan | None = None) -> dict[str, Any]:
+    """`plan` is written where the format has loops."""
+    family = family_for(written)
+    fields = family.write(written) if plan is None or family.write_loops is None else family.write_loops(written, plan)
     ids = {key: getattr(model.config, key) for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
     if isinstance(model, FathomForSeq2SeqLM):
         ids["decoder_start_token_id"] = model.config.decoder_start_token_id
@@ -100,43 +163,46 @@ def _config(model: FathomModel, unrolled: Architecture) -> dict[str, Any]:
         **encoder,
         "architectures": [family.architecture_class],
         "model_type": family.model_type,
-        **family.write(unrolled),
+        **fields,
         **ids,
         "dtype": dtype_name(model),
     }
 
 
 @torch.no_grad()
-def _tensors(model: FathomModel, on_layer: OnProgress | None) -> Iterator[tuple[str, Tensor]]:
-    """The plain model's tensors by Hugging Face's names, in order, each made when it is asked for."""
+def _tensors(model: FathomModel, steps: Sequence[Step], on_layer: OnProgress | None) -> Iterator[tuple[str, Tensor]]:
+    """Tensors by Hugging Face's names, a layer for each of `steps`, in order, each made when it is asked for."""
     family = family_for(model.architecture)
     decoder = model.decoder
-    plan: DepthPlan = decoder.plan
     yield hf_name(family, "embed.weight"), decoder.embed.weight
     if isinstance(model, FathomForSeq2SeqLM):
         yield from ((f"encoder.{name}", parameter) for name, parameter in model.encoder.named_parameters())
     if decoder.relative is not None:
         yield hf_name(family, "relative.weight"), decoder.relative.weight
-    for step in plan:
+    for step in steps:
         if on_layer is not None:
-            on_layer(step.index, plan.unrolled_layers)
-        merged = _merged_layer(model, step)
-        if family.fused_qkv:
-            merged = _fuse(merged, model.architecture.heads)
+            on_layer(step.index, len(steps))
+        merged = merged_layer(model, step)
+        for fusion in family.fusions:
+            merged = _fuse(merged, fusion, model.architecture.heads)
         for name, tensor in merged.items():
             yield hf_name(family, f"layers.{step.index}.{name}"), tensor
     for name, parameter in decoder.norm.named_parameters():
         yield hf_name(family, f"norm.{name}"), parameter
+    if decoder.exit_gate is not None and family.exit_gate:
+        for name, parameter in decoder.exit_gate.named_parameters():
+            yield hf_name(family, f"exit_gate.{name}"), parameter
     if decoder.head is not None:
         yield hf_name(family, "head.weight"), decoder.head.weight
     elif model.architecture.cross and model.architecture.head_scale == 1.0:
         # transformers before version 5 takes an unscaled T5 to have a head of its own.
         yield hf_name(family, "head.weight"), decoder.embed.weight
     if on_layer is not None:
-        on_layer(plan.unrolled_layers, plan.unrolled_layers)
+        on_layer(len(steps), len(steps))
 
 
-def _merged_layer(model: FathomModel, step: Step) -> dict[str, Tensor]:
+def merged_layer(model: FathomModel, step: Step) -> dict[str, Tensor]:
+    """A step's tensors by our names within a layer, with what it adds merged in."""
     layer, delta = model.decoder.layers[step.layer], model.decoder.delta(step)
     tensors: dict[str, Tensor] = {name: layer.get_parameter(name) for name in layer_parameter_shapes(model.architecture)}
     if delta is None:
@@ -144,12 +210,12 @@ def _merged_layer(model: FathomModel, step: Step) -> dict[str, Tensor]:
     return {name: delta.merged(name, tensor).to(tensor.dtype) for name, tensor in tensors.items()}
 
 
-def _fuse(tensors: dict[str, Tensor], heads: int) -> dict[str, Tensor]:
-    """GPT-NeoX: q, k and v back into one matrix."""
-    rest = {name: tensor for name, tensor in tensors.items() if name.split(".")[-2] not in ("q", "k", "v")}
+def _fuse(tensors: dict[str, Tensor], fusion: Fusion, heads: int) -> dict[str, Tensor]:
+    """Matrices that a format keeps as one, joined."""
+    rest = {name: tensor for name, tensor in tensors.items() if name.rpartition(".")[0] not in fusion.parts}
     for end in ("weight", "bias"):
-        if f"attn.q.{end}" in tensors:
-            rest[f"attn.qkv.{end}"] = fuse_qkv(heads, *(tensors[f"attn.{which}.{end}"] for which in "qkv"))
+        if f"{fusion.parts[0]}.{end}" in tensors:
+            rest[f"{fusion.name}.{end}"] = fusion.join([tensors[f"{part}.{end}"] for part in fusion.parts], heads)
     return rest
 
 

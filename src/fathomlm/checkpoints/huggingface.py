@@ -38,15 +38,19 @@ class HuggingFaceCheckpoint:
         self._directory = directory
         self._config = config = read_config(directory) if config is None else config
         self._family = family_of(config.get("model_type"), str(directory))
-        self._architecture = architecture_from_config(config, str(directory))
+        self._architecture, self._plan = plan_from_config(config, str(directory))
         self._tokens = tokens_of(directory, config)
         self._shards = Shards(directory)
-        self._shards.check_layers(self._architecture.layers)
+        self._shards.check_layers(self._plan.unique_layers)
         self._refuse_strangers()
 
     @property
     def architecture(self) -> Architecture:
         return self._architecture
+
+    @property
+    def plan(self) -> DepthPlan:
+        return self._plan
 
     @property
     def dtype(self) -> torch.dtype:
@@ -57,29 +61,33 @@ class HuggingFaceCheckpoint:
         return self._tokens
 
     def tensor(self, name: str) -> torch.Tensor:
-        if self._family.fused_qkv and ".attn." in name and name.split(".")[-2] in ("q", "k", "v"):
-            return self._split_qkv(name)
-        return self._shards.get(hf_name(self._family, name))
+        stored, part = stored_as(self._family, name)
+        tensor = self._shards.get(hf_name(self._family, stored))
+        fusion = None if part is None else self._family.fusion(part)
+        return tensor if fusion is None or part is None else fusion.split(tensor, part, self._architecture)
 
     def tokenizer(self) -> Any | None:
         return read_tokenizer(self._directory, self._config)
 
     def _refuse_strangers(self) -> None:
         """A tensor without a place here means that the model computes something that our block does not."""
-        names = list(parameter_shapes(self._architecture))
-        if self._family.fused_qkv:
-            names = [re.sub(r"\.attn\.[qkv]\.", ".attn.qkv.", name) for name in names]
-        known = {hf_name(self._family, name) for name in names} | {hf_name(self._family, "head.weight")}
+        names = list(parameter_shapes(self._architecture, self._plan))
+        known = {hf_name(self._family, stored_as(self._family, name)[0]) for name in names} | {
+            hf_name(self._family, "head.weight")
+        }
         more = sorted(name for name in set(self._shards.names()) - known if not COMPUTED.search(name))
         refuse_tensors(self._directory, self._family, more)
 
-    def _split_qkv(self, name: str) -> torch.Tensor:
-        """GPT-NeoX keeps q, k and v of each head together in one matrix; here they are three."""
-        *front, which, end = name.split(".")
-        fused = self._shards.get(hf_name(self._family, ".".join([*front, "qkv", end])))
-        a = self._architecture
-        by_head = fused.view(a.heads, 3, a.head_dim, *fused.shape[1:])
-        return by_head[:, "qkv".index(which)].reshape(a.query_width, *fused.shape[1:]).contiguous()
+
+def stored_as(family: Family, name: str) -> tuple[str, str | None]:
+    """The tensor that one of ours is stored in, and which part of it, where a format keeps several as one."""
+    front, _, rest = name.partition(".")
+    if front != "layers":
+        return name, None
+    number, _, rest = rest.partition(".")
+    module, _, end = rest.rpartition(".")
+    fusion = family.fusion(module)
+    return (name, None) if fusion is None else (f"layers.{number}.{fusion.name}.{end}", module)
 
 
 def refuse_tensors(directory: Path, family: Family, more: Sequence[str]) -> None:
@@ -90,12 +98,6 @@ def refuse_tensors(directory: Path, family: Family, more: Sequence[str]) -> None
         )
 
 
-def fuse_qkv(heads: int, *qkv: torch.Tensor) -> torch.Tensor:
-    """The inverse of the split above, for export."""
-    parts = [t.view(heads, -1, *t.shape[1:]) for t in qkv]
-    return torch.stack(parts, dim=1).flatten(0, 2).contiguous()
-
-
 def read_config(directory: Path) -> dict[str, Any]:
     if not (directory / "config.json").is_file():
         last = directory / "last"  # a training run keeps its newest checkpoint there
@@ -104,17 +106,22 @@ def read_config(directory: Path) -> dict[str, Any]:
     return read_json(directory / "config.json")
 
 
-def architecture_from_config(config: dict[str, Any], where: str) -> Architecture:
-    """The architecture that a Hugging Face configuration describes."""
+def plan_from_config(config: dict[str, Any], where: str) -> tuple[Architecture, DepthPlan]:
+    """The architecture that a Hugging Face configuration describes, and which of its layers runs when."""
     family: Family = family_of(config.get("model_type"), where)
     fields = Fields(config, f"{where}: config.json", error=CheckpointError)
     if (quantised := fields.record("quantization_config", default=None)) is not None:
         method = quantised.text("quant_method", default="unknown")
         raise UnsupportedModel(f"{where} is quantised ({method:.60}); give the unquantised checkpoint or a GGUF file")
     try:
-        return family.read(fields)
+        architecture = family.read(fields)
+        return architecture, family.plan(fields, architecture)
     except FathomError as error:
         raise error if str(error).startswith(where) else type(error)(f"{where}: {error}") from error
+
+
+def architecture_from_config(config: dict[str, Any], where: str) -> Architecture:
+    return plan_from_config(config, where)[0]
 
 
 def tokens_of(directory: Path, config: dict[str, Any]) -> TokenIds:
@@ -220,6 +227,10 @@ class Seq2SeqCheckpoint:
         return self._architecture
 
     @property
+    def plan(self) -> DepthPlan:
+        return DepthPlan.vanilla(self.architecture.layers)
+
+    @property
     def dtype(self) -> torch.dtype:
         return self.tensor("embed.weight").dtype
 
@@ -266,8 +277,7 @@ class Seq2SeqCheckpoint:
 def load_seq2seq(base: Seq2SeqCheckpoint, dtype: torch.dtype | None, device: torch.device, where: str) -> FathomForSeq2SeqLM:
     """A plain encoder-decoder model: the plan with one recursion."""
     dtype = dtype or base.dtype
-    plan = DepthPlan.vanilla(base.architecture.layers)
-    model = empty_seq2seq(configure_seq2seq(base.architecture, plan, None, base.encoder, base.tokens, dtype))
+    model = empty_seq2seq(configure_seq2seq(base.architecture, base.plan, None, base.encoder, base.tokens, dtype))
     fill(model.decoder, base.tensor, dtype, device, where)
     fill(model.encoder, base.encoder_tensor, dtype, device, where)
     return finish(model, base.tokenizer())

@@ -16,9 +16,9 @@ from fathomlm.checkpoints.gguf import GGUFCheckpoint
 from fathomlm.checkpoints.huggingface import (
     HuggingFaceCheckpoint,
     Seq2SeqCheckpoint,
-    architecture_from_config,
     is_seq2seq,
     load_seq2seq,
+    plan_from_config,
     read_config,
     seq2seq_architecture,
 )
@@ -66,7 +66,7 @@ def _load(source: str | Path, dtype: torch.dtype | None, device: torch.device, p
         return load_native(path, config, dtype, device)
     base = open_base(path, config)
     if pack is not None:
-        pack.plan_over(base.architecture, DepthPlan.vanilla(base.architecture.layers), None)
+        pack.plan_over(base.architecture, base.plan, None)
     if isinstance(base, Seq2SeqCheckpoint):
         return load_seq2seq(base, dtype, device, str(source))
     return load_base(base, dtype, device, str(source))
@@ -90,28 +90,36 @@ def open_base(path: Path, config: dict[str, Any] | None = None) -> BaseCheckpoin
 
 def open_source(source: str | Path) -> FathomModel | BaseCheckpoint:
     """What a conversion starts from: a plain decoder-only model as a checkpoint that is read a tensor at a time; a FathomLM
-    model, or one with an encoder, loaded whole. A configuration is read once."""
+    model, a looped one, or one with an encoder, loaded whole. A configuration is read once."""
     path = locate(source)
     config = read_config(path) if path.is_dir() else {}
     if is_native(config):
         return load_native(path, config, None, torch.device("cpu"))
     base = open_base(path, config)
-    return load_seq2seq(base, None, torch.device("cpu"), str(path)) if isinstance(base, Seq2SeqCheckpoint) else base
+    if isinstance(base, Seq2SeqCheckpoint):
+        return load_seq2seq(base, None, torch.device("cpu"), str(path))
+    return load_base(base, None, torch.device("cpu"), str(path)) if base.plan.recursions > 1 else base
 
 
 def architecture_of(source: str | Path) -> tuple[Architecture, DepthPlan | None, Relaxation | None]:
-    """What a source's configuration says, without its weights; plan and relaxation only for FathomLM directories."""
+    """What a source's configuration says, without its weights; a plan where it is looped or a FathomLM directory."""
     if (preset := _preset(source)) is not None:
-        return preset.architecture, None, None
+        return preset.architecture, preset.plan, None
     path = locate(source, config_only=True)
     if path.is_file():
-        return GGUFCheckpoint(path).architecture, None, None
+        file = GGUFCheckpoint(path)
+        return file.architecture, _looped(file.plan), None
     config = read_config(path)
     if is_native(config):
         return native_config(config, str(path)).build_parts()
     if is_seq2seq(config):
         return seq2seq_architecture(path, config), None, None
-    return architecture_from_config(config, str(path)), None, None
+    architecture, plan = plan_from_config(config, str(path))
+    return architecture, _looped(plan), None
+
+
+def _looped(plan: DepthPlan) -> DepthPlan | None:
+    return plan if plan.recursions > 1 else None
 
 
 def plan_of(source: str | Path, exits: str | Path | None = None) -> DepthPlan:

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 import torch
 
-from fathomlm.depth import Architecture
+from fathomlm.depth import Architecture, DepthPlan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,10 +39,15 @@ def end_ids(eos: int | list[int] | tuple[int, ...] | None) -> tuple[int, ...]:
 
 
 class BaseCheckpoint(Protocol):
-    """An untied model's checkpoint, read lazily."""
+    """A checkpoint that is no FathomLM directory, read lazily: an untied model, or one whose format has loops."""
 
     @property
     def architecture(self) -> Architecture: ...
+
+    @property
+    def plan(self) -> DepthPlan:
+        """Which of the stored layers runs when."""
+        ...
 
     @property
     def dtype(self) -> torch.dtype:
@@ -61,16 +66,18 @@ class BaseCheckpoint(Protocol):
         ...
 
 
-def parameter_shapes(architecture: Architecture) -> dict[str, tuple[int, ...]]:
-    """Every tensor that a plain model of this architecture has."""
+def parameter_shapes(architecture: Architecture, plan: DepthPlan | None = None) -> dict[str, tuple[int, ...]]:
+    """Every tensor that a checkpoint of this architecture stores; `plan` is that of a format with loops."""
     table = (architecture.vocab, architecture.hidden)
     shapes: dict[str, tuple[int, ...]] = {"embed.weight": table}
     if architecture.positions == "relative":
         shapes["relative.weight"] = (architecture.relative_buckets, architecture.heads)
-    for i in range(architecture.layers):
+    for i in range(architecture.layers if plan is None else plan.unique_layers):
         shapes |= {f"layers.{i}.{name}": shape for name, shape in layer_parameter_shapes(architecture).items()}
     for end in ("weight", "bias") if architecture.norm == "layer" else ("weight",):
         shapes[f"norm.{end}"] = (architecture.hidden,)
+    if plan is not None and plan.exit_gate:
+        shapes |= {"exit_gate.weight": (1, architecture.hidden), "exit_gate.bias": (1,)}
     return shapes if architecture.tied_embeddings else {**shapes, "head.weight": table}
 
 

@@ -1,5 +1,5 @@
-"""`fathomlm export`: a model out as a plain Hugging Face checkpoint, as a FathomLM directory that is small on disk, or its
-exits alone."""
+"""`fathomlm export`: a model out as a Hugging Face checkpoint, as a GGUF file for llama.cpp, as a FathomLM directory that is
+small on disk, or its exits alone."""
 
 from __future__ import annotations
 
@@ -50,17 +50,25 @@ class ExitExportOptions(ExitPackOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class Export(DtypeOptions, ForceOptions, JsonOptions):
-    """Write MODEL as a plain Hugging Face checkpoint in OUT: every step a layer of its own, LoRA and DoRA merged in. It
-    is as large as the untied model, and transformers and whatever else reads that format can serve it. With --format
-    fathom the model keeps its plan, and --quantize int8 makes it a quarter of the float32 size. With --format exits only the
-    weights of the model's exits are written, for --exits of `generate` and others."""
+    """Write MODEL in a format that other software reads. hf: a plain Hugging Face checkpoint in OUT, every step a layer of
+    its own, LoRA and DoRA merged in; it is as large as the untied model. nanbeige: the same with the loops kept, for engines
+    that know Nanbeige 4.2. gguf (or an OUT that ends in .gguf): one file for llama.cpp, with the loops kept where it has
+    them. fathom: with its whole plan; --quantize int8 makes it a quarter of the float32 size. exits: only the weights of the
+    model's exits, for --exits of `generate` and others."""
 
     model: str = option(positional=True, help=SOURCE)
-    out: Path = option(positional=True, help="directory to write")
-    format: Literal["hf", "fathom", "exits"] = option("hf", help="plain and unrolled, with its plan, or the exits alone")
-    quantize: Literal["int8"] | None = option(
-        None, help="--format fathom: store matrices as int8 with a scale per output channel"
+    out: Path = option(positional=True, help="directory to write, or a file that ends in .gguf")
+    format: Literal["hf", "nanbeige", "gguf", "fathom", "exits"] | None = option(
+        None,
+        help="plain and unrolled, looped as Nanbeige 4.2, for llama.cpp, with its plan, or the exits alone",
+        default_text="hf, or gguf by the name of OUT",
     )
+    quantize: Literal["int8", "f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0"] | None = option(
+        None,
+        help="how to store matrices: int8 (with a scale per output channel) for --format fathom, others for --format gguf",
+        default_text="as they are; f16 in a GGUF file",
+    )
+    unroll: bool = option(False, help="--format gguf: a layer for each step, for versions of llama.cpp without loops")
     max_shard_size: int | None = option(
         None, size=1000, help="split weights into files of at most this size, such as 12MB", default_text="4GB"
     )
@@ -70,28 +78,75 @@ class Export(DtypeOptions, ForceOptions, JsonOptions):
         from fathomlm.checkpoints.resolve import load
         from fathomlm.checkpoints.writing import check_target
 
-        if self.format == "exits":
+        format = self.format or ("gguf" if self.out.suffix == ".gguf" else "hf")
+        if format == "exits":
             return _exits(self)
         for name in EXITS_ONLY:
             if getattr(self.pack, name) is not None:
                 raise OptionError(f"--{name.replace('_', '-')} requires --format exits")
-        if self.quantize is not None and self.format != "fathom":
-            raise OptionError("--quantize requires --format fathom: plain Hugging Face checkpoints hold no int8 weights")
+        _check_quantize(self.quantize, format)
+        if format == "gguf":
+            return _gguf(self)
+        if self.unroll:
+            raise OptionError("--unroll requires --format gguf")
         check_target(self.out, self.force)
         model = load(self.model, dtype=self.dtype)
-        return (_plain if self.format == "hf" else _native)(self, model, self.max_shard_size or SHARD)
+        if format == "fathom":
+            return _native(self, model, self.max_shard_size or SHARD)
+        return _plain(self, model, self.max_shard_size or SHARD, None if format == "hf" else format)
 
 
-def _plain(options: Export, model: FathomModel, limit: int) -> int:
-    from fathomlm.checkpoints.export import describe_exits, export
-    from fathomlm.checkpoints.families import family_for
+def _check_quantize(kind: str | None, format: str) -> None:
+    if kind is not None and format != (required := "fathom" if kind == "int8" else "gguf"):
+        raise OptionError(f"--quantize {kind} requires --format {required}")
+
+
+def _gguf(options: Export) -> int:
+    from fathomlm.checkpoints.export import describe_exits
+    from fathomlm.checkpoints.gguf.writer import export_gguf
+    from fathomlm.checkpoints.resolve import decoder_only, describe, load
+
+    if options.max_shard_size is not None:
+        raise OptionError("--max-shard-size cannot be combined with --format gguf, which is one file")
+    if options.out.is_dir() or (options.out.exists() and not options.force):
+        raise OptionError(f"{options.out} exists; choose another name" + ("" if options.out.is_dir() else ", or --force"))
+    model = decoder_only(load(options.model, dtype=options.dtype), "--format gguf")
+    kind = options.quantize or "f16"
+    with progress_bar("exporting") as update:
+        found = export_gguf(model, options.out, kind, unroll=options.unroll, on_layer=update)
+    left_out = describe_exits(model) if model.plan.exits else None
+    size = options.out.stat().st_size
+    record = {
+        "architecture": found.architecture,
+        "layers": found.layers,
+        "loops": found.loops,
+        "bytes": size,
+        "weights": kind,
+    }
+    if options.json:
+        print(json.dumps({"model": options.model, "out": str(options.out), **record, "left_out": left_out}))
+        return 0
+    if left_out is not None:
+        print(f"  left out: {left_out}; the file is the last output's model", file=sys.stderr)
+    looped = f" looped {found.loops} times" if found.loops > 1 else ""
+    layers = f"{found.layers} layers{looped}"
+    print(f"{options.out}: {found.architecture}, {layers}, {kind}, {amount(size, 'B')}, from {describe(model)}")
+    return 0
+
+
+def _plain(options: Export, model: FathomModel, limit: int, loops: str | None) -> int:
+    from fathomlm.checkpoints.export import describe_exits, export, format_with_loops
+    from fathomlm.checkpoints.families import FAMILIES, family_for
     from fathomlm.checkpoints.resolve import describe, dtype_name
 
+    loops = loops or format_with_loops(model)
     with progress_bar("exporting") as update:
-        export(model, options.out, force=options.force, shard_bytes=limit, on_layer=update)
-    kind = family_for(model.architecture).architecture_class
-    left_out = describe_exits(model) if model.plan.exits else None
-    size = _record(options, {"class": kind, "layers": model.plan.unrolled_layers}, {"left_out": left_out})
+        export(model, options.out, force=options.force, shard_bytes=limit, on_layer=update, loops=loops)
+    kind = (FAMILIES[loops] if loops else family_for(model.architecture)).architecture_class
+    left_out = describe_exits(model) if model.plan.exits and not (loops and FAMILIES[loops].exit_gate) else None
+    times = model.plan.recursions if loops else 1
+    layers = model.plan.unrolled_layers // times
+    size = _record(options, {"class": kind, "layers": layers, "loops": times}, {"left_out": left_out})
     if options.json:
         return 0
     if model.relaxation is not None and dtype_name(model) != "float32":
@@ -101,7 +156,8 @@ def _plain(options: Export, model: FathomModel, limit: int) -> int:
         )
     if left_out is not None:
         print(f"  left out: {left_out}; a plain checkpoint is the last output's model", file=sys.stderr)
-    print(f"{options.out}: {kind} with {model.plan.unrolled_layers} layers, {amount(size, 'B')}, from {describe(model)}")
+    looped = f" looped {times} times" if times > 1 else ""
+    print(f"{options.out}: {kind} with {layers} layers{looped}, {amount(size, 'B')}, from {describe(model)}")
     return 0
 
 

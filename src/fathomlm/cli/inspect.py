@@ -95,7 +95,7 @@ class Inspect(JsonOptions):
 
 def _read(model: str) -> tuple[Architecture, DepthPlan | None, Relaxation | None]:
     if model in PRESETS and not Path(model).exists():
-        return PRESETS[model].architecture, None, None
+        return PRESETS[model].architecture, PRESETS[model].plan, None
     from fathomlm.checkpoints.resolve import architecture_of
 
     return architecture_of(model)

@@ -37,6 +37,8 @@ class AtExit:
     classifier: ExitClassifier | None = None
     read_RM: Tensor | None = None
     """What the exit reads, where that is not `after_RM`: its own layer's output."""
+    before: Sequence[float] | None = None
+    """The confidence at the exit before, where there was one."""
 
 
 def gap(exit: AtExit) -> Tensor:
@@ -61,11 +63,20 @@ def classified(exit: AtExit) -> Tensor:
     return exit.classifier(exit.after_RM if exit.read_RM is None else exit.read_RM).float().sigmoid().reshape(-1)
 
 
+def gated(exit: AtExit) -> Tensor:
+    """How likely a token has exited by now, of a gate that says at each exit how likely it exits there (Ouro)."""
+    here_R = classified(exit)
+    if exit.before is None:
+        return here_R
+    return 1 - (1 - here_R.new_tensor(exit.before)) * (1 - here_R)
+
+
 MEASURES: dict[str, Callable[[AtExit], Tensor]] = {
     "gap": gap,
     "max": largest,
     "state": saturation,
     "classifier": classified,
+    "gate": gated,
 }
 
 
@@ -73,6 +84,14 @@ def confidences(measure: str, exit: AtExit) -> list[float]:
     """The confidence of each row, in [0, 1]."""
     values: list[float] = MEASURES[measure](exit).clamp(0, 1).tolist()
     return values
+
+
+def find_gate(decoder: Decoder, exits: Sequence[int]) -> dict[int, ExitClassifier]:
+    """The gate that all exits share, behind the final norm."""
+    if decoder.exit_gate is None:
+        raise OptionError("confidence 'gate' requires a model with an exit gate; gap, max and state require no training")
+    gate = decoder.exit_gate
+    return {index: lambda state_RM, index=index: gate(decoder.exit_hidden(state_RM, index)) for index in exits}  # type: ignore[misc]
 
 
 def find_classifiers(decoder: Decoder, exits: Sequence[int]) -> dict[int, ExitClassifier]:

@@ -79,9 +79,10 @@ class StateCopy:
         x_R1M = forward.enter([seq.token_ids[-1:] for seq in sequences])
         first = 0
         passed: list[tuple[int, float]] = []
+        before: list[float] | None = None
         for exit in policy.exits:
             gathered = forward.gather([seq.span for seq in sequences])
-            output = policy.run_to_exit(forward, x_R1M, policy.steps[first : exit + 1], gathered)
+            output = policy.run_to_exit(forward, x_R1M, policy.steps[first : exit + 1], gathered, before)
             assert output.confidences is not None
             confident = [policy.is_confident(confidence) for confidence in output.confidences]
             stay = [r for r, exits in enumerate(confident) if not exits]
@@ -90,6 +91,7 @@ class StateCopy:
                 return
             passed = [(sequences[r].likeliest(output.logits_RV[r]), output.confidences[r]) for r in stay]
             sequences = [sequences[r] for r in stay]
+            before = [output.confidences[r] for r in stay]
             x_R1M = output.state_RM[stay][:, None]
             first = exit + 1
         gathered = forward.gather([seq.span for seq in sequences])
@@ -115,6 +117,44 @@ class StateCopy:
             seq.take(seq.pick(logits_V), TokenExit(self._policy.last + 1, confidence, agreed))
 
 
+class SelectExit:
+    """Every layer runs, and a token is chosen at the first exit that is confident: keys and values are the full model's, and
+    nothing is saved. The meaning of exits with exact fill, and what the released code of looped models with a gate does."""
+
+    def __init__(self, forward: PartialForward, policy: ExitPolicy) -> None:
+        self._forward, self._policy = forward, policy
+        self.prompt_steps = policy.steps
+
+    def step(self, sequences: Sequence[ExitingSequence]) -> None:
+        """One more token in each sequence."""
+        seen, last = run_all(self._forward, self._policy, sequences)
+        for r, (seq, logits_V) in enumerate(zip(sequences, last.logits_RV, strict=True)):
+            sure = [output.confidences[r] for output in seen if output.confidences is not None]
+            at = next((i for i, confidence in enumerate(sure) if self._policy.is_confident(confidence)), None)
+            output = seen[-1 if at is None else at]
+            agreed = seq.likeliest(output.logits_RV[r]) == seq.likeliest(logits_V)
+            if at is None:
+                seq.take(seq.pick(logits_V), TokenExit(self._policy.last + 1, sure[-1], agreed))
+            else:
+                seq.take(seq.pick(output.logits_RV[r]), TokenExit(self._policy.exits[at] + 1, sure[at], agreed))
+
+
+def run_all(
+    forward: PartialForward, policy: ExitPolicy, sequences: Sequence[ExitingSequence]
+) -> tuple[list[ExitOutput], ExitOutput]:
+    """What every exit computes for the last token of each sequence, and what the last layer does."""
+    gathered = forward.gather([seq.span for seq in sequences])
+    x_R1M = forward.enter([seq.token_ids[-1:] for seq in sequences])
+    seen: list[ExitOutput] = []
+    first = 0
+    for exit in policy.exits:
+        before = seen[-1].confidences if seen else None
+        seen.append(policy.run_to_exit(forward, x_R1M, policy.steps[first : exit + 1], gathered, before))
+        x_R1M = seen[-1].state_RM[:, None]
+        first = exit + 1
+    return seen, policy.run_to_exit(forward, x_R1M, policy.steps[first:], gathered)
+
+
 class OracleExit:
     """A token exits at the earliest exit whose most likely token is the last layer's too (thesis 2.4.1).
 
@@ -128,16 +168,8 @@ class OracleExit:
 
     def step(self, sequences: Sequence[ExitingSequence]) -> None:
         """One more token in each sequence."""
-        forward, policy = self._forward, self._policy
-        gathered = forward.gather([seq.span for seq in sequences])
-        x_R1M = forward.enter([seq.token_ids[-1:] for seq in sequences])
-        seen = []
-        first = 0
-        for exit in policy.exits:
-            seen.append(policy.run_to_exit(forward, x_R1M, policy.steps[first : exit + 1], gathered))
-            x_R1M = seen[-1].state_RM[:, None]
-            first = exit + 1
-        last = policy.run_to_exit(forward, x_R1M, policy.steps[first:], gathered)
+        policy = self._policy
+        seen, last = run_all(self._forward, policy, sequences)
         for r, (seq, logits_V) in enumerate(zip(sequences, last.logits_RV, strict=True)):
             best = seq.likeliest(logits_V)
             agreed = [seq.likeliest(output.logits_RV[r]) == best for output in seen]
@@ -159,6 +191,7 @@ EXIT_MODES: dict[str, Callable[[PartialForward, ExitPolicy, Exiting], ExitMode]]
         forward, policy, exiting.max_stack, refined(exiting.refine)
     ),
     "speculative": lambda forward, policy, exiting: ParallelDecoding(forward, policy, exiting.max_stack, verified),
+    "select": lambda forward, policy, exiting: SelectExit(forward, policy),
     "oracle": lambda forward, policy, exiting: OracleExit(forward, policy),
 }
 

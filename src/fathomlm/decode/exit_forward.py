@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from fathomlm.cache import Focus, SlotCache, Span
-from fathomlm.decode.confidence import AtExit, ExitClassifier, confidences, find_classifiers
+from fathomlm.decode.confidence import AtExit, ExitClassifier, confidences, find_classifiers, find_gate
 from fathomlm.decode.exiting import Exiting
 from fathomlm.depth import Step
 from fathomlm.model.attention_mask import AttentionMasks, TokenBatch, gathered_masks
@@ -125,6 +125,8 @@ class ExitPolicy:
         self._classifiers: dict[int, ExitClassifier] = {}
         if exiting.confidence == "classifier":
             self._classifiers = find_classifiers(decoder, self.exits)
+        elif exiting.confidence == "gate":
+            self._classifiers = find_gate(decoder, self.exits)
 
     @property
     def last(self) -> int:
@@ -132,9 +134,14 @@ class ExitPolicy:
         return self.steps[-1].index
 
     def run_to_exit(
-        self, forward: PartialForward, x_R1M: Tensor, steps: Sequence[Step], gathered: GatheredTokens
+        self,
+        forward: PartialForward,
+        x_R1M: Tensor,
+        steps: Sequence[Step],
+        gathered: GatheredTokens,
+        before: Sequence[float] | None = None,
     ) -> ExitOutput:
-        """Run the steps up to an exit, or to the end."""
+        """Run the steps up to an exit, or to the end. `before` are confidences at the exit before."""
         before_R1M = forward.run(x_R1M, steps[:-1], gathered)
         after_R1M = forward.run(before_R1M, steps[-1:], gathered)
         index = steps[-1].index
@@ -143,7 +150,7 @@ class ExitPolicy:
         sure = None
         if self._measure is not None and index in self.exits:
             classifier = self._classifiers.get(index)
-            at = AtExit(before_R1M[:, -1], after_R1M[:, -1], logits_RV, classifier, read_R1M[:, -1])
+            at = AtExit(before_R1M[:, -1], after_R1M[:, -1], logits_RV, classifier, read_R1M[:, -1], before)
             sure = confidences(self._measure, at)
         return ExitOutput(after_R1M[:, -1], logits_RV, sure)
 

@@ -11,8 +11,8 @@ from fathomlm.depth import DepthPlan
 from fathomlm.errors import OptionError, require
 from fathomlm.options import check, option
 
-CONFIDENCES = ("gap", "max", "state", "classifier")
-Mode = Literal["full", "static", "state-copy", "parallel", "speculative", "oracle"]
+CONFIDENCES = ("gap", "max", "state", "classifier", "gate")
+Mode = Literal["full", "static", "state-copy", "parallel", "speculative", "select", "oracle"]
 MODES: tuple[str, ...] = get_args(Mode)
 USED: dict[str, tuple[str, ...]] = {
     "full": (),
@@ -20,10 +20,11 @@ USED: dict[str, tuple[str, ...]] = {
     "state-copy": ("exit_layers", "min_exit_layer", "confidence", "threshold"),
     "parallel": ("exit_layers", "confidence", "threshold", "refine", "max_stack"),
     "speculative": ("exit_layers", "confidence", "threshold", "max_stack"),
+    "select": ("exit_layers", "min_exit_layer", "confidence", "threshold"),
     "oracle": ("exit_layers", "min_exit_layer", "confidence", "threshold"),
 }
 """The options that each mode has."""
-MULTIPLE = ("state-copy", "oracle")
+MULTIPLE = ("state-copy", "select", "oracle")
 """The modes with any number of exits; the others have one."""
 DEFAULT_THRESHOLD = 0.9
 DEFAULT_STACK = 16
@@ -68,8 +69,8 @@ class Exiting:
         choices=MODES, flag="--decode", metavar="MODE",
         help="what happens at an exit: full never exits; static always does; state-copy gives deeper layers the exit's "
         "state (CALM); parallel runs them later, several tokens at once (FREE); speculative lets the full model verify what "
-        "the exit drafted; oracle exits as soon as the last layer's choice is reached. full, speculative and oracle keep "
-        "the full model's output",
+        "the exit drafted; select runs every layer and takes the first confident exit's choice; oracle exits as soon as the "
+        "last layer's choice is reached. full, speculative and oracle keep the full model's output",
     )  # fmt: skip
     exit_layers: tuple[int, ...] | None = option(
         None, ge=1, flag="--exit-layer", metavar="N", default_text="the model's own exits",
@@ -83,7 +84,9 @@ class Exiting:
         help="exit where the confidence exceeds T, from 0 (always) to 1 (never); 'adaptive' estimates T while decoding",
     )  # fmt: skip
     """An estimator's threshold is read once a batch; what it learns from the batch holds for the next."""
-    min_exit_layer: int | None = option(None, ge=1, metavar="N", help="state-copy, oracle: every layer from N on is an exit")
+    min_exit_layer: int | None = option(
+        None, ge=1, metavar="N", help="state-copy, select, oracle: every layer from N on is an exit"
+    )
     refine: float | None = option(
         None, ge=0, finite=False, metavar="T",
         help="parallel: go back to a token whose -log p under the full model exceeds T; 0 is strictest",

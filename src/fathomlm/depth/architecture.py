@@ -16,9 +16,11 @@ from fathomlm.errors import OptionError
 from fathomlm.jsonfile import shown
 
 NormKind = Literal["rms", "rms_plus_one", "layer"]
-Residual = Literal["pre", "sandwich", "parallel"]
+Residual = Literal["pre", "post", "sandwich", "parallel"]
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
 Positions = Literal["rotary", "relative"]
+RopeScaling = Literal["none", "linear", "llama3", "yarn", "longrope"]
+LATER_ROPE = ("beta_fast", "beta_slow", "truncate", "attention_factor", "factors")
 CROSS = ("cross_q", "cross_k", "cross_v", "cross_o")
 LINEARS = ("q", "k", "v", "o", *CROSS, "gate", "up", "down")
 """Every linear that a layer may have."""
@@ -29,20 +31,39 @@ class Rope:
     """Rotary position embedding: the base frequency and how it is stretched to longer contexts."""
 
     theta: float = 10_000.0
-    scaling: Literal["none", "linear", "llama3"] = "none"
+    scaling: RopeScaling = "none"
     factor: float = 1.0
     low_freq_factor: float = 1.0
     """Llama 3 only: wavelengths longer than original_context / this are divided by `factor`."""
     high_freq_factor: float = 4.0
     """Llama 3 only: wavelengths shorter than original_context / this stay as they are."""
     original_context: int = 8192
-    """Llama 3 only: the context length that the model was first trained at."""
+    """Llama 3, YaRN, LongRoPE: the context length that the model was first trained at."""
+    beta_fast: float = 32.0
+    """YaRN: frequencies with more turns than this over the original context stay as they are."""
+    beta_slow: float = 1.0
+    """YaRN: those with fewer turns than this are divided by `factor`; between the two they are blended."""
+    truncate: bool = True
+    """YaRN: whether the ends of the blend are rounded to whole frequencies."""
+    attention_factor: float = 1.0
+    """YaRN, LongRoPE: what queries and keys are multiplied by, as part of the rotation."""
+    factors: tuple[float, ...] = ()
+    """LongRoPE: what each frequency is divided by, within the original context."""
 
     def __post_init__(self) -> None:
-        check_name("rope scaling", self.scaling, ("none", "linear", "llama3"))
-        for name in ("theta", "factor", "low_freq_factor", "high_freq_factor"):
+        check_name("rope scaling", self.scaling, get_args(RopeScaling))
+        for name in ("theta", "factor", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "attention_factor"):
             check_number(f"rope {name}", getattr(self, name), above=0.0)
+        check_flag("rope truncate", self.truncate)
+        for factor in self.factors:
+            check_number("rope factors", factor, above=0.0)
         check_size("original_context", self.original_context)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Fields of later scalings are left out where they are as usual, so that files stay as they were."""
+        record = dataclasses.asdict(self) | {"factors": list(self.factors)}
+        usual = {f.name: f.default for f in dataclasses.fields(self) if f.name in LATER_ROPE}
+        return {name: value for name, value in record.items() if name not in usual or value not in (usual[name], [])}
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +88,7 @@ class Architecture:
     """A plain Transformer decoder, described by its traits; with `cross`, one that looks at an encoder's output."""
 
     family: str
-    """llama, mistral, qwen2, qwen3, gemma, gemma3, neox, t5, mt5 or longt5: the checkpoint layout that is read and
-    exported."""
+    """The checkpoint layout that is read and exported: llama, mistral, ... (`checkpoints.families`)."""
     layers: int
     hidden: int
     intermediate: int
@@ -86,8 +106,13 @@ class Architecture:
     gated: bool = True
     """Whether the feed-forward part is down(act(gate(x)) * up(x)); otherwise down(act(up(x)))."""
     residual: Residual = "pre"
-    """pre: norm before each half; sandwich: also after (Gemma 3); parallel: both halves read one input (Pythia)."""
+    """pre: norm before each half; post: after it, in front of the sum (OLMo 2); sandwich: before and after (Gemma 3);
+    parallel: both halves read one input (Pythia)."""
+    residual_scale: float = 1.0
+    """pre: what each half's output is multiplied by before it is added (Granite)."""
     qk_norm: bool = False
+    qk_norm_wide: bool = False
+    """qk_norm: over all heads at once (OLMo 2), and not within each."""
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False
@@ -96,6 +121,8 @@ class Architecture:
     """The rotary base of layers with a window, where it differs (Gemma 3)."""
     rotary_fraction: float = 1.0
     """The part of each head that is rotated (Pythia: a quarter)."""
+    rotated: tuple[bool, ...] = ()
+    """Which layers rotate queries and keys (SmolLM3: three of four); empty means that all do."""
     windows: tuple[int | None, ...] = ()
     """The attention window of each layer (None: the whole context); empty means no layer has one."""
     attention_scale: float | None = None
@@ -121,6 +148,14 @@ class Architecture:
             raise OptionError(f"kv_heads must divide heads, got {self.kv_heads} and {self.heads}")
         if self.windows and len(self.windows) != self.layers:
             raise OptionError(f"windows must name every layer: got {len(self.windows)} for {self.layers} layers")
+        if self.rotated and len(self.rotated) != self.layers:
+            raise OptionError(f"rotated must name every layer: got {len(self.rotated)} for {self.layers} layers")
+        if self.residual_scale != 1.0 and self.residual != "pre":
+            raise OptionError(f"residual_scale requires the residual 'pre', got {self.residual!r}")
+        if self.qk_norm_wide and not self.qk_norm:
+            raise OptionError("qk_norm_wide requires qk_norm")
+        if self.rope.factors and len(self.rope.factors) != self.rotary_dim // 2:
+            raise OptionError(f"rope factors must be {self.rotary_dim // 2}, got {len(self.rope.factors)}")
         if self.rotary_dim % 2:
             raise OptionError(f"the rotated part of a head must be even, got {self.rotary_dim} of {self.head_dim}")
         self._check_relative()
@@ -138,7 +173,9 @@ class Architecture:
             check_name(name, getattr(self, name), get_args(known))
         if not isinstance(self.family, str):
             raise OptionError(f"family must be a name, got {shown(self.family)}")
-        for name in ("norm_eps", "embedding_scale", "head_scale"):
+        for rotates in self.rotated:
+            check_flag("rotated", rotates)
+        for name in ("norm_eps", "embedding_scale", "head_scale", "residual_scale"):
             check_number(name, getattr(self, name))
         if self.attention_scale is not None:
             check_number("attention_scale", self.attention_scale)
@@ -181,6 +218,9 @@ class Architecture:
     def window(self, layer: int) -> int | None:
         return self.windows[layer] if self.windows else None
 
+    def rotates(self, layer: int) -> bool:
+        return self.rotated[layer] if self.rotated else True
+
     def linears(self) -> tuple[LinearSpec, ...]:
         """The weight matrices of one layer, in the order they are used."""
         attention = (
@@ -212,11 +252,19 @@ class Architecture:
         """The other tensors of one layer, norms and biases, by name and width."""
         ends = ("weight", "bias") if self.norm == "layer" else ("weight",)
         norms = ["norm_attn", "norm_cross", "norm_mlp"] if self.cross else ["norm_attn", "norm_mlp"]
+        if self.residual == "post":
+            norms = ["norm_attn_out", "norm_mlp_out"]
         norms += ["norm_attn_out", "norm_mlp_out"] if self.residual == "sandwich" else []
         widths = {f"{norm}.{end}": self.hidden for norm in norms for end in ends}
         if self.qk_norm:
-            widths |= {f"attn.{norm}.{end}": self.head_dim for norm in ("q_norm", "k_norm") for end in ends}
+            q, k = self.qk_norm_widths
+            widths |= {f"attn.q_norm.{end}": q for end in ends} | {f"attn.k_norm.{end}": k for end in ends}
         return widths | {f"{linear.path}.bias": linear.outputs for linear in self.linears() if linear.bias}
+
+    @property
+    def qk_norm_widths(self) -> tuple[int, int]:
+        """Of the norms of queries and keys."""
+        return (self.query_width, self.kv_width) if self.qk_norm_wide else (self.head_dim, self.head_dim)
 
     @property
     def norm_parameters(self) -> int:
@@ -240,13 +288,15 @@ class Architecture:
     def with_layers(self, origins: tuple[int, ...]) -> Architecture:
         """The plain architecture whose layer i stands where base layer origins[i] stood (an unrolled export)."""
         windows = tuple(self.windows[origin] for origin in origins) if self.windows else ()
-        return dataclasses.replace(self, layers=len(origins), windows=windows)
+        rotated = tuple(self.rotated[origin] for origin in origins) if self.rotated else ()
+        return dataclasses.replace(self, layers=len(origins), windows=windows, rotated=rotated)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values; `from_dict` restores an equal architecture. Traits of encoder-decoder models are left out of
         others, whose files stay as they were."""
         record = dataclasses.asdict(self)
-        record["windows"] = list(self.windows)
+        record |= {"windows": list(self.windows), "rotated": list(self.rotated) or (), "rope": self.rope.to_dict()}
+        record["local_rope"] = None if self.local_rope is None else self.local_rope.to_dict()
         usual = {f.name: f.default for f in dataclasses.fields(self) if f.name in LATER_TRAITS}
         return {name: value for name, value in record.items() if name not in usual or value != usual[name]}
 
@@ -260,6 +310,9 @@ class Architecture:
         if not isinstance(windows, list | tuple):
             raise OptionError(f"windows must be a list with a window for each layer, got {shown(windows)}")
         values["windows"] = tuple(windows)
+        if not isinstance(rotated := values.get("rotated", []), list | tuple):
+            raise OptionError(f"rotated must be a list with true or false for each layer, got {shown(rotated)}")
+        values["rotated"] = tuple(rotated)
         return cls(**values)
 
 
@@ -267,13 +320,19 @@ SIZES = (
     "layers", "hidden", "intermediate", "heads", "kv_heads", "head_dim", "vocab", "context", "relative_buckets",
     "relative_distance", "memory_width",
 )  # fmt: skip
-FLAGS = ("tied_embeddings", "gated", "qk_norm", "qkv_bias", "o_bias", "mlp_bias", "cross")
-LATER_TRAITS = ("head_scale", "positions", "relative_buckets", "relative_distance", "cross", "memory_width")
+FLAGS = ("tied_embeddings", "gated", "qk_norm", "qk_norm_wide", "qkv_bias", "o_bias", "mlp_bias", "cross")
+LATER_TRAITS = (
+    "head_scale", "positions", "relative_buckets", "relative_distance", "cross", "memory_width", "residual_scale",
+    "qk_norm_wide", "rotated",
+)  # fmt: skip
 """Fields that are written only where they are not as usual."""
 
 
 def _rope(record: object) -> Rope:
-    return Rope(**_checked(Rope, record, "rope"))
+    values = _checked(Rope, record, "rope")
+    if not isinstance(factors := values.get("factors", []), list | tuple):
+        raise OptionError(f"rope factors must be a list of numbers, got {shown(factors)}")
+    return Rope(**{**values, "factors": tuple(factors)})
 
 
 def _checked(cls: type[Architecture] | type[Rope], record: object, what: str) -> dict[str, Any]:

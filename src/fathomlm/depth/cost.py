@@ -116,6 +116,7 @@ def count(
     routed = 0 if plan.routing is None else plan.routing.parameters(architecture.hidden)
     tied = plan.unique_layers * architecture.layer_parameters
     tied += architecture.norm_parameters + architecture.relative_parameters
+    tied += architecture.hidden + 1 if plan.exit_gate else 0
     return Cost(
         layout=plan.layout,
         unique_layers=plan.unique_layers,

@@ -67,6 +67,11 @@ class DepthPlan:
     """How many of a plain model's layers read the same entries."""
     routing: Routing | None = None
     """What chooses each token's depth; None runs every token to the end."""
+    exit_gate: bool = False
+    """Whether one learned gate says at every exit how likely a token exits there (Ouro)."""
+    loop_norm: bool = False
+    """Whether the final norm also stands between two recursions, so that a loop reads what the head would read (Nanbeige,
+    Ouro)."""
 
     def __post_init__(self) -> None:
         self._check()
@@ -87,6 +92,10 @@ class DepthPlan:
             raise PlanError("kv mode 'hybrid' requires a router: it keeps shared entries for tokens that stopped early")
         if self.exit_layer and not self.exits:
             raise PlanError("exit_layer requires exits")
+        if self.exit_gate and not self.exits:
+            raise PlanError("exit_gate requires exits")
+        if self.loop_norm and not (self.loops and self.recursions > 1):
+            raise PlanError("loop_norm requires a looped core (cycle or middle-cycle) of 2 or more recursions")
         if self.routing is None:
             return
         if not self.loops:
@@ -161,14 +170,15 @@ class DepthPlan:
         """Whether a recursion runs the whole core before the next begins, so that a recursion has an output."""
         return STRATEGIES[self.sharing].whole_passes
 
-    def with_exits(self, exits: Iterable[int], *, layer: bool = False) -> DepthPlan:
-        """The same plan, with exits after these steps (by index, from 0), each with a `layer` of its own or without."""
+    def with_exits(self, exits: Iterable[int], *, layer: bool = False, gate: bool = False) -> DepthPlan:
+        """The same plan, with exits after these steps (by index, from 0), each with a `layer` of its own or without, and a
+        `gate` for all of them or none."""
         chosen = tuple(sorted(set(exits)))
         for index in chosen:
             if not 0 <= index < self.unrolled_layers - 1:
                 last = self.unrolled_layers - 1
                 raise PlanError(f"an exit goes after one of the steps 1 to {last} of {last + 1}, got {index + 1}")
-        return dataclasses.replace(self, exits=chosen, exit_layer=layer)
+        return dataclasses.replace(self, exits=chosen, exit_layer=layer, exit_gate=gate)
 
     def exit_steps(self, exits: Iterable[int]) -> tuple[Step, ...]:
         """What the exits after these steps run of their own, beside the plan's steps. Nothing where an exit has no layer.
@@ -193,6 +203,10 @@ class DepthPlan:
     def with_routing(self, routing: Routing | None) -> DepthPlan:
         """The same plan with a router between recursions, or without one."""
         return dataclasses.replace(self, routing=routing)
+
+    def with_loop_norm(self) -> DepthPlan:
+        """The same plan with the final norm between recursions too."""
+        return dataclasses.replace(self, loop_norm=True)
 
     @cached_property
     def kv_sources(self) -> tuple[int, ...]:
@@ -243,6 +257,11 @@ class DepthPlan:
         after = self.steps[step.index + 1] if step.index + 1 < len(self.steps) else None
         return step.part == "core" and (after is None or after.part != "core" or after.recursion != step.recursion)
 
+    def begins_recursion(self, step: Step) -> bool:
+        """Whether a pass through the core begins with this step."""
+        before = self.steps[step.index - 1] if step.index else None
+        return step.part == "core" and (before is None or before.part != "core" or before.recursion != step.recursion)
+
     def __iter__(self) -> Iterator[Step]:
         return iter(self.steps)
 
@@ -256,6 +275,8 @@ class DepthPlan:
         }
         record |= {"exits": list(self.exits)} if self.exits else {}
         record |= {"exit_layer": True} if self.exit_layer else {}
+        record |= {"exit_gate": True} if self.exit_gate else {}
+        record |= {"loop_norm": True} if self.loop_norm else {}
         record |= {"kv": self.kv} if self.kv != "cache" else {}
         record |= {"kv_sharing": self.kv_sharing, "kv_loops": self.kv_loops} if self.kv_sharing is not None else {}
         return record | ({"routing": self.routing.to_dict()} if self.routing is not None else {})
@@ -263,7 +284,7 @@ class DepthPlan:
     @classmethod
     def from_dict(cls, record: dict[str, Any]) -> DepthPlan:
         required = ("sharing", "recursions", "base_layers", "unrolled_layers")
-        optional = ("exits", "exit_layer", "kv", "kv_sharing", "kv_loops", "routing")
+        optional = ("exits", "exit_layer", "kv", "kv_sharing", "kv_loops", "routing", "exit_gate", "loop_norm")
         check_record("plan", record, (*required, *optional), required, error=PlanError)
         for name in ("sharing", "kv", "kv_sharing"):
             if not isinstance(record.get(name, ""), str):
@@ -275,12 +296,15 @@ class DepthPlan:
         plan = cls.build(record["sharing"], recursions, base, resize)
         if plan.unrolled_layers != unrolled:
             raise PlanError(f"the plan says {unrolled} unrolled layers, its other fields give {plan.unrolled_layers}")
-        if not isinstance(layer := record.get("exit_layer", False), bool):
-            raise PlanError(f"exit_layer must be true or false, got {layer!r}")
+        for name in ("exit_layer", "exit_gate", "loop_norm"):
+            if not isinstance(record.get(name, False), bool):
+                raise PlanError(f"{name} must be true or false, got {shown(record[name])}")
+        if record.get("loop_norm", False):
+            plan = plan.with_loop_norm()
         exits = record.get("exits", [])
         if not isinstance(exits, list) or not all(is_int(index) for index in exits):
             raise PlanError(f"the plan's exits must be a list of steps, got {shown(exits)}")
-        plan = plan.with_exits(exits, layer=layer)
+        plan = plan.with_exits(exits, layer=record.get("exit_layer", False), gate=record.get("exit_gate", False))
         if (routing := record.get("routing")) is not None:
             plan = plan.with_routing(Routing.from_dict(routing))
         return plan.with_kv(record.get("kv", "cache"), record.get("kv_sharing"), loops)

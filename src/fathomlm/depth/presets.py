@@ -6,11 +6,14 @@ bases for chapter 3; T5, mT5 and LongT5 those for chapter 2.
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from fathomlm.depth.architecture import Architecture, Rope
+from fathomlm.depth.plan import DepthPlan
 from fathomlm.errors import ModelNotFound, choices
 
 
@@ -19,6 +22,8 @@ class Preset:
     """A named base model."""
 
     architecture: Architecture
+    plan: DepthPlan | None = None
+    """Of a looped model; None where every layer runs once."""
     hub: str | None = None
     """The Hugging Face repository of its weights; None where there are none."""
     wheel: str | None = None
@@ -286,6 +291,60 @@ PRESETS: dict[str, Preset] = {
         encoder_fields={"encoder_attention_type": "transient-global", "local_radius": 127, "global_block_size": 16},
     ),
 }
+
+
+def _looped(base: Architecture, loops: int, hub: str) -> Preset:
+    """`base` has the layers of one loop."""
+    architecture = dataclasses.replace(base, layers=base.layers * loops)
+    plan = DepthPlan.build("cycle", loops, architecture.layers).with_loop_norm()
+    return Preset(architecture=architecture, plan=plan, hub=hub)
+
+
+def _smollm3() -> Architecture:
+    base = _llama(36, 2048, 11_008, 16, 4, 128_256, family="smollm3", context=65_536, theta=5e6, eps=1e-6)
+    return dataclasses.replace(base, rotated=tuple((i + 1) % 4 != 0 for i in range(base.layers)))
+
+
+def _granite() -> Architecture:
+    base = _llama(40, 2048, 8192, 32, 8, 49_155, family="granite", context=131_072, theta=5e6)
+    return dataclasses.replace(base, embedding_scale=12.0, attention_scale=0.015625, residual_scale=0.22, head_scale=0.125)
+
+
+def _phi4_mini() -> Architecture:
+    """Within its original context; see `checkpoints.families.phi`."""
+    stretched = math.sqrt(1 + math.log(32) / math.log(4096))
+    rope = Rope(scaling="longrope", original_context=4096, attention_factor=stretched, factors=(1.0,) * 48)
+    base = _llama(32, 3072, 8192, 24, 8, 200_064, family="phi3", context=4096)
+    return dataclasses.replace(base, rope=rope, rotary_fraction=0.75)
+
+
+def _olmo2(layers: int, hidden: int, intermediate: int, heads: int) -> Architecture:
+    base = _llama(
+        layers, hidden, intermediate, heads, heads, 100_352, family="olmo2", context=4096, theta=5e5, tied=False, eps=1e-6
+    )
+    return dataclasses.replace(base, residual="post", qk_norm=True, qk_norm_wide=True)
+
+
+def _ouro(layers: int, hub: str) -> Preset:
+    loop = _llama(layers, 2048, 5632, 16, 16, family="ouro", context=65_536, theta=1e6, tied=False, eps=1e-6)
+    found = _looped(dataclasses.replace(loop, residual="sandwich"), 4, hub)
+    assert found.plan is not None
+    return dataclasses.replace(found, plan=found.plan.with_exits(found.plan.recursion_ends(), gate=True))
+
+
+PRESETS |= {
+    "ouro-1.4b": _ouro(24, "ByteDance/Ouro-1.4B"),
+    "ouro-2.6b": _ouro(48, "ByteDance/Ouro-2.6B"),
+    "smollm3-3b": Preset(architecture=_smollm3(), hub="HuggingFaceTB/SmolLM3-3B"),
+    "granite-3.1-2b": Preset(architecture=_granite(), hub="ibm-granite/granite-3.1-2b-base"),
+    "phi-4-mini": Preset(architecture=_phi4_mini(), hub="microsoft/Phi-4-mini-instruct"),
+    "olmo2-1b": Preset(architecture=_olmo2(16, 2048, 8192, 16), hub="allenai/OLMo-2-0425-1B"),
+    "olmo2-7b": Preset(architecture=_olmo2(32, 4096, 11_008, 32), hub="allenai/OLMo-2-1124-7B"),
+    "nanbeige4.2-3b": _looped(
+        _llama(22, 3072, 10752, 48, 8, 166_144, family="nanbeige", head_dim=128, context=262_144, theta=7e7, tied=False),
+        2, "Nanbeige/Nanbeige4.2-3B",
+    ),
+}  # fmt: skip
 
 
 def preset(name: str) -> Preset:

@@ -99,7 +99,7 @@ class PagedLayers:
         on; None where every row runs just these steps. `spend`: nobody needs `x_NM` afterwards."""
         self._check(steps, attention)
         if self.fused:
-            return self._fused(x_NM if spend else x_NM.clone(), steps, attention, positions_N)
+            return self._fused(x_NM if spend else x_NM.clone(), steps, attention, positions_N, recursion_N)
         for step in steps:
             x_NM = self._block(x_NM, step, attention, positions_N, recursion_N)
         return x_NM
@@ -107,7 +107,10 @@ class PagedLayers:
     def keep(self, x_NM: Tensor, steps: Sequence[Step], attention: AttentionMetadata, positions_N: Tensor) -> None:
         """Store what steps would make of the stream as keys and values; nothing else of them runs (state copying)."""
         self._check(steps, attention)
+        entered = False
         for step in steps:
+            if not entered and self._norms_between(step) and step.recursion:
+                x_NM, entered = self._norm(x_NM), True
             layer, context = self.decoder.layers[step.layer], self._context(step, attention, positions_N, None)
             assert isinstance(layer, Block)
             layer.keep_entries(x_NM[:, None], context)
@@ -126,6 +129,7 @@ class PagedLayers:
         decoder, plan = self.decoder, self.decoder.plan
         layer = decoder.layers[step.layer]
         assert isinstance(layer, Block)
+        x_NM = self._entering(x_NM, step, recursion_N)
         out_NM: Tensor = layer(x_NM[:, None], self._context(step, attention, positions_N, recursion_N))[:, 0]
         if decoder.encodings and plan.is_last_of_recursion(step):
             if recursion_N is None:
@@ -135,12 +139,26 @@ class PagedLayers:
             out_NM = out_NM.to(x_NM.dtype)
         return out_NM
 
+    def _norms_between(self, step: Step) -> bool:
+        return self.decoder.plan.loop_norm and self.decoder.plan.begins_recursion(step)
+
+    def _entering(self, x_NM: Tensor, step: Step, recursion_N: Tensor | None) -> Tensor:
+        """The stream as a step reads it: through the final norm where it comes from the recursion before."""
+        if not self._norms_between(step) or (recursion_N is None and step.recursion == 0):
+            return x_NM
+        normed_NM: Tensor = self._norm(x_NM)
+        if recursion_N is None:
+            return normed_NM
+        return torch.where((step.recursion + recursion_N > 0)[:, None], normed_NM, x_NM)
+
     def _context(
         self, step: Step, attention: AttentionMetadata, positions_N: Tensor, recursion_N: Tensor | None
     ) -> StepContext:
         decoder, plan = self.decoder, self.decoder.plan
         window = self.architecture.window(step.origin)
         cos, sin = (table[:, None, None] for table in self._angles(window, positions_N))
+        if not self.architecture.rotates(step.origin):
+            cos, sin = torch.ones_like(cos), torch.zeros_like(sin)
         delta: StepDelta | GroupedDelta | None = decoder.delta(step)
         if recursion_N is not None and plan.is_shared(step):
             if step.layer not in self._grouped:
@@ -154,16 +172,23 @@ class PagedLayers:
 
     # Packed weights.
 
-    def _fused(self, x_NM: Tensor, steps: Sequence[Step], attention: AttentionMetadata, positions_N: Tensor) -> Tensor:
+    def _fused(
+        self, x_NM: Tensor, steps: Sequence[Step], attention: AttentionMetadata, positions_N: Tensor,
+        recursion_N: Tensor | None,
+    ) -> Tensor:  # fmt: skip
         if len(x_NM) == 1 and not self.alone:
             both = AttentionMetadata(
                 F.pad(attention.slot_mapping_N, (0, 1), value=-1), attention.table_NP.expand(2, -1),
                 F.pad(attention.lengths_N, (0, 1)), planes=attention.planes,
             )  # fmt: skip
-            return self._fused(x_NM.repeat(2, 1), steps, both, positions_N.expand(2))[:1]
+            twice = None if recursion_N is None else recursion_N.expand(2)
+            return self._fused(x_NM.repeat(2, 1), steps, both, positions_N.expand(2), twice)[:1]
         a, plan, scratch = self.architecture, self.decoder.plan, self._scratch_for(x_NM.shape[0])
-        cos_ND, sin_ND = attention.angles or self._angles(None, positions_N)
+        angles = attention.angles or self._angles(None, positions_N)
+        still = (torch.ones_like(angles[0]), torch.zeros_like(angles[1])) if a.rotated else angles
         for step in steps:
+            cos_ND, sin_ND = angles if a.rotates(step.origin) else still
+            x_NM = self._entering(x_NM, step, recursion_N)
             k_pages, v_pages = self.pages.at(*self.layout.home(step), attention.planes)
             packed = self.packed[step.layer]
             reads = plan.reads_kv(step)

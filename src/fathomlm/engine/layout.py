@@ -84,6 +84,8 @@ def _check(architecture: Architecture, plan: DepthPlan, relaxation: Relaxation |
         )
     if any(window is not None for window in architecture.windows):
         raise UnsupportedModel("tokens of different depths cannot be batched where layers have attention windows")
+    if not all(architecture.rotated):
+        raise UnsupportedModel("tokens of different depths cannot be batched where some layers have no rotary positions")
     if plan.routing is not None and exit_layer is not None:
         raise UnsupportedModel("a routed model's router already chooses each token's depth; it has no exits")
     if plan.routing is not None and not plan.routing.method.takes_all_first(plan.routing):

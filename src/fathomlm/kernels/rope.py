@@ -22,6 +22,10 @@ def frequencies(rope: Rope, rotary_dim: int, device: torch.device) -> Tensor:
         return base / rope.factor
     if rope.scaling == "llama3":
         return _llama3(base, rope)
+    if rope.scaling == "yarn":
+        return _yarn(base, rope, rotary_dim)
+    if rope.scaling == "longrope":
+        return base / torch.tensor(rope.factors, dtype=base.dtype, device=device)
     return base
 
 
@@ -40,6 +44,23 @@ def _llama3(base: Tensor, rope: Rope) -> Tensor:
     return torch.where((wavelength >= shortest) & (wavelength <= longest), between, stretched)
 
 
+def _yarn(base: Tensor, rope: Rope, rotary_dim: int) -> Tensor:
+    """YaRN (Peng et al. 2023): frequencies with few turns over the original context are divided by `factor`, those with
+    many kept, those between blended."""
+
+    def place(turns: float) -> float:
+        """Which frequency makes so many turns over the original context."""
+        return rotary_dim * math.log(rope.original_context / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
+
+    low, high = place(rope.beta_fast), place(rope.beta_slow)
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, rotary_dim - 1)
+    number = torch.arange(rotary_dim // 2, dtype=torch.float32, device=base.device)
+    kept = 1 - ((number - low) / (high - low if high != low else 0.001)).clamp(0, 1)
+    return base / rope.factor * (1 - kept) + base * kept
+
+
 def rope_table(rope: Rope, rotary_dim: int, positions_BT: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Cosine and sine at each position, shaped (B, 1, T, R) to meet the heads.
 
@@ -48,6 +69,8 @@ def rope_table(rope: Rope, rotary_dim: int, positions_BT: Tensor, dtype: torch.d
     find = frequencies if torch.compiler.is_compiling() else _cached_frequencies
     angles = (positions_BT[..., None].float() * find(rope, rotary_dim, positions_BT.device)).unsqueeze(1)
     cos, sin = angles.cos(), angles.sin()
+    if rope.attention_factor != 1.0:
+        cos, sin = cos * rope.attention_factor, sin * rope.attention_factor
     return torch.cat((cos, cos), dim=-1).to(dtype), torch.cat((-sin, sin), dim=-1).to(dtype)
 
 

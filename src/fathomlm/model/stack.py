@@ -83,6 +83,8 @@ class LayerStack(nn.Module):
             {str(index): ExitClassifier(architecture) for index in plan.exits if exit_classifier}
         )
         """By the index of a step, as exit heads are: from `exit_hidden` to one score, high where leaving is safe."""
+        self.exit_gate = ExitClassifier(architecture) if plan.exit_gate else None
+        """From what the head reads at any exit to one logit: of exiting there, where the token has not before."""
         self.exit_vocab: ExitVocab | None = None
         """The tokens that early exits choose among; None is all of them."""
 
@@ -203,7 +205,10 @@ class LayerStack(nn.Module):
 
     def keep_entries(self, x_BTM: Tensor, steps: Sequence[Step], masks: AttentionMasks, cache: Cache) -> None:
         """Store what steps would make of the same residual stream as keys and values; nothing else of them runs."""
+        entered = False
         for step in steps:
+            if not entered and self._norms_between(step):
+                x_BTM, entered = self.norm(x_BTM), True
             layer = self._layer(step)
             assert isinstance(layer, Block)
             layer.keep_entries(x_BTM, self._context(step, masks, cache))
@@ -254,10 +259,16 @@ class LayerStack(nn.Module):
     ) -> Tensor:
         """Run some steps of the plan, in order."""
         for step in steps:
+            if self._norms_between(step):
+                x = self.norm(x)
             x = self._layer(step)(x, self._context(step, masks, kv, packed, keep_inner))
             if self.encodings and self.plan.is_last_of_recursion(step):
                 x = (x * self.encodings[step.recursion]).to(x.dtype)
         return x
+
+    def _norms_between(self, step: Step) -> bool:
+        """Whether the stream goes through the final norm in front of a step, between two recursions."""
+        return self.plan.loop_norm and step.recursion > 0 and self.plan.begins_recursion(step)
 
     def _layer(self, step: Step) -> nn.Module:
         if step.part == "exit":
@@ -273,8 +284,11 @@ class LayerStack(nn.Module):
         keep_inner: bool = True,
     ) -> StepContext:
         attention = masks[self.architecture.window(step.origin)]
+        cos, sin = attention.cos, attention.sin
+        if not self.architecture.rotates(step.origin):
+            cos, sin = torch.ones_like(cos), torch.zeros_like(sin)
         return StepContext(
-            attention.cos, attention.sin, attention.mask, attention.causal, kv.at(step), kv.reads(step), self.delta(step),
+            cos, sin, attention.mask, attention.causal, kv.at(step), kv.reads(step), self.delta(step),
             packed=None if packed is None else packed.get(step.layer),
             memory=None if attention.memory is None else attention.memory.at(step, keeps=not isinstance(kv, NoCache)),
             keep_inner=keep_inner,
@@ -287,11 +301,16 @@ def scaled(embeddings: Tensor, scale: float) -> Tensor:
 
 
 def _check_rotation(architecture: Architecture, plan: DepthPlan) -> None:
-    """Shared keys keep the rotation of the step that made them; a step with another rotary base could not read them."""
-    if architecture.local_rope is None:
-        return
+    """Shared keys keep the rotation of the step that made them; a step with another one could not read them."""
     for step in plan:
         source = plan.steps[plan.kv_sources[step.index]]
+        if architecture.rotates(step.origin) != architecture.rotates(source.origin):
+            raise OptionError(
+                f"kv mode '{plan.kv}' would let step {step.index + 1} read keys of step {source.index + 1}, and only one of "
+                f"them is rotated ({architecture.family}: layers with rotary positions, and without)"
+            )
+        if architecture.local_rope is None:
+            continue
         if (architecture.window(step.origin) is None) != (architecture.window(source.origin) is None):
             raise OptionError(
                 f"kv mode '{plan.kv}' would let step {step.index + 1} read keys of step {source.index + 1}, which has "

@@ -18,7 +18,7 @@ from fathomlm.errors import OptionError
 from fathomlm.model.decoder import Decoder
 from fathomlm.train.recipe import OptimizerRecipe
 
-EXITS = ("exit_heads.", "exit_adapters.", "exit_blocks.", "exit_classifiers.")
+EXITS = ("exit_heads.", "exit_adapters.", "exit_blocks.", "exit_classifiers.", "exit_gate.")
 """How the names of weights begin that belong to exits."""
 
 

@@ -198,7 +198,7 @@ def read_source(source: str, *, foresee: bool = False) -> tuple[Architecture, De
     """What a source's configuration says; presets answer without torch or a file. With `foresee`, a model that a shipped
     recipe has yet to make is what that recipe says."""
     if source in PRESETS and not Path(source).exists():
-        return PRESETS[source].architecture, None, None
+        return PRESETS[source].architecture, PRESETS[source].plan, None
     if foresee and (name := yet_to_come(source)) is not None:
         made = read_student(read_recipe(name), foresee=True)
         return made.architecture, made.plan.with_exits(()), made.relaxation

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from fathomlm.checkpoints.families import gemma, llama, neox, qwen, t5
+from fathomlm.checkpoints.families import gemma, granite, llama, nanbeige, neox, olmo, ouro, phi, qwen, smollm3, t5
 from fathomlm.checkpoints.families.shared import Family
 from fathomlm.depth import Architecture
 from fathomlm.errors import UnsupportedModel
@@ -22,6 +22,12 @@ FAMILIES: dict[str, Family] = {
     "gemma": gemma.GEMMA,
     "gemma3": gemma.GEMMA3,
     "neox": neox.NEOX,
+    "smollm3": smollm3.SMOLLM3,
+    "granite": granite.GRANITE,
+    "phi3": phi.PHI3,
+    "olmo2": olmo.OLMO2,
+    "nanbeige": nanbeige.NANBEIGE,
+    "ouro": ouro.OURO,
 }
 """Decoder-only families by the name that an `Architecture` has."""
 SEQ2SEQ: dict[str, Family] = {"t5": t5.T5, "mt5": t5.MT5, "longt5": t5.LONGT5}

@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
-from fathomlm.checkpoints.families.shared import HF_ACTIVATIONS, Config, Family, activation_of, read_rope, rope_dict, size
+from fathomlm.checkpoints.families.shared import (
+    HF_ACTIVATIONS,
+    QKV,
+    Config,
+    Family,
+    activation_of,
+    read_rope,
+    rope_dict,
+    size,
+)
 from fathomlm.depth import Architecture
 
 NEOX_NAMES = {
@@ -80,4 +90,5 @@ NEOX = Family(
     write=write_neox,
     layer_names=NEOX_NAMES,
     outer_names=NEOX_OUTER,
+    fusions=(dataclasses.replace(QKV, by_head=True),),
 )

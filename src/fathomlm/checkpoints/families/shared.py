@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, overload
 
-from fathomlm.depth import Architecture, Rope
+import torch
+from torch import Tensor
+
+from fathomlm.depth import Architecture, DepthPlan, Rope
 from fathomlm.depth.bounds import BOUNDS
 from fathomlm.errors import UnsupportedModel
 from fathomlm.jsonfile import Fields
@@ -36,6 +40,38 @@ ACTIVATIONS = {
 HF_ACTIVATIONS = {"silu": "silu", "gelu": "gelu", "gelu_tanh": "gelu_pytorch_tanh"}
 
 
+def plain_plan(config: Config, architecture: Architecture) -> DepthPlan:
+    """Every layer once."""
+    return DepthPlan.vanilla(architecture.layers)
+
+
+@dataclass(frozen=True, slots=True)
+class Fusion:
+    """Matrices that a format keeps as one, below each other."""
+
+    name: str
+    parts: tuple[str, ...]
+    by_head: bool = False
+    """Whether the parts of each head lie together (GPT-NeoX), or each part is whole (Phi)."""
+
+    def join(self, tensors: Sequence[Tensor], heads: int) -> Tensor:
+        if not self.by_head:
+            return torch.cat(tuple(tensors))
+        return torch.stack([t.view(heads, -1, *t.shape[1:]) for t in tensors], dim=1).flatten(0, 2).contiguous()
+
+    def split(self, fused: Tensor, part: str, architecture: Architecture) -> Tensor:
+        """One of the matrices."""
+        if self.by_head:
+            by_head = fused.view(architecture.heads, len(self.parts), -1, *fused.shape[1:])
+            return by_head[:, self.parts.index(part)].reshape(-1, *fused.shape[1:]).contiguous()
+        heights = {spec.path: spec.outputs for spec in architecture.linears()}
+        first = sum(heights[other] for other in self.parts[: self.parts.index(part)])
+        return fused[first : first + heights[part]].clone()
+
+
+QKV = Fusion("attn.qkv", ("attn.q", "attn.k", "attn.v"))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
     """How one Hugging Face model type is read and written."""
@@ -50,11 +86,18 @@ class Family:
     outer_names: Mapping[str, str] = field(default_factory=lambda: LLAMA_OUTER)
     ungated_names: Mapping[str, str] | None = None
     """`layer_names` of versions without a gate, where those differ."""
+    plan: Callable[[Config, Architecture], DepthPlan] = plain_plan
+    """What a configuration says of loops. An architecture's `layers` are those of the unrolled depth."""
+    write_loops: Callable[[Architecture, DepthPlan], dict[str, Any]] | None = None
+    """The configuration of a looped plan, where the format has loops; other formats hold it unrolled."""
+    exit_gate: bool = False
+    """Whether a looped model of this format has exits after its loops, with a gate."""
 
-    @property
-    def fused_qkv(self) -> bool:
-        """Whether q, k and v of each head are kept together in one matrix."""
-        return "attn.qkv" in self.layer_names
+    fusions: tuple[Fusion, ...] = ()
+
+    def fusion(self, module: str) -> Fusion | None:
+        """What a linear of a layer is a part of."""
+        return next((fusion for fusion in self.fusions if module in fusion.parts), None)
 
 
 @overload
@@ -71,8 +114,9 @@ def size(config: Config, name: str, bound: str, default: int | None = -1) -> int
     return config.integer(name, at_least=least, at_most=most, default=default)
 
 
-def read_rope(found: Fields | None, theta: float, where: str) -> Rope:
-    """A rotary specification, from the dictionary that newer configurations have or the fields of older ones."""
+def read_rope(found: Fields | None, theta: float, where: str, context: int = 2048) -> Rope:
+    """A rotary specification, from the dictionary that newer configurations have or the fields of older ones. `context` is
+    the longest sequence that the configuration names."""
     if found is None:
         return Rope(theta=theta)
     kind = found.text("rope_type", default=None) or found.text("type", default="default")
@@ -90,12 +134,54 @@ def read_rope(found: Fields | None, theta: float, where: str) -> Rope:
             high_freq_factor=found.number("high_freq_factor"),
             original_context=size(found, "original_max_position_embeddings", "original_context"),
         )
-    raise UnsupportedModel(f"{where} asks for '{kind:.60}' rotary scaling; known: default, linear, llama3")
+    if kind == "yarn":
+        return _read_yarn(found, theta, context)
+    if kind == "longrope":
+        return _read_longrope(found, theta, context)
+    raise UnsupportedModel(f"{where} asks for '{kind:.60}' rotary scaling; known: {', '.join(ROPE_KINDS)}")
+
+
+ROPE_KINDS = ("default", "linear", "llama3", "yarn", "longrope")
+
+
+def _read_yarn(found: Fields, theta: float, context: int) -> Rope:
+    factor = found.number("factor")
+    given, part, whole = (found.number(name, default=0.0) for name in ("attention_factor", "mscale", "mscale_all_dim"))
+
+    def stretched(scale: float) -> float:
+        return 0.1 * scale * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+    usual = stretched(part) / stretched(whole) if part and whole else stretched(1.0)
+    return Rope(
+        theta=theta,
+        scaling="yarn",
+        factor=factor,
+        original_context=size(found, "original_max_position_embeddings", "original_context", context),
+        beta_fast=found.number("beta_fast", default=32.0),
+        beta_slow=found.number("beta_slow", default=1.0),
+        truncate=found.flag("truncate", default=True),
+        attention_factor=given or usual,
+    )
+
+
+def _read_longrope(found: Fields, theta: float, context: int) -> Rope:
+    """The factors of the original context. Those beyond it would turn every key anew when a sequence grows past it."""
+    original = size(found, "original_max_position_embeddings", "original_context", context)
+    factor = found.number("factor", default=max(1.0, context / original))
+    usual = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 and original > 1 else 1.0
+    return Rope(
+        theta=theta,
+        scaling="longrope",
+        original_context=original,
+        attention_factor=found.number("attention_factor", default=0.0) or usual,
+        factors=tuple(found.numbers("short_factor")),
+    )
 
 
 def rope_of(config: Config, default_theta: float = 10_000.0) -> Rope:
     parameters = config.record("rope_parameters", default=None) or config.record("rope_scaling", default=None)
-    return read_rope(parameters, config.number("rope_theta", default=default_theta), config.text("model_type"))
+    context = size(config, "max_position_embeddings", "context", 2048)
+    return read_rope(parameters, config.number("rope_theta", default=default_theta), config.text("model_type"), context)
 
 
 def rope_dict(rope: Rope) -> dict[str, Any]:
@@ -103,14 +189,19 @@ def rope_dict(rope: Rope) -> dict[str, Any]:
         return {"rope_type": "default", "rope_theta": rope.theta}
     if rope.scaling == "linear":
         return {"rope_type": "linear", "rope_theta": rope.theta, "factor": rope.factor}
-    return {
-        "rope_type": "llama3",
+    common = {
+        "rope_type": rope.scaling,
         "rope_theta": rope.theta,
-        "factor": rope.factor,
-        "low_freq_factor": rope.low_freq_factor,
-        "high_freq_factor": rope.high_freq_factor,
         "original_max_position_embeddings": rope.original_context,
     }
+    if rope.scaling == "yarn":
+        blend = {"beta_fast": rope.beta_fast, "beta_slow": rope.beta_slow, "truncate": rope.truncate}
+        return {**common, "factor": rope.factor, "attention_factor": rope.attention_factor, **blend}
+    if rope.scaling == "longrope":
+        factors = list(rope.factors)
+        return {**common, "attention_factor": rope.attention_factor, "short_factor": factors, "long_factor": factors}
+    ends = {"low_freq_factor": rope.low_freq_factor, "high_freq_factor": rope.high_freq_factor}
+    return {**common, "factor": rope.factor, **ends}
 
 
 def activation_of(name: str, family: str) -> Any:

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 from fathomlm.checkpoints.gguf.reader import GGUFFile
-from fathomlm.depth import Architecture, Rope
-from fathomlm.errors import CheckpointError, OptionError, UnsupportedModel
+from fathomlm.depth import Architecture, DepthPlan, Rope
+from fathomlm.errors import CheckpointError, OptionError, PlanError, UnsupportedModel
 
 _REFUSED = (
     "expert_count",
@@ -70,7 +70,7 @@ class _Facts:
         return CheckpointError(f"{self.file.path}: {self._prefix}.{key} must be {rule}, got {got}")
 
 
-def read_architecture(file: GGUFFile) -> Architecture:
+def read_architecture(file: GGUFFile) -> tuple[Architecture, DepthPlan]:
     name = file.metadata.get("general.architecture")
     if not isinstance(name, str):
         raise CheckpointError(f"{file.path}: the metadata names no architecture")
@@ -92,8 +92,9 @@ def read_architecture(file: GGUFFile) -> Architecture:
             f"{file.path}: {name}.block_count is {layers:,}, but there are tensors of {len(blocks)} layers"
         )
     try:
-        return _FAMILIES[name](facts)
-    except OptionError as error:
+        architecture = _FAMILIES[name](facts)
+        return architecture, _plan(facts, architecture)
+    except (OptionError, PlanError) as error:
         raise CheckpointError(f"{file.path}: the metadata make no sense: {error}") from error
 
 
@@ -187,6 +188,17 @@ def _neox(facts: _Facts) -> Architecture:
     )
 
 
+def _nanbeige(facts: _Facts) -> Architecture:
+    traits = _common(facts)
+    return Architecture(family="nanbeige", **{**traits, "layers": traits["layers"] * facts.whole("num_loops", 1)})
+
+
+def _plan(facts: _Facts, architecture: Architecture) -> DepthPlan:
+    loops = facts.whole("num_loops", 1) if architecture.family == "nanbeige" else 1
+    plan = DepthPlan.build("cycle", loops, architecture.layers)
+    return plan if loops == 1 or facts.get("skip_loop_final_norm") else plan.with_loop_norm()
+
+
 _FAMILIES: dict[str, Callable[[_Facts], Architecture]] = {
     "llama": _llama,
     "qwen2": functools.partial(_llama, family="qwen2"),
@@ -194,6 +206,7 @@ _FAMILIES: dict[str, Callable[[_Facts], Architecture]] = {
     "gemma": _gemma,
     "gemma3": _gemma3,
     "gptneox": _neox,
+    "nanbeige": _nanbeige,
 }
 
 
@@ -220,12 +233,17 @@ def _llama3_rope(file: GGUFFile, theta: float, head_dim: int) -> Rope:
     if bool((table == 1).all()):
         return Rope(theta=theta)
     rope = Rope(theta=theta, scaling="llama3", factor=float(table.max()))
-    wavelengths = 2 * math.pi * theta ** (torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
-    span = rope.high_freq_factor - rope.low_freq_factor
-    smooth = ((rope.original_context / wavelengths - rope.low_freq_factor) / span).clamp(0, 1)
-    if not torch.allclose(table.double(), 1 / ((1 - smooth) / rope.factor + smooth), rtol=1e-4):
+    if not torch.allclose(table.double(), divisors_llama3(rope, head_dim), rtol=1e-4):
         raise UnsupportedModel(f"{file.path}: rope_freqs.weight is not Llama 3's rotary scaling; no other is known")
     return rope
+
+
+def divisors_llama3(rope: Rope, rotary_dim: int) -> torch.Tensor:
+    """What Llama 3's scaling divides each frequency by."""
+    wavelengths = 2 * math.pi * rope.theta ** (torch.arange(0, rotary_dim, 2, dtype=torch.float64) / rotary_dim)
+    span = rope.high_freq_factor - rope.low_freq_factor
+    smooth = ((rope.original_context / wavelengths - rope.low_freq_factor) / span).clamp(0, 1)
+    return 1 / ((1 - smooth) / rope.factor + smooth)
 
 
 def _decimal(value: float) -> float:

@@ -18,7 +18,7 @@ from fathomlm.checkpoints.gguf.architecture import read_architecture
 from fathomlm.checkpoints.gguf.reader import GGUFFile
 from fathomlm.checkpoints.gguf.tokenizer import build_tokenizer
 from fathomlm.checkpoints.source import TokenIds, parameter_shapes
-from fathomlm.depth import Architecture
+from fathomlm.depth import Architecture, DepthPlan
 from fathomlm.errors import CheckpointError, UnsupportedModel
 
 _TOP_NAMES = {"embed": "token_embd", "norm": "output_norm", "head": "output"}
@@ -37,6 +37,8 @@ _LAYER_NAMES = {
     "norm_attn_out": "post_attention_norm",
     "norm_mlp_out": "post_ffw_norm",
 }
+INTERLEAVED = ("llama", "mistral", "nanbeige")
+"""Families whose q and k rows are stored for a kernel that rotates neighbours."""
 _IGNORED = re.compile(r"rope_freqs\.weight|blk\.\d+\.attn_rot_embd\.weight")
 """Tables that are computed from the metadata, not learned."""
 
@@ -46,13 +48,17 @@ class GGUFCheckpoint:
 
     def __init__(self, path: Path | str) -> None:
         self._file = GGUFFile(Path(path))
-        self._architecture = read_architecture(self._file)
+        self._architecture, self._plan = read_architecture(self._file)
         self._check_tensors()
         self._tokens = _token_ids(self._file, self._architecture.vocab)
 
     @property
     def architecture(self) -> Architecture:
         return self._architecture
+
+    @property
+    def plan(self) -> DepthPlan:
+        return self._plan
 
     @property
     def dtype(self) -> torch.dtype:
@@ -65,11 +71,11 @@ class GGUFCheckpoint:
 
     def tensor(self, name: str) -> torch.Tensor:
         arch = self._architecture
-        stored, part = _stored_name(name, arch)
+        stored, part = stored_name(name, arch)
         tensor = self._file.tensor(stored)
         if part is not None:
             return tensor.chunk(3)[part].clone()
-        if arch.family in ("llama", "mistral") and (projection := re.search(r"attn\.([qk])\.", name)):
+        if arch.family in INTERLEAVED and (projection := re.search(r"attn\.([qk])\.", name)):
             return _sorted_halves(tensor, arch.heads if projection[1] == "q" else arch.kv_heads)
         if arch.norm == "rms_plus_one" and "norm" in name:
             return tensor - 1
@@ -81,8 +87,8 @@ class GGUFCheckpoint:
     def _check_tensors(self) -> None:
         arch, path = self._architecture, self._file.path
         wanted: dict[str, tuple[int, ...]] = {}
-        for name, shape in parameter_shapes(arch).items():
-            stored, part = _stored_name(name, arch)
+        for name, shape in parameter_shapes(arch, self._plan).items():
+            stored, part = stored_name(name, arch)
             wanted[stored] = shape if part is None else (3 * shape[0], *shape[1:])
         if missing := sorted(set(wanted) - set(self._file.tensors)):
             raise CheckpointError(f"{path}: incomplete: {len(missing)} tensor(s) are missing, such as {missing[0]}")
@@ -107,7 +113,7 @@ def _token_ids(file: GGUFFile, vocab: int) -> TokenIds:
     return TokenIds(bos=token("bos"), eos=tuple(dict.fromkeys(i for i in ends if i is not None)), pad=token("padding"))
 
 
-def _stored_name(name: str, arch: Architecture) -> tuple[str, int | None]:
+def stored_name(name: str, arch: Architecture) -> tuple[str, int | None]:
     """A tensor's GGUF name, and which third of it is meant where q, k and v lie in one."""
     module, _, leaf = name.rpartition(".")
     if module in _TOP_NAMES:

@@ -8,13 +8,16 @@ error, because a wrong cut would quietly give wrong tokens.
 
 from __future__ import annotations
 
+import json
+import re
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from fathomlm.checkpoints.gguf.reader import GGUFFile
 from fathomlm.depth import Architecture
-from fathomlm.errors import CheckpointError, UnsupportedModel
+from fathomlm.errors import CheckpointError, OptionError, UnsupportedModel
 
-_CONTROL, _USER_DEFINED = 3, 4
+_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = range(1, 7)
 
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -155,6 +158,100 @@ def _wrapped(metadata: dict[str, Any], tokenizer: Any) -> Any:
         chat_template=template if isinstance(template, str) else None,
         clean_up_tokenization_spaces=False,
     )
+
+
+PROBES = (
+    "Hello, World! It's 3.14 or 2,718,281 -- isn't it?\n\n\tdef f(x):\n        return x**2  # done\r\n",
+    "  leading and trailing  ",
+    "I'll we've they're CAN'T \u00e9t\u00e9 na\u00efve \u4f60\u597d\uff0c\u4e16\u754c \u0414\u043e\u0431\u0440\u044b\u0439",
+    "\U0001f680\U0001f600 e\u0301 \u0905\u0928\u094d",
+    "1234567 12 3 v1.2.3-rc4 0x1F $100 100% a_b camelCase HTMLParser",
+)
+"""Texts on which known ways to cut text differ from each other."""
+
+
+def tokenizer_metadata(tokenizer: Any, architecture: Architecture, ends: Sequence[int]) -> dict[str, Any]:
+    """A fast BPE tokenizer as GGUF metadata: the inverse of `build_tokenizer`, which must give it back on every probe.
+
+    `ends` are the model's end tokens; the first is the file's."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    model = {} if backend is None else json.loads(backend.to_str())["model"]
+    if model.get("type") != "BPE":
+        raise OptionError("GGUF holds BPE tokenizers only (byte-level, or SentencePiece's); this model has another")
+    facts = _vocabulary(tokenizer, model, architecture.vocab, ends)
+    for kind in _kinds(model):
+        found = {**facts, **kind}
+        if _reads_back(found, tokenizer, architecture):
+            return found
+    raise OptionError(
+        "no way to cut text that GGUF has a name for gives this model's tokens, so its tokenizer cannot be exported"
+    )
+
+
+def _kinds(model: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """What a file may say of a tokenizer of this kind, the likeliest first."""
+    if not model.get("byte_fallback"):
+        for cut in dict.fromkeys(_CUTS.values()):
+            name = next(name for name, known in _CUTS.items() if known == cut and name != "default")
+            for bos in (False, True):
+                yield {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": name, "tokenizer.ggml.add_bos_token": bos}
+        return
+    for space in (True, False):
+        for bos in (True, False):
+            yield {
+                "tokenizer.ggml.model": "llama", "tokenizer.ggml.pre": "default", "tokenizer.ggml.add_bos_token": bos,
+                "tokenizer.ggml.add_space_prefix": space,
+            }  # fmt: skip
+
+
+def _vocabulary(tokenizer: Any, model: dict[str, Any], vocab: int, ends: Sequence[int]) -> dict[str, Any]:
+    """Tokens, their kinds and merges; places that the tokenizer leaves empty are filled, for llama.cpp wants a token for
+    each row of the embedding."""
+    added = tokenizer.added_tokens_decoder
+    names = {index: token for token, index in model["vocab"].items()} | {index: str(one) for index, one in added.items()}
+    if names and max(names) >= vocab:
+        raise OptionError(f"the tokenizer has token {max(names)}, the model's vocabulary has {vocab}")
+    unknown = model.get("unk_token")
+    tokens, types = [], []
+    for index in range(vocab):
+        token = names.get(index)
+        if token is None:
+            tokens.append(f"[PAD{index}]")
+            types.append(_UNUSED)
+            continue
+        tokens.append(token)
+        if index in added:
+            types.append(_CONTROL if added[index].special else _USER_DEFINED)
+        elif model.get("byte_fallback") and re.fullmatch("<0x[0-9A-F]{2}>", token):
+            types.append(_BYTE)
+        else:
+            types.append(_UNKNOWN if token == unknown else _NORMAL)
+    merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in model["merges"]]
+    facts: dict[str, Any] = {"tokenizer.ggml.tokens": tokens, "tokenizer.ggml.token_type": types}
+    if model.get("byte_fallback"):
+        ranks: dict[str, int] = {}
+        for rank, merge in enumerate(merges):
+            ranks.setdefault(merge.replace(" ", "", 1), rank)
+        facts["tokenizer.ggml.scores"] = [-float(ranks.get(token, len(merges))) if kind == _NORMAL else 0.0
+                                          for token, kind in zip(tokens, types, strict=True)]  # fmt: skip
+    else:
+        facts["tokenizer.ggml.merges"] = merges
+    ids = {"bos": tokenizer.bos_token_id, "eos": ends[0] if ends else tokenizer.eos_token_id,
+           "unknown": tokenizer.unk_token_id, "padding": tokenizer.pad_token_id}  # fmt: skip
+    facts |= {f"tokenizer.ggml.{name}_token_id": index for name, index in ids.items() if index is not None}
+    if len(ends) > 1:
+        facts["tokenizer.ggml.eot_token_id"] = ends[1]
+    return facts | ({"tokenizer.chat_template": template} if isinstance(template := tokenizer.chat_template, str) else {})
+
+
+def _reads_back(metadata: dict[str, Any], tokenizer: Any, architecture: Architecture) -> bool:
+    """Whether the reader would make the same tokens of every probe."""
+    try:
+        backend = (_byte_level if metadata["tokenizer.ggml.model"] == "gpt2" else _pieces)(metadata, architecture)
+        again = _wrapped(metadata, backend)
+        return all(again(text)["input_ids"] == tokenizer(text)["input_ids"] for text in PROBES)
+    except Exception:  # tokenizers reports every fault of a vocabulary as a bare Exception
+        return False
 
 
 def _token(metadata: dict[str, Any], name: str) -> str | None:

@@ -43,6 +43,22 @@ class SandwichBlock(Block):
         return x + step.norm("norm_mlp_out", self.norm_mlp_out, inner)
 
 
+class PostNormBlock(Block):
+    """Norm after each half, in front of the sum: OLMo 2."""
+
+    def __init__(self, architecture: Architecture) -> None:
+        super().__init__(architecture)
+        self.norm_attn_out = build_norm(architecture)
+        self.norm_mlp_out = build_norm(architecture)
+
+    def attention_input(self, x: Tensor, step: StepContext) -> Tensor:
+        return x
+
+    def forward(self, x: Tensor, step: StepContext) -> Tensor:
+        x = x + step.norm("norm_attn_out", self.norm_attn_out, self.attn(x, step))
+        return x + step.norm("norm_mlp_out", self.norm_mlp_out, self.mlp(x, step))
+
+
 class ParallelBlock(Block):
     """Both halves read the same input: GPT-NeoX and Pythia."""
 
@@ -96,7 +112,12 @@ class CrossBlock(Block):
         return self.mlp.behind(self.norm_mlp, x, step)
 
 
-BLOCKS: dict[str, type[Block]] = {"pre": PreNormBlock, "sandwich": SandwichBlock, "parallel": ParallelBlock}
+BLOCKS: dict[str, type[Block]] = {
+    "pre": PreNormBlock,
+    "post": PostNormBlock,
+    "sandwich": SandwichBlock,
+    "parallel": ParallelBlock,
+}
 
 
 def build_block(architecture: Architecture) -> Block:

@@ -123,8 +123,9 @@ class Block(nn.Module):
         super().__init__()
         self.attn = Attention(architecture)
         self.mlp = FeedForward(architecture)
-        self.norm_attn = build_norm(architecture)
-        self.norm_mlp = build_norm(architecture)
+        if architecture.residual != "post":
+            self.norm_attn = build_norm(architecture)
+            self.norm_mlp = build_norm(architecture)
 
     def forward(self, x: Tensor, step: StepContext) -> Tensor:
         """The residual stream after this layer."""
@@ -133,9 +134,13 @@ class Block(nn.Module):
     def keep_entries(self, x: Tensor, step: StepContext) -> None:
         """Store this layer's keys and values of a residual stream, and run nothing else of it."""
         if step.pages is not None and not step.pages.reads:
-            step.pages.store(self.attn.entries(step.norm("norm_attn", self.norm_attn, x), step))
+            step.pages.store(self.attn.entries(self.attention_input(x, step), step))
         elif step.kv is not None:
-            step.kv.append(*self.attn.entries(step.norm("norm_attn", self.norm_attn, x), step))
+            step.kv.append(*self.attn.entries(self.attention_input(x, step), step))
+
+    def attention_input(self, x: Tensor, step: StepContext) -> Tensor:
+        """What keys and values are made of."""
+        return step.norm("norm_attn", self.norm_attn, x)
 
     @property
     def packs(self) -> bool:
@@ -168,13 +173,16 @@ class Attention(nn.Module):
         super().__init__()
         specs = {spec.name: spec for spec in architecture.linears()}
         self.q, self.k, self.v, self.o = (build_linear(specs[name]) for name in ("q", "k", "v", "o"))
-        self.q_norm = build_norm(architecture, architecture.head_dim) if architecture.qk_norm else None
-        self.k_norm = build_norm(architecture, architecture.head_dim) if architecture.qk_norm else None
+        q, k = architecture.qk_norm_widths
+        self.q_norm = build_norm(architecture, q) if architecture.qk_norm else None
+        self.k_norm = build_norm(architecture, k) if architecture.qk_norm else None
+        self.norm_wide = architecture.qk_norm_wide
+        self.residual_scale = architecture.residual_scale
         self.head_dim = architecture.head_dim
         self.scale = architecture.scale
         self.rotates = architecture.rotary_dim > 0
         whole = architecture.rotary_dim == architecture.head_dim
-        self.plain = whole and not architecture.qk_norm and not architecture.qkv_bias
+        self.plain = whole and not architecture.qk_norm and not architecture.qkv_bias and self.residual_scale == 1.0
         self.o_bias = architecture.o_bias
 
     def forward(self, x_BTM: Tensor, step: StepContext) -> Tensor:
@@ -198,7 +206,8 @@ class Attention(nn.Module):
                 mixed_BTW = self._gathered(*self._appended(k, v, step), q, step)
                 return add_linear(x_BTM.flatten(0, 1), mixed_BTW.flatten(0, 1), step.packed.o_MW).view_as(x_BTM)
             return x_BTM + self._attend(q, k, v, step)
-        return x_BTM + self(step.norm("norm_attn", norm, x_BTM), step)  # type: ignore[no-any-return]
+        out_BTM: Tensor = self(step.norm("norm_attn", norm, x_BTM), step)
+        return x_BTM + (out_BTM if self.residual_scale == 1.0 else out_BTM * self.residual_scale)
 
     def pack(self, norm: RMSNorm, dtype: torch.dtype) -> Tensor:
         """Query, key and value weights as one, for `norm_qkv_rope`."""
@@ -231,17 +240,22 @@ class Attention(nn.Module):
 
     def entries(self, x_BTM: Tensor, step: StepContext) -> Entries:
         """Heads of keys, at their positions, and of values."""
-        k = self._heads(step.project("k", self.k, x_BTM))
-        v = self._heads(step.project("v", self.v, x_BTM))
-        if self.k_norm is not None:
-            k = step.norm("attn.k_norm", self.k_norm, k)
-        return self._turned(k, step), v
+        k = self._normed_heads("k", self.k, self.k_norm, x_BTM, step)
+        return self._turned(k, step), self._heads(step.project("v", self.v, x_BTM))
 
     def _rotated_q(self, x_BTM: Tensor, step: StepContext) -> Tensor:
-        q = self._heads(step.project("q", self.q, x_BTM))
-        if self.q_norm is not None:
-            q = step.norm("attn.q_norm", self.q_norm, q)
-        return self._turned(q, step)
+        return self._turned(self._normed_heads("q", self.q, self.q_norm, x_BTM, step), step)
+
+    def _normed_heads(
+        self, name: str, linear: nn.Linear, norm: nn.Module | None, x_BTM: Tensor, step: StepContext
+    ) -> Tensor:
+        """Heads of queries or keys, normed within each or all at once, where the family norms them."""
+        out = step.project(name, linear, x_BTM)
+        if norm is None:
+            return self._heads(out)
+        if self.norm_wide:
+            return self._heads(step.norm(f"attn.{name}_norm", norm, out))
+        return step.norm(f"attn.{name}_norm", norm, self._heads(out))
 
     def _turned(self, x_BHTD: Tensor, step: StepContext) -> Tensor:
         return apply_rope(x_BHTD, step.cos, step.sin) if self.rotates else x_BHTD
@@ -263,9 +277,8 @@ class Attention(nn.Module):
         assert step.delta is not None
         assert step.delta.prefix is not None
         prefix_1PM = step.delta.prefix[None]
-        k = self._heads(step.project("k", self.k, prefix_1PM))
-        v = self._heads(step.project("v", self.v, prefix_1PM))
-        return (k if self.k_norm is None else step.norm("attn.k_norm", self.k_norm, k)), v
+        k = self._normed_heads("k", self.k, self.k_norm, prefix_1PM, step)
+        return k, self._heads(step.project("v", self.v, prefix_1PM))
 
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -286,7 +299,9 @@ class FeedForward(nn.Module):
         self.up = build_linear(specs["up"])
         self.down = build_linear(specs["down"])
         self.activation = architecture.activation
-        self.plain = architecture.gated and architecture.activation == "silu" and not architecture.mlp_bias
+        self.residual_scale = architecture.residual_scale
+        usual = not architecture.mlp_bias and self.residual_scale == 1.0
+        self.plain = architecture.gated and architecture.activation == "silu" and usual
 
     def behind(self, norm: nn.Module, x: Tensor, step: StepContext) -> Tensor:
         """The residual stream with this part's output for its norm added."""
@@ -296,7 +311,8 @@ class FeedForward(nn.Module):
                 x_NM = x.flatten(0, -2)
                 return add_linear(x_NM, norm_gated(x_NM, both, norm.eps), down).view_as(x)
             return norm_swiglu_mlp(x.flatten(0, -2), norm.eps, both, down, step.keep_inner).view_as(x)
-        return x + self(step.norm("norm_mlp", norm, x), step)  # type: ignore[no-any-return]
+        out: Tensor = self(step.norm("norm_mlp", norm, x), step)
+        return x + (out if self.residual_scale == 1.0 else out * self.residual_scale)
 
     def pack(self, norm: RMSNorm, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Gate and up as one, and down, for `norm_swiglu_mlp`."""
