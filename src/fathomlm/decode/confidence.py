@@ -91,7 +91,7 @@ def find_gate(decoder: Decoder, exits: Sequence[int]) -> dict[int, ExitClassifie
     if decoder.exit_gate is None:
         raise OptionError("confidence 'gate' requires a model with an exit gate; gap, max and state require no training")
     gate = decoder.exit_gate
-    return {index: lambda state_RM, index=index: gate(decoder.exit_hidden(state_RM, index)) for index in exits}  # type: ignore[misc]
+    return {index: lambda state_RM, index=index: gate(decoder.exit_hidden(state_RM, index)) for index in exits}
 
 
 def find_classifiers(decoder: Decoder, exits: Sequence[int]) -> dict[int, ExitClassifier]:
