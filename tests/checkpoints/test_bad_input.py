@@ -138,7 +138,7 @@ def test_config_with_an_impossible_value(copy, key, value):
     ("changes", "says"),
     [
         ({"model_type": "mamba"}, "model type 'mamba' has no block here; known: llama, mistral"),
-        ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4}}, "'yarn' rotary scaling"),
+        ({"rope_parameters": {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4}}, "'dynamic' rotary scaling"),
         ({"hidden_act": "relu"}, "activation 'relu'"),
         ({"quantization_config": {"quant_method": "gptq"}}, r"quantised \(gptq\)"),
     ],

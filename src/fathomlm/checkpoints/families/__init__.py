@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from fathomlm.checkpoints.families import gemma, granite, llama, nanbeige, neox, olmo, ouro, phi, qwen, smollm3, t5
+from fathomlm.checkpoints.families import gemma, granite, llama, nanbeige, neox, olmo2, ouro, phi, qwen, smollm3, t5
 from fathomlm.checkpoints.families.shared import Family
 from fathomlm.depth import Architecture
 from fathomlm.errors import UnsupportedModel
@@ -25,7 +25,7 @@ FAMILIES: dict[str, Family] = {
     "smollm3": smollm3.SMOLLM3,
     "granite": granite.GRANITE,
     "phi3": phi.PHI3,
-    "olmo2": olmo.OLMO2,
+    "olmo2": olmo2.OLMO2,
     "nanbeige": nanbeige.NANBEIGE,
     "ouro": ouro.OURO,
 }

@@ -70,7 +70,7 @@ def export_gguf(
     written, plan = _layout(model, unroll)
     steps = model.plan.steps if plan.recursions == 1 else stored_layers(plan)
     if (name := NAMES.get(written.family)) is None:
-        raise OptionError(f"llama.cpp has no architecture for a {written.family} model that is known here")
+        raise OptionError(f"GGUF export supports {', '.join(NAMES)}, not {written.family}")
     facts = {**_metadata(written, plan, name), **_tokenizer(model, written)}
     facts["general.file_type"] = int(gguf.LlamaFileType["ALL_F32" if kind == "f32" else f"MOSTLY_{kind.upper()}"])
     check_room(out, sum(nbytes for _, nbytes in _sizes(written, steps, kind)))
