@@ -2,7 +2,7 @@
 
     python benchmarks/gguf_tied.py --llama-perplexity PATH --text FILE --out gguf_tied.json
 
-SmolLM2-135M is tied 15 x 2 and exported tied and unrolled. llama.cpp's `llama-perplexity` reads each file over the same text;
+SmolLM2-135M is tied 15 x 2 and exported tied and unrolled. llama.cpp's `llama-perplexity` reads each over the same text;
 our decoder scores the same tokens of the same file in the same windows (the second half of each, as that tool does). The
 model is tied and not uptrained, so its perplexity is a check of the format and says nothing of quality.
 """
@@ -58,7 +58,7 @@ def main() -> None:
     model = fathomlm.load("smollm2-135m")
     models = {"tied 15 x 2": fathomlm.convert(model, recursions=2), "plain": model}
     record: dict[str, Any] = {
-        "what": "SmolLM2-135M-Instruct, tied 15 x 2 without uptraining (a check of the format, not of quality), and as it is",
+        "what": "SmolLM2-135M-Instruct, tied 15 x 2 without uptraining (to check the format, not quality), and as it is",
         "text": args.text.name,
         "window": WINDOW,
         "chunks": CHUNKS,

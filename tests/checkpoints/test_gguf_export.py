@@ -74,7 +74,7 @@ def test_a_plain_model_comes_back(models: Any, name: str, tmp_path: Path) -> Non
         assert list(tmp_path.iterdir()) == []
         return
     if name in UNWRITTEN:
-        with pytest.raises(OptionError, match="GGUF export supports llama, .*, not "):
+        with pytest.raises(OptionError, match=r"GGUF export supports llama, .*, not "):
             export_gguf(model, tmp_path / "m.gguf", "f32")
         return
     found = export_gguf(model, tmp_path / "m.gguf", "f32")

@@ -68,7 +68,8 @@ def hugging_face() -> Iterator[Reader]:
         record = {"model_type": family.model_type, "eos_token_id": [1, 2], "pad_token_id": 0, "bos_token_id": 1}
         if family.model_type == "gemma3_text":
             record |= {"rope_parameters": {"full_attention": {"rope_type": "default"}, "sliding_attention": None}}
-        record |= llama_fields() | {"rope_scaling": llama3_rope(), "layer_types": None, "use_sliding_window": family.model_type != "ouro"}
+        record |= llama_fields() | {"rope_scaling": llama3_rope(), "layer_types": None}
+        record["use_sliding_window"] = family.model_type != "ouro"
         yield Reader(family.model_type, record, read_model)
     for family in SEQ2SEQ.values():
         decoder = {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_decoder_layers": 2, "num_heads": 4}
