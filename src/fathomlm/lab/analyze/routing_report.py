@@ -65,7 +65,7 @@ def _token(token: ShownToken, router: str) -> dict[str, Any]:
     """A token of the colored text, and its tooltip."""
     what = "recursion" if ROUTERS[router].picks_tokens else "depth"
     listed = [
-        f"{what} {place}: {'not total' if score is None else f'{score:.3f}'}"
+        f"{what} {place}: {'not reached' if score is None else f'{score:.3f}'}"
         for place, score in enumerate(token.scores, start=1)
     ]
     note = f"depth {token.depth}; token {token.token}; router scores: {', '.join(listed)}"
@@ -198,7 +198,7 @@ def _draw_histogram(axes: Any, histogram: ScoreHistogram, numbers: RoutingNumber
     expert = ROUTERS[numbers.router].picks_tokens
     note = "takes every token" if histogram.takes_all else f"keeps {100 * capacity:.3g}% of a row"
     title = f"recursion {histogram.recursion}: {note}" if expert else f"depth {histogram.recursion}"
-    plain_axes(axes, title, "router score", f"part of the tokens{' total' if expert else ''} (%)")
+    plain_axes(axes, title, "router score", f"fraction of the tokens{' scored' if expert else ''} (%)")
     low, high = histogram.edges[0], histogram.edges[-1]
     axes.set_xlim(low, high)
     axes.set_xticks([low + (high - low) * i / 4 for i in range(5)])
