@@ -46,7 +46,7 @@ def test_without_quantize_it_is_the_same_model(
 
 def test_a_plain_checkpoint_holds_no_int8(tiny_model_dir: Path, tmp_path: Path, mistake_of: Callable[..., str]) -> None:
     said = mistake_of("export", str(tiny_model_dir), str(tmp_path / "m"), "--quantize", "int8")
-    assert "--quantize requires --format fathom" in said
+    assert "--quantize int8 requires --format fathom" in said
     assert "takes a size such as 512MB" in mistake_of(
         "export", str(tiny_model_dir), str(tmp_path / "m"), "--max-shard-size", "12MX"
     )

@@ -227,7 +227,7 @@ def test_plans_with_such_exits() -> None:
     assert [(step.index, step.layer, step.part, step.origin) for step in own] == [(6, 6, "exit", 2), (7, 7, "exit", 4)]
     assert VANILLA.with_exits([1]).exit_steps((1,)) == ()
     assert "exit_layer" not in VANILLA.with_exits([1]).to_dict()
-    with pytest.raises(PlanError, match="need exits"):
+    with pytest.raises(PlanError, match="requires exits"):
         VANILLA.with_exits([], layer=True)
     with pytest.raises(PlanError, match="exit_layer must be true or false"):
         DepthPlan.from_dict({**plan.to_dict(), "exit_layer": "yes"})

@@ -56,7 +56,7 @@ def test_every_plane_that_rows_are_led_to_is_their_own_steps() -> None:
 
 
 def test_hybrid_entries_have_no_exits() -> None:
-    with pytest.raises(PlanError, match="routed models"):
+    with pytest.raises(PlanError, match="requires a router"):
         LOOP.with_kv("hybrid")
 
 

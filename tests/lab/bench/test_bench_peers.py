@@ -69,7 +69,7 @@ def test_generate_is_timed_token_by_token() -> None:
 def test_what_transformers_has_no_place_for_is_said() -> None:
     for model, why in (
         (model_of(routed()), "router"),
-        (build("shared-kv"), "shared keys and values"),
+        (build("shared-kv"), "shared KV cache"),
         (build("lora"), "lora"),
         (build("neox"), "NeoX"),
     ):
