@@ -85,7 +85,7 @@ def test_what_gives_no_row_is_said(model, tmp_path):
         find([])
     for text, held in (("", 0), (" \n", 0), ("x" * 31, 32)):
         places = find([text_file(tmp_path, text)])
-        with pytest.raises(DataError, match=rf"hold {held} tokens, and a row of 32 needs 33"):
+        with pytest.raises(DataError, match=rf"hold {held} tokens, and a context of 32 requires 33"):
             read_rows(places, model, context=32, rows=1)
     assert len(read_rows(find([text_file(tmp_path, "x" * 32)]), model, context=32, rows=9)) == 1
 
