@@ -82,7 +82,8 @@ def test_a_routing_page_is_text_and_runs_nothing(numbers: RoutingNumbers) -> Non
     assert "</td><script>alert('1␣&␣\"2\"')</script>" in page.text
     assert "a<i>.txt" in page.text
     assert (
-        page.titles[-1] == "depth 2; token 7; router scores: recursion 1: 0.910, recursion 2: 0.250, recursion 3: not reached"
+        page.titles[-1]
+        == "depth 2; token 7; router scores: recursion 1: 0.910, recursion 2: 0.250, recursion 3: not reached"
     )
     assert "default-src 'none'" in html
     assert "prefers-color-scheme: dark" in html
