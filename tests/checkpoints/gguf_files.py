@@ -10,6 +10,8 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
+from fathomlm.checkpoints.gguf.writer import add_value
+
 ARCHITECTURES = {"mistral": "llama", "gemma3_text": "gemma3", "gpt_neox": "gptneox"}
 
 
@@ -30,7 +32,8 @@ def write_gguf(
     facts = {**_metadata(config, name), **(metadata or {})}
     writer = gguf.GGUFWriter(path, facts.pop("general.architecture", name))
     for key, value in facts.items():
-        _add(writer, key, value)
+        if value is not None:
+            add_value(writer, key, value)
     arrays = {**_tensors(model, name), **(tensors or {})}
     for key, array in arrays.items():
         if array is None:
@@ -157,18 +160,3 @@ def _llama3_divisors(config: Any) -> np.ndarray:
         smooth = min(max((turns - low) / (high - low), 0), 1)
         divisors.append(1 / ((1 - smooth) / factor + smooth))
     return np.array(divisors, dtype=np.float32)
-
-
-def _add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
-    if value is None:
-        return
-    if isinstance(value, bool):
-        writer.add_bool(key, value)
-    elif isinstance(value, int):
-        writer.add_uint32(key, value)
-    elif isinstance(value, float):
-        writer.add_float32(key, value)
-    elif isinstance(value, str):
-        writer.add_string(key, value)
-    else:
-        writer.add_array(key, value)

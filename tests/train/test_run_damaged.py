@@ -93,6 +93,14 @@ def test_every_file_is_in_the_record(run):
     assert set(FILES) - {STATE} <= set(file_names(out / "last")) == set(read_state(out / "last").files)
 
 
+def test_what_another_rank_is_still_writing_is_not_listed(run):
+    """safetensors writes under a hidden name and renames it: once a rank listed it, and it was gone when it was read."""
+    _, out, _ = run
+    before = file_names(out / "last")
+    (out / "last" / "training" / ".tmpHDdASu").write_bytes(b"half")
+    assert file_names(out / "last") == before
+
+
 def damage(checkpoint, how):
     file = checkpoint / "model.safetensors"
     match how:

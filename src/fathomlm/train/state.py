@@ -122,9 +122,12 @@ def part_name(rank: int, ranks: int) -> str:
 
 
 def file_names(directory: Path) -> list[str]:
-    """All files of a checkpoint but its record, as the record names them."""
-    found = (file.relative_to(directory).as_posix() for file in directory.rglob("*") if file.is_file())
-    return sorted(name for name in found if name != STATE)
+    """All files of a checkpoint but its record, as the record names them.
+
+    Hidden files are not part of one: safetensors writes `.tmp…` first and renames it, and another rank may be doing so now.
+    """
+    found = (file for file in directory.rglob("*") if not file.name.startswith(".") and file.is_file())
+    return sorted(name for file in found if (name := file.relative_to(directory).as_posix()) != STATE)
 
 
 def read_state(directory: Path) -> TrainingState:

@@ -32,10 +32,7 @@ def read_phi(config: Config) -> Architecture:
     for name in ("attention_bias", "mlp_bias"):
         if config.flag(name, default=False):
             raise UnsupportedModel(f"phi3 with {name} has no block here")
-    if not config.raw("rope_parameters") and not config.raw("rope_scaling"):
-        traits = llama_traits(config, "phi3")
-    else:
-        traits = llama_traits(_with_original(config), "phi3")
+    traits = llama_traits(_with_original(config), "phi3")
     parameters = config.record("rope_parameters", default=None)
     fraction = config.number("partial_rotary_factor", default=1.0)
     fraction = parameters.number("partial_rotary_factor", default=fraction) if parameters else fraction

@@ -203,7 +203,7 @@ def _write(
     """A tensor at a time: the table of all tensors first, then what is in them."""
     writer = gguf.GGUFWriter(path, name)
     for key, value in facts.items():
-        _add(writer, key, value)
+        add_value(writer, key, value)
     for tensor_name, shape in _shapes(model, a, steps):
         stored = _kind(tensor_name, shape, kind)
         bytes_shape = gguf.quant_shape_to_byte_shape(shape, stored)
@@ -249,7 +249,8 @@ def _alike(wanted: Any, found: Any) -> bool:
     return bool(wanted == found)
 
 
-def _add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
+def add_value(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
+    """One value of the metadata, as the type that readers expect."""
     if isinstance(value, bool):
         writer.add_bool(key, value)
     elif isinstance(value, int):
