@@ -15,7 +15,7 @@ import pytest
 from fathomlm.checkpoints.resolve import load
 from fathomlm.cli import demo_routed
 from fathomlm.cli.demo_routed import CHOICE, PROMPTS
-from fathomlm.cli.display import depth_colours
+from fathomlm.depth.colours import depth_colours
 from fathomlm.cli.main import main
 from fathomlm.decode import full
 from fathomlm.decode.full import generate

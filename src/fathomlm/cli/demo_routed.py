@@ -253,7 +253,7 @@ def _print(console: Console, text: Text) -> None:
 
 
 def _styles(recursions: int) -> list[str]:
-    from fathomlm.cli.display import depth_colours, ink
+    from fathomlm.depth.colours import depth_colours, ink
 
     return [f"{ink(colour)} on {colour}" for colour in depth_colours(recursions)]
 

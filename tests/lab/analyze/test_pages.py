@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from fathomlm.cli.display import depth_colours, ink, label, luminance, pieces, token_text, visible
+from fathomlm.cli.display import label, pieces, token_text, visible
+from fathomlm.depth.colours import depth_colours, ink, luminance
 from fathomlm.errors import OutputError
 from fathomlm.lab.analyze import kv, kv_report, routing, routing_report
 from fathomlm.lab.analyze.kv_report import draw_kv, kv_page, write_kv

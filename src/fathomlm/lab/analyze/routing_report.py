@@ -9,7 +9,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from fathomlm.cli.display import depth_colours, ink, label, visible
+from fathomlm.cli.display import label, visible
+from fathomlm.depth.colours import depth_colours, ink
 from fathomlm.depth.routing import ROUTERS
 from fathomlm.lab.analyze.report import About, render, write_report
 from fathomlm.lab.analyze.routing import DepthLimit, RoutingNumbers, ShownToken
@@ -17,7 +18,6 @@ from fathomlm.lab.analyze.routing_meters import ScoreHistogram
 from fathomlm.lab.analyze.text_picture import draw_text
 from fathomlm.lab.drawing import (
     DASHES,
-    LINES,
     SELECTED,
     UNSELECTED,
     figure_over_table,
@@ -162,14 +162,18 @@ def draw_scores(numbers: RoutingNumbers, name: str, out: Path) -> None:
 
 def draw_scaling(numbers: RoutingNumbers, name: str, out: Path) -> None:
     """Loss by maximum depth, cumulative log-likelihood by position, what depth adds to it, and the numbers under them."""
+    from matplotlib.patheffects import withStroke
+
     limits = numbers.scaling
-    colours = [LINES[at % len(LINES)] for at in range(len(limits))]
-    figure, grid = figure_over_table(13.2, [3.8], scaling_table(numbers), colours, columns=3)
+    scale = depth_colours(len(numbers.capacity))
+    colours = [scale[limit.max_depth] for limit in limits]
+    figure, grid = figure_over_table(13.2, [3.8], scaling_table(numbers), columns=3)
     losses, totals, gains = (figure.add_subplot(grid[0, column]) for column in range(3))
     _draw_losses(losses, limits, colours)
     first = limits[0].log_likelihood
     for at, (limit, colour) in enumerate(zip(limits, colours, strict=True)):
         style = {"color": colour, "linestyle": DASHES[at % len(DASHES)], "label": f"at most {limit.max_depth}"}
+        style["path_effects"] = [withStroke(linewidth=2.5, foreground="#666666")]  # light ones would be lost on white
         places = range(1, len(first) + 1)
         totals.plot(places, limit.log_likelihood, **style)
         gains.plot(places, [value - base for value, base in zip(limit.log_likelihood, first, strict=True)], **style)

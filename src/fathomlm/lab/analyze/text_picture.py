@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fathomlm.cli.display import depth_colours, ink, visible
+from fathomlm.cli.display import visible
+from fathomlm.depth.colours import depth_colours, ink
 from fathomlm.lab.analyze.routing import RoutingNumbers, ShownToken
 from fathomlm.lab.drawing import save_figure, shortened
 
