@@ -15,11 +15,11 @@ import pytest
 from fathomlm.checkpoints.resolve import load
 from fathomlm.cli import demo_routed
 from fathomlm.cli.demo_routed import CHOICE, PROMPTS
-from fathomlm.depth.colours import depth_colours
 from fathomlm.cli.main import main
 from fathomlm.decode import full
 from fathomlm.decode.full import generate
 from fathomlm.decode.generation import Generation
+from fathomlm.depth.colours import depth_colours
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 NEW = 24

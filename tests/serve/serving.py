@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import httpx
@@ -16,6 +17,7 @@ from openai import OpenAI
 from fathomlm.engine.engine import Engine
 from fathomlm.engine.options import RestartPolicy
 from fathomlm.serve.app import create_app
+from fathomlm.serve.catalog import Catalog
 from fathomlm.serve.options import ServeOptions
 from fathomlm.serve.server import Server, address_of, bind
 from fathomlm.serve.service import Service, serve_model
@@ -50,10 +52,12 @@ class Running:
 @contextmanager
 def running(
     model: Any, options: ServeOptions | None = None, *, exiting: Any = None, max_depth: int | None = None,
-    headers: dict[str, str] | None = None, name: str = NAME, restarts: RestartPolicy | None = None, **engine_options: Any,
+    headers: dict[str, str] | None = None, name: str = NAME, restarts: RestartPolicy | None = None,
+    catalog: Catalog | None = None, **engine_options: Any,
 ) -> Iterator[Running]:  # fmt: skip
     engine = Engine(model, exiting=exiting, **(SMALL | engine_options))
-    service = Service(lambda: serve_model(engine, name=name, exiting=exiting, max_depth=max_depth, restarts=restarts))
+    load = partial(serve_model, engine, name=name, exiting=exiting, max_depth=max_depth, restarts=restarts)
+    service = Service(load, catalog=catalog)
     chosen = options or ServeOptions()
     server = Server(create_app(service, chosen), service, chosen)
     sock = bind("127.0.0.1", 0)

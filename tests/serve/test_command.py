@@ -48,6 +48,31 @@ def test_what_is_packaged_is_served_by_default_under_its_name(packaged: str, one
     assert parse("smollm2-135m").model == "smollm2-135m"
 
 
+def test_models_are_named_or_those_at_hand(packaged: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def names(*words: str) -> tuple[str, ...]:
+        found = parse(*words)
+        return (found.model, *found.several.models)
+
+    monkeypatch.setattr("fathomlm.cli.serve_models._cached", lambda repo_id: repo_id == "EleutherAI/pythia-70m")
+    assert names() == (packaged, "smollm2-135m", "pythia-70m")
+    assert names("a") == names("--model", "a") == ("a",)
+    assert names("a", "--model", "b", "--model", "c") == names("--model", "a", "--model", "b", "--model", "c")
+    assert names("--max-loaded", "1") == names("--ray") == (packaged,)
+    with pytest.raises(OptionError, match="--ray cannot be combined"):
+        parse("a", "--model", "b", "--ray")
+
+
+def test_another_model_has_its_own_context_and_no_options_of_the_first(packaged: str, tiny_model_dir: Path) -> None:
+    import asyncio
+
+    args = parse(packaged, "--model", str(tiny_model_dir), "--max-depth", "1", "--name", "first", "--max-length", "4096")
+    engine = serve.read_engine(args)
+    catalog = serve.catalog_of("first", args.several.models, 2, lambda source: serve.load_other(args, engine, source))
+    served = catalog.offers["tiny"].load()
+    assert (served.name, served.max_length, served.max_depth) == ("tiny", 256, None)
+    asyncio.run(served.close())
+
+
 def test_generate_and_chat_still_ask_for_a_model(packaged: str, capsys: pytest.CaptureFixture[str]) -> None:
     for words in (["generate", "-p", "x"], ["chat"]):
         assert main(words) == 2
@@ -67,7 +92,8 @@ WRONG = [
     ["--api-key", ""], ["--api-key-file", "/does/not/exist"], ["--threshold", "1.5"], ["--threshold", "often"],
     ["--threshold", "adaptive"], ["--exit-layer", "0"], ["--exit-layer", "2", "--max-depth", "1"], ["--max-queue", "0"],
     ["--memory", "800000GB"], ["--memory", "x"], ["--header-timeout", "0"], ["--max-connections", "0"],
-    ["--allowed-hosts", "a:80"],
+    ["--allowed-hosts", "a:80"], ["--max-loaded", "0"], ["--model", "other", "--max-loaded", "1"],
+    ["--model", "a", "--model", "a"],
 ]  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""`fathomlm serve [MODEL]`: OpenAI's API over one model."""
+"""`fathomlm serve [MODEL]`: OpenAI's API over one model or several."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fathomlm.cli.model_options import ExitPackOptions, ModelOptions, memory_errors, threshold_file
+from fathomlm.cli.serve_models import SeveralOptions, at_hand, catalog_of, model_name
 from fathomlm.cli.serve_ray import RayOptions, read_replicas, run_on_ray
 from fathomlm.decode.exiting import Exiting
 from fathomlm.engine.options import EngineOptions, RestartPolicy
@@ -41,9 +42,10 @@ class ServedDepthOptions(ExitPackOptions):
 @dataclass(frozen=True, kw_only=True)
 class Serve(ModelOptions):
     """Serve MODEL with an OpenAI-compatible API: /v1/completions and /v1/chat/completions, with /health, /ready, /metrics
-    and /v1/fathom/status beside them. Logs go to standard output, one JSON object per line."""
+    and /v1/fathom/status beside them, and a page at /. Logs go to standard output, one JSON object per line."""
 
-    model: str = like(ModelOptions, "model", default_model)
+    model: str = like(ModelOptions, "model", "", default_text="the model that ships with FathomLM")
+    several: SeveralOptions = section(SeveralOptions, "several models", "--name and the options of depth are those of MODEL")
     name: str | None = option(
         None, metavar="NAME", help="model name for clients", default_text="MODEL, or its last path part"
     )
@@ -56,6 +58,16 @@ class Serve(ModelOptions):
     restarts: RestartPolicy = section(RestartPolicy)
     exiting: ServedDepthOptions = section(ServedDepthOptions, "depth")
     ray: RayOptions = section(RayOptions, "replicas", "copies of the server behind one address, on Ray Serve")
+
+    def __post_init__(self) -> None:
+        """Without MODEL the first `--model` is it, and without that the default, beside all that is at hand."""
+        named = (*((self.model,) if self.model else ()), *(self.several.models or ()))
+        alone = self.ray.ray or self.several.max_loaded == 1
+        first, *others = named or dict.fromkeys((default_model(), *(() if alone else at_hand())))
+        if self.ray.ray and others:
+            raise OptionError("--ray cannot be combined with several models; start a server for each")
+        object.__setattr__(self, "model", first)
+        object.__setattr__(self, "several", replace(self.several, models=tuple(others)))
 
     def run(self) -> int:
         missing = [name for name in REQUIRED if importlib.util.find_spec(name) is None]
@@ -74,6 +86,9 @@ class Serve(ModelOptions):
         if replicas is None:  # replicas may be on other machines
             check_memory(engine.memory, self.device)
         load = partial(load_served, self, engine, exiting, self.restarts)
+        catalog = catalog_of(
+            served_name(self), self.several.models or (), self.several.max_loaded, partial(load_other, self, engine)
+        )
         sock = bind(options.host, options.port)
         if not is_loopback(options.host) and not options.api_keys:
             _tell(f"warning: {options.host} can be reached from other machines; without --api-key anybody there has access")
@@ -84,13 +99,14 @@ class Serve(ModelOptions):
             run_on_ray(load, options, replicas, options.host, port, _tell)
             return 0
         configure_logging()
-        service = Service(load)
+        service = Service(load, catalog=catalog)
 
         def ready() -> None:
             assert service.served is not None
-            _tell(
-                f"{service.served.name} is ready at {address_of(sock)} (base URL for OpenAI clients: {address_of(sock)}/v1)"
-            )
+            at, others = address_of(sock), ", ".join(catalog.offers)
+            _tell(f"{service.served.name} is ready at {at} (a page for browsers; base URL for OpenAI clients: {at}/v1)")
+            if others:
+                _tell(f"loaded when a request names them: {others}")
             log_event("ready", model=service.served.name, address=address_of(sock))
 
         service.on_ready = ready
@@ -179,13 +195,24 @@ def load_served(
         engine = Engine(model, engine_options, exiting=exiting)
         if options.device.startswith("cuda"):
             engine.generate([[0]], max_new_tokens=2)  # compiles and records, so that nobody has to wait for it later
-    name = options.name or _name(options.model)
-    return serve_model(engine, name=name, exiting=exiting, max_depth=options.exiting.max_depth, restarts=restarts)
+    return serve_model(
+        engine, name=served_name(options), exiting=exiting, max_depth=options.exiting.max_depth, restarts=restarts
+    )
 
 
-def _name(source: str) -> str:
-    path = Path(source).expanduser()
-    return path.resolve().name.removesuffix(".gguf") if path.exists() else source
+def served_name(options: Serve) -> str:
+    return options.name or model_name(options.model)
+
+
+def load_other(options: Serve, engine_options: EngineOptions, source: str) -> ServedModel:
+    """A model beside the first: as it is, and with a context of its own where that is shorter."""
+    from fathomlm.checkpoints.resolve import architecture_of
+
+    longest = engine_options.max_length
+    if longest is not None:
+        engine_options = replace(engine_options, max_length=min(longest, architecture_of(source)[0].context))
+    alone = replace(options, model=source, name=None, exiting=ServedDepthOptions())
+    return load_served(alone, engine_options, None, options.restarts)
 
 
 def _tell(text: Any) -> None:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import mimetypes
+import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import asdict
 from html import escape
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request
 from starlette.middleware.cors import CORSMiddleware
@@ -18,15 +19,15 @@ from starlette.responses import FileResponse, HTMLResponse, Response
 from fathomlm import __version__
 from fathomlm.engine.request import Request as EngineRequest
 from fathomlm.serve import errors
-from fathomlm.serve.bodies import Body, ChatBody, CompletionBody, describe, read_body, request_body
+from fathomlm.serve.bodies import ChatBody, CompletionBody, LoadBody, RequestBody, describe, read_body, request_body
 from fathomlm.serve.completions import GONE, ClientGone, CompletionHandler, late, unless_gone
-from fathomlm.serve.errors import ApiError, json_response
+from fathomlm.serve.errors import json_response
 from fathomlm.serve.metrics import Metrics, exit_rate, mean_depth
 from fathomlm.serve.middleware import ENTRY, AllowedHosts, ApiKeys, BodyLimit, RequestLog, allowed_hosts
 from fathomlm.serve.options import ServeOptions
 from fathomlm.serve.requests import chat_requests, completion_requests
 from fathomlm.serve.responses import ChatFormat, CompletionFormat, ResponseFormat
-from fathomlm.serve.service import ServedModel, Service
+from fathomlm.serve.service import ServedModel, Service, unknown_model
 
 STATIC = Path(__file__).parent / "static"
 CSP = (
@@ -37,8 +38,13 @@ CSP = (
 HEADERS = {"content-security-policy": CSP, "referrer-policy": "no-referrer", "cache-control": "no-cache"}
 LINKS = ("/v1/models", "/v1/fathom/status", "/metrics", "/health", "/ready", "/openapi.json")
 PATHS = frozenset(
-    {"/v1/models", "/v1/completions", "/v1/chat/completions", "/v1/fathom/status", "/health", "/ready", "/metrics"}
-)
+    {
+        "/v1/models", "/v1/completions", "/v1/chat/completions", "/v1/fathom/status", "/v1/fathom/load", "/health", "/ready",
+        "/metrics",
+    }
+)  # fmt: skip
+Body = TypeVar("Body", bound=RequestBody)
+T = TypeVar("T")
 
 
 def create_app(service: Service, options: ServeOptions | None = None, static: Path = STATIC) -> FastAPI:
@@ -58,7 +64,7 @@ def create_app(service: Service, options: ServeOptions | None = None, static: Pa
     metrics = Metrics(service)
     errors.install(app)
     _add_completions(app, service, options, metrics)
-    _add_models(app, service)
+    _add_models(app, service, options)
     _add_operations(app, service, metrics)
     paths = add_page(app, service, static)
     app.add_middleware(BodyLimit, most=options.max_body, timeout=options.body_timeout)
@@ -87,7 +93,7 @@ def _add_completions(app: FastAPI, service: Service, options: ServeOptions, metr
         }.items()
     }  # fmt: skip
 
-    describe(app, CompletionBody, ChatBody)
+    describe(app, CompletionBody, ChatBody, LoadBody)
 
     async def respond(
         request: Request,
@@ -96,10 +102,14 @@ def _add_completions(app: FastAPI, service: Service, options: ServeOptions, metr
         response: type[ResponseFormat],
     ) -> Response:
         deadline = asyncio.get_running_loop().time() + options.timeout
-        served, body, entry = service.require(), await read_body(request, kind), request.scope[ENTRY]
-        requests = await _in_time(request, build(body, served, options), options, deadline)
-        if requests is None:
+        service.require()
+        body, entry = await read_body(request, kind), request.scope[ENTRY]
+        try:
+            served = await _in_time(request, service.find(body.model), options, deadline)
+            requests = await _in_time(request, build(body, served, options), options, deadline)
+        except ClientGone:
             return GONE
+        entry.model = served.name
         if options.log_prompts:
             entry.prompts = body.prompts
         handler = CompletionHandler(response(served, body, requests), options, metrics, entry)
@@ -120,25 +130,48 @@ def _add_completions(app: FastAPI, service: Service, options: ServeOptions, metr
         return await respond(request, ChatBody, chat_requests, ChatFormat)
 
 
-def _add_models(app: FastAPI, service: Service) -> None:
-    def record(served: ServedModel) -> dict[str, Any]:
-        return {
-            "id": served.name, "object": "model", "created": served.created, "owned_by": "fathomlm",
-            "max_model_len": served.max_length,
+def _add_models(app: FastAPI, service: Service, options: ServeOptions) -> None:
+    catalog, begun = service.catalog, int(time.time())
+
+    def record(name: str, served: ServedModel | None) -> dict[str, Any]:
+        """What a model can do is known from when it has been loaded."""
+        found = {
+            "id": name, "object": "model", "created": begun, "owned_by": "fathomlm", "max_model_len": None,
+            "endpoints": None, "loaded": served is not None,
         }  # fmt: skip
+        if served is None:
+            return found | {"download": catalog.offers[name].download()}
+        return found | {
+            "created": served.created, "max_model_len": served.max_length, "endpoints": served.endpoints, "download": None
+        }  # fmt: skip
+
+    def records() -> dict[str, dict[str, Any]]:
+        own = {} if service.served is None else {service.served.name: service.served}
+        offered = {name: catalog.loaded.get(name) for name in catalog.offers}
+        return {name: record(name, served) for name, served in (own | offered).items()}
 
     @app.get("/v1/models", response_model=None)
     async def models() -> Response:
-        """The model that is served; none while it is being loaded."""
-        served = service.served
-        return json_response({"object": "list", "data": [] if served is None else [record(served)]})
+        """The server's own model, once it is loaded, and those that are loaded when a request names them."""
+        return json_response({"object": "list", "data": list(records().values())})
 
     @app.get("/v1/models/{model:path}", responses={404: {"description": "No such model"}}, response_model=None)
     async def model(model: str) -> Response:
-        served = service.served
-        if served is None or model != served.name:
-            raise ApiError(404, f"the model '{model}' does not exist here", param="model", code="model_not_found")
-        return json_response(record(served))
+        found = records()
+        if model not in found:
+            raise unknown_model(model, found)
+        return json_response(found[model])
+
+    @app.post("/v1/fathom/load", response_model=None, openapi_extra=request_body(LoadBody))
+    async def load(request: Request) -> Response:
+        """Load a model now, before the first request that names it. Returns when it is ready."""
+        deadline = asyncio.get_running_loop().time() + options.timeout
+        body = await read_body(request, LoadBody)
+        try:
+            served = await _in_time(request, service.find(body.model), options, deadline)
+        except ClientGone:
+            return GONE
+        return json_response(record(served.name, served))
 
 
 def _add_operations(app: FastAPI, service: Service, metrics: Metrics) -> None:
@@ -160,15 +193,22 @@ def _add_operations(app: FastAPI, service: Service, metrics: Metrics) -> None:
         return Response(metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
     @app.get("/v1/fathom/status", response_model=None)
-    async def status() -> Response:
-        """The plan, the state of the engine, and the depths of tokens so far."""
-        return json_response(_status(service, metrics))
+    async def status(model: str | None = None) -> Response:
+        """The plan, the state of the engine, and the depths of tokens so far, of the server's own model or another."""
+        return json_response(_status(service, metrics, model))
 
 
-def _status(service: Service, metrics: Metrics) -> dict[str, Any]:
+def _status(service: Service, metrics: Metrics, name: str | None) -> dict[str, Any]:
     served = service.served
+    if name is not None and name in service.catalog.offers:
+        served = service.catalog.loaded.get(name)
+    elif name is not None and served is not None and name != served.name:
+        raise unknown_model(name, [served.name, *service.catalog.offers])
     if served is None:
-        return {"status": service.phase, "version": __version__, "model": None, "replica": service.replica}
+        phase: str = service.phase
+        if phase == "ready":  # the server's own is there, the one that was asked for is not
+            phase = "loading" if service.catalog.is_loading(name or "") else "not loaded"
+        return {"status": phase, "version": __version__, "model": name, "replica": service.replica}
     found = served.engine.status()
     counters = found.counters
     pools = zip(counters.pages_used, counters.pages_cached, served.pool_pages, strict=True)
@@ -177,6 +217,7 @@ def _status(service: Service, metrics: Metrics) -> dict[str, Any]:
         "version": __version__,
         "model": served.name,
         "replica": service.replica,
+        "endpoints": served.endpoints,
         **served.facts,
         "decode": served.decodes,
         "threshold": served.threshold,
@@ -193,21 +234,17 @@ def _status(service: Service, metrics: Metrics) -> dict[str, Any]:
         "evictions": counters.evictions,
         "totals": asdict(found.totals),
         "kv": [{"used": used, "cached": cached, "pages": pages} for used, cached, pages in pools],
-        "depths": {str(depth): count for depth, count in sorted(metrics.depths.items())},
+        "depths": {str(depth): count for depth, count in sorted(metrics.depths[served.name].items())},
         "mean_depth": mean_depth(found),
         "exit_rate": exit_rate(found),
     }
 
 
-async def _in_time(
-    request: Request, work: Awaitable[list[EngineRequest]], options: ServeOptions, deadline: float
-) -> list[EngineRequest] | None:
-    """A prompt may take a while to tokenize; None if the client has disconnected."""
+async def _in_time(request: Request, work: Awaitable[T], options: ServeOptions, deadline: float) -> T:
+    """A model may take a while to load, and a prompt to tokenize; not longer than the client waits."""
     try:
         async with asyncio.timeout_at(deadline):
             return await unless_gone(request.receive, work)
-    except ClientGone:
-        return None
     except TimeoutError:
         raise late(options) from None
 

@@ -76,10 +76,16 @@ class StreamOptions(_Part):
     include_usage: bool | None = Field(None, description="One more chunk at the end, with the usage.")
 
 
+class LoadBody(_Part):
+    """POST /v1/fathom/load."""
+
+    model: Name
+
+
 class RequestBody(_Part):
     """What both kinds of completion have in common."""
 
-    model: Name | None = Field(None, description="The name in /v1/models; there is one.")
+    model: Name | None = Field(None, description="A name in /v1/models; the server's own model where it is left out.")
     n: Count | None = None
     stop: str | Annotated[list[str], Field(max_length=MOST_STOPS, fail_fast=True)] | None = None
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
@@ -176,7 +182,7 @@ class ChatBody(RequestBody):
         return [[{"role": roles.get(each.role, each.role), "content": each.text} for each in self.messages]]
 
 
-Body = TypeVar("Body", bound=RequestBody)
+Body = TypeVar("Body", bound=BaseModel)
 
 
 async def read_body(request: Request, model: type[Body]) -> Body:

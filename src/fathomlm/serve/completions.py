@@ -182,7 +182,8 @@ class CompletionHandler:
                 if isinstance(event, Finished):
                     self._ended(choices.result(index), at)
                 else:
-                    self.metrics.observe(self.response.requests[index], event, at, self._before.get(index))
+                    request, model = self.response.requests[index], self.response.served.name
+                    self.metrics.observe(model, request, event, at, self._before.get(index))
                     self._before[index] = at
                 yield index, event
 

@@ -16,6 +16,7 @@ LOGGER = "fathomlm.serve"
 class LogEntry:
     """The fields of a request's log line besides HTTP; filled in by its handler."""
 
+    model: str | None = None
     stream: bool | None = None
     choices: int | None = None
     prompt_tokens: int | None = None

@@ -7,6 +7,7 @@ arrival, waiting included, and from each token to the next.
 from __future__ import annotations
 
 from collections import Counter as Tally
+from collections import defaultdict
 from collections.abc import Iterator
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
@@ -28,8 +29,8 @@ class Metrics:
     def __init__(self, service: Service) -> None:
         self.registry = registry = CollectorRegistry()
         self._replica = service.replica
-        self.depths: Tally[int] = Tally()
-        """Tokens by how deep they were chosen, where that differs."""
+        self.depths: defaultdict[str, Tally[int]] = defaultdict(Tally)
+        """Each model's tokens by how deep they were chosen, where that differs."""
         registry.register(_EngineCollector(service, self.depths))
         self._http = Counter("fathomlm_http_requests", "HTTP requests answered", ["path", "status"], registry=registry)
         self._ends = Counter("fathomlm_completions", "Completions that ended", ["reason"], registry=registry)
@@ -38,14 +39,14 @@ class Metrics:
         self._between = _histogram("inter_token", "From one token of a completion to the next", BETWEEN, registry)
         self._whole = _histogram("request", "From a request's arrival to the end of its completion", WHOLE, registry)
 
-    def observe(self, request: Request, event: TokenEvent, at: float, before: float | None) -> None:
-        """A token came; `before` is when the one before it did."""
+    def observe(self, model: str, request: Request, event: TokenEvent, at: float, before: float | None) -> None:
+        """A token of a model came; `before` is when the one before it did."""
         if before is None:
             self._first.observe(max(at - request.arrival, 0.0))
         else:
             self._between.observe(max(at - before, 0.0))
         if event.depth is not None:
-            self.depths[event.depth] += 1
+            self.depths[model][event.depth] += 1
 
     def ended(self, result: Result, at: float) -> None:
         self._ends.labels(result.finish.reason).inc()
@@ -75,24 +76,33 @@ class _Labelled(CollectorRegistry):
 
 
 class _EngineCollector(Collector):
-    """The engine's counts at this moment; nothing but `ready` while there is no engine."""
+    """The engines' counts at this moment; nothing but `ready` while there is none. Where a server has several models, each
+    sample has its model as a label."""
 
-    def __init__(self, service: Service, depths: Tally[int]) -> None:
+    def __init__(self, service: Service, depths: defaultdict[str, Tally[int]]) -> None:
         self._service, self._depths = service, depths
 
     def collect(self) -> Iterator[Metric]:
         yield GaugeMetricFamily("fathomlm_ready", "Whether requests are accepted", float(self._service.phase == "ready"))
-        served = self._service.served
-        if served is not None:
-            status = served.engine.status()
-            yield from _standing(status)
-            yield from _pages(served, status)
-            yield from self._depth(served, status)
+        found: dict[str, Metric] = {}
+        for served in self._service.loaded_models:
+            label = {"model": served.name} if self._service.catalog.offers else {}
+            for metric in self._of(served):
+                samples = [one._replace(labels=one.labels | label) for one in metric.samples]
+                metric.samples = []
+                found.setdefault(metric.name, metric).samples += samples
+        yield from found.values()
+
+    def _of(self, served: ServedModel) -> Iterator[Metric]:
+        status = served.engine.status()
+        yield from _standing(status)
+        yield from _pages(served, status)
+        yield from self._depth(served, status)
 
     def _depth(self, served: ServedModel, status: Status) -> Iterator[Metric]:
         totals = status.totals
         depths = CounterMetricFamily("fathomlm_tokens_by_depth", "Tokens by the depth they were chosen at", labels=["depth"])
-        for depth, count in sorted(self._depths.items()):
+        for depth, count in sorted(self._depths[served.name].items()):
             depths.add_metric([str(depth)], count)
         yield depths
         yield CounterMetricFamily("fathomlm_exited_tokens", "Tokens that exited early", totals.exited)

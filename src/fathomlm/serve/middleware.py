@@ -35,6 +35,8 @@ GONE = 499
 """In logs and metrics: the client disconnected before it had its response."""
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 ANYWHERE = ("0.0.0.0", "::", "")
+QUIET = ("/health", "/ready", "/metrics", "/v1/fathom/status")
+"""Asked for every few seconds, by probes and by the page: not worth a line in the log."""
 SHOWN = 100
 """Characters of a wrong name that are repeated."""
 
@@ -79,7 +81,7 @@ class RequestLog:
                 "id": id, "method": scope["method"], "path": path, "status": status,
                 "seconds": round(time.perf_counter() - begun, 4), "client": client[0] if client else None,
             }  # fmt: skip
-            quiet = path in ("/health", "/ready", "/metrics") and status == 200
+            quiet = path in QUIET and status == 200
             log_event("request", logging.DEBUG if quiet else logging.INFO, **fields, **entry.record())
 
     def _id(self, scope: Scope) -> str:

@@ -24,7 +24,6 @@ T = TypeVar("T")
 
 
 async def completion_requests(body: CompletionBody, served: ServedModel, options: ServeOptions) -> list[Request]:
-    _check_model(body, served)
     _refuse(bool(body.echo), "echo", "prompts are not echoed; put the prompt in front of the completion yourself")
     _refuse((body.best_of or 1) > 1, "best_of", "request n completions and choose by their logprobs")
     _refuse(body.suffix is not None, "suffix", "the model continues text and cannot fill in the middle")
@@ -50,7 +49,6 @@ async def completion_requests(body: CompletionBody, served: ServedModel, options
 
 
 async def chat_requests(body: ChatBody, served: ServedModel, options: ServeOptions) -> list[Request]:
-    _check_model(body, served)
     for name in ("tools", "functions"):
         _refuse(bool(getattr(body, name)), name, "this server calls no tools")
     for name in ("tool_choice", "function_call"):
@@ -78,12 +76,6 @@ async def chat_requests(body: ChatBody, served: ServedModel, options: ServeOptio
 async def _unless_short(served: ServedModel, size: int, work: Callable[[], T]) -> T:
     """Here, or in a thread where it would keep others waiting. Nothing is tokenized, so it is short work all the same."""
     return work() if size <= SHORT else await served.tokenizers.run(0, work)
-
-
-def _check_model(body: RequestBody, served: ServedModel) -> None:
-    if body.model is not None and body.model != served.name:
-        message = f"the model '{body.model}' does not exist here; this server has '{served.name}'"
-        raise ApiError(404, message, param="model", code="model_not_found")
 
 
 def _check_counts(body: RequestBody, prompts: int, options: ServeOptions) -> None:

@@ -1,20 +1,20 @@
-"""The one model that a server has, from loading to the end."""
+"""The models of a server, from loading to the end: its own, and those of its catalog."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
-import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from fathomlm.decode.prompts import Prompt, chat_prompt, encode_prompt, end_tokens
+from fathomlm.depth.colours import depth_colours, ink
 from fathomlm.engine.async_engine import AsyncEngine
 from fathomlm.engine.options import RestartPolicy
-from fathomlm.errors import OptionError
+from fathomlm.errors import OptionError, choices
+from fathomlm.serve.catalog import Catalog, in_daemon_thread
 from fathomlm.serve.errors import ApiError
 from fathomlm.serve.logs import log_event
 from fathomlm.serve.tokens import LeastTokens, TokenizerThreads, TokenStrings
@@ -60,6 +60,12 @@ class ServedModel:
         return None if self.exiting is None else self.exiting.threshold_now()
 
     @property
+    def endpoints(self) -> tuple[str, ...]:
+        """What the model can do: a conversation requires a chat template."""
+        chat = self.model.tokenizer is not None and self.model.tokenizer.chat_template is not None
+        return ("/v1/completions", "/v1/chat/completions") if chat else ("/v1/completions",)
+
+    @property
     def decodes(self) -> tuple[str, ...]:
         """The ways of decoding that a request may choose: to the full depth, and as this engine was built to."""
         return ("full",) if self.exiting is None else ("full", self.exiting.mode)
@@ -95,6 +101,7 @@ def serve_model(
             raise OptionError(f"max_depth requires a model with a router; {name} has none")
         if not 1 <= max_depth <= plan.recursions:
             raise OptionError(f"max_depth must be between 1 and the model's {plan.recursions} recursions, got {max_depth}")
+    deepest = plan.recursions if exiting is None else plan.unrolled_layers
     facts = {
         "kind": engine.runner.layout.kind,
         "plan": {
@@ -102,6 +109,7 @@ def serve_model(
             "recursions": plan.recursions, "sharing": plan.sharing if plan.recursions > 1 else None, "kv": plan.kv,
             "router": None if plan.routing is None else plan.routing.kind, "exits": [index + 1 for index in plan.exits],
         },
+        "colours": [[colour, ink(colour)] for colour in depth_colours(deepest)],
         "device": str(engine.runner.device), "dtype": str(model.decoder.embed.weight.dtype).removeprefix("torch."),
         "batch_size": options.batch_size, "max_sequences": sizes.max_sequences, "max_length": sizes.max_length,
         "max_queue": options.max_queue,
@@ -117,6 +125,10 @@ def serve_model(
     )  # fmt: skip
 
 
+def unknown_model(name: str, known: Iterable[str]) -> ApiError:
+    return ApiError(404, choices("model", name, known), param="model", code="model_not_found")
+
+
 def _log_failure(error: BaseException, again: bool) -> None:
     """Once per failure, however many requests it failed, with its traceback, which no client sees."""
     log_event("engine failed", logging.ERROR, error, restarting=again)
@@ -127,10 +139,12 @@ def _log_restart(seconds: float) -> None:
 
 
 class Service:
-    """Loads a model in the background, and tracks whether it is ready."""
+    """Loads the server's own model in the background, and tracks whether it is ready. Requests may also name those of the
+    catalog, which are loaded when one does."""
 
-    def __init__(self, load: Callable[[], ServedModel], replica: str | None = None) -> None:
+    def __init__(self, load: Callable[[], ServedModel], replica: str | None = None, catalog: Catalog | None = None) -> None:
         self._load = load
+        self.catalog = catalog or Catalog()
         self.replica = replica
         """Its name, where a server has several. Its application starts once its model is loaded."""
         self.served: ServedModel | None = None
@@ -155,7 +169,7 @@ class Service:
         return "restarting" if self.served.engine.restarting else "ready"
 
     def require(self) -> ServedModel:
-        """The model, for a new request."""
+        """The server's own model, for a new request."""
         phase = self.phase
         if phase == "ready" and self.served is not None:
             return self.served
@@ -167,19 +181,21 @@ class Service:
         }
         raise ApiError(503, why[phase], code=phase)
 
+    async def find(self, name: str | None) -> ServedModel:
+        """The model that a request names, loaded if need be; None is the server's own."""
+        own = self.require()
+        if name is None or name == own.name:
+            return own
+        if name not in self.catalog.offers:
+            raise unknown_model(name, [own.name, *self.catalog.offers])
+        return await self.catalog.get(name)
+
+    @property
+    def loaded_models(self) -> list[ServedModel]:
+        return [*([] if self.served is None else [self.served]), *self.catalog.loaded.values()]
+
     def start(self) -> None:
-        """In a daemon thread: a download may take long, and Ctrl-C should not wait for it."""
-        loop = asyncio.get_running_loop()
-
-        def work() -> None:
-            try:
-                found: ServedModel | BaseException = self._load()
-            except BaseException as error:
-                found = error
-            with contextlib.suppress(RuntimeError):  # the server has ended meanwhile
-                loop.call_soon_threadsafe(self._loaded, found)
-
-        threading.Thread(target=work, name="fathomlm-load", daemon=True).start()
+        in_daemon_thread(self._load).add_done_callback(self._loaded)
 
     async def loaded(self) -> None:
         """Returns when the model is ready; raises the error of loading."""
@@ -187,33 +203,35 @@ class Service:
         if self.failure is not None:
             raise self.failure
 
-    def _loaded(self, found: ServedModel | BaseException) -> None:
+    def _loaded(self, found: asyncio.Future[ServedModel]) -> None:
+        if found.cancelled():  # the server ends
+            return
         self._settled.set()
-        if isinstance(found, BaseException):
-            self.failure = found
+        self.failure = found.exception()
+        if self.failure is not None:
             self.on_failure()
             return
-        self.served = found
+        self.served = found.result()
         self.on_ready()
 
     async def drain(self, timeout: float, grace: float) -> bool:
         """Accept no new requests and wait for the running ones; after `timeout` seconds abort them. Returns whether all
         finished. An engine in the middle of a step cannot be aborted: after `grace` more seconds it is abandoned."""
         self.draining = True
-        if self.served is None:
-            return True
-        engine, whole = self.served.engine, True
+        self.catalog.stop_loading()
+        engines = [served.engine for served in self.loaded_models]
         try:
-            await asyncio.wait_for(engine.drain(), timeout)
+            await asyncio.wait_for(asyncio.gather(*(engine.drain() for engine in engines)), timeout)
         except TimeoutError:
-            whole = False
             try:
-                await asyncio.wait_for(engine.close(), grace)
+                await asyncio.wait_for(asyncio.gather(*(engine.close() for engine in engines)), grace)
             except TimeoutError:
                 self.abandoned = True
-        return whole
+            return False
+        return True
 
     async def close(self) -> None:
         self._over = True
         if self.served is not None:
             await self.served.close()
+        await self.catalog.close()

