@@ -33,7 +33,7 @@ $(VENV)/.dev: pyproject.toml constraints.txt | $(BIN)/python
 demo: $(VENV)/.core ## Show tokens by their depth, or where no model came along, SmolLM2-135M made recursive
 	@$(BIN)/fathomlm demo
 
-serve: $(VENV)/.serve ## Serve a small model (or MODEL=...): OpenAI's API and a page that colours tokens by depth
+serve: $(VENV)/.serve ## Serve what is at hand (or MODEL=...): OpenAI's API and a page to write, chat and compare on
 	@$(BIN)/fathomlm serve $(MODEL)
 
 test: $(VENV)/.dev ## Run the tests (2 cores, no GPU)

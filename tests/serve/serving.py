@@ -57,7 +57,15 @@ def running(
 ) -> Iterator[Running]:  # fmt: skip
     engine = Engine(model, exiting=exiting, **(SMALL | engine_options))
     load = partial(serve_model, engine, name=name, exiting=exiting, max_depth=max_depth, restarts=restarts)
-    service = Service(load, catalog=catalog)
+    with serving(Service(load, catalog=catalog), options, headers) as (url, rest):
+        yield Running(url, engine, *rest)
+
+
+@contextmanager
+def serving(
+    service: Service, options: ServeOptions | None = None, headers: dict[str, str] | None = None
+) -> Iterator[tuple[str, Any]]:
+    """The address of a server that has loaded its model, and its service, server, thread and a client."""
     chosen = options or ServeOptions()
     server = Server(create_app(service, chosen), service, chosen)
     sock = bind("127.0.0.1", 0)
@@ -67,7 +75,7 @@ def running(
     try:
         until(lambda: service.served is not None and server.started)
         with httpx.Client(base_url=url, timeout=600, headers=headers) as http:
-            yield Running(url, engine, service, server, thread, http)
+            yield url, (service, server, thread, http)
     finally:
         server.should_exit = True
         thread.join(600)

@@ -17,10 +17,14 @@ import httpx
 import pytest
 
 from fathomlm.checkpoints.resolve import plan_of
-from fathomlm.cli.main import build_parser
+from fathomlm.cli import serve
+from fathomlm.cli.main import build_parser, read_command
+from fathomlm.engine.engine import Engine
 from fathomlm.packaged import default_model, models_directory
+from fathomlm.serve.catalog import Catalog, Offer
+from fathomlm.serve.service import Service, serve_model
 from model.route.small import LLAMA, model_of, routed
-from serve.serving import Running, events, running
+from serve.serving import SMALL, Running, events, running, serving
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -33,14 +37,14 @@ BUNDLED, CHAT = "fathom-mor-23m", "smollm2-135m"
 
 
 @pytest.fixture(scope="module")
-def servers(tiny_model: Any, tiny_tokenizer: Any, one_thread: None) -> Iterator[dict[str, Running]]:
-    """By the name that the page has for them: a routed model without a chat template, and a chat model."""
+def default_server(tiny_model: Any, tiny_tokenizer: Any, one_thread: None) -> Iterator[Running]:
+    """Like `fathomlm serve`: a routed model without a chat template, and a chat model that is loaded on demand."""
     bundled = model_of(routed(), architecture=replace(LLAMA, vocab=len(tiny_tokenizer), context=256))
     bundled.tokenizer = deepcopy(tiny_tokenizer)
     bundled.tokenizer.chat_template = None
-    wide: dict[str, Any] = {"max_length": 192}
-    with running(bundled, name=BUNDLED, **wide) as routed_one, running(tiny_model, name=CHAT, **wide) as chat:
-        yield {BUNDLED: routed_one, CHAT: chat}
+    chat = Offer(load=lambda: serve_model(Engine(tiny_model, **SMALL | {"max_length": 192}), name=CHAT))
+    with running(bundled, name=BUNDLED, catalog=Catalog({CHAT: chat}), max_length=192) as found:
+        yield found
 
 
 def test_the_page_has_the_default_model_and_what_it_says_of_it() -> None:
@@ -52,21 +56,36 @@ def test_the_page_has_the_default_model_and_what_it_says_of_it() -> None:
     assert re.search(rf"^fathomlm serve  .*# {BUNDLED}", PAGE, re.MULTILINE)
 
 
-@pytest.mark.parametrize("number", range(len(CLIENTS)))
-def test_the_python_examples_run(servers: dict[str, Running], number: int) -> None:
+def run_example(number: int, url: str) -> str:
+    """What it prints."""
     code = CLIENTS[number]
-    named = re.findall(r'model="([^"]+)"', code)
-    assert len(named) == 1
     start = CLIENTS[0][: CLIENTS[0].index("reply =")]  # later ones go on with the first one's client
-    code = (code if "OpenAI(" in code else start + code).replace(ADDRESS, servers[named[0]].url)
-    assert servers[named[0]].url in code
+    code = (code if "OpenAI(" in code else start + code).replace(ADDRESS, url)
+    assert url in code
     told = io.StringIO()
     with redirect_stdout(told):
         exec(compile(code, f"docs/serve.md example {number}", "exec"), {})
-    assert told.getvalue().endswith("\n")
+    return told.getvalue()
 
 
-def test_the_curl_examples_run(servers: dict[str, Running]) -> None:
+@pytest.mark.parametrize("number", range(len(CLIENTS)))
+def test_the_python_examples_run(default_server: Running, number: int) -> None:
+    assert run_example(number, default_server.url).endswith("\n")
+
+
+def test_the_first_example_runs_with_the_bundled_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a newcomer meets it: `fathomlm serve`, no network, the example as it stands."""
+    monkeypatch.setattr("fathomlm.checkpoints.fetch.fetch", lambda name: pytest.fail("it needs the network"))
+    args = read_command(["serve", "--threads", "1"])
+    service = Service(lambda: serve.load_served(args, serve.read_engine(args), None))
+    with serving(service) as (url, _):
+        text = run_example(0, url)
+    assert len(text.split()) > 10
+    assert service.served is not None
+    assert service.served.name == BUNDLED
+
+
+def test_the_curl_examples_run(default_server: Running) -> None:
     found = [code for kind, code in BLOCKS if not kind and code.startswith("curl ")]
     assert found
     for code in found:
@@ -79,7 +98,7 @@ def test_the_curl_examples_run(servers: dict[str, Running]) -> None:
             elif word == "-d":
                 body = next(words)
             else:
-                url = word.replace(ADDRESS, servers[BUNDLED].url)
+                url = word.replace(ADDRESS, default_server.url)
         response = httpx.post(url, headers=headers, content=body, timeout=60)
         assert response.status_code == 200
         assert events(response)[-1] == "[DONE]"
