@@ -74,6 +74,8 @@ class Option:
     """What the flag without a value stands for."""
     finite: bool = True
     """Whether infinity is refused."""
+    first: Callable[[Any], None] | None = None
+    """Checks the value, or each item of a tuple, against this machine before the command loads anything (`check_first`)."""
 
     @property
     def rule(self) -> str:
@@ -195,6 +197,18 @@ def check(instance: Any, prefix: str = "") -> None:
         inner = getattr(instance, other.name)
         if dataclasses.is_dataclass(inner) and not isinstance(inner, type):
             check(inner, f"{prefix}{other.name}.")
+
+
+def check_first(instance: Any) -> None:
+    """Run the `first` checks of a command's options: a name, a path, a device. They import no tensor library, so that a slip
+    is answered at once."""
+    for field in dataclasses.fields(instance):
+        value = getattr(instance, field.name)
+        if _SECTION in field.metadata:
+            check_first(value)
+        elif _OPTION in field.metadata and (first := field.metadata[_OPTION].first) is not None and value is not None:
+            for item in value if isinstance(value, tuple) else (value,):
+                first(item)
 
 
 def bounds(cls: type, name: str) -> dict[str, float]:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from fathomlm.checkpoints import convert as converting
-from fathomlm.checkpoints import resolve
+from fathomlm.checkpoints import locate, resolve
 from fathomlm.checkpoints.native import save
 from fathomlm.cli.main import build_parser, main
 from fathomlm.decode.full import generate
@@ -37,8 +37,8 @@ def plain_dir(tiny_tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> 
 @pytest.fixture
 def small_preset(plain_dir: Path, nothing_packaged: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """SmolLM2-135M, if it were tiny and here, in an empty working directory."""
-    real = resolve.fetch
-    monkeypatch.setattr(resolve, "fetch", lambda name: plain_dir if name == NAME else real(name))
+    real = locate.fetch
+    monkeypatch.setattr(locate, "fetch", lambda name: plain_dir if name == NAME else real(name))
     monkeypatch.chdir(tmp_path)
     return plain_dir
 

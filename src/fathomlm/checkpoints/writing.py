@@ -25,6 +25,8 @@ from fathomlm.errors import OutputError
 UNSUPPORTED = {errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EBADF}
 """What file systems answer that cannot sync a directory; there is nothing more to be done on them."""
 CHUNK = 1 << 20
+THRESHOLD = "threshold.json"
+"""A calibrated threshold, beside the exits that it was calibrated for."""
 
 
 def sync_file(path: Path) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from fathomlm.checkpoints.tying import INITS, NORM_INITS, RELAX_INITS
+from fathomlm.cli.first import check_device, check_model
 from fathomlm.cli.model_options import SOURCE, DtypeOptions, ForceOptions, JsonOptions, SeedOptions
 from fathomlm.cli.plan_options import PlanOptions, RelaxOptions, RouterOptions
 from fathomlm.cli.progress import progress_bar
@@ -35,23 +36,25 @@ class Convert(ForceOptions, DtypeOptions, SeedOptions, JsonOptions):
     and write the result to OUT. The result needs uptraining; at full LoRA rank it computes what MODEL computes. With
     --router, tokens choose their own depth; a model that is recursive already keeps its weights and gets a router."""
 
-    model: str = option(positional=True, help=SOURCE)
+    model: str = option(positional=True, help=SOURCE, first=check_model)
     out: Path = option(positional=True, help="directory to write")
-    device: str = option("cpu", metavar="DEVICE", help="device of the result: cpu, cuda or cuda:N")
+    device: str = option("cpu", metavar="DEVICE", help="device of the result: cpu, cuda or cuda:N", first=check_device)
     plan: PlanOptions = section(PlanOptions, "depth plan")
     inits: InitOptions = section(InitOptions, "initialization")
     relaxation: RelaxOptions = section(RelaxOptions, "relaxation")
     routing: RouterOptions = section(RouterOptions, "routing")
 
     def run(self) -> int:
+        from fathomlm.checkpoints.writing import check_target
+
+        check_target(self.out, self.force)
+
         from fathomlm.checkpoints.convert import convert
         from fathomlm.checkpoints.native import directory_bytes, save
         from fathomlm.checkpoints.resolve import describe, dtype_name
-        from fathomlm.checkpoints.writing import check_target
         from fathomlm.depth import DepthPlan
         from fathomlm.depth.cost import count
 
-        check_target(self.out, self.force)
         begin = time.perf_counter()
         fields: dict[str, Any] = asdict(self.plan) | asdict(self.inits) | asdict(self.relaxation)
         fields |= {"router": self.routing.routing, "kv": self.routing.kv}

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fathomlm.cli.first import check_pack
 from fathomlm.cli.model_options import ExitPackOptions, threshold_file
 from fathomlm.decode.exiting import USED, Exiting
 from fathomlm.errors import OptionError
@@ -31,6 +32,11 @@ compared by identity."""
 
 def _read_pack(text: str, flag: str) -> Path:
     return NONE if text == str(NONE) else Path(text)
+
+
+def _check_pack(path: Path) -> None:
+    if path is not NONE:
+        check_pack(path)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +66,7 @@ class ShippedExitOptions(ExitPackOptions):
     """A pack of exits, by default one that ships with FathomLM."""
 
     exits: Path | None = like(
-        ExitPackOptions, "exits", parse=_read_pack,
+        ExitPackOptions, "exits", parse=_read_pack, first=_check_pack,
         default_text="those that ship with FathomLM for MODEL, if any; 'none' disables them",
     )  # fmt: skip
 

@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fathomlm.cli.first import check_model
 from fathomlm.cli.model_options import SOURCE, JsonOptions
 from fathomlm.cli.progress import log, progress_bar
 from fathomlm.errors import OptionError
@@ -49,7 +50,7 @@ class Demo(JsonOptions):
     used and the speed against full depth. Any other model has its layers tied into a block that runs twice, with a rank-64
     LoRA at each step, and the sizes, memory and speed of both models on this CPU are printed."""
 
-    model: str = option(default_model, positional=True, help=SOURCE)
+    model: str = option(default_model, positional=True, help=SOURCE, first=check_model)
     out: Path | None = option(None, metavar="DIR", help="where the converted model goes", default_text=str(OUT))
     tokens: int = option(48, ge=1, help="tokens per prompt")
 
@@ -67,7 +68,8 @@ class Demo(JsonOptions):
 
 
 def _compare(options: Demo) -> int:
-    from fathomlm.checkpoints.resolve import decoder_only, load, locate
+    from fathomlm.checkpoints.locate import locate
+    from fathomlm.checkpoints.resolve import decoder_only, load
     from fathomlm.cli.display import model_name
 
     begin = time.perf_counter()

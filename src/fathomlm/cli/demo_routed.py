@@ -107,8 +107,9 @@ def run_routed(source: str, tokens: int, *, as_json: bool) -> int:
 
 
 def measure(source: str, tokens: int, begin: float) -> DemoFigures:
+    from fathomlm.checkpoints.locate import locate
     from fathomlm.checkpoints.native import directory_bytes
-    from fathomlm.checkpoints.resolve import decoder_only, describe, load, locate
+    from fathomlm.checkpoints.resolve import decoder_only, describe, load
     from fathomlm.decode.full import generate
     from fathomlm.decode.sampling import Sampling
     from fathomlm.depth.cost import count

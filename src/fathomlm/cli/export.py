@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from fathomlm.cli.first import check_model, check_text
 from fathomlm.cli.model_options import (
     SOURCE,
     ColumnOptions,
@@ -43,8 +44,9 @@ class ExitExportOptions(ExitPackOptions):
         None, ge=1, help="exits choose among N tokens: the special ones and the most frequent in --exit-vocab-from"
     )
     exit_vocab_from: tuple[str, ...] | None = option(
-        None, nargs="+", metavar="FILE", help="text, JSON Lines or Parquet similar to what the exits will be used on"
-    )
+        None, nargs="+", metavar="FILE", first=check_text,
+        help="text, JSON Lines or Parquet similar to what the exits will be used on",
+    )  # fmt: skip
     column: str | None = like(ColumnOptions, "column", None, default_text="text")
 
 
@@ -56,7 +58,7 @@ class Export(DtypeOptions, ForceOptions, JsonOptions):
     them. fathom: with its whole plan; --quantize int8 makes it a quarter of the float32 size. exits: only the weights of the
     model's exits, for --exits of `generate` and others."""
 
-    model: str = option(positional=True, help=SOURCE)
+    model: str = option(positional=True, help=SOURCE, first=check_model)
     out: Path = option(positional=True, help="directory to write, or a file that ends in .gguf")
     format: Literal["hf", "nanbeige", "gguf", "fathom", "exits"] | None = option(
         None,
@@ -75,7 +77,6 @@ class Export(DtypeOptions, ForceOptions, JsonOptions):
     pack: ExitExportOptions = section(ExitExportOptions, "--format exits")
 
     def run(self) -> int:
-        from fathomlm.checkpoints.resolve import load
         from fathomlm.checkpoints.writing import check_target
 
         format = self.format or ("gguf" if self.out.suffix == ".gguf" else "hf")
@@ -90,6 +91,9 @@ class Export(DtypeOptions, ForceOptions, JsonOptions):
         if self.unroll:
             raise OptionError("--unroll requires --format gguf")
         check_target(self.out, self.force)
+
+        from fathomlm.checkpoints.resolve import load
+
         model = load(self.model, dtype=self.dtype)
         if format == "fathom":
             return _native(self, model, self.max_shard_size or SHARD)
@@ -102,14 +106,15 @@ def _check_quantize(kind: str | None, format: str) -> None:
 
 
 def _gguf(options: Export) -> int:
-    from fathomlm.checkpoints.export import describe_exits
-    from fathomlm.checkpoints.gguf.writer import export_gguf
-    from fathomlm.checkpoints.resolve import decoder_only, describe, load
-
     if options.max_shard_size is not None:
         raise OptionError("--max-shard-size cannot be combined with --format gguf, which is one file")
     if options.out.is_dir() or (options.out.exists() and not options.force):
         raise OptionError(f"{options.out} exists; choose another name" + ("" if options.out.is_dir() else ", or --force"))
+
+    from fathomlm.checkpoints.export import describe_exits
+    from fathomlm.checkpoints.gguf.writer import export_gguf
+    from fathomlm.checkpoints.resolve import decoder_only, describe, load
+
     model = decoder_only(load(options.model, dtype=options.dtype), "--format gguf")
     kind = options.quantize or "f16"
     with progress_bar("exporting") as update:
@@ -176,16 +181,19 @@ def _native(options: Export, model: FathomModel, limit: int) -> int:
 
 
 def _exits(options: Export) -> int:
-    from fathomlm.checkpoints.exit_pack import KIND, RECORD, check_has_exits, write_pack
-    from fathomlm.checkpoints.export import describe_exits
-    from fathomlm.checkpoints.resolve import load, parse_dtype, plan_of
+    from fathomlm.checkpoints.locate import EXITS, EXITS_RECORD
     from fathomlm.checkpoints.writing import check_target
 
     for name in ("quantize", "max_shard_size"):
         if getattr(options, name) is not None:
             raise OptionError(f"--{name.replace('_', '-')} cannot be combined with --format exits")
     pack, sources = options.pack.exits, _vocab_sources(options)
-    check_target(options.out, options.force, what=KIND, sign=RECORD)
+    check_target(options.out, options.force, what=EXITS, sign=EXITS_RECORD)
+
+    from fathomlm.checkpoints.exit_pack import check_has_exits, write_pack
+    from fathomlm.checkpoints.export import describe_exits
+    from fathomlm.checkpoints.resolve import load, parse_dtype, plan_of
+
     check_has_exits(plan_of(options.model, pack), options.model)
     model = load(
         options.model,

@@ -9,6 +9,7 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
+from fathomlm.cli.first import check_shape
 from fathomlm.cli.model_options import SOURCE, JsonOptions
 from fathomlm.cli.plan_options import PlanOptions, RelaxOptions, RouterOptions
 from fathomlm.depth import Architecture, DepthPlan, Relaxation, build_routing, cost
@@ -25,7 +26,7 @@ class Inspect(JsonOptions):
     """Count the parameters, forward FLOPs and KV cache of a model under a depth plan, next to those of the untied base. No
     weights are read. Without --sharing and --recursions, MODEL is counted as it is."""
 
-    model: str = option(positional=True, help=SOURCE)
+    model: str = option(positional=True, help=SOURCE, first=check_shape)
     router: str | None = like(RouterOptions, "router")
     kv: KVMode | None = like(RouterOptions, "kv")
     tokens: int | None = option(None, parse=parse_count, metavar="N", help="training tokens to count FLOPs for: 20B, 300M")

@@ -1,8 +1,8 @@
 """`fathomlm COMMAND ...`: the table of commands, and the one place where errors become exit codes.
 
 User errors print one line on standard error and exit with 2; a bug keeps its traceback. A command is a dataclass of options
-with a `run` method and is imported when it is chosen; it imports torch and transformers inside `run`. So help and typos
-answer at once.
+with a `run` method and is imported when it is chosen; names, paths and devices are checked (`check_first`) before `run`
+imports torch and transformers. So help and typos answer at once.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any, NoReturn
 
 from fathomlm import __version__
 from fathomlm.errors import FathomError, OptionError, choices
-from fathomlm.options import add_flags, from_args
+from fathomlm.options import add_flags, check_first, from_args
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -244,7 +244,9 @@ def read_command(argv: Sequence[str] | None) -> Any:
 def main(argv: Sequence[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, _terminated)
     try:
-        return int(read_command(argv).run())
+        command = read_command(argv)
+        check_first(command)
+        return int(command.run())
     except FathomError as error:
         print(f"fathomlm: {error}", file=sys.stderr)
         return 2

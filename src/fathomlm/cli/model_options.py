@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -11,7 +10,9 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fathomlm.errors import DataError, OptionError, OutputError
+from fathomlm.checkpoints.writing import THRESHOLD
+from fathomlm.cli.first import check_device, check_model, check_pack, check_text, check_threads
+from fathomlm.errors import DataError, OptionError
 from fathomlm.options import option
 
 if TYPE_CHECKING:
@@ -45,16 +46,14 @@ class DtypeOptions:
 class ThreadOptions:
     """For commands that compute on a CPU."""
 
-    threads: int | None = option(None, ge=1, help="CPU threads", default_text="all")
+    threads: int | None = option(None, ge=1, help="CPU threads", default_text="all", first=check_threads)
 
     def use_threads(self) -> None:
-        """More than there are processors is never faster, and very many end torch with a segmentation fault. Checked where
-        they are used: a replica may run on a larger machine."""
-        processors = os.cpu_count() or 1
-        if self.threads is not None and self.threads > processors:
-            raise OptionError(f"--threads must be <= {processors}, the processors of this machine; got {self.threads:,}")
+        """Checked again where they are used: a replica may run on another machine."""
         if self.threads is not None:
             import torch
+
+            check_threads(self.threads)
 
             torch.set_num_threads(self.threads)
 
@@ -63,13 +62,14 @@ class ThreadOptions:
 class DeviceOptions(DtypeOptions, ThreadOptions):
     """For commands that run a model."""
 
-    device: str = option("cpu", metavar="DEVICE", help="cpu, cuda or cuda:N")
+    device: str = option("cpu", metavar="DEVICE", help="cpu, cuda or cuda:N", first=check_device)
 
     def load_source(self, model: str, *, exits: Path | None = None, any_base: bool = False) -> FathomModel:
         """A model, ready to run, with the exits of a pack where one is given."""
+        self.use_threads()
+
         from fathomlm.checkpoints.resolve import load
 
-        self.use_threads()
         return load(model, self.dtype, self.device, exits=exits, any_base=any_base)
 
 
@@ -77,7 +77,7 @@ class DeviceOptions(DtypeOptions, ThreadOptions):
 class ModelOptions(DeviceOptions):
     """For commands that run one model."""
 
-    model: str = option(positional=True, help=SOURCE)
+    model: str = option(positional=True, help=SOURCE, first=check_model)
 
     def load_any(self, *, exits: Path | None = None, any_base: bool = False) -> FathomModel:
         return self.load_source(self.model, exits=exits, any_base=any_base)
@@ -101,8 +101,9 @@ class TextOptions(ColumnOptions):
     """For commands that read documents."""
 
     data: tuple[str, ...] = option(
-        metavar="FILE", help="text (.txt, .md), JSON Lines (.jsonl, also .gz, .xz, .zst) or Parquet; repeatable"
-    )
+        metavar="FILE", first=check_text,
+        help="text (.txt, .md), JSON Lines (.jsonl, also .gz, .xz, .zst) or Parquet; repeatable",
+    )  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,7 +123,7 @@ class ExitPackOptions:
     """Exits in a directory of their own."""
 
     exits: Path | None = option(
-        None, metavar="DIR", help="add trained exits to MODEL, from `fathomlm export --format exits`"
+        None, metavar="DIR", first=check_pack, help="add trained exits to MODEL, from `fathomlm export --format exits`"
     )
     any_base: bool = option(False, help="accept --exits that were trained over another model")
 
@@ -154,19 +155,7 @@ def read_documents(data: Sequence[str], column: str, limit: int | None = None, *
 
 def threshold_file(model: str, exits: Path | None) -> Path:
     """Where a calibrated threshold is kept: with the exits that it was calibrated for."""
-    from fathomlm.decode.calibration import FILE
-
-    return Path(model if exits is None else exits).expanduser() / FILE
-
-
-def check_new_file(out: Path | None) -> None:
-    """Refuse now what could not be written later."""
-    if out is None:
-        return
-    if out.exists():
-        raise OutputError(f"{out} exists; choose another name")
-    if not out.absolute().parent.is_dir():
-        raise OutputError(f"cannot write {out}: {out.parent} is not a directory")
+    return Path(model if exits is None else exits).expanduser() / THRESHOLD
 
 
 @contextmanager

@@ -5,12 +5,15 @@ from __future__ import annotations
 import importlib.util
 import logging
 import os
+import socket
 import sys
+from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fathomlm.cli.first import check_device, check_memory, check_threads
 from fathomlm.cli.model_options import ExitPackOptions, ModelOptions, memory_errors, threshold_file
 from fathomlm.cli.serve_models import SeveralOptions, at_hand, catalog_of, model_name
 from fathomlm.cli.serve_ray import RayOptions, read_replicas, run_on_ray
@@ -19,7 +22,7 @@ from fathomlm.engine.options import EngineOptions, RestartPolicy
 from fathomlm.errors import OptionError
 from fathomlm.options import like, option, section
 from fathomlm.packaged import default_model
-from fathomlm.serve.options import ServeOptions
+from fathomlm.serve.options import ReplicaOptions, ServeOptions
 
 if TYPE_CHECKING:
     from fathomlm.serve.service import ServedModel
@@ -45,6 +48,8 @@ class Serve(ModelOptions):
     and /v1/fathom/status beside them, and a page at /. Logs go to standard output, one JSON object per line."""
 
     model: str = like(ModelOptions, "model", "", default_text="the model that ships with FathomLM")
+    device: str = like(ModelOptions, "device", first=None)
+    threads: int | None = like(ModelOptions, "threads", first=None)
     several: SeveralOptions = section(SeveralOptions, "several models", "--name and the options of depth are those of MODEL")
     name: str | None = option(
         None, metavar="NAME", help="model name for clients", default_text="MODEL, or its last path part"
@@ -73,23 +78,33 @@ class Serve(ModelOptions):
         missing = [name for name in REQUIRED if importlib.util.find_spec(name) is None]
         if missing:
             raise OptionError(f"serving requires {', '.join(missing)}: pip install -c constraints.txt -e '.[serve]'")
-        from fathomlm.serve.app import create_app
-        from fathomlm.serve.logs import configure_logging, log_event
-        from fathomlm.serve.middleware import is_loopback
-        from fathomlm.serve.server import Server, address_of, bind
-        from fathomlm.serve.service import Service
+        from fathomlm.serve.address import bind
 
         options = read_options(self)
         engine = read_engine(self)
-        exiting = read_exits(self)
         replicas = read_replicas(self.ray, engine, self.device, self.threads)
         if replicas is None:  # replicas may be on other machines
+            check_device(self.device)
+            check_threads(self.threads or 1)
             check_memory(engine.memory, self.device)
-        load = partial(load_served, self, engine, exiting, self.restarts)
+        with closing(bind(options.host, options.port)) as sock:
+            return self._serve(sock, options, engine, replicas)
+
+    def _serve(
+        self, sock: socket.socket, options: ServeOptions, engine: EngineOptions, replicas: ReplicaOptions | None
+    ) -> int:
+        """What imports torch: all that can be known before is checked."""
+        from fathomlm.serve.address import address_of
+        from fathomlm.serve.app import create_app
+        from fathomlm.serve.logs import configure_logging, log_event
+        from fathomlm.serve.middleware import is_loopback
+        from fathomlm.serve.server import Server
+        from fathomlm.serve.service import Service
+
+        load = partial(load_served, self, engine, read_exits(self), self.restarts)
         catalog = catalog_of(
             served_name(self), self.several.models or (), self.several.max_loaded, partial(load_other, self, engine)
         )
-        sock = bind(options.host, options.port)
         if not is_loopback(options.host) and not options.api_keys:
             _tell(f"warning: {options.host} can be reached from other machines; without --api-key anybody there has access")
         if replicas is not None:
@@ -144,20 +159,6 @@ def read_engine(options: Serve) -> EngineOptions:
 
     batch_size = options.batch_size or (32 if options.device.startswith("cuda") else 8)
     return replace(options.engine, batch_size=batch_size, max_logprobs=MAX_LOGPROBS)
-
-
-def check_memory(requested: int | None, device: str) -> None:
-    """Refuse what the machine does not have before a model is loaded for it."""
-    if requested is None:
-        return
-    if device.startswith("cuda"):
-        import torch
-
-        has = torch.cuda.mem_get_info(device)[1] if torch.cuda.is_available() else requested
-    else:
-        has = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    if requested > has:
-        raise OptionError(f"--memory is {requested / 1e9:,.1f} GB, but {device} has {has / 1e9:,.1f} GB")
 
 
 def read_exits(options: Serve) -> Exiting | None:

@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from fathomlm.cli.first import check_model
 from fathomlm.depth.presets import PRESETS
 from fathomlm.errors import OptionError
 from fathomlm.options import option
@@ -23,7 +24,8 @@ class SeveralOptions:
     """More than one model at one address."""
 
     models: tuple[str, ...] | None = option(
-        None, flag="--model", metavar="MODEL", help="one more model for requests to name, loaded when one does; repeatable",
+        None, flag="--model", metavar="MODEL", first=check_model,
+        help="one more model for requests to name, loaded when one does; repeatable",
         default_text="where no model is named, those on this machine and smollm2-135m",
     )  # fmt: skip
     max_loaded: int = option(

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
+from fathomlm.cli.first import check_device
 from fathomlm.cli.model_options import JsonOptions
 from fathomlm.errors import OptionError
 from fathomlm.options import option
@@ -44,8 +45,14 @@ class Train(JsonOptions):
         if self.print_config:
             print(json.dumps(asdict(recipe)) if self.json else to_yaml(recipe), end="\n" if self.json else "")
             return 0
+        if recipe.device != "auto":
+            check_device(recipe.device)
+        from fathomlm.train.first import check_first, check_models
+
         if self.dry_run:
+            check_models(recipe, foresee=True)
             return _dry_run(recipe, self.json)
+        check_first(recipe, self.resume)
         return _train(recipe, self.resume, self.json)
 
 

@@ -20,7 +20,6 @@ from typing import Any
 import uvicorn
 from fastapi import FastAPI
 
-from fathomlm.errors import OptionError
 from fathomlm.serve.connections import ACCEPTED, Connections
 from fathomlm.serve.logs import log_event
 from fathomlm.serve.options import ServeOptions
@@ -32,32 +31,6 @@ WAITING = 1024
 """Connections that the kernel holds until they are accepted."""
 CUT_OFF = 0.5
 """Seconds to send final errors to aborted requests, and for the engine to stop them."""
-
-
-def bind(host: str, port: int) -> socket.socket:
-    """A socket of its own, so that a port that is taken is known before the model is loaded. Port 0 is any free one."""
-    if not 0 <= port <= 65535:
-        raise OptionError(f"a port is a number from 0 to 65535, got {port}")
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        found = socket.socket(family, kind, protocol)
-    except OSError as error:
-        raise OptionError(f"cannot listen at {host}: {error.strerror}") from error
-    try:
-        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        found.bind(address)
-    except OSError as error:
-        found.close()
-        raise OptionError(f"cannot listen at {host}:{port}: {error.strerror}; choose another --host or --port") from error
-    return found
-
-
-def address_of(sock: socket.socket) -> str:
-    """http://host:port"""
-    host, port = sock.getsockname()[:2]
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 class Server(uvicorn.Server):

@@ -33,11 +33,16 @@ from fathomlm.errors import CheckpointError, FathomError, OutputError
 from fathomlm.model.seq2seq import FathomModel
 from fathomlm.train.distributed import World, like, local_part, whole
 from fathomlm.train.optim import named_state
-from fathomlm.train.state import FileChecksum, TrainingProgress, TrainingState, file_checksums, file_names, part_name
-
-
-def step_name(step: int) -> str:
-    return f"step-{step:08d}"
+from fathomlm.train.state import (
+    FileChecksum,
+    TrainingProgress,
+    TrainingState,
+    file_checksums,
+    file_names,
+    part_name,
+    saved_steps,
+    step_name,
+)
 
 
 def save_checkpoint(
@@ -209,12 +214,6 @@ def _set_random_state(states: dict[str, Tensor], device: torch.device) -> None:
     torch.set_rng_state(states["cpu"])
     if device.type == "cuda" and "cuda" in states:
         torch.cuda.set_rng_state(states["cuda"], device)
-
-
-def saved_steps(checkpoints: Path) -> dict[int, Path]:
-    """The checkpoints of a run, by step. Each has its name, so it was whole when it was written; `verify` says if it is."""
-    found = (path for path in checkpoints.glob("step-" + "[0-9]" * 8) if path.is_dir())
-    return {int(path.name.removeprefix("step-")): path for path in sorted(found)}
 
 
 def prune(checkpoints: Path, keep: int, protected: set[int]) -> None:

@@ -19,10 +19,11 @@ from pathlib import Path
 
 from fathomlm.checkpoints.writing import is_alive, make_directories, remove_empty, whole_file
 from fathomlm.errors import OutputError, TrainingError
-from fathomlm.train.checkpoint import clean_up, point, prune, saved_steps, set_aside, step_name
+from fathomlm.train.checkpoint import clean_up, point, prune, set_aside
 from fathomlm.train.distributed import World
 from fathomlm.train.reading import to_yaml
 from fathomlm.train.recipe import Recipe
+from fathomlm.train.state import saved_steps, step_name
 
 
 @dataclass(frozen=True, slots=True)

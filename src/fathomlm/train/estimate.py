@@ -14,9 +14,10 @@ from fathomlm.train.distributed import COMFORT
 from fathomlm.train.flops import forward_flops_per_token, model_flops_per_token, work_flops_per_token
 from fathomlm.train.hardware import Rates, accelerator_name, memory_bytes
 from fathomlm.train.memory import PLANNED, TrainingMemory, count_memory, student_weights
+from fathomlm.train.reading import yet_to_come
 from fathomlm.train.recipe import Recipe
 from fathomlm.train.schedule import LearningRate, micro_batch_size, plan_steps, row_length, rows_per_step
-from fathomlm.train.student import StudentSpec, read_student, read_teacher, yet_to_come
+from fathomlm.train.student import StudentSpec, read_student, read_teacher
 
 ASSUMED = 0.4
 """The part of what a device sustains that a run is assumed to reach; of its data sheet where that is not known."""

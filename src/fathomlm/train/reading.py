@@ -49,6 +49,11 @@ def recipe_behind(source: str) -> str | None:
     return found[1] if found is not None and found[1] in shipped_recipes() else None
 
 
+def yet_to_come(source: str) -> str | None:
+    """The shipped recipe that makes a source which is not there."""
+    return None if Path(source).exists() else recipe_behind(source)
+
+
 def find_recipe(path: str | Path) -> Path:
     """A file, or the name of a recipe that is shipped."""
     given = Path(path)

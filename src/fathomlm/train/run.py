@@ -37,7 +37,7 @@ from fathomlm.train.setup import (
     describe_student,
     open_data,
 )
-from fathomlm.train.state import RunFacts, TrainingProgress, read_state
+from fathomlm.train.state import RunFacts, TrainingProgress, check_fresh, read_state
 from fathomlm.train.student import StudentSpec
 
 
@@ -348,10 +348,7 @@ class Run:
 def find_saved(recipe: Recipe, world: World, resume: bool) -> dict[int, Path]:
     """The checkpoints that are in a run's directory; refuses to overwrite a run, and to branch from nowhere."""
     saved: dict[int, Path] = world.broadcast(RunDirectory(Path(recipe.directory), recipe).saved())
-    if saved and not resume:
-        raise TrainingError(
-            f"{recipe.directory} holds a run at step {max(saved)}; --resume goes on with it, --out names another"
-        )
+    check_fresh(Path(recipe.directory), saved, resume)
     if not saved and recipe.branch_from is not None:
         read_state(Path(recipe.branch_from).resolve())
     return saved

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shlex
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +26,7 @@ from fathomlm.train.data.options import PrepareOptions
 from fathomlm.train.data.pairs import PairLoader
 from fathomlm.train.data.prepare import PreparationProgress, prepare
 from fathomlm.train.distributed import World
+from fathomlm.train.first import check_corpus, check_models
 from fathomlm.train.losses.exits import exit_steps
 from fathomlm.train.recipe import DataRecipe, ExitRecipe, ModelRecipe, Recipe, parse_amount
 from fathomlm.train.schedule import rows_per_step
@@ -40,7 +40,6 @@ from fathomlm.train.student import (
     read_source,
     route_plan,
     scratch_architecture,
-    yet_to_come,
 )
 
 MOST_WIDTHS = 4
@@ -59,11 +58,7 @@ class TrainingData:
 def open_data(recipe: Recipe, world: World, on_prepare: Callable[[PreparationProgress], None] | None = None) -> TrainingData:
     """The prepared corpus of a recipe, made first where it is missing and the recipe says from what."""
     data = recipe.data
-    if not data.path:
-        raise OptionError("data.path is not set; name a directory made by `fathomlm data prepare`")
-    if not (Path(data.path) / "corpus.json").exists():
-        if not data.sources or world.size > 1:
-            raise DataError(f"there is no prepared corpus at {data.path}; make it with: {prepare_command(data)}")
+    if not check_corpus(data, alone=world.size == 1):
         prepare(_prepare_options(data), on_prepare)
     corpus = Corpus.open(data.path)
     world.on_first(lambda: _verify(corpus, data.verify))
@@ -103,19 +98,6 @@ def as_the_model_reads(data: TrainingData, student: FathomModel) -> TrainingData
     return TrainingData(data.corpus, data.train.seq2seq(first), validation)
 
 
-def prepare_command(data: DataRecipe) -> str:
-    """What a user would type to prepare a recipe's data."""
-    words = ["fathomlm", "data", "prepare", *(data.sources or ["SOURCES"]), data.path]
-    words += ["--tokenizer", data.tokenizer or "TOKENIZER"]
-    words += [] if data.column == "text" else ["--column", data.column]
-    words += ["--pairs", *data.pairs] if data.pairs else []
-    words += ["--source-prefix", data.source_prefix] if data.source_prefix else []
-    words += [word for source in data.validation_from for word in ("--validation-from", source)]
-    words += [] if data.max_tokens is None else ["--max-tokens", str(data.max_tokens)]
-    words += [] if data.validation_fraction is None else ["--validation-fraction", str(data.validation_fraction)]
-    return shlex.join(words)
-
-
 def _prepare_options(data: DataRecipe) -> PrepareOptions:
     if data.tokenizer is None:
         raise OptionError("data.sources requires data.tokenizer, a model source or `bytes`")
@@ -135,13 +117,7 @@ def _prepare_options(data: DataRecipe) -> PrepareOptions:
 
 def check_sources(recipe: Recipe) -> None:
     """Refuse models that are not there, by their configurations, before data are prepared for hours."""
-    distill = recipe.loss.distill
-    sources = {"model.source": recipe.model.source, "loss.distill.source": None if distill is None else distill.source}
-    for field, source in sources.items():
-        if source is None:
-            continue
-        if (name := yet_to_come(source)) is not None:
-            raise OptionError(f"{field}: {source} does not exist; it is what fathomlm train {name} leaves")
+    for source in check_models(recipe):
         read_source(source)
 
 

@@ -16,7 +16,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from fathomlm.checkpoints.writing import SEAL, checksum, is_sealed, seal
-from fathomlm.errors import CheckpointError
+from fathomlm.errors import CheckpointError, TrainingError
 from fathomlm.jsonfile import Fields, read_object, shown
 
 STATE = "training/state.json"
@@ -183,3 +183,19 @@ def _check_shapes(directory: Path, state: TrainingState) -> None:
                 pass
         except (SafetensorError, OSError) as error:
             raise CheckpointError(f"{directory / name} is corrupt or truncated ({error})") from error
+
+
+def step_name(step: int) -> str:
+    return f"step-{step:08d}"
+
+
+def saved_steps(checkpoints: Path) -> dict[int, Path]:
+    """The checkpoints of a run, by step. Each has its name, so it was whole when it was written; `verify` says if it is."""
+    found = (path for path in checkpoints.glob("step-" + "[0-9]" * 8) if path.is_dir())
+    return {int(path.name.removeprefix("step-")): path for path in sorted(found)}
+
+
+def check_fresh(directory: Path, saved: Iterable[int], resume: bool) -> None:
+    """Refuse to overwrite a run."""
+    if not resume and (step := max(saved, default=None)) is not None:
+        raise TrainingError(f"{directory} holds a run at step {step}; --resume goes on with it, --out names another")

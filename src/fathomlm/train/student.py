@@ -12,7 +12,7 @@ from fathomlm.depth.presets import PRESETS, T5_FAMILIES, with_t5_traits
 from fathomlm.depth.relaxation import RELAXATIONS, build_relaxation, check_fits
 from fathomlm.errors import OptionError
 from fathomlm.train.losses.exits import exit_steps
-from fathomlm.train.reading import read_recipe, recipe_behind
+from fathomlm.train.reading import read_recipe, yet_to_come
 from fathomlm.train.recipe import ModelRecipe, Recipe
 from fathomlm.train.schedule import row_length
 
@@ -205,11 +205,6 @@ def read_source(source: str, *, foresee: bool = False) -> tuple[Architecture, De
     from fathomlm.checkpoints.resolve import architecture_of
 
     return architecture_of(source)
-
-
-def yet_to_come(source: str) -> str | None:
-    """The shipped recipe that makes a source which is not there."""
-    return None if Path(source).exists() else recipe_behind(source)
 
 
 def _encoder(model: ModelRecipe, architecture: Architecture) -> dict[str, Any] | None:

@@ -20,8 +20,9 @@ from torch import Tensor
 
 from fathomlm.checkpoints.assemble import ModelBase
 from fathomlm.checkpoints.huggingface import read_config
+from fathomlm.checkpoints.locate import locate
 from fathomlm.checkpoints.native import is_native
-from fathomlm.checkpoints.resolve import describe, load, locate, open_base
+from fathomlm.checkpoints.resolve import describe, load, open_base
 from fathomlm.checkpoints.source import BaseCheckpoint
 from fathomlm.checkpoints.tying import INITS, starting_layers
 from fathomlm.depth import Architecture, DepthPlan, LinearSpec, Relaxation

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from fathomlm.checkpoints.tying import INITS
 from fathomlm.cli.decode_options import lift_exit_vocab
 from fathomlm.cli.display import model_name
+from fathomlm.cli.first import check_model
 from fathomlm.cli.model_options import (
     SOURCE,
     ExitPackOptions,
@@ -241,7 +242,7 @@ class Weights(AnalysisOptions, ThreadOptions):
     what it costs. No text is needed, and nothing is converted."""
 
     kind = "weights"
-    model: str = option(positional=True, help=SOURCE)
+    model: str = option(positional=True, help=SOURCE, first=check_model)
     init: tuple[str, ...] = option(
         ("average", "stepwise"),
         comma=True,

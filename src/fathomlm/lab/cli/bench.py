@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar
 
+from fathomlm.cli.first import check_memory, check_model, check_shape
 from fathomlm.cli.model_options import SOURCE, JsonOptions, ModelOptions, memory_errors
 from fathomlm.cli.progress import progress_bar
 from fathomlm.engine.options import EngineOptions
@@ -29,7 +30,7 @@ class EngineBenchOptions(PlannedModelOptions, JsonOptions):
     """What benchmarks of the engine share."""
 
     kind: ClassVar[str]
-    model: str = option(positional=True, help=SOURCE)
+    model: str = option(positional=True, help=SOURCE, first=check_shape)
     workload: WorkloadOptions = section(WorkloadOptions, "workload")
     engine: EngineTuning = section(EngineTuning, "engine")
     depth: ForcedDepthOptions = section(ForcedDepthOptions, "depth")
@@ -50,6 +51,10 @@ class EngineBenchOptions(PlannedModelOptions, JsonOptions):
         return None
 
     def run(self) -> int:
+        if not self.dummy:
+            check_model(self.model)
+        check_memory(self.engine.memory, self.device)
+
         from fathomlm.lab.cli.bench_engine import Bench
 
         with memory_errors(LOWER):

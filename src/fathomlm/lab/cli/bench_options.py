@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Literal
 
+from fathomlm.cli.first import check_text
 from fathomlm.cli.model_options import ColumnOptions, DeviceOptions, SeedOptions
 from fathomlm.cli.plan_options import PlanOptions, RelaxOptions, RouterOptions
 from fathomlm.decode.exiting import Exiting
@@ -108,8 +109,9 @@ class WorkloadOptions(ColumnOptions):
         default_text=", ".join(f"{name}: {shape.requests}" for name, shape in WORKLOADS.items()),
     )  # fmt: skip
     data: tuple[str, ...] = option(
-        (), metavar="FILE", help="cut prompts from text (.txt, .md, .jsonl) instead of random token ids; repeatable"
-    )
+        (), metavar="FILE", first=check_text,
+        help="cut prompts from text (.txt, .md, .jsonl) instead of random token ids; repeatable",
+    )  # fmt: skip
 
     def __post_init__(self) -> None:
         if self.data and shape_of(self.workload).prompt == 1:

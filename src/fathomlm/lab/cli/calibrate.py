@@ -51,8 +51,6 @@ class Calibrate(TextOptions, ModelOptions, ExitPackOptions, JsonOptions):
     )
 
     def run(self) -> int:
-        from fathomlm.decode.calibration import FILE, calibrate
-        from fathomlm.lab.analyze.threshold_picture import draw_threshold
         from fathomlm.lab.drawing import check_matplotlib
 
         out = _out_directory(self)
@@ -61,6 +59,10 @@ class Calibrate(TextOptions, ModelOptions, ExitPackOptions, JsonOptions):
             raise OptionError("--chat cannot be combined with --prompt-tokens")
         check_matplotlib()
         documents = read_documents(self.data, self.column, self.prompts)
+
+        from fathomlm.decode.calibration import FILE, calibrate
+        from fathomlm.lab.analyze.threshold_picture import draw_threshold
+
         model = self.load_any(exits=self.exits, any_base=self.any_base)
         prompts = [_message(model, text) if self.chat else _beginning(model, text, self.prompt_tokens) for text in documents]
         sampling = Sampling(max_new_tokens=self.max_new_tokens)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from fathomlm.cli.decode_options import ShippedExitOptions, lift_exit_vocab, tell_shipped
+from fathomlm.cli.first import check_file, check_model
 from fathomlm.cli.model_options import (
     SOURCE,
     ColumnOptions,
@@ -46,8 +47,10 @@ class Frontier(ForceOptions, JsonOptions, ColumnOptions, DeviceOptions, ShippedE
     quality is agreement with the full model, perplexity, or a metric of completions with references. A threshold sweep marks
     the calibrated threshold. The area under the curve sums a sweep up."""
 
-    models: tuple[str, ...] = option(positional=True, metavar="MODEL", help=f"{SOURCE}; several on one picture")
-    data: Path = option(metavar="FILE", help="text or JSON Lines; with references for rouge and others")
+    models: tuple[str, ...] = option(
+        positional=True, metavar="MODEL", first=check_model, help=f"{SOURCE}; several on one picture"
+    )
+    data: Path = option(metavar="FILE", first=check_file, help="text or JSON Lines; with references for rouge and others")
     sweep: Literal["threshold", "depth", "exit-layer"] = option(help="what is varied; depth is the number of recursions")
     quality: str = option("agreement", choices=tuple(QUALITIES), help="what is measured")
     prompts: int = option(8, ge=1, help="prompts to use")

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fathomlm.cli.decode_options import DecodeOptions, DepthOptions
-from fathomlm.cli.model_options import ModelOptions, check_new_file
+from fathomlm.cli.first import check_file, check_new_file
+from fathomlm.cli.model_options import ModelOptions
 from fathomlm.cli.progress import progress_bar
 from fathomlm.decode.sampling import Sampling
 from fathomlm.lab.cli.eval_options import BatchOptions, about, answer, write_lines
@@ -29,7 +30,7 @@ class EvalGenerate(BatchOptions, ModelOptions):
     shown together. Files with summaries, answers or translations are known by their fields; --source, --prompt and
     --reference name others."""
 
-    data: Path = option(metavar="FILE", help="JSON Lines (.jsonl, also .gz, .xz, .zst)")
+    data: Path = option(metavar="FILE", first=check_file, help="JSON Lines (.jsonl, also .gz, .xz, .zst)")
     source: str | None = option(None, metavar="FIELD", help="field that is the prompt")
     prompt: str | None = option(
         None, metavar="TEMPLATE", help="prompt of several fields, such as '{document} In short:'; \\n is a new line"
@@ -40,14 +41,15 @@ class EvalGenerate(BatchOptions, ModelOptions):
     )
     shots: int | None = option(None, ge=0, help="few-shot examples before each prompt", default_text="0; 5 for GSM8K")
     max_source_tokens: int | None = option(None, ge=1, help="truncate prompts to N tokens", default_text="the context")
-    out: Path | None = option(None, metavar="FILE", help="write prompts, completions and references, as JSON Lines")
+    out: Path | None = option(
+        None, metavar="FILE", first=check_new_file, help="write prompts, completions and references, as JSON Lines"
+    )
     batch_size: int = like(BatchOptions, "batch_size", 1)
     sampling: Sampling = section(Sampling, "sampling", max_new_tokens=64)
     depth: DepthOptions = section(DepthOptions, "depth")
     decoding: DecodeOptions = section(DecodeOptions, "early exit", "how far down a model without a router each token goes")
 
     def run(self) -> int:
-        check_new_file(self.out)
         sampling = self.sampling
         exiting, pack = self.decoding.settle(self.model, self.depth)
 

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fathomlm.cli.decode_options import lift_exit_vocab
-from fathomlm.cli.model_options import ModelOptions, check_new_file
+from fathomlm.cli.first import check_new_file
+from fathomlm.cli.model_options import ModelOptions
 from fathomlm.cli.progress import progress_bar
 from fathomlm.errors import DataError, OptionError
 from fathomlm.lab.cli.eval_options import (
@@ -59,12 +60,14 @@ class Tasks(BatchOptions, ModelOptions):
         None, ge=0, help="few-shot examples before each question", default_text="the task's standard, none for those above"
     )
     include: Path | None = option(None, metavar="DIR", help="directory of lm-evaluation-harness tasks (YAML) of your own")
-    out: Path | None = option(None, metavar="FILE", help="write every example of local tasks with its scores, as JSON Lines")
+    out: Path | None = option(
+        None, metavar="FILE", first=check_new_file,
+        help="write every example of local tasks with its scores, as JSON Lines",
+    )  # fmt: skip
     batch_size: int = like(BatchOptions, "batch_size", 16)
     exit_options: EvaluatedOutputOptions = section(EvaluatedOutputOptions, "outputs")
 
     def run(self) -> int:
-        check_new_file(self.out)
         found = _find(self)
         outputs = self.exit_options.outputs(self.model)
         if found.missing:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fathomlm.cli.first import check_file, check_shape
 from fathomlm.cli.model_options import JsonOptions
 from fathomlm.cli.plan_options import PlanOptions, RouterOptions
 from fathomlm.depth.plan import KVMode
@@ -29,8 +30,9 @@ class Plan(JsonOptions):
     recursions, ranks and batch sizes fit. FLOPs are the forward pass without embedding and head, as the thesis counts."""
 
     models: tuple[str, ...] = option(
-        (), comma=True, metavar="MODEL,...", help="presets, or other models by their configuration: smollm-135m,smollm-360m"
-    )
+        (), comma=True, metavar="MODEL,...", first=check_shape,
+        help="presets, or other models by their configuration: smollm-135m,smollm-360m",
+    )  # fmt: skip
     recursions: tuple[int, ...] | None = option(
         None, ge=1, metavar="N,...", help="how often the shared block runs", default_text="3; 1,2,3 for --gpu-memory"
     )
@@ -43,7 +45,9 @@ class Plan(JsonOptions):
         help="forward FLOPs: 16.5e18, or several such as 2e18,5e18,16.5e18",
     )  # fmt: skip
     wide_kv: bool = option(False, help="count k and v as wide as q, as the thesis' printed budgets do")
-    runs: tuple[Path, ...] = option((), nargs="+", metavar="DIR", help="finished runs, or directories of runs")
+    runs: tuple[Path, ...] = option(
+        (), nargs="+", metavar="DIR", first=check_file, help="finished runs, or directories of runs"
+    )
     out: Path | None = option(None, metavar="FILE", help="picture of the fits to write: .png, .svg or .pdf")
     gpu_memory: int | None = option(
         None, size=MEGABYTE, help="80GB, 24GiB (a number alone is bytes); nine tenths of it are planned for"

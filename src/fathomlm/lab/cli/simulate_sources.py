@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from fathomlm.cli.first import check_file, check_text
 from fathomlm.cli.model_options import ColumnOptions
 from fathomlm.decode.exiting import Exiting
 from fathomlm.errors import OptionError
@@ -28,14 +29,16 @@ class SequenceOptions(ColumnOptions):
     """The sequences, and how deep their tokens go: recorded, drawn, or from text through a model."""
 
     trajectories: Path | None = option(
-        None, metavar="FILE", help='JSON Lines, one sequence each: {"prompt": 12, "depths": [1, 2, 1]}'
+        None, metavar="FILE", first=check_file, help='JSON Lines, one sequence each: {"prompt": 12, "depths": [1, 2, 1]}'
     )
     depths: tuple[float, ...] | None = option(None, metavar="P,...", help=f"drawn: {DEPTHS}")
     workload: str | None = option(
         None, choices=tuple(WORKLOADS), help="--depths: lengths as in `bench`", default_text="thesis"
     )
     requests: int | None = option(None, ge=1, help="--depths: number of sequences", default_text="as in `bench`")
-    data: tuple[str, ...] = option((), metavar="FILE", help="text through MODEL (.txt, .md, .jsonl, a corpus); repeatable")
+    data: tuple[str, ...] = option(
+        (), metavar="FILE", first=check_text, help="text through MODEL (.txt, .md, .jsonl, a corpus); repeatable"
+    )
     exit: Literal["oracle", "confidence", "router"] | None = option(
         None, help="--data: what decides where tokens exit", default_text="router with a router, oracle without"
     )

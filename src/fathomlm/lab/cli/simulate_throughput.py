@@ -8,6 +8,7 @@ from pathlib import Path
 from textwrap import wrap
 from typing import TYPE_CHECKING, Any, Literal
 
+from fathomlm.cli.first import check_file, check_shape
 from fathomlm.cli.model_options import SOURCE, JsonOptions
 from fathomlm.engine.options import EngineOptions
 from fathomlm.errors import OptionError, OutputError
@@ -39,7 +40,9 @@ class CostOptions:
         None, metavar="NAME", help="the thesis' A100: 40gb/gemma-2b/2, 16gb/pythia-1b/2/64 (table/model/blocks/rank)"
     )
     ends: bool = option(False, help="--preset: count embedding and head, which the thesis leaves out")
-    costs: Path | None = option(None, metavar="FILE", help="table of milliseconds by batch size (JSON or YAML)")
+    costs: Path | None = option(
+        None, metavar="FILE", first=check_file, help="table of milliseconds by batch size (JSON or YAML)"
+    )
     measure: bool = option(False, help="time the engine's own passes of MODEL on this device, with random weights")
     context: int = option(256, ge=1, help="--measure: tokens that each sequence attends to")
 
@@ -82,8 +85,9 @@ class SimulateThroughput(PlannedModelOptions, JsonOptions):
     two ways run the engine's scheduler and page pool, with a clock for a device."""
 
     model: str | None = option(
-        None, positional=True, help=f"{SOURCE}: for --data and --measure, and for --memory without a preset"
-    )
+        None, positional=True, first=check_shape,
+        help=f"{SOURCE}: for --data and --measure, and for --memory without a preset",
+    )  # fmt: skip
     out: Path | None = option(
         None, metavar="DIR", help="also write simulation.json, and simulation.png where matplotlib is installed"
     )

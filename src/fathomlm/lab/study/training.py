@@ -29,11 +29,10 @@ from fathomlm.lab.study.jobs import Job, Place, Shaped, shape_of
 from fathomlm.lab.study.ledger import Record, identifying_settings
 from fathomlm.lab.study.queue import Broken, Stopped, Visit, overhead_of
 from fathomlm.lab.study.spec import Budget, Planned, Study
-from fathomlm.train.checkpoint import saved_steps, step_name
 from fathomlm.train.report import SilentWatcher, Watcher, read_records, strict
 from fathomlm.train.resume import newest_whole
 from fathomlm.train.run import TrainingResult, train
-from fathomlm.train.state import read_state
+from fathomlm.train.state import read_state, saved_steps, step_name
 
 SETTLED = 30
 """Steps after which a rate is trusted: compiling and recording graphs are over."""

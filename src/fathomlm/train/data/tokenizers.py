@@ -25,7 +25,7 @@ def find_tokenizer(source: str) -> Any:
 
     A path that exists wins over a name, as for models. From the hub only the tokenizer's files are fetched.
     """
-    from fathomlm.checkpoints.resolve import HUB_ID
+    from fathomlm.checkpoints.locate import HUB_ID
     from fathomlm.depth.presets import PRESETS
     from fathomlm.packaged import packaged_models, packaged_path
 
@@ -130,7 +130,7 @@ def _from_path(path: Path) -> Any | None:
 
 
 def _from_preset(name: str) -> Any | None:
-    from fathomlm.checkpoints.resolve import locate
+    from fathomlm.checkpoints.locate import locate
     from fathomlm.depth.presets import PRESETS
 
     preset = PRESETS[name]

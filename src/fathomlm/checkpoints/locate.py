@@ -1,0 +1,96 @@
+"""Where a model's files are: from what a user types to a path, without a tensor library, so that a mistyped name is answered
+before seconds go into importing one."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from fathomlm.checkpoints.fetch import fetch, hub_config, hub_snapshot
+from fathomlm.depth.presets import PRESETS, Preset
+from fathomlm.errors import CheckpointError, ModelNotFound, choices
+from fathomlm.packaged import packaged_models, packaged_path
+
+EXITS, EXITS_RECORD = "pack of exits", "exits.json"
+HUB_ID = re.compile(r"(?!\.\.?/)[\w.-]+/[\w.-]+")
+
+
+def locate(source: str | Path, config_only: bool = False) -> Path:
+    """Where a source's files are on this machine, fetched if they must be. A path that exists wins over a name, and a
+    model that came with the package over a preset."""
+    path = Path(source).expanduser()
+    if path.exists():
+        return path
+    name = str(source)
+    if (packaged := packaged_path(name)) is not None:
+        return packaged
+    if name in PRESETS:
+        chosen = PRESETS[name]
+        if chosen.wheel is not None:
+            return fetch(chosen.wheel)
+        return hub_snapshot(_hub_of(name, chosen), config_only=config_only)
+    if HUB_ID.fullmatch(name):
+        return hub_snapshot(name, config_only=config_only)
+    raise _unknown(name)
+
+
+def check_source(source: str | Path, *, shape: bool = False) -> None:
+    """Refuse a source that `load` would refuse, as far as names, paths and file kinds say; where only its `shape` is asked
+    for, a preset needs no weights. A hub id is looked up on the hub unless its configuration is cached; weights are never
+    fetched."""
+    path, name = Path(source).expanduser(), str(source)
+    if path.is_dir():
+        check_model_directory(path)
+    elif path.exists():
+        check_gguf(path)
+    elif packaged_path(name) is None:
+        preset = PRESETS.get(name)
+        if preset is None and HUB_ID.fullmatch(name) is None:
+            raise _unknown(name)
+        if preset is None or (not shape and preset.wheel is None):
+            hub_config(name if preset is None else _hub_of(name, preset))
+
+
+def check_model_directory(directory: Path) -> None:
+    if not (directory / "config.json").is_file():
+        last = directory / "last"  # a training run keeps its newest checkpoint there
+        hint = f"; it is a training run, whose model is {last}" if (last / "config.json").is_file() else ""
+        raise CheckpointError(f"{directory} has no config.json, so it is not a model directory{hint}")
+
+
+def check_gguf(path: Path) -> None:
+    try:
+        with path.open("rb") as file:
+            start = file.read(4)
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from error
+    if start != b"GGUF":
+        why = "not a GGUF file (it does not begin with 'GGUF')" if start else "the file is empty"
+        raise CheckpointError(f"{path}: {why}")
+
+
+def check_exits(path: Path) -> None:
+    path = path.expanduser()
+    if not (path / EXITS_RECORD).is_file():
+        missing = "does not exist" if not path.exists() else f"has no {EXITS_RECORD}"
+        raise CheckpointError(f"{path} {missing}; a {EXITS} is what `fathomlm export MODEL OUT --format exits` writes")
+
+
+def named_preset(source: str | Path) -> Preset | None:
+    """The preset that a source names, where no path and no packaged model has that name."""
+    name = str(source)
+    taken = Path(source).expanduser().exists() or packaged_path(name) is not None
+    return None if taken else PRESETS.get(name)
+
+
+def _hub_of(name: str, preset: Preset) -> str:
+    if preset.hub is None:
+        raise ModelNotFound(f"the preset '{name}' is a shape without weights; it can be inspected and trained, not loaded")
+    return preset.hub
+
+
+def _unknown(name: str) -> ModelNotFound:
+    if "/" in name or name.endswith(".gguf"):
+        return ModelNotFound(f"{name} does not exist")
+    known = choices("model", name, [*packaged_models(), *PRESETS])
+    return ModelNotFound(f"{known}; or give a directory, a GGUF file or a hub id (owner/name)")
