@@ -33,6 +33,7 @@ from typing import IO
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
+from fathomlm.checkpoints.heartbeat import Heartbeat
 from fathomlm.checkpoints.writing import check_room
 from fathomlm.errors import CheckpointError, ModelNotFound, OutputError, choices
 
@@ -300,5 +301,11 @@ def _bar(what: str, total: int, show: bool) -> Iterator[Tell]:
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
     hidden = not (show and console.is_terminal)
     with Progress(*columns, TimeRemainingColumn(), console=console, transient=True, disable=hidden) as progress:
-        task = progress.add_task(what, total=total)
-        yield lambda done: progress.update(task, completed=min(done, total))
+        task, heartbeat = progress.add_task(what, total=total), Heartbeat(bar=not hidden)
+
+        def tell(done: int) -> None:
+            progress.update(task, completed=min(done, total))
+            if show and heartbeat.due():
+                heartbeat.tell(f"{what}: {min(done, total) / 1e6:,.0f} of {total / 1e6:,.0f} MB")
+
+        yield tell

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from fathomlm.checkpoints.heartbeat import Heartbeat
 from fathomlm.cli.model_options import JsonOptions
 from fathomlm.cli.progress import progress_bar
 from fathomlm.options import like, option
@@ -192,10 +193,14 @@ def _bar() -> Iterator[OnProgress]:
     with Bar(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task("preparing", total=None, counts="")
         begin = time.perf_counter()
+        heartbeat = Heartbeat(bar=console.is_terminal)
 
         def tell(progress: PreparationProgress) -> None:
             rate = progress.characters / max(1e-9, time.perf_counter() - begin)
             counts = f"{amount(progress.documents)} documents, {amount(progress.tokens)} tokens, {amount(rate, 'B')}/s"
+            if heartbeat.due():
+                done = "" if progress.share is None else f" ({progress.share:.0%})"
+                heartbeat.tell(f"preparing: {counts}{done}")
             total = None if progress.share is None else 1.0
             bar.update(task, completed=progress.share or 0.0, total=total, counts=counts)
 

@@ -1,5 +1,5 @@
-"""Progress on standard error: a bar with rate and time left on a terminal, nothing in a pipe, and of training a line now
-and then."""
+"""Progress on standard error: a bar with rate and time left on a terminal, elsewhere a line every half minute, and of training
+each record."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol
 
+from fathomlm.checkpoints.heartbeat import Heartbeat
 from fathomlm.sizes import amount
 
 if TYPE_CHECKING:
@@ -40,8 +41,13 @@ def progress_bar(what: str, unit: str = "layers", *, still: bool = False) -> Ite
     hidden = not console.is_terminal
     with Progress(*columns, console=console, transient=True, disable=hidden, auto_refresh=not still) as progress:
         task = progress.add_task(what, total=None, note="")
+        heartbeat = Heartbeat(bar=not hidden)
 
         def update(done: int, total: int, note: str = "") -> None:
+            if hidden:
+                if heartbeat.due():
+                    heartbeat.tell(f"{what.strip()}: {done:,} of {total:,} {unit}{note}")
+                return
             progress.update(task, completed=done, total=total, note=note, refresh=still)
 
         yield update
@@ -72,6 +78,7 @@ class TrainingBar:
         self._bar = Progress(*columns, console=self._console, transient=True, disable=not self._console.is_terminal)
         self._name = name
         self._task: TaskID | None = None
+        self._heartbeat = Heartbeat(bar=self._console.is_terminal)
         self._rate: dict[str, Any] = {}
         self.watching = False
         """Whether this rank reports the run."""
@@ -89,12 +96,19 @@ class TrainingBar:
             self._task = self._bar.add_task("preparing data", total=100, live="")
         share = None if progress.share is None else 100 * progress.share
         self._bar.update(self._task, completed=share or 0, live=f"{amount(progress.tokens)} tokens")
+        if self._heartbeat.due():
+            self._heartbeat.tell(
+                f"preparing data: {amount(progress.tokens)} tokens" + ("" if share is None else f", {share:.0f} %")
+            )
 
     def step(self, step: int, total: int, live: dict[str, Any]) -> None:
         if self._task is None:
             self._task = self._bar.add_task(self._name, total=total, live="")
         self._rate |= {key: live[key] for key in ("tokens_per_s", "mfu", "mfu_sustained", "memory_gb") if key in live}
-        self._bar.update(self._task, description=self._name, completed=step, total=total, live=_live({**self._rate, **live}))
+        now = _live({**self._rate, **live})
+        self._bar.update(self._task, description=self._name, completed=step, total=total, live=now)
+        if self._heartbeat.due():
+            self._heartbeat.tell(f"step {step:,} of {total:,}: {now}")
 
     def record(self, record: dict[str, Any]) -> None:
         if record["kind"] == "validation":
@@ -102,6 +116,7 @@ class TrainingBar:
             self._console.print(f"step {record['step']:,}: validation loss {record['loss']:.4f}{exits}")
         elif not self._console.is_terminal:
             self._console.print(f"step {record['step']:,}: {_live(record)}")
+        self._heartbeat.printed()
 
     def note(self, text: str) -> None:
         self.watching = True

@@ -1,6 +1,6 @@
 """What comes inside the package, as plain files. `models/NAME/` is a FathomLM directory with its tokenizer, a model card
 (README.md) and a record of what it was measured to do (record.json). `exits/NAME/` is an exit pack for the model of that
-name, a preset or a packaged one.
+name, a preset or a packaged one. `texts/NAME/` is text to train and to try things on; texts/README.md says what it is.
 
 An installation may lack those files. Then nothing is packaged, and everything works as if it never had been.
 """
@@ -44,6 +44,21 @@ def packaged_exits(name: str) -> Path | None:
     """The exit pack that came for the model of this name; None where none did."""
     place = exits_directory()
     return place / name if place is not None and name in _named(place, "exits.json") else None
+
+
+def packaged_texts() -> list[str]:
+    """The names of the texts that came with this installation: directories, and the files in them."""
+    place = _directory("texts")
+    if place is None:
+        return []
+    named = [each for each in place.iterdir() if each.is_dir()]
+    return sorted(str(file.relative_to(place)) for each in named for file in (each, *each.iterdir()))
+
+
+def text_path(name: str) -> Path | None:
+    """Where a packaged text lies; None where none of that name came with this installation."""
+    place = _directory("texts")
+    return place / name if place is not None and name in packaged_texts() else None
 
 
 def _directory(kind: str) -> Path | None:

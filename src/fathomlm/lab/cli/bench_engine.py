@@ -95,8 +95,7 @@ class Bench:
         _log(f"warming up {name}")
         warm_up(engine, self.workload)
         with progress_bar(f"measuring {name}", "tokens", still=True) as update:
-            on_progress = update if sys.stderr.isatty() else None
-            found = measure(engine, self.workload, speed=self.speed, depth=depth.choice, on_progress=on_progress)
+            found = measure(engine, self.workload, speed=self.speed, depth=depth.choice, on_progress=update)
         del engine
         free_memory()
         record = found.record()

@@ -19,10 +19,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from fathomlm.errors import DataError, OptionError
+from fathomlm.errors import DataError, OptionError, choices
 from fathomlm.jsonfile import parse
+from fathomlm.packaged import packaged_texts, text_path
 from fathomlm.train.data.tokenizers import one_line, quiet_hub
 
+PACKAGED = "packaged:"
 HUB = re.compile(r"hf:(?P<name>[\w.-]+/[\w.-]+)(:(?P<config>[^@]+))?(@(?P<split>.+))?")
 KNOWN = re.compile(r"\.(?P<text>txt|md)$|\.(jsonl|json-lines)(\.(gz|xz|zst))?$|\.(?P<parquet>parquet)$", re.IGNORECASE)
 NAMES = ".txt, .md, .jsonl (also .gz, .xz, .zst), .parquet"
@@ -124,7 +126,7 @@ def _expand_one(pattern: str, validation: bool) -> list[DataSource]:
         if HUB.fullmatch(pattern) is None:
             raise DataError(f"'{pattern}' is not a hub dataset; write hf:owner/name or hf:owner/name:config@split")
         return [DataSource(name=pattern, kind="hub", bytes=None, validation=validation)]
-    path = Path(pattern).expanduser()
+    path = _packaged(pattern) or Path(pattern).expanduser()
     if path.is_dir():
         files = [file for file in path.rglob("*") if _visible(file.relative_to(path))]
     elif path.exists():
@@ -141,6 +143,16 @@ def _expand_one(pattern: str, validation: bool) -> list[DataSource]:
     return [
         DataSource(name=str(file), kind=_kind(file), bytes=file.stat().st_size, validation=validation) for file in wanted
     ]
+
+
+def _packaged(pattern: str) -> Path | None:
+    """Where the text lies that a name such as packaged:docs stands for, from whatever working directory."""
+    if not pattern.startswith(PACKAGED):
+        return None
+    name = pattern.removeprefix(PACKAGED)
+    if (found := text_path(name)) is None:
+        raise DataError(choices("packaged text", name, packaged_texts()))
+    return found
 
 
 def _visible(path: Path) -> bool:
