@@ -274,7 +274,7 @@ BAD: list[tuple[tuple[str, ...], str]] = [
     ),
     (("throughput", "--memory", "10KB"), "must hold two pages"),
     (("throughput", "--memory", "9" * 400 + "GB"), "is more than any machine has"),
-    (("throughput", "--memory", "900000000GB", "--requests", "1"), "too little memory for this; lower --batch-size"),
+    (("throughput", "--memory", "900000000GB", "--requests", "1"), "--memory is 900,000,000.0 GB, but cpu has"),
     (("throughput", "--kv-dtype", "fp4"), "invalid --kv-dtype 'fp4' (did you mean 'fp8'?); choose from auto, fp8"),
     (("throughput", "--page-size", "3"), "page_size must be a power of two, got 3"),
     (("throughput", "--batch-size", "9" * 20), "--batch-size must be <= 2147483647"),

@@ -257,12 +257,13 @@ def damage(pack: Path) -> None:
     (pack / "exits.safetensors").write_bytes(data)
 
 
+TWO_MODELS = ("eval", "frontier", "smollm2-135m", "fathom-mor-23m", "--data", __file__, "--sweep", "depth")
 BAD: dict[str, tuple[Callable[[Path], Any], tuple[str, ...], str]] = {
     "damaged": (damage, (), "its checksum is not the one in exits.json"),
     "no weights": (lambda pack: (pack / "exits.safetensors").unlink(), (), "cannot read"),
     "no record": (lambda pack: (pack / "exits.json").unlink(), (), "has no exits.json; a pack of exits is what"),
     "nowhere": (shutil.rmtree, (), "pack does not exist"),
-    "two models": (lambda pack: None, ("eval", "frontier", "a", "b", "--data", "x", "--sweep", "depth"), "belong to one"),
+    "two models": (lambda pack: None, TWO_MODELS, "belong to one"),
 }
 
 

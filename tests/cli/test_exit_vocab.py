@@ -153,7 +153,8 @@ def test_slips_are_one_line(exited: Path, text: Path, tmp_path: Path, mistake_of
         *export, *KIND, "--exit-vocab", "1", *source
     )
     assert "to 320 (all), got 321" in mistake_of(*export, *KIND, "--exit-vocab", "321", *source)
-    for option in (("--exit-vocab", "12"), source, ("--column", "text"), ("--exits", "pack")):
+    (tmp_path / "exits.json").write_text("{}")
+    for option in (("--exit-vocab", "12"), source, ("--column", "text"), ("--exits", str(tmp_path))):
         for kind in ((), ("--format", "fathom")):
             assert f"{option[0]} requires --format exits" in mistake_of(*export, *kind, *option)
     assert "--any-base requires --exits" in mistake_of(*export, "--any-base")

@@ -194,7 +194,8 @@ def test_a_model_with_a_router_is_refused(tiny_model_dir: Path, tmp_path: Path, 
 
 
 def test_a_damaged_calibration_is_said(tiny_model_dir: Path, tmp_path: Path, mistake_of: Callable[..., str]) -> None:
-    (tmp_path / "threshold.json").write_text("{")
+    for name in ("threshold.json", "config.json"):
+        (tmp_path / name).write_text("{")
     words = ("--decode", "parallel", "--exit-layer", "2", "--threshold", "adaptive")
     assert "threshold.json is no calibration" in mistake_of("generate", str(tmp_path), "-p", "a", *words)
 

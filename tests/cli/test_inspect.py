@@ -38,14 +38,15 @@ def mistake(mistake_of):
 
 
 @pytest.fixture
-def saved_model(monkeypatch):
+def saved_model(monkeypatch, tmp_path):
     """A source that is already recursive: what `architecture_of` answers for a FathomLM directory."""
     architecture = PRESETS["smollm-135m"].architecture
     plan = DepthPlan.build("middle-cycle", 3, 30, "add")
     relaxation = Relaxation(kind="prefix", prefix_length=16)
     answer = SimpleNamespace(architecture_of=lambda source: (architecture, plan, relaxation))
     monkeypatch.setitem(sys.modules, "fathomlm.checkpoints.resolve", answer)
-    return "some/directory"
+    (tmp_path / "config.json").write_text("{}")
+    return str(tmp_path)
 
 
 def test_the_record_has_every_field_of_the_cost_and_the_plan(inspect):

@@ -1,5 +1,5 @@
-"""Progress on standard error: a bar with rate and time left on a terminal, elsewhere a line every half minute, and of training
-each record."""
+"""Progress on standard error: a bar with rate and time left on a terminal, elsewhere a line every half minute, and
+each record of training."""
 
 from __future__ import annotations
 

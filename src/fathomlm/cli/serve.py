@@ -25,6 +25,7 @@ from fathomlm.packaged import default_model
 from fathomlm.serve.options import ReplicaOptions, ServeOptions
 
 if TYPE_CHECKING:
+    from fathomlm.serve.catalog import Catalog
     from fathomlm.serve.service import ServedModel
 
 REQUIRED = ("fastapi", "uvicorn", "prometheus_client")
@@ -87,12 +88,16 @@ class Serve(ModelOptions):
             check_device(self.device)
             check_threads(self.threads or 1)
             check_memory(engine.memory, self.device)
+        catalog = catalog_of(
+            served_name(self), self.several.models or (), self.several.max_loaded, partial(load_other, self, engine)
+        )
         with closing(bind(options.host, options.port)) as sock:
-            return self._serve(sock, options, engine, replicas)
+            return self._serve(sock, options, engine, replicas, catalog)
 
     def _serve(
-        self, sock: socket.socket, options: ServeOptions, engine: EngineOptions, replicas: ReplicaOptions | None
-    ) -> int:
+        self, sock: socket.socket, options: ServeOptions, engine: EngineOptions, replicas: ReplicaOptions | None,
+        catalog: Catalog,
+    ) -> int:  # fmt: skip
         """What imports torch: all that can be known before is checked."""
         from fathomlm.serve.address import address_of
         from fathomlm.serve.app import create_app
@@ -102,9 +107,6 @@ class Serve(ModelOptions):
         from fathomlm.serve.service import Service
 
         load = partial(load_served, self, engine, read_exits(self), self.restarts)
-        catalog = catalog_of(
-            served_name(self), self.several.models or (), self.several.max_loaded, partial(load_other, self, engine)
-        )
         if not is_loopback(options.host) and not options.api_keys:
             _tell(f"warning: {options.host} can be reached from other machines; without --api-key anybody there has access")
         if replicas is not None:

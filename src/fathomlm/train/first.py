@@ -46,6 +46,8 @@ def check_corpus(data: DataRecipe, *, alone: bool = True) -> bool:
         return True
     if not data.sources or not alone:
         raise DataError(f"there is no prepared corpus at {data.path}; make it with: {prepare_command(data)}")
+    if data.tokenizer is None:
+        raise OptionError("data.sources requires data.tokenizer, a model source or `bytes`")
     expand(data.sources, validation_from=data.validation_from)
     return False
 

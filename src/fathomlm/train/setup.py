@@ -99,8 +99,7 @@ def as_the_model_reads(data: TrainingData, student: FathomModel) -> TrainingData
 
 
 def _prepare_options(data: DataRecipe) -> PrepareOptions:
-    if data.tokenizer is None:
-        raise OptionError("data.sources requires data.tokenizer, a model source or `bytes`")
+    assert data.tokenizer is not None
     return PrepareOptions(
         sources=tuple(data.sources),
         out=Path(data.path),

@@ -108,6 +108,7 @@ class Kernels(ModelOptions, JsonOptions):
     twins run, which are there to be right and not fast: only ratios are shown."""
 
     kind: ClassVar[str] = "kernels"
+    model: str = like(ModelOptions, "model", first=check_shape)
     batch_size: int = like(EngineOptions, "batch_size")
     context: int = option(512, ge=1, help="tokens that each sequence attends to")
     rank: int = option(64, ge=1, help="rank of the low-rank deltas")

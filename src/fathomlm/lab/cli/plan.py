@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fathomlm.cli.first import check_file, check_shape
+from fathomlm.cli.first import check_shape
 from fathomlm.cli.model_options import JsonOptions
 from fathomlm.cli.plan_options import PlanOptions, RouterOptions
 from fathomlm.depth.plan import KVMode
@@ -45,9 +45,7 @@ class Plan(JsonOptions):
         help="forward FLOPs: 16.5e18, or several such as 2e18,5e18,16.5e18",
     )  # fmt: skip
     wide_kv: bool = option(False, help="count k and v as wide as q, as the thesis' printed budgets do")
-    runs: tuple[Path, ...] = option(
-        (), nargs="+", metavar="DIR", first=check_file, help="finished runs, or directories of runs"
-    )
+    runs: tuple[Path, ...] = option((), nargs="+", metavar="DIR", help="finished runs, or directories of runs")
     out: Path | None = option(None, metavar="FILE", help="picture of the fits to write: .png, .svg or .pdf")
     gpu_memory: int | None = option(
         None, size=MEGABYTE, help="80GB, 24GiB (a number alone is bytes); nine tenths of it are planned for"

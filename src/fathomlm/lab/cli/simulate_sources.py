@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from fathomlm.cli.first import check_file, check_text
+from fathomlm.cli.first import check_text
 from fathomlm.cli.model_options import ColumnOptions
 from fathomlm.decode.exiting import Exiting
 from fathomlm.errors import OptionError
@@ -29,7 +29,7 @@ class SequenceOptions(ColumnOptions):
     """The sequences, and how deep their tokens go: recorded, drawn, or from text through a model."""
 
     trajectories: Path | None = option(
-        None, metavar="FILE", first=check_file, help='JSON Lines, one sequence each: {"prompt": 12, "depths": [1, 2, 1]}'
+        None, metavar="FILE", help='JSON Lines, one sequence each: {"prompt": 12, "depths": [1, 2, 1]}'
     )
     depths: tuple[float, ...] | None = option(None, metavar="P,...", help=f"drawn: {DEPTHS}")
     workload: str | None = option(

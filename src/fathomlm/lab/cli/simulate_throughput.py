@@ -8,7 +8,7 @@ from pathlib import Path
 from textwrap import wrap
 from typing import TYPE_CHECKING, Any, Literal
 
-from fathomlm.cli.first import check_file, check_shape
+from fathomlm.cli.first import check_shape
 from fathomlm.cli.model_options import SOURCE, JsonOptions
 from fathomlm.engine.options import EngineOptions
 from fathomlm.errors import OptionError, OutputError
@@ -40,9 +40,7 @@ class CostOptions:
         None, metavar="NAME", help="the thesis' A100: 40gb/gemma-2b/2, 16gb/pythia-1b/2/64 (table/model/blocks/rank)"
     )
     ends: bool = option(False, help="--preset: count embedding and head, which the thesis leaves out")
-    costs: Path | None = option(
-        None, metavar="FILE", first=check_file, help="table of milliseconds by batch size (JSON or YAML)"
-    )
+    costs: Path | None = option(None, metavar="FILE", help="table of milliseconds by batch size (JSON or YAML)")
     measure: bool = option(False, help="time the engine's own passes of MODEL on this device, with random weights")
     context: int = option(256, ge=1, help="--measure: tokens that each sequence attends to")
 
