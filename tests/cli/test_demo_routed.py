@@ -63,7 +63,9 @@ def test_the_record(packaged: str, results: list[Generation], capsys: pytest.Cap
     assert [(use["depth"], use["tokens"]) for use in record["depths"]] == [(d, depths.count(d)) for d in (1, 2, 3)]
     assert sum(use["share"] for use in record["depths"]) == pytest.approx(1)
     speed = record["tokens_per_second"]
-    assert speed["ratio"] == pytest.approx(speed["routed"] / speed["full_depth"])
+    assert speed["ratios"] == sorted(speed["ratios"])
+    assert len(speed["ratios"]) == demo_routed.ROUNDS
+    assert speed["ratio"] == speed["ratios"][demo_routed.ROUNDS // 2]
     assert record["sampling"] == CHOICE
 
 
@@ -96,6 +98,14 @@ def test_full_depth_is_measured_at_full_depth(
     monkeypatch.setattr(full, "generate", watched)
     assert main([*WORDS, "--json"]) == 0
     assert seen == {True: {1, 2, 3}, False: {3}}
+
+
+def test_a_ratio_is_told_where_all_rounds_agree() -> None:
+    speed = demo_routed.Speed(routed=12.0, full_depth=10.0, ratio=1.2, ratios=[1.1, 1.2, 1.3])
+    assert demo_routed._against(speed) == ": 1.20x (1.10x to 1.30x in 3 rounds)"
+    unsure = replace(speed, ratios=[0.9, 1.2, 1.3])
+    assert demo_routed._against(unsure) == "; which is faster differs between rounds (0.90x to 1.30x)"
+    assert demo_routed._against(replace(speed, ratio=None, ratios=[])) == ""
 
 
 def test_end_tokens_are_neither_shown_nor_counted(
@@ -134,7 +144,7 @@ def test_a_pipe_gets_raised_numbers_and_no_colour(
     depths = [depth for _, depth in said_tokens(results)]
     assert Counter(re.findall("[¹²³]", captured.out)) == {"¹²³"[depth - 1]: depths.count(depth) for depth in (1, 2, 3)}
     assert f"mean depth {sum(depths) / len(depths):.2f} of 3: " in captured.out
-    assert re.search(r"tokens/s, batch size 1, this CPU: [\d.]+ as routed \([\d.]+x\), [\d.]+ at full depth\n", captured.out)
+    assert re.search(r"tokens/s, batch size 1, this CPU: [\d.]+ as routed, [\d.]+ at full depth[:;] .*x\)?", captured.out)
     for command in ("serve      #", f"analyze routing {packaged} --data FILE", f"generate {packaged} -p"):
         assert f"\n  fathomlm {command}" in captured.out
     assert [line[:3] for line in captured.err.splitlines()] == ["1/3", "2/3", "3/3"]

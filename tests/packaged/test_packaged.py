@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import hashlib
 import tomllib
 from pathlib import Path
 
@@ -16,11 +17,11 @@ from fathomlm.checkpoints.resolve import architecture_of, encoder_of, exits_of, 
 from fathomlm.depth import ExitParts
 from fathomlm.depth.presets import PRESETS
 from fathomlm.errors import ModelNotFound
-from fathomlm.packaged import packaged_exits, packaged_models, packaged_path
+from fathomlm.packaged import packaged_exits, packaged_models, packaged_path, packaged_texts, text_path
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 ROOT = Path(__file__).parents[2]
-SOURCE, EXITS = "src/fathomlm/packaged/models", "src/fathomlm/packaged/exits"
+SOURCE, EXITS, TEXTS = (f"src/fathomlm/packaged/{kind}" for kind in ("models", "exits", "texts"))
 
 
 def test_directories_with_a_configuration_are_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -102,6 +103,19 @@ def test_a_packaged_model_wins_over_a_preset(
     assert architecture_of("smollm2-135m")[1] is not None
 
 
+def test_the_text_is_what_it_was_when_it_was_copied() -> None:
+    """Recipes and tests have figures that any edit would change."""
+    place = text_path("docs")
+    assert place is not None
+    assert {"docs", "docs/README.md", "docs/generation.md"} <= set(packaged_texts())
+    digest = hashlib.sha256()
+    for file in sorted(place.iterdir()):
+        digest.update(file.name.encode() + file.read_bytes())
+    assert digest.hexdigest() == "9ba980689374011ee6b32ba0812eb839624db85475e86d3662aaf04b98699497"
+    for other in ("README.md", "", ".", "..", "docs/..", "docs/none.md", "../models"):
+        assert text_path(other) is None
+
+
 def uncovered(files: list[str]) -> list[str]:
     """Those of some files, below the repository's root, that the build's settings do not name."""
     patterns = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["hatch"]["build"]["artifacts"]
@@ -113,7 +127,7 @@ def test_the_wheel_takes_every_kind_of_file_that_a_packaged_model_has(packaged_m
     written = [file for file in (packaged_models_dir / "tiny-mor").iterdir() if file.is_file()]
     assert {file.suffix for file in written} == {".json", ".safetensors", ".md"}
     assert uncovered([f"{SOURCE}/tiny-mor/{file.name}" for file in written]) == []
-    shipped = [file for place in (SOURCE, EXITS) for file in (ROOT / place).rglob("*") if file.is_file()]
+    shipped = [file for place in (SOURCE, EXITS, TEXTS) for file in (ROOT / place).rglob("*") if file.is_file()]
     assert uncovered([str(file.relative_to(ROOT)) for file in shipped]) == []
     pack = [RECORD, WEIGHTS, THRESHOLD, "README.md"]
     assert uncovered([f"{EXITS}/smollm2-135m/{file}" for file in pack]) == []

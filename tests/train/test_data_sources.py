@@ -150,6 +150,18 @@ def test_a_source_that_is_none(tmp_path, pattern, message):
         expand([str(tmp_path / pattern)])
 
 
+def test_a_packaged_text_is_found_from_anywhere(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    held, *others = expand(["packaged:docs"], validation_from=["packaged:docs/generation.md"])
+    assert (held.validation, held.name.rpartition("/")[2]) == (True, "generation.md")
+    assert len(others) > 20
+    assert not any(source.validation or source.name == held.name for source in others)
+    (document,) = read(held, ("text",))
+    assert document.fields[0].startswith("# Generation")
+    with pytest.raises(DataError, match=r"unknown packaged text 'dcs' \(did you mean 'docs'\?\)"):
+        expand(["packaged:dcs"])
+
+
 def test_all_held_out_is_refused(tmp_path):
     (tmp_path / "a.jsonl").write_bytes(lines())
     with pytest.raises(DataError, match="no source is left to train on"):

@@ -11,6 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
+from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from fathomlm.cli.progress import log, progress_bar
@@ -34,8 +35,11 @@ PROMPTS = (
 CHOICE: dict[str, Any] = {"temperature": 0.7, "top_p": 0.9, "repetition_penalty": 1.15, "seed": 1}
 """Warm enough not to repeat itself, cool enough to read well; seeded, so that everyone sees the same completions."""
 EXAMPLES = 8
-ROUNDS = 2
-"""How often each speed is measured, by turns; the best counts, since whatever else the machine does only slows it."""
+ROUNDS = 5
+"""How often both speeds are measured, one right after the other and each first in turn, so that whatever slows the machine
+slows both. A ratio is of two neighbours; the median counts, and all of them tell how far to believe it."""
+TIMED = 24
+"""Tokens of each measurement, at most."""
 RAISED = "⁰¹²³⁴⁵⁶⁷⁸⁹"
 EVERY_RECURSION = 1e6
 """A depth bias that no router's score outweighs."""
@@ -66,12 +70,14 @@ class DepthUse:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Speed:
-    """Tokens a second while decoding at batch size 1, as routed and with every recursion for every token."""
+    """Tokens a second while decoding at batch size 1, as routed and with every recursion for every token: medians."""
 
     routed: float
     full_depth: float
     ratio: float | None
     """How many times as fast as at full depth; None where a text was too short to tell."""
+    ratios: list[float]
+    """Those of all rounds, lowest first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,8 +128,9 @@ def measure(source: str, tokens: int, begin: float) -> DemoFigures:
     with progress_bar("     writing", "tokens") as update:
         results = generate(model, PROMPTS, sampling, on_step=lambda done: update(done, tokens))
     texts = [_completion(model, prompt, result) for prompt, result in zip(PROMPTS, results, strict=True)]
-    log(f"3/3  the speed of {tokens} tokens, as routed and at full depth")
-    speed = _speed(model, sampling)
+    timed = min(tokens, TIMED)
+    log(f"3/3  the speed of {timed} tokens, as routed and at full depth by turns, {ROUNDS} times")
+    speed = _speed(model, sampling.with_options(max_new_tokens=timed))
     cost = count(model.architecture, model.plan, relaxation=model.relaxation)
     depths = [depth for text in texts for depth in text.depths]
     return DemoFigures(
@@ -190,15 +197,17 @@ def _speed(model: FathomForCausalLM, sampling: Sampling) -> Speed:
     from fathomlm.model.route import DepthControl
 
     ways = {"routed": None, "full_depth": DepthControl(bias=EVERY_RECURSION)}
-    best = dict.fromkeys(ways, 0.0)
-    with progress_bar("     measuring", "completions") as update:
+    speeds: dict[str, list[float]] = {name: [] for name in ways}
+    with progress_bar("     measuring", "rounds") as update:
         for turn in range(ROUNDS):
-            for number, (name, control) in enumerate(ways.items(), start=1):
-                result = generate(model, PROMPTS[:1], sampling, control=control, ignore_eos=True)[0]
-                best[name] = max(best[name], result.tokens_per_second)
-                update(turn * len(ways) + number, ROUNDS * len(ways))
-    ratio = best["routed"] / best["full_depth"] if best["full_depth"] else None
-    return Speed(routed=best["routed"], full_depth=best["full_depth"], ratio=ratio)
+            for name in sorted(ways, reverse=turn % 2 == 1):
+                result = generate(model, PROMPTS[:1], sampling, control=ways[name], ignore_eos=True)[0]
+                speeds[name].append(result.tokens_per_second)
+            update(turn + 1, ROUNDS)
+    pairs = zip(speeds["routed"], speeds["full_depth"], strict=True)
+    ratios = sorted(routed / full for routed, full in pairs if full)
+    routed, full = (median(speeds[name]) for name in ways)
+    return Speed(routed=routed, full_depth=full, ratio=median(ratios) if ratios else None, ratios=ratios)
 
 
 def _mean(numbers: Sequence[float]) -> float:
@@ -222,12 +231,23 @@ def show(figures: DemoFigures, console: Console) -> None:
 
 def _figures(figures: DemoFigures) -> str:
     speed = figures.tokens_per_second
-    ratio = "" if speed.ratio is None else f" ({speed.ratio:.2f}x)"
-    layers = f"{figures.layers_per_token:.1f} of {figures.layers} layers a token"
+    saved = 1 - figures.layers_per_token / figures.layers
+    layers = f"{figures.layers_per_token:.1f} of {figures.layers} layers a token, {saved:.0%} saved"
     return (
         f"mean depth {figures.mean_depth:.2f} of {figures.recursions}: {layers}\n"
-        f"tokens/s, batch size 1, this CPU: {speed.routed:.1f} as routed{ratio}, {speed.full_depth:.1f} at full depth"
+        f"tokens/s, batch size 1, this CPU: {speed.routed:.1f} as routed, {speed.full_depth:.1f} at full depth"
+        + _against(speed)
     )
+
+
+def _against(speed: Speed) -> str:
+    """The ratio where every round agrees which is faster; elsewhere the machine was too busy, or both are as fast."""
+    if speed.ratio is None:
+        return ""
+    low, high = speed.ratios[0], speed.ratios[-1]
+    if low < 1 < high:
+        return f"; which is faster differs between rounds ({low:.2f}x to {high:.2f}x)"
+    return f": {speed.ratio:.2f}x ({low:.2f}x to {high:.2f}x in {len(speed.ratios)} rounds)"
 
 
 def _next_commands(model: str) -> str:
