@@ -6,6 +6,15 @@ export async function ask(path, key) {
   return reply.json();
 }
 
+// Loads a model, which may take long; returns what it can do.
+export async function load(model, key) {
+  const reply = await fetch("v1/fathom/load", {
+    method: "POST", headers: { ...headers(key), "Content-Type": "application/json" }, body: JSON.stringify({ model }),
+  });
+  if (!reply.ok) throw new Error(await reason(reply));
+  return reply.json();
+}
+
 // Reads a text token by token. `onToken` gets {text, depth, confidence, logprob, top}.
 export async function write(request, key, signal, onToken) {
   const path = request.messages ? "v1/chat/completions" : "v1/completions";

@@ -1,244 +1,257 @@
-// The playground: write, watch how deep each token went, compare with full depth.
+// The page: write or talk, watch how deep each token went, compare depths, thresholds and models.
 // Plain modules without a build step or dependency: what runs here today runs in ten years.
 
-import { ask, write } from "./api.js";
-import { bars, line, share } from "./charts.js";
-import { colourOf, paint } from "./colours.js";
+import { ask, load, write } from "./api.js";
+import { look } from "./live.js";
+import { asCurl, asMarkdown, asPython, requestOf, textOf } from "./requests.js";
+import { depthOf, fitTo, kept, readSettings, remember, reset, restore, seed, setDepth } from "./settings.js";
+import { conversations, newConversation, remove, saveConversation, titleOf } from "./store.js";
+import { drawConversation, drawError, drawReply, drawToken, drawTurn, make, settleTurn, tell, turnElements } from "./transcript.js";
+import { describe, shapeOf, sideTitle } from "./words.js";
 
 const $ = (id) => document.getElementById(id);
-const MINUTE = 60;
-const state = { status: null, running: null, said: [], rates: [] };
+const state = { models: [], shapes: {}, model: null, running: null, conversation: newConversation(kept.kind) };
+const key = () => $("key").value;
+const kindOf = () => document.querySelector("input[name=kind]:checked").value;
 
-// What the server is.
+// Models.
 
 async function connect() {
   try {
-    state.status = await ask("v1/fathom/status", $("key").value);
-    $("model").textContent = describe(state.status);
-    setDepthControl();
-    drawLegend();
+    state.models = (await ask("v1/models", key())).data;
+    if (!state.models.length) throw new Error("the model is loading");
+    const names = state.models.map((model) => model.id);
+    await choose(names.includes(kept.model) ? kept.model : names[0], names[0]);
   } catch (problem) {
     $("model").textContent = `not connected: ${problem.message}`;
+    setTimeout(connect, 1000);
   }
 }
 
-function describe(status) {
-  const plan = status.plan ?? {};
-  const kind = { routed: "routers give each token its depth", exits: "tokens may leave early", whole: "every token runs to the end" };
-  return `${status.model ?? "model"}: ${plan.unrolled_layers ?? "?"} steps over ${plan.unique_layers ?? "?"} layers; ${kind[status.kind] ?? ""}`;
-}
-
-function deepest() {
-  const plan = state.status?.plan ?? {};
-  return state.status?.kind === "exits" ? plan.unrolled_layers ?? 1 : plan.recursions ?? 1;
-}
-
-// The most that this server lets a request ask for.
-function allowed() {
-  return state.status?.max_depth ?? deepest();
-}
-
-function setDepthControl() {
-  const kind = state.status?.kind;
-  const control = $("depth-control");
-  const slider = $("depth");
-  control.hidden = kind !== "routed" && kind !== "exits";
-  $("compare").closest("label").hidden = control.hidden;
-  if (kind === "routed") {
-    Object.assign(slider, { min: 1, max: allowed(), step: 1, value: allowed() });
-    $("depth-name").textContent = "Maximum depth";
-    $("depth-help").textContent = "No token runs the shared block more often than this.";
-    // Routers decide in both texts; what the second one lacks is the limit.
-    $("compare-name").textContent = "Beside it, the same without that limit";
-    $("second-title").textContent = "Without the limit";
-    $("temperature").value = 0.7; // nothing here is about keeping a text, and small models repeat themselves at 0
-  } else if (kind === "exits") {
-    Object.assign(slider, { min: 0, max: 1, step: 0.01, value: state.status.threshold ?? 0.9 });
-    $("depth-name").textContent = "Threshold";
-    $("depth-help").textContent = "How sure an exit must be for a token to leave there. 1 never leaves.";
+// What a model is; it is loaded first where it is not.
+async function shapeFor(name) {
+  if (state.shapes[name]) return state.shapes[name];
+  const listed = state.models.find((model) => model.id === name);
+  if (!listed.loaded) {
+    const size = listed.download ? `; ${Math.round(listed.download / 1e6)} MB are downloaded the first time` : "";
+    $("model").textContent = `loading ${name} …${size}`;
+    Object.assign(listed, await load(name, key()));
   }
-  showDepth();
+  state.shapes[name] = shapeOf(await ask(`v1/fathom/status?model=${encodeURIComponent(name)}`, key()));
+  return state.shapes[name];
 }
 
-function showDepth() {
-  $("depth-value").textContent = $("depth").value;
-}
-
-function drawLegend() {
-  const legend = $("legend");
-  legend.replaceChildren();
-  if (state.status?.kind === "whole") return;
-  const most = deepest();
-  const steps = state.status.kind === "exits" ? [state.status.exit_layer ?? 1, most] : Array.from({ length: most }, (_, i) => i + 1);
-  for (const depth of steps) {
-    const label = document.createElement("span");
-    label.textContent = state.status.kind === "exits" ? `after layer ${depth}` : `depth ${depth}`;
-    paint(label, partOf(depth));
-    legend.append(label);
+// Take a model; where it cannot be had, go back to the one before, or another that is there.
+async function choose(name, before = state.model) {
+  setBusy(true);
+  $("model-choice").value = name;
+  try {
+    await shapeFor(name);
+    [state.model, kept.model] = [name, name];
+  } catch (problem) {
+    if (!before || before === name) throw problem;
+    $("problem").textContent = problem.message;
+    await shapeFor(before);
+    state.model = before;
+  } finally {
+    setBusy(false);
   }
+  showModel();
 }
 
-function partOf(depth) {
-  const least = state.status?.kind === "exits" ? state.status.exit_layer ?? 1 : 1;
-  return deepest() > least ? (depth - least) / (deepest() - least) : 1;
+function showModel() {
+  const names = state.models.map((model) => model.id);
+  const size = (model) => (model.loaded ? "" : model.download ? ` (${Math.round(model.download / 1e6)} MB download)` : " (not loaded)");
+  $("model-choice").replaceChildren(...state.models.map((model) => new Option(model.id + size(model), model.id)));
+  $("model-choice").value = state.model;
+  const shape = state.shapes[state.model];
+  $("model").textContent = describe(shape);
+  fitTo(state.model, shape, names);
+  const chat = document.querySelector("input[value=chat]");
+  chat.disabled = !shape.chat;
+  const stuck = !shape.chat && state.conversation.kind === "chat";
+  if (stuck && !state.conversation.turns.length) open(newConversation("prompt"));
+  const other = state.models.find((model) => model.id !== state.model && model.endpoints?.includes("/v1/chat/completions") !== false);
+  $("kind-note").textContent = shape.chat ? "" : `${state.model} has no chat template: it continues text.`;
+  $("send").disabled = Boolean(state.running) || (stuck && state.conversation.kind === "chat");
+  $("to-chat").hidden = shape.chat || !other;
+  $("to-chat").textContent = other ? `Chat with ${other.id}` : "";
+  $("to-chat").onclick = async () => {
+    await choose(other.id);
+    if (state.shapes[state.model].chat && state.conversation.kind !== "chat") open(newConversation("chat"));
+  };
+  remember();
+}
+
+// Conversations.
+
+function open(conversation) {
+  state.running?.abort();
+  state.conversation = conversation;
+  kept.kind = conversation.kind;
+  kept.conversation = conversation.id;
+  document.querySelector(`input[value=${conversation.kind}]`).checked = true;
+  const chat = conversation.kind === "chat";
+  $("system-control").hidden = !chat;
+  if (conversation.turns.length) $("system").value = conversation.system;
+  $("prompt-name").textContent = chat ? "Message" : "Text to continue";
+  $("prompt").placeholder = chat ? "Message. Enter sends, Shift+Enter is a new line." : "Text to continue. Ctrl+Enter sends.";
+  if (!chat && !conversation.turns.length && !$("prompt").value) $("prompt").value = "The sea is deepest where";
+  if (chat && $("prompt").value === "The sea is deepest where") $("prompt").value = "";
+  $("problem").textContent = "";
+  drawConversation(conversation, ACTIONS);
+  listConversations();
+  if (state.model) showModel();
+}
+
+function listConversations() {
+  const items = conversations().map((one) => {
+    const item = make("li", one.id === state.conversation.id ? "current" : "");
+    const [name, away] = [make("button", "title", titleOf(one)), make("button", "away", "×")];
+    name.type = away.type = "button";
+    away.setAttribute("aria-label", `Delete: ${titleOf(one)}`);
+    name.addEventListener("click", () => open(one));
+    away.addEventListener("click", () => {
+      remove(one.id);
+      if (one.id === state.conversation.id) open(newConversation(one.kind));
+      else listConversations();
+    });
+    item.append(name, away);
+    return item;
+  });
+  $("history").replaceChildren(...items);
+  for (const id of ["export-markdown", "export-json"]) $(id).disabled = !state.conversation.turns.length;
+}
+
+function save() {
+  if (!saveConversation(state.conversation)) $("problem").textContent = "this browser's storage is full: the conversation is not kept";
+  kept.conversation = state.conversation.id;
+  remember();
+  listConversations();
+}
+
+function download(text, kind, ending) {
+  const link = make("a");
+  link.href = URL.createObjectURL(new Blob([text], { type: kind }));
+  link.download = `fathomlm-${state.conversation.id}.${ending}`;
+  link.click();
+  URL.revokeObjectURL(link.href);
 }
 
 // Writing.
 
-function requestOf(atFullDepth) {
-  const text = $("prompt").value;
-  const chat = document.querySelector("input[name=kind]:checked").value === "chat";
-  const fathom = { depths: true };
-  if (atFullDepth) fathom.decode = "full";
-  else if (state.status?.kind === "routed") fathom.max_depth = Number($("depth").value);
-  else if (state.status?.kind === "exits") fathom.threshold = Number($("depth").value);
-  const common = {
-    model: state.status?.model, max_tokens: Number($("tokens").value), temperature: Number($("temperature").value),
-    seed: Number($("seed").value), stream: true, fathom,
-  };
-  if (chat) return { ...common, messages: [...state.said, { role: "user", content: text }], logprobs: true, top_logprobs: 4 };
-  return { ...common, prompt: text, logprobs: 4 };
+// What is asked: one side, or two where they are compared.
+async function sidesOf() {
+  const side = async (model, at) => ({ model, shape: await shapeFor(model), depth: depthOf(model, await shapeFor(model), at) });
+  const sides = [await side(state.model, 0)];
+  if ($("compare").value === "depth") sides.push(await side(state.model, 1));
+  if ($("compare").value === "model") sides.push(await side($("other-model").value, 0));
+  return sides;
 }
 
-async function start(event) {
-  event.preventDefault();
-  if (state.running) return;
+async function run(index) {
+  const conversation = state.conversation;
+  const turn = conversation.turns[index];
+  conversation.turns.length = index + 1;
+  for (const element of turnElements().slice(index)) element.remove();
+  conversation.system = conversation.kind === "chat" ? $("system").value.trim() : "";
+  const settings = readSettings();
+  Object.assign(turn, { replies: [], error: null, seed: seed(), limit: settings.tokens });
+  const element = drawTurn(conversation, index, ACTIONS);
+  element.scrollIntoView({ block: "end" });
   $("problem").textContent = "";
-  $("agreement").textContent = "";
-  const compare = $("compare").checked && !$("compare").closest("label").hidden;
-  $("second").hidden = !compare;
-  state.running = new AbortController();
+  const running = (state.running = new AbortController());
   setBusy(true);
+  save();
   try {
-    const first = await fill($("first"), requestOf(false));
-    if (compare) {
-      const second = await fill($("second"), requestOf(true));
-      tellApart(first, second);
-    }
-    const chat = document.querySelector("input[name=kind]:checked").value === "chat";
-    if (chat) {
-      state.said.push({ role: "user", content: $("prompt").value }, { role: "assistant", content: first.text });
-      $("prompt").value = "";
-    }
+    // One after the other: side by side in time, each would slow the other, and their rates would say nothing.
+    for (const side of await sidesOf()) await fill(element, conversation, index, side, settings, running.signal);
   } catch (problem) {
-    if (problem.name !== "AbortError") $("problem").textContent = problem.message;
+    if (problem.name !== "AbortError") {
+      turn.error = problem.message;
+      drawError(element, problem.message);
+      $("problem").textContent = problem.message;
+    }
   } finally {
-    state.running = null;
-    setBusy(false);
+    if (state.running === running) {
+      state.running = null;
+      setBusy(false);
+      settleTurn(element, turn);
+      showModel();
+      save();
+      if (!matchMedia("(pointer: coarse)").matches) $("prompt").focus();
+    }
   }
 }
 
-async function fill(article, request) {
-  const holder = article.querySelector(".text");
-  holder.replaceChildren();
-  const opening = document.createElement("span");
-  opening.className = "said";
-  opening.textContent = request.messages ? "" : request.prompt;
-  holder.append(opening);
-  const tokens = [];
+async function fill(element, conversation, index, { model, shape, depth }, settings, signal) {
+  const turn = conversation.turns[index];
+  if (conversation.kind === "chat" && !shape.chat) throw new Error(`${model} has no chat template; compare with another model, or in Prompt`);
+  const request = requestOf(conversation, index, { model, depth }, shape, settings, turn.seed);
+  const reply = { model, depth, title: sideTitle(model, shape, depth), shape, tokens: [], seconds: 0, finish: null };
+  let drawn = null;
+  conversation.shapes[model] = shape;
   const begun = performance.now();
-  const finish = await write(request, $("key").value, state.running.signal, (token) => {
-    tokens.push({ ...token, element: show(holder, token, tokens.length) });
-    facts(article, tokens, begun, null);
-  });
-  facts(article, tokens, begun, finish);
-  return { tokens, text: tokens.map((token) => token.text).join("") };
-}
-
-// Text of a model is never markup: it only ever becomes text nodes.
-function show(holder, token, index) {
-  const element = document.createElement("span");
-  element.className = "token";
-  element.textContent = token.text;
-  element.dataset.index = index;
-  if (token.depth !== null) paint(element, partOf(token.depth));
-  element.addEventListener("pointerenter", () => detail(element, token));
-  element.fathom = token;
-  holder.append(element);
-  holder.scrollTop = holder.scrollHeight;
-  return element;
-}
-
-function facts(article, tokens, begun, finish) {
-  const seconds = (performance.now() - begun) / 1000;
-  const depths = tokens.map((token) => token.depth).filter((depth) => depth !== null);
-  const mean = depths.length ? `, mean depth ${(depths.reduce((a, b) => a + b, 0) / depths.length).toFixed(2)} of ${deepest()}` : "";
-  article.querySelector(".facts").textContent =
-    `${tokens.length} tokens, ${(tokens.length / seconds).toFixed(1)} tokens/s${mean}${finish ? `, ended by ${finish}` : ""}`;
-}
-
-function detail(element, token) {
-  for (const other of document.querySelectorAll(".token.chosen")) other.classList.remove("chosen");
-  element.classList.add("chosen");
-  const words = [`“${token.text}”`];
-  if (token.depth !== null) words.push(state.status.kind === "exits" ? `chosen after layer ${token.depth}` : `depth ${token.depth}`);
-  if (token.confidence !== null) words.push(`the exit was ${(100 * token.confidence).toFixed(0)} % sure`);
-  if (token.logprob !== null) words.push(`probability ${(100 * Math.exp(token.logprob)).toFixed(1)} %`);
-  const others = token.top.map(([text, value]) => `“${text}” ${(100 * Math.exp(value)).toFixed(1)} %`);
-  $("details").textContent = words.join(" · ") + (others.length ? `. Likeliest: ${others.join(", ")}` : "");
-}
-
-function walk(event) {
-  if (event.key !== "ArrowRight" && event.key !== "ArrowLeft") return;
-  const tokens = [...event.currentTarget.querySelectorAll(".token")];
-  if (!tokens.length) return;
-  const at = tokens.findIndex((token) => token.classList.contains("chosen"));
-  const next = tokens[Math.min(Math.max(at + (event.key === "ArrowRight" ? 1 : -1), 0), tokens.length - 1)];
-  detail(next, next.fathom);
-  next.scrollIntoView({ block: "nearest" });
-  event.preventDefault();
-}
-
-function tellApart(first, second) {
-  const length = Math.min(first.tokens.length, second.tokens.length);
-  let same = 0;
-  while (same < length && first.tokens[same].text === second.tokens[same].text) same += 1;
-  for (const side of [first, second]) {
-    for (const token of side.tokens.slice(same)) token.element.classList.add("differs");
-    side.tokens[same]?.element.classList.add("parts");
+  const take = (token) => {
+    // Nothing of a reply is there before its first token: one that fails leaves nothing behind.
+    if (!drawn) drawn = drawReply(element, conversation, turn, reply);
+    if (!reply.tokens.length) turn.replies.push(reply);
+    reply.tokens.push(token);
+    reply.seconds = (performance.now() - begun) / 1000;
+    drawToken(drawn, reply, token);
+    tell(drawn, reply, turn);
+  };
+  try {
+    reply.finish = await write(request, key(), signal, take);
+  } catch (problem) {
+    reply.finish = problem.name === "AbortError" ? "stopped" : "broken off";
+    throw problem;
+  } finally {
+    if (!drawn && reply.finish === "stop") {
+      drawn = drawReply(element, conversation, turn, reply); // it ended before it began
+      turn.replies.push(reply);
+    }
+    if (drawn) tell(drawn, reply, turn);
   }
-  if (same === Math.max(first.tokens.length, second.tokens.length)) $("agreement").textContent = `Both texts are the same, ${same} tokens.`;
-  else if (same === 0) $("agreement").textContent = "The texts differ from the first token on.";
-  else $("agreement").textContent = `The first ${same === 1 ? "token is" : `${same} tokens are`} the same; they part at the framed one, and what follows is underlined.`;
+}
+
+const ACTIONS = {
+  onEdit(index, text) {
+    if (state.running) return;
+    state.conversation.turns[index].user = text;
+    run(index);
+  },
+  onRetry(index) {
+    if (!state.running) run(index);
+  },
+  onCopy: (index, button) => copy(textOf(state.conversation.turns[index].replies[0]), button),
+};
+
+function send(event) {
+  event.preventDefault();
+  if (state.running || !state.model) return;
+  const text = $("prompt").value;
+  if (state.conversation.kind === "chat" && !text.trim()) return;
+  state.conversation.turns.push({ user: text, replies: [] });
+  if (state.conversation.kind === "chat") $("prompt").value = "";
+  run(state.conversation.turns.length - 1);
 }
 
 function setBusy(busy) {
-  $("send").disabled = busy;
-  $("stop").disabled = !busy;
+  for (const id of ["send", "model-choice"]) $(id).disabled = busy;
+  $("stop").disabled = !state.running;
+  document.body.classList.toggle("busy", busy);
 }
 
-function clear() {
-  state.running?.abort();
-  state.said = [];
-  for (const side of ["first", "second"]) {
-    $(side).querySelector(".text").replaceChildren();
-    $(side).querySelector(".facts").textContent = "";
-  }
-  $("agreement").textContent = "";
-  $("problem").textContent = "";
+// The request that Send would send now, as a command or a program.
+function pending() {
+  const { kind, system, turns } = state.conversation;
+  const shape = state.shapes[state.model];
+  const last = turns.length && !$("prompt").value ? turns.at(-1).user : $("prompt").value;
+  const before = turns.length && !$("prompt").value ? turns.slice(0, -1) : turns;
+  const conversation = { kind, system: kind === "chat" ? $("system").value.trim() : system, turns: [...before, { user: last, replies: [] }] };
+  return requestOf(conversation, before.length, { model: state.model, depth: depthOf(state.model, shape, 0) }, shape, readSettings(), seed());
 }
-
-// The server now.
-
-async function look() {
-  if (document.hidden) return;
-  try {
-    const status = await ask("v1/fathom/status", $("key").value);
-    if (!state.status) await connect();
-    state.rates = [...state.rates, status.tokens_per_second ?? 0].slice(-MINUTE);
-    $("rate").textContent = (status.tokens_per_second ?? 0).toFixed(1);
-    line($("rate-chart"), state.rates, MINUTE, "Tokens per second");
-    $("mean").textContent = status.mean_depth ? status.mean_depth.toFixed(2) : "–";
-    bars($("depth-chart"), status.depths ?? {}, (depth) => colourOf(partOf(Number(depth))).back, "Tokens by depth");
-    const running = status.running ?? 0;
-    $("fill").textContent = `${running} of ${status.max_sequences ?? "?"}, ${status.queued ?? 0} waiting`;
-    share($("fill-chart"), running, status.max_sequences ?? 1, "Sequences in flight");
-  } catch {
-    // The next look may find it again; `connect` says what is wrong.
-  }
-}
-
-// Copying.
 
 async function copy(text, button) {
   const before = button.textContent;
@@ -251,30 +264,6 @@ async function copy(text, button) {
   setTimeout(() => { button.textContent = before; }, 1500);
 }
 
-function asCurl() {
-  const request = { ...requestOf(false), stream: false };
-  const path = request.messages ? "chat/completions" : "completions";
-  const body = JSON.stringify(request).replaceAll("'", "'\\''");
-  const key = $("key").value ? ` -H "Authorization: Bearer $KEY"` : "";
-  return `curl ${location.origin}/v1/${path}${key} -H 'Content-Type: application/json' -d '${body}'`;
-}
-
-function asPython() {
-  const { fathom, stream, messages, prompt, ...rest } = requestOf(false);
-  const values = Object.entries({ ...rest, ...(messages ? { messages } : { prompt }) });
-  const fields = values.map(([name, value]) => `    ${name}=${python(value)},`).join("\n");
-  const call = messages ? "chat.completions" : "completions";
-  return `from openai import OpenAI\n\nclient = OpenAI(base_url="${location.origin}/v1", api_key="...")\nanswer = client.${call}.create(\n${fields}\n    extra_body={"fathom": ${python(fathom)}},\n)\nprint(answer.choices[0])\n`;
-}
-
-function python(value) {
-  if (value === null || value === undefined) return "None";
-  if (typeof value === "boolean") return value ? "True" : "False";
-  if (Array.isArray(value)) return `[${value.map(python).join(", ")}]`;
-  if (typeof value === "object") return `{${Object.entries(value).map(([k, v]) => `${JSON.stringify(k)}: ${python(v)}`).join(", ")}}`;
-  return JSON.stringify(value);
-}
-
 // Light and dark.
 
 function setTheme(dark) {
@@ -283,24 +272,57 @@ function setTheme(dark) {
   $("theme").textContent = dark ? "Light" : "Dark";
 }
 
-const remembered = localStorage.getItem("theme");
-setTheme(remembered ? remembered === "dark" : matchMedia("(prefers-color-scheme: dark)").matches);
+const theme = localStorage.getItem("theme");
+setTheme(theme ? theme === "dark" : matchMedia("(prefers-color-scheme: dark)").matches);
 $("theme").addEventListener("click", () => {
   const dark = document.documentElement.dataset.theme !== "dark";
   localStorage.setItem("theme", dark ? "dark" : "light");
   setTheme(dark);
 });
-$("form").addEventListener("submit", start);
+
+// What the parts of the page do.
+
+$("form").addEventListener("submit", send);
 $("stop").addEventListener("click", () => state.running?.abort());
-$("clear").addEventListener("click", clear);
-$("depth").addEventListener("input", showDepth);
-$("key").addEventListener("change", connect);
-$("copy-curl").addEventListener("click", (event) => copy(asCurl(), event.currentTarget));
-$("copy-python").addEventListener("click", (event) => copy(asPython(), event.currentTarget));
-$("prompt").addEventListener("keydown", (event) => {
-  if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) $("form").requestSubmit();
+$("new").addEventListener("click", () => open(newConversation(state.conversation.kind)));
+$("forget").addEventListener("click", () => {
+  for (const one of conversations()) remove(one.id);
+  open(newConversation(state.conversation.kind));
 });
-for (const text of document.querySelectorAll(".text")) text.addEventListener("keydown", walk);
+$("export-json").addEventListener("click", () => download(JSON.stringify(state.conversation, null, 2), "application/json", "json"));
+$("export-markdown").addEventListener("click", () => download(asMarkdown(state.conversation, titleOf(state.conversation)), "text/markdown", "md"));
+$("copy-curl").addEventListener("click", (event) => copy(asCurl(pending(), location.origin, Boolean(key())), event.currentTarget));
+$("copy-python").addEventListener("click", (event) => copy(asPython(pending(), location.origin), event.currentTarget));
+$("defaults").addEventListener("click", () => {
+  reset();
+  showModel();
+});
+$("model-choice").addEventListener("change", () => choose($("model-choice").value).catch((problem) => { $("problem").textContent = problem.message; }));
+$("settings").addEventListener("submit", (event) => event.preventDefault());
+$("settings").addEventListener("input", (event) => {
+  const side = ["depth", "other-depth"].indexOf(event.target.id);
+  if (side >= 0) setDepth(state.model, side, Number(event.target.value));
+  if (event.target.id === "key" || !state.model) remember();
+  else showModel();
+});
+$("key").addEventListener("change", () => state.model || connect());
+for (const radio of document.querySelectorAll("input[name=kind]")) {
+  radio.addEventListener("change", () => {
+    if (state.conversation.turns.length) open(newConversation(kindOf()));
+    else open(Object.assign(state.conversation, { kind: kindOf() }));
+  });
+}
+$("prompt").addEventListener("keydown", (event) => {
+  const plain = state.conversation.kind === "chat" && !event.shiftKey && !event.isComposing;
+  if (event.key !== "Enter" || !(plain || event.ctrlKey || event.metaKey)) return;
+  event.preventDefault();
+  $("form").requestSubmit();
+});
+document.addEventListener("keydown", (event) => {
+  if (event.key === "Escape") state.running?.abort();
+});
+if (matchMedia("(min-width: 60rem)").matches) for (const id of ["history-panel", "settings-panel"]) $(id).open = true;
+restore();
+open(conversations().find((one) => one.id === kept.conversation) ?? state.conversation);
 connect();
-look();
-setInterval(look, 1000);
+setInterval(() => look(state.model, key()).catch(() => {}), 1000); // the next look may find it again
