@@ -1,7 +1,7 @@
 """Pictures of the page for the documentation: `python tests/serve/screenshots.py` writes docs/page-*.png.
 
-It serves the model that comes with FathomLM, or another, with an exit where that is asked for, and drives the system's
-Chromium over the page. Pictures have 128 colours, which the page does with, to be small.
+It serves the model that comes with FathomLM beside SmolLM2-135M, and drives the system's Chromium over the page. Pictures
+have 128 colours, which the page does with, to be small.
 """
 
 from __future__ import annotations
@@ -16,10 +16,11 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tests"))
 
-PROMPT = "Cells divide in order to"
+PROMPT, QUESTION = "Cells divide in order to", "Why is the sky blue?"
+CHAT = "smollm2-135m"
 SHOTS: dict[str, dict[str, Any]] = {
-    "light": {"viewport": {"width": 1280, "height": 780}, "color_scheme": "light"},
-    "dark": {"viewport": {"width": 1280, "height": 880}, "color_scheme": "dark"},
+    "light": {"viewport": {"width": 1280, "height": 800}, "color_scheme": "light"},
+    "dark": {"viewport": {"width": 1280, "height": 800}, "color_scheme": "dark"},
     "phone": {"viewport": {"width": 390, "height": 844}, "color_scheme": "light", "device_scale_factor": 2},
 }
 
@@ -27,19 +28,21 @@ SHOTS: dict[str, dict[str, Any]] = {
 def take(browser: Any, url: str, name: str, tokens: int) -> bytes:
     page = browser.new_page(**SHOTS[name])
     page.goto(f"{url}/")
-    page.wait_for_selector("#model:has-text('steps over')")
-    page.fill("#prompt", PROMPT)
-    page.fill("#tokens", str(tokens))
+    page.wait_for_selector("#send:not([disabled])")
+    if name == "phone":
+        page.click("#to-chat")
+        page.wait_for_selector("input[value=chat]:checked", state="attached", timeout=600_000)
+    else:
+        page.fill("#tokens", str(tokens))
+        page.fill("#seed", "0")
     if name == "dark":
-        page.check("#compare")
-        if page.inner_text("#depth-name") == "Maximum depth":
-            page.fill("#depth", "1")
+        page.select_option("#compare", "depth")
+        page.fill("#other-depth", "1")
+    page.fill("#prompt", QUESTION if name == "phone" else PROMPT)
     page.click("#send")
     page.wait_for_selector("#send:not([disabled])", timeout=600_000)
-    page.wait_for_timeout(1200)  # the charts look once a second
-    page.hover("#first .token >> nth=4")
-    if name == "phone":
-        page.evaluate("() => scrollTo(0, document.getElementById('texts-title').getBoundingClientRect().top + scrollY - 28)")
+    if name != "phone":
+        page.hover(".token >> nth=6")
     shot: bytes = page.screenshot()
     page.close()
     return shot
@@ -51,23 +54,21 @@ def main() -> None:
     from playwright.sync_api import sync_playwright
 
     import fathomlm
-    from fathomlm.decode.exiting import Exiting
+    from fathomlm.engine.engine import Engine
+    from fathomlm.serve.catalog import Catalog, Offer
+    from fathomlm.serve.service import serve_model
     from serve.serving import running
 
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--model", default="fathom-mor-23m")
-    parser.add_argument("--exit-layer", type=int, help="for a model without a router")
-    parser.add_argument("--threshold", type=float, default=0.9)
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--out", type=Path, default=ROOT / "docs")
     parser.add_argument("names", nargs="*", default=list(SHOTS))
     args = parser.parse_args()
     torch.set_num_threads(1)
-    model = fathomlm.load(args.model)
-    sizes: dict[str, Any] = {"batch_size": 4, "max_length": 256, "page_size": 16}
-    if args.exit_layer is not None:
-        sizes["exiting"] = Exiting(mode="parallel", exit_layers=(args.exit_layer,), threshold=args.threshold)
-    with running(model, name=Path(args.model).name, **sizes) as server, sync_playwright() as playwright:
+    sizes: dict[str, Any] = {"batch_size": 4, "max_length": 256, "page_size": 16, "max_logprobs": 20}
+    catalog = Catalog({CHAT: Offer(load=lambda: serve_model(Engine(fathomlm.load(CHAT), **sizes), name=CHAT))})
+    bundled = fathomlm.load("fathom-mor-23m")
+    with running(bundled, name="fathom-mor-23m", catalog=catalog, **sizes) as server, sync_playwright() as playwright:
         chromium = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
         for name in args.names:
             picture = Image.open(io.BytesIO(take(chromium, server.url, name, args.tokens)))

@@ -20,6 +20,7 @@ from fathomlm.engine.engine import Engine
 from fathomlm.errors import ModelNotFound
 from fathomlm.model.hub import FathomConfig, FathomForCausalLM
 from fathomlm.serve.catalog import Catalog, Offer
+from fathomlm.serve.options import ServeOptions
 from fathomlm.serve.service import serve_model
 from serve.serving import SMALL, Running, running
 
@@ -90,7 +91,7 @@ def exits(tiny_tokenizer: Any) -> Iterator[Running]:
 class Page:
     """A page, what its console said, and the requests that it sent."""
 
-    def __init__(self, browser: Any, server: Running, **options: Any) -> None:
+    def __init__(self, browser: Any, server: Running, key: str | None = None, **options: Any) -> None:
         self.page = browser.new_page(**options)
         self.problems: list[str] = []
         self.sent: list[dict[str, Any]] = []
@@ -98,6 +99,10 @@ class Page:
         self.page.on("pageerror", lambda error: self.problems.append(str(error)))
         self.page.on("request", self._note)
         self.page.goto(f"{server.url}/")
+        if key is not None:
+            self.page.wait_for_selector("#model:has-text('API key')")
+            self.page.fill("#key", key)
+            self.page.press("#key", "Tab")
         self.ready()
 
     def _note(self, request: Any) -> None:
@@ -105,6 +110,7 @@ class Page:
             self.sent.append(json.loads(request.post_data))
 
     def ready(self) -> None:
+        self.page.wait_for_selector("#model:has-text('layers')", timeout=600_000)
         self.page.wait_for_selector("#send:not([disabled])", timeout=600_000)
 
     def write(self, text: str, tokens: int = 8, **fields: str) -> None:
@@ -342,6 +348,15 @@ def test_dark_and_on_a_phone(browser: Any, several: Running) -> None:
     wide = here.page.evaluate("() => document.documentElement.scrollWidth")
     assert wide <= 390, "the page is wider than the phone"
     here.close()
+
+
+def test_a_server_with_a_key_asks_for_it(browser: Any, tiny_model: Any) -> None:
+    with running(tiny_model, ServeOptions(api_keys=("secret",))) as guarded:
+        here = Page(browser, guarded, key="secret")
+        here.write("the fox", 2)
+        assert here.page.locator(".token").count() == 2
+        here.problems = [one for one in here.problems if "401" not in one]
+        here.close()
 
 
 def test_text_is_never_markup(browser: Any, several: Running) -> None:

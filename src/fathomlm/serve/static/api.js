@@ -2,7 +2,7 @@
 
 export async function ask(path, key) {
   const reply = await fetch(path, { headers: headers(key) });
-  if (!reply.ok) throw new Error(await reason(reply));
+  if (!reply.ok) throw await failure(reply);
   return reply.json();
 }
 
@@ -11,7 +11,7 @@ export async function load(model, key) {
   const reply = await fetch("v1/fathom/load", {
     method: "POST", headers: { ...headers(key), "Content-Type": "application/json" }, body: JSON.stringify({ model }),
   });
-  if (!reply.ok) throw new Error(await reason(reply));
+  if (!reply.ok) throw await failure(reply);
   return reply.json();
 }
 
@@ -21,7 +21,7 @@ export async function write(request, key, signal, onToken) {
   const reply = await fetch(path, {
     method: "POST", signal, headers: { ...headers(key), "Content-Type": "application/json" }, body: JSON.stringify(request),
   });
-  if (!reply.ok) throw new Error(await reason(reply));
+  if (!reply.ok) throw await failure(reply);
   let finish = null;
   for await (const event of events(reply.body)) {
     if (event.error) throw new Error(event.error.message);
@@ -38,13 +38,9 @@ function headers(key) {
   return key ? { Authorization: `Bearer ${key}` } : {};
 }
 
-async function reason(reply) {
-  try {
-    const told = (await reply.json()).error;
-    return told?.message ?? `the server answered ${reply.status}`;
-  } catch {
-    return `the server answered ${reply.status}`;
-  }
+async function failure(reply) {
+  const told = await reply.json().catch(() => null);
+  return Object.assign(new Error(told?.error?.message ?? `the server answered ${reply.status}`), { status: reply.status });
 }
 
 // Server-sent events, one JSON object each, up to [DONE].

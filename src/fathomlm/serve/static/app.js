@@ -19,12 +19,13 @@ const kindOf = () => document.querySelector("input[name=kind]:checked").value;
 async function connect() {
   try {
     state.models = (await ask("v1/models", key())).data;
-    if (!state.models.length) throw new Error("the model is loading");
+    if (!state.models.length) throw new Error("the model is loading …");
     const names = state.models.map((model) => model.id);
     await choose(names.includes(kept.model) ? kept.model : names[0], names[0]);
   } catch (problem) {
-    $("model").textContent = `not connected: ${problem.message}`;
-    setTimeout(connect, 1000);
+    $("model").textContent = problem.message;
+    if (problem.status === 401) $("settings-panel").open = true; // the key is there, and a new one connects again
+    else setTimeout(connect, 1000);
   }
 }
 
