@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import io
+import json
 import shutil
 import sys
 from pathlib import Path
@@ -27,21 +28,22 @@ SHOTS: dict[str, dict[str, Any]] = {
 
 def take(browser: Any, url: str, name: str, tokens: int) -> bytes:
     page = browser.new_page(**SHOTS[name])
+    kept = {"fields": {"tokens": str(tokens), "seed": "0"}}
+    page.add_init_script(f"localStorage.setItem('fathomlm.settings', {json.dumps(json.dumps(kept))})")
     page.goto(f"{url}/")
     page.wait_for_selector("#send:not([disabled])")
     if name == "phone":
         page.click("#to-chat")
         page.wait_for_selector("input[value=chat]:checked", state="attached", timeout=600_000)
-    else:
-        page.fill("#tokens", str(tokens))
-        page.fill("#seed", "0")
     if name == "dark":
         page.select_option("#compare", "depth")
         page.fill("#other-depth", "1")
     page.fill("#prompt", QUESTION if name == "phone" else PROMPT)
     page.click("#send")
     page.wait_for_selector("#send:not([disabled])", timeout=600_000)
-    if name != "phone":
+    if name == "phone":
+        page.evaluate("() => scrollTo(0, 0)")
+    else:
         page.hover(".token >> nth=6")
     shot: bytes = page.screenshot()
     page.close()
