@@ -253,6 +253,7 @@ def test_a_conversation_has_turns_that_can_be_edited_and_tried_again(browser: An
     here.page.click(".retry >> nth=1")
     here.ready()
     assert here.sent[-1] == here.sent[-2]
+    assert here.page.locator("#other-model option").all_text_contents() == ["absent"]  # the routed one cannot chat
     here.page.click(".edit >> nth=0")
     here.page.fill(".editor textarea", "good day")
     here.page.click(".editor button[type=submit]")
@@ -314,6 +315,17 @@ def test_escape_stops_and_what_was_written_stays(browser: Any, several: Running)
     assert "stopped by you" in here.page.inner_text(".facts")
     assert 1 <= here.page.locator(".token").count() < 180
     assert here.page.is_disabled("#stop")
+    here.page.click("#send")
+    here.page.wait_for_selector(".turn >> nth=1 >> .token", state="attached")
+    here.page.click("#new")  # leaving a conversation stops its reply too
+    here.ready()
+    assert here.page.locator(".turn").count() == 0
+    here.page.click("#history .title")
+    assert ["stopped by you" in facts for facts in here.all(".facts")] == [True, True]
+    here.page.click(".retry >> nth=1")
+    here.page.click("#history .away")
+    here.ready()
+    assert here.page.locator("#history li").count() == 0
     here.close()
 
 

@@ -106,6 +106,7 @@ def _add_completions(app: FastAPI, service: Service, options: ServeOptions, metr
         body, entry = await read_body(request, kind), request.scope[ENTRY]
         try:
             served = await _in_time(request, service.find(body.model), options, deadline)
+            service.check_endpoint(served, request.url.path)
             requests = await _in_time(request, build(body, served, options), options, deadline)
         except ClientGone:
             return GONE

@@ -15,7 +15,7 @@ from fathomlm.engine.async_engine import AsyncEngine
 from fathomlm.engine.options import RestartPolicy
 from fathomlm.errors import OptionError, choices
 from fathomlm.serve.catalog import Catalog, in_daemon_thread
-from fathomlm.serve.errors import ApiError
+from fathomlm.serve.errors import ApiError, refused
 from fathomlm.serve.logs import log_event
 from fathomlm.serve.tokens import LeastTokens, TokenizerThreads, TokenStrings
 
@@ -189,6 +189,15 @@ class Service:
         if name not in self.catalog.offers:
             raise unknown_model(name, [own.name, *self.catalog.offers])
         return await self.catalog.get(name)
+
+    def check_endpoint(self, served: ServedModel, path: str) -> None:
+        """Refuse what the model cannot do, and name those that can, or may: of one that is not loaded nobody knows yet."""
+        if path in served.endpoints or served.model.tokenizer is None:
+            return
+        unknown = [name for name in self.catalog.offers if name not in self.catalog.loaded]
+        able = [*(each.name for each in self.loaded_models if path in each.endpoints), *unknown]
+        hint = f", or another model: {', '.join(able)}" if able else ""
+        raise refused(f"{served.name} has no chat template; use /v1/completions{hint}", "model", "invalid_value")
 
     @property
     def loaded_models(self) -> list[ServedModel]:

@@ -61,7 +61,8 @@ async function choose(name, before = state.model) {
 }
 
 function showModel() {
-  const names = state.models.map((model) => model.id);
+  const chats = (model) => model.endpoints?.includes("/v1/chat/completions") !== false; // unknown until it is loaded
+  const names = state.models.filter((model) => model.id === state.model || state.conversation.kind !== "chat" || chats(model)).map((model) => model.id);
   const size = (model) => (model.loaded ? "" : model.download ? ` (${Math.round(model.download / 1e6)} MB download)` : " (not loaded)");
   $("model-choice").replaceChildren(...state.models.map((model) => new Option(model.id + size(model), model.id)));
   $("model-choice").value = state.model;
@@ -72,7 +73,7 @@ function showModel() {
   chat.disabled = !shape.chat;
   const stuck = !shape.chat && state.conversation.kind === "chat";
   if (stuck && !state.conversation.turns.length) open(newConversation("prompt"));
-  const other = state.models.find((model) => model.id !== state.model && model.endpoints?.includes("/v1/chat/completions") !== false);
+  const other = state.models.find((model) => model.id !== state.model && chats(model));
   $("kind-note").textContent = shape.chat ? "" : `${state.model} has no chat template: it continues text.`;
   $("send").disabled = Boolean(state.running) || (stuck && state.conversation.kind === "chat");
   $("to-chat").hidden = shape.chat || !other;
@@ -114,6 +115,7 @@ function listConversations() {
     name.addEventListener("click", () => open(one));
     away.addEventListener("click", () => {
       remove(one.id);
+      if (one.id === state.conversation.id) state.conversation.removed = true; // a reply on its way does not bring it back
       if (one.id === state.conversation.id) open(newConversation(one.kind));
       else listConversations();
     });
@@ -124,8 +126,8 @@ function listConversations() {
   for (const id of ["export-markdown", "export-json"]) $(id).disabled = !state.conversation.turns.length;
 }
 
-function save() {
-  if (!saveConversation(state.conversation)) $("problem").textContent = "this browser's storage is full: the conversation is not kept";
+function save(conversation) {
+  if (!saveConversation(conversation)) $("problem").textContent = "this browser's storage is full: the conversation is not kept";
   kept.conversation = state.conversation.id;
   remember();
   listConversations();
@@ -163,7 +165,7 @@ async function run(index) {
   $("problem").textContent = "";
   const running = (state.running = new AbortController());
   setBusy(true);
-  save();
+  save(conversation);
   try {
     // One after the other: side by side in time, each would slow the other, and their rates would say nothing.
     for (const side of await sidesOf()) await fill(element, conversation, index, side, settings, running.signal);
@@ -179,7 +181,7 @@ async function run(index) {
       setBusy(false);
       settleTurn(element, turn);
       showModel();
-      save();
+      save(conversation);
       if (!matchMedia("(pointer: coarse)").matches) $("prompt").focus();
     }
   }
@@ -288,6 +290,7 @@ $("stop").addEventListener("click", () => state.running?.abort());
 $("new").addEventListener("click", () => open(newConversation(state.conversation.kind)));
 $("forget").addEventListener("click", () => {
   for (const one of conversations()) remove(one.id);
+  state.conversation.removed = true;
   open(newConversation(state.conversation.kind));
 });
 $("export-json").addEventListener("click", () => download(JSON.stringify(state.conversation, null, 2), "application/json", "json"));

@@ -25,6 +25,7 @@ export function newConversation(kind) {
 }
 
 export function saveConversation(conversation) {
+  if (conversation.removed) return true;
   conversation.changed = Date.now();
   for (const old of conversations().slice(MOST)) remove(old.id);
   // A full store makes room with the oldest. Alternatives to a token are much and not worth keeping, and shapes are kept by model.
