@@ -104,6 +104,24 @@ def tiny_model_dir(tiny_model: Any, tmp_path_factory: pytest.TempPathFactory) ->
 
 
 @pytest.fixture(scope="session")
+def kernels_home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A FATHOMLM_HOME whose kernels for the CPU are compiled, once for the whole run."""
+    from fathomlm.kernels.cpu_library import build_library
+
+    home = tmp_path_factory.mktemp("home")
+    if build_library(home / "kernels") is None:
+        pytest.skip("no C compiler")
+    return home
+
+
+@pytest.fixture(scope="session")
+def cpu_library(kernels_home: Path) -> Any:
+    from fathomlm.kernels.cpu_library import build_library
+
+    return build_library(kernels_home / "kernels")
+
+
+@pytest.fixture(scope="session")
 def packaged_models_dir(tiny_tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory of packaged models with `tiny-mor` in it. Shared by the whole run: read it, do not write to it."""
     from packaged.small import write_packaged

@@ -10,13 +10,15 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from fathomlm.checkpoints.int8 import dequantize, quantize, quantized_names
+from fathomlm.checkpoints.int8 import quantized_names
 from fathomlm.checkpoints.native import save
 from fathomlm.checkpoints.resolve import load
 from fathomlm.checkpoints.shards import INDEX
 from fathomlm.depth import Architecture
 from fathomlm.depth.relaxation import build_relaxation
 from fathomlm.errors import CheckpointError, OptionError
+from fathomlm.kernels.quantized import dequantize_int8 as dequantize
+from fathomlm.kernels.quantized import quantize_int8 as quantize
 from fathomlm.model.hub import FathomForCausalLM
 from model.route.small import LOOPS, SHAPE, model_of, routed, some_tokens
 

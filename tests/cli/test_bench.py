@@ -132,6 +132,19 @@ def test_forced_depths_are_the_trained_capacities_unless_others_are_named(bench:
 
 
 @pytest.mark.usefixtures("short")
+@pytest.mark.parametrize("words", [(), ("--dummy",), ("--recursions", "2", "--dummy")], ids=" ".join)
+def test_integer_weights(
+    bench: Callable[..., str], words: tuple[str, ...], kernels_home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FATHOMLM_HOME", str(kernels_home))
+    words = (*words, "--workload", "64-256", "--requests", "1", "--json")
+    wide, narrow = (json.loads(bench("latency", *words, *more)) for more in ((), ("--quantize", "int8")))
+    assert (wide["dtype"], narrow["dtype"]) == ("float32", "int8")
+    assert narrow["ours"]["floor"]["bytes_per_decode_step"] < wide["ours"]["floor"]["bytes_per_decode_step"] / 2
+    assert narrow["ours"]["timing"]["finished"] == 1
+
+
+@pytest.mark.usefixtures("short")
 @pytest.mark.parametrize("kind", ["throughput", "latency"])
 def test_keys_and_values_in_float8(bench: Callable[..., str], kind: str) -> None:
     words = ("--dummy", "--workload", "64-256", "--requests", "2", "--dtype", "bfloat16", "--peer", "vanilla")
@@ -323,6 +336,8 @@ BAD: list[tuple[tuple[str, ...], str]] = [
     (("throughput", "--relax", "prefix"), "the engine does not support a prefix relaxation"),
     (("latency", "--arrivals", "3"), "unknown option '--arrivals'"),
     (("latency", "--requests", "0"), "--requests must be >= 1"),
+    (("latency", "--quantize", "int8", "--peer", "transformers"), "--peer cannot be combined with --quantize"),
+    (("latency", "--quantize", "int8", "--dtype", "bfloat16"), "--quantize int8 requires --dtype float32, got 'bfloat16'"),
     (("kernels", "--batch-size", "0"), "--batch-size must be >= 1, got 0"),
     (
         ("kernels", "--context", "2000000000"),

@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from fathomlm.checkpoints.resolve import load
+from fathomlm.cli.generate import Generate
 from fathomlm.cli.main import main
 from fathomlm.decode.full import generate
 from fathomlm.decode.prompts import chat_prompt
@@ -172,3 +174,29 @@ def test_a_file_that_is_no_text_is_refused(mistake: Any, tmp_path: Path) -> None
 def test_a_missing_cuda_device_is_said(mistake: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     assert "finds no such device" in mistake("-p", "a", "--device", "cuda")
+
+
+def test_integer_weights(
+    run: Any, mistake: Any, tiny_model_dir: Path, kernels_home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FATHOMLM_HOME", str(kernels_home))
+    answer = run("-p", PROMPT, "--max-new-tokens", "12", "--quantize", "int4", "--json")
+    record = json.loads(answer.out)
+    assert record["dtype"] == "int4"
+    assert record["results"][0]["text"] == text_of(load(tiny_model_dir, quantize="int4"))
+    assert "did you mean 'int8'?" in mistake("-p", PROMPT, "--quantize", "int")
+    assert "--quantize int8 requires --dtype float32" in mistake("-p", PROMPT, "--quantize", "int8", "--dtype", "float16")
+
+
+def test_a_packaged_model_computes_in_int8_on_the_cpu(
+    packaged: str, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fathomlm.kernels.cpu_library.compiler", lambda: "cc")
+    prompt = {"prompt": ("a",)}
+    assert Generate(model=packaged, **prompt).quantized(packaged) == "int8"
+    assert Generate(model=packaged, quantize="int4", **prompt).quantized(packaged) == "int4"
+    for options in ({"quantize": "none"}, {"dtype": "bfloat16"}, {"device": "cuda"}):
+        assert Generate(model=packaged, **prompt, **options).quantized(packaged) is None
+    assert Generate(model=str(tiny_model_dir), **prompt).quantized(str(tiny_model_dir)) is None
+    monkeypatch.setattr("fathomlm.kernels.cpu_library.compiler", lambda: None)
+    assert Generate(model=packaged, **prompt).quantized(packaged) is None

@@ -48,19 +48,33 @@ class Buffer:
         self._prefix: tuple[Tensor, Tensor] | None = None
 
     def append(self, k_BGTD: Tensor, v_BGTD: Tensor) -> tuple[Tensor, Tensor]:
-        B, G, T, D = k_BGTD.shape
+        end = self._used + k_BGTD.shape[2]
+        k, v = self.room(k_BGTD)
+        k[:, :, self._used : end] = k_BGTD
+        v[:, :, self._used : end] = v_BGTD
+        self._used = end
+        return k[:, :, :end], v[:, :, :end]
+
+    def room(self, like_BGTD: Tensor) -> Entries:
+        """The buffers, all of them, with room for so many more entries."""
+        B, G, T, D = like_BGTD.shape
         end = self._used + T
         if self._k is None or self._v is None or end > self._k.shape[2]:
             room = max(end, self._reserve, 2 * self._used)
-            k, v = k_BGTD.new_empty(B, G, room, D), v_BGTD.new_empty(B, G, room, D)
+            k, v = (like_BGTD.new_empty(B, G, room, D) for _ in range(2))
             if self._k is not None and self._v is not None:
                 k[:, :, : self._used] = self._k[:, :, : self._used]
                 v[:, :, : self._used] = self._v[:, :, : self._used]
             self._k, self._v = k, v
-        self._k[:, :, self._used : end] = k_BGTD
-        self._v[:, :, self._used : end] = v_BGTD
-        self._used = end
-        return self._k[:, :, :end], self._v[:, :, :end]
+        return self._k, self._v
+
+    @property
+    def used(self) -> int:
+        return self._used
+
+    def note(self, entries: int) -> None:
+        """So many were written to `room`."""
+        self._used += entries
 
     def prefix(self, make: Callable[[], tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
         if self._prefix is None:

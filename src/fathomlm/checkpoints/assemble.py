@@ -13,7 +13,7 @@ from fathomlm.checkpoints.source import BaseCheckpoint, TokenIds, end_ids
 from fathomlm.depth import Architecture, DepthPlan, Relaxation
 from fathomlm.errors import CheckpointError
 from fathomlm.model.decoder import reset_module
-from fathomlm.model.hub import FathomConfig, FathomForCausalLM, empty_model
+from fathomlm.model.hub import FathomConfig, FathomForCausalLM, check_plain, empty_model
 from fathomlm.model.seq2seq import FathomForSeq2SeqLM, FathomModel, FathomSeq2SeqConfig
 
 Model = TypeVar("Model", FathomForCausalLM, FathomForSeq2SeqLM)
@@ -87,6 +87,7 @@ class ModelBase:
     """A loaded plain model seen as a base checkpoint, so that one converter serves files and models alike."""
 
     def __init__(self, model: FathomModel) -> None:
+        check_plain(model, "converted")
         self._model = model
         self._tensors = dict(model.decoder.named_parameters())
 

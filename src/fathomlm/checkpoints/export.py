@@ -27,7 +27,7 @@ from fathomlm.checkpoints.writing import check_room, whole_directory
 from fathomlm.depth import Architecture, DepthPlan, Step
 from fathomlm.errors import OptionError, choices
 from fathomlm.jsonfile import Fields
-from fathomlm.model.hub import FathomForCausalLM
+from fathomlm.model.hub import FathomForCausalLM, check_plain
 from fathomlm.model.seq2seq import FathomForSeq2SeqLM, FathomModel
 
 
@@ -99,6 +99,7 @@ def differing_traits(architecture: Architecture, family: str) -> list[str]:
 
 def check_exports(model: FathomModel) -> None:
     """Refuse what no other format than ours has a place for."""
+    check_plain(model, "exported")
     if model.relaxation is not None and not model.relaxation.method.exports:
         raise OptionError(f"other formats cannot hold a {model.relaxation.kind} relaxation")
     if model.plan.routing is not None or model.plan.kv != "cache":

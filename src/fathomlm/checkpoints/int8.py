@@ -2,7 +2,8 @@
 
 A matrix `<name>.weight` of linears and embeddings is stored as int8, with `<name>.weight.scale` (float32, one number a row)
 beside it: row i is scale[i] times its integers, which run from -127 to 127. Norms, biases, routers and what exits and
-relaxations add are small or decide much, and stay as they are. Reading multiplies out; nothing computes in int8.
+relaxations add are small or decide much, and stay as they are. Reading multiplies out; `model.quantize` computes
+in int8, and rounds such weights to the same integers again.
 
 Shapes: O output channels (rows), I inputs.
 """
@@ -16,26 +17,12 @@ from torch import Tensor, nn
 
 from fathomlm.checkpoints.shards import Shards
 from fathomlm.errors import CheckpointError, OptionError
+from fathomlm.kernels.quantized import dequantize_int8, quantize_int8
 from fathomlm.model.seq2seq import FathomForSeq2SeqLM, FathomModel
 
 INT8 = "int8"
 """What config.json calls it, as `weight_format`."""
 SCALE = ".scale"
-LEVELS = 127
-
-
-def quantize(weight_OI: Tensor) -> tuple[Tensor, Tensor]:
-    """Integers and scales. No weight moves by more than half its row's scale."""
-    wide_OI = weight_OI.detach().float()
-    largest_O = wide_OI.abs().amax(dim=1)
-    # A row of zeros has no size of its own; any scale gives it back.
-    scale_O = torch.where(largest_O > 0, largest_O / LEVELS, torch.ones_like(largest_O))
-    whole_OI = (wide_OI / scale_O[:, None]).round().clamp(-LEVELS, LEVELS)
-    return whole_OI.to(torch.int8), scale_O
-
-
-def dequantize(whole_OI: Tensor, scale_O: Tensor) -> Tensor:
-    return whole_OI.float() * scale_O.float()[:, None]
 
 
 def quantized_names(model: FathomModel) -> set[str]:
@@ -54,13 +41,13 @@ def quantized_tensors(model: FathomModel) -> Iterator[tuple[str, Tensor]]:
             continue
         if not bool(parameter.isfinite().all()):
             raise CheckpointError(f"'{name}' holds numbers that are not finite; int8 has no place for them")
-        whole, scale = quantize(parameter)
+        whole, scale = quantize_int8(parameter)
         yield name, whole
         yield name + SCALE, scale
 
 
 def check_int8(model: FathomModel) -> None:
-    """Refuse what this format does not hold."""
+    """Refuse what this format does not hold, and what cannot be computed with such weights."""
     if isinstance(model, FathomForSeq2SeqLM):
         raise OptionError("int8 is for decoder-only models; this is an encoder-decoder, whose encoder is transformers' own")
 
@@ -78,4 +65,4 @@ def read_weight(shards: Shards, name: str) -> Tensor:
         )
     if not scale.is_floating_point() or not bool((scale.isfinite() & (scale > 0)).all()):
         raise CheckpointError(f"{where} must hold finite numbers above 0")
-    return dequantize(weight, scale)
+    return dequantize_int8(weight, scale)

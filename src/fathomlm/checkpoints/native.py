@@ -21,7 +21,7 @@ from fathomlm.depth.bounds import BOUNDS
 from fathomlm.errors import CheckpointError, FathomError, OptionError, choices
 from fathomlm.jsonfile import Fields
 from fathomlm.model.encoder import build_encoder
-from fathomlm.model.hub import FathomConfig, empty_model
+from fathomlm.model.hub import FathomConfig, check_plain, empty_model
 from fathomlm.model.seq2seq import FathomModel, FathomSeq2SeqConfig, empty_seq2seq
 
 PREFIX = "decoder."
@@ -118,6 +118,7 @@ def save(
         raise OptionError(choices("quantize", str(quantize), [INT8]))
     if shard_bytes < 1:
         raise OptionError(f"shard size must be >= 1 byte, got {shard_bytes}")
+    check_plain(model, "saved")
     if quantize is not None:
         check_int8(model)
     check_room(out, weight_bytes(model))

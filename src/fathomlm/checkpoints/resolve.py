@@ -3,13 +3,15 @@ hub id."""
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
 from fathomlm.checkpoints.assemble import load_base
 from fathomlm.checkpoints.exit_pack import ExitPack, attach, read_pack
+from fathomlm.checkpoints.fetch import cache_home
 from fathomlm.checkpoints.gguf import GGUFCheckpoint
 from fathomlm.checkpoints.huggingface import (
     HuggingFaceCheckpoint,
@@ -25,8 +27,11 @@ from fathomlm.checkpoints.native import is_native, load_native, native_config
 from fathomlm.checkpoints.source import BaseCheckpoint
 from fathomlm.depth import Architecture, DepthPlan, ExitParts, Relaxation
 from fathomlm.errors import OptionError, choices
+from fathomlm.kernels.cpu_library import COMPILERS, build_library
+from fathomlm.kernels.quantized import KINDS, Kind
 from fathomlm.model.encoder import encoder_beside, encoder_record
 from fathomlm.model.hub import FathomForCausalLM
+from fathomlm.model.quantize import quantize_layers
 from fathomlm.model.seq2seq import FathomForSeq2SeqLM, FathomModel, FathomSeq2SeqConfig
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -39,17 +44,48 @@ def load(
     *,
     exits: str | Path | None = None,
     any_base: bool = False,
+    quantize: str | None = None,
 ) -> FathomModel:
     """A model from any source, ready to run, with its tokenizer as `model.tokenizer`.
 
     `dtype` defaults to what the weights are stored in (float32 for int8 and for quantised GGUF files). A T5, mT5
     or LongT5 comes as a `FathomForSeq2SeqLM`, everything else as a `FathomForCausalLM`. `exits` is an exit pack to put on
     it (`fathomlm export --format exits`), refused where it was trained over another model, unless `any_base`.
+    `quantize`, "int8" or "int4", computes with integer weights on the CPU; such a model decodes and cannot be saved.
     """
     place, kind = parse_device(device), parse_dtype(dtype)
+    if quantize is not None:
+        kind = check_quantize(quantize, kind, place)
     pack = None if exits is None else read_pack(exits)
     model = _load(source, kind, place, pack)
-    return model if pack is None else attach(model, pack, any_base=any_base)
+    model = model if pack is None else attach(model, pack, any_base=any_base)
+    if quantize is not None:
+        quantize_model(model, quantize)
+    return model
+
+
+def check_quantize(quantize: str, dtype: torch.dtype | None, device: torch.device) -> torch.dtype:
+    """Refuse what cannot be quantized before anything is read; the dtype to load in."""
+    if quantize not in KINDS:
+        raise OptionError(choices("quantize", quantize, KINDS))
+    if device.type != "cpu":
+        raise OptionError(f"quantize {quantize} computes on the CPU; it cannot be combined with device '{device}'")
+    if dtype not in (None, torch.float32):
+        name = str(dtype).removeprefix("torch.")
+        raise OptionError(f"quantize {quantize} computes in float32; it cannot be combined with dtype '{name}'")
+    return torch.float32
+
+
+def quantize_model(model: FathomModel, kind: str) -> None:
+    """Replace a loaded model's matrices by integers, in place. Where nothing compiles the kernels it stays as it is, and
+    says so."""
+    decoder = decoder_only(model, f"quantize {kind}").decoder
+    library = build_library(cache_home() / "kernels")
+    if library is None:
+        told = f"quantize {kind} requires a C compiler ({', '.join(COMPILERS)}); computing in float32"
+        logging.getLogger("fathomlm").warning(told)
+        return
+    quantize_layers(decoder, cast(Kind, kind), library)
 
 
 def _load(source: str | Path, dtype: torch.dtype | None, device: torch.device, pack: ExitPack | None) -> FathomModel:
@@ -157,7 +193,7 @@ def parse_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
 
 def dtype_name(model: FathomModel) -> str:
     """The number format of a model's weights, as users write it."""
-    return str(model.decoder.embed.weight.dtype).removeprefix("torch.")
+    return model.decoder.quantized or str(model.decoder.embed.weight.dtype).removeprefix("torch.")
 
 
 def parse_device(device: torch.device | str) -> torch.device:

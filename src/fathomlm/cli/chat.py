@@ -16,7 +16,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from fathomlm.cli.decode_options import CapturedOptions, DecodeOptions, DepthOptions
-from fathomlm.cli.model_options import ModelOptions
+from fathomlm.cli.model_options import ModelOptions, QuantizeOptions
 from fathomlm.decode.sampling import Sampling
 from fathomlm.errors import FathomError, OptionError, OutputError, choices
 from fathomlm.options import option, section
@@ -40,7 +40,7 @@ class ReplyStopped(Exception):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Chat(ModelOptions, CapturedOptions):
+class Chat(QuantizeOptions, ModelOptions, CapturedOptions):
     """Chat with a model that has a chat template. Each line is a message; /help lists the commands. Ctrl-C stops a reply,
     Ctrl-D ends the conversation. From a pipe, each line is a turn and only the replies are printed."""
 

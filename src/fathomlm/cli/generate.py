@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fathomlm.cli.decode_options import CapturedOptions, DecodeOptions, DepthOptions, exit_record, exit_statistic
-from fathomlm.cli.model_options import JsonOptions, ModelOptions, read_text
+from fathomlm.cli.model_options import JsonOptions, ModelOptions, QuantizeOptions, read_text
 from fathomlm.cli.progress import progress_bar
 from fathomlm.decode.sampling import Sampling
 from fathomlm.errors import OptionError
@@ -25,7 +25,7 @@ ENDED = {"eos": "ended by itself", "stop": "ended at a stop string", "length": "
 
 
 @dataclass(frozen=True, kw_only=True)
-class Generate(ModelOptions, CapturedOptions, JsonOptions):
+class Generate(QuantizeOptions, ModelOptions, CapturedOptions, JsonOptions):
     """Complete one prompt, or several as one batch. The text goes to standard output, statistics to standard error. With
     --chat a prompt is a message in the model's chat template."""
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fathomlm.cli.first import check_device, check_memory, check_threads
-from fathomlm.cli.model_options import ExitPackOptions, ModelOptions, memory_errors, threshold_file
+from fathomlm.cli.model_options import ExitPackOptions, ModelOptions, QuantizeOptions, memory_errors, threshold_file
 from fathomlm.cli.serve_models import SeveralOptions, at_hand, catalog_of, model_name
 from fathomlm.cli.serve_ray import RayOptions, read_replicas, run_on_ray
 from fathomlm.decode.exiting import Exiting
@@ -44,7 +44,7 @@ class ServedDepthOptions(ExitPackOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Serve(ModelOptions):
+class Serve(QuantizeOptions, ModelOptions):
     """Serve MODEL with an OpenAI-compatible API: /v1/completions and /v1/chat/completions, with /health, /ready, /metrics
     and /v1/fathom/status beside them, and a page at /. Logs go to standard output, one JSON object per line."""
 
@@ -67,6 +67,7 @@ class Serve(ModelOptions):
 
     def __post_init__(self) -> None:
         """Without MODEL the first `--model` is it, and without that the default, beside all that is at hand."""
+        super().__post_init__()
         named = (*((self.model,) if self.model else ()), *(self.several.models or ()))
         alone = self.ray.ray or self.several.max_loaded == 1
         first, *others = named or dict.fromkeys((default_model(), *(() if alone else at_hand())))

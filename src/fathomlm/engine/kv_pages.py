@@ -34,6 +34,13 @@ class AttentionMetadata:
     """How many planes the page numbers lead through, from a step's own on: more than one where rows look at the entries of
     different recursions (`attention_for`'s `offset_N`)."""
 
+    def rows(self, at_K: Tensor) -> AttentionMetadata:
+        """Of some rows."""
+        return AttentionMetadata(
+            self.slot_mapping_N[at_K], self.table_NP[at_K], self.lengths_N[at_K],
+            angles=None if self.angles is None else (self.angles[0][at_K], self.angles[1][at_K]), planes=self.planes,
+        )  # fmt: skip
+
 
 def attention_for(
     tables_STP: Tensor,

@@ -1,8 +1,9 @@
 """The model's layers over rows: one token each, of different sequences and recursions.
 
-Two ways to run a layer that agree but for rounding. `fused` multiplies with packed weights in a few kernels made for few
-rows, for plain pre-norm layers without relaxation. `blocks` runs the model's own modules, whatever their family, and asks
-only attention to look into pages.
+Three ways to run a layer that agree but for rounding. `fused` multiplies with packed weights in a few kernels made for few
+rows, for plain pre-norm layers without relaxation; `quantized` runs such layers in one call on a CPU, where their weights
+are integers. `blocks` runs the model's own modules, whatever their family, and asks only attention to look into pages.
+On a CPU rows that stand for nothing are left out of every pass.
 
 Shapes: N rows, M hidden width, D head width, H query heads, P positions.
 """
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 from fathomlm.depth import Step
 from fathomlm.engine.kv_pages import AttentionMetadata, KVPages
 from fathomlm.engine.layout import Layout
+from fathomlm.kernels.cpu_layers import CpuLayers, StepEntries, describe
 from fathomlm.kernels.grouped_lora import add_grouped_lora
 from fathomlm.kernels.paged_attention import choose_splits, paged_attention, workspace_size
 from fathomlm.kernels.paged_write import write_entries
@@ -63,6 +65,8 @@ class PagedLayers:
         self.packed = decoder.pack_layers() if wanted else {}
         plain = len(self.packed) == len(decoder.layers) and not decoder.encodings
         self.fused = wanted and plain
+        self._quantized = decoder.cpu_layers if fuse is not False and pages.dtype == torch.float32 else None
+        self._described: dict[tuple[int, ...], Tensor] = {}
         positions_1P = torch.arange(max_length, device=self.device)[None]
         self._tables = {
             local: tuple(table[0, 0] for table in rope_table(rope, self.architecture.rotary_dim, positions_1P, self.dtype))
@@ -77,7 +81,12 @@ class PagedLayers:
         return self.decoder.enter(tokens_N)
 
     def scores(self, x_NM: Tensor, exit_index: int | None = None) -> Tensor:
-        """Over the vocabulary, after the last step or at an exit, in float32 at least."""
+        """Over the vocabulary, after the last step or at an exit, in float32 at least. A row that stands for nothing, and so
+        came out of `run` as zeros, has none on a CPU: they are 0."""
+        if self.device.type == "cpu" and not bool((live_N := x_NM.any(1)).all()):
+            scores_NV = x_NM.new_zeros(len(x_NM), self.architecture.vocab, dtype=torch.float32)
+            at_K = live_N.nonzero()[:, 0]
+            return scores_NV.index_copy_(0, at_K, self.scores(x_NM[at_K], exit_index)) if len(at_K) else scores_NV
         if exit_index is not None:
             return self.decoder.exit_logits(x_NM, exit_index).float()
         hidden_NM = self._norm(x_NM)
@@ -98,6 +107,10 @@ class PagedLayers:
         """The stream after some steps. Rows at later uses of the same layers say in `recursion_N` how many recursions
         on; None where every row runs just these steps. `spend`: nobody needs `x_NM` afterwards."""
         self._check(steps, attention)
+        if self.device.type == "cpu" and not bool((live_N := attention.lengths_N > 0).all()):
+            return self._live(x_NM, live_N.nonzero()[:, 0], steps, attention, positions_N, recursion_N)
+        if self._quantized is not None and self._quantized.takes(x_NM):
+            return self._integers(self._quantized, x_NM.clone(), steps, attention, positions_N, recursion_N)
         if self.fused:
             return self._fused(x_NM if spend else x_NM.clone(), steps, attention, positions_N, recursion_N)
         for step in steps:
@@ -120,6 +133,19 @@ class PagedLayers:
         if self.device.type == "cpu":
             for pool in {self.layout.home(step)[0] for step in steps}:
                 self.pages.check(pool, attention)
+
+    def _live(
+        self, x_NM: Tensor, at_K: Tensor, steps: Sequence[Step], attention: AttentionMetadata, positions_N: Tensor,
+        recursion_N: Tensor | None,
+    ) -> Tensor:  # fmt: skip
+        """The same for the rows that see anything; the others come out as zeros."""
+        out_NM = torch.zeros_like(x_NM)
+        if not len(at_K):
+            return out_NM
+        recursion_K = None if recursion_N is None else recursion_N[at_K]
+        return out_NM.index_copy_(
+            0, at_K, self.run(x_NM[at_K], steps, attention.rows(at_K), positions_N[at_K], recursion_K, spend=True)
+        )
 
     # The model's own modules.
 
@@ -206,6 +232,38 @@ class PagedLayers:
             inner_NI = norm_gated(x_NM, packed.both_2IM, eps)
             add_linear(x_NM, inner_NI, packed.down_MI, out=x_NM, space=scratch.sums)
         return x_NM
+
+    # Integers, on a CPU.
+
+    def _integers(
+        self, layers: CpuLayers, x_NM: Tensor, steps: Sequence[Step], attention: AttentionMetadata, positions_N: Tensor,
+        recursion_N: Tensor | None,
+    ) -> Tensor:  # fmt: skip
+        cos_ND, sin_ND = self._angles(None, positions_N)
+        where = attention.slot_mapping_N, attention.table_NP.contiguous(), attention.lengths_N
+        starts = [number for number, step in enumerate(steps) if self._norms_between(step)]
+        for begin, end in zip((0, *starts), (*starts, len(steps)), strict=True):
+            if begin == end:
+                continue
+            x_NM = self._entering(x_NM, steps[begin], recursion_N)
+            x_NM = layers.run(x_NM, self._steps_of(steps[begin:end], attention.planes), cos_ND, sin_ND, *where)
+        return x_NM
+
+    def _steps_of(self, steps: Sequence[Step], planes: int) -> Tensor:
+        """Pages stay where they are, so steps are described once."""
+        key = (planes, *(step.index for step in steps))
+        if key not in self._described:
+            a, plan = self.architecture, self.decoder.plan
+            self._described[key] = describe(
+                [
+                    StepEntries.over(
+                        step.layer, *self.pages.at(*self.layout.home(step), planes), (0, 1, 2), a.window(step.origin),
+                        plan.reads_kv(step), a.rotates(step.origin),
+                    )
+                    for step in steps
+                ]
+            )  # fmt: skip
+        return self._described[key]
 
     def angle_tables(self) -> tuple[Tensor, ...]:
         """Cosines and sines of every position, (P, D) each."""

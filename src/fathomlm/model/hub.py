@@ -109,9 +109,16 @@ class Shell(PreTrainedModel):  # type: ignore[misc]
         return found
 
     def save_pretrained(self, save_directory: str | Path, **kwargs: Any) -> None:
+        check_plain(self, "saved")
         super().save_pretrained(save_directory, **kwargs)
         if self.tokenizer is not None and kwargs.get("is_main_process", True):
             self.tokenizer.save_pretrained(save_directory)
+
+
+def check_plain(model: Shell, done: str) -> None:
+    """Refuse integer weights where weights are asked for."""
+    if model.decoder.quantized is not None:
+        raise OptionError(f"a model loaded with quantize='{model.decoder.quantized}' cannot be {done}; load it without")
 
 
 class FathomForCausalLM(Shell, GenerationMixin):  # type: ignore[misc]

@@ -16,10 +16,12 @@ from torch import Tensor, nn
 from fathomlm.cache import Entries, NoCache, StepKV
 from fathomlm.depth import Architecture, DepthPlan, LinearSpec, Relaxation, Step
 from fathomlm.errors import OptionError, UnsupportedModel
+from fathomlm.kernels.cpu_layers import CpuLayers
 from fathomlm.kernels.norm import RMSNorm
 from fathomlm.model.attention_mask import AttentionMasks, RelativeBias, TokenBatch
 from fathomlm.model.blocks import Block, Packed, StepContext, build_block
 from fathomlm.model.blocks.parts import build_norm
+from fathomlm.model.cached_rows import run_cached_rows
 from fathomlm.model.encoder_memory import EncoderMemory
 from fathomlm.model.exits import ExitAdapter, ExitClassifier, ExitVocab
 from fathomlm.model.relax import LoraDelta, StepDelta, build_deltas, build_encodings
@@ -87,6 +89,11 @@ class LayerStack(nn.Module):
         """From what the head reads at any exit to one logit: of exiting there, where the token has not before."""
         self.exit_vocab: ExitVocab | None = None
         """The tokens that early exits choose among; None is all of them."""
+        self.quantized: str | None = None
+        """What the layers' weights are, where they are integers (`model.quantize`)."""
+        self.tied_head: nn.Linear | None = None
+        """The head in integers, where the embedding is the head otherwise."""
+        self.cpu_layers: CpuLayers | None = None
 
     def compile_layers(self, backend: str = "inductor") -> None:
         """Compile each layer for the shapes it is given: a run has few, one for each capacity of a router or size of a pass,
@@ -140,7 +147,12 @@ class LayerStack(nn.Module):
     def logits(self, hidden_BTM: Tensor) -> Tensor:
         """Scores over the vocabulary; the head is the embedding where the two are tied."""
         scale = self.architecture.head_scale
-        return F.linear(hidden_BTM if scale == 1.0 else hidden_BTM * scale, self._head_matrix)
+        hidden_BTM = hidden_BTM if scale == 1.0 else hidden_BTM * scale
+        head = self.tied_head if self.head is None else self.head
+        if head is None:
+            return F.linear(hidden_BTM, self.embed.weight)
+        logits_BTV: Tensor = head(hidden_BTM)
+        return logits_BTV
 
     @property
     def head_weight(self) -> Tensor:
@@ -207,7 +219,7 @@ class LayerStack(nn.Module):
         """Store what steps would make of the same residual stream as keys and values; nothing else of them runs."""
         entered = False
         for step in steps:
-            if not entered and self._norms_between(step):
+            if not entered and self.norms_between(step):
                 x_BTM, entered = self.norm(x_BTM), True
             layer = self._layer(step)
             assert isinstance(layer, Block)
@@ -258,15 +270,19 @@ class LayerStack(nn.Module):
         keep_inner: bool = True,
     ) -> Tensor:
         """Run some steps of the plan, in order."""
+        if self.cpu_layers is not None and x.shape[1] == 1 and self.cpu_layers.takes(x):
+            done = run_cached_rows(self, self.cpu_layers, x, steps, masks, kv)
+            if done is not None:
+                return done
         for step in steps:
-            if self._norms_between(step):
+            if self.norms_between(step):
                 x = self.norm(x)
             x = self._layer(step)(x, self._context(step, masks, kv, packed, keep_inner))
             if self.encodings and self.plan.is_last_of_recursion(step):
                 x = (x * self.encodings[step.recursion]).to(x.dtype)
         return x
 
-    def _norms_between(self, step: Step) -> bool:
+    def norms_between(self, step: Step) -> bool:
         """Whether the stream goes through the final norm in front of a step, between two recursions."""
         return self.plan.loop_norm and step.recursion > 0 and self.plan.begins_recursion(step)
 

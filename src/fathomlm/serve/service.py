@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
+from fathomlm.checkpoints.resolve import dtype_name
 from fathomlm.decode.prompts import Prompt, chat_prompt, encode_prompt, end_tokens
 from fathomlm.depth.colours import depth_colours, ink
 from fathomlm.engine.async_engine import AsyncEngine
@@ -110,7 +111,7 @@ def serve_model(
             "router": None if plan.routing is None else plan.routing.kind, "exits": [index + 1 for index in plan.exits],
         },
         "colours": [[colour, ink(colour)] for colour in depth_colours(deepest)],
-        "device": str(engine.runner.device), "dtype": str(model.decoder.embed.weight.dtype).removeprefix("torch."),
+        "device": str(engine.runner.device), "dtype": dtype_name(model),
         "batch_size": options.batch_size, "max_sequences": sizes.max_sequences, "max_length": sizes.max_length,
         "max_queue": options.max_queue,
         "page_size": options.page_size, "kv_dtype": options.kv_dtype, "max_depth": max_depth,

@@ -123,7 +123,7 @@ class TokenChooser:
     """From scores to tokens in their slots."""
 
     def __init__(self, parts: ProgramContext) -> None:
-        self.state, self.sampler, self.ends_E = parts.state, parts.sampler, parts.ends_E
+        self.state, self.sampler, self.ends_E, self._skips = parts.state, parts.sampler, parts.ends_E, parts.skips
         self._sample = parts.small(sample)
         self._take = parts.small(take)
 
@@ -141,7 +141,7 @@ class TokenChooser:
         """Where `chosen_N`, a row's scores choose its slot's next token. `flags_N` are flags to tell beside those of the
         choice."""
         s = self.state
-        sampled = self._best(scores_NV) if variant == GREEDY else self._drawn(scores_NV, rows_N, variant)
+        sampled = self._sampled(scores_NV, rows_N, chosen_N, variant)
         if variant.penalise:
             note(sampled.tokens_N, torch.where(chosen_N, rows_N, s.spare), self.sampler)
         self._take(
@@ -151,6 +151,20 @@ class TokenChooser:
         if variant.alternatives:
             output.top_tokens_NK.copy_(sampled.top_tokens_NK)
             output.top_logprobs_NK.copy_(sampled.top_logprobs_NK)
+
+    def _sampled(self, scores_NV: Tensor, rows_N: Tensor, chosen_N: Tensor, variant: SamplingVariant) -> Sampled:
+        """Where the device may be asked, rows that choose nothing are left out: their token is 0."""
+        if self._skips and not bool(chosen_N.all()):
+            at_K = chosen_N.nonzero()[:, 0]
+            found = self._of(scores_NV[at_K], rows_N[at_K], variant)
+            parts = ((name, getattr(found, name)) for name in found.__slots__)
+            return Sampled(
+                **{name: part.new_zeros(len(rows_N), *part.shape[1:]).index_copy_(0, at_K, part) for name, part in parts}
+            )
+        return self._of(scores_NV, rows_N, variant)
+
+    def _of(self, scores_NV: Tensor, rows_N: Tensor, variant: SamplingVariant) -> Sampled:
+        return self._best(scores_NV) if variant == GREEDY else self._drawn(scores_NV, rows_N, variant)
 
     def _best(self, scores_NV: Tensor) -> Sampled:
         tokens_N, logprobs_N, bad_N = best_token(scores_NV)

@@ -19,6 +19,7 @@ from fathomlm.engine.programs.routed import RoutedProgram
 from fathomlm.engine.runner import Runner
 from fathomlm.model.blocks import Block
 from fathomlm.model.decoder import Decoder
+from fathomlm.model.quantize import QuantizedLinear
 
 PROBE_BYTES = {"cuda": 2**31, "cpu": 2**28}
 PROBES = 6
@@ -75,8 +76,11 @@ def steps_bytes(decoder: Decoder, steps: Iterable[Step], mixed: bool = False) ->
 
 
 def size_of(module: nn.Module | None) -> int:
-    """Bytes of a module's parameters."""
-    return 0 if module is None else sum(p.numel() * p.element_size() for p in module.parameters())
+    """Bytes of a module's parameters, and of weights that are integers."""
+    if module is None:
+        return 0
+    integers = sum(linear.quantized.bytes for linear in module.modules() if isinstance(linear, QuantizedLinear))
+    return integers + sum(p.numel() * p.element_size() for p in module.parameters())
 
 
 def _exit_pass(decoder: Decoder, program: ExitProgram, kind: str, head: int) -> int:
@@ -98,7 +102,8 @@ def _exit_parts(decoder: Decoder) -> Sequence[nn.ModuleDict]:
 
 def _head(decoder: Decoder) -> int:
     """The final norm and the head, which may be the embedding."""
-    head = decoder.embed if decoder.head is None else decoder.head
+    tied = decoder.embed if decoder.tied_head is None else decoder.tied_head
+    head = tied if decoder.head is None else decoder.head
     return size_of(decoder.norm) + size_of(head)
 
 

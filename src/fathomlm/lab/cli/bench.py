@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, ClassVar
 
 from fathomlm.cli.first import check_memory, check_model, check_shape
-from fathomlm.cli.model_options import SOURCE, JsonOptions, ModelOptions, memory_errors
+from fathomlm.cli.model_options import SOURCE, JsonOptions, ModelOptions, QuantizeOptions, memory_errors
 from fathomlm.cli.progress import progress_bar
 from fathomlm.engine.options import EngineOptions
 from fathomlm.errors import OptionError
@@ -26,7 +26,7 @@ PEERS = ("vanilla", "transformers")
 
 
 @dataclass(frozen=True, kw_only=True)
-class EngineBenchOptions(PlannedModelOptions, JsonOptions):
+class EngineBenchOptions(QuantizeOptions, PlannedModelOptions, JsonOptions):
     """What benchmarks of the engine share."""
 
     kind: ClassVar[str]
@@ -40,10 +40,18 @@ class EngineBenchOptions(PlannedModelOptions, JsonOptions):
     )  # fmt: skip
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.workload.data and self.dummy:
             raise OptionError("--data cannot be combined with --dummy: it requires the model's tokenizer")
         if len(set(self.peer)) < len(self.peer):
             raise OptionError("duplicate --peer")
+        if self.peer and self.quantize in ("int8", "int4"):
+            raise OptionError("--peer cannot be combined with --quantize: peers compute with plain weights")
+
+    def quantized(self, model: str) -> str | None:
+        """By default not where the weights are not the model's own, or peers are to have the same."""
+        given = self.quantize is not None or not (self.peer or self.dummy or self.replanned)
+        return super().quantized(model) if given else None
 
     @property
     def arrival_rate(self) -> float | None:

@@ -155,10 +155,12 @@ class Bench:
 
 def _read_model(options: EngineBenchOptions) -> tuple[FathomForCausalLM, Workload]:
     """The model, and a workload that fits it."""
+    from fathomlm.checkpoints.resolve import quantize_model
     from fathomlm.decode.prompts import encode_prompts
     from fathomlm.lab.bench.models import random_model, with_context
 
     device = engine_device(options.device)
+    quantize = options.quantized(options.model)
     options.use_threads()
     wanted = options.workload
     documents = read_documents(wanted.data, wanted.column) if wanted.data else None  # first, so that a slip costs no waiting
@@ -167,7 +169,10 @@ def _read_model(options: EngineBenchOptions) -> tuple[FathomForCausalLM, Workloa
     if options.dummy:
         architecture = with_context(architecture, workload.longest)
         dtype = options.dummy_dtype(device)
-        return random_model(architecture, plan, relaxation, dtype=dtype, device=device, seed=options.seed), workload
+        model = random_model(architecture, plan, relaxation, dtype=dtype, device=device, seed=options.seed)
+        if quantize is not None:
+            quantize_model(model, quantize)
+        return model, workload
     if workload.longest > architecture.context:
         raise OptionError(
             f"the longest sequence of the workload has {workload.longest:,} tokens, more than the model's context of "

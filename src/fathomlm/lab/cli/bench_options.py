@@ -68,12 +68,15 @@ class PlannedModelOptions(DeviceOptions, SeedOptions):
 
     def load_planned(self, model: str) -> FathomForCausalLM:
         from fathomlm.checkpoints.convert import convert
-        from fathomlm.checkpoints.resolve import decoder_only
+        from fathomlm.checkpoints.resolve import decoder_only, quantize_model
 
         if not self.replanned:
             return decoder_only(self.load_source(model), "the engine")
         fields = asdict(self.plan) | asdict(self.relaxation) | {"router": self.routing.routing, "kv": self.routing.kv}
-        return decoder_only(convert(model, dtype=self.dtype, device=self.device, seed=self.seed, **fields), "the engine")
+        found = convert(model, dtype=self.dtype, device=self.device, seed=self.seed, **fields)
+        if (kind := self.quantized(model)) is not None:
+            quantize_model(found, kind)
+        return decoder_only(found, "the engine")
 
     def dummy_dtype(self, device: torch.device) -> torch.dtype:
         """Of random weights: what was asked for, or what a GPU is made for."""

@@ -1,0 +1,200 @@
+"""Models with integer weights against the same models with those weights multiplied out: in `generate`, step by step through
+modules, and in the engine."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from decode.exit_models import build, exiting, mixing_threshold
+from engine.test_engine import NEW, SMALL
+from engine.test_engine import many as all_prompts
+from fathomlm.cache import DenseCache
+from fathomlm.checkpoints import resolve
+from fathomlm.checkpoints.assemble import replan
+from fathomlm.checkpoints.export import export
+from fathomlm.checkpoints.native import save
+from fathomlm.checkpoints.resolve import dtype_name, load
+from fathomlm.decode.full import Session, generate
+from fathomlm.engine.engine import Engine
+from fathomlm.errors import OptionError
+from fathomlm.kernels.cpu_library import CpuLibrary
+from fathomlm.kernels.quantized import KINDS, Kind
+from fathomlm.lab.bench.floor import decode_step_bytes
+from fathomlm.model.hub import FathomForCausalLM
+from fathomlm.model.quantize import QuantizedLinear, quantize_layers
+from model.route.small import WINDOWS, model_of, routed
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+ROUTED = {
+    "routed": lambda: model_of(routed()),
+    "routed, shared": lambda: model_of(routed("token", "share")),
+    "routed, windows": lambda: model_of(routed(), architecture=WINDOWS),
+}
+WHOLE = {"vanilla", "loop-shared-kv", "plain-shared-kv", *ROUTED}
+"""Models whose layers are run whole by the compiled kernels."""
+CASES = ["vanilla", "lora", "gemma3", "neox", "encoding", "loop-shared-kv", "plain-shared-kv", *ROUTED]
+PROMPTS = 3
+
+
+def many(model: FathomForCausalLM) -> list[list[int]]:
+    return all_prompts(model)[:PROMPTS]
+
+
+def plain(name: str) -> FathomForCausalLM:
+    return ROUTED[name]() if name in ROUTED else build(name)
+
+
+def quantized(name: str, kind: Kind, library: CpuLibrary) -> FathomForCausalLM:
+    model = copy.deepcopy(plain(name))
+    quantize_layers(model.decoder, kind, library)
+    return model
+
+
+def twin(model: FathomForCausalLM, name: str) -> FathomForCausalLM:
+    """The plain model with what the integers stand for."""
+    slow = copy.deepcopy(plain(name))
+    found = dict(model.decoder.named_modules())
+    with torch.no_grad():
+        for path, linear in slow.decoder.named_modules():
+            if isinstance(linear, nn.Linear) and isinstance(integers := found[path], QuantizedLinear):
+                linear.weight.copy_(integers.weight)
+    return slow
+
+
+def told(model: FathomForCausalLM, prompts: list[list[int]] | None = None, **options: Any) -> list[Any]:
+    rows = [generate(model, [prompt], max_new_tokens=NEW, **options)[0] for prompt in prompts or many(model)]
+    return [(row.tokens, row.depths) for row in rows]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_generation_is_that_of_the_weights_multiplied_out(name: str, cpu_library: CpuLibrary) -> None:
+    model = quantized(name, "int8", cpu_library)
+    assert (model.decoder.cpu_layers is not None) == (name in WHOLE)
+    expected = told(twin(model, name))
+    assert told(model) == expected
+    model.decoder.cpu_layers = None
+    assert told(model) == expected
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_logits_of_one_more_token(kind: Kind, cpu_library: CpuLibrary) -> None:
+    model = quantized("vanilla", kind, cpu_library)
+    slow, tokens_BT = twin(model, "vanilla"), torch.tensor([[5, 9, 33, 7], [1, 2, 3, 4]])
+    for one in (model, slow):
+        one.decoder.limit_exits(None)
+    with torch.no_grad():
+        found = []
+        for decoder in (model.decoder, slow.decoder):
+            cache = DenseCache(decoder.plan, reserve=2)  # it grows under the compiled kernels too
+            decoder(tokens_BT[:, :1], cache=cache)
+            found.append(torch.cat([decoder(tokens_BT[:, i : i + 1], cache=cache) for i in range(1, 4)], 1))
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["vanilla", "lora", "plain-shared-kv", "routed", "routed, shared"])
+def test_the_engine_says_what_generate_says(name: str, cpu_library: CpuLibrary) -> None:
+    model = quantized(name, "int8", cpu_library)
+    expected = told(model)
+    for fuse in (None, False):
+        results = Engine(model, fuse=fuse, **SMALL).generate(many(model), max_new_tokens=NEW)
+        assert [(result.tokens, result.depths) for result in results] == expected
+
+
+@pytest.mark.parametrize("mode", ["parallel", "state-copy"])
+def test_the_engine_exits_early(mode: str, cpu_library: CpuLibrary) -> None:
+    model = quantized("vanilla", "int8", cpu_library)
+    how = exiting("vanilla", mode, threshold=mixing_threshold("vanilla"))
+    expected = [generate(model, [prompt], max_new_tokens=NEW, exiting=how)[0].tokens for prompt in many(model)]
+    results = Engine(model, exiting=how, **SMALL).generate(many(model), max_new_tokens=NEW)
+    assert [result.tokens for result in results] == expected
+
+
+def test_batches_and_sessions(cpu_library: CpuLibrary) -> None:
+    model = quantized("vanilla", "int8", cpu_library)
+    prompts = many(model)
+    together = generate(model, prompts, max_new_tokens=NEW)  # of different lengths: padded, with masks
+    alike = generate(model, [prompts[0], prompts[0][::-1]], max_new_tokens=NEW)
+    assert [row.tokens for row in together] == [tokens for tokens, _ in told(model)]
+    assert [row.tokens for row in alike] == [tokens for tokens, _ in told(model, [prompts[0], prompts[0][::-1]])]
+    session = Session(model)
+    first = session.generate(prompts[0], max_new_tokens=3)
+    longer = [*prompts[0], *first.tokens, 7]
+    assert session.generate(longer, max_new_tokens=NEW).tokens == told(model, [longer])[0][0]
+
+
+def test_a_tied_head_has_integers_and_the_embedding_has_not(cpu_library: CpuLibrary, packaged: str) -> None:
+    model = load(packaged)
+    assert model.decoder.head is None
+    table_VM = model.decoder.embed.weight.detach().clone()
+    before = decode_step_bytes(Engine(model, **SMALL).runner)
+    quantize_layers(model.decoder, "int8", cpu_library)
+    assert torch.equal(model.decoder.embed.weight, table_VM)
+    assert isinstance(model.decoder.tied_head, QuantizedLinear)
+    assert model.decoder.logits(table_VM[:2]).shape == (2, len(table_VM))
+    assert dtype_name(model) == "int8"
+    assert decode_step_bytes(Engine(model, **SMALL).runner) < before / 2
+
+
+def test_a_copy_goes_its_own_way(cpu_library: CpuLibrary) -> None:
+    model = quantized("vanilla", "int8", cpu_library)
+    copied = copy.deepcopy(model)
+    expected = told(model)
+    del model
+    assert told(copied) == expected
+
+
+# Loading.
+
+
+@pytest.fixture
+def _home(kernels_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FATHOMLM_HOME", str(kernels_home))
+
+
+@pytest.mark.usefixtures("_home")
+def test_what_cannot_be_done_with_integers(tiny_model_dir: Path, tmp_path: Path) -> None:
+    model = load(tiny_model_dir, quantize="int4")
+    for doing, done in ((save, "saved"), (export, "exported")):
+        with pytest.raises(OptionError, match=rf"loaded with quantize='int4' cannot be {done}; load it without"):
+            doing(model, tmp_path / "out")
+    with pytest.raises(OptionError, match="cannot be saved"):
+        model.save_pretrained(tmp_path / "out")
+    with pytest.raises(OptionError, match="cannot be converted"):
+        replan(model, model.plan.with_exits([1]))
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"quantize": "int3"}, "invalid quantize 'int3'|unknown quantize 'int3'"),
+        ({"quantize": "int8", "dtype": "bfloat16"}, "computes in float32; it cannot be combined with dtype 'bfloat16'"),
+        ({"quantize": "int8", "device": "meta"}, "computes on the CPU; it cannot be combined with device 'meta'"),
+    ],
+)
+def test_mistakes_are_found_before_anything_is_read(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(OptionError, match=message):
+        load("/nowhere", **options)
+
+
+def test_without_a_compiler_a_model_stays_as_it_is(
+    tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(resolve, "build_library", lambda _: None)
+    model = load(tiny_model_dir, quantize="int8")
+    assert "quantize int8 requires a C compiler (cc, gcc, clang); computing in float32" in caplog.text
+    assert dtype_name(model) == "float32"
+
+
+def test_weights_that_are_not_finite_are_named(cpu_library: CpuLibrary) -> None:
+    model = copy.deepcopy(build("vanilla"))
+    with torch.no_grad():
+        model.decoder.get_parameter("layers.1.mlp.up.weight")[0, 0] = float("nan")
+    with pytest.raises(OptionError, match=r"the weight of '1.mlp.up' holds numbers that are not finite"):
+        quantize_layers(model.decoder, "int8", cpu_library)
