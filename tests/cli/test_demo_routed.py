@@ -100,6 +100,20 @@ def test_full_depth_is_measured_at_full_depth(
     assert seen == {True: {1, 2, 3}, False: {3}}
 
 
+def test_a_shell_that_does_not_find_the_command_is_told_where_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from fathomlm.cli.display import command_note
+
+    command = tmp_path / "bin" / "fathomlm"
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+    monkeypatch.setattr("sys.executable", str(command.with_name("python")))
+    assert command_note() == "\n(your shell does not find fathomlm; here it is python -m fathomlm)"
+    command.parent.mkdir()
+    command.touch()
+    assert command_note() == "\n(your shell does not find fathomlm; here it is bin/fathomlm)"
+    command.chmod(0o755)
+    assert command_note() == ""
+
+
 def test_a_ratio_is_told_where_all_rounds_agree() -> None:
     speed = demo_routed.Speed(routed=12.0, full_depth=10.0, ratio=1.2, ratios=[1.1, 1.2, 1.3])
     assert demo_routed._against(speed) == ": 1.20x (1.10x to 1.30x in 3 rounds)"
@@ -145,7 +159,7 @@ def test_a_pipe_gets_raised_numbers_and_no_colour(
     assert Counter(re.findall("[¹²³]", captured.out)) == {"¹²³"[depth - 1]: depths.count(depth) for depth in (1, 2, 3)}
     assert f"mean depth {sum(depths) / len(depths):.2f} of 3: " in captured.out
     assert re.search(r"tokens/s, batch size 1, this CPU: [\d.]+ as routed, [\d.]+ at full depth[:;] .*x\)?", captured.out)
-    for command in ("serve      #", f"analyze routing {packaged} --data FILE", f"generate {packaged} -p"):
+    for command in ("serve      #", f"analyze routing {packaged} --data packaged:docs/", f"generate {packaged} -p"):
         assert f"\n  fathomlm {command}" in captured.out
     assert [line[:3] for line in captured.err.splitlines()] == ["1/3", "2/3", "3/3"]
     assert not list(Path.cwd().iterdir()), "nothing is written"

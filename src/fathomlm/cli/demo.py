@@ -159,6 +159,8 @@ def _show(model: str, columns: list[ModelFigures], out: Path, seconds: float, *,
     from rich.table import Table
     from rich.text import Text
 
+    from fathomlm.cli.display import command_note
+
     table = Table(title=Text(f"{model}, original and recursive"), title_justify="left", show_lines=False)
     table.add_column("")
     for column in columns:
@@ -186,6 +188,5 @@ def _show(model: str, columns: list[ModelFigures], out: Path, seconds: float, *,
         + f"  fathomlm generate {out} -p 'The capital of France is' --stream\n"
         f"  fathomlm inspect {model} --sharing middle-cycle --recursions 3 --resize --router expert\n"
         f"  fathomlm convert {model} my-model --sharing middle-cycle --recursions 2 --relax lora --rank 128\n"
-        f"  fathomlm export {out} plain-model      # a plain Hugging Face checkpoint\n"
-        "(in this checkout the command is .venv/bin/fathomlm)"
+        f"  fathomlm export {out} plain-model      # a plain Hugging Face checkpoint" + command_note()
     )

@@ -251,6 +251,7 @@ def _against(speed: Speed) -> str:
 
 
 def _next_commands(model: str) -> str:
+    from fathomlm.cli.display import command_note
     from fathomlm.packaged import packaged_models
 
     served = "" if model in packaged_models()[:1] else f" {model}"
@@ -258,9 +259,8 @@ def _next_commands(model: str) -> str:
         f"  fathomlm serve{served}      # a page that colors your own prompts\n"
         f"  fathomlm generate {model} -p 'The sea' --temperature 0.7 --top-p 0.9 --stream\n"
         f"  fathomlm generate {model} -p 'The sea' --max-depth 1      # one recursion for every token\n"
-        f"  fathomlm analyze routing {model} --data FILE      # how well the routers decide, on a text of yours\n"
-        "  fathomlm demo smollm2-135m      # a plain model made recursive\n"
-        "(in this checkout the command is .venv/bin/fathomlm)"
+        f"  fathomlm analyze routing {model} --data packaged:docs/generation.md      # how well the routers decide\n"
+        "  fathomlm demo smollm2-135m      # a plain model made recursive" + command_note()
     )
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import sys
 import unicodedata
 from collections.abc import Sequence
 from pathlib import Path
@@ -67,3 +70,12 @@ def model_name(source: str) -> str:
     parts = [part for part in path.absolute().parts if part != "checkpoints"]
     of_run = parts[-1] in ("last", "best") or parts[-1].startswith("step-")
     return "-".join(parts[-2:]) if of_run else parts[-1]
+
+
+def command_note() -> str:
+    """Where the command is, for a shell that would not find it: behind commands to be copied."""
+    if shutil.which("fathomlm") is not None:
+        return ""
+    beside = Path(sys.executable).with_name("fathomlm")
+    where = os.path.relpath(beside) if beside.is_file() else "python -m fathomlm"
+    return f"\n(your shell does not find fathomlm; here it is {where})"

@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import random
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,7 @@ from lm_eval.api.registry import Registry, get_model
 from lm_eval.tasks import TaskManager
 
 from fathomlm.checkpoints.export import export
+from fathomlm.checkpoints.resolve import load
 from fathomlm.decode.sampling import Sampling
 from fathomlm.errors import DataError, OptionError
 from fathomlm.lab.evaluate import harness_tasks
@@ -248,3 +251,27 @@ def test_what_the_harness_cannot_load_is_one_line(tiny_model: Any, tmp_path: Pat
         harness_tasks.HarnessTasks(["tiny_wrods"], include=tmp_path)
     with pytest.raises(DataError, match="nowhere does not exist"):
         harness_tasks.HarnessTasks(["tiny_words"], include=tmp_path / "nowhere")
+
+
+@pytest.mark.slow
+def test_the_harness_own_command_knows_the_model_by_name(tiny_model_dir: Path, tmp_path: Path) -> None:
+    """As docs/evaluate.md has it, in a process of its own, over tasks of local files."""
+    yaml_tasks(tmp_path)
+    model = ["--model", "fathomlm", "--model_args", f"pretrained={tiny_model_dir},exit_layer=2", "--batch_size", "4"]
+    tasks = [
+        "--tasks",
+        "tiny_choices",
+        "--include_path",
+        str(tmp_path),
+        "--limit",
+        "6",
+        "--output_path",
+        str(tmp_path / "out"),
+    ]
+    subprocess.run([sys.executable, "-m", "fathomlm.lab.evaluate", *model, *tasks], check=True, cwd=tmp_path)
+    (found,) = (tmp_path / "out").rglob("results_*.json")
+    mine = harness_tasks.HarnessTasks(["tiny_choices"], include=tmp_path).run(
+        load(tiny_model_dir), (Output(layer=2),), batch=4, limit=6
+    )[0]["tiny_choices"]
+    theirs = json.loads(found.read_text())["results"]["tiny_choices"]
+    assert theirs["acc,none"] == pytest.approx(mine["acc"])

@@ -1,9 +1,9 @@
 """A FathomLM model for lm-evaluation-harness: a thin shell around `scoring.py`.
 
-    lm_eval --model fathomlm --model_args pretrained=PATH,exit_layer=6 --tasks hellaswag
+    python -m fathomlm.lab.evaluate --model fathomlm --model_args pretrained=PATH,exit_layer=6 --tasks hellaswag
 
-lm-eval finds it by the entry point `lm_eval.models` where it looks at those (its plugin guide; 0.4.13 does not yet). `python
--m fathomlm.lab.evaluate` is the same command and works with any. Importing this file needs lm-eval; nothing else here does.
+`lm_eval` itself finds it by the entry point `lm_eval.models` where it looks at those (its plugin guide; 0.4.13 does not).
+Importing this file needs lm-eval; nothing else here does.
 """
 
 from __future__ import annotations
