@@ -29,6 +29,12 @@ TYPES = {
 }
 
 
+TARGETS = "peft.utils.constants"
+"""PEFT's module that has, for each model type, the linears that adapters sit on where a user names none."""
+LORA = ["attn.q", "attn.v"]
+"""As for the families of transformers: queries and values."""
+
+
 class Later:
     """A configuration class that is not imported yet. It can be called, and has the attributes of the class."""
 
@@ -51,11 +57,11 @@ class Later:
 
 
 class Watch:
-    """Runs `announce` when transformers' table has been imported. It finds no module itself; others do, and it lets their
-    loaders do one thing more."""
+    """Runs what `ANNOUNCED` says once one of its modules has been imported. It finds no module itself; others do, and it
+    lets their loaders do one thing more."""
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
-        if name != TABLE:
+        if name not in ANNOUNCED:
             return None
         for finder in sys.meta_path:
             spec = None if finder is self else finder.find_spec(name, path, target)
@@ -67,7 +73,7 @@ class Watch:
 
 def _run(exec_module: Callable[[ModuleType], None], module: ModuleType) -> None:
     exec_module(module)
-    announce(module)
+    ANNOUNCED[module.__name__](module)
 
 
 def announce(table: ModuleType) -> None:
@@ -77,9 +83,21 @@ def announce(table: ModuleType) -> None:
             table.CONFIG_MAPPING.register(model_type, Later(model_type))
 
 
+def announce_targets(constants: ModuleType) -> None:
+    """Tell PEFT where its adapters sit by default."""
+    known: dict[str, list[str]] = constants.TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
+    for model_type in TYPES:
+        known.setdefault(model_type, LORA)
+
+
+ANNOUNCED = {TABLE: announce, TARGETS: announce_targets}
+
+
 def register() -> None:
-    table = sys.modules.get(TABLE)
-    if table is not None and hasattr(table, "CONFIG_MAPPING"):
-        announce(table)
-    elif not any(isinstance(finder, Watch) for finder in sys.meta_path):
+    """With what is imported already, and with the rest when it is."""
+    if not any(isinstance(finder, Watch) for finder in sys.meta_path):
         sys.meta_path.insert(0, Watch())
+    for name, tell in ANNOUNCED.items():
+        module = sys.modules.get(name)
+        if module is not None and not getattr(module.__spec__, "_initializing", False):
+            tell(module)

@@ -69,6 +69,11 @@ class FathomConfig(PreTrainedConfig):  # type: ignore[misc]
         return cls(architecture=architecture.to_dict(), plan=plan.to_dict(), relaxation=relaxed, **kwargs)
 
     @property
+    def logit_scale(self) -> float:
+        """For trainers that multiply hidden states with the head themselves (TRL)."""
+        return float(self.architecture.get("head_scale", 1.0))
+
+    @property
     def exit_parts(self) -> ExitParts:
         """What each exit has of its own."""
         return ExitParts(

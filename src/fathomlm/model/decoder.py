@@ -61,6 +61,7 @@ class Decoder(LayerStack):
         control: DepthControl | None = None,
         trace: RoutingTrace | None = None,
         states: list[Tensor] | None = None,
+        recompute: Recompute = "none",
     ) -> Tensor:
         """Hidden states after the final norm; a routed model routes causally.
 
@@ -68,7 +69,7 @@ class Decoder(LayerStack):
         the kept slots. With a `cache`, tokens continue what it holds. `memory` is the encoder's output, for models that
         have an encoder; behind a cache its keys and values are made once. `control` limits depth; `trace` is told what a
         router decided. `states` is given the residual stream in front of the first step and after each; in a routed model
-        tokens differ in their steps, and there are none.
+        tokens differ in their steps, and there are none. `recompute` is for training without a cache.
         """
         x = self._embed(tokens_BT) if embeddings_BTM is None else self._scale(embeddings_BTM)
         past = 0 if cache is None else cache.length
@@ -81,27 +82,28 @@ class Decoder(LayerStack):
             raise OptionError("a depth bias moves what a router decides; this model has none that learned to")
         if states is not None and self.plan.routing is not None:
             raise UnsupportedModel("a routed model has no hidden states step by step: its tokens run different steps")
+        walk = self._again(self._walk, recompute)
         if self.plan.routing is None:
             control.check(self.plan.recursions)
             deepest = control.recursions(self.plan.recursions)
             steps = [step for step in self.plan if step.recursion < deepest]
             if states is None:
-                x = self._walk(x, steps, masks, kv)
+                x = walk(x, steps, masks, kv)
             else:
                 states.append(x)
                 for step in steps:
-                    x = self._walk(x, (step,), masks, kv)
+                    x = walk(x, (step,), masks, kv)
                     states.append(x)
         else:
-            routed = self._routed(self._walk)
-            x = self._walk(x, self._part("prelude"), masks, kv)
+            routed = self._routed(walk)
+            x = walk(x, self._part("prelude"), masks, kv)
             if isinstance(kv, RoutedCache):
                 x = routed.cached(x, rows, kv, control, trace)
             elif isinstance(kv, NoCache):
                 x = routed.whole(x, rows, kv, control, trace)
             else:
                 raise ValueError("a routed model keeps its entries in a RoutedCache (fathomlm.cache.build_cache)")
-            x = self._walk(x, self._part("coda"), masks, kv)
+            x = walk(x, self._part("coda"), masks, kv)
         if cache is not None:
             cache.advance(x.shape[1])
         out: Tensor = self.norm(x)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, GenerationMixin, PreTrainedModel
-from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils.generic import can_return_tuple
 
@@ -75,7 +75,9 @@ class Shell(PreTrainedModel):  # type: ignore[misc]
         return self.decoder.head
 
     def set_output_embeddings(self, value: nn.Linear) -> None:
-        self.decoder.head = value
+        """A head that is the embedding follows it."""
+        if self.decoder.head is not None:
+            self.decoder.head = value
 
     def resize_token_embeddings(self, new_num_tokens: int | None = None, *args: Any, **kwargs: Any) -> nn.Embedding:
         """transformers' own for the embedding and the head; what else follows from the number of tokens goes along: the
@@ -125,6 +127,8 @@ class FathomForCausalLM(Shell, GenerationMixin):  # type: ignore[misc]
     """A `Decoder` in Hugging Face clothes."""
 
     base_model_prefix = "decoder"
+    supports_gradient_checkpointing = True
+    gradient_checkpointing = False
     _no_split_modules = ("PreNormBlock", "SandwichBlock", "ParallelBlock")
 
     def __init__(self, config: FathomConfig) -> None:
@@ -135,6 +139,27 @@ class FathomForCausalLM(Shell, GenerationMixin):  # type: ignore[misc]
         if self.plan.routing is not None:
             self.config.use_cache = self.generation_config.use_cache = False
         self.fit_weights()
+
+    @property
+    def base_model(self) -> nn.Module:
+        """The backbone as transformers and TRL call it, by `input_ids`; the decoder itself has words of its own."""
+        return Backbone(self)
+
+    def get_output_embeddings(self) -> nn.Module:
+        """The head; where it is the embedding, that module, which PEFT looks for among the model's own. TRL asks it for the
+        bias that a linear would have."""
+        if self.decoder.head is not None:
+            return self.decoder.head
+        self.decoder.embed.bias = None  # type: ignore[assignment]
+        return self.decoder.embed
+
+    def gradient_checkpointing_enable(self, *args: Any, **kwargs: Any) -> None:
+        """Every step's activations are computed again in the backward pass, by torch's checkpointing without reentry."""
+        try:
+            self.plan.check_recompute("layer")
+        except OptionError as error:
+            raise ValueError(f"{error}; train without gradient checkpointing") from error
+        super().gradient_checkpointing_enable(*args, **kwargs)
 
     @can_return_tuple  # type: ignore[untyped-decorator]
     def forward(
@@ -152,6 +177,40 @@ class FathomForCausalLM(Shell, GenerationMixin):  # type: ignore[misc]
     ) -> CausalLMOutputWithPast:
         """As in any transformers causal model, also in what it returns. `past_key_values` is a transformers cache, one entry
         a step; hidden states are the embeddings and what each step made of them, the last one behind the final norm."""
+        found = self.run_backbone(
+            input_ids,
+            attention_mask,
+            position_ids,
+            past_key_values,
+            inputs_embeds,
+            use_cache,
+            output_hidden_states,
+            **kwargs,
+        )
+        hidden = found.last_hidden_state
+        keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        logits = self.decoder.logits(hidden[:, keep])
+        loss = None
+        if labels is not None:
+            # transformers' own, which also reads `num_items_in_batch`: the Trainer counts the labels of all micro-batches of
+            # a step and leaves the division to the model.
+            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
+        return CausalLMOutputWithPast(
+            loss=loss, logits=logits, past_key_values=found.past_key_values, hidden_states=found.hidden_states
+        )
+
+    def run_backbone(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Any | None = None,
+        inputs_embeds: Tensor | None = None,
+        use_cache: bool | None = None,
+        output_hidden_states: bool | None = None,
+        **kwargs: Any,
+    ) -> BaseModelOutputWithPast:
+        """All of `forward` up to the head."""
         check_outputs(self.config, kwargs)
         if attention_mask is not None and attention_mask.dim() != 2:
             raise ValueError(f"attention_mask must be (batch, tokens), got {tuple(attention_mask.shape)}")
@@ -160,8 +219,11 @@ class FathomForCausalLM(Shell, GenerationMixin):  # type: ignore[misc]
                 "a transformers cache has one entry for every token and layer, which a routed model has not: call with "
                 "use_cache=False, or generate with fathomlm.generate, which keeps a recursion-wise cache"
             )
+        if use_cache and self.plan.routing is not None:
+            raise ValueError("use_cache=True is not supported by routed models; fathomlm.generate has a cache for them")
+        again = self.gradient_checkpointing and self.training and torch.is_grad_enabled()
         cached = self.config.use_cache if use_cache is None else use_cache
-        if past_key_values is None and cached and self.plan.routing is None:
+        if past_key_values is None and cached and self.plan.routing is None and not again:
             past_key_values = DynamicCache(config=self.config)
         states = wanted_states(self.config, output_hidden_states)
         hidden = self.decoder(
@@ -171,20 +233,29 @@ class FathomForCausalLM(Shell, GenerationMixin):  # type: ignore[misc]
             cache=None if past_key_values is None else HubCache(past_key_values, self.plan),
             embeddings_BTM=inputs_embeds,
             states=states,
+            recompute="layer" if again and past_key_values is None else "none",
         )
-        keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        logits = self.decoder.logits(hidden[:, keep])
-        loss = None
-        if labels is not None:
-            # transformers' own, which also reads `num_items_in_batch`: the Trainer counts the labels of all micro-batches of
-            # a step and leaves the division to the model.
-            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
-        return CausalLMOutputWithPast(
-            loss=loss,
-            logits=logits,
+        return BaseModelOutputWithPast(
+            last_hidden_state=hidden,
             past_key_values=past_key_values,
             hidden_states=None if states is None else (*states[:-1], hidden),
         )
+
+
+class Backbone(nn.Module):
+    """A model's decoder in transformers' words. It is made when it is asked for and is no part of the model: its modules are
+    the model's own."""
+
+    def __init__(self, model: FathomForCausalLM) -> None:
+        super().__init__()
+        self.decoder = model.decoder
+        self.config = model.config
+        self.training = model.training
+        self._run = model.run_backbone
+
+    @can_return_tuple  # type: ignore[untyped-decorator]
+    def forward(self, *args: Any, **kwargs: Any) -> BaseModelOutputWithPast:
+        return self._run(*args, **kwargs)
 
 
 def check_outputs(config: FathomConfig, requested: dict[str, Any]) -> None:

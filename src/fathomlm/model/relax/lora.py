@@ -63,8 +63,11 @@ class DoraDelta(LoraDelta):
         self.magnitude.copy_(self._lengths(weight))
 
     def forward(self, x: Tensor, linear: nn.Linear) -> Tensor:
-        direction = F.linear(x, linear.weight) + F.linear(F.linear(x, self.a), self.b)
-        scale = (self.magnitude.float() / self._lengths(linear.weight)).to(direction.dtype)
+        plain = type(linear) is nn.Linear
+        shared = F.linear(x, linear.weight) if plain else _without_bias(linear, x)
+        direction = shared + F.linear(F.linear(x, self.a), self.b)
+        lengths = self._lengths(linear.weight if plain else _weight_of(linear))
+        scale = (self.magnitude.float() / lengths).to(direction.dtype)
         out = scale * direction
         return out if linear.bias is None else (out + linear.bias).to(out.dtype)
 
@@ -162,6 +165,23 @@ class DoraStep(LoraStep):
         for name, delta in self.linears.items():
             assert isinstance(delta, DoraDelta)
             delta.set_magnitude(layer.get_parameter(f"{self.paths[name]}.weight"))
+
+
+def _without_bias(linear: nn.Linear, x: Tensor) -> Tensor:
+    """What a linear that another package has wrapped (PEFT) does to x, whatever it adds, and its bias taken off."""
+    out: Tensor = linear(x)
+    return out if linear.bias is None else out - linear.bias
+
+
+@torch.no_grad()
+def _weight_of(linear: nn.Linear) -> Tensor:
+    """The plain weight that does what a wrapped linear does: what it makes of each unit vector, without dropout."""
+    training = linear.training
+    linear.eval()
+    units = torch.eye(linear.in_features, dtype=linear.weight.dtype, device=linear.weight.device)
+    weight = _without_bias(linear, units).T
+    linear.train(training)
+    return weight
 
 
 def offset_key(name: str) -> str:

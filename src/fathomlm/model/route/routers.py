@@ -49,8 +49,16 @@ class Router(nn.Module):
         with torch.autocast(x_BNM.device.type, enabled=False):
             x = x_BNM.to(torch.promote_types(x_BNM.dtype, torch.float32))
             if self.inner is not None:
-                x = F.gelu(F.linear(x, self.inner.weight.to(x.dtype)))
-            return F.linear(x, self.out.weight.to(x.dtype))
+                x = F.gelu(_applied(self.inner, x))
+            return _applied(self.out, x)
+
+
+def _applied(linear: nn.Linear, x: Tensor) -> Tensor:
+    """A linear in the dtype of x; one that another package has wrapped (PEFT) with all that it adds."""
+    if type(linear) is nn.Linear:
+        return F.linear(x, linear.weight.to(x.dtype))
+    out: Tensor = linear(x.to(linear.weight.dtype))
+    return out.to(x.dtype)
 
 
 class Choice(Protocol):
