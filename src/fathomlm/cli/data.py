@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from fathomlm.checkpoints.heartbeat import Heartbeat
+from fathomlm.cli.first import check_text
 from fathomlm.cli.model_options import JsonOptions
 from fathomlm.cli.progress import progress_bar
 from fathomlm.options import like, option
@@ -31,6 +32,8 @@ _SHOWN = 400
 class Prepare(PrepareOptions, JsonOptions):
     """Tokenize SOURCES into the directory OUT. A stopped preparation continues when the same command is run again."""
 
+    sources: tuple[str, ...] = like(PrepareOptions, "sources", first=check_text)
+    validation_from: tuple[str, ...] = like(PrepareOptions, "validation_from", first=check_text)
     workers: int = like(PrepareOptions, "workers", len(os.sched_getaffinity(0)), default_text="all CPUs")
 
     def run(self) -> int:
