@@ -23,7 +23,7 @@ class PreNormBlock(Block):
         normed = all(isinstance(norm, RMSNorm) for norm in (self.norm_attn, self.norm_mlp))
         # Linears that another package has wrapped (PEFT) add to what their weights say.
         linears = (self.attn.q, self.attn.k, self.attn.v, self.attn.o, *self.mlp.children())
-        own = all(type(linear) is nn.Linear for linear in linears if not isinstance(linear, RMSNorm))
+        own = all(isinstance(linear, nn.Linear) for linear in linears if not isinstance(linear, RMSNorm))
         return normed and own and self.attn.plain and self.mlp.plain and not self.attn.o_bias
 
     def forward(self, x: Tensor, step: StepContext) -> Tensor:

@@ -63,7 +63,7 @@ class DoraDelta(LoraDelta):
         self.magnitude.copy_(self._lengths(weight))
 
     def forward(self, x: Tensor, linear: nn.Linear) -> Tensor:
-        plain = type(linear) is nn.Linear
+        plain = isinstance(linear, nn.Linear)
         shared = F.linear(x, linear.weight) if plain else _without_bias(linear, x)
         direction = shared + F.linear(F.linear(x, self.a), self.b)
         lengths = self._lengths(linear.weight if plain else _weight_of(linear))

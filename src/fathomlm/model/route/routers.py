@@ -53,11 +53,11 @@ class Router(nn.Module):
             return _applied(self.out, x)
 
 
-def _applied(linear: nn.Linear, x: Tensor) -> Tensor:
+def _applied(linear: nn.Module, x: Tensor) -> Tensor:
     """A linear in the dtype of x; one that another package has wrapped (PEFT) with all that it adds."""
-    if type(linear) is nn.Linear:
+    if isinstance(linear, nn.Linear):
         return F.linear(x, linear.weight.to(x.dtype))
-    out: Tensor = linear(x.to(linear.weight.dtype))
+    out: Tensor = linear(x.to(next(linear.parameters()).dtype))
     return out.to(x.dtype)
 
 
