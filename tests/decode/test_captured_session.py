@@ -95,7 +95,7 @@ def test_an_adaptive_threshold_learns_from_turn_to_turn() -> None:
     model = build("vanilla")
     states = []
     for kind in (CapturedSession, Session):
-        estimator = ThresholdEstimator(ThresholdOptions(calibrating_sequences=2))
+        estimator = ThresholdEstimator(ThresholdOptions(rule="thesis", calibrating_sequences=2))
         session = kind(model, exiting=exiting("vanilla", "parallel", threshold=estimator))
         said = [session.generate(prompt, max_new_tokens=20).exits for prompt in TURNS]
         states.append([one.threshold for one in said if one is not None] + [estimator.threshold])

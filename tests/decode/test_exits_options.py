@@ -16,7 +16,7 @@ from fathomlm.decode.confidence import AtExit, confidences
 from fathomlm.decode.exiting import Exiting
 from fathomlm.decode.full import Session, generate
 from fathomlm.decode.generation import exit_rate, mean_exit_layer
-from fathomlm.decode.threshold import ThresholdEstimator
+from fathomlm.decode.threshold import ThresholdEstimator, ThresholdOptions
 from fathomlm.depth import DepthPlan, build_routing
 from fathomlm.errors import OptionError
 from fathomlm.model.hub import FathomConfig, FathomForCausalLM
@@ -259,7 +259,7 @@ def test_an_oracle_tells_of_every_exit_and_copied_states_of_none() -> None:
 
 
 def test_a_threshold_is_learnt_from_text_to_text() -> None:
-    estimator = ThresholdEstimator()
+    estimator = ThresholdEstimator(ThresholdOptions(rule="thesis"))
     setting = exiting("gemma3", "parallel", threshold=estimator)
     first = generate(build("gemma3"), PROMPTS, max_new_tokens=20, exiting=setting)
     assert {result.exits.threshold for result in first if result.exits} == {0.9}

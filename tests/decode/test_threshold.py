@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 
 from fathomlm.decode import threshold as module
-from fathomlm.decode.threshold import BINS, CLIP, GRID, Beta, Samples, ThresholdEstimator, ThresholdOptions
+from fathomlm.decode.threshold import GRID, PUBLIC, ThresholdEstimator, ThresholdOptions
+from fathomlm.decode.threshold_beta import BINS, CLIP, Beta, Samples
 from fathomlm.errors import CheckpointError, OptionError, OutputError
 
 Draw = Callable[[random.Random], float]
@@ -24,6 +25,13 @@ SAME = [0.1 + 0.02 * at for at in range(40)]
 
 def beta(alpha: float, b: float) -> Draw:
     return lambda generator: generator.betavariate(alpha, b)
+
+
+THESIS = ThresholdOptions(rule="thesis")
+
+
+def thesis(**options: Any) -> ThresholdEstimator:
+    return ThresholdEstimator(ThresholdOptions(**({"rule": "thesis"} | options)))
 
 
 def feed(estimator: ThresholdEstimator, agree: list[float], disagree: list[float]) -> ThresholdEstimator:
@@ -36,7 +44,7 @@ def feed(estimator: ThresholdEstimator, agree: list[float], disagree: list[float
 def fed(agree: Draw, disagree: Draw, counts: tuple[int, int] = (2000, 2000), **options: Any) -> ThresholdEstimator:
     generator = random.Random(1)
     samples = [[draw(generator) for _ in range(count)] for draw, count in zip((agree, disagree), counts, strict=True)]
-    return feed(ThresholdEstimator(ThresholdOptions(**options)), *samples)
+    return feed(thesis(**options), *samples)
 
 
 def slow_posterior(c: float, agree: Beta, disagree: Beta, prior: float = 0.5) -> float:
@@ -135,13 +143,13 @@ def test_a_posterior_that_is_low_at_the_upper_end_lets_nothing_exit() -> None:
 
 
 def test_a_posterior_that_is_low_everywhere_lets_nothing_exit() -> None:
-    estimator = feed(ThresholdEstimator(ThresholdOptions(priors="measured")), SAME, SAME * 100)
+    estimator = feed(thesis(priors="measured"), SAME, SAME * 100)
     assert all(estimator.posterior(at / GRID) < 0.4 for at in range(GRID + 1))
     assert estimator.threshold == 1.0
 
 
 def test_a_posterior_that_is_high_everywhere_lets_everything_exit() -> None:
-    estimator = feed(ThresholdEstimator(ThresholdOptions(priors="measured")), SAME * 100, SAME)
+    estimator = feed(thesis(priors="measured"), SAME * 100, SAME)
     assert all(estimator.posterior(at / GRID) >= 0.4 for at in range(GRID + 1))
     assert estimator.threshold == 0.0
 
@@ -153,11 +161,11 @@ def samples_of(alpha: float, b: float) -> Samples:
 
 
 def test_both_ends_of_the_grid_are_looked_at() -> None:
-    low = ThresholdEstimator(agree=samples_of(1.055, 1), disagree=samples_of(1, 1))
+    low = ThresholdEstimator(THESIS, agree=samples_of(1.055, 1), disagree=samples_of(1, 1))
     low.end_sequence()
     assert low.posterior(0.0) < 0.4 < low.posterior(1 / GRID)
     assert low.threshold == 1 / GRID
-    high = ThresholdEstimator(agree=samples_of(1, 1.055), disagree=samples_of(1, 1))
+    high = ThresholdEstimator(THESIS, agree=samples_of(1, 1.055), disagree=samples_of(1, 1))
     high.end_sequence()
     assert high.posterior(1.0) < 0.4 < high.posterior(1 - 1 / GRID)
     assert high.threshold == 1.0
@@ -169,7 +177,7 @@ def test_a_higher_condition_gives_a_higher_threshold() -> None:
 
 
 def test_classes_that_are_far_apart_and_all_equal_do_not_overflow() -> None:
-    estimator = feed(ThresholdEstimator(), [0.9] * 50, [0.2] * 50)
+    estimator = feed(thesis(), [0.9] * 50, [0.2] * 50)
     assert estimator.agree.fit().alpha > 1e5
     assert 0.2 < estimator.threshold < 0.9
     assert (estimator.posterior(0.2), estimator.posterior(0.9)) == (0.0, 1.0)
@@ -177,7 +185,7 @@ def test_classes_that_are_far_apart_and_all_equal_do_not_overflow() -> None:
 
 @pytest.mark.parametrize("agreements", [0, 2, 9])
 def test_the_threshold_goes_up_when_everything_disagrees(agreements: int) -> None:
-    estimator = ThresholdEstimator()
+    estimator = thesis()
     feed(estimator, [0.95] * agreements, [0.97] * 50)
     assert estimator.threshold == 1.0
     feed(estimator, [], [0.97] * 50)
@@ -210,7 +218,7 @@ def test_ten_agreements_in_a_thousand_let_nothing_exit() -> None:
     confidences = [0.0005 + at / 1000 for at in range(1000)]
     agree = confidences[50::100]
     disagree = [c for c in confidences if c not in agree]
-    estimator = feed(ThresholdEstimator(), agree, disagree)
+    estimator = feed(thesis(), agree, disagree)
     assert all(estimator.posterior(at / GRID) > 0.4 for at in range(GRID + 1))  # by equal priors
     assert estimator.threshold == 1.0
 
@@ -242,15 +250,32 @@ def test_a_fit_that_promises_what_was_not_seen_is_not_believed() -> None:
     """Disagreements of two kinds: the Beta of their mean and variance knows nothing of how many are at 0.85."""
     generator = random.Random(3)
     agree, disagree = [generator.betavariate(9, 0.5) for _ in range(400)], [0.3] * 3000 + [0.85] * 3000
-    estimator = feed(ThresholdEstimator(), agree, disagree)
+    estimator = feed(thesis(), agree, disagree)
     smallest = next(
         at / GRID for at in range(GRID) if all(estimator.posterior(c / GRID) >= 0.4 for c in range(at, GRID + 1))
     )
     assert smallest < 0.85 < estimator.threshold < 1
 
 
+@pytest.mark.parametrize("priors", ["equal", "measured"])
+@pytest.mark.parametrize("condition", [0.1, 0.4, 0.7, 0.95])
+def test_the_public_rule_is_the_thesis_rule_over_ten_candidates(condition: float, priors: str) -> None:
+    kind = {"condition": condition, "priors": priors}
+    found = fed(beta(3, 0.8), beta(1, 2.5), rule="public", **kind)
+    assert found.threshold == next(c for c in PUBLIC if c >= fed(beta(3, 0.8), beta(1, 2.5), **kind).threshold)
+    assert (len(PUBLIC), PUBLIC[0], PUBLIC[-1]) == (10, 0.3, 0.9)
+
+
+def test_the_public_rule_never_goes_below_its_first_candidate_nor_stops_at_its_last() -> None:
+    """Everything may exit: the thesis' rule says 0. Nothing may: at 0.9 some would still exit."""
+    easy, hard = feed(thesis(priors="measured"), SAME * 100, SAME), fed(beta(5, 5), beta(0.6, 0.4))
+    assert (easy.threshold, easy.by("public")) == (0.0, 0.3)
+    assert hard.posterior(0.9) < 0.4
+    assert hard.by("public") == 1.0
+
+
 def test_a_false_alarm_ends_when_agreements_come() -> None:
-    estimator = feed(ThresholdEstimator(), [], [0.1 + 0.01 * at for at in range(20)])
+    estimator = feed(thesis(), [], [0.1 + 0.01 * at for at in range(20)])
     assert estimator.threshold == 1.0
     feed(estimator, [0.7 + 0.01 * at for at in range(30)], [])
     assert 0.2 < estimator.threshold < 0.75
@@ -258,14 +283,14 @@ def test_a_false_alarm_ends_when_agreements_come() -> None:
 
 @pytest.mark.parametrize(("agreements", "disagreements"), [(0, 0), (500, 0), (500, 9), (9, 9), (9, 36), (0, 9), (9, 10)])
 def test_the_value_is_held_while_a_class_is_short(agreements: int, disagreements: int) -> None:
-    estimator = ThresholdEstimator(ThresholdOptions(initial=0.8))
+    estimator = thesis(initial=0.8)
     feed(estimator, [0.9] * agreements, [0.3] * disagreements)
     assert estimator.threshold == 0.8
     assert [refit.threshold for refit in estimator.history] == [0.8]
 
 
 def test_the_value_changes_once_both_classes_have_enough() -> None:
-    estimator = feed(ThresholdEstimator(ThresholdOptions(least=3)), [0.8, 0.9, 0.95], [0.1, 0.3])
+    estimator = feed(thesis(least=3), [0.8, 0.9, 0.95], [0.1, 0.3])
     assert estimator.threshold == 0.9
     feed(estimator, [], [0.2])
     assert 0.3 < estimator.threshold < 0.8
@@ -273,7 +298,7 @@ def test_the_value_changes_once_both_classes_have_enough() -> None:
 
 @pytest.mark.parametrize(("expected", "calibrating"), [(1, 1), (33, 1), (66, 1), (67, 2), (100, 3), (299, 8), (10_000, 300)])
 def test_three_percent_of_the_sequences_calibrate(expected: int, calibrating: int) -> None:
-    estimator = ThresholdEstimator(ThresholdOptions(expected_sequences=expected))
+    estimator = thesis(expected_sequences=expected)
     for at in range(min(expected, calibrating + 2)):
         assert estimator.calibrating == (at < calibrating)
         estimator.end_sequence()
@@ -281,7 +306,7 @@ def test_three_percent_of_the_sequences_calibrate(expected: int, calibrating: in
 
 
 def test_after_calibration_nothing_changes_but_the_count() -> None:
-    estimator = ThresholdEstimator(ThresholdOptions(calibrating_sequences=2))
+    estimator = thesis(calibrating_sequences=2)
     for _ in range(2):
         feed(estimator, [0.8, 0.9] * 5, [0.2, 0.3] * 5)
     before = copy.deepcopy(estimator)
@@ -292,7 +317,7 @@ def test_after_calibration_nothing_changes_but_the_count() -> None:
 
 
 def test_without_a_number_every_sequence_calibrates() -> None:
-    estimator = ThresholdEstimator()
+    estimator = thesis()
     for _ in range(50):
         estimator.end_sequence()
     assert estimator.calibrating
@@ -301,14 +326,14 @@ def test_without_a_number_every_sequence_calibrates() -> None:
 
 def test_only_the_latest_refits_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "KEPT", 4)
-    estimator = ThresholdEstimator()
+    estimator = thesis()
     for _ in range(6):
         estimator.end_sequence()
     assert [refit.sequence for refit in estimator.history] == [3, 4, 5, 6]
 
 
 def test_history_says_what_was_known() -> None:
-    estimator = ThresholdEstimator()
+    estimator = thesis()
     feed(estimator, [0.8, 0.9], [0.1])
     feed(estimator, [0.7], [])
     first, second = estimator.history
@@ -321,7 +346,7 @@ def test_history_says_what_was_known() -> None:
 def test_how_samples_are_handed_over_makes_no_difference() -> None:
     generator = random.Random(5)
     samples = [(generator.random(), generator.random() < 0.5) for _ in range(100)]
-    at_once, singly = ThresholdEstimator(), ThresholdEstimator()
+    at_once, singly = thesis(), thesis()
     at_once.observe([c for c, _ in samples], [agreed for _, agreed in samples])
     for c, agreed in samples:
         singly.observe([c], [agreed])
@@ -329,7 +354,7 @@ def test_how_samples_are_handed_over_makes_no_difference() -> None:
 
 
 def test_the_histogram_has_both_ends() -> None:
-    estimator = ThresholdEstimator()
+    estimator = thesis()
     estimator.observe([0.0, 0.019, 0.021, 0.5, 1.0, 1.004], [True] * 6)
     expected = [0] * BINS
     for at, count in ((0, 2), (1, 1), (25, 1), (49, 2)):
@@ -340,15 +365,15 @@ def test_the_histogram_has_both_ends() -> None:
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -0.2, 1.2])
 def test_what_is_no_confidence_is_refused_and_nothing_taken_in(bad: float) -> None:
-    estimator = ThresholdEstimator()
+    estimator = thesis()
     with pytest.raises(OptionError, match="confidence must be between 0 and 1"):
         estimator.observe([0.5, bad], [True, True])
-    assert estimator == ThresholdEstimator()
+    assert estimator == thesis()
 
 
 def test_every_confidence_needs_an_agreement() -> None:
     with pytest.raises(OptionError, match="got 1 for 2"):
-        ThresholdEstimator().observe([0.5, 0.6], [True])
+        thesis().observe([0.5, 0.6], [True])
 
 
 @pytest.mark.parametrize(
@@ -372,7 +397,7 @@ def test_options_are_checked(options: dict[str, Any], message: str) -> None:
 
 def test_a_saved_estimator_goes_on_as_if_it_never_was(tmp_path: Path) -> None:
     generator, path = random.Random(3), tmp_path / "threshold.json"
-    kept = ThresholdEstimator(ThresholdOptions(calibrating_sequences=12, priors="measured", least=5))
+    kept = thesis(calibrating_sequences=12, priors="measured", least=5)
     saved = copy.deepcopy(kept)
     for _ in range(15):
         agreed = [generator.random() < 0.7 for _ in range(9)]
@@ -405,7 +430,7 @@ def change(record: dict[str, Any], path: str, value: Any) -> None:
 @pytest.mark.parametrize(
     ("path", "value", "message"),
     [
-        ("format", 2, "has format 2; this version reads 1"),
+        ("format", 3, "has format 3; this version reads 2 and 1"),
         ("format", True, "has format true"),
         ("extra", 1, "unknown field 'extra'"),
         ("sequences", -1, "sequences must be an integer from 0 on, got -1"),
@@ -461,7 +486,7 @@ def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
 
 def test_saving_keeps_the_old_file_where_it_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "threshold.json"
-    ThresholdEstimator().save(path)
+    thesis().save(path)
 
     def full_disk(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device")

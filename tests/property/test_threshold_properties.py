@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fathomlm.decode.threshold import BINS, GRID, PRIORS, ThresholdEstimator, ThresholdOptions
+from fathomlm.decode.threshold import GRID, PRIORS, RULES, ThresholdEstimator, ThresholdOptions
+from fathomlm.decode.threshold_beta import BINS
 
 quick = settings(deadline=None, max_examples=100)
 confidences = st.sampled_from([0.0, 1.0, 5e-324, 1e-4, 1 - 1e-4, 0.5]) | st.floats(0, 1)
 sequences = st.lists(st.lists(st.tuples(confidences, st.booleans()), max_size=30), max_size=8)
 options = st.builds(
     ThresholdOptions,
+    rule=st.sampled_from(RULES),
+    risk=st.sampled_from([0.01, 0.1, 0.5]),
     initial=st.floats(0, 1),
     condition=st.floats(0, 1),
     priors=st.sampled_from(PRIORS),
     least=st.integers(2, 12),
     calibrating_sequences=st.none() | st.integers(1, 5),
 )
+fitting = options.map(lambda each: dataclasses.replace(each, rule="thesis"))
 
 
 def run(estimator, several):
@@ -63,7 +68,7 @@ def test_json_keeps_it_exactly(options, before, after):
 
 
 @quick
-@given(options, sequences)
+@given(fitting, sequences)
 def test_what_a_refit_does(options, several):
     """Held where a class is short, unless nearly everything disagrees; else what exits is likely enough to be agreed on."""
     estimator = ThresholdEstimator(options)
@@ -102,11 +107,13 @@ def test_what_a_refit_does(options, several):
     st.sampled_from(PRIORS),
     st.floats(0.21, 1),
     st.integers(0, 99),
+    st.sampled_from(["thesis", "public"]),
 )
-def test_nothing_exits_while_nearly_everything_disagrees_at_all_confidences(values, times, priors, condition, shift):
+def test_nothing_exits_while_nearly_everything_disagrees_at_all_confidences(values, times, priors, condition, shift, rule):
     """Each confidence comes once with an agreement and `times` times without: no threshold can be right, whatever the
     confidences are: few, many, all equal, at the ends."""
-    estimator = ThresholdEstimator(ThresholdOptions(condition=condition, priors=priors, least=2, initial=shift / 100))
+    chosen = ThresholdOptions(rule=rule, condition=condition, priors=priors, least=2, initial=shift / 100)
+    estimator = ThresholdEstimator(chosen)
     several = [(c, agreed) for c in values for agreed in (True, *[False] * times)]
     run(estimator, [several, several])
     assert estimator.threshold == 1.0

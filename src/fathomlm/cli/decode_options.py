@@ -129,14 +129,15 @@ class DecodeOptions(ShippedExitOptions):
         from fathomlm.decode.calibration import Calibration
         from fathomlm.decode.threshold import ThresholdEstimator
 
-        path = threshold_file(model, pack)
+        path, drafts = threshold_file(model, pack), self.mode == "speculative"
         if self.threshold == "adaptive":
             if not path.is_file():
-                return {"threshold": ThresholdEstimator()}
+                estimator = ThresholdEstimator()
+                return {"threshold": estimator.for_drafts() if drafts else estimator}
             found = Calibration.load(path)
             layers = self.exit_layers or (found.exit_layer,)
             found.check([layer - 1 for layer in layers], self.confidence or found.confidence, str(path))
-            threshold: float | AdaptiveThreshold = found.estimator
+            threshold: float | AdaptiveThreshold = found.estimator.for_drafts() if drafts else found.estimator
         else:
             compares = self.mode != "oracle" and "threshold" in USED.get(str(self.mode), ())
             if not shipped or self.threshold is not None or not compares or not path.is_file():
@@ -144,7 +145,7 @@ class DecodeOptions(ShippedExitOptions):
             found = Calibration.load(path)
             if self.confidence not in (None, found.confidence):
                 return {}
-            threshold = found.estimator.threshold
+            threshold = (found.estimator.for_drafts() if drafts else found.estimator).threshold
         return {"exit_layers": (found.exit_layer,), "confidence": found.confidence, "threshold": threshold}
 
 

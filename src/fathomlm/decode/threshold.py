@@ -10,12 +10,13 @@ the Beta distribution of the same mean m and variance s^2:
     alpha_k = m_k (m_k (1 - m_k) / s_k^2 - 1)        beta_k = alpha_k (1 - m_k) / m_k
     p(k=1 | c) = p_1 Beta(c; alpha_1, beta_1) / (p_0 Beta(c; alpha_0, beta_0) + p_1 Beta(c; alpha_1, beta_1))
 
-The threshold is the smallest confidence from which on p(k=1 | c) stays at or above a condition. The thesis takes the
-smallest at which it holds. The two differ where the posterior falls again behind that point, as it does near 0 when some
-tokens agreed without confidence: a threshold there would let the tokens of the dip exit as well. After a sequence,
+By the rule `thesis` the threshold is the smallest confidence from which on p(k=1 | c) stays at or above a condition. The
+thesis takes the smallest at which it holds. The two differ where the posterior falls again behind that point, as it does
+near 0 when some tokens agreed without confidence: a threshold there would let the tokens of the dip exit as well. `public`
+is the same rule over ten candidates from 0.3 to 0.9 only, as the research code searches. After a sequence,
 
-    both classes have `least` samples    the rule above; 0.0 where the posterior is nowhere too low, and 1.0 where it is
-                                         too low at the upper end, or everywhere; then raised, see below
+    both classes have `least` samples    the rule above; 0.0 (0.3) where the posterior is nowhere too low, and 1.0 where it
+                                         is too low at the upper end, or everywhere; then raised, see below
     only disagreements have, and there   1.0: nothing exits, since a token exits above the threshold only. Samples go on
       are over four for one agreement    coming, so a false alarm ends while there is calibration
     otherwise                            the value stays
@@ -24,6 +25,9 @@ The priors are equal, p_0 = p_1, as in the thesis, whose streams mostly agree: t
 counts would. Where hardly a token agrees they promise what is not so: of classes that look alike each confidence is half
 likely to agree, also when 1 in 100 did. Densities fitted to two moments may promise too much as well. So the counts have
 the last word: while fewer than `condition` of the tokens seen above a threshold agreed, it is raised, bin by bin, up to 1.0.
+
+How many of the tokens that exit are wrong no condition says: 40 % likely to agree is 60 % likely to err. The rule `risk`,
+the default, bounds the share of wrong tokens among all (threshold_risk.py). Under every rule the samples of all are kept.
 """
 
 from __future__ import annotations
@@ -37,41 +41,58 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from fathomlm.checkpoints.writing import whole_file
+from fathomlm.decode.threshold_beta import BINS, Beta, Samples, check_number, clipped
+from fathomlm.decode.threshold_risk import Texts
 from fathomlm.errors import CheckpointError, OptionError, choices, require
 from fathomlm.jsonfile import parse, read_bytes, shown
 from fathomlm.options import check, option
 
-FORMAT = 1
-BINS = 50
-CLIP = 1e-4
-"""Confidences count as at least this and at most 1 minus this: at 0 and 1 the density of a Beta is 0 or infinite."""
+FORMAT = 2
+"""Format 1 knew no texts and the thesis' rule only."""
 GRID = 1000
 """Fitted thresholds are multiples of 1 / GRID, from 0 to 1."""
 PERCENT = 3
 """The part of a known number of sequences that calibrates."""
 RARE = 4
 """With more disagreements than this for each agreement there are hardly any agreements."""
-WIDEST, NARROWEST = 1e-4, 1e6
-"""The range of alpha + beta. The upper end is for samples that are all equal, the lower for rounding."""
 ROUNDING = 0.01
 """How far a confidence may lie outside [0, 1]: as far as half precision may put a number near 1."""
 KEPT = 10_000
 """The latest refits that are kept: a server that never stops calibrating must not fill its memory."""
 PRIORS = ("equal", "measured")
+RULES = ("risk", "thesis", "public")
+CANDIDATES = [at / GRID for at in range(GRID + 1)]
+PUBLIC = [round(0.3 + 0.6 * at / 9, 3) for at in range(10)]
+"""Where the rules `thesis` and `public` look."""
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ThresholdOptions:
-    initial: float = option(0.9, ge=0, le=1)
-    """The threshold until there is enough to fit."""
-    condition: float = option(0.4, ge=0, le=1, metavar="P", help="how likely agreement must be for a token to exit")
+    rule: str = option(
+        "risk", choices=RULES,
+        help="how the threshold follows from the samples: risk bounds the share of wrong tokens; thesis fits Beta densities "
+        "and asks for --condition; public is the same over ten candidates from 0.3 to 0.9",
+    )  # fmt: skip
+    risk: float = option(
+        0.01, gt=0, lt=1, metavar="P",
+        help="rule risk: the share of tokens that may be chosen at the exit and not be the full model's choice",
+    )  # fmt: skip
+    level: float = option(
+        0.95, gt=0, lt=1, metavar="P", help="rule risk: confidence level with which the share is below --risk"
+    )
+    initial: float | None = option(None, ge=0, le=1)
+    """The threshold until there is enough to go by; None is 1 for the rule risk, where nothing exits, and else 0.9."""
+    condition: float = option(
+        0.4, ge=0, le=1, metavar="P", help="rules thesis, public: how likely agreement must be for a token to exit"
+    )
     """Equal priors, where one class is rare, ask for less than 0.5."""
     priors: str = option(
-        "equal", choices=PRIORS, help="weight of the fitted classes: the same however rare, or by their counts"
-    )
+        "equal", choices=PRIORS,
+        help="rules thesis, public: weight of the fitted classes, the same however rare, or by their counts",
+    )  # fmt: skip
     least: int = option(10, ge=2)
-    """Samples that a class needs to be fitted."""
+    """Samples that a class needs to be fitted, and texts that the rule risk needs."""
     expected_sequences: int | None = option(None, ge=1)
     """How many sequences will come; the first 3 % of them calibrate, and at least one."""
     calibrating_sequences: int | None = option(None, ge=1)
@@ -85,76 +106,18 @@ class ThresholdOptions:
             )
 
     @property
+    def start(self) -> float:
+        """The initial threshold."""
+        if self.initial is not None:
+            return self.initial
+        return 1.0 if self.rule == "risk" else 0.9
+
+    @property
     def calibrating(self) -> int | None:
         """How many sequences calibrate; None is all."""
         if self.expected_sequences is not None:
             return max(1, PERCENT * self.expected_sequences // 100)
         return self.calibrating_sequences
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Beta:
-    alpha: float
-    beta: float
-
-    def __post_init__(self) -> None:
-        for name in ("alpha", "beta"):
-            _check(name, getattr(self, name), CLIP * WIDEST / 2)
-
-    @classmethod
-    def of_moments(cls, mean: float, variance: float) -> Beta:
-        """The Beta of this mean and variance; one of the mean where no Beta has both."""
-        mean = _clipped(mean)
-        total = mean * (1 - mean) / variance - 1 if variance > 0 else NARROWEST
-        total = min(max(total, WIDEST), NARROWEST)
-        return cls(alpha=mean * total, beta=(1 - mean) * total)
-
-    @property
-    def log_scale(self) -> float:
-        """The logarithm of the factor that makes the area 1. The Gamma functions themselves overflow from 172 on."""
-        return math.lgamma(self.alpha + self.beta) - math.lgamma(self.alpha) - math.lgamma(self.beta)
-
-    def density(self, c: float) -> float:
-        c = _clipped(c)
-        return math.exp(self.log_scale + (self.alpha - 1) * math.log(c) + (self.beta - 1) * math.log1p(-c))
-
-
-@dataclass(slots=True, kw_only=True)
-class Samples:
-    """The confidences of one class: Welford's running moments, and a histogram for pictures."""
-
-    count: int = 0
-    mean: float = 0.0
-    m2: float = 0.0
-    """The sum of squared distances from the mean."""
-    bins: list[int] = field(default_factory=lambda: [0] * BINS)
-
-    def __post_init__(self) -> None:
-        _check("count", self.count, 0, integer=True)
-        _check("mean", self.mean, 0, 1)
-        _check("m2", self.m2, 0)
-        require(self.count > 0 or self.mean == self.m2 == 0, "mean and m2", "0 without samples", (self.mean, self.m2))
-        require(isinstance(self.bins, list) and len(self.bins) == BINS, "bins", f"a list of {BINS} counts", self.bins)
-        for count in self.bins:
-            _check("a bin", count, 0, integer=True)
-        require(sum(self.bins) == self.count, "bins", f"counts that sum to {self.count}", self.bins)
-        self.bins = list(self.bins)  # not shared with the record that they were read from
-
-    @property
-    def variance(self) -> float:
-        return self.m2 / self.count if self.count else 0.0
-
-    def add(self, confidence: float) -> None:
-        self.bins[min(max(int(confidence * BINS), 0), BINS - 1)] += 1
-        c = _clipped(confidence)
-        self.count += 1
-        before = c - self.mean
-        self.mean += before / self.count
-        self.m2 += before * (c - self.mean)
-
-    def fit(self) -> Beta:
-        """Uniform without samples."""
-        return Beta.of_moments(self.mean, self.variance) if self.count else Beta(alpha=1.0, beta=1.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -171,8 +134,8 @@ class Refit:
 
     def __post_init__(self) -> None:
         for name, low in (("sequence", 1), ("agreements", 0), ("disagreements", 0)):
-            _check(name, getattr(self, name), low, integer=True)
-        _check("threshold", self.threshold, 0, 1)
+            check_number(name, getattr(self, name), low, integer=True)
+        check_number("threshold", self.threshold, 0, 1)
 
 
 @dataclass(slots=True)
@@ -185,17 +148,18 @@ class ThresholdEstimator:
     options: ThresholdOptions = field(default_factory=ThresholdOptions)
     agree: Samples = field(default_factory=Samples)
     disagree: Samples = field(default_factory=Samples)
+    texts: Texts = field(default_factory=Texts)
     sequences: int = 0
     """How many have ended."""
     history: list[Refit] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        _check("sequences", self.sequences, 0, integer=True)
+        check_number("sequences", self.sequences, 0, integer=True)
 
     @property
     def threshold(self) -> float:
         """A token exits when its confidence is above this."""
-        return self.history[-1].threshold if self.history else self.options.initial
+        return self.history[-1].threshold if self.history else self.options.start
 
     @property
     def calibrating(self) -> bool:
@@ -216,6 +180,7 @@ class ThresholdEstimator:
         if self.calibrating:
             for value, agreed in zip(values, agreements, strict=True):
                 (self.agree if agreed else self.disagree).add(value)
+                self.texts.add(value, bool(agreed))
 
     def end_sequence(self) -> None:
         """Count a sequence, and fit anew where it was a calibrating one."""
@@ -223,12 +188,35 @@ class ThresholdEstimator:
         self.sequences += 1
         if not calibrated:
             return
-        agreements, disagreements, least = self.agree.count, self.disagree.count, self.options.least
-        if agreements >= least and disagreements >= least:
-            threshold = self._raised(self._smallest())
-        elif disagreements >= least and disagreements > RARE * agreements:
-            threshold = 1.0
-        counts = {"sequence": self.sequences, "agreements": agreements, "disagreements": disagreements}
+        self.texts.end()
+        self._note(self.by(self.options.rule, threshold))
+
+    def by(self, rule: str, before: float | None = None) -> float:
+        """What a rule makes of the samples so far; `before`, by default its initial value, where they are too few for it."""
+        own = self.options.initial if rule == self.options.rule else None
+        options = dataclasses.replace(self.options, rule=rule, initial=own)
+        before = options.start if before is None else before
+        if rule == "risk":
+            enough = self.texts.count >= options.least
+            return self.texts.threshold(options.risk, options.level) if enough else before
+        agreements, disagreements = self.agree.count, self.disagree.count
+        if agreements >= options.least and disagreements >= options.least:
+            return self._raised(self._smallest(rule))
+        return 1.0 if disagreements >= options.least and disagreements > RARE * agreements else before
+
+    def for_drafts(self) -> ThresholdEstimator:
+        """The same samples, by the thesis' rule where these go by risk: a draft is verified, so that a wrong one costs some
+        time and no token, and one that is more likely right than not pays."""
+        if self.options.rule != "risk":
+            return self
+        again = ThresholdEstimator.from_dict(self.to_dict())
+        again.options, again.history = dataclasses.replace(self.options, rule="thesis"), []
+        if self.history:
+            again._note(again.by("thesis"))
+        return again
+
+    def _note(self, threshold: float) -> None:
+        counts = {"sequence": self.sequences, "agreements": self.agree.count, "disagreements": self.disagree.count}
         self.history.append(Refit(**counts, agree=self.agree.fit(), disagree=self.disagree.fit(), threshold=threshold))
         del self.history[:-KEPT]
 
@@ -249,14 +237,18 @@ class ThresholdEstimator:
         """`where` is what errors call the record."""
         if not isinstance(record, dict) or "format" not in record:
             raise CheckpointError(f"{where} is not a saved threshold estimator: it must be an object with a format")
-        if record["format"] is True or record["format"] != FORMAT:
-            raise CheckpointError(f"{where} has format {shown(record['format'])}; this version reads {FORMAT}")
+        if record["format"] is True or record["format"] not in (1, FORMAT):
+            raise CheckpointError(f"{where} has format {shown(record['format'])}; this version reads {FORMAT} and 1")
+        if record["format"] == 1 and isinstance(record.get("options"), dict):
+            defaults = {name: getattr(ThresholdOptions(), name) for name in ("risk", "level")}
+            options = {"rule": "thesis", **defaults, **record["options"]}
+            record = {**record, "options": options, "texts": dataclasses.asdict(Texts())}
         history = record.get("history")
         if not isinstance(history, list):
             raise CheckpointError(f"{where}: history must be a list, got {shown(history)}")
         refits = [_read(Refit, each, f"{where}, history {at}", agree=Beta, disagree=Beta) for at, each in enumerate(history)]
         rest = {name: value for name, value in record.items() if name != "format"} | {"history": refits}
-        return _read(cls, rest, where, options=ThresholdOptions, agree=Samples, disagree=Samples)
+        return _read(cls, rest, where, options=ThresholdOptions, agree=Samples, disagree=Samples, texts=Texts)
 
     def save(self, path: Path) -> None:
         write_record(path, self.to_dict())
@@ -265,13 +257,16 @@ class ThresholdEstimator:
     def load(cls, path: Path) -> ThresholdEstimator:
         return cls.from_dict(read_record(path, "is not a saved threshold estimator"), str(path))
 
-    def _smallest(self) -> float:
-        """The last value before the first, from 1.0 downwards, at which agreement is too unlikely; 0.0 where none is."""
+    def _smallest(self, rule: str) -> float:
+        """The last candidate before the first, from the largest downwards, at which agreement is too unlikely; the smallest
+        where none is, and 1.0 where the largest is."""
+        candidates, found = PUBLIC if rule == "public" else CANDIDATES, 1.0
         posterior = self._posterior()
-        for at in range(GRID, -1, -1):
-            if posterior(at / GRID) < self.options.condition:
-                return min(at + 1, GRID) / GRID
-        return 0.0
+        for c in reversed(candidates):
+            if posterior(c) < self.options.condition:
+                break
+            found = c
+        return found
 
     def _raised(self, threshold: float) -> float:
         """This, or the first edge of a bin above it from which on enough of the tokens seen agreed; 1.0 where there is none,
@@ -297,7 +292,7 @@ class ThresholdEstimator:
         alpha, beta = agree.alpha - disagree.alpha, agree.beta - disagree.beta
 
         def posterior(c: float) -> float:
-            c = _clipped(c)
+            c = clipped(c)
             log_odds = scale + alpha * math.log(c) + beta * math.log1p(-c)
             small = math.exp(-abs(log_odds))
             return (1.0 if log_odds >= 0 else small) / (1 + small)
@@ -337,13 +332,3 @@ def _read(kind: Callable[..., T], record: object, where: str, **parts: Callable[
         return kind(**{**record, **read})
     except OptionError as error:
         raise CheckpointError(f"{where}: {error}") from None
-
-
-def _clipped(c: float) -> float:
-    return min(max(c, CLIP), 1 - CLIP)
-
-
-def _check(name: str, value: object, low: float, high: float = 2.0**53, *, integer: bool = False) -> None:
-    number = isinstance(value, int if integer else int | float) and not isinstance(value, bool)
-    rule = f"{'an integer' if integer else 'a number'} from {low:g} {'on' if high > 1 else f'to {high:g}'}"
-    require(number and low <= value <= high, name, rule, value)  # type: ignore[operator]

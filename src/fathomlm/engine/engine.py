@@ -201,7 +201,7 @@ class Engine:
             if sequence is None or sequence.epoch != epoch:
                 continue  # it was stopped, or preempted, after this decode step was started
             if flags & JUDGED and self._estimator is not None:
-                self._estimator.observe([floats[row][1]], [bool(flags & AGREED)])
+                sequence.judged.append((floats[row][1], bool(flags & AGREED)))
             if flags & VALID:
                 self._take(sequence, token, depth, flags, index, floats[row], output, row, now)
 
@@ -269,6 +269,8 @@ class Engine:
         del self._sequences[sequence.id]
         self.totals.finished += 1
         if self._estimator is not None and why.reason != "cancelled":
+            # At the end, and all at once: a text is the estimator's unit, and those of other requests ran beside it.
+            self._estimator.observe([sure for sure, _ in sequence.judged], [agreed for _, agreed in sequence.judged])
             self._estimator.end_sequence()
         if sequence.on_event is not None:
             sequence.on_event(why)

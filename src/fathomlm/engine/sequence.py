@@ -52,6 +52,8 @@ class Sequence:
     """These three for each token; None where nobody asked, the model has one depth, or there is no exit."""
     depths: list[int] | None = None
     confidences: list[float] | None = None
+    judged: list[tuple[float, bool]] = field(default_factory=list)
+    """The exit's confidence at each token that ran all layers, and whether they agreed."""
     first_token_time: float | None = None
     last_token_time: float | None = None
     result: Result | None = None

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from fathomlm.decode.threshold import KEPT, Refit, ThresholdEstimator, ThresholdOptions
-from fathomlm.lab.analyze.threshold_picture import DARKER, _table, draw_threshold
+from fathomlm.lab.analyze.threshold_picture import DARKER, WRONG, _table, draw_threshold
 from fathomlm.lab.drawing import SELECTED, UNSELECTED
 
 pytest.importorskip("matplotlib")
@@ -31,7 +31,7 @@ def shown(path: Path, colour: str) -> int:
     from matplotlib.image import imread
 
     image = imread(path)[..., :3]
-    assert image.shape[:2] == (897, 1920)
+    assert image.shape[:2] == (897, 2640)
     return int((np.abs(image[:600] - to_rgb(colour)).max(-1) < 0.02).sum())
 
 
@@ -43,6 +43,7 @@ def test_each_class_that_has_samples_is_drawn(tmp_path: Path, agree: int, disagr
     assert path.stat().st_size > 20_000
     assert (shown(path, DARKER[SELECTED]) > 200) == (agree > 0)
     assert (shown(path, DARKER[UNSELECTED]) > 200) == (disagree > 0)
+    assert (shown(path, WRONG) > 2000) == (agree + disagree > 0), "wrong tokens by threshold; else only the line of the risk"
 
 
 def test_an_estimator_without_samples_is_drawn(tmp_path: Path) -> None:
@@ -69,6 +70,10 @@ def test_the_table_has_the_numbers() -> None:
     assert len(header) == len(agrees) == len(disagrees)
     beta = estimator.agree.fit()
     assert agrees[:2] == ["agrees", "80"]
-    assert agrees[4:] == [f"{beta.alpha:.4g}", f"{beta.beta:.4g}", "0.4", f"{estimator.threshold:.3f}"]
+    assert agrees[4:] == [f"{beta.alpha:.4g}", f"{beta.beta:.4g}", "0.4", "1.000", f"{estimator.by('thesis'):.3f}"]
+    assert header[-2:] == ["threshold (risk)", "threshold (thesis)"]
+    by_thesis = fed(40, 20, rule="thesis")
+    assert _table(by_thesis)[0][-2:] == header[:-3:-1]
+    assert _table(by_thesis)[1][-2:] == [f"{by_thesis.threshold:.3f}", "1.000"]
     assert disagrees[:3] == ["disagrees", "40", f"{estimator.disagree.mean:.3f}"]
     assert _table(fed(0, 20))[1][:6] == ["agrees", "0", "-", "-", "-", "-"]

@@ -172,7 +172,8 @@ class ExitProgram:
         choice_N, confidence_N = best_and_gap(scores_NV)
         at = (rows_N, positions_N % self.stack)
         judged_N = deep_N & (choice_N == self.choice_SK[at])
-        flags_N = deep_N.long() * JUDGED + judged_N.long() * AGREED
+        # Where nothing waits a token that left is never judged, and those that did not say nothing of it: no flags.
+        flags_N = (deep_N.long() * JUDGED + judged_N.long() * AGREED) * self._waits
         choice_N = torch.where(deep_N, self.choice_SK[at], choice_N)
         confidence_N = torch.where(deep_N, self.confidence_SK[at], confidence_N)
         threshold_N = self.threshold_S[rows_N]

@@ -162,7 +162,7 @@ def measure(
     *,
     layers: Sequence[int] | None = None,
     confidence: str = "gap",
-    condition: float = 0.4,
+    rule: ThresholdOptions | None = None,
     on_rows: Callable[[int, int], None] | None = None,
 ) -> ExitNumbers:
     """Run each row, and evaluate every layer at every token. `on_rows` is called with (done, total)."""
@@ -171,7 +171,7 @@ def measure(
     judges = find_classifiers(decoder, [layer - 1 for layer in exits]) if confidence == "classifier" else {}
     measured = confidence if confidence != "classifier" else "gap"
     sums = _Sums(plan.unrolled_layers)
-    estimators = {layer: ThresholdEstimator(ThresholdOptions(condition=condition)) for layer in exits}
+    estimators = {layer: ThresholdEstimator(rule or ThresholdOptions(rule="thesis")) for layer in exits}
     kept: dict[int, list[tuple[Tensor, Tensor]]] = {layer: [] for layer in exits}
     for done, (tokens_T, targets_T) in enumerate(zip(rows.tokens_NT, _targets(rows), strict=True), start=1):
         row = _Row.read(decoder, tokens_T, targets_T, measured)

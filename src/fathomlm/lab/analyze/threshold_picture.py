@@ -1,11 +1,14 @@
-"""Where a confidence threshold comes from: the samples, what was fitted to them, the value over time (thesis 2.5.3)."""
+"""Where a confidence threshold comes from: the samples, what was fitted to them, how many tokens are wrong at each
+threshold, the value over time (thesis 2.5.3)."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
-from fathomlm.decode.threshold import BINS, ThresholdEstimator
+from fathomlm.decode.threshold import ThresholdEstimator
+from fathomlm.decode.threshold_beta import BINS
+from fathomlm.decode.threshold_risk import STEPS
 from fathomlm.lab.drawing import LINES, SELECTED, UNSELECTED, figure_over_table, plain_axes, save_figure, shortened
 from fathomlm.lab.tables import Rows
 
@@ -14,6 +17,7 @@ POINTS = 500
 MARKED = 40
 """Up to so many refits have a mark each."""
 POSTERIOR = LINES[2]
+WRONG = LINES[1]
 DARKER = {SELECTED: "#004B76", UNSELECTED: "#8F6200"}
 """Curves over the bars of the same class."""
 LEGEND: dict[str, Any] = {"fontsize": 8, "loc": "upper center", "bbox_to_anchor": (0.5, -0.13), "ncols": 3, "frameon": False}
@@ -21,17 +25,19 @@ LEGEND: dict[str, Any] = {"fontsize": 8, "loc": "upper center", "bbox_to_anchor"
 
 
 def draw_threshold(estimator: ThresholdEstimator, path: Path, name: str = "") -> None:
-    """Confidences by class with their fit, the threshold after each refit beside them, the numbers under them; a PNG.
+    """Confidences by class with their fit, wrong tokens by threshold and the threshold after each refit beside them, the
+    numbers under them; a PNG. The thresholds of both rules are marked, whichever is in force.
 
     `name` begins the title: the model, or whose requests these are.
     """
     colours = [DARKER[SELECTED], DARKER[UNSELECTED]]
-    figure, grid = figure_over_table(12.8, [4.4], _table(estimator), colours, columns=2, width_ratios=(3, 2))
+    figure, grid = figure_over_table(17.6, [4.4], _table(estimator), colours, columns=3, width_ratios=(3, 2.2, 1.8))
     draw_fit(figure.add_subplot(grid[0, 0]), estimator)
-    _draw_history(figure.add_subplot(grid[0, 1]), estimator)
+    _draw_risk(figure.add_subplot(grid[0, 1]), estimator)
+    _draw_history(figure.add_subplot(grid[0, 2]), estimator)
     ended = f"{estimator.sequences:,} sequence{'' if estimator.sequences == 1 else 's'}"
     state = "still calibrating" if estimator.calibrating else f"the first {estimator.options.calibrating:,} calibrated"
-    title = f"confidence threshold {estimator.threshold:.3f} after {ended}, {state}"
+    title = f"confidence threshold {estimator.threshold:.3f} (rule {estimator.options.rule}) after {ended}, {state}"
     save_figure(figure, f"{shortened(name)}: {title}" if name else title, path)
 
 
@@ -67,8 +73,7 @@ def draw_fit(axes: Any, estimator: ThresholdEstimator, title: str = "confidence 
         right.plot(places, curve, color=POSTERIOR, linestyle="-.", linewidth=1.8, label="posterior of agreement")
     condition = estimator.options.condition
     right.axhline(condition, color=POSTERIOR, linewidth=0.9, linestyle=":", label=f"condition {condition:g}")
-    label = f"threshold {estimator.threshold:.3f}"
-    right.axvline(estimator.threshold, color="black", linewidth=1.6, label=label, clip_on=False)
+    _mark(right, estimator)
     if not highest:
         axes.text(0.5, 0.6, "no samples yet", transform=axes.transAxes, ha="center", color="0.45")
     handles, labels = (
@@ -78,15 +83,51 @@ def draw_fit(axes: Any, estimator: ThresholdEstimator, title: str = "confidence 
     axes.legend(handles, labels, **LEGEND)
 
 
+def thresholds(estimator: ThresholdEstimator) -> dict[str, float]:
+    """By rule: the one in force first, and the other of the two that there is a choice between."""
+    own = estimator.options.rule
+    other = "thesis" if own == "risk" else "risk"
+    return {own: estimator.threshold, other: estimator.by(other)}
+
+
+def _mark(axes: Any, estimator: ThresholdEstimator) -> None:
+    for (rule, threshold), style in zip(thresholds(estimator).items(), ({"lw": 1.6}, {"lw": 1.2, "ls": "--"}), strict=True):
+        axes.axvline(threshold, color="black", label=f"threshold {threshold:.3f} ({rule})", clip_on=False, **style)
+
+
+def _draw_risk(axes: Any, estimator: ThresholdEstimator) -> None:
+    """The share of wrong tokens at each threshold, and what it stays below; tokens that exit on an axis of their own."""
+    texts, options = estimator.texts, estimator.options
+    places = [at / STEPS for at in range(STEPS)]
+    exits = axes.twinx()
+    exits.set_ylim(0, 1.02)
+    exits.set_ylabel("share of tokens that exit", color=POSTERIOR)
+    exits.tick_params(axis="y", colors=POSTERIOR)
+    exits.spines[["top", "left"]].set_visible(False)
+    if texts.count:
+        wrong, bounds = [texts.share(at) for at in range(STEPS)], [texts.bound(at, options.level) for at in range(STEPS)]
+        axes.plot(places, wrong, color=WRONG, linewidth=1.8, label="wrong tokens")
+        axes.plot(places, bounds, color=WRONG, linewidth=1.2, ls="--", label=f"bound, level {options.level:g}")
+        exits.plot(places, [texts.exiting(at) for at in range(STEPS)], color=POSTERIOR, linestyle="-.", label="exit")
+    else:
+        axes.text(0.5, 0.6, "no texts yet", transform=axes.transAxes, ha="center", color="0.45")
+    axes.axhline(options.risk, color=WRONG, linewidth=0.9, linestyle=":", label=f"risk {options.risk:g}")
+    _mark(axes, estimator)
+    axes.set_xlim(0, 1)
+    axes.set_ylim(0, min(1.0, 8 * options.risk))
+    plain_axes(axes, "tokens that exit with another choice", "threshold", "share of all tokens")
+    axes.legend(**{**LEGEND, "ncols": 2})
+
+
 def _draw_history(axes: Any, estimator: ThresholdEstimator) -> None:
     """Up to the last refit. The initial value stands at 0, unless the first refits are no longer known."""
     ended = [refit.sequence for refit in estimator.history]
     values = [refit.threshold for refit in estimator.history]
     if not ended or ended[0] == 1:
-        ended, values = [0, *ended], [estimator.options.initial, *values]
+        ended, values = [0, *ended], [estimator.options.start, *values]
     mark = {"marker": "o", "markersize": 3.5, "clip_on": False} if len(ended) <= MARKED else {}
     axes.plot(ended, values, color="black", linewidth=1.4, drawstyle="steps-post", label="in force", zorder=3, **mark)
-    axes.axhline(estimator.options.initial, color="0.45", linewidth=1.0, linestyle=":", label="initial value")
+    axes.axhline(estimator.options.start, color="0.45", linewidth=1.0, linestyle=":", label="initial value")
     axes.set_ylim(0, 1.1)
     axes.set_xlim(ended[0], max(ended[-1], ended[0] + 1))
     axes.xaxis.get_major_locator().set_params(integer=True)
@@ -96,12 +137,14 @@ def _draw_history(axes: Any, estimator: ThresholdEstimator) -> None:
 
 def _table(estimator: ThresholdEstimator) -> Rows:
     """A row for each class: its samples, their moments, and the Beta that has the same."""
-    rows = [["the deep model", "tokens", "mean confidence", "standard deviation", "alpha", "beta", "condition", "threshold"]]
+    marks = thresholds(estimator)
+    names = [f"threshold ({rule})" for rule in marks]
+    rows = [["the deep model", "tokens", "mean confidence", "standard deviation", "alpha", "beta", "condition", *names]]
     for name, samples in (("agrees", estimator.agree), ("disagrees", estimator.disagree)):
         numbers = ["-"] * 4
         if samples.count:
             beta = samples.fit()
             numbers = [f"{samples.mean:.3f}", f"{samples.variance**0.5:.3f}", f"{beta.alpha:.4g}", f"{beta.beta:.4g}"]
-        rows.append([name, f"{samples.count:,}", *numbers, "", ""])
-    rows[1][-2:] = [f"{estimator.options.condition:g}", f"{estimator.threshold:.3f}"]
+        rows.append([name, f"{samples.count:,}", *numbers, "", "", ""])
+    rows[1][-3:] = [f"{estimator.options.condition:g}", *(f"{threshold:.3f}" for threshold in marks.values())]
     return rows

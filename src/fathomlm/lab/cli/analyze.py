@@ -28,6 +28,7 @@ from fathomlm.decode.exiting import Exiting
 from fathomlm.decode.threshold import ThresholdOptions
 from fathomlm.depth.plan import DEFAULT_RECURSIONS
 from fathomlm.errors import OptionError
+from fathomlm.lab.cli.threshold_options import RuleOptions
 from fathomlm.lab.drawing import PlotOptions
 from fathomlm.options import like, option, section
 
@@ -174,7 +175,7 @@ class KeysAndValues(TextAnalysis):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Exits(TextAnalysis, ExitPackOptions):
+class Exits(TextAnalysis, ExitPackOptions, RuleOptions):
     """Run text through MODEL and treat every layer as an exit: agreement with the last layer, cosine similarity of the
     states, confidences by agreement with the fitted Beta densities. Then complete a few prompts and break down the time:
     layers, heads, confidences, cache, copied states."""
@@ -184,7 +185,7 @@ class Exits(TextAnalysis, ExitPackOptions):
     tokens: int = option(1024, ge=2, help="evaluate about N tokens")
     exit_layers: tuple[int, ...] | None = like(Exiting, "exit_layers", default_text="the model's own, or some of the layers")
     confidence: str = like(Exiting, "confidence", "gap", default_text=None)
-    condition: float = like(ThresholdOptions, "condition")
+    rule: str = like(ThresholdOptions, "rule", "thesis")
     prompts: int = option(4, ge=0, help="prompts to complete for the times; 0 skips them")
     max_new_tokens: int = option(32, ge=2, help="new tokens of each")
 
@@ -197,6 +198,7 @@ class Exits(TextAnalysis, ExitPackOptions):
         from fathomlm.lab.analyze.exits_report import fit_table, layer_table, time_table, write_exits
         from fathomlm.lab.analyze.token_rows import find, read_rows, row_length
 
+        rule = self.threshold_options()
         places = find(self.data)
         exits = check_exits(plan_of(self.model, self.exits), self.exit_layers, self.confidence)
         model = self.load(exits=self.exits, any_base=self.any_base)
@@ -204,9 +206,7 @@ class Exits(TextAnalysis, ExitPackOptions):
         context = row_length(model, self.context, most=min(LONGEST_EXIT_ROW, self.tokens))
         rows = read_rows(places, model, context=context, rows=max(1, self.tokens // context), column=self.column)
         with progress_bar("layers", unit="rows") as update:
-            numbers = measure(
-                model, rows, layers=exits, confidence=self.confidence, condition=self.condition, on_rows=update
-            )
+            numbers = measure(model, rows, layers=exits, confidence=self.confidence, rule=rule, on_rows=update)
         if self.prompts:
             prompts = _prompts(rows.tokens_NT.tolist(), self.prompts, model.architecture.context - self.max_new_tokens)
             threshold = numbers.exits[0].estimator.threshold

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,8 +18,9 @@ from fathomlm.cli.model_options import (
 from fathomlm.cli.progress import progress_bar
 from fathomlm.decode.exiting import Exiting
 from fathomlm.decode.sampling import Sampling
-from fathomlm.decode.threshold import ThresholdOptions
+from fathomlm.decode.threshold import RULES
 from fathomlm.errors import OptionError
+from fathomlm.lab.cli.threshold_options import RuleOptions
 from fathomlm.options import like, option
 
 if TYPE_CHECKING:
@@ -30,10 +31,11 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Calibrate(TextOptions, ModelOptions, ExitPackOptions, JsonOptions):
+class Calibrate(TextOptions, ModelOptions, ExitPackOptions, RuleOptions, JsonOptions):
     """Complete the beginnings of documents, compare at every token the choice of an exit with that of the full model, and
-    fit the confidence from which they mostly agree (two Beta densities). The result goes into the model's directory as
-    threshold.json, with a picture, and `generate --threshold adaptive` reads it there."""
+    find the smallest confidence threshold at which few enough tokens are wrong (--risk), or from which on the two mostly
+    agree (--rule thesis). The result goes into the model's directory as threshold.json, with a picture, and
+    `generate --threshold adaptive` reads it there."""
 
     data: tuple[str, ...] = like(TextOptions, "data", nargs="+")
     prompts: int = option(32, ge=1, help="documents to begin from")
@@ -44,8 +46,6 @@ class Calibrate(TextOptions, ModelOptions, ExitPackOptions, JsonOptions):
     max_new_tokens: int = option(64, ge=1, help="new tokens per prompt")
     exit_layers: tuple[int, ...] | None = like(Exiting, "exit_layers", help="the exit, counted from 1 in unrolled depth")
     confidence: str | None = like(Exiting, "confidence")
-    condition: float = like(ThresholdOptions, "condition")
-    priors: str = like(ThresholdOptions, "priors")
     out: Path | None = option(
         None, metavar="DIR", help="directory to write", default_text="--exits, or MODEL if it is a directory"
     )
@@ -55,6 +55,7 @@ class Calibrate(TextOptions, ModelOptions, ExitPackOptions, JsonOptions):
 
         out = _out_directory(self)
         layer = _one_layer(self)
+        rule = self.threshold_options()
         if self.chat and self.prompt_tokens is not None:
             raise OptionError("--chat cannot be combined with --prompt-tokens")
         check_matplotlib()
@@ -77,7 +78,7 @@ class Calibrate(TextOptions, ModelOptions, ExitPackOptions, JsonOptions):
                 sampling,
                 exit_layer=layer,
                 confidence=self.confidence,
-                options=ThresholdOptions(calibrating_sequences=len(prompts), condition=self.condition, priors=self.priors),
+                options=replace(rule, calibrating_sequences=len(prompts)),
                 on_text=on_text,
             )
         out.mkdir(parents=True, exist_ok=True)
@@ -134,7 +135,8 @@ def _record(found: Calibration, path: Path, picture: Path) -> dict[str, Any]:
         "disagreements": last.disagreements,
         "agree": {"alpha": last.agree.alpha, "beta": last.agree.beta},
         "disagree": {"alpha": last.disagree.alpha, "beta": last.disagree.beta},
-        "condition": estimator.options.condition,
+        **{name: getattr(estimator.options, name) for name in ("rule", "risk", "level", "condition", "priors")},
+        "rules": {rule: _rule(estimator, rule) for rule in RULES},
         "history": [{"text": refit.sequence, "threshold": refit.threshold} for refit in estimator.history],
         "file": str(path),
         "picture": str(picture),
@@ -144,14 +146,38 @@ def _record(found: Calibration, path: Path, picture: Path) -> dict[str, Any]:
 def _describe(record: dict[str, Any]) -> str:
     samples = record["agreements"] + record["disagreements"]
     part = record["agreements"] / samples if samples else 0.0
+    rules = [_describe_rule(name, found, record) for name, found in record["rules"].items() if name != "public"]
+    if record["rule"] == "public":
+        rules.append(_describe_rule("public", record["rules"]["public"], record))
     lines = [
         f"threshold {record['threshold']:.3f}: confidence '{record['confidence']}' after layer {record['exit_layer']}",
+        *rules,
         f"{record['texts']} prompts, {samples} tokens; the exit agreed with the full model at {part:.1%} of them",
         _beta("agreed", record["agreements"], record["agree"]),
         _beta("did not", record["disagreements"], record["disagree"]),
         f"wrote {record['file']} and {record['picture']}",
     ]
     return "\n".join(lines)
+
+
+def _rule(estimator: ThresholdEstimator, rule: str) -> dict[str, float]:
+    """What a rule says, and what would come of it on these texts; at the next lower threshold that is counted."""
+    from fathomlm.decode.threshold_risk import STEPS
+
+    threshold = estimator.threshold if rule == estimator.options.rule else estimator.by(rule)
+    texts, at = estimator.texts, int(threshold * STEPS)
+    return {"threshold": threshold, "exiting": texts.exiting(at), "wrong": texts.share(at)}
+
+
+def _describe_rule(name: str, found: dict[str, float], record: dict[str, Any]) -> str:
+    if name == "risk":
+        said = f"wrong below {record['risk']:.3g} of all tokens, confidence level {record['level']:g}"
+        if found["threshold"] == 1:
+            said += "; that takes more prompts, or a higher --risk"
+    else:
+        said = f"agreement at least {record['condition']:g} likely, {record['priors']} priors"
+    came = f"{found['exiting']:.1%} exit, {found['wrong']:.2%} of all wrong"
+    return f"  rule {name:7} {found['threshold']:.3f}: {came} ({said})"
 
 
 def _beta(name: str, count: int, fit: dict[str, float]) -> str:
