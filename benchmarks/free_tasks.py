@@ -263,7 +263,7 @@ def decode(args: argparse.Namespace) -> None:
     for name in args.only or TASKS:
         runs: list[tuple[str, str, str, Any]] = [("full", "free", "full", None), ("static", "free", "static", None)]
         runs += [(f"FREE, {t:g}", "free", "parallel", t) for t in FREE_THRESHOLDS]
-        learning = ThresholdOptions(expected_sequences=args.texts)
+        learning = ThresholdOptions(rule="thesis", expected_sequences=args.texts)
         runs += [("FREE, adaptive", "free", "parallel", ThresholdEstimator(learning))]
         runs += [("speculative", "free", "speculative", 0.5), ("full, CALM's model", "calm", "full", None)]
         runs += [(f"CALM, {t:g}", "calm", "state-copy", t) for t in CALM_THRESHOLDS]

@@ -116,10 +116,10 @@ class Bench:
         return self.captured.generate(prompt, Exiting(mode=way.mode, **fields), self.new, self.ends)
 
     def adaptive(self, prompts: Sequence[list[int]]) -> float:
-        """The threshold that the estimator learns from texts of other prompts (thesis 2.5.3)."""
+        """The threshold that the thesis' rule learns from texts of other prompts (thesis 2.5.3)."""
         from fathomlm.decode.threshold import ThresholdEstimator, ThresholdOptions
 
-        estimator = ThresholdEstimator(ThresholdOptions(calibrating_sequences=len(prompts)))
+        estimator = ThresholdEstimator(ThresholdOptions(rule="thesis", calibrating_sequences=len(prompts)))
         for prompt in prompts:
             self.text(prompt, Way("parallel", estimator))
         return float(estimator.threshold)

@@ -17,8 +17,11 @@ from typing import Any
 from smollm2_exit_measure import behind, held_out, held_out_loss, reply_header
 from smollm2_exit_report import fastest
 
+from fathomlm.decode.calibration import Calibration
+from fathomlm.decode.threshold_risk import STEPS
+
 CARD = Path(__file__).parent / "smollm2_exit_card.md"
-TEXTS, NEW_TOKENS = 24, 64
+TEXTS, NEW_TOKENS = 100, 64
 """Chats that the threshold is learnt from, and the tokens of each."""
 REPLY = 64
 """Tokens of the replies to the tests' messages."""
@@ -47,7 +50,7 @@ def ship(args: argparse.Namespace) -> dict[str, Any]:
         "tokens_seen": first["tokens"],
         "words": first["words"],
         "parameters": sum(value.numel() for value in pack.tensors.values()),
-        "threshold": round(learnt.estimator.threshold, 4),
+        **thresholds(learnt),
         "agreement": round(first["kinds"]["chats"]["held_out"]["agreement"], 4),
         "known": round(first["kinds"]["chats"]["held_out"]["known"], 4),
         "held_out_tokens": first["kinds"]["chats"]["held_out"]["tokens"],
@@ -62,6 +65,19 @@ def ship(args: argparse.Namespace) -> dict[str, Any]:
         (out / "record.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
         (out / "README.md").write_text(_card(record, (out / WEIGHTS).stat().st_size), encoding="utf-8")
     return record
+
+
+def thresholds(learnt: Calibration) -> dict[str, Any]:
+    """Where tokens exit by themselves, and where drafts are made; how many exit there, and how many of all are wrong."""
+    estimator = learnt.estimator
+    at = round(estimator.threshold * STEPS)
+    return {
+        "threshold": round(estimator.threshold, 4),
+        "draft_threshold": round(estimator.for_drafts().threshold, 4),
+        "texts": estimator.texts.count,
+        "exiting": round(estimator.texts.exiting(at), 4),
+        "wrong": round(estimator.texts.share(at), 4),
+    }
 
 
 def entries(record: dict[str, Any], layer: int) -> dict[str, list[dict[str, Any]]]:
@@ -114,7 +130,10 @@ def _card(record: dict[str, Any], size: int) -> str:
         "words": f"{record['words']:,}",
         "tokens": f"{record['tokens_seen'] / 1e6:.0f}M",
         "threshold": f"{record['threshold']:.2f}",
-        "texts": str(TEXTS),
+        "draft_threshold": f"{record['draft_threshold']:.2f}",
+        "texts": str(record["texts"]),
+        "exiting": _percent(record["exiting"]),
+        "wrong": _percent(record["wrong"]),
         "agreement": _percent(record["agreement"]),
         "known": _percent(record["known"]),
         "held_out_tokens": f"{record['held_out_tokens']:,}",

@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 
 from fathomlm.cli.main import main
+from fathomlm.decode.calibration import FILE, Calibration
+from fathomlm.decode.threshold import ThresholdEstimator
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -43,6 +45,35 @@ def test_it_writes_what_generate_reads(model: Path, texts: Path, capsys: pytest.
     said = capsys.readouterr().out
     assert said.startswith(f"threshold {record['threshold']:.3f}: confidence 'gap' after layer 2")
     assert "Beta(" in said
+    assert "rule risk    1.000: 0.0% exit, 0.00% of all wrong" in said, "40 tokens promise nothing"
+    assert "that takes more prompts, or a higher --risk" in said
+
+
+def test_each_rule_is_what_its_name_says(model: Path, texts: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """From the same samples, by all rules at once in the record, and in force by the one asked for."""
+    words = ["--data", str(texts), "--exit-layer", "2", "--max-new-tokens", "16", "--prompt-tokens", "4", "--json"]
+    found = {}
+    for rule, asked in (("risk", ["--risk", "0.9", "--level", "0.6"]), ("thesis", ["--priors", "measured"]), ("public", [])):
+        assert main(["calibrate", str(model), *words, "--rule", rule, *asked]) == 0
+        found[rule] = json.loads(capsys.readouterr().out)
+        assert (found[rule]["rule"], found[rule]["threshold"]) == (rule, found[rule]["rules"][rule]["threshold"])
+        assert list(found[rule]["rules"]) == ["risk", "thesis", "public"]
+    assert found["risk"]["risk"] == 0.9
+    assert found["thesis"]["priors"] == "measured"
+    everywhere = found["public"]["rules"]["thesis"]
+    assert everywhere["wrong"] <= everywhere["exiting"] <= 1
+
+
+def test_drafts_go_by_the_thesis_rule(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    estimator = ThresholdEstimator()
+    for at in range(20):
+        estimator.observe([0.9, 0.8, 0.7, 0.1, 0.2 + at / 100], [True, True, True, False, False])
+        estimator.end_sequence()
+    assert estimator.by("thesis") < 0.7 < estimator.threshold == 1.0
+    Calibration(exit_layer=2, confidence="gap", estimator=estimator).save(model / FILE)
+    for mode, threshold in (("parallel", 1.0), ("speculative", estimator.by("thesis"))):
+        assert main(["generate", str(model), "-p", "the", "--decode", mode, "--threshold", "adaptive", "--json"]) == 0
+        assert json.loads(capsys.readouterr().out)["exits"]["threshold"] == threshold
 
 
 def test_messages_go_through_the_chat_template(
@@ -83,6 +114,12 @@ def test_another_exit_than_the_calibrated_one_is_refused(
         (("--prompts", "0"), "--prompts must be >= 1"),
         (("--prompt-tokens", "0"), "--prompt-tokens must be >= 1"),
         (("--condition", "2"), "condition must be"),
+        (("--condition", "0.5"), "--condition requires --rule thesis or public, and the rule is risk"),
+        (("--rule", "thesis", "--risk", "0.1"), "--risk requires --rule risk, and the rule is thesis"),
+        (("--rule", "thesys"), "did you mean 'thesis'"),
+        (("--risk", "0"), "--risk must be > 0 and < 1, got 0"),
+        (("--risk", "1%"), "--risk must be"),
+        (("--level", "1"), "--level must be > 0 and < 1"),
         (("--priors", "even"), "priors"),
         (("--column", "txt", "--exit-layer", "2"), "txt"),
         (("--confidence", "gapp", "--exit-layer", "2"), "did you mean 'gap'"),

@@ -22,6 +22,7 @@ from fathomlm.decode.calibration import FILE, Calibration
 from fathomlm.decode.captured import CapturedDecoder
 from fathomlm.decode.exiting import Exiting
 from fathomlm.decode.prompts import chat_prompt, end_tokens
+from fathomlm.decode.threshold_risk import STEPS
 from fathomlm.model.hub import FathomForCausalLM
 from fathomlm.packaged import packaged_exits
 from packaged.shipped import record_of
@@ -81,6 +82,10 @@ def test_its_threshold_is_for_its_exit() -> None:
     assert (found.exit_layer, found.confidence) == (layer(), "gap")
     assert 0.05 < found.estimator.threshold < 0.9
     assert found.estimator.sequences >= 16
+    options, texts = found.estimator.options, found.estimator.texts
+    assert (options.rule, options.risk, options.level) == ("risk", 0.01, 0.95)
+    assert texts.share(round(found.estimator.threshold * STEPS)) < 0.01
+    assert found.estimator.for_drafts().threshold < 0.5
 
 
 def test_the_card_names_licences_and_what_it_agrees_with() -> None:
@@ -127,7 +132,7 @@ def test_it_foretells_the_full_model_as_often_as_its_record_says(
 def test_speculative_text_is_the_full_models_with_fewer_passes(
     captured: bool, exited: FathomForCausalLM, prompts: list[list[int]], replies: list[tuple[int, ...]]
 ) -> None:
-    threshold = Calibration.load(place() / FILE).estimator.threshold
+    threshold = Calibration.load(place() / FILE).estimator.for_drafts().threshold
     exiting = Exiting(mode="speculative", exit_layers=(layer(),), threshold=threshold, max_stack=6)
     found: list[tuple[list[int], int, int]] = []
     if captured:
@@ -158,5 +163,5 @@ def test_the_command_finds_it_by_name(
     assert "using the exits that ship with FathomLM" in captured.err
     assert found["exit_pack"] == str(place())
     assert tuple(found["results"][0]["tokens"]) == replies[0][:DRAFTED]
-    assert found["exits"]["threshold"] == pytest.approx(Calibration.load(place() / FILE).estimator.threshold)
+    assert found["exits"]["threshold"] == pytest.approx(Calibration.load(place() / FILE).estimator.for_drafts().threshold)
     assert found["exits"]["exit_rate"] > 0.1

@@ -162,7 +162,7 @@ def test_texts_are_those_of_generate_in_every_mode(mode: str) -> None:
 
 def test_an_adaptive_threshold_learns_from_the_first_texts_for_the_later() -> None:
     model = model_of("plain")
-    learning = ThresholdEstimator(ThresholdOptions(calibrating_sequences=3, initial=0.9))
+    learning = ThresholdEstimator(ThresholdOptions(rule="thesis", calibrating_sequences=3, initial=0.9))
     exiting = Exiting(mode="parallel", exit_layers=(3,), threshold=learning)
     samples = prompts("the water", "six fathoms", "a line")
     found = report(complete_samples(model, samples, Sampling(max_new_tokens=40), exiting=exiting), samples, squad)
