@@ -10,7 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fathomlm.errors import OptionError
-from fathomlm.train.losses.layerwise import candidates, layerwise_loss, monotone_map, squared_errors, uniform_layers
+from fathomlm.train.losses.layerwise import (
+    candidates,
+    layerwise_loss,
+    monotone_map,
+    squared_errors,
+    taught_layers,
+    uniform_layers,
+)
 
 B, T, M = 3, 5, 4
 
@@ -51,7 +58,9 @@ def test_layers_at_equal_distances():
     assert uniform_layers(6, 24) == (4, 8, 12, 16, 20, 24)
     assert uniform_layers(1, 4) == (4,)
     assert uniform_layers(3, 4) == (1, 3, 4)
-    assert candidates("last", 6, 24) == (24,)
+    assert candidates("last", 6, 24) == candidates("last_pair", 6, 24) == (24,)
+    assert taught_layers("last_pair", 6) == (6,)
+    assert taught_layers("dyna", 3) == taught_layers("last", 3) == (1, 2, 3)
     assert candidates("unif", 6, 24) == candidates("dyna", 6, 24) == (4, 8, 12, 16, 20, 24)
     for layers in range(2, 40):
         for shallow in range(1, layers):
@@ -88,28 +97,34 @@ def plain(shallow, deep, counted, mapping):
             ]
             for s in shallow
         ]
-        chosen = {"last": [0] * len(shallow), "unif": range(len(shallow))}.get(mapping)
-        if chosen is None:
-            chosen = brute_force([[float(e.detach()) for e in row] for row in errors])
-        total = total + sum(errors[i][j] for i, j in enumerate(chosen)) / len(shallow)
+        size = [[float(e.detach()) for e in row] for row in errors]
+        if mapping == "dyna":  # each deep layer chooses
+            pairs = [(i, j) for j, i in enumerate(brute_force(list(zip(*size, strict=True))))]
+        elif mapping == "dyna_equation":
+            pairs = list(enumerate(brute_force(size)))
+        else:
+            pairs = [(i, i if mapping == "unif" else 0) for i in range(len(shallow))]
+        total = total + sum(errors[i][j] for i, j in pairs) / len(pairs)
     return total
 
 
-@pytest.mark.parametrize("mapping", ["last", "unif", "dyna"])
+@pytest.mark.parametrize("mapping", ["last", "last_pair", "unif", "dyna", "dyna_equation"])
 def test_the_loss_and_its_gradient_are_the_formulas(mapping):
     for seed in range(4):
-        shallow, deep, counted = make(seed, deep=1 if mapping == "last" else 3)
+        sizes = {"last": (3, 1), "last_pair": (1, 1)}.get(mapping, (3, 3))
+        shallow, deep, counted = make(seed, *sizes)
         found = layerwise_loss(shallow, deep, counted, mapping)
         wanted = plain(shallow, deep, counted, mapping)
         torch.testing.assert_close(found.double(), wanted, rtol=1e-5, atol=1e-6)
-        gradients = torch.autograd.grad(wanted, shallow)
+        gradients = torch.autograd.grad(wanted, shallow, allow_unused=True)
         found.backward()
         for state, gradient in zip(shallow, gradients, strict=True):
-            torch.testing.assert_close(state.grad, gradient, rtol=1e-5, atol=1e-6)
+            assert state.grad is not None
+            torch.testing.assert_close(state.grad, torch.zeros_like(state) if gradient is None else gradient)
         assert all(state.grad is None for state in deep)
 
 
-@pytest.mark.parametrize("mapping", ["unif", "dyna"])
+@pytest.mark.parametrize("mapping", ["unif", "dyna", "dyna_equation"])
 def test_a_batch_may_be_split(mapping):
     shallow, deep, counted = make(rows=4)
     whole = layerwise_loss(shallow, deep, counted, mapping)
@@ -118,6 +133,26 @@ def test_a_batch_may_be_split(mapping):
         for i in range(4)
     ]
     torch.testing.assert_close(torch.stack(rows).sum(), whole)
+
+
+def test_the_last_layer_teaches_the_exit_only_in_the_direction_of_the_sentence():
+    """States that move on from layer to layer, as in a real model: by the equation shallow layers teach each other."""
+    generator = torch.Generator().manual_seed(1)
+    states = torch.randn(12, 1, T, M, generator=generator).cumsum(0)
+    counted = torch.ones(1, T)
+    for mapping, moved in (("dyna", True), ("dyna_equation", False)):
+        shallow = [state.clone().requires_grad_() for state in states[:4]]
+        deep = [states[layer - 1] for layer in candidates(mapping, 4, 12)]  # 3, 6, 9, 12
+        changed = [*deep[:-1], deep[-1] + 1]
+        layerwise_loss(shallow, deep, counted, mapping).backward()
+        before = [state.grad.clone() for state in shallow]
+        for state in shallow:
+            state.grad = None
+        layerwise_loss(shallow, changed, counted, mapping).backward()
+        assert any(not torch.equal(old, state.grad) for old, state in zip(before, shallow, strict=True)) == moved
+        taught = [bool(gradient.any()) for gradient in before]
+        assert taught[-1], "the exit is drawn"
+        assert taught[:3] == ([False] * 3 if moved else [True, True, False])
 
 
 def test_rows_choose_for_themselves():

@@ -186,7 +186,7 @@ def test_distillation_of_the_last_output_beside_exits_counts_as_much_as_the_last
     torch.testing.assert_close(found.detach(), (2 * (part["next_token"] + part["distill"]) + part["exit_2"]) / 3)
 
 
-@pytest.mark.parametrize("mapping", ["last", "unif", "dyna"])
+@pytest.mark.parametrize("mapping", ["last", "last_pair", "unif", "dyna", "dyna_equation"])
 def test_the_shallow_deep_objective_by_hand(mapping):
     """(L_S CE_S + L CE_D) / (L + L_S) + KD (thesis 2)."""
     model, (tokens, targets, keep) = decoder(PLAIN), batch()
@@ -195,13 +195,18 @@ def test_the_shallow_deep_objective_by_hand(mapping):
     )
     found, parts = Objective(model, recipe)(tokens, targets, keep)
     states = outputs(model, tokens, keep)
-    shallow, deep = states[:2], [states[3]] if mapping == "last" else [states[1], states[3]]
+    shallow, deep = states[:2], [states[3]] if "last" in mapping else [states[1], states[3]]
     counted = targets != IGNORE
     errors = torch.stack(
         [torch.stack([((s - d.detach()) ** 2).mean(-1).mul(counted).sum(-1) for d in deep], -1) for s in shallow], 1
     )
-    chosen = {"last": [[0, 0]] * 3, "unif": [[0, 1]] * 3, "dyna": monotone_map(errors.detach()).tolist()}[mapping]
-    kd = sum(errors[b, i, j] for b, row in enumerate(chosen) for i, j in enumerate(row)) / 2
+    nearest = {"dyna": errors.mT, "dyna_equation": errors}.get(mapping)
+    chosen = [[0, 0 if mapping == "last" else 1]] * 3 if nearest is None else monotone_map(nearest.detach()).tolist()
+    summed = errors.mT if mapping == "dyna" else errors
+    if mapping == "last_pair":
+        kd = errors[:, 1, 0].sum()
+    else:
+        kd = sum(summed[b, i, j] for b, row in enumerate(chosen) for i, j in enumerate(row)) / 2
     ce_s, ce_d = (entropy(model.logits(states[i]), targets) for i in (1, 3))
     torch.testing.assert_close(parts[-1], kd.detach())
     same(model, found, (2 * ce_s + 4 * ce_d) / 6 + 0.5 * kd)

@@ -30,7 +30,7 @@ LOSSES = {
     },
     **{
         mapping: {"loss": {"exits": {"at": [2], "weights": "weighted"}, "layerwise": {"shallow": 2, "mapping": mapping}}}
-        for mapping in ("last", "unif", "dyna")
+        for mapping in ("last", "unif", "dyna", "dyna_equation")
     },
     "pairs": {"data": {"path": "PAIRS", "pairs": ["ask", "say"], "source_length": 16, "target_length": 12}},
     "pairs and dyna": {

@@ -194,8 +194,8 @@ def test_the_losses_are_the_thesis_formula_and_reach_every_weight(recipe, corpus
         }
         counted = batch.targets_BT != -100
         row = lambda i, j: ((normed[i] - normed[j]).square().mean(-1) * counted).sum(-1)  # noqa: E731
-        # Two shallow layers, two deep candidates (layers 2 and 3); the mapping never goes back.
-        ways = [row(0, 1) + row(1, 1), row(0, 1) + row(1, 2), row(0, 2) + row(1, 2)]
+        # Two deep layers (2 and 3) that choose among two shallow ones; the mapping never goes back.
+        ways = [row(0, 1) + row(0, 2), row(0, 1) + row(1, 2), row(1, 1) + row(1, 2)]
         kd = torch.stack(ways).min(dim=0).values.sum() / 2
     assert dict(zip(objective.names, parts.tolist(), strict=True)) == pytest.approx(
         {"next_token": float(ce[2]), "exit_2": float(ce[1]), "layerwise": float(kd)}, rel=1e-5

@@ -22,7 +22,7 @@ from fathomlm.train.data.loader import IGNORE
 from fathomlm.train.losses.agreement import agreement_loss
 from fathomlm.train.losses.exits import exit_depths, exit_steps, exit_weights
 from fathomlm.train.losses.head import HeadParts, HeadTerms, Teacher, head_loss
-from fathomlm.train.losses.layerwise import candidates, layerwise_loss
+from fathomlm.train.losses.layerwise import candidates, layerwise_loss, taught_layers
 from fathomlm.train.losses.routing import openness, routing_names, routing_parts, smooth_openness
 from fathomlm.train.recipe import LossRecipe, RoutingLossRecipe
 from fathomlm.train.seq2seq import encode
@@ -306,5 +306,6 @@ def _layerwise_states(recipe: LossRecipe, decoder: Decoder) -> tuple[tuple[int, 
     if recipe.layerwise is None:
         return (), ()
     layers = decoder.plan.unrolled_layers
-    deep = candidates(recipe.layerwise.mapping, recipe.layerwise.shallow, layers)
-    return tuple(range(recipe.layerwise.shallow)), tuple(layer - 1 for layer in deep)
+    mapping, shallow = recipe.layerwise.mapping, recipe.layerwise.shallow
+    deep = candidates(mapping, shallow, layers)
+    return tuple(layer - 1 for layer in taught_layers(mapping, shallow)), tuple(layer - 1 for layer in deep)

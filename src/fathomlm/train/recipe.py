@@ -232,8 +232,10 @@ class LayerwiseRecipe:
 
     shallow: int = option(0, ge=1)
     """How many layers the shallow model has."""
-    mapping: Literal["last", "unif", "dyna"] = "dyna"
+    mapping: Literal["last", "last_pair", "unif", "dyna", "dyna_equation"] = "dyna"
+    """Which shallow layer is drawn towards which deep one: losses/layerwise.py."""
     weight: float = option(1.0, ge=0)
+    """1 in the thesis' equation, 0.5 in the public research code's scripts."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,11 +1,21 @@
 """Layerwise distillation between the two halves of a shallow-deep model (thesis 2.5.1).
 
-The shallow model is the first L_S layers; each of its hidden states is drawn towards one of the deep model's by mean
-squared error, after the final norm, the deep side detached. `last` takes the last layer for all, `unif` layers at equal
-distances, `dyna` the nearest of those layers such that the mapping never goes back.
+The shallow model is the first L_S layers; its hidden states are drawn towards the deep model's by mean squared error, after
+the final norm, the deep side detached. Which towards which:
 
-`dyna` chooses for each row of the batch by itself. The thesis chooses once for what a GPU holds, which would make the
-loss depend on how a batch is split; a row is the smallest unit that does not.
+    last             every shallow layer towards the last layer
+    last_pair        the last shallow layer alone towards the last layer, as the public research code
+    unif             every shallow layer towards its own of L_S layers at equal distances
+    dyna             each of these L_S layers draws the shallow layer that is nearest to it, never going back
+    dyna_equation    every shallow layer towards the one of these layers that is nearest to it, never going back
+
+The thesis' sentence on KD-dyna, and the public research code, say `dyna`; its equation says `dyna_equation`. There the
+candidates are layers of the whole model, and among those a shallow layer is nearest to itself, or to one that is shallow as
+well: on SmolLM2-135M with 8 of 30 layers, [4, 4, 4, 4, 4, 4, 8, 8]. No teacher is then deeper than the exit, and the exit
+is drawn nowhere. In the other direction every chosen layer teaches, the last one always.
+
+Both choose for each row of the batch by itself. The thesis chooses once for what a GPU holds, which would make the loss
+depend on how a batch is split; a row is the smallest unit that does not.
 
 Shapes: B rows, T tokens, M hidden width, I shallow layers, J candidate deep layers.
 """
@@ -30,7 +40,12 @@ def uniform_layers(shallow: int, layers: int) -> tuple[int, ...]:
 def candidates(mapping: str, shallow: int, layers: int) -> tuple[int, ...]:
     """The deep layers that a mapping may choose, counted from 1."""
     spread = uniform_layers(shallow, layers)
-    return (layers,) if mapping == "last" else spread
+    return (layers,) if mapping in ("last", "last_pair") else spread
+
+
+def taught_layers(mapping: str, shallow: int) -> tuple[int, ...]:
+    """The shallow layers that take part, counted from 1."""
+    return (shallow,) if mapping == "last_pair" else tuple(range(1, shallow + 1))
 
 
 def squared_errors(shallow: Sequence[Tensor], deep: Sequence[Tensor], counted_BT: Tensor) -> Tensor:
@@ -71,17 +86,23 @@ def _first_of_equals(least_BJ: Tensor, where_BJ: Tensor) -> Tensor:
 
 
 def layerwise_loss(shallow: Sequence[Tensor], deep: Sequence[Tensor], counted_BT: Tensor, mapping: str) -> Tensor:
-    """(1 / L_S) sum over i of MSE(H_S^i, H_D^m(i)), summed over tokens.
+    """The mean over pairs of MSE(H_S, H_D), summed over tokens: a pair for each of the shallow layers, in `dyna` for each of
+    the deep ones.
 
-    `shallow` are the normed states of layers 1..L_S, `deep` those of `candidates(...)`.
+    `shallow` are the normed states of `taught_layers(...)`, `deep` those of `candidates(...)`.
     """
-    taught = torch.stack([d.detach() for d in deep])
-    rows = torch.arange(counted_BT.shape[0], device=counted_BT.device)
-    if mapping == "dyna":
+    deep = [d.detach() for d in deep]
+    pairs: list[tuple[Tensor, Tensor]]
+    if mapping in ("dyna", "dyna_equation"):
+        rows = torch.arange(counted_BT.shape[0], device=counted_BT.device)
         with torch.no_grad():
-            choice = monotone_map(squared_errors(shallow, deep, counted_BT))
+            errors_BIJ = squared_errors(shallow, deep, counted_BT)
+        if mapping == "dyna":
+            choice, states = monotone_map(errors_BIJ.mT), torch.stack(list(shallow))
+            pairs = [(states[choice[:, j], rows], d) for j, d in enumerate(deep)]
+        else:
+            choice, states = monotone_map(errors_BIJ), torch.stack(deep)
+            pairs = [(s, states[choice[:, i], rows]) for i, s in enumerate(shallow)]
     else:
-        each = torch.zeros(len(shallow)) if mapping == "last" else torch.arange(len(shallow))
-        choice = each.long().to(rows.device).expand(len(rows), -1)
-    errors = [_error(state, taught[choice[:, i], rows], counted_BT).sum() for i, state in enumerate(shallow)]
-    return torch.stack(errors).sum() / len(shallow)
+        pairs = list(zip(shallow, deep if mapping == "unif" else deep * len(shallow), strict=True))
+    return torch.stack([_error(s, d, counted_BT).sum() for s, d in pairs]).sum() / len(pairs)
