@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import cache
 from types import SimpleNamespace
 from typing import Any
@@ -171,26 +172,33 @@ def naive(model: FathomForCausalLM, prompt: list[int], setting: Exiting, new: in
     they make its keys and values of; in the other modes nothing is frozen, since every token gets its own deep entries.
     """
     decoder, plan = model.decoder, model.plan
-    exits = setting.exits(plan)
+    exits, copies = setting.exits(plan), setting.mode in ("state-copy", "oracle-copy")
     text, left, layers = list(prompt), [plan.unrolled_layers] * len(prompt), []
-    for _ in range(new):
-        x = decoder.enter(torch.tensor([text]))
+    for index in range(new):
+        x, guesses = decoder.enter(torch.tensor([text])), {}
         rows = TokenBatch.of(x, None, None, past=0)
         masks = full_masks(decoder.architecture, plan, rows, x.dtype)
         kv = NoCache(plan)
         chosen = None
         for step in plan:
             out = decoder.run_steps(x, [step], masks, kv)  # type: ignore[arg-type]
-            frozen = torch.tensor([setting.mode == "state-copy" and layer <= step.index for layer in left])
+            frozen = torch.tensor([copies and layer <= step.index for layer in left])
             before, x = x, torch.where(frozen[None, :, None], x, out)
             if chosen is None and step.index in exits:
                 read = decoder.run_steps(x, plan.exit_steps((step.index,)), masks, kv)  # type: ignore[arg-type]
                 logits = decoder.exit_logits(read[:, -1], step.index, layered=True)
                 (sure,) = confidences(setting.confidence or "gap", AtExit(before[:, -1], x[:, -1], logits))
                 threshold = setting.threshold_now()
+                if setting.decay is not None and threshold is not None:
+                    threshold = min(1.0, 0.9 * threshold + 0.1 * math.exp(-setting.decay * index / new))
+                guesses[step.index + 1] = int(logits.argmax())
                 if setting.mode == "static" or threshold == 0 or (threshold is not None and sure > threshold):
                     chosen = int(logits.argmax()), step.index + 1
                     left[-1] = step.index + 1
+        if setting.mode == "oracle-copy":
+            best = int(decoder.exit_logits(x[:, -1], plan.unrolled_layers - 1).argmax())
+            left[-1] = next((layer for layer, guess in guesses.items() if guess == best), plan.unrolled_layers)
+            chosen = best, left[-1]
         chosen = chosen or (int(decoder.exit_logits(x[:, -1], plan.unrolled_layers - 1).argmax()), plan.unrolled_layers)
         text.append(chosen[0])
         layers.append(chosen[1])

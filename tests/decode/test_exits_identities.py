@@ -3,6 +3,7 @@ against one pass over the finished text, alone and in a batch."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -118,6 +119,33 @@ def test_state_copy_takes_the_first_exit_that_is_sure(name: str) -> None:
     assert len(layers) > 3, "several exits are used"
 
 
+@pytest.mark.parametrize("name", [*MAIN, "own-layer"])
+def test_an_oracle_with_copied_states_is_the_same_without_any_cache(name: str) -> None:
+    """It leaves where the last layer's choice is reached, by the entries that copying made; and its text is another one."""
+    copied, exact = (
+        generate(build(name), PROMPTS, max_new_tokens=2 * NEW, exiting=exiting(name, mode))
+        for mode in ("oracle-copy", "oracle")
+    )
+    for prompt, result in zip(PROMPTS, copied, strict=True):
+        found = naive(build(name), prompt, exiting(name, "oracle-copy"), 2 * NEW)
+        assert (list(result.tokens), list(result.exit_layers or ())) == found
+    assert mixed(copied)
+    assert all(result.oracle for result in copied)
+    assert (tokens(copied) != tokens(exact)) == (name not in SHARED_BEHIND)
+
+
+@pytest.mark.parametrize("name", MAIN)
+def test_a_decaying_threshold_is_the_formula_without_any_cache(name: str) -> None:
+    """CALM's: 0.9 T + 0.1 exp(-tau i / N)."""
+    threshold = mixing_threshold(name, 0.7)
+    setting = Exiting(mode="state-copy", threshold=threshold, min_exit_layer=2, decay=4.0)
+    got = generate(build(name), PROMPTS, max_new_tokens=NEW, exiting=setting)
+    for prompt, result in zip(PROMPTS, got, strict=True):
+        assert (list(result.tokens), list(result.exit_layers or ())) == naive(build(name), prompt, setting)
+    constant = generate(build(name), PROMPTS, max_new_tokens=NEW, exiting=replace(setting, decay=None))
+    assert [result.exit_layers for result in got] != [result.exit_layers for result in constant]
+
+
 def batch_of(name: str, setting: Exiting, **options: Any) -> tuple[SlotCache, list[Generation]]:
     """A batch, and the cache that it leaves behind."""
     model, sampling = build(name), Sampling(**{"max_new_tokens": NEW} | options)
@@ -216,6 +244,7 @@ EVERY: list[tuple[str, dict[str, Any]]] = [
     ("speculative", {"threshold": True, "max_stack": 2, "confidence": "max"}),
     ("select", {"threshold": True}),
     ("oracle", {}),
+    ("oracle-copy", {}),
 ]
 
 

@@ -71,6 +71,9 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ),
     ({"mode": "state-copy", "max_stack": 3}, "max_stack cannot be combined with state-copy decoding"),
     ({"mode": "oracle", "threshold": 0.5}, "threshold cannot be combined with the oracle"),
+    ({"mode": "oracle-copy", "threshold": 0.5}, "threshold cannot be combined with the oracle"),
+    ({"mode": "parallel", "decay": 4.0}, "decay cannot be combined with parallel decoding, only with state-copy"),
+    ({"mode": "state-copy", "decay": -1.0}, "decay must be >= 0"),
 ]
 
 

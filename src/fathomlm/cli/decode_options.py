@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from fathomlm.cli.first import check_pack
 from fathomlm.cli.model_options import ExitPackOptions, threshold_file
-from fathomlm.decode.exiting import USED, Exiting
+from fathomlm.decode.exiting import ORACLES, USED, Exiting
 from fathomlm.errors import OptionError
 from fathomlm.options import like, option
 from fathomlm.packaged import packaged_exits
@@ -94,13 +94,14 @@ class DecodeOptions(ShippedExitOptions):
     min_exit_layer: int | None = like(Exiting, "min_exit_layer")
     confidence: str | None = like(Exiting, "confidence")
     threshold: float | str | None = like(Exiting, "threshold")
+    decay: float | None = like(Exiting, "decay")
     refine: float | None = like(Exiting, "refine")
     max_stack: int | None = like(Exiting, "max_stack")
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.mode is None:
-            given = ("exits", "exit_layers", "confidence", "threshold", "min_exit_layer", "refine", "max_stack")
+            given = ("exits", "exit_layers", "confidence", "threshold", "min_exit_layer", "decay", "refine", "max_stack")
             for name in (name for name in given if getattr(self, name) is not None):
                 flag = {"exit_layers": "--exit-layer"}.get(name, f"--{name.replace('_', '-')}")
                 raise OptionError(f"{flag} requires --decode, such as --decode parallel")
@@ -118,7 +119,7 @@ class DecodeOptions(ShippedExitOptions):
         fields = {"exit_layers": self.exit_layers, "confidence": self.confidence, "threshold": self.threshold} | where
         exiting = Exiting(
             mode=self.mode,  # type: ignore[arg-type]
-            min_exit_layer=self.min_exit_layer, refine=self.refine, max_stack=self.max_stack, **fields,
+            min_exit_layer=self.min_exit_layer, decay=self.decay, refine=self.refine, max_stack=self.max_stack, **fields,
         )  # fmt: skip
         if shipped:
             tell_shipped(model)
@@ -139,7 +140,7 @@ class DecodeOptions(ShippedExitOptions):
             found.check([layer - 1 for layer in layers], self.confidence or found.confidence, str(path))
             threshold: float | AdaptiveThreshold = found.estimator.for_drafts() if drafts else found.estimator
         else:
-            compares = self.mode != "oracle" and "threshold" in USED.get(str(self.mode), ())
+            compares = self.mode not in ORACLES and "threshold" in USED.get(str(self.mode), ())
             if not shipped or self.threshold is not None or not compares or not path.is_file():
                 return {}
             found = Calibration.load(path)
@@ -227,6 +228,7 @@ def exit_record(exiting: Exiting | None, model: FathomModel, results: Sequence[G
         "confidence": exiting.confidence,
         "threshold": first.threshold,
         "adaptive": exiting.estimator is not None,
+        "decay": exiting.decay,
         "refine": exiting.refine,
         "max_stack": exiting.max_stack,
         "exit_rate": exit_rate(results),

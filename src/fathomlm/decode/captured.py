@@ -115,7 +115,7 @@ class CapturedDecoder:
             if run is not None:
                 run(state)
             elif exiting.mode == "state-copy":
-                self._state_copy(state, threshold)
+                self._state_copy(state, exiting, threshold)
             elif exiting.mode == "parallel":
                 self._parallel(state, threshold)
             elif mode == "cycle":
@@ -142,9 +142,10 @@ class CapturedDecoder:
             self.steps.run("static")
             state.take(int(self.steps.result()[1]), self._exit)
 
-    def _state_copy(self, state: _DecodingState, threshold: float) -> None:
+    def _state_copy(self, state: _DecodingState, exiting: Exiting, threshold: float) -> None:
         while state.on:
-            state.take(*self._run_to_exit(state, threshold))
+            now = exiting.decayed(threshold, len(state.text.tokens), state.most)
+            state.take(*self._run_to_exit(state, now))
 
     def _run_to_exit(self, state: _DecodingState, threshold: float) -> tuple[int, int]:
         """One token through the layers until an exit is sure: its choice, and the layer."""

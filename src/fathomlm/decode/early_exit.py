@@ -84,7 +84,7 @@ class StateCopy:
             gathered = forward.gather([seq.span for seq in sequences])
             output = policy.run_to_exit(forward, x_R1M, policy.steps[first : exit + 1], gathered, before)
             assert output.confidences is not None
-            confident = [policy.is_confident(confidence) for confidence in output.confidences]
+            confident = [policy.is_confident(sure, seq) for sure, seq in zip(output.confidences, sequences, strict=True)]
             stay = [r for r, exits in enumerate(confident) if not exits]
             self._exit(sequences, output, [r for r, exits in enumerate(confident) if exits], exit)
             if not stay:
@@ -103,9 +103,7 @@ class StateCopy:
         if not exiting:
             return
         assert output.confidences is not None
-        gathered = self._forward.gather([sequences[r].span for r in exiting])
-        own = self._policy.plan.exit_steps(index for index in self._policy.exits if index > exit)
-        self._forward.copy(output.state_RM[exiting][:, None], (*self._policy.steps[exit + 1 :], *own), gathered)
+        copy_state(self._forward, self._policy, output.state_RM[exiting], [sequences[r] for r in exiting], exit)
         for r in exiting:
             seq, token_exit = sequences[r], TokenExit(exit + 1, output.confidences[r])
             seq.take(seq.pick(output.logits_RV[r]), token_exit)
@@ -115,6 +113,15 @@ class StateCopy:
         for seq, logits_V, (likeliest, confidence) in zip(sequences, logits_RV, passed, strict=True):
             agreed = likeliest == seq.likeliest(logits_V)
             seq.take(seq.pick(logits_V), TokenExit(self._policy.last + 1, confidence, agreed))
+
+
+def copy_state(
+    forward: PartialForward, policy: ExitPolicy, state_RM: Tensor, sequences: Sequence[ExitingSequence], exit: int
+) -> None:
+    """Deeper layers, and deeper exits' own, make the last tokens' entries of the states that they exited with."""
+    own = policy.plan.exit_steps(index for index in policy.exits if index > exit)
+    gathered = forward.gather([seq.span for seq in sequences])
+    forward.copy(state_RM[:, None], (*policy.steps[exit + 1 :], *own), gathered)
 
 
 class SelectExit:
@@ -130,7 +137,7 @@ class SelectExit:
         seen, last = run_all(self._forward, self._policy, sequences)
         for r, (seq, logits_V) in enumerate(zip(sequences, last.logits_RV, strict=True)):
             sure = [output.confidences[r] for output in seen if output.confidences is not None]
-            at = next((i for i, confidence in enumerate(sure) if self._policy.is_confident(confidence)), None)
+            at = next((i for i, confidence in enumerate(sure) if self._policy.is_confident(confidence, seq)), None)
             output = seen[-1 if at is None else at]
             agreed = seq.likeliest(output.logits_RV[r]) == seq.likeliest(logits_V)
             if at is None:
@@ -159,11 +166,12 @@ class OracleExit:
     """A token exits at the earliest exit whose most likely token is the last layer's too (thesis 2.4.1).
 
     No real decoding knows the last layer's choice before it has run, and here it does run, for every token. So the tokens
-    are those of the full model, and the exits show how early tokens could have exited at best.
+    are those of the full model, and the exits show how early tokens could have exited at best. With `copies` its state there
+    stands in for what deeper layers saw of it, as in `StateCopy`: what is lost then is what copying alone costs.
     """
 
-    def __init__(self, forward: PartialForward, policy: ExitPolicy) -> None:
-        self._forward, self._policy = forward, policy
+    def __init__(self, forward: PartialForward, policy: ExitPolicy, copies: bool = False) -> None:
+        self._forward, self._policy, self._copies = forward, policy, copies
         self.prompt_steps = policy.steps
 
     def step(self, sequences: Sequence[ExitingSequence]) -> None:
@@ -178,6 +186,8 @@ class OracleExit:
             if any(agreed):
                 at = agreed.index(True)
                 token_exit = TokenExit(policy.exits[at] + 1, sure[at], True)
+                if self._copies:
+                    copy_state(self._forward, policy, seen[at].state_RM[[r]], [seq], policy.exits[at])
             else:
                 token_exit = TokenExit(policy.last + 1, sure[-1], False)
             seq.take(seq.pick(logits_V), token_exit)
@@ -193,6 +203,7 @@ EXIT_MODES: dict[str, Callable[[PartialForward, ExitPolicy, Exiting], ExitMode]]
     "speculative": lambda forward, policy, exiting: ParallelDecoding(forward, policy, exiting.max_stack, verified),
     "select": lambda forward, policy, exiting: SelectExit(forward, policy),
     "oracle": lambda forward, policy, exiting: OracleExit(forward, policy),
+    "oracle-copy": lambda forward, policy, exiting: OracleExit(forward, policy, copies=True),
 }
 
 

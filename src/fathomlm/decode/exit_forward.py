@@ -22,6 +22,7 @@ from torch import Tensor
 from fathomlm.cache import Focus, SlotCache, Span
 from fathomlm.decode.confidence import AtExit, ExitClassifier, confidences, find_classifiers, find_gate
 from fathomlm.decode.exiting import Exiting
+from fathomlm.decode.generation import ExitingSequence
 from fathomlm.depth import Step
 from fathomlm.model.attention_mask import AttentionMasks, TokenBatch, gathered_masks
 from fathomlm.model.decoder import Decoder
@@ -121,6 +122,7 @@ class ExitPolicy:
         self.exits = exiting.exits(decoder.plan)
         """The indices of the steps that exits follow."""
         self.threshold = exiting.threshold_now()
+        self._exiting = exiting
         self._measure = exiting.confidence
         self._classifiers: dict[int, ExitClassifier] = {}
         if exiting.confidence == "classifier":
@@ -154,10 +156,11 @@ class ExitPolicy:
             sure = confidences(self._measure, at)
         return ExitOutput(after_R1M[:, -1], logits_RV, sure)
 
-    def is_confident(self, confidence: float) -> bool:
-        """Whether a token exits."""
+    def is_confident(self, confidence: float, seq: ExitingSequence) -> bool:
+        """Whether the sequence's next token exits."""
         assert self.threshold is not None
-        return exceeds(confidence, self.threshold)
+        state = seq.state
+        return exceeds(confidence, self._exiting.decayed(self.threshold, len(state.tokens), state.max_new_tokens))
 
 
 def exceeds(confidence: float, threshold: float) -> bool:

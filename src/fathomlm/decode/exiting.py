@@ -12,19 +12,22 @@ from fathomlm.errors import OptionError, require
 from fathomlm.options import check, option
 
 CONFIDENCES = ("gap", "max", "state", "classifier", "gate")
-Mode = Literal["full", "static", "state-copy", "parallel", "speculative", "select", "oracle"]
+Mode = Literal["full", "static", "state-copy", "parallel", "speculative", "select", "oracle", "oracle-copy"]
 MODES: tuple[str, ...] = get_args(Mode)
 USED: dict[str, tuple[str, ...]] = {
     "full": (),
     "static": ("exit_layers",),
-    "state-copy": ("exit_layers", "min_exit_layer", "confidence", "threshold"),
+    "state-copy": ("exit_layers", "min_exit_layer", "confidence", "threshold", "decay"),
     "parallel": ("exit_layers", "confidence", "threshold", "refine", "max_stack"),
     "speculative": ("exit_layers", "confidence", "threshold", "max_stack"),
     "select": ("exit_layers", "min_exit_layer", "confidence", "threshold"),
     "oracle": ("exit_layers", "min_exit_layer", "confidence", "threshold"),
+    "oracle-copy": ("exit_layers", "min_exit_layer", "confidence", "threshold"),
 }
 """The options that each mode has."""
-MULTIPLE = ("state-copy", "select", "oracle")
+ORACLES = ("oracle", "oracle-copy")
+"""The modes that know the last layer's choice, and compare no threshold."""
+MULTIPLE = ("state-copy", "select", *ORACLES)
 """The modes with any number of exits; the others have one."""
 DEFAULT_THRESHOLD = 0.9
 DEFAULT_STACK = 16
@@ -70,7 +73,8 @@ class Exiting:
         help="what happens at an exit: full never exits; static always does; state-copy gives deeper layers the exit's "
         "state (CALM); parallel runs them later, several tokens at once (FREE); speculative lets the full model verify what "
         "the exit drafted; select runs every layer and takes the first confident exit's choice; oracle exits as soon as the "
-        "last layer's choice is reached. full, speculative and oracle keep the full model's output",
+        "last layer's choice is reached, and oracle-copy gives deeper layers the state there. full, speculative and oracle "
+        "keep the full model's output",
     )  # fmt: skip
     exit_layers: tuple[int, ...] | None = option(
         None, ge=1, flag="--exit-layer", metavar="N", default_text="the model's own exits",
@@ -85,8 +89,12 @@ class Exiting:
     )  # fmt: skip
     """An estimator's threshold is read once a batch; what it learns from the batch holds for the next."""
     min_exit_layer: int | None = option(
-        None, ge=1, metavar="N", help="state-copy, select, oracle: every layer from N on is an exit"
+        None, ge=1, metavar="N", help="state-copy, select, oracle, oracle-copy: every layer from N on is an exit"
     )
+    decay: float | None = option(
+        None, ge=0, metavar="TAU",
+        help="state-copy: the threshold falls over the text, 0.9 T + 0.1 exp(-TAU i / max new tokens) at token i (CALM)",
+    )  # fmt: skip
     refine: float | None = option(
         None, ge=0, finite=False, metavar="T",
         help="parallel: go back to a token whose -log p under the full model exceeds T; 0 is strictest",
@@ -102,13 +110,13 @@ class Exiting:
             layers = tuple(layers) if isinstance(layers, list | tuple) else (layers,)
             object.__setattr__(self, "exit_layers", layers)
         check(self)
-        for name in ("exit_layers", "confidence", "threshold", "min_exit_layer", "refine", "max_stack"):
+        for name in ("exit_layers", "confidence", "threshold", "min_exit_layer", "decay", "refine", "max_stack"):
             if getattr(self, name) is not None and name not in USED[self.mode]:
                 users = _listed([mode for mode in MODES if name in USED[mode]])
                 raise OptionError(f"{name} cannot be combined with {self.mode} decoding, only with {users}")
         for name, value in (("confidence", "gap"), ("threshold", DEFAULT_THRESHOLD), ("max_stack", DEFAULT_STACK)):
             unset = name in USED[self.mode] and getattr(self, name) is None
-            if unset and not (name == "threshold" and self.mode == "oracle"):
+            if unset and not (name == "threshold" and self.mode in ORACLES):
                 object.__setattr__(self, name, value)
         self._check_layers()
         self._check_threshold()
@@ -125,7 +133,7 @@ class Exiting:
         threshold = self.threshold
         if threshold is None or isinstance(threshold, AdaptiveThreshold):
             return
-        if self.mode == "oracle":
+        if self.mode in ORACLES:
             raise OptionError(
                 "threshold cannot be combined with the oracle; give an estimator to have it learn from the oracle"
             )
@@ -140,9 +148,16 @@ class Exiting:
     def threshold_now(self) -> float | None:
         """The number in force; None where the mode compares none."""
         threshold = self.threshold
-        if self.mode == "oracle" or threshold is None:
+        if self.mode in ORACLES or threshold is None:
             return None
         return float(threshold.threshold if isinstance(threshold, AdaptiveThreshold) else threshold)
+
+    def decayed(self, threshold: float, index: int, most: int) -> float:
+        """What holds at a token of a text of at most `most`, from 0: early mistakes cost more tokens than late ones (CALM,
+        Schuster et al. 2022, section 3.5)."""
+        if self.decay is None:
+            return threshold
+        return min(1.0, 0.9 * threshold + 0.1 * math.exp(-self.decay * index / most))
 
     def exits(self, plan: DepthPlan) -> tuple[int, ...]:
         """The indices of the steps after which a token of this model may exit, the last step left out."""

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from fathomlm.cache import Span
+from fathomlm.decode.exiting import ORACLES
 from fathomlm.decode.logits import likeliest, pick, sampling_probabilities, seen_tokens
 from fathomlm.decode.prompts import end_tokens
 from fathomlm.decode.sampling import Sampling
@@ -183,7 +184,7 @@ class SequenceState:
             exit_layers=tuple(token_exit.layer for token_exit in self.token_exits),
             confidences=confidences or None,
             agreements=tuple(token_exit.agreement for token_exit in self.token_exits) if confidences else None,
-            oracle=exits.mode == "oracle",
+            oracle=exits.mode in ORACLES,
             exits=exits,
         )
 

@@ -50,7 +50,7 @@ class ParallelDecoding:
             likeliest = seq.likeliest(logits_V)
             waiting = WaitingToken(seq.position, output.state_RM[r], logits_V, likeliest, token_exit)
             seq.stack.append(waiting)
-            if policy.is_confident(output.confidences[r]):
+            if policy.is_confident(output.confidences[r], seq):
                 waiting.chosen = seq.pick(logits_V)
                 self._advance(seq, waiting.chosen, token_exit)
             if waiting.chosen is None or self._must_catch_up(seq):

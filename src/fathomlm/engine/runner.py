@@ -211,8 +211,8 @@ def _exit_layer(plan: DepthPlan, exiting: Exiting | None) -> int | None:
         return None
     if exiting.mode not in ("parallel", "state-copy"):
         raise OptionError(f"the engine exits by 'parallel' or 'state-copy' decoding, not '{exiting.mode}'")
-    if exiting.confidence not in (None, "gap") or exiting.refine is not None:
-        raise OptionError("the engine supports only confidence='gap' and no refinement")
+    if exiting.confidence not in (None, "gap") or exiting.refine is not None or exiting.decay is not None:
+        raise OptionError("the engine supports only confidence='gap', no refinement and no decay")
     exits = exiting.exits(plan)
     if len(exits) != 1 or exiting.exit_layers is None:
         raise OptionError("the engine supports one exit: name its layer in exit_layers")
