@@ -56,6 +56,35 @@ def test_thresholds_of_two_models(looped: str, plain: str, data: str, tmp_path: 
     assert (out / "frontier.png").stat().st_size > 10_000
 
 
+def test_calm_is_swept_to_the_smallest_threshold_that_keeps_the_quality(
+    looped: str, data: str, tmp_path: Path, capsys: Any, mistake: Any
+) -> None:
+    calm = ["--sweep", "threshold", "--decode", "state-copy", "--min-exit-layer", "3", "--decay", "4"]
+    words = [
+        "eval",
+        "frontier",
+        looped,
+        "--data",
+        data,
+        *calm,
+        "--thresholds",
+        "0,0.5,1",
+        *SHORT,
+        "--out",
+        str(tmp_path / "a"),
+    ]
+    assert main(words) == 0
+    printed = capsys.readouterr().out
+    (curve,) = json.loads((tmp_path / "a" / "frontier.json").read_text())["curves"]
+    assert [point["kind"] for point in curve["points"]] == ["sweep", "sweep", "sweep", "full"], "no adaptive threshold"
+    kept = [point["name"] for point in curve["points"][:3] if point["score"] >= 0.99]
+    assert curve["keeps_99"] == (kept[0] if kept else None)
+    assert (f"looped: {curve['keeps_99']} keeps 99% of the full model's score" in printed) == bool(kept)
+    assert "--decay requires --sweep threshold" in mistake(looped, "--data", data, "--sweep", "depth", "--decay", "4")
+    both = ("--sweep", "threshold", "--min-exit-layer", "3")
+    assert "min_exit_layer cannot be combined with parallel decoding" in mistake(looped, "--data", data, *both)
+
+
 def test_layers_and_depths_by_perplexity_as_a_table(looped: str, data: str, tmp_path: Path, capsys: Any) -> None:
     for sweep, shown in (("exit-layer", "recursion 1"), ("depth", "max. depth 1")):
         out = tmp_path / sweep

@@ -118,7 +118,7 @@ def test_several_exits_are_those_of_the_slow_mode(kind: str) -> None:
 def test_an_estimator_learns_what_it_learns_slowly(mode: Any) -> None:
     model = tiny("plain")
     captured = CapturedDecoder(model.decoder, length=64, exit_layers=2)
-    estimators = [ThresholdEstimator(ThresholdOptions(initial=0.05, least=5)) for _ in range(2)]
+    estimators = [ThresholdEstimator(ThresholdOptions(rule="thesis", initial=0.05, least=5)) for _ in range(2)]
     for prompt in ([3, 1, 4], [1, 5, 9, 2], [6]):
         fast, slow = (Exiting(mode=mode, exit_layers=(2,), threshold=estimator) for estimator in estimators)
         assert captured.generate(prompt, fast, NEW).tokens == slowly(model, prompt, slow)[0]

@@ -3,7 +3,6 @@ against one pass over the finished text, alone and in a batch."""
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -138,12 +137,14 @@ def test_an_oracle_with_copied_states_is_the_same_without_any_cache(name: str) -
 def test_a_decaying_threshold_is_the_formula_without_any_cache(name: str) -> None:
     """CALM's: 0.9 T + 0.1 exp(-tau i / N)."""
     threshold = mixing_threshold(name, 0.7)
-    setting = Exiting(mode="state-copy", threshold=threshold, min_exit_layer=2, decay=4.0)
-    got = generate(build(name), PROMPTS, max_new_tokens=NEW, exiting=setting)
-    for prompt, result in zip(PROMPTS, got, strict=True):
-        assert (list(result.tokens), list(result.exit_layers or ())) == naive(build(name), prompt, setting)
-    constant = generate(build(name), PROMPTS, max_new_tokens=NEW, exiting=replace(setting, decay=None))
-    assert [result.exit_layers for result in got] != [result.exit_layers for result in constant]
+    falling = [Exiting(mode="state-copy", threshold=threshold, min_exit_layer=2, decay=decay) for decay in (0.5, 20.0)]
+    left = []
+    for setting in falling:
+        got = generate(build(name), PROMPTS, max_new_tokens=NEW, exiting=setting)
+        for prompt, result in zip(PROMPTS, got, strict=True):
+            assert (list(result.tokens), list(result.exit_layers or ())) == naive(build(name), prompt, setting)
+        left.append([result.exit_layers for result in got])
+    assert left[0] != left[1]
 
 
 def batch_of(name: str, setting: Exiting, **options: Any) -> tuple[SlotCache, list[Generation]]:
@@ -290,7 +291,7 @@ def test_a_session_equals_fresh_generation(name: str, mode: str, options: dict[s
     for prompt in (longer, edited, longer[:6], [90, *longer], [90]):
         got = session.generate(prompt, max_new_tokens=8, **sampling)
         assert told([got]) == told(generate(model, [prompt], max_new_tokens=8, exiting=setting, **sampling))
-        held = prompt[:-1] if mode == "state-copy" else [*prompt, *got.tokens[:-1]]
+        held = prompt[:-1] if mode in ("state-copy", "oracle-copy") else [*prompt, *got.tokens[:-1]]
         assert session.held == tuple(held)
     session.reset()
     assert session.held == ()

@@ -148,9 +148,10 @@ class SlotCache:
         assert slots.v is not None
         return slots.k[row, :, : slots.counts[row]], slots.v[row, :, : slots.counts[row]]
 
-    def truncate(self, length: int, row: int | None = None) -> None:
-        """Forget everything after the first `length` slots, of one row or of all."""
-        for slots in self._steps.values():
+    def truncate(self, length: int, row: int | None = None, steps: Iterable[Step] | None = None) -> None:
+        """Forget everything after the first `length` slots, of one row or of all, in some steps or in all."""
+        indices = self._steps if steps is None else [step.index for step in steps if step.index in self._steps]
+        for slots in (self._steps[index] for index in indices):
             for r in range(self._rows) if row is None else (row,):
                 slots.counts[r] = min(slots.counts[r], length)
 

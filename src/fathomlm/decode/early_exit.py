@@ -118,10 +118,13 @@ class StateCopy:
 def copy_state(
     forward: PartialForward, policy: ExitPolicy, state_RM: Tensor, sequences: Sequence[ExitingSequence], exit: int
 ) -> None:
-    """Deeper layers, and deeper exits' own, make the last tokens' entries of the states that they exited with."""
+    """Deeper layers, and deeper exits' own, make the last tokens' entries of the states that they exited with, in place of
+    those that they have made."""
     own = policy.plan.exit_steps(index for index in policy.exits if index > exit)
-    gathered = forward.gather([seq.span for seq in sequences])
-    forward.copy(state_RM[:, None], (*policy.steps[exit + 1 :], *own), gathered)
+    deeper = (*policy.steps[exit + 1 :], *own)
+    for seq in sequences:
+        forward.cache.truncate(seq.position, seq.index, deeper)
+    forward.copy(state_RM[:, None], deeper, forward.gather([seq.span for seq in sequences]))
 
 
 class SelectExit:

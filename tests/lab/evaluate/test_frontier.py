@@ -17,6 +17,8 @@ from fathomlm.lab.evaluate.encoding import TextEncoder
 from fathomlm.lab.evaluate.frontier import (
     FULL_DEPTH,
     DecodedSweep,
+    SweepPoint,
+    TradeOffCurve,
     area,
     build_curve,
     decode_settings,
@@ -45,6 +47,21 @@ def test_settings_end_with_the_whole_model():
     assert [each.value for each in sweep_settings(model_of("plain").plan, "exit-layer", None)] == [1, 2, 3, 4, 5, None]
     found = threshold_settings(model_of("plain").plan, (0.5, 0.1), exit_layer=2)
     assert [(each.value, each.kind) for each in found] == [(0.1, "sweep"), (0.5, "sweep"), (None, "full")]
+
+
+def test_the_smallest_setting_that_keeps_99_percent():
+    def point(kind, value, score):
+        rest = dict.fromkeys(("quality", "ms_per_token", "relative_latency", "flops_per_token", "relative_flops"), 1.0)
+        return SweepPoint(name=f"{value}", kind=kind, value=value, score=score, exit_rate=None, mean_exit_layer=None, **rest)
+
+    points = [point("sweep", value, score) for value, score in ((0.0, 0.2), (0.3, 0.396), (0.6, 0.39), (1.0, 0.4))]
+    points += [point("full", None, 0.4), point("adaptive", 0.1, 0.5)]
+    curve = TradeOffCurve(model="m", plan="p", points=tuple(points), latency_area=0, flops_area=0)
+    assert curve.kept is points[1]
+    assert curve.to_dict()["keeps_99"] == "0.3"
+    assert (
+        TradeOffCurve(model="m", plan="p", points=tuple(points[:1] + points[4:]), latency_area=0, flops_area=0).kept is None
+    )
 
 
 def test_settings_that_a_model_does_not_have():

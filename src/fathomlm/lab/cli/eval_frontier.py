@@ -68,7 +68,9 @@ class Frontier(ForceOptions, JsonOptions, ColumnOptions, DeviceOptions, ShippedE
         Exiting, "mode", None, choices=("parallel", "state-copy", "speculative"), default_text="parallel",
         help="threshold: what happens at an exit",
     )  # fmt: skip
+    min_exit_layer: int | None = like(Exiting, "min_exit_layer", help="state-copy: every layer from N on is an exit")
     confidence: str | None = like(Exiting, "confidence")
+    decay: float | None = like(Exiting, "decay")
     out: Path = option(Path("analysis/frontier"), metavar="DIR", help="directory to write")
 
     def run(self) -> int:
@@ -108,6 +110,9 @@ class Frontier(ForceOptions, JsonOptions, ColumnOptions, DeviceOptions, ShippedE
         for curve in curves:
             print_table(point_table(curve, self.quality), f"{curve.model}: {curve.plan}")
         print_table(table)
+        for curve in curves:
+            if curve.kept is not None:
+                print(f"{curve.model}: {curve.kept.name} keeps 99% of the full model's score")
         print(f"wrote {self.out / 'frontier.png'} and {self.out / 'frontier.json'}")
         return 0
 
@@ -117,12 +122,14 @@ def _check(options: Frontier) -> Path | None:
     if len(set(options.models)) < len(options.models):
         raise OptionError("duplicate MODEL")
     exiting = options.sweep == "threshold" and len(options.models) == 1
-    pack = options.pack(
-        options.models[0], options.mode or "parallel" if exiting else None, placed=options.exit_layer is not None
-    )
+    placed = options.exit_layer is not None or options.min_exit_layer is not None
+    pack = options.pack(options.models[0], options.mode or "parallel" if exiting else None, placed=placed)
     if pack is not None and len(options.models) > 1:
         raise OptionError(f"--exits belong to one MODEL, got {len(options.models)}")
-    for name, flag in (("thresholds", "--thresholds"), ("mode", "--decode"), ("confidence", "--confidence")):
+    for name, flag in (
+        ("thresholds", "--thresholds"), ("mode", "--decode"), ("confidence", "--confidence"),
+        ("min_exit_layer", "--min-exit-layer"), ("decay", "--decay"),
+    ):  # fmt: skip
         if getattr(options, name) is not None and options.sweep != "threshold":
             raise OptionError(f"{flag} requires --sweep threshold")
     if pack is not None and options.exits is None:
@@ -145,6 +152,8 @@ def _settings(options: Frontier, pack: Path | None, name: str) -> tuple[SweepSet
         mode=options.mode or "parallel",
         exit_layer=_one_layer(options),
         confidence=options.confidence,
+        min_exit_layer=options.min_exit_layer,
+        decay=options.decay,
     )
 
 
@@ -186,7 +195,8 @@ def _measure(
     sampling = Sampling(
         max_new_tokens=options.max_new_tokens, ignore_eos=form is None, stop=() if form is None else form.stop
     )
-    if options.sweep == "threshold":
+    several = options.min_exit_layer is not None or options.decay is not None
+    if options.sweep == "threshold" and not several:  # a threshold is learnt for one exit, and to be held
         settings = (*settings, _adaptive(options, threshold_file(name, pack), model, prompts, settings))
     with progress_bar(f"decoding {model_name(name)}", unit="prompts") as update:
         decoded = decode_settings(model, prompts, sampling, settings, repeats=options.repeats, on_done=update)

@@ -30,6 +30,8 @@ from fathomlm.model.seq2seq import FathomModel
 
 WARM_UP = 2
 ROUNDING = 1e-9
+KEEP = 0.99
+"""Of the full model's score: what a setting must keep to count as one that loses nothing."""
 SWEEPS = ("threshold", "depth", "exit-layer")
 THRESHOLDS = tuple(step / 10 for step in range(11))
 """As in the thesis: from 0, every token exits, to 1, none does."""
@@ -82,11 +84,12 @@ def threshold_settings(
     mode: str = "parallel",
     exit_layer: int | None = None,
     confidence: str | None = None,
+    **more: Any,
 ) -> tuple[SweepSetting, ...]:
-    """A setting for each threshold, and the full model at the end."""
+    """A setting for each threshold, and the full model at the end. `more` are fields of `Exiting`."""
     if mode not in MODES:
         raise OptionError(choices("decoding mode", mode, MODES))
-    found = [at_threshold(value, mode, exit_layer, confidence) for value in sorted(set(thresholds))]
+    found = [at_threshold(value, mode, exit_layer, confidence, **more) for value in sorted(set(thresholds))]
     for setting in found:
         assert setting.exiting is not None
         setting.exiting.exits(plan)  # refuses what the model does not have
@@ -94,10 +97,10 @@ def threshold_settings(
 
 
 def at_threshold(
-    value: float, mode: str, exit_layer: int | None, confidence: str | None, kind: str = "sweep"
+    value: float, mode: str, exit_layer: int | None, confidence: str | None, kind: str = "sweep", **more: Any
 ) -> SweepSetting:
     layers = None if exit_layer is None else (exit_layer,)
-    exiting = Exiting(mode=mode, exit_layers=layers, confidence=confidence, threshold=value)  # type: ignore[arg-type]
+    exiting = Exiting(mode=mode, exit_layers=layers, confidence=confidence, threshold=value, **more)  # type: ignore[arg-type]
     name = f"{'adaptive' if kind == 'adaptive' else 'threshold'} {value:g}"
     return SweepSetting(name=name, kind=kind, value=value, exiting=exiting)
 
@@ -148,8 +151,16 @@ class TradeOffCurve:
     latency_area: float
     flops_area: float
 
+    @property
+    def kept(self) -> SweepPoint | None:
+        """The smallest setting of the sweep that keeps most of the full model's score; None where none does."""
+        full = next((point.score for point in self.points if point.kind == "full"), 0.0)
+        swept = [point for point in self.points if point.kind == "sweep" and point.score >= KEEP * full]
+        return min(swept, key=lambda point: point.value or 0.0, default=None)
+
     def to_dict(self) -> dict[str, Any]:
-        return dataclasses.asdict(self) | {"points": [dataclasses.asdict(point) for point in self.points]}
+        kept = None if self.kept is None else self.kept.name
+        return dataclasses.asdict(self) | {"points": [dataclasses.asdict(point) for point in self.points], "keeps_99": kept}
 
 
 def decode_settings(
