@@ -91,8 +91,8 @@ def thresholds(estimator: ThresholdEstimator) -> dict[str, float]:
 
 
 def _mark(axes: Any, estimator: ThresholdEstimator) -> None:
-    for (rule, threshold), style in zip(thresholds(estimator).items(), ({"lw": 1.6}, {"lw": 1.2, "ls": "--"}), strict=True):
-        axes.axvline(threshold, color="black", label=f"threshold {threshold:.3f} ({rule})", clip_on=False, **style)
+    for (rule, threshold), dash in zip(thresholds(estimator).items(), ("-", "--"), strict=True):
+        axes.axvline(threshold, color="black", ls=dash, lw=1.4, label=f"threshold {threshold:.3f} ({rule})", clip_on=False)
 
 
 def _draw_risk(axes: Any, estimator: ThresholdEstimator) -> None:
