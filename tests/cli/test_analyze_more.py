@@ -8,9 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import T5Config
 
 from fathomlm.cli.main import main
+from fathomlm.train.data.tokenizers import byte_tokenizer
 from lab.analyze.tiny import model_of, saved, text_file
+from parity import t5_models
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -42,6 +45,20 @@ def mistake(mistake_of: Any) -> Any:
 
 def names(directory: Path) -> list[str]:
     return sorted(path.name for path in directory.iterdir())
+
+
+def test_exits_of_an_encoder_decoder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    shape = {**t5_models.SHAPE, "vocab_size": 257, "eos_token_id": 256}
+    monkeypatch.setitem(t5_models.CONFIGS, "t5", lambda: T5Config(**shape))
+    t5_models.write_tiny_t5("t5", tmp_path / "t5")
+    byte_tokenizer().save_pretrained(tmp_path / "t5")
+    (tmp_path / "rows.jsonl").write_text('{"text": "deep water"}\n' * 3)
+    words = ["--data", str(tmp_path / "rows.jsonl"), "--tokens", "8", "--prompts", "1", "--max-new-tokens", "4"]
+    capsys.readouterr()
+    assert main(["analyze", "exits", str(tmp_path / "t5"), *words, "--out", str(tmp_path / "out"), "--json"]) == 0
+    record = json.loads(capsys.readouterr().out)
+    assert (record["rows"], record["layers"][-1]["accuracy"]) == (2, 1.0)
+    assert [mode["tokens"] for mode in record["breakdown"]["modes"]] == [3, 3, 3]
 
 
 def test_exits(looped: str, data: str, tmp_path: Path, capsys: Any) -> None:

@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 
+from fathomlm.checkpoints.resolve import load
 from fathomlm.decode.exiting import Exiting
 from fathomlm.decode.full import generate
 from fathomlm.depth import DepthPlan
 from fathomlm.errors import OptionError
 from fathomlm.lab.analyze.breakdown import PARTS, measure_times
-from fathomlm.lab.analyze.exits import ExitNumbers, check_exits, measure
+from fathomlm.lab.analyze.exits import ExitNumbers, check_exits, complete, measure
 from fathomlm.lab.analyze.exits_report import fit_table, layer_table, time_table
 from fathomlm.lab.analyze.token_rows import TokenRows, find, read_rows
 from fathomlm.lab.bench.timed import StageClock
 from fathomlm.model.hub import FathomForCausalLM
+from fathomlm.model.seq2seq import FathomForSeq2SeqLM
 from lab.analyze.tiny import model_of, text_file
+from parity.t5_models import write_tiny_t5
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -176,3 +180,23 @@ def test_times_add_up_and_texts_are_those_of_plain_decoding(model: FathomForCaus
     assert parallel.exit_rate == pytest.approx(left / 10)
     assert [row[0] for row in time_table(found)[1:10]] == list(PARTS)
     assert not model.decoder.layers[0].attn._forward_hooks  # type: ignore[union-attr]
+
+
+def test_an_encoder_decoder_is_evaluated_on_what_it_writes(tmp_path: Path) -> None:
+    """Greedy text is the last layer's own choice, and its layers are those at which an oracle leaves."""
+    write_tiny_t5("t5", tmp_path)
+    model = load(tmp_path)
+    assert isinstance(model, FathomForSeq2SeqLM)
+    sources = [[5, 6, 7, 8, 1], [9, 3, 1]]
+    rows = complete(model, sources, 12)
+    numbers = measure(model, rows, layers=(1,))
+    assert (numbers.rows, numbers.context) == (2, max(len(row.tokens_T) for row in rows))
+    assert numbers.layers[-1].accuracy == numbers.layers[-1].agreement == 1.0
+    assert all(layer.accuracy == layer.agreement for layer in numbers.layers)
+    oracle = generate(model, sources, max_new_tokens=12, exiting=Exiting(mode="oracle", min_exit_layer=1))
+    assert [list(text.tokens) for text in oracle] == [row.targets_T.tolist() for row in rows]
+    layers = [layer for text in oracle for layer in text.exit_layers or ()]
+    assert numbers.oracle_layer == pytest.approx(sum(layers) / len(layers))
+    times = measure_times(model, sources, exits=(1,), threshold=0.5, new_tokens=4)
+    assert [mode.tokens for mode in times.modes] == [6, 6, 6]
+    assert all(mode.shares["attention"] > 0 for mode in times.modes)

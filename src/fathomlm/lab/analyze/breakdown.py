@@ -23,12 +23,15 @@ from fathomlm.decode.early_exit import EXIT_MODES
 from fathomlm.decode.exit_forward import ExitPolicy, GatheredTokens, PartialForward
 from fathomlm.decode.exiting import Exiting
 from fathomlm.decode.generation import ExitingSequence, SequenceState
+from fathomlm.decode.prompts import read_sources, start_token
 from fathomlm.decode.sampling import Sampling
 from fathomlm.depth import DepthPlan, Step
 from fathomlm.lab.bench.timed import StageClock
+from fathomlm.model.blocks import CrossBlock
 from fathomlm.model.blocks.parts import Block
 from fathomlm.model.decoder import Decoder
-from fathomlm.model.hub import FathomForCausalLM
+from fathomlm.model.encoder_memory import EncoderMemory
+from fathomlm.model.seq2seq import FathomForSeq2SeqLM, FathomModel
 
 PARTS = ("embedding", "attention", "feed-forward", "norms", "head", "exit heads", "cache", "copying", "rest")
 """exit heads: the scores at exits, which confidences are made of. copying: keys and values of layers that a token skipped.
@@ -86,8 +89,8 @@ class _TimedCache(SlotCache):
 
 
 class _TimedForward(PartialForward):
-    def __init__(self, decoder: Decoder, cache: SlotCache, clock: StageClock) -> None:
-        super().__init__(decoder, cache, batch_size=1)
+    def __init__(self, decoder: Decoder, cache: SlotCache, clock: StageClock, memory: EncoderMemory | None) -> None:
+        super().__init__(decoder, cache, batch_size=1, memory=memory)
         self._clock, self._last = clock, decoder.plan.unrolled_layers - 1
 
     def enter(self, tokens: Sequence[Sequence[int]]) -> Tensor:
@@ -121,6 +124,7 @@ def _watched(decoder: Decoder, clock: StageClock) -> Iterator[None]:
     for layer in decoder.layers:
         assert isinstance(layer, Block)
         watched += [(layer.attn, "attention"), (layer.mlp, "feed-forward")]
+        watched += [(layer.cross, "attention")] if isinstance(layer, CrossBlock) else []
     handles = []
     for module, part in watched:
         handles += [module.register_forward_pre_hook(begin(part)), module.register_forward_hook(end)]
@@ -132,7 +136,7 @@ def _watched(decoder: Decoder, clock: StageClock) -> Iterator[None]:
 
 
 def measure_times(
-    model: FathomForCausalLM,
+    model: FathomModel,
     prompts: Sequence[Sequence[int]],
     *,
     exits: Sequence[int],
@@ -163,7 +167,7 @@ def measure_times(
     return TimeBreakdown(threshold=threshold, modes=_shares(clocks, made, left))
 
 
-def _clock(model: FathomForCausalLM) -> StageClock:
+def _clock(model: FathomModel) -> StageClock:
     if model.decoder.embed.weight.device.type == "cpu":
         return StageClock(on=False)
 
@@ -175,17 +179,18 @@ def _clock(model: FathomForCausalLM) -> StageClock:
 
 
 @torch.inference_mode()
-def _decode(
-    model: FathomForCausalLM, prompt: Sequence[int], exiting: Exiting, clock: StageClock, most: int
-) -> SequenceState:
-    """One text; its prompt and first token are not on the clock."""
+def _decode(model: FathomModel, prompt: Sequence[int], exiting: Exiting, clock: StageClock, most: int) -> SequenceState:
+    """One text; its prompt, which an encoder reads where there is one, and its first token are not on the clock."""
     decoder = model.decoder
     sampling = Sampling(max_new_tokens=most, ignore_eos=True)
     policy = ExitPolicy(decoder, exiting)
     cache = _TimedCache(model.plan, clock, reserve=len(prompt) + most)
-    forward = _TimedForward(decoder, cache, clock)
+    memory, source = None, None
+    if isinstance(model, FathomForSeq2SeqLM):
+        memory, source, prompt = read_sources(model, [prompt]), list(prompt), [start_token(model)]
+    forward = _TimedForward(decoder, cache, clock, memory)
     mode = EXIT_MODES[exiting.mode](forward, policy, exiting)
-    sequence = ExitingSequence(0, SequenceState(model, list(prompt), sampling, None), sampling, [])
+    sequence = ExitingSequence(0, SequenceState(model, list(prompt), sampling, None, source), sampling, [])
     if held := sequence.position:
         forward.run(forward.enter([sequence.token_ids[:held]]), mode.prompt_steps, forward.gather([Span(0, 0, held)]))
     mode.step([sequence])

@@ -1,6 +1,7 @@
 """What would happen at every layer if tokens exited there (thesis 2.4, its observations 1 and 2; 2.5.3).
 
-Text is run through the full model once, and every layer's prediction is evaluated: how often its most likely token is
+Text is run through the full model once (of an encoder-decoder its own completions, behind their sources), and every layer's
+prediction is evaluated: how often its most likely token is
 the last layer's, how often it is right, how near its state is to the last one. At some layers, the exits, the confidences
 are counted by agreement, and the two Beta densities are fitted from which the adaptive threshold comes.
 
@@ -18,7 +19,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +28,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fathomlm.decode.confidence import MEASURES, AtExit, ExitClassifier, find_classifiers
+from fathomlm.decode.full import generate
+from fathomlm.decode.prompts import read_sources, start_token
 from fathomlm.decode.threshold import ThresholdEstimator, ThresholdOptions
 from fathomlm.depth import DepthPlan
 from fathomlm.errors import OptionError, choices
@@ -34,7 +37,8 @@ from fathomlm.lab.analyze.breakdown import TimeBreakdown
 from fathomlm.lab.analyze.token_rows import TokenRows
 from fathomlm.lab.simulate.collect import exits_of
 from fathomlm.model.decoder import Decoder
-from fathomlm.model.hub import FathomForCausalLM
+from fathomlm.model.encoder_memory import EncoderMemory
+from fathomlm.model.seq2seq import FathomForSeq2SeqLM, FathomModel
 
 MOST_SCORES = 1 << 24
 """Scores over the vocabulary that are held at once, in float32: 64 MB."""
@@ -155,10 +159,32 @@ def check_exits(plan: DepthPlan, layers: Sequence[int] | None, confidence: str) 
     return tuple(index + 1 for index in exits_of(plan, layers))
 
 
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """What an encoder-decoder made of a source, as its decoder reads it: from the start token on."""
+
+    source: list[int]
+    tokens_T: Tensor
+    targets_T: Tensor
+
+
+def complete(
+    model: FathomForSeq2SeqLM, sources: Sequence[list[int]], new: int, on_text: Callable[[int, int], None] | None = None
+) -> list[Completion]:
+    """Greedily, at full depth."""
+    made = []
+    for source in sources:
+        (text,) = generate(model, [source], max_new_tokens=new)
+        made.append(Completion(source, torch.tensor([start_token(model), *text.tokens[:-1]]), torch.tensor(text.tokens)))
+        if on_text is not None:
+            on_text(len(made), len(sources))
+    return made
+
+
 @torch.inference_mode()
 def measure(
-    model: FathomForCausalLM,
-    rows: TokenRows,
+    model: FathomModel,
+    rows: TokenRows | Sequence[Completion],
     *,
     layers: Sequence[int] | None = None,
     confidence: str = "gap",
@@ -173,8 +199,8 @@ def measure(
     sums = _Sums(plan.unrolled_layers)
     estimators = {layer: ThresholdEstimator(rule or ThresholdOptions(rule="thesis")) for layer in exits}
     kept: dict[int, list[tuple[Tensor, Tensor]]] = {layer: [] for layer in exits}
-    for done, (tokens_T, targets_T) in enumerate(zip(rows.tokens_NT, _targets(rows), strict=True), start=1):
-        row = _Row.read(decoder, tokens_T, targets_T, measured)
+    for done, (tokens_T, targets_T, memory) in enumerate(_texts(model, rows), start=1):
+        row = _Row.read(decoder, tokens_T, targets_T, measured, memory)
         sums.add(row)
         for layer in exits:
             sure_N = row.classified(decoder, layer, judges) if judges else row.confidence_LN[layer - 1]
@@ -186,7 +212,7 @@ def measure(
             on_rows(done, len(rows))
     return ExitNumbers(
         rows=len(rows),
-        context=rows.context,
+        context=rows.context if isinstance(rows, TokenRows) else max(len(each.tokens_T) for each in rows),
         confidence=confidence,
         layers=sums.layers(plan),
         exits=[_fit(layer, estimators[layer], kept[layer]) for layer in exits],
@@ -196,9 +222,16 @@ def measure(
     )
 
 
-def _targets(rows: TokenRows) -> Tensor:
-    assert rows.targets_NT is not None
-    return rows.targets_NT
+def _texts(
+    model: FathomModel, rows: TokenRows | Sequence[Completion]
+) -> Iterator[tuple[Tensor, Tensor, EncoderMemory | None]]:
+    if isinstance(rows, TokenRows):
+        assert rows.targets_NT is not None
+        yield from ((tokens_T, targets_T, None) for tokens_T, targets_T in zip(rows.tokens_NT, rows.targets_NT, strict=True))
+        return
+    assert isinstance(model, FathomForSeq2SeqLM)
+    for each in rows:
+        yield each.tokens_T, each.targets_T, read_sources(model, [each.source])
 
 
 def _fit(layer: int, estimator: ThresholdEstimator, kept: Sequence[tuple[Tensor, Tensor]]) -> ExitFit:
@@ -222,11 +255,13 @@ class _Row:
     cosine_LN: Tensor
 
     @classmethod
-    def read(cls, decoder: Decoder, tokens_T: Tensor, targets_T: Tensor, measure: str) -> _Row:
+    def read(
+        cls, decoder: Decoder, tokens_T: Tensor, targets_T: Tensor, measure: str, memory: EncoderMemory | None = None
+    ) -> _Row:
         device = decoder.embed.weight.device
         tokens_1T, targets_N = tokens_T[None].to(device), targets_T.to(device)
         L = decoder.plan.unrolled_layers
-        found = decoder.states(tokens_1T, at=range(L))
+        found = decoder.states(tokens_1T, at=range(L), memory=memory)
         states = [decoder.enter(tokens_1T)[0], *(found[index][0] for index in range(L))]
         predictions = [_ask(decoder, states, index, targets_N, measure) for index in range(L)]
         choice_LN, loss_LN, confidence_LN = (torch.stack(parts).cpu() for parts in zip(*predictions, strict=True))

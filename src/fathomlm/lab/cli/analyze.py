@@ -21,6 +21,7 @@ from fathomlm.cli.model_options import (
     ModelOptions,
     TextOptions,
     ThreadOptions,
+    read_documents,
 )
 from fathomlm.cli.plan_options import PlanOptions
 from fathomlm.cli.progress import progress_bar
@@ -33,11 +34,15 @@ from fathomlm.lab.drawing import PlotOptions
 from fathomlm.options import like, option, section
 
 if TYPE_CHECKING:
+    from fathomlm.lab.analyze.exits import Completion
     from fathomlm.lab.analyze.report import About, RunsAbout
-    from fathomlm.model.hub import FathomForCausalLM
+    from fathomlm.lab.analyze.token_rows import TokenRows
+    from fathomlm.model.seq2seq import FathomForSeq2SeqLM, FathomModel
 
 LONGEST_EXIT_ROW = 256
 """Every layer is asked at every token, which takes a while: rows are short enough for a bar to move."""
+LONGEST_SOURCE = 512
+"""Tokens of a document that an encoder reads, as `fathomlm calibrate` has it."""
 MEASURED_INITS = tuple(init for init in INITS if init != "random")
 
 
@@ -91,7 +96,7 @@ class TextAnalysis(AnalysisOptions, ModelOptions, TextOptions):
     )  # fmt: skip
     context: int | None = option(None, ge=1, help="tokens per row", default_text="the model's context, at most 1024")
 
-    def about(self, model: FathomForCausalLM) -> About:
+    def about(self, model: FathomModel) -> About:
         from fathomlm import __version__
         from fathomlm.checkpoints.resolve import describe, dtype_name
         from fathomlm.lab.analyze.report import About
@@ -178,7 +183,8 @@ class KeysAndValues(TextAnalysis):
 class Exits(TextAnalysis, ExitPackOptions, RuleOptions):
     """Run text through MODEL and treat every layer as an exit: agreement with the last layer, cosine similarity of the
     states, confidences by agreement with the fitted Beta densities. Then complete a few prompts and break down the time:
-    layers, heads, confidences, cache, copied states."""
+    layers, heads, confidences, cache, copied states. An encoder-decoder reads each document and is evaluated on its own
+    completion."""
 
     kind = "exits"
     context: int | None = like(TextAnalysis, "context", default_text=f"the model's context, at most {LONGEST_EXIT_ROW}")
@@ -197,18 +203,25 @@ class Exits(TextAnalysis, ExitPackOptions, RuleOptions):
         from fathomlm.lab.analyze.exits import check_exits, measure
         from fathomlm.lab.analyze.exits_report import fit_table, layer_table, time_table, write_exits
         from fathomlm.lab.analyze.token_rows import find, read_rows, row_length
+        from fathomlm.model.seq2seq import FathomForSeq2SeqLM
 
         rule = self.threshold_options()
         places = find(self.data)
         exits = check_exits(plan_of(self.model, self.exits), self.exit_layers, self.confidence)
-        model = self.load(exits=self.exits, any_base=self.any_base)
+        model = self.load_any(exits=self.exits, any_base=self.any_base)
         lift_exit_vocab(model)
-        context = row_length(model, self.context, most=min(LONGEST_EXIT_ROW, self.tokens))
-        rows = read_rows(places, model, context=context, rows=max(1, self.tokens // context), column=self.column)
+        rows: TokenRows | list[Completion]
+        if isinstance(model, FathomForSeq2SeqLM):
+            rows = self._completions(model)
+            prompts = [each.source for each in rows[: self.prompts]]
+        else:
+            context = row_length(model, self.context, most=min(LONGEST_EXIT_ROW, self.tokens))
+            rows = read_rows(places, model, context=context, rows=max(1, self.tokens // context), column=self.column)
+            room = model.architecture.context - self.max_new_tokens
+            prompts = _prompts(rows.tokens_NT.tolist(), self.prompts, room) if self.prompts else []
         with progress_bar("layers", unit="rows") as update:
             numbers = measure(model, rows, layers=exits, confidence=self.confidence, rule=rule, on_rows=update)
-        if self.prompts:
-            prompts = _prompts(rows.tokens_NT.tolist(), self.prompts, model.architecture.context - self.max_new_tokens)
+        if prompts:
             threshold = numbers.exits[0].estimator.threshold
             with progress_bar("times", unit="prompts") as update:
                 times = measure_times(
@@ -223,6 +236,16 @@ class Exits(TextAnalysis, ExitPackOptions, RuleOptions):
         if numbers.breakdown is not None:
             tables.append(time_table(numbers.breakdown))
         return self.answer(about, numbers.summary(), tables, files)
+
+    def _completions(self, model: FathomForSeq2SeqLM) -> list[Completion]:
+        """Of as many documents as about `--tokens` new tokens take."""
+        from fathomlm.decode.prompts import encode_prompt
+        from fathomlm.lab.analyze.exits import complete
+
+        documents = read_documents(self.data, self.column, max(1, self.tokens // self.max_new_tokens))
+        sources = [encode_prompt(model, text)[: self.context or LONGEST_SOURCE] for text in documents]
+        with progress_bar("completions", unit="documents") as update:
+            return complete(model, sources, self.max_new_tokens, on_text=update)
 
 
 def _prompts(rows: list[list[int]], many: int, room: int, length: int = 32) -> list[list[int]]:
