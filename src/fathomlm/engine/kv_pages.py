@@ -101,8 +101,8 @@ class KVPages:
         stride, pages = self.stride(pool), attention.table_NP.shape[1]
         longest = int(attention.lengths_N.max())
         assert longest <= pages * self.page_size, f"a row sees {longest} entries through a table of {pages} pages"
-        firsts_P = torch.arange(pages, device=attention.table_NP.device) * self.page_size
-        seen = attention.table_NP[firsts_P < attention.lengths_N[:, None]]
+        firsts_P = torch.arange(-(-longest // self.page_size), device=attention.table_NP.device) * self.page_size
+        seen = attention.table_NP[:, : len(firsts_P)][firsts_P < attention.lengths_N[:, None]]
         written = attention.slot_mapping_N[attention.slot_mapping_N != -1].div(self.page_size, rounding_mode="floor")
         for named, does in ((seen, "sees"), (written, "writes")):
             inside = (named >= 0) & (named < attention.planes * stride) & (named % stride != stride - 1)

@@ -107,10 +107,19 @@ class PagedLayers:
         """The stream after some steps. Rows at later uses of the same layers say in `recursion_N` how many recursions
         on; None where every row runs just these steps. `spend`: nobody needs `x_NM` afterwards."""
         self._check(steps, attention)
-        if self.device.type == "cpu" and not bool((live_N := attention.lengths_N > 0).all()):
-            return self._live(x_NM, live_N.nonzero()[:, 0], steps, attention, positions_N, recursion_N)
+        if self.device.type == "cpu" and 0 in (lengths := attention.lengths_N.tolist()):
+            at_K = torch.tensor([row for row, length in enumerate(lengths) if length], dtype=torch.int64)
+            return self._live(x_NM, at_K, steps, attention, positions_N, recursion_N)
+        return self._run(x_NM, steps, attention, positions_N, recursion_N, spend)
+
+    def _run(
+        self, x_NM: Tensor, steps: Sequence[Step], attention: AttentionMetadata, positions_N: Tensor,
+        recursion_N: Tensor | None, spend: bool,
+    ) -> Tensor:  # fmt: skip
         if self._quantized is not None and self._quantized.takes(x_NM):
-            return self._integers(self._quantized, x_NM.clone(), steps, attention, positions_N, recursion_N)
+            return self._integers(
+                self._quantized, x_NM if spend else x_NM.clone(), steps, attention, positions_N, recursion_N
+            )
         if self.fused:
             return self._fused(x_NM if spend else x_NM.clone(), steps, attention, positions_N, recursion_N)
         for step in steps:
@@ -144,7 +153,7 @@ class PagedLayers:
             return out_NM
         recursion_K = None if recursion_N is None else recursion_N[at_K]
         return out_NM.index_copy_(
-            0, at_K, self.run(x_NM[at_K], steps, attention.rows(at_K), positions_N[at_K], recursion_K, spend=True)
+            0, at_K, self._run(x_NM[at_K], steps, attention.rows(at_K), positions_N[at_K], recursion_K, spend=True)
         )
 
     # The model's own modules.
