@@ -183,9 +183,13 @@ def test_mistakes_are_found_before_anything_is_read(options: dict[str, Any], mes
         load("/nowhere", **options)
 
 
-def test_without_a_compiler_a_model_stays_as_it_is(
-    tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+def test_without_a_compiler_or_a_place_for_it_a_model_stays_as_it_is(
+    tiny_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("FATHOMLM_HOME", str(tmp_path / "file"))
+    assert dtype_name(load(tiny_model_dir, quantize="int8")) == "float32"
+    assert "cannot keep the compiled kernels in" in caplog.text
     monkeypatch.setattr(resolve, "build_library", lambda _: None)
     model = load(tiny_model_dir, quantize="int8")
     assert "quantize int8 requires a C compiler (cc, gcc, clang); computing in float32" in caplog.text

@@ -26,7 +26,7 @@ from fathomlm.checkpoints.locate import locate, named_preset
 from fathomlm.checkpoints.native import is_native, load_native, native_config
 from fathomlm.checkpoints.source import BaseCheckpoint
 from fathomlm.depth import Architecture, DepthPlan, ExitParts, Relaxation
-from fathomlm.errors import OptionError, choices
+from fathomlm.errors import OptionError, OutputError, choices
 from fathomlm.kernels.cpu_library import COMPILERS, build_library
 from fathomlm.kernels.quantized import KINDS, Kind
 from fathomlm.model.encoder import encoder_beside, encoder_record
@@ -77,15 +77,18 @@ def check_quantize(quantize: str, dtype: torch.dtype | None, device: torch.devic
 
 
 def quantize_model(model: FathomModel, kind: str) -> None:
-    """Replace a loaded model's matrices by integers, in place. Where nothing compiles the kernels it stays as it is, and
-    says so."""
+    """Replace a loaded model's matrices by integers, in place. Where the kernels cannot be compiled or kept it stays as it
+    is, and says so."""
     decoder = decoder_only(model, f"quantize {kind}").decoder
-    library = build_library(cache_home() / "kernels")
+    why = f"quantize {kind} requires a C compiler ({', '.join(COMPILERS)})"
+    try:
+        library = build_library(cache_home() / "kernels")
+    except OutputError as error:
+        library, why = None, str(error)
     if library is None:
-        told = f"quantize {kind} requires a C compiler ({', '.join(COMPILERS)}); computing in float32"
-        logging.getLogger("fathomlm").warning(told)
-        return
-    quantize_layers(decoder, cast(Kind, kind), library)
+        logging.getLogger("fathomlm").warning("fathomlm: %s; computing in float32", why)
+    else:
+        quantize_layers(decoder, cast(Kind, kind), library)
 
 
 def _load(source: str | Path, dtype: torch.dtype | None, device: torch.device, pack: ExitPack | None) -> FathomModel:
