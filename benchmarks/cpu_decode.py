@@ -220,7 +220,7 @@ def main() -> None:
     before = json.loads(args.out.read_text(encoding="utf-8")) if args.out is not None and args.out.is_file() else {}
     record = {"benchmark": "cpu_decode"} | {name: before[name] for name in PARTS if name in before}
     for name in args.parts:
-        load = {"load_average": round(os.getloadavg()[0], 1)}
+        load = {"load_average": round(os.getloadavg()[0], 1), "OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY")}
         record[name] = {"environment": environment() | load, **PARTS[name](args)}
         if args.out is not None:
             args.out.parent.mkdir(parents=True, exist_ok=True)
