@@ -203,12 +203,14 @@ def test_who_does_not_run_the_layer_is_refused() -> None:
         OutputStates(0, state, 2).logits(model.decoder, slice(0, 1))
 
 
-def test_the_engine_refuses_the_exit_and_serves_the_model() -> None:
-    model = build("own-layer")
-    with pytest.raises(UnsupportedModel, match="the exit after layer 3 has a layer of its own"):
-        build_layout(LLAMA, model.plan, None, exit_layer=3)
-    assert build_layout(LLAMA, model.plan, None, exit_layer=None).kind == "whole"
-    assert build_layout(LLAMA, model.plan, None, exit_layer=2).kind == "exits"
+def test_the_engine_has_pages_for_the_layer_of_an_exit_that_is_used() -> None:
+    plan = build("own-layer").plan
+    (own,) = plan.exit_steps((2,))
+    used = build_layout(LLAMA, plan, None, [2])
+    assert (used.kind, used.planes, used.home(own)) == ("exits", (7,), (0, 6))
+    for exits, kind in (((), "whole"), ((1,), "exits")):
+        other = build_layout(LLAMA, plan, None, exits)
+        assert (other.kind, other.planes, own.index in other.homes) == (kind, (6,), False)
 
 
 def test_decoders_behind_an_encoder_are_refused() -> None:

@@ -98,8 +98,13 @@ WRONG_FOR_MODEL: list[tuple[str, dict[str, Any], str]] = [
     ),
     (
         "vanilla",
-        {"mode": "parallel", "exit_layers": (2, 4)},
+        {"mode": "speculative", "exit_layers": (2, 4)},
         "one exit, and here are 2, after layers 2 and 4; name one",
+    ),
+    (
+        "vanilla",
+        {"mode": "parallel", "exit_layers": (2, 4), "refine": 1.0},
+        "parallel decoding with refine has one exit, and here are 2",
     ),
     (
         "vanilla",

@@ -294,10 +294,8 @@ def test_what_the_engine_cannot_serve_is_said() -> None:
         Engine(build("prefix"))
     with pytest.raises(UnsupportedModel, match="hybrid"):
         Engine(model_of(routed("expert", "hybrid")))
-    with pytest.raises(UnsupportedModel, match="windows"):
-        Engine(build("gemma3"), exiting=exiting("gemma3", "parallel"))
-    with pytest.raises(OptionError, match="speculative"):
-        Engine(build("vanilla"), exiting=exiting("vanilla", "speculative"))
+    with pytest.raises(OptionError, match="oracle"):
+        Engine(build("vanilla"), exiting=exiting("vanilla", "oracle"))
     with pytest.raises(OptionError, match="page_size"):
         Engine(build("vanilla"), page_size=3)
     with pytest.raises(FathomError, match="bytes"):

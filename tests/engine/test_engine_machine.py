@@ -38,10 +38,12 @@ PLANS = {
     "routed": DepthPlan.build("middle-cycle", 3, 5).with_routing(build_routing("expert", 3)).with_kv("cache"),
     "routed, shared": DepthPlan.build("cycle", 2, 2).with_routing(build_routing("token", 2)).with_kv("share"),
     "exits": DepthPlan.vanilla(2),
-    "exits, looped": DepthPlan.build("cycle", 2, 2),
+    "exits, looped": DepthPlan.build("cycle", 3, 3).with_exits([0, 1]),
+    "drafts": DepthPlan.vanilla(2).with_exits([0], layer=True),
+    "drafts, looped": DepthPlan.build("cycle", 2, 2),
 }
-"""The kinds of program. The routed ones have four tables and one; in the looped one rows in front of the exit and behind it
-share passes."""
+"""The kinds of program. The routed ones have four tables and one; in the looped ones rows in front of the exits and behind
+them share passes. What is drafted and verified is what the whole model says, drawn tokens too."""
 SAMPLED = {"temperature": 0.9, "top_p": 0.95, "repetition_penalty": 1.3}
 
 
@@ -58,16 +60,22 @@ def model(kind: str) -> FathomForCausalLM:
 @cache
 def leaving(kind: str, threshold: float | None = None) -> Exiting | None:
     """Parallel decoding, by default with a threshold that half of the tokens are above."""
-    if not kind.startswith("exits"):
+    if not kind.startswith(("exits", "drafts")):
         return None
+    mode: Any = "parallel" if kind.startswith("exits") else "speculative"
+    layers = (1, 2) if kind == "exits, looped" else (1,)
     if threshold is not None:
-        return Exiting(mode="parallel", exit_layers=(1,), threshold=threshold)
-    never = leaving(kind, 1.0)
-    results = generate(model(kind), [list(stem) for stem in STEMS], max_new_tokens=MOST_NEW, exiting=never, ignore_eos=True)
-    found = sorted(sure for result in results for sure in result.confidences or ())
+        return Exiting(mode=mode, exit_layers=layers, threshold=threshold, max_stack=3)
+    found = []
+    for layer in layers:
+        never = Exiting(mode="parallel", exit_layers=(layer,), threshold=1.0)
+        stems = [list(stem) for stem in STEMS]
+        results = generate(model(kind), stems, max_new_tokens=MOST_NEW, exiting=never, ignore_eos=True)
+        found += [sure for result in results for sure in result.confidences or ()]
+    found.sort()
     middle = range(len(found) // 3, 2 * len(found) // 3)
     at = max(middle, key=lambda i: found[i + 1] - found[i])  # no rounding moves it
-    return Exiting(mode="parallel", exit_layers=(1,), threshold=(found[at] + found[at + 1]) / 2, max_stack=3)
+    return leaving(kind, (found[at] + found[at + 1]) / 2)
 
 
 @dataclass(frozen=True)
@@ -78,17 +86,28 @@ class Right:
     confidences: tuple[float, ...] | None
 
 
+def drawn(kind: str, seed: int | None) -> dict[str, Any]:
+    """How a request draws. One with penalties is not drafted for, which test_engine_exits.py tests."""
+    if seed is None:
+        return {}
+    return {"seed": seed, **SAMPLED} | ({"repetition_penalty": 1.0} if kind.startswith("drafts") else {})
+
+
 @cache
 def reference(kind: str, prompt: tuple[int, ...], seed: int | None, threshold: float | None) -> Right:
     """What a request says when it may say as much as any here. A shorter one says the beginning of it."""
     setting = leaving(kind, threshold)
+    if kind.startswith("drafts"):
+        engine = Engine(model(kind), batch_size=3, prefix_caching=False)
+        full = engine.generate([list(prompt)], Sampling(max_new_tokens=MOST_NEW, **drawn(kind, seed)))[0]
+        return Right(full.tokens, full.finish.reason, None, None)
     if seed is None:
         right = generate(model(kind), [list(prompt)], max_new_tokens=MOST_NEW, exiting=setting)[0]
         return Right(right.tokens, right.finish, right.depths or right.exit_layers, right.confidences)
     # The reference decoder draws otherwise; that tokens are drawn rightly is tested in test_sampler.py. Here: alone and at
     # leisure, in pages that nobody else wants.
     engine = Engine(model(kind), exiting=setting, batch_size=3, max_sequences=3, prefix_caching=False)
-    alone = engine.generate([list(prompt)], Sampling(max_new_tokens=MOST_NEW, seed=seed, **SAMPLED))[0]
+    alone = engine.generate([list(prompt)], Sampling(max_new_tokens=MOST_NEW, **drawn(kind, seed)))[0]
     return Right(alone.tokens, alone.finish.reason, alone.depths, alone.confidences)
 
 
@@ -132,7 +151,7 @@ def asks(kind: str) -> st.SearchStrategy[Ask]:
         new=st.integers(1, MOST_NEW),
         seed=st.sampled_from([None, None, 11]),
         patience=st.sampled_from([None, None, None, None, 0, 1, 3]),
-        threshold=st.sampled_from([None, None, 0.0, 1.0]) if kind.startswith("exits") else st.none(),
+        threshold=st.sampled_from([None, None, 0.0, 1.0]) if leaving(kind) is not None else st.none(),
     )
 
 
@@ -153,12 +172,14 @@ def sizes(draw: st.DrawFn, kind: str) -> dict[str, Any]:
     }
     if kind.startswith("routed"):
         chosen["cores"] = draw(st.integers(1, 3))
-    if kind == "exits":
+    if kind in ("exits", "drafts"):
         chosen["shallows"] = draw(st.integers(1, 2))
+    if kind.startswith("drafts"):
+        chosen["always_draft"] = draw(st.booleans())
     return chosen
 
 
-def play(engine: Engine, history: list[Ask]) -> list[Heard]:
+def play(kind: str, engine: Engine, history: list[Ask]) -> list[Heard]:
     """The history, and steps until everybody has ended. Requests that are refused are left out."""
     heard: list[Heard] = []
     waiting = list(history)
@@ -167,7 +188,7 @@ def play(engine: Engine, history: list[Ask]) -> list[Heard]:
     idle = 0
     while waiting or engine.busy:
         while waiting and waiting[0].after <= idle:
-            _submit(engine, waiting.pop(0), heard)
+            _submit(kind, engine, waiting.pop(0), heard)
             idle = 0
         for id, one in enumerate(heard):
             patience = one.ask.patience
@@ -180,9 +201,8 @@ def play(engine: Engine, history: list[Ask]) -> list[Heard]:
     return heard
 
 
-def _submit(engine: Engine, ask: Ask, heard: list[Heard]) -> None:
-    drawn = {} if ask.seed is None else {"seed": ask.seed, **SAMPLED}
-    sampling = Sampling(max_new_tokens=ask.new, **drawn)
+def _submit(kind: str, engine: Engine, ask: Ask, heard: list[Heard]) -> None:
+    sampling = Sampling(max_new_tokens=ask.new, **drawn(kind, ask.seed))
     one = Heard(ask)
     try:
         request = Request(id=len(heard), prompt=ask.prompt, sampling=sampling, exit_threshold=ask.threshold)
@@ -209,7 +229,8 @@ def check(kind: str, engine: Engine, heard: list[Heard]) -> None:
             assert one.tokens == right.tokens[: ask.new]
             assert last.reason == ("length" if len(right.tokens) > ask.new else right.finish)
         depths, sures = (event.depth for event in said), (event.confidence for event in said)
-        assert tuple(depths) == (right.depths or (None,) * MOST_NEW)[: len(said)]
+        if not kind.startswith("drafts"):  # there a depth says what was drafted, which may be anything
+            assert tuple(depths) == (right.depths or (None,) * MOST_NEW)[: len(said)]
         if right.confidences is not None:
             assert list(sures) == pytest.approx(right.confidences[: len(said)], abs=1e-4)
     assert engine.totals.finished == len(heard)
@@ -230,7 +251,7 @@ def nothing_is_left(engine: Engine) -> None:
 def live(kind: str, sizes: dict[str, Any], history: list[Ask]) -> Counter[str]:
     """One engine's life, checked; returns what happened in it."""
     engine = Engine(model(kind), exiting=leaving(kind), **sizes)
-    heard = play(engine, history)
+    heard = play(kind, engine, history)
     counters = engine.counters()
     check(kind, engine, heard)
     happened = Counter(one.events[-1].reason for one in heard)
@@ -272,16 +293,15 @@ def test_crowds(kind: str) -> None:
                 new=random.randint(8, MOST_NEW),
                 seed=random.choice((None, 11)),
                 patience=random.choice((None, None, None, 4)),
-                threshold=random.choice((None, None, 0.0)) if kind.startswith("exits") else None,
+                threshold=random.choice((None, None, 0.0)) if leaving(kind) is not None else None,
             )
             for _ in range(10)
         ]
         happened += live(kind, sizes, history)
-    wanted = {"eos", "length", "cancelled", "preempted"} | (set() if kind.startswith("exits") else {"prefixes"})
-    assert wanted <= set(happened)
+    assert {"eos", "length", "cancelled", "preempted", "prefixes"} <= set(happened)
 
 
-@pytest.mark.parametrize("kind", [kind for kind in PLANS if kind.startswith("exits")])
+@pytest.mark.parametrize("kind", [kind for kind in PLANS if kind.startswith(("exits", "drafts"))])
 def test_rows_that_stand_for_nothing_write_nothing(kind: str) -> None:
     """A pass of one row has no hole, so what it leaves in the spare slot stays there. Its slot must not come to life by that
     and write into a page, which hardly ever shows in a token."""

@@ -50,7 +50,7 @@ def test_depths_are_forced_where_there_are_any() -> None:
     with pytest.raises(OptionError, match="forced_depths requires a model with a router"):
         Engine(build("vanilla"), forced_depths=(1.0,), **SMALL)
     for model in (build("vanilla"), model_of(routed())):
-        with pytest.raises(OptionError, match="requires an engine with an exit"):
+        with pytest.raises(OptionError, match="requires an engine with one exit"):
             Engine(model, forced_exits=0.5, **SMALL)
 
 

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 import torch
 
-from decode.exit_models import LLAMA, LOOP, MODELS, build, exiting, mixing_threshold
+from decode.exit_models import GEMMA3, LLAMA, LOOP, MODELS, build, exiting, mixing_threshold
 from fathomlm.depth import DepthPlan
 from fathomlm.depth.sharing import STRATEGIES
 from fathomlm.engine.engine import Engine
 from fathomlm.engine.kv_pages import AttentionMetadata, KVPages
 from fathomlm.engine.layout import build_layout
-from fathomlm.engine.programs.exits import ExitProgram, _on
+from fathomlm.engine.programs.exits import ExitProgram, _stride
 from fathomlm.engine.schedule import PageCopy, PageGrant, SchedulerOutput
 from fathomlm.errors import PlanError
 from model.route.small import model_of, routed
@@ -36,23 +36,38 @@ def some_plans() -> list[DepthPlan]:
 
 
 def test_every_plane_that_rows_are_led_to_is_their_own_steps() -> None:
+    """With one exit anywhere, and with one after every recursion."""
     shared = set()
     for plan in some_plans():
-        for exit_layer in range(1, plan.unrolled_layers):
-            layout = build_layout(LLAMA, plan, None, exit_layer)
-            assert all(0 <= plane < layout.planes[pool] for pool, plane in layout.homes)
-            parts: Any = SimpleNamespace(layout=layout, plan=plan)
-            shallow, deep = plan.steps[:exit_layer], plan.steps[exit_layer:]
-            if (on := _on(parts, shallow, deep)) is None:
+        cuts = [(layer,) for layer in range(1, plan.unrolled_layers)]
+        if plan.whole_passes and plan.recursions > 1:
+            cuts.append(tuple(index + 1 for index in plan.recursion_ends()))
+        for layers in cuts:
+            layout = build_layout(LLAMA, plan, None, [layer - 1 for layer in layers])
+            assert all(0 <= plane < layout.planes[pool] for pool, plane in layout.homes.values())
+            parts: Any = SimpleNamespace(layout=layout, plan=plan, layers=SimpleNamespace(architecture=LLAMA))
+            segments = [plan.steps[a:b] for a, b in itertools.pairwise((0, *layers, plan.unrolled_layers))]
+            if (on := _stride(parts, segments)) is None:
                 continue
-            shared.add((plan.recursions, plan.kv))
-            for step, twin in zip(shallow, deep, strict=True):
-                assert (step.layer, step.recursion + on.recursions) == (twin.layer, twin.recursion)
-                pool, plane = layout.home(step)
-                assert layout.home(twin) == (pool, plane + on.planes)
-                assert plane + on.planes < layout.planes[pool]
-                assert plan.reads_kv(twin) == (on.planes == 0)
-    assert shared == {(2, "cache"), (2, "share"), (4, "cache"), (4, "share")}
+            shared.add((plan.recursions, plan.kv, len(layers)))
+            for k, steps in enumerate(segments):
+                for step, twin in zip(segments[0], steps, strict=True):
+                    assert (step.layer, step.recursion + k * on.recursions) == (twin.layer, twin.recursion)
+                    pool, plane = layout.home(step)
+                    assert layout.home(twin) == (pool, plane + k * on.planes)
+                    assert plane + k * on.planes < layout.planes[pool]
+                    assert k == 0 or plan.reads_kv(twin) == (on.planes == 0)
+    assert shared == {(n, kv, e) for kv in ("cache", "share") for n, e in ((2, 1), (3, 2), (4, 1), (4, 3))}
+
+
+def test_loops_with_other_windows_do_not_share_a_pass() -> None:
+    """Gemma 3's layers look at different numbers of tokens, and a layer is told one of them."""
+    plan = DepthPlan.build("cycle", 2, 6)
+    segments = [plan.steps[:3], plan.steps[3:]]
+    for architecture, alike in ((LLAMA, True), (GEMMA3, False)):
+        layers = SimpleNamespace(architecture=architecture)
+        parts: Any = SimpleNamespace(layout=build_layout(architecture, plan, None, [2]), plan=plan, layers=layers)
+        assert (_stride(parts, segments) is not None) == alike
 
 
 def test_hybrid_entries_have_no_exits() -> None:
@@ -149,7 +164,7 @@ def test_an_exit_program_that_counts_planes_wrongly_is_found(name: str) -> None:
     engine = Engine(build(name), exiting=setting, **SMALL)
     program = engine.runner.program
     assert isinstance(program, ExitProgram)
-    assert program.on is not None
-    program.on = program.on._replace(planes=engine.runner.layout.planes[0])
+    assert program.stride is not None
+    program.stride = program.stride._replace(planes=engine.runner.layout.planes[0])
     with pytest.raises(AssertionError, match="planes"):
         engine.generate([[5, 9, 33]], max_new_tokens=8)

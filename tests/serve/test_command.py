@@ -32,7 +32,7 @@ def test_the_defaults_are_the_small_model_and_this_machine_only(nothing_packaged
     args = parse()
     assert (args.model, args.server.host, args.server.port) == ("smollm2-135m", "127.0.0.1", 8000)
     assert serve.read_options(args).api_keys == ()
-    assert serve.read_exits(args) is None
+    assert serve.read_exits(parse("--exits", "none")) is serve.read_exits(parse("--decode", "full")) is None
     assert (serve.read_engine(args).batch_size, serve.read_engine(parse("--device", "cuda")).batch_size) == (8, 32)
     assert (serve.read_engine(args).kv_dtype, serve.read_engine(parse("--kv-dtype", "fp8")).kv_dtype) == ("auto", "fp8")
 
@@ -125,6 +125,26 @@ def test_an_adaptive_threshold_is_the_calibrated_one(tmp_path: Path) -> None:
     assert (exiting.exit_layers, exiting.threshold_now()) == ((2,), 0.7)
     with pytest.raises(OptionError, match="layer 2"):
         serve.read_exits(parse(str(tmp_path), "--threshold", "adaptive", "--exit-layer", "3"))
+
+
+def test_the_exits_that_ship_for_a_model_draft(capsys: pytest.CaptureFixture[str]) -> None:
+    """Nothing is lost by it, so nobody has to ask for it; what takes the exit's word is asked for."""
+    args = parse("smollm2-135m")
+    exiting = serve.read_exits(args)
+    assert exiting is not None
+    assert (exiting.mode, exiting.exit_layers) == ("speculative", (2,))
+    assert exiting.threshold_now() == pytest.approx(0.287, abs=1e-3)
+    assert "exits that ship with FathomLM" in capsys.readouterr().err
+    taken = serve.read_exits(parse("smollm2-135m", "--decode", "parallel", "--threshold", "0.6"))
+    assert taken is not None
+    assert (taken.mode, taken.threshold_now()) == ("parallel", 0.6)
+    assert args.exiting.used_pack("smollm2-135m") == parse("x", "--decode", "parallel").exiting.used_pack("smollm2-135m")
+    placed = serve.read_exits(parse("smollm2-135m", "--exit-layer", "8"))
+    assert placed is not None
+    assert (placed.mode, placed.exit_layers) == ("parallel", (8,))
+    assert parse("x", "--exit-layer", "8").exiting.used_pack("smollm2-135m") is None
+    with pytest.raises(OptionError, match="cannot be combined with --decode full"):
+        serve.read_exits(parse("smollm2-135m", "--decode", "full", "--threshold", "0.5"))
 
 
 def test_an_open_door_is_warned_of(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,11 +13,12 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fathomlm.cli.decode_options import ShippedExitOptions, tell_shipped
 from fathomlm.cli.first import check_device, check_memory, check_threads
-from fathomlm.cli.model_options import ExitPackOptions, ModelOptions, QuantizeOptions, memory_errors, threshold_file
+from fathomlm.cli.model_options import ModelOptions, QuantizeOptions, memory_errors, threshold_file
 from fathomlm.cli.serve_models import SeveralOptions, at_hand, catalog_of, model_name
 from fathomlm.cli.serve_ray import RayOptions, read_replicas, run_on_ray
-from fathomlm.decode.exiting import Exiting
+from fathomlm.decode.exiting import SERVED_MODES, Exiting
 from fathomlm.engine.options import EngineOptions, RestartPolicy
 from fathomlm.errors import OptionError
 from fathomlm.options import like, option, section
@@ -32,15 +33,30 @@ REQUIRED = ("fastapi", "uvicorn", "prometheus_client")
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServedDepthOptions(ExitPackOptions):
+class ServedDepthOptions(ShippedExitOptions):
     """How deep tokens go, for every request."""
 
+    mode: str | None = like(
+        Exiting, "mode", None, choices=("full", *SERVED_MODES),
+        help="what happens at an exit: full never exits; speculative lets the full model verify what the exit drafted, "
+        "where that is measured to be faster; parallel takes it and runs the deeper layers later (FREE); state-copy gives "
+        "them the exit's state (CALM). full and speculative keep the full model's output",
+        default_text="speculative with the exits of a pack, parallel with --exit-layer or --threshold, else full",
+    )  # fmt: skip
     exit_layers: tuple[int, ...] | None = like(Exiting, "exit_layers")
     threshold: float | str | None = like(
         Exiting, "threshold",
         help="exit where the confidence exceeds T, from 0 (always) to 1 (never); 'adaptive' is the calibrated threshold",
     )  # fmt: skip
     max_depth: int | None = option(None, ge=1, help="routed models: at most N recursions, for every request")
+
+    def used_pack(self, model: str) -> Path | None:
+        """The pack whose exits are used: the one that is named, or one that ships for the model where nothing else says how
+        tokens exit."""
+        placed = (
+            self.exit_layers is not None or self.max_depth is not None or (self.mode is None and self.threshold is not None)
+        )
+        return self.pack(model, self.mode or "speculative", placed=placed)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,20 +186,33 @@ def read_exits(options: Serve) -> Exiting | None:
     from fathomlm.decode.calibration import Calibration
 
     exits = options.exiting
-    if exits.exits is not None:
-        plan_of(options.model, exits.exits)
-    elif exits.exit_layers is None and exits.threshold is None:
+    pack = exits.used_pack(options.model)
+    given = (exits.mode, exits.exit_layers, exits.threshold)
+    if exits.mode == "full":
+        if given[1:] != (None, None) or pack is not None:
+            raise OptionError("--exit-layer, --threshold and --exits cannot be combined with --decode full")
+        return None
+    if pack is not None:
+        plan_of(options.model, pack)
+    elif given == (None, None, None):
         return None
     if exits.max_depth is not None:
         raise OptionError("--max-depth cannot be combined with early exit: it requires a router")
-    if not isinstance(exits.threshold, str):
-        return Exiting(mode="parallel", exit_layers=exits.exit_layers, threshold=exits.threshold)
-    path = threshold_file(options.model, exits.exits)
-    if not path.is_file():
+    mode: Any = exits.mode or ("speculative" if pack is not None else "parallel")
+    path = threshold_file(options.model, pack)
+    calibrated = exits.threshold == "adaptive" or (pack is not None and exits.threshold is None and path.is_file())
+    if not calibrated:
+        exiting = Exiting(mode=mode, exit_layers=exits.exit_layers, threshold=exits.threshold)  # type: ignore[arg-type]
+    elif not path.is_file():
         raise OptionError(f"{exits.exits or options.model} has no calibrated threshold: run `fathomlm calibrate` first")
-    found = Calibration.load(path)
-    found.check([layer - 1 for layer in exits.exit_layers or (found.exit_layer,)], "gap", str(path))
-    return Exiting(mode="parallel", exit_layers=(found.exit_layer,), threshold=found.estimator)
+    else:
+        found = Calibration.load(path)
+        found.check([layer - 1 for layer in exits.exit_layers or (found.exit_layer,)], found.confidence, str(path))
+        threshold = found.estimator if exits.threshold == "adaptive" else found.estimator.threshold
+        exiting = Exiting(mode=mode, exit_layers=(found.exit_layer,), threshold=threshold, confidence=found.confidence)
+    if pack is not None and exits.exits is None:
+        tell_shipped(options.model)
+    return exiting
 
 
 def load_served(
@@ -192,7 +221,7 @@ def load_served(
     from fathomlm.engine.engine import Engine
     from fathomlm.serve.service import serve_model
 
-    model = options.load(exits=options.exiting.exits, any_base=options.exiting.any_base)
+    model = options.load(exits=options.exiting.used_pack(options.model), any_base=options.exiting.any_base)
     if exiting is not None and exiting.exit_layers is None:
         exiting = replace(exiting, exit_layers=tuple(index + 1 for index in exiting.exits(model.plan)))
     with memory_errors("--memory, --max-sequences or --max-length"):
@@ -216,7 +245,7 @@ def load_other(options: Serve, engine_options: EngineOptions, source: str) -> Se
     if longest is not None:
         engine_options = replace(engine_options, max_length=min(longest, architecture_of(source)[0].context))
     alone = replace(options, model=source, name=None, exiting=ServedDepthOptions())
-    return load_served(alone, engine_options, None, options.restarts)
+    return load_served(alone, engine_options, read_exits(alone), options.restarts)
 
 
 def _tell(text: Any) -> None:

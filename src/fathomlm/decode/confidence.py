@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -37,7 +38,7 @@ class AtExit:
     classifier: ExitClassifier | None = None
     read_RM: Tensor | None = None
     """What the exit reads, where that is not `after_RM`: its own layer's output."""
-    before: Sequence[float] | None = None
+    before: Sequence[float] | Tensor | None = None
     """The confidence at the exit before, where there was one."""
 
 
@@ -68,7 +69,7 @@ def gated(exit: AtExit) -> Tensor:
     here_R = classified(exit)
     if exit.before is None:
         return here_R
-    return 1 - (1 - here_R.new_tensor(exit.before)) * (1 - here_R)
+    return 1 - (1 - torch.as_tensor(exit.before, dtype=here_R.dtype, device=here_R.device)) * (1 - here_R)
 
 
 MEASURES: dict[str, Callable[[AtExit], Tensor]] = {

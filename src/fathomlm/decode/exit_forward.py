@@ -104,10 +104,12 @@ class PartialForward:
 
 @dataclass(frozen=True, slots=True)
 class ExitOutput:
-    """What one exit computed, for one token of each sequence."""
+    """What one exit computed, for one token of each sequence and what ran beside it."""
 
-    state_RM: Tensor
+    stream_RNM: Tensor
     """The residual stream after the exit's layer, before the final norm: what goes on from here."""
+    state_RM: Tensor
+    """That of the token that meets the exit."""
     logits_RV: Tensor
     confidences: list[float] | None
     """None where the mode compares none."""
@@ -138,23 +140,24 @@ class ExitPolicy:
     def run_to_exit(
         self,
         forward: PartialForward,
-        x_R1M: Tensor,
+        x_RNM: Tensor,
         steps: Sequence[Step],
         gathered: GatheredTokens,
         before: Sequence[float] | None = None,
     ) -> ExitOutput:
-        """Run the steps up to an exit, or to the end. `before` are confidences at the exit before."""
-        before_R1M = forward.run(x_R1M, steps[:-1], gathered)
-        after_R1M = forward.run(before_R1M, steps[-1:], gathered)
+        """Run the steps up to an exit, or to the end: the last token of each row meets it, the others run beside it.
+        `before` are confidences at the exit before."""
+        last = (range(len(gathered.spans)), [span.count - 1 for span in gathered.spans])
+        before_RNM = forward.run(x_RNM, steps[:-1], gathered)
+        after_RNM = forward.run(before_RNM, steps[-1:], gathered)
         index = steps[-1].index
-        read_R1M = forward.exit_state(after_R1M, index, gathered)
-        logits_RV = forward.logits(read_R1M, index)[:, -1]
+        read_RM = forward.exit_state(after_RNM, index, gathered)[last]
+        logits_RV = forward.logits(read_RM[:, None], index)[:, 0]
         sure = None
         if self._measure is not None and index in self.exits:
-            classifier = self._classifiers.get(index)
-            at = AtExit(before_R1M[:, -1], after_R1M[:, -1], logits_RV, classifier, read_R1M[:, -1], before)
+            at = AtExit(before_RNM[last], after_RNM[last], logits_RV, self._classifiers.get(index), read_RM, before)
             sure = confidences(self._measure, at)
-        return ExitOutput(after_R1M[:, -1], logits_RV, sure)
+        return ExitOutput(after_RNM, after_RNM[last], logits_RV, sure)
 
     def is_confident(self, confidence: float, seq: ExitingSequence) -> bool:
         """Whether the sequence's next token exits."""

@@ -27,7 +27,9 @@ USED: dict[str, tuple[str, ...]] = {
 """The options that each mode has."""
 ORACLES = ("oracle", "oracle-copy")
 """The modes that know the last layer's choice, and compare no threshold."""
-MULTIPLE = ("state-copy", "select", *ORACLES)
+SERVED_MODES = ("parallel", "state-copy", "speculative")
+"""The modes of the engine, beside full."""
+MULTIPLE = ("state-copy", "parallel", "select", *ORACLES)
 """The modes with any number of exits; the others have one."""
 DEFAULT_THRESHOLD = 0.9
 DEFAULT_STACK = 16
@@ -174,9 +176,10 @@ class Exiting:
                 raise OptionError(
                     f"exit layers must be between 1 and {last - 1} for this model's {last} layers, got {layer}"
                 )
-        if len(layers) > 1 and self.mode not in MULTIPLE:
+        if len(layers) > 1 and (self.mode not in MULTIPLE or self.refine is not None):
+            refines = " with refine" if self.refine is not None else ""
             raise OptionError(
-                f"{self.mode} decoding has one exit, and here are {len(layers)}, after layers {_listed(layers)}; "
+                f"{self.mode} decoding{refines} has one exit, and here are {len(layers)}, after layers {_listed(layers)}; "
                 f"name one of them as the exit layer, such as {layers[0]}"
             )
         return tuple(layer - 1 for layer in layers)

@@ -204,7 +204,7 @@ class SequenceState:
 
 @dataclass(slots=True)
 class WaitingToken:
-    """A token that has run the layers up to the exit and not yet those behind it."""
+    """A token that has run the layers up to an exit and not yet those behind it."""
 
     position: int
     state_M: Tensor
@@ -214,7 +214,9 @@ class WaitingToken:
     likeliest: int
     token_exit: TokenExit
     chosen: int | None = None
-    """What was chosen at the exit; None where the full model is to choose."""
+    """What was chosen at the exit; None where a deeper exit or the full model is to choose."""
+    level: int = 1
+    """How many exits it has met."""
 
 
 class ExitingSequence:

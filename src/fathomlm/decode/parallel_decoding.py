@@ -1,5 +1,5 @@
 """Synchronized parallel decoding (FREE, thesis 2.5.2): tokens that exited early wait, and the deeper layers run for all of
-them together with the first that does not exit.
+them together with the first that does not exit. With several exits they wait at the exit where they left.
 
 So every token gets its exact keys and values at every layer, only later. The tokens themselves are not those of the whole
 model: one that exited early was chosen at the exit, and stays. With `verify` what was chosen at the exit is a draft. When
@@ -14,13 +14,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from fathomlm.cache import Span
-from fathomlm.decode.exit_forward import ExitPolicy, PartialForward
+from fathomlm.decode.exit_forward import ExitOutput, ExitPolicy, PartialForward
 from fathomlm.decode.generation import ExitingSequence, TokenExit, WaitingToken
 
 Verify = Callable[[ExitingSequence, WaitingToken, Tensor], int | None]
@@ -34,29 +35,62 @@ class ParallelDecoding:
         self._forward, self._policy, self._verify = forward, policy, verify
         assert max_stack is not None, "a mode in which tokens wait has a default"
         self._max_stack = max_stack
-        (self._exit,) = policy.exits
-        self._shallow, self._deep = policy.steps[: self._exit + 1], policy.steps[self._exit + 1 :]
+        assert verify is None or len(policy.exits) == 1, "drafts come from one exit"
+        cuts = [0, *(index + 1 for index in policy.exits), len(policy.steps)]
+        self._segments = [policy.steps[first:end] for first, end in pairwise(cuts)]
         self.prompt_steps = policy.steps
 
     def step(self, sequences: Sequence[ExitingSequence]) -> None:
-        """The layers up to the exit for one more token of each sequence, and those behind it where they are due."""
+        """The layers up to the first exit for one more token of each sequence, and those behind it where they are due."""
         forward, policy = self._forward, self._policy
         x_R1M = forward.enter([seq.token_ids[-1:] for seq in sequences])
-        output = policy.run_to_exit(forward, x_R1M, self._shallow, forward.gather([seq.span for seq in sequences]))
-        assert output.confidences is not None
-        due = []
+        gathered = forward.gather([seq.span for seq in sequences])
+        output = policy.run_to_exit(forward, x_R1M, self._segments[0], gathered)
         for r, seq in enumerate(sequences):
-            logits_V, token_exit = output.logits_RV[r], TokenExit(self._exit + 1, output.confidences[r])
-            likeliest = seq.likeliest(logits_V)
-            waiting = WaitingToken(seq.position, output.state_RM[r], logits_V, likeliest, token_exit)
-            seq.stack.append(waiting)
-            if policy.is_confident(output.confidences[r], seq):
-                waiting.chosen = seq.pick(logits_V)
-                self._advance(seq, waiting.chosen, token_exit)
-            if waiting.chosen is None or self._must_catch_up(seq):
-                due.append(seq)
-        if due:
+            self._meet(seq, output, r, 0)
+        for level in range(1, len(policy.exits)):
+            self._go_on(self._due(sequences, level), level)
+        if due := self._due(sequences, len(policy.exits)):
             self._catch_up(due)
+
+    def _due(self, sequences: Sequence[ExitingSequence], level: int) -> list[ExitingSequence]:
+        """Those that have to run on behind the exits that some of their tokens have met."""
+        return [
+            seq
+            for seq in sequences
+            if any(waiting.level == level for waiting in seq.stack)
+            and ((seq.stack[-1].chosen is None and seq.stack[-1].level == level) or self._must_catch_up(seq))
+        ]
+
+    def _meet(self, seq: ExitingSequence, output: ExitOutput, r: int, number: int) -> None:
+        """A sequence's current token has come to an exit, and is chosen there or not."""
+        assert output.confidences is not None
+        confidence, logits_V, state_M = output.confidences[r], output.logits_RV[r], output.state_RM[r]
+        token_exit, likeliest = TokenExit(self._policy.exits[number] + 1, confidence), seq.likeliest(logits_V)
+        if number:
+            seq.stack.pop()
+        waiting = WaitingToken(seq.position, state_M, logits_V, likeliest, token_exit, level=number + 1)
+        seq.stack.append(waiting)
+        if self._policy.is_confident(confidence, seq):
+            waiting.chosen = seq.pick(logits_V)
+            self._advance(seq, waiting.chosen, token_exit)
+
+    def _go_on(self, sequences: Sequence[ExitingSequence], level: int) -> None:
+        """Run what waits at a level up to the next exit; a token that is not chosen yet meets it."""
+        if not sequences:
+            return
+        forward, policy = self._forward, self._policy
+        waits = [[waiting for waiting in seq.stack if waiting.level == level] for seq in sequences]
+        gathered = forward.gather([Span(s.index, w[0].position, len(w)) for s, w in zip(sequences, waits, strict=True)])
+        states = [torch.stack([waiting.state_M for waiting in waiting_here]) for waiting_here in waits]
+        before = [waiting_here[-1].token_exit.confidence or 0.0 for waiting_here in waits]
+        output = policy.run_to_exit(forward, pad_sequence(states, batch_first=True), self._segments[level], gathered, before)
+        for r, (seq, waiting_here) in enumerate(zip(sequences, waits, strict=True)):
+            seq.deep_passes += 1
+            for waiting, state_M in zip(waiting_here, output.stream_RNM[r], strict=False):
+                waiting.state_M, waiting.level = state_M, level + 1
+            if waiting_here[-1].chosen is None:
+                self._meet(seq, output, r, level)
 
     def _advance(self, seq: ExitingSequence, token: int, token_exit: TokenExit) -> None:
         if self._verify is None:
@@ -78,7 +112,7 @@ class ParallelDecoding:
         forward = self._forward
         gathered = forward.gather([Span(seq.index, seq.stack[0].position, len(seq.stack)) for seq in sequences])
         states = [torch.stack([waiting.state_M for waiting in seq.stack]) for seq in sequences]
-        x_RNM = forward.run(pad_sequence(states, batch_first=True), self._deep, gathered)
+        x_RNM = forward.run(pad_sequence(states, batch_first=True), self._segments[-1], gathered)
         for seq, logits_NV in zip(sequences, forward.logits(x_RNM, self._policy.last), strict=True):
             seq.deep_passes += 1
             if self._verify is None:

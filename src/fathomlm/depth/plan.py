@@ -259,7 +259,7 @@ class DepthPlan:
 
     def begins_recursion(self, step: Step) -> bool:
         """Whether a pass through the core begins with this step."""
-        before = self.steps[step.index - 1] if step.index else None
+        before = self.steps[step.index - 1] if 0 < step.index < len(self.steps) else None
         return step.part == "core" and (before is None or before.part != "core" or before.recursion != step.recursion)
 
     def __iter__(self) -> Iterator[Step]:

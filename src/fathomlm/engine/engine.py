@@ -22,9 +22,11 @@ from fathomlm.decode.prompts import Prompt, encode_prompts, end_tokens
 from fathomlm.decode.sampling import Sampling
 from fathomlm.decode.text import TextStream
 from fathomlm.depth import DepthPlan
+from fathomlm.engine.drafting import DraftControl
 from fathomlm.engine.layout import Layout
 from fathomlm.engine.options import EngineOptions
-from fathomlm.engine.programs.base import AGREED, BAD, ENDED, JUDGED, VALID, StepOutput
+from fathomlm.engine.programs.base import AGREED, BAD, DRAFTED, ENDED, JUDGED, VALID, StepOutput
+from fathomlm.engine.programs.drafts import DraftProgram
 from fathomlm.engine.request import Event, Finished, Request, Result, TokenEvent, TokenLogprobs
 from fathomlm.engine.runner import Runner
 from fathomlm.engine.schedule import PrefillChunk
@@ -44,6 +46,9 @@ class Totals:
     """The sum of the tokens' depths."""
     exited: int = 0
     """Tokens that exited early."""
+    drafted: int = 0
+    """Drafts that were verified."""
+    accepted: int = 0
     finished: int = 0
     prefill_tokens: int = 0
 
@@ -67,11 +72,16 @@ class Engine:
             tables=sizes.tables, pool_pages=sizes.pool_pages, page_size=self.options.page_size,
             max_sequences=sizes.max_sequences, max_queue=self.options.max_queue, prefill_chunk=self.options.prefill_chunk,
             lookahead=sizes.lookahead, max_length=sizes.max_length,
-            prefix_caching=self.options.prefix_caching and self.runner.layout.kind != "exits",
+            prefix_caching=self.options.prefix_caching,
         )  # fmt: skip
         self._ends = end_tokens(model)
+        self._drafting: DraftControl | None = None
+        if isinstance(self.runner.program, DraftProgram) and not self.options.always_draft:
+            self._drafting = DraftControl(skip=sizes.lag)
+        self._last_burst = (0, 0.0)
         self._kind = self.runner.layout.kind
         self._estimator = None if exiting is None else exiting.estimator
+        self._copies = exiting is not None and exiting.mode == "state-copy"
         self._plan = plan = model.plan  # the model reads it from its configuration each time
         depths = range(plan.recursions + 1) if self._kind == "routed" else ()
         self._new_entries = [_new_entries(plan, self.runner.layout, depth) for depth in depths]
@@ -108,6 +118,7 @@ class Engine:
             logprobs=None if request.logprobs is None else [],
             depths=None if kind == "whole" else [],
             confidences=[] if kind == "exits" else None,
+            exact=0 if kind == "exits" else None,
         )
         if tokenizer is not None:
             sequence.stream = TextStream(tokenizer, stop=request.sampling.stop, context=request.prompt)
@@ -177,12 +188,23 @@ class Engine:
             self._in_slot[placement.slot] = placement.sequence
         if scheduled.chunks:
             self._prefill(scheduled.chunks)
-        if any(sequence.state == "running" for sequence in self.scheduler.placed):
+        running = sum(sequence.state == "running" for sequence in self.scheduler.placed)
+        if running:
+            drafts = self._drafting is None or self._decide(self._drafting, running, bool(scheduled.chunks))
             for _ in range(self.runner.sizes.burst):
-                self._in_flight.append(self.runner.launch())
+                self._in_flight.append(self.runner.launch(drafts))
                 self.totals.decode_steps += 1
         elif self._in_flight:
             self._collect(self._in_flight.popleft())
+
+    def _decide(self, drafting: DraftControl, running: int, prefilled: bool) -> bool:
+        """Whether this burst drafts. What came since the one before tells how fast that way is."""
+        tokens, now = self.totals.tokens, time.perf_counter()
+        before, then = self._last_burst
+        if not prefilled and then:
+            drafting.note(tokens - before, now - then)
+        self._last_burst = (tokens, now)
+        return drafting.choose(running)
 
     def _prefill(self, chunks: abc.Sequence[PrefillChunk]) -> None:
         sequences = {sequence.slot: sequence for sequence in self.scheduler.placed}
@@ -239,7 +261,14 @@ class Engine:
         if sequence.confidences is not None:
             confidence = floats[1]
             sequence.confidences.append(confidence)
-            totals.exited += depth < self._plan.unrolled_layers
+            exited = depth < self._plan.unrolled_layers
+            totals.exited += exited
+            if (not exited or flags & DRAFTED) and not self._copies:
+                sequence.exact = sequence.length - 1
+            if flags & DRAFTED:
+                totals.drafted += 1
+                totals.accepted += exited
+                sequence.drafted += 1
         if sequence.on_event is not None:
             sequence.on_event(
                 TokenEvent(
@@ -282,7 +311,7 @@ def result_of(sequence: Sequence, finish: Finished) -> Result:
     return Result(
         id=sequence.id, prompt_tokens=sequence.prompt, tokens=tuple(sequence.tokens), text="".join(sequence.pieces),
         finish=finish, arrival=sequence.request.arrival, first_token_time=sequence.first_token_time,
-        last_token_time=sequence.last_token_time, preemptions=sequence.preemptions,
+        last_token_time=sequence.last_token_time, preemptions=sequence.preemptions, drafted=sequence.drafted,
         logprobs=None if logprobs is None else tuple(logprobs),
         depths=None if depths is None else tuple(depths),
         confidences=None if confidences is None else tuple(confidences),

@@ -49,21 +49,22 @@ class PagedLayers:
         pages: KVPages,
         max_length: int,
         *,
+        own: Sequence[Step] = (),
         fuse: bool | None = None,
         compiled: bool = False,
         alone: bool = False,
     ) -> None:
-        """`max_length` is the most tokens of a sequence. `fuse` says how layers are run; by default fused where they can
-        be and a GPU is there. `compiled` compiles what is not a layer. `alone`: passes have one row, whose sums may be
-        rounded as one row's are; otherwise a row's never depend on how many there are."""
+        """`max_length` is the most tokens of a sequence, `own` what exits run of their own. `fuse` says how layers are run;
+        by default fused where they can be and a GPU is there. `compiled` compiles what is not a layer. `alone`: passes have
+        one row, whose sums may be rounded as one row's are; otherwise a row's never depend on how many there are."""
         self.decoder, self.layout, self.pages = decoder, layout, pages
         self.architecture = decoder.architecture
         self.max_length, self.alone = max_length, alone
         weight = decoder.embed.weight
         self.device, self.dtype = weight.device, weight.dtype
         wanted = self.device.type == "cuda" if fuse is None else fuse
-        self.packed = decoder.pack_layers() if wanted else {}
-        plain = len(self.packed) == len(decoder.layers) and not decoder.encodings
+        self.packed = decoder.pack_layers(own) if wanted else {}
+        plain = len(self.packed) == len(decoder.layers) + len(own) and not decoder.encodings
         self.fused = wanted and plain
         self._quantized = decoder.cpu_layers if fuse is not False and pages.dtype == torch.float32 else None
         self._described: dict[tuple[int, ...], Tensor] = {}
@@ -81,14 +82,14 @@ class PagedLayers:
         return self.decoder.enter(tokens_N)
 
     def scores(self, x_NM: Tensor, exit_index: int | None = None) -> Tensor:
-        """Over the vocabulary, after the last step or at an exit, in float32 at least. A row that stands for nothing, and so
-        came out of `run` as zeros, has none on a CPU: they are 0."""
+        """Over the vocabulary, in float32 at least: after the last step, or at an exit, from what its own layer made. A row
+        that stands for nothing, and so came out of `run` as zeros, has none on a CPU: they are 0."""
         if self.device.type == "cpu" and not bool((live_N := x_NM.any(1)).all()):
             scores_NV = x_NM.new_zeros(len(x_NM), self.architecture.vocab, dtype=torch.float32)
             at_K = live_N.nonzero()[:, 0]
             return scores_NV.index_copy_(0, at_K, self.scores(x_NM[at_K], exit_index)) if len(at_K) else scores_NV
         if exit_index is not None:
-            return self.decoder.exit_logits(x_NM, exit_index).float()
+            return self.decoder.exit_logits(x_NM, exit_index, layered=True).float()
         hidden_NM = self._norm(x_NM)
         if not self.fused:
             return self.decoder.logits(hidden_NM).float()
@@ -116,7 +117,8 @@ class PagedLayers:
         self, x_NM: Tensor, steps: Sequence[Step], attention: AttentionMetadata, positions_N: Tensor,
         recursion_N: Tensor | None, spend: bool,
     ) -> Tensor:  # fmt: skip
-        if self._quantized is not None and self._quantized.takes(x_NM):
+        own = any(step.part == "exit" for step in steps)  # an exit's own layer keeps its floats
+        if self._quantized is not None and not own and self._quantized.takes(x_NM):
             return self._integers(
                 self._quantized, x_NM if spend else x_NM.clone(), steps, attention, positions_N, recursion_N
             )
@@ -133,7 +135,7 @@ class PagedLayers:
         for step in steps:
             if not entered and self._norms_between(step) and step.recursion:
                 x_NM, entered = self._norm(x_NM), True
-            layer, context = self.decoder.layers[step.layer], self._context(step, attention, positions_N, None)
+            layer, context = self.decoder.layer_of(step), self._context(step, attention, positions_N, None)
             assert isinstance(layer, Block)
             layer.keep_entries(x_NM[:, None], context)
 
@@ -162,7 +164,7 @@ class PagedLayers:
         self, x_NM: Tensor, step: Step, attention: AttentionMetadata, positions_N: Tensor, recursion_N: Tensor | None
     ) -> Tensor:
         decoder, plan = self.decoder, self.decoder.plan
-        layer = decoder.layers[step.layer]
+        layer = decoder.layer_of(step)
         assert isinstance(layer, Block)
         x_NM = self._entering(x_NM, step, recursion_N)
         out_NM: Tensor = layer(x_NM[:, None], self._context(step, attention, positions_N, recursion_N))[:, 0]

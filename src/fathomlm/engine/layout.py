@@ -1,7 +1,8 @@
 """Where each step's keys and values live: which page table of a sequence, and which plane of the pages it draws.
 
     whole     every token runs every step: one table, a plane for each step that makes entries
-    exits     tokens leave early and their deeper entries come later, at the same places: as above
+    exits     tokens exit early and their deeper entries come later, at the same places: as above, and a plane for each
+              exit with a layer of its own
     routed    recursion-wise entries: a table for prelude and coda, where every token has an entry, and one for each
               recursion, where only the tokens that ran it do (thesis 4.3.3). With shared entries the first recursion's
               serve all of them, and every token has those: one table
@@ -11,7 +12,7 @@ A plane is one layer's part of a page. Tables of one pool exchange pages, so the
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -28,8 +29,8 @@ class Layout:
     """The pool of each table. The first table has an entry for every token."""
     planes: tuple[int, ...]
     """By pool."""
-    homes: tuple[tuple[int, int], ...]
-    """By step: its pool, and its plane there. A step that reads another's entries has that one's."""
+    homes: Mapping[int, tuple[int, int]]
+    """By step, those of exits too: its pool, and its plane there. A step that reads another's entries has that one's."""
     recursion_tables: tuple[int, ...] = ()
     """routed: the table of each recursion."""
 
@@ -45,28 +46,30 @@ class Layout:
 
 
 def build_layout(
-    architecture: Architecture, plan: DepthPlan, relaxation: Relaxation | None, exit_layer: int | None
+    architecture: Architecture, plan: DepthPlan, relaxation: Relaxation | None, exits: Sequence[int] = ()
 ) -> Layout:
-    """The layout that a model needs, or what the engine cannot do with it. `exit_layer` is where tokens may leave early."""
-    _check(architecture, plan, relaxation, exit_layer)
+    """The layout that a model needs, or what the engine cannot do with it. Tokens may exit after the steps with the indices
+    `exits`."""
+    _check(architecture, plan, relaxation, exits)
     if plan.routing is None or plan.kv == "share":
-        makes = [step.index for step in plan if not plan.reads_kv(step)]
+        steps = (*plan, *plan.exit_steps(exits))
+        makes = [step.index for step in steps if not plan.reads_kv(step)]
         planes = {index: number for number, index in enumerate(makes)}
-        homes = tuple(
-            (0, planes[plan.kv_sources[step.index]] if plan.reads_kv(step) else planes[step.index]) for step in plan
-        )
-        kind: Kind = "routed" if plan.routing is not None else ("whole" if exit_layer is None else "exits")
+        homes = {
+            step.index: (0, planes[plan.kv_sources[step.index] if plan.reads_kv(step) else step.index]) for step in steps
+        }
+        kind: Kind = "routed" if plan.routing is not None else ("exits" if exits else "whole")
         return Layout(kind, (0,), (len(makes),), homes, (0,) * plan.recursions)
     outer = [step.index for step in plan if step.part != "core"]
     first = min(step.layer for step in plan if step.part == "core")
     pool = 1 if outer else 0
-    homes = tuple((0, outer.index(s.index)) if s.part != "core" else (pool, s.layer - first) for s in plan)
+    homes = {s.index: (0, outer.index(s.index)) if s.part != "core" else (pool, s.layer - first) for s in plan}
     tables = (*((0,) if outer else ()), *[pool] * plan.recursions)
     planes_by_pool = (*((len(outer),) if outer else ()), plan.core_layers)
     return Layout("routed", tables, planes_by_pool, homes, tuple(range(pool, pool + plan.recursions)))
 
 
-def _check(architecture: Architecture, plan: DepthPlan, relaxation: Relaxation | None, exit_layer: int | None) -> None:
+def _check(architecture: Architecture, plan: DepthPlan, relaxation: Relaxation | None, exits: Sequence[int]) -> None:
     if architecture.cross or architecture.positions != "rotary":
         raise UnsupportedModel(f"the engine serves decoder-only models with rotary positions, not {architecture.family}")
     if relaxation is not None and not relaxation.method.serves:
@@ -75,18 +78,13 @@ def _check(architecture: Architecture, plan: DepthPlan, relaxation: Relaxation |
         raise UnsupportedModel(f"the engine does not support a {plan.routing.kind} router; use fathomlm generate")
     if plan.kv == "hybrid":
         raise UnsupportedModel("the engine keeps entries by recursion or shared, not 'hybrid'; use fathomlm generate")
-    if plan.routing is None and exit_layer is None:
+    if plan.routing is None:
         return
-    if exit_layer is not None and plan.exit_steps((exit_layer - 1,)):
-        raise UnsupportedModel(
-            f"the exit after layer {exit_layer} has a layer of its own, for whose entries the engine has no pages; use "
-            "fathomlm generate --decode, or serve the model without exits"
-        )
+    if exits:
+        raise UnsupportedModel("a routed model's router already chooses each token's depth; it has no exits")
     if any(window is not None for window in architecture.windows):
         raise UnsupportedModel("tokens of different depths cannot be batched where layers have attention windows")
     if not all(architecture.rotated):
         raise UnsupportedModel("tokens of different depths cannot be batched where some layers have no rotary positions")
-    if plan.routing is not None and exit_layer is not None:
-        raise UnsupportedModel("a routed model's router already chooses each token's depth; it has no exits")
-    if plan.routing is not None and not plan.routing.method.takes_all_first(plan.routing):
+    if not plan.routing.method.takes_all_first(plan.routing):
         raise UnsupportedModel("the engine needs a first recursion that every token runs (capacity 1)")

@@ -52,9 +52,11 @@ class EngineOptions:
         None, ge=1, help="routed models: passes of the shared block per turn",
         default_text="the mean depth that the routers were trained for",
     )  # fmt: skip
-    shallows: int = option(
-        1, ge=1, help="exits: passes in front of the exit per pass behind it, where they cannot share one"
-    )
+    shallows: int | None = option(
+        None, ge=1, help="exits: passes in front of the first exit per pass behind it, where they cannot share one",
+        default_text="1; speculative: 4",
+    )  # fmt: skip
+    always_draft: bool = option(False, help="speculative: draft also where that was measured to be slower")
     depth_bias: float = option(0.0, help="routed models: added to router scores; above 0 sends tokens deeper")
     forced_depths: tuple[float, ...] | None = None
     """routed, for measurements: the part of the tokens that runs each recursion, drawn and not decided. It begins with 1 and

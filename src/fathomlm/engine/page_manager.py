@@ -103,10 +103,12 @@ class PageManager:
         """Cache what a sequence has run, before it gives its pages back.
 
         Only one table can be known at any position: a running token may be on its way through deeper ones. And a
-        position is done in every layer only when the token behind it is known.
+        position is done in every layer only when the token behind it is known; where tokens exit early, when one behind it
+        has run every layer.
         """
         if self.prefix_caching and len(self.tables) == 1:
             done = min(sequence.entries[0], sequence.length - 1)
+            done = done if sequence.exact is None else min(done, max(sequence.goal, sequence.exact))
             self.prefixes.record(sequence.keys, (done,), sequence.pages)
 
     def give_back(self, sequence: Sequence) -> None:

@@ -140,6 +140,8 @@ class Result:
     """For each token, how deep it was chosen; None where the model has one depth."""
     confidences: tuple[float, ...] | None = None
     """For each token, of the exit where it exited; None without exits."""
+    drafted: int = 0
+    """speculative: drafts that the full model verified. The tokens that are not of full depth are those it kept."""
     preemptions: int = 0
     """How often it was put aside for want of memory, and read again."""
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fathomlm.decode.exiting import Exiting
+from fathomlm.decode.exiting import SERVED_MODES, Exiting
 from fathomlm.depth import DepthPlan
 from fathomlm.engine.batch_routers import BatchRouters
 from fathomlm.engine.device_state import EngineState
@@ -23,6 +23,7 @@ from fathomlm.engine.layers import PagedLayers
 from fathomlm.engine.layout import Layout, build_layout
 from fathomlm.engine.options import EngineOptions
 from fathomlm.engine.programs.base import Program, ProgramContext, SamplingVariant, StepOutput
+from fathomlm.engine.programs.drafts import DraftProgram
 from fathomlm.engine.programs.exits import ExitProgram
 from fathomlm.engine.programs.routed import RoutedProgram, passes_for
 from fathomlm.engine.programs.whole import WholeProgram
@@ -36,6 +37,8 @@ WARM_UPS = 2
 BURST = 4
 FLOAT8_SINCE = (8, 9)
 """The compute capability of the first GPUs that know float8."""
+DRAFTS = 4
+"""Passes that draft in a decode step, to one that verifies."""
 OVERBOOKED = 2
 """Sequences for each token of a forward pass, where tokens differ in depth."""
 
@@ -61,12 +64,12 @@ class Runner:
         weight = decoder.embed.weight
         self.device = weight.device
         gpu = self.device.type == "cuda"
-        exit_layer = _exit_layer(decoder.plan, exiting)
-        self.exiting = exiting
-        self.layout = build_layout(decoder.architecture, decoder.plan, decoder.relaxation, exit_layer)
-        _check_forced(decoder.plan, self.layout, options)
+        self.exiting, self.exits = exiting, _exits(decoder.plan, exiting)
+        self.layout = build_layout(decoder.architecture, decoder.plan, decoder.relaxation, self.exits)
+        drafts = exiting is not None and exiting.mode == "speculative"
+        _check_forced(decoder.plan, self.layout, options, len(self.exits), drafts)
         _check_entries(options, self.device)
-        self.sizes = _sizes(decoder, self.layout, options, gpu, exiting)
+        self.sizes = _sizes(decoder, self.layout, options, gpu, exiting if self.exits else None)
         self._captures = gpu if options.capture is None else options.capture
         self.pages = KVPages(
             decoder.architecture, self.layout, self.sizes.pool_pages, options.page_size, self.device,
@@ -83,8 +86,8 @@ class Runner:
         )  # fmt: skip
         compiled = gpu if options.compile is None else options.compile
         self.layers = PagedLayers(
-            decoder, self.layout, self.pages, self.sizes.max_length, fuse=options.fuse, compiled=compiled,
-            alone=options.batch_size == 1,
+            decoder, self.layout, self.pages, self.sizes.max_length, own=decoder.plan.exit_steps(self.exits),
+            fuse=options.fuse, compiled=compiled, alone=options.batch_size == 1,
         )  # fmt: skip
         self.program = self._program(ends, exiting, compiled)
         self._graphs: dict[SamplingVariant, torch.cuda.CUDAGraph] = {}
@@ -112,14 +115,19 @@ class Runner:
             routers = BatchRouters(self.decoder.routers, options.depth_bias, options.forced_depths)
             return RoutedProgram(parts, routers, _cores(plan, options))
         assert exiting is not None
-        assert exiting.exit_layers is not None
+        stack = min(exiting.max_stack or 1, options.batch_size)
+        if exiting.mode == "speculative":
+            return DraftProgram(
+                parts, self.exits, stack=stack, shallows=_shallows(options, exiting), confidence=exiting.confidence or "gap"
+            )
         return ExitProgram(
             parts,
-            exiting.exit_layers[0],
-            stack=min(exiting.max_stack or 1, options.batch_size),
+            self.exits,
+            stack=stack,
             copies=exiting.mode == "state-copy",
-            shallows=options.shallows,
+            shallows=_shallows(options, exiting),
             forced=options.forced_exits,
+            confidence=exiting.confidence or "gap",
         )
 
     @torch.no_grad()
@@ -156,10 +164,10 @@ class Runner:
         return [tuple(entries) for entries in self.state.entries_ST.index_select(0, slots_K).tolist()]
 
     @torch.no_grad()
-    def launch(self) -> int:
-        """Start a decode step; returns its number, for `collect`."""
+    def launch(self, drafts: bool = True) -> int:
+        """Start a decode step, with drafts where the program has any; returns its number, for `collect`."""
         sampler = self.sampler
-        variant = SamplingVariant(sampler.mode, sampler.penalised, sampler.alternatives)
+        variant = SamplingVariant(sampler.mode, sampler.penalised, sampler.alternatives, drafts)
         if self._captures:
             if variant not in self._graphs:
                 self._capture(variant)
@@ -206,20 +214,18 @@ class Runner:
         return [value for one in held for value in vars(one).values() if isinstance(value, Tensor)]
 
 
-def _exit_layer(plan: DepthPlan, exiting: Exiting | None) -> int | None:
+def _exits(plan: DepthPlan, exiting: Exiting | None) -> tuple[int, ...]:
+    """The indices of the steps after which tokens exit."""
     if exiting is None or exiting.mode == "full":
-        return None
-    if exiting.mode not in ("parallel", "state-copy"):
-        raise OptionError(f"the engine exits by 'parallel' or 'state-copy' decoding, not '{exiting.mode}'")
-    if exiting.confidence not in (None, "gap") or exiting.refine is not None or exiting.decay is not None:
-        raise OptionError("the engine supports only confidence='gap', no refinement and no decay")
-    exits = exiting.exits(plan)
-    if len(exits) != 1 or exiting.exit_layers is None:
-        raise OptionError("the engine supports one exit: name its layer in exit_layers")
-    return exits[0] + 1
+        return ()
+    if exiting.mode not in SERVED_MODES:
+        raise OptionError(f"the engine exits by {', '.join(SERVED_MODES)} decoding, not '{exiting.mode}'")
+    if exiting.confidence == "state" or exiting.refine is not None or exiting.decay is not None:
+        raise OptionError("the engine does not support confidence 'state', refinement or decay; use fathomlm generate")
+    return exiting.exits(plan)
 
 
-def _check_forced(plan: DepthPlan, layout: Layout, options: EngineOptions) -> None:
+def _check_forced(plan: DepthPlan, layout: Layout, options: EngineOptions, exits: int, drafts: bool) -> None:
     """Depths that are drawn must be depths that the model has: a figure without them would be labelled wrongly."""
     if options.forced_depths is not None:
         if layout.kind != "routed":
@@ -228,8 +234,8 @@ def _check_forced(plan: DepthPlan, layout: Layout, options: EngineOptions) -> No
             raise OptionError(
                 f"forced_depths names {len(options.forced_depths)} parts, but the model has {plan.recursions} recursions"
             )
-    if options.forced_exits is not None and layout.kind != "exits":
-        raise OptionError("forced_exits requires an engine with an exit")
+    if options.forced_exits is not None and (exits != 1 or drafts):
+        raise OptionError(f"forced_exits requires an engine with one exit and no drafts; this one has {exits}")
 
 
 def _check_entries(options: EngineOptions, device: torch.device) -> None:
@@ -271,8 +277,19 @@ def _sizes(decoder: Decoder, layout: Layout, options: EngineOptions, gpu: bool, 
             raise OptionError(f"memory must hold two pages of {max(sizes):,} bytes, got {options.memory:,}")
     burst = options.burst or (BURST if gpu else 1)
     lag = options.lag if options.lag is not None else (1 if gpu else 0)
-    in_a_step = {"whole": 1, "exits": options.shallows + 1, "routed": 0}[layout.kind] or len(_cores(plan, options))
-    return Sizes(layout.tables, pool_pages, sequences, max_length, (lag + 1) * burst * in_a_step + 1, burst, lag)
+    in_a_step, waiting = 1, 0
+    if layout.kind == "routed":
+        in_a_step = len(_cores(plan, options))
+    elif exiting is not None:
+        in_a_step = _shallows(options, exiting) + len(exiting.exits(plan))
+        waiting = (exiting.max_stack or 1) if exiting.mode == "speculative" else 0
+    return Sizes(layout.tables, pool_pages, sequences, max_length, (lag + 1) * burst * in_a_step + 1 + waiting, burst, lag)
+
+
+def _shallows(options: EngineOptions, exiting: Exiting) -> int:
+    """exits: passes in front of the first exit in a decode step."""
+    usual = min(DRAFTS, exiting.max_stack or 1) if exiting.mode == "speculative" else 1
+    return options.shallows or usual
 
 
 def _cores(plan: DepthPlan, options: EngineOptions) -> tuple[int, ...]:

@@ -127,6 +127,11 @@ class SamplerState:
         scores_NV = torch.where(seen_NV, repeated_NV, scores_NV)
         return scores_NV - counts_NV * settings.frequency_N1 - (counts_NV > 0) * settings.presence_N1
 
+    def penalises(self, slots_N: Tensor) -> Tensor:
+        """Whether what a row's request has said so far counts, (N)."""
+        s = self.settings(slots_N)
+        return ((s.repetition_N1 != 1) | (s.presence_N1 != 0) | (s.frequency_N1 != 0))[:, 0]
+
     def add(self, tokens_N: Tensor, slots_N: Tensor) -> None:
         """These tokens were said in these slots."""
         at_N = slots_N.long() * self.vocab + tokens_N

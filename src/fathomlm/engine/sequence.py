@@ -43,6 +43,8 @@ class Sequence:
     """How many tokens this placement prefills: all that were known but the last, which runs as the first decode row."""
     reused: int = 0
     """The fewest tokens that any of its placements took from the prefix cache: what lies behind them may be its own."""
+    exact: int | None = None
+    """Where tokens exit early: how many have their exact entries in every layer by now, those that are prefilled apart."""
     preemptions: int = 0
     stream: TextStream | None = None
     on_event: Callable[[Event], None] | None = None
@@ -54,6 +56,8 @@ class Sequence:
     confidences: list[float] | None = None
     judged: list[tuple[float, bool]] = field(default_factory=list)
     """The exit's confidence at each token that ran all layers, and whether they agreed."""
+    drafted: int = 0
+    """Drafts that the full model has verified, kept or not."""
     first_token_time: float | None = None
     last_token_time: float | None = None
     result: Result | None = None

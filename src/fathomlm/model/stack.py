@@ -211,7 +211,7 @@ class LayerStack(nn.Module):
         """Copies of the layers' weights in fewer and larger matrices, by layer, as they are now: a single token is read
         through them faster. Empty where the family or a relaxation has no such form. `own` are steps of exits to pack for
         too."""
-        layers = {} if self.deltas else dict(enumerate(self.layers)) | {step.layer: self._layer(step) for step in own}
+        layers = {} if self.deltas else dict(enumerate(self.layers)) | {step.layer: self.layer_of(step) for step in own}
         dtype = self.embed.weight.dtype
         return {i: layer.pack(dtype) for i, layer in layers.items() if isinstance(layer, Block) and layer.packs}
 
@@ -221,7 +221,7 @@ class LayerStack(nn.Module):
         for step in steps:
             if not entered and self.norms_between(step):
                 x_BTM, entered = self.norm(x_BTM), True
-            layer = self._layer(step)
+            layer = self.layer_of(step)
             assert isinstance(layer, Block)
             layer.keep_entries(x_BTM, self._context(step, masks, cache))
 
@@ -277,7 +277,7 @@ class LayerStack(nn.Module):
         for step in steps:
             if self.norms_between(step):
                 x = self.norm(x)
-            x = self._layer(step)(x, self._context(step, masks, kv, packed, keep_inner))
+            x = self.layer_of(step)(x, self._context(step, masks, kv, packed, keep_inner))
             if self.encodings and self.plan.is_last_of_recursion(step):
                 x = (x * self.encodings[step.recursion]).to(x.dtype)
         return x
@@ -286,7 +286,8 @@ class LayerStack(nn.Module):
         """Whether the stream goes through the final norm in front of a step, between two recursions."""
         return self.plan.loop_norm and step.recursion > 0 and self.plan.begins_recursion(step)
 
-    def _layer(self, step: Step) -> nn.Module:
+    def layer_of(self, step: Step) -> nn.Module:
+        """The layer that a step runs, of the plan or of an exit."""
         if step.part == "exit":
             return self.exit_blocks[str(self.plan.exits[step.index - self.plan.unrolled_layers])]
         return self.layers[step.layer]

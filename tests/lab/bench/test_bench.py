@@ -273,7 +273,7 @@ def test_ample_memory_puts_nobody_aside(kind: str) -> None:
     model, workload = plain.model, asked(*(WorkloadRequest((number,), 16) for number in range(8)))
     options = EngineOptions(batch_size=4, page_size=4, max_length=workload.longest)
     setting = exiting("vanilla", "parallel") if kind == "exits" else None
-    ample = ample_memory(model, options, workload.longest, None if setting is None else 3)
+    ample = ample_memory(model, options, workload.longest, () if setting is None else (2,))
     engine = TimedEngine(model, replace(options, memory=ample), exiting=setting)
     assert measure(engine, workload, speed=1e9).work.preemptions == 0
     scarce = TimedEngine(model, replace(options, memory=ample // 4), exiting=setting)

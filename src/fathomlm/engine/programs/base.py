@@ -20,9 +20,9 @@ from fathomlm.engine.sampler import Mode, Sampled, SamplerState, note, sample
 from fathomlm.engine.schedule import Placement
 from fathomlm.kernels.best_token import best_token
 
-VALID, BAD, ENDED, JUDGED, AGREED = 1, 2, 4, 8, 16
+VALID, BAD, ENDED, JUDGED, AGREED, DRAFTED = 1, 2, 4, 8, 16, 32
 """Flags of a record: a token was chosen; its scores were no numbers; the sequence is over; the whole model has shown
-what it would have chosen where a token exited or might have; it was what the exit chose."""
+what it would have chosen where a token exited or might have; it was what the exit chose; it was drafted, and verified."""
 F = TypeVar("F", bound=Callable[..., Any])
 
 
@@ -33,6 +33,13 @@ class SamplingVariant:
     mode: Mode = "greedy"
     penalise: bool = False
     alternatives: bool = False
+    drafts: bool = True
+    """Whether a program that can draft does."""
+
+    @property
+    def greedy(self) -> bool:
+        """Nothing but the likeliest token is wanted."""
+        return self.mode == "greedy" and not self.penalise and not self.alternatives
 
 
 GREEDY = SamplingVariant()
@@ -141,7 +148,7 @@ class TokenChooser:
         """Where `chosen_N`, a row's scores choose its slot's next token. `flags_N` are flags to tell beside those of the
         choice."""
         s = self.state
-        sampled = self._sampled(scores_NV, rows_N, chosen_N, variant)
+        sampled = self.sampled(scores_NV, rows_N, s.generated_S.index_select(0, rows_N), chosen_N, variant)
         if variant.penalise:
             note(sampled.tokens_N, torch.where(chosen_N, rows_N, s.spare), self.sampler)
         self._take(
@@ -152,19 +159,22 @@ class TokenChooser:
             output.top_tokens_NK.copy_(sampled.top_tokens_NK)
             output.top_logprobs_NK.copy_(sampled.top_logprobs_NK)
 
-    def _sampled(self, scores_NV: Tensor, rows_N: Tensor, chosen_N: Tensor, variant: SamplingVariant) -> Sampled:
-        """Where the device may be asked, rows that choose nothing are left out: their token is 0."""
+    def sampled(
+        self, scores_NV: Tensor, rows_N: Tensor, steps_N: Tensor, chosen_N: Tensor, variant: SamplingVariant
+    ) -> Sampled:
+        """What each row's request makes of its scores, as the token of that number of its completion. Where the device may
+        be asked, rows that choose nothing are left out: their token is 0."""
         if self._skips and not bool(chosen_N.all()):
             at_K = chosen_N.nonzero()[:, 0]
-            found = self._of(scores_NV[at_K], rows_N[at_K], variant)
+            found = self._of(scores_NV[at_K], rows_N[at_K], steps_N[at_K], variant)
             parts = ((name, getattr(found, name)) for name in found.__slots__)
             return Sampled(
                 **{name: part.new_zeros(len(rows_N), *part.shape[1:]).index_copy_(0, at_K, part) for name, part in parts}
             )
-        return self._of(scores_NV, rows_N, variant)
+        return self._of(scores_NV, rows_N, steps_N, variant)
 
-    def _of(self, scores_NV: Tensor, rows_N: Tensor, variant: SamplingVariant) -> Sampled:
-        return self._best(scores_NV) if variant == GREEDY else self._drawn(scores_NV, rows_N, variant)
+    def _of(self, scores_NV: Tensor, rows_N: Tensor, steps_N: Tensor, variant: SamplingVariant) -> Sampled:
+        return self._best(scores_NV) if variant.greedy else self._drawn(scores_NV, rows_N, steps_N, variant)
 
     def _best(self, scores_NV: Tensor) -> Sampled:
         tokens_N, logprobs_N, bad_N = best_token(scores_NV)
@@ -173,8 +183,7 @@ class TokenChooser:
             tokens_N=tokens_N, logprobs_N=logprobs_N, bad_N=bad_N, top_tokens_NK=none_NK, top_logprobs_NK=none_NK.float()
         )
 
-    def _drawn(self, scores_NV: Tensor, rows_N: Tensor, variant: SamplingVariant) -> Sampled:
-        steps_N = self.state.generated_S.index_select(0, rows_N)
+    def _drawn(self, scores_NV: Tensor, rows_N: Tensor, steps_N: Tensor, variant: SamplingVariant) -> Sampled:
         found: Sampled = self._sample(
             scores_NV,
             rows_N,

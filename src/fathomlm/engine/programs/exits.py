@@ -1,31 +1,31 @@
-"""Leaving early across a batch: shallow-deep models (FREE, thesis 2.5.2) and recursive ones left after a recursion (3.3.5).
+"""Exiting early across a batch: shallow-deep models (FREE, thesis 2.5.2), recursive ones after a recursion (3.3.5).
 
-A slot has at most one token in front of the exit. Tokens that left wait in its ring with the state they left with; when
-one does not leave, or the ring is full, all of them run the deeper steps together, each a row, and get their exact entries
-there.
-With shared entries nothing waits: deeper steps have none of their own. With `copies` deeper entries are made at once from
-the state that left (CALM's state copying), which is not exact.
+Exits cut the plan into segments: segment 0 ends at the first exit, the last one with the last layer. A slot has one current
+token, whose next segment is its level. Tokens that exited wait at the segment that they run next, in a ring with the state
+they exited with. When a token runs a segment, all that wait there run it with it, each a row, and get their exact entries;
+when a ring is full, those that wait in it run on alone. So every segment sees the positions in order.
 
-    ENTER    the slot's token is to run up to the exit
-    DEEP     it did not leave: it and all that wait run on, and it is chosen there
-    FLUSH    the ring is full: all that wait run on, and nothing is chosen
+Behind the last segment that makes entries of its own (`deepest`) nobody waits: with a shared KV cache none do. With `copies`
+deeper entries are made at once from the state that exited (CALM's state copying), which is not exact.
 
-Where the steps behind the exit are the same layers as those in front (two loops of one block), rows of both share a pass;
-elsewhere a decode step is some passes in front of the exit and one behind it.
+Where all segments are the same layers (loops of one block), rows of all of them share a pass; elsewhere a decode step is
+some passes of segment 0 and one of each other.
 
-Shapes: N rows, S slots, K places of a ring, M hidden width, V vocabulary.
+Shapes: N rows, S slots, B segments but the first, K places of a ring, M hidden width, V vocabulary.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from fathomlm.decode.confidence import MEASURES, AtExit, find_classifiers, find_gate
 from fathomlm.depth import Step
-from fathomlm.engine.device_state import ENTER, IDLE, PrefillBatch
+from fathomlm.engine.device_state import ENTER, PrefillBatch
 from fathomlm.engine.kv_pages import AttentionMetadata, attention_for
 from fathomlm.engine.programs.base import (
     AGREED,
@@ -36,194 +36,297 @@ from fathomlm.engine.programs.base import (
     TokenChooser,
     pick_groups,
 )
-from fathomlm.engine.programs.whole import prefill_whole
+from fathomlm.engine.programs.whole import count_entries, prefill_steps
 from fathomlm.engine.schedule import Placement
 from fathomlm.kernels.best_token import best_and_gap
 from fathomlm.model.route.routers import draw
 
-DEEP, FLUSH = 1, 2
+ALL = -1
+"""The pass that rows of every segment share."""
 
 
-class On(NamedTuple):
-    """From a step in front of the exit to the one in its place behind it."""
+class Stride(NamedTuple):
+    """From a step of one segment to the one in its place in the next."""
 
     recursions: int
     planes: int
     """0 where both look at the same entries."""
 
 
+class Rows(NamedTuple):
+    """The rows of one pass."""
+
+    slots_N: Tensor
+    segment_N: Tensor
+    last_N: Tensor
+    """The last row of its slot."""
+    valid_N: Tensor
+    current_N: Tensor
+    """The row is its slot's current token; the others have exited and wait."""
+    positions_N: Tensor
+    state_NM: Tensor
+    """What a row enters its segment with; nothing in segment 0."""
+
+
 class ExitProgram:
     def __init__(
         self,
         parts: ProgramContext,
-        exit_layer: int,
+        exits: Sequence[int],
         *,
         stack: int = 16,
         copies: bool = False,
         shallows: int = 1,
         forced: float | None = None,
+        confidence: str = "gap",
+        waits: bool = False,
     ) -> None:
-        """`exit_layer` is where tokens leave, from 1; `stack` how many may wait; `shallows` how many passes in front of the
-        exit come to one behind it, where they cannot share. `forced` is the part of the tokens that leaves, drawn and not
-        decided, for measurements."""
+        """`exits` are the indices of the steps after which tokens exit; `stack` is how many may wait at a segment;
+        `shallows` how many passes of segment 0 come to one of each other, where they cannot share. `forced` is the part of
+        the tokens that exits, drawn and not decided, for measurements. With `waits` tokens wait for every segment, also for
+        those that make no entries."""
         assert 1 <= stack <= parts.batch_size, "what waits in a slot must fit into a pass"
+        assert forced is None or len(exits) == 1, "exits are forced at one exit"
         s, plan = parts.state, parts.plan
-        self.parts, self.exit = parts, exit_layer - 1
-        self.copies, self.forced = copies, forced
-        self.shallow, self.deep = plan.steps[:exit_layer], plan.steps[exit_layer:]
-        self.on = _on(parts, self.shallow, self.deep)
-        self._makes = any(not plan.reads_kv(step) for step in self.deep)
-        self._waits = self._makes and not copies
-        self.stack = stack if self._waits else 1
-        self.passes = ("both",) if self.mixed else (*["shallow"] * shallows, "deep")
+        self.parts, self.exits, self.copies, self.forced = parts, tuple(exits), copies, forced
+        cuts = [0, *(index + 1 for index in exits), plan.unrolled_layers]
+        self.segments = [plan.steps[first:end] for first, end in pairwise(cuts)]
+        self.last = len(exits)
+        self.own = [plan.exit_steps((index,)) for index in exits]
+        makes = [k for k, steps in enumerate(self.segments) if any(not plan.reads_kv(step) for step in steps)]
+        self.deepest = self.last if waits else 0 if copies else max(makes)
+        self.stride = None if any(self.own) else _stride(parts, self.segments)
+        self.stack = stack if self.deepest else 1
+        middle = (f"middle {k}" for k in range(1, self.last))
+        self.passes = ("both",) if self.mixed else (*["shallow"] * shallows, *middle, "deep")
+        self.numbers = {"both": ALL, "shallow": 0, "deep": self.last} | {f"middle {k}": k for k in range(1, self.last)}
+        """By the name of a pass: the segment that it runs."""
         self.output = StepOutput.empty(parts.batch_size * len(self.passes), parts.sampler.max_logprobs, s.device)
-        self.ring_SKM = torch.zeros(s.slots + 1, self.stack, s.x_SM.shape[1], dtype=s.x_SM.dtype, device=s.device)
-        self.pending_S, self.filled_S = (torch.zeros(s.slots + 1, dtype=torch.int64, device=s.device) for _ in range(2))
+        ring = (self.last, s.slots + 1, self.stack)
+        self.ring_BSKM = torch.zeros(*ring, s.x_SM.shape[1], dtype=s.x_SM.dtype, device=s.device)
+        self.level_S = torch.zeros(s.slots + 1, dtype=torch.int64, device=s.device)
+        self.filled_BS = torch.zeros(self.last, s.slots + 1, dtype=torch.int64, device=s.device)
+        """How many positions have run each segment; of those up to `deepest`."""
         self.threshold_S = torch.ones(s.slots + 1, device=s.device)
-        # Beside the states that wait: what the exit chose for each, and how sure it was.
-        self.choice_SK = torch.zeros(s.slots + 1, self.stack, dtype=torch.int64, device=s.device)
-        self.confidence_SK = torch.zeros(s.slots + 1, self.stack, device=s.device)
+        # What the last exit that a token met chose for it, and how sure it was: for every token on its way.
+        self.places = self.last * self.stack
+        self.choice_SK = torch.zeros(s.slots + 1, self.places, dtype=torch.int64, device=s.device)
+        self.confidence_SK = torch.zeros(s.slots + 1, self.places, device=s.device)
+        self._ends_B = torch.tensor(cuts[1:], device=s.device)
         decoder = parts.layers.decoder
-        own = (decoder.exit_adapters, decoder.exit_heads)
-        self._own_head = any(str(self.exit) in mine for mine in own)
-        self._begin = {kind: parts.small(self._begin_plain) for kind in ("both", "shallow", "deep")}
+        heads = (decoder.exit_adapters, decoder.exit_heads, decoder.exit_blocks)
+        self._own_heads = [
+            index for index in exits if decoder.exit_vocab is not None or any(str(index) in one for one in heads)
+        ]
+        self._measure = confidence
+        find = {"classifier": find_classifiers, "gate": find_gate}.get(confidence)
+        self._classifiers = {} if find is None else find(decoder, self.exits)
+        self._begin = {self.numbers[name]: parts.small(self._begin_plain) for name in self.passes}
         self._end = parts.small(self._end_plain)
         self._find_exits = parts.small(self._exit_plain)
         self._choose = TokenChooser(parts)
 
     @property
     def mixed(self) -> bool:
-        """Whether rows in front of the exit and behind it share a pass."""
-        return self.on is not None
+        """Whether rows of all segments share a pass."""
+        return self.stride is not None
 
     def place(self, placements: Sequence[Placement], threshold: float) -> None:
         s = self.parts.state
         slots_K = s.upload([placement.slot for placement in placements])
-        self.pending_S.index_fill_(0, slots_K, 0)
-        self.filled_S.index_copy_(0, slots_K, s.upload([placement.sequence.length - 1 for placement in placements]))
+        self.level_S.index_fill_(0, slots_K, 0)
+        filled_K = s.upload([placement.sequence.length - 1 for placement in placements])
+        self.filled_BS.index_copy_(1, slots_K, filled_K.expand(self.last, -1))
         own = (placement.sequence.request.exit_threshold for placement in placements)
         thresholds_K = s.upload([threshold if one is None else one for one in own], torch.float32)
         self.threshold_S.index_copy_(0, slots_K, thresholds_K)
 
     def decode_step(self, variant: SamplingVariant) -> None:
-        for number, kind in enumerate(self.passes):
-            self._pass(kind, variant, self.output.part(number, self.parts.batch_size))
+        for number, name in enumerate(self.passes):
+            self._pass(name, variant, self.output.part(number, self.parts.batch_size))
 
     def prefill(self, batch: PrefillBatch) -> None:
-        prefill_whole(self.parts, batch)
+        """Known tokens through every step. Nothing is chosen there, so the exits' own layers only store entries."""
+        layers = self.parts.layers
+        x_NM = layers.enter(batch.tokens_N)
+        for k, steps in enumerate(self.segments):
+            x_NM, seen = prefill_steps(self.parts, batch, x_NM, steps)
+            if k < self.last and self.own[k]:
+                layers.keep(x_NM, self.own[k], seen, batch.positions_N)
+        count_entries(self.parts.state, 0, batch.slots_N)
 
-    def _pass(self, kind: str, variant: SamplingVariant, output: StepOutput) -> None:
-        layers, s = self.parts.layers, self.parts.state
-        rows_N, deep_N, last_N, valid_N, tokens_N, positions_N, waiting_NM, *found = self._begin[kind](kind)
-        if self.parts.idle(valid_N):
+    def _pass(self, name: str, variant: SamplingVariant, output: StepOutput) -> None:
+        layers, s, kind = self.parts.layers, self.parts.state, self.numbers[name]
+        *found, slot_mapping_N, table_NP, lengths_N = self._begin[kind](kind)
+        rows = Rows(*found)
+        if self.parts.idle(rows.valid_N):
             output.blank(s.spare)
             return
-        seen = AttentionMetadata(*found, planes=1 if self.on is None else 1 + self.on.planes)
-        if kind == "deep":
-            x_NM = layers.run(waiting_NM, self.deep, seen, positions_N)
-        else:
-            x_NM = torch.where(deep_N[:, None], waiting_NM, layers.enter(tokens_N))
-            recursion_N = None if self.on is None else deep_N.long() * self.on.recursions
-            x_NM = layers.run(x_NM, self.shallow, seen, positions_N, recursion_N)
-        scores_NV = self._scores(x_NM, deep_N, kind)
-        exits_N, chosen_N, choice_N, confidence_N, depth_N, flags_N = self._find_exits(
-            scores_NV, rows_N, deep_N, last_N, valid_N, positions_N
-        )
-        if self.copies and kind != "deep":
-            self._copy_entries(x_NM, exits_N, seen, positions_N)
-        self._choose(scores_NV, rows_N, chosen_N, depth_N, confidence_N, variant, output, flags_N)
-        self._end(rows_N, deep_N, last_N, valid_N, exits_N, positions_N, x_NM, choice_N, confidence_N)
+        planes = 1 if self.stride is None else 1 + self.last * self.stride.planes
+        seen = AttentionMetadata(slot_mapping_N, table_NP, lengths_N, planes=planes)
+        x_NM = rows.state_NM
+        if kind in (0, ALL):
+            first_N = (rows.segment_N == 0)[:, None]
+            x_NM = torch.where(first_N, layers.enter(s.token_S.index_select(0, rows.slots_N)), x_NM)
+        recursion_N = None if self.stride is None else rows.segment_N * self.stride.recursions
+        x_NM = layers.run(x_NM, self.segments[max(kind, 0)], seen, rows.positions_N, recursion_N)
+        read_NM = x_NM
+        if 0 <= kind < self.last and self.own[kind]:
+            read_NM = layers.run(x_NM, self.own[kind], seen, rows.positions_N)
+        scores_NV = self._scores(read_NM, rows.segment_N, kind)
+        self._settle(kind, rows, seen, x_NM, read_NM, scores_NV, variant, output)
         s.clock.add_(1)
 
-    def _scores(self, x_NM: Tensor, deep_N: Tensor, kind: str) -> Tensor:
+    def _settle(
+        self, kind: int, rows: Rows, seen: AttentionMetadata, x_NM: Tensor, read_NM: Tensor, scores_NV: Tensor,
+        variant: SamplingVariant, output: StepOutput,
+    ) -> None:  # fmt: skip
+        """Who exits, who is chosen, and what waits from here on."""
+        sure_N = self._confidence(scores_NV, read_NM, rows, kind)
+        exits_N, chosen_N, choice_N, confidence_N, depth_N, flags_N = self._find_exits(scores_NV, sure_N, rows)
+        if self.copies:
+            self._copy_entries(kind, x_NM, exits_N, rows)
+        self._choose(scores_NV, rows.slots_N, chosen_N, depth_N, confidence_N, variant, output, flags_N)
+        self._end(rows, chosen_N, x_NM, choice_N, confidence_N)
+
+    def _scores(self, read_NM: Tensor, segment_N: Tensor, kind: int) -> Tensor:
+        """At a row's exit, or after the last layer."""
         layers = self.parts.layers
-        if kind == "deep" or (kind == "both" and not self._own_head):
-            return layers.scores(x_NM)
-        exit_NV = layers.scores(x_NM, self.exit if self._own_head else None)
-        return exit_NV if kind == "shallow" else torch.where(deep_N[:, None], layers.scores(x_NM), exit_NV)
+        if kind == self.last:
+            return layers.scores(read_NM)
+        if kind != ALL:
+            index = self.exits[kind]
+            return layers.scores(read_NM, index if index in self._own_heads else None)
+        scores_NV = layers.scores(read_NM)
+        for k, index in enumerate(self.exits):
+            if index in self._own_heads:
+                scores_NV = torch.where((segment_N == k)[:, None], layers.scores(read_NM, index), scores_NV)
+        return scores_NV
 
-    def _begin_plain(self, kind: str) -> tuple[Tensor, ...]:
+    def _confidence(self, scores_NV: Tensor, read_NM: Tensor, rows: Rows, kind: int) -> Tensor | None:
+        """How sure the exits are; None where it follows from the scores' best two, which are looked for anyway."""
+        if self._measure == "gap":
+            return None
+        if not self._classifiers:
+            return MEASURES[self._measure](AtExit(read_NM, read_NM, scores_NV))
+        here = range(self.last) if kind == ALL else [min(kind, self.last - 1)]
+        before_N = self.confidence_SK[rows.slots_N, rows.positions_N % self.places]
+        before_N = torch.where(rows.segment_N == 0, 0.0, before_N)
+        found_N = torch.zeros_like(before_N)
+        for k in here:
+            at = AtExit(read_NM, read_NM, scores_NV, self._classifiers[self.exits[k]], before=before_N)
+            found_N = torch.where(rows.segment_N == k, MEASURES[self._measure](at), found_N)
+        return found_N
+
+    def _begin_plain(self, kind: int) -> tuple[Tensor, ...]:
         parts, s = self.parts, self.parts.state
-        deep_S = (s.stage_S == DEEP) | (s.stage_S == FLUSH)
-        shallow_S = (s.stage_S == ENTER) & (s.position_S < s.capacity_ST[:, 0])
-        waits_S = {"both": deep_S | shallow_S, "shallow": shallow_S, "deep": deep_S}[kind]
-        sizes_S = torch.where(deep_S, self.pending_S, 1)
-        rows_N, number_N, valid_N = pick_groups(waits_S, s.since_S, sizes_S, parts.batch_size)
-        deep_N = deep_S[rows_N] & valid_N
-        last_N = valid_N & (number_N == sizes_S[rows_N] - 1)
-        positions_N = torch.where(deep_N, self.filled_S[rows_N] + number_N, s.position_S[rows_N])
-        positions_N = torch.where(valid_N, positions_N, 0)
-        waiting_NM = self.ring_SKM[rows_N, positions_N % self.stack]
+        waits_S, segment_S, sizes_S, first_S = self._waiting()
+        waits_S = waits_S if kind == ALL else waits_S & (segment_S == kind)
+        slots_N, number_N, valid_N = pick_groups(waits_S, s.since_S, sizes_S, parts.batch_size)
+        segment_N = torch.where(valid_N, segment_S[slots_N], max(kind, 0))
+        last_N = valid_N & (number_N == sizes_S[slots_N] - 1)
+        positions_N = torch.where(valid_N, first_S[slots_N] + number_N, 0)
+        current_N = valid_N & (positions_N == s.position_S[slots_N])
+        state_NM = self.ring_BSKM[(segment_N - 1).clamp_min(0), slots_N, positions_N % self.stack]
         writes_N, offset_N = None, None
-        if self.on is not None:
-            offset_N = deep_N.long() * self.on.planes * parts.layers.pages.stride(0)
-            writes_N = None if self._makes else ~deep_N
-        none_N = torch.zeros_like(rows_N)
-        seen = attention_for(s.tables_STP, rows_N, none_N, positions_N, valid_N, parts.page_size, writes_N, offset_N)
+        if self.stride is not None:
+            offset_N = segment_N * self.stride.planes * parts.layers.pages.stride(0)
+            writes_N = None if self.stride.planes else segment_N == 0
+        none_N = torch.zeros_like(slots_N)
+        seen = attention_for(s.tables_STP, slots_N, none_N, positions_N, valid_N, parts.page_size, writes_N, offset_N)
         found = (seen.slot_mapping_N, seen.table_NP, seen.lengths_N)
-        return rows_N, deep_N, last_N, valid_N, s.token_S[rows_N], positions_N, waiting_NM, *found
+        return slots_N, segment_N, last_N, valid_N, current_N, positions_N, state_NM, *found
 
-    def _exit_plain(
-        self, scores_NV: Tensor, rows_N: Tensor, deep_N: Tensor, last_N: Tensor, valid_N: Tensor, positions_N: Tensor
-    ) -> tuple[Tensor, ...]:
-        """Who leaves, who is chosen, what the exit chose and how sure it was, after how many layers, and whether the last
+    def _waiting(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """By slot: whether it runs, which segment, how many rows of it, and the position of the first."""
+        s, one_S = self.parts.state, torch.ones_like(self.level_S)
+        segment_S, sizes, firsts = self.level_S, [one_S], [s.position_S]
+        before_S = s.position_S + (self.level_S > 0)
+        for k in range(1, self.last + 1):
+            if k <= self.deepest:
+                filled_S = self.filled_BS[k - 1]
+                pending_S = before_S - filled_S
+                # Where too many would wait behind a segment, those that wait there already go first.
+                first_S = (segment_S == k - 1) & self._overflows(segment_S, pending_S, sizes[-1])
+                segment_S = torch.where(first_S, k, segment_S)
+                before_S = filled_S
+                sizes, firsts = [*sizes, pending_S], [*firsts, filled_S]
+            else:
+                sizes, firsts = [*sizes, one_S], [*firsts, s.position_S]
+        waits_S = (s.stage_S == ENTER) & ((segment_S > 0) | (s.position_S < s.capacity_ST[:, 0]))
+        at_1S = segment_S[None]
+        return waits_S, segment_S, torch.stack(sizes).gather(0, at_1S)[0], torch.stack(firsts).gather(0, at_1S)[0]
+
+    def _overflows(self, segment_S: Tensor, pending_S: Tensor, size_S: Tensor) -> Tensor:
+        """Whether `size_S` tokens more cannot wait behind a segment."""
+        return pending_S + size_S > self.stack
+
+    def _exit_plain(self, scores_NV: Tensor, sure_N: Tensor | None, rows: Rows) -> tuple[Tensor, ...]:
+        """Who exits, who is chosen, what the exit chose and how sure it was, after how many layers, and whether the last
         layer would have chosen the same."""
-        s = self.parts.state
-        choice_N, confidence_N = best_and_gap(scores_NV)
-        at = (rows_N, positions_N % self.stack)
-        judged_N = deep_N & (choice_N == self.choice_SK[at])
-        # Where nothing waits a token that left is never judged, and those that did not say nothing of it: no flags.
-        flags_N = (deep_N.long() * JUDGED + judged_N.long() * AGREED) * self._waits
-        choice_N = torch.where(deep_N, self.choice_SK[at], choice_N)
-        confidence_N = torch.where(deep_N, self.confidence_SK[at], confidence_N)
-        threshold_N = self.threshold_S[rows_N]
+        s, slots_N = self.parts.state, rows.slots_N
+        choice_N, gap_N = best_and_gap(scores_NV)
+        sure_N = gap_N if sure_N is None else sure_N.clamp(0, 1)
+        at = (slots_N, rows.positions_N % self.places)
+        ends_N = rows.valid_N & (rows.segment_N == self.last)
+        judged_N = ends_N & (choice_N == self.choice_SK[at])
+        # Where nothing waits a token that exited is never judged, and those that did not say nothing of it: no flags.
+        flags_N = (ends_N.long() * JUDGED + judged_N.long() * AGREED) * (self.deepest == self.last)
+        meets_N = rows.current_N & ~ends_N
+        choice_N = torch.where(meets_N, choice_N, self.choice_SK[at])
+        confidence_N = torch.where(meets_N, sure_N, self.confidence_SK[at])
+        threshold_N = self.threshold_S[slots_N]
         above_N = (threshold_N == 0) | (confidence_N > threshold_N)
         if self.forced is not None:
-            above_N = draw(s.position_S[rows_N] + 7919 * s.epoch_S[rows_N], 0) < self.forced
-        exits_N = valid_N & ~deep_N & above_N
-        chosen_N = exits_N | (deep_N & last_N & (s.stage_S[rows_N] == DEEP))
-        layers = (self.exit + 1, self.parts.plan.unrolled_layers)
-        return exits_N, chosen_N, choice_N, confidence_N, torch.where(deep_N, layers[1], layers[0]), flags_N
+            above_N = draw(s.position_S[slots_N] + 7919 * s.epoch_S[slots_N], 0) < self.forced
+        exits_N = meets_N & above_N
+        chosen_N = exits_N | (rows.current_N & ends_N)
+        return exits_N, chosen_N, choice_N, confidence_N, self._ends_B[rows.segment_N], flags_N
 
-    def _copy_entries(self, x_NM: Tensor, exits_N: Tensor, seen: AttentionMetadata, positions_N: Tensor) -> None:
-        """Rows that leave are in front of the exit, so their page numbers are those of a step's own plane."""
-        slots_N, lengths_N = torch.where(exits_N, seen.slot_mapping_N, -1), torch.where(exits_N, seen.lengths_N, 0)
-        self.parts.layers.keep(x_NM, self.deep, AttentionMetadata(slots_N, seen.table_NP, lengths_N), positions_N)
+    def _copy_entries(self, kind: int, x_NM: Tensor, exits_N: Tensor, rows: Rows) -> None:
+        """What exits here leaves the entries that deeper steps, and the own layers of deeper exits, make of its state."""
+        parts = self.parts
+        for k in range(self.last) if kind == ALL else [kind][: self.last - kind]:
+            here_N = exits_N & (rows.segment_N == k)
+            none_N = torch.zeros_like(rows.slots_N)
+            tables_STP = parts.state.tables_STP
+            seen = attention_for(tables_STP, rows.slots_N, none_N, rows.positions_N, here_N, parts.page_size)
+            deeper = [step for steps in self.segments[k + 1 :] for step in steps]
+            later = [step for own in self.own[k + 1 :] for step in own]
+            parts.layers.keep(x_NM, (*deeper, *later), seen, rows.positions_N)
 
-    def _end_plain(
-        self, rows_N: Tensor, deep_N: Tensor, last_N: Tensor, valid_N: Tensor, exits_N: Tensor, positions_N: Tensor,
-        x_NM: Tensor, choice_N: Tensor, confidence_N: Tensor,
-    ) -> None:  # fmt: skip
-        """One row speaks for each slot: the token in front of the exit, or the last of those that ran behind it."""
-        s = self.parts.state
-        speaks_N = last_N & valid_N
-        rows_N = torch.where(speaks_N, rows_N, s.spare)
-        stage_N, pending_N = s.stage_S[rows_N], self.pending_S[rows_N]
-        stays_N = ~exits_N if not self._waits else torch.ones_like(exits_N)
-        at = (rows_N, positions_N % self.stack)
-        self.ring_SKM.index_put_(at, torch.where(deep_N[:, None], self.ring_SKM[at], x_NM))
-        self.choice_SK.index_put_(at, choice_N)
-        self.confidence_SK.index_put_(at, confidence_N)
-        filled_N = torch.where(deep_N, positions_N + 1, torch.where(stays_N, self.filled_S[rows_N], positions_N + 1))
-        pending_N = torch.where(deep_N, 0, torch.where(stays_N, pending_N + 1, 0))
-        full_N = pending_N >= self.stack
-        after_exit_N = torch.where(exits_N, torch.where(full_N & stays_N, FLUSH, ENTER), DEEP)
-        next_N = torch.where(deep_N, ENTER, after_exit_N)
-        over_N = stage_N == IDLE
-        s.stage_S.index_copy_(0, rows_N, torch.where(over_N | ~speaks_N, IDLE, next_N))
-        self.filled_S.index_copy_(0, rows_N, filled_N)
-        self.pending_S.index_copy_(0, rows_N, pending_N)
-        s.since_S.index_copy_(0, rows_N, s.clock.expand_as(rows_N))
+    def _end_plain(self, rows: Rows, chosen_N: Tensor, x_NM: Tensor, choice_N: Tensor, confidence_N: Tensor) -> None:
+        """States wait at the next segment; the last row of a slot says how far it is."""
+        s, segment_N, positions_N = self.parts.state, rows.segment_N, rows.positions_N
+        goes_on_N = rows.valid_N & (segment_N < self.last)
+        at = (segment_N.clamp_max(self.last - 1), torch.where(goes_on_N, rows.slots_N, s.spare), positions_N % self.stack)
+        self.ring_BSKM.index_put_(at, x_NM)
+        slots_N = torch.where(rows.valid_N, rows.slots_N, s.spare)
+        self.choice_SK.index_put_((slots_N, positions_N % self.places), choice_N)
+        self.confidence_SK.index_put_((slots_N, positions_N % self.places), confidence_N)
+        speaks_N = torch.where(rows.last_N, rows.slots_N, s.spare)
+        fills_N = rows.last_N & (segment_N >= 1) & (segment_N <= self.deepest)
+        filled = ((segment_N - 1).clamp_min(0), torch.where(fills_N, rows.slots_N, s.spare))
+        self.filled_BS.index_put_(filled, positions_N + 1)
+        level_N = torch.where(rows.current_N & ~chosen_N, segment_N + 1, 0)
+        self.level_S.index_put_((torch.where(rows.current_N, rows.slots_N, s.spare),), level_N)
+        s.since_S.index_copy_(0, speaks_N, s.clock.expand_as(speaks_N))
 
 
-def _on(parts: ProgramContext, shallow: Sequence[Step], deep: Sequence[Step]) -> On | None:
-    """How far on the steps behind the exit are, where rows of both can share a pass: the layers are the same in the same
-    order, and one number of recursions and one of planes lead from each step to its twin."""
-    if [step.layer for step in shallow] != [step.layer for step in deep]:
-        return None
-    recursions = {twin.recursion - step.recursion for step, twin in zip(shallow, deep, strict=True)}
-    planes = parts.layout.shift(shallow, deep)
-    reads = {parts.plan.reads_kv(step) for step in deep}
-    if len(recursions) != 1 or planes is None or reads != {planes == 0}:
-        return None
-    return On(recursions.pop(), planes)
+def _stride(parts: ProgramContext, segments: Sequence[Sequence[Step]]) -> Stride | None:
+    """From one segment to the next, where rows of all of them can share a pass: the layers are the same in the same order
+    and look at as many tokens, and one number of recursions and one of planes lead from each step on to its twin."""
+    plan, a, first = parts.plan, parts.layers.architecture, segments[0]
+    found = set()
+    for before, steps in pairwise(segments):
+        if [step.layer for step in first] != [step.layer for step in steps]:
+            return None
+        twins = list(zip(before, steps, strict=True))
+        if any(a.window(s.origin) != a.window(t.origin) or a.rotates(s.origin) != a.rotates(t.origin) for s, t in twins):
+            return None
+        planes = parts.layout.shift(before, steps)
+        recursions = {twin.recursion - step.recursion for step, twin in twins}
+        if len(recursions) != 1 or planes is None or {plan.reads_kv(step) for step in steps} != {planes == 0}:
+            return None
+        found.add(Stride(recursions.pop(), planes))
+    return found.pop() if len(found) == 1 else None

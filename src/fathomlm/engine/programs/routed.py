@@ -81,7 +81,7 @@ class RoutedProgram:
         """Each recursion over the tokens that go on; how many they are is asked of the device."""
         parts, s, layers = self.parts, self.parts.state, self.parts.layers
         slots_N, positions_N = batch.slots_N, batch.positions_N
-        x_NM = prefill_steps(parts, batch, layers.enter(batch.tokens_N), self._prelude)
+        x_NM, _ = prefill_steps(parts, batch, layers.enter(batch.tokens_N), self._prelude)
         first_NM = x_NM
         numbers_NC = s.numbers_SC[slots_N]
         numbers_NC[:, TOKEN], numbers_NC[:, POSITION] = batch.tokens_N, positions_N

@@ -51,12 +51,14 @@ def prefill_whole(parts: ProgramContext, batch: PrefillBatch) -> None:
     count_entries(parts.state, 0, batch.slots_N)
 
 
-def prefill_steps(parts: ProgramContext, batch: PrefillBatch, x_NM: Tensor, steps: Sequence[Step]) -> Tensor:
-    """Steps that every token runs, with entries in the first table."""
+def prefill_steps(
+    parts: ProgramContext, batch: PrefillBatch, x_NM: Tensor, steps: Sequence[Step]
+) -> tuple[Tensor, AttentionMetadata]:
+    """Steps that every token runs, with entries in the first table; and what the tokens see there."""
     slots_N, positions_N = batch.slots_N, batch.positions_N
     none_N, all_N = torch.zeros_like(slots_N), torch.ones_like(slots_N, dtype=torch.bool)
     seen = attention_for(parts.state.tables_STP, slots_N, none_N, positions_N, all_N, parts.page_size)
-    return parts.layers.run(x_NM, steps, seen, positions_N)
+    return parts.layers.run(x_NM, steps, seen, positions_N), seen
 
 
 def count_entries(state: EngineState, table: int, slots_N: Tensor) -> None:

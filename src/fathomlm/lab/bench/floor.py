@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from fathomlm.depth import Step
-from fathomlm.engine.programs.exits import ExitProgram
+from fathomlm.engine.programs.exits import ALL, ExitProgram
 from fathomlm.engine.programs.routed import RoutedProgram
 from fathomlm.engine.runner import Runner
 from fathomlm.model.blocks import Block
@@ -57,7 +57,7 @@ def decode_step_bytes(runner: Runner) -> int:
         outer = steps_bytes(decoder, [step for step in plan if step.part != "core"])
         return sum(program.cores) * core + len(program.cores) * (outer + head)
     if isinstance(program, ExitProgram):
-        return sum(_exit_pass(decoder, program, kind, head) for kind in program.passes)
+        return sum(_exit_pass(decoder, program, program.numbers[name], head) for name in program.passes)
     return steps_bytes(decoder, plan.steps) + head
 
 
@@ -83,21 +83,23 @@ def size_of(module: nn.Module | None) -> int:
     return integers + sum(p.numel() * p.element_size() for p in module.parameters())
 
 
-def _exit_pass(decoder: Decoder, program: ExitProgram, kind: str, head: int) -> int:
-    if kind == "deep":
-        return steps_bytes(decoder, program.deep) + head
-    total = steps_bytes(decoder, program.shallow, mixed=program.mixed) + head
-    own = [parts[str(program.exit)] for parts in _exit_parts(decoder) if str(program.exit) in parts]
-    total += sum(size_of(part) for part in own)
-    if own and kind == "both":
-        total += head  # the exit's scores and the full model's are computed for every row
-    if program.copies:
-        total += sum(_entries(decoder.layers[step.layer]) for step in program.deep if not decoder.plan.reads_kv(step))
+def _exit_pass(decoder: Decoder, program: ExitProgram, kind: int, head: int) -> int:
+    total = steps_bytes(decoder, program.segments[max(kind, 0)], mixed=program.mixed) + head
+    for k, index in enumerate(program.exits):
+        if kind not in (k, ALL):
+            continue
+        own = [parts[str(index)] for parts in _exit_parts(decoder) if str(index) in parts]
+        total += sum(size_of(part) for part in own)
+        if own and kind == ALL:
+            total += head  # the exit's scores and the full model's are computed for every row
+        if program.copies:
+            deeper = (step for steps in program.segments[k + 1 :] for step in steps)
+            total += sum(_entries(decoder.layers[step.layer]) for step in deeper if not decoder.plan.reads_kv(step))
     return total
 
 
 def _exit_parts(decoder: Decoder) -> Sequence[nn.ModuleDict]:
-    return decoder.exit_adapters, decoder.exit_heads
+    return decoder.exit_adapters, decoder.exit_heads, decoder.exit_blocks
 
 
 def _head(decoder: Decoder) -> int:

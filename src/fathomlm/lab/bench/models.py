@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 
 import torch
 
@@ -48,10 +49,10 @@ def with_context(architecture: Architecture, tokens: int) -> Architecture:
     return architecture if architecture.context >= tokens else dataclasses.replace(architecture, context=tokens)
 
 
-def ample_memory(model: FathomForCausalLM, options: EngineOptions, tokens: int, exit_layer: int | None = None) -> int:
+def ample_memory(model: FathomForCausalLM, options: EngineOptions, tokens: int, exits: Sequence[int] = ()) -> int:
     """Bytes of a KV cache that never preempts: for every sequence `tokens` tokens, each of which goes as deep as it can, and
     one more page per table."""
-    layout = build_layout(model.architecture, model.plan, model.relaxation, exit_layer)
+    layout = build_layout(model.architecture, model.plan, model.relaxation, exits)
     slots = options.max_sequences or options.batch_size * (1 if layout.kind == "whole" else OVERBOOKED)
     dtype, size = entry_dtype(options.kv_dtype, model.decoder.embed.weight.dtype), options.page_size
     pages = slots * (-(-tokens // size) + 1)

@@ -139,9 +139,9 @@ class _TimedRunner(Runner):
         with self._stages("prefill"):
             return super().prefill(chunks, tokens)
 
-    def launch(self) -> int:
+    def launch(self, drafts: bool = True) -> int:
         with self._stages("launching"):
-            return super().launch()
+            return super().launch(drafts)
 
     def collect(self, number: int) -> tuple[list[list[int]], list[list[float]], StepOutput]:
         with self._stages("waiting"):

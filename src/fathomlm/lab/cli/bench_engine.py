@@ -115,7 +115,7 @@ class Bench:
         options = EngineOptions(**fields)
         if options.memory is not None:
             return options
-        return replace(options, memory=ample_memory(model, options, self.workload.longest, depth.exit_layer))
+        return replace(options, memory=ample_memory(model, options, self.workload.longest, depth.exits(model.plan)))
 
     def _peer(self, peer: str) -> dict[str, Any]:
         """What was measured of it, or why it could not be: that must not cost what was measured before."""

@@ -244,10 +244,9 @@ class ForcedDepthOptions:
 
         mode: Mode = self.mode or "parallel"  # type: ignore[assignment]
         exits = Exiting(mode=mode, exit_layers=self.exit_layers).exits(plan)
-        if len(exits) > 1:
-            raise OptionError(f"the engine has one exit, and the model has {len(exits)}: give --exit-layer")
-        layer = exits[0] + 1
-        exiting = Exiting(mode=mode, exit_layers=(layer,), threshold=self.threshold, max_stack=self.max_stack)
+        layers = tuple(index + 1 for index in exits)
+        exiting = Exiting(mode=mode, exit_layers=layers, threshold=self.threshold, max_stack=self.max_stack)
+        layer = ", ".join(map(str, layers))
         if self.exit_rate is None:
             label = f"tokens exit after layer {layer} where the confidence exceeds {exiting.threshold_now():g} ({mode})"
             return ResolvedDepth(DepthChoice(source="confidence", label=label), exiting)
@@ -277,6 +276,6 @@ class ResolvedDepth:
     fields: dict[str, Any] = field(default_factory=dict)
     """Of `EngineOptions`."""
 
-    @property
-    def exit_layer(self) -> int | None:
-        return None if self.exiting is None or self.exiting.exit_layers is None else self.exiting.exit_layers[0]
+    def exits(self, plan: DepthPlan) -> tuple[int, ...]:
+        """The indices of the steps after which tokens exit."""
+        return () if self.exiting is None else self.exiting.exits(plan)

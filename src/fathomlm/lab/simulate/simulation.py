@@ -268,7 +268,7 @@ def fit_memory(
             f"--memory {memory / 1e9:.4g} GB holds no sequence of {length:,} tokens: weights take {weights / 1e9:.4g} GB, "
             f"its KV cache {per_sequence / 1e9:.4g} GB"
         )
-    layout = build_layout(architecture, plan, relaxation, None)
+    layout = build_layout(architecture, plan, relaxation)
     page = 2 * architecture.kv_width * element_bytes * page_size
     shares = [float(layout.tables.count(pool)) for pool in range(len(layout.planes))]
     if plan.routing is not None and len(layout.planes) > 1:

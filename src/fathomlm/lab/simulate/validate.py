@@ -15,6 +15,7 @@ from fathomlm.engine.engine import Engine
 from fathomlm.engine.programs.exits import ExitProgram
 from fathomlm.engine.programs.routed import RoutedProgram
 from fathomlm.engine.request import Result
+from fathomlm.errors import OptionError
 from fathomlm.lab.bench.measure import Timing
 from fathomlm.lab.bench.play import play, warm_up
 from fathomlm.lab.bench.timed import TimedEngine
@@ -95,11 +96,12 @@ def mirror(engine: Engine) -> tuple[Device, EngineSetup]:
         outer = own and len(layout.tables) > plan.recursions
         return LoopDevice(options.batch_size, program.cores, recursions=plan.recursions, own=own, outer=outer), setting
     if isinstance(program, ExitProgram):
-        waits = not program.copies and any(not plan.reads_kv(step) for step in program.deep)
-        shallows = program.passes.count("shallow")
+        if len(program.exits) > 1:
+            raise OptionError(f"only engines with one exit are simulated; this one has {len(program.exits)}")
         return ExitDevice(
-            options.batch_size, mixed=program.mixed, stack=program.stack, waits=waits, shallows=shallows
-        ), setting
+            options.batch_size, mixed=program.mixed, stack=program.stack, waits=program.deepest > 0,
+            shallows=program.passes.count("shallow"),
+        ), setting  # fmt: skip
     return PlainDevice(options.batch_size), setting
 
 

@@ -1,0 +1,151 @@
+"""Lossless speculation from the model's own exit, across a batch (thesis 2.2.2; self-speculative decoding).
+
+What the exit chooses is a draft: the slot goes on behind it, and nothing is told. When a token does not exit, or as many
+drafts wait as may, or one would end the sequence, all that waits runs the deeper segment in one pass, each a row. There the
+full model chooses for every row, with the random number that belongs to the token's place in its sequence. Drafts that it
+would not have chosen are dropped with all behind them. So a request's tokens are those that the full model chooses, greedy
+or drawn, token by token, whatever was drafted and whenever drafting is switched off.
+
+A draft and the full model's choice are drawn with the same number, so they differ no more often than the two distributions
+make them. A request with penalties is never drafted for: what counts as repeated is known only when a draft is verified.
+
+Shapes: N rows, S slots, K places of a ring, M hidden width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from fathomlm.engine.device_state import IDLE
+from fathomlm.engine.kv_pages import AttentionMetadata
+from fathomlm.engine.programs.base import (
+    BAD,
+    DRAFTED,
+    ENDED,
+    VALID,
+    ProgramContext,
+    SamplingVariant,
+    StepOutput,
+)
+from fathomlm.engine.programs.exits import ALL, ExitProgram, Rows
+from fathomlm.engine.sampler import Sampled, note
+from fathomlm.engine.schedule import Placement
+
+
+class DraftProgram(ExitProgram):
+    def __init__(
+        self, parts: ProgramContext, exits: Sequence[int], *, stack: int = 16, shallows: int = 4, confidence: str = "gap"
+    ) -> None:
+        """One exit; at most `stack` tokens wait to be verified. A decode step is `shallows` passes that draft and one that
+        verifies, where they cannot share one."""
+        assert len(exits) == 1, "drafts come from one exit"
+        super().__init__(parts, exits, stack=stack, shallows=shallows, confidence=confidence, waits=True)
+        s = parts.state
+        self.draft_SK = torch.zeros(s.slots + 1, self.stack, dtype=torch.int64, device=s.device)
+        self.hold_S = torch.zeros(s.slots + 1, dtype=torch.bool, device=s.device)
+        """The last draft would end the sequence: nothing more is drafted until it is verified."""
+        self._draft = parts.small(self._draft_plain)
+        self._verify = parts.small(self._verify_plain)
+
+    def place(self, placements: Sequence[Placement], threshold: float) -> None:
+        super().place(placements, threshold)
+        s = self.parts.state
+        self.hold_S.index_fill_(0, s.upload([placement.slot for placement in placements]), False)
+
+    def decode_step(self, variant: SamplingVariant) -> None:
+        if variant.drafts:
+            super().decode_step(variant)
+            return
+        self.output.blank(self.parts.state.spare)
+        for number, name in enumerate(dict.fromkeys(self.passes)):
+            self._pass(name, variant, self.output.part(number, self.parts.batch_size))
+
+    def _overflows(self, segment_S: Tensor, pending_S: Tensor, size_S: Tensor) -> Tensor:
+        """Drafts are verified also where there is no page for another: the host gives pages for what it knows of."""
+        s = self.parts.state
+        stuck_S = (pending_S > 0) & (self.hold_S | (s.position_S >= s.capacity_ST[:, 0]))
+        return (pending_S + size_S > self.stack) | (stuck_S & (segment_S == 0))
+
+    def _settle(
+        self, kind: int, rows: Rows, seen: AttentionMetadata, x_NM: Tensor, read_NM: Tensor, scores_NV: Tensor,
+        variant: SamplingVariant, output: StepOutput,
+    ) -> None:  # fmt: skip
+        s = self.parts.state
+        sure_N = self._confidence(scores_NV, read_NM, rows, kind)
+        exits_N, _, choice_N, confidence_N, _, judged_N = self._find_exits(scores_NV, sure_N, rows)
+        index_N = (s.generated_S - s.position_S).index_select(0, rows.slots_N) + rows.positions_N
+        wanted_N = exits_N | (rows.valid_N & (rows.segment_N == self.last))
+        sampled = self._choose.sampled(scores_NV, rows.slots_N, index_N, wanted_N, variant)
+        if not variant.drafts:
+            exits_N = torch.zeros_like(exits_N)
+        elif variant.penalise:
+            exits_N = exits_N & ~self.parts.sampler.penalises(rows.slots_N)
+        chosen_N = torch.zeros_like(exits_N)
+        if kind != self.last:
+            chosen_N = self._draft(rows, exits_N, sampled)
+        output.blank(s.spare)
+        if kind in (self.last, ALL):
+            emits_N = self._verify(rows, sampled, index_N, confidence_N, judged_N, output)
+            chosen_N = chosen_N | (rows.segment_N == self.last)
+            if variant.penalise:
+                note(sampled.tokens_N, torch.where(emits_N, rows.slots_N, s.spare), self.parts.sampler)
+            if variant.alternatives:
+                output.top_tokens_NK.copy_(sampled.top_tokens_NK)
+                output.top_logprobs_NK.copy_(sampled.top_logprobs_NK)
+        self._end(rows, chosen_N, x_NM, choice_N, confidence_N)
+        if kind in (self.last, ALL):
+            self._forget_dropped()
+
+    def _draft_plain(self, rows: Rows, exits_N: Tensor, sampled: Sampled) -> Tensor:
+        """Rows that exit leave a draft, and their slots go on behind it."""
+        s = self.parts.state
+        drafts_N = exits_N & ~sampled.bad_N
+        slots_N = torch.where(drafts_N, rows.slots_N, s.spare)
+        self.draft_SK.index_put_((slots_N, rows.positions_N % self.stack), sampled.tokens_N)
+        made_N = s.generated_S[slots_N] + 1
+        self.hold_S.index_put_((slots_N,), self._ends(sampled.tokens_N, slots_N) | (made_N >= s.limit_S[slots_N]))
+        s.token_S.index_put_((slots_N,), sampled.tokens_N)
+        s.position_S.index_put_((slots_N,), rows.positions_N + 1)
+        s.generated_S.index_put_((slots_N,), made_N)
+        return drafts_N
+
+    def _verify_plain(
+        self, rows: Rows, sampled: Sampled, index_N: Tensor, confidence_N: Tensor, judged_N: Tensor, output: StepOutput
+    ) -> Tensor:
+        """What the full model chooses for each row; a slot's rows count up to the first that is no draft, or a wrong one."""
+        s, tokens_N = self.parts.state, sampled.tokens_N
+        here_N = rows.valid_N & (rows.segment_N == self.last)
+        drafted_N = here_N & ~rows.current_N
+        draft_N = self.draft_SK[rows.slots_N, rows.positions_N % self.stack]
+        kept_N = drafted_N & (tokens_N == draft_N) & ~sampled.bad_N
+        stops_N = (here_N & ~kept_N).long()
+        before_N = stops_N.cumsum(0) - stops_N  # rows of a slot stand together, in order
+        number_N = rows.positions_N - self.filled_BS[0][rows.slots_N]
+        at_N = torch.arange(len(tokens_N), device=s.device)
+        start_N = torch.where(here_N, at_N - number_N, at_N)
+        emits_N = here_N & (before_N == before_N[start_N])
+        over_N = self._ends(tokens_N, rows.slots_N) | (index_N + 1 >= s.limit_S[rows.slots_N]) | sampled.bad_N
+        stops_N = emits_N & ~kept_N
+        slots_N = torch.where(stops_N, rows.slots_N, s.spare)
+        s.token_S.index_put_((slots_N,), tokens_N)
+        s.position_S.index_put_((slots_N,), rows.positions_N + 1)
+        s.generated_S.index_put_((slots_N,), index_N + 1)
+        self.hold_S.index_put_((torch.where(here_N, rows.slots_N, s.spare),), torch.zeros_like(here_N))
+        s.stage_S.index_put_((torch.where(emits_N & over_N, rows.slots_N, s.spare),), torch.full_like(tokens_N, IDLE))
+        depth_N = torch.where(kept_N, self._ends_B[0], self._ends_B[1])
+        flags_N = VALID + BAD * sampled.bad_N.long() + ENDED * over_N.long() + DRAFTED * drafted_N.long() + judged_N
+        columns = (rows.slots_N, s.epoch_S[rows.slots_N], tokens_N, depth_N, flags_N * emits_N, index_N)
+        output.ints_NC.copy_(torch.stack(columns, 1))
+        output.floats_NC.copy_(torch.stack((sampled.logprobs_N, confidence_N), 1))
+        return emits_N
+
+    def _forget_dropped(self) -> None:
+        """Of a slot that went back, no more positions have run the deeper segment than it has."""
+        self.filled_BS.copy_(torch.minimum(self.filled_BS, self.parts.state.position_S))
+
+    def _ends(self, tokens_N: Tensor, slots_N: Tensor) -> Tensor:
+        met_N = (tokens_N[:, None] == self.parts.ends_E[None, :]).any(1)
+        return met_N & (self.parts.state.ignores_S[slots_N] == 0)

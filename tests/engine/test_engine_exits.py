@@ -1,0 +1,252 @@
+"""Exits in the engine: any number of them, with layers of their own, decided by gates, and as drafts that are verified."""
+
+from __future__ import annotations
+
+from functools import cache
+from itertools import pairwise, product
+from typing import Any
+
+import pytest
+import torch
+
+from decode.exit_models import LLAMA, NEW, PROMPTS, build, exit_layer, exiting, mixing_threshold
+from fathomlm.decode.exiting import Exiting
+from fathomlm.decode.full import generate
+from fathomlm.decode.sampling import Sampling
+from fathomlm.depth import DepthPlan
+from fathomlm.engine.drafting import REPEAT, TRIAL, DraftControl
+from fathomlm.engine.engine import Engine
+from fathomlm.engine.programs.exits import ExitProgram
+from fathomlm.engine.request import Request
+from fathomlm.errors import OptionError
+from fathomlm.model.hub import FathomConfig, FathomForCausalLM
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+SMALL: dict[str, Any] = {"page_size": 4, "batch_size": 4, "max_sequences": 6, "prefill_chunk": 5, "max_length": 48}
+MANY = [*PROMPTS, [44, 2]]
+
+
+@cache
+def threshold(name: str, layers: tuple[int, ...], confidence: str = "gap") -> float:
+    """Well between two confidences of any of the exits, about half of them below it: no rounding moves it."""
+    never = [Exiting(mode="parallel", exit_layers=(layer,), threshold=1.0, confidence=confidence) for layer in layers]
+    results = [r for one in never for r in generate(model(name), MANY, max_new_tokens=NEW, exiting=one)]
+    found = sorted(sure for result in results for sure in result.confidences or ())
+    middle = found[len(found) // 3 : 2 * len(found) // 3]
+    low, high = max(pairwise(middle), key=lambda pair: pair[1] - pair[0])
+    return (low + high) / 2
+
+
+@cache
+def model(name: str) -> FathomForCausalLM:
+    if name not in ("gate", "classifier"):
+        return build(name)
+    plan = DepthPlan.build("cycle", 4, 6, "add")
+    plan = plan.with_exits(plan.recursion_ends(), gate=name == "gate")
+    plan = plan.with_loop_norm() if name == "gate" else plan
+    made = FathomForCausalLM(FathomConfig.of(LLAMA, plan, exit_classifier=name == "classifier", dtype=torch.float32)).eval()
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for key, parameter in made.named_parameters():
+            parameter.normal_(mean=1.0 if "norm" in key else 0.0, std=0.2, generator=generator)
+    return made
+
+
+def compare(engine: Engine, setting: Exiting, name: str) -> None:
+    wanted = generate(model(name), MANY, max_new_tokens=NEW, exiting=setting)
+    results = engine.generate(MANY, max_new_tokens=NEW)
+    assert [(r.tokens, r.depths) for r in results] == [(w.tokens, w.exit_layers) for w in wanted]
+    assert len({depth for result in results for depth in result.depths or ()}) > 2, "tokens exit at several layers"
+    for result, right in zip(results, wanted, strict=True):
+        assert result.confidences == pytest.approx(right.confidences, abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("name", "layers", "shares"),
+    [
+        ("vanilla", (1, 3, 5), False),
+        ("lora", (1, 3), False),
+        ("four-loops", (2, 4, 6), True),
+        ("four-loops-shared-kv", (2, 4, 6), True),
+        ("shared-kv", (1, 3), False),
+        ("gemma3", (2, 4), False),
+        ("own-gemma3", (2, 3, 5), False),
+    ],
+)
+@pytest.mark.parametrize("mode", ["parallel", "state-copy"])
+def test_several_exits(name: str, layers: tuple[int, ...], shares: bool, mode: str) -> None:
+    """Loops of one block share passes; a small stack is emptied on the way."""
+    stack = {"max_stack": 2} if mode == "parallel" else {}
+    setting = Exiting(mode=mode, exit_layers=layers, threshold=threshold(name, layers), **stack)  # type: ignore[arg-type]
+    # State copies are not exact, and a sequence that is preempted is read again exactly: here nobody is.
+    memory = {} if mode == "parallel" else {"memory": 10**6}
+    engine = Engine(model(name), exiting=setting, **SMALL, **memory)
+    assert isinstance(engine.runner.program, ExitProgram)
+    assert engine.runner.program.mixed == shares
+    compare(engine, setting, name)
+
+
+@pytest.mark.parametrize("name", ["own-layer", "own-lora", "own-shared-kv"])
+def test_an_exit_with_a_layer_of_its_own(name: str) -> None:
+    setting = exiting(name, "parallel", threshold=mixing_threshold(name), max_stack=3)
+    wanted = generate(model(name), MANY, max_new_tokens=NEW, exiting=setting)
+    results = Engine(model(name), exiting=setting, burst=2, lag=1, **SMALL).generate(MANY, max_new_tokens=NEW)
+    assert [(r.tokens, r.depths) for r in results] == [(w.tokens, w.exit_layers) for w in wanted]
+
+
+@pytest.mark.parametrize("confidence", ["gate", "classifier", "max"])
+def test_exits_that_are_decided_otherwise(confidence: str) -> None:
+    """A gate adds up over exits, as in released looped models: each token's own way through them is remembered."""
+    name = confidence if confidence != "max" else "gate"
+    at = threshold(name, (2, 4, 6), confidence) if confidence != "gate" else 0.75
+    setting = Exiting(mode="parallel", threshold=at, confidence=confidence, max_stack=2)
+    compare(Engine(model(name), exiting=setting, **SMALL), setting, name)
+
+
+def test_an_exit_vocabulary_is_what_the_exit_chooses_from() -> None:
+    made = FathomForCausalLM(model("vanilla").config)
+    made.load_state_dict(model("vanilla").state_dict())
+    made.decoder.limit_exits(torch.arange(0, 96, 2))
+    setting = Exiting(mode="parallel", exit_layers=(3,), threshold=0.0)
+    results = Engine(made.eval(), exiting=setting, **SMALL).generate(MANY, max_new_tokens=NEW)
+    wanted = generate(made, MANY, max_new_tokens=NEW, exiting=setting)
+    assert [result.tokens for result in results] == [right.tokens for right in wanted]
+    assert all(token % 2 == 0 for result in results for token in result.tokens)
+
+
+@pytest.mark.parametrize("mode", ["parallel", "state-copy", "speculative"])
+def test_prefixes_are_cached_as_far_as_they_are_exact(mode: str) -> None:
+    """A second turn begins with the first one's prompt and answer. What exited at its end has no deeper entries yet."""
+    setting = exiting("vanilla", mode, threshold=mixing_threshold("vanilla"))
+    engine = Engine(build("vanilla"), exiting=setting, **SMALL, memory=10**6)
+    (first,) = engine.generate([PROMPTS[0]], max_new_tokens=NEW)
+    second = [*first.prompt_tokens, *first.tokens, 5, 6]
+    hits = engine.counters().prefix_hits
+    (found,) = engine.generate([second], max_new_tokens=NEW)
+    fresh = Engine(build("vanilla"), exiting=setting, **SMALL, prefix_caching=False)
+    assert found.tokens == fresh.generate([second], max_new_tokens=NEW)[0].tokens
+    reused = engine.counters().prefix_hits - hits
+    assert reused >= len(PROMPTS[0]) - 1
+    if mode == "state-copy":
+        assert reused <= len(PROMPTS[0])
+
+
+DRAFTERS = ["vanilla", "lora", "loop-shared-kv", "gemma3", "own-layer", "own-lora"]
+SAMPLINGS: tuple[dict[str, Any], ...] = (
+    {},
+    {"temperature": 0.8, "seed": 3},
+    {"temperature": 1.0, "top_p": 0.9, "top_k": 40, "seed": 4},
+    {"temperature": 1.0, "seed": 5, "repetition_penalty": 1.3},
+)
+
+
+def asked() -> list[Request]:
+    """Every way of choosing in one batch."""
+    samplings = [Sampling(max_new_tokens=NEW, **fields) for fields in SAMPLINGS]
+    prompts = [tuple(prompt) for prompt in MANY[:2]]
+    return [
+        Request(id=i, prompt=prompt, sampling=sampling) for i, (prompt, sampling) in enumerate(product(prompts, samplings))
+    ]
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_what_is_drafted_and_verified_is_what_the_full_model_says(name: str) -> None:
+    """Token by token, drawn ones too: a draft and the full model's choice are drawn with the same random number."""
+    full = Engine(model(name), batch_size=4, page_size=4, max_length=48).run(asked())
+    for at, sizes in ((0.0, {}), (mixing_threshold(name), {"burst": 2, "lag": 1, "shallows": 1})):
+        setting = exiting(name, "speculative", threshold=at, max_stack=3)
+        engine = Engine(model(name), exiting=setting, always_draft=True, **(SMALL | sizes))
+        results = engine.run(asked())
+        assert [(r.tokens, r.finish) for r in results] == [(f.tokens, f.finish) for f in full]
+        totals = engine.totals
+        kept = sum(depth == exit_layer(name) for r in results for depth in r.depths or ())
+        assert (totals.accepted, totals.drafted) == (kept, sum(r.drafted for r in results))
+        assert 0 < kept < totals.drafted
+        assert [r.drafted for r in results[3::4]] == [0, 0], "penalties are never drafted for"
+        assert engine.counters().pages_used == engine.counters().pages_cached
+
+
+def test_a_draft_ends_a_sequence_only_when_it_is_verified() -> None:
+    made = FathomForCausalLM(model("vanilla").config)
+    made.load_state_dict(model("vanilla").state_dict())
+    drafted = exiting("vanilla", "static")
+    for end in {result.tokens[3] for result in generate(made.eval(), MANY[:2], max_new_tokens=NEW, exiting=drafted)}:
+        made.config.eos_token_id = made.generation_config.eos_token_id = end
+        full = Engine(made, batch_size=4, page_size=4, max_length=48).generate(MANY, max_new_tokens=NEW)
+        setting = exiting("vanilla", "speculative", threshold=0.0, max_stack=4)
+        results = Engine(made, exiting=setting, always_draft=True, **SMALL).generate(MANY, max_new_tokens=NEW)
+        assert [(r.tokens, r.finish) for r in results] == [(f.tokens, f.finish) for f in full]
+
+
+def test_log_probabilities_of_drafts_are_the_full_models() -> None:
+    sizes = {"page_size": 4, "batch_size": 4, "max_length": 48}
+    (full,) = Engine(model("vanilla"), **sizes).generate([PROMPTS[0]], max_new_tokens=NEW, logprobs=2)
+    setting = exiting("vanilla", "speculative", threshold=0.0, max_stack=4)
+    engine = Engine(model("vanilla"), exiting=setting, always_draft=True, **sizes)
+    (found,) = engine.generate([PROMPTS[0]], max_new_tokens=NEW, logprobs=2)
+    assert found.logprobs is not None
+    assert full.logprobs is not None
+    for one, right in zip(found.logprobs, full.logprobs, strict=True):
+        assert [token for token, _ in one.top] == [token for token, _ in right.top]
+        assert one.logprob == pytest.approx(right.logprob, abs=1e-5)
+
+
+def test_each_request_may_have_its_own_threshold_for_drafts() -> None:
+    setting = exiting("vanilla", "speculative", threshold=0.0, max_stack=3)
+    engine = Engine(model("vanilla"), exiting=setting, always_draft=True, **SMALL)
+    sampling = Sampling(max_new_tokens=NEW)
+    thresholds = (None, 1.0)
+    drafts, never = engine.run(
+        [Request(id=i, prompt=tuple(PROMPTS[0]), sampling=sampling, exit_threshold=at) for i, at in enumerate(thresholds)]
+    )
+    assert drafts.tokens == never.tokens
+    assert (drafts.drafted > 0, never.drafted) == (True, 0)
+
+
+def test_what_cannot_be_drafted_is_refused() -> None:
+    with pytest.raises(OptionError, match="one exit"):
+        Engine(model("vanilla"), exiting=Exiting(mode="speculative", exit_layers=(2, 4)))
+    with pytest.raises(OptionError, match="forced_exits"):
+        Engine(model("vanilla"), exiting=exiting("vanilla", "speculative"), forced_exits=0.5)
+    with pytest.raises(OptionError, match="confidence 'state'"):
+        Engine(model("vanilla"), exiting=exiting("vanilla", "parallel", confidence="state"))
+    with pytest.raises(OptionError, match="select"):
+        Engine(model("vanilla"), exiting=exiting("vanilla", "select"))
+
+
+def play(control: DraftControl, running: int, bursts: int, rates: dict[bool, float]) -> list[bool]:
+    """What was chosen for each burst, where both ways take a second and give so many tokens."""
+    chosen = []
+    for _ in range(bursts):
+        drafts = control.choose(running)
+        chosen.append(drafts)
+        control.note(round(rates[drafts]), 1.0)
+    return chosen
+
+
+def test_drafting_is_used_where_it_was_measured_to_pay() -> None:
+    control = DraftControl()
+    few = play(control, 2, 40 * TRIAL, {False: 100, True: 180})
+    assert few[:TRIAL] == [False] * TRIAL, "first what drafts are compared with"
+    assert few[TRIAL : 2 * TRIAL] == [True] * TRIAL
+    assert few.count(False) <= (2 + 40 // REPEAT) * TRIAL
+    many = play(control, 64, 40 * TRIAL, {False: 180, True: 100})
+    assert many.count(True) <= (1 + 40 // REPEAT) * TRIAL
+    assert play(control, 3, 1, {False: 100, True: 180}) == [True], "as many sequences as before: what is known stays"
+
+
+def test_a_way_that_becomes_slower_is_left() -> None:
+    control = DraftControl(skip=2)
+    play(control, 8, 20 * TRIAL, {False: 100, True: 150})
+    later = play(control, 8, 20 * REPEAT * TRIAL, {False: 100, True: 60})
+    assert later[-TRIAL:] == [False] * TRIAL or later[-4 * TRIAL :].count(False) >= 2 * TRIAL
+
+
+def test_an_engine_that_decides_by_itself_says_the_same() -> None:
+    full = Engine(model("vanilla"), batch_size=4, page_size=4, max_length=96).generate(MANY[:2], max_new_tokens=40)
+    setting = exiting("vanilla", "speculative", threshold=0.0, max_stack=3)
+    engine = Engine(model("vanilla"), exiting=setting, **(SMALL | {"max_length": 96}))
+    results = engine.generate(MANY[:2], max_new_tokens=40)
+    assert [r.tokens for r in results] == [f.tokens for f in full]
+    assert engine.totals.drafted > 0
