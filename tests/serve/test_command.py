@@ -133,7 +133,7 @@ def test_the_exits_that_ship_for_a_model_draft(capsys: pytest.CaptureFixture[str
     exiting = serve.read_exits(args)
     assert exiting is not None
     assert (exiting.mode, exiting.exit_layers) == ("speculative", (2,))
-    assert exiting.threshold_now() == pytest.approx(0.287, abs=1e-3)
+    assert exiting.threshold_now() == pytest.approx(0.18, abs=0.01), "a wrong draft costs time and no token"
     assert "exits that ship with FathomLM" in capsys.readouterr().err
     taken = serve.read_exits(parse("smollm2-135m", "--decode", "parallel", "--threshold", "0.6"))
     assert taken is not None

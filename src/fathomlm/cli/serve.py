@@ -208,7 +208,8 @@ def read_exits(options: Serve) -> Exiting | None:
     else:
         found = Calibration.load(path)
         found.check([layer - 1 for layer in exits.exit_layers or (found.exit_layer,)], found.confidence, str(path))
-        threshold = found.estimator if exits.threshold == "adaptive" else found.estimator.threshold
+        estimator = found.estimator.for_drafts() if mode == "speculative" else found.estimator
+        threshold = estimator if exits.threshold == "adaptive" else estimator.threshold
         exiting = Exiting(mode=mode, exit_layers=(found.exit_layer,), threshold=threshold, confidence=found.confidence)
     if pack is not None and exits.exits is None:
         tell_shipped(options.model)

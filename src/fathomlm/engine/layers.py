@@ -87,7 +87,10 @@ class PagedLayers:
         if self.device.type == "cpu" and not bool((live_N := x_NM.any(1)).all()):
             scores_NV = x_NM.new_zeros(len(x_NM), self.architecture.vocab, dtype=torch.float32)
             at_K = live_N.nonzero()[:, 0]
-            return scores_NV.index_copy_(0, at_K, self.scores(x_NM[at_K], exit_index)) if len(at_K) else scores_NV
+            return scores_NV.index_copy_(0, at_K, self._scores(x_NM[at_K], exit_index)) if len(at_K) else scores_NV
+        return self._scores(x_NM, exit_index)
+
+    def _scores(self, x_NM: Tensor, exit_index: int | None) -> Tensor:
         if exit_index is not None:
             return self.decoder.exit_logits(x_NM, exit_index, layered=True).float()
         hidden_NM = self._norm(x_NM)
