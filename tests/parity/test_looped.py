@@ -206,6 +206,24 @@ def test_ouros_gate_chooses_the_references_loops_and_text(ouro: Path, threshold:
 
 
 @torch.inference_mode()
+def test_ouros_gate_exits_in_the_engine(ouro: Path) -> None:
+    """Tokens leave the batch where the gate lets them go, and their deeper entries are made later, exactly: the text is that
+    of the reference, which runs every loop. All loops are one block, so rows of all of them share passes."""
+    model = fathomlm.load(ouro)
+    prompts = [TOKENS.tolist(), TOKENS[:6].tolist(), TOKENS[3:5].tolist()]
+    for mode, threshold in (("parallel", 0.3), ("parallel", 0.65), ("parallel", 1.0)):
+        wanted = fathomlm.generate(
+            model, prompts, max_new_tokens=12, ignore_eos=True,
+            exiting=fathomlm.Exiting(mode="select", confidence="gate", threshold=threshold),
+        )  # fmt: skip
+        exiting = fathomlm.Exiting(mode=mode, confidence="gate", threshold=threshold, max_stack=2)
+        engine = fathomlm.Engine(model, batch_size=3, max_sequences=3, exiting=exiting)
+        found = engine.generate(prompts, max_new_tokens=12, ignore_eos=True)
+        assert [(r.tokens, r.depths) for r in found] == [(w.tokens, w.exit_layers) for w in wanted]
+        assert engine.runner.program.mixed
+
+
+@torch.inference_mode()
 def test_ouro_runs_all_loops_in_the_engine(ouro: Path) -> None:
     model = fathomlm.load(ouro)
     prompts = [TOKENS.tolist(), TOKENS[:5].tolist()]

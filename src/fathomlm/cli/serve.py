@@ -18,7 +18,7 @@ from fathomlm.cli.first import check_device, check_memory, check_threads
 from fathomlm.cli.model_options import ModelOptions, QuantizeOptions, memory_errors, threshold_file
 from fathomlm.cli.serve_models import SeveralOptions, at_hand, catalog_of, model_name
 from fathomlm.cli.serve_ray import RayOptions, read_replicas, run_on_ray
-from fathomlm.decode.exiting import SERVED_MODES, Exiting
+from fathomlm.decode.exiting import SERVED_CONFIDENCES, SERVED_MODES, Exiting
 from fathomlm.engine.options import EngineOptions, RestartPolicy
 from fathomlm.errors import OptionError
 from fathomlm.options import like, option, section
@@ -44,6 +44,7 @@ class ServedDepthOptions(ShippedExitOptions):
         default_text="speculative with the exits of a pack, parallel with --exit-layer or --threshold, else full",
     )  # fmt: skip
     exit_layers: tuple[int, ...] | None = like(Exiting, "exit_layers")
+    confidence: str | None = like(Exiting, "confidence", choices=SERVED_CONFIDENCES)
     threshold: float | str | None = like(
         Exiting, "threshold",
         help="exit where the confidence exceeds T, from 0 (always) to 1 (never); 'adaptive' is the calibrated threshold",
@@ -187,14 +188,14 @@ def read_exits(options: Serve) -> Exiting | None:
 
     exits = options.exiting
     pack = exits.used_pack(options.model)
-    given = (exits.mode, exits.exit_layers, exits.threshold)
+    given = (exits.mode, exits.exit_layers, exits.threshold, exits.confidence)
     if exits.mode == "full":
-        if given[1:] != (None, None) or pack is not None:
-            raise OptionError("--exit-layer, --threshold and --exits cannot be combined with --decode full")
+        if given[1:] != (None,) * 3 or pack is not None:
+            raise OptionError("--exit-layer, --threshold, --confidence and --exits cannot be combined with --decode full")
         return None
     if pack is not None:
         plan_of(options.model, pack)
-    elif given == (None, None, None):
+    elif given == (None,) * len(given):
         return None
     if exits.max_depth is not None:
         raise OptionError("--max-depth cannot be combined with early exit: it requires a router")
@@ -202,12 +203,16 @@ def read_exits(options: Serve) -> Exiting | None:
     path = threshold_file(options.model, pack)
     calibrated = exits.threshold == "adaptive" or (pack is not None and exits.threshold is None and path.is_file())
     if not calibrated:
-        exiting = Exiting(mode=mode, exit_layers=exits.exit_layers, threshold=exits.threshold)  # type: ignore[arg-type]
+        exiting = Exiting(
+            mode=mode, exit_layers=exits.exit_layers, threshold=exits.threshold,  # type: ignore[arg-type]
+            confidence=exits.confidence,
+        )  # fmt: skip
     elif not path.is_file():
         raise OptionError(f"{exits.exits or options.model} has no calibrated threshold: run `fathomlm calibrate` first")
     else:
         found = Calibration.load(path)
-        found.check([layer - 1 for layer in exits.exit_layers or (found.exit_layer,)], found.confidence, str(path))
+        layers = exits.exit_layers or (found.exit_layer,)
+        found.check([layer - 1 for layer in layers], exits.confidence or found.confidence, str(path))
         estimator = found.estimator.for_drafts() if mode == "speculative" else found.estimator
         threshold = estimator if exits.threshold == "adaptive" else estimator.threshold
         exiting = Exiting(mode=mode, exit_layers=(found.exit_layer,), threshold=threshold, confidence=found.confidence)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fathomlm.decode.exiting import SERVED_MODES, Exiting
+from fathomlm.decode.exiting import SERVED_CONFIDENCES, SERVED_MODES, Exiting
 from fathomlm.depth import DepthPlan
 from fathomlm.engine.batch_routers import BatchRouters
 from fathomlm.engine.device_state import EngineState
@@ -220,7 +220,7 @@ def _exits(plan: DepthPlan, exiting: Exiting | None) -> tuple[int, ...]:
         return ()
     if exiting.mode not in SERVED_MODES:
         raise OptionError(f"the engine exits by {', '.join(SERVED_MODES)} decoding, not '{exiting.mode}'")
-    if exiting.confidence == "state" or exiting.refine is not None or exiting.decay is not None:
+    if exiting.confidence not in (None, *SERVED_CONFIDENCES) or exiting.refine is not None or exiting.decay is not None:
         raise OptionError("the engine does not support confidence 'state', refinement or decay; use fathomlm generate")
     return exiting.exits(plan)
 

@@ -20,7 +20,6 @@ import torch
 from torch import Tensor
 
 from fathomlm.engine.device_state import IDLE
-from fathomlm.engine.kv_pages import AttentionMetadata
 from fathomlm.engine.programs.base import (
     BAD,
     DRAFTED,
@@ -60,8 +59,8 @@ class DraftProgram(ExitProgram):
             super().decode_step(variant)
             return
         self.output.blank(self.parts.state.spare)
-        for number, name in enumerate(dict.fromkeys(self.passes)):
-            self._pass(name, variant, self.output.part(number, self.parts.batch_size))
+        for name in dict.fromkeys(self.passes):
+            self._pass(name, variant, self.output.part(self.passes.index(name), self.parts.batch_size))
 
     def _overflows(self, segment_S: Tensor, pending_S: Tensor, size_S: Tensor) -> Tensor:
         """Drafts are verified also where there is no page for another: the host gives pages for what it knows of."""
@@ -70,8 +69,8 @@ class DraftProgram(ExitProgram):
         return (pending_S + size_S > self.stack) | (stuck_S & (segment_S == 0))
 
     def _settle(
-        self, kind: int, rows: Rows, seen: AttentionMetadata, x_NM: Tensor, read_NM: Tensor, scores_NV: Tensor,
-        variant: SamplingVariant, output: StepOutput,
+        self, kind: int, rows: Rows, x_NM: Tensor, read_NM: Tensor, scores_NV: Tensor, variant: SamplingVariant,
+        output: StepOutput,
     ) -> None:  # fmt: skip
         s = self.parts.state
         sure_N = self._confidence(scores_NV, read_NM, rows, kind)
@@ -87,6 +86,7 @@ class DraftProgram(ExitProgram):
         if kind != self.last:
             chosen_N = self._draft(rows, exits_N, sampled)
         output.blank(s.spare)
+        output.ints_NC[:, 0].copy_(rows.slots_N)  # drafts tell nothing, but who ran
         if kind in (self.last, ALL):
             emits_N = self._verify(rows, sampled, index_N, confidence_N, judged_N, output)
             chosen_N = chosen_N | (rows.segment_N == self.last)

@@ -174,12 +174,12 @@ class ExitProgram:
         if 0 <= kind < self.last and self.own[kind]:
             read_NM = layers.run(x_NM, self.own[kind], seen, rows.positions_N)
         scores_NV = self._scores(read_NM, rows.segment_N, kind)
-        self._settle(kind, rows, seen, x_NM, read_NM, scores_NV, variant, output)
+        self._settle(kind, rows, x_NM, read_NM, scores_NV, variant, output)
         s.clock.add_(1)
 
     def _settle(
-        self, kind: int, rows: Rows, seen: AttentionMetadata, x_NM: Tensor, read_NM: Tensor, scores_NV: Tensor,
-        variant: SamplingVariant, output: StepOutput,
+        self, kind: int, rows: Rows, x_NM: Tensor, read_NM: Tensor, scores_NV: Tensor, variant: SamplingVariant,
+        output: StepOutput,
     ) -> None:  # fmt: skip
         """Who exits, who is chosen, and what waits from here on."""
         sure_N = self._confidence(scores_NV, read_NM, rows, kind)

@@ -12,6 +12,7 @@ from statistics import median
 from typing import Any
 
 from fathomlm.engine.engine import Engine
+from fathomlm.engine.programs.drafts import DraftProgram
 from fathomlm.engine.programs.exits import ExitProgram
 from fathomlm.engine.programs.routed import RoutedProgram
 from fathomlm.engine.request import Result
@@ -96,8 +97,8 @@ def mirror(engine: Engine) -> tuple[Device, EngineSetup]:
         outer = own and len(layout.tables) > plan.recursions
         return LoopDevice(options.batch_size, program.cores, recursions=plan.recursions, own=own, outer=outer), setting
     if isinstance(program, ExitProgram):
-        if len(program.exits) > 1:
-            raise OptionError(f"only engines with one exit are simulated; this one has {len(program.exits)}")
+        if len(program.exits) > 1 or isinstance(program, DraftProgram):
+            raise OptionError("only engines with one exit and no drafts are simulated")
         return ExitDevice(
             options.batch_size, mixed=program.mixed, stack=program.stack, waits=program.deepest > 0,
             shallows=program.passes.count("shallow"),
