@@ -1,4 +1,4 @@
-"""The engine on a GPU: recorded ticks, compiled bookkeeping and Triton kernels choose what the reference decoder chooses."""
+"""The engine on a GPU: captured decode steps, compiled code and Triton kernels choose what the reference decoder chooses."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ import torch
 
 from decode.exit_models import build, exiting, mixing_threshold
 from engine.test_engine import NEW, many
+from engine.test_engine_exits import model as gated
+from engine.test_engine_exits import threshold
 from fathomlm.decode.exiting import Exiting
 from fathomlm.decode.full import generate
 from fathomlm.decode.sampling import Sampling
@@ -52,6 +54,25 @@ CASES: dict[str, Any] = {
     "exits, one pass": (
         lambda: build("lora"), lambda: exiting("lora", "parallel", threshold=mixing_threshold("lora"), max_stack=4)
     ),
+    "exits, several": (
+        lambda: build("vanilla"),
+        lambda: Exiting(mode="parallel", exit_layers=(1, 3, 5), threshold=threshold("vanilla", (1, 3, 5)), max_stack=2),
+    ),
+    "exits, several in one pass": (
+        lambda: build("four-loops"),
+        lambda: Exiting(mode="parallel", exit_layers=(2, 4, 6), threshold=threshold("four-loops", (2, 4, 6)), max_stack=2),
+    ),
+    "exits, a layer of its own": (
+        lambda: build("own-layer"),
+        lambda: exiting("own-layer", "parallel", threshold=mixing_threshold("own-layer"), max_stack=4),
+    ),
+    "exits, a gate": (
+        lambda: gated("gate"), lambda: Exiting(mode="parallel", threshold=0.75, confidence="gate", max_stack=2)
+    ),
+    "drafts": (
+        lambda: build("own-layer"), lambda: exiting("own-layer", "speculative", threshold=0.0, max_stack=4)
+    ),
+    "drafts, one pass": (lambda: build("lora"), lambda: exiting("lora", "speculative", threshold=0.0, max_stack=4)),
 }  # fmt: skip
 
 
@@ -69,13 +90,13 @@ def test_a_page_outside_the_pool_fails_its_request_and_no_other() -> None:
     model = build("vanilla")
     wanted = [generate(model, [prompt], max_new_tokens=NEW)[0].tokens for prompt in many(model)]
     engine = Engine(on_gpu(model), compile=False, **(SIZES | {"batch_size": 8, "prefill_chunk": 64, "memory": 10**6}))
-    told = engine.runner.state.hand_out
+    told = engine.runner.state.apply
 
     def spoilt(*given: Any) -> None:
         told(*given)
         engine.runner.state.tables_STP[1].fill_(10**6)
 
-    engine.runner.state.hand_out = spoilt  # type: ignore[method-assign]
+    engine.runner.state.apply = spoilt  # type: ignore[method-assign]
     results = engine.generate(many(model), max_new_tokens=NEW)
     assert [result.finish.reason == "error" for result in results] == [i == 1 for i in range(len(wanted))]
     assert [r.tokens for i, r in enumerate(results) if i != 1] == [w for i, w in enumerate(wanted) if i != 1]
