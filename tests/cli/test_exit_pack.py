@@ -23,7 +23,7 @@ from fathomlm.cli import serve
 from fathomlm.cli.main import main, read_command
 from fathomlm.decode.calibration import FILE, Calibration
 from fathomlm.decode.threshold import ThresholdEstimator, ThresholdOptions
-from fathomlm.errors import CheckpointError, OptionError, UnsupportedModel
+from fathomlm.errors import CheckpointError, OptionError
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 EVERY = {"exit_rank": 3, "exit_adapter": 4, "exit_classifier": True}
@@ -232,9 +232,11 @@ def test_serve_lets_tokens_leave_at_the_packs_exit(
         serve.read_exits(parse(tiny_model_dir, "--exits", tmp_path / "nowhere"))
     with pytest.raises(OptionError, match="has exits already"):
         serve.read_exits(parse(places["thin"], "--exits", pack))
-    layered = parse(tiny_model_dir, "--exits", places["layered pack"], "--max-length", "64")
-    with pytest.raises((OptionError, UnsupportedModel), match="has a layer of its own"):
-        serve.load_served(layered, serve.read_engine(layered), serve.read_exits(layered))
+    for words, modes in (((), ("full", "speculative")), (("--decode", "parallel"), ("full", "parallel"))):
+        layered = parse(tiny_model_dir, "--exits", places["layered pack"], "--max-length", "64", *words)
+        served = serve.load_served(layered, serve.read_engine(layered), serve.read_exits(layered))
+        assert served.decodes == modes
+        asyncio.run(served.close())
 
 
 def test_another_base_needs_a_word(

@@ -155,8 +155,8 @@ BAD: list[tuple[tuple[str, ...], str]] = [
     (("--decode", "parallel", "--exit-layer", "0"), "--exit-layer must be >= 1, got 0"),
     (("--decode", "parallel", "--exit-layer", "4"), "exit layers must be between 1 and 3 for this model's 4 layers, got 4"),
     (
-        ("--decode", "parallel", "--exit-layer", "1,3"),
-        "parallel decoding has one exit, and here are 2, after layers",
+        ("--decode", "speculative", "--exit-layer", "1,3"),
+        "speculative decoding has one exit, and here are 2, after layers",
     ),
     (
         ("--decode", "parallel", "--exit-layer", "2", "--threshold", "high"),

@@ -64,7 +64,7 @@ def learnt(place: Path, threshold: float = 0.04, confidence: str = "gap") -> Non
 def test_a_mode_that_needs_an_exit_finds_it(
     mode: str, shipped: Path, tiny_model_dir: Path, told: Callable[..., tuple[Any, str]]
 ) -> None:
-    found, said = told("generate", NAME, *PROMPT, "--decode", mode)
+    found, said = told("generate", NAME, *PROMPT, "--decode", mode, "--quantize", "none")
     asked, silent = told("generate", tiny_model_dir, *PROMPT, "--decode", mode, "--exits", shipped)
     assert (said, silent) == (NOTE, "")
     assert (found["exit_pack"], found["exits"]["exit_layers"]) == (str(shipped), [2])

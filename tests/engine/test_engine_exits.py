@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from functools import cache
 from itertools import pairwise, product
 from typing import Any
@@ -105,8 +106,7 @@ def test_exits_that_are_decided_otherwise(confidence: str) -> None:
 
 
 def test_an_exit_vocabulary_is_what_the_exit_chooses_from() -> None:
-    made = FathomForCausalLM(model("vanilla").config)
-    made.load_state_dict(model("vanilla").state_dict())
+    made = copy.deepcopy(model("vanilla"))
     made.decoder.limit_exits(torch.arange(0, 96, 2))
     setting = Exiting(mode="parallel", exit_layers=(3,), threshold=0.0)
     results = Engine(made.eval(), exiting=setting, **SMALL).generate(MANY, max_new_tokens=NEW)
@@ -168,8 +168,7 @@ def test_what_is_drafted_and_verified_is_what_the_full_model_says(name: str) -> 
 
 
 def test_a_draft_ends_a_sequence_only_when_it_is_verified() -> None:
-    made = FathomForCausalLM(model("vanilla").config)
-    made.load_state_dict(model("vanilla").state_dict())
+    made = copy.deepcopy(model("vanilla"))
     drafted = exiting("vanilla", "static")
     for end in {result.tokens[3] for result in generate(made.eval(), MANY[:2], max_new_tokens=NEW, exiting=drafted)}:
         made.config.eos_token_id = made.generation_config.eos_token_id = end
