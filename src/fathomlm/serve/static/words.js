@@ -63,7 +63,7 @@ export function saved(tokens, shape) {
   const whole = total * shape.steps;
   const part = `${Math.round(100 * (1 - waited / whole))} %`;
   if (shape.kind === "routed") {
-    const why = counts.length > 1 ? "the router let easy tokens loop fewer times" : `every token looped ${["never", "once"][counts[0][0]] ?? `${counts[0][0]} times`}`;
+    const why = counts.length > 1 ? "the router let some tokens loop fewer times" : `every token looped ${["never", "once"][counts[0][0]] ?? `${counts[0][0]} times`}`;
     return `Depth saved: ${part}. The tokens ran ${waited} layers where full depth runs ${whole}: ${why}.`;
   }
   const early = sum(counts.filter(([depth]) => depth < shape.deepest).map(([, many]) => many));
