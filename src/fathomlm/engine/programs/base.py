@@ -42,9 +42,6 @@ class SamplingVariant:
         return self.mode == "greedy" and not self.penalise and not self.alternatives
 
 
-GREEDY = SamplingVariant()
-
-
 @dataclass(frozen=True, slots=True)
 class StepOutput:
     """What one decode step chose, row by row."""
@@ -196,6 +193,11 @@ class TokenChooser:
         return found
 
 
+def ends_sequence(tokens_N: Tensor, ends_E: Tensor, ignores_N: Tensor) -> Tensor:
+    """Whether a token is an end token, of a request that heeds those."""
+    return (tokens_N[:, None] == ends_E[None, :]).any(1) & (ignores_N == 0)
+
+
 def take(
     numbers_SC: Tensor, rows_N: Tensor, chosen_N: Tensor, tokens_N: Tensor, bad_N: Tensor, logprobs_N: Tensor,
     depth_N: Tensor, confidence_N: Tensor, ends_E: Tensor, ints_NC: Tensor, floats_NC: Tensor, told_N: Tensor | None = None,
@@ -205,8 +207,7 @@ def take(
     token, position, stage, since, made, limit, epoch, deepest, ignores = numbers_SC.index_select(0, rows_N).unbind(1)
     added = chosen_N.long()
     made_N = made + added
-    met_N = (tokens_N[:, None] == ends_E[None, :]).any(1) & (ignores == 0)
-    over_N = met_N | (made_N >= limit) | bad_N
+    over_N = ends_sequence(tokens_N, ends_E, ignores) | (made_N >= limit) | bad_N
     stage_N = torch.where(chosen_N & ~over_N, stage, IDLE)  # what is not chosen goes to the spare slot, which never waits
     new = (torch.where(chosen_N, tokens_N, token), position + added, stage_N, since, made_N, limit, epoch, deepest, ignores)
     numbers_SC.index_copy_(0, torch.where(chosen_N, rows_N, numbers_SC.shape[0] - 1), torch.stack(new, 1))

@@ -28,6 +28,7 @@ from fathomlm.engine.programs.base import (
     ProgramContext,
     SamplingVariant,
     StepOutput,
+    ends_sequence,
 )
 from fathomlm.engine.programs.exits import ALL, ExitProgram, Rows
 from fathomlm.engine.sampler import Sampled, note
@@ -76,12 +77,12 @@ class DraftProgram(ExitProgram):
         sure_N = self._confidence(scores_NV, read_NM, rows, kind)
         exits_N, _, choice_N, confidence_N, _, judged_N = self._find_exits(scores_NV, sure_N, rows)
         index_N = (s.generated_S - s.position_S).index_select(0, rows.slots_N) + rows.positions_N
-        wanted_N = exits_N | (rows.valid_N & (rows.segment_N == self.last))
-        sampled = self._choose.sampled(scores_NV, rows.slots_N, index_N, wanted_N, variant)
         if not variant.drafts:
             exits_N = torch.zeros_like(exits_N)
         elif variant.penalise:
             exits_N = exits_N & ~self.parts.sampler.penalises(rows.slots_N)
+        wanted_N = exits_N | (rows.valid_N & (rows.segment_N == self.last))
+        sampled = self._choose.sampled(scores_NV, rows.slots_N, index_N, wanted_N, variant)
         chosen_N = torch.zeros_like(exits_N)
         if kind != self.last:
             chosen_N = self._draft(rows, exits_N, sampled)
@@ -147,5 +148,4 @@ class DraftProgram(ExitProgram):
         self.filled_BS.copy_(torch.minimum(self.filled_BS, self.parts.state.position_S))
 
     def _ends(self, tokens_N: Tensor, slots_N: Tensor) -> Tensor:
-        met_N = (tokens_N[:, None] == self.parts.ends_E[None, :]).any(1)
-        return met_N & (self.parts.state.ignores_S[slots_N] == 0)
+        return ends_sequence(tokens_N, self.parts.ends_E, self.parts.state.ignores_S[slots_N])
