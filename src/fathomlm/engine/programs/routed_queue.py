@@ -279,7 +279,7 @@ class TritonQueue:
             rows_N, recursion_N, live_N, positions_N, out_NM, w.main_RM, w.judge_RM, w.selective_R, w.least_R,
             s.x_SM, kept.gates_SR, kept.depth_S, s.entries_ST, self._tables_R, s.stage_S, s.since_S, s.token_S,
             s.epoch_S, s.max_depth_S, s.clock, routing.alpha, routers.bias,
-            SAID=triton.next_power_of_2(routing.recursions), ARRIVES=arrives, SCORE=routing.score,
+            LOGITS=triton.next_power_of_2(routing.recursions), ARRIVES=arrives, SCORE=routing.score,
             CHANGE=routing.update != "add", CHOICE=choice, **self._common, **self._hidden, num_warps=WARPS,
         )  # fmt: skip
 
