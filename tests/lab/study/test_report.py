@@ -60,6 +60,20 @@ def test_several_budgets_are_fitted_over_sizes(values: Values, tmp_path: Path) -
     assert (tmp_path / "x.png").stat().st_size > 10_000
 
 
+def test_budgets_of_tokens_are_not_fitted_over_sizes(values: Values, tmp_path: Path) -> None:
+    widths = {f"w{h}": {"model": {"architecture": {"hidden": h, "intermediate": 2 * h}}} for h in (8, 16, 32)}
+    budgets = {"short": {"tokens": 5120}, "long": {"tokens": 10240}}
+    study = build_study(values(variants=widths, baseline="w16", budgets=budgets, claims=[]), "test")
+    fill(study, Ledger(tmp_path), lambda job: 3.0 + noise(job))
+    (found,) = results_of([study], Ledger(tmp_path))
+    assert found.fits() == []
+    assert "Quadratic fits" not in page([found], Path("results.md"))
+    from fathomlm.lab.study.report import draw
+
+    draw(found, tmp_path / "x.png")
+    assert (tmp_path / "x.png").stat().st_size > 10_000
+
+
 def test_without_runs_the_page_says_so(tmp_path: Path) -> None:
     text = page(results_of([read_study("tiny")], Ledger(tmp_path / "none")), Path("results.md"))
     assert "No runs are finished yet." in text

@@ -218,9 +218,9 @@ def draw(results: Results, out: Path) -> None:
     check_matplotlib()
     several = len(results.study.budgets) > 1
     count = sum(bool(row.records) for row in results.rows)
-    figure = new_figure(13, 6.0 if several else max(4.8, 1.6 + 0.36 * count))
+    figure = new_figure(13, max(6.0 if several else 4.8, 1.6 + (0.28 if several else 0.36) * count))
     left, right = figure.subplots(1, 2)
-    if several:
+    if results.over_sizes:
         _sizes(left, results)
     else:
         _curves(left, results)
@@ -229,9 +229,11 @@ def draw(results: Results, out: Path) -> None:
 
 
 def _curves(axes: Any, results: Results) -> None:
-    """Validation losses over tokens, means over seeds."""
+    """Validation losses over tokens, means over seeds; of each variant the longest run."""
     finals = []
-    for number, row in enumerate(row for row in results.rows if row.records):
+    longest = {row.variant.name: row for row in sorted(results.rows, key=lambda row: row.job.tokens) if row.records}
+    several = len(results.study.budgets) > 1
+    for number, row in enumerate(longest.values()):
         at: dict[int, list[float]] = {}
         for record in row.records.values():
             for point in record["validation"]:
@@ -243,7 +245,7 @@ def _curves(axes: Any, results: Results) -> None:
         axes.plot(
             [x / 1e6 for x in shared], list(shared.values()), linestyle=DASHES[number // len(LINES) % len(DASHES)],
             color=LINES[number % len(LINES)], marker=MARKERS[number % len(MARKERS)], markersize=3, linewidth=1.2,
-            label=f"{row.variant.name}: {loss:.4f}",
+            label=f"{row.variant.name}{f', {row.budget.name}' if several else ''}: {loss:.4f}",
         )  # fmt: skip
     axes.set_ylim(min(finals) - 0.05, max(finals) + max(0.6, 2 * (max(finals) - min(finals))))
     axes.legend(fontsize=7.5, ncols=2 if len(finals) > 7 else 1)

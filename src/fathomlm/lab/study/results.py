@@ -82,8 +82,16 @@ class Results:
     def records(self) -> list[Record]:
         return [record for row in self.rows for record in row.records.values()]
 
+    @property
+    def over_sizes(self) -> bool:
+        """Whether sizes are compared under equal FLOPs. Under equal tokens variants differ in other things, and a curve
+        over their sizes would say nothing."""
+        return all("flops" in budget.section for budget in self.study.budgets)
+
     def fits(self) -> list[ScalingFit]:
-        """Quadratics over the size, for each architecture and budget with three sizes or more."""
+        """Quadratics over the size, for each architecture and budget of FLOPs with three sizes or more."""
+        if not self.over_sizes:
+            return []
         runs = [_fitted(row) for row in self.rows if row.records]
         return [fit for fit in fit_runs(runs) if fit.coefficients is not None]
 
