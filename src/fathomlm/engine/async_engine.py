@@ -18,7 +18,7 @@ import asyncio
 import itertools
 import threading
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -172,6 +172,7 @@ class AsyncEngine:
         logprobs: int | None = None,
         presence_penalty: float = 0.0,
         frequency_penalty: float = 0.0,
+        logit_bias: Mapping[int, float] | None = None,
         max_depth: int | None = None,
         exit_threshold: float | None = None,
         **options: Any,
@@ -185,6 +186,7 @@ class AsyncEngine:
             logprobs=logprobs,
             presence_penalty=presence_penalty,
             frequency_penalty=frequency_penalty,
+            logit_bias=logit_bias or {},
             max_depth=max_depth,
             exit_threshold=exit_threshold,
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -32,6 +32,8 @@ class Request:
     """Taken from the score of every token of the completion so far, once. The prompt does not count. -2 to 2."""
     frequency_penalty: float = 0.0
     """Taken from a token's score for each time that it is in the completion so far. The prompt does not count. -2 to 2."""
+    logit_bias: Mapping[int, float] = field(default_factory=dict, hash=False)
+    """By token: added to its score before it is chosen. -100 to 100, of which the ends all but forbid and demand it."""
     max_depth: int | None = None
     """No token runs deeper than this; None leaves depth to the model."""
     exit_threshold: float | None = None
@@ -52,6 +54,7 @@ class Request:
         for name in ("presence_penalty", "frequency_penalty"):
             value = getattr(self, name)
             require(is_number(value) and -2 <= value <= 2, name, "between -2 and 2 (0 is off)", value)
+        object.__setattr__(self, "logit_bias", _biases(self.logit_bias))
         depth = self.max_depth
         require(depth is None or (is_int(depth) and depth >= 1), "max_depth", "None or >= 1", depth)
         exits = self.exit_threshold
@@ -65,6 +68,11 @@ class Request:
         """Whether its logits depend on the tokens before."""
         return self.sampling.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
 
+    @property
+    def biased(self) -> bool:
+        """Whether something is added to its logits."""
+        return bool(self.logit_bias)
+
 
 def _token_ids(prompt: Sequence[int]) -> tuple[int, ...]:
     try:
@@ -74,6 +82,15 @@ def _token_ids(prompt: Sequence[int]) -> tuple[int, ...]:
     require(bool(tokens), "prompt", "at least one token id", prompt)
     require(min(tokens) >= 0, "prompt", "token ids of at least 0", min(tokens))
     return tokens
+
+
+def _biases(given: Mapping[int, float]) -> dict[int, float]:
+    rule = "token ids of at least 0 with numbers between -100 and 100"
+    require(isinstance(given, Mapping), "logit_bias", rule, given)
+    for token, value in given.items():
+        right = is_int(token) and token >= 0 and is_number(value) and -100 <= value <= 100
+        require(right, "logit_bias", rule, {token: value})
+    return dict(given)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -167,7 +167,7 @@ class Runner:
     def launch(self, drafts: bool = True) -> int:
         """Start a decode step, with drafts where the program has any; returns its number, for `collect`."""
         sampler = self.sampler
-        variant = SamplingVariant(sampler.mode, sampler.penalised, sampler.alternatives, drafts)
+        variant = SamplingVariant(sampler.mode, sampler.penalised, sampler.biased, sampler.alternatives, drafts)
         if self._captures:
             if variant not in self._graphs:
                 self._capture(variant)

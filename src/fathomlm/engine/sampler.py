@@ -5,7 +5,7 @@ where a penalty asks for that. So it does not matter what else is in the batch, 
 goes on as it would have.
 
 Nothing here waits for the device, and every shape follows from the arguments' shapes, so `sample` and `note` can be recorded
-in a CUDA graph. What the work consists of is said by the host (`mode`, `penalise`, `alternatives`): `SamplerState` knows the
+in a CUDA graph. What the work consists of is said by the host (`mode`, `penalise`, `bias`, `alternatives`): `SamplerState` knows the
 least that serves the requests it holds.
 
 Shapes: N rows, V vocabulary, S slots (and one more, for rows that stand for nothing), K alternatives.
@@ -69,6 +69,7 @@ class SamplerState:
         kept = slots + 1 if penalties else 0
         self._counts_SV = torch.zeros(kept, vocab, dtype=torch.int32, device=device)
         self._seen_SV = torch.zeros(kept, vocab, dtype=torch.bool, device=device)
+        self._bias_SV = torch.zeros(0, vocab, device=device)  # until a request has a bias
         self._held: dict[int, Request] = {}
         self._needs: Counter[str] = Counter()
 
@@ -81,6 +82,11 @@ class SamplerState:
     def penalised(self) -> bool:
         """Whether a request in its slot has penalties."""
         return self._needs["penalties"] > 0
+
+    @property
+    def biased(self) -> bool:
+        """Whether something is added to the logits of a request in its slot."""
+        return self._needs["bias"] > 0
 
     @property
     def alternatives(self) -> bool:
@@ -101,6 +107,8 @@ class SamplerState:
         self._ints_SW[slot].copy_(self._upload(ints, torch.int64))
         if request.penalised:
             self._recall(slot, request.prompt, generated)
+        if request.biased:
+            self.set_bias(slot, request)
         self._held[slot] = request
         self._needs.update(_needs(request))
 
@@ -111,6 +119,21 @@ class SamplerState:
             self._needs.subtract(_needs(request))
             self._floats_SF[slot].copy_(self._floats_SF[self.scratch])
             self._ints_SW[slot].copy_(self._ints_SW[self.scratch])
+            if request.biased:
+                self._bias_SV[slot].zero_()
+
+    def set_bias(self, slot: int, request: Request) -> None:
+        """What is added to a slot's logits from now on. There is room for it from the first request on that needs any."""
+        if not len(self._bias_SV):
+            self._bias_SV = torch.zeros(self.scratch + 1, self.vocab, device=self._device)
+        row_V = torch.zeros(self.vocab)
+        for token, value in request.logit_bias.items():
+            row_V[token] = value
+        self._bias_SV[slot].copy_(row_V.pin_memory() if self._device.type == "cuda" else row_V, non_blocking=True)
+
+    def bias(self, scores_NV: Tensor, slots_N: Tensor) -> Tensor:
+        """Scores with what their requests add."""
+        return scores_NV + self._bias_SV.index_select(0, slots_N)
 
     def settings(self, slots_N: Tensor) -> Settings:
         floats = self._floats_SF.index_select(0, slots_N).unsqueeze(-1).unbind(1)
@@ -143,8 +166,9 @@ class SamplerState:
             raise OptionError("this engine was started without penalties; leave them out of the request")
         if (request.logprobs or 0) > self.max_logprobs:
             raise OptionError(f"logprobs must be <= {self.max_logprobs} in this engine, got {request.logprobs}")
-        if max(request.prompt) >= self.vocab:
-            raise OptionError(f"token id {max(request.prompt)} is outside the model's vocabulary of {self.vocab}")
+        for name, most in (("", max(request.prompt)), ("logit_bias: ", max(request.logit_bias, default=0))):
+            if most >= self.vocab:
+                raise OptionError(f"{name}token id {most} is outside the model's vocabulary of {self.vocab}")
 
     def _recall(self, slot: int, prompt: Sequence[int], generated: Sequence[int]) -> None:
         self._counts_SV[slot].zero_()
@@ -169,7 +193,7 @@ def mode_of(request: Request) -> Mode:
 
 
 def _needs(request: Request) -> list[str]:
-    extras = {"penalties": request.penalised, "alternatives": bool(request.logprobs)}
+    extras = {"penalties": request.penalised, "bias": request.biased, "alternatives": bool(request.logprobs)}
     return [mode_of(request), *(name for name, wanted in extras.items() if wanted)]
 
 
@@ -181,6 +205,7 @@ def sample(
     *,
     mode: Mode = "filtered",
     penalise: bool | None = None,
+    bias: bool = False,
     alternatives: bool | None = None,
 ) -> Sampled:
     """The next token of each row: row n belongs to slot slots_n, and the token is number steps_n of its text, from 0.
@@ -193,6 +218,8 @@ def sample(
     scores_NV = logits_NV.float()
     if state.penalties if penalise is None else penalise:
         scores_NV = state.penalise(scores_NV, slots_N, settings)
+    if bias:
+        scores_NV = state.bias(scores_NV, slots_N)
     # torch promises the first of equal maxima, and takes NaN for the highest.
     best_N1, tokens_N1 = scores_NV.max(-1, keepdim=True)
     bad_N1 = ~best_N1.isfinite()

@@ -32,6 +32,7 @@ class SamplingVariant:
 
     mode: Mode = "greedy"
     penalise: bool = False
+    bias: bool = False
     alternatives: bool = False
     drafts: bool = True
     """Whether a program that can draft does."""
@@ -39,7 +40,7 @@ class SamplingVariant:
     @property
     def greedy(self) -> bool:
         """Nothing but the likeliest token is wanted."""
-        return self.mode == "greedy" and not self.penalise and not self.alternatives
+        return self.mode == "greedy" and not (self.penalise or self.bias or self.alternatives)
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,6 +189,7 @@ class TokenChooser:
             self.sampler,
             mode=variant.mode,
             penalise=variant.penalise,
+            bias=variant.bias,
             alternatives=variant.alternatives,
         )
         return found
