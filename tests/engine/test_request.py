@@ -66,6 +66,14 @@ def test_any_penalty_makes_a_request_penalised() -> None:
     assert Request(id=0, prompt=(1,), sampling=Sampling(repetition_penalty=0.9)).penalised
 
 
+def test_biases_are_of_token_ids_and_bounded() -> None:
+    assert Request(id=1, prompt=(1,), logit_bias={5: -100.0}).biased
+    assert not Request(id=1, prompt=(1,)).biased
+    for wrong in ({5: 101.0}, {-1: 1.0}, {"5": 1.0}, {5: True}, {5: float("nan")}, [5]):
+        with pytest.raises(OptionError, match=r"^logit_bias must be token ids"):
+            Request(id=1, prompt=(1,), logit_bias=wrong)  # type: ignore[arg-type]
+
+
 def test_a_seed_is_kept_or_drawn_once() -> None:
     seeded = [Request(id=i, prompt=(1,), sampling=Sampling(seed=0), arrival=1.0) for i in (1, 1)]
     assert seeded[0].seed == seeded[1].seed == 0

@@ -34,7 +34,8 @@ def state_of(requests: list[Request], penalties: bool = True) -> SamplerState:
 
 
 def asked(index: int, **options: Any) -> Request:
-    beside = {name: options.pop(name) for name in ("presence_penalty", "frequency_penalty", "logprobs") if name in options}
+    names = ("presence_penalty", "frequency_penalty", "logprobs", "logit_bias")
+    beside = {name: options.pop(name) for name in names if name in options}
     return Request(id=index, prompt=PROMPT, sampling=Sampling(**options), **beside)
 
 
@@ -245,6 +246,28 @@ def test_a_text_that_was_put_aside_goes_on_as_it_would_have() -> None:
     assert text(None) == text(0) == text(1) == text(17)
 
 
+def test_biases_are_added_behind_penalties_and_leave_with_their_request() -> None:
+    """The slow twin: the same request without a bias over logits to which it was added."""
+    biases = {5: 4.0, 90: -100.0, 96: 2.5}
+    kinds = [kind for kind in KINDS if "repetition_penalty" not in kind]
+    plain = [asked(i, seed=i, logprobs=2, **kind) for i, kind in enumerate(kinds)]
+    biased = [asked(i, seed=i, logprobs=2, logit_bias=biases, **kind) for i, kind in enumerate(kinds)]
+    rows_N, logits_NV = torch.arange(len(kinds)), logits_of(len(kinds))
+    added_V = torch.zeros(VOCAB).index_put_((torch.tensor(list(biases)),), torch.tensor(list(biases.values())))
+    state, other = state_of(biased), state_of(plain)
+    assert (state.biased, other.biased) == (True, False)
+    found = sample(logits_NV, rows_N, rows_N, state, bias=True)
+    assert torch.equal(found.tokens_N, sample(logits_NV + added_V, rows_N, rows_N, other).tokens_N)
+    assert not torch.equal(found.tokens_N, sample(logits_NV, rows_N, rows_N, state).tokens_N)
+    own_N = logits_NV.log_softmax(-1).gather(-1, found.tokens_N[:, None])[:, 0]
+    assert torch.allclose(found.logprobs_N, own_N), "log probabilities are the model's own"
+    for slot, request in enumerate(plain):
+        state.place(slot, request)
+    assert not state.biased
+    again = [fields(sample(logits_NV, rows_N, rows_N, one, bias=bias)) for one, bias in ((state, True), (other, False))]
+    assert all(torch.equal(one, two) for one, two in zip(*again, strict=True))
+
+
 def test_rows_of_the_scratch_slot_change_nothing() -> None:
     state, twin = state_of(MIXED), state_of(MIXED)
     note(torch.tensor([5, 5, 6]), torch.tensor([state.scratch] * 3), state)
@@ -372,6 +395,11 @@ def test_a_recorded_call_is_the_call(mode: Mode) -> None:
 
 
 # Refusals.
+
+
+def test_a_bias_of_a_token_that_does_not_exist_is_refused() -> None:
+    with pytest.raises(OptionError, match=f"^logit_bias: token id {VOCAB} is outside"):
+        state_of([asked(0, logit_bias={VOCAB: 1.0})])
 
 
 def test_what_the_engine_has_no_room_for_is_refused() -> None:

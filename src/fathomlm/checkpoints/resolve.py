@@ -12,6 +12,7 @@ import torch
 from fathomlm.checkpoints.assemble import load_base
 from fathomlm.checkpoints.exit_pack import ExitPack, attach, read_pack
 from fathomlm.checkpoints.fetch import cache_home
+from fathomlm.checkpoints.generation_config import with_sampling
 from fathomlm.checkpoints.gguf import GGUFCheckpoint
 from fathomlm.checkpoints.huggingface import (
     HuggingFaceCheckpoint,
@@ -98,13 +99,13 @@ def _load(source: str | Path, dtype: torch.dtype | None, device: torch.device, p
     if is_native(config):
         if pack is not None:
             pack.plan_over(*native_config(config, str(path)).build_parts())
-        return load_native(path, config, dtype, device)
+        return with_sampling(load_native(path, config, dtype, device), path)
     base = open_base(path, config)
     if pack is not None:
         pack.plan_over(base.architecture, base.plan, None)
     if isinstance(base, Seq2SeqCheckpoint):
-        return load_seq2seq(base, dtype, device, str(source))
-    return load_base(base, dtype, device, str(source))
+        return with_sampling(load_seq2seq(base, dtype, device, str(source)), path)
+    return with_sampling(load_base(base, dtype, device, str(source)), path)
 
 
 def decoder_only(model: FathomModel, what: str) -> FathomForCausalLM:

@@ -235,8 +235,9 @@ def load_served(
         if options.device.startswith("cuda"):
             engine.generate([[0]], max_new_tokens=2)  # compiles and records, so that nobody has to wait for it later
     return serve_model(
-        engine, name=served_name(options), exiting=exiting, max_depth=options.exiting.max_depth, restarts=restarts
-    )
+        engine, name=served_name(options), exiting=exiting, max_depth=options.exiting.max_depth, restarts=restarts,
+        sampling=options.server.generation_config,
+    )  # fmt: skip
 
 
 def served_name(options: Serve) -> str:

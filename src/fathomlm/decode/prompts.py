@@ -24,8 +24,9 @@ def encode_prompts(model: FathomModel, prompts: str | Sequence[Prompt]) -> list[
     return [encode_prompt(model, prompt) for prompt in prompts]
 
 
-def encode_prompt(model: FathomModel, prompt: Prompt) -> list[int]:
-    tokens = _tokenize(model, prompt) if isinstance(prompt, str) else _checked_ids(prompt)
+def encode_prompt(model: FathomModel, prompt: Prompt, *, special: bool = True) -> list[int]:
+    """`special` has the tokenizer add its special tokens to a text."""
+    tokens = _ids(_tokenizer(model), prompt, special) if isinstance(prompt, str) else _checked_ids(prompt)
     if not tokens:
         begin: int | None = model.config.bos_token_id
         if begin is None:
@@ -57,19 +58,25 @@ def read_sources(model: FathomForSeq2SeqLM, sources: Sequence[Sequence[int]]) ->
 
 
 def chat_prompt(
-    model: FathomModel, messages: Sequence[Mapping[str, str]], check: Callable[[str], object] = lambda text: None
+    model: FathomModel,
+    messages: Sequence[Mapping[str, Any]],
+    check: Callable[[str], object] = lambda text: None,
+    *,
+    special: bool = False,
+    begins_reply: bool = True,
 ) -> list[int]:
     """A conversation ({"role": ..., "content": ...}) in the model's own chat format, up to where the reply begins. `check`
-    sees the text before it is tokenised, and may refuse it."""
+    sees the text before it is tokenised, and may refuse it. Templates write special tokens themselves; `special` adds those
+    of the tokenizer. Without `begins_reply` the text ends with the last message."""
     tokenizer = _tokenizer(model)
     if tokenizer.chat_template is None:
         raise OptionError("this model has no chat template; use plain prompts")
     try:
-        text = render_chat(tokenizer, messages)
+        text = render_chat(tokenizer, messages, add_generation_prompt=begins_reply)
     except Refused as error:
         raise OptionError(f"the model's chat template refused the conversation: {error}") from error
     check(text)
-    return encode_prompt(model, _ids(tokenizer, text, add_special_tokens=False))
+    return encode_prompt(model, _ids(tokenizer, text, special))
 
 
 def end_tokens(model: FathomModel) -> frozenset[int]:
@@ -92,10 +99,6 @@ def _tokenizer(model: FathomModel) -> Any:
             "this model has no tokenizer, so it takes no text (from Python, prompts may be lists of token ids)"
         )
     return model.tokenizer
-
-
-def _tokenize(model: FathomModel, text: str) -> list[int]:
-    return _ids(_tokenizer(model), text, add_special_tokens=True)
 
 
 def _ids(tokenizer: Any, text: str, add_special_tokens: bool) -> list[int]:

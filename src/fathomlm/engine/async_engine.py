@@ -19,9 +19,9 @@ import itertools
 import threading
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -42,6 +42,21 @@ CLOSED = "the engine is closed"
 RESTARTING = "the engine has failed and is being built again; come back in a moment"
 
 Call = Callable[[], object]
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """Something to do between two steps, and who waits for it."""
+
+    work: Callable[[], Any]
+    loop: asyncio.AbstractEventLoop
+    done: asyncio.Future[Any]
+
+    def settle(self, found: Any = None, error: Exception | None = None) -> None:
+        """In its own loop."""
+        if not self.done.done():
+            self.done.set_result(found) if error is None else self.done.set_exception(error)
 
 
 class Stream:
@@ -132,7 +147,7 @@ class AsyncEngine:
         self._on_failure, self._on_restart = on_failure, on_restart
         self._changed = threading.Condition()
         # Under its lock:
-        self._inbox: list[Stream | int] = []  # requests to take, and ids to cancel
+        self._inbox: list[Stream | Job | int] = []  # requests to take, work to do, and ids to cancel
         self._refusal: str | None = None
         self._closing = False
         self._ended = False
@@ -202,6 +217,18 @@ class AsyncEngine:
             self._changed.notify()
         await stream.accepted()
         return stream
+
+    async def call(self, work: Callable[[], T]) -> T:
+        """Have the worker do something between two steps, which wait for it: whatever else uses the model's device."""
+        loop = asyncio.get_running_loop()
+        job = Job(work, loop, loop.create_future())
+        with self._changed:
+            if not self.accepting:
+                raise EngineStopped(self._refusal or RESTARTING)
+            self._inbox.append(job)
+            self._changed.notify()
+        found: T = await job.done
+        return found
 
     async def stream(self, request: Request) -> AsyncGenerator[Event, None]:
         """Submit and listen. Leaving the loop, or cancelling the task that runs it, cancels the request."""
@@ -331,6 +358,8 @@ class AsyncEngine:
         for order in orders:
             if isinstance(order, Stream):
                 self._take(order)
+            elif isinstance(order, Job):
+                self._do(order)
             else:
                 self._engine.cancel(order)
         for id in list(self._streams) if closing else ():
@@ -351,6 +380,15 @@ class AsyncEngine:
         self._streams[request.id] = stream
         self._sequences[request.id] = sequence
         self._post(stream.loop, stream.answer)
+
+    def _do(self, job: Job) -> None:
+        if job.done.cancelled():
+            return
+        try:
+            settle = partial(job.settle, job.work())
+        except Exception as error:  # it concerns whoever asked, and nobody else
+            settle = partial(job.settle, error=error)
+        self._post(job.loop, settle)
 
     def _receive(self, stream: Stream, event: Event) -> None:
         if isinstance(event, Finished):
@@ -380,6 +418,8 @@ class AsyncEngine:
         for order in orders:
             if isinstance(order, Stream):
                 self._post(order.loop, partial(order.answer, EngineStopped(refusal)))
+            elif isinstance(order, Job):
+                self._post(order.loop, partial(order.settle, error=EngineStopped(refusal)))
         self._send()
         self._on_failure(error, again)
         if again:

@@ -5,8 +5,8 @@ where a penalty asks for that. So it does not matter what else is in the batch, 
 goes on as it would have.
 
 Nothing here waits for the device, and every shape follows from the arguments' shapes, so `sample` and `note` can be recorded
-in a CUDA graph. What the work consists of is said by the host (`mode`, `penalise`, `bias`, `alternatives`): `SamplerState` knows the
-least that serves the requests it holds.
+in a CUDA graph. What the work consists of is said by the host (`mode`, `penalise`, `bias`, `alternatives`): `SamplerState`
+knows the least that serves the requests it holds.
 
 Shapes: N rows, V vocabulary, S slots (and one more, for rows that stand for nothing), K alternatives.
 """

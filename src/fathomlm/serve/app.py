@@ -19,8 +19,19 @@ from starlette.responses import FileResponse, HTMLResponse, Response
 from fathomlm import __version__
 from fathomlm.engine.request import Request as EngineRequest
 from fathomlm.serve import errors
-from fathomlm.serve.bodies import ChatBody, CompletionBody, LoadBody, RequestBody, describe, read_body, request_body
-from fathomlm.serve.completions import GONE, ClientGone, CompletionHandler, late, unless_gone
+from fathomlm.serve.bodies import (
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    LoadBody,
+    RequestBody,
+    TokenizeBody,
+    describe,
+    read_body,
+    request_body,
+)
+from fathomlm.serve.completions import GONE, ClientGone, CompletionHandler, in_time
+from fathomlm.serve.docs_page import add_docs
 from fathomlm.serve.errors import json_response
 from fathomlm.serve.metrics import Metrics, exit_rate, mean_depth
 from fathomlm.serve.middleware import ENTRY, AllowedHosts, ApiKeys, BodyLimit, RequestLog, allowed_hosts
@@ -28,6 +39,7 @@ from fathomlm.serve.options import ServeOptions
 from fathomlm.serve.requests import chat_requests, completion_requests
 from fathomlm.serve.responses import ChatFormat, CompletionFormat, ResponseFormat
 from fathomlm.serve.service import ServedModel, Service, unknown_model
+from fathomlm.serve.tokenize import add_tokenize
 
 STATIC = Path(__file__).parent / "static"
 CSP = (
@@ -36,15 +48,25 @@ CSP = (
 )
 """Nothing from elsewhere, nothing inline, and no frame around it."""
 HEADERS = {"content-security-policy": CSP, "referrer-policy": "no-referrer", "cache-control": "no-cache"}
-LINKS = ("/v1/models", "/v1/fathom/status", "/metrics", "/health", "/ready", "/openapi.json")
+LINKS = ("/v1/models", "/v1/fathom/status", "/metrics", "/health", "/ready", "/docs", "/openapi.json")
 PATHS = frozenset(
     {
         "/v1/models", "/v1/completions", "/v1/chat/completions", "/v1/fathom/status", "/v1/fathom/load", "/health", "/ready",
-        "/metrics",
+        "/metrics", "/tokenize", "/detokenize", "/docs",
     }
 )  # fmt: skip
+REFUSALS: dict[int | str, dict[str, Any]] = {
+    code: {"description": what}
+    for code, what in {
+        400: "The request is invalid; `param` names the field", 401: "API key missing or wrong",
+        403: "Host not allowed",
+        404: "No such model",
+        408: "The body did not arrive in time", 413: "The body is too large", 429: "The queue is full",
+        500: "The engine failed",
+        503: "Loading, restarting, draining or failed", 504: "The request timed out",
+    }.items()
+}  # fmt: skip
 Body = TypeVar("Body", bound=RequestBody)
-T = TypeVar("T")
 
 
 def create_app(service: Service, options: ServeOptions | None = None, static: Path = STATIC) -> FastAPI:
@@ -64,9 +86,12 @@ def create_app(service: Service, options: ServeOptions | None = None, static: Pa
     metrics = Metrics(service)
     errors.install(app)
     _add_completions(app, service, options, metrics)
+    add_tokenize(app, service, options, REFUSALS)
     _add_models(app, service, options)
     _add_operations(app, service, metrics)
+    describe(app, CompletionBody, ChatBody, LoadBody, TokenizeBody, DetokenizeBody)
     paths = add_page(app, service, static)
+    add_docs(app, HEADERS, "static/style.css" if "/static/style.css" in paths else None)
     app.add_middleware(BodyLimit, most=options.max_body, timeout=options.body_timeout)
     app.add_middleware(ApiKeys, keys=options.api_keys, open_paths=paths)
     if options.cors:
@@ -81,20 +106,6 @@ def create_app(service: Service, options: ServeOptions | None = None, static: Pa
 
 
 def _add_completions(app: FastAPI, service: Service, options: ServeOptions, metrics: Metrics) -> None:
-    refusals: dict[int | str, dict[str, Any]] = {
-        code: {"description": what}
-        for code, what in {
-            400: "The request is invalid; `param` names the field", 401: "API key missing or wrong",
-            403: "Host not allowed",
-            404: "No such model",
-            408: "The body did not arrive in time", 413: "The body is too large", 429: "The queue is full",
-            500: "The engine failed",
-            503: "Loading, restarting, draining or failed", 504: "The request timed out",
-        }.items()
-    }  # fmt: skip
-
-    describe(app, CompletionBody, ChatBody, LoadBody)
-
     async def respond(
         request: Request,
         kind: type[Body],
@@ -105,26 +116,31 @@ def _add_completions(app: FastAPI, service: Service, options: ServeOptions, metr
         service.require()
         body, entry = await read_body(request, kind), request.scope[ENTRY]
         try:
-            served = await _in_time(request, service.find(body.model), options, deadline)
+            served = await in_time(request.receive, service.find(body.model), options, deadline)
             service.check_endpoint(served, request.url.path)
-            requests = await _in_time(request, build(body, served, options), options, deadline)
+            requests = await in_time(request.receive, build(body, served, options), options, deadline)
         except ClientGone:
             return GONE
         entry.model = served.name
         if options.log_prompts:
             entry.prompts = body.prompts
-        handler = CompletionHandler(response(served, body, requests), options, metrics, entry)
+        form = response(served, body, requests)
+        try:
+            await in_time(request.receive, form.prepare(), options, deadline)
+        except ClientGone:
+            return GONE
+        handler = CompletionHandler(form, options, metrics, entry)
         return await handler.respond(request.receive, deadline)
 
     @app.post(
-        "/v1/completions", responses=refusals, response_model=None, openapi_extra=request_body(CompletionBody)
+        "/v1/completions", responses=REFUSALS, response_model=None, openapi_extra=request_body(CompletionBody)
     )  # fmt: skip
     async def completions(request: Request) -> Response:
         """Continue a prompt."""
         return await respond(request, CompletionBody, completion_requests, CompletionFormat)
 
     @app.post(
-        "/v1/chat/completions", responses=refusals, response_model=None, openapi_extra=request_body(ChatBody)
+        "/v1/chat/completions", responses=REFUSALS, response_model=None, openapi_extra=request_body(ChatBody)
     )  # fmt: skip
     async def chat(request: Request) -> Response:
         """Reply in a conversation."""
@@ -169,7 +185,7 @@ def _add_models(app: FastAPI, service: Service, options: ServeOptions) -> None:
         deadline = asyncio.get_running_loop().time() + options.timeout
         body = await read_body(request, LoadBody)
         try:
-            served = await _in_time(request, service.find(body.model), options, deadline)
+            served = await in_time(request.receive, service.find(body.model), options, deadline)
         except ClientGone:
             return GONE
         return json_response(record(served.name, served))
@@ -239,15 +255,6 @@ def _status(service: Service, metrics: Metrics, name: str | None) -> dict[str, A
         "mean_depth": mean_depth(found),
         "exit_rate": exit_rate(found),
     }
-
-
-async def _in_time(request: Request, work: Awaitable[T], options: ServeOptions, deadline: float) -> T:
-    """A model may take a while to load, and a prompt to tokenize; not longer than the client waits."""
-    try:
-        async with asyncio.timeout_at(deadline):
-            return await unless_gone(request.receive, work)
-    except TimeoutError:
-        raise late(options) from None
 
 
 def add_page(app: FastAPI, service: Service, static: Path = STATIC) -> frozenset[str]:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+from collections.abc import Sequence
 from email.message import Message as Header
 from typing import Annotated, Any, Literal, NoReturn, TypeVar
 
@@ -50,6 +51,8 @@ MOST_STOPS = 1024
 
 Count = Annotated[int, Field(ge=1, le=MOST_INT)]
 Name = Annotated[str, Field(max_length=MOST_NAME)]
+TokenId = Annotated[str, Field(pattern=r"^[0-9]{1,9}$")]
+"""As the key of an object."""
 Tokens = Annotated[list[Annotated[int, Field(ge=0, le=MOST_INT)]], Field(max_length=MOST_TOKENS, fail_fast=True)]
 
 
@@ -100,7 +103,9 @@ class RequestBody(_Part):
     max_tokens: Count | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    logit_bias: dict[str, Any] | None = Field(None, description="Refused.")
+    logit_bias: dict[TokenId, Annotated[float, Field(ge=-100, le=100)]] | None = Field(
+        None, description="By token id: added to the logit before a token is chosen."
+    )
     fathom: FathomOptions | None = Field(None, description="Beyond OpenAI: depth.")
 
     @property
@@ -128,7 +133,7 @@ class CompletionBody(RequestBody):
         | Annotated[list[Tokens], Field(max_length=MOST_PROMPTS, fail_fast=True)]
     ) = Field(description="Text or token ids.")
     logprobs: int | None = Field(None, ge=0, le=MOST_COMPLETION_LOGPROBS)
-    echo: bool | None = Field(None, description="Refused.")
+    echo: bool | None = Field(None, description="Put the prompt in front of the completion.")
     best_of: Count | None = Field(None, description="Refused above 1.")
     suffix: str | None = Field(None, description="Refused.")
 
@@ -153,10 +158,37 @@ class Message(_Part):
         return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
 
 
+Messages = Annotated[list[Message], Field(min_length=1, max_length=MOST_MESSAGES, fail_fast=True)]
+
+
+def as_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """As chat templates know them."""
+    roles = {"developer": "system"}
+    return [{"role": roles.get(each.role, each.role), "content": each.text} for each in messages]
+
+
+class TokenizeBody(_Part):
+    """POST /tokenize: a prompt, or a conversation in the model's chat format."""
+
+    model: Name | None = None
+    prompt: str | None = None
+    messages: Messages | None = None
+    add_special_tokens: bool | None = Field(None, description="Those of the tokenizer; by default for a prompt.")
+    add_generation_prompt: bool | None = Field(None, description="Messages: up to where the reply begins; true by default.")
+    return_token_strs: bool | None = Field(None, description="Also the text of each token.")
+
+
+class DetokenizeBody(_Part):
+    """POST /detokenize."""
+
+    model: Name | None = None
+    tokens: Tokens
+
+
 class ChatBody(RequestBody):
     """POST /v1/chat/completions."""
 
-    messages: Annotated[list[Message], Field(min_length=1, max_length=MOST_MESSAGES, fail_fast=True)]
+    messages: Messages
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
@@ -178,8 +210,7 @@ class ChatBody(RequestBody):
 
     @property
     def prompts(self) -> list[Any]:
-        roles = {"developer": "system"}
-        return [[{"role": roles.get(each.role, each.role), "content": each.text} for each in self.messages]]
+        return [as_messages(self.messages)]
 
 
 Body = TypeVar("Body", bound=BaseModel)

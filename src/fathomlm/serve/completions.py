@@ -198,6 +198,15 @@ class CompletionHandler:
             entry.completions = [*(entry.completions or ()), result.text]
 
 
+async def in_time(receive: Receive, work: Awaitable[T], options: ServeOptions, deadline: float) -> T:
+    """A model may take a while to load, and a prompt to tokenize; not longer than the client waits."""
+    try:
+        async with asyncio.timeout_at(deadline):
+            return await unless_gone(receive, work)
+    except TimeoutError:
+        raise late(options) from None
+
+
 def late(options: ServeOptions) -> ApiError:
     return ApiError(504, f"the request took longer than this server's {options.timeout:g} seconds", code="timeout")
 

@@ -26,7 +26,7 @@ from fathomlm.serve.logs import LogEntry, log_event
 from fathomlm.serve.metrics import Metrics
 from fathomlm.serve.options import ServeOptions
 
-OPEN = ("/", "/health", "/ready", "/openapi.json")
+OPEN = ("/", "/health", "/ready", "/openapi.json", "/docs")
 """Paths that need no key: probes, and what a browser must load before it can send one."""
 ENTRY = "fathomlm.entry"
 ID_LENGTH = 64

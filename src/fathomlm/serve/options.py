@@ -44,6 +44,9 @@ class ServeOptions:
     body_timeout: float = option(30.0, gt=0, metavar="S", help="seconds for a request's body to arrive")
     timeout: float = option(600.0, gt=0, metavar="S", help="seconds per request, waiting in the queue included")
     drain_timeout: float = option(30.0, gt=0, metavar="S", help="seconds for running requests to end at shutdown")
+    generation_config: bool = option(
+        True, help="take the sampling defaults of requests from the model's generation_config.json"
+    )
     log_prompts: bool = option(False, help="log prompts and completions; by default neither is, they are the users' own")
 
     def __post_init__(self) -> None:

@@ -24,7 +24,6 @@ T = TypeVar("T")
 
 
 async def completion_requests(body: CompletionBody, served: ServedModel, options: ServeOptions) -> list[Request]:
-    _refuse(bool(body.echo), "echo", "prompts are not echoed; put the prompt in front of the completion yourself")
     _refuse((body.best_of or 1) > 1, "best_of", "request n completions and choose by their logprobs")
     _refuse(body.suffix is not None, "suffix", "the model continues text and cannot fill in the middle")
     prompts = body.prompts
@@ -83,7 +82,6 @@ def _check_counts(body: RequestBody, prompts: int, options: ServeOptions) -> Non
     if prompts * n > most:
         message = f"at most {most} completions per request, prompts times n; got {prompts * n}"
         raise refused(message, "n" if n > 1 else "prompt", "invalid_value")
-    _refuse(bool(body.logit_bias), "logit_bias", "logits cannot be changed token by token")
     stops = body.stops
     if len(stops) > options.max_stops:
         raise refused(f"stop: at most {options.max_stops} strings, got {len(stops)}", "stop", "invalid_value")
@@ -123,15 +121,20 @@ def _requests(
 ) -> list[Request]:  # fmt: skip
     """Each prompt's choices. With a seed, the first is what n = 1 would give and the others differ from it."""
     depth, threshold = _depth(body, served)
+    biases = {int(token): float(value) for token, value in (body.logit_bias or {}).items()}
+    vocab = served.model.architecture.vocab
+    if (most := max(biases, default=0)) >= vocab:
+        raise refused(f"logit_bias: token id {most} is outside the vocabulary of {vocab}", "logit_bias", "invalid_value")
     requests = []
     for tokens in encoded:
         length = _length(body, served, options, len(tokens), default, where)
         for number in range(body.n or 1):
             try:
                 request = Request(
-                    id=served.engine.new_id(), prompt=tuple(tokens), sampling=_sampling(body, length, number),
+                    id=served.engine.new_id(), prompt=tuple(tokens), sampling=_sampling(body, served, length, number),
                     logprobs=logprobs, presence_penalty=float(body.presence_penalty or 0.0),
-                    frequency_penalty=float(body.frequency_penalty or 0.0), max_depth=depth, exit_threshold=threshold,
+                    frequency_penalty=float(body.frequency_penalty or 0.0), logit_bias=biases, max_depth=depth,
+                    exit_threshold=threshold,
                 )  # fmt: skip
             except OptionError as error:
                 first = str(error).split()[0]
@@ -140,17 +143,19 @@ def _requests(
     return requests
 
 
-def _sampling(body: RequestBody, max_new_tokens: int, number: int) -> Sampling:
-    """OpenAI's defaults sample from the model's own distribution."""
-    given = {"temperature": body.temperature, "top_p": body.top_p, "repetition_penalty": body.repetition_penalty}
+def _sampling(body: RequestBody, served: ServedModel, max_new_tokens: int, number: int) -> Sampling:
+    """What a body leaves open is as the model's generation_config has it; OpenAI's defaults, which sample from the model's
+    own distribution, are for the rest."""
+    usual: dict[str, float] = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
+    usual |= served.sampling
+    given = {name: value if (own := getattr(body, name)) is None else own for name, value in usual.items()}
     return Sampling(
         max_new_tokens=max_new_tokens,
-        top_k=max(body.top_k or 0, 0),
-        min_p=float(body.min_p or 0.0),
+        top_k=max(int(given.pop("top_k")), 0),
         seed=None if body.seed is None else (body.seed + number) % SEEDS,
         stop=body.stops,
         ignore_eos=bool(body.ignore_eos),
-        **{name: 1.0 if value is None else float(value) for name, value in given.items()},
+        **{name: float(value) for name, value in given.items()},
     )
 
 

@@ -8,11 +8,14 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
+from fathomlm.engine.forward import prompt_logprobs
 from fathomlm.engine.request import Finished, Request, Result, TokenEvent, TokenLogprobs
-from fathomlm.serve.bodies import RequestBody
-from fathomlm.serve.errors import INTERNAL, ApiError
+from fathomlm.errors import FathomError
+from fathomlm.serve.bodies import CompletionBody, RequestBody
+from fathomlm.serve.errors import INTERNAL, ApiError, as_api_error
 from fathomlm.serve.service import ServedModel
 
 LEAST_LOGPROB = -9999.0
@@ -50,6 +53,9 @@ class ResponseFormat:
         self._sent = [0] * len(requests)
         self._offsets = [0] * len(requests)
 
+    async def prepare(self) -> None:
+        """What has to be known before anything is sent, beside what the engine generates."""
+
     # Complete responses.
 
     def whole(self, results: Sequence[Result]) -> Json:
@@ -62,7 +68,8 @@ class ResponseFormat:
         return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
 
     def _whole_choice(self, index: int, result: Result) -> Json:
-        choice: Json = {"index": index, "finish_reason": finish_reason(result.finish)} | self._text(result.text)
+        choice: Json = {"index": index, "finish_reason": finish_reason(result.finish)}
+        choice |= self._text(self._echo(index) + result.text)
         count = sum(not self._is_end(index, token) for token in result.tokens)
         choice["logprobs"] = None
         if result.logprobs is not None:
@@ -120,6 +127,10 @@ class ResponseFormat:
 
     # What differs.
 
+    def _echo(self, index: int) -> str:
+        """What comes in front of a completion."""
+        return ""
+
     def _text(self, text: str) -> Json:
         raise NotImplementedError
 
@@ -134,6 +145,39 @@ class ResponseFormat:
 class CompletionFormat(ResponseFormat):
     prefix, whole_object, chunk_object = "cmpl", "text_completion", "text_completion"
 
+    def __init__(self, served: ServedModel, body: CompletionBody, requests: Sequence[Request]) -> None:
+        super().__init__(served, body, requests)
+        self._echoed: list[str] = []
+        """With `echo`: each choice's prompt."""
+        self._read: dict[tuple[int, ...], list[TokenLogprobs | None]] = {}
+        """With `echo` and `logprobs`: those of a prompt's tokens."""
+        if body.echo:
+            given = [prompt for prompt in body.prompts for _ in range(body.n or 1)]
+            both = zip(given, requests, strict=True)
+            self._echoed = [one if isinstance(one, str) else served.tokens.whole(request.prompt) for one, request in both]
+
+    async def prepare(self) -> None:
+        """A prompt is read once more for its log probabilities, between two decode steps."""
+        for request in self.requests if self._echoed else ():
+            if request.logprobs is not None and request.prompt not in self._read:
+                work = partial(
+                    prompt_logprobs, self.served.model, request.prompt, request.logprobs, max_depth=request.max_depth
+                )
+                try:
+                    self._read[request.prompt] = await self.served.engine.call(work)
+                except FathomError as error:
+                    raise as_api_error(error) from error
+
+    def opening(self, index: int) -> list[Json]:
+        if not self._echoed:
+            return []
+        read = self._read.get(self.requests[index].prompt)
+        details = {} if read is None else {"logprobs": self._logprobs(index, [], [])}
+        return [self._chunk(index, self._piece(self._echo(index)), None, details)]
+
+    def _echo(self, index: int) -> str:
+        return self._echoed[index] if self._echoed else ""
+
     def _text(self, text: str) -> Json:
         return {"text": text}
 
@@ -141,18 +185,29 @@ class CompletionFormat(ResponseFormat):
         return {"text": text or ""}
 
     def _logprobs(self, index: int, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> Json:
-        texts = self.served.tokens
+        """With `echo` the first to be asked for begin with the prompt's."""
+        texts, prompt = self.served.tokens, self.requests[index].prompt
+        entries: list[TokenLogprobs | None] = [*logprobs]
+        if self._offsets[index] == 0 and prompt in self._read:
+            tokens, entries = [*prompt, *tokens], [*self._read[prompt], *logprobs]
         offsets = []
         for token in tokens:
             offsets.append(self._offsets[index])
             self._offsets[index] += len(texts.text(token))
-        tops = [{texts.text(token): _finite(value) for token, value in one.top} for one in logprobs]
+        tops = [one and self._tops(one) for one in entries]
         return {
             "tokens": [texts.text(token) for token in tokens],
-            "token_logprobs": [_finite(one.logprob) for one in logprobs],
+            "token_logprobs": [None if one is None else _finite(one.logprob) for one in entries],
             "top_logprobs": tops if self.requests[index].logprobs else None,
             "text_offset": offsets,
         }
+
+    def _tops(self, one: TokenLogprobs) -> Json:
+        """By text. Of tokens that look alike, parts of a character, the likeliest counts."""
+        found: Json = {}
+        for token, value in one.top:
+            found.setdefault(self.served.tokens.text(token), _finite(value))
+        return found
 
 
 class ChatFormat(ResponseFormat):

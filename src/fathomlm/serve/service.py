@@ -7,8 +7,10 @@ import logging
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
+from fathomlm.checkpoints.generation_config import sampling_defaults
 from fathomlm.checkpoints.resolve import dtype_name
 from fathomlm.decode.prompts import Prompt, chat_prompt, encode_prompt, end_tokens
 from fathomlm.depth.colours import depth_colours, ink
@@ -49,6 +51,8 @@ class ServedModel:
     least_tokens: LeastTokens
     tokenizers: TokenizerThreads
     ends: frozenset[int]
+    sampling: dict[str, float]
+    """The defaults of requests, by the names of `Sampling`'s fields: what the model's generation_config says."""
     created: int = field(default_factory=lambda: int(time.time()))
 
     @property
@@ -75,10 +79,10 @@ class ServedModel:
         """Long prompts take a while; other requests do not wait for them."""
         return await self.tokenizers.run(len(prompt), encode_prompt, self.model, prompt)
 
-    async def encode_chat(self, messages: list[dict[str, str]], check: Callable[[str], object]) -> list[int]:
-        """`check` gets the rendered conversation before it is tokenized."""
+    async def encode_chat(self, messages: list[dict[str, Any]], *check: Callable[[str], object], **how: Any) -> list[int]:
+        """`check` gets the rendered conversation before it is tokenized; `how` is as in `chat_prompt`."""
         size = sum(len(message["content"]) for message in messages)
-        return await self.tokenizers.run(size, chat_prompt, self.model, messages, check)
+        return await self.tokenizers.run(size, partial(chat_prompt, self.model, messages, *check, **how))
 
     async def close(self) -> None:
         await self.engine.close()
@@ -92,9 +96,11 @@ def serve_model(
     exiting: Exiting | None = None,
     max_depth: int | None = None,
     restarts: RestartPolicy | None = None,
+    sampling: bool = True,
 ) -> ServedModel:
     """Put an engine behind asyncio. It belongs to the served model from then on: whoever keeps it keeps its memory from the
-    engine that comes after it. By default a failed one is built again as often as `RestartPolicy` allows."""
+    engine that comes after it. By default a failed one is built again as often as `RestartPolicy` allows. `sampling` takes
+    the defaults of requests from the model's generation_config."""
     model, sizes, options = engine.model, engine.runner.sizes, engine.options
     plan = model.plan
     if max_depth is not None:
@@ -102,6 +108,7 @@ def serve_model(
             raise OptionError(f"max_depth requires a model with a router; {name} has none")
         if not 1 <= max_depth <= plan.recursions:
             raise OptionError(f"max_depth must be between 1 and the model's {plan.recursions} recursions, got {max_depth}")
+    defaults = sampling_defaults(model) if sampling else {}
     deepest = plan.recursions if exiting is None else plan.unrolled_layers
     facts = {
         "kind": engine.runner.layout.kind,
@@ -116,12 +123,13 @@ def serve_model(
         "max_queue": options.max_queue,
         "page_size": options.page_size, "kv_dtype": options.kv_dtype, "max_depth": max_depth,
         "exit_layer": None if exiting is None else (exiting.exit_layers or (None,))[0],
-        "calibrated": exiting is not None and exiting.estimator is not None,
+        "calibrated": exiting is not None and exiting.estimator is not None, "sampling": defaults,
     }  # fmt: skip
     running = AsyncEngine(engine, restarts or RestartPolicy(), on_failure=_log_failure, on_restart=_log_restart)
     return ServedModel(
         engine=running, model=model, name=name, max_length=sizes.max_length, pool_pages=sizes.pool_pages,
         max_depth=max_depth, exiting=exiting, facts=facts, tokens=TokenStrings(model.tokenizer), ends=end_tokens(model),
+        sampling=defaults,
         least_tokens=LeastTokens(model.tokenizer), tokenizers=TokenizerThreads(model.tokenizer),
     )  # fmt: skip
 

@@ -11,7 +11,7 @@ import asyncio
 import json
 import re
 import unicodedata
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from typing import Any, TypeVar
@@ -141,6 +141,13 @@ class TokenStrings:
         if self._tokenizer is None:
             return f"token_id:{token}"
         text: str = self._tokenizer.decode([token], skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        return text
+
+    def whole(self, tokens: Sequence[int]) -> str:
+        """The text of several, with special tokens."""
+        if self._tokenizer is None:
+            return "".join(map(self.text, tokens))
+        text: str = self._tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False)
         return text
 
     def bytes(self, token: int) -> list[int] | None:
