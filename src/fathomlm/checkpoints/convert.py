@@ -18,17 +18,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fathomlm.checkpoints.activations import Activations
 from fathomlm.checkpoints.assemble import ModelBase, OnProgress, configure, configure_seq2seq, finish, put, replan
 from fathomlm.checkpoints.resolve import describe, open_source, parse_device, parse_dtype
 from fathomlm.checkpoints.source import BaseCheckpoint, layer_parameter_shapes
+from fathomlm.checkpoints.tied import KeptLayers, Tying
 from fathomlm.checkpoints.tying import (
+    CALIBRATED,
     INITS,
+    MEANS,
     NORM_INITS,
     Init,
     NormInit,
     starting_layers,
 )
 from fathomlm.depth import DepthPlan, Relaxation, Step, build_routing
+from fathomlm.depth.dropping import kept_layers
 from fathomlm.depth.plan import DEFAULT_RECURSIONS, KVMode, Resize
 from fathomlm.depth.relaxation import RELAXATIONS, build_relaxation, check_fits
 from fathomlm.depth.relaxation.kind import RelaxationKind
@@ -41,8 +46,10 @@ from fathomlm.model.seq2seq import FathomForSeq2SeqLM, FathomModel, empty_seq2se
 
 
 def convert(
-    model: FathomModel | str | Path,
+    model: FathomModel | BaseCheckpoint | str | Path,
     *,
+    drop: int | None = None,
+    by: str | None = None,
     sharing: str | None = None,
     recursions: int | None = None,
     init: str | None = None,
@@ -55,12 +62,17 @@ def convert(
     resize: bool | Resize | None = None,
     router: str | dict[str, Any] | None = None,
     kv: KVMode | None = None,
+    activations: Activations | None = None,
     dtype: torch.dtype | str | None = None,
     device: torch.device | str = "cpu",
     seed: int = 0,
     on_layer: OnProgress | None = None,
 ) -> FathomModel:
     """A recursive model made from a plain one, given as a loaded model or as any source that `load` takes.
+
+    `drop` leaves out so many layers first, `by` influence, stepwise or last; nothing is tied then unless `sharing` or
+    `recursions` say so. `activations` are what `measure_activations` found of the same model; inits then default to those
+    that use them (aligned or influence, and aware).
 
     `init` defaults to what the thesis found best: average under lora or dora, stepwise otherwise. `rank` is a number for
     every linear, or pairs such as "q=64,kv=128,ffn=256" (linears not named get none). `linears_only` leaves norms and
@@ -74,7 +86,7 @@ def convert(
         raise OptionError(f"seed must be an integer from 0 to 2^63-1, got {seed}")
     source = open_source(model) if isinstance(model, str | Path) else model
     if (router is not None or kv is not None) and (looped := _looped(source)) is not None:
-        tying: dict[str, Any] = {"sharing": sharing, "recursions": recursions, "resize": resize}
+        tying: dict[str, Any] = {"drop": drop, "by": by, "activations": activations, "sharing": sharing, "recursions": recursions, "resize": resize}
         tying |= {
             "prefix_length": prefix_length,
             "init": init,
@@ -91,19 +103,30 @@ def convert(
         fresh = moved.plan.routing is None
         routed_model = replan(moved, plan, seed=seed, **moved.config.exit_fields)
         return _with_open_routers(routed_model) if fresh else routed_model
-    _check_one(recursions, init, norm_init, resize)
+    if by is not None and drop is None:
+        raise OptionError("by says which layers are dropped; it requires drop")
+    plain = drop is not None and sharing is None
+    times = recursions if recursions is not None else 1 if plain else DEFAULT_RECURSIONS
+    _check_one(times, init, norm_init, resize)
     place = parse_device(device)
     base = _base(source)
+    if activations is not None and len(activations.influence) != base.architecture.layers:
+        raise OptionError("the activations were measured on another model: it has another number of layers")
+    if drop is not None:
+        kept = kept_layers(base.architecture.layers, drop, by, () if activations is None else activations.influence)
+        base, activations = KeptLayers(base, kept), None if activations is None else activations.of(kept)
     how = "add" if resize is True else resize or None
-    times = DEFAULT_RECURSIONS if recursions is None else recursions
     plan = DepthPlan.build(sharing or "cycle", times, base.architecture.layers, how)
     routed = routed_plan(plan, router, kv)
     relaxation = build_relaxation(base.architecture.linears(), relax, rank, prefix_length, linears_only=linears_only)
     check_fits(relaxation, plan)
-    start = _Start.of(init, norm_init, relax_init, relaxation)
+    start = _Start.of(init, norm_init, relax_init, relaxation, activations)
     kind = parse_dtype(dtype) or base.dtype
     result = _empty(source, base, plan, relaxation, kind, place)
-    _Conversion(base, result, start, kind, place, torch.Generator().manual_seed(seed)).run(on_layer)
+    influence = () if activations is None else activations.influence
+    starts = starting_layers(plan, start.init, influence)
+    tying_of = Tying.of(base, start.init, start.norm, starts, activations)
+    _Conversion(tying_of, result, start, kind, place, torch.Generator().manual_seed(seed)).run(on_layer)
     tied = finish(result, base.tokenizer())
     return _with_open_routers(replan(tied, routed, seed=seed))
 
@@ -170,9 +193,17 @@ class _Start:
     relax: str
 
     @classmethod
-    def of(cls, init: str | None, norm_init: str | None, relax_init: str | None, relaxation: Relaxation | None) -> _Start:
+    def of(
+        cls,
+        init: str | None,
+        norm_init: str | None,
+        relax_init: str | None,
+        relaxation: Relaxation | None,
+        activations: Activations | None,
+    ) -> _Start:
         method = RelaxationKind() if relaxation is None else relaxation.method
-        init = init or method.init
+        known_best = {"average": "aligned", "stepwise": "influence"}[method.init] if activations else method.init
+        init = init or known_best
         if relax_init is not None and not method.relax_inits:
             kinds = " or ".join(name for name, kind in RELAXATIONS.items() if kind.relax_inits)
             raise OptionError(f"relax-init requires a {kinds} relaxation")
@@ -180,9 +211,12 @@ class _Start:
         for what, value, known in given:
             if value is not None and value not in known:
                 raise OptionError(choices(what, value, known))
-        if norm_init is not None and init != "average":
-            raise OptionError(f"norm-init requires the init average; {init} brings its own norms")
-        return cls(init, norm_init or "average", relax_init or "svd")  # type: ignore[arg-type]
+        for what, value in (("init", init), ("relax-init", relax_init)):
+            if activations is None and value in CALIBRATED[what]:
+                raise OptionError(f"{what} {value} requires calibration text (--calibrate FILE)")
+        if norm_init is not None and init not in MEANS:
+            raise OptionError(f"norm-init requires the init {' or '.join(MEANS)}; {init} brings its own norms")
+        return cls(init, norm_init or "average", relax_init or ("aware" if activations else "svd"))  # type: ignore[arg-type]
 
 
 def _base(source: FathomModel | BaseCheckpoint) -> BaseCheckpoint:
@@ -195,9 +229,9 @@ def _base(source: FathomModel | BaseCheckpoint) -> BaseCheckpoint:
 
 @dataclass(frozen=True, slots=True)
 class _Conversion:
-    """One conversion under way: tensors are read from `base` and put into `result` as they are made."""
+    """One conversion under way: tensors are read from the base and put into `result` as they are made."""
 
-    base: BaseCheckpoint
+    tying: Tying
     result: FathomModel
     start: _Start
     dtype: torch.dtype
@@ -205,26 +239,24 @@ class _Conversion:
     generator: torch.Generator
 
     def run(self, on_layer: OnProgress | None) -> None:
-        plan = self.result.plan
-        starts = starting_layers(plan, self.start.init)
-        total = plan.unique_layers
+        total = self.result.plan.unique_layers
         outer = ("embed", "relative", "norm", "head")
         for name in [n for n, _ in self.result.decoder.named_parameters() if n.split(".")[0] in outer]:
-            self._put(name, self.base.tensor(name))
+            self._put(name, self.tying.base.tensor(name))
         for layer in range(total):
             if on_layer is not None:
                 on_layer(layer, total)
-            self._convert_layer(layer, starts[layer])
+            self._convert_layer(layer)
         for i in range(len(self.result.decoder.encodings)):
-            self._put(f"encodings.{i}", torch.ones(self.base.architecture.hidden))
+            self._put(f"encodings.{i}", torch.ones(self.result.architecture.hidden))
         if on_layer is not None:
             on_layer(total, total)
 
-    def _convert_layer(self, layer: int, starts: tuple[int, ...]) -> None:
-        uses = self.result.plan.uses(layer)
+    def _convert_layer(self, layer: int) -> None:
+        starts, uses = self.tying.starts[layer], self.result.plan.uses(layer)
         fresh = {} if starts else self._fresh_layer()
-        for name in layer_parameter_shapes(self.base.architecture):
-            tied = (self._tie(name, starts) if starts else fresh[name]).to(self.dtype)
+        for name in layer_parameter_shapes(self.result.architecture):
+            tied = (self.tying.tensor(layer, name) if starts else fresh[name]).to(self.dtype)
             self._put(f"layers.{layer}.{name}", tied)
             for step in uses:
                 self._relax(step, name, tied)
@@ -232,25 +264,10 @@ class _Conversion:
             if (delta := self.result.decoder.delta(step)) is not None:
                 self._put_added(step, delta.own_starts(self.generator))
 
-    def _tie(self, name: str, starts: tuple[int, ...]) -> Tensor:
-        """The tied tensor: one base layer's own, bit for bit, or the mean of several in float32."""
-        is_norm = "norm" in name
-        if is_norm and len(starts) > 1 and self.start.norm == "zero":
-            return torch.zeros_like(self.base.tensor(f"layers.{starts[0]}.{name}"))
-        if is_norm and self.start.norm == "choice":
-            starts = starts[:1]
-        first = self.base.tensor(f"layers.{starts[0]}.{name}")
-        if len(starts) == 1:
-            return first
-        total = first.float().clone()
-        for other in starts[1:]:
-            total += self.base.tensor(f"layers.{other}.{name}").float()
-        return total / len(starts)
-
     def _fresh_layer(self) -> dict[str, Tensor]:
         """A new layer's tensors, drawn as every new model's are."""
         with torch.device("meta"):
-            layer = build_block(self.base.architecture)
+            layer = build_block(self.result.architecture)
         for module in layer.to_empty(device="cpu").modules():
             reset_module(module, self.result.config.initializer_range, self.generator)
         return {name: parameter.detach() for name, parameter in layer.named_parameters()}
@@ -258,17 +275,18 @@ class _Conversion:
     def _relax(self, step: Step, name: str, tied: Tensor) -> None:
         """What a step adds to one tensor, towards the base layer in its place (svd) or starting as nothing (zero)."""
         if (delta := self.result.decoder.delta(step)) is not None:
-            residual = partial(self._residual, step, name, tied) if self.start.relax == "svd" else None
-            self._put_added(step, delta.starts(name, tied, residual, self.generator))
+            residual = None if self.start.relax == "zero" else partial(self.tying.residual, step, name, tied)
+            moment = partial(self.tying.moment, step, name) if self.start.relax == "aware" else _no_moment
+            self._put_added(step, delta.starts(name, tied, residual, self.generator, moment))
 
     def _put_added(self, step: Step, added: Iterable[tuple[str, Tensor]]) -> None:
         for name, value in added:
             self._put(f"deltas.{step.index}.{name}", value)
 
-    def _residual(self, step: Step, name: str, tied: Tensor) -> Tensor:
-        """The base layer at this depth, less the tied weight as it is stored."""
-        return self.base.tensor(f"layers.{step.origin}.{name}").float() - tied.float()
-
     def _put(self, name: str, tensor: Tensor) -> None:
         shape = tuple(self.result.decoder.get_parameter(name).shape)
         put(self.result.decoder, name, tensor, self.dtype, self.device, shape, "the base checkpoint")
+
+
+def _no_moment() -> None:
+    return None

@@ -4,32 +4,40 @@ stepwise  layers picked at even intervals, the first and last always among them
 average   the mean of all base layers that the looped layer stands for
 lower     the first layers           upper  the last layers
 random    fresh weights; embeddings, head and layers kept apart stay pretrained
+influence the layers that change the residual stream most; requires calibration text
+aligned   as average, feed-forward neurons matched first and weights averaged by the activations they meet; requires it too
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal, get_args
 
 from fathomlm.depth import DepthPlan
+from fathomlm.depth.dropping import most_influential
 from fathomlm.depth.relaxation import RELAXATIONS
 from fathomlm.depth.sharing import STRATEGIES, spread
 
-Init = Literal["stepwise", "average", "lower", "upper", "random"]
+Init = Literal["stepwise", "average", "lower", "upper", "random", "influence", "aligned"]
 NormInit = Literal["average", "choice", "zero"]
 INITS: tuple[str, ...] = get_args(Init)
+MEANS = ("average", "aligned")
+"""Inits that make one layer of several."""
+CALIBRATED = {"init": ("influence", "aligned"), "relax-init": ("aware",)}
+"""What requires calibration text."""
 NORM_INITS: tuple[str, ...] = get_args(NormInit)
 RELAX_INITS = tuple(dict.fromkeys(name for kind in RELAXATIONS.values() for name in kind.relax_inits))
 
 
-def starting_layers(plan: DepthPlan, init: Init) -> list[tuple[int, ...]]:
+def starting_layers(plan: DepthPlan, init: Init, influence: Sequence[float] = ()) -> list[tuple[int, ...]]:
     """For each unique layer, the base layers whose weights are averaged into it; none for a fresh start.
 
-    Layers that are kept apart always start from the base layer in their own place.
+    `influence` of the base layers is for the init of that name. Layers that are kept apart always start from the base layer in their own place.
     """
     ends = STRATEGIES[plan.sharing].kept_apart
     first, last, count = ends, plan.base_layers - 1 - ends, plan.core_layers
     core: list[tuple[int, ...]]
-    if init == "average":
+    if init in MEANS:
         core = [tuple(step.origin for step in plan.uses(ends + i)) for i in range(count)]
     elif init == "stepwise":
         core = [(layer,) for layer in spread(first, last, count)]
@@ -37,6 +45,8 @@ def starting_layers(plan: DepthPlan, init: Init) -> list[tuple[int, ...]]:
         core = [(first + i,) for i in range(count)]
     elif init == "upper":
         core = [(last - count + 1 + i,) for i in range(count)]
+    elif init == "influence":
+        core = [(layer,) for layer in most_influential(range(first, last + 1), count, influence)]
     else:
         core = [()] * count
     return [(0,), *core, (plan.base_layers - 1,)] if ends else core

@@ -25,7 +25,7 @@ class Lora(RelaxationKind):
     module = "fathomlm.model.relax.lora:LoraStep"
     options = ("ranks", "vectors", "everywhere")
     init = "average"
-    relax_inits = ("svd", "zero")
+    relax_inits = ("svd", "zero", "aware")
     exports = True
 
     def check(self, relaxation: Relaxation) -> None:

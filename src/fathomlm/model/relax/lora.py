@@ -17,6 +17,9 @@ from fathomlm.depth import Architecture, LinearSpec, Relaxation
 from fathomlm.kernels.norm import RMSNorm
 from fathomlm.model.relax.step import StepDelta
 
+DAMPING = 1e-2
+"""Of the mean of a moment's diagonal."""
+
 
 class LoraDelta(nn.Module):
     """A low-rank delta on one linear at one step."""
@@ -39,9 +42,11 @@ class LoraDelta(nn.Module):
         """The plain weight that does the same, in float32."""
         return weight.float() + self.b.float() @ self.a.float()
 
-    def starts(self, tied: Tensor, residual: Tensor, generator: torch.Generator) -> dict[str, Tensor]:
-        """Conversion: A and B towards `residual`, what the shared weight lacks."""
-        a, b = svd_factors(residual, self.a.shape[0], generator)
+    def starts(
+        self, tied: Tensor, residual: Tensor, generator: torch.Generator, moment: Tensor | None
+    ) -> dict[str, Tensor]:
+        """Conversion: A and B towards `residual`, what the shared weight lacks; `moment` is `svd_factors`'."""
+        a, b = svd_factors(residual, self.a.shape[0], generator, moment)
         return {"a": a, "b": b}
 
 
@@ -80,8 +85,10 @@ class DoraDelta(LoraDelta):
         lengths: Tensor = torch.linalg.vector_norm(super().merged(weight), dim=1)
         return lengths.clamp_min(1e-12)
 
-    def starts(self, tied: Tensor, residual: Tensor, generator: torch.Generator) -> dict[str, Tensor]:
-        factors = super().starts(tied, residual, generator)
+    def starts(
+        self, tied: Tensor, residual: Tensor, generator: torch.Generator, moment: Tensor | None
+    ) -> dict[str, Tensor]:
+        factors = super().starts(tied, residual, generator, moment)
         a, b = (factors[name].to(tied.dtype).float() for name in ("a", "b"))
         return factors | {"magnitude": torch.linalg.vector_norm(tied.float() + b @ a, dim=1)}
 
@@ -129,11 +136,16 @@ class LoraStep(StepDelta):
         return tensor.float() if offset is None else tensor.float() + offset.float()
 
     def starts(
-        self, name: str, tied: Tensor, residual: Callable[[], Tensor] | None, generator: torch.Generator
+        self,
+        name: str,
+        tied: Tensor,
+        residual: Callable[[], Tensor] | None,
+        generator: torch.Generator,
+        moment: Callable[[], Tensor | None] = lambda: None,
     ) -> Iterator[tuple[str, Tensor]]:
         if (found := self._linear_of(name)) is not None:
             towards = torch.zeros(tied.shape) if residual is None else residual()
-            for own, value in found[1].starts(tied, towards, generator).items():
+            for own, value in found[1].starts(tied, towards, generator, moment()).items():
                 yield f"linears.{found[0]}.{own}", value
         elif offset_key(name) in self.offsets:
             yield f"offsets.{offset_key(name)}", torch.zeros(tied.shape) if residual is None else residual()
@@ -189,8 +201,15 @@ def offset_key(name: str) -> str:
     return name.replace(".", "-")
 
 
-def svd_factors(residual: Tensor, rank: int, generator: torch.Generator | None = None) -> tuple[Tensor, Tensor]:
+def svd_factors(
+    residual: Tensor, rank: int, generator: torch.Generator | None = None, moment: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """A = V_r^T and B = U_r S_r with B A the best rank-r approximation of `residual`, in float32.
+
+    With the second moments C of the inputs, B A is best for what comes out: it minimises the mean of |(R - B A) x|^2, which
+    is |(R - B A) C^1/2|^2. With U the first left singular vectors of R C^1/2 that is U U^T R, so no inverse is needed where
+    a matrix is wide; where it is tall, the right ones are fewer, and C's Cholesky factor is divided out again. The rows of A
+    have length 1 in either case, and C = I gives the plain SVD.
 
     Computed as the eigenvectors of the smaller Gram matrix in float64: that is as exact as a float32 SVD, since squaring
     halves the digits that float64 doubled, and about three times as fast. Where the tied weight already is the original,
@@ -201,17 +220,41 @@ def svd_factors(residual: Tensor, rank: int, generator: torch.Generator | None =
     if not residual.any():
         return _gaussian(rank, inputs, generator).to(residual.device), torch.zeros(outputs, rank, device=residual.device)
     m = residual.double()
+    weights = None if moment is None else damped(moment)
     if outputs <= inputs:
-        u = torch.linalg.eigh(m @ m.T).eigenvectors.flip(-1)[:, :rank]
+        u = torch.linalg.eigh((m if weights is None else m @ weights) @ m.T).eigenvectors.flip(-1)[:, :rank]
         rows = u.T @ m
         lengths = torch.linalg.vector_norm(rows, dim=1)
         a, b = rows / lengths.clamp_min(torch.finfo(m.dtype).tiny)[:, None], u * lengths
         if (lost := lengths == 0).any():  # beyond the residual's own rank a direction must still be able to learn
             a[lost] = _gaussian(int(lost.sum()), inputs, generator).to(a)
-    else:
+    elif weights is None:
         a = torch.linalg.eigh(m.T @ m).eigenvectors.flip(-1)[:, :rank].T
         b = m @ a.T
+    else:
+        root = torch.linalg.cholesky(weights)
+        m = m @ root
+        v = torch.linalg.eigh(m.T @ m).eigenvectors.flip(-1)[:, :rank]
+        a = torch.linalg.solve_triangular(root, v.T, upper=False, left=False)
+        lengths = torch.linalg.vector_norm(a, dim=1)
+        a, b = a / lengths[:, None], (m @ v) * lengths
     return a.float().contiguous(), b.float().contiguous()
+
+
+def residual_energies(residual: Tensor, moment: Tensor | None = None) -> Tensor:
+    """The squares of the singular values that `svd_factors` keeps from the first on: what each further rank restores."""
+    m = residual.double()
+    if moment is not None:
+        m = m @ torch.linalg.cholesky(damped(moment))
+    gram = m @ m.T if m.shape[0] <= m.shape[1] else m.T @ m
+    return torch.linalg.eigvalsh(gram).flip(-1).clamp_min(0)
+
+
+def damped(moment: Tensor) -> Tensor:
+    """Second moments in float64, with a little of their mean added to the diagonal: a sample of text leaves directions out
+    in which an error would then cost nothing, and be as large as it likes."""
+    c = moment.double()
+    return c + DAMPING * c.diagonal().mean() * torch.eye(len(c), dtype=c.dtype, device=c.device)
 
 
 def _gaussian(rank: int, inputs: int, generator: torch.Generator | None) -> Tensor:

@@ -45,10 +45,16 @@ class StepDelta(nn.Module):
         return tensor.float()
 
     def starts(
-        self, name: str, tied: Tensor, residual: Callable[[], Tensor] | None, generator: torch.Generator
+        self,
+        name: str,
+        tied: Tensor,
+        residual: Callable[[], Tensor] | None,
+        generator: torch.Generator,
+        moment: Callable[[], Tensor | None] = lambda: None,
     ) -> Iterator[tuple[str, Tensor]]:
         """Conversion: initial values of what this step adds to the tensor `name` of its layer. `tied` is that tensor as it
-        is stored, and `residual` gives what the base layer in this place has beyond it; None asks for a delta of zero."""
+        is stored, and `residual` gives what the base layer in this place has beyond it; None asks for a delta of zero.
+        `moment` gives the second moments of what that layer reads through the tensor, where it is to count by them."""
         yield from ()
 
     def own_starts(self, generator: torch.Generator) -> Iterator[tuple[str, Tensor]]:

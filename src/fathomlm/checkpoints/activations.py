@@ -1,0 +1,210 @@
+"""The calibration pass of a conversion: what a plain model's layers do to real text.
+
+Layers are run one at a time over all rows, so that only one of them is in memory beside the rows' residual stream: a
+checkpoint that is converted a tensor at a time is calibrated so too. Of each layer is kept
+
+    its influence            1 - cos(residual stream in front of it, behind it), the mean over tokens (ShortGPT)
+    second moments           mean x x^T over tokens of each linear's input x, by which an error of its weight counts
+
+Moments are as large as the squares of the widths, so they lie in a temporary directory until a conversion reads them.
+
+Shapes: N rows, T tokens of a row, M hidden width, I inputs of a linear.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import tempfile
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fathomlm.cache import NoCache
+from fathomlm.checkpoints.assemble import OnProgress, configure, put
+from fathomlm.checkpoints.source import BaseCheckpoint, layer_parameter_shapes
+from fathomlm.depth import DepthPlan
+from fathomlm.errors import DataError, OptionError
+from fathomlm.model.attention_mask import TokenBatch, full_masks
+from fathomlm.model.hub import FathomForCausalLM, empty_model
+
+ROW = 512
+"""Tokens of a row, or the model's context where that is shorter."""
+TOKENS = 16_384
+"""Enough for widths of a few thousand: some samples for every direction of a linear's input."""
+AT_ONCE = 2048
+"""Tokens of one forward pass."""
+HELD_OUT = 8
+"""Every so many rows one is left out of all that is measured, for the loss."""
+SAME_INPUT = {"k": "q", "v": "q", "gate": "up"}
+"""Linears that read what another one reads."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Activations:
+    """What was measured; see `measure_activations`."""
+
+    tokens: int
+    """How many were read, held-out ones included."""
+    influence: tuple[float, ...]
+    """Of each layer."""
+    loss: float
+    """Of the plain model over the held-out rows, in nats a token."""
+    held_out_NT: Tensor
+    layers: tuple[int, ...]
+    """The layers of the measured model that these are of, in order."""
+    directory: tempfile.TemporaryDirectory[str] | None = field(repr=False)
+    """Where second moments lie, a file for each layer; None where they were not asked for."""
+
+    def moment(self, layer: int, linear: str) -> Tensor:
+        """The second moments (I, I) of what a linear reads, in float32."""
+        if self.directory is None:
+            raise ValueError("second moments were not measured")
+        moments: dict[str, Tensor] = torch.load(_file(self.directory, self.layers[layer]), mmap=True, weights_only=True)
+        return moments[SAME_INPUT.get(linear, linear)].clone()
+
+    def of(self, layers: Sequence[int]) -> Activations:
+        """The same of some of the layers, as of a model that has only those."""
+        influence = tuple(self.influence[layer] for layer in layers)
+        return dataclasses.replace(self, layers=tuple(self.layers[layer] for layer in layers), influence=influence)
+
+    @torch.no_grad()
+    def loss_of(self, model: FathomForCausalLM) -> float:
+        """What another model, such as the converted one, loses over the held-out rows."""
+        decoder = model.decoder
+        rows = self.held_out_NT.to(decoder.embed.weight.device)
+        return sum(_loss(decoder.logits(decoder(row[None]))[0], row) for row in rows) / len(rows)
+
+
+def rows_of(texts: Iterable[str], base: BaseCheckpoint, tokens: int = TOKENS) -> Tensor:
+    """Rows (N, T) of about so many tokens, at most, from texts in their order: joined with the end token, and cut. No more
+    text is read than is needed."""
+    tokenizer = base.tokenizer()
+    if tokenizer is None:
+        raise OptionError("calibration text requires a tokenizer, and the model has none")
+    separator = list(base.tokens.eos[:1])
+    found: list[int] = []
+    for text in texts:
+        if len(found) >= tokens:
+            break
+        found += [*tokenizer(text, add_special_tokens=False)["input_ids"], *separator]
+    length = min(ROW, base.architecture.context, tokens)
+    rows = torch.tensor(found[:tokens])[: len(found[:tokens]) // length * length].view(-1, length)
+    if not len(rows):
+        raise DataError(f"the calibration text has {len(found):,} tokens; at least {length:,} are required")
+    return rows
+
+
+@torch.no_grad()
+def measure_activations(
+    base: BaseCheckpoint,
+    rows_NT: Tensor,
+    *,
+    moments: bool = True,
+    device: torch.device | str = "cpu",
+    on_layer: OnProgress | None = None,
+) -> Activations:
+    """Run rows of tokens through a plain decoder-only model, layer by layer, in float32. The same rows give the same
+    numbers on the same machine. Without `moments` only the layers' influence and the loss are measured."""
+    architecture = base.architecture
+    if base.plan.recursions > 1 or architecture.cross:
+        raise OptionError("calibration requires a plain decoder-only model")
+    if not 0 <= int(rows_NT.min()) <= int(rows_NT.max()) < architecture.vocab:
+        raise DataError(f"the calibration rows have tokens beyond the model's vocabulary of {architecture.vocab:,}")
+    place, plan = torch.device(device), DepthPlan.vanilla(architecture.layers)
+    model = empty_model(configure(architecture, plan, None, base.tokens, torch.float32)).eval()
+    outer = ("embed", "norm", "head")
+    for name in [name for name, _ in model.decoder.named_parameters() if name.split(".")[0] in outer]:
+        _put(model, name, base, place)
+    kept, held_out = _split(rows_NT.to(place))
+    streams = [model.decoder.enter(rows) for rows in (*kept, *held_out)]
+    directory = tempfile.TemporaryDirectory(prefix="fathomlm-moments-") if moments else None
+    influence: list[float] = []
+    for step in plan:
+        if on_layer is not None:
+            on_layer(step.index, len(plan.steps))
+        for name in layer_parameter_shapes(architecture):
+            _put(model, f"layers.{step.layer}.{name}", base, place)
+        layer = model.decoder.layers[step.layer]
+        sums, cosines = _Sums(), 0.0
+        for i, x_NTM in enumerate(streams):
+            masks = full_masks(architecture, plan, TokenBatch.of(x_NTM, None, None, past=0), x_NTM.dtype)
+            with sums.watching(layer if i < len(kept) and moments else None):
+                streams[i] = model.decoder.run_steps(x_NTM, (step,), masks, NoCache(plan))
+            if i < len(kept):
+                cosines += F.cosine_similarity(x_NTM, streams[i], dim=-1).double().sum().item()
+        tokens = sum(rows.numel() for rows in kept)
+        influence.append(1 - cosines / tokens)
+        if directory is not None:
+            torch.save({name: (total / tokens).cpu() for name, total in sums.totals.items()}, _file(directory, step.layer))
+        layer.to("meta")
+    if on_layer is not None:
+        on_layer(len(plan.steps), len(plan.steps))
+    ends, rows = streams[len(kept) :], held_out
+    losses = [_loss(model.decoder.logits(model.decoder.norm(x)), row) for x_N, row_N in zip(ends, rows, strict=True)
+              for x, row in zip(x_N, row_N, strict=True)]  # fmt: skip
+    return Activations(
+        tokens=rows_NT.numel(),
+        influence=tuple(influence),
+        loss=sum(losses) / len(losses),
+        held_out_NT=torch.cat(held_out).cpu(),
+        layers=tuple(range(architecture.layers)),
+        directory=directory,
+    )
+
+
+class _Sums:
+    """Sums of x^T x over the inputs of a layer's linears."""
+
+    def __init__(self) -> None:
+        self.totals: dict[str, Tensor] = {}
+
+    @contextmanager
+    def watching(self, layer: nn.Module | None) -> Iterator[None]:
+        hooks = []
+        for path, module in () if layer is None else layer.named_modules():
+            name = path.rpartition(".")[2]
+            if isinstance(module, nn.Linear) and name not in SAME_INPUT:
+                hooks.append(module.register_forward_pre_hook(self._adding(name)))
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def _adding(self, name: str) -> Any:
+        def add(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+            x_KI = inputs[0].flatten(0, -2).float()
+            if name not in self.totals:
+                self.totals[name] = torch.zeros(x_KI.shape[1], x_KI.shape[1], device=x_KI.device)
+            self.totals[name].addmm_(x_KI.T, x_KI)
+
+        return add
+
+
+def _split(rows_NT: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+    """Rows to measure and held-out ones, in batches; a single row is both."""
+    out = torch.arange(len(rows_NT)) % HELD_OUT == HELD_OUT - 1
+    if not out.any():
+        out[-1] = True
+    kept = rows_NT[~out] if len(rows_NT) > 1 else rows_NT
+    size = max(1, AT_ONCE // rows_NT.shape[1])
+    return list(kept.split(size)), list(rows_NT[out].split(size))
+
+
+def _loss(logits_TV: Tensor, row_T: Tensor) -> float:
+    return F.cross_entropy(logits_TV[:-1].float(), row_T[1:]).item()
+
+
+def _put(model: FathomForCausalLM, name: str, base: BaseCheckpoint, device: torch.device) -> None:
+    shape = tuple(model.decoder.get_parameter(name).shape)
+    put(model.decoder, name, base.tensor(name), torch.float32, device, shape, "the base checkpoint")
+
+
+def _file(directory: tempfile.TemporaryDirectory[str], layer: int) -> Path:
+    return Path(directory.name) / f"{layer}.pt"
