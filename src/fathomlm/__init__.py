@@ -19,6 +19,7 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from fathomlm.cache import build_cache as build_cache
+    from fathomlm.checkpoints.activations import measure_activations as measure_activations
     from fathomlm.checkpoints.assemble import replan as replan
     from fathomlm.checkpoints.convert import convert as convert
     from fathomlm.checkpoints.export import export as export
@@ -84,6 +85,7 @@ _PUBLIC = {
     "export_gguf": "fathomlm.checkpoints.gguf.writer",
     "generate": "fathomlm.decode.full",
     "load": "fathomlm.checkpoints.resolve",
+    "measure_activations": "fathomlm.checkpoints.activations",
     "preset": "fathomlm.depth.presets",
     "read_recipe": "fathomlm.train.reading",
     "replan": "fathomlm.checkpoints.assemble",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from transformers import AutoModelForCausalLM
 
 import fathomlm
 from fathomlm.cli.main import main
+from lab.analyze.tiny import model_of, saved, text_file
 from parity.families import tiny
 
 
@@ -191,3 +193,98 @@ def test_help_and_typos_answer_without_loading_torch(tmp_path):
     done = subprocess.run([sys.executable, launcher, "conver", "a", "b"], capture_output=True, text=True)
     assert done.returncode == 2
     assert "did you mean 'convert'" in done.stderr
+
+
+@pytest.fixture(scope="module")
+def readable(tmp_path_factory):
+    """A plain model with a tokenizer, and text for it."""
+    place = tmp_path_factory.mktemp("readable")
+    return str(saved(model_of(None, sharing="cycle", recursions=1), place / "m")), text_file(place)
+
+
+def test_dropped_layers_are_named_in_the_card_with_losses_and_a_command_that_parses(readable, tmp_path, capsys):
+    base, text = readable
+    out = tmp_path / "small"
+    words = ["convert", base, str(out), "--drop", "3", "--calibrate", text, "--calibrate-tokens", "512"]
+    assert main([*words, "--json"]) == 0
+    record = json.loads(capsys.readouterr().out)
+    influence = record["influence"]
+    assert record["kept_layers"] == sorted(sorted(range(8), key=lambda layer: -influence[layer])[:5])
+    assert fathomlm.load(out).architecture.layers == 5
+    card = (out / "README.md").read_text()
+    gone = ", ".join(str(layer) for layer in range(8) if layer not in record["kept_layers"])
+    assert f"Dropped layers of the base, counted from 0: {gone}." in card
+    assert f"| {record['base_loss']:.3f} | {record['start_loss']:.3f} |" in card
+    assert f"({record['flops_share']:.1%})" in card
+    command = next(line for line in card.splitlines() if line.startswith("fathomlm train"))
+    assert main([*shlex.split(command)[1:], "--print-config"]) == 0
+    assert f"source: {out}" in capsys.readouterr().out
+
+
+def test_the_card_of_a_looped_model_says_what_runs_where_and_what_it_costs(plain, tmp_path, capsys):
+    out = tmp_path / "m"
+    assert main(["convert", str(plain), str(out), "--relax", "lora", "--rank", "64"]) == 0
+    said = capsys.readouterr()
+    assert "warning: the result is larger than the base: 208%" in said.err
+    assert "warning: the result takes more compute than the base: 118%" in said.err
+    card = (out / "README.md").read_text()
+    assert "| 1 | 1, 4 |" in card
+    assert "Note: the result is larger than the base" in card
+    assert main(["convert", str(plain), str(tmp_path / "n")]) == 0
+    assert "warning" not in capsys.readouterr().err
+
+
+def test_a_budget_is_met_and_its_ranks_are_named(readable, tmp_path, capsys):
+    base, text = readable
+    words = ["convert", base, str(tmp_path / "m"), "--relax", "lora", "--budget", "0.8", "--calibrate", text]
+    assert main([*words, "--calibrate-tokens", "512"]) == 0
+    said = capsys.readouterr().out
+    assert "ranks: " in said
+    assert "over held-out calibration text" in said
+    share = sum(p.numel() for p in fathomlm.load(tmp_path / "m").parameters())
+    assert share <= 0.8 * sum(p.numel() for p in fathomlm.load(base).parameters())
+
+
+def test_export_drops_layers_on_the_way(readable, tmp_path, capsys):
+    base, text = readable
+    assert main(["export", base, str(tmp_path / "hf"), "--drop", "2", "--by", "last", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["layers"] == 6
+    out = str(tmp_path / "m.gguf")
+    assert main(["export", base, out, "--drop", "2", "--calibrate", text, "--calibrate-tokens", "128", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["layers"] == 6
+    assert main(["export", base, str(tmp_path / "x"), "--format", "exits", "--drop", "2"]) == 2
+    assert "--drop cannot be combined with --format exits" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--drop", "8"], "drop must be between 0 and 7"),
+        (["--drop", "-1"], "--drop must be >= 0"),
+        (["--by", "last"], "--by requires --drop"),
+        (["--drop", "2", "--by", "influnce"], "did you mean 'influence'"),
+        (["--drop", "2", "--by", "influence"], "requires calibration text"),
+        (["--drop", "2", "--calibrate", "nowhere.txt"], "nowhere.txt"),
+        (["--calibrate-tokens", "5"], "--calibrate-tokens requires --calibrate"),
+        (["--budget", "0.5"], "requires a lora or dora relaxation"),
+        (["--budget", "1.5", "--relax", "lora"], "--budget must be > 0 and <= 1"),
+        (["--init", "aligned"], "init aligned requires calibration text"),
+    ],
+)
+def test_wrong_drops_and_budgets_leave_nothing(readable, tmp_path, capsys, arguments, says):
+    try:
+        code = main(["convert", readable[0], str(tmp_path / "m"), *arguments])
+    except SystemExit as error:
+        code = error.code
+    assert code == 2
+    assert says in capsys.readouterr().err
+    assert listing(tmp_path) == []
+
+
+def test_calibration_text_may_be_too_short_or_no_text(readable, tmp_path, capsys):
+    (tmp_path / "short.txt").write_text("six fathoms", encoding="utf-8")
+    (tmp_path / "broken.txt").write_bytes(b"\xff\xfe\x00\x81" * 20)
+    for name, says in (("short.txt", "has 11 tokens; at least 64 are required"), ("broken.txt", "broken.txt")):
+        words = ["convert", readable[0], str(tmp_path / "m"), "--drop", "1", "--calibrate", str(tmp_path / name)]
+        assert main(words) == 2
+        assert says in capsys.readouterr().err

@@ -260,3 +260,43 @@ def test_sharing_alone_means_two_recursions_as_in_convert(inspect):
 
 def test_a_mistyped_option_names_the_nearest(mistake):
     assert "unknown option '--recursionz' (did you mean '--recursions'?)" in mistake("smollm-360m", "--recursionz", "3")
+
+
+def test_dropped_layers_are_counted_against_the_whole_model(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["inspect", "smollm2-135m", "--drop", "8", "--json"]) == 0
+    record = json.loads(capsys.readouterr().out)
+    assert (record["layout"], record["unrolled_layers"]) == ("22", 22)
+    assert record["relative_flops"] == pytest.approx(22 / 30, abs=0.001)
+    assert record["relative_kv"] == pytest.approx(22 / 30)
+
+
+def test_a_budget_compares_plans_that_fit(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["inspect", "smollm2-135m", "--budget", "0.61", "--json"]) == 0
+    found = {each["options"]: each for each in json.loads(capsys.readouterr().out)["candidates"]}
+    assert max(each["bytes_share"] for each in found.values()) <= 0.61
+    assert "--drop 15" in found, "one layer more would not fit"
+    assert found["--sharing cycle --recursions 2"]["layout"] == "15"
+    lora = next(options for options in found if "--recursions 3 --relax lora" in options)
+    more = f"{lora.rpartition(' ')[0]} {int(lora.rpartition(' ')[2]) + 1}"
+    capsys.readouterr()
+    for options, fits in ((lora, True), (more, False)):
+        assert main(["inspect", "smollm2-135m", *options.split(), "--json"]) == 0
+        record = json.loads(capsys.readouterr().out)
+        total = record["non_embedding_parameters"] + record["embedding_parameters"]
+        assert (total <= 0.61 * 134_515_008) is fits
+    assert main(["inspect", "smollm2-135m", "--budget", "0.61"]) == 0
+    assert "15 layers" not in (said := capsys.readouterr().out)
+    assert "drop 15" in said
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--budget", "0.6", "--recursions", "2"], "--budget compares plans of its own"),
+        (["--budget", "0.1"], "no plan has 10% of the bytes: the embeddings alone are 21%"),
+        (["--drop", "30"], "drop must be between 0 and 29"),
+    ],
+)
+def test_budgets_and_drops_that_cannot_be(capsys: pytest.CaptureFixture[str], arguments: list[str], says: str) -> None:
+    assert main(["inspect", "smollm2-135m", *arguments]) == 2
+    assert says in capsys.readouterr().err

@@ -27,16 +27,17 @@ from torch import Tensor, nn
 
 from fathomlm.cache import NoCache
 from fathomlm.checkpoints.assemble import OnProgress, configure, put
+from fathomlm.checkpoints.resolve import plain_base
 from fathomlm.checkpoints.source import BaseCheckpoint, layer_parameter_shapes
+from fathomlm.checkpoints.tying import CALIBRATION_TOKENS
 from fathomlm.depth import DepthPlan
 from fathomlm.errors import DataError, OptionError
 from fathomlm.model.attention_mask import TokenBatch, full_masks
 from fathomlm.model.hub import FathomForCausalLM, empty_model
+from fathomlm.model.seq2seq import FathomModel
 
 ROW = 512
 """Tokens of a row, or the model's context where that is shorter."""
-TOKENS = 16_384
-"""Enough for widths of a few thousand: some samples for every direction of a linear's input."""
 AT_ONCE = 2048
 """Tokens of one forward pass."""
 HELD_OUT = 8
@@ -81,7 +82,7 @@ class Activations:
         return sum(_loss(decoder.logits(decoder(row[None]))[0], row) for row in rows) / len(rows)
 
 
-def rows_of(texts: Iterable[str], base: BaseCheckpoint, tokens: int = TOKENS) -> Tensor:
+def token_rows(texts: Iterable[str], base: BaseCheckpoint, tokens: int = CALIBRATION_TOKENS) -> Tensor:
     """Rows (N, T) of about so many tokens, at most, from texts in their order: joined with the end token, and cut. No more
     text is read than is needed."""
     tokenizer = base.tokenizer()
@@ -90,9 +91,9 @@ def rows_of(texts: Iterable[str], base: BaseCheckpoint, tokens: int = TOKENS) ->
     separator = list(base.tokens.eos[:1])
     found: list[int] = []
     for text in texts:
+        found += [*tokenizer(text, add_special_tokens=False)["input_ids"], *separator]
         if len(found) >= tokens:
             break
-        found += [*tokenizer(text, add_special_tokens=False)["input_ids"], *separator]
     length = min(ROW, base.architecture.context, tokens)
     rows = torch.tensor(found[:tokens])[: len(found[:tokens]) // length * length].view(-1, length)
     if not len(rows):
@@ -102,52 +103,55 @@ def rows_of(texts: Iterable[str], base: BaseCheckpoint, tokens: int = TOKENS) ->
 
 @torch.no_grad()
 def measure_activations(
-    base: BaseCheckpoint,
-    rows_NT: Tensor,
+    model: FathomModel | BaseCheckpoint | str | Path,
+    text: Iterable[str] | Tensor,
     *,
+    tokens: int = CALIBRATION_TOKENS,
     moments: bool = True,
     device: torch.device | str = "cpu",
     on_layer: OnProgress | None = None,
 ) -> Activations:
-    """Run rows of tokens through a plain decoder-only model, layer by layer, in float32. The same rows give the same
-    numbers on the same machine. Without `moments` only the layers' influence and the loss are measured."""
+    """Run `text`, of which about so many `tokens` are read (or rows of tokens, N x T), through a plain decoder-only model,
+    layer by layer, in float32. The same rows give the same numbers on the same machine. Without `moments` only the layers'
+    influence and the loss are measured."""
+    base = plain_base(model)
     architecture = base.architecture
     if base.plan.recursions > 1 or architecture.cross:
         raise OptionError("calibration requires a plain decoder-only model")
+    rows_NT = text if isinstance(text, Tensor) else token_rows(text, base, tokens)
     if not 0 <= int(rows_NT.min()) <= int(rows_NT.max()) < architecture.vocab:
         raise DataError(f"the calibration rows have tokens beyond the model's vocabulary of {architecture.vocab:,}")
     place, plan = torch.device(device), DepthPlan.vanilla(architecture.layers)
-    model = empty_model(configure(architecture, plan, None, base.tokens, torch.float32)).eval()
+    measured = empty_model(configure(architecture, plan, None, base.tokens, torch.float32)).eval()
     outer = ("embed", "norm", "head")
-    for name in [name for name, _ in model.decoder.named_parameters() if name.split(".")[0] in outer]:
-        _put(model, name, base, place)
+    for name in [name for name, _ in measured.decoder.named_parameters() if name.split(".")[0] in outer]:
+        _put(measured, name, base, place)
     kept, held_out = _split(rows_NT.to(place))
-    streams = [model.decoder.enter(rows) for rows in (*kept, *held_out)]
+    streams = [measured.decoder.enter(rows) for rows in (*kept, *held_out)]
     directory = tempfile.TemporaryDirectory(prefix="fathomlm-moments-") if moments else None
     influence: list[float] = []
     for step in plan:
         if on_layer is not None:
             on_layer(step.index, len(plan.steps))
         for name in layer_parameter_shapes(architecture):
-            _put(model, f"layers.{step.layer}.{name}", base, place)
-        layer = model.decoder.layers[step.layer]
+            _put(measured, f"layers.{step.layer}.{name}", base, place)
+        layer = measured.decoder.layers[step.layer]
         sums, cosines = _Sums(), 0.0
         for i, x_NTM in enumerate(streams):
             masks = full_masks(architecture, plan, TokenBatch.of(x_NTM, None, None, past=0), x_NTM.dtype)
             with sums.watching(layer if i < len(kept) and moments else None):
-                streams[i] = model.decoder.run_steps(x_NTM, (step,), masks, NoCache(plan))
+                streams[i] = measured.decoder.run_steps(x_NTM, (step,), masks, NoCache(plan))
             if i < len(kept):
                 cosines += F.cosine_similarity(x_NTM, streams[i], dim=-1).double().sum().item()
-        tokens = sum(rows.numel() for rows in kept)
-        influence.append(1 - cosines / tokens)
+        read = sum(rows.numel() for rows in kept)
+        influence.append(1 - cosines / read)
         if directory is not None:
-            torch.save({name: (total / tokens).cpu() for name, total in sums.totals.items()}, _file(directory, step.layer))
+            torch.save({name: (total / read).cpu() for name, total in sums.totals.items()}, _file(directory, step.layer))
         layer.to("meta")
     if on_layer is not None:
         on_layer(len(plan.steps), len(plan.steps))
-    ends, rows = streams[len(kept) :], held_out
-    losses = [_loss(model.decoder.logits(model.decoder.norm(x)), row) for x_N, row_N in zip(ends, rows, strict=True)
-              for x, row in zip(x_N, row_N, strict=True)]  # fmt: skip
+    ends = zip(torch.cat(streams[len(kept) :]), torch.cat(held_out), strict=True)
+    losses = [_loss(measured.decoder.logits(measured.decoder.norm(x_TM)), row_T) for x_TM, row_T in ends]
     return Activations(
         tokens=rows_NT.numel(),
         influence=tuple(influence),
@@ -194,7 +198,7 @@ def _split(rows_NT: Tensor) -> tuple[list[Tensor], list[Tensor]]:
         out[-1] = True
     kept = rows_NT[~out] if len(rows_NT) > 1 else rows_NT
     size = max(1, AT_ONCE // rows_NT.shape[1])
-    return list(kept.split(size)), list(rows_NT[out].split(size))
+    return list(torch.split(kept, size)), list(torch.split(rows_NT[out], size))
 
 
 def _loss(logits_TV: Tensor, row_T: Tensor) -> float:

@@ -19,8 +19,9 @@ import torch
 from torch import Tensor
 
 from fathomlm.checkpoints.activations import Activations
-from fathomlm.checkpoints.assemble import ModelBase, OnProgress, configure, configure_seq2seq, finish, put, replan
-from fathomlm.checkpoints.resolve import describe, open_source, parse_device, parse_dtype
+from fathomlm.checkpoints.assemble import OnProgress, configure, configure_seq2seq, finish, put, replan
+from fathomlm.checkpoints.ranks import ranks_within
+from fathomlm.checkpoints.resolve import describe, open_source, parse_device, parse_dtype, plain_base
 from fathomlm.checkpoints.source import BaseCheckpoint, layer_parameter_shapes
 from fathomlm.checkpoints.tied import KeptLayers, Tying
 from fathomlm.checkpoints.tying import (
@@ -32,10 +33,11 @@ from fathomlm.checkpoints.tying import (
     NormInit,
     starting_layers,
 )
-from fathomlm.depth import DepthPlan, Relaxation, Step, build_routing
+from fathomlm.depth import Architecture, DepthPlan, Relaxation, Step, build_routing
+from fathomlm.depth.cost import count
 from fathomlm.depth.dropping import kept_layers
 from fathomlm.depth.plan import DEFAULT_RECURSIONS, KVMode, Resize
-from fathomlm.depth.relaxation import RELAXATIONS, build_relaxation, check_fits
+from fathomlm.depth.relaxation import RELAXATIONS, build_relaxation, check_fits, kinds_with
 from fathomlm.depth.relaxation.kind import RelaxationKind
 from fathomlm.depth.routing import ROUTERS
 from fathomlm.errors import OptionError, choices
@@ -63,6 +65,7 @@ def convert(
     router: str | dict[str, Any] | None = None,
     kv: KVMode | None = None,
     activations: Activations | None = None,
+    budget: float | None = None,
     dtype: torch.dtype | str | None = None,
     device: torch.device | str = "cpu",
     seed: int = 0,
@@ -72,7 +75,8 @@ def convert(
 
     `drop` leaves out so many layers first, `by` influence, stepwise or last; nothing is tied then unless `sharing` or
     `recursions` say so. `activations` are what `measure_activations` found of the same model; inits then default to those
-    that use them (aligned or influence, and aware).
+    that use them (aligned or influence, and aware). `budget` gives lora and dora the ranks that restore most where the
+    whole result has at most this part of the model's bytes, in the same number format.
 
     `init` defaults to what the thesis found best: average under lora or dora, stepwise otherwise. `rank` is a number for
     every linear, or pairs such as "q=64,kv=128,ffn=256" (linears not named get none). `linears_only` leaves norms and
@@ -86,7 +90,8 @@ def convert(
         raise OptionError(f"seed must be an integer from 0 to 2^63-1, got {seed}")
     source = open_source(model) if isinstance(model, str | Path) else model
     if (router is not None or kv is not None) and (looped := _looped(source)) is not None:
-        tying: dict[str, Any] = {"drop": drop, "by": by, "activations": activations, "sharing": sharing, "recursions": recursions, "resize": resize}
+        tying: dict[str, Any] = {"sharing": sharing, "recursions": recursions, "resize": resize, "drop": drop, "by": by}
+        tying |= {"activations": activations, "budget": budget}
         tying |= {
             "prefix_length": prefix_length,
             "init": init,
@@ -109,7 +114,8 @@ def convert(
     times = recursions if recursions is not None else 1 if plain else DEFAULT_RECURSIONS
     _check_one(times, init, norm_init, resize)
     place = parse_device(device)
-    base = _base(source)
+    base = plain_base(source)
+    limit = None if budget is None else _limit(budget, base.architecture, relax, rank)
     if activations is not None and len(activations.influence) != base.architecture.layers:
         raise OptionError("the activations were measured on another model: it has another number of layers")
     if drop is not None:
@@ -122,10 +128,14 @@ def convert(
     check_fits(relaxation, plan)
     start = _Start.of(init, norm_init, relax_init, relaxation, activations)
     kind = parse_dtype(dtype) or base.dtype
-    result = _empty(source, base, plan, relaxation, kind, place)
-    influence = () if activations is None else activations.influence
-    starts = starting_layers(plan, start.init, influence)
+    starts = starting_layers(plan, start.init, () if activations is None else activations.influence)
     tying_of = Tying.of(base, start.init, start.norm, starts, activations)
+    if limit is not None and relaxation is not None:
+        if not all(starts):
+            raise OptionError("budget chooses ranks by what tying loses; it cannot be combined with the init random")
+        aware = start.relax == "aware"
+        relaxation = ranks_within(tying_of, plan, relaxation, limit, aware=aware, dtype=kind, on_layer=on_layer)
+    result = _empty(source, base, plan, relaxation, kind, place)
     _Conversion(tying_of, result, start, kind, place, torch.Generator().manual_seed(seed)).run(on_layer)
     tied = finish(result, base.tokenizer())
     return _with_open_routers(replan(tied, routed, seed=seed))
@@ -219,12 +229,15 @@ class _Start:
         return cls(init, norm_init or "average", relax_init or ("aware" if activations else "svd"))  # type: ignore[arg-type]
 
 
-def _base(source: FathomModel | BaseCheckpoint) -> BaseCheckpoint:
-    if not isinstance(source, FathomForCausalLM | FathomForSeq2SeqLM):
-        return source
-    if source.plan.recursions > 1 or source.relaxation is not None:
-        raise OptionError(f"the model was converted already ({describe(source)}); convert the plain model it came from")
-    return ModelBase(source)
+def _limit(budget: float, architecture: Architecture, relax: str | None, rank: object) -> int:
+    """How many parameters a budget leaves."""
+    if not 0 < budget <= 1:
+        raise OptionError(f"budget must be > 0 and <= 1, a part of the model's bytes; got {budget:g}")
+    if relax is None or "ranks" not in RELAXATIONS[relax].options:
+        raise OptionError(f"budget chooses ranks; it requires a {kinds_with('ranks')} relaxation")
+    if rank is not None:
+        raise OptionError("budget chooses ranks; it cannot be combined with rank")
+    return int(budget * count(architecture, DepthPlan.vanilla(architecture.layers)).parameters)
 
 
 @dataclass(frozen=True, slots=True)

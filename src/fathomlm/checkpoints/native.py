@@ -110,9 +110,10 @@ def save(
     *,
     quantize: str | None = None,
     shard_bytes: int = SHARD_BYTES,
+    card: str | None = None,
 ) -> Path:
     """`save_pretrained`, made atomic. `quantize="int8"` stores matrices as integers with a scale for each row; files are
-    split at `shard_bytes`."""
+    split at `shard_bytes`. `card` is the text of a README.md."""
     out = Path(out)
     if quantize not in (None, INT8):
         raise OptionError(choices("quantize", str(quantize), [INT8]))
@@ -128,6 +129,8 @@ def save(
             _save_int8(model, directory, shard_bytes)
         else:
             model.save_pretrained(directory, max_shard_size=shard_bytes)
+        if card is not None:
+            (directory / "README.md").write_text(card, encoding="utf-8")
     return out
 
 

@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import torch
 
-from fathomlm.checkpoints.assemble import load_base
+from fathomlm.checkpoints.assemble import ModelBase, load_base
 from fathomlm.checkpoints.exit_pack import ExitPack, attach, read_pack
 from fathomlm.checkpoints.fetch import cache_home
 from fathomlm.checkpoints.generation_config import with_sampling
@@ -135,6 +135,16 @@ def open_source(source: str | Path) -> FathomModel | BaseCheckpoint:
     if isinstance(base, Seq2SeqCheckpoint):
         return load_seq2seq(base, None, torch.device("cpu"), str(path))
     return load_base(base, None, torch.device("cpu"), str(path)) if base.plan.recursions > 1 else base
+
+
+def plain_base(source: FathomModel | BaseCheckpoint | str | Path) -> BaseCheckpoint:
+    """A model that is not tied yet, as a checkpoint that is read a tensor at a time."""
+    source = open_source(source) if isinstance(source, str | Path) else source
+    if not isinstance(source, FathomForCausalLM | FathomForSeq2SeqLM):
+        return source
+    if source.plan.recursions > 1 or source.relaxation is not None:
+        raise OptionError(f"the model was converted already ({describe(source)}); convert the plain model it came from")
+    return ModelBase(source)
 
 
 def architecture_of(source: str | Path) -> tuple[Architecture, DepthPlan | None, Relaxation | None]:

@@ -25,6 +25,10 @@ MEANS = ("average", "aligned")
 """Inits that make one layer of several."""
 CALIBRATED = {"init": ("influence", "aligned"), "relax-init": ("aware",)}
 """What requires calibration text."""
+WEIGHTS_ONLY = tuple(init for init in INITS if init not in ("random", *CALIBRATED["init"]))
+"""Inits that follow from the base's weights alone."""
+CALIBRATION_TOKENS = 16_384
+"""Ten for each direction of an input that is 1,600 wide."""
 NORM_INITS: tuple[str, ...] = get_args(NormInit)
 RELAX_INITS = tuple(dict.fromkeys(name for kind in RELAXATIONS.values() for name in kind.relax_inits))
 
@@ -32,7 +36,8 @@ RELAX_INITS = tuple(dict.fromkeys(name for kind in RELAXATIONS.values() for name
 def starting_layers(plan: DepthPlan, init: Init, influence: Sequence[float] = ()) -> list[tuple[int, ...]]:
     """For each unique layer, the base layers whose weights are averaged into it; none for a fresh start.
 
-    `influence` of the base layers is for the init of that name. Layers that are kept apart always start from the base layer in their own place.
+    Layers that are kept apart always start from the base layer in their own place. `influence` of each base layer is for
+    the init of that name.
     """
     ends = STRATEGIES[plan.sharing].kept_apart
     first, last, count = ends, plan.base_layers - 1 - ends, plan.core_layers

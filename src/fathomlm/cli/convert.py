@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shlex
+import sys
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -11,8 +13,9 @@ from typing import Any
 from fathomlm.checkpoints.tying import INITS, NORM_INITS, RELAX_INITS
 from fathomlm.cli.first import check_device, check_model
 from fathomlm.cli.model_options import SOURCE, DtypeOptions, ForceOptions, JsonOptions, SeedOptions
-from fathomlm.cli.plan_options import PlanOptions, RelaxOptions, RouterOptions
-from fathomlm.cli.progress import progress_bar
+from fathomlm.cli.plan_options import DropOptions, PlanOptions, RelaxOptions, RouterOptions
+from fathomlm.cli.progress import log, progress_bar
+from fathomlm.depth.relaxation import RELAXATIONS
 from fathomlm.options import option, section
 from fathomlm.sizes import amount
 
@@ -22,24 +25,41 @@ class InitOptions:
     """Where tied layers and what steps add start from."""
 
     init: str | None = option(
-        None, choices=INITS, help="of tied layers", default_text="average with lora and dora, stepwise otherwise"
+        None,
+        choices=INITS,
+        help="of tied layers",
+        default_text="average with lora and dora, stepwise otherwise; with --calibrate aligned and influence",
     )
-    norm_init: str | None = option(None, choices=NORM_INITS, help="of norms with --init average", default_text="average")
+    norm_init: str | None = option(
+        None,
+        choices=NORM_INITS,
+        help="of norms with --init average or aligned",
+        default_text="average",
+    )
     relax_init: str | None = option(
-        None, choices=RELAX_INITS, help="lora, dora: towards the original weights, or zero", default_text="svd"
+        None,
+        choices=RELAX_INITS,
+        help="lora, dora: towards the original weights (svd) or outputs (aware, with --calibrate), or zero",
+        default_text="svd; with --calibrate aware",
     )
+    budget: float | None = option(
+        None, gt=0, le=1, metavar="PART",
+        help="lora, dora: choose ranks so that the result has at most this part of MODEL's bytes in the same number format",
+    )  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
 class Convert(ForceOptions, DtypeOptions, SeedOptions, JsonOptions):
     """Tie the layers of MODEL into one block that runs several times, optionally with a relaxation at each step (--relax),
-    and write the result to OUT. The result needs uptraining; at full LoRA rank it computes what MODEL computes. With
-    --router, tokens choose their own depth; a model that is recursive already keeps its weights and gets a router."""
+    or leave layers out (--drop), and write the result to OUT, with a model card. The result needs uptraining; at full LoRA
+    rank it computes what MODEL computes. With --router, tokens choose their own depth; a model that is recursive already
+    keeps its weights and gets a router."""
 
     model: str = option(positional=True, help=SOURCE, first=check_model)
     out: Path = option(positional=True, help="directory to write")
     device: str = option("cpu", metavar="DEVICE", help="device of the result: cpu, cuda or cuda:N", first=check_device)
     plan: PlanOptions = section(PlanOptions, "depth plan")
+    dropping: DropOptions = section(DropOptions, "dropped layers and calibration")
     inits: InitOptions = section(InitOptions, "initialization")
     relaxation: RelaxOptions = section(RelaxOptions, "relaxation")
     routing: RouterOptions = section(RouterOptions, "routing")
@@ -49,29 +69,38 @@ class Convert(ForceOptions, DtypeOptions, SeedOptions, JsonOptions):
 
         check_target(self.out, self.force)
 
+        from fathomlm.checkpoints.card import Conversion, model_card
         from fathomlm.checkpoints.convert import convert
         from fathomlm.checkpoints.native import directory_bytes, save
-        from fathomlm.checkpoints.resolve import describe, dtype_name
-        from fathomlm.depth import DepthPlan
-        from fathomlm.depth.cost import count
+        from fathomlm.checkpoints.resolve import architecture_of, decoder_only, describe, dtype_name, open_source
 
         begin = time.perf_counter()
         fields: dict[str, Any] = asdict(self.plan) | asdict(self.inits) | asdict(self.relaxation)
-        fields |= {"router": self.routing.routing, "kv": self.routing.kv}
+        fields |= {"router": self.routing.routing, "kv": self.routing.kv, "drop": self.dropping.drop, "by": self.dropping.by}
+        base, source = architecture_of(self.model)[0], open_source(self.model)
+        measured = self.dropping.measured(source, moments=self._reads_moments(), device=self.device)
+        fields |= {"dtype": self.dtype, "device": self.device, "seed": self.seed, "activations": measured}
         with progress_bar("converting") as update:
-            model = convert(self.model, dtype=self.dtype, device=self.device, seed=self.seed, on_layer=update, **fields)
-        save(model, self.out, self.force)
+            model = convert(source, on_layer=update, **fields)
+        loss = None if measured is None else measured.loss_of(decoder_only(model, "--calibrate"))
+        made = Conversion(
+            name=self.model, base=base, model=model, drop=self.dropping.drop, by=self.dropping.by, activations=measured,
+            start_loss=loss,
+        )  # fmt: skip
+        save(model, self.out, self.force, card=model_card(made, self.out, shlex.join(["fathomlm", *sys.argv[1:]])))
         seconds = time.perf_counter() - begin
 
-        after = count(model.architecture, model.plan, relaxation=model.relaxation)
-        before = count(model.architecture, DepthPlan.vanilla(model.plan.base_layers))
-        size = directory_bytes(self.out)
+        before, after = made.costs
+        size, shares = directory_bytes(self.out), made.shares
+        for warning in made.warnings:
+            log(f"fathomlm: warning: {warning}")
         if self.json:
             record = {
                 "model": self.model,
                 "out": str(self.out),
                 "plan": model.plan.to_dict(),
                 "layout": model.plan.layout,
+                "kept_layers": made.kept,
                 "router": None if model.plan.routing is None else model.plan.routing.kind,
                 "relaxation": None if model.relaxation is None else model.relaxation.to_dict(),
                 "dtype": dtype_name(model),
@@ -80,6 +109,11 @@ class Convert(ForceOptions, DtypeOptions, SeedOptions, JsonOptions):
                 "base_non_embedding_parameters": before.non_embedding_parameters,
                 "embedding_parameters": after.embedding_parameters,
                 "bytes": size,
+                "bytes_share": round(shares[0], 4),
+                "flops_share": round(shares[1], 4),
+                "influence": None if measured is None else [round(each, 5) for each in measured.influence],
+                "base_loss": None if measured is None else round(measured.loss, 4),
+                "start_loss": None if loss is None else round(loss, 4),
                 "seconds": round(seconds, 3),
             }
             print(json.dumps(record))
@@ -90,6 +124,17 @@ class Convert(ForceOptions, DtypeOptions, SeedOptions, JsonOptions):
             f"  {amount(after.non_embedding_parameters)} parameters without embeddings "
             f"({share:.0%} of {amount(before.non_embedding_parameters)}), {amount(size, 'B')} on disk, {seconds:.1f} s"
         )
-        if model.plan.recursions > 1:
-            print("  tied weights are a starting point: uptrain the model before you judge its output")
+        print(f"  {shares[0]:.0%} of the base's bytes in the same number format, {shares[1]:.0%} of its FLOPs per token")
+        if self.inits.budget is not None and model.relaxation is not None:
+            print(f"  ranks: {', '.join(f'{name} {rank}' for name, rank in model.relaxation.ranks.items())}")
+        if measured is not None:
+            print(f"  loss {loss:.3f} over held-out calibration text, the base's {measured.loss:.3f}")
+        if model.plan.recursions > 1 or self.dropping.drop:
+            what = "tied weights are" if model.plan.recursions > 1 else "what is left is"
+            print(f"  {what} a starting point: uptrain the model before you judge its output ({self.out}/README.md)")
         return 0
+
+    def _reads_moments(self) -> bool:
+        """Whether more than the layers' influence is to be measured."""
+        relax = self.relaxation.relax
+        return self.inits.init == "aligned" or (relax is not None and bool(RELAXATIONS[relax].relax_inits))

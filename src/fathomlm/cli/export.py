@@ -20,6 +20,7 @@ from fathomlm.cli.model_options import (
     JsonOptions,
     threshold_file,
 )
+from fathomlm.cli.plan_options import DropOptions
 from fathomlm.cli.progress import ProgressUpdate, progress_bar
 from fathomlm.errors import OptionError
 from fathomlm.options import like, option, section
@@ -74,6 +75,7 @@ class Export(DtypeOptions, ForceOptions, JsonOptions):
     max_shard_size: int | None = option(
         None, size=1000, help="split weights into files of at most this size, such as 12MB", default_text="4GB"
     )
+    dropping: DropOptions = section(DropOptions, "dropped layers", skip=("column",))
     pack: ExitExportOptions = section(ExitExportOptions, "--format exits")
 
     def run(self) -> int:
@@ -81,6 +83,8 @@ class Export(DtypeOptions, ForceOptions, JsonOptions):
 
         format = self.format or ("gguf" if self.out.suffix == ".gguf" else "hf")
         if format == "exits":
+            if self.dropping.drop is not None:
+                raise OptionError("--drop cannot be combined with --format exits, which has no layers")
             return _exits(self)
         for name in EXITS_ONLY:
             if getattr(self.pack, name) is not None:
@@ -92,12 +96,25 @@ class Export(DtypeOptions, ForceOptions, JsonOptions):
             raise OptionError("--unroll requires --format gguf")
         check_target(self.out, self.force)
 
-        from fathomlm.checkpoints.resolve import load
-
-        model = load(self.model, dtype=self.dtype)
+        model = _load(self)
         if format == "fathom":
             return _native(self, model, self.max_shard_size or SHARD)
         return _plain(self, model, self.max_shard_size or SHARD, None if format == "hf" else format)
+
+
+def _load(options: Export) -> FathomModel:
+    """The model, without the layers that are to be dropped."""
+    from fathomlm.checkpoints.resolve import load
+
+    if options.dropping.drop is None:
+        return load(options.model, dtype=options.dtype)
+
+    from fathomlm.checkpoints.convert import convert
+    from fathomlm.checkpoints.resolve import open_source
+
+    source = open_source(options.model)
+    measured = options.dropping.measured(source, moments=False)
+    return convert(source, drop=options.dropping.drop, by=options.dropping.by, activations=measured, dtype=options.dtype)
 
 
 def _check_quantize(kind: str | None, format: str) -> None:
@@ -113,9 +130,9 @@ def _gguf(options: Export) -> int:
 
     from fathomlm.checkpoints.export import describe_exits
     from fathomlm.checkpoints.gguf.writer import export_gguf
-    from fathomlm.checkpoints.resolve import decoder_only, describe, load
+    from fathomlm.checkpoints.resolve import decoder_only, describe
 
-    model = decoder_only(load(options.model, dtype=options.dtype), "--format gguf")
+    model = decoder_only(_load(options), "--format gguf")
     kind = options.quantize or "f16"
     with progress_bar("exporting") as update:
         found = export_gguf(model, options.out, kind, unroll=options.unroll, on_layer=update)

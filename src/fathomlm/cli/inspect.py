@@ -5,14 +5,17 @@ Presets need no file at all; for anything else only the configuration is read.
 
 from __future__ import annotations
 
+import dataclasses
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from fathomlm.cli.first import check_shape
 from fathomlm.cli.model_options import SOURCE, JsonOptions
-from fathomlm.cli.plan_options import PlanOptions, RelaxOptions, RouterOptions
+from fathomlm.cli.plan_options import DropOptions, PlanOptions, RelaxOptions, RouterOptions
 from fathomlm.depth import Architecture, DepthPlan, Relaxation, build_routing, cost
+from fathomlm.depth.dropping import kept_layers
 from fathomlm.depth.plan import DEFAULT_RECURSIONS, KVMode
 from fathomlm.depth.presets import PRESETS
 from fathomlm.depth.relaxation import build_relaxation, check_fits
@@ -31,6 +34,12 @@ class Inspect(JsonOptions):
     kv: KVMode | None = like(RouterOptions, "kv")
     tokens: int | None = option(None, parse=parse_count, metavar="N", help="training tokens to count FLOPs for: 20B, 300M")
     context: int = option(2048, ge=1, help="sequence length to count attention at")
+    drop: int | None = like(DropOptions, "drop")
+    budget: float | None = option(
+        None, gt=0, le=1, metavar="PART",
+        help="compare plans that have at most this part of MODEL's bytes in the same number format: dropped layers, loops, "
+        "loops with the highest LoRA rank that fits",
+    )  # fmt: skip
     plan: PlanOptions = section(PlanOptions, "depth plan")
     relaxation: RelaxOptions = section(RelaxOptions, "relaxation")
 
@@ -39,6 +48,14 @@ class Inspect(JsonOptions):
         if self.plan.resize is not None and not planned:
             raise OptionError("--resize requires --sharing or --recursions")
         architecture, own_plan, own_relaxation = _read(self.model)
+        if self.budget is not None:
+            return _compare(self, architecture, own_plan)
+        whole = architecture
+        if self.drop is not None:
+            if own_plan is not None and own_plan.recursions > 1:
+                raise OptionError(f"--drop requires a plain model; {self.model} is recursive already")
+            architecture = architecture.with_layers(kept_layers(architecture.layers, self.drop, "stepwise"))
+            own_plan = None
         kept = None
         if planned:
             recursions = DEFAULT_RECURSIONS if self.plan.recursions is None else self.plan.recursions
@@ -63,6 +80,14 @@ class Inspect(JsonOptions):
             tokens=tokens,
             context=self.context,
         )
+        layers = plan.base_layers if self.drop is None else whole.layers
+        base = cost.count(whole, DepthPlan.vanilla(layers), tokens=tokens, context=self.context)
+        if self.drop is not None:
+            counted = dataclasses.replace(
+                counted,
+                relative_flops=counted.forward_flops_per_token / base.forward_flops_per_token,
+                relative_kv=counted.kv_bytes_per_token / base.kv_bytes_per_token,
+            )
         exits = _exit_parameters(self.model, architecture, plan)
         if self.json:
             about = {
@@ -80,7 +105,6 @@ class Inspect(JsonOptions):
             about |= {"encoder_parameters": _encoder_parameters(self.model)} if architecture.cross else {}
             print(json.dumps(about | counted.to_dict()))
             return 0
-        base = cost.count(architecture, DepthPlan.vanilla(plan.base_layers), tokens=tokens, context=self.context)
         caption = (
             f"FLOPs at a context of {self.context} tokens; cache in 16 bits. Sequences that fit: where "
             f"{cost.REFERENCE_BATCH} of the same plan without routing or sharing fill the memory of the shared layers."
@@ -100,6 +124,45 @@ def _read(model: str) -> tuple[Architecture, DepthPlan | None, Relaxation | None
     from fathomlm.checkpoints.resolve import architecture_of
 
     return architecture_of(model)
+
+
+def _compare(options: Inspect, architecture: Architecture, plan: DepthPlan | None) -> int:
+    """Candidate plans at a byte budget, in one table; relative figures are against the model as it is."""
+    from fathomlm.depth.candidates import candidates
+
+    assert options.budget is not None
+    planned = options.plan.recursions or options.plan.resize or options.relaxation != RelaxOptions()
+    if planned or options.router or options.kv or options.drop is not None:
+        raise OptionError(
+            "--budget compares plans of its own; it can be combined with --sharing, --context and --tokens only"
+        )
+    if plan is not None and plan.recursions > 1:
+        raise OptionError(f"--budget requires a plain model; {options.model} is recursive already")
+    found = candidates(architecture, options.budget, options.plan.sharing or "cycle", options.context)
+    base = cost.count(architecture, DepthPlan.vanilla(architecture.layers), context=options.context)
+    if options.json:
+        rows = [{"options": each.options, **each.cost.to_dict(), "bytes_share": each.share(base)} for each in found]
+        print(json.dumps({"model": options.model, "budget": options.budget, "candidates": rows}))
+        return 0
+    table = [
+        (
+            each.name,
+            each.cost.layout,
+            str(each.cost.unrolled_layers),
+            f"{each.share(base):.2f}x",
+            f"{each.cost.forward_flops_per_token / base.forward_flops_per_token:.2f}x",
+            f"{each.cost.kv_bytes_per_token / base.kv_bytes_per_token:.2f}x",
+            each.options,
+        )
+        for each in found
+    ]
+    columns = ("", "unique layers", "layers run", "bytes", "FLOPs", "KV cache", "fathomlm convert ...")
+    caption = (
+        f"Against {options.model}, in the same number format, embeddings included; FLOPs at a context of {options.context} "
+        "tokens. Which plan keeps most is decided by training, not by this table."
+    )
+    _print_table(f"{options.model} in {options.budget:.0%} of its bytes", table, caption, columns)
+    return 0
 
 
 def _exit_parameters(model: str, architecture: Architecture, plan: DepthPlan) -> int:
@@ -187,16 +250,20 @@ def _rows(counted: cost.Cost, base: cost.Cost, exits: int) -> list[tuple[str, st
     return rows
 
 
-def _print_table(title: str, rows: list[tuple[str, str, str]], caption: str) -> None:
+def _print_table(
+    title: str,
+    rows: Sequence[Sequence[str]],
+    caption: str,
+    columns: Sequence[str] = ("", "this plan", "untied base"),
+) -> None:
     from rich import box
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
     table = Table(title=Text(title), caption=caption, title_justify="left", caption_justify="left", box=box.SIMPLE_HEAD)
-    table.add_column("")
-    table.add_column("this plan", justify="right")
-    table.add_column("untied base", justify="right")
+    for number, column in enumerate(columns):
+        table.add_column(column, justify="right" if number and not column.startswith("fathomlm") else "left")
     for row in rows:
         table.add_row(*row)
     Console().print(table)

@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
+from fathomlm.checkpoints.tying import CALIBRATION_TOKENS
+from fathomlm.cli.first import check_text
+from fathomlm.cli.model_options import ColumnOptions
+from fathomlm.cli.progress import progress_bar
+from fathomlm.depth.dropping import DROPS
 from fathomlm.depth.plan import DEFAULT_RECURSIONS, KVMode
 from fathomlm.depth.relaxation import DEFAULT_PREFIX_LENGTH, DEFAULT_RANK, RELAXATIONS
 from fathomlm.depth.routing import NETWORKS, ROUTERS
 from fathomlm.depth.sharing import STRATEGIES
 from fathomlm.errors import OptionError
-from fathomlm.options import option
+from fathomlm.options import like, option
+
+if TYPE_CHECKING:
+    from fathomlm.checkpoints.activations import Activations
+    from fathomlm.checkpoints.source import BaseCheckpoint
+    from fathomlm.model.seq2seq import FathomModel
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,6 +33,54 @@ class PlanOptions:
         None, const="add",
         help="where the recursions do not divide the layers, add steps (also --resize alone) or drop some",
     )  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class CalibrateOptions:
+    """Text over which a plain model's activations are measured."""
+
+    calibrate: tuple[str, ...] | None = option(
+        None, metavar="FILE", first=check_text,
+        help="measure layers over this text: .txt, .md, JSON Lines (also .gz, .xz, .zst) or Parquet; repeatable",
+    )  # fmt: skip
+    calibrate_tokens: int | None = option(None, ge=2, help="tokens of it to read", default_text=f"{CALIBRATION_TOKENS:,}")
+    column: str | None = like(ColumnOptions, "column", None, default_text="text")
+
+    def __post_init__(self) -> None:
+        for name in ("calibrate_tokens", "column"):
+            if self.calibrate is None and getattr(self, name) is not None:
+                raise OptionError(f"--{name.replace('_', '-')} requires --calibrate")
+
+    def measured(
+        self, source: FathomModel | BaseCheckpoint, *, moments: bool = True, device: str = "cpu"
+    ) -> Activations | None:
+        """What `measure_activations` finds, with a progress bar; None without text."""
+        if self.calibrate is None:
+            return None
+        from fathomlm.checkpoints.activations import measure_activations
+        from fathomlm.train.data.sources import expand, read
+
+        documents = (document for each in expand(list(self.calibrate)) for document in read(each, (self.column or "text",)))
+        texts = (document.fields[0] for document in documents)
+        tokens = self.calibrate_tokens or CALIBRATION_TOKENS
+        with progress_bar("calibrating") as update:
+            return measure_activations(source, texts, tokens=tokens, moments=moments, device=device, on_layer=update)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DropOptions(CalibrateOptions):
+    """Which layers are left out."""
+
+    drop: int | None = option(None, ge=0, help="leave out N layers; the result is an ordinary model with fewer", metavar="N")
+    by: str | None = option(
+        None, choices=tuple(DROPS), default_text="influence with --calibrate, otherwise stepwise",
+        help="--drop: those that change the text least (influence), all but evenly spaced ones (stepwise), or the last",
+    )  # fmt: skip
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.by is not None and self.drop is None:
+            raise OptionError("--by requires --drop")
 
 
 @dataclass(frozen=True, kw_only=True)

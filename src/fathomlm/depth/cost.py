@@ -62,6 +62,11 @@ class Cost:
     training_flops: float | None
     """Forward FLOPs x tokens, as the thesis states its budgets; a backward pass costs about twice as much again."""
 
+    @property
+    def parameters(self) -> int:
+        """All of them, embeddings too: what a model's bytes are counted by, in any one number format."""
+        return self.non_embedding_parameters + self.embedding_parameters
+
     def to_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
 

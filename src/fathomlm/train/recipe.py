@@ -72,6 +72,12 @@ class ModelRecipe:
     longt5) it is the decoder of an encoder-decoder model."""
     encoder: EncoderRecipe | None = None
     """Of an encoder-decoder model: how its encoder trains, and how deep a fresh one is."""
+    drop: int | None = option(None, ge=0)
+    """Leave out so many layers of `source`; with recursions, before the others are tied."""
+    by: str | None = None
+    """drop: by influence, stepwise or last (influence with `calibrate`, otherwise stepwise)."""
+    calibrate: Amount | None = None
+    """Tokens of the training split over which layers of `source` are measured, for what `convert --calibrate` offers."""
     sharing: str | None = None
     """How layers are shared: cycle, sequence, cycle-rev, middle-cycle, ... (cycle)."""
     recursions: int = option(1, ge=1)
@@ -79,7 +85,8 @@ class ModelRecipe:
     resize: Literal["add", "drop"] | None = None
     """Change the unrolled depth where the recursions do not divide it."""
     init: str | None = None
-    """Where tied layers start from, when `source` is tied here: stepwise, average, lower, upper, random."""
+    """Where tied layers start from, when `source` is tied here: stepwise, average, lower, upper, random; influence and
+    aligned with `calibrate`."""
     norm_init: str | None = None
     """Norms under `init: average`."""
     relax: str | None = None
@@ -88,7 +95,7 @@ class ModelRecipe:
     rank: int | str | None = None
     """lora, dora: 64, or pairs such as q=64,kv=128,ffn=256."""
     relax_init: str | None = None
-    """lora, dora: svd (towards the original weights) or zero."""
+    """lora, dora: svd (towards the original weights) or zero; aware (towards outputs) with `calibrate`."""
     prefix_length: int | None = None
     """prefix: how many vectors each step has."""
     linears_only: bool = False

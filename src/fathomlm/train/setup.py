@@ -11,9 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fathomlm.checkpoints.activations import ROW, Activations, measure_activations
 from fathomlm.checkpoints.assemble import configure, finish, replan
 from fathomlm.checkpoints.convert import convert
-from fathomlm.checkpoints.resolve import architecture_of, describe, load
+from fathomlm.checkpoints.resolve import architecture_of, describe, load, plain_base
 from fathomlm.checkpoints.source import TokenIds, end_ids
 from fathomlm.decode.prompts import end_tokens
 from fathomlm.errors import DataError, OptionError
@@ -125,7 +126,7 @@ def build_student(recipe: Recipe, corpus: Corpus) -> FathomModel:
     tokenizer = corpus.load_tokenizer()
     model = recipe.model
     if model.source is not None:
-        student = _from_source(model, recipe.seed)
+        student = _from_source(model, recipe.seed, corpus)
         if student.tokenizer is not None:
             corpus.check_tokenizer(student.tokenizer)
     else:
@@ -180,22 +181,39 @@ def build_teacher(recipe: Recipe, corpus: Corpus, student: FathomModel, world: W
     return teacher
 
 
-def _from_source(model: ModelRecipe, seed: int) -> FathomModel:
+def _from_source(model: ModelRecipe, seed: int, corpus: Corpus) -> FathomModel:
     assert model.source is not None
     check_tying(model, *architecture_of(model.source)[1:])
+    dropping: dict[str, Any] = {"drop": model.drop, "by": model.by, "activations": _activations(model, corpus)}
     if model.recursions == 1:
-        loaded = load(model.source, dtype=torch.float32)
+        if model.drop is None:
+            loaded = load(model.source, dtype=torch.float32)
+        else:
+            loaded = convert(model.source, recursions=1, dtype=torch.float32, **dropping)
         added = fine_tuning(model, loaded.architecture)
         plan = route_plan(model, loaded.plan)
         return replan(loaded, plan, relaxation=added, seed=seed, **loaded.config.exit_fields)
     tying = ("sharing", "recursions", "resize", "init", "norm_init", "relax", "relax_init", "rank", "prefix_length")
     fields = {name: getattr(model, name) for name in (*tying, "linears_only")}
-    tied = convert(model.source, **fields, dtype=torch.float32, seed=seed)
+    tied = convert(model.source, **fields, **dropping, dtype=torch.float32, seed=seed)
     return replan(tied, route_plan(model, tied.plan), seed=seed)
 
 
+def _activations(model: ModelRecipe, corpus: Corpus) -> Activations | None:
+    """What the source's layers do to the beginning of the training split, where a recipe asks."""
+    if model.calibrate is None:
+        return None
+    assert model.source is not None
+    base, stream = plain_base(model.source), corpus.stream("train")
+    tokens = min(round(parse_amount("model.calibrate", model.calibrate)), len(stream))
+    if (length := min(ROW, base.architecture.context)) > tokens:
+        raise OptionError(f"model.calibrate must be >= {length}, a row of tokens, and the corpus as long; got {tokens:,}")
+    rows = torch.from_numpy(stream.read(0, tokens // length * length)).view(-1, length)
+    return measure_activations(base, rows, moments=model.relax is not None or model.init == "aligned")
+
+
 def _from_scratch(model: ModelRecipe, seed: int, corpus: Corpus, tokenizer: Any) -> FathomModel:
-    for name in ("init", "norm_init", "relax_init"):
+    for name in ("init", "norm_init", "relax_init", "drop", "by", "calibrate"):
         if getattr(model, name) is not None:
             raise OptionError(f"model.{name} says what a tied model starts from; without model.source there is nothing")
     architecture = scratch_architecture(model, corpus.manifest.vocab)

@@ -7,7 +7,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fathomlm.checkpoints.tying import CALIBRATED
 from fathomlm.depth import Architecture, DepthPlan, ExitParts, Relaxation
+from fathomlm.depth.dropping import MEASURED, kept_layers
 from fathomlm.depth.presets import PRESETS, T5_FAMILIES, with_t5_traits
 from fathomlm.depth.relaxation import RELAXATIONS, build_relaxation, check_fits
 from fathomlm.errors import OptionError
@@ -71,6 +73,8 @@ def read_student(recipe: Recipe, *, foresee: bool = False) -> StudentSpec:
     else:
         architecture, own_plan, own_relaxation = read_source(model.source, foresee=foresee)
         check_tying(model, own_plan, own_relaxation)
+        if model.drop is not None:
+            architecture, own_plan = dropped(model, architecture), None
         if model.recursions == 1:
             own = own_plan or DepthPlan.vanilla(architecture.layers)
             plan, relaxation = route_plan(model, own), fine_tuning(model, architecture) or own_relaxation
@@ -144,9 +148,28 @@ def fine_tuning(model: ModelRecipe, architecture: Architecture) -> Relaxation | 
     return build_relaxation(architecture.linears(), model.relax, model.rank, linears_only=True, everywhere=True)
 
 
+def dropped(model: ModelRecipe, architecture: Architecture) -> Architecture:
+    """The shape without the layers that a recipe drops. Which ones those are by influence is not known before the weights
+    are read; only windows depend on it."""
+    assert model.drop is not None
+    known = (model.by or "stepwise") if model.by not in MEASURED else "stepwise"
+    return architecture.with_layers(kept_layers(architecture.layers, model.drop, known))
+
+
 def check_tying(model: ModelRecipe, plan: DepthPlan | None, relaxation: Relaxation | None) -> None:
     """Refuse fields that tie a source which is not to be tied, and tying one that is tied already (`plan` and
     `relaxation` are its own)."""
+    if model.by is not None and model.drop is None:
+        raise OptionError("model.by says which layers are dropped; it requires model.drop")
+    if model.drop is not None and (relaxation is not None or (plan is not None and plan.recursions > 1)):
+        raise OptionError(f"model.drop requires a plain model; {model.source} was converted already")
+    if model.calibrate is not None and model.drop is None and model.recursions == 1:
+        raise OptionError("model.calibrate requires model.drop or model.recursions >= 2")
+    if model.calibrate is None:
+        given = {"by": model.by in MEASURED, "init": model.init in CALIBRATED["init"]}
+        given["relax_init"] = model.relax_init in CALIBRATED["relax-init"]
+        for name in (name for name, wants in given.items() if wants):
+            raise OptionError(f"model.{name}: {getattr(model, name)} requires model.calibrate, such as 16384")
     if model.recursions == 1:
         tying = ("sharing", "resize", "init", "norm_init", "relax_init", "prefix_length")
         for name in (name for name in tying if getattr(model, name) is not None):

@@ -24,12 +24,11 @@ from fathomlm.checkpoints.locate import locate
 from fathomlm.checkpoints.native import is_native
 from fathomlm.checkpoints.resolve import describe, load, open_base
 from fathomlm.checkpoints.source import BaseCheckpoint
-from fathomlm.checkpoints.tying import INITS, starting_layers
+from fathomlm.checkpoints.tying import WEIGHTS_ONLY, starting_layers
 from fathomlm.depth import Architecture, DepthPlan, LinearSpec, Relaxation
 from fathomlm.depth.cost import count
 from fathomlm.errors import OptionError, choices
 
-MEASURED: tuple[str, ...] = tuple(init for init in INITS if init != "random")
 SHARES = (0.5, 0.9, 0.99)
 """Parts of the energy whose rank is named."""
 
@@ -115,8 +114,8 @@ def open_plain(source: str | Path) -> BaseCheckpoint:
 
 def check_inits(inits: Sequence[str]) -> tuple[str, ...]:
     for init in inits:
-        if init not in MEASURED:
-            raise OptionError(choices("init", init, MEASURED))
+        if init not in WEIGHTS_ONLY:
+            raise OptionError(choices("init", init, WEIGHTS_ONLY))
     return tuple(dict.fromkeys(inits))
 
 

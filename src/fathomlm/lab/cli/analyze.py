@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from fathomlm.checkpoints.tying import INITS
+from fathomlm.checkpoints.tying import WEIGHTS_ONLY
 from fathomlm.cli.decode_options import lift_exit_vocab
 from fathomlm.cli.display import model_name
 from fathomlm.cli.first import check_model
@@ -43,7 +43,6 @@ LONGEST_EXIT_ROW = 256
 """Every layer is asked at every token, which takes a while: rows are short enough for a bar to move."""
 LONGEST_SOURCE = 512
 """Tokens of a document that an encoder reads, as `fathomlm calibrate` has it."""
-MEASURED_INITS = tuple(init for init in INITS if init != "random")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -269,7 +268,7 @@ class Weights(AnalysisOptions, ThreadOptions):
     init: tuple[str, ...] = option(
         ("average", "stepwise"),
         comma=True,
-        choices=MEASURED_INITS,
+        choices=WEIGHTS_ONLY,
         metavar="NAME,...",
         help="initializations of tied layers",
     )

@@ -42,9 +42,7 @@ class LoraDelta(nn.Module):
         """The plain weight that does the same, in float32."""
         return weight.float() + self.b.float() @ self.a.float()
 
-    def starts(
-        self, tied: Tensor, residual: Tensor, generator: torch.Generator, moment: Tensor | None
-    ) -> dict[str, Tensor]:
+    def starts(self, tied: Tensor, residual: Tensor, generator: torch.Generator, moment: Tensor | None) -> dict[str, Tensor]:
         """Conversion: A and B towards `residual`, what the shared weight lacks; `moment` is `svd_factors`'."""
         a, b = svd_factors(residual, self.a.shape[0], generator, moment)
         return {"a": a, "b": b}
@@ -85,9 +83,7 @@ class DoraDelta(LoraDelta):
         lengths: Tensor = torch.linalg.vector_norm(super().merged(weight), dim=1)
         return lengths.clamp_min(1e-12)
 
-    def starts(
-        self, tied: Tensor, residual: Tensor, generator: torch.Generator, moment: Tensor | None
-    ) -> dict[str, Tensor]:
+    def starts(self, tied: Tensor, residual: Tensor, generator: torch.Generator, moment: Tensor | None) -> dict[str, Tensor]:
         factors = super().starts(tied, residual, generator, moment)
         a, b = (factors[name].to(tied.dtype).float() for name in ("a", "b"))
         return factors | {"magnitude": torch.linalg.vector_norm(tied.float() + b @ a, dim=1)}
@@ -247,7 +243,8 @@ def residual_energies(residual: Tensor, moment: Tensor | None = None) -> Tensor:
     if moment is not None:
         m = m @ torch.linalg.cholesky(damped(moment))
     gram = m @ m.T if m.shape[0] <= m.shape[1] else m.T @ m
-    return torch.linalg.eigvalsh(gram).flip(-1).clamp_min(0)
+    energies: Tensor = torch.linalg.eigvalsh(gram).flip(-1).clamp_min(0)
+    return energies
 
 
 def damped(moment: Tensor) -> Tensor:

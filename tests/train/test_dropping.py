@@ -1,0 +1,78 @@
+"""Recipes that drop layers of a source, and that measure it over their corpus first."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import fathomlm
+from fathomlm.errors import OptionError
+from fathomlm.train.data.corpus import Corpus
+from fathomlm.train.recipe import Recipe
+from fathomlm.train.run import train
+from fathomlm.train.setup import build_student
+from fathomlm.train.student import read_student
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+Make = Callable[..., Recipe]
+
+
+def of(recipe: Make, source: Path, **model: Any) -> Recipe:
+    plain = {"architecture": None, "sharing": None, "recursions": 1, "source": str(source)}
+    return recipe(model={**plain, **model}, budget={"steps": 2}, loss={"exits": None})
+
+
+def test_a_dropped_source_trains_and_the_dry_run_knows_its_shape(recipe: Make, teacher: Path) -> None:
+    made = of(recipe, teacher, drop=1, by="last")
+    assert read_student(made).architecture.layers == 3
+    train(made)
+    trained = fathomlm.load(Path(made.directory) / "last")
+    assert (trained.architecture.layers, trained.plan.recursions) == (3, 1)
+    kept, learnt = (model.decoder.layers[2].mlp.up.weight for model in (fathomlm.load(teacher), trained))
+    assert 0 < (kept - learnt).abs().max() < 0.1, "it went on from the layers that were kept"
+
+
+def test_influence_is_measured_over_the_corpus(recipe: Make, teacher: Path, token_corpus: Path) -> None:
+    corpus = Corpus.open(token_corpus)
+    made = of(recipe, teacher, drop=2, by="influence", calibrate=1024)
+    student = build_student(made, corpus)
+    assert student.architecture.layers == read_student(made).architecture.layers == 2
+    rows = torch.from_numpy(corpus.stream("train").read(0, 1024)).view(-1, 64)
+    found = fathomlm.measure_activations(str(teacher), rows, moments=False)
+    expected = fathomlm.convert(str(teacher), drop=2, activations=found)
+    assert torch.equal(student.decoder.layers[1].mlp.up.weight, expected.decoder.layers[1].mlp.up.weight)
+
+
+def test_tied_and_relaxed_by_activations(recipe: Make, teacher: Path, token_corpus: Path) -> None:
+    made = of(recipe, teacher, recursions=2, sharing="cycle", relax="lora", rank=4, relax_init="aware", calibrate="1k")
+    student = build_student(made, Corpus.open(token_corpus))
+    plain = build_student(
+        of(recipe, teacher, recursions=2, sharing="cycle", relax="lora", rank=4), Corpus.open(token_corpus)
+    )
+    name = "deltas.3.linears.down.b"
+    assert not torch.equal(student.decoder.get_parameter(name), plain.decoder.get_parameter(name))
+
+
+@pytest.mark.parametrize(
+    ("model", "says"),
+    [
+        ({"by": "last"}, r"it requires model\.drop"),
+        ({"drop": 1, "by": "influence"}, r"model\.by: influence requires model\.calibrate"),
+        ({"drop": 1, "by": "lst"}, "did you mean 'last'"),
+        ({"calibrate": 1024}, r"model\.calibrate requires model\.drop"),
+        ({"recursions": 2, "init": "aligned"}, r"model\.init: aligned requires model\.calibrate"),
+        ({"drop": 4}, "drop must be between 0 and 3"),
+    ],
+)
+def test_refusals_come_with_the_dry_run(recipe: Make, teacher: Path, model: dict[str, Any], says: str) -> None:
+    with pytest.raises(OptionError, match=says):
+        read_student(of(recipe, teacher, **model))
+
+
+def test_too_little_to_calibrate_on(recipe: Make, teacher: Path, token_corpus: Path) -> None:
+    with pytest.raises(OptionError, match=r"model\.calibrate must be >= 64"):
+        build_student(of(recipe, teacher, drop=1, calibrate=10), Corpus.open(token_corpus))
