@@ -74,8 +74,8 @@ def convert(
     """A recursive model made from a plain one, given as a loaded model or as any source that `load` takes.
 
     `drop` leaves out so many layers first, `by` influence, stepwise or last; nothing is tied then unless `sharing` or
-    `recursions` say so. `activations` are what `measure_activations` found of the same model; inits then default to those
-    that use them (aligned or influence, and aware). `budget` gives lora and dora the ranks that restore most where the
+    `recursions` say so. `activations` are what `measure_activations` found of the same model; inits then default to
+    influence where they would to stepwise, and to aware. `budget` gives lora and dora the ranks that restore most where the
     whole result has at most this part of the model's bytes, in the same number format.
 
     `init` defaults to what the thesis found best: average under lora or dora, stepwise otherwise. `rank` is a number for
@@ -212,8 +212,7 @@ class _Start:
         activations: Activations | None,
     ) -> _Start:
         method = RelaxationKind() if relaxation is None else relaxation.method
-        known_best = {"average": "aligned", "stepwise": "influence"}[method.init] if activations else method.init
-        init = init or known_best
+        init = init or ("influence" if activations and method.init == "stepwise" else method.init)
         if relax_init is not None and not method.relax_inits:
             kinds = " or ".join(name for name, kind in RELAXATIONS.items() if kind.relax_inits)
             raise OptionError(f"relax-init requires a {kinds} relaxation")

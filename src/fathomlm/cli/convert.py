@@ -28,7 +28,7 @@ class InitOptions:
         None,
         choices=INITS,
         help="of tied layers",
-        default_text="average with lora and dora, stepwise otherwise; with --calibrate aligned and influence",
+        default_text="average with lora and dora, otherwise stepwise, or influence with --calibrate",
     )
     norm_init: str | None = option(
         None,
