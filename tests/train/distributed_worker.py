@@ -1,6 +1,6 @@
 """One of the two ranks that test_distributed.py launches.
 
-Starting torch costs seconds, so one launch does all jobs of a list, in order, and leaves what each gave in a file.
+One launch does all jobs of a list, in order, and leaves what each gave in a file.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import math
 import os
 import shutil
 import signal
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -186,7 +185,8 @@ def layout(world: World, rows: int) -> dict[str, Any]:
 JOBS = {f.__name__: f for f in (train, traffic, step_traffic, gradient_memory, layout)}
 
 
-def main(path: Path) -> None:
+def main(jobs: str) -> None:
+    path = Path(jobs)
     torch.set_num_threads(1)
     with join("cpu") as world:
         results = {}
@@ -194,7 +194,3 @@ def main(path: Path) -> None:
             results[name] = JOBS[job.pop("do")](world, **job)
             world.wait()
     path.with_name(f"rank-{world.rank}.json").write_text(json.dumps(results))
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))

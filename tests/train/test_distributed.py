@@ -7,9 +7,9 @@ import os
 import random
 import signal
 import socket
-import subprocess
-import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from forked import Forked
 from safetensors.torch import load_file
 
 import fathomlm
@@ -131,7 +132,8 @@ def bench(root: Path, one_thread: None) -> Bench:
     jobs["step"] = {"do": "step_traffic", "micro_batches": 3}
     jobs["gradients"] = {"do": "gradient_memory"}
     jobs |= {f"layout-{rows}": {"do": "layout", "rows": rows} for rows in (257, 1)}
-    ranks = launch(root, jobs)
+    (root / "jobs.json").write_text(json.dumps(jobs))
+    ranks = launch("from train.distributed_worker import main; main(sys.argv[1])", root / "jobs.json")
     for variant in VARIANTS.keys() - {"exit_heads"}:
         train(build_recipe(recipe(root, variant, f"{variant}-one")))
     train(build_recipe(recipe(root, "exits", "bf16-one", precision="bf16")))
@@ -165,33 +167,25 @@ def recipe(root: Path, variant: str, out: str, **changes: Any) -> dict[str, Any]
     return values
 
 
-def launch(root: Path, jobs: dict[str, dict[str, Any]]) -> list[subprocess.Popen[str]]:
+def launch(program: str, argument: Path) -> list[Forked]:
     """Two ranks with the variables that torchrun would set."""
-    (root / "jobs.json").write_text(json.dumps(jobs))
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, str(Path(__file__).with_name("distributed_worker.py")), str(root / "jobs.json")]
-    return [
-        subprocess.Popen(
-            command,
-            env={**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(2)
-    ]
+    shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    ranks = [{**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(2)]
+    return [Forked(f"import os, sys; os.environ.update({rank}); {program}", str(argument)) for rank in ranks]
 
 
-def finish(root: Path, ranks: list[subprocess.Popen[str]]) -> tuple[dict[str, Any], dict[str, Any]]:
-    try:
-        outputs = [rank.communicate(timeout=1500)[0] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    assert [rank.returncode for rank in ranks] == [0, 0], "\n".join(outputs)[-6000:]
+def communicate(ranks: list[Forked]) -> list[tuple[str, str]]:
+    """What each printed and said; all are read at once, or one would wait for another that waits to be read."""
+    with ThreadPoolExecutor(len(ranks)) as threads:
+        return list(threads.map(Forked.communicate, ranks))
+
+
+def finish(root: Path, ranks: list[Forked]) -> tuple[dict[str, Any], dict[str, Any]]:
+    outputs = communicate(ranks)
+    assert [rank.returncode for rank in ranks] == [0, 0], "\n".join(map("".join, outputs))[-6000:]
     first, second = (json.loads((root / f"rank-{i}.json").read_text()) for i in range(2))
     return first, second
 
@@ -355,41 +349,43 @@ def test_a_rank_that_cannot_write_stops_all_with_its_error_and_leaves_nothing(be
     assert not (bench.root / job / "last").exists()
 
 
-def test_torchrun_told_to_stop_saves_and_only_the_first_rank_speaks(bench):
-    """What a preempted job sees: SIGTERM to torchrun, which hands it to its ranks."""
-    out = bench.root / "preempted"
-    values = recipe(bench.root, "exits", "preempted", parallel="fsdp", budget={"steps": 100_000}, evaluate={"every": 0})
-    path = bench.root / "preempted.yaml"
-    path.write_text(yaml.safe_dump(values))
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    run = subprocess.Popen(
-        [*command, "-m", "fathomlm", "train", str(path)],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
+STOPPED = "from fathomlm.cli.main import main; sys.exit(main(['train', sys.argv[1]]))"
+
+
+@pytest.mark.parametrize("launcher", ["ranks", pytest.param("torchrun", marks=pytest.mark.slow)])
+def test_ranks_told_to_stop_save_and_only_the_first_speaks(root, launcher):
+    """What a preempted job sees: SIGTERM to torchrun, which hands it to its ranks; or to the ranks themselves, which starts
+    in a fraction of the time."""
+    out, path = root / f"preempted-{launcher}", root / f"preempted-{launcher}.yaml"
+    path.write_text(
+        yaml.safe_dump(recipe(root, "exits", out.name, parallel="fsdp", budget={"steps": 100_000}, evaluate={"every": 0}))
     )
-    try:
-        wait_for(lambda: (out / "metrics.jsonl").exists() and len(read_records(out / "metrics.jsonl")) > 2, run)
-        run.send_signal(signal.SIGTERM)
-        _, said = run.communicate(timeout=1500)
-    finally:
-        run.kill()
-    lines = said.splitlines()
-    steps = [line for line in lines if line.startswith("step 1:")]
-    stops = [line for line in lines if line.startswith("fathomlm: ")]
-    assert len(steps) == 1, said
+    with ExitStack() as running:
+        if launcher == "torchrun":
+            arguments = ["--standalone", "--nproc-per-node", "2", "-m", "fathomlm", "train", str(path)]
+            runs = [Forked("from torch.distributed.run import main; main()", *arguments)]
+        else:
+            runs = launch(STOPPED, path)
+        for run in runs:
+            running.callback(run.close)
+        wait_for(lambda: (out / "metrics.jsonl").exists() and len(read_records(out / "metrics.jsonl")) > 2, runs)
+        for run in runs:
+            run.send_signal(signal.SIGTERM)
+        lines = "".join(said for _, said in communicate(runs)).splitlines()
+    assert launcher == "torchrun" or [run.returncode for run in runs] == [2, 2]
+    assert len([line for line in lines if line.startswith("step 1:")]) == 1, lines
     last = int((out / "last").resolve().name.removeprefix("step-"))
-    assert stops == [f"fathomlm: stopped at step {last:,} of 100,000, saved; --resume goes on"], said
+    stops = [line for line in lines if line.startswith("fathomlm: ")]
+    assert stops == [f"fathomlm: stopped at step {last:,} of 100,000, saved; --resume goes on"], lines
     trained = [record["step"] for record in read_records(out / "metrics.jsonl") if record["kind"] == "train"]
     assert trained == list(range(1, last + 1))
     assert [path.name for path in (out / "checkpoints").iterdir()] == [f"step-{last:08d}"]
 
 
-def wait_for(there: Any, process: subprocess.Popen[str], seconds: float = 1500) -> None:
+def wait_for(there: Any, runs: list[Forked], seconds: float = 1500) -> None:
     end = time.monotonic() + seconds
     while not there():
-        assert process.poll() is None, process.communicate()
+        assert all(run.poll() is None for run in runs), communicate(runs)
         assert time.monotonic() < end, "the run did not start in time"
         time.sleep(0.05)
 
