@@ -21,7 +21,7 @@ from pairwise import in_turn
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-NEW = 10
+NEW = 8
 MANY = [*PROMPTS, [8, 1, 1, 70], [44, 12], [5, 9, 33, 7, 81, 2, 64, 13, 50, 20, 6], [91]]
 SMALL: dict[str, Any] = {"page_size": 4, "batch_size": 3, "prefill_chunk": 5, "max_length": 48}
 SERVED = [name for name in MODELS if name != "prefix"]
@@ -32,8 +32,13 @@ def many(model: FathomForCausalLM) -> list[list[int]]:
 
 
 def expected(model: FathomForCausalLM, **options: Any) -> list[tuple[Any, ...]]:
-    results = [generate(model, [prompt], max_new_tokens=NEW, **options)[0] for prompt in many(model)]
+    """Of one batch, of which tests/decode shows that each row is what it would be alone."""
+    results = generate(model, many(model), max_new_tokens=NEW, **options)
     return [(result.tokens, result.depths, result.finish) for result in results]
+
+
+def tokens_of(model: FathomForCausalLM, **options: Any) -> list[tuple[int, ...]]:
+    return [tokens for tokens, _, _ in expected(model, **options)]
 
 
 def found(model: FathomForCausalLM, engine: Engine) -> list[tuple[Any, ...]]:
@@ -100,10 +105,9 @@ def test_depth_controls_of_a_routed_model() -> None:
             Request(id=i, prompt=tuple(prompt), sampling=Sampling(max_new_tokens=NEW), max_depth=depths[i % len(depths)])
             for i, prompt in enumerate(many(model))
         ]
-        for request, result in zip(requests, engine.run(requests), strict=True):
-            control = DepthControl(max_depth=request.max_depth)
-            wanted = generate(model, [list(request.prompt)], max_new_tokens=NEW, control=control)[0]
-            assert (result.tokens, result.depths) == (wanted.tokens, wanted.depths)
+        wanted = {depth: expected(model, control=DepthControl(max_depth=depth)) for depth in depths}
+        for i, (request, result) in enumerate(zip(requests, engine.run(requests), strict=True)):
+            assert (result.tokens, result.depths) == wanted[request.max_depth][i][:2]
 
 
 LEAVING = [name for name in SERVED if name != "gemma3"]
@@ -113,25 +117,25 @@ SIZES: tuple[dict[str, int], ...] = ({}, {"batch_size": 16}, {"shallows": 3}, {"
 @pytest.mark.parametrize("mode", ["parallel", "state-copy"])
 @pytest.mark.parametrize("name", LEAVING)
 def test_tokens_that_leave_early(name: str, mode: str) -> None:
-    """Each mode with half the sizes, the other mode with the other half: the next model has them the other way round."""
+    """Each mode of a model with another size, and with every size among the models."""
     model = build(name)
     setting = exiting(name, mode, threshold=mixing_threshold(name))
-    wanted = [generate(model, [prompt], max_new_tokens=NEW, exiting=setting)[0] for prompt in many(model)]
+    wanted = generate(model, many(model), max_new_tokens=NEW, exiting=setting)
     assert len({layer for result in wanted for layer in result.exit_layers or ()}) > 1
     # Text that is put aside is read again exactly, which is not what state copying left: here it needs all its memory.
     enough = {} if mode == "parallel" else {"memory": 10**6}
-    for sizes in SIZES[(LEAVING.index(name) + (mode == "parallel")) % 2 :: 2]:
-        engine = Engine(model, exiting=setting, **(SMALL | sizes | enough))
-        results = engine.generate(many(model), max_new_tokens=NEW)
-        assert [(r.tokens, r.depths) for r in results] == [(w.tokens, w.exit_layers) for w in wanted]
-        _nothing_is_left(engine)
+    sizes = SIZES[(LEAVING.index(name) + 2 * (mode == "parallel")) % len(SIZES)]
+    engine = Engine(model, exiting=setting, **(SMALL | sizes | enough))
+    results = engine.generate(many(model), max_new_tokens=NEW)
+    assert [(r.tokens, r.depths) for r in results] == [(w.tokens, w.exit_layers) for w in wanted]
+    _nothing_is_left(engine)
 
 
 def test_a_full_stack_is_flushed() -> None:
     model = build("vanilla")
     for stack in (1, 2, 5):
         setting = exiting("vanilla", "parallel", threshold=0.0, max_stack=stack)
-        wanted = [generate(model, [prompt], max_new_tokens=NEW, exiting=setting)[0].tokens for prompt in many(model)]
+        wanted = tokens_of(model, exiting=setting)
         engine = Engine(model, exiting=setting, **(SMALL | {"batch_size": 5}))
         assert [result.tokens for result in engine.generate(many(model), max_new_tokens=NEW)] == wanted
 
@@ -143,9 +147,7 @@ def test_thresholds_0_and_1_are_the_shallow_and_the_whole_model() -> None:
     assert whole == [tokens for tokens, _, _ in expected(model)]
     engine = Engine(model, exiting=exiting("vanilla", "parallel", threshold=0.0), **SMALL)
     shallow = engine.generate(many(model), max_new_tokens=NEW)
-    static = exiting("vanilla", "static")
-    wanted = [generate(model, [prompt], max_new_tokens=NEW, exiting=static)[0].tokens for prompt in many(model)]
-    assert [result.tokens for result in shallow] == wanted
+    assert [result.tokens for result in shallow] == tokens_of(model, exiting=exiting("vanilla", "static"))
     assert {layer for result in shallow for layer in result.depths or ()} == {exit_layer("vanilla")}
 
 
@@ -158,14 +160,9 @@ def test_a_pool_so_small_that_texts_are_put_aside(kind: str) -> None:
         setting = exiting("vanilla", "parallel", threshold=mixing_threshold("vanilla")) if kind == "exits" else None
     small = SMALL | {"max_length": 24}
     needed = Engine(model, exiting=setting, **small).runner.pages.bytes
-    wanted = expected(model) if setting is None else None
     engine = Engine(model, exiting=setting, memory=int(needed * 0.8), **small)
     results = engine.generate(many(model), max_new_tokens=NEW)
-    if wanted is None:
-        wanted_tokens = [generate(model, [p], max_new_tokens=NEW, exiting=setting)[0].tokens for p in many(model)]
-    else:
-        wanted_tokens = [tokens for tokens, _, _ in wanted]
-    assert [result.tokens for result in results] == wanted_tokens
+    assert [result.tokens for result in results] == tokens_of(model, exiting=setting)
     assert engine.counters().preemptions > 0
     assert sum(result.preemptions for result in results) == engine.counters().preemptions
     _nothing_is_left(engine)
@@ -177,7 +174,7 @@ def test_a_prefix_that_is_known_is_not_read_again(kind: str) -> None:
     vocab = model.architecture.vocab
     shared = [(7 * i + 3) % vocab for i in range(13)]
     prompts = [[*shared, 5], [*shared, 9, 9], [*shared[:8], 1], [*shared, 5]]
-    wanted = [generate(model, [prompt], max_new_tokens=NEW)[0].tokens for prompt in prompts]
+    wanted = [result.tokens for result in generate(model, prompts, max_new_tokens=NEW)]
     for caching in (True, False):
         engine = Engine(model, prefix_caching=caching, **SMALL)
         tokens = [engine.generate([prompt], max_new_tokens=NEW)[0].tokens for prompt in prompts]
@@ -190,7 +187,7 @@ def test_prompts_that_come_together_are_read_in_one_pass(kind: str, monkeypatch:
     model = model_of(routed()) if kind == "routed" else build("vanilla")
     setting = exiting("vanilla", "parallel", threshold=mixing_threshold("vanilla")) if kind == "exits" else None
     options = {} if setting is None else {"exiting": setting}
-    wanted = [generate(model, [prompt], max_new_tokens=NEW, **options)[0].tokens for prompt in many(model)]
+    wanted = tokens_of(model, **options)
     sizes = SMALL | {"batch_size": len(MANY), "memory": 10**6, "prefix_caching": False}
     for chunk in (5, 1000):
         engine = Engine(model, **options, **(sizes | {"prefill_chunk": chunk}))

@@ -143,7 +143,7 @@ SAMPLINGS: tuple[dict[str, Any], ...] = (
 
 def asked() -> list[Request]:
     """Every way of choosing in one batch."""
-    samplings = [Sampling(max_new_tokens=NEW, **fields) for fields in SAMPLINGS]
+    samplings = [Sampling(max_new_tokens=8, **fields) for fields in SAMPLINGS]
     prompts = [tuple(prompt) for prompt in MANY[:2]]
     return [
         Request(id=i, prompt=prompt, sampling=sampling) for i, (prompt, sampling) in enumerate(product(prompts, samplings))

@@ -262,7 +262,7 @@ def live(kind: str, sizes: dict[str, Any], history: list[Ask]) -> Counter[str]:
 @pytest.mark.parametrize("kind", PLANS)
 def test_any_history(kind: str) -> None:
     @settings(
-        max_examples=9,
+        max_examples=6,
         deadline=None,
         derandomize=True,
         report_multiple_bugs=False,
@@ -295,7 +295,7 @@ def test_crowds(kind: str) -> None:
                 patience=random.choice((None, None, None, 4)),
                 threshold=random.choice((None, None, 0.0)) if leaving(kind) is not None else None,
             )
-            for _ in range(10)
+            for _ in range(8)
         ]
         happened += live(kind, sizes, history)
     assert {"eos", "length", "cancelled", "preempted", "prefixes"} <= set(happened)
