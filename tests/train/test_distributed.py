@@ -19,7 +19,6 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from forked import Forked
 from safetensors.torch import load_file
 
 import fathomlm
@@ -29,6 +28,7 @@ from fathomlm.train.distributed import COMFORT, World, choose_parallel, join
 from fathomlm.train.reading import build_recipe
 from fathomlm.train.report import SilentWatcher, read_records
 from fathomlm.train.run import train
+from forked import Forked
 
 STEPS, STOP = 4, 2
 SHAPE = {"layers": 4, "hidden": 24, "intermediate": 36, "heads": 2, "kv_heads": 1}
