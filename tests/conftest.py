@@ -45,6 +45,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.quick)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _no_fsync() -> Iterator[None]:
+    """No test cuts the power, and what is asked of the disk otherwise is tested in faults/ with a disk of its own: nothing
+    here waits for the real one."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", lambda handle: None)
+        yield
+
+
 CHAT_TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -151,6 +160,21 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture
+def coarse_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Figures are drawn whole, but in few pixels and without making room for each part, which takes most of a second. For
+    tests that do not look at the picture."""
+    from matplotlib.figure import Figure
+
+    save = Figure.savefig
+
+    def coarse(self: Any, *given: Any, **more: Any) -> None:
+        self.set_layout_engine("none")
+        save(self, *given, **{**more, "dpi": 20})
+
+    monkeypatch.setattr(Figure, "savefig", coarse)
 
 
 @pytest.fixture

@@ -7,6 +7,11 @@ import pytest
 from fathomlm.cli.main import main
 
 
+@pytest.fixture(autouse=True)
+def _coarse(coarse_figures: None) -> None:
+    """What the pictures show is tested in tests/lab."""
+
+
 @pytest.fixture
 def mistake_of(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
     """Run `fathomlm VERB ...`, which must fail in one line on standard error, and give back that line."""

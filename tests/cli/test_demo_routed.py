@@ -34,6 +34,13 @@ def no_terminal(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
 
 
+@pytest.fixture(autouse=True)
+def short_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Speeds of a few tokens: no test is about how fast this machine is."""
+    monkeypatch.setattr(demo_routed, "ROUNDS", 3)
+    monkeypatch.setattr(demo_routed, "TIMED", 4)
+
+
 @pytest.fixture
 def results(packaged: str) -> list[Generation]:
     """What the reference decoder says to the same prompts."""

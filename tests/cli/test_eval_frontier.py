@@ -53,7 +53,7 @@ def test_thresholds_of_two_models(looped: str, plain: str, data: str, tmp_path: 
     reference = record["curves"][0]["points"][2]
     assert reference["relative_latency"] == reference["relative_flops"] == 1.0
     assert json.loads((out / "frontier.json").read_text())["curves"] == record["curves"]
-    assert (out / "frontier.png").stat().st_size > 10_000
+    assert (out / "frontier.png").stat().st_size > 1_000
 
 
 def test_calm_is_swept_to_the_smallest_threshold_that_keeps_the_quality(

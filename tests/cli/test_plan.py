@@ -46,7 +46,7 @@ def test_memory_and_sizes_together(tmp_path: Path, capsys: Any) -> None:
     (fit,) = record["fits"]
     assert fit["inside"] is True
     assert fit["sizes"][0] < fit["best_parameters"] < fit["sizes"][-1]
-    assert out.stat().st_size > 10_000
+    assert out.stat().st_size > 1_000
     assert main(["plan", *words]) == 0
     printed = capsys.readouterr().out
     assert "what fits 24 GB" in printed.replace("\n", " ")

@@ -40,7 +40,7 @@ def test_turn_by_turn_it_is_the_slow_session(name: str, mode: str) -> None:
     model = build(name)
     fast, slow = CapturedSession(model, setting(name, mode)), Session(model, exiting=setting(name, mode))
     for prompt in TURNS:
-        ours, theirs = (each.generate(prompt, max_new_tokens=20) for each in (fast, slow))
+        ours, theirs = (each.generate(prompt, max_new_tokens=12) for each in (fast, slow))
         assert plain(ours) == plain(theirs)
         assert ours.decode_seconds > 0
         fast.reset()
@@ -50,7 +50,7 @@ def test_without_exits_it_is_full_decoding() -> None:
     model = build("vanilla")
     fast, slow = CapturedSession(model), Session(model)
     for prompt in TURNS:
-        assert plain(fast.generate(prompt, max_new_tokens=20)) == plain(slow.generate(prompt, max_new_tokens=20))
+        assert plain(fast.generate(prompt, max_new_tokens=12)) == plain(slow.generate(prompt, max_new_tokens=12))
 
 
 def test_room_grows_with_the_conversation(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -97,7 +97,7 @@ def test_an_adaptive_threshold_learns_from_turn_to_turn() -> None:
     for kind in (CapturedSession, Session):
         estimator = ThresholdEstimator(ThresholdOptions(rule="thesis", calibrating_sequences=2))
         session = kind(model, exiting=exiting("vanilla", "parallel", threshold=estimator))
-        said = [session.generate(prompt, max_new_tokens=20).exits for prompt in TURNS]
+        said = [session.generate(prompt, max_new_tokens=12).exits for prompt in TURNS]
         states.append([one.threshold for one in said if one is not None] + [estimator.threshold])
     assert states[0] == pytest.approx(states[1])
     assert len(set(states[0])) > 1, "it learnt something"

@@ -45,7 +45,7 @@ TINY = Architecture(
     tied_embeddings=False,
 )  # fmt: skip
 FILTERS: dict[str, Any] = {"temperature": 1.2, "top_k": 4, "top_p": 0.95, "min_p": 0.05, "repetition_penalty": 1.3}
-ROWS, LENGTH, START = 800, 3, [2]
+ROWS, LENGTH, START = 500, 3, [2]
 
 
 @pytest.fixture(scope="module")

@@ -111,9 +111,9 @@ def test_state_copy_takes_the_first_exit_that_is_sure(name: str) -> None:
     layers: set[int] = set()
     for where in ({"min_exit_layer": 2}, {"exit_layers": (1, 2, 4)}):
         setting = Exiting(mode="state-copy", threshold=threshold, **where)  # type: ignore[arg-type]
-        got = generate(build(name), PROMPTS, max_new_tokens=NEW, exiting=setting)
+        got = generate(build(name), PROMPTS, max_new_tokens=12, exiting=setting)
         for prompt, result in zip(PROMPTS, got, strict=True):
-            assert (list(result.tokens), list(result.exit_layers or ())) == naive(build(name), prompt, setting)
+            assert (list(result.tokens), list(result.exit_layers or ())) == naive(build(name), prompt, setting, 12)
             layers.update(result.exit_layers or ())
     assert len(layers) > 3, "several exits are used"
 
@@ -312,7 +312,7 @@ def test_an_interrupted_session_is_still_right(mode: str, stop_at: int) -> None:
     hooks = [layer.mlp.register_forward_pre_hook(interrupt) for layer in model.decoder.layers]
     try:
         with pytest.raises(KeyboardInterrupt):
-            session.generate(PROMPTS[0], max_new_tokens=NEW)
+            session.generate(PROMPTS[0], max_new_tokens=12)
     finally:
         for hook in hooks:
             hook.remove()

@@ -180,7 +180,7 @@ def test_an_interrupted_session_is_still_right(mode: str, stop_at: int) -> None:
     hooks = [block.mlp.register_forward_pre_hook(interrupt) for block in blocks]  # type: ignore[union-attr]
     try:
         with pytest.raises(KeyboardInterrupt):
-            session.generate(PROMPTS[0], max_new_tokens=NEW)
+            session.generate(PROMPTS[0], max_new_tokens=12)
     finally:
         for hook in hooks:
             hook.remove()

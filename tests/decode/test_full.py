@@ -149,36 +149,36 @@ def test_rows_of_one_length_need_no_padding() -> None:
 
 @pytest.mark.parametrize("options", [{}, SAMPLED, {"repetition_penalty": 1.5}], ids=["greedy", "sampled", "penalty"])
 def test_a_batch_equals_singles(model: FathomForCausalLM, options: dict[str, Any]) -> None:
-    together = tokens(generate(model, PROMPTS, max_new_tokens=20, **options))
-    alone = [generate(model, [prompt], max_new_tokens=20, **options)[0].tokens for prompt in PROMPTS]
+    together = tokens(generate(model, PROMPTS, max_new_tokens=10, **options))
+    alone = [generate(model, [prompt], max_new_tokens=10, **options)[0].tokens for prompt in PROMPTS]
     assert together == alone
     assert len(set(together)) > 1
 
 
-def hub_generate(model: FathomForCausalLM, prompts: list[list[int]], **options: Any) -> list[tuple[int, ...]]:
+def hub_generate(model: FathomForCausalLM, prompts: list[list[int]], new: int = 10, **options: Any) -> list[tuple[int, ...]]:
     """transformers' own loop over the same model, with left padding."""
     longest = max(map(len, prompts))
     ids = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in prompts])
     mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts])
-    out = model.generate(ids, attention_mask=mask, max_new_tokens=20, pad_token_id=0, **options)
+    out = model.generate(ids, attention_mask=mask, max_new_tokens=new, pad_token_id=0, **options)
     return [tuple(row) for row in out[:, longest:].tolist()]
 
 
 def test_greedy_equals_transformers(model: FathomForCausalLM) -> None:
-    assert tokens(generate(model, PROMPTS, max_new_tokens=20)) == hub_generate(model, PROMPTS, do_sample=False)
+    assert tokens(generate(model, PROMPTS, max_new_tokens=10)) == hub_generate(model, PROMPTS, do_sample=False)
 
 
 def test_penalised_greedy_equals_transformers(model: FathomForCausalLM) -> None:
-    expected = hub_generate(model, PROMPTS[:1], do_sample=False, repetition_penalty=1.5)
+    expected = hub_generate(model, PROMPTS[:1], 20, do_sample=False, repetition_penalty=1.5)
     assert tokens(generate(model, PROMPTS[:1], max_new_tokens=20, repetition_penalty=1.5)) == expected
-    assert expected != hub_generate(model, PROMPTS[:1], do_sample=False)
+    assert expected != hub_generate(model, PROMPTS[:1], 20, do_sample=False)
 
 
 def test_sampling_equals_transformers_from_the_same_seed(model: FathomForCausalLM) -> None:
     options = {key: value for key, value in SAMPLED.items() if key != "seed"}
     torch.manual_seed(SAMPLED["seed"])
     expected = hub_generate(model, PROMPTS[:1], do_sample=True, **options)
-    assert tokens(generate(model, PROMPTS[:1], max_new_tokens=20, **SAMPLED)) == expected
+    assert tokens(generate(model, PROMPTS[:1], max_new_tokens=10, **SAMPLED)) == expected
     assert expected != hub_generate(model, PROMPTS[:1], do_sample=False)
 
 

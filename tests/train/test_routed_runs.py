@@ -26,12 +26,12 @@ from fathomlm.train.run import Run, World, train
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 CPU = World(0, 1, torch.device("cpu"))
-STEPS, STOP = 20, 7
+STEPS, STOP = 14, 5
 SHAPE = {"layers": 5, "hidden": 32, "intermediate": 48, "heads": 4, "kv_heads": 2, "context": 64}
 RUNS: dict[str, dict[str, Any]] = {
     "expert": {"model": {"router": {}}},
     "expert, share": {"model": {"router": {}, "kv": "share"}},
-    "expert, hybrid, warm-up": {"model": {"router": {}, "kv": "hybrid"}, "loss": {"routing": {"capacity_warmup": 12}}},
+    "expert, hybrid, warm-up": {"model": {"router": {}, "kv": "hybrid"}, "loss": {"routing": {"capacity_warmup": 8}}},
     "aux router": {"model": {"router": {"sampling": "aux_router"}}, "loss": {"routing": {"aux_lr": 0.5}}},
     "random": {"model": {"router": {"random": True}}},
     "capacity": {"model": {"router": {"capacity": [1.0, 0.5, 0.25], "score": "tanh", "network": "mlp"}}},
@@ -223,12 +223,12 @@ def test_the_causal_rule_learns_to_say_what_the_top_k_say(seed: int, tmp_path: P
     larger run of it), the routers decide without the future as they decide with it, and nothing is lost by that."""
     held = ("packaged:docs/generation.md",)
     prepare(PrepareOptions(sources=("packaged:docs",), validation_from=held, out=tmp_path / "corpus", tokenizer="bytes"))
-    shape = {"layers": 5, "hidden": 64, "intermediate": 160, "heads": 4, "kv_heads": 2, "vocab": 257, "context": 256}
+    shape = {"layers": 5, "hidden": 64, "intermediate": 160, "heads": 4, "kv_heads": 2, "vocab": 257, "context": 128}
     values = {
         "out": str(tmp_path / "run"),
         "seed": seed,
         "model": {"architecture": shape, "sharing": "middle-cycle", "recursions": 3, "router": {}, "init_std": 0.06},
-        "data": {"path": str(tmp_path / "corpus"), "context": 256},
+        "data": {"path": str(tmp_path / "corpus"), "context": 128},
         "budget": {"steps": 120},
         "batch": {"sequences": 4},
         "optimizer": {"lr": 4e-3},

@@ -56,18 +56,18 @@ def losses(directory):
 
 @pytest.mark.parametrize("name", LOSSES)
 def test_a_batch_may_be_split_into_any_micro_batches(name, recipe, teacher, pair_corpus, tmp_path, weights_of):
-    """A large eps keeps Adam's first steps from turning rounding into a sign."""
+    """A large eps keeps Adam's first steps from turning rounding into a sign. Rows one by one and by twos, in turn."""
     changes = placed(LOSSES[name], {"TEACHER": str(teacher), "PAIRS": str(pair_corpus)})
     changes = {"optimizer": {"eps": 0.01}, "budget": {"steps": 2}, **changes}
     found = {}
-    for micro in (1, 2, 4):
+    split = 1 + list(LOSSES).index(name) % 2
+    for micro in (split, 4):
         out = tmp_path / str(micro)
         train(recipe(**changes, out=str(out), batch={"micro": micro}))
         found[micro] = (losses(out), weights_of(out / "last"))
-    for micro in (1, 2):
-        assert found[micro][0] == pytest.approx(found[4][0], rel=1e-5)
-        for key, value in found[4][1].items():
-            torch.testing.assert_close(found[micro][1][key], value, rtol=1e-4, atol=1e-5)
+    assert found[split][0] == pytest.approx(found[4][0], rel=1e-5)
+    for key, value in found[4][1].items():
+        torch.testing.assert_close(found[split][1][key], value, rtol=1e-4, atol=1e-5)
     assert found[4][0][0] != found[4][0][1]
 
 

@@ -12,6 +12,9 @@ from fathomlm.errors import OptionError, OutputError
 from fathomlm.lab.analyze.runs import points, read_runs, smooth, summarise, training_loss
 from fathomlm.lab.analyze.runs_report import _Panel, _unit, _x, plot, table_of
 from fathomlm.lab.drawing import PlotOptions
+from pairwise import in_turn
+
+METRICS = ("loss", "validation", "exits", "lr", "tokens_per_s", "grad_norm")
 
 
 def write_run(directory: Path, losses: list[float], *, exits: dict[str, float] | None = None, tail: str = "") -> Path:
@@ -101,8 +104,10 @@ def test_the_picture_says_what_it_shows(tmp_path, monkeypatch):
     assert "a-run-with-a-na…ny-legend-bears" in text
 
 
-@pytest.mark.parametrize("metric", ["loss", "validation", "exits", "lr", "tokens_per_s", "grad_norm"])
-@pytest.mark.parametrize("x", ["tokens", "steps", "time", "flops"])
+@pytest.mark.parametrize(
+    ("metric", "x"), [*in_turn(METRICS, ("tokens", "steps"), 0), *in_turn(METRICS, ("time", "flops"), 0)]
+)
+@pytest.mark.usefixtures("coarse_figures")
 def test_every_metric_over_every_axis(tmp_path, metric, x):
     runs = read_runs([write_run(tmp_path / "a", [5.0, 4.0, 3.0], exits={"3": 4.5})])
     plot(runs, tmp_path / "curves.svg", PlotOptions(x=x, metric=metric, logy=True, smooth=0.0))
