@@ -4,6 +4,10 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c constraints.txt
 
+# Compiled files are kept, whatever the environment says: each worker and each program that a test starts would compile
+# all sources and tests anew (some 20 s of CPU time a worker).
+export PYTHONDONTWRITEBYTECODE :=
+
 .PHONY: help demo serve quick test test-slow lint format clean
 
 help: ## Show this list
