@@ -197,6 +197,9 @@ def test_penalties_change_the_text(server: Running) -> None:
     assert penalised.count(plain[0]) < plain.count(plain[0])
 
 
+CALL: dict[str, Any] = {"id": "c", "type": "function", "function": {"name": "a", "arguments": "{}"}}
+HALF = {"role": "assistant", "tool_calls": [CALL | {"function": {"name": "a", "arguments": "{"}}]}
+UNKNOWN = {"type": "json_schema", "json_schema": {"schema": {"type": "wat"}}}
 WRONG: list[tuple[str, dict[str, Any], str]] = [
     ("completions", {"temperature": 3}, "temperature"),
     ("completions", {"temperature": "hot"}, "temperature"),
@@ -224,13 +227,20 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     ("completions", {"fathom": {"threshold": 2}}, "fathom.threshold"),
     ("completions", {"fathom": {"mode": "full"}}, "fathom.mode"),
     ("completions", {"fathom": {"max_depth": 1}}, "fathom.max_depth"),  # it has no router
-    ("chat/completions", {"tools": [{"type": "function"}]}, "tools"),
+    ("chat/completions", {"tools": [{"type": "function"}]}, "tools[0].function"),
+    ("chat/completions", {"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name"),
+    ("chat/completions", {"tools": [{"type": "x", "function": {"name": "a"}}]}, "tools[0].type"),
     ("chat/completions", {"functions": [{}]}, "functions"),
     ("chat/completions", {"tool_choice": "required"}, "tool_choice"),
-    ("chat/completions", {"response_format": {"type": "json_object"}}, "response_format"),
+    ("chat/completions", {"response_format": {"type": "xml"}}, "response_format.type"),
+    ("chat/completions", {"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
+    ("chat/completions", {"response_format": UNKNOWN}, "response_format"),
+    ("chat/completions", {"response_format": {"type": "json_object"}, "ignore_eos": True}, "ignore_eos"),
     ("chat/completions", {"top_logprobs": 2}, "top_logprobs"),
     ("chat/completions", {"messages": []}, "messages"),
-    ("chat/completions", {"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role"),
+    ("chat/completions", {"messages": [{"role": "owner", "content": "x"}]}, "messages[0].role"),
+    ("chat/completions", {"messages": [{"role": "user", "content": "x", "tool_calls": [CALL]}]}, "messages[0].tool_calls"),
+    ("chat/completions", {"messages": [HALF]}, "messages[0].tool_calls[0].function.arguments"),
     ("chat/completions", {"messages": [{"role": "user"}]}, "messages[0].content"),
     ("chat/completions", {"messages": [{"role": "user", "content": [{"type": "x"}]}]}, "messages[0].content[0].type"),
     ("chat/completions", {"max_completion_tokens": 0}, "max_completion_tokens"),

@@ -64,15 +64,17 @@ def chat_prompt(
     *,
     special: bool = False,
     begins_reply: bool = True,
+    tools: Sequence[Mapping[str, Any]] | None = None,
 ) -> list[int]:
     """A conversation ({"role": ..., "content": ...}) in the model's own chat format, up to where the reply begins. `check`
     sees the text before it is tokenised, and may refuse it. Templates write special tokens themselves; `special` adds those
-    of the tokenizer. Without `begins_reply` the text ends with the last message."""
+    of the tokenizer. Without `begins_reply` the text ends with the last message. `tools` are functions that the template
+    describes."""
     tokenizer = _tokenizer(model)
     if tokenizer.chat_template is None:
         raise OptionError("this model has no chat template; use plain prompts")
     try:
-        text = render_chat(tokenizer, messages, add_generation_prompt=begins_reply)
+        text = render_chat(tokenizer, messages, add_generation_prompt=begins_reply, tools=tools)
     except Refused as error:
         raise OptionError(f"the model's chat template refused the conversation: {error}") from error
     check(text)

@@ -29,7 +29,7 @@ from fathomlm.decode.prompts import Prompt, encode_prompt
 from fathomlm.decode.sampling import Sampling
 from fathomlm.engine.engine import Engine, result_of
 from fathomlm.engine.options import RestartPolicy
-from fathomlm.engine.request import Event, Finished, Request, Result
+from fathomlm.engine.request import Constraint, Event, Finished, Request, Result
 from fathomlm.engine.restarts import Blueprint, RestartBudget, let_go
 from fathomlm.engine.sequence import Sequence
 from fathomlm.engine.status import Rate, Status, remaining, summed, zero
@@ -188,6 +188,7 @@ class AsyncEngine:
         presence_penalty: float = 0.0,
         frequency_penalty: float = 0.0,
         logit_bias: Mapping[int, float] | None = None,
+        constraint: Constraint | None = None,
         max_depth: int | None = None,
         exit_threshold: float | None = None,
         **options: Any,
@@ -202,6 +203,7 @@ class AsyncEngine:
             presence_penalty=presence_penalty,
             frequency_penalty=frequency_penalty,
             logit_bias=logit_bias or {},
+            constraint=constraint,
             max_depth=max_depth,
             exit_threshold=exit_threshold,
         )

@@ -19,7 +19,8 @@ from fathomlm.engine.schedule import Placement, PrefillChunk, SchedulerOutput
 from fathomlm.kernels.routed_rows import ENTER as ENTER  # stages that every program knows
 from fathomlm.kernels.routed_rows import IDLE as IDLE
 
-COLUMNS = ("token", "position", "stage", "since", "generated", "limit", "epoch", "max_depth", "ignores_end")
+COLUMNS = ("token", "position", "stage", "since", "generated", "limit", "epoch", "max_depth", "ignores_end", "held")
+"""`held`: behind each token the slot is idle until the host says what may come next (`EngineState.start`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +47,7 @@ class EngineState:
         self.token_S, self.position_S, self.stage_S = (columns[name] for name in ("token", "position", "stage"))
         self.since_S, self.generated_S, self.limit_S = (columns[name] for name in ("since", "generated", "limit"))
         self.epoch_S, self.max_depth_S, self.ignores_S = (columns[name] for name in ("epoch", "max_depth", "ignores_end"))
+        self.held_S = columns["held"]
         self.stage_S.fill_(IDLE)
         self.entries_ST = torch.zeros(slots + 1, tables, dtype=torch.int64, device=device)
         self.capacity_ST = torch.zeros(slots + 1, tables, dtype=torch.int64, device=device)
@@ -86,7 +88,7 @@ class EngineState:
         return PrefillBatch(*self.upload(np.stack((slots, flat, firsts + np.arange(total) - starts, starts))))
 
     def start(self, slots: Sequence[int]) -> None:
-        """Sequences that are prefilled begin to run."""
+        """Sequences that are prefilled begin to run, those that were held go on."""
         if slots:
             self._fill(self.stage_S, slots, ENTER)
 
@@ -98,7 +100,8 @@ class EngineState:
             generated, limit = len(sequence.tokens), sequence.max_new_tokens
             last = sequence.tokens[-1] if generated else sequence.prompt[-1]  # the first token to run
             fields = (last, sequence.length - 1, stage, since, generated, limit, placement.epoch)
-            rows.append((*fields, request.max_depth or self.max_depth, int(request.sampling.ignore_eos)))
+            ignores, held = request.sampling.ignore_eos, request.constraint is not None
+            rows.append((*fields, request.max_depth or self.max_depth, int(ignores), int(held)))
             self._arrivals += 1
         slots_K = self.upload([placement.slot for placement in placements])
         self.numbers_SC.index_copy_(0, slots_K, self.upload(rows))

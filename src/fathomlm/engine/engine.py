@@ -27,12 +27,12 @@ from fathomlm.engine.layout import Layout
 from fathomlm.engine.options import EngineOptions
 from fathomlm.engine.programs.base import AGREED, BAD, DRAFTED, ENDED, JUDGED, VALID, StepOutput
 from fathomlm.engine.programs.drafts import DraftProgram
-from fathomlm.engine.request import Event, Finished, Request, Result, TokenEvent, TokenLogprobs
+from fathomlm.engine.request import Event, Finished, Matcher, Request, Result, TokenEvent, TokenLogprobs
 from fathomlm.engine.runner import Runner
 from fathomlm.engine.schedule import PrefillChunk
 from fathomlm.engine.scheduler import Counters, Scheduler
 from fathomlm.engine.sequence import Sequence
-from fathomlm.errors import OptionError
+from fathomlm.errors import FathomError, OptionError
 from fathomlm.model.hub import FathomForCausalLM
 
 
@@ -88,6 +88,8 @@ class Engine:
         self._sequences: dict[int, Sequence] = {}
         self._in_slot: list[Sequence | None] = [None] * (sizes.max_sequences + 1)  # the last is for rows of no sequence
         self._in_flight: deque[int] = deque()
+        self._held: list[tuple[Sequence, int]] = []
+        """Sequences that wait to be told what may come next, and their epochs."""
         self._next_id = 0
         self.totals = Totals()
 
@@ -120,6 +122,9 @@ class Engine:
             confidences=[] if kind == "exits" else None,
             exact=0 if kind == "exits" else None,
         )
+        if request.constraint is not None:
+            sequence.matcher = request.constraint.begin()
+            sequence.allowed = sequence.matcher.allowed()
         if tokenizer is not None:
             sequence.stream = TextStream(tokenizer, stop=request.sampling.stop, context=request.prompt)
         self.scheduler.submit(sequence)
@@ -176,8 +181,12 @@ class Engine:
     # The loop.
 
     def step(self) -> None:
-        """Collect, schedule, prefill, start decode steps."""
-        behind = self.runner.sizes.lag * self.runner.sizes.burst
+        """Collect, schedule, prefill, start decode steps. A constrained sequence has one token for each time that the host
+        looks: where there are no others, that is after every step."""
+        placed = self.scheduler.placed
+        alone = bool(placed) and all(sequence.matcher is not None for sequence in placed)
+        burst = 1 if alone else self.runner.sizes.burst
+        behind = 0 if alone else self.runner.sizes.lag * burst
         while len(self._in_flight) > behind or (self._in_flight and not self._sequences):
             self._collect(self._in_flight.popleft())
         scheduled = self.scheduler.schedule()
@@ -186,12 +195,15 @@ class Engine:
             self._in_slot[slot] = None
         for placement in scheduled.placements:
             self._in_slot[placement.slot] = placement.sequence
+        if self._held:
+            self.runner.go_on([sequence for sequence, epoch in self._held if sequence.epoch == epoch])
+            self._held.clear()
         if scheduled.chunks:
             self._prefill(scheduled.chunks)
         running = sum(sequence.state == "running" for sequence in self.scheduler.placed)
         if running:
             drafts = self._drafting is None or self._decide(self._drafting, running, bool(scheduled.chunks))
-            for _ in range(self.runner.sizes.burst):
+            for _ in range(burst):
                 self._in_flight.append(self.runner.launch(drafts))
                 self.totals.decode_steps += 1
         elif self._in_flight:
@@ -280,6 +292,17 @@ class Engine:
             self._finish(sequence, Finished(reason="stop"))
         elif flags & ENDED:
             self._finish(sequence, Finished(reason="eos" if met else "length"))
+        elif sequence.matcher is not None:
+            self._hold(sequence, sequence.matcher, token)
+
+    def _hold(self, sequence: Sequence, matcher: Matcher, token: int) -> None:
+        try:
+            matcher.advance(token)
+            sequence.allowed = matcher.allowed()
+        except FathomError as error:
+            self._finish(sequence, Finished(reason="error", error=str(error)))
+        else:
+            self._held.append((sequence, sequence.epoch))
 
     def _entries(self, sequence: Sequence, depth: int) -> list[int]:
         """By table, with the token that has just run."""

@@ -7,13 +7,33 @@ import secrets
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, Protocol
 
 from fathomlm.decode.sampling import Sampling
 from fathomlm.errors import OptionError, is_int, is_number, require
 
 MAX_LOGPROBS = 20
 """The most alternatives whose log probabilities a request may ask for at each token."""
+
+
+class Matcher(Protocol):
+    """How far a completion has come in what it has to follow."""
+
+    def advance(self, token: int) -> None:
+        """The next token of the completion, which was allowed and does not end it. Raises `FathomError` where the rest
+        cannot be followed."""
+        ...
+
+    def allowed(self) -> bytes:
+        """A byte for each token of the vocabulary: 1 where it may come next, else 0. Raises `FathomError`."""
+        ...
+
+
+class Constraint(Protocol):
+    """What a completion has to follow, such as a JSON schema (`engine.grammar`)."""
+
+    def begin(self) -> Matcher: ...
+
 
 FinishReason = Literal["eos", "stop", "length", "cancelled", "error"]
 """The model's end token, a stop string, max_new_tokens; it was cancelled; it failed."""
@@ -34,6 +54,8 @@ class Request:
     """Taken from a token's score for each time that it is in the completion so far. The prompt does not count. -2 to 2."""
     logit_bias: Mapping[int, float] = field(default_factory=dict, hash=False)
     """By token: added to its score before it is chosen. -100 to 100, of which the ends all but forbid and demand it."""
+    constraint: Constraint | None = field(default=None, compare=False)
+    """What the completion has to follow: of the tokens that it does not allow none is chosen."""
     max_depth: int | None = None
     """No token runs deeper than this; None leaves depth to the model."""
     exit_threshold: float | None = None
@@ -55,6 +77,8 @@ class Request:
             value = getattr(self, name)
             require(is_number(value) and -2 <= value <= 2, name, "between -2 and 2 (0 is off)", value)
         object.__setattr__(self, "logit_bias", _biases(self.logit_bias))
+        ends = self.constraint is None or not self.sampling.ignore_eos
+        require(ends, "ignore_eos", "False where the completion is constrained", self.sampling.ignore_eos)
         depth = self.max_depth
         require(depth is None or (is_int(depth) and depth >= 1), "max_depth", "None or >= 1", depth)
         exits = self.exit_threshold
@@ -71,7 +95,7 @@ class Request:
     @property
     def biased(self) -> bool:
         """Whether something is added to its logits."""
-        return bool(self.logit_bias)
+        return bool(self.logit_bias) or self.constraint is not None
 
 
 def _token_ids(prompt: Sequence[int]) -> tuple[int, ...]:

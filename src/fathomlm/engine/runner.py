@@ -29,6 +29,7 @@ from fathomlm.engine.programs.routed import RoutedProgram, passes_for
 from fathomlm.engine.programs.whole import WholeProgram
 from fathomlm.engine.sampler import SamplerState
 from fathomlm.engine.schedule import PrefillChunk, SchedulerOutput
+from fathomlm.engine.sequence import Sequence as HeldSequence
 from fathomlm.errors import OptionError
 from fathomlm.model.decoder import Decoder
 from fathomlm.model.route import Routers
@@ -141,7 +142,8 @@ class Runner:
         for slot in scheduled.stops:
             self.sampler.clear(slot)
         for placement in scheduled.placements:
-            self.sampler.place(placement.slot, placement.sequence.request, placement.sequence.tokens)
+            sequence = placement.sequence
+            self.sampler.place(placement.slot, sequence.request, sequence.tokens, sequence.allowed)
         self.state.stop(scheduled.stops)
         for copy in scheduled.copies:
             self.pages.copy(copy)
@@ -149,6 +151,14 @@ class Runner:
         if scheduled.placements:
             threshold = None if self.exiting is None else self.exiting.threshold_now()
             self.program.place(scheduled.placements, 1.0 if threshold is None else threshold)
+
+    @torch.no_grad()
+    def go_on(self, held: Sequence[HeldSequence]) -> None:
+        """Sequences that wait to be told what may come next."""
+        for sequence in held:
+            assert sequence.slot is not None
+            self.sampler.set_bias(sequence.slot, sequence.request, sequence.allowed)
+        self.state.start([sequence.slot for sequence in held if sequence.slot is not None])
 
     @torch.no_grad()
     def prefill(self, chunks: Sequence[PrefillChunk], tokens: Sequence[Sequence[int]]) -> list[tuple[int, ...]]:

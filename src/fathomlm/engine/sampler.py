@@ -13,6 +13,7 @@ Shapes: N rows, V vocabulary, S slots (and one more, for rows that stand for not
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -93,8 +94,9 @@ class SamplerState:
         """Whether a request in its slot wants to know the likeliest tokens."""
         return self._needs["alternatives"] > 0
 
-    def place(self, slot: int, request: Request, generated: Sequence[int] = ()) -> None:
-        """Write one slot's settings. `generated` is what the request has said so far, where it was put aside."""
+    def place(self, slot: int, request: Request, generated: Sequence[int] = (), allowed: bytes | None = None) -> None:
+        """Write one slot's settings. `generated` is what the request has said so far, where it was put aside; `allowed` as
+        in `set_bias`."""
         assert 0 <= slot < self.scratch, f"slot {slot} of {self.scratch}"
         self.check(request)
         self.clear(slot)
@@ -108,7 +110,7 @@ class SamplerState:
         if request.penalised:
             self._recall(slot, request.prompt, generated)
         if request.biased:
-            self.set_bias(slot, request)
+            self.set_bias(slot, request, allowed)
         self._held[slot] = request
         self._needs.update(_needs(request))
 
@@ -122,13 +124,16 @@ class SamplerState:
             if request.biased:
                 self._bias_SV[slot].zero_()
 
-    def set_bias(self, slot: int, request: Request) -> None:
-        """What is added to a slot's logits from now on. There is room for it from the first request on that needs any."""
+    def set_bias(self, slot: int, request: Request, allowed: bytes | None = None) -> None:
+        """What is added to a slot's logits from now on, minus infinity where `allowed` has a 0 for a token. There is room
+        for it from the first request on that needs any."""
         if not len(self._bias_SV):
             self._bias_SV = torch.zeros(self.scratch + 1, self.vocab, device=self._device)
         row_V = torch.zeros(self.vocab)
         for token, value in request.logit_bias.items():
             row_V[token] = value
+        if allowed is not None:
+            row_V[torch.frombuffer(bytearray(allowed), dtype=torch.uint8) == 0] = -math.inf
         self._bias_SV[slot].copy_(row_V.pin_memory() if self._device.type == "cuda" else row_V, non_blocking=True)
 
     def bias(self, scores_NV: Tensor, slots_N: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from fathomlm.decode.text import TextStream
-from fathomlm.engine.request import Event, Request, Result, TokenLogprobs
+from fathomlm.engine.request import Event, Matcher, Request, Result, TokenLogprobs
 
 State = Literal["waiting", "prefilling", "running", "done"]
 
@@ -46,6 +46,10 @@ class Sequence:
     exact: int | None = None
     """Where tokens exit early: how many have their exact entries in every layer by now, those that are prefilled apart."""
     preemptions: int = 0
+    matcher: Matcher | None = None
+    """How far it has come in its constraint; None without one."""
+    allowed: bytes | None = None
+    """What the constraint allows as the next token that the host does not know."""
     stream: TextStream | None = None
     on_event: Callable[[Event], None] | None = None
     pieces: list[str] = field(default_factory=list)

@@ -42,6 +42,8 @@ MOST_NAME = 1024
 MOST_MESSAGES = 4096
 MOST_PARTS = 1024
 """Content parts of one message."""
+MOST_TOOLS = 128
+"""Functions of one request, and calls of one message."""
 MOST_PROMPTS = 4096
 """Prompts of one request; the server's `max_choices` is less by default."""
 MOST_TOKENS = 1 << 20
@@ -51,6 +53,7 @@ MOST_STOPS = 1024
 
 Count = Annotated[int, Field(ge=1, le=MOST_INT)]
 Name = Annotated[str, Field(max_length=MOST_NAME)]
+FunctionName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
 TokenId = Annotated[str, Field(pattern=r"^[0-9]{1,9}$")]
 """As the key of an object."""
 Tokens = Annotated[list[Annotated[int, Field(ge=0, le=MOST_INT)]], Field(max_length=MOST_TOKENS, fail_fast=True)]
@@ -149,13 +152,64 @@ class TextPart(_Part):
     text: str
 
 
+class Function(_Part):
+    """What a model may call."""
+
+    name: FunctionName
+    description: str | None = None
+    parameters: dict[str, Any] | None = Field(None, description="The JSON schema of its arguments; null for none.")
+    strict: bool | None = Field(None, description="Arguments always follow the schema.")
+
+
+class Tool(_Part):
+    type: Literal["function"]
+    function: Function
+
+
+class FunctionChoice(_Part):
+    name: FunctionName
+
+
+class ToolChoice(_Part):
+    """One function, to be called once."""
+
+    type: Literal["function"]
+    function: FunctionChoice
+
+
+class FunctionCall(_Part):
+    name: FunctionName
+    arguments: str = Field(description="An object, as JSON.")
+
+
+class ToolCall(_Part):
+    id: Name
+    type: Literal["function"] | None = None
+    function: FunctionCall
+
+
+class SchemaFormat(_Part):
+    name: Name | None = None
+    schema_: dict[str, Any] = Field(alias="schema", description="The JSON schema of the reply.")
+    strict: bool | None = Field(None, description="Replies always follow the schema.")
+
+
+class ReplyFormat(_Part):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: SchemaFormat | None = None
+
+
 class Message(_Part):
-    role: Literal["system", "developer", "user", "assistant"]
-    content: str | Annotated[list[TextPart], Field(max_length=MOST_PARTS, fail_fast=True)]
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | Annotated[list[TextPart], Field(max_length=MOST_PARTS, fail_fast=True)] | None = None
+    tool_calls: Annotated[list[ToolCall], Field(max_length=MOST_TOOLS, fail_fast=True)] | None = Field(
+        None, description="The assistant's: what it called."
+    )
+    tool_call_id: Name | None = Field(None, description="Of a tool: the call that this is the result of.")
 
     @property
     def text(self) -> str:
-        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content or ())
 
 
 Messages = Annotated[list[Message], Field(min_length=1, max_length=MOST_MESSAGES, fail_fast=True)]
@@ -163,8 +217,33 @@ Messages = Annotated[list[Message], Field(min_length=1, max_length=MOST_MESSAGES
 
 def as_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
     """As chat templates know them."""
-    roles = {"developer": "system"}
-    return [{"role": roles.get(each.role, each.role), "content": each.text} for each in messages]
+    found: list[dict[str, Any]] = []
+    for number, each in enumerate(messages):
+        where = f"messages[{number}]"
+        called = each.role == "assistant" and each.tool_calls
+        if each.content is None and not called:
+            raise refused(f"{where}.content: Field required", f"{where}.content", "missing_required_parameter")
+        if each.tool_calls and not called:
+            raise refused(f"{where}.tool_calls requires the role assistant", f"{where}.tool_calls", "invalid_value")
+        one: dict[str, Any] = {"role": {"developer": "system"}.get(each.role, each.role), "content": each.text}
+        if called:
+            one["tool_calls"] = [_called(call, f"{where}.tool_calls[{at}]") for at, call in enumerate(each.tool_calls or ())]
+        if each.tool_call_id is not None:
+            one["tool_call_id"] = each.tool_call_id
+        found.append(one)
+    return found
+
+
+def _called(call: ToolCall, where: str) -> dict[str, Any]:
+    """Templates want the arguments as an object."""
+    try:
+        arguments = json.loads(call.function.arguments or "{}")
+        if not isinstance(arguments, dict):
+            raise ValueError("not an object")
+    except (ValueError, RecursionError) as error:
+        where = f"{where}.function.arguments"
+        raise refused(f"{where} must be a JSON object: {error}", where, "invalid_value") from None
+    return {"id": call.id, "type": "function", "function": {"name": call.function.name, "arguments": arguments}}
 
 
 class TokenizeBody(_Part):
@@ -192,11 +271,16 @@ class ChatBody(RequestBody):
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
-    tools: list[Any] | None = Field(None, description="Refused.")
-    functions: list[Any] | None = Field(None, description="Refused.")
-    tool_choice: Any = Field(None, description="Refused, but for 'none' and 'auto'.")
-    function_call: Any = Field(None, description="Refused, but for 'none' and 'auto'.")
-    response_format: dict[str, Any] | None = Field(None, description="Only plain text is supported.")
+    tools: Annotated[list[Tool], Field(max_length=MOST_TOOLS, fail_fast=True)] | None = Field(
+        None, description="Functions that the model may call."
+    )
+    tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = Field(
+        None, description="'auto' leaves it to the model, 'required' wants calls only, a function that one."
+    )
+    parallel_tool_calls: bool | None = Field(None, description="False: at most one call in a reply.")
+    functions: list[Any] | None = Field(None, description="Refused: use tools.")
+    function_call: Any = Field(None, description="Refused, but for 'none' and 'auto': use tool_choice.")
+    response_format: ReplyFormat | None = Field(None, description="What the reply has to be: text, JSON, or of a schema.")
     modalities: Annotated[list[Name], Field(max_length=16, fail_fast=True)] | None = Field(
         None, description="Only text is supported."
     )

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from fathomlm.decode.exiting import MODES
 from fathomlm.decode.sampling import Sampling
-from fathomlm.engine.request import Request
+from fathomlm.engine.request import Constraint, Request
 from fathomlm.errors import FathomError, OptionError
-from fathomlm.serve.bodies import ChatBody, CompletionBody, FathomOptions, RequestBody
+from fathomlm.serve.bodies import ChatBody, CompletionBody, FathomOptions, RequestBody, ToolChoice
 from fathomlm.serve.errors import ApiError, as_api_error, refused
 from fathomlm.serve.options import ServeOptions
 from fathomlm.serve.service import ServedModel
 from fathomlm.serve.tokens import SHORT
+from fathomlm.serve.tools import MOST_CALLS, call_grammar
 
 COMPLETION_TOKENS = 16
 """OpenAI's default for plain completions; a chat goes on to the end of the context."""
@@ -48,12 +49,12 @@ async def completion_requests(body: CompletionBody, served: ServedModel, options
 
 
 async def chat_requests(body: ChatBody, served: ServedModel, options: ServeOptions) -> list[Request]:
-    for name in ("tools", "functions"):
-        _refuse(bool(getattr(body, name)), name, "this server calls no tools")
-    for name in ("tool_choice", "function_call"):
-        _refuse(getattr(body, name) not in (None, "none", "auto"), name, "this server calls no tools")
-    form = body.response_format
-    _refuse(form is not None and form.get("type") != "text", "response_format", "completions follow no schema")
+    _refuse(bool(body.functions), "functions", "use tools")
+    _refuse(body.function_call not in (None, "none", "auto"), "function_call", "use tool_choice")
+    tools, must, most = _tools(body)
+    format, schema = _schema(body)
+    if tools and schema is not None:
+        raise refused(f"response_format '{format}' cannot be combined with tools", "response_format", "invalid_value")
     _refuse(body.modalities not in (None, ["text"]), "modalities", "there is text only")
     _refuse(body.audio is not None, "audio", "there is text only")
     if body.top_logprobs is not None and not body.logprobs:
@@ -64,12 +65,54 @@ async def chat_requests(body: ChatBody, served: ServedModel, options: ServeOptio
         _length(body, served, options, served.least_tokens(text), None, "messages", least=True)
 
     try:
-        tokens = await served.encode_chat(body.prompts[0], check)
+        tokens = await served.encode_chat(body.prompts[0], check, tools=tools)
     except FathomError as error:
         raise as_api_error(error, "messages") from error
+    constraint: Constraint | None = None
+    if tools or schema is not None:
+        try:
+            make = partial(served.grammars.json, schema or {})
+            if tools:
+                make = partial(served.grammars.lark, call_grammar(tools, must=must, most=most))
+            constraint = await served.tokenizers.run(0, make)
+        except FathomError as error:
+            raise as_api_error(error, "tools" if tools else "response_format") from error
+        if body.ignore_eos:
+            raise refused("ignore_eos cannot be combined with tools or response_format", "ignore_eos", "invalid_value")
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
-    build = partial(_requests, body, served, options, [tokens], logprobs, None, "messages")
+    build = partial(_requests, body, served, options, [tokens], logprobs, None, "messages", constraint)
     return await _unless_short(served, len(tokens) * (body.n or 1), build)
+
+
+def _tools(body: ChatBody) -> tuple[list[dict[str, Any]], bool, int]:
+    """The functions that the model may call, whether it must, and how often it may."""
+    tools, choice = [tool.model_dump(exclude_none=True) for tool in body.tools or ()], body.tool_choice
+    if not tools:
+        if choice not in (None, "none", "auto"):
+            raise refused("tool_choice requires tools", "tool_choice", "invalid_value")
+        return [], False, 0
+    if isinstance(choice, ToolChoice):
+        name = choice.function.name
+        named = [tool for tool in tools if tool["function"]["name"] == name]
+        if not named:
+            known = ", ".join(tool["function"]["name"] for tool in tools)
+            raise refused(f"tool_choice: no function '{name}' in tools, which has {known}", "tool_choice", "invalid_value")
+        return named, True, 1
+    most = 1 if body.parallel_tool_calls is False else MOST_CALLS
+    return [] if choice == "none" else tools, choice == "required", most
+
+
+def _schema(body: ChatBody) -> tuple[str, dict[str, Any] | None]:
+    """What the reply has to be, and its JSON schema where it has one."""
+    form = body.response_format
+    if form is None or form.type == "text":
+        return "text", None
+    if form.type == "json_object":
+        return form.type, {"type": "object"}
+    if form.json_schema is None:
+        where = "response_format.json_schema"
+        raise refused(f"{where} is required where the type is json_schema", where, "missing_required_parameter")
+    return form.type, form.json_schema.schema_
 
 
 async def _unless_short(served: ServedModel, size: int, work: Callable[[], T]) -> T:
@@ -117,7 +160,7 @@ def _length(
 
 def _requests(
     body: RequestBody, served: ServedModel, options: ServeOptions, encoded: Sequence[Sequence[int]],
-    logprobs: int | None, default: int | None, where: str,
+    logprobs: int | None, default: int | None, where: str, constraint: Constraint | None = None,
 ) -> list[Request]:  # fmt: skip
     """Each prompt's choices. With a seed, the first is what n = 1 would give and the others differ from it."""
     depth, threshold = _depth(body, served)
@@ -133,8 +176,8 @@ def _requests(
                 request = Request(
                     id=served.engine.new_id(), prompt=tuple(tokens), sampling=_sampling(body, served, length, number),
                     logprobs=logprobs, presence_penalty=float(body.presence_penalty or 0.0),
-                    frequency_penalty=float(body.frequency_penalty or 0.0), logit_bias=biases, max_depth=depth,
-                    exit_threshold=threshold,
+                    frequency_penalty=float(body.frequency_penalty or 0.0), logit_bias=biases,
+                    constraint=constraint, max_depth=depth, exit_threshold=threshold,
                 )  # fmt: skip
             except OptionError as error:
                 first = str(error).split()[0]

@@ -14,9 +14,10 @@ from typing import Any
 from fathomlm.engine.forward import prompt_logprobs
 from fathomlm.engine.request import Finished, Request, Result, TokenEvent, TokenLogprobs
 from fathomlm.errors import FathomError
-from fathomlm.serve.bodies import CompletionBody, RequestBody
+from fathomlm.serve.bodies import ChatBody, CompletionBody, RequestBody
 from fathomlm.serve.errors import INTERNAL, ApiError, as_api_error
 from fathomlm.serve.service import ServedModel
+from fathomlm.serve.tools import read_calls, shown
 
 LEAST_LOGPROB = -9999.0
 """What OpenAI writes for a token that cannot be; JSON has no infinity."""
@@ -92,7 +93,8 @@ class ResponseFormat:
 
     def token(self, index: int, event: TokenEvent) -> list[Json]:
         """The chunk of a token; none where it has nothing to show yet."""
-        self._sent[index] += len(event.text)
+        text = self._shown(index, event.text)
+        self._sent[index] += len(text)
         details: Json = {}
         if not self._is_end(index, event.token):
             if event.logprob is not None:
@@ -100,15 +102,15 @@ class ResponseFormat:
                 details["logprobs"] = self._logprobs(index, [event.token], [logprobs])
             if self._depths:
                 details["fathom"] = {"depths": _listed(event.depth), "confidences": _listed(event.confidence)}
-        if not event.text and not details:
+        if not text and not details:
             return []
-        return [self._chunk(index, self._piece(event.text), None, details)]
+        return [self._chunk(index, self._piece(text), None, details)]
 
     def closing(self, index: int, result: Result) -> list[Json]:
         """What was held back, and why the completion ended."""
         reason = finish_reason(result.finish)
-        rest = result.text[self._sent[index] :]
-        held = [self._chunk(index, self._piece(rest), None, {})] if rest else []
+        pieces, reason = self._rest(index, result, reason)
+        held = [self._chunk(index, piece, None, {}) for piece in pieces]
         return [*held, self._chunk(index, self._piece(None), reason, {})]
 
     def counts(self, results: Sequence[Result]) -> list[Json]:
@@ -130,6 +132,15 @@ class ResponseFormat:
     def _echo(self, index: int) -> str:
         """What comes in front of a completion."""
         return ""
+
+    def _shown(self, index: int, text: str) -> str:
+        """What may be sent of a choice's next text."""
+        return text
+
+    def _rest(self, index: int, result: Result, reason: str) -> tuple[list[Json], str]:
+        """What was not sent before the end, and why it ended."""
+        rest = result.text[self._sent[index] :]
+        return [self._piece(rest)] if rest else [], reason
 
     def _text(self, text: str) -> Json:
         raise NotImplementedError
@@ -213,6 +224,32 @@ class CompletionFormat(ResponseFormat):
 class ChatFormat(ResponseFormat):
     prefix, whole_object, chunk_object = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
+    def __init__(self, served: ServedModel, body: ChatBody, requests: Sequence[Request]) -> None:
+        super().__init__(served, body, requests)
+        self._calls = bool(body.tools) and body.tool_choice != "none"
+        """Whether replies may have calls in them."""
+        self._said = [""] * len(requests)
+
+    def _whole_choice(self, index: int, result: Result) -> Json:
+        choice = super()._whole_choice(index, result)
+        text, calls = read_calls(result.text) if self._calls else (result.text, [])
+        if calls:
+            choice["message"] |= {"content": text or None, "tool_calls": calls}
+            choice["finish_reason"] = _called(choice["finish_reason"])
+        return choice
+
+    def _shown(self, index: int, text: str) -> str:
+        if not self._calls:
+            return text
+        self._said[index] += text
+        return shown(self._said[index])[self._sent[index] :]
+
+    def _rest(self, index: int, result: Result, reason: str) -> tuple[list[Json], str]:
+        calls = read_calls(result.text)[1] if self._calls else []
+        if not calls:
+            return super()._rest(index, result, reason)
+        return [{"delta": {"tool_calls": [{"index": at, **call} for at, call in enumerate(calls)]}}], _called(reason)
+
     def opening(self, index: int) -> list[Json]:
         return [self._chunk(index, {"delta": {"role": "assistant", "content": ""}}, None, {})]
 
@@ -232,6 +269,11 @@ class ChatFormat(ResponseFormat):
     def _entry(self, token: int, logprob: float) -> Json:
         texts = self.served.tokens
         return {"token": texts.text(token), "logprob": _finite(logprob), "bytes": texts.bytes(token)}
+
+
+def _called(reason: str) -> str:
+    """Why a reply with calls ended: a limit is still a limit."""
+    return "tool_calls" if reason == "stop" else reason
 
 
 def _finite(logprob: float) -> float:

@@ -15,12 +15,14 @@ from fathomlm.checkpoints.resolve import dtype_name
 from fathomlm.decode.prompts import Prompt, chat_prompt, encode_prompt, end_tokens
 from fathomlm.depth.colours import depth_colours, ink
 from fathomlm.engine.async_engine import AsyncEngine
+from fathomlm.engine.grammar import Grammars
 from fathomlm.engine.options import RestartPolicy
 from fathomlm.errors import OptionError, choices
 from fathomlm.serve.catalog import Catalog, in_daemon_thread
 from fathomlm.serve.errors import ApiError, refused
 from fathomlm.serve.logs import log_event
 from fathomlm.serve.tokens import LeastTokens, TokenizerThreads, TokenStrings
+from fathomlm.serve.tools import knows_tools, plain_messages
 
 if TYPE_CHECKING:
     from fathomlm.decode.exiting import Exiting
@@ -50,6 +52,7 @@ class ServedModel:
     tokens: TokenStrings
     least_tokens: LeastTokens
     tokenizers: TokenizerThreads
+    grammars: Grammars
     ends: frozenset[int]
     sampling: dict[str, float]
     """The defaults of requests, by the names of `Sampling`'s fields: what the model's generation_config says."""
@@ -80,7 +83,14 @@ class ServedModel:
         return await self.tokenizers.run(len(prompt), encode_prompt, self.model, prompt)
 
     async def encode_chat(self, messages: list[dict[str, Any]], *check: Callable[[str], object], **how: Any) -> list[int]:
-        """`check` gets the rendered conversation before it is tokenized; `how` is as in `chat_prompt`."""
+        """`check` gets the rendered conversation before it is tokenized; `how` is as in `chat_prompt`. Functions and calls
+        are written out where the chat template knows of none."""
+        tools, tokenizer = how.pop("tools", None), self.model.tokenizer
+        if tokenizer is not None and tokenizer.chat_template is not None:
+            if knows_tools(tokenizer.get_chat_template()):
+                how["tools"] = tools or None
+            else:
+                messages = plain_messages(messages, tools or ())
         size = sum(len(message["content"]) for message in messages)
         return await self.tokenizers.run(size, partial(chat_prompt, self.model, messages, *check, **how))
 
@@ -129,7 +139,7 @@ def serve_model(
     return ServedModel(
         engine=running, model=model, name=name, max_length=sizes.max_length, pool_pages=sizes.pool_pages,
         max_depth=max_depth, exiting=exiting, facts=facts, tokens=TokenStrings(model.tokenizer), ends=end_tokens(model),
-        sampling=defaults,
+        sampling=defaults, grammars=Grammars(model),
         least_tokens=LeastTokens(model.tokenizer), tokenizers=TokenizerThreads(model.tokenizer),
     )  # fmt: skip
 

@@ -149,11 +149,17 @@ def _renderer() -> Confined:
 
 
 def render_chat(
-    tokenizer: Any, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True, continue_last: bool = False
+    tokenizer: Any,
+    messages: Sequence[Mapping[str, Any]],
+    *,
+    add_generation_prompt: bool = True,
+    continue_last: bool = False,
+    tools: Sequence[Mapping[str, Any]] | None = None,
 ) -> str:
     """A conversation in a tokenizer's chat format, as `apply_chat_template(..., tokenize=False)` gives it; under limits.
 
-    `continue_last` ends the text within the last message, to be continued. Raises `Refused`.
+    `continue_last` ends the text within the last message, to be continued. `tools` are functions for templates that describe
+    some. Raises `Refused`.
     """
     chat = [dict(message) for message in messages]
     if not chat:
@@ -161,7 +167,7 @@ def render_chat(
     last = str(chat[-1].get("content"))
     if continue_last:
         chat[-1]["content"] = last + _TAG
-    values = {**tokenizer.special_tokens_map, "messages": chat, "tools": None, "documents": None}
+    values = {**tokenizer.special_tokens_map, "messages": chat, "tools": tools, "documents": None}
     values["add_generation_prompt"] = add_generation_prompt
     text = _renderer().ask({"task": "render", "template": tokenizer.get_chat_template(), "values": values})
     if not continue_last:

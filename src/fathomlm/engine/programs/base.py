@@ -204,14 +204,17 @@ def take(
     numbers_SC: Tensor, rows_N: Tensor, chosen_N: Tensor, tokens_N: Tensor, bad_N: Tensor, logprobs_N: Tensor,
     depth_N: Tensor, confidence_N: Tensor, ends_E: Tensor, ints_NC: Tensor, floats_NC: Tensor, told_N: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """Chosen tokens become the slots' next, one position further; a text that is over stops. Columns as in `state.COLUMNS`.
+    """Chosen tokens become the slots' next, one position further; a text that is over stops, and one that is held until the
+    host knows the token. Columns as in `state.COLUMNS`.
     A slot may have several rows, and one that is chosen: the others write to the spare slot."""
-    token, position, stage, since, made, limit, epoch, deepest, ignores = numbers_SC.index_select(0, rows_N).unbind(1)
+    columns = numbers_SC.index_select(0, rows_N).unbind(1)
+    token, position, stage, since, made, limit, epoch, _, ignores, held = columns
     added = chosen_N.long()
     made_N = made + added
     over_N = ends_sequence(tokens_N, ends_E, ignores) | (made_N >= limit) | bad_N
-    stage_N = torch.where(chosen_N & ~over_N, stage, IDLE)  # what is not chosen goes to the spare slot, which never waits
-    new = (torch.where(chosen_N, tokens_N, token), position + added, stage_N, since, made_N, limit, epoch, deepest, ignores)
+    goes_on_N = chosen_N & ~over_N & (held == 0)
+    stage_N = torch.where(goes_on_N, stage, IDLE)  # what is not chosen goes to the spare slot, which never waits
+    new = (torch.where(chosen_N, tokens_N, token), position + added, stage_N, since, made_N, *columns[5:])
     numbers_SC.index_copy_(0, torch.where(chosen_N, rows_N, numbers_SC.shape[0] - 1), torch.stack(new, 1))
     flags_N = added * (VALID + BAD * bad_N.long() + ENDED * over_N.long())
     flags_N = flags_N if told_N is None else flags_N + told_N

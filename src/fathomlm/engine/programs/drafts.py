@@ -7,7 +7,8 @@ would not have chosen are dropped with all behind them. So a request's tokens ar
 or drawn, token by token, whatever was drafted and whenever drafting is switched off.
 
 A draft and the full model's choice are drawn with the same number, so they differ no more often than the two distributions
-make them. A request with penalties is never drafted for: what counts as repeated is known only when a draft is verified.
+make them. A request with penalties or a constraint is never drafted for: what counts as repeated, or is allowed next, is
+known only when a draft is verified.
 
 Shapes: N rows, S slots, K places of a ring, M hidden width, V vocabulary.
 """
@@ -79,8 +80,8 @@ class DraftProgram(ExitProgram):
         index_N = (s.generated_S - s.position_S).index_select(0, rows.slots_N) + rows.positions_N
         if not variant.drafts:
             exits_N = torch.zeros_like(exits_N)
-        elif variant.penalise:
-            exits_N = exits_N & ~self.parts.sampler.penalises(rows.slots_N)
+        elif variant.penalise or variant.bias:
+            exits_N = exits_N & ~self.parts.sampler.penalises(rows.slots_N) & (s.held_S[rows.slots_N] == 0)
         wanted_N = exits_N | (rows.valid_N & (rows.segment_N == self.last))
         sampled = self._choose.sampled(scores_NV, rows.slots_N, index_N, wanted_N, variant)
         chosen_N = torch.zeros_like(exits_N)
@@ -135,7 +136,8 @@ class DraftProgram(ExitProgram):
         s.position_S.index_put_((slots_N,), rows.positions_N + 1)
         s.generated_S.index_put_((slots_N,), index_N + 1)
         self.hold_S.index_put_((torch.where(here_N, rows.slots_N, s.spare),), torch.zeros_like(here_N))
-        s.stage_S.index_put_((torch.where(emits_N & over_N, rows.slots_N, s.spare),), torch.full_like(tokens_N, IDLE))
+        stays_N = emits_N & (over_N | (s.held_S[rows.slots_N] > 0))
+        s.stage_S.index_put_((torch.where(stays_N, rows.slots_N, s.spare),), torch.full_like(tokens_N, IDLE))
         depth_N = torch.where(kept_N, self._ends_B[0], self._ends_B[1])
         flags_N = VALID + BAD * sampled.bad_N.long() + ENDED * over_N.long() + DRAFTED * drafted_N.long() + judged_N
         columns = (rows.slots_N, s.epoch_S[rows.slots_N], tokens_N, depth_N, flags_N * emits_N, index_N)
