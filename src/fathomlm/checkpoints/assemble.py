@@ -149,6 +149,7 @@ def replan(
     for field, value in exits.items():
         setattr(config, field, value)
     config.exit_vocab = model.config.exit_vocab if plan.exits else None
+    config.kept_layers = model.config.kept_layers
     with torch.device("meta"):
         result = type(model)(config)
     if isinstance(model, FathomForSeq2SeqLM):

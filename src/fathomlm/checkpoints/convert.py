@@ -121,6 +121,7 @@ def convert(
     if drop is not None:
         kept = kept_layers(base.architecture.layers, drop, by, () if activations is None else activations.influence)
         base, activations = KeptLayers(base, kept), None if activations is None else activations.of(kept)
+    dropped = list(base.layers) if isinstance(base, KeptLayers) else None
     how = "add" if resize is True else resize or None
     plan = DepthPlan.build(sharing or "cycle", times, base.architecture.layers, how)
     routed = routed_plan(plan, router, kv)
@@ -136,6 +137,7 @@ def convert(
         aware = start.relax == "aware"
         relaxation = ranks_within(tying_of, plan, relaxation, limit, aware=aware, dtype=kind, on_layer=on_layer)
     result = _empty(source, base, plan, relaxation, kind, place)
+    result.config.kept_layers = dropped
     _Conversion(tying_of, result, start, kind, place, torch.Generator().manual_seed(seed)).run(on_layer)
     tied = finish(result, base.tokenizer())
     return _with_open_routers(replan(tied, routed, seed=seed))

@@ -28,7 +28,7 @@ PREFIX = "decoder."
 ENCODER_PREFIX = "encoder."
 OWN_FIELDS = (
     "model_type", "architecture", "plan", "relaxation", "encoder_config", "exit_rank", "exit_adapter", "exit_classifier",
-    "exit_vocab", "weight_format", "initializer_range", "use_cache", *TOKENS,
+    "exit_vocab", "weight_format", "kept_layers", "initializer_range", "use_cache", *TOKENS,
 )  # fmt: skip
 """What is read of a config.json; the dtype is the weights' own."""
 CONFIGS: dict[str, type[FathomConfig]] = {kind.model_type: kind for kind in (FathomConfig, FathomSeq2SeqConfig)}
@@ -45,6 +45,7 @@ def native_config(config: dict[str, Any], where: str) -> FathomConfig:
         built: FathomConfig = CONFIGS[config["model_type"]].from_dict(_own_fields(config, where))
         architecture, _, _ = built.build_parts()
         _ = built.exit_parts, built.build_exit_vocab()
+        built.check_kept_layers()
         if built.weight_format not in (None, INT8):
             raise OptionError(choices("weight_format", str(built.weight_format), [INT8]))
         if isinstance(built, FathomSeq2SeqConfig):

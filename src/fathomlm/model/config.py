@@ -31,6 +31,7 @@ class FathomConfig(PreTrainedConfig):  # type: ignore[misc]
         exit_classifier: bool = False,
         exit_vocab: list[int] | None = None,
         weight_format: str | None = None,
+        kept_layers: list[int] | None = None,
         **kwargs: Any,
     ) -> None:
         # transformers builds a default instance of every configuration class, so there is a smallest one.
@@ -45,6 +46,8 @@ class FathomConfig(PreTrainedConfig):  # type: ignore[misc]
         """The tokens that exits choose among, rising; None is every token. `limit_exits` keeps the decoder in step."""
         self.weight_format = weight_format
         """How the files hold the weights, where that is not as numbers of `dtype`: int8."""
+        self.kept_layers = kept_layers
+        """Which layers of a larger model this one's are, where it was made by dropping some."""
         self.vocab_size = shape.vocab
         self.hidden_size = shape.hidden
         self.intermediate_size = shape.intermediate
@@ -99,6 +102,15 @@ class FathomConfig(PreTrainedConfig):  # type: ignore[misc]
             raise OptionError(f"exit_vocab must be a list of tokens, or null, got {self.exit_vocab!r:.60}")
         check_rising(self.exit_vocab, self.vocab_size, "exit_vocab")
         return torch.tensor(self.exit_vocab, device="cpu")
+
+    def check_kept_layers(self) -> None:
+        """Refuse what cannot be the numbers of this model's layers in a larger one."""
+        kept = self.kept_layers
+        if kept is None:
+            return
+        rising = isinstance(kept, list) and all(is_int(layer) for layer in kept) and kept == sorted(set(kept))
+        if not rising or len(kept) != self.architecture["layers"] or kept[0] < 0:
+            raise OptionError(f"kept_layers must be one rising number for each layer, or null, got {kept!r:.60}")
 
     def build_parts(self) -> tuple[Architecture, DepthPlan, Relaxation | None]:
         """The typed objects behind the JSON."""

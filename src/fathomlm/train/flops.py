@@ -56,7 +56,8 @@ def work_flops_per_token(recipe: Recipe, spec: StudentSpec, teacher: StudentSpec
     if plan.routing is not None and not plan.routing.method.picks_tokens:
         plan = spec.unrouted_plan  # its training computes every recursion for every token, and discards
     layers = sum(linear_weights(architecture, plan, spec.relaxation))
-    head = architecture.vocab * architecture.hidden
+    headless = recipe.loss.heal is not None and recipe.loss.heal.alone
+    head = 0 if headless else architecture.vocab * architecture.hidden
     exits = len(plan.exits) * (head + _exit_weights(spec))
     match recipe.train:
         case "all":

@@ -109,7 +109,7 @@ def count_memory(recipe: Recipe, spec: StudentSpec, teacher_parameters: int, par
         optimizer=4 * state // split,
         copies=_copies(recipe, spec, weights, gathered=parallel == "fsdp"),
         teacher=working_bytes(recipe) * teacher_parameters,
-        activations=tokens * activation_bytes(recipe, spec),
+        activations=tokens * (activation_bytes(recipe, spec) + _healing_bytes(recipe, spec)),
         head=_head(recipe, spec, tokens),
         encoder=rows * encoder_bytes(recipe, spec),
     )
@@ -120,6 +120,13 @@ def _optimizer_floats(kind: str, shape: tuple[int, ...]) -> int:
     if kind == "adamw":
         return 2 * math.prod(shape)
     return sum(shape)
+
+
+def _healing_bytes(recipe: Recipe, spec: StudentSpec) -> int:
+    """For each token: the teacher's state for every step, and in float32 how far the student's is from it."""
+    if recipe.loss.heal is None:
+        return 0
+    return spec.plan.unrolled_layers * spec.architecture.hidden * (working_bytes(recipe) + 4)
 
 
 def _head(recipe: Recipe, spec: StudentSpec, tokens: int) -> int:

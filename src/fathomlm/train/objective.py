@@ -9,6 +9,7 @@ Shapes: B rows, T tokens, M hidden width, N = B x T, V vocabulary, W the exit vo
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -22,6 +23,7 @@ from fathomlm.train.data.loader import IGNORE
 from fathomlm.train.losses.agreement import agreement_loss
 from fathomlm.train.losses.exits import exit_depths, exit_steps, exit_weights
 from fathomlm.train.losses.head import HeadParts, HeadTerms, Teacher, head_loss
+from fathomlm.train.losses.healing import healing_loss, teacher_steps
 from fathomlm.train.losses.layerwise import candidates, layerwise_loss, taught_layers
 from fathomlm.train.losses.routing import openness, routing_names, routing_parts, smooth_openness
 from fathomlm.train.recipe import LossRecipe, RoutingLossRecipe
@@ -55,8 +57,10 @@ class Objective(nn.Module):
         recompute: Recompute = "none",
         encoder: nn.Module | None = None,
         teacher_encoder: nn.Module | None = None,
+        kept_layers: Sequence[int] | None = None,
     ) -> None:
-        """`encoder` is that of an encoder-decoder model; its teacher has one too."""
+        """`encoder` is that of an encoder-decoder model; its teacher has one too. `kept_layers` are the teacher's that a
+        dropped student has, for healing."""
         super().__init__()
         self.decoder = decoder
         self.encoder = encoder
@@ -68,6 +72,10 @@ class Objective(nn.Module):
         self._routing_parts = routing_parts
         self._outputs = _outputs(recipe, decoder)
         self._shallow, self._deep = _layerwise_states(recipe, decoder)
+        self._healed: tuple[int, ...] = ()
+        """For each step the teacher's that it is compared with."""
+        if recipe.heal is not None and teacher is not None:
+            self._healed = teacher_steps(decoder.plan, teacher.plan, kept_layers)
         self._classifies = recipe.exits is not None and recipe.exits.classifier
         self._teaches = recipe.routing or RoutingLossRecipe()
         self.openness = 0.0
@@ -92,6 +100,7 @@ class Objective(nn.Module):
             parts += _part_names(output)
             parts += [_classifier_name(output)] if self._classifies and output is not self._outputs[-1] else []
         names = tuple(sorted(parts, key=lambda name: name != "next_token")) + (("layerwise",) if self._shallow else ())
+        names += ("heal",) if self._healed else ()
         routing = self.decoder.plan.routing
         return names if routing is None else names + routing_names(routing)
 
@@ -135,7 +144,7 @@ class Objective(nn.Module):
             keep_BT = None if trace is None else targets_BT != IGNORE  # padding lies behind; only a router would see it
         states = self.decoder.states(
             tokens_BT,
-            at=at,
+            at=at | set(range(len(self._healed))),
             keep_BS=keep_BT,
             documents_BT=documents_BT,
             memory=memory,
@@ -144,8 +153,18 @@ class Objective(nn.Module):
             top_k=self._top_k(),
             trace=trace,
         )
+        taught = None
+        if self._teacher[0] is not None:
+            taught = self._teacher_states(tokens_BT, keep_BT, documents_BT, source_BS, source_keep_BS)
+        healed = [states[index] for index in range(len(self._healed))]
+        if self.recipe.heal is not None and self.recipe.heal.alone and self.training:
+            assert taught is not None
+            error = self._heal_error(healed, taught, targets_BT)
+            nothing = torch.zeros_like(error)
+            only = [error.detach() if name == "heal" else nothing for name in self.names]
+            return self.recipe.heal.weight * error, torch.stack(only)
         behind = {index: states.pop(step) for index, step in own.items()}
-        read = states | behind
+        read = {index: state for index, state in states.items() if index in at} | behind
         normed = {index: self.decoder.exit_hidden(state, index, layered=True) for index, state in read.items()}
         targets_N = targets_BT.flatten()
         few_N = None if self.places_V is None else _placed(targets_N, self.places_V)
@@ -157,11 +176,7 @@ class Objective(nn.Module):
             exit_vocab = self._exit_vocab(output.index)
             teacher = None
             if output.terms.divergence is not None:
-                teacher = (
-                    self._self_teacher(normed[last], exit_vocab)
-                    if output.index != last
-                    else self._taught(tokens_BT, keep_BT, documents_BT, source_BS, source_keep_BS)
-                )
+                teacher = self._self_teacher(normed[last], exit_vocab) if output.index != last else self._last_of(taught)
             if self._classifies:
                 choices[output.index] = torch.empty(targets_N.shape, dtype=torch.long, device=targets_N.device)
             hidden_NK, weight_VK = self._head(output.index, normed[output.index].flatten(0, 1), exit_vocab)
@@ -185,6 +200,10 @@ class Objective(nn.Module):
             adapted = {int(name) for name in (*self.decoder.exit_adapters, *self.decoder.exit_blocks)} & states.keys()
             plain = {index: self.decoder.norm(states[index]) for index in adapted}
             total, parts["layerwise"] = self._add_layerwise(total, normed | plain, targets_BT)
+        if self.recipe.heal is not None and self._healed:
+            assert taught is not None
+            parts["heal"] = self._heal_error(healed, taught, targets_BT)
+            total = total + self.recipe.heal.weight * parts["heal"]
         if trace is not None:
             total = self._add_routing(total, parts, trace, targets_BT)
         return total, torch.stack([parts[name].detach() for name in self.names])
@@ -239,22 +258,40 @@ class Objective(nn.Module):
         weight = self.decoder.head_weight.detach() if exit_vocab is None else exit_vocab.rows_WM
         return Teacher(normed_BTM.detach().flatten(0, 1), weight)
 
-    def _taught(
+    def _teacher_states(
         self,
         tokens_BT: Tensor,
         keep_BT: Tensor | None,
         documents_BT: Tensor | None,
         source_BS: Tensor | None,
         source_keep_BS: Tensor | None,
-    ) -> Teacher:
+    ) -> dict[int, Tensor]:
+        """The teacher's residual stream after its last step, and where healing looks."""
         teacher, encoder = self._teacher
         assert teacher is not None
         with torch.no_grad():
             memory = None
             if encoder is not None and source_BS is not None and source_keep_BS is not None:
                 memory = encode(encoder, teacher, source_BS, source_keep_BS)
-            (state,) = teacher.states(tokens_BT, keep_BS=keep_BT, documents_BT=documents_BT, memory=memory).values()
-            return Teacher(teacher.norm(state).flatten(0, 1), teacher.head_weight)
+            at = set(self._healed)
+            return teacher.states(tokens_BT, at=at, keep_BS=keep_BT, documents_BT=documents_BT, memory=memory)
+
+    def _last_of(self, states: dict[int, Tensor] | None) -> Teacher:
+        teacher = self._teacher[0]
+        assert teacher is not None
+        assert states is not None
+        with torch.no_grad():
+            last_BTM = teacher.norm(states[teacher.plan.unrolled_layers - 1])
+            return Teacher(last_BTM.flatten(0, 1), teacher.head_weight)
+
+    def _heal_error(self, healed: list[Tensor], taught: dict[int, Tensor], targets_BT: Tensor) -> Tensor:
+        teacher = self._teacher[0]
+        assert teacher is not None
+        wanted = [taught[index] for index in self._healed]
+        with torch.no_grad():
+            wanted[-1] = teacher.norm(wanted[-1])
+        own = [*healed[:-1], self.decoder.norm(healed[-1])]
+        return healing_loss(own, wanted, (targets_BT != IGNORE).float())
 
     def _add_layerwise(self, total: Tensor, normed: dict[int, Tensor], targets_BT: Tensor) -> tuple[Tensor, Tensor]:
         recipe = self.recipe.layerwise

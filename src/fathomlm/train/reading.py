@@ -179,6 +179,11 @@ def check_recipe(recipe: Recipe) -> None:
         raise OptionError(f"capture cannot be combined with recompute: {recipe.recompute}; it requires none or inner")
     if loss.distill is not None and not loss.distill.source:
         raise OptionError("loss.distill requires a source, the teacher")
+    if loss.heal is not None:
+        if loss.distill is None:
+            raise OptionError("loss.heal requires loss.distill, whose source is the teacher")
+        if loss.exits is not None or model.router is not None:
+            raise OptionError("loss.heal cannot be combined with loss.exits or model.router; train those afterwards")
     if model.router is not None and (loss.exits is not None or loss.layerwise is not None):
         raise OptionError(
             "loss.exits and loss.layerwise cannot be combined with model.router: a routed model has one output"

@@ -246,6 +246,16 @@ class LayerwiseRecipe:
 
 
 @dataclass(frozen=True, kw_only=True)
+class HealRecipe:
+    """Each step's output is drawn towards that of the teacher's layer in its place, after layers were tied or dropped:
+    losses/healing.py. Requires `distill`, whose source is the teacher."""
+
+    weight: float = option(1.0, gt=0)
+    alone: bool = False
+    """Train on this alone, without a head: faster, as a first stage. Validation reports the next-token loss all the same."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class RoutingLossRecipe:
     """What teaches a router beside the next token."""
 
@@ -278,6 +288,7 @@ class LossRecipe:
     distill: DistillRecipe | None = None
     exits: ExitRecipe | None = None
     layerwise: LayerwiseRecipe | None = None
+    heal: HealRecipe | None = None
     routing: RoutingLossRecipe | None = None
     """What teaches a router; by default what the thesis chose for its kind."""
     chunk: int | None = option(None, ge=1)

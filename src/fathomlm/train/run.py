@@ -126,11 +126,14 @@ class Run:
             recompute=recipe.recompute,
             encoder=encoder,
             teacher_encoder=self._teacher.encoder if isinstance(self._teacher, FathomForSeq2SeqLM) else None,
+            kept_layers=self._student.config.kept_layers,
         )
         if recipe.compile:
             for module in (decoder, *(() if self._teacher is None else (self._teacher.decoder,))):
                 module.compile_for_training()
             self._objective.compile_parts()
+        if self._heals_alone and world.size > 1 and decoder.head is not None:
+            raise TrainingError("loss.heal.alone with a head of its own requires one process: that head learns nothing")
         weights = sum(p.numel() for p in self._objective.parameters() if p.requires_grad)
         kind = choose_parallel(recipe.parallel, world, weights * state_bytes_per_weight(recipe.optimizer.kind))
         if kind == "fsdp" and recipe.optimizer.kind == "adafactor":
@@ -219,11 +222,16 @@ class Run:
         if step % recipe.checkpoint.every == 0 or step in recipe.checkpoint.milestones or done or stop:
             self._save(reporter)
 
+    @property
+    def _heals_alone(self) -> bool:
+        heal = self.recipe.loss.heal
+        return heal is not None and heal.alone
+
     def _record(self, result: StepResult, reporter: Reporter | None) -> None:
         progress = self._progress
         record: Record = self._stamp("train") | {
             "loss": result.loss,
-            "parts": result.parts,
+            "parts": {"heal": result.parts["heal"]} if self._heals_alone else result.parts,
             "lr": self.recipe.optimizer.lr * self._rate.at(progress.step - 1),
             "grad_norm": result.grad_norm,
             "skipped": progress.skipped,

@@ -199,6 +199,8 @@ def check_plan(recipe: Recipe, plan: DepthPlan) -> None:
     """Refuse losses and recomputation that do not go with the plan, which may be a source's own."""
     if plan.routing is not None and recipe.loss.layerwise is not None:
         raise OptionError("loss.layerwise cannot be combined with a router: a routed model has one output")
+    if plan.routing is not None and recipe.loss.heal is not None:
+        raise OptionError("loss.heal cannot be combined with a router: its tokens run different steps")
     plan.check_recompute(recipe.recompute)
 
 
