@@ -15,7 +15,7 @@ from serve.serving import Running, running, until
 OPERATIONS = [
     ("/v1/completions", "POST"), ("/v1/chat/completions", "POST"), ("/v1/models", "GET"), ("/v1/models/{model}", "GET"),
     ("/v1/fathom/status", "GET"), ("/v1/fathom/load", "POST"), ("/health", "GET"), ("/ready", "GET"), ("/metrics", "GET"),
-    ("/tokenize", "POST"), ("/detokenize", "POST"),
+    ("/tokenize", "POST"), ("/detokenize", "POST"), ("/v1/embeddings", "POST"), ("/v1/responses", "POST"),
 ]  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""What one plain forward pass over a text tells: the log probabilities of its tokens.
+"""What one plain forward pass over a text tells: the log probabilities of its tokens, and an embedding of it.
 
 The decode steps compute logits of what comes next alone. This is for what they do not have, and runs between two of them
 (`AsyncEngine.call`), as the reference decoder's prefill: at full depth, or at the router's own choice.
@@ -40,6 +40,25 @@ def prompt_logprobs(
         pairs = zip(own, top_KA.tolist(), logprobs_KV.gather(-1, top_KA).tolist(), strict=True)
         found += [TokenLogprobs(logprob=one, top=tuple(zip(ids, values, strict=True))) for one, ids, values in pairs]
     return found
+
+
+def deepest(model: FathomForCausalLM) -> int:
+    """How deep an embedding may be taken: in layers, or where tokens differ in their layers, in recursions."""
+    return model.plan.unrolled_layers if model.plan.routing is None else model.plan.recursions
+
+
+@torch.inference_mode()
+def embedding(model: FathomForCausalLM, tokens: Sequence[int], depth: int | None = None) -> list[float]:
+    """The mean over the tokens of their hidden states behind `depth` (see `deepest`) and the final norm, of length 1."""
+    tokens_T = torch.tensor(tokens, device=model.decoder.embed.weight.device)
+    if depth is None or model.plan.routing is not None:
+        hidden_TM = hidden_states(model, tokens_T, depth)
+    else:
+        states: list[Tensor] = []
+        model.decoder(tokens_T[None], states=states)
+        hidden_TM = model.decoder.norm(states[depth][0])
+    values: list[float] = torch.nn.functional.normalize(hidden_TM.float().mean(0), dim=0).tolist()
+    return values
 
 
 def hidden_states(model: FathomForCausalLM, tokens_T: Tensor, max_depth: int | None = None) -> Tensor:

@@ -8,6 +8,7 @@ import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import asdict
+from functools import partial
 from html import escape
 from pathlib import Path
 from typing import Any, TypeVar
@@ -23,6 +24,7 @@ from fathomlm.serve.bodies import (
     ChatBody,
     CompletionBody,
     DetokenizeBody,
+    EmbeddingBody,
     LoadBody,
     RequestBody,
     TokenizeBody,
@@ -32,12 +34,14 @@ from fathomlm.serve.bodies import (
 )
 from fathomlm.serve.completions import GONE, ClientGone, CompletionHandler, in_time
 from fathomlm.serve.docs_page import add_docs
+from fathomlm.serve.embeddings import add_embeddings
 from fathomlm.serve.errors import json_response
 from fathomlm.serve.metrics import Metrics, exit_rate, mean_depth
 from fathomlm.serve.middleware import ENTRY, AllowedHosts, ApiKeys, BodyLimit, RequestLog, allowed_hosts
 from fathomlm.serve.options import ServeOptions
 from fathomlm.serve.requests import chat_requests, completion_requests
 from fathomlm.serve.responses import ChatFormat, CompletionFormat, ResponseFormat
+from fathomlm.serve.responses_api import ResponsesBody, ResponsesFormat, read_responses
 from fathomlm.serve.service import ServedModel, Service, unknown_model
 from fathomlm.serve.tokenize import add_tokenize
 
@@ -52,7 +56,7 @@ LINKS = ("/v1/models", "/v1/fathom/status", "/metrics", "/health", "/ready", "/d
 PATHS = frozenset(
     {
         "/v1/models", "/v1/completions", "/v1/chat/completions", "/v1/fathom/status", "/v1/fathom/load", "/health", "/ready",
-        "/metrics", "/tokenize", "/detokenize", "/docs",
+        "/metrics", "/tokenize", "/detokenize", "/docs", "/v1/embeddings", "/v1/responses",
     }
 )  # fmt: skip
 REFUSALS: dict[int | str, dict[str, Any]] = {
@@ -87,9 +91,10 @@ def create_app(service: Service, options: ServeOptions | None = None, static: Pa
     errors.install(app)
     _add_completions(app, service, options, metrics)
     add_tokenize(app, service, options, REFUSALS)
+    add_embeddings(app, service, options, REFUSALS)
     _add_models(app, service, options)
     _add_operations(app, service, metrics)
-    describe(app, CompletionBody, ChatBody, LoadBody, TokenizeBody, DetokenizeBody)
+    describe(app, CompletionBody, ChatBody, LoadBody, TokenizeBody, DetokenizeBody, EmbeddingBody, ResponsesBody)
     paths = add_page(app, service, static)
     add_docs(app, HEADERS, "static/style.css" if "/static/style.css" in paths else None)
     app.add_middleware(BodyLimit, most=options.max_body, timeout=options.body_timeout)
@@ -108,16 +113,17 @@ def create_app(service: Service, options: ServeOptions | None = None, static: Pa
 def _add_completions(app: FastAPI, service: Service, options: ServeOptions, metrics: Metrics) -> None:
     async def respond(
         request: Request,
-        kind: type[Body],
+        read: Callable[[Request], Awaitable[Body]],
         build: Callable[[Body, ServedModel, ServeOptions], Awaitable[list[EngineRequest]]],
         response: type[ResponseFormat],
+        endpoint: str = "/v1/chat/completions",
     ) -> Response:
         deadline = asyncio.get_running_loop().time() + options.timeout
         service.require()
-        body, entry = await read_body(request, kind), request.scope[ENTRY]
+        body, entry = await read(request), request.scope[ENTRY]
         try:
             served = await in_time(request.receive, service.find(body.model), options, deadline)
-            service.check_endpoint(served, request.url.path)
+            service.check_endpoint(served, endpoint)
             requests = await in_time(request.receive, build(body, served, options), options, deadline)
         except ClientGone:
             return GONE
@@ -137,14 +143,23 @@ def _add_completions(app: FastAPI, service: Service, options: ServeOptions, metr
     )  # fmt: skip
     async def completions(request: Request) -> Response:
         """Continue a prompt."""
-        return await respond(request, CompletionBody, completion_requests, CompletionFormat)
+        return await respond(
+            request, partial(read_body, model=CompletionBody), completion_requests, CompletionFormat, "/v1/completions"
+        )
 
     @app.post(
         "/v1/chat/completions", responses=REFUSALS, response_model=None, openapi_extra=request_body(ChatBody)
     )  # fmt: skip
     async def chat(request: Request) -> Response:
         """Reply in a conversation."""
-        return await respond(request, ChatBody, chat_requests, ChatFormat)
+        return await respond(request, partial(read_body, model=ChatBody), chat_requests, ChatFormat)
+
+    @app.post(
+        "/v1/responses", responses=REFUSALS, response_model=None, openapi_extra=request_body(ResponsesBody)
+    )  # fmt: skip
+    async def responses(request: Request) -> Response:
+        """Reply in a conversation, in OpenAI's newer form."""
+        return await respond(request, read_responses, chat_requests, ResponsesFormat)
 
 
 def _add_models(app: FastAPI, service: Service, options: ServeOptions) -> None:

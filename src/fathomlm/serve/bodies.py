@@ -59,11 +59,25 @@ TokenId = Annotated[str, Field(pattern=r"^[0-9]{1,9}$")]
 Tokens = Annotated[list[Annotated[int, Field(ge=0, le=MOST_INT)]], Field(max_length=MOST_TOKENS, fail_fast=True)]
 
 
-class _Part(BaseModel):
+Prompts = (
+    str
+    | Annotated[list[str], Field(max_length=MOST_PROMPTS, fail_fast=True)]
+    | Tokens
+    | Annotated[list[Tokens], Field(max_length=MOST_PROMPTS, fail_fast=True)]
+)
+
+
+def as_prompts(given: Any) -> list[Any]:
+    """One string or one list of token ids is one prompt."""
+    single = isinstance(given, str) or (given and isinstance(given[0], int))
+    return [given] if single else list(given)
+
+
+class Part(BaseModel):
     model_config = ConfigDict(strict=True, extra="ignore")
 
 
-class FathomOptions(_Part):
+class FathomOptions(Part):
     """Depth of tokens, and whether to report it."""
 
     model_config = ConfigDict(strict=True, extra="forbid")
@@ -78,17 +92,17 @@ class FathomOptions(_Part):
     depths: bool | None = Field(None, description="Report the depth of each token, and the confidence of its exit.")
 
 
-class StreamOptions(_Part):
+class StreamOptions(Part):
     include_usage: bool | None = Field(None, description="One more chunk at the end, with the usage.")
 
 
-class LoadBody(_Part):
+class LoadBody(Part):
     """POST /v1/fathom/load."""
 
     model: Name
 
 
-class RequestBody(_Part):
+class RequestBody(Part):
     """What both kinds of completion have in common."""
 
     model: Name | None = Field(None, description="A name in /v1/models; the server's own model where it is left out.")
@@ -129,12 +143,7 @@ class RequestBody(_Part):
 class CompletionBody(RequestBody):
     """POST /v1/completions."""
 
-    prompt: (
-        str
-        | Annotated[list[str], Field(max_length=MOST_PROMPTS, fail_fast=True)]
-        | Tokens
-        | Annotated[list[Tokens], Field(max_length=MOST_PROMPTS, fail_fast=True)]
-    ) = Field(description="Text or token ids.")
+    prompt: Prompts = Field(description="Text or token ids.")
     logprobs: int | None = Field(None, ge=0, le=MOST_COMPLETION_LOGPROBS)
     echo: bool | None = Field(None, description="Put the prompt in front of the completion.")
     best_of: Count | None = Field(None, description="Refused above 1.")
@@ -142,17 +151,15 @@ class CompletionBody(RequestBody):
 
     @property
     def prompts(self) -> list[Any]:
-        """One string or one list of token ids is one prompt."""
-        single = isinstance(self.prompt, str) or (self.prompt and isinstance(self.prompt[0], int))
-        return [self.prompt] if single else list(self.prompt)
+        return as_prompts(self.prompt)
 
 
-class TextPart(_Part):
+class TextPart(Part):
     type: Literal["text"]
     text: str
 
 
-class Function(_Part):
+class Function(Part):
     """What a model may call."""
 
     name: FunctionName
@@ -161,45 +168,45 @@ class Function(_Part):
     strict: bool | None = Field(None, description="Arguments always follow the schema.")
 
 
-class Tool(_Part):
+class Tool(Part):
     type: Literal["function"]
     function: Function
 
 
-class FunctionChoice(_Part):
+class FunctionChoice(Part):
     name: FunctionName
 
 
-class ToolChoice(_Part):
+class ToolChoice(Part):
     """One function, to be called once."""
 
     type: Literal["function"]
     function: FunctionChoice
 
 
-class FunctionCall(_Part):
+class FunctionCall(Part):
     name: FunctionName
     arguments: str = Field(description="An object, as JSON.")
 
 
-class ToolCall(_Part):
+class ToolCall(Part):
     id: Name
     type: Literal["function"] | None = None
     function: FunctionCall
 
 
-class SchemaFormat(_Part):
+class SchemaFormat(Part):
     name: Name | None = None
     schema_: dict[str, Any] = Field(alias="schema", description="The JSON schema of the reply.")
     strict: bool | None = Field(None, description="Replies always follow the schema.")
 
 
-class ReplyFormat(_Part):
+class ReplyFormat(Part):
     type: Literal["text", "json_object", "json_schema"]
     json_schema: SchemaFormat | None = None
 
 
-class Message(_Part):
+class Message(Part):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | Annotated[list[TextPart], Field(max_length=MOST_PARTS, fail_fast=True)] | None = None
     tool_calls: Annotated[list[ToolCall], Field(max_length=MOST_TOOLS, fail_fast=True)] | None = Field(
@@ -246,7 +253,7 @@ def _called(call: ToolCall, where: str) -> dict[str, Any]:
     return {"id": call.id, "type": "function", "function": {"name": call.function.name, "arguments": arguments}}
 
 
-class TokenizeBody(_Part):
+class TokenizeBody(Part):
     """POST /tokenize: a prompt, or a conversation in the model's chat format."""
 
     model: Name | None = None
@@ -257,7 +264,23 @@ class TokenizeBody(_Part):
     return_token_strs: bool | None = Field(None, description="Also the text of each token.")
 
 
-class DetokenizeBody(_Part):
+class EmbeddingBody(Part):
+    """POST /v1/embeddings."""
+
+    model: Name | None = None
+    input: Prompts = Field(description="Text or token ids.")
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: Count | None = Field(None, description="Only the model's own width is supported.")
+    depth: Count | None = Field(
+        None, description="Beyond OpenAI: after how many layers, of a routed model recursions; all by default."
+    )
+
+    @property
+    def inputs(self) -> list[Any]:
+        return as_prompts(self.input)
+
+
+class DetokenizeBody(Part):
     """POST /detokenize."""
 
     model: Name | None = None

@@ -235,7 +235,7 @@ class EventStream(Response):
                 await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
                 async with _knocking(send, half_closed), aclosing(self._handler.chunks(self._choices)) as chunks:
                     async for chunk in chunks:
-                        await _send_event(send, to_json(chunk))
+                        await _send_event(send, to_json(chunk), chunk.get("type"))
         except TimeoutError:
             await self._send_error(send, late(self._handler.options))
         except ApiError as error:
@@ -254,8 +254,9 @@ class EventStream(Response):
             await _send_event(send, to_json(error.record()))
 
 
-async def _send_event(send: Send, data: bytes) -> None:
-    await send({"type": "http.response.body", "body": b"data: " + data + b"\n\n", "more_body": True})
+async def _send_event(send: Send, data: bytes, kind: str | None = None) -> None:
+    named = b"" if kind is None else f"event: {kind}\n".encode()
+    await send({"type": "http.response.body", "body": named + b"data: " + data + b"\n\n", "more_body": True})
 
 
 @asynccontextmanager

@@ -14,29 +14,33 @@ from fathomlm.errors import FathomError
 from fathomlm.serve.bodies import DetokenizeBody, TokenizeBody, as_messages, read_body, request_body
 from fathomlm.serve.completions import GONE, ClientGone, in_time
 from fathomlm.serve.errors import as_api_error, json_response, refused
+from fathomlm.serve.middleware import ENTRY
 from fathomlm.serve.options import ServeOptions
 from fathomlm.serve.service import ServedModel, Service
 
 
 def add_tokenize(app: FastAPI, service: Service, options: ServeOptions, refusals: dict[int | str, dict[str, Any]]) -> None:
-    async def respond(request: Request, kind: Any, work: Any) -> Response:
-        deadline = asyncio.get_running_loop().time() + options.timeout
-        body = await read_body(request, kind)
-        try:
-            served = await in_time(request.receive, service.find(body.model), options, deadline)
-            return json_response(await in_time(request.receive, work(body, served), options, deadline))
-        except ClientGone:
-            return GONE
-
     @app.post("/tokenize", responses=refusals, response_model=None, openapi_extra=request_body(TokenizeBody))
     async def tokenized(request: Request) -> Response:
         """The tokens of a prompt or a conversation."""
-        return await respond(request, TokenizeBody, tokenize)
+        return await answer(request, TokenizeBody, tokenize, service, options)
 
     @app.post("/detokenize", responses=refusals, response_model=None, openapi_extra=request_body(DetokenizeBody))
     async def detokenized(request: Request) -> Response:
         """The text of tokens, special ones included."""
-        return await respond(request, DetokenizeBody, detokenize)
+        return await answer(request, DetokenizeBody, detokenize, service, options)
+
+
+async def answer(request: Request, kind: Any, work: Any, service: Service, options: ServeOptions) -> Response:
+    """What `work` makes of a body and the model that it names, in the time that a request has."""
+    deadline = asyncio.get_running_loop().time() + options.timeout
+    body = await read_body(request, kind)
+    try:
+        served = await in_time(request.receive, service.find(body.model), options, deadline)
+        request.scope[ENTRY].model = served.name
+        return json_response(await in_time(request.receive, work(body, served), options, deadline))
+    except ClientGone:
+        return GONE
 
 
 async def tokenize(body: TokenizeBody, served: ServedModel) -> dict[str, Any]:
