@@ -25,3 +25,17 @@ def mistake_of(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
         return captured.err.strip()
 
     return run
+
+
+@pytest.fixture
+def short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Texts of the named workloads, but with fewer tokens."""
+    from fathomlm.lab.bench import workload
+
+    shapes = {"thesis": (1, 16), "512-2048": (40, 12), "64-256": (9, 10)}
+    for name, (prompt, new) in shapes.items():
+        old = workload.WORKLOADS[name]
+        spread = new / 4 if old.deviation else 0.0
+        monkeypatch.setitem(
+            workload.WORKLOADS, name, workload.WorkloadShape(prompt=prompt, new=new, deviation=spread, requests=old.requests)
+        )

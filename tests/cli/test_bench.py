@@ -50,20 +50,6 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def short(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Texts of the named workloads, but with fewer tokens."""
-    from fathomlm.lab.bench import workload
-
-    shapes = {"thesis": (1, 16), "512-2048": (40, 12), "64-256": (9, 10)}
-    for name, (prompt, new) in shapes.items():
-        old = workload.WORKLOADS[name]
-        spread = new / 4 if old.deviation else 0.0
-        monkeypatch.setitem(
-            workload.WORKLOADS, name, workload.WorkloadShape(prompt=prompt, new=new, deviation=spread, requests=old.requests)
-        )
-
-
-@pytest.fixture
 def bench(tiny_model_dir: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
     def call(kind: str, *words: str, code: int = 0) -> str:
         assert main(["bench", kind, str(tiny_model_dir), *words]) == code

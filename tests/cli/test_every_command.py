@@ -15,7 +15,7 @@ from fathomlm.lab.simulate import presets, thesis
 from lab.analyze.test_scaling import write_run
 from lab.analyze.tiny import model_of, saved, text_file
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = pytest.mark.usefixtures("one_thread", "short")
 FEW = ["--prompts", "1", "--max-new-tokens", "4"]
 
 

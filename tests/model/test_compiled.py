@@ -40,10 +40,10 @@ def gradients(decoder: Decoder, tokens: torch.Tensor) -> dict[str, torch.Tensor]
 @pytest.mark.parametrize("kind", KINDS)
 def test_gradients_are_those_of_the_eager_step(kind: str, one_thread: None) -> None:
     fields, relax = KINDS[kind]
-    architecture = Architecture(family="llama", **SHAPE, **fields)
+    architecture = Architecture(family="llama", **SHAPE | {"layers": 2}, **fields)
     relaxation = build_relaxation(architecture.linears(), relax, 2 if relax else None)
     torch.manual_seed(0)
-    decoder = Decoder(architecture, DepthPlan.build("cycle", 2, 4), relaxation)
+    decoder = Decoder(architecture, DepthPlan.build("cycle", 2, 2), relaxation)  # one layer: each takes its time
     decoder.reset_parameters(std=0.2)
     tokens = torch.randint(0, 50, (2, 9))
     slow = gradients(decoder, tokens)
@@ -57,13 +57,10 @@ def test_gradients_are_those_of_the_eager_step(kind: str, one_thread: None) -> N
         torch.testing.assert_close(fast[name], slow[name], rtol=1e-3, atol=near + 1e-6, msg=lambda m, n=name: f"{n}: {m}")
 
 
-@pytest.mark.parametrize("kv", ["cache", "share"])
-@pytest.mark.parametrize("recompute", ["none", "inner", "recursion"])
+@pytest.mark.parametrize(("kv", "recompute"), [("cache", "none"), ("share", "inner"), ("cache", "recursion")])
 def test_a_looped_layer_is_packed_once_for_all_its_uses(
     kv: Any, recompute: Any, one_thread: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if (kv, recompute) == ("share", "recursion"):
-        pytest.skip("shared entries outlive a step")
     torch.manual_seed(0)
     plan = DepthPlan.build("middle-cycle", 2, 6).with_kv(kv)
     decoder = Decoder(Architecture(family="llama", **SHAPE | {"layers": 6}), plan)

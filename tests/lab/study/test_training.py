@@ -188,15 +188,15 @@ def test_a_corpus_without_validation_is_refused(values: Values, tmp_path: Path) 
 def test_the_tiny_study_from_the_command_line(corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     where = ["--ledger", str(tmp_path / "ledger")]
     words = ["study", "run", "tiny", "--corpus", str(corpus), "--work", str(tmp_path / "work"), "--device", "cpu", "--json"]
-    assert main([*words, *where, "--only", "*/0"]) == 0
-    assert len(json.loads(capsys.readouterr().out)["finished"]) == 6
+    assert main([*words, *where, "--only", "*mor/*/0"]) == 0
+    assert len(json.loads(capsys.readouterr().out)["finished"]) == 2
     assert main(["study", "status", "tiny", "--json", *where]) == 0
     status = json.loads(capsys.readouterr().out)
-    assert status["studies"] == [{"study": "tiny", "runs": 12, "finished": 6, "failed": 0, "left": 6}]
+    assert status["studies"] == [{"study": "tiny", "runs": 12, "finished": 2, "failed": 0, "left": 10}]
     assert main(["study", "merge", str(tmp_path / "ledger" / "tiny.json"), "--ledger", str(tmp_path / "home")]) == 0
     assert main(["study", "merge", str(tmp_path / "ledger" / "tiny.json"), "--ledger", str(tmp_path / "home")]) == 0
-    assert capsys.readouterr().out.splitlines() == ["tiny: 6 new or better records", "tiny: 0 new or better records"]
+    assert capsys.readouterr().out.splitlines() == ["tiny: 2 new or better records", "tiny: 0 new or better records"]
     assert main(["study", "show", "tiny", "--json", "--corpus", str(corpus), *where]) == 0
     shown = json.loads(capsys.readouterr().out)["runs"]
-    assert [row["state"] for row in shown] == ["finished"] * 6 + ["left"] * 6
+    assert sorted(row["state"] for row in shown) == ["finished"] * 2 + ["left"] * 10
     assert len(read_study("tiny").runs()) == len(shown)
