@@ -17,7 +17,7 @@ from fathomlm.checkpoints.tied import Tying, greedy_matches, weighted_mean
 from fathomlm.checkpoints.tying import starting_layers
 from fathomlm.depth import DepthPlan
 from fathomlm.errors import DataError, OptionError
-from fathomlm.model.relax.lora import residual_energies, svd_factors
+from fathomlm.model.relax.lora import energy, residual_energies, svd_factors
 from lab.analyze.tiny import TEXT, model_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -118,16 +118,17 @@ class TestAwareSvd:
             a, b = svd_factors(residual, 4, moment=given)
             errors.append((x @ (residual - b @ a).T).square().sum(1).mean().item())
         assert errors[0] < 0.5 * errors[1]
-        left = residual_energies(residual, moment)[4:].sum().item()
+        energies = residual_energies(residual, moment)
+        assert energy(residual, moment).item() == pytest.approx(energies.sum().item(), rel=1e-9)
+        left = energies[4:].sum().item()
         assert errors[0] == pytest.approx(left, rel=0.15), "damping adds a little to what is left"
 
 
-def test_full_rank_gives_the_base_back_and_low_rank_comes_nearer(base: Any, measured: Activations) -> None:
+def test_full_rank_gives_the_base_back(base: Any, measured: Activations) -> None:
     rows = measured.held_out_NT
-    for kind in ("lora", "dora"):
-        for init in ("aligned", "influence"):
-            full = fathomlm.convert(base, relax=kind, rank=100, init=init, activations=measured)
-            torch.testing.assert_close(logits(full, rows), logits(base, rows), rtol=0, atol=2e-3)
+    for kind, init in (("lora", "aligned"), ("dora", "influence")):
+        full = fathomlm.convert(base, relax=kind, rank=100, init=init, activations=measured)
+        torch.testing.assert_close(logits(full, rows), logits(base, rows), rtol=0, atol=2e-3)
 
 
 def test_aware_is_what_the_activations_say(base: Any, measured: Activations) -> None:
@@ -208,6 +209,13 @@ def test_a_budget_is_of_the_model_before_layers_were_dropped(base: Any, measured
     model = fathomlm.convert(base, drop=2, recursions=2, relax="lora", budget=0.7, activations=measured)
     assert (model.plan.layout, model.plan.unrolled_layers) == ("3", 6)
     assert sum(p.numel() for p in model.parameters()) <= 0.7 * sum(p.numel() for p in base.parameters())
+
+
+def test_choosing_ranks_and_converting_is_one_progress(base: Any) -> None:
+    told: list[tuple[int, int]] = []
+    fathomlm.convert(base, relax="lora", budget=0.8, on_layer=lambda done, total: told.append((done, total)))
+    assert told == sorted(told)
+    assert (told[0], told[-1]) == ((0, 8), (8, 8))
 
 
 def test_ranks_go_where_tying_lost_most(base: Any) -> None:

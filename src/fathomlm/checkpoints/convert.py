@@ -135,7 +135,8 @@ def convert(
         if not all(starts):
             raise OptionError("budget chooses ranks by what tying loses; it cannot be combined with the init random")
         aware = start.relax == "aware"
-        relaxation = ranks_within(tying_of, plan, relaxation, limit, aware=aware, dtype=kind, on_layer=on_layer)
+        first, on_layer = _two_stages(on_layer)
+        relaxation = ranks_within(tying_of, plan, relaxation, limit, aware=aware, dtype=kind, on_layer=first)
     result = _empty(source, base, plan, relaxation, kind, place)
     result.config.kept_layers = dropped
     _Conversion(tying_of, result, start, kind, place, torch.Generator().manual_seed(seed)).run(on_layer)
@@ -300,6 +301,13 @@ class _Conversion:
     def _put(self, name: str, tensor: Tensor) -> None:
         shape = tuple(self.result.decoder.get_parameter(name).shape)
         put(self.result.decoder, name, tensor, self.dtype, self.device, shape, "the base checkpoint")
+
+
+def _two_stages(on_progress: OnProgress | None) -> tuple[OnProgress | None, OnProgress | None]:
+    """Progress of two equally long stages as that of one."""
+    if on_progress is None:
+        return None, None
+    return lambda done, total: on_progress(done, 2 * total), lambda done, total: on_progress(total + done, 2 * total)
 
 
 def _no_moment() -> None:

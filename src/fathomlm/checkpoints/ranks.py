@@ -17,7 +17,7 @@ from fathomlm.checkpoints.tied import Tying
 from fathomlm.depth import DepthPlan, Relaxation
 from fathomlm.depth.cost import count, relaxation_parameters
 from fathomlm.errors import OptionError
-from fathomlm.model.relax.lora import residual_energies
+from fathomlm.model.relax.lora import energy, residual_energies
 
 QUANTUM = 8
 """Ranks grow by this, up to the whole matrix: what a GPU multiplies well."""
@@ -78,7 +78,7 @@ def _energies(
             for step in plan.uses(layer):
                 residual = tying.residual(step, name, tied)
                 moment = tying.moment(step, name) if aware else None
-                whole = residual_energies(residual + tied.float(), moment).sum()
+                whole = energy(residual + tied.float(), moment)
                 part = residual_energies(residual, moment) / whole.clamp_min(torch.finfo(whole.dtype).tiny)
                 found[spec.name] = found.get(spec.name, torch.zeros_like(part)) + part
     return found

@@ -240,11 +240,20 @@ def svd_factors(
 def residual_energies(residual: Tensor, moment: Tensor | None = None) -> Tensor:
     """The squares of the singular values that `svd_factors` keeps from the first on: what each further rank restores."""
     m = residual.double()
-    if moment is not None:
-        m = m @ torch.linalg.cholesky(damped(moment))
-    gram = m @ m.T if m.shape[0] <= m.shape[1] else m.T @ m
+    weights = None if moment is None else damped(moment)
+    if m.shape[0] <= m.shape[1]:
+        gram = (m if weights is None else m @ weights) @ m.T
+    else:
+        m = m if weights is None else m @ torch.linalg.cholesky(weights)
+        gram = m.T @ m
     energies: Tensor = torch.linalg.eigvalsh(gram).flip(-1).clamp_min(0)
     return energies
+
+
+def energy(weight: Tensor, moment: Tensor | None = None) -> Tensor:
+    """The sum of all `residual_energies`, without their values: the mean of |W x|^2."""
+    w = weight.double()
+    return (w * (w if moment is None else w @ damped(moment))).sum()
 
 
 def damped(moment: Tensor) -> Tensor:
