@@ -17,6 +17,7 @@ import argparse
 import dataclasses
 import json
 import statistics
+import time
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +25,15 @@ import torch
 
 from fathomlm.decode.captured import CapturedDecoder, CapturedResult
 from fathomlm.decode.exiting import Exiting
+from fathomlm.decode.sampling import Sampling
 from fathomlm.depth import Architecture, DepthPlan
 from fathomlm.depth.presets import preset
-from fathomlm.lab.bench.floor import reading_speed
+from fathomlm.engine.engine import Engine
+from fathomlm.engine.request import Request, Result
+from fathomlm.lab.bench.floor import finish, reading_speed
+from fathomlm.lab.bench.models import random_model
 from fathomlm.lab.environment import environment
-from fathomlm.model.decoder import Decoder
+from fathomlm.model.hub import FathomForCausalLM
 
 SEVEN = Architecture(
     family="llama", layers=32, hidden=4096, intermediate=11008, heads=32, kv_heads=32, head_dim=128, vocab=32000,
@@ -44,20 +49,16 @@ MAIN_RATE = 0.8
 PROMPTS, PROMPT, NEW = 2, 32, 192
 
 
-def build(architecture: Architecture, exit_layer: int, device: torch.device, quiet: float) -> Decoder:
+def build(architecture: Architecture, exit_layer: int, device: torch.device, quiet: float) -> FathomForCausalLM:
     """Random weights; what the layers behind the exit add is scaled by `quiet`."""
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    with torch.device("meta"):
-        decoder = Decoder(architecture, DepthPlan.vanilla(architecture.layers))
-    decoder = decoder.to(dtype).to_empty(device=device)
-    torch.manual_seed(0)
-    decoder.reset_parameters(std=0.02, generator=torch.Generator(device).manual_seed(0))
+    model = random_model(architecture, DepthPlan.vanilla(architecture.layers), dtype=dtype, device=device)
     with torch.no_grad():
-        decoder.head_weight.mul_(8.0)  # a trained head is sure of some tokens; a fresh one of none
-        for layer in decoder.layers[exit_layer:]:
+        model.decoder.head_weight.mul_(8.0)  # a trained head is sure of some tokens; a fresh one of none
+        for layer in model.decoder.layers[exit_layer:]:
             layer.attn.o.weight.mul_(quiet)
             layer.mlp.down.weight.mul_(quiet)
-    return decoder.eval().requires_grad_(False)
+    return model
 
 
 class Bench:
@@ -65,7 +66,8 @@ class Bench:
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.architecture = SHAPES[args.shape]
         self.exit_layer = self.architecture.layers // 4
-        decoder = build(self.architecture, self.exit_layer, self.device, args.quiet)
+        self.model = build(self.architecture, self.exit_layer, self.device, args.quiet)
+        decoder = self.model.decoder
         size = decoder.embed.weight.element_size()
         self.layer_bytes = size * self.architecture.layer_parameters
         self.head_bytes = size * self.architecture.vocab * self.architecture.hidden
@@ -142,6 +144,38 @@ class Bench:
             found["accepted"] = round(sum(t.accepted for t in texts) / max(1, sum(t.drafted for t in texts)), 4)
         return found
 
+    def engine(self, mode: str, threshold: float | None, rows: int = 1) -> dict[str, Any]:
+        """The same prompts in the engine, one after the other or `rows` at a time: milliseconds between a sequence's tokens,
+        and tokens per second of all."""
+        exiting = None if mode == "full" else self.exiting(mode, threshold)
+        engine = Engine(
+            self.model, batch_size=rows, max_sequences=rows, max_length=PROMPT + NEW, prefix_caching=False, penalties=False,
+            max_logprobs=0, exiting=exiting,
+        )  # fmt: skip
+        sampling = Sampling(max_new_tokens=NEW, ignore_eos=True)
+
+        def texts(number: int) -> tuple[list[Result], float]:
+            prompts = [self.prompts[i % PROMPTS] for i in range(max(PROMPTS, rows))]
+            work = [Request(id=1000 * number + i, prompt=tuple(p), sampling=sampling) for i, p in enumerate(prompts)]
+            finish(self.device)
+            begun = time.perf_counter()
+            found = engine.run(work) if rows > 1 else [result for one in work for result in engine.run([one])]
+            return found, time.perf_counter() - begun
+
+        for number in range(3):
+            texts(number)  # kernels are compiled, and drafting settles
+        rounds = [texts(3 + number) for number in range(3)]
+        times = [statistics.mean(r.mean_inter_token_time or 0.0 for r in results) for results, _ in rounds]
+        results, _ = rounds[0]
+        depths = [depth for r in results for depth in r.depths or ()]
+        return {
+            "ms_per_token": round(1e3 * statistics.median(times), 4),
+            "tokens_per_s": round(statistics.median(sum(len(r.tokens) for r in found) / s for found, s in rounds), 1),
+            "exit_rate": round(sum(depth <= self.exit_layer for depth in depths) / max(1, len(depths)), 4),
+            "drafted": sum(r.drafted for r in results),
+            "tokens": [list(r.tokens) for r in results[:PROMPTS]],
+        }
+
     def where(self, mode: str, threshold: float | None, most: int) -> list[dict[str, Any]]:
         """The kernels that take longest, prefill included: milliseconds and calls for each token."""
         from torch.profiler import ProfilerActivity
@@ -184,16 +218,36 @@ def run(args: argparse.Namespace) -> None:
         print(name, record[name], flush=True)
         args.out.write_text(json.dumps(record, indent=1) + "\n")
 
+    def engine_note(mode: str, threshold: float | None, rows: int) -> None:
+        name = f"engine, {mode}" + (f", {rows} rows" if rows > 1 else "")
+        found = bench.engine(mode, threshold, rows)
+        full = record.get("engine, full" + (f", {rows} rows" if rows > 1 else ""), found)
+        if mode != "full":
+            found["speedup"] = round(full["ms_per_token"] / found["ms_per_token"], 3)
+            found["same_text_as_full"] = found["tokens"] == engine_texts[rows]
+        engine_texts.setdefault(rows, found["tokens"])
+        record[name] = {key: value for key, value in found.items() if key != "tokens"}
+        if rows == 1 and mode in record:
+            record[name]["against_captured"] = round(record[mode]["ms_per_token"] / found["ms_per_token"], 3)
+        print(name, record[name], flush=True)
+        args.out.write_text(json.dumps(record, indent=1) + "\n")
+
+    engine_texts: dict[int, list[list[int]]] = {}
     note("full", "full", None)
     note("static", "static", None)
     for rate in args.only or RATES:
-        threshold = bench.threshold_for("parallel", rate)
+        threshold = args.threshold or bench.threshold_for("parallel", rate)
         note("parallel" if rate == MAIN_RATE else f"parallel, {rate:.0%} leave", "parallel", threshold)
     threshold = record["parallel"]["threshold"]
     if args.profile:
         record["where_parallel"] = bench.where("parallel", threshold, args.profile)
         for line in record["where_parallel"]:
             print(line, flush=True)
+    for rows in args.rows:
+        for mode in args.modes:
+            engine_note(mode, threshold, rows)
+    if args.engine_only:
+        return
     note("state-copy", "state-copy", bench.threshold_for("state-copy", MAIN_RATE))
     note("speculative", "speculative", threshold)
 
@@ -245,6 +299,12 @@ def main() -> None:
     running.add_argument("--max-stack", type=int, default=16)
     running.add_argument("--pack", action=argparse.BooleanOptionalAction, default=True, help="fewer, larger matrices")
     running.add_argument("--only", nargs="*", help="rates of parallel decoding to measure, as parts of 1", type=float)
+    running.add_argument("--threshold", type=float, help="of parallel decoding, instead of searching for it")
+    running.add_argument("--rows", nargs="*", type=int, default=[1], help="sequences at a time in the engine")
+    running.add_argument(
+        "--modes", nargs="*", default=["full", "parallel", "speculative"], help="modes to run in the engine"
+    )
+    running.add_argument("--engine-only", action="store_true", help="no other modes of captured steps")
     running.add_argument("--profile", type=int, default=0, help="list so many kernels of parallel decoding")
     running.set_defaults(verb=run)
     drawing = verbs.add_parser("draw")

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from fathomlm.decode.text import TextStream
+from fathomlm.decode.text import ByteTextStream, TextStream, TokenTable
 
 BROKEN = "\N{REPLACEMENT CHARACTER}"
 HALF = "bÃ"
@@ -122,3 +122,65 @@ def test_any_text_is_a_prefix_up_to_its_first_stop_string(bytes_only: Any, text:
     assert text.startswith(shown)
     assert stream.stopped == any(stop in text for stop in stops)
     assert stream.stopped or shown == text
+
+
+@given(st.lists(st.integers(0, 257), max_size=120), st.integers(1, 50))
+@settings(max_examples=60, deadline=None)
+def test_many_tokens_at_once_are_what_one_after_another_are(bytes_only: Any, tokens: list[int], size: int) -> None:
+    """Whole, broken and endless characters, in parts of any size."""
+    one, many = TextStream(bytes_only), TextStream(bytes_only)
+    alone = pushed(one, tokens) + one.finish()
+    together = "".join(many.push_all(tokens[at : at + size]) for at in range(0, len(tokens), size)) + many.finish()
+    assert together == alone
+
+
+# By a table of tokens, which is to say what the tokenizer says.
+
+
+@given(
+    st.lists(st.integers(0, 257), max_size=60),
+    st.lists(st.integers(0, 257), max_size=12),
+    st.lists(st.text("ab\N{GRINNING FACE}\N{REPLACEMENT CHARACTER}", min_size=1, max_size=3), max_size=2),
+    st.integers(1, 20),
+)
+@settings(max_examples=150, deadline=None)
+def test_a_table_says_what_the_tokenizer_says(
+    bytes_only: Any, tokens: list[int], prompt: list[int], stops: list[str], size: int
+) -> None:
+    """Whole and broken characters, behind any prompt, with stop strings, in bursts of any size."""
+    table = TokenTable.of(bytes_only)
+    assert table is not None
+    slow = TextStream(bytes_only, stop=stops, context=prompt)
+    shown = pushed(slow, tokens) + slow.finish()
+    bursts = [tokens[at : at + size] for at in range(0, len(tokens), size)]
+    for each in (True, False):
+        quick = ByteTextStream(table, stop=stops, context=prompt)
+        said = "".join("".join(quick.push_each(burst)) if each else quick.push_all(burst) for burst in bursts)
+        assert (said + quick.finish(), quick.stopped) == (shown, slow.stopped)
+
+
+def test_a_table_shows_a_character_with_its_last_byte(bytes_only: Any) -> None:
+    table = TokenTable.of(bytes_only)
+    assert table is not None
+    stream = ByteTextStream(table)
+    assert stream.push_each(ids(bytes_only, "a😀b")) == ["a", "", "", "", "😀", "b"]
+    assert stream.push(bytes_only.convert_tokens_to_ids(HALF)) == "b"
+    assert stream.push_each([]) == []
+    assert stream.finish() == BROKEN
+    assert table.bytes[0] == b""  # a special token
+    assert table.bytes[10**6] == b""  # none of the vocabulary's
+
+
+def test_pieces_end_at_the_token_that_completes_a_stop_string(bytes_only: Any) -> None:
+    table = TokenTable.of(bytes_only)
+    assert table is not None
+    for stream in (TextStream(bytes_only, stop=("|b",)), ByteTextStream(table, stop=("|b",))):
+        assert stream.push_each(ids(bytes_only, "xy|bcd")) == ["x", "y", "", ""]
+        assert stream.stopped
+
+
+def test_other_tokenizers_have_no_table(bytes_only: Any) -> None:
+    tokenizer = Tokenizer.from_str(bytes_only.backend_tokenizer.to_str())
+    tokenizer.decoder = decoders.Fuse()
+    assert TokenTable.of(PreTrainedTokenizerFast(tokenizer_object=tokenizer)) is None
+    assert TokenTable.of(None) is None

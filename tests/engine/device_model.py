@@ -110,8 +110,9 @@ class Device:
             assert placement.ready == (placement.entries[0] == sequence.length - 1)
         for grant in plan.grants:
             pages = self.rows[grant.slot].pages[grant.table]
-            assert grant.index == len(pages)
-            pages.append(grant.page)
+            assert grant.first == len(pages)
+            assert grant.pages
+            pages += grant.pages
         for (slot, table), entries in plan.capacity.items():
             self.rows[slot].rooms[table] = entries
         for row in self.rows.values():

@@ -42,6 +42,16 @@ def placed(plan: SchedulerOutput) -> list[int]:
     return [placement.sequence.id for placement in plan.placements]
 
 
+def granted(plan: SchedulerOutput, sequence: Sequence) -> list[tuple[int, int, int]]:
+    """Table, number and page of each page that a sequence gets."""
+    return [
+        (grant.table, grant.first + number, page)
+        for grant in plan.grants
+        if grant.slot == sequence.slot
+        for number, page in enumerate(grant.pages)
+    ]
+
+
 def rooms(plan: SchedulerOutput) -> dict[tuple[int, int], int]:
     return plan.capacity
 

@@ -241,7 +241,7 @@ def test_a_cancelled_request_leaves_nothing_behind_and_the_others_go_on() -> Non
     engine = Engine(model, **SMALL)
     heard: dict[int, list[Any]] = {i: [] for i in range(len(MANY))}
     for i, prompt in enumerate(many(model)):
-        engine.submit(Request(id=i, prompt=tuple(prompt), sampling=Sampling(max_new_tokens=NEW)), heard[i].append)
+        engine.submit(Request(id=i, prompt=tuple(prompt), sampling=Sampling(max_new_tokens=NEW)), heard[i].extend)
     while engine.busy:
         if len(heard[1]) == 3:
             assert engine.cancel(1)

@@ -206,7 +206,7 @@ def _submit(kind: str, engine: Engine, ask: Ask, heard: list[Heard]) -> None:
     one = Heard(ask)
     try:
         request = Request(id=len(heard), prompt=ask.prompt, sampling=sampling, exit_threshold=ask.threshold)
-        engine.submit(request, one.events.append)
+        engine.submit(request, one.events.extend)
     except QueueFull:
         assert len(engine.scheduler.waiting) >= engine.options.max_queue
     except RequestTooLarge:

@@ -124,17 +124,17 @@ def test_planes_and_copies_outside_the_pool_are_found() -> None:
 @pytest.mark.parametrize(
     "order",
     [
-        {"grants": [PageGrant(2, 0, 0, 0)]},
-        {"grants": [PageGrant(0, 0, 3, 0)]},
-        {"grants": [PageGrant(0, 0, 0, 5)]},
-        {"grants": [PageGrant(0, 1, 0, 7)]},
+        {"grants": [PageGrant(2, 0, 0, (0,))]},
+        {"grants": [PageGrant(0, 0, 2, (0, 1))]},
+        {"grants": [PageGrant(0, 0, 0, (4, 5))]},
+        {"grants": [PageGrant(0, 1, 0, (7, 6))]},
         {"capacity": {(0, 0): 13}},
         {"capacity": {(2, 0): 4}},
     ],
 )
 def test_a_plan_that_leads_out_of_memory_is_found(order: dict[str, Any]) -> None:
     sizes: dict[str, Any] = {"tables": (0, 1), "pool_pages": (5, 7), "max_sequences": 2, "pages": 3, "size": 4}
-    fine = SchedulerOutput(grants=[PageGrant(1, 0, 2, 4), PageGrant(1, 1, 2, 6)], capacity={(1, 0): 12})
+    fine = SchedulerOutput(grants=[PageGrant(1, 0, 1, (0, 4)), PageGrant(1, 1, 2, (6,))], capacity={(1, 0): 12})
     fine.check(**sizes)
     with pytest.raises(AssertionError, match=r"PageGrant|slot 2|13 entries"):
         dataclasses.replace(fine, **order).check(**sizes)

@@ -116,8 +116,8 @@ def test_the_state_names_the_least_work() -> None:
     state.place(2, asked(3, repetition_penalty=2.0, logprobs=0))
     seen.append((state.mode, state.penalised, state.alternatives))
     state.place(2, asked(4, logprobs=1))
-    state.clear(1)
-    state.clear(1)
+    state.clear([1])
+    state.clear([1])
     seen.append((state.mode, state.penalised, state.alternatives))
     assert seen == [
         ("greedy", False, False),
@@ -234,7 +234,7 @@ def test_a_text_that_was_put_aside_goes_on_as_it_would_have() -> None:
         state, slot, tokens = state_of([request, other]), 0, []
         for step in range(30):
             if step == aside_at:
-                state.clear(0)
+                state.clear([0])
                 slot = 1
                 state.place(slot, request, tokens)
             both = torch.tensor([slot, 1 - slot])
@@ -282,7 +282,7 @@ def test_rows_of_the_scratch_slot_change_nothing() -> None:
 def test_a_slot_that_was_cleared_is_as_new() -> None:
     state = state_of(MIXED)
     for slot in range(SLOTS):
-        state.clear(slot)
+        state.clear([slot])
     logits_NV = logits_of(SLOTS)
     assert torch.equal(sample(logits_NV, ALL, ALL, state).tokens_N, logits_NV.argmax(-1))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from engine.scheduling import build, ids, placed, read_all, rooms, run, submit
+from engine.scheduling import build, granted, ids, placed, read_all, rooms, run, submit
 from fathomlm.engine.schedule import PrefillChunk, SchedulerOutput
 from fathomlm.errors import FathomError, QueueFull, RequestTooLarge
 
@@ -66,7 +66,8 @@ def test_all_but_the_last_token_is_read_within_the_budget() -> None:
 
 
 def test_while_it_reads_every_table_has_room_for_every_token() -> None:
-    scheduler = build(tables=(0, 1, 1), pool_pages=(50, 50), page_size=1, prefill_chunk=3, lookahead=2, prefix_caching=False)
+    few = {"max_sequences": 30, "pool_pages": (50, 50)}  # no page more than is needed
+    scheduler = build(tables=(0, 1, 1), page_size=1, prefill_chunk=3, lookahead=2, prefix_caching=False, **few)
     sequence = submit(scheduler, 1, 6, new=10)
     plan = scheduler.schedule()
     assert rooms(plan) == {(sequence.slot, table): 3 for table in range(3)}
@@ -102,17 +103,41 @@ def test_a_chunk_shrinks_to_the_free_pages_before_anybody_is_preempted() -> None
 
 
 def test_room_runs_ahead_by_the_lookahead_and_ends_with_the_text() -> None:
-    scheduler = build(page_size=1, lookahead=3)
+    scheduler = build(page_size=1, pool_pages=(7,), lookahead=3)
     sequence = submit(scheduler, 1, 3, new=4)
     plan = scheduler.schedule()
     assert rooms(plan) == {(sequence.slot, 0): 2 + 3}
-    assert [(grant.table, grant.index) for grant in plan.grants] == [(0, at) for at in range(5)]
+    assert [(table, index) for table, index, _ in granted(plan, sequence)] == [(0, at) for at in range(5)]
     read_all(scheduler, plan)
     assert scheduler.schedule() == SchedulerOutput()
     run(scheduler, sequence, 2)
     assert rooms(scheduler.schedule()) == {(sequence.slot, 0): 3 + 4 - 1}
     run(scheduler, sequence, 1)
     assert rooms(scheduler.schedule()) == {}
+
+
+def test_where_pages_are_plenty_they_come_several_at_a_time() -> None:
+    """The fewer the less is free, and never at the cost of a cached prefix."""
+    for free, ahead in ((1000, 8), (24, 3), (8, 1), (7, 0)):
+        scheduler = build(page_size=2, pool_pages=(1000,), lookahead=3)
+        if free < 1000:
+            scheduler.page_manager.pools[0].allocate_many(1000 - free)
+        sequence = submit(scheduler, 1, 1, new=99)
+        assert rooms(scheduler.schedule()) == {(sequence.slot, 0): 2 * (2 + ahead)}
+        run(scheduler, sequence, 2 * ahead + 1)
+        assert scheduler.schedule() == SchedulerOutput()
+        run(scheduler, sequence, 1)
+        assert scheduler.schedule().grants
+
+
+def test_a_longer_lookahead_holds_for_those_that_run_already() -> None:
+    scheduler = build(page_size=1, pool_pages=(100,), max_sequences=60)
+    one, two = submit(scheduler, 1, 1, new=50), submit(scheduler, 2, 1, new=50)
+    assert rooms(scheduler.schedule()) == {(one.slot, 0): 1, (two.slot, 0): 1}
+    assert scheduler.schedule() == SchedulerOutput()
+    scheduler.lookahead = 7
+    assert rooms(scheduler.schedule()) == {(one.slot, 0): 7, (two.slot, 0): 7}
+    assert scheduler.schedule() == SchedulerOutput()
 
 
 def test_lookahead_never_preempts_but_takes_cached_pages() -> None:

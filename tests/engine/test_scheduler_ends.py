@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from engine.scheduling import build, placed, read_all, run, submit
+from engine.scheduling import build, granted, placed, read_all, run, submit
 from fathomlm.engine.schedule import PageCopy, PrefillChunk
 
 
@@ -74,7 +74,7 @@ def test_a_cached_beginning_is_shared_and_not_read_again() -> None:
     assert plan.chunks == [PrefillChunk(two.slot, two.epoch, 4, 1, last=True)]
     assert two.pages[0][:2] == one.pages[0][:2]
     assert not set(two.pages[0][2:]) & set(one.pages[0])
-    assert [(grant.index, grant.page) for grant in plan.grants if grant.slot == two.slot] == list(enumerate(two.pages[0]))
+    assert granted(plan, two) == [(0, index, page) for index, page in enumerate(two.pages[0])]
     assert plan.copies == []
     assert scheduler.counters().prefix_hits == 4
 
@@ -115,7 +115,7 @@ def test_a_partly_filled_page_is_copied_and_its_owner_goes_on() -> None:
     assert two.pages[0][:2] == one.pages[0][:2]
     assert two.pages[1][0] == one.pages[1][0]
     assert not set(two.pages[1][1:]) & set(one.pages[1])
-    grants = [(grant.table, grant.index, grant.page) for grant in plan.grants if grant.slot == two.slot]
+    grants = granted(plan, two)
     assert sorted(grants) == [(table, index, page) for table in (0, 1) for index, page in enumerate(two.pages[table])]
     scheduler.cancel(1)
     assert scheduler.page_manager.pools[1].owners(plan.copies[0].source) == 1  # the record, held for the second
@@ -160,7 +160,7 @@ def test_pages_that_a_plan_copies_from_stay_as_they_are() -> None:
 
 def test_a_sequence_lets_go_of_cached_pages_before_anybody_is_preempted() -> None:
     """Two read the same text at once, so the second has pages of its own beside those that the first has cached."""
-    scheduler = build(page_size=1, pool_pages=(9,))
+    scheduler = build(page_size=1, pool_pages=(9,), max_sequences=5)
     submit(scheduler, 1, (1, 2, 3, 4))
     two = submit(scheduler, 2, (1, 2, 3, 5))
     read_all(scheduler, scheduler.schedule())
@@ -219,7 +219,7 @@ def test_the_counters_say_where_it_stands() -> None:
     assert scheduler.confirm_prefill(1, one.epoch, 4, (4,))
     counters = scheduler.counters()
     assert (counters.queued, counters.prefilling, counters.running) == (1, 1, 1)
-    assert counters.pages_used == (len(plan.grants),)
+    assert counters.pages_used == (sum(len(grant.pages) for grant in plan.grants),)
     assert (counters.pages_cached, counters.preemptions, counters.prefix_hits, counters.evictions) == ((0,), 0, 0, 0)
     scheduler.finish(1)
     assert scheduler.counters().pages_cached == (2,)

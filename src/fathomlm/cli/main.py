@@ -81,13 +81,14 @@ COMMANDS: dict[str, Command] = {
         },
     ),
     "bench": Command(
-        help="measure speed: throughput, latency, kernels",
+        help="measure speed: throughput, latency, kernels, host",
         description="Measure how fast the engine runs MODEL. Everything counts, from the first request to the last token. "
         "Ctrl-C ends a benchmark with what was measured so far.",
         kinds={
             "throughput": Command(help="tokens per second over many requests", options="lab.cli.bench:Throughput"),
             "latency": Command(help="milliseconds per token, one request at a time", options="lab.cli.bench:Latency"),
             "kernels": Command(help="each kernel of a decode step by itself", options="lab.cli.bench:Kernels"),
+            "host": Command(help="what the engine costs the CPU, without a model", options="lab.cli.bench:Host"),
         },
     ),
     "plot": Command(help="draw training curves", options="lab.cli.plot:Plot"),

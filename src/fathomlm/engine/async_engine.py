@@ -6,8 +6,8 @@
             print(event)
 
 Only the worker thread touches the engine. What others want of it waits in an inbox that the worker empties between two
-steps; what the engine says goes back to each event loop once a step, all of it together. A consumer can therefore be as
-slow as it likes: its events wait with its `Stream`, and nobody else notices.
+steps; what the engine says goes back to each event loop once a step, all of it together, and to each stream in one message.
+A consumer can therefore be as slow as it likes: its events wait with its `Stream`, and nobody else notices.
 
 An engine that breaks fails the requests that it has. Where `restarts` allows it, the worker builds it again and goes on.
 """
@@ -18,10 +18,11 @@ import asyncio
 import itertools
 import threading
 import time
+from collections import deque
 from collections.abc import AsyncGenerator, Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -59,6 +60,13 @@ class Job:
             self.done.set_result(found) if error is None else self.done.set_exception(error)
 
 
+class Burst(NamedTuple):
+    """Events that came together, and when."""
+
+    events: list[Event]
+    at: float
+
+
 class Stream:
     """A `TokenEvent` for each token, and last `Finished`. For one consumer, in the event loop that submitted the request.
 
@@ -68,21 +76,26 @@ class Stream:
     Whoever stops listening, because its task is cancelled or its loop over the events is left, cancels the request.
     """
 
-    def __init__(self, request: Request, cancel: Callable[[int], None]) -> None:
-        """`cancel` is given the request's id."""
+    def __init__(self, request: Request, cancel: Callable[[int], None], news: asyncio.Event | None = None) -> None:
+        """`cancel` is given the request's id. `news` is set when events come; streams that share it can be waited for
+        together."""
         self.request = request
         self.result: Result | None = None
         """All of it, from the end on."""
         self.loop = asyncio.get_running_loop()
         self._accepted: asyncio.Future[None] = self.loop.create_future()
-        self._events: asyncio.Queue[Event] = asyncio.Queue()
+        self._news = asyncio.Event() if news is None else news
+        self._bursts: deque[Burst] = deque()
+        self._events: deque[Event] = deque()
         self._cancel = cancel
         self._over = False
 
     async def __aiter__(self) -> AsyncGenerator[Event, None]:
         try:
             while not self._over:
-                event = await self._events.get()
+                if not self._events:
+                    self._events.extend(await self.next_events())
+                event = self._events.popleft()
                 self._over = isinstance(event, Finished)
                 yield event
         finally:
@@ -90,10 +103,28 @@ class Stream:
 
     async def wait(self) -> Result:
         """The end, without looking at what comes before it."""
-        async for _ in self:
-            pass
+        try:
+            while not self._over:
+                events = list(self._events) or await self.next_events()
+                self._events.clear()
+                self._over = isinstance(events[-1], Finished)
+        finally:
+            self.cancel()
         assert self.result is not None
         return self.result
+
+    async def next_events(self) -> list[Event]:
+        """All that has come and was not taken yet, as soon as there is any."""
+        while not self._bursts:
+            await self._news.wait()
+            self._news.clear()
+        return [event for burst in self.take() for event in burst.events]
+
+    def take(self) -> list[Burst]:
+        """What has come and was not taken yet, perhaps nothing."""
+        bursts = list(self._bursts)
+        self._bursts.clear()
+        return bursts
 
     def cancel(self) -> None:
         """Stop the request, from any thread. It ends as "cancelled", or as it has ended already."""
@@ -119,9 +150,10 @@ class Stream:
         else:
             self._accepted.set_exception(refusal)
 
-    def receive(self, event: Event) -> None:
+    def receive(self, events: list[Event]) -> None:
         """In the stream's own loop."""
-        self._events.put_nowait(event)
+        self._bursts.append(Burst(events, time.perf_counter()))
+        self._news.set()
 
 
 class AsyncEngine:
@@ -208,10 +240,10 @@ class AsyncEngine:
             exit_threshold=exit_threshold,
         )
 
-    async def submit(self, request: Request) -> Stream:
+    async def submit(self, request: Request, news: asyncio.Event | None = None) -> Stream:
         """Hand in a request; returns when the engine has taken it. What it cannot take, it refuses with an error:
-        `RequestTooLarge`, `QueueFull`, `OptionError` or `EngineStopped`."""
-        stream = Stream(request, self.cancel)
+        `RequestTooLarge`, `QueueFull`, `OptionError` or `EngineStopped`. `news` is as in `Stream`."""
+        stream = Stream(request, self.cancel, news)
         with self._changed:
             if not self.accepting:
                 raise EngineStopped(self._refusal or RESTARTING)
@@ -235,9 +267,12 @@ class AsyncEngine:
     async def stream(self, request: Request) -> AsyncGenerator[Event, None]:
         """Submit and listen. Leaving the loop, or cancelling the task that runs it, cancels the request."""
         stream = await self.submit(request)
+        over = False
         try:
-            async for event in stream:
-                yield event
+            while not over:
+                for event in await stream.next_events():
+                    over = isinstance(event, Finished)
+                    yield event
         finally:
             stream.cancel()
 
@@ -392,11 +427,11 @@ class AsyncEngine:
             settle = partial(job.settle, error=error)
         self._post(job.loop, settle)
 
-    def _receive(self, stream: Stream, event: Event) -> None:
-        if isinstance(event, Finished):
+    def _receive(self, stream: Stream, events: list[Event]) -> None:
+        if isinstance(events[-1], Finished):
             del self._streams[stream.request.id]
             stream.result = self._sequences.pop(stream.request.id).result
-        self._post(stream.loop, partial(stream.receive, event))
+        self._post(stream.loop, partial(stream.receive, events))
 
     def _break(self, error: BaseException) -> bool:
         """The engine is broken: nothing more is asked of it, and everybody hears why. Says whether to build another, which
@@ -415,7 +450,7 @@ class AsyncEngine:
         why = Finished(reason="error", error=message)
         for id, stream in self._streams.items():
             stream.result = result_of(self._sequences[id], why)
-            self._post(stream.loop, partial(stream.receive, why))
+            self._post(stream.loop, partial(stream.receive, [why]))
         self._streams, self._sequences = {}, {}
         for order in orders:
             if isinstance(order, Stream):

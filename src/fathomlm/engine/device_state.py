@@ -67,8 +67,13 @@ class EngineState:
             self._place(scheduled.placements)
         if scheduled.grants:
             slot, table, _ = self.tables_STP.stride()
-            at = [grant.slot * slot + grant.table * table + grant.index for grant in scheduled.grants]
-            self._write(self.tables_STP, at, [grant.page for grant in scheduled.grants])
+            at: list[int] = []
+            pages: list[int] = []
+            for grant in scheduled.grants:
+                first = grant.slot * slot + grant.table * table + grant.first
+                at += range(first, first + len(grant.pages))
+                pages += grant.pages
+            self._write(self.tables_STP, at, pages)
         if scheduled.capacity:
             stride, _ = self.capacity_ST.stride()
             at = [slot * stride + table for slot, table in scheduled.capacity]
@@ -112,7 +117,7 @@ class EngineState:
         column_S.index_fill_(0, self.upload(slots), value)
 
     def _write(self, target: Tensor, at: list[int], values: list[int]) -> None:
-        both = self.upload([at, values])
+        both = self.upload(np.array([at, values]))
         target.view(-1).index_copy_(0, both[0], both[1].to(target.dtype))
 
     def upload(self, values: Sequence[object] | npt.NDArray[np.int64], dtype: torch.dtype = torch.int64) -> Tensor:

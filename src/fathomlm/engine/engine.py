@@ -11,27 +11,27 @@ from __future__ import annotations
 
 import time
 from collections import abc, deque
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from operator import add
+from itertools import count, repeat
 from typing import Any
+
+import numpy as np
 
 from fathomlm.checkpoints.resolve import decoder_only
 from fathomlm.decode.exiting import Exiting
 from fathomlm.decode.prompts import Prompt, encode_prompts, end_tokens
 from fathomlm.decode.sampling import Sampling
-from fathomlm.decode.text import TextStream
-from fathomlm.depth import DepthPlan
+from fathomlm.decode.text import ByteTextStream, TextStream, TokenTable
 from fathomlm.engine.drafting import DraftControl
-from fathomlm.engine.layout import Layout
 from fathomlm.engine.options import EngineOptions
-from fathomlm.engine.programs.base import AGREED, BAD, DRAFTED, ENDED, JUDGED, VALID, StepOutput
+from fathomlm.engine.programs.base import AGREED, BAD, ENDED, JUDGED, VALID, StepOutput
 from fathomlm.engine.programs.drafts import DraftProgram
 from fathomlm.engine.request import Event, Finished, Matcher, Request, Result, TokenEvent, TokenLogprobs
 from fathomlm.engine.runner import Runner
-from fathomlm.engine.schedule import PrefillChunk
+from fathomlm.engine.schedule import PrefillChunk, SchedulerOutput
 from fathomlm.engine.scheduler import Counters, Scheduler
-from fathomlm.engine.sequence import Sequence
+from fathomlm.engine.sequence import OnEvents, Sequence
+from fathomlm.engine.slot_records import CONFIDENCE, FLAGS, LOGPROB, SLOT, Floats, Ints, SlotRecords
 from fathomlm.errors import FathomError, OptionError
 from fathomlm.model.hub import FathomForCausalLM
 
@@ -72,7 +72,7 @@ class Engine:
             tables=sizes.tables, pool_pages=sizes.pool_pages, page_size=self.options.page_size,
             max_sequences=sizes.max_sequences, max_queue=self.options.max_queue, prefill_chunk=self.options.prefill_chunk,
             lookahead=sizes.lookahead, max_length=sizes.max_length,
-            prefix_caching=self.options.prefix_caching,
+            prefix_caching=self.options.prefix_caching, catch_up=self._catch_up,
         )  # fmt: skip
         self._ends = end_tokens(model)
         self._drafting: DraftControl | None = None
@@ -83,10 +83,12 @@ class Engine:
         self._estimator = None if exiting is None else exiting.estimator
         self._copies = exiting is not None and exiting.mode == "state-copy"
         self._plan = plan = model.plan  # the model reads it from its configuration each time
-        depths = range(plan.recursions + 1) if self._kind == "routed" else ()
-        self._new_entries = [_new_entries(plan, self.runner.layout, depth) for depth in depths]
+        self._table = TokenTable.of(model.tokenizer)
         self._sequences: dict[int, Sequence] = {}
         self._in_slot: list[Sequence | None] = [None] * (sizes.max_sequences + 1)  # the last is for rows of no sequence
+        self._records = SlotRecords(
+            self.runner.layout, sizes.max_sequences, sizes.max_length, plan.recursions, plan.unrolled_layers
+        )
         self._in_flight: deque[int] = deque()
         self._held: list[tuple[Sequence, int]] = []
         """Sequences that wait to be told what may come next, and their epochs."""
@@ -99,8 +101,8 @@ class Engine:
         self._next_id += 1
         return self._next_id
 
-    def submit(self, request: Request, on_event: Callable[[Event], None] | None = None) -> Sequence:
-        """Queue a request, or refuse it with a `FathomError`. `on_event` gets each token, and the end."""
+    def submit(self, request: Request, on_events: OnEvents | None = None) -> Sequence:
+        """Queue a request, or refuse it with a `FathomError`. `on_events` gets the tokens of each burst, and the end."""
         recursions, kind, tokenizer = self._plan.recursions, self._kind, self.model.tokenizer
         if request.max_depth is not None:
             if self._plan.routing is None:
@@ -116,7 +118,7 @@ class Engine:
         self.runner.sampler.check(request)
         sequence = Sequence(
             request,
-            on_event=on_event,
+            on_events=on_events,
             logprobs=None if request.logprobs is None else [],
             depths=None if kind == "whole" else [],
             confidences=[] if kind == "exits" else None,
@@ -125,7 +127,9 @@ class Engine:
         if request.constraint is not None:
             sequence.matcher = request.constraint.begin()
             sequence.allowed = sequence.matcher.allowed()
-        if tokenizer is not None:
+        if self._table is not None:
+            sequence.stream = ByteTextStream(self._table, stop=request.sampling.stop, context=request.prompt)
+        elif tokenizer is not None:
             sequence.stream = TextStream(tokenizer, stop=request.sampling.stop, context=request.prompt)
         self.scheduler.submit(sequence)
         self._sequences[request.id] = sequence
@@ -136,7 +140,9 @@ class Engine:
         sequence = self._sequences.get(id)
         if sequence is None:
             return False
-        self._finish(sequence, Finished(reason="cancelled"))
+        self._visit(sequence)  # it may be called by a listener, before the tokens of the burst have come to this one
+        if sequence.result is None:
+            self._finish(sequence, Finished(reason="cancelled"))
         return True
 
     def generate(
@@ -161,8 +167,8 @@ class Engine:
         sequences: list[Sequence] = []
         waiting = deque(requests)
         try:
-            while waiting or any(sequence.result is None for sequence in sequences):
-                while waiting and len(self.scheduler.waiting) < self.options.max_queue:
+            while waiting or any(sequence.result is None for sequence in reversed(sequences)):
+                while waiting and self.scheduler.queued < self.options.max_queue:
                     sequences.append(self.submit(waiting.popleft()))
                 self.step()
         except BaseException:
@@ -170,6 +176,11 @@ class Engine:
                 self.cancel(sequence.id)
             raise
         return [sequence.result for sequence in sequences if sequence.result is not None]
+
+    @property
+    def unfinished(self) -> int:
+        """Requests that have not ended."""
+        return len(self._sequences)
 
     @property
     def busy(self) -> bool:
@@ -187,115 +198,163 @@ class Engine:
         alone = bool(placed) and all(sequence.matcher is not None for sequence in placed)
         burst = 1 if alone else self.runner.sizes.burst
         behind = 0 if alone else self.runner.sizes.lag * burst
-        while len(self._in_flight) > behind or (self._in_flight and not self._sequences):
-            self._collect(self._in_flight.popleft())
+        self._collect_first(len(self._in_flight) - behind)
+        if not self._sequences:
+            self._collect_first(len(self._in_flight))
         scheduled = self.scheduler.schedule()
         self.runner.apply(scheduled)
-        for slot in scheduled.stops:
-            self._in_slot[slot] = None
-        for placement in scheduled.placements:
-            self._in_slot[placement.slot] = placement.sequence
+        self._note(scheduled)
         if self._held:
             self.runner.go_on([sequence for sequence, epoch in self._held if sequence.epoch == epoch])
             self._held.clear()
         if scheduled.chunks:
             self._prefill(scheduled.chunks)
-        running = sum(sequence.state == "running" for sequence in self.scheduler.placed)
-        if running:
-            drafts = self._drafting is None or self._decide(self._drafting, running, bool(scheduled.chunks))
+        if self.scheduler.running:
+            drafts = self._drafting is None or self._decide(self._drafting, bool(scheduled.chunks))
             for _ in range(burst):
                 self._in_flight.append(self.runner.launch(drafts))
                 self.totals.decode_steps += 1
-        elif self._in_flight:
-            self._collect(self._in_flight.popleft())
+        else:
+            self._collect_first(1)
 
-    def _decide(self, drafting: DraftControl, running: int, prefilled: bool) -> bool:
+    def _collect_first(self, many: int) -> None:
+        """The earliest of the decode steps in flight."""
+        if self._in_flight and many > 0:
+            self._collect([self._in_flight.popleft() for _ in range(many)])
+
+    def _note(self, scheduled: SchedulerOutput) -> None:
+        """Who is in which slot now, and how far their pages reach."""
+        records, in_slot = self._records, self._in_slot
+        for slot in scheduled.stops:
+            in_slot[slot] = None
+            records.clear(slot)
+        for placement in scheduled.placements:
+            slot, sequence = placement.slot, placement.sequence
+            in_slot[slot] = sequence
+            records.place(slot, placement.epoch, len(sequence.tokens), placement.entries, sequence.watched)
+        if scheduled.capacity:
+            most = (self._at(slot).most_entries for slot, _ in scheduled.capacity)
+            records.grant(scheduled.capacity, most, self.scheduler.lookahead)
+
+    def _at(self, slot: int) -> Sequence:
+        sequence = self._in_slot[slot]
+        assert sequence is not None, f"nobody is in slot {slot}"
+        return sequence
+
+    def _decide(self, drafting: DraftControl, prefilled: bool) -> bool:
         """Whether this burst drafts. What came since the one before tells how fast that way is."""
         tokens, now = self.totals.tokens, time.perf_counter()
         before, then = self._last_burst
         if not prefilled and then:
             drafting.note(tokens - before, now - then)
         self._last_burst = (tokens, now)
-        return drafting.choose(running)
+        return drafting.choose(self.scheduler.running)
 
     def _prefill(self, chunks: abc.Sequence[PrefillChunk]) -> None:
-        sequences = {sequence.slot: sequence for sequence in self.scheduler.placed}
-        tokens = [sequences[chunk.slot].known[chunk.first : chunk.first + chunk.count] for chunk in chunks]
-        for chunk, entries in zip(chunks, self.runner.prefill(chunks, tokens), strict=True):
+        sequences = [self._at(chunk.slot) for chunk in chunks]
+        tokens = [
+            sequence.known[chunk.first : chunk.first + chunk.count]
+            for sequence, chunk in zip(sequences, chunks, strict=True)
+        ]
+        for sequence, chunk, entries in zip(sequences, chunks, self.runner.prefill(chunks, tokens), strict=True):
             self.totals.prefill_tokens += chunk.count
-            self.scheduler.confirm_prefill(sequences[chunk.slot].id, chunk.epoch, chunk.first + chunk.count, entries)
+            self.scheduler.confirm_prefill(sequence.id, chunk.epoch, chunk.first + chunk.count, entries)
+            self._records.entries_TS[:, chunk.slot] = entries
 
-    def _collect(self, number: int) -> None:
-        ints, floats, output = self.runner.collect(number)
-        now = time.perf_counter()
-        for row, (slot, epoch, token, depth, flags, index) in enumerate(ints):
-            if not flags:
-                continue
+    def _collect(self, numbers: abc.Sequence[int]) -> None:
+        """Take in what some decode steps chose, then visit the sequences to which something happened."""
+        outputs = self.runner.collect(numbers)
+        ints_RC = np.concatenate([output.ints_NC.numpy() for output in outputs])
+        floats_RC = np.concatenate([output.floats_NC.numpy() for output in outputs])
+        if self._estimator is not None:
+            self._observe(ints_RC, floats_RC)
+        if self.runner.sampler.scored:
+            self._take_logprobs(ints_RC, floats_RC, outputs)
+        taken = self._records.take(ints_RC, floats_RC, time.perf_counter())
+        self.totals.tokens += taken.tokens
+        self.totals.depths += taken.depths
+        self.totals.exited += taken.exited
+        self.totals.drafted += taken.drafted
+        self.totals.accepted += taken.accepted
+        for slot, short in zip(taken.visits, taken.short, strict=True):
             sequence = self._in_slot[slot]
-            if sequence is None or sequence.epoch != epoch:
-                continue  # it was stopped, or preempted, after this decode step was started
-            if flags & JUDGED and self._estimator is not None:
-                sequence.judged.append((floats[row][1], bool(flags & AGREED)))
-            if flags & VALID:
-                self._take(sequence, token, depth, flags, index, floats[row], output, row, now)
+            if sequence is not None and sequence.slot == slot:  # else a listener has cancelled it meanwhile
+                self._visit(sequence, short)
 
-    def _take(
-        self, sequence: Sequence, token: int, depth: int, flags: int, index: int, floats: list[float], output: StepOutput,
-        row: int, now: float,
-    ) -> None:  # fmt: skip
-        request = sequence.request
-        assert index == len(sequence.tokens), f"request {sequence.id}: token {index}, {len(sequence.tokens)} are known"
-        if flags & BAD:
-            self._finish(sequence, Finished(reason="error", error="the model's logits are not finite"))
+    def _observe(self, ints_RC: Ints, floats_RC: Floats) -> None:
+        """What the whole model has shown of exits, in the order in which it did."""
+        for row in np.flatnonzero((ints_RC[:, FLAGS] & JUDGED != 0) & self._records.current(ints_RC)).tolist():
+            sequence = self._at(int(ints_RC[row, SLOT]))
+            sequence.judged.append((float(floats_RC[row, CONFIDENCE]), bool(ints_RC[row, FLAGS] & AGREED)))
+
+    def _take_logprobs(self, ints_RC: Ints, floats_RC: Floats, outputs: abc.Sequence[StepOutput]) -> None:
+        """Where a request wants log probabilities, token by token."""
+        chosen_R = (ints_RC[:, FLAGS] & (VALID | BAD) == VALID) & self._records.current(ints_RC)
+        rows = len(outputs[0].ints_NC)
+        for row in np.flatnonzero(chosen_R).tolist():
+            sequence = self._at(int(ints_RC[row, SLOT]))
+            if sequence.logprobs is None:
+                continue
+            most, output, at = sequence.request.logprobs, outputs[row // rows], row % rows
+            tokens, logprobs = output.top_tokens_NK[at, :most].tolist(), output.top_logprobs_NK[at, :most].tolist()
+            top = tuple(zip(tokens, logprobs, strict=True))
+            sequence.logprobs.append(TokenLogprobs(logprob=float(floats_RC[row, LOGPROB]), top=top))
+
+    def _catch_up(self, sequence: Sequence) -> None:
+        """Bring a sequence up to what has arrived of it, and tell the scheduler how far its pages are filled."""
+        self._take_tokens(sequence)
+        if sequence.slot is not None and sequence.state == "running":
+            self.scheduler.advance(sequence, (), self._records.entries_TS[:, sequence.slot].tolist())
+
+    def _take_tokens(self, sequence: Sequence) -> None:
+        slot, records, known = sequence.slot, self._records, len(sequence.tokens)
+        now_known = known if slot is None else int(records.known_S[slot])
+        if now_known == known:
             return
-        self.scheduler.advance(sequence, token, self._entries(sequence, depth))
-        if sequence.first_token_time is None:
-            sequence.first_token_time = now
-        sequence.last_token_time = now
-        totals, stream, logprob, confidence = self.totals, sequence.stream, None, None
-        totals.tokens += 1
-        totals.depths += depth
-        met = token in self._ends and not request.sampling.ignore_eos
-        piece = "" if met or stream is None else stream.push(token)
-        if flags & ENDED and stream is not None:
-            piece += stream.finish()
-        if piece:
-            sequence.pieces.append(piece)
-        top: tuple[tuple[int, float], ...] = ()
-        if sequence.logprobs is not None:
-            logprob = floats[0]
-            if request.logprobs:
-                likeliest = output.top_tokens_NK[row, : request.logprobs].tolist()
-                top = tuple(zip(likeliest, output.top_logprobs_NK[row, : request.logprobs].tolist(), strict=True))
-            sequence.logprobs.append(TokenLogprobs(logprob=logprob, top=top))
+        sequence.tokens += records.tokens_SL[slot, known:now_known].tolist()
         if sequence.depths is not None:
-            sequence.depths.append(depth)
+            sequence.depths += records.depths_SL[slot, known:now_known].tolist()
         if sequence.confidences is not None:
-            confidence = floats[1]
-            sequence.confidences.append(confidence)
-            exited = depth < self._plan.unrolled_layers
-            totals.exited += exited
-            if (not exited or flags & DRAFTED) and not self._copies:
-                sequence.exact = sequence.length - 1
-            if flags & DRAFTED:
-                totals.drafted += 1
-                totals.accepted += exited
-                sequence.drafted += 1
-        if sequence.on_event is not None:
-            sequence.on_event(
-                TokenEvent(
-                    token=token, text=piece, index=index, logprob=logprob, top=top,
-                    depth=None if sequence.depths is None else depth, confidence=confidence,
-                )
-            )  # fmt: skip
-        if stream is not None and stream.stopped:
-            self._finish(sequence, Finished(reason="stop"))
-        elif flags & ENDED:
-            self._finish(sequence, Finished(reason="eos" if met else "length"))
-        elif sequence.matcher is not None:
-            self._hold(sequence, sequence.matcher, token)
+            sequence.confidences += records.confidences_SL[slot, known:now_known].tolist()
+            self._take_exits(sequence, known, now_known)
+        if sequence.first_token_time is None:
+            sequence.first_token_time = float(records.first_S[slot])
+        sequence.last_token_time = float(records.last_S[slot])
+
+    def _take_exits(self, sequence: Sequence, first: int, end: int) -> None:
+        """How many of these tokens were drafted, and the last one up to which every layer has its exact entries."""
+        records, slot = self._records, sequence.slot
+        drafted_K = records.drafted_SL[slot, first:end]
+        sequence.drafted += int(drafted_K.sum())
+        if not self._copies:
+            (exact_K,) = np.nonzero(drafted_K | (records.depths_SL[slot, first:end] >= self._plan.unrolled_layers))
+            if len(exact_K):
+                sequence.exact = len(sequence.prompt) + first + int(exact_K[-1])
+
+    def _visit(self, sequence: Sequence, short: bool = False) -> None:
+        """Something happened: its tokens, their text and their events, its end, or it is `short` of pages."""
+        flags = 0 if sequence.slot is None else int(self._records.flags_S[sequence.slot])
+        self._take_tokens(sequence)
+        if short and not flags:
+            self._catch_up(sequence)
+        why = _ending(sequence, flags, self._ends)
+        fresh = len(sequence.tokens) > sequence.told
+        if sequence.watched and fresh:
+            told = sequence.told
+            pieces = self._read(sequence, why)
+            if sequence.stream is not None and sequence.stream.stopped:
+                why = Finished(reason="stop")
+            if sequence.on_events is not None:
+                sequence.on_events(_events(sequence, told, pieces))
+        if sequence.result is not None:
+            return  # a listener has cancelled it
+        if why is not None:
+            self._finish(sequence, why)
+        elif sequence.matcher is not None and fresh:
+            self._hold(sequence, sequence.matcher, sequence.tokens[-1])
 
     def _hold(self, sequence: Sequence, matcher: Matcher, token: int) -> None:
+        """A constrained sequence waits to be told what may come next."""
         try:
             matcher.advance(token)
             sequence.allowed = matcher.allowed()
@@ -304,15 +363,56 @@ class Engine:
         else:
             self._held.append((sequence, sequence.epoch))
 
-    def _entries(self, sequence: Sequence, depth: int) -> list[int]:
-        """By table, with the token that has just run."""
-        if self._kind != "routed" or self._plan.kv != "cache":
-            return [sequence.length]  # the new token is known and not run
-        return list(map(add, sequence.entries, self._new_entries[depth]))
+    def _read(self, sequence: Sequence, why: Finished | None) -> list[str]:
+        """The text of the new tokens of a sequence, a piece each. What lies behind a stop string is dropped."""
+        stream, told = sequence.stream, sequence.told
+        if stream is None:
+            sequence.told = len(sequence.tokens)
+            return [""] * (sequence.told - told)
+        ends = why is not None and why.reason == "eos"
+        new = sequence.tokens[told:-1] if ends else sequence.tokens[told:]
+        pieces = stream.push_each(new)
+        if stream.stopped:
+            self._drop(sequence, told + len(pieces))
+        elif why is not None and why.reason != "error":
+            pieces += [""] * ends
+            pieces[-1] += stream.finish()
+        sequence.told = len(sequence.tokens)
+        sequence.pieces += [piece for piece in pieces if piece]
+        return pieces
+
+    def _read_end(self, sequence: Sequence, why: Finished) -> None:
+        """The text of a sequence that nobody has asked for until now; of others what was held back, unless it was read."""
+        stream = sequence.stream
+        if stream is not None and not sequence.watched:
+            shown = sequence.tokens[:-1] if why.reason == "eos" else sequence.tokens
+            sequence.pieces = [stream.push_all(shown), stream.finish()]
+        elif stream is not None and why.reason in ("cancelled", "error"):
+            sequence.pieces.append(stream.finish())
+
+    def _drop(self, sequence: Sequence, kept: int) -> None:
+        """Forget the tokens behind the first `kept`: they were chosen before the host knew that it was over."""
+        assert sequence.slot is not None
+        records, slot, totals = self._records, sequence.slot, self.totals
+        depths = records.depths_SL[slot, kept : len(sequence.tokens)]
+        totals.tokens -= len(depths)
+        totals.depths -= int(depths.sum())
+        totals.exited -= records.exited(depths)
+        if sequence.confidences is not None:
+            drafted = records.drafted_SL[slot, kept : len(sequence.tokens)]
+            sequence.drafted -= int(drafted.sum())
+            totals.drafted -= int(drafted.sum())
+            totals.accepted -= records.exited(depths[drafted])
+        records.known_S[slot] = kept
+        for column in (sequence.tokens, sequence.depths, sequence.confidences, sequence.logprobs):
+            if column is not None:
+                del column[kept:]
 
     def _finish(self, sequence: Sequence, why: Finished) -> None:
-        if why.reason in ("cancelled", "error") and sequence.stream is not None:
-            sequence.pieces.append(sequence.stream.finish())
+        if sequence.slot is not None:
+            self._catch_up(sequence)
+            self._records.clear(sequence.slot)
+        self._read_end(sequence, why)
         if why.reason == "error":
             self.scheduler.fail(sequence.id)
         else:
@@ -324,8 +424,35 @@ class Engine:
             # At the end, and all at once: a text is the estimator's unit, and those of other requests ran beside it.
             self._estimator.observe([sure for sure, _ in sequence.judged], [agreed for _, agreed in sequence.judged])
             self._estimator.end_sequence()
-        if sequence.on_event is not None:
-            sequence.on_event(why)
+        if sequence.on_events is not None:
+            sequence.on_events([why])
+
+
+def _ending(sequence: Sequence, flags: int, ends: frozenset[int]) -> Finished | None:
+    """Why a sequence is over; None while it goes on."""
+    if flags & BAD:
+        return Finished(reason="error", error="the model's logits are not finite")
+    if not flags & ENDED:
+        return None
+    met = sequence.tokens[-1] in ends and not sequence.request.sampling.ignore_eos
+    return Finished(reason="eos" if met else "length")
+
+
+def _events(sequence: Sequence, told: int, pieces: abc.Sequence[str]) -> list[Event]:
+    """An event for each token from number `told` on."""
+    logprobs, depths, confidences = sequence.logprobs, sequence.depths, sequence.confidences
+    return list(
+        map(
+            TokenEvent,
+            sequence.tokens[told:],
+            pieces,
+            count(told),
+            repeat(None) if logprobs is None else [one.logprob for one in logprobs[told:]],
+            repeat(()) if logprobs is None else [one.top for one in logprobs[told:]],
+            repeat(None) if depths is None else depths[told:],
+            repeat(None) if confidences is None else confidences[told:],
+        )
+    )
 
 
 def result_of(sequence: Sequence, finish: Finished) -> Result:
@@ -335,17 +462,7 @@ def result_of(sequence: Sequence, finish: Finished) -> Result:
         id=sequence.id, prompt_tokens=sequence.prompt, tokens=tuple(sequence.tokens), text="".join(sequence.pieces),
         finish=finish, arrival=sequence.request.arrival, first_token_time=sequence.first_token_time,
         last_token_time=sequence.last_token_time, preemptions=sequence.preemptions, drafted=sequence.drafted,
-        logprobs=None if logprobs is None else tuple(logprobs),
+        logprobs=None if logprobs is None else tuple(logprobs[: len(sequence.tokens)]),
         depths=None if depths is None else tuple(depths),
         confidences=None if confidences is None else tuple(confidences),
     )  # fmt: skip
-
-
-def _new_entries(plan: DepthPlan, layout: Layout, depth: int) -> list[int]:
-    """By table: the entries that a token of this depth adds, where recursions have tables of their own."""
-    new = [0] * len(layout.tables)
-    if len(layout.tables) > plan.recursions:
-        new[0] = 1
-    for table in layout.recursion_tables[:depth]:
-        new[table] = 1
-    return new

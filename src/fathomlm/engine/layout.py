@@ -37,6 +37,13 @@ class Layout:
     def home(self, step: Step) -> tuple[int, int]:
         return self.homes[step.index]
 
+    def added(self, depth: int) -> tuple[int, ...]:
+        """By table: the entries that a token adds; where recursions have tables of their own, one of this depth."""
+        if self.kind != "routed":
+            return (1,)
+        deep = self.recursion_tables[:depth]
+        return tuple(int(table in deep or table not in self.recursion_tables) for table in range(len(self.tables)))
+
     def shift(self, steps: Sequence[Step], twins: Sequence[Step]) -> int | None:
         """How many planes on from each step's its twin's entries are; 0 where both look at the same ones. None where no one
         number is true of all of them."""

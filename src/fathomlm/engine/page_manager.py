@@ -13,6 +13,9 @@ from fathomlm.engine.prefix_cache import Prefix, PrefixCache
 from fathomlm.engine.schedule import PageCopy, PageGrant, SchedulerOutput
 from fathomlm.engine.sequence import Sequence
 
+MOST_AHEAD = 8
+"""Pages of a table to hand out beyond those needed, while there are plenty: each time takes as long as several tokens."""
+
 
 class PageManager:
     """The pools, and the prefix cache over them. `tables[t]` is the pool that table t of every sequence draws from."""
@@ -41,20 +44,30 @@ class PageManager:
                 return True
         return False
 
+    def ahead(self, sequences: int) -> int:
+        """Pages of a table that every one of so many sequences may have beyond its need: the fewer the less is free, so that
+        hardly any are left idle when pages run short. Prefixes stay cached."""
+        shares = (pool.free // (2 * sequences * self.tables.count(number)) for number, pool in enumerate(self.pools))
+        return min(MOST_AHEAD, *shares)
+
     def fits(self, sequence: Sequence, more: int) -> bool:
         """Whether a sequence can have room for `more` tokens without taking a page from another."""
         return self._can_have(self._missing(sequence, more))
 
-    def grow(self, sequence: Sequence, more: int, out: SchedulerOutput) -> None:
-        """Give a sequence room for `more` tokens in every table, or for as many as there are pages left. Asked as often as
-        `short`."""
+    def grow(self, sequence: Sequence, more: int, out: SchedulerOutput) -> bool:
+        """Give a sequence room for `more` tokens in every table, or for as many as there are pages left. Returns whether
+        there were enough."""
+        enough = True
         most, ahead, size = sequence.most_entries, sequence.prefilled - sequence.confirmed + more, self.page_size
         for table, (entries, pages) in enumerate(zip(sequence.entries, sequence.pages, strict=True)):
             lacking = min(most, entries + ahead) - len(pages) * size
             if lacking > 0:
-                count = min(-(-lacking // size), self._pool(table).available)
+                wanted = -(-lacking // size)
+                count = min(wanted, self._pool(table).available)
+                enough = enough and count == wanted
                 if count > 0:
                     self._give(sequence, table, count, out)
+        return enough
 
     def find(self, sequence: Sequence) -> Prefix:
         """The longest cached prefix of a sequence, held for it; empty when prefixes are not cached."""
@@ -113,8 +126,7 @@ class PageManager:
 
     def give_back(self, sequence: Sequence) -> None:
         for table, pages in enumerate(sequence.pages):
-            for page in reversed(pages):
-                self._pool(table).release(page)
+            self._pool(table).release_all(reversed(pages))
         self.prefixes.let_go(sequence.id)
         sequence.pages, sequence.entries = [], []
         sequence.goal = sequence.prefilled = sequence.confirmed = 0
@@ -131,16 +143,16 @@ class PageManager:
     def _give(self, sequence: Sequence, table: int, count: int, out: SchedulerOutput) -> None:
         pool, pages = self._pool(table), sequence.pages[table]
         first = len(pages)
-        for _ in range(count):
-            if not pool.free:
-                self.prefixes.evict(self.tables[table])
-            pages.append(pool.allocate())
+        if pool.free < count:
+            self.prefixes.evict(self.tables[table], count)
+        pages += pool.allocate_many(count)
         self._grant(sequence, table, first, out)
 
     def _grant(self, sequence: Sequence, table: int, first: int, out: SchedulerOutput) -> None:
         slot, pages = sequence.slot, sequence.pages[table]
         assert slot is not None, f"sequence {sequence.id} gets a page, but it is not placed"
-        out.grants += [PageGrant(slot, table, index, pages[index]) for index in range(first, len(pages))]
+        if first < len(pages):
+            out.grants.append(PageGrant(slot, table, first, tuple(pages[first:])))
         out.capacity[slot, table] = len(pages) * self.page_size
 
     def _full(self, prefix: Prefix, table: int) -> int:

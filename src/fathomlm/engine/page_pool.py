@@ -7,6 +7,8 @@ prefixes would free it. So it is known how many pages are `available` before any
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 
 class PagePool:
     """Hands out page numbers 0 to `total` - 1, the most recently freed first: its memory is likeliest to be warm.
@@ -52,10 +54,17 @@ class PagePool:
 
     def allocate(self) -> int:
         """A free page, with one owner."""
-        assert self._free, f"all {self.total} pages of the pool are held"
-        page = self._free.pop()
-        self._owners[page] = 1
+        (page,) = self.allocate_many(1)
         return page
+
+    def allocate_many(self, count: int) -> list[int]:
+        """Free pages, each with one owner, the most recently freed first."""
+        assert 0 < count <= len(self._free), f"{self.used} of all {self.total} pages of the pool are held"
+        pages = self._free[: -count - 1 : -1]
+        del self._free[-count:]
+        for page in pages:
+            self._owners[page] = 1
+        return pages
 
     def share(self, page: int) -> None:
         """One more owner of a page that is held already."""
@@ -65,10 +74,20 @@ class PagePool:
 
     def release(self, page: int) -> None:
         """One owner less."""
-        assert self.owners(page), f"page {page} is released more often than it was allocated or shared"
-        self._owners[page] -= 1
-        if not self._owners[page]:
-            self._let_go(page)
+        self._known(page)
+        self.release_all((page,))
+
+    def release_all(self, pages: Iterable[int]) -> None:
+        """One owner less of each."""
+        owners, keepers, free = self._owners, self._keepers, self._free
+        for page in pages:
+            assert owners[page], f"page {page} is released more often than it was allocated or shared"
+            owners[page] -= 1
+            if not owners[page]:
+                if keepers[page]:
+                    self._spare += 1
+                else:
+                    free.append(page)
 
     def keep(self, page: int) -> None:
         """One more keeper of a page that is held already."""
@@ -81,12 +100,6 @@ class PagePool:
         self._keepers[page] -= 1
         if not self._keepers[page] and not self._owners[page]:
             self._spare -= 1
-            self._free.append(page)
-
-    def _let_go(self, page: int) -> None:
-        if self._keepers[page]:
-            self._spare += 1
-        else:
             self._free.append(page)
 
     def _held(self, page: int) -> bool:

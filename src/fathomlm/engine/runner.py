@@ -139,12 +139,12 @@ class Runner:
             tables=sizes.tables, pool_pages=sizes.pool_pages, max_sequences=sizes.max_sequences, pages=pages,
             size=self.options.page_size,
         )  # fmt: skip
-        for slot in scheduled.stops:
-            self.sampler.clear(slot)
-        for placement in scheduled.placements:
-            sequence = placement.sequence
-            self.sampler.place(placement.slot, sequence.request, sequence.tokens, sequence.allowed)
-        self.state.stop(scheduled.stops)
+        taken = {placement.slot for placement in scheduled.placements}
+        free = [slot for slot in scheduled.stops if slot not in taken]  # what is placed overwrites what was there
+        self.sampler.clear(free)
+        if placed := [(one.slot, one.sequence) for one in scheduled.placements]:
+            self.sampler.place_all([(slot, one.request, one.tokens, one.allowed) for slot, one in placed])
+        self.state.stop(free)
         for copy in scheduled.copies:
             self.pages.copy(copy)
         self.state.apply(scheduled)
@@ -187,18 +187,17 @@ class Runner:
         number = self._launched
         self._launched += 1
         at = number % len(self._outputs)
-        self._outputs[at].copy_(self.program.output)
+        self._outputs[at].copy_(self.program.output, alternatives=variant.alternatives)
         if (event := self._events[at]) is not None:
             event.record()
         return number
 
-    def collect(self, number: int) -> tuple[list[list[int]], list[list[float]], StepOutput]:
-        """What a decode step chose; waits for it. The output's tensors hold until another burst has begun."""
-        at = number % len(self._outputs)
-        if (event := self._events[at]) is not None:
+    def collect(self, numbers: Sequence[int]) -> list[StepOutput]:
+        """What some decode steps chose, the earliest first; waits for the last of them. The tensors are on the host, and
+        hold until another burst has begun."""
+        if (event := self._events[numbers[-1] % len(self._outputs)]) is not None:
             event.synchronize()
-        output = self._outputs[at]
-        return output.ints_NC.tolist(), output.floats_NC.tolist(), output
+        return [self._outputs[number % len(self._outputs)] for number in numbers]
 
     def _capture(self, variant: SamplingVariant) -> None:
         """Capture a decode step. It is run a few times first, so that kernels are compiled; what it changes is put back."""

@@ -94,35 +94,54 @@ class SamplerState:
         """Whether a request in its slot wants to know the likeliest tokens."""
         return self._needs["alternatives"] > 0
 
+    @property
+    def scored(self) -> bool:
+        """Whether a request in its slot wants to know log probabilities."""
+        return self._needs["logprobs"] > 0
+
     def place(self, slot: int, request: Request, generated: Sequence[int] = (), allowed: bytes | None = None) -> None:
         """Write one slot's settings. `generated` is what the request has said so far, where it was put aside; `allowed` as
         in `set_bias`."""
-        assert 0 <= slot < self.scratch, f"slot {slot} of {self.scratch}"
-        self.check(request)
-        self.clear(slot)
-        sampling = request.sampling
-        tail = 1 - sampling.top_p if sampling.top_p < 1 else -1.0
-        chosen = (min(sampling.temperature, HOTTEST), tail, sampling.min_p)
-        penalties = (sampling.repetition_penalty, request.presence_penalty, request.frequency_penalty)
-        self._floats_SF[slot].copy_(self._upload((*chosen, *penalties), torch.float32))
-        ints = (min(sampling.top_k, self.vocab) or self.vocab, request.seed)
-        self._ints_SW[slot].copy_(self._upload(ints, torch.int64))
-        if request.penalised:
-            self._recall(slot, request.prompt, generated)
-        if request.biased:
-            self.set_bias(slot, request, allowed)
-        self._held[slot] = request
-        self._needs.update(_needs(request))
+        self.place_all([(slot, request, generated, allowed)])
 
-    def clear(self, slot: int) -> None:
-        """The slot holds nothing any more. What it last said stays until a request with penalties takes the slot."""
+    def place_all(self, placed: Sequence[tuple[int, Request, Sequence[int], bytes | None]]) -> None:
+        """The same for several slots, in two uploads."""
+        floats, ints = [], []
+        for slot, request, generated, allowed in placed:
+            assert 0 <= slot < self.scratch, f"slot {slot} of {self.scratch}"
+            self.check(request)
+            self._forget(slot)
+            sampling = request.sampling
+            tail = 1 - sampling.top_p if sampling.top_p < 1 else -1.0
+            chosen = (min(sampling.temperature, HOTTEST), tail, sampling.min_p)
+            floats.append((*chosen, sampling.repetition_penalty, request.presence_penalty, request.frequency_penalty))
+            ints.append((min(sampling.top_k, self.vocab) or self.vocab, request.seed))
+            if request.penalised:
+                self._recall(slot, request.prompt, generated)
+            if request.biased:
+                self.set_bias(slot, request, allowed)
+            self._held[slot] = request
+            self._needs.update(_needs(request))
+        slots_K = self._upload([slot for slot, *_ in placed], torch.int64)
+        self._floats_SF.index_copy_(0, slots_K, self._upload(floats, torch.float32))
+        self._ints_SW.index_copy_(0, slots_K, self._upload(ints, torch.int64))
+
+    def clear(self, slots: Sequence[int]) -> None:
+        """The slots hold nothing any more. What they last said stays until a request with penalties takes the slot."""
+        gone = [slot for slot in slots if self._forget(slot)]
+        if gone:
+            slots_K = self._upload(gone, torch.int64)
+            self._floats_SF.index_copy_(0, slots_K, self._upload([NEUTRAL] * len(gone), torch.float32))
+            self._ints_SW.index_copy_(0, slots_K, self._upload([(self.vocab, 0)] * len(gone), torch.int64))
+
+    def _forget(self, slot: int) -> bool:
+        """Whether a request was there."""
         request = self._held.pop(slot, None)
         if request is not None:
             self._needs.subtract(_needs(request))
-            self._floats_SF[slot].copy_(self._floats_SF[self.scratch])
-            self._ints_SW[slot].copy_(self._ints_SW[self.scratch])
             if request.biased:
                 self._bias_SV[slot].zero_()
+        return request is not None
 
     def set_bias(self, slot: int, request: Request, allowed: bytes | None = None) -> None:
         """What is added to a slot's logits from now on, minus infinity where `allowed` has a 0 for a token. There is room
@@ -183,7 +202,7 @@ class SamplerState:
             said_N = self._upload(generated, torch.int64)
             self.add(said_N, torch.full_like(said_N, slot))
 
-    def _upload(self, values: Sequence[float], dtype: torch.dtype) -> Tensor:
+    def _upload(self, values: Sequence[float] | Sequence[Sequence[float]], dtype: torch.dtype) -> Tensor:
         """From pinned memory, because a copy from elsewhere would wait until the device has done all it was given."""
         pinned = self._device.type == "cuda"
         return torch.tensor(values, dtype=dtype, pin_memory=pinned).to(self._device, non_blocking=True)
@@ -198,7 +217,12 @@ def mode_of(request: Request) -> Mode:
 
 
 def _needs(request: Request) -> list[str]:
-    extras = {"penalties": request.penalised, "bias": request.biased, "alternatives": bool(request.logprobs)}
+    extras = {
+        "penalties": request.penalised,
+        "bias": request.biased,
+        "alternatives": bool(request.logprobs),
+        "logprobs": request.logprobs is not None,
+    }
     return [mode_of(request), *(name for name, wanted in extras.items() if wanted)]
 
 

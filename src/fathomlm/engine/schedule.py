@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import abc
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from fathomlm.engine.sequence import Sequence
 
@@ -35,14 +36,13 @@ class Placement:
     """Nothing is left to prefill: its last known token runs at once, and no chunk will come."""
 
 
-@dataclass(frozen=True, slots=True)
-class PageGrant:
-    """The page of entries index * page_size and up of one table."""
+class PageGrant(NamedTuple):
+    """Pages of one table, one after another: those of entries first * page_size and up."""
 
     slot: int
     table: int
-    index: int
-    page: int
+    first: int
+    pages: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,9 +76,10 @@ class SchedulerOutput:
         """Assert that the device is told of nothing outside its memory: it carries this out without looking. `pages` is how
         many a table may have, `size` how many entries a page holds."""
         for grant in self.grants:
-            assert 0 <= grant.slot < max_sequences, f"{grant} is for one of {max_sequences} slots"
-            assert 0 <= grant.index < pages, f"{grant} goes into a table of {pages} pages"
-            assert 0 <= grant.page < pool_pages[tables[grant.table]], f"{grant} is of a pool of {pool_pages} pages"
+            slot, table, first, given = grant
+            assert 0 <= slot < max_sequences, f"{grant} is for one of {max_sequences} slots"
+            assert 0 <= first <= first + len(given) <= pages, f"{grant} goes into a table of {pages} pages"
+            assert 0 <= min(given) <= max(given) < pool_pages[tables[table]], f"{grant} is of a pool of {pool_pages} pages"
         for (slot, table), entries in self.capacity.items():
             assert 0 <= slot < max_sequences, f"slot {slot} is one of {max_sequences}"
             assert 0 <= entries <= pages * size, f"{entries} entries of table {table} in {pages} pages of {size} entries"

@@ -52,25 +52,30 @@ class Scheduler:
         lookahead: int,
         max_length: int,
         prefix_caching: bool = True,
+        catch_up: abc.Callable[[Sequence], None] = lambda sequence: None,
     ) -> None:
         """`tables[t]` is the pool of table t, `pool_pages` the size of each pool. At most `prefill_chunk` tokens are
         prefilled at a time, over all sequences. `lookahead` is how many tokens a sequence may run before the host knows the
-        first."""
+        first. `catch_up` is called with a sequence that is about to be preempted: it may have tokens that were not noted."""
         assert min(max_sequences, max_queue, prefill_chunk, lookahead, max_length) >= 1, "every size is at least 1"
         self.page_manager = PageManager(
             tables=tables, pool_pages=pool_pages, page_size=page_size, prefix_caching=prefix_caching
         )
         self.max_queue = max_queue
         self.prefill_chunk = prefill_chunk
-        self.lookahead = lookahead
+        self._lookahead = lookahead
+        self.max_sequences = max_sequences
         self.max_length = max_length
         self._queue: OrderedDict[int, Sequence] = OrderedDict()
         self._placed: dict[int, Sequence] = {}  # in the order of their placement
+        self._wanting: dict[int, Sequence] = {}  # of those placed: who is prefilled, or has pages for too few tokens
+        self._catch_up = catch_up
         self._free_slots = list(range(max_sequences - 1, -1, -1))
         self._stops: list[int] = []
         self._epoch = 0
         self._head_may_fit = True  # false from a placement that failed for want of pages until something changes for it
         self._budget = 0  # tokens that may still be prefilled before the next decode step
+        self._ahead = 0  # tokens to look further ahead, because pages are plenty
         self._preemptions = 0
         self._prefix_hits = 0
 
@@ -78,6 +83,28 @@ class Scheduler:
     def waiting(self) -> tuple[Sequence, ...]:
         """The queue, the next to be placed first."""
         return tuple(self._queue.values())
+
+    @property
+    def lookahead(self) -> int:
+        return self._lookahead
+
+    @lookahead.setter
+    def lookahead(self, tokens: int) -> None:
+        """From the next `schedule` on, for those that run already too."""
+        self._lookahead = tokens
+        for sequence in self._placed.values():
+            self._catch_up(sequence)
+        self._wanting.update(self._placed)
+
+    @property
+    def queued(self) -> int:
+        """How many wait."""
+        return len(self._queue)
+
+    @property
+    def running(self) -> int:
+        """How many sequences on the device are prefilled."""
+        return sum(sequence.state == "running" for sequence in self._placed.values())
 
     @property
     def placed(self) -> tuple[Sequence, ...]:
@@ -135,17 +162,19 @@ class Scheduler:
         sequence = self._current(id, epoch)
         if sequence is None:
             return False
-        for token in tokens:
-            self.advance(sequence, token, entries)
+        self.advance(sequence, tokens, entries)
         return True
 
-    def advance(self, sequence: Sequence, token: int, entries: abc.Sequence[int]) -> None:
-        """`note` for one token of a sequence that is known to be the current one: this is what the host does most."""
+    def advance(self, sequence: Sequence, tokens: abc.Iterable[int], entries: abc.Sequence[int]) -> None:
+        """`note` for a sequence that is known to be the current one. It may wait while the pages last: when there is no room
+        for `lookahead` tokens more, it has to be called before the next `schedule`."""
         assert sequence.state == "running", f"sequence {sequence.id} is {sequence.state}, but has run"
-        tokens = sequence.tokens
-        tokens.append(token)
-        assert len(tokens) <= sequence.max_new_tokens, f"sequence {sequence.id} has {len(tokens)} tokens, too many"
+        known = sequence.tokens
+        known.extend(tokens)
+        assert len(known) <= sequence.max_new_tokens, f"sequence {sequence.id} has {len(known)} tokens, too many"
         self._confirm(sequence, entries)
+        if len(known) == sequence.max_new_tokens or self.page_manager.short(sequence, self.lookahead):
+            self._wanting[sequence.id] = sequence  # those that have all their tokens too, lest nobody finishes them
 
     def confirm_prefill(self, id: int, epoch: int, upto: int, entries: abc.Sequence[int]) -> bool:
         """The first `upto` tokens are prefilled, and these are the entries of just them. Returns whether it counted."""
@@ -163,10 +192,12 @@ class Scheduler:
         return True
 
     def schedule(self) -> SchedulerOutput:
-        """What changes before the next decode step. Its cost grows with the sequences placed and the pages handed out."""
+        """What changes before the next decode step. Its cost grows with what there is to hand out; sequences that go on as
+        they are cost nothing."""
         out, self._budget = SchedulerOutput(stops=self._stops), self.prefill_chunk
+        self._ahead = self.page_manager.ahead(self.max_sequences) * self.page_manager.page_size
         preemptions = self._preemptions
-        wanting = [sequence for sequence in self._placed.values() if self._wants(sequence)]
+        wanting = sorted(self._wanting.values(), key=lambda sequence: sequence.epoch)  # the oldest placement first
         self._go_on(wanting, out)
         for sequence in wanting:
             self._look_ahead(sequence, out)
@@ -176,16 +207,12 @@ class Scheduler:
         self._stops = []
         return out
 
-    def _wants(self, sequence: Sequence) -> bool:
-        """Whether a sequence is to be given anything: mostly it has a page to go on in."""
-        assert len(sequence.tokens) < sequence.max_new_tokens, f"sequence {sequence.id} has all its tokens: finish it"
-        return sequence.unissued > 0 or self.page_manager.short(sequence, self.lookahead)
-
     def _go_on(self, wanting: list[Sequence], out: SchedulerOutput) -> None:
         """Room for one more token for everybody, the oldest first, and a chunk for those that are being prefilled."""
         for sequence in wanting:
             if sequence.id not in self._placed:
                 return  # preempted for an older one, like all behind it
+            assert len(sequence.tokens) < sequence.max_new_tokens, f"sequence {sequence.id} has all its tokens: finish it"
             unissued = sequence.unissued
             if unissued and not self._budget:
                 continue
@@ -228,9 +255,18 @@ class Scheduler:
         return met if met > 0 and self.page_manager.prefix_caching and len(self.page_manager.tables) > 1 else count
 
     def _look_ahead(self, sequence: Sequence, out: SchedulerOutput) -> None:
-        """Room for the tokens that run before the host hears of them, but only from pages that no sequence holds."""
-        if sequence.id in self._placed and not sequence.unissued:
-            self.page_manager.grow(sequence, self.lookahead, out)
+        """Room for the tokens that run before the host hears of them, but only from pages that no sequence holds. Where they
+        are plenty it gets some more, so that it need not come again with every page."""
+        if sequence.id not in self._placed:
+            return
+        room = not sequence.unissued and (
+            self.page_manager.grow(sequence, self.lookahead + self._ahead, out)
+            or not self.page_manager.short(sequence, self.lookahead)
+        )
+        if room:
+            self._wanting.pop(sequence.id, None)
+        else:
+            self._wanting[sequence.id] = sequence
 
     def _place_next(self, out: SchedulerOutput) -> bool:
         """Place the first of the queue, if there are a slot and pages for its first chunk and one token more.
@@ -271,6 +307,7 @@ class Scheduler:
 
     def _preempt(self, victim: Sequence) -> None:
         assert len(self._placed) > 1, f"sequence {victim.id} is alone and does not fit"
+        self._catch_up(victim)
         self._release(victim)
         victim.state = "waiting"
         victim.preemptions += 1
@@ -297,6 +334,7 @@ class Scheduler:
         sequence.slot = None
         self._new_epoch(sequence)
         del self._placed[sequence.id]
+        self._wanting.pop(sequence.id, None)
         self._head_may_fit = True
 
     def _new_epoch(self, sequence: Sequence) -> None:

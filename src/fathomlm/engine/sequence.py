@@ -1,6 +1,7 @@
 """One request in the engine: its tokens, its pages, how far the device is known to have come, and what it has to show.
 
-The scheduler changes everything down to `preemptions` and looks at nothing below; the rest is the engine's.
+The scheduler changes everything down to `preemptions`, but for tokens that arrive, and looks at nothing below; the rest is
+the engine's.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from typing import Literal
 from fathomlm.decode.text import TextStream
 from fathomlm.engine.request import Event, Matcher, Request, Result, TokenLogprobs
 
+OnEvents = Callable[[list[Event]], None]
+"""Called with what is new of a sequence, a burst at a time."""
 State = Literal["waiting", "prefilling", "running", "done"]
 
 
@@ -51,7 +54,9 @@ class Sequence:
     allowed: bytes | None = None
     """What the constraint allows as the next token that the host does not know."""
     stream: TextStream | None = None
-    on_event: Callable[[Event], None] | None = None
+    on_events: OnEvents | None = None
+    told: int = 0
+    """Tokens whose text is in `pieces`, and of which the listener has heard."""
     pieces: list[str] = field(default_factory=list)
     """The completion so far, as text."""
     logprobs: list[TokenLogprobs] | None = None
@@ -71,6 +76,11 @@ class Sequence:
         self.id, self.prompt = self.request.id, self.request.prompt
         self.max_new_tokens = self.request.sampling.max_new_tokens
         self.most_entries = len(self.prompt) + self.max_new_tokens - 1
+
+    @property
+    def watched(self) -> bool:
+        """Whether its tokens are wanted as they come, and not only when it has ended."""
+        return self.on_events is not None or bool(self.request.sampling.stop) or self.matcher is not None
 
     @property
     def known(self) -> tuple[int, ...]:

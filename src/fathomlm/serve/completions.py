@@ -6,9 +6,9 @@ All of its choices are accepted by the engine or none is, and all end when the c
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import AsyncGenerator, Awaitable, Sequence
 from contextlib import aclosing, asynccontextmanager
+from operator import itemgetter
 from typing import Any, TypeVar
 
 from starlette.responses import Response
@@ -41,17 +41,17 @@ class ClientGone(Exception):
 class Choices:
     """Streams of the engine, merged. End it with `close`, which cancels what has not finished."""
 
-    def __init__(self, streams: Sequence[Stream]) -> None:
-        self._streams = streams
-        self._events: asyncio.Queue[tuple[int, Event, float]] = asyncio.Queue()
-        self._feeders = [asyncio.create_task(self._feed(index, stream)) for index, stream in enumerate(streams)]
+    def __init__(self, streams: Sequence[Stream], news: asyncio.Event) -> None:
+        """`news` is set when events of any of the streams have come."""
+        self._streams, self._news = streams, news
 
     @classmethod
     async def submit(cls, engine: AsyncEngine, requests: Sequence[Request]) -> Choices:
         accepted: dict[int, Stream] = {}
+        news = asyncio.Event()
 
         async def one(index: int, request: Request) -> None:
-            accepted[index] = await engine.submit(request)
+            accepted[index] = await engine.submit(request, news)
 
         tasks = [asyncio.create_task(one(index, request)) for index, request in enumerate(requests)]
         try:
@@ -63,20 +63,22 @@ class Choices:
             for stream in accepted.values():
                 stream.cancel()
             raise
-        return cls([accepted[index] for index in range(len(requests))])
-
-    async def _feed(self, index: int, stream: Stream) -> None:
-        """Events are taken as they come, however slow the client is: their times are the engine's."""
-        async for event in stream:
-            self._events.put_nowait((index, event, time.perf_counter()))
+        return cls([accepted[index] for index in range(len(requests))], news)
 
     async def events(self) -> AsyncGenerator[tuple[int, Event, float], None]:
-        """Every event of every choice, with its choice and its time, in the order in which they came."""
+        """Every event of every choice, with its choice and its time, in the order in which they came. A time is that of the
+        engine's message, however slow the client is."""
         left = len(self._streams)
         while left:
-            found = await self._events.get()
-            left -= isinstance(found[1], Finished)
-            yield found
+            await self._news.wait()
+            self._news.clear()
+            bursts = [
+                (burst.at, index, burst.events) for index, stream in enumerate(self._streams) for burst in stream.take()
+            ]
+            for at, index, events in sorted(bursts, key=itemgetter(0)):
+                for event in events:
+                    left -= isinstance(event, Finished)
+                    yield index, event, at
 
     def result(self, index: int) -> Result:
         """Of a choice that has ended."""
@@ -87,10 +89,7 @@ class Choices:
     def results(self) -> list[Result]:
         return [self.result(index) for index in range(len(self._streams))]
 
-    async def close(self) -> None:
-        for feeder in self._feeders:
-            feeder.cancel()
-        await asyncio.gather(*self._feeders, return_exceptions=True)
+    def close(self) -> None:
         for stream in self._streams:
             stream.cancel()
 
@@ -135,7 +134,7 @@ class CompletionHandler:
                 return EventStream(self, await unless_gone(receive, self._submit()), deadline)
         except BaseException as error:
             if self._accepted is not None:  # in the same moment
-                await self._accepted.close()
+                self._accepted.close()
             if isinstance(error, ClientGone):
                 return GONE
             raise late(self.options) if isinstance(error, TimeoutError) else error from None
@@ -157,7 +156,7 @@ class CompletionHandler:
                 pass
             return self.response.whole(choices.results())
         finally:
-            await choices.close()
+            choices.close()
 
     async def chunks(self, choices: Choices) -> AsyncGenerator[dict[str, Any], None]:
         response = self.response
@@ -173,7 +172,7 @@ class CompletionHandler:
             for chunk in response.counts(choices.results()):
                 yield chunk
         finally:
-            await choices.close()
+            choices.close()
 
     async def _watched(self, choices: Choices) -> AsyncGenerator[Any, None]:
         """Events with their choice, each counted on its way."""
@@ -227,7 +226,7 @@ class EventStream(Response):
         except TimeoutError:  # not even the last words could be sent; the connection is cut
             self._handler.entry.problem = "the client does not read"
         finally:
-            await self._choices.close()
+            self._choices.close()
 
     async def _send_all(self, send: Send, half_closed: asyncio.Event | None) -> None:
         try:

@@ -18,6 +18,8 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from fathomlm.decode.text import byte_letters, is_byte_level
+
 SHORT = 1 << 14
 """Characters, or token ids, up to which a prompt is short: it is tokenized in milliseconds."""
 WORKERS = 2
@@ -73,7 +75,7 @@ class LeastTokens:
         vocab = model.get("vocab")
         if model.get("type") != "BPE" or not all(map(_drops_none, splitters)) or not all(map(_shrinks_none, normalizers)):
             return
-        if not (set(byte_table()) if self._byte_level else {f"<0x{byte:02X}>" for byte in range(256)}) <= set(vocab):
+        if not (set(byte_letters()) if self._byte_level else {f"<0x{byte:02X}>" for byte in range(256)}) <= set(vocab):
             return
         self._strips = any(one["lstrip"] or one["rstrip"] for one in added)
         self._composes = any(one["type"] == "NFC" for one in normalizers)
@@ -91,7 +93,7 @@ class LeastTokens:
         return int(counts @ self._weights * (1 - 1e-9))
 
     def _piece(self, piece: str) -> bytes:
-        table = byte_table()
+        table = byte_letters()
         if self._byte_level and all(character in table for character in piece):
             return bytes(table[character] for character in piece)
         return self._plain(piece)
@@ -134,7 +136,7 @@ class TokenStrings:
 
     def __init__(self, tokenizer: Any | None) -> None:
         self._tokenizer = tokenizer
-        self._table = byte_table() if tokenizer is not None and tokenizer.is_fast and _is_byte_level(tokenizer) else None
+        self._table = byte_letters() if tokenizer is not None and is_byte_level(tokenizer) else None
         self.text = lru_cache(1 << 16)(self._text)
 
     def _text(self, token: int) -> str:
@@ -161,16 +163,3 @@ class TokenStrings:
         if table is not None and all(character in table for character in piece):
             return [table[character] for character in piece]
         return list(self.text(token).encode())
-
-
-def _is_byte_level(tokenizer: Any) -> bool:
-    decoder = json.loads(tokenizer.backend_tokenizer.to_str()).get("decoder") or {}
-    return any(one.get("type") == "ByteLevel" for one in [decoder, *decoder.get("decoders", ())])
-
-
-@lru_cache(1)
-def byte_table() -> dict[str, int]:
-    """The characters that stand for bytes in byte-level vocabularies: printable ones for themselves, then 256 and on."""
-    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(256 + at): byte for at, byte in enumerate(others)}

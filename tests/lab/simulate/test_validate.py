@@ -13,6 +13,8 @@ import torch
 from decode.exit_models import build
 from fathomlm.decode.exiting import Exiting
 from fathomlm.depth import Architecture, DepthPlan, build_routing
+from fathomlm.engine.programs.base import VALID
+from fathomlm.engine.slot_records import FLAGS
 from fathomlm.errors import OptionError
 from fathomlm.lab.bench.models import random_model
 from fathomlm.lab.bench.timed import TimedEngine
@@ -73,7 +75,8 @@ def clocked(kind: str, **fields: Any) -> TimedEngine:
     slow(layers, "run", lambda x, steps, *_: 1e-3 * len(steps) + 1e-5 * len(x))
     slow(layers, "scores", lambda *_: 2e-3)
     slow(scheduler, "schedule", lambda: 0.5e-3)
-    slow(scheduler, "advance", lambda *_: 0.1e-3)
+    records = engine._records
+    slow(records, "take", lambda ints, *_: 0.1e-3 * int((records.current(ints) & (ints[:, FLAGS] & VALID != 0)).sum()))
     return engine
 
 

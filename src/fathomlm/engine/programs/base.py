@@ -74,9 +74,13 @@ class StepOutput:
         self.ints_NC.zero_()
         self.ints_NC[:, 0] = spare
 
-    def copy_(self, other: StepOutput) -> None:
-        for name in self.__slots__:
-            getattr(self, name).copy_(getattr(other, name), non_blocking=True)
+    def copy_(self, other: StepOutput, alternatives: bool) -> None:
+        """The other's tokens, with or without the likeliest ones beside them."""
+        self.ints_NC.copy_(other.ints_NC, non_blocking=True)
+        self.floats_NC.copy_(other.floats_NC, non_blocking=True)
+        if alternatives:
+            self.top_tokens_NK.copy_(other.top_tokens_NK, non_blocking=True)
+            self.top_logprobs_NK.copy_(other.top_logprobs_NK, non_blocking=True)
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from fathomlm.decode.sampling import Sampling
-from fathomlm.engine.request import Event, Finished, FinishReason, Request, TokenEvent
+from fathomlm.engine.request import Event, Finished, FinishReason, Request
 from fathomlm.lab.bench.timed import TimedEngine
 from fathomlm.lab.bench.workload import Workload, WorkloadRequest
 
@@ -87,16 +87,17 @@ class _Player:
         sampling = Sampling(max_new_tokens=planned.new, ignore_eos=True)
         request = Request(id=self.engine.new_id(), prompt=planned.prompt, sampling=sampling, arrival=arrival)
 
-        def tell(event: Event) -> None:
-            if isinstance(event, TokenEvent):
-                times.times.append(self.clock())
+        def tell(events: list[Event]) -> None:
+            now = self.clock()
+            for event in events:
+                if isinstance(event, Finished):
+                    times.reason, times.error = event.reason, event.error
+                    self.under_way.discard(request.id)
+                    return
+                times.times.append(now)
                 self.done += 1
                 if event.depth is not None:
                     times.depths[event.depth] += 1
-                return
-            assert isinstance(event, Finished)
-            times.reason, times.error = event.reason, event.error
-            self.under_way.discard(request.id)
 
         self.engine.submit(request, tell)
         self.under_way.add(request.id)

@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal, get_args
 
+from torch import Tensor
+
 from fathomlm.decode.exiting import Exiting
 from fathomlm.engine.engine import Engine
 from fathomlm.engine.kv_pages import page_bytes
@@ -99,17 +101,19 @@ class BatchFill:
         self.filled.clear()
         self.decode_steps = 0
 
-    def add(self, ints: Sequence[Sequence[int]]) -> None:
+    def add(self, ints_NC: Tensor) -> None:
         """What a decode step's record says, a row (slot, epoch, token, depth, flags, index)."""
+        ints = ints_NC.numpy()
+        valid = ints[:, 4] & VALID != 0
         self.decode_steps += 1
         if self._kind == "whole":
-            self.filled["step"] += sum(row[4] & VALID for row in ints)
+            self.filled["step"] += int(valid.sum())
             return
         for number, kind in enumerate(self._recorded):
             mine = ints[number * self._batch_size : (number + 1) * self._batch_size]
-            self.filled[kind] += sum(row[0] != self._spare for row in mine)
+            self.filled[kind] += int((mine[:, 0] != self._spare).sum())
         if self._kind == "routed":
-            self.filled["core"] += sum(row[3] for row in ints if row[4] & VALID)
+            self.filled["core"] += int(ints[valid, 3].sum())
 
     def shares(self) -> dict[str, float]:
         """The part of the rows of each kind of pass that stood for a token."""
@@ -143,10 +147,11 @@ class _TimedRunner(Runner):
         with self._stages("launching"):
             return super().launch(drafts)
 
-    def collect(self, number: int) -> tuple[list[list[int]], list[list[float]], StepOutput]:
+    def collect(self, numbers: Sequence[int]) -> list[StepOutput]:
         with self._stages("waiting"):
-            found = super().collect(number)
-        self.passes.add(found[0])
+            found = super().collect(numbers)
+        for output in found:
+            self.passes.add(output.ints_NC)
         return found
 
 
@@ -181,9 +186,9 @@ class TimedEngine(Engine):
         self.runner: _TimedRunner = _TimedRunner(self.runner, self.stages)
         self.scheduler: _TimedScheduler = _TimedScheduler(self.scheduler, self.stages)
 
-    def _collect(self, number: int) -> None:
+    def _collect(self, numbers: Sequence[int]) -> None:
         with self.stages("collecting"):
-            super()._collect(number)
+            super()._collect(numbers)
 
     @property
     def passes(self) -> BatchFill:

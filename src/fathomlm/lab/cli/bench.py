@@ -1,7 +1,8 @@
-"""`fathomlm bench throughput | latency | kernels`: how fast a model is."""
+"""`fathomlm bench throughput | latency | kernels | host`: how fast a model is, and what the host costs."""
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar
 
@@ -159,3 +160,54 @@ class Kernels(ModelOptions, JsonOptions):
         if not complete:
             tell_interrupted()
         return 0 if complete else 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Host(JsonOptions):
+    """Measure what the engine costs the host: microseconds of processor time per token over a device that does nothing. The
+    engine, its scheduler and its asyncio front are real; tokens come at once, and no model runs. Without listeners, text is
+    made when a request ends; a callback gets the tokens of each burst; async is a task for each request behind the asyncio
+    front."""
+
+    kind: ClassVar[str] = "host"
+    batch_sizes: tuple[int, ...] = option(
+        (1, 32, 128, 256, 512), ge=1, le=4096, flag="--batch-size", metavar="N,...", help="tokens per forward pass"
+    )
+    plans: tuple[str, ...] = option(
+        ("plain", "routed"), choices=("plain", "routed"), comma=True, flag="--plan", metavar="NAME,...",
+        help="plain, or a mixture of three recursions, with twice as many sequences as tokens per pass",
+    )  # fmt: skip
+    listeners: tuple[str, ...] = option(
+        ("none", "callback", "async"), choices=("none", "callback", "async"), comma=True, metavar="NAME,...",
+        help="who waits for tokens",
+    )  # fmt: skip
+    tokens: int = option(30_000, ge=1000, help="tokens per round; the quickest of three rounds counts")
+    tokenizer: str = option(
+        "fathom-mor-23m", metavar="SOURCE", help="tokenizer: model source, directory, tokenizer.json or `bytes`"
+    )
+
+    def run(self) -> int:
+        import torch
+
+        from fathomlm.lab.bench.host import FEW_ROWS, measure_host, python_speed
+        from fathomlm.lab.cli.bench_tables import print_host
+        from fathomlm.lab.environment import environment
+        from fathomlm.train.data.tokenizers import find_tokenizer
+
+        tokenizer = find_tokenizer(self.tokenizer)
+        torch.set_num_threads(1)
+        cases = list(itertools.product(self.plans, self.batch_sizes, self.listeners))
+        costs = []
+        with progress_bar("measuring", unit="cases", still=True) as update:
+            for done, (plan, size, listeners) in enumerate(cases, start=1):
+                tokens = self.tokens if size >= FEW_ROWS else self.tokens // 8
+                costs.append(asdict(measure_host(plan, size, listeners, tokenizer, tokens=tokens)))  # type: ignore[arg-type]
+                update(done, len(cases))
+        record = {
+            "kind": self.kind,
+            "environment": environment("cpu") | {"empty_loop_ns": python_speed()},
+            "tokenizer": self.tokenizer,
+            "costs": costs,
+        }
+        answer(self, record, print_host)
+        return 0

@@ -150,3 +150,20 @@ def print_kernels(record: Found) -> None:
     if not absolute:
         caption = "CPU twin: these say what is right and are not made to be fast, so only ratios are shown. " + caption
     print_table([head, *rows], title, caption=caption, text_columns=2)
+
+
+def print_host(record: Found) -> None:
+    parts = list(next((one["parts_us_per_token"] for one in record["costs"] if one["parts_us_per_token"]), {}))
+    rows = []
+    for one in record["costs"]:
+        inner = one["parts_us_per_token"] or {}
+        figures = [one["us_per_token"], *(inner.get(part) for part in parts), one["event_loop_us_per_token"]]
+        told = ["-" if figure is None else f"{figure:.2f}" for figure in figures]
+        rows.append([f"{one['plan']}, {one['batch_size']}, {one['listeners']}", *told])
+    speed = record["environment"]["empty_loop_ns"]
+    caption = (
+        "Microseconds of processor time, the least of three rounds; the device that does nothing is left out.\n"
+        f"Parts: a further round with more clocks. A turn of an empty Python loop takes {speed:.0f} ns here."
+    )
+    head = ["plan, batch, listeners", "us", *parts, "loop"]
+    print_table([head, *rows], "the host: microseconds per token, without a model", caption=caption)

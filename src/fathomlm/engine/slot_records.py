@@ -1,0 +1,174 @@
+"""What the host has received of the sequence in each slot, as arrays. A burst is taken in at once, and a sequence is visited
+only when something happened to it: it has ended, it runs out of pages, or somebody waits for its tokens.
+
+Shapes: R rows of a burst and K of them that count, S slots and one more for rows that stand for nothing, T tables, L tokens
+of a sequence, D depths.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from fathomlm.engine.layout import Layout
+from fathomlm.engine.programs.base import BAD, DRAFTED, ENDED, VALID
+
+Ints = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float32]
+SLOT, EPOCH, TOKEN, DEPTH, FLAGS, INDEX = range(6)
+"""Columns of `StepOutput.ints_NC`."""
+LOGPROB, CONFIDENCE = range(2)
+"""Columns of `StepOutput.floats_NC`."""
+NOBODY = -1
+"""The epoch of a slot without a sequence."""
+NEVER = 2**62
+FEW = 16
+"""Rows up to which Python is faster than numpy."""
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """What a burst has brought."""
+
+    tokens: int
+    depths: int
+    """The sum of the tokens' depths."""
+    exited: int
+    """Tokens that exited early."""
+    drafted: int
+    """Tokens that an exit had drafted a token for, and of those whose draft was kept."""
+    accepted: int
+    visits: list[int]
+    """Slots to which something happened, in order."""
+    short: list[bool]
+    """Whether their pages are running out."""
+
+
+class SlotRecords:
+    def __init__(self, layout: Layout, slots: int, max_length: int, recursions: int, unrolled_layers: int) -> None:
+        many, tables = slots + 1, len(layout.tables)
+        self.epoch_S = np.full(many, NOBODY, np.int64)
+        self.known_S = np.zeros(many, np.int64)
+        """Tokens of the completion that have arrived."""
+        self.flags_S = np.zeros(many, np.int64)
+        """Of the token that ended the sequence; 0 while it goes on."""
+        self.first_S = np.full(many, np.nan)
+        """When the first token of this placement arrived, and the last."""
+        self.last_S = np.full(many, np.nan)
+        self.entries_TS = np.zeros((tables, many), np.int64)
+        """Confirmed by the tokens that have arrived."""
+        self.alarm_TS = np.full((tables, many), NEVER, np.int64)
+        """With more entries than these the scheduler has to hear of it: the pages are running out."""
+        self.watched_S = np.zeros(many, np.bool_)
+        """Sequences to visit whenever they have a new token."""
+        self.tokens_SL = np.zeros((many, max_length), np.int32)  # memory is taken as it is written
+        self.depths_SL = np.zeros((many, max_length), np.int16)
+        self.confidences_SL = np.zeros((many, max_length if layout.kind == "exits" else 0), np.float32)
+        self.drafted_SL = np.zeros(self.confidences_SL.shape, np.bool_)
+        """Tokens that an exit had drafted a token for."""
+        self._full_depth = unrolled_layers if layout.kind == "exits" else 0
+        deeper = layout.kind == "routed" and tables > 1
+        self._added_TD = np.array([layout.added(depth) for depth in range(recursions + 1)]).T if deeper else None
+
+    def place(self, slot: int, epoch: int, known: int, entries: Sequence[int], watched: bool) -> None:
+        """A sequence comes into a slot with so many tokens of its completion."""
+        self.epoch_S[slot], self.known_S[slot], self.flags_S[slot] = epoch, known, 0
+        self.first_S[slot] = self.last_S[slot] = np.nan
+        self.entries_TS[:, slot], self.alarm_TS[:, slot], self.watched_S[slot] = entries, NEVER, watched
+
+    def clear(self, slot: int) -> None:
+        """What still arrives of a slot's sequence is not wanted."""
+        self.epoch_S[slot], self.watched_S[slot] = NOBODY, False
+
+    def grant(self, rooms: Mapping[tuple[int, int], int], most: Iterable[int], lookahead: int) -> None:
+        """By slot and table, how many entries there are pages for, and for each of them the most that there will ever be."""
+        slots, tables = zip(*rooms, strict=True)
+        room_G = np.fromiter(rooms.values(), np.int64, len(rooms))
+        most_G = np.fromiter(most, np.int64, len(rooms))
+        self.alarm_TS[tables, slots] = np.where(room_G < most_G, room_G - lookahead, NEVER)
+
+    def current(self, ints_RC: Ints) -> npt.NDArray[np.bool_]:
+        """Rows of sequences that are still there: others were stopped, or preempted, after their decode step was started."""
+        found: npt.NDArray[np.bool_] = self.epoch_S[ints_RC[:, SLOT]] == ints_RC[:, EPOCH]
+        return found
+
+    def take(self, ints_RC: Ints, floats_RC: Floats, now: float) -> Taken:
+        """Take in what the decode steps of a burst chose. `take_one_by_one` is the meaning: Python for every token would
+        cost more than a GPU takes to choose it."""
+        ints_CR = np.ascontiguousarray(ints_RC.T)
+        here_R = (ints_CR[FLAGS] & VALID != 0) & (self.epoch_S[ints_CR[SLOT]] == ints_CR[EPOCH])
+        if np.count_nonzero(here_R) <= FEW:
+            return self.take_one_by_one(ints_RC[here_R], floats_RC[here_R], now)
+        over_R = here_R & (ints_CR[FLAGS] & (ENDED | BAD) != 0)
+        over = ints_CR[SLOT, over_R]
+        self.flags_S[over] = ints_CR[FLAGS, over_R]
+        at_K = np.flatnonzero(here_R & (ints_CR[FLAGS] & BAD == 0))
+        slot_K, token_K, depth_K, index_K = (ints_CR[column].take(at_K) for column in (SLOT, TOKEN, DEPTH, INDEX))
+        slots = len(self.known_S)
+        counts_S = np.bincount(slot_K, minlength=slots)
+        before_S = self.known_S.copy()
+        self.known_S += counts_S
+        known = (index_K >= before_S[slot_K]) & (index_K < self.known_S[slot_K])
+        assert known.all(), "a token is missing, or came twice"
+        self.tokens_SL[slot_K, index_K] = token_K
+        self.depths_SL[slot_K, index_K] = depth_K
+        drafted, accepted = 0, 0
+        if self.confidences_SL.size:
+            drafted_K = ints_CR[FLAGS].take(at_K) & DRAFTED != 0
+            drafted, accepted = int(drafted_K.sum()), self.exited(depth_K[drafted_K])
+            self.drafted_SL[slot_K, index_K] = drafted_K
+            self.confidences_SL[slot_K, index_K] = floats_RC[at_K, CONFIDENCE]
+        if self._added_TD is None:
+            self.entries_TS[0] += counts_S
+        else:
+            depths = self._added_TD.shape[1]
+            self.entries_TS += self._added_TD @ np.bincount(depth_K * slots + slot_K, minlength=depths * slots).reshape(
+                depths, -1
+            )
+        fresh_S = counts_S > 0
+        self.last_S[fresh_S] = now
+        self.first_S[fresh_S & np.isnan(self.first_S)] = now
+        short_S = fresh_S & (self.entries_TS > self.alarm_TS).any(0)
+        visited_S = (fresh_S & self.watched_S) | short_S
+        visited_S[over] = True
+        visits = np.flatnonzero(visited_S)
+        return Taken(
+            len(at_K), int(depth_K.sum()), self.exited(depth_K), drafted, accepted, visits.tolist(), short_S[visits].tolist()
+        )
+
+    def take_one_by_one(self, ints_RC: Ints, floats_RC: Floats, now: float) -> Taken:
+        tokens, depths, exited, drafted, accepted = 0, 0, 0, 0, 0
+        visits: dict[int, bool] = {}
+        for row, (slot, epoch, token, depth, flags, index) in enumerate(ints_RC.tolist()):
+            if not flags & VALID or self.epoch_S[slot] != epoch:
+                continue
+            if flags & (ENDED | BAD):
+                self.flags_S[slot] = flags
+                visits.setdefault(slot, False)
+            if flags & BAD:
+                continue
+            assert index == self.known_S[slot], f"slot {slot}: token {index}, {self.known_S[slot]} are known"
+            self.tokens_SL[slot, index], self.depths_SL[slot, index] = token, depth
+            if self.confidences_SL.size:
+                self.confidences_SL[slot, index] = floats_RC[row, CONFIDENCE]
+                self.drafted_SL[slot, index] = bool(flags & DRAFTED)
+                drafted += bool(flags & DRAFTED)
+                accepted += bool(flags & DRAFTED) and depth < self._full_depth
+            self.known_S[slot] += 1
+            self.entries_TS[:, slot] += 1 if self._added_TD is None else self._added_TD[:, depth]
+            if np.isnan(self.first_S[slot]):
+                self.first_S[slot] = now
+            self.last_S[slot] = now
+            short = bool((self.entries_TS[:, slot] > self.alarm_TS[:, slot]).any())
+            if short or self.watched_S[slot]:
+                visits[slot] = short
+            tokens, depths, exited = tokens + 1, depths + depth, exited + (depth < self._full_depth)
+        return Taken(tokens, depths, exited, drafted, accepted, sorted(visits), [visits[slot] for slot in sorted(visits)])
+
+    def exited(self, depths_K: npt.NDArray[np.integer[Any]]) -> int:
+        """How many of some tokens exited early."""
+        return int((depths_K < self._full_depth).sum()) if self._full_depth else 0

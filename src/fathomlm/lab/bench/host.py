@@ -1,0 +1,302 @@
+"""What the host costs: the engine, its scheduler and its asyncio front over a device that does nothing.
+
+Everything is real but the passes: `NullProgram` hands out each slot's next token at once, from a text, at a depth that is
+drawn. Time is the processor's, of the thread, so that what else runs on the machine matters little; the time of the
+`NullProgram` itself is left out. Requests come as others end, so the engine is full all the time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import random
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal, get_args
+
+import numpy as np
+import torch
+
+from fathomlm.decode.sampling import Sampling
+from fathomlm.depth import Architecture, DepthPlan, build_routing
+from fathomlm.engine.async_engine import AsyncEngine
+from fathomlm.engine.device_state import COLUMNS, ENTER, IDLE, PrefillBatch
+from fathomlm.engine.engine import Engine
+from fathomlm.engine.options import EngineOptions
+from fathomlm.engine.programs.base import ENDED, VALID, SamplingVariant
+from fathomlm.engine.request import Event, Request
+from fathomlm.engine.runner import BURST, Runner
+from fathomlm.engine.schedule import Placement, SchedulerOutput
+from fathomlm.engine.sequence import Sequence as EngineSequence
+from fathomlm.lab.bench.models import ample_memory, random_model
+from fathomlm.lab.bench.workload import build_workload
+
+PlanName = Literal["plain", "routed"]
+Listeners = Literal["none", "callback", "async"]
+"""Nobody waits for tokens before the end; a function is called with each burst; a task for each request, by asyncio."""
+PLANS: dict[PlanName, DepthPlan] = {
+    "plain": DepthPlan.vanilla(1),
+    "routed": DepthPlan.build("middle-cycle", 3, 5).with_routing(build_routing("expert", 3)).with_kv("cache"),
+}
+LISTENERS: tuple[Listeners, ...] = get_args(Listeners)
+PARTS = ("collect", "schedule", "launch", "text")
+"""Taking in tokens and telling listeners; new requests, who runs, and with which pages; telling the device; text."""
+LONGEST = 512
+"""Tokens of the longest completion; they are those of the thesis' workload."""
+TEXT = (
+    "The sea is everything. It covers seven tenths of the terrestrial globe. Its breath is pure and healthy. It is an "
+    "immense desert, where man is never lonely, for he feels life stirring on all sides \u2013 na\u00efve, but true. "
+)
+ROUNDS = 3
+FEW_ROWS = 32
+"""Below so many tokens a pass each token takes so long that fewer are enough."""
+TURNS = 1_000_000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostCost:
+    """Microseconds of processor time for each token, the least of some rounds."""
+
+    plan: PlanName
+    batch_size: int
+    sequences: int
+    listeners: Listeners
+    tokens: int
+    """Of a round."""
+    us_per_token: float
+    event_loop_us_per_token: float | None
+    """Of that in the event loop's thread, with the asyncio front."""
+    parts_us_per_token: dict[str, float] | None
+    """By part, from a round with more clocks; None with the asyncio front."""
+
+
+class NullProgram:
+    """In place of a program: every slot that has a page gets its next token, without a model."""
+
+    def __init__(self, runner: Runner, tokens: Sequence[int]) -> None:
+        state, layout, plan = runner.state, runner.layout, runner.decoder.plan
+        self.output = runner.program.output
+        self.seconds = 0.0
+        """What it took itself, by the thread's clock."""
+        self._batch_size, self._spare = runner.options.batch_size, state.spare
+        self._turns = len(self.output.ints_NC) // self._batch_size
+        self._columns = dict(zip(COLUMNS, state.numbers_SC.numpy().T, strict=True))  # views of the device's memory
+        self._entries_ST, self._capacity_ST = state.entries_ST.numpy(), state.capacity_ST.numpy()
+        self._ints_NC, self._tokens = self.output.ints_NC.numpy(), np.array(tokens)
+        parts = (1.0,) if plan.routing is None else plan.routing.capacity
+        drawn = np.random.default_rng(0).random(4099)
+        self._depths = np.sum([drawn < part for part in parts], axis=0)
+        self._added_DT = np.array([layout.added(depth) for depth in range(plan.recursions + 1)])
+        self._clock = 0
+
+    def place(self, placements: Sequence[Placement], threshold: float) -> None:
+        """Slots have nothing of their own here."""
+
+    def prefill(self, batch: PrefillBatch) -> None:
+        np.add.at(self._entries_ST, batch.slots_N.numpy(), 1)
+
+    def decode_step(self, variant: SamplingVariant) -> None:
+        begun = time.thread_time()
+        for turn in range(self._turns):
+            self._turn(self._ints_NC[turn * self._batch_size : (turn + 1) * self._batch_size])
+        self.seconds += time.thread_time() - begun
+
+    def _turn(self, ints_NC: np.ndarray[Any, Any]) -> None:
+        """Whoever has waited longest gets a token."""
+        columns, self._clock = self._columns, self._clock + 1
+        ready_S = (columns["stage"] == ENTER) & (self._entries_ST < self._capacity_ST).all(1)
+        ready_S[self._spare] = False
+        slots = np.flatnonzero(ready_S)
+        if len(slots) > self._batch_size:
+            slots = slots[np.argsort(columns["since"][slots], kind="stable")[: self._batch_size]]
+        made = columns["generated"][slots]
+        tokens = self._tokens[(slots * 37 + made) % len(self._tokens)]
+        depths = self._depths[(slots * 61 + made) % len(self._depths)]
+        self._entries_ST[slots] += self._added_DT[depths]
+        over = made + 1 >= columns["limit"][slots]
+        columns["token"][slots], columns["since"][slots] = tokens, self._clock
+        columns["position"][slots] += 1
+        columns["generated"][slots] += 1
+        columns["stage"][slots[over]] = IDLE
+        ints_NC[:] = (self._spare, 0, 0, 0, 0, 0)
+        rows = (slots, columns["epoch"][slots], tokens, depths, VALID + ENDED * over, made)
+        ints_NC[: len(slots)] = np.stack(rows, 1)
+
+
+class _ClockedRunner(Runner):
+    """A runner that was built already, with a clock."""
+
+    def __init__(self, runner: Runner, timed: Callable[..., Any]) -> None:
+        vars(self).update(vars(runner))
+        self._timed = timed
+
+    def apply(self, scheduled: SchedulerOutput) -> None:
+        self._timed("launch", super().apply, scheduled)
+
+    def launch(self) -> int:
+        number: int = self._timed("launch", super().launch)
+        return number
+
+
+class ClockedEngine(Engine):
+    """With clocks around its parts, where asked for."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.seconds = dict.fromkeys(PARTS, 0.0)
+        self.clocked = False
+        self._inner = [0.0]
+        self.runner = _ClockedRunner(self.runner, self.timed)
+
+    def timed(self, part: str, work: Callable[..., Any], *arguments: Any) -> Any:
+        """What a part does inside another counts there alone."""
+        if not self.clocked:
+            return work(*arguments)
+        begun = time.thread_time()
+        self._inner.append(0.0)
+        try:
+            return work(*arguments)
+        finally:
+            took = time.thread_time() - begun
+            self.seconds[part] += took - self._inner.pop()
+            self._inner[-1] += took
+
+    def step(self) -> None:
+        self.timed("schedule", super().step)
+
+    def submit(self, *arguments: Any) -> EngineSequence:
+        sequence: EngineSequence = self.timed("schedule", super().submit, *arguments)
+        return sequence
+
+    def _collect(self, numbers: Sequence[int]) -> None:
+        self.timed("collect", super()._collect, numbers)
+
+    def _read(self, *arguments: Any) -> list[str]:
+        pieces: list[str] = self.timed("text", super()._read, *arguments)
+        return pieces
+
+    def _read_end(self, *arguments: Any) -> None:
+        self.timed("text", super()._read_end, *arguments)
+
+
+def null_engine(plan: PlanName, batch_size: int, tokenizer: Any, *, burst: int = BURST, lag: int = 1) -> ClockedEngine:
+    """An engine over a device that does nothing. It has pages for everybody."""
+    depth = PLANS[plan]
+    architecture = Architecture(
+        family="llama", layers=depth.unrolled_layers, hidden=8, intermediate=8, heads=1, kv_heads=1, head_dim=4,
+        vocab=len(tokenizer), context=2 * LONGEST, tied_embeddings=True,
+    )  # fmt: skip
+    model = random_model(architecture, depth, dtype=torch.float32, device=torch.device("cpu"))
+    model.tokenizer = tokenizer
+    options = EngineOptions(
+        batch_size=batch_size, max_length=LONGEST + 1, penalties=False, burst=burst, lag=lag, max_queue=2 * batch_size + 8
+    )
+    options = replace(options, memory=ample_memory(model, options, LONGEST + 1))
+    engine = ClockedEngine(model, options)
+    engine.runner.program = NullProgram(engine.runner, tokenizer(TEXT)["input_ids"])
+    return engine
+
+
+def measure_host(plan: PlanName, batch_size: int, listeners: Listeners, tokenizer: Any, *, tokens: int) -> HostCost:
+    """Some rounds of so many tokens each; the quickest counts."""
+    engine = null_engine(plan, batch_size, tokenizer)
+    if listeners == "async":
+        total, loop = asyncio.run(_measure_front(engine, tokens))
+        parts = None
+    else:
+        total, parts = _measure_engine(engine, listeners == "callback", tokens)
+        loop = None
+    return HostCost(
+        plan=plan, batch_size=batch_size, sequences=engine.runner.sizes.max_sequences, listeners=listeners, tokens=tokens,
+        us_per_token=total, event_loop_us_per_token=loop, parts_us_per_token=parts,
+    )  # fmt: skip
+
+
+def python_speed() -> float:
+    """Nanoseconds of this processor for a turn of an empty loop, so that figures of two machines can be compared."""
+    best = float("inf")
+    for _ in range(ROUNDS):
+        begun = time.thread_time()
+        for _ in range(TURNS):
+            pass
+        best = min(best, time.thread_time() - begun)
+    return best / TURNS * 1e9
+
+
+def _lengths(engine: Engine) -> Iterator[int]:
+    """Of completions: at first any that may be left of one, so that they end one after another; then whole ones."""
+    workload = build_workload("thesis", engine.model.architecture.vocab)
+    draw, lengths = random.Random(0), itertools.cycle(request.new for request in workload.requests)
+    for _ in range(engine.runner.sizes.max_sequences):
+        yield draw.randint(1, next(lengths))
+    yield from lengths
+
+
+def _requests(engine: Engine) -> Iterator[Request]:
+    for new in _lengths(engine):
+        yield Request(id=engine.new_id(), prompt=(0,), sampling=Sampling(max_new_tokens=new, ignore_eos=True))
+
+
+def _null_seconds(engine: Engine) -> float:
+    assert isinstance(engine.runner.program, NullProgram)
+    return engine.runner.program.seconds
+
+
+def _measure_engine(engine: ClockedEngine, listens: bool, tokens: int) -> tuple[float, dict[str, float]]:
+    requests, heard = _requests(engine), list[list[Event]]()
+
+    def hear(events: list[Event]) -> None:
+        heard[:] = (events,)
+
+    def run(many: int) -> float:
+        """Seconds of the host for so many tokens and a few more, by token."""
+        spent, begun, goal = 0.0, engine.totals.tokens, engine.totals.tokens + many
+        while engine.totals.tokens < goal:
+            missing = engine.runner.sizes.max_sequences + 1 - engine.unfinished
+            new = list(itertools.islice(requests, max(0, missing)))  # made by whoever asks: not the engine's time
+            before, null = time.thread_time(), _null_seconds(engine)
+            for request in new:
+                engine.submit(request, hear if listens else None)
+            engine.step()
+            spent += time.thread_time() - before - (_null_seconds(engine) - null)
+        return spent / (engine.totals.tokens - begun)
+
+    run(tokens // 2)
+    best = min(run(tokens) for _ in range(ROUNDS))
+    engine.clocked, null, begun = True, _null_seconds(engine), engine.totals.tokens
+    run(tokens)
+    engine.seconds["launch"] -= _null_seconds(engine) - null
+    parts = {part: seconds / (engine.totals.tokens - begun) * 1e6 for part, seconds in engine.seconds.items()}
+    return best * 1e6, parts
+
+
+async def _measure_front(engine: Engine, tokens: int) -> tuple[float, float]:
+    """All of it, and the event loop's part."""
+    lengths, over = _lengths(engine), False
+
+    async def consume(front: AsyncEngine) -> None:
+        while not over:
+            request = front.request((0,), max_new_tokens=next(lengths), ignore_eos=True)
+            async for _ in front.stream(request):
+                pass
+
+    async def reach(goal: int) -> None:
+        while engine.totals.tokens < goal:
+            await asyncio.sleep(0.005)
+
+    async with AsyncEngine(engine) as front:
+        consumers = [asyncio.create_task(consume(front)) for _ in range(engine.runner.sizes.max_sequences + 1)]
+        await reach(tokens // 2)
+        found = []
+        for _ in range(ROUNDS):
+            begun, loop, process, null = engine.totals.tokens, time.thread_time(), time.process_time(), _null_seconds(engine)
+            await reach(begun + tokens)
+            many = engine.totals.tokens - begun
+            spent = time.process_time() - process - (_null_seconds(engine) - null)
+            found.append((spent / many * 1e6, (time.thread_time() - loop) / many * 1e6))
+        over = True
+        for task in consumers:
+            task.cancel()
+        await asyncio.gather(*consumers, return_exceptions=True)
+    return min(found)
