@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
+
+import pytest
+
+from forked import Forked
 
 BOOK = json.loads((Path(__file__).parents[1] / "docs" / "tour.ipynb").read_text(encoding="utf-8"))
 CELLS = ["".join(cell["source"]) for cell in BOOK["cells"] if cell["cell_type"] == "code"]
 KERNEL = """
 import json, sys
 
-if __name__ == "__main__":  # tokenizing processes import this file too
-    import torch
-
-    torch.set_num_threads(1)
-    names = {}
-    for number, cell in enumerate(json.load(open(sys.argv[1])), start=1):
-        print("CELL", number, flush=True)
-        exec(compile(cell, f"cell {number}", "exec"), names)
+names = {}
+for number, cell in enumerate(json.load(open(sys.argv[1])), start=1):
+    print("CELL", number, flush=True)
+    exec(compile(cell, f"cell {number}", "exec"), names)
 """
 
 
@@ -30,17 +29,18 @@ def test_the_notebook_is_one() -> None:
     assert not any(line.startswith(("%", "!")) for cell in CELLS for line in cell.splitlines()), "plain Python runs anywhere"
 
 
-def test_the_notebook_runs_from_top_to_bottom(tmp_path: Path) -> None:
-    (tmp_path / "cells.json").write_text(json.dumps(CELLS))
-    (tmp_path / "kernel.py").write_text(KERNEL)
-    done = subprocess.run(
-        [sys.executable, "kernel.py", "cells.json"], cwd=tmp_path, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert [line for line in done.stdout.splitlines() if line.startswith("CELL")] == [
+def test_the_notebook_runs_from_top_to_bottom(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, start_python: Callable[..., Forked]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("cells.json").write_text(json.dumps(CELLS))
+    kernel = start_python(KERNEL, "cells.json")
+    printed, said = kernel.communicate()
+    assert kernel.returncode == 0, said[-3000:]
+    assert [line for line in printed.splitlines() if line.startswith("CELL")] == [
         f"CELL {number}" for number in range(1, len(CELLS) + 1)
     ]
-    assert "depths: (" in done.stdout
-    assert "rank 64: " in done.stdout
-    assert "FathomForCausalLM" in done.stdout
-    assert "LlamaForCausalLM" in done.stdout
+    assert "depths: (" in printed
+    assert "rank 64: " in printed
+    assert "FathomForCausalLM" in printed
+    assert "LlamaForCausalLM" in printed
