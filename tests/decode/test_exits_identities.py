@@ -3,6 +3,7 @@ against one pass over the finished text, alone and in a batch."""
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import pytest
@@ -203,8 +204,9 @@ def test_the_stack_changes_nothing_but_the_passes(name: str) -> None:
         assert {result.exits.layers_run for result in results if result.exits} == {6 * NEW}, "every layer runs in the end"
 
 
-@pytest.mark.parametrize("mode", ["speculative", "refine"])
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize(
+    ("name", "mode"), [*product(MAIN, ("speculative", "refine")), *in_turn(OTHERS, ("speculative", "refine"), 0)]
+)
 def test_drafts_leave_exact_entries_too(name: str, mode: str) -> None:
     options: dict[str, Any] = {"threshold": mixing_threshold(name, 0.3), "max_stack": 5}
     kind, more = ("parallel", {"refine": 1.0}) if mode == "refine" else (mode, {})

@@ -32,7 +32,7 @@ PATH = packaged_exits(NAME)
 MESSAGES = (Path(__file__).parent / "held_out_messages.txt").read_text(encoding="utf-8").splitlines()
 REPLY = 64
 """Tokens of a reply, as the record was made with."""
-DRAFTED = 32
+DRAFTED = 16
 """Of which drafting is compared with: a pass of the real model takes long."""
 
 pytestmark = [
