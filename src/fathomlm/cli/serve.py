@@ -7,6 +7,7 @@ import logging
 import os
 import socket
 import sys
+from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from fathomlm.cli.decode_options import ShippedExitOptions, tell_shipped
 from fathomlm.cli.first import check_device, check_memory, check_threads
 from fathomlm.cli.model_options import ModelOptions, QuantizeOptions, memory_errors, threshold_file
-from fathomlm.cli.serve_models import SeveralOptions, at_hand, catalog_of, model_name
+from fathomlm.cli.serve_models import SeveralOptions, at_hand, catalog_of, model_name, read_lora
 from fathomlm.cli.serve_ray import RayOptions, read_replicas, run_on_ray
 from fathomlm.decode.exiting import SERVED_CONFIDENCES, SERVED_MODES, Exiting
 from fathomlm.engine.options import EngineOptions, RestartPolicy
@@ -27,7 +28,7 @@ from fathomlm.serve.options import ReplicaOptions, ServeOptions
 
 if TYPE_CHECKING:
     from fathomlm.serve.catalog import Catalog
-    from fathomlm.serve.service import ServedModel
+    from fathomlm.serve.service import ServedModel, Service
 
 REQUIRED = ("fastapi", "uvicorn", "prometheus_client")
 
@@ -88,8 +89,10 @@ class Serve(QuantizeOptions, ModelOptions):
         named = (*((self.model,) if self.model else ()), *(self.several.models or ()))
         alone = self.ray.ray or self.several.max_loaded == 1
         first, *others = named or dict.fromkeys((default_model(), *(() if alone else at_hand())))
-        if self.ray.ray and others:
-            raise OptionError("--ray cannot be combined with several models; start a server for each")
+        if self.ray.ray and (others or self.several.loras):
+            raise OptionError("--ray cannot be combined with several models or adapters; start a server for each")
+        if self.several.loras and self.quantize is not None:
+            raise OptionError("--lora cannot be combined with --quantize: an adapter is merged into the weights")
         object.__setattr__(self, "model", first)
         object.__setattr__(self, "several", replace(self.several, models=tuple(others)))
 
@@ -106,15 +109,20 @@ class Serve(QuantizeOptions, ModelOptions):
             check_device(self.device)
             check_threads(self.threads or 1)
             check_memory(engine.memory, self.device)
+        services: list[Service] = []  # the one whose model adapters are merged into, once there is one
+        adapters = [read_lora(given) for given in self.several.loras or ()]
         catalog = catalog_of(
-            served_name(self), self.several.models or (), self.several.max_loaded, partial(load_other, self, engine)
-        )
+            served_name(self), self.several.models or (), self.several.max_loaded, partial(load_other, self, engine),
+            {name: partial(load_adapter, self, engine, services, name, directory) for name, directory in adapters},
+        )  # fmt: skip
+        if len({name for name, _ in adapters}) < len(adapters):
+            raise OptionError("--lora: two adapters have the same name")
         with closing(bind(options.host, options.port)) as sock:
-            return self._serve(sock, options, engine, replicas, catalog)
+            return self._serve(sock, options, engine, replicas, catalog, services)
 
     def _serve(
         self, sock: socket.socket, options: ServeOptions, engine: EngineOptions, replicas: ReplicaOptions | None,
-        catalog: Catalog,
+        catalog: Catalog, services: list[Service],
     ) -> int:  # fmt: skip
         """What imports torch: all that can be known before is checked."""
         from fathomlm.serve.address import address_of
@@ -135,6 +143,7 @@ class Serve(QuantizeOptions, ModelOptions):
             return 0
         configure_logging()
         service = Service(load, catalog=catalog)
+        services.append(service)
 
         def ready() -> None:
             assert service.served is not None
@@ -253,6 +262,23 @@ def load_other(options: Serve, engine_options: EngineOptions, source: str) -> Se
         engine_options = replace(engine_options, max_length=min(longest, architecture_of(source)[0].context))
     alone = replace(options, model=source, name=None, exiting=ServedDepthOptions())
     return load_served(alone, engine_options, read_exits(alone), options.restarts)
+
+
+def load_adapter(
+    options: Serve, engine_options: EngineOptions, services: Sequence[Service], name: str, directory: str
+) -> ServedModel:
+    """The server's own model with an adapter merged into it, over the same weights where it changes none, at full depth."""
+    from fathomlm.checkpoints.adapter import with_adapter
+    from fathomlm.engine.engine import Engine
+    from fathomlm.serve.service import serve_model
+
+    base = services[0].served
+    assert base is not None, "a request is taken when the server's own model is ready"
+    with memory_errors("--memory, --max-sequences or --max-length"):
+        engine = Engine(with_adapter(base.model, directory), engine_options)
+    return serve_model(
+        engine, name=name, max_depth=base.max_depth, restarts=options.restarts, sampling=options.server.generation_config
+    )
 
 
 def _tell(text: Any) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -19,6 +19,22 @@ if TYPE_CHECKING:
     from fathomlm.serve.service import ServedModel
 
 
+def check_lora(given: str) -> None:
+    read_lora(given)
+
+
+def read_lora(given: str) -> tuple[str, str]:
+    """The name and the directory of NAME=DIR, which has an adapter."""
+    name, sign, directory = given.partition("=")
+    if not (name and sign and directory):
+        raise OptionError(f"--lora must be NAME=DIR, got '{given}'")
+    path = Path(directory).expanduser()
+    for file in ("adapter_config.json", "adapter_model.safetensors"):
+        if not (path / file).is_file():
+            raise OptionError(f"--lora {name}: {directory} is not a LoRA adapter of PEFT, it has no {file}")
+    return name, str(path)
+
+
 @dataclass(frozen=True, kw_only=True)
 class SeveralOptions:
     """More than one model at one address."""
@@ -27,6 +43,10 @@ class SeveralOptions:
         None, flag="--model", metavar="MODEL", first=check_model,
         help="one more model for requests to name, loaded when one does; repeatable",
         default_text="where no model is named, those on this machine and smollm2-135m",
+    )  # fmt: skip
+    loras: tuple[str, ...] | None = option(
+        None, flag="--lora", metavar="NAME=DIR", first=check_lora,
+        help="MODEL with a LoRA adapter (PEFT) under a name of its own, loaded when a request names it; repeatable",
     )  # fmt: skip
     max_loaded: int = option(
         3, ge=1, help="max models in memory, the first included; the least recently used of the others is unloaded"
@@ -46,8 +66,15 @@ def _cached(repo_id: str) -> bool:
     return isinstance(config, str) and any(Path(config).parent.glob("*.safetensors"))
 
 
-def catalog_of(first: str, others: Sequence[str], most: int, load: Callable[[str], ServedModel]) -> Catalog:
-    """The other models by the names that clients use; `first` is that of the server's own, `load` takes what users type."""
+def catalog_of(
+    first: str,
+    others: Sequence[str],
+    most: int,
+    load: Callable[[str], ServedModel],
+    adapters: Mapping[str, Callable[[], ServedModel]] | None = None,
+) -> Catalog:
+    """The other models by the names that clients use; `first` is that of the server's own, `load` takes what users type.
+    `adapters` are those of the server's own model."""
     from fathomlm.serve.catalog import Catalog, Offer
 
     offers: dict[str, Offer] = {}
@@ -56,6 +83,10 @@ def catalog_of(first: str, others: Sequence[str], most: int, load: Callable[[str
         if name == first or name in offers:
             raise OptionError(f"two models are named '{name}'; requests could not tell them apart")
         offers[name] = Offer(load=partial(load, source), download=partial(_download, source))
+    for name, merge in (adapters or {}).items():
+        if name == first or name in offers:
+            raise OptionError(f"two models are named '{name}'; requests could not tell them apart")
+        offers[name] = Offer(load=merge)
     if offers and most < 2:
         raise OptionError(f"--max-loaded must be >= 2 for several models, got {most}")
     return Catalog(offers, most - 1)
