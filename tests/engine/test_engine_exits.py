@@ -249,3 +249,33 @@ def test_an_engine_that_decides_by_itself_says_the_same() -> None:
     results = engine.generate(MANY[:2], max_new_tokens=40)
     assert [r.tokens for r in results] == [f.tokens for f in full]
     assert engine.totals.drafted > 0
+
+
+class InTurns(DraftControl):
+    """Two bursts with drafts, two without."""
+
+    bursts = 0
+
+    def choose(self, running: int) -> bool:
+        self.bursts += 1
+        return self.bursts % 4 < 2
+
+
+@pytest.mark.parametrize("name", ["vanilla", "own-layer", "loop-shared-kv"])
+def test_an_exit_that_was_not_asked_for_a_while_is_as_sure_as_ever(name: str) -> None:
+    """Its own layer has stored entries all the time, though it did not run."""
+    setting = exiting(name, "speculative", threshold=0.0, max_stack=3)
+    always = Engine(model(name), exiting=setting, always_draft=True, **SMALL).generate(MANY[:2], max_new_tokens=20)
+    engine = Engine(model(name), exiting=setting, **SMALL)
+    engine._drafting = InTurns()
+    results = engine.generate(MANY[:2], max_new_tokens=20)
+    assert [r.tokens for r in results] == [a.tokens for a in always]
+    drafted = sum(r.drafted for r in results)
+    assert 0 < drafted < sum(a.drafted for a in always)
+    for found, right in zip(results, always, strict=True):
+        pairs = list(zip(found.confidences or (), right.confidences or (), strict=True))
+        asked = [pair for pair in pairs if pair[0] != 0.0]
+        assert len(asked) > 3
+        assert name == "loop-shared-kv" or len(asked) < len(pairs), "where rows share a pass the head runs for all"
+        for one, other in asked:
+            assert one == pytest.approx(other, abs=1e-5)

@@ -79,7 +79,7 @@ class DraftProgram(ExitProgram):
         exits_N, _, choice_N, confidence_N, _, judged_N = self._find_exits(scores_NV, sure_N, rows)
         index_N = (s.generated_S - s.position_S).index_select(0, rows.slots_N) + rows.positions_N
         if not variant.drafts:
-            exits_N = torch.zeros_like(exits_N)
+            exits_N, judged_N = torch.zeros_like(exits_N), torch.zeros_like(judged_N)  # what was not asked is not judged
         elif variant.penalise or variant.bias:
             exits_N = exits_N & ~self.parts.sampler.penalises(rows.slots_N) & (s.held_S[rows.slots_N] == 0)
         wanted_N = exits_N | (rows.valid_N & (rows.segment_N == self.last))

@@ -170,12 +170,26 @@ class ExitProgram:
             x_NM = torch.where(first_N, layers.enter(s.token_S.index_select(0, rows.slots_N)), x_NM)
         recursion_N = None if self.stride is None else rows.segment_N * self.stride.recursions
         x_NM = layers.run(x_NM, self.segments[max(kind, 0)], seen, rows.positions_N, recursion_N)
-        read_NM = x_NM
-        if 0 <= kind < self.last and self.own[kind]:
-            read_NM = layers.run(x_NM, self.own[kind], seen, rows.positions_N)
-        scores_NV = self._scores(read_NM, rows.segment_N, kind)
-        self._settle(kind, rows, x_NM, read_NM, scores_NV, variant, output)
+        if 0 <= kind < self.last and not variant.drafts:
+            self._pass_by(kind, rows, x_NM, seen, output)
+        else:
+            read_NM = x_NM
+            if 0 <= kind < self.last and self.own[kind]:
+                read_NM = layers.run(x_NM, self.own[kind], seen, rows.positions_N)
+            scores_NV = self._scores(read_NM, rows.segment_N, kind)
+            self._settle(kind, rows, x_NM, read_NM, scores_NV, variant, output)
         s.clock.add_(1)
+
+    def _pass_by(self, kind: int, rows: Rows, x_NM: Tensor, seen: AttentionMetadata, output: StepOutput) -> None:
+        """Nobody asks the exit behind a segment. Its own layer stores its entries, lest they be missing when it is asked
+        again; it does not run, nor does its head."""
+        s = self.parts.state
+        if self.own[kind]:
+            self.parts.layers.keep(x_NM, self.own[kind], seen, rows.positions_N)
+        output.blank(s.spare)
+        output.ints_NC[:, 0].copy_(rows.slots_N)  # it tells nothing, but who ran
+        nothing_N = torch.zeros_like(rows.slots_N)
+        self._end(rows, torch.zeros_like(rows.valid_N), x_NM, nothing_N, nothing_N.to(self.confidence_SK.dtype))
 
     def _settle(
         self, kind: int, rows: Rows, x_NM: Tensor, read_NM: Tensor, scores_NV: Tensor, variant: SamplingVariant,
