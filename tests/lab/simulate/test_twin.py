@@ -18,6 +18,7 @@ from fathomlm.lab.simulate.costs import Costs, TimeCurve
 from fathomlm.lab.simulate.simulation import Simulation
 from fathomlm.lab.simulate.validate import mirror, recorded
 from model.route.small import model_of, routed
+from pairwise import in_turn
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 SMALL: dict[str, Any] = {"page_size": 4, "batch_size": 3, "prefill_chunk": 5, "max_length": 48, "memory": 10**6}
@@ -58,9 +59,14 @@ def requests(vocab: int) -> list[Request]:
     return found
 
 
-@pytest.mark.parametrize("pace", [{}, {"burst": 3, "lag": 1}], ids=["at once", "host behind"])
-@pytest.mark.parametrize("case", CASES)
-def test_as_many_decode_steps_and_rows_as_the_engine(case: str, pace: dict[str, int]) -> None:
+PACES: dict[str, dict[str, int]] = {"at once": {}, "host behind": {"burst": 3, "lag": 1}}
+OTHER = [("whole, few pages", "at once"), ("routed, forced", "at once"), ("exits, two parts", "host behind")]
+"""A case of each program at the other pace too."""
+
+
+@pytest.mark.parametrize(("case", "how"), [*in_turn(CASES, list(PACES), 0), *OTHER])
+def test_as_many_decode_steps_and_rows_as_the_engine(case: str, how: str) -> None:
+    pace = PACES[how]
     model, setting, options = CASES[case]()
     engine = TimedEngine(model, exiting=setting, prefix_caching=False, **(SMALL | options | pace))
     results = engine.run(requests(model.architecture.vocab))
