@@ -227,6 +227,8 @@ def test_calls_are_read_and_half_a_call_is_text() -> None:
     assert [call["function"]["name"] for call in calls] == ["go", "say"]
     assert json.loads(calls[1]["function"]["arguments"]) == {"text": f"é {END} {BEGIN}"}
     assert len({call["id"] for call in calls}) == 2
+    text, calls = read_calls(f"{right}\n{right[:-3]}")
+    assert (text, len(calls)) == ("", 1), "the second was cut off"
     for other in ("plain", right[:-3], f"{BEGIN} none", f"{BEGIN}[1]{END}", f'{BEGIN}{{"name": "a"}}{END}'):
         assert read_calls(other) == (other, [])
     for size in range(len(right) + 4):

@@ -82,7 +82,8 @@ def call_grammar(tools: Sequence[Mapping[str, Any]], *, must: bool, most: int = 
 
 
 def read_calls(text: str) -> tuple[str, list[Json]]:
-    """A reply's text, and its calls as OpenAI has them. A call that was cut off is no call."""
+    """A reply's text, and its calls as OpenAI has them. A call that was cut off is none, and behind
+    others no text either."""
     parts, calls = [], []
     rest = text
     while BEGIN in rest:
@@ -100,7 +101,7 @@ def read_calls(text: str) -> tuple[str, list[Json]]:
             {"id": f"call_{secrets.token_hex(12)}", "type": "function", "function": {"name": name, "arguments": arguments}}
         )
         rest = after.removeprefix(END)
-    parts.append(rest)
+    parts.append(rest.partition(BEGIN)[0])
     return "".join(parts).strip() if calls else text, calls
 
 
