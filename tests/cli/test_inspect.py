@@ -275,7 +275,7 @@ def test_a_budget_compares_plans_that_fit(capsys: pytest.CaptureFixture[str]) ->
     found = {each["options"]: each for each in json.loads(capsys.readouterr().out)["candidates"]}
     assert max(each["bytes_share"] for each in found.values()) <= 0.61
     assert "--drop 15" in found, "one layer more would not fit"
-    assert found["--sharing cycle --recursions 2"]["layout"] == "15"
+    assert found["--recursions 2"]["layout"] == "15"
     lora = next(options for options in found if "--recursions 3 --relax lora" in options)
     more = f"{lora.rpartition(' ')[0]} {int(lora.rpartition(' ')[2]) + 1}"
     capsys.readouterr()

@@ -146,17 +146,16 @@ def _compare(options: Inspect, architecture: Architecture, plan: DepthPlan | Non
         return 0
     table = [
         (
-            each.name,
+            each.options,
             each.cost.layout,
             str(each.cost.unrolled_layers),
             f"{each.share(base):.2f}x",
             f"{each.cost.forward_flops_per_token / base.forward_flops_per_token:.2f}x",
             f"{each.cost.kv_bytes_per_token / base.kv_bytes_per_token:.2f}x",
-            each.options,
         )
         for each in found
     ]
-    columns = ("", "unique layers", "layers run", "bytes", "FLOPs", "KV cache", "fathomlm convert ...")
+    columns = ("fathomlm convert ...", "layers", "run", "bytes", "FLOPs", "KV")
     caption = (
         f"Against {options.model}, in the same number format, embeddings included; FLOPs at a context of {options.context} "
         "tokens. Which plan keeps most is decided by training, not by this table."
@@ -263,7 +262,7 @@ def _print_table(
 
     table = Table(title=Text(title), caption=caption, title_justify="left", caption_justify="left", box=box.SIMPLE_HEAD)
     for number, column in enumerate(columns):
-        table.add_column(column, justify="right" if number and not column.startswith("fathomlm") else "left")
+        table.add_column(column, justify="right" if number else "left")
     for row in rows:
         table.add_row(*row)
     Console().print(table)

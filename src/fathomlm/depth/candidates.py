@@ -18,7 +18,6 @@ MOST_LOOPS = 6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    name: str
     options: str
     """What `fathomlm convert` is given for it."""
     cost: Cost
@@ -45,7 +44,7 @@ def _dropped(architecture: Architecture, limit: float, context: int) -> Iterator
         small = architecture.with_layers(kept_layers(architecture.layers, drop, "stepwise"))
         cost = count(small, DepthPlan.vanilla(small.layers), context=context)
         if cost.parameters <= limit:
-            yield Candidate(name=f"drop {drop}", options=f"--drop {drop}", cost=cost)
+            yield Candidate(options=f"--drop {drop}", cost=cost)
             return
 
 
@@ -54,10 +53,10 @@ def _looped(architecture: Architecture, limit: float, sharing: str, context: int
     for loops in (loops for loops in range(2, MOST_LOOPS + 1) if core > 0 and core % loops == 0):
         plan = DepthPlan.build(sharing, loops, architecture.layers)
         tied = count(architecture, plan, context=context)
-        options = f"--sharing {sharing} --recursions {loops}"
+        options = f"--recursions {loops}" if sharing == "cycle" else f"--sharing {sharing} --recursions {loops}"
         if tied.parameters > limit:
             continue
-        yield Candidate(name=f"{loops} loops", options=options, cost=tied)
+        yield Candidate(options=options, cost=tied)
         widest = max(min(linear.inputs, linear.outputs) for linear in architecture.linears())
         low, high = 0, widest
         while low < high:  # the highest rank that fits
@@ -66,7 +65,7 @@ def _looped(architecture: Architecture, limit: float, sharing: str, context: int
             low, high = (middle, high) if fits else (low, middle - 1)
         if low:
             cost = count(architecture, plan, relaxation=_lora(architecture, low), context=context)
-            yield Candidate(name=f"{loops} loops, LoRA {low}", options=f"{options} --relax lora --rank {low}", cost=cost)
+            yield Candidate(options=f"{options} --relax lora --rank {low}", cost=cost)
 
 
 def _lora(architecture: Architecture, rank: int) -> Relaxation | None:
