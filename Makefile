@@ -8,7 +8,7 @@ PIP    := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c co
 # all sources and tests anew (some 20 s of CPU time a worker).
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help demo serve quick test test-slow lint format clean
+.PHONY: help demo serve quick test test-slow lint docs format clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -57,8 +57,16 @@ lint: $(VENV)/.dev ## Run ruff, mypy and the import contract
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports
 
+$(VENV)/.docs: pyproject.toml constraints.txt | $(BIN)/python
+	@$(PIP) -e ".[docs]"
+	@touch $@
+
+docs: $(VENV)/.docs ## Build the documentation as a site, with an API reference, in site/
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	@echo "site/index.html"
+
 format: $(VENV)/.dev ## Format the code
 	@$(BIN)/ruff check --fix . ; $(BIN)/ruff format .
 
 clean: ## Remove the environment, caches and the demo's output
-	rm -rf $(VENV) demo .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) demo site .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
