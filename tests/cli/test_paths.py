@@ -14,8 +14,8 @@ from lab.analyze.tiny import model_of, saved
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "paths.md").read_text(encoding="utf-8")
 PATHS = dict(re.findall(r"^## (.+?)\n+```\n(.+?)```$", PAGE, re.MULTILINE | re.DOTALL))
 SHORT = [
-    "--budget.tokens", "null", "--budget.steps", "2", "--schedule.warmup", "1", "--batch.sequences", "2", "--batch.micro", "2",
-    "--evaluate.rows", "2", "--data.context", "32", "--compile", "false", "--precision", "float32",
+    "--budget.tokens", "null", "--budget.steps", "2", "--schedule.warmup", "1", "--batch.sequences", "2",
+    "--batch.micro", "2", "--evaluate.rows", "2", "--data.context", "32", "--compile", "false", "--precision", "float32",
 ]  # fmt: skip
 SMALLER = {
     "train compress-smollm2-135m": [*SHORT, "--model.drop", "1", "--model.calibrate", "1024"],
