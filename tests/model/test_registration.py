@@ -73,3 +73,34 @@ def test_however_python_was_started_and_whichever_was_imported_first(
     arguments = {"script": [str(tmp_path / "fathomlm.py")], "-m": ["-m", "mytool"], "-c": ["-c", code]}[start]
     done = python(arguments, tmp_path / "elsewhere")
     assert (done.returncode, done.stdout.split()[-1:]) == (0, [expected]), done.stderr
+
+
+NOBODY = """
+import sys
+from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
+missing, *directories = sys.argv[1:]
+if missing == "missing":
+    sys.modules["fathomlm"] = None
+for auto, where in zip((AutoModelForCausalLM, AutoModelForSeq2SeqLM), directories):
+    try:
+        model = auto.from_pretrained(where, trust_remote_code=True)
+    except ImportError as error:
+        print("ImportError:", error)
+    else:
+        model.save_pretrained(where + "-again")
+        print(type(model).__name__)
+"""
+
+
+def test_a_saved_model_is_read_where_nobody_imported_fathomlm(
+    saved: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_MODULES_CACHE", str(tmp_path / "modules"))
+    done = python(["-c", NOBODY, "there", *saved.values()], tmp_path)
+    assert done.stdout.split() == ["FathomForCausalLM", "FathomForSeq2SeqLM"], done.stderr
+    for where in saved.values():
+        names = [sorted(path.name for path in Path(place).glob("*.py")) for place in (where, f"{where}-again")]
+        assert names == [["fathomlm_auto.py"]] * 2, "no other source file is copied along"
+    done = python(["-c", NOBODY, "missing", *saved.values()], tmp_path)
+    assert done.stdout.count("ImportError") == 2, done.stderr
+    assert "fathomlm" in done.stdout

@@ -125,7 +125,7 @@ def uncovered(files: list[str]) -> list[str]:
 
 def test_the_wheel_takes_every_kind_of_file_that_a_packaged_model_has(packaged_models_dir: Path) -> None:
     written = [file for file in (packaged_models_dir / "tiny-mor").iterdir() if file.is_file()]
-    assert {file.suffix for file in written} == {".json", ".safetensors", ".md"}
+    assert {file.suffix for file in written} == {".json", ".safetensors", ".md", ".py"}
     assert uncovered([f"{SOURCE}/tiny-mor/{file.name}" for file in written]) == []
     shipped = [file for place in (SOURCE, EXITS, TEXTS) for file in (ROOT / place).rglob("*") if file.is_file()]
     assert uncovered([str(file.relative_to(ROOT)) for file in shipped]) == []

@@ -21,7 +21,7 @@ from fathomlm.depth.bounds import BOUNDS
 from fathomlm.errors import CheckpointError, FathomError, OptionError, choices
 from fathomlm.jsonfile import Fields
 from fathomlm.model.encoder import build_encoder
-from fathomlm.model.hub import FathomConfig, check_plain, empty_model
+from fathomlm.model.hub import FathomConfig, check_plain, empty_model, introduce
 from fathomlm.model.seq2seq import FathomModel, FathomSeq2SeqConfig, empty_seq2seq
 
 PREFIX = "decoder."
@@ -139,6 +139,7 @@ def _save_int8(model: FathomModel, directory: Path, shard_bytes: int) -> None:
     config = copy.deepcopy(model.config)
     config.architectures = [type(model).__name__]
     config.weight_format = INT8
+    introduce(config, directory)
     config.save_pretrained(directory)
     model.generation_config.save_pretrained(directory)
     write_shards(directory, quantized_tensors(model), shard_bytes)

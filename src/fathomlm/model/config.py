@@ -67,6 +67,10 @@ class FathomConfig(PreTrainedConfig):  # type: ignore[misc]
         super().__init__(tie_word_embeddings=False, **kwargs)
 
     @classmethod
+    def register_for_auto_class(cls, auto_class: Any = "AutoConfig") -> None:
+        """Nothing, as for the models (`hub.Shell`): transformers would copy this file beside what is saved."""
+
+    @classmethod
     def of(cls, architecture: Architecture, plan: DepthPlan, relaxation: Relaxation | None = None, **kwargs: Any) -> Self:
         relaxed = None if relaxation is None else relaxation.to_dict()
         return cls(architecture=architecture.to_dict(), plan=plan.to_dict(), relaxation=relaxed, **kwargs)

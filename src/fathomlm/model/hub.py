@@ -22,6 +22,9 @@ from fathomlm.errors import CheckpointError, OptionError
 from fathomlm.model.config import FathomConfig
 from fathomlm.model.decoder import Decoder, reset_module
 
+INTRODUCTION = "fathomlm_auto"
+"""The module beside a saved model that names our classes."""
+
 
 class Shell(PreTrainedModel):  # type: ignore[misc]
     """What every model here shows of its decoder, in transformers' words."""
@@ -112,9 +115,29 @@ class Shell(PreTrainedModel):  # type: ignore[misc]
 
     def save_pretrained(self, save_directory: str | Path, **kwargs: Any) -> None:
         check_plain(self, "saved")
+        main = kwargs.get("is_main_process", True)
+        if main:
+            introduce(self.config, Path(save_directory))
         super().save_pretrained(save_directory, **kwargs)
-        if self.tokenizer is not None and kwargs.get("is_main_process", True):
+        if self.tokenizer is not None and main:
             self.tokenizer.save_pretrained(save_directory)
+
+    @classmethod
+    def register_for_auto_class(cls, auto_class: Any = None) -> None:
+        """transformers calls this on classes that it found through `introduce`, and would then copy their source files
+        beside what they save."""
+
+
+def introduce(config: FathomConfig, directory: Path) -> None:
+    """Lets transformers' Auto classes read a directory where nobody imported fathomlm: with `trust_remote_code=True` they
+    import it, and say what to install where it is not. The file holds no code of the model."""
+    directory.mkdir(parents=True, exist_ok=True)
+    seq2seq = config.model_type.endswith("seq2seq")
+    names = ("FathomSeq2SeqConfig", "FathomForSeq2SeqLM") if seq2seq else ("FathomConfig", "FathomForCausalLM")
+    autos = ("AutoConfig", "AutoModelForSeq2SeqLM" if seq2seq else "AutoModelForCausalLM")
+    config.auto_map = {auto: f"{INTRODUCTION}.{name}" for auto, name in zip(autos, names, strict=True)}
+    text = '"""Read by transformers with trust_remote_code=True; the model is in the fathomlm package."""\n\n'
+    (directory / f"{INTRODUCTION}.py").write_text(f"{text}from fathomlm import {', '.join(names)}  # noqa: F401\n")
 
 
 def check_plain(model: Shell, done: str) -> None:
