@@ -139,7 +139,7 @@ def _save_int8(model: FathomModel, directory: Path, shard_bytes: int) -> None:
     config = copy.deepcopy(model.config)
     config.architectures = [type(model).__name__]
     config.weight_format = INT8
-    introduce(config, directory)
+    introduce(model, config, directory)
     config.save_pretrained(directory)
     model.generation_config.save_pretrained(directory)
     write_shards(directory, quantized_tensors(model), shard_bytes)

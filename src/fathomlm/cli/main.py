@@ -262,9 +262,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def share_cores() -> None:
-    """Threads that wait for each other sleep soon instead of spinning, unless the user has said how they wait. Beside one
-    other busy program on two cores that is the difference between 68 and 12 tokens per second, and on idle cores none.
-    OpenMP reads it when torch is imported."""
+    """Threads that wait for each other sleep soon instead of spinning, unless the user has said how they wait: beside other
+    busy programs they would spin away the time of those they wait for. OpenMP reads it when torch is imported."""
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 

@@ -73,6 +73,9 @@ class TextStream:
         """
         if not self._stop:
             return [""] * (len(tokens) - 1) + [self.push_all(tokens)] if tokens else []
+        return self._one_by_one(tokens)
+
+    def _one_by_one(self, tokens: Sequence[int]) -> list[str]:
         pieces: list[str] = []
         for token in tokens:
             pieces.append(self.push(token))
@@ -220,12 +223,7 @@ class ByteTextStream(TextStream):
             texts = [self._table[token] for token in tokens]
             if None not in texts:
                 return texts  # type: ignore[return-value]
-        pieces: list[str] = []
-        for token in tokens:
-            pieces.append(self.push(token))
-            if self.stopped:
-                break
-        return pieces
+        return self._one_by_one(tokens)
 
     def push_all(self, tokens: Sequence[int]) -> str:
         if self._stop:

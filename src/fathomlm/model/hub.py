@@ -31,6 +31,8 @@ class Shell(PreTrainedModel):  # type: ignore[misc]
 
     config_class: type[FathomConfig] = FathomConfig
     main_input_name = "input_ids"
+    auto_class = "AutoModelForCausalLM"
+    """The one of transformers that reads it."""
     _supports_sdpa = True
     decoder: Decoder
     tokenizer: Any | None
@@ -117,7 +119,7 @@ class Shell(PreTrainedModel):  # type: ignore[misc]
         check_plain(self, "saved")
         main = kwargs.get("is_main_process", True)
         if main:
-            introduce(self.config, Path(save_directory))
+            introduce(self, self.config, Path(save_directory))
         super().save_pretrained(save_directory, **kwargs)
         if self.tokenizer is not None and main:
             self.tokenizer.save_pretrained(save_directory)
@@ -128,16 +130,16 @@ class Shell(PreTrainedModel):  # type: ignore[misc]
         beside what they save."""
 
 
-def introduce(config: FathomConfig, directory: Path) -> None:
+def introduce(model: Shell, config: FathomConfig, directory: Path) -> None:
     """Lets transformers' Auto classes read a directory where nobody imported fathomlm: with `trust_remote_code=True` they
     import it, and say what to install where it is not. The file holds no code of the model."""
     directory.mkdir(parents=True, exist_ok=True)
-    seq2seq = config.model_type.endswith("seq2seq")
-    names = ("FathomSeq2SeqConfig", "FathomForSeq2SeqLM") if seq2seq else ("FathomConfig", "FathomForCausalLM")
-    autos = ("AutoConfig", "AutoModelForSeq2SeqLM" if seq2seq else "AutoModelForCausalLM")
-    config.auto_map = {auto: f"{INTRODUCTION}.{name}" for auto, name in zip(autos, names, strict=True)}
+    name = type(model).__name__.removeprefix("FSDP")  # what sharding puts in front, as transformers leaves it out
+    names = {"AutoConfig": type(config).__name__, model.auto_class: name}
+    config.auto_map = {auto: f"{INTRODUCTION}.{name}" for auto, name in names.items()}
     text = '"""Read by transformers with trust_remote_code=True; the model is in the fathomlm package."""\n\n'
-    (directory / f"{INTRODUCTION}.py").write_text(f"{text}from fathomlm import {', '.join(names)}  # noqa: F401\n")
+    text += f"from fathomlm import {', '.join(names.values())}  # noqa: F401\n"
+    (directory / f"{INTRODUCTION}.py").write_text(text, encoding="utf-8")
 
 
 def check_plain(model: Shell, done: str) -> None:

@@ -83,6 +83,7 @@ class FathomForSeq2SeqLM(Shell):
     """A transformers encoder and a `Decoder` over its output; one embedding for both."""
 
     config_class = FathomSeq2SeqConfig
+    auto_class = "AutoModelForSeq2SeqLM"
     base_model_prefix = "model"
     _no_split_modules = ("CrossBlock", "T5Block", "MT5Block", "LongT5Block")
 
