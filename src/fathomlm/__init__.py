@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from fathomlm.cache import build_cache as build_cache
     from fathomlm.checkpoints.activations import measure_activations as measure_activations
     from fathomlm.checkpoints.assemble import replan as replan
+    from fathomlm.checkpoints.assemble import with_loops as with_loops
     from fathomlm.checkpoints.convert import convert as convert
     from fathomlm.checkpoints.export import export as export
     from fathomlm.checkpoints.gguf.writer import export_gguf as export_gguf
@@ -90,6 +91,7 @@ _PUBLIC = {
     "read_recipe": "fathomlm.train.reading",
     "replan": "fathomlm.checkpoints.assemble",
     "save": "fathomlm.checkpoints.native",
+    "with_loops": "fathomlm.checkpoints.assemble",
 }
 """Where each public name is; `TYPE_CHECKING` says the same to type checkers."""
 

@@ -3,6 +3,7 @@ weights, under another plan: with exits, with a router, with shared keys and val
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 
 from fathomlm.checkpoints.source import BaseCheckpoint, TokenIds, end_ids
 from fathomlm.depth import Architecture, DepthPlan, Relaxation
-from fathomlm.errors import CheckpointError
+from fathomlm.errors import CheckpointError, OptionError
 from fathomlm.model.decoder import reset_module
 from fathomlm.model.hub import FathomConfig, FathomForCausalLM, check_plain, empty_model
 from fathomlm.model.seq2seq import FathomForSeq2SeqLM, FathomModel, FathomSeq2SeqConfig
@@ -129,18 +130,19 @@ def replan(
     exit_adapter: int = 0,
     exit_classifier: bool = False,
     seed: int = 0,
+    architecture: Architecture | None = None,
 ) -> Model:
     """`model` under `plan`, which must lay out the same layers. What the new plan adds (routers, what exits and steps have
     of their own) is kept where the model has it already, and fresh otherwise; what it leaves out is dropped. A fresh layer
     of an exit is a copy of the layer behind the exit: it starts as the model that is one layer deeper. The exit vocabulary
     stays while there are exits. Without a `relaxation` the model's own stays. An encoder is the same object in
-    both."""
+    both. `architecture` is the model's own with the layers that the plan has."""
     relaxation = model.relaxation if relaxation is None else relaxation
     exits = {"exit_rank": exit_rank, "exit_adapter": exit_adapter, "exit_classifier": exit_classifier}
     if model.plan == plan and model.relaxation == relaxation and model.config.exit_fields == exits:
         return model
     dtype = model.decoder.embed.weight.dtype
-    parts = model.architecture, plan, relaxation
+    parts = architecture or model.architecture, plan, relaxation
     tokens = ModelBase(model).tokens
     if isinstance(model, FathomForSeq2SeqLM):
         config = configure_seq2seq(*parts, model.config.encoder_config, tokens, dtype)
@@ -194,3 +196,15 @@ def _materialise(module: nn.Module, dtype: torch.dtype, device: torch.device) ->
         if parameter.is_meta:
             real = torch.empty(parameter.shape, dtype=dtype, device=device)
             setattr(module, name, nn.Parameter(real, requires_grad=parameter.requires_grad))
+
+
+def with_loops(model: Model, loops: int) -> Model:
+    """`model` with its core looped another number of times, over the same weights: more depth at test time (Huginn), or less.
+    Steps with weights of their own (a relaxation, a router) belong to one number of loops."""
+    if model.relaxation is not None:
+        raise OptionError(f"another number of loops cannot be combined with a {model.relaxation.kind} relaxation")
+    if model.architecture.windows or model.architecture.rotated:
+        raise OptionError("another number of loops cannot be combined with layers that differ in window or rotation")
+    plan = model.plan.with_recursions(loops)
+    architecture = dataclasses.replace(model.architecture, layers=plan.unrolled_layers)
+    return replan(model, plan, architecture=architecture, **model.config.exit_fields)

@@ -25,6 +25,7 @@ from fathomlm.checkpoints.shards import SHARD_BYTES, write_shards
 from fathomlm.checkpoints.source import layer_parameter_shapes
 from fathomlm.checkpoints.writing import check_room, whole_directory
 from fathomlm.depth import Architecture, DepthPlan, Step
+from fathomlm.depth.cost import injection_weights
 from fathomlm.errors import OptionError, choices
 from fathomlm.jsonfile import Fields
 from fathomlm.model.hub import FathomForCausalLM, check_plain
@@ -49,7 +50,10 @@ def export(
         written = check_loops(model, loops)
         unique, plan = dataclasses.replace(written, layers=model.plan.unique_layers), model.plan
         config, dtype = _config(model, written, plan), model.decoder.embed.weight.dtype
-        return _write(model, out, config, _bytes(unique, dtype), stored_layers(plan), force, shard_bytes, on_layer)
+        size = _bytes(unique, dtype) + injection_weights(written, plan) * dtype.itemsize
+        return _write(model, out, config, size, stored_layers(plan), force, shard_bytes, on_layer)
+    if model.plan.injection:
+        raise OptionError("a plain checkpoint cannot hold an injection at the beginning of each loop; --format huginn can")
     if model.plan.loop_norm:
         raise OptionError("a plain checkpoint cannot hold a norm between loops; --format nanbeige and --format gguf can")
     unrolled = model.architecture.with_layers(tuple(step.origin for step in model.plan))
@@ -61,20 +65,23 @@ def export(
 
 def format_with_loops(model: FathomModel) -> str | None:
     """The family that a looped model is of, where its format has loops."""
-    looped = model.plan.recursions > 1 and family_for(model.architecture).write_loops is not None
+    looped = (model.plan.recursions > 1 or model.plan.injection) and family_for(model.architecture).write_loops is not None
     return model.architecture.family if looped else None
 
 
 def stored_layers(plan: DepthPlan) -> tuple[Step, ...]:
     """The steps whose layers a format with loops stores: the first use of each."""
-    return plan.steps[: plan.unique_layers]
+    return tuple(plan.uses(layer)[0] for layer in range(plan.unique_layers))
 
 
 def check_loops(model: FathomModel, family: str) -> Architecture:
     """The architecture that `family`'s format would say of a looped model; an error where it has no place for it."""
     if family not in FAMILIES or FAMILIES[family].write_loops is None:
         raise OptionError(choices("format with loops", family, [name for name, one in FAMILIES.items() if one.write_loops]))
-    if model.plan.sharing != "cycle":
+    if FAMILIES[family].injection != model.plan.injection:
+        wants = "requires" if FAMILIES[family].injection else "cannot hold"
+        raise OptionError(f"the {family} format {wants} an injection at the beginning of each loop")
+    if model.plan.sharing != "cycle" and not model.plan.injection:
         raise OptionError(f"the {family} format loops all layers (cycle); this model is {model.plan.sharing}")
     if model.relaxation is not None:
         raise OptionError(f"the {family} format cannot hold a {model.relaxation.kind} relaxation; unrolled it is merged")
@@ -173,23 +180,28 @@ def _config(model: FathomModel, written: Architecture, plan: DepthPlan | None = 
 @torch.no_grad()
 def _tensors(model: FathomModel, steps: Sequence[Step], on_layer: OnProgress | None) -> Iterator[tuple[str, Tensor]]:
     """Tensors by Hugging Face's names, a layer for each of `steps`, in order, each made when it is asked for."""
-    family = family_for(model.architecture)
-    decoder = model.decoder
+    decoder, plan = model.decoder, model.plan
+    family = family_for(model.architecture, plan if len(steps) == plan.unique_layers else None)
     yield hf_name(family, "embed.weight"), decoder.embed.weight
     if isinstance(model, FathomForSeq2SeqLM):
         yield from ((f"encoder.{name}", parameter) for name, parameter in model.encoder.named_parameters())
     if decoder.relative is not None:
         yield hf_name(family, "relative.weight"), decoder.relative.weight
-    for step in steps:
+    for number, step in enumerate(steps):
         if on_layer is not None:
-            on_layer(step.index, len(steps))
-        merged = merged_layer(model, step)
+            on_layer(number, len(steps))
+        merged = {
+            name: family.sorted_rows(name.rpartition(".")[0], tensor, model.architecture.head_dim, back=True)
+            for name, tensor in merged_layer(model, step).items()
+        }
         for fusion in family.fusions:
             merged = _fuse(merged, fusion, model.architecture.heads)
         for name, tensor in merged.items():
-            yield hf_name(family, f"layers.{step.index}.{name}"), tensor
+            yield hf_name(family, f"layers.{number}.{name}"), tensor
     for name, parameter in decoder.norm.named_parameters():
         yield hf_name(family, f"norm.{name}"), parameter
+    if decoder.inject is not None:
+        yield hf_name(family, "inject.weight"), decoder.inject.weight
     if decoder.exit_gate is not None and family.exit_gate:
         for name, parameter in decoder.exit_gate.named_parameters():
             yield hf_name(family, f"exit_gate.{name}"), parameter
@@ -213,8 +225,9 @@ def merged_layer(model: FathomModel, step: Step) -> dict[str, Tensor]:
 
 def _fuse(tensors: dict[str, Tensor], fusion: Fusion, heads: int) -> dict[str, Tensor]:
     """Matrices that a format keeps as one, joined."""
-    rest = {name: tensor for name, tensor in tensors.items() if name.rpartition(".")[0] not in fusion.parts}
-    for end in ("weight", "bias"):
+    taken = {f"{part}.{end}" for part in fusion.parts for end in ("weight", "bias") if fusion.end in (None, end)}
+    rest = {name: tensor for name, tensor in tensors.items() if name not in taken}
+    for end in ("weight", "bias") if fusion.end is None else (fusion.end,):
         if f"{fusion.parts[0]}.{end}" in tensors:
             rest[f"{fusion.name}.{end}"] = fusion.join([tensors[f"{part}.{end}"] for part in fusion.parts], heads)
     return rest

@@ -24,7 +24,7 @@ from fathomlm.jsonfile import Fields, read_object
 from fathomlm.model.encoder import build_encoder, encoder_record
 from fathomlm.model.seq2seq import FathomForSeq2SeqLM, empty_seq2seq
 
-COMPUTED = re.compile(r"rotary_emb\.inv_freq$|attention\.(bias|masked_bias)$")
+COMPUTED = re.compile(r"rotary_emb\.inv_freq$|attention\.(bias|masked_bias)$|^freqs_cis$")
 """Buffers of old checkpoints that follow from the configuration."""
 TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id")
 TOKENIZER = "tokenizer.json"
@@ -38,10 +38,12 @@ class HuggingFaceCheckpoint:
         """`config` is the directory's config.json, where it was read before."""
         self._directory = directory
         self._config = config = read_config(directory) if config is None else config
-        self._family = family_of(config.get("model_type"), str(directory))
-        self._architecture, self._plan = plan_from_config(config, str(directory))
         self._tokens = tokens_of(directory, config)
         self._shards = Shards(directory)
+        complete = family_of(config.get("model_type"), str(directory)).complete
+        config = config if complete is None else {**config, **complete(self._shards.names())}
+        self._architecture, self._plan = plan_from_config(config, str(directory))
+        self._family = family_for(self._architecture, self._plan)
         self._shards.check_layers(self._plan.unique_layers)
         self._refuse_strangers()
 
@@ -64,8 +66,12 @@ class HuggingFaceCheckpoint:
     def tensor(self, name: str) -> torch.Tensor:
         stored, part = stored_as(self._family, name)
         tensor = self._shards.get(hf_name(self._family, stored))
-        fusion = None if part is None else self._family.fusion(part)
-        return tensor if fusion is None or part is None else fusion.split(tensor, part, self._architecture)
+        if part is None:
+            return tensor
+        fusion = self._family.fusion(part, name.rpartition(".")[2])
+        assert fusion is not None
+        tensor = fusion.split(tensor, part, self._architecture)
+        return self._family.sorted_rows(part, tensor, self._architecture.head_dim)
 
     def tokenizer(self) -> Any | None:
         return read_tokenizer(self._directory, self._config)
@@ -87,7 +93,7 @@ def stored_as(family: Family, name: str) -> tuple[str, str | None]:
         return name, None
     number, _, rest = rest.partition(".")
     module, _, end = rest.rpartition(".")
-    fusion = family.fusion(module)
+    fusion = family.fusion(module, end)
     return (name, None) if fusion is None else (f"layers.{number}.{fusion.name}.{end}", module)
 
 

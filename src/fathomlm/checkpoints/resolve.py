@@ -165,7 +165,7 @@ def architecture_of(source: str | Path) -> tuple[Architecture, DepthPlan | None,
 
 
 def _looped(plan: DepthPlan) -> DepthPlan | None:
-    return plan if plan.recursions > 1 else None
+    return plan if plan.recursions > 1 or plan.injection else None
 
 
 def plan_of(source: str | Path, exits: str | Path | None = None) -> DepthPlan:

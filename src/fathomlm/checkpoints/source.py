@@ -76,6 +76,8 @@ def parameter_shapes(architecture: Architecture, plan: DepthPlan | None = None) 
         shapes |= {f"layers.{i}.{name}": shape for name, shape in layer_parameter_shapes(architecture).items()}
     for end in ("weight", "bias") if architecture.norm == "layer" else ("weight",):
         shapes[f"norm.{end}"] = (architecture.hidden,)
+    if plan is not None and plan.injection:
+        shapes["inject.weight"] = (architecture.hidden, 2 * architecture.hidden)
     if plan is not None and plan.exit_gate:
         shapes |= {"exit_gate.weight": (1, architecture.hidden), "exit_gate.bias": (1,)}
     return shapes if architecture.tied_embeddings else {**shapes, "head.weight": table}

@@ -16,7 +16,7 @@ from typing import Literal, get_args
 from fathomlm.depth import DepthPlan
 from fathomlm.depth.dropping import most_influential
 from fathomlm.depth.relaxation import RELAXATIONS
-from fathomlm.depth.sharing import STRATEGIES, spread
+from fathomlm.depth.sharing import spread
 
 Init = Literal["stepwise", "average", "lower", "upper", "random", "influence", "aligned"]
 NormInit = Literal["average", "choice", "zero"]
@@ -39,11 +39,11 @@ def starting_layers(plan: DepthPlan, init: Init, influence: Sequence[float] = ()
     Layers that are kept apart always start from the base layer in their own place. `influence` of each base layer is for
     the init of that name.
     """
-    ends = STRATEGIES[plan.sharing].kept_apart
-    first, last, count = ends, plan.base_layers - 1 - ends, plan.core_layers
+    prelude, coda = plan.ends
+    first, last, count = prelude, plan.base_layers - 1 - coda, plan.core_layers
     core: list[tuple[int, ...]]
     if init in MEANS:
-        core = [tuple(step.origin for step in plan.uses(ends + i)) for i in range(count)]
+        core = [tuple(step.origin for step in plan.uses(prelude + i)) for i in range(count)]
     elif init == "stepwise":
         core = [(layer,) for layer in spread(first, last, count)]
     elif init == "lower":
@@ -54,4 +54,4 @@ def starting_layers(plan: DepthPlan, init: Init, influence: Sequence[float] = ()
         core = [(layer,) for layer in most_influential(range(first, last + 1), count, influence)]
     else:
         core = [()] * count
-    return [(0,), *core, (plan.base_layers - 1,)] if ends else core
+    return [*((i,) for i in range(prelude)), *core, *((last + 1 + i,) for i in range(coda))]

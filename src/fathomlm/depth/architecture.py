@@ -16,7 +16,7 @@ from fathomlm.errors import OptionError
 from fathomlm.jsonfile import shown
 
 NormKind = Literal["rms", "rms_plus_one", "layer"]
-Residual = Literal["pre", "post", "sandwich", "parallel"]
+Residual = Literal["pre", "post", "sandwich", "around", "parallel"]
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
 Positions = Literal["rotary", "relative"]
 RopeScaling = Literal["none", "linear", "llama3", "yarn", "longrope"]
@@ -107,13 +107,15 @@ class Architecture:
     """Whether the feed-forward part is down(act(gate(x)) * up(x)); otherwise down(act(up(x)))."""
     residual: Residual = "pre"
     """pre: norm before each half; post: after it, in front of the sum (OLMo 2); sandwich: before and after (Gemma 3);
-    parallel: both halves read one input (Pythia)."""
+    around: before it, and over the sum (Huginn); parallel: both halves read one input (Pythia)."""
     residual_scale: float = 1.0
     """pre: what each half's output is multiplied by before it is added (Granite)."""
     qk_norm: bool = False
     qk_norm_wide: bool = False
     """qk_norm: over all heads at once (OLMo 2), and not within each."""
     qkv_bias: bool = False
+    qk_bias: bool = False
+    """Biases of queries and keys alone (Huginn)."""
     o_bias: bool = False
     mlp_bias: bool = False
     rope: Rope = field(default_factory=Rope)
@@ -224,8 +226,8 @@ class Architecture:
     def linears(self) -> tuple[LinearSpec, ...]:
         """The weight matrices of one layer, in the order they are used."""
         attention = (
-            LinearSpec("q", self.hidden, self.query_width, self.qkv_bias),
-            LinearSpec("k", self.hidden, self.kv_width, self.qkv_bias),
+            LinearSpec("q", self.hidden, self.query_width, self.qkv_bias or self.qk_bias),
+            LinearSpec("k", self.hidden, self.kv_width, self.qkv_bias or self.qk_bias),
             LinearSpec("v", self.hidden, self.kv_width, self.qkv_bias),
             LinearSpec("o", self.query_width, self.hidden, self.o_bias),
         )
@@ -254,7 +256,7 @@ class Architecture:
         norms = ["norm_attn", "norm_cross", "norm_mlp"] if self.cross else ["norm_attn", "norm_mlp"]
         if self.residual == "post":
             norms = ["norm_attn_out", "norm_mlp_out"]
-        norms += ["norm_attn_out", "norm_mlp_out"] if self.residual == "sandwich" else []
+        norms += ["norm_attn_out", "norm_mlp_out"] if self.residual in ("sandwich", "around") else []
         widths = {f"{norm}.{end}": self.hidden for norm in norms for end in ends}
         if self.qk_norm:
             q, k = self.qk_norm_widths
@@ -320,10 +322,10 @@ SIZES = (
     "layers", "hidden", "intermediate", "heads", "kv_heads", "head_dim", "vocab", "context", "relative_buckets",
     "relative_distance", "memory_width",
 )  # fmt: skip
-FLAGS = ("tied_embeddings", "gated", "qk_norm", "qk_norm_wide", "qkv_bias", "o_bias", "mlp_bias", "cross")
+FLAGS = ("tied_embeddings", "gated", "qk_norm", "qk_norm_wide", "qkv_bias", "qk_bias", "o_bias", "mlp_bias", "cross")
 LATER_TRAITS = (
     "head_scale", "positions", "relative_buckets", "relative_distance", "cross", "memory_width", "residual_scale",
-    "qk_norm_wide", "rotated",
+    "qk_norm_wide", "qk_bias", "rotated",
 )  # fmt: skip
 """Fields that are written only where they are not as usual."""
 

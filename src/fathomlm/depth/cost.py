@@ -122,6 +122,7 @@ def count(
     tied = plan.unique_layers * architecture.layer_parameters
     tied += architecture.norm_parameters + architecture.relative_parameters
     tied += architecture.hidden + 1 if plan.exit_gate else 0
+    tied += injection_weights(architecture, plan)
     return Cost(
         layout=plan.layout,
         unique_layers=plan.unique_layers,
@@ -139,6 +140,11 @@ def count(
         tokens=tokens,
         training_flops=None if tokens is None else float(flops * tokens),
     )
+
+
+def injection_weights(architecture: Architecture, plan: DepthPlan) -> int:
+    """Of the linear that begins each recursion over its input and the prelude's output."""
+    return 2 * architecture.hidden**2 if plan.injection else 0
 
 
 def linear_weights(architecture: Architecture, plan: DepthPlan, relaxation: Relaxation | None) -> tuple[int, int]:
@@ -206,7 +212,8 @@ class _Rules:
             if spec.name not in skipped
         }
         source = sum(each.pop(name, 0) for name in OF_THE_SOURCE)
-        return sum(each.values()), source
+        injected = injection_weights(self.architecture, self.plan) if self.plan.begins_recursion(step) else 0
+        return sum(each.values()) + injected, source
 
     def _added(self, step: Step, spec: LinearSpec) -> int:
         if self.relaxation is None or not self.relaxation.sits_on(self.plan, step):

@@ -28,6 +28,8 @@ KVMode = Literal["cache", "share", "hybrid"]
 """Whose keys and values a step looks at: its own, for the tokens that run it; those of the first use of its layer; or those
 with its own written over them (thesis 4.3.3, and its appendix on KV sharing)."""
 KV_MODES: tuple[str, ...] = get_args(KVMode)
+LOOP_TRAITS = ("loop_norm", "injection", "core_norm")
+"""What stands between recursions, by its fields; written only where it is there."""
 DEFAULT_RECURSIONS = 2
 """Of a model that is to be looped, where nobody says how often."""
 
@@ -72,6 +74,11 @@ class DepthPlan:
     loop_norm: bool = False
     """Whether the final norm also stands between two recursions, so that a loop reads what the head would read (Nanbeige,
     Ouro)."""
+    injection: bool = False
+    """Whether each recursion begins with a linear over its input and the prelude's output side by side (Huginn). The first
+    one's input is a start state: zeros, or noise."""
+    core_norm: bool = False
+    """Whether the final norm also stands behind the last recursion, in front of the coda (Huginn)."""
 
     def __post_init__(self) -> None:
         self._check()
@@ -96,6 +103,13 @@ class DepthPlan:
             raise PlanError("exit_gate requires exits")
         if self.loop_norm and not (self.loops and self.recursions > 1):
             raise PlanError("loop_norm requires a looped core (cycle or middle-cycle) of 2 or more recursions")
+        if self.injection and not self.loops:
+            raise PlanError(f"injection requires a looped core (cycle or middle-cycle), not {self.sharing}")
+        if self.core_norm and self.steps[-1].part != "coda":
+            raise PlanError("core_norm requires a coda")
+        for what, given in (("early exits", self.exits), ("a router", self.routing), (f"kv mode '{self.kv}'", self.kv != "cache")):
+            if self.injection and given:
+                raise PlanError(f"injection cannot be combined with {what} in a plan")
         if self.routing is None:
             return
         if not self.loops:
@@ -113,8 +127,12 @@ class DepthPlan:
         return cls.build("cycle", 1, layers)
 
     @classmethod
-    def build(cls, sharing: str, recursions: int, base_layers: int, resize: Resize | None = None) -> DepthPlan:
+    def build(
+        cls, sharing: str, recursions: int, base_layers: int, resize: Resize | None = None, ends: tuple[int, int] | None = None
+    ) -> DepthPlan:
         """Lay `sharing` with `recursions` over a base of `base_layers`.
+
+        `ends` are how many layers a middle-* strategy keeps apart in front of its core and behind it, one each by default.
 
         `resize` changes the unrolled depth where it does not divide: "add" rounds it up, as the thesis does for its MoR
         models (30 -> 1+10+1 looped three times, 32 -> 34 for four); "drop" rounds it down, as in its sharing tables.
@@ -125,19 +143,23 @@ class DepthPlan:
         _checked("base_layers", base_layers, called="layers")
         if resize not in (None, "add", "drop"):
             raise PlanError(f"resize must be 'add' or 'drop', got {resize!r}")
-        ends = STRATEGIES[sharing].kept_apart
-        core = base_layers - 2 * ends
+        apart = STRATEGIES[sharing].kept_apart
+        prelude, coda = ends = (apart, apart) if ends is None else ends
+        if min(ends) < min(apart, 1) or (max(ends) and not apart):
+            raise PlanError(f"ends must be two numbers >= 1 and require a middle-* strategy, got {prelude} and {coda} for {sharing}")
+        core = base_layers - prelude - coda
         if core < 1:
+            kept = "the first and last layer" if ends == (1, 1) else f"{prelude} + {coda} layers"
             raise PlanError(
-                f"{sharing} keeps the first and last layer apart, so it requires at least 3 layers; got {base_layers}"
+                f"{sharing} keeps {kept} apart, so it requires at least {prelude + coda + 1} layers; got {base_layers}"
             )
         if core % recursions:
             if resize is None:
-                raise PlanError(_does_not_divide(sharing, recursions, base_layers, core))
+                raise PlanError(_does_not_divide(recursions, base_layers, core, ends))
             core += -core % recursions if resize == "add" else -(core % recursions)
         unique = core // recursions
         if unique < 1:
-            most = base_layers - 2 * ends
+            most = base_layers - prelude - coda
             raise PlanError(f"{recursions} recursions leave no layer of {base_layers}; at most {most} fit")
         return cls(sharing, recursions, base_layers, tuple(_lay(sharing, recursions, base_layers, unique, ends)))
 
@@ -156,14 +178,19 @@ class DepthPlan:
     @property
     def layout(self) -> str:
         """Unique layers as the thesis writes them: "15", or "1+10+1" with a prelude and a coda."""
-        prelude = sum(step.part == "prelude" for step in self.steps)
-        coda = sum(step.part == "coda" for step in self.steps)
+        prelude, coda = self.ends
         return f"{prelude}+{self.core_layers}+{coda}" if prelude else str(self.core_layers)
 
     @property
     def loops(self) -> bool:
         """Whether the core is one block run again and again in one order, so that routers and exits fit between."""
         return STRATEGIES[self.sharing].loops
+
+    @property
+    def ends(self) -> tuple[int, int]:
+        """How many layers the prelude and the coda have."""
+        parts = [step.part for step in self.steps]
+        return parts.count("prelude"), parts.count("coda")
 
     @property
     def whole_passes(self) -> bool:
@@ -207,6 +234,24 @@ class DepthPlan:
     def with_loop_norm(self) -> DepthPlan:
         """The same plan with the final norm between recursions too."""
         return dataclasses.replace(self, loop_norm=True)
+
+    def with_injection(self, *, norm: bool = False) -> DepthPlan:
+        """The same plan with an injection at the beginning of each recursion, and with or without the final norm in front of
+        the coda."""
+        return dataclasses.replace(self, injection=True, core_norm=norm)
+
+    def with_recursions(self, recursions: int) -> DepthPlan:
+        """The same layers looped another number of times. Exits after each loop stay so."""
+        if not self.loops or self.routing is not None or self.kv != "cache":
+            raise PlanError("another number of loops requires a looped core (cycle or middle-cycle) without a router or shared KV")
+        after_each = bool(self.exits) and self.exits == self.recursion_ends()
+        if self.exits and not (after_each and recursions > 1):
+            raise PlanError("another number of loops cannot be combined with exits, except after each of 2 or more loops")
+        layers = sum(self.ends) + _checked("recursions", recursions, called="loops") * self.core_layers
+        built = DepthPlan.build(self.sharing, recursions, _checked("base_layers", layers, called="layers"), ends=self.ends)
+        traits = {"injection": self.injection, "core_norm": self.core_norm, "loop_norm": self.loop_norm and recursions > 1}
+        looped = dataclasses.replace(built, **traits)
+        return looped.with_exits(looped.recursion_ends(), layer=self.exit_layer, gate=self.exit_gate) if after_each else looped
 
     @cached_property
     def kv_sources(self) -> tuple[int, ...]:
@@ -276,7 +321,9 @@ class DepthPlan:
         record |= {"exits": list(self.exits)} if self.exits else {}
         record |= {"exit_layer": True} if self.exit_layer else {}
         record |= {"exit_gate": True} if self.exit_gate else {}
-        record |= {"loop_norm": True} if self.loop_norm else {}
+        record |= {name: True for name in LOOP_TRAITS if getattr(self, name)}
+        apart = STRATEGIES[self.sharing].kept_apart
+        record |= {"ends": list(self.ends)} if self.ends != (apart, apart) else {}
         record |= {"kv": self.kv} if self.kv != "cache" else {}
         record |= {"kv_sharing": self.kv_sharing, "kv_loops": self.kv_loops} if self.kv_sharing is not None else {}
         return record | ({"routing": self.routing.to_dict()} if self.routing is not None else {})
@@ -284,7 +331,7 @@ class DepthPlan:
     @classmethod
     def from_dict(cls, record: dict[str, Any]) -> DepthPlan:
         required = ("sharing", "recursions", "base_layers", "unrolled_layers")
-        optional = ("exits", "exit_layer", "kv", "kv_sharing", "kv_loops", "routing", "exit_gate", "loop_norm")
+        optional = ("exits", "exit_layer", "kv", "kv_sharing", "kv_loops", "routing", "exit_gate", "ends", *LOOP_TRAITS)
         check_record("plan", record, (*required, *optional), required, error=PlanError)
         for name in ("sharing", "kv", "kv_sharing"):
             if not isinstance(record.get(name, ""), str):
@@ -293,14 +340,16 @@ class DepthPlan:
         base, unrolled, recursions = (_checked(name, record[name], called=f"plan.{name}") for name in sizes)
         loops = _checked("kv_loops", record.get("kv_loops", 1), called="plan.kv_loops")
         resize: Resize | None = None if base == unrolled else ("add" if unrolled > base else "drop")
-        plan = cls.build(record["sharing"], recursions, base, resize)
+        ends = record.get("ends")
+        if ends is not None and not (isinstance(ends, list) and len(ends) == 2 and all(is_int(n) and n < base for n in ends)):
+            raise PlanError(f"the plan's ends must be two numbers of layers, got {shown(ends)}")
+        plan = cls.build(record["sharing"], recursions, base, resize, None if ends is None else (ends[0], ends[1]))
         if plan.unrolled_layers != unrolled:
             raise PlanError(f"the plan says {unrolled} unrolled layers, its other fields give {plan.unrolled_layers}")
-        for name in ("exit_layer", "exit_gate", "loop_norm"):
+        for name in ("exit_layer", "exit_gate", *LOOP_TRAITS):
             if not isinstance(record.get(name, False), bool):
                 raise PlanError(f"{name} must be true or false, got {shown(record[name])}")
-        if record.get("loop_norm", False):
-            plan = plan.with_loop_norm()
+        plan = dataclasses.replace(plan, **{name: record.get(name, False) for name in LOOP_TRAITS})
         exits = record.get("exits", [])
         if not isinstance(exits, list) or not all(is_int(index) for index in exits):
             raise PlanError(f"the plan's exits must be a list of steps, got {shown(exits)}")
@@ -358,26 +407,27 @@ def _checked(name: str, value: object, *, called: str | None = None) -> int:
         raise PlanError(str(error)) from None
 
 
-def _lay(sharing: str, recursions: int, base_layers: int, unique: int, ends: int) -> Iterator[Step]:
+def _lay(sharing: str, recursions: int, base_layers: int, unique: int, ends: tuple[int, int]) -> Iterator[Step]:
     order = STRATEGIES[sharing].order(unique, recursions)
-    origins = spread(ends, base_layers - 1 - ends, len(order))
-    if ends:
-        yield Step(0, 0, 0, "prelude", 0)
+    prelude, coda = ends
+    origins = spread(prelude, base_layers - 1 - coda, len(order))
+    yield from (Step(i, i, 0, "prelude", i) for i in range(prelude))
     seen: dict[int, int] = {}
     for i, (layer, origin) in enumerate(zip(order, origins, strict=True)):
         recursion = seen.get(layer, 0)
         seen[layer] = recursion + 1
-        yield Step(ends + i, ends + layer, recursion, "core", origin)
-    if ends:
-        yield Step(ends + len(order), ends + unique, 0, "coda", base_layers - 1)
+        yield Step(prelude + i, prelude + layer, recursion, "core", origin)
+    behind = prelude + len(order)
+    yield from (Step(behind + i, prelude + unique + i, 0, "coda", base_layers - coda + i) for i in range(coda))
 
 
-def _does_not_divide(sharing: str, recursions: int, base_layers: int, core: int) -> str:
-    apart = f" ({base_layers} less the first and last)" if core != base_layers else ""
+def _does_not_divide(recursions: int, base_layers: int, core: int, ends: tuple[int, int]) -> str:
+    apart = f" ({base_layers} less the first {ends[0]} and last {ends[1]})" if ends != (1, 1) else f" ({base_layers} less the first and last)"
+    apart = apart if core != base_layers else ""
     fits = ", ".join(str(n) for n in range(1, core + 1) if core % n == 0)
     more = core + -core % recursions
     total = more + base_layers - core
-    shape = f"1+{more // recursions}+1" if core != base_layers else str(more // recursions)
+    shape = f"{ends[0]}+{more // recursions}+{ends[1]}" if core != base_layers else str(more // recursions)
     return (
         f"{recursions} recursions do not divide {core} layers{apart}; these do: {fits}. "
         f"--resize adds {total - base_layers} ({shape} looped {recursions} times, {total} layers in all)"

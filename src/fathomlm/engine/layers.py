@@ -64,9 +64,10 @@ class PagedLayers:
         self.device, self.dtype = weight.device, weight.dtype
         wanted = self.device.type == "cuda" if fuse is None else fuse
         self.packed = decoder.pack_layers(own) if wanted else {}
-        plain = len(self.packed) == len(decoder.layers) + len(own) and not decoder.encodings
+        plain = len(self.packed) == len(decoder.layers) + len(own) and not decoder.encodings and decoder.inject is None
         self.fused = wanted and plain
-        self._quantized = decoder.cpu_layers if fuse is not False and pages.dtype == torch.float32 else None
+        integers = pages.dtype == torch.float32 and decoder.inject is None
+        self._quantized = decoder.cpu_layers if fuse is not False and integers else None
         self._described: dict[tuple[int, ...], Tensor] = {}
         positions_1P = torch.arange(max_length, device=self.device)[None]
         self._tables = {
@@ -127,8 +128,21 @@ class PagedLayers:
             )
         if self.fused:
             return self._fused(x_NM if spend else x_NM.clone(), steps, attention, positions_N, recursion_N)
+        if self.decoder.inject is not None:
+            return self._injected(x_NM, steps, attention, positions_N)
         for step in steps:
-            x_NM = self._block(x_NM, step, attention, positions_N, recursion_N)
+            x_NM = self._block(self._entering(x_NM, step, recursion_N), step, attention, positions_N, recursion_N)
+        return x_NM
+
+    def _injected(
+        self, x_NM: Tensor, steps: Sequence[Step], attention: AttentionMetadata, positions_N: Tensor
+    ) -> Tensor:
+        """Loops that begin with an injection; every row runs all of them."""
+        assert len(steps) == len(self.decoder.plan.steps)
+        beside_NM: Tensor | None = None
+        for step in steps:
+            x_NM, beside_NM = self.decoder.entering(x_NM, beside_NM, step)
+            x_NM = self._block(x_NM, step, attention, positions_N, None)
         return x_NM
 
     def keep(self, x_NM: Tensor, steps: Sequence[Step], attention: AttentionMetadata, positions_N: Tensor) -> None:
@@ -169,7 +183,6 @@ class PagedLayers:
         decoder, plan = self.decoder, self.decoder.plan
         layer = decoder.layer_of(step)
         assert isinstance(layer, Block)
-        x_NM = self._entering(x_NM, step, recursion_N)
         out_NM: Tensor = layer(x_NM[:, None], self._context(step, attention, positions_N, recursion_N))[:, 0]
         if decoder.encodings and plan.is_last_of_recursion(step):
             if recursion_N is None:

@@ -85,6 +85,8 @@ def _check(architecture: Architecture, plan: DepthPlan, relaxation: Relaxation |
         raise UnsupportedModel(f"the engine does not support a {plan.routing.kind} router; use fathomlm generate")
     if plan.kv == "hybrid":
         raise UnsupportedModel("the engine keeps entries by recursion or shared, not 'hybrid'; use fathomlm generate")
+    if plan.injection and exits:
+        raise UnsupportedModel("the engine runs every loop of a model with an injection; it has no exits there")
     if plan.routing is None:
         return
     if exits:

@@ -76,6 +76,10 @@ class Decoder(LayerStack):
         ids = tokens_BT if embeddings_BTM is None else None
         rows = self.equipped(TokenBatch.of(x, positions_BT, keep_BS, past=past, tokens_BT=ids), memory)
         control = DepthControl() if control is None else control
+        if control.start_scale:
+            if self.inject is None:
+                raise OptionError("a start scale requires a model whose loops begin with an injection (huginn)")
+            x = self.start_state(x, control.start_scale, rows.positions_BT, control.seed)
         kv = NoCache(self.plan) if cache is None else cache
         masks = full_masks(self.architecture, self.plan, rows, x.dtype)
         if control.bias and (self.plan.routing is None or self.plan.routing.random):
@@ -90,10 +94,10 @@ class Decoder(LayerStack):
             if states is None:
                 x = walk(x, steps, masks, kv)
             else:
-                states.append(x)
+                states.append(self.parted(x)[0])
                 for step in steps:
                     x = walk(x, (step,), masks, kv)
-                    states.append(x)
+                    states.append(self.parted(x)[0])
         else:
             routed = self._routed(walk)
             x = walk(x, self._part("prelude"), masks, kv)
@@ -106,7 +110,7 @@ class Decoder(LayerStack):
             x = walk(x, self._part("coda"), masks, kv)
         if cache is not None:
             cache.advance(x.shape[1])
-        out: Tensor = self.norm(x)
+        out: Tensor = self.norm(self.parted(x)[0])
         return out
 
     def states(
@@ -130,6 +134,8 @@ class Decoder(LayerStack):
         among packed documents.
         """
         x = self._stream(tokens_BT)
+        if self.inject is not None and self.training:
+            x = self.start_state(x, 1.0)
         rows = self.equipped(TokenBatch.of(x, None, keep_BS, past=0, documents_BT=documents_BT, tokens_BT=tokens_BT), memory)
         masks = full_masks(self.architecture, self.plan, rows, x.dtype)
         kv = NoCache(self.plan)
@@ -141,7 +147,7 @@ class Decoder(LayerStack):
             x = self._again(walk, recompute)(x, steps, masks, kv)
             last = steps[-1].index
             if last in at or last == self.plan.unrolled_layers - 1:
-                found[last] = x
+                found[last] = self.parted(x)[0]
             for own in self.plan.exit_steps((last,)):
                 if own.index in at:
                     found[own.index] = self._again(walk, recompute)(x, (own,), masks, kv)

@@ -6,6 +6,7 @@ Shapes: B batch, T new tokens, M hidden width, V vocabulary.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
@@ -72,6 +73,8 @@ class LayerStack(nn.Module):
         self.encodings = build_encodings(architecture, plan, relaxation)
         self.routers = build_routers(architecture.hidden, plan.routing)
         self.norm = build_norm(architecture)
+        self.inject = nn.Linear(2 * architecture.hidden, architecture.hidden, bias=False) if plan.injection else None
+        """What begins a recursion, from its input and the prelude's output side by side."""
         self.relative = RelativeBias(architecture) if architecture.positions == "relative" else None
         self.head = None if architecture.tied_embeddings else nn.Linear(architecture.hidden, architecture.vocab, bias=False)
         spec = LinearSpec("head", architecture.hidden, architecture.vocab, bias=False)
@@ -270,21 +273,60 @@ class LayerStack(nn.Module):
         keep_inner: bool = True,
     ) -> Tensor:
         """Run some steps of the plan, in order."""
-        if self.cpu_layers is not None and x.shape[1] == 1 and self.cpu_layers.takes(x):
+        if self.cpu_layers is not None and self.inject is None and x.shape[1] == 1 and self.cpu_layers.takes(x):
             done = run_cached_rows(self, self.cpu_layers, x, steps, masks, kv)
             if done is not None:
                 return done
+        x, beside = self.parted(x)
         for step in steps:
-            if self.norms_between(step):
-                x = self.norm(x)
+            x, beside = self.entering(x, beside, step)
             x = self.layer_of(step)(x, self._context(step, masks, kv, packed, keep_inner))
             if self.encodings and self.plan.is_last_of_recursion(step):
                 x = (x * self.encodings[step.recursion]).to(x.dtype)
-        return x
+        return x if beside is None else torch.cat((x, beside), dim=-1)
+
+    def parted(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        """The stream, and what it carries beside it where recursions begin with an injection: in the prelude the start
+        state, in the core the prelude's output. So a walk may stop anywhere and go on with any of its tokens."""
+        M = self.architecture.hidden
+        return (x, None) if x.shape[-1] == M else (x[..., :M], x[..., M:])
+
+    def entering(self, x: Tensor, beside: Tensor | None, step: Step) -> tuple[Tensor, Tensor | None]:
+        """The stream as a step reads it, and what it carries on: through the norm and the injection that stand in front."""
+        if self.norms_between(step):
+            x = self.norm(x)
+        if self.inject is None or step.part == "prelude":
+            return x, beside
+        if step.part == "coda":
+            return x, None
+        if self.plan.begins_recursion(step):
+            if step.recursion == 0:
+                x, beside = torch.zeros_like(x) if beside is None else beside, x
+            assert beside is not None
+            x = self.inject(torch.cat((x, beside), dim=-1))
+        return x, beside if step.index < self.plan.unrolled_layers - 1 else None
 
     def norms_between(self, step: Step) -> bool:
-        """Whether the stream goes through the final norm in front of a step, between two recursions."""
+        """Whether the stream goes through the final norm in front of a step: between two recursions, or behind the last."""
+        if step.part == "coda":
+            return self.plan.core_norm and self.plan.steps[step.index - 1].part == "core"
         return self.plan.loop_norm and step.recursion > 0 and self.plan.begins_recursion(step)
+
+    def start_state(self, like_BTM: Tensor, scale: float, positions_BT: Tensor | None = None, seed: int = 0) -> Tensor:
+        """The stream with the state beside it that the first injection begins from: normal noise, cut off at three standard
+        deviations of sqrt(2/5) times the spread of an embedding (Huginn). With `positions_BT` a position always has the
+        same noise, in any batch and behind any cache; without, torch's generator draws."""
+        std = scale * math.sqrt(0.4 / self.architecture.hidden) * self.architecture.embedding_scale
+        if positions_BT is None:
+            noise = nn.init.trunc_normal_(torch.empty_like(like_BTM), std=1.0, a=-3.0, b=3.0)
+        else:
+            found, at_BT = positions_BT.unique(return_inverse=True)
+            drawn = torch.empty(len(found), like_BTM.shape[-1])
+            for row_M, position in zip(drawn, found.tolist(), strict=True):
+                generator = torch.Generator().manual_seed((seed << 20) + position)
+                nn.init.trunc_normal_(row_M, std=1.0, a=-3.0, b=3.0, generator=generator)
+            noise = drawn.to(like_BTM)[at_BT]
+        return torch.cat((like_BTM, noise.expand_as(like_BTM) * std), dim=-1)
 
     def layer_of(self, step: Step) -> nn.Module:
         """The layer that a step runs, of the plan or of an exit."""

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import dataclasses
 
-from fathomlm.checkpoints.families import gemma, granite, llama, nanbeige, neox, olmo2, ouro, phi, qwen, smollm3, t5
+from fathomlm.checkpoints.families import gemma, granite, huginn, llama, nanbeige, neox, olmo2, ouro, phi, qwen, smollm3, t5
 from fathomlm.checkpoints.families.shared import Family
-from fathomlm.depth import Architecture
+from fathomlm.depth import Architecture, DepthPlan
 from fathomlm.errors import UnsupportedModel
 from fathomlm.jsonfile import shown
 
@@ -28,15 +28,18 @@ FAMILIES: dict[str, Family] = {
     "olmo2": olmo2.OLMO2,
     "nanbeige": nanbeige.NANBEIGE,
     "ouro": ouro.OURO,
+    "huginn": huginn.HUGINN,
 }
 """Decoder-only families by the name that an `Architecture` has."""
 SEQ2SEQ: dict[str, Family] = {"t5": t5.T5, "mt5": t5.MT5, "longt5": t5.LONGT5}
 """Decoders that look at an encoder's output."""
 
 
-def family_for(architecture: Architecture) -> Family:
-    """The family of an architecture, with the names that its layers' tensors have."""
+def family_for(architecture: Architecture, plan: DepthPlan | None = None) -> Family:
+    """The family of an architecture, with the names that its layers' tensors have; `plan` for formats that divide them."""
     family = (FAMILIES | SEQ2SEQ)[architecture.family]
+    if family.variant is not None and plan is not None:
+        return family.variant(family, architecture, plan)
     if architecture.gated or family.ungated_names is None:
         return family
     return dataclasses.replace(family, layer_names=family.ungated_names)
@@ -57,8 +60,18 @@ def hf_name(family: Family, name: str) -> str:
     parts = name.split(".")
     if parts[0] != "layers":
         return f"{family.outer_names[parts[0]]}.{parts[-1]}"
-    inner = ".".join(parts[2:-1])
-    return f"{family.outer_names['layers']}.{parts[1]}.{family.layer_names[inner]}.{parts[-1]}"
+    where, inner = _place(family, int(parts[1])), ".".join(parts[2:])
+    if inner in family.layer_names:  # a tensor that has no module of its own
+        return f"{where}.{family.layer_names[inner]}"
+    return f"{where}.{family.layer_names['.'.join(parts[2:-1])]}.{parts[-1]}"
+
+
+def _place(family: Family, layer: int) -> str:
+    for path, layers in family.sections:
+        if layer < layers:
+            return f"{path}.{layer}"
+        layer -= layers
+    return f"{family.outer_names['layers']}.{layer}"
 
 
 __all__ = ["FAMILIES", "SEQ2SEQ", "Family", "family_for", "family_of", "hf_name"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, overload
 
@@ -53,8 +53,12 @@ class Fusion:
     parts: tuple[str, ...]
     by_head: bool = False
     """Whether the parts of each head lie together (GPT-NeoX), or each part is whole (Phi)."""
+    end: str | None = None
+    """Which of the parts' tensors are kept so, weight or bias; None is both. A bias alone keeps its heads apart (Huginn)."""
 
     def join(self, tensors: Sequence[Tensor], heads: int) -> Tensor:
+        if self.end == "bias":
+            return torch.stack([t.view(1, heads, -1) for t in tensors])
         if not self.by_head:
             return torch.cat(tuple(tensors))
         return torch.stack([t.view(heads, -1, *t.shape[1:]) for t in tensors], dim=1).flatten(0, 2).contiguous()
@@ -64,6 +68,7 @@ class Fusion:
         if self.by_head:
             by_head = fused.view(architecture.heads, len(self.parts), -1, *fused.shape[1:])
             return by_head[:, self.parts.index(part)].reshape(-1, *fused.shape[1:]).contiguous()
+        fused = fused.flatten() if self.end == "bias" else fused
         heights = {spec.path: spec.outputs for spec in architecture.linears()}
         first = sum(heights[other] for other in self.parts[: self.parts.index(part)])
         return fused[first : first + heights[part]].clone()
@@ -93,11 +98,30 @@ class Family:
     exit_gate: bool = False
     """Whether a looped model of this format has exits after its loops, with a gate."""
 
+    injection: bool = False
+    """Whether the loops of this format begin with an injection, between a prelude and a coda."""
     fusions: tuple[Fusion, ...] = ()
+    complete: Callable[[Collection[str]], dict[str, Any]] | None = None
+    """Fields of the configuration that the names of a checkpoint's tensors say, where the configuration does not."""
+    variant: Callable[[Family, Architecture, DepthPlan], Family] | None = None
+    """The family as one of its models has it, where names depend on more than the family."""
+    sections: tuple[tuple[str, int], ...] = ()
+    """Where layers lie, and how many there, one section behind the other; empty where all lie under `outer_names`."""
+    adjacent_pairs: bool = False
+    """Whether heads turn adjacent pairs; here each entry is paired with the one half a head on."""
 
-    def fusion(self, module: str) -> Fusion | None:
+    def fusion(self, module: str, end: str) -> Fusion | None:
         """What a linear of a layer is a part of."""
-        return next((fusion for fusion in self.fusions if module in fusion.parts), None)
+        fits = (fusion for fusion in self.fusions if module in fusion.parts and fusion.end in (None, end))
+        return next(fits, None)
+
+    def sorted_rows(self, module: str, tensor: Tensor, head_dim: int, *, back: bool = False) -> Tensor:
+        """Queries' and keys' rows with each head's pairs as we have them, from how the format has them, or `back`."""
+        if not self.adjacent_pairs or module not in ("attn.q", "attn.k"):
+            return tensor
+        half = head_dim // 2
+        inner = (2, half) if back else (half, 2)
+        return tensor.unflatten(0, (-1, *inner)).transpose(1, 2).flatten(0, 2).contiguous()
 
 
 @overload

@@ -83,6 +83,8 @@ def export_gguf(
 def _layout(model: FathomForCausalLM, unroll: bool) -> tuple[Architecture, DepthPlan]:
     """What the file will say: the looped model itself where GGUF has loops for it, or its unrolled twin."""
     plan = model.plan
+    if plan.injection:
+        raise OptionError("a GGUF file cannot hold an injection at the beginning of each loop; --format huginn can")
     if plan.recursions > 1 and not unroll:
         try:
             looped = DepthPlan.build("cycle", plan.recursions, plan.unrolled_layers)

@@ -46,6 +46,16 @@ class SandwichBlock(Block):
         return x + step.norm("norm_mlp_out", self.norm_mlp_out, inner)
 
 
+class AroundBlock(SandwichBlock):
+    """Norm before each half, and over its sum with the stream: Huginn."""
+
+    def forward(self, x: Tensor, step: StepContext) -> Tensor:
+        mixed = self.attn(step.norm("norm_attn", self.norm_attn, x), step)
+        x = step.norm("norm_attn_out", self.norm_attn_out, mixed + x)
+        inner = self.mlp(step.norm("norm_mlp", self.norm_mlp, x), step)
+        return step.norm("norm_mlp_out", self.norm_mlp_out, inner + x)
+
+
 class PostNormBlock(Block):
     """Norm after each half, in front of the sum: OLMo 2."""
 
@@ -119,6 +129,7 @@ BLOCKS: dict[str, type[Block]] = {
     "pre": PreNormBlock,
     "post": PostNormBlock,
     "sandwich": SandwichBlock,
+    "around": AroundBlock,
     "parallel": ParallelBlock,
 }
 

@@ -182,7 +182,7 @@ class Attention(nn.Module):
         self.scale = architecture.scale
         self.rotates = architecture.rotary_dim > 0
         whole = architecture.rotary_dim == architecture.head_dim
-        self.plain = whole and not architecture.qk_norm and not architecture.qkv_bias and self.residual_scale == 1.0
+        self.plain = whole and not architecture.qk_norm and not specs["q"].bias and self.residual_scale == 1.0
         self.o_bias = architecture.o_bias
 
     def forward(self, x_BTM: Tensor, step: StepContext) -> Tensor:

@@ -32,6 +32,10 @@ class DepthControl:
     bias: float = 0.0
     """Added to what the routers say before they decide: above 0 sends tokens deeper, below 0 lets them leave earlier."""
 
+    start_scale: float = 0.0
+    """Models with an injection: how wide the noise is that their first loop begins from, 1 as in training; 0 is none."""
+    seed: int = 0
+    """Of that noise."""
     depths_BT: Tensor | None = None
     """Depths that are given instead of decided, 1 to the model's recursions, for measurements; without a cache."""
 
@@ -40,6 +44,8 @@ class DepthControl:
             raise OptionError(f"max depth must be from 1 to the model's {recursions} recursions, got {self.max_depth}")
         if not -float("inf") < self.bias < float("inf"):
             raise OptionError(f"the depth bias must be a number, got {self.bias}")
+        if not 0 <= self.start_scale < float("inf"):
+            raise OptionError(f"the start scale must be a number >= 0, got {self.start_scale}")
 
     def recursions(self, recursions: int) -> int:
         return recursions if self.max_depth is None else min(self.max_depth, recursions)
