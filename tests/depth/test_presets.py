@@ -52,6 +52,10 @@ PUBLISHED = {
     "phi-4-mini": 3_836_021_760,
     "olmo2-1b": 1_484_916_736,
     "olmo2-7b": 7_298_617_344,
+    "huginn-3.5b": 3_564_976_800,  # from its published shape, as those below; the card says 3.5B
+    "recurrent-tinyllama": 844_171_264,
+    "recurrent-llama-3.2": 1_385_228_288,
+    "recurrent-olmo2": 1_359_071_232,
     "ouro-1.4b": 1_434_652_673,
     "ouro-2.6b": 2_667_974_657,
     "nanbeige4.2-3b": 4_169_800_704,  # from its published shape; the card says 3B without embeddings, 4B in all

@@ -6,8 +6,9 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-from parity.looped_reference import rms, rotated
 from torch import Tensor
+
+from parity.looped_reference import rms, rotated
 
 Weights = dict[str, Tensor]
 

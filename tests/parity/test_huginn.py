@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from parity import huginn_reference as reference
 from safetensors.torch import load_file, save_file
 
 import fathomlm
 from fathomlm.checkpoints.huggingface import plan_from_config
 from fathomlm.checkpoints.native import save
 from fathomlm.errors import OptionError, UnsupportedModel
+from parity import huginn_reference as reference
 
 TOKENS = torch.randint(3, 96, (14,), generator=torch.Generator().manual_seed(1))
 SHARED: dict[str, Any] = {
@@ -144,13 +144,15 @@ def test_a_random_start_is_the_same_in_any_batch_and_behind_any_cache(pair: Any)
     torch.testing.assert_close(whole, right, rtol=0, atol=1e-5)
     assert (whole - expected(kind, TOKENS)).abs().max() > 1e-3
     cache = fathomlm.build_cache(decoder.plan)
-    parts = [decoder.logits(decoder(TOKENS[None, a:b], cache=cache, control=control)) for a, b in ((0, 9), (9, 10), (10, 14))]
+    parts = [
+        decoder.logits(decoder(TOKENS[None, a:b], cache=cache, control=control)) for a, b in ((0, 9), (9, 10), (10, 14))
+    ]
     torch.testing.assert_close(torch.cat(parts, 1)[0], whole, rtol=0, atol=1e-5)
 
 
 @torch.inference_mode()
 def test_it_goes_back_out_as_it_came_and_through_our_own_format(pair: Any, tmp_path: Path) -> None:
-    kind, directory = pair
+    directory = pair[1]
     model = fathomlm.load(directory)
     out = fathomlm.export(model, tmp_path / "again")
     before, after = (load_file(each / "model.safetensors") for each in (directory, out))
@@ -164,14 +166,19 @@ def test_it_goes_back_out_as_it_came_and_through_our_own_format(pair: Any, tmp_p
     again = fathomlm.load(save(model, tmp_path / "ours"))
     assert (again.plan, again.architecture) == (model.plan, model.architecture)
     assert torch.equal(again(TOKENS[None]).logits, model(TOKENS[None]).logits)
-    for wrong, match in (({"loops": "nanbeige"}, "the nanbeige format cannot hold an injection"), ({"loops": "ouro"}, "injection")):
+    for wrong, match in (
+        ({"loops": "nanbeige"}, "the nanbeige format cannot hold an injection"),
+        ({"loops": "ouro"}, "injection"),
+    ):
         with pytest.raises(OptionError, match=match):
             fathomlm.export(model, tmp_path / "wrong", **wrong)
     with pytest.raises(OptionError, match="a GGUF file cannot hold an injection"):
         fathomlm.export_gguf(model, tmp_path / "out.gguf")
 
 
-@pytest.mark.parametrize(("name", "value"), [("bias", True), ("injection_type", "add"), ("initial_state_mode", "embed-init")])
+@pytest.mark.parametrize(
+    ("name", "value"), [("bias", True), ("injection_type", "add"), ("initial_state_mode", "embed-init")]
+)
 def test_variants_without_a_block_are_refused_by_name(name: str, value: object) -> None:
     with pytest.raises(UnsupportedModel, match=f"huginn_raven with {name} other than"):
         plan_from_config(CONFIGS["huginn"] | {name: value}, "here")

@@ -116,7 +116,7 @@ def measure_activations(
     influence and the loss are measured."""
     base = plain_base(model)
     architecture = base.architecture
-    if base.plan.recursions > 1 or architecture.cross:
+    if not base.plan.plain or architecture.cross:
         raise OptionError("calibration requires a plain decoder-only model")
     rows_NT = text if isinstance(text, Tensor) else token_rows(text, base, tokens)
     if not 0 <= int(rows_NT.min()) <= int(rows_NT.max()) < architecture.vocab:

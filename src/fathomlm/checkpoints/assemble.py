@@ -199,7 +199,7 @@ def _materialise(module: nn.Module, dtype: torch.dtype, device: torch.device) ->
 
 
 def with_loops(model: Model, loops: int) -> Model:
-    """`model` with its core looped another number of times, over the same weights: more depth at test time (Huginn), or less.
+    """`model` with its core looped another number of times, over the same weights: more depth at test time (Huginn).
     Steps with weights of their own (a relaxation, a router) belong to one number of loops."""
     if model.relaxation is not None:
         raise OptionError(f"another number of loops cannot be combined with a {model.relaxation.kind} relaxation")

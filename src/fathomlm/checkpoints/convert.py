@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from fathomlm.checkpoints.activations import Activations
-from fathomlm.checkpoints.assemble import OnProgress, configure, configure_seq2seq, finish, put, replan
+from fathomlm.checkpoints.assemble import OnProgress, configure, configure_seq2seq, finish, put, replan, with_loops
 from fathomlm.checkpoints.ranks import ranks_within
 from fathomlm.checkpoints.resolve import describe, open_source, parse_device, parse_dtype, plain_base
 from fathomlm.checkpoints.source import BaseCheckpoint, layer_parameter_shapes
@@ -83,14 +83,17 @@ def convert(
     biases tied under lora and dora, as the thesis does; otherwise a step has its own offsets for them too.
     `resize` (True or "add", or "drop") changes the unrolled depth where it does not divide. `router` (expert, token, or
     fields of `build_routing` with a kind) lets tokens choose their depth, and `kv` says whose keys and values they see. A
-    recursive model may be given too, to which only a router or another `kv` is added. Of an encoder-decoder model the
-    decoder is converted; its encoder is copied.
+    recursive model may be given too, to which only a router or another `kv` is added, or, where its loops begin with an
+    injection, another number of `recursions`. Of an encoder-decoder model the decoder is converted; its encoder is copied.
     """
     if not 0 <= seed < 2**63:
         raise OptionError(f"seed must be an integer from 0 to 2^63-1, got {seed}")
     source = open_source(model) if isinstance(model, str | Path) else model
-    if (router is not None or kv is not None) and (looped := _looped(source)) is not None:
-        tying: dict[str, Any] = {"sharing": sharing, "recursions": recursions, "resize": resize, "drop": drop, "by": by}
+    looped = _looped(source)
+    relooped = looped is not None and looped.plan.injection and recursions is not None
+    if looped is not None and (router is not None or kv is not None or relooped):
+        tying: dict[str, Any] = {"sharing": sharing, "resize": resize, "drop": drop, "by": by}
+        tying |= {} if relooped else {"recursions": recursions}
         tying |= {"activations": activations, "budget": budget}
         tying |= {
             "prefix_length": prefix_length,
@@ -105,6 +108,9 @@ def convert(
         plan = routed_plan(looped.plan, router, kv)
         looped = copy.deepcopy(looped) if looped is model else looped
         moved: FathomModel = looped.to(device=parse_device(device), dtype=parse_dtype(dtype))
+        if relooped:
+            assert recursions is not None
+            return with_loops(moved, recursions)
         fresh = moved.plan.routing is None
         routed_model = replan(moved, plan, seed=seed, **moved.config.exit_fields)
         return _with_open_routers(routed_model) if fresh else routed_model
@@ -194,7 +200,7 @@ def _looped(source: FathomModel | BaseCheckpoint) -> FathomModel | None:
     """The model, where it is recursive already."""
     if not isinstance(source, FathomForCausalLM | FathomForSeq2SeqLM):
         return None
-    return source if source.plan.recursions > 1 else None
+    return None if source.plan.plain else source
 
 
 @dataclass(frozen=True, slots=True)

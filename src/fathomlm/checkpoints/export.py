@@ -65,7 +65,7 @@ def export(
 
 def format_with_loops(model: FathomModel) -> str | None:
     """The family that a looped model is of, where its format has loops."""
-    looped = (model.plan.recursions > 1 or model.plan.injection) and family_for(model.architecture).write_loops is not None
+    looped = not model.plan.plain and family_for(model.architecture).write_loops is not None
     return model.architecture.family if looped else None
 
 

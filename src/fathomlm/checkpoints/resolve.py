@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import torch
 
-from fathomlm.checkpoints.assemble import ModelBase, load_base
+from fathomlm.checkpoints.assemble import ModelBase, load_base, with_loops
 from fathomlm.checkpoints.exit_pack import ExitPack, attach, read_pack
 from fathomlm.checkpoints.fetch import cache_home
 from fathomlm.checkpoints.generation_config import with_sampling
@@ -46,6 +46,7 @@ def load(
     exits: str | Path | None = None,
     any_base: bool = False,
     quantize: str | None = None,
+    loops: int | None = None,
 ) -> FathomModel:
     """A model from any source, ready to run, with its tokenizer as `model.tokenizer`.
 
@@ -53,12 +54,14 @@ def load(
     or LongT5 comes as a `FathomForSeq2SeqLM`, everything else as a `FathomForCausalLM`. `exits` is an exit pack to put on
     it (`fathomlm export --format exits`), refused where it was trained over another model, unless `any_base`.
     `quantize`, "int8" or "int4", computes with integer weights on the CPU; such a model decodes and cannot be saved.
+    `loops` is how often a looped model runs its core, where that is not as often as its configuration says.
     """
     place, kind = parse_device(device), parse_dtype(dtype)
     if quantize is not None:
         kind = check_quantize(quantize, kind, place)
     pack = None if exits is None else read_pack(exits)
     model = _load(source, kind, place, pack)
+    model = model if loops is None else with_loops(model, loops)
     model = model if pack is None else attach(model, pack, any_base=any_base)
     if quantize is not None:
         quantize_model(model, quantize)
@@ -134,7 +137,7 @@ def open_source(source: str | Path) -> FathomModel | BaseCheckpoint:
     base = open_base(path, config)
     if isinstance(base, Seq2SeqCheckpoint):
         return load_seq2seq(base, None, torch.device("cpu"), str(path))
-    return load_base(base, None, torch.device("cpu"), str(path)) if base.plan.recursions > 1 else base
+    return load_base(base, None, torch.device("cpu"), str(path)) if not base.plan.plain else base
 
 
 def plain_base(source: FathomModel | BaseCheckpoint | str | Path) -> BaseCheckpoint:
@@ -142,7 +145,7 @@ def plain_base(source: FathomModel | BaseCheckpoint | str | Path) -> BaseCheckpo
     source = open_source(source) if isinstance(source, str | Path) else source
     if not isinstance(source, FathomForCausalLM | FathomForSeq2SeqLM):
         return source
-    if source.plan.recursions > 1 or source.relaxation is not None:
+    if not source.plan.plain or source.relaxation is not None:
         raise OptionError(f"the model was converted already ({describe(source)}); convert the plain model it came from")
     return ModelBase(source)
 
@@ -165,7 +168,7 @@ def architecture_of(source: str | Path) -> tuple[Architecture, DepthPlan | None,
 
 
 def _looped(plan: DepthPlan) -> DepthPlan | None:
-    return plan if plan.recursions > 1 or plan.injection else None
+    return None if plan.plain else plan
 
 
 def plan_of(source: str | Path, exits: str | Path | None = None) -> DepthPlan:

@@ -13,10 +13,10 @@ from pathlib import Path
 
 from fathomlm.cli.first import check_shape
 from fathomlm.cli.model_options import SOURCE, JsonOptions
-from fathomlm.cli.plan_options import DropOptions, PlanOptions, RelaxOptions, RouterOptions
+from fathomlm.cli.plan_options import DropOptions, PlanOptions, RelaxOptions, RouterOptions, planned_over
 from fathomlm.depth import Architecture, DepthPlan, Relaxation, build_routing, cost
 from fathomlm.depth.dropping import kept_layers
-from fathomlm.depth.plan import DEFAULT_RECURSIONS, KVMode
+from fathomlm.depth.plan import KVMode
 from fathomlm.depth.presets import PRESETS
 from fathomlm.depth.relaxation import build_relaxation, check_fits
 from fathomlm.errors import OptionError
@@ -58,8 +58,7 @@ class Inspect(JsonOptions):
             own_plan = None
         kept = None
         if planned:
-            recursions = DEFAULT_RECURSIONS if self.plan.recursions is None else self.plan.recursions
-            plan = DepthPlan.build(self.plan.sharing or "cycle", recursions, architecture.layers, self.plan.resize)
+            architecture, plan = planned_over(self.plan, architecture, own_plan)
         elif own_plan is not None:
             plan, kept = own_plan, own_relaxation
         else:
@@ -196,10 +195,12 @@ def _needs_a_loop(options: Inspect, plan: DepthPlan) -> None:
 
 
 def _title(options: Inspect, architecture: Architecture, plan: DepthPlan, relaxation: Relaxation | None) -> str:
-    if plan.recursions == 1:
+    if plan.plain:
         parts = [f"{options.model} ({architecture.family}), no shared layers"]
     else:
         parts = [f"{options.model} ({architecture.family}), {plan.sharing}, {plan.recursions} recursions"]
+    if plan.injection:
+        parts.append("an injection at the beginning of each")
     if relaxation is not None:
         parts.append(relaxation.method.describe(relaxation))
     if plan.routing is not None:

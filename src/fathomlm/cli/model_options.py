@@ -65,13 +65,16 @@ class DeviceOptions(DtypeOptions, ThreadOptions):
 
     device: str = option("cpu", metavar="DEVICE", help="cpu, cuda or cuda:N", first=check_device)
 
-    def load_source(self, model: str, *, exits: Path | None = None, any_base: bool = False) -> FathomModel:
+    def load_source(
+        self, model: str, *, exits: Path | None = None, any_base: bool = False, loops: int | None = None
+    ) -> FathomModel:
         """A model, ready to run, with the exits of a pack where one is given."""
         self.use_threads()
 
         from fathomlm.checkpoints.resolve import load
 
-        return load(model, self.dtype, self.device, exits=exits, any_base=any_base, quantize=self.quantized(model))
+        more = {"exits": exits, "any_base": any_base, "loops": loops}
+        return load(model, self.dtype, self.device, quantize=self.quantized(model), **more)  # type: ignore[arg-type]
 
     def quantized(self, model: str) -> str | None:
         """What the weights are while they are computed with, where that is integers."""
@@ -112,9 +115,13 @@ class ModelOptions(DeviceOptions):
     """For commands that run one model."""
 
     model: str = option(positional=True, help=SOURCE, first=check_model)
+    loops: int | None = option(
+        None, ge=1, metavar="N", default_text="as the model says",
+        help="looped models: run the core N times; Huginn and recurrent retrofits were trained for any number",
+    )  # fmt: skip
 
     def load_any(self, *, exits: Path | None = None, any_base: bool = False) -> FathomModel:
-        return self.load_source(self.model, exits=exits, any_base=any_base)
+        return self.load_source(self.model, exits=exits, any_base=any_base, loops=self.loops)
 
     def load(self, *, exits: Path | None = None, any_base: bool = False) -> FathomForCausalLM:
         """The same where only decoder-only models will do."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -9,6 +10,7 @@ from fathomlm.checkpoints.tying import CALIBRATION_TOKENS
 from fathomlm.cli.first import check_text
 from fathomlm.cli.model_options import ColumnOptions
 from fathomlm.cli.progress import progress_bar
+from fathomlm.depth import Architecture, DepthPlan
 from fathomlm.depth.dropping import DROPS
 from fathomlm.depth.plan import DEFAULT_RECURSIONS, KVMode
 from fathomlm.depth.relaxation import DEFAULT_PREFIX_LENGTH, DEFAULT_RANK, RELAXATIONS
@@ -136,3 +138,15 @@ class RouterOptions:
     def routing(self) -> dict[str, Any] | None:
         """What `convert` calls `router`."""
         return None if self.router is None else {"kind": self.router, **self.given}
+
+
+def planned_over(options: PlanOptions, architecture: Architecture, own: DepthPlan | None) -> tuple[Architecture, DepthPlan]:
+    """What the options lay over a model's shape, in place of its own plan; a model whose loops begin with an injection keeps
+    its layers, and loops another number of times."""
+    if own is None or not own.injection:
+        recursions = DEFAULT_RECURSIONS if options.recursions is None else options.recursions
+        return architecture, DepthPlan.build(options.sharing or "cycle", recursions, architecture.layers, options.resize)
+    if options.recursions is None or options.sharing is not None or options.resize is not None:
+        raise OptionError(f"a {architecture.family} model takes --recursions, and neither --sharing nor --resize")
+    plan = own.with_recursions(options.recursions)
+    return dataclasses.replace(architecture, layers=plan.unrolled_layers), plan

@@ -107,9 +107,8 @@ class DepthPlan:
             raise PlanError(f"injection requires a looped core (cycle or middle-cycle), not {self.sharing}")
         if self.core_norm and self.steps[-1].part != "coda":
             raise PlanError("core_norm requires a coda")
-        for what, given in (("early exits", self.exits), ("a router", self.routing), (f"kv mode '{self.kv}'", self.kv != "cache")):
-            if self.injection and given:
-                raise PlanError(f"injection cannot be combined with {what} in a plan")
+        if self.injection and (self.exits or self.routing is not None or self.kv != "cache"):
+            raise PlanError("injection cannot be combined with exits in the plan, a router or shared keys and values")
         if self.routing is None:
             return
         if not self.loops:
@@ -128,7 +127,12 @@ class DepthPlan:
 
     @classmethod
     def build(
-        cls, sharing: str, recursions: int, base_layers: int, resize: Resize | None = None, ends: tuple[int, int] | None = None
+        cls,
+        sharing: str,
+        recursions: int,
+        base_layers: int,
+        resize: Resize | None = None,
+        ends: tuple[int, int] | None = None,
     ) -> DepthPlan:
         """Lay `sharing` with `recursions` over a base of `base_layers`.
 
@@ -146,7 +150,7 @@ class DepthPlan:
         apart = STRATEGIES[sharing].kept_apart
         prelude, coda = ends = (apart, apart) if ends is None else ends
         if min(ends) < min(apart, 1) or (max(ends) and not apart):
-            raise PlanError(f"ends must be two numbers >= 1 and require a middle-* strategy, got {prelude} and {coda} for {sharing}")
+            raise PlanError(f"ends must be >= 1 and require a middle-* strategy, got {prelude} and {coda} for {sharing}")
         core = base_layers - prelude - coda
         if core < 1:
             kept = "the first and last layer" if ends == (1, 1) else f"{prelude} + {coda} layers"
@@ -185,6 +189,11 @@ class DepthPlan:
     def loops(self) -> bool:
         """Whether the core is one block run again and again in one order, so that routers and exits fit between."""
         return STRATEGIES[self.sharing].loops
+
+    @property
+    def plain(self) -> bool:
+        """Whether every layer is its own and runs once."""
+        return self.recursions == 1 and not self.injection
 
     @property
     def ends(self) -> tuple[int, int]:
@@ -243,15 +252,18 @@ class DepthPlan:
     def with_recursions(self, recursions: int) -> DepthPlan:
         """The same layers looped another number of times. Exits after each loop stay so."""
         if not self.loops or self.routing is not None or self.kv != "cache":
-            raise PlanError("another number of loops requires a looped core (cycle or middle-cycle) without a router or shared KV")
+            raise PlanError("another number of loops requires a looped core without a router or shared keys and values")
         after_each = bool(self.exits) and self.exits == self.recursion_ends()
         if self.exits and not (after_each and recursions > 1):
             raise PlanError("another number of loops cannot be combined with exits, except after each of 2 or more loops")
         layers = sum(self.ends) + _checked("recursions", recursions, called="loops") * self.core_layers
         built = DepthPlan.build(self.sharing, recursions, _checked("base_layers", layers, called="layers"), ends=self.ends)
-        traits = {"injection": self.injection, "core_norm": self.core_norm, "loop_norm": self.loop_norm and recursions > 1}
-        looped = dataclasses.replace(built, **traits)
-        return looped.with_exits(looped.recursion_ends(), layer=self.exit_layer, gate=self.exit_gate) if after_each else looped
+        looped = dataclasses.replace(
+            built, injection=self.injection, core_norm=self.core_norm, loop_norm=self.loop_norm and recursions > 1
+        )
+        if not after_each:
+            return looped
+        return looped.with_exits(looped.recursion_ends(), layer=self.exit_layer, gate=self.exit_gate)
 
     @cached_property
     def kv_sources(self) -> tuple[int, ...]:
@@ -341,7 +353,8 @@ class DepthPlan:
         loops = _checked("kv_loops", record.get("kv_loops", 1), called="plan.kv_loops")
         resize: Resize | None = None if base == unrolled else ("add" if unrolled > base else "drop")
         ends = record.get("ends")
-        if ends is not None and not (isinstance(ends, list) and len(ends) == 2 and all(is_int(n) and n < base for n in ends)):
+        two = isinstance(ends, list) and len(ends) == 2 and all(is_int(n) for n in ends)
+        if ends is not None and not two:
             raise PlanError(f"the plan's ends must be two numbers of layers, got {shown(ends)}")
         plan = cls.build(record["sharing"], recursions, base, resize, None if ends is None else (ends[0], ends[1]))
         if plan.unrolled_layers != unrolled:
@@ -422,8 +435,8 @@ def _lay(sharing: str, recursions: int, base_layers: int, unique: int, ends: tup
 
 
 def _does_not_divide(recursions: int, base_layers: int, core: int, ends: tuple[int, int]) -> str:
-    apart = f" ({base_layers} less the first {ends[0]} and last {ends[1]})" if ends != (1, 1) else f" ({base_layers} less the first and last)"
-    apart = apart if core != base_layers else ""
+    kept = "first and last" if ends == (1, 1) else f"first {ends[0]} and last {ends[1]}"
+    apart = f" ({base_layers} less the {kept})" if core != base_layers else ""
     fits = ", ".join(str(n) for n in range(1, core + 1) if core % n == 0)
     more = core + -core % recursions
     total = more + base_layers - core

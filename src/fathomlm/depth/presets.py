@@ -332,7 +332,29 @@ def _ouro(layers: int, hub: str) -> Preset:
     return dataclasses.replace(found, plan=found.plan.with_exits(found.plan.recursion_ends(), gate=True))
 
 
+def _injected(layer: Architecture, prelude: int, core: int, coda: int, hub: str, *, norm: bool = False) -> Preset:
+    """A model whose core loops 32 times and begins each loop with the prelude's output."""
+    architecture = dataclasses.replace(layer, family="huginn", layers=prelude + 32 * core + coda, tied_embeddings=norm)
+    plan = DepthPlan.build("middle-cycle", 32, architecture.layers, ends=(prelude, coda)).with_injection(norm=norm)
+    return Preset(architecture=architecture, plan=plan, hub=hub)
+
+
+def _huginn() -> Architecture:
+    base = _llama(8, 5280, 17_920, 55, 55, 65_536, context=4096, theta=50_000.0, eps=1e-6)
+    return dataclasses.replace(base, residual="around", qk_bias=True, embedding_scale=math.sqrt(5280))
+
+
 PRESETS |= {
+    "huginn-3.5b": _injected(_huginn(), 2, 4, 2, "tomg-group-umd/huginn-0125", norm=True),
+    "recurrent-tinyllama": _injected(
+        PRESETS["tinyllama-1.1b"].architecture, 4, 8, 4, "smcleish/Recurrent-TinyLlama-3T-train-recurrence-32"
+    ),
+    "recurrent-llama-3.2": _injected(
+        PRESETS["llama-3.2-1b"].architecture, 4, 6, 4, "smcleish/Recurrent-Llama-3.2-train-recurrence-32"
+    ),
+    "recurrent-olmo2": _injected(
+        _olmo2(16, 2048, 8192, 16), 4, 6, 4, "smcleish/Recurrent-OLMo-2-0425-train-recurrence-32"
+    ),
     "ouro-1.4b": _ouro(24, "ByteDance/Ouro-1.4B"),
     "ouro-2.6b": _ouro(48, "ByteDance/Ouro-2.6B"),
     "smollm3-3b": Preset(architecture=_smollm3(), hub="HuggingFaceTB/SmolLM3-3B"),

@@ -134,9 +134,7 @@ class PagedLayers:
             x_NM = self._block(self._entering(x_NM, step, recursion_N), step, attention, positions_N, recursion_N)
         return x_NM
 
-    def _injected(
-        self, x_NM: Tensor, steps: Sequence[Step], attention: AttentionMetadata, positions_N: Tensor
-    ) -> Tensor:
+    def _injected(self, x_NM: Tensor, steps: Sequence[Step], attention: AttentionMetadata, positions_N: Tensor) -> Tensor:
         """Loops that begin with an injection; every row runs all of them."""
         assert len(steps) == len(self.decoder.plan.steps)
         beside_NM: Tensor | None = None

@@ -154,7 +154,7 @@ class FathomForCausalLM(Shell, GenerationMixin):  # type: ignore[misc]
     base_model_prefix = "decoder"
     supports_gradient_checkpointing = True
     gradient_checkpointing = False
-    _no_split_modules = ("PreNormBlock", "SandwichBlock", "ParallelBlock")
+    _no_split_modules = ("PreNormBlock", "PostNormBlock", "SandwichBlock", "AroundBlock", "ParallelBlock")
 
     def __init__(self, config: FathomConfig) -> None:
         super().__init__(config)

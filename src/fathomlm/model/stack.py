@@ -320,7 +320,7 @@ class LayerStack(nn.Module):
         if positions_BT is None:
             noise = nn.init.trunc_normal_(torch.empty_like(like_BTM), std=1.0, a=-3.0, b=3.0)
         else:
-            found, at_BT = positions_BT.unique(return_inverse=True)
+            found, at_BT = torch.unique(positions_BT, return_inverse=True)
             drawn = torch.empty(len(found), like_BTM.shape[-1])
             for row_M, position in zip(drawn, found.tolist(), strict=True):
                 generator = torch.Generator().manual_seed((seed << 20) + position)

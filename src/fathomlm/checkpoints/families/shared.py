@@ -121,7 +121,7 @@ class Family:
             return tensor
         half = head_dim // 2
         inner = (2, half) if back else (half, 2)
-        return tensor.unflatten(0, (-1, *inner)).transpose(1, 2).flatten(0, 2).contiguous()
+        return tensor.view(-1, *inner, *tensor.shape[1:]).transpose(1, 2).reshape(tensor.shape)
 
 
 @overload

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, ClassVar
 
 from fathomlm.cli.first import check_memory, check_model, check_shape
-from fathomlm.cli.model_options import SOURCE, JsonOptions, ModelOptions, QuantizeOptions, memory_errors
+from fathomlm.cli.model_options import SOURCE, DeviceOptions, JsonOptions, ModelOptions, QuantizeOptions, memory_errors
 from fathomlm.cli.progress import progress_bar
 from fathomlm.engine.options import EngineOptions
 from fathomlm.errors import OptionError
@@ -111,7 +111,7 @@ class Latency(EngineBenchOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Kernels(ModelOptions, JsonOptions):
+class Kernels(DeviceOptions, JsonOptions):
     """Time each kernel of a decode step, at MODEL's shape and with random weights: only the configuration is read. The floor
     is the time that reading the weights (or KV entries) once takes at this device's own reading speed. On a CPU the plain
     twins run, which are there to be right and not fast: only ratios are shown."""

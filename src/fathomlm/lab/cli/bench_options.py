@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from fathomlm.cli.first import check_text
 from fathomlm.cli.model_options import ColumnOptions, DeviceOptions, SeedOptions
-from fathomlm.cli.plan_options import PlanOptions, RelaxOptions, RouterOptions
+from fathomlm.cli.plan_options import PlanOptions, RelaxOptions, RouterOptions, planned_over
 from fathomlm.decode.exiting import Exiting
-from fathomlm.depth.plan import DEFAULT_RECURSIONS
 from fathomlm.engine.options import EngineOptions, KvDtype
 from fathomlm.errors import OptionError
 from fathomlm.lab.bench.workload import WORKLOADS, shape_of
@@ -54,8 +53,7 @@ class PlannedModelOptions(DeviceOptions, SeedOptions):
             raise OptionError(f"the engine takes decoder-only models; this is an encoder-decoder ({architecture.family})")
         requested = self.plan
         if requested.sharing is not None or requested.recursions is not None:
-            recursions = DEFAULT_RECURSIONS if requested.recursions is None else requested.recursions
-            plan = DepthPlan.build(requested.sharing or "cycle", recursions, architecture.layers, requested.resize)
+            architecture, plan = planned_over(requested, architecture, plan)
             relaxation = None
         elif requested.resize is not None:
             raise OptionError("--resize requires --sharing or --recursions")
