@@ -438,3 +438,12 @@ def test_cache_memory_of_both_modes(recursions):
     shared = cost_of("smollm-360m", "cycle", recursions, router="expert", kv="share")
     assert shared.relative_kv == pytest.approx(1 / recursions)
     assert shared.relative_max_batch == 32 * recursions
+
+
+def test_an_injection_is_counted_once_in_parameters_and_every_loop_in_flops():
+    plan = DepthPlan.build("middle-cycle", 3, 9, ends=(2, 1))
+    architecture = dataclasses.replace(PRESETS["smollm-135m"].architecture, layers=9)
+    without, with_it = count(architecture, plan), count(architecture, plan.with_injection())
+    weights = 2 * 576 * 576
+    assert with_it.non_embedding_parameters - without.non_embedding_parameters == weights
+    assert with_it.forward_flops_per_token - without.forward_flops_per_token == 3 * 2 * weights

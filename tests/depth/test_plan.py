@@ -183,3 +183,51 @@ def test_a_record_with_a_field_missing():
     del record["recursions"]
     with pytest.raises(PlanError, match="the plan is missing recursions"):
         DepthPlan.from_dict(record)
+
+
+def injected(recursions: int = 3) -> DepthPlan:
+    return DepthPlan.build("middle-cycle", recursions, 3 + 2 * recursions, ends=(2, 1)).with_injection(norm=True)
+
+
+def test_any_number_of_layers_stands_in_front_of_a_core_and_behind_it():
+    plan = injected()
+    assert order(plan) == [0, 1, 2, 3, 2, 3, 2, 3, 4]
+    assert [step.part for step in plan] == ["prelude"] * 2 + ["core"] * 6 + ["coda"]
+    assert [step.origin for step in plan] == list(range(9))
+    assert (plan.layout, plan.ends, plan.recursion_ends(), plan.plain) == ("2+2+1", (2, 1), (3, 5), False)
+    assert DepthPlan.from_dict(json.loads(json.dumps(plan.to_dict()))) == plan
+    assert not injected(1).plain
+
+
+def test_another_number_of_loops_keeps_what_a_plan_is():
+    assert injected().with_recursions(5) == injected(5)
+    assert injected(5).with_recursions(1) == injected(1)
+    gated = DepthPlan.build("cycle", 4, 8).with_loop_norm()
+    gated = gated.with_exits(gated.recursion_ends(), gate=True)
+    more = gated.with_recursions(6)
+    assert (more.unrolled_layers, more.exits, more.exit_gate, more.loop_norm) == (12, (1, 3, 5, 7, 9), True, True)
+    assert more.with_recursions(4) == gated
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: DepthPlan.build("cycle", 2, 8, ends=(2, 2)), "ends must be >= 1 and require a middle-* strategy"),
+        (lambda: DepthPlan.build("middle-cycle", 2, 8, ends=(0, 2)), "ends must be >= 1"),
+        (lambda: DepthPlan.build("middle-cycle", 2, 4, ends=(3, 2)), "keeps 3 + 2 layers apart, so it requires at least 6"),
+        (lambda: DepthPlan.build("middle-cycle", 2, 8, ends=(2, 1)), "5 layers (8 less the first 2 and last 1)"),
+        (lambda: DepthPlan.build("sequence", 2, 8).with_injection(), "injection requires a looped core"),
+        (lambda: DepthPlan.build("cycle", 2, 8).with_injection(norm=True), "core_norm requires a coda"),
+        (lambda: injected().with_exits([3]), "injection cannot be combined with exits in the plan"),
+        (lambda: injected().with_kv("share"), "injection cannot be combined with"),
+        (lambda: injected().with_recursions(0), "loops must be >= 1"),
+        (lambda: DepthPlan.vanilla(4).with_recursions(2), "requires a looped model"),
+        (lambda: DepthPlan.build("cycle", 2, 4).with_exits([0]).with_recursions(3), "cannot be combined with exits"),
+        (lambda: DepthPlan.from_dict(injected().to_dict() | {"ends": [2]}), "the plan's ends must be two numbers"),
+        (lambda: DepthPlan.from_dict(injected().to_dict() | {"ends": [-2, 5]}), "ends must be >= 1"),
+        (lambda: DepthPlan.from_dict(injected().to_dict() | {"injection": 1}), "injection must be true or false"),
+    ],
+)
+def test_what_an_injection_cannot_be_laid_over(make, message):
+    with pytest.raises(PlanError, match=re.escape(message)):
+        make()

@@ -137,6 +137,15 @@ class SlotCache:
         assert self._focus is not None
         return self._steps[self._plan.kv_sources[step.index]].entries(self._focus)
 
+    def repeat(self, source: Step, steps: Iterable[Step]) -> None:
+        """Store at some steps the entries that another holds of the tokens in focus."""
+        at = self._focus
+        assert at is not None
+        k_RGSD, v_RGSD = self._steps[source.index].entries(at)
+        where = at.slots_RN[:, None, :, None].expand(-1, k_RGSD.shape[1], -1, k_RGSD.shape[3])
+        for step in steps:
+            self._steps[step.index].append(k_RGSD.gather(2, where), v_RGSD.gather(2, where))
+
     def held(self, step: Step, row: int) -> int:
         """How many slots a step holds of a row."""
         return self._steps[step.index].counts[row]

@@ -94,6 +94,8 @@ def model_card(made: Conversion, out: Path, command: str) -> str:
         held_out = made.activations.held_out_NT.numel()
         parts.append(f"Losses are over {held_out:,} held-out tokens of the {made.activations.tokens:,} calibrated on.")
     parts += [*_layers(made), *(f"Note: {warning}." for warning in made.warnings)]
+    if made.model.plan.injection:
+        return "\n\n".join(parts) + "\n"
     parts.append(
         "The weights are a starting point. Train the model before you judge its output, here with the base as the teacher:"
         f"\n\n```\n{uptraining(made.name, out)}\n```"
@@ -117,7 +119,7 @@ def _layers(made: Conversion) -> list[str]:
     if kept is not None:
         gone = [str(layer) for layer in range(made.base.layers) if layer not in kept]
         found.append(f"Dropped layers of the base, counted from 0: {', '.join(gone) or 'none'}.")
-    if plan.recursions > 1:
+    if plan.recursions > 1 and not plan.injection:
         places = kept or range(made.base.layers)
         rows = [
             f"| {layer} | {', '.join(str(places[step.origin]) for step in plan.uses(layer))} |"

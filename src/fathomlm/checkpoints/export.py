@@ -52,8 +52,6 @@ def export(
         config, dtype = _config(model, written, plan), model.decoder.embed.weight.dtype
         size = _bytes(unique, dtype) + injection_weights(written, plan) * dtype.itemsize
         return _write(model, out, config, size, stored_layers(plan), force, shard_bytes, on_layer)
-    if model.plan.injection:
-        raise OptionError("a plain checkpoint cannot hold an injection at the beginning of each loop; --format huginn can")
     if model.plan.loop_norm:
         raise OptionError("a plain checkpoint cannot hold a norm between loops; --format nanbeige and --format gguf can")
     unrolled = model.architecture.with_layers(tuple(step.origin for step in model.plan))

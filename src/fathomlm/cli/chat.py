@@ -54,7 +54,7 @@ class Chat(QuantizeOptions, ModelOptions, CapturedOptions):
         self.check_captured(self.sampling, self.depth)
         interactive = sys.stdin.isatty()
         model = self.load(**pack)
-        session = self.open_session(model, self.depth.control(self.model, model), exiting)
+        session = self.open_session(model, self.depth.control(self.model, model, self.sampling.seed or 0), exiting)
         conversation = Conversation(self.model, model, self.sampling, self.system, session)
         if interactive:
             print("One message per line; /help lists commands, Ctrl-D quits.", file=sys.stderr)

@@ -129,7 +129,7 @@ class Convert(ForceOptions, DtypeOptions, SeedOptions, JsonOptions):
             print(f"  ranks: {', '.join(f'{name} {rank}' for name, rank in model.relaxation.ranks.items())}")
         if measured is not None:
             print(f"  loss {loss:.3f} over held-out calibration text, the base's {measured.loss:.3f}")
-        if model.plan.recursions > 1 or self.dropping.drop:
+        if not model.plan.injection and (model.plan.recursions > 1 or self.dropping.drop):
             what = "tied weights are" if model.plan.recursions > 1 else "what is left is"
             print(f"  {what} a starting point: uptrain the model before you judge its output ({self.out}/README.md)")
         return 0

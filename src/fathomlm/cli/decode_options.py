@@ -48,15 +48,22 @@ class DepthOptions:
         0.0, metavar="B", help="routed models: added to router scores; above 0 sends tokens deeper, below 0 less deep"
     )
 
-    def control(self, name: str, model: FathomModel) -> DepthControl | None:
+    start_scale: float = option(
+        0.0, ge=0, metavar="S",
+        help="Huginn and recurrent retrofits: loops begin from noise of this width, 1 as in training; 0 is none",
+    )  # fmt: skip
+
+    def control(self, name: str, model: FathomModel, seed: int = 0) -> DepthControl | None:
         """What is asked for, checked against the model."""
         from fathomlm.model.route import DepthControl
 
-        if self.max_depth is None and not self.depth_bias:
+        if self.max_depth is None and not self.depth_bias and not self.start_scale:
             return None
+        if self.start_scale and not model.plan.injection:
+            raise OptionError(f"--start-scale requires a model whose loops begin with an injection; {name} has none")
         if self.depth_bias and model.plan.routing is None:
             raise OptionError(f"--depth-bias requires a routed model; {name} has no router")
-        control = DepthControl(max_depth=self.max_depth, bias=self.depth_bias)
+        control = DepthControl(max_depth=self.max_depth, bias=self.depth_bias, start_scale=self.start_scale, seed=seed)
         control.check(model.plan.recursions)
         return control
 

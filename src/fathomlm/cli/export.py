@@ -167,7 +167,7 @@ def _plain(options: Export, model: FathomModel, limit: int, loops: str | None) -
     kind = (FAMILIES[loops] if loops else family_for(model.architecture)).architecture_class
     left_out = describe_exits(model) if model.plan.exits and not (loops and FAMILIES[loops].exit_gate) else None
     times = model.plan.recursions if loops else 1
-    layers = model.plan.unrolled_layers // times
+    layers = model.plan.unique_layers if loops else model.plan.unrolled_layers
     size = _record(options, {"class": kind, "layers": layers, "loops": times}, {"left_out": left_out})
     if options.json:
         return 0

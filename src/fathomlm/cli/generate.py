@@ -53,7 +53,7 @@ class Generate(QuantizeOptions, ModelOptions, CapturedOptions, JsonOptions):
         begun = time.perf_counter()
         model = self.load_any(**pack)
         loaded = time.perf_counter()
-        how: dict[str, Any] = {"control": self.depth.control(self.model, model), "exiting": exiting}
+        how: dict[str, Any] = {"control": self.depth.control(self.model, model, self.sampling.seed or 0), "exiting": exiting}
         inputs = _encode(self, model, prompts)
         if self.captured:
             session = self.open_session(decoder_only(model, "--captured"), **how)

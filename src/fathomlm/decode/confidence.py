@@ -32,7 +32,7 @@ class AtExit:
     """What is known at an exit. The states are the residual stream, before the final norm."""
 
     before_RM: Tensor
-    """In front of the exit's layer."""
+    """In front of the exit's layer; entry-copy: of its loop."""
     after_RM: Tensor
     logits_RV: Tensor
     classifier: ExitClassifier | None = None
@@ -40,6 +40,8 @@ class AtExit:
     """What the exit reads, where that is not `after_RM`: its own layer's output."""
     before: Sequence[float] | Tensor | None = None
     """The confidence at the exit before, where there was one."""
+    logits_before_RV: Tensor | None = None
+    """The scores there."""
 
 
 def gap(exit: AtExit) -> Tensor:
@@ -72,12 +74,21 @@ def gated(exit: AtExit) -> Tensor:
     return 1 - (1 - torch.as_tensor(exit.before, dtype=here_R.dtype, device=here_R.device)) * (1 - here_R)
 
 
+def settled(exit: AtExit) -> Tensor:
+    """How little the output changed since the exit before: exp(-KL) of the two distributions, that one first; there was none
+    before the first, and every token was as likely as any other."""
+    now_RV = exit.logits_RV.float().log_softmax(-1)
+    before_RV = torch.zeros_like(now_RV) if exit.logits_before_RV is None else exit.logits_before_RV.float()
+    return (-F.kl_div(now_RV, before_RV.log_softmax(-1), reduction="none", log_target=True).sum(-1)).exp()
+
+
 MEASURES: dict[str, Callable[[AtExit], Tensor]] = {
     "gap": gap,
     "max": largest,
     "state": saturation,
     "classifier": classified,
     "gate": gated,
+    "kl": settled,
 }
 
 

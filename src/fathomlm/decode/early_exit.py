@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from fathomlm.cache import SlotCache, Span
+from fathomlm.decode.entry_copy import EntryCopy
 from fathomlm.decode.exit_forward import ExitOutput, ExitPolicy, PartialForward
 from fathomlm.decode.exiting import Exiting
 from fathomlm.decode.generation import ExitingSequence, ExitStatistics, Generation, SequenceState, TokenExit
@@ -200,6 +201,7 @@ EXIT_MODES: dict[str, Callable[[PartialForward, ExitPolicy, Exiting], ExitMode]]
     "full": lambda forward, policy, exiting: StaticExit(forward, policy),
     "static": lambda forward, policy, exiting: StaticExit(forward, policy),
     "state-copy": lambda forward, policy, exiting: StateCopy(forward, policy),
+    "entry-copy": lambda forward, policy, exiting: EntryCopy(forward, policy),
     "parallel": lambda forward, policy, exiting: ParallelDecoding(
         forward, policy, exiting.max_stack, refined(exiting.refine)
     ),

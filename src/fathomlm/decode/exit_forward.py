@@ -159,6 +159,22 @@ class ExitPolicy:
             sure = confidences(self._measure, at)
         return ExitOutput(after_RNM, after_RNM[last], logits_RV, sure)
 
+    def confidences(
+        self,
+        index: int,
+        before_RM: Tensor | None,
+        after_RM: Tensor,
+        logits_RV: Tensor,
+        before: Sequence[float] | None,
+        logits_before_RV: Tensor | None,
+    ) -> list[float]:
+        """At an exit of a loop, between the states in front of it and behind it; a model with an injection begins from
+        zeros."""
+        assert self._measure is not None
+        start_RM = torch.zeros_like(after_RM) if before_RM is None else before_RM
+        judge = self._classifiers.get(index)
+        return confidences(self._measure, AtExit(start_RM, after_RM, logits_RV, judge, None, before, logits_before_RV))
+
     def is_confident(self, confidence: float, seq: ExitingSequence) -> bool:
         """Whether the sequence's next token exits."""
         assert self.threshold is not None

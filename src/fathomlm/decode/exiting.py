@@ -11,13 +11,14 @@ from fathomlm.depth import DepthPlan
 from fathomlm.errors import OptionError, require
 from fathomlm.options import check, option
 
-CONFIDENCES = ("gap", "max", "state", "classifier", "gate")
-Mode = Literal["full", "static", "state-copy", "parallel", "speculative", "select", "oracle", "oracle-copy"]
+CONFIDENCES = ("gap", "max", "state", "classifier", "gate", "kl")
+Mode = Literal["full", "static", "state-copy", "entry-copy", "parallel", "speculative", "select", "oracle", "oracle-copy"]
 MODES: tuple[str, ...] = get_args(Mode)
 USED: dict[str, tuple[str, ...]] = {
     "full": (),
     "static": ("exit_layers",),
     "state-copy": ("exit_layers", "min_exit_layer", "confidence", "threshold", "decay"),
+    "entry-copy": ("exit_layers", "confidence", "threshold"),
     "parallel": ("exit_layers", "confidence", "threshold", "refine", "max_stack"),
     "speculative": ("exit_layers", "confidence", "threshold", "max_stack"),
     "select": ("exit_layers", "min_exit_layer", "confidence", "threshold"),
@@ -30,7 +31,7 @@ ORACLES = ("oracle", "oracle-copy")
 SERVED_MODES = ("parallel", "state-copy", "speculative")
 """The modes of the engine, beside full."""
 SERVED_CONFIDENCES = ("gap", "max", "classifier", "gate")
-MULTIPLE = ("state-copy", "parallel", "select", *ORACLES)
+MULTIPLE = ("state-copy", "entry-copy", "parallel", "select", *ORACLES)
 """The modes with any number of exits; the others have one."""
 DEFAULT_THRESHOLD = 0.9
 DEFAULT_STACK = 16
@@ -74,7 +75,8 @@ class Exiting:
     mode: Mode = option(
         choices=MODES, flag="--decode", metavar="MODE",
         help="what happens at an exit: full never exits; static always does; state-copy gives deeper layers the exit's "
-        "state (CALM); parallel runs them later, several tokens at once (FREE); speculative lets the full model verify what "
+        "state (CALM); entry-copy gives deeper loops the keys and values of the loop where a token "
+        "exited; parallel runs them later, several tokens at once (FREE); speculative lets the full model verify what "
         "the exit drafted; select runs every layer and takes the first confident exit's choice; oracle exits as soon as the "
         "last layer's choice is reached, and oracle-copy gives deeper layers the state there. full, speculative and oracle "
         "keep the full model's output",
@@ -121,6 +123,8 @@ class Exiting:
             unset = name in USED[self.mode] and getattr(self, name) is None
             if unset and not (name == "threshold" and self.mode in ORACLES):
                 object.__setattr__(self, name, value)
+        if self.confidence == "kl" and self.mode != "entry-copy":
+            raise OptionError(f"confidence 'kl' requires entry-copy decoding, got {self.mode}")
         self._check_layers()
         self._check_threshold()
 
@@ -170,6 +174,8 @@ class Exiting:
             )
         if self.mode == "full":
             return ()
+        if plan.injection and self.mode != "entry-copy":
+            raise OptionError(f"{self.mode} decoding cannot be combined with an injection in each loop; entry-copy can")
         layers = self._layers(plan)
         last = plan.unrolled_layers
         for layer in layers:
@@ -191,8 +197,9 @@ class Exiting:
         if self.min_exit_layer is not None:
             # The last layer itself when it is too high, so that the caller refuses it by its number.
             return range(self.min_exit_layer, max(plan.unrolled_layers, self.min_exit_layer + 1))
-        if plan.exits:
-            return tuple(index + 1 for index in plan.exits)
+        own = plan.recursion_ends() if plan.injection else plan.exits
+        if own:
+            return tuple(index + 1 for index in own)
         raise OptionError(f"this model has no exits of its own; give an exit layer: {_suggestion(plan)}")
 
 

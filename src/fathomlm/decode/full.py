@@ -184,7 +184,7 @@ class Session:
         try:
             return self._continue(row, chosen)
         finally:
-            if self.exiting is not None and self.exiting.mode in ("state-copy", "oracle-copy"):
+            if self.exiting is not None and self.exiting.mode in ("state-copy", "entry-copy", "oracle-copy"):
                 # Copied entries are not those of a prompt; the next turn reads the reply at full depth.
                 self._cache.truncate(len(tokens) - 1)
             # An interrupted pass leaves some steps with more entries than others. The cache counts what all of them have,

@@ -251,8 +251,8 @@ class DepthPlan:
 
     def with_recursions(self, recursions: int) -> DepthPlan:
         """The same layers looped another number of times. Exits after each loop stay so."""
-        if not self.loops or self.routing is not None or self.kv != "cache":
-            raise PlanError("another number of loops requires a looped core without a router or shared keys and values")
+        if self.plain or not self.loops or self.routing is not None or self.kv != "cache":
+            raise PlanError("another number of loops requires a looped model without a router or shared keys and values")
         after_each = bool(self.exits) and self.exits == self.recursion_ends()
         if self.exits and not (after_each and recursions > 1):
             raise PlanError("another number of loops cannot be combined with exits, except after each of 2 or more loops")

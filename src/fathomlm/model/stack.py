@@ -323,7 +323,7 @@ class LayerStack(nn.Module):
             found, at_BT = torch.unique(positions_BT, return_inverse=True)
             drawn = torch.empty(len(found), like_BTM.shape[-1])
             for row_M, position in zip(drawn, found.tolist(), strict=True):
-                generator = torch.Generator().manual_seed((seed << 20) + position)
+                generator = torch.Generator().manual_seed((seed * 1_000_003 + position) % 2**63)
                 nn.init.trunc_normal_(row_M, std=1.0, a=-3.0, b=3.0, generator=generator)
             noise = drawn.to(like_BTM)[at_BT]
         return torch.cat((like_BTM, noise.expand_as(like_BTM) * std), dim=-1)

@@ -84,7 +84,7 @@ def _layout(model: FathomForCausalLM, unroll: bool) -> tuple[Architecture, Depth
     """What the file will say: the looped model itself where GGUF has loops for it, or its unrolled twin."""
     plan = model.plan
     if plan.injection:
-        raise OptionError("a GGUF file cannot hold an injection at the beginning of each loop; --format huginn can")
+        raise OptionError("a GGUF file cannot hold an injection at the beginning of each loop; --format hf can")
     if plan.recursions > 1 and not unroll:
         try:
             looped = DepthPlan.build("cycle", plan.recursions, plan.unrolled_layers)

@@ -88,6 +88,8 @@ class EvalGenerate(BatchOptions, ModelOptions):
             "shots": form.shots,
             "sampling": dataclasses.asdict(sampling),
             "max_depth": self.depth.max_depth,
+            "loops": self.loops,
+            "start_scale": self.depth.start_scale,
             **report(written, samples, metric),
         }
         if written.cut:
