@@ -22,12 +22,16 @@ from fathomlm.model.route.trace import RoutingMeter
 from fathomlm.train.data.loader import IGNORE
 from fathomlm.train.losses.agreement import agreement_loss
 from fathomlm.train.losses.exits import exit_depths, exit_steps, exit_weights
+from fathomlm.train.losses.gate import exit_entropy, exit_log_probabilities, expected_exit
 from fathomlm.train.losses.head import HeadParts, HeadTerms, Teacher, head_loss
 from fathomlm.train.losses.healing import healing_loss, teacher_steps
 from fathomlm.train.losses.layerwise import candidates, layerwise_loss, taught_layers
 from fathomlm.train.losses.routing import openness, routing_names, routing_parts, smooth_openness
 from fathomlm.train.recipe import LossRecipe, RoutingLossRecipe
 from fathomlm.train.seq2seq import encode
+
+GATE_NAMES = ("gate_entropy", "gate_depth")
+"""How undecided a gate is, and the output that it lets tokens exit at, on average, from 1."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +81,7 @@ class Objective(nn.Module):
         if recipe.heal is not None and teacher is not None:
             self._healed = teacher_steps(decoder.plan, teacher.plan, kept_layers)
         self._classifies = recipe.exits is not None and recipe.exits.classifier
+        self._gated = recipe.exits is not None and recipe.exits.weights == "gate"
         self._teaches = recipe.routing or RoutingLossRecipe()
         self.openness = 0.0
         """What is left of the capacity's warm-up; the loop sets it, and only training heeds it."""
@@ -101,6 +106,7 @@ class Objective(nn.Module):
             parts += [_classifier_name(output)] if self._classifies and output is not self._outputs[-1] else []
         names = tuple(sorted(parts, key=lambda name: name != "next_token")) + (("layerwise",) if self._shallow else ())
         names += ("heal",) if self._healed else ()
+        names += GATE_NAMES if self._gated else ()
         routing = self.decoder.plan.routing
         return names if routing is None else names + routing_names(routing)
 
@@ -172,7 +178,10 @@ class Objective(nn.Module):
         parts: dict[str, Tensor] = {}
         choices: dict[int, Tensor] = {}
         total = torch.zeros((), device=targets_BT.device)
-        for output in self._outputs:
+        weights_NO = None
+        if self._gated:
+            total, weights_NO = self._gate(total, parts, normed, targets_N)
+        for number, output in enumerate(self._outputs):
             exit_vocab = self._exit_vocab(output.index)
             teacher = None
             if output.terms.divergence is not None:
@@ -189,6 +198,7 @@ class Objective(nn.Module):
                 chunk=self.recipe.chunk,
                 parts=self._head_parts,
                 choices_N=choices.get(output.index),
+                weights_N=None if weights_NO is None else weights_NO[:, number],
             )
             if exit_vocab is not None and self._classifies:
                 choices[output.index] = exit_vocab.vocab_W[choices[output.index]]
@@ -207,6 +217,21 @@ class Objective(nn.Module):
         if trace is not None:
             total = self._add_routing(total, parts, trace, targets_BT)
         return total, torch.stack([parts[name].detach() for name in self.names])
+
+    def _gate(
+        self, total: Tensor, parts: dict[str, Tensor], normed: dict[int, Tensor], targets_N: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """What its entropy counts is taken off; and how likely each token exits at each output."""
+        gate, recipe = self.decoder.exit_gate, self.recipe.exits
+        assert gate is not None
+        assert recipe is not None
+        scores_NE = torch.stack([gate(normed[index]).flatten() for index in self.exits], dim=1)
+        log_p_NO = exit_log_probabilities(scores_NE.float())
+        counted_N = targets_N != IGNORE
+        entropy = torch.where(counted_N, exit_entropy(log_p_NO), 0.0).sum()
+        depth = torch.where(counted_N, expected_exit(log_p_NO), 0.0).sum()
+        parts |= dict(zip(GATE_NAMES, (entropy, depth), strict=True))
+        return total - recipe.entropy * entropy, log_p_NO.exp()
 
     def _add_classifiers(
         self,

@@ -199,13 +199,25 @@ def check_recipe(recipe: Recipe) -> None:
         raise OptionError("data.source_prefix requires data.pairs")
     if recipe.train == "relaxation" and model.relax is None and model.source is None:
         raise OptionError("train: relaxation requires model.relax")
+    if exits is not None and exits.weights == "gate":
+        others = {
+            "loss.distill": loss.distill,
+            "loss.exits.distill": exits.distill,
+            "loss.exits.exit_vocab": exits.exit_vocab,
+        }
+        for name in (name for name, given in others.items() if given):
+            raise OptionError(f"loss.exits.weights: gate cannot be combined with {name}")
+        if exits.at != "recursions":
+            raise OptionError(f"loss.exits.weights: gate requires loss.exits.at: recursions, got {exits.at}")
     if recipe.train == "exit_heads" and (loss.exits is None or loss.exits.head_rank < 1):
         raise OptionError("train: exit_heads requires loss.exits.head_rank >= 1")
     if recipe.train == "exits" and (
-        exits is None or not (exits.head_rank or exits.adapter_rank or exits.layer or exits.classifier)
+        exits is None
+        or not (exits.head_rank or exits.adapter_rank or exits.layer or exits.classifier or exits.weights == "gate")
     ):
         raise OptionError(
-            "train: exits requires something that exits add: loss.exits.adapter_rank, layer, head_rank or classifier"
+            "train: exits requires something that exits add: loss.exits.adapter_rank, layer, head_rank, classifier or "
+            "weights: gate"
         )
     if exits is not None and exits.exit_vocab and not recipe.exits_only:
         raise OptionError(

@@ -213,9 +213,12 @@ class ExitRecipe:
 
     at: Literal["recursions"] | list[int] = "recursions"
     """After every recursion, or after these numbers of steps (6 means after the sixth)."""
-    weights: Literal["weighted", "unweighted", "aggressive"] = "aggressive"
-    """i / sum(i) by depth; 1/n each; or `coefficient` on every early exit and 1 on the last output."""
+    weights: Literal["weighted", "unweighted", "aggressive", "gate"] = "aggressive"
+    """i / sum(i) by depth; 1/n each; `coefficient` on every early exit and 1 on the last output; or, token by token, how
+    likely a gate that learns beside the model lets it exit there (losses/gate.py): `generate --confidence gate`."""
     coefficient: float = option(0.1, ge=0)
+    entropy: float = option(0.1, ge=0)
+    """gate: what the entropy of its choice counts against the expected loss."""
     distill: str | None = option(None, choices=tuple(DIVERGENCES))
     """Teach exits from the detached last output as well."""
     distill_weight: float = option(1.0, ge=0)

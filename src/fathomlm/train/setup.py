@@ -146,7 +146,8 @@ def build_student(recipe: Recipe, corpus: Corpus) -> FathomModel:
     if exits is None:  # exits that no loss reads would go stale while the layers under them learn
         return with_exits(student, (), 0, recipe.seed)
     places = exit_steps(exits, student.plan)
-    student = with_exits(student, places, exits.head_rank, recipe.seed, exits.adapter_rank, exits.classifier, exits.layer)
+    parts = (exits.head_rank, recipe.seed, exits.adapter_rank, exits.classifier, exits.layer, exits.weights == "gate")
+    student = with_exits(student, places, *parts)
     student.limit_exits(_exit_vocab(exits, student, corpus))
     return student
 
@@ -237,10 +238,11 @@ def with_exits(
     adapter: int = 0,
     classifier: bool = False,
     layer: bool = False,
+    gate: bool = False,
 ) -> FathomModel:
-    """The same weights under a plan with exits. Low-rank deltas on the head (`rank` above 0), adapters, layers and
-    classifiers are kept where the model has them for that exit and rank, and fresh otherwise."""
-    plan = model.plan.with_exits(exits, layer=layer)
+    """The same weights under a plan with exits. Low-rank deltas on the head (`rank` above 0), adapters, layers, classifiers
+    and the gate are kept where the model has them for that exit and rank, and fresh otherwise."""
+    plan = model.plan.with_exits(exits, layer=layer, gate=gate)
     return replan(model, plan, exit_rank=rank, exit_adapter=adapter, exit_classifier=classifier, seed=seed)
 
 

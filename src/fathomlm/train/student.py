@@ -92,7 +92,7 @@ def read_student(recipe: Recipe, *, foresee: bool = False) -> StudentSpec:
         raise OptionError(
             f"loss.exits.exit_vocab must be <= the model's vocabulary of {architecture.vocab:,}, got {exits.exit_vocab:,}"
         )
-    plan = plan.with_exits(exit_steps(exits, plan), layer=exits.layer)
+    plan = plan.with_exits(exit_steps(exits, plan), layer=exits.layer, gate=exits.weights == "gate")
     added = ExitParts(
         head_rank=exits.head_rank, adapter_rank=exits.adapter_rank, layer=exits.layer, classifier=exits.classifier
     )

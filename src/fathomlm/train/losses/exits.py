@@ -31,6 +31,8 @@ def exit_weights(recipe: ExitRecipe, depths: Sequence[int]) -> tuple[float, ...]
     """
     if recipe.weights == "weighted":
         return tuple(depth / sum(depths) for depth in depths)
+    if recipe.weights == "gate":  # says it token by token: losses/gate.py
+        return (1.0,) * len(depths)
     if recipe.weights == "unweighted":
         return tuple(1 / len(depths) for _ in depths)
     return (*(recipe.coefficient for _ in depths[:-1]), 1.0)

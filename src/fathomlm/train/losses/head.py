@@ -99,13 +99,28 @@ class HeadParts(NamedTuple):
         )
 
 
+class _Weighing(NamedTuple):
+    """What each token of a chunk counts, and where its loss goes."""
+
+    weights_C: Tensor
+    losses_C: Tensor
+
+
 def _chunk_loss(
-    logits_CV: Tensor, targets_C: Tensor, teacher_CV: Tensor | None, terms: HeadTerms, taught: TaughtLoss
+    logits_CV: Tensor,
+    targets_C: Tensor,
+    teacher_CV: Tensor | None,
+    terms: HeadTerms,
+    taught: TaughtLoss,
+    weighing: _Weighing | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     if teacher_CV is not None and terms.divergence is not None:
         return taught(logits_CV, targets_C, teacher_CV, terms)
     losses_C = cross_entropy_(logits_CV, targets_C, terms.weight)
-    return losses_C.sum(), losses_C.new_zeros(()), logits_CV
+    if weighing is None:
+        return losses_C.sum(), losses_C.new_zeros(()), logits_CV
+    weighing.losses_C.copy_(losses_C)
+    return losses_C.sum(), losses_C.new_zeros(()), logits_CV.mul_(weighing.weights_C[:, None])
 
 
 class _HeadLoss(torch.autograd.Function):
@@ -122,6 +137,7 @@ class _HeadLoss(torch.autograd.Function):
         dtype: torch.dtype,
         learning: bool,
         choices_N: Tensor | None,
+        weights_N: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         ctx.scaled_ = parts.scaled_
         weight = parts.narrowed(weight_VM, dtype)
@@ -131,6 +147,7 @@ class _HeadLoss(torch.autograd.Function):
         # In float32 also where the weight is bfloat16 (FSDP's copies): many chunks are added up.
         d_weight = torch.zeros_like(weight_VM, dtype=torch.promote_types(dtype, torch.float32)) if wants_weight else None
         ce_sum, distance_sum = (torch.zeros((), dtype=torch.float32, device=hidden_NM.device) for _ in range(2))
+        losses_N = None if weights_N is None else torch.empty_like(weights_N)
         for start in range(0, hidden_NM.shape[0], chunk):
             part = slice(start, start + chunk)
             hidden = hidden_NM[part].to(dtype)
@@ -140,7 +157,10 @@ class _HeadLoss(torch.autograd.Function):
             shown = None
             if teacher is not None and teacher_weight is not None:
                 shown = teacher.hidden_NM[part].to(dtype) @ teacher_weight.T
-            ce, distance, slope = _chunk_loss(logits, targets_N[part], shown, terms, parts.taught)
+            weighing = None
+            if weights_N is not None and losses_N is not None:
+                weighing = _Weighing(weights_N[part], losses_N[part])
+            ce, distance, slope = _chunk_loss(logits, targets_N[part], shown, terms, parts.taught, weighing)
             ce_sum += ce
             distance_sum += distance
             if d_hidden is not None:
@@ -148,16 +168,19 @@ class _HeadLoss(torch.autograd.Function):
             if d_weight is not None:
                 _add_product(d_weight, slope.T, hidden)
             del logits, slope, shown  # or this chunk would be held beside the next
-        ctx.save_for_backward(d_hidden, None if d_weight is None else d_weight.to(weight_VM.dtype))
+        d_weights = None if losses_N is None else terms.weight * losses_N
+        ctx.save_for_backward(d_hidden, None if d_weight is None else d_weight.to(weight_VM.dtype), d_weights)
         ctx.mark_non_differentiable(ce_sum, distance_sum)
+        if weights_N is not None and d_weights is not None:
+            return (weights_N * d_weights).sum(), ce_sum, distance_sum
         return terms.weight * ce_sum + terms.divergence_weight * distance_sum, ce_sum, distance_sum
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_total: Tensor, *unused: Tensor) -> tuple[Tensor | None, ...]:
-        d_hidden, d_weight = ctx.saved_tensors
+        d_hidden, d_weight, d_weights = ctx.saved_tensors
         scaled = [None if d is None else ctx.scaled_(d, d_total) for d in (d_hidden, d_weight)]
-        return (*scaled, None, None, None, None, None, None, None, None)
+        return (*scaled, None, None, None, None, None, None, None, None, None if d_weights is None else d_weights * d_total)
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
@@ -193,19 +216,22 @@ def head_loss(
     chunk: int | None = None,
     parts: HeadParts = PLAIN_PARTS,
     choices_N: Tensor | None = None,
+    weights_N: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The weighted sum over tokens, and its parts: summed cross entropy and summed divergence (neither carries a gradient).
 
     `parts` may be compiled. The product is taken in autocast's dtype where that is on. Into
-    `choices_N`, where it is given, each token's likeliest word is written while the logits are there.
+    `choices_N`, where it is given, each token's likeliest word is written while the logits are there. `weights_N` is what
+    each token counts, in float32 and without a teacher; it learns too, from the token's loss.
     """
     kind = hidden_NM.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden_NM.dtype
     chunk = chunk or default_chunk(kind, weight_VM.shape[0], None if teacher is not None else hidden_NM.shape)
+    assert weights_N is None or teacher is None
     learning = torch.is_grad_enabled()  # inside a Function's forward it is always off
     with torch.autocast(kind, enabled=False):
         total, ce, distance = _HeadLoss.apply(
-            hidden_NM, weight_VM, targets_N, teacher, terms, chunk, parts, dtype, learning, choices_N
+            hidden_NM, weight_VM, targets_N, teacher, terms, chunk, parts, dtype, learning, choices_N, weights_N
         )  # type: ignore[no-untyped-call]
     return total, ce, distance
 
@@ -224,11 +250,17 @@ def default_chunk(device_type: str, vocab: int, hidden: tuple[int, ...] | None =
 
 
 def plain_head_loss(
-    hidden_NM: Tensor, weight_VM: Tensor, targets_N: Tensor, terms: HeadTerms, teacher: Teacher | None = None
+    hidden_NM: Tensor,
+    weight_VM: Tensor,
+    targets_N: Tensor,
+    terms: HeadTerms,
+    teacher: Teacher | None = None,
+    weights_N: Tensor | None = None,
 ) -> Tensor:
     """The slow twin: all logits at once, gradients left to autograd."""
     logits = F.linear(hidden_NM, weight_VM)
-    total = terms.weight * F.cross_entropy(logits, targets_N, ignore_index=IGNORE, reduction="sum")
+    losses_N = F.cross_entropy(logits, targets_N, ignore_index=IGNORE, reduction="none")
+    total = terms.weight * (losses_N if weights_N is None else weights_N * losses_N).sum()
     if terms.divergence is not None and teacher is not None:
         log_q, log_p = logits.log_softmax(-1), F.linear(teacher.hidden_NM, teacher.weight_VM).log_softmax(-1)
         value_N, _ = DIVERGENCES[terms.divergence](log_q, log_p.detach())
