@@ -446,7 +446,7 @@ def test_a_checkpoint_from_before_these_fields_goes_on(recipe: Callable[..., Any
     [
         (
             {"train": "exits"},
-            "train: exits requires something that exits add: loss.exits.adapter_rank, layer, head_rank, classifier or weights: gate",
+            "train: exits requires something that exits add: loss.exits.adapter_rank, layer, head_rank, classifier",
         ),
         ({"train": "exits", "loss": {"exits": {"at": [2]}}}, "train: exits requires something that exits add"),
         ({"train": "exit_heads", "loss": {"exits": {"adapter_rank": 2}}}, "train: exit_heads requires loss.exits.head_rank"),
