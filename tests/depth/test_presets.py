@@ -56,6 +56,7 @@ PUBLISHED = {
     "recurrent-tinyllama": 844_171_264,
     "recurrent-llama-3.2": 1_385_228_288,
     "recurrent-olmo2": 1_359_071_232,
+    "qwen3-30b-a3b": 30_532_122_624,
     "ouro-1.4b": 1_434_652_673,
     "ouro-2.6b": 2_667_974_657,
     "nanbeige4.2-3b": 4_169_800_704,  # from its published shape; the card says 3B without embeddings, 4B in all

@@ -21,6 +21,7 @@ from transformers import (
     PreTrainedModel,
     Qwen2Config,
     Qwen3Config,
+    Qwen3MoeConfig,
     SmolLM3Config,
 )
 
@@ -92,6 +93,12 @@ CONFIGS: dict[str, Any] = {
         rope_parameters=LONGROPE,
     ),
     "olmo2": lambda: Olmo2Config(**GROUPED),
+    "qwen3-moe": lambda: Qwen3MoeConfig(
+        **GROUPED, head_dim=16, moe_intermediate_size=24, num_experts=6, num_experts_per_tok=2, norm_topk_prob=True
+    ),
+    "qwen3-moe-parts": lambda: Qwen3MoeConfig(
+        **GROUPED, head_dim=16, moe_intermediate_size=24, num_experts=4, num_experts_per_tok=3, norm_topk_prob=False
+    ),
     "neox-sequential": lambda: GPTNeoXConfig(**SHAPE, use_parallel_residual=False, rotary_pct=0.5),
 }
 

@@ -195,7 +195,11 @@ def _tensors(model: FathomModel, steps: Sequence[Step], on_layer: OnProgress | N
         for fusion in family.fusions:
             merged = _fuse(merged, fusion, model.architecture.heads)
         for name, tensor in merged.items():
-            yield hf_name(family, f"layers.{number}.{name}"), tensor
+            where = hf_name(family, f"layers.{number}.{name}")
+            if "*" in where:
+                yield from ((where.replace("*", str(i)), expert) for i, expert in enumerate(tensor))
+            else:
+                yield where, tensor
     for name, parameter in decoder.norm.named_parameters():
         yield hf_name(family, f"norm.{name}"), parameter
     if decoder.inject is not None:

@@ -65,7 +65,10 @@ class HuggingFaceCheckpoint:
 
     def tensor(self, name: str) -> torch.Tensor:
         stored, part = stored_as(self._family, name)
-        tensor = self._shards.get(hf_name(self._family, stored))
+        where = hf_name(self._family, stored)
+        if "*" in where:
+            return torch.stack([self._shards.get(each) for each in self._numbered(where)])
+        tensor = self._shards.get(where)
         if part is None:
             return tensor
         fusion = self._family.fusion(part, name.rpartition(".")[2])
@@ -76,12 +79,15 @@ class HuggingFaceCheckpoint:
     def tokenizer(self) -> Any | None:
         return read_tokenizer(self._directory, self._config)
 
+    def _numbered(self, name: str) -> list[str]:
+        """The names of a tensor that is stored expert by expert."""
+        return [name.replace("*", str(i)) for i in range(self._architecture.experts)] if "*" in name else [name]
+
     def _refuse_strangers(self) -> None:
         """A tensor without a place here means that the model computes something that our block does not."""
         names = list(parameter_shapes(self._architecture, self._plan))
-        known = {hf_name(self._family, stored_as(self._family, name)[0]) for name in names} | {
-            hf_name(self._family, "head.weight")
-        }
+        stored = {hf_name(self._family, stored_as(self._family, name)[0]) for name in names}
+        known = {each for name in stored for each in self._numbered(name)} | {hf_name(self._family, "head.weight")}
         more = sorted(name for name in set(self._shards.names()) - known if not COMPUTED.search(name))
         refuse_tensors(self._directory, self._family, more)
 

@@ -4,6 +4,7 @@
     layers.I.attn.{q,k,v,o}.{weight,bias}     layers.I.norm_mlp.{weight,bias}
     layers.I.attn.{q_norm,k_norm}.weight      layers.I.{norm_attn_out,norm_mlp_out}.weight   (sandwich)
     layers.I.mlp.{gate,up,down}.{weight,bias} norm.{weight,bias}, head.weight                (untied)
+    layers.I.mlp.router.weight, and mlp.{gate,up,down}.weight with a matrix for each expert  (Qwen3-MoE)
     layers.I.cross.{q,k,v,o}.weight           layers.I.norm_cross.weight, relative.weight    (T5)
 
 Reading a tensor at a time is what keeps a conversion's memory near the size of its result.
@@ -86,4 +87,5 @@ def parameter_shapes(architecture: Architecture, plan: DepthPlan | None = None) 
 def layer_parameter_shapes(architecture: Architecture) -> dict[str, tuple[int, ...]]:
     """Every tensor of one layer."""
     linears = {f"{linear.path}.weight": (linear.outputs, linear.inputs) for linear in architecture.linears()}
-    return {**linears, **{name: (width,) for name, width in architecture.vectors().items()}}
+    vectors = {name: (width,) for name, width in architecture.vectors().items()}
+    return {**linears, **architecture.expert_shapes(), **vectors}

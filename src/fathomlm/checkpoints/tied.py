@@ -18,6 +18,7 @@ from fathomlm.checkpoints.activations import Activations
 from fathomlm.checkpoints.source import BaseCheckpoint, TokenIds
 from fathomlm.checkpoints.tying import Init, NormInit
 from fathomlm.depth import Architecture, DepthPlan, Step
+from fathomlm.errors import OptionError
 from fathomlm.model.relax.lora import damped
 
 ROWS, COLUMNS = ("mlp.gate", "mlp.up"), ("mlp.down",)
@@ -61,6 +62,8 @@ class Tying:
         orders: dict[int, Tensor] = {}
         if init == "aligned":
             assert found is not None
+            if base.architecture.experts:
+                raise OptionError("init 'aligned' matches the neurons of one feed-forward part; this model has experts")
             for first, *others in (group for group in starts if len(group) > 1):
                 orders |= {other: neuron_order(base, first, other, found) for other in others}
         return cls(base, init, norm, starts, found, orders)

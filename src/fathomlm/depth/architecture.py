@@ -8,6 +8,7 @@ traits.
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
@@ -143,6 +144,13 @@ class Architecture:
     """Whether each layer also looks at an encoder's output (thesis 2, the T5 family)."""
     memory_width: int = 0
     """cross: how wide the encoder's output is."""
+    experts: int = 0
+    """How many feed-forward parts of width `intermediate` a layer has, of which a router chooses for each token (Qwen3-MoE);
+    0 is one for all."""
+    experts_per_token: int = 0
+    """experts: how many it chooses."""
+    experts_normed: bool = False
+    """experts: whether the chosen ones' probabilities are made to add up to 1."""
 
     def __post_init__(self) -> None:
         self._check_types()
@@ -165,6 +173,12 @@ class Architecture:
             raise OptionError(f"memory_width requires cross, got {self.memory_width} with cross={self.cross}")
         if self.cross and self.residual != "pre":
             raise OptionError(f"cross requires residual='pre', got {self.residual!r}")
+
+        if not 0 <= self.experts_per_token <= self.experts or (self.experts_per_token == 0) != (self.experts == 0):
+            raise OptionError(f"experts_per_token must be from 1 to {self.experts}, got {self.experts_per_token}")
+        usual = self.gated and self.activation == "silu" and not self.mlp_bias and self.residual == "pre" and not self.cross
+        if self.experts and (not usual or self.residual_scale != 1.0):
+            raise OptionError("experts require gated SiLU feed-forward parts without biases, and residual='pre'")
 
     def _check_types(self) -> None:
         for name in SIZES:
@@ -224,13 +238,15 @@ class Architecture:
         return self.rotated[layer] if self.rotated else True
 
     def linears(self) -> tuple[LinearSpec, ...]:
-        """The weight matrices of one layer, in the order they are used."""
+        """The weight matrices of one layer, in the order they are used; those of experts are apart (`expert_shapes`)."""
         attention = (
             LinearSpec("q", self.hidden, self.query_width, self.qkv_bias or self.qk_bias),
             LinearSpec("k", self.hidden, self.kv_width, self.qkv_bias or self.qk_bias),
             LinearSpec("v", self.hidden, self.kv_width, self.qkv_bias),
             LinearSpec("o", self.query_width, self.hidden, self.o_bias),
         )
+        if self.experts:
+            return attention
         gate = (LinearSpec("gate", self.hidden, self.intermediate, self.mlp_bias),) if self.gated else ()
         return (
             *attention,
@@ -263,6 +279,19 @@ class Architecture:
             widths |= {f"attn.q_norm.{end}": q for end in ends} | {f"attn.k_norm.{end}": k for end in ends}
         return widths | {f"{linear.path}.bias": linear.outputs for linear in self.linears() if linear.bias}
 
+    def expert_shapes(self) -> dict[str, tuple[int, ...]]:
+        """The tensors of one layer's experts and of what chooses among them, by name."""
+        if not self.experts:
+            return {}
+        inwards, outwards = (self.experts, self.intermediate, self.hidden), (self.experts, self.hidden, self.intermediate)
+        each = {"mlp.gate.weight": inwards, "mlp.up.weight": inwards, "mlp.down.weight": outwards}
+        return {"mlp.router.weight": (self.experts, self.hidden), **each}
+
+    @property
+    def expert_weights(self) -> int:
+        """Of the experts that one token runs, and of what chooses them."""
+        return self.experts * self.hidden + 3 * self.experts_per_token * self.hidden * self.intermediate
+
     @property
     def qk_norm_widths(self) -> tuple[int, int]:
         """Of the norms of queries and keys."""
@@ -280,7 +309,9 @@ class Architecture:
 
     @property
     def layer_parameters(self) -> int:
-        return sum(linear.inputs * linear.outputs for linear in self.linears()) + sum(self.vectors().values())
+        matrices = sum(linear.inputs * linear.outputs for linear in self.linears())
+        experts = sum(math.prod(shape) for shape in self.expert_shapes().values())
+        return matrices + experts + sum(self.vectors().values())
 
     @property
     def embedding_parameters(self) -> int:
@@ -320,12 +351,15 @@ class Architecture:
 
 SIZES = (
     "layers", "hidden", "intermediate", "heads", "kv_heads", "head_dim", "vocab", "context", "relative_buckets",
-    "relative_distance", "memory_width",
+    "relative_distance", "memory_width", "experts", "experts_per_token",
 )  # fmt: skip
-FLAGS = ("tied_embeddings", "gated", "qk_norm", "qk_norm_wide", "qkv_bias", "qk_bias", "o_bias", "mlp_bias", "cross")
+FLAGS = (
+    "tied_embeddings", "gated", "qk_norm", "qk_norm_wide", "qkv_bias", "qk_bias", "o_bias", "mlp_bias", "cross",
+    "experts_normed",
+)  # fmt: skip
 LATER_TRAITS = (
     "head_scale", "positions", "relative_buckets", "relative_distance", "cross", "memory_width", "residual_scale",
-    "qk_norm_wide", "qk_bias", "rotated",
+    "qk_norm_wide", "qk_bias", "rotated", "experts", "experts_per_token", "experts_normed",
 )  # fmt: skip
 """Fields that are written only where they are not as usual."""
 

@@ -29,6 +29,8 @@ BOUNDS: dict[str, tuple[int, int]] = {
     "unrolled_layers": (1, 2048),
     "recursions": (1, 1024),
     "kv_loops": (1, 1024),
+    "experts": (0, 1 << 12),
+    "experts_per_token": (0, 1 << 12),
     "rank": (0, 1 << 16),
     "prefix_length": (0, 1 << 16),
     "window": (1, 1 << 31),

@@ -213,7 +213,7 @@ class _Rules:
         }
         source = sum(each.pop(name, 0) for name in OF_THE_SOURCE)
         injected = injection_weights(self.architecture, self.plan) if self.plan.begins_recursion(step) else 0
-        return sum(each.values()) + injected, source
+        return sum(each.values()) + self.architecture.expert_weights + injected, source
 
     def _added(self, step: Step, spec: LinearSpec) -> int:
         if self.relaxation is None or not self.relaxation.sits_on(self.plan, step):

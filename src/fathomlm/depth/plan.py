@@ -405,6 +405,7 @@ class ExitParts:
         if self.layer:
             yield from ((linear.outputs, linear.inputs) for linear in architecture.linears())
             yield from ((width,) for width in architecture.vectors().values())
+            yield from architecture.expert_shapes().values()
         if self.classifier:
             yield from ((1, architecture.hidden), (1,))
 

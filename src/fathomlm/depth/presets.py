@@ -325,6 +325,14 @@ def _olmo2(layers: int, hidden: int, intermediate: int, heads: int) -> Architect
     return dataclasses.replace(base, residual="post", qk_norm=True, qk_norm_wide=True)
 
 
+def _qwen3_moe() -> Architecture:
+    base = _llama(
+        48, 2048, 768, 32, 4, 151_936, family="qwen3_moe", head_dim=128, context=40_960, theta=1e6, tied=False, eps=1e-6,
+        qk_norm=True,
+    )  # fmt: skip
+    return dataclasses.replace(base, experts=128, experts_per_token=8, experts_normed=True)
+
+
 def _ouro(layers: int, hub: str) -> Preset:
     loop = _llama(layers, 2048, 5632, 16, 16, family="ouro", context=65_536, theta=1e6, tied=False, eps=1e-6)
     found = _looped(dataclasses.replace(loop, residual="sandwich"), 4, hub)
@@ -362,6 +370,7 @@ PRESETS |= {
     "phi-4-mini": Preset(architecture=_phi4_mini(), hub="microsoft/Phi-4-mini-instruct"),
     "olmo2-1b": Preset(architecture=_olmo2(16, 2048, 8192, 16), hub="allenai/OLMo-2-0425-1B"),
     "olmo2-7b": Preset(architecture=_olmo2(32, 4096, 11_008, 32), hub="allenai/OLMo-2-1124-7B"),
+    "qwen3-30b-a3b": Preset(architecture=_qwen3_moe(), hub="Qwen/Qwen3-30B-A3B"),
     "nanbeige4.2-3b": _looped(
         _llama(22, 3072, 10752, 48, 8, 166_144, family="nanbeige", head_dim=128, context=262_144, theta=7e7, tied=False),
         2, "Nanbeige/Nanbeige4.2-3B",

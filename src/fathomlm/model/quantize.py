@@ -16,6 +16,7 @@ from fathomlm.kernels.half import effective_weight
 from fathomlm.kernels.norm import RMSNorm
 from fathomlm.kernels.quantized import Kind, QuantizedWeight
 from fathomlm.model.blocks import Block
+from fathomlm.model.blocks.parts import FeedForward
 from fathomlm.model.stack import LayerStack
 
 
@@ -47,6 +48,8 @@ def quantize_layers(decoder: LayerStack, kind: Kind, library: CpuLibrary) -> Non
     weight = decoder.embed.weight
     if weight.device.type != "cpu" or weight.dtype != torch.float32:
         raise OptionError(f"quantize requires a float32 model on the CPU; this one is {weight.dtype} on {weight.device}")
+    if decoder.architecture.experts:
+        raise OptionError("quantize cannot be combined with experts: their weights would stay as they are")
     for name, layer in (*decoder.layers.named_children(), *decoder.exit_blocks.named_children()):
         for path, linear in list(layer.named_modules()):
             if isinstance(linear, nn.Linear):
@@ -89,6 +92,7 @@ def _weights(layer: Block) -> LayerWeights:
         return effective_weight(module.weight, module.plus_one).contiguous()
 
     attn, mlp = layer.attn, layer.mlp
+    assert isinstance(mlp, FeedForward)
     return LayerWeights(
         q=integers(attn.q), k=integers(attn.k), v=integers(attn.v), o=integers(attn.o),
         gate=integers(mlp.gate), up=integers(mlp.up), down=integers(mlp.down),

@@ -21,6 +21,7 @@ from fathomlm.kernels.cpu_layers import CpuLayers
 from fathomlm.kernels.norm import RMSNorm
 from fathomlm.model.attention_mask import AttentionMasks, RelativeBias, TokenBatch
 from fathomlm.model.blocks import Block, Packed, StepContext, build_block
+from fathomlm.model.blocks.experts import ExpertLinear
 from fathomlm.model.blocks.parts import build_norm
 from fathomlm.model.cached_rows import run_cached_rows
 from fathomlm.model.encoder_memory import EncoderMemory
@@ -387,6 +388,8 @@ def reset_module(module: nn.Module, std: float, generator: torch.Generator | Non
         module, RMSNorm | nn.LayerNorm | LoraDelta | StepDelta | Routers | RelativeBias | ExitAdapter | ExitClassifier
     ):
         module.reset_parameters()
+    elif isinstance(module, ExpertLinear):
+        module.reset_parameters(std, generator)
     elif isinstance(module, nn.ParameterDict):  # a step's offsets
         for offset in module.values():
             nn.init.zeros_(offset)

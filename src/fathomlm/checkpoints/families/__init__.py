@@ -8,7 +8,21 @@ from __future__ import annotations
 
 import dataclasses
 
-from fathomlm.checkpoints.families import gemma, granite, huginn, llama, nanbeige, neox, olmo2, ouro, phi, qwen, smollm3, t5
+from fathomlm.checkpoints.families import (
+    gemma,
+    granite,
+    huginn,
+    llama,
+    nanbeige,
+    neox,
+    olmo2,
+    ouro,
+    phi,
+    qwen,
+    qwen_moe,
+    smollm3,
+    t5,
+)
 from fathomlm.checkpoints.families.shared import Family
 from fathomlm.depth import Architecture, DepthPlan
 from fathomlm.errors import UnsupportedModel
@@ -19,6 +33,7 @@ FAMILIES: dict[str, Family] = {
     "mistral": llama.MISTRAL,
     "qwen2": qwen.QWEN2,
     "qwen3": qwen.QWEN3,
+    "qwen3_moe": qwen_moe.QWEN3_MOE,
     "gemma": gemma.GEMMA,
     "gemma3": gemma.GEMMA3,
     "neox": neox.NEOX,

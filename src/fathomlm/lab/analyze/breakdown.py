@@ -120,7 +120,7 @@ def _watched(decoder: Decoder, clock: StageClock) -> Iterator[None]:
     def end(module: nn.Module, arguments: Any, out: Any) -> None:
         clock.end()
 
-    watched = []
+    watched: list[tuple[nn.Module, str]] = []
     for layer in decoder.layers:
         assert isinstance(layer, Block)
         watched += [(layer.attn, "attention"), (layer.mlp, "feed-forward")]

@@ -24,6 +24,7 @@ from fathomlm.kernels.qkv import norm_qkv_rope
 from fathomlm.kernels.rope import apply_rope
 from fathomlm.kernels.row_linear import add_linear, few_rows, norm_gated
 from fathomlm.kernels.swiglu import norm_swiglu_mlp
+from fathomlm.model.blocks.experts import Experts
 from fathomlm.model.encoder_memory import StepMemory
 
 
@@ -122,7 +123,7 @@ class Block(nn.Module):
     def __init__(self, architecture: Architecture) -> None:
         super().__init__()
         self.attn = Attention(architecture)
-        self.mlp = FeedForward(architecture)
+        self.mlp: FeedForward | Experts = Experts(architecture) if architecture.experts else FeedForward(architecture)
         if architecture.residual != "post":
             self.norm_attn = build_norm(architecture)
             self.norm_mlp = build_norm(architecture)
@@ -151,6 +152,7 @@ class Block(nn.Module):
         """The weights for `StepContext.packed`."""
         assert isinstance(self.norm_attn, RMSNorm)
         assert isinstance(self.norm_mlp, RMSNorm)
+        assert isinstance(self.mlp, FeedForward)
         qkv = self.attn.pack(self.norm_attn, dtype)
         return Packed(qkv, self.attn.o.weight.to(dtype), *self.mlp.pack(self.norm_mlp, dtype))
 

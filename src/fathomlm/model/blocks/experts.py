@@ -1,0 +1,80 @@
+"""A mixture of experts in place of a feed-forward part: a router sends each token to a few of many (Qwen3-MoE).
+
+Slow and plain: the experts that were chosen run one after the other, each over its own tokens.
+
+Shapes: N tokens, K experts of a token, C tokens of an expert, E experts, I inner width, M hidden width.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+from fathomlm.depth import Architecture
+
+if TYPE_CHECKING:
+    from fathomlm.model.blocks.parts import StepContext
+
+
+class ExpertLinear(nn.Module):
+    """One matrix an expert."""
+
+    def __init__(self, experts: int, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(experts, outputs, inputs))
+
+    def reset_parameters(self, std: float, generator: torch.Generator | None = None) -> None:
+        nn.init.normal_(self.weight, std=std, generator=generator)
+
+    def forward(self, x_CM: Tensor, expert: int) -> Tensor:
+        return F.linear(x_CM, self.weight[expert])
+
+
+class Experts(nn.Module):
+    """The sum of down(silu(gate(x)) * up(x)) over a token's experts, each by its part of the router's probabilities."""
+
+    plain = False
+
+    def __init__(self, architecture: Architecture) -> None:
+        super().__init__()
+        shape = architecture.experts, architecture.hidden, architecture.intermediate
+        self.router = nn.Linear(architecture.hidden, architecture.experts, bias=False)
+        self.gate, self.up = ExpertLinear(*shape), ExpertLinear(*shape)
+        self.down = ExpertLinear(architecture.experts, architecture.intermediate, architecture.hidden)
+        self.chosen, self.normed = architecture.experts_per_token, architecture.experts_normed
+
+    def behind(self, norm: nn.Module, x: Tensor, step: StepContext) -> Tensor:
+        """The residual stream with this part's output for its norm added."""
+        out: Tensor = self(step.norm("norm_mlp", norm, x), step)
+        return x + out
+
+    def forward(self, x: Tensor, step: StepContext) -> Tensor:
+        x_NM = x.flatten(0, -2)
+        parts_NK, experts_NK = F.softmax(self.router(x_NM), dim=-1, dtype=torch.float32).topk(self.chosen, dim=-1)
+        if self.normed:
+            parts_NK = parts_NK / parts_NK.sum(-1, keepdim=True)
+        out_NM = torch.zeros_like(x_NM)
+        for expert in self._hit(experts_NK):
+            token_C, place_C = self._tokens(experts_NK, expert)
+            x_CM = x_NM[token_C]
+            made_CM = self.down(F.silu(self.gate(x_CM, expert)) * self.up(x_CM, expert), expert)
+            out_NM = out_NM.index_add(0, token_C, (made_CM * parts_NK[token_C, place_C, None]).to(out_NM.dtype))
+        return out_NM.view_as(x)
+
+    def _hit(self, experts_NK: Tensor) -> list[int]:
+        """The experts that any token was sent to. A dry run has no numbers: there all are, as under a fair router."""
+        if isinstance(experts_NK, FakeTensor):
+            return list(range(self.router.out_features))
+        hit: list[int] = torch.unique(experts_NK).tolist()
+        return hit
+
+    def _tokens(self, experts_NK: Tensor, expert: int) -> tuple[Tensor, Tensor]:
+        if not isinstance(experts_NK, FakeTensor):
+            token_C, place_C = (experts_NK == expert).nonzero(as_tuple=True)
+            return token_C, place_C
+        fair = -(-experts_NK.numel() // self.router.out_features)
+        return experts_NK.new_zeros(fair), experts_NK.new_zeros(fair)
