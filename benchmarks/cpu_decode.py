@@ -57,7 +57,7 @@ def rate_of_engine(engine: Any, prompt: list[int], tokens: int) -> float:
             prompt=tuple(prompt),
             sampling=fathomlm.Sampling(max_new_tokens=tokens, ignore_eos=True),
         ),
-        lambda event: times.append(time.perf_counter()) if isinstance(event, fathomlm.TokenEvent) else None,
+        lambda events: times.extend(time.perf_counter() for event in events if isinstance(event, fathomlm.TokenEvent)),
     )
     while engine.busy:
         engine.step()

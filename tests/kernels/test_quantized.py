@@ -13,7 +13,16 @@ import torch
 from fathomlm.errors import OutputError
 from fathomlm.kernels import cpu_library as cpu_module
 from fathomlm.kernels.cpu_library import CpuLibrary, build_library
-from fathomlm.kernels.quantized import GROUP, KINDS, MOST_ROWS, Kind, QuantizedWeight, dequantize_int4, quantize_int4
+from fathomlm.kernels.quantized import (
+    GPU_KINDS,
+    GROUP,
+    KINDS,
+    MOST_ROWS,
+    Kind,
+    QuantizedWeight,
+    dequantize_int4,
+    quantize_int4,
+)
 from kernels.row_cases import randoms
 
 SHAPES = [(7, 40), (33, 64), (64, 96), (130, 5)]
@@ -62,6 +71,21 @@ def test_what_is_not_finite_stays_so(kind: Kind, cpu_library: CpuLibrary) -> Non
     x = torch.zeros(1, 64)
     x[0, 3] = float("nan")
     assert quantized(20, 64, kind, cpu_library).product(x).isnan().all()
+
+
+@pytest.mark.parametrize("kind", GPU_KINDS)
+def test_one_byte_a_weight_and_how_far_it_moves(kind: Kind) -> None:
+    weight = randoms()(6, 96) * torch.tensor([0.0, 1e-6, 1, 3, 1e4, 1])[:, None]
+    narrow = QuantizedWeight(weight, kind, None)
+    assert narrow.bytes == weight.numel() + 4 * len(weight)
+    moved, scale = (narrow.multiplied_out() - weight).abs(), narrow.scales[:, None]
+    bound = 0.5 * scale if kind == "int8" else torch.maximum(weight.abs() / 16, scale * 2**-10)
+    assert (moved <= 1.001 * bound).all()
+    assert (moved.amax(1) > 0).tolist() == [False, *[True] * 5]
+    part = narrow[2:4]
+    assert part.shape == (2, 96)
+    assert torch.equal(part.multiplied_out(), narrow.multiplied_out()[2:4])
+    assert part.data.data_ptr() == narrow.data[2:].data_ptr()
 
 
 def test_no_int4_weight_moves_by_more_than_half_a_step() -> None:

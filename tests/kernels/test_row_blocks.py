@@ -13,27 +13,30 @@ def test_tiles_hold_all_rows_up_to_64() -> None:
     rows = (1, 2, 16, 17, 32, 33, 64, 65, 512)
     assert [row_block(many, 4) for many in rows] == [16, 16, 16, 32, 32, 64, 64, 64, 64]
     assert [row_block(many, 2) for many in rows] == [1, 64, 64, 64, 64, 64, 64, 64, 64]
+    assert [row_block(many, 2, narrow=True) for many in rows] == [1, 16, 16, 32, 32, 32, 32, 32, 32]
 
 
 @pytest.mark.parametrize(("width", "depth"), SHAPES)
 @pytest.mark.parametrize("weights", [1, 2])
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [1, 2, 4])
 def test_tiles_fit_and_fill_the_device(width: int, depth: int, weights: int, size: int) -> None:
     for rows in (1, 17, 64, 200):
         b = product_blocks(rows, width, depth, size, weights=weights)
         assert b.split == 1
         assert all(number & (number - 1) == 0 for number in (b.columns, b.depth, b.warps))
         if rows > 1:
-            assert b.stages * (row_block(rows, size) + weights * b.columns) * b.depth * size <= 96 * 1024
-            assert b.columns * weights == 16 or 2 * -(-width // b.columns) >= SMS
-        elif size == 2:
+            tall = row_block(rows, max(size, 2), narrow=size == 1)
+            assert b.stages * (tall * max(size, 2) + weights * b.columns * size) * b.depth <= 96 * 1024
+            assert b.columns * weights == (32 if size == 1 else 16) or 2 * -(-width // b.columns) >= SMS
+        elif size < 4:
             assert b.columns * weights * b.depth <= 64 * 32 * b.warps, "a tile is in registers"
 
 
 @pytest.mark.parametrize(("width", "depth"), SHAPES)
 def test_a_sum_is_cut_by_its_weight_alone(width: int, depth: int) -> None:
     """Otherwise a row's rounding would follow from how many others there are. (One row alone goes its own way.)"""
-    assert len({product_blocks(rows, width, depth, 2, splits=True).split for rows in range(2, 200)}) == 1
+    for size in (1, 2):
+        assert len({product_blocks(rows, width, depth, size, splits=True).split for rows in range(2, 200)}) == 1
 
 
 def test_sums_are_shared_where_programs_are_few() -> None:

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from fathomlm.kernels import grouped_lora, paged_attention, paged_write, row_linear, row_qkv
+from fathomlm.kernels.quantized import GPU_KINDS, Kind, QuantizedWeight
 from fathomlm.kernels.row_blocks import Blocks, share_of
 from fathomlm.kernels.triton_here import triton
 from kernels.row_cases import Pages, angles, randoms, some_slots
@@ -80,6 +81,38 @@ def test_add_linear(rows: int, split: int) -> None:
     assert share_of(200, split) * split >= 200
     row_linear._triton_add_linear(stream, x, weight, stream, space, Blocks(16, 32, split=split))
     torch.testing.assert_close(stream, wanted, **NEAR)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("rows", [1, 17, 40])
+@pytest.mark.parametrize("kind", GPU_KINDS)
+def test_weights_of_one_byte(kind: Kind, rows: int, dtype: torch.dtype) -> None:
+    """One row in 16 bits is summed directly; all others go through tiles, some of which the weight does not fill. The twins
+    are given the same numbers in float32; what is left is one rounding to the dtype of the rows."""
+    random = randoms()
+    x, stream, heads, groups, head_dim = random(rows, 72).to(dtype), random(rows, 37).to(dtype), 2, 1, 16
+    near = NEAR if dtype == torch.float32 else {"rtol": 2**-10, "atol": 2e-3}
+    whole = QuantizedWeight(random(80, 72, std=0.2), kind, None)
+    for scale in (True, False):
+        fast = row_linear._triton_norm_linear(x, whole[:37], 1e-2, scale)
+        torch.testing.assert_close(fast.float(), row_linear.plain_norm_linear(x.float(), whole[:37], 1e-2, scale), **near)
+    fast = row_linear._triton_norm_gated(x, whole[:74], 1e-5)
+    torch.testing.assert_close(fast.float(), row_linear.plain_norm_gated(x.float(), whole[:74], 1e-5), **near)
+    for split in (1, 2):
+        blocks = None if rows == 1 and split == 1 else Blocks(16, 32, split=split)
+        space = row_linear.SplitSpace.build(rows, 37, "cpu")
+        fast = row_linear._triton_add_linear(stream, x, whole[:37], None, space, blocks)
+        torch.testing.assert_close(
+            fast.float(), row_linear.plain_add_linear(stream.float(), x.float(), whole[:37]), **near
+        )
+    qkv, (cos, sin), slots = whole[: (heads + 2 * groups) * head_dim], angles(random, rows, head_dim), some_slots(rows, 60)
+    ours, theirs = ([torch.zeros(16, 4, groups, head_dim) for _ in range(2)] for _ in range(2))
+    fast = row_qkv._triton_norm_qkv_rope_write(x, qkv, 1e-5, heads, groups, cos, sin, *ours, slots)
+    slow = row_qkv.plain_norm_qkv_rope_write(x.float(), qkv, 1e-5, heads, groups, cos, sin, *theirs, slots)
+    torch.testing.assert_close(fast.float(), slow, **near)
+    for one, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(one[:15], other[:15], **near)
+        assert one.any()
 
 
 @pytest.mark.parametrize(("heads", "groups", "head_dim"), [(3, 1, 16), (2, 2, 24), (4, 2, 64), (3, 0, 16)])

@@ -11,6 +11,7 @@ from torch import Tensor
 from fathomlm.kernels import row_linear
 from fathomlm.kernels.half import folded
 from fathomlm.kernels.norm import rms_norm
+from fathomlm.kernels.quantized import GPU_KINDS, Kind, QuantizedWeight
 from kernels.row_cases import randoms
 
 ROWS = [1, 17]
@@ -55,6 +56,16 @@ def test_a_product_added_to_the_stream(rows: int) -> None:
     assert torch.equal(stream, before)
     assert row_linear.add_linear(stream, x, weight, out=stream) is stream
     torch.testing.assert_close(stream, wanted)
+
+
+@pytest.mark.parametrize("kind", GPU_KINDS)
+def test_weights_of_one_byte_mean_what_they_are_multiplied_out(kind: Kind) -> None:
+    random = randoms(dtype=torch.float64)
+    x, stream, weight = random(3, 12), random(3, 14), QuantizedWeight(random(14, 12), kind, None)
+    wide = weight.multiplied_out().double()
+    torch.testing.assert_close(row_linear.norm_linear(x, weight, EPS), row_linear.norm_linear(x, wide, EPS))
+    torch.testing.assert_close(row_linear.norm_gated(x, weight, EPS), row_linear.norm_gated(x, wide, EPS))
+    torch.testing.assert_close(row_linear.add_linear(stream, x, weight), stream + x @ wide.T)
 
 
 def test_outputs_that_are_given_are_filled() -> None:

@@ -29,7 +29,8 @@ from fathomlm.checkpoints.source import BaseCheckpoint
 from fathomlm.depth import Architecture, DepthPlan, ExitParts, Relaxation
 from fathomlm.errors import OptionError, OutputError, choices
 from fathomlm.kernels.cpu_library import COMPILERS, build_library
-from fathomlm.kernels.quantized import KINDS, Kind
+from fathomlm.kernels.paged_write import check_float8
+from fathomlm.kernels.quantized import GPU_KINDS, KINDS, Kind
 from fathomlm.model.encoder import encoder_beside, encoder_record
 from fathomlm.model.hub import FathomForCausalLM
 from fathomlm.model.quantize import quantize_layers
@@ -53,8 +54,9 @@ def load(
     `dtype` defaults to what the weights are stored in (float32 for int8 and for quantised GGUF files). A T5, mT5
     or LongT5 comes as a `FathomForSeq2SeqLM`, everything else as a `FathomForCausalLM`. `exits` is an exit pack to put on
     it (`fathomlm export --format exits`), refused where it was trained over another model, unless `any_base`.
-    `quantize`, "int8" or "int4", computes with integer weights on the CPU; such a model decodes and cannot be saved.
-    `loops` is how often a looped model runs its core, where that is not as often as its configuration says.
+    `quantize` computes with weights of fewer bits, "int8" or "int4" on the CPU, "int8" or "fp8" on a GPU; such a model
+    decodes and cannot be saved. `loops` is how often a looped model runs its core, where that is not as often as its
+    configuration says.
     """
     place, kind = parse_device(device), parse_dtype(dtype)
     if quantize is not None:
@@ -68,22 +70,28 @@ def load(
     return model
 
 
-def check_quantize(quantize: str, dtype: torch.dtype | None, device: torch.device) -> torch.dtype:
+def check_quantize(quantize: str, dtype: torch.dtype | None, device: torch.device) -> torch.dtype | None:
     """Refuse what cannot be quantized before anything is read; the dtype to load in."""
-    if quantize not in KINDS:
-        raise OptionError(choices("quantize", quantize, KINDS))
-    if device.type != "cpu":
-        raise OptionError(f"quantize {quantize} computes on the CPU; it cannot be combined with device '{device}'")
-    if dtype not in (None, torch.float32):
+    if quantize not in (known := {*KINDS, *GPU_KINDS}):
+        raise OptionError(choices("quantize", quantize, known))
+    if quantize not in {"cpu": KINDS, "cuda": GPU_KINDS}.get(device.type, ()):
+        allowed = f"{' or '.join(KINDS)} on the CPU, {' or '.join(GPU_KINDS)} on a GPU"
+        raise OptionError(f"quantize {quantize} cannot be combined with device '{device}'; use {allowed}")
+    if quantize == "fp8":
+        check_float8(device, "quantize fp8")
+    if device.type == "cpu" and dtype not in (None, torch.float32):
         name = str(dtype).removeprefix("torch.")
-        raise OptionError(f"quantize {quantize} computes in float32; it cannot be combined with dtype '{name}'")
-    return torch.float32
+        raise OptionError(f"quantize {quantize} computes in float32 on the CPU; it cannot be combined with dtype '{name}'")
+    return torch.float32 if device.type == "cpu" else dtype
 
 
 def quantize_model(model: FathomModel, kind: str) -> None:
-    """Replace a loaded model's matrices by integers, in place. Where the kernels cannot be compiled or kept it stays as it
-    is, and says so."""
+    """Replace a loaded model's matrices by integers, in place. Where the kernels for a CPU cannot be compiled or kept it
+    stays as it is, and says so."""
     decoder = decoder_only(model, f"quantize {kind}").decoder
+    if decoder.embed.weight.device.type != "cpu":
+        quantize_layers(decoder, cast(Kind, kind), None)
+        return
     why = f"quantize {kind} requires a C compiler ({', '.join(COMPILERS)})"
     try:
         library = build_library(cache_home() / "kernels")

@@ -85,18 +85,21 @@ class DeviceOptions(DtypeOptions, ThreadOptions):
 class QuantizeOptions(DeviceOptions):
     """For commands that decode."""
 
-    quantize: Literal["int8", "int4", "none"] | None = option(
+    quantize: Literal["int8", "int4", "fp8", "none"] | None = option(
         None,
-        help="compute with integer weights on the CPU: faster where few sequences run at once, and slightly less exact",
+        help="compute with weights of fewer bits, int8 or int4 on a CPU, int8 or fp8 on a GPU: faster where few sequences "
+        "run at once, and slightly less exact",
         default_text="int8 for models that ship with FathomLM, otherwise none",
     )
 
     def __post_init__(self) -> None:
         if self.quantize in (None, "none"):
             return
-        for name, value, only in (("device", self.device, "cpu"), ("dtype", self.dtype, "float32")):
-            if value not in (None, only):
-                raise OptionError(f"--quantize {self.quantize} requires --{name} {only}, got '{value}'")
+        where = self.device.partition(":")[0]
+        if (only := {"int4": "cpu", "fp8": "cuda"}.get(self.quantize)) not in (None, where):
+            raise OptionError(f"--quantize {self.quantize} requires --device {only}, got '{self.device}'")
+        if where == "cpu" and self.dtype not in (None, "float32"):
+            raise OptionError(f"--quantize {self.quantize} requires --dtype float32 on a CPU, got '{self.dtype}'")
 
     def quantized(self, model: str) -> str | None:
         """A packaged model is stored as int8 and loses nothing."""

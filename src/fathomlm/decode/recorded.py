@@ -84,7 +84,8 @@ class RecordedSteps:
         self._done = torch.cuda.Event() if self._device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self._recorded: dict[tuple[str, int, bool], Callable[[], None]] = {}
         self._pool: Any = None
-        self._packed = decoder.pack_layers(self._own) if pack else None
+        # Weights of one byte are read as they are, through the layers' linears.
+        self._packed = decoder.pack_layers(self._own) if pack and decoder.quantized is None else None
         self._build_masks: Callable[..., AttentionMasks] = added_masks
         self._move_on, self._push, self._clear, self._judge = move_on, push, clear, judge
         if compile:

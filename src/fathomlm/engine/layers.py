@@ -66,7 +66,7 @@ class PagedLayers:
         if self.architecture.experts and self.device.type == "cuda":
             raise UnsupportedModel("the engine runs mixtures of experts on a CPU only; use fathomlm generate")
         wanted = self.device.type == "cuda" if fuse is None else fuse
-        self.packed = decoder.pack_layers(own) if wanted else {}
+        self.packed = decoder.pack_rows(own) if wanted else {}
         plain = len(self.packed) == len(decoder.layers) + len(own) and not decoder.encodings and decoder.inject is None
         self.fused = wanted and plain
         integers = pages.dtype == torch.float32 and decoder.inject is None
@@ -100,7 +100,7 @@ class PagedLayers:
         hidden_NM = self._norm(x_NM)
         if not self.fused:
             return self.decoder.logits(hidden_NM).float()
-        return norm_linear(hidden_NM, self.decoder.head_weight, 0.0, scale=False, out_dtype=torch.float32)
+        return norm_linear(hidden_NM, self.decoder.head_rows, 0.0, scale=False, out_dtype=torch.float32)
 
     def run(
         self,

@@ -31,13 +31,12 @@ from fathomlm.engine.sampler import SamplerState
 from fathomlm.engine.schedule import PrefillChunk, SchedulerOutput
 from fathomlm.engine.sequence import Sequence as HeldSequence
 from fathomlm.errors import OptionError
+from fathomlm.kernels.paged_write import check_float8
 from fathomlm.model.decoder import Decoder
 from fathomlm.model.route import Routers
 
 WARM_UPS = 2
 BURST = 4
-FLOAT8_SINCE = (8, 9)
-"""The compute capability of the first GPUs that know float8."""
 DRAFTS = 4
 """Passes that draft in a decode step, to one that verifies."""
 OVERBOOKED = 2
@@ -250,12 +249,7 @@ def _check_forced(plan: DepthPlan, layout: Layout, options: EngineOptions, exits
 def _check_entries(options: EngineOptions, device: torch.device) -> None:
     if options.kv_dtype != "fp8" or device.type != "cuda":
         return
-    found = torch.cuda.get_device_capability(device)
-    if found < FLOAT8_SINCE:
-        needed, name = ".".join(map(str, FLOAT8_SINCE)), torch.cuda.get_device_name(device)
-        raise OptionError(
-            f"kv_dtype 'fp8' requires a GPU of compute capability {needed} or later; {name} has {found[0]}.{found[1]}"
-        )
+    check_float8(device, "kv_dtype 'fp8'")
 
 
 def _sizes(decoder: Decoder, layout: Layout, options: EngineOptions, gpu: bool, exiting: Exiting | None) -> Sizes:

@@ -15,12 +15,23 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from fathomlm.errors import OptionError
 from fathomlm.kernels.triton_here import tl, triton
 
 BLOCK, WARPS = 512, 4
 """Entries that a program copies at once, and its warps."""
 FLOAT8 = torch.float8_e4m3fn
 LARGEST_FLOAT8 = 448.0
+FLOAT8_SINCE = (8, 9)
+"""The compute capability of the first GPUs that know float8."""
+
+
+def check_float8(device: torch.device, what: str) -> None:
+    """Refuse a GPU that does not know float8, before a kernel does."""
+    found = torch.cuda.get_device_capability(device)
+    if found < FLOAT8_SINCE:
+        needed, name = ".".join(map(str, FLOAT8_SINCE)), torch.cuda.get_device_name(device)
+        raise OptionError(f"{what} requires a GPU of compute capability {needed} or later; {name} has {found[0]}.{found[1]}")
 
 
 def write_entries(

@@ -1,16 +1,18 @@
-"""Weights as integers, and products with them: int8 with a scale for each output, int4 with a scale and a minimum for each
-group of inputs.
+"""Weights as integers, and products with them: int8 and fp8 with a scale for each output, int4 with a scale and a minimum
+for each group of inputs.
 
-Only weights are rounded; activations and sums are float32. `plain_product` is the meaning: multiply the weights out, then
-multiply. A few rows on a CPU go through cpu_rows.c instead, which reads the integers as they are. Many rows are bound by
-arithmetic and not by reading weights, so they go the plain way.
+Only weights are rounded; sums are float32. `plain_product` is the meaning: multiply the weights out, then multiply. A few
+rows go another way that reads the weights as they are: on a CPU cpu_rows.c, on a GPU the kernels for decoding rows
+(`row_linear`). Many rows are bound by arithmetic and not by reading weights, so they go the plain way.
 
 Shapes: O outputs, I inputs, G groups of a row, N rows.
 """
 
 from __future__ import annotations
 
+import copy
 import ctypes
+from collections.abc import Callable
 from typing import Literal
 
 import torch
@@ -18,9 +20,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fathomlm.kernels.cpu_library import CpuLibrary
+from fathomlm.kernels.paged_write import FLOAT8, LARGEST_FLOAT8
 
-Kind = Literal["int8", "int4"]
+Kind = Literal["int8", "int4", "fp8"]
 KINDS: tuple[Kind, ...] = ("int8", "int4")
+"""On a CPU, in the order of cpu_rows.c."""
+GPU_KINDS: tuple[Kind, ...] = ("int8", "fp8")
 LEVELS = 127
 GROUP = 32
 """Inputs of int4 that share a scale and a minimum."""
@@ -52,6 +57,15 @@ def quantize_int8(weight_OI: Tensor) -> tuple[Tensor, Tensor]:
     return whole_OI.to(torch.int8), scale_O
 
 
+def quantize_fp8(weight_OI: Tensor) -> tuple[Tensor, Tensor]:
+    """The same in float8 (e4m3), whose steps grow with the weights: no weight moves by more than a sixteenth of itself, or
+    where it is tiny by 2^-10 of its row's scale."""
+    wide_OI = weight_OI.detach().float()
+    largest_O = wide_OI.abs().amax(dim=1)
+    scale_O = torch.where(largest_O > 0, largest_O / LARGEST_FLOAT8, torch.ones_like(largest_O))
+    return (wide_OI / scale_O[:, None]).clamp(-LARGEST_FLOAT8, LARGEST_FLOAT8).to(FLOAT8), scale_O
+
+
 def dequantize_int8(whole_OI: Tensor, scale_O: Tensor) -> Tensor:
     return whole_OI.float() * scale_O.float()[:, None]
 
@@ -75,28 +89,41 @@ def dequantize_int4(packed: Tensor, scales_OG2: Tensor) -> Tensor:
     return (whole_OGE * scale[..., None] + least[..., None]).flatten(1)
 
 
-class QuantizedWeight:
-    """A matrix in integers. Where its inputs do not come in whole groups, int4 is int8."""
+_WAYS: dict[Kind, tuple[Callable[[Tensor], tuple[Tensor, Tensor]], Callable[[Tensor, Tensor], Tensor]]] = {
+    "int8": (quantize_int8, dequantize_int8),
+    "int4": (quantize_int4, dequantize_int4),
+    "fp8": (quantize_fp8, dequantize_int8),
+}
 
-    def __init__(self, weight_OI: Tensor, kind: Kind, library: CpuLibrary) -> None:
+
+class QuantizedWeight:
+    """A matrix in integers. Where its inputs do not come in whole groups, int4 is int8. `library` has the kernels for a CPU;
+    without it products are plain ones, and `row_linear` takes the weight on a GPU."""
+
+    def __init__(self, weight_OI: Tensor, kind: Kind, library: CpuLibrary | None) -> None:
         self.shape = tuple(weight_OI.shape)
-        self.kind: Kind = "int8" if self.shape[1] % GROUP else kind
-        quantize = quantize_int8 if self.kind == "int8" else quantize_int4
-        self.data, self.scales = (part.contiguous() for part in quantize(weight_OI))
+        self.kind: Kind = "int8" if kind == "int4" and self.shape[1] % GROUP else kind
+        self.data, self.scales = (part.contiguous() for part in _WAYS[self.kind][0](weight_OI))
         self._library = library
+
+    def __getitem__(self, outputs: slice) -> QuantizedWeight:
+        """Some of its outputs, a view."""
+        part = copy.copy(self)
+        part.data, part.scales = self.data[outputs], self.scales[outputs]
+        part.shape = (len(part.data), self.shape[1])
+        return part
 
     def c_weight(self) -> CWeight:
         """For the kernels; it does not keep the tensors alive."""
         return CWeight(KINDS.index(self.kind), *self.shape, self.data.data_ptr(), self.scales.data_ptr())
 
     def multiplied_out(self) -> Tensor:
-        dequantize = dequantize_int8 if self.kind == "int8" else dequantize_int4
-        return dequantize(self.data, self.scales)
+        return _WAYS[self.kind][1](self.data, self.scales)
 
     def product(self, x: Tensor) -> Tensor:
         """x (..., I) times the weight, (..., O)."""
         rows = x.numel() // x.shape[-1]
-        if rows > MOST_ROWS or x.dtype != torch.float32 or torch.compiler.is_compiling():
+        if self._library is None or rows > MOST_ROWS or x.dtype != torch.float32 or torch.compiler.is_compiling():
             return self.plain_product(x)
         x = x.contiguous()
         out = x.new_empty(*x.shape[:-1], self.shape[0])

@@ -22,6 +22,8 @@ MAX_SPLIT, LEAST_SHARE = 8, 512
 """The most programs that share one tile's sum, and the least of its terms that each should get."""
 SHARE_STEP = 64
 """Shares begin at multiples of this: 128 bytes of a 16-bit weight, a whole line of the cache."""
+LEAST_NARROW = 32
+"""Rows of a one-byte weight in a tile at least: eight for each of four warps."""
 
 
 ONE_ROW = 2
@@ -44,13 +46,16 @@ class Blocks(NamedTuple):
     """Programs that share the sum of one tile."""
 
 
-def row_block(rows: int, size: int = 2) -> int:
+def row_block(rows: int, size: int = 2, *, narrow: bool = False) -> int:
     """Rows of a tile, entries of `size` bytes. 64 is what a Hopper tensor core multiplies at once without taking them into
-    registers, and as quick for few rows as for many; more rows take several tiles. Float32 is multiplied without tensor
-    cores: the fewest that hold them all. One row is summed directly."""
-    if size < 4:
-        return 1 if rows == 1 else 64
-    return 16 if rows <= 16 else 32 if rows <= 32 else 64
+    registers, and as quick for few rows as for many; more rows take several tiles. A `narrow` weight, of one byte an entry,
+    is in registers anyway, where it is widened: fewer rows then keep to the instructions that multiply from there. Float32
+    is multiplied without tensor cores: the fewest that hold them all. One row is summed directly."""
+    if size < 4 and rows == 1:
+        return 1
+    if size < 4 and not narrow:
+        return 64
+    return 16 if rows <= 16 else 32 if rows <= 32 or narrow else 64
 
 
 def product_blocks(rows: int, width: int, depth: int, size: int, *, weights: int = 1, splits: bool = False) -> Blocks:
@@ -60,21 +65,22 @@ def product_blocks(rows: int, width: int, depth: int, size: int, *, weights: int
     idle, several programs share a tile's sum, and tiles may be wider still.
     """
     if rows == 1 and size < 4:
-        return _one_row(weights, weights * width * depth * size, depth)
+        return _one_row(weights, weights * width * depth * size, depth, 2 * ONE_ROW if size == 1 else ONE_ROW)
     share = 4 if splits else 2
-    tile = next((t for t in (64, 32) if share * _programs(width, t // weights) >= SMS), 16)
+    tile = next((t for t in (64, 32) if share * _programs(width, t // weights) >= SMS), LEAST_NARROW if size == 1 else 16)
     split = _split(_programs(width, tile // weights), depth) if splits else 1
     if size >= 4:  # what a tile holds then sits in registers
         return Blocks(16 // weights, 32, stages=2, split=split)
     programs = split * _programs(width, tile // weights)
     stages = FEWER_STAGES if 2 * SMS < programs <= 3 * SMS else MORE_STAGES if tile == 32 and not splits else STAGES
-    return Blocks(tile // weights, 64, stages=stages, split=split)
+    return Blocks(tile // weights, 128 if size == 1 and depth % 128 == 0 else 64, stages=stages, split=split)
 
 
-def _one_row(weights: int, bytes_: int, depth: int) -> Blocks:
+def _one_row(weights: int, bytes_: int, depth: int, rows: int) -> Blocks:
+    """`rows` of the weight a program, as many bytes of it whatever their size."""
     if bytes_ < LARGE:
-        return Blocks(ONE_ROW // weights, 256, warps=1, stages=2)
-    return Blocks(ONE_ROW // weights, 2048, stages=2) if depth % 2048 == 0 else Blocks(8 // weights, 512, stages=2)
+        return Blocks(rows // weights, 256, warps=1, stages=2)
+    return Blocks(rows // weights, 2048, stages=2) if depth % 2048 == 0 else Blocks(8 // weights, 512, stages=2)
 
 
 def share_of(depth: int, split: int) -> int:

@@ -10,6 +10,9 @@ is summed directly, which hides memory's latency better. Launch settings come fr
 (`out`), and nothing here waits for the device, so calls can be recorded in a graph, once one call before has compiled the
 kernel.
 
+A weight may have one byte an entry and a scale for each of its rows (`QuantizedWeight`): a program reads half as much,
+widens it in registers, and scales its sums.
+
 Shapes: N rows, M hidden width, W output width, I inner width, K input width of a product.
 """
 
@@ -22,9 +25,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fathomlm.kernels.half import inverse_rms
+from fathomlm.kernels.quantized import QuantizedWeight
 from fathomlm.kernels.row_blocks import MAX_SPLIT, Blocks, product_blocks, row_block, share_of
 from fathomlm.kernels.swiglu import swiglu
 from fathomlm.kernels.triton_here import tl, triton
+
+
+RowWeight = Tensor | QuantizedWeight
 
 
 class SplitSpace(NamedTuple):
@@ -58,7 +65,7 @@ def few_rows(x: Tensor) -> bool:
 
 def norm_linear(
     x_NM: Tensor,
-    weight_WM: Tensor,
+    weight_WM: RowWeight,
     eps: float,
     scale: bool = True,
     out_dtype: torch.dtype | None = None,
@@ -72,33 +79,33 @@ def norm_linear(
 
 def plain_norm_linear(
     x_NM: Tensor,
-    weight_WM: Tensor,
+    weight_WM: RowWeight,
     eps: float,
     scale: bool = True,
     out_dtype: torch.dtype | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
     """The meaning."""
-    product_NW = F.linear(x_NM, weight_WM)
+    product_NW = plain_product(x_NM, weight_WM)
     if scale:
         product_NW = product_NW * inverse_rms(x_NM, eps)
     return _given(out, product_NW, out_dtype or x_NM.dtype)
 
 
-def norm_gated(x_NM: Tensor, both_2IM: Tensor, eps: float, out: Tensor | None = None) -> Tensor:
+def norm_gated(x_NM: Tensor, both_2IM: RowWeight, eps: float, out: Tensor | None = None) -> Tensor:
     """silu(gate) * up (N, I): the upper half of s (x @ both^T) and its lower half, s = 1 / rms(x) for each row."""
     if triton is not None and x_NM.is_cuda:
         return _triton_norm_gated(x_NM, both_2IM, eps, out)
     return plain_norm_gated(x_NM, both_2IM, eps, out)
 
 
-def plain_norm_gated(x_NM: Tensor, both_2IM: Tensor, eps: float, out: Tensor | None = None) -> Tensor:
+def plain_norm_gated(x_NM: Tensor, both_2IM: RowWeight, eps: float, out: Tensor | None = None) -> Tensor:
     """The meaning."""
-    return _given(out, swiglu(F.linear(x_NM, both_2IM), inverse_rms(x_NM, eps)), x_NM.dtype)
+    return _given(out, swiglu(plain_product(x_NM, both_2IM), inverse_rms(x_NM, eps)), x_NM.dtype)
 
 
 def add_linear(
-    stream_NM: Tensor, x_NK: Tensor, weight_MK: Tensor, out: Tensor | None = None, space: SplitSpace | None = None
+    stream_NM: Tensor, x_NK: Tensor, weight_MK: RowWeight, out: Tensor | None = None, space: SplitSpace | None = None
 ) -> Tensor:
     """stream + x @ weight^T. `out` may be the stream itself, but must not overlap x. The same input gives the same bits:
     where programs share a sum, whichever comes last adds the shares in order. Without `space` none do, which is slower where
@@ -108,9 +115,13 @@ def add_linear(
     return plain_add_linear(stream_NM, x_NK, weight_MK, out)
 
 
-def plain_add_linear(stream_NM: Tensor, x_NK: Tensor, weight_MK: Tensor, out: Tensor | None = None) -> Tensor:
+def plain_add_linear(stream_NM: Tensor, x_NK: Tensor, weight_MK: RowWeight, out: Tensor | None = None) -> Tensor:
     """The meaning."""
-    return _given(out, stream_NM + F.linear(x_NK, weight_MK), stream_NM.dtype)
+    return _given(out, stream_NM + plain_product(x_NK, weight_MK), stream_NM.dtype)
+
+
+def plain_product(x: Tensor, weight: RowWeight) -> Tensor:
+    return weight.plain_product(x) if isinstance(weight, QuantizedWeight) else F.linear(x, weight)
 
 
 def _given(out: Tensor | None, result: Tensor, dtype: torch.dtype) -> Tensor:
@@ -121,7 +132,7 @@ if triton is not None:
 
     @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
     def _one_row_product(  # type: ignore[no-untyped-def]
-        x_ptr, x_stride, weight_ptr, row, here, weight_row, first,
+        x_ptr, x_stride, weight_ptr, scales_ptr, row, here, weight_row, first,
         DEPTH: tl.constexpr, SHARE: tl.constexpr, BLOCK: tl.constexpr, NORM: tl.constexpr,
     ):  # fmt: skip
         """`row_product` of a single row. All loads are known at once, so that they are all on their way at once."""
@@ -137,18 +148,23 @@ if triton is not None:
             total += w.to(tl.float32) * wide
             if NORM:
                 squares += wide * wide
-        return tl.sum(total, 1)[None, :], tl.sum(squares, 1)
+        product = tl.sum(total, 1)[None, :]
+        if scales_ptr is not None:
+            product *= tl.load(scales_ptr + weight_row)[None, :]
+        return product, tl.sum(squares, 1)
 
     @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
     def row_product(  # type: ignore[no-untyped-def]
-        x_ptr, x_stride, weight_ptr, row, here, weight_row, first,
+        x_ptr, x_stride, weight_ptr, scales_ptr, row, here, weight_row, first,
         DEPTH: tl.constexpr, SHARE: tl.constexpr, BLOCK: tl.constexpr, NORM: tl.constexpr, KEEP: tl.constexpr,
     ):  # fmt: skip
-        """Rows of x that are `here` times rows of a weight, summed over SHARE entries from `first` on, in float32; with
-        NORM also each row's sum of squares. KEEP: other programs read the same weight rows, so they should stay in the
-        cache. (Triton 3.6 drops that hint for loads it pipelines.)"""
+        """Rows of x that are `here` times rows of a weight, scaled where those have scales, summed over SHARE entries from
+        `first` on, in float32; with NORM also each row's sum of squares. KEEP: other programs read the same weight rows, so
+        they should stay in the cache. (Triton 3.6 drops that hint for loads it pipelines.)"""
         if row.shape[0] == 1:
-            return _one_row_product(x_ptr, x_stride, weight_ptr, row, here, weight_row, first, DEPTH, SHARE, BLOCK, NORM)
+            return _one_row_product(
+                x_ptr, x_stride, weight_ptr, scales_ptr, row, here, weight_row, first, DEPTH, SHARE, BLOCK, NORM
+            )
         k = first + tl.arange(0, BLOCK)
         here = here[:, None]
         x_at = x_ptr + row[:, None] * x_stride + k[None, :]
@@ -164,9 +180,11 @@ if triton is not None:
                 inside = ((k + at < first + SHARE) & (k + at < DEPTH))[None, :]
                 x = tl.load(x_at + at, mask=here & inside, other=0.0, eviction_policy="evict_last")
                 w = tl.load(w_at + at, mask=inside, other=0.0, eviction_policy=policy)
-            total = tl.dot(x, tl.trans(w), total, input_precision="ieee")
+            total = tl.dot(x, tl.trans(w).to(x.dtype), total, input_precision="ieee")
             if NORM:
                 gram = tl.dot(x, tl.trans(x), gram, input_precision="ieee")
+        if scales_ptr is not None:
+            total *= tl.load(scales_ptr + weight_row)[None, :]
         number = tl.arange(0, row.shape[0])
         return total, tl.sum(tl.where(number[:, None] == number[None, :], gram, 0.0), 1)
 
@@ -176,15 +194,16 @@ if triton is not None:
 
     @triton.jit(do_not_specialize=["rows"])  # type: ignore[untyped-decorator,unused-ignore]
     def _norm_linear_kernel(  # type: ignore[no-untyped-def]
-        x_ptr, x_stride, weight_ptr, out_ptr, out_stride, rows, width, eps,
+        x_ptr, x_stride, weight_ptr, scales_ptr, out_ptr, out_stride, rows, width, eps,
         DEPTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
         NORM: tl.constexpr, KEEP: tl.constexpr,
     ):  # fmt: skip
         row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
         column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
         total, squares = row_product(
-            x_ptr, x_stride, weight_ptr, row, row < rows, tl.minimum(column, width - 1), 0, DEPTH, DEPTH, BLOCK, NORM, KEEP
-        )
+            x_ptr, x_stride, weight_ptr, scales_ptr, row, row < rows, tl.minimum(column, width - 1), 0,
+            DEPTH, DEPTH, BLOCK, NORM, KEEP,
+        )  # fmt: skip
         if NORM:
             total *= row_scale(squares, eps, DEPTH)
         here = (row < rows)[:, None] & (column < width)[None, :]
@@ -193,7 +212,7 @@ if triton is not None:
 
     @triton.jit(do_not_specialize=["rows"])  # type: ignore[untyped-decorator,unused-ignore]
     def _norm_gated_kernel(  # type: ignore[no-untyped-def]
-        x_ptr, x_stride, weight_ptr, out_ptr, out_stride, rows, width, eps,
+        x_ptr, x_stride, weight_ptr, scales_ptr, out_ptr, out_stride, rows, width, eps,
         DEPTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr, KEEP: tl.constexpr,
     ):  # fmt: skip
         row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -201,7 +220,7 @@ if triton is not None:
         tile = tl.arange(0, 2 * COLUMNS)
         weight_row = tl.minimum(tl.program_id(1) * COLUMNS + tile // 2, width - 1) + tile % 2 * width
         total, squares = row_product(
-            x_ptr, x_stride, weight_ptr, row, row < rows, weight_row, 0, DEPTH, DEPTH, BLOCK, True, KEEP
+            x_ptr, x_stride, weight_ptr, scales_ptr, row, row < rows, weight_row, 0, DEPTH, DEPTH, BLOCK, True, KEEP
         )
         total *= row_scale(squares, eps, DEPTH)
         gate, up = tl.split(tl.reshape(total, (ROWS, COLUMNS, 2)))
@@ -212,7 +231,8 @@ if triton is not None:
 
     @triton.jit(do_not_specialize=["rows"])  # type: ignore[untyped-decorator,unused-ignore]
     def _add_linear_kernel(  # type: ignore[no-untyped-def]
-        stream_ptr, stream_stride, x_ptr, x_stride, weight_ptr, out_ptr, out_stride, partial_ptr, arrived_ptr, rows, width,
+        stream_ptr, stream_stride, x_ptr, x_stride, weight_ptr, scales_ptr, out_ptr, out_stride, partial_ptr, arrived_ptr,
+        rows, width,
         DEPTH: tl.constexpr, SHARE: tl.constexpr, SPLIT: tl.constexpr,
         ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr, KEEP: tl.constexpr,
     ):  # fmt: skip
@@ -220,8 +240,8 @@ if triton is not None:
         column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
         here = (row < rows)[:, None] & (column < width)[None, :]
         total, _ = row_product(
-            x_ptr, x_stride, weight_ptr, row, row < rows, tl.minimum(column, width - 1), tl.program_id(2) * SHARE,
-            DEPTH, SHARE, BLOCK, False, KEEP,
+            x_ptr, x_stride, weight_ptr, scales_ptr, row, row < rows, tl.minimum(column, width - 1),
+            tl.program_id(2) * SHARE, DEPTH, SHARE, BLOCK, False, KEEP,
         )  # fmt: skip
         if SPLIT > 1:
             tile = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
@@ -242,7 +262,7 @@ if triton is not None:
 
     def _triton_norm_linear(
         x_NM: Tensor,
-        weight_WM: Tensor,
+        weight_WM: RowWeight,
         eps: float,
         scale: bool = True,
         out_dtype: torch.dtype | None = None,
@@ -252,27 +272,27 @@ if triton is not None:
         (N, M), W = x_NM.shape, weight_WM.shape[0]
         if out is None:
             out = x_NM.new_empty(N, W, dtype=out_dtype or x_NM.dtype)
-        check_rows(weight_WM, x_NM, out)
-        b = blocks or product_blocks(N, W, M, weight_WM.element_size())
-        tall = row_block(N, x_NM.element_size())
+        w = check_rows(weight_WM, x_NM, out)
+        b = blocks or product_blocks(N, W, M, w.size)
+        tall = row_block(N, x_NM.element_size(), narrow=w.narrow)
         grid = (triton.cdiv(N, tall), triton.cdiv(W, b.columns))
         _norm_linear_kernel[grid](
-            x_NM, x_NM.stride(0), weight_WM, out, out.stride(0), N, W, eps, DEPTH=M, ROWS=tall, COLUMNS=b.columns,
+            x_NM, x_NM.stride(0), w.data, w.scales, out, out.stride(0), N, W, eps, DEPTH=M, ROWS=tall, COLUMNS=b.columns,
             BLOCK=b.depth, NORM=scale, KEEP=grid[0] > 1, num_warps=b.warps, num_stages=b.stages,
         )  # fmt: skip
         return out
 
     def _triton_norm_gated(
-        x_NM: Tensor, both_2IM: Tensor, eps: float, out: Tensor | None = None, blocks: Blocks | None = None
+        x_NM: Tensor, both_2IM: RowWeight, eps: float, out: Tensor | None = None, blocks: Blocks | None = None
     ) -> Tensor:
         (N, M), width = x_NM.shape, both_2IM.shape[0] // 2
         out = x_NM.new_empty(N, width) if out is None else out
-        check_rows(both_2IM, x_NM, out)
-        b = blocks or product_blocks(N, width, M, both_2IM.element_size(), weights=2)
-        tall = row_block(N, x_NM.element_size())
+        w = check_rows(both_2IM, x_NM, out)
+        b = blocks or product_blocks(N, width, M, w.size, weights=2)
+        tall = row_block(N, x_NM.element_size(), narrow=w.narrow)
         grid = (triton.cdiv(N, tall), triton.cdiv(width, b.columns))
         _norm_gated_kernel[grid](
-            x_NM, x_NM.stride(0), both_2IM, out, out.stride(0), N, width, eps, DEPTH=M, ROWS=tall, COLUMNS=b.columns,
+            x_NM, x_NM.stride(0), w.data, w.scales, out, out.stride(0), N, width, eps, DEPTH=M, ROWS=tall, COLUMNS=b.columns,
             BLOCK=b.depth, KEEP=grid[0] > 1, num_warps=b.warps, num_stages=b.stages,
         )  # fmt: skip
         return out
@@ -280,16 +300,16 @@ if triton is not None:
     def _triton_add_linear(
         stream_NM: Tensor,
         x_NK: Tensor,
-        weight_MK: Tensor,
+        weight_MK: RowWeight,
         out: Tensor | None = None,
         space: SplitSpace | None = None,
         blocks: Blocks | None = None,
     ) -> Tensor:
         (N, M), K = stream_NM.shape, x_NK.shape[1]
         out = torch.empty_like(stream_NM) if out is None else out
-        check_rows(weight_MK, x_NK, out, stream_NM)
-        b = blocks or product_blocks(N, M, K, weight_MK.element_size(), splits=space is not None)
-        tall, share = row_block(N, x_NK.element_size()), share_of(K, b.split)
+        w = check_rows(weight_MK, x_NK, out, stream_NM)
+        b = blocks or product_blocks(N, M, K, w.size, splits=space is not None)
+        tall, share = row_block(N, x_NK.element_size(), narrow=w.narrow), share_of(K, b.split)
         grid = (triton.cdiv(N, tall), triton.cdiv(M, b.columns), triton.cdiv(K, share))
         if space is None:
             space = SplitSpace.build(N if grid[2] > 1 else 0, M, x_NK.device)
@@ -298,14 +318,26 @@ if triton is not None:
             and space.arrived.numel() >= grid[0] * grid[1]
         ), "the scratch is for fewer rows or a narrower stream"
         _add_linear_kernel[grid](
-            stream_NM, stream_NM.stride(0), x_NK, x_NK.stride(0), weight_MK, out, out.stride(0), *space, N, M,
+            stream_NM, stream_NM.stride(0), x_NK, x_NK.stride(0), w.data, w.scales, out, out.stride(0), *space, N, M,
             DEPTH=K, SHARE=share, SPLIT=grid[2], ROWS=tall, COLUMNS=b.columns, BLOCK=b.depth, KEEP=grid[0] > 1,
             num_warps=b.warps, num_stages=b.stages,
         )  # fmt: skip
         return out
 
-    def check_rows(weight: Tensor, x: Tensor, *others: Tensor) -> None:
+    class KernelWeight(NamedTuple):
+        """A weight as kernels are given it."""
+
+        data: Tensor
+        scales: Tensor | None
+        size: int
+        """Bytes of an entry, by which programs are cut; float32 rows decide that alone."""
+        narrow: bool
+
+    def check_rows(weight: RowWeight, x: Tensor, *others: Tensor) -> KernelWeight:
         """Kernels step through rows by their strides, and through everything else as if it lay in one piece."""
-        assert weight.is_contiguous()
-        assert weight.dtype == x.dtype
+        data, scales = (weight.data, weight.scales) if isinstance(weight, QuantizedWeight) else (weight, None)
+        assert data.is_contiguous()
+        assert data.element_size() == 1 if scales is not None else data.dtype == x.dtype
         assert all(t.stride(-1) == 1 for t in (x, *others))
+        size = x.element_size() if x.element_size() >= 4 else data.element_size()
+        return KernelWeight(data, scales, size, scales is not None)

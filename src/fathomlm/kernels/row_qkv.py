@@ -10,13 +10,13 @@ Shapes: N rows, M hidden width, H query heads, G key-value heads, D head width, 
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from fathomlm.kernels.half import inverse_rms
 from fathomlm.kernels.paged_write import LARGEST_FLOAT8, plain_write_entries, slot_count
 from fathomlm.kernels.rope import apply_rope
 from fathomlm.kernels.row_blocks import Blocks, product_blocks, row_block
+from fathomlm.kernels.row_linear import RowWeight, plain_product
 from fathomlm.kernels.triton_here import tl, triton
 
 if triton is not None:
@@ -25,7 +25,7 @@ if triton is not None:
 
 
 def norm_qkv_rope_write(
-    x_NM: Tensor, qkv_WM: Tensor, eps: float, heads: int, groups: int, cos_ND: Tensor, sin_ND: Tensor,
+    x_NM: Tensor, qkv_WM: RowWeight, eps: float, heads: int, groups: int, cos_ND: Tensor, sin_ND: Tensor,
     k_pages: Tensor, v_pages: Tensor, slots_N: Tensor, k_scale: float = 1.0, v_scale: float = 1.0,
     out: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
@@ -46,13 +46,13 @@ def norm_qkv_rope_write(
 
 
 def plain_norm_qkv_rope_write(
-    x_NM: Tensor, qkv_WM: Tensor, eps: float, heads: int, groups: int, cos_ND: Tensor, sin_ND: Tensor,
+    x_NM: Tensor, qkv_WM: RowWeight, eps: float, heads: int, groups: int, cos_ND: Tensor, sin_ND: Tensor,
     k_pages: Tensor, v_pages: Tensor, slots_N: Tensor, k_scale: float = 1.0, v_scale: float = 1.0,
     out: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """The meaning."""
     D = cos_ND.shape[-1]
-    product_NHD = (F.linear(x_NM, qkv_WM) * inverse_rms(x_NM, eps)).view(x_NM.shape[0], -1, D)
+    product_NHD = (plain_product(x_NM, qkv_WM) * inverse_rms(x_NM, eps)).view(x_NM.shape[0], -1, D)
     q, k, v = torch.split(product_NHD, [heads, groups, groups], dim=1)
     q, k = (apply_rope(part, cos_ND[:, None], sin_ND[:, None]) for part in (q, k))
     if groups > 0:
@@ -71,7 +71,7 @@ if triton is not None:
 
     @triton.jit(do_not_specialize=["rows", "slots"])  # type: ignore[untyped-decorator,unused-ignore]
     def _norm_qkv_kernel(  # type: ignore[no-untyped-def]
-        x_ptr, x_stride, weight_ptr, cos_ptr, cos_stride, sin_ptr, sin_stride, q_ptr, k_ptr, v_ptr, slots_ptr,
+        x_ptr, x_stride, weight_ptr, scales_ptr, cos_ptr, cos_stride, sin_ptr, sin_stride, q_ptr, k_ptr, v_ptr, slots_ptr,
         rows, slots, eps, k_scale, v_scale, H, G,
         DEPTH: tl.constexpr, HALF: tl.constexpr, ROWS: tl.constexpr, PAIRS: tl.constexpr, BLOCK: tl.constexpr,
         KEEP: tl.constexpr, LARGEST: tl.constexpr,
@@ -83,7 +83,7 @@ if triton is not None:
         tile = tl.arange(0, 2 * PAIRS)
         weight_row = head * 2 * HALF + tl.minimum(first + tile // 2, HALF - 1) + tile % 2 * HALF
         total, squares = row_product(
-            x_ptr, x_stride, weight_ptr, row, row < rows, weight_row, 0, DEPTH, DEPTH, BLOCK, True, KEEP
+            x_ptr, x_stride, weight_ptr, scales_ptr, row, row < rows, weight_row, 0, DEPTH, DEPTH, BLOCK, True, KEEP
         )
         total *= row_scale(squares, eps, DEPTH)
         low, high = tl.split(tl.reshape(total, (ROWS, PAIRS, 2)))
@@ -110,21 +110,21 @@ if triton is not None:
                 _put(v_ptr, (slot * G + head - H - G) * 2 * HALF + pair, low, high, v_scale, here, HALF, LARGEST)
 
     def _triton_norm_qkv_rope_write(
-        x_NM: Tensor, qkv_WM: Tensor, eps: float, heads: int, groups: int, cos_ND: Tensor, sin_ND: Tensor,
+        x_NM: Tensor, qkv_WM: RowWeight, eps: float, heads: int, groups: int, cos_ND: Tensor, sin_ND: Tensor,
         k_pages: Tensor, v_pages: Tensor, slots_N: Tensor, k_scale: float = 1.0, v_scale: float = 1.0,
         out: Tensor | None = None, blocks: Blocks | None = None,
     ) -> Tensor:  # fmt: skip
         (N, M), D = x_NM.shape, cos_ND.shape[-1]
         out = x_NM.new_empty(N, heads, D) if out is None else out
-        check_rows(qkv_WM, x_NM, cos_ND, sin_ND)
+        w = check_rows(qkv_WM, x_NM, cos_ND, sin_ND)
         assert all(t.is_contiguous() for t in (out, k_pages, v_pages, slots_N))
         assert qkv_WM.shape[0] == (heads + 2 * groups) * D
-        b = blocks or product_blocks(N, qkv_WM.shape[0] // 2, M, qkv_WM.element_size(), weights=2)
-        tall = row_block(N, x_NM.element_size())
+        b = blocks or product_blocks(N, qkv_WM.shape[0] // 2, M, w.size, weights=2)
+        tall = row_block(N, x_NM.element_size(), narrow=w.narrow)
         pairs = min(b.columns, max(1 if tall == 1 else 8, triton.next_power_of_2(D // 2)))
         grid = (triton.cdiv(N, tall), (heads + 2 * groups) * triton.cdiv(D // 2, pairs))
         _norm_qkv_kernel[grid](
-            x_NM, x_NM.stride(0), qkv_WM, cos_ND, cos_ND.stride(0), sin_ND, sin_ND.stride(0), out, k_pages, v_pages, slots_N,
+            x_NM, x_NM.stride(0), w.data, w.scales, cos_ND, cos_ND.stride(0), sin_ND, sin_ND.stride(0), out, k_pages, v_pages, slots_N,
             N, slot_count(k_pages), eps, k_scale, v_scale, heads, groups, DEPTH=M, HALF=D // 2, ROWS=tall, PAIRS=pairs,
             BLOCK=b.depth, KEEP=grid[0] > 1, LARGEST=LARGEST_FLOAT8, num_warps=b.warps, num_stages=b.stages,
         )  # fmt: skip

@@ -1,10 +1,12 @@
-"""A model whose layers multiply with integers (`kernels.quantized`), for decoding on a CPU.
+"""A model whose layers multiply with integers (`kernels.quantized`), for decoding few sequences at once.
 
-The linears of layers and the head are replaced; norms, routers, relaxations and what exits add stay as they are, and so does
-the embedding, of which a token reads one row. A tied head gets integers of its own.
+The linears of layers and the head are replaced; routers, relaxations and what exits add stay as they are, and so does the
+embedding, of which a token reads one row. A tied head gets integers of its own.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -12,64 +14,73 @@ from torch import Tensor, nn
 from fathomlm.errors import OptionError
 from fathomlm.kernels.cpu_layers import CpuLayers, LayerWeights
 from fathomlm.kernels.cpu_library import CpuLibrary
-from fathomlm.kernels.half import effective_weight
+from fathomlm.kernels.half import effective_weight, folded
 from fathomlm.kernels.norm import RMSNorm
 from fathomlm.kernels.quantized import Kind, QuantizedWeight
 from fathomlm.model.blocks import Block
-from fathomlm.model.blocks.parts import FeedForward
+from fathomlm.model.blocks.parts import Attention, FeedForward, PackedRows
+from fathomlm.model.quantized_linear import QuantizedLinear
 from fathomlm.model.stack import LayerStack
 
 
-class QuantizedLinear(nn.Linear):
-    """A linear with integer weights. It has no gradient; `weight` is multiplied out whenever it is read, which is right
-    everywhere and fast nowhere."""
-
-    def __init__(self, weight_OI: Tensor, bias: nn.Parameter | None, kind: Kind, library: CpuLibrary) -> None:
-        nn.Module.__init__(self)
-        self.out_features, self.in_features = weight_OI.shape
-        self.quantized = QuantizedWeight(weight_OI, kind, library)
-        self.bias = bias  # type: ignore[assignment]
-
-    @property
-    def weight(self) -> Tensor:  # type: ignore[override]
-        return self.quantized.multiplied_out()
-
-    def forward(self, x: Tensor) -> Tensor:
-        out = self.quantized.product(x)
-        return out if self.bias is None else out + self.bias
-
-    def extra_repr(self) -> str:
-        return f"{super().extra_repr()}, {self.quantized.kind}"
-
-
 @torch.no_grad()
-def quantize_layers(decoder: LayerStack, kind: Kind, library: CpuLibrary) -> None:
-    """Replace the decoder's matrices."""
+def quantize_layers(decoder: LayerStack, kind: Kind, library: CpuLibrary | None) -> None:
+    """Replace the decoder's matrices. `library` has the kernels for a CPU. Without it they are for the kernels of decoding
+    rows on a GPU, and can be looked at anywhere."""
     weight = decoder.embed.weight
-    if weight.device.type != "cpu" or weight.dtype != torch.float32:
+    if library is not None and (weight.device.type != "cpu" or weight.dtype != torch.float32):
         raise OptionError(f"quantize requires a float32 model on the CPU; this one is {weight.dtype} on {weight.device}")
     if decoder.architecture.experts:
         raise OptionError("quantize cannot be combined with experts: their weights would stay as they are")
     for name, layer in (*decoder.layers.named_children(), *decoder.exit_blocks.named_children()):
+        if library is None and isinstance(layer, Block) and layer.packs and not decoder.deltas:
+            _pack(layer, kind, name)
+            continue
         for path, linear in list(layer.named_modules()):
             if isinstance(linear, nn.Linear):
                 parent, _, own = path.rpartition(".")
-                made = _quantized(linear.weight, linear.bias, kind, library, f"{name}.{path}")
+                made = QuantizedLinear(_quantized(linear.weight, kind, library, f"{name}.{path}"), linear.bias)
                 setattr(layer.get_submodule(parent), own, made)
     matrix_VM = weight if decoder.head is None else decoder.head.weight
-    # The last product decides between tokens: int4 would cost more than it saves.
-    head = _quantized(matrix_VM, None, "int8", library, "head")
+    # The last product decides between tokens: fewer bits would cost more than they save.
+    head = QuantizedLinear(_quantized(matrix_VM, "int8", library, "head"), None)
     if decoder.head is None:
         decoder.tied_head = head
     else:
         decoder.head = head
-    decoder.quantized, decoder.cpu_layers = kind, _cpu_layers(decoder, library)
+    decoder.quantized = kind
+    decoder.cpu_layers = None if library is None else _cpu_layers(decoder, library)
 
 
-def _quantized(weight_OI: Tensor, bias: nn.Parameter | None, kind: Kind, library: CpuLibrary, name: str) -> QuantizedLinear:
+def _quantized(weight_OI: Tensor, kind: Kind, library: CpuLibrary | None, name: str) -> QuantizedWeight:
     if not bool(weight_OI.isfinite().all()):
         raise OptionError(f"the weight of '{name}' holds numbers that are not finite; {kind} has no place for them")
-    return QuantizedLinear(weight_OI, bias, kind, library)
+    return QuantizedWeight(weight_OI, kind, library)
+
+
+def _pack(layer: Block, kind: Kind, name: str) -> None:
+    """Norms go into the weights behind them before those are rounded, so that modules and kernels multiply with the same
+    integers; the layer's linears are views of what it is packed in."""
+
+    def packed(part: Attention | FeedForward, names: Sequence[str], norm: nn.Module | None = None) -> QuantizedWeight:
+        weights = [part.get_submodule(own).get_parameter("weight") for own in names]
+        whole_OI = torch.cat(weights)
+        if norm is not None:
+            assert isinstance(norm, RMSNorm)
+            whole_OI = folded(weights, norm.weight, norm.plus_one, torch.float32)
+            norm.weight.fill_(0.0 if norm.plus_one else 1.0)
+        whole = _quantized(whole_OI, kind, None, f"{name}.{'+'.join(names)}")
+        begin = 0
+        for own, weight in zip(names, weights, strict=True):
+            setattr(part, own, QuantizedLinear(whole[begin : begin + len(weight)], None))
+            begin += len(weight)
+        return whole
+
+    attn, mlp = layer.attn, layer.mlp
+    layer.rows = PackedRows(
+        packed(attn, ("q", "k", "v"), layer.norm_attn), packed(attn, ("o",)),
+        packed(mlp, ("gate", "up"), layer.norm_mlp), packed(mlp, ("down",)),
+    )  # fmt: skip
 
 
 def _cpu_layers(decoder: LayerStack, library: CpuLibrary) -> CpuLayers | None:

@@ -19,13 +19,15 @@ from fathomlm.depth import Architecture, DepthPlan, LinearSpec, Relaxation, Step
 from fathomlm.errors import OptionError, UnsupportedModel
 from fathomlm.kernels.cpu_layers import CpuLayers
 from fathomlm.kernels.norm import RMSNorm
+from fathomlm.kernels.row_linear import RowWeight
 from fathomlm.model.attention_mask import AttentionMasks, RelativeBias, TokenBatch
 from fathomlm.model.blocks import Block, Packed, StepContext, build_block
 from fathomlm.model.blocks.experts import ExpertLinear
-from fathomlm.model.blocks.parts import build_norm
+from fathomlm.model.blocks.parts import PackedRows, build_norm
 from fathomlm.model.cached_rows import run_cached_rows
 from fathomlm.model.encoder_memory import EncoderMemory
 from fathomlm.model.exits import ExitAdapter, ExitClassifier, ExitVocab
+from fathomlm.model.quantized_linear import QuantizedLinear
 from fathomlm.model.relax import LoraDelta, StepDelta, build_deltas, build_encodings
 from fathomlm.model.route import Routers, build_routers
 
@@ -169,6 +171,14 @@ class LayerStack(nn.Module):
     def _head_matrix(self) -> Tensor:
         return self.embed.weight if self.head is None else self.head.weight
 
+    @property
+    def head_rows(self) -> RowWeight:
+        """`head_weight` as the kernels of decoding rows take it, in integers where it is."""
+        head = self.tied_head if self.head is None else self.head
+        if isinstance(head, QuantizedLinear) and self.architecture.head_scale == 1.0:
+            return head.quantized
+        return self.head_weight
+
     def resize_vocab(self, vocab: int) -> None:
         """Follow the embedding (and head), which have been given another number of rows. What an exit adds to the logits of
         new tokens is nothing."""
@@ -218,6 +228,12 @@ class LayerStack(nn.Module):
         layers = {} if self.deltas else dict(enumerate(self.layers)) | {step.layer: self.layer_of(step) for step in own}
         dtype = self.embed.weight.dtype
         return {i: layer.pack(dtype) for i, layer in layers.items() if isinstance(layer, Block) and layer.packs}
+
+    def pack_rows(self, own: Sequence[Step] = ()) -> dict[int, PackedRows]:
+        """`pack_layers` for the kernels of decoding rows; of layers in integers, what they are packed in already."""
+        layers = {**dict(enumerate(self.layers)), **{step.layer: self.layer_of(step) for step in own}}
+        found = {i: layer.rows for i, layer in layers.items() if isinstance(layer, Block) and layer.rows is not None}
+        return found or {i: PackedRows(*packed) for i, packed in self.pack_layers(own).items()}
 
     def keep_entries(self, x_BTM: Tensor, steps: Sequence[Step], masks: AttentionMasks, cache: Cache) -> None:
         """Store what steps would make of the same residual stream as keys and values; nothing else of them runs."""

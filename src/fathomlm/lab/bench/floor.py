@@ -19,7 +19,7 @@ from fathomlm.engine.programs.routed import RoutedProgram
 from fathomlm.engine.runner import Runner
 from fathomlm.model.blocks import Block
 from fathomlm.model.decoder import Decoder
-from fathomlm.model.quantize import QuantizedLinear
+from fathomlm.model.quantized_linear import QuantizedLinear
 
 PROBE_BYTES = {"cuda": 2**31, "cpu": 2**28}
 PROBES = 6

@@ -46,7 +46,7 @@ class EngineBenchOptions(QuantizeOptions, PlannedModelOptions, JsonOptions):
             raise OptionError("--data cannot be combined with --dummy: it requires the model's tokenizer")
         if len(set(self.peer)) < len(self.peer):
             raise OptionError("duplicate --peer")
-        if self.peer and self.quantize in ("int8", "int4"):
+        if self.peer and self.quantize not in (None, "none"):
             raise OptionError("--peer cannot be combined with --quantize: peers compute with plain weights")
 
     def quantized(self, model: str) -> str | None:

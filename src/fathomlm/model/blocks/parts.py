@@ -22,7 +22,7 @@ from fathomlm.kernels.half import folded, half_dtype, keeps_gradients
 from fathomlm.kernels.norm import RMSNorm
 from fathomlm.kernels.qkv import norm_qkv_rope
 from fathomlm.kernels.rope import apply_rope
-from fathomlm.kernels.row_linear import add_linear, few_rows, norm_gated
+from fathomlm.kernels.row_linear import RowWeight, add_linear, few_rows, norm_gated
 from fathomlm.kernels.swiglu import norm_swiglu_mlp
 from fathomlm.model.blocks.experts import Experts
 from fathomlm.model.encoder_memory import StepMemory
@@ -37,6 +37,15 @@ class Packed(NamedTuple):
     both_2IM: Tensor
     """Gate, and up below it."""
     down_MI: Tensor
+
+
+class PackedRows(NamedTuple):
+    """The same for the kernels of decoding rows, which also take weights of one byte (`model.quantize`)."""
+
+    qkv_WM: RowWeight
+    o_MW: RowWeight
+    both_2IM: RowWeight
+    down_MI: RowWeight
 
 
 class Addition(Protocol):
@@ -124,6 +133,8 @@ class Block(nn.Module):
         super().__init__()
         self.attn = Attention(architecture)
         self.mlp: FeedForward | Experts = Experts(architecture) if architecture.experts else FeedForward(architecture)
+        self.rows: PackedRows | None = None
+        """What the layer's linears are views of, where they are of one byte a weight."""
         if architecture.residual != "post":
             self.norm_attn = build_norm(architecture)
             self.norm_mlp = build_norm(architecture)
