@@ -1,5 +1,6 @@
 """CPU, side by side in one run: greedy decoding of one sequence with float32, int8 and int4 weights, here, in transformers
-and in llama.cpp; the bundled model through the server; what integers cost in loss; and the time of a conversion.
+and in llama.cpp; the bundled model through the server; what integers cost in loss, also those of a GPU, whose norms are
+folded in before rounding; and the time of a conversion.
 
     python benchmarks/cpu_decode.py --data val.jsonl.xz [--tokens 64] [--rounds 7] [--llama-bench PATH]
         [--out benchmarks/results/cpu_decode.json]
@@ -34,7 +35,9 @@ from transformers import AutoModelForCausalLM
 import fathomlm
 from fathomlm.checkpoints.fetch import fetch
 from fathomlm.cli.model_options import read_documents
+from fathomlm.kernels.quantized import GPU_KINDS
 from fathomlm.lab.environment import environment
+from fathomlm.model.quantize import quantize_layers
 from fathomlm.packaged import default_model
 
 PROMPT = "The history of the lighthouse begins"
@@ -192,6 +195,9 @@ def loss(args: argparse.Namespace) -> dict[str, Any]:
     found = {}
     for name, source in (("SmolLM2-135M", fetch("smollm2-135m")), (default_model(), default_model())):
         models = {kind or "float32": fathomlm.load(source, dtype="float32", quantize=kind) for kind in KINDS}
+        for kind in GPU_KINDS:
+            models[f"{kind} of a GPU"] = fathomlm.load(source, dtype="float32")
+            quantize_layers(models[f"{kind} of a GPU"].decoder, kind, None)
         found[name] = losses(models, args.data, args.rows)
     return found
 

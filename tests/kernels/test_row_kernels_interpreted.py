@@ -102,9 +102,7 @@ def test_weights_of_one_byte(kind: Kind, rows: int, dtype: torch.dtype) -> None:
         blocks = None if rows == 1 and split == 1 else Blocks(16, 32, split=split)
         space = row_linear.SplitSpace.build(rows, 37, "cpu")
         fast = row_linear._triton_add_linear(stream, x, whole[:37], None, space, blocks)
-        torch.testing.assert_close(
-            fast.float(), row_linear.plain_add_linear(stream.float(), x.float(), whole[:37]), **near
-        )
+        torch.testing.assert_close(fast.float(), row_linear.plain_add_linear(stream.float(), x.float(), whole[:37]), **near)
     qkv, (cos, sin), slots = whole[: (heads + 2 * groups) * head_dim], angles(random, rows, head_dim), some_slots(rows, 60)
     ours, theirs = ([torch.zeros(16, 4, groups, head_dim) for _ in range(2)] for _ in range(2))
     fast = row_qkv._triton_norm_qkv_rope_write(x, qkv, 1e-5, heads, groups, cos, sin, *ours, slots)

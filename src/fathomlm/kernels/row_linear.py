@@ -30,7 +30,6 @@ from fathomlm.kernels.row_blocks import MAX_SPLIT, Blocks, product_blocks, row_b
 from fathomlm.kernels.swiglu import swiglu
 from fathomlm.kernels.triton_here import tl, triton
 
-
 RowWeight = Tensor | QuantizedWeight
 
 

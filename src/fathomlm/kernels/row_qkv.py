@@ -124,8 +124,9 @@ if triton is not None:
         pairs = min(b.columns, max(1 if tall == 1 else 8, triton.next_power_of_2(D // 2)))
         grid = (triton.cdiv(N, tall), (heads + 2 * groups) * triton.cdiv(D // 2, pairs))
         _norm_qkv_kernel[grid](
-            x_NM, x_NM.stride(0), w.data, w.scales, cos_ND, cos_ND.stride(0), sin_ND, sin_ND.stride(0), out, k_pages, v_pages, slots_N,
-            N, slot_count(k_pages), eps, k_scale, v_scale, heads, groups, DEPTH=M, HALF=D // 2, ROWS=tall, PAIRS=pairs,
+            x_NM, x_NM.stride(0), w.data, w.scales, cos_ND, cos_ND.stride(0), sin_ND, sin_ND.stride(0),
+            out, k_pages, v_pages, slots_N, N, slot_count(k_pages), eps, k_scale, v_scale, heads, groups,
+            DEPTH=M, HALF=D // 2, ROWS=tall, PAIRS=pairs,
             BLOCK=b.depth, KEEP=grid[0] > 1, LARGEST=LARGEST_FLOAT8, num_warps=b.warps, num_stages=b.stages,
         )  # fmt: skip
         return out

@@ -63,7 +63,7 @@ def _pack(layer: Block, kind: Kind, name: str) -> None:
     integers; the layer's linears are views of what it is packed in."""
 
     def packed(part: Attention | FeedForward, names: Sequence[str], norm: nn.Module | None = None) -> QuantizedWeight:
-        weights = [part.get_submodule(own).get_parameter("weight") for own in names]
+        weights: list[Tensor] = [part.get_submodule(own).get_parameter("weight") for own in names]
         whole_OI = torch.cat(weights)
         if norm is not None:
             assert isinstance(norm, RMSNorm)
