@@ -323,7 +323,10 @@ BAD: list[tuple[tuple[str, ...], str]] = [
     (("latency", "--arrivals", "3"), "unknown option '--arrivals'"),
     (("latency", "--requests", "0"), "--requests must be >= 1"),
     (("latency", "--quantize", "int8", "--peer", "transformers"), "--peer cannot be combined with --quantize"),
-    (("latency", "--quantize", "int8", "--dtype", "bfloat16"), "--quantize int8 requires --dtype float32, got 'bfloat16'"),
+    (
+        ("latency", "--quantize", "int8", "--dtype", "bfloat16"),
+        "--quantize int8 requires --dtype float32 on a CPU, got 'bfloat16'",
+    ),
     (("kernels", "--batch-size", "0"), "--batch-size must be >= 1, got 0"),
     (
         ("kernels", "--context", "2000000000"),

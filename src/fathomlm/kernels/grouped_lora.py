@@ -57,7 +57,9 @@ if triton is not None:
         if tl.max(mine.to(tl.int32), 0) == 0:
             return
         weight_row = group * width + tl.minimum(column, width - 1)
-        total, _ = row_product(x_ptr, x_stride, weight_ptr, row, mine, weight_row, 0, DEPTH, DEPTH, BLOCK, False, KEEP)
+        total, _ = row_product(
+            x_ptr, x_stride, weight_ptr, weight_ptr, row, mine, weight_row, 0, DEPTH, DEPTH, BLOCK, False, KEEP, False
+        )
         total *= scaling
         at = out_ptr + row[:, None] * out_stride + column[None, :]
         here = mine[:, None] & (column < width)[None, :]

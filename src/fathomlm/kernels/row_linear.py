@@ -132,7 +132,7 @@ if triton is not None:
     @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
     def _one_row_product(  # type: ignore[no-untyped-def]
         x_ptr, x_stride, weight_ptr, scales_ptr, row, here, weight_row, first,
-        DEPTH: tl.constexpr, SHARE: tl.constexpr, BLOCK: tl.constexpr, NORM: tl.constexpr,
+        DEPTH: tl.constexpr, SHARE: tl.constexpr, BLOCK: tl.constexpr, NORM: tl.constexpr, SCALED: tl.constexpr,
     ):  # fmt: skip
         """`row_product` of a single row. All loads are known at once, so that they are all on their way at once."""
         k = first + tl.arange(0, BLOCK)
@@ -148,7 +148,7 @@ if triton is not None:
             if NORM:
                 squares += wide * wide
         product = tl.sum(total, 1)[None, :]
-        if scales_ptr is not None:
+        if SCALED:
             product *= tl.load(scales_ptr + weight_row)[None, :]
         return product, tl.sum(squares, 1)
 
@@ -156,13 +156,14 @@ if triton is not None:
     def row_product(  # type: ignore[no-untyped-def]
         x_ptr, x_stride, weight_ptr, scales_ptr, row, here, weight_row, first,
         DEPTH: tl.constexpr, SHARE: tl.constexpr, BLOCK: tl.constexpr, NORM: tl.constexpr, KEEP: tl.constexpr,
+        SCALED: tl.constexpr,
     ):  # fmt: skip
-        """Rows of x that are `here` times rows of a weight, scaled where those have scales, summed over SHARE entries from
+        """Rows of x that are `here` times rows of a weight, times their scales if SCALED, summed over SHARE entries from
         `first` on, in float32; with NORM also each row's sum of squares. KEEP: other programs read the same weight rows, so
         they should stay in the cache. (Triton 3.6 drops that hint for loads it pipelines.)"""
         if row.shape[0] == 1:
             return _one_row_product(
-                x_ptr, x_stride, weight_ptr, scales_ptr, row, here, weight_row, first, DEPTH, SHARE, BLOCK, NORM
+                x_ptr, x_stride, weight_ptr, scales_ptr, row, here, weight_row, first, DEPTH, SHARE, BLOCK, NORM, SCALED
             )
         k = first + tl.arange(0, BLOCK)
         here = here[:, None]
@@ -182,7 +183,7 @@ if triton is not None:
             total = tl.dot(x, tl.trans(w).to(x.dtype), total, input_precision="ieee")
             if NORM:
                 gram = tl.dot(x, tl.trans(x), gram, input_precision="ieee")
-        if scales_ptr is not None:
+        if SCALED:
             total *= tl.load(scales_ptr + weight_row)[None, :]
         number = tl.arange(0, row.shape[0])
         return total, tl.sum(tl.where(number[:, None] == number[None, :], gram, 0.0), 1)
@@ -195,13 +196,13 @@ if triton is not None:
     def _norm_linear_kernel(  # type: ignore[no-untyped-def]
         x_ptr, x_stride, weight_ptr, scales_ptr, out_ptr, out_stride, rows, width, eps,
         DEPTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
-        NORM: tl.constexpr, KEEP: tl.constexpr,
+        NORM: tl.constexpr, KEEP: tl.constexpr, SCALED: tl.constexpr,
     ):  # fmt: skip
         row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
         column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
         total, squares = row_product(
             x_ptr, x_stride, weight_ptr, scales_ptr, row, row < rows, tl.minimum(column, width - 1), 0,
-            DEPTH, DEPTH, BLOCK, NORM, KEEP,
+            DEPTH, DEPTH, BLOCK, NORM, KEEP, SCALED,
         )  # fmt: skip
         if NORM:
             total *= row_scale(squares, eps, DEPTH)
@@ -213,13 +214,14 @@ if triton is not None:
     def _norm_gated_kernel(  # type: ignore[no-untyped-def]
         x_ptr, x_stride, weight_ptr, scales_ptr, out_ptr, out_stride, rows, width, eps,
         DEPTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr, KEEP: tl.constexpr,
+        SCALED: tl.constexpr,
     ):  # fmt: skip
         row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
         # Gate and up of a column are neighbours in the tile, so that both come out in one thread.
         tile = tl.arange(0, 2 * COLUMNS)
         weight_row = tl.minimum(tl.program_id(1) * COLUMNS + tile // 2, width - 1) + tile % 2 * width
         total, squares = row_product(
-            x_ptr, x_stride, weight_ptr, scales_ptr, row, row < rows, weight_row, 0, DEPTH, DEPTH, BLOCK, True, KEEP
+            x_ptr, x_stride, weight_ptr, scales_ptr, row, row < rows, weight_row, 0, DEPTH, DEPTH, BLOCK, True, KEEP, SCALED
         )
         total *= row_scale(squares, eps, DEPTH)
         gate, up = tl.split(tl.reshape(total, (ROWS, COLUMNS, 2)))
@@ -233,14 +235,14 @@ if triton is not None:
         stream_ptr, stream_stride, x_ptr, x_stride, weight_ptr, scales_ptr, out_ptr, out_stride, partial_ptr, arrived_ptr,
         rows, width,
         DEPTH: tl.constexpr, SHARE: tl.constexpr, SPLIT: tl.constexpr,
-        ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr, KEEP: tl.constexpr,
+        ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr, KEEP: tl.constexpr, SCALED: tl.constexpr,
     ):  # fmt: skip
         row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
         column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
         here = (row < rows)[:, None] & (column < width)[None, :]
         total, _ = row_product(
             x_ptr, x_stride, weight_ptr, scales_ptr, row, row < rows, tl.minimum(column, width - 1),
-            tl.program_id(2) * SHARE, DEPTH, SHARE, BLOCK, False, KEEP,
+            tl.program_id(2) * SHARE, DEPTH, SHARE, BLOCK, False, KEEP, SCALED,
         )  # fmt: skip
         if SPLIT > 1:
             tile = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
@@ -277,7 +279,7 @@ if triton is not None:
         grid = (triton.cdiv(N, tall), triton.cdiv(W, b.columns))
         _norm_linear_kernel[grid](
             x_NM, x_NM.stride(0), w.data, w.scales, out, out.stride(0), N, W, eps, DEPTH=M, ROWS=tall, COLUMNS=b.columns,
-            BLOCK=b.depth, NORM=scale, KEEP=grid[0] > 1, num_warps=b.warps, num_stages=b.stages,
+            BLOCK=b.depth, NORM=scale, KEEP=grid[0] > 1, SCALED=w.narrow, num_warps=b.warps, num_stages=b.stages,
         )  # fmt: skip
         return out
 
@@ -292,7 +294,7 @@ if triton is not None:
         grid = (triton.cdiv(N, tall), triton.cdiv(width, b.columns))
         _norm_gated_kernel[grid](
             x_NM, x_NM.stride(0), w.data, w.scales, out, out.stride(0), N, width, eps, DEPTH=M, ROWS=tall, COLUMNS=b.columns,
-            BLOCK=b.depth, KEEP=grid[0] > 1, num_warps=b.warps, num_stages=b.stages,
+            BLOCK=b.depth, KEEP=grid[0] > 1, SCALED=w.narrow, num_warps=b.warps, num_stages=b.stages,
         )  # fmt: skip
         return out
 
@@ -319,7 +321,7 @@ if triton is not None:
         _add_linear_kernel[grid](
             stream_NM, stream_NM.stride(0), x_NK, x_NK.stride(0), w.data, w.scales, out, out.stride(0), *space, N, M,
             DEPTH=K, SHARE=share, SPLIT=grid[2], ROWS=tall, COLUMNS=b.columns, BLOCK=b.depth, KEEP=grid[0] > 1,
-            num_warps=b.warps, num_stages=b.stages,
+            SCALED=w.narrow, num_warps=b.warps, num_stages=b.stages,
         )  # fmt: skip
         return out
 
@@ -327,16 +329,18 @@ if triton is not None:
         """A weight as kernels are given it."""
 
         data: Tensor
-        scales: Tensor | None
+        scales: Tensor
+        """Anything where it is not `narrow`: kernels then do not look."""
         size: int
         """Bytes of an entry, by which programs are cut; float32 rows decide that alone."""
         narrow: bool
 
     def check_rows(weight: RowWeight, x: Tensor, *others: Tensor) -> KernelWeight:
         """Kernels step through rows by their strides, and through everything else as if it lay in one piece."""
-        data, scales = (weight.data, weight.scales) if isinstance(weight, QuantizedWeight) else (weight, None)
+        narrow = isinstance(weight, QuantizedWeight)
+        data, scales = (weight.data, weight.scales) if isinstance(weight, QuantizedWeight) else (weight, weight)
         assert data.is_contiguous()
-        assert data.element_size() == 1 if scales is not None else data.dtype == x.dtype
+        assert data.element_size() == 1 if narrow else data.dtype == x.dtype
         assert all(t.stride(-1) == 1 for t in (x, *others))
         size = x.element_size() if x.element_size() >= 4 else data.element_size()
-        return KernelWeight(data, scales, size, scales is not None)
+        return KernelWeight(data, scales, size, narrow)

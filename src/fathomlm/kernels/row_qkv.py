@@ -74,7 +74,7 @@ if triton is not None:
         x_ptr, x_stride, weight_ptr, scales_ptr, cos_ptr, cos_stride, sin_ptr, sin_stride, q_ptr, k_ptr, v_ptr, slots_ptr,
         rows, slots, eps, k_scale, v_scale, H, G,
         DEPTH: tl.constexpr, HALF: tl.constexpr, ROWS: tl.constexpr, PAIRS: tl.constexpr, BLOCK: tl.constexpr,
-        KEEP: tl.constexpr, LARGEST: tl.constexpr,
+        KEEP: tl.constexpr, LARGEST: tl.constexpr, SCALED: tl.constexpr,
     ):  # fmt: skip
         row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
         parts: tl.constexpr = (HALF + PAIRS - 1) // PAIRS
@@ -83,7 +83,7 @@ if triton is not None:
         tile = tl.arange(0, 2 * PAIRS)
         weight_row = head * 2 * HALF + tl.minimum(first + tile // 2, HALF - 1) + tile % 2 * HALF
         total, squares = row_product(
-            x_ptr, x_stride, weight_ptr, scales_ptr, row, row < rows, weight_row, 0, DEPTH, DEPTH, BLOCK, True, KEEP
+            x_ptr, x_stride, weight_ptr, scales_ptr, row, row < rows, weight_row, 0, DEPTH, DEPTH, BLOCK, True, KEEP, SCALED
         )
         total *= row_scale(squares, eps, DEPTH)
         low, high = tl.split(tl.reshape(total, (ROWS, PAIRS, 2)))
@@ -127,6 +127,7 @@ if triton is not None:
             x_NM, x_NM.stride(0), w.data, w.scales, cos_ND, cos_ND.stride(0), sin_ND, sin_ND.stride(0),
             out, k_pages, v_pages, slots_N, N, slot_count(k_pages), eps, k_scale, v_scale, heads, groups,
             DEPTH=M, HALF=D // 2, ROWS=tall, PAIRS=pairs,
-            BLOCK=b.depth, KEEP=grid[0] > 1, LARGEST=LARGEST_FLOAT8, num_warps=b.warps, num_stages=b.stages,
+            BLOCK=b.depth, KEEP=grid[0] > 1, LARGEST=LARGEST_FLOAT8, SCALED=w.narrow,
+            num_warps=b.warps, num_stages=b.stages,
         )  # fmt: skip
         return out
