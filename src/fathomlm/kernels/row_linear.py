@@ -11,7 +11,7 @@ is summed directly, which hides memory's latency better. Launch settings come fr
 kernel.
 
 A weight may have one byte an entry and a scale for each of its rows (`QuantizedWeight`): a program reads half as much,
-widens it in registers, and scales its sums.
+widens it in registers, and scales its sums. Tensor cores that multiply from registers then leave squaring x there free, too.
 
 Shapes: N rows, M hidden width, W output width, I inner width, K input width of a product.
 """
@@ -171,6 +171,7 @@ if triton is not None:
         w_at = weight_ptr + weight_row.to(tl.int64)[:, None] * DEPTH + k[None, :]
         total = tl.zeros((row.shape[0], weight_row.shape[0]), tl.float32)
         gram = tl.zeros((row.shape[0], row.shape[0]), tl.float32)
+        squares = tl.zeros((row.shape[0], BLOCK), tl.float32)
         policy: tl.constexpr = "" if KEEP else "evict_first"
         for at in range(0, SHARE, BLOCK):
             if SHARE % BLOCK == 0 and DEPTH % SHARE == 0:
@@ -181,10 +182,12 @@ if triton is not None:
                 x = tl.load(x_at + at, mask=here & inside, other=0.0, eviction_policy="evict_last")
                 w = tl.load(w_at + at, mask=inside, other=0.0, eviction_policy=policy)
             total = tl.dot(x, tl.trans(w).to(x.dtype), total, input_precision="ieee")
-            if NORM:
+            if NORM and SCALED:
+                squares += x.to(tl.float32) * x.to(tl.float32)
+            elif NORM:
                 gram = tl.dot(x, tl.trans(x), gram, input_precision="ieee")
         if SCALED:
-            total *= tl.load(scales_ptr + weight_row)[None, :]
+            return total * tl.load(scales_ptr + weight_row)[None, :], tl.sum(squares, 1)
         number = tl.arange(0, row.shape[0])
         return total, tl.sum(tl.where(number[:, None] == number[None, :], gram, 0.0), 1)
 
