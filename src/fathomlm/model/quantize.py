@@ -18,7 +18,7 @@ from fathomlm.kernels.half import effective_weight, folded
 from fathomlm.kernels.norm import RMSNorm
 from fathomlm.kernels.quantized import Kind, QuantizedWeight
 from fathomlm.model.blocks import Block
-from fathomlm.model.blocks.parts import Attention, FeedForward, PackedRows
+from fathomlm.model.blocks.parts import FeedForward, PackedRows
 from fathomlm.model.quantized_linear import QuantizedLinear
 from fathomlm.model.stack import LayerStack
 
@@ -62,7 +62,7 @@ def _pack(layer: Block, kind: Kind, name: str) -> None:
     """Norms go into the weights behind them before those are rounded, so that modules and kernels multiply with the same
     integers; the layer's linears are views of what it is packed in."""
 
-    def packed(part: Attention | FeedForward, names: Sequence[str], norm: nn.Module | None = None) -> QuantizedWeight:
+    def packed(part: nn.Module, names: Sequence[str], norm: nn.Module | None = None) -> QuantizedWeight:
         weights: list[Tensor] = [part.get_submodule(own).get_parameter("weight") for own in names]
         whole_OI = torch.cat(weights)
         if norm is not None:
