@@ -10,6 +10,7 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
+import gguf
 import pytest
 import torch
 from tokenizers import normalizers
@@ -58,9 +59,10 @@ def models(tiny_tokenizer: Any, tmp_path_factory: Any) -> Any:
     return model
 
 
-UNSAID = ("llama3-rope", "mistral-window", "qwen2-window", "gemma3", "qwen3-yarn")
-"""Tiny configurations that GGUF has no place for here: windows, YaRN, and scalings that no released model has."""
-UNWRITTEN = ("smollm3", "smollm3-window", "granite", "phi3", "phi4-mini", "olmo2")
+UNSAID = ("llama3-rope", "mistral-window", "qwen2-window", "gemma3", "qwen3-yarn", "smollm3-window", "qwen3-moe-parts")
+"""Tiny configurations that GGUF has no place for here: windows, YaRN, scalings that no released model has, and experts that
+do not add up to 1."""
+UNWRITTEN = ("phi3", "phi4-mini")
 TOKENS = torch.randint(3, 300, (2, 16), generator=torch.Generator().manual_seed(1))
 
 
@@ -69,7 +71,7 @@ TOKENS = torch.randint(3, 300, (2, 16), generator=torch.Generator().manual_seed(
 def test_a_plain_model_comes_back(models: Any, name: str, tmp_path: Path) -> None:
     model = models(name)
     if name in UNSAID:
-        with pytest.raises(OptionError, match=r"cannot hold (windows|attention_scale|rope|this)"):
+        with pytest.raises(OptionError, match=r"cannot hold (windows|attention_scale|rope|rotated|experts_normed|this)"):
             export_gguf(model, tmp_path / "m.gguf", "f32")
         assert list(tmp_path.iterdir()) == []
         return
@@ -87,6 +89,22 @@ def test_a_plain_model_comes_back(models: Any, name: str, tmp_path: Path) -> Non
     messages = [{"role": "user", "content": "hi"}]
     chats = [one.tokenizer.apply_chat_template(messages, tokenize=False) for one in (again, model)]
     assert chats[0] == chats[1]
+
+
+@pytest.mark.parametrize("name", ["llama", "smollm3", "granite", "olmo2", "qwen3-moe", "neox"])
+def test_names_are_those_that_llama_cpp_reads(models: Any, name: str, tmp_path: Path) -> None:
+    """By the tables of the gguf package, which are llama.cpp's own."""
+    export_gguf(models(name), tmp_path / "m.gguf", "f32")
+    file = GGUFFile(tmp_path / "m.gguf")
+    kind = file.metadata["general.architecture"]
+    arch = next(each for each, called in gguf.MODEL_ARCH_NAMES.items() if called == kind)
+    known = {gguf.TENSOR_NAMES[tensor] for tensor in gguf.MODEL_TENSORS[arch]}
+    stored = {re.sub(r"^blk\.\d+", "blk.{bid}", tensor).rpartition(".")[0] for tensor in file.tensors}
+    assert stored <= known
+    sections = (gguf.Keys.LLM, gguf.Keys.Attention, gguf.Keys.Rope)
+    templates = (str(value) for section in sections for value in vars(section).values())
+    keys = {template.replace("{arch}", kind) for template in templates}
+    assert {key for key in file.metadata if key.startswith(f"{kind}.")} <= keys
 
 
 @pytest.mark.parametrize("name", ["llama", "llama-tied", "llama3", "llama-wide-head", "mistral"])

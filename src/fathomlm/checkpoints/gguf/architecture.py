@@ -6,6 +6,7 @@ model that runs wrongly is worse than one that does not run.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 import re
@@ -26,7 +27,9 @@ _REFUSED = (
     "attn_logit_softcapping",
     "final_logit_softcapping",
 )
-"""Metadata that change what a layer computes and that no block here has; nought means that the file does not use it."""
+"""Metadata that change what a layer computes; nought means that the file does not use it."""
+_USED = {"granite": ("logit_scale", "residual_scale", "embedding_scale"), "qwen3moe": ("expert_count",)}
+"""Those of them that an architecture has a block for here."""
 
 
 class _Facts:
@@ -83,7 +86,7 @@ def read_architecture(file: GGUFFile) -> tuple[Architecture, DepthPlan]:
     if (parts := file.metadata.get("split.count")) not in (None, 0, 1):
         raise UnsupportedModel(f"{file.path}: one of {parts} parts; join them first (llama-gguf-split --merge)")
     for key in _REFUSED:
-        if facts.get(key):
+        if facts.get(key) and key not in _USED.get(name, ()):
             raise UnsupportedModel(f"{file.path}: {name}.{key} is set, which no block here can do")
     layers = facts.whole("block_count")
     blocks = {match[1] for tensor in file.tensors if (match := re.match(r"blk\.(\d+)\.", tensor))}
@@ -126,7 +129,7 @@ def _common(facts: _Facts, norm: str = "layer_norm_rms_epsilon", partial_rotary:
         "tied_embeddings": not facts.has("output.weight"),
         "norm_eps": _decimal(facts.number(f"attention.{norm}")),
         "rope": _rope(facts, head_dim),
-        "attention_scale": facts.number("attention.scale") if facts.get("attention.scale") else None,
+        "attention_scale": _decimal(facts.number("attention.scale")) if facts.get("attention.scale") else None,
     }
 
 
@@ -144,6 +147,40 @@ def _llama(facts: _Facts, family: str = "llama") -> Architecture:
         o_bias=facts.has("blk.0.attn_output.bias"),
         mlp_bias=facts.has("blk.0.ffn_up.bias"),
         qk_norm=family == "qwen3",
+        **traits,
+    )
+
+
+def _smollm3(facts: _Facts) -> Architecture:
+    """Every fourth layer has no rotary positions: llama.cpp knows no other pattern."""
+    found = _llama(facts, "smollm3")
+    rotated = tuple((i + 1) % 4 != 0 for i in range(found.layers))
+    return dataclasses.replace(found, rotated=() if all(rotated) else rotated)
+
+
+def _granite(facts: _Facts) -> Architecture:
+    scales = {f"{name}_scale": _decimal(facts.number(f"{name}_scale", 1.0)) for name in ("embedding", "residual")}
+    return dataclasses.replace(_llama(facts, "granite"), **scales, head_scale=1 / _decimal(facts.number("logit_scale", 1.0)))
+
+
+def _olmo2(facts: _Facts) -> Architecture:
+    found = _llama(facts, "olmo2")
+    if found.tied_embeddings or found.query_width != found.hidden:
+        raise UnsupportedModel(f"{facts.file.path}: olmo2 requires a head of its own, and heads as wide as the model")
+    return dataclasses.replace(found, residual="post", qk_norm=True, qk_norm_wide=True)
+
+
+def _qwen3_moe(facts: _Facts) -> Architecture:
+    traits = _common(facts) | {"intermediate": facts.whole("expert_feed_forward_length")}
+    bias = facts.has("blk.0.attn_q.bias")
+    return Architecture(
+        family="qwen3_moe",
+        qk_norm=True,
+        qkv_bias=bias,
+        o_bias=bias,
+        experts=facts.whole("expert_count"),
+        experts_per_token=facts.whole("expert_used_count"),
+        experts_normed=True,
         **traits,
     )
 
@@ -203,6 +240,10 @@ _FAMILIES: dict[str, Callable[[_Facts], Architecture]] = {
     "llama": _llama,
     "qwen2": functools.partial(_llama, family="qwen2"),
     "qwen3": functools.partial(_llama, family="qwen3"),
+    "qwen3moe": _qwen3_moe,
+    "smollm3": _smollm3,
+    "granite": _granite,
+    "olmo2": _olmo2,
     "gemma": _gemma,
     "gemma3": _gemma3,
     "gptneox": _neox,

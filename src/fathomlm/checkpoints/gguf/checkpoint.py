@@ -37,7 +37,13 @@ _LAYER_NAMES = {
     "norm_attn_out": "post_attention_norm",
     "norm_mlp_out": "post_ffw_norm",
 }
-INTERLEAVED = ("llama", "mistral", "nanbeige")
+_EXPERT_NAMES = {
+    "mlp.router": "ffn_gate_inp",
+    "mlp.gate": "ffn_gate_exps",
+    "mlp.up": "ffn_up_exps",
+    "mlp.down": "ffn_down_exps",
+}
+INTERLEAVED = ("llama", "mistral", "nanbeige", "smollm3", "granite")
 """Families whose q and k rows are stored for a kernel that rotates neighbours."""
 _IGNORED = re.compile(r"rope_freqs\.weight|blk\.\d+\.attn_rot_embd\.weight")
 """Tables that are computed from the metadata, not learned."""
@@ -121,7 +127,8 @@ def stored_name(name: str, arch: Architecture) -> tuple[str, int | None]:
     _, layer, module = module.split(".", 2)
     if arch.family == "neox" and module in ("attn.q", "attn.k", "attn.v"):
         return f"blk.{layer}.attn_qkv.{leaf}", "qkv".index(module[-1])
-    return f"blk.{layer}.{_LAYER_NAMES[module]}.{leaf}", None
+    names = _LAYER_NAMES | (_EXPERT_NAMES if arch.experts else {})
+    return f"blk.{layer}.{names[module]}.{leaf}", None
 
 
 def _sorted_halves(tensor: torch.Tensor, heads: int) -> torch.Tensor:

@@ -33,7 +33,8 @@ from fathomlm.model.hub import FathomForCausalLM
 
 NAMES = {
     "llama": "llama", "mistral": "llama", "nanbeige": "nanbeige", "qwen2": "qwen2", "qwen3": "qwen3", "gemma": "gemma",
-    "gemma3": "gemma3", "neox": "gptneox",
+    "gemma3": "gemma3", "neox": "gptneox", "smollm3": "smollm3", "granite": "granite", "olmo2": "olmo2",
+    "qwen3_moe": "qwen3moe",
 }  # fmt: skip
 """llama.cpp's name of each family."""
 KINDS = ("f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0")
@@ -121,6 +122,12 @@ def _metadata(a: Architecture, plan: DepthPlan, name: str) -> dict[str, Any]:
         facts |= {f"{name}.rope.scaling.type": "linear", f"{name}.rope.scaling.factor": float(a.rope.factor)}
     if a.attention_scale is not None and a.family != "gemma3":
         facts[f"{name}.attention.scale"] = float(a.attention_scale)
+    if name == "granite":
+        facts |= {"granite.embedding_scale": a.embedding_scale, "granite.residual_scale": a.residual_scale}
+        facts["granite.logit_scale"] = 1 / a.head_scale
+    if a.experts:
+        facts |= {f"{name}.expert_count": a.experts, f"{name}.expert_used_count": a.experts_per_token}
+        facts[f"{name}.expert_feed_forward_length"] = a.intermediate
     if name == "gptneox":
         facts["gptneox.use_parallel_residual"] = a.residual == "parallel"
     if name == "gemma3":
@@ -189,7 +196,7 @@ def _norm(tensor: Tensor, a: Architecture) -> Tensor:
 
 def _kind(name: str, shape: Sequence[int], kind: str) -> Any:
     """How a tensor is stored: vectors as they are, matrices packed where their rows fill blocks."""
-    if len(shape) == 1:
+    if len(shape) == 1 or ".ffn_gate_inp." in name:  # what chooses experts is small, and a wrong choice is a large error
         return gguf.GGMLQuantizationType.F32
     if name in ("token_embd.weight", "output.weight"):
         kind = FINER.get(kind, kind)
