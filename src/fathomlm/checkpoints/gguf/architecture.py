@@ -159,8 +159,12 @@ def _smollm3(facts: _Facts) -> Architecture:
 
 
 def _granite(facts: _Facts) -> Architecture:
-    scales = {f"{name}_scale": _decimal(facts.number(f"{name}_scale", 1.0)) for name in ("embedding", "residual")}
-    return dataclasses.replace(_llama(facts, "granite"), **scales, head_scale=1 / _decimal(facts.number("logit_scale", 1.0)))
+    return dataclasses.replace(
+        _llama(facts, "granite"),
+        embedding_scale=_decimal(facts.number("embedding_scale", 1.0)),
+        residual_scale=_decimal(facts.number("residual_scale", 1.0)),
+        head_scale=1 / _decimal(facts.number("logit_scale", 1.0)),
+    )
 
 
 def _olmo2(facts: _Facts) -> Architecture:
