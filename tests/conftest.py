@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
 from pathlib import Path
@@ -17,6 +18,11 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     # Workers that share a machine's cores take one each, and so do the commands that they start: tiny models are slower on
     # many threads, and on a busy machine by a factor of thirty. Said here, before anything imports torch.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# Bytecode is kept even where the environment asks for none: without it each process that a test starts compiles the package
+# anew, and each worker of each run rewrites the assertions of every file, half a minute of work.
+sys.dont_write_bytecode = False
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 try:
     from hypothesis import HealthCheck, settings
