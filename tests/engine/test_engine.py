@@ -21,7 +21,7 @@ from pairwise import in_turn
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-NEW = 8
+NEW = 6
 MANY = [*PROMPTS, [8, 1, 1, 70], [44, 12], [5, 9, 33, 7, 81, 2, 64, 13, 50, 20, 6], [91]]
 SMALL: dict[str, Any] = {"page_size": 4, "batch_size": 3, "prefill_chunk": 5, "max_length": 48}
 SERVED = [name for name in MODELS if name != "prefix"]

@@ -33,13 +33,12 @@ assert 'fathomlm.model' not in sys.modules
 from transformers import AutoTokenizer, PreTrainedModel
 """
 TRANSFORMERS_FIRST = "import transformers; import fathomlm"
-AUTO_CLASSES_FIRST = "from transformers import AutoConfig, AutoModel, AutoTokenizer; import fathomlm"
 CASES = {
     "script, fathomlm first": ("script", FATHOMLM_FIRST, "AutoModelForCausalLM", "FathomForCausalLM"),
     "-m, transformers first": ("-m", TRANSFORMERS_FIRST, "AutoModelForSeq2SeqLM", "FathomForSeq2SeqLM"),
-    "-c, the auto classes first": ("-c", AUTO_CLASSES_FIRST, "AutoModelForCausalLM", "FathomForCausalLM"),
 }
-"""Each way of starting and each order once: a process that imports transformers takes seconds."""
+"""Each way of starting and each order once: a process that imports transformers takes seconds. `-c` with the auto classes
+first is below."""
 
 
 @pytest.fixture(scope="module")
@@ -70,37 +69,51 @@ def test_however_python_was_started_and_whichever_was_imported_first(
     # The script has the command's name; its directory comes first on the path and would hide the package.
     (tmp_path / "fathomlm.py").write_text("import sys; sys.path.pop(0)\n" + code)
     (tmp_path / "elsewhere" / "mytool.py").write_text(code)
-    arguments = {"script": [str(tmp_path / "fathomlm.py")], "-m": ["-m", "mytool"], "-c": ["-c", code]}[start]
+    arguments = {"script": [str(tmp_path / "fathomlm.py")], "-m": ["-m", "mytool"]}[start]
     done = python(arguments, tmp_path / "elsewhere")
     assert (done.returncode, done.stdout.split()[-1:]) == (0, [expected]), done.stderr
 
 
-NOBODY = """
+AUTO_CLASSES_FIRST = """
+import os
 import sys
-from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
-missing, *directories = sys.argv[1:]
-if missing == "missing":
-    sys.modules["fathomlm"] = None
-for auto, where in zip((AutoModelForCausalLM, AutoModelForSeq2SeqLM), directories):
-    try:
-        model = auto.from_pretrained(where, trust_remote_code=True)
-    except ImportError as error:
-        print("ImportError:", error)
-    else:
-        model.save_pretrained(where + "-again")
-        print(type(model).__name__)
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer
+directories = sys.argv[1:]
+for fathomlm in "unasked", "missing", "imported":
+    sys.stdout.flush()
+    if child := os.fork():  # which begins with the modules that its parent has
+        assert os.waitpid(child, 0)[1] == 0, fathomlm
+        continue
+    assert "fathomlm" not in sys.modules
+    if fathomlm == "missing":
+        sys.modules["fathomlm"] = None
+    elif fathomlm == "imported":
+        import fathomlm
+        assert type(AutoConfig.for_model("fathomlm-seq2seq")).__name__ == "FathomSeq2SeqConfig"
+    for auto, where in zip((AutoModelForCausalLM, AutoModelForSeq2SeqLM), directories):
+        try:
+            model = auto.from_pretrained(where, trust_remote_code=True if fathomlm in ("unasked", "missing") else None)
+        except ImportError as error:
+            print("ImportError:", error)
+        else:
+            print(type(model).__name__)
+            if fathomlm == "unasked":
+                model.save_pretrained(where + "-again")
+    sys.exit()
 """
 
 
-def test_a_saved_model_is_read_where_nobody_imported_fathomlm(
+def test_a_saved_model_is_read_whether_fathomlm_was_imported_or_not(
     saved: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HF_MODULES_CACHE", str(tmp_path / "modules"))
-    done = python(["-c", NOBODY, "there", *saved.values()], tmp_path)
-    assert done.stdout.split() == ["FathomForCausalLM", "FathomForSeq2SeqLM"], done.stderr
+    done = python(["-c", AUTO_CLASSES_FIRST, *saved.values()], tmp_path)
+    assert done.returncode == 0, done.stderr
+    *unasked, missing, missing_too, model, seq2seq = done.stdout.splitlines()
+    assert unasked == [model, seq2seq] == ["FathomForCausalLM", "FathomForSeq2SeqLM"]
+    for line in missing, missing_too:
+        assert line.startswith("ImportError: ")
+        assert "fathomlm" in line
     for where in saved.values():
         names = [sorted(path.name for path in Path(place).glob("*.py")) for place in (where, f"{where}-again")]
         assert names == [["fathomlm_auto.py"]] * 2, "no other source file is copied along"
-    done = python(["-c", NOBODY, "missing", *saved.values()], tmp_path)
-    assert done.stdout.count("ImportError") == 2, done.stderr
-    assert "fathomlm" in done.stdout

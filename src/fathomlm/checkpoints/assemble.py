@@ -66,7 +66,8 @@ def put(
     if tuple(tensor.shape) != shape:
         raise CheckpointError(f"{where}: '{name}' is {tuple(tensor.shape)}, the configuration asks for {shape}")
     value = tensor.to(device=device, dtype=dtype).contiguous()
-    module.load_state_dict({name: value}, strict=False, assign=True)
+    owner, _, leaf = name.rpartition(".")  # `load_state_dict` would walk the whole module for each name
+    setattr(module.get_submodule(owner), leaf, nn.Parameter(value, module.get_parameter(name).requires_grad))
 
 
 def load_base(base: BaseCheckpoint, dtype: torch.dtype | None, device: torch.device, where: str) -> FathomForCausalLM:
