@@ -262,7 +262,7 @@ def live(kind: str, sizes: dict[str, Any], history: list[Ask]) -> Counter[str]:
 @pytest.mark.parametrize("kind", PLANS)
 def test_any_history(kind: str) -> None:
     @settings(
-        max_examples=6,
+        max_examples=4,
         deadline=None,
         derandomize=True,
         report_multiple_bugs=False,

@@ -73,11 +73,12 @@ def requests_of(model: FathomForCausalLM, prompts: list[str] = PROMPTS, **option
     ]  # fmt: skip
 
 
-SIZES: list[dict[str, Any]] = [{}, {"burst": 4, "lag": 1}, {"burst": 3, "lag": 2}]
+SIZES: list[tuple[str, dict[str, Any]]] = [
+    ("whole", {}), ("whole", {"burst": 3, "lag": 2}), ("routed", {"burst": 4, "lag": 1}), ("routed", {"burst": 3, "lag": 2}),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("sizes", SIZES, ids=str)
-@pytest.mark.parametrize("kind", ["whole", "routed"])
+@pytest.mark.parametrize(("kind", "sizes"), SIZES, ids=str)
 def test_a_constrained_text_is_the_reference_decoders_and_others_are_as_ever(
     kind: str, sizes: dict[str, Any], tiny_model: Any, tiny_tokenizer: Any
 ) -> None:
@@ -106,8 +107,9 @@ def test_preempted_sequences_go_on_in_their_grammar(tiny_model: Any) -> None:
             assert list(result.tokens) == twin(tiny_model, prompt, SCHEMA)
 
 
-@pytest.mark.parametrize("mode", ["speculative", "parallel"])
-@pytest.mark.parametrize("threshold", [0.0, 0.1, 1.0])
+@pytest.mark.parametrize(
+    ("mode", "threshold"), [("speculative", 0.0), ("speculative", 0.1), ("parallel", 0.1), ("parallel", 1.0)]
+)
 def test_constraints_where_tokens_exit(mode: Any, threshold: float, tiny_model: Any) -> None:
     """Drafts are verified and leave the full model's text; what exits for good still follows its grammar."""
     exiting = Exiting(mode=mode, exit_layers=(2,), threshold=threshold)

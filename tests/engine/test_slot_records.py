@@ -139,9 +139,9 @@ def asked(random: Random, id: int, kind: str) -> Request:
     )
 
 
-def lived(kind: str, one_by_one: bool) -> tuple[Any, ...]:
+def lived(kind: str, seed: int, one_by_one: bool) -> tuple[Any, ...]:
     """An engine's life: what each request came to, what its listener heard, and the totals."""
-    random = Random(f"{kind} 0")
+    random = Random(f"{kind} {seed}")
     sizes = {
         "batch_size": 4, "max_sequences": 4 if kind == "whole" else 6, "page_size": random.choice((1, 2)),
         "max_length": SHORT, "prefill_chunk": random.choice((2, 8)), "lag": random.randint(0, 2),
@@ -193,6 +193,11 @@ def lived(kind: str, one_by_one: bool) -> tuple[Any, ...]:
 def test_engines_live_alike(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(slot_records, "FEW", 0)
     monkeypatch.setattr(model(kind), "tokenizer", letters())
-    fast, slow = lived(kind, one_by_one=False), lived(kind, one_by_one=True)
-    assert fast == slow
-    assert {result.finish.reason for result in fast[0]} >= {"stop", "cancelled"}
+    happened: set[str] = set()
+    for seed in range(2):
+        fast, slow = lived(kind, seed, one_by_one=False), lived(kind, seed, one_by_one=True)
+        assert fast == slow
+        happened |= {result.finish.reason for result in fast[0]}
+        if happened >= {"stop", "cancelled"}:
+            return  # most kinds see both in their first life
+    pytest.fail(f"only {happened}")

@@ -163,6 +163,7 @@ def test_text_is_cut_into_lines() -> None:
     assert laid == [(0, 0, "abcd", 0), (0, 4, "e", 1), (1, 0, "fg↵", 1), (2, 0, "h", 2), (2, 1, "·", 3)]
 
 
+@pytest.mark.usefixtures("coarse_figures")
 def test_all_files_of_an_analysis(numbers: RoutingNumbers, tmp_path: Path) -> None:
     out = tmp_path / "deep" / "routing"
     files = write_routing(numbers, ABOUT, out)
