@@ -53,7 +53,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """What the test files imported stays, so `gc.collect()`, which benchmarks and engines call, need not walk it each time."""
+    """What the test files imported stays: `gc.collect()`, which benchmarks and engines call, need not walk it each time."""
     gc.collect()
     gc.freeze()
 

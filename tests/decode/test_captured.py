@@ -141,7 +141,11 @@ def test_a_cycle_is_what_the_host_would_have_done_step_by_step(kind: str, stack:
     captured = CapturedDecoder(model.decoder, length=len(prompt) + NEW, exit_layers=2, max_stack=stack)
     whole = captured.generate(prompt, exiting, NEW).tokens
     never_kept = [token for token in range(61) if token not in whole]
-    cases: list[tuple[int, set[int]]] = [(NEW, set()), (NEW - 1, set()), *((NEW, {token}) for token in sorted(set(whole))[::2])]
+    cases: list[tuple[int, set[int]]] = [
+        (NEW, set()),
+        (NEW - 1, set()),
+        *((NEW, {token}) for token in sorted(set(whole))[::2]),
+    ]
     cases += [(NEW, set(never_kept[first::4])) for first in range(4)]
     found = [captured.generate(prompt, exiting, most, ends) for most, ends in cases]
     assert captured.steps._recorded.keys() == {("cycle", 0, False)}

@@ -262,7 +262,8 @@ def over_models(pairs: list[tuple[Any, str]]) -> list[Any]:
 
 
 @pytest.mark.parametrize(
-    ("name", "mode", "options", "how"), over_models([pair for turn in (0, 1) for pair in in_turn(EVERY, tuple(SAMPLINGS), turn)])
+    ("name", "mode", "options", "how"),
+    over_models([pair for turn in (0, 1) for pair in in_turn(EVERY, tuple(SAMPLINGS), turn)]),
 )
 def test_a_batch_equals_singles(name: str, mode: str, options: dict[str, Any], how: str) -> None:
     setting, sampling = every(name, mode, options), SAMPLINGS[how]
