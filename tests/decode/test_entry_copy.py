@@ -125,6 +125,67 @@ def test_it_is_decoding_over_the_entries_of_the_last_loop(model: FathomForCausal
     assert list(session.generate(PROMPT, max_new_tokens=NEW, ignore_eos=True).tokens) == tokens
 
 
+class Overwritten:
+    """Entries by layer and loop modulo k: what tokens of a pass make takes the place of what they made k loops before."""
+
+    def __init__(self, loops: int) -> None:
+        self.loops, self.length = loops, 0
+        self.past: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
+        self.now: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
+
+    def at(self, step: Any) -> Any:
+        outer, place = self, (step.layer, step.recursion % self.loops)
+
+        class At:
+            stores = True
+
+            def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+                before = outer.past.get(place, (k[:, :, :0], v[:, :, :0]))
+                outer.now[place] = torch.cat((before[0], k), 2), torch.cat((before[1], v), 2)
+                return outer.now[place]
+
+        return At()
+
+    def reads(self, step: Any) -> None:
+        return None
+
+    def advance(self, tokens: int) -> None:
+        self.past, self.length = dict(self.now), self.length + tokens
+
+
+@pytest.mark.parametrize("loops", [1, 2])
+@torch.inference_mode()
+def test_loops_that_store_over_each_other(model: FathomForCausalLM, loops: int) -> None:
+    decoder, cache, tokens = model.decoder, Overwritten(loops), list(PROMPT)
+    new = torch.tensor([PROMPT])
+    while len(tokens) < len(PROMPT) + NEW:
+        tokens.append(int(decoder.logits(decoder(new, cache=cache))[0, -1].argmax()))
+        new = torch.tensor([tokens[-1:]])
+    options = {"max_new_tokens": NEW, "ignore_eos": True}
+    control = fathomlm.DepthControl(kv_loops=loops)
+    rows = fathomlm.generate(model, [PROMPT, PROMPT[3:]], control=control, **options)
+    assert list(rows[0].tokens) == tokens[len(PROMPT) :]
+    assert list(fathomlm.Session(model, control=control).generate(PROMPT, **options).tokens) == tokens[len(PROMPT) :]
+    by_hand, few, dense, every = (
+        Overwritten(loops),
+        *(fathomlm.build_cache(model.plan, kv_loops=each) for each in (loops, None, model.plan.recursions)),
+    )
+    for piece in torch.tensor([tokens]).split((5, 1, 1, 4, 7), dim=1):
+        right, found, full, same = (decoder(piece, cache=one) for one in (by_hand, few, dense, every))
+        torch.testing.assert_close(found, right)
+        torch.testing.assert_close(same, full)
+    assert (found - full).abs().max() > 1e-2
+    kept = sum(step.recursion < loops for step in model.plan)
+    assert few.bytes() * model.plan.unrolled_layers == dense.bytes() * kept
+    with pytest.raises(OptionError, match="kv loops must be from 1 to"):
+        fathomlm.generate(model, [PROMPT], control=fathomlm.DepthControl(kv_loops=99), **options)
+
+
+def test_kv_loops_require_loops() -> None:
+    with pytest.raises(OptionError, match="kv loops require a looped model"):
+        fathomlm.generate(model_of(DepthPlan.vanilla(8)), [PROMPT], control=fathomlm.DepthControl(kv_loops=1))
+
+
 @torch.inference_mode()
 def test_at_threshold_one_it_is_the_full_model(model: FathomForCausalLM) -> None:
     exiting = fathomlm.Exiting(mode="entry-copy", confidence="state", threshold=1.0)

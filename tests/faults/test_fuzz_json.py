@@ -63,6 +63,16 @@ class Reader:
     file: str = "config.json"
 
 
+OWN_FIELDS: dict[str, dict[str, Any]] = {
+    "qwen3_moe": {"moe_intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 2, "norm_topk_prob": True},
+    "huginn_raven": {
+        "n_embd": 32, "n_heads": 4, "n_layers_in_prelude": 1, "n_layers_in_recurrent_block": 2, "n_layers_in_coda": 1,
+        "mean_recurrence": 3, "qk_bias": True, "init_values": {"embed_scale": 2.0}, "rope_base": 5e4, "block_size": 64,
+    },
+}  # fmt: skip
+"""What families require beside Llama's."""
+
+
 def hugging_face() -> Iterator[Reader]:
     for family in FAMILIES.values():
         record = {"model_type": family.model_type, "eos_token_id": [1, 2], "pad_token_id": 0, "bos_token_id": 1}
@@ -70,6 +80,7 @@ def hugging_face() -> Iterator[Reader]:
             record |= {"rope_parameters": {"full_attention": {"rope_type": "default"}, "sliding_attention": None}}
         record |= llama_fields() | {"rope_scaling": llama3_rope(), "layer_types": None}
         record["use_sliding_window"] = family.model_type != "ouro"
+        record |= OWN_FIELDS.get(family.model_type, {})
         yield Reader(family.model_type, record, read_model)
     for family in SEQ2SEQ.values():
         decoder = {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_decoder_layers": 2, "num_heads": 4}

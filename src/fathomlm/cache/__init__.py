@@ -7,9 +7,13 @@ from fathomlm.cache.slots import Focus, SlotCache, Span
 from fathomlm.depth import DepthPlan
 
 
-def build_cache(plan: DepthPlan, reserve: int = 64) -> DenseCache | RoutedCache:
-    """The cache that a plan needs; `reserve` is how many slots to set aside at first."""
-    return DenseCache(plan, reserve) if plan.routing is None else RoutedCache(plan, reserve)
+def build_cache(plan: DepthPlan, reserve: int = 64, kv_loops: int | None = None) -> DenseCache | RoutedCache:
+    """The cache that a plan needs; `reserve` is how many slots to set aside at first, `kv_loops` of how many loops entries
+    are kept, all by default."""
+    if plan.routing is None:
+        return DenseCache(plan, reserve, kv_loops)
+    assert kv_loops is None
+    return RoutedCache(plan, reserve)
 
 
 __all__ = [

@@ -97,10 +97,17 @@ class Buffer:
 class DenseCache:
     """Key-value entries of a whole sequence batch, one buffer a step."""
 
-    def __init__(self, plan: DepthPlan, reserve: int = 64) -> None:
-        """`reserve` is how many slots to set aside at first; the buffers grow past it when they must."""
+    def __init__(self, plan: DepthPlan, reserve: int = 64, kv_loops: int | None = None) -> None:
+        """`reserve` is how many slots to set aside at first; the buffers grow past it when they must. With `kv_loops` a loop
+        stores over what the loop so many before it has stored: earlier tokens are seen as the last of these loops left
+        them, and memory does not grow with the number of loops (Huginn)."""
         self._plan = plan
-        self._steps = {step.index: Buffer(reserve) for step in plan if not plan.reads_kv(step)}
+        self._overwrites = kv_loops is not None
+        places: dict[tuple[int, int], Buffer] = {}
+        self._steps: dict[int, Buffer] = {}
+        for step in (step for step in plan if not plan.reads_kv(step)):
+            loop = step.recursion if kv_loops is None else step.recursion % kv_loops
+            self._steps[step.index] = places.setdefault((step.layer, loop), Buffer(reserve))
         self._length = 0
 
     @property
@@ -109,7 +116,10 @@ class DenseCache:
         return self._length
 
     def at(self, step: Step) -> StepKV | None:
-        return self._steps.get(step.index)
+        buffer = self._steps.get(step.index)
+        if self._overwrites and buffer is not None:
+            buffer.truncate(self._length)
+        return buffer
 
     def reads(self, step: Step) -> Entries | None:
         """The entries that a step looks at without making any, where keys and values are shared."""
@@ -127,7 +137,7 @@ class DenseCache:
 
     def bytes(self) -> int:
         """What the stored entries take, spare room left out."""
-        return sum(buffer.bytes() for buffer in self._steps.values())
+        return sum(buffer.bytes() for buffer in {id(buffer): buffer for buffer in self._steps.values()}.values())
 
 
 def stack_prefix(prefix: Tensor, entries_BGSD: Tensor) -> Tensor:

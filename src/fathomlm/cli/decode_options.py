@@ -53,18 +53,30 @@ class DepthOptions:
         help="Huginn and recurrent retrofits: loops begin from noise of this width, 1 as in training; 0 is none",
     )  # fmt: skip
 
+    kv_loops: int | None = option(
+        None, ge=1, metavar="K", default_text="all",
+        help="looped models: keep keys and values of the last K loops only; each loop stores over the one K before it",
+    )  # fmt: skip
+
     def control(self, name: str, model: FathomModel, seed: int = 0) -> DepthControl | None:
         """What is asked for, checked against the model."""
         from fathomlm.model.route import DepthControl
 
-        if self.max_depth is None and not self.depth_bias and not self.start_scale:
+        if self.max_depth is None and not self.depth_bias and not self.start_scale and self.kv_loops is None:
             return None
         if self.start_scale and not model.plan.injection:
             raise OptionError(f"--start-scale requires a model whose loops begin with an injection; {name} has none")
         if self.depth_bias and model.plan.routing is None:
             raise OptionError(f"--depth-bias requires a routed model; {name} has no router")
-        control = DepthControl(max_depth=self.max_depth, bias=self.depth_bias, start_scale=self.start_scale, seed=seed)
+        control = DepthControl(
+            max_depth=self.max_depth,
+            bias=self.depth_bias,
+            start_scale=self.start_scale,
+            seed=seed,
+            kv_loops=self.kv_loops,
+        )
         control.check(model.plan.recursions)
+        control.kept_loops(model.plan)
         return control
 
 

@@ -139,7 +139,7 @@ def generate(
     if exiting is not None:
         slots = early_exit.exit_cache(model.plan, exiting, len(rows), reserve)
         return early_exit.run(model.decoder, rows, chosen, slots, exiting, on_step, memory)
-    cache = build_cache(model.plan, reserve)
+    cache = build_cache(model.plan, reserve, None if control is None else control.kept_loops(model.plan))
     _run(model.decoder, rows, chosen, cache, on_step, control, memory)
     return [row.result() for row in rows]
 
@@ -161,7 +161,7 @@ class Session:
         self.held: tuple[int, ...] = ()
         """The tokens whose keys and values are in the cache."""
         self._cache: AnyCache | SlotCache = (
-            build_cache(model.plan, reserve=256)
+            build_cache(model.plan, 256, None if control is None else control.kept_loops(model.plan))
             if exiting is None
             else early_exit.exit_cache(model.plan, exiting, batch_size=1, reserve=256)
         )

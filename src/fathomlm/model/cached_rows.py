@@ -47,6 +47,8 @@ def run_cached_rows(
             buffers.append(found)
         k_BGSD, v_BGSD = found.room(like_BG1D)
         described.append(StepEntries.over(step.layer, k_BGSD, v_BGSD, AXES, window, reads, a.rotates(step.origin)))
+    if len({id(buffer) for buffer in buffers}) < len(buffers):  # loops that store over each other
+        return None
     if not described or len({entries.page_size for entries in described}) > 1:
         return None
     angles = masks[a.window(steps[0].origin)]

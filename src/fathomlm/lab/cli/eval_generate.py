@@ -89,6 +89,7 @@ class EvalGenerate(BatchOptions, ModelOptions):
             "sampling": dataclasses.asdict(sampling),
             "max_depth": self.depth.max_depth,
             "loops": self.loops,
+            "kv_loops": self.depth.kv_loops,
             "start_scale": self.depth.start_scale,
             **report(written, samples, metric),
         }

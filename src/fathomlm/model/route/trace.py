@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from fathomlm.depth import Routing
+from fathomlm.depth import DepthPlan, Routing
 from fathomlm.errors import OptionError
 
 
@@ -36,6 +36,8 @@ class DepthControl:
     """Models with an injection: how wide the noise is that their first loop begins from, 1 as in training; 0 is none."""
     seed: int = 0
     """Of that noise."""
+    kv_loops: int | None = None
+    """Looped models, in `generate` and `Session`: of how many loops keys and values are kept (`cache.DenseCache`)."""
     depths_BT: Tensor | None = None
     """Depths that are given instead of decided, 1 to the model's recursions, for measurements; without a cache."""
 
@@ -46,6 +48,16 @@ class DepthControl:
             raise OptionError(f"the depth bias must be a number, got {self.bias}")
         if not 0 <= self.start_scale < float("inf"):
             raise OptionError(f"the start scale must be a number >= 0, got {self.start_scale}")
+
+    def kept_loops(self, plan: DepthPlan) -> int | None:
+        """`kv_loops`, checked."""
+        if self.kv_loops is None:
+            return None
+        if not plan.loops or plan.plain or plan.routing is not None or plan.kv != "cache":
+            raise OptionError("kv loops require a looped model without a router or shared keys and values")
+        if not (isinstance(self.kv_loops, int) and 1 <= self.kv_loops <= plan.recursions):
+            raise OptionError(f"kv loops must be from 1 to the model's {plan.recursions} recursions, got {self.kv_loops}")
+        return self.kv_loops
 
     def recursions(self, recursions: int) -> int:
         return recursions if self.max_depth is None else min(self.max_depth, recursions)
