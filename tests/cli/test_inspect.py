@@ -146,11 +146,11 @@ def test_the_table_says_the_same_beside_the_base(capsys, monkeypatch):
     table = {cells[0]: cells[1:] for cells in ([c.strip() for c in f if c.strip()] for f in facts) if len(cells) == 3}
     assert table["layers with weights of their own"] == ["1+15+1", "32"]
     assert table["parameters without embeddings"] == ["167.2M (0.53x the base)", "314.6M"]
-    assert table["of these, router"] == ["1.9K", "-"]
-    assert table["forward FLOPs per token"] == ["563.3M (0.75x the base)", "755.0M"]
+    assert table["of these, router"] == ["1.92K", "-"]
+    assert table["forward FLOPs per token"] == ["563.3M (0.75x the base)", "755M"]
     assert table["KV cache per token"] == ["30.6 KiB (0.77x the base)", "40.0 KiB"]
     assert table["sequences that fit"] == ["42", "32"]
-    assert table["forward FLOPs for 20.00B tokens"] == ["1.13e+19", "1.51e+19"]
+    assert table["forward FLOPs for 20B tokens"] == ["1.13e+19", "1.51e+19"]
     assert "smollm-360m (llama), middle-cycle, 2 recursions, expert-choice router" in lines[0]
 
 

@@ -10,7 +10,6 @@ from fathomlm.checkpoints.activations import Activations
 from fathomlm.checkpoints.resolve import describe, dtype_name
 from fathomlm.depth import Architecture, DepthPlan
 from fathomlm.depth.cost import Cost, count
-from fathomlm.depth.dropping import kept_layers
 from fathomlm.model.seq2seq import FathomModel
 from fathomlm.sizes import amount
 
@@ -26,8 +25,6 @@ class Conversion:
     """The base, as the user wrote it."""
     base: Architecture
     model: FathomModel
-    drop: int | None = None
-    by: str | None = None
     activations: Activations | None = None
     start_loss: float | None = None
 
@@ -42,13 +39,6 @@ class Conversion:
         """Bytes in the same number format and forward FLOPs, as parts of the base's."""
         before, after = self.costs
         return after.parameters / before.parameters, after.forward_flops_per_token / before.forward_flops_per_token
-
-    @property
-    def kept(self) -> tuple[int, ...] | None:
-        """The base layers that stayed; None where none was to be dropped."""
-        if self.drop is None:
-            return None
-        return kept_layers(self.base.layers, self.drop, self.by, self.activations.influence if self.activations else ())
 
     @property
     def warnings(self) -> list[str]:
@@ -114,7 +104,7 @@ def uptraining(base: str, out: Path) -> str:
 
 def _layers(made: Conversion) -> list[str]:
     """What was dropped, and which base layer each step stands for; layers are counted from 0."""
-    kept, plan = made.kept, made.model.plan
+    kept, plan = made.model.config.kept_layers, made.model.plan
     found = []
     if kept is not None:
         gone = [str(layer) for layer in range(made.base.layers) if layer not in kept]

@@ -83,10 +83,7 @@ class Convert(ForceOptions, DtypeOptions, SeedOptions, JsonOptions):
         with progress_bar("converting") as update:
             model = convert(source, on_layer=update, **fields)
         loss = None if measured is None else measured.loss_of(decoder_only(model, "--calibrate"))
-        made = Conversion(
-            name=self.model, base=base, model=model, drop=self.dropping.drop, by=self.dropping.by, activations=measured,
-            start_loss=loss,
-        )  # fmt: skip
+        made = Conversion(name=self.model, base=base, model=model, activations=measured, start_loss=loss)
         save(model, self.out, self.force, card=model_card(made, self.out, shlex.join(["fathomlm", *sys.argv[1:]])))
         seconds = time.perf_counter() - begin
 
@@ -100,7 +97,7 @@ class Convert(ForceOptions, DtypeOptions, SeedOptions, JsonOptions):
                 "out": str(self.out),
                 "plan": model.plan.to_dict(),
                 "layout": model.plan.layout,
-                "kept_layers": made.kept,
+                "kept_layers": model.config.kept_layers,
                 "router": None if model.plan.routing is None else model.plan.routing.kind,
                 "relaxation": None if model.relaxation is None else model.relaxation.to_dict(),
                 "dtype": dtype_name(model),

@@ -17,7 +17,6 @@ from fathomlm.packaged import packaged_exits
 
 if TYPE_CHECKING:
     from fathomlm.decode.captured_session import CapturedSession
-    from fathomlm.decode.exiting import AdaptiveThreshold
     from fathomlm.decode.full import Session
     from fathomlm.decode.generation import Generation
     from fathomlm.decode.sampling import Sampling
@@ -154,19 +153,29 @@ class DecodeOptions(ShippedExitOptions):
             if not path.is_file():
                 estimator = ThresholdEstimator()
                 return {"threshold": estimator.for_drafts() if drafts else estimator}
-            found = Calibration.load(path)
-            layers = self.exit_layers or (found.exit_layer,)
-            found.check([layer - 1 for layer in layers], self.confidence or found.confidence, str(path))
-            threshold: float | AdaptiveThreshold = found.estimator.for_drafts() if drafts else found.estimator
         else:
             compares = self.mode not in ORACLES and "threshold" in USED.get(str(self.mode), ())
             if not shipped or self.threshold is not None or not compares or not path.is_file():
                 return {}
-            found = Calibration.load(path)
-            if self.confidence not in (None, found.confidence):
+            if self.confidence is not None and self.confidence != Calibration.load(path).confidence:
                 return {}
-            threshold = (found.estimator.for_drafts() if drafts else found.estimator).threshold
-        return {"exit_layers": (found.exit_layer,), "confidence": found.confidence, "threshold": threshold}
+        return calibrated_fields(
+            path, self.exit_layers, self.confidence, drafts=drafts, adaptive=self.threshold == "adaptive"
+        )
+
+
+def calibrated_fields(
+    path: Path, exit_layers: tuple[int, ...] | None, confidence: str | None, *, drafts: bool, adaptive: bool
+) -> dict[str, Any]:
+    """Where and how sure tokens exit by the calibration in `path`, which must be for the exit that is asked for."""
+    from fathomlm.decode.calibration import Calibration
+
+    found = Calibration.load(path)
+    layers = exit_layers or (found.exit_layer,)
+    found.check([layer - 1 for layer in layers], confidence or found.confidence, str(path))
+    estimator = found.estimator.for_drafts() if drafts else found.estimator
+    threshold = estimator if adaptive else estimator.threshold
+    return {"exit_layers": (found.exit_layer,), "confidence": found.confidence, "threshold": threshold}
 
 
 def tell_shipped(model: str) -> None:

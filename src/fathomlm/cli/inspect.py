@@ -21,7 +21,7 @@ from fathomlm.depth.presets import PRESETS
 from fathomlm.depth.relaxation import build_relaxation, check_fits
 from fathomlm.errors import OptionError
 from fathomlm.options import like, option, section
-from fathomlm.sizes import COUNTS, parse_count
+from fathomlm.sizes import amount, parse_count
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,7 +110,7 @@ class Inspect(JsonOptions):
         )
         rows = _rows(counted, base, exits)
         if architecture.cross:
-            size = _short(_encoder_parameters(self.model))
+            size = amount(_encoder_parameters(self.model))
             rows.insert(3, ("parameters of the encoder", size, size))
             caption += " The other figures are the decoder's, over a source as long as the context."
         _print_table(_title(self, architecture, plan, relaxation), rows, caption)
@@ -221,21 +221,21 @@ def _rows(counted: cost.Cost, base: cost.Cost, exits: int) -> list[tuple[str, st
         (
             "parameters without embeddings",
             _against(counted.non_embedding_parameters, base.non_embedding_parameters),
-            _short(base.non_embedding_parameters),
+            amount(base.non_embedding_parameters),
         ),
     ]
     if counted.relaxation_parameters:
-        rows.append(("  of these, relaxation", _short(counted.relaxation_parameters), "-"))
+        rows.append(("  of these, relaxation", amount(counted.relaxation_parameters), "-"))
     if counted.router_parameters:
-        rows.append(("  of these, router", _short(counted.router_parameters), "-"))
-    rows.append(("parameters of embeddings", _short(counted.embedding_parameters), _short(base.embedding_parameters)))
+        rows.append(("  of these, router", amount(counted.router_parameters), "-"))
+    rows.append(("parameters of embeddings", amount(counted.embedding_parameters), amount(base.embedding_parameters)))
     if exits:
-        rows.append(("parameters of exits", _short(exits), "-"))
+        rows.append(("parameters of exits", amount(exits), "-"))
     rows += [
         (
             "forward FLOPs per token",
             _against(counted.forward_flops_per_token, base.forward_flops_per_token),
-            _short(base.forward_flops_per_token),
+            amount(base.forward_flops_per_token),
         ),
         (
             "KV cache per token",
@@ -245,7 +245,7 @@ def _rows(counted: cost.Cost, base: cost.Cost, exits: int) -> list[tuple[str, st
         ("sequences that fit", str(counted.relative_max_batch), str(base.relative_max_batch)),
     ]
     if counted.tokens is not None:
-        label = f"forward FLOPs for {_short(counted.tokens)} tokens"
+        label = f"forward FLOPs for {amount(counted.tokens)} tokens"
         rows.append((label, f"{counted.training_flops:.2e}", f"{base.training_flops:.2e}"))
     return rows
 
@@ -270,15 +270,7 @@ def _print_table(
 
 
 def _against(value: int, base: int) -> str:
-    return f"{_short(value)} ({value / base:.2f}x the base)"
-
-
-def _short(value: int) -> str:
-    """167.2M for 167 150 400."""
-    for suffix, power in reversed(COUNTS.items()):
-        if value >= 10**power:
-            return f"{value / 10**power:.{2 if power >= COUNTS['B'] else 1}f}{suffix}"
-    return str(value)
+    return f"{amount(value)} ({value / base:.2f}x the base)"
 
 
 def _bytes(value: int) -> str:

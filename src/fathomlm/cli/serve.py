@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fathomlm.cli.decode_options import ShippedExitOptions, tell_shipped
+from fathomlm.cli.decode_options import ShippedExitOptions, calibrated_fields, tell_shipped
 from fathomlm.cli.first import check_device, check_memory, check_threads
 from fathomlm.cli.model_options import ModelOptions, QuantizeOptions, memory_errors, threshold_file
 from fathomlm.cli.serve_models import SeveralOptions, at_hand, catalog_of, model_name, read_lora
@@ -193,7 +193,6 @@ def read_engine(options: Serve) -> EngineOptions:
 def read_exits(options: Serve) -> Exiting | None:
     """How tokens exit early; None where they do not. Checked before the model is loaded, as far as that can be."""
     from fathomlm.checkpoints.resolve import plan_of
-    from fathomlm.decode.calibration import Calibration
 
     exits = options.exiting
     pack = exits.used_pack(options.model)
@@ -210,21 +209,14 @@ def read_exits(options: Serve) -> Exiting | None:
         raise OptionError("--max-depth cannot be combined with early exit: it requires a router")
     mode: Any = exits.mode or ("speculative" if pack is not None else "parallel")
     path = threshold_file(options.model, pack)
-    calibrated = exits.threshold == "adaptive" or (pack is not None and exits.threshold is None and path.is_file())
-    if not calibrated:
-        exiting = Exiting(
-            mode=mode, exit_layers=exits.exit_layers, threshold=exits.threshold,  # type: ignore[arg-type]
-            confidence=exits.confidence,
-        )  # fmt: skip
-    elif not path.is_file():
+    adaptive = exits.threshold == "adaptive"
+    if adaptive and not path.is_file():
         raise OptionError(f"{exits.exits or options.model} has no calibrated threshold: run `fathomlm calibrate` first")
-    else:
-        found = Calibration.load(path)
-        layers = exits.exit_layers or (found.exit_layer,)
-        found.check([layer - 1 for layer in layers], exits.confidence or found.confidence, str(path))
-        estimator = found.estimator.for_drafts() if mode == "speculative" else found.estimator
-        threshold = estimator if exits.threshold == "adaptive" else estimator.threshold
-        exiting = Exiting(mode=mode, exit_layers=(found.exit_layer,), threshold=threshold, confidence=found.confidence)
+    how: dict[str, Any] = {"exit_layers": exits.exit_layers, "threshold": exits.threshold, "confidence": exits.confidence}
+    if adaptive or (pack is not None and exits.threshold is None and path.is_file()):
+        drafts = mode == "speculative"
+        how = calibrated_fields(path, exits.exit_layers, exits.confidence, drafts=drafts, adaptive=adaptive)
+    exiting = Exiting(mode=mode, **how)
     if pack is not None and exits.exits is None:
         tell_shipped(options.model)
     return exiting
