@@ -154,6 +154,20 @@ def test_a_looped_model_is_trained_with_its_gate(token_corpus: Path, tmp_path: P
     assert set(found.exit_layers) <= {2, 4, 6}
 
 
+def test_a_model_like_ouro_is_trained_from_scratch_and_written_as_one(token_corpus: Path, tmp_path: Path) -> None:
+    sizes = ("layers", "hidden", "intermediate", "heads", "head_dim", "context")
+    shape = {name: getattr(ARCHITECTURE, name) for name in sizes}
+    own = {"family": "ouro", "residual": "sandwich", "kv_heads": 2, "tied_embeddings": False}
+    model = {"architecture": shape | own, "recursions": 3, "loop_norm": True}
+    train(build_recipe(values(token_corpus, tmp_path, tmp_path / "run", model=model)))
+    trained = fathomlm.load(tmp_path / "run" / "last")
+    assert trained.plan == PLAN
+    again = fathomlm.load(fathomlm.export(trained, tmp_path / "ouro"))
+    assert (again.plan, again.architecture.family) == (PLAN, "ouro")
+    tokens = torch.tensor([[3, 5, 7]])
+    torch.testing.assert_close(again(tokens).logits, trained(tokens).logits)
+
+
 @pytest.mark.parametrize(
     ("loss", "message"),
     [

@@ -253,10 +253,11 @@ class DepthPlan:
         """The same layers looped another number of times. Exits after each loop stay so."""
         if self.plain or not self.loops or self.routing is not None or self.kv != "cache":
             raise PlanError("another number of loops requires a looped model without a router or shared keys and values")
+        _checked("recursions", recursions, called="loops")
         after_each = bool(self.exits) and self.exits == self.recursion_ends()
         if self.exits and not (after_each and recursions > 1):
             raise PlanError("another number of loops cannot be combined with exits, except after each of 2 or more loops")
-        layers = sum(self.ends) + _checked("recursions", recursions, called="loops") * self.core_layers
+        layers = sum(self.ends) + recursions * self.core_layers
         built = DepthPlan.build(self.sharing, recursions, _checked("base_layers", layers, called="layers"), ends=self.ends)
         looped = dataclasses.replace(
             built, injection=self.injection, core_norm=self.core_norm, loop_norm=self.loop_norm and recursions > 1

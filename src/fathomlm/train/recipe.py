@@ -82,6 +82,8 @@ class ModelRecipe:
     """How layers are shared: cycle, sequence, cycle-rev, middle-cycle, ... (cycle)."""
     recursions: int = option(1, ge=1)
     """How often the shared block runs; 1 leaves the model plain, or as `source` has it."""
+    loop_norm: bool = False
+    """Put the final norm between recursions too, as Nanbeige and Ouro have it; a `source` with it keeps it."""
     resize: Literal["add", "drop"] | None = None
     """Change the unrolled depth where the recursions do not divide it."""
     init: str | None = None

@@ -131,7 +131,9 @@ def lay_plan(model: ModelRecipe, architecture: Architecture) -> tuple[DepthPlan,
 
 
 def route_plan(model: ModelRecipe, plan: DepthPlan) -> DepthPlan:
-    """`plan` with the router and the sharing of keys and values that a `model` section asks for."""
+    """`plan` with the norm between loops, the router and the sharing of keys and values that a `model` section asks for."""
+    if model.loop_norm:
+        plan = plan.with_loop_norm()
     if model.router is not None:
         if plan.recursions == 1:
             raise OptionError("model.router requires model.recursions >= 2")
