@@ -11,9 +11,11 @@ from decode.exit_models import MODELS, PROMPTS, build, exit_layer, exiting, mixi
 from fathomlm.decode.exiting import Exiting
 from fathomlm.decode.full import generate
 from fathomlm.decode.sampling import Sampling
+from fathomlm.depth import DepthPlan
 from fathomlm.engine.engine import Engine
 from fathomlm.engine.request import Request
 from fathomlm.errors import FathomError, OptionError, RequestTooLarge, UnsupportedModel
+from fathomlm.lab.bench.models import random_model
 from fathomlm.model.hub import FathomForCausalLM
 from fathomlm.model.route import DepthControl
 from model.route.small import FEW, ROUTERS, model_of, routed
@@ -198,6 +200,28 @@ def test_prompts_that_come_together_are_read_in_one_pass(kind: str, monkeypatch:
         assert sum(len(rows.slots_N) for rows in passes) == sum(len(prompt) - 1 for prompt in MANY)
         assert all(len(rows.slots_N) <= chunk for rows in passes)
         assert (len(passes) == 1) == (chunk == 1000)
+
+
+@pytest.mark.parametrize(("sharing", "layer_tokens"), [("cycle", 2), ("middle-cycle", 6)])
+def test_a_prompt_runs_no_step_behind_the_last_that_stores_entries(
+    sharing: str, layer_tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Loops that share the first one's keys and values, with and without a layer of its own behind them."""
+    plan = DepthPlan.build(sharing, 2, 4 if sharing == "cycle" else 6).with_kv("share")
+    architecture = build("vanilla").architecture.with_layers(tuple(range(plan.base_layers)))
+    model = random_model(architecture, plan, dtype=torch.float32, device=torch.device("cpu"))
+    prompt = list(range(1, 12))
+    wanted = generate(model, [prompt], max_new_tokens=NEW)[0].tokens
+    engine, ran = Engine(model, **(SMALL | {"prefill_chunk": 64})), []
+    run = engine.runner.layers.run
+
+    def told(x_NM: torch.Tensor, steps: Any, *rest: Any, **more: Any) -> torch.Tensor:
+        ran.append((len(x_NM), len(steps)))
+        return run(x_NM, steps, *rest, **more)
+
+    monkeypatch.setattr(engine.runner.layers, "run", told)
+    assert engine.generate([prompt], max_new_tokens=NEW)[0].tokens == wanted
+    assert ran[0] == (len(prompt) - 1, layer_tokens)
 
 
 def test_sampling_does_not_depend_on_the_batch() -> None:

@@ -15,10 +15,12 @@ from engine.test_engine_exits import threshold
 from fathomlm.decode.exiting import Exiting
 from fathomlm.decode.full import generate
 from fathomlm.decode.sampling import Sampling
+from fathomlm.depth import Architecture, DepthPlan, build_routing
 from fathomlm.engine.engine import Engine
 from fathomlm.engine.request import Request
 from fathomlm.engine.sampler import Mode, SamplerState, sample
 from fathomlm.kernels.paged_write import FLOAT8
+from fathomlm.lab.bench.models import random_model
 from fathomlm.model.hub import FathomForCausalLM
 from model.route.small import model_of, routed
 
@@ -192,3 +194,40 @@ def test_compiled_sampling_draws_the_same_from_a_whole_vocabulary(rows: int, mod
     got = torch.compile(sample, dynamic=False, fullgraph=True)(logits_NV, slots_N, slots_N, state, mode=mode)
     # Chances are compared with sums of chances; a compiled softmax may round otherwise, and with it one draw in many.
     assert (got.tokens_N == wanted.tokens_N).sum() >= rows - rows // 32
+
+
+LONG = Architecture(
+    family="llama", layers=8, hidden=192, intermediate=384, heads=6, kv_heads=2, head_dim=64, vocab=512,
+    tied_embeddings=False,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("kind", "kv"), [("vanilla", "cache"), ("cycle", "cache"), ("cycle", "share"), ("routed", "cache"), ("routed", "share")]
+)
+def test_long_prompts_in_half_precision(kind: str, kv: str) -> None:
+    """Chunks of a thousand tokens, by a library's products and attention of tiles: what is said of the next token is what
+    float32 says in short chunks. Depths are drawn, so that none is near a tie; layers add more to the stream than fresh ones
+    do, so that what is seen counts."""
+    plan = DepthPlan.vanilla(8) if kind == "vanilla" else DepthPlan.build("cycle", 2, 8).with_kv(kv)
+    if kind == "routed":
+        routing = build_routing("expert", 3, random=True)
+        plan = DepthPlan.build("middle-cycle", 3, 8).with_kv(kv).with_routing(routing)
+    model = random_model(LONG, plan, dtype=torch.float32, device=torch.device("cuda"))
+    with torch.no_grad():
+        model.decoder.head_weight.mul_(8.0)
+        for layer in model.decoder.layers:
+            for linear, by in ((layer.attn.q, 4), (layer.attn.v, 4), (layer.attn.o, 16), (layer.mlp.down, 8)):
+                linear.weight.mul_(by)
+    generator = torch.Generator().manual_seed(0)
+    prompts = [torch.randint(0, 512, (n,), generator=generator).tolist() for n in (400, 130, 2, 257, 90)]
+    settings: dict[str, Any] = {"batch_size": 4, "max_length": 512, "memory": 10**8, "compile": False}
+    slow = Engine(model, prefill_chunk=48, **settings).generate(prompts, max_new_tokens=2, logprobs=5)
+    fast = Engine(model.bfloat16(), **settings).generate(prompts, max_new_tokens=2, logprobs=5)
+    for one, other in zip(slow, fast, strict=True):
+        assert one.logprobs
+        assert other.logprobs
+        wanted, got = dict(one.logprobs[0].top), dict(other.logprobs[0].top)
+        assert len(wanted.keys() & got.keys()) >= 4
+        assert all(abs(wanted[token] - got[token]) < 0.1 for token in wanted.keys() & got.keys())
+    assert len({result.tokens[0] for result in slow}) == len(prompts), "prompts that nothing tells apart show nothing"

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from fathomlm.kernels import grouped_lora, paged_attention, paged_write, row_linear, row_qkv
 from fathomlm.kernels.row_blocks import Blocks
+from fathomlm.kernels.wide_rows import MANY_ROWS
 from kernels.row_cases import Pages, angles, some_slots
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -58,6 +59,11 @@ def unwritten(*shape: int, dtype: torch.dtype) -> Tensor:
     return torch.full(shape, torch.nan, dtype=dtype, device=CUDA)
 
 
+def near_thrice(found: Tensor, wanted: Tensor, dtype: torch.dtype) -> None:
+    """A library's product is rounded before gate and up are multiplied: three roundings instead of one."""
+    torch.testing.assert_close(found.float(), wanted, rtol=4 * NEAR[dtype], atol=4 * NEAR[dtype])
+
+
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize(("dtype", "rows"), CASES)
 def test_products_of_a_layer(dtype: torch.dtype, rows: int, shape: str) -> None:
@@ -70,7 +76,8 @@ def test_products_of_a_layer(dtype: torch.dtype, rows: int, shape: str) -> None:
         near(out, row_linear.plain_norm_linear(x.float(), qkv.float(), EPS, scale), dtype)
     out = unwritten(rows, inner, dtype=dtype)
     row_linear.norm_gated(x, both, EPS, out=out)
-    near(out, row_linear.plain_norm_gated(x.float(), both.float(), EPS), dtype)
+    wanted = row_linear.plain_norm_gated(x.float(), both.float(), EPS)
+    near(out, wanted, dtype) if rows < MANY_ROWS else near_thrice(out, wanted, dtype)
     space = row_linear.SplitSpace.build(rows, M, CUDA)
     for given, wide in ((gated, down), (x[:, : H * D], weight(M, H * D, dtype))):
         wanted = row_linear.plain_add_linear(x.float(), given.float(), wide.float())
@@ -81,7 +88,7 @@ def test_products_of_a_layer(dtype: torch.dtype, rows: int, shape: str) -> None:
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("rows", [1, 51])
+@pytest.mark.parametrize("rows", [1, 51, 200])
 def test_logits_come_out_in_float32(rows: int, shape: str) -> None:
     x, head = random(rows, SHAPES[shape][0], dtype=torch.bfloat16), weight(49152, SHAPES[shape][0], torch.bfloat16)
     logits = row_linear.norm_linear(x, head, EPS, out_dtype=torch.float32)
@@ -94,7 +101,8 @@ def test_logits_come_out_in_float32(rows: int, shape: str) -> None:
 def test_awkward_widths(dtype: torch.dtype, rows: int, width: int, depth: int) -> None:
     x, stream, w = random(rows, depth, dtype=dtype), random(rows, width, dtype=dtype), weight(2 * width, depth, dtype)
     near(row_linear.norm_linear(x, w, EPS), row_linear.plain_norm_linear(x.float(), w.float(), EPS), dtype)
-    near(row_linear.norm_gated(x, w, EPS), row_linear.plain_norm_gated(x.float(), w.float(), EPS), dtype)
+    same = near if rows < MANY_ROWS else near_thrice
+    same(row_linear.norm_gated(x, w, EPS), row_linear.plain_norm_gated(x.float(), w.float(), EPS), dtype)
     wanted = row_linear.plain_add_linear(stream.float(), x.float(), w[:width].float())
     near(row_linear.add_linear(stream, x, w[:width]), wanted, dtype, atol=1e-3)
 
@@ -197,6 +205,29 @@ def test_attention(dtype: torch.dtype, heads: tuple[int, int, int], splits: int,
         wanted = paged_attention.plain_paged_attention(q.float(), *wide, D**-0.5, window)
         near(out, wanted, dtype, atol=max(2e-4, 4 * NEAR[dtype]))
         assert not out[pages.lengths == 0].any()
+
+
+@pytest.mark.parametrize("dtype", DTYPES[:2])
+@pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize("window", [None, 33])
+def test_attention_of_prompts(dtype: torch.dtype, heads: tuple[int, int, int], window: int | None) -> None:
+    """Chunks of several sequences, with and without entries before them; one table is wrong in a page that it needs."""
+    H, G, D = heads
+    spans = [(0, 70), (5, 6), (300, 420), (0, 1), (1, 3), (0, 200), (16, 40)]
+    pages = Pages.build(lambda *s: random(*s, dtype=dtype), [end for _, end in spans], G, D, PAGE, spare=4)
+    sequence = torch.tensor([n for n, (first, end) in enumerate(spans) for _ in range(first, end)], device=CUDA)
+    lengths = torch.tensor([i + 1 for first, end in spans for i in range(first, end)], dtype=torch.int32, device=CUDA)
+    q, out = random(len(sequence), H, D, dtype=dtype, std=2.0), unwritten(len(sequence), H, D, dtype=dtype)
+    table = pages.table[sequence].contiguous()
+    paged_attention.paged_attention(
+        q, pages.k, pages.v, table, lengths, D**-0.5, window, out=out, sequence_N=sequence
+    )  # fmt: skip
+    wide = (pages.k.float(), pages.v.float(), table, lengths)
+    near(out, paged_attention.plain_paged_attention(q.float(), *wide, D**-0.5, window), dtype, atol=4 * NEAR[dtype])
+    table[sequence == 6, 1] = len(pages.k)
+    paged_attention.paged_attention(q, pages.k, pages.v, table, lengths, D**-0.5, window, out=out, sequence_N=sequence)
+    assert out[sequence == 6].isnan().all()
+    assert not out[sequence != 6].isnan().any()
 
 
 @pytest.mark.parametrize("splits", [1, 4])

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from fathomlm.kernels import grouped_lora, paged_attention, paged_write, row_linear, row_qkv
+from fathomlm.kernels import grouped_lora, paged_attention, paged_write, row_linear, row_qkv, wide_rows
 from fathomlm.kernels.quantized import GPU_KINDS, Kind, QuantizedWeight
 from fathomlm.kernels.row_blocks import Blocks, share_of
 from fathomlm.kernels.triton_here import triton
@@ -218,3 +218,54 @@ def test_add_grouped_lora(rank: int) -> None:
     found = grouped_lora._triton_add_grouped_lora(out, x, a, b, depth, 0.5)
     assert found is out
     torch.testing.assert_close(out, wanted, **NEAR)
+
+
+@pytest.mark.parametrize(("heads", "groups", "head_dim"), [(6, 2, 16), (3, 3, 20), (20, 1, 16)])
+@pytest.mark.parametrize("window", [None, 5, 20])
+def test_prefill_attention(heads: int, groups: int, head_dim: int, window: int | None) -> None:
+    """Rows of several sequences, some with entries before their first row, one of a single row, one that sees nothing."""
+    random = randoms()
+    spans = [(0, 5), (9, 12), (0, 0), (30, 41), (3, 4), (0, 23)]
+    rows = [
+        (number, upto) for number, (first, end) in enumerate(spans) for upto in range(first + 1, max(end, first + 1) + 1)
+    ]
+    pages = Pages.build(random, [max(end, 1) for _, end in spans], groups, head_dim, page=8)
+    sequence = torch.tensor([number for number, _ in rows])
+    lengths = torch.tensor([0 if number == 2 else upto for number, upto in rows], dtype=torch.int32)
+    seen = (pages.k, pages.v, pages.table[sequence].contiguous(), lengths)
+    q = random(len(rows), heads, head_dim)
+    wanted = paged_attention.plain_paged_attention(q, *seen, 0.3, window)
+    for blocks in (paged_attention.AttentionBlocks(16, queries=32), paged_attention.AttentionBlocks(32, queries=64)):
+        fast = paged_attention.prefill_attention(q, *seen, sequence, 0.3, window, blocks=blocks)
+        torch.testing.assert_close(fast, wanted, **NEAR)
+    assert not fast[lengths == 0].any()
+    seen[2][3, 0] = len(pages.k)  # the first sequence's fourth row: rows are looked at through the first of theirs
+    seen[2][0, 0] = len(pages.k)
+    fast = paged_attention.prefill_attention(q, *seen, sequence, 0.3, None, blocks=blocks)
+    assert fast[:5].isnan().all()
+    assert not fast[5:].isnan().any()
+
+
+@pytest.mark.parametrize(("heads", "groups", "head_dim"), [(3, 1, 16), (2, 2, 24), (40, 4, 16), (3, 0, 16)])
+def test_many_rows(heads: int, groups: int, head_dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A library's product with a pass of its own behind it."""
+    random = randoms()
+    x, both = random(19, 72), random(2 * 40, 72, std=0.2)
+    for block in (16, 1024):
+        monkeypatch.setattr(wide_rows, "BLOCK", block)
+        torch.testing.assert_close(
+            wide_rows.wide_norm_gated(x, both, 1e-2, None), row_linear.plain_norm_gated(x, both, 1e-2), **NEAR
+        )
+    qkv, (cos, sin) = random((heads + 2 * groups) * head_dim, 72, std=0.2), angles(random, 19, head_dim)
+    slots = some_slots(19, 28)
+    ours, theirs = ([torch.zeros(8, 4, groups, head_dim) for _ in range(2)] for _ in range(2))
+    fast = wide_rows.wide_norm_qkv_rope_write(x, qkv, 1e-2, heads, groups, cos, sin, *ours, slots, 1.0, 1.0, None)
+    slow = row_qkv.plain_norm_qkv_rope_write(x, qkv, 1e-2, heads, groups, cos, sin, *theirs, slots)
+    torch.testing.assert_close(fast, slow, **NEAR)
+    for one, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(one[:7], other[:7], **NEAR)
+        assert not one[7].any()
+    stream, y, weight = random(19, 37), random(19, 200), random(37, 200, std=0.1)
+    wanted = row_linear.plain_add_linear(stream, y, weight)
+    torch.testing.assert_close(wide_rows.wide_add_linear(stream, y, weight, None), wanted, **NEAR)
+    torch.testing.assert_close(wide_rows.wide_add_linear(stream, y, weight, stream), wanted, **NEAR)

@@ -70,7 +70,7 @@ class Engine:
         sizes = self.runner.sizes
         self.scheduler = Scheduler(
             tables=sizes.tables, pool_pages=sizes.pool_pages, page_size=self.options.page_size,
-            max_sequences=sizes.max_sequences, max_queue=self.options.max_queue, prefill_chunk=self.options.prefill_chunk,
+            max_sequences=sizes.max_sequences, max_queue=self.options.max_queue, prefill_chunk=sizes.prefill_chunk,
             lookahead=sizes.lookahead, max_length=sizes.max_length,
             prefix_caching=self.options.prefix_caching, catch_up=self._catch_up,
         )  # fmt: skip

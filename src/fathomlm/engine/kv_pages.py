@@ -33,12 +33,16 @@ class AttentionMetadata:
     planes: int = field(default=1, kw_only=True)
     """How many planes the page numbers lead through, from a step's own on: more than one where rows look at the entries of
     different recursions (`attention_for`'s `offset_N`)."""
+    sequence_N: Tensor | None = field(default=None, kw_only=True)
+    """Where prompts are read: the slot of each row. Rows of a sequence stand together, and see the same entries but for
+    those behind them."""
 
     def rows(self, at_K: Tensor) -> AttentionMetadata:
         """Of some rows."""
         return AttentionMetadata(
             self.slot_mapping_N[at_K], self.table_NP[at_K], self.lengths_N[at_K],
             angles=None if self.angles is None else (self.angles[0][at_K], self.angles[1][at_K]), planes=self.planes,
+            sequence_N=None if self.sequence_N is None else self.sequence_N[at_K],
         )  # fmt: skip
 
 

@@ -28,6 +28,7 @@ from fathomlm.kernels.paged_write import write_entries
 from fathomlm.kernels.rope import rope_table
 from fathomlm.kernels.row_linear import SplitSpace, add_linear, norm_gated, norm_linear
 from fathomlm.kernels.row_qkv import norm_qkv_rope_write
+from fathomlm.kernels.wide_rows import MANY_ROWS
 from fathomlm.model.blocks import Block, StepContext
 from fathomlm.model.decoder import Decoder
 from fathomlm.model.relax import LoraDelta, StepDelta
@@ -254,7 +255,7 @@ class PagedLayers:
             )
             mixed_NHD = paged_attention(
                 q_NHD, k_pages, v_pages, attention.table_NP, attention.lengths_N, a.scale, a.window(step.origin),
-                scratch.splits, scratch.attention,
+                scratch.splits, scratch.attention, sequence_N=attention.sequence_N,
             )  # fmt: skip
             add_linear(x_NM, mixed_NHD.flatten(1), packed.o_MW, out=x_NM, space=scratch.sums)
             inner_NI = norm_gated(x_NM, packed.both_2IM, eps)
@@ -308,7 +309,8 @@ class PagedLayers:
             a = self.architecture
             splits = choose_splits(rows, a.kv_heads, self.max_length) if self.device.type == "cuda" else 1
             room = workspace_size(rows, a.heads, a.head_dim, splits)
-            space = SplitSpace.build(rows, a.hidden, self.device)
+            few = rows < MANY_ROWS or self.dtype.itemsize > 2  # a library multiplies many rows, and needs no room of ours
+            space = SplitSpace.build(rows if few else 0, a.hidden, self.device)
             self._scratch[rows] = Scratch(space, torch.empty(room, dtype=torch.float32, device=self.device), splits)
         return self._scratch[rows]
 
@@ -340,7 +342,9 @@ class _StepPages:
             self.store(entries)
         table_NP, lengths_N = self.attention.table_NP, self.attention.lengths_N
         q_NHD = q_NH1D[:, :, 0].contiguous()
-        mixed_NHD = paged_attention(q_NHD, self.k_pages, self.v_pages, table_NP, lengths_N, scale, self.window)
+        mixed_NHD = paged_attention(
+            q_NHD, self.k_pages, self.v_pages, table_NP, lengths_N, scale, self.window, sequence_N=self.attention.sequence_N
+        )
         return mixed_NHD[:, :, None]
 
 

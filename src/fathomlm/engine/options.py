@@ -35,7 +35,10 @@ class EngineOptions:
     """fp8 is one byte for each number (float8_e4m3fn, not scaled, cut off at 448): the same memory holds more pages."""
     page_size: int = option(PAGE, ge=1, help="tokens per page of the KV cache, a power of two")
     max_queue: int = option(1024, ge=1, help="max waiting requests; further ones are refused")
-    prefill_chunk: int = option(256, ge=1, help="prompt tokens to prefill between two decode steps, over all sequences")
+    prefill_chunk: int | None = option(
+        None, ge=1, help="prompt tokens to prefill between two bursts of decode steps, over all sequences",
+        default_text="8192 on a GPU, 256 elsewhere",
+    )  # fmt: skip
     burst: int | None = option(
         None, ge=1, help="decode steps to start before the host looks at results", default_text="4 on a GPU, 1 elsewhere"
     )

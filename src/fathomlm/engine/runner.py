@@ -39,6 +39,8 @@ WARM_UPS = 2
 BURST = 4
 DRAFTS = 4
 """Passes that draft in a decode step, to one that verifies."""
+CHUNK, GPU_CHUNK = 256, 8192
+"""Prompt tokens of one pass: a GPU needs thousands to be kept busy, and a CPU should not keep others waiting."""
 OVERBOOKED = 2
 """Sequences for each token of a forward pass, where tokens differ in depth."""
 
@@ -51,6 +53,7 @@ class Sizes:
     pool_pages: tuple[int, ...]
     max_sequences: int
     max_length: int
+    prefill_chunk: int
     lookahead: int
     burst: int
     lag: int
@@ -286,7 +289,9 @@ def _sizes(decoder: Decoder, layout: Layout, options: EngineOptions, gpu: bool, 
     elif exiting is not None:
         in_a_step = _shallows(options, exiting) + len(exiting.exits(plan))
         waiting = (exiting.max_stack or 1) if exiting.mode == "speculative" else 0
-    return Sizes(layout.tables, pool_pages, sequences, max_length, (lag + 1) * burst * in_a_step + 1 + waiting, burst, lag)
+    chunk = options.prefill_chunk or (GPU_CHUNK if gpu else CHUNK)
+    lookahead = (lag + 1) * burst * in_a_step + 1 + waiting
+    return Sizes(layout.tables, pool_pages, sequences, max_length, chunk, lookahead, burst, lag)
 
 
 def _shallows(options: EngineOptions, exiting: Exiting) -> int:

@@ -9,6 +9,9 @@ once. Where rows are too few to fill the device, `splits` programs share the ent
 what they found. How many entries a row has is read on the device; programs beyond them end at once, so a recorded graph
 over a wide table costs what its rows need.
 
+Where a prompt is read, many rows look at the same entries: a program then takes a tile of rows that stand together
+(`prefill_attention`).
+
 Shapes: N rows, H query heads, G key-value heads, D head width, P pages of a table, E entries, S splits.
 """
 
@@ -26,19 +29,29 @@ from fathomlm.kernels.triton_here import tl, triton
 MAX_SPLITS, LEAST_ENTRIES = 32, 128
 """The most programs that share a row's entries, and the fewest entries worth a program."""
 
+MANY_PROGRAMS = 8
+"""Programs to a multiprocessor from which smaller ones are quicker."""
+TOGETHER = 128
+"""Rows from which those of one sequence share a program."""
+
 
 class AttentionBlocks(NamedTuple):
     entries: int
     """Entries of a row that a program takes at a time."""
     warps: int = 4
     stages: int = 3
+    queries: int = 128
+    """Queries that share a program where a prompt is read: heads of a group times rows."""
 
 
-def attention_blocks(head_dim: int, size: int) -> AttentionBlocks:
+def attention_blocks(head_dim: int, size: int, programs: int = 0) -> AttentionBlocks:
     """Keys and values of a tile take about 32 KB: three tiles on their way leave room for two programs on a
-    multiprocessor. In float32, where no tensor core helps, tiles are small enough for registers."""
+    multiprocessor. Where programs are many, smaller ones are quicker, more of which run at once. In float32, where no tensor
+    core helps, tiles are small enough for registers."""
     if size >= 4:
         return AttentionBlocks(16, warps=8 if head_dim > 64 else 4, stages=2)
+    if head_dim <= 64 and programs >= MANY_PROGRAMS * SMS:
+        return AttentionBlocks(32, warps=2, stages=4)
     return AttentionBlocks(max(16, min(128, 8192 // triton.next_power_of_2(head_dim))))
 
 
@@ -59,16 +72,21 @@ def workspace_size(rows: int, heads: int, head_dim: int, splits: int) -> int:
 def paged_attention(
     q_NHD: Tensor, k_pages: Tensor, v_pages: Tensor, table_NP: Tensor, lengths_N: Tensor, scale: float,
     window: int | None = None, splits: int = 1, workspace: Tensor | None = None,
-    k_scale: float = 1.0, v_scale: float = 1.0, out: Tensor | None = None,
+    k_scale: float = 1.0, v_scale: float = 1.0, out: Tensor | None = None, sequence_N: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """softmax(q k^T * scale) v over each row's first `lengths_N` entries (N, H, D); zeros where it has none.
 
     `window` counts entries, so it is for models whose every token leaves an entry: a row sees the last `window` of its own.
     `workspace` is float32 of `workspace_size`, needed with `splits` (made on each call where it is not given). Pages in
-    float8 hold keys / k_scale and values / v_scale. Nothing outside `k_pages` and `v_pages` is read: a row whose table names
-    a page that is not there is a bug, which raises on a CPU and gives NaN on a GPU.
+    float8 hold keys / k_scale and values / v_scale. `sequence_N` says which rows have the same table, where those of a
+    sequence stand together: then many rows are looked at together. Nothing outside `k_pages` and `v_pages` is read: a row
+    whose table names a page that is not there is a bug, which raises on a CPU and gives NaN on a GPU.
     """
     if triton is not None and q_NHD.is_cuda:
+        if sequence_N is not None and q_NHD.element_size() == 2 and len(q_NHD) >= TOGETHER:
+            return prefill_attention(
+                q_NHD, k_pages, v_pages, table_NP, lengths_N, sequence_N, scale, window, k_scale, v_scale, out
+            )
         return _triton_paged_attention(
             q_NHD, k_pages, v_pages, table_NP, lengths_N, scale, window, splits, workspace, k_scale, v_scale, out
         )
@@ -210,7 +228,7 @@ if triton is not None:
         assert workspace.numel() >= size, "the workspace is for fewer rows, heads or splits"
         assert all(t.is_contiguous() for t in (k_pages, v_pages, lengths_N, out, workspace, q_NHD[0]))
         assert table_NP.stride(1) == 1 or table_NP.shape[1] == 1
-        b = blocks or attention_blocks(D, q_NHD.element_size())
+        b = blocks or attention_blocks(D, q_NHD.element_size(), N * G * splits)
         wide, extent = max(16, triton.next_power_of_2(D)), workspace[N * H * splits * D :]
         shared = {"D": D, "WIDE": wide, "BLOCK": b.entries, "WINDOW": window or 0, "SPLITS": splits}
         _attention_kernel[(N, G, splits)](
@@ -223,4 +241,123 @@ if triton is not None:
             _combine_kernel[(N, H)](
                 workspace, extent, lengths_N, out, v_scale, H, **shared, PARTS=parts, num_warps=2
             )  # fmt: skip
+        return out
+
+    @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
+    def _entries(  # type: ignore[no-untyped-def]
+        k_ptr, v_ptr, table_ptr, at, end, pages, columns, G, group,
+        D: tl.constexpr, WIDE: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr, PARTLY: tl.constexpr,
+    ):  # fmt: skip
+        """BLOCK keys and values from `at` on, and whether each is in a page that is not there. PARTLY: some may be none."""
+        entry, column = at + tl.arange(0, BLOCK), tl.arange(0, WIDE)[None, :]
+        last = (pages - 1).to(tl.uint32)
+        there = entry < end
+        if PARTLY:
+            page = tl.load(table_ptr + tl.minimum(entry // PAGE, columns - 1), mask=there, other=0)
+        else:
+            page = tl.load(table_ptr + tl.minimum(entry // PAGE, columns - 1))
+        page = page.to(tl.uint32, bitcast=True)
+        bad = (page > last).to(tl.int32)
+        page = tl.minimum(page, last).to(tl.int64)
+        place = ((page * PAGE + entry % PAGE) * G + group)[:, None] * D + column
+        inside = column < D
+        if PARTLY:
+            inside = there[:, None] & inside
+        if PARTLY or WIDE != D:
+            return tl.load(k_ptr + place, mask=inside, other=0.0), tl.load(v_ptr + place, mask=inside, other=0.0), bad
+        return tl.load(k_ptr + place), tl.load(v_ptr + place), bad
+
+    @triton.jit(do_not_specialize=["rows", "pages", "columns"])  # type: ignore[untyped-decorator,unused-ignore]
+    def _prefill_kernel(  # type: ignore[no-untyped-def]
+        q_ptr, q_stride, k_ptr, v_ptr, table_ptr, table_stride, lengths_ptr, sequence_ptr, out_ptr, score_scale, v_scale,
+        rows, H, G, pages, columns,
+        D: tl.constexpr, WIDE: tl.constexpr, PER_GROUP: tl.constexpr, QUERIES: tl.constexpr, PAGE: tl.constexpr,
+        BLOCK: tl.constexpr, WINDOW: tl.constexpr,
+    ):  # fmt: skip
+        tall: tl.constexpr = QUERIES // PER_GROUP
+        group, first_row = tl.program_id(1), tl.program_id(0) * tall
+        last_row = tl.minimum(first_row + tall, rows)
+        query, column = tl.arange(0, QUERIES), tl.arange(0, WIDE)[None, :]
+        row = first_row + query // PER_GROUP
+        asks = row < last_row
+        row = tl.minimum(row, rows - 1).to(tl.int64)
+        at_head = (row * q_stride + (group * PER_GROUP + query % PER_GROUP) * D)[:, None] + column
+        here = asks[:, None] & (column < D)
+        q = tl.load(q_ptr + at_head, mask=here, other=0.0)
+        length = tl.load(lengths_ptr + row, mask=asks, other=0).to(tl.int32)
+        sequence = tl.load(sequence_ptr + row, mask=asks, other=-1)
+        most = tl.full((QUERIES,), float("-inf"), tl.float32)
+        weight = tl.zeros((QUERIES,), tl.float32)
+        mixed = tl.zeros((QUERIES, WIDE), tl.float32)
+        wrong = length > columns * PAGE
+        start = first_row
+        while start < last_row:  # one sequence after the other
+            mine = asks & (sequence == tl.load(sequence_ptr + start))
+            end = tl.max(tl.where(mine, length, 0), 0)
+            least = tl.min(tl.where(mine, length, end), 0)
+            row_table = table_ptr + start.to(tl.int64) * table_stride
+            begin = 0 * least
+            alone = tl.load(sequence_ptr + start) == tl.load(sequence_ptr + last_row - 1)
+            if WINDOW > 0:
+                begin = tl.maximum(least - WINDOW, 0) // BLOCK * BLOCK
+            elif alone & (start == first_row):
+                begin = least // BLOCK * BLOCK  # what all rows of the tile see needs no mask
+                outside = tl.zeros((BLOCK,), tl.int32)
+                for at in range(0, begin, BLOCK):
+                    k, v, bad = _entries(
+                        k_ptr, v_ptr, row_table, at, end, pages, columns, G, group, D, WIDE, PAGE, BLOCK, False
+                    )  # fmt: skip
+                    outside = tl.maximum(outside, bad)
+                    scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee") * score_scale
+                    higher = tl.maximum(most, tl.max(scores, 1))
+                    shrink = tl.exp2(most - higher)
+                    p = tl.exp2(scores - higher[:, None])
+                    weight = weight * shrink + tl.sum(p, 1)
+                    mixed = tl.dot(p.to(q.dtype), v.to(q.dtype), mixed * shrink[:, None], input_precision="ieee")
+                    most = higher
+                wrong = wrong | (tl.max(outside, 0) > 0)
+            for at in range(begin, end, BLOCK):
+                k, v, bad = _entries(
+                    k_ptr, v_ptr, row_table, at, end, pages, columns, G, group, D, WIDE, PAGE, BLOCK, True
+                )  # fmt: skip
+                entry = at + tl.arange(0, BLOCK)
+                sees = mine[:, None] & (entry[None, :] < length[:, None])
+                if WINDOW > 0:
+                    sees = sees & (entry[None, :] >= length[:, None] - WINDOW)
+                wrong = wrong | (mine & (tl.max(bad, 0) > 0))
+                scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee") * score_scale
+                scores = tl.where(sees, scores, float("-inf"))
+                higher = tl.maximum(most, tl.max(scores, 1))
+                base = tl.where(higher == float("-inf"), 0.0, higher)  # a row that has seen nothing yet
+                shrink = tl.exp2(most - base)
+                p = tl.exp2(scores - base[:, None])
+                weight = weight * shrink + tl.sum(p, 1)
+                mixed = tl.dot(p.to(q.dtype), v.to(q.dtype), mixed * shrink[:, None], input_precision="ieee")
+                most = higher
+            start = tl.max(tl.where(mine, row.to(tl.int32), 0), 0) + 1
+        mixed = mixed / tl.where(weight > 0, weight, 1.0)[:, None] * v_scale
+        mixed = tl.where(wrong[:, None], float("nan"), mixed)
+        out_at = ((row * H + group * PER_GROUP + query % PER_GROUP) * D)[:, None] + column
+        tl.store(out_ptr + out_at, mixed.to(out_ptr.dtype.element_ty), mask=here)
+
+    def prefill_attention(
+        q_NHD: Tensor, k_pages: Tensor, v_pages: Tensor, table_NP: Tensor, lengths_N: Tensor, sequence_N: Tensor,
+        scale: float, window: int | None = None, k_scale: float = 1.0, v_scale: float = 1.0, out: Tensor | None = None,
+        blocks: AttentionBlocks | None = None,
+    ) -> Tensor:  # fmt: skip
+        """`paged_attention` where rows of a sequence stand together: each tile reads its entries once for all its rows. A
+        tile that holds several sequences goes through them one by one."""
+        (N, H, D), (page, G) = q_NHD.shape, k_pages.shape[1:3]
+        out = torch.empty_like(q_NHD, memory_format=torch.contiguous_format) if out is None else out
+        assert all(t.is_contiguous() for t in (k_pages, v_pages, lengths_N, sequence_N, out, q_NHD[0]))
+        assert table_NP.stride(1) == 1 or table_NP.shape[1] == 1
+        b = blocks or AttentionBlocks(64, warps=8 if D > 64 else 4, queries=128)
+        queries = max(b.queries, triton.next_power_of_2(H // G))
+        grid = (triton.cdiv(N, queries // (H // G)), G)
+        _prefill_kernel[grid](
+            q_NHD, q_NHD.stride(0), k_pages, v_pages, table_NP, table_NP.stride(0), lengths_N, sequence_N, out,
+            scale * k_scale * math.log2(math.e), v_scale, N, H, G, len(k_pages), table_NP.shape[1], D=D,
+            WIDE=max(16, triton.next_power_of_2(D)), PER_GROUP=H // G, QUERIES=queries, PAGE=page, BLOCK=b.entries,
+            WINDOW=window or 0, num_warps=b.warps, num_stages=b.stages,
+        )  # fmt: skip
         return out

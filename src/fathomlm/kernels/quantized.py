@@ -138,3 +138,8 @@ class QuantizedWeight:
     @property
     def bytes(self) -> int:
         return sum(part.numel() * part.element_size() for part in (self.data, self.scales))
+
+
+def whole_weight(weight: Tensor | QuantizedWeight, dtype: torch.dtype) -> Tensor:
+    """In numbers of `dtype`, where many rows are multiplied and reading the weight is not what takes the time."""
+    return weight.multiplied_out().to(dtype) if isinstance(weight, QuantizedWeight) else weight

@@ -25,10 +25,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fathomlm.kernels.half import inverse_rms
-from fathomlm.kernels.quantized import QuantizedWeight
+from fathomlm.kernels.quantized import QuantizedWeight, whole_weight
 from fathomlm.kernels.row_blocks import MAX_SPLIT, Blocks, product_blocks, row_block, share_of
 from fathomlm.kernels.swiglu import swiglu
 from fathomlm.kernels.triton_here import tl, triton
+from fathomlm.kernels.wide_rows import many_rows
+
+if triton is not None:
+    from fathomlm.kernels.wide_rows import wide_add_linear, wide_linear, wide_norm_gated
 
 RowWeight = Tensor | QuantizedWeight
 
@@ -71,6 +75,8 @@ def norm_linear(
     out: Tensor | None = None,
 ) -> Tensor:
     """s (x @ weight^T), s = 1 / rms(x) for each row, or 1 without `scale`: (N, W), in `out_dtype`, by itself x's own."""
+    if many_rows(x_NM) and not scale:
+        return wide_linear(x_NM, whole_weight(weight_WM, x_NM.dtype), out_dtype, out)
     if triton is not None and x_NM.is_cuda:
         return _triton_norm_linear(x_NM, weight_WM, eps, scale, out_dtype, out)
     return plain_norm_linear(x_NM, weight_WM, eps, scale, out_dtype, out)
@@ -93,6 +99,8 @@ def plain_norm_linear(
 
 def norm_gated(x_NM: Tensor, both_2IM: RowWeight, eps: float, out: Tensor | None = None) -> Tensor:
     """silu(gate) * up (N, I): the upper half of s (x @ both^T) and its lower half, s = 1 / rms(x) for each row."""
+    if many_rows(x_NM):
+        return wide_norm_gated(x_NM, whole_weight(both_2IM, x_NM.dtype), eps, out)
     if triton is not None and x_NM.is_cuda:
         return _triton_norm_gated(x_NM, both_2IM, eps, out)
     return plain_norm_gated(x_NM, both_2IM, eps, out)
@@ -109,6 +117,8 @@ def add_linear(
     """stream + x @ weight^T. `out` may be the stream itself, but must not overlap x. The same input gives the same bits:
     where programs share a sum, whichever comes last adds the shares in order. Without `space` none do, which is slower where
     rows and columns are few."""
+    if many_rows(x_NK):
+        return wide_add_linear(stream_NM, x_NK, whole_weight(weight_MK, x_NK.dtype), out)
     if triton is not None and x_NK.is_cuda:
         return _triton_add_linear(stream_NM, x_NK, weight_MK, out, space)
     return plain_add_linear(stream_NM, x_NK, weight_MK, out)

@@ -14,14 +14,17 @@ from torch import Tensor
 
 from fathomlm.kernels.half import inverse_rms
 from fathomlm.kernels.paged_write import LARGEST_FLOAT8, plain_write_entries, slot_count
+from fathomlm.kernels.quantized import whole_weight
 from fathomlm.kernels.rope import apply_rope
 from fathomlm.kernels.row_blocks import Blocks, product_blocks, row_block
 from fathomlm.kernels.row_linear import RowWeight, plain_product
 from fathomlm.kernels.triton_here import tl, triton
+from fathomlm.kernels.wide_rows import many_rows
 
 if triton is not None:
     from fathomlm.kernels.paged_write import narrow_entry
     from fathomlm.kernels.row_linear import check_rows, row_product, row_scale
+    from fathomlm.kernels.wide_rows import wide_norm_qkv_rope_write
 
 
 def norm_qkv_rope_write(
@@ -36,6 +39,11 @@ def norm_qkv_rope_write(
 
     With no groups, queries alone are computed, for steps that look at another step's entries.
     """
+    if many_rows(x_NM):
+        return wide_norm_qkv_rope_write(
+            x_NM, whole_weight(qkv_WM, x_NM.dtype), eps, heads, groups, cos_ND, sin_ND, k_pages, v_pages, slots_N,
+            k_scale, v_scale, out,
+        )  # fmt: skip
     if triton is not None and x_NM.is_cuda:
         return _triton_norm_qkv_rope_write(
             x_NM, qkv_WM, eps, heads, groups, cos_ND, sin_ND, k_pages, v_pages, slots_N, k_scale, v_scale, out

@@ -10,6 +10,7 @@ is what entered the first recursion, which token-choice adds.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 
 import torch
@@ -99,6 +100,7 @@ class RoutedProgram:
             ranks_N = s.entries_ST[slots_N, table] + _before(on_N, batch.starts_N) if self._own else positions_N
             writes_K = None if self._own else torch.full_like(valid_K, recursion == 0)
             seen = attention_for(s.tables_STP, slots_K, table_K, ranks_N[at_K], valid_K, parts.page_size, writes_K)
+            seen = dataclasses.replace(seen, sequence_N=slots_K)
             old_KM = x_NM[at_K]
             recursion_K = torch.full_like(at_K, recursion)
             out_KM = layers.run(old_KM, self._core, seen, positions_N[at_K], recursion_K)
@@ -106,6 +108,8 @@ class RoutedProgram:
             x_NM = x_NM.index_copy(0, at_K, new_KM.to(x_NM.dtype))
             if self._own:
                 count_entries(s, table, slots_K)
+            elif not self._coda:
+                break  # nothing behind the first recursion stores entries
         prefill_steps(parts, batch, x_NM, self._coda)
         if not self._own or self._coda:
             count_entries(s, 0, slots_N)

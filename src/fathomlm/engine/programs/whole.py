@@ -5,6 +5,7 @@ A row is a slot: what is in slot n is row n. Slots that are empty, or that wait 
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 
 import torch
@@ -46,8 +47,11 @@ class WholeProgram:
 
 
 def prefill_whole(parts: ProgramContext, batch: PrefillBatch) -> None:
-    """Known tokens through every step."""
-    prefill_steps(parts, batch, parts.layers.enter(batch.tokens_N), parts.plan.steps)
+    """Known tokens through every step that stores entries: what comes behind the last of those (loops that share the first
+    one's) only the token runs whose logits choose, and that one is not among them."""
+    plan = parts.plan
+    stores = max(step.index for step in plan if not plan.reads_kv(step))
+    prefill_steps(parts, batch, parts.layers.enter(batch.tokens_N), plan.steps[: stores + 1])
     count_entries(parts.state, 0, batch.slots_N)
 
 
@@ -58,6 +62,7 @@ def prefill_steps(
     slots_N, positions_N = batch.slots_N, batch.positions_N
     none_N, all_N = torch.zeros_like(slots_N), torch.ones_like(slots_N, dtype=torch.bool)
     seen = attention_for(parts.state.tables_STP, slots_N, none_N, positions_N, all_N, parts.page_size)
+    seen = dataclasses.replace(seen, sequence_N=slots_N)
     return parts.layers.run(x_NM, steps, seen, positions_N), seen
 
 

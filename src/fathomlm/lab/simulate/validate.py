@@ -89,7 +89,7 @@ def mirror(engine: Engine) -> tuple[Device, EngineSetup]:
     sizes, plan, layout = runner.sizes, runner.decoder.plan, runner.layout
     setting = EngineSetup(
         max_sequences=sizes.max_sequences, tables=sizes.tables, pool_pages=sizes.pool_pages, page_size=options.page_size,
-        prefill_chunk=options.prefill_chunk, burst=sizes.burst, lag=sizes.lag, lookahead=sizes.lookahead,
+        prefill_chunk=sizes.prefill_chunk, burst=sizes.burst, lag=sizes.lag, lookahead=sizes.lookahead,
     )  # fmt: skip
     program = runner.program
     if isinstance(program, RoutedProgram):
