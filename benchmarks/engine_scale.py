@@ -1,8 +1,8 @@
 """The engine at every batch size: plain and routed models in one run, end to end and the device alone.
 
     python benchmarks/engine_scale.py --out engine_scale.json [--parts rows prefill] [--only vanilla mor3] [--rows 32 256]
-    python benchmarks/engine_scale.py --out engine_weights.json --parts rows --only vanilla --weights bf16 int8 fp8 --rows 1 8
-        [--shape 1.7b]
+    python benchmarks/engine_scale.py --out engine_weights.json --parts rows --only vanilla --weights bf16 int8 fp8
+        --rows 1 8 [--shape 1.7b]
 
 Weights are random, and depths are drawn from what routers are trained for ("forced"), as in engine_throughput.py, whose
 workload this is: prompts of one token, output lengths normal around 256. Every model gets as many rows as asked and memory
@@ -32,10 +32,11 @@ from engine_throughput import LONGEST, Bench, Record, _memory, build, one_row, p
 from fathomlm.checkpoints.native import weight_bytes
 from fathomlm.checkpoints.resolve import load
 from fathomlm.decode.sampling import Sampling
+from fathomlm.engine.options import EngineOptions
 from fathomlm.engine.request import Request
 from fathomlm.kernels.quantized import GPU_KINDS, Kind
 from fathomlm.lab.bench.floor import decode_step_bytes, finish, size_of
-from fathomlm.lab.bench.models import plain_model, with_context
+from fathomlm.lab.bench.models import ample_memory, plain_model, with_context
 from fathomlm.model.hub import FathomForCausalLM
 from fathomlm.model.quantize import quantize_layers
 
@@ -158,7 +159,7 @@ def workload(
         engine = bench.engine(model, rows, **settings)
         engine.run([dataclasses.replace(one, id=one.id + 10**8, sampling=SHORT) for one in work[:rows]])
         begun = time.perf_counter()
-        results = engine.run(work)
+        results = engine.run([dataclasses.replace(one, arrival=begun) for one in work])
         finish(bench.device)
         seconds = time.perf_counter() - begun
         new = sum(len(result.tokens) for result in results)
@@ -207,7 +208,8 @@ def poisson(bench: Bench, name: str, rows: int, seconds: float) -> None:
         while sent < len(work) or engine.busy:
             now = time.perf_counter() - begun
             while sent < len(work) and times[sent] <= now:
-                one = dataclasses.replace(work[sent], id=5 * 10**7 + 10**6 * round(100 * part) + sent)
+                id = 5 * 10**7 + 10**6 * round(100 * part) + sent
+                one = dataclasses.replace(work[sent], id=id, arrival=begun + times[sent])
                 sequences.append(engine.submit(one))
                 sent += 1
             engine.step()
@@ -230,7 +232,9 @@ def bundled(bench: Bench) -> None:
     for key, one in (("bundled_plain", plain), ("bundled", model)):
         tried = []
         for rows in (64, 256):
-            engine = bench.engine(one, rows, max_length=min(LONGEST, one.architecture.context))
+            options = EngineOptions(batch_size=rows, max_length=min(LONGEST, one.architecture.context))
+            engine = bench.engine(one, rows, max_length=options.max_length, memory=ample_memory(one, options, LONGEST))
+            bench.throughput(engine, engine.runner.sizes.max_sequences)  # whatever is still compiled is not timed
             tried.append(bench.throughput(engine, 4 * engine.runner.sizes.max_sequences))
             print("  ", key, rows, tried[-1]["tokens_per_s"], tried[-1].get("mean_depth"), flush=True)
             del engine
@@ -260,7 +264,7 @@ def prefill(bench: Bench, shape: str, prompt: int, count: int) -> Record:
             for i in range(count)
         ]  # fmt: skip
         begun = time.perf_counter()
-        results = engine.run(work)
+        results = engine.run([dataclasses.replace(one, arrival=begun) for one in work])
         finish(bench.device)
         seconds = time.perf_counter() - begun
         tokens = count * prompt

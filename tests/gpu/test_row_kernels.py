@@ -59,9 +59,15 @@ def unwritten(*shape: int, dtype: torch.dtype) -> Tensor:
     return torch.full(shape, torch.nan, dtype=dtype, device=CUDA)
 
 
-def near_thrice(found: Tensor, wanted: Tensor, dtype: torch.dtype) -> None:
-    """A library's product is rounded before gate and up are multiplied: three roundings instead of one."""
-    torch.testing.assert_close(found.float(), wanted, rtol=4 * NEAR[dtype], atol=4 * NEAR[dtype])
+def near_many(fast: Tensor, slow: Tensor, dtype: torch.dtype, rows: int, atol: float = 2e-4) -> None:
+    """Of many rows, whose product a library rounds (shares of a sum too) before what follows: an error of a few roundings of
+    what such numbers are, also where turning or adding leaves less than went in; and of less than one on average."""
+    if rows < MANY_ROWS or dtype == torch.float32:
+        near(fast, slow, dtype, atol)
+        return
+    size = slow.std().item()
+    torch.testing.assert_close(fast.float(), slow.float(), rtol=4 * NEAR[dtype], atol=8 * NEAR[dtype] * size)
+    assert (fast.float() - slow.float()).abs().mean() < NEAR[dtype] * size
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -73,18 +79,18 @@ def test_products_of_a_layer(dtype: torch.dtype, rows: int, shape: str) -> None:
     for scale in (True, False):
         out = unwritten(rows, (H + 2 * G) * D, dtype=dtype)
         assert row_linear.norm_linear(x, qkv, EPS, scale, out=out) is out
-        near(out, row_linear.plain_norm_linear(x.float(), qkv.float(), EPS, scale), dtype)
+        near_many(out, row_linear.plain_norm_linear(x.float(), qkv.float(), EPS, scale), dtype, rows)
     out = unwritten(rows, inner, dtype=dtype)
     row_linear.norm_gated(x, both, EPS, out=out)
     wanted = row_linear.plain_norm_gated(x.float(), both.float(), EPS)
-    near(out, wanted, dtype) if rows < MANY_ROWS else near_thrice(out, wanted, dtype)
+    near_many(out, wanted, dtype, rows)
     space = row_linear.SplitSpace.build(rows, M, CUDA)
     for given, wide in ((gated, down), (x[:, : H * D], weight(M, H * D, dtype))):
         wanted = row_linear.plain_add_linear(x.float(), given.float(), wide.float())
-        near(row_linear.add_linear(x, given, wide, space=space), wanted, dtype, atol=1e-3)
+        near_many(row_linear.add_linear(x, given, wide, space=space), wanted, dtype, rows, atol=1e-3)
         stream = x.clone()
         row_linear.add_linear(stream, given, wide, out=stream)
-        near(stream, wanted, dtype, atol=1e-3)
+        near_many(stream, wanted, dtype, rows, atol=1e-3)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -101,10 +107,9 @@ def test_logits_come_out_in_float32(rows: int, shape: str) -> None:
 def test_awkward_widths(dtype: torch.dtype, rows: int, width: int, depth: int) -> None:
     x, stream, w = random(rows, depth, dtype=dtype), random(rows, width, dtype=dtype), weight(2 * width, depth, dtype)
     near(row_linear.norm_linear(x, w, EPS), row_linear.plain_norm_linear(x.float(), w.float(), EPS), dtype)
-    same = near if rows < MANY_ROWS else near_thrice
-    same(row_linear.norm_gated(x, w, EPS), row_linear.plain_norm_gated(x.float(), w.float(), EPS), dtype)
+    near_many(row_linear.norm_gated(x, w, EPS), row_linear.plain_norm_gated(x.float(), w.float(), EPS), dtype, rows)
     wanted = row_linear.plain_add_linear(stream.float(), x.float(), w[:width].float())
-    near(row_linear.add_linear(stream, x, w[:width]), wanted, dtype, atol=1e-3)
+    near_many(row_linear.add_linear(stream, x, w[:width]), wanted, dtype, rows, atol=1e-3)
 
 
 @pytest.mark.parametrize("split", [1, 2, 3, 8])
@@ -130,9 +135,9 @@ def test_entrance_of_attention(dtype: torch.dtype, rows: int, shape: tuple[int, 
     theirs = [torch.zeros(21, PAGE, G, D, device=CUDA) for _ in range(2)]
     q = row_qkv.norm_qkv_rope_write(x, qkv, EPS, H, G, cos, sin, *ours, slots, out=unwritten(rows, H, D, dtype=dtype))
     wanted = row_qkv.plain_norm_qkv_rope_write(x.float(), qkv.float(), EPS, H, G, cos, sin, *theirs, slots)
-    near(q, wanted, dtype)
+    near_many(q, wanted, dtype, rows)
     for one, other in zip(ours, theirs, strict=True):
-        near(one[:20], other[:20], dtype)
+        near_many(one[:20], other[:20], dtype, rows)
         assert not one[20].any()
 
 
