@@ -13,6 +13,7 @@ import operator
 import queue
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Protocol
@@ -272,6 +273,8 @@ class Prefetched:
         """End the thread and wait for it; safe to call twice."""
         self._over = True
         self._stop.set()
+        with suppress(queue.Empty):
+            self._ready.get_nowait()  # room for what the thread may be waiting to put; it puts nothing after that
         self._thread.join()
 
     def _work(self, items: Iterator[Batch]) -> None:
@@ -284,10 +287,7 @@ class Prefetched:
             self._put(None, error)
 
     def _put(self, item: Batch | None, error: BaseException | None) -> bool:
-        while not self._stop.is_set():
-            try:
-                self._ready.put((item, error), timeout=0.1)
-            except queue.Full:
-                continue
-            return True
-        return False
+        if self._stop.is_set():
+            return False
+        self._ready.put((item, error))
+        return True
