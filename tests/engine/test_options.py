@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import pytest
 
 from decode.exit_models import build, exiting
 from engine.test_engine import SMALL, many
+from fathomlm.decode.exiting import Exiting
 from fathomlm.engine.engine import Engine
 from fathomlm.engine.options import EngineOptions
 from fathomlm.errors import OptionError
@@ -50,7 +52,7 @@ def test_depths_are_forced_where_there_are_any() -> None:
     with pytest.raises(OptionError, match="forced_depths requires a model with a router"):
         Engine(build("vanilla"), forced_depths=(1.0,), **SMALL)
     for model in (build("vanilla"), model_of(routed())):
-        with pytest.raises(OptionError, match="requires an engine with one exit"):
+        with pytest.raises(OptionError, match="forced_exits requires an engine with exits"):
             Engine(model, forced_exits=0.5, **SMALL)
 
 
@@ -60,3 +62,15 @@ def test_all_or_no_tokens_may_leave(rate: float) -> None:
     engine = Engine(model, exiting=exiting("vanilla", "parallel"), forced_exits=rate, **SMALL)
     depths = {depth for result in engine.generate(many(model), max_new_tokens=4) for depth in result.depths or ()}
     assert depths == ({3} if rate else {6})
+
+
+def test_at_each_of_several_exits_a_part_of_those_that_reach_it_leaves() -> None:
+    """Half, then half of the rest, then half of that."""
+    model = build("four-loops")
+    setting = Exiting(mode="parallel", exit_layers=(2, 4, 6), threshold=0.5, max_stack=2)
+    engine = Engine(model, exiting=setting, forced_exits=0.5, **SMALL)
+    results = engine.generate([many(model)[0]] * 8, max_new_tokens=32, ignore_eos=True)
+    depths = Counter(depth for result in results for depth in result.depths or ())
+    total = depths.total()
+    for depth, part in ((2, 1 / 2), (4, 1 / 4), (6, 1 / 8), (8, 1 / 8)):
+        assert depths[depth] / total == pytest.approx(part, abs=4 * (part * (1 - part) / total) ** 0.5)

@@ -65,7 +65,7 @@ class EngineOptions:
     """routed, for measurements: the part of the tokens that runs each recursion, drawn and not decided. It begins with 1 and
     never rises."""
     forced_exits: float | None = option(None, ge=0, le=1)
-    """exits, for measurements: the part of the tokens that exits, drawn and not decided."""
+    """exits, for measurements: the part of the tokens at an exit that exits there, drawn and not decided."""
 
     def __post_init__(self) -> None:
         check(self)

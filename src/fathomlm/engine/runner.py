@@ -245,8 +245,8 @@ def _check_forced(plan: DepthPlan, layout: Layout, options: EngineOptions, exits
             raise OptionError(
                 f"forced_depths names {len(options.forced_depths)} parts, but the model has {plan.recursions} recursions"
             )
-    if options.forced_exits is not None and (exits != 1 or drafts):
-        raise OptionError(f"forced_exits requires an engine with one exit and no drafts; this one has {exits}")
+    if options.forced_exits is not None and (not exits or drafts):
+        raise OptionError("forced_exits requires an engine with exits and without drafts")
 
 
 def _check_entries(options: EngineOptions, device: torch.device) -> None:

@@ -83,10 +83,9 @@ class ExitProgram:
     ) -> None:
         """`exits` are the indices of the steps after which tokens exit; `stack` is how many may wait at a segment;
         `shallows` how many passes of segment 0 come to one of each other, where they cannot share. `forced` is the part of
-        the tokens that exits, drawn and not decided, for measurements. With `waits` tokens wait for every segment, also for
-        those that make no entries."""
+        the tokens at an exit that exits there, drawn and not decided, for measurements. With `waits` tokens wait for every
+        segment, also for those that make no entries."""
         assert 1 <= stack <= parts.batch_size, "what waits in a slot must fit into a pass"
-        assert forced is None or len(exits) == 1, "exits are forced at one exit"
         s, plan = parts.state, parts.plan
         self.parts, self.exits, self.copies, self.forced = parts, tuple(exits), copies, forced
         cuts = [0, *(index + 1 for index in exits), plan.unrolled_layers]
@@ -292,7 +291,9 @@ class ExitProgram:
         threshold_N = self.threshold_S[slots_N]
         above_N = (threshold_N == 0) | (confidence_N > threshold_N)
         if self.forced is not None:
-            above_N = draw(s.position_S[slots_N] + 7919 * s.epoch_S[slots_N], 0) < self.forced
+            keys_N = s.position_S[slots_N] + 7919 * s.epoch_S[slots_N]
+            drawn_NK = torch.stack([draw(keys_N, k) for k in range(self.last)], 1)
+            above_N = drawn_NK.gather(1, rows.segment_N.clamp_max(self.last - 1)[:, None])[:, 0] < self.forced
         exits_N = meets_N & above_N
         chosen_N = exits_N | (rows.current_N & ends_N)
         return exits_N, chosen_N, choice_N, confidence_N, self._ends_B[rows.segment_N], flags_N
