@@ -5,9 +5,9 @@
 Weights are random: time does not depend on them. Where tokens leave is drawn, at each of the first three loops with the same
 probability, so that they run `--depth` loops on average; what was drawn is counted (`mean_depth`). The gate itself runs.
 Policies: `fill` computes the entries of deeper loops later, exactly; `copy` makes them of the state that a token left with;
-`shared` has one KV cache for all loops, so that none are missing. `of_depth_speedup` is how much is reached of the throughput
-that fewer loops allow (loops / mean depth times that of every loop). Sequences have no prompt and `--new` tokens; there are
-twice as many as rows where depths differ. Arrivals are Poisson at 80 % of the measured rate.
+`shared` has one KV cache for all loops, so that none are missing. `of_depth_speedup` is how much of the throughput is
+reached that fewer loops allow (loops / mean depth times that of every loop). Sequences have no prompt and `--new` tokens;
+there are twice as many as rows where depths differ. Arrivals are Poisson at 80 % of the measured rate.
 """
 
 from __future__ import annotations
