@@ -202,9 +202,11 @@ def test_prompts_that_come_together_are_read_in_one_pass(kind: str, monkeypatch:
         assert (len(passes) == 1) == (chunk == 1000)
 
 
-@pytest.mark.parametrize(("sharing", "layer_tokens"), [("cycle", 2), ("middle-cycle", 6)])
+@pytest.mark.parametrize(
+    ("sharing", "layer_tokens", "exits"), [("cycle", 2, False), ("middle-cycle", 6, False), ("cycle", 2, True)]
+)
 def test_a_prompt_runs_no_step_behind_the_last_that_stores_entries(
-    sharing: str, layer_tokens: int, monkeypatch: pytest.MonkeyPatch
+    sharing: str, layer_tokens: int, exits: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Loops that share the first one's keys and values, with and without a layer of its own behind them."""
     plan = DepthPlan.build(sharing, 2, 4 if sharing == "cycle" else 6).with_kv("share")
@@ -212,7 +214,8 @@ def test_a_prompt_runs_no_step_behind_the_last_that_stores_entries(
     model = random_model(architecture, plan, dtype=torch.float32, device=torch.device("cpu"))
     prompt = list(range(1, 12))
     wanted = generate(model, [prompt], max_new_tokens=NEW)[0].tokens
-    engine, ran = Engine(model, **(SMALL | {"prefill_chunk": 64})), []
+    setting = Exiting(mode="parallel", exit_layers=(plan.recursion_ends()[0] + 1,), threshold=1.0) if exits else None
+    engine, ran = Engine(model, exiting=setting, **(SMALL | {"prefill_chunk": 64})), []
     run = engine.runner.layers.run
 
     def told(x_NM: torch.Tensor, steps: Any, *rest: Any, **more: Any) -> torch.Tensor:
@@ -221,7 +224,8 @@ def test_a_prompt_runs_no_step_behind_the_last_that_stores_entries(
 
     monkeypatch.setattr(engine.runner.layers, "run", told)
     assert engine.generate([prompt], max_new_tokens=NEW)[0].tokens == wanted
-    assert ran[0] == (len(prompt) - 1, layer_tokens)
+    prompt_steps = [steps for rows, steps in ran if rows == len(prompt) - 1]
+    assert sum(prompt_steps) == layer_tokens
 
 
 def test_sampling_does_not_depend_on_the_batch() -> None:

@@ -55,11 +55,13 @@ def attention_for(
     page_size: int,
     writes_N: Tensor | None = None,
     offset_N: Tensor | None = None,
+    *,
+    together: bool = False,
 ) -> AttentionMetadata:
     """For rows whose entry is number `ranks_N` of a table of theirs: they see that one and all before it.
 
     `writes_N` is False where another row or step makes the entry; `offset_N` is added to page numbers, for rows that look
-    at other planes than the first row does.
+    at other planes than the first row does. `together`: rows of a slot stand together, as where prompts are read.
     """
     table_NP = tables_STP[rows_N, table_N]
     if offset_N is not None:
@@ -68,7 +70,8 @@ def attention_for(
     slot_mapping_N = page_N * page_size + ranks_N % page_size
     writes_N = valid_N if writes_N is None else valid_N & writes_N
     slot_mapping_N = torch.where(writes_N, slot_mapping_N, -1)
-    return AttentionMetadata(slot_mapping_N, table_NP, torch.where(valid_N, ranks_N + 1, 0).to(torch.int32))
+    lengths_N = torch.where(valid_N, ranks_N + 1, 0).to(torch.int32)
+    return AttentionMetadata(slot_mapping_N, table_NP, lengths_N, sequence_N=rows_N if together else None)
 
 
 class KVPages:

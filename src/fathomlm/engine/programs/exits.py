@@ -94,6 +94,7 @@ class ExitProgram:
         self.own = [plan.exit_steps((index,)) for index in exits]
         makes = [k for k, steps in enumerate(self.segments) if any(not plan.reads_kv(step) for step in steps)]
         self.deepest = self.last if waits else 0 if copies else max(makes)
+        self._stored = max(*makes, *(k for k, own in enumerate(self.own) if own), 0)
         self.stride = None if any(self.own) else _stride(parts, self.segments)
         self.stack = stack if self.deepest else 1
         middle = (f"middle {k}" for k in range(1, self.last))
@@ -145,10 +146,11 @@ class ExitProgram:
             self._pass(name, variant, self.output.part(number, self.parts.batch_size))
 
     def prefill(self, batch: PrefillBatch) -> None:
-        """Known tokens through every step. Nothing is chosen there, so the exits' own layers only store entries."""
+        """Known tokens through every segment up to the last that stores entries. Nothing is chosen there, so the exits' own
+        layers only store theirs."""
         layers = self.parts.layers
         x_NM = layers.enter(batch.tokens_N)
-        for k, steps in enumerate(self.segments):
+        for k, steps in enumerate(self.segments[: self._stored + 1]):
             x_NM, seen = prefill_steps(self.parts, batch, x_NM, steps)
             if k < self.last and self.own[k]:
                 layers.keep(x_NM, self.own[k], seen, batch.positions_N)

@@ -10,7 +10,6 @@ is what entered the first recursion, which token-choice adds.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 
 import torch
@@ -99,8 +98,9 @@ class RoutedProgram:
             slots_K, table_K, valid_K = slots_N[at_K], torch.full_like(at_K, table), torch.ones_like(at_K, dtype=torch.bool)
             ranks_N = s.entries_ST[slots_N, table] + _before(on_N, batch.starts_N) if self._own else positions_N
             writes_K = None if self._own else torch.full_like(valid_K, recursion == 0)
-            seen = attention_for(s.tables_STP, slots_K, table_K, ranks_N[at_K], valid_K, parts.page_size, writes_K)
-            seen = dataclasses.replace(seen, sequence_N=slots_K)
+            seen = attention_for(
+                s.tables_STP, slots_K, table_K, ranks_N[at_K], valid_K, parts.page_size, writes_K, together=True
+            )
             old_KM = x_NM[at_K]
             recursion_K = torch.full_like(at_K, recursion)
             out_KM = layers.run(old_KM, self._core, seen, positions_N[at_K], recursion_K)

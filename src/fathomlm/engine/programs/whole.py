@@ -5,7 +5,6 @@ A row is a slot: what is in slot n is row n. Slots that are empty, or that wait 
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 
 import torch
@@ -61,8 +60,7 @@ def prefill_steps(
     """Steps that every token runs, with entries in the first table; and what the tokens see there."""
     slots_N, positions_N = batch.slots_N, batch.positions_N
     none_N, all_N = torch.zeros_like(slots_N), torch.ones_like(slots_N, dtype=torch.bool)
-    seen = attention_for(parts.state.tables_STP, slots_N, none_N, positions_N, all_N, parts.page_size)
-    seen = dataclasses.replace(seen, sequence_N=slots_N)
+    seen = attention_for(parts.state.tables_STP, slots_N, none_N, positions_N, all_N, parts.page_size, together=True)
     return parts.layers.run(x_NM, steps, seen, positions_N), seen
 
 
