@@ -22,12 +22,12 @@ import json
 import random
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import cast
 
 import torch
-from engine_throughput import LONGEST, Bench, Record, _memory, build, one_row, plan_for, requests, transformers_peer
+from engine_throughput import LONGEST, Bench, Record, _memory, build, kernel_times, one_row, plan_for, transformers_peer
 
 from fathomlm.checkpoints.native import weight_bytes
 from fathomlm.checkpoints.resolve import load
@@ -36,7 +36,11 @@ from fathomlm.engine.options import EngineOptions
 from fathomlm.engine.request import Request
 from fathomlm.kernels.quantized import GPU_KINDS, Kind
 from fathomlm.lab.bench.floor import decode_step_bytes, finish, size_of
+from fathomlm.lab.bench.measure import Timing
 from fathomlm.lab.bench.models import ample_memory, plain_model, with_context
+from fathomlm.lab.bench.play import play
+from fathomlm.lab.bench.timed import TimedEngine
+from fathomlm.lab.bench.workload import build_workload, shape_of
 from fathomlm.model.hub import FathomForCausalLM
 from fathomlm.model.quantize import quantize_layers
 
@@ -119,16 +123,14 @@ def same_bytes(bench: Bench, names: list[str]) -> None:
 
 def long_outputs(bench: Bench, name: str, rows_tried: Sequence[int], count: int = 256) -> None:
     """Prompts of 512 tokens and 2,048 new ones, each side at its best rows."""
-    a, draw = bench.shapes[bench.args.shape], random.Random(0)
-    prompt, new = (8, 16) if bench.args.tiny else (512, 2048)
+    planned = build_workload("512-2048", bench.shapes[bench.args.shape].vocab, requests=count)
+    planned = planned.shortened(count, 16) if bench.args.tiny else planned
     work = [
-        Request(
-            id=3 * 10**7 + i, prompt=tuple(draw.randrange(a.vocab) for _ in range(prompt)),
-            sampling=Sampling(max_new_tokens=new, ignore_eos=True),
-        )
-        for i in range(count)
-    ]  # fmt: skip
-    workload(bench, f"{name}_512_2048", name, rows_tried, work, prompt + new + 2)
+        Request(id=3 * 10**7 + i, prompt=one.prompt, sampling=dataclasses.replace(SHORT, max_new_tokens=one.new))
+        for i, one in enumerate(planned.requests)
+    ]
+    longest = max(len(one.prompt) + one.new for one in planned.requests)
+    workload(bench, f"{name}_512_2048", name, rows_tried, work, longest + 2)
 
 
 def nano_vllm(bench: Bench, name: str) -> None:
@@ -181,46 +183,21 @@ def workload(
     bench.note(key, best)
 
 
-def at_part(values: list[float], percent: int) -> float:
-    """A percentile of what is sorted."""
-    return values[min(len(values) - 1, len(values) * percent // 100)]
-
-
 def poisson(bench: Bench, name: str, rows: int, seconds: float) -> None:
     """Requests that arrive at random, at parts of the rate that the engine sustains with these rows: what they wait for."""
     a = bench.shapes[bench.args.shape]
     model, settings = plain_or_routed(bench, name)
     token = 2 * a.layers * a.kv_heads * a.head_dim * 2
     settings |= batch_options(name, rows, bench.args.overbook) | {"memory": int(3 * rows * LONGEST * token)}
-    engine = bench.engine(model, rows, **settings)
+    engine = bench.engine(model, rows, kind=TimedEngine, **settings)
+    assert isinstance(engine, TimedEngine)
     full = bench.throughput(engine, 4 * engine.runner.sizes.max_sequences)
     found: Record = {"rows": rows, "tokens_per_s_full": full["tokens_per_s"], "loads": {}}
     for part in LOADS:
-        draw = random.Random(1)
-        rate = part * full["tokens_per_s"] / bench.args.mean
-        work = requests(round(rate * seconds), bench.args.mean, bench.args.mean / 4, a.vocab, seed=2)
-        at, times = 0.0, []
-        for _ in work:
-            at += draw.expovariate(rate)
-            times.append(at)
-        sequences = []
-        begun, sent = time.perf_counter(), 0
-        while sent < len(work) or engine.busy:
-            now = time.perf_counter() - begun
-            while sent < len(work) and times[sent] <= now:
-                id = 5 * 10**7 + 10**6 * round(100 * part) + sent
-                one = dataclasses.replace(work[sent], id=id, arrival=begun + times[sent])
-                sequences.append(engine.submit(one))
-                sent += 1
-            engine.step()
-        results = [sequence.result for sequence in sequences if sequence.result is not None]
-        waits = sorted(r.time_to_first_token or 0.0 for r in results)
-        between = sorted(r.mean_inter_token_time or 0.0 for r in results)
-        found["loads"][f"{part:.2f}"] = {
-            "requests": len(results), "requests_per_s": round(rate, 1),
-            **{f"first_token_ms_p{p}": round(1e3 * at_part(waits, p), 2) for p in (50, 99)},
-            **{f"inter_token_ms_p{p}": round(1e3 * at_part(between, p), 3) for p in (50, 99)},
-        }  # fmt: skip
+        rate = part * full["tokens_per_s"] / shape_of("thesis").new
+        work = build_workload("thesis", a.vocab, requests=max(1, round(rate * seconds)), rate=rate)
+        timing = Timing.of(play(engine, work))
+        found["loads"][f"{part:.2f}"] = {"requests_per_s": round(rate, 1), **dataclasses.asdict(timing)}
     bench.note(f"{name}_poisson", found)
 
 
@@ -275,24 +252,10 @@ def prefill(bench: Bench, shape: str, prompt: int, count: int) -> Record:
             "first_token_s_p50": round(statistics.median(r.time_to_first_token or 0.0 for r in results), 3),
         }  # fmt: skip
     if bench.device.type == "cuda" and bench.args.profile:
-        found["profile"] = profile(lambda: engine.run(work[: max(1, engine.runner.sizes.prefill_chunk // prompt)]), bench)
+        few = work[: max(1, engine.runner.sizes.prefill_chunk // prompt)]
+        ranked = kernel_times(lambda: engine.run(few))[: bench.args.profile]
+        found["profile"] = [{"kernel": kernel, "us": round(us), "calls": calls} for kernel, calls, us in ranked]
     return found
-
-
-def profile(work: Callable[[], object], bench: Bench) -> list[Record]:
-    """Where the device's time goes in one go, kernel by kernel."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
-        begun = time.perf_counter()
-        work()
-        finish(bench.device)
-        wall = 1e6 * (time.perf_counter() - begun)
-    rows: dict[str, list[float]] = {"(wall)": [1, wall]}
-    for event in profiler.events():
-        if event.device_type == torch.autograd.DeviceType.CUDA:
-            entry = rows.setdefault(event.name[:70], [0, 0.0])
-            entry[0], entry[1] = entry[0] + 1, entry[1] + event.device_time
-    ranked = sorted(rows.items(), key=lambda item: -item[1][1])[: bench.args.profile]
-    return [{"kernel": name, "us": round(us), "calls": calls} for name, (calls, us) in ranked]
 
 
 def main() -> None:

@@ -21,6 +21,7 @@ import json
 import random
 import statistics
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -93,10 +94,10 @@ class Bench:
             torch._dynamo.reset()
             torch.cuda.empty_cache()
 
-    def engine(self, model: FathomForCausalLM, rows: int, **options: Any) -> Engine:
+    def engine(self, model: FathomForCausalLM, rows: int, kind: type[Engine] = Engine, **options: Any) -> Engine:
         usual = {"max_length": LONGEST, "prefix_caching": False, "penalties": False, "max_logprobs": 0, "max_queue": 10**5}
         begun = time.perf_counter()
-        engine = Engine(model, batch_size=rows, **(usual | options))
+        engine = kind(model, batch_size=rows, **(usual | options))
         engine.run(requests(engine.runner.sizes.max_sequences, 12, 2, model.architecture.vocab, seed=1))
         finish(self.device)
         print(f"  set up in {time.perf_counter() - begun:.1f} s", flush=True)
@@ -197,17 +198,7 @@ class Bench:
 
     def _profile(self, engine: Engine) -> list[Record]:
         ticks = 4
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
-            for _ in range(ticks):
-                engine.runner.launch()
-            torch.cuda.synchronize()
-        rows: dict[str, list[float]] = {}
-        for event in profiler.events():
-            if event.device_type == torch.autograd.DeviceType.CUDA:
-                entry = rows.setdefault(event.name[:70], [0, 0.0])
-                entry[0] += 1
-                entry[1] += event.device_time
-        ranked = sorted(rows.items(), key=lambda item: -item[1][1])[: self.args.profile]
+        ranked = kernel_times(lambda: [engine.runner.launch() for _ in range(ticks)])[: self.args.profile]
         return [
             {
                 "kernel": name,
@@ -215,8 +206,21 @@ class Bench:
                 "calls_per_tick": round(calls / ticks, 1),
                 "us": round(us / calls, 2),
             }
-            for name, (calls, us) in ranked
+            for name, calls, us in ranked
         ]
+
+
+def kernel_times(work: Callable[[], object]) -> list[tuple[str, int, float]]:
+    """Where the device's time goes: each kernel, how often it ran, and its microseconds in all, the longest first."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+        work()
+        torch.cuda.synchronize()
+    times: dict[str, list[float]] = {}
+    for event in profiler.events():
+        if event.device_type == torch.autograd.DeviceType.CUDA:
+            times.setdefault(event.name[:70], []).append(event.device_time)
+    ranked = sorted(times.items(), key=lambda item: -sum(item[1]))
+    return [(name, len(each), sum(each)) for name, each in ranked]
 
 
 def one_row(bench: Bench, shape: str) -> Record:

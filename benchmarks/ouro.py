@@ -6,8 +6,9 @@ Weights are random: time does not depend on them. Where tokens leave is drawn, a
 probability, so that they run `--depth` loops on average; what was drawn is counted (`mean_depth`). The gate itself runs.
 Policies: `fill` computes the entries of deeper loops later, exactly; `copy` makes them of the state that a token left with;
 `shared` has one KV cache for all loops, so that none are missing. `of_depth_speedup` is how much of the throughput is
-reached that fewer loops allow (loops / mean depth times that of every loop). Sequences have no prompt and `--new` tokens;
-there are twice as many as rows where depths differ. Arrivals are Poisson at 80 % of the measured rate.
+reached that fewer loops allow (loops / mean depth times that of every loop). The workload is the thesis': no prompts, about
+256 new tokens. There are twice as many sequences as rows where depths differ. Arrivals are Poisson at 80 % of the measured
+rate.
 """
 
 from __future__ import annotations
@@ -16,27 +17,27 @@ import argparse
 import dataclasses
 import gc
 import json
-import random
-import statistics
-import time
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from fathomlm.decode.exiting import Exiting
-from fathomlm.decode.sampling import Sampling
 from fathomlm.depth import Architecture, DepthPlan
 from fathomlm.depth.presets import preset
-from fathomlm.engine.engine import Engine
-from fathomlm.engine.request import Request, Result
-from fathomlm.lab.bench.floor import finish, reading_speed
+from fathomlm.lab.bench.floor import reading_speed
+from fathomlm.lab.bench.measure import Timing
 from fathomlm.lab.bench.models import random_model
+from fathomlm.lab.bench.play import play, warm_up
+from fathomlm.lab.bench.timed import TimedEngine
+from fathomlm.lab.bench.workload import build_workload, shape_of
 from fathomlm.lab.environment import environment
 
 Record = dict[str, Any]
 POLICIES = ("full", "fill", "copy", "shared")
 STACK = 16
+LONGEST = 2 * shape_of("thesis").new + 2
+"""The most tokens of a sequence in the workload."""
 
 
 def leaving_rate(loops: int, depth: float) -> float:
@@ -48,20 +49,20 @@ def leaving_rate(loops: int, depth: float) -> float:
     return rate
 
 
-def shape_of(args: argparse.Namespace) -> tuple[Architecture, DepthPlan]:
+def looped_shape(args: argparse.Namespace) -> tuple[Architecture, DepthPlan]:
     found = preset(args.preset)
     assert found.plan is not None
     if not args.tiny:
-        return dataclasses.replace(found.architecture, context=args.new + 64), found.plan
+        return dataclasses.replace(found.architecture, context=LONGEST), found.plan
     small = dataclasses.replace(
-        found.architecture, layers=8, hidden=32, intermediate=48, heads=4, kv_heads=4, head_dim=8, vocab=96, context=256
+        found.architecture, layers=8, hidden=32, intermediate=48, heads=4, kv_heads=4, head_dim=8, vocab=96, context=LONGEST
     )
     plan = DepthPlan.build("cycle", 4, 8).with_loop_norm()
     return small, plan.with_exits(plan.recursion_ends(), gate=True)
 
 
-def build_engine(args: argparse.Namespace, policy: str, rows: int, device: torch.device) -> Engine:
-    architecture, plan = shape_of(args)
+def build_engine(args: argparse.Namespace, policy: str, rows: int, device: torch.device) -> TimedEngine:
+    architecture, plan = looped_shape(args)
     if policy == "shared":
         plan = plan.with_kv("share")
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
@@ -69,78 +70,41 @@ def build_engine(args: argparse.Namespace, policy: str, rows: int, device: torch
     over = 1 if policy == "full" or rows == 1 else 2
     token = 2 * architecture.layers * architecture.kv_heads * architecture.head_dim * dtype.itemsize
     options: Record = {
-        "batch_size": rows, "max_sequences": rows * over, "max_length": args.new + 2, "prefix_caching": False,
+        "batch_size": rows, "max_sequences": rows * over, "max_length": LONGEST, "prefix_caching": False,
         "penalties": False, "max_logprobs": 0, "max_queue": 10**5,
-        "memory": int(1.2 * (rows * over + 1) * (args.new + 34) * token),
+        "memory": int(1.2 * (rows * over + 1) * (LONGEST + 16) * token),
     }  # fmt: skip
     if policy == "full":
-        return Engine(model, **options)
+        return TimedEngine(model, **options)
     exiting = Exiting(
         mode="state-copy" if policy == "copy" else "parallel", threshold=0.5, confidence="gate",
         **({} if policy == "copy" else {"max_stack": min(STACK, rows)}),  # type: ignore[arg-type]
     )  # fmt: skip
-    return Engine(model, exiting=exiting, forced_exits=leaving_rate(plan.recursions, args.depth), **options)
-
-
-def requests(count: int, new: int, vocab: int, first: int) -> list[Request]:
-    draw = random.Random(first)
-    sampling = Sampling(max_new_tokens=new, ignore_eos=True)
-    return [Request(id=first + i, prompt=(draw.randrange(vocab),), sampling=sampling) for i in range(count)]
-
-
-def arrive(engine: Engine, rate: float, args: argparse.Namespace) -> Record:
-    """Requests a second that come at random."""
-    draw, at, times = random.Random(1), 0.0, []
-    work = requests(max(4, round(rate * args.seconds)), args.new, engine.model.architecture.vocab, 3 * 10**6)
-    for _ in work:
-        at += draw.expovariate(rate)
-        times.append(at)
-    sequences = []
-    begun = time.perf_counter()
-    while len(sequences) < len(work) or engine.busy:
-        while len(sequences) < len(work) and times[len(sequences)] <= time.perf_counter() - begun:
-            one = dataclasses.replace(work[len(sequences)], arrival=begun + times[len(sequences)])
-            sequences.append(engine.submit(one))
-        engine.step()
-    results = [sequence.result for sequence in sequences if sequence.result is not None]
-    return {"requests_per_s": round(rate, 2), "requests": len(results)} | waits(results)
-
-
-def waits(results: list[Result]) -> Record:
-    first = sorted(result.time_to_first_token or 0.0 for result in results)
-    between = sorted(result.mean_inter_token_time or 0.0 for result in results)
-    return {
-        f"{name}_ms_p{part}": round(1e3 * values[min(len(values) - 1, len(values) * part // 100)], 3)
-        for name, values in (("first_token", first), ("inter_token", between))
-        for part in (50, 99)
-    }
+    return TimedEngine(model, exiting=exiting, forced_exits=leaving_rate(plan.recursions, args.depth), **options)
 
 
 def measure(args: argparse.Namespace, policy: str, rows: int, device: torch.device, speed: float) -> Record:
     engine = build_engine(args, policy, rows, device)
     model = engine.model
     flying = engine.runner.sizes.max_sequences
-    engine.run(requests(flying, 12, model.architecture.vocab, 10**6))
-    finish(device)
-    tokens, depths = engine.totals.tokens, engine.totals.depths
-    begun = time.perf_counter()
-    results = engine.run(requests(args.rounds * flying, args.new, model.architecture.vocab, 2 * 10**6))
-    finish(device)
-    seconds = time.perf_counter() - begun
-    tokens, depths = engine.totals.tokens - tokens, engine.totals.depths - depths
-    layers = model.plan.unrolled_layers // model.plan.recursions
+    whole = build_workload("thesis", model.architecture.vocab, requests=args.rounds * flying)
+    warm_up(engine, whole)
+    timing = Timing.of(play(engine, whole))
+    totals, layers = engine.totals, model.plan.unrolled_layers // model.plan.recursions
     weights = model.decoder.embed.weight.element_size() * (
         model.plan.unrolled_layers * model.architecture.layer_parameters
         + model.architecture.vocab * model.architecture.hidden
     )
     found: Record = {
-        "policy": policy, "rows": rows, "sequences": flying, "tokens_per_s": round(tokens / seconds, 1),
-        "inter_token_ms": round(1e3 * statistics.median(r.mean_inter_token_time or 0.0 for r in results), 3),
-        "mean_depth": round(depths / tokens / layers, 3) if policy != "full" else model.plan.recursions,
+        "policy": policy, "rows": rows, "sequences": flying, **dataclasses.asdict(timing),
+        "mean_depth": round(totals.depths / totals.tokens / layers, 3) if policy != "full" else model.plan.recursions,
         "floor_tokens_per_s_all_loops": round(rows * speed / weights, 1),
     }  # fmt: skip
     if args.seconds and rows > 1:
-        found["poisson_80"] = arrive(engine, 0.8 * tokens / seconds / args.new, args)
+        rate = 0.8 * found["tokens_per_s"] / shape_of("thesis").new
+        few = max(4, round(rate * args.seconds))
+        arriving = build_workload("thesis", model.architecture.vocab, requests=few, rate=rate)
+        found["poisson_80"] = {"requests_per_s": round(rate, 2), **dataclasses.asdict(Timing.of(play(engine, arriving)))}
     return found
 
 
@@ -151,7 +115,6 @@ def main() -> None:
     parser.add_argument("--rows", nargs="*", type=int, default=[1, 8, 64])
     parser.add_argument("--policies", nargs="*", choices=POLICIES, default=list(POLICIES))
     parser.add_argument("--depth", type=float, default=2.5, help="mean loops per token where tokens leave early")
-    parser.add_argument("--new", type=int, default=192, help="new tokens per request")
     parser.add_argument("--rounds", type=int, default=2, help="requests for each sequence in flight")
     parser.add_argument("--seconds", type=float, default=4.0, help="how long requests arrive at random; 0: not at all")
     parser.add_argument("--tiny", action="store_true", help="a tiny model, to try the script out")
