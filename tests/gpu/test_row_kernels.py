@@ -19,8 +19,7 @@ from torch import Tensor
 
 from fathomlm.kernels import grouped_lora, paged_attention, paged_write, row_linear, row_qkv
 from fathomlm.kernels.row_blocks import Blocks
-from fathomlm.kernels.wide_rows import MANY_ROWS
-from kernels.row_cases import Pages, angles, some_slots
+from kernels.row_cases import NEAR, Pages, angles, near, near_many, some_slots
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 CUDA, EPS, PAGE = "cuda", 1e-5, 16
@@ -28,7 +27,6 @@ SHAPES = {"360M": (960, 2560, 15, 5, 64), "1.7B": (2048, 8192, 32, 32, 64)}
 ROWS = [1, 3, 32, 51, 64, 200]
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 CASES = [(torch.bfloat16, rows) for rows in ROWS] + [(dtype, rows) for dtype in DTYPES[1:] for rows in (3, 51)]
-NEAR = {torch.bfloat16: 2**-8, torch.float16: 2**-11, torch.float32: 1e-5}
 
 
 @pytest.fixture(autouse=True)
@@ -41,12 +39,6 @@ def exact_float32() -> Iterator[None]:
     torch.backends.cuda.matmul.allow_tf32 = before
 
 
-def near(fast: Tensor, slow: Tensor, dtype: torch.dtype, atol: float = 2e-4, roundings: int = 1) -> None:
-    """`slow` is in float32."""
-    assert fast.isfinite().all()
-    torch.testing.assert_close(fast.float(), slow.float(), rtol=1.01 * roundings * NEAR[dtype], atol=atol)
-
-
 def random(*shape: int, dtype: torch.dtype = torch.float32, std: float = 1.0) -> Tensor:
     return (std * torch.randn(*shape, device=CUDA)).to(dtype)
 
@@ -57,17 +49,6 @@ def weight(width: int, depth: int, dtype: torch.dtype) -> Tensor:
 
 def unwritten(*shape: int, dtype: torch.dtype) -> Tensor:
     return torch.full(shape, torch.nan, dtype=dtype, device=CUDA)
-
-
-def near_many(fast: Tensor, slow: Tensor, dtype: torch.dtype, rows: int, atol: float = 2e-4) -> None:
-    """Of many rows, whose product a library rounds (shares of a sum too) before what follows: an error of a few roundings of
-    what such numbers are, also where turning or adding leaves less than went in; and of less than one on average."""
-    if rows < MANY_ROWS or dtype == torch.float32:
-        near(fast, slow, dtype, atol)
-        return
-    size = slow.std().item()
-    torch.testing.assert_close(fast.float(), slow.float(), rtol=4 * NEAR[dtype], atol=8 * NEAR[dtype] * size)
-    assert (fast.float() - slow.float()).abs().mean() < NEAR[dtype] * size
 
 
 @pytest.mark.parametrize("shape", SHAPES)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -211,4 +212,4 @@ def test_captured_steps_are_steps(recursions: int, words: int) -> None:
     (plain, slow), (captured, fast) = found
     torch.testing.assert_close(captured, plain, rtol=1e-4, atol=1e-4)
     for name in slow:
-        torch.testing.assert_close(fast[name], slow[name], rtol=1e-3, atol=2e-4, msg=name)
+        torch.testing.assert_close(fast[name], slow[name], rtol=1e-3, atol=2e-4, msg=partial("{}: {}".format, name))

@@ -7,6 +7,29 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fathomlm.kernels.wide_rows import MANY_ROWS
+
+NEAR = {torch.bfloat16: 2**-8, torch.float16: 2**-11, torch.float32: 1e-5}
+"""By how much of a result rounding once to a dtype may be off."""
+
+
+def near(fast: Tensor, slow: Tensor, dtype: torch.dtype, atol: float = 2e-4, roundings: int = 1) -> None:
+    """`slow` is in float32."""
+    assert fast.isfinite().all()
+    torch.testing.assert_close(fast.float(), slow.float(), rtol=1.01 * roundings * NEAR[dtype], atol=atol)
+
+
+def near_many(fast: Tensor, slow: Tensor, dtype: torch.dtype, rows: int, atol: float = 2e-4) -> None:
+    """Of many rows, whose product a library rounds (shares of a sum and weights of one byte, too) before what follows: an
+    error of a few roundings of what such numbers are, also where turning or adding leaves less than went in; and of less
+    than one on average."""
+    if rows < MANY_ROWS or dtype == torch.float32:
+        near(fast, slow, dtype, atol)
+    elif slow.numel():
+        size = slow.std().item()
+        torch.testing.assert_close(fast.float(), slow.float(), rtol=4 * NEAR[dtype], atol=8 * NEAR[dtype] * size)
+        assert (fast.float() - slow.float()).abs().mean() < NEAR[dtype] * size
+
 
 def randoms(seed: int = 0, dtype: torch.dtype = torch.float32, device: str = "cpu") -> Any:
     """A maker of random tensors, each different, the same in every run and on every device."""

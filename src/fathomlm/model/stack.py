@@ -373,7 +373,7 @@ class LayerStack(nn.Module):
 
 def scaled(embeddings: Tensor, scale: float) -> Tensor:
     """Embeddings as the stream wants them; the scale is rounded to their dtype first, as the families that have one do."""
-    return embeddings if scale == 1.0 else embeddings * torch.tensor(scale, dtype=embeddings.dtype, device=embeddings.device)
+    return embeddings if scale == 1.0 else embeddings * embeddings.new_full((), scale)
 
 
 def _check_rotation(architecture: Architecture, plan: DepthPlan) -> None:
