@@ -211,6 +211,12 @@ def test_what_it_cannot_do_is_said_in_words() -> None:
         fathomlm.Exiting(mode="select", confidence="kl")
 
 
-def test_the_engine_refuses_it_by_name(model: FathomForCausalLM) -> None:
-    with pytest.raises((OptionError, UnsupportedModel), match="entry-copy"):
-        fathomlm.Engine(model, exiting=fathomlm.Exiting(mode="entry-copy", confidence="state"))
+def test_the_engine_has_it_too_but_for_injections(model: FathomForCausalLM) -> None:
+    exiting = fathomlm.Exiting(mode="entry-copy", confidence="state", threshold=0.5)
+    if model.plan.injection:
+        with pytest.raises(UnsupportedModel, match="injection"):
+            fathomlm.Engine(model, exiting=exiting)
+        return
+    wanted = fathomlm.generate(model, [PROMPT], max_new_tokens=NEW, ignore_eos=True, exiting=exiting)[0]
+    found = fathomlm.Engine(model, exiting=exiting, batch_size=2).generate([PROMPT], max_new_tokens=NEW, ignore_eos=True)[0]
+    assert (found.tokens, found.depths) == (wanted.tokens, wanted.exit_layers)

@@ -17,6 +17,7 @@ from fathomlm.decode.sampling import Sampling
 from fathomlm.depth import DepthPlan
 from fathomlm.engine.drafting import REPEAT, TRIAL, DraftControl
 from fathomlm.engine.engine import Engine
+from fathomlm.engine.kv_pages import page_bytes
 from fathomlm.engine.programs.exits import ExitProgram
 from fathomlm.engine.request import Request
 from fathomlm.errors import OptionError
@@ -75,14 +76,16 @@ def compare(engine: Engine, setting: Exiting, name: str) -> None:
         ("own-gemma3", (2, 3, 5), False),
     ],
 )
-@pytest.mark.parametrize("mode", ["parallel", "state-copy"])
+@pytest.mark.parametrize("mode", ["parallel", "state-copy", "entry-copy"])
 def test_several_exits(name: str, layers: tuple[int, ...], shares: bool, mode: str) -> None:
     """Loops of one block share passes; a small stack is emptied on the way."""
     stack = {"max_stack": 2} if mode == "parallel" else {}
     setting = Exiting(mode=mode, exit_layers=layers, threshold=threshold(name, layers), **stack)  # type: ignore[arg-type]
-    # State copies are not exact, and a sequence that is preempted is read again exactly: here nobody is.
-    memory = {} if mode == "parallel" else {"memory": 10**6}
-    engine = Engine(model(name), exiting=setting, **SMALL, **memory)
+    if mode == "entry-copy" and name != "four-loops":
+        with pytest.raises(OptionError, match="entry-copy decoding requires exits at the ends of loops"):
+            Engine(model(name), exiting=setting, **SMALL)
+        return
+    engine = Engine(model(name), exiting=setting, **SMALL)
     assert isinstance(engine.runner.program, ExitProgram)
     assert engine.runner.program.mixed == shares
     compare(engine, setting, name)
@@ -96,13 +99,43 @@ def test_an_exit_with_a_layer_of_its_own(name: str) -> None:
     assert [(r.tokens, r.depths) for r in results] == [(w.tokens, w.exit_layers) for w in wanted]
 
 
-@pytest.mark.parametrize("confidence", ["gate", "classifier", "max"])
-def test_exits_that_are_decided_otherwise(confidence: str) -> None:
-    """A gate adds up over exits, as in released looped models: each token's own way through them is remembered."""
-    name = confidence if confidence != "max" else "gate"
-    at = threshold(name, (2, 4, 6), confidence) if confidence != "gate" else 0.75
-    setting = Exiting(mode="parallel", threshold=at, confidence=confidence, max_stack=2)
+@pytest.mark.parametrize("mode", ["parallel", "state-copy", "entry-copy"])
+@pytest.mark.parametrize("confidence", ["gate", "classifier", "max", "state", "kl"])
+def test_exits_that_are_decided_otherwise(confidence: str, mode: str) -> None:
+    """A gate adds up over exits, as in released looped models: each token's own way through them is remembered, and so is
+    what an exit made of it where the next one's output is compared with that."""
+    if confidence == "kl" and mode != "entry-copy":
+        return
+    name = "classifier" if confidence == "classifier" else "gate"
+    at = {"gate": 0.75, "kl": 0.55}.get(confidence) or threshold(name, (2, 4, 6), confidence)
+    at = 0.6 if (confidence, mode) == ("state", "entry-copy") else at
+    stack = {"max_stack": 2} if mode == "parallel" else {}
+    setting = Exiting(mode=mode, threshold=at, confidence=confidence, **stack)  # type: ignore[arg-type]
     compare(Engine(model(name), exiting=setting, **SMALL), setting, name)
+
+
+@pytest.mark.parametrize("mode", ["state-copy", "entry-copy"])
+def test_a_sequence_that_is_preempted_is_read_again_as_it_was(mode: str) -> None:
+    """Copies are not exact, so each token has to leave where it left before; and nobody shares what it left."""
+    layers, new = (2, 4, 6), 20
+    setting = Exiting(mode=mode, exit_layers=layers, threshold=threshold("four-loops", layers))  # type: ignore[arg-type]
+    made = model("four-loops")
+    wanted = generate(made, MANY, max_new_tokens=new, exiting=setting)
+    again = [[*prompt, *one.tokens[:6]] for prompt, one in zip(MANY, wanted, strict=True)]
+    later = generate(made, again, max_new_tokens=4, exiting=setting)
+    engine = Engine(made, exiting=setting, **SMALL, memory=13 * page_bytes(LLAMA, 8, 4, torch.float32))
+    results = engine.generate(MANY, max_new_tokens=new)
+    assert engine.counters().preemptions > 1
+    results += engine.generate(again, max_new_tokens=4)
+    for result, right in zip(results, [*wanted, *later], strict=True):
+        assert (result.tokens, result.depths) == (right.tokens, right.exit_layers)
+        assert result.confidences == pytest.approx(right.confidences, abs=1e-5)
+
+
+def test_a_threshold_that_falls_over_the_text() -> None:
+    low = threshold("vanilla", (1, 3))
+    setting = Exiting(mode="state-copy", exit_layers=(1, 3), threshold=low, decay=4.0)
+    compare(Engine(model("vanilla"), exiting=setting, **SMALL), setting, "vanilla")
 
 
 def test_an_exit_vocabulary_is_what_the_exit_chooses_from() -> None:
@@ -115,20 +148,23 @@ def test_an_exit_vocabulary_is_what_the_exit_chooses_from() -> None:
     assert all(token % 2 == 0 for result in results for token in result.tokens)
 
 
-@pytest.mark.parametrize("mode", ["parallel", "state-copy", "speculative"])
-def test_prefixes_are_cached_as_far_as_they_are_exact(mode: str) -> None:
+@pytest.mark.parametrize(
+    ("mode", "name"),
+    [("parallel", "vanilla"), ("state-copy", "vanilla"), ("entry-copy", "lora"), ("speculative", "vanilla")],
+)
+def test_prefixes_are_cached_as_far_as_they_are_exact(mode: str, name: str) -> None:
     """A second turn begins with the first one's prompt and answer. What exited at its end has no deeper entries yet."""
-    setting = exiting("vanilla", mode, threshold=mixing_threshold("vanilla"))
-    engine = Engine(build("vanilla"), exiting=setting, **SMALL, memory=10**6)
+    setting = exiting(name, mode, threshold=mixing_threshold(name))
+    engine = Engine(build(name), exiting=setting, **SMALL, memory=10**6)
     (first,) = engine.generate([PROMPTS[0]], max_new_tokens=NEW)
     second = [*first.prompt_tokens, *first.tokens, 5, 6]
     hits = engine.counters().prefix_hits
     (found,) = engine.generate([second], max_new_tokens=NEW)
-    fresh = Engine(build("vanilla"), exiting=setting, **SMALL, prefix_caching=False)
+    fresh = Engine(build(name), exiting=setting, **SMALL, prefix_caching=False)
     assert found.tokens == fresh.generate([second], max_new_tokens=NEW)[0].tokens
     reused = engine.counters().prefix_hits - hits
     assert reused >= len(PROMPTS[0]) - 1
-    if mode == "state-copy":
+    if mode.endswith("copy"):
         assert reused <= len(PROMPTS[0])
 
 
@@ -208,8 +244,8 @@ def test_what_cannot_be_drafted_is_refused() -> None:
         Engine(model("vanilla"), exiting=Exiting(mode="speculative", exit_layers=(2, 4)))
     with pytest.raises(OptionError, match="forced_exits"):
         Engine(model("vanilla"), exiting=exiting("vanilla", "speculative"), forced_exits=0.5)
-    with pytest.raises(OptionError, match="confidence 'state'"):
-        Engine(model("vanilla"), exiting=exiting("vanilla", "parallel", confidence="state"))
+    with pytest.raises(OptionError, match="refinement"):
+        Engine(model("vanilla"), exiting=exiting("vanilla", "parallel", refine=0.5))
     with pytest.raises(OptionError, match="select"):
         Engine(model("vanilla"), exiting=exiting("vanilla", "select"))
 

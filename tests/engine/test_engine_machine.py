@@ -41,6 +41,8 @@ PLANS = {
     "exits, looped": DepthPlan.build("cycle", 3, 3).with_exits([0, 1]),
     "drafts": DepthPlan.vanilla(2).with_exits([0], layer=True),
     "drafts, looped": DepthPlan.build("cycle", 2, 2),
+    "exits, states copied": DepthPlan.vanilla(3).with_exits([0, 1]),
+    "exits, entries copied": DepthPlan.build("cycle", 3, 3).with_exits([0, 1]),
 }
 """The kinds of program. The routed ones have four tables and one; in the looped ones rows in front of the exits and behind
 them share passes. What is drafted and verified is what the whole model says, drawn tokens too."""
@@ -59,13 +61,15 @@ def model(kind: str) -> FathomForCausalLM:
 
 @cache
 def leaving(kind: str, threshold: float | None = None) -> Exiting | None:
-    """Parallel decoding, by default with a threshold that half of the tokens are above."""
+    """By default with a threshold that half of the tokens are above."""
     if not kind.startswith(("exits", "drafts")):
         return None
-    mode: Any = "parallel" if kind.startswith("exits") else "speculative"
-    layers = (1, 2) if kind == "exits, looped" else (1,)
+    copying = {"exits, states copied": "state-copy", "exits, entries copied": "entry-copy"}
+    mode: Any = copying.get(kind, "parallel" if kind.startswith("exits") else "speculative")
+    layers = (1, 2) if kind.startswith("exits,") else (1,)
     if threshold is not None:
-        return Exiting(mode=mode, exit_layers=layers, threshold=threshold, max_stack=3)
+        stack = {} if kind in copying else {"max_stack": 3}
+        return Exiting(mode=mode, exit_layers=layers, threshold=threshold, **stack)
     found = []
     for layer in layers:
         never = Exiting(mode="parallel", exit_layers=(layer,), threshold=1.0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fathomlm.kernels.paged_write import FLOAT8, copy_page, write_entries
+from fathomlm.kernels.paged_write import FLOAT8, copy_entries, copy_page, write_entries
 from kernels.row_cases import randoms, some_slots
 
 
@@ -30,6 +30,25 @@ def test_nothing_is_written_for_rows_that_keep_nothing() -> None:
     write_entries(torch.ones(5, 1, 2), torch.ones(5, 1, 2), k_pages, v_pages, torch.full((5,), -1))
     assert not k_pages[:2].any()
     assert not v_pages[:2].any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, FLOAT8])
+def test_entries_of_the_last_recursion_serve_later_ones(dtype: torch.dtype) -> None:
+    """Three recursions of two layers, in planes in no order: row by row from where it left."""
+    random, slots = randoms(), some_slots(5, 6)
+    planes, recursion = torch.tensor([[4, 0], [1, 5], [3, 2]]), torch.tensor([1, 0, 0, 2, 0])
+    pages = [random(6, 4 * 2 * 3 * 5).view(6, 4, 2, 3, 5).to(dtype) for _ in range(2)]
+    wanted = [each.float() for each in pages]
+    copy_entries(*pages, planes, slots, recursion)
+    for row, slot in enumerate(slots.tolist()):
+        for later in range(int(recursion[row]) + 1, 3):
+            for layer in range(2):
+                for each in wanted:
+                    place = slot // 2, slot % 2
+                    if slot >= 0:
+                        each[planes[later, layer]][place] = each[planes[recursion[row], layer]][place]
+    for found, right in zip(pages, wanted, strict=True):
+        assert torch.equal(found.float()[:, :3], right[:, :3])
 
 
 def test_float8_is_scaled_and_never_overflows() -> None:

@@ -154,6 +154,18 @@ def test_write_entries(width: int) -> None:
         assert not one[3].any()
 
 
+@pytest.mark.parametrize("width", [20, 400])
+def test_copy_entries(width: int) -> None:
+    random, slots = randoms(), some_slots(6, 12)
+    planes, recursion = torch.tensor([[4, 0], [1, 6], [5, 2]]), torch.tensor([0, 1, 2, 0, 1, 1])
+    ours = [random(7 * 4, 4 * 3 * width).view(7, 4, 4, 3, width) for _ in range(2)]
+    theirs = [pages.clone() for pages in ours]
+    paged_write._triton_copy_entries(*ours, planes, slots, recursion)
+    paged_write.plain_copy_entries(*theirs, planes, slots, recursion)
+    for one, other in zip(ours, theirs, strict=True):
+        assert torch.equal(one[:, :3], other[:, :3])
+
+
 @pytest.mark.parametrize(("heads", "groups", "head_dim"), [(6, 2, 16), (3, 3, 20), (20, 1, 16)])
 @pytest.mark.parametrize(("splits", "window"), [(1, None), (3, None), (1, 5), (3, 20)])
 def test_paged_attention(heads: int, groups: int, head_dim: int, splits: int, window: int | None) -> None:

@@ -19,7 +19,7 @@ from fathomlm.cli.first import check_device, check_memory, check_threads
 from fathomlm.cli.model_options import ModelOptions, QuantizeOptions, memory_errors, threshold_file
 from fathomlm.cli.serve_models import SeveralOptions, at_hand, catalog_of, model_name, read_lora
 from fathomlm.cli.serve_ray import RayOptions, read_replicas, run_on_ray
-from fathomlm.decode.exiting import SERVED_CONFIDENCES, SERVED_MODES, Exiting
+from fathomlm.decode.exiting import SERVED_MODES, Exiting
 from fathomlm.engine.options import EngineOptions, RestartPolicy
 from fathomlm.errors import OptionError
 from fathomlm.options import like, option, section
@@ -41,11 +41,12 @@ class ServedDepthOptions(ShippedExitOptions):
         Exiting, "mode", None, choices=("full", *SERVED_MODES),
         help="what happens at an exit: full never exits; speculative lets the full model verify what the exit drafted, "
         "where that is measured to be faster; parallel takes it and runs the deeper layers later (FREE); state-copy gives "
-        "them the exit's state (CALM). full and speculative keep the full model's output",
+        "them the exit's state (CALM); entry-copy gives deeper loops the keys and values of the loop where a token exited. "
+        "full and speculative keep the full model's output",
         default_text="speculative with the exits of a pack, parallel with --exit-layer or --threshold, else full",
     )  # fmt: skip
     exit_layers: tuple[int, ...] | None = like(Exiting, "exit_layers")
-    confidence: str | None = like(Exiting, "confidence", choices=SERVED_CONFIDENCES)
+    confidence: str | None = like(Exiting, "confidence")
     threshold: float | str | None = like(
         Exiting, "threshold",
         help="exit where the confidence exceeds T, from 0 (always) to 1 (never); 'adaptive' is the calibrated threshold",

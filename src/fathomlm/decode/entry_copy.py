@@ -17,7 +17,20 @@ from torch import Tensor
 
 from fathomlm.decode.exit_forward import ExitPolicy, GatheredTokens, PartialForward
 from fathomlm.decode.generation import ExitingSequence, TokenExit
+from fathomlm.depth import DepthPlan
 from fathomlm.errors import OptionError
+
+
+def check_loops(plan: DepthPlan, exits: Sequence[int]) -> None:
+    """Refuse exits behind which there is no loop that could read the entries of the one before."""
+    loops_end = plan.recursion_ends() if plan.loops else ()
+    others = sorted(index + 1 for index in set(exits) - set(loops_end))
+    if others or plan.exit_layer or plan.kv != "cache" or (plan.ends[1] and not plan.injection):
+        at = f"; layer {others[0]} is not one" if others else ""
+        raise OptionError(
+            "entry-copy decoding requires exits at the ends of loops, without layers of their own, a coda or shared "
+            f"keys and values{at}"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,14 +50,7 @@ class EntryCopy:
     def __init__(self, forward: PartialForward, policy: ExitPolicy) -> None:
         plan = policy.plan
         self._forward, self._policy, self._decoder = forward, policy, forward.decoder
-        loops_end = plan.recursion_ends() if plan.loops else ()
-        others = sorted(index + 1 for index in set(policy.exits) - set(loops_end))
-        if others or plan.exit_layer or plan.kv != "cache" or (plan.ends[1] and not plan.injection):
-            at = f"; layer {others[0]} is not one" if others else ""
-            raise OptionError(
-                "entry-copy decoding requires exits at the ends of loops, without layers of their own, a coda or shared "
-                f"keys and values{at}"
-            )
+        check_loops(plan, policy.exits)
         self._coda = [step for step in plan if step.part == "coda"]
         self.prompt_steps = policy.steps
 

@@ -28,9 +28,8 @@ USED: dict[str, tuple[str, ...]] = {
 """The options that each mode has."""
 ORACLES = ("oracle", "oracle-copy")
 """The modes that know the last layer's choice, and compare no threshold."""
-SERVED_MODES = ("parallel", "state-copy", "speculative")
+SERVED_MODES = ("parallel", "state-copy", "entry-copy", "speculative")
 """The modes of the engine, beside full."""
-SERVED_CONFIDENCES = ("gap", "max", "classifier", "gate")
 MULTIPLE = ("state-copy", "entry-copy", "parallel", "select", *ORACLES)
 """The modes with any number of exits; the others have one."""
 DEFAULT_THRESHOLD = 0.9

@@ -32,6 +32,13 @@ class PrefillBatch:
     positions_N: Tensor
     starts_N: Tensor
     """The row at which a row's sequence begins."""
+    depths_N: Tensor | None = None
+    """After how many layers a token left that was generated before; None where all ran to the end."""
+
+    def rows(self, at_K: Tensor) -> PrefillBatch:
+        """Some of them, whose sequences begin where they began."""
+        depths_K = None if self.depths_N is None else self.depths_N[at_K]
+        return PrefillBatch(self.slots_N[at_K], self.tokens_N[at_K], self.positions_N[at_K], self.starts_N[at_K], depths_K)
 
 
 class EngineState:
@@ -79,9 +86,11 @@ class EngineState:
             at = [slot * stride + table for slot, table in scheduled.capacity]
             self._write(self.capacity_ST, at, list(scheduled.capacity.values()))
 
-    def prefill_batch(self, chunks: Sequence[PrefillChunk], tokens: Sequence[Sequence[int]]) -> PrefillBatch:
-        """Chunks and their tokens as rows, in one upload. By numpy: of a thousand tokens torch would take a millisecond to
-        make a tensor of a list of rows, while a GPU waits."""
+    def prefill_batch(
+        self, chunks: Sequence[PrefillChunk], tokens: Sequence[Sequence[int]], depths: Sequence[Sequence[int]] | None = None
+    ) -> PrefillBatch:
+        """Chunks, their tokens and perhaps the depths of these as rows, in one upload. By numpy: of a thousand tokens torch
+        would take a millisecond to make a tensor of a list of rows, while a GPU waits."""
         counts = [len(each) for each in tokens]
         total = sum(counts)
         ends = np.cumsum(counts)
@@ -89,8 +98,10 @@ class EngineState:
             np.repeat(column, counts)
             for column in ([chunk.slot for chunk in chunks], [chunk.first for chunk in chunks], ends - counts)
         )
-        flat = np.fromiter(itertools.chain.from_iterable(tokens), np.int64, total)
-        return PrefillBatch(*self.upload(np.stack((slots, flat, firsts + np.arange(total) - starts, starts))))
+        given = (tokens,) if depths is None else (tokens, depths)
+        flat = [np.fromiter(itertools.chain.from_iterable(each), np.int64, total) for each in given]
+        columns = (slots, flat[0], firsts + np.arange(total) - starts, starts, *flat[1:])
+        return PrefillBatch(*self.upload(np.stack(columns)))
 
     def start(self, slots: Sequence[int]) -> None:
         """Sequences that are prefilled begin to run, those that were held go on."""

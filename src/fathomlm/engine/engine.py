@@ -81,7 +81,7 @@ class Engine:
         self._last_burst = (0, 0.0)
         self._kind = self.runner.layout.kind
         self._estimator = None if exiting is None else exiting.estimator
-        self._copies = exiting is not None and exiting.mode == "state-copy"
+        self._copies = exiting is not None and exiting.mode in ("state-copy", "entry-copy")
         self._plan = plan = model.plan  # the model reads it from its configuration each time
         self._table = TokenTable.of(model.tokenizer)
         self._sequences: dict[int, Sequence] = {}
@@ -122,6 +122,7 @@ class Engine:
             logprobs=None if request.logprobs is None else [],
             depths=None if kind == "whole" else [],
             confidences=[] if kind == "exits" else None,
+            replays=self._copies,
             exact=0 if kind == "exits" else None,
         )
         if request.constraint is not None:
@@ -256,7 +257,12 @@ class Engine:
             sequence.known[chunk.first : chunk.first + chunk.count]
             for sequence, chunk in zip(sequences, chunks, strict=True)
         ]
-        for sequence, chunk, entries in zip(sequences, chunks, self.runner.prefill(chunks, tokens), strict=True):
+        depths = None
+        if self._copies and any(sequence.tokens for sequence in sequences):  # preempted: they leave where they left before
+            full = self._plan.unrolled_layers
+            pairs = zip(sequences, chunks, strict=True)
+            depths = [sequence.depths_from(chunk.first, chunk.count, full) for sequence, chunk in pairs]
+        for sequence, chunk, entries in zip(sequences, chunks, self.runner.prefill(chunks, tokens, depths), strict=True):
             self.totals.prefill_tokens += chunk.count
             self.scheduler.confirm_prefill(sequence.id, chunk.epoch, chunk.first + chunk.count, entries)
             self._records.entries_TS[:, chunk.slot] = entries

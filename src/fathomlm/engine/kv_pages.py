@@ -16,7 +16,7 @@ from fathomlm.depth import Architecture
 from fathomlm.engine.layout import Layout
 from fathomlm.engine.options import KvDtype
 from fathomlm.engine.schedule import PageCopy
-from fathomlm.kernels.paged_write import FLOAT8, copy_page
+from fathomlm.kernels.paged_write import FLOAT8, copy_entries, copy_page
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +123,12 @@ class KVPages:
         assert order.target in handed_out, f"page {order.target} of {len(handed_out)} is copied to"
         for pages in self._pools[order.pool]:
             copy_page(pages, order.source, order.target)
+
+    def repeat(self, pool: int, planes_RL: Tensor, slots_N: Tensor, recursion_N: Tensor) -> None:
+        """Entries of rows that left their loops with a recursion, once more for each later one (`copy_entries`). Slots are
+        those of `AttentionMetadata.slot_mapping_N`, of whatever plane."""
+        slots, (k, v) = self.stride(pool) * self.page_size, self._pools[pool]
+        copy_entries(k, v, planes_RL, torch.where(slots_N >= 0, slots_N % slots, -1), recursion_N)
 
     @property
     def bytes(self) -> int:

@@ -110,7 +110,8 @@ class PageManager:
     def remember_chunk(self, sequence: Sequence) -> None:
         """Cache what was prefilled of a sequence. Its confirmed entries are those of just these tokens."""
         if self.prefix_caching:
-            self.prefixes.record(sequence.keys, sequence.entries, sequence.pages, sequence.id)
+            entries = [sequence.shared_entries(each) for each in sequence.entries]
+            self.prefixes.record(sequence.keys, entries, sequence.pages, sequence.id)
 
     def remember_run(self, sequence: Sequence) -> None:
         """Cache what a sequence has run, before it gives its pages back.
@@ -122,7 +123,7 @@ class PageManager:
         if self.prefix_caching and len(self.tables) == 1:
             done = min(sequence.entries[0], sequence.length - 1)
             done = done if sequence.exact is None else min(done, max(sequence.goal, sequence.exact))
-            self.prefixes.record(sequence.keys, (done,), sequence.pages)
+            self.prefixes.record(sequence.keys, (sequence.shared_entries(done),), sequence.pages)
 
     def give_back(self, sequence: Sequence) -> None:
         for table, pages in enumerate(sequence.pages):

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fathomlm.decode.exiting import SERVED_CONFIDENCES, SERVED_MODES, Exiting
+from fathomlm.decode.entry_copy import check_loops
+from fathomlm.decode.exiting import SERVED_MODES, Exiting
 from fathomlm.depth import DepthPlan
 from fathomlm.engine.batch_routers import BatchRouters
 from fathomlm.engine.device_state import EngineState
@@ -24,7 +25,7 @@ from fathomlm.engine.layout import Layout, build_layout
 from fathomlm.engine.options import EngineOptions
 from fathomlm.engine.programs.base import Program, ProgramContext, SamplingVariant, StepOutput
 from fathomlm.engine.programs.drafts import DraftProgram
-from fathomlm.engine.programs.exits import ExitProgram
+from fathomlm.engine.programs.exits import Copies, ExitProgram
 from fathomlm.engine.programs.routed import RoutedProgram, passes_for
 from fathomlm.engine.programs.whole import WholeProgram
 from fathomlm.engine.sampler import SamplerState
@@ -35,6 +36,7 @@ from fathomlm.kernels.paged_write import check_float8
 from fathomlm.model.decoder import Decoder
 from fathomlm.model.route import Routers
 
+COPIES: dict[str, Copies] = {"state-copy": "state", "entry-copy": "entries"}
 WARM_UPS = 2
 BURST = 4
 DRAFTS = 4
@@ -127,10 +129,11 @@ class Runner:
             parts,
             self.exits,
             stack=stack,
-            copies=exiting.mode == "state-copy",
+            copies=COPIES.get(exiting.mode),
             shallows=_shallows(options, exiting),
             forced=options.forced_exits,
             confidence=exiting.confidence or "gap",
+            decay=exiting.decay,
         )
 
     @torch.no_grad()
@@ -163,12 +166,15 @@ class Runner:
         self.state.start([sequence.slot for sequence in held if sequence.slot is not None])
 
     @torch.no_grad()
-    def prefill(self, chunks: Sequence[PrefillChunk], tokens: Sequence[Sequence[int]]) -> list[tuple[int, ...]]:
-        """Add the entries of the chunks' tokens; returns how many each slot's tables have then.
+    def prefill(
+        self, chunks: Sequence[PrefillChunk], tokens: Sequence[Sequence[int]], depths: Sequence[Sequence[int]] | None = None
+    ) -> list[tuple[int, ...]]:
+        """Add the entries of the chunks' tokens, which left after `depths` layers where that is given; returns how many each
+        slot's tables have then.
 
         All chunks are one pass: a pass that is not captured costs a GPU's host as much for ten tokens as for a thousand.
         """
-        self.program.prefill(self.state.prefill_batch(chunks, tokens))
+        self.program.prefill(self.state.prefill_batch(chunks, tokens, depths))
         self.state.start([chunk.slot for chunk in chunks if chunk.last])
         if self.layout.kind != "routed":
             return [(chunk.first + chunk.count,) for chunk in chunks]
@@ -231,9 +237,12 @@ def _exits(plan: DepthPlan, exiting: Exiting | None) -> tuple[int, ...]:
         return ()
     if exiting.mode not in SERVED_MODES:
         raise OptionError(f"the engine exits by {', '.join(SERVED_MODES)} decoding, not '{exiting.mode}'")
-    if exiting.confidence not in (None, *SERVED_CONFIDENCES) or exiting.refine is not None or exiting.decay is not None:
-        raise OptionError("the engine does not support confidence 'state', refinement or decay; use fathomlm generate")
-    return exiting.exits(plan)
+    if exiting.refine is not None:
+        raise OptionError("the engine does not support refinement; use fathomlm generate")
+    exits = exiting.exits(plan)
+    if exiting.mode == "entry-copy":
+        check_loops(plan, exits)
+    return exits
 
 
 def _check_forced(plan: DepthPlan, layout: Layout, options: EngineOptions, exits: int, drafts: bool) -> None:

@@ -46,6 +46,9 @@ class Sequence:
     """How many tokens this placement prefills: all that were known but the last, which runs as the first decode row."""
     reused: int = 0
     """The fewest tokens that any of its placements took from the prefix cache: what lies behind them may be its own."""
+    replays: bool = False
+    """Whether its generated tokens have entries that follow from where they left: other sequences share only its prompt, and
+    where it is prefilled again they leave where they left before."""
     exact: int | None = None
     """Where tokens exit early: how many have their exact entries in every layer by now, those that are prefilled apart."""
     preemptions: int = 0
@@ -89,8 +92,18 @@ class Sequence:
     @property
     def keys(self) -> tuple[int, ...]:
         """What the prefix cache knows it by: sequences share a prefix only with those whose depth was limited alike."""
-        limit = self.request.max_depth
-        return self.known if not limit else tuple(token + limit * 2**40 for token in self.known)
+        limit, known = self.request.max_depth, self.prompt if self.replays else self.known
+        return known if not limit else tuple(token + limit * 2**40 for token in known)
+
+    def shared_entries(self, entries: int) -> int:
+        """How many of its first entries other sequences may share."""
+        return min(entries, len(self.prompt) - 1) if self.replays else entries
+
+    def depths_from(self, first: int, count: int, full: int) -> list[int]:
+        """After how many layers the tokens at these positions left; those of the prompt ran all of them."""
+        assert self.depths is not None
+        before = len(self.prompt) - 1
+        return [full if at < before else self.depths[at - before] for at in range(first, first + count)]
 
     @property
     def length(self) -> int:

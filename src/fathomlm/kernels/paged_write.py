@@ -7,7 +7,7 @@ slot that is not there is a bug, which raises on a CPU and is left out on a GPU.
 The plain twin cannot leave rows out without knowing how many there are, which on a GPU means to wait. It sends them to the
 very last slot instead: a pool has one page more than it hands out, the last one, and nobody reads it.
 
-Shapes: N rows, G key-value heads, D head width.
+Shapes: N rows, G key-value heads, D head width, R recursions, L layers of a loop.
 """
 
 from __future__ import annotations
@@ -76,6 +76,29 @@ def copy_page(pages: Tensor, source: int, target: int) -> None:
     pages.select(-4, target).copy_(pages.select(-4, source))
 
 
+def copy_entries(k_pages: Tensor, v_pages: Tensor, planes_RL: Tensor, slots_N: Tensor, recursion_N: Tensor) -> None:
+    """Each row's entries, which its last recursion made, also for every later one. Pages are those of a whole pool, (planes,
+    pages, page size, G, D); `planes_RL` says which planes L layers have in each of R recursions."""
+    if k_pages.dtype == FLOAT8:
+        k_pages, v_pages = k_pages.view(torch.uint8), v_pages.view(torch.uint8)
+    if triton is not None and k_pages.is_cuda:
+        _triton_copy_entries(k_pages, v_pages, planes_RL, slots_N, recursion_N)
+    else:
+        plain_copy_entries(k_pages, v_pages, planes_RL, slots_N, recursion_N)
+
+
+def plain_copy_entries(k_pages: Tensor, v_pages: Tensor, planes_RL: Tensor, slots_N: Tensor, recursion_N: Tensor) -> None:
+    """The meaning. Rows with a negative slot, and recursions that are not later, go to the last slot of their planes."""
+    slots = slot_count(k_pages[0])
+    from_NL = planes_RL[recursion_N] * slots + slots_N.clamp_min(0)[:, None]
+    for later, planes_L in enumerate(planes_RL):
+        to_N = torch.where((slots_N >= 0) & (recursion_N < later), slots_N, slots - 1)
+        to_NL = planes_L * slots + to_N[:, None]
+        for pages in (k_pages, v_pages):
+            flat = pages.view(-1, *pages.shape[3:])
+            flat.index_copy_(0, to_NL.flatten(), flat[from_NL.flatten()])
+
+
 if triton is not None:
 
     @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
@@ -113,4 +136,31 @@ if triton is not None:
         _write_kernel[(N, triton.cdiv(G * D, BLOCK))](
             k_NW, k_NW.stride(0), v_NW, v_NW.stride(0), k_pages, v_pages, slots_N, slot_count(k_pages), k_scale, v_scale,
             WIDTH=G * D, BLOCK=BLOCK, LARGEST=LARGEST_FLOAT8, num_warps=WARPS,
+        )  # fmt: skip
+
+    @triton.jit(do_not_specialize=["slots"])  # type: ignore[untyped-decorator,unused-ignore]
+    def _copy_kernel(  # type: ignore[no-untyped-def]
+        k_ptr, v_ptr, planes_ptr, slots_ptr, recursion_ptr, slots, L,
+        RECURSIONS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+    ):  # fmt: skip
+        row, layer = tl.program_id(0), tl.program_id(1)
+        slot = tl.load(slots_ptr + row).to(tl.int64)
+        recursion = tl.load(recursion_ptr + row)
+        at = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
+        here = (at < WIDTH) & (slot >= 0) & (slot < slots)
+        source = (tl.load(planes_ptr + recursion * L + layer).to(tl.int64) * slots + slot) * WIDTH + at
+        k, v = tl.load(k_ptr + source, mask=here), tl.load(v_ptr + source, mask=here)
+        for later in tl.static_range(1, RECURSIONS):
+            target = (tl.load(planes_ptr + later * L + layer).to(tl.int64) * slots + slot) * WIDTH + at
+            tl.store(k_ptr + target, k, mask=here & (recursion < later))
+            tl.store(v_ptr + target, v, mask=here & (recursion < later))
+
+    def _triton_copy_entries(
+        k_pages: Tensor, v_pages: Tensor, planes_RL: Tensor, slots_N: Tensor, recursion_N: Tensor
+    ) -> None:
+        (R, L), width = planes_RL.shape, k_pages.shape[3] * k_pages.shape[4]
+        assert all(t.is_contiguous() for t in (k_pages, v_pages, planes_RL, slots_N, recursion_N))
+        _copy_kernel[(len(slots_N), L, triton.cdiv(width, BLOCK))](
+            k_pages, v_pages, planes_RL, slots_N, recursion_N, slot_count(k_pages[0]), L,
+            RECURSIONS=R, WIDTH=width, BLOCK=BLOCK, num_warps=WARPS,
         )  # fmt: skip

@@ -71,11 +71,10 @@ class DraftProgram(ExitProgram):
         return (pending_S + size_S > self.stack) | (stuck_S & (segment_S == 0))
 
     def _settle(
-        self, kind: int, rows: Rows, x_NM: Tensor, read_NM: Tensor, scores_NV: Tensor, variant: SamplingVariant,
+        self, kind: int, rows: Rows, x_NM: Tensor, sure_N: Tensor | None, scores_NV: Tensor, variant: SamplingVariant,
         output: StepOutput,
     ) -> None:  # fmt: skip
         s = self.parts.state
-        sure_N = self._confidence(scores_NV, read_NM, rows, kind)
         exits_N, _, choice_N, confidence_N, _, judged_N = self._find_exits(scores_NV, sure_N, rows)
         index_N = (s.generated_S - s.position_S).index_select(0, rows.slots_N) + rows.positions_N
         if not variant.drafts:

@@ -6,7 +6,9 @@ they exited with. When a token runs a segment, all that wait there run it with i
 when a ring is full, those that wait in it run on alone. So every segment sees the positions in order.
 
 Behind the last segment that makes entries of its own (`deepest`) nobody waits: with a shared KV cache none do. With `copies`
-deeper entries are made at once from the state that exited (CALM's state copying), which is not exact.
+deeper entries are there at once, which is not exact: made of the state that exited (CALM's state copying), or those of the
+last loop that ran, once more for each deeper one. A sequence that is preempted is then read again as it was: each token
+leaves where it left before.
 
 Where all segments are the same layers (loops of one block), rows of all of them share a pass; elsewhere a decode step is
 some passes of segment 0 and one of each other.
@@ -17,8 +19,9 @@ Shapes: N rows, S slots, B segments but the first, K places of a ring, M hidden 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -41,6 +44,7 @@ from fathomlm.engine.schedule import Placement
 from fathomlm.kernels.best_token import best_and_gap
 from fathomlm.model.route.routers import draw
 
+Copies = Literal["state", "entries"]
 ALL = -1
 """The pass that rows of every segment share."""
 
@@ -66,6 +70,7 @@ class Rows(NamedTuple):
     positions_N: Tensor
     state_NM: Tensor
     """What a row enters its segment with; nothing in segment 0."""
+    slot_mapping_N: Tensor
 
 
 class ExitProgram:
@@ -75,19 +80,20 @@ class ExitProgram:
         exits: Sequence[int],
         *,
         stack: int = 16,
-        copies: bool = False,
+        copies: Copies | None = None,
         shallows: int = 1,
         forced: float | None = None,
         confidence: str = "gap",
+        decay: float | None = None,
         waits: bool = False,
     ) -> None:
         """`exits` are the indices of the steps after which tokens exit; `stack` is how many may wait at a segment;
         `shallows` how many passes of segment 0 come to one of each other, where they cannot share. `forced` is the part of
-        the tokens at an exit that exits there, drawn and not decided, for measurements. With `waits` tokens wait for every
-        segment, also for those that make no entries."""
+        the tokens at an exit that exits there, drawn and not decided, for measurements. `decay` is that of `Exiting`. With
+        `waits` tokens wait for every segment, also for those that make no entries."""
         assert 1 <= stack <= parts.batch_size, "what waits in a slot must fit into a pass"
         s, plan = parts.state, parts.plan
-        self.parts, self.exits, self.copies, self.forced = parts, tuple(exits), copies, forced
+        self.parts, self.exits, self.copies, self.forced, self.decay = parts, tuple(exits), copies, forced, decay
         cuts = [0, *(index + 1 for index in exits), plan.unrolled_layers]
         self.segments = [plan.steps[first:end] for first, end in pairwise(cuts)]
         self.last = len(exits)
@@ -113,6 +119,12 @@ class ExitProgram:
         self.choice_SK = torch.zeros(s.slots + 1, self.places, dtype=torch.int64, device=s.device)
         self.confidence_SK = torch.zeros(s.slots + 1, self.places, device=s.device)
         self._ends_B = torch.tensor(cuts[1:], device=s.device)
+        self._recursion_B = torch.tensor([steps[-1].recursion for steps in self.segments], device=s.device)
+        loops = [[parts.layout.home(step)[1] for step in plan.recursion_steps(r)] for r in range(plan.recursions)]
+        self._planes_RL = torch.tensor(loops if copies == "entries" else [], device=s.device)
+        vocab = parts.layers.architecture.vocab if confidence == "kl" else 0
+        self.scores_SV = torch.zeros(s.slots + 1, vocab, device=s.device)
+        """What the last exit that a slot's token met made of it, where that is compared."""
         decoder = parts.layers.decoder
         heads = (decoder.exit_adapters, decoder.exit_heads, decoder.exit_blocks)
         self._own_heads = [
@@ -150,27 +162,40 @@ class ExitProgram:
         layers only store theirs."""
         layers = self.parts.layers
         x_NM = layers.enter(batch.tokens_N)
+        count_entries(self.parts.state, 0, batch.slots_N)
         for k, steps in enumerate(self.segments[: self._stored + 1]):
             x_NM, seen = prefill_steps(self.parts, batch, x_NM, steps)
             if k < self.last and self.own[k]:
                 layers.keep(x_NM, self.own[k], seen, batch.positions_N)
-        count_entries(self.parts.state, 0, batch.slots_N)
+            if k < self.last and batch.depths_N is not None:
+                leaves_N = batch.depths_N == self._ends_B[k]
+                at = (batch.slots_N, batch.positions_N, seen.slot_mapping_N)
+                self._copy_entries(x_NM, leaves_N, torch.full_like(batch.slots_N, k), *at, [k])
+                stays_K = (~leaves_N).nonzero()[:, 0]
+                x_NM, batch = x_NM[stays_K], batch.rows(stays_K)
+                if not len(stays_K):
+                    return
 
     def _pass(self, name: str, variant: SamplingVariant, output: StepOutput) -> None:
         layers, s, kind = self.parts.layers, self.parts.state, self.numbers[name]
-        *found, slot_mapping_N, table_NP, lengths_N = self._begin[kind](kind)
+        *found, table_NP, lengths_N = self._begin[kind](kind)
         rows = Rows(*found)
         if self.parts.idle(rows.valid_N):
             output.blank(s.spare)
             return
         planes = 1 if self.stride is None else 1 + self.last * self.stride.planes
-        seen = AttentionMetadata(slot_mapping_N, table_NP, lengths_N, planes=planes)
+        seen = AttentionMetadata(rows.slot_mapping_N, table_NP, lengths_N, planes=planes)
         x_NM = rows.state_NM
         if kind in (0, ALL):
             first_N = (rows.segment_N == 0)[:, None]
             x_NM = torch.where(first_N, layers.enter(s.token_S.index_select(0, rows.slots_N)), x_NM)
         recursion_N = None if self.stride is None else rows.segment_N * self.stride.recursions
-        x_NM = layers.run(x_NM, self.segments[max(kind, 0)], seen, rows.positions_N, recursion_N)
+        steps = self.segments[max(kind, 0)]
+        before_NM = x_NM
+        if self._measure == "state" and self.copies != "entries":  # what the exit's layer alone has changed
+            before_NM = x_NM = layers.run(x_NM, steps[:-1], seen, rows.positions_N, recursion_N)
+            steps = steps[-1:]
+        x_NM = layers.run(x_NM, steps, seen, rows.positions_N, recursion_N)
         if 0 <= kind < self.last and not variant.drafts:
             self._pass_by(kind, rows, x_NM, seen, output)
         else:
@@ -178,7 +203,8 @@ class ExitProgram:
             if 0 <= kind < self.last and self.own[kind]:
                 read_NM = layers.run(x_NM, self.own[kind], seen, rows.positions_N)
             scores_NV = self._scores(read_NM, rows.segment_N, kind)
-            self._settle(kind, rows, x_NM, read_NM, scores_NV, variant, output)
+            sure_N = self._confidence(AtExit(before_NM, x_NM, scores_NV, None, read_NM), rows, kind)
+            self._settle(kind, rows, x_NM, sure_N, scores_NV, variant, output)
         s.clock.add_(1)
 
     def _pass_by(self, kind: int, rows: Rows, x_NM: Tensor, seen: AttentionMetadata, output: StepOutput) -> None:
@@ -193,14 +219,14 @@ class ExitProgram:
         self._end(rows, torch.zeros_like(rows.valid_N), x_NM, nothing_N, nothing_N.to(self.confidence_SK.dtype))
 
     def _settle(
-        self, kind: int, rows: Rows, x_NM: Tensor, read_NM: Tensor, scores_NV: Tensor, variant: SamplingVariant,
+        self, kind: int, rows: Rows, x_NM: Tensor, sure_N: Tensor | None, scores_NV: Tensor, variant: SamplingVariant,
         output: StepOutput,
     ) -> None:  # fmt: skip
         """Who exits, who is chosen, and what waits from here on."""
-        sure_N = self._confidence(scores_NV, read_NM, rows, kind)
         exits_N, chosen_N, choice_N, confidence_N, depth_N, flags_N = self._find_exits(scores_NV, sure_N, rows)
-        if self.copies:
-            self._copy_entries(kind, x_NM, exits_N, rows)
+        if self.copies and kind != self.last:
+            at = (rows.slots_N, rows.positions_N, rows.slot_mapping_N)
+            self._copy_entries(x_NM, exits_N, rows.segment_N, *at, range(self.last) if kind == ALL else [kind])
         self._choose(scores_NV, rows.slots_N, chosen_N, depth_N, confidence_N, variant, output, flags_N)
         self._end(rows, chosen_N, x_NM, choice_N, confidence_N)
 
@@ -218,19 +244,24 @@ class ExitProgram:
                 scores_NV = torch.where((segment_N == k)[:, None], layers.scores(read_NM, index), scores_NV)
         return scores_NV
 
-    def _confidence(self, scores_NV: Tensor, read_NM: Tensor, rows: Rows, kind: int) -> Tensor | None:
+    def _confidence(self, exit: AtExit, rows: Rows, kind: int) -> Tensor | None:
         """How sure the exits are; None where it follows from the scores' best two, which are looked for anyway."""
         if self._measure == "gap":
             return None
+        if self._measure == "kl":
+            slots_N = torch.where(rows.valid_N, rows.slots_N, self.parts.state.spare)
+            known_NV = torch.where((rows.segment_N == 0)[:, None], 0.0, self.scores_SV[slots_N])
+            self.scores_SV.index_put_((slots_N,), exit.logits_RV)
+            return MEASURES["kl"](replace(exit, logits_before_RV=known_NV))
         if not self._classifiers:
-            return MEASURES[self._measure](AtExit(read_NM, read_NM, scores_NV))
-        here = range(self.last) if kind == ALL else [min(kind, self.last - 1)]
+            return MEASURES[self._measure](exit)
+        exits = range(self.last) if kind == ALL else [min(kind, self.last - 1)]
         before_N = self.confidence_SK[rows.slots_N, rows.positions_N % self.places]
         before_N = torch.where(rows.segment_N == 0, 0.0, before_N)
         found_N = torch.zeros_like(before_N)
-        for k in here:
-            at = AtExit(read_NM, read_NM, scores_NV, self._classifiers[self.exits[k]], before=before_N)
-            found_N = torch.where(rows.segment_N == k, MEASURES[self._measure](at), found_N)
+        for k in exits:
+            here = replace(exit, classifier=self._classifiers[self.exits[k]], before=before_N)
+            found_N = torch.where(rows.segment_N == k, MEASURES[self._measure](here), found_N)
         return found_N
 
     def _begin_plain(self, kind: int) -> tuple[Tensor, ...]:
@@ -249,8 +280,8 @@ class ExitProgram:
             writes_N = None if self.stride.planes else segment_N == 0
         none_N = torch.zeros_like(slots_N)
         seen = attention_for(s.tables_STP, slots_N, none_N, positions_N, valid_N, parts.page_size, writes_N, offset_N)
-        found = (seen.slot_mapping_N, seen.table_NP, seen.lengths_N)
-        return slots_N, segment_N, last_N, valid_N, current_N, positions_N, state_NM, *found
+        rows = (slots_N, segment_N, last_N, valid_N, current_N, positions_N, state_NM)
+        return *rows, seen.slot_mapping_N, seen.table_NP, seen.lengths_N
 
     def _waiting(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """By slot: whether it runs, which segment, how many rows of it, and the position of the first."""
@@ -291,6 +322,9 @@ class ExitProgram:
         choice_N = torch.where(meets_N, choice_N, self.choice_SK[at])
         confidence_N = torch.where(meets_N, sure_N, self.confidence_SK[at])
         threshold_N = self.threshold_S[slots_N]
+        if self.decay is not None:
+            written_N = s.generated_S[slots_N] / s.limit_S[slots_N].clamp_min(1)
+            threshold_N = (0.9 * threshold_N + 0.1 * torch.exp(-self.decay * written_N)).clamp_max(1.0)
         above_N = (threshold_N == 0) | (confidence_N > threshold_N)
         if self.forced is not None:
             keys_N = s.position_S[slots_N] + 7919 * s.epoch_S[slots_N]
@@ -300,17 +334,23 @@ class ExitProgram:
         chosen_N = exits_N | (rows.current_N & ends_N)
         return exits_N, chosen_N, choice_N, confidence_N, self._ends_B[rows.segment_N], flags_N
 
-    def _copy_entries(self, kind: int, x_NM: Tensor, exits_N: Tensor, rows: Rows) -> None:
-        """What exits here leaves the entries that deeper steps, and the own layers of deeper exits, make of its state."""
+    def _copy_entries(
+        self, x_NM: Tensor, exits_N: Tensor, segment_N: Tensor, slots_N: Tensor, positions_N: Tensor, slot_mapping_N: Tensor,
+        segments: Sequence[int],
+    ) -> None:  # fmt: skip
+        """What exits behind one of these segments leaves the entries of its last loop for all deeper ones; or those that
+        deeper steps, and the own layers of deeper exits, make of its state."""
         parts = self.parts
-        for k in range(self.last) if kind == ALL else [kind][: self.last - kind]:
-            here_N = exits_N & (rows.segment_N == k)
-            none_N = torch.zeros_like(rows.slots_N)
-            tables_STP = parts.state.tables_STP
-            seen = attention_for(tables_STP, rows.slots_N, none_N, rows.positions_N, here_N, parts.page_size)
+        if self.copies == "entries":
+            places_N = torch.where(exits_N, slot_mapping_N, -1)
+            parts.layers.pages.repeat(0, self._planes_RL, places_N, self._recursion_B[segment_N])
+            return
+        for k in segments:
+            here_N, none_N = exits_N & (segment_N == k), torch.zeros_like(slots_N)
+            seen = attention_for(parts.state.tables_STP, slots_N, none_N, positions_N, here_N, parts.page_size)
             deeper = [step for steps in self.segments[k + 1 :] for step in steps]
             later = [step for own in self.own[k + 1 :] for step in own]
-            parts.layers.keep(x_NM, (*deeper, *later), seen, rows.positions_N)
+            parts.layers.keep(x_NM, (*deeper, *later), seen, positions_N)
 
     def _end_plain(self, rows: Rows, chosen_N: Tensor, x_NM: Tensor, choice_N: Tensor, confidence_N: Tensor) -> None:
         """States wait at the next segment; the last row of a slot says how far it is."""

@@ -139,9 +139,11 @@ class _TimedRunner(Runner):
         with self._stages("applying"):
             super().apply(scheduled)
 
-    def prefill(self, chunks: Sequence[PrefillChunk], tokens: Sequence[Sequence[int]]) -> list[tuple[int, ...]]:
+    def prefill(
+        self, chunks: Sequence[PrefillChunk], tokens: Sequence[Sequence[int]], depths: Sequence[Sequence[int]] | None = None
+    ) -> list[tuple[int, ...]]:
         with self._stages("prefill"):
-            return super().prefill(chunks, tokens)
+            return super().prefill(chunks, tokens, depths)
 
     def launch(self, drafts: bool = True) -> int:
         with self._stages("launching"):

@@ -199,11 +199,11 @@ def _prefill(engine: TimedEngine, watch: _Watch) -> Callable[..., list[tuple[int
     runner = engine.runner
     inner = runner.prefill
 
-    def timed(chunks: Sequence[PrefillChunk], prompts: Sequence[Sequence[int]]) -> list[tuple[int, ...]]:
+    def timed(chunks: Sequence[PrefillChunk], prompts: Sequence[Sequence[int]], *more: Any) -> list[tuple[int, ...]]:
         waiting = engine.clock()
         finish(runner.device)
         begun = engine.clock()
-        found = inner(chunks, prompts)
+        found = inner(chunks, prompts, *more)
         finish(runner.device)
         ended = engine.clock()
         watch.chunks.append((sum(map(len, prompts)), ended - begun))
