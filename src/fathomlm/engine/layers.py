@@ -40,6 +40,7 @@ class Scratch:
 
     sums: SplitSpace
     attention: Tensor
+    arrived: Tensor
     splits: int
 
 
@@ -255,7 +256,7 @@ class PagedLayers:
             )
             mixed_NHD = paged_attention(
                 q_NHD, k_pages, v_pages, attention.table_NP, attention.lengths_N, a.scale, a.window(step.origin),
-                scratch.splits, scratch.attention, sequence_N=attention.sequence_N,
+                scratch.splits, scratch.attention, sequence_N=attention.sequence_N, arrived=scratch.arrived,
             )  # fmt: skip
             add_linear(x_NM, mixed_NHD.flatten(1), packed.o_MW, out=x_NM, space=scratch.sums)
             inner_NI = norm_gated(x_NM, packed.both_2IM, eps)
@@ -311,7 +312,9 @@ class PagedLayers:
             room = workspace_size(rows, a.heads, a.head_dim, splits)
             few = rows < MANY_ROWS or self.dtype.itemsize > 2  # a library multiplies many rows, and needs no room of ours
             space = SplitSpace.build(rows if few else 0, a.hidden, self.device)
-            self._scratch[rows] = Scratch(space, torch.empty(room, dtype=torch.float32, device=self.device), splits)
+            workspace = torch.empty(room, dtype=torch.float32, device=self.device)
+            arrived = torch.zeros(rows * a.kv_heads, dtype=torch.int32, device=self.device)
+            self._scratch[rows] = Scratch(space, workspace, arrived, splits)
         return self._scratch[rows]
 
 

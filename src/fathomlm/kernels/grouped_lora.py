@@ -58,8 +58,9 @@ if triton is not None:
             return
         weight_row = group * width + tl.minimum(column, width - 1)
         total, _ = row_product(
-            x_ptr, x_stride, weight_ptr, weight_ptr, row, mine, weight_row, 0, DEPTH, DEPTH, BLOCK, False, KEEP, False
-        )
+            x_ptr, x_stride, weight_ptr, weight_ptr, row, mine, weight_row, 0,
+            DEPTH, DEPTH, BLOCK, False, KEEP, False, False,
+        )  # fmt: skip
         total *= scaling
         at = out_ptr + row[:, None] * out_stride + column[None, :]
         here = mine[:, None] & (column < width)[None, :]

@@ -5,7 +5,7 @@ sequences, of different recursions (their tables differ), or of one sequence whi
 entry more for each) share a call. Entry e of row n is in page table[n, e // page size], at e % page size.
 
 On a GPU a program takes one row and one key-value head with all query heads that share it, and goes through its entries
-once. Where rows are too few to fill the device, `splits` programs share the entries of each and a second kernel combines
+once. Where rows are too few to fill the device, `splits` programs share the entries of each and the last to end combines
 what they found. How many entries a row has is read on the device; programs beyond them end at once, so a recorded graph
 over a wide table costs what its rows need.
 
@@ -24,7 +24,10 @@ import torch
 from torch import Tensor
 
 from fathomlm.kernels.row_blocks import SMS
-from fathomlm.kernels.triton_here import tl, triton
+from fathomlm.kernels.triton_here import early_launch, tl, triton
+
+if triton is not None:
+    from fathomlm.kernels.triton_here import let_next_start, wait_for_last
 
 MAX_SPLITS, LEAST_ENTRIES = 32, 128
 """The most programs that share a row's entries, and the fewest entries worth a program."""
@@ -65,7 +68,7 @@ def choose_splits(rows: int, groups: int, longest: int, sms: int = SMS) -> int:
 
 
 def workspace_size(rows: int, heads: int, head_dim: int, splits: int) -> int:
-    """Float32 numbers that `splits` programs of every row leave for the second kernel."""
+    """Float32 numbers that `splits` programs of every row leave for the last of them."""
     return rows * heads * splits * (head_dim + 2) if splits > 1 else 0
 
 
@@ -73,12 +76,14 @@ def paged_attention(
     q_NHD: Tensor, k_pages: Tensor, v_pages: Tensor, table_NP: Tensor, lengths_N: Tensor, scale: float,
     window: int | None = None, splits: int = 1, workspace: Tensor | None = None,
     k_scale: float = 1.0, v_scale: float = 1.0, out: Tensor | None = None, sequence_N: Tensor | None = None,
+    arrived: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """softmax(q k^T * scale) v over each row's first `lengths_N` entries (N, H, D); zeros where it has none.
 
     `window` counts entries, so it is for models whose every token leaves an entry: a row sees the last `window` of its own.
-    `workspace` is float32 of `workspace_size`, needed with `splits` (made on each call where it is not given). Pages in
-    float8 hold keys / k_scale and values / v_scale. `sequence_N` says which rows have the same table, where those of a
+    `workspace` is float32 of `workspace_size`, needed with `splits`, and so is `arrived`, an int32 for each row and group,
+    all zero between calls (both are made on each call where they are not given). Pages in float8 hold keys / k_scale and
+    values / v_scale. `sequence_N` says which rows have the same table, where those of a
     sequence stand together: then many rows are looked at together. Nothing outside `k_pages` and `v_pages` is read: a row
     whose table names a page that is not there is a bug, which raises on a CPU and gives NaN on a GPU.
     """
@@ -88,7 +93,7 @@ def paged_attention(
                 q_NHD, k_pages, v_pages, table_NP, lengths_N, sequence_N, scale, window, k_scale, v_scale, out
             )
         return _triton_paged_attention(
-            q_NHD, k_pages, v_pages, table_NP, lengths_N, scale, window, splits, workspace, k_scale, v_scale, out
+            q_NHD, k_pages, v_pages, table_NP, lengths_N, scale, window, splits, workspace, k_scale, v_scale, out, arrived
         )
     return plain_paged_attention(
         q_NHD, k_pages, v_pages, table_NP, lengths_N, scale, window, k_scale=k_scale, v_scale=v_scale, out=out
@@ -135,16 +140,18 @@ if triton is not None:
     @triton.jit(do_not_specialize=["pages", "columns"])  # type: ignore[untyped-decorator,unused-ignore]
     def _attention_kernel(  # type: ignore[no-untyped-def]
         q_ptr, q_stride, k_ptr, v_ptr, table_ptr, table_stride, lengths_ptr, out_ptr, partial_ptr, extent_ptr,
-        score_scale, v_scale, H, G, pages, columns,
+        arrived_ptr, score_scale, v_scale, H, G, pages, columns,
         D: tl.constexpr, WIDE: tl.constexpr, PER_GROUP: tl.constexpr, HEADS: tl.constexpr, PAGE: tl.constexpr,
-        BLOCK: tl.constexpr, WINDOW: tl.constexpr, SPLITS: tl.constexpr,
+        BLOCK: tl.constexpr, WINDOW: tl.constexpr, SPLITS: tl.constexpr, PARTS: tl.constexpr, EARLY: tl.constexpr,
     ):  # fmt: skip
+        let_next_start(EARLY)
+        wait_for_last(EARLY)
         row, group, part = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
         length = tl.load(lengths_ptr + row).to(tl.int32)
         first, share = _shares(length, WINDOW, BLOCK, SPLITS)
         start = first + part * share
         end = tl.minimum(start + share, length)
-        if SPLITS > 1 and start >= end:
+        if part > 0 and start >= end:
             return
         head, column = tl.arange(0, HEADS)[:, None], tl.arange(0, WIDE)[None, :]
         whole: tl.constexpr = WIDE == D
@@ -186,61 +193,57 @@ if triton is not None:
             mixed = mixed * (v_scale / tl.where(weight > 0, weight, 1.0))[:, None]
             tl.store(out_ptr + at_head * D + column, mixed.to(out_ptr.dtype.element_ty), mask=here)
         else:
-            at_head = at_head * SPLITS + part
-            tl.store(partial_ptr + at_head * D + column, mixed, mask=here)
-            tl.store(extent_ptr + 2 * at_head, most[:, None], mask=head < PER_GROUP)
-            tl.store(extent_ptr + 2 * at_head + 1, weight[:, None], mask=head < PER_GROUP)
-
-    @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
-    def _combine_kernel(  # type: ignore[no-untyped-def]
-        partial_ptr, extent_ptr, lengths_ptr, out_ptr, v_scale, H,
-        D: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr, WINDOW: tl.constexpr, SPLITS: tl.constexpr,
-        PARTS: tl.constexpr,
-    ):  # fmt: skip
-        """What the programs of one row and head found, put together. Those that had nothing to do wrote nothing."""
-        row = tl.program_id(0).to(tl.int64)
-        length = tl.load(lengths_ptr + row).to(tl.int32)
-        first, share = _shares(length, WINDOW, BLOCK, SPLITS)
-        at_head = row * H + tl.program_id(1)
-        part, column = tl.arange(0, PARTS), tl.arange(0, WIDE)
-        worked = (part < SPLITS) & (first + part * share < length)
-        at = at_head * SPLITS + part
-        most = tl.load(extent_ptr + 2 * at, mask=worked, other=float("-inf"))
-        weight = tl.load(extent_ptr + 2 * at + 1, mask=worked, other=0.0)
-        highest = tl.max(tl.where(length > 0, most, 0.0), 0)
-        shrink = tl.exp2(most - highest)
-        whole = tl.sum(weight * shrink, 0)
-        there = worked[:, None] & (column < D)[None, :]
-        mixed = tl.load(partial_ptr + at[:, None] * D + column[None, :], mask=there, other=0.0)
-        mixed = tl.sum(mixed * shrink[:, None], 0) * (v_scale / tl.where(whole > 0, whole, 1.0))
-        tl.store(out_ptr + at_head * D + column, mixed.to(out_ptr.dtype.element_ty), mask=column < D)
+            at_part = at_head * SPLITS + part
+            tl.store(partial_ptr + at_part * D + column, mixed, mask=here)
+            tl.store(extent_ptr + 2 * at_part, most[:, None], mask=head < PER_GROUP)
+            tl.store(extent_ptr + 2 * at_part + 1, weight[:, None], mask=head < PER_GROUP)
+            tl.debug_barrier()  # all threads have stored before one of them says so
+            working = tl.maximum((length - first + share - 1) // tl.maximum(share, 1), 1)
+            arrived_ptr += row * G + group
+            if tl.atomic_add(arrived_ptr, 1, sem="acq_rel") == working - 1:  # the last puts together what all have found
+                tl.store(arrived_ptr, 0)
+                every = tl.arange(0, PARTS)[None, :]
+                there = (head < PER_GROUP) & (every < working)
+                at_every = extent_ptr + 2 * (at_head * SPLITS + every)
+                mosts = tl.load(at_every, mask=there, other=float("-inf"), cache_modifier=".cg")
+                weights = tl.load(at_every + 1, mask=there, other=0.0, cache_modifier=".cg")
+                most = tl.max(tl.where((length > 0) & (head < PER_GROUP), mosts, 0.0), 1)
+                weight = tl.sum(weights * tl.exp2(mosts - most[:, None]), 1)
+                mixed = tl.zeros((HEADS, WIDE), tl.float32)
+                for one in range(working):
+                    at_one = at_head * SPLITS + one
+                    other = tl.load(extent_ptr + 2 * at_one, mask=head < PER_GROUP, other=0.0, cache_modifier=".cg")
+                    found = tl.load(partial_ptr + at_one * D + column, mask=here, other=0.0, cache_modifier=".cg")
+                    mixed += found * tl.exp2(other - most[:, None])
+                mixed = mixed * (v_scale / tl.where(weight > 0, weight, 1.0))[:, None]
+                tl.store(out_ptr + at_head * D + column, mixed.to(out_ptr.dtype.element_ty), mask=here)
 
     def _triton_paged_attention(
         q_NHD: Tensor, k_pages: Tensor, v_pages: Tensor, table_NP: Tensor, lengths_N: Tensor, scale: float,
         window: int | None = None, splits: int = 1, workspace: Tensor | None = None,
-        k_scale: float = 1.0, v_scale: float = 1.0, out: Tensor | None = None, blocks: AttentionBlocks | None = None,
+        k_scale: float = 1.0, v_scale: float = 1.0, out: Tensor | None = None, arrived: Tensor | None = None,
+        blocks: AttentionBlocks | None = None,
     ) -> Tensor:  # fmt: skip
         (N, H, D), (page, G) = q_NHD.shape, k_pages.shape[1:3]
         out = torch.empty_like(q_NHD, memory_format=torch.contiguous_format) if out is None else out
         size = workspace_size(N, H, D, splits)
         if workspace is None:
             workspace = torch.empty(size, dtype=torch.float32, device=q_NHD.device)
+        if arrived is None:
+            arrived = torch.zeros(N * G if splits > 1 else 0, dtype=torch.int32, device=q_NHD.device)
         assert workspace.numel() >= size, "the workspace is for fewer rows, heads or splits"
+        assert splits == 1 or arrived.numel() >= N * G, "the counts are for fewer rows or groups"
         assert all(t.is_contiguous() for t in (k_pages, v_pages, lengths_N, out, workspace, q_NHD[0]))
         assert table_NP.stride(1) == 1 or table_NP.shape[1] == 1
         b = blocks or attention_blocks(D, q_NHD.element_size(), N * G * splits)
         wide, extent = max(16, triton.next_power_of_2(D)), workspace[N * H * splits * D :]
-        shared = {"D": D, "WIDE": wide, "BLOCK": b.entries, "WINDOW": window or 0, "SPLITS": splits}
         _attention_kernel[(N, G, splits)](
             q_NHD, q_NHD.stride(0), k_pages, v_pages, table_NP, table_NP.stride(0), lengths_N, out, workspace, extent,
-            scale * k_scale * math.log2(math.e), v_scale, H, G, len(k_pages), table_NP.shape[1], PER_GROUP=H // G,
-            HEADS=max(16, triton.next_power_of_2(H // G)), PAGE=page, **shared, num_warps=b.warps, num_stages=b.stages,
+            arrived, scale * k_scale * math.log2(math.e), v_scale, H, G, len(k_pages), table_NP.shape[1], D=D, WIDE=wide,
+            PER_GROUP=H // G, HEADS=max(16, triton.next_power_of_2(H // G)), PAGE=page, BLOCK=b.entries,
+            WINDOW=window or 0, SPLITS=splits, PARTS=triton.next_power_of_2(splits),
+            num_warps=b.warps, num_stages=b.stages, **early_launch(),
         )  # fmt: skip
-        if splits > 1:
-            parts = triton.next_power_of_2(splits)
-            _combine_kernel[(N, H)](
-                workspace, extent, lengths_N, out, v_scale, H, **shared, PARTS=parts, num_warps=2
-            )  # fmt: skip
         return out
 
     @triton.jit  # type: ignore[untyped-decorator,unused-ignore]

@@ -28,6 +28,8 @@ LEAST_NARROW = 32
 
 ONE_ROW = 2
 """Rows of the weight that a program takes where one row alone is multiplied: many small programs hide latency best."""
+WARP_HOLDS, WHOLE_ROWS = 5120, 24_576
+"""Entries of the weight that one warp can have on their way at once, and four."""
 LARGE = 80_000_000
 """Bytes of a weight from which one row's programs last long enough to be made larger: fewer of them are started."""
 
@@ -77,10 +79,14 @@ def product_blocks(rows: int, width: int, depth: int, size: int, *, weights: int
 
 
 def _one_row(weights: int, bytes_: int, depth: int, rows: int) -> Blocks:
-    """`rows` of the weight a program, as many bytes of it whatever their size."""
-    if bytes_ < LARGE:
-        return Blocks(rows // weights, 256, warps=1, stages=2)
-    return Blocks(rows // weights, 2048, stages=2) if depth % 2048 == 0 else Blocks(8 // weights, 512, stages=2)
+    """`rows` of the weight a program, as many bytes of it whatever their size: whole, so that all of it is on its way at
+    once, if registers hold it."""
+    rows = rows if bytes_ < LARGE or depth % 2048 == 0 else 8
+    if rows * depth > WHOLE_ROWS:
+        return Blocks(rows // weights, 512, stages=2)
+    below = 1 << (depth.bit_length() - 1)
+    block = max(below if 2 * depth <= 3 * below else 2 * below, 16)
+    return Blocks(rows // weights, block, warps=1 if rows * depth <= WARP_HOLDS else 4, stages=2)
 
 
 def share_of(depth: int, split: int) -> int:

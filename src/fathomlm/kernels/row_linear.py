@@ -28,10 +28,11 @@ from fathomlm.kernels.half import inverse_rms
 from fathomlm.kernels.quantized import QuantizedWeight, whole_weight
 from fathomlm.kernels.row_blocks import MAX_SPLIT, Blocks, product_blocks, row_block, share_of
 from fathomlm.kernels.swiglu import swiglu
-from fathomlm.kernels.triton_here import tl, triton
+from fathomlm.kernels.triton_here import early_launch, tl, triton
 from fathomlm.kernels.wide_rows import many_rows
 
 if triton is not None:
+    from fathomlm.kernels.triton_here import let_next_start, wait_for_last
     from fathomlm.kernels.wide_rows import wide_add_linear, wide_linear, wide_norm_gated
 
 RowWeight = Tensor | QuantizedWeight
@@ -140,41 +141,62 @@ def _given(out: Tensor | None, result: Tensor, dtype: torch.dtype) -> Tensor:
 if triton is not None:
 
     @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
+    def _weight_tile(weight_ptr, weight_row, k, first, DEPTH: tl.constexpr, SHARE: tl.constexpr):  # type: ignore[no-untyped-def]
+        at = weight_ptr + weight_row.to(tl.int64)[:, None] * DEPTH + k[None, :]
+        # Bounds are constants, or the compiler would not know that whole vectors are inside.
+        inside = (k < first + SHARE) & (k < DEPTH)
+        return tl.load(at, mask=inside[None, :], other=0.0, eviction_policy="evict_first")
+
+    @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
+    def _one_row_tile(x_ptr, w, k, first, DEPTH: tl.constexpr, SHARE: tl.constexpr):  # type: ignore[no-untyped-def]
+        inside = (k < first + SHARE) & (k < DEPTH)
+        x = tl.load(x_ptr + k[None, :], mask=inside[None, :], other=0.0).to(tl.float32)
+        return w.to(tl.float32) * x, x * x
+
+    @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
     def _one_row_product(  # type: ignore[no-untyped-def]
-        x_ptr, x_stride, weight_ptr, scales_ptr, row, here, weight_row, first,
-        DEPTH: tl.constexpr, SHARE: tl.constexpr, BLOCK: tl.constexpr, NORM: tl.constexpr, SCALED: tl.constexpr,
+        x_ptr, weight_ptr, scales_ptr, weight_row, first,
+        DEPTH: tl.constexpr, SHARE: tl.constexpr, BLOCK: tl.constexpr, SCALED: tl.constexpr, EARLY: tl.constexpr,
     ):  # fmt: skip
-        """`row_product` of a single row. All loads are known at once, so that they are all on their way at once."""
+        """`row_product` of a single row. Where BLOCK and half of it, or BLOCK alone, hold the whole share, all of the weight
+        is on its way before anything else is asked for, also before the kernel in front has ended."""
+        let_next_start(EARLY)
         k = first + tl.arange(0, BLOCK)
-        total = tl.zeros((weight_row.shape[0], BLOCK), tl.float32)
-        squares = tl.zeros((1, BLOCK), tl.float32)
-        for at in tl.static_range(0, SHARE, BLOCK):
-            inside = ((k + at < first + SHARE) & (k + at < DEPTH))[None, :]
-            x = tl.load(x_ptr + row[:, None] * x_stride + k[None, :] + at, mask=here[:, None] & inside, other=0.0)
-            w_at = weight_ptr + weight_row.to(tl.int64)[:, None] * DEPTH + k[None, :] + at
-            w = tl.load(w_at, mask=inside, other=0.0, eviction_policy="evict_first")
-            wide = x.to(tl.float32)
-            total += w.to(tl.float32) * wide
-            if NORM:
-                squares += wide * wide
-        product = tl.sum(total, 1)[None, :]
+        rest: tl.constexpr = max(BLOCK // 2, 1)
+        w = _weight_tile(weight_ptr, weight_row, k, first, DEPTH, SHARE)
+        if BLOCK < SHARE and BLOCK + rest >= SHARE:
+            more = first + BLOCK + tl.arange(0, rest)
+            w_more = _weight_tile(weight_ptr, weight_row, more, first, DEPTH, SHARE)
+            wait_for_last(EARLY)
+            products, squares = _one_row_tile(x_ptr, w, k, first, DEPTH, SHARE)
+            products_more, squares_more = _one_row_tile(x_ptr, w_more, more, first, DEPTH, SHARE)
+            product = tl.sum(products, 1) + tl.sum(products_more, 1)
+            square = tl.sum(squares, 1) + tl.sum(squares_more, 1)
+        else:
+            wait_for_last(EARLY)
+            products, squares = _one_row_tile(x_ptr, w, k, first, DEPTH, SHARE)
+            for at in tl.static_range(BLOCK, SHARE, BLOCK):
+                w = _weight_tile(weight_ptr, weight_row, k + at, first, DEPTH, SHARE)
+                products_more, squares_more = _one_row_tile(x_ptr, w, k + at, first, DEPTH, SHARE)
+                products, squares = products + products_more, squares + squares_more
+            product, square = tl.sum(products, 1), tl.sum(squares, 1)
         if SCALED:
-            product *= tl.load(scales_ptr + weight_row)[None, :]
-        return product, tl.sum(squares, 1)
+            product *= tl.load(scales_ptr + weight_row)
+        return product[None, :], square
 
     @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
     def row_product(  # type: ignore[no-untyped-def]
         x_ptr, x_stride, weight_ptr, scales_ptr, row, here, weight_row, first,
         DEPTH: tl.constexpr, SHARE: tl.constexpr, BLOCK: tl.constexpr, NORM: tl.constexpr, KEEP: tl.constexpr,
-        SCALED: tl.constexpr,
+        SCALED: tl.constexpr, EARLY: tl.constexpr,
     ):  # fmt: skip
         """Rows of x that are `here` times rows of a weight, times their scales if SCALED, summed over SHARE entries from
         `first` on, in float32; with NORM also each row's sum of squares. KEEP: other programs read the same weight rows, so
         they should stay in the cache. (Triton 3.6 drops that hint for loads it pipelines.)"""
         if row.shape[0] == 1:
-            return _one_row_product(
-                x_ptr, x_stride, weight_ptr, scales_ptr, row, here, weight_row, first, DEPTH, SHARE, BLOCK, NORM, SCALED
-            )
+            return _one_row_product(x_ptr, weight_ptr, scales_ptr, weight_row, first, DEPTH, SHARE, BLOCK, SCALED, EARLY)
+        let_next_start(EARLY)
+        wait_for_last(EARLY)
         k = first + tl.arange(0, BLOCK)
         here = here[:, None]
         x_at = x_ptr + row[:, None] * x_stride + k[None, :]
@@ -209,13 +231,13 @@ if triton is not None:
     def _norm_linear_kernel(  # type: ignore[no-untyped-def]
         x_ptr, x_stride, weight_ptr, scales_ptr, out_ptr, out_stride, rows, width, eps,
         DEPTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
-        NORM: tl.constexpr, KEEP: tl.constexpr, SCALED: tl.constexpr,
+        NORM: tl.constexpr, KEEP: tl.constexpr, SCALED: tl.constexpr, EARLY: tl.constexpr,
     ):  # fmt: skip
         row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
         column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
         total, squares = row_product(
             x_ptr, x_stride, weight_ptr, scales_ptr, row, row < rows, tl.minimum(column, width - 1), 0,
-            DEPTH, DEPTH, BLOCK, NORM, KEEP, SCALED,
+            DEPTH, DEPTH, BLOCK, NORM, KEEP, SCALED, EARLY,
         )  # fmt: skip
         if NORM:
             total *= row_scale(squares, eps, DEPTH)
@@ -227,15 +249,16 @@ if triton is not None:
     def _norm_gated_kernel(  # type: ignore[no-untyped-def]
         x_ptr, x_stride, weight_ptr, scales_ptr, out_ptr, out_stride, rows, width, eps,
         DEPTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr, KEEP: tl.constexpr,
-        SCALED: tl.constexpr,
+        SCALED: tl.constexpr, EARLY: tl.constexpr,
     ):  # fmt: skip
         row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
         # Gate and up of a column are neighbours in the tile, so that both come out in one thread.
         tile = tl.arange(0, 2 * COLUMNS)
         weight_row = tl.minimum(tl.program_id(1) * COLUMNS + tile // 2, width - 1) + tile % 2 * width
         total, squares = row_product(
-            x_ptr, x_stride, weight_ptr, scales_ptr, row, row < rows, weight_row, 0, DEPTH, DEPTH, BLOCK, True, KEEP, SCALED
-        )
+            x_ptr, x_stride, weight_ptr, scales_ptr, row, row < rows, weight_row, 0,
+            DEPTH, DEPTH, BLOCK, True, KEEP, SCALED, EARLY,
+        )  # fmt: skip
         total *= row_scale(squares, eps, DEPTH)
         gate, up = tl.split(tl.reshape(total, (ROWS, COLUMNS, 2)))
         column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
@@ -249,13 +272,14 @@ if triton is not None:
         rows, width,
         DEPTH: tl.constexpr, SHARE: tl.constexpr, SPLIT: tl.constexpr,
         ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr, KEEP: tl.constexpr, SCALED: tl.constexpr,
+        EARLY: tl.constexpr,
     ):  # fmt: skip
         row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
         column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
         here = (row < rows)[:, None] & (column < width)[None, :]
         total, _ = row_product(
             x_ptr, x_stride, weight_ptr, scales_ptr, row, row < rows, tl.minimum(column, width - 1),
-            tl.program_id(2) * SHARE, DEPTH, SHARE, BLOCK, False, KEEP, SCALED,
+            tl.program_id(2) * SHARE, DEPTH, SHARE, BLOCK, False, KEEP, SCALED, EARLY,
         )  # fmt: skip
         if SPLIT > 1:
             tile = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
@@ -293,6 +317,7 @@ if triton is not None:
         _norm_linear_kernel[grid](
             x_NM, x_NM.stride(0), w.data, w.scales, out, out.stride(0), N, W, eps, DEPTH=M, ROWS=tall, COLUMNS=b.columns,
             BLOCK=b.depth, NORM=scale, KEEP=grid[0] > 1, SCALED=w.narrow, num_warps=b.warps, num_stages=b.stages,
+            **early_launch(),
         )  # fmt: skip
         return out
 
@@ -307,7 +332,7 @@ if triton is not None:
         grid = (triton.cdiv(N, tall), triton.cdiv(width, b.columns))
         _norm_gated_kernel[grid](
             x_NM, x_NM.stride(0), w.data, w.scales, out, out.stride(0), N, width, eps, DEPTH=M, ROWS=tall, COLUMNS=b.columns,
-            BLOCK=b.depth, KEEP=grid[0] > 1, SCALED=w.narrow, num_warps=b.warps, num_stages=b.stages,
+            BLOCK=b.depth, KEEP=grid[0] > 1, SCALED=w.narrow, num_warps=b.warps, num_stages=b.stages, **early_launch(),
         )  # fmt: skip
         return out
 
@@ -334,7 +359,7 @@ if triton is not None:
         _add_linear_kernel[grid](
             stream_NM, stream_NM.stride(0), x_NK, x_NK.stride(0), w.data, w.scales, out, out.stride(0), *space, N, M,
             DEPTH=K, SHARE=share, SPLIT=grid[2], ROWS=tall, COLUMNS=b.columns, BLOCK=b.depth, KEEP=grid[0] > 1,
-            SCALED=w.narrow, num_warps=b.warps, num_stages=b.stages,
+            SCALED=w.narrow, num_warps=b.warps, num_stages=b.stages, **early_launch(),
         )  # fmt: skip
         return out
 

@@ -18,7 +18,7 @@ from fathomlm.kernels.quantized import whole_weight
 from fathomlm.kernels.rope import apply_rope
 from fathomlm.kernels.row_blocks import Blocks, product_blocks, row_block
 from fathomlm.kernels.row_linear import RowWeight, plain_product
-from fathomlm.kernels.triton_here import tl, triton
+from fathomlm.kernels.triton_here import early_launch, tl, triton
 from fathomlm.kernels.wide_rows import many_rows
 
 if triton is not None:
@@ -82,7 +82,7 @@ if triton is not None:
         x_ptr, x_stride, weight_ptr, scales_ptr, cos_ptr, cos_stride, sin_ptr, sin_stride, q_ptr, k_ptr, v_ptr, slots_ptr,
         rows, slots, eps, k_scale, v_scale, H, G,
         DEPTH: tl.constexpr, HALF: tl.constexpr, ROWS: tl.constexpr, PAIRS: tl.constexpr, BLOCK: tl.constexpr,
-        KEEP: tl.constexpr, LARGEST: tl.constexpr, SCALED: tl.constexpr,
+        KEEP: tl.constexpr, LARGEST: tl.constexpr, SCALED: tl.constexpr, EARLY: tl.constexpr,
     ):  # fmt: skip
         row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
         parts: tl.constexpr = (HALF + PAIRS - 1) // PAIRS
@@ -91,8 +91,9 @@ if triton is not None:
         tile = tl.arange(0, 2 * PAIRS)
         weight_row = head * 2 * HALF + tl.minimum(first + tile // 2, HALF - 1) + tile % 2 * HALF
         total, squares = row_product(
-            x_ptr, x_stride, weight_ptr, scales_ptr, row, row < rows, weight_row, 0, DEPTH, DEPTH, BLOCK, True, KEEP, SCALED
-        )
+            x_ptr, x_stride, weight_ptr, scales_ptr, row, row < rows, weight_row, 0,
+            DEPTH, DEPTH, BLOCK, True, KEEP, SCALED, EARLY,
+        )  # fmt: skip
         total *= row_scale(squares, eps, DEPTH)
         low, high = tl.split(tl.reshape(total, (ROWS, PAIRS, 2)))
         pair = (first + tl.arange(0, PAIRS))[None, :]
@@ -136,6 +137,6 @@ if triton is not None:
             out, k_pages, v_pages, slots_N, N, slot_count(k_pages), eps, k_scale, v_scale, heads, groups,
             DEPTH=M, HALF=D // 2, ROWS=tall, PAIRS=pairs,
             BLOCK=b.depth, KEEP=grid[0] > 1, LARGEST=LARGEST_FLOAT8, SCALED=w.narrow,
-            num_warps=b.warps, num_stages=b.stages,
+            num_warps=b.warps, num_stages=b.stages, **early_launch(),
         )  # fmt: skip
         return out

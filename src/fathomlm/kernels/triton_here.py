@@ -2,12 +2,48 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
+import os
 from typing import Any
+
+import torch
 
 _found = importlib.util.find_spec("triton") is not None
 triton: Any = importlib.import_module("triton") if _found else None
 tl: Any = importlib.import_module("triton.language") if _found else None
 
-__all__ = ["tl", "triton"]
+
+def early_launch() -> dict[str, bool]:
+    """Settings of a kernel that may start while the one in front of it still runs (programmatic dependent launch, from
+    Hopper on). Each of its programs first lets the next kernel start, may then load what no kernel writes, its weight, and
+    waits for the kernel in front before it reads or writes anything else: the way from one kernel to the next then hides
+    behind loads. Every kernel launched so must wait, since the next one counts on it. Compiled graphs launch in their own
+    way."""
+    if torch.compiler.is_compiling() or not _starts_early():
+        return {"EARLY": False}
+    return {"EARLY": True, "launch_pdl": True}
+
+
+@functools.cache
+def _starts_early() -> bool:
+    asked = os.environ.get("FATHOMLM_EARLY_LAUNCH", "1") != "0" and os.environ.get("TRITON_INTERPRET") != "1"
+    return asked and torch.version.hip is None and torch.cuda.get_device_capability() >= (9, 0)
+
+
+if triton is not None:
+    from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+    @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
+    def let_next_start(EARLY: tl.constexpr):  # type: ignore[no-untyped-def]
+        if EARLY:
+            gdc_launch_dependents()
+
+    @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
+    def wait_for_last(EARLY: tl.constexpr):  # type: ignore[no-untyped-def]
+        if EARLY:
+            gdc_wait()
+
+
+__all__ = ["early_launch", "tl", "triton"]
