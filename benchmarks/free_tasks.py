@@ -1,16 +1,19 @@
-"""FREE on two real tasks: quality, speed and threshold of full, CALM and FREE decoding (thesis 2.6, its main table, small).
+"""FREE on two real tasks: quality, exits and speed of full, CALM and FREE decoding, and its ablations (thesis 2.4, 2.6).
 
-    python benchmarks/free_tasks.py prepare --tasks TASKS --weights smollm2-135m --out data/free      # no GPU
-    python benchmarks/free_tasks.py train   --data data/free --work runs/free
-    python benchmarks/free_tasks.py decode  --data data/free --work runs/free --out free_tasks.json
-    python benchmarks/free_tasks_report.py  free_tasks.json data/free benchmarks/results/free_tasks_h200   # no GPU
+    python benchmarks/free_tasks.py prepare --tasks TASKS --out data/free                                  # no GPU
+    fathomlm study run free         --corpus data/free/translation/corpus --work runs/study --keep
+    fathomlm study run free-summary --corpus data/free/summary/corpus     --work runs/study --keep
+    python benchmarks/free_tasks.py decode translation --data data/free --work runs/study --out texts.jsonl
+    python benchmarks/free_tasks.py speed  translation --data data/free --work runs/study --out speed.jsonl
+    python benchmarks/free_tasks_report.py data/free benchmarks/results/free_tasks_h200 texts.jsonl speed.jsonl  # no GPU
 
     translation   German to English (Multi30k, Flickr 2016 test set), a T5-style model trained from scratch
     summary       one sentence for a scientific abstract (SciTLDR), SmolLM2-135M fine-tuned
 
-Two models a task: FREE's shallow-deep module with KD-dyna, its exit after about a quarter of the layers; and for CALM one
-with exits after many layers, trained by their weighted losses. Texts are decoded one at a time on captured steps, greedily.
-`TASKS` holds the .jsonl.gz files named below.
+The models are those of the studies `free` and `free-summary`. `decode` asks for quality: many texts at once by the reference
+modes. `speed` asks for time: one text at a time on captured steps, on a device that does nothing else. Both add a line a
+setting to their file and go on where it ends; several processes may share the variants, each with its own file. `TASKS`
+holds the .jsonl.gz files named below.
 """
 
 from __future__ import annotations
@@ -30,57 +33,48 @@ Record = dict[str, Any]
 class Task:
     files: dict[str, str]
     """train, validation and test, without .jsonl.gz"""
-    recipe: Record
-    exit_layer: int
-    calm_layers: tuple[int, ...]
+    study: str
+    """Which trained its models (recipes/studies)."""
+    source_length: int
     new_tokens: int
     metric: str
 
 
-TRANSLATION = Task(
-    files={"train": "multi30k_de_en_train", "validation": "multi30k_de_en_val", "test": "multi30k_de_en_test_2016_flickr"},
-    recipe={
-        "model": {
-            "architecture": {
-                "family": "t5", "layers": 12, "hidden": 512, "intermediate": 1024, "heads": 8, "gated": True,
-                "tied_embeddings": True, "vocab": 8192,
-            },
-            "encoder": {"layers": 6, "dropout": 0.2},
+TASKS = {
+    "translation": Task(
+        files={
+            "train": "multi30k_de_en_train",
+            "validation": "multi30k_de_en_val",
+            "test": "multi30k_de_en_test_2016_flickr",
         },
-        "data": {"source_length": 64, "target_length": 64},
-        "budget": {"epochs": 10},
-        "checkpoint": {"every": 227},
-        "batch": {"sequences": 256, "micro": 256},
-        "optimizer": {"lr": 3e-4, "weight_decay": 0.01},
-        "schedule": {"warmup": 0.1},
-    },
-    exit_layer=3,
-    calm_layers=tuple(range(3, 12)),
-    new_tokens=64,
-    metric="BLEU",
-)  # fmt: skip
-SUMMARY = Task(
-    files={"train": "scitldr_train", "validation": "scitldr_dev", "test": "scitldr_test"},
-    recipe={
-        "model": {},
-        "data": {"source_length": 448, "target_length": 64},
-        "budget": {"epochs": 6},
-        "batch": {"sequences": 32, "micro": 32},
-        "optimizer": {"lr": 1e-4, "weight_decay": 0.01},
-        "schedule": {"warmup": 0.1},
-    },
-    exit_layer=8,
-    calm_layers=tuple(range(3, 30, 3)),
-    new_tokens=64,
-    metric="ROUGE-L",
-)  # fmt: skip
-TASKS = {"translation": TRANSLATION, "summary": SUMMARY}
-KINDS = ("free", "calm")
-CALM_THRESHOLDS = (0.1, 0.3, 0.5, 0.7, 0.8, 0.9, 0.95)
-"""The smallest that keeps 99 % of the quality is its row. No exits in the first two layers, and a threshold that decays, as
-in its paper."""
+        study="free",
+        source_length=32,
+        new_tokens=40,
+        metric="BLEU",
+    ),
+    "summary": Task(
+        files={"train": "scitldr_train", "validation": "scitldr_dev", "test": "scitldr_test"},
+        study="free-summary",
+        source_length=320,
+        new_tokens=64,
+        metric="ROUGE-L",
+    ),
+}
+CALM = "calm"
+"""The variant with many exits; the first two layers have none, and its threshold decays, as in its paper."""
 CALM_DECAY = 4.0
-FREE_THRESHOLDS = (0.3, 0.5, 0.7, 0.9)
+MAIN = "dyna"
+"""The variant that the ablations of decoding are made with."""
+THRESHOLDS = (0.5, 0.3, 0.7, 0.1, 0.9)
+"""The thesis' (tab_free:copying), the most telling first."""
+TENTHS = tuple(n / 10 for n in range(10))
+REFINES = (1.0, 0.1)
+SAMPLINGS: dict[str, Record] = {"top-k 50": {"top_k": 50}, "nucleus 0.92": {"top_p": 0.92}}
+SAMPLED = (0.5, 0.9)
+WARM_UPS = 2
+"""Texts that are decoded first and not timed."""
+CALIBRATED = (0.03, 0.1, 1.0)
+"""Parts of the validation texts that the threshold is estimated from (tab_free:calibration)."""
 
 
 # Preparing: nothing of this needs a GPU.
@@ -138,168 +132,292 @@ def make_tokenizer(place: Path) -> Path:
     return place / "tokenizer"
 
 
-# Training, by the recipes' own loop.
-
-
-def recipe_of(args: argparse.Namespace, name: str, kind: str) -> Record:
-    task = TASKS[name]
-    losses: dict[str, Record] = {
-        "free": {"exits": {"at": [task.exit_layer], "weights": "weighted"}, "layerwise": {"shallow": task.exit_layer}},
-        "calm": {"exits": {"at": list(task.calm_layers), "weights": "weighted"}},
-    }
-    cuda = args.device != "cpu"
-    recipe = json.loads(json.dumps(task.recipe))
-    if name == "summary":
-        recipe["model"]["source"] = args.weights
-    if args.steps is not None:
-        recipe["budget"] = {"steps": args.steps}
-    recipe["data"] |= {"path": str(Path(args.data) / name / "corpus"), "pairs": ["source", "target"]}
-    return recipe | {
-        "name": f"{name}-{kind}",
-        "out": str(Path(args.work) / f"{name}-{kind}"),
-        "loss": losses[kind],
-        "precision": "bf16" if cuda else "float32",
-        "compile": cuda,
-        "device": args.device,
-        "evaluate": {"every": 0, "rows": 256},
-        "checkpoint": {"every": 10**6, "keep": 1, "best": True} | recipe.get("checkpoint", {}),
-        "log": {"every": 20, "tensorboard": False},
-    }
-
-
-def train(args: argparse.Namespace) -> None:
-    import gc
-
-    import torch
-
-    from fathomlm.train.reading import build_recipe
-    from fathomlm.train.run import train as train_recipe
-
-    for name in args.only or TASKS:
-        for kind in args.kinds or KINDS:
-            summary = train_recipe(build_recipe(recipe_of(args, name, kind)))
-            print(f"{name}, {kind}: validation {summary.validation}", flush=True)
-            gc.collect()
-            torch._dynamo.reset()
-            if torch.cuda.is_available():
-                torch.cuda.empty_cache()
-
-
 # Decoding.
 
 
-class Decoding:
-    """One trained model over the test texts of its task."""
+@dataclass(frozen=True)
+class Setting:
+    """One way to decode with one model; `label` is what the report knows it by."""
 
-    def __init__(self, args: argparse.Namespace, name: str, kind: str) -> None:
+    label: str
+    mode: str
+    threshold: float | None = None
+    exits: tuple[int, ...] | None = None
+    refine: float | None = None
+    sampling: str | None = None
+
+    @property
+    def exiting(self) -> Any:
+        from fathomlm.decode.exiting import Exiting
+
+        if self.mode == "full":
+            return None
+        decay = CALM_DECAY if self.mode == "state-copy" and len(self.exits or ()) > 1 else None
+        chosen = {"threshold": self.threshold, "exit_layers": self.exits, "refine": self.refine, "decay": decay}
+        return Exiting(mode=self.mode, **chosen)  # type: ignore[arg-type]
+
+
+def settings_of(variant: str, exits: tuple[int, ...], estimated: tuple[float, ...] = ()) -> list[Setting]:
+    """What is decoded with a variant, the most telling first."""
+    found = [Setting("full", "full")]
+    if variant == CALM:
+        found += [Setting(f"state-copy {t:g}", "state-copy", t, exits) for t in reversed(TENTHS)]
+        found += [Setting(mode, mode, None, exits) for mode in ("oracle-copy", "oracle")]
+        found += [Setting(f"static {layer}", "static", None, (layer,)) for layer in exits]
+    elif exits:
+        found += [Setting(f"static {exits[0]}", "static", None, exits)]
+        found += [Setting(f"parallel {t:g}", "parallel", t, exits) for t in THRESHOLDS]
+    if variant == MAIN:
+        found += [Setting(f"refine {r:g}, {t:g}", "parallel", t, exits, refine=r) for t in (0.7, 0.3) for r in REFINES]
+        found += [Setting(f"parallel {t:g}", "parallel", t, exits) for t in estimated]
+        found += [Setting(f"state-copy {t:g}", "state-copy", t, exits) for t in THRESHOLDS]
+    if variant in (CALM, MAIN):
+        mode = "state-copy" if variant == CALM else "parallel"
+        for name in SAMPLINGS:
+            found += [Setting(f"full, {name}", "full", sampling=name)]
+            found += [Setting(f"{mode} {t:g}, {name}", mode, t, exits, sampling=name) for t in SAMPLED]
+    return list({setting.label: setting for setting in found}.values())
+
+
+class Trained:
+    """One trained model, and the sources of its task as it reads them."""
+
+    def __init__(self, args: argparse.Namespace, variant: str, place: Path) -> None:
         import torch
 
         import fathomlm
-        from fathomlm.decode.captured import CapturedDecoder
-        from fathomlm.decode.prompts import encode_prompt, end_tokens, start_token
+        from fathomlm.decode.prompts import end_tokens
         from fathomlm.model.seq2seq import FathomForSeq2SeqLM
         from fathomlm.train.data.tokenizers import separator_id
 
-        task = self.task = TASKS[name]
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-        dtype = "bfloat16" if device == "cuda" else "float32"
-        self.model = fathomlm.load(Path(args.work) / f"{name}-{kind}" / "best", dtype, device)
-        tokenizer = self.model.tokenizer
+        self.task, self.variant = TASKS[args.task], variant
+        self.device = "cuda" if torch.cuda.is_available() else "cpu"
+        self.model = fathomlm.load(place, "bfloat16" if self.device == "cuda" else "float32", self.device)
+        self.exits = tuple(index + 1 for index in self.model.plan.exits)
         self.seq2seq = isinstance(self.model, FathomForSeq2SeqLM)
-        self.ends = {*end_tokens(self.model), separator_id(tokenizer, None)}
-        lines = (Path(args.data) / name / "test.jsonl").read_text(encoding="utf-8").splitlines()[: args.texts]
-        most = task.recipe["data"]["source_length"]
-        self.sources = []
+        self._separator = separator_id(self.model.tokenizer, None)
+        self.ends = {*end_tokens(self.model), self._separator}
+        self.model.config.eos_token_id = sorted(self.ends)
+        self._folder = Path(args.data) / args.task
+
+    def sources(self, split: str, most: int) -> list[list[int]]:
+        """As in training: a decoder reads the end of a long source, an encoder its beginning and a separator."""
+        from fathomlm.decode.prompts import encode_prompt
+
+        lines = (self._folder / f"{split}.jsonl").read_text(encoding="utf-8").splitlines()[:most]
+        found, length = [], self.task.source_length
         for line in lines:
-            tokens = encode_prompt(self.model, json.loads(line)["source"])
-            tokens = [token for token in tokens if token not in self.ends]
-            self.sources.append([*tokens[: most - 1], separator_id(tokenizer, None)] if self.seq2seq else tokens[-most:])
-        self.start = start_token(self.model) if isinstance(self.model, FathomForSeq2SeqLM) else None
-        self.exits = (task.exit_layer,) if kind == "free" else task.calm_layers
-        length = task.new_tokens + (2 if self.seq2seq else most + 1)
-        source = {"source": most} if self.seq2seq else {}
-        self.captured = CapturedDecoder(
-            self.model.decoder, length=length, exit_layers=self.exits, compile=device == "cuda", **source
-        )
+            tokens = [t for t in encode_prompt(self.model, json.loads(line)["source"]) if t not in self.ends]
+            found.append([*tokens[: length - 1], self._separator] if self.seq2seq else tokens[-length:])
+        return found
 
-    def run(self, mode: str, threshold: Any = None) -> Record:
-        """Every text once, after a few to warm up."""
-        from fathomlm.decode.exiting import Exiting
-        from fathomlm.decode.prompts import read_sources
+    def decode(self, sources: list[list[int]], setting: Setting, batch: int) -> list[Any]:
+        """A text for each source, the sources of a batch in one pass."""
+        from fathomlm.decode.full import generate
+        from fathomlm.decode.sampling import Sampling
 
-        layers = {} if mode == "full" else {"exit_layers": self.exits}
-        decay = CALM_DECAY if mode == "state-copy" else None
-        exiting = Exiting(mode=mode, threshold=threshold, decay=decay, **layers)  # type: ignore[arg-type]
-        plain = Exiting(mode=mode, threshold=0.5 if threshold is not None else None, **layers)  # type: ignore[arg-type]
-        found = []
-        warming = self.sources[:3]
-        for number, source in enumerate([*warming, *self.sources]):
-            memory = read_sources(self.model, [source]) if self.seq2seq else None
-            prompt = [self.start] if self.start is not None else source
-            chosen = plain if number < len(warming) else exiting  # warming up teaches an estimator nothing
-            found.append(self.captured.generate(prompt, chosen, self.task.new_tokens, self.ends, memory))
-        texts = found[len(warming) :]
-        tokens, total = sum(len(text.tokens) for text in texts), len(self.model.plan.steps)
-        seconds = sum(text.decode_seconds for text in texts)
-        left = sum(layer < total for text in texts for layer in text.exit_layers)
-        tokenizer = self.model.tokenizer
-        record: Record = {
-            "mode": mode,
-            "threshold": exiting.threshold_now(),
-            "adaptive": exiting.estimator is not None,
-            "seconds": round(seconds, 3),
-            "ms_per_token": round(1e3 * seconds / tokens, 4),
-            "tokens": tokens,
-            "exit_rate": round(left / tokens, 4),
-            "mean_exit_layer": round(sum(layer for text in texts for layer in text.exit_layers) / tokens, 3),
-            "deep_passes": sum(text.deep_passes for text in texts),
-            "texts": [tokenizer.decode(text.tokens, skip_special_tokens=True).strip() for text in texts],
-        }
-        drafted = sum(text.drafted for text in texts)
-        return record | ({"accepted": round(sum(t.accepted for t in texts) / drafted, 4)} if drafted else {})
+        drawn = {"temperature": 1.0} | SAMPLINGS[setting.sampling] if setting.sampling else {}
+        sampling = Sampling(max_new_tokens=self.task.new_tokens, **drawn)
+        order = sorted(range(len(sources)), key=lambda i: len(sources[i]))  # rows of a batch are padded to its longest
+        found = {}
+        for at in range(0, len(order), batch):
+            rows = order[at : at + batch]
+            found |= dict(
+                zip(rows, generate(self.model, [sources[i] for i in rows], sampling, exiting=setting.exiting), strict=True)
+            )
+        return [found[i] for i in range(len(sources))]
+
+    def calibrated(self, args: argparse.Namespace) -> Record:
+        """What the two rules make of more and more validation texts."""
+        from fathomlm.decode.threshold import ThresholdEstimator, ThresholdOptions
+
+        sources = self.sources("validation", args.texts)
+        texts = self.decode(sources, Setting("never", "parallel", 1.0, self.exits), args.batch)
+        found: Record = {}
+        for rule in ("thesis", "risk"):
+            for part in CALIBRATED:
+                many = max(1, round(part * len(texts)))
+                estimator = ThresholdEstimator(ThresholdOptions(rule=rule, calibrating_sequences=many))
+                for text in texts[:many]:
+                    estimator.observe(text.confidences, text.agreements)
+                    estimator.end_sequence()
+                found[f"{rule} {part:g}"] = {"texts": many, "threshold": round(estimator.threshold, 3)}
+        tokens = [(c, a) for text in texts for c, a in zip(text.confidences, text.agreements, strict=True)]
+        return {"found": found, "tokens": len(tokens), "agreed": round(sum(a for _, a in tokens) / len(tokens), 4)}
+
+
+def places(args: argparse.Namespace) -> dict[str, Path]:
+    """The models that `fathomlm study run --keep` has left, by variant in the study's order; of those the named ones."""
+    from fathomlm.lab.study.spec import read_study
+
+    study = read_study(TASKS[args.task].study)
+    found = {each.name: Path(args.work, study.name, f"{each.name}-{study.budgets[0].name}-seed0") for each in study.variants}
+    wanted = args.only or list(found)
+    return {name: place / "last" for name, place in found.items() if name in wanted and (place / "last").exists()}
+
+
+class Lines:
+    """A file that gets a line for each finished setting, and what it has already."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._known = {self._key(record) for record in read_lines([path])} if path.exists() else set()
+
+    def has(self, *key: str) -> bool:
+        return key in self._known
+
+    def add(self, record: Record) -> None:
+        with self._path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(record, ensure_ascii=False) + "\n")
+        self._known.add(self._key(record))
+        shown = {key: value for key, value in record.items() if key not in ("texts", "environment", "tokens_by_text")}
+        print(shown, flush=True)
+
+    def _key(self, record: Record) -> tuple[str, ...]:
+        return record["kind"], record["task"], record["variant"], record["label"]
+
+
+def read_lines(paths: list[Path]) -> list[Record]:
+    """The records of such files; a last line that was cut off is left out."""
+    lines = [line for path in paths for line in path.read_text(encoding="utf-8").splitlines(keepends=True)]
+    return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
 def decode(args: argparse.Namespace) -> None:
-    from fathomlm.decode.threshold import ThresholdEstimator, ThresholdOptions
+    import time
+
     from fathomlm.lab.environment import environment
 
-    record: Record = json.loads(args.out.read_text()) if args.out.exists() else {"environment": environment()}
-    for name in args.only or TASKS:
-        runs: list[tuple[str, str, str, Any]] = [("full", "free", "full", None), ("static", "free", "static", None)]
-        runs += [(f"FREE, {t:g}", "free", "parallel", t) for t in FREE_THRESHOLDS]
-        learning = ThresholdOptions(rule="thesis", expected_sequences=args.texts)
-        runs += [("FREE, adaptive", "free", "parallel", ThresholdEstimator(learning))]
-        runs += [("speculative", "free", "speculative", 0.5), ("full, CALM's model", "calm", "full", None)]
-        runs += [(f"CALM, {t:g}", "calm", "state-copy", t) for t in CALM_THRESHOLDS]
-        decoding: dict[str, Decoding] = {}
-        for label, kind, mode, threshold in runs:
-            if kind not in decoding:
-                decoding = {kind: Decoding(args, name, kind)}
-            found = decoding[kind].run(mode, threshold)
-            record.setdefault(name, {})[label] = found
-            shown = {key: value for key, value in found.items() if key != "texts"}
-            print(name, label, shown, found["texts"][:1], flush=True)
-            args.out.write_text(json.dumps(record, ensure_ascii=False) + "\n", encoding="utf-8")
+    lines, where = Lines(args.out), environment()
+    for variant, place in places(args).items():
+        trained = Trained(args, variant, place)
+        head = {"task": args.task, "variant": variant, "environment": where}
+        estimated: tuple[float, ...] = ()
+        if variant == MAIN:
+            found = trained.calibrated(args)
+            estimated = tuple(each["threshold"] for each in found["found"].values())
+            if not lines.has("calibration", args.task, variant, "calibration"):
+                lines.add({"kind": "calibration", "label": "calibration", **head, **found})
+        sources = trained.sources("test", args.texts)
+        for setting in settings_of(variant, trained.exits, estimated):
+            if lines.has("texts", args.task, variant, setting.label):
+                continue
+            begin = time.perf_counter()
+            texts = trained.decode(sources, setting, args.batch)
+            lines.add(
+                {
+                    "kind": "texts",
+                    "label": setting.label,
+                    **head,
+                    **counted(trained, texts),
+                    "seconds": round(time.perf_counter() - begin, 2),
+                    "texts": [text.text.strip() for text in texts],
+                }
+            )
+
+
+def counted(trained: Trained, texts: list[Any]) -> Record:
+    """How deep the tokens of some texts went, and what that took: passes through the layers behind the exit, layers run."""
+    total = len(trained.model.plan.steps)
+    tokens = sum(len(text.tokens) for text in texts)
+    layers = [layer for text in texts for layer in text.exit_layers or [total] * len(text.tokens)]
+    exits = [text.exits for text in texts if text.exits is not None]
+    drafted = sum(each.drafted for each in exits)
+    return {
+        "tokens": tokens,
+        "tokens_by_text": [len(text.tokens) for text in texts],
+        "exit_rate": round(sum(layer < total for layer in layers) / tokens, 4),
+        "mean_exit_layer": round(sum(layers) / tokens, 3),
+        "deep_passes": sum(each.deep_passes for each in exits) if exits else tokens,
+        "layers_run": sum(each.layers_run for each in exits) if exits else total * tokens,
+        "replaced": round(1 - sum(each.accepted for each in exits) / drafted, 4) if drafted else None,
+        "unfinished": sum(text.finish == "length" for text in texts),
+    }
+
+
+# Speed.
+
+
+def speed_settings(variant: str, exits: tuple[int, ...]) -> list[Setting]:
+    """What is timed: each model's full decoding, so that all are beside one, and its exits."""
+    found = [Setting("full", "full")]
+    if variant == CALM:
+        return found + [Setting(f"state-copy {t:g}", "state-copy", t, exits) for t in (0.9, 0.7, 0.5, 0.3)]
+    if exits:
+        found += [Setting(f"parallel {t:g}", "parallel", t, exits) for t in THRESHOLDS]
+        found += [Setting(f"static {exits[0]}", "static", None, exits)]
+    if variant == MAIN:
+        found += [Setting("speculative 0.3", "speculative", 0.3, exits)]
+        found += [Setting(f"state-copy {t:g}", "state-copy", t, exits) for t in (0.5, 0.9)]
+    return found
+
+
+def speed(args: argparse.Namespace) -> None:
+    from fathomlm.decode.captured import CapturedDecoder
+    from fathomlm.decode.exiting import Exiting
+    from fathomlm.decode.prompts import read_sources, start_token
+    from fathomlm.lab.environment import environment
+
+    lines, where = Lines(args.out), environment()
+    for variant, place in places(args).items():
+        trained = Trained(args, variant, place)
+        task, model = trained.task, trained.model
+        sources = trained.sources("test", args.texts)
+        length = task.new_tokens + (2 if trained.seq2seq else task.source_length + 1)
+        source = {"source": task.source_length} if trained.seq2seq else {}
+        memories = [read_sources(model, [each]) if trained.seq2seq else None for each in sources]
+        prompts = [[start_token(model)]] * len(sources) if trained.seq2seq else sources
+        captured = CapturedDecoder(
+            model.decoder, length=length, exit_layers=trained.exits, compile=args.compile, **source
+        )  # fmt: skip
+        for setting in speed_settings(variant, trained.exits):
+            if lines.has("speed", args.task, variant, setting.label):
+                continue
+            exiting = setting.exiting or Exiting(mode="full")
+            pairs = list(zip(prompts, memories, strict=True))
+            found = [
+                captured.generate(prompt, exiting, task.new_tokens, trained.ends, memory)
+                for prompt, memory in [*pairs[:WARM_UPS], *pairs]
+            ][WARM_UPS:]
+            tokens = sum(len(text.tokens) for text in found)
+            seconds = sum(text.decode_seconds for text in found)
+            total = len(model.plan.steps)
+            lines.add(
+                {
+                    "kind": "speed",
+                    "task": args.task,
+                    "variant": variant,
+                    "label": setting.label,
+                    "compiled": args.compile,
+                    "many": len(found),
+                    "tokens": tokens,
+                    "seconds": round(seconds, 4),
+                    "ms_per_token": round(1e3 * seconds / tokens, 4),
+                    "ms_per_text": round(1e3 * seconds / len(found), 3),
+                    "exit_rate": round(sum(layer < total for text in found for layer in text.exit_layers) / tokens, 4),
+                    "environment": where,
+                }
+            )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     verbs = parser.add_subparsers(required=True)
-    preparing, training, decoding = (verbs.add_parser(verb) for verb in ("prepare", "train", "decode"))
+    preparing, decoding, timing = (verbs.add_parser(verb) for verb in ("prepare", "decode", "speed"))
     preparing.add_argument("--tasks", type=Path, required=True)
     preparing.add_argument("--out", type=Path, required=True)
-    for each in (preparing, training):
-        each.add_argument("--weights", default="smollm2-135m", help="what the summaries' model starts from")
-    for each in (training, decoding):
+    preparing.add_argument("--weights", default="smollm2-135m", help="whose tokenizer the summaries have")
+    for each, texts in ((decoding, 500), (timing, 100)):
+        each.add_argument("task", choices=list(TASKS))
         each.add_argument("--data", required=True)
-        each.add_argument("--work", required=True)
-        each.add_argument("--only", nargs="*", choices=list(TASKS))
-    training.add_argument("--kinds", nargs="*", choices=list(KINDS))
-    training.add_argument("--steps", type=int, help="fewer steps, to try it out")
-    training.add_argument("--device", default="auto")
-    decoding.add_argument("--out", type=Path, required=True)
-    decoding.add_argument("--texts", type=int, default=400)
-    for each, verb in ((preparing, prepare), (training, train), (decoding, decode)):
+        each.add_argument("--work", required=True, help="where the studies left their models")
+        each.add_argument("--only", nargs="*", metavar="VARIANT", help="in place of all that are trained")
+        each.add_argument("--texts", type=int, default=texts)
+        each.add_argument("--out", type=Path, required=True)
+    decoding.add_argument("--batch", type=int, default=250)
+    timing.add_argument("--compile", action="store_true", help="compiled layers too: slower to start, faster for all modes")
+    for each, verb in ((preparing, prepare), (decoding, decode), (timing, speed)):
         each.set_defaults(verb=verb)
     args = parser.parse_args()
     args.verb(args)

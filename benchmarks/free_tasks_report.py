@@ -1,34 +1,37 @@
-"""Scores, table and picture from the texts of `free_tasks.py decode`.
+"""Scores, tables and a picture from the lines of `free_tasks.py decode` and `free_tasks.py speed`.
 
-    python benchmarks/free_tasks_report.py free_tasks.json data/free benchmarks/results/free_tasks_h200
+    python benchmarks/free_tasks_report.py data/free benchmarks/results/free_tasks_h200 texts.jsonl speed.jsonl ...
 
-BLEU by sacrebleu; ROUGE-L by rouge-score, the best of a text's references (the `eval` extra has both). The record that is
-kept has no texts but the first three of each run.
+BLEU by sacrebleu's counts; ROUGE-L by rouge-score, the best of a text's references (the `eval` extra has both). Intervals
+are 95 %, from 1,000 draws of the test texts with replacement; differences are between two sets of texts of the same sources
+under the same draws. The record that is kept has no texts but the first two of each setting.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
-from free_tasks import TASKS
+import numpy as np
+from free_tasks import CALM, MAIN, REFINES, SAMPLED, SAMPLINGS, TASKS, TENTHS, THRESHOLDS, Record, read_lines
 
-Record = dict[str, Any]
-MARKS = {
-    "full": ("*", "black"),
-    "static": ("v", "gray"),
-    "speculative": ("D", "tab:green"),
-    "FREE, adaptive": ("P", "tab:red"),
-}
+DRAWS = 1000
+ORDERS = 4
+KEPT = 0.99
+"""The part of full decoding's quality that a setting is to keep."""
+Table = list[list[str]]
 
 
-def score(metric: str, texts: list[str], references: list[list[str]]) -> float:
+def statistics(metric: str, texts: list[str], references: list[list[str]]) -> np.ndarray:
+    """What a score is the function of, summed over texts: a row for each text."""
     if metric == "BLEU":
-        import sacrebleu
+        from sacrebleu.metrics import BLEU
 
-        return float(sacrebleu.corpus_bleu(texts, [[each[0] for each in references]]).score)
+        rows = BLEU()._extract_corpus_statistics(texts, [[each[0] for each in references]])
+        return np.array(rows, dtype=float)  # lengths of text and reference, matches and n-grams of each order
     from rouge_score.rouge_scorer import RougeScorer
 
     scorer = RougeScorer(["rougeL"], use_stemmer=True)
@@ -36,97 +39,400 @@ def score(metric: str, texts: list[str], references: list[list[str]]) -> float:
         max(scorer.score(reference, text)["rougeL"].fmeasure for reference in each)
         for text, each in zip(texts, references, strict=True)
     ]
-    return 100 * sum(best) / len(best)
+    return np.stack([np.array(best), np.ones(len(best))], axis=1)
 
 
-def add_scores(record: Record, data: Path) -> None:
-    for name, task in TASKS.items():
-        if name not in record:
+def scores(metric: str, sums: np.ndarray) -> np.ndarray:
+    """The score of each row of sums, in points."""
+    if metric != "BLEU":
+        return 100 * sums[:, 0] / sums[:, 1]
+    own, reference = sums[:, 0], sums[:, 1]
+    matches, grams = sums[:, 2 : 2 + ORDERS], sums[:, 2 + ORDERS : 2 + 2 * ORDERS]
+    precision = np.log(np.maximum(matches, 1e-9) / np.maximum(grams, 1)).mean(axis=1)
+    return 100 * np.exp(precision + np.minimum(0, 1 - reference / np.maximum(own, 1)))
+
+
+@dataclass
+class Scored:
+    """One setting's texts, scored as they are and in every draw."""
+
+    record: Record
+    score: float
+    draws: np.ndarray
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        return bounds(self.draws)
+
+
+def bounds(draws: np.ndarray) -> tuple[float, float]:
+    low, high = np.percentile(draws, [2.5, 97.5])
+    return round(float(low), 2), round(float(high), 2)
+
+
+@dataclass
+class TaskResults:
+    """All that was measured on one task."""
+
+    name: str
+    texts: dict[tuple[str, str], Scored] = field(default_factory=dict)
+    speeds: dict[tuple[str, str], Record] = field(default_factory=dict)
+    calibration: Record | None = None
+
+    @property
+    def variants(self) -> list[str]:
+        return list(dict.fromkeys(variant for variant, _ in self.texts))
+
+    def exit_of(self, variant: str) -> int | None:
+        """The layer of the one exit of a variant."""
+        found = [label for own, label in self.texts if own == variant and label.startswith("static")]
+        return int(found[0].split()[1]) if len(found) == 1 else None
+
+    def score(self, variant: str, label: str) -> str:
+        found = self.texts.get((variant, label))
+        return "-" if found is None else f"{found.score:.2f}"
+
+    def against(self, one: tuple[str, str], other: tuple[str, str]) -> str:
+        """The score of one setting, with its difference from another's."""
+        if one not in self.texts or other not in self.texts:
+            return self.score(*one)
+        a, b = self.texts[one], self.texts[other]
+        low, high = bounds(a.draws - b.draws)
+        return f"{a.score:.2f} ({a.score - b.score:+.2f}; {low:+.2f} to {high:+.2f})"
+
+    def kept(self, variant: str, label: str) -> tuple[float, float, float] | None:
+        """The part of its own full decoding's score that a setting keeps, with its interval."""
+        sampled = f", {label.split(', ', 1)[1]}" if ", " in label and not label.startswith("refine") else ""
+        full = self.texts.get((variant, f"full{sampled}"))
+        own = self.texts.get((variant, label))
+        if full is None or own is None:
+            return None
+        low, high = np.percentile(own.draws / np.maximum(full.draws, 1e-9), [2.5, 97.5])
+        return own.score / max(full.score, 1e-9), float(low), float(high)
+
+    def speedup(self, variant: str, label: str, per: str) -> float | None:
+        """Against the same model's full decoding, per token or per text; of a model without exits, against MAIN's."""
+        own = self.speeds.get((variant, label))
+        full = self.speeds.get((variant if label != "full" else MAIN, "full"))
+        return None if own is None or full is None else round(full[f"ms_per_{per}"] / own[f"ms_per_{per}"], 3)
+
+    def best_at_99(self) -> tuple[float, str] | None:
+        """The fastest setting, per token, that keeps KEPT of its own full decoding's quality."""
+        found = []
+        for variant, label in self.speeds:
+            faster, kept = self.speedup(variant, label, "token"), self.kept(variant, label)
+            if label == "full" or variant == CALM or faster is None:
+                continue
+            if label.startswith("speculative") or (kept is not None and kept[0] >= KEPT):
+                found.append((faster, f"{variant}, {label}"))
+        return max(found, default=None)
+
+
+def read_results(data: Path, files: list[Path]) -> tuple[dict[str, TaskResults], Record]:
+    lines = read_lines(files)
+    results: dict[str, TaskResults] = {}
+    for line in lines:
+        task = results.setdefault(line["task"], TaskResults(line["task"]))
+        key = line["variant"], line["label"]
+        if line["kind"] == "texts":
+            task.texts[key] = scored(data, line)
+        elif line["kind"] == "speed":
+            task.speeds[key] = line
+        else:
+            task.calibration = line
+    order = {name: at for at, name in enumerate(TASKS)}
+    return {name: results[name] for name in sorted(results, key=lambda name: order[name])}, lines[0]["environment"]
+
+
+def scored(data: Path, line: Record) -> Scored:
+    metric, texts = TASKS[line["task"]].metric, line["texts"]
+    path = data / line["task"] / "test.jsonl"
+    references = [json.loads(each)["references"] for each in path.read_text(encoding="utf-8").splitlines()[: len(texts)]]
+    rows = statistics(metric, texts, references)
+    drawn = np.random.default_rng(0).multinomial(len(texts), [1 / len(texts)] * len(texts), size=DRAWS)
+    return Scored(line, float(scores(metric, rows.sum(axis=0)[None])[0]), scores(metric, drawn @ rows))
+
+
+# Tables, each for one of the thesis'.
+
+
+def oracles(task: TaskResults) -> Table:
+    rows = [["decoding", TASKS[task.name].metric, "mean exit layer", "tokens"]]
+    for label in ("full", "oracle", "oracle-copy"):
+        if (CALM, label) in task.texts:
+            found = task.texts[CALM, label].record
+            score = task.against((CALM, label), (CALM, "full"))
+            rows.append([label, score, f"{found['mean_exit_layer']:.2f}", f"{found['tokens']:,}"])
+    return rows
+
+
+def thresholds(task: TaskResults) -> Table:
+    rows = [["threshold", TASKS[task.name].metric, "kept", "left early", "mean exit layer", "tokens"]]
+    for label in ["full", *(f"state-copy {t:g}" for t in reversed(TENTHS))]:
+        if (CALM, label) in task.texts:
+            found = task.texts[CALM, label].record
+            rows.append([label, task.against((CALM, label), (CALM, "full")), share(task.kept(CALM, label)), *exits(found)])
+    return rows
+
+
+def optimal(task: TaskResults) -> str:
+    """The smallest threshold from which on a part of the quality is kept (tab_free:obs4)."""
+    found = []
+    for drop in (0.01, 0.05, 0.1):
+        least = "1"
+        for t in reversed(TENTHS):
+            kept = task.kept(CALM, f"state-copy {t:g}")
+            if kept is None or kept[0] < 1 - drop:
+                break
+            least = f"{t:g}"
+        found.append(f"{drop:.0%}: {least}")
+    return "Smallest threshold that loses at most " + ", ".join(found) + "."
+
+
+def exits(found: Record) -> list[str]:
+    return [f"{found['exit_rate']:.1%}", f"{found['mean_exit_layer']:.2f}", f"{found['tokens']:,}"]
+
+
+def share(kept: tuple[float, float, float] | None) -> str:
+    if kept is None:
+        return "-"
+    return f"{100 * kept[0]:.1f} % ({100 * kept[1]:.1f} to {100 * kept[2]:.1f})"
+
+
+def statics(task: TaskResults) -> Table:
+    rows = [["layers", TASKS[task.name].metric, "kept", "tokens", "cut off"]]
+    labels = sorted((label for v, label in task.texts if v == CALM and "static" in label), key=lambda x: int(x.split()[1]))
+    for label in [*labels, "full"]:
+        if (CALM, label) in task.texts:
+            found = task.texts[CALM, label].record
+            cells = [share(task.kept(CALM, label)), f"{found['tokens']:,}", str(found["unfinished"])]
+            rows.append([label.removeprefix("static "), task.score(CALM, label), *cells])
+    return rows
+
+
+def distilled(task: TaskResults, names: Iterable[str]) -> Table:
+    """Variants beside each other, at every threshold, with the difference from those without distillation."""
+    head = ["variant", "full", "exit alone", *(f"FREE {t:g}" for t in sorted(THRESHOLDS)), "left early at 0.5"]
+    rows = [head]
+    for name in names:
+        if (name, "full") not in task.texts:
             continue
-        lines = (data / name / "test.jsonl").read_text(encoding="utf-8").splitlines()
-        references = [json.loads(line)["references"] for line in lines]
-        for found in record[name].values():
-            texts = found.pop("texts")
-            found["score"] = round(score(task.metric, texts, references[: len(texts)]), 2)
-            found["speedup"] = round(record[name]["full"]["seconds"] / found["seconds"], 3)
-            found["examples"] = texts[:3]
-            found["text_count"] = len(texts)
+        labels = ["full", f"static {task.exit_of(name)}", *(f"parallel {t:g}" for t in sorted(THRESHOLDS))]
+        other = "none" if name != "none" and task.exit_of(name) == task.exit_of("none") else name
+        cells = [
+            task.against((name, label), (other, label)) if other != name else task.score(name, label) for label in labels
+        ]
+        half = task.texts.get((name, "parallel 0.5"))
+        rows.append([name, *cells, "-" if half is None else f"{half.record['exit_rate']:.1%}"])
+    return rows
 
 
-def table(record: Record) -> str:
-    where = record["environment"]
+def speeds(task: TaskResults) -> Table:
+    rows = [
+        ["variant", "decoding", TASKS[task.name].metric, "kept", "99 %", "left early", "ms a token", "per token", "per text"]
+    ]
+    for (variant, label), found in task.speeds.items():
+        kept = (1.0, 1.0, 1.0) if label.startswith("speculative") else task.kept(variant, label)
+        whole = task.score(variant, "full" if label.startswith("speculative") else label)
+        faster = [task.speedup(variant, label, per) for per in ("token", "text")]
+        cells = [
+            whole,
+            share(kept),
+            "-" if kept is None else "yes" if kept[0] >= KEPT else "no",
+            f"{found['exit_rate']:.1%}",
+        ]
+        shown = ["-" if each is None else f"{each:.2f}" for each in faster]
+        rows.append([variant, label, *cells, f"{found['ms_per_token']:.3f}", *shown])
+    return rows
+
+
+def copying(task: TaskResults) -> Table:
+    rows = [["threshold", "state copying", "parallel decoding (difference)"]]
+    for t in sorted(THRESHOLDS, reverse=True):
+        if (MAIN, f"state-copy {t:g}") in task.texts:
+            one, other = (MAIN, f"parallel {t:g}"), (MAIN, f"state-copy {t:g}")
+            rows.append([f"{t:g}", task.score(*other), task.against(one, other)])
+    return rows
+
+
+def calibrations(task: TaskResults) -> Table:
+    rows = [["rule, part of 500 texts", "texts", "threshold", TASKS[task.name].metric, "left early"]]
+    for name, found in (task.calibration or {"found": {}})["found"].items():
+        label = f"parallel {found['threshold']:g}"
+        there = task.texts.get((MAIN, label))
+        left = "-" if there is None else f"{there.record['exit_rate']:.1%}"
+        rows.append(
+            [name, str(found["texts"]), f"{found['threshold']:.3f}", task.against((MAIN, label), (MAIN, "full")), left]
+        )
+    return rows
+
+
+def refined(task: TaskResults) -> Table:
+    rows = [
+        [
+            "threshold",
+            "refine",
+            f"{TASKS[task.name].metric} (against none)",
+            "deep passes a token",
+            "layers a token",
+            "replaced",
+        ]
+    ]
+    for t in (0.7, 0.3):
+        for label in [f"parallel {t:g}", *(f"refine {r:g}, {t:g}" for r in REFINES)]:
+            if (MAIN, label) in task.texts:
+                found = task.texts[MAIN, label].record
+                a_token = [f"{found[key] / found['tokens']:.2f}" for key in ("deep_passes", "layers_run")]
+                replaced = "-" if found["replaced"] is None else f"{found['replaced']:.1%}"
+                refine = "none" if label.startswith("parallel") else label.split(",")[0].removeprefix("refine ")
+                score = task.against((MAIN, label), (MAIN, f"parallel {t:g}"))
+                rows.append([f"{t:g}", refine, score, *a_token, replaced])
+    return rows
+
+
+def sampled(task: TaskResults) -> Table:
+    rows = [["decoding", *SAMPLINGS, "left early"]]
+    for variant, mode in ((MAIN, "parallel"), (CALM, "state-copy")):
+        for label in ["full", *(f"{mode} {t:g}" for t in SAMPLED)]:
+            keys = [(variant, f"{label}, {name}") for name in SAMPLINGS]
+            if keys[0] in task.texts:
+                cells = [task.against(key, (variant, f"full, {key[1].split(', ', 1)[1]}")) for key in keys]
+                early = [f"{task.texts[key].record['exit_rate']:.0%}" for key in keys if key in task.texts]
+                rows.append([f"{variant}, {label}", *cells, " / ".join(early)])
+    return rows
+
+
+def small(task: TaskResults) -> Table:
+    plain = [v for v in task.variants if not any(own == v and label != "full" for own, label in task.texts)]
+    rows = [[v, task.against((v, "full"), (MAIN, "full"))] for v in plain]
+    return [["variant", TASKS[task.name].metric], *rows]
+
+
+def page(results: dict[str, TaskResults], where: Record) -> str:
+    from fathomlm.lab.tables import markdown
+
     lines = [
         "# Leaving early on two tasks",
         "",
-        f"{where['device']}, torch {where['torch']}, {where['date']}. Texts one at a time, greedy, on compiled layers and",
-        "captured graphs.",
-        "Speed is full decoding's time over this one's for all texts, encoder and prompt left out; it counts texts that end",
-        "earlier or later as they do. FREE keeps what its exit chose: its keys and values are exact, its texts are not full",
-        "depth's. Speculative texts are. CALM has a model of its own, trained with exits after many layers.",
+        f"{where['device']}, torch {where['torch']}, {where['date']}. Made by `benchmarks/free_tasks_report.py`; the models",
+        "are those of the studies `free` and `free-summary` (recipes/studies), one seed each. Behind a score stands its",
+        "difference from the setting it is compared with, and the 95 % interval of that difference over draws of the test",
+        "texts. It says how much the texts decide, not how much another training run would. *Kept* is the part of the same",
+        "model's full decoding's score.",
     ]
-    for name, task in TASKS.items():
-        if name not in record:
-            continue
-        runs = record[name]
-        many, layers = next(iter(runs.values()))["text_count"], runs["full"]["mean_exit_layer"]
-        lines += [
-            "",
-            f"## {name}: {many} texts, {layers:.0f} layers, exit after {task.exit_layer}",
-            "",
-            f"| decoding | threshold | {task.metric} | speed | ms a token | tokens | left early | mean exit layer |",
-            "|---|--:|--:|--:|--:|--:|--:|--:|",
-        ]
-        for label, found in runs.items():
-            threshold = "-" if found["threshold"] is None else f"{found['threshold']:.3f}"
-            drafts = f" ({found['accepted']:.0%} of drafts kept)" if "accepted" in found else ""
-            depth = f"{found['exit_rate']:.1%} | {found['mean_exit_layer']:.2f}"
-            lines.append(
-                f"| {label}{drafts} | {threshold} | {found['score']:.2f} | {found['speedup']:.2f} | "
-                f"{found['ms_per_token']:.3f} | {found['tokens']:,} | {depth} |"
-            )
+    for name, task in results.items():
+        many = len(next(iter(task.texts.values())).record["texts"]) if task.texts else 0
+        lines += ["", f"## {name}: {many} texts"]
+        free = [variant for variant in task.variants if task.exit_of(variant) is not None]
+        depths = sorted((v for v in free if v == MAIN or v.startswith("depth")), key=lambda v: task.exit_of(v) or 0)
+        one_depth = [variant for variant in free if not variant.startswith("depth")]
+        parts = [
+            ("Oracle exits and copied states, CALM's model (`tab_free:obs1`)", oracles(task)),
+            ("CALM's threshold (`tab_free:obs4`)", thresholds(task)),
+            ("All tokens leave after the same layer, CALM's model (`fig_free:obs2_obs3`)", statics(task)),
+            ("Layerwise distillation, differences from none (`fig_free:distill_loss`)", distilled(task, one_depth)),
+            ("Depth of the shallow model (`tab_free:depth`)", distilled(task, depths)),
+            ("Parallel decoding against state copying, one model (`tab_free:copying`)", copying(task)),
+            ("Size of the calibration set (`tab_free:calibration`)", calibrations(task)),
+            ("Refining what the exit chose (`tab_free:rollback`)", refined(task)),
+            ("Sampling, temperature 1 (`tab_free:sampling`)", sampled(task)),
+            ("Models without exits, differences from full decoding (`tab_free:small_sized`)", small(task)),
+            ("Speed, one text at a time; times against full decoding (`tab_free:main_exp`)", speeds(task)),
+        ]  # fmt: skip
+        for title, rows in parts:
+            if len(rows) > 1:
+                lines += ["", f"### {title}", "", *markdown(rows)]
+                if rows[0][0] == "threshold" and rows[0][-1] == "tokens":
+                    lines += ["", optimal(task)]
+        best = task.best_at_99()
+        if best is not None:
+            lines += ["", f"Fastest that keeps 99 % of its full decoding's score: {best[1]}, {best[0]:.2f} times per token."]
     return "\n".join(lines) + "\n"
 
 
-def picture(record: Record, out: Path) -> None:
+def kept_record(results: dict[str, TaskResults], where: Record) -> Record:
+    """What is kept of all lines: scores and counts, hardly any texts."""
+    record: Record = {"environment": where}
+    for name, task in results.items():
+        best = task.best_at_99()
+        own: Record = {
+            "speedup_at_99": None if best is None else best[0],
+            "best_at_99": None if best is None else best[1],
+            "settings": {},
+            "speed": {},
+        }
+        for (variant, label), found in task.texts.items():
+            counts = {
+                k: v for k, v in found.record.items() if k not in ("texts", "tokens_by_text", "environment", "kind", "task")
+            }
+            kept = task.kept(variant, label)
+            scores = {"score": round(found.score, 2), "interval": found.interval, "many": len(found.record["texts"])}
+            scores["kept"] = None if kept is None else [round(each, 4) for each in kept]
+            own["settings"][f"{variant}, {label}"] = counts | scores | {"examples": found.record["texts"][:2]}
+        for (variant, label), found in task.speeds.items():
+            counts = {k: v for k, v in found.items() if k not in ("environment", "kind", "task")}
+            faster = {f"speedup_per_{per}": task.speedup(variant, label, per) for per in ("token", "text")}
+            own["speed"][f"{variant}, {label}"] = counts | faster
+        if task.calibration is not None:
+            own["calibration"] = {k: v for k, v in task.calibration.items() if k not in ("environment", "kind", "task")}
+        record[name] = own
+    return record
+
+
+def picture(results: dict[str, TaskResults], where: Record, out: Path) -> None:
+    """Left of each task: quality over the threshold of each variant; right: quality over the layer that all leave after."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    names = [name for name in TASKS if name in record]
-    figure = Figure(figsize=(6.4 * len(names), 4.8), layout="constrained")
+    figure = Figure(figsize=(12, 4.6 * len(results)), layout="constrained")
     FigureCanvasAgg(figure)
-    for axes, name in zip(figure.subplots(1, len(names), squeeze=False)[0], names, strict=True):
-        runs, task = record[name], TASKS[name]
-        kinds = {"FREE, 0": ("o-", "tab:blue", "FREE, fixed thresholds"), "CALM": ("s--", "tab:orange", "CALM")}
-        for start, (style, colour, label) in kinds.items():
-            points = sorted((r["speedup"], r["score"], r["threshold"]) for n, r in runs.items() if n.startswith(start))
-            axes.plot([p[0] for p in points], [p[1] for p in points], style, color=colour, label=label)
-            for x, y, threshold in points:
-                axes.annotate(f"{threshold:g}", (x, y), textcoords="offset points", xytext=(4, 4), fontsize=8)
-        for label, (marker, colour) in MARKS.items():
-            found = runs[label]
-            shown = f"{label} ({found['threshold']:.2f})" if label == "FREE, adaptive" else label
-            axes.plot(found["speedup"], found["score"], marker, color=colour, markersize=10, label=shown)
-        axes.set_title(f"{name}: quality against speed ({runs['full']['text_count']} texts)")
-        axes.set_xlabel("speed against full decoding (times; numbers beside points are thresholds)")
-        axes.set_ylabel(f"{task.metric} (points)")
-        axes.grid(alpha=0.3)
-        axes.legend(fontsize=8)
-    figure.suptitle(f"Leaving early, one text at a time ({record['environment']['device']})")
-    figure.savefig(out, dpi=130)
+    for row, (name, task) in zip(figure.subplots(len(results), 2, squeeze=False), results.items(), strict=True):
+        for variant in task.variants:
+            mode = "state-copy" if variant == CALM else "parallel"
+            points = sorted(
+                (float(k[1].split()[1]), s)
+                for k, s in task.texts.items()
+                if k[0] == variant and k[1].split()[0] == mode and "," not in k[1]
+            )
+            if points:
+                x, y = [t for t, _ in points], [found.score for _, found in points]
+                row[0].plot(x, y, "s--" if variant == CALM else "o-", label=variant)
+        row[0].set_xlabel("threshold (1 never leaves)")
+        points = sorted(
+            (int(k[1].split()[1]), s) for k, s in task.texts.items() if k[0] == CALM and k[1].startswith("static")
+        )
+        if points:
+            low, high = zip(*(found.interval for _, found in points), strict=True)
+            x = [layer for layer, _ in points]
+            row[1].plot(x, [found.score for _, found in points], "o-", label="calm, all leave here")
+            row[1].fill_between(x, low, high, alpha=0.2)
+        for variant in task.variants:
+            layer = task.exit_of(variant)
+            if layer is not None and variant in (MAIN, "none", "last", "unif"):
+                row[1].plot(
+                    layer, task.texts[variant, f"static {layer}"].score, "*", markersize=10, label=f"{variant}, exit alone"
+                )
+        row[1].set_xlabel("layer")
+        for axes in row:
+            axes.set_ylabel(f"{name}: {TASKS[name].metric} (points)")
+            axes.grid(alpha=0.3)
+            axes.legend(fontsize=7)
+    figure.suptitle(f"Leaving early: thresholds, and layers ({where['device']})")
+    figure.savefig(out, dpi=110)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("record", type=Path)
     parser.add_argument("data", type=Path)
     parser.add_argument("out", type=Path)
+    parser.add_argument("lines", type=Path, nargs="+")
     args = parser.parse_args()
-    record: Record = json.loads(args.record.read_text(encoding="utf-8"))
-    add_scores(record, args.data)
+    results, where = read_results(args.data, args.lines)
+    record = kept_record(results, where)
     args.out.with_suffix(".json").write_text(json.dumps(record, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
-    args.out.with_suffix(".md").write_text(table(record), encoding="utf-8")
-    picture(record, args.out.with_suffix(".png"))
-    print(table(record))
+    args.out.with_suffix(".md").write_text(page(results, where), encoding="utf-8")
+    picture(results, where, args.out.with_suffix(".png"))
+    print(page(results, where))
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ from fathomlm.lab.study.results import METRICS, Judged, Results, Row, collect, o
 from fathomlm.lab.study.spec import Claim, Study
 from fathomlm.lab.study.stats import Difference
 from fathomlm.lab.tables import Rows, markdown
+from fathomlm.train.schedule import row_length
 
 HEAD = """\
 # Results
@@ -115,7 +116,7 @@ def _settings(results: Results) -> str:
     recipe = results.rows[0].job.shaped.recipe
     step = results.rows[0].job.shaped.length.tokens_per_step
     return (
-        f"Rows of {recipe.data.context} tokens, {tokens(step) if step >= 1e6 else f'{step:,}'} tokens a step, "
+        f"Rows of {row_length(recipe)} tokens, {tokens(step) if step >= 1e6 else f'{step:,}'} tokens a step, "
         f"{recipe.optimizer.kind} with rate {recipe.optimizer.lr:g} unless a variant says otherwise, {recipe.schedule.kind} "
         f"schedule, {recipe.precision}; at most {results.study.passes:g} passes over the corpus."
     )
