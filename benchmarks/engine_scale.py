@@ -47,7 +47,7 @@ from fathomlm.model.quantize import quantize_layers
 TENSOR_FLOPS = 989e12
 """Dense bfloat16 operations a second of an H100 or H200."""
 PARTS = ("rows", "prefill", "one", "same-bytes", "long", "nano-vllm", "poisson", "bundled", "peer")
-SAME_BYTES = {"vanilla": (48, 64, 96), "mor3": (96, 128), "mor4": (96, 128)}
+SAME_BYTES = {"vanilla": (64, 96), "mor3": (96, 128), "mor4": (96, 128)}
 """Rows to try where memory is what is equal."""
 LOADS = (0.5, 0.8, 0.95)
 SHORT = Sampling(max_new_tokens=2, ignore_eos=True)
@@ -109,7 +109,7 @@ def same_bytes(bench: Bench, names: list[str]) -> None:
                 base["bytes"] = weight_bytes(model) + 32 * LONGEST * token
             settings |= batch_options(name, rows, args.overbook) | {"memory": base["bytes"] - weight_bytes(model)}
             engine = bench.engine(model, rows, **settings)
-            found = bench.throughput(engine, 512)
+            found = bench.throughput(engine, 32 if args.tiny else 1536)
             tried.append(found)
             print("  ", name, rows, found["tokens_per_s"], found["preemptions"], flush=True)
             del engine, model
@@ -309,8 +309,8 @@ def sweep(bench: Bench) -> None:
 
 
 def long_both(bench: Bench) -> None:
-    for name in ("vanilla", "mor3"):
-        long_outputs(bench, name, (4,) if bench.args.tiny else (128, 256), 6 if bench.args.tiny else 256)
+    for name, rows in (("vanilla", (256, 512)), ("mor3", (256,))):  # 512 sequences at once, or 256
+        long_outputs(bench, name, (4,) if bench.args.tiny else rows, 6 if bench.args.tiny else 512)
 
 
 def nano_both(bench: Bench) -> None:

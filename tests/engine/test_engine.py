@@ -13,6 +13,7 @@ from fathomlm.decode.full import generate
 from fathomlm.decode.sampling import Sampling
 from fathomlm.depth import DepthPlan
 from fathomlm.engine.engine import Engine
+from fathomlm.engine.programs.base import SamplingVariant
 from fathomlm.engine.request import Request
 from fathomlm.errors import FathomError, OptionError, RequestTooLarge, UnsupportedModel
 from fathomlm.lab.bench.models import random_model
@@ -226,6 +227,32 @@ def test_a_prompt_runs_no_step_behind_the_last_that_stores_entries(
     assert engine.generate([prompt], max_new_tokens=NEW)[0].tokens == wanted
     prompt_steps = [steps for rows, steps in ran if rows == len(prompt) - 1]
     assert sum(prompt_steps) == layer_tokens
+
+
+def test_few_sequences_run_in_few_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever slots they are in; and log probabilities of steps of different sizes stay with their tokens."""
+    model = build("vanilla")
+    lengths = [1, 9, 2, 7, 3, 1]
+    work = [
+        Request(id=i, prompt=tuple(prompt), sampling=Sampling(max_new_tokens=new, ignore_eos=True), logprobs=2)
+        for i, (prompt, new) in enumerate(zip(many(model), lengths, strict=False))
+    ]
+    sizes = SMALL | {"batch_size": 6, "burst": 2, "lag": 1}
+    wanted = Engine(model, **sizes).run(work)
+    engine, ran = Engine(model, **sizes), []
+    engine.runner.row_counts = (1, 2, 4)
+    step = engine.runner.program.decode_step
+
+    def told(variant: SamplingVariant) -> None:
+        ran.append(variant.rows)
+        step(variant)
+
+    monkeypatch.setattr(engine.runner.program, "decode_step", told)
+    found = engine.run(work)
+    assert [result.tokens for result in found] == [result.tokens for result in wanted]
+    assert [result.logprobs for result in found] == [result.logprobs for result in wanted]
+    assert {None, 4, 2} <= set(ran)
+    assert ran[::-1].index(2) < ran[::-1].index(None), "the last ones run in few"
 
 
 def test_sampling_does_not_depend_on_the_batch() -> None:

@@ -213,7 +213,7 @@ class Engine:
         if self.scheduler.running:
             drafts = self._drafting is None or self._decide(self._drafting, bool(scheduled.chunks))
             for _ in range(burst):
-                self._in_flight.append(self.runner.launch(drafts))
+                self._in_flight.append(self.runner.launch(drafts, self.scheduler.occupied))
                 self.totals.decode_steps += 1
         else:
             self._collect_first(1)
@@ -296,12 +296,14 @@ class Engine:
     def _take_logprobs(self, ints_RC: Ints, floats_RC: Floats, outputs: abc.Sequence[StepOutput]) -> None:
         """Where a request wants log probabilities, token by token."""
         chosen_R = (ints_RC[:, FLAGS] & (VALID | BAD) == VALID) & self._records.current(ints_RC)
-        rows = len(outputs[0].ints_NC)
+        ends_B = np.cumsum([len(output.ints_NC) for output in outputs])
         for row in np.flatnonzero(chosen_R).tolist():
             sequence = self._at(int(ints_RC[row, SLOT]))
             if sequence.logprobs is None:
                 continue
-            most, output, at = sequence.request.logprobs, outputs[row // rows], row % rows
+            number = int(np.searchsorted(ends_B, row, side="right"))
+            most, output = sequence.request.logprobs, outputs[number]
+            at = row - int(ends_B[number]) + len(output.ints_NC)
             tokens, logprobs = output.top_tokens_NK[at, :most].tolist(), output.top_logprobs_NK[at, :most].tolist()
             top = tuple(zip(tokens, logprobs, strict=True))
             sequence.logprobs.append(TokenLogprobs(logprob=float(floats_RC[row, LOGPROB]), top=top))

@@ -6,6 +6,7 @@ memory while the next ones run. On a CPU the same work runs at once.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -43,6 +44,8 @@ DRAFTS = 4
 """Passes that draft in a decode step, to one that verifies."""
 CHUNK, GPU_CHUNK = 256, 8192
 """Prompt tokens of one pass: a GPU needs thousands to be kept busy, and a CPU should not keep others waiting."""
+LEAST_ROWS = 32
+"""With fewer rows a decode step is hardly faster on a GPU."""
 OVERBOOKED = 2
 """Sequences for each token of a forward pass, where tokens differ in depth."""
 
@@ -103,6 +106,9 @@ class Runner:
             for _ in range((self.sizes.lag + 2) * self.sizes.burst)
         ]
         self._events = [torch.cuda.Event() if gpu else None for _ in self._outputs]  # type: ignore[no-untyped-call]
+        self._told = [rows] * len(self._outputs)
+        self.row_counts = row_counts(options.batch_size) if gpu and self.layout.kind == "whole" else ()
+        """Rows of decode steps for few sequences, rising. On a CPU rows that nobody needs cost nothing."""
         self._launched = 0
 
     def _program(self, ends: Sequence[int], exiting: Exiting | None, compiled: bool) -> Program:
@@ -182,20 +188,25 @@ class Runner:
         return [tuple(entries) for entries in self.state.entries_ST.index_select(0, slots_K).tolist()]
 
     @torch.no_grad()
-    def launch(self, drafts: bool = True) -> int:
-        """Start a decode step, with drafts where the program has any; returns its number, for `collect`."""
+    def launch(self, drafts: bool = True, sequences: int | None = None) -> int:
+        """Start a decode step, with drafts where the program has any; returns its number, for `collect`. Where no more than
+        `sequences` are on the device, rows for those are enough."""
         sampler = self.sampler
-        variant = SamplingVariant(sampler.mode, sampler.penalised, sampler.biased, sampler.alternatives, drafts)
+        rows = None if sequences is None else next((many for many in self.row_counts if many >= sequences), None)
+        variant = SamplingVariant(sampler.mode, sampler.penalised, sampler.biased, sampler.alternatives, drafts, rows)
         if self._captures:
-            if variant not in self._graphs:
-                self._capture(variant)
+            if variant not in self._graphs:  # with every number of rows: none should be waited for later
+                for many in (None, *self.row_counts):
+                    self._capture(dataclasses.replace(variant, rows=many))
             self._graphs[variant].replay()
         else:
             self.program.decode_step(variant)
         number = self._launched
         self._launched += 1
         at = number % len(self._outputs)
-        self._outputs[at].copy_(self.program.output, alternatives=variant.alternatives)
+        many = len(self.program.output.ints_NC) if rows is None else rows
+        self._told[at] = many
+        self._outputs[at].part(0, many).copy_(self.program.output.part(0, many), alternatives=variant.alternatives)
         if (event := self._events[at]) is not None:
             event.record()
         return number
@@ -205,7 +216,8 @@ class Runner:
         hold until another burst has begun."""
         if (event := self._events[numbers[-1] % len(self._outputs)]) is not None:
             event.synchronize()
-        return [self._outputs[number % len(self._outputs)] for number in numbers]
+        places = [number % len(self._outputs) for number in numbers]
+        return [self._outputs[at].part(0, self._told[at]) for at in places]
 
     def _capture(self, variant: SamplingVariant) -> None:
         """Capture a decode step. It is run a few times first, so that kernels are compiled; what it changes is put back."""
@@ -229,6 +241,11 @@ class Runner:
     def _changed(self) -> list[Tensor]:
         held = [self.state, self.program]
         return [value for one in held for value in vars(one).values() if isinstance(value, Tensor)]
+
+
+def row_counts(batch_size: int) -> tuple[int, ...]:
+    """A quarter and a half of the batch: each takes another capture."""
+    return tuple(many for many in (batch_size // 4, batch_size // 2) if many >= LEAST_ROWS)
 
 
 def _exits(plan: DepthPlan, exiting: Exiting | None) -> tuple[int, ...]:

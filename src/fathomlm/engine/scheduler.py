@@ -107,6 +107,11 @@ class Scheduler:
         return sum(sequence.state == "running" for sequence in self._placed.values())
 
     @property
+    def occupied(self) -> int:
+        """How many sequences are on the device."""
+        return len(self._placed)
+
+    @property
     def placed(self) -> tuple[Sequence, ...]:
         """Sequences on the device, in the order of their placement."""
         return tuple(self._placed.values())

@@ -36,6 +36,8 @@ class SamplingVariant:
     alternatives: bool = False
     drafts: bool = True
     """Whether a program that can draft does."""
+    rows: int | None = None
+    """How many rows run, where that is enough for all sequences on the device; None: as many as the batch size."""
 
     @property
     def greedy(self) -> bool:

@@ -1,6 +1,7 @@
 """Every token runs every step: plain and recursive models, with continuous sequence batching (the baseline of every figure).
 
-A row is a slot: what is in slot n is row n. Slots that are empty, or that wait for pages, are holes.
+A row is a slot: what is in slot n is row n. Slots that are empty, or that wait for pages, are holes. Where few are occupied,
+fewer rows run, and those that have something to do are looked for first.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from torch import Tensor
 from fathomlm.depth import Step
 from fathomlm.engine.device_state import ENTER, EngineState, PrefillBatch
 from fathomlm.engine.kv_pages import AttentionMetadata, attention_for
-from fathomlm.engine.programs.base import ProgramContext, SamplingVariant, StepOutput, TokenChooser
+from fathomlm.engine.programs.base import ProgramContext, SamplingVariant, StepOutput, TokenChooser, pick
 from fathomlm.engine.schedule import Placement
 
 
@@ -26,17 +27,19 @@ class WholeProgram:
         self._rows_N = torch.arange(parts.batch_size, device=device)
         self._depth_N = torch.full((parts.batch_size,), parts.plan.recursions, device=device)
         self._confidence_N = torch.zeros(parts.batch_size, device=device)
-        self._begin = parts.small(begin)
+        self._begin, self._pick = parts.small(begin), parts.small(pick_live)
         self._choose = TokenChooser(parts)
 
     def decode_step(self, variant: SamplingVariant) -> None:
-        parts, s = self.parts, self.parts.state
+        parts, s, N = self.parts, self.parts.state, variant.rows
+        rows_N = self._rows_N if N is None else self._pick(s.numbers_SC, s.entries_ST, s.capacity_ST, N)
         tokens_N, positions_N, live_N, *found = self._begin(
-            s.numbers_SC, s.entries_ST, s.capacity_ST, s.tables_STP, self._rows_N, parts.page_size
+            s.numbers_SC, s.entries_ST, s.capacity_ST, s.tables_STP, rows_N, parts.page_size
         )
         x_NM = parts.layers.run(parts.layers.enter(tokens_N), parts.plan.steps, AttentionMetadata(*found), positions_N)
         scores_NV = parts.layers.scores(x_NM)
-        self._choose(scores_NV, self._rows_N, live_N, self._depth_N, self._confidence_N, variant, self.output)
+        output = self.output if N is None else self.output.part(0, N)
+        self._choose(scores_NV, rows_N, live_N, self._depth_N[:N], self._confidence_N[:N], variant, output)
 
     def prefill(self, batch: PrefillBatch) -> None:
         prefill_whole(self.parts, batch)
@@ -69,13 +72,19 @@ def count_entries(state: EngineState, table: int, slots_N: Tensor) -> None:
     state.entries_ST[:, table].index_add_(0, slots_N, torch.ones_like(slots_N))
 
 
+def pick_live(numbers_SC: Tensor, entries_ST: Tensor, capacity_ST: Tensor, many: int) -> Tensor:
+    """The slots that have something to run, of which there are at most `many`."""
+    stage_S = numbers_SC[:, 2]
+    return pick((stage_S == ENTER) & (entries_ST[:, 0] < capacity_ST[:, 0]), torch.zeros_like(stage_S), many)
+
+
 def begin(
     numbers_SC: Tensor, entries_ST: Tensor, capacity_ST: Tensor, tables_STP: Tensor, rows_N: Tensor, page_size: int
 ) -> tuple[Tensor, ...]:
-    """Who runs, where, and what they see; their entry counts as made."""
+    """Who runs, where, and what they see; their entry counts as made. Rows are of different slots, but for the spare one."""
     token, position, stage = numbers_SC.index_select(0, rows_N)[:, :3].unbind(1)
     ranks_N = entries_ST[rows_N, 0]
     live_N = (stage == ENTER) & (ranks_N < capacity_ST[rows_N, 0])
     seen = attention_for(tables_STP, rows_N, torch.zeros_like(rows_N), ranks_N, live_N, page_size)
-    entries_ST[: rows_N.shape[0], 0] += live_N.long()
+    entries_ST[:, 0].index_add_(0, rows_N, live_N.long())
     return token, torch.where(live_N, position, 0), live_N, seen.slot_mapping_N, seen.table_NP, seen.lengths_N

@@ -145,9 +145,9 @@ class _TimedRunner(Runner):
         with self._stages("prefill"):
             return super().prefill(chunks, tokens, depths)
 
-    def launch(self, drafts: bool = True) -> int:
+    def launch(self, drafts: bool = True, sequences: int | None = None) -> int:
         with self._stages("launching"):
-            return super().launch(drafts)
+            return super().launch(drafts, sequences)
 
     def collect(self, numbers: Sequence[int]) -> list[StepOutput]:
         with self._stages("waiting"):
