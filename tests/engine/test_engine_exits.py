@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 from functools import cache
 from itertools import pairwise, product
 from typing import Any
@@ -42,12 +43,14 @@ def threshold(name: str, layers: tuple[int, ...], confidence: str = "gap") -> fl
 
 @cache
 def model(name: str) -> FathomForCausalLM:
-    if name not in ("gate", "classifier"):
+    if name not in ("gate", "classifier", "ouro"):
         return build(name)
+    architecture = dataclasses.replace(LLAMA, family="ouro", residual="sandwich") if name == "ouro" else LLAMA
     plan = DepthPlan.build("cycle", 4, 6, "add")
-    plan = plan.with_exits(plan.recursion_ends(), gate=name == "gate")
-    plan = plan.with_loop_norm() if name == "gate" else plan
-    made = FathomForCausalLM(FathomConfig.of(LLAMA, plan, exit_classifier=name == "classifier", dtype=torch.float32)).eval()
+    gated = name != "classifier"
+    plan = plan.with_exits(plan.recursion_ends(), gate=gated)
+    plan = plan.with_loop_norm() if gated else plan
+    made = FathomForCausalLM(FathomConfig.of(architecture, plan, exit_classifier=not gated, dtype=torch.float32)).eval()
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for key, parameter in made.named_parameters():
@@ -112,6 +115,22 @@ def test_exits_that_are_decided_otherwise(confidence: str, mode: str) -> None:
     stack = {"max_stack": 2} if mode == "parallel" else {}
     setting = Exiting(mode=mode, threshold=at, confidence=confidence, **stack)  # type: ignore[arg-type]
     compare(Engine(model(name), exiting=setting, **SMALL), setting, name)
+
+
+@pytest.mark.parametrize("mode", ["full", "parallel", "entry-copy"])
+@pytest.mark.parametrize("rows", [1, 4])
+def test_norms_behind_each_half_run_in_the_row_kernels(mode: str, rows: int) -> None:
+    """Ouro's layers: the kernels' plain twins say what the model's own modules say."""
+    setting = Exiting(mode="full") if mode == "full" else Exiting(mode=mode, threshold=0.85, confidence="gate")  # type: ignore[arg-type]
+    sizes = SMALL | {"batch_size": rows, "max_sequences": rows}
+    engine = Engine(model("ouro"), exiting=setting, fuse=True, **sizes)
+    assert engine.runner.layers.fused
+    wanted = generate(model("ouro"), MANY, max_new_tokens=NEW, exiting=setting)
+    results = engine.generate(MANY, max_new_tokens=NEW)
+    assert [r.tokens for r in results] == [w.tokens for w in wanted]
+    if mode != "full":
+        assert [r.depths for r in results] == [w.exit_layers for w in wanted]
+        assert len({depth for result in results for depth in result.depths or ()}) > 2
 
 
 @pytest.mark.parametrize("mode", ["state-copy", "entry-copy"])

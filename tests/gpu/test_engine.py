@@ -71,8 +71,9 @@ CASES: dict[str, Any] = {
     "exits, a gate": (
         lambda: gated("gate"), lambda: Exiting(mode="parallel", threshold=0.75, confidence="gate", max_stack=2)
     ),
+    "whole, norms behind each half": (lambda: gated("ouro"), None),
     "exits, entries copied": (
-        lambda: gated("gate"), lambda: Exiting(mode="entry-copy", threshold=0.75, confidence="gate")
+        lambda: gated("ouro"), lambda: Exiting(mode="entry-copy", threshold=0.85, confidence="gate")
     ),
     "drafts": (
         lambda: build("own-layer"), lambda: exiting("own-layer", "speculative", threshold=0.0, max_stack=4)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from fathomlm.kernels import grouped_lora, paged_attention, paged_write, row_linear, row_qkv, wide_rows
+from fathomlm.kernels import grouped_lora, norm, paged_attention, paged_write, row_linear, row_qkv, wide_rows
 from fathomlm.kernels.quantized import GPU_KINDS, Kind, QuantizedWeight
 from fathomlm.kernels.row_blocks import Blocks, share_of
 from fathomlm.kernels.triton_here import triton
@@ -78,9 +78,19 @@ def test_add_linear(rows: int, split: int) -> None:
         fast = row_linear._triton_add_linear(stream, x, weight, None, given, Blocks(16, 32, split=split))
         torch.testing.assert_close(fast, wanted, **NEAR)
     assert not space.arrived.any()
+    alone = row_linear._triton_add_linear(None, x, weight, None, space, Blocks(16, 32, split=split))
+    torch.testing.assert_close(alone, row_linear.plain_add_linear(None, x, weight), **NEAR)
     assert share_of(200, split) * split >= 200
     row_linear._triton_add_linear(stream, x, weight, stream, space, Blocks(16, 32, split=split))
     torch.testing.assert_close(stream, wanted, **NEAR)
+
+
+def test_add_norm() -> None:
+    random = randoms()
+    stream, branch, weight = random(5, 100), random(5, 72), random(72)
+    wanted = norm.plain_add_norm(stream[:, 16:88].clone(), branch, weight, 1e-2)
+    norm._triton_add_norm(stream[:, 16:88], branch, weight, 1e-2)
+    torch.testing.assert_close(stream[:, 16:88], wanted, **NEAR)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])

@@ -1,8 +1,9 @@
 """The model's layers over rows: one token each, of different sequences and recursions.
 
 Three ways to run a layer that agree but for rounding. `fused` multiplies with packed weights in a few kernels made for few
-rows, for plain pre-norm layers without relaxation; `quantized` runs such layers in one call on a CPU, where their weights
-are integers. `blocks` runs the model's own modules, whatever their family, and asks only attention to look into pages.
+rows, for layers with a norm before each half, and perhaps one behind it (Ouro), without relaxation; `quantized` runs layers
+of the first kind in one call on a CPU, where their weights are integers. `blocks` runs the model's own modules, whatever
+their family, and asks only attention to look into pages.
 On a CPU rows that stand for nothing are left out of every pass.
 
 Shapes: N rows, M hidden width, D head width, H query heads, P positions.
@@ -23,10 +24,11 @@ from fathomlm.engine.layout import Layout
 from fathomlm.errors import UnsupportedModel
 from fathomlm.kernels.cpu_layers import CpuLayers, StepEntries, describe
 from fathomlm.kernels.grouped_lora import add_grouped_lora
+from fathomlm.kernels.norm import add_norm
 from fathomlm.kernels.paged_attention import choose_splits, paged_attention, workspace_size
 from fathomlm.kernels.paged_write import write_entries
 from fathomlm.kernels.rope import rope_table
-from fathomlm.kernels.row_linear import SplitSpace, add_linear, norm_gated, norm_linear
+from fathomlm.kernels.row_linear import RowWeight, SplitSpace, add_linear, norm_gated, norm_linear
 from fathomlm.kernels.row_qkv import norm_qkv_rope_write
 from fathomlm.kernels.wide_rows import MANY_ROWS
 from fathomlm.model.blocks import Block, StepContext
@@ -258,10 +260,17 @@ class PagedLayers:
                 q_NHD, k_pages, v_pages, attention.table_NP, attention.lengths_N, a.scale, a.window(step.origin),
                 scratch.splits, scratch.attention, sequence_N=attention.sequence_N, arrived=scratch.arrived,
             )  # fmt: skip
-            add_linear(x_NM, mixed_NHD.flatten(1), packed.o_MW, out=x_NM, space=scratch.sums)
+            self._add(x_NM, mixed_NHD.flatten(1), packed.o_MW, packed.after_attn_M, scratch.sums)
             inner_NI = norm_gated(x_NM, packed.both_2IM, eps)
-            add_linear(x_NM, inner_NI, packed.down_MI, out=x_NM, space=scratch.sums)
+            self._add(x_NM, inner_NI, packed.down_MI, packed.after_mlp_M, scratch.sums)
         return x_NM
+
+    def _add(self, x_NM: Tensor, inner_NK: Tensor, weight_MK: RowWeight, after_M: Tensor | None, sums: SplitSpace) -> None:
+        """A half's last product onto the stream, through the norm behind it where there is one."""
+        if after_M is None:
+            add_linear(x_NM, inner_NK, weight_MK, out=x_NM, space=sums)
+        else:
+            add_norm(x_NM, add_linear(None, inner_NK, weight_MK, space=sums), after_M, self.architecture.norm_eps)
 
     # Integers, on a CPU.
 

@@ -113,11 +113,11 @@ def plain_norm_gated(x_NM: Tensor, both_2IM: RowWeight, eps: float, out: Tensor 
 
 
 def add_linear(
-    stream_NM: Tensor, x_NK: Tensor, weight_MK: RowWeight, out: Tensor | None = None, space: SplitSpace | None = None
+    stream_NM: Tensor | None, x_NK: Tensor, weight_MK: RowWeight, out: Tensor | None = None, space: SplitSpace | None = None
 ) -> Tensor:
-    """stream + x @ weight^T. `out` may be the stream itself, but must not overlap x. The same input gives the same bits:
-    where programs share a sum, whichever comes last adds the shares in order. Without `space` none do, which is slower where
-    rows and columns are few."""
+    """stream + x @ weight^T, or without a stream the product alone. `out` may be the stream itself, but must not overlap x.
+    The same input gives the same bits: where programs share a sum, whichever comes last adds the shares in order. Without
+    `space` none do, which is slower where rows and columns are few."""
     if many_rows(x_NK):
         return wide_add_linear(stream_NM, x_NK, whole_weight(weight_MK, x_NK.dtype), out)
     if triton is not None and x_NK.is_cuda:
@@ -125,9 +125,10 @@ def add_linear(
     return plain_add_linear(stream_NM, x_NK, weight_MK, out)
 
 
-def plain_add_linear(stream_NM: Tensor, x_NK: Tensor, weight_MK: RowWeight, out: Tensor | None = None) -> Tensor:
+def plain_add_linear(stream_NM: Tensor | None, x_NK: Tensor, weight_MK: RowWeight, out: Tensor | None = None) -> Tensor:
     """The meaning."""
-    return _given(out, stream_NM + plain_product(x_NK, weight_MK), stream_NM.dtype)
+    product_NM = plain_product(x_NK, weight_MK)
+    return _given(out, product_NM, x_NK.dtype) if stream_NM is None else _given(out, stream_NM + product_NM, stream_NM.dtype)
 
 
 def plain_product(x: Tensor, weight: RowWeight) -> Tensor:
@@ -270,7 +271,7 @@ if triton is not None:
     def _add_linear_kernel(  # type: ignore[no-untyped-def]
         stream_ptr, stream_stride, x_ptr, x_stride, weight_ptr, scales_ptr, out_ptr, out_stride, partial_ptr, arrived_ptr,
         rows, width,
-        DEPTH: tl.constexpr, SHARE: tl.constexpr, SPLIT: tl.constexpr,
+        DEPTH: tl.constexpr, SHARE: tl.constexpr, SPLIT: tl.constexpr, ADDS: tl.constexpr,
         ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr, KEEP: tl.constexpr, SCALED: tl.constexpr,
         EARLY: tl.constexpr,
     ):  # fmt: skip
@@ -294,9 +295,11 @@ if triton is not None:
                     total += tl.load(tile_ptr + share * ROWS * COLUMNS, cache_modifier=".cg")
                 tl.store(arrived_ptr + tile, 0)
             here = here & last
-        stream = tl.load(stream_ptr + row[:, None] * stream_stride + column[None, :], mask=here, other=0.0)
-        out = (stream.to(tl.float32) + total).to(out_ptr.dtype.element_ty)
-        tl.store(out_ptr + row[:, None] * out_stride + column[None, :], out, mask=here)
+        if ADDS:
+            stream = tl.load(stream_ptr + row[:, None] * stream_stride + column[None, :], mask=here, other=0.0)
+            total += stream.to(tl.float32)
+        at = row[:, None] * out_stride + column[None, :]
+        tl.store(out_ptr + at, total.to(out_ptr.dtype.element_ty), mask=here)
 
     def _triton_norm_linear(
         x_NM: Tensor,
@@ -337,16 +340,17 @@ if triton is not None:
         return out
 
     def _triton_add_linear(
-        stream_NM: Tensor,
+        stream_NM: Tensor | None,
         x_NK: Tensor,
         weight_MK: RowWeight,
         out: Tensor | None = None,
         space: SplitSpace | None = None,
         blocks: Blocks | None = None,
     ) -> Tensor:
-        (N, M), K = stream_NM.shape, x_NK.shape[1]
-        out = torch.empty_like(stream_NM) if out is None else out
-        w = check_rows(weight_MK, x_NK, out, stream_NM)
+        (N, K), M = x_NK.shape, weight_MK.shape[0]
+        out = (x_NK if stream_NM is None else stream_NM).new_empty(N, M) if out is None else out
+        stream = out if stream_NM is None else stream_NM  # without one nobody looks at it
+        w = check_rows(weight_MK, x_NK, out, stream)
         b = blocks or product_blocks(N, M, K, w.size, splits=space is not None)
         tall, share = row_block(N, x_NK.element_size(), narrow=w.narrow), share_of(K, b.split)
         grid = (triton.cdiv(N, tall), triton.cdiv(M, b.columns), triton.cdiv(K, share))
@@ -357,9 +361,9 @@ if triton is not None:
             and space.arrived.numel() >= grid[0] * grid[1]
         ), "the scratch is for fewer rows or a narrower stream"
         _add_linear_kernel[grid](
-            stream_NM, stream_NM.stride(0), x_NK, x_NK.stride(0), w.data, w.scales, out, out.stride(0), *space, N, M,
-            DEPTH=K, SHARE=share, SPLIT=grid[2], ROWS=tall, COLUMNS=b.columns, BLOCK=b.depth, KEEP=grid[0] > 1,
-            SCALED=w.narrow, num_warps=b.warps, num_stages=b.stages, **early_launch(),
+            stream, stream.stride(0), x_NK, x_NK.stride(0), w.data, w.scales, out, out.stride(0), *space, N, M,
+            DEPTH=K, SHARE=share, SPLIT=grid[2], ADDS=stream_NM is not None, ROWS=tall, COLUMNS=b.columns, BLOCK=b.depth,
+            KEEP=grid[0] > 1, SCALED=w.narrow, num_warps=b.warps, num_stages=b.stages, **early_launch(),
         )  # fmt: skip
         return out
 

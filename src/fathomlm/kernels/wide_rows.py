@@ -113,8 +113,10 @@ if triton is not None:
         )  # fmt: skip
         return out
 
-    def wide_add_linear(stream_NM: Tensor, x_NK: Tensor, weight_MK: Tensor, out: Tensor | None) -> Tensor:
+    def wide_add_linear(stream_NM: Tensor | None, x_NK: Tensor, weight_MK: Tensor, out: Tensor | None) -> Tensor:
         """The product is added where the stream lies, or beside it; the library adds in float32."""
+        if stream_NM is None:
+            return wide_linear(x_NK, weight_MK, None, out)
         if out is stream_NM:
             return stream_NM.addmm_(x_NK, weight_MK.T)
         return (

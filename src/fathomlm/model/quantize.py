@@ -33,7 +33,7 @@ def quantize_layers(decoder: LayerStack, kind: Kind, library: CpuLibrary | None)
     if decoder.architecture.experts:
         raise OptionError("quantize cannot be combined with experts: their weights would stay as they are")
     for name, layer in (*decoder.layers.named_children(), *decoder.exit_blocks.named_children()):
-        if library is None and isinstance(layer, Block) and layer.packs and not decoder.deltas:
+        if library is None and isinstance(layer, Block) and layer.packs_rows and not decoder.deltas:
             _pack(layer, kind, name)
             continue
         for path, linear in list(layer.named_modules()):
@@ -80,6 +80,7 @@ def _pack(layer: Block, kind: Kind, name: str) -> None:
     layer.rows = PackedRows(
         packed(attn, ("q", "k", "v"), layer.norm_attn), packed(attn, ("o",)),
         packed(mlp, ("gate", "up"), layer.norm_mlp), packed(mlp, ("down",)),
+        *layer.after(),
     )  # fmt: skip
 
 

@@ -229,11 +229,15 @@ class LayerStack(nn.Module):
         dtype = self.embed.weight.dtype
         return {i: layer.pack(dtype) for i, layer in layers.items() if isinstance(layer, Block) and layer.packs}
 
+    @torch.no_grad()
     def pack_rows(self, own: Sequence[Step] = ()) -> dict[int, PackedRows]:
         """`pack_layers` for the kernels of decoding rows; of layers in integers, what they are packed in already."""
         layers = {**dict(enumerate(self.layers)), **{step.layer: self.layer_of(step) for step in own}}
-        found = {i: layer.rows for i, layer in layers.items() if isinstance(layer, Block) and layer.rows is not None}
-        return found or {i: PackedRows(*packed) for i, packed in self.pack_layers(own).items()}
+        blocks = {i: layer for i, layer in layers.items() if isinstance(layer, Block)}
+        found = {i: layer.rows for i, layer in blocks.items() if layer.rows is not None}
+        fits = {} if self.deltas else {i: layer for i, layer in blocks.items() if layer.packs_rows}
+        dtype = self.embed.weight.dtype
+        return found or {i: PackedRows(*layer.pack(dtype), *layer.after()) for i, layer in fits.items()}
 
     def keep_entries(self, x_BTM: Tensor, steps: Sequence[Step], masks: AttentionMasks, cache: Cache) -> None:
         """Store what steps would make of the same residual stream as keys and values; nothing else of them runs."""

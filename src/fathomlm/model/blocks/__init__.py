@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from fathomlm.cache import Entries
 from fathomlm.depth import Architecture
 from fathomlm.kernels.attention import attention, split_heads
+from fathomlm.kernels.half import effective_weight
 from fathomlm.kernels.norm import RMSNorm
 from fathomlm.model.blocks.parts import Block, Packed, StepContext, build_linear, build_norm
 
@@ -20,11 +21,7 @@ class PreNormBlock(Block):
 
     @property
     def packs(self) -> bool:
-        normed = all(isinstance(norm, RMSNorm) for norm in (self.norm_attn, self.norm_mlp))
-        # Linears that another package has wrapped (PEFT) add to what their weights say.
-        linears = (self.attn.q, self.attn.k, self.attn.v, self.attn.o, *self.mlp.children())
-        own = all(isinstance(linear, nn.Linear) for linear in linears if not isinstance(linear, RMSNorm))
-        return normed and own and self.attn.plain and self.mlp.plain and not self.attn.o_bias
+        return self._plain_halves
 
     def forward(self, x: Tensor, step: StepContext) -> Tensor:
         x = self.attn.behind(self.norm_attn, x, step)
@@ -32,12 +29,21 @@ class PreNormBlock(Block):
 
 
 class SandwichBlock(Block):
-    """Norm before and after each half: Gemma 3."""
+    """Norm before and after each half: Gemma 3, Ouro."""
 
     def __init__(self, architecture: Architecture) -> None:
         super().__init__(architecture)
         self.norm_attn_out = build_norm(architecture)
         self.norm_mlp_out = build_norm(architecture)
+
+    @property
+    def packs_rows(self) -> bool:
+        return self._plain_halves and None not in self.after()
+
+    def after(self) -> tuple[Tensor | None, Tensor | None]:
+        norms = (self.norm_attn_out, self.norm_mlp_out)
+        attn, mlp = (effective_weight(n.weight, n.plus_one) if isinstance(n, RMSNorm) else None for n in norms)
+        return attn, mlp
 
     def forward(self, x: Tensor, step: StepContext) -> Tensor:
         mixed = self.attn(step.norm("norm_attn", self.norm_attn, x), step)
@@ -48,6 +54,10 @@ class SandwichBlock(Block):
 
 class AroundBlock(SandwichBlock):
     """Norm before each half, and over its sum with the stream: Huginn."""
+
+    @property
+    def packs_rows(self) -> bool:
+        return False
 
     def forward(self, x: Tensor, step: StepContext) -> Tensor:
         mixed = self.attn(step.norm("norm_attn", self.norm_attn, x), step)

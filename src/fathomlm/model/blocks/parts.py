@@ -46,6 +46,9 @@ class PackedRows(NamedTuple):
     o_MW: RowWeight
     both_2IM: RowWeight
     down_MI: RowWeight
+    after_attn_M: Tensor | None = None
+    """The weights of the norms between a half and the stream, in float32; None where there are none."""
+    after_mlp_M: Tensor | None = None
 
 
 class Addition(Protocol):
@@ -158,6 +161,23 @@ class Block(nn.Module):
     def packs(self) -> bool:
         """Whether both halves have training forms that take packed weights."""
         return False
+
+    @property
+    def packs_rows(self) -> bool:
+        """Whether the kernels for decoding rows run it. Those also know a norm behind each half (`after`)."""
+        return self.packs
+
+    @property
+    def _plain_halves(self) -> bool:
+        normed = all(isinstance(norm, RMSNorm) for norm in (self.norm_attn, self.norm_mlp))
+        # Linears that another package has wrapped (PEFT) add to what their weights say.
+        linears = (self.attn.q, self.attn.k, self.attn.v, self.attn.o, *self.mlp.children())
+        own = all(isinstance(linear, nn.Linear) for linear in linears if not isinstance(linear, RMSNorm))
+        return normed and own and self.attn.plain and self.mlp.plain and not self.attn.o_bias
+
+    def after(self) -> tuple[Tensor | None, Tensor | None]:
+        """The last two of `PackedRows`."""
+        return None, None
 
     def pack(self, dtype: torch.dtype) -> Packed:
         """The weights for `StepContext.packed`."""
