@@ -237,6 +237,7 @@ class Run(LedgerOptions):
     split: bool = option(False, help="also start a run that will not finish in time; it is saved under --work")
     retry_failed: bool = option(False, help="repeat failed runs")
     keep: bool = option(False, help="keep the trained models under --work")
+    tasks: Path | None = option(None, metavar="DIR", help="files of the tasks that the studies score, as eval --data")
     device: str = option("auto", metavar="DEVICE", help="auto, cpu, cuda or cuda:N")
     commit: str | None = option(None, metavar="HASH", help="commit for the records, where this is not a git checkout")
 
@@ -260,7 +261,13 @@ class Run(LedgerOptions):
         claims = Claims(self.work)
         with closing(claims), TrainingBar("study") as bar:
             executor = TrainingExecutor(
-                studies, place, commit=commit, keep=self.keep, processes=claims.processes, watch=lambda job: bar
+                studies,
+                place,
+                commit=commit,
+                keep=self.keep,
+                tasks=self.tasks,
+                processes=claims.processes,
+                watch=lambda job: bar,
             )
             pace = Pace(ledger.all(), executor.device, claims.processes())
             outcome = work_off(

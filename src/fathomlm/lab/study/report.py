@@ -15,6 +15,7 @@ from fathomlm.lab.analyze.scaling import architecture_name
 from fathomlm.lab.drawing import DASHES, LINES, MARKERS, check_matplotlib, new_figure, plain_axes, save_figure
 from fathomlm.lab.study.ledger import Ledger
 from fathomlm.lab.study.results import METRICS, Judged, Results, Row, collect, overall
+from fathomlm.lab.study.scores import counted
 from fathomlm.lab.study.spec import Claim, Study
 from fathomlm.lab.study.stats import Difference
 from fathomlm.lab.tables import Rows, markdown
@@ -93,6 +94,8 @@ def _section(results: Results, out: Path) -> list[str]:
     lines += [*markdown(main_table(results)), "", f"![{study.title}]({picture_path(out, study).name})\n"]
     if (metrics := metric_table(results)) is not None:
         lines += ["Routers on validation rows, means over seeds:\n", *markdown(metrics), ""]
+    if (scores := score_table(results)) is not None:
+        lines += ["Tasks in %, ± 95 % over their examples; texts in nats per token:\n", *markdown(scores), ""]
     if (fits := fit_table(results)) is not None:
         lines += ["Quadratic fits over the logarithm of the size:\n", *markdown(fits), ""]
     for claim, judged in _by_claim(results):
@@ -166,6 +169,27 @@ def metric_table(results: Results) -> Rows | None:
             label = row.variant.name if len(results.study.budgets) == 1 else f"{row.variant.name}, {row.budget.name}"
             rows.append([label, *("-" if value is None else f"{value:.4f}" for value in values)])
     return rows
+
+
+def score_table(results: Results) -> Rows | None:
+    """What finished models know, means over seeds; None where nothing was scored. An interval says how much the examples
+    decide; two models answer the same ones."""
+    scored = [row for row in results.rows if any(record.get("scores") for record in row.records.values())]
+    if not scored:
+        return None
+    rows = [["variant", *results.study.scores]]
+    for row in scored:
+        label = row.variant.name if len(results.study.budgets) == 1 else f"{row.variant.name}, {row.budget.name}"
+        rows.append([label, *(_score(row, task) for task in results.study.scores)])
+    return rows
+
+
+def _score(row: Row, task: str) -> str:
+    found = [counted(record["scores"][task]) for record in row.records.values() if task in record.get("scores", {})]
+    if not found:
+        return "-"
+    value, error = fmean(value for value, _ in found), found[0][1]
+    return f"{value:.4f}" if error is None else f"{100 * value:.1f} ± {196 * error:.1f}"
 
 
 def claim_table(judged: Sequence[Judged]) -> Rows:

@@ -12,6 +12,7 @@ from typing import Any
 from fathomlm.lab.analyze.scaling import FinishedRun, ScalingFit, architecture_name, fit_runs
 from fathomlm.lab.study.jobs import Job, Place, jobs_of
 from fathomlm.lab.study.ledger import Record, identity
+from fathomlm.lab.study.scores import counted
 from fathomlm.lab.study.spec import Budget, Claim, Study, Variant
 from fathomlm.lab.study.stats import BySeed, Difference, Verdict, difference, judge_order, judge_same
 
@@ -97,6 +98,9 @@ class Results:
 
 
 def metric_of(record: Record, metric: str) -> float | None:
+    """Its loss, a part of its last validation, or what a task is compared by."""
+    if metric in record.get("scores", {}):
+        return counted(record["scores"][metric])[0]
     value = record["loss"] if metric == "loss" else record["final"].get(metric)
     return None if value is None else float(value)
 

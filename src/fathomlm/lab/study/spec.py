@@ -21,7 +21,7 @@ KINDS = ("train",)
 """What a study's runs are. Another kind needs an executor beside `study/training.py`."""
 FIELDS = (
     "name", "title", "thesis", "kind", "common", "variants", "axes", "without", "baseline", "budgets", "chain", "seeds",
-    "passes", "claims", "example",
+    "passes", "scores", "claims", "example",
 )  # fmt: skip
 CLAIM_FIELDS = ("text", "thesis", "lower", "higher", "same", "within", "metric", "best", "budgets")
 PASSES = 4.0
@@ -110,6 +110,8 @@ class Study:
     """Budgets share their plateau: a larger one branches from the smaller one's checkpoint before its cool-down."""
     seeds: tuple[int, ...]
     passes: float
+    scores: Mapping[str, int | None]
+    """Tasks and texts that finished models are scored on, each with how many of its first rows; None is all."""
     claims: tuple[Claim, ...]
     axes: Mapping[str, tuple[str, ...]]
     example: bool
@@ -210,6 +212,7 @@ def build_study(values: Values, where: str) -> Study:
         chain=bool(values.get("chain", False)),
         seeds=tuple(seeds),
         passes=float(values.get("passes", PASSES)),
+        scores=_scores(values.get("scores") or {}, where),
         claims=tuple(_claim(claim, where) for claim in values.get("claims") or ()),
         axes=axes,
         example=bool(values.get("example", False)),
@@ -239,6 +242,15 @@ def _variants(values: Values, where: str) -> tuple[dict[str, tuple[str, ...]], t
             raise OptionError(f"{where}: {choices('variant in without', str(name), names)}")
     found = [variant for variant in found if variant.name not in (values.get("without") or ())]
     return {axis: tuple(places) for axis, places in axes.items()}, tuple(found)
+
+
+def _scores(values: Any, where: str) -> dict[str, int | None]:
+    def fits(rows: object) -> bool:
+        return rows is None or (type(rows) is int and rows >= 1)
+
+    if not isinstance(values, dict) or not all(fits(rows) for rows in values.values()):
+        raise OptionError(f"{where}: scores must name tasks with a number of rows, such as hellaswag: 500, or null for all")
+    return {str(task): rows for task, rows in values.items()}
 
 
 def _claim(values: Values, where: str) -> Claim:

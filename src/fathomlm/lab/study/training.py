@@ -28,6 +28,7 @@ from fathomlm.lab.environment import free_memory
 from fathomlm.lab.study.jobs import Job, Place, Shaped, shape_of
 from fathomlm.lab.study.ledger import Record, identifying_settings
 from fathomlm.lab.study.queue import Broken, Stopped, Visit, overhead_of
+from fathomlm.lab.study.scores import read_wanted, score
 from fathomlm.lab.study.spec import Budget, Planned, Study
 from fathomlm.train.report import SilentWatcher, Watcher, read_records, strict
 from fathomlm.train.resume import newest_whole
@@ -85,11 +86,14 @@ class TrainingExecutor:
         *,
         commit: str | None = None,
         keep: bool = False,
+        tasks: Path | None = None,
         processes: Callable[[], int] = lambda: 1,
         watch: Callable[[Job], Watcher] = lambda job: SilentWatcher(),
     ) -> None:
-        """`keep` leaves the trained models under the work directory; `processes` says how many share the device now."""
+        """`keep` leaves the trained models under the work directory; `tasks` has the files of what studies score;
+        `processes` says how many share the device now."""
         self._studies = {study.name: study for study in studies}
+        self._scored = {study.name: read_wanted(study, tasks) for study in studies}
         self._place = place
         self._commit = commit
         self._keep = keep
@@ -140,6 +144,9 @@ class TrainingExecutor:
         if not summary.finished:
             raise Stopped(by_user=not guard.stop_requested, rate=guard.rate)
         record = self._finished(job, summary, wall=time.perf_counter() - begin, steps=summary.step - before)
+        if wanted := self._scored[job.run.study]:
+            record["scores"] = strict(score(self._place.directory(job.run) / "last", wanted, shaped.recipe.device))
+            free_memory()
         record["processes"] = max(processes, self._processes())
         self._tidy(job)
         return record
