@@ -78,6 +78,6 @@ if triton is not None:
         wide = triton.next_power_of_2(M)
         _add_norm_kernel[(N,)](
             stream_NM, stream_NM.stride(0), branch_NM, branch_NM.stride(0), weight_M, eps, WIDTH=M, WIDE=wide,
-            num_warps=min(16, max(1, wide // 256)), **early_launch(),
+            num_warps=min(16, max(1, wide // 256)), **early_launch(N),
         )  # fmt: skip
         return stream_NM

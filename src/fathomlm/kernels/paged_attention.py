@@ -242,7 +242,7 @@ if triton is not None:
             arrived, scale * k_scale * math.log2(math.e), v_scale, H, G, len(k_pages), table_NP.shape[1], D=D, WIDE=wide,
             PER_GROUP=H // G, HEADS=max(16, triton.next_power_of_2(H // G)), PAGE=page, BLOCK=b.entries,
             WINDOW=window or 0, SPLITS=splits, PARTS=triton.next_power_of_2(splits),
-            num_warps=b.warps, num_stages=b.stages, **early_launch(),
+            num_warps=b.warps, num_stages=b.stages, **early_launch(N),
         )  # fmt: skip
         return out
 

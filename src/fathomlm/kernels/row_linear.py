@@ -320,7 +320,7 @@ if triton is not None:
         _norm_linear_kernel[grid](
             x_NM, x_NM.stride(0), w.data, w.scales, out, out.stride(0), N, W, eps, DEPTH=M, ROWS=tall, COLUMNS=b.columns,
             BLOCK=b.depth, NORM=scale, KEEP=grid[0] > 1, SCALED=w.narrow, num_warps=b.warps, num_stages=b.stages,
-            **early_launch(),
+            **early_launch(N),
         )  # fmt: skip
         return out
 
@@ -335,7 +335,7 @@ if triton is not None:
         grid = (triton.cdiv(N, tall), triton.cdiv(width, b.columns))
         _norm_gated_kernel[grid](
             x_NM, x_NM.stride(0), w.data, w.scales, out, out.stride(0), N, width, eps, DEPTH=M, ROWS=tall, COLUMNS=b.columns,
-            BLOCK=b.depth, KEEP=grid[0] > 1, SCALED=w.narrow, num_warps=b.warps, num_stages=b.stages, **early_launch(),
+            BLOCK=b.depth, KEEP=grid[0] > 1, SCALED=w.narrow, num_warps=b.warps, num_stages=b.stages, **early_launch(N),
         )  # fmt: skip
         return out
 
@@ -363,7 +363,7 @@ if triton is not None:
         _add_linear_kernel[grid](
             stream, stream.stride(0), x_NK, x_NK.stride(0), w.data, w.scales, out, out.stride(0), *space, N, M,
             DEPTH=K, SHARE=share, SPLIT=grid[2], ADDS=stream_NM is not None, ROWS=tall, COLUMNS=b.columns, BLOCK=b.depth,
-            KEEP=grid[0] > 1, SCALED=w.narrow, num_warps=b.warps, num_stages=b.stages, **early_launch(),
+            KEEP=grid[0] > 1, SCALED=w.narrow, num_warps=b.warps, num_stages=b.stages, **early_launch(N),
         )  # fmt: skip
         return out
 

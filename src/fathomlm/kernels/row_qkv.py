@@ -137,6 +137,6 @@ if triton is not None:
             out, k_pages, v_pages, slots_N, N, slot_count(k_pages), eps, k_scale, v_scale, heads, groups,
             DEPTH=M, HALF=D // 2, ROWS=tall, PAIRS=pairs,
             BLOCK=b.depth, KEEP=grid[0] > 1, LARGEST=LARGEST_FLOAT8, SCALED=w.narrow,
-            num_warps=b.warps, num_stages=b.stages, **early_launch(),
+            num_warps=b.warps, num_stages=b.stages, **early_launch(N),
         )  # fmt: skip
         return out
