@@ -125,10 +125,9 @@ class KVPages:
             copy_page(pages, order.source, order.target)
 
     def repeat(self, pool: int, planes_RL: Tensor, slots_N: Tensor, recursion_N: Tensor) -> None:
-        """Entries of rows that left their loops with a recursion, once more for each later one (`copy_entries`). Slots are
-        those of `AttentionMetadata.slot_mapping_N`, of whatever plane."""
-        slots, (k, v) = self.stride(pool) * self.page_size, self._pools[pool]
-        copy_entries(k, v, planes_RL, torch.where(slots_N >= 0, slots_N % slots, -1), recursion_N)
+        """Entries that a row's last recursion made, once more for each later one (`copy_entries`)."""
+        k, v = self._pools[pool]
+        copy_entries(k, v, planes_RL, slots_N, recursion_N)
 
     @property
     def bytes(self) -> int:

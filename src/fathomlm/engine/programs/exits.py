@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from typing import Literal, NamedTuple
 
@@ -136,6 +137,9 @@ class ExitProgram:
         self._begin = {self.numbers[name]: parts.small(self._begin_plain) for name in self.passes}
         self._end = parts.small(self._end_plain)
         self._find_exits = parts.small(self._exit_plain)
+        self._classified = parts.small(self._classified_plain)
+        self._left = parts.small(self._left_plain)
+        self._repeat = partial(parts.layers.pages.repeat, 0, self._planes_RL)
         self._choose = TokenChooser(parts)
 
     @property
@@ -169,8 +173,11 @@ class ExitProgram:
                 layers.keep(x_NM, self.own[k], seen, batch.positions_N)
             if k < self.last and batch.depths_N is not None:
                 leaves_N = batch.depths_N == self._ends_B[k]
-                at = (batch.slots_N, batch.positions_N, seen.slot_mapping_N)
-                self._copy_entries(x_NM, leaves_N, torch.full_like(batch.slots_N, k), *at, [k])
+                here_N = torch.full_like(batch.slots_N, k)
+                if self.copies == "entries":
+                    self._repeat(*self._left_plain(leaves_N, here_N, seen.slot_mapping_N))
+                else:
+                    self._copy_states(x_NM, leaves_N, here_N, batch.slots_N, batch.positions_N, [k])
                 stays_K = (~leaves_N).nonzero()[:, 0]
                 x_NM, batch = x_NM[stays_K], batch.rows(stays_K)
                 if not len(stays_K):
@@ -224,9 +231,11 @@ class ExitProgram:
     ) -> None:  # fmt: skip
         """Who exits, who is chosen, and what waits from here on."""
         exits_N, chosen_N, choice_N, confidence_N, depth_N, flags_N = self._find_exits(scores_NV, sure_N, rows)
-        if self.copies and kind != self.last:
-            at = (rows.slots_N, rows.positions_N, rows.slot_mapping_N)
-            self._copy_entries(x_NM, exits_N, rows.segment_N, *at, range(self.last) if kind == ALL else [kind])
+        if self.copies == "entries" and kind != self.last:
+            self._repeat(*self._left(exits_N, rows.segment_N, rows.slot_mapping_N))
+        elif self.copies == "state" and kind != self.last:
+            segments = range(self.last) if kind == ALL else [kind]
+            self._copy_states(x_NM, exits_N, rows.segment_N, rows.slots_N, rows.positions_N, segments)
         self._choose(scores_NV, rows.slots_N, chosen_N, depth_N, confidence_N, variant, output, flags_N)
         self._end(rows, chosen_N, x_NM, choice_N, confidence_N)
 
@@ -256,12 +265,19 @@ class ExitProgram:
         if not self._classifiers:
             return MEASURES[self._measure](exit)
         exits = range(self.last) if kind == ALL else [min(kind, self.last - 1)]
+        if self._measure == "gate" and not self._own_heads:  # one gate, which reads the same at every exit
+            exits = exits[:1]
+        assert exit.read_RM is not None
+        return self._classified(exit.read_RM, rows, exits)
+
+    def _classified_plain(self, read_NM: Tensor, rows: Rows, exits: Sequence[int]) -> Tensor:
         before_N = self.confidence_SK[rows.slots_N, rows.positions_N % self.places]
         before_N = torch.where(rows.segment_N == 0, 0.0, before_N)
         found_N = torch.zeros_like(before_N)
-        for k in exits:
-            here = replace(exit, classifier=self._classifiers[self.exits[k]], before=before_N)
-            found_N = torch.where(rows.segment_N == k, MEASURES[self._measure](here), found_N)
+        for number, k in enumerate(exits):
+            at = AtExit(read_NM, read_NM, read_NM, self._classifiers[self.exits[k]], before=before_N)
+            sure_N = MEASURES[self._measure](at)
+            found_N = torch.where(rows.segment_N == k, sure_N, found_N) if number else sure_N
         return found_N
 
     def _begin_plain(self, kind: int) -> tuple[Tensor, ...]:
@@ -334,17 +350,18 @@ class ExitProgram:
         chosen_N = exits_N | (rows.current_N & ends_N)
         return exits_N, chosen_N, choice_N, confidence_N, self._ends_B[rows.segment_N], flags_N
 
-    def _copy_entries(
-        self, x_NM: Tensor, exits_N: Tensor, segment_N: Tensor, slots_N: Tensor, positions_N: Tensor, slot_mapping_N: Tensor,
-        segments: Sequence[int],
-    ) -> None:  # fmt: skip
-        """What exits behind one of these segments leaves the entries of its last loop for all deeper ones; or those that
-        deeper steps, and the own layers of deeper exits, make of its state."""
+    def _left_plain(self, exits_N: Tensor, segment_N: Tensor, slot_mapping_N: Tensor) -> tuple[Tensor, Tensor]:
+        """Where what exits has its entries, in whatever plane (-1: it does not), and the last recursion that it ran."""
+        slots = self.parts.layers.pages.stride(0) * self.parts.page_size
+        places_N = torch.where(exits_N & (slot_mapping_N >= 0), slot_mapping_N % slots, -1)
+        return places_N, self._recursion_B[segment_N]
+
+    def _copy_states(
+        self, x_NM: Tensor, exits_N: Tensor, segment_N: Tensor, slots_N: Tensor, positions_N: Tensor, segments: Sequence[int]
+    ) -> None:
+        """What exits behind one of these segments leaves the entries that deeper steps, and the own layers of deeper exits,
+        make of its state."""
         parts = self.parts
-        if self.copies == "entries":
-            places_N = torch.where(exits_N, slot_mapping_N, -1)
-            parts.layers.pages.repeat(0, self._planes_RL, places_N, self._recursion_B[segment_N])
-            return
         for k in segments:
             here_N, none_N = exits_N & (segment_N == k), torch.zeros_like(slots_N)
             seen = attention_for(parts.state.tables_STP, slots_N, none_N, positions_N, here_N, parts.page_size)
