@@ -63,6 +63,7 @@ ROUTED = [
 ]
 ROUTED += [(router, kv, "middle", 1 + 2 * (i % 2)) for i, (router, kv) in enumerate(in_turn(FEW, ("share", "cache"), 0))]
 ROUTED += [("expert", "cache", "cycle", 3), ("expert, random", "share", "cycle", 1), ("token", "cache", "cycle", 3)]
+ROUTED += [("expert", "hybrid", "middle", 3), ("expert", "hybrid", "cycle", 1), ("token", "hybrid", "cycle", 3)]
 
 
 @pytest.mark.parametrize(("router", "kv", "loop", "cores"), ROUTED)
@@ -344,8 +345,6 @@ def test_stop_strings_and_text(tiny_model: Any) -> None:
 def test_what_the_engine_cannot_serve_is_said() -> None:
     with pytest.raises(UnsupportedModel, match="prefix relaxation"):
         Engine(build("prefix"))
-    with pytest.raises(UnsupportedModel, match="hybrid"):
-        Engine(model_of(routed("expert", "hybrid")))
     with pytest.raises(OptionError, match="oracle"):
         Engine(build("vanilla"), exiting=exiting("vanilla", "oracle"))
     with pytest.raises(OptionError, match="page_size"):

@@ -43,8 +43,9 @@ PLANS = {
     "drafts, looped": DepthPlan.build("cycle", 2, 2),
     "exits, states copied": DepthPlan.vanilla(3).with_exits([0, 1]),
     "exits, entries copied": DepthPlan.build("cycle", 3, 3).with_exits([0, 1]),
+    "routed, hybrid": DepthPlan.build("middle-cycle", 3, 5).with_routing(build_routing("expert", 3)).with_kv("hybrid"),
 }
-"""The kinds of program. The routed ones have four tables and one; in the looped ones rows in front of the exits and behind
+"""The kinds of program. The routed ones have four tables, or one; in the looped ones rows in front of the exits and behind
 them share passes. What is drafted and verified is what the whole model says, drawn tokens too."""
 SAMPLED = {"temperature": 0.9, "top_p": 0.95, "repetition_penalty": 1.3}
 

@@ -5,7 +5,8 @@
               exit with a layer of its own
     routed    recursion-wise entries: a table for prelude and coda, where every token has an entry, and one for each
               recursion, where only the tokens that ran it do (thesis 4.3.3). With shared entries the first recursion's
-              serve all of them, and every token has those: one table
+              serve all of them, and every token has those: one table. With hybrid ones every token has an entry in each
+              recursion, its own or the first one's: one table, and planes for each recursion
 
 A plane is one layer's part of a page. Tables of one pool exchange pages, so the recursions of one block share a pool.
 """
@@ -58,7 +59,7 @@ def build_layout(
     """The layout that a model needs, or what the engine cannot do with it. Tokens may exit after the steps with the indices
     `exits`."""
     _check(architecture, plan, relaxation, exits)
-    if plan.routing is None or plan.kv == "share":
+    if plan.routing is None or plan.kv != "cache":
         steps = (*plan, *plan.exit_steps(exits))
         makes = [step.index for step in steps if not plan.reads_kv(step)]
         planes = {index: number for number, index in enumerate(makes)}
@@ -83,8 +84,6 @@ def _check(architecture: Architecture, plan: DepthPlan, relaxation: Relaxation |
         raise UnsupportedModel(f"the engine does not support a {relaxation.kind} relaxation; use fathomlm generate")
     if plan.routing is not None and not plan.routing.method.serves:
         raise UnsupportedModel(f"the engine does not support a {plan.routing.kind} router; use fathomlm generate")
-    if plan.kv == "hybrid":
-        raise UnsupportedModel("the engine keeps entries by recursion or shared, not 'hybrid'; use fathomlm generate")
     if plan.injection and exits:
         raise UnsupportedModel("the engine runs every loop of a model with an injection; it has no exits there")
     if plan.routing is None:

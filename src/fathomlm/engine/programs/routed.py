@@ -11,6 +11,7 @@ is what entered the first recursion, which token-choice adds.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -19,7 +20,7 @@ from fathomlm.engine.batch_routers import POSITION, TOKEN, BatchRouters
 from fathomlm.engine.device_state import PrefillBatch
 from fathomlm.engine.kv_pages import attention_for
 from fathomlm.engine.programs.base import ProgramContext, SamplingVariant, StepOutput, TokenChooser
-from fathomlm.engine.programs.routed_queue import build_queue
+from fathomlm.engine.programs.routed_queue import RecursionPlanes, build_queue
 from fathomlm.engine.programs.whole import count_entries, prefill_steps
 from fathomlm.engine.schedule import Placement
 
@@ -37,6 +38,9 @@ class RoutedProgram:
         self._core = plan.recursion_steps(0)
         self._own = plan.kv == "cache"
         self.queue = build_queue(parts, routers)
+        self._planes = RecursionPlanes.of(parts)
+        loops = [[parts.layout.home(step)[1] for step in plan.recursion_steps(r)] for r in range(plan.recursions)]
+        self._planes_RL = torch.tensor(loops, device=s.device)
         self.gates_SR, self.first_SM, self.depth_S = self.queue.slots
         self._confidence_N = torch.zeros(parts.batch_size, device=s.device)
         self._choose = TokenChooser(parts)
@@ -54,7 +58,14 @@ class RoutedProgram:
             return
         run = self.parts.layers.run
         out_NM = run(picked.x_NM, self._core, picked.attention, picked.positions_N, picked.recursion_N, spend=True)
+        if self._planes.pages:
+            first_N = picked.live_N & (picked.recursion_N == 0)
+            self._serve_all(torch.where(first_N, picked.attention.slot_mapping_N, -1))
         self.queue.end_core(picked, out_NM)
+
+    def _serve_all(self, slots_N: Tensor) -> None:
+        """hybrid: what the first recursion made of a token stands in every later one, until that makes its own."""
+        self.parts.layers.pages.repeat(0, self._planes_RL, slots_N, torch.zeros_like(slots_N))
 
     def turn_over(self, variant: SamplingVariant, output: StepOutput) -> None:
         """Choose a token, and run the next one up to the core."""
@@ -97,18 +108,22 @@ class RoutedProgram:
             table = parts.layout.recursion_tables[recursion]
             slots_K, table_K, valid_K = slots_N[at_K], torch.full_like(at_K, table), torch.ones_like(at_K, dtype=torch.bool)
             ranks_N = s.entries_ST[slots_N, table] + _before(on_N, batch.starts_N) if self._own else positions_N
-            writes_K = None if self._own else torch.full_like(valid_K, recursion == 0)
-            seen = attention_for(
-                s.tables_STP, slots_K, table_K, ranks_N[at_K], valid_K, parts.page_size, writes_K, together=True
-            )
-            old_KM = x_NM[at_K]
+            writes_K = torch.full_like(valid_K, recursion == 0) if parts.plan.kv == "share" else None
             recursion_K = torch.full_like(at_K, recursion)
+            offset_K = self._planes.offset(recursion_K)
+            seen = attention_for(
+                s.tables_STP, slots_K, table_K, ranks_N[at_K], valid_K, parts.page_size, writes_K, offset_K, together=True
+            )
+            seen = replace(seen, planes=self._planes.planes)
+            old_KM = x_NM[at_K]
             out_KM = layers.run(old_KM, self._core, seen, positions_N[at_K], recursion_K)
+            if self._planes.pages and recursion == 0:
+                self._serve_all(seen.slot_mapping_N)
             new_KM = self.routers.updated(recursion_K, old_KM, out_KM, gates_NR[at_K], first_NM[at_K], numbers_NC[at_K])
             x_NM = x_NM.index_copy(0, at_K, new_KM.to(x_NM.dtype))
             if self._own:
                 count_entries(s, table, slots_K)
-            elif not self._coda:
+            elif not self._coda and not self._planes.pages:
                 break  # nothing behind the first recursion stores entries
         prefill_steps(parts, batch, x_NM, self._coda)
         if not self._own or self._coda:

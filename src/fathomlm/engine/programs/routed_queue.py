@@ -92,9 +92,30 @@ class RoutedQueue(Protocol):
         ...
 
 
+class RecursionPlanes(NamedTuple):
+    """hybrid: from one recursion's entries to the next one's, which lie in planes further on; nowhere else."""
+
+    pages: int
+    """What is added to page numbers for each recursion; 0 where all look at the same planes."""
+    planes: int
+    """How many page numbers may lead through (`AttentionMetadata.planes`)."""
+
+    @staticmethod
+    def of(parts: ProgramContext) -> RecursionPlanes:
+        plan = parts.plan
+        if plan.kv != "hybrid" or plan.recursions == 1:
+            return RecursionPlanes(0, 1)
+        apart = parts.layout.shift(plan.recursion_steps(0), plan.recursion_steps(1))
+        assert apart, "recursions of one block have their planes in one order"
+        return RecursionPlanes(apart * parts.layers.pages.stride(0), 1 + (plan.recursions - 1) * apart)
+
+    def offset(self, recursion_N: Tensor) -> Tensor | None:
+        return recursion_N * self.pages if self.pages else None
+
+
 def build_queue(parts: ProgramContext, routers: BatchRouters) -> RoutedQueue:
     s, a = parts.state, parts.layers.architecture
-    whole = a.rotary_dim == a.head_dim and parts.layers.fused
+    whole = a.rotary_dim == a.head_dim and parts.layers.fused and parts.plan.kv != "hybrid"
     if triton is not None and s.device.type == "cuda" and routers.linear and whole:
         return TritonQueue(parts, routers)
     return TorchQueue(parts, routers)
@@ -109,6 +130,7 @@ class TorchQueue:
         self._coda = any(step.part == "coda" for step in plan)
         self._tables_R = torch.tensor(parts.layout.recursion_tables, device=s.device)
         self._own = plan.kv == "cache"
+        self._planes = RecursionPlanes.of(parts)
         self._begin_core, self._end_core = parts.small(self._begin_core_plain), parts.small(self._end_core_plain)
         self._begin_turn, self._enter = parts.small(self._begin_turn_plain), parts.small(self._enter_plain)
         self._arrive = parts.small(self._arrive_plain)
@@ -116,7 +138,8 @@ class TorchQueue:
     def begin_core(self) -> Picked:
         self.parts.state.clock.add_(1)
         rows_N, recursion_N, live_N, positions_N, x_NM, *found = self._begin_core()
-        return Picked(rows_N, recursion_N, live_N, positions_N, x_NM, AttentionMetadata(*found))
+        seen = AttentionMetadata(*found, planes=self._planes.planes)
+        return Picked(rows_N, recursion_N, live_N, positions_N, x_NM, seen)
 
     def end_core(self, picked: Picked, out_NM: Tensor) -> None:
         self._end_core(*picked[:4], out_NM)
@@ -143,8 +166,10 @@ class TorchQueue:
         rows_N = pick(waits_S, s.since_S, parts.batch_size)
         valid_N = rows_N != s.spare
         recursion_N = recursion_S[rows_N]
-        writes_N = None if self._own else recursion_N == 0
-        seen = attention_for(s.tables_STP, rows_N, table_S[rows_N], ranks_S[rows_N], valid_N, parts.page_size, writes_N)
+        writes_N = recursion_N == 0 if parts.plan.kv == "share" else None
+        offset_N = self._planes.offset(recursion_N)
+        at = (rows_N, table_S[rows_N], ranks_S[rows_N], valid_N)
+        seen = attention_for(s.tables_STP, *at, parts.page_size, writes_N, offset_N)
         positions_N = torch.where(valid_N, s.position_S[rows_N], 0)
         x_NM = s.x_SM.index_select(0, rows_N)
         return rows_N, recursion_N, valid_N, positions_N, x_NM, seen.slot_mapping_N, seen.table_NP, seen.lengths_N
