@@ -57,7 +57,7 @@ MODELS: dict[str, tuple[Architecture, DepthPlan, Relaxation | None, int]] = {
     "vanilla": (LLAMA, VANILLA.with_exits([2]), None, 3),
     "lora": (LLAMA, LOOP.with_exits(LOOP.recursion_ends()), LORA, 3),
     "gemma3": (GEMMA3, VANILLA, None, 3),
-    "prefix": (LLAMA, LOOP, Relaxation(kind="prefix", prefix_length=3), 4),
+    "prefix": (LLAMA, LOOP, Relaxation(kind="prefix", prefix_length=4), 4),
     "encoding": (LLAMA, LOOP, Relaxation(kind="encoding"), 3),
     "four-loops": (LLAMA, FOUR, LORA, 4),
     "four-loops-shared-kv": (LLAMA, FOUR.with_kv("share"), LORA, 4),

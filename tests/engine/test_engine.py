@@ -11,7 +11,7 @@ from decode.exit_models import MODELS, PROMPTS, build, exit_layer, exiting, mixi
 from fathomlm.decode.exiting import Exiting
 from fathomlm.decode.full import generate
 from fathomlm.decode.sampling import Sampling
-from fathomlm.depth import DepthPlan
+from fathomlm.depth import DepthPlan, Relaxation
 from fathomlm.engine.engine import Engine
 from fathomlm.engine.programs.base import SamplingVariant
 from fathomlm.engine.request import Request
@@ -27,7 +27,6 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 NEW = 6
 MANY = [*PROMPTS, [8, 1, 1, 70], [44, 12], [5, 9, 33, 7, 81, 2, 64, 13, 50, 20, 6], [91]]
 SMALL: dict[str, Any] = {"page_size": 4, "batch_size": 3, "prefill_chunk": 5, "max_length": 48}
-SERVED = [name for name in MODELS if name != "prefix"]
 
 
 def many(model: FathomForCausalLM) -> list[list[int]]:
@@ -50,7 +49,7 @@ def found(model: FathomForCausalLM, engine: Engine) -> list[tuple[Any, ...]]:
 
 
 @pytest.mark.parametrize("fuse", [False, True])
-@pytest.mark.parametrize("name", SERVED)
+@pytest.mark.parametrize("name", MODELS)
 def test_every_family_and_plan_at_full_depth(name: str, fuse: bool) -> None:
     model = build(name)
     engine = Engine(model, fuse=fuse, **SMALL)
@@ -114,7 +113,7 @@ def test_depth_controls_of_a_routed_model() -> None:
             assert (result.tokens, result.depths) == wanted[request.max_depth][i][:2]
 
 
-LEAVING = [name for name in SERVED if name != "gemma3"]
+LEAVING = [name for name in MODELS if name != "gemma3"]
 SIZES: tuple[dict[str, int], ...] = ({}, {"batch_size": 16}, {"shallows": 3}, {"burst": 3, "lag": 1})
 
 
@@ -343,8 +342,10 @@ def test_stop_strings_and_text(tiny_model: Any) -> None:
 
 
 def test_what_the_engine_cannot_serve_is_said() -> None:
-    with pytest.raises(UnsupportedModel, match="prefix relaxation"):
+    with pytest.raises(OptionError, match="page_size must divide the prefix of 4 entries, such as 4; got 16"):
         Engine(build("prefix"))
+    with pytest.raises(UnsupportedModel, match="a prefix with a router"):
+        Engine(model_of(routed(), Relaxation(kind="prefix", prefix_length=16)))
     with pytest.raises(OptionError, match="oracle"):
         Engine(build("vanilla"), exiting=exiting("vanilla", "oracle"))
     with pytest.raises(OptionError, match="page_size"):

@@ -1,4 +1,5 @@
-"""The KV cache in pages: keys and values of every plane, and one page more in each plane, which nobody reads.
+"""The KV cache in pages: keys and values of every plane, and one page more in each plane, which nobody reads. In front of
+that one there may be pages of a trained prefix, which every sequence reads and none is given.
 
 Shapes: L planes, P pages, E entries of a page, G key-value heads, D head width; N tokens of a batch, S slots, T tables of a
 slot.
@@ -7,7 +8,7 @@ slot.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -16,7 +17,7 @@ from fathomlm.depth import Architecture
 from fathomlm.engine.layout import Layout
 from fathomlm.engine.options import KvDtype
 from fathomlm.engine.schedule import PageCopy
-from fathomlm.kernels.paged_write import FLOAT8, copy_entries, copy_page
+from fathomlm.kernels.paged_write import FLOAT8, copy_entries, copy_page, write_entries
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,11 +84,13 @@ class KVPages:
         page_size: int,
         device: torch.device,
         dtype: torch.dtype,
+        prefix: int = 0,
     ) -> None:
-        self.page_size, self.dtype = page_size, dtype
+        """`prefix` is how many pages a trained prefix has."""
+        self.page_size, self.dtype, self.prefix = page_size, dtype, prefix
         shape = (page_size, architecture.kv_heads, architecture.head_dim)
         self._pools = [
-            tuple(torch.zeros(planes, pages + 1, *shape, device=device, dtype=dtype) for _ in range(2))
+            tuple(torch.zeros(planes, pages + prefix + 1, *shape, device=device, dtype=dtype) for _ in range(2))
             for planes, pages in zip(layout.planes, pool_pages, strict=True)
         ]
 
@@ -102,23 +105,36 @@ class KVPages:
         """From a page of one plane to the same page of the next."""
         return self._pools[pool][0].shape[1]
 
+    def behind_prefix(self, attention: AttentionMetadata) -> AttentionMetadata:
+        """What rows look at, the prefix of their step first. A row's page numbers lead to its planes, and say so."""
+        table_NP, (stride, first) = attention.table_NP, (self.stride(0), self.stride(0) - 1 - self.prefix)
+        own_N = table_NP[:, :1].div(stride, rounding_mode="floor") * stride
+        pages = torch.arange(first, first + self.prefix, dtype=table_NP.dtype, device=table_NP.device)
+        lengths_N = attention.lengths_N
+        more_N = torch.where(lengths_N > 0, lengths_N + self.prefix * self.page_size, 0)
+        return replace(attention, table_NP=torch.cat((own_N + pages, table_NP), 1), lengths_N=more_N)
+
+    def store_prefix(self, pool: int, plane: int, k_PGD: Tensor, v_PGD: Tensor) -> None:
+        """A step's prefix, into its pages."""
+        first = (self.stride(pool) - 1 - self.prefix) * self.page_size
+        slots_P = torch.arange(first, first + len(k_PGD), device=k_PGD.device)
+        write_entries(k_PGD, v_PGD, *self.at(pool, plane), slots_P)
+
     def check(self, pool: int, attention: AttentionMetadata) -> None:
         """Assert that rows see and write only pages that are handed out, in planes that are theirs. It asks the device, so
         it is for CPUs, where that costs nothing; what is asserted of a program there holds for its twin on a GPU."""
-        stride, pages = self.stride(pool), attention.table_NP.shape[1]
+        stride, pages, given = self.stride(pool), attention.table_NP.shape[1], self.stride(pool) - 1 - self.prefix
         longest = int(attention.lengths_N.max())
         assert longest <= pages * self.page_size, f"a row sees {longest} entries through a table of {pages} pages"
         firsts_P = torch.arange(-(-longest // self.page_size), device=attention.table_NP.device) * self.page_size
         seen = attention.table_NP[:, : len(firsts_P)][firsts_P < attention.lengths_N[:, None]]
         written = attention.slot_mapping_N[attention.slot_mapping_N != -1].div(self.page_size, rounding_mode="floor")
         for named, does in ((seen, "sees"), (written, "writes")):
-            inside = (named >= 0) & (named < attention.planes * stride) & (named % stride != stride - 1)
-            assert inside.all(), (
-                f"a row {does} page {named[~inside][0]} of {attention.planes} plane(s) of {stride - 1} pages"
-            )
+            inside = (named >= 0) & (named < attention.planes * stride) & (named % stride < given)
+            assert inside.all(), f"a row {does} page {named[~inside][0]} of {attention.planes} plane(s) of {given} pages"
 
     def copy(self, order: PageCopy) -> None:
-        handed_out = range(self.stride(order.pool) - 1)
+        handed_out = range(self.stride(order.pool) - 1 - self.prefix)
         assert order.source in handed_out, f"page {order.source} of {len(handed_out)} is copied from"
         assert order.target in handed_out, f"page {order.target} of {len(handed_out)} is copied to"
         for pages in self._pools[order.pool]:

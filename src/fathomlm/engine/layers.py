@@ -83,6 +83,12 @@ class PagedLayers:
             if rope is not None
         }
         self._norm = torch.compile(decoder.norm.forward, dynamic=False) if compiled else decoder.norm
+        for step in decoder.plan if pages.prefix else ():
+            layer, delta = decoder.layer_of(step), decoder.delta(step)
+            assert isinstance(layer, Block)
+            with torch.no_grad():
+                k_1GPD, v_1GPD = layer.attn.prefix_entries(delta)
+            pages.store_prefix(*layout.home(step), *(each[0].transpose(0, 1).contiguous() for each in (k_1GPD, v_1GPD)))
         self._scratch: dict[int, Scratch] = {}
         self._grouped: dict[int, GroupedDelta | None] = {}
 
@@ -119,6 +125,8 @@ class PagedLayers:
         """The stream after some steps. Rows at later uses of the same layers say in `recursion_N` how many recursions
         on; None where every row runs just these steps. `spend`: nobody needs `x_NM` afterwards."""
         self._check(steps, attention)
+        if self.pages.prefix and steps and steps[0].part != "exit":
+            attention = self.pages.behind_prefix(attention)
         if self.device.type == "cpu" and 0 in (lengths := attention.lengths_N.tolist()):
             at_K = torch.tensor([row for row, length in enumerate(lengths) if length], dtype=torch.int64)
             return self._live(x_NM, at_K, steps, attention, positions_N, recursion_N)

@@ -82,6 +82,13 @@ def _check(architecture: Architecture, plan: DepthPlan, relaxation: Relaxation |
         raise UnsupportedModel(f"the engine serves decoder-only models with rotary positions, not {architecture.family}")
     if relaxation is not None and not relaxation.method.serves:
         raise UnsupportedModel(f"the engine does not support a {relaxation.kind} relaxation; use fathomlm generate")
+    windows = any(window is not None for window in architecture.windows)
+    extra = 0 if relaxation is None else relaxation.method.extra_keys(relaxation)
+    if extra and (plan.routing is not None or plan.kv != "cache" or windows):
+        raise UnsupportedModel(
+            "the engine does not support a prefix with a router, shared keys and values or attention windows; use fathomlm "
+            "generate"
+        )
     if plan.routing is not None and not plan.routing.method.serves:
         raise UnsupportedModel(f"the engine does not support a {plan.routing.kind} router; use fathomlm generate")
     if plan.injection and exits:
@@ -90,7 +97,7 @@ def _check(architecture: Architecture, plan: DepthPlan, relaxation: Relaxation |
         return
     if exits:
         raise UnsupportedModel("a routed model's router already chooses each token's depth; it has no exits")
-    if any(window is not None for window in architecture.windows):
+    if windows:
         raise UnsupportedModel("tokens of different depths cannot be batched where layers have attention windows")
     if not all(architecture.rotated):
         raise UnsupportedModel("tokens of different depths cannot be batched where some layers have no rotary positions")

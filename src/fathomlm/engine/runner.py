@@ -81,7 +81,7 @@ class Runner:
         self._captures = gpu if options.capture is None else options.capture
         self.pages = KVPages(
             decoder.architecture, self.layout, self.sizes.pool_pages, options.page_size, self.device,
-            entry_dtype(options.kv_dtype, weight.dtype),
+            entry_dtype(options.kv_dtype, weight.dtype), _prefix_pages(decoder, options),
         )  # fmt: skip
         pages = -(-self.sizes.max_length // options.page_size)
         self.state = EngineState(
@@ -273,6 +273,16 @@ def _check_forced(plan: DepthPlan, layout: Layout, options: EngineOptions, exits
             )
     if options.forced_exits is not None and (not exits or drafts):
         raise OptionError("forced_exits requires an engine with exits and without drafts")
+
+
+def _prefix_pages(decoder: Decoder, options: EngineOptions) -> int:
+    """Pages of a trained prefix: whole ones, since a sequence's own entries begin with a page."""
+    relaxation = decoder.relaxation
+    keys = 0 if relaxation is None else relaxation.method.extra_keys(relaxation)
+    if keys % options.page_size:
+        most = keys & -keys  # the largest power of two that divides it
+        raise OptionError(f"page_size must divide the prefix of {keys} entries, such as {most}; got {options.page_size}")
+    return keys // options.page_size
 
 
 def _check_entries(options: EngineOptions, device: torch.device) -> None:

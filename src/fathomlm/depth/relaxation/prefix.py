@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 class Prefix(RelaxationKind):
     module = "fathomlm.model.relax.prefix:PrefixStep"
     options = ("prefix_length",)
-    serves = False
     makes_kv = True
 
     def check(self, relaxation: Relaxation) -> None:

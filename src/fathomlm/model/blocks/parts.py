@@ -306,6 +306,11 @@ class Attention(nn.Module):
             mask = F.pad(mask, (prefix_k.shape[2], 0), value=mask.dtype == torch.bool)  # a bias has nothing to add there
         return stack_prefix(prefix_k, k), stack_prefix(prefix_v, v), mask
 
+    def prefix_entries(self, delta: Addition | None) -> Entries:
+        """What a step's prefix stands for: without a position, so that any context will do."""
+        none = torch.empty(0)
+        return self._prefix_kv(StepContext(none, none, None, False, None, None, delta))
+
     def _prefix_kv(self, step: StepContext) -> tuple[Tensor, Tensor]:
         assert step.delta is not None
         assert step.delta.prefix is not None
