@@ -69,7 +69,7 @@ def measure(bench: Bench, name: str, rows: int, weights: str) -> Record:
     if plan.routing is not None:
         settings |= {"forced_depths": plan.routing.capacity, "max_sequences": round(rows * bench.args.overbook)}
     engine = bench.engine(model, rows, **settings)
-    found = bench.throughput(engine, max(64, bench.args.rounds * engine.runner.sizes.max_sequences))
+    found = bench.throughput(engine, max(12, bench.args.rounds * engine.runner.sizes.max_sequences))
     found |= bench.replay(engine) | {"memory_gb": _memory(found)}
     device = 1e3 * found["tokens_per_tick"] / found["device_ms_per_tick"]
     found["device_tokens_per_s"] = round(device)
@@ -212,7 +212,8 @@ def bundled(bench: Bench) -> None:
             options = EngineOptions(batch_size=rows, max_length=min(LONGEST, one.architecture.context))
             engine = bench.engine(one, rows, max_length=options.max_length, memory=ample_memory(one, options, LONGEST))
             bench.throughput(engine, engine.runner.sizes.max_sequences)  # whatever is still compiled is not timed
-            tried.append(bench.throughput(engine, 4 * engine.runner.sizes.max_sequences))
+            tried.append(bench.throughput(engine, 6 * engine.runner.sizes.max_sequences))
+            tried[-1] |= bench.replay(engine)
             print("  ", key, rows, tried[-1]["tokens_per_s"], tried[-1].get("mean_depth"), flush=True)
             del engine
             bench.clear()
@@ -272,7 +273,7 @@ def main() -> None:
     parser.add_argument("--parts", nargs="*", choices=PARTS, default=PARTS, help="what to measure")
     parser.add_argument("--tiny", action="store_true", help="a tiny model, to try the script out")
     args = parser.parse_args()
-    args.requests, args.peer_requests = 0, 512
+    args.requests, args.peer_requests = 0, 128
     bench = Bench(args)
     told = {"one": one_rows, "prefill": prefills, "rows": sweep, "same-bytes": lambda b: same_bytes(b, list(SAME_BYTES))}
     told |= {"long": long_both, "nano-vllm": nano_both, "poisson": poisson_both, "bundled": bundled, "peer": peers}
