@@ -74,9 +74,16 @@ OWN_LAYERS: dict[str, tuple[Architecture, DepthPlan, Relaxation | None, int]] = 
     "own-shared-kv": (LLAMA, MIDDLE.with_kv("share").with_exits([2], layer=True), None, 3),
 }
 """The same, with a layer of its own at each exit."""
-ALL = MODELS | OWN_LAYERS
+DRAFTS: dict[str, tuple[Architecture, DepthPlan, Relaxation | None, int]] = {
+    "draft": (LLAMA, VANILLA.with_exits((), draft=True), None, 1),
+    "draft-lora": (LLAMA, LOOP.with_exits((), draft=True), LORA, 1),
+    "draft-gemma3": (GEMMA3, VANILLA.with_exits((), draft=True), None, 1),
+    "draft-shared-kv": (LLAMA, MIDDLE.with_kv("share").with_exits((), draft=True), None, 1),
+}
+"""With a draft layer behind them, whose drafts count as one layer."""
+ALL = MODELS | OWN_LAYERS | DRAFTS
 MAIN = ("vanilla", "lora", "gemma3")
-OTHERS = tuple(name for name in ALL if name not in MAIN)
+OTHERS = tuple(name for name in MODELS | OWN_LAYERS if name not in MAIN)
 PROMPTS = [[5, 9, 33, 7, 81, 2, 64, 13, 50], [17], [3, 90, 11, 42]]
 NEW = 8
 SAMPLED = {"temperature": 0.9, "top_k": 40, "top_p": 0.95, "min_p": 0.01, "repetition_penalty": 1.2, "seed": 7}
@@ -97,6 +104,10 @@ def build(name: str) -> FathomForCausalLM:
             # Layers that change the stream little, and a head that is sure: exits agree with the last layer now and then.
             std = 0.06 if key.endswith(("o.weight", "down.weight")) else 0.5 if "head.w" in key or "embed" in key else 0.2
             parameter.normal_(mean=centre, std=std, generator=generator)
+        if (draft := model.decoder.exit_draft) is not None:  # it reads most of all what the layers change little
+            model.decoder.embed.weight.mul_(2.5)
+            draft.norm_token.weight.fill_(1.0)
+            draft.mix.weight.mul_(0.2)[:, : SHAPE["hidden"]] += torch.eye(SHAPE["hidden"])
     return model
 
 
@@ -105,8 +116,9 @@ def exit_layer(name: str) -> int:
 
 
 def exiting(name: str, mode: str, **options: Any) -> Exiting:
-    """One exit, at the model's layer."""
-    return Exiting(mode=mode, **({} if mode == "full" else {"exit_layers": (exit_layer(name),)}), **options)  # type: ignore[arg-type]
+    """One exit, at the model's layer, or its draft layer."""
+    own = {} if mode == "full" or name in DRAFTS else {"exit_layers": (exit_layer(name),)}
+    return Exiting(mode=mode, **own, **options)  # type: ignore[arg-type]
 
 
 @cache

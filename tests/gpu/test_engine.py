@@ -78,6 +78,7 @@ CASES: dict[str, Any] = {
     "drafts": (
         lambda: build("own-layer"), lambda: exiting("own-layer", "speculative", threshold=0.0, max_stack=4)
     ),
+    "draft layer": (lambda: build("draft"), lambda: exiting("draft", "speculative", threshold=0.0, max_stack=4)),
     "drafts, one pass": (lambda: build("lora"), lambda: exiting("lora", "speculative", threshold=0.0, max_stack=4)),
 }  # fmt: skip
 

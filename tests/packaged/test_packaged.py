@@ -17,7 +17,7 @@ from fathomlm.checkpoints.resolve import architecture_of, encoder_of, exits_of, 
 from fathomlm.depth import ExitParts
 from fathomlm.depth.presets import PRESETS
 from fathomlm.errors import ModelNotFound
-from fathomlm.packaged import packaged_exits, packaged_models, packaged_path, packaged_texts, text_path
+from fathomlm.packaged import packaged_drafts, packaged_exits, packaged_models, packaged_path, packaged_texts, text_path
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 ROOT = Path(__file__).parents[2]
@@ -45,6 +45,8 @@ def test_directories_with_a_record_are_exit_packs(tmp_path: Path, monkeypatch: p
     assert packaged_exits("whole") == tmp_path / "whole"
     for other in ("half", ".whole.partial-1", "", ".", "third", "./whole", "../" + tmp_path.name + "/whole"):
         assert packaged_exits(other) is None
+    monkeypatch.setattr(fathomlm.packaged, "_directory", {"drafts": tmp_path}.get)
+    assert (packaged_drafts("whole"), packaged_drafts("half")) == (tmp_path / "whole", None)
     monkeypatch.setattr(fathomlm.packaged, "exits_directory", lambda: None)
     assert packaged_exits("whole") is None
 

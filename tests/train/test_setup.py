@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
+from fathomlm.checkpoints.assemble import replan
 from fathomlm.depth import Architecture, DepthPlan
 from fathomlm.errors import OptionError
 from fathomlm.model.hub import FathomConfig, FathomForCausalLM
 from fathomlm.train.reading import build_recipe
-from fathomlm.train.setup import with_exits
 from fathomlm.train.student import check_rows, read_student
 
 SHAPE = Architecture(
@@ -26,9 +26,9 @@ def student():
 
 def test_exits_are_put_on_and_taken_off_without_a_change_of_weights(student):
     before = {name: value.clone() for name, value in student.decoder.state_dict().items()}
-    exited = with_exits(student, (1, 3), 4, seed=0)
+    exited = replan(student, student.plan.with_exits((1, 3)), exit_rank=4)
     assert (exited.plan.exits, len(exited.decoder.exit_heads)) == ((1, 3), 2)
-    plain = with_exits(exited, (), 0, seed=0)
+    plain = replan(exited, exited.plan.with_exits(()), exit_rank=0)
     assert (plain.plan.exits, plain.config.exit_rank) == ((), 0)
     after = plain.decoder.state_dict()
     assert after.keys() == before.keys()
@@ -36,13 +36,13 @@ def test_exits_are_put_on_and_taken_off_without_a_change_of_weights(student):
 
 
 def test_trained_heads_stay_where_exit_and_rank_stay(student):
-    first = with_exits(student, (1,), 4, seed=0)
+    first = replan(student, student.plan.with_exits((1,)), exit_rank=4)
     with torch.no_grad():
         first.decoder.exit_delta(1).b.fill_(7.0)
-    more = with_exits(first, (1, 3), 4, seed=0)
+    more = replan(first, first.plan.with_exits((1, 3)), exit_rank=4)
     assert bool((more.decoder.exit_delta(1).b == 7.0).all())
     assert not more.decoder.exit_delta(3).b.any()
-    wider = with_exits(first, (1,), 8, seed=0)
+    wider = replan(first, first.plan.with_exits((1,)), exit_rank=8)
     assert not wider.decoder.exit_delta(1).b.any()
 
 

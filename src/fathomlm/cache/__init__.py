@@ -1,7 +1,7 @@
 """Keys and values by step of the depth plan."""
 
 from fathomlm.cache.dense import DenseCache, Entries, StepKV
-from fathomlm.cache.no_cache import NoCache
+from fathomlm.cache.no_cache import NoCache, RolledEntries
 from fathomlm.cache.routed import RoutedCache
 from fathomlm.cache.slots import Focus, SlotCache, Span
 from fathomlm.depth import DepthPlan
@@ -21,6 +21,7 @@ __all__ = [
     "Entries",
     "Focus",
     "NoCache",
+    "RolledEntries",
     "RoutedCache",
     "SlotCache",
     "Span",

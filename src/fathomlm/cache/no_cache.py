@@ -72,11 +72,30 @@ class Blended(_Pass):
         return torch.where(active, k_BGTD, self._k), torch.where(active, v_BGTD, self._v)
 
 
+class RolledEntries(_Pass):
+    """Entries of a layer that runs again over the same tokens, each time over its own output (a draft layer in training):
+    those of all times so far, one after the other. As many heads of keys as of queries, so that every kernel takes them
+    with a mask."""
+
+    def __init__(self, repeats: int) -> None:
+        self.k: Tensor | None = None
+        self.v: Tensor | None = None
+        self._repeats = repeats
+
+    def append(self, k_BGTD: Tensor, v_BGTD: Tensor) -> Entries:
+        k, v = (x if self._repeats == 1 else x.repeat_interleave(self._repeats, dim=1) for x in (k_BGTD, v_BGTD))
+        self.k = k if self.k is None else torch.cat((self.k, k), dim=2)
+        self.v = v if self.v is None else torch.cat((self.v, v), dim=2)
+        return self.k, self.v
+
+
 class NoCache:
     """The entries of one pass, by step. Without sharing it holds nothing, and steps look at what they make themselves."""
 
-    def __init__(self, plan: DepthPlan) -> None:
+    def __init__(self, plan: DepthPlan, rolled: RolledEntries | None = None) -> None:
+        """`rolled` are the entries of a step that no other reads and that runs several times."""
         self._plan = plan
+        self._rolled = rolled
         self._sources = {source for i, source in enumerate(plan.kv_sources) if source != i}
         self._kept: dict[int, Kept] = {}
         self._at_BK: Tensor | None = None
@@ -92,7 +111,7 @@ class NoCache:
 
     def at(self, step: Step) -> StepKV | None:
         if step.part == "exit":  # nobody else reads what an exit's own layer makes
-            return None
+            return self._rolled
         source = self._plan.kv_sources[step.index]
         if source == step.index:
             return self._kept.setdefault(step.index, Kept()) if step.index in self._sources else None

@@ -119,7 +119,7 @@ class ModelBase:
         return self._model.tokenizer
 
 
-ADAPTERS, BLOCKS = "exit_adapters.", "exit_blocks."
+ADAPTERS, BLOCKS, DRAFT = "exit_adapters.", "exit_blocks.", "exit_draft."
 
 
 def replan(
@@ -151,7 +151,7 @@ def replan(
         config = configure(*parts, tokens, dtype)
     for field, value in exits.items():
         setattr(config, field, value)
-    config.exit_vocab = model.config.exit_vocab if plan.exits else None
+    config.exit_vocab = model.config.exit_vocab if plan.exits or plan.draft else None
     config.kept_layers = model.config.kept_layers
     with torch.device("meta"):
         result = type(model)(config)
@@ -179,8 +179,14 @@ def _whole_adapters(kept: dict[str, Tensor], wanted: dict[str, Tensor]) -> dict[
 
 
 def _copied_layers(kept: dict[str, Tensor], weights: dict[str, Tensor], plan: DepthPlan) -> dict[str, Tensor]:
-    """What the layers of exits start as that the model does not have yet."""
+    """What the layers of exits start as that the model does not have yet. A draft layer reads the sum of both its inputs at
+    first, and is a copy of the last layer."""
     found: dict[str, Tensor] = {}
+    if plan.draft and not any(name.startswith(DRAFT) for name in kept):
+        layer = f"layers.{plan.steps[-1].layer}."
+        found = {f"{DRAFT}block.{name[len(layer) :]}": weights[name].clone() for name in weights if name.startswith(layer)}
+        embed_VM = weights["embed.weight"]
+        found[f"{DRAFT}mix.weight"] = torch.eye(embed_VM.shape[1], dtype=embed_VM.dtype, device=embed_VM.device).repeat(1, 2)
     for index in plan.exits if plan.exit_layer else ():
         block, layer = f"{BLOCKS}{index}.", f"layers.{plan.steps[index + 1].layer}."
         if not any(name.startswith(block) for name in kept):

@@ -70,16 +70,20 @@ class ExitPack:
 
     def plan_over(self, architecture: Architecture, plan: DepthPlan, relaxation: Relaxation | None) -> DepthPlan:
         """The plan of a model with these exits; refused where the model is not of the base's shape."""
-        if plan.exits:
-            have = ", ".join(str(index + 1) for index in plan.exits)
-            raise OptionError(f"the model has exits already, after {have}; the exits in {self.path} are for one without")
+        if plan.exits or plan.draft:
+            have = (
+                f"exits already, after {', '.join(str(i + 1) for i in plan.exits)}"
+                if plan.exits
+                else "a draft layer already"
+            )
+            raise OptionError(f"the model has {have}; the exits in {self.path} are for one without")
         mine, theirs = _traits(self.architecture, self.plan, self.relaxation), _traits(architecture, plan, relaxation)
         for name, value in mine.items():
             if theirs[name] != value:
                 raise OptionError(
                     f"the exits in {self.path} are for a model with {name} {value}, and this has {theirs[name]}"
                 )
-        return plan.with_exits(self.exits, layer=self.parts.layer)
+        return plan.with_exits(self.exits, layer=self.parts.layer, draft=self.parts.draft)
 
 
 def write_pack(
@@ -115,7 +119,7 @@ def write_pack(
 
 def check_has_exits(plan: DepthPlan, who: str) -> None:
     """Refuse to make a pack of nothing."""
-    if not plan.exits:
+    if not plan.exits and not plan.draft:
         raise OptionError(f"{who} has no exits to write; `train: exits` in a recipe gives a model some")
 
 
@@ -223,12 +227,13 @@ def _read(record: dict[str, Any], path: Path, where: str) -> ExitPack:
     _check_names(record, ("format", "version", "exits", "parts", "base", VOCAB, "sha256"), where)
     base, parts, exits = record["base"], record["parts"], record["exits"]
     _check_names(base, ("architecture", "plan", "relaxation", "sample"), f"{where}, base")
+    parts = {"draft": False} | parts if isinstance(parts, dict) else parts  # packs from before there were draft layers
     _check_names(parts, tuple(field.name for field in dataclasses.fields(ExitParts)), f"{where}, parts")
     for name, value in parts.items():
-        if not (isinstance(value, bool) if name in ("layer", "classifier") else is_int(value)):
+        if not (isinstance(value, bool) if name in ("layer", "classifier", "draft") else is_int(value)):
             raise CheckpointError(f"{where}, parts: {name} is {shown(value)}")
-    if not isinstance(exits, list) or not exits or not all(is_int(index) for index in exits):
-        raise CheckpointError(f"{where}: exits must be a list of steps, from 0")
+    if not isinstance(exits, list) or bool(exits) == parts["draft"] or not all(is_int(index) for index in exits):
+        raise CheckpointError(f"{where}: exits must be a list of steps, from 0, and empty for a draft layer")
     if record[VOCAB] is not None and (not is_int(record[VOCAB]) or abs(record[VOCAB]) > BOUNDS["vocab"][1]):
         raise CheckpointError(f"{where}: {VOCAB} must be a number of tokens, or null")
     relaxation = base["relaxation"]
@@ -257,7 +262,7 @@ def _check_names(record: object, names: tuple[str, ...], where: str) -> None:
 
 def _expected(pack: ExitPack, exit_vocab: int | None) -> dict[str, torch.Size]:
     """The tensors that the record announces, by name and shape."""
-    plan = pack.plan.with_exits(pack.exits, layer=pack.parts.layer)
+    plan = pack.plan_over(pack.architecture, pack.plan, pack.relaxation)
     with torch.device("meta"):
         decoder = Decoder(pack.architecture, plan, pack.relaxation, **_fields(pack.parts))
     own = {name: value.shape for name, value in decoder.state_dict().items() if name.startswith(OWN)}

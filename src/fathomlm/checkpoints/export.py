@@ -130,7 +130,9 @@ def _write(
 
 
 def describe_exits(model: FathomModel) -> str:
-    """The exits of a model and what they have of their own, which an export leaves out."""
+    """The exits of a model and what they have of their own, or its draft layer, which an export leaves out."""
+    if model.plan.draft:
+        return "the draft layer"
     kinds = {"heads": model.decoder.exit_heads, "layers": model.decoder.exit_blocks}
     kinds |= {"adapters": model.decoder.exit_adapters, "classifiers": model.decoder.exit_classifiers}
     own = [kind for kind, found in kinds.items() if len(found)] + ["gate"] * (model.decoder.exit_gate is not None)

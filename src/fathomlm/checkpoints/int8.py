@@ -29,7 +29,8 @@ def quantized_names(model: FathomModel) -> set[str]:
     """The weights that are stored as int8, by their names in the file."""
     modules = model.decoder.named_modules(prefix="decoder")
     matrices = {f"{name}.weight" for name, module in modules if isinstance(module, nn.Linear | nn.Embedding)}
-    return {name for name in matrices if not name.startswith(("decoder.routers.", "decoder.exit_blocks."))}
+    whole = ("decoder.routers.", "decoder.exit_blocks.", "decoder.exit_draft.")
+    return {name for name in matrices if not name.startswith(whole)}
 
 
 def quantized_tensors(model: FathomModel) -> Iterator[tuple[str, Tensor]]:

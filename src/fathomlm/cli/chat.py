@@ -50,7 +50,7 @@ class Chat(QuantizeOptions, ModelOptions, CapturedOptions):
     decoding: DecodeOptions = section(DecodeOptions, "early exit", "how far down a model without a router each token goes")
 
     def run(self) -> int:
-        exiting, pack = self.decoding.settle(self.model, self.depth)
+        exiting, pack = self.decoding.settle(self.model, self.depth, captured=self.captured)
         self.check_captured(self.sampling, self.depth)
         interactive = sys.stdin.isatty()
         model = self.load(**pack)

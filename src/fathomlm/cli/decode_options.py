@@ -13,7 +13,7 @@ from fathomlm.cli.model_options import ExitPackOptions, threshold_file
 from fathomlm.decode.exiting import ORACLES, USED, Exiting
 from fathomlm.errors import OptionError
 from fathomlm.options import like, option
-from fathomlm.packaged import packaged_exits
+from fathomlm.packaged import packaged_drafts, packaged_exits
 
 if TYPE_CHECKING:
     from fathomlm.decode.captured_session import CapturedSession
@@ -93,14 +93,16 @@ class ShippedExitOptions(ExitPackOptions):
         if self.any_base and self.exits is NONE:
             raise OptionError("--any-base requires --exits")
 
-    def pack(self, model: str, mode: str | None, *, placed: bool) -> Path | None:
+    def pack(self, model: str, mode: str | None, *, placed: bool, exits_only: bool = False) -> Path | None:
         """The pack that is used. A shipped one is for a decoding mode that requires an exit, for a model that is named (a
-        path that exists wins, as everywhere), and where nothing else says where tokens exit."""
+        path that exists wins, as everywhere), and where nothing else says where tokens exit. A draft layer comes first where
+        drafts are verified, unless only exits will do."""
         if self.exits is not None:
             return None if self.exits is NONE else self.exits
         if placed or mode in (None, "full") or Path(model).expanduser().exists():
             return None
-        return packaged_exits(model)
+        drafts = packaged_drafts(model) if mode == "speculative" and not exits_only else None
+        return drafts or packaged_exits(model)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,14 +126,14 @@ class DecodeOptions(ShippedExitOptions):
                 flag = {"exit_layers": "--exit-layer"}.get(name, f"--{name.replace('_', '-')}")
                 raise OptionError(f"{flag} requires --decode, such as --decode parallel")
 
-    def settle(self, model: str, depth: DepthOptions) -> tuple[Exiting | None, dict[str, Any]]:
+    def settle(self, model: str, depth: DepthOptions, *, captured: bool = False) -> tuple[Exiting | None, dict[str, Any]]:
         """The checked settings, None for full decoding, and the pack as `load` takes it; before the model is loaded."""
         if self.mode is None:
             return None, {}
         if self.mode != "full" and depth.max_depth is not None:
             raise OptionError("--max-depth cannot be combined with --decode")
         placed = self.exit_layers is not None or self.min_exit_layer is not None
-        pack = self.pack(model, self.mode, placed=placed)
+        pack = self.pack(model, self.mode, placed=placed, exits_only=captured)
         shipped = pack is not None and self.exits is None
         where = self._calibrated(model, pack, shipped)
         fields = {"exit_layers": self.exit_layers, "confidence": self.confidence, "threshold": self.threshold} | where
@@ -246,7 +248,7 @@ def exit_record(exiting: Exiting | None, model: FathomModel, results: Sequence[G
 
     if exiting is None:
         return None
-    first = results[0].exits
+    first, exiting = results[0].exits, exiting.for_plan(model.plan)
     assert first is not None
     return {
         "mode": exiting.mode,

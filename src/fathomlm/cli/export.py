@@ -136,7 +136,7 @@ def _gguf(options: Export) -> int:
     kind = options.quantize or "f16"
     with progress_bar("exporting") as update:
         found = export_gguf(model, options.out, kind, unroll=options.unroll, on_layer=update)
-    left_out = describe_exits(model) if model.plan.exits else None
+    left_out = describe_exits(model) if model.plan.exits or model.plan.draft else None
     size = options.out.stat().st_size
     record = {
         "architecture": found.architecture,
@@ -165,7 +165,8 @@ def _plain(options: Export, model: FathomModel, limit: int, loops: str | None) -
     with progress_bar("exporting") as update:
         export(model, options.out, force=options.force, shard_bytes=limit, on_layer=update, loops=loops)
     kind = (FAMILIES[loops] if loops else family_for(model.architecture)).architecture_class
-    left_out = describe_exits(model) if model.plan.exits and not (loops and FAMILIES[loops].exit_gate) else None
+    exits = model.plan.exits or model.plan.draft
+    left_out = describe_exits(model) if exits and not (loops and FAMILIES[loops].exit_gate) else None
     times = model.plan.recursions if loops else 1
     layers = model.plan.unique_layers if loops else model.plan.unrolled_layers
     size = _record(options, {"class": kind, "layers": layers, "loops": times}, {"left_out": left_out})

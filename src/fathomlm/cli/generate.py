@@ -44,7 +44,7 @@ class Generate(QuantizeOptions, ModelOptions, CapturedOptions, JsonOptions):
         prompts = _read_prompts(self)
         _check(self, prompts)
         sampling = self.sampling
-        exiting, pack = self.decoding.settle(self.model, self.depth)
+        exiting, pack = self.decoding.settle(self.model, self.depth, captured=self.captured)
         self.check_captured(sampling, self.depth)
 
         from fathomlm.checkpoints.resolve import decoder_only

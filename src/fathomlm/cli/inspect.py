@@ -99,6 +99,7 @@ class Inspect(JsonOptions):
                 "kv": plan.kv,
                 "exits": [index + 1 for index in plan.exits],
                 "exit_layer": plan.exit_layer,
+                "draft": plan.draft,
                 "exit_parameters": exits,
             }
             about |= {"encoder_parameters": _encoder_parameters(self.model)} if architecture.cross else {}
@@ -165,7 +166,7 @@ def _compare(options: Inspect, architecture: Architecture, plan: DepthPlan | Non
 
 def _exit_parameters(model: str, architecture: Architecture, plan: DepthPlan) -> int:
     """What the exits of a trained model have of their own."""
-    if not plan.exits:
+    if not plan.exits and not plan.draft:
         return 0
     from fathomlm.checkpoints.resolve import exits_of
 
@@ -210,6 +211,8 @@ def _title(options: Inspect, architecture: Architecture, plan: DepthPlan, relaxa
     if plan.exits:
         own = ", each with a layer of its own" if plan.exit_layer else ""
         parts.append(f"exits after {', '.join(str(index + 1) for index in plan.exits)}{own}")
+    if plan.draft:
+        parts.append("a draft layer")
     return ", ".join(parts)
 
 

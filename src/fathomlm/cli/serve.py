@@ -230,7 +230,7 @@ def load_served(
     from fathomlm.serve.service import serve_model
 
     model = options.load(exits=options.exiting.used_pack(options.model), any_base=options.exiting.any_base)
-    if exiting is not None and exiting.exit_layers is None:
+    if exiting is not None and exiting.exit_layers is None and not exiting.drafts_behind(model.plan):
         exiting = replace(exiting, exit_layers=tuple(index + 1 for index in exiting.exits(model.plan)))
     with memory_errors("--memory, --max-sequences or --max-length"):
         engine = Engine(model, engine_options, exiting=exiting)

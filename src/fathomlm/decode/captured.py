@@ -277,6 +277,8 @@ class CapturedDecoder:
             raise OptionError(f"{len(prompt)} prompt tokens and {most} new ones do not fit into {steps.length} slots")
         if exiting.mode == "full":
             return
+        if exiting.drafts_behind(steps.decoder.plan):
+            raise OptionError("captured decoding does not run a draft layer; the engine does, and generate without capture")
         if not steps.exit_layers:
             raise OptionError(
                 f"{exiting.mode} decoding requires an exit; give exit_layers when building the captured decoder"

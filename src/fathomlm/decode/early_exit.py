@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from fathomlm.cache import SlotCache, Span
+from fathomlm.decode.draft_layer import DraftLayerDecoding
 from fathomlm.decode.entry_copy import EntryCopy
 from fathomlm.decode.exit_forward import ExitOutput, ExitPolicy, PartialForward
 from fathomlm.decode.exiting import Exiting
@@ -205,7 +206,11 @@ EXIT_MODES: dict[str, Callable[[PartialForward, ExitPolicy, Exiting], ExitMode]]
     "parallel": lambda forward, policy, exiting: ParallelDecoding(
         forward, policy, exiting.max_stack, refined(exiting.refine)
     ),
-    "speculative": lambda forward, policy, exiting: ParallelDecoding(forward, policy, exiting.max_stack, verified),
+    "speculative": lambda forward, policy, exiting: (
+        ParallelDecoding(forward, policy, exiting.max_stack, verified)
+        if policy.exits
+        else DraftLayerDecoding(forward, policy, exiting.max_stack)
+    ),
     "select": lambda forward, policy, exiting: SelectExit(forward, policy),
     "oracle": lambda forward, policy, exiting: OracleExit(forward, policy),
     "oracle-copy": lambda forward, policy, exiting: OracleExit(forward, policy, copies=True),
@@ -216,7 +221,7 @@ def exit_cache(plan: DepthPlan, exiting: Exiting, batch_size: int, reserve: int)
     """A cache for the steps that will run."""
     exits = exiting.exits(plan)
     steps = plan.steps[: exits[0] + 1] if exiting.mode == "static" else plan.steps
-    return SlotCache(plan, batch_size, steps=(*steps, *plan.exit_steps(exits)), reserve=reserve)
+    return SlotCache(plan, batch_size, steps=(*steps, *exiting.own_steps(plan)), reserve=reserve)
 
 
 @torch.inference_mode()
@@ -231,12 +236,16 @@ def run(
 ) -> list[Generation]:
     """Continue each sequence behind what the cache holds of all of them."""
     begun = time.perf_counter()
+    exiting = exiting.for_plan(decoder.plan)
     policy = ExitPolicy(decoder, exiting)
     forward = PartialForward(decoder, cache, len(states), memory)
     mode = EXIT_MODES[exiting.mode](forward, policy, exiting)
     generators = row_generators(sampling, len(states), decoder.embed.weight.device)
     sequences = [ExitingSequence(i, state, sampling, generators[i : i + 1]) for i, state in enumerate(states)]
-    _prefill(forward, sequences, cache.length, mode.prompt_steps, policy.exits)
+    if isinstance(mode, DraftLayerDecoding):
+        mode.prefill(sequences, cache.length)
+    else:
+        _prefill(forward, sequences, cache.length, mode.prompt_steps, policy.exits)
     forward.layers_run = [0] * len(states)
     mode.step(sequences)
     prefilled = time.perf_counter()

@@ -66,9 +66,15 @@ class PartialForward:
 
     def enter(self, tokens: Sequence[Sequence[int]]) -> Tensor:
         """The stream before the first layer, (R, N, M)."""
+        return self.decoder.enter(self._padded(tokens))
+
+    def _padded(self, tokens: Sequence[Sequence[int]]) -> Tensor:
         longest = max(len(row) for row in tokens)
-        padded = [[*row, *[0] * (longest - len(row))] for row in tokens]
-        return self.decoder.enter(torch.tensor(padded, device=self._device))
+        return torch.tensor([[*row, *[0] * (longest - len(row))] for row in tokens], device=self._device)
+
+    def enter_draft(self, tokens: Sequence[Sequence[int]], before_RNM: Tensor) -> Tensor:
+        """What a draft layer reads, given the last states of the tokens before."""
+        return self.decoder.enter_draft(self._padded(tokens), before_RNM)
 
     def run(self, x_RNM: Tensor, steps: Sequence[Step], gathered: GatheredTokens) -> Tensor:
         """The stream behind these steps."""
@@ -125,7 +131,7 @@ class ExitPolicy:
         """The indices of the steps that exits follow."""
         self.threshold = exiting.threshold_now()
         self._exiting = exiting
-        self._measure = exiting.confidence
+        self.measure = exiting.confidence
         self._classifiers: dict[int, ExitClassifier] = {}
         if exiting.confidence == "classifier":
             self._classifiers = find_classifiers(decoder, self.exits)
@@ -154,9 +160,9 @@ class ExitPolicy:
         read_RM = forward.exit_state(after_RNM, index, gathered)[last]
         logits_RV = forward.logits(read_RM[:, None], index)[:, 0]
         sure = None
-        if self._measure is not None and index in self.exits:
+        if self.measure is not None and index in self.exits:
             at = AtExit(before_RNM[last], after_RNM[last], logits_RV, self._classifiers.get(index), read_RM, before)
-            sure = confidences(self._measure, at)
+            sure = confidences(self.measure, at)
         return ExitOutput(after_RNM, after_RNM[last], logits_RV, sure)
 
     def confidences(
@@ -170,10 +176,10 @@ class ExitPolicy:
     ) -> list[float]:
         """At an exit of a loop, between the states in front of it and behind it; a model with an injection begins from
         zeros."""
-        assert self._measure is not None
+        assert self.measure is not None
         start_RM = torch.zeros_like(after_RM) if before_RM is None else before_RM
         judge = self._classifiers.get(index)
-        return confidences(self._measure, AtExit(start_RM, after_RM, logits_RV, judge, None, before, logits_before_RV))
+        return confidences(self.measure, AtExit(start_RM, after_RM, logits_RV, judge, None, before, logits_before_RV))
 
     def is_confident(self, confidence: float, seq: ExitingSequence) -> bool:
         """Whether the sequence's next token exits."""

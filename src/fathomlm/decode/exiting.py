@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal, Protocol, get_args, runtime_checkable
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, Protocol, get_args, runtime_checkable
 
-from fathomlm.depth import DepthPlan
+from fathomlm.depth import DepthPlan, Step
 from fathomlm.errors import OptionError, require
 from fathomlm.options import check, option
 
@@ -34,6 +34,9 @@ MULTIPLE = ("state-copy", "entry-copy", "parallel", "select", *ORACLES)
 """The modes with any number of exits; the others have one."""
 DEFAULT_THRESHOLD = 0.9
 DEFAULT_STACK = 16
+DRAFT_STACK = 6
+"""Of a draft layer, where nobody says: five drafts and the token before them. It drafts whatever it thinks of them, since a
+pass verifies a few more at hardly any cost."""
 
 
 @runtime_checkable
@@ -108,6 +111,9 @@ class Exiting:
         help="parallel, speculative: at most K tokens wait for the deeper layers",
     )  # fmt: skip
 
+    unset: tuple[str, ...] = field(default=(), init=False, repr=False, compare=False)
+    """What has its default."""
+
     def __post_init__(self) -> None:
         layers = self.exit_layers
         if layers is not None:
@@ -122,6 +128,7 @@ class Exiting:
             unset = name in USED[self.mode] and getattr(self, name) is None
             if unset and not (name == "threshold" and self.mode in ORACLES):
                 object.__setattr__(self, name, value)
+                object.__setattr__(self, "unset", (*self.unset, name))
         if self.confidence == "kl" and self.mode != "entry-copy":
             raise OptionError(f"confidence 'kl' requires entry-copy decoding, got {self.mode}")
         self._check_layers()
@@ -175,6 +182,10 @@ class Exiting:
             return ()
         if plan.injection and self.mode != "entry-copy":
             raise OptionError(f"{self.mode} decoding cannot be combined with an injection in each loop; entry-copy can")
+        if self.drafts_behind(plan):
+            if self.confidence not in ("gap", "max"):
+                raise OptionError(f"a draft layer supports only confidence 'gap' and 'max', got '{self.confidence}'")
+            return ()
         layers = self._layers(plan)
         last = plan.unrolled_layers
         for layer in layers:
@@ -190,6 +201,20 @@ class Exiting:
             )
         return tuple(layer - 1 for layer in layers)
 
+    def drafts_behind(self, plan: DepthPlan) -> bool:
+        """Whether drafts come from a draft layer behind the model, and not from an exit in it."""
+        return self.mode == "speculative" and plan.draft and self.exit_layers is None
+
+    def for_plan(self, plan: DepthPlan) -> Exiting:
+        """The same with a draft layer's defaults, where drafts come from one."""
+        defaults = {"threshold": 0.0, "max_stack": DRAFT_STACK} if self.drafts_behind(plan) else {}
+        own: dict[str, Any] = {name: value for name, value in defaults.items() if name in self.unset}
+        return replace(self, **own) if own else self
+
+    def own_steps(self, plan: DepthPlan) -> tuple[Step, ...]:
+        """What runs beside the plan's steps: the layers of exits, or a draft layer."""
+        return (plan.draft_step,) if self.drafts_behind(plan) else plan.exit_steps(self.exits(plan))
+
     def _layers(self, plan: DepthPlan) -> Sequence[int]:
         if self.exit_layers is not None:
             return self.exit_layers
@@ -199,7 +224,8 @@ class Exiting:
         own = plan.recursion_ends() if plan.injection else plan.exits
         if own:
             return tuple(index + 1 for index in own)
-        raise OptionError(f"this model has no exits of its own; give an exit layer: {_suggestion(plan)}")
+        has = "has a draft layer, for speculative decoding, and no exits" if plan.draft else "has no exits of its own"
+        raise OptionError(f"this model {has}; give an exit layer: {_suggestion(plan)}")
 
 
 def _suggestion(plan: DepthPlan) -> str:

@@ -35,7 +35,7 @@ class ParallelDecoding:
         self._forward, self._policy, self._verify = forward, policy, verify
         assert max_stack is not None, "a mode in which tokens wait has a default"
         self._max_stack = max_stack
-        assert verify is None or len(policy.exits) == 1, "drafts come from one exit"
+        assert verify is None or len(policy.exits) <= 1, "drafts come from one exit, or from a draft layer"
         cuts = [0, *(index + 1 for index in policy.exits), len(policy.steps)]
         self._segments = [policy.steps[first:end] for first, end in pairwise(cuts)]
         self.prompt_steps = policy.steps
@@ -150,7 +150,8 @@ class ParallelDecoding:
             seq.token_ids[waiting.position + 1 :] = [token]
             break
         for token, waiting, agreed in settled:
-            seq.record_agreement(waiting.token_exit, agreed)
+            if waiting.token_exit.confidence is not None:
+                seq.record_agreement(waiting.token_exit, agreed)
             if not seq.state.take(token, token_exit=waiting.token_exit):
                 break
 

@@ -30,6 +30,8 @@ with its own written over them (thesis 4.3.3, and its appendix on KV sharing).""
 KV_MODES: tuple[str, ...] = get_args(KVMode)
 LOOP_TRAITS = ("loop_norm", "injection", "core_norm")
 """What stands between recursions, by its fields; written only where it is there."""
+EXIT_FLAGS = {"layer": "exit_layer", "gate": "exit_gate", "draft": "draft"}
+"""What `with_exits` takes beside exits, by the plan's fields."""
 DEFAULT_RECURSIONS = 2
 """Of a model that is to be looped, where nobody says how often."""
 
@@ -62,6 +64,8 @@ class DepthPlan:
     """The steps after which a token may exit early, through the final norm and the head; the last step is no early exit."""
     exit_layer: bool = False
     """Whether each exit has a layer of its own, which only what is chosen there runs through (`exit_steps`)."""
+    draft: bool = False
+    """Whether a draft layer stands behind the last step (`draft_step`), instead of exits between steps."""
     kv: KVMode = "cache"
     kv_sharing: str | None = None
     """How a plain model's layers share keys and values: cycle, sequence, ...; a looped one shares as its weights do."""
@@ -101,6 +105,8 @@ class DepthPlan:
             raise PlanError("exit_layer requires exits")
         if self.exit_gate and not self.exits:
             raise PlanError("exit_gate requires exits")
+        if self.draft and (self.exits or self.routing is not None or self.injection):
+            raise PlanError("a draft layer cannot be combined with exits, a router or an injection")
         if self.loop_norm and not (self.loops and self.recursions > 1):
             raise PlanError("loop_norm requires a looped core (cycle or middle-cycle) of 2 or more recursions")
         if self.injection and not self.loops:
@@ -206,15 +212,15 @@ class DepthPlan:
         """Whether a recursion runs the whole core before the next begins, so that a recursion has an output."""
         return STRATEGIES[self.sharing].whole_passes
 
-    def with_exits(self, exits: Iterable[int], *, layer: bool = False, gate: bool = False) -> DepthPlan:
+    def with_exits(self, exits: Iterable[int], *, layer: bool = False, gate: bool = False, draft: bool = False) -> DepthPlan:
         """The same plan, with exits after these steps (by index, from 0), each with a `layer` of its own or without, and a
-        `gate` for all of them or none."""
+        `gate` for all of them or none; or with a `draft` layer and no exits."""
         chosen = tuple(sorted(set(exits)))
         for index in chosen:
             if not 0 <= index < self.unrolled_layers - 1:
                 last = self.unrolled_layers - 1
                 raise PlanError(f"an exit goes after one of the steps 1 to {last} of {last + 1}, got {index + 1}")
-        return dataclasses.replace(self, exits=chosen, exit_layer=layer, exit_gate=gate)
+        return dataclasses.replace(self, exits=chosen, exit_layer=layer, exit_gate=gate, draft=draft)
 
     def exit_steps(self, exits: Iterable[int]) -> tuple[Step, ...]:
         """What the exits after these steps run of their own, beside the plan's steps. Nothing where an exit has no layer.
@@ -224,6 +230,13 @@ class DepthPlan:
         own = [index for index in exits if self.exit_layer and index in self.exits]
         places = ((self.exits.index(index), self.steps[index + 1].origin) for index in own)
         return tuple(Step(self.unrolled_layers + i, self.unique_layers + i, 0, "exit", origin) for i, origin in places)
+
+    @property
+    def draft_step(self) -> Step:
+        """What a draft layer runs, beside the plan's steps as an exit's own step is: in the place of the last layer, over
+        each token's embedding and the last state of the token before it, with keys and values of its own."""
+        assert self.draft
+        return Step(self.unrolled_layers, self.unique_layers, 0, "exit", self.steps[-1].origin)
 
     def with_kv(self, kv: KVMode, sharing: str | None = None, loops: int = 1) -> DepthPlan:
         """The same plan with keys and values shared in another way."""
@@ -332,9 +345,7 @@ class DepthPlan:
             "unrolled_layers": self.unrolled_layers,
         }
         record |= {"exits": list(self.exits)} if self.exits else {}
-        record |= {"exit_layer": True} if self.exit_layer else {}
-        record |= {"exit_gate": True} if self.exit_gate else {}
-        record |= {name: True for name in LOOP_TRAITS if getattr(self, name)}
+        record |= {name: True for name in (*EXIT_FLAGS.values(), *LOOP_TRAITS) if getattr(self, name)}
         apart = STRATEGIES[self.sharing].kept_apart
         record |= {"ends": list(self.ends)} if self.ends != (apart, apart) else {}
         record |= {"kv": self.kv} if self.kv != "cache" else {}
@@ -344,7 +355,7 @@ class DepthPlan:
     @classmethod
     def from_dict(cls, record: dict[str, Any]) -> DepthPlan:
         required = ("sharing", "recursions", "base_layers", "unrolled_layers")
-        optional = ("exits", "exit_layer", "kv", "kv_sharing", "kv_loops", "routing", "exit_gate", "ends", *LOOP_TRAITS)
+        optional = ("exits", "kv", "kv_sharing", "kv_loops", "routing", "ends", *EXIT_FLAGS.values(), *LOOP_TRAITS)
         check_record("plan", record, (*required, *optional), required, error=PlanError)
         for name in ("sharing", "kv", "kv_sharing"):
             if not isinstance(record.get(name, ""), str):
@@ -360,14 +371,15 @@ class DepthPlan:
         plan = cls.build(record["sharing"], recursions, base, resize, None if ends is None else (ends[0], ends[1]))
         if plan.unrolled_layers != unrolled:
             raise PlanError(f"the plan says {unrolled} unrolled layers, its other fields give {plan.unrolled_layers}")
-        for name in ("exit_layer", "exit_gate", *LOOP_TRAITS):
+        for name in (*EXIT_FLAGS.values(), *LOOP_TRAITS):
             if not isinstance(record.get(name, False), bool):
                 raise PlanError(f"{name} must be true or false, got {shown(record[name])}")
         plan = dataclasses.replace(plan, **{name: record.get(name, False) for name in LOOP_TRAITS})
         exits = record.get("exits", [])
         if not isinstance(exits, list) or not all(is_int(index) for index in exits):
             raise PlanError(f"the plan's exits must be a list of steps, got {shown(exits)}")
-        plan = plan.with_exits(exits, layer=record.get("exit_layer", False), gate=record.get("exit_gate", False))
+        parts = {name: record.get(field, False) for name, field in EXIT_FLAGS.items()}
+        plan = plan.with_exits(exits, **parts)
         if (routing := record.get("routing")) is not None:
             plan = plan.with_routing(Routing.from_dict(routing))
         return plan.with_kv(record.get("kv", "cache"), record.get("kv_sharing"), loops)
@@ -386,24 +398,28 @@ class ExitParts:
     """A whole layer over the states at the exit, with keys and values of its own."""
     classifier: bool = False
     """A linear that tells whether the exit chooses what the last output will."""
+    draft: bool = False
+    """A draft layer behind the model, instead of exits in it."""
 
     def __post_init__(self) -> None:
         for name in ("head_rank", "adapter_rank"):
             check_size("rank", getattr(self, name), called=f"the {name} of exits")
-        for name in ("layer", "classifier"):
+        for name in ("layer", "classifier", "draft"):
             check_flag(f"the {name} of exits", getattr(self, name))
 
     def __bool__(self) -> bool:
-        return bool(self.head_rank or self.adapter_rank or self.layer or self.classifier)
+        return bool(self.head_rank or self.adapter_rank or self.layer or self.classifier or self.draft)
 
     def shapes(self, architecture: Architecture) -> Iterator[tuple[int, ...]]:
-        """The tensors of one exit."""
+        """The tensors of one exit, or of the draft layer."""
         if self.head_rank:
             yield from ((self.head_rank, architecture.hidden), (architecture.vocab, self.head_rank))
         if self.adapter_rank:
             yield (architecture.hidden,)
             yield from ((self.adapter_rank, architecture.hidden), (architecture.hidden, self.adapter_rank))
-        if self.layer:
+        if self.draft:
+            yield from ((architecture.hidden,), (architecture.hidden,), (architecture.hidden, 2 * architecture.hidden))
+        if self.layer or self.draft:
             yield from ((linear.outputs, linear.inputs) for linear in architecture.linears())
             yield from ((width,) for width in architecture.vectors().values())
             yield from architecture.expert_shapes().values()
@@ -412,7 +428,7 @@ class ExitParts:
 
     def parameters(self, architecture: Architecture, plan: DepthPlan) -> int:
         """What all exits of a plan have together."""
-        return len(plan.exits) * sum(math.prod(shape) for shape in self.shapes(architecture))
+        return (len(plan.exits) or plan.draft) * sum(math.prod(shape) for shape in self.shapes(architecture))
 
 
 def _checked(name: str, value: object, *, called: str | None = None) -> int:

@@ -25,6 +25,7 @@ from fathomlm.decode.text import ByteTextStream, TextStream, TokenTable
 from fathomlm.engine.drafting import DraftControl
 from fathomlm.engine.options import EngineOptions
 from fathomlm.engine.programs.base import AGREED, BAD, ENDED, JUDGED, VALID, StepOutput
+from fathomlm.engine.programs.draft_layer import DraftLayerProgram
 from fathomlm.engine.programs.drafts import DraftProgram
 from fathomlm.engine.request import Event, Finished, Matcher, Request, Result, TokenEvent, TokenLogprobs
 from fathomlm.engine.runner import Runner
@@ -76,7 +77,7 @@ class Engine:
         )  # fmt: skip
         self._ends = end_tokens(model)
         self._drafting: DraftControl | None = None
-        if isinstance(self.runner.program, DraftProgram) and not self.options.always_draft:
+        if isinstance(self.runner.program, DraftProgram | DraftLayerProgram) and not self.options.always_draft:
             self._drafting = DraftControl(skip=sizes.lag)
         self._last_burst = (0, 0.0)
         self._kind = self.runner.layout.kind

@@ -104,6 +104,17 @@ class PagedLayers:
             return scores_NV.index_copy_(0, at_K, self._scores(x_NM[at_K], exit_index)) if len(at_K) else scores_NV
         return self._scores(x_NM, exit_index)
 
+    def draft_scores(self, x_NM: Tensor) -> tuple[Tensor, Tensor | None]:
+        """What a draft layer's output scores, over the exit vocabulary alone, and the tokens of its columns, where those are
+        not all."""
+        limited = self.decoder.exit_vocab
+        if limited is None:
+            return self._scores(x_NM, None), None
+        hidden_NM = self._norm(x_NM)
+        if not self.fused:
+            return F.linear(hidden_NM, limited.rows_WM).float(), limited.vocab_W
+        return norm_linear(hidden_NM, limited.rows_WM, 0.0, scale=False, out_dtype=torch.float32), limited.vocab_W
+
     def _scores(self, x_NM: Tensor, exit_index: int | None) -> Tensor:
         if exit_index is not None:
             return self.decoder.exit_logits(x_NM, exit_index, layered=True).float()

@@ -54,19 +54,24 @@ class Layout:
 
 
 def build_layout(
-    architecture: Architecture, plan: DepthPlan, relaxation: Relaxation | None, exits: Sequence[int] = ()
+    architecture: Architecture,
+    plan: DepthPlan,
+    relaxation: Relaxation | None,
+    exits: Sequence[int] = (),
+    own: Sequence[Step] | None = None,
 ) -> Layout:
     """The layout that a model needs, or what the engine cannot do with it. Tokens may exit after the steps with the indices
-    `exits`."""
+    `exits`; `own` are the steps of a draft layer, by default those of the exits."""
+    own = plan.exit_steps(exits) if own is None else own
     _check(architecture, plan, relaxation, exits)
     if plan.routing is None or plan.kv != "cache":
-        steps = (*plan, *plan.exit_steps(exits))
+        steps = (*plan, *own)
         makes = [step.index for step in steps if not plan.reads_kv(step)]
         planes = {index: number for number, index in enumerate(makes)}
         homes = {
             step.index: (0, planes[plan.kv_sources[step.index] if plan.reads_kv(step) else step.index]) for step in steps
         }
-        kind: Kind = "routed" if plan.routing is not None else ("exits" if exits else "whole")
+        kind: Kind = "routed" if plan.routing is not None else ("exits" if exits or own else "whole")
         return Layout(kind, (0,), (len(makes),), homes, (0,) * plan.recursions)
     outer = [step.index for step in plan if step.part != "core"]
     first = min(step.layer for step in plan if step.part == "core")

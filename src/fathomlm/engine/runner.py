@@ -25,6 +25,7 @@ from fathomlm.engine.layers import PagedLayers
 from fathomlm.engine.layout import Layout, build_layout
 from fathomlm.engine.options import EngineOptions
 from fathomlm.engine.programs.base import Program, ProgramContext, SamplingVariant, StepOutput
+from fathomlm.engine.programs.draft_layer import DraftLayerProgram
 from fathomlm.engine.programs.drafts import DraftProgram
 from fathomlm.engine.programs.exits import Copies, ExitProgram
 from fathomlm.engine.programs.routed import RoutedProgram, passes_for
@@ -69,15 +70,17 @@ class Runner:
         self, decoder: Decoder, options: EngineOptions, ends: Sequence[int] = (), exiting: Exiting | None = None
     ) -> None:
         self.decoder, self.options = decoder, options
+        exiting = None if exiting is None else exiting.for_plan(decoder.plan)
         weight = decoder.embed.weight
         self.device = weight.device
         gpu = self.device.type == "cuda"
         self.exiting, self.exits = exiting, _exits(decoder.plan, exiting)
-        self.layout = build_layout(decoder.architecture, decoder.plan, decoder.relaxation, self.exits)
+        own = () if exiting is None else exiting.own_steps(decoder.plan)
+        self.layout = build_layout(decoder.architecture, decoder.plan, decoder.relaxation, self.exits, own)
         drafts = exiting is not None and exiting.mode == "speculative"
         _check_forced(decoder.plan, self.layout, options, len(self.exits), drafts)
         _check_entries(options, self.device)
-        self.sizes = _sizes(decoder, self.layout, options, gpu, exiting if self.exits else None)
+        self.sizes = _sizes(decoder, self.layout, options, gpu, exiting if self.exits or own else None)
         self._captures = gpu if options.capture is None else options.capture
         self.pages = KVPages(
             decoder.architecture, self.layout, self.sizes.pool_pages, options.page_size, self.device,
@@ -94,7 +97,7 @@ class Runner:
         )  # fmt: skip
         compiled = gpu if options.compile is None else options.compile
         self.layers = PagedLayers(
-            decoder, self.layout, self.pages, self.sizes.max_length, own=decoder.plan.exit_steps(self.exits),
+            decoder, self.layout, self.pages, self.sizes.max_length, own=own,
             fuse=options.fuse, compiled=compiled, alone=options.batch_size == 1,
         )  # fmt: skip
         self.program = self._program(ends, exiting, compiled)
@@ -126,6 +129,8 @@ class Runner:
             routers = BatchRouters(self.decoder.routers, options.depth_bias, options.forced_depths)
             return RoutedProgram(parts, routers, _cores(plan, options))
         assert exiting is not None
+        if exiting.drafts_behind(plan):
+            return DraftLayerProgram(parts, drafts=_drafts(exiting), confidence=exiting.confidence or "gap")
         stack = min(exiting.max_stack or 1, options.batch_size)
         if exiting.mode == "speculative":
             return DraftProgram(
@@ -293,9 +298,11 @@ def _check_entries(options: EngineOptions, device: torch.device) -> None:
 
 def _sizes(decoder: Decoder, layout: Layout, options: EngineOptions, gpu: bool, exiting: Exiting | None) -> Sizes:
     a, plan = decoder.architecture, decoder.plan
-    over = 1 if layout.kind == "whole" else OVERBOOKED
+    behind = exiting is not None and exiting.drafts_behind(plan)
+    together = layout.kind == "whole" or behind
+    over = 1 if together else OVERBOOKED
     sequences = options.batch_size * over if options.max_sequences is None else options.max_sequences
-    if layout.kind == "whole" and sequences != options.batch_size:
+    if together and sequences != options.batch_size:
         raise OptionError(
             f"max_sequences must be batch_size where every token runs every layer, got {sequences} and {options.batch_size}"
         )
@@ -322,6 +329,8 @@ def _sizes(decoder: Decoder, layout: Layout, options: EngineOptions, gpu: bool, 
     in_a_step, waiting = 1, 0
     if layout.kind == "routed":
         in_a_step = len(_cores(plan, options))
+    elif exiting is not None and behind:
+        in_a_step = 1 + _drafts(exiting)
     elif exiting is not None:
         in_a_step = _shallows(options, exiting) + len(exiting.exits(plan))
         waiting = (exiting.max_stack or 1) if exiting.mode == "speculative" else 0
@@ -334,6 +343,11 @@ def _shallows(options: EngineOptions, exiting: Exiting) -> int:
     """exits: passes in front of the first exit in a decode step."""
     usual = min(DRAFTS, exiting.max_stack or 1) if exiting.mode == "speculative" else 1
     return options.shallows or usual
+
+
+def _drafts(exiting: Exiting) -> int:
+    """Drafts of a draft layer: a pass that verifies runs one token more."""
+    return max(1, (exiting.max_stack or 1) - 1)
 
 
 def _cores(plan: DepthPlan, options: EngineOptions) -> tuple[int, ...]:

@@ -5,6 +5,7 @@ Shapes: B batch, T new tokens, S all slots so far, N queries, K keys.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -187,6 +188,20 @@ def gathered_masks(
             mask = _mask(queries_BN, queries_BN if keys_BK is None else keys_BK, shown_BK, window, rows.documents_BT)
         masks[window] = _attention_mask(architecture, window, rows, positions_BN, dtype, mask, bias)
     return masks
+
+
+def rolled_mask(before: AttentionMask, tokens: int, begins_BT: Tensor | None) -> AttentionMask:
+    """The mask of a layer that runs over the same tokens once more over its own output, given the one of the time before.
+    Keys are those of all times, one after the other: a token sees now what the token before it saw then, unless it begins a
+    document, and itself."""
+    seen = before.mask
+    if seen is None:
+        seen = torch.ones(tokens, tokens, dtype=torch.bool, device=before.cos.device).tril()[None, None]
+    shifted = F.pad(seen[..., :-1, :], (0, 0, 1, 0))
+    if begins_BT is not None:
+        shifted = shifted & ~begins_BT[:, None, :, None]
+    own = torch.eye(tokens, dtype=torch.bool, device=seen.device).expand(*shifted.shape[:-1], tokens)
+    return dataclasses.replace(before, mask=torch.cat((shifted, own), dim=-1), causal=False)
 
 
 def _attention_mask(

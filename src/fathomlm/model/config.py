@@ -88,6 +88,7 @@ class FathomConfig(PreTrainedConfig):  # type: ignore[misc]
             adapter_rank=self.exit_adapter,
             layer=self.plan.get("exit_layer", False),
             classifier=self.exit_classifier,
+            draft=self.plan.get("draft", False),
         )
 
     @property
@@ -100,8 +101,8 @@ class FathomConfig(PreTrainedConfig):  # type: ignore[misc]
         """`exit_vocab` as a tensor, checked."""
         if self.exit_vocab is None:
             return None
-        if not self.plan.get("exits"):
-            raise OptionError("exit_vocab requires a plan with exits")
+        if not self.plan.get("exits") and not self.plan.get("draft"):
+            raise OptionError("exit_vocab requires a plan with exits or a draft layer")
         if not isinstance(self.exit_vocab, list) or not all(is_int(token) for token in self.exit_vocab):
             raise OptionError(f"exit_vocab must be a list of tokens, or null, got {self.exit_vocab!r:.60}")
         check_rising(self.exit_vocab, self.vocab_size, "exit_vocab")

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from fathomlm.cache import NoCache, RoutedCache
+from fathomlm.cache import NoCache, RolledEntries, RoutedCache
 from fathomlm.depth import Step
 from fathomlm.errors import OptionError, UnsupportedModel
 from fathomlm.kernels.half import half_dtype, keeps_gradients
-from fathomlm.model.attention_mask import AttentionMasks, TokenBatch, full_masks, gathered_masks
+from fathomlm.model.attention_mask import AttentionMasks, TokenBatch, full_masks, gathered_masks, rolled_mask
 from fathomlm.model.blocks import Block, Packed
 from fathomlm.model.encoder_memory import EncoderMemory
 from fathomlm.model.route import DepthControl, RoutedWalk, Routers, RoutingTrace, TopKOptions
@@ -153,6 +153,37 @@ class Decoder(LayerStack):
                     found[own.index] = self._again(walk, recompute)(x, (own,), masks, kv)
         return found
 
+    def draft_states(
+        self,
+        tokens_BT: Tensor,
+        last_BTM: Tensor,
+        ahead: int,
+        *,
+        keep_BS: Tensor | None = None,
+        documents_BT: Tensor | None = None,
+    ) -> Iterator[Tensor]:
+        """What the draft layer makes of every token `ahead` times: first from the true last states `last_BTM` of the tokens
+        before, then from its own output for them, and so on: as if drafting had begun 0, 1, ... tokens before each. So
+        trained on its own mistakes (HASS, EAGLE-3).
+
+        In the n-th rolling a token sees, as in decoding, the entries from true states up to n tokens before it, one of each
+        rolling between, and its own."""
+        step, a = self.plan.draft_step, self.architecture
+        x_BTM = self._stream(tokens_BT)
+        batch = TokenBatch.of(x_BTM, None, keep_BS, past=0, documents_BT=documents_BT, tokens_BT=tokens_BT)
+        masks = full_masks(a, (step,), batch, x_BTM.dtype)
+        window, begins_BT = a.window(step.origin), None
+        if documents_BT is not None:
+            begins_BT = torch.nn.functional.pad(documents_BT[:, 1:] != documents_BT[:, :-1], (1, 0))
+        kv = NoCache(self.plan, RolledEntries(a.heads // a.kv_heads))
+        assert self.exit_draft is not None
+        state_BTM = last_BTM
+        for rolled in range(ahead):
+            if rolled:
+                masks = {window: rolled_mask(masks[window], tokens_BT.shape[1], begins_BT)}
+            state_BTM = self._walk(self.exit_draft(x_BTM, _shifted(state_BTM, begins_BT)), (step,), masks, kv)
+            yield state_BTM
+
     def _routed_states(
         self,
         x: Tensor,
@@ -233,6 +264,12 @@ class Decoder(LayerStack):
 
 def _look_up(tokens_BT: Tensor, weight_VM: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
     return scaled(torch.nn.functional.embedding(tokens_BT, weight_VM), scale).to(dtype)
+
+
+def _shifted(state_BTM: Tensor, begins_BT: Tensor | None) -> Tensor:
+    """Each token's state at the next one's place; zeros where there is none before it in its document."""
+    before_BTM = torch.nn.functional.pad(state_BTM[:, :-1], (0, 0, 1, 0))
+    return before_BTM if begins_BT is None else before_BTM.masked_fill(begins_BT[..., None], 0)
 
 
 def _pack(layer: Block, dtype: torch.dtype) -> Packed:

@@ -59,6 +59,24 @@ class ExitClassifier(nn.Module):
         return F.linear(hidden, self.weight, self.bias)[..., 0]
 
 
+class DraftLayer(nn.Module):
+    """A layer behind the whole model that drafts the tokens to come (EAGLE, Li et al. 2024): of a token's embedding and the
+    last layer's state of the token before it, it foretells the last layer's state of this one. A draft's own state is not
+    known yet, and the layer's output stands in for it, so that it can be rolled forward over its own drafts."""
+
+    def __init__(self, architecture: Architecture, block: nn.Module) -> None:
+        super().__init__()
+        self.norm_token = RMSNorm(architecture.hidden, architecture.norm_eps, plus_one=False)
+        self.norm_state = RMSNorm(architecture.hidden, architecture.norm_eps, plus_one=False)
+        self.mix = nn.Linear(2 * architecture.hidden, architecture.hidden, bias=False)
+        self.block = block
+
+    def forward(self, tokens_BTM: Tensor, before_BTM: Tensor) -> Tensor:
+        """What the layer reads: embeddings, and the states of the tokens before them."""
+        mixed: Tensor = self.mix(torch.cat((self.norm_token(tokens_BTM), self.norm_state(before_BTM)), dim=-1))
+        return mixed
+
+
 class ExitVocab(nn.Module):
     """The tokens that exits choose among, and their rows of the head, copied so that only those are read: in a small model
     the head is most of what a token reads up to an exit. Drafts lose little by it, and what verifies them sees every token.

@@ -59,8 +59,8 @@ class Shell(PreTrainedModel):  # type: ignore[misc]
     def limit_exits(self, vocab_W: Tensor | None) -> None:
         """Limit early exits to a vocabulary of their own, or (None) to all tokens, and keep that with the model. Call it
         after the weights are there, and again when they change."""
-        if vocab_W is not None and not self.plan.exits:
-            raise OptionError("an exit vocabulary requires a model with exits")
+        if vocab_W is not None and not self.plan.exits and not self.plan.draft:
+            raise OptionError("an exit vocabulary requires a model with exits or a draft layer")
         ordered_W = None if vocab_W is None else vocab_W.sort().values
         self.decoder.limit_exits(ordered_W)
         self.config.exit_vocab = None if ordered_W is None else ordered_W.tolist()

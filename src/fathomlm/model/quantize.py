@@ -32,7 +32,8 @@ def quantize_layers(decoder: LayerStack, kind: Kind, library: CpuLibrary | None)
         raise OptionError(f"quantize requires a float32 model on the CPU; this one is {weight.dtype} on {weight.device}")
     if decoder.architecture.experts:
         raise OptionError("quantize cannot be combined with experts: their weights would stay as they are")
-    for name, layer in (*decoder.layers.named_children(), *decoder.exit_blocks.named_children()):
+    drafts = () if decoder.exit_draft is None else (("draft", decoder.exit_draft.block),)
+    for name, layer in (*decoder.layers.named_children(), *decoder.exit_blocks.named_children(), *drafts):
         if library is None and isinstance(layer, Block) and layer.packs_rows and not decoder.deltas:
             _pack(layer, kind, name)
             continue

@@ -26,7 +26,7 @@ from fathomlm.model.blocks.experts import ExpertLinear
 from fathomlm.model.blocks.parts import PackedRows, build_norm
 from fathomlm.model.cached_rows import run_cached_rows
 from fathomlm.model.encoder_memory import EncoderMemory
-from fathomlm.model.exits import ExitAdapter, ExitClassifier, ExitVocab
+from fathomlm.model.exits import DraftLayer, ExitAdapter, ExitClassifier, ExitVocab
 from fathomlm.model.quantized_linear import QuantizedLinear
 from fathomlm.model.relax import LoraDelta, StepDelta, build_deltas, build_encodings
 from fathomlm.model.route import Routers, build_routers
@@ -65,7 +65,7 @@ class LayerStack(nn.Module):
         says whether exits have layers of their own."""
         super().__init__()
         _check_rotation(architecture, plan)
-        if plan.exit_layer and architecture.cross:
+        if (plan.exit_layer or plan.draft) and architecture.cross:
             raise UnsupportedModel(f"an exit of a {architecture.family} decoder has no layer of its own: it has an encoder")
         self.architecture = architecture
         self.plan = plan
@@ -93,6 +93,8 @@ class LayerStack(nn.Module):
         """By the index of a step, as exit heads are: from `exit_hidden` to one score, high where leaving is safe."""
         self.exit_gate = ExitClassifier(architecture) if plan.exit_gate else None
         """From what the head reads at any exit to one logit: of exiting there, where the token has not before."""
+        self.exit_draft = DraftLayer(architecture, build_block(architecture)) if plan.draft else None
+        """What `plan.draft_step` runs, and what stands in front of it."""
         self.exit_vocab: ExitVocab | None = None
         """The tokens that early exits choose among; None is all of them."""
         self.quantized: str | None = None
@@ -105,7 +107,8 @@ class LayerStack(nn.Module):
         """Compile each layer for the shapes it is given: a run has few, one for each capacity of a router or size of a pass,
         and each is worth its own code; a compiler that guesses at shapes to come makes slower code for all."""
         torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, MOST_SHAPES)
-        for layer in (*self.layers, self.norm, *self.exit_blocks.values(), *self.exit_adapters.values()):
+        drafts = () if self.exit_draft is None else (self.exit_draft, self.exit_draft.block)
+        for layer in (*self.layers, self.norm, *self.exit_blocks.values(), *self.exit_adapters.values(), *drafts):
             layer.compile(dynamic=False, backend=backend)
 
     def unrolled(self) -> list[nn.Module]:
@@ -203,6 +206,13 @@ class LayerStack(nn.Module):
         delta = self.exit_heads[str(index)]
         assert isinstance(delta, LoraDelta)
         return delta
+
+    def enter_draft(self, tokens_BT: Tensor, before_BTM: Tensor) -> Tensor:
+        """What the draft layer reads of tokens, given the last layer's states of the tokens before them (zeros at position
+        0), or in their place its own output for drafts."""
+        assert self.exit_draft is not None
+        x_BTM: Tensor = self.exit_draft(self._embed(tokens_BT), before_BTM)
+        return x_BTM
 
     def enter(self, tokens_BT: Tensor) -> Tensor:
         """The residual stream in front of the first step."""
@@ -352,6 +362,8 @@ class LayerStack(nn.Module):
     def layer_of(self, step: Step) -> nn.Module:
         """The layer that a step runs, of the plan or of an exit."""
         if step.part == "exit":
+            if self.exit_draft is not None:
+                return self.exit_draft.block
             return self.exit_blocks[str(self.plan.exits[step.index - self.plan.unrolled_layers])]
         return self.layers[step.layer]
 

@@ -1,6 +1,7 @@
 """What comes inside the package, as plain files. `models/NAME/` is a FathomLM directory with its tokenizer, a model card
 (README.md) and a record of what it was measured to do (record.json). `exits/NAME/` is an exit pack for the model of that
-name, a preset or a packaged one. `texts/NAME/` is text to train and to try things on; texts/README.md says what it is.
+name, a preset or a packaged one, and `drafts/NAME/` one with a draft layer. `texts/NAME/` is text to train and to try things
+on; texts/README.md says what it is.
 
 An installation may lack those files. Then nothing is packaged, and everything works as if it never had been.
 """
@@ -43,6 +44,12 @@ def packaged_path(name: str) -> Path | None:
 def packaged_exits(name: str) -> Path | None:
     """The exit pack that came for the model of this name; None where none did."""
     place = exits_directory()
+    return place / name if place is not None and name in _named(place, "exits.json") else None
+
+
+def packaged_drafts(name: str) -> Path | None:
+    """The same of a draft layer."""
+    place = _directory("drafts")
     return place / name if place is not None and name in _named(place, "exits.json") else None
 
 

@@ -26,6 +26,7 @@ from fathomlm.model.blocks import Block
 from fathomlm.model.decoder import Decoder
 from fathomlm.model.encoder import build_encoder
 from fathomlm.model.encoder_memory import EncoderMemory
+from fathomlm.train.losses.exits import early_outputs
 from fathomlm.train.optim import EXITS
 from fathomlm.train.recipe import Recipe
 from fathomlm.train.seq2seq import run_encoder
@@ -74,7 +75,7 @@ def activation_bytes(recipe: Recipe, spec: StudentSpec) -> int:
         int(kept.total(recipe) * (runs[step.recursion] if runs is not None and step.part == "core" else 1))
         for step, kept in zip(plan, found.steps, strict=True)
     ]
-    exits = 0 if found.exit is None else len(plan.exits) * found.exit.total(recipe)
+    exits = 0 if found.exit is None else early_outputs(recipe.loss.exits, plan) * found.exit.total(recipe)
     if recipe.exits_only:  # the layers are frozen: nothing is kept but what one of them works on
         return max(steps) + exits
     if recipe.recompute in ("none", "inner"):
@@ -116,8 +117,9 @@ def _measured(spec: StudentSpec, precision: str, frozen: bool) -> _Measured:
         if kind not in kinds:
             kinds[kind] = probe.step(step)
         steps.append(kinds[kind])
-    own = spec.exits.layer or spec.exits.adapter_rank
-    return _Measured(steps, probe.exit(plan.exits[0], frozen) if own else None)
+    own = spec.exits.layer or spec.exits.adapter_rank or spec.exits.draft
+    index = plan.draft_step.index if spec.exits.draft else next(iter(plan.exits), 0)
+    return _Measured(steps, probe.exit(index, frozen) if own else None)
 
 
 def _kind(spec: StudentSpec, plan: DepthPlan, step: Step) -> tuple[Any, ...]:
@@ -156,16 +158,20 @@ class _Probe:
         return self._measure(run, (step, source), "fused" if fused else form)
 
     def exit(self, index: int, frozen: bool) -> KeptBytes:
-        decoder, own = self._decoder, self._decoder.plan.exit_steps((index,))
+        decoder, draft = self._decoder, self._decoder.exit_draft
+        own = decoder.plan.exit_steps((index,)) if draft is None else (decoder.plan.draft_step,)
         for modules in (decoder.exit_blocks, decoder.exit_adapters):
             self._make(*(module for name, module in modules.items() if name == str(index)))
+        self._make(draft)
         for name, weight in decoder.named_parameters():
             weight.requires_grad_(not frozen or name.startswith(EXITS))
 
         def run(x: Tensor, masks: AttentionMasks, kv: NoCache) -> Tensor:
+            x = x if draft is None else draft(x, x)
             return decoder.exit_hidden(decoder.run_steps(x, own, masks, kv), index, layered=True)
 
-        layers = [block for block in decoder.exit_blocks.values() if isinstance(block, Block)]
+        blocks = decoder.exit_blocks.values() if draft is None else (draft.block,)
+        layers = [block for block in blocks if isinstance(block, Block)]
         form = "fused" if layers and layers[0].packs else "other"
         # Where layers learn, the step behind the exit keeps the stream.
         return self._measure(run, own or (decoder.plan.steps[index],), form, learns=not frozen, counts_x=False)

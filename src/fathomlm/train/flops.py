@@ -16,6 +16,7 @@ from typing import Any
 
 from fathomlm.depth import Architecture, DepthPlan, Relaxation
 from fathomlm.depth.cost import count, linear_weights
+from fathomlm.train.losses.exits import early_outputs
 from fathomlm.train.recipe import DataRecipe, Recipe
 from fathomlm.train.schedule import row_length
 from fathomlm.train.student import StudentSpec
@@ -58,7 +59,8 @@ def work_flops_per_token(recipe: Recipe, spec: StudentSpec, teacher: StudentSpec
     layers = sum(linear_weights(architecture, plan, spec.relaxation))
     headless = recipe.loss.heal is not None and recipe.loss.heal.alone
     head = 0 if headless else architecture.vocab * architecture.hidden
-    exits = len(plan.exits) * (head + _exit_weights(spec))
+    early = early_outputs(recipe.loss.exits, plan)
+    exits = early * (head + _exit_weights(spec))
     match recipe.train:
         case "all":
             work = 6 * (layers + head + exits)
@@ -66,7 +68,7 @@ def work_flops_per_token(recipe: Recipe, spec: StudentSpec, teacher: StudentSpec
             added = layers - sum(linear_weights(architecture, plan, None))
             work = 4 * (layers + head + exits) + 2 * added
         case "exits" | "exit_heads":
-            work = 2 * (layers + head) + len(plan.exits) * _exit_work(spec)
+            work = 2 * (layers + head) + early * _exit_work(spec)
     if recipe.recompute not in ("none", "inner") and not recipe.exits_only:
         work += 2 * layers
     if spec.encoder is not None:
@@ -81,7 +83,7 @@ def work_flops_per_token(recipe: Recipe, spec: StudentSpec, teacher: StudentSpec
 def _exit_work(spec: StudentSpec) -> int:
     """FLOPs of one exit over a frozen model. A delta on the head makes the gradient of all rows that the exit learns over,
     an adapter or a layer only that of what the head reads, and a classifier none."""
-    times = 6 if spec.exits.head_rank else 4 if spec.exits.adapter_rank or spec.exits.layer else 2
+    times = 6 if spec.exits.head_rank else 4 if spec.exits.adapter_rank or spec.exits.layer or spec.exits.draft else 2
     head = spec.at_exits.vocab * spec.architecture.hidden
     return times * head + 6 * _exit_weights(spec)
 

@@ -18,6 +18,7 @@ import torch
 from fathomlm.model.decoder import Decoder
 from fathomlm.model.encoder import build_encoder
 from fathomlm.train.activations import activation_bytes, encoder_bytes, working_bytes
+from fathomlm.train.losses.exits import early_outputs
 from fathomlm.train.losses.head import default_chunk
 from fathomlm.train.optim import EXITS, choose_trained
 from fathomlm.train.recipe import Recipe
@@ -140,7 +141,7 @@ def _head(recipe: Recipe, spec: StudentSpec, tokens: int) -> int:
     copied = 4 * early * a.hidden if spec.exit_vocab else 0
     learned = 4 * a.vocab * a.hidden if recipe.train == "all" else 0
     kept = learned + 4 * tokens * a.hidden if not recipe.exits_only else 0
-    exits = len(spec.plan.exits) * (kept or _frozen_head(spec, tokens))
+    exits = early_outputs(loss.exits, spec.plan) * (kept or _frozen_head(spec, tokens))
     return logits + copied + kept + exits
 
 
@@ -160,7 +161,7 @@ def _frozen_head(spec: StudentSpec, tokens: int) -> int:
     learns from that of the hidden states."""
     a, exits = spec.architecture, spec.exits
     width = a.hidden + exits.head_rank
-    reached = exits.head_rank or exits.adapter_rank or exits.layer
+    reached = exits.head_rank or exits.adapter_rank or exits.layer or exits.draft
     return (4 * spec.at_exits.vocab * width if exits.head_rank else 0) + (4 * tokens * width if reached else 0)
 
 

@@ -30,6 +30,8 @@ from fathomlm.train.losses.routing import openness, routing_names, routing_parts
 from fathomlm.train.recipe import LossRecipe, RoutingLossRecipe
 from fathomlm.train.seq2seq import encode
 
+FURTHER = 0.8
+"""What a draft's loss counts, as a part of that of the draft before it: it is used only where that one was right."""
 GATE_NAMES = ("gate_entropy", "gate_depth")
 """How undecided a gate is, and the output that it lets tokens exit at, on average, from 1."""
 
@@ -80,6 +82,8 @@ class Objective(nn.Module):
         """For each step the teacher's that it is compared with."""
         if recipe.heal is not None and teacher is not None:
             self._healed = teacher_steps(decoder.plan, teacher.plan, kept_layers)
+        self._drafts = 0 if recipe.exits is None else recipe.exits.draft
+        """How many tokens ahead a draft layer learns; its outputs count on from the last step."""
         self._classifies = recipe.exits is not None and recipe.exits.classifier
         self._gated = recipe.exits is not None and recipe.exits.weights == "gate"
         self._teaches = recipe.routing or RoutingLossRecipe()
@@ -124,7 +128,7 @@ class Objective(nn.Module):
     @property
     def exits(self) -> tuple[int, ...]:
         """Steps that the early exits follow."""
-        return tuple(output.index for output in self._outputs[:-1])
+        return tuple(output.index for output in self._outputs[:-1] if output.index < self.decoder.plan.unrolled_layers)
 
     def forward(
         self,
@@ -140,7 +144,9 @@ class Objective(nn.Module):
         `causal` a routed model decides as at inference. `source_BS` is what an encoder reads."""
         plan = self.decoder.plan
         own = {index: step.index for index in self.exits for step in plan.exit_steps((index,))}
-        at = {own.get(output.index, output.index) for output in self._outputs} | {*self._shallow, *self._deep}
+        last = plan.unrolled_layers - 1
+        at = {own.get(output.index, output.index) for output in self._outputs if output.index <= last}
+        at |= {*self._shallow, *self._deep}
         trace = None if plan.routing is None else RoutingTrace()
         memory = None
         if self.encoder is not None:
@@ -174,7 +180,11 @@ class Objective(nn.Module):
         normed = {index: self.decoder.exit_hidden(state, index, layered=True) for index, state in read.items()}
         targets_N = targets_BT.flatten()
         few_N = None if self.places_V is None else _placed(targets_N, self.places_V)
-        last = self._outputs[-1].index
+        if self._drafts:
+            rolled = self.decoder.draft_states(
+                tokens_BT, states[last].detach(), self._drafts, keep_BS=keep_BT, documents_BT=documents_BT
+            )
+            normed |= {last + n: self.decoder.norm(state) for n, state in enumerate(rolled, start=1)}
         parts: dict[str, Tensor] = {}
         choices: dict[int, Tensor] = {}
         total = torch.zeros((), device=targets_BT.device)
@@ -358,6 +368,10 @@ def _outputs(recipe: LossRecipe, decoder: Decoder) -> tuple[_Output, ...]:
         for index, weight in zip(steps, weights, strict=True):
             share = weight * recipe.exits.distill_weight if recipe.exits.distill is not None else 0.0
             early.append(_Output(index, HeadTerms(weight, recipe.exits.distill, share), f"exit_{index + 1}"))
+        for ahead in range(recipe.exits.draft):
+            weight = recipe.exits.coefficient * FURTHER**ahead
+            terms = HeadTerms(weight, recipe.exits.distill, weight * recipe.exits.distill_weight)
+            early.append(_Output(plan.unrolled_layers + ahead, terms, f"draft_{ahead + 1}"))
     kind = None if distill is None else distill.kind
     share = 0.0 if distill is None else last_weight * distill.weight
     return (*early, _Output(plan.unrolled_layers - 1, HeadTerms(last_weight, kind, share), "next_token"))

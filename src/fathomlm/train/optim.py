@@ -18,7 +18,7 @@ from fathomlm.errors import OptionError
 from fathomlm.model.decoder import Decoder
 from fathomlm.train.recipe import OptimizerRecipe
 
-EXITS = ("exit_heads.", "exit_adapters.", "exit_blocks.", "exit_classifiers.", "exit_gate.")
+EXITS = ("exit_heads.", "exit_adapters.", "exit_blocks.", "exit_classifiers.", "exit_gate.", "exit_draft.")
 """How the names of weights begin that belong to exits."""
 
 
@@ -36,7 +36,7 @@ def choose_trained(decoder: Decoder, what: str) -> None:
         parameter.requires_grad_(name.startswith(groups[what]) and not name.startswith(idle))
         found += parameter.requires_grad
     if not found:
-        exits = "no exits that add anything (loss.exits.adapter_rank, layer, head_rank or classifier)"
+        exits = "no exits that add anything (loss.exits.adapter_rank, layer, head_rank, classifier or draft)"
         has = "no relaxation (model.relax)" if what == "relaxation" else exits
         raise OptionError(f"train: {what}, but the model has {has}, so nothing would learn")
 

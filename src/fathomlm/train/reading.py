@@ -17,7 +17,7 @@ import yaml
 from fathomlm.errors import OptionError, choices
 from fathomlm.jsonfile import Fields
 from fathomlm.options import check
-from fathomlm.train.recipe import Recipe, parse_amount
+from fathomlm.train.recipe import ExitRecipe, Recipe, parse_amount
 
 
 def read_recipe(path: str | Path | None, overrides: Sequence[str] = ()) -> Recipe:
@@ -211,14 +211,13 @@ def check_recipe(recipe: Recipe) -> None:
             raise OptionError(f"loss.exits.weights: gate requires loss.exits.at: recursions, got {exits.at}")
     if recipe.train == "exit_heads" and (loss.exits is None or loss.exits.head_rank < 1):
         raise OptionError("train: exit_heads requires loss.exits.head_rank >= 1")
-    if recipe.train == "exits" and (
-        exits is None
-        or not (exits.head_rank or exits.adapter_rank or exits.layer or exits.classifier or exits.weights == "gate")
-    ):
-        raise OptionError(
-            "train: exits requires something that exits add: loss.exits.adapter_rank, layer, head_rank, classifier or "
-            "weights: gate"
-        )
+    adding = ("adapter_rank", "layer", "head_rank", "classifier", "draft")
+    adds = exits is not None and (exits.weights == "gate" or any(getattr(exits, name) for name in adding))
+    if recipe.train == "exits" and not adds:
+        names = ", ".join(adding)
+        raise OptionError(f"train: exits requires something that exits add: loss.exits.{names} or weights: gate")
+    if exits is not None and exits.draft:
+        _check_draft(recipe, exits)
     if exits is not None and exits.exit_vocab and not recipe.exits_only:
         raise OptionError(
             f"loss.exits.exit_vocab requires train: exits, got train: {recipe.train}; exits copy their rows of "
@@ -229,6 +228,18 @@ def check_recipe(recipe: Recipe) -> None:
         value = getattr(getattr(recipe, section), field)
         if value is not None:
             parse_amount(name, value)
+
+
+def _check_draft(recipe: Recipe, exits: ExitRecipe) -> None:
+    """A draft layer learns alone, over a frozen model, from its last output."""
+    if not recipe.exits_only or exits.distill is None:
+        raise OptionError("loss.exits.draft requires train: exits and loss.exits.distill, such as forward_kl")
+    others = ("head_rank", "adapter_rank", "layer", "classifier")
+    given = [name for name in others if getattr(exits, name)]
+    given += ["at"] if exits.at != "recursions" else []
+    given += [f"weights: {exits.weights}"] if exits.weights != "aggressive" else []
+    if given:
+        raise OptionError(f"loss.exits.draft cannot be combined with loss.exits.{given[0]}: it is no exit in the model")
 
 
 def _given(section: str, names: list[str]) -> str:

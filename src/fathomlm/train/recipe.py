@@ -231,6 +231,10 @@ class ExitRecipe:
     layer: bool = False
     """Give each exit a whole layer over the states there, with keys and values of its own; it starts as a copy of the layer
     behind the exit."""
+    draft: int = option(0, ge=0)
+    """Instead of exits in the model a draft layer behind it, over each token's embedding and the last state of the token
+    before (EAGLE): it learns to foretell this many tokens ahead, over its own output for all but the first. With `train:
+    exits` and `distill`; it starts as a copy of the last layer."""
     classifier: bool = False
     """Teach each exit to tell whether its likeliest token is the last output's: `generate --confidence classifier`."""
     exit_vocab: int = option(0, ge=0)

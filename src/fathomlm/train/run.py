@@ -367,4 +367,4 @@ def _is_better(value: float, best: float | None) -> bool:
 
 
 def _is_exit(name: str) -> bool:
-    return name.startswith("exit_") and not name.endswith(("_distill", "_classifier"))
+    return name.startswith(("exit_", "draft_")) and not name.endswith(("_distill", "_classifier"))

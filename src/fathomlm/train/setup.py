@@ -28,7 +28,7 @@ from fathomlm.train.data.pairs import PairLoader
 from fathomlm.train.data.prepare import PreparationProgress, prepare
 from fathomlm.train.distributed import World
 from fathomlm.train.first import check_corpus, check_models
-from fathomlm.train.losses.exits import exit_steps
+from fathomlm.train.losses.exits import exited_plan
 from fathomlm.train.recipe import DataRecipe, ExitRecipe, ModelRecipe, Recipe, parse_amount
 from fathomlm.train.schedule import rows_per_step
 from fathomlm.train.seq2seq import fresh_seq2seq, fresh_tokens, read_encoder, ready_to_train
@@ -144,10 +144,15 @@ def build_student(recipe: Recipe, corpus: Corpus) -> FathomModel:
         student = ready_to_train(student, model, corpus)
     exits = recipe.loss.exits
     if exits is None:  # exits that no loss reads would go stale while the layers under them learn
-        return with_exits(student, (), 0, recipe.seed)
-    places = exit_steps(exits, student.plan)
-    parts = (exits.head_rank, recipe.seed, exits.adapter_rank, exits.classifier, exits.layer, exits.weights == "gate")
-    student = with_exits(student, places, *parts)
+        return replan(student, student.plan.with_exits(()), seed=recipe.seed)
+    student = replan(
+        student,
+        exited_plan(exits, student.plan),
+        exit_rank=exits.head_rank,
+        exit_adapter=exits.adapter_rank,
+        exit_classifier=exits.classifier,
+        seed=recipe.seed,
+    )
     student.limit_exits(_exit_vocab(exits, student, corpus))
     return student
 
@@ -230,27 +235,12 @@ def _from_scratch(model: ModelRecipe, seed: int, corpus: Corpus, tokenizer: Any)
     return finish(student, tokenizer)
 
 
-def with_exits(
-    model: FathomModel,
-    exits: tuple[int, ...],
-    rank: int,
-    seed: int,
-    adapter: int = 0,
-    classifier: bool = False,
-    layer: bool = False,
-    gate: bool = False,
-) -> FathomModel:
-    """The same weights under a plan with exits. Low-rank deltas on the head (`rank` above 0), adapters, layers, classifiers
-    and the gate are kept where the model has them for that exit and rank, and fresh otherwise."""
-    plan = model.plan.with_exits(exits, layer=layer, gate=gate)
-    return replan(model, plan, exit_rank=rank, exit_adapter=adapter, exit_classifier=classifier, seed=seed)
-
-
 def describe_student(student: FathomModel) -> str:
     exits = student.plan.exits
     tokens = student.config.exit_vocab
     among = "" if tokens is None else f" among {len(tokens):,} tokens"
     leaves = f", exits after {', '.join(str(i + 1) for i in exits)}{among}" if exits else ""
+    leaves = f", with a draft layer{among}" if student.plan.draft else leaves
     beside = ""
     if isinstance(student, FathomForSeq2SeqLM):
         beside = f"encoder of {student.config.encoder_config['num_layers']} layers, decoder of "

@@ -13,7 +13,7 @@ from fathomlm.depth.dropping import MEASURED, kept_layers
 from fathomlm.depth.presets import PRESETS, T5_FAMILIES, with_t5_traits
 from fathomlm.depth.relaxation import RELAXATIONS, build_relaxation, check_fits
 from fathomlm.errors import OptionError
-from fathomlm.train.losses.exits import exit_steps
+from fathomlm.train.losses.exits import exited_plan
 from fathomlm.train.reading import read_recipe, yet_to_come
 from fathomlm.train.recipe import ModelRecipe, Recipe
 from fathomlm.train.schedule import row_length
@@ -86,15 +86,20 @@ def read_student(recipe: Recipe, *, foresee: bool = False) -> StudentSpec:
     exits = recipe.loss.exits
     if exits is None:
         return StudentSpec(architecture=architecture, plan=plan.with_exits(()), relaxation=relaxation, encoder=encoder)
-    if exits.layer and architecture.cross:
-        raise OptionError(f"loss.exits.layer is for decoder-only models; a {architecture.family} decoder has an encoder")
+    if (exits.layer or exits.draft) and architecture.cross:
+        what = "layer" if exits.layer else "draft"
+        raise OptionError(f"loss.exits.{what} is for decoder-only models; a {architecture.family} decoder has an encoder")
     if exits.exit_vocab > architecture.vocab:
         raise OptionError(
             f"loss.exits.exit_vocab must be <= the model's vocabulary of {architecture.vocab:,}, got {exits.exit_vocab:,}"
         )
-    plan = plan.with_exits(exit_steps(exits, plan), layer=exits.layer, gate=exits.weights == "gate")
+    plan = exited_plan(exits, plan)
     added = ExitParts(
-        head_rank=exits.head_rank, adapter_rank=exits.adapter_rank, layer=exits.layer, classifier=exits.classifier
+        head_rank=exits.head_rank,
+        adapter_rank=exits.adapter_rank,
+        layer=exits.layer,
+        classifier=exits.classifier,
+        draft=bool(exits.draft),
     )
     return StudentSpec(
         architecture=architecture,

@@ -123,7 +123,7 @@ def _check(options: Frontier) -> Path | None:
         raise OptionError("duplicate MODEL")
     exiting = options.sweep == "threshold" and len(options.models) == 1
     placed = options.exit_layer is not None or options.min_exit_layer is not None
-    pack = options.pack(options.models[0], options.mode or "parallel" if exiting else None, placed=placed)
+    pack = options.pack(options.models[0], options.mode or "parallel" if exiting else None, placed=placed, exits_only=True)
     if pack is not None and len(options.models) > 1:
         raise OptionError(f"--exits belong to one MODEL, got {len(options.models)}")
     for name, flag in (

@@ -10,7 +10,9 @@ from fathomlm.train.recipe import ExitRecipe
 
 
 def exit_steps(recipe: ExitRecipe, plan: DepthPlan) -> tuple[int, ...]:
-    """The indices of the steps that the early exits follow."""
+    """The indices of the steps that the early exits follow; a draft layer follows none of them."""
+    if recipe.draft:
+        return ()
     if recipe.at == "recursions":
         ends = plan.recursion_ends()
         if not ends:
@@ -21,6 +23,17 @@ def exit_steps(recipe: ExitRecipe, plan: DepthPlan) -> tuple[int, ...]:
     if not recipe.at:
         raise OptionError("loss.exits.at names no step")
     return plan.with_exits(count - 1 for count in recipe.at).exits
+
+
+def exited_plan(recipe: ExitRecipe, plan: DepthPlan) -> DepthPlan:
+    """The plan with what a recipe trains."""
+    gate = recipe.weights == "gate"
+    return plan.with_exits(exit_steps(recipe, plan), layer=recipe.layer, gate=gate, draft=bool(recipe.draft))
+
+
+def early_outputs(recipe: ExitRecipe | None, plan: DepthPlan) -> int:
+    """How many outputs learn beside the last."""
+    return len(plan.exits) if recipe is None or not recipe.draft else recipe.draft
 
 
 def exit_weights(recipe: ExitRecipe, depths: Sequence[int]) -> tuple[float, ...]:

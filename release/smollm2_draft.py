@@ -1,0 +1,118 @@
+"""SmolLM2-135M with a draft layer behind it: trained, packed, and measured against full decoding.
+
+    python release/smollm2_exit.py prepare --corpus CORPUS --out data/smollm2
+    python release/smollm2_chats.py make --documents data/smollm2/corpus --out data/chats.jsonl --count 60000
+    python release/smollm2_chats.py prepare --chats data/chats.jsonl --out data/smollm2-chats
+    python release/smollm2_draft.py train --data data/smollm2 --chats data/smollm2-chats --seconds 540
+    python release/smollm2_draft.py pack --out DIRECTORY
+    python release/smollm2_draft.py prompts --data data/smollm2 --chats data/smollm2-chats --out prompts.json
+    python release/smollm2_draft.py measure --pack DIRECTORY --prompts prompts.json --out smollm2_draft.json
+
+`train` (recipes/draft-smollm2-135m.yaml) learns from documents and from the model's own chats, as much of the one as of the
+other, and may be stopped (`--seconds`) and goes on. `measure` (smollm2_draft_measure.py) adds to a record that is there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from bundled_mor import Deadline, verb
+from smollm2_mix import mix
+
+RUN = Path("runs/smollm2-draft")
+
+
+class Watcher(Deadline):
+    """Tells how far drafts are from the model; the model itself stays as it is."""
+
+    def record(self, record: dict[str, Any]) -> None:
+        parts = record["parts"]
+        far = " ".join(f"{parts[name]:.3f}" for name in parts if name.endswith("_distill"))
+        rate = f", {record['tokens_per_s']:,.0f} tokens/s" if "tokens_per_s" in record else ""
+        print(f"  {record['kind']:10} step {record['step']:5} {record['tokens'] / 1e6:6.1f}M  {far}{rate}", flush=True)
+
+
+def train(args: argparse.Namespace) -> None:
+    from fathomlm.train.reading import read_recipe
+    from fathomlm.train.run import train as train_run
+
+    documents = args.data / "corpus"
+    corpus = documents if args.chats is None else mix(documents, args.chats, args.work / "mixed").path
+    words = [
+        *("--model.source", args.source),
+        *("--data.path", str(corpus)),
+        *("--out", str(args.work / "run")),
+        *("--budget.tokens", args.tokens),
+        *("--log.tensorboard", "false"),
+    ]
+    recipe = read_recipe("draft-smollm2-135m", [*words, *(f"--{field}" for field in args.fields)])
+    summary = train_run(recipe, resume=True, watcher=Watcher(args.seconds))
+    ended = "finished" if summary.finished else "stopped and saved"
+    print(f"{ended} at step {summary.step} of {summary.steps}; drafts {summary.exits}", flush=True)
+
+
+def pack(args: argparse.Namespace) -> None:
+    import torch
+
+    from fathomlm.checkpoints.exit_pack import write_pack
+    from fathomlm.checkpoints.resolve import load
+
+    write_pack(load(args.work / "run/last"), args.out, dtype=torch.bfloat16, force=True)
+    print(f"{args.out}: {sum(path.stat().st_size for path in args.out.iterdir()) / 1e6:.1f} MB")
+
+
+def prompts(args: argparse.Namespace) -> None:
+    from smollm2_draft_measure import make_prompts
+
+    args.out.write_text(json.dumps(make_prompts(args)) + "\n")
+
+
+def measure(args: argparse.Namespace) -> None:
+    from smollm2_draft_measure import measure as measure_all
+
+    measure_all(args)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    verbs = parser.add_subparsers(required=True)
+    add = verb(verbs, "train", train)
+    add("--data", type=Path, required=True, help="what `smollm2_exit.py prepare` made")
+    add("--chats", type=Path, help="what `smollm2_chats.py prepare` made: learn from it too")
+    add("--work", type=Path, default=RUN)
+    add("--source", default="smollm2-135m")
+    add("--tokens", default="200M")
+    add("--seconds", type=float, help="stop and save after so long; the same command goes on")
+    add("--fields", nargs="*", default=[], help="other values for the recipe: --fields device=cpu data.context=512")
+    add = verb(verbs, "pack", pack)
+    add("--work", type=Path, default=RUN)
+    add("--out", type=Path, required=True)
+    add = verb(verbs, "prompts", prompts)
+    add("--data", type=Path, required=True, help="what `smollm2_exit.py prepare` made")
+    add("--chats", type=Path, required=True, help="what `smollm2_chats.py prepare` made")
+    add("--source", default="smollm2-135m")
+    add("--count", type=int, default=32, help="of each kind")
+    add("--out", type=Path, required=True)
+    add = verb(verbs, "measure", measure)
+    add("--pack", type=Path, required=True)
+    add("--prompts", type=Path, required=True, help="what `prompts` made")
+    add("--source", default="smollm2-135m")
+    add("--out", type=Path, required=True, help="the record, added to where it is there")
+    add("--device", default="auto")
+    add("--dtypes", nargs="+", choices=("float32", "bfloat16"), default=["float32"])
+    add("--rows", type=int, nargs="+", default=[1, 8, 32])
+    add("--drafts", type=int, nargs="+", default=[4, 5, 6], help="drafts in a step; each number is tried")
+    add("--threshold", type=float, default=0.0, help="draft on while the layer is surer than this")
+    add("--temperatures", type=float, nargs="+", default=[0.0, 0.8])
+    add("--count", type=int, default=32, help="prompts of each kind")
+    add("--new-tokens", type=int, default=192)
+    add("--rounds", type=int, default=2)
+    args = parser.parse_args()
+    args.run(args)
+
+
+if __name__ == "__main__":
+    main()

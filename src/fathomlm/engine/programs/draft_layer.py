@@ -1,0 +1,237 @@
+"""Lossless speculation with a draft layer behind the model (EAGLE), across a batch. `decode.draft_layer` is the slow twin.
+
+A decode step drafts and verifies for every slot. The draft layer runs over what was settled in the step before, each token
+with the true last state of the one before it, and then over its own drafts with its own output; all layers then run over the
+last settled token and the drafts behind it, each a row. There the full model chooses for every row, with the random number
+that belongs to the token's place in its sequence, and rows count up to the first whose draft is another token. So tokens are
+those that the full model chooses, greedy or drawn, one by one, whatever was drafted.
+
+Where the state of a token before is not known, because its entries were found in the prefix cache, zeros stand in for it:
+that may cost a draft, and no token. A request with penalties or a constraint is never drafted for (`programs.drafts`).
+
+Shapes: S slots, J places of a slot (its last settled token and the drafts behind it), N = S x J rows, M hidden width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from fathomlm.decode.confidence import MEASURES, AtExit
+from fathomlm.decode.draft_layer import DEPTH
+from fathomlm.engine.device_state import ENTER, IDLE, PrefillBatch
+from fathomlm.engine.kv_pages import AttentionMetadata, attention_for
+from fathomlm.engine.programs.base import (
+    BAD,
+    DRAFTED,
+    ENDED,
+    VALID,
+    ProgramContext,
+    SamplingVariant,
+    StepOutput,
+    TokenChooser,
+    ends_sequence,
+)
+from fathomlm.engine.programs.whole import count_entries, prefill_steps
+from fathomlm.engine.sampler import Sampled, note
+from fathomlm.engine.schedule import Placement
+from fathomlm.kernels.best_token import best_and_gap
+
+
+class DraftLayerProgram:
+    def __init__(self, parts: ProgramContext, *, drafts: int, confidence: str = "gap") -> None:
+        """At most `drafts` tokens are drafted for each slot in a step."""
+        s, plan = parts.state, parts.plan
+        assert parts.batch_size == s.slots, "a slot has its rows"
+        self.parts, self.drafts, self._measure = parts, drafts, confidence
+        self._own = (plan.draft_step,)
+        places = drafts + 1
+        self.output = StepOutput.empty(s.slots * places, parts.sampler.max_logprobs, s.device)
+        self._slots_S = torch.arange(s.slots, device=s.device)
+        self._places_J = torch.arange(places, device=s.device)
+        self._slots_N = self._slots_S.repeat_interleave(places)
+        self.states_SJM = torch.zeros(s.slots + 1, places, s.x_SM.shape[1], dtype=s.x_SM.dtype, device=s.device)
+        """The last states of the tokens before those that the draft layer has not run yet."""
+        self.tokens_SJ = torch.zeros(s.slots + 1, places, dtype=torch.int64, device=s.device)
+        """The tokens that it has not run, the slot's last one included."""
+        self.count_S = torch.ones(s.slots + 1, dtype=torch.int64, device=s.device)
+        """How many those are."""
+        self.threshold_S = torch.ones(s.slots + 1, device=s.device)
+        self._begin = parts.small(self._begin_plain)
+        self._enter = parts.small(parts.layers.decoder.enter_draft)
+        self._meet = parts.small(self._meet_plain)
+        self._rows = parts.small(self._rows_plain)
+        self._verify = parts.small(self._verify_plain)
+        self._choose = TokenChooser(parts)
+
+    def place(self, placements: Sequence[Placement], threshold: float) -> None:
+        s = self.parts.state
+        slots_K = s.upload([placement.slot for placement in placements])
+        self.states_SJM.index_fill_(0, slots_K, 0)
+        self.count_S.index_fill_(0, slots_K, 1)
+        self.tokens_SJ[:, 0].index_copy_(0, slots_K, s.token_S.index_select(0, slots_K))
+        own = (placement.sequence.request.exit_threshold for placement in placements)
+        thresholds_K = s.upload([threshold if one is None else one for one in own], torch.float32)
+        self.threshold_S.index_copy_(0, slots_K, thresholds_K)
+
+    def prefill(self, batch: PrefillBatch) -> None:
+        """Known tokens through every step, for the sake of their states; the draft layer only stores its entries. The state
+        of a chunk's last token waits in the slot's first place."""
+        layers, slots_N = self.parts.layers, batch.slots_N
+        x_NM, seen = prefill_steps(self.parts, batch, layers.enter(batch.tokens_N), self.parts.plan.steps)
+        begins_N = torch.arange(len(slots_N), device=slots_N.device) == batch.starts_N
+        before_NM = torch.where(begins_N[:, None], self.states_SJM[slots_N, 0], x_NM.roll(1, 0))
+        read_NM = layers.decoder.enter_draft(batch.tokens_N, before_NM)
+        layers.keep(read_NM, self._own, seen, batch.positions_N)
+        ends_N = begins_N.roll(-1, 0)  # the first row of all begins a chunk, so the last one ends one
+        self.states_SJM[:, 0].index_put_((torch.where(ends_N, slots_N, self.parts.state.spare),), x_NM)
+        count_entries(self.parts.state, 0, slots_N)
+
+    def decode_step(self, variant: SamplingVariant) -> None:
+        parts, s, layers = self.parts, self.parts.state, self.parts.layers
+        live_S, room_S, asks_S, before_NM, tokens_N, positions_N, *found = self._begin(variant.penalise or variant.bias)
+        if parts.idle(live_S):
+            self.output.blank(s.spare)
+            return
+        read_NM, seen = self._enter(tokens_N, before_NM), AttentionMetadata(*found)
+        many_S = torch.zeros_like(room_S)
+        drafts: list[Tensor] = []
+        sures: list[Tensor] = []
+        if variant.drafts:
+            x_NM = layers.run(read_NM, self._own, seen, positions_N)
+            x_SM = x_NM.view(s.slots, -1, x_NM.shape[1])[self._slots_S, self.count_S[:-1] - 1]
+            for number in range(self.drafts):
+                if number:
+                    if parts.idle(asks_S):
+                        break
+                    seen = AttentionMetadata(*found)
+                    x_SM = layers.run(self._enter(drafts[-1], x_SM), self._own, seen, positions_N)
+                scores = self._scores(x_SM, asks_S, number, variant)
+                draft_S, sure_S, many_S, asks_S, positions_N, *found = self._meet(*scores, x_SM, asks_S, many_S, room_S)
+                drafts.append(draft_S)
+                sures.append(sure_S)
+        else:
+            layers.keep(read_NM, self._own, seen, positions_N)
+        self._judge(live_S, many_S, drafts, sures, variant)
+        s.clock.add_(1)
+
+    def _scores(
+        self, x_SM: Tensor, asks_S: Tensor, number: int, variant: SamplingVariant
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """What the layer's output scores, the tokens that the columns stand for (None: all) and the slots' choices where
+        they are not just the best: drawn as the full model's will be, with the same random number."""
+        layers, s = self.parts.layers, self.parts.state
+        if variant.greedy:
+            return *layers.draft_scores(x_SM), None
+        scores_SV = layers.scores(x_SM, self._own[0].index)
+        index_S = s.generated_S[:-1] + number
+        return scores_SV, None, self._choose.sampled(scores_SV, self._slots_S, index_S, asks_S, variant).tokens_N
+
+    def _judge(
+        self, live_S: Tensor, many_S: Tensor, drafts: list[Tensor], sures: list[Tensor], variant: SamplingVariant
+    ) -> None:
+        """All layers over the last settled tokens and the drafts, and what is settled then."""
+        s, layers = self.parts.state, self.parts.layers
+        places = 1 + len(drafts) if variant.drafts else 1
+        drafts_SJ = torch.stack((s.token_S[:-1], *drafts), 1)
+        sures_SJ = torch.stack((*sures, torch.zeros_like(live_S, dtype=torch.float32)), 1)
+        slots_N = self._slots_N if places == self.drafts + 1 else self._slots_S.repeat_interleave(places)
+        valid_N, positions_N, index_N, *found = self._rows(live_S, many_S, slots_N, places)
+        x_NM = layers.run(layers.enter(drafts_SJ.flatten()), self.parts.plan.steps, AttentionMetadata(*found), positions_N)
+        scores_NV = layers.scores(x_NM)
+        sampled = self._choose.sampled(scores_NV, slots_N, index_N, valid_N, variant)
+        output = self.output if places == self.drafts + 1 else self.output.part(0, len(slots_N))
+        if output is not self.output:
+            self.output.blank(s.spare)
+        emits_N = self._verify(live_S, many_S, drafts_SJ, sures_SJ, valid_N, index_N, sampled, x_NM, output)
+        if variant.penalise:
+            note(sampled.tokens_N, torch.where(emits_N, slots_N, s.spare), self.parts.sampler)
+        if variant.alternatives:
+            output.top_tokens_NK.copy_(sampled.top_tokens_NK)
+            output.top_logprobs_NK.copy_(sampled.top_logprobs_NK)
+
+    def _begin_plain(self, limited: bool) -> tuple[Tensor, ...]:
+        """Who runs and how many drafts it may have; what the draft layer has to catch up with, a slot's places as rows."""
+        s, slots_S = self.parts.state, self._slots_S
+        position_S, capacity_S = s.position_S[:-1], s.capacity_ST[:-1, 0]
+        live_S = (s.stage_S[:-1] == ENTER) & (position_S < capacity_S)
+        room_S = torch.minimum(capacity_S - position_S, s.limit_S[:-1] - s.generated_S[:-1]) - 1
+        if limited:
+            room_S = torch.where(self.parts.sampler.penalises(slots_S) | (s.held_S[:-1] > 0), 0, room_S)
+        count_S1 = self.count_S[:-1, None]
+        valid_SJ = live_S[:, None] & (self._places_J < count_S1)
+        positions_SJ = torch.where(valid_SJ, position_S[:, None] - count_S1 + 1 + self._places_J, 0)
+        seen = self._seen(self._slots_N, positions_SJ.flatten(), valid_SJ.flatten())
+        states_NM, tokens_N = self.states_SJM[:-1].flatten(0, 1), self.tokens_SJ[:-1].flatten()
+        return live_S, room_S, live_S & (room_S > 0), states_NM, tokens_N, positions_SJ.flatten(), *seen
+
+    def _seen(self, slots_N: Tensor, positions_N: Tensor, valid_N: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        tables_STP, size = self.parts.state.tables_STP, self.parts.page_size
+        seen = attention_for(tables_STP, slots_N, torch.zeros_like(slots_N), positions_N, valid_N, size)
+        return seen.slot_mapping_N, seen.table_NP, seen.lengths_N
+
+    def _meet_plain(
+        self, scores_SW: Tensor, vocab_W: Tensor | None, drawn_S: Tensor | None, x_SM: Tensor, asks_S: Tensor,
+        many_S: Tensor, room_S: Tensor,
+    ) -> tuple[Tensor, ...]:  # fmt: skip
+        """The layer's word and how sure it is; where it is sure enough that is a draft, to be followed by another, and where
+        that one stands."""
+        best_S, sure_S = best_and_gap(scores_SW)
+        best_S = best_S if vocab_W is None else vocab_W[best_S]
+        if self._measure != "gap":
+            sure_S = MEASURES[self._measure](AtExit(x_SM, x_SM, scores_SW))
+        threshold_S = self.threshold_S[:-1]
+        drafts_S = asks_S & ((threshold_S == 0) | (sure_S > threshold_S))
+        many_S = many_S + drafts_S
+        follows_S = drafts_S & (room_S > many_S)
+        positions_S = torch.where(follows_S, self.parts.state.position_S[:-1] + many_S, 0)
+        seen = self._seen(self._slots_S, positions_S, follows_S)
+        sure_S = torch.where(asks_S, sure_S, 0.0).float()
+        return best_S if drawn_S is None else drawn_S, sure_S, many_S, follows_S, positions_S, *seen
+
+    def _rows_plain(self, live_S: Tensor, many_S: Tensor, slots_N: Tensor, places: int) -> tuple[Tensor, ...]:
+        s, place_J = self.parts.state, self._places_J[:places]
+        valid_N = (live_S[:, None] & (place_J <= many_S[:, None])).flatten()
+        positions_N = torch.where(valid_N, (s.position_S[:-1, None] + place_J).flatten(), 0)
+        index_N = (s.generated_S[:-1, None] + place_J).flatten()
+        return valid_N, positions_N, index_N, *self._seen(slots_N, positions_N, valid_N)
+
+    def _verify_plain(
+        self, live_S: Tensor, many_S: Tensor, drafts_SJ: Tensor, sures_SJ: Tensor, valid_N: Tensor, index_N: Tensor,
+        sampled: Sampled, x_NM: Tensor, output: StepOutput,
+    ) -> Tensor:  # fmt: skip
+        """A slot's rows count up to the first whose draft is wrong, or that ends the sequence."""
+        s, slots = self.parts.state, len(live_S)
+        tokens_SJ, valid_SJ, bad_SJ, index_SJ = (
+            each.view(slots, -1) for each in (sampled.tokens_N, valid_N, sampled.bad_N, index_N)
+        )
+        places = tokens_SJ.shape[1]
+        place_J, slots_SJ = self._places_J[:places], self._slots_S[:, None].expand(-1, places)
+        drafted_SJ = valid_SJ & (place_J < many_S[:, None])
+        kept_SJ = drafted_SJ & (tokens_SJ == torch.roll(drafts_SJ, -1, 1)) & ~bad_SJ
+        ends_SJ = ends_sequence(tokens_SJ.flatten(), self.parts.ends_E, s.ignores_S[slots_SJ.flatten()]).view(slots, -1)
+        over_SJ = ends_SJ | (index_SJ + 1 >= s.limit_S[:-1, None]) | bad_SJ
+        stops_SJ = (~kept_SJ | over_SJ).long()
+        emits_SJ = valid_SJ & (stops_SJ.cumsum(1) - stops_SJ == 0)
+        settled_S = emits_SJ.sum(1)
+        last_S1 = (settled_S - 1).clamp_min(0)[:, None]
+        token_S, over_S = tokens_SJ.gather(1, last_S1)[:, 0], over_SJ.gather(1, last_S1)[:, 0]
+        idle_S = live_S & (over_S | (s.held_S[:-1] > 0))
+        s.token_S[:-1] = torch.where(live_S, token_S, s.token_S[:-1])
+        s.position_S[:-1] += settled_S
+        s.generated_S[:-1] += settled_S
+        s.stage_S[:-1] = torch.where(idle_S, IDLE, s.stage_S[:-1])
+        self.count_S[:-1] = torch.where(live_S, settled_S, self.count_S[:-1])
+        live_S1 = live_S[:, None]
+        self.tokens_SJ[:-1, :places] = torch.where(live_S1, tokens_SJ, self.tokens_SJ[:-1, :places])
+        states_SJM = x_NM.view(slots, places, -1)
+        self.states_SJM[:-1, :places] = torch.where(live_S1[..., None], states_SJM, self.states_SJM[:-1, :places])
+        depth_SJ = torch.where(kept_SJ, DEPTH, self.parts.plan.unrolled_layers)
+        flags_SJ = VALID + BAD * bad_SJ.long() + ENDED * over_SJ.long() + DRAFTED * drafted_SJ.long()
+        epoch_SJ = s.epoch_S[:-1, None].expand(-1, places)
+        columns = (slots_SJ, epoch_SJ, tokens_SJ, depth_SJ, flags_SJ * emits_SJ, index_SJ)
+        output.ints_NC.copy_(torch.stack([column.flatten() for column in columns], 1))
+        output.floats_NC.copy_(torch.stack((sampled.logprobs_N, sures_SJ.flatten()), 1))
+        return emits_SJ.flatten()

@@ -1,0 +1,129 @@
+"""A draft layer in the engine: every token is the full model's, drafts are the slow twin's."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+
+from decode.exit_models import DRAFTS, NEW, PROMPTS, build, exiting
+from engine.test_engine_exits import MANY, asked
+from fathomlm.decode.full import generate
+from fathomlm.decode.sampling import Sampling
+from fathomlm.engine.engine import Engine
+from fathomlm.engine.programs.draft_layer import DraftLayerProgram
+from fathomlm.engine.request import Request
+from fathomlm.errors import OptionError
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+SMALL: dict[str, Any] = {"page_size": 4, "batch_size": 4, "prefill_chunk": 5, "max_length": 48}
+ROOMY = SMALL | {"memory": 10**6, "prefix_caching": False}
+
+
+@pytest.mark.parametrize("name", DRAFTS)
+def test_every_token_is_the_full_models(name: str) -> None:
+    """Drawn ones too: a draft and the full model's choice are drawn with the same random number."""
+    full = Engine(build(name), **SMALL).run(asked())
+    for threshold, stack, sizes in ((0.0, 4, {}), (0.03, 5, {"burst": 2, "lag": 1}), (0.0, 2, {"batch_size": 1})):
+        setting = exiting(name, "speculative", threshold=threshold, max_stack=stack)
+        engine = Engine(build(name), exiting=setting, always_draft=True, **(SMALL | sizes))
+        assert isinstance(engine.runner.program, DraftLayerProgram)
+        results = engine.run(asked())
+        assert [(r.tokens, r.finish) for r in results] == [(f.tokens, f.finish) for f in full]
+        kept = sum(depth == 1 for r in results for depth in r.depths or ())
+        assert (engine.totals.accepted, engine.totals.drafted) == (kept, sum(r.drafted for r in results))
+        assert 0 < kept < engine.totals.drafted
+        assert [r.drafted for r in results[3::4]] == [0, 0], "penalties are never drafted for"
+        assert engine.counters().pages_used == engine.counters().pages_cached
+
+
+@pytest.mark.parametrize("threshold", [0.0, 0.03])
+@pytest.mark.parametrize("name", DRAFTS)
+def test_drafts_are_the_slow_twins(name: str, threshold: float) -> None:
+    """Which tokens were drafted and kept, and how sure the layer was; prompts come in chunks."""
+    setting = exiting(name, "speculative", threshold=threshold, max_stack=4)
+    wanted = generate(build(name), MANY, max_new_tokens=NEW, exiting=setting)
+    engine = Engine(build(name), exiting=setting, always_draft=True, **ROOMY)
+    results = engine.generate(MANY, max_new_tokens=NEW)
+    assert [(r.tokens, r.depths) for r in results] == [(w.tokens, w.exit_layers) for w in wanted]
+    assert engine.totals.accepted == sum(w.exits.accepted for w in wanted if w.exits)
+    assert engine.totals.drafted == sum(w.exits.drafted for w in wanted if w.exits)
+    for result, right in zip(results, wanted, strict=True):
+        sure = [one for one in result.confidences or () if one]
+        assert sure == pytest.approx([one for one in right.confidences or () if one], abs=1e-5)
+
+
+def test_drafting_may_stop_and_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps without drafts leave the layer what it needs: behind them it drafts what it always would."""
+    setting = exiting("draft", "speculative", threshold=0.0, max_stack=4)
+    engine = Engine(build("draft"), exiting=setting, always_draft=True, **ROOMY)
+    launch, turns = engine.runner.launch, iter([True, False, False, True, False] * 20)
+    monkeypatch.setattr(engine.runner, "launch", lambda drafts, sequences: launch(next(turns), sequences))
+    seen = []
+    program = engine.runner.program
+    assert isinstance(program, DraftLayerProgram)
+    judge = program._judge
+
+    def spy(live_S: Any, many_S: Any, drafts: Any, sures: Any, variant: Any) -> None:
+        for slot in live_S.nonzero()[:, 0].tolist():
+            many = int(many_S[slot])
+            seen.append((int(program.parts.state.position_S[slot]), slot, [int(d[slot]) for d in drafts[:many]]))
+        judge(live_S, many_S, drafts, sures, variant)
+
+    monkeypatch.setattr(program, "_judge", spy)
+    results = engine.generate(MANY, max_new_tokens=NEW)
+    full = generate(build("draft"), MANY, max_new_tokens=NEW)
+    assert [r.tokens for r in results] == [f.tokens for f in full]
+    from decode.test_draft_layer import naive_drafts
+
+    texts = [[*r.prompt_tokens, *r.tokens] for r in results]
+    drafted = [(position, slot, drafts) for position, slot, drafts in seen if drafts]
+    assert 0 < len(drafted) < len(seen)
+    with torch.inference_mode():
+        for position, slot, drafts in drafted:
+            assert drafts == naive_drafts(build("draft"), texts[slot][: position + 1], len(drafts))
+
+
+def test_prefixes_are_cached_and_scarce_pages_change_nothing() -> None:
+    setting = exiting("draft", "speculative", threshold=0.0, max_stack=4)
+    engine = Engine(build("draft"), exiting=setting, always_draft=True, **SMALL, memory=10**6)
+    (first,) = engine.generate([PROMPTS[0]], max_new_tokens=NEW)
+    second = [*first.prompt_tokens, *first.tokens, 5, 6]
+    (found,) = engine.generate([second], max_new_tokens=NEW)
+    assert engine.counters().prefix_hits > 0
+    assert found.tokens == generate(build("draft"), [second], max_new_tokens=NEW)[0].tokens
+
+
+def test_a_draft_ends_a_sequence_only_when_it_is_verified() -> None:
+    made = copy.deepcopy(build("draft"))
+    for end in {result.tokens[3] for result in generate(made, MANY, max_new_tokens=NEW)}:
+        made.config.eos_token_id = made.generation_config.eos_token_id = end
+        full = Engine(made, **SMALL).generate(MANY, max_new_tokens=NEW)
+        setting = exiting("draft", "speculative", threshold=0.0, max_stack=4)
+        results = Engine(made, exiting=setting, always_draft=True, **SMALL).generate(MANY, max_new_tokens=NEW)
+        assert [(r.tokens, r.finish) for r in results] == [(f.tokens, f.finish) for f in full]
+
+
+def test_an_exit_vocabulary_and_a_threshold_of_a_request() -> None:
+    made = copy.deepcopy(build("draft"))
+    made.limit_exits(torch.arange(0, 96, 2))
+    setting = exiting("draft", "speculative", threshold=0.0, max_stack=4)
+    engine = Engine(made, exiting=setting, always_draft=True, **ROOMY)
+    sampling = Sampling(max_new_tokens=NEW)
+    drafts, never = engine.run(
+        [Request(id=i, prompt=tuple(PROMPTS[0]), sampling=sampling, exit_threshold=at) for i, at in enumerate((None, 1.0))]
+    )
+    (right,) = generate(made, [PROMPTS[0]], max_new_tokens=NEW, exiting=setting)
+    assert (drafts.tokens, drafts.depths) == (right.tokens, right.exit_layers)
+    assert never.tokens == right.tokens
+    assert (drafts.drafted > 0, never.drafted) == (True, 0)
+
+
+def test_the_engine_decides_whether_to_draft_and_says_what_it_cannot_do() -> None:
+    setting = exiting("draft", "speculative", threshold=0.0, max_stack=4)
+    results = Engine(build("draft"), exiting=setting, **SMALL).generate(MANY, max_new_tokens=NEW)
+    assert [r.tokens for r in results] == [f.tokens for f in generate(build("draft"), MANY, max_new_tokens=NEW)]
+    with pytest.raises(OptionError, match="max_sequences must be batch_size"):
+        Engine(build("draft"), exiting=setting, **SMALL, max_sequences=6)
