@@ -13,7 +13,7 @@ from fathomlm.depth.cost import Cost, count
 from fathomlm.model.seq2seq import FathomModel
 from fathomlm.sizes import amount
 
-UPTRAIN = "uptrain-distill-smollm2-135m"
+UPTRAIN = "uptrain-smollm2-135m"
 """The shipped recipe that the card's command starts from."""
 
 

@@ -19,11 +19,19 @@ from fathomlm.model.decoder import Decoder, Recompute
 from fathomlm.model.exits import ExitVocab
 from fathomlm.model.route import RoutingTrace, TopKOptions
 from fathomlm.model.route.trace import RoutingMeter
-from fathomlm.train.data.loader import IGNORE
+from fathomlm.train.data.loader import IGNORE, Batch
 from fathomlm.train.losses.agreement import agreement_loss
 from fathomlm.train.losses.exits import exit_depths, exit_steps, exit_weights
 from fathomlm.train.losses.gate import exit_entropy, exit_log_probabilities, expected_exit
-from fathomlm.train.losses.head import HeadParts, HeadTerms, Teacher, head_loss
+from fathomlm.train.losses.head import (
+    AnyTeacher,
+    HeadParts,
+    HeadTerms,
+    LikeliestTokens,
+    Teacher,
+    head_loss,
+    likeliest_tokens,
+)
 from fathomlm.train.losses.healing import healing_loss, teacher_steps
 from fathomlm.train.losses.layerwise import candidates, layerwise_loss, taught_layers
 from fathomlm.train.losses.routing import openness, routing_names, routing_parts, smooth_openness
@@ -139,9 +147,12 @@ class Objective(nn.Module):
         causal: bool = False,
         source_BS: Tensor | None = None,
         source_keep_BS: Tensor | None = None,
+        likeliest_BTK: Tensor | None = None,
+        likeliest_logs_BTK: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """The sum of all losses over the batch's tokens, and its parts in the order of `names`, each unweighted. With
-        `causal` a routed model decides as at inference. `source_BS` is what an encoder reads."""
+        `causal` a routed model decides as at inference. `source_BS` is what an encoder reads. `likeliest_BTK` are a
+        teacher's tokens with their log-probabilities, where it is not here itself."""
         plan = self.decoder.plan
         own = {index: step.index for index in self.exits for step in plan.exit_steps((index,))}
         last = plan.unrolled_layers - 1
@@ -193,9 +204,14 @@ class Objective(nn.Module):
             total, weights_NO = self._gate(total, parts, normed, targets_N)
         for number, output in enumerate(self._outputs):
             exit_vocab = self._exit_vocab(output.index)
-            teacher = None
+            teacher: AnyTeacher | None = None
             if output.terms.divergence is not None:
-                teacher = self._self_teacher(normed[last], exit_vocab) if output.index != last else self._last_of(taught)
+                if output.index != last:
+                    teacher = self._self_teacher(normed[last], exit_vocab)
+                elif likeliest_BTK is not None and likeliest_logs_BTK is not None:
+                    teacher = LikeliestTokens(likeliest_BTK.flatten(0, 1), likeliest_logs_BTK.flatten(0, 1))
+                else:
+                    teacher = self._last_of(taught)
             if self._classifies:
                 choices[output.index] = torch.empty(targets_N.shape, dtype=torch.long, device=targets_N.device)
             hidden_NK, weight_VK = self._head(output.index, normed[output.index].flatten(0, 1), exit_vocab)
@@ -311,13 +327,25 @@ class Objective(nn.Module):
             at = set(self._healed)
             return teacher.states(tokens_BT, at=at, keep_BS=keep_BT, documents_BT=documents_BT, memory=memory)
 
-    def _last_of(self, states: dict[int, Tensor] | None) -> Teacher:
+    def _last_of(self, states: dict[int, Tensor] | None) -> AnyTeacher:
         teacher = self._teacher[0]
         assert teacher is not None
         assert states is not None
         with torch.no_grad():
             last_BTM = teacher.norm(states[teacher.plan.unrolled_layers - 1])
-            return Teacher(last_BTM.flatten(0, 1), teacher.head_weight)
+            whole = Teacher(last_BTM.flatten(0, 1), teacher.head_weight)
+        distill = self.recipe.distill
+        if distill is None or not distill.top_k:
+            return whole
+        kind = last_BTM.device.type
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else last_BTM.dtype
+        return likeliest_tokens(whole, distill.top_k, dtype, self.recipe.chunk)
+
+    def likeliest(self, batch: Batch) -> LikeliestTokens:
+        """What a cache keeps of the teacher, for the rows of a batch: what `forward` would compare with."""
+        found = self._last_of(self._teacher_states(batch.tokens_BT, batch.keep_BT, batch.documents_BT, None, None))
+        assert isinstance(found, LikeliestTokens)
+        return found
 
     def _heal_error(self, healed: list[Tensor], taught: dict[int, Tensor], targets_BT: Tensor) -> Tensor:
         teacher = self._teacher[0]

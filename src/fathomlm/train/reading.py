@@ -179,6 +179,11 @@ def check_recipe(recipe: Recipe) -> None:
         raise OptionError(f"capture cannot be combined with recompute: {recipe.recompute}; it requires none or inner")
     if loss.distill is not None and not loss.distill.source:
         raise OptionError("loss.distill requires a source, the teacher")
+    if loss.distill is not None and loss.distill.cache is not None:
+        if not loss.distill.top_k:
+            raise OptionError("loss.distill.cache requires loss.distill.top_k, how many tokens of each position it keeps")
+        if loss.heal is not None or recipe.data.pairs:
+            raise OptionError("loss.distill.cache cannot be combined with loss.heal or data.pairs")
     if loss.heal is not None:
         if loss.distill is None:
             raise OptionError("loss.heal requires loss.distill, whose source is the teacher")

@@ -38,6 +38,7 @@ FREE = {
     "data.validation_fraction",
     "optimizer.nonfinite_limit",
     "loss.chunk",
+    "loss.distill.cache",
 }
 """What a resumed run may change: where and how it runs, not what it computes."""
 BUDGET = {"budget", "schedule"}

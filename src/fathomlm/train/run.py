@@ -39,6 +39,7 @@ from fathomlm.train.setup import (
 )
 from fathomlm.train.state import RunFacts, TrainingProgress, check_fresh, read_state
 from fathomlm.train.student import StudentSpec
+from fathomlm.train.teacher_cache import taught_data
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,13 +95,18 @@ class Run:
         torch.manual_seed(recipe.seed)
         self._student = build_student(recipe, self._data.corpus)
         self._data = as_the_model_reads(self._data, self._student)
-        self._teacher = build_teacher(recipe, self._data.corpus, self._student, world)
+        distill = recipe.loss.distill
+        kept = distill is not None and distill.cache is not None
+        self._teacher = None if kept else build_teacher(recipe, self._data.corpus, self._student, world)
         s = self._student
         encoder = s.config.encoder_config if isinstance(s, FathomForSeq2SeqLM) else None
         spec = StudentSpec(architecture=s.architecture, plan=s.plan, relaxation=s.relaxation, encoder=encoder)
         self._forward_flops = forward_flops_per_token(recipe, spec)
         self._model_flops = model_flops_per_token(recipe, spec)
         self._length = plan_steps(recipe, self._forward_flops, len(self._data.train))
+        if kept:
+            rows = self._length.steps * self._length.rows_per_step
+            self._data = taught_data(recipe, self._data, self._student, world, rows, watcher.note)
         self._rate = LearningRate.of(recipe.schedule, self._length.steps)
         self._micro = micro_batch_size(self._length.rows_per_step, world.size, recipe.batch.micro)
         self._progress = TrainingProgress()

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from fathomlm.depth.cost import Cost, count
 from fathomlm.errors import OptionError
-from fathomlm.lab.study.ledger import corpus_checksum, fingerprint
+from fathomlm.lab.study.ledger import fingerprint
 from fathomlm.lab.study.spec import Planned, Study, merged
 from fathomlm.train.data.corpus import Corpus
 from fathomlm.train.flops import forward_flops_per_token
@@ -31,7 +31,7 @@ class Place:
 
     @property
     def corpus_checksum(self) -> str:
-        return "" if self.corpus is None else corpus_checksum(self.corpus)
+        return "" if self.corpus is None else self.corpus.checksum
 
     @property
     def tokens(self) -> int | None:

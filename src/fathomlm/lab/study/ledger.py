@@ -20,7 +20,6 @@ from typing import Any
 from fathomlm.checkpoints.writing import whole_file
 from fathomlm.errors import DataError, OutputError
 from fathomlm.jsonfile import read_object
-from fathomlm.train.data.corpus import Corpus
 from fathomlm.train.recipe import Recipe
 from fathomlm.train.resume import FREE
 
@@ -62,12 +61,6 @@ def fingerprint(recipe: Recipe, *, without: str | None = None) -> str:
     """What a run is known by, its seed and budget included, or all but the field `without`."""
     settings = {name: value for name, value in identifying_settings(recipe).items() if name != without}
     return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:16]
-
-
-def corpus_checksum(corpus: Corpus) -> str:
-    """What a corpus is known by: the checksums of all its shards."""
-    shards = [shard for name in sorted(corpus.manifest.splits) for shard in corpus.manifest.splits[name].shards]
-    return hashlib.sha256("".join(shard.sha256 + shard.index_sha256 for shard in shards).encode()).hexdigest()[:16]
 
 
 class Ledger:

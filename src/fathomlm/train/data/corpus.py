@@ -47,6 +47,12 @@ class Corpus:
             corpus.verify_sample()
         return corpus
 
+    @property
+    def checksum(self) -> str:
+        """What a corpus is known by: the checksums of all its shards."""
+        shards = [shard for name in sorted(self.manifest.splits) for shard in self.manifest.splits[name].shards]
+        return hashlib.sha256("".join(shard.sha256 + shard.index_sha256 for shard in shards).encode()).hexdigest()[:16]
+
     def verify(self, on_shard: Callable[[int, int], None] | None = None) -> None:
         """Read all shards and compare their checksums. `on_shard` is called with (done, total)."""
         shards = self._all_shards()

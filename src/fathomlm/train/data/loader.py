@@ -49,6 +49,10 @@ class Batch:
     reads, its start token and all of the target but the last token, and `targets_BT` the target."""
     source_keep_BS: Tensor | None = None
     """False at padding of the source."""
+    likeliest_BTK: Tensor | None = None
+    """A teacher's likeliest tokens at each position, int32, where they are kept (train/teacher_cache.py)."""
+    likeliest_logs_BTK: Tensor | None = None
+    """Their log-probabilities, float16."""
 
     @property
     def rows(self) -> int:
@@ -158,7 +162,11 @@ class Loader:
 
     def batch_at(self, start: int, count: int, rank: int = 0, world: int = 1) -> Batch:
         """The part of rank `rank` of `world` of the global batch that is samples `start` to `start + count`."""
-        rows = [self._window(int(window)) for window in rank_slice(self.samples(start, count), rank, world)]
+        return self.windows(rank_slice(self.samples(start, count), rank, world))
+
+    def windows(self, numbers: npt.NDArray[np.int64]) -> Batch:
+        """Some windows, whatever their order is."""
+        rows = [self._window(int(window)) for window in numbers]
         tokens, targets, documents = (np.stack(column) for column in zip(*rows, strict=True))
         return Batch(
             tokens_BT=torch.from_numpy(tokens),

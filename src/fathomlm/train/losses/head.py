@@ -36,6 +36,10 @@ chunks are faster: over 131,072 tokens and 49,152 words those of the head take 5
 of 4,096 (H200); the peak of such a pass, 113 GB, grows by half a gigabyte."""
 
 
+LEAST_REST = 1e-6
+"""Probability that all tokens but the likeliest ones have at least, where only those are known."""
+
+
 @dataclass(frozen=True, slots=True)
 class HeadTerms:
     """What is asked of one output: its weight, and its distance from a teacher."""
@@ -45,6 +49,10 @@ class HeadTerms:
     divergence_weight: float = 0.0
 
 
+Shown = Callable[[slice, Tensor], Tensor]
+"""A teacher's logits for a part of the tokens, given the student's for it."""
+
+
 @dataclass(frozen=True, slots=True)
 class Teacher:
     """Where a teacher's logits come from: its hidden states after the final norm, and its head."""
@@ -52,7 +60,55 @@ class Teacher:
     hidden_NM: Tensor
     weight_VM: Tensor
 
+    def shown(self, dtype: torch.dtype, parts: HeadParts) -> Shown:
+        """What gives a chunk's logits beside the student's."""
+        weight = self.weight_VM.to(dtype)
+        return lambda part, logits_CV: self.hidden_NM[part].to(dtype) @ weight.T
 
+
+@dataclass(frozen=True, slots=True)
+class LikeliestTokens:
+    """A teacher of which only its likeliest tokens are known, with the rest as one mass."""
+
+    tokens_NK: Tensor
+    logs_NK: Tensor
+    """Their log-probabilities, in float16: what a file keeps."""
+
+    def shown(self, dtype: torch.dtype, parts: HeadParts) -> Shown:
+        return lambda part, logits_CV: parts.spread(logits_CV, self.tokens_NK[part].long(), self.logs_NK[part])
+
+
+def spread(logits_CV: Tensor, tokens_CK: Tensor, logs_CK: Tensor) -> Tensor:
+    """Log-probabilities over the vocabulary: the teacher's at the tokens that are known, and its remaining mass over all
+    others in the student's own proportions. Every divergence from this is that of the K + 1 outcomes, and so is its
+    gradient: where the proportions agree, the rest counts as one outcome.
+
+    Rounded probabilities may sum to 1 or more; a millionth is always left for the rest.
+    """
+    wide = torch.promote_types(logits_CV.dtype, torch.float32)
+    logits, logs = logits_CV.to(wide), logs_CK.to(wide)
+    known_C1 = logs.logsumexp(-1, keepdim=True)
+    logs = logs - (known_C1 + LEAST_REST).clamp_min(0)
+    rest_C1 = torch.log(-torch.expm1(known_C1.clamp_max(-LEAST_REST)))
+    others_CV = logits.scatter(1, tokens_CK, -math.inf)
+    others_CV = others_CV - others_CV.logsumexp(-1, keepdim=True) + rest_C1
+    return others_CV.scatter(1, tokens_CK, logs)
+
+
+@torch.no_grad()
+def likeliest_tokens(teacher: Teacher, k: int, dtype: torch.dtype, chunk: int | None = None) -> LikeliestTokens:
+    """What is kept of a teacher, a chunk of logits at a time."""
+    shown, many = teacher.shown(dtype, PLAIN_PARTS), teacher.hidden_NM.shape[0]
+    chunk = chunk or default_chunk(teacher.hidden_NM.device.type, teacher.weight_VM.shape[0])
+    k, tokens, logs = min(k, teacher.weight_VM.shape[0]), [], []
+    for at in range(0, many, chunk):
+        best = shown(slice(at, at + chunk), teacher.hidden_NM).float().log_softmax(-1).topk(k)
+        tokens.append(best.indices.int())
+        logs.append(best.values.half())
+    return LikeliestTokens(torch.cat(tokens), torch.cat(logs))
+
+
+AnyTeacher = Teacher | LikeliestTokens
 TaughtLoss = Callable[[Tensor, Tensor, Tensor, HeadTerms], tuple[Tensor, Tensor, Tensor]]
 
 
@@ -89,6 +145,7 @@ class HeadParts(NamedTuple):
     taught: TaughtLoss = taught_loss
     narrowed: Callable[[Tensor, torch.dtype], Tensor] = narrowed
     scaled_: Callable[[Tensor, Tensor], Tensor] = scaled_
+    spread: Callable[[Tensor, Tensor, Tensor], Tensor] = spread
 
     @staticmethod
     def compiled(backend: str = "inductor") -> HeadParts:
@@ -96,6 +153,7 @@ class HeadParts(NamedTuple):
             torch.compile(taught_loss, backend=backend),
             torch.compile(narrowed, dynamic=False, backend=backend),
             torch.compile(scaled_, dynamic=False, backend=backend),
+            torch.compile(spread, backend=backend),
         )
 
 
@@ -130,7 +188,7 @@ class _HeadLoss(torch.autograd.Function):
         hidden_NM: Tensor,
         weight_VM: Tensor,
         targets_N: Tensor,
-        teacher: Teacher | None,
+        teacher: AnyTeacher | None,
         terms: HeadTerms,
         chunk: int,
         parts: HeadParts,
@@ -141,7 +199,7 @@ class _HeadLoss(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, Tensor]:
         ctx.scaled_ = parts.scaled_
         weight = parts.narrowed(weight_VM, dtype)
-        teacher_weight = None if teacher is None else teacher.weight_VM.to(dtype)
+        show = None if teacher is None else teacher.shown(dtype, parts)
         wants_hidden, wants_weight = (learning and wanted for wanted in ctx.needs_input_grad[:2])
         d_hidden = torch.empty_like(hidden_NM) if wants_hidden else None
         # In float32 also where the weight is bfloat16 (FSDP's copies): many chunks are added up.
@@ -154,9 +212,7 @@ class _HeadLoss(torch.autograd.Function):
             logits = hidden @ weight.T
             if choices_N is not None:
                 torch.argmax(logits, dim=-1, out=choices_N[part])
-            shown = None
-            if teacher is not None and teacher_weight is not None:
-                shown = teacher.hidden_NM[part].to(dtype) @ teacher_weight.T
+            shown = None if show is None else show(part, logits)
             weighing = None
             if weights_N is not None and losses_N is not None:
                 weighing = _Weighing(weights_N[part], losses_N[part])
@@ -212,7 +268,7 @@ def head_loss(
     targets_N: Tensor,
     terms: HeadTerms,
     *,
-    teacher: Teacher | None = None,
+    teacher: AnyTeacher | None = None,
     chunk: int | None = None,
     parts: HeadParts = PLAIN_PARTS,
     choices_N: Tensor | None = None,
