@@ -153,9 +153,10 @@ def measure(args: argparse.Namespace, policy: str, rows: int, device: torch.devi
         **busy(engine, rows, args.tokens, args.most), "floor_tokens_per_s_all_loops": round(rows * speed / weights, 1),
     }  # fmt: skip
     drained = NEW * found["ms_per_token_of_a_sequence"] / 1e3
-    if args.seconds and rows == max(args.rows) > 1 and time.perf_counter() + args.seconds + drained < end:
-        rate = 0.8 * found["tokens_per_s"] / NEW
-        arriving = build_workload("thesis", model.architecture.vocab, requests=max(4, round(rate * args.seconds)), rate=rate)
+    rate = 0.8 * found["tokens_per_s"] / NEW
+    few = round(rate * args.seconds)
+    if few >= 4 and rows == max(args.rows) > 1 and time.perf_counter() + args.seconds + drained < end:
+        arriving = build_workload("thesis", model.architecture.vocab, requests=few, rate=rate)
         found["poisson_80"] = {"requests_per_s": round(rate, 2), **dataclasses.asdict(Timing.of(play(engine, arriving)))}
     return found
 

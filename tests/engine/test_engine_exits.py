@@ -151,6 +151,40 @@ def test_a_sequence_that_is_preempted_is_read_again_as_it_was(mode: str) -> None
         assert result.confidences == pytest.approx(right.confidences, abs=1e-5)
 
 
+@pytest.mark.parametrize("mode", ["parallel", "state-copy", "entry-copy", "select"])
+def test_a_threshold_for_each_exit(mode: str) -> None:
+    """An exit whose threshold is 1 is none; the engine does as the reference, also where a request has its own."""
+    at, name = threshold("four-loops", (2, 4, 6)), "four-loops"
+    said: dict[Any, Any] = {}
+    for layers, each in (((4,), at), ((2, 4), (1.0, at)), ((2, 4, 6), (1.0, at, 0.9 * at)), ((2, 4, 6), at)):
+        setting = Exiting(mode=mode, exit_layers=layers, threshold=each)  # type: ignore[arg-type]
+        said[layers, each] = generate(model(name), MANY, max_new_tokens=NEW, exiting=setting)
+    one, two, three, same = ([(r.tokens, r.exit_layers) for r in results] for results in said.values())
+    assert one == two
+    assert three not in (two, same)
+    if mode == "select":
+        return
+    first, last = Exiting(mode=mode, threshold=at, exit_layers=(2, 4, 6)), (1.0, at, 0.9 * at)  # type: ignore[arg-type]
+    engine = Engine(model(name), exiting=dataclasses.replace(first, threshold=last), **SMALL)
+    assert [(r.tokens, r.depths) for r in engine.generate(MANY, max_new_tokens=NEW)] == three
+    sampling, engine = Sampling(max_new_tokens=NEW), Engine(model(name), exiting=first, **SMALL)
+    asks = [
+        Request(id=i, prompt=tuple(prompt), sampling=sampling, exit_threshold=(last, None)[i % 2])
+        for i, prompt in enumerate(MANY)
+    ]
+    found = [(r.tokens, r.depths) for r in engine.run(asks)]
+    assert found == [(three, same)[i % 2][i] for i in range(len(MANY))]
+    with pytest.raises(OptionError, match="one for each of 3 exit"):
+        engine.submit(Request(id=99, prompt=(1,), sampling=sampling, exit_threshold=(0.5, 0.5)))
+    with pytest.raises(OptionError, match="2 given, and 3 exit"):
+        Engine(model(name), exiting=dataclasses.replace(first, threshold=(0.5, 0.5)), **SMALL)
+    for wrong in ((), (0.5, 2.0), (0.5, "x")):
+        with pytest.raises(OptionError, match="threshold"):
+            dataclasses.replace(first, threshold=wrong)
+        with pytest.raises(OptionError, match="threshold"):
+            Request(id=99, prompt=(1,), sampling=sampling, exit_threshold=wrong)  # type: ignore[arg-type]
+
+
 def test_a_threshold_that_falls_over_the_text() -> None:
     low = threshold("vanilla", (1, 3))
     setting = Exiting(mode="state-copy", exit_layers=(1, 3), threshold=low, decay=4.0)

@@ -49,6 +49,7 @@ CASES: dict[str, Any] = {
     "whole, lora": (lambda: build("lora"), None),
     "routed": (lambda: model_of(routed()), None),
     "routed, shared": (lambda: model_of(routed("expert", "share")), None),
+    "routed, hybrid": (lambda: model_of(routed("expert", "hybrid")), None),
     "token": (lambda: model_of(routed("token")), None),
     "exits, two passes": (
         lambda: build("vanilla"), lambda: exiting("vanilla", "parallel", threshold=mixing_threshold("vanilla"), max_stack=4)

@@ -227,6 +227,11 @@ def test_a_threshold_for_one_request(server: Running) -> None:
             early.post("completions", **body, fathom={"depths": True, "threshold": threshold}).json()["choices"][0]["fathom"]
             for threshold in (1, 0)
         )
+        same = early.post("completions", **body, fathom={"depths": True, "threshold": [1]}).json()["choices"][0]["fathom"]
+        assert same == never
+        few = error(early.post("completions", **body, fathom={"threshold": [0.5, 0.5]}))
+        assert (few["param"], "one for each of 1 exit" in few["message"]) == ("fathom.threshold", True)
+        assert error(early.post("completions", **body, fathom={"threshold": [2]}))["param"].startswith("fathom.threshold")
     assert set(never["depths"]) == {6}
     assert set(always["depths"]) == {exit_layer("vanilla")}
     assert error(server.post("completions", **ASKED, fathom={"threshold": 0.5}))["param"] == "fathom.threshold"

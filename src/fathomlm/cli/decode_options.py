@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from fathomlm.cli.first import check_pack
 from fathomlm.cli.model_options import ExitPackOptions, threshold_file
-from fathomlm.decode.exiting import ORACLES, USED, Exiting
+from fathomlm.decode.exiting import ORACLES, USED, Exiting, Threshold, shown_threshold
 from fathomlm.errors import OptionError
 from fathomlm.options import like, option
 from fathomlm.packaged import packaged_drafts, packaged_exits
@@ -113,7 +113,7 @@ class DecodeOptions(ShippedExitOptions):
     exit_layers: tuple[int, ...] | None = like(Exiting, "exit_layers")
     min_exit_layer: int | None = like(Exiting, "min_exit_layer")
     confidence: str | None = like(Exiting, "confidence")
-    threshold: float | str | None = like(Exiting, "threshold")
+    threshold: Threshold | str | None = like(Exiting, "threshold")
     decay: float | None = like(Exiting, "decay")
     refine: float | None = like(Exiting, "refine")
     max_stack: int | None = like(Exiting, "max_stack")
@@ -232,7 +232,7 @@ def exit_statistic(results: Sequence[Generation]) -> str:
     if first is None:
         return ""
     mode = "oracle (it knows the last layer's choice)" if results[0].oracle else first.mode
-    threshold = "" if first.threshold is None else f", threshold {first.threshold:.2f}"
+    threshold = "" if first.threshold is None else f", threshold {shown_threshold(first.threshold)}"
     drafted = sum(result.exits.drafted for result in results if result.exits)
     accepted = sum(result.exits.accepted for result in results if result.exits)
     drafts = f", {accepted} of {drafted} drafts accepted" if drafted else ""

@@ -19,7 +19,7 @@ from fathomlm.cli.first import check_device, check_memory, check_threads
 from fathomlm.cli.model_options import ModelOptions, QuantizeOptions, memory_errors, threshold_file
 from fathomlm.cli.serve_models import SeveralOptions, at_hand, catalog_of, model_name, read_lora
 from fathomlm.cli.serve_ray import RayOptions, read_replicas, run_on_ray
-from fathomlm.decode.exiting import SERVED_MODES, Exiting
+from fathomlm.decode.exiting import SERVED_MODES, Exiting, Threshold
 from fathomlm.engine.options import EngineOptions, RestartPolicy
 from fathomlm.errors import OptionError
 from fathomlm.options import like, option, section
@@ -47,9 +47,10 @@ class ServedDepthOptions(ShippedExitOptions):
     )  # fmt: skip
     exit_layers: tuple[int, ...] | None = like(Exiting, "exit_layers")
     confidence: str | None = like(Exiting, "confidence")
-    threshold: float | str | None = like(
+    threshold: Threshold | str | None = like(
         Exiting, "threshold",
-        help="exit where the confidence exceeds T, from 0 (always) to 1 (never); 'adaptive' is the calibrated threshold",
+        help="exit where the confidence exceeds T, from 0 (always) to 1 (never); one for each exit as 0.9,0.8; 'adaptive' "
+        "is the calibrated threshold",
     )  # fmt: skip
     max_depth: int | None = option(None, ge=1, help="routed models: at most N recursions, for every request")
 

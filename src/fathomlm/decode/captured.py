@@ -97,6 +97,7 @@ class CapturedDecoder:
         self._check(prompt, exiting, max_new_tokens)
         self._check_memory(memory)
         threshold = exiting.threshold_now() or 0.0
+        assert not isinstance(threshold, tuple)
         with torch.no_grad():
             if memory is not None and not self.steps.ready:  # recorded work looks at room that is there
                 self.steps.set_memory(memory)
@@ -302,6 +303,8 @@ def check_exiting(exiting: Exiting) -> None:
         raise OptionError(f"captured decoding supports the modes {', '.join(MODES)}, not {exiting.mode}")
     if exiting.confidence not in (None, "gap") or exiting.refine is not None:
         raise OptionError("captured decoding supports only confidence='gap', without refinement")
+    if isinstance(exiting.threshold, tuple):
+        raise OptionError("captured decoding supports one threshold for all exits")
 
 
 @dataclass(slots=True)

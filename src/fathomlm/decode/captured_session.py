@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from fathomlm.decode.captured import CapturedDecoder, CapturedResult, check_exiting
-from fathomlm.decode.exiting import DEFAULT_STACK, Exiting
+from fathomlm.decode.exiting import DEFAULT_STACK, Exiting, Threshold
 from fathomlm.decode.generation import ExitStatistics, Generation, SequenceState, TokenExit
 from fathomlm.decode.prompts import Prompt, check_context, encode_prompt
 from fathomlm.decode.sampling import Sampling
@@ -85,7 +85,7 @@ class CapturedSession:
             )
         return self._decoder
 
-    def _statistics(self, found: CapturedResult, threshold: float | None) -> ExitStatistics:
+    def _statistics(self, found: CapturedResult, threshold: Threshold | None) -> ExitStatistics:
         plan, layers = self.model.plan, self.model.plan.unrolled_layers
         # What waits for the layers behind the exit passes them in the end, drafts that are discarded too.
         waits = self.exiting.mode in ("parallel", "speculative")

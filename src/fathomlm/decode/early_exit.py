@@ -86,7 +86,8 @@ class StateCopy:
             gathered = forward.gather([seq.span for seq in sequences])
             output = policy.run_to_exit(forward, x_R1M, policy.steps[first : exit + 1], gathered, before)
             assert output.confidences is not None
-            confident = [policy.is_confident(sure, seq) for sure, seq in zip(output.confidences, sequences, strict=True)]
+            sure = zip(output.confidences, sequences, strict=True)
+            confident = [policy.is_confident(each, seq, exit) for each, seq in sure]
             stay = [r for r, exits in enumerate(confident) if not exits]
             self._exit(sequences, output, [r for r, exits in enumerate(confident) if exits], exit)
             if not stay:
@@ -142,7 +143,8 @@ class SelectExit:
         seen, last = run_all(self._forward, self._policy, sequences)
         for r, (seq, logits_V) in enumerate(zip(sequences, last.logits_RV, strict=True)):
             sure = [output.confidences[r] for output in seen if output.confidences is not None]
-            at = next((i for i, confidence in enumerate(sure) if self._policy.is_confident(confidence, seq)), None)
+            exits = enumerate(zip(sure, self._policy.exits, strict=True))
+            at = next((i for i, (each, exit) in exits if self._policy.is_confident(each, seq, exit)), None)
             output = seen[-1 if at is None else at]
             agreed = seq.likeliest(output.logits_RV[r]) == seq.likeliest(logits_V)
             if at is None:

@@ -67,7 +67,7 @@ class EntryCopy:
             logits_RV = self._logits(x_R1M, exit, sequences, gathered)
             known = (None, None) if passed is None else (passed.confidences, passed.logits_RV)
             sure = policy.confidences(exit, before_RM, self._state(x_R1M), logits_RV, *known)
-            leaves = [policy.is_confident(each, seq) for each, seq in zip(sure, sequences, strict=True)]
+            leaves = [policy.is_confident(each, seq, exit) for each, seq in zip(sure, sequences, strict=True)]
             for r in (r for r, leaving in enumerate(leaves) if leaving):
                 seq = sequences[r]
                 self._copy(seq, exit)

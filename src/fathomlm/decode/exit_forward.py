@@ -21,7 +21,7 @@ from torch import Tensor
 
 from fathomlm.cache import Focus, SlotCache, Span
 from fathomlm.decode.confidence import AtExit, ExitClassifier, confidences, find_classifiers, find_gate
-from fathomlm.decode.exiting import Exiting
+from fathomlm.decode.exiting import Exiting, thresholds_of
 from fathomlm.decode.generation import ExitingSequence
 from fathomlm.depth import Step
 from fathomlm.model.attention_mask import AttentionMasks, TokenBatch, gathered_masks
@@ -181,11 +181,12 @@ class ExitPolicy:
         judge = self._classifiers.get(index)
         return confidences(self.measure, AtExit(start_RM, after_RM, logits_RV, judge, None, before, logits_before_RV))
 
-    def is_confident(self, confidence: float, seq: ExitingSequence) -> bool:
-        """Whether the sequence's next token exits."""
+    def is_confident(self, confidence: float, seq: ExitingSequence, exit: int) -> bool:
+        """Whether the sequence's next token exits after the step with this index."""
         assert self.threshold is not None
+        threshold = thresholds_of(self.threshold, len(self.exits))[self.exits.index(exit)]
         state = seq.state
-        return exceeds(confidence, self._exiting.decayed(self.threshold, len(state.tokens), state.max_new_tokens))
+        return exceeds(confidence, self._exiting.decayed(threshold, len(state.tokens), state.max_new_tokens))
 
 
 def exceeds(confidence: float, threshold: float) -> bool:

@@ -57,17 +57,31 @@ class AdaptiveThreshold(Protocol):
         ...
 
 
-def parse_threshold(text: str, flag: str) -> float | str:
-    """A flag's number, or the word `adaptive`."""
+Threshold = float | tuple[float, ...]
+"""One for all exits, or one for each."""
+
+
+def parse_threshold(text: str, flag: str) -> Threshold | str:
+    """A flag's number, or several such as 0.9,0.8, or the word `adaptive`."""
     if text == "adaptive":
         return text
     try:
-        number = float(text)
+        numbers = tuple(float(part) for part in text.split(","))
     except ValueError:
-        number = math.nan
-    if not 0 <= number <= 1:
+        numbers = (math.nan,)
+    if not all(0 <= number <= 1 for number in numbers):
         raise OptionError(f"{flag} must be between 0 and 1, or adaptive, got '{text}'")
-    return number
+    return numbers if len(numbers) > 1 else numbers[0]
+
+
+def thresholds_of(threshold: Threshold, exits: int) -> tuple[float, ...]:
+    """By exit."""
+    return threshold if isinstance(threshold, tuple) else (threshold,) * exits
+
+
+def shown_threshold(threshold: Threshold) -> str:
+    """For people, as it is given."""
+    return ",".join(f"{one:.2f}" for one in thresholds_of(threshold, 1))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,9 +104,10 @@ class Exiting:
     confidence: str | None = option(
         None, choices=CONFIDENCES, default_text="gap", help="what is compared with the threshold"
     )
-    threshold: float | AdaptiveThreshold | None = option(
+    threshold: Threshold | AdaptiveThreshold | None = option(
         None, metavar="T", default_text=f"{DEFAULT_THRESHOLD:g}", parse=parse_threshold,
-        help="exit where the confidence exceeds T, from 0 (always) to 1 (never); 'adaptive' estimates T while decoding",
+        help="exit where the confidence exceeds T, from 0 (always) to 1 (never); one for each exit as 0.9,0.8; 'adaptive' "
+        "estimates T while decoding",
     )  # fmt: skip
     """An estimator's threshold is read once a batch; what it learns from the batch holds for the next."""
     min_exit_layer: int | None = option(
@@ -150,7 +165,8 @@ class Exiting:
             raise OptionError(
                 "threshold cannot be combined with the oracle; give an estimator to have it learn from the oracle"
             )
-        inside = _is_number(threshold) and 0 <= threshold <= 1
+        each = threshold if isinstance(threshold, tuple) else (threshold,)
+        inside = bool(each) and all(_is_number(one) and 0 <= one <= 1 for one in each)
         require(inside, "threshold", "between 0 (always exit) and 1 (never), or an estimator", threshold)
 
     @property
@@ -158,11 +174,13 @@ class Exiting:
         """What learns the threshold, where something does."""
         return self.threshold if isinstance(self.threshold, AdaptiveThreshold) else None
 
-    def threshold_now(self) -> float | None:
-        """The number in force; None where the mode compares none."""
+    def threshold_now(self) -> Threshold | None:
+        """What is in force; None where the mode compares none."""
         threshold = self.threshold
         if self.mode in ORACLES or threshold is None:
             return None
+        if isinstance(threshold, tuple):
+            return threshold
         return float(threshold.threshold if isinstance(threshold, AdaptiveThreshold) else threshold)
 
     def decayed(self, threshold: float, index: int, most: int) -> float:
@@ -198,6 +216,11 @@ class Exiting:
             raise OptionError(
                 f"{self.mode} decoding{refines} has one exit, and here are {len(layers)}, after layers {_listed(layers)}; "
                 f"name one of them as the exit layer, such as {layers[0]}"
+            )
+        if isinstance(self.threshold, tuple) and len(self.threshold) != len(layers):
+            raise OptionError(
+                f"threshold must be one number, or one for each exit: {len(self.threshold)} given, and "
+                f"{len(layers)} exit(s), after layer {_listed(layers)}"
             )
         return tuple(layer - 1 for layer in layers)
 

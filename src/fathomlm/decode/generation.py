@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fathomlm.cache import Span
-from fathomlm.decode.exiting import ORACLES
+from fathomlm.decode.exiting import ORACLES, Threshold
 from fathomlm.decode.logits import likeliest, pick, sampling_probabilities, seen_tokens
 from fathomlm.decode.prompts import end_tokens
 from fathomlm.decode.sampling import Sampling
@@ -32,7 +32,7 @@ class ExitStatistics:
     mode: str
     layers: int
     """The model's unrolled depth: the layer behind which a token that did not token_exit early was chosen."""
-    threshold: float | None
+    threshold: Threshold | None
     """The one in force for this completion; None where the mode has none."""
     layers_run: int
     """Layers times tokens while decoding, discarded drafts included; the prompt but for its last token is left out."""

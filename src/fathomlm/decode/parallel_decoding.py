@@ -71,7 +71,7 @@ class ParallelDecoding:
             seq.stack.pop()
         waiting = WaitingToken(seq.position, state_M, logits_V, likeliest, token_exit, level=number + 1)
         seq.stack.append(waiting)
-        if self._policy.is_confident(confidence, seq):
+        if self._policy.is_confident(confidence, seq, self._policy.exits[number]):
             waiting.chosen = seq.pick(logits_V)
             self._advance(seq, waiting.chosen, token_exit)
 

@@ -26,6 +26,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
+from fathomlm.decode.exiting import Threshold
 from fathomlm.decode.prompts import Prompt, encode_prompt
 from fathomlm.decode.sampling import Sampling
 from fathomlm.engine.engine import Engine, result_of
@@ -222,7 +223,7 @@ class AsyncEngine:
         logit_bias: Mapping[int, float] | None = None,
         constraint: Constraint | None = None,
         max_depth: int | None = None,
-        exit_threshold: float | None = None,
+        exit_threshold: Threshold | None = None,
         **options: Any,
     ) -> Request:
         """A request of a text or of token ids, with an id of its own. `options` are fields of `Sampling`."""

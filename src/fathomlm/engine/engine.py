@@ -114,6 +114,9 @@ class Engine:
                 )
         if request.exit_threshold is not None and kind != "exits":
             raise OptionError("exit_threshold requires an engine with an exit")
+        given, exits = request.exit_threshold, len(self.runner.exits)
+        if isinstance(given, tuple) and len(given) != exits:
+            raise OptionError(f"exit_threshold must be one number, or one for each of {exits} exit(s), got {len(given)}")
         if request.sampling.stop and tokenizer is None:
             raise OptionError("stop strings require a tokenizer, and this model has none")
         self.runner.sampler.check(request)

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
+from fathomlm.decode.exiting import Threshold, thresholds_of
 from fathomlm.decode.sampling import Sampling
 from fathomlm.errors import OptionError, is_int, is_number, require
 
@@ -58,8 +59,9 @@ class Request:
     """What the completion has to follow: of the tokens that it does not allow none is chosen."""
     max_depth: int | None = None
     """No token runs deeper than this; None leaves depth to the model."""
-    exit_threshold: float | None = None
-    """How sure an exit must be for a token to leave there, from 0 (always) to 1 (never); None is the engine's own."""
+    exit_threshold: Threshold | None = None
+    """How sure an exit must be for a token to leave there, from 0 (always) to 1 (never), or one number for each exit; None
+    is the engine's own."""
     arrival: float = field(default_factory=time.perf_counter)
     """When it came in, on `time.perf_counter`'s clock."""
     seed: int = field(init=False, compare=False, repr=False)
@@ -81,8 +83,9 @@ class Request:
         require(ends, "ignore_eos", "False where the completion is constrained", self.sampling.ignore_eos)
         depth = self.max_depth
         require(depth is None or (is_int(depth) and depth >= 1), "max_depth", "None or >= 1", depth)
-        exits = self.exit_threshold
-        require(exits is None or (is_number(exits) and 0 <= exits <= 1), "exit_threshold", "None or from 0 to 1", exits)
+        each = () if self.exit_threshold is None else thresholds_of(self.exit_threshold, 1)
+        inside = self.exit_threshold != () and all(is_number(one) and 0 <= one <= 1 for one in each)
+        require(inside, "exit_threshold", "None or from 0 to 1", self.exit_threshold)
         require(is_number(self.arrival), "arrival", "a time in seconds", self.arrival)
         seed = self.sampling.seed
         object.__setattr__(self, "seed", secrets.randbits(63) if seed is None else seed)

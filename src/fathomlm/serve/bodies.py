@@ -48,11 +48,14 @@ MOST_PROMPTS = 4096
 """Prompts of one request; the server's `max_choices` is less by default."""
 MOST_TOKENS = 1 << 20
 """Token ids of one prompt; the model's context is less."""
+MOST_EXITS = 64
 MOST_STOPS = 1024
 """Stop strings; the server's `max_stops` is less by default."""
 
 Count = Annotated[int, Field(ge=1, le=MOST_INT)]
 Name = Annotated[str, Field(max_length=MOST_NAME)]
+UnitFloat = Annotated[float, Field(ge=0, le=1)]
+Thresholds = Annotated[list[UnitFloat], Field(min_length=1, max_length=MOST_EXITS, fail_fast=True)]
 FunctionName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
 TokenId = Annotated[str, Field(pattern=r"^[0-9]{1,9}$")]
 """As the key of an object."""
@@ -86,8 +89,10 @@ class FathomOptions(Part):
         None, description="`full` runs every layer for every token; otherwise the server's own mode, see its status."
     )
     max_depth: Count | None = Field(None, description="Max recursions per token; requires a model with a router.")
-    threshold: float | None = Field(
-        None, ge=0, le=1, description="Exit where the confidence exceeds this; requires a server with early exit."
+    threshold: UnitFloat | Thresholds | None = Field(
+        None,
+        description="Exit where the confidence exceeds this, or a list with one for each exit; requires a server with early "
+        "exit.",
     )
     depths: bool | None = Field(None, description="Report the depth of each token, and the confidence of its exit.")
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
-from fathomlm.decode.exiting import MODES
+from fathomlm.decode.exiting import MODES, Threshold
 from fathomlm.decode.sampling import Sampling
 from fathomlm.engine.request import Constraint, Request
 from fathomlm.errors import FathomError, OptionError
@@ -202,7 +202,7 @@ def _sampling(body: RequestBody, served: ServedModel, max_new_tokens: int, numbe
     )
 
 
-def _depth(body: RequestBody, served: ServedModel) -> tuple[int | None, float | None]:
+def _depth(body: RequestBody, served: ServedModel) -> tuple[int | None, Threshold | None]:
     """The most recursions, and the confidence that an exit must exceed."""
     fathom = body.fathom or FathomOptions.model_validate({})
     depth, threshold = fathom.max_depth, fathom.threshold
@@ -213,9 +213,14 @@ def _depth(body: RequestBody, served: ServedModel) -> tuple[int | None, float | 
         raise _wrong("max_depth", f"must be between 1 and {deepest} on this server, got {depth}")
     if threshold is not None and served.exiting is None:
         raise _wrong("threshold", "requires a server with early exit")
+    if isinstance(threshold, list) and served.exiting is not None:
+        exits = len(served.exiting.exits(served.model.plan))
+        if len(threshold) != exits:
+            raise _wrong("threshold", f"must be one number, or one for each of {exits} exit(s), got {len(threshold)}")
     if _full(fathom, served):
         return served.max_depth, None if served.exiting is None else 1.0
-    return served.max_depth if depth is None else depth, None if threshold is None else float(threshold)
+    own: Threshold | None = tuple(threshold) if isinstance(threshold, list) else threshold
+    return served.max_depth if depth is None else depth, own
 
 
 def _full(fathom: FathomOptions, served: ServedModel) -> bool:

@@ -25,7 +25,7 @@ from fathomlm.serve.tokens import LeastTokens, TokenizerThreads, TokenStrings
 from fathomlm.serve.tools import knows_tools, plain_messages
 
 if TYPE_CHECKING:
-    from fathomlm.decode.exiting import Exiting
+    from fathomlm.decode.exiting import Exiting, Threshold
     from fathomlm.engine.engine import Engine
     from fathomlm.model.hub import FathomForCausalLM
 
@@ -63,7 +63,7 @@ class ServedModel:
         return self.model.plan.routing is not None
 
     @property
-    def threshold(self) -> float | None:
+    def threshold(self) -> Threshold | None:
         """The one in force for requests that name none."""
         return None if self.exiting is None else self.exiting.threshold_now()
 

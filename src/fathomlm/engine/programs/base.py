@@ -12,6 +12,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from fathomlm.decode.exiting import Threshold
 from fathomlm.depth import DepthPlan
 from fathomlm.engine.device_state import IDLE, EngineState, PrefillBatch
 from fathomlm.engine.layers import PagedLayers
@@ -117,7 +118,7 @@ class ProgramContext:
 class Program(Protocol):
     output: StepOutput
 
-    def place(self, placements: Sequence[Placement], threshold: float) -> None:
+    def place(self, placements: Sequence[Placement], threshold: Threshold) -> None:
         """New sequences are in their slots."""
         ...
 

@@ -20,6 +20,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from fathomlm.decode.exiting import Threshold
 from fathomlm.engine.device_state import IDLE
 from fathomlm.engine.programs.base import (
     BAD,
@@ -51,7 +52,7 @@ class DraftProgram(ExitProgram):
         self._draft = parts.small(self._draft_plain)
         self._verify = parts.small(self._verify_plain)
 
-    def place(self, placements: Sequence[Placement], threshold: float) -> None:
+    def place(self, placements: Sequence[Placement], threshold: Threshold) -> None:
         super().place(placements, threshold)
         s = self.parts.state
         self.hold_S.index_fill_(0, s.upload([placement.slot for placement in placements]), False)

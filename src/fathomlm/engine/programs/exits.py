@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 
 from fathomlm.decode.confidence import MEASURES, AtExit, find_classifiers, find_gate
+from fathomlm.decode.exiting import Threshold, thresholds_of
 from fathomlm.depth import Step
 from fathomlm.engine.device_state import ENTER, PrefillBatch
 from fathomlm.engine.kv_pages import AttentionMetadata, attention_for
@@ -114,7 +115,7 @@ class ExitProgram:
         self.level_S = torch.zeros(s.slots + 1, dtype=torch.int64, device=s.device)
         self.filled_BS = torch.zeros(self.last, s.slots + 1, dtype=torch.int64, device=s.device)
         """How many positions have run each segment; of those up to `deepest`."""
-        self.threshold_S = torch.ones(s.slots + 1, device=s.device)
+        self.threshold_SB = torch.ones(s.slots + 1, self.last, device=s.device)
         # What the last exit that a token met chose for it, and how sure it was: for every token on its way.
         self.places = self.last * self.stack
         self.choice_SK = torch.zeros(s.slots + 1, self.places, dtype=torch.int64, device=s.device)
@@ -147,15 +148,15 @@ class ExitProgram:
         """Whether rows of all segments share a pass."""
         return self.stride is not None
 
-    def place(self, placements: Sequence[Placement], threshold: float) -> None:
+    def place(self, placements: Sequence[Placement], threshold: Threshold) -> None:
         s = self.parts.state
         slots_K = s.upload([placement.slot for placement in placements])
         self.level_S.index_fill_(0, slots_K, 0)
         filled_K = s.upload([placement.sequence.length - 1 for placement in placements])
         self.filled_BS.index_copy_(1, slots_K, filled_K.expand(self.last, -1))
         own = (placement.sequence.request.exit_threshold for placement in placements)
-        thresholds_K = s.upload([threshold if one is None else one for one in own], torch.float32)
-        self.threshold_S.index_copy_(0, slots_K, thresholds_K)
+        each = [thresholds_of(threshold if one is None else one, self.last) for one in own]
+        self.threshold_SB.index_copy_(0, slots_K, s.upload(each, torch.float32))
 
     def decode_step(self, variant: SamplingVariant) -> None:
         for number, name in enumerate(self.passes):
@@ -337,7 +338,7 @@ class ExitProgram:
         meets_N = rows.current_N & ~ends_N
         choice_N = torch.where(meets_N, choice_N, self.choice_SK[at])
         confidence_N = torch.where(meets_N, sure_N, self.confidence_SK[at])
-        threshold_N = self.threshold_S[slots_N]
+        threshold_N = self.threshold_SB[slots_N, rows.segment_N.clamp_max(self.last - 1)]
         if self.decay is not None:
             written_N = s.generated_S[slots_N] / s.limit_S[slots_N].clamp_min(1)
             threshold_N = (0.9 * threshold_N + 0.1 * torch.exp(-self.decay * written_N)).clamp_max(1.0)

@@ -16,6 +16,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from fathomlm.decode.exiting import Threshold
 from fathomlm.engine.batch_routers import POSITION, TOKEN, BatchRouters
 from fathomlm.engine.device_state import PrefillBatch
 from fathomlm.engine.kv_pages import attention_for
@@ -83,7 +84,7 @@ class RoutedProgram:
         x_NM = layers.run(x_NM, self._prelude, entering.attention, entering.positions_N, spend=True)
         self.queue.arrive(entering, x_NM)
 
-    def place(self, placements: Sequence[Placement], threshold: float) -> None:
+    def place(self, placements: Sequence[Placement], threshold: Threshold) -> None:
         """Nothing of a slot's own outlives its sequence."""
 
     # Prefill.

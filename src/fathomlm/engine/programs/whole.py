@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from fathomlm.decode.exiting import Threshold
 from fathomlm.depth import Step
 from fathomlm.engine.device_state import ENTER, EngineState, PrefillBatch
 from fathomlm.engine.kv_pages import AttentionMetadata, attention_for
@@ -44,7 +45,7 @@ class WholeProgram:
     def prefill(self, batch: PrefillBatch) -> None:
         prefill_whole(self.parts, batch)
 
-    def place(self, placements: Sequence[Placement], threshold: float) -> None:
+    def place(self, placements: Sequence[Placement], threshold: Threshold) -> None:
         """Slots have nothing of their own here."""
 
 

@@ -18,6 +18,7 @@ from typing import Any, Literal, get_args
 import numpy as np
 import torch
 
+from fathomlm.decode.exiting import Threshold
 from fathomlm.decode.sampling import Sampling
 from fathomlm.depth import Architecture, DepthPlan, build_routing
 from fathomlm.engine.async_engine import AsyncEngine
@@ -90,7 +91,7 @@ class NullProgram:
         self._added_DT = np.array([layout.added(depth) for depth in range(plan.recursions + 1)])
         self._clock = 0
 
-    def place(self, placements: Sequence[Placement], threshold: float) -> None:
+    def place(self, placements: Sequence[Placement], threshold: Threshold) -> None:
         """Slots have nothing of their own here."""
 
     def prefill(self, batch: PrefillBatch) -> None:

@@ -97,7 +97,7 @@ def _threshold_perplexities(
         early_N, late_N, sure = _both(model, first, pair)
         for place, setting in enumerate(settings):
             threshold = 1.0 if setting.exiting is None else setting.exiting.threshold_now()
-            assert threshold is not None
+            assert isinstance(threshold, float)  # each setting has one
             goes_N = torch.tensor([exceeds(confidence, threshold) for confidence in sure])
             nats[place] += float(torch.where(goes_N, early_N, late_N).sum())
         scored += len(pair.continuation)

@@ -68,7 +68,7 @@ export function fitTo(model, shape, names) {
   for (const [side, id] of ["depth", "other-depth"].entries()) {
     const range = shape.kind === "exits" ? { min: 0, max: 1, step: 0.01 } : { min: 1, max: shape.allowed, step: 1 };
     Object.assign($(id), range);
-    $(id).value = depthOf(model, shape, side) ?? range.max;
+    $(id).value = [depthOf(model, shape, side) ?? range.max].flat()[0];
     $(`${id}-value`).textContent = $(id).value;
   }
   const [, byDepth, byModel] = $("compare").options;

@@ -21,7 +21,7 @@ export function describe(shape) {
 // What a reply was made with.
 export function sideTitle(model, shape, depth) {
   if (shape.kind === "routed") return depth < shape.allowed ? `${model}, at most ${count(depth, "recursion")}` : `${model}, the router's own depth`;
-  if (shape.kind === "exits") return depth < 1 ? `${model}, threshold ${depth}` : `${model}, full depth`;
+  if (shape.kind === "exits") return [depth].flat()[0] < 1 ? `${model}, threshold ${depth}` : `${model}, full depth`;
   return model;
 }
 
