@@ -181,10 +181,10 @@ class ExitPolicy:
         judge = self._classifiers.get(index)
         return confidences(self.measure, AtExit(start_RM, after_RM, logits_RV, judge, None, before, logits_before_RV))
 
-    def is_confident(self, confidence: float, seq: ExitingSequence, exit: int) -> bool:
-        """Whether the sequence's next token exits after the step with this index."""
+    def is_confident(self, confidence: float, seq: ExitingSequence, exit: int | None = None) -> bool:
+        """Whether the sequence's next token exits after the step with this index, or is drafted behind the last one."""
         assert self.threshold is not None
-        threshold = thresholds_of(self.threshold, len(self.exits))[self.exits.index(exit)]
+        threshold = thresholds_of(self.threshold, len(self.exits) or 1)[0 if exit is None else self.exits.index(exit)]
         state = seq.state
         return exceeds(confidence, self._exiting.decayed(threshold, len(state.tokens), state.max_new_tokens))
 

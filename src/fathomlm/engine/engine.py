@@ -114,7 +114,7 @@ class Engine:
                 )
         if request.exit_threshold is not None and kind != "exits":
             raise OptionError("exit_threshold requires an engine with an exit")
-        given, exits = request.exit_threshold, len(self.runner.exits)
+        given, exits = request.exit_threshold, len(self.runner.exits) or 1
         if isinstance(given, tuple) and len(given) != exits:
             raise OptionError(f"exit_threshold must be one number, or one for each of {exits} exit(s), got {len(given)}")
         if request.sampling.stop and tokenizer is None:

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from fathomlm.decode.confidence import MEASURES, AtExit
 from fathomlm.decode.draft_layer import DEPTH
+from fathomlm.decode.exiting import Threshold, thresholds_of
 from fathomlm.engine.device_state import ENTER, IDLE, PrefillBatch
 from fathomlm.engine.kv_pages import AttentionMetadata, attention_for
 from fathomlm.engine.programs.base import (
@@ -66,14 +67,15 @@ class DraftLayerProgram:
         self._verify = parts.small(self._verify_plain)
         self._choose = TokenChooser(parts)
 
-    def place(self, placements: Sequence[Placement], threshold: float) -> None:
+    def place(self, placements: Sequence[Placement], threshold: Threshold) -> None:
         s = self.parts.state
         slots_K = s.upload([placement.slot for placement in placements])
         self.states_SJM.index_fill_(0, slots_K, 0)
         self.count_S.index_fill_(0, slots_K, 1)
         self.tokens_SJ[:, 0].index_copy_(0, slots_K, s.token_S.index_select(0, slots_K))
         own = (placement.sequence.request.exit_threshold for placement in placements)
-        thresholds_K = s.upload([threshold if one is None else one for one in own], torch.float32)
+        each = [thresholds_of(threshold if one is None else one, 1)[0] for one in own]
+        thresholds_K = s.upload(each, torch.float32)
         self.threshold_S.index_copy_(0, slots_K, thresholds_K)
 
     def prefill(self, batch: PrefillBatch) -> None:
