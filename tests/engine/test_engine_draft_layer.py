@@ -106,11 +106,13 @@ def test_a_draft_ends_a_sequence_only_when_it_is_verified() -> None:
         assert [(r.tokens, r.finish) for r in results] == [(f.tokens, f.finish) for f in full]
 
 
-def test_an_exit_vocabulary_and_a_threshold_of_a_request() -> None:
+@pytest.mark.parametrize("fuse", [False, True])
+def test_an_exit_vocabulary_and_a_threshold_of_a_request(fuse: bool) -> None:
     made = copy.deepcopy(build("draft"))
     made.limit_exits(torch.arange(0, 96, 2))
     setting = exiting("draft", "speculative", threshold=0.0, max_stack=4)
-    engine = Engine(made, exiting=setting, always_draft=True, **ROOMY)
+    engine = Engine(made, exiting=setting, always_draft=True, fuse=fuse, **ROOMY)
+    assert engine.runner.layers.fused == fuse
     sampling = Sampling(max_new_tokens=NEW)
     drafts, never = engine.run(
         [Request(id=i, prompt=tuple(PROMPTS[0]), sampling=sampling, exit_threshold=at) for i, at in enumerate((None, 1.0))]

@@ -24,7 +24,8 @@ from fathomlm.engine.layout import Layout
 from fathomlm.errors import UnsupportedModel
 from fathomlm.kernels.cpu_layers import CpuLayers, StepEntries, describe
 from fathomlm.kernels.grouped_lora import add_grouped_lora
-from fathomlm.kernels.norm import add_norm
+from fathomlm.kernels.half import folded
+from fathomlm.kernels.norm import RMSNorm, add_norm
 from fathomlm.kernels.paged_attention import choose_splits, paged_attention, workspace_size
 from fathomlm.kernels.paged_write import write_entries
 from fathomlm.kernels.rope import rope_table
@@ -89,6 +90,7 @@ class PagedLayers:
             with torch.no_grad():
                 k_1GPD, v_1GPD = layer.attn.prefix_entries(delta)
             pages.store_prefix(*layout.home(step), *(each[0].transpose(0, 1).contiguous() for each in (k_1GPD, v_1GPD)))
+        self._draft_rows: Tensor | None = None
         self._scratch: dict[int, Scratch] = {}
         self._grouped: dict[int, GroupedDelta | None] = {}
 
@@ -107,13 +109,14 @@ class PagedLayers:
     def draft_scores(self, x_NM: Tensor) -> tuple[Tensor, Tensor | None]:
         """What a draft layer's output scores, over the exit vocabulary alone, and the tokens of its columns, where those are
         not all."""
-        limited = self.decoder.exit_vocab
+        limited, norm = self.decoder.exit_vocab, self.decoder.norm
         if limited is None:
             return self._scores(x_NM, None), None
-        hidden_NM = self._norm(x_NM)
-        if not self.fused:
-            return F.linear(hidden_NM, limited.rows_WM).float(), limited.vocab_W
-        return norm_linear(hidden_NM, limited.rows_WM, 0.0, scale=False, out_dtype=torch.float32), limited.vocab_W
+        if not self.fused or not isinstance(norm, RMSNorm):
+            return F.linear(self._norm(x_NM), limited.rows_WM).float(), limited.vocab_W
+        if self._draft_rows is None:  # the norm goes into the weights: one product, and a draft may be rounded as it likes
+            self._draft_rows = folded((limited.rows_WM,), norm.weight, norm.plus_one, self.dtype)
+        return norm_linear(x_NM, self._draft_rows, norm.eps, out_dtype=torch.float32), limited.vocab_W
 
     def _scores(self, x_NM: Tensor, exit_index: int | None) -> Tensor:
         if exit_index is not None:

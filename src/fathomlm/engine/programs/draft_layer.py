@@ -102,14 +102,14 @@ class DraftLayerProgram:
         drafts: list[Tensor] = []
         sures: list[Tensor] = []
         if variant.drafts:
-            x_NM = layers.run(read_NM, self._own, seen, positions_N)
+            x_NM = layers.run(read_NM, self._own, seen, positions_N, spend=True)
             x_SM = x_NM.view(s.slots, -1, x_NM.shape[1])[self._slots_S, self.count_S[:-1] - 1]
             for number in range(self.drafts):
                 if number:
                     if parts.idle(asks_S):
                         break
                     seen = AttentionMetadata(*found)
-                    x_SM = layers.run(self._enter(drafts[-1], x_SM), self._own, seen, positions_N)
+                    x_SM = layers.run(self._enter(drafts[-1], x_SM), self._own, seen, positions_N, spend=True)
                 scores = self._scores(x_SM, asks_S, number, variant)
                 draft_S, sure_S, many_S, asks_S, positions_N, *found = self._meet(*scores, x_SM, asks_S, many_S, room_S)
                 drafts.append(draft_S)
@@ -141,7 +141,8 @@ class DraftLayerProgram:
         sures_SJ = torch.stack((*sures, torch.zeros_like(live_S, dtype=torch.float32)), 1)
         slots_N = self._slots_N if places == self.drafts + 1 else self._slots_S.repeat_interleave(places)
         valid_N, positions_N, index_N, *found = self._rows(live_S, many_S, slots_N, places)
-        x_NM = layers.run(layers.enter(drafts_SJ.flatten()), self.parts.plan.steps, AttentionMetadata(*found), positions_N)
+        seen, x_NM = AttentionMetadata(*found), layers.enter(drafts_SJ.flatten())
+        x_NM = layers.run(x_NM, self.parts.plan.steps, seen, positions_N, spend=True)
         scores_NV = layers.scores(x_NM)
         sampled = self._choose.sampled(scores_NV, slots_N, index_N, valid_N, variant)
         output = self.output if places == self.drafts + 1 else self.output.part(0, len(slots_N))
