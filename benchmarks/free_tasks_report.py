@@ -318,7 +318,8 @@ def page(results: dict[str, TaskResults], where: Record) -> str:
         "are those of the studies `free` and `free-summary` (recipes/studies), one seed each. Behind a score stands its",
         "difference from the setting it is compared with, and the 95 % interval of that difference over draws of the test",
         "texts. It says how much the texts decide, not how much another training run would. *Kept* is the part of the same",
-        "model's full decoding's score.",
+        "model's full decoding's score. CALM's threshold T is 0.9 T + 0.1 exp(-4 i / N) at token i of at most N, so that",
+        "0 does not let every token leave.",
     ]
     for name, task in results.items():
         many = len(next(iter(task.texts.values())).record["texts"]) if task.texts else 0
@@ -328,7 +329,7 @@ def page(results: dict[str, TaskResults], where: Record) -> str:
         one_depth = [variant for variant in free if not variant.startswith("depth")]
         parts = [
             ("Oracle exits and copied states, CALM's model (`tab_free:obs1`)", oracles(task)),
-            ("CALM's threshold (`tab_free:obs4`)", thresholds(task)),
+            ("CALM's threshold, which decays over a text (`tab_free:obs4`)", thresholds(task)),
             ("All tokens leave after the same layer, CALM's model (`fig_free:obs2_obs3`)", statics(task)),
             ("Layerwise distillation, differences from none (`fig_free:distill_loss`)", distilled(task, one_depth)),
             ("Depth of the shallow model (`tab_free:depth`)", distilled(task, depths)),
