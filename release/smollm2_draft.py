@@ -6,7 +6,8 @@
     python release/smollm2_draft.py train --data data/smollm2 --chats data/smollm2-chats --seconds 540
     python release/smollm2_draft.py pack --out DIRECTORY
     python release/smollm2_draft.py prompts --data data/smollm2 --chats data/smollm2-chats --out prompts.json
-    python release/smollm2_draft.py measure --pack DIRECTORY --prompts prompts.json --out smollm2_draft.json
+    python release/smollm2_draft.py measure --pack DIRECTORY --prompts prompts.json --out smollm2_draft_h200.json
+    python release/smollm2_draft.py ship smollm2_draft_h200.json --pack DIRECTORY --tokens 200M --out DIRECTORY
 
 `train` (recipes/draft-smollm2-135m.yaml) learns from documents and from the model's own chats, as much of the one as of the
 other, and may be stopped (`--seconds`) and goes on. `measure` (smollm2_draft_measure.py) adds to a record that is there.
@@ -23,6 +24,7 @@ from bundled_mor import Deadline, verb
 from smollm2_mix import mix
 
 RUN = Path("runs/smollm2-draft")
+CARD = Path(__file__).parent / "smollm2_draft_card.md"
 
 
 class Watcher(Deadline):
@@ -76,6 +78,38 @@ def measure(args: argparse.Namespace) -> None:
     measure_all(args)
 
 
+def ship(args: argparse.Namespace) -> None:
+    """The pack with a card and a record of what it was measured to do: what the package holds."""
+    import shutil
+
+    from fathomlm.checkpoints.exit_pack import RECORD, WEIGHTS, read_pack
+    from fathomlm.checkpoints.writing import whole_directory
+
+    pack, measured = read_pack(args.pack), json.loads(args.record.read_text())
+    settings = {name: found for name, found in measured.items() if "speedup" in found}
+    kinds = ("chats", "documents", "summaries")
+    lines = []
+    for name, found in settings.items():
+        each = " | ".join(f"{found[kind]['speedup']:.2f}" for kind in kinds)
+        what = f"{name.replace('_', ', ')}, {found['drafts']} drafts"
+        lines.append(
+            f"| {what} | {found['speedup']:.2f} | {found['tokens_per_pass']:.2f} | {each} | {found['same_text']:.0%} |"
+        )
+    size = sum((args.pack / name).stat().st_size for name in (RECORD, WEIGHTS))
+    many = sum(value.numel() for value in pack.tensors.values())
+    words = pack.architecture.vocab if pack.exit_vocab is None else len(pack.exit_vocab)
+    figures = {"parameters": f"{many / 1e6:.1f}M", "bytes": f"{size / 1e6:.1f}", "tokens": args.tokens}
+    card = CARD.read_text().format(**figures, words=f"{words:,}", speeds="\n".join(lines))
+    record = {"recipe": "draft-smollm2-135m", "tokens": args.tokens, "parameters": many, "words": words}
+    record |= {name: {k: v for k, v in found.items() if k != "tried"} for name, found in settings.items()}
+    with whole_directory(args.out, True, what="draft layer", sign=RECORD) as directory:
+        for name in (RECORD, WEIGHTS):
+            shutil.copyfile(args.pack / name, directory / name)
+        (directory / "README.md").write_text(card)
+        (directory / "record.json").write_text(json.dumps(record, indent=1) + "\n")
+    print(f"{args.out}: {size / 1e6:.1f} MB")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     verbs = parser.add_subparsers(required=True)
@@ -110,6 +144,11 @@ def main() -> None:
     add("--count", type=int, default=32, help="prompts of each kind")
     add("--new-tokens", type=int, default=192)
     add("--rounds", type=int, default=2)
+    add = verb(verbs, "ship", ship)
+    add("record", type=Path)
+    add("--pack", type=Path, required=True)
+    add("--tokens", required=True, help="that it was trained on, such as 200M")
+    add("--out", type=Path, required=True)
     args = parser.parse_args()
     args.run(args)
 

@@ -54,7 +54,7 @@ def measure(args: argparse.Namespace) -> None:
             for name, figures in race(model, prompts, rows, args).items():
                 place[name] = figures
                 if dtype == args.dtypes[0]:
-                    record[f"cpu_{rows}row" if device == "cpu" and name.startswith("greedy") else name] = figures
+                    record[f"cpu_{name.removeprefix('greedy_')}" if device == "cpu" else name] = figures
             args.out.write_text(json.dumps(record, indent=1) + "\n")
             free_memory()
 
