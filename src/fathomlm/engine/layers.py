@@ -84,6 +84,7 @@ class PagedLayers:
             if rope is not None
         }
         self._norm = torch.compile(decoder.norm.forward, dynamic=False) if compiled else decoder.norm
+        self._norm_some = torch.compile(self._norm_some_plain, dynamic=False) if compiled else self._norm_some_plain
         for step in decoder.plan if pages.prefix else ():
             layer, delta = decoder.layer_of(step), decoder.delta(step)
             assert isinstance(layer, Block)
@@ -226,10 +227,11 @@ class PagedLayers:
         """The stream as a step reads it: through the final norm where it comes from the recursion before."""
         if not self._norms_between(step) or (recursion_N is None and step.recursion == 0):
             return x_NM
-        normed_NM: Tensor = self._norm(x_NM)
-        if recursion_N is None:
-            return normed_NM
-        return torch.where((step.recursion + recursion_N > 0)[:, None], normed_NM, x_NM)
+        entered_NM: Tensor = self._norm(x_NM) if recursion_N is None else self._norm_some(x_NM, recursion_N, step.recursion)
+        return entered_NM
+
+    def _norm_some_plain(self, x_NM: Tensor, recursion_N: Tensor, first: int) -> Tensor:
+        return torch.where((first + recursion_N > 0)[:, None], self.decoder.norm(x_NM), x_NM)
 
     def _context(
         self, step: Step, attention: AttentionMetadata, positions_N: Tensor, recursion_N: Tensor | None

@@ -153,7 +153,8 @@ class TokenChooser:
         """Where `chosen_N`, a row's scores choose its slot's next token. `flags_N` are flags to tell beside those of the
         choice."""
         s = self.state
-        sampled = self.sampled(scores_NV, rows_N, s.generated_S.index_select(0, rows_N), chosen_N, variant)
+        steps_N = rows_N if variant.greedy else s.generated_S.index_select(0, rows_N)  # greedily nobody asks
+        sampled = self.sampled(scores_NV, rows_N, steps_N, chosen_N, variant)
         if variant.penalise:
             note(sampled.tokens_N, torch.where(chosen_N, rows_N, s.spare), self.sampler)
         self._take(

@@ -39,6 +39,7 @@ from fathomlm.engine.programs.base import (
     SamplingVariant,
     StepOutput,
     TokenChooser,
+    pick,
     pick_groups,
 )
 from fathomlm.engine.programs.whole import count_entries, prefill_steps
@@ -104,6 +105,8 @@ class ExitProgram:
         self.deepest = self.last if waits else 0 if copies else max(makes)
         self._stored = max(*makes, *(k for k, own in enumerate(self.own) if own), 0)
         self.stride = None if any(self.own) else _stride(parts, self.segments)
+        self._judges = self.deepest == self.last
+        """Whether every token runs the last segment in the end, and so tells what exits would have chosen rightly."""
         self.stack = stack if self.deepest else 1
         middle = (f"middle {k}" for k in range(1, self.last))
         self.passes = ("both",) if self.mixed else (*["shallow"] * shallows, *middle, "deep")
@@ -137,6 +140,7 @@ class ExitProgram:
         self._classifiers = {} if find is None else find(decoder, self.exits)
         self._begin = {self.numbers[name]: parts.small(self._begin_plain) for name in self.passes}
         self._end = parts.small(self._end_plain)
+        self._enter = parts.small(self._enter_plain)
         self._find_exits = parts.small(self._exit_plain)
         self._classified = parts.small(self._classified_plain)
         self._left = parts.small(self._left_plain)
@@ -192,18 +196,14 @@ class ExitProgram:
             output.blank(s.spare)
             return
         planes = 1 if self.stride is None else 1 + self.last * self.stride.planes
-        seen = AttentionMetadata(rows.slot_mapping_N, table_NP, lengths_N, planes=planes)
-        x_NM = rows.state_NM
-        if kind in (0, ALL):
-            first_N = (rows.segment_N == 0)[:, None]
-            x_NM = torch.where(first_N, layers.enter(s.token_S.index_select(0, rows.slots_N)), x_NM)
-        recursion_N = None if self.stride is None else rows.segment_N * self.stride.recursions
+        x_NM, recursion_N, *angles = self._enter(rows, kind)
+        seen = AttentionMetadata(rows.slot_mapping_N, table_NP, lengths_N, planes=planes, angles=(angles[0], angles[1]))
         steps = self.segments[max(kind, 0)]
         before_NM = x_NM
         if self._measure == "state" and self.copies != "entries":  # what the exit's layer alone has changed
             before_NM = x_NM = layers.run(x_NM, steps[:-1], seen, rows.positions_N, recursion_N)
             steps = steps[-1:]
-        x_NM = layers.run(x_NM, steps, seen, rows.positions_N, recursion_N)
+        x_NM = layers.run(x_NM, steps, seen, rows.positions_N, recursion_N, spend=self._measure != "state")
         if 0 <= kind < self.last and not variant.drafts:
             self._pass_by(kind, rows, x_NM, seen, output)
         else:
@@ -213,7 +213,17 @@ class ExitProgram:
             scores_NV = self._scores(read_NM, rows.segment_N, kind)
             sure_N = self._confidence(AtExit(before_NM, x_NM, scores_NV, None, read_NM), rows, kind)
             self._settle(kind, rows, x_NM, sure_N, scores_NV, variant, output)
-        s.clock.add_(1)
+
+    def _enter_plain(self, rows: Rows, kind: int) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
+        """What rows enter the layers with, how many recursions on they are where they share a pass, and the angles of their
+        positions."""
+        s, layers, x_NM = self.parts.state, self.parts.layers, rows.state_NM
+        if kind in (0, ALL):
+            tokens_NM = layers.enter(s.token_S.index_select(0, rows.slots_N))
+            x_NM = torch.where((rows.segment_N == 0)[:, None], tokens_NM, x_NM)
+        cos_PD, sin_PD = layers.angle_tables()
+        recursion_N = None if self.stride is None else rows.segment_N * self.stride.recursions
+        return x_NM, recursion_N, cos_PD[rows.positions_N], sin_PD[rows.positions_N]
 
     def _pass_by(self, kind: int, rows: Rows, x_NM: Tensor, seen: AttentionMetadata, output: StepOutput) -> None:
         """Nobody asks the exit behind a segment. Its own layer stores its entries, lest they be missing when it is asked
@@ -285,7 +295,11 @@ class ExitProgram:
         parts, s = self.parts, self.parts.state
         waits_S, segment_S, sizes_S, first_S = self._waiting()
         waits_S = waits_S if kind == ALL else waits_S & (segment_S == kind)
-        slots_N, number_N, valid_N = pick_groups(waits_S, s.since_S, sizes_S, parts.batch_size)
+        if self.deepest:
+            slots_N, number_N, valid_N = pick_groups(waits_S, s.since_S, sizes_S, parts.batch_size)
+        else:  # nobody waits beside a current token
+            slots_N = pick(waits_S, s.since_S, parts.batch_size)
+            number_N, valid_N = torch.zeros_like(slots_N), slots_N != s.spare
         segment_N = torch.where(valid_N, segment_S[slots_N], max(kind, 0))
         last_N = valid_N & (number_N == sizes_S[slots_N] - 1)
         positions_N = torch.where(valid_N, first_S[slots_N] + number_N, 0)
@@ -328,15 +342,20 @@ class ExitProgram:
         """Who exits, who is chosen, what the exit chose and how sure it was, after how many layers, and whether the last
         layer would have chosen the same."""
         s, slots_N = self.parts.state, rows.slots_N
-        choice_N, gap_N = best_and_gap(scores_NV)
-        sure_N = gap_N if sure_N is None else sure_N.clamp(0, 1)
         at = (slots_N, rows.positions_N % self.places)
         ends_N = rows.valid_N & (rows.segment_N == self.last)
-        judged_N = ends_N & (choice_N == self.choice_SK[at])
-        # Where nothing waits a token that exited is never judged, and those that did not say nothing of it: no flags.
-        flags_N = (ends_N.long() * JUDGED + judged_N.long() * AGREED) * (self.deepest == self.last)
         meets_N = rows.current_N & ~ends_N
-        choice_N = torch.where(meets_N, choice_N, self.choice_SK[at])
+        # Where nothing waits a token that exited is never judged, and those that did not say nothing of it: no flags, and
+        # nobody asks what an exit would have chosen.
+        choice_N = flags_N = torch.zeros_like(slots_N)
+        if sure_N is None or self._judges:
+            choice_N, gap_N = best_and_gap(scores_NV)
+            sure_N = gap_N if sure_N is None else sure_N
+        if self._judges:
+            judged_N = ends_N & (choice_N == self.choice_SK[at])
+            flags_N = ends_N.long() * JUDGED + judged_N.long() * AGREED
+            choice_N = torch.where(meets_N, choice_N, self.choice_SK[at])
+        sure_N = sure_N.clamp(0, 1)
         confidence_N = torch.where(meets_N, sure_N, self.confidence_SK[at])
         threshold_N = self.threshold_SB[slots_N, rows.segment_N.clamp_max(self.last - 1)]
         if self.decay is not None:
@@ -377,15 +396,18 @@ class ExitProgram:
         at = (segment_N.clamp_max(self.last - 1), torch.where(goes_on_N, rows.slots_N, s.spare), positions_N % self.stack)
         self.ring_BSKM.index_put_(at, x_NM)
         slots_N = torch.where(rows.valid_N, rows.slots_N, s.spare)
-        self.choice_SK.index_put_((slots_N, positions_N % self.places), choice_N)
+        if self._judges:
+            self.choice_SK.index_put_((slots_N, positions_N % self.places), choice_N)
         self.confidence_SK.index_put_((slots_N, positions_N % self.places), confidence_N)
         speaks_N = torch.where(rows.last_N, rows.slots_N, s.spare)
-        fills_N = rows.last_N & (segment_N >= 1) & (segment_N <= self.deepest)
-        filled = ((segment_N - 1).clamp_min(0), torch.where(fills_N, rows.slots_N, s.spare))
-        self.filled_BS.index_put_(filled, positions_N + 1)
+        if self.deepest:
+            fills_N = rows.last_N & (segment_N >= 1) & (segment_N <= self.deepest)
+            filled = ((segment_N - 1).clamp_min(0), torch.where(fills_N, rows.slots_N, s.spare))
+            self.filled_BS.index_put_(filled, positions_N + 1)
         level_N = torch.where(rows.current_N & ~chosen_N, segment_N + 1, 0)
         self.level_S.index_put_((torch.where(rows.current_N, rows.slots_N, s.spare),), level_N)
         s.since_S.index_copy_(0, speaks_N, s.clock.expand_as(speaks_N))
+        s.clock.add_(1)
 
 
 def _stride(parts: ProgramContext, segments: Sequence[Sequence[Step]]) -> Stride | None:
