@@ -117,7 +117,7 @@ def test_exits_that_are_decided_otherwise(confidence: str, mode: str) -> None:
     compare(Engine(model(name), exiting=setting, **SMALL), setting, name)
 
 
-@pytest.mark.parametrize("mode", ["full", "parallel", "entry-copy"])
+@pytest.mark.parametrize("mode", ["full", "parallel", "entry-copy", "state-copy"])
 @pytest.mark.parametrize("rows", [1, 4])
 def test_norms_behind_each_half_run_in_the_row_kernels(mode: str, rows: int) -> None:
     """Ouro's layers: the kernels' plain twins say what the model's own modules say."""

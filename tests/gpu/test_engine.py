@@ -76,6 +76,9 @@ CASES: dict[str, Any] = {
     "exits, entries copied": (
         lambda: gated("ouro"), lambda: Exiting(mode="entry-copy", threshold=0.85, confidence="gate")
     ),
+    "exits, states copied": (
+        lambda: gated("ouro"), lambda: Exiting(mode="state-copy", threshold=0.85, confidence="gate")
+    ),
     "drafts": (
         lambda: build("own-layer"), lambda: exiting("own-layer", "speculative", threshold=0.0, max_stack=4)
     ),

@@ -123,7 +123,7 @@ def test_weights_of_one_byte(kind: Kind, rows: int, dtype: torch.dtype) -> None:
         assert one.any()
 
 
-@pytest.mark.parametrize(("heads", "groups", "head_dim"), [(3, 1, 16), (2, 2, 24), (4, 2, 64), (3, 0, 16)])
+@pytest.mark.parametrize(("heads", "groups", "head_dim"), [(3, 1, 16), (2, 2, 24), (4, 2, 64), (3, 0, 16), (0, 2, 16)])
 @pytest.mark.parametrize("rows", [1, 19])
 def test_norm_qkv_rope_write(rows: int, heads: int, groups: int, head_dim: int) -> None:
     random = randoms()
@@ -268,7 +268,7 @@ def test_prefill_attention(heads: int, groups: int, head_dim: int, window: int |
     assert not fast[5:].isnan().any()
 
 
-@pytest.mark.parametrize(("heads", "groups", "head_dim"), [(3, 1, 16), (2, 2, 24), (40, 4, 16), (3, 0, 16)])
+@pytest.mark.parametrize(("heads", "groups", "head_dim"), [(3, 1, 16), (2, 2, 24), (40, 4, 16), (3, 0, 16), (0, 2, 16)])
 def test_many_rows(heads: int, groups: int, head_dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A library's product with a pass of its own behind it."""
     random = randoms()

@@ -176,10 +176,13 @@ class PagedLayers:
     def keep(self, x_NM: Tensor, steps: Sequence[Step], attention: AttentionMetadata, positions_N: Tensor) -> None:
         """Store what steps would make of the stream as keys and values; nothing else of them runs (state copying)."""
         self._check(steps, attention)
-        entered = False
+        entered, angles = False, self._angles(None, positions_N)
         for step in steps:
             if not entered and self._norms_between(step) and step.recursion:
                 x_NM, entered = self._norm(x_NM), True
+            if self.fused:
+                self._keep_fused(x_NM, step, attention, *angles)
+                continue
             layer, context = self.decoder.layer_of(step), self._context(step, attention, positions_N, None)
             assert isinstance(layer, Block)
             layer.keep_entries(x_NM[:, None], context)
@@ -288,6 +291,18 @@ class PagedLayers:
             inner_NI = norm_gated(x_NM, packed.both_2IM, eps)
             self._add(x_NM, inner_NI, packed.down_MI, packed.after_mlp_M, scratch.sums)
         return x_NM
+
+    def _keep_fused(self, x_NM: Tensor, step: Step, attention: AttentionMetadata, cos_ND: Tensor, sin_ND: Tensor) -> None:
+        """Keys and values alone; no query."""
+        a = self.architecture
+        if self.decoder.plan.reads_kv(step):
+            return
+        if not a.rotates(step.origin):
+            cos_ND, sin_ND = torch.ones_like(cos_ND), torch.zeros_like(sin_ND)
+        kv_WM = self.packed[step.layer].qkv_WM[a.heads * a.head_dim : (a.heads + 2 * a.kv_heads) * a.head_dim]
+        k_pages, v_pages = self.pages.at(*self.layout.home(step), attention.planes)
+        slots_N = attention.slot_mapping_N
+        norm_qkv_rope_write(x_NM, kv_WM, a.norm_eps, 0, a.kv_heads, cos_ND, sin_ND, k_pages, v_pages, slots_N)
 
     def _add(self, x_NM: Tensor, inner_NK: Tensor, weight_MK: RowWeight, after_M: Tensor | None, sums: SplitSpace) -> None:
         """A half's last product onto the stream, through the norm behind it where there is one."""
