@@ -168,10 +168,10 @@ def test_a_compiled_bf16_run_learns_and_resumes(tmp_path: Path, capture: bool) -
     assert again.validation == pytest.approx(whole.validation, rel=1e-2)
 
 
-@pytest.mark.parametrize(("recursions", "words"), [(1, 0), (3, 0), (1, 40)])
-def test_captured_steps_are_steps(recursions: int, words: int) -> None:
+@pytest.mark.parametrize(("recursions", "words", "draft"), [(1, 0, 0), (3, 0, 0), (1, 40, 0), (1, 40, 3)])
+def test_captured_steps_are_steps(recursions: int, words: int, draft: int) -> None:
     """Replayed passes leave the losses and weights that passes leave which are run one by one, also those of an exit that
-    learns among some words."""
+    learns among some words, and of a draft layer."""
     from fathomlm.depth import build_routing
     from fathomlm.train.data.loader import Batch
     from fathomlm.train.distributed import World
@@ -187,6 +187,9 @@ def test_captured_steps_are_steps(recursions: int, words: int) -> None:
     exits = ExitRecipe(at=[2], coefficient=1.0, distill="forward_kl", adapter_rank=8, classifier=True, exit_vocab=words)
     loss, own = LossRecipe(exits=exits if words else None), {"exit_adapter": 8, "exit_classifier": True} if words else {}
     plan = plan.with_exits((1,)) if words else plan
+    if draft:
+        plan, own = plan.with_exits((), draft=True), {}
+        loss = LossRecipe(exits=ExitRecipe(coefficient=1.0, distill="forward_kl", draft=draft, exit_vocab=words))
     tokens = torch.randint(0, 512, (8, 8, 65), generator=torch.Generator().manual_seed(1))
     found = []
     for capture in (False, True):
