@@ -153,9 +153,10 @@ def test_speculative_text_is_the_full_models_with_fewer_passes(
 
 @pytest.mark.real
 def test_the_command_finds_it_by_name(
-    smollm2_path: Path, replies: list[tuple[int, ...]], capsys: pytest.CaptureFixture[str]
+    smollm2_path: Path, replies: list[tuple[int, ...]], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`smollm2-135m` names the fetched file, and the exit comes with it."""
+    """`smollm2-135m` names the fetched file, and the exit comes with it where no draft layer does."""
+    monkeypatch.setattr("fathomlm.cli.decode_options.packaged_drafts", lambda name: None)
     words = ["generate", NAME, "--chat", "-p", MESSAGES[0], "--max-new-tokens", str(DRAFTED)]
     assert main([*words, "--decode", "speculative", "--json"]) == 0
     captured = capsys.readouterr()

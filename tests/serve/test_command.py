@@ -127,8 +127,15 @@ def test_an_adaptive_threshold_is_the_calibrated_one(tmp_path: Path) -> None:
         serve.read_exits(parse(str(tmp_path), "--threshold", "adaptive", "--exit-layer", "3"))
 
 
-def test_the_exits_that_ship_for_a_model_draft(capsys: pytest.CaptureFixture[str]) -> None:
-    """Nothing is lost by it, so nobody has to ask for it; what takes the exit's word is asked for."""
+def test_the_exits_that_ship_for_a_model_draft(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Nothing is lost by it, so nobody has to ask for it; what takes the exit's word is asked for. A draft layer that ships
+    comes before an exit."""
+    monkeypatch.setattr("fathomlm.cli.decode_options.packaged_drafts", lambda name: tmp_path)
+    drafting = (parse("x", *words).exiting.used_pack("smollm2-135m") for words in ((), ("--decode", "parallel")))
+    assert [found == tmp_path for found in drafting] == [True, False]
+    monkeypatch.setattr("fathomlm.cli.decode_options.packaged_drafts", lambda name: None)
     args = parse("smollm2-135m")
     exiting = serve.read_exits(args)
     assert exiting is not None
