@@ -36,8 +36,9 @@ class ExitStatistics:
     """The one in force for this completion; None where the mode has none."""
     layers_run: int
     """Layers times tokens while decoding, discarded drafts included; the prompt but for its last token is left out."""
-    deep_passes: int = 0
-    """parallel, speculative: how often the layers behind the exit ran, over one token or several."""
+    deep_passes: int | None = 0
+    """parallel, speculative: how often the layers behind the exit ran, over one token or several; None where other
+    sequences share those passes."""
     drafted: int = 0
     """speculative, parallel with refine: tokens that were chosen at the exit and then judged by the full model."""
     accepted: int = 0
