@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from fathomlm.checkpoints.native import save as save
     from fathomlm.checkpoints.resolve import load as load
     from fathomlm.decode.captured_session import CapturedSession as CapturedSession
+    from fathomlm.engine.session import EngineSession as EngineSession
     from fathomlm.decode.exiting import Exiting as Exiting
     from fathomlm.decode.full import Session as Session
     from fathomlm.decode.full import generate as generate
@@ -59,6 +60,7 @@ _PUBLIC = {
     "Architecture": "fathomlm.depth",
     "AsyncEngine": "fathomlm.engine.async_engine",
     "CapturedSession": "fathomlm.decode.captured_session",
+    "EngineSession": "fathomlm.engine.session",
     "DepthControl": "fathomlm.model.route",
     "DepthPlan": "fathomlm.depth",
     "EncoderMemory": "fathomlm.model.encoder_memory",

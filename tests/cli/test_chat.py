@@ -14,6 +14,7 @@ import pytest
 from fathomlm.cli.main import main
 from fathomlm.decode.full import Session, generate
 from fathomlm.decode.prompts import chat_prompt
+from fathomlm.engine.session import EngineSession
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 FIRST, SECOND = "the depth of the water", "and the fox?"
@@ -52,10 +53,10 @@ def test_each_line_is_a_turn_of_one_conversation(chat: Any, tiny_model: Any) -> 
     assert chat(FIRST, "", SECOND) == (0, f"{one}\n{two}\n", "")
 
 
-def test_captured_steps_say_the_same(chat: Any) -> None:
+def test_the_reference_says_the_same(chat: Any) -> None:
     for options in ((), ("--decode", "speculative", "--exit-layer", "2", "--threshold", "0.02")):
         plain = chat(FIRST, SECOND, "/reset", SECOND, options=options)
-        assert chat(FIRST, SECOND, "/reset", SECOND, options=(*options, "--captured")) == plain
+        assert chat(FIRST, SECOND, "/reset", SECOND, options=(*options, "--reference")) == plain
 
 
 def test_the_cache_is_kept_between_turns(chat: Any, tiny_model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -67,11 +68,29 @@ def test_the_cache_is_kept_between_turns(chat: Any, tiny_model: Any, monkeypatch
         return real(self, prompt, *args, **options)
 
     monkeypatch.setattr(Session, "generate", spy)
-    chat(FIRST, SECOND)
+    chat(FIRST, SECOND, options=("--reference",))
     first = tuple(chat_prompt(tiny_model, [{"role": "user", "content": FIRST}]))
     assert held[0] == ()
     assert held[1][: len(first)] == first
     assert len(held[1]) > len(first), "the reply is in the cache too"
+
+
+def test_the_engine_reads_only_what_is_new(chat: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[int] = []
+    prompts: list[int] = []
+    real = EngineSession.generate
+
+    def spy(self: EngineSession, prompt: list[int], *args: Any, **options: Any) -> Any:
+        found = real(self, prompt, *args, **options)
+        assert self._engine is not None
+        read.append(self._engine.totals.prefill_tokens)
+        prompts.append(len(prompt) - 1)
+        return found
+
+    monkeypatch.setattr(EngineSession, "generate", spy)
+    chat(FIRST, SECOND)
+    assert read[0] == prompts[0]
+    assert read[1] - read[0] <= prompts[1] - 16, "a page of the first turn was found again"
 
 
 def test_reset_and_system(chat: Any, tiny_model: Any) -> None:
@@ -135,10 +154,10 @@ def test_a_model_without_a_chat_format_is_refused(
 
 
 def interrupted(number: int, after: str) -> Callable[..., Any]:
-    """A `Session.generate` that shows some text and is then struck by a signal, once."""
-    real, struck = Session.generate, []
+    """An `EngineSession.generate` that shows some text and is then struck by a signal, once."""
+    real, struck = EngineSession.generate, []
 
-    def generate_until_struck(self: Session, prompt: Any, *args: Any, on_text: Any, **options: Any) -> Any:
+    def generate_until_struck(self: EngineSession, prompt: Any, *args: Any, on_text: Any, **options: Any) -> Any:
         if struck:
             return real(self, prompt, *args, on_text=on_text, **options)
         struck.append(True)
@@ -152,18 +171,18 @@ def interrupted(number: int, after: str) -> Callable[..., Any]:
 
 def test_ctrl_c_stops_the_reply_and_keeps_its_text(chat: Any, tiny_model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     before = signal.getsignal(signal.SIGINT)
-    monkeypatch.setattr(Session, "generate", interrupted(signal.SIGINT, "the sea"))
+    monkeypatch.setattr(EngineSession, "generate", interrupted(signal.SIGINT, "the sea"))
     assert chat(FIRST, SECOND)[:2] == (0, "the sea\n" + reply(tiny_model, FIRST, "the sea", SECOND) + "\n")
     assert signal.getsignal(signal.SIGINT) is before
 
 
 def test_ctrl_c_before_any_text_forgets_the_message(chat: Any, tiny_model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Session, "generate", interrupted(signal.SIGINT, ""))
+    monkeypatch.setattr(EngineSession, "generate", interrupted(signal.SIGINT, ""))
     assert chat(FIRST, SECOND)[:2] == (0, "\n" + reply(tiny_model, SECOND) + "\n")
 
 
 def test_being_told_to_terminate_ends_the_program(chat: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Session, "generate", interrupted(signal.SIGTERM, "the sea"))
+    monkeypatch.setattr(EngineSession, "generate", interrupted(signal.SIGTERM, "the sea"))
     code, out, err = chat(FIRST, SECOND)
     assert (code, out) == (2, "the sea")
     assert "interrupted" in err

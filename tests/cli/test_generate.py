@@ -112,14 +112,16 @@ def test_every_sampling_option_arrives(run: Any, tiny_model: Any) -> None:
     options = {"temperature": 1.3, "top_k": 30, "top_p": 0.9, "min_p": 0.01, "repetition_penalty": 1.2, "seed": 5}
     flags = [word for name, value in options.items() for word in (f"--{name.replace('_', '-')}", str(value))]
     text = text_of(tiny_model, **options)
-    assert run("-p", PROMPT, "--max-new-tokens", "12", *flags).out == text + "\n"
+    command = ("-p", PROMPT, "--max-new-tokens", "12", *flags)
+    assert run(*command, "--reference").out == text + "\n"
     assert text != text_of(tiny_model)
-    stop = text[4:6]
-    stopped = json.loads(
-        run("-p", PROMPT, "--max-new-tokens", "12", *flags, "--stop", "never", "--stop", stop, "--json").out
-    )
-    assert stopped["results"][0]["text"] == text[: text.find(stop)]
-    assert stopped["results"][0]["finish"] == "stop"
+    drawn = run(*command).out.removesuffix("\n")  # the engine draws otherwise, but the same each time
+    for said, more in ((text, ("--reference",)), (drawn, ())):
+        stop = said[4:6]
+        stopped = json.loads(run(*command, "--stop", "never", "--stop", stop, "--json", *more).out)
+        assert stopped["results"][0]["text"] == said[: said.find(stop)]
+        assert stopped["results"][0]["finish"] == "stop"
+        assert stopped["decoder"] == ("reference" if more else "engine")
 
 
 def test_dtype_and_threads(run: Any) -> None:

@@ -15,16 +15,18 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from fathomlm.cli.decode_options import CapturedOptions, DecodeOptions, DepthOptions
+from fathomlm.cli.decode_options import DecodeOptions, DepthOptions, ReferenceOptions
 from fathomlm.cli.model_options import ModelOptions, QuantizeOptions
+from fathomlm.decode.exiting import Exiting
 from fathomlm.decode.sampling import Sampling
 from fathomlm.errors import FathomError, OptionError, OutputError, choices
 from fathomlm.options import option, section
 
 if TYPE_CHECKING:
-    from fathomlm.decode.captured_session import CapturedSession
     from fathomlm.decode.full import Session
+    from fathomlm.engine.session import EngineSession
     from fathomlm.model.hub import FathomForCausalLM
+    from fathomlm.model.route import DepthControl
 
 COMMANDS = {
     "/help": "show these commands",
@@ -40,7 +42,7 @@ class ReplyStopped(Exception):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Chat(QuantizeOptions, ModelOptions, CapturedOptions):
+class Chat(QuantizeOptions, ModelOptions, ReferenceOptions):
     """Chat with a model that has a chat template. Each line is a message; /help lists the commands. Ctrl-C stops a reply,
     Ctrl-D ends the conversation. From a pipe, each line is a turn and only the replies are printed."""
 
@@ -50,11 +52,11 @@ class Chat(QuantizeOptions, ModelOptions, CapturedOptions):
     decoding: DecodeOptions = section(DecodeOptions, "early exit", "how far down a model without a router each token goes")
 
     def run(self) -> int:
-        exiting, pack = self.decoding.settle(self.model, self.depth, captured=self.captured)
-        self.check_captured(self.sampling, self.depth)
+        exiting, pack = self.decoding.settle(self.model, self.depth)
         interactive = sys.stdin.isatty()
         model = self.load(**pack)
-        session = self.open_session(model, self.depth.control(self.model, model, self.sampling.seed or 0), exiting)
+        how = (model, self.depth.control(self.model, model, self.sampling.seed or 0), exiting)
+        session = self.open_engine(*how) or _reference(*how)
         conversation = Conversation(self.model, model, self.sampling, self.system, session)
         if interactive:
             print("One message per line; /help lists commands, Ctrl-D quits.", file=sys.stderr)
@@ -72,6 +74,12 @@ class Chat(QuantizeOptions, ModelOptions, CapturedOptions):
         return 2 if failed and not interactive else 0
 
 
+def _reference(model: FathomForCausalLM, control: DepthControl | None, exiting: Exiting | None) -> Session:
+    from fathomlm.decode.full import Session
+
+    return Session(model, control, exiting)
+
+
 class Conversation:
     """The conversation so far, and the session that caches it."""
 
@@ -81,7 +89,7 @@ class Conversation:
         model: FathomForCausalLM,
         sampling: Sampling,
         system: str | None,
-        session: Session | CapturedSession,
+        session: Session | EngineSession,
     ) -> None:
         self.name = name
         self.model = model

@@ -11,15 +11,13 @@ from typing import TYPE_CHECKING, Any
 from fathomlm.cli.first import check_pack
 from fathomlm.cli.model_options import ExitPackOptions, threshold_file
 from fathomlm.decode.exiting import ORACLES, USED, Exiting, Threshold, shown_threshold
-from fathomlm.errors import OptionError
+from fathomlm.errors import OptionError, UnsupportedModel
 from fathomlm.options import like, option
 from fathomlm.packaged import packaged_drafts, packaged_exits
 
 if TYPE_CHECKING:
-    from fathomlm.decode.captured_session import CapturedSession
-    from fathomlm.decode.full import Session
     from fathomlm.decode.generation import Generation
-    from fathomlm.decode.sampling import Sampling
+    from fathomlm.engine.session import EngineSession
     from fathomlm.model.hub import FathomForCausalLM
     from fathomlm.model.route import DepthControl
     from fathomlm.model.seq2seq import FathomModel
@@ -126,14 +124,14 @@ class DecodeOptions(ShippedExitOptions):
                 flag = {"exit_layers": "--exit-layer"}.get(name, f"--{name.replace('_', '-')}")
                 raise OptionError(f"{flag} requires --decode, such as --decode parallel")
 
-    def settle(self, model: str, depth: DepthOptions, *, captured: bool = False) -> tuple[Exiting | None, dict[str, Any]]:
+    def settle(self, model: str, depth: DepthOptions) -> tuple[Exiting | None, dict[str, Any]]:
         """The checked settings, None for full decoding, and the pack as `load` takes it; before the model is loaded."""
         if self.mode is None:
             return None, {}
         if self.mode != "full" and depth.max_depth is not None:
             raise OptionError("--max-depth cannot be combined with --decode")
         placed = self.exit_layers is not None or self.min_exit_layer is not None
-        pack = self.pack(model, self.mode, placed=placed, exits_only=captured)
+        pack = self.pack(model, self.mode, placed=placed)
         shipped = pack is not None and self.exits is None
         where = self._calibrated(model, pack, shipped)
         fields = {"exit_layers": self.exit_layers, "confidence": self.confidence, "threshold": self.threshold} | where
@@ -192,36 +190,25 @@ def lift_exit_vocab(model: FathomModel) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class CapturedOptions:
-    """Steps that a GPU replays by itself, for commands that complete one prompt at a time."""
+class ReferenceOptions:
+    """What decodes: the engine where it can, otherwise the reference."""
 
-    captured: bool = option(
-        False,
-        help="compile layers and replay steps as CUDA graphs: slow to start, then much faster; greedy, one prompt at a time",
-    )
+    reference: bool = option(False, help="decode with the reference, which is slow and plain, instead of the engine")
 
-    def check_captured(self, sampling: Sampling, depth: DepthOptions) -> None:
-        """Refuse what captured steps cannot do, before a model is loaded."""
-        if not self.captured:
-            return
-        from fathomlm.decode.captured_session import check_greedy
+    def open_engine(
+        self, model: FathomForCausalLM, control: DepthControl | None, exiting: Exiting | None, sequences: int = 1
+    ) -> EngineSession | None:
+        """None where the reference is asked for, or the engine does not do what is."""
+        if self.reference:
+            return None
+        from fathomlm.engine.session import EngineSession, reference_only
 
-        check_greedy(sampling)
-        if depth != DepthOptions():
-            raise OptionError("--captured cannot be combined with --max-depth or --depth-bias")
-
-    def open_session(
-        self, model: FathomForCausalLM, control: DepthControl | None, exiting: Exiting | None
-    ) -> Session | CapturedSession:
-        """Without a GPU captured steps are simply run, uncompiled."""
-        if not self.captured:
-            from fathomlm.decode.full import Session
-
-            return Session(model, control, exiting)
-        from fathomlm.decode.captured_session import CapturedSession
-
-        on_gpu = model.decoder.embed.weight.device.type == "cuda"
-        return CapturedSession(model, exiting, compile=on_gpu, pack=on_gpu)
+        if reference_only(model, control, exiting) is not None:
+            return None
+        try:
+            return EngineSession(model, control, exiting, sequences=sequences)
+        except UnsupportedModel:
+            return None
 
 
 def exit_statistic(results: Sequence[Generation]) -> str:

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fathomlm.cli.decode_options import CapturedOptions, DecodeOptions, DepthOptions, exit_record, exit_statistic
+from fathomlm.cli.decode_options import DecodeOptions, DepthOptions, ReferenceOptions, exit_record, exit_statistic
 from fathomlm.cli.model_options import JsonOptions, ModelOptions, QuantizeOptions, read_text
 from fathomlm.cli.progress import progress_bar
 from fathomlm.decode.sampling import Sampling
@@ -21,11 +21,13 @@ if TYPE_CHECKING:
     from fathomlm.decode.generation import Generation
     from fathomlm.model.seq2seq import FathomModel
 
+MOST_AT_ONCE = 64
+"""Prompts that are decoded together."""
 ENDED = {"eos": "ended by itself", "stop": "ended at a stop string", "length": "ended at --max-new-tokens"}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Generate(QuantizeOptions, ModelOptions, CapturedOptions, JsonOptions):
+class Generate(QuantizeOptions, ModelOptions, ReferenceOptions, JsonOptions):
     """Complete one prompt, or several as one batch. The text goes to standard output, statistics to standard error. With
     --chat a prompt is a message in the model's chat template."""
 
@@ -44,22 +46,22 @@ class Generate(QuantizeOptions, ModelOptions, CapturedOptions, JsonOptions):
         prompts = _read_prompts(self)
         _check(self, prompts)
         sampling = self.sampling
-        exiting, pack = self.decoding.settle(self.model, self.depth, captured=self.captured)
-        self.check_captured(sampling, self.depth)
+        exiting, pack = self.decoding.settle(self.model, self.depth)
 
-        from fathomlm.checkpoints.resolve import decoder_only
         from fathomlm.decode.full import generate
+        from fathomlm.model.hub import FathomForCausalLM
 
         begun = time.perf_counter()
         model = self.load_any(**pack)
         loaded = time.perf_counter()
         how: dict[str, Any] = {"control": self.depth.control(self.model, model, self.sampling.seed or 0), "exiting": exiting}
         inputs = _encode(self, model, prompts)
-        if self.captured:
-            session = self.open_session(decoder_only(model, "--captured"), **how)
-            on_text = _show if self.stream else None
-            results = [session.generate(prompt, sampling, on_text=on_text) for prompt in inputs]
-            print(end="\n" if self.stream else "")
+        engine = None
+        if isinstance(model, FathomForCausalLM):
+            engine = self.open_engine(model, **how, sequences=min(len(inputs), MOST_AT_ONCE))
+        if self.stream and engine is not None:
+            results = [engine.generate(inputs[0], sampling, on_text=_show)]
+            print()
         elif self.stream:
             results = generate(model, inputs, sampling, on_text=lambda _, piece: _show(piece), **how)
             print()
@@ -70,10 +72,14 @@ class Generate(QuantizeOptions, ModelOptions, CapturedOptions, JsonOptions):
                 def on_step(done: int) -> None:
                     update(done, most, f", {done / (time.perf_counter() - begin):.1f} tokens/s, at most")
 
-                results = generate(model, inputs, sampling, on_step=on_step, **how)
+                if engine is not None:
+                    results = engine.generate_all(inputs, sampling, on_step=on_step)
+                else:
+                    results = generate(model, inputs, sampling, on_step=on_step, **how)
         if self.json:
             record = _record(self, pack.get("exits"), model, prompts, results, load_seconds=loaded - begun)
             record["exits"] = exit_record(exiting, model, results)
+            record["decoder"] = "reference" if engine is None else "engine"
             print(json.dumps(record, ensure_ascii=False))
             return 0
         if not self.stream:

@@ -11,7 +11,7 @@ import signal
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from fathomlm.decode.exiting import DEFAULT_STACK, SERVED_MODES, Exiting
+from fathomlm.decode.exiting import DEFAULT_STACK, SERVED_MODES, Exiting, Threshold
 from fathomlm.decode.generation import ExitStatistics, Generation
 from fathomlm.decode.prompts import Prompt, check_context, encode_prompt
 from fathomlm.decode.sampling import Sampling
@@ -52,6 +52,7 @@ class EngineSession:
         self.model, self.control, self.sequences = model, control, sequences
         self.exiting = None if exiting is None or exiting.mode == "full" else exiting
         self._engine: Engine | None = None
+        self._with_room(2)  # what the engine does not support is refused now
 
     def generate(
         self,
@@ -119,16 +120,17 @@ class EngineSession:
             while room < length:
                 room *= 2
             self._engine = None  # its pages and packed weights make room first
-            waits = self.exiting is not None and self.exiting.mode in ("parallel", "speculative")
-            stack = (self.exiting.max_stack or DEFAULT_STACK) if self.exiting is not None and waits else 1
+            stack, exiting = 1, self.exiting
+            if exiting is not None and exiting.mode in ("parallel", "speculative"):  # what waits must fit into a pass
+                stack = 1 if exiting.drafts_behind(self.model.plan) else exiting.max_stack or DEFAULT_STACK
             self._engine = Engine(
                 self.model, exiting=self.exiting, batch_size=max(self.sequences, stack), max_sequences=self.sequences,
                 max_length=max(length, min(room, self.model.architecture.context)), max_logprobs=0, compile=False,
-                depth_bias=0.0 if self.control is None else self.control.bias,
+                always_draft=True, depth_bias=0.0 if self.control is None else self.control.bias,
             )  # fmt: skip
         return self._engine
 
-    def _generation(self, result: Result, threshold: float | None) -> Generation:
+    def _generation(self, result: Result, threshold: Threshold | None) -> Generation:
         if result.finish.reason == "error":
             raise FathomError(f"the engine failed: {result.finish.error}")
         first, last = result.first_token_time, result.last_token_time
@@ -148,7 +150,7 @@ class EngineSession:
             exits=exits,
         )
 
-    def _statistics(self, result: Result, threshold: float | None) -> ExitStatistics | None:
+    def _statistics(self, result: Result, threshold: Threshold | None) -> ExitStatistics | None:
         if self.exiting is None or result.depths is None:
             return None
         plan, mode = self.model.plan, self.exiting.mode
