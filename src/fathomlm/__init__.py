@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from fathomlm.checkpoints.native import save as save
     from fathomlm.checkpoints.resolve import load as load
     from fathomlm.decode.captured_session import CapturedSession as CapturedSession
-    from fathomlm.engine.session import EngineSession as EngineSession
     from fathomlm.decode.exiting import Exiting as Exiting
     from fathomlm.decode.full import Session as Session
     from fathomlm.decode.full import generate as generate
@@ -47,6 +46,7 @@ if TYPE_CHECKING:
     from fathomlm.engine.options import EngineOptions as EngineOptions
     from fathomlm.engine.request import Request as Request
     from fathomlm.engine.request import TokenEvent as TokenEvent
+    from fathomlm.engine.session import EngineSession as EngineSession
     from fathomlm.errors import FathomError as FathomError
     from fathomlm.model.encoder_memory import EncoderMemory as EncoderMemory
     from fathomlm.model.hub import FathomConfig as FathomConfig
