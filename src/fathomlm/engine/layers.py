@@ -161,7 +161,7 @@ class PagedLayers:
         if self.decoder.inject is not None:
             return self._injected(x_NM, steps, attention, positions_N)
         for step in steps:
-            x_NM = self._block(self._entering(x_NM, step, recursion_N), step, attention, positions_N, recursion_N)
+            x_NM = self._block(self._entering(x_NM, step, recursion_N, attention), step, attention, positions_N, recursion_N)
         return x_NM
 
     def _injected(self, x_NM: Tensor, steps: Sequence[Step], attention: AttentionMetadata, positions_N: Tensor) -> Tensor:
@@ -226,11 +226,17 @@ class PagedLayers:
     def _norms_between(self, step: Step) -> bool:
         return self.decoder.plan.loop_norm and self.decoder.plan.begins_recursion(step)
 
-    def _entering(self, x_NM: Tensor, step: Step, recursion_N: Tensor | None) -> Tensor:
-        """The stream as a step reads it: through the final norm where it comes from the recursion before."""
+    def _entering(self, x_NM: Tensor, step: Step, recursion_N: Tensor | None, attention: AttentionMetadata) -> Tensor:
+        """The stream as a step reads it: through the final norm where it comes from the recursion before. Prompts come in
+        any number of rows, for each of which a compiled norm would be compiled anew."""
         if not self._norms_between(step) or (recursion_N is None and step.recursion == 0):
             return x_NM
-        entered_NM: Tensor = self._norm(x_NM) if recursion_N is None else self._norm_some(x_NM, recursion_N, step.recursion)
+        prompts = attention.sequence_N is not None
+        if recursion_N is None:
+            entered_NM: Tensor = self.decoder.norm(x_NM) if prompts else self._norm(x_NM)
+        else:
+            norm_some = self._norm_some_plain if prompts else self._norm_some
+            entered_NM = norm_some(x_NM, recursion_N, step.recursion)
         return entered_NM
 
     def _norm_some_plain(self, x_NM: Tensor, recursion_N: Tensor, first: int) -> Tensor:
@@ -273,7 +279,7 @@ class PagedLayers:
         still = (torch.ones_like(angles[0]), torch.zeros_like(angles[1])) if a.rotated else angles
         for step in steps:
             cos_ND, sin_ND = angles if a.rotates(step.origin) else still
-            x_NM = self._entering(x_NM, step, recursion_N)
+            x_NM = self._entering(x_NM, step, recursion_N, attention)
             k_pages, v_pages = self.pages.at(*self.layout.home(step), attention.planes)
             packed = self.packed[step.layer]
             reads = plan.reads_kv(step)
@@ -323,7 +329,7 @@ class PagedLayers:
         for begin, end in zip((0, *starts), (*starts, len(steps)), strict=True):
             if begin == end:
                 continue
-            x_NM = self._entering(x_NM, steps[begin], recursion_N)
+            x_NM = self._entering(x_NM, steps[begin], recursion_N, attention)
             x_NM = layers.run(x_NM, self._steps_of(steps[begin:end], attention.planes), cos_ND, sin_ND, *where)
         return x_NM
 

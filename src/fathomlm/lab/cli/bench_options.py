@@ -171,8 +171,9 @@ class ForcedDepthOptions:
         help="exit where the confidence exceeds T, from 0 (always) to 1 (never)",
     )  # fmt: skip
     mode: str | None = like(
-        Exiting, "mode", None, choices=("parallel", "state-copy"), default_text="parallel", metavar=None,
-        help="what happens at an exit: the deeper layers run later (exact), or get the exit's state",
+        Exiting, "mode", None, choices=("parallel", "state-copy", "entry-copy"), default_text="parallel", metavar=None,
+        help="what happens at an exit: the deeper layers run later (exact), or get the exit's state, or deeper loops get "
+        "the keys and values of the last one that ran",
     )  # fmt: skip
     max_stack: int | None = like(Exiting, "max_stack")
 
