@@ -60,6 +60,7 @@ class DraftLayerProgram:
         self.count_S = torch.ones(s.slots + 1, dtype=torch.int64, device=s.device)
         """How many those are."""
         self.threshold_S = torch.ones(s.slots + 1, device=s.device)
+        self._angles = parts.layers.angle_tables() if parts.layers.fused else ()
         self._begin = parts.small(self._begin_plain)
         self._enter = parts.small(parts.layers.decoder.enter_draft)
         self._meet = parts.small(self._meet_plain)
@@ -93,22 +94,23 @@ class DraftLayerProgram:
 
     def decode_step(self, variant: SamplingVariant) -> None:
         parts, s, layers = self.parts, self.parts.state, self.parts.layers
-        live_S, room_S, asks_S, before_NM, tokens_N, positions_N, *found = self._begin(variant.penalise or variant.bias)
+        limited = variant.penalise or variant.bias
+        live_S, room_S, asks_S, last_S, before_NM, tokens_N, positions_N, *found = self._begin(limited)
         if parts.idle(live_S):
             self.output.blank(s.spare)
             return
-        read_NM, seen = self._enter(tokens_N, before_NM), AttentionMetadata(*found)
+        read_NM, seen = self._enter(tokens_N, before_NM), _metadata(found)
         many_S = torch.zeros_like(room_S)
         drafts: list[Tensor] = []
         sures: list[Tensor] = []
         if variant.drafts:
             x_NM = layers.run(read_NM, self._own, seen, positions_N, spend=True)
-            x_SM = x_NM.view(s.slots, -1, x_NM.shape[1])[self._slots_S, self.count_S[:-1] - 1]
+            x_SM = x_NM.index_select(0, last_S)
             for number in range(self.drafts):
                 if number:
                     if parts.idle(asks_S):
                         break
-                    seen = AttentionMetadata(*found)
+                    seen = _metadata(found)
                     x_SM = layers.run(self._enter(drafts[-1], x_SM), self._own, seen, positions_N, spend=True)
                 scores = self._scores(x_SM, asks_S, number, variant)
                 draft_S, sure_S, many_S, asks_S, positions_N, *found = self._meet(*scores, x_SM, asks_S, many_S, room_S)
@@ -141,7 +143,7 @@ class DraftLayerProgram:
         sures_SJ = torch.stack((*sures, torch.zeros_like(live_S, dtype=torch.float32)), 1)
         slots_N = self._slots_N if places == self.drafts + 1 else self._slots_S.repeat_interleave(places)
         valid_N, positions_N, index_N, *found = self._rows(live_S, many_S, slots_N, places)
-        seen, x_NM = AttentionMetadata(*found), layers.enter(drafts_SJ.flatten())
+        seen, x_NM = _metadata(found), layers.enter(drafts_SJ.flatten())
         x_NM = layers.run(x_NM, self.parts.plan.steps, seen, positions_N, spend=True)
         scores_NV = layers.scores(x_NM)
         sampled = self._choose.sampled(scores_NV, slots_N, index_N, valid_N, variant)
@@ -168,12 +170,15 @@ class DraftLayerProgram:
         positions_SJ = torch.where(valid_SJ, position_S[:, None] - count_S1 + 1 + self._places_J, 0)
         seen = self._seen(self._slots_N, positions_SJ.flatten(), valid_SJ.flatten())
         states_NM, tokens_N = self.states_SJM[:-1].flatten(0, 1), self.tokens_SJ[:-1].flatten()
-        return live_S, room_S, live_S & (room_S > 0), states_NM, tokens_N, positions_SJ.flatten(), *seen
+        last_S = slots_S * len(self._places_J) + self.count_S[:-1] - 1
+        return live_S, room_S, live_S & (room_S > 0), last_S, states_NM, tokens_N, positions_SJ.flatten(), *seen
 
-    def _seen(self, slots_N: Tensor, positions_N: Tensor, valid_N: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _seen(self, slots_N: Tensor, positions_N: Tensor, valid_N: Tensor) -> tuple[Tensor, ...]:
+        """What `_metadata` takes: with the positions' angles, where kernels want them, lest each pass look them up."""
         tables_STP, size = self.parts.state.tables_STP, self.parts.page_size
         seen = attention_for(tables_STP, slots_N, torch.zeros_like(slots_N), positions_N, valid_N, size)
-        return seen.slot_mapping_N, seen.table_NP, seen.lengths_N
+        angles = tuple(table_PD.index_select(0, positions_N) for table_PD in self._angles)
+        return seen.slot_mapping_N, seen.table_NP, seen.lengths_N, *angles
 
     def _meet_plain(
         self, scores_SW: Tensor, vocab_W: Tensor | None, drawn_S: Tensor | None, x_SM: Tensor, asks_S: Tensor,
@@ -238,3 +243,8 @@ class DraftLayerProgram:
         output.ints_NC.copy_(torch.stack([column.flatten() for column in columns], 1))
         output.floats_NC.copy_(torch.stack((sampled.logprobs_N, sures_SJ.flatten()), 1))
         return emits_SJ.flatten()
+
+
+def _metadata(found: Sequence[Tensor]) -> AttentionMetadata:
+    slot_mapping_N, table_NP, lengths_N, *angles = found
+    return AttentionMetadata(slot_mapping_N, table_NP, lengths_N, angles=(angles[0], angles[1]) if angles else None)
