@@ -41,13 +41,14 @@ PLANS = {
     "exits, looped": DepthPlan.build("cycle", 3, 3).with_exits([0, 1]),
     "drafts": DepthPlan.vanilla(2).with_exits([0], layer=True),
     "drafts, looped": DepthPlan.build("cycle", 2, 2),
-    "drafts, a layer behind": DepthPlan.vanilla(2).with_exits((), draft=True),
     "exits, states copied": DepthPlan.vanilla(3).with_exits([0, 1]),
     "exits, entries copied": DepthPlan.build("cycle", 3, 3).with_exits([0, 1]),
     "routed, hybrid": DepthPlan.build("middle-cycle", 3, 5).with_routing(build_routing("expert", 3)).with_kv("hybrid"),
+    "drafts, a layer behind": DepthPlan.vanilla(2).with_exits((), draft=True),
 }
-"""The kinds of program. The routed ones have four tables, or one; in the looped ones rows in front of the exits and behind
-them share passes. What is drafted and verified is what the whole model says, drawn tokens too."""
+"""The kinds of program; new ones at the end, since their order decides what `test_crowds` plays. The routed ones have four
+tables, or one; in the looped ones rows in front of the exits and behind them share passes. What is drafted and verified is
+what the whole model says, drawn tokens too."""
 TOGETHER = ("whole", "drafts, a layer behind")
 """Kinds in which a slot has its rows in every pass."""
 SAMPLED = {"temperature": 0.9, "top_p": 0.95, "repetition_penalty": 1.3}
