@@ -34,10 +34,11 @@ from fathomlm.checkpoints.resolve import load
 from fathomlm.decode.sampling import Sampling
 from fathomlm.engine.options import EngineOptions
 from fathomlm.engine.request import Request
+from fathomlm.engine.runner import ample_memory
 from fathomlm.kernels.quantized import GPU_KINDS, Kind
 from fathomlm.lab.bench.floor import decode_step_bytes, finish, size_of
 from fathomlm.lab.bench.measure import Timing
-from fathomlm.lab.bench.models import ample_memory, plain_model, with_context
+from fathomlm.lab.bench.models import plain_model, with_context
 from fathomlm.lab.bench.play import play
 from fathomlm.lab.bench.timed import TimedEngine
 from fathomlm.lab.bench.workload import build_workload, shape_of
@@ -210,7 +211,9 @@ def bundled(bench: Bench) -> None:
         tried = []
         for rows in (64, 256):
             options = EngineOptions(batch_size=rows, max_length=min(LONGEST, one.architecture.context))
-            engine = bench.engine(one, rows, max_length=options.max_length, memory=ample_memory(one, options, LONGEST))
+            engine = bench.engine(
+                one, rows, max_length=options.max_length, memory=ample_memory(one.decoder, options, LONGEST)
+            )
             bench.throughput(engine, engine.runner.sizes.max_sequences)  # whatever is still compiled is not timed
             tried.append(bench.throughput(engine, 6 * engine.runner.sizes.max_sequences))
             tried[-1] |= bench.replay(engine)

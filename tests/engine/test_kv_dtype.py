@@ -16,11 +16,11 @@ from fathomlm.decode.exiting import Exiting
 from fathomlm.engine import layers
 from fathomlm.engine.engine import Engine
 from fathomlm.engine.options import EngineOptions
+from fathomlm.engine.runner import ample_memory
 from fathomlm.errors import OptionError
 from fathomlm.kernels import row_qkv
 from fathomlm.kernels.paged_write import FLOAT8, LARGEST_FLOAT8
 from fathomlm.lab.bench.measure import measure
-from fathomlm.lab.bench.models import ample_memory
 from fathomlm.lab.bench.timed import TimedEngine
 from fathomlm.lab.bench.workload import Workload, WorkloadRequest
 from fathomlm.model.hub import FathomForCausalLM
@@ -120,7 +120,7 @@ def test_without_a_limit_the_same_pages_take_half_the_memory() -> None:
     assert auto.sizes == narrow.sizes
     assert auto.pages.bytes == 2 * narrow.pages.bytes
     options = [EngineOptions(kv_dtype=kind, **SMALL) for kind in ("auto", "fp8")]  # type: ignore[arg-type]
-    wide, thin = (ample_memory(half, one, 48) for one in options)
+    wide, thin = (ample_memory(half.decoder, one, 48) for one in options)
     assert wide == 2 * thin
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from fathomlm.cli.first import check_pack
 from fathomlm.cli.model_options import ExitPackOptions, threshold_file
 from fathomlm.decode.exiting import ORACLES, USED, Exiting, Threshold, shown_threshold
-from fathomlm.errors import OptionError, UnsupportedModel
+from fathomlm.errors import OptionError
 from fathomlm.options import like, option
 from fathomlm.packaged import packaged_drafts, packaged_exits
 
@@ -205,10 +205,7 @@ class ReferenceOptions:
 
         if reference_only(model, control, exiting) is not None:
             return None
-        try:
-            return EngineSession(model, control, exiting, sequences=sequences)
-        except UnsupportedModel:
-            return None
+        return EngineSession(model, control, exiting, sequences=sequences)
 
 
 def exit_statistic(results: Sequence[Generation]) -> str:

@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from fathomlm.depth import Step
 from fathomlm.engine.kv_pages import AttentionMetadata, KVPages
 from fathomlm.engine.layout import Layout
-from fathomlm.errors import UnsupportedModel
 from fathomlm.kernels.cpu_layers import CpuLayers, StepEntries, describe
 from fathomlm.kernels.grouped_lora import add_grouped_lora
 from fathomlm.kernels.half import folded
@@ -68,8 +67,6 @@ class PagedLayers:
         self.max_length, self.alone = max_length, alone
         weight = decoder.embed.weight
         self.device, self.dtype = weight.device, weight.dtype
-        if self.architecture.experts and self.device.type == "cuda":
-            raise UnsupportedModel("the engine runs mixtures of experts on a CPU only; use fathomlm generate")
         wanted = self.device.type == "cuda" if fuse is None else fuse
         self.packed = decoder.pack_rows(own) if wanted else {}
         plain = len(self.packed) == len(decoder.layers) + len(own) and not decoder.encodings and decoder.inject is None

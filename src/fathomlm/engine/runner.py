@@ -33,7 +33,7 @@ from fathomlm.engine.programs.whole import WholeProgram
 from fathomlm.engine.sampler import SamplerState
 from fathomlm.engine.schedule import PrefillChunk, SchedulerOutput
 from fathomlm.engine.sequence import Sequence as HeldSequence
-from fathomlm.errors import OptionError
+from fathomlm.errors import OptionError, UnsupportedModel
 from fathomlm.kernels.paged_write import check_float8
 from fathomlm.model.decoder import Decoder
 from fathomlm.model.route import Routers
@@ -76,7 +76,7 @@ class Runner:
         gpu = self.device.type == "cuda"
         self.exiting, self.exits = exiting, _exits(decoder.plan, exiting)
         own = () if exiting is None else exiting.own_steps(decoder.plan)
-        self.layout = build_layout(decoder.architecture, decoder.plan, decoder.relaxation, self.exits, own)
+        self.layout = layout_for(decoder, exiting)
         drafts = exiting is not None and exiting.mode == "speculative"
         _check_forced(decoder.plan, self.layout, options, len(self.exits), drafts)
         _check_entries(options, self.device)
@@ -361,3 +361,25 @@ def pool_shares(plan: DepthPlan, layout: Layout) -> list[float]:
     if plan.routing is None or len(layout.planes) == 1:
         return [float(layout.tables.count(pool)) for pool in range(len(layout.planes))]
     return [1.0, sum(plan.routing.capacity)]
+
+
+def layout_for(decoder: Decoder, exiting: Exiting | None = None) -> Layout:
+    """How the model's entries are laid out; `UnsupportedModel` where the engine does not run it."""
+    if decoder.architecture.experts and decoder.embed.weight.is_cuda:
+        raise UnsupportedModel("the engine runs mixtures of experts on a CPU only; use fathomlm generate")
+    own = () if exiting is None else exiting.own_steps(decoder.plan)
+    return build_layout(decoder.architecture, decoder.plan, decoder.relaxation, _exits(decoder.plan, exiting), own)
+
+
+def ample_memory(decoder: Decoder, options: EngineOptions, tokens: int, exiting: Exiting | None = None) -> int:
+    """Bytes of a KV cache that never preempts: for every sequence `tokens` tokens, each of which goes as deep as it can, and
+    one more page per table."""
+    layout = layout_for(decoder, exiting)
+    slots = options.max_sequences or options.batch_size * (1 if layout.kind == "whole" else OVERBOOKED)
+    dtype, size = entry_dtype(options.kv_dtype, decoder.embed.weight.dtype), options.page_size
+    pages = slots * (-(-tokens // size) + 1)
+    sizes = [page_bytes(decoder.architecture, planes, size, dtype) for planes in layout.planes]
+    shares = pool_shares(decoder.plan, layout)
+    # Memory is divided among pools by the trained depths: the pool with the least decides.
+    times = max(layout.tables.count(pool) / share for pool, share in enumerate(shares))
+    return math.ceil(pages * times * sum(one * share for one, share in zip(sizes, shares, strict=True)))

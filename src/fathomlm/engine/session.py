@@ -16,8 +16,10 @@ from fathomlm.decode.generation import ExitStatistics, Generation
 from fathomlm.decode.prompts import Prompt, check_context, encode_prompt
 from fathomlm.decode.sampling import Sampling
 from fathomlm.engine.engine import Engine
+from fathomlm.engine.options import EngineOptions
 from fathomlm.engine.request import Event, Request, Result, TokenEvent
-from fathomlm.errors import FathomError
+from fathomlm.engine.runner import ample_memory, layout_for
+from fathomlm.errors import FathomError, UnsupportedModel
 from fathomlm.model.hub import FathomForCausalLM
 from fathomlm.model.route import DepthControl
 
@@ -31,11 +33,15 @@ def reference_only(model: FathomForCausalLM, control: DepthControl | None, exiti
         return f"--decode {exiting.mode}"
     if exiting is not None and exiting.refine is not None:
         return "--refine"
-    if control is None:
-        return None
-    if control.max_depth is not None and model.plan.routing is None:
+    if control is not None and control.max_depth is not None and model.plan.routing is None:
         return "--max-depth without a router"
-    return "--start-scale" if control.start_scale else "--kv-loops" if control.kv_loops is not None else None
+    if control is not None and (control.start_scale or control.kv_loops is not None):
+        return "--start-scale" if control.start_scale else "--kv-loops"
+    try:
+        layout_for(model.decoder, exiting)
+    except UnsupportedModel as error:
+        return str(error)
+    return None
 
 
 class EngineSession:
@@ -52,7 +58,6 @@ class EngineSession:
         self.model, self.control, self.sequences = model, control, sequences
         self.exiting = None if exiting is None or exiting.mode == "full" else exiting
         self._engine: Engine | None = None
-        self._with_room(2)  # what the engine does not support is refused now
 
     def generate(
         self,
@@ -116,18 +121,20 @@ class EngineSession:
 
     def _with_room(self, length: int) -> Engine:
         if self._engine is None or length > self._engine.runner.sizes.max_length:
-            room = FIRST_LENGTH
+            room = FIRST_LENGTH if self.sequences == 1 else length
             while room < length:
                 room *= 2
             self._engine = None  # its pages and packed weights make room first
             stack, exiting = 1, self.exiting
             if exiting is not None and exiting.mode in ("parallel", "speculative"):  # what waits must fit into a pass
                 stack = 1 if exiting.drafts_behind(self.model.plan) else exiting.max_stack or DEFAULT_STACK
-            self._engine = Engine(
-                self.model, exiting=self.exiting, batch_size=max(self.sequences, stack), max_sequences=self.sequences,
-                max_length=max(length, min(room, self.model.architecture.context)), max_logprobs=0, compile=False,
-                always_draft=True, depth_bias=0.0 if self.control is None else self.control.bias,
+            options = EngineOptions(
+                batch_size=max(self.sequences, stack), max_sequences=self.sequences, max_logprobs=0, compile=False,
+                max_length=max(length, min(room, self.model.architecture.context)), always_draft=True,
+                depth_bias=0.0 if self.control is None else self.control.bias,
             )  # fmt: skip
+            ample = ample_memory(self.model.decoder, options, length, exiting) if self.sequences > 1 else None  # all at once
+            self._engine = Engine(self.model, options, exiting=exiting, memory=ample)
         return self._engine
 
     def _generation(self, result: Result, threshold: Threshold | None) -> Generation:

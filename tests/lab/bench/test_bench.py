@@ -13,8 +13,9 @@ from decode.exit_models import build, exiting, mixing_threshold
 from fathomlm.depth import DepthPlan, build_routing
 from fathomlm.engine.engine import Engine
 from fathomlm.engine.options import EngineOptions
+from fathomlm.engine.runner import ample_memory
 from fathomlm.lab.bench.measure import DepthChoice, LatencySummary, Measurement, Timing, measure, stage_shares
-from fathomlm.lab.bench.models import ample_memory, plain_model, random_model, with_context
+from fathomlm.lab.bench.models import plain_model, random_model, with_context
 from fathomlm.lab.bench.play import RequestTimes, WorkloadRun, play, warm_up
 from fathomlm.lab.bench.timed import STAGES, StageClock, TimedEngine
 from fathomlm.lab.bench.workload import Workload, WorkloadRequest, build_workload
@@ -273,7 +274,7 @@ def test_ample_memory_puts_nobody_aside(kind: str) -> None:
     model, workload = plain.model, asked(*(WorkloadRequest((number,), 16) for number in range(8)))
     options = EngineOptions(batch_size=4, page_size=4, max_length=workload.longest)
     setting = exiting("vanilla", "parallel") if kind == "exits" else None
-    ample = ample_memory(model, options, workload.longest, () if setting is None else (2,))
+    ample = ample_memory(model.decoder, options, workload.longest, setting)
     engine = TimedEngine(model, replace(options, memory=ample), exiting=setting)
     assert measure(engine, workload, speed=1e9).work.preemptions == 0
     scarce = TimedEngine(model, replace(options, memory=ample // 4), exiting=setting)
@@ -287,5 +288,5 @@ def test_ample_memory_for_one_text_takes_the_longest() -> None:
     model = random_model(architecture, plan, dtype=torch.float32, device=torch.device("cpu"))
     workload = asked(WorkloadRequest((1, 2, 3), 60))
     options = EngineOptions(batch_size=1, max_sequences=1, page_size=4, max_length=workload.longest)
-    engine = TimedEngine(model, replace(options, memory=ample_memory(model, options, workload.longest)))
+    engine = TimedEngine(model, replace(options, memory=ample_memory(model.decoder, options, workload.longest)))
     assert measure(engine, workload, speed=1e9).work.preemptions == 0

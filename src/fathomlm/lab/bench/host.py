@@ -27,10 +27,10 @@ from fathomlm.engine.engine import Engine
 from fathomlm.engine.options import EngineOptions
 from fathomlm.engine.programs.base import ENDED, VALID, SamplingVariant
 from fathomlm.engine.request import Event, Request
-from fathomlm.engine.runner import BURST, Runner
+from fathomlm.engine.runner import BURST, Runner, ample_memory
 from fathomlm.engine.schedule import Placement, SchedulerOutput
 from fathomlm.engine.sequence import Sequence as EngineSequence
-from fathomlm.lab.bench.models import ample_memory, random_model
+from fathomlm.lab.bench.models import random_model
 from fathomlm.lab.bench.workload import build_workload
 
 PlanName = Literal["plain", "routed"]
@@ -193,7 +193,7 @@ def null_engine(plan: PlanName, batch_size: int, tokenizer: Any, *, burst: int =
     options = EngineOptions(
         batch_size=batch_size, max_length=LONGEST + 1, penalties=False, burst=burst, lag=lag, max_queue=2 * batch_size + 8
     )
-    options = replace(options, memory=ample_memory(model, options, LONGEST + 1))
+    options = replace(options, memory=ample_memory(model.decoder, options, LONGEST + 1))
     engine = ClockedEngine(model, options)
     engine.runner.program = NullProgram(engine.runner, tokenizer(TEXT)["input_ids"])
     return engine

@@ -3,16 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import math
-from collections.abc import Sequence
 
 import torch
 
 from fathomlm.depth import Architecture, DepthPlan, Relaxation
-from fathomlm.engine.kv_pages import entry_dtype, page_bytes
-from fathomlm.engine.layout import build_layout
-from fathomlm.engine.options import EngineOptions
-from fathomlm.engine.runner import OVERBOOKED, pool_shares
 from fathomlm.model.hub import FathomConfig, FathomForCausalLM, empty_model
 
 
@@ -47,17 +41,3 @@ def plain_model(model: FathomForCausalLM, seed: int = 0) -> FathomForCausalLM:
 def with_context(architecture: Architecture, tokens: int) -> Architecture:
     """Long enough for sequences of so many tokens. Random weights were trained for no length."""
     return architecture if architecture.context >= tokens else dataclasses.replace(architecture, context=tokens)
-
-
-def ample_memory(model: FathomForCausalLM, options: EngineOptions, tokens: int, exits: Sequence[int] = ()) -> int:
-    """Bytes of a KV cache that never preempts: for every sequence `tokens` tokens, each of which goes as deep as it can, and
-    one more page per table."""
-    layout = build_layout(model.architecture, model.plan, model.relaxation, exits)
-    slots = options.max_sequences or options.batch_size * (1 if layout.kind == "whole" else OVERBOOKED)
-    dtype, size = entry_dtype(options.kv_dtype, model.decoder.embed.weight.dtype), options.page_size
-    pages = slots * (-(-tokens // size) + 1)
-    sizes = [page_bytes(model.architecture, planes, size, dtype) for planes in layout.planes]
-    shares = pool_shares(model.plan, layout)
-    # Memory is divided among pools by the trained depths: the pool with the least decides.
-    times = max(layout.tables.count(pool) / share for pool, share in enumerate(shares))
-    return math.ceil(pages * times * sum(one * share for one, share in zip(sizes, shares, strict=True)))

@@ -103,7 +103,7 @@ class Bench:
 
     def engine_options(self, model: FathomForCausalLM, depth: ResolvedDepth, batch_size: int | None = None) -> EngineOptions:
         from fathomlm.engine.options import EngineOptions
-        from fathomlm.lab.bench.models import ample_memory
+        from fathomlm.engine.runner import ample_memory
 
         fields = self.options.engine.given | {"max_length": self.workload.longest, **depth.fields}
         if not self.batched:
@@ -115,7 +115,7 @@ class Bench:
         options = EngineOptions(**fields)
         if options.memory is not None:
             return options
-        return replace(options, memory=ample_memory(model, options, self.workload.longest, depth.exits(model.plan)))
+        return replace(options, memory=ample_memory(model.decoder, options, self.workload.longest, depth.exiting))
 
     def _peer(self, peer: str) -> dict[str, Any]:
         """What was measured of it, or why it could not be: that must not cost what was measured before."""

@@ -27,10 +27,11 @@ from fathomlm.engine.options import EngineOptions
 from fathomlm.engine.programs.exits import ExitProgram
 from fathomlm.engine.programs.routed import RoutedProgram
 from fathomlm.engine.request import Request
+from fathomlm.engine.runner import ample_memory
 from fathomlm.engine.schedule import PrefillChunk, SchedulerOutput
 from fathomlm.errors import OptionError
 from fathomlm.lab.bench.floor import finish
-from fathomlm.lab.bench.models import ample_memory, random_model, with_context
+from fathomlm.lab.bench.models import random_model, with_context
 from fathomlm.lab.bench.play import play, warm_up
 from fathomlm.lab.bench.timed import Stage, TimedEngine
 from fathomlm.lab.bench.workload import Workload, WorkloadRequest
@@ -357,7 +358,7 @@ def _by_batch_size(measure: Callable[[int], Costs], batch_sizes: Sequence[int], 
 
 def _engine(model: FathomForCausalLM, batch_size: int, context: int, **fields: Any) -> TimedEngine:
     options = EngineOptions(batch_size=batch_size, max_length=context + SPARE, prefix_caching=False, **fields)
-    options = replace(options, memory=ample_memory(model, options, context + SPARE))
+    options = replace(options, memory=ample_memory(model.decoder, options, context + SPARE))
     engine = TimedEngine(model, options)
     warm_up(engine, _requests(model, engine.runner.sizes.max_sequences, context))
     return engine
