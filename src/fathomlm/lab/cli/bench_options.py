@@ -274,7 +274,3 @@ class ResolvedDepth:
     exiting: Exiting | None = None
     fields: dict[str, Any] = field(default_factory=dict)
     """Of `EngineOptions`."""
-
-    def exits(self, plan: DepthPlan) -> tuple[int, ...]:
-        """The indices of the steps after which tokens exit."""
-        return () if self.exiting is None else self.exiting.exits(plan)
