@@ -92,7 +92,7 @@ def tiny() -> FathomForCausalLM:
     return model
 
 
-@pytest.mark.parametrize(("threshold", "max_stack"), [(0.0, 4), (0.0, 2), (0.3, 4)])
+@pytest.mark.parametrize(("threshold", "max_stack"), [(0.0, 4), (0.3, 3)])
 def test_samples_are_distributed_as_the_whole_models(
     tiny: FathomForCausalLM, monkeypatch: pytest.MonkeyPatch, threshold: float, max_stack: int
 ) -> None:

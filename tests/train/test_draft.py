@@ -117,7 +117,7 @@ def test_the_objective_is_the_formula_and_only_the_layer_learns() -> None:
 def test_a_compiled_step_has_the_eager_gradients() -> None:
     model, tokens = decoder(), texts()
     choose_trained(model, "exits")
-    objective = Objective(model, LossRecipe(exits=ExitRecipe(draft=3, distill="forward_kl")))
+    objective = Objective(model, LossRecipe(exits=ExitRecipe(draft=2, distill="forward_kl")))
 
     def slopes() -> dict[str, Tensor]:
         model.zero_grad()

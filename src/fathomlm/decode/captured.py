@@ -279,7 +279,7 @@ class CapturedDecoder:
         if exiting.mode == "full":
             return
         if exiting.drafts_behind(steps.decoder.plan):
-            raise OptionError("captured decoding does not run a draft layer; the engine does, and generate without capture")
+            raise OptionError("captured decoding does not run a draft layer; the engine does")
         if not steps.exit_layers:
             raise OptionError(
                 f"{exiting.mode} decoding requires an exit; give exit_layers when building the captured decoder"

@@ -56,7 +56,7 @@ class EngineSession:
         sequences: int = 1,
     ) -> None:
         self.model, self.control, self.sequences = model, control, sequences
-        self.exiting = None if exiting is None or exiting.mode == "full" else exiting
+        self.exiting = None if exiting is None or exiting.mode == "full" else exiting.for_plan(model.plan)
         self._engine: Engine | None = None
 
     def generate(
@@ -166,7 +166,7 @@ class EngineSession:
         # What waits for the layers behind the exit passes them in the end, drafts that are discarded too.
         waits = mode in ("parallel", "speculative")
         run = layers * (many + result.drafted - kept) if waits else sum(result.depths)
-        own = many + result.drafted - kept if plan.exit_steps(self.exiting.exits(plan)) else 0
+        own = many + result.drafted - kept if self.exiting.own_steps(plan) else 0
         return ExitStatistics(
             mode=mode, layers=layers, threshold=threshold, layers_run=run + own, deep_passes=None, drafted=result.drafted,
             accepted=kept,
