@@ -17,14 +17,16 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from engine.encoders import encoder_model
 from fathomlm.decode.exiting import Exiting
 from fathomlm.decode.full import generate
 from fathomlm.decode.sampling import Sampling
 from fathomlm.depth import Architecture, DepthPlan, build_routing
 from fathomlm.engine.engine import Engine, Event
+from fathomlm.engine.kv_pages import page_bytes
 from fathomlm.engine.request import Finished, Request, TokenEvent
 from fathomlm.errors import QueueFull, RequestTooLarge
-from fathomlm.model.hub import FathomForCausalLM
+from fathomlm.model.seq2seq import FathomModel
 from model.route.small import model_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -45,17 +47,32 @@ PLANS = {
     "exits, entries copied": DepthPlan.build("cycle", 3, 3).with_exits([0, 1]),
     "routed, hybrid": DepthPlan.build("middle-cycle", 3, 5).with_routing(build_routing("expert", 3)).with_kv("hybrid"),
     "drafts, a layer behind": DepthPlan.vanilla(2).with_exits((), draft=True),
+    "whole, encoder": DepthPlan.vanilla(2),
+    "exits, looped, encoder": DepthPlan.build("cycle", 3, 3).with_exits([0, 1]),
+    "drafts, encoder": DepthPlan.vanilla(2),
 }
 """The kinds of program; new ones at the end, since their order decides what `test_crowds` plays. The routed ones have four
-tables, or one; in the looped ones rows in front of the exits and behind them share passes. What is drafted and verified is
-what the whole model says, drawn tokens too."""
-TOGETHER = ("whole", "drafts, a layer behind")
+tables, or one; in the looped ones rows in front of the exits and behind them share passes. With an encoder the prompt is its
+source. What is drafted and verified is what the whole model says, drawn tokens too."""
+TOGETHER = ("whole", "whole, encoder", "drafts, a layer behind")
 """Kinds in which a slot has its rows in every pass."""
 SAMPLED = {"temperature": 0.9, "top_p": 0.95, "repetition_penalty": 1.3}
 
 
+def encodes(kind: str) -> bool:
+    return kind.endswith("encoder")
+
+
 @cache
-def model(kind: str) -> FathomForCausalLM:
+def model(kind: str) -> FathomModel:
+    if encodes(kind):
+        encoder = encoder_model(PLANS[kind])
+        stems = [list(stem[:4]) for stem in STEMS]
+        said = Counter(
+            token for one in generate(encoder, stems, max_new_tokens=8, ignore_eos=True) for token in one.tokens[2:]
+        )
+        encoder.config.eos_token_id = min(said, key=lambda token: (said[token], token))  # some end by it, not all
+        return encoder
     shape: dict[str, Any] = {"hidden": 16, "intermediate": 16, "heads": 2, "kv_heads": 1, "head_dim": 8, "vocab": VOCAB}
     layers = PLANS[kind].unrolled_layers
     architecture = Architecture(family="llama", layers=layers, context=64, tied_embeddings=False, **shape)
@@ -183,7 +200,9 @@ def sizes(draw: st.DrawFn, kind: str) -> dict[str, Any]:
     }
     if kind.startswith("routed"):
         chosen["cores"] = draw(st.integers(1, 3))
-    if kind in ("exits", "drafts"):
+    if encodes(kind):
+        chosen["max_source"] = draw(st.sampled_from([LONGEST_PROMPT - 1, LONGEST_PROMPT]))
+    if kind in ("exits", "drafts", "drafts, encoder"):
         chosen["shallows"] = draw(st.integers(1, 2))
     if kind.startswith("drafts"):
         chosen["always_draft"] = draw(st.booleans())
@@ -221,10 +240,17 @@ def _submit(kind: str, engine: Engine, ask: Ask, heard: list[Heard]) -> None:
     except QueueFull:
         assert len(engine.scheduler.waiting) >= engine.options.max_queue
     except RequestTooLarge:
-        assert len(ask.prompt) + ask.new > engine.runner.sizes.max_length
+        assert not _fits(kind, engine, ask)
     else:
-        assert len(ask.prompt) + ask.new <= engine.runner.sizes.max_length
+        assert _fits(kind, engine, ask)
         heard.append(one)
+
+
+def _fits(kind: str, engine: Engine, ask: Ask) -> bool:
+    sizes, prompt = engine.runner.sizes, len(ask.prompt)
+    if encodes(kind):
+        return prompt <= sizes.max_source and 1 + ask.new <= sizes.max_length
+    return prompt + ask.new <= sizes.max_length
 
 
 def check(kind: str, engine: Engine, heard: list[Heard]) -> None:
@@ -262,7 +288,7 @@ def nothing_is_left(engine: Engine) -> None:
 def live(kind: str, sizes: dict[str, Any], history: list[Ask]) -> Counter[str]:
     """One engine's life, checked; returns what happened in it."""
     engine = Engine(model(kind), exiting=leaving(kind), **sizes)
-    if kind == "whole" and sizes["lag"]:  # decode steps of fewer rows, as on a GPU
+    if kind.startswith("whole") and sizes["lag"]:  # decode steps of fewer rows, as on a GPU
         engine.runner.row_counts = tuple(range(1, engine.options.batch_size))
     heard = play(kind, engine, history)
     counters = engine.counters()
@@ -295,11 +321,14 @@ def test_crowds(kind: str) -> None:
     first = list(PLANS).index(kind)
     for lag in (first % 3, (first + 1) % 3):
         random = Random(lag)
-        sizes = {
+        sizes: dict[str, Any] = {
             "batch_size": 4, "max_sequences": 4 if kind in TOGETHER else 6, "page_size": random.choice((1, 2)),
             "max_length": SHORT,
             "prefill_chunk": random.choice((2, 8)), "lag": lag, "burst": random.choice((1, 2)),
         }  # fmt: skip
+        if encodes(kind):
+            page = page_bytes(model(kind).architecture, PLANS[kind].unrolled_layers, sizes["page_size"], torch.float32)
+            sizes |= {"max_source": 5, "memory": page * sum(-(-many // sizes["page_size"]) for many in (5, MOST_NEW))}
         history = [
             Ask(
                 after=random.choice((0, 1)),
@@ -312,7 +341,7 @@ def test_crowds(kind: str) -> None:
             for _ in range(8)
         ]
         happened += live(kind, sizes, history)
-    assert {"eos", "length", "cancelled", "preempted", "prefixes"} <= set(happened)
+    assert {"eos", "length", "cancelled", "preempted", *(() if encodes(kind) else ("prefixes",))} <= set(happened)
 
 
 @pytest.mark.parametrize("kind", [kind for kind in PLANS if kind.startswith(("exits", "drafts"))])
@@ -330,7 +359,7 @@ def test_rows_that_stand_for_nothing_write_nothing(kind: str) -> None:
         engine.generate([list(STEMS[1])], max_new_tokens=6, ignore_eos=True)
         table = engine.runner.state.tables_STP[0, 0].tolist()
         keys, _ = engine.runner.pages._pools[0]
-        return torch.stack([keys[:, table[i // 4], i % 4] for i in range(len(STEMS[1]) + 4)])
+        return torch.stack([keys[:, table[i // 4], i % 4] for i in range((1 if encodes(kind) else len(STEMS[1])) + 4)])
 
     undisturbed = entries([])
     for before in ([1], [2], [1, 1]):

@@ -95,3 +95,17 @@ def test_splits(rows: int, groups: int, longest: int) -> None:
 def test_sizes_of_workspaces() -> None:
     assert workspace_size(3, 15, 64, 1) == 0
     assert workspace_size(3, 15, 64, 4) == 3 * 15 * 4 * 66
+
+
+def test_a_bias_by_distance() -> None:
+    """T5's positions: what a score gains depends on how far back a key is; the farthest number is for all beyond it."""
+    random = randoms(dtype=torch.float64)
+    lengths = LENGTHS[1:]
+    q, pages, bias_DH = random(len(lengths), 4, 5), Pages.build(random, lengths, 2, 5, PAGE), random(7, 4)
+    found = paged_attention(q, *pages, 1.0, bias_DH=bias_DH)
+    for row, length in enumerate(lengths):
+        at = torch.tensor([[int(pages.table[row, e // PAGE]), e % PAGE] for e in range(length)])
+        k, v = (t[at[:, 0], at[:, 1]].transpose(0, 1).repeat_interleave(2, dim=0) for t in (pages.k, pages.v))
+        gains = torch.stack([bias_DH[min(length - 1 - e, 6)] for e in range(length)], dim=1)
+        scores = torch.einsum("hd,hed->he", q[row], k) + gains
+        torch.testing.assert_close(found[row], torch.einsum("he,hed->hd", scores.softmax(-1), v))

@@ -10,7 +10,7 @@ from typing import TypeVar
 
 from fathomlm.errors import CheckpointError
 from fathomlm.jsonfile import read_object
-from fathomlm.model.seq2seq import FathomModel
+from fathomlm.model.seq2seq import FathomForSeq2SeqLM, FathomModel
 
 FILE = "generation_config.json"
 BOUNDS = {"temperature": (0.0, 2.0), "top_p": (1e-6, 1.0), "min_p": (0.0, 1.0), "repetition_penalty": (0.01, 100.0)}
@@ -23,7 +23,7 @@ def with_sampling(model: Model, path: Path) -> Model:
     """The model, with what the file beside its weights says of sampling in `model.generation_config`, so that it is saved
     with it. Without `do_sample` such a file means greedy decoding, and what else it says nothing."""
     file = path / FILE
-    if not file.is_file():
+    if not file.is_file() or isinstance(model, FathomForSeq2SeqLM):  # which has no generation_config
         return model
     fields = read_object(file, error=CheckpointError)
     if fields.flag("do_sample", default=False):
@@ -35,6 +35,8 @@ def with_sampling(model: Model, path: Path) -> Model:
 
 def sampling_defaults(model: FathomModel) -> dict[str, float]:
     """By the names of `Sampling`'s fields; none where the model does not say that it samples."""
+    if isinstance(model, FathomForSeq2SeqLM):
+        return {}
     config = model.generation_config
     values = {name: getattr(config, name, None) for name in (*BOUNDS, "top_k")} if config.do_sample else {}
     return {name: value for name, value in values.items() if value is not None}

@@ -79,7 +79,9 @@ class Serve(QuantizeOptions, ModelOptions):
     batch_size: int | None = like(EngineOptions, "batch_size", None, default_text="32 on a GPU, 8 elsewhere")
     server: ServeOptions = section(ServeOptions, "server")
     engine: EngineOptions = section(
-        EngineOptions, "engine", only=("max_sequences", "max_length", "memory", "kv_dtype", "max_queue", "prefill_chunk")
+        EngineOptions,
+        "engine",
+        only=("max_sequences", "max_length", "max_source", "memory", "kv_dtype", "max_queue", "prefill_chunk"),
     )
     restarts: RestartPolicy = section(RestartPolicy)
     exiting: ServedDepthOptions = section(ServedDepthOptions, "depth")
@@ -230,7 +232,7 @@ def load_served(
     from fathomlm.engine.engine import Engine
     from fathomlm.serve.service import serve_model
 
-    model = options.load(exits=options.exiting.used_pack(options.model), any_base=options.exiting.any_base)
+    model = options.load_any(exits=options.exiting.used_pack(options.model), any_base=options.exiting.any_base)
     if exiting is not None and exiting.exit_layers is None and not exiting.drafts_behind(model.plan):
         exiting = replace(exiting, exit_layers=tuple(index + 1 for index in exiting.exits(model.plan)))
     with memory_errors("--memory, --max-sequences or --max-length"):
@@ -263,13 +265,14 @@ def load_adapter(
 ) -> ServedModel:
     """The server's own model with an adapter merged into it, over the same weights where it changes none, at full depth."""
     from fathomlm.checkpoints.adapter import with_adapter
+    from fathomlm.checkpoints.resolve import decoder_only
     from fathomlm.engine.engine import Engine
     from fathomlm.serve.service import serve_model
 
     base = services[0].served
     assert base is not None, "a request is taken when the server's own model is ready"
     with memory_errors("--memory, --max-sequences or --max-length"):
-        engine = Engine(with_adapter(base.model, directory), engine_options)
+        engine = Engine(with_adapter(decoder_only(base.model, "--lora"), directory), engine_options)
     return serve_model(
         engine, name=name, max_depth=base.max_depth, restarts=options.restarts, sampling=options.server.generation_config
     )

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from fathomlm.engine.layout import Layout
 from fathomlm.engine.schedule import Placement, PrefillChunk, SchedulerOutput
+from fathomlm.engine.sources import Sources
 from fathomlm.kernels.routed_rows import ENTER as ENTER  # stages that every program knows
 from fathomlm.kernels.routed_rows import IDLE as IDLE
 
@@ -43,9 +44,11 @@ class PrefillBatch:
 
 class EngineState:
     def __init__(
-        self, layout: Layout, slots: int, pages: int, hidden: int, max_depth: int, device: torch.device, dtype: torch.dtype
-    ) -> None:
-        """`pages` is how many a table of one sequence may have, `max_depth` how deep a token may go that has no limit."""
+        self, layout: Layout, slots: int, pages: int, hidden: int, max_depth: int, device: torch.device, dtype: torch.dtype,
+        source_pages: int = 0,
+    ) -> None:  # fmt: skip
+        """`pages` is how many a table of one sequence may have, `source_pages` a source, `max_depth` how deep a token may go
+        that has no limit."""
         self.slots, self.spare, self.max_depth = slots, slots, max_depth
         tables = len(layout.tables)
         self.device = device
@@ -60,6 +63,7 @@ class EngineState:
         self.capacity_ST = torch.zeros(slots + 1, tables, dtype=torch.int64, device=device)
         self.tables_STP = torch.zeros(slots + 1, tables, pages, dtype=torch.int32, device=device)
         self.x_SM = torch.zeros(slots + 1, hidden, dtype=dtype, device=device)
+        self.sources = Sources.build(slots, source_pages, device) if source_pages else None
         self.clock = torch.zeros(1, dtype=torch.int64, device=device)
         self._arrivals = 0
 
@@ -123,6 +127,10 @@ class EngineState:
         self.numbers_SC.index_copy_(0, slots_K, self.upload(rows))
         self.entries_ST.index_copy_(0, slots_K, self.upload([placement.entries for placement in placements]))
         self.capacity_ST.index_fill_(0, slots_K, 0)
+        if self.sources is not None:
+            self.sources.table_SP.index_copy_(0, slots_K, self.upload(self.sources.rows(placements), torch.int32))
+            lengths_K = self.upload([len(placement.sequence.source) for placement in placements], torch.int32)
+            self.sources.lengths_S.index_copy_(0, slots_K, lengths_K)
 
     def _fill(self, column_S: Tensor, slots: Sequence[int], value: int) -> None:
         column_S.index_fill_(0, self.upload(slots), value)

@@ -17,9 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from fathomlm.checkpoints.resolve import decoder_only
 from fathomlm.decode.exiting import Exiting
-from fathomlm.decode.prompts import Prompt, encode_prompts, end_tokens
+from fathomlm.decode.prompts import Prompt, encode_prompts, end_tokens, start_token
 from fathomlm.decode.sampling import Sampling
 from fathomlm.decode.text import ByteTextStream, TextStream, TokenTable
 from fathomlm.engine.drafting import DraftControl
@@ -34,7 +33,7 @@ from fathomlm.engine.scheduler import Counters, Scheduler
 from fathomlm.engine.sequence import OnEvents, Sequence
 from fathomlm.engine.slot_records import CONFIDENCE, FLAGS, LOGPROB, SLOT, Floats, Ints, SlotRecords
 from fathomlm.errors import FathomError, OptionError
-from fathomlm.model.hub import FathomForCausalLM
+from fathomlm.model.seq2seq import FathomForSeq2SeqLM, FathomModel
 
 
 @dataclass(slots=True)
@@ -57,23 +56,24 @@ class Totals:
 class Engine:
     def __init__(
         self,
-        model: FathomForCausalLM,
+        model: FathomModel,
         options: EngineOptions | None = None,
         *,
         exiting: Exiting | None = None,
         **fields: Any,
     ) -> None:
         """`fields` are those of `EngineOptions`, for convenience. `exiting` lets tokens exit early."""
-        decoder_only(model, "the engine")
         self.model = model
         self.options = replace(options or EngineOptions(), **fields)
-        self.runner = Runner(model.decoder, self.options, sorted(end_tokens(model)), exiting)
+        encodes = model if isinstance(model, FathomForSeq2SeqLM) else None
+        self._start = None if encodes is None else start_token(encodes)
+        self.runner = Runner(model.decoder, self.options, sorted(end_tokens(model)), exiting, encodes)
         sizes = self.runner.sizes
         self.scheduler = Scheduler(
             tables=sizes.tables, pool_pages=sizes.pool_pages, page_size=self.options.page_size,
             max_sequences=sizes.max_sequences, max_queue=self.options.max_queue, prefill_chunk=sizes.prefill_chunk,
-            lookahead=sizes.lookahead, max_length=sizes.max_length,
-            prefix_caching=self.options.prefix_caching, catch_up=self._catch_up,
+            lookahead=sizes.lookahead, max_length=sizes.max_length, max_source=sizes.max_source,
+            prefix_caching=self.options.prefix_caching and encodes is None, catch_up=self._catch_up,
         )  # fmt: skip
         self._ends = end_tokens(model)
         self._drafting: DraftControl | None = None
@@ -122,6 +122,7 @@ class Engine:
         self.runner.sampler.check(request)
         sequence = Sequence(
             request,
+            self._start,
             on_events=on_events,
             logprobs=None if request.logprobs is None else [],
             depths=None if kind == "whole" else [],
@@ -132,10 +133,11 @@ class Engine:
         if request.constraint is not None:
             sequence.matcher = request.constraint.begin()
             sequence.allowed = sequence.matcher.allowed()
+        context = () if sequence.source else request.prompt
         if self._table is not None:
-            sequence.stream = ByteTextStream(self._table, stop=request.sampling.stop, context=request.prompt)
+            sequence.stream = ByteTextStream(self._table, stop=request.sampling.stop, context=context)
         elif tokenizer is not None:
-            sequence.stream = TextStream(tokenizer, stop=request.sampling.stop, context=request.prompt)
+            sequence.stream = TextStream(tokenizer, stop=request.sampling.stop, context=context)
         self.scheduler.submit(sequence)
         self._sequences[request.id] = sequence
         return sequence
@@ -471,7 +473,7 @@ def result_of(sequence: Sequence, finish: Finished) -> Result:
     """What a sequence has so far; it is called at its end, or when its engine broke."""
     depths, confidences, logprobs = sequence.depths, sequence.confidences, sequence.logprobs
     return Result(
-        id=sequence.id, prompt_tokens=sequence.prompt, tokens=tuple(sequence.tokens), text="".join(sequence.pieces),
+        id=sequence.id, prompt_tokens=sequence.request.prompt, tokens=tuple(sequence.tokens), text="".join(sequence.pieces),
         finish=finish, arrival=sequence.request.arrival, first_token_time=sequence.first_token_time,
         last_token_time=sequence.last_token_time, preemptions=sequence.preemptions, drafted=sequence.drafted,
         logprobs=None if logprobs is None else tuple(logprobs[: len(sequence.tokens)]),

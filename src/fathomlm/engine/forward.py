@@ -14,10 +14,12 @@ import torch
 from torch import Tensor
 
 from fathomlm.cache import build_cache
+from fathomlm.checkpoints.resolve import decoder_only
 from fathomlm.engine.draws import likeliest_tokens
 from fathomlm.engine.request import TokenLogprobs
 from fathomlm.model.hub import FathomForCausalLM
 from fathomlm.model.route import DepthControl
+from fathomlm.model.seq2seq import FathomModel
 
 CHUNK = 64
 """Tokens whose logits are in memory at a time."""
@@ -25,9 +27,10 @@ CHUNK = 64
 
 @torch.inference_mode()
 def prompt_logprobs(
-    model: FathomForCausalLM, tokens: Sequence[int], top: int = 0, max_depth: int | None = None
+    model: FathomModel, tokens: Sequence[int], top: int = 0, max_depth: int | None = None
 ) -> list[TokenLogprobs | None]:
     """The log probability of each token behind those before it, with the `top` likeliest; None of the first."""
+    model = decoder_only(model, "the log probabilities of a prompt")
     tokens_T = torch.tensor(tokens, device=model.decoder.embed.weight.device)
     hidden_TM = hidden_states(model, tokens_T, max_depth)
     found: list[TokenLogprobs | None] = [None]
@@ -42,14 +45,15 @@ def prompt_logprobs(
     return found
 
 
-def deepest(model: FathomForCausalLM) -> int:
+def deepest(model: FathomModel) -> int:
     """How deep an embedding may be taken: in layers, or where tokens differ in their layers, in recursions."""
     return model.plan.unrolled_layers if model.plan.routing is None else model.plan.recursions
 
 
 @torch.inference_mode()
-def embedding(model: FathomForCausalLM, tokens: Sequence[int], depth: int | None = None) -> list[float]:
+def embedding(model: FathomModel, tokens: Sequence[int], depth: int | None = None) -> list[float]:
     """The mean over the tokens of their hidden states behind `depth` (see `deepest`) and the final norm, of length 1."""
+    model = decoder_only(model, "an embedding")
     tokens_T = torch.tensor(tokens, device=model.decoder.embed.weight.device)
     if depth is None or model.plan.routing is not None:
         hidden_TM = hidden_states(model, tokens_T, depth)

@@ -18,7 +18,7 @@ import numpy as np
 
 from fathomlm.decode.prompts import end_tokens
 from fathomlm.errors import OptionError
-from fathomlm.model.hub import FathomForCausalLM
+from fathomlm.model.seq2seq import FathomModel
 
 INSTALL = "pip install -c constraints.txt -e '.[grammar]'"
 SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
@@ -30,7 +30,7 @@ SHOWN = 300
 class Grammars:
     """The grammars of one model's tokens."""
 
-    def __init__(self, model: FathomForCausalLM) -> None:
+    def __init__(self, model: FathomModel) -> None:
         self._model = model
 
     def json(self, schema: Mapping[str, Any]) -> Grammar:

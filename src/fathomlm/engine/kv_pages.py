@@ -37,6 +37,10 @@ class AttentionMetadata:
     sequence_N: Tensor | None = field(default=None, kw_only=True)
     """Where prompts are read: the slot of each row. Rows of a sequence stand together, and see the same entries but for
     those behind them."""
+    slots_N: Tensor | None = field(default=None, kw_only=True)
+    """The slot of each row, for models with an encoder."""
+    source: AttentionMetadata | None = field(default=None, kw_only=True)
+    """What rows look at of what an encoder made."""
 
     def rows(self, at_K: Tensor) -> AttentionMetadata:
         """Of some rows."""
@@ -44,6 +48,8 @@ class AttentionMetadata:
             self.slot_mapping_N[at_K], self.table_NP[at_K], self.lengths_N[at_K],
             angles=None if self.angles is None else (self.angles[0][at_K], self.angles[1][at_K]), planes=self.planes,
             sequence_N=None if self.sequence_N is None else self.sequence_N[at_K],
+            slots_N=None if self.slots_N is None else self.slots_N[at_K],
+            source=None if self.source is None else self.source.rows(at_K),
         )  # fmt: skip
 
 
@@ -72,7 +78,8 @@ def attention_for(
     writes_N = valid_N if writes_N is None else valid_N & writes_N
     slot_mapping_N = torch.where(writes_N, slot_mapping_N, -1)
     lengths_N = torch.where(valid_N, ranks_N + 1, 0).to(torch.int32)
-    return AttentionMetadata(slot_mapping_N, table_NP, lengths_N, sequence_N=rows_N if together else None)
+    sequence_N = rows_N if together else None
+    return AttentionMetadata(slot_mapping_N, table_NP, lengths_N, sequence_N=sequence_N, slots_N=rows_N)
 
 
 class KVPages:

@@ -12,7 +12,7 @@ Shapes: N rows, M hidden width, D head width, H query heads, P positions.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from fathomlm.depth import Step
 from fathomlm.engine.kv_pages import AttentionMetadata, KVPages
 from fathomlm.engine.layout import Layout
+from fathomlm.engine.sources import Sources
 from fathomlm.kernels.cpu_layers import CpuLayers, StepEntries, describe
 from fathomlm.kernels.grouped_lora import add_grouped_lora
 from fathomlm.kernels.half import folded
@@ -55,16 +56,18 @@ class PagedLayers:
         max_length: int,
         *,
         own: Sequence[Step] = (),
+        sources: Sources | None = None,
         fuse: bool | None = None,
         compiled: bool = False,
         alone: bool = False,
     ) -> None:
-        """`max_length` is the most tokens of a sequence, `own` what exits run of their own. `fuse` says how layers are run;
+        """`max_length` is the most tokens of a sequence, `own` what exits run of their own, `sources` what an
+        encoder made. `fuse` says how layers are run;
         by default fused where they can be and a GPU is there. `compiled` compiles what is not a layer. `alone`: passes have
         one row, whose sums may be rounded as one row's are; otherwise a row's never depend on how many there are."""
         self.decoder, self.layout, self.pages = decoder, layout, pages
         self.architecture = decoder.architecture
-        self.max_length, self.alone = max_length, alone
+        self.max_length, self.alone, self.sources = max_length, alone, sources
         weight = decoder.embed.weight
         self.device, self.dtype = weight.device, weight.dtype
         wanted = self.device.type == "cuda" if fuse is None else fuse
@@ -80,6 +83,7 @@ class PagedLayers:
             for local, rope in ((False, self.architecture.rope), (True, self.architecture.local_rope))
             if rope is not None
         }
+        self._bias_DH = None if decoder.relative is None else decoder.relative.by_distance().detach()
         self._norm = torch.compile(decoder.norm.forward, dynamic=False) if compiled else decoder.norm
         self._norm_some = torch.compile(self._norm_some_plain, dynamic=False) if compiled else self._norm_some_plain
         for step in decoder.plan if pages.prefix else ():
@@ -139,6 +143,8 @@ class PagedLayers:
         self._check(steps, attention)
         if self.pages.prefix and steps and steps[0].part != "exit":
             attention = self.pages.behind_prefix(attention)
+        if self.sources is not None and steps:
+            attention = replace(attention, source=self._source(self.sources, steps, attention, recursion_N))
         if self.device.type == "cpu" and 0 in (lengths := attention.lengths_N.tolist()):
             at_K = torch.tensor([row for row, length in enumerate(lengths) if length], dtype=torch.int64)
             return self._live(x_NM, at_K, steps, attention, positions_N, recursion_N)
@@ -160,6 +166,18 @@ class PagedLayers:
         for step in steps:
             x_NM = self._block(self._entering(x_NM, step, recursion_N, attention), step, attention, positions_N, recursion_N)
         return x_NM
+
+    def _source(
+        self, sources: Sources, steps: Sequence[Step], attention: AttentionMetadata, recursion_N: Tensor | None
+    ) -> AttentionMetadata:
+        """What rows see of their sources: in the planes of the steps that they run."""
+        plan, offset_N, planes = self.decoder.plan, None, 1
+        if recursion_N is not None:
+            offset_N, planes = recursion_N * plan.core_layers * self.pages.stride(0), len(plan.steps) - steps[-1].index
+        seen = sources.seen(attention, offset_N, planes)
+        if self.device.type == "cpu":
+            self.pages.check(0, seen)
+        return seen
 
     def _injected(self, x_NM: Tensor, steps: Sequence[Step], attention: AttentionMetadata, positions_N: Tensor) -> Tensor:
         """Loops that begin with an injection; every row runs all of them."""
@@ -254,8 +272,11 @@ class PagedLayers:
             shared = self._grouped[step.layer]
             delta = None if shared is None else shared.at(step.recursion + recursion_N)
         pages = _StepPages(
-            *self.pages.at(*self.layout.home(step), attention.planes), attention, window, reads=plan.reads_kv(step)
-        )
+            *self.pages.at(*self.layout.home(step), attention.planes), attention, window, reads=plan.reads_kv(step),
+            bias_DH=self._bias_DH,
+        )  # fmt: skip
+        if (source := attention.source) is not None:
+            pages = replace(pages, source=_StepPages(*self.pages.at(0, step.index, source.planes), source, None, reads=True))
         return StepContext(cos, sin, None, False, None, None, delta, pages=pages)
 
     # Packed weights.
@@ -379,6 +400,8 @@ class _StepPages:
     window: int | None
     reads: bool
     """The entries are another step's; this one makes none."""
+    bias_DH: Tensor | None = None
+    source: _StepPages | None = None
 
     def store(self, entries: tuple[Tensor, Tensor]) -> None:
         k_NG1D, v_NG1D = entries
@@ -397,9 +420,14 @@ class _StepPages:
         table_NP, lengths_N = self.attention.table_NP, self.attention.lengths_N
         q_NHD = q_NH1D[:, :, 0].contiguous()
         mixed_NHD = paged_attention(
-            q_NHD, self.k_pages, self.v_pages, table_NP, lengths_N, scale, self.window, sequence_N=self.attention.sequence_N
-        )
+            q_NHD, self.k_pages, self.v_pages, table_NP, lengths_N, scale, self.window, sequence_N=self.attention.sequence_N,
+            bias_DH=self.bias_DH,
+        )  # fmt: skip
         return mixed_NHD[:, :, None]
+
+    def attend_source(self, q_NH1D: Tensor, scale: float) -> Tensor:
+        assert self.source is not None
+        return self.source.attend(q_NH1D, None, scale)
 
 
 class GroupedDelta:

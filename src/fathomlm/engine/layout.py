@@ -8,6 +8,8 @@
               serve all of them, and every token has those: one table. With hybrid ones every token has an entry in each
               recursion, its own or the first one's: one table, and planes for each recursion
 
+What an encoder made of a source is in pages too, for each step in the plane of its number.
+
 A plane is one layer's part of a page. Tables of one pool exchange pages, so the recursions of one block share a pool.
 """
 
@@ -72,7 +74,8 @@ def build_layout(
             step.index: (0, planes[plan.kv_sources[step.index] if plan.reads_kv(step) else step.index]) for step in steps
         }
         kind: Kind = "routed" if plan.routing is not None else ("exits" if exits or own else "whole")
-        return Layout(kind, (0,), (len(makes),), homes, (0,) * plan.recursions)
+        most = max(len(makes), len(plan.steps)) if architecture.cross else len(makes)
+        return Layout(kind, (0,), (most,), homes, (0,) * plan.recursions)
     outer = [step.index for step in plan if step.part != "core"]
     first = min(step.layer for step in plan if step.part == "core")
     pool = 1 if outer else 0
@@ -83,16 +86,18 @@ def build_layout(
 
 
 def _check(architecture: Architecture, plan: DepthPlan, relaxation: Relaxation | None, exits: Sequence[int]) -> None:
-    if architecture.cross or architecture.positions != "rotary":
-        raise UnsupportedModel(f"the engine serves decoder-only models with rotary positions, not {architecture.family}")
+    if plan.routing is not None and (architecture.cross or architecture.positions != "rotary"):
+        raise UnsupportedModel(
+            f"the engine does not support a router in a {architecture.family} decoder; use fathomlm generate"
+        )
     if relaxation is not None and not relaxation.method.serves:
         raise UnsupportedModel(f"the engine does not support a {relaxation.kind} relaxation; use fathomlm generate")
     windows = any(window is not None for window in architecture.windows)
     extra = 0 if relaxation is None else relaxation.method.extra_keys(relaxation)
-    if extra and (plan.routing is not None or plan.kv != "cache" or windows):
+    if extra and (plan.routing is not None or plan.kv != "cache" or windows or architecture.cross):
         raise UnsupportedModel(
-            "the engine does not support a prefix with a router, shared keys and values or attention windows; use fathomlm "
-            "generate"
+            "the engine does not support a prefix with a router, shared keys and values, attention windows or an encoder; "
+            "use fathomlm generate"
         )
     if plan.routing is not None and not plan.routing.method.serves:
         raise UnsupportedModel(f"the engine does not support a {plan.routing.kind} router; use fathomlm generate")

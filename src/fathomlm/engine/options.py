@@ -27,6 +27,9 @@ class EngineOptions:
     max_length: int | None = option(
         None, ge=2, help="max tokens per sequence, prompt included", default_text="the model's context"
     )
+    max_source: int | None = option(
+        None, ge=1, help="encoder-decoder models: max tokens of a source", default_text="the model's context"
+    )
     memory: int | None = option(
         None, ge=1, size=MEGABYTE, help="memory for the KV cache",
         default_text="enough for every sequence at a quarter of --max-length, and for one at full",

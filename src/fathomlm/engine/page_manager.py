@@ -32,9 +32,10 @@ class PageManager:
         self.pools = tuple(PagePool(pages) for pages in pool_pages)
         self.prefixes = PrefixCache(tables=self.tables, pools=self.pools, page_size=page_size)
 
-    def worst_case(self, entries: int) -> list[int]:
-        """By pool: the pages of a sequence whose every table holds this many entries."""
-        return [self.tables.count(pool) * self._pages_for(entries) for pool in range(len(self.pools))]
+    def worst_case(self, sequence: Sequence) -> list[int]:
+        """By pool: the pages of a sequence whose every table holds as many entries as it ever may."""
+        pages = self._pages_for(sequence.most_entries)
+        return self._with_source(sequence, [self.tables.count(pool) * pages for pool in range(len(self.pools))])
 
     def short(self, sequence: Sequence, more: int) -> bool:
         """Whether any table lacks room for `more` tokens. Every `schedule` asks it of every sequence, so it is quick."""
@@ -86,17 +87,20 @@ class PageManager:
         for table, pages in enumerate(sequence.pages):
             for page in pages:
                 self._pool(table).share(page)
-        missing = self._missing(sequence, min(more, sequence.unissued) + 1)
+        missing = self._with_source(sequence, self._missing(sequence, min(more, sequence.unissued) + 1))
         if self._can_have([pages + headroom for pages in missing]):
             return True
         self.give_back(sequence)
         return False
 
     def settle(self, sequence: Sequence, prefix: Prefix, out: SchedulerOutput) -> None:
-        """Tell the device the pages that a placed sequence has adopted, with a copy of each that is partly filled.
+        """Tell the device the pages that a placed sequence has adopted, with a copy of each that is partly filled. A source
+        has all its pages from now on, until they are given back.
 
         What is copied from stays as it is at least until the next `schedule`, because the sequence holds its record.
         """
+        if sequence.source:
+            sequence.source_pages = self._taken(0, self._pages_for(len(sequence.source)))
         for table, pages in enumerate(prefix.pages):
             self._grant(sequence, table, 0, out)
             for source in pages[self._full(prefix, table) :]:
@@ -128,8 +132,9 @@ class PageManager:
     def give_back(self, sequence: Sequence) -> None:
         for table, pages in enumerate(sequence.pages):
             self._pool(table).release_all(reversed(pages))
+        self.pools[0].release_all(reversed(sequence.source_pages))
         self.prefixes.let_go(sequence.id)
-        sequence.pages, sequence.entries = [], []
+        sequence.pages, sequence.entries, sequence.source_pages = [], [], []
         sequence.goal = sequence.prefilled = sequence.confirmed = 0
 
     def _missing(self, sequence: Sequence, more: int) -> list[int]:
@@ -142,12 +147,19 @@ class PageManager:
         return all(wanted <= pool.available for wanted, pool in zip(pages, self.pools, strict=True))
 
     def _give(self, sequence: Sequence, table: int, count: int, out: SchedulerOutput) -> None:
-        pool, pages = self._pool(table), sequence.pages[table]
+        pages = sequence.pages[table]
         first = len(pages)
-        if pool.free < count:
-            self.prefixes.evict(self.tables[table], count)
-        pages += pool.allocate_many(count)
+        pages += self._taken(self.tables[table], count)
         self._grant(sequence, table, first, out)
+
+    def _taken(self, pool: int, count: int) -> list[int]:
+        if self.pools[pool].free < count:
+            self.prefixes.evict(pool, count)
+        return self.pools[pool].allocate_many(count)
+
+    def _with_source(self, sequence: Sequence, pages: list[int]) -> list[int]:
+        """Pages by pool, with those of the source."""
+        return [pages[0] + self._pages_for(len(sequence.source)), *pages[1:]]
 
     def _grant(self, sequence: Sequence, table: int, first: int, out: SchedulerOutput) -> None:
         slot, pages = sequence.slot, sequence.pages[table]

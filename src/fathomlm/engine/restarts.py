@@ -12,7 +12,7 @@ import torch
 from fathomlm.decode.exiting import Exiting
 from fathomlm.engine.engine import Engine, Totals
 from fathomlm.engine.options import EngineOptions, RestartPolicy
-from fathomlm.model.hub import FathomForCausalLM
+from fathomlm.model.seq2seq import FathomModel
 
 
 class RestartBudget:
@@ -36,7 +36,7 @@ class RestartBudget:
 class Blueprint:
     """What an engine was built from. It holds none of the engine's memory, which has to be free before it is built again."""
 
-    model: FathomForCausalLM
+    model: FathomModel
     options: EngineOptions
     exiting: Exiting | None
 

@@ -33,10 +33,12 @@ from fathomlm.engine.programs.whole import WholeProgram
 from fathomlm.engine.sampler import SamplerState
 from fathomlm.engine.schedule import PrefillChunk, SchedulerOutput
 from fathomlm.engine.sequence import Sequence as HeldSequence
+from fathomlm.engine.sources import SourceReader
 from fathomlm.errors import OptionError, UnsupportedModel
 from fathomlm.kernels.paged_write import check_float8
 from fathomlm.model.decoder import Decoder
 from fathomlm.model.route import Routers
+from fathomlm.model.seq2seq import FathomForSeq2SeqLM
 
 COPIES: dict[str, Copies] = {"state-copy": "state", "entry-copy": "entries"}
 WARM_UPS = 2
@@ -63,12 +65,19 @@ class Sizes:
     lookahead: int
     burst: int
     lag: int
+    max_source: int = 0
 
 
 class Runner:
     def __init__(
-        self, decoder: Decoder, options: EngineOptions, ends: Sequence[int] = (), exiting: Exiting | None = None
+        self,
+        decoder: Decoder,
+        options: EngineOptions,
+        ends: Sequence[int] = (),
+        exiting: Exiting | None = None,
+        encodes: FathomForSeq2SeqLM | None = None,
     ) -> None:
+        """`encodes` is the model of the decoder, where it has an encoder."""
         self.decoder, self.options = decoder, options
         exiting = None if exiting is None else exiting.for_plan(decoder.plan)
         weight = decoder.embed.weight
@@ -89,15 +98,19 @@ class Runner:
         pages = -(-self.sizes.max_length // options.page_size)
         self.state = EngineState(
             self.layout, self.sizes.max_sequences, pages, decoder.architecture.hidden, decoder.plan.recursions, self.device,
-            weight.dtype,
+            weight.dtype, -(-self.sizes.max_source // options.page_size),
         )  # fmt: skip
+        self._reader: SourceReader | None = None
+        if self.state.sources is not None:
+            assert encodes is not None, "a decoder that looks at sources comes with its encoder"
+            self._reader = SourceReader(encodes, self.pages, self.state.sources, self.sizes.prefill_chunk)
         self.sampler = SamplerState(
             self.sizes.max_sequences, decoder.architecture.vocab, self.device, options.max_logprobs,
             penalties=options.penalties,
         )  # fmt: skip
         compiled = gpu if options.compile is None else options.compile
         self.layers = PagedLayers(
-            decoder, self.layout, self.pages, self.sizes.max_length, own=own,
+            decoder, self.layout, self.pages, self.sizes.max_length, own=own, sources=self.state.sources,
             fuse=options.fuse, compiled=compiled, alone=options.batch_size == 1,
         )  # fmt: skip
         self.program = self._program(ends, exiting, compiled)
@@ -159,12 +172,14 @@ class Runner:
         free = [slot for slot in scheduled.stops if slot not in taken]  # what is placed overwrites what was there
         self.sampler.clear(free)
         if placed := [(one.slot, one.sequence) for one in scheduled.placements]:
-            self.sampler.place_all([(slot, one.request, one.tokens, one.allowed) for slot, one in placed])
+            self.sampler.place_all([(slot, one.request, one.prompt, one.tokens, one.allowed) for slot, one in placed])
         self.state.stop(free)
         for copy in scheduled.copies:
             self.pages.copy(copy)
         self.state.apply(scheduled)
         if scheduled.placements:
+            if self._reader is not None:
+                self._reader.read(scheduled.placements)
             threshold = None if self.exiting is None else self.exiting.threshold_now()
             self.program.place(scheduled.placements, 1.0 if threshold is None else threshold)
 
@@ -307,13 +322,15 @@ def _sizes(decoder: Decoder, layout: Layout, options: EngineOptions, gpu: bool, 
             f"max_sequences must be batch_size where every token runs every layer, got {sequences} and {options.batch_size}"
         )
     max_length = a.context if options.max_length is None else options.max_length
-    if max_length > a.context:
+    max_source = (a.context if options.max_source is None else options.max_source) if a.cross else 0
+    if max_length > a.context and a.positions == "rotary":
         raise OptionError(f"max_length {max_length} is more than the model's context of {a.context}")
     size = options.page_size
     dtype = entry_dtype(options.kv_dtype, decoder.embed.weight.dtype)
     sizes = [page_bytes(a, planes, size, dtype) for planes in layout.planes]
     tables = [layout.tables.count(pool) for pool in range(len(layout.planes))]
     full = [many * -(-max_length // size) for many in tables]
+    full[0] += -(-max_source // size)
     if options.memory is None:
         pool_pages = tuple(
             max(pages + tables_, math.ceil(sequences * pages / 4)) for pages, tables_ in zip(full, tables, strict=True)
@@ -336,7 +353,7 @@ def _sizes(decoder: Decoder, layout: Layout, options: EngineOptions, gpu: bool, 
         waiting = (exiting.max_stack or 1) if exiting.mode == "speculative" else 0
     chunk = options.prefill_chunk or (GPU_CHUNK if gpu else CHUNK)
     lookahead = (lag + 1) * burst * in_a_step + 1 + waiting
-    return Sizes(layout.tables, pool_pages, sequences, max_length, chunk, lookahead, burst, lag)
+    return Sizes(layout.tables, pool_pages, sequences, max_length, chunk, lookahead, burst, lag, max_source)
 
 
 def _shallows(options: EngineOptions, exiting: Exiting) -> int:

@@ -102,12 +102,12 @@ class SamplerState:
     def place(self, slot: int, request: Request, generated: Sequence[int] = (), allowed: bytes | None = None) -> None:
         """Write one slot's settings. `generated` is what the request has said so far, where it was put aside; `allowed` as
         in `set_bias`."""
-        self.place_all([(slot, request, generated, allowed)])
+        self.place_all([(slot, request, request.prompt, generated, allowed)])
 
-    def place_all(self, placed: Sequence[tuple[int, Request, Sequence[int], bytes | None]]) -> None:
-        """The same for several slots, in two uploads."""
+    def place_all(self, placed: Sequence[tuple[int, Request, Sequence[int], Sequence[int], bytes | None]]) -> None:
+        """The same for several slots, in two uploads; each with what its decoder reads as a prompt."""
         floats, ints = [], []
-        for slot, request, generated, allowed in placed:
+        for slot, request, prompt, generated, allowed in placed:
             assert 0 <= slot < self.scratch, f"slot {slot} of {self.scratch}"
             self.check(request)
             self._forget(slot)
@@ -117,7 +117,7 @@ class SamplerState:
             floats.append((*chosen, sampling.repetition_penalty, request.presence_penalty, request.frequency_penalty))
             ints.append((min(sampling.top_k, self.vocab) or self.vocab, request.seed))
             if request.penalised:
-                self._recall(slot, request.prompt, generated)
+                self._recall(slot, prompt, generated)
             if request.biased:
                 self.set_bias(slot, request, allowed)
             self._held[slot] = request

@@ -83,3 +83,7 @@ class SchedulerOutput:
         for (slot, table), entries in self.capacity.items():
             assert 0 <= slot < max_sequences, f"slot {slot} is one of {max_sequences}"
             assert 0 <= entries <= pages * size, f"{entries} entries of table {table} in {pages} pages of {size} entries"
+        for placement in self.placements:
+            held, source = placement.sequence.source_pages, len(placement.sequence.source)
+            assert len(held) == -(-source // size), f"a source of {source} tokens has {len(held)} pages"
+            assert all(0 <= page < pool_pages[0] for page in held), f"a source has pages {held} of {pool_pages[0]}"

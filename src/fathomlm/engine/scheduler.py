@@ -51,12 +51,14 @@ class Scheduler:
         prefill_chunk: int,
         lookahead: int,
         max_length: int,
+        max_source: int = 0,
         prefix_caching: bool = True,
         catch_up: abc.Callable[[Sequence], None] = lambda sequence: None,
     ) -> None:
         """`tables[t]` is the pool of table t, `pool_pages` the size of each pool. At most `prefill_chunk` tokens are
         prefilled at a time, over all sequences. `lookahead` is how many tokens a sequence may run before the host knows the
-        first. `catch_up` is called with a sequence that is about to be preempted: it may have tokens that were not noted."""
+        first. `max_source` is the most tokens that an encoder reads. `catch_up` is called with a sequence that is about to
+        be preempted: it may have tokens that were not noted."""
         assert min(max_sequences, max_queue, prefill_chunk, lookahead, max_length) >= 1, "every size is at least 1"
         self.page_manager = PageManager(
             tables=tables, pool_pages=pool_pages, page_size=page_size, prefix_caching=prefix_caching
@@ -65,7 +67,7 @@ class Scheduler:
         self.prefill_chunk = prefill_chunk
         self._lookahead = lookahead
         self.max_sequences = max_sequences
-        self.max_length = max_length
+        self.max_length, self.max_source = max_length, max_source
         self._queue: OrderedDict[int, Sequence] = OrderedDict()
         self._placed: dict[int, Sequence] = {}  # in the order of their placement
         self._wanting: dict[int, Sequence] = {}  # of those placed: who is prefilled, or has pages for too few tokens
@@ -281,7 +283,7 @@ class Scheduler:
         if not (self._queue and self._free_slots and self._head_may_fit):
             return False
         sequence = next(iter(self._queue.values()))
-        if sequence.length > 1 and not self._budget:
+        if (sequence.length > 1 or sequence.source) and not self._budget:
             return False
         prefix = self.page_manager.find(sequence)
         if not self.page_manager.adopt(sequence, prefix, self.prefill_chunk, headroom=1 if self._placed else 0):
@@ -294,6 +296,7 @@ class Scheduler:
             assert fits, f"sequence {sequence.id} does not fit into empty pools"
         self._place(sequence, out)
         self.page_manager.settle(sequence, prefix, out)
+        self._budget = max(0, self._budget - len(sequence.source))
         self._prefill_on(sequence, out)
         self._look_ahead(sequence, out)
         return True
@@ -366,11 +369,15 @@ class Scheduler:
         return sequence
 
     def _refuse_too_large(self, sequence: Sequence) -> None:
-        prompt, new = len(sequence.prompt), sequence.max_new_tokens
+        prompt, new, source = len(sequence.prompt), sequence.max_new_tokens, len(sequence.source)
         request = f"a prompt of {prompt} tokens and up to {new} new ones"
+        if source > self.max_source:
+            raise RequestTooLarge(f"a source of {source} tokens is too long; it may have {self.max_source} here")
+        if source:
+            request = f"a start token and up to {new} new ones for a source of {source}"
         if prompt + new > self.max_length:
             raise RequestTooLarge(f"{request} are {prompt + new} positions; a sequence has at most {self.max_length} here")
-        needs = self.page_manager.worst_case(sequence.most_entries)
+        needs = self.page_manager.worst_case(sequence)
         for index, (need, pool) in enumerate(zip(needs, self.page_manager.pools, strict=True)):
             if need > pool.total:
                 pages = f"{need} pages of {self.page_manager.page_size} entries in pool {index}"

@@ -21,8 +21,12 @@ State = Literal["waiting", "prefilling", "running", "done"]
 @dataclass(slots=True, eq=False)
 class Sequence:
     request: Request
+    start: int | None = None
+    """Encoder-decoder models: what the decoder begins from. The request's prompt is then the encoder's."""
     id: int = field(init=False)
     prompt: tuple[int, ...] = field(init=False)
+    source: tuple[int, ...] = field(init=False)
+    """What an encoder reads; empty where there is none."""
     max_new_tokens: int = field(init=False)
     most_entries: int = field(init=False)
     """The most that a table will ever hold: the very last token is never run."""
@@ -35,6 +39,8 @@ class Sequence:
     placement still reports never has this number."""
     pages: list[list[int]] = field(default_factory=list)
     """By table: the page that holds entries i * page_size and up."""
+    source_pages: list[int] = field(default_factory=list)
+    """Those of the source's keys and values, of the first pool."""
     entries: list[int] = field(default_factory=list)
     """By table: entries that the device has confirmed."""
     prefilled: int = 0
@@ -76,7 +82,8 @@ class Sequence:
     """When it has ended."""
 
     def __post_init__(self) -> None:
-        self.id, self.prompt = self.request.id, self.request.prompt
+        self.id, given = self.request.id, self.request.prompt
+        self.prompt, self.source = (given, ()) if self.start is None else ((self.start,), given)
         self.max_new_tokens = self.request.sampling.max_new_tokens
         self.most_entries = len(self.prompt) + self.max_new_tokens - 1
 

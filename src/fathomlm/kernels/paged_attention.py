@@ -76,7 +76,7 @@ def paged_attention(
     q_NHD: Tensor, k_pages: Tensor, v_pages: Tensor, table_NP: Tensor, lengths_N: Tensor, scale: float,
     window: int | None = None, splits: int = 1, workspace: Tensor | None = None,
     k_scale: float = 1.0, v_scale: float = 1.0, out: Tensor | None = None, sequence_N: Tensor | None = None,
-    arrived: Tensor | None = None,
+    arrived: Tensor | None = None, bias_DH: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """softmax(q k^T * scale) v over each row's first `lengths_N` entries (N, H, D); zeros where it has none.
 
@@ -87,7 +87,7 @@ def paged_attention(
     sequence stand together: then many rows are looked at together. Nothing outside `k_pages` and `v_pages` is read: a row
     whose table names a page that is not there is a bug, which raises on a CPU and gives NaN on a GPU.
     """
-    if triton is not None and q_NHD.is_cuda:
+    if triton is not None and q_NHD.is_cuda and bias_DH is None:
         if sequence_N is not None and q_NHD.element_size() == 2 and len(q_NHD) >= TOGETHER:
             return prefill_attention(
                 q_NHD, k_pages, v_pages, table_NP, lengths_N, sequence_N, scale, window, k_scale, v_scale, out
@@ -96,14 +96,15 @@ def paged_attention(
             q_NHD, k_pages, v_pages, table_NP, lengths_N, scale, window, splits, workspace, k_scale, v_scale, out, arrived
         )
     return plain_paged_attention(
-        q_NHD, k_pages, v_pages, table_NP, lengths_N, scale, window, k_scale=k_scale, v_scale=v_scale, out=out
-    )
+        q_NHD, k_pages, v_pages, table_NP, lengths_N, scale, window, k_scale=k_scale, v_scale=v_scale, out=out,
+        bias_DH=bias_DH,
+    )  # fmt: skip
 
 
 def plain_paged_attention(
     q_NHD: Tensor, k_pages: Tensor, v_pages: Tensor, table_NP: Tensor, lengths_N: Tensor, scale: float,
     window: int | None = None, splits: int = 1, workspace: Tensor | None = None,
-    k_scale: float = 1.0, v_scale: float = 1.0, out: Tensor | None = None,
+    k_scale: float = 1.0, v_scale: float = 1.0, out: Tensor | None = None, bias_DH: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """The meaning. `splits` and `workspace` change nothing here."""
     (N, H, D), (size, G) = q_NHD.shape, k_pages.shape[1:3]
@@ -123,6 +124,9 @@ def plain_paged_attention(
         for pages, by in ((k_pages, k_scale), (v_pages, v_scale))
     )
     scores = torch.einsum("ngrd,negd->ngre", q_NHD.view(N, G, H // G, D).to(wide), k) * scale
+    if bias_DH is not None:
+        back_NE = (lengths_N[:, None] - 1 - entry_E).clamp(0, len(bias_DH) - 1)
+        scores = scores + bias_DH[back_NE].to(q_NHD.dtype).transpose(1, 2).reshape(N, G, H // G, -1)
     weights = scores.masked_fill(~seen_NE[:, None, None], -math.inf).softmax(-1).nan_to_num(0.0)
     mixed = torch.einsum("ngre,negd->ngrd", weights, v).reshape(N, H, D).to(q_NHD.dtype)
     return mixed if out is None else out.copy_(mixed)

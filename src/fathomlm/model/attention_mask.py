@@ -54,8 +54,11 @@ class RelativeBias(nn.Module):
         """What the score of each query and key gains, (B, H, T, S), from their positions. Keys ahead of a query count as
         its own place; a mask hides them."""
         distance_BTS = (queries_BT[:, :, None] - keys_BS[:, None, :]).clamp(0, self.farthest)
-        table_DH = self.weight[buckets_of(self.weight.shape[0], self.farthest, self.weight.device)]
-        return F.embedding(distance_BTS, table_DH).permute(0, 3, 1, 2).contiguous()
+        return F.embedding(distance_BTS, self.by_distance()).permute(0, 3, 1, 2).contiguous()
+
+    def by_distance(self) -> Tensor:
+        """(D, H): what the score of a key so far back gains; those farther back gain what the last does."""
+        return self.weight[buckets_of(self.weight.shape[0], self.farthest, self.weight.device)]
 
 
 @dataclass(frozen=True, slots=True)

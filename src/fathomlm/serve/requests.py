@@ -145,14 +145,19 @@ def _length(
 ) -> int:  # fmt: skip
     """Max new tokens of a completion. A length given in the body must fit; the default is reduced to what fits.
     `least`: the prompt has so many tokens or more, and is not worth counting where even those do not fit."""
-    room = served.max_length - prompt_tokens
-    most = options.max_tokens
+    source, most = served.max_source, options.max_tokens
+    room = served.max_length - (1 if source else prompt_tokens)
     name, wanted = body.length
     if wanted is not None and most is not None and wanted > most:
         raise refused(f"{name}: at most {most} tokens per completion on this server, got {wanted}", name, "invalid_value")
+    count = f"at least {prompt_tokens}" if least else str(prompt_tokens)
+    if source and prompt_tokens > source:
+        message = f"this model's encoder reads at most {source} tokens, but the prompt has {count}"
+        raise refused(message, where, "context_length_exceeded")
+    if source and wanted is not None and wanted > room:
+        raise refused(f"this model's decoder writes at most {room} tokens, got {name}={wanted}", name, "invalid_value")
     if room < 1 or (wanted is not None and wanted > room):
         and_new = "" if wanted is None else f" and {name}={wanted} make {prompt_tokens + wanted}"
-        count = f"at least {prompt_tokens}" if least else str(prompt_tokens)
         message = f"this model's context is {served.max_length} tokens, but {count} prompt tokens{and_new}"
         raise refused(message if and_new else f"{message} leave no room", where, "context_length_exceeded")
     return wanted if wanted is not None else min(value for value in (default, most, room) if value is not None)

@@ -27,7 +27,7 @@ from fathomlm.serve.tools import knows_tools, plain_messages
 if TYPE_CHECKING:
     from fathomlm.decode.exiting import Exiting, Threshold
     from fathomlm.engine.engine import Engine
-    from fathomlm.model.hub import FathomForCausalLM
+    from fathomlm.model.seq2seq import FathomModel
 
 Phase = Literal["loading", "ready", "restarting", "draining", "failed"]
 
@@ -37,9 +37,12 @@ class ServedModel:
     """A model behind an engine, and what a server has to know of it."""
 
     engine: AsyncEngine
-    model: FathomForCausalLM
+    model: FathomModel
     name: str
     max_length: int
+    max_source: int
+    """Tokens that an encoder reads at most; 0 where there is none. A prompt is then its source, and takes none of
+    `max_length`."""
     """Tokens of a sequence, prompt included."""
     pool_pages: tuple[int, ...]
     """Pages of the KV cache, by pool."""
@@ -130,15 +133,16 @@ def serve_model(
         "colours": [[colour, ink(colour)] for colour in depth_colours(deepest)],
         "device": str(engine.runner.device), "dtype": dtype_name(model),
         "batch_size": options.batch_size, "max_sequences": sizes.max_sequences, "max_length": sizes.max_length,
-        "max_queue": options.max_queue,
+        "max_source": sizes.max_source or None, "max_queue": options.max_queue,
         "page_size": options.page_size, "kv_dtype": options.kv_dtype, "max_depth": max_depth,
         "exit_layer": None if exiting is None else (exiting.exit_layers or (None,))[0],
         "calibrated": exiting is not None and exiting.estimator is not None, "sampling": defaults,
     }  # fmt: skip
     running = AsyncEngine(engine, restarts or RestartPolicy(), on_failure=_log_failure, on_restart=_log_restart)
     return ServedModel(
-        engine=running, model=model, name=name, max_length=sizes.max_length, pool_pages=sizes.pool_pages,
-        max_depth=max_depth, exiting=exiting, facts=facts, tokens=TokenStrings(model.tokenizer), ends=end_tokens(model),
+        engine=running, model=model, name=name, max_length=sizes.max_length, max_source=sizes.max_source,
+        pool_pages=sizes.pool_pages, max_depth=max_depth, exiting=exiting, facts=facts,
+        tokens=TokenStrings(model.tokenizer), ends=end_tokens(model),
         sampling=defaults, grammars=Grammars(model),
         least_tokens=LeastTokens(model.tokenizer), tokenizers=TokenizerThreads(model.tokenizer),
     )  # fmt: skip

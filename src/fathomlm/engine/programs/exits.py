@@ -197,7 +197,9 @@ class ExitProgram:
             return
         planes = 1 if self.stride is None else 1 + self.last * self.stride.planes
         x_NM, recursion_N, *angles = self._enter(rows, kind)
-        seen = AttentionMetadata(rows.slot_mapping_N, table_NP, lengths_N, planes=planes, angles=(angles[0], angles[1]))
+        seen = AttentionMetadata(
+            rows.slot_mapping_N, table_NP, lengths_N, planes=planes, angles=(angles[0], angles[1]), slots_N=rows.slots_N
+        )
         steps = self.segments[max(kind, 0)]
         before_NM = x_NM
         if self._measure == "state" and self.copies != "entries":  # what the exit's layer alone has changed

@@ -37,7 +37,8 @@ class WholeProgram:
         tokens_N, positions_N, live_N, *found = self._begin(
             s.numbers_SC, s.entries_ST, s.capacity_ST, s.tables_STP, rows_N, parts.page_size
         )
-        x_NM = parts.layers.run(parts.layers.enter(tokens_N), parts.plan.steps, AttentionMetadata(*found), positions_N)
+        seen = AttentionMetadata(*found, slots_N=rows_N)
+        x_NM = parts.layers.run(parts.layers.enter(tokens_N), parts.plan.steps, seen, positions_N)
         scores_NV = parts.layers.scores(x_NM)
         output = self.output if N is None else self.output.part(0, N)
         self._choose(scores_NV, rows_N, live_N, self._depth_N[:N], self._confidence_N[:N], variant, output)

@@ -50,7 +50,7 @@ class PlannedModelOptions(DeviceOptions, SeedOptions):
 
         architecture, plan, relaxation = architecture_of(model)
         if architecture.cross:
-            raise OptionError(f"the engine takes decoder-only models; this is an encoder-decoder ({architecture.family})")
+            raise OptionError(f"bench takes decoder-only models; this is an encoder-decoder ({architecture.family})")
         requested = self.plan
         if requested.sharing is not None or requested.recursions is not None:
             architecture, plan = planned_over(requested, architecture, plan)
@@ -69,12 +69,12 @@ class PlannedModelOptions(DeviceOptions, SeedOptions):
         from fathomlm.checkpoints.resolve import decoder_only, quantize_model
 
         if not self.replanned:
-            return decoder_only(self.load_source(model), "the engine")
+            return decoder_only(self.load_source(model), "this benchmark")
         fields = asdict(self.plan) | asdict(self.relaxation) | {"router": self.routing.routing, "kv": self.routing.kv}
         found = convert(model, dtype=self.dtype, device=self.device, seed=self.seed, **fields)
         if (kind := self.quantized(model)) is not None:
             quantize_model(found, kind)
-        return decoder_only(found, "the engine")
+        return decoder_only(found, "this benchmark")
 
     def dummy_dtype(self, device: torch.device) -> torch.dtype:
         """Of random weights: what was asked for, or what a GPU is made for."""

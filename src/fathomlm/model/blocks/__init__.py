@@ -6,6 +6,7 @@ Shapes: B batch, T tokens, S tokens of the source, D head width, M hidden width,
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, nn
 
 from fathomlm.cache import Entries
@@ -13,7 +14,7 @@ from fathomlm.depth import Architecture
 from fathomlm.kernels.attention import attention, split_heads
 from fathomlm.kernels.half import effective_weight
 from fathomlm.kernels.norm import RMSNorm
-from fathomlm.model.blocks.parts import Block, Packed, StepContext, build_linear, build_norm
+from fathomlm.model.blocks.parts import Addition, Block, Packed, StepContext, build_linear, build_norm
 
 
 class PreNormBlock(Block):
@@ -107,11 +108,19 @@ class CrossAttention(nn.Module):
 
     def forward(self, x_BTM: Tensor, step: StepContext) -> Tensor:
         """What the tokens gather from the source, from the normed stream."""
-        assert step.memory is not None
         q = self._heads(step.project("cross_q", self.q, x_BTM))
+        if step.pages is not None:
+            mixed = step.pages.attend_source(q, self.scale)
+            return step.project("cross_o", self.o, mixed.transpose(1, 2).flatten(2))
+        assert step.memory is not None
         k, v = step.memory.entries(lambda states_BSE: self._entries(states_BSE, step))
         mixed = attention(q, k, v, scale=self.scale, mask=step.memory.mask, causal=False)
         return step.project("cross_o", self.o, mixed.transpose(1, 2).flatten(2))
+
+    def entries(self, states_BSE: Tensor, delta: Addition | None) -> Entries:
+        """Keys and values (B, G, S, D) of an encoder's output, with what a step adds to this layer."""
+        none = torch.empty(0)
+        return self._entries(states_BSE, StepContext(none, none, None, False, None, None, delta))
 
     def _entries(self, states_BSE: Tensor, step: StepContext) -> Entries:
         k = self._heads(step.project("cross_k", self.k, states_BSE))
@@ -148,4 +157,4 @@ def build_block(architecture: Architecture) -> Block:
     return CrossBlock(architecture) if architecture.cross else BLOCKS[architecture.residual](architecture)
 
 
-__all__ = ["BLOCKS", "Block", "Packed", "StepContext", "build_block"]
+__all__ = ["BLOCKS", "Block", "CrossBlock", "Packed", "StepContext", "build_block"]

@@ -78,6 +78,10 @@ class StepPages(Protocol):
         """Store entries (B, G, 1, D) if there are any, and return what the queries gather, (B, H, 1, D)."""
         ...
 
+    def attend_source(self, q_BH1D: Tensor, scale: float) -> Tensor:
+        """What queries gather from an encoder's output."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class StepContext:

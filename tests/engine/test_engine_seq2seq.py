@@ -1,0 +1,184 @@
+"""Encoder-decoder models in the engine: the tokens of a source are the reference decoder's, and a source is encoded once."""
+
+from __future__ import annotations
+
+from functools import cache
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import fathomlm
+from engine.encoders import LINEARS, encoder_model
+from fathomlm.decode.exiting import Exiting
+from fathomlm.decode.full import generate
+from fathomlm.depth import DepthPlan, build_routing
+from fathomlm.depth.relaxation import build_relaxation
+from fathomlm.engine.engine import Engine
+from fathomlm.engine.kv_pages import page_bytes
+from fathomlm.engine.programs.exits import ExitProgram
+from fathomlm.errors import RequestTooLarge, UnsupportedModel
+from fathomlm.model.seq2seq import FathomForSeq2SeqLM
+from parity.t5_models import write_tiny_t5
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+NEW = 8
+SOURCES = [[5, 9, 2, 7, 11, 3], [8, 8, 1], [4, 3, 2, 6, 10, 12, 14, 9, 1], [7], [20, 6, 6, 18, 1], [5, 9, 2, 7, 1]]
+SMALL: dict[str, Any] = {"page_size": 4, "batch_size": 3, "max_length": 20, "max_source": 12}
+EXITS = {**SMALL, "max_sequences": 5}
+PLANS = {
+    "vanilla": DepthPlan.vanilla(4),
+    "loops": DepthPlan.build("cycle", 3, 6),
+    "loops, lora": DepthPlan.build("cycle", 3, 6),
+    "loops, shared": DepthPlan.build("cycle", 2, 4).with_kv("share"),
+    "middle": DepthPlan.build("middle-cycle", 2, 6),
+}
+
+
+@cache
+def model(name: str) -> FathomForSeq2SeqLM:
+    relaxation = build_relaxation(LINEARS, "lora", 2) if name.endswith("lora") else None
+    return encoder_model(PLANS[name], relaxation)
+
+
+@cache
+def threshold(name: str, layers: tuple[int, ...]) -> float:
+    """Well between two confidences of the exits, about half of them below it: no rounding moves it."""
+    never = [Exiting(mode="parallel", exit_layers=(layer,), threshold=1.0) for layer in layers]
+    results = [r for one in never for r in generate(model(name), SOURCES, max_new_tokens=NEW, exiting=one, ignore_eos=True)]
+    found = sorted(sure for result in results for sure in result.confidences or ())
+    low, high = max(pairwise(found[len(found) // 3 : 2 * len(found) // 3]), key=lambda pair: pair[1] - pair[0])
+    return (low + high) / 2
+
+
+@pytest.mark.parametrize("kind", ["t5", "flan-t5", "longt5-tglobal"])
+def test_families_at_full_depth(kind: str, tmp_path: Path) -> None:
+    write_tiny_t5(kind, tmp_path)
+    found = fathomlm.load(tmp_path).eval()
+    wanted = generate(found, SOURCES, max_new_tokens=NEW)
+    results = Engine(found, **SMALL).generate(SOURCES, max_new_tokens=NEW)
+    assert [(r.tokens, r.finish.reason, r.prompt_tokens) for r in results] == [
+        (w.tokens, w.finish, w.prompt_tokens) for w in wanted
+    ]
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_plans_at_full_depth(name: str) -> None:
+    wanted = [w.tokens for w in generate(model(name), SOURCES, max_new_tokens=NEW, ignore_eos=True)]
+    engine = Engine(model(name), **SMALL)
+    assert [r.tokens for r in engine.generate(SOURCES, max_new_tokens=NEW, ignore_eos=True)] == wanted
+    assert len(set(wanted)) > 2, "what is said depends on the source"
+    assert engine.counters().pages_used == (0,)
+
+
+@pytest.mark.parametrize(
+    ("name", "layers", "mode", "shares"),
+    [
+        ("vanilla", (1, 3), "parallel", False),
+        ("vanilla", (1, 3), "state-copy", False),
+        ("vanilla", (2,), "speculative", False),
+        ("loops, lora", (2, 4), "parallel", True),
+        ("loops, lora", (2, 4), "entry-copy", True),
+        ("loops, lora", (2,), "speculative", False),
+        ("loops, shared", (2,), "parallel", True),
+        ("loops, shared", (2,), "speculative", True),
+        ("middle", (3,), "state-copy", False),
+    ],
+)
+def test_exits(name: str, layers: tuple[int, ...], mode: Any, shares: bool) -> None:
+    """Rows of different loops look at their own steps' keys and values of the source, in one pass."""
+    stack = {"max_stack": 2} if mode in ("parallel", "speculative") else {}
+    setting = Exiting(mode=mode, exit_layers=layers, threshold=threshold(name, layers), **stack)
+    wanted = generate(model(name), SOURCES, max_new_tokens=NEW, exiting=setting, ignore_eos=True)
+    engine = Engine(model(name), exiting=setting, always_draft=True, **EXITS)
+    assert isinstance(engine.runner.program, ExitProgram)
+    assert engine.runner.program.mixed == shares
+    results = engine.generate(SOURCES, max_new_tokens=NEW, ignore_eos=True)
+    assert [r.tokens for r in results] == [w.tokens for w in wanted]
+    assert 0 < engine.totals.exited < engine.totals.tokens
+    if mode != "speculative":
+        assert [r.depths for r in results] == [w.exit_layers for w in wanted]
+    else:
+        assert 0 < engine.totals.accepted <= engine.totals.drafted
+
+
+@pytest.mark.parametrize("mode", ["full", "parallel", "state-copy", "speculative"])
+def test_a_source_is_encoded_once_and_again_after_a_preemption(mode: Any) -> None:
+    """Pages for little more than one sequence, sources included."""
+    setting = None
+    if mode != "full":
+        setting = Exiting(mode=mode, exit_layers=(2,), threshold=threshold("vanilla", (2,)))
+    made, read = model("vanilla"), []
+    hook = made.encoder.register_forward_pre_hook(
+        lambda _, __, given: read.append(tuple(given["attention_mask"].shape)), with_kwargs=True
+    )
+    size = page_bytes(made.architecture, 4, 2, torch.float32)
+    room: dict[str, Any] = {"batch_size": 3, "page_size": 2, "max_length": 12, "max_source": 10, "memory": 12 * size}
+    wanted = generate(made, SOURCES, max_new_tokens=NEW, exiting=setting, ignore_eos=True)
+    read.clear()
+    engine = Engine(made, exiting=setting, always_draft=True, prefill_chunk=7, **room)
+    results = engine.generate(SOURCES, max_new_tokens=NEW, ignore_eos=True)
+    hook.remove()
+    assert [r.tokens for r in results] == [w.tokens for w in wanted]
+    preempted = sum(result.preemptions for result in results)
+    assert preempted > 0
+    assert sum(rows for rows, _ in read) == len(SOURCES) + preempted
+    assert all(rows * longest <= 7 or rows == 1 for rows, longest in read), "as many at once as a chunk has tokens"
+    assert engine.runner.sizes.pool_pages == (12,)
+    assert engine.counters().pages_used == (0,)
+
+
+def test_sources_that_arrive_together_are_encoded_together() -> None:
+    made, read = model("vanilla"), []
+    hook = made.encoder.register_forward_pre_hook(
+        lambda _, __, given: read.append(tuple(given["attention_mask"].shape)), with_kwargs=True
+    )
+    Engine(made, memory=10**6, **SMALL).generate(SOURCES[:3], max_new_tokens=2)
+    hook.remove()
+    assert read == [(3, 9)]
+
+
+def test_what_was_said_before_is_penalised_and_the_source_is_not() -> None:
+    options: dict[str, Any] = {"max_new_tokens": NEW, "repetition_penalty": 2.5, "ignore_eos": True}
+    wanted = [w.tokens for w in generate(model("vanilla"), SOURCES, **options)]
+    assert wanted != [w.tokens for w in generate(model("vanilla"), SOURCES, max_new_tokens=NEW, ignore_eos=True)]
+    assert [r.tokens for r in Engine(model("vanilla"), **SMALL).generate(SOURCES, **options)] == wanted
+
+
+def test_the_same_start_is_no_common_prefix() -> None:
+    engine = Engine(model("vanilla"), **SMALL | {"page_size": 1, "batch_size": 1})
+    first, second = (engine.generate([source], max_new_tokens=NEW)[0].tokens for source in SOURCES[:2])
+    assert first != second
+    assert engine.counters().prefix_hits == 0
+
+
+def test_float8_pages_hold_sources_too() -> None:
+    engine = Engine(model("vanilla"), kv_dtype="fp8", **SMALL)
+    (result,) = engine.generate(SOURCES[:1], max_new_tokens=NEW, ignore_eos=True)
+    assert len(result.tokens) == NEW
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    engine = Engine(model("vanilla"), **SMALL)
+    with pytest.raises(RequestTooLarge, match="a source of 13 tokens is too long; it may have 12 here"):
+        engine.generate([[5] * 13])
+    with pytest.raises(RequestTooLarge, match="a start token and up to 20 new ones for a source of 2 are 21 positions"):
+        engine.generate([[5, 6]], max_new_tokens=20)
+    size = page_bytes(model("vanilla").architecture, 4, 4, torch.float32)
+    tight = Engine(model("vanilla"), memory=4 * size, **SMALL)
+    tight.generate([[5] * 8], max_new_tokens=8)
+    with pytest.raises(RequestTooLarge, match="may require 5 pages of 4 entries in pool 0, which has 4"):
+        tight.generate([[5] * 9], max_new_tokens=8)
+
+
+def test_routers_and_prefixes_are_refused() -> None:
+    loops = DepthPlan.build("cycle", 2, 4)
+    routed = encoder_model(loops.with_routing(build_routing("token", 2)))
+    with pytest.raises(UnsupportedModel, match="does not support a router in a t5 decoder"):
+        Engine(routed)
+    prefixed = encoder_model(loops, build_relaxation(LINEARS, "prefix", None, 4))
+    with pytest.raises(UnsupportedModel, match="or an encoder"):
+        Engine(prefixed, page_size=4)
