@@ -342,7 +342,7 @@ def test_stop_strings_and_text(tiny_model: Any) -> None:
 
 
 def test_what_the_engine_cannot_serve_is_said() -> None:
-    with pytest.raises(OptionError, match="page_size must divide the prefix of 4 entries, such as 4; got 16"):
+    with pytest.raises(UnsupportedModel, match="page_size must divide the prefix of 4 entries, such as 4; got 16"):
         Engine(build("prefix"))
     with pytest.raises(UnsupportedModel, match="a prefix with a router"):
         Engine(model_of(routed(), Relaxation(kind="prefix", prefix_length=16)))

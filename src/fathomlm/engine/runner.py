@@ -301,7 +301,9 @@ def _prefix_pages(decoder: Decoder, options: EngineOptions) -> int:
     keys = 0 if relaxation is None else relaxation.method.extra_keys(relaxation)
     if keys % options.page_size:
         most = keys & -keys  # the largest power of two that divides it
-        raise OptionError(f"page_size must divide the prefix of {keys} entries, such as {most}; got {options.page_size}")
+        raise UnsupportedModel(
+            f"page_size must divide the prefix of {keys} entries, such as {most}; got {options.page_size}"
+        )
     return keys // options.page_size
 
 
