@@ -121,7 +121,7 @@ def generate(
     it.
     """
     chosen = (sampling or Sampling()).with_options(**options)
-    _check_exiting(model, control, exiting)
+    check_exiting(model, control, exiting)
     encoded = encode_prompts(model, prompts)
     if not encoded:
         return []
@@ -154,7 +154,7 @@ class Session:
         self, model: FathomForCausalLM, control: DepthControl | None = None, exiting: Exiting | None = None
     ) -> None:
         decoder_only(model, "a session")
-        _check_exiting(model, control, exiting)
+        check_exiting(model, control, exiting)
         self.model = model
         self.control = control
         self.exiting = exiting
@@ -247,7 +247,7 @@ def _take_all(rows: Sequence[SequenceState], chosen: Sequence[int], trace: Routi
     return any(going)
 
 
-def _check_exiting(model: FathomModel, control: DepthControl | None, exiting: Exiting | None) -> None:
+def check_exiting(model: FathomModel, control: DepthControl | None, exiting: Exiting | None) -> None:
     """Refuse what this model cannot do, before any work is done."""
     if exiting is None:
         return

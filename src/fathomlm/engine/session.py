@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from fathomlm.decode.exiting import DEFAULT_STACK, SERVED_MODES, Exiting, Threshold
+from fathomlm.decode.full import check_exiting
 from fathomlm.decode.generation import ExitStatistics, Generation
 from fathomlm.decode.prompts import Prompt, check_context, encode_prompt
 from fathomlm.decode.sampling import Sampling
@@ -58,6 +59,7 @@ class EngineSession:
         self.model, self.control, self.sequences = model, control, sequences
         self.exiting = None if exiting is None or exiting.mode == "full" else exiting.for_plan(model.plan)
         self._engine: Engine | None = None
+        check_exiting(model, control, self.exiting)
 
     def generate(
         self,
