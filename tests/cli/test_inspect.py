@@ -52,7 +52,7 @@ def saved_model(monkeypatch, tmp_path):
 def test_the_record_has_every_field_of_the_cost_and_the_plan(inspect):
     record = inspect("smollm-360m", "--sharing", "middle-cycle", "--recursions", "2")
     chosen = {"model", "family", "sharing", "recursions", "relaxation", "router", "kv"}
-    chosen |= {"exits", "exit_layer", "exit_parameters"}
+    chosen |= {"exits", "exit_layer", "exit_parameters", "draft"}
     assert set(record) == {f.name for f in dataclasses.fields(Cost)} | chosen
     assert record["model"] == "smollm-360m"
     assert record["family"] == "llama"

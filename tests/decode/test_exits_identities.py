@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from decode.exit_models import (
-    ALL,
     MAIN,
     NEW,
     OTHERS,
@@ -93,7 +92,7 @@ def test_who_always_leaves_gives_what_the_shallow_model_gives(name: str, how: st
 @pytest.mark.parametrize(
     ("name", "mode", "confidence"),
     [
-        *((name, mode, "gap") for name in ALL for mode in ("static", "parallel", "state-copy")),
+        *((name, mode, "gap") for name in (*MAIN, *OTHERS) for mode in ("static", "parallel", "state-copy")),
         *((name, mode, "state") for name in MAIN for mode in ("parallel", "state-copy")),
     ],
 )
@@ -215,7 +214,7 @@ def test_drafts_leave_exact_entries_too(name: str, mode: str) -> None:
     assert furthest(name, cache, results, every_step(name)) < 1e-5
 
 
-@pytest.mark.parametrize("name", [name for name in ALL if name not in SHARED_BEHIND])
+@pytest.mark.parametrize("name", [name for name in (*MAIN, *OTHERS) if name not in SHARED_BEHIND])
 def test_copied_entries_are_not_exact(name: str) -> None:
     """The premise of parallel decoding (thesis 2.4.1). They are exact up to the layer right behind the exit, which would
     have seen the same state."""
