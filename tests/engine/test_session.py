@@ -89,3 +89,4 @@ def test_what_only_the_reference_does() -> None:
     assert reference_only(mixture, DepthControl(max_depth=1), None) is None
     assert reference_only(plain, DepthControl(max_depth=1), None) == "--max-depth without a router"
     assert reference_only(plain, DepthControl(kv_loops=1), None) == "--kv-loops"
+    assert "must divide the prefix of 4 entries" in (reference_only(build("prefix"), None, None) or "")

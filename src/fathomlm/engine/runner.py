@@ -23,7 +23,7 @@ from fathomlm.engine.device_state import EngineState
 from fathomlm.engine.kv_pages import KVPages, entry_dtype, page_bytes
 from fathomlm.engine.layers import PagedLayers
 from fathomlm.engine.layout import Layout, build_layout
-from fathomlm.engine.options import EngineOptions
+from fathomlm.engine.options import PAGE, EngineOptions
 from fathomlm.engine.programs.base import Program, ProgramContext, SamplingVariant, StepOutput
 from fathomlm.engine.programs.draft_layer import DraftLayerProgram
 from fathomlm.engine.programs.drafts import DraftProgram
@@ -85,7 +85,7 @@ class Runner:
         gpu = self.device.type == "cuda"
         self.exiting, self.exits = exiting, _exits(decoder.plan, exiting)
         own = () if exiting is None else exiting.own_steps(decoder.plan)
-        self.layout = layout_for(decoder, exiting)
+        self.layout = layout_for(decoder, exiting, options.page_size)
         drafts = exiting is not None and exiting.mode == "speculative"
         _check_forced(decoder.plan, self.layout, options, len(self.exits), drafts)
         _check_entries(options, self.device)
@@ -93,7 +93,7 @@ class Runner:
         self._captures = gpu if options.capture is None else options.capture
         self.pages = KVPages(
             decoder.architecture, self.layout, self.sizes.pool_pages, options.page_size, self.device,
-            entry_dtype(options.kv_dtype, weight.dtype), _prefix_pages(decoder, options),
+            entry_dtype(options.kv_dtype, weight.dtype), _prefix_pages(decoder, options.page_size),
         )  # fmt: skip
         pages = -(-self.sizes.max_length // options.page_size)
         self.state = EngineState(
@@ -295,16 +295,14 @@ def _check_forced(plan: DepthPlan, layout: Layout, options: EngineOptions, exits
         raise OptionError("forced_exits requires an engine with exits and without drafts")
 
 
-def _prefix_pages(decoder: Decoder, options: EngineOptions) -> int:
+def _prefix_pages(decoder: Decoder, page_size: int) -> int:
     """Pages of a trained prefix: whole ones, since a sequence's own entries begin with a page."""
     relaxation = decoder.relaxation
     keys = 0 if relaxation is None else relaxation.method.extra_keys(relaxation)
-    if keys % options.page_size:
+    if keys % page_size:
         most = keys & -keys  # the largest power of two that divides it
-        raise UnsupportedModel(
-            f"page_size must divide the prefix of {keys} entries, such as {most}; got {options.page_size}"
-        )
-    return keys // options.page_size
+        raise UnsupportedModel(f"page_size must divide the prefix of {keys} entries, such as {most}; got {page_size}")
+    return keys // page_size
 
 
 def _check_entries(options: EngineOptions, device: torch.device) -> None:
@@ -382,10 +380,11 @@ def pool_shares(plan: DepthPlan, layout: Layout) -> list[float]:
     return [1.0, sum(plan.routing.capacity)]
 
 
-def layout_for(decoder: Decoder, exiting: Exiting | None = None) -> Layout:
+def layout_for(decoder: Decoder, exiting: Exiting | None = None, page_size: int = PAGE) -> Layout:
     """How the model's entries are laid out; `UnsupportedModel` where the engine does not run it."""
     if decoder.architecture.experts and decoder.embed.weight.is_cuda:
         raise UnsupportedModel("the engine runs mixtures of experts on a CPU only; use fathomlm generate")
+    _prefix_pages(decoder, page_size)
     own = () if exiting is None else exiting.own_steps(decoder.plan)
     return build_layout(decoder.architecture, decoder.plan, decoder.relaxation, _exits(decoder.plan, exiting), own)
 
@@ -393,7 +392,7 @@ def layout_for(decoder: Decoder, exiting: Exiting | None = None) -> Layout:
 def ample_memory(decoder: Decoder, options: EngineOptions, tokens: int, exiting: Exiting | None = None) -> int:
     """Bytes of a KV cache that never preempts: for every sequence `tokens` tokens, each of which goes as deep as it can, and
     one more page per table."""
-    layout = layout_for(decoder, exiting)
+    layout = layout_for(decoder, exiting, options.page_size)
     slots = options.max_sequences or options.batch_size * (1 if layout.kind == "whole" else OVERBOOKED)
     dtype, size = entry_dtype(options.kv_dtype, decoder.embed.weight.dtype), options.page_size
     pages = slots * (-(-tokens // size) + 1)

@@ -6,9 +6,7 @@ before (prefix caching). Greedy tokens are those of the reference; random ones a
 
 from __future__ import annotations
 
-import contextlib
-import signal
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from fathomlm.decode.exiting import DEFAULT_STACK, SERVED_MODES, Exiting, Threshold
@@ -21,6 +19,7 @@ from fathomlm.engine.options import EngineOptions
 from fathomlm.engine.request import Event, Request, Result, TokenEvent
 from fathomlm.engine.runner import ample_memory, layout_for
 from fathomlm.errors import FathomError, UnsupportedModel
+from fathomlm.interrupts import no_interrupts
 from fathomlm.model.hub import FathomForCausalLM
 from fathomlm.model.route import DepthControl
 
@@ -103,7 +102,7 @@ class EngineSession:
             ]
             shown = 0
             while any(sequence.result is None for sequence in sequences):
-                with _uninterrupted():
+                with no_interrupts():  # what a step changes belongs together
                     engine.step()
                 if on_step is not None:
                     on_step(max(len(sequence.tokens) for sequence in sequences))
@@ -173,16 +172,3 @@ class EngineSession:
             mode=mode, layers=layers, threshold=threshold, layers_run=run + own, deep_passes=None, drafted=result.drafted,
             accepted=kept,
         )  # fmt: skip
-
-
-@contextlib.contextmanager
-def _uninterrupted() -> Iterator[None]:
-    """Ctrl-C waits until a step of the engine is whole: what it changes belongs together."""
-    if not hasattr(signal, "pthread_sigmask"):
-        yield
-        return
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)

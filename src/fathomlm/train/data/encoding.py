@@ -19,6 +19,7 @@ import numpy.typing as npt
 
 from fathomlm.checkpoints.confined import no_panic
 from fathomlm.errors import DataError
+from fathomlm.interrupts import no_interrupts
 
 LOTS = 1 << 64
 """How many lots there are; a document's lot decides whether it is held out."""
@@ -171,7 +172,7 @@ def _helpers(count: int) -> Iterator[list[Connection]]:
         for _ in range(count):
             here, there = context.Pipe()
             process = context.Process(target=_help, args=(there,), daemon=True)
-            with _no_interrupts():
+            with no_interrupts():
                 process.start()
             there.close()
             ends.append(here)
@@ -182,19 +183,6 @@ def _helpers(count: int) -> Iterator[list[Connection]]:
             process.terminate()
         for process in processes:
             process.join()
-
-
-@contextmanager
-def _no_interrupts() -> Iterator[None]:
-    """Ctrl-C waits. A process begun here inherits that, and so is not interrupted before it can say that it will not be."""
-    if not hasattr(signal, "pthread_sigmask"):
-        yield
-        return
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _help(pipe: Connection) -> None:
