@@ -18,6 +18,7 @@ import argparse
 import itertools
 import json
 import os
+import random
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -40,7 +41,7 @@ from fathomlm.train.data.sources import open_lines
 
 WAVES = 8
 """Chats that the engine is given at once, as a multiple of its rows."""
-PASSAGE_TOKENS = 60
+PASSAGE_TOKENS, LONG_TOKENS = 60, 300
 LEAST = 8
 """Tokens of a reply below which a chat that had to be cut is not kept."""
 TEMPERATURE, TOP_P = 0.7, 0.95
@@ -50,17 +51,24 @@ def held_out_file(chats: Path) -> Path:
     return chats.with_name(f"{chats.stem}-held-out{chats.suffix}")
 
 
-def passages(documents: Sequence[Path], tokenizer: Any, seed: int) -> Iterator[str]:
-    """The beginnings of documents, in an order of the seed."""
+def passages(documents: Sequence[Path], tokenizer: Any, seed: int, long: float = 0.0) -> Iterator[str]:
+    """The beginnings of documents, in an order of the seed; a part `long` of them is five times as long."""
+    lengths = _lengths(seed, long)
     if len(documents) == 1 and (documents[0] / "corpus.json").is_file():
         stream = Corpus.open(documents[0]).stream("train")
-        begins = (stream.document(number)[:PASSAGE_TOKENS].tolist() for number in shuffled(stream.documents, seed))
+        begins = (stream.document(number)[: next(lengths)].tolist() for number in shuffled(stream.documents, seed))
     else:
-        texts = [text[: 16 * PASSAGE_TOKENS] for path in documents for text in _texts(path)]
+        texts = [text[: 16 * LONG_TOKENS] for path in documents for text in _texts(path)]
         chosen = (texts[number] for number in shuffled(len(texts), seed))
-        begins = (tokenizer(text, add_special_tokens=False)["input_ids"][:PASSAGE_TOKENS] for text in chosen)
+        begins = (tokenizer(text, add_special_tokens=False)["input_ids"][: next(lengths)] for text in chosen)
     found = (passage_of(tokenizer.decode(tokens, skip_special_tokens=True)) for tokens in begins)
     return (passage for passage in found if passage is not None)
+
+
+def _lengths(seed: int, long: float) -> Iterator[int]:
+    draw = random.Random(f"lengths {seed}")
+    while True:
+        yield LONG_TOKENS if long and draw.random() < long else PASSAGE_TOKENS
 
 
 def _texts(path: Path) -> Iterator[str]:
@@ -185,9 +193,18 @@ def make(args: argparse.Namespace) -> None:
 
 
 def _chats(model: FathomForCausalLM, args: argparse.Namespace) -> Iterator[Chat]:
-    said = messages(passages(args.documents, model.tokenizer, args.seed), args.seed)
-    for number, message in enumerate(said):
-        yield Chat(number, message, tuple(chat_prompt(model, [{"role": "user", "content": message}])))
+    found = passages(args.documents, model.tokenizer, args.seed, args.long)
+    said, draw = messages(found, args.seed), random.Random(f"continued {args.seed}")
+    for number in itertools.count():
+        continued = args.continued and draw.random() < args.continued
+        message = next(found if continued else said, None)
+        if message is None:
+            return
+        if continued:
+            prompt = model.tokenizer(message, add_special_tokens=False)["input_ids"][:PASSAGE_TOKENS]
+        else:
+            prompt = chat_prompt(model, [{"role": "user", "content": message}])
+        yield Chat(number, message, tuple(prompt))
 
 
 def _engine(model: FathomForCausalLM, rows: int, length: int) -> Engine:
@@ -247,6 +264,13 @@ def main() -> None:
     add("--count", type=int, default=20_000)
     add("--new-tokens", type=int, default=256, help="the longest reply")
     add("--rows", type=int, help="replies that are written at once (256 on a GPU, 16 on a CPU)")
+    add(
+        "--continued",
+        type=float,
+        default=0.0,
+        help="the part that are documents which the model goes on with, without a chat",
+    )
+    add("--long", type=float, default=0.0, help="the part of the passages that are five times as long")
     add("--held-out", type=float, default=0.03, help="the part that is held out")
     add("--seconds", type=float, help="start no more after so long; the same command goes on")
     add("--seed", type=int, default=0)

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from bundled_measure import chosen, revision
-from smollm2_exit_measure import behind, held_out, reply_header
+from smollm2_exit_measure import behind, held_out, is_chat, reply_header
 
 from fathomlm.checkpoints.exit_pack import attach, read_pack
 from fathomlm.checkpoints.resolve import load
@@ -22,11 +22,15 @@ from fathomlm.decode.exiting import Exiting
 from fathomlm.decode.prompts import chat_prompt
 from fathomlm.decode.sampling import Sampling
 from fathomlm.engine.engine import Engine
+from fathomlm.engine.options import EngineOptions
 from fathomlm.engine.request import Request, Result
+from fathomlm.engine.runner import ample_memory
 from fathomlm.lab.environment import environment, free_memory
 
 PASSAGE, BEGINNING = 300, 48
 """Tokens of a document that are to be summarised, and that are to be continued."""
+AHEAD = 128
+"""Tokens that a sequence's pages may run ahead of it."""
 SEED = 7
 
 
@@ -34,7 +38,7 @@ def make_prompts(args: argparse.Namespace) -> dict[str, list[list[int]]]:
     """Held-out prompts of three kinds, as tokens."""
     model = load(args.source)
     header = reply_header(model.tokenizer)
-    chats = [tokens[: behind(tokens, header)] for tokens in held_out(args.chats)]
+    chats = [tokens[: behind(tokens, header)] for tokens in held_out(args.chats) if is_chat(tokens, header)]
     documents = [tokens for tokens in held_out(args.data / "corpus") if len(tokens) > PASSAGE]
     asked = [f"Summarize this text.\n\n{model.tokenizer.decode(tokens[:PASSAGE])}" for tokens in documents[: args.count]]
     summaries = [chat_prompt(model, [{"role": "user", "content": said}]) for said in asked]
@@ -64,10 +68,13 @@ def race(model: Any, prompts: dict[str, list[list[int]]], rows: int, args: argpa
     drafts and with every one that was tried."""
     longest = max(len(prompt) for found in prompts.values() for prompt in found) + args.new_tokens
     sizes = {"batch_size": rows, "max_length": longest, "penalties": False, "max_logprobs": 0, "prefix_caching": False}
-    engines = {0: Engine(model, **sizes)}
+    ways: dict[int, Exiting | None] = {0: None}
     for drafts in args.drafts:
-        exiting = Exiting(mode="speculative", threshold=args.threshold, max_stack=drafts + 1)
-        engines[drafts] = Engine(model, exiting=exiting, always_draft=True, **sizes)
+        ways[drafts] = Exiting(mode="speculative", threshold=args.threshold, max_stack=drafts + 1)
+    engines = {}
+    for drafts, exiting in ways.items():  # every row has its pages: what is preempted is computed twice, in every way
+        room = ample_memory(model.decoder, EngineOptions(**sizes), longest + AHEAD, exiting)
+        engines[drafts] = Engine(model, exiting=exiting, always_draft=True, memory=room, **sizes)
     named = {}
     for temperature in args.temperatures:
         tried: dict[int, dict[str, Any]] = {drafts: {} for drafts in engines}

@@ -49,7 +49,7 @@ class Texts:
     def chats(cls, corpus: Path, count: int, tokenizer: Any, rows: int) -> Texts:
         """Prompts are chats up to where the reply begins."""
         header = reply_header(tokenizer)
-        found = [(tokens, behind(tokens, header)) for tokens in held_out(corpus)]
+        found = [(tokens, behind(tokens, header)) for tokens in held_out(corpus) if is_chat(tokens, header)]
         prompts = [tokens[:begin] for tokens, begin in found]
         return cls._of(corpus, prompts, [(tokens[:LONGEST], begin) for tokens, begin in found[:rows]], count)
 
@@ -76,6 +76,11 @@ def reply_header(tokenizer: Any) -> list[int]:
     )
     header: list[int] = tokenizer(whole[len(without) :], add_special_tokens=False)["input_ids"]
     return header
+
+
+def is_chat(tokens: list[int], header: list[int]) -> bool:
+    """Whether a text has a reply, and is not a document that the model went on with."""
+    return any(tokens[i : i + len(header)] == header for i in range(len(tokens) - len(header)))
 
 
 def behind(tokens: list[int], header: list[int]) -> int:
