@@ -71,11 +71,11 @@ def measure(bench: Bench, name: str, rows: int, weights: str) -> Record:
         settings |= {"forced_depths": plan.routing.capacity, "max_sequences": round(rows * bench.args.overbook)}
     engine = bench.engine(model, rows, **settings)
     found = bench.throughput(engine, max(12, bench.args.rounds * engine.runner.sizes.max_sequences))
+    found["weights_gb"] = round(size_of(model) / 1e9, 4)
     found |= bench.replay(engine) | {"memory_gb": _memory(found)}
     device = 1e3 * found["tokens_per_tick"] / found["device_ms_per_tick"]
     found["device_tokens_per_s"] = round(device)
     found["host_us_per_token"] = round(1e6 / found["tokens_per_s"] - 1e6 / device, 3)
-    found["weights_gb"] = round(size_of(model) / 1e9, 4)
     if plan.routing is None:
         entries = rows * bench.args.mean / 2 * token
         reads = decode_step_bytes(engine.runner) + entries
