@@ -262,11 +262,14 @@ def test_what_depths_add(dtype: torch.dtype, rows: int, rank: int) -> None:
     x, out = random(rows, 960, dtype=dtype), random(rows, 1600, dtype=dtype)
     a, b = (random(*s, dtype=dtype, std=s[2] ** -0.5) for s in ((3, rank, 960), (3, 1600, rank)))
     depth = torch.randint(-1, 3, (rows,), device=CUDA)
-    wanted = grouped_lora.plain_add_grouped_lora(out.float(), x.float(), a.float(), b.float(), depth, 0.5)
-    before = out.clone()
-    grouped_lora.add_grouped_lora(out, x, a, b, depth, 0.5)
-    near(out, wanted, dtype, atol=max(2e-4, 5 * NEAR[dtype]), roundings=2)
-    assert torch.equal(out[depth < 0], before[depth < 0])
+    gain, shift = random(3, 1600, dtype=dtype), random(3, 1600, dtype=dtype)
+    for own in ((None, None), (gain, shift)):
+        wide = (None if each is None else each.float() for each in own)
+        wanted = grouped_lora.plain_add_grouped_lora(out.float(), x.float(), a.float(), b.float(), depth, 0.5, None, *wide)
+        before = out.clone()
+        grouped_lora.add_grouped_lora(out, x, a, b, depth, 0.5, None, *own)
+        near(out, wanted, dtype, atol=max(2e-4, 5 * NEAR[dtype]) * (1 if own[0] is None else 4), roundings=2)
+        assert torch.equal(out[depth < 0], before[depth < 0])
 
 
 def recorded_calls() -> dict[str, Callable[[], tuple[list[Tensor], list[Tensor], Callable[[], Any]]]]:

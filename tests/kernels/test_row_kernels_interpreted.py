@@ -231,13 +231,15 @@ def test_a_page_that_is_not_there_gives_no_numbers(splits: int) -> None:
     assert not out[1].isnan().any()
 
 
+@pytest.mark.parametrize("own", [False, True])
 @pytest.mark.parametrize("rank", [1, 20, 40])
-def test_add_grouped_lora(rank: int) -> None:
+def test_add_grouped_lora(rank: int, own: bool) -> None:
     random = randoms()
     x, out, depth = random(7, 300), random(7, 70), torch.tensor([2, 0, -1, 1, 2, 0, -1])
     a, b = random(3, rank, 300, std=0.1), random(3, 70, rank, std=0.1)
-    wanted = grouped_lora.plain_add_grouped_lora(out.clone(), x, a, b, depth, 0.5)
-    found = grouped_lora._triton_add_grouped_lora(out, x, a, b, depth, 0.5)
+    vectors = (random(3, 70), random(3, 70)) if own else (None, None)
+    wanted = grouped_lora.plain_add_grouped_lora(out.clone(), x, a, b, depth, 0.5, None, *vectors)
+    found = grouped_lora._triton_add_grouped_lora(out, x, a, b, depth, 0.5, None, *vectors)
     assert found is out
     torch.testing.assert_close(out, wanted, **NEAR)
 

@@ -1,9 +1,9 @@
 """The model's layers over rows: one token each, of different sequences and recursions.
 
 Three ways to run a layer that agree but for rounding. `fused` multiplies with packed weights in a few kernels made for few
-rows, for layers with a norm before each half, and perhaps one behind it (Ouro), without relaxation; `quantized` runs layers
-of the first kind in one call on a CPU, where their weights are integers. `blocks` runs the model's own modules, whatever
-their family, and asks only attention to look into pages.
+rows, for layers with a norm before each half, and perhaps one behind it (Ouro); what a step adds to its layer is merged
+into weights of its own. `quantized` runs layers of the first kind in one call on a CPU, where their weights are integers.
+`blocks` runs the model's own modules, whatever their family, and asks only attention to look into pages.
 On a CPU rows that stand for nothing are left out of every pass.
 
 Shapes: N rows, M hidden width, D head width, H query heads, P positions.
@@ -16,14 +16,14 @@ from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from fathomlm.depth import Step
+from fathomlm.engine.grouped import GroupedDelta
 from fathomlm.engine.kv_pages import AttentionMetadata, KVPages
 from fathomlm.engine.layout import Layout
 from fathomlm.engine.sources import Sources
 from fathomlm.kernels.cpu_layers import CpuLayers, StepEntries, describe
-from fathomlm.kernels.grouped_lora import add_grouped_lora
 from fathomlm.kernels.half import folded
 from fathomlm.kernels.norm import RMSNorm, add_norm
 from fathomlm.kernels.paged_attention import choose_splits, paged_attention, workspace_size
@@ -34,7 +34,6 @@ from fathomlm.kernels.row_qkv import norm_qkv_rope_write
 from fathomlm.kernels.wide_rows import MANY_ROWS
 from fathomlm.model.blocks import Block, StepContext
 from fathomlm.model.decoder import Decoder
-from fathomlm.model.relax import LoraDelta, StepDelta
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,20 +59,25 @@ class PagedLayers:
         fuse: bool | None = None,
         compiled: bool = False,
         alone: bool = False,
+        merge: bool = True,
     ) -> None:
         """`max_length` is the most tokens of a sequence, `own` what exits run of their own, `sources` what an
         encoder made. `fuse` says how layers are run;
         by default fused where they can be and a GPU is there. `compiled` compiles what is not a layer. `alone`: passes have
-        one row, whose sums may be rounded as one row's are; otherwise a row's never depend on how many there are."""
+        one row, whose sums may be rounded as one row's are; otherwise a row's never depend on how many there are. `merge`:
+        fused layers may be relaxed, each step with merged weights of its own."""
         self.decoder, self.layout, self.pages = decoder, layout, pages
         self.architecture = decoder.architecture
         self.max_length, self.alone, self.sources = max_length, alone, sources
         weight = decoder.embed.weight
         self.device, self.dtype = weight.device, weight.dtype
         wanted = self.device.type == "cuda" if fuse is None else fuse
-        self.packed = decoder.pack_rows(own) if wanted else {}
-        plain = len(self.packed) == len(decoder.layers) + len(own) and not decoder.encodings and decoder.inject is None
-        self.fused = wanted and plain
+        merge = merge and decoder.plan.routing is None  # a routed model's rows of all recursions share a pass
+        plain = wanted and not decoder.encodings and decoder.inject is None
+        self.packed = decoder.pack_rows(own, merge=merge) if plain else {}
+        self.fused = bool(self.packed)
+        self.merged = self.fused and bool(decoder.deltas)
+        """Rows of one pass then run the same steps: weights are a step's, not a layer's."""
         integers = pages.dtype == torch.float32 and decoder.inject is None
         self._quantized = decoder.cpu_layers if fuse is not False and integers else None
         self._described: dict[tuple[int, ...], Tensor] = {}
@@ -94,7 +98,7 @@ class PagedLayers:
             pages.store_prefix(*layout.home(step), *(each[0].transpose(0, 1).contiguous() for each in (k_1GPD, v_1GPD)))
         self._draft_rows: Tensor | None = None
         self._scratch: dict[int, Scratch] = {}
-        self._grouped: dict[int, GroupedDelta | None] = {}
+        self._grouped: dict[tuple[int, int | None], GroupedDelta | None] = {}
 
     def enter(self, tokens_N: Tensor) -> Tensor:
         return self.decoder.enter(tokens_N)
@@ -265,12 +269,15 @@ class PagedLayers:
         cos, sin = (table[:, None, None] for table in self._angles(window, positions_N))
         if not self.architecture.rotates(step.origin):
             cos, sin = torch.ones_like(cos), torch.zeros_like(sin)
-        delta: StepDelta | GroupedDelta | None = decoder.delta(step)
-        if recursion_N is not None and plan.is_shared(step):
-            if step.layer not in self._grouped:
-                self._grouped[step.layer] = GroupedDelta.build([decoder.delta(use) for use in plan.uses(step.layer)])
-            shared = self._grouped[step.layer]
-            delta = None if shared is None else shared.at(step.recursion + recursion_N)
+        mixed = recursion_N is not None and plan.is_shared(step)
+        key = (step.layer, None) if mixed else (step.layer, step.index)
+        if key not in self._grouped:
+            uses = plan.uses(step.layer) if mixed else (step,)
+            self._grouped[key] = GroupedDelta.build([decoder.delta(use) for use in uses])
+        delta = self._grouped[key]
+        if mixed and delta is not None:
+            assert recursion_N is not None
+            delta = delta.at(step.recursion + recursion_N)
         pages = _StepPages(
             *self.pages.at(*self.layout.home(step), attention.planes), attention, window, reads=plan.reads_kv(step),
             bias_DH=self._bias_DH,
@@ -285,6 +292,7 @@ class PagedLayers:
         self, x_NM: Tensor, steps: Sequence[Step], attention: AttentionMetadata, positions_N: Tensor,
         recursion_N: Tensor | None,
     ) -> Tensor:  # fmt: skip
+        assert recursion_N is None or not self.merged, "rows of several recursions cannot share merged weights"
         if len(x_NM) == 1 and not self.alone:
             both = AttentionMetadata(
                 F.pad(attention.slot_mapping_N, (0, 1), value=-1), attention.table_NP.expand(2, -1),
@@ -299,7 +307,7 @@ class PagedLayers:
             cos_ND, sin_ND = angles if a.rotates(step.origin) else still
             x_NM = self._entering(x_NM, step, recursion_N, attention)
             k_pages, v_pages = self.pages.at(*self.layout.home(step), attention.planes)
-            packed = self.packed[step.layer]
+            packed = self.packed[step.index]
             reads = plan.reads_kv(step)
             qkv_WM = packed.qkv_WM[: a.heads * a.head_dim] if reads else packed.qkv_WM
             groups = 0 if reads else a.kv_heads
@@ -323,7 +331,7 @@ class PagedLayers:
             return
         if not a.rotates(step.origin):
             cos_ND, sin_ND = torch.ones_like(cos_ND), torch.zeros_like(sin_ND)
-        kv_WM = self.packed[step.layer].qkv_WM[a.heads * a.head_dim : (a.heads + 2 * a.kv_heads) * a.head_dim]
+        kv_WM = self.packed[step.index].qkv_WM[a.heads * a.head_dim : (a.heads + 2 * a.kv_heads) * a.head_dim]
         k_pages, v_pages = self.pages.at(*self.layout.home(step), attention.planes)
         slots_N = attention.slot_mapping_N
         norm_qkv_rope_write(x_NM, kv_WM, a.norm_eps, 0, a.kv_heads, cos_ND, sin_ND, k_pages, v_pages, slots_N)
@@ -428,59 +436,3 @@ class _StepPages:
     def attend_source(self, q_NH1D: Tensor, scale: float) -> Tensor:
         assert self.source is not None
         return self.source.attend(q_NH1D, None, scale)
-
-
-class GroupedDelta:
-    """What tokens of different recursions add to one shared layer, each its own (thesis 3.3: depth-wise LoRA). Stands
-    where a layer's `StepDelta` stands. Low-rank deltas are added by one grouped product; whatever else a step may
-    add is computed for every recursion and each row takes its own."""
-
-    prefix: Tensor | None = None
-
-    def __init__(self, deltas: Sequence[StepDelta]) -> None:
-        self._deltas = deltas
-        self._stacks = {name: stack for name in deltas[0].linears if (stack := _stack(deltas, name)) is not None}
-        self._shifts = any(delta.offsets for delta in deltas)
-        self._recursion_N = torch.empty(0)
-
-    @classmethod
-    def build(cls, deltas: Sequence[StepDelta | None]) -> GroupedDelta | None:
-        """For all uses of one layer; None where they add nothing."""
-        found = [delta for delta in deltas if delta is not None]
-        if not found:
-            return None
-        assert len(found) == len(deltas), "every use of a relaxed layer has its own delta"
-        return cls(found)
-
-    def at(self, recursion_N: Tensor) -> GroupedDelta:
-        """The same, for rows of these recursions."""
-        self._recursion_N = recursion_N
-        return self
-
-    def project(self, name: str, linear: nn.Linear, x: Tensor) -> Tensor:
-        if name not in self._stacks or self._shifts:
-            return self._select([delta.project(name, linear, x) for delta in self._deltas])
-        out_N1W: Tensor = linear(x)
-        add_grouped_lora(out_N1W[:, 0], x[:, 0], *self._stacks[name], self._recursion_N)
-        return out_N1W
-
-    def norm(self, name: str, module: nn.Module, x: Tensor) -> Tensor:
-        if not self._shifts:
-            out: Tensor = module(x)
-            return out
-        return self._select([delta.norm(name, module, x) for delta in self._deltas])
-
-    def _select(self, each: Sequence[Tensor]) -> Tensor:
-        """Row by row that of its recursion."""
-        stacked = torch.stack(list(each), dim=1)
-        at = self._recursion_N.view(-1, *[1] * (stacked.dim() - 1)).expand(-1, 1, *stacked.shape[2:])
-        return stacked.gather(1, at)[:, 0]
-
-
-def _stack(deltas: Sequence[StepDelta], name: str) -> tuple[Tensor, Tensor] | None:
-    """A and B of all recursions; None where a delta is of another kind."""
-    low = [delta.linears[name] for delta in deltas]
-    found = [one for one in low if type(one) is LoraDelta]
-    if len(found) != len(low):
-        return None
-    return torch.stack([one.a.detach() for one in found]), torch.stack([one.b.detach() for one in found])

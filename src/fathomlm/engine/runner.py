@@ -112,6 +112,7 @@ class Runner:
         self.layers = PagedLayers(
             decoder, self.layout, self.pages, self.sizes.max_length, own=own, sources=self.state.sources,
             fuse=options.fuse, compiled=compiled, alone=options.batch_size == 1,
+            merge=options.merge,
         )  # fmt: skip
         self.program = self._program(ends, exiting, compiled)
         self._graphs: dict[SamplingVariant, torch.cuda.CUDAGraph] = {}

@@ -5,6 +5,7 @@ Shapes: B batch, T new tokens, M hidden width, V vocabulary.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
@@ -240,14 +241,28 @@ class LayerStack(nn.Module):
         return {i: layer.pack(dtype) for i, layer in layers.items() if isinstance(layer, Block) and layer.packs}
 
     @torch.no_grad()
-    def pack_rows(self, own: Sequence[Step] = ()) -> dict[int, PackedRows]:
-        """`pack_layers` for the kernels of decoding rows; of layers in integers, what they are packed in already."""
-        layers = {**dict(enumerate(self.layers)), **{step.layer: self.layer_of(step) for step in own}}
-        blocks = {i: layer for i, layer in layers.items() if isinstance(layer, Block)}
-        found = {i: layer.rows for i, layer in blocks.items() if layer.rows is not None}
-        fits = {} if self.deltas else {i: layer for i, layer in blocks.items() if layer.packs_rows}
-        dtype = self.embed.weight.dtype
-        return found or {i: PackedRows(*layer.pack(dtype), *layer.after()) for i, layer in fits.items()}
+    def pack_rows(self, own: Sequence[Step] = (), *, merge: bool = False) -> dict[int, PackedRows]:
+        """`pack_layers` for the kernels of decoding rows, by step; of layers in integers, what they are packed in already.
+        With `merge`, what a step adds to its layer is merged into weights of its own. Empty where a step has no form."""
+        packed: dict[int, PackedRows] = {}
+        shared: dict[int, PackedRows] = {}
+        for step in (*self.plan, *own):
+            layer, delta = self.layer_of(step), self.delta(step)
+            if not isinstance(layer, Block) or (layer.rows is None and not layer.packs_rows):
+                return {}
+            if delta is not None:
+                exports = self.relaxation is not None and self.relaxation.method.exports
+                if not merge or not exports or self.quantized is not None:
+                    return {}
+                layer = copy.deepcopy(layer).float()
+                for name, parameter in layer.named_parameters():
+                    parameter.copy_(delta.merged(name, parameter))
+                packed[step.index] = PackedRows(*layer.pack(self.embed.weight.dtype), *layer.after())
+                continue
+            if step.layer not in shared:
+                shared[step.layer] = layer.rows or PackedRows(*layer.pack(self.embed.weight.dtype), *layer.after())
+            packed[step.index] = shared[step.layer]
+        return packed if len({isinstance(rows.o_MW, Tensor) for rows in packed.values()}) == 1 else {}
 
     def keep_entries(self, x_BTM: Tensor, steps: Sequence[Step], masks: AttentionMasks, cache: Cache) -> None:
         """Store what steps would make of the same residual stream as keys and values; nothing else of them runs."""

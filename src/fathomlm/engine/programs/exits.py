@@ -104,7 +104,7 @@ class ExitProgram:
         makes = [k for k, steps in enumerate(self.segments) if any(not plan.reads_kv(step) for step in steps)]
         self.deepest = self.last if waits else 0 if copies else max(makes)
         self._stored = max(*makes, *(k for k, own in enumerate(self.own) if own), 0)
-        self.stride = None if any(self.own) else _stride(parts, self.segments)
+        self.stride = None if any(self.own) or parts.layers.merged else _stride(parts, self.segments)
         self._judges = self.deepest == self.last
         """Whether every token runs the last segment in the end, and so tells what exits would have chosen rightly."""
         self.stack = stack if self.deepest else 1

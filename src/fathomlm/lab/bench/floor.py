@@ -58,11 +58,12 @@ def decode_step_bytes(runner: Runner) -> int:
         return sum(program.cores) * core + len(program.cores) * (outer + head)
     if isinstance(program, ExitProgram):
         return sum(_exit_pass(decoder, program, program.numbers[name], head) for name in program.passes)
-    return steps_bytes(decoder, plan.steps) + head
+    return steps_bytes(decoder, plan.steps, merged=runner.layers.merged) + head
 
 
-def steps_bytes(decoder: Decoder, steps: Iterable[Step], mixed: bool = False) -> int:
-    """Weights of some steps. `mixed`: rows of all recursions run them together, each with what its own adds."""
+def steps_bytes(decoder: Decoder, steps: Iterable[Step], mixed: bool = False, merged: bool = False) -> int:
+    """Weights of some steps. `mixed`: rows of all recursions run them together, each with what its own adds. `merged`: what
+    a step adds is in its weights, and not read beside them."""
     total = 0
     for step in steps:
         layer = decoder.layers[step.layer]
@@ -70,7 +71,7 @@ def steps_bytes(decoder: Decoder, steps: Iterable[Step], mixed: bool = False) ->
         total += size_of(layer)
         if decoder.plan.reads_kv(step):
             total -= _entries(layer)
-        uses = decoder.plan.uses(step.layer) if mixed else (step,)
+        uses = () if merged else decoder.plan.uses(step.layer) if mixed else (step,)
         total += sum(size_of(decoder.delta(use)) for use in uses)
     return total
 
@@ -84,7 +85,7 @@ def size_of(module: nn.Module | None) -> int:
 
 
 def _exit_pass(decoder: Decoder, program: ExitProgram, kind: int, head: int) -> int:
-    total = steps_bytes(decoder, program.segments[max(kind, 0)], mixed=program.mixed) + head
+    total = steps_bytes(decoder, program.segments[max(kind, 0)], program.mixed, program.parts.layers.merged) + head
     for k, index in enumerate(program.exits):
         if kind not in (k, ALL):
             continue

@@ -66,13 +66,17 @@ class DoraDelta(LoraDelta):
         self.magnitude.copy_(self._lengths(weight))
 
     def forward(self, x: Tensor, linear: nn.Linear) -> Tensor:
-        plain = isinstance(linear, nn.Linear)
-        shared = F.linear(x, linear.weight) if plain else _without_bias(linear, x)
+        shared = F.linear(x, linear.weight) if isinstance(linear, nn.Linear) else _without_bias(linear, x)
         direction = shared + F.linear(F.linear(x, self.a), self.b)
-        lengths = self._lengths(linear.weight if plain else _weight_of(linear))
-        scale = (self.magnitude.float() / lengths).to(direction.dtype)
-        out = scale * direction
+        out = self.gain(linear).to(direction.dtype) * direction
         return out if linear.bias is None else (out + linear.bias).to(out.dtype)
+
+    def gain(self, linear: nn.Linear) -> Tensor:
+        """By how much each row of the linear's weight, the low-rank delta in it, is made longer, in float32."""
+        gain: Tensor = self.magnitude.float() / self._lengths(
+            linear.weight if isinstance(linear, nn.Linear) else _weight_of(linear)
+        )
+        return gain
 
     def merged(self, weight: Tensor) -> Tensor:
         rows: Tensor = (self.magnitude.float() / self._lengths(weight))[:, None] * super().merged(weight)
