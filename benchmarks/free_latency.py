@@ -18,6 +18,7 @@ import dataclasses
 import json
 import statistics
 import time
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ from fathomlm.engine.engine import Engine
 from fathomlm.engine.request import Request, Result
 from fathomlm.lab.bench.floor import finish, reading_speed
 from fathomlm.lab.bench.models import random_model
-from fathomlm.lab.environment import environment
+from fathomlm.lab.environment import environment, free_memory
 from fathomlm.model.hub import FathomForCausalLM
 
 SEVEN = Architecture(
@@ -46,7 +47,7 @@ SHAPES = {
 }
 RATES = (0.5, 0.8, 0.9)
 MAIN_RATE = 0.8
-PROMPTS, PROMPT, NEW = 2, 32, 192
+PROMPTS, PROMPT = 2, 32
 
 
 def build(architecture: Architecture, exit_layer: int, device: torch.device, quiet: float) -> FathomForCausalLM:
@@ -77,20 +78,25 @@ class Bench:
         stack = {"max_stack": args.max_stack}
         compile = self.device.type == "cuda"
         self.captured = CapturedDecoder(
-            decoder, length=PROMPT + NEW, exit_layers=self.exit_layer, compile=compile, pack=args.pack, **stack
+            decoder, length=PROMPT + args.tokens, exit_layers=self.exit_layer, compile=compile, pack=args.pack, **stack
         )
         generator = torch.Generator().manual_seed(1)
         shape = (PROMPTS, PROMPT)
         self.prompts = torch.randint(0, self.architecture.vocab, shape, generator=generator).tolist()
-        self.max_stack = args.max_stack
+        self.max_stack, self.new = args.max_stack, args.tokens
 
     def exiting(self, mode: Any, threshold: float | None) -> Exiting:
         layers = {} if mode == "full" else {"exit_layers": (self.exit_layer,)}
         stack = {"max_stack": self.max_stack} if mode in ("parallel", "speculative") else {}
         return Exiting(mode=mode, threshold=None if mode in ("full", "static") else threshold, **layers, **stack)
 
+    def free_captured(self) -> None:
+        """Its packed weights and graphs make room for an engine's."""
+        del self.captured
+        free_memory()
+
     def texts(self, mode: str, threshold: float | None) -> list[CapturedResult]:
-        return [self.captured.generate(prompt, self.exiting(mode, threshold), NEW) for prompt in self.prompts]
+        return [self.captured.generate(prompt, self.exiting(mode, threshold), self.new) for prompt in self.prompts]
 
     def rate(self, texts: list[CapturedResult]) -> float:
         layers = [layer for text in texts for layer in text.exit_layers]
@@ -128,12 +134,18 @@ class Bench:
 
     def measure(self, mode: str, threshold: float | None) -> dict[str, Any]:
         self.texts(mode, threshold)
-        rounds = [self.texts(mode, threshold) for _ in range(3)]
+        rounds, walls = [], []
+        for _ in range(3):
+            finish(self.device)
+            begun = time.perf_counter()
+            rounds.append(self.texts(mode, threshold))
+            walls.append((time.perf_counter() - begun) / PROMPTS)
         times = [sum(text.decode_seconds for text in texts) / sum(len(text.tokens) for text in texts) for texts in rounds]
         texts = rounds[0]
         ms, floor = 1e3 * statistics.median(times), self.floor_ms(mode, texts)
         found: dict[str, Any] = {
             "ms_per_token": round(ms, 4),
+            "ms_per_text": round(1e3 * statistics.median(walls), 3),
             "exit_rate": round(self.rate(texts), 4),
             "threshold": threshold,
             "floor_ms": round(floor, 4),
@@ -144,15 +156,17 @@ class Bench:
             found["accepted"] = round(sum(t.accepted for t in texts) / max(1, sum(t.drafted for t in texts)), 4)
         return found
 
-    def engine(self, mode: str, threshold: float | None, rows: int = 1) -> dict[str, Any]:
-        """The same prompts in the engine, one after the other or `rows` at a time: milliseconds between a sequence's tokens,
-        and tokens per second of all."""
+    def engine(self, mode: str, threshold: float | None, rows: int = 1, **options: Any) -> dict[str, Any]:
+        """The same prompts in the engine, one after the other or `rows` at a time: milliseconds between a sequence's tokens
+        and for a text (prompt and waiting for the last token included), and tokens per second of all. `options` are the
+        engine's."""
         exiting = None if mode == "full" else self.exiting(mode, threshold)
+        sizes = {"batch_size": rows, "max_sequences": rows} | options
         engine = Engine(
-            self.model, batch_size=rows, max_sequences=rows, max_length=PROMPT + NEW, prefix_caching=False, penalties=False,
-            max_logprobs=0, exiting=exiting,
+            self.model, max_length=PROMPT + self.new, prefix_caching=False, penalties=False, max_logprobs=0, exiting=exiting,
+            **sizes,
         )  # fmt: skip
-        sampling = Sampling(max_new_tokens=NEW, ignore_eos=True)
+        sampling = Sampling(max_new_tokens=self.new, ignore_eos=True)
 
         def texts(number: int) -> tuple[list[Result], float]:
             prompts = [self.prompts[i % PROMPTS] for i in range(max(PROMPTS, rows))]
@@ -170,6 +184,7 @@ class Bench:
         depths = [depth for r in results for depth in r.depths or ()]
         return {
             "ms_per_token": round(1e3 * statistics.median(times), 4),
+            "ms_per_text": round(1e3 * statistics.median(s / max(PROMPTS, rows) for _, s in rounds), 3),
             "tokens_per_s": round(statistics.median(sum(len(r.tokens) for r in found) / s for found, s in rounds), 1),
             "exit_rate": round(sum(depth <= self.exit_layer for depth in depths) / max(1, len(depths)), 4),
             "drafted": sum(r.drafted for r in results),
@@ -206,7 +221,7 @@ def run(args: argparse.Namespace) -> None:
         "reading_gb_per_s": round(bench.speed / 1e9, 1),
         "prompts": PROMPTS,
         "prompt_tokens": PROMPT,
-        "new_tokens": NEW,
+        "new_tokens": bench.new,
         "max_stack": args.max_stack,
         "deep_scale": args.quiet,
         "packed": args.pack,
@@ -218,9 +233,11 @@ def run(args: argparse.Namespace) -> None:
         print(name, record[name], flush=True)
         args.out.write_text(json.dumps(record, indent=1) + "\n")
 
-    def engine_note(mode: str, threshold: float | None, rows: int) -> None:
+    def engine_note(mode: str, threshold: float | None, rows: int, **options: Any) -> None:
         name = f"engine, {mode}" + (f", {rows} rows" if rows > 1 else "")
-        found = bench.engine(mode, threshold, rows)
+        name += "".join(f", {option} {value}" for option, value in options.items())
+        found = bench.engine(mode, threshold, rows, **options)
+        free_memory()
         full = record.get("engine, full" + (f", {rows} rows" if rows > 1 else ""), found)
         if mode != "full":
             found["speedup"] = round(full["ms_per_token"] / found["ms_per_token"], 3)
@@ -229,6 +246,7 @@ def run(args: argparse.Namespace) -> None:
         record[name] = {key: value for key, value in found.items() if key != "tokens"}
         if rows == 1 and mode in record:
             record[name]["against_captured"] = round(record[mode]["ms_per_token"] / found["ms_per_token"], 3)
+            record[name]["text_against_captured"] = round(record[mode]["ms_per_text"] / found["ms_per_text"], 3)
         print(name, record[name], flush=True)
         args.out.write_text(json.dumps(record, indent=1) + "\n")
 
@@ -243,13 +261,15 @@ def run(args: argparse.Namespace) -> None:
         record["where_parallel"] = bench.where("parallel", threshold, args.profile)
         for line in record["where_parallel"]:
             print(line, flush=True)
+    note("speculative", "speculative", threshold)
+    if not args.engine_only:
+        note("state-copy", "state-copy", bench.threshold_for("state-copy", MAIN_RATE))
+    bench.free_captured()
     for rows in args.rows:
         for mode in args.modes:
-            engine_note(mode, threshold, rows)
-    if args.engine_only:
-        return
-    note("state-copy", "state-copy", bench.threshold_for("state-copy", MAIN_RATE))
-    note("speculative", "speculative", threshold)
+            waits = mode in ("parallel", "speculative")
+            for stack, shallows in product(args.stacks, args.shallows) if waits and rows == 1 else [(rows, None)]:
+                engine_note(mode, threshold, rows, **({"batch_size": stack, "shallows": shallows} if shallows else {}))
 
 
 def table(record: dict[str, Any]) -> str:
@@ -295,6 +315,7 @@ def main() -> None:
     running = verbs.add_parser("run")
     running.add_argument("--shape", choices=list(SHAPES), default="7b")
     running.add_argument("--out", type=Path, required=True)
+    running.add_argument("--tokens", type=int, default=192, help="new tokens of a prompt")
     running.add_argument("--quiet", type=float, default=0.1)
     running.add_argument("--max-stack", type=int, default=16)
     running.add_argument("--pack", action=argparse.BooleanOptionalAction, default=True, help="fewer, larger matrices")
@@ -302,9 +323,11 @@ def main() -> None:
     running.add_argument("--threshold", type=float, help="of parallel decoding, instead of searching for it")
     running.add_argument("--rows", nargs="*", type=int, default=[1], help="sequences at a time in the engine")
     running.add_argument(
-        "--modes", nargs="*", default=["full", "parallel", "speculative"], help="modes to run in the engine"
+        "--modes", nargs="*", default=["full", "static", "parallel", "speculative"], help="modes to run in the engine"
     )
-    running.add_argument("--engine-only", action="store_true", help="no other modes of captured steps")
+    running.add_argument("--stacks", nargs="*", type=int, default=[16], help="one row: tokens per forward pass with exits")
+    running.add_argument("--shallows", nargs="*", type=int, default=[4], help="one row: the engine's option")
+    running.add_argument("--engine-only", action="store_true", help="not also state-copy in captured steps")
     running.add_argument("--profile", type=int, default=0, help="list so many kernels of parallel decoding")
     running.set_defaults(verb=run)
     drawing = verbs.add_parser("draw")

@@ -102,6 +102,18 @@ def test_an_exit_with_a_layer_of_its_own(name: str) -> None:
     assert [(r.tokens, r.depths) for r in results] == [(w.tokens, w.exit_layers) for w in wanted]
 
 
+@pytest.mark.parametrize(("name", "layer"), [("vanilla", 3), ("lora", 2), ("four-loops-shared-kv", 4), ("own-gemma3", 3)])
+@pytest.mark.parametrize("fuse", [False, True])
+def test_a_static_exit_is_a_shallow_model(name: str, layer: int, fuse: bool) -> None:
+    """Pages for its layers alone, and none behind the exit run."""
+    setting = Exiting(mode="static", exit_layers=(layer,))
+    wanted = generate(model(name), MANY, max_new_tokens=NEW, exiting=setting)
+    engine = Engine(model(name), exiting=setting, fuse=fuse, **SMALL | {"max_sequences": None})
+    assert [r.tokens for r in engine.generate(MANY, max_new_tokens=NEW)] == [w.tokens for w in wanted]
+    assert [w.tokens for w in wanted] != [w.tokens for w in generate(model(name), MANY, max_new_tokens=NEW)]
+    assert engine.runner.layout.planes[0] <= layer + 1
+
+
 @pytest.mark.parametrize("mode", ["parallel", "state-copy", "entry-copy"])
 @pytest.mark.parametrize("confidence", ["gate", "classifier", "max", "state", "kl"])
 def test_exits_that_are_decided_otherwise(confidence: str, mode: str) -> None:

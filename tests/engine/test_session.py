@@ -47,10 +47,11 @@ def test_routed_models(control: DepthControl | None) -> None:
         assert (reply.tokens, reply.depths) == (one.tokens, one.depths)
 
 
-@pytest.mark.parametrize("mode", ["parallel", "state-copy", "speculative"])
+@pytest.mark.parametrize("mode", ["static", "parallel", "state-copy", "speculative"])
 def test_early_exit(mode: str) -> None:
     name = "vanilla"
-    model, where = build(name), exiting(name, mode, threshold=mixing_threshold(name))
+    threshold = {} if mode == "static" else {"threshold": mixing_threshold(name)}
+    model, where = build(name), exiting(name, mode, **threshold)
     for prompt in many(model)[:3]:
         (one,) = generate(model, [prompt], max_new_tokens=NEW, exiting=where)
         reply = EngineSession(model, exiting=where).generate(prompt, max_new_tokens=NEW)
@@ -60,7 +61,8 @@ def test_early_exit(mode: str) -> None:
         assert (reply.exits.mode, reply.exits.threshold, reply.exits.layers) == (mode, one.exits.threshold, one.exits.layers)
         if mode != "speculative":  # which drafts there are depends on when they are verified
             assert reply.exit_layers == one.exit_layers
-            assert reply.confidences == pytest.approx(one.confidences, abs=1e-5)
+            assert reply.exits.layers_run == one.exits.layers_run
+            assert reply.confidences == (one.confidences and pytest.approx(one.confidences, abs=1e-5))
     assert reply.exits.deep_passes is None
 
 
@@ -84,7 +86,7 @@ def test_what_only_the_reference_does() -> None:
     plain, mixture = build("vanilla"), model_of(routed())
     assert reference_only(plain, None, None) is None
     assert reference_only(plain, None, Exiting(mode="full")) is None
-    assert reference_only(plain, None, Exiting(mode="static", exit_layers=(2,))) == "--decode static"
+    assert reference_only(plain, None, Exiting(mode="select", exit_layers=(2,))) == "--decode select"
     assert reference_only(plain, None, Exiting(mode="parallel", exit_layers=(2,), refine=1.0)) == "--refine"
     assert reference_only(mixture, DepthControl(max_depth=1), None) is None
     assert reference_only(plain, DepthControl(max_depth=1), None) == "--max-depth without a router"

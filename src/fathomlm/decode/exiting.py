@@ -28,7 +28,7 @@ USED: dict[str, tuple[str, ...]] = {
 """The options that each mode has."""
 ORACLES = ("oracle", "oracle-copy")
 """The modes that know the last layer's choice, and compare no threshold."""
-SERVED_MODES = ("parallel", "state-copy", "entry-copy", "speculative")
+SERVED_MODES = ("static", "parallel", "state-copy", "entry-copy", "speculative")
 """The modes of the engine, beside full."""
 MULTIPLE = ("state-copy", "entry-copy", "parallel", "select", *ORACLES)
 """The modes with any number of exits; the others have one."""

@@ -90,7 +90,7 @@ class PagedLayers:
         self._bias_DH = None if decoder.relative is None else decoder.relative.by_distance().detach()
         self._norm = torch.compile(decoder.norm.forward, dynamic=False) if compiled else decoder.norm
         self._norm_some = torch.compile(self._norm_some_plain, dynamic=False) if compiled else self._norm_some_plain
-        for step in decoder.plan if pages.prefix else ():
+        for step in (step for step in decoder.plan if pages.prefix and step.index in layout.homes):
             layer, delta = decoder.layer_of(step), decoder.delta(step)
             assert isinstance(layer, Block)
             with torch.no_grad():

@@ -61,19 +61,20 @@ def build_layout(
     relaxation: Relaxation | None,
     exits: Sequence[int] = (),
     own: Sequence[Step] | None = None,
+    static: bool = False,
 ) -> Layout:
     """The layout that a model needs, or what the engine cannot do with it. Tokens may exit after the steps with the indices
-    `exits`; `own` are the steps of a draft layer, by default those of the exits."""
+    `exits`; `own` are the steps of a draft layer, by default those of the exits. `static`: all of them do."""
     own = plan.exit_steps(exits) if own is None else own
     _check(architecture, plan, relaxation, exits)
     if plan.routing is None or plan.kv != "cache":
-        steps = (*plan, *own)
+        steps = (*plan.steps[: exits[0] + 1 if static else None], *own)
         makes = [step.index for step in steps if not plan.reads_kv(step)]
         planes = {index: number for number, index in enumerate(makes)}
         homes = {
             step.index: (0, planes[plan.kv_sources[step.index] if plan.reads_kv(step) else step.index]) for step in steps
         }
-        kind: Kind = "routed" if plan.routing is not None else ("exits" if exits or own else "whole")
+        kind: Kind = "routed" if plan.routing is not None else ("exits" if (exits or own) and not static else "whole")
         most = max(len(makes), len(plan.steps)) if architecture.cross else len(makes)
         return Layout(kind, (0,), (most,), homes, (0,) * plan.recursions)
     outer = [step.index for step in plan if step.part != "core"]

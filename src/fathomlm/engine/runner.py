@@ -136,7 +136,7 @@ class Runner:
             compiled, skips=self.device.type == "cpu",
         )  # fmt: skip
         if self.layout.kind == "whole":
-            return WholeProgram(parts)
+            return WholeProgram(parts, *self.exits)
         if self.layout.kind == "routed":
             assert isinstance(self.decoder.routers, Routers)
             assert plan.routing is not None
@@ -292,8 +292,8 @@ def _check_forced(plan: DepthPlan, layout: Layout, options: EngineOptions, exits
             raise OptionError(
                 f"forced_depths names {len(options.forced_depths)} parts, but the model has {plan.recursions} recursions"
             )
-    if options.forced_exits is not None and (not exits or drafts):
-        raise OptionError("forced_exits requires an engine with exits and without drafts")
+    if options.forced_exits is not None and (not exits or drafts or layout.kind == "whole"):
+        raise OptionError("forced_exits requires an engine with exits that tokens may pass, and without drafts")
 
 
 def _prefix_pages(decoder: Decoder, page_size: int) -> int:
@@ -349,7 +349,7 @@ def _sizes(decoder: Decoder, layout: Layout, options: EngineOptions, gpu: bool, 
         in_a_step = len(_cores(plan, options))
     elif exiting is not None and behind:
         in_a_step = 1 + _drafts(exiting)
-    elif exiting is not None:
+    elif exiting is not None and layout.kind == "exits":
         in_a_step = _shallows(options, exiting) + len(exiting.exits(plan))
         waiting = (exiting.max_stack or 1) if exiting.mode == "speculative" else 0
     chunk = options.prefill_chunk or (GPU_CHUNK if gpu else CHUNK)
@@ -387,7 +387,8 @@ def layout_for(decoder: Decoder, exiting: Exiting | None = None, page_size: int 
         raise UnsupportedModel("the engine runs mixtures of experts on a CPU only; use fathomlm generate")
     _prefix_pages(decoder, page_size)
     own = () if exiting is None else exiting.own_steps(decoder.plan)
-    return build_layout(decoder.architecture, decoder.plan, decoder.relaxation, _exits(decoder.plan, exiting), own)
+    exits, static = _exits(decoder.plan, exiting), exiting is not None and exiting.mode == "static"
+    return build_layout(decoder.architecture, decoder.plan, decoder.relaxation, exits, own, static)
 
 
 def ample_memory(decoder: Decoder, options: EngineOptions, tokens: int, exiting: Exiting | None = None) -> int:

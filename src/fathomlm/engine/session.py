@@ -144,7 +144,10 @@ class EngineSession:
         first, last = result.first_token_time, result.last_token_time
         assert first is not None
         assert last is not None
-        exits = self._statistics(result, threshold)
+        depths = result.depths
+        if self.exiting is not None and self.exiting.mode == "static":  # the engine runs a shallow model, of one depth
+            depths = (self.exiting.exits(self.model.plan)[0] + 1,) * len(result.tokens)
+        exits = None if self.exiting is None or depths is None else self._statistics(self.exiting, result, depths, threshold)
         return Generation(
             prompt_tokens=result.prompt_tokens,
             tokens=result.tokens,
@@ -152,22 +155,22 @@ class EngineSession:
             finish=result.finish.reason,  # type: ignore[arg-type]
             prefill_seconds=first - result.arrival,
             decode_seconds=last - first,
-            depths=result.depths if exits is None else None,
-            exit_layers=None if exits is None else result.depths,
+            depths=depths if exits is None else None,
+            exit_layers=None if exits is None else depths,
             confidences=result.confidences,
             exits=exits,
         )
 
-    def _statistics(self, result: Result, threshold: Threshold | None) -> ExitStatistics | None:
-        if self.exiting is None or result.depths is None:
-            return None
-        plan, mode = self.model.plan, self.exiting.mode
+    def _statistics(
+        self, exiting: Exiting, result: Result, depths: Sequence[int], threshold: Threshold | None
+    ) -> ExitStatistics:
+        plan, mode = self.model.plan, exiting.mode
         layers, many = plan.unrolled_layers, len(result.tokens)
-        kept = sum(depth < layers for depth in result.depths) if mode == "speculative" else 0
+        kept = sum(depth < layers for depth in depths) if mode == "speculative" else 0
         # What waits for the layers behind the exit passes them in the end, drafts that are discarded too.
         waits = mode in ("parallel", "speculative")
-        run = layers * (many + result.drafted - kept) if waits else sum(result.depths)
-        own = many + result.drafted - kept if self.exiting.own_steps(plan) else 0
+        run = layers * (many + result.drafted - kept) if waits else sum(depths)
+        own = many + result.drafted - kept if exiting.own_steps(plan) else 0
         return ExitStatistics(
             mode=mode, layers=layers, threshold=threshold, layers_run=run + own, deep_passes=None, drafted=result.drafted,
             accepted=kept,

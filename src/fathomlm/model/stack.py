@@ -303,6 +303,11 @@ class LayerStack(nn.Module):
         logits_BTV, delta = self.logits(hidden_BTM), self.exit_delta(index)
         return logits_BTV if delta is None else logits_BTV + F.linear(F.linear(hidden_BTM, delta.a), delta.b)
 
+    def has_exit_head(self, index: int) -> bool:
+        """Whether scores after step `index` are made otherwise than those after the last."""
+        own = (self.exit_adapters, self.exit_heads, self.exit_blocks)
+        return self.exit_vocab is not None or any(str(index) in one for one in own)
+
     def _embed(self, tokens_BT: Tensor) -> Tensor:
         return self._scale(self.embed(tokens_BT))
 

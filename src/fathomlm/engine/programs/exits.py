@@ -131,10 +131,7 @@ class ExitProgram:
         self.scores_SV = torch.zeros(s.slots + 1, vocab, device=s.device)
         """What the last exit that a slot's token met made of it, where that is compared."""
         decoder = parts.layers.decoder
-        heads = (decoder.exit_adapters, decoder.exit_heads, decoder.exit_blocks)
-        self._own_heads = [
-            index for index in exits if decoder.exit_vocab is not None or any(str(index) in one for one in heads)
-        ]
+        self._own_heads = [index for index in exits if decoder.has_exit_head(index)]
         self._measure = confidence
         find = {"classifier": find_classifiers, "gate": find_gate}.get(confidence)
         self._classifiers = {} if find is None else find(decoder, self.exits)

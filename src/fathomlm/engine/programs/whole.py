@@ -1,4 +1,5 @@
 """Every token runs every step: plain and recursive models, with continuous sequence batching (the baseline of every figure).
+With a static exit every step up to that one: a shallow model.
 
 A row is a slot: what is in slot n is row n. Slots that are empty, or that wait for pages, are holes. Where few are occupied,
 fewer rows run, and those that have something to do are looked for first.
@@ -20,10 +21,14 @@ from fathomlm.engine.schedule import Placement
 
 
 class WholeProgram:
-    def __init__(self, parts: ProgramContext) -> None:
+    def __init__(self, parts: ProgramContext, exit: int | None = None) -> None:
+        """`exit` is the index of the step after which every token exits; None: none does."""
         assert parts.batch_size == parts.state.slots, "a row is a slot"
-        self.parts = parts
+        self.parts, plan = parts, parts.plan
         device = parts.state.device
+        self.steps = plan.steps if exit is None else plan.steps[: exit + 1]
+        self.own = () if exit is None else plan.exit_steps((exit,))
+        self._exit = exit if exit is not None and parts.layers.decoder.has_exit_head(exit) else None
         self.output = StepOutput.empty(parts.batch_size, parts.sampler.max_logprobs, device)
         self._rows_N = torch.arange(parts.batch_size, device=device)
         self._depth_N = torch.full((parts.batch_size,), parts.plan.recursions, device=device)
@@ -38,25 +43,26 @@ class WholeProgram:
             s.numbers_SC, s.entries_ST, s.capacity_ST, s.tables_STP, rows_N, parts.page_size
         )
         seen = AttentionMetadata(*found, slots_N=rows_N)
-        x_NM = parts.layers.run(parts.layers.enter(tokens_N), parts.plan.steps, seen, positions_N)
-        scores_NV = parts.layers.scores(x_NM)
+        x_NM = parts.layers.run(parts.layers.enter(tokens_N), self.steps, seen, positions_N)
+        if self.own:
+            x_NM = parts.layers.run(x_NM, self.own, seen, positions_N)
+        scores_NV = parts.layers.scores(x_NM, self._exit)
         output = self.output if N is None else self.output.part(0, N)
         self._choose(scores_NV, rows_N, live_N, self._depth_N[:N], self._confidence_N[:N], variant, output)
 
     def prefill(self, batch: PrefillBatch) -> None:
-        prefill_whole(self.parts, batch)
+        """Known tokens through every step that stores entries: what comes behind the last of those (loops that share the
+        first one's) only the token runs whose logits choose, and that one is not among them. An exit's own layer only
+        stores."""
+        parts, plan = self.parts, self.parts.plan
+        stores = len(self.steps) if self.own else 1 + max(step.index for step in self.steps if not plan.reads_kv(step))
+        x_NM, seen = prefill_steps(parts, batch, parts.layers.enter(batch.tokens_N), self.steps[:stores])
+        if self.own:
+            parts.layers.keep(x_NM, self.own, seen, batch.positions_N)
+        count_entries(parts.state, 0, batch.slots_N)
 
     def place(self, placements: Sequence[Placement], threshold: Threshold) -> None:
         """Slots have nothing of their own here."""
-
-
-def prefill_whole(parts: ProgramContext, batch: PrefillBatch) -> None:
-    """Known tokens through every step that stores entries: what comes behind the last of those (loops that share the first
-    one's) only the token runs whose logits choose, and that one is not among them."""
-    plan = parts.plan
-    stores = max(step.index for step in plan if not plan.reads_kv(step))
-    prefill_steps(parts, batch, parts.layers.enter(batch.tokens_N), plan.steps[: stores + 1])
-    count_entries(parts.state, 0, batch.slots_N)
 
 
 def prefill_steps(

@@ -1,0 +1,228 @@
+"""Lossless drafts from a model's own exit in the engine: the same text as full depth, and its speed, by sequences at a time.
+
+    python benchmarks/speculative.py --out speculative.json [--parts smollm2 translator] [--rows 1 8 32]
+
+    smollm2      SmolLM2-135M with the exit that ships for it, asked for 32 short answers (bfloat16 on a GPU)
+    translator   a T5 of 6 + 12 layers with random weights, the shape of the study `free`; what the layers behind the exit
+                 add is scaled down, so that exit and full model often agree (float32: a pass of another size must not round
+                 otherwise, or texts could differ)
+
+Every request is decoded greedily, and its tokens are compared with those at full depth in the same run. The engine drafts
+where it has measured that drafting pays (`always_draft` is off): speed is against full depth, the median of rounds in turn.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import fathomlm
+from fathomlm.decode.exiting import Exiting
+from fathomlm.decode.prompts import chat_prompt, encode_prompt
+from fathomlm.decode.sampling import Sampling
+from fathomlm.depth import Architecture, DepthPlan
+from fathomlm.engine.engine import Engine
+from fathomlm.engine.request import Request, Result
+from fathomlm.lab.bench.floor import finish
+from fathomlm.lab.environment import environment, free_memory
+from fathomlm.model.encoder import encoder_record
+from fathomlm.model.seq2seq import FathomForSeq2SeqLM, FathomModel, FathomSeq2SeqConfig
+from fathomlm.packaged import packaged_exits
+
+TOPICS = (
+    "the tides", "bread", "glaciers", "a violin", "photosynthesis", "the printing press", "chess", "volcanoes", "tea",
+    "the moon", "bicycles", "honey bees", "the alphabet", "rainbows", "clocks", "coral reefs", "maps", "paper", "salt",
+    "earthquakes", "wool", "the compass", "bridges", "owls", "glass", "deserts", "sleep", "money", "steam engines", "cheese",
+    "libraries", "the heart",
+)  # fmt: skip
+QUIET = 0.05
+"""translator: the scale of what layers behind the exit add."""
+
+
+def smollm2(args: argparse.Namespace, device: str) -> tuple[FathomModel, list[list[int]], int, tuple[float, ...]]:
+    dtype = "bfloat16" if device == "cuda" else "float32"
+    model = fathomlm.load(args.model, dtype, device, exits=packaged_exits("smollm2-135m"))
+    asked = [[{"role": "user", "content": f"What is important to know about {topic}?"}] for topic in TOPICS]
+    (exit,) = model.plan.exits
+    return model, [encode_prompt(model, chat_prompt(model, one), special=False) for one in asked], exit + 1, args.thresholds
+
+
+def translator(args: argparse.Namespace, device: str) -> tuple[FathomModel, list[list[int]], int, tuple[float, ...]]:
+    del args
+    layers, exit_layer = 12, 3
+    architecture = Architecture(
+        family="t5", layers=layers, hidden=512, intermediate=1024, heads=8, kv_heads=8, head_dim=64, vocab=8192,
+        context=512, gated=True, tied_embeddings=True, rotary_fraction=0.0, attention_scale=1.0, positions="relative",
+        relative_buckets=32, relative_distance=128, cross=True, memory_width=512,
+    )  # fmt: skip
+    encoder = {
+        "model_type": "t5", "d_model": 512, "d_kv": 64, "d_ff": 1024, "num_layers": 6, "num_heads": 8,
+        "relative_attention_num_buckets": 32, "relative_attention_max_distance": 128,
+    }  # fmt: skip
+    config = FathomSeq2SeqConfig.of(
+        architecture, DepthPlan.vanilla(layers), dtype=torch.float32, encoder_config=encoder_record(encoder),
+        decoder_start_token_id=0, eos_token_id=1,
+    )  # fmt: skip
+    model = FathomForSeq2SeqLM(config).eval()
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.normal_(mean=1.0 if "norm" in name else 0.0, std=0.06, generator=generator)
+        for layer in model.decoder.layers[exit_layer:]:
+            for output in (layer.attn.o, layer.cross.o, layer.mlp.down):
+                output.weight.mul_(QUIET)
+    sources = torch.randint(2, 8192, (len(TOPICS), 24), generator=generator).tolist()
+    return model.to(device).requires_grad_(False), sources, exit_layer, (0.0,)
+
+
+PARTS = {"smollm2": smollm2, "translator": translator}
+
+
+class Bench:
+    """One model and its prompts."""
+
+    def __init__(self, args: argparse.Namespace, part: str, device: str) -> None:
+        self.new, self.rounds, self.device = args.tokens, args.rounds, torch.device(device)
+        self.model, prompts, self.exit_layer, self.thresholds = PARTS[part](args, device)
+        self.prompts = prompts[: args.prompts]
+        self.sampling = Sampling(max_new_tokens=self.new, ignore_eos=part == "translator")
+
+    def engine(self, rows: int, threshold: float | None = None, stack: int = 1) -> Engine:
+        """Full depth, or drafts of at most `stack` tokens for each sequence."""
+        seq2seq = isinstance(self.model, FathomForSeq2SeqLM)
+        longest = max(map(len, self.prompts))
+        sizes: dict[str, Any] = {"max_length": self.new + (1 if seq2seq else longest)}
+        if seq2seq:
+            sizes |= {"max_source": longest}
+        exiting = None
+        if threshold is not None:
+            exiting = Exiting(mode="speculative", exit_layers=(self.exit_layer,), threshold=threshold, max_stack=stack)
+        return Engine(
+            self.model, batch_size=rows * stack, max_sequences=rows, prefix_caching=False, penalties=False, max_logprobs=0,
+            exiting=exiting, **sizes,
+        )  # fmt: skip
+
+    def run(self, engine: Engine, rows: int) -> tuple[list[Result], float]:
+        """Every prompt, `rows` at a time: results, and seconds."""
+        work = [Request(id=engine.new_id(), prompt=tuple(p), sampling=self.sampling) for p in self.prompts]
+        work = work[: 4 if rows == 1 else None]
+        finish(self.device)
+        begun = time.perf_counter()
+        results = engine.run(work) if rows > 1 else [result for one in work for result in engine.run([one])]
+        return results, time.perf_counter() - begun
+
+    def compare(self, rows: int, stack: int, threshold: float, texts: list[tuple[int, ...]]) -> dict[str, Any]:
+        """Full depth and drafts, round by round in turn."""
+        engines = {"full": self.engine(rows), "drafts": self.engine(rows, threshold, stack)}
+        for _ in range(2):
+            for engine in engines.values():
+                self.run(engine, rows)  # kernels are compiled, and drafting settles
+        found: dict[str, list[tuple[list[Result], float]]] = {name: [] for name in engines}
+        for _ in range(self.rounds):
+            for name, engine in engines.items():
+                found[name].append(self.run(engine, rows))
+        rates = {
+            name: statistics.median(sum(len(r.tokens) for r in results) / seconds for results, seconds in runs)
+            for name, runs in found.items()
+        }
+        drafted = [result for results, _ in found["drafts"] for result in results]
+        alone = [r.tokens for r in found["full"][0][0]]
+        ours = [r.tokens for r in found["drafts"][0][0]]
+        kept = sum(depth < self.model.plan.unrolled_layers for r in drafted for depth in r.depths or ())
+        return {
+            "rows": rows,
+            "threshold": threshold,
+            "batch_size": rows * stack,
+            "tokens_per_s": round(rates["drafts"], 1),
+            "full_tokens_per_s": round(rates["full"], 1),
+            "speed_against_full": round(rates["drafts"] / rates["full"], 3),
+            "requests": len(ours),
+            "same_text": sum(a == b for a, b in zip(ours, texts, strict=False)),
+            "same_text_as_full_of_these_rows": sum(a == b for a, b in zip(ours, alone, strict=True)),
+            "drafted": sum(r.drafted for r in drafted),
+            "accepted": kept,
+        }
+
+    def full_texts(self) -> list[tuple[int, ...]]:
+        """What the full model says: several rows at a time, whose sums do not depend on how many there are."""
+        return [r.tokens for r in self.run(self.engine(8), 8)[0]]
+
+
+def captured(bench: Bench) -> dict[str, Any]:
+    """One row on captured steps: milliseconds a token, full depth and with drafts, and for a whole text."""
+    from fathomlm.decode.captured import CapturedDecoder
+    from fathomlm.decode.prompts import end_tokens, read_sources, start_token
+
+    model, longest = bench.model, max(map(len, bench.prompts))
+    seq2seq = isinstance(model, FathomForSeq2SeqLM)
+    cuda = bench.device.type == "cuda"
+    room: dict[str, Any] = {"length": bench.new + 2, "source": longest} if seq2seq else {"length": bench.new + longest + 1}
+    decoder = CapturedDecoder(
+        model.decoder, exit_layers=(bench.exit_layer,), compile=cuda, pack=cuda and not seq2seq, max_stack=8, **room
+    )
+    ends = () if bench.sampling.ignore_eos else end_tokens(model)
+    found: dict[str, Any] = {}
+    settings = {"full": Exiting(mode="full")} | {
+        f"speculative {t:g}": Exiting(mode="speculative", exit_layers=(bench.exit_layer,), threshold=t, max_stack=8)
+        for t in bench.thresholds
+    }
+    for name, exiting in settings.items():
+        rounds, walls, tokens = [], [], 0
+        for _ in range(1 + bench.rounds):
+            finish(bench.device)
+            begun = time.perf_counter()
+            texts = []
+            for prompt in bench.prompts[:4]:
+                memory = read_sources(model, [prompt]) if isinstance(model, FathomForSeq2SeqLM) else None
+                start = [start_token(model)] if isinstance(model, FathomForSeq2SeqLM) else prompt
+                texts.append(decoder.generate(start, exiting, bench.new, ends, memory))
+            walls.append(time.perf_counter() - begun)
+            tokens = sum(len(text.tokens) for text in texts)
+            rounds.append(sum(text.decode_seconds for text in texts) / tokens)
+        found[name] = {
+            "ms_per_token": round(1e3 * statistics.median(rounds[1:]), 4),
+            "tokens_per_s": round(tokens / statistics.median(walls[1:]), 1),
+        }
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--parts", nargs="*", choices=list(PARTS), default=list(PARTS))
+    parser.add_argument("--rows", nargs="*", type=int, default=[1, 8, 32])
+    parser.add_argument("--stacks", nargs="*", type=int, default=[4], help="tokens of a sequence that wait for one pass")
+    parser.add_argument("--thresholds", nargs="*", type=float, default=[0.3], help="smollm2: how sure a draft must be")
+    parser.add_argument("--model", default="smollm2-135m")
+    parser.add_argument("--tokens", type=int, default=128, help="new tokens of a request")
+    parser.add_argument("--prompts", type=int, default=len(TOPICS))
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--captured", action="store_true", help="one row on captured steps too")
+    args = parser.parse_args()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    record: dict[str, Any] = {"environment": environment(), "new_tokens": args.tokens, "prompts": args.prompts}
+    for part in args.parts:
+        bench = Bench(args, part, device)
+        record[part] = {"exit_layer": bench.exit_layer, "layers": bench.model.plan.unrolled_layers, "rows": []}
+        texts = bench.full_texts()
+        for rows in args.rows:
+            for stack in args.stacks:
+                for threshold in bench.thresholds:
+                    free_memory()
+                    record[part]["rows"].append(bench.compare(rows, stack, threshold, texts))
+                    print(part, record[part]["rows"][-1], flush=True)
+                    args.out.write_text(json.dumps(record, indent=1) + "\n")
+        if args.captured:
+            record[part]["captured"] = captured(bench)
+            print(part, "captured", record[part]["captured"], flush=True)
+        args.out.write_text(json.dumps(record, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
