@@ -125,13 +125,14 @@ class Decoder(LayerStack):
         causal: bool = False,
         top_k: TopKOptions | None = None,
         trace: RoutingTrace | None = None,
+        kept_SB: Tensor | None = None,
     ) -> dict[int, Tensor]:
         """The residual stream after each step in `at` and after the last one, before the final norm: what training reads.
         `at` may name steps of exits too (`plan.exit_steps`).
 
         `documents_BT` numbers the documents packed into a row; tokens then see their own document only. A routed model
         takes the top k, or with `causal` decides as at inference; `top_k` says how many those are during a warm-up and
-        among packed documents.
+        among packed documents. Rows that are False in `kept_SB` skip that step (layer dropout).
         """
         x = self._stream(tokens_BT)
         if self.inject is not None and self.training:
@@ -139,7 +140,7 @@ class Decoder(LayerStack):
         rows = self.equipped(TokenBatch.of(x, None, keep_BS, past=0, documents_BT=documents_BT, tokens_BT=tokens_BT), memory)
         masks = full_masks(self.architecture, self.plan, rows, x.dtype)
         kv = NoCache(self.plan)
-        walk = partial(self._walk, packed=self._packed(x), keep_inner=recompute != "inner")
+        walk = partial(self._walk, packed=self._packed(x), keep_inner=recompute != "inner", kept_SB=kept_SB)
         if self.plan.routing is not None:
             return self._routed_states(x, rows, masks, kv, at, walk, recompute, causal, top_k, trace)
         found: dict[int, Tensor] = {}

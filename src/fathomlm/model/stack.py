@@ -322,8 +322,9 @@ class LayerStack(nn.Module):
         kv: Cache | NoCache,
         packed: Mapping[int, Packed] | None = None,
         keep_inner: bool = True,
+        kept_SB: Tensor | None = None,
     ) -> Tensor:
-        """Run some steps of the plan, in order."""
+        """Run some steps of the plan, in order. Rows that `kept_SB` names as False for a step come out as they went in."""
         if self.cpu_layers is not None and self.inject is None and x.shape[1] == 1 and self.cpu_layers.takes(x):
             done = run_cached_rows(self, self.cpu_layers, x, steps, masks, kv)
             if done is not None:
@@ -331,7 +332,8 @@ class LayerStack(nn.Module):
         x, beside = self.parted(x)
         for step in steps:
             x, beside = self.entering(x, beside, step)
-            x = self.layer_of(step)(x, self._context(step, masks, kv, packed, keep_inner))
+            out = self.layer_of(step)(x, self._context(step, masks, kv, packed, keep_inner))
+            x = out if kept_SB is None or step.part == "exit" else torch.where(kept_SB[step.index, :, None, None], out, x)
             if self.encodings and self.plan.is_last_of_recursion(step):
                 x = (x * self.encodings[step.recursion]).to(x.dtype)
         return x if beside is None else torch.cat((x, beside), dim=-1)

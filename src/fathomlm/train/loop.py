@@ -55,9 +55,10 @@ class PendingStep:
     """A step that a GPU may still be busy with. Reading its result waits for that step and nothing after it, so a loop
     that reads a step behind keeps the GPU from ever waiting for the loop."""
 
-    def __init__(self, values: Tensor, names: tuple[str, ...]) -> None:
-        """`values`: mean loss, its parts, gradient norm, whether it was skipped, tokens, ranks that were asked to stop."""
-        self.names = names
+    def __init__(self, values: Tensor, names: tuple[str, ...], resting: frozenset[str] = frozenset()) -> None:
+        """`values`: mean loss, its parts, gradient norm, whether it was skipped, tokens, ranks that were asked to stop.
+        Parts that are `resting` were not computed."""
+        self.names, self._resting = names, resting
         self._done: torch.cuda.Event | None = None
         self._values = values
         if values.is_cuda:
@@ -69,7 +70,7 @@ class PendingStep:
         if self._done is not None:
             self._done.synchronize()
         loss, *parts, norm, bad, count, stops = self._values.tolist()
-        by_name = dict(zip(self.names, parts, strict=True))
+        by_name = {name: part for name, part in zip(self.names, parts, strict=True) if name not in self._resting}
         return StepResult(loss, by_name, norm, int(count), bad > 0, stops > 0)
 
 
@@ -126,7 +127,7 @@ class Stepper:
         bad = (~(means[0].isfinite() & norm.isfinite())).float()
         self._learn(bad)
         self._balance(means, bad)
-        return PendingStep(torch.cat((means, torch.stack((norm, bad, count)), sums[-1:])), names)
+        return PendingStep(torch.cat((means, torch.stack((norm, bad, count)), sums[-1:])), names, self.objective.resting)
 
     def _pass(self, batch: Batch, scale: Tensor) -> tuple[Tensor, Tensor]:
         """Forward and back: gradients of the scaled loss are added, the loss and its parts returned."""

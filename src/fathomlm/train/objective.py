@@ -10,11 +10,12 @@ Shapes: B rows, T tokens, M hidden width, N = B x T, V vocabulary, W the exit vo
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 
+from fathomlm.errors import OptionError
 from fathomlm.model.decoder import Decoder, Recompute
 from fathomlm.model.exits import ExitVocab
 from fathomlm.model.route import RoutingTrace, TopKOptions
@@ -33,6 +34,7 @@ from fathomlm.train.losses.head import (
     likeliest_tokens,
 )
 from fathomlm.train.losses.healing import healing_loss, teacher_steps
+from fathomlm.train.losses.layerskip import kept_steps
 from fathomlm.train.losses.layerwise import candidates, layerwise_loss, taught_layers
 from fathomlm.train.losses.routing import openness, routing_names, routing_parts, smooth_openness
 from fathomlm.train.recipe import LossRecipe, RoutingLossRecipe
@@ -82,6 +84,8 @@ class Objective(nn.Module):
         self.recompute = recompute
         self._teacher = (teacher, teacher_encoder)
         """In a tuple, so that its weights are not among this module's."""
+        if recipe.layer_dropout and decoder.plan.routing is not None:
+            raise OptionError("loss.layer_dropout cannot be combined with a router")
         self._head_parts = HeadParts()
         self._routing_parts = routing_parts
         self._outputs = _outputs(recipe, decoder)
@@ -90,6 +94,8 @@ class Objective(nn.Module):
         """For each step the teacher's that it is compared with."""
         if recipe.heal is not None and teacher is not None:
             self._healed = teacher_steps(decoder.plan, teacher.plan, kept_layers)
+        self._step = 0
+        """The optimizer's, by which exits take turns and layers are dropped."""
         self._drafts = 0 if recipe.exits is None else recipe.exits.draft
         """How many tokens ahead a draft layer learns; its outputs count on from the last step."""
         self._classifies = recipe.exits is not None and recipe.exits.classifier
@@ -123,7 +129,8 @@ class Objective(nn.Module):
         return names if routing is None else names + routing_names(routing)
 
     def warm_up(self, step: int, device: torch.device) -> None:
-        """Set the capacities of optimizer step `step` (from 0)."""
+        """Set what depends on the number of an optimizer step (from 0): capacities, and what of LayerSkip counts."""
+        self._step = step
         self.openness = openness(self._teaches, step)
         if self._teaches.capacity_warmup_shape == "smooth" and self.openness:
             self._exact = torch.zeros((), dtype=torch.float64, device=device) if self._exact is None else self._exact
@@ -132,6 +139,23 @@ class Objective(nn.Module):
     def _top_k(self) -> TopKOptions:
         left = self.openness if self.training else 0.0
         return TopKOptions(left, self._exact if left else None, self._teaches.capacity_per_document)
+
+    @property
+    def _now(self) -> tuple[_Output, ...]:
+        """The outputs that count: all, or in training those whose turn it is; weights that add up to 1 still do."""
+        exits = self.recipe.exits
+        if exits is None or not exits.rotate or not self.training:
+            return self._outputs
+        *early, last = self._outputs
+        turn = [*(output for number, output in enumerate(early) if (number - self._step) % exits.rotate == 0), last]
+        total = 1.0 if exits.weights == "aggressive" else sum(output.terms.weight for output in turn)
+        return tuple(replace(output, terms=output.terms.scaled(1 / total)) for output in turn)
+
+    @property
+    def resting(self) -> frozenset[str]:
+        """The parts that a training step leaves out: zeros stand for them."""
+        counted = {name for output in self._now for name in _part_names(output)}
+        return frozenset(name for output in self._outputs for name in _part_names(output) if name not in counted)
 
     @property
     def exits(self) -> tuple[int, ...]:
@@ -154,9 +178,9 @@ class Objective(nn.Module):
         `causal` a routed model decides as at inference. `source_BS` is what an encoder reads. `likeliest_BTK` are a
         teacher's tokens with their log-probabilities, where it is not here itself."""
         plan = self.decoder.plan
-        own = {index: step.index for index in self.exits for step in plan.exit_steps((index,))}
-        last = plan.unrolled_layers - 1
-        at = {own.get(output.index, output.index) for output in self._outputs if output.index <= last}
+        outputs, last = self._now, plan.unrolled_layers - 1
+        own = {o.index: step.index for o in outputs if o.index < last for step in plan.exit_steps((o.index,))}
+        at = {own.get(output.index, output.index) for output in outputs if output.index <= last}
         at |= {*self._shallow, *self._deep}
         trace = None if plan.routing is None else RoutingTrace()
         memory = None
@@ -175,6 +199,7 @@ class Objective(nn.Module):
             causal=causal,
             top_k=self._top_k(),
             trace=trace,
+            kept_SB=self._kept(tokens_BT),
         )
         taught = None
         if self._teacher[0] is not None:
@@ -202,7 +227,7 @@ class Objective(nn.Module):
         weights_NO = None
         if self._gated:
             total, weights_NO = self._gate(total, parts, normed, targets_N)
-        for number, output in enumerate(self._outputs):
+        for number, output in enumerate(outputs):
             exit_vocab = self._exit_vocab(output.index)
             teacher: AnyTeacher | None = None
             if output.terms.divergence is not None:
@@ -242,7 +267,13 @@ class Objective(nn.Module):
             total = total + self.recipe.heal.weight * parts["heal"]
         if trace is not None:
             total = self._add_routing(total, parts, trace, targets_BT)
-        return total, torch.stack([parts[name].detach() for name in self.names])
+        nothing = torch.zeros_like(total)
+        return total, torch.stack([parts.get(name, nothing).detach() for name in self.names])
+
+    def _kept(self, tokens_BT: Tensor) -> Tensor | None:
+        """Which rows run each step; None where all run every one."""
+        most = self.recipe.layer_dropout if self.training else 0.0
+        return kept_steps(tokens_BT, self._step, self.decoder.plan.unrolled_layers, most) if most else None
 
     def _gate(
         self, total: Tensor, parts: dict[str, Tensor], normed: dict[int, Tensor], targets_N: Tensor

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from fathomlm.depth import DepthPlan
 from fathomlm.errors import OptionError
+from fathomlm.train.losses.layerskip import summed_depth_weights
 from fathomlm.train.recipe import ExitRecipe
 
 
@@ -13,6 +14,8 @@ def exit_steps(recipe: ExitRecipe, plan: DepthPlan) -> tuple[int, ...]:
     """The indices of the steps that the early exits follow; a draft layer follows none of them."""
     if recipe.draft:
         return ()
+    if recipe.at == "all":
+        return plan.with_exits(range(plan.unrolled_layers - 1)).exits
     if recipe.at == "recursions":
         ends = plan.recursion_ends()
         if not ends:
@@ -32,20 +35,24 @@ def exited_plan(recipe: ExitRecipe, plan: DepthPlan) -> DepthPlan:
 
 
 def early_outputs(recipe: ExitRecipe | None, plan: DepthPlan) -> int:
-    """How many outputs learn beside the last."""
-    return len(plan.exits) if recipe is None or not recipe.draft else recipe.draft
+    """How many outputs learn beside the last, at most, in a step."""
+    if recipe is not None and recipe.draft:
+        return recipe.draft
+    return len(plan.exits) if recipe is None or not recipe.rotate else -(-len(plan.exits) // recipe.rotate)
 
 
 def exit_weights(recipe: ExitRecipe, depths: Sequence[int]) -> tuple[float, ...]:
     """The weight of each output, shallow to deep, the last output included.
 
-    `depths` are the outputs' depths: recursions (1, 2, ..., R) or steps, whichever the exits are named by. Weighted and
-    unweighted add up to 1; aggressive leaves the last output at 1, so that it trains as it would without exits.
+    `depths` are the outputs' depths: recursions (1, 2, ..., R) or steps, whichever the exits are named by. Weighted,
+    unweighted and layerskip add up to 1; aggressive leaves the last output at 1, so that it trains as without exits.
     """
     if recipe.weights == "weighted":
         return tuple(depth / sum(depths) for depth in depths)
     if recipe.weights == "gate":  # says it token by token: losses/gate.py
         return (1.0,) * len(depths)
+    if recipe.weights == "layerskip":
+        return summed_depth_weights(depths, recipe.coefficient)
     if recipe.weights == "unweighted":
         return tuple(1 / len(depths) for _ in depths)
     return (*(recipe.coefficient for _ in depths[:-1]), 1.0)

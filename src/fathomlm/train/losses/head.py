@@ -48,6 +48,9 @@ class HeadTerms:
     divergence: str | None = None
     divergence_weight: float = 0.0
 
+    def scaled(self, factor: float) -> HeadTerms:
+        return HeadTerms(self.weight * factor, self.divergence, self.divergence_weight * factor)
+
 
 Shown = Callable[[slice, Tensor], Tensor]
 """A teacher's logits for a part of the tokens, given the student's for it."""
