@@ -184,7 +184,7 @@ def tried(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """A copy for each example, with the example in it, and what its check said in `said`, which ends in OK."""
     places = {title: tmp_path_factory.mktemp("copy") for title in CASES}
     for title, place in places.items():
-        ignored = shutil.ignore_patterns("__pycache__", "*.safetensors")
+        ignored = shutil.ignore_patterns("*.safetensors")  # bytecode goes along, so that nothing is compiled anew
         shutil.copytree(ROOT / "src" / "fathomlm", place / "src" / "fathomlm", ignore=ignored)
         for block in blocks(title):
             apply(place, *block)

@@ -20,7 +20,9 @@ SHORT = [
 SMALLER = {
     "train compress-smollm2-135m": [*SHORT, "--model.drop", "1", "--model.calibrate", "1024"],
     "train tiny-mor": SHORT,
-    "bench throughput": ["--batch-size", "8", "--threads", "1"],
+    "bench throughput": ["--batch-size", "2", "--requests", "2", "--threads", "1"],
+    "analyze routing": ["--rows", "4"],
+    "study run": ["--only", "*/0"],
     "generate": ["--max-new-tokens", "3"],
 }
 """What the test adds, so that a command is over soon; the page's own words stay."""

@@ -48,13 +48,14 @@ def found(model: FathomForCausalLM, engine: Engine) -> list[tuple[Any, ...]]:
     return [(result.tokens, result.depths, result.finish.reason) for result in results]
 
 
-@pytest.mark.parametrize("fuse", [False, True])
 @pytest.mark.parametrize("name", MODELS)
-def test_every_family_and_plan_at_full_depth(name: str, fuse: bool) -> None:
+def test_every_family_and_plan_at_full_depth(name: str) -> None:
     model = build(name)
-    engine = Engine(model, fuse=fuse, **SMALL)
-    assert found(model, engine) == expected(model)
-    _nothing_is_left(engine)
+    wanted = expected(model)
+    for fuse in (False, True):
+        engine = Engine(model, fuse=fuse, **SMALL)
+        assert found(model, engine) == wanted
+        _nothing_is_left(engine)
 
 
 ROUTED = [
@@ -117,17 +118,16 @@ LEAVING = [name for name in MODELS if name != "gemma3"]
 SIZES: tuple[dict[str, int], ...] = ({}, {"batch_size": 16}, {"shallows": 3}, {"burst": 3, "lag": 1})
 
 
-@pytest.mark.parametrize("mode", ["parallel", "state-copy"])
-@pytest.mark.parametrize("name", LEAVING)
+@pytest.mark.parametrize(("name", "mode"), in_turn(LEAVING, ("parallel", "state-copy"), 0))
 def test_tokens_that_leave_early(name: str, mode: str) -> None:
-    """Each mode of a model with another size, and with every size among the models."""
+    """Every model, every mode with every size. test_several_exits has both modes of most of them."""
     model = build(name)
     setting = exiting(name, mode, threshold=mixing_threshold(name))
     wanted = generate(model, many(model), max_new_tokens=NEW, exiting=setting)
     assert len({layer for result in wanted for layer in result.exit_layers or ()}) > 1
     # Text that is put aside is read again exactly, which is not what state copying left: here it needs all its memory.
     enough = {} if mode == "parallel" else {"memory": 10**6}
-    sizes = SIZES[(LEAVING.index(name) + 2 * (mode == "parallel")) % len(SIZES)]
+    sizes = SIZES[LEAVING.index(name) // 2 % len(SIZES)]
     engine = Engine(model, exiting=setting, **(SMALL | sizes | enough))
     results = engine.generate(many(model), max_new_tokens=NEW)
     assert [(r.tokens, r.depths) for r in results] == [(w.tokens, w.exit_layers) for w in wanted]

@@ -31,8 +31,8 @@ from fathomlm.packaged import packaged_path
 from fathomlm.train.data.manifest import Manifest
 from fathomlm.train.data.sources import DataSource, read
 
-CASES = 120
-"""Of each reader."""
+MANY = pytest.mark.parametrize("cases", [50, pytest.param(1000, marks=pytest.mark.slow)])
+"""Of each reader; where there are more, the first are the same."""
 HUGE = 10**31
 VALUES = [
     None, True, False, 0, 1, -1, 2, 0.5, -0.5, 1e308, 5e-324, 2**31, 2**63, 2**64, 10_000_000, 1_000_000_000, HUGE, -HUGE,
@@ -236,7 +236,7 @@ def damaged(data: bytes, draw: random.Random) -> bytes:
     return bytes(draw.randrange(256) for _ in range(200))
 
 
-def attack(reader: Reader, directory: Path, lines: bool = False) -> None:
+def attack(reader: Reader, directory: Path, cases: int, lines: bool = False) -> None:
     path = directory / reader.file
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(written(reader.valid, lines))
@@ -244,7 +244,7 @@ def attack(reader: Reader, directory: Path, lines: bool = False) -> None:
     draw = random.Random(reader.name)
     everywhere = list(places(reader.valid))
     refused = []
-    for case in range(CASES):
+    for case in range(cases):
         value = change(reader.valid, draw.choice(everywhere), draw)
         data = written(value, lines)
         path.write_bytes(damaged(data, draw) if case % 5 == 0 else data)
@@ -255,23 +255,26 @@ def attack(reader: Reader, directory: Path, lines: bool = False) -> None:
         except BaseException as error:
             said = f"{type(error).__name__}: {str(error)[:200]}"
             raise AssertionError(f"{reader.name}: {said} for {path.read_bytes()[:300]!r}") from None
-    assert len(refused) > CASES // 5
+    assert len(refused) > cases // 5
     assert not [message[:200] for message in refused if "\n" in message or len(message) > 2000]
 
 
+@MANY
 @pytest.mark.parametrize("reader", [*hugging_face(), *native()], ids=lambda reader: reader.name)
-def test_configurations(reader: Reader, tmp_path: Path) -> None:
-    attack(reader, tmp_path)
+def test_configurations(reader: Reader, cases: int, tmp_path: Path) -> None:
+    attack(reader, tmp_path, cases)
 
 
-def test_other_files(tmp_path: Path) -> None:
+@MANY
+def test_other_files(cases: int, tmp_path: Path) -> None:
     for reader in others(tmp_path):
-        attack(reader, tmp_path)
+        attack(reader, tmp_path, cases)
 
 
+@MANY
 @pytest.mark.parametrize("reader", list(line_readers()), ids=lambda reader: reader.name)
-def test_json_lines(reader: Reader, tmp_path: Path) -> None:
-    attack(reader, tmp_path, lines=True)
+def test_json_lines(reader: Reader, cases: int, tmp_path: Path) -> None:
+    attack(reader, tmp_path, cases, lines=True)
 
 
 @pytest.mark.parametrize(

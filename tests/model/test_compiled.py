@@ -37,8 +37,12 @@ def gradients(decoder: Decoder, tokens: torch.Tensor) -> dict[str, torch.Tensor]
     return {name: p.grad.clone() for name, p in decoder.named_parameters() if p.grad is not None}
 
 
+COMPILED = ("llama", "llama, dora", "neox")
+"""Kinds that are traced, which takes seconds each; the others run the same forms without a compiler."""
+
+
 @pytest.mark.parametrize("kind", KINDS)
-def test_gradients_are_those_of_the_eager_step(kind: str, one_thread: None) -> None:
+def test_gradients_are_those_of_the_eager_step(kind: str, one_thread: None, monkeypatch: pytest.MonkeyPatch) -> None:
     fields, relax = KINDS[kind]
     architecture = Architecture(family="llama", **SHAPE | {"layers": 2}, **fields)
     relaxation = build_relaxation(architecture.linears(), relax, 2 if relax else None)
@@ -47,8 +51,11 @@ def test_gradients_are_those_of_the_eager_step(kind: str, one_thread: None) -> N
     decoder.reset_parameters(std=0.2)
     tokens = torch.randint(0, 50, (2, 9))
     slow = gradients(decoder, tokens)
-    for layer in decoder.layers:
-        layer.compile(backend="aot_eager", fullgraph=True)
+    if kind in COMPILED:
+        for layer in decoder.layers:
+            layer.compile(backend="aot_eager", fullgraph=True)
+    else:
+        monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
     fast = gradients(decoder, tokens)
     torch._dynamo.reset()
     assert fast.keys() == slow.keys()
@@ -57,7 +64,7 @@ def test_gradients_are_those_of_the_eager_step(kind: str, one_thread: None) -> N
         torch.testing.assert_close(fast[name], slow[name], rtol=1e-3, atol=near + 1e-6, msg=lambda m, n=name: f"{n}: {m}")
 
 
-@pytest.mark.parametrize(("kv", "recompute"), [("cache", "none"), ("share", "inner"), ("cache", "recursion")])
+@pytest.mark.parametrize(("kv", "recompute"), [("share", "inner"), ("cache", "recursion")])
 def test_a_looped_layer_is_packed_once_for_all_its_uses(
     kv: Any, recompute: Any, one_thread: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -93,7 +100,7 @@ def test_the_plain_llama_layer_does_use_them(monkeypatch: pytest.MonkeyPatch) ->
     for name in ("norm_swiglu_mlp", "norm_qkv_rope"):
         original = getattr(parts, name)
         monkeypatch.setattr(parts, name, lambda *a, _f=original, _n=name: (used.append(_n), _f(*a))[1])
-    decoder = Decoder(Architecture(family="llama", **SHAPE), DepthPlan.vanilla(4))
+    decoder = Decoder(Architecture(family="llama", **SHAPE | {"layers": 1}), DepthPlan.vanilla(1))
     decoder.reset_parameters()
     decoder.layers[0].compile(backend="eager")
     gradients(decoder, torch.randint(0, 50, (1, 5)))

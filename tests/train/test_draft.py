@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -37,8 +38,9 @@ PLAN = DepthPlan.vanilla(3).with_exits((), draft=True)
 AHEAD = 4
 
 
-def decoder() -> Decoder:
-    made = Decoder(ARCHITECTURE, PLAN)
+def decoder(layers: int = 3) -> Decoder:
+    plan = DepthPlan.vanilla(layers).with_exits((), draft=True)
+    made = Decoder(replace(ARCHITECTURE, layers=layers), plan)
     made.reset_parameters(std=0.3, generator=torch.Generator().manual_seed(0))
     return made
 
@@ -115,7 +117,7 @@ def test_the_objective_is_the_formula_and_only_the_layer_learns() -> None:
 
 
 def test_a_compiled_step_has_the_eager_gradients() -> None:
-    model, tokens = decoder(), texts()
+    model, tokens = decoder(layers=1), texts()  # each is traced, which takes a second
     choose_trained(model, "exits")
     objective = Objective(model, LossRecipe(exits=ExitRecipe(draft=2, distill="forward_kl")))
 

@@ -150,7 +150,11 @@ def test_the_checkpoint_generates_with_depths_and_validates_as_the_run_did(done:
     assert found == pytest.approx(done.validation, rel=1e-5)
 
 
+@pytest.mark.parametrize(
+    "done", ["expert, hybrid, warm-up", "aux router", "expert, bf16, document mask", "token, loss-free"], indirect=True
+)
 def test_a_run_that_was_stopped_ends_as_one_that_was_not(done: Done) -> None:
+    """Those with more to remember than weights: a warm-up, a second learning rate, masks, a bias without gradients."""
     made, parted = build_recipe(done.values("parted")), done.place.parent / "parted"
     summary = train(made, watcher=StopAt())
     assert not summary.finished

@@ -260,7 +260,7 @@ def test_a_looped_and_routed_decoder_trains_over_its_encoder(recipe, tmp_path):
     assert losses(tmp_path / "b") == pytest.approx(losses(tmp_path / "a"), rel=1e-4)
 
 
-@pytest.mark.parametrize("precision", ["float32", "bf16"])
+@pytest.mark.parametrize("precision", ["float32", pytest.param("bf16", marks=pytest.mark.slow)])
 def test_compiled_layers_compute_the_same(recipe, corpus, precision):
     """Encoder and decoder, with padding, in both precisions; a compiler that only traces keeps the test short."""
     chosen = recipe()
