@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, mode
 from typing import Any
 
 from fathomlm.checkpoints.writing import whole_file
@@ -117,10 +117,11 @@ def _source(claim: Claim) -> str:
 
 def _settings(results: Results) -> str:
     recipe = results.rows[0].job.shaped.recipe
+    rate = mode(row.job.shaped.recipe.optimizer.lr for row in results.rows)
     step = results.rows[0].job.shaped.length.tokens_per_step
     return (
         f"Rows of {row_length(recipe)} tokens, {tokens(step) if step >= 1e6 else f'{step:,}'} tokens a step, "
-        f"{recipe.optimizer.kind} with rate {recipe.optimizer.lr:g} unless a variant says otherwise, {recipe.schedule.kind} "
+        f"{recipe.optimizer.kind} with rate {rate:g} unless a variant says otherwise, {recipe.schedule.kind} "
         f"schedule, {recipe.precision}; at most {results.study.passes:g} passes over the corpus."
     )
 
