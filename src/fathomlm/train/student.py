@@ -63,15 +63,19 @@ class StudentSpec:
         )
 
 
-def read_student(recipe: Recipe, *, foresee: bool = False) -> StudentSpec:
+def read_student(recipe: Recipe, *, foresee: bool = False, source: StudentSpec | None = None) -> StudentSpec:
     """The architecture, plan and relaxation that a recipe trains, as its `model` section and its exits say. `foresee` is
-    `read_source`'s."""
+    `read_source`'s; `source` is what the model it starts from will be, where that is known and need not be there."""
     model = recipe.model
     if model.source is None:
         architecture = scratch_architecture(model, None)
         plan, relaxation = lay_plan(model, architecture)
     else:
-        architecture, own_plan, own_relaxation = read_source(model.source, foresee=foresee)
+        own_plan: DepthPlan | None
+        if source is not None:
+            architecture, own_plan, own_relaxation = source.architecture, source.plan.with_exits(()), source.relaxation
+        else:
+            architecture, own_plan, own_relaxation = read_source(model.source, foresee=foresee)
         check_tying(model, own_plan, own_relaxation)
         if model.drop is not None:
             architecture, own_plan = dropped(model, architecture), None

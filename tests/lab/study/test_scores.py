@@ -11,8 +11,9 @@ import pytest
 
 from fathomlm.cli.main import main
 from fathomlm.errors import DataError, OptionError
+from fathomlm.lab.study.jobs import Place, jobs_of
 from fathomlm.lab.study.ledger import Ledger
-from fathomlm.lab.study.report import results_of, score_table
+from fathomlm.lab.study.report import exit_table, results_of, score_table
 from fathomlm.lab.study.results import metric_of
 from fathomlm.lab.study.scores import read_wanted
 from fathomlm.lab.study.spec import build_study
@@ -61,6 +62,74 @@ def test_a_run_is_scored_as_eval_would(
     assert table[1][0] == "plain"
     assert "±" in table[1][1]
     assert table[1][3] == f"{scores['wikitext2']['nats_per_token']:.4f}"
+
+
+def test_exits_start_from_a_kept_run_and_are_scored_where_tokens_leave(
+    values: Values, corpus: Path, tasks: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    """Two strategies from the model that another study's run left; a frozen one leaves the last output as it was."""
+    monkeypatch.chdir(tmp_path)
+    looped = {"model": {"recursions": 2}}
+    Path("small.yaml").write_text(json.dumps(values(seeds=[0], variants={"looped": looped}, baseline="looped", claims=[])))
+    common = values()["common"]
+    common["model"] = {"source": "study:small.yaml/looped/short/0"}
+    variants = {
+        "looked-at": {"loss": {"exits": {"coefficient": 0.0}}},
+        "frozen": {"train": "exits", "loss": {"exits": {"head_rank": 2, "coefficient": 1.0}}},
+    }
+    claims = [{"text": "a head helps", "lower": "frozen", "higher": "looked-at", "metric": "exit_2"}]
+    exits = values(
+        name="leaving", common=common, variants=variants, baseline="looked-at", seeds=[0], claims=claims,
+        scores={"lambada_openai": None, "wikitext2": None},
+    )  # fmt: skip
+    Path("leaving.yaml").write_text(json.dumps(exits))
+    where = ["--corpus", str(corpus), "--ledger", "ledger", "--work", "work", "--device", "cpu"]
+    assert main(["study", "run", "leaving.yaml", *where, "--tasks", str(tasks)]) == 2
+    message = "there is no work/small/looped-short-seed0/last, from which the runs start; make it with"
+    assert message in capsys.readouterr().err
+    assert main(["study", "run", "small.yaml", *where, "--keep"]) == 0
+    assert main(["study", "run", "leaving.yaml", *where, "--tasks", str(tasks), "--keep"]) == 0
+    (base,), found = Ledger(Path("ledger")).read("small"), Ledger(Path("ledger")).read("leaving")
+    frozen = next(record for record in found if record["variant"] == "frozen")
+    assert frozen["loss"] == pytest.approx(base["loss"], abs=1e-6)
+    assert frozen["settings"]["model"]["source"] == common["model"]["source"]
+    assert all(set(record["exit_scores"]) == {"exit_2"} for record in found)
+    capsys.readouterr()
+    model = "work/leaving/frozen-short-seed0/last"
+    assert (
+        main(["eval", model, "--tasks", "lambada_openai", "--exit", "2", "--data", str(tasks), "--device", "cpu", "--json"])
+        == 0
+    )
+    early, full = (output["tasks"]["lambada_openai"] for output in json.loads(capsys.readouterr().out)["outputs"])
+    assert frozen["exit_scores"]["exit_2"]["lambada_openai"] == pytest.approx(early)
+    assert frozen["scores"]["lambada_openai"] == pytest.approx(full)
+    text = frozen["exit_scores"]["exit_2"]["wikitext2"]["nats_per_token"]
+    assert metric_of(frozen, "exit_2.wikitext2") == text
+    results = results_of([build_study(exits, "test")], Ledger(Path("ledger")))[0]
+    table = exit_table(results)
+    assert table is not None
+    assert table[0][1:3] == ["loss, layer 2", "loss, full"]
+    assert table[2] == [
+        "frozen", f"{frozen['final']['exit_2']:.4f}", f"{frozen['loss']:.4f}", f"{100 * early['acc']:.1f}",
+        f"{100 * full['acc']:.1f}", f"{text:.4f}", f"{frozen['scores']['wikitext2']['nats_per_token']:.4f}",
+    ]  # fmt: skip
+    assert results.judged[0].found is not None
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("study:tiny", "must be study:STUDY/VARIANT/BUDGET/SEED"),
+        ("study:tinny/plain/short/0", "unknown study 'tinny'"),
+        ("study:uptrain/15x3/20M/0", "unknown variant '15x3'"),
+        ("study:uptrain/15x2/2M/0", "unknown budget '2M'"),
+    ],
+)
+def test_a_run_to_start_from_must_be_one(values: Values, source: str, message: str) -> None:
+    common = values()["common"] | {"model": {"source": source}}
+    study = build_study(values(common=common, variants={"plain": {}}, claims=[]), "test")
+    with pytest.raises(OptionError, match=message):
+        jobs_of(study, Place(None, Path()))
 
 
 def test_what_is_to_be_scored_is_checked_first(values: Values, tasks: Path) -> None:

@@ -248,7 +248,7 @@ class Run(LedgerOptions):
         place = open_place(self.corpus, self.work, self.device)
 
         from fathomlm.cli.progress import TrainingBar
-        from fathomlm.lab.study.jobs import jobs_of
+        from fathomlm.lab.study.jobs import jobs_of, started
         from fathomlm.lab.study.ledger import Ledger
         from fathomlm.lab.study.queue import Claims, Pace, Visit, select, work_off
         from fathomlm.lab.study.training import TrainingExecutor, commit_of_checkout
@@ -257,6 +257,8 @@ class Run(LedgerOptions):
         ledger = Ledger(self.ledger)
         ledger.check_corpus(place.corpus_checksum, str(self.corpus), [study.name for study in studies])
         jobs = select(studies, self.only, lambda study: jobs_of(study, place))
+        for job in jobs:
+            started(job.shaped.recipe, place)  # refuses a model to start from that is not there
         commit = self.commit or commit_of_checkout()
         claims = Claims(self.work)
         with closing(claims), TrainingBar("study") as bar:

@@ -6,9 +6,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from fathomlm.depth.cost import Cost, count
-from fathomlm.errors import OptionError
+from fathomlm.errors import DataError, OptionError, choices
 from fathomlm.lab.study.ledger import fingerprint
-from fathomlm.lab.study.spec import Planned, Study, merged
+from fathomlm.lab.study.spec import Planned, Study, merged, read_study
 from fathomlm.train.data.corpus import Corpus
 from fathomlm.train.flops import forward_flops_per_token
 from fathomlm.train.reading import build_recipe
@@ -19,6 +19,8 @@ from fathomlm.train.student import StudentSpec, read_student
 
 NO_CORPUS = "CORPUS"
 """Stands for the corpus where a study is only looked at."""
+STUDY = "study:"
+"""Before the name of a run, STUDY/VARIANT/BUDGET/SEED: a `model.source` that is the model which that run kept."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,9 +118,42 @@ def recipe_of(run: Planned, place: Place) -> Recipe:
         raise OptionError(f"study {run.study}, variant {run.variant.name}: {error}") from error
 
 
+def start_of(recipe: Recipe) -> Planned | None:
+    """The run of a study whose model a recipe starts from, if it does."""
+    if recipe.model.source is None or not recipe.model.source.startswith(STUDY):
+        return None
+    name, *rest = recipe.model.source.removeprefix(STUDY).split("/")
+    if len(rest) != 3 or not rest[2].isdecimal():
+        raise OptionError(f"model.source: {recipe.model.source} must be {STUDY}STUDY/VARIANT/BUDGET/SEED")
+    study = read_study(name)
+    for kind, own, known in (
+        ("variant", rest[0], [variant.name for variant in study.variants]),
+        ("budget", rest[1], [budget.name for budget in study.budgets]),
+    ):
+        if own not in known:
+            raise OptionError(f"model.source: {recipe.model.source}: {choices(kind, own, known)}")
+    budget = next(budget for budget in study.budgets if budget.name == rest[1])
+    return study.run(study.variant(rest[0]), budget, int(rest[2]))
+
+
+def started(recipe: Recipe, place: Place) -> Recipe:
+    """The recipe with the directory of the model that it starts from, which must be there."""
+    start = start_of(recipe)
+    if start is None:
+        return recipe
+    path = place.directory(start) / "last"
+    if not path.exists():
+        raise DataError(
+            f"there is no {path}, from which the runs start; make it with `fathomlm study run {start.study} "
+            f"--only {start.key} --keep --work {place.work}`"
+        )
+    return replace(recipe, model=replace(recipe.model, source=str(path)))
+
+
 def shape_of(run: Planned, place: Place) -> Shaped:
     recipe = recipe_of(run, place)
-    parts = read_student(recipe)
+    start = start_of(recipe)
+    parts = read_student(recipe, source=None if start is None else shape_of(start, Place(None, Path())).parts)
     rows = None if place.corpus is None else len(make_loader(recipe, place.corpus, "train"))
     return Shaped(recipe, parts, plan_steps(recipe, forward_flops_per_token(recipe, parts), rows))
 

@@ -4,6 +4,7 @@ do."""
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean, mode
@@ -13,6 +14,7 @@ from fathomlm.checkpoints.writing import whole_file
 from fathomlm.errors import OutputError
 from fathomlm.lab.analyze.scaling import architecture_name
 from fathomlm.lab.drawing import DASHES, LINES, MARKERS, check_matplotlib, new_figure, plain_axes, save_figure
+from fathomlm.lab.evaluate.tasks import TASKS
 from fathomlm.lab.study.ledger import Ledger
 from fathomlm.lab.study.results import METRICS, Judged, Results, Row, collect, overall
 from fathomlm.lab.study.scores import counted
@@ -96,6 +98,8 @@ def _section(results: Results, out: Path) -> list[str]:
         lines += ["Routers on validation rows, means over seeds:\n", *markdown(metrics), ""]
     if (scores := score_table(results)) is not None:
         lines += ["Tasks in %, ± 95 % over their examples; texts in nats per token:\n", *markdown(scores), ""]
+    if (exits := exit_table(results)) is not None:
+        lines += ["Every token leaving at one exit, or at none; losses, and tasks in %:\n", *markdown(exits), ""]
     if (fits := fit_table(results)) is not None:
         lines += ["Quadratic fits over the logarithm of the size:\n", *markdown(fits), ""]
     for claim, judged in _by_claim(results):
@@ -182,6 +186,29 @@ def score_table(results: Results) -> Rows | None:
     for row in scored:
         label = row.variant.name if len(results.study.budgets) == 1 else f"{row.variant.name}, {row.budget.name}"
         rows.append([label, *(_score(row, task) for task in results.study.scores)])
+    return rows
+
+
+def exit_table(results: Results) -> Rows | None:
+    """Loss and task scores where all tokens leave at one exit, beside those at full depth (thesis 3: static exiting), means
+    over seeds; None where no model has exits."""
+    found = {name for record in results.records for name in record["final"] if re.fullmatch(r"exit_\d+", name)}
+    exits = sorted(found, key=lambda name: int(name.removeprefix("exit_")))
+    if not exits:
+        return None
+    places = {**{name: f"layer {name.removeprefix('exit_')}" for name in exits}, "": "full"}
+    rows = [["variant", *(f"{what}, {place}" for what in ("loss", *results.study.scores) for place in places.values())]]
+    for row in results.rows:
+        if not row.records:
+            continue
+        losses = [row.mean(name or "loss") for name in places]
+        scores = [row.mean(f"{name}.{task}" if name else task) for task in results.study.scores for name in places]
+        texts = [task not in TASKS for task in results.study.scores for _ in places]
+        label = row.variant.name if len(results.study.budgets) == 1 else f"{row.variant.name}, {row.budget.name}"
+        cells = ["-" if value is None else f"{value:.4f}" for value in losses]
+        for value, text in zip(scores, texts, strict=True):
+            cells.append("-" if value is None else f"{value:.4f}" if text else f"{100 * value:.1f}")
+        rows.append([label, *cells])
     return rows
 
 

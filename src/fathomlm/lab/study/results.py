@@ -98,9 +98,12 @@ class Results:
 
 
 def metric_of(record: Record, metric: str) -> float | None:
-    """Its loss, a part of its last validation, or what a task is compared by."""
-    if metric in record.get("scores", {}):
-        return counted(record["scores"][metric])[0]
+    """Its loss, a part of its last validation (`exit_15` is the loss at the exit after layer 15), or what a task is compared
+    by, at an exit as `exit_15.hellaswag`."""
+    exit_, _, task = metric.rpartition(".")
+    scores = record.get("exit_scores", {}).get(exit_, {}) if exit_ else record.get("scores", {})
+    if task in scores:
+        return counted(scores[task])[0]
     value = record["loss"] if metric == "loss" else record["final"].get(metric)
     return None if value is None else float(value)
 

@@ -11,6 +11,7 @@ import fathomlm
 from fathomlm.errors import DataError, OptionError
 from fathomlm.lab.evaluate.encoding import TextEncoder
 from fathomlm.lab.evaluate.likelihood import LocalTask, answer, read_task
+from fathomlm.lab.evaluate.outputs import FULL, Output
 from fathomlm.lab.evaluate.scoring import DEFAULT_BATCH, Scorer, predict
 from fathomlm.lab.evaluate.tasks import TASKS, Metrics, check_folder, find_file, read_rows
 from fathomlm.lab.study.spec import Study
@@ -47,23 +48,27 @@ def read_wanted(study: Study, folder: Path | None) -> dict[str, LocalTask | list
     return found
 
 
-def score(directory: Path, wanted: Wanted, device: str) -> dict[str, Metrics]:
-    """A trained model's metrics by task; texts are predicted as one, as is usual for WikiText."""
+def score(directory: Path, wanted: Wanted, device: str) -> dict[str, dict[str, Metrics]]:
+    """A trained model's metrics by task, at its end ("full") and at each of its exits ("exit_15", by layers run, as losses
+    are named); texts are predicted as one, as is usual for WikiText."""
     kind = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
     model = fathomlm.load(directory, "float32" if kind == "cpu" else "bfloat16", kind)
     if not isinstance(model, FathomForCausalLM):
         raise OptionError("scores are for decoder-only models; leave them out of this study")
     window = min(WINDOW, model.architecture.context)
-    scorer = Scorer(model, batch=DEFAULT_BATCH if kind == "cpu" else BATCH, max_length=window)
+    outputs = (FULL, *(Output(layer=index + 1) for index in model.plan.exits))
+    scorer = Scorer(model, outputs, batch=DEFAULT_BATCH if kind == "cpu" else BATCH, max_length=window)
     encoder = TextEncoder(model)
-    found: dict[str, Metrics] = {}
-    for name, each in wanted.items():
+    names = [FULL.name, *(f"exit_{output.layer}" for output in outputs[1:])]
+    found: dict[str, dict[str, Metrics]] = {name: {} for name in names}
+    for task, each in wanted.items():
         if isinstance(each, LocalTask):
-            (answered,) = answer(each, scorer, encoder)
-            found[name] = answered.metrics
+            metrics = [answered.metrics for answered in answer(each, scorer, encoder)]
         else:
-            (text,) = predict(scorer, encoder, each, join=True)
-            found[name] = {"tokens": text.tokens, "nats_per_token": text.nats_per_token}
+            texts = predict(scorer, encoder, each, join=True)
+            metrics = [{"tokens": text.tokens, "nats_per_token": text.nats_per_token} for text in texts]
+        for name, one in zip(names, metrics, strict=True):
+            found[name][task] = one
     return found
 
 

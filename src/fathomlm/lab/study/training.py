@@ -25,7 +25,8 @@ import fathomlm
 from fathomlm.errors import DataError
 from fathomlm.lab.environment import environment as measured_in
 from fathomlm.lab.environment import free_memory
-from fathomlm.lab.study.jobs import Job, Place, Shaped, shape_of
+from fathomlm.lab.evaluate.outputs import FULL
+from fathomlm.lab.study.jobs import Job, Place, Shaped, shape_of, started
 from fathomlm.lab.study.ledger import Record, identifying_settings
 from fathomlm.lab.study.queue import Broken, Stopped, Visit, overhead_of
 from fathomlm.lab.study.scores import read_wanted, score
@@ -124,7 +125,7 @@ class TrainingExecutor:
         shaped = job.shaped
         saved = saved_steps(self._place.directory(job.run) / "checkpoints")
         source = None if saved else self._branch(job)
-        recipe = replace(shaped.recipe, branch_from=None if source is None else str(source))
+        recipe = replace(started(shaped.recipe, self._place), branch_from=None if source is None else str(source))
         if self._next(job) is not None:
             milestones = [*recipe.checkpoint.milestones, shaped.plateau_end]
             recipe = replace(recipe, checkpoint=replace(recipe.checkpoint, milestones=milestones))
@@ -145,7 +146,8 @@ class TrainingExecutor:
             raise Stopped(by_user=not guard.stop_requested, rate=guard.rate)
         record = self._finished(job, summary, wall=time.perf_counter() - begin, steps=summary.step - before)
         if wanted := self._scored[job.run.study]:
-            record["scores"] = strict(score(self._place.directory(job.run) / "last", wanted, shaped.recipe.device))
+            found = score(self._place.directory(job.run) / "last", wanted, shaped.recipe.device)
+            record |= {"scores": strict(found.pop(FULL.name)), "exit_scores": strict(found)}
             free_memory()
         record["processes"] = max(processes, self._processes())
         self._tidy(job)
