@@ -121,7 +121,7 @@ def test_exits_start_from_a_kept_run_and_are_scored_where_tokens_leave(
     [
         ("study:tiny", "must be study:STUDY/VARIANT/BUDGET/SEED"),
         ("study:tinny/plain/short/0", "unknown study 'tinny'"),
-        ("study:uptrain/15x3/20M/0", "unknown variant '15x3'"),
+        ("study:uptrain/15x3/10M/0", "unknown variant '15x3'"),
         ("study:uptrain/15x2/2M/0", "unknown budget '2M'"),
     ],
 )
