@@ -1,0 +1,294 @@
+"""What a compressed SmolLM2-135M costs and keeps: bytes, FLOPs, speed in the engine, loss and tasks, in one table.
+
+    fathomlm study run uptrain uptrain-exits --corpus CORPUS --tasks TASKS --keep
+    python benchmarks/compress_smollm2.py run --out benchmarks/results/compress_smollm2_h200.json --work runs/study
+    python benchmarks/compress_smollm2.py table benchmarks/results/compress_smollm2_h200.json
+
+Losses and tasks are those of the studies' ledger, means over seeds, against the original that was uptrained on as many
+tokens. Bytes are parameters in one number format, LoRA and embeddings included. Of each kind of model (dropped, looped,
+looped + LoRA, looped + exits) the one of lowest loss is timed, in bfloat16, at one row and at 64, in turns, by rounds: a
+kept checkpoint where there is one under --work, and random weights of the same shape elsewhere, since time does not depend
+on them. Where tokens exit does, so a model with exits is timed only if it was kept; its tokens leave above --threshold, with
+exact fill.
+
+`best` is the model of lowest loss within --budget of the original's bytes, without exits, which learn from further tokens;
+`curve` has every model that was trained.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from engine_throughput import LONGEST, requests
+
+import fathomlm
+from fathomlm.decode.exiting import Exiting
+from fathomlm.decode.sampling import Sampling
+from fathomlm.engine.engine import Engine
+from fathomlm.engine.request import Request
+from fathomlm.lab.bench.floor import finish
+from fathomlm.lab.bench.models import random_model
+from fathomlm.lab.environment import environment
+from fathomlm.lab.study.jobs import Place
+from fathomlm.lab.study.ledger import Ledger
+from fathomlm.lab.study.report import results_of
+from fathomlm.lab.study.results import Results, Row
+from fathomlm.lab.study.spec import read_study
+from fathomlm.model.hub import FathomForCausalLM
+
+Record = dict[str, Any]
+KINDS = ("original", "dropped", "looped", "looped + LoRA", "looped + exits")
+HARM = 0.02
+"""Nats by which exits may raise the last output's loss above the lowest, to be chosen by their own."""
+
+
+def kind_of(row: Row, results: Results) -> str:
+    """By the model's shape, so that a study may call its variants what it likes."""
+    parts = row.job.shaped.parts
+    if parts.plan.exits:
+        return "looped + exits"
+    if parts.relaxation is not None:
+        return "looped + LoRA"
+    if parts.plan.recursions > 1:
+        return "looped"
+    base = next(each for each in results.rows if each.is_baseline).job.shaped.parts
+    return "dropped" if parts.architecture.layers < base.architecture.layers else "original"
+
+
+def known(row: Row, results: Results) -> Record:
+    """What the ledger says of a model."""
+    shaped, plan = row.job.shaped, row.job.shaped.parts.plan
+    records = list(row.records.values())
+    found: Record = {
+        "study": results.study.name, "variant": row.variant.name, "budget": row.budget.name, "kind": kind_of(row, results),
+        "seeds": sorted(row.records), "layout": f"{shaped.cost.layout} x {plan.recursions}", "tokens": row.job.tokens,
+        "parameters": records[0]["parameters"] + records[0]["embedding_parameters"],
+        "flops_per_token": shaped.cost.forward_flops_per_token,
+        "loss": row.mean(),
+        "scores": {task: value for task in results.study.scores if (value := row.mean(task)) is not None},
+    }  # fmt: skip
+    for index in plan.exits:
+        exit_ = f"exit_{index + 1}"
+        scores = {task: value for task in results.study.scores if (value := row.mean(f"{exit_}.{task}")) is not None}
+        found[exit_] = {"loss": row.mean(exit_), "scores": scores}
+    return found
+
+
+def compare(found: Record, original: Record) -> Record:
+    """The same with what it keeps of the original."""
+    shares = {
+        f"{task.split('_')[0]}_share": round(value / original["scores"][task], 4)
+        for task, value in found["scores"].items()
+        if original["scores"].get(task) and not task.startswith("wikitext")
+    }
+    return found | shares | {
+        "bytes_share": round(found["parameters"] / original["parameters"], 4),
+        "flops_share": round(found["flops_per_token"] / original["flops_per_token"], 4),
+        "loss_gap": round(found["loss"] - original["loss"], 4),
+    }  # fmt: skip
+
+
+def chosen(models: Sequence[Record]) -> dict[str, Record]:
+    """Of each kind the lowest loss; of exits the lowest loss at the exit among those that leave the last output alone."""
+    found: dict[str, Record] = {}
+    for kind in KINDS:
+        own = [model for model in models if model["kind"] == kind]
+        if kind == "looped + exits" and own:
+            least = min(model["loss"] for model in own)
+            own = [model for model in own if model["loss"] <= least + HARM]
+            found[kind] = min(own, key=lambda model: next(v["loss"] for k, v in model.items() if k.startswith("exit_")))
+        elif own:
+            found[kind] = min(own, key=lambda model: model["loss"])
+    return found
+
+
+class Timed:
+    """One model with its two engines."""
+
+    def __init__(self, model: FathomForCausalLM, args: argparse.Namespace) -> None:
+        self.device = model.decoder.embed.weight.device
+        self.args, self.rounds = args, {"one": [], "many": []}
+        self.exits: list[tuple[int, int]] = []
+        a, dtype = model.architecture, model.decoder.embed.weight.dtype
+        token = 2 * model.plan.unrolled_layers * a.kv_heads * a.head_dim * dtype.itemsize
+        longest, exits = min(LONGEST, a.context), tuple(index + 1 for index in model.plan.exits)
+        usual: Record = {
+            "max_length": longest, "prefix_caching": False, "penalties": False, "max_logprobs": 0, "max_queue": 10**5
+        }  # fmt: skip
+        self.engines = {}
+        for name, rows in (("one", 1), ("many", args.rows)):
+            leaving = {"exit_layers": exits, "threshold": args.threshold, "max_stack": min(16, rows)}
+            exiting = Exiting(mode="parallel", **leaving) if exits else None
+            memory = int(2.2 * rows * longest * token)
+            engine = Engine(model, exiting=exiting, batch_size=rows, memory=memory, **usual)
+            self.engines[name] = engine
+            engine.run(requests(engine.runner.sizes.max_sequences, 12, 2, a.vocab, seed=1))
+        finish(self.device)
+
+    def turn(self) -> None:
+        vocab = self.engines["one"].model.architecture.vocab
+        alone = [Request(id=7, prompt=(1,), sampling=Sampling(max_new_tokens=self.args.new, ignore_eos=True))]
+        work = {"one": alone, "many": requests(self.args.waves * self.args.rows, self.args.new, self.args.new / 4, vocab)}
+        for name, engine in self.engines.items():
+            before, left, begun = engine.totals.tokens, engine.totals.exited, time.perf_counter()
+            engine.run(work[name])
+            finish(self.device)
+            tokens = engine.totals.tokens - before
+            self.rounds[name].append(tokens / (time.perf_counter() - begun))
+            self.exits.append((engine.totals.exited - left, tokens))
+
+    def record(self) -> Record:
+        return {
+            "tokens_per_s_one_row": round(statistics.median(self.rounds["one"]), 1),
+            f"tokens_per_s_{self.args.rows}_rows": round(statistics.median(self.rounds["many"])),
+            "exit_rate": round(sum(left for left, _ in self.exits) / sum(tokens for _, tokens in self.exits), 4),
+        }
+
+
+def open_model(found: Record, row: Row, args: argparse.Namespace) -> tuple[FathomForCausalLM, str] | None:
+    """A kept checkpoint, or random weights; None where time depends on weights that are not there."""
+    parts, place = row.job.shaped.parts, Place(None, args.work)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    for seed in found["seeds"]:
+        path = place.directory(replace(row.job.run, seed=seed)) / "last"
+        if path.exists():
+            model = fathomlm.load(path, dtype, str(device))
+            assert isinstance(model, FathomForCausalLM)
+            return model, f"checkpoint, seed {seed}"
+    if parts.plan.exits:
+        return None
+    return random_model(parts.architecture, parts.plan, parts.relaxation, dtype=dtype, device=device), "random weights"
+
+
+def best_of(models: Sequence[Record], budget: float) -> Record:
+    """The lowest loss within the budget; where nothing is within it, the smallest model, which says so by its bytes."""
+    smaller = [model for model in models if model["kind"] not in ("original", "looped + exits")]
+    within = [model for model in smaller if model["bytes_share"] <= budget]
+    if not within:
+        return min(smaller, key=lambda model: (model["bytes_share"], model["loss"]))
+    return min(within, key=lambda model: model["loss"])
+
+
+def pareto(models: Sequence[Record], cost: str) -> list[str]:
+    """Models that no other beats in both loss and cost, the cheapest first."""
+    equal = [model for model in models if model["kind"] != "looped + exits"]  # exits learn from further tokens
+    ranked = sorted(equal, key=lambda model: (model[cost], model["loss"]))
+    found: list[Record] = []
+    for model in ranked:
+        if not found or model["loss"] < found[-1]["loss"]:
+            found.append(model)
+    return [model["variant"] for model in found]
+
+
+def run(args: argparse.Namespace) -> None:
+    results = results_of([read_study(name) for name in args.studies], Ledger(args.ledger))
+    rows = {
+        f"{each.study.name}/{row.variant.name}/{row.budget.name}": (row, each)
+        for each in results
+        for row in each.rows
+        if row.records
+    }
+    models = [known(row, each) for row, each in rows.values()]
+    base = next((known(row, results[0]) for row in results[0].rows if row.is_baseline and row.records), None)
+    if base is None or len(models) < 2:
+        raise SystemExit(
+            f"{args.ledger} has no finished {results[0].study.baseline} of {args.studies[0]}, or nothing beside it"
+        )
+    models = [compare(model, base) for model in models]
+    record: Record = {
+        "environment": environment(),
+        "settings": {"rows": args.rows, "new": args.new, "waves": args.waves, "threshold": args.threshold},
+        "budget": args.budget,
+        "best": best_of(models, args.budget),
+        "pareto": {cost: pareto(models, cost) for cost in ("bytes_share", "flops_share")},
+        "models": chosen(models),
+        "curve": models,
+    }
+    save(record, args.out)
+    torch._dynamo.config.recompile_limit = 64  # every engine compiles the norm of its own model
+    timed: dict[str, Timed] = {}
+    for kind, found in record["models"].items() if args.rounds else ():
+        opened = open_model(found, rows[f"{found['study']}/{found['variant']}/{found['budget']}"][0], args)
+        if opened is None:
+            print(f"{kind}: {found['variant']} was not kept under {args.work}, so it is not timed", flush=True)
+            continue
+        model, found["timed"] = opened
+        begun = time.perf_counter()
+        timed[kind] = Timed(model, args)
+        print(f"{kind}: {found['variant']}, {found['timed']}, set up in {time.perf_counter() - begun:.1f} s", flush=True)
+    for _ in range(args.rounds):
+        for kind, each in timed.items():
+            each.turn()
+            record["models"][kind] |= each.record()
+        save(record, args.out)
+    print(table(record))
+    keys = ("variant", "bytes_share", "loss_gap", "lambada_share")
+    print(json.dumps({"best": {key: record["best"].get(key) for key in keys}}))
+
+
+def save(record: Record, out: Path) -> None:
+    out.write_text(json.dumps(record, indent=1) + "\n")
+
+
+def table(record: Record) -> str:
+    """For docs/conversion.md."""
+    many = f"tokens_per_s_{record['settings']['rows']}_rows"
+    lines = [
+        "| model | plan | bytes | FLOPs | tokens/s, one row | "
+        f"tokens/s, {record['settings']['rows']} rows | loss | LAMBADA | HellaSwag |",
+        "|---|---|--:|--:|--:|--:|--:|--:|--:|",
+    ]
+    models = dict(record["models"])
+    if record["best"]["variant"] not in [found["variant"] for found in models.values()]:
+        models[f"best within {record['budget']:g} of the bytes"] = record["best"]
+    for kind, found in models.items():
+        speeds = [f"{found[name]:,.0f}" if name in found else "-" for name in ("tokens_per_s_one_row", many)]
+        shares = [f"{found[share]:.2f}x" for share in ("bytes_share", "flops_share")]
+        lines.append(_line(kind, f"`{found['variant']}`: {found['layout']}", *shares, *speeds, outcome=found))
+        for name in (name for name in found if name.startswith("exit_") and name != "exit_rate"):
+            rate = f" ({found['exit_rate']:.0%} of those timed did)" if "exit_rate" in found else ""
+            place = f"every token leaving after layer {name.removeprefix('exit_')}{rate}"
+            lines.append(_line("", place, "", "", "", "", outcome=found[name]))
+    return "\n".join(lines)
+
+
+def _line(*cells: str, outcome: Record) -> str:
+    scores = outcome["scores"]
+    tasks = (f"{100 * scores[task]:.1f} %" if task in scores else "-" for task in ("lambada_openai", "hellaswag"))
+    loss = f"{outcome['loss']:.3f}"
+    return f"| {' | '.join((*cells, loss, *tasks))} |"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    verbs = parser.add_subparsers(required=True)
+    go = verbs.add_parser("run", help="time the models of the ledger and write the record")
+    go.add_argument("--out", type=Path, required=True)
+    go.add_argument("--studies", nargs="+", default=["uptrain", "uptrain-exits"], help="the first has the original")
+    go.add_argument("--ledger", type=Path, default=Path("benchmarks/results/study"))
+    go.add_argument("--work", type=Path, default=Path("runs/study"), help="where runs kept their models")
+    go.add_argument("--budget", type=float, default=0.6, help="part of the original's bytes that `best` may have")
+    go.add_argument("--rows", type=int, default=64)
+    go.add_argument("--rounds", type=int, default=5, help="0 writes what the ledger says, without times")
+    go.add_argument("--waves", type=int, default=3, help="requests of a round for each row")
+    go.add_argument("--new", type=int, default=128, help="new tokens of a request")
+    go.add_argument("--threshold", type=float, default=0.9, help="confidence above which tokens exit")
+    go.set_defaults(verb=run)
+    show = verbs.add_parser("table", help="print a record's table")
+    show.add_argument("record", type=Path)
+    show.set_defaults(verb=lambda args: print(table(json.loads(args.record.read_text()))))
+    args = parser.parse_args()
+    args.verb(args)
+
+
+if __name__ == "__main__":
+    main()
