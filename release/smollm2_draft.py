@@ -139,6 +139,7 @@ def main() -> None:
     add("--dtypes", nargs="+", choices=("float32", "bfloat16"), default=["float32"])
     add("--rows", type=int, nargs="+", default=[1, 8, 32])
     add("--drafts", type=int, nargs="+", default=[4, 5, 6], help="drafts in a step; each number is tried")
+    add("--trees", nargs="*", default=[], help="trees of drafts to try too, such as 4,2,1 2,1,1")
     add("--threshold", type=float, default=0.0, help="draft on while the layer is surer than this")
     add("--temperatures", type=float, nargs="+", default=[0.0, 0.8])
     add("--count", type=int, default=32, help="prompts of each kind")

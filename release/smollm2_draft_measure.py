@@ -68,18 +68,21 @@ def race(model: Any, prompts: dict[str, list[list[int]]], rows: int, args: argpa
     drafts and with every one that was tried."""
     longest = max(len(prompt) for found in prompts.values() for prompt in found) + args.new_tokens
     sizes = {"batch_size": rows, "max_length": longest, "penalties": False, "max_logprobs": 0, "prefix_caching": False}
-    ways: dict[int, Exiting | None] = {0: None}
+    ways: dict[int | str, Exiting | None] = {0: None}
     for drafts in args.drafts:
         ways[drafts] = Exiting(mode="speculative", threshold=args.threshold, max_stack=drafts + 1)
+    for tree in args.trees:
+        widths = tuple(map(int, tree.split(",")))
+        ways[tree] = Exiting(mode="speculative", threshold=args.threshold, draft_tree=widths)
     engines = {}
     for drafts, exiting in ways.items():  # every row has its pages: what is preempted is computed twice, in every way
         room = ample_memory(model.decoder, EngineOptions(**sizes), longest + AHEAD, exiting)
         engines[drafts] = Engine(model, exiting=exiting, always_draft=True, memory=room, **sizes)
     named = {}
     for temperature in args.temperatures:
-        tried: dict[int, dict[str, Any]] = {drafts: {} for drafts in engines}
+        tried: dict[int | str, dict[str, Any]] = {drafts: {} for drafts in engines}
         for kind, found in prompts.items():
-            best: dict[int, tuple[float, list[Result], int]] = {}
+            best: dict[int | str, tuple[float, list[Result], int]] = {}
             for engine in engines.values():
                 _run(engine, found[: max(1, min(rows, 2))], rows, temperature, args)  # kernels are compiled, steps captured
             for _ in range(args.rounds):
@@ -116,11 +119,11 @@ def _run(
     return time.perf_counter() - begun, results
 
 
-def _figures(tried: dict[int, dict[str, Any]], temperature: float) -> dict[str, Any]:
-    def summed(drafts: int, name: str) -> float:
+def _figures(tried: dict[int | str, dict[str, Any]], temperature: float) -> dict[str, Any]:
+    def summed(drafts: int | str, name: str) -> float:
         return sum(found[name] for found in tried[drafts].values())
 
-    def speed(drafts: int) -> float:
+    def speed(drafts: int | str) -> float:
         return summed(drafts, "tokens") / summed(drafts, "seconds")
 
     best = max((drafts for drafts in tried if drafts), key=speed)

@@ -50,11 +50,12 @@ PLANS = {
     "whole, encoder": DepthPlan.vanilla(2),
     "exits, looped, encoder": DepthPlan.build("cycle", 3, 3).with_exits([0, 1]),
     "drafts, encoder": DepthPlan.vanilla(2),
+    "drafts, a tree": DepthPlan.vanilla(2).with_exits((), draft=True),
 }
 """The kinds of program; new ones at the end, since their order decides what `test_crowds` plays. The routed ones have four
 tables, or one; in the looped ones rows in front of the exits and behind them share passes. With an encoder the prompt is its
 source. What is drafted and verified is what the whole model says, drawn tokens too."""
-TOGETHER = ("whole", "whole, encoder", "drafts, a layer behind")
+TOGETHER = ("whole", "whole, encoder", "drafts, a layer behind", "drafts, a tree")
 """Kinds in which a slot has its rows in every pass."""
 SAMPLED = {"temperature": 0.9, "top_p": 0.95, "repetition_penalty": 1.3}
 
@@ -90,7 +91,8 @@ def leaving(kind: str, threshold: float | None = None) -> Exiting | None:
     mode: Any = copying.get(kind, "parallel" if kind.startswith("exits") else "speculative")
     layers = (1, 2) if kind.startswith("exits,") else (1,)
     if PLANS[kind].draft:
-        return Exiting(mode=mode, threshold=0.05 if threshold is None else threshold, max_stack=4)
+        drafts: dict[str, Any] = {"draft_tree": (3, 2)} if kind == "drafts, a tree" else {"max_stack": 4}
+        return Exiting(mode=mode, threshold=0.05 if threshold is None else threshold, **drafts)
     if threshold is not None:
         stack = {} if kind in copying else {"max_stack": 3}
         return Exiting(mode=mode, exit_layers=layers, threshold=threshold, **stack)

@@ -83,6 +83,7 @@ CASES: dict[str, Any] = {
         lambda: build("own-layer"), lambda: exiting("own-layer", "speculative", threshold=0.0, max_stack=4)
     ),
     "draft layer": (lambda: build("draft"), lambda: exiting("draft", "speculative", threshold=0.0, max_stack=4)),
+    "draft layer, a tree": (lambda: build("draft"), lambda: Exiting(mode="speculative", draft_tree=(3, 2, 1))),
     "drafts, one pass": (lambda: build("lora"), lambda: exiting("lora", "speculative", threshold=0.0, max_stack=4)),
 }  # fmt: skip
 

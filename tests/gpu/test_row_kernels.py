@@ -176,6 +176,22 @@ def some_lengths(rows: int) -> list[int]:
 HEADS = [(15, 5, 64), (8, 2, 80), (32, 32, 64), (6, 2, 96), (16, 1, 128), (4, 4, 256), (40, 1, 64)]
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("splits", [1, 4, 13])
+def test_attention_over_a_tree(dtype: torch.dtype, splits: int) -> None:
+    """Rows see some of their last entries; whole tiles may be unseen."""
+    (H, G, D), rows = HEADS[0], 51
+    pages = Pages.build(lambda *s: random(*s, dtype=dtype), some_lengths(rows), G, D, PAGE, spare=40)
+    q = random(rows, H, D, dtype=dtype, std=2.0)
+    bits = torch.randint(-(2**62), 2**62, (rows,), generator=torch.Generator().manual_seed(1)) | 1
+    bits[::3] = 1 | -1 << 40
+    bits = bits.cuda()
+    fast = paged_attention.paged_attention(q, *pages, D**-0.5, splits=splits, bits_N=bits)
+    wide = (pages.k.float(), pages.v.float(), pages.table, pages.lengths)
+    wanted = paged_attention.plain_paged_attention(q.float(), *wide, D**-0.5, bits_N=bits)
+    near(fast, wanted, dtype, atol=max(2e-4, 4 * NEAR[dtype]))
+
+
 @pytest.mark.parametrize(
     ("dtype", "heads"), [(torch.bfloat16, h) for h in HEADS] + [(dtype, h) for dtype in DTYPES[1:] for h in HEADS[:2]]
 )

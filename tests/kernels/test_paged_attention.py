@@ -42,6 +42,21 @@ def test_rows_see_their_own_entries(heads: int, groups: int, window: int | None)
     assert not found[0].any()
 
 
+def test_rows_see_only_the_entries_that_their_bits_name() -> None:
+    """Of the last 64; all before those."""
+    random = randoms(dtype=torch.float64)
+    lengths = [0, 1, 9, 64, 65, 70]
+    q, pages = random(len(lengths), 4, 5), Pages.build(random, lengths, 2, 5, PAGE)
+    bits = torch.tensor([0, 1, 0b100100101, -(2**63) | 1, 1, 0b1011])
+    found = paged_attention(q, *pages, 0.4, bits_N=bits)
+    for row, length in enumerate(lengths):
+        seen = [e for e in range(length) if length - 1 - e >= 64 or int(bits[row]) >> (length - 1 - e) & 1]
+        at = torch.tensor([[int(pages.table[row, e // PAGE]), e % PAGE] for e in seen], dtype=torch.long).view(-1, 2)
+        k, v = (t[at[:, 0], at[:, 1]].transpose(0, 1).repeat_interleave(2, dim=0) for t in (pages.k, pages.v))
+        weights = (torch.einsum("hd,hed->he", q[row], k) * 0.4).softmax(-1)
+        torch.testing.assert_close(found[row], torch.einsum("he,hed->hd", weights, v))
+
+
 def test_one_row_without_entries() -> None:
     random = randoms()
     pages = Pages.build(random, [0], 1, 4, PAGE)

@@ -191,6 +191,20 @@ def test_paged_attention(heads: int, groups: int, head_dim: int, splits: int, wi
     assert not fast[0].any()
 
 
+@pytest.mark.parametrize("splits", [1, 3])
+def test_paged_attention_over_a_tree(splits: int) -> None:
+    """Whole tiles may be unseen, those that a program begins with too."""
+    random = randoms()
+    lengths = [0, 1, 40, 64, 65, 130]
+    q, pages = random(6, 6, 16), Pages.build(random, lengths, 2, 16, page=8)
+    bits = torch.tensor([0, 1, 1 | 1 << 39, -(2**63) | 1, 1 | -1 << 33, 0b1001])
+    wanted = paged_attention.plain_paged_attention(q, *pages, 0.3, bits_N=bits)
+    for entries in (16, 32):
+        blocks = paged_attention.AttentionBlocks(entries)
+        fast = paged_attention._triton_paged_attention(q, *pages, 0.3, splits=splits, blocks=blocks, bits_N=bits)
+        torch.testing.assert_close(fast, wanted, **NEAR)
+
+
 def test_paged_attention_over_float8() -> None:
     random = randoms()
     q, pages = random(2, 4, 16), Pages.build(random, [9, 30], 2, 16, page=8)

@@ -172,6 +172,17 @@ def test_commands_use_it_and_say_so(trained: Trained, tmp_path: Path, capsys: py
         assert found["results"][0]["text"] == full["results"][0]["text"]
         assert found["results"][0]["exits"]["drafted"] > 0
         assert (found["exits"]["threshold"], found["exits"]["max_stack"]) == (0.0, DRAFT_STACK)
+    assert main(["generate", last, *ask, "--decode", "speculative", "--draft-tree", "3,2"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["results"][0]["text"] == full["results"][0]["text"]
+    assert (found["exits"]["draft_tree"], found["exits"]["max_stack"]) == ([3, 2], None)
+    for flags, said in (
+        (["--draft-tree", "3,2"], "--draft-tree requires --decode"),
+        (["--decode", "speculative", "--draft-tree", "3,x"], "--draft-tree"),
+        (["--decode", "speculative", "--draft-tree", "3", "--max-stack", "4"], "cannot be combined with"),
+    ):
+        assert main(["generate", last, *ask, *flags]) == 2
+        assert said in capsys.readouterr().err
     again = load(trained.source, exits=pack)
     assert all(torch.equal(v, again.state_dict()[k]) for k, v in load(last).state_dict().items())
     assert again.config.exit_vocab == load(last).config.exit_vocab

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from fathomlm.cli.first import check_pack
 from fathomlm.cli.model_options import ExitPackOptions, threshold_file
-from fathomlm.decode.exiting import ORACLES, USED, Exiting, Threshold, shown_threshold
+from fathomlm.decode.exiting import OPTIONS, ORACLES, USED, Exiting, Threshold, shown_threshold
 from fathomlm.errors import OptionError
 from fathomlm.options import like, option
 from fathomlm.packaged import packaged_drafts, packaged_exits
@@ -115,12 +115,12 @@ class DecodeOptions(ShippedExitOptions):
     decay: float | None = like(Exiting, "decay")
     refine: float | None = like(Exiting, "refine")
     max_stack: int | None = like(Exiting, "max_stack")
+    draft_tree: tuple[int, ...] | None = like(Exiting, "draft_tree")
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.mode is None:
-            given = ("exits", "exit_layers", "confidence", "threshold", "min_exit_layer", "decay", "refine", "max_stack")
-            for name in (name for name in given if getattr(self, name) is not None):
+            for name in (name for name in ("exits", *OPTIONS) if getattr(self, name) is not None):
                 flag = {"exit_layers": "--exit-layer"}.get(name, f"--{name.replace('_', '-')}")
                 raise OptionError(f"{flag} requires --decode, such as --decode parallel")
 
@@ -137,7 +137,8 @@ class DecodeOptions(ShippedExitOptions):
         fields = {"exit_layers": self.exit_layers, "confidence": self.confidence, "threshold": self.threshold} | where
         exiting = Exiting(
             mode=self.mode,  # type: ignore[arg-type]
-            min_exit_layer=self.min_exit_layer, decay=self.decay, refine=self.refine, max_stack=self.max_stack, **fields,
+            min_exit_layer=self.min_exit_layer, decay=self.decay, refine=self.refine, max_stack=self.max_stack,
+            draft_tree=self.draft_tree, **fields,
         )  # fmt: skip
         if shipped:
             tell_shipped(model)
@@ -245,6 +246,7 @@ def exit_record(exiting: Exiting | None, model: FathomModel, results: Sequence[G
         "decay": exiting.decay,
         "refine": exiting.refine,
         "max_stack": exiting.max_stack,
+        "draft_tree": exiting.draft_tree,
         "exit_rate": exit_rate(results),
         "mean_exit_layer": mean_exit_layer(results),
     }

@@ -113,7 +113,8 @@ class DraftLayerDecoding(ParallelDecoding):
             seq.deep_passes += 1
             behind = self._states[seq.index][: 0 if forward.cache.held(self._own, seq.index) > first else None]
             forward.cache.truncate(first + 1, seq.index, (self._own,))
-            self._settle(seq, logits_NV, verified)
+            assert self._verify is not None
+            self._settle(seq, logits_NV, self._verify)
             self._states[seq.index] = torch.cat((behind, states_NM[: seq.position - first]))
             if seq.state.finish is not None:
                 forward.cache.truncate(len(seq.state.prompt) + len(seq.state.tokens) - 1, seq.index)

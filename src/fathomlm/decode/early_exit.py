@@ -21,6 +21,7 @@ from torch import Tensor
 
 from fathomlm.cache import SlotCache, Span
 from fathomlm.decode.draft_layer import DraftLayerDecoding
+from fathomlm.decode.draft_tree import DraftTreeDecoding
 from fathomlm.decode.entry_copy import EntryCopy
 from fathomlm.decode.exit_forward import ExitOutput, ExitPolicy, PartialForward
 from fathomlm.decode.exiting import Exiting
@@ -211,6 +212,8 @@ EXIT_MODES: dict[str, Callable[[PartialForward, ExitPolicy, Exiting], ExitMode]]
     "speculative": lambda forward, policy, exiting: (
         ParallelDecoding(forward, policy, exiting.max_stack, verified)
         if policy.exits
+        else DraftTreeDecoding(forward, policy, exiting.draft_tree)
+        if exiting.draft_tree is not None
         else DraftLayerDecoding(forward, policy, exiting.max_stack)
     ),
     "select": lambda forward, policy, exiting: SelectExit(forward, policy),

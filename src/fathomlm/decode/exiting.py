@@ -20,12 +20,14 @@ USED: dict[str, tuple[str, ...]] = {
     "state-copy": ("exit_layers", "min_exit_layer", "confidence", "threshold", "decay"),
     "entry-copy": ("exit_layers", "confidence", "threshold"),
     "parallel": ("exit_layers", "confidence", "threshold", "refine", "max_stack"),
-    "speculative": ("exit_layers", "confidence", "threshold", "max_stack"),
+    "speculative": ("exit_layers", "confidence", "threshold", "max_stack", "draft_tree"),
     "select": ("exit_layers", "min_exit_layer", "confidence", "threshold"),
     "oracle": ("exit_layers", "min_exit_layer", "confidence", "threshold"),
     "oracle-copy": ("exit_layers", "min_exit_layer", "confidence", "threshold"),
 }
 """The options that each mode has."""
+OPTIONS = ("exit_layers", "confidence", "threshold", "min_exit_layer", "decay", "refine", "max_stack", "draft_tree")
+"""What is asked for beside the mode."""
 ORACLES = ("oracle", "oracle-copy")
 """The modes that know the last layer's choice, and compare no threshold."""
 SERVED_MODES = ("static", "parallel", "state-copy", "entry-copy", "speculative")
@@ -34,6 +36,8 @@ MULTIPLE = ("state-copy", "entry-copy", "parallel", "select", *ORACLES)
 """The modes with any number of exits; the others have one."""
 DEFAULT_THRESHOLD = 0.9
 DEFAULT_STACK = 16
+MOST_DRAFTS = 63
+"""Of a tree: what a row sees of it is one number of 64 bits."""
 DRAFT_STACK = 6
 """Of a draft layer, where nobody says: five drafts and the token before them. It drafts whatever it thinks of them, since a
 pass verifies a few more at hardly any cost."""
@@ -126,6 +130,12 @@ class Exiting:
         help="parallel, speculative: at most K tokens wait for the deeper layers",
     )  # fmt: skip
 
+    draft_tree: tuple[int, ...] | None = option(
+        None, ge=1, metavar="K", default_text="one after the other, as --max-stack says",
+        help="speculative with a draft layer: K drafts behind each token, place by place; 4,2,1 are 4 first drafts, 2 "
+        "behind each of them and 1 behind each of those",
+    )  # fmt: skip
+
     unset: tuple[str, ...] = field(default=(), init=False, repr=False, compare=False)
     """What has its default."""
 
@@ -135,12 +145,14 @@ class Exiting:
             layers = tuple(layers) if isinstance(layers, list | tuple) else (layers,)
             object.__setattr__(self, "exit_layers", layers)
         check(self)
-        for name in ("exit_layers", "confidence", "threshold", "min_exit_layer", "decay", "refine", "max_stack"):
+        for name in OPTIONS:
             if getattr(self, name) is not None and name not in USED[self.mode]:
                 users = _listed([mode for mode in MODES if name in USED[mode]])
                 raise OptionError(f"{name} cannot be combined with {self.mode} decoding, only with {users}")
+        self._check_tree()
         for name, value in (("confidence", "gap"), ("threshold", DEFAULT_THRESHOLD), ("max_stack", DEFAULT_STACK)):
             unset = name in USED[self.mode] and getattr(self, name) is None
+            unset = unset and not (name == "max_stack" and self.draft_tree is not None)
             if unset and not (name == "threshold" and self.mode in ORACLES):
                 object.__setattr__(self, name, value)
                 object.__setattr__(self, "unset", (*self.unset, name))
@@ -148,6 +160,18 @@ class Exiting:
             raise OptionError(f"confidence 'kl' requires entry-copy decoding, got {self.mode}")
         self._check_layers()
         self._check_threshold()
+
+    def _check_tree(self) -> None:
+        tree, many, drafts = self.draft_tree, 1, 0
+        if tree is None:
+            return
+        for width in tree:
+            many *= width
+            drafts += many
+        if self.max_stack is not None or self.exit_layers is not None:
+            layers = "exit_layers: it requires a draft layer behind the model"
+            raise OptionError(f"draft_tree cannot be combined with {layers if self.max_stack is None else 'max_stack'}")
+        require(0 < drafts <= MOST_DRAFTS, "draft_tree", f"widths that make 1 to {MOST_DRAFTS} drafts", f"{tree}: {drafts}")
 
     def _check_layers(self) -> None:
         layers = self.exit_layers
@@ -204,6 +228,8 @@ class Exiting:
             if self.confidence not in ("gap", "max"):
                 raise OptionError(f"a draft layer supports only confidence 'gap' and 'max', got '{self.confidence}'")
             return ()
+        if self.draft_tree is not None:
+            raise OptionError("draft_tree requires a model with a draft layer behind it; this one has none")
         layers = self._layers(plan)
         last = plan.unrolled_layers
         for layer in layers:

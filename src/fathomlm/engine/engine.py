@@ -127,6 +127,7 @@ class Engine:
             logprobs=None if request.logprobs is None else [],
             depths=None if kind == "whole" else [],
             confidences=[] if kind == "exits" else None,
+            spare=self.runner.sizes.spare,
             replays=self._copies,
             exact=0 if kind == "exits" else None,
         )

@@ -39,6 +39,8 @@ class AttentionMetadata:
     those behind them."""
     slots_N: Tensor | None = field(default=None, kw_only=True)
     """The slot of each row, for models with an encoder."""
+    bits_N: Tensor | None = field(default=None, kw_only=True)
+    """Which of its last 64 entries a row sees, its own in the lowest bit, where rows are a tree; None: all."""
     source: AttentionMetadata | None = field(default=None, kw_only=True)
     """What rows look at of what an encoder made."""
 
@@ -49,6 +51,7 @@ class AttentionMetadata:
             angles=None if self.angles is None else (self.angles[0][at_K], self.angles[1][at_K]), planes=self.planes,
             sequence_N=None if self.sequence_N is None else self.sequence_N[at_K],
             slots_N=None if self.slots_N is None else self.slots_N[at_K],
+            bits_N=None if self.bits_N is None else self.bits_N[at_K],
             source=None if self.source is None else self.source.rows(at_K),
         )  # fmt: skip
 
@@ -151,6 +154,13 @@ class KVPages:
         """Entries that a row's last recursion made, once more for each later one (`copy_entries`)."""
         k, v = self._pools[pool]
         copy_entries(k, v, planes_RL, slots_N, recursion_N)
+
+    def move(self, pool: int, source_N: Tensor, target_N: Tensor) -> None:
+        """Entries of every plane from one place to another, all at once; a negative target is none."""
+        for pages in self._pools[pool]:
+            flat = (pages.view(torch.uint8) if pages.dtype == FLOAT8 else pages).flatten(1, 2)
+            moved = flat.index_select(1, source_N.clamp_min(0))
+            flat.index_copy_(1, torch.where(target_N < 0, flat.shape[1] - 1, target_N), moved)
 
     @property
     def bytes(self) -> int:

@@ -159,7 +159,7 @@ class PagedLayers:
         recursion_N: Tensor | None, spend: bool,
     ) -> Tensor:  # fmt: skip
         own = any(step.part == "exit" for step in steps)  # an exit's own layer keeps its floats
-        if self._quantized is not None and not own and self._quantized.takes(x_NM):
+        if self._quantized is not None and not own and attention.bits_N is None and self._quantized.takes(x_NM):
             return self._integers(
                 self._quantized, x_NM if spend else x_NM.clone(), steps, attention, positions_N, recursion_N
             )
@@ -297,6 +297,7 @@ class PagedLayers:
             both = AttentionMetadata(
                 F.pad(attention.slot_mapping_N, (0, 1), value=-1), attention.table_NP.expand(2, -1),
                 F.pad(attention.lengths_N, (0, 1)), planes=attention.planes,
+                bits_N=None if attention.bits_N is None else F.pad(attention.bits_N, (0, 1)),
             )  # fmt: skip
             twice = None if recursion_N is None else recursion_N.expand(2)
             return self._fused(x_NM.repeat(2, 1), steps, both, positions_N.expand(2), twice)[:1]
@@ -318,6 +319,7 @@ class PagedLayers:
             mixed_NHD = paged_attention(
                 q_NHD, k_pages, v_pages, attention.table_NP, attention.lengths_N, a.scale, a.window(step.origin),
                 scratch.splits, scratch.attention, sequence_N=attention.sequence_N, arrived=scratch.arrived,
+                bits_N=attention.bits_N,
             )  # fmt: skip
             self._add(x_NM, mixed_NHD.flatten(1), packed.o_MW, packed.after_attn_M, scratch.sums)
             inner_NI = norm_gated(x_NM, packed.both_2IM, eps)
@@ -429,7 +431,7 @@ class _StepPages:
         q_NHD = q_NH1D[:, :, 0].contiguous()
         mixed_NHD = paged_attention(
             q_NHD, self.k_pages, self.v_pages, table_NP, lengths_N, scale, self.window, sequence_N=self.attention.sequence_N,
-            bias_DH=self.bias_DH,
+            bias_DH=self.bias_DH, bits_N=self.attention.bits_N,
         )  # fmt: skip
         return mixed_NHD[:, :, None]
 

@@ -33,8 +33,8 @@ class PageManager:
         self.prefixes = PrefixCache(tables=self.tables, pools=self.pools, page_size=page_size)
 
     def worst_case(self, sequence: Sequence) -> list[int]:
-        """By pool: the pages of a sequence whose every table holds as many entries as it ever may."""
-        pages = self._pages_for(sequence.most_entries)
+        """By pool: the pages of a sequence whose every table holds as many entries as it ever must."""
+        pages = self._pages_for(sequence.most_entries - sequence.spare)
         return self._with_source(sequence, [self.tables.count(pool) * pages for pool in range(len(self.pools))])
 
     def short(self, sequence: Sequence, more: int) -> bool:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fathomlm.decode.draft_tree import TreeShape
 from fathomlm.decode.entry_copy import check_loops
 from fathomlm.decode.exiting import SERVED_MODES, Exiting
 from fathomlm.depth import DepthPlan
@@ -26,6 +27,7 @@ from fathomlm.engine.layout import Layout, build_layout
 from fathomlm.engine.options import PAGE, EngineOptions
 from fathomlm.engine.programs.base import Program, ProgramContext, SamplingVariant, StepOutput
 from fathomlm.engine.programs.draft_layer import DraftLayerProgram
+from fathomlm.engine.programs.draft_tree import DraftTreeProgram
 from fathomlm.engine.programs.drafts import DraftProgram
 from fathomlm.engine.programs.exits import Copies, ExitProgram
 from fathomlm.engine.programs.routed import RoutedProgram, passes_for
@@ -66,6 +68,8 @@ class Sizes:
     burst: int
     lag: int
     max_source: int = 0
+    spare: int = 0
+    """Entries of drafts beside those that a chain of them has (`Sequence.spare`)."""
 
 
 class Runner:
@@ -95,7 +99,7 @@ class Runner:
             decoder.architecture, self.layout, self.sizes.pool_pages, options.page_size, self.device,
             entry_dtype(options.kv_dtype, weight.dtype), _prefix_pages(decoder, options.page_size),
         )  # fmt: skip
-        pages = -(-self.sizes.max_length // options.page_size)
+        pages = -(-(self.sizes.max_length + self.sizes.spare) // options.page_size)
         self.state = EngineState(
             self.layout, self.sizes.max_sequences, pages, decoder.architecture.hidden, decoder.plan.recursions, self.device,
             weight.dtype, -(-self.sizes.max_source // options.page_size),
@@ -144,7 +148,10 @@ class Runner:
             return RoutedProgram(parts, routers, _cores(plan, options))
         assert exiting is not None
         if exiting.drafts_behind(plan):
-            return DraftLayerProgram(parts, drafts=_drafts(exiting), confidence=exiting.confidence or "gap")
+            confidence = exiting.confidence or "gap"
+            if exiting.draft_tree is not None:
+                return DraftTreeProgram(parts, TreeShape(exiting.draft_tree), confidence=confidence)
+            return DraftLayerProgram(parts, drafts=_drafts(exiting), confidence=confidence)
         stack = min(exiting.max_stack or 1, options.batch_size)
         if exiting.mode == "speculative":
             return DraftProgram(
@@ -344,17 +351,18 @@ def _sizes(decoder: Decoder, layout: Layout, options: EngineOptions, gpu: bool, 
             raise OptionError(f"memory must hold two pages of {max(sizes):,} bytes, got {options.memory:,}")
     burst = options.burst or (BURST if gpu else 1)
     lag = options.lag if options.lag is not None else (1 if gpu else 0)
-    in_a_step, waiting = 1, 0
+    in_a_step, waiting, spare = 1, 0, 0
     if layout.kind == "routed":
         in_a_step = len(_cores(plan, options))
     elif exiting is not None and behind:
         in_a_step = 1 + _drafts(exiting)
+        spare = waiting = 0 if exiting.draft_tree is None else TreeShape(exiting.draft_tree).nodes - in_a_step
     elif exiting is not None and layout.kind == "exits":
         in_a_step = _shallows(options, exiting) + len(exiting.exits(plan))
         waiting = (exiting.max_stack or 1) if exiting.mode == "speculative" else 0
     chunk = options.prefill_chunk or (GPU_CHUNK if gpu else CHUNK)
     lookahead = (lag + 1) * burst * in_a_step + 1 + waiting
-    return Sizes(layout.tables, pool_pages, sequences, max_length, chunk, lookahead, burst, lag, max_source)
+    return Sizes(layout.tables, pool_pages, sequences, max_length, chunk, lookahead, burst, lag, max_source, spare)
 
 
 def _shallows(options: EngineOptions, exiting: Exiting) -> int:
@@ -364,7 +372,9 @@ def _shallows(options: EngineOptions, exiting: Exiting) -> int:
 
 
 def _drafts(exiting: Exiting) -> int:
-    """Drafts of a draft layer: a pass that verifies runs one token more."""
+    """Drafts of a draft layer, one behind the other: a pass that verifies settles one token more."""
+    if exiting.draft_tree is not None:
+        return len(exiting.draft_tree)
     return max(1, (exiting.max_stack or 1) - 1)
 
 
@@ -387,6 +397,8 @@ def layout_for(decoder: Decoder, exiting: Exiting | None = None, page_size: int 
         raise UnsupportedModel("the engine runs mixtures of experts on a CPU only; use fathomlm generate")
     _prefix_pages(decoder, page_size)
     own = () if exiting is None else exiting.own_steps(decoder.plan)
+    if exiting is not None and exiting.draft_tree is not None and any(decoder.architecture.windows):
+        raise UnsupportedModel("the engine does not support draft_tree with attention windows; use fathomlm generate")
     exits, static = _exits(decoder.plan, exiting), exiting is not None and exiting.mode == "static"
     return build_layout(decoder.architecture, decoder.plan, decoder.relaxation, exits, own, static)
 

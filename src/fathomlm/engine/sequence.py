@@ -28,8 +28,10 @@ class Sequence:
     source: tuple[int, ...] = field(init=False)
     """What an encoder reads; empty where there is none."""
     max_new_tokens: int = field(init=False)
+    spare: int = 0
+    """Entries of drafts that a pass may leave behind those of its tokens, where there are pages for them."""
     most_entries: int = field(init=False)
-    """The most that a table will ever hold: the very last token is never run."""
+    """The most that a table will ever hold, spare ones included: the very last token is never run."""
     tokens: list[int] = field(default_factory=list)
     """Generated tokens that the host knows. The device may be further."""
     slot: int | None = None
@@ -85,7 +87,7 @@ class Sequence:
         self.id, given = self.request.id, self.request.prompt
         self.prompt, self.source = (given, ()) if self.start is None else ((self.start,), given)
         self.max_new_tokens = self.request.sampling.max_new_tokens
-        self.most_entries = len(self.prompt) + self.max_new_tokens - 1
+        self.most_entries = len(self.prompt) + self.max_new_tokens - 1 + self.spare
 
     @property
     def watched(self) -> bool:

@@ -34,6 +34,8 @@ MAX_SPLITS, LEAST_ENTRIES = 32, 128
 
 MANY_PROGRAMS = 8
 """Programs to a multiprocessor from which smaller ones are quicker."""
+BITS = 64
+"""Entries in front of a row that it may be told to see or not."""
 TOGETHER = 128
 """Rows from which those of one sequence share a program."""
 
@@ -76,28 +78,30 @@ def paged_attention(
     q_NHD: Tensor, k_pages: Tensor, v_pages: Tensor, table_NP: Tensor, lengths_N: Tensor, scale: float,
     window: int | None = None, splits: int = 1, workspace: Tensor | None = None,
     k_scale: float = 1.0, v_scale: float = 1.0, out: Tensor | None = None, sequence_N: Tensor | None = None,
-    arrived: Tensor | None = None, bias_DH: Tensor | None = None,
+    arrived: Tensor | None = None, bias_DH: Tensor | None = None, bits_N: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """softmax(q k^T * scale) v over each row's first `lengths_N` entries (N, H, D); zeros where it has none.
 
     `window` counts entries, so it is for models whose every token leaves an entry: a row sees the last `window` of its own.
     `workspace` is float32 of `workspace_size`, needed with `splits`, and so is `arrived`, an int32 for each row and group,
     all zero between calls (both are made on each call where they are not given). Pages in float8 hold keys / k_scale and
-    values / v_scale. `sequence_N` says which rows have the same table, where those of a
-    sequence stand together: then many rows are looked at together. Nothing outside `k_pages` and `v_pages` is read: a row
-    whose table names a page that is not there is a bug, which raises on a CPU and gives NaN on a GPU.
+    values / v_scale. `sequence_N` says which rows have the same table, where those of a sequence stand together: then many
+    rows are looked at together. `bits_N` (int64) says which of its last 64 entries a row sees, its own in the lowest bit:
+    branches of a tree, one behind the other. Nothing outside `k_pages` and `v_pages` is read: a row whose table names a page
+    that is not there is a bug, which raises on a CPU and gives NaN on a GPU.
     """
     if triton is not None and q_NHD.is_cuda and bias_DH is None:
-        if sequence_N is not None and q_NHD.element_size() == 2 and len(q_NHD) >= TOGETHER:
+        if sequence_N is not None and q_NHD.element_size() == 2 and len(q_NHD) >= TOGETHER and bits_N is None:
             return prefill_attention(
                 q_NHD, k_pages, v_pages, table_NP, lengths_N, sequence_N, scale, window, k_scale, v_scale, out
             )
         return _triton_paged_attention(
-            q_NHD, k_pages, v_pages, table_NP, lengths_N, scale, window, splits, workspace, k_scale, v_scale, out, arrived
-        )
+            q_NHD, k_pages, v_pages, table_NP, lengths_N, scale, window, splits, workspace, k_scale, v_scale, out, arrived,
+            bits_N=bits_N,
+        )  # fmt: skip
     return plain_paged_attention(
         q_NHD, k_pages, v_pages, table_NP, lengths_N, scale, window, k_scale=k_scale, v_scale=v_scale, out=out,
-        bias_DH=bias_DH,
+        bias_DH=bias_DH, bits_N=bits_N,
     )  # fmt: skip
 
 
@@ -105,6 +109,7 @@ def plain_paged_attention(
     q_NHD: Tensor, k_pages: Tensor, v_pages: Tensor, table_NP: Tensor, lengths_N: Tensor, scale: float,
     window: int | None = None, splits: int = 1, workspace: Tensor | None = None,
     k_scale: float = 1.0, v_scale: float = 1.0, out: Tensor | None = None, bias_DH: Tensor | None = None,
+    bits_N: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """The meaning. `splits` and `workspace` change nothing here."""
     (N, H, D), (size, G) = q_NHD.shape, k_pages.shape[1:3]
@@ -114,6 +119,9 @@ def plain_paged_attention(
     seen_NE = entry_E < lengths_N[:, None]
     if window is not None:
         seen_NE = seen_NE & (entry_E >= lengths_N[:, None] - window)
+    if bits_N is not None:
+        back_NE = (lengths_N[:, None] - 1 - entry_E).clamp_min(0)
+        seen_NE = seen_NE & ((back_NE >= BITS) | (bits_N[:, None] >> back_NE.clamp_max(BITS - 1) & 1 != 0))
     table_NP = torch.where(seen_NE.view(*table_NP.shape, size).any(-1), table_NP, 0)  # what is unseen may be anything
     if not table_NP.is_cuda and table_NP.numel():  # torch would take a negative number for one from the end
         assert int(table_NP.min()) >= 0, f"a row looks at page {int(table_NP.min())}"
@@ -143,10 +151,11 @@ if triton is not None:
 
     @triton.jit(do_not_specialize=["pages", "columns"])  # type: ignore[untyped-decorator,unused-ignore]
     def _attention_kernel(  # type: ignore[no-untyped-def]
-        q_ptr, q_stride, k_ptr, v_ptr, table_ptr, table_stride, lengths_ptr, out_ptr, partial_ptr, extent_ptr,
+        q_ptr, q_stride, k_ptr, v_ptr, table_ptr, table_stride, lengths_ptr, bits_ptr, out_ptr, partial_ptr, extent_ptr,
         arrived_ptr, score_scale, v_scale, H, G, pages, columns,
         D: tl.constexpr, WIDE: tl.constexpr, PER_GROUP: tl.constexpr, HEADS: tl.constexpr, PAGE: tl.constexpr,
         BLOCK: tl.constexpr, WINDOW: tl.constexpr, SPLITS: tl.constexpr, PARTS: tl.constexpr, EARLY: tl.constexpr,
+        BITS: tl.constexpr,
     ):  # fmt: skip
         let_next_start(EARLY)
         wait_for_last(EARLY)
@@ -164,7 +173,8 @@ if triton is not None:
             here = here & (column < D)
         q = tl.load(q_ptr + row * q_stride + (group * PER_GROUP + head) * D + column, mask=here, other=0.0)
         table_ptr += row * table_stride
-        most = tl.full((HEADS,), float("-inf"), tl.float32)
+        most = tl.full((HEADS,), -1e30 if BITS else float("-inf"), tl.float32)  # with bits a tile may be unseen altogether
+        bits = tl.load(bits_ptr + row) if BITS else 0
         weight = tl.zeros((HEADS,), tl.float32)
         mixed = tl.zeros((HEADS, WIDE), tl.float32)
         last, outside = (pages - 1).to(tl.uint32), tl.zeros((BLOCK,), tl.int32)
@@ -173,6 +183,10 @@ if triton is not None:
             seen = entry < end
             if WINDOW > 0:
                 seen = seen & (entry >= length - WINDOW)
+            if BITS:
+                back = length - 1 - entry
+                bit = (bits >> tl.minimum(tl.maximum(back, 0), BITS - 1).to(tl.int64)) & 1
+                seen = seen & ((back >= BITS) | (bit != 0))
             page = tl.load(table_ptr + tl.minimum(entry // PAGE, columns - 1), mask=seen, other=0).to(
                 tl.uint32, bitcast=True
             )
@@ -226,9 +240,10 @@ if triton is not None:
         q_NHD: Tensor, k_pages: Tensor, v_pages: Tensor, table_NP: Tensor, lengths_N: Tensor, scale: float,
         window: int | None = None, splits: int = 1, workspace: Tensor | None = None,
         k_scale: float = 1.0, v_scale: float = 1.0, out: Tensor | None = None, arrived: Tensor | None = None,
-        blocks: AttentionBlocks | None = None,
+        blocks: AttentionBlocks | None = None, bits_N: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         (N, H, D), (page, G) = q_NHD.shape, k_pages.shape[1:3]
+        assert bits_N is None or bits_N.is_contiguous()
         out = torch.empty_like(q_NHD, memory_format=torch.contiguous_format) if out is None else out
         size = workspace_size(N, H, D, splits)
         if workspace is None:
@@ -242,10 +257,11 @@ if triton is not None:
         b = blocks or attention_blocks(D, q_NHD.element_size(), N * G * splits)
         wide, extent = max(16, triton.next_power_of_2(D)), workspace[N * H * splits * D :]
         _attention_kernel[(N, G, splits)](
-            q_NHD, q_NHD.stride(0), k_pages, v_pages, table_NP, table_NP.stride(0), lengths_N, out, workspace, extent,
-            arrived, scale * k_scale * math.log2(math.e), v_scale, H, G, len(k_pages), table_NP.shape[1], D=D, WIDE=wide,
+            q_NHD, q_NHD.stride(0), k_pages, v_pages, table_NP, table_NP.stride(0), lengths_N,
+            lengths_N if bits_N is None else bits_N, out, workspace, extent, arrived, scale * k_scale * math.log2(math.e),
+            v_scale, H, G, len(k_pages), table_NP.shape[1], D=D, WIDE=wide,
             PER_GROUP=H // G, HEADS=max(16, triton.next_power_of_2(H // G)), PAGE=page, BLOCK=b.entries,
-            WINDOW=window or 0, SPLITS=splits, PARTS=triton.next_power_of_2(splits),
+            WINDOW=window or 0, SPLITS=splits, PARTS=triton.next_power_of_2(splits), BITS=0 if bits_N is None else BITS,
             num_warps=b.warps, num_stages=b.stages, **early_launch(N),
         )  # fmt: skip
         return out

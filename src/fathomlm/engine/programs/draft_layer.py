@@ -100,26 +100,33 @@ class DraftLayerProgram:
             self.output.blank(s.spare)
             return
         read_NM, seen = self._enter(tokens_N, before_NM), _metadata(found)
-        many_S = torch.zeros_like(room_S)
-        drafts: list[Tensor] = []
-        sures: list[Tensor] = []
+        many_S, drafts, sures = torch.zeros_like(room_S), list[Tensor](), list[Tensor]()
         if variant.drafts:
             x_NM = layers.run(read_NM, self._own, seen, positions_N, spend=True)
-            x_SM = x_NM.index_select(0, last_S)
-            for number in range(self.drafts):
-                if number:
-                    if parts.idle(asks_S):
-                        break
-                    seen = _metadata(found)
-                    x_SM = layers.run(self._enter(drafts[-1], x_SM), self._own, seen, positions_N, spend=True)
-                scores = self._scores(x_SM, asks_S, number, variant)
-                draft_S, sure_S, many_S, asks_S, positions_N, *found = self._meet(*scores, x_SM, asks_S, many_S, room_S)
-                drafts.append(draft_S)
-                sures.append(sure_S)
+            many_S, drafts, sures = self._draft(x_NM.index_select(0, last_S), live_S, asks_S, room_S, variant)
         else:
             layers.keep(read_NM, self._own, seen, positions_N)
         self._judge(live_S, many_S, drafts, sures, variant)
         s.clock.add_(1)
+
+    def _draft(
+        self, x_SM: Tensor, live_S: Tensor, asks_S: Tensor, room_S: Tensor, variant: SamplingVariant
+    ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+        """How many drafts the slots have, behind the layer's output for their last tokens; these, and how sure it was."""
+        many_S, drafts, sures = torch.zeros_like(room_S), list[Tensor](), list[Tensor]()
+        found: list[Tensor] = []
+        for number in range(self.drafts):
+            if number:
+                if self.parts.idle(asks_S):
+                    break
+                positions_S, *seen = found
+                read_SM = self._enter(drafts[-1], x_SM)
+                x_SM = self.parts.layers.run(read_SM, self._own, _metadata(seen), positions_S, spend=True)
+            scores = self._scores(x_SM, asks_S, number, variant)
+            draft_S, sure_S, many_S, asks_S, *found = self._meet(*scores, x_SM, asks_S, many_S, room_S)
+            drafts.append(draft_S)
+            sures.append(sure_S)
+        return many_S, drafts, sures
 
     def _scores(
         self, x_SM: Tensor, asks_S: Tensor, number: int, variant: SamplingVariant
@@ -150,6 +157,14 @@ class DraftLayerProgram:
         output = self.output if places == self.drafts + 1 else self.output.part(0, len(slots_N))
         if output is not self.output:
             self.output.blank(s.spare)
+        self._settle(live_S, many_S, drafts_SJ, sures_SJ, valid_N, index_N, slots_N, sampled, x_NM, output, variant)
+
+    def _settle(
+        self, live_S: Tensor, many_S: Tensor, drafts_SJ: Tensor, sures_SJ: Tensor, valid_N: Tensor, index_N: Tensor,
+        slots_N: Tensor, sampled: Sampled, x_NM: Tensor, output: StepOutput, variant: SamplingVariant,
+    ) -> None:  # fmt: skip
+        """What the full model chose along the drafts of each slot becomes its next tokens, as far as it may."""
+        s = self.parts.state
         emits_N = self._verify(live_S, many_S, drafts_SJ, sures_SJ, valid_N, index_N, sampled, x_NM, output)
         if variant.penalise:
             note(sampled.tokens_N, torch.where(emits_N, slots_N, s.spare), self.parts.sampler)
