@@ -191,6 +191,15 @@ def coarse_figures(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
+def blank_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Figures are built but not rendered, which takes a second or two each: an empty one is saved in place of each."""
+    from matplotlib.figure import Figure
+
+    save = Figure.savefig
+    monkeypatch.setattr(Figure, "savefig", lambda self, *given, **more: save(Figure(), *given, **more))
+
+
+@pytest.fixture
 def start_python() -> Iterator[Callable[..., Forked]]:
     """Starts programs (see `Forked`) and kills those that still run when the test is over."""
     from forked import Forked

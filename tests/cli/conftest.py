@@ -8,8 +8,10 @@ from fathomlm.cli.main import main
 
 
 @pytest.fixture(autouse=True)
-def _coarse(coarse_figures: None) -> None:
-    """What the pictures show is tested in tests/lab."""
+def _not_drawn(request: pytest.FixtureRequest) -> None:
+    """What most pictures show is tested in tests/lab; tests of the others ask for `coarse_figures`."""
+    if "coarse_figures" not in request.fixturenames:
+        request.getfixturevalue("blank_figures")
 
 
 @pytest.fixture

@@ -61,6 +61,7 @@ def test_exits_of_an_encoder_decoder(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert [mode["tokens"] for mode in record["breakdown"]["modes"]] == [3, 3, 3]
 
 
+@pytest.mark.usefixtures("coarse_figures")
 def test_exits(looped: str, data: str, tmp_path: Path, capsys: Any) -> None:
     out = tmp_path / "exits"
     options = ["--tokens", "64", "--prompts", "1", "--max-new-tokens", "4", "--out", str(out)]
@@ -88,6 +89,7 @@ def test_exits_as_a_record_without_times(looped: str, data: str, tmp_path: Path,
     assert record["files"] == [str(out / name) for name in names(out)]
 
 
+@pytest.mark.usefixtures("coarse_figures")
 def test_weights(plain: str, tmp_path: Path, capsys: Any) -> None:
     out = tmp_path / "weights"
     assert main(["analyze", "weights", plain, "--recursions", "2", "--out", str(out), "--json"]) == 0
@@ -99,6 +101,7 @@ def test_weights(plain: str, tmp_path: Path, capsys: Any) -> None:
     assert len(json.loads((out / "weights.json").read_text())["spectra"]) == 2 * 7 * 8
 
 
+@pytest.mark.usefixtures("coarse_figures")
 def test_runs(tmp_path: Path, capsys: Any) -> None:
     for number, name in enumerate(("a", "b")):
         run = tmp_path / "runs" / name

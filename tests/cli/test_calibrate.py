@@ -38,7 +38,8 @@ def test_it_writes_what_generate_reads(model: Path, texts: Path, capsys: pytest.
     assert len(record["history"]) == 5
     assert (model / "threshold.json").is_file()
     assert (model / "threshold.png").stat().st_size > 1_000
-    assert main(["generate", str(model), "-p", "the", "--decode", "parallel", "--threshold", "adaptive", "--json"]) == 0
+    few = ["-p", "the", "--max-new-tokens", "4", "--threshold", "adaptive", "--json"]
+    assert main(["generate", str(model), "--decode", "parallel", *few]) == 0
     exits = json.loads(capsys.readouterr().out)["exits"]
     assert (exits["exit_layers"], exits["threshold"]) == ([2], record["threshold"])
     assert main(["calibrate", str(model), *words]) == 0
@@ -79,7 +80,8 @@ def test_drafts_go_by_the_thesis_rule(model: Path, capsys: pytest.CaptureFixture
     assert estimator.by("thesis") < 0.7 < estimator.threshold == 1.0
     Calibration(exit_layer=2, confidence="gap", estimator=estimator).save(model / FILE)
     for mode, threshold in (("parallel", 1.0), ("speculative", estimator.by("thesis"))):
-        assert main(["generate", str(model), "-p", "the", "--decode", mode, "--threshold", "adaptive", "--json"]) == 0
+        few = ["-p", "the", "--max-new-tokens", "4", "--threshold", "adaptive", "--json"]
+        assert main(["generate", str(model), "--decode", mode, *few]) == 0
         assert json.loads(capsys.readouterr().out)["exits"]["threshold"] == threshold
 
 

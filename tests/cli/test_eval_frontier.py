@@ -36,6 +36,7 @@ def mistake(mistake_of: Any) -> Any:
     return partial(mistake_of, "eval", "frontier")
 
 
+@pytest.mark.usefixtures("coarse_figures")
 def test_thresholds_of_two_models(looped: str, plain: str, data: str, tmp_path: Path, capsys: Any) -> None:
     out = tmp_path / "out"
     sweep = ["--sweep", "threshold", "--exit-layer", "3", "--thresholds", "0,1"]

@@ -44,7 +44,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.mark.parametrize("path", PATHS)
-@pytest.mark.usefixtures("one_thread")
+@pytest.mark.usefixtures("one_thread", "short")
 def test_a_path_leads_where_it_says(
     path: str, plain: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

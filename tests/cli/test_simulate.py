@@ -41,6 +41,7 @@ def record(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.usefixtures("coarse_figures")
 def test_a_preset_with_drawn_depths(capsys: Any, tmp_path: Path) -> None:
     found = record(capsys, *PRESET, *DEPTHS)
     assert all(set(found[way]) >= OUTCOME for way in ("vanilla", "sequence", "depth"))

@@ -219,8 +219,8 @@ def test_many_clients_that_come_and_go_get_their_own_texts(tiny_model: Any) -> N
     """Small pools, so that texts are put aside and read again meanwhile."""
     rights = references(tiny_model)
     with running(tiny_model, batch_size=8, memory=60_000) as crowd:
-        with ThreadPoolExecutor(40) as pool:
-            told = pool.map(lambda number: ask_and_leave(crowd.url, number, rights, lambda done: done < 3), range(40))
+        with ThreadPoolExecutor(24) as pool:
+            told = pool.map(lambda number: ask_and_leave(crowd.url, number, rights, lambda done: done < 3), range(24))
             ended = [one for each in told for one in each]
         until(crowd.free)
         status = crowd.http.get("/v1/fathom/status").json()

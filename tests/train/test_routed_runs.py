@@ -221,7 +221,8 @@ def test_pairs_are_validated_in_any_micro_batches(router: str, recipe: Callable[
             assert other == pytest.approx(found[0], rel=1e-5)
 
 
-@pytest.mark.parametrize("seed", [0])
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [0, 1])
 def test_the_causal_rule_learns_to_say_what_the_top_k_say(seed: int, tmp_path: Path) -> None:
     """The method's claim, small: trained for some seconds on text that comes with the package (recipes/tiny-mor.yaml is a
     larger run of it), the routers decide without the future as they decide with it, and nothing is lost by that."""
