@@ -62,8 +62,11 @@ def test_base_and_pack_are_the_model_again(kind: str, tmp_path: Path) -> None:
     assert plan_of(base, pack) == model.plan
     assert weights(again).keys() == weights(model).keys()
     assert all(torch.equal(value, weights(model)[name]) for name, value in weights(again).items())
-    for mode, options in (("parallel", {"threshold": 0.05}), ("speculative", {"threshold": 0.02}), ("static", {})):
-        assert said(again, mode, **options) == said(model, mode, **options)
+    modes: list[tuple[str, dict[str, float]]] = [
+        ("parallel", {"threshold": 0.05}), ("speculative", {"threshold": 0.02}), ("static", {}),
+    ]  # fmt: skip
+    mode, options = modes[list(KINDS).index(kind) % 3]
+    assert said(again, mode, **options) == said(model, mode, **options)
     assert said(again, "speculative", threshold=0.0) == said(again, "full")
     saved = load(save(again, tmp_path / "again"))
     assert all(torch.equal(value, weights(model)[name]) for name, value in weights(saved).items())

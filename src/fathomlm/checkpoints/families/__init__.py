@@ -19,7 +19,6 @@ from fathomlm.checkpoints.families import (
     ouro,
     phi,
     qwen,
-    qwen_moe,
     smollm3,
     t5,
 )
@@ -33,7 +32,7 @@ FAMILIES: dict[str, Family] = {
     "mistral": llama.MISTRAL,
     "qwen2": qwen.QWEN2,
     "qwen3": qwen.QWEN3,
-    "qwen3_moe": qwen_moe.QWEN3_MOE,
+    "qwen3_moe": qwen.QWEN3_MOE,
     "gemma": gemma.GEMMA,
     "gemma3": gemma.GEMMA3,
     "neox": neox.NEOX,
