@@ -139,12 +139,15 @@ class Bench:
         return found
 
     def replay(self, engine: Engine) -> Record:
-        """The device alone: a full engine's ticks back to back, the host out of the way; and what one consists of."""
-        vocab = engine.model.architecture.vocab
-        for i in range(engine.runner.sizes.max_sequences):
+        """The device alone: a full engine's ticks back to back, the host out of the way, with contexts about as long as they
+        are on average in `throughput`; and what one consists of."""
+        many = 40
+        vocab, flying = engine.model.architecture.vocab, engine.runner.sizes.max_sequences
+        known = engine.totals.tokens
+        for i in range(flying):
             sampling = Sampling(max_new_tokens=LONGEST - 2, ignore_eos=True)
             engine.submit(Request(id=2 * 10**6 + i, prompt=(i % vocab,), sampling=sampling))
-        for _ in range(32 // engine.runner.sizes.burst):
+        while engine.totals.tokens < known + flying * max(32, self.args.mean // 2 - many // 2):
             engine.step()
         finish(self.device)
         found: Record = {}
@@ -153,7 +156,6 @@ class Bench:
         engine.scheduler.lookahead = 120
         engine.step()
         finish(self.device)
-        many = 40
         begun = time.perf_counter()
         for _ in range(many):
             engine.runner.launch()
