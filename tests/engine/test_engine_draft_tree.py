@@ -90,6 +90,16 @@ def test_entries_are_those_of_a_chain() -> None:
         torch.testing.assert_close(one, other)
 
 
+def test_entries_of_one_byte_move_too() -> None:
+    narrow = ROOMY | {"kv_dtype": "fp8"}
+    engine = Engine(build("draft"), exiting=speculative(3, 2), always_draft=True, **narrow)
+    results = engine.generate(MANY, max_new_tokens=NEW)
+    assert [r.tokens for r in results] == [
+        f.tokens for f in Engine(build("draft"), **narrow).generate(MANY, max_new_tokens=NEW)
+    ]
+    assert engine.totals.accepted > 0
+
+
 def test_drafting_may_stop_and_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
     setting = speculative(3, 2)
     engine = Engine(build("draft"), exiting=setting, always_draft=True, **ROOMY)
