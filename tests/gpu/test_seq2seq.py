@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
 
@@ -9,6 +13,9 @@ from fathomlm.cache import build_cache
 from fathomlm.depth import Architecture, DepthPlan
 from fathomlm.model.decoder import Decoder
 from fathomlm.model.encoder_memory import EncoderMemory
+from fathomlm.train.data.prepare import PrepareOptions, prepare
+from fathomlm.train.reading import build_recipe
+from fathomlm.train.run import train
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 CUDA = "cuda"
@@ -69,3 +76,40 @@ def test_bfloat16_gradients_are_near_those_of_float32(padded: bool) -> None:
     for name, exact in gradients[0].items():
         away = (gradients[1][name] - exact).norm() / exact.norm()
         assert away < 0.1, name
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_captured_training_steps_are_steps(tmp_path: Path, compiled: bool) -> None:
+    """With an encoder, its dropout left out, a shallow model and layerwise distillation."""
+    lines = [json.dumps({"word": f"w{i:03d}", "back": f"{i:03d}w"}) + "\n" for i in range(48)]
+    (tmp_path / "a.jsonl").write_text("".join(lines))
+    (tmp_path / "held.jsonl").write_text(lines[0])
+    options: Any = {"tokenizer": "bytes", "pairs": ("word", "back"), "validation_from": (str(tmp_path / "held.jsonl"),)}
+    corpus = prepare(PrepareOptions(sources=(str(tmp_path / "a.jsonl"),), out=tmp_path / "corpus", **options)).path
+    found = []
+    for capture in (False, True):
+        torch._dynamo.reset()
+        shape = {"family": "t5", "layers": 3, "hidden": 64, "intermediate": 96, "heads": 4}
+        out = tmp_path / f"run-{capture}"
+        train(
+            build_recipe(
+                {
+                    "out": str(out),
+                    "model": {"architecture": shape, "encoder": {"layers": 2}},
+                    "data": {"path": str(corpus), "pairs": ["word", "back"], "source_length": 8, "target_length": 8},
+                    "budget": {"steps": 12},
+                    "batch": {"sequences": 16, "micro": 16},
+                    "loss": {"exits": {"at": [1], "weights": "weighted"}, "layerwise": {"shallow": 1}},
+                    "evaluate": {"every": 0, "rows": 1},
+                    "checkpoint": {"every": 1000},
+                    "log": {"every": 1, "tensorboard": False},
+                    "device": CUDA,
+                    "compile": compiled,
+                    "capture": capture,
+                }
+            )
+        )
+        records = map(json.loads, (out / "metrics.jsonl").read_text().splitlines())
+        found.append([record["loss"] for record in records if "loss" in record])
+    assert len(found[0]) >= 12
+    assert found[1] == pytest.approx(found[0], rel=1e-3)
