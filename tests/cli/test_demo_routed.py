@@ -16,10 +16,11 @@ from fathomlm.checkpoints.resolve import load
 from fathomlm.cli import demo_routed
 from fathomlm.cli.demo_routed import CHOICE, PROMPTS
 from fathomlm.cli.main import main
-from fathomlm.decode import full
-from fathomlm.decode.full import generate
 from fathomlm.decode.generation import Generation
+from fathomlm.decode.sampling import Sampling
 from fathomlm.depth.colours import depth_colours
+from fathomlm.engine import session
+from fathomlm.engine.session import decoder_for
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 NEW = 24
@@ -43,8 +44,13 @@ def short_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def results(packaged: str) -> list[Generation]:
-    """What the reference decoder says to the same prompts."""
-    return generate(load(packaged), PROMPTS, max_new_tokens=NEW, **CHOICE)
+    """What the engine says to the same prompts."""
+    return said(packaged, reference=False)
+
+
+def said(packaged: str, *, reference: bool) -> list[Generation]:
+    decode = decoder_for(load(packaged), sequences=len(PROMPTS), reference=reference)
+    return decode(PROMPTS, Sampling(max_new_tokens=NEW, **CHOICE))
 
 
 def said_tokens(results: list[Generation]) -> list[tuple[int, int]]:
@@ -53,8 +59,10 @@ def said_tokens(results: list[Generation]) -> list[tuple[int, int]]:
     return [pair for result, pair in pairs if not (result.finish == "eos" and pair[0] == result.tokens[-1])]
 
 
-def test_the_record(packaged: str, results: list[Generation], capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*WORDS, "--json"]) == 0
+@pytest.mark.parametrize("reference", [False, True])
+def test_the_record(packaged: str, reference: bool, capsys: pytest.CaptureFixture[str]) -> None:
+    results = said(packaged, reference=reference)
+    assert main([*WORDS, "--json", *["--reference"] * reference]) == 0
     record = json.loads(capsys.readouterr().out)
     assert (record["model"], record["recursions"], record["layers"]) == (packaged, 3, 8)
     assert [text["prompt"] for text in record["texts"]] == list(PROMPTS)
@@ -97,12 +105,15 @@ def test_full_depth_is_measured_at_full_depth(
     """The speeds are of the runs that they are named for: every token through every recursion, and as the routers say."""
     seen: dict[bool, set[int]] = {}
 
-    def watched(*arguments: Any, control: Any = None, **options: Any) -> list[Generation]:
-        found = generate(*arguments, control=control, **options)
-        seen.setdefault(control is None, set()).update(*(result.depths or () for result in found))
-        return found
+    def watched(model: Any, control: Any = None, **options: Any) -> Any:
+        def decode(*arguments: Any, **more: Any) -> list[Generation]:
+            found = decoder_for(model, control, **options)(*arguments, **more)
+            seen.setdefault(control is None, set()).update(*(result.depths or () for result in found))
+            return found
 
-    monkeypatch.setattr(full, "generate", watched)
+        return decode
+
+    monkeypatch.setattr(session, "decoder_for", watched)
     assert main([*WORDS, "--json"]) == 0
     assert seen == {True: {1, 2, 3}, False: {3}}
 
@@ -134,18 +145,21 @@ def test_end_tokens_are_neither_shown_nor_counted(
 ) -> None:
     """Two texts end by themselves, one of them at once."""
 
-    def ended(*arguments: Any, ignore_eos: bool = False, **options: Any) -> list[Generation]:
-        model, found = arguments[0], generate(*arguments, ignore_eos=ignore_eos, **options)
-        if ignore_eos:
-            return found
-        end = model.tokenizer.eos_token_id
-        cut = [
-            replace(each, tokens=(*each.tokens[:many], end), depths=(each.depths or ())[: many + 1], finish="eos")
-            for each, many in zip(found, (3, 0), strict=False)
-        ]
-        return [*cut, found[2]]
+    def ended(model: Any, control: Any = None, **options: Any) -> Any:
+        def decode(prompts: Any, sampling: Sampling, **more: Any) -> list[Generation]:
+            found = decoder_for(model, control, **options)(prompts, sampling, **more)
+            if sampling.ignore_eos:
+                return found
+            end = model.tokenizer.eos_token_id
+            cut = [
+                replace(each, tokens=(*each.tokens[:many], end), depths=(each.depths or ())[: many + 1], finish="eos")
+                for each, many in zip(found, (3, 0), strict=False)
+            ]
+            return [*cut, found[2]]
 
-    monkeypatch.setattr(full, "generate", ended)
+        return decode
+
+    monkeypatch.setattr(session, "decoder_for", ended)
     assert main([*WORDS, "--json"]) == 0
     record = json.loads(capsys.readouterr().out)
     assert [len(text["tokens"]) for text in record["texts"]] == [3, 0, len(record["texts"][2]["depths"])]
@@ -222,7 +236,7 @@ def test_ctrl_c_is_one_line(packaged: str, monkeypatch: pytest.MonkeyPatch, caps
     def interrupted(*arguments: Any, **options: Any) -> Any:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(full, "generate", interrupted)
+    monkeypatch.setattr(session, "decoder_for", lambda *_, **__: interrupted)
     assert main(WORDS) == 2
     captured = capsys.readouterr()
     assert captured.out == ""

@@ -15,6 +15,7 @@ from fathomlm.checkpoints.resolve import load
 from fathomlm.cli.main import main
 from fathomlm.decode.exiting import Exiting
 from fathomlm.decode.full import generate
+from fathomlm.engine import session
 from fathomlm.lab.evaluate import generation
 from fathomlm.lab.evaluate.metrics import squad
 from fathomlm.model.hub import FathomForCausalLM
@@ -72,9 +73,19 @@ def test_quality_latency_and_exits_in_one_record(run: Any, tmp_path: Path, tiny_
     assert lines[0]["references"] == ["six fathoms", "deep"]
 
 
+@pytest.mark.parametrize("more", [(), ("--decode", "static", "--exit-layer", "2"), ("--batch-size", "2")])
+def test_the_reference_says_the_same(more: tuple[str, ...], run: Any, tmp_path: Path, monkeypatch: Any) -> None:
+    words = ("--data", write(tmp_path / "squad.jsonl", ROWS), *NEW, *more, "--json")
+    fast = json.loads(run(*words)[0])
+    monkeypatch.setattr(session, "EngineSession", None)
+    slow = json.loads(run(*words, "--reference")[0])
+    assert (fast["quality"], fast["exits"]) == (slow["quality"], slow["exits"])
+    assert fast["latency"]["tokens"] == slow["latency"]["tokens"]
+
+
 def test_a_table_for_people(run: Any, tmp_path: Path) -> None:
     data = write(tmp_path / "pairs.jsonl", PAIRS)
-    words = ("--data", data, "--source", "source", "--reference", "references", "--metric", "squad", *NEW)
+    words = ("--data", data, "--source", "source", "--references", "references", "--metric", "squad", *NEW)
     out, err = run(*words)
     assert err == ""
     for name in ("full depth", "exact_match", "f1", "tokens/s", "ms per token", "tokens per completion"):
@@ -90,7 +101,7 @@ def test_rouge_and_bleu_of_named_fields(run: Any, tmp_path: Path) -> None:
     pytest.importorskip("rouge_score")
     pytest.importorskip("sacrebleu")
     data = write(tmp_path / "pairs.jsonl", PAIRS)
-    words = ("--data", data, "--prompt", "{source}:\\n", "--reference", "references", *NEW, "--json")
+    words = ("--data", data, "--prompt", "{source}:\\n", "--references", "references", *NEW, "--json")
     rouge = json.loads(run(*words, "--metric", "rouge", "--limit", "2", "--batch-size", "2")[0])
     assert set(rouge["quality"]) == {"rouge1", "rouge2", "rougeL"}
     assert (rouge["texts"], rouge["batch"], rouge["prompt"]) == (2, 2, "{source}:\n")
@@ -137,7 +148,8 @@ def test_mistakes_are_one_line(mistake: Any, tmp_path: Path) -> None:
     assert "set --metric" in mistake("--data", data)
     assert "unknown metric 'rogue' (did you mean 'rouge'?)" in mistake("--data", data, "--metric", "rogue")
     assert "is missing sauce (did you mean 'source'?)" in mistake(*here, "--source", "sauce")
-    assert "is missing refs" in mistake(*here, "--reference", "refs")
+    assert "--reference takes no value, got 'refs'; --references does" in mistake(*here, "--reference", "refs")
+    assert "is missing refs" in mistake(*here, "--references", "refs")
     assert "--threshold requires --decode, such as --decode parallel" in mistake(*here, "--threshold", "0.5")
     assert "invalid --decode 'paralel' (did you mean 'parallel'?)" in mistake(*here, "--decode", "paralel")
     assert "has no exits of its own" in mistake(*here, "--decode", "parallel")
@@ -151,7 +163,7 @@ def test_an_interrupt_is_one_line(tiny_model_dir: Path, tmp_path: Path, monkeypa
     def interrupted(*arguments: Any, **options: Any) -> Any:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(generation, "generate", interrupted)
+    monkeypatch.setattr(generation, "decoder_for", lambda *_, **__: interrupted)
     out = tmp_path / "texts.jsonl"
     words = ["--data", write(tmp_path / "pairs.jsonl", PAIRS), "--metric", "squad", "--out", str(out)]
     assert main(["eval", "generate", str(tiny_model_dir), *words]) == 2

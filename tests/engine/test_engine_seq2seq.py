@@ -19,6 +19,7 @@ from fathomlm.depth.relaxation import build_relaxation
 from fathomlm.engine.engine import Engine
 from fathomlm.engine.kv_pages import page_bytes
 from fathomlm.engine.programs.exits import ExitProgram
+from fathomlm.engine.session import EngineSession
 from fathomlm.errors import RequestTooLarge, UnsupportedModel
 from fathomlm.model.seq2seq import FathomForSeq2SeqLM
 from parity.t5_models import write_tiny_t5
@@ -182,3 +183,18 @@ def test_routers_and_prefixes_are_refused() -> None:
     prefixed = encoder_model(loops, build_relaxation(LINEARS, "prefix", None, 4))
     with pytest.raises(UnsupportedModel, match="or an encoder"):
         Engine(prefixed, page_size=4)
+
+
+@pytest.mark.parametrize("mode", ["full", "speculative"])
+def test_a_session(mode: Any) -> None:
+    """Sources and completions that need more room have another engine; nothing limits a source but memory."""
+    setting = None
+    if mode != "full":
+        setting = Exiting(mode=mode, exit_layers=(2,), threshold=threshold("vanilla", (2,)))
+    session = EngineSession(model("vanilla"), exiting=setting, sequences=len(SOURCES))
+    for sources, new in ((SOURCES, 4), (SOURCES[:2], NEW), ([[7, 2] * 40], 70)):
+        wanted = generate(model("vanilla"), sources, max_new_tokens=new, ignore_eos=True)
+        found = session.generate_all(sources, max_new_tokens=new, ignore_eos=True)
+        assert [(one.tokens, one.prompt_tokens) for one in found] == [(one.tokens, one.prompt_tokens) for one in wanted]
+    assert session._engine is not None
+    assert session._engine.counters().preemptions == 0

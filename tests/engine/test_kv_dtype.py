@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from fathomlm.engine.options import EngineOptions
 from fathomlm.engine.runner import ample_memory
 from fathomlm.errors import OptionError
 from fathomlm.kernels import row_qkv
+from fathomlm.kernels.gathered_attention import GatheredPages
 from fathomlm.kernels.paged_write import FLOAT8, LARGEST_FLOAT8
 from fathomlm.lab.bench.measure import measure
 from fathomlm.lab.bench.timed import TimedEngine
@@ -53,6 +55,8 @@ def round_entries(monkeypatch: pytest.MonkeyPatch) -> None:
         return lambda k, v, *others: write(rounded(k), rounded(v), *others)
 
     monkeypatch.setattr(layers, "write_entries", rounding(layers.write_entries))
+    stored = GatheredPages.store
+    monkeypatch.setattr(GatheredPages, "store", lambda seen, *given: rounding(partial(stored, seen))(*given))
     monkeypatch.setattr(row_qkv, "plain_write_entries", rounding(row_qkv.plain_write_entries))
 
 

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from fathomlm.kernels import paged_attention as module
-from fathomlm.kernels.paged_attention import choose_splits, paged_attention, workspace_size
+from fathomlm.kernels.gathered_attention import GatheredPages
+from fathomlm.kernels.paged_attention import choose_splits, paged_attention, plain_paged_attention, workspace_size
 from fathomlm.kernels.paged_write import FLOAT8
 from kernels.row_cases import Pages, randoms
 
@@ -124,3 +125,39 @@ def test_a_bias_by_distance() -> None:
         gains = torch.stack([bias_DH[min(length - 1 - e, 6)] for e in range(length)], dim=1)
         scores = torch.einsum("hd,hed->he", q[row], k) + gains
         torch.testing.assert_close(found[row], torch.einsum("he,hed->hd", scores.softmax(-1), v))
+
+
+@pytest.mark.parametrize("lengths", [[7], [1], [5, 5], [1, 4, 13, 9]])
+@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("beside", [False, True])
+def test_gathered_pages(lengths: list[int], window: int | None, biased: bool, beside: bool) -> None:
+    """On a CPU: what the plain version says, for rows of their own and of one sequence, with NaN around."""
+    random = randoms()
+    heads, groups = (2, 2) if biased else (6, 2)
+    pages = Pages.build(random, lengths, groups, 8, PAGE)
+    k, v, table = pages.k, pages.v, pages.table
+    if beside:  # the pages of each row in order
+        order = torch.cat([table[row, : -(-length // PAGE)] for row, length in enumerate(lengths)]).long()
+        k, v = k[order], v[order]
+        starts = torch.tensor([sum(-(-length // PAGE) for length in lengths[:row]) for row in range(len(lengths))])
+        table = (starts[:, None] + torch.arange(table.shape[1])).int()
+    bias_DH = random(7, heads) if biased else None
+    rows = torch.tensor([row for row, length in enumerate(lengths) for _ in range(length)])
+    ranks = torch.tensor([entry + 1 for length in lengths for entry in range(length)], dtype=torch.int32)
+    for q, seen, counts, sequence in (
+        (random(len(lengths), heads, 8), table, pages.lengths, None),
+        (random(len(rows), heads, 8), table[rows], ranks, rows),
+    ):
+        found = GatheredPages(seen, counts.tolist(), PAGE, sequence).attend(q, k, v, 0.4, window, bias_DH)
+        wanted = plain_paged_attention(q, k, v, seen, counts, 0.4, window, bias_DH=bias_DH)
+        torch.testing.assert_close(found, wanted)
+
+
+def test_a_row_that_sees_no_number_spoils_no_other() -> None:
+    random = randoms()
+    pages = Pages.build(random, [5, 9], 2, 8, PAGE)
+    pages.k[int(pages.table[0, 0]), 2] = torch.nan
+    found = GatheredPages(pages.table, [5, 9], PAGE).attend(random(2, 4, 8), pages.k, pages.v, 0.4, None, None)
+    assert bool(found[0].isnan().all())
+    assert bool(found[1].isfinite().all())

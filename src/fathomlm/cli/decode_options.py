@@ -18,7 +18,6 @@ from fathomlm.packaged import packaged_drafts, packaged_exits
 if TYPE_CHECKING:
     from fathomlm.decode.generation import Generation
     from fathomlm.engine.session import EngineSession
-    from fathomlm.model.hub import FathomForCausalLM
     from fathomlm.model.route import DepthControl
     from fathomlm.model.seq2seq import FathomModel
 
@@ -197,7 +196,7 @@ class ReferenceOptions:
     reference: bool = option(False, help="decode with the reference, which is slow and plain, instead of the engine")
 
     def open_engine(
-        self, model: FathomForCausalLM, control: DepthControl | None, exiting: Exiting | None, sequences: int = 1
+        self, model: FathomModel, control: DepthControl | None, exiting: Exiting | None, sequences: int = 1
     ) -> EngineSession | None:
         """None where the reference is asked for, or the engine does not do what is."""
         if self.reference:

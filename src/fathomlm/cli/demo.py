@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fathomlm.cli.decode_options import ReferenceOptions
 from fathomlm.cli.first import check_model
 from fathomlm.cli.model_options import SOURCE, JsonOptions
 from fathomlm.cli.progress import log, progress_bar
@@ -45,7 +46,7 @@ class ModelFigures:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Demo(JsonOptions):
+class Demo(ReferenceOptions, JsonOptions):
     """A MODEL with a router completes some prompts, each token in the color of its depth, with how often each depth was
     used and the speed against full depth. Any other model has its layers tied into a block that runs twice, with a rank-64
     LoRA at each step, and the sizes, memory and speed of both models on this CPU are printed."""
@@ -64,7 +65,7 @@ class Demo(JsonOptions):
             raise OptionError(f"--out cannot be combined with a routed model: {self.model} is not converted")
         from fathomlm.cli.demo_routed import run_routed
 
-        return run_routed(self.model, self.tokens, as_json=self.json)
+        return run_routed(self.model, self.tokens, as_json=self.json, reference=self.reference)
 
 
 def _compare(options: Demo) -> int:
@@ -82,8 +83,8 @@ def _compare(options: Demo) -> int:
     small = decoder_only(load(small_dir, dtype="float32"), "the demo")
     log(f"3/3  the same question to both, {options.tokens} tokens each, greedy")
     columns = [
-        _measure(base, "original", path, _disk_format(path), options.tokens),
-        _measure(small, "recursive", small_dir, "bfloat16", options.tokens),
+        _measure(base, "original", path, _disk_format(path), options),
+        _measure(small, "recursive", small_dir, "bfloat16", options),
     ]
     seconds = time.perf_counter() - begin
     if options.json:
@@ -112,20 +113,21 @@ def _make_recursive(base: FathomForCausalLM, out: Path) -> None:
     save(small, out)
 
 
-def _measure(model: FathomForCausalLM, name: str, path: Path, disk_format: str, tokens: int) -> ModelFigures:
+def _measure(model: FathomForCausalLM, name: str, path: Path, disk_format: str, options: Demo) -> ModelFigures:
     from fathomlm.checkpoints.native import directory_bytes, weight_bytes
     from fathomlm.checkpoints.resolve import describe
-    from fathomlm.decode.full import generate
     from fathomlm.decode.prompts import chat_prompt, encode_prompt
+    from fathomlm.decode.sampling import Sampling
     from fathomlm.depth.cost import count
+    from fathomlm.engine.session import decoder_for
 
     question = [{"role": "user", "content": PROMPT}]
     prompt = chat_prompt(model, question) if _chats(model) else encode_prompt(model, PROMPT)
-    generate(model, [prompt], max_new_tokens=2, ignore_eos=True)  # the first pass pays for allocations
+    decode, tokens = decoder_for(model, reference=options.reference), options.tokens
+    decode([prompt], Sampling(max_new_tokens=2, ignore_eos=True))  # the first pass pays for allocations
     with progress_bar(f"     {name}", "tokens") as update:
-        result = generate(
-            model, [prompt], max_new_tokens=tokens, ignore_eos=True, on_step=lambda done, *_: update(done, tokens)
-        )[0]
+        sampling = Sampling(max_new_tokens=tokens, ignore_eos=True)
+        (result,) = decode([prompt], sampling, on_step=lambda done: update(done, tokens))
     cost = count(model.architecture, model.plan, relaxation=model.relaxation, kv_element_bytes=4)
     parameters = cost.non_embedding_parameters + cost.embedding_parameters
     held = len(prompt) + len(result.tokens)

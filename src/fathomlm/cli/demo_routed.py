@@ -100,9 +100,9 @@ class DemoFigures:
     sampling: dict[str, Any] = field(default_factory=lambda: dict(CHOICE))
 
 
-def run_routed(source: str, tokens: int, *, as_json: bool) -> int:
+def run_routed(source: str, tokens: int, *, as_json: bool, reference: bool = False) -> int:
     """The demo of a model with a router."""
-    figures = measure(source, tokens, time.perf_counter())
+    figures = measure(source, tokens, time.perf_counter(), reference)
     if as_json:
         print(json.dumps(asdict(figures)))
         return 0
@@ -112,13 +112,13 @@ def run_routed(source: str, tokens: int, *, as_json: bool) -> int:
     return 0
 
 
-def measure(source: str, tokens: int, begin: float) -> DemoFigures:
+def measure(source: str, tokens: int, begin: float, reference: bool) -> DemoFigures:
     from fathomlm.checkpoints.locate import locate
     from fathomlm.checkpoints.native import directory_bytes
     from fathomlm.checkpoints.resolve import decoder_only, describe, load
-    from fathomlm.decode.full import generate
     from fathomlm.decode.sampling import Sampling
     from fathomlm.depth.cost import count
+    from fathomlm.engine.session import decoder_for
 
     path = locate(source)
     log(f"1/3  {source}: {path}")
@@ -126,11 +126,12 @@ def measure(source: str, tokens: int, begin: float) -> DemoFigures:
     sampling = Sampling(max_new_tokens=tokens, **CHOICE)
     log(f"2/3  {len(PROMPTS)} completions of at most {tokens} tokens")
     with progress_bar("     writing", "tokens") as update:
-        results = generate(model, PROMPTS, sampling, on_step=lambda done: update(done, tokens))
+        decode = decoder_for(model, sequences=len(PROMPTS), reference=reference)
+        results = decode(PROMPTS, sampling, on_step=lambda done: update(done, tokens))
     texts = [_completion(model, prompt, result) for prompt, result in zip(PROMPTS, results, strict=True)]
     timed = min(tokens, TIMED)
     log(f"3/3  the speed of {timed} tokens, as routed and at full depth by turns, {ROUNDS} times")
-    speed = _speed(model, sampling.with_options(max_new_tokens=timed))
+    speed = _speed(model, sampling.with_options(max_new_tokens=timed, ignore_eos=True), reference)
     cost = count(model.architecture, model.plan, relaxation=model.relaxation)
     depths = [depth for text in texts for depth in text.depths]
     return DemoFigures(
@@ -192,16 +193,17 @@ def _completion(model: FathomForCausalLM, prompt: str, result: Generation) -> Co
     )
 
 
-def _speed(model: FathomForCausalLM, sampling: Sampling) -> Speed:
-    from fathomlm.decode.full import generate
+def _speed(model: FathomForCausalLM, sampling: Sampling, reference: bool) -> Speed:
+    from fathomlm.engine.session import decoder_for
     from fathomlm.model.route import DepthControl
 
-    ways = {"routed": None, "full_depth": DepthControl(bias=EVERY_RECURSION)}
+    controls = {"routed": None, "full_depth": DepthControl(bias=EVERY_RECURSION)}
+    ways = {name: decoder_for(model, control, reference=reference) for name, control in controls.items()}
     speeds: dict[str, list[float]] = {name: [] for name in ways}
     with progress_bar("     measuring", "rounds") as update:
         for turn in range(ROUNDS):
             for name in sorted(ways, reverse=turn % 2 == 1):
-                result = generate(model, PROMPTS[:1], sampling, control=ways[name], ignore_eos=True)[0]
+                (result,) = ways[name](PROMPTS[:1], sampling)
                 speeds[name].append(result.tokens_per_second)
             update(turn + 1, ROUNDS)
     pairs = zip(speeds["routed"], speeds["full_depth"], strict=True)

@@ -49,16 +49,13 @@ class Generate(QuantizeOptions, ModelOptions, ReferenceOptions, JsonOptions):
         exiting, pack = self.decoding.settle(self.model, self.depth)
 
         from fathomlm.decode.full import generate
-        from fathomlm.model.hub import FathomForCausalLM
 
         begun = time.perf_counter()
         model = self.load_any(**pack)
         loaded = time.perf_counter()
         how: dict[str, Any] = {"control": self.depth.control(self.model, model, self.sampling.seed or 0), "exiting": exiting}
         inputs = _encode(self, model, prompts)
-        engine = None
-        if isinstance(model, FathomForCausalLM):
-            engine = self.open_engine(model, **how, sequences=min(len(inputs), MOST_AT_ONCE))
+        engine = self.open_engine(model, **how, sequences=min(len(inputs), MOST_AT_ONCE))
         if self.stream and engine is not None:
             results = [engine.generate(inputs[0], sampling, on_text=_show)]
             print()

@@ -169,7 +169,17 @@ class _Parser(argparse.ArgumentParser):
         if wrong is not None:
             known = [name for name in self._option_string_actions if name.startswith("--")]
             self.error(choices("option", wrong.split("=")[0], known))
+        if self.options is not None and rest:
+            self._refuse_value(list(args), rest[0])
         return found, rest
+
+    def _refuse_value(self, args: Sequence[str], word: str) -> None:
+        """A word that nothing takes, behind a flag that takes no value; a longer flag may have been meant."""
+        flag = args[max(0, args.index(word) - 1)]
+        action = self._option_string_actions.get(flag)
+        if action is not None and action.nargs == 0:
+            longer = next((name for name in self._option_string_actions if name.startswith(flag) and name != flag), None)
+            self.error(f"{flag} takes no value, got '{word}'" + (f"; {longer} does" if longer else ""))
 
     def _fill(self) -> None:
         command = self.command

@@ -17,6 +17,7 @@ from fathomlm.depth import Architecture
 from fathomlm.engine.layout import Layout
 from fathomlm.engine.options import KvDtype
 from fathomlm.engine.schedule import PageCopy
+from fathomlm.kernels.gathered_attention import GatheredPages
 from fathomlm.kernels.paged_write import FLOAT8, copy_entries, copy_page, write_entries
 
 
@@ -43,6 +44,14 @@ class AttentionMetadata:
     """Which of its last 64 entries a row sees, its own in the lowest bit, where rows are a tree; None: all."""
     source: AttentionMetadata | None = field(default=None, kw_only=True)
     """What rows look at of what an encoder made."""
+    gathered: GatheredPages | None = field(default=None, kw_only=True)
+    """On a CPU: the same for all layers of a pass, worked out once."""
+
+    def gathering(self, page_size: int) -> AttentionMetadata:
+        """For rows that all see something."""
+        gathered = GatheredPages(self.table_NP, self.lengths_N.tolist(), page_size, self.sequence_N, self.slot_mapping_N)
+        source = None if self.source is None else self.source.gathering(page_size)
+        return replace(self, gathered=gathered, source=source)
 
     def rows(self, at_K: Tensor) -> AttentionMetadata:
         """Of some rows."""
@@ -103,13 +112,18 @@ class KVPages:
             tuple(torch.zeros(planes, pages + prefix + 1, *shape, device=device, dtype=dtype) for _ in range(2))
             for planes, pages in zip(layout.planes, pool_pages, strict=True)
         ]
+        self._views: dict[tuple[int, int, int], tuple[Tensor, Tensor]] = {}
 
     def at(self, pool: int, plane: int, planes: int = 1) -> tuple[Tensor, Tensor]:
         """Pages of a plane, and of as many behind it as rows may be led to by an offset (`AttentionMetadata.planes`).
         Kernels address nothing outside what they are given."""
-        k, v = self._pools[pool]
-        assert 0 <= plane < plane + planes <= len(k), f"planes {plane} to {plane + planes - 1} of {len(k)} in pool {pool}"
-        return k[plane : plane + planes].flatten(0, 1), v[plane : plane + planes].flatten(0, 1)
+        if (found := self._views.get((pool, plane, planes))) is None:
+            k, v = self._pools[pool]
+            right = 0 <= plane < plane + planes <= len(k)
+            assert right, f"planes {plane} to {plane + planes - 1} of {len(k)} in pool {pool}"
+            found = k[plane : plane + planes].flatten(0, 1), v[plane : plane + planes].flatten(0, 1)
+            self._views[pool, plane, planes] = found
+        return found
 
     def stride(self, pool: int) -> int:
         """From a page of one plane to the same page of the next."""

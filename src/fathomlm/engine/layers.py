@@ -165,6 +165,8 @@ class PagedLayers:
             )
         if self.fused:
             return self._fused(x_NM if spend else x_NM.clone(), steps, attention, positions_N, recursion_N)
+        if self.device.type == "cpu" and self.pages.dtype == self.dtype and attention.bits_N is None:
+            attention = attention.gathering(self.pages.page_size)
         if self.decoder.inject is not None:
             return self._injected(x_NM, steps, attention, positions_N)
         for step in steps:
@@ -266,7 +268,7 @@ class PagedLayers:
     ) -> StepContext:
         decoder, plan = self.decoder, self.decoder.plan
         window = self.architecture.window(step.origin)
-        cos, sin = (table[:, None, None] for table in self._angles(window, positions_N))
+        cos, sin = self._turns(window, attention, positions_N)
         if not self.architecture.rotates(step.origin):
             cos, sin = torch.ones_like(cos), torch.zeros_like(sin)
         mixed = recursion_N is not None and plan.is_shared(step)
@@ -386,6 +388,15 @@ class PagedLayers:
         cos_PD, sin_PD = self._tables[local]
         return cos_PD.index_select(0, positions_N), sin_PD.index_select(0, positions_N)
 
+    def _turns(self, window: int | None, attention: AttentionMetadata, positions_N: Tensor) -> tuple[Tensor, Tensor]:
+        """Angles as blocks take them, (N, 1, 1, D) each; on a CPU looked up once in a pass."""
+        known = {} if attention.gathered is None else attention.gathered.turns
+        local = window is not None and self.architecture.local_rope is not None
+        if local not in known:
+            cos_ND, sin_ND = self._angles(window, positions_N)
+            known[local] = cos_ND[:, None, None], sin_ND[:, None, None]
+        return known[local]
+
     def _scratch_for(self, rows: int) -> Scratch:
         rows = 1 << (rows - 1).bit_length()  # reading asks for any number of rows: a few sizes serve them all
         if rows not in self._scratch:
@@ -415,6 +426,9 @@ class _StepPages:
 
     def store(self, entries: tuple[Tensor, Tensor]) -> None:
         k_NG1D, v_NG1D = entries
+        if self.attention.gathered is not None:
+            self.attention.gathered.store(k_NG1D[:, :, 0], v_NG1D[:, :, 0], self.k_pages, self.v_pages)
+            return
         write_entries(
             k_NG1D[:, :, 0].contiguous(),
             v_NG1D[:, :, 0].contiguous(),
@@ -428,6 +442,9 @@ class _StepPages:
         if entries is not None:
             self.store(entries)
         table_NP, lengths_N = self.attention.table_NP, self.attention.lengths_N
+        if self.attention.gathered is not None:
+            seen = self.attention.gathered
+            return seen.attend(q_NH1D[:, :, 0], self.k_pages, self.v_pages, scale, self.window, self.bias_DH)[:, :, None]
         q_NHD = q_NH1D[:, :, 0].contiguous()
         mixed_NHD = paged_attention(
             q_NHD, self.k_pages, self.v_pages, table_NP, lengths_N, scale, self.window, sequence_N=self.attention.sequence_N,

@@ -7,10 +7,13 @@ before (prefix caching). Greedy tokens are those of the reference; random ones a
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from functools import partial
+from typing import Any, Protocol
+
+import torch
 
 from fathomlm.decode.exiting import DEFAULT_STACK, SERVED_MODES, Exiting, Threshold
-from fathomlm.decode.full import check_exiting
+from fathomlm.decode.full import check_exiting, generate
 from fathomlm.decode.generation import ExitStatistics, Generation
 from fathomlm.decode.prompts import Prompt, check_context, encode_prompt
 from fathomlm.decode.sampling import Sampling
@@ -20,15 +23,17 @@ from fathomlm.engine.request import Event, Request, Result, TokenEvent
 from fathomlm.engine.runner import ample_memory, layout_for
 from fathomlm.errors import FathomError, UnsupportedModel
 from fathomlm.interrupts import no_interrupts
-from fathomlm.model.hub import FathomForCausalLM
 from fathomlm.model.route import DepthControl
+from fathomlm.model.seq2seq import FathomForSeq2SeqLM, FathomModel
 
 FIRST_LENGTH = 1024
 """Tokens that a conversation has room for at first; each time that is not enough, twice as many."""
 
 
-def reference_only(model: FathomForCausalLM, control: DepthControl | None, exiting: Exiting | None) -> str | None:
-    """What of this the engine does not do, so that the reference has to; None where it does all."""
+def reference_only(model: FathomModel, control: DepthControl | None, exiting: Exiting | None) -> str | None:
+    """What of this the engine does not do, or not as fast, so that the reference has to; None where it does all."""
+    if isinstance(model, FathomForSeq2SeqLM):  # one sequence on a CPU takes the engine a fifth longer
+        return "encoder-decoder models"
     if exiting is not None and exiting.mode not in (*SERVED_MODES, "full"):
         return f"--decode {exiting.mode}"
     if exiting is not None and exiting.refine is not None:
@@ -44,12 +49,34 @@ def reference_only(model: FathomForCausalLM, control: DepthControl | None, exiti
     return None
 
 
+class Decode(Protocol):
+    """Continues some prompts; `on_step` gets how many tokens the longest completion has."""
+
+    def __call__(
+        self, prompts: Sequence[Prompt], sampling: Sampling, *, on_step: Callable[[int], None] | None = None
+    ) -> list[Generation]: ...
+
+
+def decoder_for(
+    model: FathomModel,
+    control: DepthControl | None = None,
+    exiting: Exiting | None = None,
+    *,
+    sequences: int = 1,
+    reference: bool = False,
+) -> Decode:
+    """At most `sequences` prompts at a time: on an engine, or by the reference where that is wanted or has to do it."""
+    if reference or reference_only(model, control, exiting) is not None:
+        return partial(generate, model, control=control, exiting=exiting)
+    return EngineSession(model, control, exiting, sequences=sequences).generate_all
+
+
 class EngineSession:
     """`sequences` prompts at a time. Make a new session after the model's weights change."""
 
     def __init__(
         self,
-        model: FathomForCausalLM,
+        model: FathomModel,
         control: DepthControl | None = None,
         exiting: Exiting | None = None,
         *,
@@ -78,18 +105,27 @@ class EngineSession:
         *,
         on_text: Callable[[str], None] | None = None,
         on_step: Callable[[int], None] | None = None,
+        threshold: Threshold | None = None,
         **options: Any,
     ) -> list[Generation]:
         """Continue each prompt. `on_text` gets the text of the first as it comes; `on_step` how many tokens the longest
-        completion has."""
+        completion has. `threshold` stands in for that of the session's exits."""
         chosen = (sampling or Sampling()).with_options(**options)
         tokens = [encode_prompt(self.model, prompt) for prompt in prompts]
-        for one in tokens:
-            check_context(len(one), chosen.max_new_tokens, self.model.architecture.context)
-        engine = self._with_room(max(map(len, tokens)) + chosen.max_new_tokens)
-        threshold = None if self.exiting is None else self.exiting.threshold_now()
+        longest, new = max(map(len, tokens)), chosen.max_new_tokens
+        if isinstance(self.model, FathomForSeq2SeqLM):
+            engine = self._with_room(1 + new, longest)
+        else:
+            check_context(longest, new, self.model.architecture.context)
+            engine = self._with_room(longest + new)
+        given = threshold
+        if threshold is None and self.exiting is not None:
+            threshold = self.exiting.threshold_now()
         depth = None if self.control is None else self.control.max_depth
-        requests = [Request(id=engine.new_id(), prompt=tuple(one), sampling=chosen, max_depth=depth) for one in tokens]
+        requests = [
+            Request(id=engine.new_id(), prompt=tuple(one), sampling=chosen, max_depth=depth, exit_threshold=given)
+            for one in tokens
+        ]
         pieces: list[str] = []
 
         def listen(events: list[Event]) -> None:
@@ -101,8 +137,10 @@ class EngineSession:
                 for number, request in enumerate(requests)
             ]
             shown = 0
+            # Where many small operations take their time, views of tensors that nobody differentiates are cheaper.
+            cpu = self.model.decoder.embed.weight.device.type == "cpu"
             while any(sequence.result is None for sequence in sequences):
-                with no_interrupts():  # what a step changes belongs together
+                with no_interrupts(), torch.inference_mode(cpu):  # what a step changes belongs together
                     engine.step()
                 if on_step is not None:
                     on_step(max(len(sequence.tokens) for sequence in sequences))
@@ -120,9 +158,11 @@ class EngineSession:
     def reset(self) -> None:
         """There is nothing to forget: a prompt is compared with what is cached."""
 
-    def _with_room(self, length: int) -> Engine:
-        if self._engine is None or length > self._engine.runner.sizes.max_length:
-            room = FIRST_LENGTH if self.sequences == 1 else length
+    def _with_room(self, length: int, source: int = 0) -> Engine:
+        """An engine for so many tokens, and for a source of so many."""
+        sizes = None if self._engine is None else self._engine.runner.sizes
+        if self._engine is None or sizes is None or length > sizes.max_length or source > sizes.max_source:
+            room = FIRST_LENGTH if self.sequences == 1 and not source else length
             while room < length:
                 room *= 2
             self._engine = None  # its pages and packed weights make room first
@@ -132,9 +172,10 @@ class EngineSession:
             options = EngineOptions(
                 batch_size=max(self.sequences, stack), max_sequences=self.sequences, max_logprobs=0, compile=False,
                 max_length=max(length, min(room, self.model.architecture.context)), always_draft=True,
-                depth_bias=0.0 if self.control is None else self.control.bias,
+                depth_bias=0.0 if self.control is None else self.control.bias, max_source=source or None,
             )  # fmt: skip
-            ample = ample_memory(self.model.decoder, options, length, exiting) if self.sequences > 1 else None  # all at once
+            whole = length + source + (options.page_size if source else 0)  # a source has pages of its own
+            ample = ample_memory(self.model.decoder, options, whole, exiting) if self.sequences > 1 else None  # all at once
             self._engine = Engine(self.model, options, exiting=exiting, memory=ample)
         return self._engine
 

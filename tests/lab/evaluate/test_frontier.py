@@ -13,6 +13,7 @@ from fathomlm.decode.full import generate
 from fathomlm.decode.sampling import Sampling
 from fathomlm.depth.cost import count
 from fathomlm.errors import OptionError
+from fathomlm.lab.evaluate import frontier as module
 from fathomlm.lab.evaluate.encoding import TextEncoder
 from fathomlm.lab.evaluate.frontier import (
     FULL_DEPTH,
@@ -47,6 +48,24 @@ def test_settings_end_with_the_whole_model():
     assert [each.value for each in sweep_settings(model_of("plain").plan, "exit-layer", None)] == [1, 2, 3, 4, 5, None]
     found = threshold_settings(model_of("plain").plan, (0.5, 0.1), exit_layer=2)
     assert [(each.value, each.kind) for each in found] == [(0.1, "sweep"), (0.5, "sweep"), (None, "full")]
+
+
+def test_thresholds_share_an_engine_and_one_setting_of_the_reference_makes_all_so(monkeypatch):
+    """Times of the engine and of the reference are not compared."""
+    made, plain = [], model_of("plain")
+    built = module.EngineSession
+    monkeypatch.setattr(module, "EngineSession", lambda *given: made.append(given) or built(*given))
+    settings = threshold_settings(plain.plan, (0.0, 0.2, 1.0), exit_layer=2)
+    fast = decode_settings(plain, PROMPTS, SAMPLING, settings, repeats=1)
+    assert len(made) == 2
+    slow = decode_settings(plain, PROMPTS, SAMPLING, settings, repeats=1, reference=True)
+    for ours, wanted in zip(fast, slow, strict=True):
+        assert [one.tokens for one in ours.results] == [one.tokens for one in wanted.results]
+        assert [one.exit_layers for one in ours.results] == [one.exit_layers for one in wanted.results]
+        assert ours.flops_per_token == pytest.approx(wanted.flops_per_token)
+    looped = model_of("looped")
+    decode_settings(looped, PROMPTS, SAMPLING, sweep_settings(looped.plan, "depth", None), repeats=1)
+    assert len(made) == 2
 
 
 def test_the_smallest_setting_that_keeps_99_percent():

@@ -89,8 +89,8 @@ def test_fields_and_prompts_may_be_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("row", "options", "message"),
     [
-        ({"a": "x", "b": "y"}, {}, "has the fields a, b; set --source .or --prompt. and --reference"),
-        ({"a": "x", "b": "y"}, {"source": "a"}, "and --reference"),
+        ({"a": "x", "b": "y"}, {}, "has the fields a, b; set --source .or --prompt. and --references"),
+        ({"a": "x", "b": "y"}, {"source": "a"}, "and --references"),
         ({"a": "x", "b": "y"}, {"source": "a", "reference": "b"}, "set --metric"),
         (ROWS["source"], {}, "set --metric"),
         (ROWS["document"], {"source": "document", "prompt": "{document}"}, "give one of them"),

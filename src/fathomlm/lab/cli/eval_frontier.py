@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from fathomlm.cli.decode_options import ShippedExitOptions, lift_exit_vocab, tell_shipped
+from fathomlm.cli.decode_options import ReferenceOptions, ShippedExitOptions, lift_exit_vocab, tell_shipped
 from fathomlm.cli.first import check_file, check_model
 from fathomlm.cli.model_options import (
     SOURCE,
@@ -42,7 +42,7 @@ QUALITIES = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Frontier(ForceOptions, JsonOptions, ColumnOptions, DeviceOptions, ShippedExitOptions):
+class Frontier(ForceOptions, JsonOptions, ColumnOptions, DeviceOptions, ReferenceOptions, ShippedExitOptions):
     """Run each MODEL at many depths and draw quality against cost: time per token, measured here by decoding, and FLOPs. The
     quality is agreement with the full model, perplexity, or a metric of completions with references. A threshold sweep marks
     the calibrated threshold. The area under the curve sums a sweep up."""
@@ -199,7 +199,9 @@ def _measure(
     if options.sweep == "threshold" and not several:  # a threshold is learnt for one exit, and to be held
         settings = (*settings, _adaptive(options, threshold_file(name, pack), model, prompts, settings))
     with progress_bar(f"decoding {model_name(name)}", unit="prompts") as update:
-        decoded = decode_settings(model, prompts, sampling, settings, repeats=options.repeats, on_done=update)
+        decoded = decode_settings(
+            model, prompts, sampling, settings, repeats=options.repeats, reference=options.reference, on_done=update
+        )
     qualities = _qualities(options, model, settings, decoded, documents, samples)
     full = next(each for setting, each in zip(settings, decoded, strict=True) if setting.kind == "full")
     curve = build_curve(model_name(name), describe(model), settings, decoded, qualities, reference or full)

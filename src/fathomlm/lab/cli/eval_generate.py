@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fathomlm.cli.decode_options import DecodeOptions, DepthOptions
+from fathomlm.cli.decode_options import DecodeOptions, DepthOptions, ReferenceOptions
 from fathomlm.cli.first import check_file, check_new_file
 from fathomlm.cli.model_options import ModelOptions
 from fathomlm.cli.progress import progress_bar
@@ -24,18 +24,18 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class EvalGenerate(BatchOptions, ModelOptions):
+class EvalGenerate(BatchOptions, ModelOptions, ReferenceOptions):
     """Let MODEL complete a prompt for every row of FILE and compare the completion with the row's references: ROUGE-1/2/L,
     BLEU, SQuAD's F1 and exact match, or the number that a solution comes to. Quality, tokens per second and exit rate are
     shown together. Files with summaries, answers or translations are known by their fields; --source, --prompt and
-    --reference name others."""
+    --references name others."""
 
     data: Path = option(metavar="FILE", first=check_file, help="JSON Lines (.jsonl, also .gz, .xz, .zst)")
     source: str | None = option(None, metavar="FIELD", help="field that is the prompt")
     prompt: str | None = option(
         None, metavar="TEMPLATE", help="prompt of several fields, such as '{document} In short:'; \\n is a new line"
     )
-    reference: str | None = option(None, metavar="FIELD", help="field with a reference, or a list of them")
+    references: str | None = option(None, metavar="FIELD", help="field with a reference, or a list of them")
     metric: str | None = option(
         None, metavar="NAME", help="rouge, bleu, squad or number", default_text="by the file's fields"
     )
@@ -76,6 +76,7 @@ class EvalGenerate(BatchOptions, ModelOptions):
                 most_source=self.max_source_tokens,
                 control=control,
                 exiting=exiting,
+                reference=self.reference,
                 on_done=update,
             )
         if self.out is not None:
@@ -107,7 +108,7 @@ def _form(options: EvalGenerate) -> PromptForm:
         options.data,
         source=options.source,
         prompt=prompt,
-        reference=options.reference,
+        reference=options.references,
         metric=options.metric,
         shots=options.shots,
     )

@@ -14,6 +14,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from fathomlm.decode.exiting import Exiting
@@ -22,6 +23,7 @@ from fathomlm.decode.generation import Generation, exit_rate, mean_exit_layer
 from fathomlm.decode.sampling import Sampling
 from fathomlm.depth import DepthPlan
 from fathomlm.depth.cost import count
+from fathomlm.engine.session import Decode, EngineSession, reference_only
 from fathomlm.errors import OptionError, choices
 from fathomlm.lab.evaluate.outputs import FULL, Output, depth_outputs, exit_outputs
 from fathomlm.lab.evaluate.scoring import OnProgress
@@ -29,6 +31,8 @@ from fathomlm.model.route import DepthControl
 from fathomlm.model.seq2seq import FathomModel
 
 WARM_UP = 2
+MOST_ENGINES = 4
+"""On a GPU: copies of the weights that a sweep may make."""
 ROUNDING = 1e-9
 KEEP = 0.99
 """Of the full model's score: what a setting must keep to count as one that loses nothing."""
@@ -170,21 +174,24 @@ def decode_settings(
     settings: Sequence[SweepSetting],
     *,
     repeats: int = 2,
+    reference: bool = False,
     on_done: OnProgress | None = None,
 ) -> list[DecodedSweep]:
-    """Every prompt at every setting, one text at a time."""
+    """Every prompt at every setting, one text at a time; `reference` decodes without the engine. So does every setting where
+    one has to: times of the two are not compared."""
     if repeats < 1:
         raise OptionError(f"repeats must be >= 1, got {repeats}")
     short = sampling.with_options(max_new_tokens=min(WARM_UP, sampling.max_new_tokens))
-    for setting in settings:  # what a process does once is not timed
-        generate(model, prompts[:1], short, control=setting.control, exiting=setting.exiting)
+    decoders = _decoders(model, settings, reference)
+    for decode in decoders:  # what a process does once is not timed
+        decode(prompts[:1], short)
     made: list[list[Generation]] = [[] for _ in settings]
     fastest = [[float("inf")] * len(prompts) for _ in settings]
     total, done = repeats * len(prompts) * len(settings), 0
     for repeat in range(repeats):
         for number, prompt in enumerate(prompts):
-            for place, setting in enumerate(settings):
-                (result,) = generate(model, [prompt], sampling, control=setting.control, exiting=setting.exiting)
+            for place, decode in enumerate(decoders):
+                (result,) = decode([prompt], sampling)
                 fastest[place][number] = min(fastest[place][number], result.decode_seconds)
                 if repeat == 0:
                     made[place].append(result)
@@ -195,6 +202,22 @@ def decode_settings(
         DecodedSweep(results=tuple(results), seconds=sum(times), flops_per_token=flops_per_token(model, setting, results))
         for setting, results, times in zip(settings, made, fastest, strict=True)
     ]
+
+
+def _decoders(model: FathomModel, settings: Sequence[SweepSetting], reference: bool) -> list[Decode]:
+    """Settings that differ in their threshold alone share an engine: on a GPU each packs the weights for itself."""
+    keys = [
+        (setting.control, setting.exiting and dataclasses.replace(setting.exiting, threshold=None)) for setting in settings
+    ]
+    many = model.decoder.embed.weight.is_cuda and len(set(keys)) > MOST_ENGINES
+    if reference or many or any(reference_only(model, *key) is not None for key in keys):
+        return [partial(generate, model, control=setting.control, exiting=setting.exiting) for setting in settings]
+    sessions = {key: EngineSession(model, *key) for key in dict.fromkeys(keys)}
+    found: list[Decode] = []
+    for key, setting in zip(keys, settings, strict=True):
+        threshold = None if setting.exiting is None else setting.exiting.threshold_now()
+        found.append(partial(sessions[key].generate_all, threshold=threshold))
+    return found
 
 
 def flops_per_token(model: FathomModel, setting: SweepSetting, results: Sequence[Generation]) -> float:

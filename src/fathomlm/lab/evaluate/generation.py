@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from fathomlm.decode.exiting import Exiting
-from fathomlm.decode.full import generate
 from fathomlm.decode.generation import Generation, exit_rate, mean_exit_layer
 from fathomlm.decode.prompts import encode_prompt
 from fathomlm.decode.sampling import Sampling
+from fathomlm.engine.session import decoder_for
 from fathomlm.errors import OptionError
 from fathomlm.lab.evaluate.metrics import Metric
 from fathomlm.lab.evaluate.samples import Sample
@@ -45,22 +45,26 @@ def complete_samples(
     most_source: int | None = None,
     control: DepthControl | None = None,
     exiting: Exiting | None = None,
+    reference: bool = False,
     on_done: OnProgress | None = None,
 ) -> CompletedSamples:
     """One text for each sample, in order, so that an adaptive threshold learns from the first for the later ones.
 
-    `most_source` limits the tokens of a prompt; a decoder's also leaves room for the text.
+    `most_source` limits the tokens of a prompt; a decoder's also leaves room for the text. `reference` decodes without the
+    engine.
     """
     if batch < 1:
         raise OptionError(f"batch must be >= 1, got {batch}")
     room = _room(model, sampling, most_source)
     whole = [encode_prompt(model, sample.prompt) for sample in samples]
     prompts = [tokens if room is None else cut_prompt(model, tokens, room) for tokens in whole]
-    generate(model, prompts[:1], sampling.with_options(max_new_tokens=min(WARM_UP, sampling.max_new_tokens)))
+    short = sampling.with_options(max_new_tokens=min(WARM_UP, sampling.max_new_tokens))
+    decoder_for(model, reference=reference)(prompts[:1], short)  # without exits: an estimator learns nothing from it
+    decode = decoder_for(model, control, exiting, sequences=min(batch, len(prompts)), reference=reference)
     begun = time.perf_counter()
     batches: list[tuple[Generation, ...]] = []
     for at in range(0, len(prompts), batch):
-        batches.append(tuple(generate(model, prompts[at : at + batch], sampling, control=control, exiting=exiting)))
+        batches.append(tuple(decode(prompts[at : at + batch], sampling)))
         if on_done is not None:
             on_done(min(at + batch, len(prompts)), len(prompts))
     return CompletedSamples(

@@ -85,7 +85,7 @@ def choose_form(
     known = next((form for form in FORMS.values() if all(name in first for name in form.fields)), None)
     if known is None and (reference is None or (source is None and prompt is None)):
         raise OptionError(
-            f"{path} has the fields {', '.join(first) or '(none)'}; set --source (or --prompt) and --reference, "
+            f"{path} has the fields {', '.join(first) or '(none)'}; set --source (or --prompt) and --references, "
             "the fields with the prompt and the expected completion"
         )
     given = prompt if source is None else f"{{{source}}}"
