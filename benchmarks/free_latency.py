@@ -18,7 +18,6 @@ import dataclasses
 import json
 import statistics
 import time
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -251,8 +250,9 @@ def run(args: argparse.Namespace) -> None:
         args.out.write_text(json.dumps(record, indent=1) + "\n")
 
     engine_texts: dict[int, list[list[int]]] = {}
-    note("full", "full", None)
-    note("static", "static", None)
+    for mode in ("full", "static"):
+        if mode in args.captured:
+            note(mode, mode, None)
     for rate in args.only or RATES:
         threshold = args.threshold or bench.threshold_for("parallel", rate)
         note("parallel" if rate == MAIN_RATE else f"parallel, {rate:.0%} leave", "parallel", threshold)
@@ -261,15 +261,16 @@ def run(args: argparse.Namespace) -> None:
         record["where_parallel"] = bench.where("parallel", threshold, args.profile)
         for line in record["where_parallel"]:
             print(line, flush=True)
-    note("speculative", "speculative", threshold)
-    if not args.engine_only:
+    if "speculative" in args.captured:
+        note("speculative", "speculative", threshold)
+    if "state-copy" in args.captured:
         note("state-copy", "state-copy", bench.threshold_for("state-copy", MAIN_RATE))
     bench.free_captured()
     for rows in args.rows:
         for mode in args.modes:
             waits = mode in ("parallel", "speculative")
-            for stack, shallows in product(args.stacks, args.shallows) if waits and rows == 1 else [(rows, None)]:
-                engine_note(mode, threshold, rows, **({"batch_size": stack, "shallows": shallows} if shallows else {}))
+            for stack in args.stacks if waits and rows == 1 else [rows]:
+                engine_note(mode, threshold, rows, **({"batch_size": stack} if stack > rows else {}))
 
 
 def table(record: dict[str, Any]) -> str:
@@ -326,8 +327,10 @@ def main() -> None:
         "--modes", nargs="*", default=["full", "static", "parallel", "speculative"], help="modes to run in the engine"
     )
     running.add_argument("--stacks", nargs="*", type=int, default=[16], help="one row: tokens per forward pass with exits")
-    running.add_argument("--shallows", nargs="*", type=int, default=[4], help="one row: the engine's option")
-    running.add_argument("--engine-only", action="store_true", help="not also state-copy in captured steps")
+    modes = ["full", "static", "parallel", "speculative", "state-copy"]
+    running.add_argument(
+        "--captured", nargs="*", choices=modes, default=modes, help="modes of captured steps; parallel always"
+    )
     running.add_argument("--profile", type=int, default=0, help="list so many kernels of parallel decoding")
     running.set_defaults(verb=run)
     drawing = verbs.add_parser("draw")

@@ -102,6 +102,34 @@ def test_an_exit_with_a_layer_of_its_own(name: str) -> None:
     assert [(r.tokens, r.depths) for r in results] == [(w.tokens, w.exit_layers) for w in wanted]
 
 
+@pytest.mark.parametrize("mode", ["parallel", "state-copy", "speculative"])
+@pytest.mark.parametrize("name", ["vanilla", "own-layer", "shared-kv"])
+@pytest.mark.parametrize("sizes", [{}, {"burst": 4, "lag": 1}])
+def test_with_one_sequence_the_host_chooses_passes(mode: str, name: str, sizes: dict[str, Any], monkeypatch: Any) -> None:
+    """A deep pass runs when a token needs it, or as many wait as may: no more of them than the reference runs."""
+    stack = {} if mode == "state-copy" else {"max_stack": 3}
+    setting = exiting(name, mode, threshold=mixing_threshold(name), **stack)
+    one = SMALL | {"batch_size": 3, "max_sequences": 1} | sizes
+    engine = Engine(model(name), exiting=setting, always_draft=True, **one)
+    passes: list[tuple[str, int]] = []
+    launch = engine.runner.launch
+    monkeypatch.setattr(engine.runner, "launch", lambda **given: passes.append(given["only"]) or launch(**given))
+    for settings in ({}, {"temperature": 0.8, "seed": 3}):
+        wanted = generate(model(name), MANY, max_new_tokens=NEW, exiting=setting)
+        many = Engine(model(name), exiting=setting, always_draft=True, **SMALL)
+        alone = [engine.generate([prompt], max_new_tokens=NEW, **settings)[0] for prompt in MANY]
+        beside = many.generate(MANY, max_new_tokens=NEW, **settings)
+        assert [(r.tokens, r.finish.reason) for r in alone] == [(r.tokens, r.finish.reason) for r in beside]
+        if mode != "speculative":
+            assert [r.depths for r in alone] == [r.depths for r in beside]
+        if not settings:
+            assert [r.tokens for r in alone] == [w.tokens for w in wanted]
+            deep = sum(kind == "deep" for kind, _ in passes)
+            most = sum(w.exits.deep_passes or 0 for w in wanted if w.exits)
+            assert 0 < deep <= (most if mode != "state-copy" else sum(len(w.tokens) for w in wanted))
+            assert {rows for kind, rows in passes if kind == "shallow"} == {1}
+
+
 @pytest.mark.parametrize(("name", "layer"), [("vanilla", 3), ("lora", 2), ("four-loops-shared-kv", 4), ("own-gemma3", 3)])
 @pytest.mark.parametrize("fuse", [False, True])
 def test_a_static_exit_is_a_shallow_model(name: str, layer: int, fuse: bool) -> None:

@@ -23,9 +23,10 @@ from fathomlm.decode.sampling import Sampling
 from fathomlm.decode.text import ByteTextStream, TextStream, TokenTable
 from fathomlm.engine.drafting import DraftControl
 from fathomlm.engine.options import EngineOptions
-from fathomlm.engine.programs.base import AGREED, BAD, ENDED, JUDGED, VALID, StepOutput
+from fathomlm.engine.programs.base import AGREED, BAD, ENDED, JUDGED, NEXT, VALID, WAITING, StepOutput
 from fathomlm.engine.programs.draft_layer import DraftLayerProgram
 from fathomlm.engine.programs.drafts import DraftProgram
+from fathomlm.engine.programs.exits import ExitProgram
 from fathomlm.engine.request import Event, Finished, Matcher, Request, Result, TokenEvent, TokenLogprobs
 from fathomlm.engine.runner import Runner
 from fathomlm.engine.schedule import PrefillChunk, SchedulerOutput
@@ -80,6 +81,12 @@ class Engine:
         if isinstance(self.runner.program, DraftProgram | DraftLayerProgram) and not self.options.always_draft:
             self._drafting = DraftControl(skip=sizes.lag)
         self._last_burst = (0, 0.0)
+        program = self.runner.program
+        self._chooses = (
+            program if isinstance(program, ExitProgram) and program.chooses and sizes.max_sequences == 1 else None
+        )
+        """Where the host chooses passes: one sequence, whose next pass is known when it has run one."""
+        self._next_pass = (0, 1)
         self._kind = self.runner.layout.kind
         self._estimator = None if exiting is None else exiting.estimator
         self._copies = exiting is not None and exiting.mode in ("state-copy", "entry-copy")
@@ -219,11 +226,35 @@ class Engine:
             self._prefill(scheduled.chunks)
         if self.scheduler.running:
             drafts = self._drafting is None or self._decide(self._drafting, bool(scheduled.chunks))
+            if self._chooses is not None and drafts and not alone:
+                self._collect_first(len(self._in_flight))
+                self._run_passes(self._chooses)
+                return
             for _ in range(burst):
                 self._in_flight.append(self.runner.launch(drafts, self.scheduler.occupied))
                 self.totals.decode_steps += 1
         else:
             self._collect_first(1)
+
+    def _run_passes(self, program: ExitProgram) -> None:
+        """A few passes of the one sequence, each when the one before has told what comes next: as many as their pages and
+        the room for results are sure to hold."""
+        slots = [sequence.slot for sequence in self.scheduler.placed if sequence.state == "running"]
+        sizes, numbers, idle = self.runner.sizes, list[int](), 0
+        while slots and idle < 2 and len(numbers) < (sizes.lag + 2) * sizes.burst:
+            numbers.append(self.runner.launch(only=program.pass_for(*self._next_pass)))
+            self.totals.decode_steps += 1
+            (output,) = self.runner.collect(numbers[-1:])
+            ints_NC = output.ints_NC.numpy()
+            flags = ints_NC[ints_NC[:, SLOT] == slots[0], FLAGS].tolist()
+            ints_NC[:, FLAGS] &= (1 << NEXT) - 1
+            idle = 0 if flags else idle + 1
+            if any(one & (ENDED | BAD) for one in flags):
+                break
+            segment = flags[0] >> NEXT & (1 << WAITING - NEXT) - 1 if flags else 1 - self._next_pass[0]
+            self._next_pass = segment, flags[0] >> WAITING if flags else program.stack
+        if numbers:
+            self._collect(numbers)
 
     def _collect_first(self, many: int) -> None:
         """The earliest of the decode steps in flight."""
@@ -239,6 +270,7 @@ class Engine:
         for placement in scheduled.placements:
             slot, sequence = placement.slot, placement.sequence
             in_slot[slot] = sequence
+            self._next_pass = (0, 1)
             records.place(slot, placement.epoch, len(sequence.tokens), placement.entries, sequence.watched)
         if scheduled.capacity:
             most = (self._at(slot).most_entries for slot, _ in scheduled.capacity)

@@ -216,14 +216,17 @@ class Runner:
         return [tuple(entries) for entries in self.state.entries_ST.index_select(0, slots_K).tolist()]
 
     @torch.no_grad()
-    def launch(self, drafts: bool = True, sequences: int | None = None) -> int:
+    def launch(self, drafts: bool = True, sequences: int | None = None, only: tuple[str, int] | None = None) -> int:
         """Start a decode step, with drafts where the program has any; returns its number, for `collect`. Where no more than
-        `sequences` are on the device, rows for those are enough."""
+        `sequences` are on the device, rows for those are enough. `only`: one pass of it, and with so many rows."""
         sampler = self.sampler
         rows = None if sequences is None else next((many for many in self.row_counts if many >= sequences), None)
-        variant = SamplingVariant(sampler.mode, sampler.penalised, sampler.biased, sampler.alternatives, drafts, rows)
+        name, rows = (None, rows) if only is None else only
+        variant = SamplingVariant(sampler.mode, sampler.penalised, sampler.biased, sampler.alternatives, drafts, rows, name)
         if self._captures:
-            if variant not in self._graphs:  # with every number of rows: none should be waited for later
+            if variant not in self._graphs and name is not None:
+                self._capture(variant)
+            elif variant not in self._graphs:  # with every number of rows: none should be waited for later
                 for many in (None, *self.row_counts):
                     self._capture(dataclasses.replace(variant, rows=many))
             self._graphs[variant].replay()

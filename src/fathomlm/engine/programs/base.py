@@ -24,6 +24,8 @@ from fathomlm.kernels.best_token import best_token
 VALID, BAD, ENDED, JUDGED, AGREED, DRAFTED = 1, 2, 4, 8, 16, 32
 """Flags of a record: a token was chosen; its scores were no numbers; the sequence is over; the whole model has shown
 what it would have chosen where a token exited or might have; it was what the exit chose; it was drafted, and verified."""
+NEXT, WAITING = 8, 16
+"""Above the flags, where the host chooses passes: the segment that the slot runs next, and how many rows it brings."""
 F = TypeVar("F", bound=Callable[..., Any])
 
 
@@ -39,6 +41,8 @@ class SamplingVariant:
     """Whether a program that can draft does."""
     rows: int | None = None
     """How many rows run, where that is enough for all sequences on the device; None: as many as the batch size."""
+    only: str | None = None
+    """exits: the pass that the host has chosen, instead of all of a decode step."""
 
     @property
     def greedy(self) -> bool:

@@ -58,7 +58,7 @@ class DraftProgram(ExitProgram):
         self.hold_S.index_fill_(0, s.upload([placement.slot for placement in placements]), False)
 
     def decode_step(self, variant: SamplingVariant) -> None:
-        if variant.drafts:
+        if variant.drafts or variant.only is not None:
             super().decode_step(variant)
             return
         self.output.blank(self.parts.state.spare)

@@ -35,6 +35,8 @@ from fathomlm.engine.kv_pages import AttentionMetadata, attention_for
 from fathomlm.engine.programs.base import (
     AGREED,
     JUDGED,
+    NEXT,
+    WAITING,
     ProgramContext,
     SamplingVariant,
     StepOutput,
@@ -137,6 +139,7 @@ class ExitProgram:
         self._classifiers = {} if find is None else find(decoder, self.exits)
         self._begin = {self.numbers[name]: parts.small(self._begin_plain) for name in self.passes}
         self._end = parts.small(self._end_plain)
+        self._tell = parts.small(self._tell_plain)
         self._enter = parts.small(self._enter_plain)
         self._find_exits = parts.small(self._exit_plain)
         self._classified = parts.small(self._classified_plain)
@@ -159,7 +162,25 @@ class ExitProgram:
         each = [thresholds_of(threshold if one is None else one, self.last) for one in own]
         self.threshold_SB.index_copy_(0, slots_K, s.upload(each, torch.float32))
 
+    @property
+    def chooses(self) -> bool:
+        """Whether the host may choose which pass comes next. A captured decode step cannot ask whether its deep pass has
+        anything to do; with one sequence the host knows."""
+        return self.last == 1 and not self.mixed
+
+    def pass_for(self, segment: int, waiting: int) -> tuple[str, int]:
+        """The pass of a segment, and rows for so many: a few sizes, since each is captured."""
+        if segment == 0:
+            return "shallow", 1
+        return "deep", next((rows for rows in (1, 4, 16, 64) if waiting <= rows < self.stack), self.stack)
+
     def decode_step(self, variant: SamplingVariant) -> None:
+        if variant.only is not None:
+            assert variant.rows is not None
+            output = self.output.part(0, variant.rows)
+            self._pass(variant.only, variant, output)
+            self._tell(output.ints_NC)
+            return
         for number, name in enumerate(self.passes):
             self._pass(name, variant, self.output.part(number, self.parts.batch_size))
 
@@ -187,7 +208,7 @@ class ExitProgram:
 
     def _pass(self, name: str, variant: SamplingVariant, output: StepOutput) -> None:
         layers, s, kind = self.parts.layers, self.parts.state, self.numbers[name]
-        *found, table_NP, lengths_N = self._begin[kind](kind)
+        *found, table_NP, lengths_N = self._begin[kind](kind, variant.rows or self.parts.batch_size)
         rows = Rows(*found)
         if self.parts.idle(rows.valid_N):
             output.blank(s.spare)
@@ -290,14 +311,20 @@ class ExitProgram:
             found_N = torch.where(rows.segment_N == k, sure_N, found_N) if number else sure_N
         return found_N
 
-    def _begin_plain(self, kind: int) -> tuple[Tensor, ...]:
+    def _tell_plain(self, ints_NC: Tensor) -> None:
+        """What each row's slot runs next, beside its flags."""
+        _, segment_S, sizes_S, _ = self._waiting()
+        slots_N = ints_NC[:, 0]
+        ints_NC[:, 4] += (segment_S[slots_N] << NEXT) + (sizes_S[slots_N] << WAITING)
+
+    def _begin_plain(self, kind: int, many: int) -> tuple[Tensor, ...]:
         parts, s = self.parts, self.parts.state
         waits_S, segment_S, sizes_S, first_S = self._waiting()
         waits_S = waits_S if kind == ALL else waits_S & (segment_S == kind)
         if self.deepest:
-            slots_N, number_N, valid_N = pick_groups(waits_S, s.since_S, sizes_S, parts.batch_size)
+            slots_N, number_N, valid_N = pick_groups(waits_S, s.since_S, sizes_S, many)
         else:  # nobody waits beside a current token
-            slots_N = pick(waits_S, s.since_S, parts.batch_size)
+            slots_N = pick(waits_S, s.since_S, many)
             number_N, valid_N = torch.zeros_like(slots_N), slots_N != s.spare
         segment_N = torch.where(valid_N, segment_S[slots_N], max(kind, 0))
         last_N = valid_N & (number_N == sizes_S[slots_N] - 1)

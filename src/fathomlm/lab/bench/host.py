@@ -135,8 +135,8 @@ class _ClockedRunner(Runner):
     def apply(self, scheduled: SchedulerOutput) -> None:
         self._timed("launch", super().apply, scheduled)
 
-    def launch(self, drafts: bool = True, sequences: int | None = None) -> int:
-        number: int = self._timed("launch", super().launch, drafts, sequences)
+    def launch(self, drafts: bool = True, sequences: int | None = None, only: tuple[str, int] | None = None) -> int:
+        number: int = self._timed("launch", super().launch, drafts, sequences, only)
         return number
 
 

@@ -104,6 +104,8 @@ class BatchFill:
     def add(self, ints_NC: Tensor) -> None:
         """What a decode step's record says, a row (slot, epoch, token, depth, flags, index)."""
         ints = ints_NC.numpy()
+        if self._kind == "exits" and len(ints) < self._batch_size * len(self._recorded):
+            return  # a pass that the host has chosen, with rows for just what it runs
         valid = ints[:, 4] & VALID != 0
         self.decode_steps += 1
         if self._kind == "whole":
@@ -145,9 +147,9 @@ class _TimedRunner(Runner):
         with self._stages("prefill"):
             return super().prefill(chunks, tokens, depths)
 
-    def launch(self, drafts: bool = True, sequences: int | None = None) -> int:
+    def launch(self, drafts: bool = True, sequences: int | None = None, only: tuple[str, int] | None = None) -> int:
         with self._stages("launching"):
-            return super().launch(drafts, sequences)
+            return super().launch(drafts, sequences, only)
 
     def collect(self, numbers: Sequence[int]) -> list[StepOutput]:
         with self._stages("waiting"):
