@@ -111,8 +111,8 @@ check(DistillRecipe(source="teacher", kind="squared"))
 """
 FORKS = """
 import os, sys, traceback
-import torch
-from transformers import GenerationMixin, PreTrainedModel
+import gguf, torch
+from transformers import AutoModelForSeq2SeqLM, GenerationMixin, LongT5Model, MT5Model, PreTrainedModel, T5Model
 
 for place in sys.argv[1:]:
     child = os.fork()

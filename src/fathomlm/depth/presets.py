@@ -112,7 +112,7 @@ def _gemma3(layers: int, hidden: int, intermediate: int, heads: int, kv_heads: i
     )
 
 
-def _pythia(layers: int, hidden: int, heads: int, vocab: int = 50304) -> Architecture:
+def _pythia(layers: int, hidden: int, heads: int) -> Architecture:
     return Architecture(
         family="neox",
         layers=layers,
@@ -121,7 +121,7 @@ def _pythia(layers: int, hidden: int, heads: int, vocab: int = 50304) -> Archite
         heads=heads,
         kv_heads=heads,
         head_dim=hidden // heads,
-        vocab=vocab,
+        vocab=50304,
         tied_embeddings=False,
         norm="layer",
         activation="gelu",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal
 
 from fathomlm.errors import is_number, require
 from fathomlm.options import check, option
@@ -12,7 +12,6 @@ from fathomlm.sizes import MEGABYTE
 
 PAGE = 16
 KvDtype = Literal["auto", "fp8"]
-KV_DTYPES: tuple[KvDtype, ...] = get_args(KvDtype)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -34,7 +34,6 @@ ID_LENGTH = 64
 GONE = 499
 """In logs and metrics: the client disconnected before it had its response."""
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
-ANYWHERE = ("0.0.0.0", "::", "")
 QUIET = ("/health", "/ready", "/metrics", "/v1/fathom/status")
 """Asked for every few seconds, by probes and by the page: not worth a line in the log."""
 SHOWN = 100

@@ -63,7 +63,7 @@ def test_rows_of_all_depths_share_passes_of_the_block() -> None:
 def test_exact_entries_cost_passes_and_free_ones_do_not() -> None:
     found = draw([(1, 40)] * 12, (1.0, 0.3))
     free = run_depth(found, COSTS, EngineSetup(max_sequences=3), loop_device(found, 3))
-    exact = run_depth(found, COSTS, EngineSetup(max_sequences=3), loop_device(found, 3, "exact", stack=2))
+    exact = run_depth(found, COSTS, EngineSetup(max_sequences=3), loop_device(found, 3, "exact"))
     work = sum(sum(text.depths) for text in found.sequences)
     assert free.filled["core"] == work
     assert exact.filled["both"] > 1.2 * work  # what left runs on all the same

@@ -213,9 +213,9 @@ class DepthGain:
 class GainMeter:
     """Adds up losses by the depth that tokens chose."""
 
-    def __init__(self, recursions: int, seed: int = 0) -> None:
+    def __init__(self, recursions: int) -> None:
         self._recursions = recursions
-        self._generator = torch.Generator().manual_seed(seed)
+        self._generator = torch.Generator().manual_seed(0)
         self._sums_R4 = torch.zeros(recursions + 1, 4, dtype=torch.float64)
         self._moments = torch.zeros(5, dtype=torch.float64)
         self._rows: list[float] = []

@@ -62,14 +62,12 @@ def perplexities(
     model: FathomForCausalLM,
     settings: Sequence[SweepSetting],
     texts: Sequence[str],
-    *,
-    context: int | None = None,
     on_done: OnProgress | None = None,
 ) -> list[Quality]:
     """Of the documents, at every setting; one pass serves all exits and thresholds, each depth is a pass of its own."""
     if any(setting.exiting is not None and setting.exiting.mode != "static" for setting in settings):
-        return _threshold_perplexities(model, settings, texts, context, on_done)
-    scorer = Scorer(model, [setting.output for setting in settings], batch=1, max_length=context)
+        return _threshold_perplexities(model, settings, texts, on_done)
+    scorer = Scorer(model, [setting.output for setting in settings], batch=1)
     found = predict(scorer, TextEncoder(model), texts, on_done=on_done)
     return [_of_nats(each.nats_per_token) for each in found]
 
@@ -83,12 +81,11 @@ def _threshold_perplexities(
     model: FathomForCausalLM,
     settings: Sequence[SweepSetting],
     texts: Sequence[str],
-    context: int | None,
     on_done: OnProgress | None,
 ) -> list[Quality]:
     """Each token is predicted by the exit where its confidence is above the threshold, and else by the full model. Keys and
     values are exact, as in parallel decoding; copied ones would be worse."""
-    encoder, length = TextEncoder(model), context or model.architecture.context
+    encoder, length = TextEncoder(model), model.architecture.context
     tokenised = encoder.encode_plain([text for text in texts if text])
     pairs = [pair for tokens in tokenised for pair in windows(tokens, prefix=encoder.prefix, length=length)]
     nats, scored = [0.0] * len(settings), 0

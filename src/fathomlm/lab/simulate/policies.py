@@ -8,7 +8,7 @@ their own (`exact`), which has one exit.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from fathomlm.errors import OptionError
 from fathomlm.lab.simulate.costs import Costs
@@ -17,9 +17,7 @@ from fathomlm.lab.simulate.simulation import EngineSetup, OnProgress, Simulation
 from fathomlm.lab.simulate.trajectories import Trajectories
 
 Fill = Literal["free", "exact"]
-FILLS: tuple[Fill, ...] = get_args(Fill)
 Waiting = Literal["shrink", "pad"]
-WAITINGS: tuple[Waiting, ...] = get_args(Waiting)
 """What a batch takes once some of its sequences are over: the time of the rows that are left, or as much as before."""
 
 
@@ -109,7 +107,7 @@ def run_depth(
 
 
 def loop_device(
-    trajectories: Trajectories, batch_size: int, fill: Fill = "free", cores: tuple[int, ...] | None = None, stack: int = 16
+    trajectories: Trajectories, batch_size: int, fill: Fill = "free", cores: tuple[int, ...] | None = None
 ) -> Device:
     """A block that tokens run as often as they are deep, by what becomes of the entries of those that left. `cores` are
     passes of the block to a turn, as the engine has them; without, every token that is through goes on at once."""
@@ -120,7 +118,7 @@ def loop_device(
             f"--fill exact is what the engine does, with one exit between two loops; these tokens go up to "
             f"{trajectories.deepest} deep. Use --fill free, or trajectories of depths 1 and 2"
         )
-    return ExitDevice(batch_size, mixed=True, stack=stack)
+    return ExitDevice(batch_size, mixed=True)
 
 
 def compare(
