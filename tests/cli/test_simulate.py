@@ -130,13 +130,13 @@ def test_the_thesis_tables(capsys: Any, tmp_path: Path, monkeypatch: pytest.Monk
     few = [row for row in all_rows if row.model == "gemma-2b" and (row.blocks == 1 or row.name.endswith("/2"))]
     monkeypatch.setattr(thesis, "all_printed", lambda table: few)
     out = tmp_path / "thesis.json"
-    words = ["simulate", "thesis", "--table", "40gb", "--sequences", "300"]
-    assert main([*words, "--json", "--out", str(out)]) == 0
+    words = ["simulate", "thesis", "--table", "40gb"]
+    assert main([*words, "--sequences", "300", "--json", "--out", str(out)]) == 0
     (table,) = json.loads(capsys.readouterr().out)["tables"]
     assert table["rows"][0]["printed_delta_v"] == 2.66
     assert table["rows"][0]["delta_seq"] == pytest.approx(1.88, rel=0.05)
     assert json.loads(out.read_text())["tables"] == [table]
-    assert main(words) == 0
+    assert main([*words, "--sequences", "20"]) == 0
     printed = capsys.readouterr().out
     assert "gemma-2b/2" in printed
     assert "mean difference from the printed columns" in printed
@@ -148,16 +148,16 @@ def test_predicted_against_measured(capsys: Any, tiny_model_dir: Path, monkeypat
     old = workload.WORKLOADS["64-256"]
     short = type(old)(prompt=5, new=12, deviation=3.0, requests=8)
     monkeypatch.setitem(workload.WORKLOADS, "64-256", short)
-    few = ("validate", str(tiny_model_dir), "--workload", "64-256", "--requests", "10", "--batch-size", "3", "--rounds", "1")
-    found = record(capsys, *few, "--exit-rate", "0.5", "--exit-layer", "2")
+    few = ("validate", str(tiny_model_dir), "--workload", "64-256", "--batch-size", "3", "--rounds", "1", "--requests")
+    found = record(capsys, *few, "10", "--exit-rate", "0.5", "--exit-layer", "2")
     assert found["predicted_decode_steps"] == pytest.approx(found["measured_decode_steps"], rel=0.15)
     assert found["depth"].startswith("forced")
     assert (found["program"], found["batch_size"], found["max_sequences"]) == ("exits", 3, 6)
     assert found["ratio"] > 0
     # On a clock as coarse as this machine's moods, any two figures are this close, and none as close as that.
-    assert main(["simulate", *few, "--within", "100"]) == 0
+    assert main(["simulate", *few, "3", "--within", "100"]) == 0
     assert "predicted / measured" in capsys.readouterr().out
-    assert main(["simulate", *few, "--within", "0.0000001"]) == 1
+    assert main(["simulate", *few, "3", "--within", "0.0000001"]) == 1
 
 
 def test_mistakes_are_one_line(tmp_path: Path, mistake: Any, tiny_model_dir: Path, text: Path) -> None:

@@ -69,7 +69,7 @@ def test_at_each_of_several_exits_a_part_of_those_that_reach_it_leaves() -> None
     model = build("four-loops")
     setting = Exiting(mode="parallel", exit_layers=(2, 4, 6), threshold=0.5, max_stack=2)
     engine = Engine(model, exiting=setting, forced_exits=0.5, **SMALL)
-    results = engine.generate([many(model)[0]] * 8, max_new_tokens=32, ignore_eos=True)
+    results = engine.generate([many(model)[0]] * 8, max_new_tokens=16, ignore_eos=True)
     depths = Counter(depth for result in results for depth in result.depths or ())
     total = depths.total()
     for depth, part in ((2, 1 / 2), (4, 1 / 4), (6, 1 / 8), (8, 1 / 8)):

@@ -139,13 +139,13 @@ def test_fits_have_no_factor_below_nothing() -> None:
     assert _fit([], []) == [0.0, 0.0]
 
 
-TINY = Architecture(family="llama", layers=6, hidden=32, intermediate=48, heads=4, kv_heads=2, head_dim=8, vocab=96)
+TINY = Architecture(family="llama", layers=2, hidden=32, intermediate=48, heads=4, kv_heads=2, head_dim=8, vocab=96)
 
 
 def test_a_timetable_of_a_looped_model() -> None:
     where: dict[str, Any] = {"relaxation": None, "dtype": torch.float32, "device": torch.device("cpu")}
-    shape = MeasuredShape(architecture=TINY, plan=DepthPlan.build("cycle", 2, 6), **where)
-    assert shape.plain().plan.unrolled_layers == 6
+    shape = MeasuredShape(architecture=TINY, plan=DepthPlan.build("cycle", 2, 2), **where)
+    assert shape.plain().plan.unrolled_layers == 2
     plain, loop = measure_plain(shape, (1, 2), 8), measure_loop(shape, (1, 2), 8)
     assert [rows for rows, _ in plain.curve("step").points] == [rows for rows, _ in loop.curve("core").points] == [1, 2]
     assert min(plain.curve("step").at(2), loop.curve("core").at(2), loop.curve("turn").at(2)) > 0
@@ -156,7 +156,7 @@ def test_a_timetable_of_a_looped_model() -> None:
     assert set(apart.passes) == set(loop.passes)
     assert apart.curve("both").at(2) > 0
     with pytest.raises(OptionError, match="requires a looped model"):
-        MeasuredShape(architecture=TINY, plan=DepthPlan.vanilla(6), **where).routed()
+        MeasuredShape(architecture=TINY, plan=DepthPlan.vanilla(2), **where).routed()
 
 
 @pytest.mark.slow
