@@ -64,7 +64,6 @@ def pytest_collection() -> Iterator[None]:
 
 def pytest_collection_finish() -> None:
     """What the test files imported stays: `gc.collect()`, which benchmarks and engines call, need not walk it each time."""
-    gc.collect()
     gc.freeze()
 
 
