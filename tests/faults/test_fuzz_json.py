@@ -185,7 +185,7 @@ def line_readers() -> Iterator[Reader]:
 
     def documents(path: Path) -> None:
         source = DataSource(name=str(path), kind="jsonl", bytes=None, validation=False)
-        assert list(read(source, ("text", "target")))
+        list(read(source, ("text", "target")))  # an empty file has none
 
     yield Reader("documents", rows, documents, "rows.jsonl")
     yield Reader("rows", rows, read_rows, "rows.jsonl")

@@ -234,7 +234,7 @@ def test_the_causal_rule_learns_to_say_what_the_top_k_say(seed: int, tmp_path: P
         "seed": seed,
         "model": {"architecture": shape, "sharing": "middle-cycle", "recursions": 3, "router": {}, "init_std": 0.06},
         "data": {"path": str(tmp_path / "corpus"), "context": 128},
-        "budget": {"steps": 120},
+        "budget": {"steps": 200},
         "batch": {"sequences": 4},
         "optimizer": {"lr": 4e-3},
         "schedule": {"warmup": 20},
