@@ -150,6 +150,8 @@ BAD: list[tuple[tuple[str, ...], str]] = [
     (("--exit-layer", "2"), "--exit-layer requires --decode, such as --decode parallel"),
     (("--max-stack", "2"), "--max-stack requires --decode, such as --decode parallel"),
     (("--refine", "0"), "--refine requires --decode, such as --decode parallel"),
+    (("--draft-tree", "2,2"), "--draft-tree requires --decode, such as --decode speculative"),
+    (("--decay", "1"), "--decay requires --decode, such as --decode state-copy"),
     (("--decode", "paralel"), "invalid --decode 'paralel' (did you mean 'parallel'?)"),
     (("--decode", "full", "--threshold", "0.5"), "threshold cannot be combined with full decoding, only with state-copy"),
     (("--decode", "parallel"), "has no exits of its own; give an exit layer: 2, where its recursions end"),

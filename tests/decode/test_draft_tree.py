@@ -221,8 +221,8 @@ def test_a_session_goes_on_from_what_it_holds() -> None:
     ("fields", "named"),
     [
         ({"draft_tree": (2, 0)}, "draft_tree must be >= 1"),
-        ({"draft_tree": ()}, "draft_tree must be widths that make 1 to 63 drafts"),
-        ({"draft_tree": (8, 8)}, r"draft_tree must be widths that make 1 to 63 drafts, got '\(8, 8\): 72'"),
+        ({"draft_tree": ()}, r"draft_tree must make 1 to 63 drafts, got 0 of \(\)"),
+        ({"draft_tree": (8, 8)}, r"draft_tree must make 1 to 63 drafts, got 72 of \(8, 8\)"),
         ({"draft_tree": (2,), "max_stack": 4}, "draft_tree cannot be combined with max_stack"),
         ({"draft_tree": (2,), "exit_layers": (2,)}, "draft_tree cannot be combined with exit_layers"),
     ],

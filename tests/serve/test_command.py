@@ -35,6 +35,7 @@ def test_the_defaults_are_the_small_model_and_this_machine_only(nothing_packaged
     assert serve.read_exits(parse("--exits", "none")) is serve.read_exits(parse("--decode", "full")) is None
     assert (serve.read_engine(args).batch_size, serve.read_engine(parse("--device", "cuda")).batch_size) == (8, 32)
     assert (serve.read_engine(args).kv_dtype, serve.read_engine(parse("--kv-dtype", "fp8")).kv_dtype) == ("auto", "fp8")
+    assert (serve.read_engine(args).merge, serve.read_engine(parse("--no-merge")).merge) == (True, False)
 
 
 def test_what_is_packaged_is_served_by_default_under_its_name(packaged: str, one_thread: None) -> None:

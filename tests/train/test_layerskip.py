@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from fathomlm.depth import Architecture, DepthPlan
 from fathomlm.errors import OptionError
 from fathomlm.model.decoder import Decoder
+from fathomlm.train.losses.exits import exit_steps
 from fathomlm.train.losses.layerskip import drop_chances, kept_steps, summed_depth_weights
 from fathomlm.train.objective import Objective
 from fathomlm.train.reading import build_recipe, read_recipe
@@ -164,6 +165,10 @@ def test_the_recipe_is_the_papers() -> None:
         ({"capture": True}, "loss.layer_dropout cannot be combined with capture"),
         ({"train": "relaxation", "model": {"shape": "smollm2-135m", "relax": "lora"}}, "requires train: all"),
         ({"loss": {"exits": {"at": [2], "rotate": 2, "classifier": True}}}, "rotate cannot be combined with .*classifier"),
+        (
+            {"loss": {"layer_dropout": 0.1, "exits": {"at": [2], "rotate": 2, "classifier": True}}},
+            "rotate cannot be combined with .*classifier",
+        ),
         ({"loss": {"layer_dropout": 1.0}}, r"loss\.layer_dropout must be >= 0 and < 1"),
     ],
 )
@@ -171,6 +176,12 @@ def test_recipes_that_no_run_could_mean(more: dict[str, Any], named: str) -> Non
     values: dict[str, Any] = {"budget": {"steps": 1}, "batch": {"sequences": 1}, "model": {"shape": "smollm2-135m"}}
     with pytest.raises(OptionError, match=named):
         build_recipe(values | {"loss": {"layer_dropout": 0.1}} | more)
+
+
+def test_one_layer_has_no_exit() -> None:
+    for weights in ("layerskip", "aggressive"):
+        with pytest.raises(OptionError, match="loss.exits.at: all requires a model with at least 2 layers"):
+            exit_steps(ExitRecipe(at="all", weights=weights), DepthPlan.vanilla(1))  # type: ignore[arg-type]
 
 
 def test_a_router_decides_for_itself() -> None:

@@ -121,7 +121,8 @@ class DecodeOptions(ShippedExitOptions):
         if self.mode is None:
             for name in (name for name in ("exits", *OPTIONS) if getattr(self, name) is not None):
                 flag = {"exit_layers": "--exit-layer"}.get(name, f"--{name.replace('_', '-')}")
-                raise OptionError(f"{flag} requires --decode, such as --decode parallel")
+                mode = next(mode for mode in ("parallel", *USED) if name in ("exits", *USED[mode]))
+                raise OptionError(f"{flag} requires --decode, such as --decode {mode}")
 
     def settle(self, model: str, depth: DepthOptions) -> tuple[Exiting | None, dict[str, Any]]:
         """The checked settings, None for full decoding, and the pack as `load` takes it; before the model is loaded."""

@@ -171,7 +171,8 @@ class Exiting:
         if self.max_stack is not None or self.exit_layers is not None:
             layers = "exit_layers: it requires a draft layer behind the model"
             raise OptionError(f"draft_tree cannot be combined with {layers if self.max_stack is None else 'max_stack'}")
-        require(0 < drafts <= MOST_DRAFTS, "draft_tree", f"widths that make 1 to {MOST_DRAFTS} drafts", f"{tree}: {drafts}")
+        if not 0 < drafts <= MOST_DRAFTS:
+            raise OptionError(f"draft_tree must make 1 to {MOST_DRAFTS} drafts, got {drafts:,} of {tree}")
 
     def _check_layers(self) -> None:
         layers = self.exit_layers

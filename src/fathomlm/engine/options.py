@@ -51,9 +51,12 @@ class EngineOptions:
     max_logprobs: int = option(5, ge=0, help="max alternatives per token with log probabilities")
     penalties: bool = option(True, help="accept penalties: five bytes per sequence and token of the vocabulary")
     fuse: bool | None = option(None, help="run layers in kernels for small batches", default_text="on a GPU")
-    merge: bool = option(True, help="relaxed models in these kernels: merge what each step adds into weights of its own")
-    """As fast as a tied model, with the weights of the unrolled one in memory. Without it they keep to their bytes, and run
-    as ordinary modules."""
+    merge: bool = option(
+        True,
+        help="relaxed models on a GPU: merge each step's LoRA or DoRA into weights of its own, which is faster and takes the "
+        "memory of the unrolled model",
+    )  # fmt: skip
+    """Without it weights in memory are the checkpoint's, and layers run as ordinary modules."""
     compile: bool | None = option(None, help="compile the work between layers", default_text="on a GPU")
     capture: bool | None = option(None, help="capture decode steps as CUDA graphs", default_text="on a GPU")
     cores: int | None = option(

@@ -223,8 +223,7 @@ def check_recipe(recipe: Recipe) -> None:
         raise OptionError(f"train: exits requires something that exits add: loss.exits.{names} or weights: gate")
     if exits is not None and exits.draft:
         _check_draft(recipe, exits)
-    if loss.layer_dropout or (exits is not None and exits.rotate):
-        _check_layerskip(recipe)
+    _check_layerskip(recipe)
     if exits is not None and exits.exit_vocab and not recipe.exits_only:
         raise OptionError(
             f"loss.exits.exit_vocab requires train: exits, got train: {recipe.train}; exits copy their rows of "
@@ -252,14 +251,16 @@ def _check_draft(recipe: Recipe, exits: ExitRecipe) -> None:
 def _check_layerskip(recipe: Recipe) -> None:
     """A recorded pass would drop the same layers for ever; classifiers and a gate compare all exits in every step."""
     loss, exits = recipe.loss, recipe.loss.exits
-    name = "loss.layer_dropout" if loss.layer_dropout else "loss.exits.rotate"
     others = {"capture": recipe.capture, "model.router": recipe.model.router is not None, "loss.heal": loss.heal is not None}
+    asked = {"loss.layer_dropout": others} if loss.layer_dropout else {}
     if exits is not None and exits.rotate:
-        others |= {"loss.exits.classifier": exits.classifier, "loss.exits.weights: gate": exits.weights == "gate"}
-    for other in (other for other, given in others.items() if given):
-        raise OptionError(f"{name} cannot be combined with {other}")
-    if recipe.train != "all":
-        raise OptionError(f"{name} requires train: all, got train: {recipe.train}")
+        compared = {"loss.exits.classifier": exits.classifier, "loss.exits.weights: gate": exits.weights == "gate"}
+        asked["loss.exits.rotate"] = others | compared
+    for name, refused in asked.items():
+        for other in (other for other, given in refused.items() if given):
+            raise OptionError(f"{name} cannot be combined with {other}")
+        if recipe.train != "all":
+            raise OptionError(f"{name} requires train: all, got train: {recipe.train}")
 
 
 def _given(section: str, names: list[str]) -> str:

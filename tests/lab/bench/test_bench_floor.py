@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from decode.exit_models import LLAMA, LORA, NEOX, build, exiting
+from decode.exit_models import LLAMA, LORA, NEOX, build, exit_layer, exiting
 from fathomlm.depth import Architecture, DepthPlan
 from fathomlm.engine.engine import Engine
 from fathomlm.errors import UnsupportedModel
@@ -87,6 +87,18 @@ def test_a_pass_of_two_loops_reads_the_block_once_and_both_heads() -> None:
     own = sum(p.numel() for p in model.decoder.exit_heads.parameters())
     assert own > 0
     assert decode_step_bytes(engine.runner) == FLOAT * (3 * layer(LLAMA) + added + 2 * head(LLAMA) + own)
+
+
+def test_a_static_exit_reads_no_deeper_layer() -> None:
+    for name in ("vanilla", "lora", "own-layer"):
+        model = build(name)
+        engine = Engine(model, exiting=exiting(name, "static"), **SMALL)
+        at, decoder = str(exit_layer(name) - 1), model.decoder
+        parts = (decoder.exit_adapters, decoder.exit_heads, decoder.exit_blocks)
+        own = sum(p.numel() for part in parts if at in part for p in part[at].parameters())
+        added = sum(p.numel() for step in model.plan.steps[:3] for p in getattr(decoder.delta(step), "parameters", list)())
+        assert (own > 0, added > 0) == (name != "vanilla", name == "lora")
+        assert decode_step_bytes(engine.runner) == FLOAT * (3 * layer(LLAMA) + added + own + head(LLAMA))
 
 
 def test_steps_that_read_anothers_entries_read_no_weights_for_them() -> None:

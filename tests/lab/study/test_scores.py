@@ -86,7 +86,10 @@ def test_exits_start_from_a_kept_run_and_are_scored_where_tokens_leave(
     where = ["--corpus", str(corpus), "--ledger", "ledger", "--work", "work", "--device", "cpu"]
     assert main(["study", "run", "leaving.yaml", *where, "--tasks", str(tasks)]) == 2
     message = "there is no work/small/looped-short-seed0/last, from which the runs start; make it with"
-    assert message in capsys.readouterr().err
+    told = capsys.readouterr().err
+    assert message in told
+    assert "--corpus DIR --only looped/short/0 --keep --work work`, and another --ledger if the ledger has" in told
+    assert not Path("work").exists()
     assert main(["study", "run", "small.yaml", *where, "--keep"]) == 0
     assert main(["study", "run", "leaving.yaml", *where, "--tasks", str(tasks), "--keep"]) == 0
     (base,), found = Ledger(Path("ledger")).read("small"), Ledger(Path("ledger")).read("leaving")

@@ -16,6 +16,7 @@ from torch import nn
 from fathomlm.depth import Step
 from fathomlm.engine.programs.exits import ALL, ExitProgram
 from fathomlm.engine.programs.routed import RoutedProgram
+from fathomlm.engine.programs.whole import WholeProgram
 from fathomlm.engine.runner import Runner
 from fathomlm.model.blocks import Block
 from fathomlm.model.decoder import Decoder
@@ -58,7 +59,9 @@ def decode_step_bytes(runner: Runner) -> int:
         return sum(program.cores) * core + len(program.cores) * (outer + head)
     if isinstance(program, ExitProgram):
         return sum(_exit_pass(decoder, program, program.numbers[name], head) for name in program.passes)
-    return steps_bytes(decoder, plan.steps, merged=runner.layers.merged) + head
+    steps = program.steps if isinstance(program, WholeProgram) else plan.steps  # those up to a static exit
+    own = [parts[str(index)] for index in runner.exits for parts in _exit_parts(decoder) if str(index) in parts]
+    return steps_bytes(decoder, steps, merged=runner.layers.merged) + sum(map(size_of, own)) + head
 
 
 def steps_bytes(decoder: Decoder, steps: Iterable[Step], mixed: bool = False, merged: bool = False) -> int:

@@ -130,6 +130,7 @@ class EngineTuning:
     burst: int | None = like(EngineOptions, "burst")
     cores: int | None = like(EngineOptions, "cores")
     shallows: int | None = like(EngineOptions, "shallows", None)
+    merge: bool | None = like(EngineOptions, "merge", None, default_text="on")
 
     def __post_init__(self) -> None:
         EngineOptions(**self.given)  # refuses what cannot be, before anything is loaded

@@ -144,8 +144,8 @@ def started(recipe: Recipe, place: Place) -> Recipe:
     path = place.directory(start) / "last"
     if not path.exists():
         raise DataError(
-            f"there is no {path}, from which the runs start; make it with `fathomlm study run {start.study} "
-            f"--only {start.key} --keep --work {place.work}`"
+            f"there is no {path}, from which the runs start; make it with `fathomlm study run {start.study} --corpus DIR "
+            f"--only {start.key} --keep --work {place.work}`, and another --ledger if the ledger has that run already"
         )
     return replace(recipe, model=replace(recipe.model, source=str(path)))
 
@@ -153,6 +153,8 @@ def started(recipe: Recipe, place: Place) -> Recipe:
 def shape_of(run: Planned, place: Place) -> Shaped:
     recipe = recipe_of(run, place)
     start = start_of(recipe)
+    if start is not None and start.study == run.study:
+        raise OptionError(f"study {run.study}: model.source: {recipe.model.source} must be a run of another study")
     parts = read_student(recipe, source=None if start is None else shape_of(start, Place(None, Path())).parts)
     rows = None if place.corpus is None else len(make_loader(recipe, place.corpus, "train"))
     return Shaped(recipe, parts, plan_steps(recipe, forward_flops_per_token(recipe, parts), rows))

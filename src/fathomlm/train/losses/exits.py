@@ -15,12 +15,14 @@ def exit_steps(recipe: ExitRecipe, plan: DepthPlan) -> tuple[int, ...]:
     if recipe.draft:
         return ()
     if recipe.at == "all":
+        if plan.unrolled_layers < 2:
+            raise OptionError("loss.exits.at: all requires a model with at least 2 layers, got 1: the last one is no exit")
         return plan.with_exits(range(plan.unrolled_layers - 1)).exits
     if recipe.at == "recursions":
         ends = plan.recursion_ends()
         if not ends:
             raise OptionError(
-                "loss.exits.at: recursions requires a model with recursions >= 2; give steps instead, such as [6]"
+                "loss.exits.at: recursions requires a model with recursions >= 2; give steps instead, such as [6], or all"
             )
         return ends
     if not recipe.at:
