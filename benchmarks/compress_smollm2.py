@@ -1,6 +1,7 @@
 """What a compressed SmolLM2-135M costs and keeps: bytes, FLOPs, speed in the engine, loss and tasks, in one table.
 
-    fathomlm study run uptrain uptrain-exits --corpus CORPUS --tasks TASKS --keep
+    fathomlm study run uptrain --corpus CORPUS --tasks TASKS --keep
+    fathomlm study run uptrain-exits --corpus CORPUS --tasks TASKS --keep
     python benchmarks/compress_smollm2.py run --out benchmarks/results/compress_smollm2_h200.json --work runs/study
     python benchmarks/compress_smollm2.py table benchmarks/results/compress_smollm2_h200.json
 

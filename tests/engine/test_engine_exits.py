@@ -137,7 +137,10 @@ def test_a_static_exit_is_a_shallow_model(name: str, layer: int, fuse: bool) -> 
     setting = Exiting(mode="static", exit_layers=(layer,))
     wanted = generate(model(name), MANY, max_new_tokens=NEW, exiting=setting)
     engine = Engine(model(name), exiting=setting, fuse=fuse, **SMALL | {"max_sequences": None})
-    assert [r.tokens for r in engine.generate(MANY, max_new_tokens=NEW)] == [w.tokens for w in wanted]
+    results = engine.generate(MANY, max_new_tokens=NEW)
+    assert [(r.tokens, r.depths) for r in results] == [(w.tokens, w.exit_layers) for w in wanted]
+    totals = engine.totals
+    assert (totals.depths, totals.exited) == (layer * totals.tokens, totals.tokens), "what a server's metrics say"
     assert [w.tokens for w in wanted] != [w.tokens for w in generate(model(name), MANY, max_new_tokens=NEW)]
     assert engine.runner.layout.planes[0] <= layer + 1
 

@@ -94,9 +94,8 @@ class Engine:
         self._table = TokenTable.of(model.tokenizer)
         self._sequences: dict[int, Sequence] = {}
         self._in_slot: list[Sequence | None] = [None] * (sizes.max_sequences + 1)  # the last is for rows of no sequence
-        self._records = SlotRecords(
-            self.runner.layout, sizes.max_sequences, sizes.max_length, plan.recursions, plan.unrolled_layers
-        )
+        full = plan.unrolled_layers if self._kind == "exits" or self.runner.exits else 0
+        self._records = SlotRecords(self.runner.layout, sizes.max_sequences, sizes.max_length, plan.recursions, full)
         self._in_flight: deque[int] = deque()
         self._held: list[tuple[Sequence, int]] = []
         """Sequences that wait to be told what may come next, and their epochs."""
@@ -132,7 +131,7 @@ class Engine:
             self._start,
             on_events=on_events,
             logprobs=None if request.logprobs is None else [],
-            depths=None if kind == "whole" else [],
+            depths=None if kind == "whole" and not self.runner.exits else [],
             confidences=[] if kind == "exits" else None,
             spare=self.runner.sizes.spare,
             replays=self._copies,

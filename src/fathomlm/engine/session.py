@@ -186,8 +186,6 @@ class EngineSession:
         assert first is not None
         assert last is not None
         depths = result.depths
-        if self.exiting is not None and self.exiting.mode == "static":  # the engine runs a shallow model, of one depth
-            depths = (self.exiting.exits(self.model.plan)[0] + 1,) * len(result.tokens)
         exits = None if self.exiting is None or depths is None else self._statistics(self.exiting, result, depths, threshold)
         return Generation(
             prompt_tokens=result.prompt_tokens,

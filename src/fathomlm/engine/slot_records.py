@@ -49,7 +49,8 @@ class Taken:
 
 
 class SlotRecords:
-    def __init__(self, layout: Layout, slots: int, max_length: int, recursions: int, unrolled_layers: int) -> None:
+    def __init__(self, layout: Layout, slots: int, max_length: int, recursions: int, full_depth: int) -> None:
+        """`full_depth` is the depth below which a token exited early, 0 where none can."""
         many, tables = slots + 1, len(layout.tables)
         self.epoch_S = np.full(many, NOBODY, np.int64)
         self.known_S = np.zeros(many, np.int64)
@@ -70,7 +71,7 @@ class SlotRecords:
         self.confidences_SL = np.zeros((many, max_length if layout.kind == "exits" else 0), np.float32)
         self.drafted_SL = np.zeros(self.confidences_SL.shape, np.bool_)
         """Tokens that an exit had drafted a token for."""
-        self._full_depth = unrolled_layers if layout.kind == "exits" else 0
+        self._full_depth = full_depth
         deeper = layout.kind == "routed" and tables > 1
         self._added_TD = np.array([layout.added(depth) for depth in range(recursions + 1)]).T if deeper else None
 

@@ -135,6 +135,15 @@ def test_a_run_to_start_from_must_be_one(values: Values, source: str, message: s
         jobs_of(study, Place(None, Path()))
 
 
+def test_a_study_does_not_start_from_itself(values: Values, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    common = values()["common"] | {"model": {"source": "study:own.yaml/plain/short/0"}}
+    own = values(name="own", common=common, variants={"plain": {}}, claims=[])
+    Path("own.yaml").write_text(json.dumps(own))
+    with pytest.raises(OptionError, match="study own: .* must be a run of another study"):
+        jobs_of(build_study(own, "test"), Place(None, Path()))
+
+
 def test_what_is_to_be_scored_is_checked_first(values: Values, tasks: Path) -> None:
     study = build_study(values(scores=SCORES), "test")
     with pytest.raises(OptionError, match="--tasks"):

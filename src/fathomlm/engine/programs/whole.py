@@ -31,7 +31,8 @@ class WholeProgram:
         self._exit = exit if exit is not None and parts.layers.decoder.has_exit_head(exit) else None
         self.output = StepOutput.empty(parts.batch_size, parts.sampler.max_logprobs, device)
         self._rows_N = torch.arange(parts.batch_size, device=device)
-        self._depth_N = torch.full((parts.batch_size,), parts.plan.recursions, device=device)
+        depth = plan.recursions if exit is None else exit + 1  # counted in loops; in layers where tokens exit
+        self._depth_N = torch.full((parts.batch_size,), depth, device=device)
         self._confidence_N = torch.zeros(parts.batch_size, device=device)
         self._begin, self._pick = parts.small(begin), parts.small(pick_live)
         self._choose = TokenChooser(parts)
