@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from fathomlm.cli.main import main
+from fathomlm.cli.main import main, read_command
 from fathomlm.lab.bench import floor, kernels, play
 
 pytestmark = pytest.mark.usefixtures("one_thread", "quick")
@@ -335,6 +335,12 @@ BAD: list[tuple[tuple[str, ...], str]] = [
     (("kernels", "--threads", "100000"), "the processors of this machine; got 100,000"),
     (("kernels", "--device", "mps"), "the engine runs on cpu, cuda or cuda:N, not on 'mps'"),
 ]
+
+
+def test_what_is_given_is_the_engines() -> None:
+    found = read_command(["bench", "throughput", "smollm2-135m", "--no-merge", "--burst", "2"])
+    assert found.engine.given.items() >= {"merge": False, "burst": 2}.items()
+    assert "merge" not in read_command(["bench", "throughput", "smollm2-135m"]).engine.given
 
 
 @pytest.mark.parametrize(("words", "message"), BAD, ids=[" ".join(words) for words, _ in BAD])

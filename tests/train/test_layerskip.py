@@ -180,7 +180,7 @@ def test_recipes_that_no_run_could_mean(more: dict[str, Any], named: str) -> Non
 
 def test_one_layer_has_no_exit() -> None:
     for weights in ("layerskip", "aggressive"):
-        with pytest.raises(OptionError, match="loss.exits.at: all requires a model with at least 2 layers"):
+        with pytest.raises(OptionError, match=r"loss.exits.at: all requires a model with at least 2 layers"):
             exit_steps(ExitRecipe(at="all", weights=weights), DepthPlan.vanilla(1))  # type: ignore[arg-type]
 
 

@@ -39,8 +39,8 @@ class ServedDepthOptions(ShippedExitOptions):
 
     mode: str | None = like(
         Exiting, "mode", None, choices=("full", *SERVED_MODES),
-        help="what happens at an exit: full never exits; static always does; speculative lets the full model verify what the "
-        "exit drafted, where that is measured to be faster; parallel takes it and runs the deeper layers later (FREE); "
+        help="what happens at an exit: full never exits; static always does; speculative lets the full model verify what "
+        "the exit drafted, where that is measured to be faster; parallel takes it and runs the deeper layers later (FREE); "
         "state-copy gives them the exit's state (CALM); entry-copy gives deeper loops the keys and values of the loop where "
         "a token exited. full and speculative keep the full model's output",
         default_text="speculative with the exits of a pack, parallel with --exit-layer or --threshold, else full",

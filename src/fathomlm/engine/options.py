@@ -53,8 +53,8 @@ class EngineOptions:
     fuse: bool | None = option(None, help="run layers in kernels for small batches", default_text="on a GPU")
     merge: bool = option(
         True,
-        help="relaxed models on a GPU: merge each step's LoRA or DoRA into weights of its own, which is faster and takes the "
-        "memory of the unrolled model",
+        help="relaxed models on a GPU: merge each step's LoRA or DoRA into weights of its own, which is faster and takes "
+        "the memory of the unrolled model",
     )  # fmt: skip
     """Without it weights in memory are the checkpoint's, and layers run as ordinary modules."""
     compile: bool | None = option(None, help="compile the work between layers", default_text="on a GPU")

@@ -140,7 +140,7 @@ def test_a_study_does_not_start_from_itself(values: Values, tmp_path: Path, monk
     common = values()["common"] | {"model": {"source": "study:own.yaml/plain/short/0"}}
     own = values(name="own", common=common, variants={"plain": {}}, claims=[])
     Path("own.yaml").write_text(json.dumps(own))
-    with pytest.raises(OptionError, match="study own: .* must be a run of another study"):
+    with pytest.raises(OptionError, match=r"study own: .* must be a run of another study"):
         jobs_of(build_study(own, "test"), Place(None, Path()))
 
 
