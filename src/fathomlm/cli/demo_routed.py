@@ -116,13 +116,14 @@ def measure(source: str, tokens: int, begin: float, reference: bool) -> DemoFigu
     from fathomlm.checkpoints.locate import locate
     from fathomlm.checkpoints.native import directory_bytes
     from fathomlm.checkpoints.resolve import decoder_only, describe, load
+    from fathomlm.cli.model_options import QuantizeOptions
     from fathomlm.decode.sampling import Sampling
     from fathomlm.depth.cost import count
     from fathomlm.engine.session import decoder_for
 
     path = locate(source)
     log(f"1/3  {source}: {path}")
-    model = decoder_only(load(path, dtype="float32"), "the demo")
+    model = decoder_only(load(path, dtype="float32", quantize=QuantizeOptions().quantized(source)), "the demo")
     sampling = Sampling(max_new_tokens=tokens, **CHOICE)
     log(f"2/3  {len(PROMPTS)} completions of at most {tokens} tokens")
     with progress_bar("     writing", "tokens") as update:
