@@ -10,19 +10,21 @@
     translation   German to English (Multi30k, Flickr 2016 test set), a T5-style model trained from scratch
     summary       one sentence for a scientific abstract (SciTLDR), SmolLM2-135M fine-tuned
 
-The models are those of the studies `free` and `free-summary`. `decode` asks for quality: many texts at once by the reference
-modes. `speed` asks for time: one text at a time on captured steps, on a device that does nothing else. Both add a line a
-setting to their file and go on where it ends; several processes may share the variants, each with its own file. `TASKS`
-holds the .jsonl.gz files named below.
+The models are those of the studies `free` and `free-summary`. `decode` asks for quality: many texts at once on the engine,
+by the reference where the engine cannot, or all of them with `--reference`. `speed` asks for time: one text at a time on
+captured steps, on a device that does nothing else. Both add a line a setting to their file and go on where it ends; several
+processes may share the variants, each with its own file. `TASKS` holds the .jsonl.gz files named below.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import gzip
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -199,6 +201,7 @@ class Trained:
         self.ends = {*end_tokens(self.model), self._separator}
         self.model.config.eos_token_id = sorted(self.ends)
         self._folder = Path(args.data) / args.task
+        self._sessions: dict[Any, Any] = {}
 
     def sources(self, split: str, most: int) -> list[list[int]]:
         """As in training: a decoder reads the end of a long source, an encoder its beginning and a separator."""
@@ -211,21 +214,32 @@ class Trained:
             found.append([*tokens[: length - 1], self._separator] if self.seq2seq else tokens[-length:])
         return found
 
-    def decode(self, sources: list[list[int]], setting: Setting, batch: int) -> list[Any]:
+    def decode(self, sources: list[list[int]], setting: Setting, batch: int, reference: bool = True) -> list[Any]:
         """A text for each source, the sources of a batch in one pass."""
-        from fathomlm.decode.full import generate
         from fathomlm.decode.sampling import Sampling
 
         drawn = {"temperature": 1.0} | SAMPLINGS[setting.sampling] if setting.sampling else {}
         sampling = Sampling(max_new_tokens=self.task.new_tokens, **drawn)
+        decode = self._decoder(setting, batch, reference)
         order = sorted(range(len(sources)), key=lambda i: len(sources[i]))  # rows of a batch are padded to its longest
         found = {}
         for at in range(0, len(order), batch):
             rows = order[at : at + batch]
-            found |= dict(
-                zip(rows, generate(self.model, [sources[i] for i in rows], sampling, exiting=setting.exiting), strict=True)
-            )
+            found |= dict(zip(rows, decode([sources[i] for i in rows], sampling), strict=True))
         return [found[i] for i in range(len(sources))]
+
+    def _decoder(self, setting: Setting, batch: int, reference: bool) -> Callable[..., list[Any]]:
+        """Settings that differ in their threshold alone share an engine; the one before makes room for it."""
+        from fathomlm.decode.exiting import SERVED_MODES
+        from fathomlm.decode.full import generate
+        from fathomlm.engine.session import EngineSession
+
+        if reference or setting.refine is not None or setting.mode not in ("full", *SERVED_MODES):
+            return partial(generate, self.model, exiting=setting.exiting)
+        key = dataclasses.replace(setting, label="", threshold=None, sampling=None)
+        if key not in self._sessions:
+            self._sessions = {key: EngineSession(self.model, None, setting.exiting, sequences=batch)}
+        return partial(self._sessions[key].generate_all, threshold=setting.threshold)
 
     def calibrated(self, args: argparse.Namespace) -> Record:
         """What the two rules make of more and more validation texts."""
@@ -304,7 +318,7 @@ def decode(args: argparse.Namespace) -> None:
             if lines.has("texts", args.task, variant, setting.label):
                 continue
             begin = time.perf_counter()
-            texts = trained.decode(sources, setting, args.batch)
+            texts = trained.decode(sources, setting, args.batch, args.reference)
             lines.add(
                 {
                     "kind": "texts",
@@ -329,11 +343,17 @@ def counted(trained: Trained, texts: list[Any]) -> Record:
         "tokens_by_text": [len(text.tokens) for text in texts],
         "exit_rate": round(sum(layer < total for layer in layers) / tokens, 4),
         "mean_exit_layer": round(sum(layers) / tokens, 3),
-        "deep_passes": sum(each.deep_passes for each in exits) if exits else tokens,
+        "deep_passes": _sum_known([each.deep_passes for each in exits]) if exits else tokens,
         "layers_run": sum(each.layers_run for each in exits) if exits else total * tokens,
         "replaced": round(1 - sum(each.accepted for each in exits) / drafted, 4) if drafted else None,
         "unfinished": sum(text.finish == "length" for text in texts),
     }
+
+
+def _sum_known(numbers: list[int | None]) -> int | None:
+    """None where the engine does not count them: its passes are those of all texts."""
+    known = [number for number in numbers if number is not None]
+    return sum(known) if len(known) == len(numbers) else None
 
 
 # Speed.
@@ -416,6 +436,7 @@ def main() -> None:
         each.add_argument("--texts", type=int, default=texts)
         each.add_argument("--out", type=Path, required=True)
     decoding.add_argument("--batch", type=int, default=250)
+    decoding.add_argument("--reference", action="store_true", help="decode all without the engine")
     timing.add_argument("--compile", action="store_true", help="compiled layers too: slower to start, faster for all modes")
     for each, verb in ((preparing, prepare), (decoding, decode), (timing, speed)):
         each.set_defaults(verb=verb)

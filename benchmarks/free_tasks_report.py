@@ -282,7 +282,8 @@ def refined(task: TaskResults) -> Table:
         for label in [f"parallel {t:g}", *(f"refine {r:g}, {t:g}" for r in REFINES)]:
             if (MAIN, label) in task.texts:
                 found = task.texts[MAIN, label].record
-                a_token = [f"{found[key] / found['tokens']:.2f}" for key in ("deep_passes", "layers_run")]
+                counts = [found[key] for key in ("deep_passes", "layers_run")]
+                a_token = ["-" if many is None else f"{many / found['tokens']:.2f}" for many in counts]
                 replaced = "-" if found["replaced"] is None else f"{found['replaced']:.1%}"
                 refine = "none" if label.startswith("parallel") else label.split(",")[0].removeprefix("refine ")
                 score = task.against((MAIN, label), (MAIN, f"parallel {t:g}"))
