@@ -107,8 +107,8 @@ def test_samples_are_distributed_as_the_whole_models(
             assert distance(drawn(tiny, setting, monkeypatch), whole) > FAR, "replacements from the whole distribution"
 
 
-def test_a_session_goes_on_from_what_it_holds() -> None:
-    setting = exiting("draft", "speculative", threshold=0.0, max_stack=4)
+def goes_on(setting: Exiting) -> Session:
+    """A session that has gone on with its text, each time as if it had read all of it at once."""
     session, text = Session(build("draft"), exiting=setting), PROMPTS[0]
     for more in ([], [5, 6], [7]):
         text = [*text, *more]
@@ -116,6 +116,12 @@ def test_a_session_goes_on_from_what_it_holds() -> None:
         (alone,) = generate(build("draft"), [text], max_new_tokens=NEW, exiting=setting)
         assert (found.tokens, found.exit_layers) == (alone.tokens, alone.exit_layers)
         text = [*text, *found.tokens]
+    return session
+
+
+def test_a_session_goes_on_from_what_it_holds() -> None:
+    setting = exiting("draft", "speculative", threshold=0.0, max_stack=4)
+    session = goes_on(setting)
     again = session.generate(PROMPTS[0][:5], max_new_tokens=NEW)
     assert again.tokens == tokens(generate(build("draft"), [PROMPTS[0][:5]], max_new_tokens=NEW))[0]
 

@@ -11,12 +11,13 @@ import torch
 from torch import Tensor
 
 from decode.exit_models import DRAFTS, NEW, PROMPTS, build, exiting, tokens, told
+from decode.test_draft_layer import goes_on
 from decode.test_draft_layer import tiny as tiny  # a fixture
 from decode.test_exits_drafts import FAR, FILTERS, distance, drawn, exact
 from fathomlm.decode import draft_tree
 from fathomlm.decode.draft_tree import DraftTreeDecoding, TreeShape, _Node, propose
 from fathomlm.decode.exiting import Exiting
-from fathomlm.decode.full import Session, generate
+from fathomlm.decode.full import generate
 from fathomlm.decode.sampling import Sampling
 from fathomlm.errors import OptionError
 from fathomlm.model.hub import FathomForCausalLM
@@ -207,14 +208,7 @@ def test_samples_are_distributed_as_the_whole_models(tiny: FathomForCausalLM, mo
 
 
 def test_a_session_goes_on_from_what_it_holds() -> None:
-    setting = Exiting(mode="speculative", draft_tree=(3, 2))
-    session, text = Session(build("draft"), exiting=setting), PROMPTS[0]
-    for more in ([], [5, 6], [7]):
-        text = [*text, *more]
-        found = session.generate(text, max_new_tokens=NEW)
-        (alone,) = generate(build("draft"), [text], max_new_tokens=NEW, exiting=setting)
-        assert (found.tokens, found.exit_layers) == (alone.tokens, alone.exit_layers)
-        text = [*text, *found.tokens]
+    goes_on(Exiting(mode="speculative", draft_tree=(3, 2)))
 
 
 @pytest.mark.parametrize(

@@ -11,15 +11,38 @@ import torch
 from decode.exit_models import DRAFTS, NEW, PROMPTS, build, exiting
 from engine.test_engine_exits import MANY, asked
 from fathomlm.decode.full import generate
+from fathomlm.decode.generation import Generation
 from fathomlm.decode.sampling import Sampling
 from fathomlm.engine.engine import Engine
 from fathomlm.engine.programs.draft_layer import DraftLayerProgram
-from fathomlm.engine.request import Request
+from fathomlm.engine.request import Request, Result
 from fathomlm.errors import OptionError
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 SMALL: dict[str, Any] = {"page_size": 4, "batch_size": 4, "prefill_chunk": 5, "max_length": 48}
 ROOMY = SMALL | {"memory": 10**6, "prefix_caching": False}
+
+
+def full_models(engine: Engine, full: list[Result]) -> None:
+    """Every token is, and what was drafted is counted."""
+    results = engine.run(asked())
+    assert [(r.tokens, r.finish) for r in results] == [(f.tokens, f.finish) for f in full]
+    kept = sum(depth == 1 for r in results for depth in r.depths or ())
+    assert (engine.totals.accepted, engine.totals.drafted) == (kept, sum(r.drafted for r in results))
+    assert 0 < kept < engine.totals.drafted
+    assert [r.drafted for r in results[3::4]] == [0, 0], "penalties are never drafted for"
+    assert engine.counters().pages_used == engine.counters().pages_cached
+
+
+def slow_twins(engine: Engine, wanted: list[Generation]) -> None:
+    """Which tokens were drafted and kept, and how sure the layer was."""
+    results = engine.generate(MANY, max_new_tokens=NEW)
+    assert [(r.tokens, r.depths) for r in results] == [(w.tokens, w.exit_layers) for w in wanted]
+    assert engine.totals.accepted == sum(w.exits.accepted for w in wanted if w.exits)
+    assert engine.totals.drafted == sum(w.exits.drafted for w in wanted if w.exits)
+    for result, right in zip(results, wanted, strict=True):
+        sure = [one for one in result.confidences or () if one]
+        assert sure == pytest.approx([one for one in right.confidences or () if one], abs=1e-5)
 
 
 @pytest.mark.parametrize("name", DRAFTS)
@@ -30,13 +53,7 @@ def test_every_token_is_the_full_models(name: str) -> None:
         setting = exiting(name, "speculative", threshold=threshold, max_stack=stack)
         engine = Engine(build(name), exiting=setting, always_draft=True, **(SMALL | sizes))
         assert isinstance(engine.runner.program, DraftLayerProgram)
-        results = engine.run(asked())
-        assert [(r.tokens, r.finish) for r in results] == [(f.tokens, f.finish) for f in full]
-        kept = sum(depth == 1 for r in results for depth in r.depths or ())
-        assert (engine.totals.accepted, engine.totals.drafted) == (kept, sum(r.drafted for r in results))
-        assert 0 < kept < engine.totals.drafted
-        assert [r.drafted for r in results[3::4]] == [0, 0], "penalties are never drafted for"
-        assert engine.counters().pages_used == engine.counters().pages_cached
+        full_models(engine, full)
 
 
 @pytest.mark.parametrize("threshold", [0.0, 0.03])
@@ -45,14 +62,7 @@ def test_drafts_are_the_slow_twins(name: str, threshold: float) -> None:
     """Which tokens were drafted and kept, and how sure the layer was; prompts come in chunks."""
     setting = exiting(name, "speculative", threshold=threshold, max_stack=4)
     wanted = generate(build(name), MANY, max_new_tokens=NEW, exiting=setting)
-    engine = Engine(build(name), exiting=setting, always_draft=True, **ROOMY)
-    results = engine.generate(MANY, max_new_tokens=NEW)
-    assert [(r.tokens, r.depths) for r in results] == [(w.tokens, w.exit_layers) for w in wanted]
-    assert engine.totals.accepted == sum(w.exits.accepted for w in wanted if w.exits)
-    assert engine.totals.drafted == sum(w.exits.drafted for w in wanted if w.exits)
-    for result, right in zip(results, wanted, strict=True):
-        sure = [one for one in result.confidences or () if one]
-        assert sure == pytest.approx([one for one in right.confidences or () if one], abs=1e-5)
+    slow_twins(Engine(build(name), exiting=setting, always_draft=True, **ROOMY), wanted)
 
 
 def test_drafting_may_stop_and_go_on(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from decode.exit_models import NEW, PROMPTS, build
-from engine.test_engine_draft_layer import ROOMY, SMALL
+from engine.test_engine_draft_layer import ROOMY, SMALL, full_models, slow_twins
 from engine.test_engine_exits import MANY, asked
 from fathomlm.decode.draft_tree import TreeShape
 from fathomlm.decode.exiting import Exiting
@@ -45,13 +45,7 @@ def test_every_token_is_the_full_models(name: str) -> None:
     for tree, threshold, sizes in ways if name == "draft" else ways[:1]:
         engine = Engine(build(name), exiting=speculative(*tree, threshold=threshold), always_draft=True, **(SMALL | sizes))
         assert isinstance(engine.runner.program, DraftTreeProgram)
-        results = engine.run(asked())
-        assert [(r.tokens, r.finish) for r in results] == [(f.tokens, f.finish) for f in full]
-        kept = sum(depth == 1 for r in results for depth in r.depths or ())
-        assert (engine.totals.accepted, engine.totals.drafted) == (kept, sum(r.drafted for r in results))
-        assert 0 < kept < engine.totals.drafted
-        assert [r.drafted for r in results[3::4]] == [0, 0], "penalties are never drafted for"
-        assert engine.counters().pages_used == engine.counters().pages_cached
+        full_models(engine, full)
 
 
 @pytest.mark.parametrize(("name", "tree", "threshold"), [
@@ -63,14 +57,7 @@ def test_drafts_are_the_slow_twins(name: str, tree: tuple[int, ...], threshold: 
     fuse = len(tree) == 3  # both ways to run layers, where both can be
     setting = speculative(*tree, threshold=threshold)
     wanted = generate(build(name), MANY, max_new_tokens=NEW, exiting=setting)
-    engine = Engine(build(name), exiting=setting, always_draft=True, fuse=fuse, **ROOMY)
-    results = engine.generate(MANY, max_new_tokens=NEW)
-    assert [(r.tokens, r.depths) for r in results] == [(w.tokens, w.exit_layers) for w in wanted]
-    assert engine.totals.accepted == sum(w.exits.accepted for w in wanted if w.exits)
-    assert engine.totals.drafted == sum(w.exits.drafted for w in wanted if w.exits)
-    for result, right in zip(results, wanted, strict=True):
-        sure = [one for one in result.confidences or () if one]
-        assert sure == pytest.approx([one for one in right.confidences or () if one], abs=1e-5)
+    slow_twins(Engine(build(name), exiting=setting, always_draft=True, fuse=fuse, **ROOMY), wanted)
 
 
 def test_entries_are_those_of_a_chain() -> None:

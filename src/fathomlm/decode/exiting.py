@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
+from operator import mul
 from typing import Any, Literal, Protocol, get_args, runtime_checkable
 
 from fathomlm.depth import DepthPlan, Step
@@ -162,12 +164,10 @@ class Exiting:
         self._check_threshold()
 
     def _check_tree(self) -> None:
-        tree, many, drafts = self.draft_tree, 1, 0
+        tree = self.draft_tree
         if tree is None:
             return
-        for width in tree:
-            many *= width
-            drafts += many
+        drafts = sum(accumulate(tree, mul))
         if self.max_stack is not None or self.exit_layers is not None:
             layers = "exit_layers: it requires a draft layer behind the model"
             raise OptionError(f"draft_tree cannot be combined with {layers if self.max_stack is None else 'max_stack'}")

@@ -19,11 +19,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from fathomlm.kernels.splitmix import GOLDEN, mix, shift
+
 BITS = 52
 """Probabilities are added up in units of 2^-52. Those of at least 2^-28 are exact in it (a float32 has 24 bits), a sum
 stays below 2^53 where float64 counts without gaps, and a token of less than one unit is never drawn."""
-GOLDEN, FIRST, SECOND = (c - 2**64 for c in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
-"""splitmix64's constants, as signed numbers: torch has no unsigned arithmetic of 64 bits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,23 +101,11 @@ def _units(chances_NV: Tensor) -> Tensor:
 def uniform(seeds: Tensor, steps: Tensor) -> Tensor:
     """A number in [0, 1) for each seed (int64) and step, as float64 with 52 random bits.
 
-    It is the `step`-th number of splitmix64 (Steele, Lea and Flood 2014), started not from the seed but from what
+    It is the `step`-th number of splitmix64, started not from the seed but from what
     splitmix64 makes of the seed: neighbouring seeds would else run through the same numbers.
     """
-    bits = _mix(_mix(seeds + GOLDEN) + (steps.long() + 1) * GOLDEN)
-    return _shift(bits, 64 - BITS).double() * 2.0**-BITS
-
-
-def _mix(z: Tensor) -> Tensor:
-    """splitmix64's finaliser; products wrap around."""
-    z = (z ^ _shift(z, 30)) * FIRST
-    z = (z ^ _shift(z, 27)) * SECOND
-    return z ^ _shift(z, 31)
-
-
-def _shift(z: Tensor, by: int) -> Tensor:
-    """To the right, with zeros coming in; torch's own shift brings in the sign."""
-    return (z >> by) & ((1 << (64 - by)) - 1)
+    bits = mix(mix(seeds + GOLDEN) + (steps.long() + 1) * GOLDEN)
+    return shift(bits, 64 - BITS).double() * 2.0**-BITS
 
 
 def likeliest_tokens(logits_NV: Tensor, k: int) -> Tensor:

@@ -23,7 +23,20 @@ from fathomlm.decode.sampling import Sampling
 from fathomlm.decode.text import ByteTextStream, TextStream, TokenTable
 from fathomlm.engine.drafting import DraftControl
 from fathomlm.engine.options import EngineOptions
-from fathomlm.engine.programs.base import AGREED, BAD, ENDED, JUDGED, NEXT, VALID, WAITING, StepOutput
+from fathomlm.engine.programs.base import (
+    AGREED,
+    BAD,
+    CONFIDENCE,
+    ENDED,
+    FLAGS,
+    JUDGED,
+    LOGPROB,
+    NEXT,
+    SLOT,
+    VALID,
+    WAITING,
+    StepOutput,
+)
 from fathomlm.engine.programs.draft_layer import DraftLayerProgram
 from fathomlm.engine.programs.drafts import DraftProgram
 from fathomlm.engine.programs.exits import ExitProgram
@@ -32,7 +45,7 @@ from fathomlm.engine.runner import Runner
 from fathomlm.engine.schedule import PrefillChunk, SchedulerOutput
 from fathomlm.engine.scheduler import Counters, Scheduler
 from fathomlm.engine.sequence import OnEvents, Sequence
-from fathomlm.engine.slot_records import CONFIDENCE, FLAGS, LOGPROB, SLOT, Floats, Ints, SlotRecords
+from fathomlm.engine.slot_records import Floats, Ints, SlotRecords
 from fathomlm.errors import FathomError, OptionError
 from fathomlm.model.seq2seq import FathomForSeq2SeqLM, FathomModel
 

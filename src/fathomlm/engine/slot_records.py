@@ -15,14 +15,22 @@ import numpy as np
 import numpy.typing as npt
 
 from fathomlm.engine.layout import Layout
-from fathomlm.engine.programs.base import BAD, DRAFTED, ENDED, VALID
+from fathomlm.engine.programs.base import (
+    BAD,
+    CONFIDENCE,
+    DEPTH,
+    DRAFTED,
+    ENDED,
+    EPOCH,
+    FLAGS,
+    INDEX,
+    SLOT,
+    TOKEN,
+    VALID,
+)
 
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float32]
-SLOT, EPOCH, TOKEN, DEPTH, FLAGS, INDEX = range(6)
-"""Columns of `StepOutput.ints_NC`."""
-LOGPROB, CONFIDENCE = range(2)
-"""Columns of `StepOutput.floats_NC`."""
 NOBODY = -1
 """The epoch of a slot without a sequence."""
 NEVER = 2**62

@@ -13,8 +13,7 @@ import torch
 from decode.exit_models import build
 from fathomlm.decode.exiting import Exiting
 from fathomlm.depth import Architecture, DepthPlan, build_routing
-from fathomlm.engine.programs.base import VALID
-from fathomlm.engine.slot_records import FLAGS
+from fathomlm.engine.programs.base import FLAGS, VALID
 from fathomlm.errors import OptionError
 from fathomlm.lab.bench.models import random_model
 from fathomlm.lab.bench.timed import TimedEngine

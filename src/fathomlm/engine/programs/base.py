@@ -24,6 +24,10 @@ from fathomlm.kernels.best_token import best_token
 VALID, BAD, ENDED, JUDGED, AGREED, DRAFTED = 1, 2, 4, 8, 16, 32
 """Flags of a record: a token was chosen; its scores were no numbers; the sequence is over; the whole model has shown
 what it would have chosen where a token exited or might have; it was what the exit chose; it was drafted, and verified."""
+SLOT, EPOCH, TOKEN, DEPTH, FLAGS, INDEX = range(6)
+"""Columns of `StepOutput.ints_NC`; the last says which token of its text it is."""
+LOGPROB, CONFIDENCE = range(2)
+"""Columns of `StepOutput.floats_NC`."""
 NEXT, WAITING = 8, 16
 """Above the flags, where the host chooses passes: the segment that the slot runs next, and how many rows it brings."""
 F = TypeVar("F", bound=Callable[..., Any])
@@ -65,8 +69,8 @@ class StepOutput:
     def empty(cls, rows: int, alternatives: int, device: torch.device, pinned: bool = False) -> StepOutput:
         where: dict[str, Any] = {"device": "cpu", "pin_memory": True} if pinned else {"device": device}
         return cls(
-            torch.zeros(rows, 6, dtype=torch.int64, **where),
-            torch.zeros(rows, 2, dtype=torch.float32, **where),
+            torch.zeros(rows, INDEX + 1, dtype=torch.int64, **where),
+            torch.zeros(rows, CONFIDENCE + 1, dtype=torch.float32, **where),
             torch.zeros(rows, alternatives, dtype=torch.int64, **where),
             torch.zeros(rows, alternatives, dtype=torch.float32, **where),
         )
@@ -79,7 +83,7 @@ class StepOutput:
     def blank(self, spare: int) -> None:
         """Nobody ran, and nothing was chosen."""
         self.ints_NC.zero_()
-        self.ints_NC[:, 0] = spare
+        self.ints_NC[:, SLOT] = spare
 
     def copy_(self, other: StepOutput, alternatives: bool) -> None:
         """The other's tokens, with or without the likeliest ones beside them."""

@@ -99,7 +99,7 @@ class DraftLayerProgram:
         if parts.idle(live_S):
             self.output.blank(s.spare)
             return
-        read_NM, seen = self._enter(tokens_N, before_NM), _metadata(found)
+        read_NM, seen = self._enter(tokens_N, before_NM), metadata_of(found)
         many_S, drafts, sures = torch.zeros_like(room_S), list[Tensor](), list[Tensor]()
         if variant.drafts:
             x_NM = layers.run(read_NM, self._own, seen, positions_N, spend=True)
@@ -121,7 +121,7 @@ class DraftLayerProgram:
                     break
                 positions_S, *seen = found
                 read_SM = self._enter(drafts[-1], x_SM)
-                x_SM = self.parts.layers.run(read_SM, self._own, _metadata(seen), positions_S, spend=True)
+                x_SM = self.parts.layers.run(read_SM, self._own, metadata_of(seen), positions_S, spend=True)
             scores = self._scores(x_SM, asks_S, number, variant)
             draft_S, sure_S, many_S, asks_S, *found = self._meet(*scores, x_SM, asks_S, many_S, room_S)
             drafts.append(draft_S)
@@ -129,16 +129,18 @@ class DraftLayerProgram:
         return many_S, drafts, sures
 
     def _scores(
-        self, x_SM: Tensor, asks_S: Tensor, number: int, variant: SamplingVariant
+        self, x_NM: Tensor, asks_N: Tensor, number: int, variant: SamplingVariant
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """What the layer's output scores, the tokens that the columns stand for (None: all) and the slots' choices where
-        they are not just the best: drawn as the full model's will be, with the same random number."""
-        layers, s = self.parts.layers, self.parts.state
+        """What the layer's output scores, the tokens that the columns stand for (None: all) and the rows' choices where
+        they are not just the best: drawn as the full model's will be, with the same random number. A slot has one row, or as
+        many as any other."""
+        layers, slots_N, index_N = self.parts.layers, self._slots_S, self.parts.state.generated_S[:-1] + number
         if variant.greedy:
-            return *layers.draft_scores(x_SM), None
-        scores_SV = layers.scores(x_SM, self._own[0].index)
-        index_S = s.generated_S[:-1] + number
-        return scores_SV, None, self._choose.sampled(scores_SV, self._slots_S, index_S, asks_S, variant).tokens_N
+            return *layers.draft_scores(x_NM), None
+        if (each := len(x_NM) // len(slots_N)) > 1:
+            slots_N, index_N = slots_N.repeat_interleave(each), index_N.repeat_interleave(each)
+        scores_NV = layers.scores(x_NM, self._own[0].index)
+        return scores_NV, None, self._choose.sampled(scores_NV, slots_N, index_N, asks_N, variant).tokens_N
 
     def _judge(
         self, live_S: Tensor, many_S: Tensor, drafts: list[Tensor], sures: list[Tensor], variant: SamplingVariant
@@ -150,7 +152,7 @@ class DraftLayerProgram:
         sures_SJ = torch.stack((*sures, torch.zeros_like(live_S, dtype=torch.float32)), 1)
         slots_N = self._slots_N if places == self.drafts + 1 else self._slots_S.repeat_interleave(places)
         valid_N, positions_N, index_N, *found = self._rows(live_S, many_S, slots_N, places)
-        seen, x_NM = _metadata(found), layers.enter(drafts_SJ.flatten())
+        seen, x_NM = metadata_of(found), layers.enter(drafts_SJ.flatten())
         x_NM = layers.run(x_NM, self.parts.plan.steps, seen, positions_N, spend=True)
         scores_NV = layers.scores(x_NM)
         sampled = self._choose.sampled(scores_NV, slots_N, index_N, valid_N, variant)
@@ -188,10 +190,14 @@ class DraftLayerProgram:
         last_S = slots_S * len(self._places_J) + self.count_S[:-1] - 1
         return live_S, room_S, live_S & (room_S > 0), last_S, states_NM, tokens_N, positions_SJ.flatten(), *seen
 
-    def _seen(self, slots_N: Tensor, positions_N: Tensor, valid_N: Tensor) -> tuple[Tensor, ...]:
-        """What `_metadata` takes: with the positions' angles, where kernels want them, lest each pass look them up."""
+    def _seen(
+        self, slots_N: Tensor, ranks_N: Tensor, valid_N: Tensor, positions_N: Tensor | None = None
+    ) -> tuple[Tensor, ...]:
+        """What `metadata_of` takes, for rows whose entries have these ranks: with the angles of their positions, by default
+        the same, where kernels want them, lest each pass look them up."""
         tables_STP, size = self.parts.state.tables_STP, self.parts.page_size
-        seen = attention_for(tables_STP, slots_N, torch.zeros_like(slots_N), positions_N, valid_N, size)
+        positions_N = ranks_N if positions_N is None else positions_N
+        seen = attention_for(tables_STP, slots_N, torch.zeros_like(slots_N), ranks_N, valid_N, size)
         angles = tuple(table_PD.index_select(0, positions_N) for table_PD in self._angles)
         return seen.slot_mapping_N, seen.table_NP, seen.lengths_N, *angles
 
@@ -260,6 +266,6 @@ class DraftLayerProgram:
         return emits_SJ.flatten()
 
 
-def _metadata(found: Sequence[Tensor]) -> AttentionMetadata:
+def metadata_of(found: Sequence[Tensor]) -> AttentionMetadata:
     slot_mapping_N, table_NP, lengths_N, *angles = found
     return AttentionMetadata(slot_mapping_N, table_NP, lengths_N, angles=(angles[0], angles[1]) if angles else None)

@@ -16,6 +16,8 @@ path, M hidden width, W tokens that drafts are chosen among.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -23,7 +25,7 @@ from fathomlm.decode.confidence import MEASURES, AtExit
 from fathomlm.decode.draft_tree import TreeShape
 from fathomlm.engine.kv_pages import AttentionMetadata, attention_for
 from fathomlm.engine.programs.base import ProgramContext, SamplingVariant
-from fathomlm.engine.programs.draft_layer import DraftLayerProgram
+from fathomlm.engine.programs.draft_layer import DraftLayerProgram, metadata_of
 from fathomlm.engine.sampler import Sampled
 from fathomlm.errors import OptionError
 from fathomlm.kernels.best_token import best_and_gap
@@ -69,24 +71,12 @@ class DraftTreeProgram(DraftLayerProgram):
                 x_NM = parts.layers.run(read_NM, self._own, _metadata(seen), positions_N, spend=True)
             elif level:
                 x_NM = x_SM.new_zeros(slots * many, x_SM.shape[1])
-            scores = self._level_scores(x_NM, asks_Sn, level, variant)
+            scores = self._scores(x_NM, asks_Sn.flatten(), level, variant)
             tokens_SC, sure_Sn, there_SC, asks_Sn, *found = self._grow(*scores, x_NM, asks_Sn, room_S, level, width)
             drafts.append(tokens_SC)
             sures.append(sure_Sn)
             there.append(there_SC)
         return torch.cat(there, 1), drafts, sures
-
-    def _level_scores(
-        self, x_NM: Tensor, asks_Sn: Tensor, level: int, variant: SamplingVariant
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """`_scores` for all nodes of a level."""
-        layers, s = self.parts.layers, self.parts.state
-        if variant.greedy:
-            return *layers.draft_scores(x_NM), None
-        scores_NV = layers.scores(x_NM, self._own[0].index)
-        slots_N = self._slots_S.repeat_interleave(asks_Sn.shape[1])
-        index_N = s.generated_S.index_select(0, slots_N) + level
-        return scores_NV, None, self._choose.sampled(scores_NV, slots_N, index_N, asks_Sn.flatten(), variant).tokens_N
 
     def _grow_plain(
         self, scores_NW: Tensor, vocab_W: Tensor | None, drawn_N: Tensor | None, x_NM: Tensor, asks_Sn: Tensor,
@@ -121,11 +111,8 @@ class DraftTreeProgram(DraftLayerProgram):
         slots_N = self._slots_S.repeat_interleave(many)
         ranks_SC, positions_SC = (s.position_S[:-1, None] + by_C for by_C in (nodes_C, self._depths_J[nodes_C]))
         ranks_N, positions_N = (torch.where(valid_SC, each, 0).flatten() for each in (ranks_SC, positions_SC))
-        table_N, size = torch.zeros_like(slots_N), self.parts.page_size
-        seen = attention_for(s.tables_STP, slots_N, table_N, ranks_N, valid_SC.flatten(), size)
         bits_N = self._bits_J[nodes_C].repeat(len(valid_SC))
-        angles = tuple(table_PD.index_select(0, positions_N) for table_PD in self._angles)
-        return positions_N, seen.slot_mapping_N, seen.table_NP, seen.lengths_N, bits_N, *angles
+        return positions_N, bits_N, *self._seen(slots_N, ranks_N, valid_SC.flatten(), positions_N)
 
     def _judge(
         self, live_S: Tensor, many_S: Tensor, drafts: list[Tensor], sures: list[Tensor], variant: SamplingVariant
@@ -209,6 +196,5 @@ def seen_bits(tree: TreeShape) -> list[int]:
 
 
 def _metadata(found: list[Tensor]) -> AttentionMetadata:
-    slot_mapping_N, table_NP, lengths_N, bits_N, *angles = found
-    seen = (angles[0], angles[1]) if angles else None
-    return AttentionMetadata(slot_mapping_N, table_NP, lengths_N, angles=seen, bits_N=bits_N)
+    bits_N, *seen = found
+    return replace(metadata_of(seen), bits_N=bits_N)

@@ -26,6 +26,7 @@ from fathomlm.engine.programs.base import (
     BAD,
     DRAFTED,
     ENDED,
+    SLOT,
     VALID,
     ProgramContext,
     SamplingVariant,
@@ -88,7 +89,7 @@ class DraftProgram(ExitProgram):
         if kind != self.last:
             chosen_N = self._draft(rows, exits_N, sampled)
         output.blank(s.spare)
-        output.ints_NC[:, 0].copy_(rows.slots_N)  # drafts tell nothing, but who ran
+        output.ints_NC[:, SLOT].copy_(rows.slots_N)  # drafts tell nothing, but who ran
         if kind in (self.last, ALL):
             emits_N = self._verify(rows, sampled, index_N, confidence_N, judged_N, output)
             chosen_N = chosen_N | (rows.segment_N == self.last)

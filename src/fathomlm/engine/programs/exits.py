@@ -34,8 +34,10 @@ from fathomlm.engine.device_state import ENTER, PrefillBatch
 from fathomlm.engine.kv_pages import AttentionMetadata, attention_for
 from fathomlm.engine.programs.base import (
     AGREED,
+    FLAGS,
     JUDGED,
     NEXT,
+    SLOT,
     WAITING,
     ProgramContext,
     SamplingVariant,
@@ -252,7 +254,7 @@ class ExitProgram:
         if self.own[kind]:
             self.parts.layers.keep(x_NM, self.own[kind], seen, rows.positions_N)
         output.blank(s.spare)
-        output.ints_NC[:, 0].copy_(rows.slots_N)  # it tells nothing, but who ran
+        output.ints_NC[:, SLOT].copy_(rows.slots_N)  # it tells nothing, but who ran
         nothing_N = torch.zeros_like(rows.slots_N)
         self._end(rows, torch.zeros_like(rows.valid_N), x_NM, nothing_N, nothing_N.to(self.confidence_SK.dtype))
 
@@ -314,8 +316,8 @@ class ExitProgram:
     def _tell_plain(self, ints_NC: Tensor) -> None:
         """What each row's slot runs next, beside its flags."""
         _, segment_S, sizes_S, _ = self._waiting()
-        slots_N = ints_NC[:, 0]
-        ints_NC[:, 4] += (segment_S[slots_N] << NEXT) + (sizes_S[slots_N] << WAITING)
+        slots_N = ints_NC[:, SLOT]
+        ints_NC[:, FLAGS] += (segment_S[slots_N] << NEXT) + (sizes_S[slots_N] << WAITING)
 
     def _begin_plain(self, kind: int, many: int) -> tuple[Tensor, ...]:
         parts, s = self.parts, self.parts.state

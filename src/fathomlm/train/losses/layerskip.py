@@ -12,8 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-GOLDEN = 0x9E3779B97F4A7C15 - 2**64
-"""2^64 over the golden ratio, as a signed number: what splitmix64 counts by."""
+from fathomlm.kernels.splitmix import GOLDEN, mix
 
 
 def drop_chances(layers: int, most: float) -> list[float]:
@@ -24,19 +23,12 @@ def drop_chances(layers: int, most: float) -> list[float]:
 def kept_steps(tokens_BT: Tensor, number: int, layers: int, most: float) -> Tensor:
     """Which rows run each step in optimizer step `number`, (S, B). Not scaled, as there: inference runs every layer."""
     device = tokens_BT.device
-    places_T = _mixed(torch.arange(1, tokens_BT.shape[1] + 1, device=device) * GOLDEN)
-    row_B = _mixed(((tokens_BT + 1) * places_T).sum(1) + ((number * GOLDEN + 2**63) % 2**64 - 2**63))
+    places_T = mix(torch.arange(1, tokens_BT.shape[1] + 1, device=device) * GOLDEN)
+    row_B = mix(((tokens_BT + 1) * places_T).sum(1) + ((number * GOLDEN + 2**63) % 2**64 - 2**63))
     steps_S = torch.arange(1, layers + 1, device=device)
-    drawn_SB = _mixed(row_B + steps_S[:, None] * GOLDEN)
+    drawn_SB = mix(row_B + steps_S[:, None] * GOLDEN)
     uniform_SB = (drawn_SB & (2**53 - 1)).double() / 2**53
     return uniform_SB >= torch.tensor(drop_chances(layers, most), dtype=torch.float64, device=device)[:, None]
-
-
-def _mixed(x: Tensor) -> Tensor:
-    """The finalizer of splitmix64; int64 products wrap, and what a shift takes in of the sign is masked."""
-    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1)):
-        x = (x ^ ((x >> shift) & (2 ** (64 - shift) - 1))) * (factor - 2**64 if factor >= 2**63 else factor)
-    return x
 
 
 def summed_depth_weights(depths: Sequence[int], scale: float) -> tuple[float, ...]:
