@@ -1,4 +1,4 @@
-"""How long a token takes, one row at a time, in every way of leaving early, on compiled and graph-captured steps.
+"""How long a token takes, one sequence at a time, in every way of leaving early, in the engine.
 
     python benchmarks/free_latency.py run --out free_latency.json
     python benchmarks/free_latency.py draw free_latency.json benchmarks/results/free_latency_h200
@@ -7,8 +7,10 @@ The weights are random, in the shape of a model of 7 billion parameters: time do
 on them is how often the exit and the last layer agree, so the layers behind the exit are scaled down until they often do,
 and thresholds are searched that let a wanted part of the tokens leave. Exit rates are then measured, not assumed.
 
-The floor is the time that reading the weights takes: those of the layers and heads that the steps taken really ran, over
-the reading speed of this device, measured in the same run. Every mode has prompts, lengths and steps in common with full.
+A token's time is that of a text, less that of one with a single token, over the other tokens: reading the prompt and waiting
+for the last result are in both. The floor is the time that reading the weights takes: those of the layers and heads that the
+passes really ran, over the reading speed of this device, measured in the same run. Every mode has prompts, lengths and
+rounds in common with full. `--captured` measures captured steps (`fathomlm.decode.captured`) beside the engine.
 """
 
 from __future__ import annotations
@@ -18,6 +20,11 @@ import dataclasses
 import json
 import statistics
 import time
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -42,11 +49,15 @@ SEVEN = Architecture(
 SHAPES = {
     "7b": SEVEN,
     "360m": preset("smollm-360m").architecture,
+    "135m": preset("smollm2-135m").architecture,
     "tiny": dataclasses.replace(SEVEN, layers=8, hidden=64, intermediate=128, heads=4, kv_heads=2, head_dim=16, vocab=512),
 }
-RATES = (0.5, 0.8, 0.9)
+MODES = ("full", "static", "parallel", "speculative", "state-copy")
+EXITS = ("parallel", "speculative", "state-copy")
+"""Modes whose tokens leave where an exit is sure."""
 MAIN_RATE = 0.8
 PROMPTS, PROMPT = 2, 32
+WARM_UPS, ROUNDS = 3, 3
 
 
 def build(architecture: Architecture, exit_layer: int, device: torch.device, quiet: float) -> FathomForCausalLM:
@@ -61,24 +72,28 @@ def build(architecture: Architecture, exit_layer: int, device: torch.device, qui
     return model
 
 
+@dataclasses.dataclass(slots=True)
+class Round:
+    """Every prompt once."""
+
+    results: list[Result]
+    seconds: float
+    passes: Counter[str]
+    """How often passes ran: shallow, deep, and whole ones."""
+
+
 class Bench:
     def __init__(self, args: argparse.Namespace) -> None:
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.architecture = SHAPES[args.shape]
         self.exit_layer = self.architecture.layers // 4
         self.model = build(self.architecture, self.exit_layer, self.device, args.quiet)
-        decoder = self.model.decoder
-        size = decoder.embed.weight.element_size()
+        size = self.model.decoder.embed.weight.element_size()
         self.layer_bytes = size * self.architecture.layer_parameters
         self.head_bytes = size * self.architecture.vocab * self.architecture.hidden
         entry = {spec.name: spec.inputs * spec.outputs for spec in self.architecture.linears()}
         self.entry_bytes = size * (entry["k"] + entry["v"])
         self.speed = reading_speed(self.device)
-        stack = {"max_stack": args.max_stack}
-        compile = self.device.type == "cuda"
-        self.captured = CapturedDecoder(
-            decoder, length=PROMPT + args.tokens, exit_layers=self.exit_layer, compile=compile, pack=args.pack, **stack
-        )
         generator = torch.Generator().manual_seed(1)
         shape = (PROMPTS, PROMPT)
         self.prompts = torch.randint(0, self.architecture.vocab, shape, generator=generator).tolist()
@@ -87,117 +102,106 @@ class Bench:
     def exiting(self, mode: Any, threshold: float | None) -> Exiting:
         layers = {} if mode == "full" else {"exit_layers": (self.exit_layer,)}
         stack = {"max_stack": self.max_stack} if mode in ("parallel", "speculative") else {}
-        return Exiting(mode=mode, threshold=None if mode in ("full", "static") else threshold, **layers, **stack)
+        return Exiting(mode=mode, threshold=threshold if mode in EXITS else None, **layers, **stack)
 
-    def free_captured(self) -> None:
-        """Its packed weights and graphs make room for an engine's."""
-        del self.captured
-        free_memory()
-
-    def texts(self, mode: str, threshold: float | None) -> list[CapturedResult]:
-        return [self.captured.generate(prompt, self.exiting(mode, threshold), self.new) for prompt in self.prompts]
-
-    def rate(self, texts: list[CapturedResult]) -> float:
-        layers = [layer for text in texts for layer in text.exit_layers]
-        return sum(layer == self.exit_layer for layer in layers) / len(layers)
-
-    def threshold_for(self, mode: str, wanted: float) -> float:
-        """The threshold at which about so many tokens leave: by halving, then around what that found, since another
-        threshold also gives another text, and the rate jumps. The nearest rate that is not below counts."""
-        low, high, found = 0.0, 1.0, {}
-        for _ in range(9):
-            middle = (low + high) / 2
-            found[middle] = self.rate(self.texts(mode, middle))
-            low, high = (middle, high) if found[middle] > wanted else (low, middle)
-        around = (low + high) / 2
-        for part in (-0.06, -0.04, -0.02, 0.02, 0.04, 0.06):
-            found[around * (1 + part)] = self.rate(self.texts(mode, around * (1 + part)))
-        return min(found, key=lambda threshold: (found[threshold] < wanted, abs(found[threshold] - wanted)))
-
-    def floor_ms(self, mode: str, texts: list[CapturedResult]) -> float:
+    def floor_ms(self, mode: str, passes: Counter[str], left: int, tokens: int) -> float:
         """A token's share of the weights that were read."""
-        layers, exit = self.architecture.layers, self.exit_layer
-        tokens = sum(len(text.tokens) for text in texts)
-        shallow = sum(len(text.confidences) for text in texts)
-        deep = sum(text.deep_passes for text in texts)
-        if mode in ("full", "static"):
-            read = tokens * ((layers if mode == "full" else exit) * self.layer_bytes + self.head_bytes)
-        else:
-            left = sum(layer == exit for text in texts for layer in text.exit_layers)
-            if mode == "state-copy":  # who does not leave runs on at once; who leaves reads what makes keys and values
-                deep = tokens - left
-            read = shallow * (exit * self.layer_bytes + self.head_bytes)
-            read += deep * ((layers - exit) * self.layer_bytes + self.head_bytes)
-            read += left * (layers - exit) * self.entry_bytes if mode == "state-copy" else 0
+        layers = {"full": self.architecture.layers, "shallow": self.exit_layer}
+        layers["deep"] = layers["full"] - self.exit_layer
+        read = sum(many * (layers[name] * self.layer_bytes + self.head_bytes) for name, many in passes.items())
+        if mode == "state-copy":  # who leaves reads what makes keys and values
+            read += left * layers["deep"] * self.entry_bytes
         return 1e3 * read / self.speed / tokens
 
-    def measure(self, mode: str, threshold: float | None) -> dict[str, Any]:
-        self.texts(mode, threshold)
-        rounds, walls = [], []
-        for _ in range(3):
-            finish(self.device)
-            begun = time.perf_counter()
-            rounds.append(self.texts(mode, threshold))
-            walls.append((time.perf_counter() - begun) / PROMPTS)
-        times = [sum(text.decode_seconds for text in texts) / sum(len(text.tokens) for text in texts) for texts in rounds]
-        texts = rounds[0]
-        ms, floor = 1e3 * statistics.median(times), self.floor_ms(mode, texts)
+
+class Timed:
+    """One engine, and what it does with the bench's prompts, `rows` at a time."""
+
+    def __init__(self, bench: Bench, mode: str, rows: int = 1, stack: int | None = None) -> None:
+        self.bench, self.mode, self.rows = bench, mode, rows
+        waits = mode in ("parallel", "speculative")
+        self.engine = Engine(
+            bench.model, max_length=PROMPT + bench.new, prefix_caching=False, penalties=False, max_logprobs=0,
+            exiting=None if mode == "full" else bench.exiting(mode, 0.5), max_sequences=rows,
+            batch_size=max(rows, stack or bench.max_stack) if waits else rows,
+        )  # fmt: skip
+        self._passes: Counter[str] = Counter()
+        self._launch = self.engine.runner.launch
+        self.engine.runner.launch = self._counted  # type: ignore[method-assign]
+
+    def _counted(self, drafts: bool = True, sequences: int | None = None, only: tuple[str, int] | None = None) -> int:
+        if only is not None:
+            self._passes[only[0]] += 1
+        elif self.mode == "static":
+            self._passes["shallow"] += 1
+        elif self.mode == "full" or not drafts:
+            self._passes["full"] += 1
+        else:
+            self._passes.update(self.engine.runner.program.passes)
+        return self._launch(drafts, sequences, only)
+
+    def round(self, threshold: float | None, new: int | None = None) -> Round:
+        bench, many = self.bench, max(PROMPTS, self.rows)
+        sampling = Sampling(max_new_tokens=new or bench.new, ignore_eos=True)
+        work = [
+            Request(
+                id=self.engine.new_id(), prompt=tuple(bench.prompts[i % PROMPTS]), sampling=sampling,
+                exit_threshold=threshold if self.mode in EXITS else None,
+            )
+            for i in range(many)
+        ]  # fmt: skip
+        self._passes.clear()
+        finish(bench.device)
+        begun = time.perf_counter()
+        results = self.engine.run(work) if self.rows > 1 else [found for one in work for found in self.engine.run([one])]
+        finish(bench.device)
+        return Round(results, time.perf_counter() - begun, Counter(self._passes))
+
+    def rate(self, threshold: float | None) -> float:
+        return self.left(self.round(threshold).results) / (PROMPTS * self.bench.new)
+
+    def left(self, results: Sequence[Result]) -> int:
+        if self.mode == "full":
+            return 0
+        return sum(depth <= self.bench.exit_layer for result in results for depth in result.depths or ())
+
+    def measure(self, threshold: float | None) -> tuple[dict[str, Any], list[tuple[int, ...]]]:
+        """What was measured, and the texts."""
+        bench = self.bench
+        for _ in range(WARM_UPS):
+            self.round(threshold)  # kernels are compiled, and drafting settles
+        rounds = [(self.round(threshold), self.round(threshold, 1)) for _ in range(ROUNDS)]
+        spans = [(long.seconds - short.seconds) / (bench.new - 1) for long, short in rounds]
+        first, single = rounds[0]
+        tokens = sum(len(result.tokens) for result in first.results)
+        ms = 1e3 * statistics.median(spans) / (PROMPTS if self.rows == 1 else 1)
         found: dict[str, Any] = {
             "ms_per_token": round(ms, 4),
-            "ms_per_text": round(1e3 * statistics.median(walls), 3),
-            "exit_rate": round(self.rate(texts), 4),
+            "ms_per_text": round(1e3 * statistics.median(long.seconds for long, _ in rounds) / len(first.results), 3),
+            "tokens_per_s": round(tokens / statistics.median(long.seconds for long, _ in rounds), 1),
+            "exit_rate": round(self.left(first.results) / tokens, 4),
             "threshold": threshold,
-            "floor_ms": round(floor, 4),
-            "of_floor": round(floor / ms, 4),
-            "deep_passes_per_token": round(sum(t.deep_passes for t in texts) / sum(len(t.tokens) for t in texts), 4),
         }
-        if mode == "speculative":
-            found["accepted"] = round(sum(t.accepted for t in texts) / max(1, sum(t.drafted for t in texts)), 4)
-        return found
+        if self.rows == 1:
+            later = first.passes - single.passes
+            floor = bench.floor_ms(self.mode, later, self.left(first.results), tokens - PROMPTS)
+            found |= {
+                "floor_ms": round(floor, 4),
+                "of_floor": round(floor / ms, 4),
+                "deep_passes_per_token": round(later["deep"] / (tokens - PROMPTS), 4),
+            }
+        if self.mode == "speculative":
+            drafted = sum(result.drafted for result in first.results)
+            found |= {"drafted": drafted, "accepted": round(self.left(first.results) / max(1, drafted), 4)}
+        return found, [result.tokens for result in first.results[:PROMPTS]]
 
-    def engine(self, mode: str, threshold: float | None, rows: int = 1, **options: Any) -> dict[str, Any]:
-        """The same prompts in the engine, one after the other or `rows` at a time: milliseconds between a sequence's tokens
-        and for a text (prompt and waiting for the last token included), and tokens per second of all. `options` are the
-        engine's."""
-        exiting = None if mode == "full" else self.exiting(mode, threshold)
-        sizes = {"batch_size": rows, "max_sequences": rows} | options
-        engine = Engine(
-            self.model, max_length=PROMPT + self.new, prefix_caching=False, penalties=False, max_logprobs=0, exiting=exiting,
-            **sizes,
-        )  # fmt: skip
-        sampling = Sampling(max_new_tokens=self.new, ignore_eos=True)
-
-        def texts(number: int) -> tuple[list[Result], float]:
-            prompts = [self.prompts[i % PROMPTS] for i in range(max(PROMPTS, rows))]
-            work = [Request(id=1000 * number + i, prompt=tuple(p), sampling=sampling) for i, p in enumerate(prompts)]
-            finish(self.device)
-            begun = time.perf_counter()
-            found = engine.run(work) if rows > 1 else [result for one in work for result in engine.run([one])]
-            return found, time.perf_counter() - begun
-
-        for number in range(3):
-            texts(number)  # kernels are compiled, and drafting settles
-        rounds = [texts(3 + number) for number in range(3)]
-        times = [statistics.mean(r.mean_inter_token_time or 0.0 for r in results) for results, _ in rounds]
-        results, _ = rounds[0]
-        depths = [depth for r in results for depth in r.depths or ()]
-        return {
-            "ms_per_token": round(1e3 * statistics.median(times), 4),
-            "ms_per_text": round(1e3 * statistics.median(s / max(PROMPTS, rows) for _, s in rounds), 3),
-            "tokens_per_s": round(statistics.median(sum(len(r.tokens) for r in found) / s for found, s in rounds), 1),
-            "exit_rate": round(sum(depth <= self.exit_layer for depth in depths) / max(1, len(depths)), 4),
-            "drafted": sum(r.drafted for r in results),
-            "tokens": [list(r.tokens) for r in results[:PROMPTS]],
-        }
-
-    def where(self, mode: str, threshold: float | None, most: int) -> list[dict[str, Any]]:
+    def where(self, threshold: float | None, most: int) -> list[dict[str, Any]]:
         """The kernels that take longest, prefill included: milliseconds and calls for each token."""
         from torch.profiler import ProfilerActivity
         from torch.profiler import profile as profiling
 
         with profiling(activities=[ProfilerActivity.CUDA]) as trace:
-            tokens = sum(len(text.tokens) for text in self.texts(mode, threshold))
-            torch.cuda.synchronize()
+            tokens = sum(len(result.tokens) for result in self.round(threshold).results)
         events = sorted(trace.key_averages(), key=lambda event: -event.self_device_time_total)
         return [
             {
@@ -210,87 +214,188 @@ class Bench:
         ]
 
 
+def threshold_for(rate: Callable[[float], float], wanted: float) -> float:
+    """The threshold at which about so many tokens leave: by halving, then around what that found, since another threshold
+    also gives another text, and the rate jumps. The nearest rate that is not below counts."""
+    low, high, found = 0.0, 1.0, {}
+    for _ in range(8):
+        middle = (low + high) / 2
+        found[middle] = rate(middle)
+        low, high = (middle, high) if found[middle] > wanted else (low, middle)
+    around = (low + high) / 2
+    for part in (-0.06, -0.04, -0.02, 0.02, 0.04, 0.06):
+        found[around * (1 + part)] = rate(around * (1 + part))
+    return min(found, key=lambda threshold: (found[threshold] < wanted, abs(found[threshold] - wanted)))
+
+
+class Captured:
+    """The same prompts on captured steps."""
+
+    def __init__(self, bench: Bench) -> None:
+        self.bench, cuda = bench, bench.device.type == "cuda"
+        self.decoder = CapturedDecoder(
+            bench.model.decoder, length=PROMPT + bench.new, exit_layers=bench.exit_layer, compile=cuda, pack=True,
+            max_stack=bench.max_stack,
+        )  # fmt: skip
+
+    def texts(self, mode: str, threshold: float | None) -> list[CapturedResult]:
+        bench = self.bench
+        return [self.decoder.generate(prompt, bench.exiting(mode, threshold), bench.new) for prompt in bench.prompts]
+
+    def rate(self, mode: str, threshold: float) -> float:
+        return _rate(self.texts(mode, threshold), self.bench.exit_layer)
+
+    def measure(self, mode: str, threshold: float | None) -> dict[str, Any]:
+        self.texts(mode, threshold)
+        rounds, walls = [], []
+        for _ in range(ROUNDS):
+            finish(self.bench.device)
+            begun = time.perf_counter()
+            rounds.append(self.texts(mode, threshold))
+            walls.append((time.perf_counter() - begun) / PROMPTS)
+        times = [sum(text.decode_seconds for text in texts) / sum(len(text.tokens) for text in texts) for texts in rounds]
+        texts = rounds[0]
+        return {
+            "ms_per_token": round(1e3 * statistics.median(times), 4),
+            "ms_per_text": round(1e3 * statistics.median(walls), 3),
+            "exit_rate": round(_rate(texts, self.bench.exit_layer), 4),
+            "threshold": threshold,
+            "deep_passes_per_token": round(sum(t.deep_passes for t in texts) / sum(len(t.tokens) for t in texts), 4),
+        }
+
+
+def _rate(texts: Sequence[CapturedResult], exit_layer: int) -> float:
+    layers = [layer for text in texts for layer in text.exit_layers]
+    return sum(layer == exit_layer for layer in layers) / len(layers)
+
+
+class Record:
+    """What was measured so far, written after every part."""
+
+    def __init__(self, out: Path, begun: dict[str, Any]) -> None:
+        self.out, self.parts, self.failed = out, begun, list[str]()
+
+    @contextmanager
+    def attempt(self, name: str) -> Iterator[None]:
+        """A part that fails does not end the run: a device's time is short, and what other parts measure is kept."""
+        try:
+            yield
+        except Exception:
+            self.failed.append(name)
+            traceback.print_exc()
+
+    def add(self, name: str, measure: Callable[[], dict[str, Any]]) -> None:
+        begun = time.perf_counter()
+        with self.attempt(name):
+            self.parts[name] = measure()
+            print(f"{name} ({time.perf_counter() - begun:.0f} s)", self.parts[name], flush=True)
+            self.out.write_text(json.dumps(self.parts, indent=1) + "\n")
+
+
 def run(args: argparse.Namespace) -> None:
     bench = Bench(args)
     a = bench.architecture
-    record: dict[str, Any] = {
-        "environment": environment(),
-        "shape": {"layers": a.layers, "hidden": a.hidden, "vocab": a.vocab, "exit_layer": bench.exit_layer},
-        "weights_gb": round((a.layers * bench.layer_bytes + bench.head_bytes) / 1e9, 3),
-        "reading_gb_per_s": round(bench.speed / 1e9, 1),
-        "prompts": PROMPTS,
-        "prompt_tokens": PROMPT,
-        "new_tokens": bench.new,
-        "max_stack": args.max_stack,
-        "deep_scale": args.quiet,
-        "packed": args.pack,
-    }
+    record = Record(
+        args.out,
+        {
+            "environment": environment(),
+            "shape": {"layers": a.layers, "hidden": a.hidden, "vocab": a.vocab, "exit_layer": bench.exit_layer},
+            "weights_gb": round((a.layers * bench.layer_bytes + bench.head_bytes) / 1e9, 3),
+            "reading_gb_per_s": round(bench.speed / 1e9, 1),
+            "prompts": PROMPTS,
+            "prompt_tokens": PROMPT,
+            "new_tokens": bench.new,
+            "max_stack": args.max_stack,
+            "deep_scale": args.quiet,
+        },
+    )
+    parts = record.parts
+    texts: dict[int, list[tuple[int, ...]]] = {}
+    thresholds: dict[str, float] = {}
 
-    def note(name: str, mode: str, threshold: float | None) -> None:
-        record[name] = bench.measure(mode, threshold)
-        record[name]["speedup"] = round(record["full"]["ms_per_token"] / record[name]["ms_per_token"], 3)
-        print(name, record[name], flush=True)
-        args.out.write_text(json.dumps(record, indent=1) + "\n")
-
-    def engine_note(mode: str, threshold: float | None, rows: int, **options: Any) -> None:
-        name = f"engine, {mode}" + (f", {rows} rows" if rows > 1 else "")
-        name += "".join(f", {option} {value}" for option, value in options.items())
-        found = bench.engine(mode, threshold, rows, **options)
+    def engine(name: str, mode: str, rows: int, stack: int | None, rates: Sequence[float] = (MAIN_RATE,)) -> None:
+        """One engine for all rates of a mode: a threshold is a request's."""
         free_memory()
-        full = record.get("engine, full" + (f", {rows} rows" if rows > 1 else ""), found)
-        if mode != "full":
-            found["speedup"] = round(full["ms_per_token"] / found["ms_per_token"], 3)
-            found["same_text_as_full"] = found["tokens"] == engine_texts[rows]
-        engine_texts.setdefault(rows, found["tokens"])
-        record[name] = {key: value for key, value in found.items() if key != "tokens"}
-        if rows == 1 and mode in record:
-            record[name]["against_captured"] = round(record[mode]["ms_per_token"] / found["ms_per_token"], 3)
-            record[name]["text_against_captured"] = round(record[mode]["ms_per_text"] / found["ms_per_text"], 3)
-        print(name, record[name], flush=True)
-        args.out.write_text(json.dumps(record, indent=1) + "\n")
+        timed = Timed(bench, mode, rows, stack)
+        for rate in rates:
+            label = name if rate == MAIN_RATE else f"{name}, {rate:.0%} leave"
+            record.add(label, partial(one, timed, rate))
+        if args.profile and name == "parallel":
+            record.add("where_parallel", lambda: {"kernels": timed.where(thresholds["parallel"], args.profile)})
 
-    engine_texts: dict[int, list[list[int]]] = {}
-    for mode in ("full", "static"):
-        if mode in args.captured:
-            note(mode, mode, None)
-    for rate in args.only or RATES:
-        threshold = args.threshold or bench.threshold_for("parallel", rate)
-        note("parallel" if rate == MAIN_RATE else f"parallel, {rate:.0%} leave", "parallel", threshold)
-    threshold = record["parallel"]["threshold"]
-    if args.profile:
-        record["where_parallel"] = bench.where("parallel", threshold, args.profile)
-        for line in record["where_parallel"]:
-            print(line, flush=True)
-    if "speculative" in args.captured:
-        note("speculative", "speculative", threshold)
-    if "state-copy" in args.captured:
-        note("state-copy", "state-copy", bench.threshold_for("state-copy", MAIN_RATE))
-    bench.free_captured()
+    def one(timed: Timed, rate: float) -> dict[str, Any]:
+        mode, rows = timed.mode, timed.rows
+        threshold = None
+        if mode in EXITS:
+            searched = "parallel" if mode == "speculative" and "parallel" in thresholds else mode
+            known = args.threshold or (thresholds.get(searched) if rate == MAIN_RATE else None)
+            threshold = known if known is not None else threshold_for(timed.rate, rate)
+            if rate == MAIN_RATE:
+                thresholds.setdefault(searched, threshold)
+        found, said = timed.measure(threshold)
+        full = parts.get("full" if rows == 1 else f"full, {rows} rows", found)
+        found["speedup"] = round(full["ms_per_token"] / found["ms_per_token"], 3)
+        if mode == "full":
+            texts[rows] = said
+        elif rows in texts:
+            found["same_text_as_full"] = said == texts[rows]
+        return found
+
     for rows in args.rows:
         for mode in args.modes:
             waits = mode in ("parallel", "speculative")
-            for stack in args.stacks if waits and rows == 1 else [rows]:
-                engine_note(mode, threshold, rows, **({"batch_size": stack} if stack > rows else {}))
+            for stack in args.stacks if waits and rows == 1 else [None]:
+                name = mode + (f", {rows} rows" if rows > 1 else "")
+                name += "" if stack in (None, args.stacks[0]) else f", batch_size {stack}"
+                with record.attempt(name):
+                    engine(name, mode, rows, stack, args.rates if name == "parallel" else (MAIN_RATE,))
+    with record.attempt("captured"):
+        if args.captured:
+            free_memory()
+            _captured(Captured(bench), args, record)
+    if record.failed:
+        raise SystemExit(f"these parts failed: {', '.join(record.failed)}")
+
+
+def _captured(steps: Captured, args: argparse.Namespace, record: Record) -> None:
+    """Beside the engine, with thresholds of its own: the same texts would need the same rounding."""
+    thresholds: dict[str, float] = {}
+
+    def measure(mode: str) -> dict[str, Any]:
+        threshold = None
+        if mode in EXITS:
+            asked = "parallel" if mode == "speculative" else mode
+            if asked not in thresholds:
+                thresholds[asked] = args.threshold or threshold_for(lambda t: steps.rate(asked, t), MAIN_RATE)
+            threshold = thresholds[asked]
+        found = steps.measure(mode, threshold)
+        if mode in record.parts:
+            for key in ("ms_per_token", "ms_per_text"):
+                found[f"over_engine, {key}"] = round(found[key] / record.parts[mode][key], 3)
+        return found
+
+    for mode in args.captured:
+        record.add(f"captured, {mode}", partial(measure, mode))
 
 
 def table(record: dict[str, Any]) -> str:
     where, shape = record["environment"], record["shape"]
     lines = [
-        "# One row: time for a token, by how tokens leave",
+        "# One sequence: time for a token, by how tokens leave",
         "",
         f"{where['device']}, torch {where['torch']}, {where['date']}. {shape['layers']} layers of width {shape['hidden']}, "
         f"{record['weights_gb']} GB of bfloat16 weights",
         f"(random, the layers behind the exit scaled by {record['deep_scale']}), exit after layer {shape['exit_layer']}. "
         f"{record['prompts']} prompts of {record['prompt_tokens']} tokens, {record['new_tokens']} new each, greedy.",
-        f"Compiled layers, captured graphs. Floor: the weights that were read, at {record['reading_gb_per_s']} GB/s, this "
+        f"The engine, one sequence. Floor: the weights that were read, at {record['reading_gb_per_s']} GB/s, this "
         "device's own reading speed.",
         "",
         "| mode | ms a token | speed against full | tokens that left | deep passes a token | floor, ms | of the floor |",
         "|---|--:|--:|--:|--:|--:|--:|",
     ]
     for name, found in record.items():
-        if isinstance(found, dict) and "ms_per_token" in found:
-            drafts = f" ({found['accepted']:.0%} of drafts kept)" if "accepted" in found else ""
+        if isinstance(found, dict) and "floor_ms" in found:
+            drafts = f" ({found['accepted']:.0%} of drafts kept)" if found.get("drafted") else ""
             lines.append(
                 f"| {name}{drafts} | {found['ms_per_token']:.3f} | {found['speedup']:.2f} | {found['exit_rate']:.1%} | "
                 f"{found['deep_passes_per_token']:.2f} | {found['floor_ms']:.3f} | {found['of_floor']:.0%} |"
@@ -298,8 +403,16 @@ def table(record: dict[str, Any]) -> str:
     notes = [
         "",
         "static never runs the layers behind the exit. parallel and state-copy keep what the exit chose: their tokens are",
-        "not full's. speculative's are.",
+        "not full's. speculative's are; the engine drafts where it has measured that drafting pays.",
     ]
+    captured = {name.removeprefix("captured, "): found for name, found in record.items() if name.startswith("captured, ")}
+    if captured:
+        notes += ["", "| captured steps | ms a token | over the engine's | tokens that left |", "|---|--:|--:|--:|"]
+        notes += [
+            f"| {name} | {found['ms_per_token']:.3f} | {found.get('over_engine, ms_per_token', float('nan')):.2f} | "
+            f"{found['exit_rate']:.1%} |"
+            for name, found in captured.items()
+        ]
     return "\n".join([*lines, *notes]) + "\n"
 
 
@@ -319,18 +432,14 @@ def main() -> None:
     running.add_argument("--tokens", type=int, default=192, help="new tokens of a prompt")
     running.add_argument("--quiet", type=float, default=0.1)
     running.add_argument("--max-stack", type=int, default=16)
-    running.add_argument("--pack", action=argparse.BooleanOptionalAction, default=True, help="fewer, larger matrices")
-    running.add_argument("--only", nargs="*", help="rates of parallel decoding to measure, as parts of 1", type=float)
-    running.add_argument("--threshold", type=float, help="of parallel decoding, instead of searching for it")
-    running.add_argument("--rows", nargs="*", type=int, default=[1], help="sequences at a time in the engine")
     running.add_argument(
-        "--modes", nargs="*", default=["full", "static", "parallel", "speculative"], help="modes to run in the engine"
+        "--rates", nargs="*", type=float, default=[MAIN_RATE], help="parts of the tokens that leave, of parallel decoding"
     )
+    running.add_argument("--threshold", type=float, help="instead of searching for it")
+    running.add_argument("--rows", nargs="*", type=int, default=[1], help="sequences at a time")
+    running.add_argument("--modes", nargs="*", choices=MODES, default=list(MODES))
     running.add_argument("--stacks", nargs="*", type=int, default=[16], help="one row: tokens per forward pass with exits")
-    modes = ["full", "static", "parallel", "speculative", "state-copy"]
-    running.add_argument(
-        "--captured", nargs="*", choices=modes, default=modes, help="modes of captured steps; parallel always"
-    )
+    running.add_argument("--captured", nargs="*", choices=MODES, default=[], help="modes of captured steps")
     running.add_argument("--profile", type=int, default=0, help="list so many kernels of parallel decoding")
     running.set_defaults(verb=run)
     drawing = verbs.add_parser("draw")

@@ -17,6 +17,9 @@ import argparse
 import json
 import statistics
 import time
+import traceback
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -207,6 +210,20 @@ def main() -> None:
     args = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     record: dict[str, Any] = {"environment": environment(), "new_tokens": args.tokens, "prompts": args.prompts}
+    failed: list[str] = []
+
+    def tried(what: str, measure: Callable[[], dict[str, Any]]) -> dict[str, Any] | None:
+        """The device's time is short: what other parts measure is kept where one fails."""
+        begun = time.perf_counter()
+        try:
+            found = measure()
+        except Exception:
+            failed.append(what)
+            traceback.print_exc()
+            return None
+        print(f"{what} ({time.perf_counter() - begun:.0f} s)", found, flush=True)
+        return found
+
     for part in args.parts:
         bench = Bench(args, part, device)
         record[part] = {"exit_layer": bench.exit_layer, "layers": bench.model.plan.unrolled_layers, "rows": []}
@@ -215,13 +232,15 @@ def main() -> None:
             for stack in args.stacks:
                 for threshold in bench.thresholds:
                     free_memory()
-                    record[part]["rows"].append(bench.compare(rows, stack, threshold, texts))
-                    print(part, record[part]["rows"][-1], flush=True)
+                    compare = partial(bench.compare, rows, stack, threshold, texts)
+                    if (found := tried(f"{part}, {rows} rows", compare)) is not None:
+                        record[part]["rows"].append(found)
                     args.out.write_text(json.dumps(record, indent=1) + "\n")
-        if args.captured:
-            record[part]["captured"] = captured(bench)
-            print(part, "captured", record[part]["captured"], flush=True)
+        if args.captured and (found := tried(f"{part}, captured", partial(captured, bench))) is not None:
+            record[part]["captured"] = found
         args.out.write_text(json.dumps(record, indent=1) + "\n")
+    if failed:
+        raise SystemExit(f"these parts failed: {', '.join(failed)}")
 
 
 if __name__ == "__main__":
