@@ -207,6 +207,14 @@ def test_attention(dtype: torch.dtype, heads: tuple[int, int, int], splits: int,
         wanted = paged_attention.plain_paged_attention(q.float(), *wide, D**-0.5, window)
         near(out, wanted, dtype, atol=max(2e-4, 4 * NEAR[dtype]))
         assert not out[pages.lengths == 0].any()
+        if window is not None:  # the same as starts, and others
+            starts = (pages.lengths - window).clamp_min(0)
+            for first in (starts, starts // 2):
+                again = paged_attention.paged_attention(
+                    q, *pages, D**-0.5, splits=splits, workspace=workspace, starts_N=first
+                )  # fmt: skip
+                wanted = paged_attention.plain_paged_attention(q.float(), *wide, D**-0.5, starts_N=first)
+                near(again, wanted, dtype, atol=max(2e-4, 4 * NEAR[dtype]))
 
 
 @pytest.mark.parametrize("dtype", DTYPES[:2])
@@ -226,6 +234,13 @@ def test_attention_of_prompts(dtype: torch.dtype, heads: tuple[int, int, int], w
     )  # fmt: skip
     wide = (pages.k.float(), pages.v.float(), table, lengths)
     near(out, paged_attention.plain_paged_attention(q.float(), *wide, D**-0.5, window), dtype, atol=4 * NEAR[dtype])
+    if window is not None:
+        starts = ((lengths - window) // 3).clamp_min(0)
+        again = paged_attention.paged_attention(
+            q, pages.k, pages.v, table, lengths, D**-0.5, sequence_N=sequence, starts_N=starts
+        )  # fmt: skip
+        wanted = paged_attention.plain_paged_attention(q.float(), *wide, D**-0.5, starts_N=starts)
+        near(again, wanted, dtype, atol=4 * NEAR[dtype])
     table[sequence == 6, 1] = len(pages.k)
     paged_attention.paged_attention(q, pages.k, pages.v, table, lengths, D**-0.5, window, out=out, sequence_N=sequence)
     assert out[sequence == 6].isnan().all()

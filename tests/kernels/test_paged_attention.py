@@ -43,6 +43,17 @@ def test_rows_see_their_own_entries(heads: int, groups: int, window: int | None)
     assert not found[0].any()
 
 
+def test_rows_see_from_a_start_of_their_own() -> None:
+    random = randoms(dtype=torch.float64)
+    q, pages = random(len(LENGTHS), 6, 5), Pages.build(random, LENGTHS, 2, 5, PAGE)
+    starts = torch.tensor([length // (1 + row % 3) - 1 for row, length in enumerate(LENGTHS)]).clamp_min(0).int()
+    found = paged_attention(q, *pages, 0.4, window=1, starts_N=starts)
+    windows = (pages.lengths - starts).tolist()
+    assert len(set(windows)) > 3
+    wanted = torch.stack([one_row(q[row], pages, row, 0.4, windows[row]) for row in range(len(LENGTHS))])
+    torch.testing.assert_close(found, wanted)
+
+
 def test_rows_see_only_the_entries_that_their_bits_name() -> None:
     """Of the last 64; all before those."""
     random = randoms(dtype=torch.float64)
@@ -152,6 +163,12 @@ def test_gathered_pages(lengths: list[int], window: int | None, biased: bool, be
         found = GatheredPages(seen, counts.tolist(), PAGE, sequence).attend(q, k, v, 0.4, window, bias_DH)
         wanted = plain_paged_attention(q, k, v, seen, counts, 0.4, window, bias_DH=bias_DH)
         torch.testing.assert_close(found, wanted)
+        gathered = GatheredPages(seen, counts.tolist(), PAGE, sequence)
+        for share in (0.3, 0.8):  # each row from an entry of its own on
+            starts = (counts * torch.linspace(0, share, len(counts))).int()
+            found = gathered.attend(q, k, v, 0.4, window, bias_DH, starts)
+            wanted = plain_paged_attention(q, k, v, seen, counts, 0.4, bias_DH=bias_DH, starts_N=starts)
+            torch.testing.assert_close(found, wanted)
 
 
 def test_a_row_that_sees_no_number_spoils_no_other() -> None:

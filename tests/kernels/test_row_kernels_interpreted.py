@@ -192,6 +192,19 @@ def test_paged_attention(heads: int, groups: int, head_dim: int, splits: int, wi
 
 
 @pytest.mark.parametrize("splits", [1, 3])
+def test_paged_attention_from_a_start_of_its_own(splits: int) -> None:
+    """Each row sees from an entry of its own on, all of them or its last one alone."""
+    random = randoms()
+    lengths, starts = [0, 1, 9, 40, 70, 70, 130], torch.tensor([0, 0, 8, 0, 17, 64, 31], dtype=torch.int32)
+    q, pages = random(7, 6, 16), Pages.build(random, lengths, 2, 16, page=8)
+    wanted = paged_attention.plain_paged_attention(q, *pages, 0.3, starts_N=starts)
+    for entries in (16, 32):
+        blocks = paged_attention.AttentionBlocks(entries)
+        fast = paged_attention._triton_paged_attention(q, *pages, 0.3, splits=splits, blocks=blocks, starts_N=starts)
+        torch.testing.assert_close(fast, wanted, **NEAR)
+
+
+@pytest.mark.parametrize("splits", [1, 3])
 def test_paged_attention_over_a_tree(splits: int) -> None:
     """Whole tiles may be unseen, those that a program begins with too."""
     random = randoms()
@@ -203,6 +216,10 @@ def test_paged_attention_over_a_tree(splits: int) -> None:
         blocks = paged_attention.AttentionBlocks(entries)
         fast = paged_attention._triton_paged_attention(q, *pages, 0.3, splits=splits, blocks=blocks, bits_N=bits)
         torch.testing.assert_close(fast, wanted, **NEAR)
+    starts = torch.tensor([0, 0, 1, 20, 63, 100], dtype=torch.int32)
+    wanted = paged_attention.plain_paged_attention(q, *pages, 0.3, bits_N=bits, starts_N=starts)
+    fast = paged_attention._triton_paged_attention(q, *pages, 0.3, splits=splits, bits_N=bits, starts_N=starts)
+    torch.testing.assert_close(fast, wanted, **NEAR)
 
 
 def test_paged_attention_over_float8() -> None:
@@ -277,6 +294,10 @@ def test_prefill_attention(heads: int, groups: int, head_dim: int, window: int |
         fast = paged_attention.prefill_attention(q, *seen, sequence, 0.3, window, blocks=blocks)
         torch.testing.assert_close(fast, wanted, **NEAR)
     assert not fast[lengths == 0].any()
+    starts = (lengths * torch.rand(len(rows), generator=torch.Generator().manual_seed(7))).int()  # below the length
+    wanted = paged_attention.plain_paged_attention(q, *seen, 0.3, starts_N=starts)
+    fast = paged_attention.prefill_attention(q, *seen, sequence, 0.3, blocks=blocks, starts_N=starts)
+    torch.testing.assert_close(fast, wanted, **NEAR)
     seen[2][3, 0] = len(pages.k)  # the first sequence's fourth row: rows are looked at through the first of theirs
     seen[2][0, 0] = len(pages.k)
     fast = paged_attention.prefill_attention(q, *seen, sequence, 0.3, None, blocks=blocks)

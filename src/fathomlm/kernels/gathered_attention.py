@@ -46,19 +46,22 @@ class GatheredPages:
     sequence_N: Tensor | None = None
     slot_mapping_N: Tensor | None = None
     """Where rows leave their entry, -1 where they leave none."""
-    _seen: dict[tuple[int | None, bool], list[Seen]] = field(default_factory=dict)
+    _seen: dict[tuple[int | None, bool, int | None], tuple[list[Seen], Tensor | None]] = field(default_factory=dict)
+    """With the starts that it is true of: as long as they are kept, no others have their id."""
     _places: dict[int, Tensor] = field(default_factory=dict)
     turns: dict[bool, tuple[Tensor, Tensor]] = field(default_factory=dict)
     """Cosines and sines of the rows' positions, as layers take them, by whether a layer has local ones."""
 
     def attend(
-        self, q_NHD: Tensor, k_pages: Tensor, v_pages: Tensor, scale: float, window: int | None, bias_DH: Tensor | None
-    ) -> Tensor:
-        """What the rows find, (N, H, D). Pages are in the data type of the queries."""
-        key = (window, bias_DH is not None)
+        self, q_NHD: Tensor, k_pages: Tensor, v_pages: Tensor, scale: float, window: int | None, bias_DH: Tensor | None,
+        starts_N: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
+        """What the rows find, (N, H, D), as `paged_attention`. Pages are in the data type of the queries. Starts stay as
+        they are during a pass."""
+        key = (window, bias_DH is not None, None if starts_N is None else id(starts_N))
         if key not in self._seen:
-            self._seen[key] = self._parts(window, bias_DH, q_NHD.dtype)
-        parts = self._seen[key]
+            self._seen[key] = self._parts(self._starts(window, starts_N), bias_DH, q_NHD.dtype), starts_N
+        parts, _ = self._seen[key]
         if len(parts) == 1:
             return _attend(q_NHD, k_pages, v_pages, parts[0], scale)
         return torch.cat(
@@ -74,29 +77,36 @@ class GatheredPages:
         for new_NGD, pages in ((k_NGD, k_pages), (v_NGD, v_pages)):
             pages.view(-1, *pages.shape[2:]).index_copy_(0, self._places[spare], new_NGD)
 
-    def _parts(self, window: int | None, bias_DH: Tensor | None, dtype: torch.dtype) -> list[Seen]:
+    def _starts(self, window: int | None, starts_N: Tensor | None) -> list[int]:
+        """The first entry that each row sees."""
+        if starts_N is not None:
+            found: list[int] = starts_N.tolist()
+            return found
+        return [0 if window is None else max(0, length - window) for length in self.lengths]
+
+    def _parts(self, starts: list[int], bias_DH: Tensor | None, dtype: torch.dtype) -> list[Seen]:
         if self.sequence_N is None and len(self.lengths) > 1:
-            return [self._of_rows(window, bias_DH, dtype)]
+            return [self._of_rows(starts, bias_DH, dtype)]
         counts = [len(self.lengths)]
         if self.sequence_N is not None:
             counts = [len(list(rows)) for _, rows in groupby(self.sequence_N.tolist())]
         firsts = [sum(counts[:number]) for number in range(len(counts))]
-        return [self._of_sequence(*part, window, bias_DH, dtype) for part in zip(firsts, counts, strict=True)]
+        return [self._of_sequence(*part, starts, bias_DH, dtype) for part in zip(firsts, counts, strict=True)]
 
-    def _of_sequence(self, row: int, many: int, window: int | None, bias_DH: Tensor | None, dtype: torch.dtype) -> Seen:
+    def _of_sequence(self, row: int, many: int, starts: list[int], bias_DH: Tensor | None, dtype: torch.dtype) -> Seen:
         """Rows with one table: its pages are gathered once, from the first that is seen."""
-        size, lengths = self.page_size, self.lengths[row : row + many]
-        end, first = max(lengths), 0 if window is None else max(0, min(lengths) - window)
+        size, lengths, starts = self.page_size, self.lengths[row : row + many], starts[row : row + many]
+        end, first = max(lengths), min(starts)
         here = self.table_NP[row, first // size : -(-end // size)].tolist()
         beside = all(after == page + 1 for page, after in pairwise(here))
         assert min(here) >= 0, f"a row looks at page {min(here)}"
         mask = None
         if many > 1 or bias_DH is not None:
-            mask = _mask(lengths, torch.arange(first, end), window, bias_DH, dtype).transpose(0, 2)
+            mask = _mask(lengths, torch.arange(first, end), starts, bias_DH, dtype).transpose(0, 2)
         pages = slice(here[0], here[-1] + 1) if beside else torch.tensor(here)
         return Seen(row, many, 1, pages, slice(first % size, first % size + end - first), mask)
 
-    def _of_rows(self, window: int | None, bias_DH: Tensor | None, dtype: torch.dtype) -> Seen:
+    def _of_rows(self, starts: list[int], bias_DH: Tensor | None, dtype: torch.dtype) -> Seen:
         """Rows of different tables, as far as the longest goes."""
         size, lengths, end = self.page_size, self.lengths, max(self.lengths)
         pages = -(-end // size)
@@ -104,8 +114,8 @@ class GatheredPages:
         if min(lengths) <= (pages - 1) * size:  # behind a row's last page its table may say anything
             used_N1 = torch.tensor([[-(-length // size)] for length in lengths])
             here_NP = torch.where(torch.arange(pages) < used_N1, here_NP, here_NP[:, :1])
-        hidden = window is not None or min(lengths) < end
-        mask = _mask(lengths, torch.arange(end), window, bias_DH, dtype) if hidden or bias_DH is not None else None
+        hidden = any(starts) or min(lengths) < end
+        mask = _mask(lengths, torch.arange(end), starts, bias_DH, dtype) if hidden or bias_DH is not None else None
         return Seen(0, len(lengths), len(lengths), here_NP.flatten(), slice(0, end), mask, hidden)
 
 
@@ -126,10 +136,12 @@ def _gathered(pages: Tensor, seen: Seen) -> Tensor:
     return here.view(seen.sequences, -1, *pages.shape[2:])[:, seen.entries].transpose(1, 2)
 
 
-def _mask(lengths: list[int], entry_E: Tensor, window: int | None, bias_DH: Tensor | None, dtype: torch.dtype) -> Tensor:
+def _mask(lengths: list[int], entry_E: Tensor, starts: list[int], bias_DH: Tensor | None, dtype: torch.dtype) -> Tensor:
     """What each row sees, (N, 1 or H, 1, E): whether, or where there is a bias, what is added to the scores."""
     back_NE = torch.tensor(lengths)[:, None] - 1 - entry_E
-    seen_NE = back_NE >= 0 if window is None else (back_NE >= 0) & (back_NE < window)
+    seen_NE = back_NE >= 0
+    if any(starts):
+        seen_NE = seen_NE & (entry_E >= torch.tensor(starts)[:, None])
     if bias_DH is None:
         return seen_NE[:, None, None]
     bias_NEH = bias_DH[back_NE.clamp(0, len(bias_DH) - 1)].to(dtype)

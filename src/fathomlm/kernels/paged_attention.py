@@ -79,10 +79,12 @@ def paged_attention(
     window: int | None = None, splits: int = 1, workspace: Tensor | None = None,
     k_scale: float = 1.0, v_scale: float = 1.0, out: Tensor | None = None, sequence_N: Tensor | None = None,
     arrived: Tensor | None = None, bias_DH: Tensor | None = None, bits_N: Tensor | None = None,
+    starts_N: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """softmax(q k^T * scale) v over each row's first `lengths_N` entries (N, H, D); zeros where it has none.
 
     `window` counts entries, so it is for models whose every token leaves an entry: a row sees the last `window` of its own.
+    In its place `starts_N` (int32) says which entry is the first that each row sees, where entries are not positions.
     `workspace` is float32 of `workspace_size`, needed with `splits`, and so is `arrived`, an int32 for each row and group,
     all zero between calls (both are made on each call where they are not given). Pages in float8 hold keys / k_scale and
     values / v_scale. `sequence_N` says which rows have the same table, where those of a sequence stand together: then many
@@ -93,15 +95,16 @@ def paged_attention(
     if triton is not None and q_NHD.is_cuda and bias_DH is None:
         if sequence_N is not None and q_NHD.element_size() == 2 and len(q_NHD) >= TOGETHER and bits_N is None:
             return prefill_attention(
-                q_NHD, k_pages, v_pages, table_NP, lengths_N, sequence_N, scale, window, k_scale, v_scale, out
-            )
+                q_NHD, k_pages, v_pages, table_NP, lengths_N, sequence_N, scale, window, k_scale, v_scale, out,
+                starts_N=starts_N,
+            )  # fmt: skip
         return _triton_paged_attention(
             q_NHD, k_pages, v_pages, table_NP, lengths_N, scale, window, splits, workspace, k_scale, v_scale, out, arrived,
-            bits_N=bits_N,
+            bits_N=bits_N, starts_N=starts_N,
         )  # fmt: skip
     return plain_paged_attention(
         q_NHD, k_pages, v_pages, table_NP, lengths_N, scale, window, k_scale=k_scale, v_scale=v_scale, out=out,
-        bias_DH=bias_DH, bits_N=bits_N,
+        bias_DH=bias_DH, bits_N=bits_N, starts_N=starts_N,
     )  # fmt: skip
 
 
@@ -109,7 +112,7 @@ def plain_paged_attention(
     q_NHD: Tensor, k_pages: Tensor, v_pages: Tensor, table_NP: Tensor, lengths_N: Tensor, scale: float,
     window: int | None = None, splits: int = 1, workspace: Tensor | None = None,
     k_scale: float = 1.0, v_scale: float = 1.0, out: Tensor | None = None, bias_DH: Tensor | None = None,
-    bits_N: Tensor | None = None,
+    bits_N: Tensor | None = None, starts_N: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """The meaning. `splits` and `workspace` change nothing here."""
     (N, H, D), (size, G) = q_NHD.shape, k_pages.shape[1:3]
@@ -117,7 +120,9 @@ def plain_paged_attention(
         table_NP = table_NP[:, : -(-int(lengths_N.max()) // size)]
     entry_E = torch.arange(table_NP.shape[1] * size, device=q_NHD.device)
     seen_NE = entry_E < lengths_N[:, None]
-    if window is not None:
+    if starts_N is not None:
+        seen_NE = seen_NE & (entry_E >= starts_N[:, None])
+    elif window is not None:
         seen_NE = seen_NE & (entry_E >= lengths_N[:, None] - window)
     if bits_N is not None:
         back_NE = (lengths_N[:, None] - 1 - entry_E).clamp_min(0)
@@ -143,16 +148,24 @@ def plain_paged_attention(
 if triton is not None:
 
     @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
-    def _shares(length, WINDOW: tl.constexpr, BLOCK: tl.constexpr, SPLITS: tl.constexpr):  # type: ignore[no-untyped-def]
+    def _first_seen(length, starts_ptr, row, asks, WINDOW: tl.constexpr):  # type: ignore[no-untyped-def]
+        """The first entry that rows see. WINDOW: how many they do, 0 for all; -1 where `starts_ptr` says it."""
+        low = tl.maximum(length - WINDOW, 0) if WINDOW > 0 else length * 0
+        if WINDOW < 0:
+            low = tl.load(starts_ptr + row, mask=asks, other=0).to(tl.int32)
+        return low
+
+    @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
+    def _shares(length, low, BLOCK: tl.constexpr, SPLITS: tl.constexpr):  # type: ignore[no-untyped-def]
         """The first entry that a row's programs look at, and how many each takes: whole tiles, as even as can be."""
-        first = tl.maximum(length - WINDOW, 0) // BLOCK * BLOCK if WINDOW > 0 else 0
+        first = low // BLOCK * BLOCK
         tiles = (length - first + BLOCK - 1) // BLOCK
         return first, (tiles + SPLITS - 1) // SPLITS * BLOCK
 
     @triton.jit(do_not_specialize=["pages", "columns"])  # type: ignore[untyped-decorator,unused-ignore]
     def _attention_kernel(  # type: ignore[no-untyped-def]
-        q_ptr, q_stride, k_ptr, v_ptr, table_ptr, table_stride, lengths_ptr, bits_ptr, out_ptr, partial_ptr, extent_ptr,
-        arrived_ptr, score_scale, v_scale, H, G, pages, columns,
+        q_ptr, q_stride, k_ptr, v_ptr, table_ptr, table_stride, lengths_ptr, bits_ptr, starts_ptr, out_ptr, partial_ptr,
+        extent_ptr, arrived_ptr, score_scale, v_scale, H, G, pages, columns,
         D: tl.constexpr, WIDE: tl.constexpr, PER_GROUP: tl.constexpr, HEADS: tl.constexpr, PAGE: tl.constexpr,
         BLOCK: tl.constexpr, WINDOW: tl.constexpr, SPLITS: tl.constexpr, PARTS: tl.constexpr, EARLY: tl.constexpr,
         BITS: tl.constexpr,
@@ -161,7 +174,8 @@ if triton is not None:
         wait_for_last(EARLY)
         row, group, part = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
         length = tl.load(lengths_ptr + row).to(tl.int32)
-        first, share = _shares(length, WINDOW, BLOCK, SPLITS)
+        low = _first_seen(length, starts_ptr, row, True, WINDOW)
+        first, share = _shares(length, low, BLOCK, SPLITS)
         start = first + part * share
         end = tl.minimum(start + share, length)
         if part > 0 and start >= end:
@@ -181,8 +195,8 @@ if triton is not None:
         for at in range(start, end, BLOCK):
             entry = at + tl.arange(0, BLOCK)
             seen = entry < end
-            if WINDOW > 0:
-                seen = seen & (entry >= length - WINDOW)
+            if WINDOW != 0:
+                seen = seen & (entry >= low)
             if BITS:
                 back = length - 1 - entry
                 bit = (bits >> tl.minimum(tl.maximum(back, 0), BITS - 1).to(tl.int64)) & 1
@@ -240,10 +254,10 @@ if triton is not None:
         q_NHD: Tensor, k_pages: Tensor, v_pages: Tensor, table_NP: Tensor, lengths_N: Tensor, scale: float,
         window: int | None = None, splits: int = 1, workspace: Tensor | None = None,
         k_scale: float = 1.0, v_scale: float = 1.0, out: Tensor | None = None, arrived: Tensor | None = None,
-        blocks: AttentionBlocks | None = None, bits_N: Tensor | None = None,
+        blocks: AttentionBlocks | None = None, bits_N: Tensor | None = None, starts_N: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         (N, H, D), (page, G) = q_NHD.shape, k_pages.shape[1:3]
-        assert bits_N is None or bits_N.is_contiguous()
+        assert all(each is None or each.is_contiguous() for each in (bits_N, starts_N))
         out = torch.empty_like(q_NHD, memory_format=torch.contiguous_format) if out is None else out
         size = workspace_size(N, H, D, splits)
         if workspace is None:
@@ -258,10 +272,11 @@ if triton is not None:
         wide, extent = max(16, triton.next_power_of_2(D)), workspace[N * H * splits * D :]
         _attention_kernel[(N, G, splits)](
             q_NHD, q_NHD.stride(0), k_pages, v_pages, table_NP, table_NP.stride(0), lengths_N,
-            lengths_N if bits_N is None else bits_N, out, workspace, extent, arrived, scale * k_scale * math.log2(math.e),
-            v_scale, H, G, len(k_pages), table_NP.shape[1], D=D, WIDE=wide,
+            lengths_N if bits_N is None else bits_N, lengths_N if starts_N is None else starts_N, out, workspace, extent,
+            arrived, scale * k_scale * math.log2(math.e), v_scale, H, G, len(k_pages), table_NP.shape[1], D=D, WIDE=wide,
             PER_GROUP=H // G, HEADS=max(16, triton.next_power_of_2(H // G)), PAGE=page, BLOCK=b.entries,
-            WINDOW=window or 0, SPLITS=splits, PARTS=triton.next_power_of_2(splits), BITS=0 if bits_N is None else BITS,
+            WINDOW=(window or 0) if starts_N is None else -1, SPLITS=splits, PARTS=triton.next_power_of_2(splits),
+            BITS=0 if bits_N is None else BITS,
             num_warps=b.warps, num_stages=b.stages, **early_launch(N),
         )  # fmt: skip
         return out
@@ -292,8 +307,8 @@ if triton is not None:
 
     @triton.jit(do_not_specialize=["rows", "pages", "columns"])  # type: ignore[untyped-decorator,unused-ignore]
     def _prefill_kernel(  # type: ignore[no-untyped-def]
-        q_ptr, q_stride, k_ptr, v_ptr, table_ptr, table_stride, lengths_ptr, sequence_ptr, out_ptr, score_scale, v_scale,
-        rows, H, G, pages, columns,
+        q_ptr, q_stride, k_ptr, v_ptr, table_ptr, table_stride, lengths_ptr, starts_ptr, sequence_ptr, out_ptr,
+        score_scale, v_scale, rows, H, G, pages, columns,
         D: tl.constexpr, WIDE: tl.constexpr, PER_GROUP: tl.constexpr, QUERIES: tl.constexpr, PAGE: tl.constexpr,
         BLOCK: tl.constexpr, WINDOW: tl.constexpr,
     ):  # fmt: skip
@@ -308,6 +323,7 @@ if triton is not None:
         here = asks[:, None] & (column < D)
         q = tl.load(q_ptr + at_head, mask=here, other=0.0)
         length = tl.load(lengths_ptr + row, mask=asks, other=0).to(tl.int32)
+        low = _first_seen(length, starts_ptr, row, asks, WINDOW)
         sequence = tl.load(sequence_ptr + row, mask=asks, other=-1)
         most = tl.full((QUERIES,), float("-inf"), tl.float32)
         weight = tl.zeros((QUERIES,), tl.float32)
@@ -321,8 +337,8 @@ if triton is not None:
             row_table = table_ptr + start.to(tl.int64) * table_stride
             begin = 0 * least
             alone = tl.load(sequence_ptr + start) == tl.load(sequence_ptr + last_row - 1)
-            if WINDOW > 0:
-                begin = tl.maximum(least - WINDOW, 0) // BLOCK * BLOCK
+            if WINDOW != 0:
+                begin = tl.min(tl.where(mine, low, end), 0) // BLOCK * BLOCK
             elif alone & (start == first_row):
                 begin = least // BLOCK * BLOCK  # what all rows of the tile see needs no mask
                 outside = tl.zeros((BLOCK,), tl.int32)
@@ -345,8 +361,8 @@ if triton is not None:
                 )  # fmt: skip
                 entry = at + tl.arange(0, BLOCK)
                 sees = mine[:, None] & (entry[None, :] < length[:, None])
-                if WINDOW > 0:
-                    sees = sees & (entry[None, :] >= length[:, None] - WINDOW)
+                if WINDOW != 0:
+                    sees = sees & (entry[None, :] >= low[:, None])
                 wrong = wrong | (mine & (tl.max(bad, 0) > 0))
                 scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee") * score_scale
                 scores = tl.where(sees, scores, float("-inf"))
@@ -366,21 +382,23 @@ if triton is not None:
     def prefill_attention(
         q_NHD: Tensor, k_pages: Tensor, v_pages: Tensor, table_NP: Tensor, lengths_N: Tensor, sequence_N: Tensor,
         scale: float, window: int | None = None, k_scale: float = 1.0, v_scale: float = 1.0, out: Tensor | None = None,
-        blocks: AttentionBlocks | None = None,
+        blocks: AttentionBlocks | None = None, starts_N: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         """`paged_attention` where rows of a sequence stand together: each tile reads its entries once for all its rows. A
         tile that holds several sequences goes through them one by one."""
         (N, H, D), (page, G) = q_NHD.shape, k_pages.shape[1:3]
         out = torch.empty_like(q_NHD, memory_format=torch.contiguous_format) if out is None else out
         assert all(t.is_contiguous() for t in (k_pages, v_pages, lengths_N, sequence_N, out, q_NHD[0]))
+        assert starts_N is None or starts_N.is_contiguous()
         assert table_NP.stride(1) == 1 or table_NP.shape[1] == 1
         b = blocks or AttentionBlocks(64, warps=8 if D > 64 else 4, queries=128)
         queries = max(b.queries, triton.next_power_of_2(H // G))
         grid = (triton.cdiv(N, queries // (H // G)), G)
         _prefill_kernel[grid](
-            q_NHD, q_NHD.stride(0), k_pages, v_pages, table_NP, table_NP.stride(0), lengths_N, sequence_N, out,
+            q_NHD, q_NHD.stride(0), k_pages, v_pages, table_NP, table_NP.stride(0), lengths_N,
+            lengths_N if starts_N is None else starts_N, sequence_N, out,
             scale * k_scale * math.log2(math.e), v_scale, N, H, G, len(k_pages), table_NP.shape[1], D=D,
             WIDE=max(16, triton.next_power_of_2(D)), PER_GROUP=H // G, QUERIES=queries, PAGE=page, BLOCK=b.entries,
-            WINDOW=window or 0, num_warps=b.warps, num_stages=b.stages,
+            WINDOW=(window or 0) if starts_N is None else -1, num_warps=b.warps, num_stages=b.stages,
         )  # fmt: skip
         return out
