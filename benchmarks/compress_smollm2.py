@@ -215,7 +215,6 @@ def run(args: argparse.Namespace) -> None:
         "curve": models,
     }
     save(record, args.out)
-    torch._dynamo.config.recompile_limit = 64  # every engine compiles the norm of its own model
     timed: dict[str, Timed] = {}
     for kind, found in record["models"].items() if args.rounds else ():
         opened = open_model(found, rows[f"{found['study']}/{found['variant']}/{found['budget']}"][0], args)

@@ -111,7 +111,6 @@ def main() -> None:
     settings = {"rows": args.rows, "rounds": args.rounds, "waves": args.waves, "mean": args.mean, "plan": "cycle, 2 loops"}
     record: Record = {"environment": environment(), "settings": settings, "models": {}}
     engines: dict[str, Engine] = {}
-    torch._dynamo.config.recompile_limit = 64  # every engine compiles the norm of its own model
     for name in names:
         begun = time.perf_counter()
         engine = engines[name] = build(name, architecture, device, args)

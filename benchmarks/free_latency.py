@@ -224,7 +224,8 @@ def threshold_for(rate: Callable[[float], float], wanted: float) -> float:
         low, high = (middle, high) if found[middle] > wanted else (low, middle)
     around = (low + high) / 2
     for part in (-0.06, -0.04, -0.02, 0.02, 0.04, 0.06):
-        found[around * (1 + part)] = rate(around * (1 + part))
+        near = min(1.0, around * (1 + part))
+        found[near] = rate(near)
     return min(found, key=lambda threshold: (found[threshold] < wanted, abs(found[threshold] - wanted)))
 
 

@@ -47,7 +47,6 @@ def make_prompts(args: argparse.Namespace) -> dict[str, list[list[int]]]:
 
 
 def measure(args: argparse.Namespace) -> None:
-    torch._dynamo.config.recompile_limit = 512  # every engine compiles the same functions for its own sizes
     device = chosen(args.device)
     prompts = {kind: found[: args.count] for kind, found in json.loads(args.prompts.read_text()).items()}
     record: dict[str, Any] = json.loads(args.out.read_text()) if args.out.exists() else {}

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from copy import deepcopy
+from dataclasses import replace
 
 import pytest
 import torch
 
 from decode.exit_models import NEW, PROMPTS, SAMPLED, build, exiting, mixing_threshold, tokens
 from fathomlm.decode.full import generate
+from fathomlm.engine.engine import Engine
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 CUDA = "cuda"
@@ -39,3 +41,13 @@ def test_half_precision_and_sampling_run(mode: str) -> None:
     )
     assert tokens(first) == tokens(again)
     assert all(len(result.tokens) == NEW for result in first)
+
+
+def test_engines_of_one_process_may_compile_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A notebook makes many engines: what they compile has the same code, and dynamo limits how often that is compiled."""
+    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 1)
+    model, setting = deepcopy(build("lora")).to(CUDA), exiting("lora", "parallel", threshold=mixing_threshold("lora"))
+    wanted = tokens(generate(build("lora"), PROMPTS[:1], max_new_tokens=NEW, exiting=setting))
+    for stack in (4, 8):
+        engine = Engine(model, exiting=replace(setting, max_stack=stack), max_sequences=1, batch_size=stack, max_length=64)
+        assert [tuple(result.tokens) for result in engine.generate(PROMPTS[:1], max_new_tokens=NEW)] == wanted

@@ -30,6 +30,8 @@ LOGPROB, CONFIDENCE = range(2)
 """Columns of `StepOutput.floats_NC`."""
 NEXT, WAITING = 8, 16
 """Above the flags, where the host chooses passes: the segment that the slot runs next, and how many rows it brings."""
+MOST_VARIANTS = 4096
+"""How often the engines of one process may compile a function."""
 F = TypeVar("F", bound=Callable[..., Any])
 
 
@@ -119,6 +121,11 @@ class ProgramContext:
     def small(self, function: F) -> F:
         if not self.compiled:
             return function
+        # Each engine of a process compiles the same functions anew, for each number of rows that its passes have; a function
+        # that is compiled more often than dynamo's limit allows is an error.
+        limits = torch._dynamo.config
+        limits.recompile_limit = max(limits.recompile_limit, MOST_VARIANTS)
+        limits.accumulated_recompile_limit = max(limits.accumulated_recompile_limit, MOST_VARIANTS)
         made: Any = torch.compile(function, dynamic=False, fullgraph=True)
         return made  # type: ignore[no-any-return]
 
