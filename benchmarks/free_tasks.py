@@ -12,8 +12,9 @@
 
 The models are those of the studies `free` and `free-summary`. `decode` asks for quality: many texts at once on the engine,
 by the reference where the engine cannot, or all of them with `--reference`. `speed` asks for time: one text at a time on
-captured steps, on a device that does nothing else. Both add a line a setting to their file and go on where it ends; several
-processes may share the variants, each with its own file. `TASKS` holds the .jsonl.gz files named below.
+captured steps, on a device that does nothing else; processes that have recorded their steps wait for their `--turn`. Both
+add a line a setting to their file and go on where it ends; several processes may share the variants (`--only`) and the
+settings of one (`--part`), each with its own file. `TASKS` holds the .jsonl.gz files named below.
 """
 
 from __future__ import annotations
@@ -69,6 +70,8 @@ MAIN = "dyna"
 """The variant that the ablations of decoding are made with."""
 THRESHOLDS = (0.5, 0.3, 0.7, 0.1, 0.9)
 """The thesis' (tab_free:copying), the most telling first."""
+FINER = (0.2, 0.05)
+"""Where the fastest that keeps the quality may be."""
 TENTHS = tuple(n / 10 for n in range(10))
 REFINES = (1.0, 0.1)
 SAMPLINGS: dict[str, Record] = {"top-k 50": {"top_k": 50}, "nucleus 0.92": {"top_p": 0.92}}
@@ -168,7 +171,7 @@ def settings_of(variant: str, exits: tuple[int, ...], estimated: tuple[float, ..
         found += [Setting(f"static {layer}", "static", None, (layer,)) for layer in exits]
     elif exits:
         found += [Setting(f"static {exits[0]}", "static", None, exits)]
-        found += [Setting(f"parallel {t:g}", "parallel", t, exits) for t in THRESHOLDS]
+        found += [Setting(f"parallel {t:g}", "parallel", t, exits) for t in (*THRESHOLDS, *FINER)]
     if variant == MAIN:
         found += [Setting(f"refine {r:g}, {t:g}", "parallel", t, exits, refine=r) for t in (0.7, 0.3) for r in REFINES]
         found += [Setting(f"parallel {t:g}", "parallel", t, exits) for t in estimated]
@@ -264,7 +267,7 @@ def places(args: argparse.Namespace) -> dict[str, Path]:
     """The models that `fathomlm study run --keep` has left, by variant in the study's order; of those the named ones."""
     from fathomlm.lab.study.spec import read_study
 
-    study = read_study(TASKS[args.task].study)
+    study = read_study(args.study or TASKS[args.task].study)
     found = {each.name: Path(args.work, study.name, f"{each.name}-{study.budgets[0].name}-seed0") for each in study.variants}
     wanted = args.only or list(found)
     return {name: place / "last" for name, place in found.items() if name in wanted and (place / "last").exists()}
@@ -301,34 +304,39 @@ def read_lines(paths: list[Path]) -> list[Record]:
 def decode(args: argparse.Namespace) -> None:
     import time
 
+    lines, ends = Lines(args.out), float("inf") if args.seconds is None else time.perf_counter() + args.seconds
+    for variant, place in places(args).items():
+        decode_variant(args, Trained(args, variant, place), lines, lambda: time.perf_counter() > ends)
+
+
+def decode_variant(args: argparse.Namespace, trained: Trained, lines: Lines, over: Callable[[], bool]) -> None:
+    """The settings of this process, and where a threshold is estimated, those that follow from it."""
+    import time
+
     from fathomlm.lab.environment import environment
 
-    lines, where = Lines(args.out), environment()
-    for variant, place in places(args).items():
-        trained = Trained(args, variant, place)
-        head = {"task": args.task, "variant": variant, "environment": where}
-        estimated: tuple[float, ...] = ()
-        if variant == MAIN:
-            found = trained.calibrated(args)
-            estimated = tuple(each["threshold"] for each in found["found"].values())
-            if not lines.has("calibration", args.task, variant, "calibration"):
-                lines.add({"kind": "calibration", "label": "calibration", **head, **found})
-        sources = trained.sources("test", args.texts)
-        for setting in settings_of(variant, trained.exits, estimated):
-            if lines.has("texts", args.task, variant, setting.label):
+    head = {"task": args.task, "variant": trained.variant, "environment": environment()}
+    sources = trained.sources("test", args.texts)
+
+    def decode_all(settings: list[Setting]) -> None:
+        for setting in settings:
+            if over() or lines.has("texts", args.task, trained.variant, setting.label):
                 continue
             begin = time.perf_counter()
             texts = trained.decode(sources, setting, args.batch, args.reference)
-            lines.add(
-                {
-                    "kind": "texts",
-                    "label": setting.label,
-                    **head,
-                    **counted(trained, texts),
-                    "seconds": round(time.perf_counter() - begin, 2),
-                    "texts": [text.text.strip() for text in texts],
-                }
-            )
+            counts = counted(trained, texts) | {"seconds": round(time.perf_counter() - begin, 2)}
+            words = [text.text.strip() for text in texts]
+            lines.add({"kind": "texts", "label": setting.label, **head, **counts, "texts": words})
+
+    part, parts = args.part
+    fixed = settings_of(trained.variant, trained.exits)
+    decode_all(fixed[part::parts])
+    if trained.variant == MAIN and part == 0 and not over():
+        found = trained.calibrated(args)
+        if not lines.has("calibration", args.task, trained.variant, "calibration"):
+            lines.add({"kind": "calibration", "label": "calibration", **head, **found})
+        estimated = tuple(each["threshold"] for each in found["found"].values())
+        decode_all([each for each in settings_of(trained.variant, trained.exits, estimated) if each not in fixed])
 
 
 def counted(trained: Trained, texts: list[Any]) -> Record:
@@ -365,60 +373,83 @@ def speed_settings(variant: str, exits: tuple[int, ...]) -> list[Setting]:
     if variant == CALM:
         return found + [Setting(f"state-copy {t:g}", "state-copy", t, exits) for t in (0.9, 0.7, 0.5, 0.3)]
     if exits:
-        found += [Setting(f"parallel {t:g}", "parallel", t, exits) for t in THRESHOLDS]
         found += [Setting(f"static {exits[0]}", "static", None, exits)]
+        found += [Setting(f"parallel {t:g}", "parallel", t, exits) for t in (*sorted(THRESHOLDS), *FINER)]
     if variant == MAIN:
         found += [Setting("speculative 0.3", "speculative", 0.3, exits)]
         found += [Setting(f"state-copy {t:g}", "state-copy", t, exits) for t in (0.5, 0.9)]
     return found
 
 
+def wait_for(turn: Path | None) -> None:
+    """Until nobody else holds the file's lock."""
+    import fcntl
+
+    if turn is not None:
+        with turn.open("w") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+
+
 def speed(args: argparse.Namespace) -> None:
+    lines = Lines(args.out)
+    for variant, place in places(args).items():
+        speed_variant(args, Trained(args, variant, place), lines)
+
+
+def speed_variant(args: argparse.Namespace, trained: Trained, lines: Lines) -> None:
+    """All steps are recorded first, then every setting is timed."""
     from fathomlm.decode.captured import CapturedDecoder
     from fathomlm.decode.exiting import Exiting
     from fathomlm.decode.prompts import read_sources, start_token
     from fathomlm.lab.environment import environment
 
-    lines, where = Lines(args.out), environment()
-    for variant, place in places(args).items():
-        trained = Trained(args, variant, place)
-        task, model = trained.task, trained.model
-        sources = trained.sources("test", args.texts)
-        length = task.new_tokens + (2 if trained.seq2seq else task.source_length + 1)
-        source = {"source": task.source_length} if trained.seq2seq else {}
-        memories = [read_sources(model, [each]) if trained.seq2seq else None for each in sources]
-        prompts = [[start_token(model)]] * len(sources) if trained.seq2seq else sources
-        captured = CapturedDecoder(
-            model.decoder, length=length, exit_layers=trained.exits, compile=args.compile, **source
-        )  # fmt: skip
-        for setting in speed_settings(variant, trained.exits):
-            if lines.has("speed", args.task, variant, setting.label):
-                continue
-            exiting = setting.exiting or Exiting(mode="full")
-            pairs = list(zip(prompts, memories, strict=True))
-            found = [
-                captured.generate(prompt, exiting, task.new_tokens, trained.ends, memory)
-                for prompt, memory in [*pairs[:WARM_UPS], *pairs]
-            ][WARM_UPS:]
-            tokens = sum(len(text.tokens) for text in found)
-            seconds = sum(text.decode_seconds for text in found)
-            total = len(model.plan.steps)
-            lines.add(
-                {
-                    "kind": "speed",
-                    "task": args.task,
-                    "variant": variant,
-                    "label": setting.label,
-                    "compiled": args.compile,
-                    "many": len(found),
-                    "tokens": tokens,
-                    "seconds": round(seconds, 4),
-                    "ms_per_token": round(1e3 * seconds / tokens, 4),
-                    "ms_per_text": round(1e3 * seconds / len(found), 3),
-                    "exit_rate": round(sum(layer < total for text in found for layer in text.exit_layers) / tokens, 4),
-                    "environment": where,
-                }
-            )
+    task, model, variant = trained.task, trained.model, trained.variant
+    sources = trained.sources("test", args.texts)
+    length = task.new_tokens + (2 if trained.seq2seq else task.source_length + 1)
+    source = {"source": task.source_length} if trained.seq2seq else {}
+    memories = [read_sources(model, [each]) if trained.seq2seq else None for each in sources]
+    prompts = [[start_token(model)]] * len(sources) if trained.seq2seq else sources
+    captured = CapturedDecoder(model.decoder, length=length, exit_layers=trained.exits, compile=args.compile, **source)
+    pairs = list(zip(prompts, memories, strict=True))
+
+    def texts(setting: Setting, pairs: list[Any]) -> list[Any]:
+        exiting = setting.exiting or Exiting(mode="full")
+        return [captured.generate(prompt, exiting, task.new_tokens, trained.ends, memory) for prompt, memory in pairs]
+
+    left = [
+        each for each in speed_settings(variant, trained.exits) if not lines.has("speed", args.task, variant, each.label)
+    ]
+    for setting in left:
+        texts(setting, pairs[:WARM_UPS])
+    wait_for(args.turn)
+    for setting in left:
+        found = texts(setting, [*pairs[:WARM_UPS], *pairs])[WARM_UPS:]
+        tokens = sum(len(text.tokens) for text in found)
+        seconds = sum(text.decode_seconds for text in found)
+        total = len(model.plan.steps)
+        lines.add(
+            {
+                "kind": "speed",
+                "task": args.task,
+                "variant": variant,
+                "label": setting.label,
+                "compiled": args.compile,
+                "many": len(found),
+                "tokens": tokens,
+                "seconds": round(seconds, 4),
+                "ms_per_token": round(1e3 * seconds / tokens, 4),
+                "ms_per_text": round(1e3 * seconds / len(found), 3),
+                "exit_rate": round(sum(layer < total for text in found for layer in text.exit_layers) / tokens, 4),
+                "environment": environment(),
+            }
+        )
+
+
+def part_of(text: str) -> tuple[int, int]:
+    part, parts = map(int, text.split("/"))
+    if not 0 <= part < parts:
+        raise ValueError
+    return part, parts
 
 
 def main() -> None:
@@ -432,11 +463,17 @@ def main() -> None:
         each.add_argument("task", choices=list(TASKS))
         each.add_argument("--data", required=True)
         each.add_argument("--work", required=True, help="where the studies left their models")
+        each.add_argument("--study", metavar="FILE", help="YAML in place of the shipped study")
         each.add_argument("--only", nargs="*", metavar="VARIANT", help="in place of all that are trained")
         each.add_argument("--texts", type=int, default=texts)
         each.add_argument("--out", type=Path, required=True)
     decoding.add_argument("--batch", type=int, default=250)
+    decoding.add_argument(
+        "--part", type=part_of, default=(0, 1), metavar="I/N", help="every N-th setting from the I-th on, counted from 0"
+    )
+    decoding.add_argument("--seconds", type=float, help="begin no setting after so many")
     decoding.add_argument("--reference", action="store_true", help="decode all without the engine")
+    timing.add_argument("--turn", type=Path, metavar="FILE", help="record all steps, then wait until FILE is not locked")
     timing.add_argument("--compile", action="store_true", help="compiled layers too: slower to start, faster for all modes")
     for each, verb in ((preparing, prepare), (decoding, decode), (timing, speed)):
         each.set_defaults(verb=verb)

@@ -173,11 +173,26 @@ def test_waiting_tokens_get_their_exact_entries(kind: str) -> None:
     found = captured.generate(prompt, Exiting(mode="parallel", exit_layers=(2,), threshold=threshold, max_stack=4), NEW)
     whole = CapturedDecoder(model.decoder, length=64, exit_layers=2)
     whole.generate([*prompt, *found.tokens], Exiting(mode="full"), 1)
-    slots = len(prompt) + NEW - 1
+    last = max(at for at, layer in enumerate(found.exit_layers) if layer == len(model.plan.steps))
+    assert 2 in found.exit_layers[:last], "or nothing has waited"
+    slots = len(prompt) + last  # what waits at the end stays behind: nothing is decoded after it
     for step in (*model.plan, *model.plan.exit_steps((1,))):
         for one, other in zip(captured.steps.cache.entries(step), whole.steps.cache.entries(step), strict=True):
             near = 1e-5 * float(other.abs().max())
             torch.testing.assert_close(one[:, :slots], other[:, :slots], rtol=1e-5, atol=near)
+
+
+def test_what_waits_at_the_end_of_a_text_takes_no_pass() -> None:
+    """Unless it is to be learnt from."""
+    model = tiny("plain")
+    captured = CapturedDecoder(model.decoder, length=64, exit_layers=2, max_stack=4)
+    always = Exiting(mode="parallel", exit_layers=(2,), threshold=0.0, max_stack=4)
+    found = captured.generate([3, 1, 4], always, 10)
+    assert (len(found.tokens), found.deep_passes, found.left_waiting) == (10, 2, 2)
+    assert captured.generate([3, 1, 4], always, 10).tokens == found.tokens, "what stayed behind is forgotten"
+    estimator = ThresholdEstimator(ThresholdOptions(rule="thesis", initial=0.0))
+    learning = Exiting(mode="parallel", exit_layers=(2,), threshold=estimator, max_stack=4)
+    assert captured.generate([3, 1, 4], learning, 10).deep_passes == 3
 
 
 def test_a_row_begins_anew_each_time_and_ends_at_an_end_token() -> None:

@@ -11,7 +11,7 @@ import pytest
 from decode.exit_models import build, exiting, mixing_threshold
 from fathomlm.decode import captured_session
 from fathomlm.decode.captured_session import CapturedSession
-from fathomlm.decode.exiting import Exiting
+from fathomlm.decode.exiting import DEFAULT_STACK, Exiting
 from fathomlm.decode.full import Generation, Session
 from fathomlm.decode.recorded import RecordedSteps
 from fathomlm.decode.threshold import ThresholdEstimator, ThresholdOptions
@@ -34,6 +34,18 @@ def plain(found: Generation) -> dict[str, Any]:
     return record
 
 
+def without_the_end(found: Generation) -> dict[str, Any]:
+    """The slow session passes what waits at the end of a turn through the layers behind the exit, for the next turn."""
+    record = plain(found)
+    exits, layers = record["exits"], found.exit_layers
+    assert layers is not None
+    waiting = next((at for at, layer in enumerate(reversed(layers)) if layer == exits["layers"]), len(layers))
+    assert waiting < DEFAULT_STACK
+    exits["deep_passes"] -= waiting > 0
+    exits["layers_run"] -= waiting * (exits["layers"] - min(layers))
+    return record
+
+
 @pytest.mark.parametrize("name", ["vanilla", "own-layer"])
 @pytest.mark.parametrize("mode", MODES)
 def test_turn_by_turn_it_is_the_slow_session(name: str, mode: str) -> None:
@@ -41,7 +53,7 @@ def test_turn_by_turn_it_is_the_slow_session(name: str, mode: str) -> None:
     fast, slow = CapturedSession(model, setting(name, mode)), Session(model, exiting=setting(name, mode))
     for prompt in TURNS:
         ours, theirs = (each.generate(prompt, max_new_tokens=12) for each in (fast, slow))
-        assert plain(ours) == plain(theirs)
+        assert plain(ours) == (plain(theirs) if mode != "parallel" else without_the_end(theirs))
         assert ours.decode_seconds > 0
         fast.reset()
 

@@ -34,6 +34,8 @@ class CapturedResult:
     confidences: list[float] = field(default_factory=list)
     """At every token that ran up to the exit, drafts that were discarded included."""
     deep_passes: int = 0
+    left_waiting: int = 0
+    """Tokens before the end that never passed the layers behind the exit: nothing came after them."""
     drafted: int = 0
     judged: int = 0
     """Drafts up to the first that was not kept, that one included."""
@@ -171,10 +173,12 @@ class CapturedDecoder:
                 waiting = 0
                 continue
             self._take_exit(state, token)
-            if waiting == self.steps.max_stack or not state.on:
+            # At the end of a text they pass only to be learnt from: the next one reads its own prompt.
+            if waiting == self.steps.max_stack or (state.learns and not state.on):
                 self.steps.run("deep", self.steps.size(waiting), choose=False)
                 self._passed_deep(state, waiting)
                 waiting = 0
+        state.text.left_waiting = waiting
 
     def _speculative(self, state: _DecodingState, threshold: float, begin: int) -> None:
         """Draft until an exit is not sure, the stack is full or the text would be over; then keep what the full model

@@ -87,9 +87,10 @@ class CapturedSession:
 
     def _statistics(self, found: CapturedResult, threshold: Threshold | None) -> ExitStatistics:
         plan, layers = self.model.plan, self.model.plan.unrolled_layers
-        # What waits for the layers behind the exit passes them in the end, drafts that are discarded too.
-        waits = self.exiting.mode in ("parallel", "speculative")
-        run = layers * len(found.confidences) if waits else sum(found.exit_layers)
+        # What waits for the layers behind the exit passes them, drafts that are discarded too, but at the end of a text.
+        run = sum(found.exit_layers)
+        if self.exiting.mode in ("parallel", "speculative"):
+            run = layers * len(found.confidences) - found.left_waiting * (layers - self._exit_layers[0])
         if plan.exit_steps(self.exiting.exits(plan)):  # an exit's own layer, at every look
             run += len(found.confidences or found.tokens)
         return ExitStatistics(
