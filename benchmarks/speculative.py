@@ -3,9 +3,10 @@
     python benchmarks/speculative.py --out speculative.json [--parts smollm2 translator] [--rows 1 8 32]
 
     smollm2      SmolLM2-135M with the exit that ships for it, asked for 32 short answers (bfloat16 on a GPU)
-    translator   a T5 of 6 + 12 layers with random weights, the shape of the study `free`; what the layers behind the exit
-                 add is scaled down, so that exit and full model often agree (float32: a pass of another size must not round
-                 otherwise, or texts could differ)
+    translator   a T5 of 6 + 12 layers (float32: a pass of another size must not round otherwise, or texts could differ):
+                 with `--translator runs/study/free/last-.../last --sources data/free/translation/test.jsonl` one that the
+                 study `free` trained, on sentences; else of its shape with random weights, where what the layers behind the
+                 exit add is scaled down, so that exit and full model often agree
 
 Every request is decoded greedily, and its tokens are compared with those at full depth in the same run. The engine drafts
 where it has measured that drafting pays (`always_draft` is off): speed is against full depth, the median of rounds in turn.
@@ -27,7 +28,7 @@ import torch
 
 import fathomlm
 from fathomlm.decode.exiting import Exiting
-from fathomlm.decode.prompts import chat_prompt, encode_prompt
+from fathomlm.decode.prompts import chat_prompt, encode_prompt, end_tokens
 from fathomlm.decode.sampling import Sampling
 from fathomlm.depth import Architecture, DepthPlan
 from fathomlm.engine.engine import Engine
@@ -45,7 +46,9 @@ TOPICS = (
     "libraries", "the heart",
 )  # fmt: skip
 QUIET = 0.05
-"""translator: the scale of what layers behind the exit add."""
+"""translator with random weights: the scale of what layers behind the exit add."""
+SOURCE = 32
+"""Tokens of a sentence that the study's translators read."""
 
 
 def smollm2(args: argparse.Namespace, device: str) -> tuple[FathomModel, list[list[int]], int, tuple[float, ...]]:
@@ -57,7 +60,19 @@ def smollm2(args: argparse.Namespace, device: str) -> tuple[FathomModel, list[li
 
 
 def translator(args: argparse.Namespace, device: str) -> tuple[FathomModel, list[list[int]], int, tuple[float, ...]]:
-    del args
+    if args.translator is None:
+        return random_translator(device)
+    model = fathomlm.load(args.translator, "float32", device)
+    (exit,) = model.plan.exits
+    ends = end_tokens(model)
+    found = []
+    for line in args.sources.read_text(encoding="utf-8").splitlines()[: args.prompts]:
+        tokens = [token for token in encode_prompt(model, json.loads(line)["source"]) if token not in ends]
+        found.append([*tokens[: SOURCE - 1], min(ends)])  # as in training: the beginning, and a separator
+    return model, found, exit + 1, args.thresholds
+
+
+def random_translator(device: str) -> tuple[FathomModel, list[list[int]], int, tuple[float, ...]]:
     layers, exit_layer = 12, 3
     architecture = Architecture(
         family="t5", layers=layers, hidden=512, intermediate=1024, heads=8, kv_heads=8, head_dim=64, vocab=8192,
@@ -94,7 +109,7 @@ class Bench:
         self.new, self.rounds, self.device = args.tokens, args.rounds, torch.device(device)
         self.model, prompts, self.exit_layer, self.thresholds = PARTS[part](args, device)
         self.prompts = prompts[: args.prompts]
-        self.sampling = Sampling(max_new_tokens=self.new, ignore_eos=part == "translator")
+        self.sampling = Sampling(max_new_tokens=self.new, ignore_eos=part == "translator" and args.translator is None)
 
     def engine(self, rows: int, threshold: float | None = None, stack: int = 1) -> Engine:
         """Full depth, or drafts of at most `stack` tokens for each sequence."""
@@ -160,7 +175,7 @@ class Bench:
 def captured(bench: Bench) -> dict[str, Any]:
     """One row on captured steps: milliseconds a token, full depth and with drafts, and for a whole text."""
     from fathomlm.decode.captured import CapturedDecoder
-    from fathomlm.decode.prompts import end_tokens, read_sources, start_token
+    from fathomlm.decode.prompts import read_sources, start_token
 
     model, longest = bench.model, max(map(len, bench.prompts))
     seq2seq = isinstance(model, FathomForSeq2SeqLM)
@@ -201,13 +216,17 @@ def main() -> None:
     parser.add_argument("--parts", nargs="*", choices=list(PARTS), default=list(PARTS))
     parser.add_argument("--rows", nargs="*", type=int, default=[1, 8, 32])
     parser.add_argument("--stacks", nargs="*", type=int, default=[4], help="tokens of a sequence that wait for one pass")
-    parser.add_argument("--thresholds", nargs="*", type=float, default=[0.3], help="smollm2: how sure a draft must be")
+    parser.add_argument("--thresholds", nargs="*", type=float, default=[0.3], help="how sure a draft must be")
     parser.add_argument("--model", default="smollm2-135m")
+    parser.add_argument("--translator", metavar="CHECKPOINT", help="a trained one with an exit, in place of random weights")
+    parser.add_argument("--sources", type=Path, metavar="FILE", help="JSON lines with its sentences, as `source`")
     parser.add_argument("--tokens", type=int, default=128, help="new tokens of a request")
     parser.add_argument("--prompts", type=int, default=len(TOPICS))
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--captured", action="store_true", help="one row on captured steps too")
     args = parser.parse_args()
+    if args.translator is not None and args.sources is None:
+        parser.error("--translator requires --sources")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     record: dict[str, Any] = {"environment": environment(), "new_tokens": args.tokens, "prompts": args.prompts}
     failed: list[str] = []
@@ -227,6 +246,8 @@ def main() -> None:
     for part in args.parts:
         bench = Bench(args, part, device)
         record[part] = {"exit_layer": bench.exit_layer, "layers": bench.model.plan.unrolled_layers, "rows": []}
+        if part == "translator":
+            record[part]["trained"] = args.translator is not None
         texts = bench.full_texts()
         for rows in args.rows:
             for stack in args.stacks:
