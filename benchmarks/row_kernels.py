@@ -28,8 +28,14 @@ from typing import Any
 import torch
 from triton.testing import do_bench_cudagraph
 
-from fathomlm.kernels import grouped_lora, paged_attention, paged_write, row_linear, row_qkv
-from fathomlm.kernels.paged_attention import AttentionBlocks, attention_blocks, choose_splits
+from fathomlm.kernels import grouped_lora, paged_write, row_attention, row_linear, row_qkv
+from fathomlm.kernels.attention_blocks import (
+    MAX_SPLITS,
+    AttentionBlocks,
+    attention_blocks,
+    choose_splits,
+    workspace_size,
+)
 from fathomlm.kernels.row_blocks import Blocks, product_blocks, row_block
 from fathomlm.lab.environment import environment
 
@@ -143,10 +149,10 @@ def attention(cell: Cell, length: int, most_copies: int) -> Bench:
     pages = [[bf16(N * needs, PAGE, G, D) for _ in range(2)] for _ in range(copies)]
     table = torch.randperm(N * needs, device=DEVICE).int().view(N, needs)
     lengths, q, out = torch.full((N,), length, device=DEVICE, dtype=torch.int32), bf16(N, H, D), bf16(N, H, D)
-    workspace = torch.empty(paged_attention.workspace_size(N, H, D, paged_attention.MAX_SPLITS), device=DEVICE)
+    workspace = torch.empty(workspace_size(N, H, D, MAX_SPLITS), device=DEVICE)
 
     def call(n: int, v: Variant) -> None:
-        paged_attention._triton_paged_attention(
+        row_attention.attend_rows(
             q, *pages[n], table, lengths, D**-0.5, None, v["splits"], workspace, out=out, blocks=v["blocks"]
         )
 

@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fathomlm.kernels import grouped_lora, paged_attention, paged_write, row_linear, row_qkv
+from fathomlm.kernels import attention_blocks, grouped_lora, paged_attention, paged_write, row_linear, row_qkv
 from fathomlm.kernels.row_blocks import Blocks
 from kernels.row_cases import NEAR, Pages, angles, near, near_many, some_slots
 
@@ -201,7 +201,7 @@ def test_attention(dtype: torch.dtype, heads: tuple[int, int, int], splits: int,
     for rows in (1, 3, 51):
         pages = Pages.build(lambda *s: random(*s, dtype=dtype), some_lengths(rows), G, D, PAGE, spare=40)
         q, out = random(rows, H, D, dtype=dtype, std=2.0), unwritten(rows, H, D, dtype=dtype)
-        workspace = unwritten(paged_attention.workspace_size(rows, H, D, splits), dtype=torch.float32)
+        workspace = unwritten(attention_blocks.workspace_size(rows, H, D, splits), dtype=torch.float32)
         paged_attention.paged_attention(q, *pages, D**-0.5, window, splits, workspace, out=out)
         wide = (pages.k.float(), pages.v.float(), pages.table, pages.lengths)
         wanted = paged_attention.plain_paged_attention(q.float(), *wide, D**-0.5, window)

@@ -8,9 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from fathomlm.kernels import paged_attention as module
+from fathomlm.kernels import attention_blocks as module
+from fathomlm.kernels.attention_blocks import choose_splits, workspace_size
 from fathomlm.kernels.gathered_attention import GatheredPages
-from fathomlm.kernels.paged_attention import choose_splits, paged_attention, plain_paged_attention, workspace_size
+from fathomlm.kernels.paged_attention import paged_attention, plain_paged_attention
 from fathomlm.kernels.paged_write import FLOAT8
 from kernels.row_cases import Pages, randoms
 

@@ -10,8 +10,21 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 
-from fathomlm.kernels import grouped_lora, norm, paged_attention, paged_write, row_linear, row_qkv, wide_rows
+from fathomlm.kernels import (
+    attention_blocks,
+    grouped_lora,
+    norm,
+    paged_attention,
+    paged_write,
+    prefill_attention,
+    qkv_attention,
+    row_attention,
+    row_linear,
+    row_qkv,
+    wide_rows,
+)
 from fathomlm.kernels.quantized import GPU_KINDS, Kind, QuantizedWeight
 from fathomlm.kernels.row_blocks import Blocks, share_of
 from fathomlm.kernels.triton_here import triton
@@ -183,10 +196,10 @@ def test_paged_attention(heads: int, groups: int, head_dim: int, splits: int, wi
     lengths = [0, 1, 8, 9, 70, 33]
     q, pages = random(len(lengths), heads, head_dim), Pages.build(random, lengths, groups, head_dim, page=8)
     wanted = paged_attention.plain_paged_attention(q, *pages, 0.3, window)
-    workspace = torch.full((paged_attention.workspace_size(6, heads, head_dim, splits),), torch.nan)
-    for entries in (16, 32):
-        blocks = paged_attention.AttentionBlocks(entries)
-        fast = paged_attention._triton_paged_attention(q, *pages, 0.3, window, splits, workspace, blocks=blocks)
+    workspace = torch.full((attention_blocks.workspace_size(6, heads, head_dim, splits),), torch.nan)
+    for entries, ahead in ((16, False), (16, True), (32, True)):
+        blocks = attention_blocks.AttentionBlocks(entries, ahead=ahead)
+        fast = row_attention.attend_rows(q, *pages, 0.3, window, splits, workspace, blocks=blocks)
         torch.testing.assert_close(fast, wanted, **NEAR)
     assert not fast[0].any()
 
@@ -199,8 +212,8 @@ def test_paged_attention_from_a_start_of_its_own(splits: int) -> None:
     q, pages = random(7, 6, 16), Pages.build(random, lengths, 2, 16, page=8)
     wanted = paged_attention.plain_paged_attention(q, *pages, 0.3, starts_N=starts)
     for entries in (16, 32):
-        blocks = paged_attention.AttentionBlocks(entries)
-        fast = paged_attention._triton_paged_attention(q, *pages, 0.3, splits=splits, blocks=blocks, starts_N=starts)
+        blocks = attention_blocks.AttentionBlocks(entries)
+        fast = row_attention.attend_rows(q, *pages, 0.3, splits=splits, blocks=blocks, starts_N=starts)
         torch.testing.assert_close(fast, wanted, **NEAR)
 
 
@@ -212,14 +225,41 @@ def test_paged_attention_over_a_tree(splits: int) -> None:
     q, pages = random(6, 6, 16), Pages.build(random, lengths, 2, 16, page=8)
     bits = torch.tensor([0, 1, 1 | 1 << 39, -(2**63) | 1, 1 | -1 << 33, 0b1001])
     wanted = paged_attention.plain_paged_attention(q, *pages, 0.3, bits_N=bits)
-    for entries in (16, 32):
-        blocks = paged_attention.AttentionBlocks(entries)
-        fast = paged_attention._triton_paged_attention(q, *pages, 0.3, splits=splits, blocks=blocks, bits_N=bits)
+    for entries, ahead in ((16, False), (16, True), (32, True)):
+        blocks = attention_blocks.AttentionBlocks(entries, ahead=ahead)
+        fast = row_attention.attend_rows(q, *pages, 0.3, splits=splits, blocks=blocks, bits_N=bits)
         torch.testing.assert_close(fast, wanted, **NEAR)
     starts = torch.tensor([0, 0, 1, 20, 63, 100], dtype=torch.int32)
     wanted = paged_attention.plain_paged_attention(q, *pages, 0.3, bits_N=bits, starts_N=starts)
-    fast = paged_attention._triton_paged_attention(q, *pages, 0.3, splits=splits, bits_N=bits, starts_N=starts)
+    fast = row_attention.attend_rows(q, *pages, 0.3, splits=splits, bits_N=bits, starts_N=starts)
     torch.testing.assert_close(fast, wanted, **NEAR)
+
+
+@pytest.mark.parametrize(("heads", "groups", "head_dim"), [(6, 2, 16), (3, 3, 20)])
+@pytest.mark.parametrize(("splits", "window"), [(1, None), (3, None), (1, 1), (3, 20)])
+def test_entrance_and_attention(heads: int, groups: int, head_dim: int, splits: int, window: int | None) -> None:
+    """Rows scale, turn and store what a product left, and see it beside what is in their pages."""
+    random = randoms()
+    lengths = [0, 1, 8, 9, 16, 17, 70, 33]
+    pages = Pages.build(random, lengths, groups, head_dim, page=8)
+    pages = pages._replace(k=F.pad(pages.k, (0,) * 7 + (1,)), v=F.pad(pages.v, (0,) * 7 + (1,)))  # one that nobody owns
+    at = [length - 1 for length in lengths]
+    slots = torch.tensor([int(pages.table[row, e // 8]) * 8 + e % 8 if e >= 0 else -1 for row, e in enumerate(at)])
+    x, (cos, sin) = random(8, 72), angles(random, 8, head_dim)
+    given = (x, random((heads + 2 * groups) * head_dim, 72, std=0.2), 1e-2, heads, groups, cos, sin)
+    ours, theirs = ([pages.k.clone(), pages.v.clone()] for _ in range(2))
+    rest = (pages.table, pages.lengths, 0.3, window)
+    wanted = qkv_attention.plain_norm_qkv_attend(*given, *theirs, slots, *rest)
+    for entries, ahead in ((16, False), (16, True), (32, True)):
+        blocks = attention_blocks.AttentionBlocks(entries, ahead=ahead)
+        found = qkv_attention.wide_norm_qkv_attend(*given, *ours, slots, *rest, splits, blocks=blocks)
+        torch.testing.assert_close(found, wanted, **NEAR)
+    assert not found[0].any()
+    for one, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(one[:-1], other[:-1], equal_nan=True, **NEAR)
+    slots[3], slots[6] = -1, len(pages.k) * 8
+    found = qkv_attention.wide_norm_qkv_attend(*given, *ours, slots, *rest, splits)
+    assert found.isnan().all(-1).all(-1).tolist() == [row in (3, 6) for row in range(8)]
 
 
 def test_paged_attention_over_float8() -> None:
@@ -227,7 +267,7 @@ def test_paged_attention_over_float8() -> None:
     q, pages = random(2, 4, 16), Pages.build(random, [9, 30], 2, 16, page=8)
     narrow = [t.nan_to_num().to(paged_write.FLOAT8) for t in pages[:2]]
     for splits in (1, 2):
-        fast = paged_attention._triton_paged_attention(
+        fast = row_attention.attend_rows(
             q, *narrow, *pages[2:], 0.3, splits=splits, k_scale=0.25, v_scale=3.0
         )  # fmt: skip
         wanted = paged_attention.plain_paged_attention(q, *narrow, *pages[2:], 0.3, k_scale=0.25, v_scale=3.0)
@@ -257,7 +297,7 @@ def test_a_page_that_is_not_there_gives_no_numbers(splits: int) -> None:
     q, pages = random(5, 4, 16), Pages.build(random, lengths, 2, 16, page=8)
     pages.table[0, 1], pages.table[2, 0], pages.table[3, 3] = len(pages.k), -1, 10**9
     wrong = pages._replace(lengths=torch.tensor([30, 30, 30, 30, 8 * pages.table.shape[1] + 1], dtype=torch.int32))
-    out = paged_attention._triton_paged_attention(q, *wrong, 0.3, splits=splits)
+    out = row_attention.attend_rows(q, *wrong, 0.3, splits=splits)
     assert out.isnan().all(-1).all(-1).tolist() == [True, False, True, True, True]
     assert not out[1].isnan().any()
 
@@ -290,17 +330,18 @@ def test_prefill_attention(heads: int, groups: int, head_dim: int, window: int |
     seen = (pages.k, pages.v, pages.table[sequence].contiguous(), lengths)
     q = random(len(rows), heads, head_dim)
     wanted = paged_attention.plain_paged_attention(q, *seen, 0.3, window)
-    for blocks in (paged_attention.AttentionBlocks(16, queries=32), paged_attention.AttentionBlocks(32, queries=64)):
-        fast = paged_attention.prefill_attention(q, *seen, sequence, 0.3, window, blocks=blocks)
+    for entries, queries, ahead in ((16, 32, False), (16, 32, True), (32, 64, True)):
+        blocks = attention_blocks.AttentionBlocks(entries, queries=queries, ahead=ahead)
+        fast = prefill_attention.prefill_attention(q, *seen, sequence, 0.3, window, blocks=blocks)
         torch.testing.assert_close(fast, wanted, **NEAR)
     assert not fast[lengths == 0].any()
     starts = (lengths * torch.rand(len(rows), generator=torch.Generator().manual_seed(7))).int()  # below the length
     wanted = paged_attention.plain_paged_attention(q, *seen, 0.3, starts_N=starts)
-    fast = paged_attention.prefill_attention(q, *seen, sequence, 0.3, blocks=blocks, starts_N=starts)
+    fast = prefill_attention.prefill_attention(q, *seen, sequence, 0.3, blocks=blocks, starts_N=starts)
     torch.testing.assert_close(fast, wanted, **NEAR)
     seen[2][3, 0] = len(pages.k)  # the first sequence's fourth row: rows are looked at through the first of theirs
     seen[2][0, 0] = len(pages.k)
-    fast = paged_attention.prefill_attention(q, *seen, sequence, 0.3, None, blocks=blocks)
+    fast = prefill_attention.prefill_attention(q, *seen, sequence, 0.3, None, blocks=blocks)
     assert fast[:5].isnan().all()
     assert not fast[5:].isnan().any()
 

@@ -23,11 +23,13 @@ from fathomlm.engine.grouped import GroupedDelta
 from fathomlm.engine.kv_pages import AttentionMetadata, KVPages
 from fathomlm.engine.layout import Layout
 from fathomlm.engine.sources import Sources
+from fathomlm.kernels.attention_blocks import choose_splits, workspace_size
 from fathomlm.kernels.cpu_layers import CpuLayers, StepEntries, describe
 from fathomlm.kernels.half import folded
 from fathomlm.kernels.norm import RMSNorm, add_norm
-from fathomlm.kernels.paged_attention import choose_splits, paged_attention, workspace_size
+from fathomlm.kernels.paged_attention import paged_attention
 from fathomlm.kernels.paged_write import write_entries
+from fathomlm.kernels.qkv_attention import norm_qkv_attend
 from fathomlm.kernels.rope import rope_table
 from fathomlm.kernels.row_linear import RowWeight, SplitSpace, add_linear, norm_gated, norm_linear
 from fathomlm.kernels.row_qkv import norm_qkv_rope_write
@@ -314,15 +316,17 @@ class PagedLayers:
             reads = plan.reads_kv(step)
             qkv_WM = packed.qkv_WM[: a.heads * a.head_dim] if reads else packed.qkv_WM
             groups = 0 if reads else a.kv_heads
-            eps = a.norm_eps
-            q_NHD = norm_qkv_rope_write(
-                x_NM, qkv_WM, eps, a.heads, groups, cos_ND, sin_ND, k_pages, v_pages, attention.slot_mapping_N
-            )
-            mixed_NHD = paged_attention(
-                q_NHD, k_pages, v_pages, attention.table_NP, attention.lengths_N, a.scale, a.window(step.origin),
-                scratch.splits, scratch.attention, sequence_N=attention.sequence_N, arrived=scratch.arrived,
-                bits_N=attention.bits_N,
-            )  # fmt: skip
+            eps, window = a.norm_eps, a.window(step.origin)
+            entrance = (x_NM, qkv_WM, eps, a.heads, groups, cos_ND, sin_ND, k_pages, v_pages, attention.slot_mapping_N)
+            seen = (attention.table_NP, attention.lengths_N, a.scale, window, scratch.splits, scratch.attention)
+            if attention.apart and not reads:
+                mixed_NHD = norm_qkv_attend(*entrance, *seen, scratch.arrived)
+            else:
+                q_NHD = norm_qkv_rope_write(*entrance)
+                mixed_NHD = paged_attention(
+                    q_NHD, k_pages, v_pages, *seen, sequence_N=attention.sequence_N, arrived=scratch.arrived,
+                    bits_N=attention.bits_N,
+                )  # fmt: skip
             self._add(x_NM, mixed_NHD.flatten(1), packed.o_MW, packed.after_attn_M, scratch.sums)
             inner_NI = norm_gated(x_NM, packed.both_2IM, eps)
             self._add(x_NM, inner_NI, packed.down_MI, packed.after_mlp_M, scratch.sums)

@@ -27,6 +27,14 @@ def early_launch(rows: int) -> dict[str, bool]:
     return {"EARLY": True, "launch_pdl": True}
 
 
+def launch_behind(early: bool) -> dict[str, bool]:
+    """Settings of a kernel behind a library's product: with `early` it is on its way before that has ended, and then
+    waits for it. Libraries let nobody start before their own end, so nothing crowds."""
+    if not early or torch.compiler.is_compiling() or not _starts_early():
+        return {"EARLY": False}
+    return {"EARLY": True, "launch_pdl": True}
+
+
 @functools.cache
 def _starts_early() -> bool:
     asked = os.environ.get("FATHOMLM_EARLY_LAUNCH", "1") != "0" and os.environ.get("TRITON_INTERPRET") != "1"
@@ -47,4 +55,4 @@ if triton is not None:
             gdc_wait()
 
 
-__all__ = ["early_launch", "tl", "triton"]
+__all__ = ["early_launch", "launch_behind", "tl", "triton"]

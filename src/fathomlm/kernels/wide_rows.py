@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fathomlm.kernels.paged_write import LARGEST_FLOAT8, slot_count
-from fathomlm.kernels.triton_here import tl, triton
+from fathomlm.kernels.triton_here import launch_behind, tl, triton
 
 MANY_ROWS = 65
 """Rows from which the library's product and a pass of its own are quicker than one kernel."""
@@ -24,6 +24,8 @@ FILLED = 512
 
 if triton is not None:
     from fathomlm.kernels.paged_write import narrow_entry
+    from fathomlm.kernels.row_attention import row_inverse_rms
+    from fathomlm.kernels.triton_here import wait_for_last
 
 
 def many_rows(x_NM: Tensor) -> bool:
@@ -34,20 +36,13 @@ def many_rows(x_NM: Tensor) -> bool:
 if triton is not None:
 
     @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
-    def _inverse_rms(x_ptr, at, eps, DEPTH: tl.constexpr, WIDE: tl.constexpr):  # type: ignore[no-untyped-def]
-        """1 / rms of one row. Every program of a row finds it anew: the row is in the cache, and a kernel of its own would
-        cost more."""
-        column = tl.arange(0, WIDE)
-        x = tl.load(x_ptr + at + column, mask=column < DEPTH, other=0.0).to(tl.float32)
-        return tl.rsqrt(tl.sum(x * x, 0) / DEPTH + eps)
-
-    @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
     def _gate_rows_kernel(  # type: ignore[no-untyped-def]
         x_ptr, x_stride, product_ptr, out_ptr, out_stride, width, eps,
-        DEPTH: tl.constexpr, WIDE: tl.constexpr, COLUMNS: tl.constexpr,
+        DEPTH: tl.constexpr, WIDE: tl.constexpr, COLUMNS: tl.constexpr, EARLY: tl.constexpr,
     ):  # fmt: skip
+        wait_for_last(EARLY)
         row = tl.program_id(0).to(tl.int64)
-        scale = _inverse_rms(x_ptr, row * x_stride, eps, DEPTH, WIDE)
+        scale = row_inverse_rms(x_ptr, row * x_stride, eps, DEPTH, WIDE)
         for first in range(tl.program_id(1) * COLUMNS, width, tl.num_programs(1) * COLUMNS):
             column = first + tl.arange(0, COLUMNS)
             here = column < width
@@ -66,7 +61,7 @@ if triton is not None:
     ):  # fmt: skip
         """HEADS heads of one row: scaled, turned unless they are values, and put where they belong."""
         row = tl.program_id(0).to(tl.int64)
-        scale = _inverse_rms(x_ptr, row * x_stride, eps, DEPTH, WIDE)
+        scale = row_inverse_rms(x_ptr, row * x_stride, eps, DEPTH, WIDE)
         head, pair = (tl.program_id(1) * HEADS + tl.arange(0, HEADS))[:, None], tl.arange(0, PAIRS)[None, :]
         there = pair < HALF
         cos_at, sin_at = cos_ptr + row * cos_stride + pair, sin_ptr + row * sin_stride + pair
@@ -103,13 +98,19 @@ if triton is not None:
             product_NW = torch.mm(x_NM, weight_WM.T, out_dtype=out_dtype)
         return product_NW if out is None or out is product_NW else out.copy_(product_NW)
 
-    def wide_norm_gated(x_NM: Tensor, both_2IM: Tensor, eps: float, out: Tensor | None) -> Tensor:
-        (N, M), width = x_NM.shape, both_2IM.shape[0] // 2
+    def wide_norm_gated(x_NM: Tensor, both_2IM: Tensor, eps: float, out: Tensor | None, early: bool = False) -> Tensor:
+        return gate_rows(torch.mm(x_NM, both_2IM.T), x_NM, eps, out, early=early)
+
+    def gate_rows(
+        product_N2I: Tensor, x_NM: Tensor, eps: float, out: Tensor | None, block: int = BLOCK, warps: int = 4,
+        early: bool = False,
+    ) -> Tensor:  # fmt: skip
+        """What gate and up make of each other, from what the product has left."""
+        (N, M), width = x_NM.shape, product_N2I.shape[1] // 2
         out = x_NM.new_empty(N, width) if out is None else out
-        product_N2I = torch.mm(x_NM, both_2IM.T)
-        _gate_rows_kernel[N, triton.cdiv(width, BLOCK) if N < FILLED else 1](
+        _gate_rows_kernel[N, triton.cdiv(width, block) if N < FILLED else 1](
             x_NM, x_NM.stride(0), product_N2I, out, out.stride(0), width, eps, DEPTH=M, WIDE=triton.next_power_of_2(M),
-            COLUMNS=BLOCK, num_warps=4,
+            COLUMNS=block, num_warps=warps, **launch_behind(early),
         )  # fmt: skip
         return out
 
@@ -127,13 +128,22 @@ if triton is not None:
         x_NM: Tensor, qkv_WM: Tensor, eps: float, heads: int, groups: int, cos_ND: Tensor, sin_ND: Tensor,
         k_pages: Tensor, v_pages: Tensor, slots_N: Tensor, k_scale: float, v_scale: float, out: Tensor | None,
     ) -> Tensor:  # fmt: skip
+        product_NWD = torch.mm(x_NM, qkv_WM.T).view(len(x_NM), heads + 2 * groups, cos_ND.shape[1])
+        return turn_rows(
+            product_NWD, x_NM, eps, heads, groups, cos_ND, sin_ND, k_pages, v_pages, slots_N, k_scale, v_scale, out
+        )
+
+    def turn_rows(
+        product_NWD: Tensor, x_NM: Tensor, eps: float, heads: int, groups: int, cos_ND: Tensor, sin_ND: Tensor,
+        k_pages: Tensor, v_pages: Tensor, slots_N: Tensor, k_scale: float, v_scale: float, out: Tensor | None,
+    ) -> Tensor:  # fmt: skip
+        """Queries, and entries where they belong, from what the product has left."""
         (N, M), D = x_NM.shape, cos_ND.shape[-1]
         out = x_NM.new_empty(N, heads, D) if out is None else out
         assert all(t.is_contiguous() for t in (out, k_pages, v_pages, slots_N))
-        product_NW = torch.mm(x_NM, qkv_WM.T)
         together = min(HEADS, triton.next_power_of_2(heads + 2 * groups))
         _turn_rows_kernel[N, triton.cdiv(heads + 2 * groups, together)](
-            x_NM, x_NM.stride(0), product_NW, cos_ND, cos_ND.stride(0), sin_ND, sin_ND.stride(0), out, k_pages, v_pages,
+            x_NM, x_NM.stride(0), product_NWD, cos_ND, cos_ND.stride(0), sin_ND, sin_ND.stride(0), out, k_pages, v_pages,
             slots_N, slot_count(k_pages), eps, k_scale, v_scale, heads, groups, DEPTH=M, WIDE=triton.next_power_of_2(M),
             HALF=D // 2, PAIRS=triton.next_power_of_2(D // 2), HEADS=together, LARGEST=LARGEST_FLOAT8, num_warps=4,
         )  # fmt: skip

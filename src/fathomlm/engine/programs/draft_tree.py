@@ -29,7 +29,7 @@ from fathomlm.engine.programs.draft_layer import DraftLayerProgram, metadata_of
 from fathomlm.engine.sampler import Sampled
 from fathomlm.errors import OptionError
 from fathomlm.kernels.best_token import best_and_gap
-from fathomlm.kernels.paged_attention import BITS
+from fathomlm.kernels.row_attention import BITS
 
 
 class DraftTreeProgram(DraftLayerProgram):

@@ -21,8 +21,9 @@ from torch import Tensor
 from fathomlm.depth import Architecture
 from fathomlm.engine.options import PAGE
 from fathomlm.errors import UnsupportedModel
+from fathomlm.kernels.attention_blocks import choose_splits, workspace_size
 from fathomlm.kernels.grouped_lora import add_grouped_lora
-from fathomlm.kernels.paged_attention import choose_splits, paged_attention, workspace_size
+from fathomlm.kernels.paged_attention import paged_attention
 from fathomlm.kernels.row_linear import SplitSpace, add_linear, norm_gated, norm_linear
 from fathomlm.kernels.row_qkv import norm_qkv_rope_write
 from fathomlm.kernels.triton_here import triton

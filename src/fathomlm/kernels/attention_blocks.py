@@ -1,0 +1,57 @@
+"""How attention over pages is cut into programs: the one place to change its launch settings.
+
+Pure functions of shapes, as in `row_blocks`. `benchmarks/attention_settings.py` compares the choices with others.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from fathomlm.kernels.row_blocks import SMS
+from fathomlm.kernels.triton_here import triton
+
+MAX_SPLITS, LEAST_ENTRIES = 32, 128
+"""The most programs that share a row's entries, and the fewest entries worth a program."""
+MANY_PROGRAMS = 8
+"""Programs to a multiprocessor from which smaller ones are quicker."""
+
+
+class AttentionBlocks(NamedTuple):
+    entries: int
+    """Entries of a row that a program takes at a time."""
+    warps: int = 4
+    stages: int = 3
+    queries: int = 128
+    """Queries that share a program where a prompt is read: heads of a group times rows."""
+    ahead: bool = False
+    """Whether the numbers of the next tile's pages are loaded before this one's entries are looked at."""
+
+
+def attention_blocks(head_dim: int, size: int, programs: int = 0) -> AttentionBlocks:
+    """Keys and values of a tile take about 32 KB: three tiles on their way leave room for two programs on a
+    multiprocessor. Where programs are many, smaller ones are quicker, more of which run at once. In float32, where no tensor
+    core helps, tiles are small enough for registers."""
+    if size >= 4:
+        return AttentionBlocks(16, warps=8 if head_dim > 64 else 4, stages=2)
+    if head_dim <= 64 and programs >= MANY_PROGRAMS * SMS:
+        return AttentionBlocks(32, warps=2, stages=4)
+    return AttentionBlocks(max(16, min(128, 8192 // triton.next_power_of_2(head_dim))))
+
+
+def prefill_blocks(head_dim: int) -> AttentionBlocks:
+    """Where prompts are read."""
+    return AttentionBlocks(64, warps=8 if head_dim > 64 else 4, queries=128)
+
+
+def choose_splits(rows: int, groups: int, longest: int, sms: int = SMS) -> int:
+    """Programs to a row's entries: enough that rows and groups together give every multiprocessor a program, or two where
+    rows may be long, but none with fewer than `LEAST_ENTRIES` of the `longest` row. Another kernel must combine what they
+    find, which short rows are not worth."""
+    each = 2 if longest > 8 * LEAST_ENTRIES else 1
+    wanted = -(-each * sms // max(rows * groups, 1))
+    return max(1, min(wanted, longest // LEAST_ENTRIES, MAX_SPLITS))
+
+
+def workspace_size(rows: int, heads: int, head_dim: int, splits: int) -> int:
+    """Float32 numbers that `splits` programs of every row leave for the last of them."""
+    return rows * heads * splits * (head_dim + 2) if splits > 1 else 0
