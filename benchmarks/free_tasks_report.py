@@ -408,6 +408,24 @@ def kept_record(results: dict[str, TaskResults], where: Record) -> Record:
     return record
 
 
+def earlier(before: Record, results: dict[str, TaskResults]) -> tuple[Record, list[str]]:
+    """The tasks of another record that were not measured again: that record's part, and a table of what it has."""
+    from fathomlm.lab.tables import markdown
+
+    record, lines = {}, []
+    for name in (name for name in before if name in TASKS and name not in results):
+        where = before[name].get("environment", before["environment"])
+        record[name] = {"environment": where} | before[name]
+        rows = [["decoding", TASKS[name].metric, "ms a token", "per text", "left early"]]
+        for label, found in before[name].items():
+            if isinstance(found, dict) and "speedup" in found:
+                times = [f"{found['ms_per_token']:.3f}", f"{found['speedup']:.2f}"]
+                rows.append([label, f"{found['score']:.2f}", *times, f"{found['exit_rate']:.1%}"])
+        if len(rows) > 1:
+            lines += ["", f"## {name}, not measured again", "", f"{where['device']}, {where['date']}.", "", *markdown(rows)]
+    return record, lines
+
+
 def picture(results: dict[str, TaskResults], where: Record, out: Path) -> None:
     """Left of each task: quality over the threshold of each variant; right: quality over the layer that all leave after."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -455,13 +473,16 @@ def main() -> None:
     parser.add_argument("data", type=Path)
     parser.add_argument("out", type=Path)
     parser.add_argument("lines", type=Path, nargs="+")
+    parser.add_argument("--before", type=Path, help="a record whose other tasks are kept")
     args = parser.parse_args()
     results, where = read_results(args.data, args.lines)
-    record = kept_record(results, where)
+    before = {} if args.before is None else json.loads(args.before.read_text(encoding="utf-8"))
+    others, tables = earlier(before, results)
+    record, text = kept_record(results, where) | others, page(results, where) + "".join(f"{line}\n" for line in tables)
     args.out.with_suffix(".json").write_text(json.dumps(record, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
-    args.out.with_suffix(".md").write_text(page(results, where), encoding="utf-8")
+    args.out.with_suffix(".md").write_text(text, encoding="utf-8")
     picture(results, where, args.out.with_suffix(".png"))
-    print(page(results, where))
+    print(text)
 
 
 if __name__ == "__main__":
