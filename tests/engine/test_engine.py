@@ -229,6 +229,18 @@ def test_a_prompt_runs_no_step_behind_the_last_that_stores_entries(
     assert sum(prompt_steps) == layer_tokens
 
 
+def test_no_more_steps_are_started_than_any_sequence_lacks_tokens() -> None:
+    model = build("vanilla")
+    engine = Engine(model, **(SMALL | {"batch_size": 6, "burst": 4, "lag": 1}))
+    results = engine.generate(many(model)[:3], max_new_tokens=1)
+    assert [result.tokens for result in results] == [tokens[:1] for tokens in tokens_of(model)[:3]]
+    few = engine.totals.decode_steps
+    assert few <= 6, "one for each burst, of which there are as many as prefill has chunks, and one more"
+    engine.generate(many(model)[:3], max_new_tokens=NEW)
+    assert (engine.totals.decode_steps - few) % 4 == 2, "the last burst has what is left of six"
+    _nothing_is_left(engine)
+
+
 def test_few_sequences_run_in_few_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever slots they are in; and log probabilities of steps of different sizes stay with their tokens."""
     model = build("vanilla")

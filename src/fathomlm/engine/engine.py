@@ -110,6 +110,8 @@ class Engine:
         full = plan.unrolled_layers if self._kind == "exits" or self.runner.exits else 0
         self._records = SlotRecords(self.runner.layout, sizes.max_sequences, sizes.max_length, plan.recursions, full)
         self._in_flight: deque[int] = deque()
+        self._bursts: deque[int] = deque(maxlen=sizes.lag)
+        """Decode steps of the last bursts: those that the device may be ahead."""
         self._held: list[tuple[Sequence, int]] = []
         """Sequences that wait to be told what may come next, and their epochs."""
         self._next_id = 0
@@ -224,7 +226,7 @@ class Engine:
         placed = self.scheduler.placed
         alone = bool(placed) and all(sequence.matcher is not None for sequence in placed)
         burst = 1 if alone else self.runner.sizes.burst
-        behind = 0 if alone else self.runner.sizes.lag * burst
+        behind = 0 if alone else sum(self._bursts)
         self._collect_first(len(self._in_flight) - behind)
         if not self._sequences:
             self._collect_first(len(self._in_flight))
@@ -242,6 +244,9 @@ class Engine:
                 self._collect_first(len(self._in_flight))
                 self._run_passes(self._chooses)
                 return
+            if self._kind == "whole":  # each step has a token of every sequence: none needs more steps than it lacks tokens
+                burst = min(burst, max(1, self._records.most_left()))
+            self._bursts.append(burst)
             for _ in range(burst):
                 self._in_flight.append(self.runner.launch(drafts, self.scheduler.occupied))
                 self.totals.decode_steps += 1
@@ -283,7 +288,9 @@ class Engine:
             slot, sequence = placement.slot, placement.sequence
             in_slot[slot] = sequence
             self._next_pass = (0, 1)
-            records.place(slot, placement.epoch, len(sequence.tokens), placement.entries, sequence.watched)
+            records.place(
+                slot, placement.epoch, len(sequence.tokens), placement.entries, sequence.watched, sequence.max_new_tokens
+            )
         if scheduled.capacity:
             most = (self._at(slot).most_entries for slot, _ in scheduled.capacity)
             records.grant(scheduled.capacity, most, self.scheduler.lookahead)

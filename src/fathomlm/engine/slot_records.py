@@ -63,6 +63,8 @@ class SlotRecords:
         self.epoch_S = np.full(many, NOBODY, np.int64)
         self.known_S = np.zeros(many, np.int64)
         """Tokens of the completion that have arrived."""
+        self.most_S = np.zeros(many, np.int64)
+        """The most tokens that the completion will have."""
         self.flags_S = np.zeros(many, np.int64)
         """Of the token that ended the sequence; 0 while it goes on."""
         self.first_S = np.full(many, np.nan)
@@ -83,15 +85,21 @@ class SlotRecords:
         deeper = layout.kind == "routed" and tables > 1
         self._added_TD = np.array([layout.added(depth) for depth in range(recursions + 1)]).T if deeper else None
 
-    def place(self, slot: int, epoch: int, known: int, entries: Sequence[int], watched: bool) -> None:
-        """A sequence comes into a slot with so many tokens of its completion."""
-        self.epoch_S[slot], self.known_S[slot], self.flags_S[slot] = epoch, known, 0
+    def place(
+        self, slot: int, epoch: int, known: int, entries: Sequence[int], watched: bool, most: int = NEVER
+    ) -> None:  # fmt: skip
+        """A sequence comes into a slot with so many tokens of its completion, which will have `most`."""
+        self.epoch_S[slot], self.known_S[slot], self.flags_S[slot], self.most_S[slot] = epoch, known, 0, most
         self.first_S[slot] = self.last_S[slot] = np.nan
         self.entries_TS[:, slot], self.alarm_TS[:, slot], self.watched_S[slot] = entries, NEVER, watched
 
     def clear(self, slot: int) -> None:
         """What still arrives of a slot's sequence is not wanted."""
         self.epoch_S[slot], self.watched_S[slot] = NOBODY, False
+
+    def most_left(self) -> int:
+        """The most tokens that any sequence still lacks, as far as they have arrived."""
+        return int(np.where(self.epoch_S == NOBODY, 0, self.most_S - self.known_S).max())
 
     def grant(self, rooms: Mapping[tuple[int, int], int], most: Iterable[int], lookahead: int) -> None:
         """By slot and table, how many entries there are pages for, and for each of them the most that there will ever be."""
