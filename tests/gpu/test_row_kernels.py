@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fathomlm.kernels import attention_blocks, grouped_lora, paged_attention, paged_write, row_linear, row_qkv
+from fathomlm.kernels import attention_blocks, grouped_lora, paged_attention, paged_write, qkv_attention, row_linear, row_qkv
 from fathomlm.kernels.row_blocks import Blocks
 from kernels.row_cases import NEAR, Pages, angles, near, near_many, some_slots
 
@@ -271,6 +271,30 @@ def test_nothing_outside_the_pages_is_written() -> None:
         for pool in pools:
             written = pool.flatten(0, 1).any(-1).any(-1).nonzero()[:, 0]
             assert written.tolist() == [8 * PAGE + 3, 16 * PAGE - 1]
+
+
+@pytest.mark.parametrize("kind", [torch.bfloat16, paged_write.FLOAT8])
+@pytest.mark.parametrize("heads", HEADS[:5])
+@pytest.mark.parametrize(("splits", "window"), [(1, None), (4, None), (1, 33)])
+def test_entrance_and_attention(heads: tuple[int, int, int], splits: int, window: int | None, kind: torch.dtype) -> None:
+    """One kernel behind the product does what two do, one of which only turns and stores."""
+    (H, G, D), rows, dtype = heads, 200, torch.bfloat16
+    pages = Pages.build(lambda *s: random(*s, dtype=dtype), some_lengths(rows), G, D, PAGE)
+    at = [
+        (int(pages.table[row, (n - 1) // PAGE]) * PAGE + (n - 1) % PAGE if n else -1) for row, n in enumerate(pages.lengths)
+    ]
+    slots, (cos, sin) = torch.tensor(at, device=CUDA), angles(random, rows, D)
+    given = (random(rows, 960, dtype=dtype), weight((H + 2 * G) * D, 960, dtype), EPS, H, G, cos, sin)
+    ours, theirs = ([t.nan_to_num().to(kind) for t in pages[:2]] for _ in range(2))
+    seen, scales = (pages.table, pages.lengths, D**-0.5, window, splits), (1.5, 0.3) if kind != dtype else (1.0, 1.0)
+    fast = qkv_attention.norm_qkv_attend(*given, *ours, slots, *seen, k_scale=scales[0], v_scale=scales[1])
+    q = row_qkv.norm_qkv_rope_write(*given, *theirs, slots, *scales)
+    slow = paged_attention.paged_attention(q, *theirs, *seen, k_scale=scales[0], v_scale=scales[1])
+    near(fast, slow, dtype, atol=8 * NEAR[dtype], roundings=2)
+    for one, other in zip(ours, theirs, strict=True):
+        one, other = one.float(), other.float()
+        torch.testing.assert_close(one, other, rtol=2**-7 if kind == dtype else 2**-3, atol=2**-9)
+        assert (one == other).float().mean() > 0.99
 
 
 @pytest.mark.parametrize("splits", [1, 4])

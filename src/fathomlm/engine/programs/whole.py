@@ -95,5 +95,6 @@ def begin(
     ranks_N = entries_ST[rows_N, 0]
     live_N = (stage == ENTER) & (ranks_N < capacity_ST[rows_N, 0])
     seen = attention_for(tables_STP, rows_N, torch.zeros_like(rows_N), ranks_N, live_N, page_size)
-    entries_ST[:, 0].index_add_(0, rows_N, live_N.long())
+    # Nothing is added up, for which a compiler would call a library: rows of the spare slot all store the same number.
+    entries_ST.index_put_((rows_N, torch.zeros_like(rows_N)), ranks_N + live_N.long())
     return token, torch.where(live_N, position, 0), live_N, seen.slot_mapping_N, seen.table_NP, seen.lengths_N
