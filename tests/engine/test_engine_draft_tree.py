@@ -20,7 +20,7 @@ from fathomlm.engine.session import reference_only
 from fathomlm.errors import OptionError, UnsupportedModel
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-NAMES = ("draft", "draft-lora", "draft-shared-kv")
+NAMES = ("draft", "draft-lora", "draft-shared-kv", "draft-gemma3")
 
 
 def speculative(*tree: int, threshold: float | None = None) -> Exiting:
@@ -50,7 +50,7 @@ def test_every_token_is_the_full_models(name: str) -> None:
 
 @pytest.mark.parametrize(("name", "tree", "threshold"), [
     ("draft", (3, 2, 1), 0.0), ("draft", (2, 2, 2), 0.03), ("draft", (1, 1, 1), 0.0), ("draft-lora", (4, 2), 0.0),
-    ("draft-shared-kv", (3, 2), 0.0),
+    ("draft-shared-kv", (3, 2), 0.0), ("draft-gemma3", (3, 2), 0.0), ("draft-gemma3", (2, 2), 0.03),
 ])  # fmt: skip
 def test_drafts_are_the_slow_twins(name: str, tree: tuple[int, ...], threshold: float) -> None:
     """Which tokens were drafted and kept, and how sure the layer was; prompts come in chunks."""
@@ -109,7 +109,8 @@ def test_an_exit_vocabulary() -> None:
         Engine(made, exiting=speculative(3, 2), **ROOMY)
 
 
-def test_windows_are_for_the_reference() -> None:
-    with pytest.raises(UnsupportedModel, match="draft_tree with attention windows"):
-        Engine(build("draft-gemma3"), exiting=speculative(2, 1), **ROOMY)
-    assert "attention windows" in str(reference_only(build("draft-gemma3"), None, speculative(2, 1)))
+def test_windows_inside_a_tree_are_for_the_reference() -> None:
+    with pytest.raises(UnsupportedModel, match="more positions than draft_tree has levels, got 3 for 3"):
+        Engine(build("draft-gemma3"), exiting=speculative(2, 1, 1), **ROOMY)
+    assert "attention windows" in str(reference_only(build("draft-gemma3"), None, speculative(2, 1, 1)))
+    assert reference_only(build("draft-gemma3"), None, speculative(2, 1)) is None

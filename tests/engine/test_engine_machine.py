@@ -51,11 +51,14 @@ PLANS = {
     "exits, looped, encoder": DepthPlan.build("cycle", 3, 3).with_exits([0, 1]),
     "drafts, encoder": DepthPlan.vanilla(2),
     "drafts, a tree": DepthPlan.vanilla(2).with_exits((), draft=True),
+    "routed, windows": DepthPlan.build("middle-cycle", 3, 5).with_routing(build_routing("expert", 3)).with_kv("cache"),
+    "routed, shared, windows": DepthPlan.build("cycle", 2, 2).with_routing(build_routing("token", 2)).with_kv("share"),
+    "drafts, a tree, windows": DepthPlan.vanilla(2).with_exits((), draft=True),
 }
 """The kinds of program; new ones at the end, since their order decides what `test_crowds` plays. The routed ones have four
 tables, or one; in the looped ones rows in front of the exits and behind them share passes. With an encoder the prompt is its
 source. What is drafted and verified is what the whole model says, drawn tokens too."""
-TOGETHER = ("whole", "whole, encoder", "drafts, a layer behind", "drafts, a tree")
+TOGETHER = ("whole", "whole, encoder", "drafts, a layer behind", "drafts, a tree", "drafts, a tree, windows")
 """Kinds in which a slot has its rows in every pass."""
 SAMPLED = {"temperature": 0.9, "top_p": 0.95, "repetition_penalty": 1.3}
 
@@ -76,7 +79,8 @@ def model(kind: str) -> FathomModel:
         return encoder
     shape: dict[str, Any] = {"hidden": 16, "intermediate": 16, "heads": 2, "kv_heads": 1, "head_dim": 8, "vocab": VOCAB}
     layers = PLANS[kind].unrolled_layers
-    architecture = Architecture(family="llama", layers=layers, context=64, tied_embeddings=False, **shape)
+    windows = (3, 4, 7, 5, None)[:layers] if kind.endswith("windows") else ()
+    architecture = Architecture(family="llama", layers=layers, context=64, tied_embeddings=False, windows=windows, **shape)
     made = model_of(PLANS[kind], architecture=architecture, seed=5)
     made.config.eos_token_id = 3
     return made
@@ -91,7 +95,7 @@ def leaving(kind: str, threshold: float | None = None) -> Exiting | None:
     mode: Any = copying.get(kind, "parallel" if kind.startswith("exits") else "speculative")
     layers = (1, 2) if kind.startswith("exits,") else (1,)
     if PLANS[kind].draft:
-        drafts: dict[str, Any] = {"draft_tree": (3, 2)} if kind == "drafts, a tree" else {"max_stack": 4}
+        drafts: dict[str, Any] = {"draft_tree": (3, 2)} if "a tree" in kind else {"max_stack": 4}
         return Exiting(mode=mode, threshold=0.05 if threshold is None else threshold, **drafts)
     if threshold is not None:
         stack = {} if kind in copying else {"max_stack": 3}

@@ -76,7 +76,7 @@ def test_hybrid_entries_have_no_exits() -> None:
 
 
 def pool_of_pages() -> KVPages:
-    layout: Any = SimpleNamespace(planes=(PLANES,))
+    layout: Any = SimpleNamespace(planes=(PLANES,), positioned=())
     return KVPages(LLAMA, layout, (PAGES,), SIZE, torch.device("cpu"), torch.float32)
 
 

@@ -12,6 +12,7 @@ from decode.exit_models import build, exiting, mixing_threshold
 from engine.test_engine import NEW, many
 from engine.test_engine_exits import model as gated
 from engine.test_engine_exits import threshold
+from engine.test_engine_windows import ALIKE, BOTH
 from fathomlm.decode.exiting import Exiting
 from fathomlm.decode.full import generate
 from fathomlm.decode.sampling import Sampling
@@ -22,7 +23,7 @@ from fathomlm.engine.sampler import Mode, SamplerState, sample
 from fathomlm.kernels.paged_write import FLOAT8
 from fathomlm.lab.bench.models import random_model
 from fathomlm.model.hub import FathomForCausalLM
-from model.route.small import model_of, routed
+from model.route.small import WINDOWS, model_of, routed
 
 pytestmark = [
     pytest.mark.gpu,
@@ -51,6 +52,11 @@ CASES: dict[str, Any] = {
     "routed, shared": (lambda: model_of(routed("expert", "share")), None),
     "routed, hybrid": (lambda: model_of(routed("expert", "hybrid")), None),
     "token": (lambda: model_of(routed("token")), None),
+    "routed, windows": (lambda: model_of(routed(), architecture=WINDOWS), None),
+    "routed, windows alike": (lambda: model_of(routed("expert", "cache", "cycle"), architecture=ALIKE), None),
+    "routed, windows, shared": (lambda: model_of(routed("expert", "share", "cycle"), architecture=WINDOWS), None),
+    "routed, windows, hybrid": (lambda: model_of(routed("token", "hybrid"), architecture=WINDOWS), None),
+    "routed, windows, some layers still": (lambda: model_of(routed(), architecture=BOTH), None),
     "exits, two passes": (
         lambda: build("vanilla"), lambda: exiting("vanilla", "parallel", threshold=mixing_threshold("vanilla"), max_stack=4)
     ),
@@ -84,6 +90,7 @@ CASES: dict[str, Any] = {
     ),
     "draft layer": (lambda: build("draft"), lambda: exiting("draft", "speculative", threshold=0.0, max_stack=4)),
     "draft layer, a tree": (lambda: build("draft"), lambda: Exiting(mode="speculative", draft_tree=(3, 2, 1))),
+    "draft layer, a tree, windows": (lambda: build("draft-gemma3"), lambda: Exiting(mode="speculative", draft_tree=(3, 2))),
     "drafts, one pass": (lambda: build("lora"), lambda: exiting("lora", "speculative", threshold=0.0, max_stack=4)),
 }  # fmt: skip
 

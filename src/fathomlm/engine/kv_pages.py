@@ -7,7 +7,7 @@ slot.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -19,6 +19,9 @@ from fathomlm.engine.options import KvDtype
 from fathomlm.engine.schedule import PageCopy
 from fathomlm.kernels.gathered_attention import GatheredPages
 from fathomlm.kernels.paged_write import FLOAT8, copy_entries, copy_page, write_entries
+
+Windows = tuple[int | None, ...]
+"""Of a layer, by the recursion that a row is at; one where all of them have it. None sees everything."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +47,9 @@ class AttentionMetadata:
     """The slot of each row, for models with an encoder."""
     bits_N: Tensor | None = field(default=None, kw_only=True)
     """Which of its last 64 entries a row sees, its own in the lowest bit, where rows are a tree; None: all."""
+    starts: Mapping[Windows, Tensor] = field(default_factory=dict, kw_only=True)
+    """The first entry that each row sees at layers with these windows, where it is not as many entries back
+    (`row_positions`)."""
     source: AttentionMetadata | None = field(default=None, kw_only=True)
     """What rows look at of what an encoder made."""
     gathered: GatheredPages | None = field(default=None, kw_only=True)
@@ -114,6 +120,11 @@ class KVPages:
             tuple(torch.zeros(planes, pages + prefix + 1, *shape, device=device, dtype=dtype) for _ in range(2))
             for planes, pages in zip(layout.planes, pool_pages, strict=True)
         ]
+        self.positions = {
+            pool: torch.zeros(pool_pages[pool] + prefix + 1, page_size, device=device, dtype=torch.int32)
+            for pool in layout.positioned
+        }
+        """By pool, where the entries' positions are kept: those of a page beside it (`kernels.entry_positions`)."""
         self._views: dict[tuple[int, int, int], tuple[Tensor, Tensor]] = {}
 
     def at(self, pool: int, plane: int, planes: int = 1) -> tuple[Tensor, Tensor]:
@@ -165,6 +176,8 @@ class KVPages:
         assert order.target in handed_out, f"page {order.target} of {len(handed_out)} is copied to"
         for pages in self._pools[order.pool]:
             copy_page(pages, order.source, order.target)
+        if (positions := self.positions.get(order.pool)) is not None:
+            positions[order.target].copy_(positions[order.source])
 
     def repeat(self, pool: int, planes_RL: Tensor, slots_N: Tensor, recursion_N: Tensor) -> None:
         """Entries that a row's last recursion made, once more for each later one (`copy_entries`)."""
@@ -181,7 +194,8 @@ class KVPages:
     @property
     def bytes(self) -> int:
         """The spare pages left out."""
-        return sum(t[:, :-1].numel() * t.element_size() for pair in self._pools for t in pair)
+        beside = sum(t[:-1].numel() * t.element_size() for t in self.positions.values())
+        return beside + sum(t[:, :-1].numel() * t.element_size() for pair in self._pools for t in pair)
 
 
 def entry_dtype(kv_dtype: KvDtype, weights: torch.dtype) -> torch.dtype:
@@ -190,6 +204,14 @@ def entry_dtype(kv_dtype: KvDtype, weights: torch.dtype) -> torch.dtype:
     return FLOAT8 if kv_dtype == "fp8" else weights
 
 
+def pool_page_bytes(architecture: Architecture, layout: Layout, page_size: int, dtype: torch.dtype) -> list[int]:
+    """What one page of each pool takes, with the positions of its entries where they are kept."""
+    return [
+        page_bytes(architecture, planes, page_size, dtype) + (pool in layout.positioned) * page_size * torch.int32.itemsize
+        for pool, planes in enumerate(layout.planes)
+    ]
+
+
 def page_bytes(architecture: Architecture, planes: int, page_size: int, dtype: torch.dtype) -> int:
-    """What one page of a pool takes."""
+    """What the entries of one page take."""
     return 2 * planes * page_size * architecture.kv_heads * architecture.head_dim * dtype.itemsize

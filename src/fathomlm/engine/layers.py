@@ -12,7 +12,7 @@ Shapes: N rows, M hidden width, D head width, H query heads, P positions.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 import torch.nn.functional as F
@@ -20,8 +20,9 @@ from torch import Tensor
 
 from fathomlm.depth import Step
 from fathomlm.engine.grouped import GroupedDelta
-from fathomlm.engine.kv_pages import AttentionMetadata, KVPages
+from fathomlm.engine.kv_pages import AttentionMetadata, KVPages, Windows
 from fathomlm.engine.layout import Layout
+from fathomlm.engine.row_positions import RowPositions, Turns
 from fathomlm.engine.sources import Sources
 from fathomlm.kernels.attention_blocks import choose_splits, workspace_size
 from fathomlm.kernels.cpu_layers import CpuLayers, StepEntries, describe
@@ -30,7 +31,6 @@ from fathomlm.kernels.norm import RMSNorm, add_norm
 from fathomlm.kernels.paged_attention import paged_attention
 from fathomlm.kernels.paged_write import write_entries
 from fathomlm.kernels.qkv_attention import norm_qkv_attend
-from fathomlm.kernels.rope import rope_table
 from fathomlm.kernels.row_linear import RowWeight, SplitSpace, add_linear, norm_gated, norm_linear
 from fathomlm.kernels.row_qkv import norm_qkv_rope_write
 from fathomlm.kernels.wide_rows import MANY_ROWS
@@ -82,13 +82,8 @@ class PagedLayers:
         """Rows of one pass then run the same steps: weights are a step's, not a layer's."""
         integers = pages.dtype == torch.float32 and decoder.inject is None
         self._quantized = decoder.cpu_layers if fuse is not False and integers else None
-        self._described: dict[tuple[int, ...], Tensor] = {}
-        positions_1P = torch.arange(max_length, device=self.device)[None]
-        self._tables = {
-            local: tuple(table[0, 0] for table in rope_table(rope, self.architecture.rotary_dim, positions_1P, self.dtype))
-            for local, rope in ((False, self.architecture.rope), (True, self.architecture.local_rope))
-            if rope is not None
-        }
+        self._described: dict[tuple[object, ...], Tensor] = {}
+        self._places = RowPositions(decoder, layout, pages, max_length)
         self._bias_DH = None if decoder.relative is None else decoder.relative.by_distance().detach()
         self._norm = torch.compile(decoder.norm.forward, dynamic=False) if compiled else decoder.norm
         self._norm_some = torch.compile(self._norm_some_plain, dynamic=False) if compiled else self._norm_some_plain
@@ -160,8 +155,8 @@ class PagedLayers:
         self, x_NM: Tensor, steps: Sequence[Step], attention: AttentionMetadata, positions_N: Tensor,
         recursion_N: Tensor | None, spend: bool,
     ) -> Tensor:  # fmt: skip
-        own = any(step.part == "exit" for step in steps)  # an exit's own layer keeps its floats
-        if self._quantized is not None and not own and attention.bits_N is None and self._quantized.takes(x_NM):
+        attention = self._places.place(steps, attention, positions_N, recursion_N)
+        if self._quantized is not None and self._integral(steps, attention, recursion_N) and self._quantized.takes(x_NM):
             return self._integers(
                 self._quantized, x_NM if spend else x_NM.clone(), steps, attention, positions_N, recursion_N
             )
@@ -199,12 +194,12 @@ class PagedLayers:
     def keep(self, x_NM: Tensor, steps: Sequence[Step], attention: AttentionMetadata, positions_N: Tensor) -> None:
         """Store what steps would make of the stream as keys and values; nothing else of them runs (state copying)."""
         self._check(steps, attention)
-        entered, angles = False, self._angles(None, positions_N)
+        entered, angles = False, self._places.angles(("all",), positions_N, None)
         for step in steps:
             if not entered and self._norms_between(step) and step.recursion:
                 x_NM, entered = self._norm(x_NM), True
             if self.fused:
-                self._keep_fused(x_NM, step, attention, *angles)
+                self._keep_fused(x_NM, step, attention, positions_N, angles)
                 continue
             layer, context = self.decoder.layer_of(step), self._context(step, attention, positions_N, None)
             assert isinstance(layer, Block)
@@ -269,10 +264,8 @@ class PagedLayers:
         self, step: Step, attention: AttentionMetadata, positions_N: Tensor, recursion_N: Tensor | None
     ) -> StepContext:
         decoder, plan = self.decoder, self.decoder.plan
-        window = self.architecture.window(step.origin)
-        cos, sin = self._turns(window, attention, positions_N)
-        if not self.architecture.rotates(step.origin):
-            cos, sin = torch.ones_like(cos), torch.zeros_like(sin)
+        windows = self._places.windows(step, recursion_N)
+        cos, sin = self._turns(step, attention, positions_N, recursion_N)
         mixed = recursion_N is not None and plan.is_shared(step)
         key = (step.layer, None) if mixed else (step.layer, step.index)
         if key not in self._grouped:
@@ -283,11 +276,11 @@ class PagedLayers:
             assert recursion_N is not None
             delta = delta.at(step.recursion + recursion_N)
         pages = _StepPages(
-            *self.pages.at(*self.layout.home(step), attention.planes), attention, window, reads=plan.reads_kv(step),
-            bias_DH=self._bias_DH,
+            *self.pages.at(*self.layout.home(step), attention.planes), attention, windows[0], attention.starts.get(windows),
+            reads=plan.reads_kv(step), bias_DH=self._bias_DH,
         )  # fmt: skip
         if (source := attention.source) is not None:
-            pages = replace(pages, source=_StepPages(*self.pages.at(0, step.index, source.planes), source, None, reads=True))
+            pages = replace(pages, source=_StepPages(*self.pages.at(0, step.index, source.planes), source, reads=True))
         return StepContext(cos, sin, None, False, None, None, delta, pages=pages)
 
     # Packed weights.
@@ -302,43 +295,47 @@ class PagedLayers:
                 F.pad(attention.slot_mapping_N, (0, 1), value=-1), attention.table_NP.expand(2, -1),
                 F.pad(attention.lengths_N, (0, 1)), planes=attention.planes,
                 bits_N=None if attention.bits_N is None else F.pad(attention.bits_N, (0, 1)),
+                starts={windows: F.pad(starts_N, (0, 1)) for windows, starts_N in attention.starts.items()},
             )  # fmt: skip
             twice = None if recursion_N is None else recursion_N.expand(2)
             return self._fused(x_NM.repeat(2, 1), steps, both, positions_N.expand(2), twice)[:1]
         a, plan, scratch = self.architecture, self.decoder.plan, self._scratch_for(x_NM.shape[0])
-        angles = attention.angles or self._angles(None, positions_N)
-        still = (torch.ones_like(angles[0]), torch.zeros_like(angles[1])) if a.rotated else angles
+        angles: dict[Turns, tuple[Tensor, Tensor]] = {}
         for step in steps:
-            cos_ND, sin_ND = angles if a.rotates(step.origin) else still
+            windows, turns = self._places.windows(step, recursion_N), self._places.turns(step, recursion_N)
+            if turns not in angles:
+                angles[turns] = self._places.angles(turns, positions_N, recursion_N, attention.angles)
+            cos_ND, sin_ND = angles[turns]
             x_NM = self._entering(x_NM, step, recursion_N, attention)
             k_pages, v_pages = self.pages.at(*self.layout.home(step), attention.planes)
             packed = self.packed[step.index]
             reads = plan.reads_kv(step)
             qkv_WM = packed.qkv_WM[: a.heads * a.head_dim] if reads else packed.qkv_WM
             groups = 0 if reads else a.kv_heads
-            eps, window = a.norm_eps, a.window(step.origin)
+            eps, starts_N = a.norm_eps, attention.starts.get(windows)
             entrance = (x_NM, qkv_WM, eps, a.heads, groups, cos_ND, sin_ND, k_pages, v_pages, attention.slot_mapping_N)
-            seen = (attention.table_NP, attention.lengths_N, a.scale, window, scratch.splits, scratch.attention)
-            if attention.apart and not reads:
+            seen = (attention.table_NP, attention.lengths_N, a.scale, windows[0], scratch.splits, scratch.attention)
+            if attention.apart and not reads and starts_N is None:
                 mixed_NHD = norm_qkv_attend(*entrance, *seen, scratch.arrived)
             else:
                 q_NHD = norm_qkv_rope_write(*entrance)
                 mixed_NHD = paged_attention(
                     q_NHD, k_pages, v_pages, *seen, sequence_N=attention.sequence_N, arrived=scratch.arrived,
-                    bits_N=attention.bits_N,
+                    bits_N=attention.bits_N, starts_N=starts_N,
                 )  # fmt: skip
             self._add(x_NM, mixed_NHD.flatten(1), packed.o_MW, packed.after_attn_M, scratch.sums)
             inner_NI = norm_gated(x_NM, packed.both_2IM, eps)
             self._add(x_NM, inner_NI, packed.down_MI, packed.after_mlp_M, scratch.sums)
         return x_NM
 
-    def _keep_fused(self, x_NM: Tensor, step: Step, attention: AttentionMetadata, cos_ND: Tensor, sin_ND: Tensor) -> None:
+    def _keep_fused(
+        self, x_NM: Tensor, step: Step, attention: AttentionMetadata, positions_N: Tensor, angles: tuple[Tensor, Tensor]
+    ) -> None:
         """Keys and values alone; no query."""
         a = self.architecture
         if self.decoder.plan.reads_kv(step):
             return
-        if not a.rotates(step.origin):
-            cos_ND, sin_ND = torch.ones_like(cos_ND), torch.zeros_like(sin_ND)
+        cos_ND, sin_ND = self._places.angles(self._places.turns(step, None), positions_N, None, angles)
         kv_WM = self.packed[step.index].qkv_WM[a.heads * a.head_dim : (a.heads + 2 * a.kv_heads) * a.head_dim]
         k_pages, v_pages = self.pages.at(*self.layout.home(step), attention.planes)
         slots_N = attention.slot_mapping_N
@@ -357,49 +354,58 @@ class PagedLayers:
         self, layers: CpuLayers, x_NM: Tensor, steps: Sequence[Step], attention: AttentionMetadata, positions_N: Tensor,
         recursion_N: Tensor | None,
     ) -> Tensor:  # fmt: skip
-        cos_ND, sin_ND = self._angles(None, positions_N)
-        where = attention.slot_mapping_N, attention.table_NP.contiguous(), attention.lengths_N
+        cos_ND, sin_ND = self._places.angles(("all",), positions_N, None)
+        starting = tuple(attention.starts)
+        starts_KN = torch.stack([attention.starts[windows] for windows in starting]) if starting else None
+        where = attention.slot_mapping_N, attention.table_NP.contiguous(), attention.lengths_N, starts_KN
         starts = [number for number, step in enumerate(steps) if self._norms_between(step)]
         for begin, end in zip((0, *starts), (*starts, len(steps)), strict=True):
             if begin == end:
                 continue
             x_NM = self._entering(x_NM, steps[begin], recursion_N, attention)
-            x_NM = layers.run(x_NM, self._steps_of(steps[begin:end], attention.planes), cos_ND, sin_ND, *where)
+            described = self._steps_of(steps[begin:end], attention.planes, starting, recursion_N)
+            x_NM = layers.run(x_NM, described, cos_ND, sin_ND, *where)
         return x_NM
 
-    def _steps_of(self, steps: Sequence[Step], planes: int) -> Tensor:
-        """Pages stay where they are, so steps are described once."""
-        key = (planes, *(step.index for step in steps))
+    def _integral(self, steps: Sequence[Step], attention: AttentionMetadata, recursion_N: Tensor | None) -> bool:
+        """Whether steps run in integers: an exit's own layer keeps its floats, and rows of a step turn alike."""
+        if attention.bits_N is not None:
+            return False
+        return all(step.part != "exit" and len(self._places.turns(step, recursion_N)) == 1 for step in steps)
+
+    def _steps_of(
+        self, steps: Sequence[Step], planes: int, starts: tuple[Windows, ...], recursion_N: Tensor | None
+    ) -> Tensor:
+        """Pages stay where they are, so steps are described once. `starts`: the windows whose first entries are given."""
+        key = (planes, starts, recursion_N is not None, *(step.index for step in steps))
         if key not in self._described:
-            a, plan = self.architecture, self.decoder.plan
-            self._described[key] = describe(
-                [
+            plan, described = self.decoder.plan, []
+            for step in steps:
+                windows = self._places.windows(step, recursion_N)
+                described.append(
                     StepEntries.over(
-                        step.layer, *self.pages.at(*self.layout.home(step), planes), (0, 1, 2), a.window(step.origin),
-                        plan.reads_kv(step), a.rotates(step.origin),
+                        step.layer, *self.pages.at(*self.layout.home(step), planes), (0, 1, 2), windows[0],
+                        plan.reads_kv(step), self._places.turns(step, recursion_N) == ("all",),
+                        starts.index(windows) if windows in starts else None,
                     )
-                    for step in steps
-                ]
-            )  # fmt: skip
+                )  # fmt: skip
+            self._described[key] = describe(described)
         return self._described[key]
 
     def angle_tables(self) -> tuple[Tensor, ...]:
         """Cosines and sines of every position, (P, D) each."""
-        return self._tables[False]
+        return self._places.tables()
 
-    def _angles(self, window: int | None, positions_N: Tensor) -> tuple[Tensor, Tensor]:
-        local = window is not None and self.architecture.local_rope is not None
-        cos_PD, sin_PD = self._tables[local]
-        return cos_PD.index_select(0, positions_N), sin_PD.index_select(0, positions_N)
-
-    def _turns(self, window: int | None, attention: AttentionMetadata, positions_N: Tensor) -> tuple[Tensor, Tensor]:
+    def _turns(
+        self, step: Step, attention: AttentionMetadata, positions_N: Tensor, recursion_N: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
         """Angles as blocks take them, (N, 1, 1, D) each; on a CPU looked up once in a pass."""
         known = {} if attention.gathered is None else attention.gathered.turns
-        local = window is not None and self.architecture.local_rope is not None
-        if local not in known:
-            cos_ND, sin_ND = self._angles(window, positions_N)
-            known[local] = cos_ND[:, None, None], sin_ND[:, None, None]
-        return known[local]
+        turns = self._places.turns(step, recursion_N)
+        if turns not in known:
+            cos_ND, sin_ND = self._places.angles(turns, positions_N, recursion_N)
+            known[turns] = cos_ND[:, None, None], sin_ND[:, None, None]
+        return known[turns]
 
     def _scratch_for(self, rows: int) -> Scratch:
         rows = 1 << (rows - 1).bit_length()  # reading asks for any number of rows: a few sizes serve them all
@@ -422,8 +428,9 @@ class _StepPages:
     k_pages: Tensor
     v_pages: Tensor
     attention: AttentionMetadata
-    window: int | None
-    reads: bool
+    window: int | None = None
+    starts_N: Tensor | None = None
+    reads: bool = field(kw_only=True)
     """The entries are another step's; this one makes none."""
     bias_DH: Tensor | None = None
     source: _StepPages | None = None
@@ -448,11 +455,14 @@ class _StepPages:
         table_NP, lengths_N = self.attention.table_NP, self.attention.lengths_N
         if self.attention.gathered is not None:
             seen = self.attention.gathered
-            return seen.attend(q_NH1D[:, :, 0], self.k_pages, self.v_pages, scale, self.window, self.bias_DH)[:, :, None]
+            mixed_NHD = seen.attend(
+                q_NH1D[:, :, 0], self.k_pages, self.v_pages, scale, self.window, self.bias_DH, self.starts_N
+            )
+            return mixed_NHD[:, :, None]
         q_NHD = q_NH1D[:, :, 0].contiguous()
         mixed_NHD = paged_attention(
             q_NHD, self.k_pages, self.v_pages, table_NP, lengths_N, scale, self.window, sequence_N=self.attention.sequence_N,
-            bias_DH=self.bias_DH, bits_N=self.attention.bits_N,
+            bias_DH=self.bias_DH, bits_N=self.attention.bits_N, starts_N=self.starts_N,
         )  # fmt: skip
         return mixed_NHD[:, :, None]
 

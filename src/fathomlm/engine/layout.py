@@ -36,6 +36,8 @@ class Layout:
     """By step, those of exits too: its pool, and its plane there. A step that reads another's entries has that one's."""
     recursion_tables: tuple[int, ...] = ()
     """routed: the table of each recursion."""
+    positioned: tuple[int, ...] = ()
+    """Pools that keep the position of each entry, since windows count positions: where not every token has an entry."""
 
     def home(self, step: Step) -> tuple[int, int]:
         return self.homes[step.index]
@@ -83,7 +85,9 @@ def build_layout(
     homes = {s.index: (0, outer.index(s.index)) if s.part != "core" else (pool, s.layer - first) for s in plan}
     tables = (*((0,) if outer else ()), *[pool] * plan.recursions)
     planes_by_pool = (*((len(outer),) if outer else ()), plan.core_layers)
-    return Layout("routed", tables, planes_by_pool, homes, tuple(range(pool, pool + plan.recursions)))
+    windowed = any(architecture.window(step.origin) is not None for step in plan if step.part == "core")
+    recursion_tables = tuple(range(pool, pool + plan.recursions))
+    return Layout("routed", tables, planes_by_pool, homes, recursion_tables, (pool,) if windowed else ())
 
 
 def _check(architecture: Architecture, plan: DepthPlan, relaxation: Relaxation | None, exits: Sequence[int]) -> None:
@@ -108,9 +112,5 @@ def _check(architecture: Architecture, plan: DepthPlan, relaxation: Relaxation |
         return
     if exits:
         raise UnsupportedModel("a routed model's router already chooses each token's depth; it has no exits")
-    if windows:
-        raise UnsupportedModel("tokens of different depths cannot be batched where layers have attention windows")
-    if not all(architecture.rotated):
-        raise UnsupportedModel("tokens of different depths cannot be batched where some layers have no rotary positions")
     if not plan.routing.method.takes_all_first(plan.routing):
         raise UnsupportedModel("the engine needs a first recursion that every token runs (capacity 1)")

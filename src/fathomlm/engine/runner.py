@@ -18,10 +18,10 @@ from torch import Tensor
 from fathomlm.decode.draft_tree import TreeShape
 from fathomlm.decode.entry_copy import check_loops
 from fathomlm.decode.exiting import SERVED_MODES, Exiting
-from fathomlm.depth import DepthPlan
+from fathomlm.depth import Architecture, DepthPlan
 from fathomlm.engine.batch_routers import BatchRouters
 from fathomlm.engine.device_state import EngineState
-from fathomlm.engine.kv_pages import KVPages, entry_dtype, page_bytes
+from fathomlm.engine.kv_pages import KVPages, entry_dtype, pool_page_bytes
 from fathomlm.engine.layers import PagedLayers
 from fathomlm.engine.layout import Layout, build_layout
 from fathomlm.engine.options import PAGE, EngineOptions
@@ -338,7 +338,7 @@ def _sizes(decoder: Decoder, layout: Layout, options: EngineOptions, gpu: bool, 
         raise OptionError(f"max_length {max_length} is more than the model's context of {a.context}")
     size = options.page_size
     dtype = entry_dtype(options.kv_dtype, decoder.embed.weight.dtype)
-    sizes = [page_bytes(a, planes, size, dtype) for planes in layout.planes]
+    sizes = pool_page_bytes(a, layout, size, dtype)
     tables = [layout.tables.count(pool) for pool in range(len(layout.planes))]
     full = [many * -(-max_length // size) for many in tables]
     full[0] += -(-max_source // size)
@@ -400,10 +400,20 @@ def layout_for(decoder: Decoder, exiting: Exiting | None = None, page_size: int 
         raise UnsupportedModel("the engine runs mixtures of experts on a CPU only; use fathomlm generate")
     _prefix_pages(decoder, page_size)
     own = () if exiting is None else exiting.own_steps(decoder.plan)
-    if exiting is not None and exiting.draft_tree is not None and any(decoder.architecture.windows):
-        raise UnsupportedModel("the engine does not support draft_tree with attention windows; use fathomlm generate")
+    if exiting is not None and exiting.draft_tree is not None:
+        _check_tree(decoder.architecture, len(exiting.draft_tree))
     exits, static = _exits(decoder.plan, exiting), exiting is not None and exiting.mode == "static"
     return build_layout(decoder.architecture, decoder.plan, decoder.relaxation, exits, own, static)
+
+
+def _check_tree(architecture: Architecture, levels: int) -> None:
+    """A row's window ends among what is settled, where entries are positions; not inside a tree."""
+    window = min((window for window in architecture.windows if window is not None), default=None)
+    if window is not None and window <= levels:
+        raise UnsupportedModel(
+            f"the engine needs attention windows of more positions than draft_tree has levels, got {window} for {levels}; "
+            "use fathomlm generate"
+        )
 
 
 def ample_memory(decoder: Decoder, options: EngineOptions, tokens: int, exiting: Exiting | None = None) -> int:
@@ -413,7 +423,7 @@ def ample_memory(decoder: Decoder, options: EngineOptions, tokens: int, exiting:
     slots = options.max_sequences or options.batch_size * (1 if layout.kind == "whole" else OVERBOOKED)
     dtype, size = entry_dtype(options.kv_dtype, decoder.embed.weight.dtype), options.page_size
     pages = slots * (-(-tokens // size) + 1)
-    sizes = [page_bytes(decoder.architecture, planes, size, dtype) for planes in layout.planes]
+    sizes = pool_page_bytes(decoder.architecture, layout, size, dtype)
     shares = pool_shares(decoder.plan, layout)
     # Memory is divided among pools by the trained depths: the pool with the least decides.
     times = max(layout.tables.count(pool) / share for pool, share in enumerate(shares))

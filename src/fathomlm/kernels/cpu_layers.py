@@ -49,18 +49,22 @@ class StepEntries(NamedTuple):
     reads: bool
     """The entries are another step's; this one makes none."""
     rotates: bool
+    starts: int
+    """Which row of `CpuLayers.run`'s `starts_KN` says from where on rows see; -1 where the window does."""
 
     @classmethod
     def over(
-        cls, layer: int, k: Tensor, v: Tensor, axes: tuple[int, int, int], window: int | None, reads: bool, rotates: bool
-    ) -> StepEntries:
+        cls, layer: int, k: Tensor, v: Tensor, axes: tuple[int, int, int], window: int | None, reads: bool, rotates: bool,
+        starts: int | None = None,
+    ) -> StepEntries:  # fmt: skip
         """For keys and values whose dimensions `axes` are pages, entries of a page and heads."""
         assert k.dtype == torch.float32
         assert k.stride() == v.stride()
         assert k.stride(-1) == 1
         page, entry, head = axes
         strides = k.stride(page), k.stride(entry), k.stride(head)
-        return cls(layer, k.data_ptr(), v.data_ptr(), *strides, k.shape[entry], window or 0, reads, rotates)
+        starts = -1 if starts is None else starts
+        return cls(layer, k.data_ptr(), v.data_ptr(), *strides, k.shape[entry], window or 0, reads, rotates, starts)
 
 
 class _Layer(ctypes.Structure):
@@ -108,15 +112,17 @@ class CpuLayers:
 
     def run(
         self, x_NM: Tensor, steps: Tensor, cos_ND: Tensor, sin_ND: Tensor, slots_N: Tensor, table_NP: Tensor,
-        lengths_N: Tensor,
+        lengths_N: Tensor, starts_KN: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         """x after some steps, in place: `steps` is from `describe`. A row's entry goes to its slot, page x page size + place
-        in it, and nowhere where that is negative; it sees the first `lengths_N` entries of its table."""
+        in it, and nowhere where that is negative; it sees the first `lengths_N` entries of its table, or of
+        these the last ones: as many as the step's window has, or from the one on that its row of `starts_KN` names."""
         a, (N, M) = self._architecture, x_NM.shape
         rows = (x_NM, cos_ND, sin_ND, slots_N, table_NP, lengths_N)
         assert all(tensor.is_contiguous() and len(tensor) == N for tensor in rows)
         assert table_NP.dtype == lengths_N.dtype == torch.int32
         assert slots_N.dtype == torch.int64
+        assert starts_KN is None or (starts_KN.is_contiguous() and starts_KN.dtype == torch.int32)
         threads, most = torch.get_num_threads(), int(lengths_N.max())
         shape = _Shape(
             N, M, self._inner, a.heads, a.kv_heads, a.head_dim, table_NP.shape[1], threads, most, a.norm_eps, a.scale
@@ -125,7 +131,7 @@ class CpuLayers:
         scratch = torch.empty(room)
         self._library.steps(
             ctypes.byref(self._table), steps.data_ptr(), len(steps), ctypes.byref(shape),
-            *(tensor.data_ptr() for tensor in rows), scratch.data_ptr(),
+            *(tensor.data_ptr() for tensor in rows), None if starts_KN is None else starts_KN.data_ptr(), scratch.data_ptr(),
         )  # fmt: skip
         return x_NM
 

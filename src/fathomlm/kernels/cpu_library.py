@@ -40,7 +40,7 @@ class CpuLibrary:
         self.linear: Any = self._functions.fathom_linear
         self.linear.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64]
         self.steps: Any = self._functions.fathom_steps
-        self.steps.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, *[ctypes.c_void_p] * 8]
+        self.steps.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, *[ctypes.c_void_p] * 9]
 
     def __reduce__(self) -> tuple[Any, ...]:
         return CpuLibrary, (self.path,)

@@ -244,6 +244,7 @@ typedef struct {
     int64_t window; /* 0: all entries */
     int64_t reads;  /* the entries are another step's */
     int64_t rotates;
+    int64_t starts; /* which of `starts`; -1: by the window */
 } Step;
 
 typedef struct {
@@ -273,9 +274,9 @@ INLINE int64_t place(const Step *step, const int32_t *table, int64_t entry, int6
            group * step->head_stride;
 }
 
-static void attend(const Step *step, const Shape *s, const float *q, int64_t group, const int32_t *table, int64_t length,
-                   float *scores, float *out) {
-    const int64_t D = s->width, first = step->window > 0 && length > step->window ? length - step->window : 0;
+static void attend(const Step *step, const Shape *s, const float *q, int64_t group, const int32_t *table, int64_t first,
+                   int64_t length, float *scores, float *out) {
+    const int64_t D = s->width;
     float most = -INFINITY, sum = 0.0f;
     for (int64_t e = first; e < length; e++) {
         const float score = dot(q, step->k + place(step, table, e, group), D) * s->scale;
@@ -296,7 +297,8 @@ static void attend(const Step *step, const Shape *s, const float *q, int64_t gro
 /* x (N, M) through some steps, in place. Every thread keeps the normed rows for itself, which is cheaper than to wait.
    scratch: floats, threads x (N M + most_entries) + N (2 H D + I) */
 void fathom_steps(const Layer *layers, const Step *steps, int64_t many, const Shape *shape, float *x, const float *cos,
-                  const float *sin, const int64_t *slots, const int32_t *table, const int32_t *lengths, float *scratch) {
+                  const float *sin, const int64_t *slots, const int32_t *table, const int32_t *lengths,
+                  const int32_t *starts, float *scratch) {
     const Shape *s = shape;
     const int64_t N = s->rows, M = s->hidden, D = s->width, HD = s->heads * D, I = s->inner, P = s->pages;
     float *const q = scratch, *const mixed = q + N * HD, *const inner = mixed + N * HD, *const own = inner + N * I;
@@ -330,9 +332,10 @@ void fathom_steps(const Layer *layers, const Step *steps, int64_t many, const Sh
 #pragma omp barrier
             share(N * s->heads, 1, me, all, &from, &to);
             for (int64_t task = from; task < to; task++) {
-                const int64_t n = task / s->heads, h = task % s->heads;
-                attend(step, s, q + n * HD + h * D, h / (s->heads / s->groups), table + n * P, lengths[n], scores,
-                       mixed + n * HD + h * D);
+                const int64_t n = task / s->heads, h = task % s->heads, length = lengths[n];
+                const int64_t least = step->window > 0 && length > step->window ? length - step->window : 0;
+                attend(step, s, q + n * HD + h * D, h / (s->heads / s->groups), table + n * P,
+                       step->starts < 0 ? least : starts[step->starts * N + n], length, scores, mixed + n * HD + h * D);
             }
 #pragma omp barrier
             share(M, 16, me, all, &from, &to);

@@ -49,8 +49,8 @@ class GatheredPages:
     _seen: dict[tuple[int | None, bool, int | None], tuple[list[Seen], Tensor | None]] = field(default_factory=dict)
     """With the starts that it is true of: as long as they are kept, no others have their id."""
     _places: dict[int, Tensor] = field(default_factory=dict)
-    turns: dict[bool, tuple[Tensor, Tensor]] = field(default_factory=dict)
-    """Cosines and sines of the rows' positions, as layers take them, by whether a layer has local ones."""
+    turns: dict[tuple[str, ...], tuple[Tensor, Tensor]] = field(default_factory=dict)
+    """Cosines and sines of the rows' positions, as layers take them, by how a layer turns (`engine.row_positions`)."""
 
     def attend(
         self, q_NHD: Tensor, k_pages: Tensor, v_pages: Tensor, scale: float, window: int | None, bias_DH: Tensor | None,

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fathomlm.decode.exiting import Exiting
 from fathomlm.engine.engine import Engine
-from fathomlm.engine.kv_pages import page_bytes
+from fathomlm.engine.kv_pages import pool_page_bytes
 from fathomlm.engine.options import EngineOptions
 from fathomlm.engine.programs.base import VALID, StepOutput
 from fathomlm.engine.programs.exits import ExitProgram
@@ -202,10 +202,7 @@ class TimedEngine(Engine):
     def most_kv_bytes(self) -> int:
         """What sequences held at most, pages that only the prefix cache kept left out."""
         runner = self.runner
-        sizes = [
-            page_bytes(self.model.architecture, planes, self.options.page_size, runner.pages.dtype)
-            for planes in runner.layout.planes
-        ]
+        sizes = pool_page_bytes(self.model.architecture, runner.layout, self.options.page_size, runner.pages.dtype)
         return sum(pages * size for pages, size in zip(self.scheduler.most_pages, sizes, strict=True))
 
     def forget(self) -> None:
