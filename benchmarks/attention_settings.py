@@ -40,7 +40,7 @@ from fathomlm.kernels.attention_blocks import (
 from fathomlm.kernels.paged_attention import plain_paged_attention
 from fathomlm.kernels.prefill_attention import prefill_attention
 from fathomlm.kernels.qkv_attention import plain_norm_qkv_attend, wide_norm_qkv_attend
-from fathomlm.kernels.row_attention import Entrance, attend_rows
+from fathomlm.kernels.row_attention import Ahead, Entrance, attend_rows
 from fathomlm.kernels.wide_rows import gate_rows, turn_rows, wide_add_linear, wide_norm_gated
 from fathomlm.lab.environment import environment
 
@@ -336,7 +336,8 @@ def sweep_prompts(case: tuple[str, int, int]) -> Record:
 
 
 def sweep_layer(best: AttentionBlocks, count: int = 256) -> list[Record]:
-    """A layer with its products, before and after; `early` lets kernels behind a product start before it has ended."""
+    """A layer with its products, before and after; `early` lets kernels behind a product start before it has ended, and
+    `fetches` entries of each row are called for the layer behind."""
     M, inner, H, G, D = SHAPES["360M"]
     rows = Rows.build("360M", contexts(count, "short"))
     layers = [
@@ -345,13 +346,13 @@ def sweep_layer(best: AttentionBlocks, count: int = 256) -> list[Record]:
     ]
     stream, found = bf16(count, M), list[Record]()
 
-    def layer(n: int, way: str, early: tuple[bool, bool], blocks: AttentionBlocks) -> None:
+    def layer(n: int, way: str, early: tuple[bool, bool], blocks: AttentionBlocks, fetches: int) -> None:
         qkv, o, both, down = layers[n]
         pages, seen = rows.copies[n % len(rows.copies)], (rows.table, rows.lengths_N, D**-0.5)
         if way == "fused":
-            mixed = wide_norm_qkv_attend(
-                stream, qkv, EPS, H, G, *rows.angles, *pages, rows.slots_N, *seen, blocks=blocks, early=early[0]
-            )
+            ahead = Ahead(*rows.copies[(n + 1) % len(rows.copies)], fetches)
+            given = (stream, qkv, EPS, H, G, *rows.angles, *pages, rows.slots_N, *seen)
+            mixed = wide_norm_qkv_attend(*given, blocks=blocks, early=early[0], ahead=ahead)
         else:
             product = torch.mm(stream, qkv.T).view(count, -1, D)
             q_NHD = turn_rows(product, stream, EPS, H, G, *rows.angles, *pages, rows.slots_N, 1.0, 1.0, None)
@@ -360,16 +361,17 @@ def sweep_layer(best: AttentionBlocks, count: int = 256) -> list[Record]:
         wide_add_linear(stream, wide_norm_gated(stream, both, EPS, None, early[1]), down, stream)
 
     usual = attention_blocks(D, 2, count * G)
-    for way, early, blocks in (
-        ("apart", (False, False), usual), ("apart", (False, True), usual), ("apart", (False, False), best),
-        ("fused", (False, False), usual), ("fused", (False, False), best), ("fused", (True, False), best),
-        ("fused", (False, True), best), ("fused", (True, True), best),
+    for way, early, blocks, fetches in (
+        ("apart", (False, False), usual, 0), ("apart", (False, True), usual, 0), ("apart", (False, False), best, 0),
+        ("fused", (False, False), usual, 0), ("fused", (False, False), best, 0), ("fused", (True, False), best, 0),
+        ("fused", (False, True), best, 0), ("fused", (True, True), best, 0), ("fused", (False, False), best, 32),
+        ("fused", (False, False), best, 64), ("fused", (False, False), best, 96), ("fused", (False, False), best, 512),
     ):  # fmt: skip
         stream.normal_()
-        us = timed([lambda n=n, w=way, e=early, b=blocks: layer(n, w, e, b) for n in range(16)])  # type: ignore[misc]
+        us = timed([partial(layer, n, way, early, blocks, fetches) for n in range(15)])
         name = "best" if blocks == best else "in use"
-        found.append({"way": way, "early": early, **blocks._asdict(), "us": round(us, 2)})
-        print(f"  a layer, {count} rows {us:7.2f} us  {way}, blocks {name}, early {early}")
+        found.append({"way": way, "early": early, "fetches": fetches, **blocks._asdict(), "us": round(us, 2)})
+        print(f"  a layer, {count} rows {us:7.2f} us  {way}, blocks {name}, early {early}, fetches {fetches}")
     return found
 
 

@@ -254,6 +254,10 @@ def test_entrance_and_attention(heads: int, groups: int, head_dim: int, splits: 
         blocks = attention_blocks.AttentionBlocks(entries, ahead=ahead)
         found = qkv_attention.wide_norm_qkv_attend(*given, *ours, slots, *rest, splits, blocks=blocks)
         torch.testing.assert_close(found, wanted, **NEAR)
+    if window is not None:  # the same as starts
+        starts = (pages.lengths - window).clamp_min(0)
+        found = qkv_attention.wide_norm_qkv_attend(*given, *ours, slots, *rest[:-1], None, splits, starts_N=starts)
+        torch.testing.assert_close(found, wanted, **NEAR)
     assert not found[0].any()
     for one, other in zip(ours, theirs, strict=True):
         torch.testing.assert_close(one[:-1], other[:-1], equal_nan=True, **NEAR)

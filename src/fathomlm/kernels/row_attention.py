@@ -38,6 +38,15 @@ class Entrance(NamedTuple):
     """Where each row's entry goes."""
 
 
+class Ahead(NamedTuple):
+    """What the layer behind will look at, in the same pages of its own planes."""
+
+    k_pages: Tensor
+    v_pages: Tensor
+    entries: int
+    """How many of a row's first ones are called for."""
+
+
 if triton is not None:
     from fathomlm.kernels.paged_write import narrow_entry
     from fathomlm.kernels.triton_here import let_next_start, wait_for_last
@@ -90,15 +99,35 @@ if triton is not None:
         other = tl.load(head_ptr + beside, mask=here, other=0.0).to(tl.float32) * scale
         return x * cos + other * sin
 
+    @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
+    def fetch_ahead(  # type: ignore[no-untyped-def]
+        k_ptr, v_ptr, table_ptr, length, last, columns, size,
+        PAGE: tl.constexpr, MOST: tl.constexpr, MANY: tl.constexpr,
+    ):  # fmt: skip
+        """Call whole pages of a row's first MOST entries into the second-level cache; nothing waits for them. Products in
+        between hardly use memory. `size`: numbers of a page."""
+        upto = tl.minimum((tl.minimum(length, MOST) + PAGE - 1) // PAGE, columns)
+        for at in range(0, upto, MANY):
+            column = at + tl.arange(0, MANY)
+            page = tl.load(table_ptr + column, mask=column < upto, other=0).to(tl.uint32, bitcast=True)
+            place = tl.minimum(page, last).to(tl.int64) * size
+            bytes_ = tl.where(column < upto, size * (k_ptr.dtype.element_ty.primitive_bitwidth // 8), 0)
+            for ptr in tl.static_range(2):
+                address = ((k_ptr if ptr == 0 else v_ptr) + place).to(tl.int64)
+                tl.inline_asm_elementwise(
+                    "{ .reg .pred p; setp.ne.u32 p, $2, 0; @p cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0; }",
+                    "=r,l,r", [address, bytes_], dtype=tl.int32, is_pure=False, pack=1,
+                )  # fmt: skip
+
     @triton.jit(do_not_specialize=["pages", "columns", "slots"])  # type: ignore[untyped-decorator,unused-ignore]
     def _attention_kernel(  # type: ignore[no-untyped-def]
         q_ptr, q_stride, k_ptr, v_ptr, table_ptr, table_stride, lengths_ptr, bits_ptr, starts_ptr, out_ptr, partial_ptr,
         extent_ptr, arrived_ptr, x_ptr, x_stride, cos_ptr, cos_stride, sin_ptr, sin_stride, slots_ptr,
-        score_scale, k_scale, v_scale, eps, H, G, pages, columns, slots,
+        k_next_ptr, v_next_ptr, score_scale, k_scale, v_scale, eps, H, G, pages, columns, slots,
         D: tl.constexpr, WIDE: tl.constexpr, PER_GROUP: tl.constexpr, HEADS: tl.constexpr, PAGE: tl.constexpr,
         BLOCK: tl.constexpr, WINDOW: tl.constexpr, SPLITS: tl.constexpr, PARTS: tl.constexpr, EARLY: tl.constexpr,
         BITS: tl.constexpr, AHEAD: tl.constexpr, TURNS: tl.constexpr, DEPTH: tl.constexpr, DEEP: tl.constexpr,
-        LARGEST: tl.constexpr,
+        LARGEST: tl.constexpr, FETCHES: tl.constexpr,
     ):  # fmt: skip
         let_next_start(EARLY)
         wait_for_last(EARLY)
@@ -177,6 +206,8 @@ if triton is not None:
             weight = weight * shrink + tl.sum(p, 1)
             mixed = tl.dot(p.to(q.dtype), v, mixed * shrink[:, None], input_precision="ieee")
             most = higher
+        if FETCHES > 0 and (group == 0) & (part == 0):
+            fetch_ahead(k_next_ptr, v_next_ptr, table_ptr, stored, last, columns, PAGE * G * D, PAGE, FETCHES, 32)
         if any_outside(table_ptr, tl.maximum(start, low), end, last, columns, PAGE, 32) | wrong:
             mixed += float("nan")
         at_head = row * H + group * PER_GROUP + head
@@ -214,13 +245,13 @@ if triton is not None:
         window: int | None = None, splits: int = 1, workspace: Tensor | None = None,
         k_scale: float = 1.0, v_scale: float = 1.0, out: Tensor | None = None, arrived: Tensor | None = None,
         blocks: AttentionBlocks | None = None, bits_N: Tensor | None = None, entrance: Entrance | None = None,
-        early: bool = False, starts_N: Tensor | None = None,
+        early: bool = False, starts_N: Tensor | None = None, ahead: Ahead | None = None,
     ) -> Tensor:  # fmt: skip
         """`paged_attention`. With an `entrance`, queries are the first heads of a product's rows, which is in front of this
         kernel: `early` as in `launch_behind`."""
         (N, H, D), (page, G) = q_NHD.shape, k_pages.shape[1:3]
         assert all(each is None or each.is_contiguous() for each in (bits_N, starts_N))
-        assert entrance is None or (bits_N is None and starts_N is None)
+        assert entrance is None or bits_N is None
         out = q_NHD.new_empty(N, H, D) if out is None else out
         size = workspace_size(N, H, D, splits)
         if workspace is None:
@@ -232,6 +263,8 @@ if triton is not None:
         assert all(t.is_contiguous() for t in (k_pages, v_pages, lengths_N, out, workspace, q_NHD[0]))
         assert table_NP.stride(1) == 1 or table_NP.shape[1] == 1
         turns = entrance is not None
+        ahead = ahead or Ahead(k_pages, v_pages, 0)
+        assert ahead.k_pages.shape == k_pages.shape
         if entrance is None:  # nobody looks
             entrance = Entrance(out, 0.0, out, out, lengths_N)
         else:
@@ -243,12 +276,13 @@ if triton is not None:
         _attention_kernel[(N * G, splits)](
             q_NHD, q_NHD.stride(0), k_pages, v_pages, table_NP, table_NP.stride(0), lengths_N,
             lengths_N if bits_N is None else bits_N, lengths_N if starts_N is None else starts_N, out, workspace, extent,
-            arrived, x, x.stride(0), cos, cos.stride(0), sin, sin.stride(0), entrance.slots_N,
-            scale * k_scale * math.log2(math.e), k_scale, v_scale, entrance.eps, H, G, len(k_pages), table_NP.shape[1],
-            slot_count(k_pages), D=D, WIDE=wide, PER_GROUP=H // G, HEADS=max(16, triton.next_power_of_2(H // G)), PAGE=page,
-            BLOCK=b.entries, WINDOW=(window or 0) if starts_N is None else -1, SPLITS=splits,
-            PARTS=triton.next_power_of_2(splits), BITS=0 if bits_N is None else BITS, AHEAD=b.ahead, TURNS=turns,
-            DEPTH=depth, DEEP=triton.next_power_of_2(depth), LARGEST=LARGEST_FLOAT8,
-            num_warps=b.warps, num_stages=b.stages, **(launch_behind(early) if turns else early_launch(N)),
+            arrived, x, x.stride(0), cos, cos.stride(0), sin, sin.stride(0), entrance.slots_N, ahead.k_pages,
+            ahead.v_pages, scale * k_scale * math.log2(math.e), k_scale, v_scale, entrance.eps, H, G, len(k_pages),
+            table_NP.shape[1], slot_count(k_pages), D=D, WIDE=wide, PER_GROUP=H // G,
+            HEADS=max(16, triton.next_power_of_2(H // G)), PAGE=page, BLOCK=b.entries,
+            WINDOW=(window or 0) if starts_N is None else -1, SPLITS=splits, PARTS=triton.next_power_of_2(splits),
+            BITS=0 if bits_N is None else BITS, AHEAD=b.ahead, TURNS=turns, DEPTH=depth,
+            DEEP=triton.next_power_of_2(depth), LARGEST=LARGEST_FLOAT8, FETCHES=ahead.entries, num_warps=b.warps,
+            num_stages=b.stages, **(launch_behind(early) if turns else early_launch(N)),
         )  # fmt: skip
         return out
