@@ -124,6 +124,12 @@ def test_an_encoder_reads_the_source_alone_and_loses_its_end(
     expected = generate(load(tmp_path / "t5"), [list(b"deep")], max_new_tokens=8)[0].text
     lines = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
     assert [(line["prompt"], line["text"]) for line in lines] == [("deep water", expected)] * 2
+    capsys.readouterr()
+    for flags, decoder in (((), "engine"), (("--reference",), "reference")):
+        assert main(["generate", str(tmp_path / "t5"), "-p", "deep", "-p", "water", *NEW, "--json", *flags]) == 0
+        found = json.loads(capsys.readouterr().out)
+        assert found["decoder"] == decoder
+        assert found["results"][0]["text"] == expected
     task = write(tmp_path / "task.jsonl", [{"context": "a", "target": "b"}])
     assert "takes decoder-only models" in mistake_of("eval", str(tmp_path / "t5"), "--tasks", task)
 

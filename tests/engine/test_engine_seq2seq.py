@@ -198,3 +198,14 @@ def test_a_session(mode: Any) -> None:
         assert [(one.tokens, one.prompt_tokens) for one in found] == [(one.tokens, one.prompt_tokens) for one in wanted]
     assert session._engine is not None
     assert session._engine.counters().preemptions == 0
+
+
+def test_a_session_has_room_for_longer_sources_than_it_was_asked_for() -> None:
+    """On a GPU every engine captures its steps anew, and sources of a file come in any order."""
+    session, rooms = EngineSession(model("vanilla")), set[int]()
+    for source in ([5], [7, 2] * 30, [7, 2] * 32, [7, 2] * 33, [8] * 200, [6]):
+        wanted = generate(model("vanilla"), [source], max_new_tokens=NEW, ignore_eos=True)
+        assert session.generate(source, max_new_tokens=NEW, ignore_eos=True).tokens == wanted[0].tokens
+        assert session._engine is not None
+        rooms.add(session._engine.runner.sizes.max_source)
+    assert rooms == {64, 128, 256}

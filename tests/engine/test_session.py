@@ -5,10 +5,12 @@ from __future__ import annotations
 import pytest
 
 from decode.exit_models import build, exiting, mixing_threshold
+from engine.encoders import encoder_model
 from engine.test_engine import NEW, many
 from fathomlm.checkpoints.resolve import load
 from fathomlm.decode.exiting import Exiting
 from fathomlm.decode.full import generate
+from fathomlm.depth import DepthPlan, build_routing
 from fathomlm.engine import session as module
 from fathomlm.engine.session import EngineSession, reference_only
 from fathomlm.model.route import DepthControl
@@ -92,3 +94,8 @@ def test_what_only_the_reference_does() -> None:
     assert reference_only(plain, DepthControl(max_depth=1), None) == "--max-depth without a router"
     assert reference_only(plain, DepthControl(kv_loops=1), None) == "--kv-loops"
     assert "must divide the prefix of 4 entries" in (reference_only(build("prefix"), None, None) or "")
+    loops = DepthPlan.build("cycle", 2, 4)
+    assert reference_only(encoder_model(loops), None, Exiting(mode="parallel", exit_layers=(2,))) is None
+    assert "a router in a t5 decoder" in (
+        reference_only(encoder_model(loops.with_routing(build_routing("token", 2))), None, None) or ""
+    )

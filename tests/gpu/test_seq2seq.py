@@ -2,23 +2,39 @@
 
 from __future__ import annotations
 
+import copy
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from engine.test_engine_seq2seq import NEW, SOURCES, model, threshold
 from fathomlm.cache import build_cache
+from fathomlm.decode.exiting import Exiting
+from fathomlm.decode.full import generate
 from fathomlm.depth import Architecture, DepthPlan
+from fathomlm.engine.engine import Engine
+from fathomlm.engine.session import EngineSession
 from fathomlm.model.decoder import Decoder
 from fathomlm.model.encoder_memory import EncoderMemory
+from fathomlm.model.seq2seq import FathomForSeq2SeqLM
 from fathomlm.train.data.prepare import PrepareOptions, prepare
 from fathomlm.train.reading import build_recipe
 from fathomlm.train.run import train
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 CUDA = "cuda"
+
+
+@pytest.fixture(autouse=True)
+def _exact() -> Iterator[None]:
+    before = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = False
+    yield
+    torch.backends.cuda.matmul.allow_tf32 = before
 
 
 def decoder_of(width: int = 64) -> Decoder:
@@ -76,6 +92,52 @@ def test_bfloat16_gradients_are_near_those_of_float32(padded: bool) -> None:
     for name, exact in gradients[0].items():
         away = (gradients[1][name] - exact).norm() / exact.norm()
         assert away < 0.1, name
+
+
+def spoken(name: str, mode: str) -> tuple[FathomForSeq2SeqLM, Exiting | None]:
+    """A model, and how it leaves: where its exits are neither always sure nor never."""
+    if mode == "full":
+        return model(name), None
+    stack: dict[str, Any] = {"max_stack": 3} if mode in ("parallel", "speculative") else {}
+    sure: dict[str, Any] = {} if mode == "static" else {"threshold": threshold(name, (2,))}
+    return model(name), Exiting(mode=mode, exit_layers=(2,), **sure, **stack)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("mode", ["full", "static", "parallel", "state-copy", "speculative"])
+@pytest.mark.parametrize("name", ["vanilla", "loops, lora"])
+def test_the_engine_says_what_the_reference_says(name: str, mode: str, compiled: bool) -> None:
+    """Eight sources at once, then one after the other: captured decode steps, in float32 as on a CPU."""
+    sources = [*SOURCES, [9, 9, 4, 2], [17, 5]]
+    made, setting = spoken(name, mode)
+    wanted = generate(made, sources, max_new_tokens=NEW, ignore_eos=True, exiting=setting)
+    torch._dynamo.reset()
+    on_gpu = copy.deepcopy(made).to(CUDA)
+    waits = 3 if mode in ("parallel", "speculative") else 1
+    for rows in (8, 1):
+        engine = Engine(
+            on_gpu, exiting=setting, compile=compiled, always_draft=True, page_size=16, max_length=20, max_source=12,
+            batch_size=rows * waits, max_sequences=rows, memory=10**6,
+        )  # fmt: skip
+        work = [sources] if rows == 8 else [[source] for source in sources]
+        results = [r for some in work for r in engine.generate(some, max_new_tokens=NEW, ignore_eos=True)]
+        assert [r.tokens for r in results] == [w.tokens for w in wanted]
+        if mode in ("static", "parallel", "state-copy"):
+            assert [r.depths for r in results] == [w.exit_layers for w in wanted]
+        if mode == "speculative":
+            assert 0 < engine.totals.accepted <= engine.totals.drafted
+
+
+def test_a_session_on_a_gpu_in_half_precision_and_beside_the_cpu() -> None:
+    """What `fathomlm generate` and `eval generate` run; sources longer than before have another engine."""
+    made = model("vanilla")
+    session = EngineSession(copy.deepcopy(made).to(CUDA), sequences=len(SOURCES))
+    for sources in (SOURCES, [[7, 2] * 40]):
+        wanted = generate(made, sources, max_new_tokens=NEW, ignore_eos=True)
+        found = session.generate_all(sources, max_new_tokens=NEW, ignore_eos=True)
+        assert [one.tokens for one in found] == [one.tokens for one in wanted]
+    half = EngineSession(copy.deepcopy(made).to(CUDA, torch.bfloat16))
+    assert len(half.generate(SOURCES[0], max_new_tokens=NEW, ignore_eos=True).tokens) == NEW
 
 
 @pytest.mark.parametrize("compiled", [False, True])

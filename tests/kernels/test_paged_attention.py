@@ -161,21 +161,22 @@ def test_gathered_pages(lengths: list[int], window: int | None, biased: bool, be
         (random(len(lengths), heads, 8), table, pages.lengths, None),
         (random(len(rows), heads, 8), table[rows], ranks, rows),
     ):
-        found = GatheredPages(seen, counts.tolist(), PAGE, sequence).attend(q, k, v, 0.4, window, bias_DH)
+        q_NH1D = q[:, :, None]
+        found = GatheredPages(seen, counts.tolist(), PAGE, sequence).attend(q_NH1D, k, v, 0.4, window, bias_DH)
         wanted = plain_paged_attention(q, k, v, seen, counts, 0.4, window, bias_DH=bias_DH)
-        torch.testing.assert_close(found, wanted)
+        torch.testing.assert_close(found[:, :, 0], wanted)
         gathered = GatheredPages(seen, counts.tolist(), PAGE, sequence)
         for share in (0.3, 0.8):  # each row from an entry of its own on
             starts = (counts * torch.linspace(0, share, len(counts))).int()
-            found = gathered.attend(q, k, v, 0.4, window, bias_DH, starts)
+            found = gathered.attend(q_NH1D, k, v, 0.4, window, bias_DH, starts)
             wanted = plain_paged_attention(q, k, v, seen, counts, 0.4, bias_DH=bias_DH, starts_N=starts)
-            torch.testing.assert_close(found, wanted)
+            torch.testing.assert_close(found[:, :, 0], wanted)
 
 
 def test_a_row_that_sees_no_number_spoils_no_other() -> None:
     random = randoms()
     pages = Pages.build(random, [5, 9], 2, 8, PAGE)
     pages.k[int(pages.table[0, 0]), 2] = torch.nan
-    found = GatheredPages(pages.table, [5, 9], PAGE).attend(random(2, 4, 8), pages.k, pages.v, 0.4, None, None)
+    found = GatheredPages(pages.table, [5, 9], PAGE).attend(random(2, 4, 1, 8), pages.k, pages.v, 0.4, None, None)
     assert bool(found[0].isnan().all())
     assert bool(found[1].isfinite().all())

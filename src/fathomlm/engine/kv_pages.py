@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -161,11 +162,14 @@ class KVPages:
         """Assert that rows see and write only pages that are handed out, in planes that are theirs. It asks the device, so
         it is for CPUs, where that costs nothing; what is asserted of a program there holds for its twin on a GPU."""
         stride, pages, given = self.stride(pool), attention.table_NP.shape[1], self.stride(pool) - 1 - self.prefix
-        longest = int(attention.lengths_N.max())
+        lengths_N, table_NP, slots_N = (
+            tensor.numpy() for tensor in (attention.lengths_N, attention.table_NP, attention.slot_mapping_N)
+        )
+        longest = int(lengths_N.max())
         assert longest <= pages * self.page_size, f"a row sees {longest} entries through a table of {pages} pages"
-        firsts_P = torch.arange(-(-longest // self.page_size), device=attention.table_NP.device) * self.page_size
-        seen = attention.table_NP[:, : len(firsts_P)][firsts_P < attention.lengths_N[:, None]]
-        written = attention.slot_mapping_N[attention.slot_mapping_N != -1].div(self.page_size, rounding_mode="floor")
+        firsts_P = np.arange(0, longest, self.page_size)
+        seen = table_NP[:, : len(firsts_P)][firsts_P < lengths_N[:, None]]
+        written = slots_N[slots_N != -1] // self.page_size
         for named, does in ((seen, "sees"), (written, "writes")):
             inside = (named >= 0) & (named < attention.planes * stride) & (named % stride < given)
             assert inside.all(), f"a row {does} page {named[~inside][0]} of {attention.planes} plane(s) of {given} pages"

@@ -275,12 +275,13 @@ class PagedLayers:
         if mixed and delta is not None:
             assert recursion_N is not None
             delta = delta.at(step.recursion + recursion_N)
+        source = None
+        if (read := attention.source) is not None:
+            source = _StepPages(*self.pages.at(0, step.index, read.planes), read, reads=True)
         pages = _StepPages(
             *self.pages.at(*self.layout.home(step), attention.planes), attention, windows[0], attention.starts.get(windows),
-            reads=plan.reads_kv(step), bias_DH=self._bias_DH,
+            reads=plan.reads_kv(step), bias_DH=self._bias_DH, source=source,
         )  # fmt: skip
-        if (source := attention.source) is not None:
-            pages = replace(pages, source=_StepPages(*self.pages.at(0, step.index, source.planes), source, reads=True))
         return StepContext(cos, sin, None, False, None, None, delta, pages=pages)
 
     # Packed weights.
@@ -455,10 +456,7 @@ class _StepPages:
         table_NP, lengths_N = self.attention.table_NP, self.attention.lengths_N
         if self.attention.gathered is not None:
             seen = self.attention.gathered
-            mixed_NHD = seen.attend(
-                q_NH1D[:, :, 0], self.k_pages, self.v_pages, scale, self.window, self.bias_DH, self.starts_N
-            )
-            return mixed_NHD[:, :, None]
+            return seen.attend(q_NH1D, self.k_pages, self.v_pages, scale, self.window, self.bias_DH, self.starts_N)
         q_NHD = q_NH1D[:, :, 0].contiguous()
         mixed_NHD = paged_attention(
             q_NHD, self.k_pages, self.v_pages, table_NP, lengths_N, scale, self.window, sequence_N=self.attention.sequence_N,

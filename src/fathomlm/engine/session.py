@@ -28,12 +28,12 @@ from fathomlm.model.seq2seq import FathomForSeq2SeqLM, FathomModel
 
 FIRST_LENGTH = 1024
 """Tokens that a conversation has room for at first; each time that is not enough, twice as many."""
+FIRST_SOURCE = 64
+"""Tokens of an encoder's source, likewise: sources of a file come in any order, and each engine captures its steps anew."""
 
 
 def reference_only(model: FathomModel, control: DepthControl | None, exiting: Exiting | None) -> str | None:
-    """What of this the engine does not do, or not as fast, so that the reference has to; None where it does all."""
-    if isinstance(model, FathomForSeq2SeqLM):  # one sequence on a CPU takes the engine a fifth longer
-        return "encoder-decoder models"
+    """What of this the engine does not do, so that the reference has to; None where it does all."""
     if exiting is not None and exiting.mode not in (*SERVED_MODES, "full"):
         return f"--decode {exiting.mode}"
     if exiting is not None and exiting.refine is not None:
@@ -162,9 +162,8 @@ class EngineSession:
         """An engine for so many tokens, and for a source of so many."""
         sizes = None if self._engine is None else self._engine.runner.sizes
         if self._engine is None or sizes is None or length > sizes.max_length or source > sizes.max_source:
-            room = FIRST_LENGTH if self.sequences == 1 and not source else length
-            while room < length:
-                room *= 2
+            room = _doubled(FIRST_LENGTH, length) if self.sequences == 1 and not source else length
+            source = _doubled(FIRST_SOURCE, source) if source else 0
             self._engine = None  # its pages and packed weights make room first
             stack, exiting = 1, self.exiting
             if exiting is not None and exiting.mode in ("parallel", "speculative"):  # what waits must fit into a pass
@@ -214,3 +213,8 @@ class EngineSession:
             mode=mode, layers=layers, threshold=threshold, layers_run=run + own, deep_passes=None, drafted=result.drafted,
             accepted=kept,
         )  # fmt: skip
+
+
+def _doubled(first: int, least: int) -> int:
+    """`first`, doubled until it is at least so many."""
+    return first << max(0, -(-least // first) - 1).bit_length()

@@ -53,19 +53,19 @@ class GatheredPages:
     """Cosines and sines of the rows' positions, as layers take them, by how a layer turns (`engine.row_positions`)."""
 
     def attend(
-        self, q_NHD: Tensor, k_pages: Tensor, v_pages: Tensor, scale: float, window: int | None, bias_DH: Tensor | None,
+        self, q_NH1D: Tensor, k_pages: Tensor, v_pages: Tensor, scale: float, window: int | None, bias_DH: Tensor | None,
         starts_N: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
-        """What the rows find, (N, H, D), as `paged_attention`. Pages are in the data type of the queries. Starts stay as
+        """What the rows find, (N, H, 1, D), as `paged_attention`. Pages are in the data type of the queries. Starts stay as
         they are during a pass."""
         key = (window, bias_DH is not None, None if starts_N is None else id(starts_N))
         if key not in self._seen:
-            self._seen[key] = self._parts(self._starts(window, starts_N), bias_DH, q_NHD.dtype), starts_N
+            self._seen[key] = self._parts(self._starts(window, starts_N), bias_DH, q_NH1D.dtype), starts_N
         parts, _ = self._seen[key]
         if len(parts) == 1:
-            return _attend(q_NHD, k_pages, v_pages, parts[0], scale)
+            return _attend(q_NH1D, k_pages, v_pages, parts[0], scale)
         return torch.cat(
-            [_attend(q_NHD[part.first : part.first + part.many], k_pages, v_pages, part, scale) for part in parts]
+            [_attend(q_NH1D[part.first : part.first + part.many], k_pages, v_pages, part, scale) for part in parts]
         )
 
     def store(self, k_NGD: Tensor, v_NGD: Tensor, k_pages: Tensor, v_pages: Tensor) -> None:
@@ -119,20 +119,26 @@ class GatheredPages:
         return Seen(0, len(lengths), len(lengths), here_NP.flatten(), slice(0, end), mask, hidden)
 
 
-def _attend(q_NHD: Tensor, k_pages: Tensor, v_pages: Tensor, seen: Seen, scale: float) -> Tensor:
-    q_BHTD = q_NHD.reshape(seen.sequences, -1, *q_NHD.shape[1:]).transpose(1, 2)
-    k_BGED, v_BGED = (_gathered(pages, seen) for pages in (k_pages, v_pages))
+def _attend(q_NH1D: Tensor, k_pages: Tensor, v_pages: Tensor, seen: Seen, scale: float) -> Tensor:
+    rows = seen.sequences == seen.many  # one of each sequence
+    q_BHTD = q_NH1D if rows else q_NH1D.permute(2, 1, 0, 3)
+    k_BGED, v_BGED = _gathered(k_pages, seen), _gathered(v_pages, seen)
     mixed = attention(q_BHTD, k_BGED, v_BGED, scale=scale, mask=seen.mask, causal=False)
     if seen.hidden and bool(mixed.isnan().any()):  # what others left must be numbers too: a weight of 0 does not hide it
         assert seen.mask is not None
         unseen = ~seen.mask if seen.mask.dtype == torch.bool else seen.mask[:, :1] == -torch.inf
         k_BGED, v_BGED = (entries.masked_fill(unseen.transpose(2, 3), 0.0) for entries in (k_BGED, v_BGED))
         mixed = attention(q_BHTD, k_BGED, v_BGED, scale=scale, mask=seen.mask, causal=False)
-    return mixed.transpose(1, 2).flatten(0, 1)
+    return mixed if rows else mixed.permute(2, 1, 0, 3)
 
 
 def _gathered(pages: Tensor, seen: Seen) -> Tensor:
-    here = pages[seen.pages] if isinstance(seen.pages, slice) else pages.index_select(0, seen.pages)
+    if isinstance(seen.pages, slice):  # side by side: one view in place of four, of as many tensors as a pass has layers
+        _, size, G, D = pages.shape
+        first = seen.pages.start * size + seen.entries.start
+        shape, strides = (1, G, seen.entries.stop - seen.entries.start, D), (0, D, G * D, 1)
+        return pages.as_strided(shape, strides, pages.storage_offset() + first * G * D)
+    here = pages.index_select(0, seen.pages)
     return here.view(seen.sequences, -1, *pages.shape[2:])[:, seen.entries].transpose(1, 2)
 
 
