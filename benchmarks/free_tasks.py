@@ -1,8 +1,8 @@
 """FREE on two real tasks: quality, exits and speed of full, CALM and FREE decoding, and its ablations (thesis 2.4, 2.6).
 
     python benchmarks/free_tasks.py prepare --tasks TASKS --out data/free                                  # no GPU
-    fathomlm study run free         --corpus data/free/translation/corpus --work runs/study --keep
-    fathomlm study run free-summary --corpus data/free/summary/corpus     --work runs/study --keep
+    fathomlm study run free-translation --corpus data/free/translation/corpus --work runs/study --keep
+    fathomlm study run free-summary     --corpus data/free/summary/corpus     --work runs/study --keep
     python benchmarks/free_tasks.py decode translation --data data/free --work runs/study --out texts.jsonl
     python benchmarks/free_tasks.py speed  translation --data data/free --work runs/study --out speed.jsonl
     python benchmarks/free_tasks_report.py data/free benchmarks/results/free_tasks_h200 texts.jsonl speed.jsonl  # no GPU
@@ -10,11 +10,12 @@
     translation   German to English (Multi30k, Flickr 2016 test set), a T5-style model trained from scratch
     summary       one sentence for a scientific abstract (SciTLDR), SmolLM2-135M fine-tuned
 
-The models are those of the studies `free` and `free-summary`. `decode` asks for quality: many texts at once on the engine,
-by the reference where the engine cannot, or all of them with `--reference`. `speed` asks for time: one text at a time on
-captured steps, on a device that does nothing else; processes that have recorded their steps wait for their `--turn`. Both
-add a line a setting to their file and go on where it ends; several processes may share the variants (`--only`) and the
-settings of one (`--part`), each with its own file. `TASKS` holds the .jsonl.gz files named below.
+The models are those of the studies `free-translation` and `free-summary`. `decode` asks for quality: many texts at once on
+the engine, by the reference where the engine cannot, or all of them with `--reference`. `speed` asks for time: one text at a
+time on captured steps, on a device that does nothing else; processes that have recorded their steps wait for their `--turn`.
+Both add a line a setting to their file and go on where it ends; several processes may share the variants (`--only`) and the
+settings of one (`--part`), each with its own file. `free_tasks_run.py` trains, decodes and times within a time limit.
+`TASKS` holds the .jsonl.gz files named below.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ TASKS = {
             "validation": "multi30k_de_en_val",
             "test": "multi30k_de_en_test_2016_flickr",
         },
-        study="free",
+        study="free-translation",
         source_length=32,
         new_tokens=40,
         metric="BLEU",

@@ -5,7 +5,9 @@
 BLEU by sacrebleu's counts; ROUGE-L by rouge-score, the best of a text's references (the `eval` extra has both). Intervals
 are 95 %, from 1,000 draws of the test texts with replacement; differences are between two sets of texts of the same sources
 under the same draws. The fastest setting that keeps 99 % is chosen among many by the texts that it is judged by, so it is
-also chosen by every other text and judged by the rest. The record that is kept has no texts but two of each setting.
+also chosen by every other text and judged by the rest, and beside it stands the fastest whose whole interval is above 99 %.
+A model's full decoding, which speeds are against, is timed once; models of equal depth do the same work, so speeds are given
+against the fastest of theirs too. The record that is kept has no texts but two of each setting.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -23,6 +25,8 @@ DRAWS = 1000
 ORDERS = 4
 KEPT = 0.99
 """The part of full decoding's quality that a setting is to keep."""
+PLAIN = "plain"
+"""The variant without exits that models are compared with where MAIN was not trained."""
 Table = list[list[str]]
 
 
@@ -73,6 +77,19 @@ def bounds(draws: np.ndarray) -> tuple[float, float]:
     return round(float(low), 2), round(float(high), 2)
 
 
+@dataclass(frozen=True)
+class Best:
+    """A setting that was chosen by its speed per token."""
+
+    speedup: float
+    against_fastest: float | None
+    setting: str
+
+    def __str__(self) -> str:
+        rest = "" if self.against_fastest is None else f" ({self.against_fastest:.2f} against the fastest full)"
+        return f"{self.setting}, {self.speedup:.2f} times per token{rest}"
+
+
 @dataclass
 class TaskResults:
     """All that was measured on one task."""
@@ -90,6 +107,22 @@ class TaskResults:
         """The layer of the one exit of a variant."""
         found = [label for own, label in self.texts if own == variant and label.startswith("static")]
         return int(found[0].split()[1]) if len(found) == 1 else None
+
+    @property
+    def reference(self) -> str:
+        """The model whose full decoding models without exits are compared with."""
+        return MAIN if (MAIN, "full") in self.texts else PLAIN
+
+    def depth_of(self, variant: str) -> float | None:
+        """Layers of a model: those that every token of its full decoding ran through."""
+        found = self.texts.get((variant, "full"))
+        return None if found is None else float(found.record["mean_exit_layer"])
+
+    def fastest_full(self, variant: str) -> Record | None:
+        """The fastest full decoding among models as deep as this one."""
+        depth = self.depth_of(variant)
+        found = [r for (own, label), r in self.speeds.items() if label == "full" and self.depth_of(own) == depth]
+        return min(found, key=lambda record: record["ms_per_token"], default=None)
 
     def score(self, variant: str, label: str) -> str:
         found = self.texts.get((variant, label))
@@ -114,15 +147,21 @@ class TaskResults:
         return own.score / max(full.score, 1e-9), float(low), float(high)
 
     def speedup(self, variant: str, label: str, per: str) -> float | None:
-        """Against the same model's full decoding, per token or per text; of a model without exits, against MAIN's."""
+        """Against the same model's full decoding, per token or per text; full decoding against the reference's."""
         own = self.speeds.get((variant, label))
-        full = self.speeds.get((variant if label != "full" else MAIN, "full"))
+        full = self.speeds.get((variant if label != "full" else self.reference, "full"))
         return None if own is None or full is None else round(full[f"ms_per_{per}"] / own[f"ms_per_{per}"], 3)
 
-    def best_at_99(self) -> tuple[float, str] | None:
-        """The fastest setting, per token, that keeps KEPT of its own full decoding's quality."""
-        found = self._fastest(lambda variant, label: (self.kept(variant, label) or (0.0,))[0])
-        return None if found is None else (found[0], ", ".join(found[1]))
+    def against_fastest(self, variant: str, label: str) -> float | None:
+        """Speedup per token against the fastest full decoding of its depth; of full decoding, of the reference's depth."""
+        own = self.speeds.get((variant, label))
+        full = self.fastest_full(variant if label != "full" else self.reference)
+        return None if own is None or full is None else round(full["ms_per_token"] / own["ms_per_token"], 3)
+
+    def best_at_99(self, *, surely: bool = False) -> Best | None:
+        """The fastest setting, per token, that keeps KEPT of its own full decoding's quality; `surely`: by its interval."""
+        found = self._fastest(lambda variant, label: (self.kept(variant, label) or (0.0, 0.0))[1 if surely else 0])
+        return None if found is None else Best(found[0], self.against_fastest(*found[1]), ", ".join(found[1]))
 
     def best_of_halves(self) -> list[Record]:
         """The same, chosen by half of the texts, with what it keeps of the other half."""
@@ -233,8 +272,9 @@ def statics(task: TaskResults) -> Table:
     return rows
 
 
-def distilled(task: TaskResults, names: Iterable[str]) -> Table:
-    """Variants beside each other, at every threshold, with the difference from those without distillation."""
+def distilled(task: TaskResults, names: Iterable[str], *, own_full: bool = False) -> Table:
+    """Variants beside each other, at every threshold, with the difference from those without distillation, or from their
+    own full decoding."""
     head = ["variant", "full", "exit alone", *(f"FREE {t:g}" for t in sorted(THRESHOLDS)), "left early at 0.5"]
     rows = [head]
     for name in names:
@@ -242,8 +282,10 @@ def distilled(task: TaskResults, names: Iterable[str]) -> Table:
             continue
         labels = ["full", f"static {task.exit_of(name)}", *(f"parallel {t:g}" for t in sorted(THRESHOLDS))]
         other = "none" if name != "none" and task.exit_of(name) == task.exit_of("none") else name
+        others = [(name, "full") if own_full else (other, label) for label in labels]
         cells = [
-            task.against((name, label), (other, label)) if other != name else task.score(name, label) for label in labels
+            task.against((name, label), base) if base != (name, label) else task.score(name, label)
+            for label, base in zip(labels, others, strict=True)
         ]
         half = task.texts.get((name, "parallel 0.5"))
         rows.append([name, *cells, "-" if half is None else f"{half.record['exit_rate']:.1%}"])
@@ -251,13 +293,12 @@ def distilled(task: TaskResults, names: Iterable[str]) -> Table:
 
 
 def speeds(task: TaskResults) -> Table:
-    rows = [
-        ["variant", "decoding", TASKS[task.name].metric, "kept", "99 %", "left early", "ms a token", "per token", "per text"]
-    ]
+    measured = ["kept", "99 %", "left early", "ms a token", "per token", "per text", "per token, against the fastest full"]
+    rows = [["variant", "decoding", TASKS[task.name].metric, *measured]]
     for (variant, label), found in task.speeds.items():
         kept = (1.0, 1.0, 1.0) if label.startswith("speculative") else task.kept(variant, label)
         whole = task.score(variant, "full" if label.startswith("speculative") else label)
-        faster = [task.speedup(variant, label, per) for per in ("token", "text")]
+        faster = [*(task.speedup(variant, label, per) for per in ("token", "text")), task.against_fastest(variant, label)]
         cells = [
             whole,
             share(kept),
@@ -328,7 +369,8 @@ def sampled(task: TaskResults) -> Table:
 
 def small(task: TaskResults) -> Table:
     plain = [v for v in task.variants if not any(own == v and label != "full" for own, label in task.texts)]
-    rows = [[v, task.against((v, "full"), (MAIN, "full"))] for v in plain]
+    base = (task.reference, "full")
+    rows = [[v, task.against((v, "full"), base) if v != base[0] else task.score(v, "full")] for v in plain]
     return [["variant", TASKS[task.name].metric], *rows]
 
 
@@ -339,11 +381,12 @@ def page(results: dict[str, TaskResults], where: Record) -> str:
         "# Leaving early on two tasks",
         "",
         f"{where['device']}, torch {where['torch']}, {where['date']}. Made by `benchmarks/free_tasks_report.py`; the models",
-        "are those of the studies `free` and `free-summary` (recipes/studies), one seed each. Behind a score stands its",
-        "difference from the setting it is compared with, and the 95 % interval of that difference over draws of the test",
-        "texts. It says how much the texts decide, not how much another training run would. *Kept* is the part of the same",
-        "model's full decoding's score. CALM's threshold T is 0.9 T + 0.1 exp(-4 i / N) at token i of at most N, so that",
-        "0 does not let every token leave.",
+        "are those of the studies `free-translation` and `free-summary` (recipes/studies), one seed each. Behind a score",
+        "stands its difference from the setting it is compared with, and the 95 % interval of that difference over draws of",
+        "the test texts. It says how much the texts decide, not how much another training run would. *Kept* is the part of",
+        "the same model's full decoding's score. Full decoding is timed once a model, and models of equal depth do the same",
+        "work: where theirs differ, that is noise, and the last column has all speeds against the fastest of them. CALM's",
+        "threshold T is 0.9 T + 0.1 exp(-4 i / N) at token i of at most N, so that 0 does not let every token leave.",
     ]
     for name, task in results.items():
         many = len(next(iter(task.texts.values())).record["texts"]) if task.texts else 0
@@ -356,12 +399,14 @@ def page(results: dict[str, TaskResults], where: Record) -> str:
             ("CALM's threshold, which decays over a text (`tab_free:obs4`)", thresholds(task)),
             ("All tokens leave after the same layer, CALM's model (`fig_free:obs2_obs3`)", statics(task)),
             ("Layerwise distillation, differences from none (`fig_free:distill_loss`)", distilled(task, one_depth)),
-            ("Depth of the shallow model (`tab_free:depth`)", distilled(task, depths)),
+            ("Depth of the shallow model, differences from the same model's full decoding (`tab_free:depth`)",
+             distilled(task, depths, own_full=True)),
             ("Parallel decoding against state copying, one model (`tab_free:copying`)", copying(task)),
             ("Size of the calibration set (`tab_free:calibration`)", calibrations(task)),
             ("Refining what the exit chose (`tab_free:rollback`)", refined(task)),
             ("Sampling, temperature 1 (`tab_free:sampling`)", sampled(task)),
-            ("Models without exits, differences from full decoding (`tab_free:small_sized`)", small(task)),
+            (f"Models without exits, differences from {task.reference}'s full decoding (`tab_free:small_sized`)",
+             small(task)),
             ("Speed, one text at a time; times against full decoding (`tab_free:main_exp`)", speeds(task)),
         ]  # fmt: skip
         for title, rows in parts:
@@ -369,9 +414,10 @@ def page(results: dict[str, TaskResults], where: Record) -> str:
                 lines += ["", f"### {title}", "", *markdown(rows)]
                 if rows[0][0] == "threshold" and rows[0][-1] == "tokens":
                     lines += ["", optimal(task)]
-        best = task.best_at_99()
+        best, sure = task.best_at_99(), task.best_at_99(surely=True)
         if best is not None:
-            lines += ["", f"Fastest that keeps 99 % of its full decoding's score: {best[1]}, {best[0]:.2f} times per token."]
+            lines += ["", f"Fastest that keeps 99 % of its full decoding's score: {best}."]
+            lines += [f"Fastest whose whole interval is above 99 %: {sure or 'none'}."]
             for half in task.best_of_halves():
                 rest = f"keeps {100 * half['kept_of_the_rest']:.1f} % of the rest's"
                 lines += [f"Chosen by half of the texts: {half['setting']}, {half['speedup']:.2f} times, {rest}."]
@@ -382,10 +428,12 @@ def kept_record(results: dict[str, TaskResults], where: Record) -> Record:
     """What is kept of all lines: scores and counts, hardly any texts."""
     record: Record = {"environment": where}
     for name, task in results.items():
-        best = task.best_at_99()
+        best, sure = task.best_at_99(), task.best_at_99(surely=True)
         own: Record = {
-            "speedup_at_99": None if best is None else best[0],
-            "best_at_99": None if best is None else best[1],
+            "speedup_at_99": None if best is None else best.speedup,
+            "best_at_99": None if best is None else best.setting,
+            "speedup_at_99_against_fastest_full": None if best is None else best.against_fastest,
+            "with_the_interval_above_99": None if sure is None else asdict(sure),
             "chosen_by_half_of_the_texts": task.best_of_halves(),
             "settings": {},
             "speed": {},
@@ -409,25 +457,35 @@ def kept_record(results: dict[str, TaskResults], where: Record) -> Record:
 
 
 def earlier(before: Record, results: dict[str, TaskResults]) -> tuple[Record, list[str]]:
-    """The tasks of another record that were not measured again: that record's part, and a table of what it has."""
+    """What another record has: tasks that were not measured again, in their place, and what was measured before of those
+    that were, under `earlier`; with a table of each."""
     from fathomlm.lab.tables import markdown
 
-    record, lines = {}, []
-    for name in (name for name in before if name in TASKS and name not in results):
-        where = before[name].get("environment", before["environment"])
-        record[name] = {"environment": where} | before[name]
+    record: Record = {"earlier": dict(before.get("earlier", {}))}
+    for name in (name for name in before if name in TASKS):
+        part = {"environment": before[name].get("environment", before["environment"])} | before[name]
+        if name not in results:
+            record[name] = part
+        elif "settings" not in part:  # a record of today's form would be this report, made again
+            record["earlier"][name] = part
+    lines = []
+    for name, part in [*record["earlier"].items(), *((name, part) for name, part in record.items() if name != "earlier")]:
+        where, found = part["environment"], {key: row for key, row in part.items() if "speedup" in (row or {})}
         rows = [["decoding", TASKS[name].metric, "ms a token", "per text", "left early"]]
-        for label, found in before[name].items():
-            if isinstance(found, dict) and "speedup" in found:
-                times = [f"{found['ms_per_token']:.3f}", f"{found['speedup']:.2f}"]
-                rows.append([label, f"{found['score']:.2f}", *times, f"{found['exit_rate']:.1%}"])
+        for label, row in found.items():
+            times = [f"{row['ms_per_token']:.3f}", f"{row['speedup']:.2f}"]
+            rows.append([label, f"{row['score']:.2f}", *times, f"{row['exit_rate']:.1%}"])
         if len(rows) > 1:
-            lines += ["", f"## {name}, not measured again", "", f"{where['device']}, {where['date']}.", "", *markdown(rows)]
-    return record, lines
+            many = next(iter(found.values())).get("text_count")
+            title = f"{name}, before" if name in results else f"{name}, not measured again"
+            about = f"{where['device']}, {where['date']}: {many} texts, a model trained with the settings of that day."
+            lines += ["", f"## {title}", "", about, "", *markdown(rows)]
+    return {name: part for name, part in record.items() if part}, lines
 
 
 def picture(results: dict[str, TaskResults], where: Record, out: Path) -> None:
-    """Left of each task: quality over the threshold of each variant; right: quality over the layer that all leave after."""
+    """Left of each task: quality over the threshold of each variant; right: quality over the layers that all tokens run, of
+    exits alone and of whole models, with intervals."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -453,17 +511,21 @@ def picture(results: dict[str, TaskResults], where: Record, out: Path) -> None:
             x = [layer for layer, _ in points]
             row[1].plot(x, [found.score for _, found in points], "o-", label="calm, all leave here")
             row[1].fill_between(x, low, high, alpha=0.2)
-        for variant in task.variants:
-            layer = task.exit_of(variant)
-            if layer is not None and variant in (MAIN, "none", "last", "unif"):
-                row[1].plot(
-                    layer, task.texts[variant, f"static {layer}"].score, "*", markersize=10, label=f"{variant}, exit alone"
-                )
-        row[1].set_xlabel("layer")
+        for at, variant in enumerate(task.variants):
+            layer, depth = task.exit_of(variant), task.depth_of(variant)
+            shown = [] if variant == CALM or depth is None else [("full", depth, "s")]
+            shown += [] if layer is None else [(f"static {layer}", float(layer), "*")]
+            for label, x, mark in shown:
+                found = task.texts[variant, label]
+                spread = [[found.score - found.interval[0]], [found.interval[1] - found.score]]
+                legend = f"{variant}, {'full' if mark == 's' else 'exit alone'}"
+                moved = x + 0.08 * (at - len(task.variants) / 2)  # intervals beside each other
+                row[1].errorbar(moved, [found.score], spread, fmt=mark, color=f"C{at % 10}", capsize=2, label=legend)
+        row[1].set_xlabel("layers that every token runs")
         for axes in row:
             axes.set_ylabel(f"{name}: {TASKS[name].metric} (points)")
             axes.grid(alpha=0.3)
-            axes.legend(fontsize=7)
+            axes.legend(fontsize=6, ncols=2)
     figure.suptitle(f"Leaving early: thresholds, and layers ({where['device']})")
     figure.savefig(out, dpi=110)
 
