@@ -12,12 +12,13 @@ import torch
 
 from fathomlm.cli.main import main
 from fathomlm.errors import DataError
-from fathomlm.lab.study import training
+from fathomlm.lab.study import guard as guards
+from fathomlm.lab.study.guard import Guard
 from fathomlm.lab.study.jobs import Place, jobs_of, recipe_of
 from fathomlm.lab.study.ledger import Ledger
 from fathomlm.lab.study.queue import RESERVE, Outcome, Pace, Visit, work_off
 from fathomlm.lab.study.spec import Study, build_study, read_study
-from fathomlm.lab.study.training import Guard, TrainingExecutor
+from fathomlm.lab.study.training import TrainingExecutor
 from fathomlm.train.data.corpus import Corpus
 from fathomlm.train.report import SilentWatcher
 from fathomlm.train.setup import build_student, make_loader
@@ -160,8 +161,9 @@ def test_a_loss_that_is_not_finite_is_a_failed_run(values: Values, corpus: Path,
 
 def test_the_guard_stops_a_run_that_its_first_steps_show_to_be_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
     raised: list[int] = []
-    monkeypatch.setattr(training.signal, "raise_signal", raised.append)
-    for split, wanted in ((False, 2 * training.SETTLED), (True, None)):
+    monkeypatch.setattr(guards.signal, "raise_signal", raised.append)
+    first = guards.SETTLED + guards.LEAST_WINDOWS * guards.WINDOW
+    for split, wanted in ((False, first), (True, None)):
         now, raised[:] = [0.0], []
         visit = Visit(RESERVE + 1000.0, lambda: now[0])  # noqa: B023
         guard = Guard(SilentWatcher(), visit, tokens_per_step=10, split=split)
@@ -173,6 +175,41 @@ def test_the_guard_stops_a_run_that_its_first_steps_show_to_be_too_long(monkeypa
                 stopped = step
         assert stopped == wanted
         assert guard.rate == pytest.approx(10.0)
+
+
+def stop_of(seconds: Callable[[int], float], steps: int, minutes: float, monkeypatch: pytest.MonkeyPatch) -> int | None:
+    """The step at which a guard ends a run whose steps take so long, if it does."""
+    raised: list[int] = []
+    monkeypatch.setattr(guards.signal, "raise_signal", raised.append)
+    now = [0.0]
+    guard = Guard(SilentWatcher(), Visit(RESERVE + 60 * minutes, lambda: now[0]), tokens_per_step=10, split=False)
+    for step in range(1, steps + 1):
+        now[0] += seconds(step)
+        guard.step(step, steps, {})
+        if raised:
+            return step
+    return None
+
+
+def test_the_guard_is_not_misled_by_compiling(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Times of a translator that shared a GPU with seven others: 32 s for its first step, and another shape at step 40."""
+
+    def seconds(step: int) -> float:
+        return {1: 32.0, 40: 6.5}.get(step, 0.08)
+
+    assert stop_of(seconds, 1800, 200 / 60, monkeypatch) is None
+
+
+def test_the_guard_lets_a_slow_beginning_and_a_slow_minute_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    """1,000 steps like the slow ones would not fit, all of them as they are do."""
+    assert stop_of(lambda step: 0.3 if step < 55 else 0.1, 1000, 3, monkeypatch) is None
+    assert stop_of(lambda step: 1.0 if 600 < step < 660 else 0.1, 1000, 3, monkeypatch) is None
+
+
+def test_the_guard_sees_a_run_that_became_slow_for_good(monkeypatch: pytest.MonkeyPatch) -> None:
+    stopped = stop_of(lambda step: 0.1 if step < 100 else 1.0, 1000, 5, monkeypatch)
+    assert stopped is not None
+    assert stopped < 250, "long before the time is over, at step 390"
 
 
 def test_a_corpus_without_validation_is_refused(values: Values, tmp_path: Path) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import shutil
-import signal
 import subprocess
 import time
 from collections.abc import Callable
@@ -26,6 +25,7 @@ from fathomlm.errors import DataError
 from fathomlm.lab.environment import environment as measured_in
 from fathomlm.lab.environment import free_memory
 from fathomlm.lab.evaluate.outputs import FULL
+from fathomlm.lab.study.guard import Guard
 from fathomlm.lab.study.jobs import Job, Place, Shaped, shape_of, started
 from fathomlm.lab.study.ledger import Record, identifying_settings
 from fathomlm.lab.study.queue import Broken, Stopped, Visit, overhead_of
@@ -36,45 +36,11 @@ from fathomlm.train.resume import newest_whole
 from fathomlm.train.run import TrainingResult, train
 from fathomlm.train.state import read_state, saved_steps, step_name
 
-SETTLED = 30
-"""Steps after which a rate is trusted: compiling and recording graphs are over."""
 CURVE = 100
 """Points of a training curve that a record keeps."""
 SHAPES = 512
 """Compiled versions of one function that a process may hold: those of all variants of a study, so that none is compiled
 twice and none falls back to eager for its place in the queue."""
-
-
-class Guard:
-    """Follows a run and asks it to stop, as Ctrl-C would, when the visit's time is over, or when the first steps show that
-    it will not be finished in time and it is not to be split."""
-
-    def __init__(self, inner: Watcher, visit: Visit, tokens_per_step: int, *, split: bool) -> None:
-        self._inner, self._visit, self._tokens, self._split = inner, visit, tokens_per_step, split
-        self._seen = 0
-        self._settled: tuple[int, float] | None = None
-        self.stop_requested = False
-        self.rate: float | None = None
-        """Tokens a second, once that is known."""
-
-    def step(self, step: int, total: int, live: Record) -> None:
-        self._inner.step(step, total, live)
-        self._seen += 1
-        now = self._visit.clock()
-        if self._settled is None:
-            self._settled = (step, now) if self._seen >= SETTLED else None
-        elif step >= self._settled[0] + SETTLED and now > self._settled[1]:
-            self.rate = (step - self._settled[0]) * self._tokens / (now - self._settled[1])
-        needed = 0.0 if self.rate is None or self._split else (total - step) * self._tokens / self.rate
-        if not self.stop_requested and step < total and (self._visit.left <= 0 or needed > self._visit.left):
-            self.stop_requested = True
-            signal.raise_signal(signal.SIGTERM)
-
-    def record(self, record: Record) -> None:
-        self._inner.record(record)
-
-    def note(self, text: str) -> None:
-        self._inner.note(text)
 
 
 class TrainingExecutor:
