@@ -255,21 +255,26 @@ class Engine:
 
     def _run_passes(self, program: ExitProgram) -> None:
         """A few passes of the one sequence, each when the one before has told what comes next: as many as their pages and
-        the room for results are sure to hold."""
+        the room for results are sure to hold. What follows a deep pass is known: a shallow one is started with it, which has
+        nothing to do if the sequence is over."""
         slots = [sequence.slot for sequence in self.scheduler.placed if sequence.state == "running"]
-        sizes, numbers, idle = self.runner.sizes, list[int](), 0
-        while slots and idle < 2 and len(numbers) < (sizes.lag + 2) * sizes.burst:
+        sizes, numbers, idle, over = self.runner.sizes, list[int](), 0, False
+        most = (sizes.lag + 2) * sizes.burst
+        while slots and not over and idle < 2 and len(numbers) < most:
+            begun, segment = len(numbers), self._next_pass[0]
             numbers.append(self.runner.launch(only=program.pass_for(*self._next_pass)))
-            self.totals.decode_steps += 1
-            (output,) = self.runner.collect(numbers[-1:])
-            ints_NC = output.ints_NC.numpy()
-            flags = ints_NC[ints_NC[:, SLOT] == slots[0], FLAGS].tolist()
-            ints_NC[:, FLAGS] &= (1 << NEXT) - 1
-            idle = 0 if flags else idle + 1
-            if any(one & (ENDED | BAD) for one in flags):
-                break
-            segment = flags[0] >> NEXT & (1 << WAITING - NEXT) - 1 if flags else 1 - self._next_pass[0]
-            self._next_pass = segment, flags[0] >> WAITING if flags else program.stack
+            if segment and len(numbers) < most:
+                numbers.append(self.runner.launch(only=program.pass_for(0, 1)))
+            idle += 1
+            self._next_pass = 1 - segment, program.stack
+            for output in self.runner.collect(numbers[begun:]):
+                ints_NC = output.ints_NC.numpy()
+                flags = ints_NC[ints_NC[:, SLOT] == slots[0], FLAGS].tolist()
+                ints_NC[:, FLAGS] &= (1 << NEXT) - 1
+                over = over or any(one & (ENDED | BAD) for one in flags)
+                if flags:
+                    idle, self._next_pass = 0, (flags[0] >> NEXT & (1 << WAITING - NEXT) - 1, flags[0] >> WAITING)
+        self.totals.decode_steps += len(numbers)
         if numbers:
             self._collect(numbers)
 
