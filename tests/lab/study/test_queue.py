@@ -140,6 +140,8 @@ def test_only_takes_a_pattern(values: Values, tmp_path: Path) -> None:
     visit_with(machine, study, tmp_path, only="re*")
     visit_with(machine, study, tmp_path, only="*/1")
     assert machine.made == ["recursive/short/0", "recursive/short/1", "plain/short/1", "mor/short/1"]
+    visit_with(machine, study, tmp_path, only="plain/*/0, mo*")
+    assert machine.made[4:] == ["plain/short/0", "mor/short/0"]
     with pytest.raises(OptionError, match="--only nothing matches no run; variants: plain, recursive, mor"):
         visit_with(machine, study, tmp_path, only="nothing")
 

@@ -231,7 +231,9 @@ class Run(LedgerOptions):
     corpus: Path = option(metavar="DIR", help="corpus from `fathomlm data prepare`")
     work: Path = option(WORK, metavar="DIR", help="where runs keep their checkpoints")
     only: str | None = option(
-        None, metavar="GLOB", help="runs whose VARIANT or VARIANT/BUDGET/SEED matches, such as 'mor-*' or '*/0'"
+        None,
+        metavar="GLOB[,GLOB]",
+        help="runs whose VARIANT or VARIANT/BUDGET/SEED matches one of these, such as 'mor-*' or '*/0'",
     )
     minutes: float | None = option(None, gt=0, metavar="M", help="stop before M minutes are over", default_text="no limit")
     split: bool = option(False, help="also start a run that will not finish in time; it is saved under --work")

@@ -219,11 +219,17 @@ class Outcome:
 
 
 def select(studies: Sequence[Study], only: str | None, jobs: Callable[[Study], list[Job]]) -> list[Job]:
-    """The runs of all studies, first seeds first; `only` is a pattern over VARIANT, or over VARIANT/BUDGET/SEED."""
+    """The runs of all studies, first seeds first; `only` has patterns over VARIANT, or over VARIANT/BUDGET/SEED, with commas
+    between them."""
     rank = {(s.name, seed): (place, number) for number, s in enumerate(studies) for place, seed in enumerate(s.seeds)}
     found = [job for study in studies for job in jobs(study)]
     if only is not None:
-        chosen = [job for job in found if fnmatchcase(job.run.key, only) or fnmatchcase(job.run.variant.name, only)]
+        patterns = [pattern.strip() for pattern in only.split(",")]
+
+        def wanted(job: Job) -> bool:
+            return any(fnmatchcase(name, each) for name in (job.run.key, job.run.variant.name) for each in patterns)
+
+        chosen = [job for job in found if wanted(job)]
         if not chosen:
             names = ", ".join(dict.fromkeys(job.run.variant.name for job in found))
             raise OptionError(f"--only {only} matches no run; variants: {names}")

@@ -1,0 +1,101 @@
+"""`benchmarks/free_tasks_run.py` from training to times, with models of a few thousand weights on a CPU."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tarfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[3]
+STUDY = """
+name: small-free
+title: Words said backwards
+common:
+  model:
+    architecture: {family: t5, layers: 3, hidden: 32, intermediate: 64, heads: 2, gated: true, tied_embeddings: true}
+    encoder: {layers: 1}
+  data: {pairs: [source, target], source_length: 16, target_length: 16}
+  batch: {sequences: 8, micro: 8}
+  optimizer: {lr: 1.0e-3}
+  evaluate: {every: 0, rows: 8}
+  checkpoint: {every: 1000, keep: 1, best: false}
+  log: {every: 2}
+variants:
+  last: {loss: {exits: {at: [1], weights: weighted}, layerwise: {shallow: 1, mapping: last}}}
+  plain: {}
+  small-1: {model: {architecture: {layers: 1}}}
+baseline: plain
+budgets:
+  4-steps: {steps: 4}
+seeds: [0]
+passes: 100
+"""
+
+
+def prepare(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from fathomlm.train.data.prepare import PrepareOptions
+    from fathomlm.train.data.prepare import prepare as prepare_corpus
+
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    from free_tasks import make_tokenizer  # type: ignore[import-not-found]
+
+    folder.mkdir(parents=True)
+    words = [f"number {i} and {7 * i}" for i in range(64)]
+    for split, part in (("train", words[16:]), ("validation", words[8:16]), ("test", words[:8])):
+        samples = ({"source": word, "target": word[::-1], "references": [word[::-1]]} for word in part)
+        (folder / f"{split}.jsonl").write_text("".join(json.dumps(sample) + "\n" for sample in samples))
+    prepare_corpus(
+        PrepareOptions(
+            sources=(str(folder / "train.jsonl"),),
+            validation_from=(str(folder / "validation.jsonl"),),
+            out=folder / "corpus",
+            tokenizer=str(make_tokenizer(folder)),
+            pairs=("source", "target"),
+        )
+    )
+
+
+@pytest.mark.slow
+def test_a_task_is_trained_decoded_and_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("sacrebleu")
+    prepare(tmp_path / "data" / "translation", monkeypatch)
+    (tmp_path / "study.yaml").write_text(STUDY)
+    command = [sys.executable, str(ROOT / "benchmarks" / "free_tasks_run.py"), "translation", "--minutes", "8"]
+    command += ["--data", str(tmp_path / "data"), "--out", str(tmp_path / "out"), "--work", str(tmp_path / "work")]
+    command += [
+        "--study",
+        str(tmp_path / "study.yaml"),
+        "--only",
+        "last,plain",
+        "--workers",
+        "2",
+        "--no-mps",
+        "--no-compile",
+    ]
+    command += ["--texts", "4", "--timed", "2", "--batch", "4", "--timing", "200", "--decoding", "100", "--commit", "c0ffee"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "fastest at 99 %:" in done.stdout
+    assert "failed" not in done.stdout
+    with tarfile.open(tmp_path / "out" / "free-translation.tgz") as tar:
+        tar.extractall(tmp_path / "unpacked", filter="data")
+    ledger = json.loads((tmp_path / "unpacked" / "ledger" / "small-free.json").read_text())
+    assert {(run["variant"], run["status"]) for run in ledger["runs"]} == {("last", "finished"), ("plain", "finished")}
+    paths = (tmp_path / "unpacked" / "lines").glob("*.jsonl")
+    lines = [json.loads(line) for path in paths for line in path.read_text().splitlines()]
+    labels = {(line["kind"], line["variant"], line["label"]) for line in lines}
+    assert {("texts", "last", "static 1"), ("texts", "last", "parallel 0.5"), ("texts", "plain", "full")} <= labels
+    assert {("speed", "last", "parallel 0.5"), ("speed", "plain", "full")} <= labels
+
+
+def test_there_must_be_time_to_train(tmp_path: Path) -> None:
+    command = [sys.executable, str(ROOT / "benchmarks" / "free_tasks_run.py"), "translation", "--minutes", "1"]
+    command += ["--data", str(tmp_path), "--out", str(tmp_path / "out")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=tmp_path)
+    assert done.returncode == 2
+    assert "--minutes must leave time for training" in done.stderr
+    assert not (tmp_path / "out").exists()
