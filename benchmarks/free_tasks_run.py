@@ -114,7 +114,8 @@ class TaskRun:
         for place in (self.ledger, self.lines, self.logs, args.out):
             place.mkdir(parents=True, exist_ok=True)
         self.study = args.study or TASKS[args.task].study
-        self._name = read_study(self.study).name
+        study = read_study(self.study)
+        self._name, self._variants = study.name, [variant.name for variant in study.variants]
         self.environment = {
             **os.environ,
             "OMP_NUM_THREADS": "1",
@@ -249,7 +250,8 @@ class TaskRun:
                 self.say("packing failed:", error)
 
     def most_promising(self) -> list[str]:
-        """Variants by the layers that the fastest of their settings runs which keeps the quality; nothing is timed yet."""
+        """Variants by the layers that the fastest of their settings runs which keeps the quality, as nothing is timed yet; in
+        the study's order where texts cannot be scored."""
         from free_tasks_report import KEPT, TaskResults, read_results
 
         files = [path for path in self.lines.glob("decode-*.jsonl") if path.stat().st_size]
@@ -257,7 +259,7 @@ class TaskRun:
             results = read_results(self.args.data, files)[0][self.args.task] if files else TaskResults(self.args.task)
         except ImportError as error:  # what counts BLEU or ROUGE is not installed here
             self.say("not scored here:", error)
-            return []
+            return self._variants
         cost: dict[str, float] = {}
         for variant, label in results.texts:
             kept, exit_layer = results.kept(variant, label), results.exit_of(variant)
