@@ -250,7 +250,7 @@ class TaskRun:
                 self.say("packing failed:", error)
 
     def most_promising(self) -> list[str]:
-        """Variants by the layers that the fastest of their settings runs which keeps the quality, as nothing is timed yet; in
+        """Variants by the layers that the fastest of their settings runs which keeps the quality: nothing is timed yet. In
         the study's order where texts cannot be scored."""
         from free_tasks_report import KEPT, TaskResults, read_results
 
