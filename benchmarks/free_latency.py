@@ -10,7 +10,7 @@ and thresholds are searched that let a wanted part of the tokens leave. Exit rat
 A token's time is that of a text, less that of one with a single token, over the other tokens: reading the prompt and waiting
 for the last result are in both. The floor is the time that reading the weights takes: those of the layers and heads that the
 passes really ran, over the reading speed of this device, measured in the same run. Every mode has prompts, lengths and
-rounds in common with full. `--captured` measures captured steps (`fathomlm.decode.captured`) beside the engine.
+rounds in common with full.
 """
 
 from __future__ import annotations
@@ -30,7 +30,6 @@ from typing import Any
 
 import torch
 
-from fathomlm.decode.captured import CapturedDecoder, CapturedResult
 from fathomlm.decode.exiting import Exiting
 from fathomlm.decode.sampling import Sampling
 from fathomlm.depth import Architecture, DepthPlan
@@ -39,6 +38,7 @@ from fathomlm.engine.engine import Engine
 from fathomlm.engine.request import Request, Result
 from fathomlm.lab.bench.floor import finish, reading_speed
 from fathomlm.lab.bench.models import random_model
+from fathomlm.lab.bench.one_sequence import PassCounts
 from fathomlm.lab.environment import environment, free_memory
 from fathomlm.model.hub import FathomForCausalLM
 
@@ -125,20 +125,7 @@ class Timed:
             exiting=None if mode == "full" else bench.exiting(mode, 0.5), max_sequences=rows,
             batch_size=max(rows, stack or bench.max_stack) if waits else rows,
         )  # fmt: skip
-        self._passes: Counter[str] = Counter()
-        self._launch = self.engine.runner.launch
-        self.engine.runner.launch = self._counted  # type: ignore[method-assign]
-
-    def _counted(self, drafts: bool = True, sequences: int | None = None, only: tuple[str, int] | None = None) -> int:
-        if only is not None:
-            self._passes[only[0]] += 1
-        elif self.mode == "static":
-            self._passes["shallow"] += 1
-        elif self.mode == "full" or not drafts:
-            self._passes["full"] += 1
-        else:
-            self._passes.update(self.engine.runner.program.passes)
-        return self._launch(drafts, sequences, only)
+        self._passes = PassCounts(self.engine)
 
     def round(self, threshold: float | None, new: int | None = None) -> Round:
         bench, many = self.bench, max(PROMPTS, self.rows)
@@ -150,12 +137,12 @@ class Timed:
             )
             for i in range(many)
         ]  # fmt: skip
-        self._passes.clear()
+        self._passes.counts.clear()
         finish(bench.device)
         begun = time.perf_counter()
         results = self.engine.run(work) if self.rows > 1 else [found for one in work for found in self.engine.run([one])]
         finish(bench.device)
-        return Round(results, time.perf_counter() - begun, Counter(self._passes))
+        return Round(results, time.perf_counter() - begun, Counter(self._passes.counts))
 
     def rate(self, threshold: float | None) -> float:
         return self.left(self.round(threshold).results) / (PROMPTS * self.bench.new)
@@ -227,47 +214,6 @@ def threshold_for(rate: Callable[[float], float], wanted: float) -> float:
         near = min(1.0, around * (1 + part))
         found[near] = rate(near)
     return min(found, key=lambda threshold: (found[threshold] < wanted, abs(found[threshold] - wanted)))
-
-
-class Captured:
-    """The same prompts on captured steps."""
-
-    def __init__(self, bench: Bench) -> None:
-        self.bench, cuda = bench, bench.device.type == "cuda"
-        self.decoder = CapturedDecoder(
-            bench.model.decoder, length=PROMPT + bench.new, exit_layers=bench.exit_layer, compile=cuda, pack=True,
-            max_stack=bench.max_stack,
-        )  # fmt: skip
-
-    def texts(self, mode: str, threshold: float | None) -> list[CapturedResult]:
-        bench = self.bench
-        return [self.decoder.generate(prompt, bench.exiting(mode, threshold), bench.new) for prompt in bench.prompts]
-
-    def rate(self, mode: str, threshold: float) -> float:
-        return _rate(self.texts(mode, threshold), self.bench.exit_layer)
-
-    def measure(self, mode: str, threshold: float | None) -> dict[str, Any]:
-        self.texts(mode, threshold)
-        rounds, walls = [], []
-        for _ in range(ROUNDS):
-            finish(self.bench.device)
-            begun = time.perf_counter()
-            rounds.append(self.texts(mode, threshold))
-            walls.append((time.perf_counter() - begun) / PROMPTS)
-        times = [sum(text.decode_seconds for text in texts) / sum(len(text.tokens) for text in texts) for texts in rounds]
-        texts = rounds[0]
-        return {
-            "ms_per_token": round(1e3 * statistics.median(times), 4),
-            "ms_per_text": round(1e3 * statistics.median(walls), 3),
-            "exit_rate": round(_rate(texts, self.bench.exit_layer), 4),
-            "threshold": threshold,
-            "deep_passes_per_token": round(sum(t.deep_passes for t in texts) / sum(len(t.tokens) for t in texts), 4),
-        }
-
-
-def _rate(texts: Sequence[CapturedResult], exit_layer: int) -> float:
-    layers = [layer for text in texts for layer in text.exit_layers]
-    return sum(layer == exit_layer for layer in layers) / len(layers)
 
 
 class Record:
@@ -350,33 +296,8 @@ def run(args: argparse.Namespace) -> None:
                 name += "" if stack in (None, args.stacks[0]) else f", batch_size {stack}"
                 with record.attempt(name):
                     engine(name, mode, rows, stack, args.rates if name == "parallel" else (MAIN_RATE,))
-    with record.attempt("captured"):
-        if args.captured:
-            free_memory()
-            _captured(Captured(bench), args, record)
     if record.failed:
         raise SystemExit(f"these parts failed: {', '.join(record.failed)}")
-
-
-def _captured(steps: Captured, args: argparse.Namespace, record: Record) -> None:
-    """Beside the engine, with thresholds of its own: the same texts would need the same rounding."""
-    thresholds: dict[str, float] = {}
-
-    def measure(mode: str) -> dict[str, Any]:
-        threshold = None
-        if mode in EXITS:
-            asked = "parallel" if mode == "speculative" else mode
-            if asked not in thresholds:
-                thresholds[asked] = args.threshold or threshold_for(lambda t: steps.rate(asked, t), MAIN_RATE)
-            threshold = thresholds[asked]
-        found = steps.measure(mode, threshold)
-        if mode in record.parts:
-            for key in ("ms_per_token", "ms_per_text"):
-                found[f"over_engine, {key}"] = round(found[key] / record.parts[mode][key], 3)
-        return found
-
-    for mode in args.captured:
-        record.add(f"captured, {mode}", partial(measure, mode))
 
 
 def table(record: dict[str, Any]) -> str:
@@ -406,14 +327,6 @@ def table(record: dict[str, Any]) -> str:
         "static never runs the layers behind the exit. parallel and state-copy keep what the exit chose: their tokens are",
         "not full's. speculative's are; the engine drafts where it has measured that drafting pays.",
     ]
-    captured = {name.removeprefix("captured, "): found for name, found in record.items() if name.startswith("captured, ")}
-    if captured:
-        notes += ["", "| captured steps | ms a token | over the engine's | tokens that left |", "|---|--:|--:|--:|"]
-        notes += [
-            f"| {name} | {found['ms_per_token']:.3f} | {found.get('over_engine, ms_per_token', float('nan')):.2f} | "
-            f"{found['exit_rate']:.1%} |"
-            for name, found in captured.items()
-        ]
     return "\n".join([*lines, *notes]) + "\n"
 
 
@@ -440,7 +353,6 @@ def main() -> None:
     running.add_argument("--rows", nargs="*", type=int, default=[1], help="sequences at a time")
     running.add_argument("--modes", nargs="*", choices=MODES, default=list(MODES))
     running.add_argument("--stacks", nargs="*", type=int, default=[16], help="one row: tokens per forward pass with exits")
-    running.add_argument("--captured", nargs="*", choices=MODES, default=[], help="modes of captured steps")
     running.add_argument("--profile", type=int, default=0, help="list so many kernels of parallel decoding")
     running.set_defaults(verb=run)
     drawing = verbs.add_parser("draw")

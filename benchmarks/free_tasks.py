@@ -12,10 +12,10 @@
 
 The models are those of the studies `free-translation` and `free-summary`. `decode` asks for quality: many texts at once on
 the engine, by the reference where the engine cannot, or all of them with `--reference`. `speed` asks for time: one text at a
-time on captured steps, on a device that does nothing else; processes that have recorded their steps wait for their `--turn`.
-Both add a line a setting to their file and go on where it ends; several processes may share the variants (`--only`) and the
-settings of one (`--part`), each with its own file. `free_tasks_run.py` trains, decodes and times within a time limit.
-`TASKS` holds the .jsonl.gz files named below.
+time, what its tokens behind the first took (`lab.bench.one_sequence`), on a device that does nothing else; processes that
+have captured their steps wait for their `--turn`. Both add a line a setting to their file and go on where it ends; several
+processes may share the variants (`--only`) and the settings of one (`--part`), each with its own file. `free_tasks_run.py`
+trains, decodes and times within a time limit. `TASKS` holds the .jsonl.gz files named below.
 """
 
 from __future__ import annotations
@@ -398,36 +398,36 @@ def speed(args: argparse.Namespace) -> None:
 
 
 def speed_variant(args: argparse.Namespace, trained: Trained, lines: Lines) -> None:
-    """All steps are recorded first, then every setting is timed."""
-    from fathomlm.decode.captured import CapturedDecoder
-    from fathomlm.decode.exiting import Exiting
-    from fathomlm.decode.prompts import read_sources, start_token
+    """All engines are built and have captured their steps first, then every setting is timed."""
+    from fathomlm.lab.bench.one_sequence import OneSequence, TimedText
     from fathomlm.lab.environment import environment
 
     task, model, variant = trained.task, trained.model, trained.variant
     sources = trained.sources("test", args.texts)
-    length = task.new_tokens + (2 if trained.seq2seq else task.source_length + 1)
-    source = {"source": task.source_length} if trained.seq2seq else {}
-    memories = [read_sources(model, [each]) if trained.seq2seq else None for each in sources]
-    prompts = [[start_token(model)]] * len(sources) if trained.seq2seq else sources
-    captured = CapturedDecoder(model.decoder, length=length, exit_layers=trained.exits, compile=args.compile, **source)
-    pairs = list(zip(prompts, memories, strict=True))
+    room: Record = {"length": 1 + task.new_tokens + (0 if trained.seq2seq else task.source_length), "compile": args.compile}
+    room |= {"source": task.source_length} if trained.seq2seq else {}
+    engines: dict[str, OneSequence] = {}
 
-    def texts(setting: Setting, pairs: list[Any]) -> list[Any]:
-        exiting = setting.exiting or Exiting(mode="full")
-        return [captured.generate(prompt, exiting, task.new_tokens, trained.ends, memory) for prompt, memory in pairs]
+    def text(setting: Setting, source: list[int], new: int = task.new_tokens) -> TimedText:
+        if setting.mode not in engines:  # thresholds of a mode share an engine
+            engines[setting.mode] = OneSequence(model, setting.exiting, **room)
+        return engines[setting.mode].text(source, new, threshold=setting.threshold)
 
     left = [
         each for each in speed_settings(variant, trained.exits) if not lines.has("speed", args.task, variant, each.label)
     ]
     for setting in left:
-        texts(setting, pairs[:WARM_UPS])
+        for source in sources[:WARM_UPS]:
+            text(setting, source)
     wait_for(args.turn)
     for setting in left:
-        found = texts(setting, [*pairs[:WARM_UPS], *pairs])[WARM_UPS:]
-        tokens = sum(len(text.tokens) for text in found)
-        seconds = sum(text.decode_seconds for text in found)
-        total = len(model.plan.steps)
+        for source in sources[:WARM_UPS]:
+            text(setting, source)
+        found = [(text(setting, source), text(setting, source, 1)) for source in sources]
+        many = len(found)
+        tokens = sum(len(whole.result.tokens) for whole, _ in found)
+        seconds = sum(whole.decode_seconds(single) for whole, single in found)
+        depths = [depth for whole, _ in found for depth in whole.result.depths or ()]
         lines.add(
             {
                 "kind": "speed",
@@ -435,12 +435,13 @@ def speed_variant(args: argparse.Namespace, trained: Trained, lines: Lines) -> N
                 "variant": variant,
                 "label": setting.label,
                 "compiled": args.compile,
-                "many": len(found),
+                "many": many,
                 "tokens": tokens,
                 "seconds": round(seconds, 4),
-                "ms_per_token": round(1e3 * seconds / tokens, 4),
-                "ms_per_text": round(1e3 * seconds / len(found), 3),
-                "exit_rate": round(sum(layer < total for text in found for layer in text.exit_layers) / tokens, 4),
+                "whole_seconds": round(sum(whole.seconds for whole, _ in found), 4),
+                "ms_per_token": round(1e3 * seconds / max(1, tokens - many), 4),
+                "ms_per_text": round(1e3 * seconds / many, 3),
+                "exit_rate": round(sum(depth < len(model.plan.steps) for depth in depths) / tokens, 4),
                 "environment": environment(),
             }
         )
@@ -474,8 +475,8 @@ def main() -> None:
     )
     decoding.add_argument("--seconds", type=float, help="begin no setting after so many")
     decoding.add_argument("--reference", action="store_true", help="decode all without the engine")
-    timing.add_argument("--turn", type=Path, metavar="FILE", help="record all steps, then wait until FILE is not locked")
-    timing.add_argument("--compile", action="store_true", help="compiled layers too: slower to start, faster for all modes")
+    timing.add_argument("--turn", type=Path, metavar="FILE", help="capture all steps, then wait until FILE is not locked")
+    timing.add_argument("--compile", action="store_true", help="compile the work between layers: slower to start, faster")
     for each, verb in ((preparing, prepare), (decoding, decode), (timing, speed)):
         each.set_defaults(verb=verb)
     args = parser.parse_args()

@@ -172,44 +172,6 @@ class Bench:
         return [r.tokens for r in self.run(self.engine(8), 8)[0]]
 
 
-def captured(bench: Bench) -> dict[str, Any]:
-    """One row on captured steps: milliseconds a token, full depth and with drafts, and for a whole text."""
-    from fathomlm.decode.captured import CapturedDecoder
-    from fathomlm.decode.prompts import read_sources, start_token
-
-    model, longest = bench.model, max(map(len, bench.prompts))
-    seq2seq = isinstance(model, FathomForSeq2SeqLM)
-    cuda = bench.device.type == "cuda"
-    room: dict[str, Any] = {"length": bench.new + 2, "source": longest} if seq2seq else {"length": bench.new + longest + 1}
-    decoder = CapturedDecoder(
-        model.decoder, exit_layers=(bench.exit_layer,), compile=cuda, pack=cuda and not seq2seq, max_stack=8, **room
-    )
-    ends = () if bench.sampling.ignore_eos else end_tokens(model)
-    found: dict[str, Any] = {}
-    settings = {"full": Exiting(mode="full")} | {
-        f"speculative {t:g}": Exiting(mode="speculative", exit_layers=(bench.exit_layer,), threshold=t, max_stack=8)
-        for t in bench.thresholds
-    }
-    for name, exiting in settings.items():
-        rounds, walls, tokens = [], [], 0
-        for _ in range(1 + bench.rounds):
-            finish(bench.device)
-            begun = time.perf_counter()
-            texts = []
-            for prompt in bench.prompts[:4]:
-                memory = read_sources(model, [prompt]) if isinstance(model, FathomForSeq2SeqLM) else None
-                start = [start_token(model)] if isinstance(model, FathomForSeq2SeqLM) else prompt
-                texts.append(decoder.generate(start, exiting, bench.new, ends, memory))
-            walls.append(time.perf_counter() - begun)
-            tokens = sum(len(text.tokens) for text in texts)
-            rounds.append(sum(text.decode_seconds for text in texts) / tokens)
-        found[name] = {
-            "ms_per_token": round(1e3 * statistics.median(rounds[1:]), 4),
-            "tokens_per_s": round(tokens / statistics.median(walls[1:]), 1),
-        }
-    return found
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
@@ -223,7 +185,6 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=128, help="new tokens of a request")
     parser.add_argument("--prompts", type=int, default=len(TOPICS))
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--captured", action="store_true", help="one row on captured steps too")
     args = parser.parse_args()
     if args.translator is not None and args.sources is None:
         parser.error("--translator requires --sources")
@@ -257,8 +218,6 @@ def main() -> None:
                     if (found := tried(f"{part}, {rows} rows", compare)) is not None:
                         record[part]["rows"].append(found)
                     args.out.write_text(json.dumps(record, indent=1) + "\n")
-        if args.captured and (found := tried(f"{part}, captured", partial(captured, bench))) is not None:
-            record[part]["captured"] = found
         args.out.write_text(json.dumps(record, indent=1) + "\n")
     if failed:
         raise SystemExit(f"these parts failed: {', '.join(failed)}")

@@ -15,7 +15,7 @@ not disturb each other, and the frozen layers run once for all. With `--chats` i
 own chats, as much of the one as of the other. Training may be stopped (`--seconds`) and goes on.
 
 `measure` adds to a record that is there, one entry for each device, design, layer, choice of words and number of drafts, on
-captured steps (decode/captured.py), greedy, one row: speculative decoding, whose text must be full decoding's, and parallel
+the engine, greedy, one sequence: speculative decoding, whose text must be full decoding's, and parallel
 decoding, whose text is judged by the full model. `static` tells what a pass up to the exit and through its adapter costs,
 the least that any of them pays for a token: where speculative decoding gains nothing, it and the passes a token say why.
 It computes in float32 by default, as `fathomlm chat smollm2-135m` does: in bfloat16 a pass of several tokens rounds in other
@@ -143,7 +143,7 @@ def measure(args: argparse.Namespace) -> None:
     record: dict[str, Any] = json.loads(args.out.read_text()) if args.out.exists() else {"runs": {}}
     name = device if args.dtype == "float32" else f"{device}, {args.dtype}"
     place = record["runs"].setdefault(name, {"environment": environment(), "revision": revision(), "exits": {}})
-    names = ("dtype", "prompts_from", "prompts", "prompt_tokens", "new_tokens", "rounds", "pack")
+    names = ("dtype", "prompts_from", "prompts", "prompt_tokens", "new_tokens", "rounds")
     settings = {name: getattr(args, name) for name in names}
     if place.setdefault("settings", settings) != settings:
         raise SystemExit(f"{args.out} was measured with other settings on {name}; name another file")
@@ -239,7 +239,6 @@ def main() -> None:
     add("--max-stack", type=int, nargs="+", default=[8], help="drafts that may wait")
     add("--rounds", type=int, default=2, help="how often texts are made; each text's fastest counts")
     add("--rows", type=int, default=32, help="held-out texts of each kind that the exit's loss is taken over")
-    add("--pack", action=argparse.BooleanOptionalAction, default=True, help="weights in fewer, larger matrices")
     add = verb(verbs, "draw", draw)
     add("record", type=Path)
     add("stem")

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fathomlm.decode.captured import CapturedDecoder, CapturedResult
 from fathomlm.decode.exiting import Exiting
 from fathomlm.decode.prompts import end_tokens
+from fathomlm.lab.bench.one_sequence import OneSequence, TimedText
 from fathomlm.model.decoder import Decoder
 from fathomlm.model.hub import FathomForCausalLM
 from fathomlm.train.data.corpus import Corpus
@@ -102,71 +102,76 @@ class Way:
 
 
 class Bench:
-    """One exit, with the words that it may choose among and the drafts that may wait."""
+    """One exit, with the words that it may choose among and the drafts that may wait: an engine for each mode."""
 
-    def __init__(
-        self, args: argparse.Namespace, decoder: Decoder, ends: frozenset[int], layer: int, stack: int, length: int
-    ) -> None:
-        self.decoder, self.layer, self.max_stack = decoder, layer, stack
-        self.new, self.rounds, self.ends = args.new_tokens, args.rounds, ends
-        on_gpu = decoder.embed.weight.is_cuda
-        self.captured = CapturedDecoder(
-            decoder, length=length, exit_layers=layer, max_stack=stack, compile=on_gpu, pack=args.pack
-        )
+    def __init__(self, args: argparse.Namespace, model: FathomForCausalLM, layer: int, stack: int, length: int) -> None:
+        self.model, self.layer, self.max_stack = model, layer, stack
+        self.new, self.rounds, self.length = args.new_tokens, args.rounds, length
+        self._engines: dict[str, OneSequence] = {}
 
-    def text(self, prompt: list[int], way: Way) -> CapturedResult:
+    def exiting(self, way: Way) -> Exiting:
         fields: dict[str, Any] = {} if way.mode == "full" else {"exit_layers": (self.layer,)}
         if way.drafts:
             fields |= {"threshold": way.threshold, "max_stack": self.max_stack}
-        return self.captured.generate(prompt, Exiting(mode=way.mode, **fields), self.new, self.ends)
+        return Exiting(mode=way.mode, **fields)
+
+    def text(self, prompt: list[int], way: Way, new: int | None = None) -> TimedText:
+        if way.mode not in self._engines:
+            self._engines[way.mode] = OneSequence(self.model, self.exiting(way), length=self.length)
+        return self._engines[way.mode].text(prompt, new or self.new, threshold=way.threshold)
 
     def adaptive(self, prompts: Sequence[list[int]]) -> float:
         """The threshold that the thesis' rule learns from texts of other prompts (thesis 2.5.3)."""
         from fathomlm.decode.threshold import ThresholdEstimator, ThresholdOptions
 
         estimator = ThresholdEstimator(ThresholdOptions(rule="thesis", calibrating_sequences=len(prompts)))
+        learning = OneSequence(self.model, self.exiting(Way("parallel", estimator)), length=self.length)
         for prompt in prompts:
-            self.text(prompt, Way("parallel", estimator))
+            learning.text(prompt, self.new)
         return float(estimator.threshold)
 
-    def race(self, prompts: Sequence[list[int]], ways: Sequence[Way]) -> list[tuple[dict[str, Any], list[CapturedResult]]]:
+    def race(self, prompts: Sequence[list[int]], ways: Sequence[Way]) -> list[tuple[dict[str, Any], list[TimedText]]]:
         """Figures and texts of every way. Each prompt goes through all of them before the next one does, round after round,
         and of a text's times the shortest counts: what slows a machine down for a while would else be one way's fault."""
         for way in ways:
             self.text(prompts[0], way)
-        rounds = [[[self.text(prompt, way) for way in ways] for prompt in prompts] for _ in range(self.rounds)]
+        rounds = [[[self._timed(prompt, way) for way in ways] for prompt in prompts] for _ in range(self.rounds)]
         found = []
         for i, way in enumerate(ways):
-            texts = [made[i] for made in rounds[0]]
-            best = [min(turn[place][i].decode_seconds for turn in rounds) for place in range(len(prompts))]
+            texts = [made[i][0] for made in rounds[0]]
+            best = [min(turn[place][i][1] for turn in rounds) for place in range(len(prompts))]
             found.append((self._figures(way, texts, sum(best)), texts))
         return found
 
-    def _figures(self, way: Way, texts: list[CapturedResult], seconds: float) -> dict[str, Any]:
-        tokens = sum(len(text.tokens) for text in texts)
-        found = {"ms_per_token": 1e3 * seconds / tokens, "threshold": way.threshold, "tokens": tokens}
+    def _timed(self, prompt: list[int], way: Way) -> tuple[TimedText, float]:
+        """A text, and what its tokens behind the first took."""
+        text = self.text(prompt, way)
+        return text, text.decode_seconds(self.text(prompt, way, 1))
+
+    def _figures(self, way: Way, texts: list[TimedText], seconds: float) -> dict[str, Any]:
+        tokens = sum(len(text.result.tokens) for text in texts)
+        found = {"ms_per_token": 1e3 * seconds / max(1, tokens - len(texts)), "threshold": way.threshold, "tokens": tokens}
         if way.drafts:
-            left = sum(layer == self.layer for text in texts for layer in text.exit_layers)
+            left = sum(depth == self.layer for text in texts for depth in text.result.depths or ())
             found |= {
                 "exit_rate": left / tokens,
-                "shallow_passes": sum(len(text.confidences) for text in texts) / tokens,
-                "deep_passes": sum(text.deep_passes for text in texts) / tokens,
+                "shallow_passes": sum(text.passes["shallow"] for text in texts) / tokens,
+                "deep_passes": sum(text.passes["deep"] for text in texts) / tokens,
             }
-        if way.mode == "speculative":
-            found["acceptance"] = sum(text.accepted for text in texts) / max(1, sum(text.drafted for text in texts))
+            if way.mode == "speculative":
+                found["acceptance"] = left / max(1, sum(text.result.drafted for text in texts))
         return found
 
 
 @torch.inference_mode()
-def judged(decoder: Decoder, prompts: Sequence[list[int]], texts: Sequence[CapturedResult]) -> dict[str, float]:
+def judged(decoder: Decoder, prompts: Sequence[list[int]], texts: Sequence[TimedText]) -> dict[str, float]:
     """What the full model thinks of texts, each read as it stands: how often it would have chosen the same token, and its
     perplexity."""
     agreed, nats, count = 0, 0.0, 0
     for prompt, text in zip(prompts, texts, strict=True):
-        tokens_1T = torch.tensor([[*prompt, *text.tokens]], device=decoder.embed.weight.device)
+        tokens_1T = torch.tensor([[*prompt, *text.result.tokens]], device=decoder.embed.weight.device)
         begin = len(prompt) - 1
-        with torch.compiler.set_stance("force_eager"):  # texts have any length, and no code is worth making for each
-            logits_TV = decoder.logits(decoder(tokens_1T[:, :-1])[0, begin:]).float()
+        logits_TV = decoder.logits(decoder(tokens_1T[:, :-1])[0, begin:]).float()
         made_T = tokens_1T[0, begin + 1 :]
         agreed += int((logits_TV.argmax(-1) == made_T).sum())
         nats += float(torch.nn.functional.cross_entropy(logits_TV, made_T, reduction="sum"))
@@ -183,10 +188,9 @@ def held_out_loss(decoder: Decoder, layer: int, whole: Sequence[tuple[list[int],
     sums, agreed, known, count = {"loss": 0.0, "full_loss": 0.0}, 0, 0, 0
     for tokens, begin in whole:
         tokens_1T = torch.tensor([tokens], device=decoder.embed.weight.device)
-        with torch.compiler.set_stance("force_eager"):
-            states = decoder.states(tokens_1T[:, :-1], at=(at,))
-            exit_TV = decoder.exit_logits(states[at], layer - 1, layered=True)[0, begin - 1 :].float()
-            full_TV = decoder.exit_logits(states[last], last)[0, begin - 1 :].float()
+        states = decoder.states(tokens_1T[:, :-1], at=(at,))
+        exit_TV = decoder.exit_logits(states[at], layer - 1, layered=True)[0, begin - 1 :].float()
+        full_TV = decoder.exit_logits(states[last], last)[0, begin - 1 :].float()
         next_T = tokens_1T[0, begin:]
         known_T = exit_TV.gather(1, next_T[:, None])[:, 0].isfinite()
         for name, logits_TV in (("loss", exit_TV), ("full_loss", full_TV)):
@@ -198,9 +202,9 @@ def held_out_loss(decoder: Decoder, layer: int, whole: Sequence[tuple[list[int],
     return losses | {"agreement": agreed / count, "tokens": count, "known": known / count}
 
 
-def same_text(texts: Sequence[CapturedResult], full: Sequence[CapturedResult]) -> dict[str, float]:
+def same_text(texts: Sequence[TimedText], full: Sequence[TimedText]) -> dict[str, float]:
     """How many texts are full decoding's to the last token, and how far the others go with it."""
-    pairs = [(one.tokens, other.tokens) for one, other in zip(texts, full, strict=True)]
+    pairs = [(one.result.tokens, other.result.tokens) for one, other in zip(texts, full, strict=True)]
     far = [next((i for i, (a, b) in enumerate(zip(*pair, strict=False)) if a != b), min(map(len, pair))) for pair in pairs]
     return {
         "same_texts": sum(a == b for a, b in pairs) / len(pairs),
@@ -213,7 +217,7 @@ def measure_run(args: argparse.Namespace, source: Path, corpus: Path, device: to
     from fathomlm.checkpoints.resolve import load
 
     model = load(source, dtype=args.dtype, device=device)
-    decoder, ends = model.decoder.requires_grad_(False), end_tokens(model)
+    decoder = model.decoder.requires_grad_(False)
     kinds: dict[str, Texts] = {}
     for kind in args.prompts_from:
         if kind == "chats":
@@ -229,7 +233,7 @@ def measure_run(args: argparse.Namespace, source: Path, corpus: Path, device: to
             decoder.limit_exits(few)
             losses = {kind: held_out_loss(decoder, layer, texts.whole) for kind, texts in kinds.items()}
             for stack in args.max_stack:
-                bench = Bench(args, decoder, ends, layer, stack, longest + args.new_tokens)
+                bench = Bench(args, model, layer, stack, longest + args.new_tokens)
                 print(f"layer {layer}, {f'{many:,} words' if many else 'all words'}, {stack} drafts", flush=True)
                 found = {kind: _measure_kind(args, bench, kind, texts) for kind, texts in kinds.items()}
                 for kind, figures in found.items():
@@ -259,7 +263,7 @@ def _measure_kind(args: argparse.Namespace, bench: Bench, kind: str, texts: Text
     begun = time.perf_counter()
     raced = bench.race(texts.prompts, [Way("full"), Way("static"), *(way for _, way in tried)])
     (full, reference), (static, _), *rest = raced
-    full |= judged(bench.decoder, texts.prompts, reference)
+    full |= judged(bench.model.decoder, texts.prompts, reference)
     found: dict[str, Any] = {"full": full, "static": static} | {mode: {} for mode in args.modes}
     took = time.perf_counter() - begun
     shown = f"full {full['ms_per_token']:.3f} ms a token, to the exit {static['ms_per_token']:.3f}"
@@ -268,7 +272,7 @@ def _measure_kind(args: argparse.Namespace, bench: Bench, kind: str, texts: Text
         figures["speedup"] = full["ms_per_token"] / figures["ms_per_token"]
         figures |= same_text(made, reference)
         if way.mode == "parallel":
-            figures |= judged(bench.decoder, texts.prompts, made)
+            figures |= judged(bench.model.decoder, texts.prompts, made)
         found[way.mode][name] = figures
         kept = f", {figures['acceptance']:.0%} of drafts kept" if way.mode == "speculative" else ""
         print(f"  {kind}: {way.mode} at {way.threshold:.2f}: {figures['speedup']:.2f}x{kept}", flush=True)

@@ -74,7 +74,7 @@ def fastest(modes: dict[str, Found], agreement: float = 0.0) -> Found | None:
 def _heading(device: str, place: dict[str, Any]) -> list[str]:
     where, settings = place["environment"], place["settings"]
     seeds = ", ".join(str(seed) for seed in sorted({found["seed"] for found in place["exits"].values()}))
-    threads = f"{where['threads']} threads" if device.startswith("cpu") else "compiled layers, captured graphs"
+    threads = f"{where['threads']} threads" if device.startswith("cpu") else "captured graphs"
     return [
         f"## {where['device']}, {settings['dtype']}, {threads}",
         "",

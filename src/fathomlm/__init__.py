@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from fathomlm.checkpoints.gguf.writer import export_gguf as export_gguf
     from fathomlm.checkpoints.native import save as save
     from fathomlm.checkpoints.resolve import load as load
-    from fathomlm.decode.captured_session import CapturedSession as CapturedSession
     from fathomlm.decode.exiting import Exiting as Exiting
     from fathomlm.decode.full import Session as Session
     from fathomlm.decode.full import generate as generate
@@ -59,7 +58,6 @@ if TYPE_CHECKING:
 _PUBLIC = {
     "Architecture": "fathomlm.depth",
     "AsyncEngine": "fathomlm.engine.async_engine",
-    "CapturedSession": "fathomlm.decode.captured_session",
     "EngineSession": "fathomlm.engine.session",
     "DepthControl": "fathomlm.model.route",
     "DepthPlan": "fathomlm.depth",

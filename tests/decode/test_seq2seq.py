@@ -9,11 +9,9 @@ import pytest
 import torch
 
 import fathomlm
-from fathomlm.decode.captured import CapturedDecoder
 from fathomlm.decode.exiting import Exiting
 from fathomlm.decode.full import Session, generate
 from fathomlm.decode.generation import Generation
-from fathomlm.decode.prompts import read_sources, start_token
 from fathomlm.errors import OptionError
 from fathomlm.model.seq2seq import FathomForSeq2SeqLM
 from parity.t5_models import CONFIGS, write_tiny_t5
@@ -83,27 +81,6 @@ def test_speculative_texts_are_full_ones_at_any_threshold(model: FathomForSeq2Se
         assert [text.tokens for text in found] == whole
 
 
-@pytest.mark.parametrize("mode", ["full", "static", "state-copy", "parallel", "speculative"])
-def test_captured_texts_are_the_slow_ones(model: FathomForSeq2SeqLM, mode: Any) -> None:
-    given: dict[str, Any] = {} if mode == "full" else {"exit_layers": (1,)}
-    if mode in ("state-copy", "parallel", "speculative"):
-        given["threshold"] = middling(model)
-    exiting = Exiting(mode=mode, **given)
-    captured = CapturedDecoder(model.decoder, length=64, exit_layers=1, source=12)
-    for source in SOURCES:  # one after the other: what was kept of a source must not outlive it
-        found = captured.generate([start_token(model)], exiting, NEW, memory=read_sources(model, [source]))
-        (wanted,) = texts(model, [source], exiting)
-        assert tuple(found.tokens) == wanted.tokens
-        assert tuple(found.exit_layers) == wanted.exit_layers
-
-
-def test_what_does_not_go_together_is_refused(model: FathomForSeq2SeqLM) -> None:
+def test_a_conversation_is_refused(model: FathomForSeq2SeqLM) -> None:
     with pytest.raises(OptionError, match="decoder-only"):
         Session(model)  # type: ignore[arg-type]
-    with pytest.raises(OptionError, match="source"):
-        CapturedDecoder(model.decoder, length=64)
-    captured = CapturedDecoder(model.decoder, length=64, source=4)
-    with pytest.raises(OptionError, match="requires `memory`"):
-        captured.generate([0], Exiting(mode="full"), 4)
-    with pytest.raises(OptionError, match="at most 4 tokens"):
-        captured.generate([0], Exiting(mode="full"), 4, memory=read_sources(model, SOURCES[:1]))

@@ -14,12 +14,13 @@ from engine.test_engine_exits import model as gated
 from engine.test_engine_exits import threshold
 from engine.test_engine_windows import ALIKE, BOTH
 from fathomlm.decode.exiting import Exiting
-from fathomlm.decode.full import generate
+from fathomlm.decode.full import Session, generate
 from fathomlm.decode.sampling import Sampling
 from fathomlm.depth import Architecture, DepthPlan, build_routing
 from fathomlm.engine.engine import Engine
 from fathomlm.engine.request import Request
 from fathomlm.engine.sampler import Mode, SamplerState, sample
+from fathomlm.engine.session import EngineSession
 from fathomlm.kernels.paged_write import FLOAT8
 from fathomlm.lab.bench.models import random_model
 from fathomlm.model.hub import FathomForCausalLM
@@ -30,6 +31,7 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 SIZES: dict[str, Any] = {"page_size": 16, "batch_size": 4, "prefill_chunk": 5, "max_length": 48}
+MODES = ("full", "static", "state-copy", "parallel", "speculative")
 
 
 def on_gpu(model: FathomForCausalLM) -> FathomForCausalLM:
@@ -137,6 +139,40 @@ def test_tokens_are_the_reference_decoders(name: str, fuse: bool) -> None:
         engine.step()
     counters = engine.counters()
     assert counters.pages_used == counters.pages_cached
+
+
+@pytest.mark.parametrize(
+    ("mode", "name", "compile"),
+    [(mode, name, False) for mode in MODES for name in ("vanilla", "own-layer")]
+    + [("static", "vanilla", True), ("parallel", "own-layer", True), ("speculative", "vanilla", True)],
+)
+def test_one_sequence_says_what_the_reference_says(mode: str, name: str, compile: bool) -> None:
+    """Where exits are asked the host chooses passes, each captured with a few numbers of rows."""
+    sure = {"threshold": mixing_threshold(name)} if mode in ("state-copy", "parallel", "speculative") else {}
+    stack = {"max_stack": 6} if mode in ("parallel", "speculative") else {}
+    model, setting = build(name), None if mode == "full" else exiting(name, mode, **sure, **stack)
+    engine = Engine(
+        on_gpu(model), exiting=setting, compile=compile, always_draft=True, page_size=16, max_sequences=1, max_length=48,
+        batch_size=6 if stack else 1,
+    )  # fmt: skip
+    for prompt in many(model):
+        (wanted,) = generate(model, [prompt], max_new_tokens=NEW, exiting=setting)
+        (found,) = engine.generate([prompt], max_new_tokens=NEW)
+        assert found.tokens == wanted.tokens
+        if mode not in ("full", "speculative"):
+            assert found.depths == wanted.exit_layers
+
+
+@pytest.mark.parametrize("mode", ["full", "speculative"])
+def test_a_conversation_says_what_the_reference_says(mode: str) -> None:
+    model = build("vanilla")
+    setting = None if mode == "full" else exiting("vanilla", mode, threshold=mixing_threshold("vanilla"))
+    session, slow = EngineSession(on_gpu(model), exiting=setting), Session(model)
+    turns = many(model)[0]
+    for _ in range(3):
+        wanted = slow.generate(turns, max_new_tokens=NEW)
+        assert session.generate(turns, max_new_tokens=NEW).tokens == wanted.tokens
+        turns = [*turns, *wanted.tokens, 7]
 
 
 float8 = pytest.mark.skipif(

@@ -20,9 +20,9 @@ from decode.exit_models import build
 from engine.test_engine import NEW, many
 from fathomlm.checkpoints.native import save
 from fathomlm.checkpoints.resolve import dtype_name, load
-from fathomlm.decode.captured_session import CapturedSession
 from fathomlm.decode.full import generate
 from fathomlm.engine.engine import Engine
+from fathomlm.engine.session import EngineSession
 from fathomlm.kernels import row_linear, row_qkv
 from fathomlm.kernels.quantized import GPU_KINDS, Kind, QuantizedWeight
 from fathomlm.kernels.row_blocks import Blocks
@@ -191,15 +191,14 @@ def test_bfloat16_through_the_kernels(name: str, kind: Kind) -> None:
     assert all(len(result.tokens) == NEW for result in results)
 
 
-@pytest.mark.parametrize("compile", [False, True])
-def test_recorded_steps_with_one_byte_a_weight(compile: bool) -> None:
+def test_a_session_with_one_byte_a_weight() -> None:
     """What `fathomlm generate --device cuda` runs."""
     slow = copy.deepcopy(build("vanilla"))
     quantize_layers(slow.decoder, "int8", None)
     prompt = many(slow)[0]
-    session = CapturedSession(narrow("vanilla", "int8"), compile=compile, pack=True)
+    session = EngineSession(narrow("vanilla", "int8"))
     assert session.generate(prompt, max_new_tokens=NEW).tokens == generate(slow, [prompt], max_new_tokens=NEW)[0].tokens
-    half = CapturedSession(narrow("vanilla", "int8", torch.bfloat16), compile=compile, pack=True)
+    half = EngineSession(narrow("vanilla", "int8", torch.bfloat16))
     assert len(half.generate(prompt, max_new_tokens=NEW).tokens) == NEW
 
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from fathomlm.decode.confidence import AtExit, gap
 from fathomlm.kernels import best_token as kernel
 from fathomlm.kernels.triton_here import triton
 
@@ -70,6 +71,15 @@ def test_the_kernel(device: str, vocab: int, dtype: torch.dtype) -> None:
     assert torch.equal(kernel._triton_best_token(wide[:, :vocab]).tokens_N, slow.tokens_N), "rows of a wider tensor"
 
 
+def test_by_how_much_is_what_decoding_compares_to_the_last_bit() -> None:
+    logits = 3 * torch.randn(50, 61, generator=torch.Generator().manual_seed(0))
+    logits[7, 3] = logits[7].max()  # two likeliest
+    state = torch.zeros(50, 1)
+    choice, sure = kernel.best_and_gap(logits)
+    assert torch.equal(sure, gap(AtExit(state, state, logits)))
+    assert torch.equal(choice, logits.argmax(-1))
+
+
 @pytest.mark.parametrize("vocab", [7, 2048, 5000])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @on_each
@@ -77,15 +87,11 @@ def test_the_kernel_that_also_says_by_how_much(device: str, vocab: int, dtype: t
     assert triton is not None
     rows = awkward(vocab)[[0, 1, 2, 6, 7, 8, 10, 11]].to(device, dtype)  # those with a choice
     rows[7, vocab - 1] = rows[7, 0] = rows[7].max() + 1  # equal, in different chunks
-    fast, slow = kernel._triton_best_and_gap(rows, None), kernel.plain_best_and_gap(rows)
+    fast, slow = kernel._triton_best_and_gap(rows), kernel.plain_best_and_gap(rows)
     assert torch.equal(fast[0], slow[0])
     torch.testing.assert_close(fast[1], slow[1], rtol=1e-4, atol=1e-6)
     assert fast[1][7] == 0
-    places = torch.zeros(8, dtype=torch.int32, device=rows.device), torch.zeros(8, dtype=torch.float64, device=rows.device)
-    kernel._triton_best_and_gap(rows, places)
-    assert torch.equal(places[0].long(), slow[0])
-    torch.testing.assert_close(places[1].float(), slow[1], rtol=1e-4, atol=1e-6)
     broken = awkward(vocab)[[3, 4, 5, 9]].to(device, dtype)
     broken[3] = NAN
-    tokens, _ = kernel._triton_best_and_gap(broken, None)
+    tokens, _ = kernel._triton_best_and_gap(broken)
     assert ((tokens >= 0) & (tokens < vocab)).all(), "whoever looks it up must find something"

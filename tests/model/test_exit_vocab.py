@@ -7,11 +7,12 @@ from typing import Any
 import pytest
 import torch
 
-from fathomlm.decode.captured import CapturedDecoder
 from fathomlm.decode.exiting import Exiting
+from fathomlm.decode.full import generate
 from fathomlm.depth import Architecture, DepthPlan
 from fathomlm.errors import OptionError
 from fathomlm.model.decoder import Decoder
+from fathomlm.model.hub import FathomConfig, FathomForCausalLM
 
 SHAPE: dict[str, Any] = {
     "layers": 4,
@@ -57,14 +58,17 @@ def test_an_exit_scores_its_words_and_no_other(tied: bool, parts: dict[str, int]
 
 @pytest.mark.parametrize("threshold", [0.0, 0.3])
 def test_speculative_texts_stay_the_whole_models(threshold: float) -> None:
-    decoder = decoder_of()
-    captured = CapturedDecoder(decoder, length=48, exit_layers=EXIT + 1)
-    full = captured.generate([3, 7, 11], Exiting(mode="full"), 30)
-    decoder.limit_exits(VOCAB)
-    drafted = captured.generate([3, 7, 11], Exiting(mode="speculative", exit_layers=(EXIT + 1,), threshold=threshold), 30)
-    assert drafted.tokens == full.tokens
-    left = captured.generate([3, 7, 11], Exiting(mode="parallel", exit_layers=(EXIT + 1,), threshold=0.0), 30)
-    assert set(left.tokens) <= set(VOCAB.tolist())
+    model = FathomForCausalLM(FathomConfig.of(Architecture(family="llama", **SHAPE), DepthPlan.vanilla(4)))
+    model.decoder.reset_parameters(std=0.3, generator=torch.Generator().manual_seed(0))
+
+    def text(mode: Any, **given: Any) -> tuple[int, ...]:
+        where = Exiting(mode=mode, **({"exit_layers": (EXIT + 1,)} | given if given else {}))
+        return generate(model.eval(), [[3, 7, 11]], max_new_tokens=30, ignore_eos=True, exiting=where)[0].tokens
+
+    full = text("full")
+    model.decoder.limit_exits(VOCAB)
+    assert text("speculative", threshold=threshold) == full
+    assert set(text("parallel", threshold=0.0)) <= set(VOCAB.tolist())
 
 
 @pytest.mark.parametrize(

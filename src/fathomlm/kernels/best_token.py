@@ -43,14 +43,12 @@ def plain_best_token(scores_NV: Tensor) -> Best:
     return Best(tokens_N, logprobs_N.masked_fill(bad_N, 0.0), bad_N)
 
 
-def best_and_gap(scores_NV: Tensor, out: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, Tensor]:
+def best_and_gap(scores_NV: Tensor) -> tuple[Tensor, Tensor]:
     """The first of the highest scores, and how much more probable it is than the next likeliest token, (N) each; where a
-    score is not finite, neither means anything, but the token is one. `out` are places for both, of any dtype that can
-    hold them."""
+    score is not finite, neither means anything, but the token is one."""
     if triton is not None and scores_NV.is_cuda:
-        return _triton_best_and_gap(scores_NV, out)
-    found = plain_best_and_gap(scores_NV)
-    return found if out is None else (out[0].copy_(found[0]), out[1].copy_(found[1]))
+        return _triton_best_and_gap(scores_NV)
+    return plain_best_and_gap(scores_NV)
 
 
 def plain_best_and_gap(scores_NV: Tensor) -> tuple[Tensor, Tensor]:
@@ -136,17 +134,16 @@ if triton is not None:
         total = tl.sum(tl.load(sum_ptr + at, mask=there, other=0.0) * tl.exp(most - best), 0)
         here = first // CHUNK == chunk  # the chunk that the best is in offers its second
         second = tl.max(tl.where(here, tl.load(next_ptr + at, mask=there, other=float("-inf")), most), 0)
-        tl.store(tokens_ptr + row, first.to(tokens_ptr.dtype.element_ty))
-        tl.store(gaps_ptr + row, ((1.0 - tl.exp(second - best)) / total).to(gaps_ptr.dtype.element_ty))
+        tl.store(tokens_ptr + row, first.to(tl.int64))
+        tl.store(gaps_ptr + row, (1.0 - tl.exp(second - best)) / total)
 
-    def _triton_best_and_gap(scores_NV: Tensor, out: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor]:
+    def _triton_best_and_gap(scores_NV: Tensor) -> tuple[Tensor, Tensor]:
         (N, V), device = scores_NV.shape, scores_NV.device
         assert scores_NV.stride(1) == 1
         chunks = triton.cdiv(V, CHUNK)
         most_NC, next_NC, sum_NC = (torch.empty(N, chunks, device=device) for _ in range(3))
         at_NC = torch.empty(N, chunks, dtype=torch.int32, device=device)
-        if out is None:
-            out = torch.empty(N, dtype=torch.int64, device=device), torch.empty(N, device=device)
+        out = torch.empty(N, dtype=torch.int64, device=device), torch.empty(N, device=device)
         _chunk_kernel[(N, chunks)](
             scores_NV, scores_NV.stride(0), most_NC, sum_NC, at_NC, next_NC, V,
             CHUNKS=chunks, CHUNK=CHUNK, NEXT=True, num_warps=4,

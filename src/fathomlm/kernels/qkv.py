@@ -21,11 +21,10 @@ from fathomlm.kernels.attention import split_heads
 from fathomlm.kernels.half import inverse_rms, norm_backward, weight_gradient
 from fathomlm.kernels.norm import rms_norm
 from fathomlm.kernels.rope import apply_rope
-from fathomlm.kernels.row_linear import few_rows, norm_linear
 from fathomlm.kernels.triton_here import tl, triton
 
 WARPS, FEW, FEW_WARPS = 1, 128, 8
-"""Warps of a token, and of each of the few tokens that a decoding pass has, where no other token fills the device."""
+"""Warps of a token, and of each of few tokens, where no other token fills the device."""
 
 Heads = tuple[Tensor, Tensor, Tensor]
 
@@ -44,10 +43,6 @@ def norm_qkv_rope(
     x_BTM: Tensor, eps: float, qkv_WM: Tensor, heads: int, groups: int, cos: Tensor, sin: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """`plain_norm_qkv_rope`, for weights with the norm `folded` in, in the dtype to compute in; whole heads are rotated."""
-    if few_rows(x_BTM) and x_BTM.dtype == qkv_WM.dtype:
-        product_NW = norm_linear(x_BTM.flatten(0, 1), qkv_WM, eps, scale=False)
-        scale_N = inverse_rms(x_BTM, eps).flatten()
-        return x_BTM, *rotate_and_split(product_NW.view(*x_BTM.shape[:2], -1), heads, groups, cos, sin, scale_N)
     x, q, k, v = _NormQkvRope.apply(x_BTM, eps, qkv_WM, heads, groups, cos, sin)  # type: ignore[no-untyped-call]
     return x, q, k, v
 

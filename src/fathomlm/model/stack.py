@@ -225,25 +225,16 @@ class LayerStack(nn.Module):
         steps: Sequence[Step],
         masks: AttentionMasks,
         cache: Cache | NoCache,
-        packed: Mapping[int, Packed] | None = None,
     ) -> Tensor:
         """The residual stream after some steps of the plan: a part of a pass, for decoding that leaves early. An exit's own
-        step makes of it what that exit reads. `packed` are weights from `pack_layers`."""
-        return self._walk(x_BTM, steps, masks, cache, packed)
-
-    @torch.no_grad()
-    def pack_layers(self, own: Sequence[Step] = ()) -> dict[int, Packed]:
-        """Copies of the layers' weights in fewer and larger matrices, by layer, as they are now: a single token is read
-        through them faster. Empty where the family or a relaxation has no such form. `own` are steps of exits to pack for
-        too."""
-        layers = {} if self.deltas else dict(enumerate(self.layers)) | {step.layer: self.layer_of(step) for step in own}
-        dtype = self.embed.weight.dtype
-        return {i: layer.pack(dtype) for i, layer in layers.items() if isinstance(layer, Block) and layer.packs}
+        step makes of it what that exit reads."""
+        return self._walk(x_BTM, steps, masks, cache)
 
     @torch.no_grad()
     def pack_rows(self, own: Sequence[Step] = (), *, merge: bool = False) -> dict[int, PackedRows]:
-        """`pack_layers` for the kernels of decoding rows, by step; of layers in integers, what they are packed in already.
-        With `merge`, what a step adds to its layer is merged into weights of its own. Empty where a step has no form."""
+        """Copies of the layers' weights in fewer and larger matrices, by step, as they are now: what the kernels of decoding
+        rows read. Of layers in integers, what they are packed in already. `own` are steps of exits to pack for too. With
+        `merge`, what a step adds to its layer is merged into weights of its own. Empty where a step has no form."""
         packed: dict[int, PackedRows] = {}
         shared: dict[int, PackedRows] = {}
         for step in (*self.plan, *own):

@@ -22,7 +22,7 @@ from fathomlm.kernels.half import folded, half_dtype, keeps_gradients
 from fathomlm.kernels.norm import RMSNorm
 from fathomlm.kernels.qkv import norm_qkv_rope
 from fathomlm.kernels.rope import apply_rope
-from fathomlm.kernels.row_linear import RowWeight, add_linear, few_rows, norm_gated
+from fathomlm.kernels.row_linear import RowWeight
 from fathomlm.kernels.swiglu import norm_swiglu_mlp
 from fathomlm.model.blocks.experts import Experts
 from fathomlm.model.encoder_memory import StepMemory
@@ -239,9 +239,6 @@ class Attention(nn.Module):
             groups = self.k.weight.shape[0] // self.head_dim
             heads = qkv_WM.shape[0] // self.head_dim - 2 * groups
             x_BTM, q, k, v = norm_qkv_rope(x_BTM, norm.eps, qkv_WM, heads, groups, step.cos, step.sin)
-            if step.packed is not None and few_rows(x_BTM):
-                mixed_BTW = self._gathered(*self._appended(k, v, step), q, step)
-                return add_linear(x_BTM.flatten(0, 1), mixed_BTW.flatten(0, 1), step.packed.o_MW).view_as(x_BTM)
             return x_BTM + self._attend(q, k, v, step)
         out_BTM: Tensor = self(step.norm("norm_attn", norm, x_BTM), step)
         return x_BTM + (out_BTM if self.residual_scale == 1.0 else out_BTM * self.residual_scale)
@@ -251,24 +248,19 @@ class Attention(nn.Module):
         return folded((self.q.weight, self.k.weight, self.v.weight), norm.weight, norm.plus_one, dtype)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, step: StepContext) -> Tensor:
-        return self._mixed(q, *self._appended(k, v, step), step)
-
-    def _appended(self, k: Tensor, v: Tensor, step: StepContext) -> Entries:
-        return (k, v) if step.kv is None else step.kv.append(k, v)
+        k, v = (k, v) if step.kv is None else step.kv.append(k, v)
+        return self._mixed(q, k, v, step)
 
     def _mixed(self, q: Tensor, k: Tensor, v: Tensor, step: StepContext) -> Tensor:
-        mixed = self._gathered(k, v, q, step)
-        if step.packed is not None:
-            return F.linear(mixed, step.packed.o_MW)
-        return step.project("o", self.o, mixed)
-
-    def _gathered(self, k: Tensor, v: Tensor, q: Tensor, step: StepContext) -> Tensor:
-        """What attention finds, heads side by side."""
+        """What attention finds, heads side by side, through the last linear."""
         mask, causal = step.mask, step.causal
         if step.delta is not None and step.delta.prefix is not None:
             k, v, mask = self._with_prefix(k, v, queries=q.shape[2], step=step)
             causal = False
-        return attention(q, k, v, scale=self.scale, mask=mask, causal=causal).transpose(1, 2).flatten(2)
+        mixed = attention(q, k, v, scale=self.scale, mask=mask, causal=causal).transpose(1, 2).flatten(2)
+        if step.packed is not None:
+            return F.linear(mixed, step.packed.o_MW)
+        return step.project("o", self.o, mixed)
 
     def _rotated(self, x_BTM: Tensor, step: StepContext) -> tuple[Tensor, Tensor, Tensor]:
         """Heads of queries, keys and values, the first two at their positions."""
@@ -349,9 +341,6 @@ class FeedForward(nn.Module):
         """The residual stream with this part's output for its norm added."""
         if self.plain and step.uses_forms(x) and isinstance(norm, RMSNorm):
             both, down = self.pack(norm, half_dtype(x)) if step.packed is None else step.packed[2:]
-            if step.packed is not None and few_rows(x) and x.dtype == down.dtype:
-                x_NM = x.flatten(0, -2)
-                return add_linear(x_NM, norm_gated(x_NM, both, norm.eps), down).view_as(x)
             return norm_swiglu_mlp(x.flatten(0, -2), norm.eps, both, down, step.keep_inner).view_as(x)
         out: Tensor = self(step.norm("norm_mlp", norm, x), step)
         return x + (out if self.residual_scale == 1.0 else out * self.residual_scale)
