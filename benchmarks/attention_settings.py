@@ -71,7 +71,7 @@ class Setting(NamedTuple):
 
 
 def candidates(shape: str) -> list[Setting]:
-    """Tiles of entries, warps, stages and splits. `ahead` everywhere but in the settings before it."""
+    """Tiles of entries, warps, stages and splits. `ahead` and `beside`, each of which is also tried without the other."""
     tiles = [
         (16, 1, 4), (16, 1, 8), (32, 1, 2), (32, 1, 3), (32, 1, 4), (32, 1, 6), (64, 1, 2), (64, 1, 3), (64, 1, 4),
         (32, 2, 3), (32, 2, 4), (32, 2, 6), (64, 2, 2), (64, 2, 3), (64, 2, 4), (64, 4, 2), (64, 4, 3), (64, 4, 4),
@@ -79,9 +79,15 @@ def candidates(shape: str) -> list[Setting]:
     ]  # fmt: skip
     if shape != "360M":
         tiles = [tile for tile in tiles if tile in ((16, 1, 8), (32, 1, 4), (64, 1, 3), (32, 2, 4), (64, 2, 3), (128, 4, 3))]
-    found = [Setting(AttentionBlocks(*tile, ahead=True), 1, way) for tile in tiles for way in ("alone", "fused")]
+    new = partial(AttentionBlocks, ahead=True, beside=True)
+    found = [Setting(new(*tile), 1, way) for tile in tiles for way in ("alone", "fused")]
+    found += [
+        Setting(new(32, 2, 4, ahead=False)),
+        Setting(new(32, 2, 4, beside=False)),
+        Setting(new(32, 1, 4, beside=False)),
+    ]
     split = [tile for tile in tiles if tile in ((32, 1, 4), (64, 1, 3), (64, 2, 3), (128, 4, 3))]
-    found += [Setting(AttentionBlocks(*tile, ahead=True), splits) for tile in split for splits in (2, 4)]
+    found += [Setting(new(*tile), splits) for tile in split for splits in (2, 4)]
     return found
 
 
@@ -304,7 +310,8 @@ def show(record: Record, most: int = 3) -> None:
         for one in kept:
             tile = f"entries {one['entries']} warps {one['warps']} stages {one['stages']} splits {one['splits']}"
             mark, share = "*" if one["in_use"] else " ", record["floor_us"] / one["us"]
-            print(f"{mark} {record['case']:15} {way:5} {one['us']:7.2f} us {share:6.1%}  {tile}{' ahead' * one['ahead']}")
+            how = " ahead" * one["ahead"] + " beside" * one["beside"]
+            print(f"{mark} {record['case']:15} {way:5} {one['us']:7.2f} us {share:6.1%}  {tile}{how}")
     for one in [one for one in record["tried"] if "error" in one][:2]:
         print("!", record["case"], one)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from fathomlm.decode.exiting import Exiting
 from fathomlm.decode.full import generate
 from fathomlm.decode.sampling import Sampling
 from fathomlm.depth import DepthPlan, Relaxation
+from fathomlm.engine import layers
 from fathomlm.engine.engine import Engine
 from fathomlm.engine.programs.base import SamplingVariant
 from fathomlm.engine.request import Request
@@ -72,6 +74,18 @@ def test_routed_models_with_rows_of_different_recursions(router: str, kv: str, l
     engine = Engine(model, cores=cores, **SMALL)
     assert found(model, engine) == expected(model)
     _nothing_is_left(engine)
+
+
+@pytest.mark.parametrize("name", ["vanilla", "routed"])
+def test_attention_that_takes_the_product(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where rows are of different sequences, and every one leaves an entry; others go the usual way."""
+    model = model_of(routed()) if name == "routed" else build(name)
+    wanted, taken = expected(model), Mock(wraps=layers.norm_qkv_attend)
+    monkeypatch.setattr(layers, "TAKES_PRODUCT", True)
+    monkeypatch.setattr(layers, "norm_qkv_attend", taken)
+    engine = Engine(model, fuse=True, **SMALL)
+    assert found(model, engine) == wanted
+    taken.assert_called()
 
 
 def test_fewer_slots_than_rows_and_one_row() -> None:

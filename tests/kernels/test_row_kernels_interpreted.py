@@ -198,7 +198,7 @@ def test_paged_attention(heads: int, groups: int, head_dim: int, splits: int, wi
     wanted = paged_attention.plain_paged_attention(q, *pages, 0.3, window)
     workspace = torch.full((attention_blocks.workspace_size(6, heads, head_dim, splits),), torch.nan)
     for entries, ahead in ((16, False), (16, True), (32, True)):
-        blocks = attention_blocks.AttentionBlocks(entries, ahead=ahead)
+        blocks = attention_blocks.AttentionBlocks(entries, ahead=ahead, beside=ahead)
         fast = row_attention.attend_rows(q, *pages, 0.3, window, splits, workspace, blocks=blocks)
         torch.testing.assert_close(fast, wanted, **NEAR)
     assert not fast[0].any()
@@ -226,7 +226,7 @@ def test_paged_attention_over_a_tree(splits: int) -> None:
     bits = torch.tensor([0, 1, 1 | 1 << 39, -(2**63) | 1, 1 | -1 << 33, 0b1001])
     wanted = paged_attention.plain_paged_attention(q, *pages, 0.3, bits_N=bits)
     for entries, ahead in ((16, False), (16, True), (32, True)):
-        blocks = attention_blocks.AttentionBlocks(entries, ahead=ahead)
+        blocks = attention_blocks.AttentionBlocks(entries, ahead=ahead, beside=ahead)
         fast = row_attention.attend_rows(q, *pages, 0.3, splits=splits, blocks=blocks, bits_N=bits)
         torch.testing.assert_close(fast, wanted, **NEAR)
     starts = torch.tensor([0, 0, 1, 20, 63, 100], dtype=torch.int32)
@@ -251,7 +251,7 @@ def test_entrance_and_attention(heads: int, groups: int, head_dim: int, splits: 
     rest = (pages.table, pages.lengths, 0.3, window)
     wanted = qkv_attention.plain_norm_qkv_attend(*given, *theirs, slots, *rest)
     for entries, ahead in ((16, False), (16, True), (32, True)):
-        blocks = attention_blocks.AttentionBlocks(entries, ahead=ahead)
+        blocks = attention_blocks.AttentionBlocks(entries, ahead=ahead, beside=ahead)
         found = qkv_attention.wide_norm_qkv_attend(*given, *ours, slots, *rest, splits, blocks=blocks)
         torch.testing.assert_close(found, wanted, **NEAR)
     if window is not None:  # the same as starts

@@ -24,13 +24,14 @@ from fathomlm.engine.kv_pages import AttentionMetadata, KVPages, Windows
 from fathomlm.engine.layout import Layout
 from fathomlm.engine.row_positions import RowPositions, Turns
 from fathomlm.engine.sources import Sources
-from fathomlm.kernels.attention_blocks import choose_splits, workspace_size
+from fathomlm.kernels.attention_blocks import TAKES_PRODUCT, called_entries, choose_splits, workspace_size
 from fathomlm.kernels.cpu_layers import CpuLayers, StepEntries, describe
 from fathomlm.kernels.half import folded
 from fathomlm.kernels.norm import RMSNorm, add_norm
 from fathomlm.kernels.paged_attention import paged_attention
 from fathomlm.kernels.paged_write import write_entries
 from fathomlm.kernels.qkv_attention import norm_qkv_attend
+from fathomlm.kernels.row_attention import Ahead
 from fathomlm.kernels.row_linear import RowWeight, SplitSpace, add_linear, norm_gated, norm_linear
 from fathomlm.kernels.row_qkv import norm_qkv_rope_write
 from fathomlm.kernels.wide_rows import MANY_ROWS
@@ -302,7 +303,7 @@ class PagedLayers:
             return self._fused(x_NM.repeat(2, 1), steps, both, positions_N.expand(2), twice)[:1]
         a, plan, scratch = self.architecture, self.decoder.plan, self._scratch_for(x_NM.shape[0])
         angles: dict[Turns, tuple[Tensor, Tensor]] = {}
-        for step in steps:
+        for number, step in enumerate(steps):
             windows, turns = self._places.windows(step, recursion_N), self._places.turns(step, recursion_N)
             if turns not in angles:
                 angles[turns] = self._places.angles(turns, positions_N, recursion_N, attention.angles)
@@ -316,8 +317,9 @@ class PagedLayers:
             eps, starts_N = a.norm_eps, attention.starts.get(windows)
             entrance = (x_NM, qkv_WM, eps, a.heads, groups, cos_ND, sin_ND, k_pages, v_pages, attention.slot_mapping_N)
             seen = (attention.table_NP, attention.lengths_N, a.scale, windows[0], scratch.splits, scratch.attention)
-            if attention.apart and not reads and starts_N is None:
-                mixed_NHD = norm_qkv_attend(*entrance, *seen, scratch.arrived)
+            if TAKES_PRODUCT and attention.apart and not reads:
+                ahead = self._ahead(step, steps[number + 1 : number + 2], attention) if windows == (None,) else None
+                mixed_NHD = norm_qkv_attend(*entrance, *seen, scratch.arrived, starts_N=starts_N, ahead=ahead)
             else:
                 q_NHD = norm_qkv_rope_write(*entrance)
                 mixed_NHD = paged_attention(
@@ -328,6 +330,14 @@ class PagedLayers:
             inner_NI = norm_gated(x_NM, packed.both_2IM, eps)
             self._add(x_NM, inner_NI, packed.down_MI, packed.after_mlp_M, scratch.sums)
         return x_NM
+
+    def _ahead(self, step: Step, then: Sequence[Step], attention: AttentionMetadata) -> Ahead | None:
+        """What the next step reads, where rows have it in the same pages."""
+        rows, a = len(attention.lengths_N), self.architecture
+        many = called_entries(rows, a.kv_heads, a.head_dim, self.pages.dtype.itemsize)
+        if not many or not then or self.layout.home(then[0])[0] != self.layout.home(step)[0]:
+            return None
+        return Ahead(*self.pages.at(*self.layout.home(then[0]), attention.planes), many)
 
     def _keep_fused(
         self, x_NM: Tensor, step: Step, attention: AttentionMetadata, positions_N: Tensor, angles: tuple[Tensor, Tensor]

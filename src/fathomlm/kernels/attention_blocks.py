@@ -12,6 +12,12 @@ from fathomlm.kernels.triton_here import triton
 
 MAX_SPLITS, LEAST_ENTRIES = 32, 128
 """The most programs that share a row's entries, and the fewest entries worth a program."""
+TAKES_PRODUCT = False
+"""Whether attention of many rows takes what the product of queries, keys and values left (`qkv_attention`), or a kernel of
+its own turns and stores that first. Not measured yet: `fused` against `apart` in the sweep."""
+CALLED_BYTES = 0
+"""Of the entries that the next layer's attention reads, so many are called into the cache while products run, where this
+one takes the product. Not measured yet: `fetches` in the sweep."""
 MANY_PROGRAMS = 8
 """Programs to a multiprocessor from which smaller ones are quicker."""
 
@@ -25,6 +31,8 @@ class AttentionBlocks(NamedTuple):
     """Queries that share a program where a prompt is read: heads of a group times rows."""
     ahead: bool = False
     """Whether the numbers of the next tile's pages are loaded before this one's entries are looked at."""
+    beside: bool = False
+    """Whether programs of one row follow each other, whose entries are neighbours; otherwise those of one group do."""
 
 
 def attention_blocks(head_dim: int, size: int, programs: int = 0) -> AttentionBlocks:
@@ -41,6 +49,11 @@ def attention_blocks(head_dim: int, size: int, programs: int = 0) -> AttentionBl
 def prefill_blocks(head_dim: int) -> AttentionBlocks:
     """Where prompts are read."""
     return AttentionBlocks(64, warps=8 if head_dim > 64 else 4, queries=128)
+
+
+def called_entries(rows: int, groups: int, head_dim: int, size: int) -> int:
+    """How many entries of each row are called for the next layer, numbers of `size` bytes: whole pages of the usual size."""
+    return CALLED_BYTES // (2 * rows * groups * head_dim * size) // 16 * 16
 
 
 def choose_splits(rows: int, groups: int, longest: int, sms: int = SMS) -> int:

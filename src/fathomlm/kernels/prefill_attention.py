@@ -70,28 +70,36 @@ if triton is not None:
                 begin = from_ // BLOCK * BLOCK
             elif alone & (start == first_row):
                 begin = least // BLOCK * BLOCK  # what all rows of the tile see needs no mask
-                page = page_numbers(row_table, tile, columns, PAGE)
+                if AHEAD:
+                    next_page = page_numbers(row_table, tile, columns, PAGE)
+                outside = tl.zeros((BLOCK,), tl.int32)
                 for at in range(0, begin, BLOCK):
-                    if not AHEAD:
-                        page = page_numbers(row_table, at + tile, columns, PAGE)
-                    k, v = _entries(k_ptr, v_ptr, page, at + tile, end, last, G, group, D, WIDE, PAGE, False)
                     if AHEAD:
-                        page = page_numbers(row_table, at + BLOCK + tile, columns, PAGE)
-                    scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee")
-                    higher = tl.maximum(most, tl.max(scores, 1) * score_scale)
+                        page = next_page
+                        next_page = page_numbers(row_table, at + BLOCK + tile, columns, PAGE)
+                    else:
+                        page = page_numbers(row_table, at + tile, columns, PAGE)
+                        outside = tl.maximum(outside, (page > last).to(tl.int32))
+                    k, v = _entries(k_ptr, v_ptr, page, at + tile, end, last, G, group, D, WIDE, PAGE, False)
+                    scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee") * score_scale
+                    higher = tl.maximum(most, tl.max(scores, 1))
                     shrink = tl.exp2(most - higher)
-                    p = tl.exp2(scores * score_scale - higher[:, None])
+                    p = tl.exp2(scores - higher[:, None])
                     weight = weight * shrink + tl.sum(p, 1)
                     mixed = tl.dot(p.to(q.dtype), v.to(q.dtype), mixed * shrink[:, None], input_precision="ieee")
                     most = higher
-            page = page_numbers(row_table, begin + tile, columns, PAGE)
+                wrong = wrong | (tl.max(outside, 0) > 0)
+            if AHEAD:
+                next_page = page_numbers(row_table, begin + tile, columns, PAGE)
             for at in range(begin, end, BLOCK):
                 entry = at + tile
-                if not AHEAD:
-                    page = page_numbers(row_table, entry, columns, PAGE)
-                k, v = _entries(k_ptr, v_ptr, page, entry, end, last, G, group, D, WIDE, PAGE, True)
                 if AHEAD:
-                    page = page_numbers(row_table, entry + BLOCK, columns, PAGE)
+                    page = next_page
+                    next_page = page_numbers(row_table, entry + BLOCK, columns, PAGE)
+                else:
+                    page = page_numbers(row_table, entry, columns, PAGE, (entry >= from_) & (entry < end))
+                    wrong = wrong | (mine & (tl.max((page > last).to(tl.int32), 0) > 0))
+                k, v = _entries(k_ptr, v_ptr, page, entry, end, last, G, group, D, WIDE, PAGE, True)
                 sees = mine[:, None] & (entry[None, :] < length[:, None])
                 if WINDOW != 0:
                     sees = sees & (entry[None, :] >= low[:, None])
@@ -104,7 +112,8 @@ if triton is not None:
                 weight = weight * shrink + tl.sum(p, 1)
                 mixed = tl.dot(p.to(q.dtype), v.to(q.dtype), mixed * shrink[:, None], input_precision="ieee")
                 most = higher
-            wrong = wrong | (mine & any_outside(row_table, from_, end, last, columns, PAGE, 128))
+            if AHEAD:
+                wrong = wrong | (mine & any_outside(row_table, from_, end, last, columns, PAGE, 128))
             start = tl.max(tl.where(mine, row.to(tl.int32), 0), 0) + 1
         mixed = mixed / tl.where(weight > 0, weight, 1.0)[:, None] * v_scale
         mixed = tl.where(wrong[:, None], float("nan"), mixed)

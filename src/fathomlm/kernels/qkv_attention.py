@@ -2,8 +2,8 @@
 values, and attention over what is in pages already and the row's own entry.
 
 With few rows that is the entrance (`row_qkv`) and attention (`paged_attention`), each a kernel. From `MANY_ROWS` on a
-library multiplies, and the kernel of attention takes what it has left: turning and storing in a kernel of their own would
-take 2.5 us of a layer's 40 (256 rows of a 360M model, H200).
+library multiplies, and the kernel of attention takes what it has left; turning and storing in a kernel of their own takes
+2.5 of the 47 us of a layer (256 rows of a 360M model, H200). What it saves is not measured yet, so `TAKES_PRODUCT` is off.
 
 Shapes: N rows, M hidden width, H query heads, G key-value heads, D head width, W = (H + 2 G) x D, P pages of a table.
 """
@@ -30,15 +30,16 @@ def norm_qkv_attend(
     x_NM: Tensor, qkv_WM: RowWeight, eps: float, heads: int, groups: int, cos_ND: Tensor, sin_ND: Tensor,
     k_pages: Tensor, v_pages: Tensor, slots_N: Tensor, table_NP: Tensor, lengths_N: Tensor, scale: float,
     window: int | None = None, splits: int = 1, workspace: Tensor | None = None, arrived: Tensor | None = None,
-    k_scale: float = 1.0, v_scale: float = 1.0, starts_N: Tensor | None = None,
+    k_scale: float = 1.0, v_scale: float = 1.0, starts_N: Tensor | None = None, ahead: Ahead | None = None,
 ) -> Tensor:  # fmt: skip
     """`row_qkv.norm_qkv_rope_write`, then `paged_attention` of its queries, (N, H, D). No row sees what another stores: rows
-    are of different sequences. A row's own entry is the last that it sees; a row that sees any has a slot."""
+    are of different sequences. A row's own entry is the last that it sees; a row that sees any has a slot. `ahead`: what
+    the next layer will read, which many rows call for."""
     if many_rows(x_NM):
         weight_WM = whole_weight(qkv_WM, x_NM.dtype)
         return wide_norm_qkv_attend(
             x_NM, weight_WM, eps, heads, groups, cos_ND, sin_ND, k_pages, v_pages, slots_N, table_NP, lengths_N, scale,
-            window, splits, workspace, arrived, k_scale, v_scale, starts_N=starts_N,
+            window, splits, workspace, arrived, k_scale, v_scale, starts_N=starts_N, ahead=ahead,
         )  # fmt: skip
     q_NHD = norm_qkv_rope_write(
         x_NM, qkv_WM, eps, heads, groups, cos_ND, sin_ND, k_pages, v_pages, slots_N, k_scale, v_scale

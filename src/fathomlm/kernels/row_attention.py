@@ -76,9 +76,12 @@ if triton is not None:
         return first, (tiles + SPLITS - 1) // SPLITS * BLOCK
 
     @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
-    def page_numbers(table_ptr, entry, columns, PAGE: tl.constexpr):  # type: ignore[no-untyped-def]
-        """The pages of some entries, also of those behind a row's last: any number, none of which is negative."""
-        return tl.load(table_ptr + tl.minimum(entry // PAGE, columns - 1)).to(tl.uint32, bitcast=True)
+    def page_numbers(table_ptr, entry, columns, PAGE: tl.constexpr, seen=None):  # type: ignore[no-untyped-def]
+        """The pages of some entries, also of those behind a row's last: any number, none of which is negative. 0 for those
+        that are not `seen`, where that is given."""
+        at = table_ptr + tl.minimum(entry // PAGE, columns - 1)
+        page = tl.load(at) if seen is None else tl.load(at, mask=seen, other=0)
+        return page.to(tl.uint32, bitcast=True)
 
     @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
     def any_outside(table_ptr, start, end, last, columns, PAGE: tl.constexpr, MANY: tl.constexpr):  # type: ignore[no-untyped-def]
@@ -126,13 +129,12 @@ if triton is not None:
         k_next_ptr, v_next_ptr, score_scale, k_scale, v_scale, eps, H, G, pages, columns, slots,
         D: tl.constexpr, WIDE: tl.constexpr, PER_GROUP: tl.constexpr, HEADS: tl.constexpr, PAGE: tl.constexpr,
         BLOCK: tl.constexpr, WINDOW: tl.constexpr, SPLITS: tl.constexpr, PARTS: tl.constexpr, EARLY: tl.constexpr,
-        BITS: tl.constexpr, AHEAD: tl.constexpr, TURNS: tl.constexpr, DEPTH: tl.constexpr, DEEP: tl.constexpr,
-        LARGEST: tl.constexpr, FETCHES: tl.constexpr,
+        BITS: tl.constexpr, AHEAD: tl.constexpr, BESIDE: tl.constexpr, TURNS: tl.constexpr, DEPTH: tl.constexpr,
+        DEEP: tl.constexpr, LARGEST: tl.constexpr, FETCHES: tl.constexpr,
     ):  # fmt: skip
         let_next_start(EARLY)
         wait_for_last(EARLY)
-        part = tl.program_id(1)  # programs of a row stand together: their entries are neighbours
-        row, group = (tl.program_id(0) // G).to(tl.int64), tl.program_id(0) % G
+        row, group, part = tl.program_id(BESIDE).to(tl.int64), tl.program_id(1 - BESIDE), tl.program_id(2)
         length = tl.load(lengths_ptr + row).to(tl.int32)
         stored = tl.maximum(length - 1, 0) if TURNS else length
         low = first_seen(length, starts_ptr, row, True, WINDOW)
@@ -142,7 +144,8 @@ if triton is not None:
         if part > 0 and start >= end:
             return
         table_ptr += row * table_stride
-        page = page_numbers(table_ptr, start + tl.arange(0, BLOCK), columns, PAGE)
+        if AHEAD:
+            next_page = page_numbers(table_ptr, start + tl.arange(0, BLOCK), columns, PAGE)
         head, column = tl.arange(0, HEADS)[:, None], tl.arange(0, WIDE)[None, :]
         whole: tl.constexpr = WIDE == D
         here = head < PER_GROUP
@@ -179,7 +182,7 @@ if triton is not None:
             mixed = tl.where(own, mixed + v_own.to(tl.float32), mixed)
         else:
             q = tl.load(q_at + column, mask=here, other=0.0)
-        last = (pages - 1).to(tl.uint32)
+        last, outside = (pages - 1).to(tl.uint32), tl.zeros((BLOCK,), tl.int32)
         for at in range(start, end, BLOCK):
             entry = at + tl.arange(0, BLOCK)
             seen = entry < end
@@ -189,15 +192,17 @@ if triton is not None:
                 back = length - 1 - entry
                 bit = (bits >> tl.minimum(tl.maximum(back, 0), BITS - 1).to(tl.int64)) & 1
                 seen = seen & ((back >= BITS) | (bit != 0))
-            if not AHEAD:
-                page = page_numbers(table_ptr, entry, columns, PAGE)
-            # A page that is not there becomes the last one: a mask that waits for it would keep loads from overlapping.
-            place = (tl.minimum(page, last).to(tl.int64) * PAGE + entry % PAGE) * G + group
             if AHEAD:
-                page = page_numbers(table_ptr, entry + BLOCK, columns, PAGE)
+                page = next_page
+                next_page = page_numbers(table_ptr, entry + BLOCK, columns, PAGE)
+            else:
+                page = page_numbers(table_ptr, entry, columns, PAGE, seen)
+                outside = tl.maximum(outside, (page > last).to(tl.int32))
+            # A page that is not there becomes the last one: a mask that waits for it would keep loads from overlapping.
+            place = ((tl.minimum(page, last).to(tl.int64) * PAGE + entry % PAGE) * G + group)[:, None] * D + column
             there = seen[:, None] if whole else seen[:, None] & (column < D)
-            k = tl.load(k_ptr + (place[:, None] * D + column), mask=there, other=0.0).to(q.dtype)
-            v = tl.load(v_ptr + (place[:, None] * D + column), mask=there, other=0.0).to(q.dtype)
+            k = tl.load(k_ptr + place, mask=there, other=0.0).to(q.dtype)
+            v = tl.load(v_ptr + place, mask=there, other=0.0).to(q.dtype)
             scores = tl.dot(q, tl.trans(k), input_precision="ieee") * score_scale
             scores = tl.where(seen[None, :], scores, float("-inf"))
             higher = tl.maximum(most, tl.max(scores, 1))  # never -inf: every tile has an entry that is seen
@@ -208,7 +213,9 @@ if triton is not None:
             most = higher
         if FETCHES > 0 and (group == 0) & (part == 0):
             fetch_ahead(k_next_ptr, v_next_ptr, table_ptr, stored, last, columns, PAGE * G * D, PAGE, FETCHES, 32)
-        if any_outside(table_ptr, tl.maximum(start, low), end, last, columns, PAGE, 32) | wrong:
+        if AHEAD:
+            wrong = wrong | any_outside(table_ptr, tl.maximum(start, low), end, last, columns, PAGE, 32)
+        if (tl.max(outside, 0) > 0) | wrong:
             mixed += float("nan")
         at_head = row * H + group * PER_GROUP + head
         if SPLITS == 1:
@@ -273,7 +280,7 @@ if triton is not None:
         x, cos, sin, depth = entrance.x_NM, entrance.cos_ND, entrance.sin_ND, entrance.x_NM.shape[1] if turns else 1
         b = blocks or attention_blocks(D, q_NHD.element_size(), N * G * splits)
         wide, extent = max(16, triton.next_power_of_2(D)), workspace[N * H * splits * D :]
-        _attention_kernel[(N * G, splits)](
+        _attention_kernel[(G, N, splits) if b.beside else (N, G, splits)](
             q_NHD, q_NHD.stride(0), k_pages, v_pages, table_NP, table_NP.stride(0), lengths_N,
             lengths_N if bits_N is None else bits_N, lengths_N if starts_N is None else starts_N, out, workspace, extent,
             arrived, x, x.stride(0), cos, cos.stride(0), sin, sin.stride(0), entrance.slots_N, ahead.k_pages,
@@ -281,7 +288,7 @@ if triton is not None:
             table_NP.shape[1], slot_count(k_pages), D=D, WIDE=wide, PER_GROUP=H // G,
             HEADS=max(16, triton.next_power_of_2(H // G)), PAGE=page, BLOCK=b.entries,
             WINDOW=(window or 0) if starts_N is None else -1, SPLITS=splits, PARTS=triton.next_power_of_2(splits),
-            BITS=0 if bits_N is None else BITS, AHEAD=b.ahead, TURNS=turns, DEPTH=depth,
+            BITS=0 if bits_N is None else BITS, AHEAD=b.ahead, BESIDE=int(b.beside), TURNS=turns, DEPTH=depth,
             DEEP=triton.next_power_of_2(depth), LARGEST=LARGEST_FLOAT8, FETCHES=ahead.entries, num_warps=b.warps,
             num_stages=b.stages, **(launch_behind(early) if turns else early_launch(N)),
         )  # fmt: skip

@@ -43,7 +43,7 @@ class WholeProgram:
         tokens_N, positions_N, live_N, *found = self._begin(
             s.numbers_SC, s.entries_ST, s.capacity_ST, s.tables_STP, rows_N, parts.page_size
         )
-        seen = AttentionMetadata(*found, slots_N=rows_N)
+        seen = AttentionMetadata(*found, apart=True, slots_N=rows_N)
         x_NM = parts.layers.run(parts.layers.enter(tokens_N), self.steps, seen, positions_N)
         if self.own:
             x_NM = parts.layers.run(x_NM, self.own, seen, positions_N)
