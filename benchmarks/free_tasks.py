@@ -24,6 +24,7 @@ import argparse
 import dataclasses
 import gzip
 import json
+import lzma
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -297,9 +298,9 @@ class Lines:
 
 
 def read_lines(paths: list[Path]) -> list[Record]:
-    """The records of such files; a last line that was cut off is left out."""
-    lines = [line for path in paths for line in path.read_text(encoding="utf-8").splitlines(keepends=True)]
-    return [json.loads(line) for line in lines if line.endswith("\n")]
+    """The records of such files, compressed (.xz) or not; a last line that was cut off is left out."""
+    texts = [(lzma.decompress(path.read_bytes()) if path.suffix == ".xz" else path.read_bytes()).decode() for path in paths]
+    return [json.loads(line) for text in texts for line in text.splitlines(keepends=True) if line.endswith("\n")]
 
 
 def decode(args: argparse.Namespace) -> None:
