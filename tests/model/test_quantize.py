@@ -252,3 +252,20 @@ def test_weights_that_are_not_finite_are_named(cpu_library: CpuLibrary) -> None:
         model.decoder.get_parameter("layers.1.mlp.up.weight")[0, 0] = float("nan")
     with pytest.raises(OptionError, match=r"the weight of '1.mlp.up' holds numbers that are not finite"):
         quantize_layers(model.decoder, "int8", cpu_library)
+
+
+def test_exits_with_a_vocabulary_of_their_own_read_integers(cpu_library: CpuLibrary) -> None:
+    """Their part of the head is most of what a draft reads; the choice is that of the rows multiplied out."""
+    model = copy.deepcopy(build("own-layer"))
+    decoder = model.decoder
+    decoder.limit_exits(torch.arange(0, model.architecture.vocab, 2))
+    assert decoder.exit_vocab is not None
+    hidden_BTM = torch.randn(1, 3, model.architecture.hidden, generator=torch.Generator().manual_seed(0))
+    before_BTW = decoder.exit_vocab.few(hidden_BTM)
+    quantize_layers(decoder, "int8", cpu_library)
+    rows = decoder.exit_vocab.quantized
+    assert rows is not None
+    found_BTW = decoder.exit_vocab.few(hidden_BTM)
+    torch.testing.assert_close(found_BTW, hidden_BTM @ rows.weight.T, rtol=1e-4, atol=1e-4)
+    assert not torch.equal(found_BTW, before_BTW)
+    torch.testing.assert_close(found_BTW, before_BTW, rtol=0.05, atol=0.05)

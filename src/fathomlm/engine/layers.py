@@ -117,7 +117,7 @@ class PagedLayers:
         if limited is None:
             return self._scores(x_NM, None), None
         if not self.fused or not isinstance(norm, RMSNorm):
-            return F.linear(self._norm(x_NM), limited.rows_WM).float(), limited.vocab_W
+            return limited.few(self._norm(x_NM)).float(), limited.vocab_W
         if self._draft_rows is None:  # the norm goes into the weights: one product, and a draft may be rounded as it likes
             self._draft_rows = folded((limited.rows_WM,), norm.weight, norm.plus_one, self.dtype)
         return norm_linear(x_NM, self._draft_rows, norm.eps, out_dtype=torch.float32), limited.vocab_W

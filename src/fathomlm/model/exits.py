@@ -95,6 +95,13 @@ class ExitVocab(nn.Module):
         vocab_W = vocab_W.to(head_VM.device, torch.long)
         self.register_buffer("vocab_W", vocab_W, persistent=False)
         self.register_buffer("rows_WM", head_VM.detach()[vocab_W].clone(), persistent=False)
+        self.quantized: nn.Linear | None = None
+        """The rows in integers, where layers have those (`model.quantize`): else they would be most of what is read."""
+
+    def few(self, hidden_BTM: Tensor) -> Tensor:
+        """Scores of these tokens alone."""
+        few_BTW: Tensor = F.linear(hidden_BTM, self.rows_WM) if self.quantized is None else self.quantized(hidden_BTM)
+        return few_BTW
 
     @torch.no_grad()
     def take_rows(self, head_VM: Tensor) -> None:
@@ -103,7 +110,7 @@ class ExitVocab(nn.Module):
 
     def logits(self, hidden_BTM: Tensor, delta: LoraDelta | None) -> Tensor:
         """Scores over the vocabulary, -inf for all other tokens."""
-        few_BTW = F.linear(hidden_BTM, self.rows_WM)
+        few_BTW = self.few(hidden_BTM)
         if delta is not None:
             few_BTW = few_BTW + F.linear(F.linear(hidden_BTM, delta.a), delta.b[self.vocab_W])
         none_BTV = few_BTW.new_full((*few_BTW.shape[:-1], self.vocab), -torch.inf)

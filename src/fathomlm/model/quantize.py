@@ -1,7 +1,8 @@
 """A model whose layers multiply with integers (`kernels.quantized`), for decoding few sequences at once.
 
-The linears of layers and the head are replaced; routers, relaxations and what exits add stay as they are, and so does the
-embedding, of which a token reads one row. A tied head gets integers of its own.
+The linears of layers and the head are replaced; routers, relaxations and the adapters of exits stay as they are, and so does
+the embedding, of which a token reads one row. A tied head gets integers of its own, and on a CPU so does the part of it that
+exits with a vocabulary of their own read.
 """
 
 from __future__ import annotations
@@ -49,6 +50,12 @@ def quantize_layers(decoder: LayerStack, kind: Kind, library: CpuLibrary | None)
         decoder.tied_head = head
     else:
         decoder.head = head
+    if library is not None and decoder.exit_vocab is not None:
+        rows = _quantized(decoder.exit_vocab.rows_WM, "int8", library, "head of exits")
+        decoder.exit_vocab.quantized = QuantizedLinear(rows, None)
+    if library is not None and decoder.exit_draft is not None:
+        mix = decoder.exit_draft.mix
+        decoder.exit_draft.mix = QuantizedLinear(_quantized(mix.weight, kind, library, "draft.mix"), None)
     decoder.quantized = kind
     decoder.cpu_layers = None if library is None else _cpu_layers(decoder, library)
 
