@@ -154,13 +154,27 @@ def test_the_engine_says_what_generate_says(name: str, cpu_library: CpuLibrary) 
         assert [(result.tokens, result.depths) for result in results] == expected
 
 
-@pytest.mark.parametrize("mode", ["parallel", "state-copy"])
-def test_the_engine_exits_early(mode: str, cpu_library: CpuLibrary) -> None:
-    model = quantized("vanilla", "int8", cpu_library)
-    how = exiting("vanilla", mode, threshold=mixing_threshold("vanilla"))
+@pytest.mark.parametrize("mode", ["parallel", "state-copy", "speculative"])
+@pytest.mark.parametrize("name", ["vanilla", "own-layer"])
+def test_the_engine_exits_early(name: str, mode: str, cpu_library: CpuLibrary) -> None:
+    model = quantized(name, "int8", cpu_library)
+    how = exiting(name, mode, threshold=mixing_threshold(name))
     expected = [generate(model, [prompt], max_new_tokens=NEW, exiting=how)[0].tokens for prompt in many(model)]
     results = Engine(model, exiting=how, **SMALL).generate(many(model), max_new_tokens=NEW)
     assert [result.tokens for result in results] == expected
+
+
+def test_an_exits_own_layer_runs_with_the_others(cpu_library: CpuLibrary, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No module of it is called for a token, and it is as sure as its modules are."""
+    model = quantized("own-layer", "int8", cpu_library)
+    how = exiting("own-layer", "parallel", threshold=mixing_threshold("own-layer"))
+    by_modules = Engine(model, exiting=how, fuse=False, **SMALL).generate(many(model), max_new_tokens=NEW)
+    (own,) = model.decoder.exit_blocks.values()
+    monkeypatch.setattr(own, "forward", lambda *given: pytest.fail("the own layer's modules ran"))
+    found = Engine(model, exiting=how, **SMALL).generate(many(model), max_new_tokens=NEW)
+    assert [r.tokens for r in found] == [r.tokens for r in by_modules]
+    for one, other in zip(found, by_modules, strict=True):
+        assert one.confidences == pytest.approx(other.confidences, abs=1e-4)
 
 
 def test_batches_and_sessions(cpu_library: CpuLibrary) -> None:

@@ -157,7 +157,11 @@ class PagedLayers:
         recursion_N: Tensor | None, spend: bool,
     ) -> Tensor:  # fmt: skip
         attention = self._places.place(steps, attention, positions_N, recursion_N)
-        if self._quantized is not None and self._integral(steps, attention, recursion_N) and self._quantized.takes(x_NM):
+        if (
+            self._quantized is not None
+            and self._integral(self._quantized, steps, attention, recursion_N)
+            and self._quantized.takes(x_NM)
+        ):
             return self._integers(
                 self._quantized, x_NM if spend else x_NM.clone(), steps, attention, positions_N, recursion_N
             )
@@ -378,11 +382,13 @@ class PagedLayers:
             x_NM = layers.run(x_NM, described, cos_ND, sin_ND, *where)
         return x_NM
 
-    def _integral(self, steps: Sequence[Step], attention: AttentionMetadata, recursion_N: Tensor | None) -> bool:
-        """Whether steps run in integers: an exit's own layer keeps its floats, and rows of a step turn alike."""
+    def _integral(
+        self, layers: CpuLayers, steps: Sequence[Step], attention: AttentionMetadata, recursion_N: Tensor | None
+    ) -> bool:
+        """Whether steps run in integers: their layers are there, and rows of a step turn alike."""
         if attention.bits_N is not None:
             return False
-        return all(step.part != "exit" and len(self._places.turns(step, recursion_N)) == 1 for step in steps)
+        return all(step.layer < len(layers) and len(self._places.turns(step, recursion_N)) == 1 for step in steps)
 
     def _steps_of(
         self, steps: Sequence[Step], planes: int, starts: tuple[Windows, ...], recursion_N: Tensor | None

@@ -97,6 +97,9 @@ class CpuLayers:
             )
         )
 
+    def __len__(self) -> int:
+        return len(self._kept)
+
     def __deepcopy__(self, memo: dict[int, object]) -> CpuLayers:
         """Addresses are of this process and these tensors, which nobody changes: a copy may share them."""
         return self

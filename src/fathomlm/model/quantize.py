@@ -99,6 +99,9 @@ def _cpu_layers(decoder: LayerStack, library: CpuLibrary) -> CpuLayers | None:
     layers = [layer for layer in decoder.layers if isinstance(layer, Block) and layer.packs]
     if len(layers) < len(decoder.layers):
         return None
+    own = [] if decoder.exit_draft is None else [decoder.exit_draft.block]
+    own += decoder.exit_blocks.values()  # in the order of exits, as their steps count layers on from the plan's
+    layers += [layer for layer in own if isinstance(layer, Block) and layer.packs]
     return CpuLayers([_weights(layer) for layer in layers], decoder.architecture, library)
 
 
