@@ -350,6 +350,25 @@ def test_prefill_attention(heads: int, groups: int, head_dim: int, window: int |
     assert not fast[5:].isnan().any()
 
 
+@pytest.mark.parametrize("ahead", [False, True])
+def test_prefill_attention_takes_nothing_from_in_front_of_a_window(ahead: bool) -> None:
+    """A window may begin inside a tile. What is in front of it there has a weight of 0, which does not hide another
+    sequence's NaN."""
+    random, (first, end) = randoms(), (29, 41)
+    owned = Pages.build(random, [end], 2, 16, page=8)
+    k, v = (torch.cat((torch.full_like(pages[:1], torch.nan), pages)) for pages in (owned.k, owned.v))
+    table = (owned.table + 1).expand(end - first, -1).contiguous()
+    lengths = torch.arange(first + 1, end + 1, dtype=torch.int32)
+    q, sequence = random(end - first, 6, 16), torch.zeros(end - first, dtype=torch.int64)
+    blocks = attention_blocks.AttentionBlocks(16, queries=32, ahead=ahead)
+    for window, starts in ((5, None), (20, None), (None, lengths // 3)):
+        wanted = paged_attention.plain_paged_attention(q, k, v, table, lengths, 0.3, window, starts_N=starts)
+        fast = prefill_attention.prefill_attention(
+            q, k, v, table, lengths, sequence, 0.3, window, blocks=blocks, starts_N=starts
+        )  # fmt: skip
+        torch.testing.assert_close(fast, wanted, **NEAR)
+
+
 @pytest.mark.parametrize(("heads", "groups", "head_dim"), [(3, 1, 16), (2, 2, 24), (40, 4, 16), (3, 0, 16), (0, 2, 16)])
 def test_many_rows(heads: int, groups: int, head_dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A library's product with a pass of its own behind it."""

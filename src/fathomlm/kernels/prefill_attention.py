@@ -19,15 +19,15 @@ if triton is not None:
 
     @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
     def _entries(  # type: ignore[no-untyped-def]
-        k_ptr, v_ptr, page, entry, end, last, G, group,
+        k_ptr, v_ptr, page, entry, there, last, G, group,
         D: tl.constexpr, WIDE: tl.constexpr, PAGE: tl.constexpr, PARTLY: tl.constexpr,
     ):  # fmt: skip
-        """Keys and values of some entries. PARTLY: some may be none."""
+        """Keys and values of some entries. PARTLY: those that are not `there` are 0, whatever their page holds."""
         column = tl.arange(0, WIDE)[None, :]
         place = ((tl.minimum(page, last).to(tl.int64) * PAGE + entry % PAGE) * G + group)[:, None] * D + column
         inside = column < D
         if PARTLY:
-            inside = (entry < end)[:, None] & inside
+            inside = there[:, None] & inside
         if PARTLY or WIDE != D:
             return tl.load(k_ptr + place, mask=inside, other=0.0), tl.load(v_ptr + place, mask=inside, other=0.0)
         return tl.load(k_ptr + place), tl.load(v_ptr + place)
@@ -80,7 +80,7 @@ if triton is not None:
                     else:
                         page = page_numbers(row_table, at + tile, columns, PAGE)
                         outside = tl.maximum(outside, (page > last).to(tl.int32))
-                    k, v = _entries(k_ptr, v_ptr, page, at + tile, end, last, G, group, D, WIDE, PAGE, False)
+                    k, v = _entries(k_ptr, v_ptr, page, at + tile, True, last, G, group, D, WIDE, PAGE, False)
                     scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee") * score_scale
                     higher = tl.maximum(most, tl.max(scores, 1))
                     shrink = tl.exp2(most - higher)
@@ -93,13 +93,16 @@ if triton is not None:
                 next_page = page_numbers(row_table, begin + tile, columns, PAGE)
             for at in range(begin, end, BLOCK):
                 entry = at + tile
+                there = entry < end
+                if WINDOW != 0:
+                    there = there & (entry >= from_)
                 if AHEAD:
                     page = next_page
                     next_page = page_numbers(row_table, entry + BLOCK, columns, PAGE)
                 else:
-                    page = page_numbers(row_table, entry, columns, PAGE, (entry >= from_) & (entry < end))
+                    page = page_numbers(row_table, entry, columns, PAGE, there)
                     wrong = wrong | (mine & (tl.max((page > last).to(tl.int32), 0) > 0))
-                k, v = _entries(k_ptr, v_ptr, page, entry, end, last, G, group, D, WIDE, PAGE, True)
+                k, v = _entries(k_ptr, v_ptr, page, entry, there, last, G, group, D, WIDE, PAGE, True)
                 sees = mine[:, None] & (entry[None, :] < length[:, None])
                 if WINDOW != 0:
                     sees = sees & (entry[None, :] >= low[:, None])
