@@ -22,7 +22,7 @@ from fathomlm.engine.scheduler import Scheduler
 from fathomlm.engine.sequence import Sequence
 from fathomlm.errors import OptionError
 from fathomlm.lab.simulate.costs import Costs
-from fathomlm.lab.simulate.devices import ChosenToken, Device
+from fathomlm.lab.simulate.devices import ChosenToken, Device, PlainDevice
 from fathomlm.lab.simulate.trajectories import Trajectories
 
 OnProgress = Callable[[int, int], None]
@@ -153,6 +153,8 @@ class Simulation:
             self._under_way[id] = Sequence(Request(id=id, prompt=(0,) * sequence.prompt, sampling=sampling))
             self.scheduler.submit(self._under_way[id])
         self._flying: deque[tuple[float, list[ChosenToken]]] = deque()
+        self._bursts: deque[int] = deque(maxlen=setting.lag)
+        """Decode steps of the last bursts: those that the device may be ahead."""
         self.clock = _Clock(costs.overlapped)
         self.decode_steps = self.tokens = 0
         self.batch_entries: dict[str, int] = {}
@@ -180,9 +182,9 @@ class Simulation:
 
     def step(self) -> None:
         """Hear, tell, start."""
-        clock, costs, setting = self.clock, self.costs, self.setting
+        clock, costs = self.clock, self.costs
         clock.think(costs.host.step)
-        behind = setting.lag * setting.burst
+        behind = sum(self._bursts)
         while len(self._flying) > behind or (self._flying and not self._under_way):
             self._collect(*self._flying.popleft())
         plan = self.scheduler.schedule()
@@ -196,10 +198,19 @@ class Simulation:
             entries = self.device.prefill(chunk)
             self.scheduler.confirm_prefill(sequence.id, chunk.epoch, chunk.first + chunk.count, entries)
         if any(sequence.state == "running" for sequence in self.scheduler.placed):
-            for _ in range(setting.burst):
+            burst = self._burst()
+            self._bursts.append(burst)
+            for _ in range(burst):
                 self._launch()
         elif self._flying:
             self._collect(*self._flying.popleft())
+
+    def _burst(self) -> int:
+        """Decode steps of the next burst: where each has a token of every sequence, no more than any lacks tokens."""
+        if not isinstance(self.device, PlainDevice):
+            return self.setting.burst
+        lacks = max(sequence.max_new_tokens - len(sequence.tokens) for sequence in self.scheduler.placed)
+        return min(self.setting.burst, max(1, lacks))
 
     def _in_slot(self, slot: int) -> Sequence:
         return next(sequence for sequence in self.scheduler.placed if sequence.slot == slot)
