@@ -41,3 +41,12 @@ def test_texts_are_the_references_and_passes_are_counted(mode: Any) -> None:
                 assert (text.passes["shallow"], text.passes["deep"]) == (NEW, NEW)
             elif mode == "parallel":
                 assert text.passes["deep"] < NEW
+
+
+@pytest.mark.parametrize("drafts", [{"max_stack": 4, "threshold": 0.0}, {"draft_tree": (3, 2)}])
+def test_each_pass_behind_a_draft_layer_chooses_one_token_beside_its_drafts(drafts: dict[str, Any]) -> None:
+    model, setting = build("draft"), Exiting(mode="speculative", **drafts)
+    text = OneSequence(model, setting, length=64).text(PROMPTS[0], NEW, ignore_eos=True)
+    (wanted,) = generate(model, PROMPTS[:1], max_new_tokens=NEW, ignore_eos=True)
+    assert text.result.tokens == wanted.tokens
+    assert text.passes == {"full": NEW - sum(layer < model.plan.unrolled_layers for layer in text.result.depths or ())}

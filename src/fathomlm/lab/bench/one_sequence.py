@@ -16,6 +16,7 @@ from typing import Any
 from fathomlm.decode.exiting import DEFAULT_STACK, Exiting, Threshold
 from fathomlm.decode.sampling import Sampling
 from fathomlm.engine.engine import Engine
+from fathomlm.engine.programs.draft_layer import DraftLayerProgram
 from fathomlm.engine.programs.exits import ExitProgram
 from fathomlm.engine.programs.whole import WholeProgram
 from fathomlm.engine.request import Request, Result
@@ -25,8 +26,8 @@ from fathomlm.model.seq2seq import FathomModel
 
 class PassCounts:
     """Counts an engine's passes as they start: `shallow` up to the first exit, `middle k`, `deep` behind the last one,
-    `both` where rows of all of them share a pass, and `full` through every layer. A model with a router has none of
-    these."""
+    `both` where rows of all of them share a pass, and `full` through every layer, behind a draft layer's drafts too. A
+    model with a router has none of these."""
 
     def __init__(self, engine: Engine) -> None:
         self.counts: Counter[str] = Counter()
@@ -41,6 +42,8 @@ class PassCounts:
         program = self._program
         if isinstance(program, ExitProgram):
             return program.passes if drafts and only is None else ("full",) if only is None else only[:1]
+        if isinstance(program, DraftLayerProgram):
+            return ("full",)
         assert isinstance(program, WholeProgram)
         return ("shallow" if len(program.steps) < program.parts.plan.unrolled_layers else "full",)
 
