@@ -209,3 +209,12 @@ def test_a_session_has_room_for_longer_sources_than_it_was_asked_for() -> None:
         assert session._engine is not None
         rooms.add(session._engine.runner.sizes.max_source)
     assert rooms == {64, 128, 256}
+
+
+def test_a_session_keeps_the_room_that_it_had() -> None:
+    """A long source and a long completion in turn: the second engine has room for both."""
+    session, engines = EngineSession(model("vanilla")), list[Any]()
+    for source, new in (([8] * 70, 2), ([5], NEW), ([8] * 70, 2), ([5], NEW)):
+        session.generate(source, max_new_tokens=new, ignore_eos=True)
+        engines.append(session._engine)
+    assert engines[1] is engines[2] is engines[3]
