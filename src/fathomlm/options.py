@@ -211,7 +211,7 @@ def check_first(instance: Any) -> None:
                 first(item)
 
 
-def bounds(cls: type, name: str) -> dict[str, float]:
+def bounds(cls: type, name: str) -> dict[str, Any]:
     """The bounds of a field, for what checks them elsewhere: `ge`, `gt`, `le`, `lt`."""
     found: Option = next(field for field in dataclasses.fields(cls) if field.name == name).metadata[_OPTION]
     limits = {"ge": found.ge, "gt": found.gt, "le": found.le, "lt": found.lt}

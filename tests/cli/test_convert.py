@@ -14,6 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import fathomlm
+from fathomlm.checkpoints import resolve
 from fathomlm.cli.main import main
 from lab.analyze.tiny import model_of, saved, text_file
 from parity.families import tiny
@@ -49,6 +50,14 @@ def test_convert_json_is_one_object(plain, tmp_path, capsys):
     weights = sum(p.numel() for p in model.parameters())
     assert record["non_embedding_parameters"] + record["embedding_parameters"] == weights
     assert record["bytes"] > 4 * weights
+
+
+def test_a_configuration_is_read_once(plain, tmp_path, monkeypatch):
+    read = []
+    once = resolve.read_config
+    monkeypatch.setattr(resolve, "read_config", lambda path: read.append(path) or once(path))
+    assert main(["convert", str(plain), str(tmp_path / "looped"), "--recursions", "2"]) == 0
+    assert read == [plain]
 
 
 def test_export_is_read_by_plain_transformers(plain, tmp_path, capsys):

@@ -72,18 +72,18 @@ class Convert(ForceOptions, DtypeOptions, SeedOptions, JsonOptions):
         from fathomlm.checkpoints.card import Conversion, model_card
         from fathomlm.checkpoints.convert import convert
         from fathomlm.checkpoints.native import directory_bytes, save
-        from fathomlm.checkpoints.resolve import architecture_of, decoder_only, describe, dtype_name, open_source
+        from fathomlm.checkpoints.resolve import decoder_only, describe, dtype_name, open_source
 
         begin = time.perf_counter()
         fields: dict[str, Any] = asdict(self.plan) | asdict(self.inits) | asdict(self.relaxation)
         fields |= {"router": self.routing.routing, "kv": self.routing.kv, "drop": self.dropping.drop, "by": self.dropping.by}
-        base, source = architecture_of(self.model)[0], open_source(self.model)
+        source = open_source(self.model)
         measured = self.dropping.measured(source, moments=self._reads_moments(), device=self.device)
         fields |= {"dtype": self.dtype, "device": self.device, "seed": self.seed, "activations": measured}
         with progress_bar("converting") as update:
             model = convert(source, on_layer=update, **fields)
         loss = None if measured is None else measured.loss_of(decoder_only(model, "--calibrate"))
-        made = Conversion(name=self.model, base=base, model=model, activations=measured, start_loss=loss)
+        made = Conversion(name=self.model, base=source.architecture, model=model, activations=measured, start_loss=loss)
         save(model, self.out, self.force, card=model_card(made, self.out, shlex.join(["fathomlm", *sys.argv[1:]])))
         seconds = time.perf_counter() - begin
 

@@ -113,4 +113,4 @@ def _check(architecture: Architecture, plan: DepthPlan, relaxation: Relaxation |
     if exits:
         raise UnsupportedModel("a routed model's router already chooses each token's depth; it has no exits")
     if not plan.routing.method.takes_all_first(plan.routing):
-        raise UnsupportedModel("the engine needs a first recursion that every token runs (capacity 1)")
+        raise UnsupportedModel("the engine requires a first recursion that every token runs (capacity 1)")

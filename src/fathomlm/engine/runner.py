@@ -411,8 +411,8 @@ def _check_tree(architecture: Architecture, levels: int) -> None:
     window = min((window for window in architecture.windows if window is not None), default=None)
     if window is not None and window <= levels:
         raise UnsupportedModel(
-            f"the engine needs attention windows of more positions than draft_tree has levels, got {window} for {levels}; "
-            "use fathomlm generate"
+            f"the engine requires attention windows of more positions than draft_tree has levels, got {window} for "
+            f"{levels}; use fathomlm generate"
         )
 
 

@@ -22,7 +22,9 @@ from fastapi import FastAPI, Request
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic.json_schema import models_json_schema
 
+from fathomlm.decode.sampling import Sampling
 from fathomlm.engine.request import MAX_LOGPROBS
+from fathomlm.options import bounds
 from fathomlm.serve.errors import ApiError, refused, validation_error
 
 MOST_CONTAINERS = 16_384
@@ -53,6 +55,9 @@ MOST_STOPS = 1024
 """Stop strings; the server's `max_stops` is less by default."""
 
 Count = Annotated[int, Field(ge=1, le=MOST_INT)]
+TopP = Annotated[float, Field(**bounds(Sampling, "top_p"))]
+MinP = Annotated[float, Field(**bounds(Sampling, "min_p"))]
+RepetitionPenalty = Annotated[float, Field(**bounds(Sampling, "repetition_penalty"))]
 Name = Annotated[str, Field(max_length=MOST_NAME)]
 UnitFloat = Annotated[float, Field(ge=0, le=1)]
 Thresholds = Annotated[list[UnitFloat], Field(min_length=1, max_length=MOST_EXITS, fail_fast=True)]
@@ -115,10 +120,10 @@ class RequestBody(Part):
     stop: str | Annotated[list[str], Field(max_length=MOST_STOPS, fail_fast=True)] | None = None
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
     temperature: float | None = Field(None, ge=0, le=2)
-    top_p: float | None = Field(None, gt=0, le=1)
+    top_p: TopP | None = None
     top_k: int | None = Field(None, ge=-1, le=MOST_INT, description="Beyond OpenAI: sample among so many; 0 and -1 are all.")
-    min_p: float | None = Field(None, ge=0, le=1, description="Beyond OpenAI.")
-    repetition_penalty: float | None = Field(None, ge=0.01, le=100, description="Beyond OpenAI; 1 is off.")
+    min_p: MinP | None = Field(None, description="Beyond OpenAI.")
+    repetition_penalty: RepetitionPenalty | None = Field(None, description="Beyond OpenAI; 1 is off.")
     ignore_eos: bool | None = Field(None, description="Beyond OpenAI: go on past the end token, for measurements.")
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     frequency_penalty: float | None = Field(None, ge=-2, le=2)

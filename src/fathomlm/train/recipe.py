@@ -103,7 +103,7 @@ class ModelRecipe:
     linears_only: bool = False
     """lora, dora: leave norms and biases tied."""
     router: RouterRecipe | None = None
-    """Give each token its own depth (thesis 4); needs recursions, or a `source` that has them."""
+    """Give each token its own depth (thesis 4); requires recursions, or a `source` that has them."""
     kv: Literal["cache", "share", "hybrid"] | None = None
     """Keys and values: every recursion's own, the first one's, or those with its own over them (cache)."""
     kv_sharing: str | None = None
