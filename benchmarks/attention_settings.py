@@ -18,8 +18,6 @@ import argparse
 import contextlib
 import dataclasses
 import json
-import multiprocessing
-import os
 import random
 import time
 from collections.abc import Callable, Sequence
@@ -28,6 +26,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from compile_ahead import compile_ahead
 from torch import Tensor
 
 from fathomlm.kernels.attention_blocks import (
@@ -272,18 +271,6 @@ def compile_some(number: int, workers: int) -> None:
     torch.cuda.synchronize()
 
 
-def compile_ahead(seconds: float) -> None:
-    workers, end = max(1, min(15, (os.cpu_count() or 2) - 1)), time.monotonic() + seconds
-    start = multiprocessing.get_context("spawn").Process
-    processes = [start(target=compile_some, args=(number, workers)) for number in range(workers)]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join(max(0.0, end - time.monotonic()))
-        if process.is_alive():
-            process.terminate()
-
-
 def sweep_rows(case: tuple[str, int, str], speed: float, bad: set[Setting]) -> Record:
     shape, count, kind = case
     lengths = contexts(count, kind)
@@ -420,7 +407,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=100, help="for all of it, compiling included")
     args = parser.parse_args()
     begun = time.monotonic()
-    compile_ahead(0.6 * args.seconds)
+    compile_ahead(compile_some, 0.6 * args.seconds)
     speed = bandwidth()
     print(f"compiled in {time.monotonic() - begun:.0f} s; a copy moves {speed / 1e12:.2f} TB/s")
     record: Record = {"environment": environment(), "bytes_per_s": speed, "rows": [], "prompts": []}

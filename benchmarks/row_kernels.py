@@ -16,16 +16,16 @@ import argparse
 import contextlib
 import itertools
 import json
-import multiprocessing
-import os
 import random
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from compile_ahead import compile_ahead
 from triton.testing import do_bench_cudagraph
 
 from fathomlm.kernels import grouped_lora, paged_write, row_attention, row_linear, row_qkv
@@ -204,26 +204,14 @@ def variants(cell: Cell) -> list[Variant]:
     return found
 
 
-def compile_all(jobs: list[tuple[Cell, Variant]]) -> None:
-    """In a process of its own: leaves what it compiled in Triton's cache."""
-    for cell, group in itertools.groupby(jobs, key=lambda job: job[0]):
+def compile_some(jobs: list[tuple[Cell, Variant]], number: int, workers: int) -> None:
+    """A process' share of the jobs (`compile_ahead`)."""
+    for cell, group in itertools.groupby(jobs[number::workers], key=lambda job: job[0]):
         bench = build(cell, most_copies=1)
         for _, variant in group:
             with contextlib.suppress(Exception):  # the measurement will say what is wrong
                 bench.call(0, variant)
     torch.cuda.synchronize()
-
-
-def compile_ahead(jobs: list[tuple[Cell, Variant]], seconds: float) -> None:
-    workers, end = max(1, min(14, (os.cpu_count() or 2) - 1)), time.monotonic() + seconds
-    start = multiprocessing.get_context("spawn").Process
-    processes = [start(target=compile_all, args=(jobs[worker::workers],)) for worker in range(workers)]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join(max(0.0, end - time.monotonic()))
-        if process.is_alive():
-            process.terminate()
 
 
 def measure(cell: Cell, bench: Bench, variant: Variant) -> dict[str, Any]:
@@ -312,7 +300,7 @@ def main() -> None:
     each = max(1, int(8 * args.seconds / len(cells))) if args.sweep else 0  # about what there is time for
     chosen = {cell: variants(cell)[:each] for cell in cells if args.sweep and variants(cell)}
     jobs = [(cell, variant) for cell in cells for variant in (in_use(cell), *chosen.get(cell, ()))]
-    compile_ahead(jobs, 0.6 * args.seconds)
+    compile_ahead(partial(compile_some, jobs), 0.6 * args.seconds)
     rows = [measure(cell, build(cell), in_use(cell)) for cell in cells]
     show(rows, 0)
     record: dict[str, Any] = {"environment": environment(), "in_use": rows, "layers": layers(rows)}

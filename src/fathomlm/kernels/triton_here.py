@@ -22,9 +22,7 @@ def early_launch(rows: int) -> dict[str, bool]:
     behind loads. Every kernel launched so must wait, since the next one counts on it. For one row only: programs of several
     rows are large, and those that start early crowd where there is room instead of spreading (32 rows of a 360M model: 18 %
     slower). Compiled graphs launch in their own way."""
-    if rows > 1 or torch.compiler.is_compiling() or not _starts_early():
-        return {"EARLY": False}
-    return {"EARLY": True, "launch_pdl": True}
+    return launch_behind(early=rows <= 1)
 
 
 def launch_behind(early: bool) -> dict[str, bool]:
