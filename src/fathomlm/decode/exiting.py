@@ -255,6 +255,12 @@ class Exiting:
         """Whether drafts come from a draft layer behind the model, and not from an exit in it."""
         return self.mode == "speculative" and plan.draft and self.exit_layers is None
 
+    def most_waiting(self, plan: DepthPlan) -> int:
+        """How many tokens of a sequence wait for one pass, into which they must fit; 1 where none waits. The drafts of a
+        draft layer have rows beside those of a batch."""
+        waits = self.mode in ("parallel", "speculative") and not self.drafts_behind(plan)
+        return (self.max_stack or DEFAULT_STACK) if waits else 1
+
     def for_plan(self, plan: DepthPlan) -> Exiting:
         """The same with a draft layer's defaults, where drafts come from one."""
         defaults = {"threshold": 0.0, "max_stack": DRAFT_STACK} if self.drafts_behind(plan) else {}

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import torch
 
-from fathomlm.decode.exiting import DEFAULT_STACK, SERVED_MODES, Exiting, Threshold
+from fathomlm.decode.exiting import SERVED_MODES, Exiting, Threshold
 from fathomlm.decode.full import check_exiting, generate
 from fathomlm.decode.generation import ExitStatistics, Generation
 from fathomlm.decode.prompts import Prompt, check_context, encode_prompt
@@ -167,9 +167,8 @@ class EngineSession:
             room = _doubled(FIRST_LENGTH, length) if self.sequences == 1 and not source else length
             source = _doubled(FIRST_SOURCE, source) if source else 0
             self._engine = None  # its pages and packed weights make room first
-            stack, exiting = 1, self.exiting
-            if exiting is not None and exiting.mode in ("parallel", "speculative"):  # what waits must fit into a pass
-                stack = 1 if exiting.drafts_behind(self.model.plan) else exiting.max_stack or DEFAULT_STACK
+            exiting = self.exiting
+            stack = 1 if exiting is None else exiting.most_waiting(self.model.plan)
             options = EngineOptions(
                 batch_size=max(self.sequences, stack), max_sequences=self.sequences, max_logprobs=0, compile=False,
                 max_length=max(length, min(room, self.model.architecture.context)), always_draft=True,

@@ -20,6 +20,7 @@ from fathomlm.depth import Architecture, DepthPlan, LinearSpec, Relaxation, Step
 from fathomlm.errors import OptionError, UnsupportedModel
 from fathomlm.kernels.cpu_layers import CpuLayers
 from fathomlm.kernels.norm import RMSNorm
+from fathomlm.kernels.recompiling import allow_recompiling
 from fathomlm.kernels.row_linear import RowWeight
 from fathomlm.model.attention_mask import AttentionMasks, RelativeBias, TokenBatch
 from fathomlm.model.blocks import Block, Packed, StepContext, build_block
@@ -107,7 +108,7 @@ class LayerStack(nn.Module):
     def compile_layers(self, backend: str = "inductor") -> None:
         """Compile each layer for the shapes it is given: a run has few, one for each capacity of a router or size of a pass,
         and each is worth its own code; a compiler that guesses at shapes to come makes slower code for all."""
-        torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, MOST_SHAPES)
+        allow_recompiling(MOST_SHAPES)
         drafts = () if self.exit_draft is None else (self.exit_draft, self.exit_draft.block)
         for layer in (*self.layers, self.norm, *self.exit_blocks.values(), *self.exit_adapters.values(), *drafts):
             layer.compile(dynamic=False, backend=backend)

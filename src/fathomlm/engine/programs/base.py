@@ -20,6 +20,7 @@ from fathomlm.engine.layout import Layout
 from fathomlm.engine.sampler import Mode, Sampled, SamplerState, note, sample
 from fathomlm.engine.schedule import Placement
 from fathomlm.kernels.best_token import best_token
+from fathomlm.kernels.recompiling import allow_recompiling
 
 VALID, BAD, ENDED, JUDGED, AGREED, DRAFTED = 1, 2, 4, 8, 16, 32
 """Flags of a record: a token was chosen; its scores were no numbers; the sequence is over; the whole model has shown
@@ -123,9 +124,7 @@ class ProgramContext:
             return function
         # Each engine of a process compiles the same functions anew, for each number of rows that its passes have; a function
         # that is compiled more often than dynamo's limit allows is an error.
-        limits = torch._dynamo.config
-        limits.recompile_limit = max(limits.recompile_limit, MOST_VARIANTS)
-        limits.accumulated_recompile_limit = max(limits.accumulated_recompile_limit, MOST_VARIANTS)
+        allow_recompiling(MOST_VARIANTS)
         made: Any = torch.compile(function, dynamic=False, fullgraph=True)
         return made  # type: ignore[no-any-return]
 

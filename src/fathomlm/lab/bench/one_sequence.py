@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from fathomlm.decode.exiting import DEFAULT_STACK, Exiting, Threshold
+from fathomlm.decode.exiting import Exiting, Threshold
 from fathomlm.decode.sampling import Sampling
 from fathomlm.engine.engine import Engine
 from fathomlm.engine.programs.draft_layer import DraftLayerProgram
@@ -76,9 +76,7 @@ class OneSequence:
     ) -> None:
         """`length` is the most tokens of a sequence, `source` of an encoder's source; `options` are the engine's."""
         full = exiting is None or exiting.mode == "full"
-        stack = 1
-        if exiting is not None and exiting.mode in ("parallel", "speculative") and not exiting.drafts_behind(model.plan):
-            stack = exiting.max_stack or DEFAULT_STACK
+        stack = 1 if exiting is None else exiting.most_waiting(model.plan)
         sizes: dict[str, Any] = {"batch_size": stack, "max_sequences": 1, "max_length": length, "max_source": source}
         unused = {"prefix_caching": False, "penalties": False, "max_logprobs": 0}
         self.engine = Engine(model, exiting=None if full else exiting, **({"always_draft": True} | sizes | unused | options))

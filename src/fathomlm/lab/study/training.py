@@ -22,6 +22,7 @@ import torch
 
 import fathomlm
 from fathomlm.errors import DataError
+from fathomlm.kernels.recompiling import allow_recompiling
 from fathomlm.lab.environment import environment as measured_in
 from fathomlm.lab.environment import free_memory
 from fathomlm.lab.evaluate.outputs import FULL
@@ -96,8 +97,7 @@ class TrainingExecutor:
             milestones = [*recipe.checkpoint.milestones, shaped.plateau_end]
             recipe = replace(recipe, checkpoint=replace(recipe.checkpoint, milestones=milestones))
         guard = Guard(self._watch(job), visit, shaped.length.tokens_per_step, split=split)
-        torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, SHAPES)
-        torch._dynamo.config.accumulated_recompile_limit = max(torch._dynamo.config.accumulated_recompile_limit, 4 * SHAPES)
+        allow_recompiling(SHAPES)
         begun = newest_whole(saved).state if saved else None if source is None else read_state(source)
         before = 0 if begun is None else begun.progress.step
         try:
