@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from fathomlm.decode.generation import Generation as Generation
     from fathomlm.decode.prompts import chat_prompt as chat_prompt
     from fathomlm.decode.sampling import Sampling as Sampling
+    from fathomlm.decode.threshold import ThresholdEstimator as ThresholdEstimator
     from fathomlm.depth import Architecture as Architecture
     from fathomlm.depth import DepthPlan as DepthPlan
     from fathomlm.depth import Relaxation as Relaxation
@@ -41,47 +42,89 @@ if TYPE_CHECKING:
     from fathomlm.depth.cost import count as count
     from fathomlm.depth.presets import preset as preset
     from fathomlm.engine.async_engine import AsyncEngine as AsyncEngine
+    from fathomlm.engine.async_engine import Stream as Stream
     from fathomlm.engine.engine import Engine as Engine
     from fathomlm.engine.options import EngineOptions as EngineOptions
+    from fathomlm.engine.options import RestartPolicy as RestartPolicy
+    from fathomlm.engine.request import Finished as Finished
     from fathomlm.engine.request import Request as Request
+    from fathomlm.engine.request import Result as Result
     from fathomlm.engine.request import TokenEvent as TokenEvent
     from fathomlm.engine.session import EngineSession as EngineSession
+    from fathomlm.errors import CheckpointError as CheckpointError
+    from fathomlm.errors import DataError as DataError
+    from fathomlm.errors import EngineStopped as EngineStopped
     from fathomlm.errors import FathomError as FathomError
+    from fathomlm.errors import ModelNotFound as ModelNotFound
+    from fathomlm.errors import OptionError as OptionError
+    from fathomlm.errors import OutputError as OutputError
+    from fathomlm.errors import PlanError as PlanError
+    from fathomlm.errors import QueueFull as QueueFull
+    from fathomlm.errors import RequestTooLarge as RequestTooLarge
+    from fathomlm.errors import TrainingError as TrainingError
+    from fathomlm.errors import UnsupportedModel as UnsupportedModel
+    from fathomlm.model.decoder import Decoder as Decoder
     from fathomlm.model.encoder_memory import EncoderMemory as EncoderMemory
     from fathomlm.model.hub import FathomConfig as FathomConfig
     from fathomlm.model.hub import FathomForCausalLM as FathomForCausalLM
     from fathomlm.model.route import DepthControl as DepthControl
     from fathomlm.model.seq2seq import FathomForSeq2SeqLM as FathomForSeq2SeqLM
     from fathomlm.model.seq2seq import FathomSeq2SeqConfig as FathomSeq2SeqConfig
+    from fathomlm.serve.app import create_app as create_app
+    from fathomlm.serve.catalog import Catalog as Catalog
+    from fathomlm.serve.catalog import Offer as Offer
+    from fathomlm.serve.served_model import serve_model as serve_model
+    from fathomlm.serve.service import Service as Service
     from fathomlm.train.reading import read_recipe as read_recipe
 
 _PUBLIC = {
     "Architecture": "fathomlm.depth",
     "AsyncEngine": "fathomlm.engine.async_engine",
-    "EngineSession": "fathomlm.engine.session",
+    "Catalog": "fathomlm.serve.catalog",
+    "CheckpointError": "fathomlm.errors",
+    "DataError": "fathomlm.errors",
+    "Decoder": "fathomlm.model.decoder",
     "DepthControl": "fathomlm.model.route",
     "DepthPlan": "fathomlm.depth",
     "EncoderMemory": "fathomlm.model.encoder_memory",
     "Engine": "fathomlm.engine.engine",
     "EngineOptions": "fathomlm.engine.options",
+    "EngineSession": "fathomlm.engine.session",
+    "EngineStopped": "fathomlm.errors",
     "Exiting": "fathomlm.decode.exiting",
     "FathomConfig": "fathomlm.model.hub",
     "FathomError": "fathomlm.errors",
     "FathomForCausalLM": "fathomlm.model.hub",
     "FathomForSeq2SeqLM": "fathomlm.model.seq2seq",
     "FathomSeq2SeqConfig": "fathomlm.model.seq2seq",
+    "Finished": "fathomlm.engine.request",
     "Generation": "fathomlm.decode.generation",
+    "ModelNotFound": "fathomlm.errors",
+    "Offer": "fathomlm.serve.catalog",
+    "OptionError": "fathomlm.errors",
+    "OutputError": "fathomlm.errors",
+    "PlanError": "fathomlm.errors",
+    "QueueFull": "fathomlm.errors",
     "Relaxation": "fathomlm.depth",
     "Request": "fathomlm.engine.request",
+    "RequestTooLarge": "fathomlm.errors",
+    "RestartPolicy": "fathomlm.engine.options",
+    "Result": "fathomlm.engine.request",
     "Routing": "fathomlm.depth",
     "Sampling": "fathomlm.decode.sampling",
+    "Service": "fathomlm.serve.service",
     "Session": "fathomlm.decode.full",
+    "Stream": "fathomlm.engine.async_engine",
+    "ThresholdEstimator": "fathomlm.decode.threshold",
     "TokenEvent": "fathomlm.engine.request",
+    "TrainingError": "fathomlm.errors",
+    "UnsupportedModel": "fathomlm.errors",
     "build_cache": "fathomlm.cache",
     "build_routing": "fathomlm.depth",
     "chat_prompt": "fathomlm.decode.prompts",
     "convert": "fathomlm.checkpoints.convert",
     "count": "fathomlm.depth.cost",
+    "create_app": "fathomlm.serve.app",
     "export": "fathomlm.checkpoints.export",
     "export_gguf": "fathomlm.checkpoints.gguf.writer",
     "generate": "fathomlm.decode.full",
@@ -91,6 +134,7 @@ _PUBLIC = {
     "read_recipe": "fathomlm.train.reading",
     "replan": "fathomlm.checkpoints.assemble",
     "save": "fathomlm.checkpoints.native",
+    "serve_model": "fathomlm.serve.served_model",
     "with_loops": "fathomlm.checkpoints.assemble",
 }
 """Where each public name is; `TYPE_CHECKING` says the same to type checkers."""

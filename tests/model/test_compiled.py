@@ -9,7 +9,7 @@ import torch
 
 from fathomlm.depth import Architecture, DepthPlan
 from fathomlm.depth.relaxation import build_relaxation
-from fathomlm.model.blocks import parts
+from fathomlm.model.blocks import Block, attention, feed_forward
 from fathomlm.model.decoder import Decoder
 
 SHAPE: dict[str, Any] = {
@@ -81,8 +81,8 @@ def test_a_looped_layer_is_packed_once_for_all_its_uses(
 
     slow = found()
     packed = []
-    original = parts.Block.pack
-    monkeypatch.setattr(parts.Block, "pack", lambda self, dtype: (packed.append(self), original(self, dtype))[1])
+    original = Block.pack
+    monkeypatch.setattr(Block, "pack", lambda self, dtype: (packed.append(self), original(self, dtype))[1])
     decoder.compile_for_training("aot_eager")
     decoder._pack = lambda layer, dtype: layer.pack(dtype)
     fast = found()
@@ -97,9 +97,9 @@ def test_a_looped_layer_is_packed_once_for_all_its_uses(
 def test_the_plain_llama_layer_does_use_them(monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise the test above would compare a thing with itself."""
     used = []
-    for name in ("norm_swiglu_mlp", "norm_qkv_rope"):
-        original = getattr(parts, name)
-        monkeypatch.setattr(parts, name, lambda *a, _f=original, _n=name: (used.append(_n), _f(*a))[1])
+    for module, name in ((feed_forward, "norm_swiglu_mlp"), (attention, "norm_qkv_rope")):
+        original = getattr(module, name)
+        monkeypatch.setattr(module, name, lambda *a, _f=original, _n=name: (used.append(_n), _f(*a))[1])
     decoder = Decoder(Architecture(family="llama", **SHAPE | {"layers": 1}), DepthPlan.vanilla(1))
     decoder.reset_parameters()
     decoder.layers[0].compile(backend="eager")

@@ -20,8 +20,9 @@ from fathomlm.serve.address import address_of, bind
 from fathomlm.serve.app import create_app
 from fathomlm.serve.catalog import Catalog
 from fathomlm.serve.options import ServeOptions
+from fathomlm.serve.served_model import serve_model
 from fathomlm.serve.server import Server
-from fathomlm.serve.service import Service, serve_model
+from fathomlm.serve.service import Service
 
 SMALL: dict[str, Any] = {"batch_size": 4, "page_size": 4, "max_length": 96, "max_logprobs": 20}
 NAME = "tiny"

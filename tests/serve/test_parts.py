@@ -16,8 +16,9 @@ from fathomlm.serve.errors import as_api_error, to_json
 from fathomlm.serve.logs import LOGGER, JsonLines
 from fathomlm.serve.middleware import is_loopback
 from fathomlm.serve.options import ServeOptions
+from fathomlm.serve.served_model import ServedModel
 from fathomlm.serve.server import Server
-from fathomlm.serve.service import ServedModel, Service
+from fathomlm.serve.service import Service
 from fathomlm.serve.tokens import TokenStrings
 
 

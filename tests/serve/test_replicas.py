@@ -24,7 +24,8 @@ from fathomlm.decode.full import generate
 from fathomlm.errors import OptionError
 from fathomlm.serve.app import create_app
 from fathomlm.serve.replicas import ReplicaOptions, _check_gpus, _scaling
-from fathomlm.serve.service import Service, serve_model
+from fathomlm.serve.served_model import serve_model
+from fathomlm.serve.service import Service
 from serve.serving import until
 from serve.test_command import parse, started
 

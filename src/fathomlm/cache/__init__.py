@@ -1,6 +1,6 @@
 """Keys and values by step of the depth plan."""
 
-from fathomlm.cache.dense import DenseCache, Entries, StepKV
+from fathomlm.cache.dense import Cache, DenseCache, Entries, StepKV
 from fathomlm.cache.no_cache import NoCache, RolledEntries
 from fathomlm.cache.routed import RoutedCache
 from fathomlm.cache.slots import Focus, SlotCache, Span
@@ -17,6 +17,7 @@ def build_cache(plan: DepthPlan, reserve: int = 64, kv_loops: int | None = None)
 
 
 __all__ = [
+    "Cache",
     "DenseCache",
     "Entries",
     "Focus",

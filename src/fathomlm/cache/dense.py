@@ -34,6 +34,19 @@ class StepKV(Protocol):
         ...
 
 
+class Cache(Protocol):
+    """What the decoder asks of a key-value cache."""
+
+    @property
+    def length(self) -> int: ...
+
+    def at(self, step: Step) -> StepKV | None: ...
+
+    def reads(self, step: Step) -> Entries | None: ...
+
+    def advance(self, tokens: int) -> None: ...
+
+
 class Buffer:
     """One step's entries in a buffer that doubles, so that a token costs one small copy and not a new cache."""
 

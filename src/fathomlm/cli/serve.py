@@ -28,7 +28,8 @@ from fathomlm.serve.options import ReplicaOptions, ServeOptions
 
 if TYPE_CHECKING:
     from fathomlm.serve.catalog import Catalog
-    from fathomlm.serve.service import ServedModel, Service
+    from fathomlm.serve.served_model import ServedModel
+    from fathomlm.serve.service import Service
 
 REQUIRED = ("fastapi", "uvicorn", "prometheus_client")
 
@@ -230,7 +231,7 @@ def load_served(
     options: Serve, engine_options: EngineOptions, exiting: Exiting | None, restarts: RestartPolicy | None = None
 ) -> ServedModel:
     from fathomlm.engine.engine import Engine
-    from fathomlm.serve.service import serve_model
+    from fathomlm.serve.served_model import serve_model
 
     model = options.load_any(exits=options.exiting.used_pack(options.model), any_base=options.exiting.any_base)
     if exiting is not None and exiting.exit_layers is None and not exiting.drafts_behind(model.plan):
@@ -267,7 +268,7 @@ def load_adapter(
     from fathomlm.checkpoints.adapter import with_adapter
     from fathomlm.checkpoints.resolve import decoder_only
     from fathomlm.engine.engine import Engine
-    from fathomlm.serve.service import serve_model
+    from fathomlm.serve.served_model import serve_model
 
     base = services[0].served
     assert base is not None, "a request is taken when the server's own model is ready"

@@ -16,7 +16,7 @@ from fathomlm.packaged import FETCHED, packaged_models
 
 if TYPE_CHECKING:
     from fathomlm.serve.catalog import Catalog
-    from fathomlm.serve.service import ServedModel
+    from fathomlm.serve.served_model import ServedModel
 
 
 def check_lora(given: str) -> None:

@@ -14,7 +14,7 @@ from fathomlm.serve.options import ReplicaOptions
 if TYPE_CHECKING:
     from fathomlm.engine.options import EngineOptions
     from fathomlm.serve.options import ServeOptions
-    from fathomlm.serve.service import ServedModel
+    from fathomlm.serve.served_model import ServedModel
 
 SPARE = 64
 """Requests that a replica is given beyond what its engine holds: those that it answers with 429, and looks at its status."""

@@ -333,6 +333,12 @@ class DepthPlan:
         before = self.steps[step.index - 1] if 0 < step.index < len(self.steps) else None
         return step.part == "core" and (before is None or before.part != "core" or before.recursion != step.recursion)
 
+    def norms_before(self, step: Step) -> bool:
+        """Whether the stream goes through the final norm in front of a step: between two recursions, or behind the last."""
+        if step.part == "coda":
+            return self.core_norm and self.steps[step.index - 1].part == "core"
+        return self.loop_norm and step.recursion > 0 and self.begins_recursion(step)
+
     def __iter__(self) -> Iterator[Step]:
         return iter(self.steps)
 

@@ -6,31 +6,35 @@ Shapes: B rows, G key-value heads, S slots of a buffer, D head width, M hidden w
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from fathomlm.cache import NoCache
+from fathomlm.cache import Cache, NoCache
 from fathomlm.cache.dense import Buffer
-from fathomlm.depth import Step
+from fathomlm.depth import Architecture, DepthPlan, Step
 from fathomlm.kernels.cpu_layers import CpuLayers, StepEntries, describe
 from fathomlm.model.attention_mask import AttentionMasks
-
-if TYPE_CHECKING:
-    from fathomlm.model.stack import Cache, LayerStack
 
 AXES = (0, 2, 1)
 """Buffers are (B, G, S, D): a row is a page."""
 
 
 def run_cached_rows(
-    stack: LayerStack, layers: CpuLayers, x_B1M: Tensor, steps: Sequence[Step], masks: AttentionMasks, kv: Cache | NoCache
+    layers: CpuLayers,
+    norm: nn.Module,
+    a: Architecture,
+    plan: DepthPlan,
+    x_B1M: Tensor,
+    steps: Sequence[Step],
+    masks: AttentionMasks,
+    kv: Cache | NoCache,
 ) -> Tensor | None:
-    """The stream after some steps, or None where they do not all see everything that one buffer a step holds."""
+    """The stream after some steps, with the final norm where it stands between them, or None where they do not all see
+    everything that one buffer a step holds."""
     if isinstance(kv, NoCache):
         return None
-    a, plan, B, used = stack.architecture, stack.plan, x_B1M.shape[0], kv.length
+    B, used = x_B1M.shape[0], kv.length
     like_BG1D = x_B1M.new_empty(1).expand(B, a.kv_heads, 1, a.head_dim)
     buffers: list[Buffer] = []
     described: list[StepEntries] = []
@@ -41,7 +45,7 @@ def run_cached_rows(
         window = a.window(step.origin)
         if not isinstance(found, Buffer) or masks[window].mask is not None or found.used not in (used, used + reads):
             return None
-        if stack.norms_between(step):
+        if plan.norms_before(step):
             starts.append(number)
         if not reads:
             buffers.append(found)
@@ -59,7 +63,7 @@ def run_cached_rows(
     table = describe(described)
     x_BM = x_B1M[:, 0].clone()
     for begin, end in zip((0, *starts), (*starts, len(steps)), strict=True):
-        x_BM = stack.norm(x_BM) if begin in starts else x_BM
+        x_BM = norm(x_BM) if begin in starts else x_BM
         x_BM = layers.run(x_BM.contiguous(), table[begin:end], cos_BD, sin_BD, slots_B, table_B1, lengths_B)
     for buffer in buffers:
         buffer.note(1)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from fathomlm.cache import NoCache, RolledEntries, RoutedCache
+from fathomlm.cache import Cache, NoCache, RolledEntries, RoutedCache
 from fathomlm.depth import Step
 from fathomlm.errors import OptionError, UnsupportedModel
 from fathomlm.kernels.half import half_dtype, keeps_gradients
@@ -21,7 +21,7 @@ from fathomlm.model.attention_mask import AttentionMasks, TokenBatch, full_masks
 from fathomlm.model.blocks import Block, Packed
 from fathomlm.model.encoder_memory import EncoderMemory
 from fathomlm.model.route import DepthControl, RoutedWalk, Routers, RoutingTrace, TopKOptions
-from fathomlm.model.stack import Cache, LayerStack, reset_module, scaled
+from fathomlm.model.stack import LayerStack, reset_module, scaled
 
 Recompute = Literal["none", "inner", "recursion", "layer"]
 """Activation checkpointing: what the backward pass computes again instead of keeping. `inner` are the feed-forward part's

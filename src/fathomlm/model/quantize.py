@@ -19,7 +19,8 @@ from fathomlm.kernels.half import effective_weight, folded
 from fathomlm.kernels.norm import RMSNorm
 from fathomlm.kernels.quantized import Kind, QuantizedWeight
 from fathomlm.model.blocks import Block
-from fathomlm.model.blocks.parts import FeedForward, PackedRows
+from fathomlm.model.blocks.feed_forward import FeedForward
+from fathomlm.model.blocks.step_context import PackedRows
 from fathomlm.model.quantized_linear import QuantizedLinear
 from fathomlm.model.stack import LayerStack
 

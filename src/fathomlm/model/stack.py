@@ -9,13 +9,12 @@ import copy
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
-from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fathomlm.cache import Entries, NoCache, StepKV
+from fathomlm.cache import Cache, NoCache
 from fathomlm.depth import Architecture, DepthPlan, LinearSpec, Relaxation, Step
 from fathomlm.errors import OptionError, UnsupportedModel
 from fathomlm.kernels.cpu_layers import CpuLayers
@@ -24,8 +23,9 @@ from fathomlm.kernels.recompiling import allow_recompiling
 from fathomlm.kernels.row_linear import RowWeight
 from fathomlm.model.attention_mask import AttentionMasks, RelativeBias, TokenBatch
 from fathomlm.model.blocks import Block, Packed, StepContext, build_block
-from fathomlm.model.blocks.experts import ExpertLinear
-from fathomlm.model.blocks.parts import PackedRows, build_norm
+from fathomlm.model.blocks.attention import build_norm
+from fathomlm.model.blocks.feed_forward import ExpertLinear
+from fathomlm.model.blocks.step_context import PackedRows
 from fathomlm.model.cached_rows import run_cached_rows
 from fathomlm.model.encoder_memory import EncoderMemory
 from fathomlm.model.exits import DraftLayer, ExitAdapter, ExitClassifier, ExitVocab
@@ -35,19 +35,6 @@ from fathomlm.model.route import Routers, build_routers
 
 MOST_SHAPES = 64
 """Of one layer in a run: recursions times the stairs of a capacity's warm-up, with gradients and without."""
-
-
-class Cache(Protocol):
-    """What the decoder asks of a key-value cache."""
-
-    @property
-    def length(self) -> int: ...
-
-    def at(self, step: Step) -> StepKV | None: ...
-
-    def reads(self, step: Step) -> Entries | None: ...
-
-    def advance(self, tokens: int) -> None: ...
 
 
 class LayerStack(nn.Module):
@@ -260,7 +247,7 @@ class LayerStack(nn.Module):
         """Store what steps would make of the same residual stream as keys and values; nothing else of them runs."""
         entered = False
         for step in steps:
-            if not entered and self.norms_between(step):
+            if not entered and self.plan.norms_before(step):
                 x_BTM, entered = self.norm(x_BTM), True
             layer = self.layer_of(step)
             assert isinstance(layer, Block)
@@ -318,7 +305,7 @@ class LayerStack(nn.Module):
     ) -> Tensor:
         """Run some steps of the plan, in order. Rows that `kept_SB` names as False for a step come out as they went in."""
         if self.cpu_layers is not None and self.inject is None and x.shape[1] == 1 and self.cpu_layers.takes(x):
-            done = run_cached_rows(self, self.cpu_layers, x, steps, masks, kv)
+            done = run_cached_rows(self.cpu_layers, self.norm, self.architecture, self.plan, x, steps, masks, kv)
             if done is not None:
                 return done
         x, beside = self.parted(x)
@@ -338,7 +325,7 @@ class LayerStack(nn.Module):
 
     def entering(self, x: Tensor, beside: Tensor | None, step: Step) -> tuple[Tensor, Tensor | None]:
         """The stream as a step reads it, and what it carries on: through the norm and the injection that stand in front."""
-        if self.norms_between(step):
+        if self.plan.norms_before(step):
             x = self.norm(x)
         if self.inject is None or step.part == "prelude":
             return x, beside
@@ -350,12 +337,6 @@ class LayerStack(nn.Module):
             assert beside is not None
             x = self.inject(torch.cat((x, beside), dim=-1))
         return x, beside if step.index < self.plan.unrolled_layers - 1 else None
-
-    def norms_between(self, step: Step) -> bool:
-        """Whether the stream goes through the final norm in front of a step: between two recursions, or behind the last."""
-        if step.part == "coda":
-            return self.plan.core_norm and self.plan.steps[step.index - 1].part == "core"
-        return self.plan.loop_norm and step.recursion > 0 and self.plan.begins_recursion(step)
 
     def start_state(self, like_BTM: Tensor, scale: float, positions_BT: Tensor | None = None, seed: int = 0) -> Tensor:
         """The stream with the state beside it that the first injection begins from: normal noise, cut off at three standard

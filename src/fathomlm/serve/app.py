@@ -42,7 +42,8 @@ from fathomlm.serve.options import ServeOptions
 from fathomlm.serve.requests import chat_requests, completion_requests
 from fathomlm.serve.responses import ChatFormat, CompletionFormat, ResponseFormat
 from fathomlm.serve.responses_api import ResponsesBody, ResponsesFormat, read_responses
-from fathomlm.serve.service import ServedModel, Service, unknown_model
+from fathomlm.serve.served_model import ServedModel
+from fathomlm.serve.service import Service, unknown_model
 from fathomlm.serve.tokenize import add_tokenize
 
 STATIC = Path(__file__).parent / "static"

@@ -10,14 +10,12 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from fathomlm.errors import FathomError, ModelNotFound
 from fathomlm.serve.errors import INTERNAL, ApiError
 from fathomlm.serve.logs import log_event
-
-if TYPE_CHECKING:
-    from fathomlm.serve.service import ServedModel
+from fathomlm.serve.served_model import ServedModel
 
 T = TypeVar("T")
 

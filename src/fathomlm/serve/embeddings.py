@@ -16,7 +16,8 @@ from fathomlm.errors import FathomError
 from fathomlm.serve.bodies import EmbeddingBody, request_body
 from fathomlm.serve.errors import as_api_error, refused
 from fathomlm.serve.options import ServeOptions
-from fathomlm.serve.service import ServedModel, Service
+from fathomlm.serve.served_model import ServedModel
+from fathomlm.serve.service import Service
 from fathomlm.serve.tokenize import answer
 
 

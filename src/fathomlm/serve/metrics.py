@@ -16,7 +16,8 @@ from prometheus_client.registry import Collector
 
 from fathomlm.engine.request import Request, Result, TokenEvent
 from fathomlm.engine.status import Status
-from fathomlm.serve.service import ServedModel, Service
+from fathomlm.serve.served_model import ServedModel
+from fathomlm.serve.service import Service
 
 FIRST = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 BETWEEN = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)

@@ -24,7 +24,7 @@ from fathomlm.serve.options import ReplicaOptions, ServeOptions
 if TYPE_CHECKING:
     from fastapi import FastAPI
 
-    from fathomlm.serve.service import ServedModel
+    from fathomlm.serve.served_model import ServedModel
 
 APPLICATION = "fathomlm"
 TRIES = 1

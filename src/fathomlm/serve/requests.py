@@ -13,7 +13,7 @@ from fathomlm.errors import FathomError, OptionError
 from fathomlm.serve.bodies import ChatBody, CompletionBody, FathomOptions, RequestBody, ToolChoice
 from fathomlm.serve.errors import ApiError, as_api_error, refused
 from fathomlm.serve.options import ServeOptions
-from fathomlm.serve.service import ServedModel
+from fathomlm.serve.served_model import ServedModel
 from fathomlm.serve.tokens import SHORT
 from fathomlm.serve.tools import MOST_CALLS, call_grammar
 

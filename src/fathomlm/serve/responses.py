@@ -16,7 +16,7 @@ from fathomlm.engine.request import Finished, Request, Result, TokenEvent, Token
 from fathomlm.errors import FathomError
 from fathomlm.serve.bodies import ChatBody, CompletionBody, RequestBody
 from fathomlm.serve.errors import INTERNAL, ApiError, as_api_error
-from fathomlm.serve.service import ServedModel
+from fathomlm.serve.served_model import ServedModel
 from fathomlm.serve.tools import read_calls, shown
 
 LEAST_LOGPROB = -9999.0

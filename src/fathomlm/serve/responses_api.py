@@ -25,7 +25,7 @@ from fathomlm.serve.bodies import (
 )
 from fathomlm.serve.errors import refused
 from fathomlm.serve.responses import Json, ResponseFormat, finish_reason
-from fathomlm.serve.service import ServedModel
+from fathomlm.serve.served_model import ServedModel
 
 REFUSED = (
     "previous_response_id", "conversation", "background", "prompt", "tools", "include", "max_tool_calls", "top_logprobs",

@@ -16,7 +16,8 @@ from fathomlm.serve.completions import GONE, ClientGone, in_time
 from fathomlm.serve.errors import as_api_error, json_response, refused
 from fathomlm.serve.middleware import ENTRY
 from fathomlm.serve.options import ServeOptions
-from fathomlm.serve.service import ServedModel, Service
+from fathomlm.serve.served_model import ServedModel
+from fathomlm.serve.service import Service
 
 
 def add_tokenize(app: FastAPI, service: Service, options: ServeOptions, refusals: dict[int | str, dict[str, Any]]) -> None:

@@ -5,14 +5,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from fathomlm.depth.architecture import CROSS, LINEARS, Architecture, LinearSpec
 from fathomlm.depth.bounds import check_flag, check_record, check_size
 from fathomlm.depth.plan import DepthPlan, Step
 from fathomlm.depth.relaxation.encoding import Encoding
-from fathomlm.depth.relaxation.kind import RelaxationKind
+from fathomlm.depth.relaxation.kind import RelaxationKind, RelaxationSettings
 from fathomlm.depth.relaxation.lora import Dora, Lora
 from fathomlm.depth.relaxation.prefix import Prefix
 from fathomlm.errors import OptionError, choices
@@ -44,19 +44,8 @@ def kinds_with(option: str) -> str:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Relaxation:
-    """The kind of a relaxation and its size."""
-
-    kind: str
-    ranks: Mapping[str, int] = field(default_factory=dict)
-    """lora, dora: the rank on each linear, before it is capped by the matrix; a linear not named here has none."""
-    prefix_length: int = 0
-    """prefix: how many vectors each step has."""
-    vectors: bool = True
-    """lora, dora: whether a step also has offsets for norms and biases. No product of matrices can restore those, so
-    without them even full rank does not give the original model back; they are about a thousandth of its parameters."""
-    everywhere: bool = False
-    """lora, dora: on every step, not only where a layer is shared."""
+class Relaxation(RelaxationSettings):
+    """The kind of a relaxation and its size, checked by that kind."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.kind, str) or self.kind not in RELAXATIONS:
@@ -79,10 +68,6 @@ class Relaxation:
     def sits_on(self, plan: DepthPlan, step: Step) -> bool:
         """Whether a step has something of its own."""
         return self.method.sits_on(self, plan, step)
-
-    def rank(self, linear: LinearSpec) -> int:
-        """The rank on a linear, capped by the matrix (Gemma's k and v are 256 wide); 0 where it has none."""
-        return min(self.ranks.get(linear.name, 0), linear.inputs, linear.outputs)
 
     def tensors(self, architecture: Architecture, plan: DepthPlan) -> list[tuple[int, ...]]:
         """The shapes of all that it adds to a model."""

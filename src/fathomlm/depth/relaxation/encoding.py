@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from fathomlm.depth.plan import DepthPlan, Step
-from fathomlm.depth.relaxation.kind import RelaxationKind
+from fathomlm.depth.relaxation.kind import RelaxationKind, RelaxationSettings
 from fathomlm.errors import OptionError
-
-if TYPE_CHECKING:
-    from fathomlm.depth.relaxation import Relaxation
 
 
 class Encoding(RelaxationKind):
     per_recursion = True
 
-    def check_plan(self, relaxation: Relaxation, plan: DepthPlan) -> None:
+    def check_plan(self, relaxation: RelaxationSettings, plan: DepthPlan) -> None:
         if not plan.whole_passes:
             raise OptionError(
                 "encoding multiplies the output of each recursion, so it requires a core that loops as a whole "
                 f"(cycle, middle-cycle or cycle-rev), not {plan.sharing}"
             )
 
-    def sits_on(self, relaxation: Relaxation, plan: DepthPlan, step: Step) -> bool:
+    def sits_on(self, relaxation: RelaxationSettings, plan: DepthPlan, step: Step) -> bool:
         """It belongs to a recursion, not to a step."""
         return False

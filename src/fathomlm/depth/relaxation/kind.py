@@ -1,19 +1,36 @@
 """What every kind of relaxation answers: its options, its sizes, what it costs, and which module it runs as.
 
-A kind is one object without state. `Relaxation` holds the settings that a model was given and hands itself to the methods
+A kind is one object without state. `Relaxation` holds the settings that a model was given and hands them to the methods
 below; the counters, the converter, the trainer and the engine ask nothing else.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 
 from fathomlm.depth.architecture import Architecture, LinearSpec
 from fathomlm.depth.plan import DepthPlan, Step
 
-if TYPE_CHECKING:
-    from fathomlm.depth.relaxation import Relaxation
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RelaxationSettings:
+    """What a kind reads of a `Relaxation`."""
+
+    kind: str
+    ranks: Mapping[str, int] = field(default_factory=dict)
+    """lora, dora: the rank on each linear, before it is capped by the matrix; a linear not named here has none."""
+    prefix_length: int = 0
+    """prefix: how many vectors each step has."""
+    vectors: bool = True
+    """lora, dora: whether a step also has offsets for norms and biases. No product of matrices can restore those, so
+    without them even full rank does not give the original model back; they are about a thousandth of its parameters."""
+    everywhere: bool = False
+    """lora, dora: on every step, not only where a layer is shared."""
+
+    def rank(self, linear: LinearSpec) -> int:
+        """The rank on a linear, capped by the matrix (Gemma's k and v are 256 wide); 0 where it has none."""
+        return min(self.ranks.get(linear.name, 0), linear.inputs, linear.outputs)
 
 
 class RelaxationKind:
@@ -36,27 +53,27 @@ class RelaxationKind:
     per_recursion = False
     """Whether each recursion has a vector that multiplies its output."""
 
-    def check(self, relaxation: Relaxation) -> None:
+    def check(self, relaxation: RelaxationSettings) -> None:
         """Refuse settings out of bounds."""
 
-    def check_plan(self, relaxation: Relaxation, plan: DepthPlan) -> None:
+    def check_plan(self, relaxation: RelaxationSettings, plan: DepthPlan) -> None:
         """Refuse a plan that has no place for it."""
 
-    def sits_on(self, relaxation: Relaxation, plan: DepthPlan, step: Step) -> bool:
+    def sits_on(self, relaxation: RelaxationSettings, plan: DepthPlan, step: Step) -> bool:
         """Whether a step has tensors of its own. By default where its layer is shared: a relaxation relaxes a tie."""
         return plan.is_shared(step)
 
-    def shapes(self, relaxation: Relaxation, architecture: Architecture) -> Iterator[tuple[int, ...]]:
+    def shapes(self, relaxation: RelaxationSettings, architecture: Architecture) -> Iterator[tuple[int, ...]]:
         """The tensors that one step has of its own."""
         yield from ()
 
-    def linear_weights(self, relaxation: Relaxation, linear: LinearSpec) -> int:
+    def linear_weights(self, relaxation: RelaxationSettings, linear: LinearSpec) -> int:
         """Weights that a step multiplies beside those of one linear: half of the FLOPs that it adds for each token."""
         return 0
 
-    def extra_keys(self, relaxation: Relaxation) -> int:
+    def extra_keys(self, relaxation: RelaxationSettings) -> int:
         """Keys that every token of a step sees beside those of tokens."""
         return 0
 
-    def describe(self, relaxation: Relaxation) -> str:
+    def describe(self, relaxation: RelaxationSettings) -> str:
         return relaxation.kind

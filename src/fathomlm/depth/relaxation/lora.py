@@ -7,16 +7,12 @@ be put `everywhere`.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from fathomlm.depth.architecture import LINEARS, Architecture, LinearSpec
 from fathomlm.depth.bounds import check_size
 from fathomlm.depth.plan import DepthPlan, Step
-from fathomlm.depth.relaxation.kind import RelaxationKind
+from fathomlm.depth.relaxation.kind import RelaxationKind, RelaxationSettings
 from fathomlm.errors import OptionError, choices
-
-if TYPE_CHECKING:
-    from fathomlm.depth.relaxation import Relaxation
 
 
 class Lora(RelaxationKind):
@@ -28,7 +24,7 @@ class Lora(RelaxationKind):
     relax_inits = ("svd", "zero", "aware")
     exports = True
 
-    def check(self, relaxation: Relaxation) -> None:
+    def check(self, relaxation: RelaxationSettings) -> None:
         if not relaxation.ranks:
             raise OptionError(f"{relaxation.kind} requires a rank, such as 64 or q=64,kv=128,ffn=256")
         for name, rank in relaxation.ranks.items():
@@ -37,14 +33,14 @@ class Lora(RelaxationKind):
             if check_size("rank", rank, called=f"the rank on {name}") < 1:
                 raise OptionError(f"the rank on {name} must be >= 1, got {rank}")
 
-    def check_plan(self, relaxation: Relaxation, plan: DepthPlan) -> None:
+    def check_plan(self, relaxation: RelaxationSettings, plan: DepthPlan) -> None:
         if plan.recursions == 1 and not relaxation.everywhere:
             raise OptionError(f"{relaxation.kind} relaxes a tie, but with one recursion nothing is tied; give 2 or more")
 
-    def sits_on(self, relaxation: Relaxation, plan: DepthPlan, step: Step) -> bool:
+    def sits_on(self, relaxation: RelaxationSettings, plan: DepthPlan, step: Step) -> bool:
         return relaxation.everywhere or plan.is_shared(step)
 
-    def shapes(self, relaxation: Relaxation, architecture: Architecture) -> Iterator[tuple[int, ...]]:
+    def shapes(self, relaxation: RelaxationSettings, architecture: Architecture) -> Iterator[tuple[int, ...]]:
         for linear in architecture.linears():
             yield from self.linear_shapes(linear, relaxation.rank(linear))
         if relaxation.vectors:
@@ -56,10 +52,10 @@ class Lora(RelaxationKind):
             yield (rank, linear.inputs)
             yield (linear.outputs, rank)
 
-    def linear_weights(self, relaxation: Relaxation, linear: LinearSpec) -> int:
+    def linear_weights(self, relaxation: RelaxationSettings, linear: LinearSpec) -> int:
         return relaxation.rank(linear) * (linear.inputs + linear.outputs)
 
-    def describe(self, relaxation: Relaxation) -> str:
+    def describe(self, relaxation: RelaxationSettings) -> str:
         low, high = min(relaxation.ranks.values()), max(relaxation.ranks.values())
         return f"{relaxation.kind} rank {low if low == high else f'{low} to {high}'}"
 

@@ -6,15 +6,11 @@ It adds something new anywhere, so every step has one, shared or not. That is wh
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from fathomlm.depth.architecture import Architecture
 from fathomlm.depth.plan import DepthPlan, Step
-from fathomlm.depth.relaxation.kind import RelaxationKind
+from fathomlm.depth.relaxation.kind import RelaxationKind, RelaxationSettings
 from fathomlm.errors import OptionError
-
-if TYPE_CHECKING:
-    from fathomlm.depth.relaxation import Relaxation
 
 
 class Prefix(RelaxationKind):
@@ -22,18 +18,18 @@ class Prefix(RelaxationKind):
     options = ("prefix_length",)
     makes_kv = True
 
-    def check(self, relaxation: Relaxation) -> None:
+    def check(self, relaxation: RelaxationSettings) -> None:
         if relaxation.prefix_length < 1:
             raise OptionError(f"prefix requires prefix_length >= 1, got {relaxation.prefix_length}")
 
-    def sits_on(self, relaxation: Relaxation, plan: DepthPlan, step: Step) -> bool:
+    def sits_on(self, relaxation: RelaxationSettings, plan: DepthPlan, step: Step) -> bool:
         return True
 
-    def shapes(self, relaxation: Relaxation, architecture: Architecture) -> Iterator[tuple[int, ...]]:
+    def shapes(self, relaxation: RelaxationSettings, architecture: Architecture) -> Iterator[tuple[int, ...]]:
         yield (relaxation.prefix_length, architecture.hidden)
 
-    def extra_keys(self, relaxation: Relaxation) -> int:
+    def extra_keys(self, relaxation: RelaxationSettings) -> int:
         return relaxation.prefix_length
 
-    def describe(self, relaxation: Relaxation) -> str:
+    def describe(self, relaxation: RelaxationSettings) -> str:
         return f"prefix of {relaxation.prefix_length}"

@@ -10,49 +10,32 @@ from __future__ import annotations
 import dataclasses
 import math
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 from fathomlm.depth.bounds import BOUNDS, check_flag, check_number, check_record
 from fathomlm.depth.routing.expert import ExpertChoice
-from fathomlm.depth.routing.kind import RouterKind
+from fathomlm.depth.routing.kind import (
+    Balancing,
+    Network,
+    RouterKind,
+    RoutingSettings,
+    Sampling,
+    Score,
+    Update,
+    Weighting,
+)
 from fathomlm.depth.routing.token import TokenChoice
 from fathomlm.errors import OptionError, choices, is_number
 from fathomlm.jsonfile import shown
 
-Score = Literal["sigmoid", "tanh", "identity", "softmax"]
-Network = Literal["linear", "mlp", "wide"]
-Sampling = Literal["aux_loss", "aux_router"]
-Balancing = Literal["loss", "loss_free"]
-Update = Literal["add", "interpolate"]
-Weighting = Literal["every", "last"]
 NETWORKS: tuple[str, ...] = get_args(Network)
 ROUTERS: dict[str, RouterKind] = {"expert": ExpertChoice(), "token": TokenChoice()}
 """Every kind of router by its name in options, recipes and files."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Routing:
+class Routing(RoutingSettings):
     """What decides how deep each token goes. Make one with `build_routing`, which fills in the defaults of its kind."""
-
-    kind: str
-    score: Score
-    """What is made of a router's output; identity is the thesis' row without a function."""
-    network: Network = "linear"
-    alpha: float
-    """Multiplies the score to give the weight of a recursion's output."""
-    capacity: tuple[float, ...]
-    """expert: the part of all tokens that each recursion keeps in training."""
-    sampling: Sampling = "aux_loss"
-    """expert: what decides at inference: the router itself, taught by an auxiliary loss, or a second one beside it."""
-    balancing: Balancing = "loss"
-    """token: what keeps the depths in use: a loss, or a bias that is moved and takes part in the selection only."""
-    weighting: Weighting = "every"
-    """token: whether every recursion's output is weighted (the thesis' text) or the last one's only (its code)."""
-    update: Update = "add"
-    """expert: x + g f(x), as in the thesis, or x + g (f(x) - x), which at g = 1 is the plain recursive model."""
-    random: bool = False
-    """The control: depth is drawn, from the token and its position, and not decided. Scores still weigh what recursions
-    add, so that only the choice differs."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.kind, str) or self.kind not in ROUTERS:
@@ -80,10 +63,6 @@ class Routing:
     def method(self) -> RouterKind:
         """What its kind answers; see `RouterKind`."""
         return ROUTERS[self.kind]
-
-    @property
-    def recursions(self) -> int:
-        return len(self.capacity)
 
     def kept(self, recursion: int, tokens: int, openness: float = 0.0) -> int:
         """expert: how many of a row's tokens a recursion keeps in training. `openness` (1 to 0) is how much of the warm-up
@@ -156,3 +135,18 @@ def build_routing(
         update=update or "add",  # type: ignore[arg-type]
         random=random,
     )
+
+
+__all__ = [
+    "NETWORKS",
+    "ROUTERS",
+    "Balancing",
+    "Network",
+    "RouterKind",
+    "Routing",
+    "Sampling",
+    "Score",
+    "Update",
+    "Weighting",
+    "build_routing",
+]

@@ -8,12 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from fathomlm.depth.routing.kind import RouterKind, falling_parts, network_shapes
-
-if TYPE_CHECKING:
-    from fathomlm.depth.routing import Routing
+from fathomlm.depth.routing.kind import RouterKind, RoutingSettings, falling_parts, network_shapes
 
 
 class ExpertChoice(RouterKind):
@@ -25,19 +22,19 @@ class ExpertChoice(RouterKind):
     def default_alpha(self, score: str) -> float:
         return 1.0 if score == "identity" else 0.1
 
-    def parts(self, routing: Routing) -> tuple[Fraction, ...]:
+    def parts(self, routing: RoutingSettings) -> tuple[Fraction, ...]:
         falling = falling_parts(routing.recursions)
         exact = routing.capacity == tuple(float(part) for part in falling)
         return falling if exact else tuple(Fraction(part) for part in routing.capacity)
 
-    def takes_all_first(self, routing: Routing) -> bool:
+    def takes_all_first(self, routing: RoutingSettings) -> bool:
         return routing.capacity[0] >= 1
 
-    def shapes(self, routing: Routing, hidden: int) -> list[tuple[int, ...]]:
+    def shapes(self, routing: RoutingSettings, hidden: int) -> list[tuple[int, ...]]:
         one = network_shapes(routing.network, hidden, 1)
         return one * routing.recursions * (2 if routing.sampling == "aux_router" else 1)
 
-    def loss_weight(self, routing: Routing) -> float:
+    def loss_weight(self, routing: RoutingSettings) -> float:
         return 0.001 if routing.sampling == "aux_loss" else 1.0
 
     def conversion(self, options: dict[str, Any]) -> dict[str, Any]:
@@ -48,7 +45,9 @@ class ExpertChoice(RouterKind):
             options["alpha"] = 2.0 if options.get("score") in (None, "sigmoid") else 1.0
         return options
 
-    def metrics(self, routing: Routing, loads: Sequence[float], sums: Mapping[str, Sequence[float]]) -> dict[str, float]:
+    def metrics(
+        self, routing: RoutingSettings, loads: Sequence[float], sums: Mapping[str, Sequence[float]]
+    ) -> dict[str, float]:
         found: dict[str, float] = {}
         selective = [i for i, part in enumerate(routing.capacity) if part < 1]
         candidates = sum(sums["candidates"][i] for i in selective)

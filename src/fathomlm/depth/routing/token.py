@@ -5,12 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
-from typing import TYPE_CHECKING
 
-from fathomlm.depth.routing.kind import RouterKind, falling_parts, network_shapes
-
-if TYPE_CHECKING:
-    from fathomlm.depth.routing import Routing
+from fathomlm.depth.routing.kind import RouterKind, RoutingSettings, falling_parts, network_shapes
 
 
 class TokenChoice(RouterKind):
@@ -19,21 +15,23 @@ class TokenChoice(RouterKind):
     options = ("balancing", "weighting")
     picks_tokens = False
 
-    def parts(self, routing: Routing) -> tuple[Fraction, ...]:
+    def parts(self, routing: RoutingSettings) -> tuple[Fraction, ...]:
         """As if its depths were equally used, which is what expert-choice's capacities are made to match."""
         return falling_parts(routing.recursions)
 
-    def shapes(self, routing: Routing, hidden: int) -> list[tuple[int, ...]]:
+    def shapes(self, routing: RoutingSettings, hidden: int) -> list[tuple[int, ...]]:
         bias = [(routing.recursions,)] if routing.balancing == "loss_free" else []
         return network_shapes(routing.network, hidden, routing.recursions) + bias
 
-    def loss_weight(self, routing: Routing) -> float:
+    def loss_weight(self, routing: RoutingSettings) -> float:
         return 0.1 if routing.balancing == "loss" else 0.0
 
-    def z_weight(self, routing: Routing) -> float:
+    def z_weight(self, routing: RoutingSettings) -> float:
         return 0.001
 
-    def metrics(self, routing: Routing, loads: Sequence[float], sums: Mapping[str, Sequence[float]]) -> dict[str, float]:
+    def metrics(
+        self, routing: RoutingSettings, loads: Sequence[float], sums: Mapping[str, Sequence[float]]
+    ) -> dict[str, float]:
         tokens = max(sums["tokens"][0], 1.0)
         shares = [score / tokens for score in sums["scores"]]
         whole = sum(shares) or 1.0

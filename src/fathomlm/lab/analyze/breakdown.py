@@ -27,8 +27,7 @@ from fathomlm.decode.prompts import read_sources, start_token
 from fathomlm.decode.sampling import Sampling
 from fathomlm.depth import DepthPlan, Step
 from fathomlm.lab.bench.timed import StageClock
-from fathomlm.model.blocks import CrossBlock
-from fathomlm.model.blocks.parts import Block
+from fathomlm.model.blocks import Block, CrossBlock
 from fathomlm.model.decoder import Decoder
 from fathomlm.model.encoder_memory import EncoderMemory
 from fathomlm.model.seq2seq import FathomForSeq2SeqLM, FathomModel

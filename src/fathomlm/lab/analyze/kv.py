@@ -32,8 +32,8 @@ from torch import Tensor, nn
 
 from fathomlm.depth import DepthPlan
 from fathomlm.lab.analyze.token_rows import TokenRows
-from fathomlm.model.blocks import StepContext
-from fathomlm.model.blocks.parts import Attention, Block
+from fathomlm.model.blocks import Block, StepContext
+from fathomlm.model.blocks.attention import Attention
 from fathomlm.model.decoder import Decoder
 from fathomlm.model.hub import FathomForCausalLM
 from fathomlm.model.route import RoutingTrace

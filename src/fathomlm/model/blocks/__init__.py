@@ -1,20 +1,76 @@
 """Own blocks, few and small: ways to wire attention and feed-forward around the residual stream, and an encoder's output
-into it.
-
-Shapes: B batch, T tokens, S tokens of the source, D head width, M hidden width, E the encoder's width.
-"""
+into it."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
 
-from fathomlm.cache import Entries
 from fathomlm.depth import Architecture
-from fathomlm.kernels.attention import attention, split_heads
 from fathomlm.kernels.half import effective_weight
 from fathomlm.kernels.norm import RMSNorm
-from fathomlm.model.blocks.parts import Addition, Block, Packed, StepContext, build_linear, build_norm
+from fathomlm.model.blocks.attention import Attention, CrossAttention, build_norm
+from fathomlm.model.blocks.feed_forward import Experts, FeedForward
+from fathomlm.model.blocks.step_context import Packed, PackedRows, StepContext
+
+
+class Block(nn.Module):
+    """One layer. Subclasses wire the same parts differently around the residual stream."""
+
+    def __init__(self, architecture: Architecture) -> None:
+        super().__init__()
+        self.attn = Attention(architecture)
+        self.mlp: FeedForward | Experts = Experts(architecture) if architecture.experts else FeedForward(architecture)
+        self.rows: PackedRows | None = None
+        """What the layer's linears are views of, where they are of one byte a weight."""
+        if architecture.residual != "post":
+            self.norm_attn = build_norm(architecture)
+            self.norm_mlp = build_norm(architecture)
+
+    def forward(self, x: Tensor, step: StepContext) -> Tensor:
+        """The residual stream after this layer."""
+        raise AssertionError("a block says how it is wired")
+
+    def keep_entries(self, x: Tensor, step: StepContext) -> None:
+        """Store this layer's keys and values of a residual stream, and run nothing else of it."""
+        if step.pages is not None and not step.pages.reads:
+            step.pages.store(self.attn.entries(self.attention_input(x, step), step))
+        elif step.kv is not None:
+            step.kv.append(*self.attn.entries(self.attention_input(x, step), step))
+
+    def attention_input(self, x: Tensor, step: StepContext) -> Tensor:
+        """What keys and values are made of."""
+        return step.norm("norm_attn", self.norm_attn, x)
+
+    @property
+    def packs(self) -> bool:
+        """Whether both halves have training forms that take packed weights."""
+        return False
+
+    @property
+    def packs_rows(self) -> bool:
+        """Whether the kernels for decoding rows run it. Those also know a norm behind each half (`after`)."""
+        return self.packs
+
+    @property
+    def _plain_halves(self) -> bool:
+        normed = all(isinstance(norm, RMSNorm) for norm in (self.norm_attn, self.norm_mlp))
+        # Linears that another package has wrapped (PEFT) add to what their weights say.
+        linears = (self.attn.q, self.attn.k, self.attn.v, self.attn.o, *self.mlp.children())
+        own = all(isinstance(linear, nn.Linear) for linear in linears if not isinstance(linear, RMSNorm))
+        return normed and own and self.attn.plain and self.mlp.plain and not self.attn.o_bias
+
+    def after(self) -> tuple[Tensor | None, Tensor | None]:
+        """The last two of `PackedRows`."""
+        return None, None
+
+    def pack(self, dtype: torch.dtype) -> Packed:
+        """The weights for `StepContext.packed`."""
+        assert isinstance(self.norm_attn, RMSNorm)
+        assert isinstance(self.norm_mlp, RMSNorm)
+        assert isinstance(self.mlp, FeedForward)
+        qkv = self.attn.pack(self.norm_attn, dtype)
+        return Packed(qkv, self.attn.o.weight.to(dtype), *self.mlp.pack(self.norm_mlp, dtype))
 
 
 class PreNormBlock(Block):
@@ -94,40 +150,6 @@ class ParallelBlock(Block):
             + x
         )
         return out
-
-
-class CrossAttention(nn.Module):
-    """Queries from the stream, keys and values from the encoder's output; no positions."""
-
-    def __init__(self, architecture: Architecture) -> None:
-        super().__init__()
-        specs = [spec for spec in architecture.linears() if spec.name.startswith("cross_")]
-        self.q, self.k, self.v, self.o = (build_linear(spec) for spec in specs)
-        self.head_dim = architecture.head_dim
-        self.scale = architecture.scale
-
-    def forward(self, x_BTM: Tensor, step: StepContext) -> Tensor:
-        """What the tokens gather from the source, from the normed stream."""
-        q = self._heads(step.project("cross_q", self.q, x_BTM))
-        if step.pages is not None:
-            mixed = step.pages.attend_source(q, self.scale)
-            return step.project("cross_o", self.o, mixed.transpose(1, 2).flatten(2))
-        assert step.memory is not None
-        k, v = step.memory.entries(lambda states_BSE: self._entries(states_BSE, step))
-        mixed = attention(q, k, v, scale=self.scale, mask=step.memory.mask, causal=False)
-        return step.project("cross_o", self.o, mixed.transpose(1, 2).flatten(2))
-
-    def entries(self, states_BSE: Tensor, delta: Addition | None) -> Entries:
-        """Keys and values (B, G, S, D) of an encoder's output, with what a step adds to this layer."""
-        none = torch.empty(0)
-        return self._entries(states_BSE, StepContext(none, none, None, False, None, None, delta))
-
-    def _entries(self, states_BSE: Tensor, step: StepContext) -> Entries:
-        k = self._heads(step.project("cross_k", self.k, states_BSE))
-        return k, self._heads(step.project("cross_v", self.v, states_BSE))
-
-    def _heads(self, x_BTW: Tensor) -> Tensor:
-        return split_heads(x_BTW, self.head_dim)
 
 
 class CrossBlock(Block):

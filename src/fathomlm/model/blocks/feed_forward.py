@@ -1,13 +1,13 @@
-"""A mixture of experts in place of a feed-forward part: a router sends each token to a few of many (Qwen3-MoE).
-
-Slow and plain: the experts that were chosen run one after the other, each over its own tokens.
+"""The feed-forward half of a layer: one for all tokens, or a mixture of experts, where a router sends each token to a few of
+many (Qwen3-MoE). The mixture is slow and plain: the chosen experts run one after the other, each over its own tokens.
 
 Shapes: N tokens, K experts of a token, C tokens of an expert, E experts, I inner width, M hidden width.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -15,9 +15,53 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from fathomlm.depth import Architecture
+from fathomlm.kernels.half import folded, half_dtype
+from fathomlm.kernels.norm import RMSNorm
+from fathomlm.kernels.swiglu import norm_swiglu_mlp
+from fathomlm.model.blocks.attention import build_linear
+from fathomlm.model.blocks.step_context import StepContext
 
-if TYPE_CHECKING:
-    from fathomlm.model.blocks.parts import StepContext
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+    "relu": F.relu,
+}
+
+
+class FeedForward(nn.Module):
+    """down(act(gate(x)) * up(x)), or down(act(up(x))) without a gate."""
+
+    def __init__(self, architecture: Architecture) -> None:
+        super().__init__()
+        specs = {spec.name: spec for spec in architecture.linears()}
+        self.gate = build_linear(specs["gate"]) if architecture.gated else None
+        self.up = build_linear(specs["up"])
+        self.down = build_linear(specs["down"])
+        self.activation = architecture.activation
+        self.residual_scale = architecture.residual_scale
+        usual = not architecture.mlp_bias and self.residual_scale == 1.0
+        self.plain = architecture.gated and architecture.activation == "silu" and usual
+
+    def behind(self, norm: nn.Module, x: Tensor, step: StepContext) -> Tensor:
+        """The residual stream with this part's output for its norm added."""
+        if self.plain and step.uses_forms(x) and isinstance(norm, RMSNorm):
+            both, down = self.pack(norm, half_dtype(x)) if step.packed is None else step.packed[2:]
+            return norm_swiglu_mlp(x.flatten(0, -2), norm.eps, both, down, step.keep_inner).view_as(x)
+        out: Tensor = self(step.norm("norm_mlp", norm, x), step)
+        return x + (out if self.residual_scale == 1.0 else out * self.residual_scale)
+
+    def pack(self, norm: RMSNorm, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Gate and up as one, and down, for `norm_swiglu_mlp`."""
+        assert self.gate is not None
+        both = folded((self.gate.weight, self.up.weight), norm.weight, norm.plus_one, dtype)
+        return both, self.down.weight.to(dtype)
+
+    def forward(self, x: Tensor, step: StepContext) -> Tensor:
+        act = ACTIVATIONS[self.activation]
+        up = step.project("up", self.up, x)
+        inner = act(up) if self.gate is None else act(step.project("gate", self.gate, x)) * up
+        return step.project("down", self.down, inner)
 
 
 class ExpertLinear(nn.Module):
