@@ -42,9 +42,16 @@ from fathomlm.train.data.sources import open_lines
 WAVES = 8
 """Chats that the engine is given at once, as a multiple of its rows."""
 PASSAGE_TOKENS, LONG_TOKENS = 60, 300
+STRIDE = 512
+"""Tokens of a document for each passage that is taken from it: long documents have more to ask about than how they begin."""
+SENTENCE = 40
+"""Tokens more for a passage from inside a document, which begins with its first whole sentence."""
+LONGEST_PROMPT = 512
+"""Tokens of a message with its template above which it is left out."""
 LEAST = 8
 """Tokens of a reply below which a chat that had to be cut is not kept."""
-TEMPERATURE, TOP_P = 0.7, 0.95
+TEMPERATURE, MIN_P = 0.8, 0.05
+"""How replies are sampled. Unlike top-p, min-p needs no sort of all tokens, which would take as long as the model itself."""
 
 
 def held_out_file(chats: Path) -> Path:
@@ -52,16 +59,22 @@ def held_out_file(chats: Path) -> Path:
 
 
 def passages(documents: Sequence[Path], tokenizer: Any, seed: int, long: float = 0.0) -> Iterator[str]:
-    """The beginnings of documents, in an order of the seed; a part `long` of them is five times as long."""
+    """Passages of documents, in an order of the seed; a part `long` of them is five times as long. Of a prepared corpus one
+    for every STRIDE tokens, of JSON lines the beginnings."""
     lengths = _lengths(seed, long)
     if len(documents) == 1 and (documents[0] / "corpus.json").is_file():
         stream = Corpus.open(documents[0]).stream("train")
-        begins = (stream.document(number)[: next(lengths)].tolist() for number in shuffled(stream.documents, seed))
+        places = [(n, first) for n in range(stream.documents) for first in range(0, len(stream.document(n)), STRIDE)]
+        spots = (places[number] for number in shuffled(len(places), seed))
+        begins = (
+            (first > 0, stream.document(n)[first : first + next(lengths) + SENTENCE * (first > 0)].tolist())
+            for n, first in spots
+        )
     else:
         texts = [text[: 16 * LONG_TOKENS] for path in documents for text in _texts(path)]
-        chosen = (texts[number] for number in shuffled(len(texts), seed))
-        begins = (tokenizer(text, add_special_tokens=False)["input_ids"][: next(lengths)] for text in chosen)
-    found = (passage_of(tokenizer.decode(tokens, skip_special_tokens=True)) for tokens in begins)
+        picked = (texts[number] for number in shuffled(len(texts), seed))
+        begins = ((False, tokenizer(text, add_special_tokens=False)["input_ids"][: next(lengths)]) for text in picked)
+    found = (passage_of(tokenizer.decode(tokens, skip_special_tokens=True), inside=inside) for inside, tokens in begins)
     return (passage for passage in found if passage is not None)
 
 
@@ -94,7 +107,7 @@ class Chat:
     def request(self, new: int, seed: int) -> Request:
         how = Sampling(max_new_tokens=new)
         if not self.greedy:
-            how = Sampling(max_new_tokens=new, temperature=TEMPERATURE, top_p=TOP_P, seed=lot(f"{seed} {self.number}") >> 1)
+            how = Sampling(max_new_tokens=new, temperature=TEMPERATURE, min_p=MIN_P, seed=lot(f"{seed} {self.number}") >> 1)
         return Request(id=self.number + 1, prompt=self.prompt, sampling=how)
 
 
@@ -173,23 +186,24 @@ def make(args: argparse.Namespace) -> None:
 
     device = torch.device(chosen(args.device))
     model = load(args.source, dtype="bfloat16" if device.type == "cuda" else "float32", device=device)
-    chats = list(itertools.islice(_chats(model, args), args.count))
-    if len(chats) < args.count:
-        print(f"the documents give {len(chats):,} different messages, not {args.count:,}", flush=True)
-    rows = args.rows or (256 if device.type == "cuda" else 16)
-    engine = _engine(model, rows, max(len(chat.prompt) for chat in chats) + args.new_tokens)
-    begun = time.monotonic()
+    rows = args.rows or (512 if device.type == "cuda" else 16)
+    engine = _engine(model, rows, LONGEST_PROMPT + args.new_tokens)
+    begun, done = time.monotonic(), 0
     with Writer(model.tokenizer, args.out, args.held_out) as writer:
         first = writer.begun
-        for start in range(first, len(chats), WAVES * rows):
-            if args.seconds is not None and time.monotonic() - begun > args.seconds:
-                break
-            batch = chats[start : start + WAVES * rows]
-            batch.sort(key=lambda chat: not chat.greedy)  # sampling sorts all words, for greedy rows beside it too
+        left = (chat for chat in itertools.islice(_chats(model, args), args.count) if chat.number >= first)
+        while batch := list(itertools.islice(left, WAVES * rows)):
+            done = batch[-1].number + 1
+            batch = [chat for chat in batch if len(chat.prompt) <= LONGEST_PROMPT]
+            batch.sort(key=lambda chat: not chat.greedy)  # greedy rows beside sampled ones would be drawn for, too
             results = engine.run([chat.request(args.new_tokens, args.seed) for chat in batch])
             both = sorted(zip(batch, results, strict=True), key=lambda pair: pair[0].number)
             writer.write([chat for chat, _ in both], [result for _, result in both])
-            _report(engine, writer, start + len(batch), first, len(chats), time.monotonic() - begun)
+            _report(engine, writer, done, first, args.count, time.monotonic() - begun)
+            if args.seconds is not None and time.monotonic() - begun > args.seconds:
+                return
+        if max(first, done) < args.count:
+            print(f"the documents give {max(first, done):,} different messages, not {args.count:,}", flush=True)
 
 
 def _chats(model: FathomForCausalLM, args: argparse.Namespace) -> Iterator[Chat]:
@@ -263,7 +277,7 @@ def main() -> None:
     add("--source", default="smollm2-135m", help="the model that replies")
     add("--count", type=int, default=20_000)
     add("--new-tokens", type=int, default=256, help="the longest reply")
-    add("--rows", type=int, help="replies that are written at once (256 on a GPU, 16 on a CPU)")
+    add("--rows", type=int, help="replies that are written at once (512 on a GPU, 16 on a CPU)")
     add(
         "--continued",
         type=float,

@@ -43,8 +43,9 @@ def train(args: argparse.Namespace) -> None:
 
     documents = args.data / "corpus"
     corpus = documents if args.chats is None else mix(documents, args.chats, args.work / "mixed").path
+    source = args.source if args.start is None else str(started(args))
     words = [
-        *("--model.source", args.source),
+        *("--model.source", source),
         *("--data.path", str(corpus)),
         *("--out", str(args.work / "run")),
         *("--budget.tokens", args.tokens),
@@ -54,6 +55,18 @@ def train(args: argparse.Namespace) -> None:
     summary = train_run(recipe, resume=True, watcher=Watcher(args.seconds))
     ended = "finished" if summary.finished else "stopped and saved"
     print(f"{ended} at step {summary.step} of {summary.steps}; drafts {summary.exits}", flush=True)
+
+
+def started(args: argparse.Namespace) -> Path:
+    """The model with an earlier draft layer, which the run goes on from: what it has is kept."""
+    from fathomlm.checkpoints.exit_pack import attach, read_pack
+    from fathomlm.checkpoints.native import save
+    from fathomlm.checkpoints.resolve import load
+
+    out: Path = args.work / "start"
+    if not out.exists():
+        save(attach(load(args.source), read_pack(args.start)), out)
+    return out
 
 
 def pack(args: argparse.Namespace) -> None:
@@ -118,6 +131,7 @@ def main() -> None:
     add("--chats", type=Path, help="what `smollm2_chats.py prepare` made: learn from it too")
     add("--work", type=Path, default=RUN)
     add("--source", default="smollm2-135m")
+    add("--start", type=Path, metavar="PACK", help="a draft layer of an earlier run to go on from")
     add("--tokens", default="200M")
     add("--seconds", type=float, help="stop and save after so long; the same command goes on")
     add("--fields", nargs="*", default=[], help="other values for the recipe: --fields device=cpu data.context=512")
@@ -138,7 +152,7 @@ def main() -> None:
     add("--device", default="auto")
     add("--dtypes", nargs="+", choices=("float32", "bfloat16"), default=["float32"])
     add("--rows", type=int, nargs="+", default=[1, 8, 32])
-    add("--drafts", type=int, nargs="+", default=[4, 5, 6], help="drafts in a step; each number is tried")
+    add("--drafts", type=int, nargs="*", default=[4, 5, 6], help="drafts in a step; each number is tried")
     add("--trees", nargs="*", default=[], help="trees of drafts to try too, such as 4,2,1 2,1,1")
     add("--threshold", type=float, default=0.0, help="draft on while the layer is surer than this")
     add("--temperatures", type=float, nargs="+", default=[0.0, 0.8])

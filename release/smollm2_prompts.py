@@ -142,11 +142,15 @@ def about(passage: str, draw: random.Random) -> str:
     return draw.choice(PASSAGES).format(passage=passage)
 
 
-def passage_of(text: str, shortest: int = 80) -> str | None:
-    """A beginning of a document as something to talk about: to its last whole sentence, or to its last whole word. None
-    where that is nearly nothing."""
+def passage_of(text: str, shortest: int = 80, *, inside: bool = False) -> str | None:
+    """A beginning of a document as something to talk about: to its last whole sentence, or to its last whole word. Text from
+    `inside` a document begins with its first whole sentence. None where that is nearly nothing."""
     text = " ".join(text.replace("\ufffd", "").split())
     ends = [found.end() for found in re.finditer(r"[.!?](?=\s)", text)]
+    if inside:
+        if not ends:
+            return None
+        text, ends = text[ends[0] :].lstrip(), [end - ends[0] - 1 for end in ends[1:]]
     cut = next((end for end in reversed(ends) if end >= shortest), None)
     passage = text[:cut] if cut is not None else text.rsplit(" ", 1)[0]
     return passage if len(passage) >= shortest else None
