@@ -131,5 +131,35 @@ def test_help_states_defaults_choices_and_groups() -> None:
     assert "--hidden" not in text
 
 
+@dataclass(frozen=True, kw_only=True)
+class Pairs:
+    rule: str = option("risk", choices=("risk", "thesis"), help="which")
+    risk: float = option(0.1, help="how much", requires=("rule", "risk"))
+    drop: int | None = option(None, help="how many")
+    how: str | None = option(None, flag="--by", help="which ones", requires=("drop",))
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--rule", "thesis", "--risk", "0.2"), "--risk requires --rule risk, got thesis"),
+        (("--by", "last"), "--by requires --drop"),
+        (("--by", "last", "--drop", "0"), None),
+        (("--risk", "0.2"), None),
+        (("--rule", "thesis"), None),
+    ],
+)
+def test_a_flag_names_the_one_it_requires(words: tuple[str, ...], message: str | None) -> None:
+    parser = argparse.ArgumentParser()
+    add_flags(parser, Pairs)
+    args = parser.parse_args(words)
+    if message is None:
+        from_args(Pairs, args)
+        return
+    with pytest.raises(OptionError) as raised:
+        from_args(Pairs, args)
+    assert str(raised.value) == message
+
+
 def test_bounds_for_others() -> None:
     assert bounds(Inner, "rate") == {"ge": 0, "le": 1}

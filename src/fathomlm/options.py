@@ -74,6 +74,11 @@ class Option:
     """What the flag without a value stands for."""
     finite: bool = True
     """Whether infinity is refused."""
+    requires: tuple[str, ...] = ()
+    """Another option of the same dataclass, without which its flag means nothing, and the values that will do where not any
+    will."""
+    of: str = ""
+    """Where it is stated, as Class.field, if it is `like` another one."""
     first: Callable[[Any], None] | None = None
     """Checks the value, or each item of a tuple, against this machine before the command loads anything (`check_first`)."""
 
@@ -103,7 +108,9 @@ def option(default: Any = MISSING, *, choices: Iterable[str] = (), **described: 
 def like(cls: type, name: str, default: Any = ..., **changes: Any) -> Any:
     """The option of another dataclass once more, under another default, help or other changes."""
     field = cls.__dataclass_fields__[name]  # type: ignore[attr-defined]
-    return _field(field.default if default is ... else default, dataclasses.replace(field.metadata[_OPTION], **changes))
+    stated: Option = field.metadata[_OPTION]
+    changed = dataclasses.replace(stated, of=stated.of or f"{cls.__name__}.{name}", **changes)
+    return _field(field.default if default is ... else default, changed)
 
 
 def _field(default: Any, described: Option) -> Any:
@@ -267,7 +274,23 @@ def from_args(cls: type[T], args: argparse.Namespace, **values: Any) -> T:
             values[field.name] = from_args(hints[field.name], args, **unflagged | inner.unflagged)
         elif _OPTION in field.metadata and hasattr(args, field.name):
             values[field.name] = getattr(args, field.name)
-    return cls(**values)
+    found = cls(**values)
+    _check_required(found)
+    return found
+
+
+def _check_required(instance: Any) -> None:
+    """Refuse flags that mean nothing without another one; only what differs from its default was given."""
+    cls: type = type(instance)
+    fields = {field.name: field for field in _fields(cls)}
+    for field in fields.values():
+        if not field.option.requires or getattr(instance, field.name) == field.default:
+            continue
+        name, *known = field.option.requires
+        found = getattr(instance, name)
+        if found not in known if known else found is None or found is False or found == ():
+            which = f" {' or '.join(known)}, got {found}" if known else ""
+            raise OptionError(f"{field.flag} requires {fields[name].flag}{which}")
 
 
 def _section(cls: type, name: str) -> Section | None:

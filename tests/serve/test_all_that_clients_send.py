@@ -20,6 +20,7 @@ from fathomlm.engine.engine import Engine
 from fathomlm.engine.forward import prompt_logprobs
 from fathomlm.errors import CheckpointError, EngineStopped
 from fathomlm.model.route import DepthControl
+from fathomlm.serve.served_model import serve_model
 from model.route.small import model_of, routed
 from serve.serving import NAME, SMALL, Running, events, running
 
@@ -162,6 +163,9 @@ def test_a_models_own_sampling_is_the_default_of_requests(tiny_model: Any, one_t
     with running(tiny_model) as plain:
         assert plain.http.get("/v1/fathom/status").json()["sampling"] == {}
         assert plain.post("completions", **body).json()["choices"][0]["text"] != greedy
+    model.generation_config.update(top_p=7.0)
+    with pytest.raises(CheckpointError, match=r"generation_config\.json of .*: top_p must be > 0 and <= 1, got 7\.0"):
+        serve_model(Engine(model, **SMALL), name=NAME)
 
 
 def test_a_checkpoints_sampling_is_read_and_saved(tiny_model: Any, tmp_path: Path) -> None:

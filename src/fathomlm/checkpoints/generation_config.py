@@ -13,23 +13,22 @@ from fathomlm.jsonfile import read_object
 from fathomlm.model.seq2seq import FathomForSeq2SeqLM, FathomModel
 
 FILE = "generation_config.json"
-BOUNDS = {"temperature": (0.0, 2.0), "top_p": (1e-6, 1.0), "min_p": (0.0, 1.0), "repetition_penalty": (0.01, 100.0)}
-MOST_TOP_K = 2**31 - 1
+FLOATS = ("temperature", "top_p", "min_p", "repetition_penalty")
 
 Model = TypeVar("Model", bound=FathomModel)
 
 
 def with_sampling(model: Model, path: Path) -> Model:
     """The model, with what the file beside its weights says of sampling in `model.generation_config`, so that it is saved
-    with it. Without `do_sample` such a file means greedy decoding, and what else it says nothing."""
+    with it. Without `do_sample` such a file means greedy decoding, and what else it says nothing. Here are types alone:
+    bounds are `Sampling`'s, when the values are used."""
     file = path / FILE
     if not file.is_file() or isinstance(model, FathomForSeq2SeqLM):  # which has no generation_config
         return model
     fields = read_object(file, error=CheckpointError)
     if fields.flag("do_sample", default=False):
-        found = {name: fields.number(name, at_least=low, at_most=high, default=None) for name, (low, high) in BOUNDS.items()}
-        found["top_k"] = fields.integer("top_k", at_least=0, at_most=MOST_TOP_K, default=None)
-        model.generation_config.update(do_sample=True, **found)
+        found = {name: fields.number(name, default=None) for name in FLOATS}
+        model.generation_config.update(do_sample=True, top_k=fields.integer("top_k", default=None), **found)
     return model
 
 
@@ -38,5 +37,5 @@ def sampling_defaults(model: FathomModel) -> dict[str, float]:
     if isinstance(model, FathomForSeq2SeqLM):
         return {}
     config = model.generation_config
-    values = {name: getattr(config, name, None) for name in (*BOUNDS, "top_k")} if config.do_sample else {}
+    values = {name: getattr(config, name, None) for name in (*FLOATS, "top_k")} if config.do_sample else {}
     return {name: value for name, value in values.items() if value is not None}

@@ -36,7 +36,7 @@ class Generate(QuantizeOptions, ModelOptions, ReferenceOptions, JsonOptions):
     )
     prompt_file: Path | None = option(None, metavar="FILE", help="file with one prompt per line; empty lines are skipped")
     chat: bool = option(False, help="apply the model's chat template to the prompt")
-    system: str | None = option(None, help="system message for --chat")
+    system: str | None = option(None, help="system message for --chat", requires=("chat",))
     stream: bool = option(False, help="print the completion as it is generated; one prompt only")
     sampling: Sampling = section(Sampling, "sampling")
     depth: DepthOptions = section(DepthOptions, "depth")
@@ -92,8 +92,6 @@ def _show(piece: str) -> None:
 def _check(options: Generate, prompts: Sequence[str]) -> None:
     if not prompts:
         raise OptionError("no prompt: give -p TEXT, -p - for standard input, or --prompt-file FILE")
-    if options.system is not None and not options.chat:
-        raise OptionError("--system requires --chat")
     if options.stream and len(prompts) > 1:
         raise OptionError(f"--stream takes one prompt, got {len(prompts)}")
     if options.stream and options.json:

@@ -45,13 +45,10 @@ class CalibrateOptions:
         None, metavar="FILE", first=check_text,
         help="measure layers over this text: .txt, .md, JSON Lines (also .gz, .xz, .zst) or Parquet; repeatable",
     )  # fmt: skip
-    calibrate_tokens: int | None = option(None, ge=2, help="tokens of it to read", default_text=f"{CALIBRATION_TOKENS:,}")
-    column: str | None = like(ColumnOptions, "column", None, default_text="text")
-
-    def __post_init__(self) -> None:
-        for name in ("calibrate_tokens", "column"):
-            if self.calibrate is None and getattr(self, name) is not None:
-                raise OptionError(f"--{name.replace('_', '-')} requires --calibrate")
+    calibrate_tokens: int | None = option(
+        None, ge=2, help="tokens of it to read", default_text=f"{CALIBRATION_TOKENS:,}", requires=("calibrate",)
+    )
+    column: str | None = like(ColumnOptions, "column", None, default_text="text", requires=("calibrate",))
 
     def measured(
         self, source: FathomModel | BaseCheckpoint, *, moments: bool = True, device: str = "cpu"
@@ -75,14 +72,9 @@ class DropOptions(CalibrateOptions):
 
     drop: int | None = option(None, ge=0, help="leave out N layers; the result is an ordinary model with fewer", metavar="N")
     by: str | None = option(
-        None, choices=tuple(DROPS), default_text="influence with --calibrate, otherwise stepwise",
+        None, choices=tuple(DROPS), default_text="influence with --calibrate, otherwise stepwise", requires=("drop",),
         help="--drop: those that change the text least (influence), all but evenly spaced ones (stepwise), or the last",
     )  # fmt: skip
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.by is not None and self.drop is None:
-            raise OptionError("--by requires --drop")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,7 +20,7 @@ class Sampling:
     temperature: float = option(
         0.0, ge=0, metavar="T", help="0 always takes the most likely token (greedy), 1 samples the model's own distribution"
     )
-    top_k: int = option(0, ge=0, metavar="K", help="sample from the K most likely tokens; 0 is no limit")
+    top_k: int = option(0, ge=0, le=2**31 - 1, metavar="K", help="sample from the K most likely tokens; 0 is no limit")
     top_p: float = option(1.0, gt=0, le=1, metavar="P", help="sample from the fewest tokens with a total probability >= P")
     min_p: float = option(
         0.0, ge=0, le=1, metavar="P", help="drop tokens less likely than P times the probability of the most likely one"

@@ -69,26 +69,30 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ThresholdOptions:
+    """By which rule a threshold is found, and how careful it is."""
+
     rule: str = option(
         "risk", choices=RULES,
         help="how the threshold follows from the samples: risk bounds the share of wrong tokens; thesis fits Beta densities "
         "and asks for --condition; public is the same over ten candidates from 0.3 to 0.9",
     )  # fmt: skip
     risk: float = option(
-        0.01, gt=0, lt=1, metavar="P",
+        0.01, gt=0, lt=1, metavar="P", requires=("rule", "risk"),
         help="rule risk: the share of tokens that may be chosen at the exit and not be the full model's choice",
     )  # fmt: skip
     level: float = option(
-        0.95, gt=0, lt=1, metavar="P", help="rule risk: confidence level with which the share is below --risk"
-    )
+        0.95, gt=0, lt=1, metavar="P", requires=("rule", "risk"),
+        help="rule risk: confidence level with which the share is below --risk",
+    )  # fmt: skip
     initial: float | None = option(None, ge=0, le=1)
     """The threshold until there is enough to go by; None is 1 for the rule risk, where nothing exits, and else 0.9."""
     condition: float = option(
-        0.4, ge=0, le=1, metavar="P", help="rules thesis, public: how likely agreement must be for a token to exit"
-    )
+        0.4, ge=0, le=1, metavar="P", requires=("rule", "thesis", "public"),
+        help="rules thesis, public: how likely agreement must be for a token to exit",
+    )  # fmt: skip
     """Equal priors, where one class is rare, ask for less than 0.5."""
     priors: str = option(
-        "equal", choices=PRIORS,
+        "equal", choices=PRIORS, requires=("rule", "thesis", "public"),
         help="rules thesis, public: weight of the fitted classes, the same however rare, or by their counts",
     )  # fmt: skip
     least: int = option(10, ge=2)

@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING, Any
 from fathomlm.checkpoints.generation_config import sampling_defaults
 from fathomlm.checkpoints.resolve import dtype_name
 from fathomlm.decode.prompts import Prompt, chat_prompt, encode_prompt, end_tokens
+from fathomlm.decode.sampling import Sampling
 from fathomlm.depth.colours import depth_colours, ink
 from fathomlm.engine.async_engine import AsyncEngine
 from fathomlm.engine.grammar import Grammars
 from fathomlm.engine.options import RestartPolicy
-from fathomlm.errors import OptionError
+from fathomlm.errors import CheckpointError, OptionError
 from fathomlm.serve.logs import log_event
 from fathomlm.serve.tokens import LeastTokens, TokenizerThreads, TokenStrings
 from fathomlm.serve.tools import knows_tools, plain_messages
@@ -117,6 +118,10 @@ def serve_model(
         if not 1 <= max_depth <= plan.recursions:
             raise OptionError(f"max_depth must be between 1 and the model's {plan.recursions} recursions, got {max_depth}")
     defaults = sampling_defaults(model) if sampling else {}
+    try:
+        Sampling(**defaults)  # type: ignore[arg-type]
+    except OptionError as error:
+        raise CheckpointError(f"the generation_config.json of {name}: {error}") from error
     deepest = plan.recursions if exiting is None else plan.unrolled_layers
     facts = {
         "kind": engine.runner.layout.kind,

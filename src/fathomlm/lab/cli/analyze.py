@@ -26,10 +26,10 @@ from fathomlm.cli.model_options import (
 from fathomlm.cli.plan_options import PlanOptions
 from fathomlm.cli.progress import progress_bar
 from fathomlm.decode.exiting import Exiting
+from fathomlm.decode.sampling import Sampling
 from fathomlm.decode.threshold import ThresholdOptions
 from fathomlm.depth.plan import DEFAULT_RECURSIONS
 from fathomlm.errors import OptionError
-from fathomlm.lab.cli.threshold_options import RuleOptions
 from fathomlm.lab.drawing import PlotOptions
 from fathomlm.options import like, option, section
 
@@ -179,7 +179,7 @@ class KeysAndValues(TextAnalysis):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Exits(TextAnalysis, ExitPackOptions, RuleOptions):
+class Exits(TextAnalysis, ExitPackOptions):
     """Run text through MODEL and treat every layer as an exit: agreement with the last layer, cosine similarity of the
     states, confidences by agreement with the fitted Beta densities. Then complete a few prompts and break down the time:
     layers, heads, confidences, cache, copied states. An encoder-decoder reads each document and is evaluated on its own
@@ -190,9 +190,9 @@ class Exits(TextAnalysis, ExitPackOptions, RuleOptions):
     tokens: int = option(1024, ge=2, help="evaluate about N tokens")
     exit_layers: tuple[int, ...] | None = like(Exiting, "exit_layers", default_text="the model's own, or some of the layers")
     confidence: str = like(Exiting, "confidence", "gap", default_text=None)
-    rule: str = like(ThresholdOptions, "rule", "thesis")
+    rule: ThresholdOptions = section(ThresholdOptions, rule="thesis")
     prompts: int = option(4, ge=0, help="prompts to complete for the times; 0 skips them")
-    max_new_tokens: int = option(32, ge=2, help="new tokens of each")
+    max_new_tokens: int = like(Sampling, "max_new_tokens", 32, ge=2)
 
     def run(self) -> int:
         out = self.directory(self.model)
@@ -204,7 +204,6 @@ class Exits(TextAnalysis, ExitPackOptions, RuleOptions):
         from fathomlm.lab.analyze.token_rows import find, read_rows, row_length
         from fathomlm.model.seq2seq import FathomForSeq2SeqLM
 
-        rule = self.threshold_options()
         places = find(self.data)
         exits = check_exits(plan_of(self.model, self.exits), self.exit_layers, self.confidence)
         model = self.load_any(exits=self.exits, any_base=self.any_base)
@@ -219,7 +218,7 @@ class Exits(TextAnalysis, ExitPackOptions, RuleOptions):
             room = model.architecture.context - self.max_new_tokens
             prompts = _prompts(rows.tokens_NT.tolist(), self.prompts, room) if self.prompts else []
         with progress_bar("layers", unit="rows") as update:
-            numbers = measure(model, rows, layers=exits, confidence=self.confidence, rule=rule, on_rows=update)
+            numbers = measure(model, rows, layers=exits, confidence=self.confidence, rule=self.rule, on_rows=update)
         if prompts:
             threshold = numbers.exits[0].estimator.threshold
             with progress_bar("times", unit="prompts") as update:

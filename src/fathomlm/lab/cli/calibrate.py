@@ -18,10 +18,9 @@ from fathomlm.cli.model_options import (
 from fathomlm.cli.progress import progress_bar
 from fathomlm.decode.exiting import Exiting
 from fathomlm.decode.sampling import Sampling
-from fathomlm.decode.threshold import RULES
+from fathomlm.decode.threshold import RULES, ThresholdOptions
 from fathomlm.errors import OptionError
-from fathomlm.lab.cli.threshold_options import RuleOptions
-from fathomlm.options import like, option
+from fathomlm.options import like, option, section
 
 if TYPE_CHECKING:
     from fathomlm.decode.calibration import Calibration
@@ -31,7 +30,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Calibrate(TextOptions, ModelOptions, ExitPackOptions, RuleOptions, JsonOptions):
+class Calibrate(TextOptions, ModelOptions, ExitPackOptions, JsonOptions):
     """Complete the beginnings of documents, compare at every token the choice of an exit with that of the full model, and
     find the smallest confidence threshold at which few enough tokens are wrong (--risk), or from which on the two mostly
     agree (--rule thesis). The result goes into the model's directory as threshold.json, with a picture, and
@@ -43,9 +42,10 @@ class Calibrate(TextOptions, ModelOptions, ExitPackOptions, RuleOptions, JsonOpt
         None, ge=1, help="tokens of each document that are the prompt", default_text="32; 512 for an encoder"
     )
     chat: bool = option(False, help="documents are messages, each wrapped in the model's chat template")
-    max_new_tokens: int = option(64, ge=1, help="new tokens per prompt")
+    max_new_tokens: int = like(Sampling, "max_new_tokens", 64)
     exit_layers: tuple[int, ...] | None = like(Exiting, "exit_layers", help="the exit, counted from 1 in unrolled depth")
     confidence: str | None = like(Exiting, "confidence")
+    rule: ThresholdOptions = section(ThresholdOptions)
     out: Path | None = option(
         None, metavar="DIR", help="directory to write", default_text="--exits, or MODEL if it is a directory"
     )
@@ -55,7 +55,6 @@ class Calibrate(TextOptions, ModelOptions, ExitPackOptions, RuleOptions, JsonOpt
 
         out = _out_directory(self)
         layer = _one_layer(self)
-        rule = self.threshold_options()
         if self.chat and self.prompt_tokens is not None:
             raise OptionError("--chat cannot be combined with --prompt-tokens")
         check_matplotlib()
@@ -78,7 +77,7 @@ class Calibrate(TextOptions, ModelOptions, ExitPackOptions, RuleOptions, JsonOpt
                 sampling,
                 exit_layer=layer,
                 confidence=self.confidence,
-                options=replace(rule, calibrating_sequences=len(prompts)),
+                options=replace(self.rule, calibrating_sequences=len(prompts)),
                 on_text=on_text,
             )
         out.mkdir(parents=True, exist_ok=True)

@@ -21,6 +21,7 @@ from fathomlm.cli.model_options import (
 )
 from fathomlm.cli.progress import progress_bar
 from fathomlm.decode.exiting import Exiting
+from fathomlm.decode.sampling import Sampling
 from fathomlm.errors import OptionError
 from fathomlm.lab.cli.eval_options import print_record
 from fathomlm.lab.tables import print_table
@@ -39,6 +40,7 @@ QUALITIES = {
     "squad": "SQuAD F1 (points)",
     "number": "exact match (points)",
 }
+SWEPT = ("sweep", "threshold")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,22 +57,24 @@ class Frontier(ForceOptions, JsonOptions, ColumnOptions, DeviceOptions, Referenc
     quality: str = option("agreement", choices=tuple(QUALITIES), help="what is measured")
     prompts: int = option(8, ge=1, help="prompts to use")
     prompt_tokens: int = option(32, ge=1, help="tokens of each document that are the prompt")
-    max_new_tokens: int = option(32, ge=2, help="new tokens per prompt")
+    max_new_tokens: int = like(Sampling, "max_new_tokens", 32, ge=2)
     repeats: int = option(2, ge=1, help="how often each prompt is timed; the fastest counts")
     exit_layer: str | None = option(
         None, metavar="N", default_text="the model's own, or all",
         help="threshold: the exit; exit-layer: recursion, layer, or layers such as 4,8",
     )  # fmt: skip
     thresholds: tuple[float, ...] | None = option(
-        None, ge=0, le=1, metavar="T,...", help="threshold: which to try", default_text="0,0.1,...,1"
+        None, ge=0, le=1, metavar="T,...", default_text="0,0.1,...,1", requires=SWEPT, help="threshold: which to try"
     )
     mode: str | None = like(
         Exiting, "mode", None, choices=("parallel", "state-copy", "speculative"), default_text="parallel",
-        help="threshold: what happens at an exit",
+        requires=SWEPT, help="threshold: what happens at an exit",
     )  # fmt: skip
-    min_exit_layer: int | None = like(Exiting, "min_exit_layer", help="state-copy: every layer from N on is an exit")
-    confidence: str | None = like(Exiting, "confidence")
-    decay: float | None = like(Exiting, "decay")
+    min_exit_layer: int | None = like(
+        Exiting, "min_exit_layer", help="state-copy: every layer from N on is an exit", requires=SWEPT
+    )
+    confidence: str | None = like(Exiting, "confidence", requires=SWEPT)
+    decay: float | None = like(Exiting, "decay", requires=SWEPT)
     out: Path = option(Path("analysis/frontier"), metavar="DIR", help="directory to write")
 
     def run(self) -> int:
@@ -126,12 +130,6 @@ def _check(options: Frontier) -> Path | None:
     pack = options.pack(options.models[0], options.mode or "parallel" if exiting else None, placed=placed, exits_only=True)
     if pack is not None and len(options.models) > 1:
         raise OptionError(f"--exits belong to one MODEL, got {len(options.models)}")
-    for name, flag in (
-        ("thresholds", "--thresholds"), ("mode", "--decode"), ("confidence", "--confidence"),
-        ("min_exit_layer", "--min-exit-layer"), ("decay", "--decay"),
-    ):  # fmt: skip
-        if getattr(options, name) is not None and options.sweep != "threshold":
-            raise OptionError(f"{flag} requires --sweep threshold")
     if pack is not None and options.exits is None:
         tell_shipped(options.models[0])
     return pack

@@ -46,13 +46,16 @@ class Plan(JsonOptions):
     )  # fmt: skip
     wide_kv: bool = option(False, help="count k and v as wide as q, as the thesis' printed budgets do")
     runs: tuple[Path, ...] = option((), nargs="+", metavar="DIR", help="finished runs, or directories of runs")
-    out: Path | None = option(None, metavar="FILE", help="picture of the fits to write: .png, .svg or .pdf")
+    out: Path | None = option(
+        None, metavar="FILE", help="picture of the fits to write: .png, .svg or .pdf", requires=("runs",)
+    )
     gpu_memory: int | None = option(
         None, size=MEGABYTE, help="80GB, 24GiB (a number alone is bytes); nine tenths of it are planned for"
     )
     ranks: tuple[int, ...] | None = option(
-        None, ge=0, metavar="K,...", help="LoRA ranks to try on every linear; 0 is none", default_text="0,64,256"
-    )
+        None, ge=0, metavar="K,...", default_text="0,64,256", requires=("gpu_memory",),
+        help="LoRA ranks to try on every linear; 0 is none",
+    )  # fmt: skip
     recompute: str = option(
         "none", choices=("none", "inner", "recursion", "layer"), help="activation checkpointing in training"
     )
@@ -88,10 +91,6 @@ def _check(options: Plan) -> None:
         raise OptionError("--budget and --gpu-memory require --models, such as smollm-135m,smollm-360m")
     if options.models and not counted:
         raise OptionError("--models requires --budget or --gpu-memory")
-    if options.out is not None and not options.runs:
-        raise OptionError("--out requires --runs")
-    if options.ranks is not None and options.gpu_memory is None:
-        raise OptionError("--ranks requires --gpu-memory")
 
 
 def _bases(models: Sequence[str]) -> dict[str, Architecture]:

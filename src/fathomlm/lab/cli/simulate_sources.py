@@ -33,20 +33,27 @@ class SequenceOptions(ColumnOptions):
     )
     depths: tuple[float, ...] | None = option(None, metavar="P,...", help=f"drawn: {DEPTHS}")
     workload: str | None = option(
-        None, choices=tuple(WORKLOADS), help="--depths: lengths as in `bench`", default_text="thesis"
+        None, choices=tuple(WORKLOADS), help="--depths: lengths as in `bench`", default_text="thesis", requires=("depths",)
     )
-    requests: int | None = option(None, ge=1, help="--depths: number of sequences", default_text="as in `bench`")
+    requests: int | None = option(
+        None, ge=1, help="--depths: number of sequences", default_text="as in `bench`", requires=("depths",)
+    )
     data: tuple[str, ...] = option(
         (), metavar="FILE", first=check_text, help="text through MODEL (.txt, .md, .jsonl, a corpus); repeatable"
     )
     exit: Literal["oracle", "confidence", "router"] | None = option(
-        None, help="--data: what decides where tokens exit", default_text="router with a router, oracle without"
+        None,
+        help="--data: what decides where tokens exit",
+        default_text="router with a router, oracle without",
+        requires=("data",),
     )
     threshold: float = like(
         Exiting, "threshold", 0.9, parse=None, ge=0, le=1, default_text=None,
         help="--exit confidence: exit where the confidence exceeds T",
     )  # fmt: skip
-    exit_layers: tuple[int, ...] | None = like(Exiting, "exit_layers", default_text="the model's, or its recursions")
+    exit_layers: tuple[int, ...] | None = like(
+        Exiting, "exit_layers", default_text="the model's, or its recursions", requires=("data",)
+    )
     sequences: int = option(32, ge=1, help="--data: number of sequences")
     tokens: int | None = option(None, ge=1, help="--data: tokens of each", default_text=f"the context, at most {TOKENS}")
     prompt: int = option(1, ge=1, help="--data: how many of them are the prompt")
@@ -56,11 +63,6 @@ class SequenceOptions(ColumnOptions):
         chosen = [name for name in ("trajectories", "depths", "data") if getattr(self, name)]
         if len(chosen) != 1:
             raise OptionError("give the depths of tokens with one of --trajectories FILE, --depths P,P and --data FILE")
-        for name in ("workload", "requests"):
-            if getattr(self, name) is not None and self.depths is None:
-                raise OptionError(f"--{name} requires --depths; other sequences have their own lengths")
-        if (self.exit is not None or self.exit_layers is not None) and not self.data:
-            raise OptionError("--exit and --exit-layer require --data")
         if self.save is not None and not self.save.absolute().parent.is_dir():
             raise OptionError(f"cannot write {self.save}: {self.save.parent} is not a directory")
 

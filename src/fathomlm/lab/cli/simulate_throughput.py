@@ -39,7 +39,7 @@ class CostOptions:
     preset: str | None = option(
         None, metavar="NAME", help="the thesis' A100: 40gb/gemma-2b/2, 16gb/pythia-1b/2/64 (table/model/blocks/rank)"
     )
-    ends: bool = option(False, help="--preset: count embedding and head, which the thesis leaves out")
+    ends: bool = option(False, requires=("preset",), help="--preset: count embedding and head, which the thesis leaves out")
     costs: Path | None = option(None, metavar="FILE", help="table of milliseconds by batch size (JSON or YAML)")
     measure: bool = option(False, help="time the engine's own passes of MODEL on this device, with random weights")
     context: int = option(256, ge=1, help="--measure: tokens that each sequence attends to")
@@ -47,8 +47,6 @@ class CostOptions:
     def __post_init__(self) -> None:
         if len([name for name in ("preset", "costs", "measure") if getattr(self, name)]) != 1:
             raise OptionError("give the times of passes with one of --preset NAME, --costs FILE and --measure")
-        if self.ends and self.preset is None:
-            raise OptionError("--ends requires --preset: other tables say themselves what they count")
 
 
 @dataclass(frozen=True, kw_only=True)
