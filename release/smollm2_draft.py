@@ -9,8 +9,8 @@
     python release/smollm2_draft.py measure --pack DIRECTORY --prompts prompts.json --out smollm2_draft_h200.json
     python release/smollm2_draft.py ship smollm2_draft_h200.json --pack DIRECTORY --tokens 200M --out DIRECTORY
 
-`train` (recipes/draft-smollm2-135m.yaml) learns from documents and from the model's own chats, as much of the one as of the
-other, and may be stopped (`--seconds`) and goes on. `measure` (smollm2_draft_measure.py) adds to a record that is there.
+`train` (recipes/draft-smollm2-135m.yaml) learns from documents and from the model's own chats (`--share`), and may be
+stopped (`--seconds`) and goes on. `measure` (smollm2_draft_measure.py) adds to a record that is there.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def train(args: argparse.Namespace) -> None:
     from fathomlm.train.run import train as train_run
 
     documents = args.data / "corpus"
-    corpus = documents if args.chats is None else mix(documents, args.chats, args.work / "mixed").path
+    corpus = documents if args.chats is None else mix(documents, args.chats, args.work / "mixed", args.share).path
     source = args.source if args.start is None else str(started(args))
     words = [
         *("--model.source", source),
@@ -129,6 +129,7 @@ def main() -> None:
     add = verb(verbs, "train", train)
     add("--data", type=Path, required=True, help="what `smollm2_exit.py prepare` made")
     add("--chats", type=Path, help="what `smollm2_chats.py prepare` made: learn from it too")
+    add("--share", type=float, default=0.5, help="of the tokens that are chats")
     add("--work", type=Path, default=RUN)
     add("--source", default="smollm2-135m")
     add("--start", type=Path, metavar="PACK", help="a draft layer of an earlier run to go on from")

@@ -9,21 +9,22 @@ from fathomlm.train.data.corpus import TOKENIZER, Corpus
 from fathomlm.train.data.manifest import FILE, Manifest, Shard, Split
 
 
-def mix(documents: Path, chats: Path, out: Path) -> Corpus:
-    """A corpus in which both have about as many training tokens: links to the shards of both, those of the smaller one named
-    as often as it takes. Rows are drawn from all of it alike, so a run sees as much of the one as of the other, whatever its
+def mix(documents: Path, chats: Path, out: Path, share: float = 0.5) -> Corpus:
+    """A corpus of which chats are about a `share` of the training tokens: links to the shards of both, those of the one with
+    too few named as often as it takes. Rows are drawn from all of it alike, so a run sees that share of them, whatever its
     budget. What is held out is the chats', on which exits are used; `measure` also has the documents' loss."""
     parts = {"documents": Corpus.open(documents), "chats": Corpus.open(chats)}
     manifests = [part.manifest for part in parts.values()]
     for name in ("kind", "fingerprint", "dtype", "separator"):
         if getattr(manifests[0], name) != getattr(manifests[1], name):
             raise SystemExit(f"{documents} and {chats} differ in their {name}; prepare both with the same tokenizer")
-    tokens = {name: part.manifest.splits["train"].tokens for name, part in parts.items()}
+    shares = {"documents": 1 - share, "chats": share}
+    weights = {name: shares[name] / part.manifest.splits["train"].tokens for name, part in parts.items()}
     out.mkdir(parents=True, exist_ok=True)
     train = Split()
     for name, part in parts.items():
         shards = [_linked(part, shard, name, out) for shard in part.manifest.splits["train"].shards]
-        for shard in shards * max(1, round(max(tokens.values()) / tokens[name])):
+        for shard in shards * round(weights[name] / min(weights.values())):
             train = train.plus(shard)
     validation = Split()
     for shard in parts["chats"].manifest.splits["validation"].shards:
