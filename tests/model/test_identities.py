@@ -12,7 +12,10 @@ from torch import nn
 
 import fathomlm
 from fathomlm.checkpoints.native import save
-from fathomlm.depth.cost import count
+from fathomlm.depth import DepthPlan
+from fathomlm.depth.cost import count, parameter_shapes
+from fathomlm.depth.presets import PRESETS
+from fathomlm.model.decoder import Decoder
 from pairwise import cover, in_turn
 from parity.families import CONFIGS, tiny
 
@@ -223,3 +226,15 @@ def test_a_fresh_dora_model_starts_as_the_tied_one():
     tied = fathomlm.FathomForCausalLM(fathomlm.FathomConfig.of(architecture, plan))
     tied.load_state_dict({n: t for n, t in dora.state_dict().items() if "deltas" not in n})
     torch.testing.assert_close(dora(TOKENS % 40).logits, tied(TOKENS % 40).logits, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_models_modules_have_the_tensors_that_are_counted(name: str) -> None:
+    """By name and shape, so that the count of `inspect` and the model that is built cannot come apart."""
+    architecture, plan = PRESETS[name].architecture, PRESETS[name].plan
+    plan = DepthPlan.vanilla(architecture.layers) if plan is None else plan
+    with torch.device("meta"):
+        decoder = Decoder(architecture, plan)
+    built = {name: tuple(weight.shape) for name, weight in decoder.named_parameters()}
+    assert built == parameter_shapes(architecture, plan)
+    assert sum(weight.numel() for weight in decoder.parameters()) == count(architecture, plan).parameters

@@ -13,8 +13,8 @@ from transformers import AutoModelForCausalLM
 
 import fathomlm
 from fathomlm.checkpoints.gguf import GGUFCheckpoint
-from fathomlm.checkpoints.source import parameter_shapes
 from fathomlm.decode.prompts import chat_prompt
+from fathomlm.depth.cost import parameter_shapes
 
 pytestmark = pytest.mark.real
 PROMPTS = ["The capital of France is", "def fibonacci(n):\n    ", "In 1969, the first"]

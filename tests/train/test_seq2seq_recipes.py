@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerFast, T5Config, T5ForConditionalGene
 
 from fathomlm.checkpoints.resolve import encoder_of
 from fathomlm.cli.main import main
+from fathomlm.depth.cost import encoder_flops
 from fathomlm.depth.presets import PRESETS
 from fathomlm.errors import DataError, OptionError, OutputError
 from fathomlm.model.encoder import encoder_parameters
@@ -21,7 +22,6 @@ from fathomlm.train.data.corpus import Corpus
 from fathomlm.train.data.prepare import PrepareOptions, prepare
 from fathomlm.train.estimate import estimate, format_estimate
 from fathomlm.train.first import prepare_command
-from fathomlm.train.flops import encoder_keys
 from fathomlm.train.reading import build_recipe, read_recipe
 from fathomlm.train.run import train
 from fathomlm.train.setup import build_student
@@ -91,7 +91,12 @@ def test_memory_goes_down_with_recomputation_and_with_a_frozen_encoder():
     words = ["--train", "exits", "--loss.exits.head_rank", "8"]
     frozen = estimate(read_recipe("free-samsum", words), rows_in_epoch=1000).memory
     assert frozen.encoder < plain.encoder / 10
-    assert encoder_keys(encoder_of("long-t5-tglobal-base"), 2048) == 3 * 128 + 128
+
+
+def test_longt5_looks_at_its_block_those_beside_it_and_one_key_for_each_global_block():
+    record = encoder_of("long-t5-tglobal-base")
+    of_a_key = 4 * record["num_layers"] * record["num_heads"] * record["d_kv"]
+    assert encoder_flops(record, weights=7, source=2048) == 2 * 7 + of_a_key * (3 * 128 + 128)
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from fathomlm.cache import NoCache
 from fathomlm.checkpoints.assemble import OnProgress, configure, put
 from fathomlm.checkpoints.resolve import plain_base
-from fathomlm.checkpoints.source import BaseCheckpoint, layer_parameter_shapes
+from fathomlm.checkpoints.source import BaseCheckpoint
 from fathomlm.checkpoints.tying import CALIBRATION_TOKENS
 from fathomlm.depth import DepthPlan
 from fathomlm.errors import DataError, OptionError
@@ -133,7 +133,7 @@ def measure_activations(
     for step in plan:
         if on_layer is not None:
             on_layer(step.index, len(plan.steps))
-        for name in layer_parameter_shapes(architecture):
+        for name in architecture.layer_shapes():
             _put(measured, f"layers.{step.layer}.{name}", base, place)
         layer = measured.decoder.layers[step.layer]
         sums, cosines = _Sums(), 0.0

@@ -22,7 +22,7 @@ from fathomlm.checkpoints.activations import Activations
 from fathomlm.checkpoints.assemble import OnProgress, configure, configure_seq2seq, finish, put, replan, with_loops
 from fathomlm.checkpoints.ranks import ranks_within
 from fathomlm.checkpoints.resolve import describe, open_source, parse_device, parse_dtype, plain_base
-from fathomlm.checkpoints.source import BaseCheckpoint, layer_parameter_shapes
+from fathomlm.checkpoints.source import BaseCheckpoint
 from fathomlm.checkpoints.tied import KeptLayers, Tying
 from fathomlm.checkpoints.tying import (
     CALIBRATED,
@@ -276,7 +276,7 @@ class _Conversion:
     def _convert_layer(self, layer: int) -> None:
         starts, uses = self.tying.starts[layer], self.result.plan.uses(layer)
         fresh = {} if starts else self._fresh_layer()
-        for name in layer_parameter_shapes(self.result.architecture):
+        for name in self.result.architecture.layer_shapes():
             tied = (self.tying.tensor(layer, name) if starts else fresh[name]).to(self.dtype)
             self._put(f"layers.{layer}.{name}", tied)
             for step in uses:

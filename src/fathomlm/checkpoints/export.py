@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,10 +23,9 @@ from fathomlm.checkpoints.families import FAMILIES, family_for, hf_name
 from fathomlm.checkpoints.families.shared import Fusion
 from fathomlm.checkpoints.resolve import dtype_name
 from fathomlm.checkpoints.shards import SHARD_BYTES, write_shards
-from fathomlm.checkpoints.source import layer_parameter_shapes
 from fathomlm.checkpoints.writing import check_room, whole_directory
 from fathomlm.depth import Architecture, DepthPlan, Step
-from fathomlm.depth.cost import injection_weights
+from fathomlm.depth.cost import parameter_shapes
 from fathomlm.errors import OptionError, choices
 from fathomlm.jsonfile import Fields
 from fathomlm.model.hub import FathomForCausalLM, check_plain
@@ -48,16 +48,17 @@ def export(
     check_exports(model)
     if loops is not None:
         written = check_loops(model, loops)
-        unique, plan = dataclasses.replace(written, layers=model.plan.unique_layers), model.plan
+        plan = model.plan
         config, dtype = _config(model, written, plan), model.decoder.embed.weight.dtype
-        size = _bytes(unique, dtype) + injection_weights(written, plan) * dtype.itemsize
+        size = dtype.itemsize * sum(math.prod(shape) for shape in parameter_shapes(written, plan).values())
         return _write(model, out, config, size, stored_layers(plan), force, shard_bytes, on_layer)
     if model.plan.loop_norm:
         raise OptionError("a plain checkpoint cannot hold a norm between loops; --format nanbeige and --format gguf can")
     unrolled = model.architecture.with_layers(tuple(step.origin for step in model.plan))
     encoder = [] if isinstance(model, FathomForCausalLM) else list(model.encoder.parameters())
     _check_one_shape(model)
-    size = _bytes(unrolled, model.decoder.embed.weight.dtype) + sum(p.numel() * p.element_size() for p in encoder)
+    stored = sum(math.prod(shape) for shape in parameter_shapes(unrolled).values())
+    size = stored * model.decoder.embed.weight.element_size() + sum(p.numel() * p.element_size() for p in encoder)
     return _write(model, out, _config(model, unrolled), size, model.plan.steps, force, shard_bytes, on_layer)
 
 
@@ -221,7 +222,7 @@ def _tensors(model: FathomModel, steps: Sequence[Step], on_layer: OnProgress | N
 def merged_layer(model: FathomModel, step: Step) -> dict[str, Tensor]:
     """A step's tensors by our names within a layer, with what it adds merged in."""
     layer, delta = model.decoder.layers[step.layer], model.decoder.delta(step)
-    tensors: dict[str, Tensor] = {name: layer.get_parameter(name) for name in layer_parameter_shapes(model.architecture)}
+    tensors: dict[str, Tensor] = {name: layer.get_parameter(name) for name in model.architecture.layer_shapes()}
     if delta is None:
         return tensors
     return {name: delta.merged(name, tensor).to(tensor.dtype) for name, tensor in tensors.items()}
@@ -235,8 +236,3 @@ def _fuse(tensors: dict[str, Tensor], fusion: Fusion, heads: int) -> dict[str, T
         if f"{fusion.parts[0]}.{end}" in tensors:
             rest[f"{fusion.name}.{end}"] = fusion.join([tensors[f"{part}.{end}"] for part in fusion.parts], heads)
     return rest
-
-
-def _bytes(architecture: Architecture, dtype: torch.dtype) -> int:
-    parameters = architecture.layers * architecture.layer_parameters + architecture.embedding_parameters
-    return (parameters + architecture.norm_parameters + architecture.relative_parameters) * dtype.itemsize

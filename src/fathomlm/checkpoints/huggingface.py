@@ -16,9 +16,10 @@ from fathomlm.checkpoints.confined import TokenizerTrial, no_panic
 from fathomlm.checkpoints.families import SEQ2SEQ, Family, family_for, family_of, hf_name
 from fathomlm.checkpoints.locate import check_model_directory
 from fathomlm.checkpoints.shards import INDEX, SINGLE, Shards, read_json
-from fathomlm.checkpoints.source import TokenIds, end_ids, parameter_shapes
+from fathomlm.checkpoints.source import TokenIds, end_ids
 from fathomlm.depth import Architecture, DepthPlan
 from fathomlm.depth.bounds import BOUNDS
+from fathomlm.depth.cost import parameter_shapes
 from fathomlm.errors import CheckpointError, FathomError, UnsupportedModel
 from fathomlm.jsonfile import Fields, read_object
 from fathomlm.model.encoder import build_encoder, encoder_record

@@ -65,27 +65,3 @@ class BaseCheckpoint(Protocol):
     def tokenizer(self) -> Any | None:
         """The transformers tokenizer with its chat template, or None where the checkpoint has none."""
         ...
-
-
-def parameter_shapes(architecture: Architecture, plan: DepthPlan | None = None) -> dict[str, tuple[int, ...]]:
-    """Every tensor that a checkpoint of this architecture stores; `plan` is that of a format with loops."""
-    table = (architecture.vocab, architecture.hidden)
-    shapes: dict[str, tuple[int, ...]] = {"embed.weight": table}
-    if architecture.positions == "relative":
-        shapes["relative.weight"] = (architecture.relative_buckets, architecture.heads)
-    for i in range(architecture.layers if plan is None else plan.unique_layers):
-        shapes |= {f"layers.{i}.{name}": shape for name, shape in layer_parameter_shapes(architecture).items()}
-    for end in ("weight", "bias") if architecture.norm == "layer" else ("weight",):
-        shapes[f"norm.{end}"] = (architecture.hidden,)
-    if plan is not None and plan.injection:
-        shapes["inject.weight"] = (architecture.hidden, 2 * architecture.hidden)
-    if plan is not None and plan.exit_gate:
-        shapes |= {"exit_gate.weight": (1, architecture.hidden), "exit_gate.bias": (1,)}
-    return shapes if architecture.tied_embeddings else {**shapes, "head.weight": table}
-
-
-def layer_parameter_shapes(architecture: Architecture) -> dict[str, tuple[int, ...]]:
-    """Every tensor of one layer."""
-    linears = {f"{linear.path}.weight": (linear.outputs, linear.inputs) for linear in architecture.linears()}
-    vectors = {name: (width,) for name, width in architecture.vectors().items()}
-    return {**linears, **architecture.expert_shapes(), **vectors}

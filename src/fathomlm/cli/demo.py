@@ -129,16 +129,15 @@ def _measure(model: FathomForCausalLM, name: str, path: Path, disk_format: str, 
         sampling = Sampling(max_new_tokens=tokens, ignore_eos=True)
         (result,) = decode([prompt], sampling, on_step=lambda done: update(done, tokens))
     cost = count(model.architecture, model.plan, relaxation=model.relaxation, kv_element_bytes=4)
-    parameters = cost.non_embedding_parameters + cost.embedding_parameters
     held = len(prompt) + len(result.tokens)
     return ModelFigures(
         name=name,
         layers=describe(model),
-        parameters=parameters,
+        parameters=cost.parameters,
         non_embedding_parameters=cost.non_embedding_parameters,
         disk_bytes=directory_bytes(path),
         disk_format=disk_format,
-        bfloat16_bytes=2 * parameters,
+        bfloat16_bytes=2 * cost.parameters,
         memory_bytes=weight_bytes(model) + held * cost.kv_bytes_per_token,
         tokens=len(result.tokens),
         tokens_per_second=result.tokens_per_second,

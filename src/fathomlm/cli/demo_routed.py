@@ -138,7 +138,7 @@ def measure(source: str, tokens: int, begin: float, reference: bool) -> DemoFigu
     return DemoFigures(
         model=source,
         plan=describe(model),
-        parameters=cost.non_embedding_parameters + cost.embedding_parameters,
+        parameters=cost.parameters,
         disk_bytes=directory_bytes(path),
         recursions=model.plan.recursions,
         layers=model.plan.unrolled_layers,

@@ -83,6 +83,15 @@ class LinearSpec:
             return self.name.replace("_", ".")
         return f"attn.{self.name}" if self.name in ("q", "k", "v", "o") else f"mlp.{self.name}"
 
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Of its weight, as torch keeps it."""
+        return self.outputs, self.inputs
+
+    @property
+    def weights(self) -> int:
+        return self.inputs * self.outputs
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Architecture:
@@ -227,6 +236,10 @@ class Architecture:
     def kv_width(self) -> int:
         return self.kv_heads * self.head_dim
 
+    def kv_bytes(self, element_bytes: int) -> int:
+        """A key and a value of one token at one step."""
+        return 2 * self.kv_width * element_bytes
+
     @property
     def scale(self) -> float:
         return self.head_dim**-0.5 if self.attention_scale is None else self.attention_scale
@@ -297,26 +310,28 @@ class Architecture:
         """Of the norms of queries and keys."""
         return (self.query_width, self.kv_width) if self.qk_norm_wide else (self.head_dim, self.head_dim)
 
-    @property
-    def norm_parameters(self) -> int:
-        """Parameters of the final norm."""
-        return self.hidden * (2 if self.norm == "layer" else 1)
-
-    @property
-    def relative_parameters(self) -> int:
-        """Parameters of the position bias, which all layers share."""
-        return self.relative_buckets * self.heads if self.positions == "relative" else 0
+    def layer_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Every tensor of one layer, by name."""
+        linears = {f"{linear.path}.weight": linear.shape for linear in self.linears()}
+        return {**linears, **self.expert_shapes(), **{name: (width,) for name, width in self.vectors().items()}}
 
     @property
     def layer_parameters(self) -> int:
-        matrices = sum(linear.inputs * linear.outputs for linear in self.linears())
-        experts = sum(math.prod(shape) for shape in self.expert_shapes().values())
-        return matrices + experts + sum(self.vectors().values())
+        return sum(math.prod(shape) for shape in self.layer_shapes().values())
+
+    def pair_linear(self, name: str) -> LinearSpec:
+        """A linear over two states side by side: what begins a recursion with an injection, and a draft layer."""
+        return LinearSpec(name, 2 * self.hidden, self.hidden, bias=False)
+
+    @property
+    def head(self) -> LinearSpec:
+        """From a hidden state to logits; the embedding itself where the two are tied."""
+        return LinearSpec("head", self.hidden, self.vocab, bias=False)
 
     @property
     def embedding_parameters(self) -> int:
         """Embedding and head, as the thesis counts them (Table of model architectures): a tied head counts once."""
-        return self.vocab * self.hidden * (1 if self.tied_embeddings else 2)
+        return self.head.weights * (1 if self.tied_embeddings else 2)
 
     def with_layers(self, origins: tuple[int, ...]) -> Architecture:
         """The plain architecture whose layer i stands where base layer origins[i] stood (an unrolled export)."""

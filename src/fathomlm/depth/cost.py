@@ -10,15 +10,15 @@ The thesis' printed budgets take k and v to be as wide as q, also in models wher
 730M). Here they have their true width, so absolute FLOPs are up to a tenth lower. With recursion-wise caching the
 ratios between plans move by less than 1%.
 
-Of an encoder-decoder model the decoder is counted: its encoder is the same under every plan. Cross-attention sees all of
-the source, whose keys and values are made once for a sequence.
+Of an encoder-decoder model the decoder is counted: its encoder is the same under every plan, and `encoder_flops` counts it
+apart. Cross-attention sees all of the source, whose keys and values are made once for a sequence.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
@@ -119,10 +119,8 @@ def count(
     core_share = sum(rules.kv_share(step) for step in core) / Fraction(len(core))
     relaxed = relaxation_parameters(architecture, plan, relaxation)
     routed = 0 if plan.routing is None else plan.routing.parameters(architecture.hidden)
-    tied = plan.unique_layers * architecture.layer_parameters
-    tied += architecture.norm_parameters + architecture.relative_parameters
-    tied += architecture.hidden + 1 if plan.exit_gate else 0
-    tied += injection_weights(architecture, plan)
+    outside = sum(math.prod(shape) for shape in outer_shapes(architecture, plan).values())
+    tied = plan.unique_layers * architecture.layer_parameters + outside
     return Cost(
         layout=plan.layout,
         unique_layers=plan.unique_layers,
@@ -133,7 +131,7 @@ def count(
         router_parameters=routed,
         forward_flops_per_token=round(flops),
         relative_flops=float(flops / sum(base.flops(step) for step in base_plan)),
-        kv_bytes_per_token=round(kv_share * 2 * architecture.kv_width * kv_element_bytes),
+        kv_bytes_per_token=round(kv_share * architecture.kv_bytes(kv_element_bytes)),
         relative_kv=float(kv_share / base_plan.unrolled_layers),
         relative_max_batch=int(REFERENCE_BATCH / core_share) if core_share else 0,
         context=context,
@@ -142,9 +140,28 @@ def count(
     )
 
 
-def injection_weights(architecture: Architecture, plan: DepthPlan) -> int:
-    """Of the linear that begins each recursion over its input and the prelude's output."""
-    return 2 * architecture.hidden**2 if plan.injection else 0
+def parameter_shapes(architecture: Architecture, plan: DepthPlan | None = None) -> dict[str, tuple[int, ...]]:
+    """Every tensor that a checkpoint of this architecture stores, by name; `plan` is that of a format with loops."""
+    plan = DepthPlan.vanilla(architecture.layers) if plan is None else plan
+    layers = {
+        f"layers.{i}.{name}": shape for i in range(plan.unique_layers) for name, shape in architecture.layer_shapes().items()
+    }
+    shapes = {"embed.weight": architecture.head.shape, **layers, **outer_shapes(architecture, plan)}
+    return shapes if architecture.tied_embeddings else {**shapes, "head.weight": architecture.head.shape}
+
+
+def outer_shapes(architecture: Architecture, plan: DepthPlan) -> dict[str, tuple[int, ...]]:
+    """The tensors of a model outside its layers, embedding and head."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    if architecture.positions == "relative":
+        shapes["relative.weight"] = (architecture.relative_buckets, architecture.heads)
+    for end in ("weight", "bias") if architecture.norm == "layer" else ("weight",):
+        shapes[f"norm.{end}"] = (architecture.hidden,)
+    if plan.injection:
+        shapes["inject.weight"] = architecture.pair_linear("inject").shape
+    if plan.exit_gate:
+        shapes |= {"exit_gate.weight": (1, architecture.hidden), "exit_gate.bias": (1,)}
+    return shapes
 
 
 def linear_weights(architecture: Architecture, plan: DepthPlan, relaxation: Relaxation | None) -> tuple[int, int]:
@@ -162,6 +179,24 @@ def relaxation_parameters(architecture: Architecture, plan: DepthPlan, relaxatio
     if relaxation.method.per_recursion:
         check_fits(relaxation, plan)
     return sum(math.prod(shape) for shape in relaxation.tensors(architecture, plan))
+
+
+def encoder_flops(record: Mapping[str, Any], weights: int, source: int) -> int:
+    """Forward FLOPs of an encoder for each token of its source; `record` is its configuration, `weights` are those of all
+    its linears. It looks both ways, so no half of its scores is left out."""
+    layers, width = int(record["num_layers"]), int(record["num_heads"] * record["d_kv"])
+    return 2 * weights + 4 * layers * width * _encoder_keys(record, source)
+
+
+def _encoder_keys(record: Mapping[str, Any], source: int) -> int:
+    """Keys that a token's scores are computed for: all of the source, but LongT5 looks at whole blocks, its own and one to
+    each side, and with transient globals at one key for each global block."""
+    radius = record.get("local_radius")
+    if radius is None:
+        return source
+    globals_ = record.get("encoder_attention_type") == "transient-global"
+    beside: int = source // record["global_block_size"] if globals_ else 0
+    return min(source, 3 * (int(radius) + 1)) + beside
 
 
 def running_parts(plan: DepthPlan, measured: Sequence[float] | None = None) -> tuple[Fraction, ...]:
@@ -207,12 +242,13 @@ class _Rules:
         source's."""
         skipped = ("k", "v") if self.plan.reads_kv(step) else ()
         each = {
-            spec.name: spec.inputs * spec.outputs + self._added(step, spec)
+            spec.name: spec.weights + self._added(step, spec)
             for spec in self.architecture.linears()
             if spec.name not in skipped
         }
         source = sum(each.pop(name, 0) for name in OF_THE_SOURCE)
-        injected = injection_weights(self.architecture, self.plan) if self.plan.begins_recursion(step) else 0
+        injects = self.plan.injection and self.plan.begins_recursion(step)
+        injected = self.architecture.pair_linear("inject").weights if injects else 0
         return sum(each.values()) + self.architecture.expert_weights + injected, source
 
     def _added(self, step: Step, spec: LinearSpec) -> int:

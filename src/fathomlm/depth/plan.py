@@ -424,11 +424,9 @@ class ExitParts:
             yield (architecture.hidden,)
             yield from ((self.adapter_rank, architecture.hidden), (architecture.hidden, self.adapter_rank))
         if self.draft:
-            yield from ((architecture.hidden,), (architecture.hidden,), (architecture.hidden, 2 * architecture.hidden))
+            yield from ((architecture.hidden,), (architecture.hidden,), architecture.pair_linear("mix").shape)
         if self.layer or self.draft:
-            yield from ((linear.outputs, linear.inputs) for linear in architecture.linears())
-            yield from ((width,) for width in architecture.vectors().values())
-            yield from architecture.expert_shapes().values()
+            yield from architecture.layer_shapes().values()
         if self.classifier:
             yield from ((1, architecture.hidden), (1,))
 

@@ -218,4 +218,4 @@ def pool_page_bytes(architecture: Architecture, layout: Layout, page_size: int, 
 
 def page_bytes(architecture: Architecture, planes: int, page_size: int, dtype: torch.dtype) -> int:
     """What the entries of one page take."""
-    return 2 * planes * page_size * architecture.kv_heads * architecture.head_dim * dtype.itemsize
+    return planes * page_size * architecture.kv_bytes(dtype.itemsize)

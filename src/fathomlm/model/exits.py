@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from fathomlm.depth import Architecture
 from fathomlm.errors import OptionError
 from fathomlm.kernels.norm import RMSNorm
+from fathomlm.model.blocks.attention import build_linear
 from fathomlm.model.relax import LoraDelta
 
 
@@ -68,7 +69,7 @@ class DraftLayer(nn.Module):
         super().__init__()
         self.norm_token = RMSNorm(architecture.hidden, architecture.norm_eps, plus_one=False)
         self.norm_state = RMSNorm(architecture.hidden, architecture.norm_eps, plus_one=False)
-        self.mix = nn.Linear(2 * architecture.hidden, architecture.hidden, bias=False)
+        self.mix = build_linear(architecture.pair_linear("mix"))
         self.block = block
 
     def forward(self, tokens_BTM: Tensor, before_BTM: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fathomlm.cache import Cache, NoCache
-from fathomlm.depth import Architecture, DepthPlan, LinearSpec, Relaxation, Step
+from fathomlm.depth import Architecture, DepthPlan, Relaxation, Step
 from fathomlm.errors import OptionError, UnsupportedModel
 from fathomlm.kernels.cpu_layers import CpuLayers
 from fathomlm.kernels.norm import RMSNorm
@@ -23,7 +23,7 @@ from fathomlm.kernels.recompiling import allow_recompiling
 from fathomlm.kernels.row_linear import RowWeight
 from fathomlm.model.attention_mask import AttentionMasks, RelativeBias, TokenBatch
 from fathomlm.model.blocks import Block, Packed, StepContext, build_block
-from fathomlm.model.blocks.attention import build_norm
+from fathomlm.model.blocks.attention import build_linear, build_norm
 from fathomlm.model.blocks.feed_forward import ExpertLinear
 from fathomlm.model.blocks.step_context import PackedRows
 from fathomlm.model.cached_rows import run_cached_rows
@@ -65,12 +65,13 @@ class LayerStack(nn.Module):
         self.encodings = build_encodings(architecture, plan, relaxation)
         self.routers = build_routers(architecture.hidden, plan.routing)
         self.norm = build_norm(architecture)
-        self.inject = nn.Linear(2 * architecture.hidden, architecture.hidden, bias=False) if plan.injection else None
+        self.inject = build_linear(architecture.pair_linear("inject")) if plan.injection else None
         """What begins a recursion, from its input and the prelude's output side by side."""
         self.relative = RelativeBias(architecture) if architecture.positions == "relative" else None
-        self.head = None if architecture.tied_embeddings else nn.Linear(architecture.hidden, architecture.vocab, bias=False)
-        spec = LinearSpec("head", architecture.hidden, architecture.vocab, bias=False)
-        self.exit_heads = nn.ModuleDict({str(index): LoraDelta(spec, exit_rank) for index in plan.exits if exit_rank})
+        self.head = None if architecture.tied_embeddings else build_linear(architecture.head)
+        self.exit_heads = nn.ModuleDict(
+            {str(index): LoraDelta(architecture.head, exit_rank) for index in plan.exits if exit_rank}
+        )
         self.exit_blocks = nn.ModuleDict({str(index): build_block(architecture) for index in plan.exits if plan.exit_layer})
         """What `plan.exit_steps` run, by the index of the step that an exit follows."""
         self.exit_adapters = nn.ModuleDict(

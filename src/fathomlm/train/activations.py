@@ -242,7 +242,7 @@ def encoder_bytes(recipe: Recipe, spec: StudentSpec) -> int:
     if spec.encoder is None:
         return 0
     S, a = recipe.data.source_length, spec.architecture
-    entries = 0 if recipe.exits_only else 2 * a.kv_width * spec.plan.unrolled_layers * working_bytes(recipe)
+    entries = 0 if recipe.exits_only else spec.plan.unrolled_layers * a.kv_bytes(working_bytes(recipe))
     dtype = torch.bfloat16 if recipe.precision == "bf16" else torch.float32
     record = spec.encoder | {"dropout_rate": 0.0 if recipe.model.encoder is None else recipe.model.encoder.dropout}
     with FakeTensorMode(allow_non_fake_inputs=True), _FusedAttention():

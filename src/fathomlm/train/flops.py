@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from fathomlm.depth import Architecture, DepthPlan, Relaxation
-from fathomlm.depth.cost import count, linear_weights
+from fathomlm.depth.cost import count, encoder_flops, linear_weights
 from fathomlm.train.losses.exits import early_outputs
 from fathomlm.train.recipe import DataRecipe, Recipe
 from fathomlm.train.schedule import row_length
@@ -29,14 +29,12 @@ def forward_flops_per_token(recipe: Recipe, spec: StudentSpec) -> int:
         return count(**shapes, context=row_length(recipe)).forward_flops_per_token
     S, T = recipe.data.source_length, recipe.data.target_length
     decoder = count(**shapes, context=T, source=S).forward_flops_per_token
-    record = spec.encoder
-    attention = 4 * record["num_layers"] * record["num_heads"] * record["d_kv"] * encoder_keys(record, S)
-    return _over_row(recipe.data, decoder, 2 * encoder_weights(record) + attention)
+    return _over_row(recipe.data, decoder, encoder_flops(spec.encoder, encoder_weights(spec.encoder), S))
 
 
 def flops_per_token_6n(architecture: Architecture, plan: DepthPlan, relaxation: Relaxation | None) -> int:
     """6 x the parameters that a token meets: linears at every use, what steps add to them, and the head once."""
-    return 6 * (sum(linear_weights(architecture, plan, relaxation)) + architecture.vocab * architecture.hidden)
+    return 6 * (sum(linear_weights(architecture, plan, relaxation)) + architecture.head.weights)
 
 
 def model_flops_per_token(recipe: Recipe, spec: StudentSpec) -> int:
@@ -58,7 +56,7 @@ def work_flops_per_token(recipe: Recipe, spec: StudentSpec, teacher: StudentSpec
         plan = spec.unrouted_plan  # its training computes every recursion for every token, and discards
     layers = sum(linear_weights(architecture, plan, spec.relaxation))
     headless = recipe.loss.heal is not None and recipe.loss.heal.alone
-    head = 0 if headless else architecture.vocab * architecture.hidden
+    head = 0 if headless else architecture.head.weights
     early = early_outputs(recipe.loss.exits, plan)
     exits = early * (head + _exit_weights(spec))
     match recipe.train:
@@ -84,8 +82,7 @@ def _exit_work(spec: StudentSpec) -> int:
     """FLOPs of one exit over a frozen model. A delta on the head makes the gradient of all rows that the exit learns over,
     an adapter or a layer only that of what the head reads, and a classifier none."""
     times = 6 if spec.exits.head_rank else 4 if spec.exits.adapter_rank or spec.exits.layer or spec.exits.draft else 2
-    head = spec.at_exits.vocab * spec.architecture.hidden
-    return times * head + 6 * _exit_weights(spec)
+    return times * spec.at_exits.head.weights + 6 * _exit_weights(spec)
 
 
 def _exit_weights(spec: StudentSpec) -> int:
@@ -102,17 +99,6 @@ def encoder_weights(record: Mapping[str, Any]) -> int:
     with torch.device("meta"):
         linears = [module for module in build_encoder(record).modules() if isinstance(module, torch.nn.Linear)]
     return sum(linear.weight.numel() for linear in linears)
-
-
-def encoder_keys(record: Mapping[str, Any], source: int) -> int:
-    """Keys that a token's scores are computed for: all of the source, but LongT5 looks at whole blocks, its own and one to
-    each side, and with transient globals at one key for each global block."""
-    radius = record.get("local_radius")
-    if radius is None:
-        return source
-    globals_ = record.get("encoder_attention_type") == "transient-global"
-    beside: int = source // record["global_block_size"] if globals_ else 0
-    return min(source, 3 * (int(radius) + 1)) + beside
 
 
 def _over_row(data: DataRecipe, target: int, source: int) -> int:

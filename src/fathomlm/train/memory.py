@@ -138,8 +138,8 @@ def _head(recipe: Recipe, spec: StudentSpec, tokens: int) -> int:
     taught = loss.exits is not None and loss.exits.distill is not None
     hidden = (tokens, a.hidden)
     logits = max(_logits(recipe, a.vocab, loss.distill is not None, hidden), _logits(recipe, early, taught, hidden))
-    copied = 4 * early * a.hidden if spec.exit_vocab else 0
-    learned = 4 * a.vocab * a.hidden if recipe.train == "all" else 0
+    copied = 4 * spec.at_exits.head.weights if spec.exit_vocab and early else 0
+    learned = 4 * a.head.weights if recipe.train == "all" else 0
     kept = learned + 4 * tokens * a.hidden if not recipe.exits_only else 0
     exits = early_outputs(loss.exits, spec.plan) * (kept or _frozen_head(spec, tokens))
     return logits + copied + kept + exits
@@ -172,9 +172,8 @@ def _copies(recipe: Recipe, spec: StudentSpec, weights: Sequence[Weight], gather
     if recipe.precision != "bf16" and not gathered:
         return 0
     matrices = [weight for weight in weights if len(weight.shape) == 2]
-    head = a.vocab * a.hidden
     if not gathered:
-        return 2 * (sum(weight.size for weight in matrices if weight.group != "embedding") + head)
+        return 2 * (sum(weight.size for weight in matrices if weight.group != "embedding") + a.head.weights)
     shared = {step.layer for step in plan if plan.is_shared(step)}
     alone = min(2, plan.unique_layers - len(shared))
     others = sum(weight.size for weight in matrices if weight.group != "base")

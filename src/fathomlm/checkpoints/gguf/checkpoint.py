@@ -17,8 +17,9 @@ import torch
 from fathomlm.checkpoints.gguf.architecture import read_architecture
 from fathomlm.checkpoints.gguf.reader import GGUFFile
 from fathomlm.checkpoints.gguf.tokenizer import build_tokenizer
-from fathomlm.checkpoints.source import TokenIds, parameter_shapes
+from fathomlm.checkpoints.source import TokenIds
 from fathomlm.depth import Architecture, DepthPlan
+from fathomlm.depth.cost import parameter_shapes
 from fathomlm.errors import CheckpointError, UnsupportedModel
 
 _TOP_NAMES = {"embed": "token_embd", "norm": "output_norm", "head": "output"}

@@ -25,7 +25,7 @@ from fathomlm.checkpoints.gguf.architecture import divisors_llama3, read_archite
 from fathomlm.checkpoints.gguf.checkpoint import INTERLEAVED, stored_name
 from fathomlm.checkpoints.gguf.reader import GGUFFile
 from fathomlm.checkpoints.gguf.tokenizer import tokenizer_metadata
-from fathomlm.checkpoints.source import end_ids, layer_parameter_shapes
+from fathomlm.checkpoints.source import end_ids
 from fathomlm.checkpoints.writing import check_room, whole_file
 from fathomlm.depth import Architecture, DepthPlan, Step
 from fathomlm.errors import OptionError, UnsupportedModel, choices
@@ -173,7 +173,7 @@ def _shapes(model: FathomForCausalLM, a: Architecture, steps: Sequence[Step]) ->
     """The same tensors' shapes, without making them."""
     yield from ((name, tuple(tensor.shape)) for name, tensor in _tensors(model, a, (), None))
     for number in range(len(steps)):
-        for name, shape in layer_parameter_shapes(a).items():
+        for name, shape in a.layer_shapes().items():
             stored, part = stored_name(f"layers.{number}.{name}", a)
             if part in (None, 0):
                 yield stored, shape if part is None else (3 * shape[0], *shape[1:])

@@ -90,7 +90,6 @@ def _row(
     room = PLANNED * options.memory
     cost = count(architecture, plan, relaxation=relaxation, context=options.context)
     parts = StudentSpec(architecture=architecture, plan=plan, relaxation=relaxation)
-    parameters = cost.non_embedding_parameters + cost.embedding_parameters
     rows = _most_rows(parts, options, room)
     per_sequence = cost.kv_bytes_per_token * options.context
     return CapacityRow(
@@ -99,12 +98,12 @@ def _row(
         rank=rank,
         routed=plan.routing is not None,
         layout=cost.layout,
-        parameters=parameters,
+        parameters=cost.parameters,
         train_rows=rows,
         train_bytes=train_bytes(parts, max(rows, 1), options),
-        weight_bytes=2 * parameters,
+        weight_bytes=2 * cost.parameters,
         kv_bytes_per_sequence=per_sequence,
-        serve_sequences=max(0, int((room - 2 * parameters) // per_sequence)),
+        serve_sequences=max(0, int((room - 2 * cost.parameters) // per_sequence)),
     )
 
 

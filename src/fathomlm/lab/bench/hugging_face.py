@@ -17,7 +17,6 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig
 
 from fathomlm.checkpoints.families import family_for, hf_name
-from fathomlm.checkpoints.source import layer_parameter_shapes
 from fathomlm.errors import UnsupportedModel
 from fathomlm.lab.bench.play import RequestTimes, WorkloadRun
 from fathomlm.lab.bench.workload import Workload
@@ -68,7 +67,7 @@ def _tensors(model: FathomForCausalLM) -> dict[str, Tensor]:
         named["head.weight"] = decoder.head.weight
     for step in model.plan:
         layer = decoder.layers[step.layer]
-        for name in layer_parameter_shapes(model.architecture):
+        for name in model.architecture.layer_shapes():
             named[f"layers.{step.index}.{name}"] = layer.get_parameter(name)
     return {hf_name(family, name): tensor.detach() for name, tensor in named.items()}
 

@@ -179,7 +179,7 @@ class _Maker:
         a, rows, length = self.a, self.o.rows, self.o.context
         pages = -(-length // PAGE)
         shape = (rows * pages, PAGE, a.kv_heads, a.head_dim)
-        reads = 2 * rows * length * a.kv_heads * a.head_dim * self.size
+        reads = rows * length * a.kv_bytes(self.size)
         entries = [self._drawn(*shape)]
         entries += [entries[0].clone() for _ in range(2 * self._many(reads) - 1)]
         q = self._drawn(rows, a.heads, a.head_dim)

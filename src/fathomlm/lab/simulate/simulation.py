@@ -272,7 +272,7 @@ def fit_memory(
 ) -> MemoryFit:
     """What `memory` bytes hold beside the weights, for sequences of `length` tokens."""
     cost = count(architecture, plan, relaxation=relaxation, context=length, kv_element_bytes=element_bytes)
-    weights = element_bytes * (cost.non_embedding_parameters + cost.embedding_parameters)
+    weights = element_bytes * cost.parameters
     kv, per_sequence = memory - weights, cost.kv_bytes_per_token * length
     if kv < per_sequence:
         raise OptionError(
@@ -280,7 +280,7 @@ def fit_memory(
             f"its KV cache {per_sequence / 1e9:.4g} GB"
         )
     layout = build_layout(architecture, plan, relaxation)
-    page = 2 * architecture.kv_width * element_bytes * page_size
+    page = architecture.kv_bytes(element_bytes) * page_size
     shares = [float(layout.tables.count(pool)) for pool in range(len(layout.planes))]
     if plan.routing is not None and len(layout.planes) > 1:
         shares = [1.0, sum(plan.routing.capacity)]
