@@ -8,7 +8,9 @@ PIP    := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c co
 # all sources and tests anew (some 20 s of CPU time a worker).
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help demo serve quick test test-slow lint docs format clean
+GPU_WORKERS ?= 12
+
+.PHONY: help demo serve quick quick-gpu test test-gpu test-slow lint docs format clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -46,6 +48,12 @@ test: $(VENV)/.dev ## Run the tests (2 cores, no GPU)
 
 quick: $(VENV)/.dev ## Run one test of each file, those of every room (2 cores, no GPU)
 	@$(BIN)/python -m pytest -n 2 --dist worksteal -m 'quick and not gpu'
+
+quick-gpu: $(VENV)/.dev ## Run one case of each GPU test (one process; ends with an error after four minutes)
+	@$(BIN)/python -m pytest -m 'quick and gpu' --session-timeout 240
+
+test-gpu: $(VENV)/.dev ## Run all GPU tests (GPU_WORKERS processes share the GPU)
+	@$(BIN)/python -m pytest -n $(GPU_WORKERS) --dist worksteal -m gpu
 
 test-slow: $(VENV)/.dev ## Run the tests marked slow, those of replicas on Ray among them
 	@$(PIP) -e ".[ray]"
