@@ -99,7 +99,7 @@ def test_a_recursive_model_is_given_a_router(plain: Path, tmp_path: Path, capsys
         (("--kv", "hybrid"), "kv mode 'hybrid' requires a router"),
         (("--router", "exprt"), "invalid --router 'exprt' (did you mean 'expert'?)"),
         (("--kv", "shard"), "invalid --kv 'shard' (did you mean 'share'?)"),
-        (("--router", "expert", "--router-alpha", "x"), "--router-alpha must be a number, got 'x'"),
+        (("--router", "expert", "--router-alpha", "x"), "--router-alpha must be a number > 0, got 'x'"),
     ],
 )
 def test_mistakes_are_one_line_and_leave_nothing(

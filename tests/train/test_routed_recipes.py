@@ -72,7 +72,7 @@ def with_router(name: str, **changes: Any) -> Recipe:
         ),
         (EXPERT, {"loss": {"layerwise": {"shallow": 2}}}, r"cannot be combined with model\.router"),
         ({**EXPERT, "router": {"knid": "token"}}, {}, r"field in model\.router 'knid' \(did you mean 'kind'\?\)"),
-        ({**EXPERT, "router": {"kind": "expret"}}, {}, r"unknown router 'expret' \(did you mean 'expert'\?\)"),
+        ({**EXPERT, "router": {"kind": "expret"}}, {}, r"invalid model.router.kind 'expret' \(did you mean 'expert'\?\)"),
         ({**EXPERT, "router": "expert"}, {}, r"model\.router must be a section of fields or null, got 'expert'"),
         ({**EXPERT, "router": {"capacity": [1.0, 0.5]}}, {}, "got 2 for 3 recursions"),
         ({**EXPERT, "router": {"capacity": [1.0, 0.5, 0.6]}}, {}, "capacities must fall.*got 1, 0.5, 0.6"),

@@ -8,9 +8,8 @@ little more memory than its result takes.
 from __future__ import annotations
 
 import copy
-import inspect
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -39,7 +38,7 @@ from fathomlm.depth.dropping import kept_layers
 from fathomlm.depth.plan import DEFAULT_RECURSIONS, KVMode, Resize
 from fathomlm.depth.relaxation import RELAXATIONS, build_relaxation, check_fits, kinds_with
 from fathomlm.depth.relaxation.kind import RelaxationKind
-from fathomlm.depth.routing import ROUTERS
+from fathomlm.depth.routing import ROUTERS, RouterOptions
 from fathomlm.errors import OptionError, choices
 from fathomlm.model.blocks import build_block
 from fathomlm.model.decoder import reset_module
@@ -82,7 +81,7 @@ def convert(
     every linear, or pairs such as "q=64,kv=128,ffn=256" (linears not named get none). `linears_only` leaves norms and
     biases tied under lora and dora, as the thesis does; otherwise a step has its own offsets for them too.
     `resize` (True or "add", or "drop") changes the unrolled depth where it does not divide. `router` (expert, token, or
-    fields of `build_routing` with a kind) lets tokens choose their depth, and `kv` says whose keys and values they see. A
+    fields of `RouterOptions` with a kind) lets tokens choose their depth, and `kv` says whose keys and values they see. A
     recursive model may be given too, to which only a router or another `kv` is added, or, where its loops begin with an
     injection, another number of `recursions`. Of an encoder-decoder model the decoder is converted; its encoder is copied.
     """
@@ -163,7 +162,7 @@ def routed_plan(plan: DepthPlan, router: str | dict[str, Any] | None, kv: KVMode
     """`plan` with a router and with keys and values shared as asked, over weights that were trained without."""
     if router is not None:
         options: dict[str, Any] = dict(router) if isinstance(router, dict) else {"kind": router}
-        known = inspect.signature(build_routing).parameters.keys() - {"recursions"}
+        known = [field.name for field in fields(RouterOptions)]
         for name in (name for name in options if name not in known):
             raise OptionError(choices("field of a router", name, known))
         if "kind" not in options:

@@ -11,12 +11,14 @@ aligned   as average, feed-forward neurons matched first and weights averaged by
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Literal, get_args
 
 from fathomlm.depth import DepthPlan
 from fathomlm.depth.dropping import most_influential
 from fathomlm.depth.relaxation import RELAXATIONS
 from fathomlm.depth.sharing import spread
+from fathomlm.options import option
 
 Init = Literal["stepwise", "average", "lower", "upper", "random", "influence", "aligned"]
 NormInit = Literal["average", "choice", "zero"]
@@ -31,6 +33,23 @@ CALIBRATION_TOKENS = 16_384
 """Ten for each direction of an input that is 1,600 wide."""
 NORM_INITS: tuple[str, ...] = get_args(NormInit)
 RELAX_INITS = tuple(dict.fromkeys(name for kind in RELAXATIONS.values() for name in kind.relax_inits))
+
+
+@dataclass(frozen=True, kw_only=True)
+class InitOptions:
+    """Where tied layers and what steps add start from."""
+
+    init: str | None = option(
+        None, choices=INITS, help="of tied layers",
+        default_text="average with lora and dora, otherwise stepwise, or influence with --calibrate",
+    )  # fmt: skip
+    norm_init: str | None = option(
+        None, choices=NORM_INITS, help="of norms with --init average or aligned", default_text="average"
+    )
+    relax_init: str | None = option(
+        None, choices=RELAX_INITS, default_text="svd; with --calibrate aware",
+        help="lora, dora: towards the original weights (svd) or outputs (aware, with --calibrate), or zero",
+    )  # fmt: skip
 
 
 def starting_layers(plan: DepthPlan, init: Init, influence: Sequence[float] = ()) -> list[tuple[int, ...]]:

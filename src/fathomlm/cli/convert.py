@@ -10,38 +10,21 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from fathomlm.checkpoints.tying import INITS, NORM_INITS, RELAX_INITS
+from fathomlm.checkpoints.tying import InitOptions
+from fathomlm.cli.calibration import MeasuredDropOptions
 from fathomlm.cli.first import check_device, check_model
 from fathomlm.cli.model_options import SOURCE, DtypeOptions, ForceOptions, JsonOptions, SeedOptions
-from fathomlm.cli.plan_options import DropOptions, PlanOptions, RelaxOptions, RouterOptions
 from fathomlm.cli.progress import log, progress_bar
+from fathomlm.depth.options import PlanOptions, RelaxOptions, RoutingOptions
 from fathomlm.depth.relaxation import RELAXATIONS
 from fathomlm.options import option, section
 from fathomlm.sizes import amount
 
 
 @dataclass(frozen=True, kw_only=True)
-class InitOptions:
-    """Where tied layers and what steps add start from."""
+class StartOptions(InitOptions):
+    """The same with ranks by size."""
 
-    init: str | None = option(
-        None,
-        choices=INITS,
-        help="of tied layers",
-        default_text="average with lora and dora, otherwise stepwise, or influence with --calibrate",
-    )
-    norm_init: str | None = option(
-        None,
-        choices=NORM_INITS,
-        help="of norms with --init average or aligned",
-        default_text="average",
-    )
-    relax_init: str | None = option(
-        None,
-        choices=RELAX_INITS,
-        help="lora, dora: towards the original weights (svd) or outputs (aware, with --calibrate), or zero",
-        default_text="svd; with --calibrate aware",
-    )
     budget: float | None = option(
         None, gt=0, le=1, metavar="PART",
         help="lora, dora: choose ranks so that the result has at most this part of MODEL's bytes in the same number format",
@@ -59,10 +42,10 @@ class Convert(ForceOptions, DtypeOptions, SeedOptions, JsonOptions):
     out: Path = option(positional=True, help="directory to write")
     device: str = option("cpu", metavar="DEVICE", help="device of the result: cpu, cuda or cuda:N", first=check_device)
     plan: PlanOptions = section(PlanOptions, "depth plan")
-    dropping: DropOptions = section(DropOptions, "dropped layers and calibration")
-    inits: InitOptions = section(InitOptions, "initialization")
+    dropping: MeasuredDropOptions = section(MeasuredDropOptions, "dropped layers and calibration")
+    inits: StartOptions = section(StartOptions, "initialization")
     relaxation: RelaxOptions = section(RelaxOptions, "relaxation")
-    routing: RouterOptions = section(RouterOptions, "routing")
+    routing: RoutingOptions = section(RoutingOptions, "routing")
 
     def run(self) -> int:
         from fathomlm.checkpoints.writing import check_target

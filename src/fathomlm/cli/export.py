@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from fathomlm.cli.calibration import MeasuredDropOptions
 from fathomlm.cli.first import check_model, check_text
 from fathomlm.cli.model_options import (
     SOURCE,
@@ -20,7 +21,6 @@ from fathomlm.cli.model_options import (
     JsonOptions,
     threshold_file,
 )
-from fathomlm.cli.plan_options import DropOptions
 from fathomlm.cli.progress import ProgressUpdate, progress_bar
 from fathomlm.errors import OptionError
 from fathomlm.options import like, option, section
@@ -75,7 +75,7 @@ class Export(DtypeOptions, ForceOptions, JsonOptions):
     max_shard_size: int | None = option(
         None, size=1000, help="split weights into files of at most this size, such as 12MB", default_text="4GB"
     )
-    dropping: DropOptions = section(DropOptions, "dropped layers", skip=("column",))
+    dropping: MeasuredDropOptions = section(MeasuredDropOptions, "dropped layers", skip=("column",))
     pack: ExitExportOptions = section(ExitExportOptions, "--format exits")
 
     def run(self) -> int:

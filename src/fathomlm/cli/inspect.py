@@ -13,12 +13,12 @@ from pathlib import Path
 
 from fathomlm.cli.first import check_shape
 from fathomlm.cli.model_options import SOURCE, JsonOptions
-from fathomlm.cli.plan_options import DropOptions, PlanOptions, RelaxOptions, RouterOptions, planned_over
 from fathomlm.depth import Architecture, DepthPlan, Relaxation, build_routing, cost
-from fathomlm.depth.dropping import kept_layers
+from fathomlm.depth.dropping import DropOptions, kept_layers
+from fathomlm.depth.options import PlanOptions, RelaxOptions, RoutingOptions
 from fathomlm.depth.plan import KVMode
 from fathomlm.depth.presets import PRESETS
-from fathomlm.depth.relaxation import build_relaxation, check_fits
+from fathomlm.depth.relaxation import check_fits
 from fathomlm.errors import OptionError
 from fathomlm.options import like, option, section
 from fathomlm.sizes import amount, parse_count
@@ -30,8 +30,8 @@ class Inspect(JsonOptions):
     weights are read. Without --sharing and --recursions, MODEL is counted as it is."""
 
     model: str = option(positional=True, help=SOURCE, first=check_shape)
-    router: str | None = like(RouterOptions, "router")
-    kv: KVMode | None = like(RouterOptions, "kv")
+    router: str | None = like(RoutingOptions, "router")
+    kv: KVMode | None = like(RoutingOptions, "kv")
     tokens: int | None = option(None, parse=parse_count, metavar="N", help="training tokens to count FLOPs for: 20B, 300M")
     context: int = option(2048, ge=1, help="sequence length to count attention at")
     drop: int | None = like(DropOptions, "drop")
@@ -44,9 +44,7 @@ class Inspect(JsonOptions):
     relaxation: RelaxOptions = section(RelaxOptions, "relaxation")
 
     def run(self) -> int:
-        planned = self.plan.sharing is not None or self.plan.recursions is not None
-        if self.plan.resize is not None and not planned:
-            raise OptionError("--resize requires --sharing or --recursions")
+        planned = self.plan.planned
         architecture, own_plan, own_relaxation = _read(self.model)
         if self.budget is not None:
             return _compare(self, architecture, own_plan)
@@ -58,13 +56,12 @@ class Inspect(JsonOptions):
             own_plan = None
         kept = None
         if planned:
-            architecture, plan = planned_over(self.plan, architecture, own_plan)
+            architecture, plan = self.plan.over(architecture, own_plan)
         elif own_plan is not None:
             plan, kept = own_plan, own_relaxation
         else:
             plan = DepthPlan.vanilla(architecture.layers)
-        options = (self.relaxation.relax, self.relaxation.rank, self.relaxation.prefix_length)
-        relaxation = build_relaxation(architecture.linears(), *options, linears_only=self.relaxation.linears_only) or kept
+        relaxation = self.relaxation.build_relaxation(architecture.linears()) or kept
         check_fits(relaxation, plan)
         _needs_a_loop(self, plan)
         if self.router is not None:

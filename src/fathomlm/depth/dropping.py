@@ -9,9 +9,11 @@ last       the last ones are dropped
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from fathomlm.depth.sharing import spread
 from fathomlm.errors import OptionError, choices
+from fathomlm.options import option
 
 
 def by_influence(layers: int, kept: int, influence: Sequence[float]) -> list[int]:
@@ -35,6 +37,17 @@ DROPS: dict[str, Callable[[int, int, Sequence[float]], list[int]]] = {
 the influence of each (empty where none was measured)."""
 MEASURED = ("influence",)
 """Those that ask for the layers' influence."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DropOptions:
+    """Which layers are left out."""
+
+    drop: int | None = option(None, ge=0, help="leave out N layers; the result is an ordinary model with fewer", metavar="N")
+    by: str | None = option(
+        None, choices=tuple(DROPS), default_text="influence with --calibrate, otherwise stepwise", requires=("drop",),
+        help="--drop: those that change the text least (influence), all but evenly spaced ones (stepwise), or the last",
+    )  # fmt: skip
 
 
 def kept_layers(layers: int, drop: int, by: str | None = None, influence: Sequence[float] = ()) -> tuple[int, ...]:

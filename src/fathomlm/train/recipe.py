@@ -6,48 +6,21 @@ are read, so a mistake is named before any work is done.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from fathomlm.depth import Routing, build_routing
-from fathomlm.depth.routing import Network, Sampling, Score, Update, Weighting
+from fathomlm.checkpoints.tying import InitOptions
+from fathomlm.depth import Routing
+from fathomlm.depth.dropping import DropOptions
+from fathomlm.depth.options import PlanOptions, RelaxOptions, RoutingOptions
+from fathomlm.depth.plan import KVMode
+from fathomlm.depth.routing import RouterOptions
 from fathomlm.errors import OptionError
-from fathomlm.options import option
+from fathomlm.options import like, option
 from fathomlm.train.losses.divergence import DIVERGENCES
 
 Amount = int | float | str
 """A count, plain or with a letter: 500, 2e6, 15B."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class RouterRecipe:
-    """The router; what is left out is the thesis' choice for its kind."""
-
-    kind: str = "expert"
-    """Recursions pick tokens (expert), or tokens their depth (token)."""
-    score: Score | None = None
-    """expert: sigmoid, tanh, identity (sigmoid); token: softmax, sigmoid (softmax)."""
-    network: Network | None = None
-    """linear, mlp, or wide: an mlp four times as wide as the model (linear)."""
-    alpha: float | None = None
-    """Multiplies the score to give the weight of a recursion's output (expert 0.1, or 1 with identity; token 1)."""
-    capacity: list[float] | None = None
-    """expert: the part of the tokens that each recursion keeps ((N - i)/N)."""
-    sampling: Sampling | None = None
-    """expert: what decides at inference: aux_loss teaches the router itself, aux_router a second one (aux_loss)."""
-    balancing: Literal["loss", "loss_free"] | None = None
-    """token: a loss, or a bias that is moved (loss)."""
-    weighting: Weighting | None = None
-    """token: every recursion's output is weighted, or the last one's only (every)."""
-    update: Update | None = None
-    """expert: add, x + g f(x), or interpolate, x + g (f(x) - x) (add)."""
-    random: bool = False
-    """The control: depth is drawn, by token and position; expert keeps the same parts on average, token uses all depths
-    alike."""
-
-    def build(self, recursions: int) -> Routing:
-        fields = asdict(self)
-        return build_routing(fields.pop("kind"), recursions, **fields)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,8 +33,10 @@ class EncoderRecipe:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelRecipe:
-    """The model to train: one of `source`, `shape` and `architecture`, and the depth plan laid over it."""
+class ModelRecipe(PlanOptions, RelaxOptions, DropOptions, InitOptions):
+    """The model to train: one of `source`, `shape` and `architecture`, and the depth plan laid over it, by the options that
+    `convert` has. With recursions, layers are dropped before the others are tied. lora and dora with `recursions: 1`
+    fine-tune a plain `source`: they start as nothing, on every layer, on linears only."""
 
     source: str | None = None
     """Weights to start from: a preset, a Hugging Face directory or hub id, a GGUF file, a FathomLM directory."""
@@ -72,40 +47,15 @@ class ModelRecipe:
     longt5) it is the decoder of an encoder-decoder model."""
     encoder: EncoderRecipe | None = None
     """Of an encoder-decoder model: how its encoder trains, and how deep a fresh one is."""
-    drop: int | None = option(None, ge=0)
-    """Leave out so many layers of `source`; with recursions, before the others are tied."""
-    by: str | None = None
-    """drop: by influence, stepwise or last (influence with `calibrate`, otherwise stepwise)."""
     calibrate: Amount | None = None
     """Tokens of the training split over which layers of `source` are measured, for what `convert --calibrate` offers."""
-    sharing: str | None = None
-    """How layers are shared: cycle, sequence, cycle-rev, middle-cycle, ... (cycle)."""
-    recursions: int = option(1, ge=1)
-    """How often the shared block runs; 1 leaves the model plain, or as `source` has it."""
+    recursions: int = like(PlanOptions, "recursions", 1, ge=1)
+    """1 leaves the model plain, or as `source` has it."""
     loop_norm: bool = False
     """Put the final norm between recursions too, as Nanbeige and Ouro have it; a `source` with it keeps it."""
-    resize: Literal["add", "drop"] | None = None
-    """Change the unrolled depth where the recursions do not divide it."""
-    init: str | None = None
-    """Where tied layers start from, when `source` is tied here: stepwise, average, lower, upper, random; influence and
-    aligned with `calibrate`."""
-    norm_init: str | None = None
-    """Norms under `init: average`."""
-    relax: str | None = None
-    """What each step adds of its own: lora, dora, prefix, encoding. lora and dora with `recursions: 1` fine-tune a plain
-    `source`: they start as nothing, on every layer, on linears only."""
-    rank: int | str | None = None
-    """lora, dora: 64, or pairs such as q=64,kv=128,ffn=256."""
-    relax_init: str | None = None
-    """lora, dora: svd (towards the original weights) or zero; aware (towards outputs) with `calibrate`."""
-    prefix_length: int | None = None
-    """prefix: how many vectors each step has."""
-    linears_only: bool = False
-    """lora, dora: leave norms and biases tied."""
-    router: RouterRecipe | None = None
+    router: RouterOptions | None = None
     """Give each token its own depth (thesis 4); requires recursions, or a `source` that has them."""
-    kv: Literal["cache", "share", "hybrid"] | None = None
-    """Keys and values: every recursion's own, the first one's, or those with its own over them (cache)."""
+    kv: KVMode | None = like(RoutingOptions, "kv")
     kv_sharing: str | None = None
     """kv: share without recursions: which layers read the same entries, cycle, sequence, ..."""
     kv_loops: int = option(1, ge=1)

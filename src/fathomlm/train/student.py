@@ -131,10 +131,7 @@ def read_teacher(recipe: Recipe, *, foresee: bool = False) -> StudentSpec | None
 
 def lay_plan(model: ModelRecipe, architecture: Architecture) -> tuple[DepthPlan, Relaxation | None]:
     """The plan and the relaxation that a `model` section asks for."""
-    plan = DepthPlan.build(model.sharing or "cycle", model.recursions, architecture.layers, model.resize)
-    relaxation = build_relaxation(
-        architecture.linears(), model.relax, model.rank, model.prefix_length, linears_only=model.linears_only
-    )
+    plan, relaxation = model.build_plan(architecture.layers), model.build_relaxation(architecture.linears())
     check_fits(relaxation, plan)
     return route_plan(model, plan), relaxation
 

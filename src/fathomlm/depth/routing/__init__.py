@@ -23,26 +23,82 @@ from fathomlm.depth.routing.kind import (
     Score,
     Update,
     Weighting,
+    falling_parts,
 )
 from fathomlm.depth.routing.token import TokenChoice
 from fathomlm.errors import OptionError, choices, is_number
 from fathomlm.jsonfile import shown
+from fathomlm.options import option
 
-NETWORKS: tuple[str, ...] = get_args(Network)
 ROUTERS: dict[str, RouterKind] = {"expert": ExpertChoice(), "token": TokenChoice()}
 """Every kind of router by its name in options, recipes and files."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RouterOptions:
+    """What may be asked of a router; None is the thesis' choice for its kind."""
+
+    kind: str = option(
+        "expert", choices=tuple(ROUTERS), help="expert (recursions pick tokens) or token (tokens pick their depth)"
+    )
+    score: Score | None = option(
+        None, metavar="NAME", help="expert: sigmoid (default), tanh or identity; token: softmax (default) or sigmoid"
+    )
+    """What is made of a router's output; identity is the thesis' row without a function."""
+    network: Network | None = option(None, help="network of the router", default_text="linear")
+    """wide is an mlp four times as wide as the model."""
+    alpha: float | None = option(None, gt=0, metavar="A", help="weight of a recursion's output at score 1")
+    """expert 0.1, or 1 with identity; token 1."""
+    capacity: tuple[float, ...] | None = option(None)
+    """expert: the part of all tokens that each recursion keeps in training ((N - i)/N)."""
+    sampling: Sampling | None = option(None)
+    """expert: what decides at inference: the router itself, taught by an auxiliary loss (aux_loss, the default), or a second
+    one beside it (aux_router)."""
+    balancing: Balancing | None = option(None)
+    """token: what keeps the depths in use: a loss (the default), or a bias that is moved and takes part in the selection
+    only."""
+    weighting: Weighting | None = option(None)
+    """token: whether every recursion's output is weighted (the thesis' text, the default) or the last one's only (its
+    code)."""
+    update: Update | None = option(
+        None, metavar="NAME",
+        help="expert: interpolate, x + g (f(x) - x), or add, x + g f(x), as the thesis trains from scratch",
+    )  # fmt: skip
+    """add is the default; interpolate at g = 1 is the plain recursive model."""
+    random: bool = option(False)
+    """The control: depth is drawn, from the token and its position, and not decided. Scores still weigh what recursions
+    add, so that only the choice differs. expert keeps the same parts on average, token uses all depths alike."""
+
+    def build(self, recursions: int) -> Routing:
+        """A routing with what is not given set to the thesis' choice for its kind."""
+        if self.kind not in ROUTERS:
+            raise OptionError(choices("router", self.kind, ROUTERS))
+        if recursions < 2:
+            raise OptionError(f"a router requires recursions >= 2, got {recursions}")
+        if self.capacity is not None and len(self.capacity) != recursions:
+            got = f"got {len(self.capacity)} for {recursions} recursions"
+            raise OptionError(f"capacity must have one entry per recursion: {got}")
+        method = ROUTERS[self.kind]
+        others = {name for kind in ROUTERS.values() for name in kind.options} - set(method.options)
+        given = {name: value for name, value in dataclasses.asdict(self).items() if value is not None}
+        for name in (name for name in given if name in others):
+            raise OptionError(f"{name} cannot be combined with {self.kind}-choice routing")
+        score = self.score or method.scores[0]
+        chosen: dict[str, Any] = {"score": score, "alpha": method.default_alpha(score)}
+        chosen |= {"capacity": falling_parts(recursions)} | given
+        return Routing(**chosen | {"capacity": tuple(float(part) for part in chosen["capacity"])})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Routing(RoutingSettings):
-    """What decides how deep each token goes. Make one with `build_routing`, which fills in the defaults of its kind."""
+    """What decides how deep each token goes: `RouterOptions` with nothing left out."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.kind, str) or self.kind not in ROUTERS:
             raise OptionError(choices("router", str(self.kind), ROUTERS))
         for what, value, known in (
             ("score", self.score, self.method.scores),
-            ("router network", self.network, NETWORKS),
+            ("router network", self.network, get_args(Network)),
             ("sampling", self.sampling, get_args(Sampling)),
             ("balancing", self.balancing, get_args(Balancing)),
             ("weighting", self.weighting, get_args(Weighting)),
@@ -96,53 +152,17 @@ class Routing(RoutingSettings):
         return cls(**(record | {"capacity": tuple(float(part) for part in parts)}))
 
 
-def build_routing(
-    kind: str,
-    recursions: int,
-    *,
-    score: str | None = None,
-    network: str | None = None,
-    alpha: float | None = None,
-    capacity: list[float] | tuple[float, ...] | None = None,
-    sampling: str | None = None,
-    balancing: str | None = None,
-    weighting: str | None = None,
-    update: str | None = None,
-    random: bool = False,
-) -> Routing:
-    """A routing with what is not given set to the thesis' choice for its kind."""
-    if kind not in ROUTERS:
-        raise OptionError(choices("router", kind, ROUTERS))
-    if recursions < 2:
-        raise OptionError(f"a router requires recursions >= 2, got {recursions}")
-    if capacity is not None and len(capacity) != recursions:
-        raise OptionError(f"capacity must have one entry per recursion: got {len(capacity)} for {recursions} recursions")
-    method = ROUTERS[kind]
-    given = {"capacity": capacity, "sampling": sampling, "update": update, "balancing": balancing, "weighting": weighting}
-    for name in (name for name, value in given.items() if value is not None and name not in method.options):
-        raise OptionError(f"{name} cannot be combined with {kind}-choice routing")
-    chosen = score or method.scores[0]
-    falling = tuple((recursions - i) / recursions for i in range(recursions))
-    return Routing(
-        kind=kind,
-        score=chosen,  # type: ignore[arg-type]
-        network=network or "linear",  # type: ignore[arg-type]
-        alpha=method.default_alpha(chosen) if alpha is None else alpha,
-        capacity=falling if capacity is None else tuple(float(part) for part in capacity),
-        sampling=sampling or "aux_loss",  # type: ignore[arg-type]
-        balancing=balancing or "loss",  # type: ignore[arg-type]
-        weighting=weighting or "every",  # type: ignore[arg-type]
-        update=update or "add",  # type: ignore[arg-type]
-        random=random,
-    )
+def build_routing(kind: str, recursions: int, **fields: Any) -> Routing:
+    """A routing from fields of `RouterOptions`."""
+    return RouterOptions(kind=kind, **fields).build(recursions)
 
 
 __all__ = [
-    "NETWORKS",
     "ROUTERS",
     "Balancing",
     "Network",
     "RouterKind",
+    "RouterOptions",
     "Routing",
     "Sampling",
     "Score",

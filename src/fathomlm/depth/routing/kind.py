@@ -23,27 +23,18 @@ WIDE = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoutingSettings:
-    """What a kind reads of a `Routing`."""
+    """What a kind reads of a `Routing`: what `RouterOptions` ask for, with nothing left out."""
 
     kind: str
     score: Score
-    """What is made of a router's output; identity is the thesis' row without a function."""
     network: Network = "linear"
     alpha: float
-    """Multiplies the score to give the weight of a recursion's output."""
     capacity: tuple[float, ...]
-    """expert: the part of all tokens that each recursion keeps in training."""
     sampling: Sampling = "aux_loss"
-    """expert: what decides at inference: the router itself, taught by an auxiliary loss, or a second one beside it."""
     balancing: Balancing = "loss"
-    """token: what keeps the depths in use: a loss, or a bias that is moved and takes part in the selection only."""
     weighting: Weighting = "every"
-    """token: whether every recursion's output is weighted (the thesis' text) or the last one's only (its code)."""
     update: Update = "add"
-    """expert: x + g f(x), as in the thesis, or x + g (f(x) - x), which at g = 1 is the plain recursive model."""
     random: bool = False
-    """The control: depth is drawn, from the token and its position, and not decided. Scores still weigh what recursions
-    add, so that only the choice differs."""
 
     @property
     def recursions(self) -> int:

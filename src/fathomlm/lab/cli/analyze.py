@@ -23,12 +23,11 @@ from fathomlm.cli.model_options import (
     ThreadOptions,
     read_documents,
 )
-from fathomlm.cli.plan_options import PlanOptions
 from fathomlm.cli.progress import progress_bar
 from fathomlm.decode.exiting import Exiting
 from fathomlm.decode.sampling import Sampling
 from fathomlm.decode.threshold import ThresholdOptions
-from fathomlm.depth.plan import DEFAULT_RECURSIONS
+from fathomlm.depth.options import PlanOptions
 from fathomlm.errors import OptionError
 from fathomlm.lab.drawing import PlotOptions
 from fathomlm.options import like, option, section
@@ -277,7 +276,6 @@ class Weights(AnalysisOptions, ThreadOptions):
         out = self.directory(self.model)
 
         from fathomlm import __version__
-        from fathomlm.depth import DepthPlan
         from fathomlm.lab.analyze.report import About
         from fathomlm.lab.analyze.weights import check_inits, measure, open_plain
         from fathomlm.lab.analyze.weights_report import kind_table, rank_table, write_weights
@@ -285,8 +283,7 @@ class Weights(AnalysisOptions, ThreadOptions):
         inits = check_inits(self.init)
         self.use_threads()
         base = open_plain(self.model)
-        recursions = DEFAULT_RECURSIONS if self.plan.recursions is None else self.plan.recursions
-        plan = DepthPlan.build(self.plan.sharing or "cycle", recursions, base.architecture.layers, self.plan.resize)
+        plan = self.plan.build_plan(base.architecture.layers)
         with progress_bar("spectra", unit="linears") as update:
             numbers = measure(base, plan, inits, on_linear=update)
         about = About(

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from fathomlm.cli.first import check_text
 from fathomlm.cli.model_options import ColumnOptions, DeviceOptions, SeedOptions
-from fathomlm.cli.plan_options import PlanOptions, RelaxOptions, RouterOptions, planned_over
 from fathomlm.decode.exiting import Exiting
+from fathomlm.depth.options import PlanOptions, RelaxOptions, RoutingOptions
 from fathomlm.engine.options import EngineOptions, KvDtype
 from fathomlm.errors import OptionError
 from fathomlm.lab.bench.workload import WORKLOADS, shape_of
@@ -34,33 +34,28 @@ class PlannedModelOptions(DeviceOptions, SeedOptions):
     dummy: bool = option(False, help="random weights: only the configuration is read, nothing is downloaded")
     plan: PlanOptions = section(PlanOptions, "depth plan")
     relaxation: RelaxOptions = section(RelaxOptions, "relaxation")
-    routing: RouterOptions = section(RouterOptions, "routing")
+    routing: RoutingOptions = section(RoutingOptions, "routing")
 
     @property
     def replanned(self) -> bool:
         """Whether an option changes the model's plan."""
-        return (self.plan, self.relaxation, self.routing) != (PlanOptions(), RelaxOptions(), RouterOptions())
+        return (self.plan, self.relaxation, self.routing) != (PlanOptions(), RelaxOptions(), RoutingOptions())
 
     def shape(self, model: str) -> tuple[Architecture, DepthPlan, Relaxation | None]:
         """The model's shape and the plan that the options lay over it, without weights."""
         from fathomlm.checkpoints.convert import routed_plan
         from fathomlm.checkpoints.resolve import architecture_of
         from fathomlm.depth import DepthPlan
-        from fathomlm.depth.relaxation import build_relaxation, check_fits
+        from fathomlm.depth.relaxation import check_fits
 
         architecture, plan, relaxation = architecture_of(model)
         if architecture.cross:
             raise OptionError(f"bench takes decoder-only models; this is an encoder-decoder ({architecture.family})")
-        requested = self.plan
-        if requested.sharing is not None or requested.recursions is not None:
-            architecture, plan = planned_over(requested, architecture, plan)
+        if self.plan.planned:
+            architecture, plan = self.plan.over(architecture, plan)
             relaxation = None
-        elif requested.resize is not None:
-            raise OptionError("--resize requires --sharing or --recursions")
         plan = DepthPlan.vanilla(architecture.layers) if plan is None else plan
-        add = self.relaxation
-        options = (add.relax, add.rank, add.prefix_length)
-        relaxation = build_relaxation(architecture.linears(), *options, linears_only=add.linears_only) or relaxation
+        relaxation = self.relaxation.build_relaxation(architecture.linears()) or relaxation
         check_fits(relaxation, plan)
         return architecture, routed_plan(plan, self.routing.routing, self.routing.kv), relaxation
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from fathomlm.cli.first import check_shape
 from fathomlm.cli.model_options import JsonOptions
-from fathomlm.cli.plan_options import PlanOptions, RouterOptions
+from fathomlm.depth.options import PlanOptions, RoutingOptions
 from fathomlm.depth.plan import KVMode
 from fathomlm.errors import OptionError
 from fathomlm.lab.tables import print_table
@@ -37,8 +37,8 @@ class Plan(JsonOptions):
         None, ge=1, metavar="N,...", help="how often the shared block runs", default_text="3; 1,2,3 for --gpu-memory"
     )
     sharing: str = like(PlanOptions, "sharing", "middle-cycle", default_text=None)
-    router: str = like(RouterOptions, "router", "expert", help="router of the MoR rows")
-    kv: KVMode = like(RouterOptions, "kv", "cache", help="KV cache of the MoR rows", default_text=None)
+    router: str = like(RoutingOptions, "router", "expert", help="router of the MoR rows")
+    kv: KVMode = like(RoutingOptions, "kv", "cache", help="KV cache of the MoR rows", default_text=None)
     context: int = option(2048, ge=1, help="tokens per sequence")
     budget: tuple[float, ...] = option(
         (), metavar="FLOPS,...", parse=lambda text, flag: parse_amount(flag, text),
