@@ -54,6 +54,15 @@ def test_no_two_files_import_each_other() -> None:
     assert not in_cycles
 
 
+def test_no_two_classes_have_one_name() -> None:
+    places: dict[str, list[str]] = {}
+    for path in SOURCE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef):
+                places.setdefault(node.name, []).append(_module(path))
+    assert not {name: modules for name, modules in places.items() if len(modules) > 1}
+
+
 def _module(path: Path) -> str:
     return ".".join(path.relative_to(SOURCE).with_suffix("").parts).removesuffix(".__init__")
 

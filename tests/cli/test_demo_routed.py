@@ -187,9 +187,9 @@ def test_a_pipe_gets_raised_numbers_and_no_colour(
 
 
 def test_a_token_that_ends_a_line_has_its_number_before_the_end() -> None:
-    from fathomlm.cli.demo_routed import Completion, _coloured
+    from fathomlm.cli.demo_routed import DemoCompletion, _coloured
 
-    completion = Completion(
+    completion = DemoCompletion(
         prompt="a", text="", tokens=[1, 2, 3], pieces=[" b\n", "", "[red]"], depths=[1, 12, 3], finish="length"
     )
     assert _coloured(completion, None).plain == "a b↵¹\n·¹²[red]³"

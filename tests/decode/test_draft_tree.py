@@ -15,7 +15,7 @@ from decode.test_draft_layer import goes_on
 from decode.test_draft_layer import tiny as tiny  # a fixture
 from decode.test_exits_drafts import FAR, FILTERS, distance, drawn, exact
 from fathomlm.decode import draft_tree
-from fathomlm.decode.draft_tree import DraftTreeDecoding, TreeShape, _Node, propose
+from fathomlm.decode.draft_tree import DraftTreeDecoding, TreeShape, _DraftNode, propose
 from fathomlm.decode.exiting import Exiting
 from fathomlm.decode.full import generate
 from fathomlm.decode.sampling import Sampling
@@ -160,7 +160,7 @@ def joint(widths: tuple[int, int], full: dict[Any, Tensor], draft: dict[Any, Ten
     while True:
         seq: Any = Chances(branches, full, draft)
         stub: Any = SimpleNamespace(_states={0: torch.zeros(1, 1)}, _policy=SimpleNamespace(last=3), _instead={})
-        root = _Node()
+        root = _DraftNode()
         for width, level in ((widths[0], [root]), (widths[1], None)):
             for node in level or root.children:
                 seq.token_ids = list(node.path)

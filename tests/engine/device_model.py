@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from zlib import crc32
 
-from fathomlm.engine.prefix_cache import Prefix, PrefixCache
+from fathomlm.engine.prefix_cache import CachedPrefix, PrefixCache
 from fathomlm.engine.schedule import PrefillChunk, SchedulerOutput
 
 END = 0
@@ -204,7 +204,7 @@ class Device:
         row.entries[table] += 1
 
 
-def records(cache: PrefixCache) -> Iterator[tuple[tuple[int, ...], Prefix, tuple[tuple[int, ...], ...], bool]]:
+def records(cache: PrefixCache) -> Iterator[tuple[tuple[int, ...], CachedPrefix, tuple[tuple[int, ...], ...], bool]]:
     """Every record: its text, what it says of it, by table the pages that it keeps itself, and whether anybody holds it."""
     empty = cache.nothing()
     waiting = [(cache._root, (), empty)]
@@ -213,7 +213,7 @@ def records(cache: PrefixCache) -> Iterator[tuple[tuple[int, ...], Prefix, tuple
         if node.record is not None:
             joined = zip(prefix.pages, node.record.starts, node.record.pages, strict=True)
             pages = tuple((*pages[:start], *own) for pages, start, own in joined)
-            prefix = Prefix(len(text), node.record.entries, pages)
+            prefix = CachedPrefix(len(text), node.record.entries, pages)
             yield text, prefix, node.record.pages, node.holders > 0
         assert node.children or node.record or node is cache._root, "a node leads nowhere"
         waiting += [(child, text + child.key, prefix) for child in node.children.values()]

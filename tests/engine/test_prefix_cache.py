@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from engine.device_model import marks, records
 from fathomlm.engine.page_pool import PagePool
-from fathomlm.engine.prefix_cache import Prefix, PrefixCache
+from fathomlm.engine.prefix_cache import CachedPrefix, PrefixCache
 
 SIZE = 2
 
@@ -46,9 +46,9 @@ def test_one_table_is_found_at_every_full_page() -> None:
     pages = take(pools, (0,), [5])
     cache.record((1, 2, 3, 4, 5), (5,), pages)
     assert cached(cache) == {(1, 2), (1, 2, 3, 4)}
-    assert cache.find((1, 2, 3, 4, 5, 6)) == Prefix(4, (4,), ((pages[0][0], pages[0][1]),))
-    assert cache.find((1, 2, 3, 3, 5)) == Prefix(2, (2,), ((pages[0][0],),))
-    assert cache.find((2, 1, 3, 4)) == cache.nothing() == Prefix(0, (0,), ((),))
+    assert cache.find((1, 2, 3, 4, 5, 6)) == CachedPrefix(4, (4,), ((pages[0][0], pages[0][1]),))
+    assert cache.find((1, 2, 3, 3, 5)) == CachedPrefix(2, (2,), ((pages[0][0],),))
+    assert cache.find((2, 1, 3, 4)) == cache.nothing() == CachedPrefix(0, (0,), ((),))
 
 
 def test_one_token_is_left_to_run() -> None:
@@ -74,7 +74,7 @@ def test_several_tables_are_found_only_where_their_counts_are_known() -> None:
     cache.record((1, 2, 3, 4, 5, 6, 7), (7, 3), pages)  # inside a page of tokens
     assert cached(cache) == {(1, 2, 3, 4, 5, 6)}
     assert cache.find((1, 2, 3, 4, 5)) == cache.nothing()
-    assert cache.find((1, 2, 3, 4, 5, 6, 9)) == Prefix(6, (6, 3), tuple(map(tuple, pages)))
+    assert cache.find((1, 2, 3, 4, 5, 6, 9)) == CachedPrefix(6, (6, 3), tuple(map(tuple, pages)))
 
 
 def test_a_deeper_record_names_only_what_is_new_and_stays_whole_when_one_comes_between() -> None:
@@ -85,9 +85,9 @@ def test_a_deeper_record_names_only_what_is_new_and_stays_whole_when_one_comes_b
     cache.record(text, (2, 1), first)
     cache.record(text, (6, 5), first)
     cache.record(text, (4, 3), second)
-    assert cache.find((*text, 7)) == Prefix(6, (6, 5), tuple(map(tuple, first)))
+    assert cache.find((*text, 7)) == CachedPrefix(6, (6, 5), tuple(map(tuple, first)))
     # The page of the first record's only deep entry is its own, so the second one's comes in its place.
-    assert cache.find(text[:5]) == Prefix(4, (4, 3), ((first[0][0], second[0][1]), tuple(second[1])))
+    assert cache.find(text[:5]) == CachedPrefix(4, (4, 3), ((first[0][0], second[0][1]), tuple(second[1])))
     assert [pools[0].keepers(page) for page in first[0]] == [1, 1, 1]
     assert [pools[1].keepers(page) for page in first[1]] == [2, 1, 1]
 

@@ -131,7 +131,7 @@ def test_a_decoder_says_what_it_misses() -> None:
     decoder = build()
     with pytest.raises(ValueError, match="requires `memory`"):
         decoder(TOKENS)
-    with pytest.raises(ValueError, match="2 rows look at 3 sources"):
+    with pytest.raises(ValueError, match="a batch of 2 rows requires as many sources, `memory` holds 3"):
         decoder(TOKENS[:2], memory=source())
     plain = Architecture(family="llama", layers=2, hidden=8, intermediate=8, heads=2, kv_heads=1, head_dim=4, vocab=50)
     with pytest.raises(ValueError, match="does not take `memory`"):

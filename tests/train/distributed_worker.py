@@ -32,7 +32,7 @@ from fathomlm.train.objective import Objective
 from fathomlm.train.reading import build_recipe
 from fathomlm.train.recipe import LossRecipe
 from fathomlm.train.report import SilentWatcher
-from fathomlm.train.run import Run
+from fathomlm.train.run import TrainingRun
 
 WIDTHS = {"hidden": 16, "intermediate": 24, "heads": 2, "kv_heads": 1, "head_dim": 8, "vocab": 257}
 
@@ -68,7 +68,7 @@ def train(
     try:
         bad = bad_pass[1] if bad_pass is not None and bad_pass[0] == world.rank else None
         with _full_disk(world.rank == full_disk), _no_rename(no_rename and world.first), _bad_pass(bad):
-            summary = Run(build_recipe(recipe), world, Caller(after)).go(resume)
+            summary = TrainingRun(build_recipe(recipe), world, Caller(after)).go(resume)
     except FathomError as error:
         return {"error": type(error).__name__, "text": str(error)}
     skipped = {"skipped": summary.skipped} if summary.skipped else {}

@@ -21,7 +21,7 @@ from fathomlm.train.data.prepare import PrepareOptions, prepare
 from fathomlm.train.reading import build_recipe
 from fathomlm.train.recipe import BatchRecipe, RoutingLossRecipe
 from fathomlm.train.report import SilentWatcher, read_records
-from fathomlm.train.run import Run, World, train
+from fathomlm.train.run import TrainingRun, World, train
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -143,7 +143,7 @@ def test_the_checkpoint_generates_with_depths_and_validates_as_the_run_did(done:
     limited = generate(model, ["the line is "], max_new_tokens=6, control=DepthControl(max_depth=1))[0]
     assert set(limited.depths or ()) == {1}
     source = done.values("again") | {"model": {"source": str(done.place / "last")}}
-    run = Run(build_recipe(source), CPU, SilentWatcher())
+    run = TrainingRun(build_recipe(source), CPU, SilentWatcher())
     assert run._student.plan == model.plan
     assert run._data.validation is not None
     found, _ = run._stepper.validate(run._data.validation, 8)
@@ -184,7 +184,7 @@ def test_balancing_evens_out_the_loads(recipe: Callable[..., Any]) -> None:
         router = dataclasses.replace(base.model.router, balancing=balancing)
         model = dataclasses.replace(base.model, router=router)
         made = dataclasses.replace(base, model=model, loss=dataclasses.replace(base.loss, routing=teaches))
-        run = Run(made, CPU, SilentWatcher())
+        run = TrainingRun(made, CPU, SilentWatcher())
         with torch.no_grad():
             run._student.decoder.routers.main[0].out.weight.mul_(30)
         for step in range(20):
@@ -199,7 +199,7 @@ def test_a_validation_reads_the_same_rows_in_any_micro_batches(router: str, reci
     """Seven rows: with micro-batches of two or four, rows past the end are read and do not count."""
     made, found = recipe(model={"router": {"kind": router}, "init_std": 0.2}), []
     for micro in (1, 2, 4):
-        run = Run(dataclasses.replace(made, batch=BatchRecipe(sequences=4, micro=micro)), CPU, SilentWatcher())
+        run = TrainingRun(dataclasses.replace(made, batch=BatchRecipe(sequences=4, micro=micro)), CPU, SilentWatcher())
         found.append(run._stepper.validate(run._data.validation, 7))
     assert found[0][1] == found[1][1] == found[2][1]
     for parts, _ in found[1:]:
@@ -213,7 +213,7 @@ def test_pairs_are_validated_in_any_micro_batches(router: str, recipe: Callable[
     made = recipe(data=pairs, model={"router": {"kind": router}})
     found = []
     for micro in (1, 2, 4):
-        run = Run(dataclasses.replace(made, batch=BatchRecipe(sequences=4, micro=micro)), CPU, SilentWatcher())
+        run = TrainingRun(dataclasses.replace(made, batch=BatchRecipe(sequences=4, micro=micro)), CPU, SilentWatcher())
         found.append(run._stepper.validate(run._data.validation, 0)[0])
     for other in found[1:]:
         assert other["causal"] == pytest.approx(found[0]["causal"], rel=1e-5)

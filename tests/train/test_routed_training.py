@@ -20,7 +20,7 @@ from fathomlm.train.objective import Objective
 from fathomlm.train.optim import build_optimizer, choose_trained, parameter_groups, set_rate
 from fathomlm.train.recipe import BatchRecipe, LossRecipe, OptimizerRecipe, RoutingLossRecipe
 from fathomlm.train.report import SilentWatcher
-from fathomlm.train.run import Run, World
+from fathomlm.train.run import TrainingRun, World
 from fathomlm.train.state import TrainingProgress
 from model.route.small import KV, model_of, padded, routed, some_tokens
 
@@ -140,7 +140,7 @@ def test_a_batch_may_be_split_into_any_micro_batches(
     made, found = recipe(**changes), {}
     for micro in (4, 2, 1):
         split = dataclasses.replace(made, out=str(tmp_path / f"{micro}"), batch=BatchRecipe(sequences=4, micro=micro))
-        run = Run(split, CPU, SilentWatcher())
+        run = TrainingRun(split, CPU, SilentWatcher())
         before = {key: value.clone() for key, value in run._student.decoder.state_dict().items()}
         with prefetching(run._data.train, TrainingProgress(), CPU, micro) as batches:
             for step in range(2):
@@ -156,7 +156,7 @@ def test_a_batch_may_be_split_into_any_micro_batches(
 
 
 def test_a_step_that_is_not_finite_leaves_the_bias_too(recipe: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    run = Run(recipe(**STEPPED["token, loss-free"], budget={"steps": 1}), CPU, SilentWatcher())
+    run = TrainingRun(recipe(**STEPPED["token, loss-free"], budget={"steps": 1}), CPU, SilentWatcher())
     plain = Objective.forward
 
     def broken(asked: Objective, **inputs: Any) -> tuple[Tensor, Tensor]:
@@ -201,7 +201,7 @@ def test_evaluation_takes_no_notice_of_a_warm_up() -> None:
 
 def test_the_loop_sets_the_warm_up_by_the_step(recipe: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     changes = {"model": {**THREE, "router": {}}, "loss": {"routing": {"capacity_warmup": 4}}, "budget": {"steps": 6}}
-    run, seen = Run(recipe(**changes, batch={"micro": 4}), CPU, SilentWatcher()), []
+    run, seen = TrainingRun(recipe(**changes, batch={"micro": 4}), CPU, SilentWatcher()), []
     plain = Objective.forward
 
     def watched(asked: Objective, **inputs: Any) -> tuple[Tensor, Tensor]:

@@ -162,7 +162,7 @@ def test_where_nothing_is_whole_one_line_says_so(run, capsys):
     before = sorted(out.rglob("*"))
     assert main(["train", str(out / "recipe.yaml"), "--out", str(out), "--resume"]) == 2
     said = capsys.readouterr().err.splitlines()[-1]
-    assert said.startswith(f"fathomlm: {out}/checkpoints has no whole checkpoint to go on from: ")
+    assert said.startswith(f"fathomlm: {out}/checkpoints has no complete checkpoint to resume from: ")
     assert said.endswith(
         "step-00000006/model.safetensors was altered since it was written (wrong checksum) (nor are the 1 before it whole)"
     )

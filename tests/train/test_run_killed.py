@@ -20,7 +20,7 @@ from fathomlm.train import directory as directory_module
 from fathomlm.train import run as run_module
 from fathomlm.train.checkpoint import load_checkpoint
 from fathomlm.train.report import Reporter, SilentWatcher, read_records
-from fathomlm.train.run import Run, train
+from fathomlm.train.run import TrainingRun, train
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 STEPS = 12
@@ -107,7 +107,7 @@ def in_the_middle_of_a_record():
 
 
 def between_two_checkpoints():
-    Run._is_due = die_at(8, Run._is_due)
+    TrainingRun._is_due = die_at(8, TrainingRun._is_due)
 
 
 MOMENTS = [

@@ -78,7 +78,7 @@ def test_a_validation_reads_the_same_rows_in_any_micro_batches(name, rows, recip
     found = []
     for micro in (1, 2, 4):
         made = recipe(**changes, out=str(tmp_path / f"{micro}"), batch={"micro": micro}, evaluate={"rows": rows})
-        run = run_module.Run(made, run_module.World(0, 1, torch.device("cpu")), SilentWatcher())
+        run = run_module.TrainingRun(made, run_module.World(0, 1, torch.device("cpu")), SilentWatcher())
         loader = run._data.validation
         found.append(run._stepper.validate(loader, rows))
     whole = loader.batch_at(0, min(rows or len(loader), len(loader)))
@@ -171,7 +171,7 @@ def test_what_is_frozen_stays_bit_for_bit(changes, learns, recipe, tmp_path, wei
     changed = {key for key in first if not torch.equal(first[key], last[key])}
     assert changed
     assert changed == {key for key in first if key.startswith(learns)}
-    fresh = run_module.Run(
+    fresh = run_module.TrainingRun(
         recipe(**changes, out=str(tmp_path / "other")), run_module.World(0, 1, torch.device("cpu")), SilentWatcher()
     )
     base = {key: value for key, value in fresh._student.state_dict().items() if not key.startswith(learns)}

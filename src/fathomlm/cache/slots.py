@@ -4,7 +4,7 @@ Rows begin at slot 0 and a token's slot is its position: nothing is padded on th
 each row; deep steps may hold fewer slots than shallow ones, while tokens that left early wait for them. What lies behind
 a row's count is spare room, and no query looks there: it sees slots up to its own.
 
-Shapes: B rows of the cache, R rows of a pass, G key-value heads, N tokens of a pass (padded to the longest row), S slots,
+Shapes: B rows of the cache, R batch size, G key-value heads, N tokens of a row (padded to the longest row), S slots,
 D head width.
 """
 
@@ -34,7 +34,7 @@ class Span:
 
 
 class Focus:
-    """The tokens of a pass: spans of different rows, side by side."""
+    """The tokens of a forward pass: spans of different rows, side by side."""
 
     def __init__(self, spans: Sequence[Span], device: torch.device) -> None:
         assert all(span.count > 0 for span in spans)
@@ -66,7 +66,7 @@ class _Slots:
         self._prefix: Entries | None = None
 
     def append(self, k_RGND: Tensor, v_RGND: Tensor) -> Entries:
-        """Store the tokens of the pass at their slots; returns all that their rows hold, up to the furthest slot."""
+        """Store the tokens of the batch at their slots; returns all that their rows hold, up to the furthest slot."""
         at = self.focus
         assert at is not None
         for span in at.spans:

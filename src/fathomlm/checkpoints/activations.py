@@ -136,7 +136,7 @@ def measure_activations(
         for name in architecture.layer_shapes():
             _put(measured, f"layers.{step.layer}.{name}", base, place)
         layer = measured.decoder.layers[step.layer]
-        sums, cosines = _Sums(), 0.0
+        sums, cosines = _ActivationSums(), 0.0
         for i, x_NTM in enumerate(streams):
             masks = full_masks(architecture, plan, TokenBatch.of(x_NTM, None, None, past=0), x_NTM.dtype)
             with sums.watching(layer if i < len(kept) and moments else None):
@@ -162,7 +162,7 @@ def measure_activations(
     )
 
 
-class _Sums:
+class _ActivationSums:
     """Sums of x^T x over the inputs of a layer's linears."""
 
     def __init__(self) -> None:

@@ -150,7 +150,7 @@ def hub_snapshot(repo_id: str, config_only: bool = False) -> Path:
         raise ModelNotFound(f"the hub has no model {repo_id}, or it is private and you are not logged in") from error
     except errors.LocalEntryNotFoundError as error:
         raise ModelNotFound(
-            f"{repo_id}: the hub cannot be reached, and no whole copy is cached (smollm2-135m needs no hub)"
+            f"{repo_id}: the hub cannot be reached, and no complete copy is cached (smollm2-135m needs no hub)"
         ) from error
     except Exception as error:
         # What else its HTTP client raises is not of one type across versions of huggingface_hub.

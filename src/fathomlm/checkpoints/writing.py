@@ -180,7 +180,7 @@ def _swap(temporary: Path, out: Path) -> None:
     try:
         sync_directory(out.parent)
     except OSError as error:
-        raise OutputError(f"{out} is whole, but a power cut may take it: {error.strerror or error}") from error
+        raise OutputError(f"{out} is complete, but may not survive a power failure: {error.strerror or error}") from error
     if old is not None:
         shutil.rmtree(old, ignore_errors=True)
 

@@ -92,7 +92,7 @@ class Check(JsonOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Show(JsonOptions):
+class ShowData(JsonOptions):
     """Print the counts of a corpus and its first documents as text."""
 
     corpus: Path = like(Check, "corpus")

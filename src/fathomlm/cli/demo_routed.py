@@ -46,7 +46,7 @@ EVERY_RECURSION = 1e6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Completion:
+class DemoCompletion:
     """One prompt and what came of it, the end token left out."""
 
     prompt: str
@@ -59,7 +59,7 @@ class Completion:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DepthUse:
+class DepthCount:
     """How often a depth was used, and for which tokens."""
 
     depth: int
@@ -93,9 +93,9 @@ class DemoFigures:
     """Those that a token at full depth runs."""
     layers_per_token: float
     mean_depth: float
-    depths: list[DepthUse]
+    depths: list[DepthCount]
     tokens_per_second: Speed
-    texts: list[Completion]
+    texts: list[DemoCompletion]
     seconds: float
     sampling: dict[str, Any] = field(default_factory=lambda: dict(CHOICE))
 
@@ -156,7 +156,7 @@ def layers_run(plan: DepthPlan, depth: int) -> int:
     return sum(step.part != "core" or step.recursion < depth for step in plan)
 
 
-def depth_uses(model: FathomForCausalLM, texts: Sequence[Completion]) -> list[DepthUse]:
+def depth_uses(model: FathomForCausalLM, texts: Sequence[DemoCompletion]) -> list[DepthCount]:
     """Each depth's tokens. Examples of a depth are tokens that went there more often than anywhere else."""
     from fathomlm.cli.display import label, token_text
 
@@ -173,18 +173,18 @@ def depth_uses(model: FathomForCausalLM, texts: Sequence[Completion]) -> list[De
         ranked = sorted(examples.get(depth, ()), key=lambda pair: -pair[0])
         share = used[depth] / max(used.total(), 1)
         found.append(
-            DepthUse(depth=depth, tokens=used[depth], share=share, examples=[text for _, text in ranked[:EXAMPLES]])
+            DepthCount(depth=depth, tokens=used[depth], share=share, examples=[text for _, text in ranked[:EXAMPLES]])
         )
     return found
 
 
-def _completion(model: FathomForCausalLM, prompt: str, result: Generation) -> Completion:
+def _completion(model: FathomForCausalLM, prompt: str, result: Generation) -> DemoCompletion:
     from fathomlm.cli.display import pieces
 
     assert result.depths is not None
     many = len(result.tokens) - (result.finish == "eos")
     strings = pieces(model.tokenizer, (*result.prompt_tokens, *result.tokens[:many]))
-    return Completion(
+    return DemoCompletion(
         prompt=prompt,
         text=result.text,
         tokens=list(result.tokens[:many]),
@@ -293,7 +293,7 @@ def _legend(figures: DemoFigures, styles: Sequence[str] | None) -> Text:
     return Text.assemble("Colours are depths: ", *chips, "recursions that ran to choose a token. Prompts have none.")
 
 
-def _coloured(completion: Completion, styles: Sequence[str] | None) -> Text:
+def _coloured(completion: DemoCompletion, styles: Sequence[str] | None) -> Text:
     from rich.text import Text
 
     from fathomlm.cli.display import visible

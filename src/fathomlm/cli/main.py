@@ -52,7 +52,7 @@ COMMANDS: dict[str, Command] = {
         kinds={
             "prepare": Command(help="tokenize text into a corpus", options="cli.data:Prepare"),
             "check": Command(help="verify a corpus against its checksums", options="cli.data:Check"),
-            "show": Command(help="print the first documents of a corpus", options="cli.data:Show"),
+            "show": Command(help="print the first documents of a corpus", options="cli.data:ShowData"),
         },
     ),
     "train": Command(help="train a model from a recipe", options="cli.train:Train"),
@@ -97,7 +97,9 @@ COMMANDS: dict[str, Command] = {
         description="Analyze a model on text, its weights, or training runs. Writes the numbers as JSON, pictures, and one "
         "HTML page into a directory.",
         kinds={
-            "routing": Command(help="how deep tokens go, and how well routers decide", options="lab.cli.analyze:Routing"),
+            "routing": Command(
+                help="how deep tokens go, and how well routers decide", options="lab.cli.analyze:AnalyzeRouting"
+            ),
             "kv": Command(
                 help="how hidden states, keys and values change from step to step", options="lab.cli.analyze:KeysAndValues"
             ),
@@ -105,7 +107,7 @@ COMMANDS: dict[str, Command] = {
                 help="agreement, confidence and time of every layer as an exit", options="lab.cli.analyze:Exits"
             ),
             "weights": Command(
-                help="what tying layers loses, and the rank that restores it", options="lab.cli.analyze:Weights"
+                help="what tying layers loses, and the rank that restores it", options="lab.cli.analyze:AnalyzeWeights"
             ),
             "runs": Command(help="training curves as a page", options="lab.cli.analyze:Runs"),
         },
@@ -134,9 +136,9 @@ COMMANDS: dict[str, Command] = {
         description="A study is a YAML file: runs that differ in one thing each, seeds, and the claims that they decide.",
         kinds={
             "list": Command(help="list the shipped studies", options="lab.cli.study:ListStudies"),
-            "show": Command(help="show the runs of a study", options="lab.cli.study:Show"),
-            "run": Command(help="run what is left of a study", options="lab.cli.study:Run"),
-            "status": Command(help="count finished, failed and remaining runs", options="lab.cli.study:Status"),
+            "show": Command(help="show the runs of a study", options="lab.cli.study:ShowStudy"),
+            "run": Command(help="run what is left of a study", options="lab.cli.study:RunStudy"),
+            "status": Command(help="count finished, failed and remaining runs", options="lab.cli.study:StudyStatus"),
             "merge": Command(help="merge the ledger of another machine", options="lab.cli.study:Merge"),
             "report": Command(help="write tables, pictures and verdicts from the ledger", options="lab.cli.study:Report"),
         },

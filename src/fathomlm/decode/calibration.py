@@ -73,7 +73,7 @@ def calibrate(
     options: ThresholdOptions | None = None,
     on_text: Callable[[Generation, ThresholdEstimator], None] | None = None,
 ) -> Calibration:
-    """Make a text of each prompt, one after the other, and learn from every one. `exit_layer` is by default the model's own
+    """Complete each prompt, one after the other, and learn from every one. `exit_layer` is by default the model's own
     exit. `on_text` is called with each result."""
     if not prompts:
         raise OptionError("there is no prompt to calibrate with")

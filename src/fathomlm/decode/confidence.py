@@ -21,7 +21,7 @@ from fathomlm.errors import OptionError
 from fathomlm.model.decoder import Decoder
 
 
-class ExitClassifier(Protocol):
+class ExitScorer(Protocol):
     """A trained judge of one exit: from what the exit reads to one score a row, (R, 1) or (R)."""
 
     def __call__(self, state_RM: Tensor) -> Tensor: ...
@@ -35,7 +35,7 @@ class AtExit:
     """In front of the exit's layer; entry-copy: of its loop."""
     after_RM: Tensor
     logits_RV: Tensor
-    classifier: ExitClassifier | None = None
+    classifier: ExitScorer | None = None
     read_RM: Tensor | None = None
     """What the exit reads, where that is not `after_RM`: its own layer's output."""
     before: Sequence[float] | Tensor | None = None
@@ -98,7 +98,7 @@ def confidences(measure: str, exit: AtExit) -> list[float]:
     return values
 
 
-def find_gate(decoder: Decoder, exits: Sequence[int]) -> dict[int, ExitClassifier]:
+def find_gate(decoder: Decoder, exits: Sequence[int]) -> dict[int, ExitScorer]:
     """The gate that all exits share, behind the final norm."""
     if decoder.exit_gate is None:
         raise OptionError("confidence 'gate' requires a model with an exit gate; gap, max and state require no training")
@@ -106,7 +106,7 @@ def find_gate(decoder: Decoder, exits: Sequence[int]) -> dict[int, ExitClassifie
     return {index: lambda state_RM, index=index: gate(decoder.exit_hidden(state_RM, index)) for index in exits}
 
 
-def find_classifiers(decoder: Decoder, exits: Sequence[int]) -> dict[int, ExitClassifier]:
+def find_classifiers(decoder: Decoder, exits: Sequence[int]) -> dict[int, ExitScorer]:
     """The classifier of each exit, or an error that says which ones the model lacks."""
     missing = [index + 1 for index in exits if str(index) not in decoder.exit_classifiers]
     if missing:

@@ -7,7 +7,7 @@ tokens that are settled, which every pass that verifies leaves behind.
 
 A token that waits here waits for all layers. The layer's entries for drafts were made of its own output: they are dropped,
 and made anew of the true states once those are known. Tokens are chosen, verified and replaced as in `parallel_decoding`, so
-greedy texts are the full model's, and drawn ones distributed as its own.
+greedy completions are the full model's, and drawn ones distributed as its own.
 
 Shapes: R sequences, N tokens (padded to the most), M hidden width, V vocabulary.
 """

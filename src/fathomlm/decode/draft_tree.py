@@ -1,13 +1,13 @@
-"""Drafts of a draft layer as a tree: several words at each place, of which the full model follows one (SpecInfer, Miao et
-al. 2024; EAGLE, Li et al. 2024).
+"""Drafts of a draft layer as a tree: several tokens at each position, of which the full model follows one (SpecInfer, Miao
+et al. 2024; EAGLE, Li et al. 2024).
 
 A tree is how many drafts follow each token, place by place: 4,2,1 are four first drafts, two behind each of them and one
 behind each of those, 20 in all. What one forward pass over the tree would do is done here path by path, each behind what is
 settled alone, and the path that is kept once more: slow and plain. `engine.programs.draft_tree` is the fast twin.
 
-Greedily, drafts are the layer's likeliest words, and the one that the full model would choose is followed. Drawn drafts of a
-place are drawn one after the other, none twice, and tried in turn: each is kept with probability min(1, p / q), and where it
-is not, what p has more than q is what the next one is held against. So tokens are distributed as the full model's.
+Greedily, drafts are the layer's likeliest tokens, and the one that the full model would choose is followed. Drawn drafts of
+a place are drawn one after the other, none twice, and tried in turn: each is kept with probability min(1, p / q), and where
+it is not, what p has more than q is what the next one is held against. So tokens are distributed as the full model's.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class TreeShape:
 
     @property
     def nodes(self) -> int:
-        """Tokens of a pass that verifies."""
+        """Tokens of a forward pass that verifies."""
         return self.levels[-1][-1] + 1
 
     @property
@@ -59,23 +59,23 @@ class TreeShape:
 
 
 @dataclass(slots=True)
-class _Node:
+class _DraftNode:
     """The last settled token, or a draft."""
 
     path: tuple[int, ...] = ()
     """The drafts from the settled tokens to this one."""
-    above: tuple[_Node, ...] = ()
+    above: tuple[_DraftNode, ...] = ()
     state_M: Tensor | None = None
     """The draft layer's output here, where it has run."""
     logits_V: Tensor | None = None
     sure: float = 0.0
     proposed: list[Tensor] = field(default_factory=list)
     """What each draft behind this one was drawn from."""
-    children: list[_Node] = field(default_factory=list)
+    children: list[_DraftNode] = field(default_factory=list)
     full_V: Tensor | None = None
     """The full model's scores."""
 
-    def leaves(self) -> Iterator[_Node]:
+    def leaves(self) -> Iterator[_DraftNode]:
         if not self.children:
             yield self
         for child in self.children:
@@ -94,7 +94,7 @@ class DraftTreeDecoding(DraftLayerDecoding):
         forward = self._forward
         for seq in sequences:
             settled, known_NM = list(seq.token_ids), self._states[seq.index]
-            root, run = _Node(), forward.layers_run[seq.index]
+            root, run = _DraftNode(), forward.layers_run[seq.index]
             drafting = self._grow(seq, root, settled, known_NM)
             nodes = self._judge(seq, root, settled)
             self._states[seq.index], seq.token_ids = known_NM, settled
@@ -103,7 +103,7 @@ class DraftTreeDecoding(DraftLayerDecoding):
             forward.layers_run[seq.index] = run + drafting + (nodes - len(seq.stack)) * len(self.prompt_steps)
         self._catch_up(sequences)
 
-    def _grow(self, seq: ExitingSequence, root: _Node, settled: list[int], known_NM: Tensor) -> int:
+    def _grow(self, seq: ExitingSequence, root: _DraftNode, settled: list[int], known_NM: Tensor) -> int:
         """Drafts behind each node, level by level; returns how many tokens the draft layer has run over."""
         level, ran = [root], 0
         for width in self._widths:
@@ -122,7 +122,7 @@ class DraftTreeDecoding(DraftLayerDecoding):
             level = [child for node in level for child in node.children]
         return ran
 
-    def _judge(self, seq: ExitingSequence, root: _Node, settled: list[int]) -> int:
+    def _judge(self, seq: ExitingSequence, root: _DraftNode, settled: list[int]) -> int:
         """The full model over every path; returns how many nodes there are."""
         forward, first, nodes = self._forward, len(settled) - 1, set()
         for leaf in root.leaves():
@@ -136,9 +136,9 @@ class DraftTreeDecoding(DraftLayerDecoding):
             forward.cache.truncate(first, seq.index, self.prompt_steps)
         return len(nodes)
 
-    def _walk(self, seq: ExitingSequence, root: _Node) -> None:
+    def _walk(self, seq: ExitingSequence, root: _DraftNode) -> None:
         """Along the drafts that are kept: these wait to be settled, the last one with what stands in the place of others."""
-        node: _Node | None = root
+        node: _DraftNode | None = root
         while node is not None:
             here, asked = node, node.logits_V is not None
             nothing_M = self._states[seq.index][-1]
@@ -163,8 +163,8 @@ class DraftTreeDecoding(DraftLayerDecoding):
                     self._instead[seq.index, waiting.position] = token
 
 
-def propose(seq: ExitingSequence, node: _Node, width: int) -> None:
-    """`width` different words, or as many as there are."""
+def propose(seq: ExitingSequence, node: _DraftNode, width: int) -> None:
+    """`width` different tokens, or as many as there are."""
     assert node.logits_V is not None
     logits_V = node.logits_V.clone()
     q_V = None if seq.sampling.greedy else seq.probabilities(logits_V)
@@ -180,7 +180,7 @@ def propose(seq: ExitingSequence, node: _Node, width: int) -> None:
             q_V = q_V.clone()
             q_V[token] = 0
             q_V = q_V / q_V.sum().clamp_min(torch.finfo(q_V.dtype).tiny)
-        node.children.append(_Node((*node.path, token), (*node.above, node)))
+        node.children.append(_DraftNode((*node.path, token), (*node.above, node)))
 
 
 def followed(seq: ExitingSequence, drafts: Sequence[int], proposed: Sequence[Tensor], logits_V: Tensor) -> int:

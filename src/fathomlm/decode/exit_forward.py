@@ -8,7 +8,7 @@ made of.
     x = forward.exit_state(x, index, gathered)   what the exit after that step reads, by its own layer if it has one
     logits = forward.logits(x, index)            final norm, head, and what the exit adds to it
 
-Shapes: R sequences of a pass, N tokens (padded to the longest), M hidden width, V vocabulary.
+Shapes: R batch size, N tokens (padded to the longest), M hidden width, V vocabulary.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from fathomlm.cache import Focus, SlotCache, Span
-from fathomlm.decode.confidence import AtExit, ExitClassifier, confidences, find_classifiers, find_gate
+from fathomlm.decode.confidence import AtExit, ExitScorer, confidences, find_classifiers, find_gate
 from fathomlm.decode.exiting import Exiting, thresholds_of
 from fathomlm.decode.generation import ExitingSequence
 from fathomlm.depth import Step
@@ -31,7 +31,7 @@ from fathomlm.model.encoder_memory import EncoderMemory
 
 @dataclass(frozen=True, slots=True)
 class GatheredTokens:
-    """Where the tokens of a pass are, and what they may attend to."""
+    """Where the tokens of a forward pass are, and what they may attend to."""
 
     focus: Focus
     masks: AttentionMasks
@@ -132,7 +132,7 @@ class ExitPolicy:
         self.threshold = exiting.threshold_now()
         self._exiting = exiting
         self.measure = exiting.confidence
-        self._classifiers: dict[int, ExitClassifier] = {}
+        self._classifiers: dict[int, ExitScorer] = {}
         if exiting.confidence == "classifier":
             self._classifiers = find_classifiers(decoder, self.exits)
         elif exiting.confidence == "gate":

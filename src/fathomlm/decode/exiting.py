@@ -59,7 +59,7 @@ class AdaptiveThreshold(Protocol):
         ...
 
     def end_sequence(self) -> None:
-        """A text is over."""
+        """A sequence is over."""
         ...
 
 
@@ -121,7 +121,7 @@ class Exiting:
     )
     decay: float | None = option(
         None, ge=0, metavar="TAU",
-        help="state-copy: the threshold falls over the text, 0.9 T + 0.1 exp(-TAU i / max new tokens) at token i (CALM)",
+        help="state-copy: the threshold falls over the sequence, 0.9 T + 0.1 exp(-TAU i / max new tokens) at token i (CALM)",
     )  # fmt: skip
     refine: float | None = option(
         None, ge=0, finite=False, metavar="T",
@@ -209,8 +209,8 @@ class Exiting:
         return float(threshold.threshold if isinstance(threshold, AdaptiveThreshold) else threshold)
 
     def decayed(self, threshold: float, index: int, most: int) -> float:
-        """What holds at a token of a text of at most `most`, from 0: early mistakes cost more tokens than late ones (CALM,
-        Schuster et al. 2022, section 3.5)."""
+        """What holds at a token of a sequence of at most `most`, from 0: early mistakes cost more tokens than late ones
+        (CALM, Schuster et al. 2022, section 3.5)."""
         if self.decay is None:
             return threshold
         return min(1.0, 0.9 * threshold + 0.1 * math.exp(-self.decay * index / most))

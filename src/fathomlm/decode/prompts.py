@@ -82,7 +82,7 @@ def chat_prompt(
 
 
 def end_tokens(model: FathomModel) -> frozenset[int]:
-    """The ids after which a text is over."""
+    """The ids after which a sequence is over."""
     return frozenset(end_ids(model.config.eos_token_id))
 
 

@@ -48,7 +48,7 @@ from fathomlm.jsonfile import parse, read_bytes, shown
 from fathomlm.options import check, option
 
 FORMAT = 2
-"""Format 1 knew no texts and the thesis' rule only."""
+"""Format 1 knew no sequences and the thesis' rule only."""
 GRID = 1000
 """Fitted thresholds are multiples of 1 / GRID, from 0 to 1."""
 PERCENT = 3
@@ -96,7 +96,7 @@ class ThresholdOptions:
         help="rules thesis, public: weight of the fitted classes, the same however rare, or by their counts",
     )  # fmt: skip
     least: int = option(10, ge=2)
-    """Samples that a class needs to be fitted, and texts that the rule risk needs."""
+    """Samples that a class needs to be fitted, and sequences that the rule risk needs."""
     expected_sequences: int | None = option(None, ge=1)
     """How many sequences will come; the first 3 % of them calibrate, and at least one."""
     calibrating_sequences: int | None = option(None, ge=1)

@@ -11,12 +11,13 @@ Where a share p of N tokens was wrong, a share of `risk` or more shows itself so
 
     exp(-N* kl(p, risk))        kl(p, q) = p ln(p / q) + (1 - p) ln((1 - p) / (1 - q))        for p < risk, else 1
 
-with N* = N were tokens independent. They are not: a text on which the exit errs is likely to have it err again. So whole
-texts are the units. From the variance of wrong tokens between texts comes the design effect, how many tokens of a text count
-as one (Kish 1965; Korn and Graubard 1998), and N* = N / max(1, design effect). The bound holds for every number of tokens;
-that the clustering is estimated makes the promise one for ten texts and more, and for texts like those of the calibration.
+with N* = N were tokens independent. They are not: a sequence on which the exit errs is likely to have it err again. So whole
+sequences are the units. From the variance of wrong tokens between sequences comes the design effect, how many tokens of a
+sequence count as one (Kish 1965; Korn and Graubard 1998), and N* = N / max(1, design effect). The bound holds for every
+number of tokens; that the clustering is estimated makes the promise one for ten sequences and more, and for sequences like
+those of the calibration.
 
-What is kept is sums over texts, for thresholds k / STEPS: they are as many after a million texts as after one.
+What is kept is sums over sequences, for thresholds k / STEPS: they are as many after a million sequences as after one.
 """
 
 from __future__ import annotations
@@ -40,21 +41,21 @@ def _zeros() -> list[int]:
 
 @dataclass(slots=True, kw_only=True)
 class Texts:
-    """Tokens and wrong tokens of texts. Lists have an entry for each threshold below 1."""
+    """Tokens and wrong tokens of sequences. Lists have an entry for each threshold below 1."""
 
     count: int = 0
     tokens: int = 0
     tokens_squared: int = 0
-    """The sum over texts, as of the two others."""
+    """The sum over sequences, as of the two others."""
     wrong: list[int] = field(default_factory=_zeros)
     """Tokens that would be wrong at this threshold."""
     wrong_squared: list[int] = field(default_factory=_zeros)
     wrong_tokens: list[int] = field(default_factory=_zeros)
-    """The product of a text's wrong tokens and its tokens."""
+    """The product of a sequence's wrong tokens and its tokens."""
     seen: list[int] = field(default_factory=_zeros)
     """All tokens, at the largest threshold that each of them is above."""
     open_tokens: int = 0
-    """Of the text that has not ended."""
+    """Of the sequence that has not ended."""
     open_wrong: list[int] = field(default_factory=_zeros)
     """Its disagreements, at the largest threshold that each of them is above."""
 
@@ -71,14 +72,14 @@ class Texts:
         require(falling, "wrong", f"counts that fall from at most {self.tokens}", self.wrong)
 
     def add(self, confidence: float, agreed: bool) -> None:
-        """A token of the text that runs."""
+        """A token of the sequence that runs."""
         at = max(bisect_left(THRESHOLDS, confidence) - 1, 0)  # at threshold 0 every token exits, also one of confidence 0
         self.open_tokens += 1
         self.open_wrong[at] += not agreed
         self.seen[at] += 1
 
     def end(self) -> None:
-        """The text is over; one without tokens does not count."""
+        """The sequence is over; one without tokens does not count."""
         tokens, wrong = self.open_tokens, list(accumulate(reversed(self.open_wrong)))[::-1]
         self.open_tokens, self.open_wrong = 0, _zeros()
         if not tokens:
@@ -102,7 +103,7 @@ class Texts:
         return sum(self.seen[at:]) / (sum(self.seen) or 1)
 
     def effective(self, at: int) -> float:
-        """How many independent tokens would say as much about this share as these texts do."""
+        """How many independent tokens would say as much about this share as these sequences do."""
         p = self.share(at)
         if self.count < 2 or not 0 < p < 1:
             return float(self.tokens)

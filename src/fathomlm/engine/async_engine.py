@@ -34,7 +34,7 @@ from fathomlm.engine.options import RestartPolicy
 from fathomlm.engine.request import Constraint, Event, Finished, Request, Result
 from fathomlm.engine.restarts import Blueprint, RestartBudget, let_go
 from fathomlm.engine.sequence import Sequence
-from fathomlm.engine.status import Rate, Status, remaining, summed, zero
+from fathomlm.engine.status import EngineStatus, Rate, remaining, summed, zero
 from fathomlm.errors import EngineStopped
 
 SAMPLE = 0.1
@@ -48,7 +48,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class WorkItem:
     """Something to do between two steps, and who waits for it."""
 
     work: Callable[[], Any]
@@ -180,7 +180,7 @@ class AsyncEngine:
         self._on_failure, self._on_restart = on_failure, on_restart
         self._changed = threading.Condition()
         # Under its lock:
-        self._inbox: list[Stream | Job | int] = []  # requests to take, work to do, and ids to cancel
+        self._inbox: list[Stream | WorkItem | int] = []  # requests to take, work to do, and ids to cancel
         self._refusal: str | None = None
         self._closing = False
         self._ended = False
@@ -256,7 +256,7 @@ class AsyncEngine:
     async def call(self, work: Callable[[], T]) -> T:
         """Have the worker do something between two steps, which wait for it: whatever else uses the model's device."""
         loop = asyncio.get_running_loop()
-        job = Job(work, loop, loop.create_future())
+        job = WorkItem(work, loop, loop.create_future())
         with self._changed:
             if not self.accepting:
                 raise EngineStopped(self._refusal or RESTARTING)
@@ -299,13 +299,13 @@ class AsyncEngine:
     def accepting(self) -> bool:
         return self._refusal is None and not self.restarting
 
-    def status(self) -> Status:
+    def status(self) -> EngineStatus:
         """From any thread, at any time. What it says of the engine is a tenth of a second old at most, or one step."""
         with self._changed:
             now = time.perf_counter()
             counters, totals = self._seen
             rate = self._rate.at(now)
-        return Status(
+        return EngineStatus(
             accepting=self.accepting,
             healthy=self.healthy,
             failure=None if self.failure is None else _message(self.failure),
@@ -396,7 +396,7 @@ class AsyncEngine:
         for order in orders:
             if isinstance(order, Stream):
                 self._take(order)
-            elif isinstance(order, Job):
+            elif isinstance(order, WorkItem):
                 self._do(order)
             else:
                 self._engine.cancel(order)
@@ -419,7 +419,7 @@ class AsyncEngine:
         self._sequences[request.id] = sequence
         self._post(stream.loop, stream.answer)
 
-    def _do(self, job: Job) -> None:
+    def _do(self, job: WorkItem) -> None:
         if job.done.cancelled():
             return
         try:
@@ -456,7 +456,7 @@ class AsyncEngine:
         for order in orders:
             if isinstance(order, Stream):
                 self._post(order.loop, partial(order.answer, EngineStopped(refusal)))
-            elif isinstance(order, Job):
+            elif isinstance(order, WorkItem):
                 self._post(order.loop, partial(order.settle, error=EngineStopped(refusal)))
         self._send()
         self._on_failure(error, again)

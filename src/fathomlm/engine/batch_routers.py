@@ -21,7 +21,7 @@ from fathomlm.model.route.token import TokenRouters, drawn_depth
 TOKEN, POSITION, MAX_DEPTH, EPOCH = (COLUMNS.index(name) for name in ("token", "position", "max_depth", "epoch"))
 
 
-class Weights(NamedTuple):
+class RouterWeights(NamedTuple):
     """All that a linear expert-choice router decides by."""
 
     main_RM: Tensor
@@ -69,10 +69,10 @@ class BatchRouters:
         assert isinstance(self.routers, TokenRouters)
         return self.routers
 
-    def weights(self) -> Weights:
+    def weights(self) -> RouterWeights:
         assert self._main_RM is not None
         judge_RM = self._main_RM if self._aux_RM is None else self._aux_RM
-        return Weights(self._main_RM, judge_RM, self._selective_R, self._least_R)
+        return RouterWeights(self._main_RM, judge_RM, self._selective_R, self._least_R)
 
     def ask(self, x_NM: Tensor) -> Tensor:
         """What is to be known in front of the core, (N, R)."""

@@ -1,9 +1,10 @@
-"""One token for each row from its scores, its settings and a number in [0, 1) that its seed and place in the text give.
+"""One token for each row from its scores, its settings and a number in [0, 1) that its seed and position in the sequence
+give.
 
 `decode.sampling` says what the settings mean. Here they differ from row to row, and what comes out may not depend on the
 other rows or on how many there are. Therefore:
 
-- randomness is a function of (seed, place in the text), not a generator that is moved on;
+- randomness is a function of (seed, position in the sequence), not a generator that is moved on;
 - sums that decide anything are of integers: on a GPU the order in which floats are added up depends on the number of
   rows, and a running sum of them may differ from run to run;
 - ties go by token id, never by what a device's sort or search happens to do with them.

@@ -492,7 +492,7 @@ class Engine:
         del self._sequences[sequence.id]
         self.totals.finished += 1
         if self._estimator is not None and why.reason != "cancelled":
-            # At the end, and all at once: a text is the estimator's unit, and those of other requests ran beside it.
+            # At the end, and all at once: a sequence is the estimator's unit, and those of other requests ran beside it.
             self._estimator.observe([sure for sure, _ in sequence.judged], [agreed for _, agreed in sequence.judged])
             self._estimator.end_sequence()
         if sequence.on_events is not None:

@@ -1,4 +1,4 @@
-"""What one plain forward pass over a text tells: the log probabilities of its tokens, and an embedding of it.
+"""What one plain forward pass over a sequence gives: the log probabilities of its tokens, and an embedding of it.
 
 The decode steps compute logits of what comes next alone. This is for what they do not have, and runs between two of them
 (`AsyncEngine.call`), as the reference decoder's prefill: at full depth, or at the router's own choice.

@@ -76,11 +76,11 @@ class Grammar:
     def __init__(self, matcher: Any, vocab: int, ends: frozenset[int]) -> None:
         self._matcher, self._vocab, self._ends = matcher, vocab, ends
 
-    def begin(self) -> Matcher:
-        return Matcher(self._matcher.deep_copy(), self._vocab, self._ends)
+    def begin(self) -> GrammarMatcher:
+        return GrammarMatcher(self._matcher.deep_copy(), self._vocab, self._ends)
 
 
-class Matcher:
+class GrammarMatcher:
     """How far one completion has come in its grammar."""
 
     def __init__(self, matcher: Any, vocab: int, ends: frozenset[int]) -> None:

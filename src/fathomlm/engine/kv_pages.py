@@ -54,7 +54,7 @@ class AttentionMetadata:
     source: AttentionMetadata | None = field(default=None, kw_only=True)
     """What rows look at of what an encoder made."""
     gathered: GatheredPages | None = field(default=None, kw_only=True)
-    """On a CPU: the same for all layers of a pass, worked out once."""
+    """On a CPU: the same for all layers of a forward pass, worked out once."""
 
     def gathering(self, page_size: int) -> AttentionMetadata:
         """For rows that all see something."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import abc
 
 from fathomlm.engine.page_pool import PagePool
-from fathomlm.engine.prefix_cache import Prefix, PrefixCache
+from fathomlm.engine.prefix_cache import CachedPrefix, PrefixCache
 from fathomlm.engine.schedule import PageCopy, PageGrant, SchedulerOutput
 from fathomlm.engine.sequence import Sequence
 
@@ -70,11 +70,11 @@ class PageManager:
                     self._give(sequence, table, count, out)
         return enough
 
-    def find(self, sequence: Sequence) -> Prefix:
+    def find(self, sequence: Sequence) -> CachedPrefix:
         """The longest cached prefix of a sequence, held for it; empty when prefixes are not cached."""
         return self.prefixes.find(sequence.keys, sequence.id) if self.prefix_caching else self.prefixes.nothing()
 
-    def adopt(self, sequence: Sequence, prefix: Prefix, more: int, headroom: int) -> bool:
+    def adopt(self, sequence: Sequence, prefix: CachedPrefix, more: int, headroom: int) -> bool:
         """Start a sequence from a cached prefix, if there are pages to prefill up to `more` tokens and to run one, and
         `headroom` pages a pool besides. Else it has nothing and holds nothing.
 
@@ -93,7 +93,7 @@ class PageManager:
         self.give_back(sequence)
         return False
 
-    def settle(self, sequence: Sequence, prefix: Prefix, out: SchedulerOutput) -> None:
+    def settle(self, sequence: Sequence, prefix: CachedPrefix, out: SchedulerOutput) -> None:
         """Tell the device the pages that a placed sequence has adopted, with a copy of each that is partly filled. A source
         has all its pages from now on, until they are given back.
 
@@ -168,7 +168,7 @@ class PageManager:
             out.grants.append(PageGrant(slot, table, first, tuple(pages[first:])))
         out.capacity[slot, table] = len(pages) * self.page_size
 
-    def _full(self, prefix: Prefix, table: int) -> int:
+    def _full(self, prefix: CachedPrefix, table: int) -> int:
         return prefix.entries[table] // self.page_size
 
     def _pages_for(self, entries: int) -> int:

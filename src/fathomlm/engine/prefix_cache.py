@@ -1,9 +1,9 @@
-"""The prefix cache: texts that begin alike share the pages of their beginning.
+"""The prefix cache: sequences that begin alike share the pages of their beginning.
 
 Prefixes are cut every `page_size` positions and kept in a tree: a node is its parent and the next `page_size` token ids,
-compared as they are, so no two texts can be mistaken for each other. A node that carries a *record* says how many
+compared as they are, so no two sequences can be mistaken for each other. A node that carries a *record* says how many
 entries each table has after exactly that many tokens, and in which pages. A record keeps only the pages that its nearest
-recorded ancestor does not name, so a text of n pages has n keepers, not n * n.
+recorded ancestor does not name, so a sequence of n pages has n keepers, not n * n.
 
 A plain model has one table, with one entry a token: every full page is worth a record. The deeper tables of a mixture
 of recursions fill at their own speed. There a record needs counts that the device reported at just that position, and
@@ -25,8 +25,8 @@ from fathomlm.engine.page_pool import PagePool
 
 
 @dataclass(frozen=True, slots=True)
-class Prefix:
-    """What the cache has of a text: its first `length` tokens, by table their entries and the pages of these."""
+class CachedPrefix:
+    """What the cache has of a sequence: its first `length` tokens, by table their entries and the pages of these."""
 
     length: int
     entries: tuple[int, ...]
@@ -41,13 +41,13 @@ class _Record:
     pages: tuple[tuple[int, ...], ...]
 
 
-class _Node:
+class _PrefixNode:
     __slots__ = ("children", "holders", "key", "parent", "queued", "record", "used")
 
-    def __init__(self, parent: _Node | None, key: tuple[int, ...]) -> None:
+    def __init__(self, parent: _PrefixNode | None, key: tuple[int, ...]) -> None:
         self.parent = parent
         self.key = key
-        self.children: dict[tuple[int, ...], _Node] = {}
+        self.children: dict[tuple[int, ...], _PrefixNode] = {}
         self.record: _Record | None = None
         self.holders = 0  # of this node and of all below it
         self.used = 0
@@ -61,22 +61,22 @@ class PrefixCache:
         self._tables = tuple(tables)
         self._pools = pools
         self._page_size = page_size
-        self._root = _Node(None, ())
+        self._root = _PrefixNode(None, ())
         self._clock = 0
-        self._held: dict[int, _Node] = {}
-        self._leaves: list[tuple[int, int, _Node]] = []  # a heap; entries may be out of date, see _oldest
+        self._held: dict[int, _PrefixNode] = {}
+        self._leaves: list[tuple[int, int, _PrefixNode]] = []  # a heap; entries may be out of date, see _oldest
         self.records = 0
         self.evictions = 0
 
-    def nothing(self) -> Prefix:
-        """The empty prefix, which every text has."""
-        return Prefix(0, (0,) * len(self._tables), ((),) * len(self._tables))
+    def nothing(self) -> CachedPrefix:
+        """The empty prefix, which every sequence has."""
+        return CachedPrefix(0, (0,) * len(self._tables), ((),) * len(self._tables))
 
-    def find(self, known: abc.Sequence[int], holder: int | None = None) -> Prefix:
+    def find(self, known: abc.Sequence[int], holder: int | None = None) -> CachedPrefix:
         """The longest recorded prefix that leaves at least one token to run. The holder, if given, holds it."""
         length, entries = 0, (0,) * len(self._tables)
         pages: list[list[int]] = [[] for _ in self._tables]
-        path: list[_Node] = []
+        path: list[_PrefixNode] = []
         for at, node in enumerate(self._walk(known, len(known) - 1), start=1):
             path.append(node)
             if node.record is not None:
@@ -86,7 +86,7 @@ class PrefixCache:
         self._touch(path)
         if holder is not None and length:
             self._hold(path[length // self._page_size - 1], holder)
-        return Prefix(length, entries, tuple(map(tuple, pages)))
+        return CachedPrefix(length, entries, tuple(map(tuple, pages)))
 
     def record(
         self,
@@ -95,7 +95,7 @@ class PrefixCache:
         pages: abc.Sequence[abc.Sequence[int]],
         holder: int | None = None,
     ) -> None:
-        """Remember that the first entries[0] tokens of a text have these entries, in these pages of the holder.
+        """Remember that the first entries[0] tokens of a sequence have these entries, in these pages of the holder.
 
         With one table that holds at every full page on the way too. With several, the counts say nothing of other
         positions, and a position inside a page of tokens is not worth a record.
@@ -138,7 +138,7 @@ class PrefixCache:
             self.evictions += 1
 
     def forget(self, known: abc.Sequence[int], beyond: int) -> None:
-        """Drop what is recorded of a text behind its first `beyond` tokens, with all that builds on it."""
+        """Drop what is recorded of a sequence behind its first `beyond` tokens, with all that builds on it."""
         for at, node in enumerate(self._walk(known, len(known)), start=1):
             if at * self._page_size > beyond:
                 self._remove(node)
@@ -152,16 +152,16 @@ class PrefixCache:
             self._remove(node)
         self._leaves.clear()
 
-    def _walk(self, known: abc.Sequence[int], most: int) -> abc.Iterator[_Node]:
-        node: _Node | None = self._root
+    def _walk(self, known: abc.Sequence[int], most: int) -> abc.Iterator[_PrefixNode]:
+        node: _PrefixNode | None = self._root
         for first, end in pairwise(range(0, most + 1, self._page_size)):
             node = node.children.get(tuple(known[first:end])) if node is not None else None
             if node is None:
                 return
             yield node
 
-    def _grow(self, parent: _Node, key: tuple[int, ...]) -> _Node:
-        node = parent.children[key] = _Node(parent, key)
+    def _grow(self, parent: _PrefixNode, key: tuple[int, ...]) -> _PrefixNode:
+        node = parent.children[key] = _PrefixNode(parent, key)
         return node
 
     def _keep(self, entries: tuple[int, ...], pages: abc.Sequence[abc.Sequence[int]], above: _Record | None) -> _Record:
@@ -174,18 +174,18 @@ class PrefixCache:
         self.records += 1
         return _Record(entries, starts, own)
 
-    def _touch(self, path: list[_Node]) -> None:
+    def _touch(self, path: list[_PrefixNode]) -> None:
         self._clock += 1
         for node in path:
             node.used = self._clock
 
-    def _queue(self, node: _Node) -> None:
+    def _queue(self, node: _PrefixNode) -> None:
         """Make a node a candidate for eviction. Whether it is a free leaf, and how old, is seen when its turn comes."""
         if not node.queued:
             node.queued = True
             heapq.heappush(self._leaves, (node.used, id(node), node))
 
-    def _oldest(self) -> _Node:
+    def _oldest(self) -> _PrefixNode:
         """The least recently used leaf that nobody holds. There is one below every spare page."""
         while True:
             used, _, node = heapq.heappop(self._leaves)
@@ -196,8 +196,8 @@ class PrefixCache:
                 return node
             self._queue(node)
 
-    def _hold(self, node: _Node, holder: int) -> None:
-        above: _Node | None = node
+    def _hold(self, node: _PrefixNode, holder: int) -> None:
+        above: _PrefixNode | None = node
         while above is not None:
             above.holders += 1
             if above.holders == 1:
@@ -206,7 +206,7 @@ class PrefixCache:
         self.let_go(holder)
         self._held[holder] = node
 
-    def _remove(self, top: _Node) -> None:
+    def _remove(self, top: _PrefixNode) -> None:
         """Drop a node with all that builds on it, and the nodes above it that led nowhere else."""
         below = [top]
         for node in below:
@@ -221,7 +221,7 @@ class PrefixCache:
         if parent is not None and not parent.children:
             self._queue(parent)
 
-    def _release(self, node: _Node) -> None:
+    def _release(self, node: _PrefixNode) -> None:
         if node.record is None:
             return
         if node.holders:
@@ -231,15 +231,15 @@ class PrefixCache:
         node.record = None
         self.records -= 1
 
-    def _own(self, node: _Node) -> None:
+    def _own(self, node: _PrefixNode) -> None:
         for table, page in self._pages(node):
             self._pool(table).share(page)
 
-    def _disown(self, node: _Node) -> None:
+    def _disown(self, node: _PrefixNode) -> None:
         for table, page in self._pages(node):
             self._pool(table).release(page)
 
-    def _pages(self, node: _Node) -> abc.Iterator[tuple[int, int]]:
+    def _pages(self, node: _PrefixNode) -> abc.Iterator[tuple[int, int]]:
         if node.record is not None:
             yield from ((table, page) for table, named in enumerate(node.record.pages) for page in named)
 

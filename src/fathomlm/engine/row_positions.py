@@ -1,4 +1,4 @@
-"""Where rows of a pass stand, layer by layer: their angles, and the first entry that they see.
+"""Where rows of a batch stand, layer by layer: their angles, and the first entry that they see.
 
 A window counts positions (`model.attention_mask`). Where every token has an entry, a window is a number of entries. In
 recursion-wise tables only the tokens that ran a recursion have one: there positions are kept beside the pages, and the first

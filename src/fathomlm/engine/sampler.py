@@ -1,8 +1,8 @@
 """From scores to the next tokens, for rows of many requests at once, each with its own settings.
 
-A row's token depends on its scores, its settings, its seed and its place in the text alone, and on what the text holds
-where a penalty asks for that. So it does not matter what else is in the batch, and a text that was put aside and read again
-goes on as it would have.
+A row's token depends on its scores, its settings, its seed and its position in the sequence alone, and on what the sequence
+holds where a penalty asks for that. So it does not matter what else is in the batch, and a sequence that was preempted and
+read again goes on as it would have.
 
 Nothing here waits for the device, and every shape follows from the arguments' shapes, so `sample` and `note` can be recorded
 in a CUDA graph. What the work consists of is said by the host (`mode`, `penalise`, `bias`, `alternatives`): `SamplerState`
@@ -165,7 +165,7 @@ class SamplerState:
         return Settings(*floats, *ints)
 
     def penalise(self, scores_NV: Tensor, slots_N: Tensor, settings: Settings) -> Tensor:
-        """Scores with the repetition penalty for prompt and text, then the other two for the text alone."""
+        """Scores with the repetition penalty for prompt and completion, then the other two for the completion alone."""
         assert self.penalties
         seen_NV = self._seen_SV.index_select(0, slots_N)
         counts_NV = self._counts_SV.index_select(0, slots_N)
@@ -237,7 +237,7 @@ def sample(
     bias: bool = False,
     alternatives: bool | None = None,
 ) -> Sampled:
-    """The next token of each row: row n belongs to slot slots_n, and the token is number steps_n of its text, from 0.
+    """The next token of each row: row n belongs to slot slots_n, and the token is number steps_n of its completion, from 0.
 
     A row's result is the same in every mode that serves its request. None does all that the state has room for; without
     alternatives K is 0.

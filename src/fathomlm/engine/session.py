@@ -162,7 +162,7 @@ class EngineSession:
         """An engine for so many tokens, and for a source of so many."""
         sizes = None if self._engine is None else self._engine.runner.sizes
         if self._engine is None or sizes is None or length > sizes.max_length or source > sizes.max_source:
-            if source and sizes is not None:  # a long source and a long text in turn shall not each need an engine
+            if source and sizes is not None:  # a long source and a long completion in turn shall not each need an engine
                 length, source = max(length, sizes.max_length), max(source, sizes.max_source)
             room = _doubled(FIRST_LENGTH, length) if self.sequences == 1 and not source else length
             source = _doubled(FIRST_SOURCE, source) if source else 0

@@ -13,7 +13,7 @@ KEPT = 100
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Status:
+class EngineStatus:
     """Where an `AsyncEngine` and its engine stand."""
 
     accepting: bool

@@ -130,7 +130,7 @@ if triton is not None:
         place = tl.load(at_ptr + at, mask=there, other=0)
         first = tl.minimum(
             tl.min(tl.where((most == best) & there, place, vocab), 0), vocab - 1
-        )  # a word also where all is NaN
+        )  # a token also where all is NaN
         total = tl.sum(tl.load(sum_ptr + at, mask=there, other=0.0) * tl.exp(most - best), 0)
         here = first // CHUNK == chunk  # the chunk that the best is in offers its second
         second = tl.max(tl.where(here, tl.load(next_ptr + at, mask=there, other=float("-inf")), most), 0)

@@ -12,9 +12,9 @@ from torch import Tensor
 from fathomlm.kernels.triton_here import tl, triton
 
 BLOCK, WARPS = 16384, 32
-"""How many words a program takes at once, and on how many warps; `benchmarks/training_kernels.py` compares."""
+"""How many logits a program takes at once, and on how many warps; `benchmarks/training_kernels.py` compares."""
 WIDE = 8
-"""Neighbouring words that a thread takes at once: 16 bytes of bfloat16, the most it can load, and one correction of its sum
+"""Neighbouring logits that a thread takes at once: 16 bytes of bfloat16, the most it can load, and one correction of its sum
 for all of them, where taking an exponential is as scarce as memory."""
 
 

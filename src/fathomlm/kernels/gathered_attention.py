@@ -1,8 +1,8 @@
 """Paged attention on a CPU: pages are gathered, and torch's own kernel does the rest.
 
-What rows see, and where they leave their own entry, is the same at every layer of a pass: it is worked out once. A row that
-is alone, and rows of one sequence while its prompt is read, gather just the entries that they see: nothing where their pages
-lie side by side. Rows of several sequences gather as many as the longest has, and a mask hides the rest.
+What rows see, and where they leave their own entry, is the same at every layer of a forward pass: it is worked out once. A
+row that is alone, and rows of one sequence while its prompt is read, gather just the entries that they see: nothing where
+their pages lie side by side. Rows of several sequences gather as many as the longest has, and a mask hides the rest.
 `plain_paged_attention` is the meaning.
 
 Shapes: N rows, H query heads, G key-value heads, D head width, P pages of a table, E entries, B sequences, T rows of one.

@@ -1,4 +1,5 @@
-"""What queries of a pass may look at: positions, masks and an encoder's output, made once for all steps that see alike.
+"""What queries of a forward pass attend to: positions, masks and an encoder's output, made once for all steps that see
+alike.
 
 Shapes: B batch, T new tokens, S all slots so far, N queries, K keys.
 """
@@ -140,7 +141,7 @@ class TokenBatch:
 
 
 def full_masks(architecture: Architecture, steps: Iterable[Step], rows: TokenBatch, dtype: torch.dtype) -> AttentionMasks:
-    """For all tokens of a pass, over all slots so far."""
+    """For all tokens of a forward pass, over all slots so far."""
     T = rows.positions_BT.shape[1]
     bias = None
     if rows.relative is not None:
@@ -169,7 +170,7 @@ def gathered_masks(
     keys_BK: Tensor | None = None,
     shown_BK: Tensor | None = None,
 ) -> AttentionMasks:
-    """For some tokens of a pass, given by their slots in ascending order, at their true positions.
+    """For some tokens of a forward pass, given by their slots in ascending order, at their true positions.
 
     `keys_BK` are the slots of what they look at, themselves by default; `shown_BK` is False where nobody may look. A
     query sees keys up to its own slot, and always itself.

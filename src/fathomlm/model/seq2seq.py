@@ -71,7 +71,7 @@ class FathomSeq2SeqConfig(FathomConfig):
         architecture, plan, relaxation = super().build_parts()
         if not architecture.cross or architecture.memory_width != self.encoder_config.get("d_model"):
             raise OptionError(
-                f"the decoder looks at an encoder {architecture.memory_width} wide, the encoder's d_model is "
+                f"the decoder attends to an encoder of width {architecture.memory_width}, but the encoder's d_model is "
                 f"{self.encoder_config.get('d_model')}"
             )
         if architecture.hidden != architecture.memory_width:

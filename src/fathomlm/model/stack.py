@@ -94,7 +94,7 @@ class LayerStack(nn.Module):
         self.cpu_layers: CpuLayers | None = None
 
     def compile_layers(self, backend: str = "inductor") -> None:
-        """Compile each layer for the shapes it is given: a run has few, one for each capacity of a router or size of a pass,
+        """Compile each layer for the shapes it is given: a run has few, one for each capacity of a router or batch size,
         and each is worth its own code; a compiler that guesses at shapes to come makes slower code for all."""
         allow_recompiling(MOST_SHAPES)
         drafts = () if self.exit_draft is None else (self.exit_draft, self.exit_draft.block)
@@ -132,13 +132,14 @@ class LayerStack(nn.Module):
                 delta.match_weights(self.layers[step.layer])
 
     def equipped(self, rows: TokenBatch, memory: EncoderMemory | None = None) -> TokenBatch:
-        """The rows of a pass with what this decoder looks at beside its own tokens: its position bias, and the encoder's
+        """A batch with what this decoder attends to beside its own tokens: its position bias, and the encoder's
         output. Masks that are made from them carry both to every step, also in a walk over a part of the plan."""
         if self.architecture.cross != (memory is not None):
             wants = "requires `memory`, the encoder's output" if self.architecture.cross else "does not take `memory`"
             raise ValueError(f"a {self.architecture.family} decoder {wants}")
         if memory is not None and memory.states_BSM.shape[0] != rows.positions_BT.shape[0]:
-            raise ValueError(f"{rows.positions_BT.shape[0]} rows look at {memory.states_BSM.shape[0]} sources")
+            sizes = rows.positions_BT.shape[0], memory.states_BSM.shape[0]
+            raise ValueError(f"a batch of {sizes[0]} rows requires as many sources, `memory` holds {sizes[1]}")
         if memory is None and self.relative is None:
             return rows
         return dataclasses.replace(rows, relative=self.relative, memory=memory)
@@ -215,7 +216,7 @@ class LayerStack(nn.Module):
         masks: AttentionMasks,
         cache: Cache | NoCache,
     ) -> Tensor:
-        """The residual stream after some steps of the plan: a part of a pass, for decoding that leaves early. An exit's own
+        """The residual stream after some steps of the plan: a part of a forward pass, for early exit. An exit's own
         step makes of it what that exit reads."""
         return self._walk(x_BTM, steps, masks, cache)
 

@@ -308,7 +308,7 @@ class ChatBody(RequestBody):
         None, description="Functions that the model may call."
     )
     tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = Field(
-        None, description="'auto' leaves it to the model, 'required' wants calls only, a function that one."
+        None, description="'auto' leaves it to the model, 'required' allows only calls, a named function only calls of it."
     )
     parallel_tool_calls: bool | None = Field(None, description="False: at most one call in a reply.")
     functions: list[Any] | None = Field(None, description="Refused: use tools.")

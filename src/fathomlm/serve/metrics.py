@@ -15,7 +15,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from fathomlm.engine.request import Request, Result, TokenEvent
-from fathomlm.engine.status import Status
+from fathomlm.engine.status import EngineStatus
 from fathomlm.serve.served_model import ServedModel
 from fathomlm.serve.service import Service
 
@@ -100,7 +100,7 @@ class _EngineCollector(Collector):
         yield from _pages(served, status)
         yield from self._depth(served, status)
 
-    def _depth(self, served: ServedModel, status: Status) -> Iterator[Metric]:
+    def _depth(self, served: ServedModel, status: EngineStatus) -> Iterator[Metric]:
         totals = status.totals
         depths = CounterMetricFamily("fathomlm_tokens_by_depth", "Tokens by the depth they were chosen at", labels=["depth"])
         for depth, count in sorted(self._depths[served.name].items()):
@@ -111,7 +111,7 @@ class _EngineCollector(Collector):
         yield GaugeMetricFamily("fathomlm_exit_rate", "Part of all tokens so far that exited early", exit_rate(status))
 
 
-def _standing(status: Status) -> Iterator[Metric]:
+def _standing(status: EngineStatus) -> Iterator[Metric]:
     counters, totals = status.counters, status.totals
     yield GaugeMetricFamily("fathomlm_queued", "Requests that wait", counters.queued)
     yield GaugeMetricFamily("fathomlm_prefilling", "Requests whose prompt is being prefilled", counters.prefilling)
@@ -125,7 +125,7 @@ def _standing(status: Status) -> Iterator[Metric]:
     yield CounterMetricFamily("fathomlm_preemptions", "Sequences preempted for want of memory", counters.preemptions)
 
 
-def _pages(served: ServedModel, status: Status) -> Iterator[Metric]:
+def _pages(served: ServedModel, status: EngineStatus) -> Iterator[Metric]:
     counters = status.counters
     for name, what, counts in (
         ("used", "Pages of the KV cache in use, cached prefixes included", counters.pages_used),
@@ -138,11 +138,11 @@ def _pages(served: ServedModel, status: Status) -> Iterator[Metric]:
         yield family
 
 
-def mean_depth(status: Status) -> float:
+def mean_depth(status: EngineStatus) -> float:
     return status.totals.depths / status.totals.tokens if status.totals.tokens else 0.0
 
 
-def exit_rate(status: Status) -> float:
+def exit_rate(status: EngineStatus) -> float:
     return status.totals.exited / status.totals.tokens if status.totals.tokens else 0.0
 
 

@@ -52,7 +52,7 @@ class TextFormat(Part):
     strict: bool | None = None
 
 
-class TextOptions(Part):
+class TextSettings(Part):
     format: TextFormat | None = None
 
 
@@ -66,7 +66,7 @@ class ResponsesBody(Part):
     temperature: float | None = Field(None, ge=0, le=2)
     top_p: float | None = Field(None, gt=0, le=1)
     stream: bool | None = None
-    text: TextOptions | None = Field(None, description="`format`: text, json_object or json_schema.")
+    text: TextSettings | None = Field(None, description="`format`: text, json_object or json_schema.")
     truncation: Literal["auto", "disabled"] | None = Field(None, description="Only 'disabled' is supported.")
     fathom: FathomOptions | None = Field(None, description="Beyond OpenAI: depth.")
     previous_response_id: Any = Field(None, description="Refused.")

@@ -214,7 +214,7 @@ class _Probe:
 
 
 def _saved(run: Callable[[], Any], dtype: torch.dtype) -> dict[int, Tensor]:
-    """The tensors that autograd keeps of a pass, each memory once."""
+    """The tensors that autograd keeps of a forward pass, each memory once."""
     kept: dict[int, Tensor] = {}
 
     def keep(tensor: Tensor) -> Tensor:

@@ -1,5 +1,5 @@
 """A pass forward and back as one CUDA graph: recorded once its shapes are known, then replayed, so that a GPU never waits
-for Python between two of the thousand kernels of a pass.
+for Python between two of the thousand kernels of a forward pass.
 
 What a graph reads and writes has fixed places: the batch and the scale of its loss are copied in, losses are read out before
 the next replay, and gradients are added to tensors that stay (the loop then clears them instead of dropping them). The slow

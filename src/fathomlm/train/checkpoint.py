@@ -166,7 +166,7 @@ def load_checkpoint(
         with safe_open(directory / "training" / "random.safetensors", framework="pt") as file:
             _set_random_state({key: file.get_tensor(key) for key in file.keys()}, world.device)  # noqa: SIM118
     except (OSError, SafetensorError, KeyError, RuntimeError, TypeError) as error:
-        raise CheckpointError(f"{directory}: not a whole training checkpoint ({error})") from error
+        raise CheckpointError(f"{directory}: not a complete training checkpoint ({error})") from error
     return state.progress
 
 

@@ -68,7 +68,7 @@ def newest_whole(saved: dict[int, Path]) -> ResumePoint:
             damaged[saved[step]] = str(error)
     (newest, why), *others = damaged.items()
     more = f" (nor are the {len(others)} before it whole)" if others else ""
-    raise CheckpointError(f"{newest.parent} has no whole checkpoint to go on from: {why}{more}")
+    raise CheckpointError(f"{newest.parent} has no complete checkpoint to resume from: {why}{more}")
 
 
 def find_start(found: dict[int, Path] | Path, world: World) -> ResumePoint:

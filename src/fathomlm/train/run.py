@@ -76,10 +76,10 @@ def train(
         follows = watcher if watcher is not None and world.first else SilentWatcher()
         with run_lock(Path(recipe.directory), world, follows.note):
             find_saved(recipe, world, resume)  # before a model is built, for one that no one wants
-            return Run(recipe, world, follows, on_prepare).go(resume)
+            return TrainingRun(recipe, world, follows, on_prepare).go(resume)
 
 
-class Run:
+class TrainingRun:
     """One run on one rank."""
 
     def __init__(

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fathomlm.depth import Relaxation
-from fathomlm.lab.analyze.kv import KVNumbers, StateMaps, _Sums, measure
+from fathomlm.lab.analyze.kv import KVNumbers, StateMaps, _KVSums, measure
 from fathomlm.lab.analyze.kv_report import kv_table
 from fathomlm.lab.analyze.token_rows import TokenRows, find, read_rows, text_row
 from fathomlm.model.hub import FathomForCausalLM
@@ -201,7 +201,7 @@ def test_buckets_hold_all_positions() -> None:
 
 
 def test_a_step_that_no_token_ran_is_null() -> None:
-    sums = _Sums(2, 2, torch.device("cpu"))
+    sums = _KVSums(2, 2, torch.device("cpu"))
     ran = torch.tensor([[True, True], [False, False]])
     sums.add([torch.ones(2, 4), torch.ones(2, 4)], ran, torch.tensor([0, 1]))
     model = model_of(None)

@@ -16,15 +16,15 @@ import pytest
 from cli.judge_server import GOOD, Said, judge
 from fathomlm.errors import DataError, OptionError, OutputError
 from fathomlm.lab.evaluate.judge.client import Endpoint, EndpointError, JudgeError, Reply
-from fathomlm.lab.evaluate.judge.questions import IN_A_ROW, AnswerFile, Answers, Question, ask_all, key_of
+from fathomlm.lab.evaluate.judge.questions import IN_A_ROW, AnswerFile, Answers, JudgeQuestion, ask_all, key_of
 
 QUICK: dict[str, Any] = {"model": "m", "timeout": 5.0}
 SOON = {"retry-after-ms": "1"}
 """What a server says that wants to be asked again at once."""
 
 
-def asked_of(*prompts: str) -> list[Question]:
-    return [Question(kind="likert", row=n, systems=(0,), prompt=prompt) for n, prompt in enumerate(prompts)]
+def asked_of(*prompts: str) -> list[JudgeQuestion]:
+    return [JudgeQuestion(kind="likert", row=n, systems=(0,), prompt=prompt) for n, prompt in enumerate(prompts)]
 
 
 def ask(path: Path, endpoint: Endpoint, *prompts: str, **options: Any) -> Answers:

@@ -12,7 +12,7 @@ from fathomlm.errors import DataError, OptionError
 from fathomlm.lab.evaluate.judge.client import Reply
 from fathomlm.lab.evaluate.judge.outputs import JudgedOutputs, JudgedRow, read_outputs
 from fathomlm.lab.evaluate.judge.prompts import DIMENSIONS, Templates, read_scores, read_verdict
-from fathomlm.lab.evaluate.judge.questions import Answers, Question, likert, pairwise, questions
+from fathomlm.lab.evaluate.judge.questions import Answers, JudgeQuestion, likert, pairwise, questions
 
 TWO = ("relevance", "fluency")
 
@@ -194,8 +194,8 @@ def test_a_judge_that_looks_at_places_only_names_no_winner() -> None:
 
 
 def test_means_and_errors_of_scores() -> None:
-    def question(row: int, system: int) -> Question:
-        return Question(kind="likert", row=row, systems=(system,), prompt=f"{row} {system}")
+    def question(row: int, system: int) -> JudgeQuestion:
+        return JudgeQuestion(kind="likert", row=row, systems=(system,), prompt=f"{row} {system}")
 
     replies = {
         question(0, 0): Reply("relevance: 4 fluency: 1", "stop"),

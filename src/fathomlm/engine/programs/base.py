@@ -26,7 +26,7 @@ VALID, BAD, ENDED, JUDGED, AGREED, DRAFTED = 1, 2, 4, 8, 16, 32
 """Flags of a record: a token was chosen; its scores were no numbers; the sequence is over; the whole model has shown
 what it would have chosen where a token exited or might have; it was what the exit chose; it was drafted, and verified."""
 SLOT, EPOCH, TOKEN, DEPTH, FLAGS, INDEX = range(6)
-"""Columns of `StepOutput.ints_NC`; the last says which token of its text it is."""
+"""Columns of `StepOutput.ints_NC`; the last says which token of its sequence it is."""
 LOGPROB, CONFIDENCE = range(2)
 """Columns of `StepOutput.floats_NC`."""
 NEXT, WAITING = 8, 16
@@ -62,7 +62,7 @@ class StepOutput:
     """What one decode step chose, row by row."""
 
     ints_NC: Tensor
-    """slot, epoch, token, depth, flags, and which token of its text it is"""
+    """slot, epoch, token, depth, flags, and which token of its sequence it is"""
     floats_NC: Tensor
     """log probability, and how sure the exit was"""
     top_tokens_NK: Tensor
@@ -108,7 +108,7 @@ class ProgramContext:
     sampler: SamplerState
     ends_E: Tensor
     batch_size: int
-    """Tokens of a pass."""
+    """Tokens of a forward pass."""
     page_size: int
     compiled: bool
     """Whether the work between layers is compiled: many small operations become a few."""
@@ -226,8 +226,8 @@ def take(
     numbers_SC: Tensor, rows_N: Tensor, chosen_N: Tensor, tokens_N: Tensor, bad_N: Tensor, logprobs_N: Tensor,
     depth_N: Tensor, confidence_N: Tensor, ends_E: Tensor, ints_NC: Tensor, floats_NC: Tensor, told_N: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """Chosen tokens become the slots' next, one position further; a text that is over stops, and one that is held until the
-    host knows the token. Columns as in `state.COLUMNS`.
+    """Chosen tokens become the slots' next, one position further; a sequence that is over stops, and one that is held until
+    the host knows the token. Columns as in `state.COLUMNS`.
     A slot may have several rows, and one that is chosen: the others write to the spare slot."""
     columns = numbers_SC.index_select(0, rows_N).unbind(1)
     token, position, stage, since, made, limit, epoch, _, ignores, held = columns

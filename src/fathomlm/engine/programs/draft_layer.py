@@ -205,8 +205,8 @@ class DraftLayerProgram:
         self, scores_SW: Tensor, vocab_W: Tensor | None, drawn_S: Tensor | None, x_SM: Tensor, asks_S: Tensor,
         many_S: Tensor, room_S: Tensor,
     ) -> tuple[Tensor, ...]:  # fmt: skip
-        """The layer's word and how sure it is; where it is sure enough that is a draft, to be followed by another, and where
-        that one stands."""
+        """The layer's token and how sure it is; where it is sure enough that is a draft, to be followed by another, and
+        where that one stands."""
         best_S, sure_S = best_and_gap(scores_SW)
         best_S = best_S if vocab_W is None else vocab_W[best_S]
         if self._measure != "gap":

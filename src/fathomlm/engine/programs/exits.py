@@ -115,7 +115,7 @@ class ExitProgram:
         middle = (f"middle {k}" for k in range(1, self.last))
         self.passes = ("both",) if self.mixed else (*["shallow"] * shallows, *middle, "deep")
         self.numbers = {"both": ALL, "shallow": 0, "deep": self.last} | {f"middle {k}": k for k in range(1, self.last)}
-        """By the name of a pass: the segment that it runs."""
+        """By the name of a forward pass: the segment that it runs."""
         self.output = StepOutput.empty(parts.batch_size * len(self.passes), parts.sampler.max_logprobs, s.device)
         ring = (self.last, s.slots + 1, self.stack)
         self.ring_BSKM = torch.zeros(*ring, s.x_SM.shape[1], dtype=s.x_SM.dtype, device=s.device)

@@ -25,8 +25,8 @@ from fathomlm.kernels.triton_here import triton
 WARPS = 4
 
 
-class Picked(NamedTuple):
-    """Rows of a pass."""
+class PickedRows(NamedTuple):
+    """Rows of a batch."""
 
     rows_N: Tensor
     """Their slots; the spare one where a row stands for nothing."""
@@ -71,19 +71,19 @@ class RoutedSlots(NamedTuple):
 class RoutedQueue(Protocol):
     slots: RoutedSlots
 
-    def begin_core(self) -> Picked:
+    def begin_core(self) -> PickedRows:
         """The rows that have waited longest for the block."""
         ...
 
-    def end_core(self, picked: Picked, out_NM: Tensor) -> None:
+    def end_core(self, picked: PickedRows, out_NM: Tensor) -> None:
         """The stream behind the block, as the router weighs it; and whether it goes on."""
         ...
 
-    def begin_turn(self) -> Picked:
+    def begin_turn(self) -> PickedRows:
         """Rows that are through, and rows whose token has yet to enter and has room to."""
         ...
 
-    def enter(self, picked: Picked) -> Entering:
+    def enter(self, picked: PickedRows) -> Entering:
         """After the choice: the next token of each row, if there is one and it has room."""
         ...
 
@@ -135,21 +135,21 @@ class TorchQueue:
         self._begin_turn, self._enter = parts.small(self._begin_turn_plain), parts.small(self._enter_plain)
         self._arrive = parts.small(self._arrive_plain)
 
-    def begin_core(self) -> Picked:
+    def begin_core(self) -> PickedRows:
         self.parts.state.clock.add_(1)
         rows_N, recursion_N, live_N, positions_N, x_NM, *found = self._begin_core()
         seen = AttentionMetadata(*found, planes=self._planes.planes, apart=self.parts.plan.kv != "share")
-        return Picked(rows_N, recursion_N, live_N, positions_N, x_NM, seen)
+        return PickedRows(rows_N, recursion_N, live_N, positions_N, x_NM, seen)
 
-    def end_core(self, picked: Picked, out_NM: Tensor) -> None:
+    def end_core(self, picked: PickedRows, out_NM: Tensor) -> None:
         self._end_core(*picked[:4], out_NM)
 
-    def begin_turn(self) -> Picked:
+    def begin_turn(self) -> PickedRows:
         self.parts.state.clock.add_(1)
         rows_N, recursion_N, live_N, positions_N, x_NM, *found = self._begin_turn()
-        return Picked(rows_N, recursion_N, live_N, positions_N, x_NM, AttentionMetadata(*found, apart=True))
+        return PickedRows(rows_N, recursion_N, live_N, positions_N, x_NM, AttentionMetadata(*found, apart=True))
 
-    def enter(self, picked: Picked) -> Entering:
+    def enter(self, picked: PickedRows) -> Entering:
         tokens_N, enters_N, positions_N, *found = self._enter(picked.rows_N, picked.live_N)
         return Entering(picked.rows_N, tokens_N, enters_N, positions_N, AttentionMetadata(*found, apart=True))
 
@@ -255,13 +255,13 @@ class TritonQueue:
         self._hidden = {"M": a.hidden, "HIDDEN": wide(a.hidden), "R": plan.recursions}
         self._routing = routers.weights()
 
-    def begin_core(self) -> Picked:
+    def begin_core(self) -> PickedRows:
         return self._pick(turn=False)
 
-    def begin_turn(self) -> Picked:
+    def begin_turn(self) -> PickedRows:
         return self._pick(turn=True)
 
-    def _pick(self, turn: bool) -> Picked:
+    def _pick(self, turn: bool) -> PickedRows:
         s, kept, N = self.parts.state, self.slots, self.parts.batch_size
         rows_N, recursion_N = self._numbers(), self._numbers()
         live_N, x_NM = self._marks(), s.x_SM.new_empty(N, s.x_SM.shape[1])
@@ -274,9 +274,9 @@ class TritonQueue:
             positions_N, seen.slot_mapping_N, seen.lengths_N, seen.table_NP, *seen.angles, s.spare, N,
             SLOTS=triton.next_power_of_2(s.slots), TURN=turn, **self._common, **self._seen, **self._hidden,
         )  # fmt: skip
-        return Picked(rows_N, recursion_N, live_N, positions_N, x_NM, seen)
+        return PickedRows(rows_N, recursion_N, live_N, positions_N, x_NM, seen)
 
-    def enter(self, picked: Picked) -> Entering:
+    def enter(self, picked: PickedRows) -> Entering:
         s = self.parts.state
         tokens_N, enters_N, positions_N, seen = (
             self._numbers(),
@@ -292,7 +292,7 @@ class TritonQueue:
         )  # fmt: skip
         return Entering(picked.rows_N, tokens_N, enters_N, positions_N, seen)
 
-    def end_core(self, picked: Picked, out_NM: Tensor) -> None:
+    def end_core(self, picked: PickedRows, out_NM: Tensor) -> None:
         self._move(picked.rows_N, picked.recursion_N, picked.live_N, picked.positions_N, out_NM, arrives=False)
 
     def arrive(self, entering: Entering, x_NM: Tensor) -> None:

@@ -27,7 +27,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fathomlm.decode.confidence import MEASURES, AtExit, ExitClassifier, find_classifiers
+from fathomlm.decode.confidence import MEASURES, AtExit, ExitScorer, find_classifiers
 from fathomlm.decode.full import generate
 from fathomlm.decode.prompts import read_sources, start_token
 from fathomlm.decode.threshold import ThresholdEstimator, ThresholdOptions
@@ -160,7 +160,7 @@ def check_exits(plan: DepthPlan, layers: Sequence[int] | None, confidence: str) 
 
 
 @dataclass(frozen=True, slots=True)
-class Completion:
+class DecodedSource:
     """What an encoder-decoder made of a source, as its decoder reads it: from the start token on."""
 
     source: list[int]
@@ -170,12 +170,12 @@ class Completion:
 
 def complete(
     model: FathomForSeq2SeqLM, sources: Sequence[list[int]], new: int, on_text: Callable[[int, int], None] | None = None
-) -> list[Completion]:
+) -> list[DecodedSource]:
     """Greedily, at full depth."""
     made = []
     for source in sources:
         (text,) = generate(model, [source], max_new_tokens=new)
-        made.append(Completion(source, torch.tensor([start_token(model), *text.tokens[:-1]]), torch.tensor(text.tokens)))
+        made.append(DecodedSource(source, torch.tensor([start_token(model), *text.tokens[:-1]]), torch.tensor(text.tokens)))
         if on_text is not None:
             on_text(len(made), len(sources))
     return made
@@ -184,7 +184,7 @@ def complete(
 @torch.inference_mode()
 def measure(
     model: FathomModel,
-    rows: TokenRows | Sequence[Completion],
+    rows: TokenRows | Sequence[DecodedSource],
     *,
     layers: Sequence[int] | None = None,
     confidence: str = "gap",
@@ -196,7 +196,7 @@ def measure(
     exits = check_exits(plan, layers, confidence)
     judges = find_classifiers(decoder, [layer - 1 for layer in exits]) if confidence == "classifier" else {}
     measured = confidence if confidence != "classifier" else "gap"
-    sums = _Sums(plan.unrolled_layers)
+    sums = _ExitSums(plan.unrolled_layers)
     estimators = {layer: ThresholdEstimator(rule or ThresholdOptions(rule="thesis")) for layer in exits}
     kept: dict[int, list[tuple[Tensor, Tensor]]] = {layer: [] for layer in exits}
     for done, (tokens_T, targets_T, memory) in enumerate(_texts(model, rows), start=1):
@@ -223,7 +223,7 @@ def measure(
 
 
 def _texts(
-    model: FathomModel, rows: TokenRows | Sequence[Completion]
+    model: FathomModel, rows: TokenRows | Sequence[DecodedSource]
 ) -> Iterator[tuple[Tensor, Tensor, EncoderMemory | None]]:
     if isinstance(rows, TokenRows):
         assert rows.targets_NT is not None
@@ -270,7 +270,7 @@ class _Row:
         agreed_LN = choice_LN == choice_LN[-1]
         return cls(states, agreed_LN, choice_LN == targets_N.cpu(), loss_LN, confidence_LN, cosine_LN)
 
-    def classified(self, decoder: Decoder, layer: int, judges: dict[int, ExitClassifier]) -> Tensor:
+    def classified(self, decoder: Decoder, layer: int, judges: dict[int, ExitScorer]) -> Tensor:
         """What a trained judge says after a layer that has one."""
         return judges[layer - 1](self.states[layer]).float().sigmoid().reshape(-1).cpu()
 
@@ -291,7 +291,7 @@ def _ask(
     return torch.cat(choices_n), torch.cat(losses_n), torch.cat(sure_n)
 
 
-class _Sums:
+class _ExitSums:
     """Accumulates predictions over rows."""
 
     def __init__(self, L: int) -> None:

@@ -112,7 +112,7 @@ def measure(model: FathomForCausalLM, rows: TokenRows, *, on_rows: Callable[[int
     T, S = rows.context, plan.unrolled_layers
     P = min(BUCKETS, T)
     bucket_T = torch.arange(T, device=device) * P // T
-    sums = {"hidden": _Sums(S + 1, P, device), "key": _Sums(S, P, device), "value": _Sums(S, P, device)}
+    sums = {"hidden": _KVSums(S + 1, P, device), "key": _KVSums(S, P, device), "value": _KVSums(S, P, device)}
     ran = torch.zeros(S, dtype=torch.float64, device=device)
     for done, tokens_T in enumerate(rows.tokens_NT, start=1):
         trace = None if plan.routing is None else RoutingTrace()
@@ -203,7 +203,7 @@ def _ran(plan: DepthPlan, trace: RoutingTrace | None, T: int, device: torch.devi
     return torch.stack([depths_T > step.recursion if step.part == "core" else depths_T >= 0 for step in plan])
 
 
-class _Sums:
+class _KVSums:
     """Adds up lengths and cosines of one kind over rows."""
 
     def __init__(self, S: int, P: int, device: torch.device) -> None:

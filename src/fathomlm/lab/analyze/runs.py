@@ -20,7 +20,7 @@ FILE = "metrics.jsonl"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TrainingRun:
+class RecordedRun:
     """What one run recorded."""
 
     name: str
@@ -49,7 +49,7 @@ class RunSummary:
     """The last validation loss at each early exit, by the number of steps run before leaving."""
 
 
-def read_runs(paths: Sequence[Path]) -> list[TrainingRun]:
+def read_runs(paths: Sequence[Path]) -> list[RecordedRun]:
     """The runs at some paths: directories of runs, runs, or their metrics files. Each has a name of its own."""
     files: dict[Path, Path] = {}
     for path in paths:
@@ -59,7 +59,7 @@ def read_runs(paths: Sequence[Path]) -> list[TrainingRun]:
     return [_read(file, name) for file, name in zip(files.values(), names, strict=True)]
 
 
-def summarise(run: TrainingRun) -> RunSummary:
+def summarise(run: RecordedRun) -> RunSummary:
     last = max((*run.train[-1:], *run.validation[-1:]), key=lambda record: int(record["step"]))
     rates = sorted(value for _, value in points(run.train, "tokens_per_s", lambda record: 0.0))
     losses = [value for _, value in training_loss(run, lambda record: 0.0)]
@@ -88,7 +88,7 @@ def points(records: Sequence[Record], field: str, x: Callable[[Record], float]) 
     return found
 
 
-def training_loss(run: TrainingRun, x: Callable[[Record], float]) -> Points:
+def training_loss(run: RecordedRun, x: Callable[[Record], float]) -> Points:
     """The last output's next-token loss where it was recorded apart: what is added to it for exits and teachers differs
     between recipes, so the sum could be compared with neither validation nor other runs."""
     return points(run.train, "parts.next_token", x) or points(run.train, "loss", x)
@@ -104,7 +104,7 @@ def smooth(values: Sequence[float], factor: float) -> list[float]:
     return out
 
 
-def exit_depths(runs: Sequence[TrainingRun]) -> list[str]:
+def exit_depths(runs: Sequence[RecordedRun]) -> list[str]:
     """The early exits that any of the runs was validated at, shallow to deep."""
     return sorted({depth for run in runs for record in run.validation for depth in record.get("exits") or {}}, key=int)
 
@@ -132,7 +132,7 @@ def _names(files: list[Path]) -> list[str]:
     return [str(file) for file in files]
 
 
-def _read(file: Path, name: str) -> TrainingRun:
+def _read(file: Path, name: str) -> RecordedRun:
     try:
         records = read_records(file)
     except OSError as error:
@@ -141,7 +141,7 @@ def _read(file: Path, name: str) -> TrainingRun:
     train, validation = ([r for r in known if r["kind"] == kind] for kind in ("train", "validation"))
     if not train and not validation:
         raise OptionError(f"{file} holds no record of training yet")
-    return TrainingRun(name=name, file=file, train=tuple(train), validation=tuple(validation))
+    return RecordedRun(name=name, file=file, train=tuple(train), validation=tuple(validation))
 
 
 def _is_record(record: Record) -> bool:

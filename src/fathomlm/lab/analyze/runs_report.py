@@ -15,8 +15,8 @@ from fathomlm.lab.analyze.report import Draw, RunsAbout, render, write_report
 from fathomlm.lab.analyze.runs import (
     Points,
     Record,
+    RecordedRun,
     RunSummary,
-    TrainingRun,
     exit_depths,
     points,
     smooth,
@@ -51,7 +51,7 @@ def check_out(out: Path) -> str:
     return suffix
 
 
-def plot(runs: Sequence[TrainingRun], out: Path, options: PlotOptions) -> list[RunSummary]:
+def plot(runs: Sequence[RecordedRun], out: Path, options: PlotOptions) -> list[RunSummary]:
     """Draw the runs into `out`, which appears whole or not at all, and give back the numbers that stand beside them."""
     kind = check_out(out)
     check_matplotlib()
@@ -93,7 +93,7 @@ class _Panel:
     metric: str
     options: PlotOptions
 
-    def draw(self, runs: Sequence[TrainingRun], colors: Sequence[str]) -> int:
+    def draw(self, runs: Sequence[RecordedRun], colors: Sequence[str]) -> int:
         """Draw every run that recorded the metric; how many did."""
         field = AXES[self.options.x][0]
         ends = [_x(record, field, run) for run in runs for record in (*run.train[-1:], *run.validation[-1:])]
@@ -112,7 +112,7 @@ class _Panel:
             self.axes.legend(fontsize=8 if len(handles) <= 10 else 6, framealpha=0.8)
         return drawn
 
-    def _draw_run(self, run: TrainingRun, color: str, depths: Sequence[str], x: Callable[[Record], float]) -> int:
+    def _draw_run(self, run: RecordedRun, color: str, depths: Sequence[str], x: Callable[[Record], float]) -> int:
         name = shortened(run.name)
         if self.metric in ("validation", "exits"):
             drawn = self._line(points(run.validation, "loss", x), color, "-", name, marker=True)
@@ -143,7 +143,7 @@ class _Panel:
         return 1
 
 
-def _x(record: Record, field: str, run: TrainingRun, divisor: float = 1.0) -> float:
+def _x(record: Record, field: str, run: RecordedRun, divisor: float = 1.0) -> float:
     """Where a record stands."""
     value = record.get(field)
     if value is None:
@@ -167,7 +167,7 @@ _PREFIXES = (("zetta", 1e21), ("exa", 1e18), ("peta", 1e15), ("tera", 1e12), ("g
 
 
 def write_runs(
-    runs: Sequence[TrainingRun],
+    runs: Sequence[RecordedRun],
     summaries: Sequence[RunSummary],
     options: PlotOptions,
     about: RunsAbout,
@@ -189,11 +189,11 @@ def write_runs(
     return write_report("runs", numbers, about, draw, page, out, force)
 
 
-def _draw_curves(runs: Sequence[TrainingRun], options: PlotOptions, out: Path) -> None:
+def _draw_curves(runs: Sequence[RecordedRun], options: PlotOptions, out: Path) -> None:
     plot(runs, out, options)
 
 
-def _recorded(runs: Sequence[TrainingRun]) -> list[str]:
+def _recorded(runs: Sequence[RecordedRun]) -> list[str]:
     def some(metric: str) -> bool:
         return any(points(run.train, metric, lambda record: 0.0) for run in runs)
 

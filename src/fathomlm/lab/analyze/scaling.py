@@ -17,7 +17,7 @@ import numpy as np
 
 from fathomlm.depth.cost import count
 from fathomlm.errors import OptionError
-from fathomlm.lab.analyze.runs import TrainingRun, read_runs, summarise
+from fathomlm.lab.analyze.runs import RecordedRun, read_runs, summarise
 from fathomlm.lab.drawing import DASHES, LINES, MARKERS, STAR, figure_over_table, plain_axes, save_figure
 from fathomlm.lab.tables import Rows, amount
 
@@ -75,7 +75,7 @@ def read_finished(paths: Sequence[Path]) -> list[FinishedRun]:
     return [_finished(run, run.file.with_name("recipe.yaml")) for run in read_runs(paths)]
 
 
-def _finished(run: TrainingRun, recipe_file: Path) -> FinishedRun:
+def _finished(run: RecordedRun, recipe_file: Path) -> FinishedRun:
     from fathomlm.train.reading import read_recipe
     from fathomlm.train.student import read_student
 

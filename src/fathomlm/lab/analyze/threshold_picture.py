@@ -110,7 +110,7 @@ def _draw_risk(axes: Any, estimator: ThresholdEstimator) -> None:
         axes.plot(places, bounds, color=WRONG, linewidth=1.2, ls="--", label=f"bound, level {options.level:g}")
         exits.plot(places, [texts.exiting(at) for at in range(STEPS)], color=POSTERIOR, linestyle="-.", label="exit")
     else:
-        axes.text(0.5, 0.6, "no texts yet", transform=axes.transAxes, ha="center", color="0.45")
+        axes.text(0.5, 0.6, "no sequences yet", transform=axes.transAxes, ha="center", color="0.45")
     axes.axhline(options.risk, color=WRONG, linewidth=0.9, linestyle=":", label=f"risk {options.risk:g}")
     _mark(axes, estimator)
     axes.set_xlim(0, 1)

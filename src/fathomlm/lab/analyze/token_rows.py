@@ -3,7 +3,7 @@
 Files become the tokens that `fathomlm data prepare` would make of them, a separator behind every document, so a file and
 the corpus made of it give the same numbers. Only as much is read as is asked for.
 
-Shapes: N rows, T tokens of a row, B rows of a pass.
+Shapes: N rows, T tokens of a row, B batch size.
 """
 
 from __future__ import annotations

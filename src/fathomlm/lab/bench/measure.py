@@ -152,7 +152,7 @@ class Measurement:
     floor: ReadFloor
 
     def record(self) -> dict[str, Any]:
-        """Plain JSON values. DepthUse become text, as JSON's names are."""
+        """Plain JSON values. Depths become strings, as JSON's names are."""
         found = asdict(self)
         found["depth"]["ran"] = {str(depth): part for depth, part in self.depth.ran.items()}
         return found

@@ -1,6 +1,6 @@
 """How long the tokens of one sequence take in the engine, and which passes they took.
 
-The host learns of tokens some decode steps late, so the time between two of them says little about a short text. A text is
+The host learns of tokens some decode steps late, so the time between two of them says little about a short sequence. One is
 timed from its request to its end, and once more with a single new token: the difference is what its other tokens took,
 without reading the prompt and without waiting for the last result.
 """
@@ -50,7 +50,7 @@ class PassCounts:
 
 @dataclass(frozen=True, slots=True)
 class TimedText:
-    """One greedy text."""
+    """One greedy sequence."""
 
     result: Result
     seconds: float
@@ -58,7 +58,7 @@ class TimedText:
     passes: Counter[str]
 
     def decode_seconds(self, single: TimedText) -> float:
-        """What the tokens behind the first took; `single` is the same text with one token."""
+        """What the tokens behind the first took; `single` is the same sequence with one token."""
         return self.seconds - single.seconds
 
 

@@ -1,7 +1,7 @@
 """Workloads as plain data: what is requested, and when. The same seed gives the same requests on every machine.
 
 `thesis` is the setting of the thesis' throughput figures (4.4.3 and its appendix): a thousand sequences that begin from
-nothing, with lengths drawn from a normal distribution around 256. The other two are the prompt and text lengths of its
+nothing, with lengths drawn from a normal distribution around 256. The other two are the prompt and completion lengths of its
 chapter 3. No tensors here.
 """
 
@@ -72,7 +72,7 @@ class Workload:
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest text, its prompt included."""
+        """Tokens of the longest sequence, its prompt included."""
         return max(len(request.prompt) + request.new for request in self.requests)
 
     def shortened(self, requests: int, new: int) -> Workload:

@@ -33,7 +33,7 @@ from fathomlm.lab.drawing import PlotOptions
 from fathomlm.options import like, option, section
 
 if TYPE_CHECKING:
-    from fathomlm.lab.analyze.exits import Completion
+    from fathomlm.lab.analyze.exits import DecodedSource
     from fathomlm.lab.analyze.report import About, RunsAbout
     from fathomlm.lab.analyze.token_rows import TokenRows
     from fathomlm.model.seq2seq import FathomForSeq2SeqLM, FathomModel
@@ -111,7 +111,7 @@ class TextAnalysis(AnalysisOptions, ModelOptions, TextOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Routing(TextAnalysis):
+class AnalyzeRouting(TextAnalysis):
     """Run text through a routed MODEL as in training (top-k) and as in inference (causal): metrics of both, router scores,
     compute, the loss at every maximum depth, whether depth is spent where it lowers the loss, which tokens go deep, and text
     colored by depth."""
@@ -207,7 +207,7 @@ class Exits(TextAnalysis, ExitPackOptions):
         exits = check_exits(plan_of(self.model, self.exits), self.exit_layers, self.confidence)
         model = self.load_any(exits=self.exits, any_base=self.any_base)
         lift_exit_vocab(model)
-        rows: TokenRows | list[Completion]
+        rows: TokenRows | list[DecodedSource]
         if isinstance(model, FathomForSeq2SeqLM):
             rows = self._completions(model)
             prompts = [each.source for each in rows[: self.prompts]]
@@ -234,7 +234,7 @@ class Exits(TextAnalysis, ExitPackOptions):
             tables.append(time_table(numbers.breakdown))
         return self.answer(about, numbers.summary(), tables, files)
 
-    def _completions(self, model: FathomForSeq2SeqLM) -> list[Completion]:
+    def _completions(self, model: FathomForSeq2SeqLM) -> list[DecodedSource]:
         """Of as many documents as about `--tokens` new tokens take."""
         from fathomlm.decode.prompts import encode_prompt
         from fathomlm.lab.analyze.exits import complete
@@ -256,7 +256,7 @@ def _prompts(rows: list[list[int]], many: int, room: int, length: int = 32) -> l
 
 
 @dataclass(frozen=True, kw_only=True)
-class Weights(AnalysisOptions, ThreadOptions):
+class AnalyzeWeights(AnalysisOptions, ThreadOptions):
     """Tie the layers of a plain MODEL on paper, as `convert` would, and analyze what each step loses: the singular values of
     the residuals that a LoRA or DoRA would start from. Shows for each linear and depth which rank captures how much, and
     what it costs. No text is needed, and nothing is converted."""

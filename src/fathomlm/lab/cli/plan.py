@@ -162,7 +162,7 @@ def _plan_memory(
         "rows": [dataclasses.asdict(row) for row in rows],
     }
     title = (
-        f"what fits {settings.memory / 1e9:.4g} GB at {options.context:,} tokens per sequence. train: batch size of a pass, "
+        f"what fits {settings.memory / 1e9:.4g} GB at {options.context:,} tokens per sequence. train: micro-batch size, "
         "and its memory. serve: concurrent sequences, each with its KV cache beside the weights"
     )
     tables.append((title, capacity_table(rows)))

@@ -61,7 +61,7 @@ class ListStudies(JsonOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Show(LedgerOptions, CorpusOptions):
+class ShowStudy(LedgerOptions, CorpusOptions):
     """Show a study: every run in the order of the queue, its tokens and forward FLOPs, passes over --corpus, and whether it
     is in the ledger."""
 
@@ -115,7 +115,7 @@ def _cells(row: dict[str, object]) -> list[str]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Status(LedgerOptions):
+class StudyStatus(LedgerOptions):
     """Count the runs of each study that the ledger has, those that failed, and those that are left."""
 
     names: tuple[str, ...] = option((), positional=True, metavar="NAME", help=NAME, default_text="all shipped studies")
@@ -167,7 +167,7 @@ class Report(LedgerOptions):
     """Write a page from the ledger: for each study a table, a picture and a verdict on each claim, decided by the interval
     of paired differences. Without NAME all shipped studies, examples left out."""
 
-    names: tuple[str, ...] = like(Status, "names")
+    names: tuple[str, ...] = like(StudyStatus, "names")
     out: Path = option(Path("docs/results.md"), metavar="FILE", help="page to write; pictures go beside it")
 
     def run(self) -> int:
@@ -220,7 +220,7 @@ def open_place(corpus: Path | None, work: Path = WORK, device: str = "auto") -> 
 
 
 @dataclass(frozen=True, kw_only=True)
-class Run(LedgerOptions):
+class RunStudy(LedgerOptions):
     """Do the runs of one or several studies that the ledger does not have yet: all variants of the first seed, then those of
     the second. Each finished run is in the ledger at once. With --minutes it stops cleanly before the time is over: runs
     that would not finish in time are not started, or, with --split, are saved under --work, where the same command
@@ -281,7 +281,7 @@ class Run(LedgerOptions):
         return 2 if outcome.interrupted else 0
 
 
-def _answer(outcome: Any, options: Run) -> None:
+def _answer(outcome: Any, options: RunStudy) -> None:
     found = outcome.to_dict()
     if options.json:
         print(json.dumps({**found, "ledger": str(options.ledger)}))

@@ -201,7 +201,8 @@ class LoopDevice(SimulatedDevice):
             return
         depths = sequence.trajectory.depths
         for at in range(chunk.first, chunk.first + chunk.count):
-            # How deep a prompt's tokens go is not in a trajectory: they go as deep as the text's own, one after the other.
+            # How deep a prompt's tokens go is not in a trajectory: they go as deep as the completion's own, one after the
+            # other.
             sequence.entries = self.entries(sequence.entries, 0, depths[at % len(depths)])
 
     def _rank(self, sequence: SimulatedSequence, table: int) -> int:
@@ -251,7 +252,7 @@ class ExitDevice(SimulatedDevice):
 
     def __init__(self, batch_size: int, *, mixed: bool, stack: int = 16, waits: bool = True, shallows: int = 1) -> None:
         """`mixed`: one block twice, so that rows of both parts share a pass. `waits`: what left has to run on, for its exact
-        entries; at most `stack` tokens of a text wait."""
+        entries; at most `stack` tokens of a sequence wait."""
         super().__init__(1, batch_size)
         self.kinds = ("both",) if mixed else (*["shallow"] * shallows, "deep")
         self._waits = waits

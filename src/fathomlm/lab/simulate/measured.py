@@ -44,7 +44,7 @@ TRIES = 3
 SETTLING = 4
 """Steps before a replay for which sequences have room."""
 SPARE = 4 * DECODE_STEPS
-"""Tokens of a text beyond its context, for decode steps that are replayed."""
+"""Tokens of a sequence beyond its context, for decode steps that are replayed."""
 OnProgress = Callable[[int, int], None]
 
 
@@ -104,7 +104,7 @@ def replay(engine: TimedEngine, context: int) -> float:
         tokens = tuple((len(ids) + at) % vocab for at in range(prompt))
         ids.append(engine.new_id())
         engine.submit(Request(id=ids[-1], prompt=tokens, sampling=sampling))
-    while scheduler.waiting or any(text.state == "prefilling" for text in scheduler.placed):
+    while scheduler.waiting or any(sequence.state == "prefilling" for sequence in scheduler.placed):
         engine.step()
     scheduler.lookahead = most  # room for all that follows: the host does not look in between
     engine.step()
@@ -126,7 +126,7 @@ def replay(engine: TimedEngine, context: int) -> float:
 
 
 def replay_room(engine: TimedEngine) -> int:
-    """Tokens that a text may get while decode steps are replayed, and before."""
+    """Tokens that a sequence may get while decode steps are replayed, and before."""
     program, sizes = engine.runner.program, engine.runner.sizes
     per_step = 1
     if isinstance(program, RoutedProgram):
@@ -137,7 +137,7 @@ def replay_room(engine: TimedEngine) -> int:
 
 
 def _middle(workload: Workload) -> int:
-    """What a text has before a token, on average."""
+    """What a sequence has before a token, on average."""
     tokens = sum(request.new for request in workload.requests)
     seen = sum(request.new * (len(request.prompt) + request.new / 2) for request in workload.requests)
     return max(1, round(seen / tokens))

@@ -1,9 +1,9 @@
 """The thesis' A100 measurements as tables of times (`tab_rrt:measured_generation_time_a100` and `..._16gb`), and the
 throughput that it computed from them, for comparison.
 
-The thesis prints times for a token, that is the time of a pass over its rows. Only a batch of one and the largest that
-fitted are printed; what it measured in between is not known. Its throughput counts Transformer blocks alone, and so do these
-tables unless `ends` are asked for.
+The thesis prints times for a token, that is the time of a forward pass over its batch size. Only a batch of one and the
+largest that fitted are printed; what it measured in between is not known. Its throughput counts Transformer blocks alone,
+and so do these tables unless `ends` are asked for.
 """
 
 from __future__ import annotations

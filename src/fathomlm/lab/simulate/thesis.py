@@ -32,7 +32,7 @@ SETS = ("slimpajama", "redpajama", "pg19")
 BOOKS = 100
 """Sequences of PG19's test set."""
 LONGEST = 32
-"""Tokens of the longest text. Throughput does not depend on the scale of lengths, only on their ratios."""
+"""Tokens of the longest sequence. Throughput does not depend on the scale of lengths, only on their ratios."""
 BOOK_TOKENS = 256
 FITTED = "gemma-2b"
 """The model whose plain throughput says how long sequences are."""

@@ -26,7 +26,7 @@ from fathomlm.model.attention_mask import TokenBatch
 from fathomlm.model.route.trace import TopKOptions
 
 
-class Picked(NamedTuple):
+class PickedTokens(NamedTuple):
     """The tokens that a recursion takes of each row, in their order."""
 
     at_BN: Tensor
@@ -38,7 +38,7 @@ class Picked(NamedTuple):
     """False at surplus: tokens that were only taken to fill the shape, and whose outcome is discarded. None: no surplus."""
 
 
-def pick(rank_BT: Tensor, keep_BT: Tensor | None, count: int) -> Picked:
+def pick(rank_BT: Tensor, keep_BT: Tensor | None, count: int) -> PickedTokens:
     """The `count` highest of each row; padding, where `keep_BT` is False, comes last."""
     T = rank_BT.shape[1]
     if keep_BT is not None:
@@ -46,7 +46,9 @@ def pick(rank_BT: Tensor, keep_BT: Tensor | None, count: int) -> Picked:
     return _picked(rank_BT.topk(count, sorted=False).indices.sort(dim=-1).values, T)
 
 
-def pick_within(rank_BT: Tensor, keep_BT: Tensor | None, groups_BT: Tensor | None, quota_BT: Tensor, count: int) -> Picked:
+def pick_within(
+    rank_BT: Tensor, keep_BT: Tensor | None, groups_BT: Tensor | None, quota_BT: Tensor, count: int
+) -> PickedTokens:
     """The highest of each group of a row, as many as its quota says, filled up with surplus to `count` tokens.
 
     Groups are packed documents, or the whole row. Quotas depend on the data (padding, document lengths, a capacity that
@@ -69,12 +71,12 @@ def pick_within(rank_BT: Tensor, keep_BT: Tensor | None, groups_BT: Tensor | Non
     return _picked(at_BN, T, goes_BT.gather(1, at_BN))
 
 
-def _picked(at_BN: Tensor, T: int, valid_BN: Tensor | None = None) -> Picked:
+def _picked(at_BN: Tensor, T: int, valid_BN: Tensor | None = None) -> PickedTokens:
     B, N = at_BN.shape
     rows_B1 = torch.arange(B, device=at_BN.device)[:, None]
     places_BN = torch.arange(N, device=at_BN.device).expand(B, N)
     place_BT = torch.full((B, T), -1, dtype=torch.long, device=at_BN.device).scatter(1, at_BN, places_BN)
-    return Picked(at_BN, (at_BN + rows_B1 * T).flatten(), place_BT, valid_BN)
+    return PickedTokens(at_BN, (at_BN + rows_B1 * T).flatten(), place_BT, valid_BN)
 
 
 def router_logits(x_BTM: Tensor, weight_M: Tensor) -> Tensor:
@@ -90,7 +92,7 @@ def enter_all(x_BTM: Tensor, weight_M: Tensor, seen_BT: Tensor) -> tuple[Tensor,
     return first, second, logits
 
 
-def enter_some(x_BTM: Tensor, weight_M: Tensor, seen_BT: Tensor, picked: Picked) -> tuple[Tensor, Tensor, Tensor]:
+def enter_some(x_BTM: Tensor, weight_M: Tensor, seen_BT: Tensor, picked: PickedTokens) -> tuple[Tensor, Tensor, Tensor]:
     """The stream for `rejoin` and for nobody else, the tokens that are taken (B, N, M), and logits of all."""
     before, going, logits = _EnterSome.apply(x_BTM, weight_M, seen_BT, picked.flat, picked.place_BT)  # type: ignore[no-untyped-call]
     return before, going, logits

@@ -1,6 +1,6 @@
 """Expert-choice: each recursion picks tokens (thesis 4.3.2). `depth.routing.expert` is its pure half.
 
-Shapes: B batch, T tokens of the pass, N tokens that were asked, M hidden width, R recursions.
+Shapes: B batch, T tokens of a sequence, N tokens that were asked, M hidden width, R recursions.
 """
 
 from __future__ import annotations
@@ -17,7 +17,16 @@ from fathomlm.depth import Routing
 from fathomlm.kernels.half import keeps_gradients
 from fathomlm.kernels.rows import put, take
 from fathomlm.model.attention_mask import TokenBatch
-from fathomlm.model.route.entrance import Picked, Quotas, enter_all, enter_some, pick, pick_within, rejoin, router_logits
+from fathomlm.model.route.entrance import (
+    PickedTokens,
+    Quotas,
+    enter_all,
+    enter_some,
+    pick,
+    pick_within,
+    rejoin,
+    router_logits,
+)
 from fathomlm.model.route.routers import RoutedWalk, Router, Routers, draw, draw_keys
 from fathomlm.model.route.trace import Decision, DepthControl, RoutingTrace, TopKOptions
 
@@ -93,7 +102,7 @@ class ExpertRouters(Routers):
         quotas = Quotas.of(self.routing, rows, options)
         slots, keep = rows.slots, rows.keep
         depths = torch.zeros_like(slots)
-        left: list[tuple[Entered, Picked]] = []
+        left: list[tuple[Entered, PickedTokens]] = []
         for recursion in range(walk.plan.recursions):
             seen = self.seen(recursion, x)
             kept = self.routing.kept(recursion, T, options.openness)
@@ -147,17 +156,17 @@ class ExpertRouters(Routers):
         count: int,
         groups_BN: Tensor | None = None,
         quota_BN: Tensor | None = None,
-    ) -> Picked:
+    ) -> PickedTokens:
         """In training: who goes on. With quotas, at most as many of each group as its quota says."""
         with torch.no_grad():
-            picked: Picked
+            picked: PickedTokens
             if quota_BN is None:
                 picked = self._pick(rank_BN.detach(), keep_BN, count)
             else:
                 picked = self._pick_within(rank_BN.detach(), keep_BN, groups_BN, quota_BN, count)
         return picked
 
-    def enter(self, recursion: int, x_BNM: Tensor, seen_BN: Tensor, picked: Picked | None) -> Entered:
+    def enter(self, recursion: int, x_BNM: Tensor, seen_BN: Tensor, picked: PickedTokens | None) -> Entered:
         """In training: the stream as it enters a recursion, all of it without `picked`."""
         if self.routing.network != "linear":
             taken = x_BNM if picked is None else take(x_BNM, picked.at_BN)
@@ -170,7 +179,7 @@ class ExpertRouters(Routers):
         before, taken, logits = enter(x_BNM, self._weight(recursion), seen_BN, picked)
         return Entered(before, taken, taken, logits)
 
-    def rejoin(self, entered: Entered, picked: Picked, new_BNM: Tensor) -> Tensor:
+    def rejoin(self, entered: Entered, picked: PickedTokens, new_BNM: Tensor) -> Tensor:
         """In training: the stream with the tokens that went on replaced."""
         if self.routing.network != "linear":
             return put(entered.before, picked.at_BN, new_BNM)
@@ -259,7 +268,7 @@ class ExpertPass:
             self._trace.depths_BT, self._trace.keep_BT = self._depths, self._rows.keep
 
 
-def _chosen(picked: Picked) -> Tensor:
+def _chosen(picked: PickedTokens) -> Tensor:
     """(B, T): the tokens that really go on."""
     taken_BT = picked.place_BT >= 0
     return taken_BT if picked.valid_BN is None else torch.zeros_like(taken_BT).scatter(1, picked.at_BN, picked.valid_BN)

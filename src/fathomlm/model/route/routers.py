@@ -12,7 +12,7 @@ Three walks that agree where they overlap:
                meaning of routed inference
     cached     causal and with a cache: the tokens that go on are gathered, and only they leave entries
 
-Shapes: B batch, T tokens of the pass, N tokens that run a recursion, M hidden width, R recursions.
+Shapes: B batch, T tokens of a sequence, N tokens that run a recursion, M hidden width, R recursions.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ class Routers(nn.Module):
     def choose(
         self, walk: RoutedWalk, x: Tensor, rows: TokenBatch, keep: Tensor, control: DepthControl, trace: RoutingTrace | None
     ) -> Choice:
-        """The causal decisions of a pass over the stream x, in front of the core."""
+        """The causal decisions of a forward pass over the stream x, in front of the core."""
         raise NotImplementedError
 
     def train_walk(

@@ -1,6 +1,6 @@
 """Token-choice: each token picks its depth once (thesis 4.3.2). `depth.routing.token` is its pure half.
 
-Shapes: B batch, T tokens of the pass, M hidden width, R recursions.
+Shapes: B batch, T tokens of a sequence, M hidden width, R recursions.
 """
 
 from __future__ import annotations

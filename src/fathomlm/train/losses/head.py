@@ -1,7 +1,7 @@
 """The head's losses, a chunk of tokens at a time, so that full logits are never held.
 
-For 2048 x 16 tokens over 49,152 words, float32 logits and their gradient would take 13 GB; for Gemma's 256,000 words, 67.
-Here a chunk's logits are made, its losses and their gradient are taken while they are there, and both are dropped: the
+For 2048 x 16 tokens over a vocabulary of 49,152, float32 logits and their gradient would take 13 GB; for Gemma's 256,000,
+67. Here a chunk's logits are made, its losses and their gradient are taken while they are there, and both are dropped: the
 gradient goes on at once to the hidden states and the head. Nothing is computed twice, unlike with activation
 checkpointing of the head.
 
@@ -30,10 +30,10 @@ HELD_LOGITS = {"cpu": 2**26, "cuda": 3 * 2**26}
 written: less than the backward pass of a layer needs at another time in a usual batch, so that smaller chunks would save
 nothing."""
 HELD_WIDTHS, HELD_PART = 7, 8
-"""On a GPU, as many for each token of a pass as this many hidden widths, if that is more, but never more than an eighth of
-all: a little less than the gradients inside a gated feed-forward part take, three times 8/3 of a width. Products over larger
-chunks are faster: over 131,072 tokens and 49,152 words those of the head take 55.1 ms in chunks of 16,384 and 57.9 in chunks
-of 4,096 (H200); the peak of such a pass, 113 GB, grows by half a gigabyte."""
+"""On a GPU, as many for each token of a micro-batch as this many hidden widths, if that is more, but never more than an
+eighth of all: a little less than the gradients inside a gated feed-forward part take, three times 8/3 of a width. Products
+over larger chunks are faster: over 131,072 tokens and a vocabulary of 49,152 those of the head take 55.1 ms in chunks of
+16,384 and 57.9 in chunks of 4,096 (H200); the peak of such a pass, 113 GB, grows by half a gigabyte."""
 
 
 LEAST_REST = 1e-6
@@ -280,7 +280,7 @@ def head_loss(
     """The weighted sum over tokens, and its parts: summed cross entropy and summed divergence (neither carries a gradient).
 
     `parts` may be compiled. The product is taken in autocast's dtype where that is on. Into
-    `choices_N`, where it is given, each token's likeliest word is written while the logits are there. `weights_N` is what
+    `choices_N`, where it is given, each token's likeliest token is written while the logits are there. `weights_N` is what
     each token counts, in float32 and without a teacher; it learns too, from the token's loss.
     """
     kind = hidden_NM.device.type

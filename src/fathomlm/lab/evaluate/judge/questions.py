@@ -35,7 +35,7 @@ IN_A_ROW = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Question:
+class JudgeQuestion:
     """One prompt, and what its answer is about."""
 
     kind: Kind
@@ -49,25 +49,25 @@ class Question:
 class Answers:
     """Questions with their answers."""
 
-    replies: dict[Question, Reply]
-    failed: dict[Question, str]
+    replies: dict[JudgeQuestion, Reply]
+    failed: dict[JudgeQuestion, str]
     """What went wrong with those that got none."""
     kept: int
     """Questions that had been answered before."""
 
 
-def questions(judged: JudgedOutputs, templates: Templates, kinds: Sequence[Kind]) -> list[Question]:
+def questions(judged: JudgedOutputs, templates: Templates, kinds: Sequence[Kind]) -> list[JudgeQuestion]:
     """Each text's scores; each pair in both orders, since judges prefer a place (thesis 2.6.3)."""
     found = []
     for row in judged.rows:
         if "likert" in kinds:
             for system, text in enumerate(row.texts):
                 prompt = templates.scores(row.source, text)
-                found.append(Question(kind="likert", row=row.number, systems=(system,), prompt=prompt))
+                found.append(JudgeQuestion(kind="likert", row=row.number, systems=(system,), prompt=prompt))
         if "pairwise" in kinds:
             for order in ((0, 1), (1, 0)):
                 prompt = templates.better(row.source, *(row.texts[system] for system in order))
-                found.append(Question(kind="pairwise", row=row.number, systems=order, prompt=prompt))
+                found.append(JudgeQuestion(kind="pairwise", row=row.number, systems=order, prompt=prompt))
     return found
 
 
@@ -137,12 +137,12 @@ class AnswerFile:
 
 
 def ask_all(
-    pending: Sequence[Question],
+    pending: Sequence[JudgeQuestion],
     endpoint: Endpoint,
     answers: AnswerFile,
     *,
     concurrency: int = 4,
-    again: Callable[[Question, Reply], bool] | None = None,
+    again: Callable[[JudgeQuestion, Reply], bool] | None = None,
     on_done: OnProgress | None = None,
 ) -> Answers:
     """Prompts that are word for word the same are asked once. `again` says which kept answers to ask for anew."""
@@ -160,7 +160,7 @@ def ask_all(
 
 
 async def _ask_new(
-    new: dict[str, Question], endpoint: Endpoint, answers: AnswerFile, concurrency: int, on_done: OnProgress | None
+    new: dict[str, JudgeQuestion], endpoint: Endpoint, answers: AnswerFile, concurrency: int, on_done: OnProgress | None
 ) -> dict[str, str]:
     """What failed, and why, by key."""
     waiting = iter(new.items())
@@ -194,7 +194,7 @@ async def _ask_new(
     return failed
 
 
-def _about(question: Question, endpoint: Endpoint) -> dict[str, Any]:
+def _about(question: JudgeQuestion, endpoint: Endpoint) -> dict[str, Any]:
     about = {"model": endpoint.model, "kind": question.kind, "row": question.row}
     return about | {"systems": list(question.systems)}
 
@@ -214,7 +214,7 @@ class AnswerCounts:
     failed: int
 
 
-def is_unreadable(question: Question, reply: Reply, dimensions: Sequence[str]) -> bool:
+def is_unreadable(question: JudgeQuestion, reply: Reply, dimensions: Sequence[str]) -> bool:
     read = read_scores(reply.text, dimensions) if question.kind == "likert" else read_verdict(reply.text)
     return read is None
 
@@ -222,7 +222,7 @@ def is_unreadable(question: Question, reply: Reply, dimensions: Sequence[str]) -
 def count(answers: Answers, kind: str, dimensions: Sequence[str], system: int | None = None) -> AnswerCounts:
     """Of one kind of question; of those about one system's texts where one is given."""
 
-    def mine(question: Question) -> bool:
+    def mine(question: JudgeQuestion) -> bool:
         return question.kind == kind and (system is None or question.systems == (system,))
 
     replies = {question: reply for question, reply in answers.replies.items() if mine(question)}
