@@ -319,7 +319,6 @@ BAD: list[tuple[tuple[str, ...], str]] = [
         ("throughput", "--data", "x.txt", "--workload", "64-256"),
         "--data cannot be combined with --dummy: it requires the model's tokenizer",
     ),
-    (("throughput", "--relax", "prefix", "--kv", "share"), "the engine does not support a prefix with a router, shared"),
     (("latency", "--arrivals", "3"), "unknown option '--arrivals'"),
     (("latency", "--requests", "0"), "--requests must be >= 1"),
     (("latency", "--quantize", "int8", "--peer", "transformers"), "--peer cannot be combined with --quantize"),

@@ -12,12 +12,12 @@ from decode.exit_models import MODELS, PROMPTS, build, exit_layer, exiting, mixi
 from fathomlm.decode.exiting import Exiting
 from fathomlm.decode.full import generate
 from fathomlm.decode.sampling import Sampling
-from fathomlm.depth import DepthPlan, Relaxation
+from fathomlm.depth import DepthPlan
 from fathomlm.engine import layers
 from fathomlm.engine.engine import Engine
 from fathomlm.engine.programs.base import SamplingVariant
 from fathomlm.engine.request import Request
-from fathomlm.errors import FathomError, OptionError, RequestTooLarge, UnsupportedModel
+from fathomlm.errors import FathomError, OptionError, RequestTooLarge
 from fathomlm.lab.bench.models import random_model
 from fathomlm.model.hub import FathomForCausalLM
 from fathomlm.model.route import DepthControl
@@ -368,10 +368,6 @@ def test_stop_strings_and_text(tiny_model: Any) -> None:
 
 
 def test_what_the_engine_cannot_serve_is_said() -> None:
-    with pytest.raises(UnsupportedModel, match="page_size must divide the prefix of 4 entries, such as 4; got 16"):
-        Engine(build("prefix"))
-    with pytest.raises(UnsupportedModel, match="a prefix with a router"):
-        Engine(model_of(routed(), Relaxation(kind="prefix", prefix_length=16)))
     with pytest.raises(OptionError, match="oracle"):
         Engine(build("vanilla"), exiting=exiting("vanilla", "oracle"))
     with pytest.raises(OptionError, match="page_size"):

@@ -175,14 +175,11 @@ def test_what_does_not_fit_is_refused() -> None:
         tight.generate([[5] * 9], max_new_tokens=8)
 
 
-def test_routers_and_prefixes_are_refused() -> None:
+def test_routers_are_refused() -> None:
     loops = DepthPlan.build("cycle", 2, 4)
     routed = encoder_model(loops.with_routing(build_routing("token", 2)))
     with pytest.raises(UnsupportedModel, match="does not support a router in a t5 decoder"):
         Engine(routed)
-    prefixed = encoder_model(loops, build_relaxation(LINEARS, "prefix", None, 4))
-    with pytest.raises(UnsupportedModel, match="or an encoder"):
-        Engine(prefixed, page_size=4)
 
 
 @pytest.mark.parametrize("mode", ["full", "speculative"])

@@ -9,17 +9,19 @@ import pytest
 import torch
 
 from decode.exit_models import GEMMA3
+from fathomlm.decode.exiting import Exiting
 from fathomlm.decode.full import generate
 from fathomlm.depth import Architecture
 from fathomlm.engine import row_positions
 from fathomlm.engine.engine import Engine
 from fathomlm.engine.kv_pages import pool_page_bytes
+from fathomlm.engine.programs.exits import ExitProgram
 from fathomlm.engine.request import Result
 from fathomlm.kernels.cpu_layers import CpuLayers
 from fathomlm.kernels.cpu_library import CpuLibrary
 from fathomlm.model.hub import FathomForCausalLM
 from fathomlm.model.quantize import quantize_layers
-from model.route.small import LLAMA, SHAPE, WINDOWS, model_of, routed
+from model.route.small import LLAMA, LOOPS, SHAPE, WINDOWS, model_of, routed
 from pairwise import in_turn
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -96,6 +98,27 @@ def test_prefixes_and_preemption(loop: str) -> None:
     tight = Engine(model, **SMALL, max_sequences=6, memory=sum(22 * size for size in sizes))
     assert said(tight.generate(prompts, max_new_tokens=NEW)) == wanted
     assert tight.counters().preemptions > 0
+
+
+@pytest.mark.parametrize(("name", "kv", "mode"), [
+    ("differing", "cache", "parallel"), ("both", "cache", "state-copy"), ("local angles", "cache", "entry-copy"),
+    ("differing", "share", "speculative"),
+])  # fmt: skip
+def test_loops_with_exits_share_passes(name: str, kv: Any, mode: Any) -> None:
+    """Though their windows and angles differ."""
+    model = model_of(LOOPS["cycle"].with_kv(kv), architecture=ARCHITECTURES[name])
+    stack = {"max_stack": 3} if mode in ("parallel", "speculative") else {}
+    setting = Exiting(mode=mode, exit_layers=(4,), threshold=0.05, **stack)
+    wanted = generate(model, PROMPTS, max_new_tokens=NEW, exiting=setting)
+    assert {depth for one in wanted for depth in one.exit_layers or ()} == {4, 8}
+    for fuse in (False, True):
+        engine = Engine(model, exiting=setting, always_draft=True, fuse=fuse, **SMALL)
+        assert isinstance(engine.runner.program, ExitProgram)
+        assert engine.runner.program.mixed
+        found = engine.generate(PROMPTS, max_new_tokens=NEW)
+        assert [one.tokens for one in found] == [one.tokens for one in wanted]
+        if mode != "speculative":
+            assert [one.depths for one in found] == [one.exit_layers for one in wanted]
 
 
 def test_windows_that_no_sequence_reaches_cost_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

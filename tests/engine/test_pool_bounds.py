@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-from decode.exit_models import GEMMA3, LLAMA, LOOP, MODELS, build, exiting, mixing_threshold
+from decode.exit_models import LLAMA, LOOP, MODELS, build, exiting, mixing_threshold
 from fathomlm.depth import DepthPlan
 from fathomlm.depth.sharing import STRATEGIES
 from fathomlm.engine.engine import Engine
 from fathomlm.engine.kv_pages import AttentionMetadata, KVPages
-from fathomlm.engine.layout import build_layout
+from fathomlm.engine.layout import Layout, build_layout
 from fathomlm.engine.programs.exits import ExitProgram, _stride
 from fathomlm.engine.schedule import PageCopy, PageGrant, SchedulerOutput
 from fathomlm.errors import PlanError
@@ -45,7 +45,7 @@ def test_every_plane_that_rows_are_led_to_is_their_own_steps() -> None:
         for layers in cuts:
             layout = build_layout(LLAMA, plan, None, [layer - 1 for layer in layers])
             assert all(0 <= plane < layout.planes[pool] for pool, plane in layout.homes.values())
-            parts: Any = SimpleNamespace(layout=layout, plan=plan, layers=SimpleNamespace(architecture=LLAMA))
+            parts: Any = SimpleNamespace(layout=layout, plan=plan)
             segments = [plan.steps[a:b] for a, b in itertools.pairwise((0, *layers, plan.unrolled_layers))]
             if (on := _stride(parts, segments)) is None:
                 continue
@@ -60,23 +60,13 @@ def test_every_plane_that_rows_are_led_to_is_their_own_steps() -> None:
     assert shared == {(n, kv, e) for kv in ("cache", "share") for n, e in ((2, 1), (3, 2), (4, 1), (4, 3))}
 
 
-def test_loops_with_other_windows_do_not_share_a_pass() -> None:
-    """Gemma 3's layers look at different numbers of tokens, and a layer is told one of them."""
-    plan = DepthPlan.build("cycle", 2, 6)
-    segments = [plan.steps[:3], plan.steps[3:]]
-    for architecture, alike in ((LLAMA, True), (GEMMA3, False)):
-        layers = SimpleNamespace(architecture=architecture)
-        parts: Any = SimpleNamespace(layout=build_layout(architecture, plan, None, [2]), plan=plan, layers=layers)
-        assert (_stride(parts, segments) is not None) == alike
-
-
 def test_hybrid_entries_have_no_exits() -> None:
     with pytest.raises(PlanError, match="requires a router"):
         LOOP.with_kv("hybrid")
 
 
 def pool_of_pages() -> KVPages:
-    layout: Any = SimpleNamespace(planes=(PLANES,), positioned=())
+    layout = Layout("whole", (0,), (PLANES,), {})
     return KVPages(LLAMA, layout, (PAGES,), SIZE, torch.device("cpu"), torch.float32)
 
 

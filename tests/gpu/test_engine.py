@@ -12,6 +12,9 @@ from decode.exit_models import build, exiting, mixing_threshold
 from engine.test_engine import NEW, many
 from engine.test_engine_exits import model as gated
 from engine.test_engine_exits import threshold
+from engine.test_engine_prefix import PREFIX
+from engine.test_engine_prefix import model as prefixed
+from engine.test_engine_prefix import threshold as prefix_threshold
 from engine.test_engine_windows import ALIKE, BOTH
 from fathomlm.decode.exiting import Exiting
 from fathomlm.decode.full import Session, generate
@@ -59,6 +62,16 @@ CASES: dict[str, Any] = {
     "routed, windows, shared": (lambda: model_of(routed("expert", "share", "cycle"), architecture=WINDOWS), None),
     "routed, windows, hybrid": (lambda: model_of(routed("token", "hybrid"), architecture=WINDOWS), None),
     "routed, windows, some layers still": (lambda: model_of(routed(), architecture=BOTH), None),
+    "prefix": (lambda: build("prefix"), None),
+    "prefix, windows": (lambda: prefixed("plain, windows"), None),
+    "prefix, routed, windows": (lambda: model_of(routed(), PREFIX, WINDOWS), None),
+    "prefix, routed, shared": (lambda: model_of(routed("expert", "share", "cycle"), PREFIX, WINDOWS), None),
+    "prefix, exits, one pass": (
+        lambda: prefixed("three loops, windows"),
+        lambda: Exiting(
+            mode="parallel", exit_layers=(2, 4), threshold=prefix_threshold("three loops, windows", (2, 4)), max_stack=2
+        ),
+    ),
     "exits, two passes": (
         lambda: build("vanilla"), lambda: exiting("vanilla", "parallel", threshold=mixing_threshold("vanilla"), max_stack=4)
     ),

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fathomlm.kernels import attention_blocks as module
-from fathomlm.kernels.attention_blocks import choose_splits, workspace_size
+from fathomlm.kernels.attention_blocks import Prefix, choose_splits, workspace_size
 from fathomlm.kernels.gathered_attention import GatheredPages
 from fathomlm.kernels.paged_attention import paged_attention, plain_paged_attention
 from fathomlm.kernels.paged_write import FLOAT8
@@ -53,6 +53,31 @@ def test_rows_see_from_a_start_of_their_own() -> None:
     assert len(set(windows)) > 3
     wanted = torch.stack([one_row(q[row], pages, row, 0.4, windows[row]) for row in range(len(LENGTHS))])
     torch.testing.assert_close(found, wanted)
+
+
+PREFIXES = [(0, 4), (1, 4), (3, 8)]
+
+
+@pytest.mark.parametrize(("first", "end"), PREFIXES)
+@pytest.mark.parametrize("window", [None, 1, 3, 6, 100])
+def test_a_prefix_is_seen_wherever_a_window_begins(first: int, end: int, window: int | None) -> None:
+    """As if what is between them were not there."""
+    random = randoms(dtype=torch.float64)
+    lengths = [0, *range(end + 1, end + 20, 3)]
+    q, pages = random(len(lengths), 4, 5), Pages.build(random, lengths, 2, 5, PAGE)
+    bias_DH = random(7, 4)
+    found = paged_attention(q, *pages, 0.4, window=window, prefix=Prefix(first, end))
+    biased = paged_attention(q, *pages, 0.4, window=window, bias_DH=bias_DH, prefix=Prefix(first, end))
+    for row, length in enumerate(lengths[1:], 1):
+        seen = [e for e in range(first, length) if e < end or window is None or e >= length - window]
+        at = torch.tensor([[int(pages.table[row, e // PAGE]), e % PAGE] for e in seen])
+        k, v = (t[at[:, 0], at[:, 1]].transpose(0, 1).repeat_interleave(2, dim=0) for t in (pages.k, pages.v))
+        scores = torch.einsum("hd,hed->he", q[row], k) * 0.4
+        torch.testing.assert_close(found[row], torch.einsum("he,hed->hd", scores.softmax(-1), v))
+        none = torch.zeros(4, dtype=torch.float64)
+        gains = torch.stack([none if e < end else bias_DH[min(length - 1 - e, 6)] for e in seen], dim=1)
+        torch.testing.assert_close(biased[row], torch.einsum("he,hed->hd", (scores + gains).softmax(-1), v))
+    assert not found[0].any()
 
 
 def test_rows_see_only_the_entries_that_their_bits_name() -> None:
@@ -170,6 +195,29 @@ def test_gathered_pages(lengths: list[int], window: int | None, biased: bool, be
             starts = (counts * torch.linspace(0, share, len(counts))).int()
             found = gathered.attend(q_NH1D, k, v, 0.4, window, bias_DH, starts)
             wanted = plain_paged_attention(q, k, v, seen, counts, 0.4, bias_DH=bias_DH, starts_N=starts)
+            torch.testing.assert_close(found[:, :, 0], wanted)
+
+
+@pytest.mark.parametrize(("first", "end"), PREFIXES)
+@pytest.mark.parametrize("lengths", [[21], [9, 10, 30]])
+@pytest.mark.parametrize("biased", [False, True])
+def test_gathered_pages_behind_a_prefix(first: int, end: int, lengths: list[int], biased: bool) -> None:
+    random, prefix = randoms(), Prefix(first, end)
+    pages = Pages.build(random, lengths, 2, 8, PAGE)
+    bias_DH = random(7, 2) if biased else None
+    rows = torch.tensor([row for row, length in enumerate(lengths) for _ in range(length - end)])
+    ranks = torch.tensor([entry + 1 for length in lengths for entry in range(end, length)], dtype=torch.int32)
+    for q, seen, counts, sequence in (
+        (random(len(lengths), 2, 8), pages.table, pages.lengths, None),
+        (random(len(rows), 2, 8), pages.table[rows], ranks, rows),
+    ):
+        gathered = GatheredPages(seen, counts.tolist(), PAGE, sequence, prefix=prefix)
+        starts = (end + (counts - end) * torch.linspace(0, 0.9, len(counts))).int()
+        for window, own in ((None, None), (1, None), (4, None), (11, None), (None, starts)):
+            found = gathered.attend(q[:, :, None], pages.k, pages.v, 0.4, window, bias_DH, own)
+            wanted = plain_paged_attention(
+                q, pages.k, pages.v, seen, counts, 0.4, window, bias_DH=bias_DH, starts_N=own, prefix=prefix
+            )
             torch.testing.assert_close(found[:, :, 0], wanted)
 
 

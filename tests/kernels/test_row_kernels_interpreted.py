@@ -5,6 +5,7 @@ Runs where Triton is installed and interprets (`TRITON_INTERPRET=1`). In float32
 
 from __future__ import annotations
 
+import itertools
 import os
 from typing import Any
 
@@ -215,6 +216,63 @@ def test_paged_attention_from_a_start_of_its_own(splits: int) -> None:
         blocks = attention_blocks.AttentionBlocks(entries)
         fast = row_attention.attend_rows(q, *pages, 0.3, splits=splits, blocks=blocks, starts_N=starts)
         torch.testing.assert_close(fast, wanted, **NEAR)
+
+
+PREFIXES = [(0, 8), (5, 8), (3, 40), (30, 32)]
+
+
+@pytest.mark.parametrize("prefix", PREFIXES)
+@pytest.mark.parametrize("splits", [1, 3])
+def test_paged_attention_behind_a_prefix(prefix: tuple[int, int], splits: int) -> None:
+    """Tiles between the prefix and the window are not looked at: their pages need not be there."""
+    random, front = randoms(), attention_blocks.Prefix(*prefix)
+    lengths = [0, *(front.end + more for more in (1, 2, 17, 64, 100, 131))]
+    q, pages = random(len(lengths), 6, 16), Pages.build(random, lengths, 2, 16, page=8)
+    starts = torch.tensor([0, *(front.end + start for start in (0, 1, 8, 0, 71, 130))], dtype=torch.int32)
+    bits = torch.tensor([0, *[-1 << 3 | 0b101] * 6])
+    ways: Any = (
+        {}, {"window": 1}, {"window": 20}, {"window": 70}, {"starts_N": starts}, {"bits_N": bits, "starts_N": starts},
+    )  # fmt: skip
+    for way, entries in itertools.product(ways, (16, 32)):
+        wanted = paged_attention.plain_paged_attention(q, *pages, 0.3, **way, prefix=front)
+        blocks = attention_blocks.AttentionBlocks(entries, ahead=True)
+        fast = row_attention.attend_rows(q, *pages, 0.3, splits=splits, blocks=blocks, **way, prefix=front)
+        torch.testing.assert_close(fast, wanted, **NEAR)
+    between = (front.end + 31) // 32 * 4
+    pages.table[-1, between : (lengths[-1] - 20) // 32 * 4] = len(pages.k)
+    fast = row_attention.attend_rows(q, *pages, 0.3, 20, splits, blocks=blocks, prefix=front)
+    torch.testing.assert_close(
+        fast[:-1],
+        paged_attention.plain_paged_attention(
+            q[:-1], pages.k, pages.v, pages.table[:-1], pages.lengths[:-1], 0.3, 20, prefix=front
+        ),
+        **NEAR,
+    )
+    assert not fast.isnan().any()
+
+
+@pytest.mark.parametrize("prefix", PREFIXES)
+@pytest.mark.parametrize("window", [None, 1, 5, 20])
+def test_prefill_attention_behind_a_prefix(prefix: tuple[int, int], window: int | None) -> None:
+    """Rows of several sequences, some with entries before their first row, one that sees nothing."""
+    random, front = randoms(), attention_blocks.Prefix(*prefix)
+    spans = [(0, 5), (9, 12), (0, 1), (90, 101), (0, 43)]
+    rows = [(number, front.end + upto) for number, (a, b) in enumerate(spans) for upto in range(a + 1, b + 1)]
+    pages = Pages.build(random, [front.end + end for _, end in spans], 2, 16, page=8)
+    sequence = torch.tensor([number for number, _ in rows])
+    lengths = torch.tensor([0 if number == 2 else upto for number, upto in rows], dtype=torch.int32)
+    seen, q = (pages.k, pages.v, pages.table[sequence].contiguous(), lengths), random(len(rows), 6, 16)
+    share = torch.rand(len(rows), generator=torch.Generator().manual_seed(7))
+    starts = (front.end + (lengths - front.end).clamp_min(0) * share).int()
+    for own in (None, starts) if window is None else (None,):
+        wanted = paged_attention.plain_paged_attention(q, *seen, 0.3, window, starts_N=own, prefix=front)
+        for entries, queries in ((16, 32), (32, 64)):
+            blocks = attention_blocks.AttentionBlocks(entries, queries=queries, ahead=True)
+            fast = prefill_attention.prefill_attention(
+                q, *seen, sequence, 0.3, window, blocks=blocks, starts_N=own, prefix=front
+            )
+            torch.testing.assert_close(fast, wanted, **NEAR)
+    assert not fast[lengths == 0].any()
 
 
 @pytest.mark.parametrize("splits", [1, 3])

@@ -48,8 +48,8 @@ class GroupedDelta:
 
     @classmethod
     def build(cls, deltas: Sequence[StepDelta | None]) -> GroupedDelta | None:
-        """For all uses of one layer; None where they add nothing."""
-        found = [delta for delta in deltas if delta is not None]
+        """For all uses of one layer; None where they add nothing to its linears and norms, as a prefix does."""
+        found = [delta for delta in deltas if delta is not None and delta.prefix is None]
         if not found:
             return None
         assert len(found) == len(deltas), "every use of a relaxed layer has its own delta"

@@ -1,5 +1,6 @@
 """The KV cache in pages: keys and values of every plane, and one page more in each plane, which nobody reads. In front of
-that one there may be pages of a trained prefix, which every sequence reads and none is given.
+that one there may be pages of trained prefixes, which every sequence reads and none is given: one prefix for each step that
+looks at entries of the plane. It ends with a page, so that a sequence's own entries follow it, and may begin inside one.
 
 Shapes: L planes, P pages, E entries of a page, G key-value heads, D head width; N tokens of a batch, S slots, T tables of a
 slot.
@@ -18,6 +19,7 @@ from fathomlm.depth import Architecture
 from fathomlm.engine.layout import Layout
 from fathomlm.engine.options import KvDtype
 from fathomlm.engine.schedule import PageCopy
+from fathomlm.kernels.attention_blocks import NO_PREFIX, Prefix
 from fathomlm.kernels.gathered_attention import GatheredPages
 from fathomlm.kernels.paged_write import FLOAT8, copy_entries, copy_page, write_entries
 
@@ -53,12 +55,16 @@ class AttentionMetadata:
     (`row_positions`)."""
     source: AttentionMetadata | None = field(default=None, kw_only=True)
     """What rows look at of what an encoder made."""
+    prefix: Prefix = field(default=NO_PREFIX, kw_only=True)
+    """Entries in front of a row's own, counted in `lengths_N` and `starts`."""
     gathered: GatheredPages | None = field(default=None, kw_only=True)
     """On a CPU: the same for all layers of a forward pass, worked out once."""
 
     def gathering(self, page_size: int) -> AttentionMetadata:
         """For rows that all see something."""
-        gathered = GatheredPages(self.table_NP, self.lengths_N.tolist(), page_size, self.sequence_N, self.slot_mapping_N)
+        gathered = GatheredPages(
+            self.table_NP, self.lengths_N.tolist(), page_size, self.sequence_N, self.slot_mapping_N, self.prefix
+        )
         source = None if self.source is None else self.source.gathering(page_size)
         return replace(self, gathered=gathered, source=source)
 
@@ -114,16 +120,23 @@ class KVPages:
         dtype: torch.dtype,
         prefix: int = 0,
     ) -> None:
-        """`prefix` is how many pages a trained prefix has."""
-        self.page_size, self.dtype, self.prefix = page_size, dtype, prefix
+        """`prefix` is how many entries a trained prefix has."""
+        self.page_size, self.dtype, pages = page_size, dtype, -(-prefix // page_size)
+        self.prefix = Prefix(pages * page_size - prefix, pages * page_size)
+        numbers = layout.prefix_numbers()
+        prefixes = [
+            1 + max((numbers[index] for index, (home, _) in layout.homes.items() if home == pool), default=0)
+            for pool in range(len(layout.planes))
+        ]
+        self._given = tuple(pool_pages)
+        held = [given + many * pages + 1 for given, many in zip(pool_pages, prefixes, strict=True)]
         shape = (page_size, architecture.kv_heads, architecture.head_dim)
         self._pools = [
-            tuple(torch.zeros(planes, pages + prefix + 1, *shape, device=device, dtype=dtype) for _ in range(2))
-            for planes, pages in zip(layout.planes, pool_pages, strict=True)
+            tuple(torch.zeros(planes, pages, *shape, device=device, dtype=dtype) for _ in range(2))
+            for planes, pages in zip(layout.planes, held, strict=True)
         ]
         self.positions = {
-            pool: torch.zeros(pool_pages[pool] + prefix + 1, page_size, device=device, dtype=torch.int32)
-            for pool in layout.positioned
+            pool: torch.zeros(held[pool], page_size, device=device, dtype=torch.int32) for pool in layout.positioned
         }
         """By pool, where the entries' positions are kept: those of a page beside it (`kernels.entry_positions`)."""
         self._views: dict[tuple[int, int, int], tuple[Tensor, Tensor]] = {}
@@ -143,25 +156,30 @@ class KVPages:
         """From a page of one plane to the same page of the next."""
         return self._pools[pool][0].shape[1]
 
-    def behind_prefix(self, attention: AttentionMetadata) -> AttentionMetadata:
-        """What rows look at, the prefix of their step first. A row's page numbers lead to its planes, and say so."""
-        table_NP, (stride, first) = attention.table_NP, (self.stride(0), self.stride(0) - 1 - self.prefix)
-        own_N = table_NP[:, :1].div(stride, rounding_mode="floor") * stride
-        pages = torch.arange(first, first + self.prefix, dtype=table_NP.dtype, device=table_NP.device)
-        lengths_N = attention.lengths_N
-        more_N = torch.where(lengths_N > 0, lengths_N + self.prefix * self.page_size, 0)
-        return replace(attention, table_NP=torch.cat((own_N + pages, table_NP), 1), lengths_N=more_N)
+    def behind_prefix(self, pool: int, attention: AttentionMetadata, number: Tensor | int) -> AttentionMetadata:
+        """What rows look at, the prefix of their step first: of those in its plane, number `number`, (N, 1) where rows
+        differ. A row's page numbers lead to its planes, and say so."""
+        table_NP, stride, pages = attention.table_NP, self.stride(pool), self.prefix.end // self.page_size
+        own_N1 = table_NP[:, :1].div(stride, rounding_mode="floor") * stride + (self._given[pool] + number * pages)
+        pages_P = torch.arange(pages, dtype=table_NP.dtype, device=table_NP.device)
+        front_NP = (own_N1 + pages_P).to(table_NP.dtype)
+        lengths_N, more = attention.lengths_N, self.prefix.end
+        return replace(
+            attention, table_NP=torch.cat((front_NP, table_NP), 1), prefix=self.prefix,
+            lengths_N=torch.where(lengths_N > 0, lengths_N + more, 0),
+            starts={windows: starts_N + more for windows, starts_N in attention.starts.items()},
+        )  # fmt: skip
 
-    def store_prefix(self, pool: int, plane: int, k_PGD: Tensor, v_PGD: Tensor) -> None:
+    def store_prefix(self, pool: int, plane: int, number: int, k_PGD: Tensor, v_PGD: Tensor) -> None:
         """A step's prefix, into its pages."""
-        first = (self.stride(pool) - 1 - self.prefix) * self.page_size
+        first = self._given[pool] * self.page_size + number * self.prefix.end + self.prefix.first
         slots_P = torch.arange(first, first + len(k_PGD), device=k_PGD.device)
         write_entries(k_PGD, v_PGD, *self.at(pool, plane), slots_P)
 
     def check(self, pool: int, attention: AttentionMetadata) -> None:
         """Assert that rows see and write only pages that are handed out, in planes that are theirs. It asks the device, so
         it is for CPUs, where that costs nothing; what is asserted of a program there holds for its twin on a GPU."""
-        stride, pages, given = self.stride(pool), attention.table_NP.shape[1], self.stride(pool) - 1 - self.prefix
+        stride, pages, given = self.stride(pool), attention.table_NP.shape[1], self._given[pool]
         lengths_N, table_NP, slots_N = (
             tensor.numpy() for tensor in (attention.lengths_N, attention.table_NP, attention.slot_mapping_N)
         )
@@ -175,7 +193,7 @@ class KVPages:
             assert inside.all(), f"a row {does} page {named[~inside][0]} of {attention.planes} plane(s) of {given} pages"
 
     def copy(self, order: PageCopy) -> None:
-        handed_out = range(self.stride(order.pool) - 1 - self.prefix)
+        handed_out = range(self._given[order.pool])
         assert order.source in handed_out, f"page {order.source} of {len(handed_out)} is copied from"
         assert order.target in handed_out, f"page {order.target} of {len(handed_out)} is copied to"
         for pages in self._pools[order.pool]:

@@ -88,12 +88,14 @@ class PagedLayers:
         self._bias_DH = None if decoder.relative is None else decoder.relative.by_distance().detach()
         self._norm = torch.compile(decoder.norm.forward, dynamic=False) if compiled else decoder.norm
         self._norm_some = torch.compile(self._norm_some_plain, dynamic=False) if compiled else self._norm_some_plain
-        for step in (step for step in decoder.plan if pages.prefix and step.index in layout.homes):
+        self._numbers = layout.prefix_numbers() if pages.prefix.end else {}
+        self._numbers_R: dict[tuple[int, ...], Tensor] = {}
+        for step in (step for step in decoder.plan if step.index in self._numbers):
             layer, delta = decoder.layer_of(step), decoder.delta(step)
             assert isinstance(layer, Block)
             with torch.no_grad():
-                k_1GPD, v_1GPD = layer.attn.prefix_entries(delta)
-            pages.store_prefix(*layout.home(step), *(each[0].transpose(0, 1).contiguous() for each in (k_1GPD, v_1GPD)))
+                made = [each[0].transpose(0, 1).contiguous() for each in layer.attn.prefix_entries(delta)]
+            pages.store_prefix(*layout.home(step), self._numbers[step.index], *made)
         self._draft_rows: Tensor | None = None
         self._scratch: dict[int, Scratch] = {}
         self._grouped: dict[tuple[int, int | None], GroupedDelta | None] = {}
@@ -143,8 +145,6 @@ class PagedLayers:
         """The stream after some steps. Rows at later uses of the same layers say in `recursion_N` how many recursions
         on; None where every row runs just these steps. `spend`: nobody needs `x_NM` afterwards."""
         self._check(steps, attention)
-        if self.pages.prefix and steps and steps[0].part != "exit":
-            attention = self.pages.behind_prefix(attention)
         if self.sources is not None and steps:
             attention = replace(attention, source=self._source(self.sources, steps, attention, recursion_N))
         if self.device.type == "cpu" and 0 in (lengths := attention.lengths_N.tolist()):
@@ -167,13 +167,45 @@ class PagedLayers:
             )
         if self.fused:
             return self._fused(x_NM if spend else x_NM.clone(), steps, attention, positions_N, recursion_N)
-        if self.device.type == "cpu" and self.pages.dtype == self.dtype and attention.bits_N is None:
-            attention = attention.gathering(self.pages.page_size)
+        seen = self._seen(steps, attention, recursion_N)
         if self.decoder.inject is not None:
-            return self._injected(x_NM, steps, attention, positions_N)
-        for step in steps:
-            x_NM = self._block(self._entering(x_NM, step, recursion_N, attention), step, attention, positions_N, recursion_N)
+            return self._injected(x_NM, steps, seen, positions_N)
+        for step, here in zip(steps, seen, strict=True):
+            x_NM = self._block(self._entering(x_NM, step, recursion_N, here), step, here, positions_N, recursion_N)
         return x_NM
+
+    def _seen(
+        self, steps: Sequence[Step], attention: AttentionMetadata, recursion_N: Tensor | None
+    ) -> list[AttentionMetadata]:
+        """What rows look at, by step: behind its trained prefix, where it has one."""
+        made: dict[tuple[int, ...], AttentionMetadata] = {}
+        seen = []
+        for step in steps:
+            numbers = self._prefixes(step, recursion_N)
+            if numbers not in made:
+                behind = attention
+                if numbers:
+                    behind = self.pages.behind_prefix(self.layout.home(step)[0], attention, self._own(numbers, recursion_N))
+                if self.device.type == "cpu" and self.pages.dtype == self.dtype and attention.bits_N is None:
+                    behind = behind.gathering(self.pages.page_size)
+                made[numbers] = behind
+            seen.append(made[numbers])
+        return seen
+
+    def _prefixes(self, step: Step, recursion_N: Tensor | None) -> tuple[int, ...]:
+        """The numbers of the prefixes that rows at a step see, by recursion where these differ; empty without prefixes."""
+        if not self._numbers or step.part == "exit":
+            return ()
+        numbers = tuple(self._numbers[use.index] for use in self._places.uses(step, recursion_N))
+        return numbers if len(set(numbers)) > 1 else numbers[:1]
+
+    def _own(self, numbers: tuple[int, ...], recursion_N: Tensor | None) -> Tensor | int:
+        if len(numbers) == 1:
+            return numbers[0]
+        assert recursion_N is not None
+        if numbers not in self._numbers_R:
+            self._numbers_R[numbers] = torch.tensor(numbers, device=self.device)
+        return self._numbers_R[numbers][recursion_N][:, None]
 
     def _source(
         self, sources: Sources, steps: Sequence[Step], attention: AttentionMetadata, recursion_N: Tensor | None
@@ -187,11 +219,13 @@ class PagedLayers:
             self.pages.check(0, seen)
         return seen
 
-    def _injected(self, x_NM: Tensor, steps: Sequence[Step], attention: AttentionMetadata, positions_N: Tensor) -> Tensor:
+    def _injected(
+        self, x_NM: Tensor, steps: Sequence[Step], seen: Sequence[AttentionMetadata], positions_N: Tensor
+    ) -> Tensor:
         """Loops that begin with an injection; every row runs all of them."""
         assert len(steps) == len(self.decoder.plan.steps)
         beside_NM: Tensor | None = None
-        for step in steps:
+        for step, attention in zip(steps, seen, strict=True):
             x_NM, beside_NM = self.decoder.entering(x_NM, beside_NM, step)
             x_NM = self._block(x_NM, step, attention, positions_N, None)
         return x_NM
@@ -476,7 +510,7 @@ class _StepPages:
         q_NHD = q_NH1D[:, :, 0].contiguous()
         mixed_NHD = paged_attention(
             q_NHD, self.k_pages, self.v_pages, table_NP, lengths_N, scale, self.window, sequence_N=self.attention.sequence_N,
-            bias_DH=self.bias_DH, bits_N=self.attention.bits_N, starts_N=self.starts_N,
+            bias_DH=self.bias_DH, bits_N=self.attention.bits_N, starts_N=self.starts_N, prefix=self.attention.prefix,
         )  # fmt: skip
         return mixed_NHD[:, :, None]
 

@@ -8,13 +8,15 @@
               serve all of them, and every token has those: one table. With hybrid ones every token has an entry in each
               recursion, its own or the first one's: one table, and planes for each recursion
 
-What an encoder made of a source is in pages too, for each step in the plane of its number.
+What an encoder made of a source is in pages too, for each step in the plane of its number. So is a trained prefix, in the
+plane of the entries that its step looks at.
 
 A plane is one layer's part of a page. Tables of one pool exchange pages, so the recursions of one block share a pool.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -41,6 +43,15 @@ class Layout:
 
     def home(self, step: Step) -> tuple[int, int]:
         return self.homes[step.index]
+
+    def prefix_numbers(self) -> dict[int, int]:
+        """By step: how many steps before it have its home. They look at the same entries, or at those of other tables, but
+        a trained prefix is each step's own."""
+        numbers, met = dict[int, int](), Counter[tuple[int, int]]()
+        for index in sorted(self.homes):
+            numbers[index] = met[self.homes[index]]
+            met[self.homes[index]] += 1
+        return numbers
 
     def added(self, depth: int) -> tuple[int, ...]:
         """By table: the entries that a token adds; where recursions have tables of their own, one of this depth."""
@@ -97,13 +108,6 @@ def _check(architecture: Architecture, plan: DepthPlan, relaxation: Relaxation |
         )
     if relaxation is not None and not relaxation.method.serves:
         raise UnsupportedModel(f"the engine does not support a {relaxation.kind} relaxation; use fathomlm generate")
-    windows = any(window is not None for window in architecture.windows)
-    extra = 0 if relaxation is None else relaxation.method.extra_keys(relaxation)
-    if extra and (plan.routing is not None or plan.kv != "cache" or windows or architecture.cross):
-        raise UnsupportedModel(
-            "the engine does not support a prefix with a router, shared keys and values, attention windows or an encoder; "
-            "use fathomlm generate"
-        )
     if plan.routing is not None and not plan.routing.method.serves:
         raise UnsupportedModel(f"the engine does not support a {plan.routing.kind} router; use fathomlm generate")
     if plan.injection and exits:

@@ -59,7 +59,7 @@ class RowPositions:
         of its layer. None sees everything that a sequence may have."""
         key = (step.index, recursion_N is not None)
         if key not in self._windows:
-            found = tuple(self._architecture.window(use.origin) for use in self._uses(step, recursion_N))
+            found = tuple(self._architecture.window(use.origin) for use in self.uses(step, recursion_N))
             wide = tuple(None if window is None or window >= self._max_length else window for window in found)
             self._windows[key] = wide if len(set(wide)) > 1 else wide[:1]
         return self._windows[key]
@@ -68,11 +68,12 @@ class RowPositions:
         """How rows at a step turn queries and keys, by recursion where these differ."""
         key = (step.index, recursion_N is not None)
         if key not in self._turns:
-            found = tuple(self._turn(use) for use in self._uses(step, recursion_N))
+            found = tuple(self._turn(use) for use in self.uses(step, recursion_N))
             self._turns[key] = found if len(set(found)) > 1 else found[:1]
         return self._turns[key]
 
-    def _uses(self, step: Step, recursion_N: Tensor | None) -> tuple[Step, ...]:
+    def uses(self, step: Step, recursion_N: Tensor | None) -> tuple[Step, ...]:
+        """The steps at which rows of a step may be: with `recursion_N` any use of its layer, by recursion."""
         mixed = recursion_N is not None and self._plan.is_shared(step)
         return self._plan.uses(step.layer)[step.recursion :] if mixed else (step,)
 

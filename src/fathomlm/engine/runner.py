@@ -24,7 +24,7 @@ from fathomlm.engine.device_state import EngineState
 from fathomlm.engine.kv_pages import KVPages, entry_dtype, pool_page_bytes
 from fathomlm.engine.layers import PagedLayers
 from fathomlm.engine.layout import Layout, build_layout
-from fathomlm.engine.options import PAGE, EngineOptions
+from fathomlm.engine.options import EngineOptions
 from fathomlm.engine.programs.base import Program, ProgramContext, SamplingVariant, StepOutput
 from fathomlm.engine.programs.draft_layer import DraftLayerProgram
 from fathomlm.engine.programs.draft_tree import DraftTreeProgram
@@ -89,7 +89,7 @@ class Runner:
         gpu = self.device.type == "cuda"
         self.exiting, self.exits = exiting, _exits(decoder.plan, exiting)
         own = () if exiting is None else exiting.own_steps(decoder.plan)
-        self.layout = layout_for(decoder, exiting, options.page_size)
+        self.layout = layout_for(decoder, exiting)
         drafts = exiting is not None and exiting.mode == "speculative"
         _check_forced(decoder.plan, self.layout, options, len(self.exits), drafts)
         _check_entries(options, self.device)
@@ -97,7 +97,7 @@ class Runner:
         self._captures = gpu if options.capture is None else options.capture
         self.pages = KVPages(
             decoder.architecture, self.layout, self.sizes.pool_pages, options.page_size, self.device,
-            entry_dtype(options.kv_dtype, weight.dtype), _prefix_pages(decoder, options.page_size),
+            entry_dtype(options.kv_dtype, weight.dtype), _prefix_entries(decoder),
         )  # fmt: skip
         pages = -(-(self.sizes.max_length + self.sizes.spare) // options.page_size)
         self.state = EngineState(
@@ -306,14 +306,9 @@ def _check_forced(plan: DepthPlan, layout: Layout, options: EngineOptions, exits
         raise OptionError("forced_exits requires an engine with exits that tokens may pass, and without drafts")
 
 
-def _prefix_pages(decoder: Decoder, page_size: int) -> int:
-    """Pages of a trained prefix: whole ones, since a sequence's own entries begin with a page."""
+def _prefix_entries(decoder: Decoder) -> int:
     relaxation = decoder.relaxation
-    keys = 0 if relaxation is None else relaxation.method.extra_keys(relaxation)
-    if keys % page_size:
-        most = keys & -keys  # the largest power of two that divides it
-        raise UnsupportedModel(f"page_size must divide the prefix of {keys} entries, such as {most}; got {page_size}")
-    return keys // page_size
+    return 0 if relaxation is None else relaxation.method.extra_keys(relaxation)
 
 
 def _check_entries(options: EngineOptions, device: torch.device) -> None:
@@ -394,11 +389,10 @@ def pool_shares(plan: DepthPlan, layout: Layout) -> list[float]:
     return [1.0, sum(plan.routing.capacity)]
 
 
-def layout_for(decoder: Decoder, exiting: Exiting | None = None, page_size: int = PAGE) -> Layout:
+def layout_for(decoder: Decoder, exiting: Exiting | None = None) -> Layout:
     """How the model's entries are laid out; `UnsupportedModel` where the engine does not run it."""
     if decoder.architecture.experts and decoder.embed.weight.is_cuda:
         raise UnsupportedModel("the engine runs mixtures of experts on a CPU only; use fathomlm generate")
-    _prefix_pages(decoder, page_size)
     own = () if exiting is None else exiting.own_steps(decoder.plan)
     if exiting is not None and exiting.draft_tree is not None:
         _check_tree(decoder.architecture, len(exiting.draft_tree))
@@ -419,7 +413,7 @@ def _check_tree(architecture: Architecture, levels: int) -> None:
 def ample_memory(decoder: Decoder, options: EngineOptions, tokens: int, exiting: Exiting | None = None) -> int:
     """Bytes of a KV cache that never preempts: for every sequence `tokens` tokens, each of which goes as deep as it can, and
     one more page per table."""
-    layout = layout_for(decoder, exiting, options.page_size)
+    layout = layout_for(decoder, exiting)
     slots = options.max_sequences or options.batch_size * (1 if layout.kind == "whole" else OVERBOOKED)
     dtype, size = entry_dtype(options.kv_dtype, decoder.embed.weight.dtype), options.page_size
     pages = slots * (-(-tokens // size) + 1)

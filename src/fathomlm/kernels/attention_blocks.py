@@ -22,6 +22,17 @@ MANY_PROGRAMS = 8
 """Programs to a multiprocessor from which smaller ones are quicker."""
 
 
+class Prefix(NamedTuple):
+    """Entries of a table in front of a row's own, which it sees wherever its window begins."""
+
+    first: int = 0
+    """Those before it are nobody's: a prefix ends with a page, and may begin inside one."""
+    end: int = 0
+
+
+NO_PREFIX = Prefix()
+
+
 class AttentionBlocks(NamedTuple):
     entries: int
     """Entries of a row that a program takes at a time."""

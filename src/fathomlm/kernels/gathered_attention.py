@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from fathomlm.kernels.attention import attention
+from fathomlm.kernels.attention_blocks import NO_PREFIX, Prefix
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +47,7 @@ class GatheredPages:
     sequence_N: Tensor | None = None
     slot_mapping_N: Tensor | None = None
     """Where rows leave their entry, -1 where they leave none."""
+    prefix: Prefix = NO_PREFIX
     _seen: dict[tuple[int | None, bool, int | None], tuple[list[Seen], Tensor | None]] = field(default_factory=dict)
     """With the starts that it is true of: as long as they are kept, no others have their id."""
     _places: dict[int, Tensor] = field(default_factory=dict)
@@ -78,11 +80,12 @@ class GatheredPages:
             pages.view(-1, *pages.shape[2:]).index_copy_(0, self._places[spare], new_NGD)
 
     def _starts(self, window: int | None, starts_N: Tensor | None) -> list[int]:
-        """The first entry that each row sees."""
+        """The first entry that each row sees, or the first behind the prefix, where it does not see all of those."""
         if starts_N is not None:
             found: list[int] = starts_N.tolist()
-            return found
-        return [0 if window is None else max(0, length - window) for length in self.lengths]
+        else:
+            found = [0 if window is None else max(0, length - window) for length in self.lengths]
+        return [start if start > self.prefix.end else self.prefix.first for start in found]
 
     def _parts(self, starts: list[int], bias_DH: Tensor | None, dtype: torch.dtype) -> list[Seen]:
         if self.sequence_N is None and len(self.lengths) > 1:
@@ -97,14 +100,26 @@ class GatheredPages:
         """Rows with one table: its pages are gathered once, from the first that is seen."""
         size, lengths, starts = self.page_size, self.lengths[row : row + many], starts[row : row + many]
         end, first = max(lengths), min(starts)
+        if self.prefix.end and max(starts) > self.prefix.end:
+            return self._behind_prefix(row, many, starts, bias_DH, dtype)
         here = self.table_NP[row, first // size : -(-end // size)].tolist()
         beside = all(after == page + 1 for page, after in pairwise(here))
         assert min(here) >= 0, f"a row looks at page {min(here)}"
         mask = None
         if many > 1 or bias_DH is not None:
-            mask = _mask(lengths, torch.arange(first, end), starts, bias_DH, dtype).transpose(0, 2)
+            mask = _mask(lengths, torch.arange(first, end), starts, bias_DH, dtype, self.prefix).transpose(0, 2)
         pages = slice(here[0], here[-1] + 1) if beside else torch.tensor(here)
         return Seen(row, many, 1, pages, slice(first % size, first % size + end - first), mask)
+
+    def _behind_prefix(self, row: int, many: int, starts: list[int], bias_DH: Tensor | None, dtype: torch.dtype) -> Seen:
+        """The same, where windows begin behind the prefix: its pages, and those from the first window on."""
+        size, lengths, front = self.page_size, self.lengths[row : row + many], self.prefix.end
+        end, first = max(lengths), min(max(start, front) for start in starts) // size
+        here_P = torch.cat((self.table_NP[row, : front // size], self.table_NP[row, first : -(-end // size)])).long()
+        assert int(here_P.min()) >= 0, f"a row looks at page {int(here_P.min())}"
+        entry_E = torch.cat((torch.arange(front), torch.arange(first * size, end)))
+        mask = _mask(lengths, entry_E, starts, bias_DH, dtype, self.prefix).transpose(0, 2)
+        return Seen(row, many, 1, here_P, slice(0, len(entry_E)), mask)
 
     def _of_rows(self, starts: list[int], bias_DH: Tensor | None, dtype: torch.dtype) -> Seen:
         """Rows of different tables, as far as the longest goes."""
@@ -115,7 +130,8 @@ class GatheredPages:
             used_N1 = torch.tensor([[-(-length // size)] for length in lengths])
             here_NP = torch.where(torch.arange(pages) < used_N1, here_NP, here_NP[:, :1])
         hidden = any(starts) or min(lengths) < end
-        mask = _mask(lengths, torch.arange(end), starts, bias_DH, dtype) if hidden or bias_DH is not None else None
+        masks = hidden or bias_DH is not None
+        mask = _mask(lengths, torch.arange(end), starts, bias_DH, dtype, self.prefix) if masks else None
         return Seen(0, len(lengths), len(lengths), here_NP.flatten(), slice(0, end), mask, hidden)
 
 
@@ -142,13 +158,16 @@ def _gathered(pages: Tensor, seen: Seen) -> Tensor:
     return here.view(seen.sequences, -1, *pages.shape[2:])[:, seen.entries].transpose(1, 2)
 
 
-def _mask(lengths: list[int], entry_E: Tensor, starts: list[int], bias_DH: Tensor | None, dtype: torch.dtype) -> Tensor:
+def _mask(
+    lengths: list[int], entry_E: Tensor, starts: list[int], bias_DH: Tensor | None, dtype: torch.dtype, prefix: Prefix
+) -> Tensor:
     """What each row sees, (N, 1 or H, 1, E): whether, or where there is a bias, what is added to the scores."""
     back_NE = torch.tensor(lengths)[:, None] - 1 - entry_E
     seen_NE = back_NE >= 0
     if any(starts):
-        seen_NE = seen_NE & (entry_E >= torch.tensor(starts)[:, None])
+        front_E = (entry_E >= prefix.first) & (entry_E < prefix.end)
+        seen_NE = seen_NE & (front_E | (entry_E >= torch.tensor(starts)[:, None]))
     if bias_DH is None:
         return seen_NE[:, None, None]
-    bias_NEH = bias_DH[back_NE.clamp(0, len(bias_DH) - 1)].to(dtype)
+    bias_NEH = bias_DH[back_NE.clamp(0, len(bias_DH) - 1)].to(dtype).masked_fill((entry_E < prefix.end)[:, None], 0.0)
     return bias_NEH.masked_fill(~seen_NE[..., None], -torch.inf).transpose(1, 2)[:, :, None].contiguous()

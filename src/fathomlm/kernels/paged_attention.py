@@ -22,6 +22,7 @@ import math
 import torch
 from torch import Tensor
 
+from fathomlm.kernels.attention_blocks import NO_PREFIX, Prefix
 from fathomlm.kernels.row_attention import BITS
 from fathomlm.kernels.triton_here import triton
 
@@ -38,7 +39,7 @@ def paged_attention(
     window: int | None = None, splits: int = 1, workspace: Tensor | None = None,
     k_scale: float = 1.0, v_scale: float = 1.0, out: Tensor | None = None, sequence_N: Tensor | None = None,
     arrived: Tensor | None = None, bias_DH: Tensor | None = None, bits_N: Tensor | None = None,
-    starts_N: Tensor | None = None,
+    starts_N: Tensor | None = None, prefix: Prefix = NO_PREFIX,
 ) -> Tensor:  # fmt: skip
     """softmax(q k^T * scale) v over each row's first `lengths_N` entries (N, H, D); zeros where it has none.
 
@@ -48,22 +49,25 @@ def paged_attention(
     all zero between calls (both are made on each call where they are not given). Pages in float8 hold keys / k_scale and
     values / v_scale. `sequence_N` says which rows have the same table, where those of a sequence stand together: then many
     rows are looked at together. `bits_N` (int64) says which of its last 64 entries a row sees, its own in the lowest bit:
-    branches of a tree, one behind the other. Nothing outside `k_pages` and `v_pages` is read: a row whose table names a page
+    branches of a tree, one behind the other. `prefix` entries in front are seen wherever a window begins, and a bias adds
+    nothing to them. Nothing outside `k_pages` and `v_pages` is read: a row whose table names a page
     that is not there is a bug, which raises on a CPU and gives NaN on a GPU.
     """
+    if window is None and starts_N is None and bias_DH is None and not prefix.first:
+        prefix = NO_PREFIX  # entries like any other
     if triton is not None and q_NHD.is_cuda and bias_DH is None:
         if sequence_N is not None and q_NHD.element_size() == 2 and len(q_NHD) >= TOGETHER and bits_N is None:
             return prefill_attention(
                 q_NHD, k_pages, v_pages, table_NP, lengths_N, sequence_N, scale, window, k_scale, v_scale, out,
-                starts_N=starts_N,
+                starts_N=starts_N, prefix=prefix,
             )  # fmt: skip
         return attend_rows(
             q_NHD, k_pages, v_pages, table_NP, lengths_N, scale, window, splits, workspace, k_scale, v_scale, out, arrived,
-            bits_N=bits_N, starts_N=starts_N,
+            bits_N=bits_N, starts_N=starts_N, prefix=prefix,
         )  # fmt: skip
     return plain_paged_attention(
         q_NHD, k_pages, v_pages, table_NP, lengths_N, scale, window, k_scale=k_scale, v_scale=v_scale, out=out,
-        bias_DH=bias_DH, bits_N=bits_N, starts_N=starts_N,
+        bias_DH=bias_DH, bits_N=bits_N, starts_N=starts_N, prefix=prefix,
     )  # fmt: skip
 
 
@@ -71,18 +75,18 @@ def plain_paged_attention(
     q_NHD: Tensor, k_pages: Tensor, v_pages: Tensor, table_NP: Tensor, lengths_N: Tensor, scale: float,
     window: int | None = None, splits: int = 1, workspace: Tensor | None = None,
     k_scale: float = 1.0, v_scale: float = 1.0, out: Tensor | None = None, bias_DH: Tensor | None = None,
-    bits_N: Tensor | None = None, starts_N: Tensor | None = None,
+    bits_N: Tensor | None = None, starts_N: Tensor | None = None, prefix: Prefix = NO_PREFIX,
 ) -> Tensor:  # fmt: skip
     """The meaning. `splits` and `workspace` change nothing here."""
     (N, H, D), (size, G) = q_NHD.shape, k_pages.shape[1:3]
     if not lengths_N.is_cuda:  # where asking costs nothing, pages that no row needs are left alone
         table_NP = table_NP[:, : -(-int(lengths_N.max()) // size)]
     entry_E = torch.arange(table_NP.shape[1] * size, device=q_NHD.device)
-    seen_NE = entry_E < lengths_N[:, None]
+    seen_NE = (entry_E < lengths_N[:, None]) & (entry_E >= prefix.first)
     if starts_N is not None:
-        seen_NE = seen_NE & (entry_E >= starts_N[:, None])
+        seen_NE = seen_NE & ((entry_E >= starts_N[:, None]) | (entry_E < prefix.end))
     elif window is not None:
-        seen_NE = seen_NE & (entry_E >= lengths_N[:, None] - window)
+        seen_NE = seen_NE & ((entry_E >= lengths_N[:, None] - window) | (entry_E < prefix.end))
     if bits_N is not None:
         back_NE = (lengths_N[:, None] - 1 - entry_E).clamp_min(0)
         seen_NE = seen_NE & ((back_NE >= BITS) | (bits_N[:, None] >> back_NE.clamp_max(BITS - 1) & 1 != 0))
@@ -98,7 +102,8 @@ def plain_paged_attention(
     scores = torch.einsum("ngrd,negd->ngre", q_NHD.view(N, G, H // G, D).to(wide), k) * scale
     if bias_DH is not None:
         back_NE = (lengths_N[:, None] - 1 - entry_E).clamp(0, len(bias_DH) - 1)
-        scores = scores + bias_DH[back_NE].to(q_NHD.dtype).transpose(1, 2).reshape(N, G, H // G, -1)
+        bias_NEH = bias_DH[back_NE].to(q_NHD.dtype).masked_fill((entry_E < prefix.end)[:, None], 0.0)
+        scores = scores + bias_NEH.transpose(1, 2).reshape(N, G, H // G, -1)
     weights = scores.masked_fill(~seen_NE[:, None, None], -math.inf).softmax(-1).nan_to_num(0.0)
     mixed = torch.einsum("ngre,negd->ngrd", weights, v).reshape(N, H, D).to(q_NHD.dtype)
     return mixed if out is None else out.copy_(mixed)

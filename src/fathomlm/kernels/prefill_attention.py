@@ -11,7 +11,7 @@ import math
 import torch
 from torch import Tensor
 
-from fathomlm.kernels.attention_blocks import AttentionBlocks, prefill_blocks
+from fathomlm.kernels.attention_blocks import NO_PREFIX, AttentionBlocks, Prefix, prefill_blocks
 from fathomlm.kernels.triton_here import tl, triton
 
 if triton is not None:
@@ -37,9 +37,10 @@ if triton is not None:
         q_ptr, q_stride, k_ptr, v_ptr, table_ptr, table_stride, lengths_ptr, starts_ptr, sequence_ptr, out_ptr,
         score_scale, v_scale, rows, H, G, pages, columns,
         D: tl.constexpr, WIDE: tl.constexpr, PER_GROUP: tl.constexpr, QUERIES: tl.constexpr, PAGE: tl.constexpr,
-        BLOCK: tl.constexpr, WINDOW: tl.constexpr, AHEAD: tl.constexpr,
+        BLOCK: tl.constexpr, WINDOW: tl.constexpr, AHEAD: tl.constexpr, SKIP: tl.constexpr, PREFIX: tl.constexpr,
     ):  # fmt: skip
         tall: tl.constexpr = QUERIES // PER_GROUP
+        upto: tl.constexpr = (PREFIX + BLOCK - 1) // BLOCK * BLOCK
         group, first_row = tl.program_id(1), tl.program_id(0) * tall
         last_row = tl.minimum(first_row + tall, rows)
         query, column = tl.arange(0, QUERIES), tl.arange(0, WIDE)[None, :]
@@ -63,9 +64,13 @@ if triton is not None:
             end = tl.max(tl.where(mine, length, 0), 0)
             least = tl.min(tl.where(mine, length, end), 0)
             row_table = table_ptr + start.to(tl.int64) * table_stride
-            begin, from_ = 0 * least, 0 * least
+            begin, from_, jump = 0 * least, 0 * least, 0 * least
             alone = tl.load(sequence_ptr + start) == tl.load(sequence_ptr + last_row - 1)
-            if WINDOW != 0:
+            if PREFIX > 0:  # tiles between the prefix and the windows are left out
+                from_ = tl.min(tl.where(mine, low, end), 0)
+                jump = tl.maximum(from_ // BLOCK * BLOCK - upto, 0)
+                begin += SKIP // BLOCK * BLOCK
+            elif WINDOW != 0:
                 from_ = tl.min(tl.where(mine, low, end), 0)
                 begin = from_ // BLOCK * BLOCK
             elif alone & (start == first_row):
@@ -91,10 +96,14 @@ if triton is not None:
                 wrong = wrong | (tl.max(outside, 0) > 0)
             if AHEAD:
                 next_page = page_numbers(row_table, begin + tile, columns, PAGE)
-            for at in range(begin, end, BLOCK):
+            for at in range(begin, end - jump, BLOCK):
                 entry = at + tile
+                if PREFIX > 0:
+                    entry += tl.where(at >= upto, jump, 0)
                 there = entry < end
-                if WINDOW != 0:
+                if PREFIX > 0:
+                    there = there & (entry >= SKIP) & ((entry >= from_) | (entry < PREFIX))
+                elif WINDOW != 0:
                     there = there & (entry >= from_)
                 if AHEAD:
                     page = next_page
@@ -104,7 +113,11 @@ if triton is not None:
                     wrong = wrong | (mine & (tl.max((page > last).to(tl.int32), 0) > 0))
                 k, v = _entries(k_ptr, v_ptr, page, entry, there, last, G, group, D, WIDE, PAGE, True)
                 sees = mine[:, None] & (entry[None, :] < length[:, None])
-                if WINDOW != 0:
+                if PREFIX > 0:
+                    front = (entry >= SKIP) & (entry < PREFIX)
+                    own = (entry >= PREFIX)[None, :] & (entry[None, :] >= low[:, None])
+                    sees = sees & (front[None, :] | own)
+                elif WINDOW != 0:
                     sees = sees & (entry[None, :] >= low[:, None])
                 scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee") * score_scale
                 scores = tl.where(sees, scores, float("-inf"))
@@ -126,7 +139,7 @@ if triton is not None:
     def prefill_attention(
         q_NHD: Tensor, k_pages: Tensor, v_pages: Tensor, table_NP: Tensor, lengths_N: Tensor, sequence_N: Tensor,
         scale: float, window: int | None = None, k_scale: float = 1.0, v_scale: float = 1.0, out: Tensor | None = None,
-        blocks: AttentionBlocks | None = None, starts_N: Tensor | None = None,
+        blocks: AttentionBlocks | None = None, starts_N: Tensor | None = None, prefix: Prefix = NO_PREFIX,
     ) -> Tensor:  # fmt: skip
         """`paged_attention` where rows of a sequence stand together: each tile reads its entries once for all its rows. A
         tile that holds several sequences goes through them one by one."""
@@ -136,6 +149,7 @@ if triton is not None:
         assert starts_N is None or starts_N.is_contiguous()
         assert table_NP.stride(1) == 1 or table_NP.shape[1] == 1
         b = blocks or prefill_blocks(D)
+        b = b._replace(ahead=b.ahead and not prefix.end)  # the next tile may be far behind this one
         queries = max(b.queries, triton.next_power_of_2(H // G))
         grid = (triton.cdiv(N, queries // (H // G)), G)
         _prefill_kernel[grid](
@@ -143,6 +157,7 @@ if triton is not None:
             lengths_N if starts_N is None else starts_N, sequence_N, out,
             scale * k_scale * math.log2(math.e), v_scale, N, H, G, len(k_pages), table_NP.shape[1], D=D,
             WIDE=max(16, triton.next_power_of_2(D)), PER_GROUP=H // G, QUERIES=queries, PAGE=page, BLOCK=b.entries,
-            WINDOW=(window or 0) if starts_N is None else -1, AHEAD=b.ahead, num_warps=b.warps, num_stages=b.stages,
+            WINDOW=(window or 0) if starts_N is None else -1, AHEAD=b.ahead, SKIP=prefix.first,
+            PREFIX=prefix.end, num_warps=b.warps, num_stages=b.stages,
         )  # fmt: skip
         return out

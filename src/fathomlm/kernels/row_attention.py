@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fathomlm.kernels.attention_blocks import AttentionBlocks, attention_blocks, workspace_size
+from fathomlm.kernels.attention_blocks import NO_PREFIX, AttentionBlocks, Prefix, attention_blocks, workspace_size
 from fathomlm.kernels.paged_write import LARGEST_FLOAT8, slot_count
 from fathomlm.kernels.triton_here import early_launch, launch_behind, tl, triton
 
@@ -130,7 +130,7 @@ if triton is not None:
         D: tl.constexpr, WIDE: tl.constexpr, PER_GROUP: tl.constexpr, HEADS: tl.constexpr, PAGE: tl.constexpr,
         BLOCK: tl.constexpr, WINDOW: tl.constexpr, SPLITS: tl.constexpr, PARTS: tl.constexpr, EARLY: tl.constexpr,
         BITS: tl.constexpr, AHEAD: tl.constexpr, BESIDE: tl.constexpr, TURNS: tl.constexpr, DEPTH: tl.constexpr,
-        DEEP: tl.constexpr, LARGEST: tl.constexpr, FETCHES: tl.constexpr,
+        DEEP: tl.constexpr, LARGEST: tl.constexpr, FETCHES: tl.constexpr, SKIP: tl.constexpr, PREFIX: tl.constexpr,
     ):  # fmt: skip
         let_next_start(EARLY)
         wait_for_last(EARLY)
@@ -138,7 +138,14 @@ if triton is not None:
         length = tl.load(lengths_ptr + row).to(tl.int32)
         stored = tl.maximum(length - 1, 0) if TURNS else length
         low = first_seen(length, starts_ptr, row, True, WINDOW)
-        first, share = _shares(low, stored, BLOCK, SPLITS)
+        jump = low * 0
+        upto: tl.constexpr = (PREFIX + BLOCK - 1) // BLOCK * BLOCK
+        if PREFIX > 0:  # tiles between the prefix and the window are left out, as if the window's followed the prefix's
+            jump = tl.maximum(low // BLOCK * BLOCK - upto, 0)
+            stored -= jump
+            first, share = _shares(jump * 0 + SKIP, stored, BLOCK, SPLITS)
+        else:
+            first, share = _shares(low, stored, BLOCK, SPLITS)
         start = first + part * share
         end = tl.minimum(start + share, stored)
         if part > 0 and start >= end:
@@ -186,7 +193,10 @@ if triton is not None:
         for at in range(start, end, BLOCK):
             entry = at + tl.arange(0, BLOCK)
             seen = entry < end
-            if WINDOW != 0:
+            if PREFIX > 0:
+                entry += tl.where(at >= upto, jump, 0)
+                seen = seen & (entry >= SKIP) & ((entry >= low) | (entry < PREFIX))
+            elif WINDOW != 0:
                 seen = seen & (entry >= low)
             if BITS:
                 back = length - 1 - entry
@@ -252,13 +262,13 @@ if triton is not None:
         window: int | None = None, splits: int = 1, workspace: Tensor | None = None,
         k_scale: float = 1.0, v_scale: float = 1.0, out: Tensor | None = None, arrived: Tensor | None = None,
         blocks: AttentionBlocks | None = None, bits_N: Tensor | None = None, entrance: Entrance | None = None,
-        early: bool = False, starts_N: Tensor | None = None, ahead: Ahead | None = None,
+        early: bool = False, starts_N: Tensor | None = None, ahead: Ahead | None = None, prefix: Prefix = NO_PREFIX,
     ) -> Tensor:  # fmt: skip
         """`paged_attention`. With an `entrance`, queries are the first heads of a product's rows, which is in front of this
         kernel: `early` as in `launch_behind`."""
         (N, H, D), (page, G) = q_NHD.shape, k_pages.shape[1:3]
         assert all(each is None or each.is_contiguous() for each in (bits_N, starts_N))
-        assert entrance is None or bits_N is None
+        assert entrance is None or (bits_N is None and not prefix.end)
         out = q_NHD.new_empty(N, H, D) if out is None else out
         size = workspace_size(N, H, D, splits)
         if workspace is None:
@@ -279,6 +289,7 @@ if triton is not None:
             assert all(t.stride(1) == 1 for t in (entrance.x_NM, entrance.cos_ND, entrance.sin_ND))
         x, cos, sin, depth = entrance.x_NM, entrance.cos_ND, entrance.sin_ND, entrance.x_NM.shape[1] if turns else 1
         b = blocks or attention_blocks(D, q_NHD.element_size(), N * G * splits)
+        b = b._replace(ahead=b.ahead and not prefix.end)  # the next tile may be far behind this one
         wide, extent = max(16, triton.next_power_of_2(D)), workspace[N * H * splits * D :]
         _attention_kernel[(G, N, splits) if b.beside else (N, G, splits)](
             q_NHD, q_NHD.stride(0), k_pages, v_pages, table_NP, table_NP.stride(0), lengths_N,
@@ -289,7 +300,8 @@ if triton is not None:
             HEADS=max(16, triton.next_power_of_2(H // G)), PAGE=page, BLOCK=b.entries,
             WINDOW=(window or 0) if starts_N is None else -1, SPLITS=splits, PARTS=triton.next_power_of_2(splits),
             BITS=0 if bits_N is None else BITS, AHEAD=b.ahead, BESIDE=int(b.beside), TURNS=turns, DEPTH=depth,
-            DEEP=triton.next_power_of_2(depth), LARGEST=LARGEST_FLOAT8, FETCHES=ahead.entries, num_warps=b.warps,
-            num_stages=b.stages, **(launch_behind(early) if turns else early_launch(N)),
+            DEEP=triton.next_power_of_2(depth), LARGEST=LARGEST_FLOAT8, FETCHES=ahead.entries, SKIP=prefix.first,
+            PREFIX=prefix.end, num_warps=b.warps, num_stages=b.stages,
+            **(launch_behind(early) if turns else early_launch(N)),
         )  # fmt: skip
         return out

@@ -439,16 +439,15 @@ class ExitProgram:
 
 
 def _stride(parts: ProgramContext, segments: Sequence[Sequence[Step]]) -> Stride | None:
-    """From one segment to the next, where rows of all of them can share a pass: the layers are the same in the same order
-    and look at as many tokens, and one number of recursions and one of planes lead from each step on to its twin."""
-    plan, a, first = parts.plan, parts.layers.architecture, segments[0]
+    """From one segment to the next, where rows of all of them can share a pass: the layers are the same in the same order,
+    and one number of recursions and one of planes lead from each step on to its twin. Windows and angles may differ
+    (`row_positions`)."""
+    plan, first = parts.plan, segments[0]
     found = set()
     for before, steps in pairwise(segments):
         if [step.layer for step in first] != [step.layer for step in steps]:
             return None
         twins = list(zip(before, steps, strict=True))
-        if any(a.window(s.origin) != a.window(t.origin) or a.rotates(s.origin) != a.rotates(t.origin) for s, t in twins):
-            return None
         planes = parts.layout.shift(before, steps)
         recursions = {twin.recursion - step.recursion for step, twin in twins}
         if len(recursions) != 1 or planes is None or {plan.reads_kv(step) for step in steps} != {planes == 0}:
