@@ -58,6 +58,7 @@ EXITS = ("parallel", "speculative", "state-copy")
 MAIN_RATE = 0.8
 PROMPTS, PROMPT = 2, 32
 WARM_UPS, ROUNDS = 3, 3
+GAPS_US = (3.0, 10.0, 30.0, 100.0, 300.0, float("inf"))
 
 
 def build(architecture: Architecture, exit_layer: int, device: torch.device, quiet: float) -> FathomForCausalLM:
@@ -182,23 +183,48 @@ class Timed:
             found |= {"drafted": drafted, "accepted": round(self.left(first.results) / max(1, drafted), 4)}
         return found, [result.tokens for result in first.results[:PROMPTS]]
 
-    def where(self, threshold: float | None, most: int) -> list[dict[str, Any]]:
-        """The kernels that take longest, prefill included: milliseconds and calls for each token."""
+    def where(self, threshold: float | None, most: int) -> dict[str, Any]:
+        """The kernels that take longest, prefill included: milliseconds and calls for each token; how long the device was
+        busy, and how long it was not, by the length of the gap."""
+        from torch.autograd import DeviceType
         from torch.profiler import ProfilerActivity
         from torch.profiler import profile as profiling
 
         with profiling(activities=[ProfilerActivity.CUDA]) as trace:
-            tokens = sum(len(result.tokens) for result in self.round(threshold).results)
+            done = self.round(threshold)
+        tokens = sum(len(result.tokens) for result in done.results)
         events = sorted(trace.key_averages(), key=lambda event: -event.self_device_time_total)
-        return [
-            {
-                "kernel": event.key[:80],
-                "ms_per_token": round(event.self_device_time_total / 1e3 / tokens, 4),
-                "calls_per_token": round(event.count / tokens, 2),
-                "us_each": round(event.self_device_time_total / max(1, event.count), 1),
-            }
-            for event in events[:most]
-        ]
+        spans = sorted(
+            (event.time_range.start, event.time_range.end)
+            for event in trace.events() or ()
+            if event.device_type == DeviceType.CUDA
+        )
+        busy, end, gaps, many = 0.0, spans[0][0], dict.fromkeys(GAPS_US, 0.0), Counter[float]()
+        for begun, ended in spans:
+            if begun > end:
+                length = next(length for length in GAPS_US if begun - end <= length)
+                gaps[length] += begun - end
+                many[length] += 1
+            busy, end = busy + max(0.0, ended - max(begun, end)), max(end, ended)
+        return {
+            "passes": dict(done.passes),
+            "ms_per_token": round(1e3 * done.seconds / tokens, 4),
+            "busy_ms_per_token": round(busy / 1e3 / tokens, 4),
+            "launched_per_token": round(len(spans) / tokens, 1),
+            "gaps_ms_per_token": {
+                f"up to {length:g} us": [round(gap / 1e3 / tokens, 4), round(many[length] / tokens, 2)]
+                for length, gap in gaps.items()
+            },
+            "kernels": [
+                {
+                    "kernel": event.key[:80],
+                    "ms_per_token": round(event.self_device_time_total / 1e3 / tokens, 4),
+                    "calls_per_token": round(event.count / tokens, 2),
+                    "us_each": round(event.self_device_time_total / max(1, event.count), 1),
+                }
+                for event in events[:most]
+            ],
+        }
 
 
 def threshold_for(rate: Callable[[float], float], wanted: float) -> float:
@@ -268,7 +294,7 @@ def run(args: argparse.Namespace) -> None:
             label = name if rate == MAIN_RATE else f"{name}, {rate:.0%} leave"
             record.add(label, partial(one, timed, rate))
         if args.profile and name == "parallel":
-            record.add("where_parallel", lambda: {"kernels": timed.where(thresholds["parallel"], args.profile)})
+            record.add("where_parallel", lambda: timed.where(thresholds["parallel"], args.profile))
 
     def one(timed: Timed, rate: float) -> dict[str, Any]:
         mode, rows = timed.mode, timed.rows

@@ -21,6 +21,7 @@ from fathomlm.decode.exiting import Exiting
 from fathomlm.decode.prompts import Prompt, encode_prompts, end_tokens, start_token
 from fathomlm.decode.sampling import Sampling
 from fathomlm.decode.text import ByteTextStream, TextStream, TokenTable
+from fathomlm.engine.chosen_passes import ChosenPasses
 from fathomlm.engine.drafting import DraftControl
 from fathomlm.engine.options import EngineOptions
 from fathomlm.engine.programs.base import (
@@ -34,7 +35,6 @@ from fathomlm.engine.programs.base import (
     NEXT,
     SLOT,
     VALID,
-    WAITING,
     StepOutput,
 )
 from fathomlm.engine.programs.draft_layer import DraftLayerProgram
@@ -95,11 +95,9 @@ class Engine:
             self._drafting = DraftControl(skip=sizes.lag)
         self._last_burst = (0, 0.0)
         program = self.runner.program
-        self._chooses = (
-            program if isinstance(program, ExitProgram) and program.chooses and sizes.max_sequences == 1 else None
-        )
-        """Where the host chooses passes: one sequence, whose next pass is known when it has run one."""
-        self._next_pass = (0, 1)
+        self._chosen: ChosenPasses | None = None
+        if isinstance(program, ExitProgram) and program.chooses and sizes.max_sequences == 1:
+            self._chosen = ChosenPasses(sizes, program)
         self._kind = self.runner.layout.kind
         self._estimator = None if exiting is None else exiting.estimator
         self._copies = exiting is not None and exiting.mode in ("state-copy", "entry-copy")
@@ -213,7 +211,8 @@ class Engine:
 
     @property
     def busy(self) -> bool:
-        return bool(self._sequences) or self.scheduler.busy or bool(self._in_flight)
+        ahead = self._chosen is not None and bool(self._chosen.under_way)
+        return bool(self._sequences) or self.scheduler.busy or bool(self._in_flight) or ahead
 
     def counters(self) -> Counters:
         return self.scheduler.counters()
@@ -229,6 +228,7 @@ class Engine:
         behind = 0 if alone else sum(self._bursts)
         self._collect_first(len(self._in_flight) - behind)
         if not self._sequences:
+            self._collect_chosen()
             self._collect_first(len(self._in_flight))
         scheduled = self.scheduler.schedule()
         self.runner.apply(scheduled)
@@ -240,10 +240,11 @@ class Engine:
             self._prefill(scheduled.chunks)
         if self.scheduler.running:
             drafts = self._drafting is None or self._decide(self._drafting, bool(scheduled.chunks))
-            if self._chooses is not None and drafts and not alone:
+            if self._chosen is not None and drafts and not alone:
                 self._collect_first(len(self._in_flight))
-                self._run_passes(self._chooses)
+                self._run_passes(self._chosen)
                 return
+            self._collect_chosen()
             if self._kind == "whole":  # each step has a token of every sequence: none needs more steps than it lacks tokens
                 burst = min(burst, max(1, self._records.most_left()))
             self._bursts.append(burst)
@@ -251,32 +252,23 @@ class Engine:
                 self._in_flight.append(self.runner.launch(drafts, self.scheduler.occupied))
                 self.totals.decode_steps += 1
         else:
+            self._collect_chosen()
             self._collect_first(1)
 
-    def _run_passes(self, program: ExitProgram) -> None:
-        """A few passes of the one sequence, each when the one before has told what comes next: as many as their pages and
-        the room for results are sure to hold. What follows a deep pass is known: a shallow one is started with it, which has
-        nothing to do if the sequence is over."""
-        slots = [sequence.slot for sequence in self.scheduler.placed if sequence.state == "running"]
-        sizes, numbers, idle, over = self.runner.sizes, list[int](), 0, False
-        most = (sizes.lag + 2) * sizes.burst
-        while slots and not over and idle < 2 and len(numbers) < most:
-            begun, segment = len(numbers), self._next_pass[0]
-            numbers.append(self.runner.launch(only=program.pass_for(*self._next_pass)))
-            if segment and len(numbers) < most:
-                numbers.append(self.runner.launch(only=program.pass_for(0, 1)))
-            idle += 1
-            self._next_pass = 1 - segment, program.stack
-            for output in self.runner.collect(numbers[begun:]):
-                ints_NC = output.ints_NC.numpy()
-                flags = ints_NC[ints_NC[:, SLOT] == slots[0], FLAGS].tolist()
-                ints_NC[:, FLAGS] &= (1 << NEXT) - 1
-                over = over or any(one & (ENDED | BAD) for one in flags)
-                if flags:
-                    idle, self._next_pass = 0, (flags[0] >> NEXT & (1 << WAITING - NEXT) - 1, flags[0] >> WAITING)
-        self.totals.decode_steps += len(numbers)
-        if numbers:
+    def _run_passes(self, chosen: ChosenPasses) -> None:
+        """Some passes of the one sequence that runs."""
+        running = [sequence for sequence in self.scheduler.placed if sequence.state == "running"]
+        if chosen.under_way and (not running or running[0].epoch != chosen.epoch):
+            self._collect(chosen.give_up())
+        if running:
+            numbers = chosen.run(self.runner, running[0].epoch, self._records.most_left())
+            self.totals.decode_steps += len(numbers)
             self._collect(numbers)
+
+    def _collect_chosen(self) -> None:
+        """Passes that were started ahead, where something else comes next."""
+        if self._chosen is not None and self._chosen.under_way:
+            self._collect(self._chosen.give_up())
 
     def _collect_first(self, many: int) -> None:
         """The earliest of the decode steps in flight."""
@@ -292,7 +284,8 @@ class Engine:
         for placement in scheduled.placements:
             slot, sequence = placement.slot, placement.sequence
             in_slot[slot] = sequence
-            self._next_pass = (0, 1)
+            if self._chosen is not None:
+                self._chosen.begin()
             records.place(
                 slot, placement.epoch, len(sequence.tokens), placement.entries, sequence.watched, sequence.max_new_tokens
             )
@@ -334,6 +327,7 @@ class Engine:
         """Take in what some decode steps chose, then visit the sequences to which something happened."""
         outputs = self.runner.collect(numbers)
         ints_RC = np.concatenate([output.ints_NC.numpy() for output in outputs])
+        ints_RC[:, FLAGS] &= (1 << NEXT) - 1
         floats_RC = np.concatenate([output.floats_NC.numpy() for output in outputs])
         if self._estimator is not None:
             self._observe(ints_RC, floats_RC)

@@ -141,20 +141,22 @@ class PagedLayers:
         recursion_N: Tensor | None = None,
         *,
         spend: bool = False,
+        alone: bool = False,
     ) -> Tensor:
         """The stream after some steps. Rows at later uses of the same layers say in `recursion_N` how many recursions
-        on; None where every row runs just these steps. `spend`: nobody needs `x_NM` afterwards."""
+        on; None where every row runs just these steps. `spend`: nobody needs `x_NM` afterwards. `alone`: a single row always
+        comes alone to these steps, and may be rounded as one row is."""
         self._check(steps, attention)
         if self.sources is not None and steps:
             attention = replace(attention, source=self._source(self.sources, steps, attention, recursion_N))
         if self.device.type == "cpu" and 0 in (lengths := attention.lengths_N.tolist()):
             at_K = torch.tensor([row for row, length in enumerate(lengths) if length], dtype=torch.int64)
             return self._live(x_NM, at_K, steps, attention, positions_N, recursion_N)
-        return self._run(x_NM, steps, attention, positions_N, recursion_N, spend)
+        return self._run(x_NM, steps, attention, positions_N, recursion_N, spend, alone)
 
     def _run(
         self, x_NM: Tensor, steps: Sequence[Step], attention: AttentionMetadata, positions_N: Tensor,
-        recursion_N: Tensor | None, spend: bool,
+        recursion_N: Tensor | None, spend: bool, alone: bool,
     ) -> Tensor:  # fmt: skip
         attention = self._places.place(steps, attention, positions_N, recursion_N)
         if (
@@ -166,7 +168,7 @@ class PagedLayers:
                 self._quantized, x_NM if spend else x_NM.clone(), steps, attention, positions_N, recursion_N
             )
         if self.fused:
-            return self._fused(x_NM if spend else x_NM.clone(), steps, attention, positions_N, recursion_N)
+            return self._fused(x_NM if spend else x_NM.clone(), steps, attention, positions_N, recursion_N, alone)
         seen = self._seen(steps, attention, recursion_N)
         if self.decoder.inject is not None:
             return self._injected(x_NM, steps, seen, positions_N)
@@ -260,7 +262,7 @@ class PagedLayers:
             return out_NM
         recursion_K = None if recursion_N is None else recursion_N[at_K]
         return out_NM.index_copy_(
-            0, at_K, self._run(x_NM[at_K], steps, attention.rows(at_K), positions_N[at_K], recursion_K, spend=True)
+            0, at_K, self._run(x_NM[at_K], steps, attention.rows(at_K), positions_N[at_K], recursion_K, True, False)
         )
 
     # The model's own modules.
@@ -327,10 +329,10 @@ class PagedLayers:
 
     def _fused(
         self, x_NM: Tensor, steps: Sequence[Step], attention: AttentionMetadata, positions_N: Tensor,
-        recursion_N: Tensor | None,
+        recursion_N: Tensor | None, alone: bool = False,
     ) -> Tensor:  # fmt: skip
         assert recursion_N is None or not self.merged, "rows of several recursions cannot share merged weights"
-        if len(x_NM) == 1 and not self.alone:
+        if len(x_NM) == 1 and not (alone or self.alone):
             both = AttentionMetadata(
                 F.pad(attention.slot_mapping_N, (0, 1), value=-1), attention.table_NP.expand(2, -1),
                 F.pad(attention.lengths_N, (0, 1)), planes=attention.planes,

@@ -8,9 +8,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+import os
+import select
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,7 +29,7 @@ from fathomlm.engine.kv_pages import KVPages, entry_dtype, pool_page_bytes
 from fathomlm.engine.layers import PagedLayers
 from fathomlm.engine.layout import Layout, build_layout
 from fathomlm.engine.options import EngineOptions
-from fathomlm.engine.programs.base import Program, ProgramContext, SamplingVariant, StepOutput
+from fathomlm.engine.programs.base import FLAGS, SLOT, Program, ProgramContext, SamplingVariant, StepOutput
 from fathomlm.engine.programs.draft_layer import DraftLayerProgram
 from fathomlm.engine.programs.draft_tree import DraftTreeProgram
 from fathomlm.engine.programs.drafts import DraftProgram
@@ -53,6 +57,12 @@ LEAST_ROWS = 32
 """With fewer rows a decode step is hardly faster on a GPU."""
 OVERBOOKED = 2
 """Sequences for each token of a forward pass, where tokens differ in depth."""
+UNTOLD = -(1 << 62)
+"""Stands where a pass that runs will tell something else."""
+LOOKS = 1024
+"""How often the host looks for what a pass tells before it asks whether the device is still well."""
+_let_others_run = partial(select.select, (), (), (), 0) if os.name == "posix" else partial(time.sleep, 0)
+"""Other threads may have the interpreter. On Linux `time.sleep(0)` sleeps for 50 us, and this comes back at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +80,14 @@ class Sizes:
     max_source: int = 0
     spare: int = 0
     """Entries of drafts beside those that a chain of them has (`Sequence.spare`)."""
+
+
+class _Work(NamedTuple):
+    """What a launch starts."""
+
+    start: Callable[[], object]
+    rows: int
+    alternatives: bool
 
 
 class Runner:
@@ -127,7 +145,12 @@ class Runner:
             for _ in range((self.sizes.lag + 2) * self.sizes.burst)
         ]
         self._events = [torch.cuda.Event() if gpu else None for _ in self._outputs]  # type: ignore[no-untyped-call]
+        self._words = [output.ints_NC[0].numpy().data for output in self._outputs]
+        """Of each output the first row, to be looked at without asking the device."""
+        self._pairs: dict[tuple[int, int], tuple[StepOutput, StepOutput]] = {}
         self._told = [rows] * len(self._outputs)
+        self._passes: dict[tuple[str, int], _Work] = {}
+        """Passes that the host chooses, as the requests on the device need them."""
         self.row_counts = row_counts(options.batch_size) if gpu and self.layout.kind == "whole" else ()
         """Rows of decode steps for few sequences, rising. On a CPU rows that nobody needs cost nothing."""
         self._launched = 0
@@ -176,6 +199,8 @@ class Runner:
             tables=sizes.tables, pool_pages=sizes.pool_pages, max_sequences=sizes.max_sequences, pages=pages,
             size=self.options.page_size,
         )  # fmt: skip
+        if scheduled.stops or scheduled.placements:
+            self._passes.clear()
         taken = {placement.slot for placement in scheduled.placements}
         free = [slot for slot in scheduled.stops if slot not in taken]  # what is placed overwrites what was there
         self.sampler.clear(free)
@@ -215,32 +240,66 @@ class Runner:
         slots_K = self.state.upload([chunk.slot for chunk in chunks])
         return [tuple(entries) for entries in self.state.entries_ST.index_select(0, slots_K).tolist()]
 
-    @torch.no_grad()
     def launch(self, drafts: bool = True, sequences: int | None = None, only: tuple[str, int] | None = None) -> int:
         """Start a decode step, with drafts where the program has any; returns its number, for `collect`. Where no more than
-        `sequences` are on the device, rows for those are enough. `only`: one pass of it, and with so many rows."""
+        `sequences` are on the device, rows for those are enough. `only`: one pass of it, and with so many rows, whose
+        `outcome` may be asked for. Until the device has its work nothing is done that could be done before or later."""
+        number = self._launched
+        at = number % len(self._outputs)
+        work = None if only is None else self._passes.get(only)
+        if work is None:
+            work = self._work(drafts, sequences, only)
+        if only is not None:
+            self._words[at][SLOT] = self._words[at][FLAGS] = UNTOLD
+        work.start()
+        self._launched += 1
+        self._told[at] = work.rows
+        here, there = self._pair(at, work.rows)
+        here.copy_(there, alternatives=work.alternatives)
+        if (event := self._events[at]) is not None:
+            event.record()
+        return number
+
+    def _work(self, drafts: bool, sequences: int | None, only: tuple[str, int] | None) -> _Work:
         sampler = self.sampler
         rows = None if sequences is None else next((many for many in self.row_counts if many >= sequences), None)
         name, rows = (None, rows) if only is None else only
         variant = SamplingVariant(sampler.mode, sampler.penalised, sampler.biased, sampler.alternatives, drafts, rows, name)
+        start: Callable[[], object] = partial(self._decode_step, variant)
         if self._captures:
             if variant not in self._graphs and name is not None:
                 self._capture(variant)
             elif variant not in self._graphs:  # with every number of rows: none should be waited for later
                 for many in (None, *self.row_counts):
                     self._capture(dataclasses.replace(variant, rows=many))
-            self._graphs[variant].replay()
-        else:
-            self.program.decode_step(variant)
-        number = self._launched
-        self._launched += 1
+            start = self._graphs[variant].replay
+        work = _Work(start, len(self.program.output.ints_NC) if rows is None else rows, variant.alternatives)
+        if only is not None:
+            self._passes[only] = work
+        return work
+
+    @torch.no_grad()
+    def _decode_step(self, variant: SamplingVariant) -> None:
+        self.program.decode_step(variant)
+
+    def _pair(self, at: int, rows: int) -> tuple[StepOutput, StepOutput]:
+        """Where the host finds what was chosen, and where the device leaves it."""
+        if (found := self._pairs.get((at, rows))) is None:
+            found = self._pairs[at, rows] = self._outputs[at].part(0, rows), self.program.output.part(0, rows)
+        return found
+
+    def outcome(self, number: int) -> int | None:
+        """The flags of the first row of one pass, which say what comes next; None where nobody ran it. It is looked for in
+        memory: an event would tell later, and only behind all that the pass leaves. Other threads may run meanwhile. Where
+        the device has failed the event says so, by raising."""
         at = number % len(self._outputs)
-        many = len(self.program.output.ints_NC) if rows is None else rows
-        self._told[at] = many
-        self._outputs[at].part(0, many).copy_(self.program.output.part(0, many), alternatives=variant.alternatives)
-        if (event := self._events[at]) is not None:
-            event.record()
-        return number
+        words, event, looks = self._words[at], self._events[at], 0
+        while words[FLAGS] == UNTOLD or words[SLOT] == UNTOLD:
+            looks += 1
+            if looks % LOOKS == 0 and event is not None and event.query():  # type: ignore[no-untyped-call]
+                break
+            _let_others_run()
+        return None if words[SLOT] == self.state.spare else int(words[FLAGS])
 
     def collect(self, numbers: Sequence[int]) -> list[StepOutput]:
         """What some decode steps chose, the earliest first; waits for the last of them. The tensors are on the host, and
@@ -248,8 +307,9 @@ class Runner:
         if (event := self._events[numbers[-1] % len(self._outputs)]) is not None:
             event.synchronize()
         places = [number % len(self._outputs) for number in numbers]
-        return [self._outputs[at].part(0, self._told[at]) for at in places]
+        return [self._pair(at, self._told[at])[0] for at in places]
 
+    @torch.no_grad()
     def _capture(self, variant: SamplingVariant) -> None:
         """Capture a decode step. It is run a few times first, so that kernels are compiled; what it changes is put back."""
         before = self._changed()

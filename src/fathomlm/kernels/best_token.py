@@ -60,14 +60,17 @@ def plain_best_and_gap(scores_NV: Tensor) -> tuple[Tensor, Tensor]:
 
 
 if triton is not None:
+    from fathomlm.kernels.triton_here import let_next_start, wait_for_last
 
     @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
     def _chunk_kernel(  # type: ignore[no-untyped-def]
         scores_ptr, scores_stride, most_ptr, sum_ptr, at_ptr, next_ptr, vocab,
-        CHUNKS: tl.constexpr, CHUNK: tl.constexpr, NEXT: tl.constexpr,
+        CHUNKS: tl.constexpr, CHUNK: tl.constexpr, NEXT: tl.constexpr, EARLY: tl.constexpr,
     ):  # fmt: skip
         """The highest score of a chunk, where it is, and the sum of exponentials below it; with NEXT also the next highest.
         NaN stays NaN."""
+        let_next_start(EARLY)
+        wait_for_last(EARLY)
         row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
         column = chunk * CHUNK + tl.arange(0, CHUNK)
         x = tl.load(scores_ptr + row * scores_stride + column, mask=column < vocab, other=float("-inf")).to(tl.float32)
@@ -112,7 +115,7 @@ if triton is not None:
         )
         _chunk_kernel[(N, chunks)](
             scores_NV, scores_NV.stride(0), most_NC, sum_NC, at_NC, most_NC, V,
-            CHUNKS=chunks, CHUNK=CHUNK, NEXT=False, num_warps=4,
+            CHUNKS=chunks, CHUNK=CHUNK, NEXT=False, EARLY=False, num_warps=4,
         )  # fmt: skip
         wide = triton.next_power_of_2(chunks)
         _row_kernel[(N,)](most_NC, sum_NC, at_NC, *found, V, CHUNKS=chunks, WIDE=wide, num_warps=1)
@@ -137,17 +140,25 @@ if triton is not None:
         tl.store(tokens_ptr + row, first.to(tl.int64))
         tl.store(gaps_ptr + row, (1.0 - tl.exp(second - best)) / total)
 
-    def _triton_best_and_gap(scores_NV: Tensor) -> tuple[Tensor, Tensor]:
+    def look_through(scores_NV: Tensor, early: dict[str, bool] | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Of each chunk of a row, (N, C) each: the highest score, the next highest, the sum of exponentials below the
+        highest, and where that is. `early` are settings of `early_launch`."""
         (N, V), device = scores_NV.shape, scores_NV.device
         assert scores_NV.stride(1) == 1
         chunks = triton.cdiv(V, CHUNK)
         most_NC, next_NC, sum_NC = (torch.empty(N, chunks, device=device) for _ in range(3))
         at_NC = torch.empty(N, chunks, dtype=torch.int32, device=device)
-        out = torch.empty(N, dtype=torch.int64, device=device), torch.empty(N, device=device)
         _chunk_kernel[(N, chunks)](
             scores_NV, scores_NV.stride(0), most_NC, sum_NC, at_NC, next_NC, V,
-            CHUNKS=chunks, CHUNK=CHUNK, NEXT=True, num_warps=4,
+            CHUNKS=chunks, CHUNK=CHUNK, NEXT=True, num_warps=4, **(early or {"EARLY": False}),
         )  # fmt: skip
+        return most_NC, next_NC, sum_NC, at_NC
+
+    def _triton_best_and_gap(scores_NV: Tensor) -> tuple[Tensor, Tensor]:
+        (N, V), device = scores_NV.shape, scores_NV.device
+        chunks_NC = look_through(scores_NV)
+        chunks = chunks_NC[0].shape[1]
+        out = torch.empty(N, dtype=torch.int64, device=device), torch.empty(N, device=device)
         wide = triton.next_power_of_2(chunks)
-        _row_gap_kernel[(N,)](most_NC, next_NC, sum_NC, at_NC, *out, V, CHUNKS=chunks, WIDE=wide, CHUNK=CHUNK, num_warps=1)
+        _row_gap_kernel[(N,)](*chunks_NC, *out, V, CHUNKS=chunks, WIDE=wide, CHUNK=CHUNK, num_warps=1)
         return out

@@ -13,6 +13,7 @@ import torch
 _found = importlib.util.find_spec("triton") is not None
 triton: Any = importlib.import_module("triton") if _found else None
 tl: Any = importlib.import_module("triton.language") if _found else None
+EARLY_ROWS = int(os.environ.get("FATHOMLM_EARLY_LAUNCH", "1"))
 
 
 def early_launch(rows: int) -> dict[str, bool]:
@@ -21,8 +22,8 @@ def early_launch(rows: int) -> dict[str, bool]:
     waits for the kernel in front before it reads or writes anything else: the way from one kernel to the next then hides
     behind loads. Every kernel launched so must wait, since the next one counts on it. For one row only: programs of several
     rows are large, and those that start early crowd where there is room instead of spreading (32 rows of a 360M model: 18 %
-    slower). Compiled graphs launch in their own way."""
-    return launch_behind(early=rows <= 1)
+    slower); `FATHOMLM_EARLY_LAUNCH` says up to how many, 0 for none. Compiled graphs launch in their own way."""
+    return launch_behind(early=rows <= EARLY_ROWS)
 
 
 def launch_behind(early: bool) -> dict[str, bool]:
@@ -35,7 +36,7 @@ def launch_behind(early: bool) -> dict[str, bool]:
 
 @functools.cache
 def _starts_early() -> bool:
-    asked = os.environ.get("FATHOMLM_EARLY_LAUNCH", "1") != "0" and os.environ.get("TRITON_INTERPRET") != "1"
+    asked = EARLY_ROWS > 0 and os.environ.get("TRITON_INTERPRET") != "1"
     return asked and torch.version.hip is None and torch.cuda.get_device_capability() >= (9, 0)
 
 

@@ -39,6 +39,8 @@ from fathomlm.engine.schedule import Placement
 
 
 class DraftProgram(ExitProgram):
+    settles_alone = False
+
     def __init__(
         self, parts: ProgramContext, exits: Sequence[int], *, stack: int = 16, shallows: int = 4, confidence: str = "gap"
     ) -> None:

@@ -46,6 +46,7 @@ from fathomlm.engine.programs.base import (
     pick,
     pick_groups,
 )
+from fathomlm.engine.programs.lone_rows import LoneRows
 from fathomlm.engine.programs.whole import count_entries, prefill_steps
 from fathomlm.engine.schedule import Placement
 from fathomlm.kernels.best_token import best_and_gap
@@ -102,6 +103,8 @@ class ExitProgram:
         s, plan = parts.state, parts.plan
         self.parts, self.exits, self.copies, self.forced, self.decay = parts, tuple(exits), copies, forced, decay
         cuts = [0, *(index + 1 for index in exits), plan.unrolled_layers]
+        self.cuts = cuts[1:]
+        """How many layers a token has run behind each segment."""
         self.segments = [plan.steps[first:end] for first, end in pairwise(cuts)]
         self.last = len(exits)
         self.own = [plan.exit_steps((index,)) for index in exits]
@@ -127,7 +130,7 @@ class ExitProgram:
         self.places = self.last * self.stack
         self.choice_SK = torch.zeros(s.slots + 1, self.places, dtype=torch.int64, device=s.device)
         self.confidence_SK = torch.zeros(s.slots + 1, self.places, device=s.device)
-        self._ends_B = torch.tensor(cuts[1:], device=s.device)
+        self._ends_B = torch.tensor(self.cuts, device=s.device)
         self._recursion_B = torch.tensor([steps[-1].recursion for steps in self.segments], device=s.device)
         loops = [[parts.layout.home(step)[1] for step in plan.recursion_steps(r)] for r in range(plan.recursions)]
         self._planes_RL = torch.tensor(loops if copies == "entries" else [], device=s.device)
@@ -136,7 +139,7 @@ class ExitProgram:
         """What the last exit that a slot's token met made of it, where that is compared."""
         decoder = parts.layers.decoder
         self._own_heads = [index for index in exits if decoder.has_exit_head(index)]
-        self._measure = confidence
+        self.measure = confidence
         find = {"classifier": find_classifiers, "gate": find_gate}.get(confidence)
         self._classifiers = {} if find is None else find(decoder, self.exits)
         self._begin = {self.numbers[name]: parts.small(self._begin_plain) for name in self.passes}
@@ -148,6 +151,11 @@ class ExitProgram:
         self._left = parts.small(self._left_plain)
         self._repeat = partial(parts.layers.pages.repeat, 0, self._planes_RL)
         self._choose = TokenChooser(parts)
+        self._lone: LoneRows | None = LoneRows.of(self) if self.settles_alone else None
+
+    settles_alone = True
+    """Whether a pass that the host has chosen may go its own way for a single sequence. A shallow pass then has one row at
+    every time, and may round as one row does; what is drafted has to be rounded as what is not."""
 
     @property
     def mixed(self) -> bool:
@@ -171,15 +179,19 @@ class ExitProgram:
         return self.last == 1 and not self.mixed
 
     def pass_for(self, segment: int, waiting: int) -> tuple[str, int]:
-        """The pass of a segment, and rows for so many: a few sizes, since each is captured."""
+        """The pass of a segment, and rows for so many: a few sizes, since each is captured. One row is no quicker than four,
+        which round alike."""
         if segment == 0:
             return "shallow", 1
-        return "deep", next((rows for rows in (1, 4, 16, 64) if waiting <= rows < self.stack), self.stack)
+        return "deep", next((rows for rows in (4, 16, 64) if waiting <= rows < self.stack), self.stack)
 
     def decode_step(self, variant: SamplingVariant) -> None:
         if variant.only is not None:
             assert variant.rows is not None
             output = self.output.part(0, variant.rows)
+            if self._lone is not None and variant.greedy and variant.drafts:
+                self._lone_pass(self._lone, self.numbers[variant.only], variant.rows, output)
+                return
             self._pass(variant.only, variant, output)
             self._tell(output.ints_NC)
             return
@@ -208,6 +220,15 @@ class ExitProgram:
                 if not len(stays_K):
                     return
 
+    def _lone_pass(self, lone: LoneRows, kind: int, many: int, output: StepOutput) -> None:
+        """A pass of one sequence, in fewer kernels; what it tells says what comes next."""
+        layers, rows = self.parts.layers, lone.begin(kind, many)
+        seen, positions_N, alone = rows.attention, rows.positions_N, kind == 0
+        x_NM = layers.run(rows.x_NM, self.segments[kind], seen, positions_N, spend=True, alone=alone)
+        own = self.own[kind] if kind < self.last else ()
+        read_NM = layers.run(x_NM, own, seen, positions_N, alone=alone) if own else x_NM
+        lone.settle(kind, rows, x_NM, self._scores(read_NM, rows.slots_N, kind), output)
+
     def _pass(self, name: str, variant: SamplingVariant, output: StepOutput) -> None:
         layers, s, kind = self.parts.layers, self.parts.state, self.numbers[name]
         *found, table_NP, lengths_N = self._begin[kind](kind, variant.rows or self.parts.batch_size)
@@ -221,17 +242,17 @@ class ExitProgram:
             rows.slot_mapping_N, table_NP, lengths_N, planes=planes, angles=(angles[0], angles[1]), slots_N=rows.slots_N
         )
         steps = self.segments[max(kind, 0)]
-        before_NM = x_NM
-        if self._measure == "state" and self.copies != "entries":  # what the exit's layer alone has changed
-            before_NM = x_NM = layers.run(x_NM, steps[:-1], seen, rows.positions_N, recursion_N)
+        before_NM, alone = x_NM, self.settles_alone and variant.only is not None and kind == 0
+        if self.measure == "state" and self.copies != "entries":  # what the exit's layer alone has changed
+            before_NM = x_NM = layers.run(x_NM, steps[:-1], seen, rows.positions_N, recursion_N, alone=alone)
             steps = steps[-1:]
-        x_NM = layers.run(x_NM, steps, seen, rows.positions_N, recursion_N, spend=self._measure != "state")
+        x_NM = layers.run(x_NM, steps, seen, rows.positions_N, recursion_N, spend=self.measure != "state", alone=alone)
         if 0 <= kind < self.last and not variant.drafts:
             self._pass_by(kind, rows, x_NM, seen, output)
         else:
             read_NM = x_NM
             if 0 <= kind < self.last and self.own[kind]:
-                read_NM = layers.run(x_NM, self.own[kind], seen, rows.positions_N)
+                read_NM = layers.run(x_NM, self.own[kind], seen, rows.positions_N, alone=alone)
             scores_NV = self._scores(read_NM, rows.segment_N, kind)
             sure_N = self._confidence(AtExit(before_NM, x_NM, scores_NV, None, read_NM), rows, kind)
             self._settle(kind, rows, x_NM, sure_N, scores_NV, variant, output)
@@ -288,17 +309,17 @@ class ExitProgram:
 
     def _confidence(self, exit: AtExit, rows: Rows, kind: int) -> Tensor | None:
         """How sure the exits are; None where it follows from the scores' best two, which are looked for anyway."""
-        if self._measure == "gap":
+        if self.measure == "gap":
             return None
-        if self._measure == "kl":
+        if self.measure == "kl":
             slots_N = torch.where(rows.valid_N, rows.slots_N, self.parts.state.spare)
             known_NV = torch.where((rows.segment_N == 0)[:, None], 0.0, self.scores_SV[slots_N])
             self.scores_SV.index_put_((slots_N,), exit.logits_RV)
             return MEASURES["kl"](replace(exit, logits_before_RV=known_NV))
         if not self._classifiers:
-            return MEASURES[self._measure](exit)
+            return MEASURES[self.measure](exit)
         exits = range(self.last) if kind == ALL else [min(kind, self.last - 1)]
-        if self._measure == "gate" and not self._own_heads:  # one gate, which reads the same at every exit
+        if self.measure == "gate" and not self._own_heads:  # one gate, which reads the same at every exit
             exits = exits[:1]
         assert exit.read_RM is not None
         return self._classified(exit.read_RM, rows, exits)
@@ -309,7 +330,7 @@ class ExitProgram:
         found_N = torch.zeros_like(before_N)
         for number, k in enumerate(exits):
             at = AtExit(read_NM, read_NM, read_NM, self._classifiers[self.exits[k]], before=before_N)
-            sure_N = MEASURES[self._measure](at)
+            sure_N = MEASURES[self.measure](at)
             found_N = torch.where(rows.segment_N == k, sure_N, found_N) if number else sure_N
         return found_N
 

@@ -151,6 +151,10 @@ class _TimedRunner(Runner):
         with self._stages("launching"):
             return super().launch(drafts, sequences, only)
 
+    def outcome(self, number: int) -> int | None:
+        with self._stages("waiting"):
+            return super().outcome(number)
+
     def collect(self, numbers: Sequence[int]) -> list[StepOutput]:
         with self._stages("waiting"):
             found = super().collect(numbers)
