@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 WARPS = 4
 
 
-class Entered(NamedTuple):
+class EnteredRows(NamedTuple):
     """Rows in front of their layers."""
 
     slots_N: Tensor
@@ -58,7 +58,7 @@ class LoneRows:
         self._hidden = {"M": a.hidden, "HIDDEN": triton.next_power_of_2(a.hidden), "K": program.stack, "num_warps": WARPS}
         assert s.numbers_SC.is_contiguous()
 
-    def begin(self, kind: int, many: int) -> Entered:
+    def begin(self, kind: int, many: int) -> EnteredRows:
         program, parts, s = self._program, self._parts, self._parts.state
         embed_VM, P, D = parts.layers.decoder.embed.weight, s.tables_STP.shape[2], self._wide
         slots_N, positions_N, mapping_N = (torch.empty(many, dtype=torch.int64, device=s.device) for _ in range(3))
@@ -75,9 +75,9 @@ class LoneRows:
         )  # fmt: skip
         table_NP = s.tables_STP[:1, 0].expand(many, P)
         seen = AttentionMetadata(mapping_N, table_NP, lengths_N, angles=(cos_ND, sin_ND), slots_N=slots_N)
-        return Entered(slots_N, positions_N, marks_N, before, x_NM, seen)
+        return EnteredRows(slots_N, positions_N, marks_N, before, x_NM, seen)
 
-    def settle(self, kind: int, rows: Entered, x_NM: Tensor, scores_NV: Tensor, output: StepOutput) -> None:
+    def settle(self, kind: int, rows: EnteredRows, x_NM: Tensor, scores_NV: Tensor, output: StepOutput) -> None:
         """`x_NM` is what waits at the exit."""
         program, parts, s = self._program, self._parts, self._parts.state
         (N, V), ends_E = scores_NV.shape, parts.ends_E
