@@ -109,7 +109,8 @@ def like(cls: type, name: str, default: Any = ..., **changes: Any) -> Any:
     """The option of another dataclass once more, under another default, help or other changes."""
     field = cls.__dataclass_fields__[name]  # type: ignore[attr-defined]
     stated: Option = field.metadata[_OPTION]
-    changed = dataclasses.replace(stated, of=stated.of or f"{cls.__name__}.{name}", **changes)
+    owner = next(each for each in cls.__mro__ if name in inspect.get_annotations(each))
+    changed = dataclasses.replace(stated, of=stated.of or f"{owner.__name__}.{name}", **changes)
     return _field(field.default if default is ... else default, changed)
 
 

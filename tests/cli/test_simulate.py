@@ -74,7 +74,7 @@ def test_policies_change_the_figures(capsys: Any) -> None:
 
 
 def test_a_memory_limits_rows(capsys: Any) -> None:
-    found = record(capsys, *PRESET, *DEPTHS, "--memory", "5.2GB")
+    found = record(capsys, *PRESET, *DEPTHS, "--gpu-memory", "5.2GB")
     assert found["vanilla"]["batch_size"] < found["depth"]["batch_size"] <= 43  # fewer unique layers leave more room
     assert found["memory"] == 5.2e9
     assert "40gb" in found["preset"]
@@ -102,7 +102,7 @@ def test_text_through_a_model(how: str, capsys: Any, tmp_path: Path, tiny_model_
         "3",
         "--tokens",
         "24",
-        "--exit",
+        "--depth",
         how,
         "--threshold",
         "0.2",
@@ -172,18 +172,18 @@ def test_mistakes_are_one_line(tmp_path: Path, mistake: Any, tiny_model_dir: Pat
     assert "--measure requires a MODEL" in mistake("--measure", *DEPTHS)
     assert "--data requires a MODEL" in mistake(*PRESET, "--data", str(text))
     assert "--ends requires --preset" in mistake("--costs", "x", *DEPTHS, "--ends")
-    assert "--memory requires a MODEL or a --preset" in mistake("--costs", "x", *DEPTHS, "--memory", "1GB")
-    assert "takes a size such as" in mistake(*PRESET, *DEPTHS, "--memory", "lots")
-    assert "holds no sequence" in mistake(*PRESET, *DEPTHS, "--memory", "1GB")
+    assert "--gpu-memory requires a MODEL or a --preset" in mistake("--costs", "x", *DEPTHS, "--gpu-memory", "1GB")
+    assert "takes a size such as" in mistake(*PRESET, *DEPTHS, "--gpu-memory", "lots")
+    assert "holds no sequence" in mistake(*PRESET, *DEPTHS, "--gpu-memory", "1GB")
     assert "--batch-size must be >= 1" in mistake(*PRESET, *DEPTHS, "--batch-size", "0")
     assert "cannot read times" in mistake("--costs", str(tmp_path / "none.json"), *DEPTHS)
     assert "--requests requires --depths" in mistake(*PRESET, "--trajectories", "x", "--requests", "3")
     assert "one exit between two loops" in mistake("--preset", "40gb/gemma-2b/3", "--depths", "1,1,1", "--fill", "exact")
-    assert "the model has no router" in mistake(str(tiny_model_dir), *PRESET, "--data", str(text), "--exit", "router")
+    assert "the model has no router" in mistake(str(tiny_model_dir), *PRESET, "--data", str(text), "--depth", "router")
     assert "--depths has 3 parts, but the model has 2 recursions" in mistake(
         str(tiny_model_dir), "--measure", "--depths", "1,1,1"
     )
-    assert "MODEL requires --data, --measure or --memory" in mistake(str(tiny_model_dir), *PRESET, *DEPTHS)
+    assert "MODEL requires --data, --measure or --gpu-memory" in mistake(str(tiny_model_dir), *PRESET, *DEPTHS)
     assert "--sequences must be >= 1" in mistake("thesis", "--sequences", "0")
     assert "a validation forces depths" in mistake("validate", str(tiny_model_dir), "--depth", "confidence")
     assert "--within must be > 0" in mistake("validate", str(tiny_model_dir), "--within", "0")

@@ -51,7 +51,7 @@ def test_a_number_alone_is_bytes_and_a_small_one_a_slip() -> None:
     [
         ("serve", "MODEL", "--memory"),
         ("bench", "throughput", "MODEL", "--memory"),
-        ("simulate", "throughput", "--preset", "40gb/gemma-2b/2", "--depths", "1,0.5", "--memory"),
+        ("simulate", "throughput", "--preset", "40gb/gemma-2b/2", "--depths", "1,0.5", "--gpu-memory"),
         ("plan", "--models", "smollm-135m", "--gpu-memory"),
         ("export", "MODEL", "OUT", "--max-shard-size"),
     ],

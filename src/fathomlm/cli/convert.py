@@ -12,12 +12,12 @@ from typing import Any
 
 from fathomlm.checkpoints.tying import InitOptions
 from fathomlm.cli.calibration import MeasuredDropOptions
-from fathomlm.cli.first import check_device, check_model
-from fathomlm.cli.model_options import SOURCE, DtypeOptions, ForceOptions, JsonOptions, SeedOptions
+from fathomlm.cli.first import check_model
+from fathomlm.cli.model_options import SOURCE, DeviceOptions, DtypeOptions, ForceOptions, JsonOptions, SeedOptions
 from fathomlm.cli.progress import log, progress_bar
 from fathomlm.depth.options import PlanOptions, RelaxOptions, RoutingOptions
 from fathomlm.depth.relaxation import RELAXATIONS
-from fathomlm.options import option, section
+from fathomlm.options import like, option, section
 from fathomlm.sizes import amount
 
 
@@ -40,7 +40,7 @@ class Convert(ForceOptions, DtypeOptions, SeedOptions, JsonOptions):
 
     model: str = option(positional=True, help=SOURCE, first=check_model)
     out: Path = option(positional=True, help="directory to write")
-    device: str = option("cpu", metavar="DEVICE", help="device of the result: cpu, cuda or cuda:N", first=check_device)
+    device: str = like(DeviceOptions, "device", help="device of the result: cpu, cuda or cuda:N")
     plan: PlanOptions = section(PlanOptions, "depth plan")
     dropping: MeasuredDropOptions = section(MeasuredDropOptions, "dropped layers and calibration")
     inits: StartOptions = section(StartOptions, "initialization")

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from fathomlm.cli.first import check_pack
 from fathomlm.cli.model_options import ExitPackOptions, threshold_file
 from fathomlm.decode.exiting import OPTIONS, ORACLES, USED, Exiting, Threshold, shown_threshold
+from fathomlm.engine.options import EngineOptions
 from fathomlm.errors import OptionError
 from fathomlm.options import like, option
 from fathomlm.packaged import packaged_drafts, packaged_exits
@@ -40,9 +41,7 @@ class DepthOptions:
     """How deep the tokens of looped and routed models go."""
 
     max_depth: int | None = option(None, ge=1, help="looped models: at most N recursions", default_text="all")
-    depth_bias: float = option(
-        0.0, metavar="B", help="routed models: added to router scores; above 0 sends tokens deeper, below 0 less deep"
-    )
+    depth_bias: float = like(EngineOptions, "depth_bias")
 
     start_scale: float = option(
         0.0, ge=0, metavar="S",

@@ -12,9 +12,11 @@ from typing import TYPE_CHECKING, Literal
 
 from fathomlm.checkpoints.writing import THRESHOLD
 from fathomlm.cli.first import check_device, check_model, check_pack, check_text, check_threads
+from fathomlm.decode.sampling import Sampling
 from fathomlm.errors import DataError, OptionError
-from fathomlm.options import option
+from fathomlm.options import like, option
 from fathomlm.packaged import packaged_path
+from fathomlm.train.data.options import PrepareOptions
 
 if TYPE_CHECKING:
     from fathomlm.model.hub import FathomForCausalLM
@@ -137,7 +139,7 @@ class ModelOptions(DeviceOptions):
 class ColumnOptions:
     """For commands that read text from tables."""
 
-    column: str = option("text", metavar="NAME", help="field with the text in JSON Lines and Parquet")
+    column: str = like(PrepareOptions, "column", help="field with the text in JSON Lines and Parquet")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,12 +156,12 @@ class TextOptions(ColumnOptions):
 class ForceOptions:
     """For commands that write a directory."""
 
-    force: bool = option(False, help="replace the output directory if it is of the same kind")
+    force: bool = like(PrepareOptions, "force", help="replace the output directory if it is of the same kind")
 
 
 @dataclass(frozen=True, kw_only=True)
 class SeedOptions:
-    seed: int = option(0, ge=0, le=2**63 - 1, help="random seed")
+    seed: int = like(Sampling, "seed", 0, help="random seed")
 
 
 @dataclass(frozen=True, kw_only=True)

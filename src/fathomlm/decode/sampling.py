@@ -31,7 +31,9 @@ class Sampling:
         le=100,
         help="above 1, tokens that occurred before become less likely, in greedy decoding too",
     )
-    seed: int | None = option(None, ge=0, lt=2**63, help="make sampling repeatable; equal prompts give equal completions")
+    seed: int | None = option(
+        None, ge=0, le=2**63 - 1, help="make sampling repeatable; equal prompts give equal completions"
+    )
     stop: tuple[str, ...] = option((), help="end the completion before this string; repeatable")
     ignore_eos: bool = False
     """Go on past the end-of-sequence token, to `max_new_tokens`: for measurements."""

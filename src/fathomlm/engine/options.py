@@ -18,7 +18,7 @@ KvDtype = Literal["auto", "fp8"]
 class EngineOptions:
     """Sizes and policies of one engine. None means: chosen for the model and the device."""
 
-    batch_size: int = option(32, ge=1, help="tokens per forward pass")
+    batch_size: int = option(32, ge=1, help="sequences per forward pass; one with several tokens in it counts as several")
     max_sequences: int | None = option(
         None, ge=1, help="max concurrent sequences", default_text="the batch size; twice that where tokens differ in depth"
     )
@@ -68,7 +68,9 @@ class EngineOptions:
         default_text="1; speculative: 4",
     )  # fmt: skip
     always_draft: bool = option(False, help="speculative: draft also where that was measured to be slower")
-    depth_bias: float = option(0.0, help="routed models: added to router scores; above 0 sends tokens deeper")
+    depth_bias: float = option(
+        0.0, metavar="B", help="routed models: added to router scores; above 0 sends tokens deeper, below 0 less deep"
+    )
     forced_depths: tuple[float, ...] | None = None
     """routed, for measurements: the part of the tokens that runs each recursion, drawn and not decided. It begins with 1 and
     never rises."""

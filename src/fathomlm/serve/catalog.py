@@ -10,12 +10,14 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from fathomlm.errors import FathomError, ModelNotFound
 from fathomlm.serve.errors import INTERNAL, ApiError
 from fathomlm.serve.logs import log_event
-from fathomlm.serve.served_model import ServedModel
+
+if TYPE_CHECKING:  # a slip in the models' names is answered before torch is imported
+    from fathomlm.serve.served_model import ServedModel
 
 T = TypeVar("T")
 

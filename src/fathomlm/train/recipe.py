@@ -17,6 +17,7 @@ from fathomlm.depth.plan import KVMode
 from fathomlm.depth.routing import RouterOptions
 from fathomlm.errors import OptionError
 from fathomlm.options import like, option
+from fathomlm.train.data.options import PrepareOptions
 from fathomlm.train.losses.divergence import DIVERGENCES
 
 Amount = int | float | str
@@ -70,22 +71,16 @@ class DataRecipe:
 
     path: str = ""
     """A directory made by `fathomlm data prepare`."""
-    sources: list[str] = field(default_factory=list)
-    """What `path` is prepared from when it is missing: files, globs, hf:owner/name:config@split."""
-    validation_from: list[str] = field(default_factory=list)
-    """Sources whose documents are all kept for validation."""
-    tokenizer: str | None = None
-    """The tokenizer to prepare with: a model source, or `bytes`."""
-    column: str = "text"
-    """The field of JSONL, Parquet and hub sources that holds the text."""
-    pairs: list[str] = field(default_factory=list)
-    """Two fields, source and target, for sequence-to-sequence pairs; the loss is then on targets only."""
-    source_prefix: str | None = None
-    """pairs: put in front of every source, such as "summarize: "."""
-    max_tokens: Amount | None = None
-    """Prepare no more than about this many training tokens."""
-    validation_fraction: float | None = option(None, ge=0, lt=1)
-    """The part of the documents kept for validation (0.01)."""
+    sources: list[str] = like(PrepareOptions, "sources", list)
+    """What `path` is prepared from when it is missing, with the options of `fathomlm data prepare`."""
+    validation_from: list[str] = like(PrepareOptions, "validation_from", list)
+    tokenizer: str | None = like(PrepareOptions, "tokenizer", None)
+    column: str = like(PrepareOptions, "column")
+    pairs: list[str] = like(PrepareOptions, "pairs", list)
+    """The loss is then on targets only."""
+    source_prefix: str | None = like(PrepareOptions, "source_prefix", None)
+    max_tokens: Amount | None = like(PrepareOptions, "max_tokens")
+    validation_fraction: float | None = like(PrepareOptions, "validation_fraction")
     context: int = option(2048, ge=1)
     """Tokens in a training row."""
     document_mask: bool = False

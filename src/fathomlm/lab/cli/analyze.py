@@ -29,6 +29,7 @@ from fathomlm.decode.sampling import Sampling
 from fathomlm.decode.threshold import ThresholdOptions
 from fathomlm.depth.options import PlanOptions
 from fathomlm.errors import OptionError
+from fathomlm.lab.cli.eval_options import PromptOptions
 from fathomlm.lab.drawing import PlotOptions
 from fathomlm.options import like, option, section
 
@@ -190,7 +191,7 @@ class Exits(TextAnalysis, ExitPackOptions):
     exit_layers: tuple[int, ...] | None = like(Exiting, "exit_layers", default_text="the model's own, or some of the layers")
     confidence: str = like(Exiting, "confidence", "gap", default_text=None)
     rule: ThresholdOptions = section(ThresholdOptions, rule="thesis")
-    prompts: int = option(4, ge=0, help="prompts to complete for the times; 0 skips them")
+    prompts: int = like(PromptOptions, "prompts", 4, ge=0, help="documents to complete for the times; 0 skips them")
     max_new_tokens: int = like(Sampling, "max_new_tokens", 32, ge=2)
 
     def run(self) -> int:

@@ -21,6 +21,7 @@ from fathomlm.lab.cli.bench_options import (
 )
 from fathomlm.lab.cli.eval_options import answer
 from fathomlm.options import like, option, section
+from fathomlm.train.data.options import PrepareOptions
 
 LOWER = "--batch-size, --max-sequences, --memory or --requests"
 PEERS = ("vanilla", "transformers")
@@ -170,8 +171,8 @@ class Host(JsonOptions):
     front."""
 
     kind: ClassVar[str] = "host"
-    batch_sizes: tuple[int, ...] = option(
-        (1, 32, 128, 256, 512), ge=1, le=4096, flag="--batch-size", metavar="N,...", help="tokens per forward pass"
+    batch_sizes: tuple[int, ...] = like(
+        EngineOptions, "batch_size", (1, 32, 128, 256, 512), le=4096, flag="--batch-size", metavar="N,..."
     )
     plans: tuple[str, ...] = option(
         ("plain", "routed"), choices=("plain", "routed"), comma=True, flag="--plan", metavar="NAME,...",
@@ -182,9 +183,7 @@ class Host(JsonOptions):
         help="who waits for tokens",
     )  # fmt: skip
     tokens: int = option(30_000, ge=1000, help="tokens per round; the quickest of three rounds counts")
-    tokenizer: str = option(
-        "fathom-mor-23m", metavar="SOURCE", help="tokenizer: model source, directory, tokenizer.json or `bytes`"
-    )
+    tokenizer: str = like(PrepareOptions, "tokenizer", "fathom-mor-23m")
 
     def run(self) -> int:
         import torch

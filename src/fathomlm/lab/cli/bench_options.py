@@ -15,6 +15,7 @@ from fathomlm.engine.options import EngineOptions, KvDtype
 from fathomlm.errors import OptionError
 from fathomlm.lab.bench.workload import WORKLOADS, shape_of
 from fathomlm.options import like, option, section
+from fathomlm.sizes import MEGABYTE
 
 if TYPE_CHECKING:
     import torch
@@ -25,6 +26,13 @@ if TYPE_CHECKING:
     from fathomlm.model.hub import FathomForCausalLM
 
 DEPTHS = "part of the tokens that runs each recursion, such as 1,0.67,0.33"
+
+
+@dataclass(frozen=True, kw_only=True)
+class GpuOptions:
+    """What a model has to fit."""
+
+    gpu_memory: int | None = option(None, size=MEGABYTE, help="memory of a GPU, for weights and all else, such as 80GB")
 
 
 @dataclass(frozen=True, kw_only=True)

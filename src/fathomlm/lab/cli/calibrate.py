@@ -20,6 +20,7 @@ from fathomlm.decode.exiting import Exiting
 from fathomlm.decode.sampling import Sampling
 from fathomlm.decode.threshold import RULES, ThresholdOptions
 from fathomlm.errors import OptionError
+from fathomlm.lab.cli.eval_options import PromptOptions
 from fathomlm.options import like, option, section
 
 if TYPE_CHECKING:
@@ -37,10 +38,8 @@ class Calibrate(TextOptions, ModelOptions, ExitPackOptions, JsonOptions):
     `generate --threshold adaptive` reads it there."""
 
     data: tuple[str, ...] = like(TextOptions, "data", nargs="+")
-    prompts: int = option(32, ge=1, help="documents to begin from")
-    prompt_tokens: int | None = option(
-        None, ge=1, help="tokens of each document that are the prompt", default_text="32; 512 for an encoder"
-    )
+    prompts: int = like(PromptOptions, "prompts", 32)
+    prompt_tokens: int | None = like(PromptOptions, "prompt_tokens", None, default_text="32; 512 for an encoder")
     chat: bool = option(False, help="documents are messages, each wrapped in the model's chat template")
     max_new_tokens: int = like(Sampling, "max_new_tokens", 64)
     exit_layers: tuple[int, ...] | None = like(Exiting, "exit_layers", help="the exit, counted from 1 in unrolled depth")

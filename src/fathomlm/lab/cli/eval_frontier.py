@@ -23,7 +23,7 @@ from fathomlm.cli.progress import progress_bar
 from fathomlm.decode.exiting import Exiting
 from fathomlm.decode.sampling import Sampling
 from fathomlm.errors import OptionError
-from fathomlm.lab.cli.eval_options import print_record
+from fathomlm.lab.cli.eval_options import PromptOptions, print_record
 from fathomlm.lab.tables import print_table
 from fathomlm.options import like, option
 
@@ -44,7 +44,7 @@ SWEPT = ("sweep", "threshold")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Frontier(ForceOptions, JsonOptions, ColumnOptions, DeviceOptions, ReferenceOptions, ShippedExitOptions):
+class Frontier(ForceOptions, JsonOptions, ColumnOptions, DeviceOptions, ReferenceOptions, ShippedExitOptions, PromptOptions):
     """Run each MODEL at many depths and draw quality against cost: time per token, measured here by decoding, and FLOPs. The
     quality is agreement with the full model, perplexity, or a metric of completions with references. A threshold sweep marks
     the calibrated threshold. The area under the curve sums a sweep up."""
@@ -55,8 +55,6 @@ class Frontier(ForceOptions, JsonOptions, ColumnOptions, DeviceOptions, Referenc
     data: Path = option(metavar="FILE", first=check_file, help="text or JSON Lines; with references for rouge and others")
     sweep: Literal["threshold", "depth", "exit-layer"] = option(help="what is varied; depth is the number of recursions")
     quality: str = option("agreement", choices=tuple(QUALITIES), help="what is measured")
-    prompts: int = option(8, ge=1, help="prompts to use")
-    prompt_tokens: int = option(32, ge=1, help="tokens of each document that are the prompt")
     max_new_tokens: int = like(Sampling, "max_new_tokens", 32, ge=2)
     repeats: int = option(2, ge=1, help="how often each prompt is timed; the fastest counts")
     exit_layer: str | None = option(

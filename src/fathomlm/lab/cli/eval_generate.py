@@ -14,7 +14,7 @@ from fathomlm.cli.first import check_file, check_new_file
 from fathomlm.cli.model_options import ModelOptions
 from fathomlm.cli.progress import progress_bar
 from fathomlm.decode.sampling import Sampling
-from fathomlm.lab.cli.eval_options import BatchOptions, about, answer, write_lines
+from fathomlm.lab.cli.eval_options import BatchOptions, ShotOptions, about, answer, write_lines
 from fathomlm.lab.tables import print_table
 from fathomlm.options import like, option, section
 
@@ -39,7 +39,7 @@ class EvalGenerate(BatchOptions, ModelOptions, ReferenceOptions):
     metric: str | None = option(
         None, metavar="NAME", help="rouge, bleu, squad or number", default_text="by the file's fields"
     )
-    shots: int | None = option(None, ge=0, help="few-shot examples before each prompt", default_text="0; 5 for GSM8K")
+    shots: int | None = like(ShotOptions, "shots", default_text="0; 5 for GSM8K")
     max_source_tokens: int | None = option(None, ge=1, help="truncate prompts to N tokens", default_text="the context")
     out: Path | None = option(
         None, metavar="FILE", first=check_new_file, help="write prompts, completions and references, as JSON Lines"

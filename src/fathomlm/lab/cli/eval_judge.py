@@ -14,7 +14,7 @@ from fathomlm.cli.model_options import JsonOptions, SeedOptions, read_text
 from fathomlm.cli.progress import progress_bar
 from fathomlm.errors import OptionError
 from fathomlm.jsonfile import parse
-from fathomlm.lab.cli.eval_options import answer
+from fathomlm.lab.cli.eval_options import BatchOptions, answer
 from fathomlm.lab.evaluate.judge.client import Endpoint
 from fathomlm.lab.tables import print_table
 from fathomlm.options import like, option, section
@@ -87,7 +87,7 @@ class Judge(SeedOptions, JsonOptions):
     names: tuple[str, ...] = option(
         (), comma=True, metavar="NAME,NAME", help="names of the systems", default_text="those of the files or fields"
     )
-    limit: int | None = option(None, ge=1, help="judge the first N rows only", default_text="all")
+    limit: int | None = like(BatchOptions, "limit", help="judge the first N rows only")
     draw: int | None = option(None, ge=1, help="judge N rows at random; the thesis: 100")
     questions: QuestionOptions = section(QuestionOptions, "questions")
     endpoint: EndpointOptions = section(EndpointOptions, "judge")

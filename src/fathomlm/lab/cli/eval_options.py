@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fathomlm.cli.model_options import ExitPackOptions, JsonOptions
-from fathomlm.options import option
+from fathomlm.engine.options import EngineOptions
+from fathomlm.options import like, option
 
 if TYPE_CHECKING:
     from fathomlm.lab.evaluate.outputs import Output
@@ -21,7 +22,20 @@ class BatchOptions(JsonOptions):
     """How much is evaluated, and how much at once."""
 
     limit: int | None = option(None, ge=1, help="evaluate the first N examples, documents or rows only", default_text="all")
-    batch_size: int = option(8, ge=1, help="sequences per forward pass")
+    batch_size: int = like(EngineOptions, "batch_size", 8, help="sequences per forward pass")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShotOptions:
+    shots: int | None = option(None, ge=0, help="few-shot examples before each question")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PromptOptions:
+    """Beginnings of documents, to be completed."""
+
+    prompts: int = option(8, ge=1, help="documents to begin from")
+    prompt_tokens: int = option(32, ge=1, help="tokens of each document that are the prompt")
 
 
 @dataclass(frozen=True, kw_only=True)

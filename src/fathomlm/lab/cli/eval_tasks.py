@@ -17,6 +17,7 @@ from fathomlm.errors import DataError, OptionError
 from fathomlm.lab.cli.eval_options import (
     BatchOptions,
     EvaluatedOutputOptions,
+    ShotOptions,
     about,
     answer,
     number,
@@ -56,9 +57,7 @@ class Tasks(BatchOptions, ModelOptions):
 
     tasks: tuple[str, ...] = option(comma=True, metavar="NAME,...", help="task and group names, or .jsonl files; repeatable")
     data: Path | None = option(None, metavar="DIR", help="read tasks from NAME.jsonl or NAME_test.jsonl.gz in DIR")
-    shots: int | None = option(
-        None, ge=0, help="few-shot examples before each question", default_text="the task's standard, none for those above"
-    )
+    shots: int | None = like(ShotOptions, "shots", default_text="the task's standard, none for those above")
     include: Path | None = option(None, metavar="DIR", help="directory of lm-evaluation-harness tasks (YAML) of your own")
     out: Path | None = option(
         None, metavar="FILE", first=check_new_file,

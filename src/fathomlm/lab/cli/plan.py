@@ -14,9 +14,9 @@ from fathomlm.cli.model_options import JsonOptions
 from fathomlm.depth.options import PlanOptions, RoutingOptions
 from fathomlm.depth.plan import KVMode
 from fathomlm.errors import OptionError
+from fathomlm.lab.cli.bench_options import GpuOptions
 from fathomlm.lab.tables import print_table
 from fathomlm.options import like, option
-from fathomlm.sizes import MEGABYTE
 from fathomlm.train.recipe import parse_amount
 
 if TYPE_CHECKING:
@@ -49,8 +49,8 @@ class Plan(JsonOptions):
     out: Path | None = option(
         None, metavar="FILE", help="picture of the fits to write: .png, .svg or .pdf", requires=("runs",)
     )
-    gpu_memory: int | None = option(
-        None, size=MEGABYTE, help="80GB, 24GiB (a number alone is bytes); nine tenths of it are planned for"
+    gpu_memory: int | None = like(
+        GpuOptions, "gpu_memory", help="80GB, 24GiB (a number alone is bytes); nine tenths of it are planned for"
     )
     ranks: tuple[int, ...] | None = option(
         None, ge=0, metavar="K,...", default_text="0,64,256", requires=("gpu_memory",),

@@ -10,8 +10,8 @@ from fathomlm.cli.first import check_text
 from fathomlm.cli.model_options import ColumnOptions
 from fathomlm.decode.exiting import Exiting
 from fathomlm.errors import OptionError
-from fathomlm.lab.bench.workload import WORKLOADS
-from fathomlm.lab.cli.bench_options import DEPTHS, PlannedModelOptions
+from fathomlm.lab.cli.bench_options import DEPTHS, ForcedDepthOptions, PlannedModelOptions, WorkloadOptions
+from fathomlm.lab.cli.eval_options import PromptOptions
 from fathomlm.options import like, option
 
 if TYPE_CHECKING:
@@ -31,32 +31,37 @@ class SequenceOptions(ColumnOptions):
     trajectories: Path | None = option(
         None, metavar="FILE", help='JSON Lines, one sequence each: {"prompt": 12, "depths": [1, 2, 1]}'
     )
-    depths: tuple[float, ...] | None = option(None, metavar="P,...", help=f"drawn: {DEPTHS}")
-    workload: str | None = option(
-        None, choices=tuple(WORKLOADS), help="--depths: lengths as in `bench`", default_text="thesis", requires=("depths",)
+    depths: tuple[float, ...] | None = like(
+        ForcedDepthOptions, "depths", gt=None, le=None, default_text=None, help=f"drawn: {DEPTHS}"
     )
-    requests: int | None = option(
-        None, ge=1, help="--depths: number of sequences", default_text="as in `bench`", requires=("depths",)
+    workload: str | None = like(
+        WorkloadOptions,
+        "workload",
+        None,
+        default_text="thesis",
+        requires=("depths",),
+        help="--depths: lengths as in `bench`",
+    )
+    requests: int | None = like(
+        WorkloadOptions, "requests", default_text="as in `bench`", requires=("depths",), help="--depths: number of sequences"
     )
     data: tuple[str, ...] = option(
         (), metavar="FILE", first=check_text, help="text through MODEL (.txt, .md, .jsonl, a corpus); repeatable"
     )
-    exit: Literal["oracle", "confidence", "router"] | None = option(
-        None,
-        help="--data: what decides where tokens exit",
-        default_text="router with a router, oracle without",
-        requires=("data",),
-    )
+    depth: Literal["oracle", "confidence", "router"] | None = like(
+        ForcedDepthOptions, "depth", default_text="router with a router, oracle without", requires=("data",),
+        help="--data: what decides: the last layer's own choice (oracle), the confidence at an exit, or the router",
+    )  # fmt: skip
     threshold: float = like(
         Exiting, "threshold", 0.9, parse=None, ge=0, le=1, default_text=None,
-        help="--exit confidence: exit where the confidence exceeds T",
+        help="--depth confidence: exit where the confidence exceeds T",
     )  # fmt: skip
     exit_layers: tuple[int, ...] | None = like(
         Exiting, "exit_layers", default_text="the model's, or its recursions", requires=("data",)
     )
     sequences: int = option(32, ge=1, help="--data: number of sequences")
     tokens: int | None = option(None, ge=1, help="--data: tokens of each", default_text=f"the context, at most {TOKENS}")
-    prompt: int = option(1, ge=1, help="--data: how many of them are the prompt")
+    prompt_tokens: int = like(PromptOptions, "prompt_tokens", 1, help="--data: how many of them are the prompt")
     save: Path | None = option(None, metavar="FILE", help="write the depths, for --trajectories")
 
     def __post_init__(self) -> None:
@@ -136,10 +141,10 @@ def _through_model(wanted: SequenceOptions, options: PlannedModelOptions, name: 
     model = decoder_only(options.load_source(name), "this command")
     tokens = row_length(model, wanted.tokens, most=TOKENS)
     rows = read_rows(places, model, context=tokens, rows=wanted.sequences, column=wanted.column)
-    exit_rule: ExitRule = wanted.exit or ("router" if model.plan.routing is not None else "oracle")
+    exit_rule: ExitRule = wanted.depth or ("router" if model.plan.routing is not None else "oracle")
     with progress_bar("prefill", unit="sequences") as update:
         found = collect(
             model, rows.tokens_NT, exit_rule=exit_rule, threshold=wanted.threshold, layers=wanted.exit_layers,
-            prompt=wanted.prompt, on_rows=update,
+            prompt=wanted.prompt_tokens, on_rows=update,
         )  # fmt: skip
     return SimulationSource(found, model.architecture, model.plan, model.relaxation)

@@ -12,12 +12,11 @@ from fathomlm.cli.first import check_shape
 from fathomlm.cli.model_options import SOURCE, JsonOptions
 from fathomlm.engine.options import EngineOptions
 from fathomlm.errors import OptionError, OutputError
-from fathomlm.lab.cli.bench_options import PlannedModelOptions
+from fathomlm.lab.cli.bench_options import GpuOptions, PlannedModelOptions
 from fathomlm.lab.cli.eval_options import print_record
 from fathomlm.lab.cli.simulate_sources import SequenceOptions, SimulationSource, read_sequences
 from fathomlm.lab.tables import print_table
 from fathomlm.options import like, option, section
-from fathomlm.sizes import MEGABYTE
 
 if TYPE_CHECKING:
     from fathomlm.lab.simulate.costs import Costs
@@ -54,15 +53,18 @@ class BatchingOptions:
     """The batches, and what fits."""
 
     batch_size: int | None = like(EngineOptions, "batch_size", None, default_text=f"the preset's largest, or {BATCH}")
-    plain_batch_size: int | None = option(
-        None, ge=1, help="batch size of the plain model", default_text="its preset's largest, or as many"
+    plain_batch_size: int | None = like(
+        EngineOptions,
+        "batch_size",
+        None,
+        help="batch size of the plain model",
+        default_text="its preset's largest, or as many",
     )
-    max_sequences: int | None = option(
-        None, ge=1, help="max concurrent sequences, depth-wise", default_text="--batch-size; with --measure twice that"
-    )
-    memory: int | None = option(
-        None, size=MEGABYTE, help="memory of the device for weights and KV cache, such as 16GB; limits the sequences"
-    )
+    max_sequences: int | None = like(
+        EngineOptions, "max_sequences", default_text="--batch-size; with --measure twice that",
+        help="max concurrent sequences, depth-wise",
+    )  # fmt: skip
+    gpu_memory: int | None = like(GpuOptions, "gpu_memory", help="limit the sequences to those that fit a GPU, such as 16GB")
     fill: Literal["free", "exact"] = option(
         "free",
         help="deeper KV of a token that exits: free, as in the thesis, or exact, as the engine computes it",
@@ -82,7 +84,7 @@ class SimulateThroughput(PlannedModelOptions, JsonOptions):
 
     model: str | None = option(
         None, positional=True, first=check_shape,
-        help=f"{SOURCE}: for --data and --measure, and for --memory without a preset",
+        help=f"{SOURCE}: for --data and --measure, and for --gpu-memory without a preset",
     )  # fmt: skip
     out: Path | None = option(
         None, metavar="DIR", help="also write simulation.json, and simulation.png where matplotlib is installed"
@@ -97,14 +99,16 @@ class SimulateThroughput(PlannedModelOptions, JsonOptions):
             raise OptionError("--measure requires a MODEL, such as smollm-135m --dummy --recursions 3")
         if batching.fill == "exact" and costs.measure:
             raise OptionError("--fill exact cannot be combined with --measure; `simulate validate` measures exits exactly")
-        if batching.memory is not None and self.model is None and costs.preset is None:
-            raise OptionError("--memory requires a MODEL or a --preset, whose weights and KV cache are counted")
+        if batching.gpu_memory is not None and self.model is None and costs.preset is None:
+            raise OptionError("--gpu-memory requires a MODEL or a --preset, whose weights and KV cache are counted")
         if data and self.model is None:
             raise OptionError("--data requires a MODEL")
         if data and self.dummy:
             raise OptionError("--data cannot be combined with --dummy: it requires the model's own weights")
-        if self.model is not None and not data and not costs.measure and batching.memory is None:
-            raise OptionError("MODEL requires --data, --measure or --memory; the preset and the table of times need none")
+        if self.model is not None and not data and not costs.measure and batching.gpu_memory is None:
+            raise OptionError(
+                "MODEL requires --data, --measure or --gpu-memory; the preset and the table of times need none"
+            )
 
     def run(self) -> int:
         source = read_sequences(self.sequences, self, self.model)
@@ -192,7 +196,7 @@ class _Simulated:
             "waiting": self.options.batching.waiting,
             "model": self.options.model,
             "preset": self.options.costs.preset,
-            "memory": self.options.batching.memory,
+            "memory": self.options.batching.gpu_memory,
             **comparison.record(),
             "notes": self.notes,
         }
@@ -229,13 +233,13 @@ class _Simulated:
 
     def _memory_fits(self) -> tuple[MemoryFit, MemoryFit] | None:
         """What fits the memory of the plain model and of this one."""
-        if self.options.batching.memory is None:
+        if self.options.batching.gpu_memory is None:
             return None
         from fathomlm.depth import DepthPlan
         from fathomlm.lab.simulate.simulation import fit_memory
 
         architecture, plan, relaxation = self.source.planned(self.times)
-        fields = {"memory": self.options.batching.memory, "length": self.sequences.longest}
+        fields = {"memory": self.options.batching.gpu_memory, "length": self.sequences.longest}
         plain = architecture.with_layers(tuple(step.origin for step in plan))
         return (
             fit_memory(plain, DepthPlan.vanilla(plain.layers), None, **fields),

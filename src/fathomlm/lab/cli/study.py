@@ -6,11 +6,11 @@ import json
 import sys
 from collections.abc import Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass
 from pathlib import Path
 from typing import Any
 
-from fathomlm.cli.model_options import JsonOptions
+from fathomlm.cli.model_options import DeviceOptions, JsonOptions
 from fathomlm.cli.progress import log
 from fathomlm.errors import DataError, OptionError
 from fathomlm.lab.tables import print_table
@@ -228,7 +228,7 @@ class RunStudy(LedgerOptions):
     times, on one GPU or on several: each process takes what no other has."""
 
     names: tuple[str, ...] = option(positional=True, metavar="NAME", help=NAME)
-    corpus: Path = option(metavar="DIR", help="corpus from `fathomlm data prepare`")
+    corpus: Path = like(CorpusOptions, "corpus", MISSING, help="corpus from `fathomlm data prepare`")
     work: Path = option(WORK, metavar="DIR", help="where runs keep their checkpoints")
     only: str | None = option(
         None,
@@ -240,7 +240,7 @@ class RunStudy(LedgerOptions):
     retry_failed: bool = option(False, help="repeat failed runs")
     keep: bool = option(False, help="keep the trained models under --work")
     tasks: Path | None = option(None, metavar="DIR", help="files of the tasks that the studies score, as eval --data")
-    device: str = option("auto", metavar="DEVICE", help="auto, cpu, cuda or cuda:N")
+    device: str = like(DeviceOptions, "device", "auto", help="auto, cpu, cuda or cuda:N", first=None)
     commit: str | None = option(None, metavar="HASH", help="commit for the records, where this is not a git checkout")
 
     def run(self) -> int:

@@ -62,7 +62,7 @@ def collect(
         raise OptionError(f"--prompt must be from 1 to {tokens_NT.shape[1] - 1}, one less than a row has; got {prompt}")
     if (plan.routing is not None) != (exit_rule == "router"):
         wrong = "the model's router chooses depths" if plan.routing is not None else "the model has no router"
-        raise OptionError(f"--exit {exit_rule} is not supported by this model: {wrong}")
+        raise OptionError(f"--depth {exit_rule} is not supported by this model: {wrong}")
     exits = () if exit_rule == "router" else exits_of(plan, layers)
     deepest = plan.recursions if exit_rule == "router" else len(exits) + 1
     device = decoder.embed.weight.device

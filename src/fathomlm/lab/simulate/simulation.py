@@ -276,8 +276,8 @@ def fit_memory(
     kv, per_sequence = memory - weights, cost.kv_bytes_per_token * length
     if kv < per_sequence:
         raise OptionError(
-            f"--memory {memory / 1e9:.4g} GB holds no sequence of {length:,} tokens: weights take {weights / 1e9:.4g} GB, "
-            f"its KV cache {per_sequence / 1e9:.4g} GB"
+            f"--gpu-memory {memory / 1e9:.4g} GB holds no sequence of {length:,} tokens: weights take "
+            f"{weights / 1e9:.4g} GB, its KV cache {per_sequence / 1e9:.4g} GB"
         )
     layout = build_layout(architecture, plan, relaxation)
     page = architecture.kv_bytes(element_bytes) * page_size
