@@ -46,7 +46,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"mode": "parallel", "confidence": "sure"}, "invalid confidence 'sure'; choose from gap, max, state, classifier"),
     (
         {"mode": "parallel", "threshold": 1.5},
-        "threshold must be between 0 .always exit. and 1 .never., or an es",
+        "threshold must be between 0 and 1",
     ),
     ({"mode": "parallel", "threshold": math.nan}, "threshold must be between 0"),
     ({"mode": "parallel", "threshold": "0.5"}, "threshold must be between 0"),

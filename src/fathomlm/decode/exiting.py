@@ -111,7 +111,7 @@ class Exiting:
         None, choices=CONFIDENCES, default_text="gap", help="what is compared with the threshold"
     )
     threshold: Threshold | AdaptiveThreshold | None = option(
-        None, metavar="T", default_text=f"{DEFAULT_THRESHOLD:g}", parse=parse_threshold,
+        None, ge=0, le=1, metavar="T", default_text=f"{DEFAULT_THRESHOLD:g}", parse=parse_threshold,
         help="exit where the confidence exceeds T, from 0 (always) to 1 (never); one for each exit as 0.9,0.8; 'adaptive' "
         "estimates T while decoding",
     )  # fmt: skip
@@ -192,7 +192,7 @@ class Exiting:
             )
         each = threshold if isinstance(threshold, tuple) else (threshold,)
         inside = bool(each) and all(_is_number(one) and 0 <= one <= 1 for one in each)
-        require(inside, "threshold", "between 0 (always exit) and 1 (never), or an estimator", threshold)
+        require(inside, "threshold", "between 0 and 1, or an estimator", threshold)
 
     @property
     def estimator(self) -> AdaptiveThreshold | None:

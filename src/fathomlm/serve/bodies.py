@@ -22,6 +22,7 @@ from fastapi import FastAPI, Request
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic.json_schema import models_json_schema
 
+from fathomlm.decode.exiting import Exiting
 from fathomlm.decode.sampling import Sampling
 from fathomlm.engine.request import MAX_LOGPROBS
 from fathomlm.options import bounds
@@ -59,8 +60,8 @@ TopP = Annotated[float, Field(**bounds(Sampling, "top_p"))]
 MinP = Annotated[float, Field(**bounds(Sampling, "min_p"))]
 RepetitionPenalty = Annotated[float, Field(**bounds(Sampling, "repetition_penalty"))]
 Name = Annotated[str, Field(max_length=MOST_NAME)]
-UnitFloat = Annotated[float, Field(ge=0, le=1)]
-Thresholds = Annotated[list[UnitFloat], Field(min_length=1, max_length=MOST_EXITS, fail_fast=True)]
+Confidence = Annotated[float, Field(**bounds(Exiting, "threshold"))]
+Thresholds = Annotated[list[Confidence], Field(min_length=1, max_length=MOST_EXITS, fail_fast=True)]
 FunctionName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
 TokenId = Annotated[str, Field(pattern=r"^[0-9]{1,9}$")]
 """As the key of an object."""
@@ -94,7 +95,7 @@ class FathomOptions(Part):
         None, description="`full` runs every layer for every token; otherwise the server's own mode, see its status."
     )
     max_depth: Count | None = Field(None, description="Max recursions per token; requires a model with a router.")
-    threshold: UnitFloat | Thresholds | None = Field(
+    threshold: Confidence | Thresholds | None = Field(
         None,
         description="Exit where the confidence exceeds this, or a list with one for each exit; requires a server with early "
         "exit.",

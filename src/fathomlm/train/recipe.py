@@ -20,6 +20,7 @@ from fathomlm.options import like, option
 from fathomlm.train.data.options import PrepareOptions
 from fathomlm.train.losses.divergence import DIVERGENCES
 
+Recompute = Literal["none", "inner", "recursion", "layer"]
 Amount = int | float | str
 """A count, plain or with a letter: 500, 2e6, 15B."""
 
@@ -328,8 +329,8 @@ class Recipe:
     capture: bool = False
     """Replay whole passes as CUDA graphs: for one GPU and rows of one length (no pairs), with `recompute` none or inner.
     Where it cannot be, on a CPU and under torchrun, it changes nothing."""
-    recompute: Literal["none", "inner", "recursion", "layer"] = "none"
-    """Activation checkpointing: keep only what enters each recursion, or each layer. `inner` makes the feed-forward part's
+    recompute: Recompute = option("none", help="activation checkpointing in training")
+    """Keep only what enters each recursion, or each layer. `inner` makes the feed-forward part's
     inner activations again in compiled layers without relaxation, which costs little."""
     parallel: Literal["auto", "ddp", "fsdp"] = "auto"
     """Under torchrun: copies of the model, or shards of it; auto shards where a copy would not fit comfortably."""

@@ -13,10 +13,9 @@ from dataclasses import dataclass
 
 from fathomlm.depth import Architecture, DepthPlan, Relaxation
 from fathomlm.depth.cost import count
-from fathomlm.depth.plan import KVMode
 from fathomlm.depth.relaxation import build_relaxation
 from fathomlm.depth.routing import build_routing
-from fathomlm.lab.analyze.isoflop import NAMES
+from fathomlm.lab.analyze.isoflop import NAMES, PlannedRows
 from fathomlm.lab.tables import Rows, amount
 from fathomlm.train.memory import PLANNED, count_memory
 from fathomlm.train.recipe import BatchRecipe, DataRecipe, Recipe
@@ -49,17 +48,14 @@ class CapacityRow:
     """Sequences of a whole context that can be served at once."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CapacityOptions:
+@dataclass(frozen=True, kw_only=True)
+class CapacityOptions(PlannedRows):
     memory: int
     """Bytes of the device, of which nine tenths may be planned for."""
     recursions: tuple[int, ...] = (1, 2, 3)
     ranks: tuple[int, ...] = (0,)
-    sharing: str = "middle-cycle"
     router: str | None = None
     """Also a row with this router, for each number of recursions above 1 and rank 0."""
-    kv: KVMode = "cache"
-    context: int = 2048
     recompute: str = "none"
 
 

@@ -15,12 +15,15 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from fathomlm.depth import Architecture, DepthPlan
 from fathomlm.depth.cost import Cost, count
+from fathomlm.depth.options import PlanOptions, RoutingOptions
 from fathomlm.depth.plan import KVMode
 from fathomlm.errors import OptionError
 from fathomlm.lab.tables import Rows, amount
+from fathomlm.options import like, option
 
 NAMES = {"vanilla": "vanilla", "recursive": "rec.", "mor": "MoR"}
 """The kinds of models, and how tables call them."""
@@ -49,18 +52,25 @@ class IsoRow:
     """What as many tokens cost as the budget buys for the vanilla model."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class IsoOptions:
-    """What the recursive and routed rows are."""
+@dataclass(frozen=True, kw_only=True)
+class PlannedRows:
+    """What the recursive and routed rows of a table are."""
 
+    sharing: str = like(PlanOptions, "sharing", "middle-cycle", default_text=None)
+    router: str | None = like(RoutingOptions, "router", "expert", help="router of the MoR rows")
+    kv: KVMode = like(RoutingOptions, "kv", "cache", help="KV cache of the MoR rows", default_text=None)
+    context: int = option(2048, ge=1, help="tokens per sequence")
+
+    @property
+    def rows(self) -> dict[str, Any]:
+        """These fields."""
+        return {field.name: getattr(self, field.name) for field in dataclasses.fields(PlannedRows)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class IsoOptions(PlannedRows):
     recursions: tuple[int, ...] = (3,)
-    sharing: str = "middle-cycle"
-    router: str = "expert"
-    kv: KVMode = "cache"
-    """How the routed rows keep keys and values."""
-    context: int = 2048
-    wide_kv: bool = False
-    """Count k and v as wide as q."""
+    wide_kv: bool = option(False, help="count k and v as wide as q, as the thesis' printed budgets do")
 
     def __post_init__(self) -> None:
         if not self.recursions or min(self.recursions) < 2:

@@ -171,7 +171,7 @@ class ForcedDepthOptions:
     )
     exit_layers: tuple[int, ...] | None = like(Exiting, "exit_layers")
     threshold: float | None = like(
-        Exiting, "threshold", parse=None, ge=0, le=1,
+        Exiting, "threshold", parse=None,
         help="exit where the confidence exceeds T, from 0 (always) to 1 (never)",
     )  # fmt: skip
     mode: str | None = like(

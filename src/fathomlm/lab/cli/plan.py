@@ -11,20 +11,19 @@ from typing import TYPE_CHECKING, Any
 
 from fathomlm.cli.first import check_shape
 from fathomlm.cli.model_options import JsonOptions
-from fathomlm.depth.options import PlanOptions, RoutingOptions
-from fathomlm.depth.plan import KVMode
 from fathomlm.errors import OptionError
+from fathomlm.lab.analyze.isoflop import IsoOptions, PlannedRows
 from fathomlm.lab.cli.bench_options import GpuOptions
 from fathomlm.lab.tables import print_table
 from fathomlm.options import like, option
-from fathomlm.train.recipe import parse_amount
+from fathomlm.train.recipe import Recipe, Recompute, parse_amount
 
 if TYPE_CHECKING:
     from fathomlm.depth import Architecture
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan(JsonOptions):
+class Plan(JsonOptions, PlannedRows):
     """Three plans, any of them together. --budget: how many tokens it buys for the plain, the recursive and the routed (MoR)
     model of each base. --runs: which model size each budget was best spent on, from finished runs. --gpu-memory: which
     recursions, ranks and batch sizes fit. FLOPs are the forward pass without embedding and head, as the thesis counts."""
@@ -36,15 +35,11 @@ class Plan(JsonOptions):
     recursions: tuple[int, ...] | None = option(
         None, ge=1, metavar="N,...", help="how often the shared block runs", default_text="3; 1,2,3 for --gpu-memory"
     )
-    sharing: str = like(PlanOptions, "sharing", "middle-cycle", default_text=None)
-    router: str = like(RoutingOptions, "router", "expert", help="router of the MoR rows")
-    kv: KVMode = like(RoutingOptions, "kv", "cache", help="KV cache of the MoR rows", default_text=None)
-    context: int = option(2048, ge=1, help="tokens per sequence")
     budget: tuple[float, ...] = option(
         (), metavar="FLOPS,...", parse=lambda text, flag: parse_amount(flag, text),
         help="forward FLOPs: 16.5e18, or several such as 2e18,5e18,16.5e18",
     )  # fmt: skip
-    wide_kv: bool = option(False, help="count k and v as wide as q, as the thesis' printed budgets do")
+    wide_kv: bool = like(IsoOptions, "wide_kv")
     runs: tuple[Path, ...] = option((), nargs="+", metavar="DIR", help="finished runs, or directories of runs")
     out: Path | None = option(
         None, metavar="FILE", help="picture of the fits to write: .png, .svg or .pdf", requires=("runs",)
@@ -56,9 +51,7 @@ class Plan(JsonOptions):
         None, ge=0, metavar="K,...", default_text="0,64,256", requires=("gpu_memory",),
         help="LoRA ranks to try on every linear; 0 is none",
     )  # fmt: skip
-    recompute: str = option(
-        "none", choices=("none", "inner", "recursion", "layer"), help="activation checkpointing in training"
-    )
+    recompute: Recompute = like(Recipe, "recompute")
 
     def run(self) -> int:
         _check(self)
@@ -118,16 +111,9 @@ def _plan_tokens(
     record: dict[str, Any],
     tables: list[tuple[str, list[list[str]]]],
 ) -> None:
-    from fathomlm.lab.analyze.isoflop import IsoOptions, iso_rows, iso_table
+    from fathomlm.lab.analyze.isoflop import iso_rows, iso_table
 
-    settings = IsoOptions(
-        recursions=options.recursions or (3,),
-        sharing=options.sharing,
-        router=options.router,
-        kv=options.kv,
-        context=options.context,
-        wide_kv=options.wide_kv,
-    )
+    settings = IsoOptions(recursions=options.recursions or (3,), wide_kv=options.wide_kv, **options.rows)
     rows = iso_rows(bases, options.budget, settings)
     record["isoflop"] = [dataclasses.asdict(row) for row in rows]
     title = (
@@ -146,15 +132,9 @@ def _plan_memory(
     from fathomlm.lab.analyze.capacity import CapacityOptions, capacity_rows, capacity_table
 
     settings = CapacityOptions(
-        memory=options.gpu_memory or 0,
-        recursions=options.recursions or (1, 2, 3),
-        ranks=options.ranks or (0, 64, 256),
-        sharing=options.sharing,
-        router=options.router,
-        kv=options.kv,
-        context=options.context,
-        recompute=options.recompute,
-    )
+        memory=options.gpu_memory or 0, recursions=options.recursions or (1, 2, 3), ranks=options.ranks or (0, 64, 256),
+        recompute=options.recompute, **options.rows,
+    )  # fmt: skip
     rows = capacity_rows(bases, settings)
     record["memory"] = {
         "bytes": settings.memory,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from fathomlm.cli.first import check_text
 from fathomlm.cli.model_options import ColumnOptions
-from fathomlm.decode.exiting import Exiting
+from fathomlm.decode.exiting import DEFAULT_THRESHOLD, Exiting
 from fathomlm.errors import OptionError
 from fathomlm.lab.cli.bench_options import DEPTHS, ForcedDepthOptions, PlannedModelOptions, WorkloadOptions
 from fathomlm.lab.cli.eval_options import PromptOptions
@@ -53,7 +53,7 @@ class SequenceOptions(ColumnOptions):
         help="--data: what decides: the last layer's own choice (oracle), the confidence at an exit, or the router",
     )  # fmt: skip
     threshold: float = like(
-        Exiting, "threshold", 0.9, parse=None, ge=0, le=1, default_text=None,
+        Exiting, "threshold", DEFAULT_THRESHOLD, parse=None, default_text=None,
         help="--depth confidence: exit where the confidence exceeds T",
     )  # fmt: skip
     exit_layers: tuple[int, ...] | None = like(
