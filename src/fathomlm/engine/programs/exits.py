@@ -46,7 +46,7 @@ from fathomlm.engine.programs.base import (
     pick,
     pick_groups,
 )
-from fathomlm.engine.programs.lone_rows import LoneRows
+from fathomlm.engine.programs.lone_rows import LoneRows, SlotExits
 from fathomlm.engine.programs.whole import count_entries, prefill_steps
 from fathomlm.engine.schedule import Placement
 from fathomlm.kernels.best_token import best_and_gap
@@ -139,7 +139,7 @@ class ExitProgram:
         """What the last exit that a slot's token met made of it, where that is compared."""
         decoder = parts.layers.decoder
         self._own_heads = [index for index in exits if decoder.has_exit_head(index)]
-        self.measure = confidence
+        self._measure = confidence
         find = {"classifier": find_classifiers, "gate": find_gate}.get(confidence)
         self._classifiers = {} if find is None else find(decoder, self.exits)
         self._begin = {self.numbers[name]: parts.small(self._begin_plain) for name in self.passes}
@@ -151,7 +151,12 @@ class ExitProgram:
         self._left = parts.small(self._left_plain)
         self._repeat = partial(parts.layers.pages.repeat, 0, self._planes_RL)
         self._choose = TokenChooser(parts)
-        self._lone: LoneRows | None = LoneRows.of(self) if self.settles_alone else None
+        exact = self.last == self.deepest == 1 and not self.mixed and copies is None
+        plain = confidence == "gap" and forced is None and decay is None
+        kept = SlotExits(
+            self.ring_BSKM, self.level_S, self.filled_BS, self.threshold_SB, self.choice_SK, self.confidence_SK, self.cuts
+        )
+        self._lone = LoneRows.of(parts, kept) if self.settles_alone and exact and plain else None
 
     settles_alone = True
     """Whether a pass that the host has chosen may go its own way for a single sequence. A shallow pass then has one row at
@@ -243,10 +248,10 @@ class ExitProgram:
         )
         steps = self.segments[max(kind, 0)]
         before_NM, alone = x_NM, self.settles_alone and variant.only is not None and kind == 0
-        if self.measure == "state" and self.copies != "entries":  # what the exit's layer alone has changed
+        if self._measure == "state" and self.copies != "entries":  # what the exit's layer alone has changed
             before_NM = x_NM = layers.run(x_NM, steps[:-1], seen, rows.positions_N, recursion_N, alone=alone)
             steps = steps[-1:]
-        x_NM = layers.run(x_NM, steps, seen, rows.positions_N, recursion_N, spend=self.measure != "state", alone=alone)
+        x_NM = layers.run(x_NM, steps, seen, rows.positions_N, recursion_N, spend=self._measure != "state", alone=alone)
         if 0 <= kind < self.last and not variant.drafts:
             self._pass_by(kind, rows, x_NM, seen, output)
         else:
@@ -309,17 +314,17 @@ class ExitProgram:
 
     def _confidence(self, exit: AtExit, rows: Rows, kind: int) -> Tensor | None:
         """How sure the exits are; None where it follows from the scores' best two, which are looked for anyway."""
-        if self.measure == "gap":
+        if self._measure == "gap":
             return None
-        if self.measure == "kl":
+        if self._measure == "kl":
             slots_N = torch.where(rows.valid_N, rows.slots_N, self.parts.state.spare)
             known_NV = torch.where((rows.segment_N == 0)[:, None], 0.0, self.scores_SV[slots_N])
             self.scores_SV.index_put_((slots_N,), exit.logits_RV)
             return MEASURES["kl"](replace(exit, logits_before_RV=known_NV))
         if not self._classifiers:
-            return MEASURES[self.measure](exit)
+            return MEASURES[self._measure](exit)
         exits = range(self.last) if kind == ALL else [min(kind, self.last - 1)]
-        if self.measure == "gate" and not self._own_heads:  # one gate, which reads the same at every exit
+        if self._measure == "gate" and not self._own_heads:  # one gate, which reads the same at every exit
             exits = exits[:1]
         assert exit.read_RM is not None
         return self._classified(exit.read_RM, rows, exits)
@@ -330,7 +335,7 @@ class ExitProgram:
         found_N = torch.zeros_like(before_N)
         for number, k in enumerate(exits):
             at = AtExit(read_NM, read_NM, read_NM, self._classifiers[self.exits[k]], before=before_N)
-            sure_N = MEASURES[self.measure](at)
+            sure_N = MEASURES[self._measure](at)
             found_N = torch.where(rows.segment_N == k, sure_N, found_N) if number else sure_N
         return found_N
 

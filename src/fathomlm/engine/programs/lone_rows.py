@@ -9,21 +9,31 @@ Shapes: N rows, M hidden width, V vocabulary.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from fathomlm.engine.kv_pages import AttentionMetadata
-from fathomlm.engine.programs.base import AGREED, BAD, CONFIDENCE, ENDED, INDEX, JUDGED, NEXT, VALID, WAITING, StepOutput
+from fathomlm.engine.programs.base import (
+    AGREED,
+    BAD,
+    CONFIDENCE,
+    ENDED,
+    INDEX,
+    JUDGED,
+    NEXT,
+    VALID,
+    WAITING,
+    ProgramContext,
+    StepOutput,
+)
 from fathomlm.kernels import lone_rows
 from fathomlm.kernels.best_token import CHUNK
 from fathomlm.kernels.triton_here import early_launch, triton
 
 if triton is not None:
     from fathomlm.kernels.best_token import look_through
-if TYPE_CHECKING:
-    from fathomlm.engine.programs.exits import ExitProgram
 
 WARPS = 4
 
@@ -39,27 +49,39 @@ class EnteredRows(NamedTuple):
     attention: AttentionMetadata
 
 
+class SlotExits(NamedTuple):
+    """What an `ExitProgram` keeps of its slots, and how far its segments go."""
+
+    ring_BSKM: Tensor
+    level_S: Tensor
+    filled_BS: Tensor
+    threshold_SB: Tensor
+    choice_SK: Tensor
+    confidence_SK: Tensor
+    cuts: list[int]
+    """How many layers a token has run behind each segment."""
+
+
 class LoneRows:
     @classmethod
-    def of(cls, program: ExitProgram) -> LoneRows | None:
-        """None where a program's passes are not of this kind, or its device has no Triton."""
-        parts = program.parts
-        a, decoder = parts.layers.architecture, parts.layers.decoder
-        plain = type(decoder.embed) is nn.Embedding and a.embedding_scale == 1.0 and a.positions == "rotary"
-        one = parts.state.slots == 1 and program.last == 1 and program.deepest == 1 and not program.mixed
-        decided = program.copies is None and program.measure == "gap" and program.decay is None and program.forced is None
-        return cls(program) if plain and one and decided and runs_here(parts.state.device) else None
+    def of(cls, parts: ProgramContext, state: SlotExits) -> LoneRows | None:
+        """None where there are several slots or exits, what enters the layers is not just an embedding, or the device has no
+        Triton."""
+        a, embed = parts.layers.architecture, parts.layers.decoder.embed
+        plain = type(embed) is nn.Embedding and a.embedding_scale == 1.0 and a.positions == "rotary"
+        one = parts.state.slots == 1 and len(state.ring_BSKM) == 1
+        return cls(parts, state) if plain and one and runs_here(parts.state.device) else None
 
-    def __init__(self, program: ExitProgram) -> None:
-        self._program, self._parts = program, program.parts
-        s, a = program.parts.state, program.parts.layers.architecture
-        self._angles = program.parts.layers.angle_tables()
+    def __init__(self, parts: ProgramContext, state: SlotExits) -> None:
+        self._parts, self._kept, a = parts, state, parts.layers.architecture
+        self._angles = parts.layers.angle_tables()
         self._wide = self._angles[0].shape[1]
-        self._hidden = {"M": a.hidden, "HIDDEN": triton.next_power_of_2(a.hidden), "K": program.stack, "num_warps": WARPS}
-        assert s.numbers_SC.is_contiguous()
+        stack = state.ring_BSKM.shape[2]
+        self._hidden = {"M": a.hidden, "HIDDEN": triton.next_power_of_2(a.hidden), "K": stack, "num_warps": WARPS}
+        assert parts.state.numbers_SC.is_contiguous()
 
     def begin(self, kind: int, many: int) -> EnteredRows:
-        program, parts, s = self._program, self._parts, self._parts.state
+        kept, parts, s = self._kept, self._parts, self._parts.state
         embed_VM, P, D = parts.layers.decoder.embed.weight, s.tables_STP.shape[2], self._wide
         slots_N, positions_N, mapping_N = (torch.empty(many, dtype=torch.int64, device=s.device) for _ in range(3))
         marks_N, lengths_N = (torch.empty(many, dtype=torch.int32, device=s.device) for _ in range(2))
@@ -67,8 +89,8 @@ class LoneRows:
         cos_ND, sin_ND = (table_PD.new_empty(many, D) for table_PD in self._angles)
         x_NM = embed_VM.new_empty(many, embed_VM.shape[1])
         lone_rows.enter_kernel[(many,)](
-            s.token_S, s.position_S, s.stage_S, s.generated_S, program.level_S, program.filled_BS, s.capacity_ST, s.clock,
-            s.tables_STP, embed_VM, program.ring_BSKM, *self._angles,
+            s.token_S, s.position_S, s.stage_S, s.generated_S, kept.level_S, kept.filled_BS, s.capacity_ST, s.clock,
+            s.tables_STP, embed_VM, kept.ring_BSKM, *self._angles,
             slots_N, positions_N, marks_N, before, mapping_N, lengths_N, x_NM, cos_ND, sin_ND, many,
             DEEP=kind > 0, P=P, PAGE=parts.page_size, D=D, WIDE=triton.next_power_of_2(D),
             EARLY=early_launch(many)["EARLY"], **self._hidden,
@@ -79,7 +101,7 @@ class LoneRows:
 
     def settle(self, kind: int, rows: EnteredRows, x_NM: Tensor, scores_NV: Tensor, output: StepOutput) -> None:
         """`x_NM` is what waits at the exit."""
-        program, parts, s = self._program, self._parts, self._parts.state
+        kept, parts, s = self._kept, self._parts, self._parts.state
         (N, V), ends_E = scores_NV.shape, parts.ends_E
         early = early_launch(N)
         chunks = look_through(scores_NV, early)
@@ -89,8 +111,8 @@ class LoneRows:
         lone_rows.settle_kernel[(N,)](
             *chunks, V, rows.slots_N, rows.positions_N, rows.marks_N, rows.before, x_NM, x_NM.stride(0), ends_E,
             s.token_S, s.position_S, s.stage_S, s.since_S, s.generated_S, s.limit_S, s.epoch_S, s.ignores_S, s.held_S,
-            program.level_S, program.filled_BS, s.clock, program.threshold_SB, program.choice_SK, program.confidence_SK,
-            program.ring_BSKM, output.ints_NC, output.floats_NC, program.cuts[kind],
+            kept.level_S, kept.filled_BS, s.clock, kept.threshold_SB, kept.choice_SK, kept.confidence_SK,
+            kept.ring_BSKM, output.ints_NC, output.floats_NC, kept.cuts[kind],
             DEEP=kind > 0, C=s.numbers_SC.stride(0), E=len(ends_E), ENDS=triton.next_power_of_2(max(1, len(ends_E))),
             COLUMNS=INDEX + 1, FLOATS=CONFIDENCE + 1, CHUNKS=chunks[0].shape[1],
             PARTS=triton.next_power_of_2(chunks[0].shape[1]), CHUNK=CHUNK, VALID=VALID, BAD=BAD, ENDED=ENDED, JUDGED=JUDGED,
