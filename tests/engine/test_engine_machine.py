@@ -18,10 +18,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from engine.encoders import encoder_model
-from fathomlm.decode.exiting import Exiting
+from fathomlm.decode.exiting import Exiting, Threshold
 from fathomlm.decode.full import generate
 from fathomlm.decode.sampling import Sampling
-from fathomlm.depth import Architecture, DepthPlan, build_routing
+from fathomlm.depth import Architecture, DepthPlan, Relaxation, build_routing
+from fathomlm.depth.relaxation import build_relaxation
 from fathomlm.engine.engine import Engine, Event
 from fathomlm.engine.kv_pages import page_bytes
 from fathomlm.engine.request import Finished, Request, TokenEvent
@@ -54,11 +55,25 @@ PLANS = {
     "routed, windows": DepthPlan.build("middle-cycle", 3, 5).with_routing(build_routing("expert", 3)).with_kv("cache"),
     "routed, shared, windows": DepthPlan.build("cycle", 2, 2).with_routing(build_routing("token", 2)).with_kv("share"),
     "drafts, a tree, windows": DepthPlan.vanilla(2).with_exits((), draft=True),
+    "exits, static": DepthPlan.vanilla(3),
+    "exits, shared": DepthPlan.build("cycle", 3, 3).with_kv("share").with_exits([0, 1]),
+    "exits, own layers": DepthPlan.vanilla(3).with_exits([0, 1], layer=True),
+    "exits, looped, lora": DepthPlan.build("cycle", 3, 3).with_exits([0, 1]),
+    "exits, looped, prefix, windows": DepthPlan.build("cycle", 3, 3).with_exits([0, 1]),
+    "exits, entries copied, kl": DepthPlan.build("cycle", 3, 3).with_exits([0, 1]),
+    "exits, states copied, encoder": DepthPlan.vanilla(3).with_exits([0, 1]),
+    "routed, prefix, windows": DepthPlan.build("middle-cycle", 3, 5)
+    .with_routing(build_routing("expert", 3))
+    .with_kv("cache"),
+    "whole, injected": DepthPlan.build("middle-cycle", 3, 5).with_injection(norm=True),
 }
 """The kinds of program; new ones at the end, since their order decides what `test_crowds` plays. The routed ones have four
 tables, or one; in the looped ones rows in front of the exits and behind them share passes. With an encoder the prompt is its
 source. What is drafted and verified is what the whole model says, drawn tokens too."""
-TOGETHER = ("whole", "whole, encoder", "drafts, a layer behind", "drafts, a tree", "drafts, a tree, windows")
+TOGETHER = (
+    "whole", "whole, encoder", "whole, injected", "exits, static", "drafts, a layer behind", "drafts, a tree",
+    "drafts, a tree, windows",
+)  # fmt: skip
 """Kinds in which a slot has its rows in every pass."""
 SAMPLED = {"temperature": 0.9, "top_p": 0.95, "repetition_penalty": 1.3}
 
@@ -75,34 +90,45 @@ def model(kind: str) -> FathomModel:
         said = Counter(
             token for one in generate(encoder, stems, max_new_tokens=8, ignore_eos=True) for token in one.tokens[2:]
         )
-        encoder.config.eos_token_id = min(said, key=lambda token: (said[token], token))  # some end by it, not all
+        often = 1 if "copied" in kind else 0  # exits that are not exact say other tokens
+        encoder.config.eos_token_id = sorted(said, key=lambda token: (said[token], token))[often]  # some end by it, not all
         return encoder
     shape: dict[str, Any] = {"hidden": 16, "intermediate": 16, "heads": 2, "kv_heads": 1, "head_dim": 8, "vocab": VOCAB}
     layers = PLANS[kind].unrolled_layers
     windows = (3, 4, 7, 5, None)[:layers] if kind.endswith("windows") else ()
     architecture = Architecture(family="llama", layers=layers, context=64, tied_embeddings=False, windows=windows, **shape)
-    made = model_of(PLANS[kind], architecture=architecture, seed=5)
+    relaxation = None
+    if "prefix" in kind:
+        relaxation = Relaxation(kind="prefix", prefix_length=3)
+    elif "lora" in kind:
+        relaxation = build_relaxation(architecture.linears(), "lora", 2)
+    made = model_of(PLANS[kind], relaxation, architecture, seed=5)
     made.config.eos_token_id = 3
     return made
 
 
 @cache
-def leaving(kind: str, threshold: float | None = None) -> Exiting | None:
+def leaving(kind: str, threshold: Threshold | None = None) -> Exiting | None:
     """By default with a threshold that half of the tokens are above."""
     if not kind.startswith(("exits", "drafts")):
         return None
-    copying = {"exits, states copied": "state-copy", "exits, entries copied": "entry-copy"}
-    mode: Any = copying.get(kind, "parallel" if kind.startswith("exits") else "speculative")
+    if kind == "exits, static":
+        return Exiting(mode="static", exit_layers=(2,))
+    copies = "states copied" in kind or "entries copied" in kind
+    mode: Any = "parallel" if kind.startswith("exits") else "speculative"
+    if copies:
+        mode = "state-copy" if "states copied" in kind else "entry-copy"
     layers = (1, 2) if kind.startswith("exits,") else (1,)
+    sure = {"confidence": "kl"} if kind.endswith("kl") else {}
     if PLANS[kind].draft:
         drafts: dict[str, Any] = {"draft_tree": (3, 2)} if "a tree" in kind else {"max_stack": 4}
         return Exiting(mode=mode, threshold=0.05 if threshold is None else threshold, **drafts)
     if threshold is not None:
-        stack = {} if kind in copying else {"max_stack": 3}
-        return Exiting(mode=mode, exit_layers=layers, threshold=threshold, **stack)
+        stack = {} if copies else {"max_stack": 3}
+        return Exiting(mode=mode, exit_layers=layers, threshold=threshold, **stack, **sure)
     found = []
     for layer in layers:
-        never = Exiting(mode="parallel", exit_layers=(layer,), threshold=1.0)
+        never = Exiting(mode=mode if sure else "parallel", exit_layers=(layer,), threshold=1.0, **sure)
         stems = [list(stem) for stem in STEMS]
         results = generate(model(kind), stems, max_new_tokens=MOST_NEW, exiting=never, ignore_eos=True)
         found += [sure for result in results for sure in result.confidences or ()]
@@ -128,7 +154,7 @@ def drawn(kind: str, seed: int | None) -> dict[str, Any]:
 
 
 @cache
-def reference(kind: str, prompt: tuple[int, ...], seed: int | None, threshold: float | None) -> Right:
+def reference(kind: str, prompt: tuple[int, ...], seed: int | None, threshold: Threshold | None) -> Right:
     """What a request says when it may say as much as any here. A shorter one says the beginning of it."""
     setting = leaving(kind, threshold)
     if kind.startswith("drafts"):
@@ -154,8 +180,8 @@ class Ask:
     seed: int | None
     patience: int | None
     """Tokens after which it is cancelled; at 0, when it has just been handed in."""
-    threshold: float | None = None
-    """Its own, where tokens may leave."""
+    threshold: Threshold | None = None
+    """Its own, where tokens may leave; one for all exits, or one for each."""
 
 
 @dataclass
@@ -177,6 +203,15 @@ token = st.integers(0, VOCAB - 1)
 prompts = st.builds(lambda stem, more: (*stem, *more), st.sampled_from(STEMS), st.lists(token, max_size=4).map(tuple))
 
 
+def thresholds(kind: str) -> list[Threshold | None]:
+    """Those of requests."""
+    setting = leaving(kind)
+    if setting is None or setting.threshold is None:
+        return [None]
+    two = setting.exit_layers is not None and len(setting.exit_layers) == 2
+    return [None, None, 0.0, 1.0, *([(1.0, 0.0), (0.0, 1.0)] if two else [])]
+
+
 def asks(kind: str) -> st.SearchStrategy[Ask]:
     return st.builds(
         Ask,
@@ -185,7 +220,7 @@ def asks(kind: str) -> st.SearchStrategy[Ask]:
         new=st.integers(1, MOST_NEW),
         seed=st.sampled_from([None, None, 11]),
         patience=st.sampled_from([None, None, None, None, 0, 1, 3]),
-        threshold=st.sampled_from([None, None, 0.0, 1.0]) if leaving(kind) is not None else st.none(),
+        threshold=st.sampled_from(thresholds(kind)),
     )
 
 
@@ -208,7 +243,7 @@ def sizes(draw: st.DrawFn, kind: str) -> dict[str, Any]:
         chosen["cores"] = draw(st.integers(1, 3))
     if encodes(kind):
         chosen["max_source"] = draw(st.sampled_from([LONGEST_PROMPT - 1, LONGEST_PROMPT]))
-    if kind in ("exits", "drafts", "drafts, encoder"):
+    if kind in ("exits", "exits, own layers", "drafts", "drafts, encoder"):
         chosen["shallows"] = draw(st.integers(1, 2))
     if kind.startswith("drafts"):
         chosen["always_draft"] = draw(st.booleans())
@@ -349,7 +384,7 @@ def test_crowds(kind: str, lives: int) -> None:
                 new=random.randint(8, MOST_NEW),
                 seed=random.choice((None, 11)),
                 patience=random.choice((None, None, None, 4)),
-                threshold=random.choice((None, None, 0.0)) if leaving(kind) is not None else None,
+                threshold=random.choice(([*thresholds(kind), None, None])[:3]),
             )
             for _ in range(8)
         ]

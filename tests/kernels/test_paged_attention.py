@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fathomlm.kernels import attention_blocks as module
-from fathomlm.kernels.attention_blocks import Prefix, choose_splits, workspace_size
+from fathomlm.kernels.attention_blocks import PrefixSpan, choose_splits, workspace_size
 from fathomlm.kernels.gathered_attention import GatheredPages
 from fathomlm.kernels.paged_attention import paged_attention, plain_paged_attention
 from fathomlm.kernels.paged_write import FLOAT8
@@ -66,8 +66,8 @@ def test_a_prefix_is_seen_wherever_a_window_begins(first: int, end: int, window:
     lengths = [0, *range(end + 1, end + 20, 3)]
     q, pages = random(len(lengths), 4, 5), Pages.build(random, lengths, 2, 5, PAGE)
     bias_DH = random(7, 4)
-    found = paged_attention(q, *pages, 0.4, window=window, prefix=Prefix(first, end))
-    biased = paged_attention(q, *pages, 0.4, window=window, bias_DH=bias_DH, prefix=Prefix(first, end))
+    found = paged_attention(q, *pages, 0.4, window=window, prefix=PrefixSpan(first, end))
+    biased = paged_attention(q, *pages, 0.4, window=window, bias_DH=bias_DH, prefix=PrefixSpan(first, end))
     for row, length in enumerate(lengths[1:], 1):
         seen = [e for e in range(first, length) if e < end or window is None or e >= length - window]
         at = torch.tensor([[int(pages.table[row, e // PAGE]), e % PAGE] for e in seen])
@@ -202,7 +202,7 @@ def test_gathered_pages(lengths: list[int], window: int | None, biased: bool, be
 @pytest.mark.parametrize("lengths", [[21], [9, 10, 30]])
 @pytest.mark.parametrize("biased", [False, True])
 def test_gathered_pages_behind_a_prefix(first: int, end: int, lengths: list[int], biased: bool) -> None:
-    random, prefix = randoms(), Prefix(first, end)
+    random, prefix = randoms(), PrefixSpan(first, end)
     pages = Pages.build(random, lengths, 2, 8, PAGE)
     bias_DH = random(7, 2) if biased else None
     rows = torch.tensor([row for row, length in enumerate(lengths) for _ in range(length - end)])

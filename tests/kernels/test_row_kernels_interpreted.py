@@ -225,7 +225,7 @@ PREFIXES = [(0, 8), (5, 8), (3, 40), (30, 32)]
 @pytest.mark.parametrize("splits", [1, 3])
 def test_paged_attention_behind_a_prefix(prefix: tuple[int, int], splits: int) -> None:
     """Tiles between the prefix and the window are not looked at: their pages need not be there."""
-    random, front = randoms(), attention_blocks.Prefix(*prefix)
+    random, front = randoms(), attention_blocks.PrefixSpan(*prefix)
     lengths = [0, *(front.end + more for more in (1, 2, 17, 64, 100, 131))]
     q, pages = random(len(lengths), 6, 16), Pages.build(random, lengths, 2, 16, page=8)
     starts = torch.tensor([0, *(front.end + start for start in (0, 1, 8, 0, 71, 130))], dtype=torch.int32)
@@ -255,7 +255,7 @@ def test_paged_attention_behind_a_prefix(prefix: tuple[int, int], splits: int) -
 @pytest.mark.parametrize("window", [None, 1, 5, 20])
 def test_prefill_attention_behind_a_prefix(prefix: tuple[int, int], window: int | None) -> None:
     """Rows of several sequences, some with entries before their first row, one that sees nothing."""
-    random, front = randoms(), attention_blocks.Prefix(*prefix)
+    random, front = randoms(), attention_blocks.PrefixSpan(*prefix)
     spans = [(0, 5), (9, 12), (0, 1), (90, 101), (0, 43)]
     rows = [(number, front.end + upto) for number, (a, b) in enumerate(spans) for upto in range(a + 1, b + 1)]
     pages = Pages.build(random, [front.end + end for _, end in spans], 2, 16, page=8)

@@ -19,7 +19,7 @@ from fathomlm.depth import Architecture
 from fathomlm.engine.layout import Layout
 from fathomlm.engine.options import KvDtype
 from fathomlm.engine.schedule import PageCopy
-from fathomlm.kernels.attention_blocks import NO_PREFIX, Prefix
+from fathomlm.kernels.attention_blocks import NO_PREFIX, PrefixSpan
 from fathomlm.kernels.gathered_attention import GatheredPages
 from fathomlm.kernels.paged_write import FLOAT8, copy_entries, copy_page, write_entries
 
@@ -55,7 +55,7 @@ class AttentionMetadata:
     (`row_positions`)."""
     source: AttentionMetadata | None = field(default=None, kw_only=True)
     """What rows look at of what an encoder made."""
-    prefix: Prefix = field(default=NO_PREFIX, kw_only=True)
+    prefix: PrefixSpan = field(default=NO_PREFIX, kw_only=True)
     """Entries in front of a row's own, counted in `lengths_N` and `starts`."""
     gathered: GatheredPages | None = field(default=None, kw_only=True)
     """On a CPU: the same for all layers of a forward pass, worked out once."""
@@ -122,7 +122,7 @@ class KVPages:
     ) -> None:
         """`prefix` is how many entries a trained prefix has."""
         self.page_size, self.dtype, pages = page_size, dtype, -(-prefix // page_size)
-        self.prefix = Prefix(pages * page_size - prefix, pages * page_size)
+        self.prefix = PrefixSpan(pages * page_size - prefix, pages * page_size)
         numbers = layout.prefix_numbers()
         prefixes = [
             1 + max((numbers[index] for index, (home, _) in layout.homes.items() if home == pool), default=0)

@@ -22,7 +22,7 @@ MANY_PROGRAMS = 8
 """Programs to a multiprocessor from which smaller ones are quicker."""
 
 
-class Prefix(NamedTuple):
+class PrefixSpan(NamedTuple):
     """Entries of a table in front of a row's own, which it sees wherever its window begins."""
 
     first: int = 0
@@ -30,7 +30,7 @@ class Prefix(NamedTuple):
     end: int = 0
 
 
-NO_PREFIX = Prefix()
+NO_PREFIX = PrefixSpan()
 
 
 class AttentionBlocks(NamedTuple):

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from fathomlm.kernels.attention import attention
-from fathomlm.kernels.attention_blocks import NO_PREFIX, Prefix
+from fathomlm.kernels.attention_blocks import NO_PREFIX, PrefixSpan
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ class GatheredPages:
     sequence_N: Tensor | None = None
     slot_mapping_N: Tensor | None = None
     """Where rows leave their entry, -1 where they leave none."""
-    prefix: Prefix = NO_PREFIX
+    prefix: PrefixSpan = NO_PREFIX
     _seen: dict[tuple[int | None, bool, int | None], tuple[list[Seen], Tensor | None]] = field(default_factory=dict)
     """With the starts that it is true of: as long as they are kept, no others have their id."""
     _places: dict[int, Tensor] = field(default_factory=dict)
@@ -159,7 +159,7 @@ def _gathered(pages: Tensor, seen: Seen) -> Tensor:
 
 
 def _mask(
-    lengths: list[int], entry_E: Tensor, starts: list[int], bias_DH: Tensor | None, dtype: torch.dtype, prefix: Prefix
+    lengths: list[int], entry_E: Tensor, starts: list[int], bias_DH: Tensor | None, dtype: torch.dtype, prefix: PrefixSpan
 ) -> Tensor:
     """What each row sees, (N, 1 or H, 1, E): whether, or where there is a bias, what is added to the scores."""
     back_NE = torch.tensor(lengths)[:, None] - 1 - entry_E

@@ -22,7 +22,7 @@ import math
 import torch
 from torch import Tensor
 
-from fathomlm.kernels.attention_blocks import NO_PREFIX, Prefix
+from fathomlm.kernels.attention_blocks import NO_PREFIX, PrefixSpan
 from fathomlm.kernels.row_attention import BITS
 from fathomlm.kernels.triton_here import triton
 
@@ -39,7 +39,7 @@ def paged_attention(
     window: int | None = None, splits: int = 1, workspace: Tensor | None = None,
     k_scale: float = 1.0, v_scale: float = 1.0, out: Tensor | None = None, sequence_N: Tensor | None = None,
     arrived: Tensor | None = None, bias_DH: Tensor | None = None, bits_N: Tensor | None = None,
-    starts_N: Tensor | None = None, prefix: Prefix = NO_PREFIX,
+    starts_N: Tensor | None = None, prefix: PrefixSpan = NO_PREFIX,
 ) -> Tensor:  # fmt: skip
     """softmax(q k^T * scale) v over each row's first `lengths_N` entries (N, H, D); zeros where it has none.
 
@@ -75,7 +75,7 @@ def plain_paged_attention(
     q_NHD: Tensor, k_pages: Tensor, v_pages: Tensor, table_NP: Tensor, lengths_N: Tensor, scale: float,
     window: int | None = None, splits: int = 1, workspace: Tensor | None = None,
     k_scale: float = 1.0, v_scale: float = 1.0, out: Tensor | None = None, bias_DH: Tensor | None = None,
-    bits_N: Tensor | None = None, starts_N: Tensor | None = None, prefix: Prefix = NO_PREFIX,
+    bits_N: Tensor | None = None, starts_N: Tensor | None = None, prefix: PrefixSpan = NO_PREFIX,
 ) -> Tensor:  # fmt: skip
     """The meaning. `splits` and `workspace` change nothing here."""
     (N, H, D), (size, G) = q_NHD.shape, k_pages.shape[1:3]

@@ -11,7 +11,7 @@ import math
 import torch
 from torch import Tensor
 
-from fathomlm.kernels.attention_blocks import NO_PREFIX, AttentionBlocks, Prefix, prefill_blocks
+from fathomlm.kernels.attention_blocks import NO_PREFIX, AttentionBlocks, PrefixSpan, prefill_blocks
 from fathomlm.kernels.triton_here import tl, triton
 
 if triton is not None:
@@ -139,7 +139,7 @@ if triton is not None:
     def prefill_attention(
         q_NHD: Tensor, k_pages: Tensor, v_pages: Tensor, table_NP: Tensor, lengths_N: Tensor, sequence_N: Tensor,
         scale: float, window: int | None = None, k_scale: float = 1.0, v_scale: float = 1.0, out: Tensor | None = None,
-        blocks: AttentionBlocks | None = None, starts_N: Tensor | None = None, prefix: Prefix = NO_PREFIX,
+        blocks: AttentionBlocks | None = None, starts_N: Tensor | None = None, prefix: PrefixSpan = NO_PREFIX,
     ) -> Tensor:  # fmt: skip
         """`paged_attention` where rows of a sequence stand together: each tile reads its entries once for all its rows. A
         tile that holds several sequences goes through them one by one."""

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fathomlm.kernels.attention_blocks import NO_PREFIX, AttentionBlocks, Prefix, attention_blocks, workspace_size
+from fathomlm.kernels.attention_blocks import NO_PREFIX, AttentionBlocks, PrefixSpan, attention_blocks, workspace_size
 from fathomlm.kernels.paged_write import LARGEST_FLOAT8, slot_count
 from fathomlm.kernels.triton_here import early_launch, launch_behind, tl, triton
 
@@ -262,7 +262,7 @@ if triton is not None:
         window: int | None = None, splits: int = 1, workspace: Tensor | None = None,
         k_scale: float = 1.0, v_scale: float = 1.0, out: Tensor | None = None, arrived: Tensor | None = None,
         blocks: AttentionBlocks | None = None, bits_N: Tensor | None = None, entrance: Entrance | None = None,
-        early: bool = False, starts_N: Tensor | None = None, ahead: Ahead | None = None, prefix: Prefix = NO_PREFIX,
+        early: bool = False, starts_N: Tensor | None = None, ahead: Ahead | None = None, prefix: PrefixSpan = NO_PREFIX,
     ) -> Tensor:  # fmt: skip
         """`paged_attention`. With an `entrance`, queries are the first heads of a product's rows, which is in front of this
         kernel: `early` as in `launch_behind`."""
