@@ -142,7 +142,9 @@ def test_the_exits_that_ship_for_a_model_draft(
     assert exiting is not None
     assert (exiting.mode, exiting.exit_layers) == ("speculative", (2,))
     assert exiting.threshold_now() == pytest.approx(0.18, abs=0.01), "a wrong draft costs time and no token"
-    assert "exits that ship with FathomLM" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "exits that ship with FathomLM" in said
+    assert "the full model verifies what they draft" in said
     taken = serve.read_exits(parse("smollm2-135m", "--decode", "parallel", "--threshold", "0.6"))
     assert taken is not None
     assert (taken.mode, taken.threshold_now()) == ("parallel", 0.6)

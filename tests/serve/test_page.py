@@ -225,6 +225,29 @@ def test_two_thresholds_and_drafted_tokens_in_words(browser: Any, exits: Running
     here.close()
 
 
+def test_drafts_are_verified_before_they_are_shown(browser: Any, tiny_tokenizer: Any, exits: Running) -> None:
+    """Under a reply which of its tokens were drafted, beside it how many drafts were kept of all."""
+    drafts = Exiting(mode="speculative", exit_layers=(7,), threshold=0.0)
+    with running(make("exits", tiny_tokenizer), exiting=drafts, max_length=200, always_draft=True) as server:
+        here = Page(browser, server)
+        here.page.click("#server-panel summary")
+        here.write("the fox", 24)
+        totals = server.engine.totals
+        assert 0 < totals.accepted < totals.drafted
+        (saved,) = here.all(".saved")
+        assert f"Drafted at an exit: {totals.accepted} of 24 tokens, verified by the full model" in saved
+        here.page.wait_for_selector(f"#drafts:has-text('{totals.accepted} of {totals.drafted}')")
+        metrics = server.http.get("/metrics").text
+        assert f"fathomlm_verified_drafts_total {totals.drafted:.1f}" in metrics
+        assert f"fathomlm_kept_drafts_total {totals.accepted:.1f}" in metrics
+        here.close()
+    other = Page(browser, exits)
+    other.page.click("#server-panel summary")
+    other.page.wait_for_selector("#fill:has-text('of')")
+    assert not other.page.is_visible("#drafts-figure")
+    other.close()
+
+
 def test_two_models_side_by_side(browser: Any, several: Running) -> None:
     here = Page(browser, several)
     here.page.select_option("#compare", "model")

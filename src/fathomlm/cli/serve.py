@@ -224,6 +224,8 @@ def read_exits(options: Serve) -> Exiting | None:
     exiting = Exiting(mode=mode, **how)
     if pack is not None and exits.exits is None:
         tell_shipped(options.model)
+        if mode == "speculative":
+            _tell("the full model verifies what they draft; they draft wherever that is measured to be faster")
     return exiting
 
 

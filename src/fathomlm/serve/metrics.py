@@ -107,6 +107,8 @@ class _EngineCollector(Collector):
             depths.add_metric([str(depth)], count)
         yield depths
         yield CounterMetricFamily("fathomlm_exited_tokens", "Tokens that exited early", totals.exited)
+        yield CounterMetricFamily("fathomlm_verified_drafts", "Drafts that the full model verified", totals.drafted)
+        yield CounterMetricFamily("fathomlm_kept_drafts", "Drafts that it would have chosen too", totals.accepted)
         yield GaugeMetricFamily("fathomlm_mean_depth", "Mean depth of all tokens so far", mean_depth(status))
         yield GaugeMetricFamily("fathomlm_exit_rate", "Part of all tokens so far that exited early", exit_rate(status))
 

@@ -17,6 +17,10 @@ export async function look(model, key) {
   line($("rate-chart"), rates, MINUTE, "Tokens per second");
   $("mean").textContent = status.mean_depth ? status.mean_depth.toFixed(2) : "–";
   bars($("depth-chart"), status.depths ?? {}, (depth) => (status.colours[Number(depth)] ?? status.colours.at(-1))[0], "Tokens by depth");
+  const { drafted = 0, accepted = 0 } = status.totals ?? {};
+  $("drafts-figure").hidden = !status.decode?.includes("speculative");
+  $("drafts").textContent = drafted ? `${accepted} of ${drafted}` : "none yet";
+  share($("drafts-chart"), accepted, drafted, "Drafts kept");
   const running = status.running ?? 0;
   $("fill").textContent = `${running} of ${status.max_sequences ?? "?"}, ${status.queued ?? 0} waiting`;
   share($("fill-chart"), running, status.max_sequences ?? 1, "Running sequences");
