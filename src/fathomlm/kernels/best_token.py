@@ -60,17 +60,14 @@ def plain_best_and_gap(scores_NV: Tensor) -> tuple[Tensor, Tensor]:
 
 
 if triton is not None:
-    from fathomlm.kernels.triton_here import let_next_start, wait_for_last
 
     @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
     def _chunk_kernel(  # type: ignore[no-untyped-def]
         scores_ptr, scores_stride, most_ptr, sum_ptr, at_ptr, next_ptr, vocab,
-        CHUNKS: tl.constexpr, CHUNK: tl.constexpr, NEXT: tl.constexpr, EARLY: tl.constexpr,
+        CHUNKS: tl.constexpr, CHUNK: tl.constexpr, NEXT: tl.constexpr,
     ):  # fmt: skip
         """The highest score of a chunk, where it is, and the sum of exponentials below it; with NEXT also the next highest.
         NaN stays NaN."""
-        let_next_start(EARLY)
-        wait_for_last(EARLY)
         row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
         column = chunk * CHUNK + tl.arange(0, CHUNK)
         x = tl.load(scores_ptr + row * scores_stride + column, mask=column < vocab, other=float("-inf")).to(tl.float32)
@@ -115,7 +112,7 @@ if triton is not None:
         )
         _chunk_kernel[(N, chunks)](
             scores_NV, scores_NV.stride(0), most_NC, sum_NC, at_NC, most_NC, V,
-            CHUNKS=chunks, CHUNK=CHUNK, NEXT=False, EARLY=False, num_warps=4,
+            CHUNKS=chunks, CHUNK=CHUNK, NEXT=False, num_warps=4,
         )  # fmt: skip
         wide = triton.next_power_of_2(chunks)
         _row_kernel[(N,)](most_NC, sum_NC, at_NC, *found, V, CHUNKS=chunks, WIDE=wide, num_warps=1)
@@ -140,9 +137,9 @@ if triton is not None:
         tl.store(tokens_ptr + row, first.to(tl.int64))
         tl.store(gaps_ptr + row, (1.0 - tl.exp(second - best)) / total)
 
-    def look_through(scores_NV: Tensor, early: dict[str, bool] | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def look_through(scores_NV: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Of each chunk of a row, (N, C) each: the highest score, the next highest, the sum of exponentials below the
-        highest, and where that is. `early` are settings of `early_launch`."""
+        highest, and where that is."""
         (N, V), device = scores_NV.shape, scores_NV.device
         assert scores_NV.stride(1) == 1
         chunks = triton.cdiv(V, CHUNK)
@@ -150,7 +147,7 @@ if triton is not None:
         at_NC = torch.empty(N, chunks, dtype=torch.int32, device=device)
         _chunk_kernel[(N, chunks)](
             scores_NV, scores_NV.stride(0), most_NC, sum_NC, at_NC, next_NC, V,
-            CHUNKS=chunks, CHUNK=CHUNK, NEXT=True, num_warps=4, **(early or {"EARLY": False}),
+            CHUNKS=chunks, CHUNK=CHUNK, NEXT=True, num_warps=4,
         )  # fmt: skip
         return most_NC, next_NC, sum_NC, at_NC
 

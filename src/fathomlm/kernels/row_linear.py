@@ -205,7 +205,6 @@ if triton is not None:
         they should stay in the cache. (Triton 3.6 drops that hint for loads it pipelines.)"""
         if row.shape[0] == 1:
             return _one_row_product(x_ptr, weight_ptr, scales_ptr, weight_row, first, DEPTH, SHARE, BLOCK, SCALED, EARLY)
-        let_next_start(EARLY)
         wait_for_last(EARLY)
         k = first + tl.arange(0, BLOCK)
         here = here[:, None]
@@ -230,6 +229,7 @@ if triton is not None:
                 squares += x.to(tl.float32) * x.to(tl.float32)
             elif NORM:
                 gram = tl.dot(x, tl.trans(x), gram, input_precision="ieee")
+        let_next_start(EARLY)  # not before: programs that wait would take the room of those that are yet to begin
         if SCALED:
             return total * tl.load(scales_ptr + weight_row)[None, :], tl.sum(squares, 1)
         number = tl.arange(0, row.shape[0])

@@ -103,8 +103,7 @@ class LoneRows:
         """`x_NM` is what waits at the exit."""
         kept, parts, s = self._kept, self._parts, self._parts.state
         (N, V), ends_E = scores_NV.shape, parts.ends_E
-        early = early_launch(N)
-        chunks = look_through(scores_NV, early)
+        chunks = look_through(scores_NV)
         assert x_NM.stride(1) == 1
         assert output.ints_NC.is_contiguous()
         assert output.floats_NC.is_contiguous()
@@ -116,7 +115,7 @@ class LoneRows:
             DEEP=kind > 0, C=s.numbers_SC.stride(0), E=len(ends_E), ENDS=triton.next_power_of_2(max(1, len(ends_E))),
             COLUMNS=INDEX + 1, FLOATS=CONFIDENCE + 1, CHUNKS=chunks[0].shape[1],
             PARTS=triton.next_power_of_2(chunks[0].shape[1]), CHUNK=CHUNK, VALID=VALID, BAD=BAD, ENDED=ENDED, JUDGED=JUDGED,
-            AGREED=AGREED, NEXT=NEXT, WAITING=WAITING, **self._hidden, **early,
+            AGREED=AGREED, NEXT=NEXT, WAITING=WAITING, **self._hidden, **early_launch(N),
         )  # fmt: skip
 
 
