@@ -12,8 +12,9 @@ from fathomlm.cli.progress import progress_bar
 from fathomlm.engine.options import EngineOptions
 from fathomlm.errors import OptionError
 from fathomlm.lab.cli.bench_options import (
-    BatchTuning,
-    EngineTuning,
+    BATCHED,
+    TUNED,
+    BenchEngineOptions,
     ForcedDepthOptions,
     PlannedModelOptions,
     WorkloadOptions,
@@ -32,9 +33,11 @@ class EngineBenchOptions(QuantizeOptions, PlannedModelOptions, JsonOptions):
     """What benchmarks of the engine share."""
 
     kind: ClassVar[str]
+    batched: ClassVar[bool] = True
+    """Whether several sequences run at once."""
     model: str = option(positional=True, help=SOURCE, first=check_shape)
     workload: WorkloadOptions = section(WorkloadOptions, "workload")
-    engine: EngineTuning = section(EngineTuning, "engine")
+    engine: BenchEngineOptions = section(BenchEngineOptions, "engine", only=BATCHED)
     depth: ForcedDepthOptions = section(ForcedDepthOptions, "depth")
     peer: tuple[str, ...] = option(
         (), choices=PEERS,
@@ -79,13 +82,6 @@ class ThroughputWorkload(WorkloadOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ThroughputTuning(BatchTuning):
-    peer_batch_size: int | None = like(
-        EngineOptions, "batch_size", None, help="batch size of the peers", default_text="as many"
-    )
-
-
-@dataclass(frozen=True, kw_only=True)
 class Throughput(EngineBenchOptions):
     """Run a workload through the engine and report tokens per second, end to end, and where the time went. With --dummy any
     shape and plan can be measured without weights, such as `smollm-360m --sharing middle-cycle --recursions 3 --router
@@ -94,7 +90,7 @@ class Throughput(EngineBenchOptions):
 
     kind = "throughput"
     workload: ThroughputWorkload = section(ThroughputWorkload, "workload")
-    engine: ThroughputTuning = section(ThroughputTuning, "engine")
+    engine: BenchEngineOptions = section(BenchEngineOptions, "engine", only=(*BATCHED, "peer_batch_size"))
 
     @property
     def arrival_rate(self) -> float | None:
@@ -108,7 +104,9 @@ class Latency(EngineBenchOptions):
     over the same weights."""
 
     kind = "latency"
+    batched = False
     workload: WorkloadOptions = section(WorkloadOptions, "workload", workload="64-256", requests=8)
+    engine: BenchEngineOptions = section(BenchEngineOptions, "engine", only=TUNED)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 from fathomlm.cli.model_options import memory_errors, read_documents
 from fathomlm.cli.progress import progress_bar
 from fathomlm.errors import FathomError, OptionError
-from fathomlm.lab.cli.bench import LOWER, EngineBenchOptions, Kernels, ThroughputTuning
-from fathomlm.lab.cli.bench_options import BatchTuning, ResolvedDepth, engine_device
+from fathomlm.lab.cli.bench import LOWER, EngineBenchOptions, Kernels
+from fathomlm.lab.cli.bench_options import ResolvedDepth, engine_device
 from fathomlm.lab.cli.bench_tables import print_bench
 from fathomlm.lab.cli.eval_options import answer
 from fathomlm.lab.environment import environment, free_memory
@@ -47,7 +47,7 @@ class Bench:
         if "vanilla" in options.peer and depth.choice.source == "full" and plan.recursions == 1:
             raise OptionError("--peer vanilla is what this is already: a plain model whose tokens run every layer")
         self.options = options
-        self.batched = isinstance(options.engine, BatchTuning)
+        self.batched = options.batched
         self.model, self.workload = _read_model(options)
         self.depth = options.depth.resolve(self.model.plan)
         if not self.batched:
@@ -102,17 +102,16 @@ class Bench:
         return record | {"latency": _latency(found)} if not self.batched else record
 
     def engine_options(self, model: FathomForCausalLM, depth: ResolvedDepth, batch_size: int | None = None) -> EngineOptions:
-        from fathomlm.engine.options import EngineOptions
         from fathomlm.engine.runner import ample_memory
 
-        fields = self.options.engine.given | {"max_length": self.workload.longest, **depth.fields}
+        fields = {"max_length": self.workload.longest, **depth.fields}
         if not self.batched:
             # What waits before an exit runs behind it in one pass, so that pass must have room for all of it.
             stack = None if depth.exiting is None else depth.exiting.max_stack
             fields |= {"batch_size": stack or 1, "max_sequences": 1 if stack or model.plan.routing is not None else None}
         elif batch_size is not None:
             fields |= {"batch_size": batch_size, "max_sequences": None}
-        options = EngineOptions(**fields)
+        options = replace(self.options.engine, **fields)
         if options.memory is not None:
             return options
         return replace(options, memory=ample_memory(model.decoder, options, self.workload.longest, depth.exiting))
@@ -128,7 +127,7 @@ class Bench:
     @property
     def _peer_batch_size(self) -> int | None:
         engine = self.options.engine
-        return (engine.peer_batch_size or engine.batch_size) if isinstance(engine, ThroughputTuning) else None
+        return (engine.peer_batch_size or engine.batch_size) if self.batched else None
 
     def _vanilla(self) -> dict[str, Any]:
         from fathomlm.lab.bench.measure import DepthChoice

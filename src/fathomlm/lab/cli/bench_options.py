@@ -11,7 +11,7 @@ from fathomlm.cli.first import check_text
 from fathomlm.cli.model_options import ColumnOptions, DeviceOptions, SeedOptions
 from fathomlm.decode.exiting import Exiting
 from fathomlm.depth.options import PlanOptions, RelaxOptions, RoutingOptions
-from fathomlm.engine.options import EngineOptions, KvDtype
+from fathomlm.engine.options import EngineOptions
 from fathomlm.errors import OptionError
 from fathomlm.lab.bench.workload import WORKLOADS, shape_of
 from fathomlm.options import like, option, section
@@ -123,36 +123,18 @@ class WorkloadOptions(ColumnOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class EngineTuning:
-    """Options of the engine; what is not given is chosen for the model and the device."""
+class BenchEngineOptions(EngineOptions):
+    """Options of the engine, and of what it is compared with; what is None is chosen for the model and the device."""
 
     memory: int | None = like(EngineOptions, "memory", default_text="enough for every sequence")
-    kv_dtype: KvDtype | None = like(EngineOptions, "kv_dtype", None, default_text="auto")
-    prefill_chunk: int | None = like(EngineOptions, "prefill_chunk", None)
-    page_size: int | None = like(EngineOptions, "page_size", None)
-    burst: int | None = like(EngineOptions, "burst")
-    cores: int | None = like(EngineOptions, "cores")
-    shallows: int | None = like(EngineOptions, "shallows", None)
-    merge: bool | None = like(EngineOptions, "merge", None, default_text="on")
-
-    def __post_init__(self) -> None:
-        EngineOptions(**self.given)  # refuses what cannot be, before anything is loaded
-
-    @property
-    def given(self) -> dict[str, Any]:
-        """The fields of `EngineOptions` that were given."""
-        return {name: value for name, value in asdict(self).items() if value is not None and name in _ENGINE_FIELDS}
+    peer_batch_size: int | None = like(
+        EngineOptions, "batch_size", None, help="batch size of the peers", default_text="as many"
+    )
 
 
-_ENGINE_FIELDS = EngineOptions.__dataclass_fields__
-
-
-@dataclass(frozen=True, kw_only=True)
-class BatchTuning(EngineTuning):
-    """The same with the sizes of a batch."""
-
-    batch_size: int = like(EngineOptions, "batch_size")
-    max_sequences: int | None = like(EngineOptions, "max_sequences")
+TUNED = ("memory", "kv_dtype", "prefill_chunk", "page_size", "burst", "cores", "shallows", "merge")
+BATCHED = (*TUNED, "batch_size", "max_sequences")
+"""What of it has flags, for one sequence and for many."""
 
 
 @dataclass(frozen=True, kw_only=True)

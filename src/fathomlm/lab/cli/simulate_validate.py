@@ -9,7 +9,7 @@ from fathomlm.cli.model_options import memory_errors
 from fathomlm.cli.progress import progress_bar
 from fathomlm.errors import OptionError
 from fathomlm.lab.cli.bench import LOWER, EngineBenchOptions
-from fathomlm.lab.cli.bench_options import BatchTuning, WorkloadOptions
+from fathomlm.lab.cli.bench_options import WorkloadOptions
 from fathomlm.lab.cli.eval_options import answer
 from fathomlm.lab.tables import print_table
 from fathomlm.options import option, section
@@ -22,7 +22,6 @@ class Validate(EngineBenchOptions):
 
     kind = "validate"
     workload: WorkloadOptions = section(WorkloadOptions, "workload", requests=64)
-    engine: BatchTuning = section(BatchTuning, "engine")
     rounds: int = option(5, ge=1, help="how often to measure, simulate and run; the median counts")
     within: float | None = option(
         None, gt=0, metavar="P", help="exit with code 1 where the two differ by more than this part, such as 0.15"
