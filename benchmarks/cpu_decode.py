@@ -34,7 +34,7 @@ from transformers import AutoModelForCausalLM
 
 import fathomlm
 from fathomlm.checkpoints.fetch import fetch
-from fathomlm.cli.model_options import read_documents
+from fathomlm.cli.common import read_documents
 from fathomlm.kernels.quantized import GPU_KINDS
 from fathomlm.lab.environment import environment
 from fathomlm.model.quantize import quantize_layers

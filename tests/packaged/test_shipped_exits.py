@@ -150,7 +150,7 @@ def test_the_command_finds_it_by_name(
     smollm2_path: Path, replies: list[tuple[int, ...]], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`smollm2-135m` names the fetched file, and the exit comes with it where no draft layer does."""
-    monkeypatch.setattr("fathomlm.cli.decode_options.packaged_drafts", lambda name: None)
+    monkeypatch.setattr("fathomlm.cli.decoding.packaged_drafts", lambda name: None)
     words = ["generate", NAME, "--chat", "-p", MESSAGES[0], "--max-new-tokens", str(DRAFTED)]
     assert main([*words, "--decode", "speculative", "--json"]) == 0
     captured = capsys.readouterr()

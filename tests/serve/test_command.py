@@ -133,10 +133,10 @@ def test_the_exits_that_ship_for_a_model_draft(
 ) -> None:
     """Nothing is lost by it, so nobody has to ask for it; what takes the exit's word is asked for. A draft layer that ships
     comes before an exit."""
-    monkeypatch.setattr("fathomlm.cli.decode_options.packaged_drafts", lambda name: tmp_path)
+    monkeypatch.setattr("fathomlm.cli.decoding.packaged_drafts", lambda name: tmp_path)
     drafting = (parse("x", *words).exiting.used_pack("smollm2-135m") for words in ((), ("--decode", "parallel")))
     assert [found == tmp_path for found in drafting] == [True, False]
-    monkeypatch.setattr("fathomlm.cli.decode_options.packaged_drafts", lambda name: None)
+    monkeypatch.setattr("fathomlm.cli.decoding.packaged_drafts", lambda name: None)
     args = parse("smollm2-135m")
     exiting = serve.read_exits(args)
     assert exiting is not None

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from fathomlm.checkpoints.tying import CALIBRATION_TOKENS
+from fathomlm.cli.common import ColumnOptions
 from fathomlm.cli.first import check_text
-from fathomlm.cli.model_options import ColumnOptions
 from fathomlm.cli.progress import progress_bar
 from fathomlm.depth.dropping import DropOptions
 from fathomlm.options import like, option

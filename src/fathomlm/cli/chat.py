@@ -15,8 +15,8 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from fathomlm.cli.decode_options import DecodeOptions, DepthOptions, ReferenceOptions
-from fathomlm.cli.model_options import ModelOptions, QuantizeOptions
+from fathomlm.cli.common import ModelOptions, QuantizeOptions
+from fathomlm.cli.decoding import DecodeOptions, DepthOptions, ReferenceOptions
 from fathomlm.decode.exiting import Exiting
 from fathomlm.decode.sampling import Sampling
 from fathomlm.errors import FathomError, OptionError, OutputError, choices

@@ -12,8 +12,8 @@ from typing import Any
 
 from fathomlm.checkpoints.tying import InitOptions
 from fathomlm.cli.calibration import MeasuredDropOptions
+from fathomlm.cli.common import SOURCE, DeviceOptions, DtypeOptions, ForceOptions, JsonOptions, SeedOptions
 from fathomlm.cli.first import check_model
-from fathomlm.cli.model_options import SOURCE, DeviceOptions, DtypeOptions, ForceOptions, JsonOptions, SeedOptions
 from fathomlm.cli.progress import log, progress_bar
 from fathomlm.depth.options import PlanOptions, RelaxOptions, RoutingOptions
 from fathomlm.depth.relaxation import RELAXATIONS

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from fathomlm.checkpoints.heartbeat import Heartbeat
+from fathomlm.cli.common import JsonOptions
 from fathomlm.cli.first import check_text
-from fathomlm.cli.model_options import JsonOptions
 from fathomlm.cli.progress import progress_bar
 from fathomlm.options import like, option
 from fathomlm.sizes import amount

@@ -11,9 +11,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fathomlm.cli.decode_options import ReferenceOptions
+from fathomlm.cli.common import SOURCE, JsonOptions
+from fathomlm.cli.decoding import ReferenceOptions
 from fathomlm.cli.first import check_model
-from fathomlm.cli.model_options import SOURCE, JsonOptions
 from fathomlm.cli.progress import log, progress_bar
 from fathomlm.errors import OptionError
 from fathomlm.options import option

@@ -116,7 +116,7 @@ def measure(source: str, tokens: int, begin: float, reference: bool) -> DemoFigu
     from fathomlm.checkpoints.locate import locate
     from fathomlm.checkpoints.native import directory_bytes
     from fathomlm.checkpoints.resolve import decoder_only, describe, load
-    from fathomlm.cli.model_options import QuantizeOptions
+    from fathomlm.cli.common import QuantizeOptions
     from fathomlm.decode.sampling import Sampling
     from fathomlm.depth.cost import count
     from fathomlm.engine.session import decoder_for

@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from fathomlm.cli.calibration import MeasuredDropOptions
-from fathomlm.cli.first import check_model, check_text
-from fathomlm.cli.model_options import (
+from fathomlm.cli.common import (
     SOURCE,
     ColumnOptions,
     DtypeOptions,
@@ -21,6 +20,7 @@ from fathomlm.cli.model_options import (
     JsonOptions,
     threshold_file,
 )
+from fathomlm.cli.first import check_model, check_text
 from fathomlm.cli.progress import ProgressUpdate, progress_bar
 from fathomlm.errors import OptionError
 from fathomlm.options import like, option, section

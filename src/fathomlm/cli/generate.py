@@ -10,8 +10,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fathomlm.cli.decode_options import DecodeOptions, DepthOptions, ReferenceOptions, exit_record, exit_statistic
-from fathomlm.cli.model_options import JsonOptions, ModelOptions, QuantizeOptions, read_text
+from fathomlm.cli.common import JsonOptions, ModelOptions, QuantizeOptions, read_text
+from fathomlm.cli.decoding import DecodeOptions, DepthOptions, ReferenceOptions, exit_record, exit_statistic
 from fathomlm.cli.progress import progress_bar
 from fathomlm.decode.sampling import Sampling
 from fathomlm.errors import OptionError

@@ -7,7 +7,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from fathomlm.cli.model_options import JsonOptions
+from fathomlm.cli.common import JsonOptions
 from fathomlm.depth.presets import PRESETS
 from fathomlm.errors import ModelNotFound, choices
 from fathomlm.options import option

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from fathomlm.cli.common import SOURCE, JsonOptions
 from fathomlm.cli.first import check_shape
-from fathomlm.cli.model_options import SOURCE, JsonOptions
 from fathomlm.depth import Architecture, DepthPlan, Relaxation, build_routing, cost
 from fathomlm.depth.dropping import DropOptions, kept_layers
 from fathomlm.depth.options import PlanOptions, RelaxOptions, RoutingOptions

@@ -14,9 +14,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fathomlm.cli.decode_options import ShippedExitOptions, calibrated_fields, tell_shipped
+from fathomlm.cli.common import ModelOptions, QuantizeOptions, memory_errors, threshold_file
+from fathomlm.cli.decoding import ShippedExitOptions, calibrated_fields, tell_shipped
 from fathomlm.cli.first import check_device, check_memory, check_threads
-from fathomlm.cli.model_options import ModelOptions, QuantizeOptions, memory_errors, threshold_file
 from fathomlm.cli.serve_models import SeveralOptions, at_hand, catalog_of, model_name, read_lora
 from fathomlm.cli.serve_ray import RayOptions, read_replicas, run_on_ray
 from fathomlm.decode.exiting import SERVED_MODES, Exiting, Threshold

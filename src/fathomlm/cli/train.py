@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
+from fathomlm.cli.common import JsonOptions
 from fathomlm.cli.first import check_device
-from fathomlm.cli.model_options import JsonOptions
 from fathomlm.errors import OptionError
 from fathomlm.options import option
 

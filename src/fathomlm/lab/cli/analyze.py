@@ -10,10 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from fathomlm.checkpoints.tying import WEIGHTS_ONLY
-from fathomlm.cli.decode_options import lift_exit_vocab
-from fathomlm.cli.display import model_name
-from fathomlm.cli.first import check_model
-from fathomlm.cli.model_options import (
+from fathomlm.cli.common import (
     SOURCE,
     ExitPackOptions,
     ForceOptions,
@@ -23,13 +20,16 @@ from fathomlm.cli.model_options import (
     ThreadOptions,
     read_documents,
 )
+from fathomlm.cli.decoding import lift_exit_vocab
+from fathomlm.cli.display import model_name
+from fathomlm.cli.first import check_model
 from fathomlm.cli.progress import progress_bar
 from fathomlm.decode.exiting import Exiting
 from fathomlm.decode.sampling import Sampling
 from fathomlm.decode.threshold import ThresholdOptions
 from fathomlm.depth.options import PlanOptions
 from fathomlm.errors import OptionError
-from fathomlm.lab.cli.eval_options import PromptOptions
+from fathomlm.lab.cli.eval_common import PromptOptions
 from fathomlm.lab.drawing import PlotOptions
 from fathomlm.options import like, option, section
 

@@ -6,12 +6,12 @@ import itertools
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar
 
+from fathomlm.cli.common import SOURCE, DeviceOptions, JsonOptions, ModelOptions, QuantizeOptions, memory_errors
 from fathomlm.cli.first import check_memory, check_model, check_shape
-from fathomlm.cli.model_options import SOURCE, DeviceOptions, JsonOptions, ModelOptions, QuantizeOptions, memory_errors
 from fathomlm.cli.progress import progress_bar
 from fathomlm.engine.options import EngineOptions
 from fathomlm.errors import OptionError
-from fathomlm.lab.cli.bench_options import (
+from fathomlm.lab.cli.bench_setup import (
     BATCHED,
     TUNED,
     BenchEngineOptions,
@@ -20,7 +20,7 @@ from fathomlm.lab.cli.bench_options import (
     WorkloadOptions,
     engine_device,
 )
-from fathomlm.lab.cli.eval_options import answer
+from fathomlm.lab.cli.eval_common import answer
 from fathomlm.options import like, option, section
 from fathomlm.train.data.options import PrepareOptions
 

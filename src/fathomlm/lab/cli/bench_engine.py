@@ -7,13 +7,13 @@ from dataclasses import asdict, replace
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
-from fathomlm.cli.model_options import memory_errors, read_documents
+from fathomlm.cli.common import memory_errors, read_documents
 from fathomlm.cli.progress import progress_bar
 from fathomlm.errors import FathomError, OptionError
 from fathomlm.lab.cli.bench import LOWER, EngineBenchOptions, Kernels
-from fathomlm.lab.cli.bench_options import ResolvedDepth, engine_device
+from fathomlm.lab.cli.bench_setup import ResolvedDepth, engine_device
 from fathomlm.lab.cli.bench_tables import print_bench
-from fathomlm.lab.cli.eval_options import answer
+from fathomlm.lab.cli.eval_common import answer
 from fathomlm.lab.environment import environment, free_memory
 
 if TYPE_CHECKING:

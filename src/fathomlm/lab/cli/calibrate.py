@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fathomlm.cli.model_options import (
+from fathomlm.cli.common import (
     ExitPackOptions,
     JsonOptions,
     ModelOptions,
@@ -20,7 +20,7 @@ from fathomlm.decode.exiting import Exiting
 from fathomlm.decode.sampling import Sampling
 from fathomlm.decode.threshold import RULES, ThresholdOptions
 from fathomlm.errors import OptionError
-from fathomlm.lab.cli.eval_options import PromptOptions
+from fathomlm.lab.cli.eval_common import PromptOptions
 from fathomlm.options import like, option, section
 
 if TYPE_CHECKING:

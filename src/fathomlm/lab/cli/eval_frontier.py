@@ -8,9 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from fathomlm.cli.decode_options import ReferenceOptions, ShippedExitOptions, lift_exit_vocab, tell_shipped
-from fathomlm.cli.first import check_file, check_model
-from fathomlm.cli.model_options import (
+from fathomlm.cli.common import (
     SOURCE,
     ColumnOptions,
     DeviceOptions,
@@ -19,11 +17,13 @@ from fathomlm.cli.model_options import (
     read_documents,
     threshold_file,
 )
+from fathomlm.cli.decoding import ReferenceOptions, ShippedExitOptions, lift_exit_vocab, tell_shipped
+from fathomlm.cli.first import check_file, check_model
 from fathomlm.cli.progress import progress_bar
 from fathomlm.decode.exiting import Exiting
 from fathomlm.decode.sampling import Sampling
 from fathomlm.errors import OptionError
-from fathomlm.lab.cli.eval_options import PromptOptions, print_record
+from fathomlm.lab.cli.eval_common import PromptOptions, print_record
 from fathomlm.lab.tables import print_table
 from fathomlm.options import like, option
 

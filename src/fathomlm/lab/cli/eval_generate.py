@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fathomlm.cli.decode_options import DecodeOptions, DepthOptions, ReferenceOptions
+from fathomlm.cli.common import ModelOptions
+from fathomlm.cli.decoding import DecodeOptions, DepthOptions, ReferenceOptions
 from fathomlm.cli.first import check_file, check_new_file
-from fathomlm.cli.model_options import ModelOptions
 from fathomlm.cli.progress import progress_bar
 from fathomlm.decode.sampling import Sampling
-from fathomlm.lab.cli.eval_options import BatchOptions, ShotOptions, about, answer, write_lines
+from fathomlm.lab.cli.eval_common import BatchOptions, ShotOptions, about, answer, write_lines
 from fathomlm.lab.tables import print_table
 from fathomlm.options import like, option, section
 

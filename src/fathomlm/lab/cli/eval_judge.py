@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from fathomlm.cli.model_options import JsonOptions, SeedOptions, read_text
+from fathomlm.cli.common import JsonOptions, SeedOptions, read_text
 from fathomlm.cli.progress import progress_bar
 from fathomlm.errors import OptionError
 from fathomlm.jsonfile import parse
-from fathomlm.lab.cli.eval_options import BatchOptions, answer
+from fathomlm.lab.cli.eval_common import BatchOptions, answer
 from fathomlm.lab.evaluate.judge.client import Endpoint
 from fathomlm.lab.tables import print_table
 from fathomlm.options import like, option, section

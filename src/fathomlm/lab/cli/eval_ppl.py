@@ -6,11 +6,11 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from fathomlm.cli.decode_options import lift_exit_vocab
-from fathomlm.cli.model_options import ModelOptions, TextOptions, read_documents
+from fathomlm.cli.common import ModelOptions, TextOptions, read_documents
+from fathomlm.cli.decoding import lift_exit_vocab
 from fathomlm.cli.progress import progress_bar
 from fathomlm.errors import OptionError
-from fathomlm.lab.cli.eval_options import BatchOptions, EvaluatedOutputOptions, about, number, print_record
+from fathomlm.lab.cli.eval_common import BatchOptions, EvaluatedOutputOptions, about, number, print_record
 from fathomlm.lab.tables import print_table
 from fathomlm.options import option, section
 

@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fathomlm.cli.decode_options import lift_exit_vocab
+from fathomlm.cli.common import ModelOptions
+from fathomlm.cli.decoding import lift_exit_vocab
 from fathomlm.cli.first import check_new_file
-from fathomlm.cli.model_options import ModelOptions
 from fathomlm.cli.progress import progress_bar
 from fathomlm.errors import DataError, OptionError
-from fathomlm.lab.cli.eval_options import (
+from fathomlm.lab.cli.eval_common import (
     BatchOptions,
     EvaluatedOutputOptions,
     ShotOptions,

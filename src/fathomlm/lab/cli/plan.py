@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fathomlm.cli.common import JsonOptions
 from fathomlm.cli.first import check_shape
-from fathomlm.cli.model_options import JsonOptions
 from fathomlm.errors import OptionError
 from fathomlm.lab.analyze.isoflop import IsoOptions, PlannedRows
-from fathomlm.lab.cli.bench_options import GpuOptions
+from fathomlm.lab.cli.bench_setup import GpuOptions
 from fathomlm.lab.tables import print_table
 from fathomlm.options import like, option
 from fathomlm.train.recipe import Recipe, Recompute, parse_amount

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fathomlm.cli.model_options import JsonOptions
+from fathomlm.cli.common import JsonOptions
 from fathomlm.lab.drawing import PlotOptions
 from fathomlm.options import option, section
 

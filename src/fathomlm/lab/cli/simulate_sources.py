@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from fathomlm.cli.common import ColumnOptions
 from fathomlm.cli.first import check_text
-from fathomlm.cli.model_options import ColumnOptions
 from fathomlm.decode.exiting import DEFAULT_THRESHOLD, Exiting
 from fathomlm.errors import OptionError
-from fathomlm.lab.cli.bench_options import DEPTHS, ForcedDepthOptions, PlannedModelOptions, WorkloadOptions
-from fathomlm.lab.cli.eval_options import PromptOptions
+from fathomlm.lab.cli.bench_setup import DEPTHS, ForcedDepthOptions, PlannedModelOptions, WorkloadOptions
+from fathomlm.lab.cli.eval_common import PromptOptions
 from fathomlm.options import like, option
 
 if TYPE_CHECKING:

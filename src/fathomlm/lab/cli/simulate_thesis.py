@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from fathomlm.cli.model_options import JsonOptions
+from fathomlm.cli.common import JsonOptions
 from fathomlm.cli.progress import progress_bar
 from fathomlm.errors import OptionError
-from fathomlm.lab.cli.eval_options import print_record
+from fathomlm.lab.cli.eval_common import print_record
 from fathomlm.lab.simulate.presets import TABLES
 from fathomlm.lab.tables import print_table
 from fathomlm.options import option

@@ -8,12 +8,12 @@ from pathlib import Path
 from textwrap import wrap
 from typing import TYPE_CHECKING, Any, Literal
 
+from fathomlm.cli.common import SOURCE, JsonOptions
 from fathomlm.cli.first import check_shape
-from fathomlm.cli.model_options import SOURCE, JsonOptions
 from fathomlm.engine.options import EngineOptions
 from fathomlm.errors import OptionError, OutputError
-from fathomlm.lab.cli.bench_options import GpuOptions, PlannedModelOptions
-from fathomlm.lab.cli.eval_options import print_record
+from fathomlm.lab.cli.bench_setup import GpuOptions, PlannedModelOptions
+from fathomlm.lab.cli.eval_common import print_record
 from fathomlm.lab.cli.simulate_sources import SequenceOptions, SimulationSource, read_sequences
 from fathomlm.lab.tables import print_table
 from fathomlm.options import like, option, section
@@ -222,7 +222,7 @@ class _Simulated:
         return self._measure()
 
     def _measure(self) -> tuple[Costs, Costs]:
-        from fathomlm.cli.model_options import memory_errors
+        from fathomlm.cli.common import memory_errors
         from fathomlm.cli.progress import progress_bar
         from fathomlm.lab.simulate.measured import MeasuredShape, measure_loop, measure_plain
 

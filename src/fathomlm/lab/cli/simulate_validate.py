@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from fathomlm.cli.model_options import memory_errors
+from fathomlm.cli.common import memory_errors
 from fathomlm.cli.progress import progress_bar
 from fathomlm.errors import OptionError
 from fathomlm.lab.cli.bench import LOWER, EngineBenchOptions
-from fathomlm.lab.cli.bench_options import WorkloadOptions
-from fathomlm.lab.cli.eval_options import answer
+from fathomlm.lab.cli.bench_setup import WorkloadOptions
+from fathomlm.lab.cli.eval_common import answer
 from fathomlm.lab.tables import print_table
 from fathomlm.options import option, section
 

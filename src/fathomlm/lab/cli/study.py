@@ -10,7 +10,7 @@ from dataclasses import MISSING, dataclass
 from pathlib import Path
 from typing import Any
 
-from fathomlm.cli.model_options import DeviceOptions, JsonOptions
+from fathomlm.cli.common import DeviceOptions, JsonOptions
 from fathomlm.cli.progress import log
 from fathomlm.errors import DataError, OptionError
 from fathomlm.lab.tables import print_table

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fathomlm.cli.common import ExitPackOptions, threshold_file
 from fathomlm.cli.first import check_pack
-from fathomlm.cli.model_options import ExitPackOptions, threshold_file
 from fathomlm.decode.exiting import OPTIONS, ORACLES, USED, Exiting, Threshold, shown_threshold
 from fathomlm.engine.options import EngineOptions
 from fathomlm.errors import OptionError

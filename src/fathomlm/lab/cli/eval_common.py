@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fathomlm.cli.model_options import ExitPackOptions, JsonOptions
+from fathomlm.cli.common import ExitPackOptions, JsonOptions
 from fathomlm.engine.options import EngineOptions
 from fathomlm.options import like, option
 

@@ -7,8 +7,8 @@ from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Literal
 
+from fathomlm.cli.common import ColumnOptions, DeviceOptions, SeedOptions
 from fathomlm.cli.first import check_text
-from fathomlm.cli.model_options import ColumnOptions, DeviceOptions, SeedOptions
 from fathomlm.decode.exiting import Exiting
 from fathomlm.depth.options import PlanOptions, RelaxOptions, RoutingOptions
 from fathomlm.engine.options import EngineOptions
