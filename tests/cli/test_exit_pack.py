@@ -30,6 +30,10 @@ EVERY = {"exit_rank": 3, "exit_adapter": 4, "exit_classifier": True}
 PROMPT = ("-p", "the depth of the water", "--max-new-tokens", "10")
 
 
+def exits_of(args: Any) -> Any:
+    return args.exiting.settle(args.model)
+
+
 def with_exits(model: Any, *, layer: bool) -> Any:
     exited = replan(model, model.plan.with_exits([1], layer=layer), **EVERY)
     generator = torch.Generator().manual_seed(2)
@@ -216,25 +220,25 @@ def test_serve_lets_tokens_leave_at_the_packs_exit(
     pack = shutil.copytree(places["thin pack"], tmp_path / "thin")
     words = (tiny_model_dir, "--exits", pack, "--max-length", "64", "--batch-size", "2")
     args = parse(*words)
-    exiting = serve.read_exits(args)
+    exiting = exits_of(args)
     assert exiting is not None
     assert exiting.threshold_now() == 0.9
-    served = serve.load_served(args, serve.read_engine(args), exiting)
+    served = serve.load_served(args, args.engine_options, exiting)
     assert (served.facts["exit_layer"], served.threshold) == (2, 0.9)
     asyncio.run(served.close())
     with pytest.raises(OptionError, match=r"thin has no calibrated threshold"):
-        serve.read_exits(parse(*words, "--threshold", "adaptive"))
+        exits_of(parse(*words, "--threshold", "adaptive"))
     learnt(pack)
-    exiting = serve.read_exits(parse(*words, "--threshold", "adaptive"))
+    exiting = exits_of(parse(*words, "--threshold", "adaptive"))
     assert exiting is not None
     assert (exiting.threshold_now(), exiting.exit_layers) == (0.04, (2,))
     with pytest.raises(CheckpointError, match="does not exist"):
-        serve.read_exits(parse(tiny_model_dir, "--exits", tmp_path / "nowhere"))
+        exits_of(parse(tiny_model_dir, "--exits", tmp_path / "nowhere"))
     with pytest.raises(OptionError, match="has exits already"):
-        serve.read_exits(parse(places["thin"], "--exits", pack))
+        exits_of(parse(places["thin"], "--exits", pack))
     for words, modes in (((), ("full", "speculative")), (("--decode", "parallel"), ("full", "parallel"))):
         layered = parse(tiny_model_dir, "--exits", places["layered pack"], "--max-length", "64", *words)
-        served = serve.load_served(layered, serve.read_engine(layered), serve.read_exits(layered))
+        served = serve.load_served(layered, layered.engine_options, exits_of(layered))
         assert served.decodes == modes
         asyncio.run(served.close())
 

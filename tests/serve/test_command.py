@@ -24,6 +24,10 @@ from fathomlm.errors import OptionError
 from fathomlm.serve import logs, server
 
 
+def exits_of(args: Any) -> Any:
+    return args.exiting.settle(args.model)
+
+
 def parse(*words: str) -> Any:
     return read_command(["serve", *words])
 
@@ -31,11 +35,11 @@ def parse(*words: str) -> Any:
 def test_the_defaults_are_the_small_model_and_this_machine_only(nothing_packaged: None) -> None:
     args = parse()
     assert (args.model, args.server.host, args.server.port) == ("smollm2-135m", "127.0.0.1", 8000)
-    assert serve.read_options(args).api_keys == ()
-    assert serve.read_exits(parse("--exits", "none")) is serve.read_exits(parse("--decode", "full")) is None
-    assert (serve.read_engine(args).batch_size, serve.read_engine(parse("--device", "cuda")).batch_size) == (8, 32)
-    assert (serve.read_engine(args).kv_dtype, serve.read_engine(parse("--kv-dtype", "fp8")).kv_dtype) == ("auto", "fp8")
-    assert (serve.read_engine(args).merge, serve.read_engine(parse("--no-merge")).merge) == (True, False)
+    assert args.server_options.api_keys == ()
+    assert exits_of(parse("--exits", "none")) is exits_of(parse("--decode", "full")) is None
+    assert (args.engine_options.batch_size, parse("--device", "cuda").engine_options.batch_size) == (8, 32)
+    assert (args.engine_options.kv_dtype, parse("--kv-dtype", "fp8").engine_options.kv_dtype) == ("auto", "fp8")
+    assert (args.engine_options.merge, parse("--no-merge").engine_options.merge) == (True, False)
 
 
 def test_what_is_packaged_is_served_by_default_under_its_name(packaged: str, one_thread: None) -> None:
@@ -43,7 +47,7 @@ def test_what_is_packaged_is_served_by_default_under_its_name(packaged: str, one
 
     args = parse("--max-length", "64", "--batch-size", "2")
     assert args.model == packaged
-    served = serve.load_served(args, serve.read_engine(args), serve.read_exits(args))
+    served = serve.load_served(args, args.engine_options, exits_of(args))
     assert (served.name, served.max_length, served.facts["kind"]) == (packaged, 64, "routed")
     asyncio.run(served.close())
     assert parse("smollm2-135m").model == "smollm2-135m"
@@ -67,7 +71,7 @@ def test_another_model_has_its_own_context_and_no_options_of_the_first(packaged:
     import asyncio
 
     args = parse(packaged, "--model", str(tiny_model_dir), "--max-depth", "1", "--name", "first", "--max-length", "4096")
-    engine = serve.read_engine(args)
+    engine = args.engine_options
     catalog = serve.catalog_of("first", args.several.models, 2, lambda source: serve.load_other(args, engine, source))
     served = catalog.offers["tiny"].load()
     assert (served.name, served.max_length, served.max_depth) == ("tiny", 256, None)
@@ -83,7 +87,7 @@ def test_generate_and_chat_still_ask_for_a_model(packaged: str, capsys: pytest.C
 def test_keys_come_from_the_command_line_and_from_a_file(tmp_path: Path) -> None:
     file = tmp_path / "keys"
     file.write_text("second\n\n third \n")
-    options = serve.read_options(parse("--api-key", "first", "--api-key-file", str(file)))
+    options = parse("--api-key", "first", "--api-key-file", str(file)).server_options
     assert options.api_keys == ("first", "second", "third")
 
 
@@ -121,11 +125,11 @@ def test_memory_that_cannot_be_had_is_one_line(
 def test_an_adaptive_threshold_is_the_calibrated_one(tmp_path: Path) -> None:
     estimator = ThresholdEstimator(ThresholdOptions(initial=0.7))
     Calibration(exit_layer=2, confidence="gap", estimator=estimator).save(tmp_path / FILE)
-    exiting = serve.read_exits(parse(str(tmp_path), "--threshold", "adaptive"))
+    exiting = exits_of(parse(str(tmp_path), "--threshold", "adaptive"))
     assert exiting is not None
     assert (exiting.exit_layers, exiting.threshold_now()) == ((2,), 0.7)
     with pytest.raises(OptionError, match="layer 2"):
-        serve.read_exits(parse(str(tmp_path), "--threshold", "adaptive", "--exit-layer", "3"))
+        exits_of(parse(str(tmp_path), "--threshold", "adaptive", "--exit-layer", "3"))
 
 
 def test_the_exits_that_ship_for_a_model_draft(
@@ -138,23 +142,23 @@ def test_the_exits_that_ship_for_a_model_draft(
     assert [found == tmp_path for found in drafting] == [True, False]
     monkeypatch.setattr("fathomlm.cli.decoding.packaged_drafts", lambda name: None)
     args = parse("smollm2-135m")
-    exiting = serve.read_exits(args)
+    exiting = exits_of(args)
     assert exiting is not None
     assert (exiting.mode, exiting.exit_layers) == ("speculative", (2,))
     assert exiting.threshold_now() == pytest.approx(0.18, abs=0.01), "a wrong draft costs time and no token"
     said = capsys.readouterr().err
     assert "exits that ship with FathomLM" in said
     assert "the full model verifies what they draft" in said
-    taken = serve.read_exits(parse("smollm2-135m", "--decode", "parallel", "--threshold", "0.6"))
+    taken = exits_of(parse("smollm2-135m", "--decode", "parallel", "--threshold", "0.6"))
     assert taken is not None
     assert (taken.mode, taken.threshold_now()) == ("parallel", 0.6)
     assert args.exiting.used_pack("smollm2-135m") == parse("x", "--decode", "parallel").exiting.used_pack("smollm2-135m")
-    placed = serve.read_exits(parse("smollm2-135m", "--exit-layer", "8"))
+    placed = exits_of(parse("smollm2-135m", "--exit-layer", "8"))
     assert placed is not None
     assert (placed.mode, placed.exit_layers) == ("parallel", (8,))
     assert parse("x", "--exit-layer", "8").exiting.used_pack("smollm2-135m") is None
     with pytest.raises(OptionError, match="cannot be combined with --decode full"):
-        serve.read_exits(parse("smollm2-135m", "--decode", "full", "--threshold", "0.5"))
+        exits_of(parse("smollm2-135m", "--decode", "full", "--threshold", "0.5"))
 
 
 def test_an_open_door_is_warned_of(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -170,12 +174,12 @@ def test_the_served_is_what_the_options_say(tiny_model_dir: Path, one_thread: No
     import asyncio
 
     args = parse(str(tiny_model_dir), "--exit-layer", "2", "--threshold", "0.5", "--max-length", "64", "--batch-size", "2")
-    served = serve.load_served(args, serve.read_engine(args), serve.read_exits(args))
+    served = serve.load_served(args, args.engine_options, exits_of(args))
     assert (served.name, served.max_length, served.threshold, served.facts["exit_layer"]) == ("tiny", 64, 0.5, 2)
     asyncio.run(served.close())
     routed = parse(str(tiny_model_dir), "--max-depth", "1")
     with pytest.raises(OptionError, match="router"):
-        serve.load_served(routed, serve.read_engine(routed), None)
+        serve.load_served(routed, routed.engine_options, None)
 
 
 @contextmanager

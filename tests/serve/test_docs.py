@@ -78,7 +78,7 @@ def test_the_first_example_runs_with_the_bundled_model(monkeypatch: pytest.Monke
     """As a newcomer meets it: `fathomlm serve`, no network, the example as it stands."""
     monkeypatch.setattr("fathomlm.checkpoints.fetch.fetch", lambda name: pytest.fail("it needs the network"))
     args = read_command(["serve", "--threads", "1"])
-    service = Service(lambda: serve.load_served(args, serve.read_engine(args), None))
+    service = Service(lambda: serve.load_served(args, args.engine_options, None))
     with serving(service) as (url, _):
         text = run_example(0, url)
     assert len(text.split()) > 10

@@ -10,7 +10,6 @@ import openai
 import pytest
 from starlette.testclient import TestClient
 
-from fathomlm.cli import serve
 from fathomlm.cli.main import read_command
 from fathomlm.errors import OptionError
 from fathomlm.serve.app import create_app
@@ -121,7 +120,7 @@ def test_what_a_page_may_send_without_a_preflight_is_refused(server: Running, ki
 
 def test_the_option_takes_lists_and_may_be_given_again() -> None:
     args = read_command(["serve", "--allowed-hosts", "a.example, *.b.example", "--allowed-hosts", "c"])
-    options = serve.read_options(args)
+    options = args.server_options
     assert (options.allowed_hosts, options.host) == (("a.example", "*.b.example", "c"), "127.0.0.1")
 
 

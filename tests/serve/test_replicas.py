@@ -19,7 +19,6 @@ import pytest
 
 from fathomlm.cli import serve
 from fathomlm.cli.main import main
-from fathomlm.cli.serve_ray import read_replicas
 from fathomlm.decode.full import generate
 from fathomlm.errors import OptionError
 from fathomlm.serve.app import create_app
@@ -32,9 +31,13 @@ from serve.test_command import parse, started
 HAS_RAY = importlib.util.find_spec("ray") is not None
 
 
+def exits_of(args: Any) -> Any:
+    return args.exiting.settle(args.model)
+
+
 def read(*words: str) -> ReplicaOptions | None:
     args = parse(*words)
-    return read_replicas(args.ray, serve.read_engine(args), args.device, args.threads)
+    return args.ray.of_engine(args.engine_options, args.device, args.threads)
 
 
 def with_ray(monkeypatch: pytest.MonkeyPatch, there: bool) -> None:
@@ -97,8 +100,8 @@ def test_ray_is_imported_only_when_asked_for() -> None:
 
 def test_what_travels_to_a_replica_can(tiny_model_dir: Path) -> None:
     args = parse(str(tiny_model_dir), "--exit-layer", "2", "--api-key", "key")
-    load = partial(serve.load_served, args, serve.read_engine(args), serve.read_exits(args))
-    again = pickle.loads(pickle.dumps((load, serve.read_options(args))))
+    load = partial(serve.load_served, args, args.engine_options, exits_of(args))
+    again = pickle.loads(pickle.dumps((load, args.server_options)))
     assert (again[0].args[0].model, again[1].api_keys) == (str(tiny_model_dir), ("key",))
 
 

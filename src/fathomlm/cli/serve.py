@@ -18,7 +18,7 @@ from fathomlm.cli.common import ModelOptions, QuantizeOptions, memory_errors, th
 from fathomlm.cli.decoding import ShippedExitOptions, calibrated_fields, tell_shipped
 from fathomlm.cli.first import check_device, check_memory, check_threads
 from fathomlm.cli.serve_models import SeveralOptions, at_hand, catalog_of, model_name, read_lora
-from fathomlm.cli.serve_ray import RayOptions, read_replicas, run_on_ray
+from fathomlm.cli.serve_ray import RayOptions, run_on_ray
 from fathomlm.decode.exiting import SERVED_MODES, Exiting, Threshold
 from fathomlm.engine.options import EngineOptions, RestartPolicy
 from fathomlm.errors import OptionError
@@ -63,6 +63,40 @@ class ServedDepthOptions(ShippedExitOptions):
         )
         return self.pack(model, self.mode or "speculative", placed=placed)
 
+    def settle(self, model: str) -> Exiting | None:
+        """How tokens exit early; None where they do not. Checked before the model is loaded, as far as that can be."""
+        from fathomlm.checkpoints.resolve import plan_of
+
+        pack = self.used_pack(model)
+        given = (self.mode, self.exit_layers, self.threshold, self.confidence)
+        if self.mode == "full":
+            if given[1:] != (None,) * 3 or pack is not None:
+                raise OptionError(
+                    "--exit-layer, --threshold, --confidence and --exits cannot be combined with --decode full"
+                )
+            return None
+        if pack is not None:
+            plan_of(model, pack)
+        elif given == (None,) * len(given):
+            return None
+        if self.max_depth is not None:
+            raise OptionError("--max-depth cannot be combined with early exit: it requires a router")
+        mode: Any = self.mode or ("speculative" if pack is not None else "parallel")
+        path = threshold_file(model, pack)
+        adaptive = self.threshold == "adaptive"
+        if adaptive and not path.is_file():
+            raise OptionError(f"{self.exits or model} has no calibrated threshold: run `fathomlm calibrate` first")
+        how: dict[str, Any] = {"exit_layers": self.exit_layers, "threshold": self.threshold, "confidence": self.confidence}
+        if adaptive or (pack is not None and self.threshold is None and path.is_file()):
+            drafts = mode == "speculative"
+            how = calibrated_fields(path, self.exit_layers, self.confidence, drafts=drafts, adaptive=adaptive)
+        exiting = Exiting(mode=mode, **how)
+        if pack is not None and self.exits is None:
+            tell_shipped(model)
+            if mode == "speculative":
+                _tell("the full model verifies what they draft; they draft wherever that is measured to be faster")
+        return exiting
+
 
 @dataclass(frozen=True, kw_only=True)
 class Serve(QuantizeOptions, ModelOptions):
@@ -101,15 +135,27 @@ class Serve(QuantizeOptions, ModelOptions):
         object.__setattr__(self, "model", first)
         object.__setattr__(self, "several", replace(self.several, models=tuple(others)))
 
+    @property
+    def server_options(self) -> ServeOptions:
+        """With the keys of --api-key-file."""
+        return replace(self.server, api_keys=(*self.server.api_keys, *_keys(self.api_key_file)))
+
+    @property
+    def engine_options(self) -> EngineOptions:
+        """With what depends on the device."""
+        from fathomlm.engine.request import MAX_LOGPROBS
+
+        batch_size = self.batch_size or (32 if self.device.startswith("cuda") else 8)
+        return replace(self.engine, batch_size=batch_size, max_logprobs=MAX_LOGPROBS)
+
     def run(self) -> int:
         missing = [name for name in REQUIRED if importlib.util.find_spec(name) is None]
         if missing:
             raise OptionError(f"serving requires {', '.join(missing)}: pip install -c constraints.txt -e '.[serve]'")
         from fathomlm.serve.address import bind
 
-        options = read_options(self)
-        engine = read_engine(self)
-        replicas = read_replicas(self.ray, engine, self.device, self.threads)
+        options, engine = self.server_options, self.engine_options
+        replicas = self.ray.of_engine(engine, self.device, self.threads)
         if replicas is None:  # replicas may be on other machines
             check_device(self.device)
             check_threads(self.threads or 1)
@@ -137,7 +183,7 @@ class Serve(QuantizeOptions, ModelOptions):
         from fathomlm.serve.server import Server
         from fathomlm.serve.service import Service
 
-        load = partial(load_served, self, engine, read_exits(self), self.restarts)
+        load = partial(load_served, self, engine, self.exiting.settle(self.model), self.restarts)
         if not is_loopback(options.host) and not options.api_keys:
             _tell(f"warning: {options.host} can be reached from other machines; without --api-key anybody there has access")
         if replicas is not None:
@@ -172,10 +218,6 @@ class Serve(QuantizeOptions, ModelOptions):
         return 0
 
 
-def read_options(options: Serve) -> ServeOptions:
-    return replace(options.server, api_keys=(*options.server.api_keys, *_keys(options.api_key_file)))
-
-
 def _keys(path: Path | None) -> list[str]:
     if path is None:
         return []
@@ -186,47 +228,6 @@ def _keys(path: Path | None) -> list[str]:
     if not keys:
         raise OptionError(f"{path} has no API key; write one per line")
     return keys
-
-
-def read_engine(options: Serve) -> EngineOptions:
-    from fathomlm.engine.request import MAX_LOGPROBS
-
-    batch_size = options.batch_size or (32 if options.device.startswith("cuda") else 8)
-    return replace(options.engine, batch_size=batch_size, max_logprobs=MAX_LOGPROBS)
-
-
-def read_exits(options: Serve) -> Exiting | None:
-    """How tokens exit early; None where they do not. Checked before the model is loaded, as far as that can be."""
-    from fathomlm.checkpoints.resolve import plan_of
-
-    exits = options.exiting
-    pack = exits.used_pack(options.model)
-    given = (exits.mode, exits.exit_layers, exits.threshold, exits.confidence)
-    if exits.mode == "full":
-        if given[1:] != (None,) * 3 or pack is not None:
-            raise OptionError("--exit-layer, --threshold, --confidence and --exits cannot be combined with --decode full")
-        return None
-    if pack is not None:
-        plan_of(options.model, pack)
-    elif given == (None,) * len(given):
-        return None
-    if exits.max_depth is not None:
-        raise OptionError("--max-depth cannot be combined with early exit: it requires a router")
-    mode: Any = exits.mode or ("speculative" if pack is not None else "parallel")
-    path = threshold_file(options.model, pack)
-    adaptive = exits.threshold == "adaptive"
-    if adaptive and not path.is_file():
-        raise OptionError(f"{exits.exits or options.model} has no calibrated threshold: run `fathomlm calibrate` first")
-    how: dict[str, Any] = {"exit_layers": exits.exit_layers, "threshold": exits.threshold, "confidence": exits.confidence}
-    if adaptive or (pack is not None and exits.threshold is None and path.is_file()):
-        drafts = mode == "speculative"
-        how = calibrated_fields(path, exits.exit_layers, exits.confidence, drafts=drafts, adaptive=adaptive)
-    exiting = Exiting(mode=mode, **how)
-    if pack is not None and exits.exits is None:
-        tell_shipped(options.model)
-        if mode == "speculative":
-            _tell("the full model verifies what they draft; they draft wherever that is measured to be faster")
-    return exiting
 
 
 def load_served(
@@ -260,7 +261,7 @@ def load_other(options: Serve, engine_options: EngineOptions, source: str) -> Se
     if longest is not None:
         engine_options = replace(engine_options, max_length=min(longest, architecture_of(source)[0].context))
     alone = replace(options, model=source, name=None, exiting=ServedDepthOptions())
-    return load_served(alone, engine_options, read_exits(alone), options.restarts)
+    return load_served(alone, engine_options, alone.exiting.settle(source), options.restarts)
 
 
 def load_adapter(

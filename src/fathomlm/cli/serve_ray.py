@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from fathomlm.errors import OptionError
-from fathomlm.options import like, option
+from fathomlm.options import option
 from fathomlm.serve.options import ReplicaOptions
 
 if TYPE_CHECKING:
@@ -21,42 +21,33 @@ SPARE = 64
 
 
 @dataclass(frozen=True, kw_only=True)
-class RayOptions:
+class RayOptions(ReplicaOptions):
     """Copies of the server behind one address."""
 
     ray: bool = option(False, help="run on Ray Serve, on this machine or a cluster")
-    replicas: int | None = like(ReplicaOptions, "replicas", None, default_text="1")
-    max_replicas: int | None = like(ReplicaOptions, "max_replicas")
-    address: str | None = like(ReplicaOptions, "address")
 
     def __post_init__(self) -> None:
-        flags = {"--replicas": self.replicas, "--max-replicas": self.max_replicas, "--ray-address": self.address}
-        for flag, value in flags.items():
-            if not self.ray and value is not None and (flag, value) != ("--replicas", 1):
-                raise OptionError(
-                    f"{flag} requires --ray; without it start one server for each GPU, each with its own --port, and a load "
-                    "balancer in front"
-                )
+        super().__post_init__()
+        flags = {"--replicas": self.replicas != 1, "--max-replicas": self.max_replicas, "--ray-address": self.address}
+        for flag in (flag for flag, given in flags.items() if given and not self.ray):
+            raise OptionError(
+                f"{flag} requires --ray; without it start one server for each GPU, each with its own --port, and a load "
+                "balancer in front"
+            )
 
-
-def read_replicas(ray: RayOptions, engine: EngineOptions, device: str, threads: int | None) -> ReplicaOptions | None:
-    """None for a server of one process; checked before anything is loaded."""
-    if not ray.ray:
-        return None
-    if importlib.util.find_spec("ray") is None:
-        raise OptionError("--ray requires Ray Serve: pip install -c constraints.txt -e '.[serve,ray]'")
-    if device.startswith("cuda:"):
-        raise OptionError(f"--ray requires --device cuda, got {device}: Ray gives each replica a GPU of its own")
-    sequences = engine.max_sequences or 2 * engine.batch_size
-    return ReplicaOptions(
-        replicas=1 if ray.replicas is None else ray.replicas,
-        max_replicas=ray.max_replicas,
-        address=ray.address,
-        cpus=threads or 1,
-        gpus=int(device == "cuda"),
-        ongoing=engine.batch_size,
-        max_ongoing=engine.max_queue + sequences + SPARE,
-    )
+    def of_engine(self, engine: EngineOptions, device: str, threads: int | None) -> ReplicaOptions | None:
+        """With what each replica may use; None for a server of one process. Checked before anything is loaded."""
+        if not self.ray:
+            return None
+        if importlib.util.find_spec("ray") is None:
+            raise OptionError("--ray requires Ray Serve: pip install -c constraints.txt -e '.[serve,ray]'")
+        if device.startswith("cuda:"):
+            raise OptionError(f"--ray requires --device cuda, got {device}: Ray gives each replica a GPU of its own")
+        sequences = engine.max_sequences or 2 * engine.batch_size
+        return replace(
+            self, cpus=threads or 1, gpus=int(device == "cuda"), ongoing=engine.batch_size,
+            max_ongoing=engine.max_queue + sequences + SPARE,
+        )  # fmt: skip
 
 
 def run_on_ray(
