@@ -49,15 +49,18 @@ class ChosenPasses:
         while True:
             numbers += group
             flags = runner.outcome(group[-1]) if self._shallow else None
-            ran, over, chosen = self._look(runner, group if flags is None else group[:-1])
-            if flags is not None:
-                self._next = _next(flags)
-                ran, over, chosen = True, bool(flags & (ENDED | BAD)), chosen + (flags & VALID)
-            idle = 0 if ran else idle + 1
+            later = group[:-1] if flags is not None and left > self._program.stack + 1 else []
+            told = [] if later else _told(runner, group if flags is None else group[:-1])
+            told += [] if flags is None else [flags]
+            if told:
+                self._next = told[-1] >> NEXT & (1 << WAITING - NEXT) - 1, told[-1] >> WAITING
+            idle = 0 if told else idle + 1
+            over = any(flags & (ENDED | BAD) for flags in told)
             if over or idle == TRIES or len(numbers) + TOGETHER > self._most:
                 return numbers
-            left -= chosen
+            left -= _chosen(told)
             group = self._start(runner, left)
+            left -= _chosen(_told(runner, later))  # far from the end it does not matter when
             if len(numbers) + len(group) + TOGETHER > self._most:
                 self.under_way = group
                 return numbers
@@ -74,19 +77,16 @@ class ChosenPasses:
         self._next, self._shallow = (1 - segment, program.stack), segment == 0 or len(group) > 1
         return group
 
-    def _look(self, runner: Runner, group: Sequence[int]) -> tuple[bool, bool, int]:
-        """Whether anybody ran passes, whether the sequence is over, and how many tokens were chosen."""
-        ran, over, chosen = False, False, 0
-        for output in runner.collect(group) if group else ():
-            ints_NC = output.ints_NC.numpy()
-            told = ints_NC[ints_NC[:, SLOT] != runner.state.spare, FLAGS].tolist()
-            if told:
-                ran, self._next = True, _next(told[0])
-            over = over or any(flags & (ENDED | BAD) for flags in told)
-            chosen += sum(flags & VALID for flags in told)
-        return ran, over, chosen
+
+def _told(runner: Runner, group: Sequence[int]) -> list[int]:
+    """The flags of all rows that ran some passes; those of the last one say what comes next."""
+    told: list[int] = []
+    for output in runner.collect(group) if group else ():
+        ints_NC = output.ints_NC.numpy()
+        told += ints_NC[ints_NC[:, SLOT] != runner.state.spare, FLAGS].tolist()
+    return told
 
 
-def _next(flags: int) -> tuple[int, int]:
-    """The segment that comes next, and how many rows it brings."""
-    return flags >> NEXT & (1 << WAITING - NEXT) - 1, flags >> WAITING
+def _chosen(told: Sequence[int]) -> int:
+    """How many tokens were chosen."""
+    return sum(flags & VALID for flags in told)
