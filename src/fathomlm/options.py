@@ -276,12 +276,21 @@ def from_args(cls: type[T], args: argparse.Namespace, **values: Any) -> T:
         elif _OPTION in field.metadata and hasattr(args, field.name):
             values[field.name] = getattr(args, field.name)
     found = cls(**values)
-    _check_required(found)
+    _check_required(found, lambda field: field.flag)
     return found
 
 
-def _check_required(instance: Any) -> None:
-    """Refuse flags that mean nothing without another one; only what differs from its default was given."""
+def check_required(instance: Any, prefix: str = "") -> None:
+    """Refuse fields that mean nothing without another one, by dotted names; also those of dataclasses inside."""
+    _check_required(instance, lambda field: prefix + field.name)
+    for other in dataclasses.fields(instance):
+        inner = getattr(instance, other.name)
+        if dataclasses.is_dataclass(inner) and not isinstance(inner, type):
+            check_required(inner, f"{prefix}{other.name}.")
+
+
+def _check_required(instance: Any, named: Callable[[_Field], str]) -> None:
+    """Only what differs from its default was given."""
     cls: type = type(instance)
     fields = {field.name: field for field in _fields(cls)}
     for field in fields.values():
@@ -289,9 +298,9 @@ def _check_required(instance: Any) -> None:
             continue
         name, *known = field.option.requires
         found = getattr(instance, name)
-        if found not in known if known else found is None or found is False or found == ():
+        if found not in known if known else found == fields[name].default:
             which = f" {' or '.join(known)}, got {found}" if known else ""
-            raise OptionError(f"{field.flag} requires {fields[name].flag}{which}")
+            raise OptionError(f"{named(field)} requires {named(fields[name])}{which}")
 
 
 def _section(cls: type, name: str) -> Section | None:

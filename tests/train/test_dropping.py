@@ -60,7 +60,7 @@ def test_tied_and_relaxed_by_activations(recipe: Make, teacher: Path, token_corp
 @pytest.mark.parametrize(
     ("model", "says"),
     [
-        ({"by": "last"}, r"it requires model\.drop"),
+        ({"by": "last"}, r"model\.by requires model\.drop"),
         ({"drop": 1, "by": "influence"}, r"model\.by: influence requires model\.calibrate"),
         ({"drop": 1, "by": "lst"}, "did you mean 'last'"),
         ({"calibrate": 1024}, r"model\.calibrate requires model\.drop"),

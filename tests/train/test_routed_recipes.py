@@ -92,7 +92,7 @@ def with_router(name: str, **changes: Any) -> Recipe:
         (
             EXPERT,
             {"loss": {"routing": {"capacity_warmup_shape": "smooth"}}},
-            r"smooth requires loss\.routing\.capacity_warmup",
+            r"capacity_warmup_shape requires loss\.routing\.capacity_warmup$",
         ),
         ({**EXPERT, "router": {"balancing": "loss_free"}}, {}, "balancing cannot be combined with expert-choice"),
         ({"sharing": "sequence", "recursions": 2, "router": {}}, {}, "a router requires a looped core"),

@@ -132,7 +132,7 @@ def _read(changes):
 def test_a_prefix_without_pairs_is_refused():
     with pytest.raises(OptionError, match=r"data\.source_prefix requires data\.pairs"):
         build_recipe({**SMOL, "data": {"source_prefix": "a: "}})
-    with pytest.raises(OptionError, match="--source-prefix requires --pairs"):
+    with pytest.raises(OptionError, match=r"^source_prefix requires pairs$"):
         PrepareOptions(sources=("a.jsonl",), out=Path("c"), tokenizer="bytes", source_prefix="a: ")
 
 

@@ -16,7 +16,7 @@ import yaml
 
 from fathomlm.errors import OptionError, choices
 from fathomlm.jsonfile import Fields
-from fathomlm.options import check
+from fathomlm.options import check, check_required
 from fathomlm.train.recipe import ExitRecipe, Recipe, parse_amount
 
 
@@ -161,6 +161,7 @@ AMOUNTS = ("budget.tokens", "budget.steps", "budget.epochs", "budget.flops", "ba
 def check_recipe(recipe: Recipe) -> None:
     """Refuse what no run could mean, each with the field, the rule and the value."""
     check(recipe)
+    check_required(recipe)
     model, loss, exits = recipe.model, recipe.loss, recipe.loss.exits
     starts = [n for n in ("source", "shape", "architecture") if getattr(model, n) is not None]
     if len(starts) != 1:
@@ -179,11 +180,8 @@ def check_recipe(recipe: Recipe) -> None:
         raise OptionError(f"capture cannot be combined with recompute: {recipe.recompute}; it requires none or inner")
     if loss.distill is not None and not loss.distill.source:
         raise OptionError("loss.distill requires a source, the teacher")
-    if loss.distill is not None and loss.distill.cache is not None:
-        if not loss.distill.top_k:
-            raise OptionError("loss.distill.cache requires loss.distill.top_k, how many tokens of each position it keeps")
-        if loss.heal is not None or recipe.data.pairs:
-            raise OptionError("loss.distill.cache cannot be combined with loss.heal or data.pairs")
+    if loss.distill is not None and loss.distill.cache is not None and (loss.heal is not None or recipe.data.pairs):
+        raise OptionError("loss.distill.cache cannot be combined with loss.heal or data.pairs")
     if loss.heal is not None:
         if loss.distill is None:
             raise OptionError("loss.heal requires loss.distill, whose source is the teacher")
@@ -193,15 +191,10 @@ def check_recipe(recipe: Recipe) -> None:
         raise OptionError(
             "loss.exits and loss.layerwise cannot be combined with model.router: a routed model has one output"
         )
-    if loss.routing is not None:
-        if loss.routing.capacity_per_document and not recipe.data.document_mask:
-            raise OptionError("loss.routing.capacity_per_document requires data.document_mask")
-        if loss.routing.capacity_warmup_shape == "smooth" and not loss.routing.capacity_warmup:
-            raise OptionError("loss.routing.capacity_warmup_shape: smooth requires loss.routing.capacity_warmup")
+    if loss.routing is not None and loss.routing.capacity_per_document and not recipe.data.document_mask:
+        raise OptionError("loss.routing.capacity_per_document requires data.document_mask")
     if len(recipe.data.pairs) not in (0, 2):
         raise OptionError(f"data.pairs names two fields, source and target, got {recipe.data.pairs}")
-    if recipe.data.source_prefix and not recipe.data.pairs:
-        raise OptionError("data.source_prefix requires data.pairs")
     if recipe.train == "relaxation" and model.relax is None and model.source is None:
         raise OptionError("train: relaxation requires model.relax")
     if exits is not None and exits.weights == "gate":

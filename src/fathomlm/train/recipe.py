@@ -155,7 +155,7 @@ class DistillRecipe:
     """What the divergence is multiplied by; the next-token loss keeps weight 1."""
     top_k: int = option(0, ge=0)
     """Compare this many of the teacher's likeliest tokens, and all others as one; 0 compares every token."""
-    cache: str | None = None
+    cache: str | None = option(None, requires=("top_k",))
     """top_k: a directory that keeps them, so that a second run on the same rows needs no teacher; 4 K bytes per token
     (6 K where the vocabulary exceeds 65,536)."""
 
@@ -230,7 +230,7 @@ class RoutingLossRecipe:
     """token, loss_free: how far the bias moves in a step."""
     capacity_warmup: int = option(0, ge=0)
     """expert: optimizer steps over which capacities fall from 1 to their value."""
-    capacity_warmup_shape: Literal["stairs", "smooth"] = "stairs"
+    capacity_warmup_shape: Literal["stairs", "smooth"] = option("stairs", requires=("capacity_warmup",))
     """stairs: capacities fall in eight equal stairs. smooth: they fall with every step, in the shapes of the stairs, so that
     a step costs what it does on its stair."""
     capacity_per_document: bool = False

@@ -167,8 +167,6 @@ def dropped(model: ModelRecipe, architecture: Architecture) -> Architecture:
 def check_tying(model: ModelRecipe, plan: DepthPlan | None, relaxation: Relaxation | None) -> None:
     """Refuse fields that tie a source which is not to be tied, and tying one that is tied already (`plan` and
     `relaxation` are its own)."""
-    if model.by is not None and model.drop is None:
-        raise OptionError("model.by says which layers are dropped; it requires model.drop")
     if model.drop is not None and (relaxation is not None or (plan is not None and plan.recursions > 1)):
         raise OptionError(f"model.drop requires a plain model; {model.source} was converted already")
     if model.calibrate is not None and model.drop is None and model.recursions == 1:

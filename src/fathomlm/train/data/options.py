@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fathomlm.errors import OptionError
-from fathomlm.options import check, option
+from fathomlm.options import check, check_required, option
 from fathomlm.sizes import parse_count
 
 DEFAULT_FRACTION = 0.01
@@ -27,7 +27,7 @@ class PrepareOptions:
     pairs: tuple[str, str] | None = option(
         None, metavar="SOURCE TARGET", help="two fields: prepare pairs for sequence-to-sequence training instead"
     )
-    source_prefix: str = option("", help="pairs: prefix of every source, such as 'summarize: '")
+    source_prefix: str = option("", help="pairs: prefix of every source, such as 'summarize: '", requires=("pairs",))
     """Which pairs are held out does not depend on it."""
     max_tokens: int | None = option(
         None, ge=1, parse=parse_count, help="stop at about N training tokens: 500M, 2B", metavar="N", default_text="all"
@@ -54,10 +54,9 @@ class PrepareOptions:
 
     def __post_init__(self) -> None:
         check(self)
+        check_required(self)
         if not self.sources:
             raise OptionError("give at least one source")
-        if self.source_prefix and self.pairs is None:
-            raise OptionError("--source-prefix requires --pairs")
 
     @property
     def fraction(self) -> float:
