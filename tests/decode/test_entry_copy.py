@@ -10,7 +10,7 @@ from torch import Tensor
 
 import fathomlm
 from fathomlm.depth import Architecture, DepthPlan
-from fathomlm.errors import OptionError, UnsupportedModel
+from fathomlm.errors import OptionError
 from fathomlm.model.attention_mask import TokenBatch, full_masks
 from fathomlm.model.hub import FathomConfig, FathomForCausalLM
 
@@ -211,12 +211,10 @@ def test_what_it_cannot_do_is_said_in_words() -> None:
         fathomlm.Exiting(mode="select", confidence="kl")
 
 
-def test_the_engine_has_it_too_but_for_injections(model: FathomForCausalLM) -> None:
-    exiting = fathomlm.Exiting(mode="entry-copy", confidence="state", threshold=0.5)
-    if model.plan.injection:
-        with pytest.raises(UnsupportedModel, match="injection"):
-            fathomlm.Engine(model, exiting=exiting)
-        return
+@pytest.mark.parametrize("confidence", ["state", "gap", "kl"])
+def test_the_engine_has_it_too(model: FathomForCausalLM, confidence: str) -> None:
+    exiting = fathomlm.Exiting(mode="entry-copy", confidence=confidence, threshold=0.5)
     wanted = fathomlm.generate(model, [PROMPT], max_new_tokens=NEW, ignore_eos=True, exiting=exiting)[0]
     found = fathomlm.Engine(model, exiting=exiting, batch_size=2).generate([PROMPT], max_new_tokens=NEW, ignore_eos=True)[0]
     assert (found.tokens, found.depths) == (wanted.tokens, wanted.exit_layers)
+    assert found.confidences == pytest.approx(wanted.confidences, abs=1e-5)

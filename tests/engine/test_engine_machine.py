@@ -65,6 +65,7 @@ PLANS = {
     "routed, prefix, windows": DepthPlan.build("middle-cycle", 3, 5)
     .with_routing(build_routing("expert", 3))
     .with_kv("cache"),
+    "exits, entries copied, injected": DepthPlan.build("middle-cycle", 3, 5).with_injection(norm=True),
     "whole, injected": DepthPlan.build("middle-cycle", 3, 5).with_injection(norm=True),
 }
 """The kinds of program; new ones at the end, since their order decides what `test_crowds` plays. The routed ones have four
@@ -118,7 +119,7 @@ def leaving(kind: str, threshold: Threshold | None = None) -> Exiting | None:
     mode: Any = "parallel" if kind.startswith("exits") else "speculative"
     if copies:
         mode = "state-copy" if "states copied" in kind else "entry-copy"
-    layers = (1, 2) if kind.startswith("exits,") else (1,)
+    layers = (2, 3) if "injected" in kind else (1, 2) if kind.startswith("exits,") else (1,)
     sure = {"confidence": "kl"} if kind.endswith("kl") else {}
     if PLANS[kind].draft:
         drafts: dict[str, Any] = {"draft_tree": (3, 2)} if "a tree" in kind else {"max_stack": 4}
@@ -128,7 +129,9 @@ def leaving(kind: str, threshold: Threshold | None = None) -> Exiting | None:
         return Exiting(mode=mode, exit_layers=layers, threshold=threshold, **stack, **sure)
     found = []
     for layer in layers:
-        never = Exiting(mode=mode if sure else "parallel", exit_layers=(layer,), threshold=1.0, **sure)
+        never = Exiting(
+            mode=mode if sure or PLANS[kind].injection else "parallel", exit_layers=(layer,), threshold=1.0, **sure
+        )
         stems = [list(stem) for stem in STEMS]
         results = generate(model(kind), stems, max_new_tokens=MOST_NEW, exiting=never, ignore_eos=True)
         found += [sure for result in results for sure in result.confidences or ()]

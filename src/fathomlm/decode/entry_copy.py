@@ -91,7 +91,7 @@ class EntryCopy:
     def _logits(self, x_R1M: Tensor, exit: int, sequences: Sequence[ExitingSequence], gathered: GatheredTokens) -> Tensor:
         """What a token would be chosen from that leaves here. The coda's entries are those of the last state it saw."""
         if not self._coda:
-            return self._forward.logits(x_R1M, exit)[:, -1]
+            return self._forward.logits(self._decoder.parted(x_R1M)[0], exit)[:, -1]
         self._forget_coda(sequences)
         return self._forward.logits(self._forward.run(x_R1M, self._coda, gathered), self._policy.last)[:, -1]
 

@@ -171,7 +171,7 @@ class PagedLayers:
             return self._fused(x_NM if spend else x_NM.clone(), steps, attention, positions_N, recursion_N, alone)
         seen = self._seen(steps, attention, recursion_N)
         if self.decoder.inject is not None:
-            return self._injected(x_NM, steps, seen, positions_N)
+            return self._injected(x_NM, steps, seen, positions_N, recursion_N)
         for step, here in zip(steps, seen, strict=True):
             x_NM = self._block(self._entering(x_NM, step, recursion_N, here), step, here, positions_N, recursion_N)
         return x_NM
@@ -222,15 +222,25 @@ class PagedLayers:
         return seen
 
     def _injected(
-        self, x_NM: Tensor, steps: Sequence[Step], seen: Sequence[AttentionMetadata], positions_N: Tensor
-    ) -> Tensor:
-        """Loops that begin with an injection; every row runs all of them."""
-        assert len(steps) == len(self.decoder.plan.steps)
-        beside_NM: Tensor | None = None
+        self, x_NM: Tensor, steps: Sequence[Step], seen: Sequence[AttentionMetadata], positions_N: Tensor,
+        recursion_N: Tensor | None,
+    ) -> Tensor:  # fmt: skip
+        """Loops that begin with an injection. Rows that run loops alone bring what is injected, the prelude's output, beside
+        their state (N, 2M), and take it along."""
+        plan, M = self.decoder.plan, self.architecture.hidden
+        inject, wide = self.decoder.inject, x_NM.shape[1] > M
+        assert inject is not None
+        x_NM, beside_NM = (x_NM[:, :M], x_NM[:, M:]) if wide else (x_NM, None)
         for step, attention in zip(steps, seen, strict=True):
-            x_NM, beside_NM = self.decoder.entering(x_NM, beside_NM, step)
-            x_NM = self._block(x_NM, step, attention, positions_N, None)
-        return x_NM
+            if plan.begins_recursion(step):
+                if beside_NM is None:
+                    x_NM, beside_NM = torch.zeros_like(x_NM), x_NM
+                entered_NM = self._entering(x_NM, step, recursion_N, attention)
+                x_NM = inject(torch.cat((entered_NM, beside_NM), dim=-1))
+            elif step.part == "coda" and plan.norms_before(step):
+                x_NM = self.decoder.norm(x_NM)
+            x_NM = self._block(x_NM, step, attention, positions_N, recursion_N)
+        return torch.cat((x_NM, beside_NM), dim=-1) if wide and beside_NM is not None else x_NM
 
     def keep(self, x_NM: Tensor, steps: Sequence[Step], attention: AttentionMetadata, positions_N: Tensor) -> None:
         """Store what steps would make of the stream as keys and values; nothing else of them runs (state copying)."""

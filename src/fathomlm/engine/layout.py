@@ -110,8 +110,6 @@ def _check(architecture: Architecture, plan: DepthPlan, relaxation: Relaxation |
         raise UnsupportedModel(f"the engine does not support a {relaxation.kind} relaxation; use fathomlm generate")
     if plan.routing is not None and not plan.routing.method.serves:
         raise UnsupportedModel(f"the engine does not support a {plan.routing.kind} router; use fathomlm generate")
-    if plan.injection and exits:
-        raise UnsupportedModel("the engine runs every loop of a model with an injection; it has no exits there")
     if plan.routing is None:
         return
     if exits:

@@ -34,6 +34,7 @@ from fathomlm.engine.programs.draft_layer import DraftLayerProgram
 from fathomlm.engine.programs.draft_tree import DraftTreeProgram
 from fathomlm.engine.programs.drafts import DraftProgram
 from fathomlm.engine.programs.exits import Copies, ExitProgram
+from fathomlm.engine.programs.injected_exits import InjectedExitProgram
 from fathomlm.engine.programs.routed import RoutedProgram, passes_for
 from fathomlm.engine.programs.whole import WholeProgram
 from fathomlm.engine.sampler import SamplerState
@@ -180,7 +181,8 @@ class Runner:
             return DraftProgram(
                 parts, self.exits, stack=stack, shallows=_shallows(options, exiting), confidence=exiting.confidence or "gap"
             )
-        return ExitProgram(
+        program = InjectedExitProgram if plan.injection else ExitProgram
+        return program(
             parts,
             self.exits,
             stack=stack,

@@ -210,6 +210,8 @@ class EngineSession:
         waits = mode in ("parallel", "speculative")
         run = layers * (many + result.drafted - kept) if waits else sum(depths)
         own = many + result.drafted - kept if exiting.own_steps(plan) else 0
+        if plan.injection:  # at every exit that a token meets the coda runs
+            own = plan.ends[1] * sum(index < depth for depth in depths for index in exiting.exits(plan))
         return ExitStatistics(
             mode=mode, layers=layers, threshold=threshold, layers_run=run + own, deep_passes=None, drafted=result.drafted,
             accepted=kept,

@@ -102,10 +102,9 @@ class ExitProgram:
         assert 1 <= stack <= parts.batch_size, "what waits in a slot must fit into a pass"
         s, plan = parts.state, parts.plan
         self.parts, self.exits, self.copies, self.forced, self.decay = parts, tuple(exits), copies, forced, decay
-        cuts = [0, *(index + 1 for index in exits), plan.unrolled_layers]
-        self.cuts = cuts[1:]
+        self.cuts = [*(index + 1 for index in exits), plan.unrolled_layers]
         """How many layers a token has run behind each segment."""
-        self.segments = [plan.steps[first:end] for first, end in pairwise(cuts)]
+        self.segments = self._segments()
         self.last = len(exits)
         self.own = [plan.exit_steps((index,)) for index in exits]
         makes = [k for k, steps in enumerate(self.segments) if any(not plan.reads_kv(step) for step in steps)]
@@ -121,7 +120,7 @@ class ExitProgram:
         """By the name of a forward pass: the segment that it runs."""
         self.output = StepOutput.empty(parts.batch_size * len(self.passes), parts.sampler.max_logprobs, s.device)
         ring = (self.last, s.slots + 1, self.stack)
-        self.ring_BSKM = torch.zeros(*ring, s.x_SM.shape[1], dtype=s.x_SM.dtype, device=s.device)
+        self.ring_BSKM = torch.zeros(*ring, self.streams * s.x_SM.shape[1], dtype=s.x_SM.dtype, device=s.device)
         self.level_S = torch.zeros(s.slots + 1, dtype=torch.int64, device=s.device)
         self.filled_BS = torch.zeros(self.last, s.slots + 1, dtype=torch.int64, device=s.device)
         """How many positions have run each segment; of those up to `deepest`."""
@@ -158,9 +157,14 @@ class ExitProgram:
         )
         self._lone = LoneRows.of(parts, kept) if self.settles_alone and exact and plain else None
 
+    streams = 1
+    """How many vectors a token carries from one segment to the next."""
     settles_alone = True
     """Whether a pass that the host has chosen may go its own way for a single sequence. A shallow pass then has one row at
     every time, and may round as one row does; what is drafted has to be rounded as what is not."""
+
+    def _segments(self) -> list[tuple[Step, ...]]:
+        return [self.parts.plan.steps[first:end] for first, end in pairwise((0, *self.cuts))]
 
     @property
     def mixed(self) -> bool:
