@@ -47,18 +47,41 @@ class Cache(Protocol):
     def advance(self, tokens: int) -> None: ...
 
 
-class Buffer:
-    """One step's entries in a buffer that doubles, so that a token costs one small copy and not a new cache."""
+class StoredEntries:
+    """What every cache has of one step: buffers of keys and values, and the entries of its trained prefix."""
 
-    __slots__ = ("_k", "_prefix", "_reserve", "_used", "_v")
     stores = True
 
+    def __init__(self) -> None:
+        self.k: Tensor | None = None
+        self.v: Tensor | None = None
+        self._prefix: Entries | None = None
+
+    def prefix(self, make: Callable[[], Entries]) -> Entries:
+        if self._prefix is None:
+            self._prefix = make()
+        return self._prefix
+
+
+def grown(held: Tensor | None, like_BGTD: Tensor, rows: int, longest: int, reserve: int = 0) -> Tensor:
+    """A buffer with room for `longest` entries of each of `rows` rows; it doubles, so that a token costs one small copy.
+    Zeros and not just any memory: what is hidden must still be a number."""
+    if held is not None and held.shape[2] >= longest:
+        return held
+    _, G, _, D = like_BGTD.shape
+    room = like_BGTD.new_zeros(rows, G, max(longest, reserve if held is None else 2 * held.shape[2]), D)
+    if held is not None:
+        room[:, :, : held.shape[2]] = held
+    return room
+
+
+class Buffer(StoredEntries):
+    """One step's entries in a buffer that doubles, so that a token costs one small copy and not a new cache."""
+
     def __init__(self, reserve: int) -> None:
+        super().__init__()
         self._reserve = reserve
         self._used = 0
-        self._k: Tensor | None = None
-        self._v: Tensor | None = None
-        self._prefix: tuple[Tensor, Tensor] | None = None
 
     def append(self, k_BGTD: Tensor, v_BGTD: Tensor) -> tuple[Tensor, Tensor]:
         end = self._used + k_BGTD.shape[2]
@@ -72,14 +95,14 @@ class Buffer:
         """The buffers, all of them, with room for so many more entries."""
         B, G, T, D = like_BGTD.shape
         end = self._used + T
-        if self._k is None or self._v is None or end > self._k.shape[2]:
+        if self.k is None or self.v is None or end > self.k.shape[2]:
             room = max(end, self._reserve, 2 * self._used)
             k, v = (like_BGTD.new_empty(B, G, room, D) for _ in range(2))
-            if self._k is not None and self._v is not None:
-                k[:, :, : self._used] = self._k[:, :, : self._used]
-                v[:, :, : self._used] = self._v[:, :, : self._used]
-            self._k, self._v = k, v
-        return self._k, self._v
+            if self.k is not None and self.v is not None:
+                k[:, :, : self._used] = self.k[:, :, : self._used]
+                v[:, :, : self._used] = self.v[:, :, : self._used]
+            self.k, self.v = k, v
+        return self.k, self.v
 
     @property
     def used(self) -> int:
@@ -89,22 +112,17 @@ class Buffer:
         """So many were written to `room`."""
         self._used += entries
 
-    def prefix(self, make: Callable[[], tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-        if self._prefix is None:
-            self._prefix = make()
-        return self._prefix
-
     def entries(self) -> Entries:
         """All entries so far."""
-        assert self._k is not None
-        assert self._v is not None
-        return self._k[:, :, : self._used], self._v[:, :, : self._used]
+        assert self.k is not None
+        assert self.v is not None
+        return self.k[:, :, : self._used], self.v[:, :, : self._used]
 
     def truncate(self, length: int) -> None:
         self._used = min(self._used, length)
 
     def bytes(self) -> int:
-        return 0 if self._k is None or self._v is None else 2 * self._k[:, :, : self._used].numel() * self._k.element_size()
+        return 0 if self.k is None or self.v is None else 2 * self.k[:, :, : self._used].numel() * self.k.element_size()
 
 
 class DenseCache:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fathomlm.cache.dense import Buffer, Entries, StepKV
+from fathomlm.cache.dense import Buffer, Entries, StepKV, StoredEntries, grown
 from fathomlm.depth import DepthPlan, Step
 
 NOWHERE = 2**31
@@ -64,21 +64,18 @@ class _Ledger:
             self.counts_B = (self.slots_BR < NOWHERE).sum(1)
 
 
-class _Runs:
+class _Runs(StoredEntries):
     """One core step's entries."""
 
-    stores = True
-
     def __init__(self) -> None:
-        self.k: Tensor | None = None
-        self.v: Tensor | None = None
+        super().__init__()
         self.placement: _Placement | None = None
-        self._prefix: Entries | None = None
 
     def append(self, k_BGND: Tensor, v_BGND: Tensor) -> Entries:
         place = self.placement
         assert place is not None
-        self.k, self.v = _grown(self.k, k_BGND, place.longest), _grown(self.v, v_BGND, place.longest)
+        size = len(k_BGND), place.longest
+        self.k, self.v = grown(self.k, k_BGND, *size), grown(self.v, v_BGND, *size)
         self.k[place.row, :, place.behind] = k_BGND[place.row, :, place.column]
         self.v[place.row, :, place.behind] = v_BGND[place.row, :, place.column]
         return self.entries()
@@ -88,11 +85,6 @@ class _Runs:
         assert self.v is not None
         assert self.placement is not None
         return self.k[:, :, : self.placement.longest], self.v[:, :, : self.placement.longest]
-
-    def prefix(self, make: Callable[[], Entries]) -> Entries:
-        if self._prefix is None:
-            self._prefix = make()
-        return self._prefix
 
 
 class _RunsOver:
@@ -192,14 +184,3 @@ class RoutedCache:
                 _, G, _, D = runs.k.shape
                 total += 2 * G * D * runs.k.element_size() * sum(self.entries(step.recursion))
         return total
-
-
-def _grown(held: Tensor | None, like_BGND: Tensor, longest: int) -> Tensor:
-    """A buffer with room for `longest` entries a row; it doubles, so that a token costs one small copy."""
-    B, G, _, D = like_BGND.shape
-    if held is not None and held.shape[2] >= longest:
-        return held
-    room = like_BGND.new_zeros(B, G, max(longest, 0 if held is None else 2 * held.shape[2]), D)
-    if held is not None:
-        room[:, :, : held.shape[2]] = held
-    return room

@@ -10,13 +10,13 @@ D head width.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from fathomlm.cache.dense import Entries, StepKV
+from fathomlm.cache.dense import Entries, StepKV, StoredEntries, grown
 from fathomlm.depth import DepthPlan, Step
 
 
@@ -52,18 +52,14 @@ class Focus:
         self.slot = self.slots_RN[self.row, self.column]
 
 
-class _Slots:
+class _Slots(StoredEntries):
     """One step's entries."""
 
-    stores = True
-
     def __init__(self, rows: int, reserve: int) -> None:
+        super().__init__()
         self.counts = [0] * rows
-        self.k: Tensor | None = None
-        self.v: Tensor | None = None
         self.focus: Focus | None = None
         self._reserve = reserve
-        self._prefix: Entries | None = None
 
     def append(self, k_RGND: Tensor, v_RGND: Tensor) -> Entries:
         """Store the tokens of the batch at their slots; returns all that their rows hold, up to the furthest slot."""
@@ -71,7 +67,8 @@ class _Slots:
         assert at is not None
         for span in at.spans:
             assert span.first == self.counts[span.row], "entries go behind those that the row has"
-        self.k, self.v = self._grown(self.k, k_RGND, at.reach), self._grown(self.v, v_RGND, at.reach)
+        size = len(self.counts), at.reach, self._reserve
+        self.k, self.v = grown(self.k, k_RGND, *size), grown(self.v, v_RGND, *size)
         rows = at.rows_R[at.row]
         self.k[rows, :, at.slot] = k_RGND[at.row, :, at.column]
         self.v[rows, :, at.slot] = v_RGND[at.row, :, at.column]
@@ -86,21 +83,6 @@ class _Slots:
         if [span.row for span in at.spans] == list(range(len(self.counts))):
             return k, v
         return k.index_select(0, at.rows_R), v.index_select(0, at.rows_R)
-
-    def prefix(self, make: Callable[[], Entries]) -> Entries:
-        if self._prefix is None:
-            self._prefix = make()
-        return self._prefix
-
-    def _grown(self, held: Tensor | None, like_RGND: Tensor, reach: int) -> Tensor:
-        """Room for `reach` slots; it doubles. Zeros and not just any memory: what is hidden must still be a number."""
-        if held is not None and held.shape[2] >= reach:
-            return held
-        _, G, _, D = like_RGND.shape
-        room = like_RGND.new_zeros(len(self.counts), G, max(reach, self._reserve if held is None else 2 * held.shape[2]), D)
-        if held is not None:
-            room[:, :, : held.shape[2]] = held
-        return room
 
 
 class SlotCache:

@@ -37,16 +37,20 @@ class HuggingFaceCheckpoint:
 
     def __init__(self, directory: Path, config: dict[str, Any] | None = None) -> None:
         """`config` is the directory's config.json, where it was read before."""
-        self._directory = directory
-        self._config = config = read_config(directory) if config is None else config
-        self._tokens = tokens_of(directory, config)
-        self._shards = Shards(directory)
+        config = self._open(directory, config)
         complete = family_of(config.get("model_type"), str(directory)).complete
         config = config if complete is None else {**config, **complete(self._shards.names())}
         self._architecture, self._plan = plan_from_config(config, str(directory))
         self._family = family_for(self._architecture, self._plan)
         self._shards.check_layers(self._plan.unique_layers)
         self._refuse_strangers()
+
+    def _open(self, directory: Path, config: dict[str, Any] | None) -> dict[str, Any]:
+        self._directory = directory
+        self._config = read_config(directory) if config is None else config
+        self._tokens = tokens_of(directory, self._config)
+        self._shards = Shards(directory)
+        return self._config
 
     @property
     def architecture(self) -> Architecture:
@@ -211,15 +215,13 @@ def is_seq2seq(config: dict[str, Any]) -> bool:
     return isinstance(model_type, str) and model_type in SEQ2SEQ
 
 
-class Seq2SeqCheckpoint:
-    """Reads lazily, but for the embedding and the head, which are compared where both are stored."""
+class Seq2SeqCheckpoint(HuggingFaceCheckpoint):
+    """Reads lazily, but for the embedding and the head, which are compared where both are stored: whether the decoder's head
+    is the embedding is read off the weights, as transformers does."""
 
     def __init__(self, directory: Path, config: dict[str, Any] | None = None) -> None:
         """`config` is the directory's config.json, where it was read before."""
-        self._directory = directory
-        self._config = config = read_config(directory) if config is None else config
-        self._tokens = tokens_of(directory, config)
-        self._shards = Shards(directory)
+        config = self._open(directory, config)
         architecture = architecture_from_config(config, str(directory))
         self._shards.check_layers(architecture.layers)
         try:
@@ -229,21 +231,9 @@ class Seq2SeqCheckpoint:
             raise CheckpointError(f"{directory}: {error}") from error
         tied = self._one_matrix("lm_head.weight")
         self._architecture = dataclasses.replace(architecture, tied_embeddings=tied)
+        self._plan = DepthPlan.vanilla(architecture.layers)
         self._family = family_for(architecture)
         self._refuse_strangers()
-
-    @property
-    def architecture(self) -> Architecture:
-        """The decoder's. Whether its head is the embedding is read off the weights, as transformers does."""
-        return self._architecture
-
-    @property
-    def plan(self) -> DepthPlan:
-        return DepthPlan.vanilla(self.architecture.layers)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.tensor("embed.weight").dtype
 
     @property
     def tokens(self) -> TokenIds:
@@ -258,9 +248,6 @@ class Seq2SeqCheckpoint:
 
     def encoder_tensor(self, name: str) -> torch.Tensor:
         return self._shards.get(f"encoder.{name}")
-
-    def tokenizer(self) -> Any | None:
-        return read_tokenizer(self._directory, self._config)
 
     @property
     def _embedding(self) -> str:
