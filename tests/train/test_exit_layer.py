@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from fathomlm.checkpoints.assemble import replan
 from fathomlm.checkpoints.native import save
 from fathomlm.checkpoints.resolve import exits_of, load
 from fathomlm.cli.main import main
-from fathomlm.decode.exiting import Exiting
-from fathomlm.decode.full import generate
 from fathomlm.depth import Architecture, DepthPlan, ExitParts
 from fathomlm.errors import CheckpointError, OptionError
 from fathomlm.model.decoder import Decoder
@@ -31,12 +27,21 @@ from fathomlm.train.optim import choose_trained
 from fathomlm.train.reading import build_recipe, read_recipe
 from fathomlm.train.recipe import ExitRecipe, LayerwiseRecipe, LossRecipe
 from fathomlm.train.report import read_records
-from fathomlm.train.run import train
 from fathomlm.train.student import read_student
-from train.exit_runs import Trained, train_exit
+from train.exit_runs import (
+    SHAPE,
+    Trained,
+    batch,
+    check_compiled_gradients,
+    check_resumes,
+    check_same_logits,
+    decode_every_mode,
+    entropy,
+    saved_activations,
+    train_exit,
+)
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-SHAPE = {"layers": 4, "hidden": 16, "intermediate": 24, "heads": 2, "kv_heads": 1, "head_dim": 8, "context": 64, "vocab": 37}
 ARCHITECTURE = Architecture(family="llama", **SHAPE)
 PLAIN = DepthPlan.vanilla(4)
 BLOCK = sum(linear.inputs * linear.outputs for linear in ARCHITECTURE.linears()) + 2 * 16
@@ -47,17 +52,6 @@ def decoder(exits: tuple[int, ...] = (1,), adapter: int = 0, classifier: bool = 
     made = Decoder(ARCHITECTURE, PLAIN.with_exits(exits, layer=True), None, 0, adapter, classifier)
     made.reset_parameters(std=0.3, generator=torch.Generator().manual_seed(0))
     return made
-
-
-def batch() -> tuple[Tensor, Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(5)
-    tokens, targets = (torch.randint(0, SHAPE["vocab"], (3, 10), generator=generator) for _ in range(2))
-    keep = torch.arange(10)[None] < torch.tensor([10, 7, 9])[:, None]
-    return tokens, targets.masked_fill(~keep, IGNORE), keep
-
-
-def entropy(logits: Tensor, targets: Tensor) -> Tensor:
-    return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORE, reduction="sum")
 
 
 # The model.
@@ -191,18 +185,7 @@ def test_a_compiled_step_over_a_frozen_model_has_the_eager_gradients() -> None:
     choose_trained(model, "exits")
     objective = Objective(model, LossRecipe(exits=ExitRecipe(at=[2], layer=True, distill="forward_kl")))
 
-    def slopes() -> dict[str, Tensor]:
-        model.zero_grad()
-        objective(tokens, targets)[0].backward()
-        return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-
-    slow = slopes()
-    model.compile_for_training("aot_eager")
-    fast = slopes()
-    torch._dynamo.reset()
-    assert fast.keys() == slow.keys() != set()
-    for name, value in slow.items():
-        torch.testing.assert_close(fast[name], value, rtol=1e-3, atol=1e-4 * float(value.abs().max()) + 1e-6)
+    check_compiled_gradients(model, objective, tokens, targets)
 
 
 @pytest.mark.parametrize("adapter", [0, 3])
@@ -212,19 +195,7 @@ def test_a_frozen_model_keeps_only_the_exits_activations(precision: str, adapter
     model = decoder(exits=(0, 1), adapter=adapter)
     tokens = torch.randint(0, 37, (2, 50), generator=torch.Generator().manual_seed(5))
     choose_trained(model, "exits")
-    own_places = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
-    kept: dict[int, Tensor] = {}
-
-    def keep(tensor: Tensor) -> Tensor:
-        place = tensor.untyped_storage().data_ptr()
-        if place not in own_places and tensor.shape[0] in (2, 100):  # rows, or all their tokens
-            kept.setdefault(place, tensor)
-        return tensor
-
-    with (
-        torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor),
-        torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"),
-    ):
+    with saved_activations(model, precision) as kept:
         model.states(tokens, at=(0, 1))
         assert not kept
         own = model.plan.exit_steps((0, 1))
@@ -264,9 +235,7 @@ def test_the_model_under_the_exit_stays_bit_for_bit(trained: Trained, weights_of
     added = {name.split(".")[1] for name in after if name not in before}
     assert added == {"exit_blocks", "exit_classifiers"}
     assert all(torch.equal(value, after[name]) for name, value in before.items())
-    tokens = torch.arange(40)[None] * 5 % 256
-    with torch.inference_mode():
-        assert torch.equal(load(trained.source)(tokens).logits, load(trained.run / "last")(tokens).logits)
+    check_same_logits(trained.source, trained.run / "last")
 
 
 def test_training_the_layer_lowers_its_exits_loss(trained: Trained, weights_of: Callable[[Path], dict[str, Any]]) -> None:
@@ -281,20 +250,13 @@ def test_training_the_layer_lowers_its_exits_loss(trained: Trained, weights_of: 
 
 
 def test_every_mode_decodes_through_the_layer(trained: Trained) -> None:
-    model, prompt = load(trained.run / "last"), "7: the line is"
-    texts = {}
-    for mode in ("full", "static", "speculative"):
-        more = {"threshold": 0.2} if mode == "speculative" else {}
-        (row,) = generate(model, prompt, max_new_tokens=16, exiting=Exiting(mode=mode, **more))  # type: ignore[arg-type]
-        texts[mode] = row.tokens
-    (source,) = generate(load(trained.source), prompt, max_new_tokens=16)
-    assert texts["full"] == texts["speculative"] == source.tokens
-    text, (own,) = list(row.prompt_tokens), model.plan.exit_steps((0,))
+    model, tokens, static = decode_every_mode(trained)
+    (own,) = model.plan.exit_steps((0,))
     with torch.inference_mode():
-        for token in texts["static"]:
-            state = model.decoder.states(torch.tensor([text]), at=(own.index,))[own.index]
+        for token in static:
+            state = model.decoder.states(torch.tensor([tokens]), at=(own.index,))[own.index]
             assert int(model.decoder.exit_logits(state[:, -1], 0, layered=True).argmax()) == token
-            text.append(token)
+            tokens.append(token)
 
 
 def test_inspect_and_export_say_so(trained: Trained, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -307,9 +269,7 @@ def test_inspect_and_export_say_so(trained: Trained, tmp_path: Path, capsys: pyt
     assert "exits after 1, each with a layer of its own" in capsys.readouterr().out.replace("\n", " ")
     assert main(["export", last, str(tmp_path / "plain")]) == 0
     assert "left out: the exits after 1 with their layers, classifiers" in capsys.readouterr().err
-    tokens = torch.arange(40)[None] * 5 % 256
-    with torch.inference_mode():
-        assert torch.equal(load(tmp_path / "plain")(tokens).logits, load(trained.source)(tokens).logits)
+    check_same_logits(tmp_path / "plain", trained.source)
 
 
 def test_a_run_is_resumed_exactly(
@@ -317,13 +277,7 @@ def test_a_run_is_resumed_exactly(
 ) -> None:
     changes = {"model": {"architecture": None, "source": str(trained.source), "recursions": 1}, "train": "exits"}
     changes["loss"] = {"exits": {"at": [2], "layer": True}}
-    whole, halves = (recipe(**changes, out=str(tmp_path / name), checkpoint={"every": 3, "keep": 0}) for name in "ab")
-    train(whole)
-    train(halves)
-    shutil.rmtree(tmp_path / "b/checkpoints/step-00000006")
-    assert train(halves, resume=True).finished
-    first, second = (weights_of(tmp_path / name / "last") for name in "ab")
-    assert all(torch.equal(value, second[name]) for name, value in first.items())
+    check_resumes(recipe, weights_of, tmp_path, **changes)
 
 
 # Recipes.

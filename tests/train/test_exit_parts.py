@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,10 +17,8 @@ from fathomlm.checkpoints.assemble import replan
 from fathomlm.checkpoints.native import save
 from fathomlm.checkpoints.resolve import exits_of, load
 from fathomlm.cli.main import main
-from fathomlm.decode.exiting import Exiting
-from fathomlm.decode.full import generate
 from fathomlm.depth import Architecture, DepthPlan, ExitParts
-from fathomlm.errors import CheckpointError, OptionError, TrainingError
+from fathomlm.errors import CheckpointError, TrainingError
 from fathomlm.model.decoder import Decoder
 from fathomlm.model.hub import FathomConfig, FathomForCausalLM
 from fathomlm.train.activations import activation_bytes
@@ -34,12 +31,21 @@ from fathomlm.train.reading import build_recipe
 from fathomlm.train.recipe import ExitRecipe, LayerwiseRecipe, LossRecipe
 from fathomlm.train.report import read_records
 from fathomlm.train.resume import check_same
-from fathomlm.train.run import train
 from fathomlm.train.student import read_student
-from train.exit_runs import Trained, train_exit
+from train.exit_runs import (
+    SHAPE,
+    Trained,
+    batch,
+    check_refused,
+    check_resumes,
+    check_same_logits,
+    decode_every_mode,
+    entropy,
+    saved_activations,
+    train_exit,
+)
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-SHAPE = {"layers": 4, "hidden": 16, "intermediate": 24, "heads": 2, "kv_heads": 1, "head_dim": 8, "context": 64, "vocab": 37}
 ARCHITECTURE = Architecture(family="llama", **SHAPE)
 PLAIN = DepthPlan.vanilla(4)
 OWN = ("exit_heads.", "exit_adapters.", "exit_classifiers.")
@@ -57,20 +63,9 @@ def decoder(exits: tuple[int, ...] = (1,), head: int = 0, adapter: int = 3, clas
     return made
 
 
-def batch(rows: int = 3, length: int = 10) -> tuple[Tensor, Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(5)
-    tokens, targets = (torch.randint(0, SHAPE["vocab"], (rows, length), generator=generator) for _ in range(2))
-    keep = torch.arange(length)[None] < torch.tensor([length, length - 3, length - 1])[:rows, None]
-    return tokens, targets.masked_fill(~keep, IGNORE), keep
-
-
 def loss_recipe(at: list[int], head: int = 0, adapter: int = 3, classifier: bool = False, **more: Any) -> LossRecipe:
     exits = ExitRecipe(at=at, coefficient=0.4, head_rank=head, adapter_rank=adapter, classifier=classifier, **more)
     return LossRecipe(exits=exits, chunk=7)
-
-
-def entropy(logits: Tensor, targets: Tensor) -> Tensor:
-    return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORE, reduction="sum")
 
 
 # The model.
@@ -205,19 +200,7 @@ def test_a_frozen_model_keeps_only_the_adapters_activations(precision: str) -> N
     """Autograd's own count; weights and their narrow copies are left out."""
     model, (tokens, _, _) = decoder(exits=(0, 1)), batch(rows=2, length=50)
     choose_trained(model, "exits")
-    own_places = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
-    kept: dict[int, Tensor] = {}
-
-    def keep(tensor: Tensor) -> Tensor:
-        place = tensor.untyped_storage().data_ptr()
-        if place not in own_places and tensor.shape[0] in (2, 100):  # rows, or all their tokens
-            kept.setdefault(place, tensor)
-        return tensor
-
-    with (
-        torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor),
-        torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"),
-    ):
+    with saved_activations(model, precision) as kept:
         states = model.states(tokens, at=(0, 1))
         assert not kept
         hidden = [model.exit_hidden(states[index], index) for index in (0, 1)]
@@ -335,10 +318,7 @@ def test_the_model_under_the_exits_stays_bit_for_bit(trained: Trained, weights_o
         )
     }
     assert all(torch.equal(value, after[name]) for name, value in before.items())
-    plain, exited = load(trained.source), load(trained.run / "last")
-    tokens = torch.arange(40)[None] * 5 % 256
-    with torch.inference_mode():
-        assert torch.equal(plain(tokens).logits, exited(tokens).logits)
+    check_same_logits(trained.source, trained.run / "last")
 
 
 def test_training_an_adapter_lowers_its_exits_loss(trained: Trained) -> None:
@@ -378,19 +358,11 @@ def test_a_trained_classifier_decides_who_leaves(trained: Trained, capsys: pytes
 @torch.inference_mode()
 def test_every_mode_decodes_through_the_adapter(trained: Trained) -> None:
     """The shallow model's text is that of the adapted exit, and the whole model's is the source's still."""
-    model, prompt = load(trained.run / "last"), "7: the line is"
-    texts = {}
-    for mode in ("full", "static", "speculative"):
-        more = {"threshold": 0.2} if mode == "speculative" else {}
-        (row,) = generate(model, prompt, max_new_tokens=16, exiting=Exiting(mode=mode, **more))  # type: ignore[arg-type]
-        texts[mode] = row.tokens
-    (source,) = generate(load(trained.source), prompt, max_new_tokens=16)
-    assert texts["full"] == texts["speculative"] == source.tokens
-    text = list(row.prompt_tokens)
-    for token in texts["static"]:
-        states = model.decoder.states(torch.tensor([text]), at=(0,))
+    model, tokens, static = decode_every_mode(trained)
+    for token in static:
+        states = model.decoder.states(torch.tensor([tokens]), at=(0,))
         assert int(model.decoder.exit_logits(states[0][:, -1], 0).argmax()) == token
-        text.append(token)
+        tokens.append(token)
     with_adapter, without = model.decoder.exit_hidden(states[0], 0), model.decoder.norm(states[0])
     assert not torch.allclose(with_adapter, without, atol=0.1)
 
@@ -410,9 +382,7 @@ def test_inspect_shows_them(trained: Trained, capsys: pytest.CaptureFixture[str]
 def test_an_export_leaves_them_out_and_says_so(trained: Trained, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["export", str(trained.run / "last"), str(tmp_path / "plain")]) == 0
     assert "left out: the exits after 1 with their adapters, classifiers" in capsys.readouterr().err
-    tokens = torch.arange(40)[None] * 5 % 256
-    with torch.inference_mode():
-        assert torch.equal(load(tmp_path / "plain")(tokens).logits, load(trained.source)(tokens).logits)
+    check_same_logits(tmp_path / "plain", trained.source)
 
 
 def test_a_run_is_resumed_exactly(
@@ -420,13 +390,7 @@ def test_a_run_is_resumed_exactly(
 ) -> None:
     changes = {"model": {"architecture": None, "source": str(trained.source), "recursions": 1}, "train": "exits"}
     changes["loss"] = {"exits": {"at": [2], "adapter_rank": 4, "classifier": True}}
-    whole, halves = (recipe(**changes, out=str(tmp_path / name), checkpoint={"every": 3, "keep": 0}) for name in "ab")
-    train(whole)
-    train(halves)
-    shutil.rmtree(tmp_path / "b/checkpoints/step-00000006")
-    assert train(halves, resume=True).finished
-    first, second = (weights_of(tmp_path / name / "last") for name in "ab")
-    assert all(torch.equal(value, second[name]) for name, value in first.items())
+    check_resumes(recipe, weights_of, tmp_path, **changes)
 
 
 def test_a_checkpoint_from_before_these_fields_goes_on(recipe: Callable[..., Any]) -> None:
@@ -455,10 +419,7 @@ def test_a_checkpoint_from_before_these_fields_goes_on(recipe: Callable[..., Any
     ],
 )
 def test_recipes_that_no_run_could_mean(changes: dict[str, Any], message: str) -> None:
-    values: dict[str, Any] = {"model": {"shape": "smollm2-135m"}, "budget": {"steps": 1}, "batch": {"sequences": 1}}
-    with pytest.raises(OptionError) as caught:
-        build_recipe({**values, **changes})
-    assert str(caught.value).startswith(message)
+    check_refused(changes, message)
 
 
 def test_the_dry_run_counts_them() -> None:

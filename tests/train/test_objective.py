@@ -16,9 +16,9 @@ from fathomlm.train.losses.layerwise import monotone_map
 from fathomlm.train.objective import Objective
 from fathomlm.train.optim import choose_trained
 from fathomlm.train.recipe import DistillRecipe, ExitRecipe, LayerwiseRecipe, LossRecipe
+from train.exit_runs import SHAPE, batch, entropy
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-SHAPE = {"layers": 4, "hidden": 16, "intermediate": 24, "heads": 2, "kv_heads": 1, "head_dim": 8, "context": 64, "vocab": 37}
 ARCHITECTURE = Architecture(family="llama", **SHAPE)
 PLAIN, LOOPED = DepthPlan.vanilla(4), DepthPlan.build("cycle", 2, 4)
 
@@ -31,14 +31,6 @@ def decoder(plan=LOOPED, seed=0, exits=(), rank=0):
     return made
 
 
-def batch(rows=3, length=10):
-    generator = torch.Generator().manual_seed(5)
-    tokens = torch.randint(0, SHAPE["vocab"], (rows, length), generator=generator)
-    targets = torch.randint(0, SHAPE["vocab"], (rows, length), generator=generator)
-    keep = torch.arange(length)[None] < torch.tensor([length, length - 3, length - 1])[:rows, None]
-    return tokens, targets.masked_fill(~keep, IGNORE), keep
-
-
 def outputs(model, tokens, keep):
     """The normed state after every step, as `forward` runs them, read by hooks."""
     states = []
@@ -49,10 +41,6 @@ def outputs(model, tokens, keep):
     normed = [model.norm(state) for state in states]
     assert torch.equal(normed[-1], last)
     return normed
-
-
-def entropy(logits, targets):
-    return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORE, reduction="sum")
 
 
 def kl(student, taught, targets):
