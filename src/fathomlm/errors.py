@@ -20,7 +20,7 @@ class ModelNotFound(FathomError):
 
 
 class UnsupportedModel(FathomError):
-    """A family, or an option of a family, that has no block here."""
+    """A family, or an option of a family, that is not supported."""
 
 
 class CheckpointError(FathomError):

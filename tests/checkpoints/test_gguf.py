@@ -142,7 +142,11 @@ def test_no_tokenizer_is_none(llama):
 
 
 WRONG = {
-    "unknown architecture": (UnsupportedModel, "'mamba' has no block here; known: gemma", {"general.architecture": "mamba"}),
+    "unknown architecture": (
+        UnsupportedModel,
+        "'mamba' is not supported; supported: gemma",
+        {"general.architecture": "mamba"},
+    ),
     "adapter": (UnsupportedModel, "holds a GGUF 'adapter'", {"general.type": "adapter"}),
     "one part of several": (UnsupportedModel, "one of 3 parts", {"split.count": 3}),
     "experts": (UnsupportedModel, "llama.expert_count is set", {"llama.expert_count": 8}),
@@ -157,7 +161,7 @@ WRONG = {
     "heads that do not divide": (CheckpointError, "kv_heads must divide heads", {"llama.attention.head_count_kv": 3}),
     "wrong width": (
         CheckpointError,
-        r"has shape \[48, 32\]; the metadata ask for \[64, 32\]",
+        r"has shape \[48, 32\]; the metadata require \[64, 32\]",
         {"llama.feed_forward_length": 64},
     ),
     "endless epsilon": (
@@ -182,7 +186,7 @@ def test_wrong_tensors(llama):
         GGUFCheckpoint(llama(tensors={"blk.3.ffn_up.weight": None}))
     with pytest.raises(CheckpointError, match="no table of token embeddings"):
         GGUFCheckpoint(llama(tensors={"token_embd.weight": None}))
-    with pytest.raises(UnsupportedModel, match=r"no place in a llama model here, such as 'blk\.0\.attn_sinks\.weight'"):
+    with pytest.raises(UnsupportedModel, match=r"are unexpected in a llama model, such as 'blk\.0\.attn_sinks\.weight'"):
         GGUFCheckpoint(llama(tensors={"blk.0.attn_sinks.weight": np.ones(4, dtype=np.float32)}))
     with pytest.raises(UnsupportedModel, match="not Llama 3's rotary scaling"):
         GGUFCheckpoint(llama(tensors={"rope_freqs.weight": np.array([1, 2, 3, 9], dtype=np.float32)}))

@@ -1,6 +1,9 @@
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -25,6 +28,17 @@ def mistake_of(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
         assert captured.err.startswith("fathomlm: ")
         assert captured.err.count("\n") == 1
         return captured.err.strip()
+
+    return run
+
+
+@pytest.fixture
+def told(capsys: pytest.CaptureFixture[str]) -> Callable[..., Any]:
+    """The record of a command that must succeed."""
+
+    def run(*words: str | Path) -> Any:
+        assert main([*(str(word) for word in words), "--json"]) == 0, capsys.readouterr().err
+        return json.loads(capsys.readouterr().out)
 
     return run
 

@@ -12,6 +12,7 @@ from transformers import T5Config
 
 from fathomlm.cli.main import main
 from fathomlm.train.data.tokenizers import byte_tokenizer
+from jsonl import write_jsonl
 from lab.analyze.tiny import model_of, saved, text_file
 from parity import t5_models
 
@@ -112,7 +113,7 @@ def test_runs(tmp_path: Path, capsys: Any) -> None:
             for s in (1, 2)
         ]
         last = {"kind": "validation", "step": 2, "tokens": 20, "loss": 3.25 + number, "exits": {"4": 3.5}, **same}
-        (run / "metrics.jsonl").write_text("".join(json.dumps(each) + "\n" for each in (*train, last)))
+        write_jsonl(run / "metrics.jsonl", (*train, last))
     out = tmp_path / "out"
     assert main(["analyze", "runs", str(tmp_path / "runs"), "--out", str(out)]) == 0
     assert "3.2500" in capsys.readouterr().out

@@ -12,6 +12,7 @@ from functools import partial
 import pytest
 
 from fathomlm.cli.main import main
+from jsonl import write_jsonl
 from train.test_data_prepare import STANDS_STILL
 
 
@@ -111,7 +112,7 @@ def test_a_corpus_that_was_altered(text, tmp_path, capsys, mistake):
 @pytest.mark.parametrize("wait", [0, 3])
 def test_an_interrupt_keeps_what_is_finished(tmp_path, wait, start_python):
     source, out = tmp_path / "a.jsonl", tmp_path / "out"
-    source.write_text("".join(json.dumps({"text": f"document {n} " * 20}) + "\n" for n in range(500)))
+    write_jsonl(source, ({"text": f"document {n} " * 20} for n in range(500)))
     command = ["data", "prepare", str(source), str(out), "--tokenizer", "bytes", "--workers", "2"]
     command += ["--shard-tokens", "20k" if wait else "1B"]
     process = start_python(STANDS_STILL, str(wait), *command, new_session=True)

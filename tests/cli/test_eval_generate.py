@@ -20,6 +20,7 @@ from fathomlm.lab.evaluate import generation
 from fathomlm.lab.evaluate.metrics import squad
 from fathomlm.model.hub import FathomForCausalLM
 from fathomlm.train.data.tokenizers import byte_tokenizer
+from jsonl import write_jsonl
 from parity import t5_models
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -33,8 +34,7 @@ NEW = ("--max-new-tokens", "8")
 
 
 def write(path: Path, rows: list[dict[str, Any]]) -> str:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    return str(path)
+    return str(write_jsonl(path, rows))
 
 
 @pytest.fixture

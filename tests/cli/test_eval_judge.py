@@ -16,6 +16,7 @@ from cli.judge_server import GOOD, Judge, Said, judge
 from fathomlm.cli.main import main
 from fathomlm.depth import DepthPlan
 from fathomlm.model.hub import FathomConfig, FathomForCausalLM
+from jsonl import write_jsonl
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 DIMENSIONS = ["relevance", "informativeness", "fluency", "coherence"]
@@ -23,8 +24,7 @@ ROWS = [{"dialogue": f"A: line {n}?\nB: deep.", "summaries": ["deep water"]} for
 
 
 def lines(path: Path, rows: list[dict[str, Any]]) -> str:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    return str(path)
+    return str(write_jsonl(path, rows))
 
 
 def likes(word: str) -> Callable[[str, int], Said]:

@@ -19,6 +19,7 @@ from fathomlm.cli.main import main
 from fathomlm.lab.evaluate.encoding import TextEncoder
 from fathomlm.lab.evaluate.outputs import FULL, Output
 from fathomlm.lab.evaluate.scoring import Scorer
+from jsonl import write_jsonl
 from lab.analyze.tiny import model_of, saved
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -28,19 +29,14 @@ CHOICES = [{"context": f"line {n} is", "choices": ["deep", "six feet long", "é"
 QUESTIONS = [{"question": f"Is {n} deep?", "choices": ["yes", "not at all"], "gold": n % 2} for n in range(4)]
 
 
-def write(path: Path, rows: list[Record]) -> Path:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    return path
-
-
 @pytest.fixture
 def data(tmp_path: Path) -> Path:
     """A folder with three of the thesis' tasks."""
     folder = tmp_path / "tasks"
     folder.mkdir()
-    write(folder / "lambada_openai_test.jsonl", WORDS)
-    write(folder / "hellaswag_val.jsonl", CHOICES)
-    write(folder / "arc_easy.jsonl", QUESTIONS)
+    write_jsonl(folder / "lambada_openai_test.jsonl", WORDS)
+    write_jsonl(folder / "hellaswag_val.jsonl", CHOICES)
+    write_jsonl(folder / "arc_easy.jsonl", QUESTIONS)
     return folder
 
 
@@ -149,7 +145,7 @@ def test_a_group_says_what_is_missing(run: Any, data: Path) -> None:
     assert group["columns"]["ARC"] is None
     assert "thesis-mor has no average without piqa, winogrande" in run(*words)[0]
     for name in lacking:
-        write(data / f"{name}.jsonl", QUESTIONS)
+        write_jsonl(data / f"{name}.jsonl", QUESTIONS)
     out, err = run(*words, "--json")
     whole = json.loads(out)["outputs"][0]["groups"]["thesis-mor"]
     assert err == ""
@@ -187,7 +183,7 @@ def test_mistakes_are_one_line(mistake: Any, mistake_of: Any, data: Path, tmp_pa
     file = str(data / "arc_easy.jsonl")
     assert "a file itself goes to --tasks" in mistake("--tasks", "piqa", "--data", file)
     assert "arc_eesy.jsonl does not exist (did you mean" in mistake("--tasks", file.replace("easy", "eesy"))
-    empty = write(tmp_path / "empty.jsonl", [])
+    empty = write_jsonl(tmp_path / "empty.jsonl", [])
     assert "empty.jsonl has no rows" in mistake("--tasks", str(empty))
     bad = tmp_path / "bad.jsonl"
     bad.write_text(json.dumps(QUESTIONS[0]) + "\n\n{'question': 1}\n")
@@ -196,11 +192,11 @@ def test_mistakes_are_one_line(mistake: Any, mistake_of: Any, data: Path, tmp_pa
     assert "bad.jsonl line 2 holds a list, not a JSON object" in mistake("--tasks", str(bad))
     bad.write_bytes(b'{"question": "\xff"}\n')
     assert "bad.jsonl line 1 is not UTF-8 text" in mistake("--tasks", str(bad))
-    write(bad, [QUESTIONS[0], {**QUESTIONS[1], "gold": 7}])
+    write_jsonl(bad, [QUESTIONS[0], {**QUESTIONS[1], "gold": 7}])
     assert "bad.jsonl line 2: gold must be an integer from 0 to 1" in mistake("--tasks", str(bad))
-    write(bad, [{"dialogue": "a", "summaries": ["b"]}])
+    write_jsonl(bad, [{"dialogue": "a", "summaries": ["b"]}])
     assert "for `fathomlm eval generate`" in mistake("--tasks", str(bad))
-    write(bad, [{"context": "a", "choices": ["b" * 400, "c"], "gold": 0}])
+    write_jsonl(bad, [{"context": "a", "choices": ["b" * 400, "c"], "gold": 0}])
     assert "does not fit the context of 256" in mistake("--tasks", str(bad))
     assert "--limit must be >= 1, got 0" in mistake("--tasks", file, "--limit", "0")
     assert "--batch-size must be >= 1, got -2" in mistake("--tasks", file, "--batch-size", "-2")

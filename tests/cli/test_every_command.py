@@ -12,6 +12,7 @@ import pytest
 from cli.judge_server import GOOD, Said, judge
 from fathomlm.cli.main import COMMANDS, main
 from fathomlm.lab.simulate import presets, thesis
+from jsonl import write_jsonl
 from lab.analyze.test_scaling import write_run
 from lab.analyze.tiny import model_of, saved, text_file
 
@@ -20,8 +21,7 @@ FEW = ["--prompts", "1", "--max-new-tokens", "4"]
 
 
 def lines(path: Path, rows: list[dict[str, Any]]) -> str:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    return str(path)
+    return str(write_jsonl(path, rows))
 
 
 def commands(place: Path, url: str) -> list[list[str]]:

@@ -24,6 +24,7 @@ from fathomlm.cli.main import main, read_command
 from fathomlm.decode.calibration import FILE, Calibration
 from fathomlm.decode.threshold import ThresholdEstimator, ThresholdOptions
 from fathomlm.errors import CheckpointError, OptionError
+from jsonl import write_jsonl
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 EVERY = {"exit_rank": 3, "exit_adapter": 4, "exit_classifier": True}
@@ -64,17 +65,6 @@ def exited(places: dict[str, Path]) -> Path:
 @pytest.fixture
 def pack(places: dict[str, Path], tmp_path: Path) -> Path:
     return Path(shutil.copytree(places["layered pack"], tmp_path / "pack"))
-
-
-@pytest.fixture
-def told(capsys: pytest.CaptureFixture[str]) -> Callable[..., Any]:
-    """The record of a command that must succeed."""
-
-    def run(*words: str | Path) -> Any:
-        assert main([*(str(word) for word in words), "--json"]) == 0, capsys.readouterr().err
-        return json.loads(capsys.readouterr().out)
-
-    return run
 
 
 def learnt(place: Path, layer: int = 2, initial: float = 0.04) -> None:
@@ -164,7 +154,7 @@ def test_calibrate_writes_into_the_pack(
     exited: Path, pack: Path, tiny_model_dir: Path, tmp_path: Path, told: Callable[..., Any]
 ) -> None:
     data = tmp_path / "texts.jsonl"
-    data.write_text("".join(json.dumps({"text": f"the water is {n} fathoms deep and still"}) + "\n" for n in range(3)))
+    write_jsonl(data, ({"text": f"the water is {n} fathoms deep and still"} for n in range(3)))
     model = shutil.copytree(exited, tmp_path / "model")
     words = ("--data", data, "--max-new-tokens", "6", "--prompt-tokens", "4")
     both, whole = told("calibrate", tiny_model_dir, "--exits", pack, *words), told("calibrate", model, *words)

@@ -20,6 +20,7 @@ from fathomlm.cli.main import main
 from fathomlm.decode.calibration import FILE, Calibration
 from fathomlm.decode.threshold import ThresholdEstimator
 from fathomlm.train.data.frequent import frequent_tokens
+from jsonl import write_jsonl
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 TEXT = "the depth of the water is the measure of the fathom line\n"
@@ -42,17 +43,6 @@ def text(tmp_path: Path) -> Path:
     return tmp_path / "text.txt"
 
 
-@pytest.fixture
-def told(capsys: pytest.CaptureFixture[str]) -> Callable[..., Any]:
-    """The record of a command that must succeed."""
-
-    def run(*words: str | Path) -> Any:
-        assert main([*(str(word) for word in words), "--json"]) == 0, capsys.readouterr().err
-        return json.loads(capsys.readouterr().out)
-
-    return run
-
-
 def vocab_in(pack: Path) -> list[int]:
     words = read_pack(pack).exit_vocab
     assert words is not None
@@ -63,7 +53,7 @@ def test_the_most_frequent_in_corpus_of_the_files(
     exited: Path, text: Path, tiny_tokenizer: Any, tmp_path: Path, told: Callable[..., Any]
 ) -> None:
     rows = tmp_path / "rows.jsonl"
-    rows.write_text("".join(json.dumps({"body": "zzzzzzzz"}) + "\n" for _ in range(9)))
+    write_jsonl(rows, ({"body": "zzzzzzzz"} for _ in range(9)))
     counted = ("--exit-vocab", "12", "--exit-vocab-from")
     assert told("export", exited, tmp_path / "pack", *KIND, *counted, text)["exit_vocab"] == 12
     assert vocab_in(tmp_path / "pack") == frequent_tokens([TEXT], tiny_tokenizer, 12, vocab=320).tolist()

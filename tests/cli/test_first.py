@@ -72,7 +72,7 @@ def _mistakes(text: Path, taken: Path, port: int) -> dict[str, tuple[list[str], 
         "keys": (["serve", "--api-key-file", str(text.with_name("none"))], "cannot read the keys"),
         "recipe": (["train", "tinny"], "unknown recipe 'tinny' (did you mean 'tiny'?)"),
         "field": ([*train, "--optimizer.lrr", "1"], "unknown field in optimizer 'lrr'"),
-        "run": (train, "holds a run at step 100; --resume goes on with it"),
+        "run": (train, "holds a run at step 100; --resume continues it"),
         "device of a run": (["train", "tiny", *new, "--device", "gpu"], "unknown device 'gpu'"),
         "corpus": (
             ["train", "tiny", *new, "--data.path", "none", "--data.sources", "[]"],
@@ -118,11 +118,11 @@ def test_cuda_is_refused_where_torch_or_the_driver_lacks_it(monkeypatch: pytest.
     from fathomlm.cli import first
 
     monkeypatch.setattr(first.importlib.metadata, "version", lambda name: "2.13.0+cpu")
-    with pytest.raises(OptionError, match=r"asks for CUDA, but torch 2.13.0\+cpu finds no such device here"):
+    with pytest.raises(OptionError, match=r"requires CUDA, but torch 2.13.0\+cpu finds no such device here"):
         check_device("cuda:0")
     monkeypatch.setattr(first.importlib.metadata, "version", lambda name: "2.13.0+cu130")
     monkeypatch.setattr(first, "_has_driver", lambda: False)
-    with pytest.raises(OptionError, match="asks for CUDA"):
+    with pytest.raises(OptionError, match="requires CUDA"):
         check_device("cuda")
     monkeypatch.setattr(first, "_has_driver", lambda: True)
     for device in ("cpu", "cuda", "cuda:3"):

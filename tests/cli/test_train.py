@@ -153,7 +153,7 @@ def test_a_dry_run_trains_nothing(recipe, capsys, mistake, tmp_path):
             "there is no prepared corpus at gone; make it with: fathomlm data prepare SOURCES",
         ),
         (["RECIPE", "--data.path", "gone", "--data.sources", "[a.txt]"], "data.sources requires data.tokenizer"),
-        (["RECIPE", "--data.pairs", "[a, b]"], "holds tokens, and pairs are wanted here"),
+        (["RECIPE", "--data.pairs", "[a, b]"], "holds tokens, and pairs are required here"),
         (["RECIPE", "--model.recursions", "3"], "3 recursions do not divide 4 layers"),
         (["RECIPE", "--model.architecture.hiden", "3"], "unknown architecture field(s): hiden"),
         (["RECIPE", "--model.architecture.vocab", "100"], "has 257 different tokens, the model only 100"),
@@ -205,7 +205,7 @@ def test_a_run_that_is_there(mistake, recipe, capsys):
     assert main(["train", recipe]) == 0
     capsys.readouterr()
     said = mistake(recipe)
-    assert said == "fathomlm: runs/tale holds a run at step 6; --resume goes on with it, --out names another"
+    assert said == "fathomlm: runs/tale holds a run at step 6; --resume continues it, --out names another"
     said = mistake(recipe, "--resume", "--optimizer.lr", "1e-4")
     assert said.startswith("fathomlm: runs/tale was trained with another recipe: optimizer.lr (was 0.0003, is 0.0001)")
 

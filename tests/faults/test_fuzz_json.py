@@ -282,7 +282,7 @@ def test_json_lines(reader: Reader, cases: int, tmp_path: Path) -> None:
     [
         ({"num_hidden_layers": 10_000_000}, "num_hidden_layers must be an integer from 1 to 1024, got 10000000"),
         ({"quantization_config": "x"}, "quantization_config must be an object, got 'x'"),
-        ({"model_type": []}, "model type a list of 0 has no block here"),
+        ({"model_type": []}, "model type a list of 0 is not supported"),
         ({"pad_token_id": "x"}, "pad_token_id must be an integer"),
         ({"vocab_size": float("inf")}, "Infinity is not a JSON number"),
         ({"head_dim": HUGE}, "head_dim must be an integer from 1"),

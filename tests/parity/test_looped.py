@@ -130,7 +130,7 @@ def test_a_plain_checkpoint_has_no_place_for_the_norm(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["loop_share_kv", "enable_depth_attention", "enable_mhc", "qk_layernorm"])
 def test_variants_without_a_block_are_refused_by_name(name: str) -> None:
-    with pytest.raises(UnsupportedModel, match=f"nanbeige with {name} has no block here"):
+    with pytest.raises(UnsupportedModel, match=f"nanbeige with {name} is not supported"):
         plan_from_config(NANBEIGE | {name: True}, "here")
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from jsonl import write_jsonl
 
 ARCHITECTURE = {"layers": 4, "hidden": 32, "intermediate": 48, "heads": 4, "kv_heads": 2, "context": 64}
 
@@ -19,7 +20,7 @@ def token_corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     place = tmp_path_factory.mktemp("documents")
     texts = (f"{n}: the line is {n * 7919 % 1000} fathoms long" + ", and so on" * (n % 4) for n in range(120))
-    (place / "text.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    write_jsonl(place / "text.jsonl", ({"text": text} for text in texts))
     options = {"sources": (str(place / "text.jsonl"),), "tokenizer": "bytes", "validation_fraction": 0.1}
     return prepare(PrepareOptions(out=place / "corpus", **options)).path
 
@@ -31,7 +32,7 @@ def pair_corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     place = tmp_path_factory.mktemp("pairs")
     records = ({"ask": f"{n} fathoms" + "?" * (n % 9), "say": f"{6 * n} feet" + "!" * (n % 5)} for n in range(60))
-    (place / "pairs.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    write_jsonl(place / "pairs.jsonl", records)
     options = {"sources": (str(place / "pairs.jsonl"),), "tokenizer": "bytes", "pairs": ("ask", "say")}
     return prepare(PrepareOptions(out=place / "corpus", validation_fraction=0.1, **options)).path
 

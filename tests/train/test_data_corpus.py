@@ -18,6 +18,7 @@ from fathomlm.train.data import shards as blocks
 from fathomlm.train.data.corpus import Corpus
 from fathomlm.train.data.manifest import Manifest
 from fathomlm.train.data.prepare import PrepareOptions, prepare
+from jsonl import write_jsonl
 
 TEXTS = ["abc", "d", "", "efghij", "kl", "mnopqrs", "t"]
 TOKENS = [token for text in TEXTS if text for token in [*text.encode(), 256]]
@@ -27,7 +28,7 @@ DOCUMENTS = [n for n, text in enumerate(filter(None, TEXTS)) for _ in range(len(
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory):
     folder = tmp_path_factory.mktemp("corpus")
-    (folder / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
+    write_jsonl(folder / "a.jsonl", ({"text": text} for text in TEXTS))
     return prepare(
         PrepareOptions(
             sources=(str(folder / "a.jsonl"),),

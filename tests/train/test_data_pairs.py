@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -14,6 +12,7 @@ from fathomlm.train.data.corpus import Corpus
 from fathomlm.train.data.loader import IGNORE, prefetch
 from fathomlm.train.data.pairs import PairLoader
 from fathomlm.train.data.prepare import PrepareOptions, prepare
+from jsonl import write_jsonl
 
 END = 256
 PAIRS = [
@@ -26,7 +25,7 @@ def corpus(tmp_path_factory):
     folder = tmp_path_factory.mktemp("pairs")
     records = [{"dialogue": source, "summary": target} for source, target in PAIRS]
     records.insert(3, {"dialogue": "nothing to say of it", "summary": ""})
-    (folder / "a.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    write_jsonl(folder / "a.jsonl", records)
     return prepare(
         PrepareOptions(
             sources=(str(folder / "a.jsonl"),),
@@ -174,7 +173,7 @@ def test_mistakes(corpus):
 
 def test_pairs_of_one_source_stay_on_one_side(tmp_path):
     records = [{"s": f"question {n}", "t": f"answer {copy}"} for n in range(60) for copy in range(3)]
-    (tmp_path / "a.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    write_jsonl(tmp_path / "a.jsonl", records)
     corpus = prepare(
         PrepareOptions(
             sources=(str(tmp_path / "a.jsonl"),),

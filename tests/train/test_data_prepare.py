@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import signal
 import time
 from pathlib import Path
@@ -17,6 +16,7 @@ from fathomlm.train.data.encoding import LOTS, lot
 from fathomlm.train.data.manifest import Manifest
 from fathomlm.train.data.prepare import PrepareOptions, prepare
 from fathomlm.train.data.tokenizers import byte_tokenizer
+from jsonl import write_jsonl
 
 
 def documents(count, seed=0):
@@ -25,7 +25,7 @@ def documents(count, seed=0):
 
 
 def write(path: Path, texts, **more) -> Path:
-    path.write_text("".join(json.dumps({"text": text, **more}) + "\n" for text in texts))
+    write_jsonl(path, ({"text": text, **more} for text in texts))
     return path
 
 
@@ -120,7 +120,7 @@ def test_an_exception_in_the_middle_and_a_second_run(sources, tmp_path, small_ba
     assert (after == 1) == (not kept)  # before the first segment nothing stays
     if kept:
         assert not Manifest.read(out).complete
-        with pytest.raises(DataError, match="is not finished"):
+        with pytest.raises(DataError, match="is incomplete"):
             Corpus.open(out)
         finished = {name: raw for name, raw in kept.items() if name != "corpus.json"}
         assert finished.items() <= contents(tmp_path / "whole").items()

@@ -137,9 +137,9 @@ def test_directories_and_patterns_are_expanded_in_order_and_each_file_once(tmp_p
     ("pattern", "message"),
     [
         ("a.jsnol", r"the source .*a\.jsnol does not exist \(did you mean .*a\.jsonl\?\)"),
-        ("*.parquet", "no file of a known kind is there"),
-        ("e.csv", "files of this kind are not read; known: .txt"),
-        ("empty", "no file of a known kind is there"),
+        ("*.parquet", "no supported file found"),
+        ("e.csv", "unsupported file type; supported: .txt"),
+        ("empty", "no supported file found"),
     ],
 )
 def test_a_source_that_is_none(tmp_path, pattern, message):
@@ -204,5 +204,5 @@ def test_a_hub_that_cannot_be_reached_or_goes_away(monkeypatch):
         raise ConnectionError("gone")
 
     monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: half())
-    with pytest.raises(DataError, match="hf:owner/name stopped coming after row 1: gone"):
+    with pytest.raises(DataError, match="hf:owner/name stopped downloading after row 1: gone"):
         list(read(source, ("text",)))

@@ -76,7 +76,7 @@ def test_where_exits_are_and_how_deep():
     [
         (ExitRecipe(), PLAIN, OptionError, "at: recursions requires a model with recursions >= 2"),
         (ExitRecipe(), DepthPlan.build("sequence", 2, 4), PlanError, "recursions have no outputs under sequence"),
-        (ExitRecipe(at=[]), LOOPED, OptionError, "names no step"),
+        (ExitRecipe(at=[]), LOOPED, OptionError, "must name at least one step"),
         (ExitRecipe(at=[4]), LOOPED, PlanError, "steps 1 to 3 of 4, got 4"),
         (ExitRecipe(at=[0]), LOOPED, PlanError, "steps 1 to 3 of 4, got 0"),
     ],

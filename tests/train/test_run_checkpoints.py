@@ -127,7 +127,7 @@ def test_resume_without_a_run_starts_one(recipe):
 def test_a_run_is_not_overwritten(recipe, tmp_path):
     train(recipe())
     before = (tmp_path / "run/metrics.jsonl").read_bytes()
-    with pytest.raises(TrainingError, match=r"holds a run at step 6; --resume goes on with it, --out names another"):
+    with pytest.raises(TrainingError, match=r"holds a run at step 6; --resume continues it, --out names another"):
         train(recipe())
     assert (tmp_path / "run/metrics.jsonl").read_bytes() == before
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from pathlib import Path
@@ -26,6 +25,7 @@ from fathomlm.train.reading import build_recipe, read_recipe
 from fathomlm.train.run import train
 from fathomlm.train.setup import build_student
 from fathomlm.train.student import read_student
+from jsonl import write_jsonl
 
 TEXTS = [("Ein Hund läuft im Garten", "A dog runs in the garden"), ("Zwei Männer sitzen", "Two men are sitting")] * 8
 # Dataset: model, batch, epochs, longest input and output (the thesis' table of training settings).
@@ -65,7 +65,7 @@ def test_the_thesis_settings(name):
 
 def test_the_count_is_the_models(tmp_path):
     """Parameters by the dry run and of the real thing; FLOPs of a small case by hand."""
-    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"de": a, "en": b}) + "\n" for a, b in TEXTS))
+    write_jsonl(tmp_path / "a.jsonl", ({"de": a, "en": b} for a, b in TEXTS))
     options = {"tokenizer": "bytes", "pairs": ("de", "en"), "validation_fraction": 0.0}
     corpus = prepare(PrepareOptions(sources=(str(tmp_path / "a.jsonl"),), out=tmp_path / "c", **options))
     recipe = made(model={**FRESH, "encoder": {"layers": 2}})
@@ -152,7 +152,7 @@ def test_fresh_shapes_have_their_familys_traits():
 
 
 def write_pairs(place: Path) -> Path:
-    (place / "a.jsonl").write_text("".join(json.dumps({"de": a, "en": b}) + "\n" for a, b in TEXTS))
+    write_jsonl(place / "a.jsonl", ({"de": a, "en": b} for a, b in TEXTS))
     return place / "a.jsonl"
 
 
@@ -218,7 +218,7 @@ def test_a_tokenizer_of_ones_own(make, tmp_path, capsys):
 
 def test_the_prefix_does_not_move_pairs_between_splits(tmp_path):
     records = ({"s": f"source {n}", "t": f"target {n}"} for n in range(200))
-    (tmp_path / "a.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    write_jsonl(tmp_path / "a.jsonl", records)
     options = {
         "sources": (str(tmp_path / "a.jsonl"),),
         "tokenizer": "bytes",
@@ -250,7 +250,7 @@ def test_the_small_recipe_runs(tmp_path, monkeypatch):
     """`tiny-seq2seq`, shortened: it prepares its own corpus on first use."""
     monkeypatch.chdir(tmp_path)
     records = ({"source": f"abc{n}", "target": f"{n}cba"} for n in range(60))
-    Path("pairs.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    write_jsonl(Path("pairs.jsonl"), records)
     words = ["--budget.steps", "4", "--schedule.warmup", "1", "--batch.sequences", "8", "--log.tensorboard", "false"]
     words += ["--data.validation_fraction", "0.1"]
     summary = train(read_recipe("tiny-seq2seq", words))

@@ -22,6 +22,7 @@ from fathomlm.train.reading import build_recipe
 from fathomlm.train.run import train
 from fathomlm.train.seq2seq import equip_encoder
 from fathomlm.train.setup import as_the_model_reads, build_student, make_loader, open_data
+from jsonl import write_jsonl
 
 END = 256
 SHAPE = {"family": "t5", "layers": 3, "hidden": 32, "intermediate": 48, "heads": 4}
@@ -38,7 +39,7 @@ def words() -> list[str]:
 def corpus(words, tmp_path_factory) -> Path:
     """Words, and the same backwards."""
     place = tmp_path_factory.mktemp("words")
-    (place / "a.jsonl").write_text("".join(json.dumps({"word": w, "back": w[::-1]}) + "\n" for w in words))
+    write_jsonl(place / "a.jsonl", ({"word": w, "back": w[::-1]} for w in words))
     (place / "held.jsonl").write_text(json.dumps({"word": "abcd", "back": "dcba"}) + "\n")
     options = {"tokenizer": "bytes", "pairs": ("word", "back"), "validation_from": (str(place / "held.jsonl"),)}
     return prepare(PrepareOptions(sources=(str(place / "a.jsonl"),), out=place / "corpus", **options)).path

@@ -64,7 +64,7 @@ def put(
     where: str,
 ) -> None:
     if tuple(tensor.shape) != shape:
-        raise CheckpointError(f"{where}: '{name}' is {tuple(tensor.shape)}, the configuration asks for {shape}")
+        raise CheckpointError(f"{where}: '{name}' is {tuple(tensor.shape)}, the configuration requires {shape}")
     value = tensor.to(device=device, dtype=dtype).contiguous()
     owner, _, leaf = name.rpartition(".")  # `load_state_dict` would walk the whole module for each name
     setattr(module.get_submodule(owner), leaf, nn.Parameter(value, module.get_parameter(name).requires_grad))

@@ -112,7 +112,7 @@ def refuse_tensors(directory: Path, family: Family, more: Sequence[str]) -> None
     """An error where a checkpoint has tensors (`more`, sorted) that a model of its family has no place for."""
     if more:
         raise UnsupportedModel(
-            f"{directory}: {len(more)} tensor(s) have no place in a {family.model_type} model here, the first is '{more[0]}'"
+            f"{directory}: {len(more)} tensor(s) are unexpected in a {family.model_type} model, the first is '{more[0]}'"
         )
 
 

@@ -228,7 +228,7 @@ def parse_device(device: torch.device | str) -> torch.device:
     except RuntimeError as error:
         raise OptionError(f"unknown device '{device}'; write cpu, cuda or cuda:0") from error
     if place.type == "cuda" and not torch.cuda.is_available():
-        raise OptionError(f"'{device}' asks for CUDA, but torch {torch.__version__} finds no such device here; use cpu")
+        raise OptionError(f"'{device}' requires CUDA, but torch {torch.__version__} finds no such device here; use cpu")
     return place
 
 

@@ -44,7 +44,7 @@ def check_device(device: str) -> None:
     if not device.startswith("cuda") or "rocm" in version:
         return
     if version.endswith("+cpu") or (sys.platform == "linux" and not _has_driver()):
-        raise OptionError(f"'{device}' asks for CUDA, but torch {version} finds no such device here; use cpu")
+        raise OptionError(f"'{device}' requires CUDA, but torch {version} finds no such device here; use cpu")
 
 
 def _has_driver() -> bool:

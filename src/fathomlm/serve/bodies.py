@@ -408,7 +408,7 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _no_number(name: str) -> NoReturn:
-    raise _not_json(f"{name} is no JSON number")
+    raise _not_json(f"{name} is not a JSON number")
 
 
 def _not_json(why: str) -> ApiError:

@@ -90,7 +90,7 @@ def _writing(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise OutputError(
-            f"cannot write {path}: {error.strerror or error}; --resume goes on from the last checkpoint"
+            f"cannot write {path}: {error.strerror or error}; --resume continues from the last checkpoint"
         ) from error
 
 

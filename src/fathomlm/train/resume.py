@@ -94,7 +94,7 @@ def check_data(corpus: Corpus, state: TrainingState, where: str) -> None:
     """Refuse to go on with other data: the position in them would mean nothing."""
     if state.progress.extra.data != data_fingerprint(corpus):
         raise TrainingError(
-            f"{where} was trained on other data than {corpus.path} holds now; bring those back, or start another run"
+            f"{where} was trained on other data than {corpus.path} holds now; restore them, or start another run"
         )
 
 

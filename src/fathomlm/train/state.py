@@ -198,4 +198,4 @@ def saved_steps(checkpoints: Path) -> dict[int, Path]:
 def check_fresh(directory: Path, saved: Iterable[int], resume: bool) -> None:
     """Refuse to overwrite a run."""
     if not resume and (step := max(saved, default=None)) is not None:
-        raise TrainingError(f"{directory} holds a run at step {step}; --resume goes on with it, --out names another")
+        raise TrainingError(f"{directory} holds a run at step {step}; --resume continues it, --out names another")

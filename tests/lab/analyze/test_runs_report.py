@@ -12,6 +12,7 @@ from fathomlm.errors import OptionError, OutputError
 from fathomlm.lab.analyze.runs import points, read_runs, smooth, summarise, training_loss
 from fathomlm.lab.analyze.runs_report import _Panel, _unit, _x, plot, table_of
 from fathomlm.lab.drawing import PlotOptions
+from jsonl import write_jsonl
 from pairwise import in_turn
 
 METRICS = ("loss", "validation", "exits", "lr", "tokens_per_s", "grad_norm")
@@ -140,7 +141,7 @@ def test_utilisation_of_older_records_is_said_to_be_of_the_sustained_rate(tmp_pa
     for name, more in (("old", {"mfu": 0.5}), ("new", {"mfu": 0.4, "mfu_sustained": 0.5})):
         file = write_run(tmp_path / name, [5.0, 4.0]) / "metrics.jsonl"
         records = [json.loads(line) for line in file.read_text().splitlines()]
-        file.write_text("".join(json.dumps(record | more) + "\n" for record in records))
+        write_jsonl(file, (record | more for record in records))
     labels = []
     monkeypatch.setattr(_Panel, "_line", lambda self, found, *rest, **more: labels.append((rest[2], found)) or 1)
     runs = read_runs([tmp_path / "old", tmp_path / "new"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
 
@@ -10,6 +9,7 @@ import pytest
 
 from fathomlm.errors import OptionError
 from fathomlm.lab.analyze.scaling import FinishedRun, draw_scaling_fits, fit_runs, fit_table, read_finished
+from jsonl import write_jsonl
 
 SHAPE = {"family": "llama", "layers": 4, "intermediate": 24, "heads": 2, "kv_heads": 2, "head_dim": 8, "vocab": 64}
 
@@ -69,7 +69,7 @@ def write_run(directory: Path, hidden: int, loss: float, *, model: str = "", val
     (directory / "recipe.yaml").write_text("\n".join([*recipe, "batch: {sequences: 1}"]))
     record = {"step": 10, "tokens": 1000 // hidden, "seconds": 1.0, "flops": 1e9, "loss": loss}
     kinds = ("train", "validation") if validated else ("train",)
-    (directory / "metrics.jsonl").write_text("".join(json.dumps({"kind": kind, **record}) + "\n" for kind in kinds))
+    write_jsonl(directory / "metrics.jsonl", ({"kind": kind, **record} for kind in kinds))
     return directory
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from fathomlm.errors import DataError, OptionError
 from fathomlm.lab.evaluate.generation import CompletedSamples, complete_samples, cut_prompt, latency, report
 from fathomlm.lab.evaluate.metrics import squad
 from fathomlm.lab.evaluate.samples import FORMS, PromptForm, Sample, choose_form, read_samples
+from jsonl import write_jsonl
 from lab.evaluate.evaluate_models import model_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -32,8 +32,7 @@ NONE: dict[str, Any] = {"source": None, "prompt": None, "reference": None, "metr
 
 
 def write(path: Path, *rows: dict[str, Any]) -> Path:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    return path
+    return write_jsonl(path, rows)
 
 
 def prompts(*texts: str) -> list[Sample]:

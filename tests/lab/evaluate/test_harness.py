@@ -32,6 +32,7 @@ from fathomlm.lab.evaluate.harness import HarnessModel, read_batch, read_samplin
 from fathomlm.lab.evaluate.likelihood import answer, read_task
 from fathomlm.lab.evaluate.outputs import FULL, Output, exit_outputs
 from fathomlm.lab.evaluate.scoring import Scorer
+from jsonl import write_jsonl
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 WORDS = ["the", "quick", "brown", "fox", "jumps", "over", "a", "lazy", "dog", ";", "deep", "water", "é", "line\n", "six"]
@@ -189,7 +190,7 @@ def yaml_tasks(place: Path) -> None:
     )
     for name, rows in (("tiny_words", words_rows), ("tiny_choices", choice_rows)):
         file = place / f"{name}.jsonl"
-        file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+        write_jsonl(file, rows)
         kind = (
             "output_type: loglikelihood\ndoc_to_text: '{{context}}'\ndoc_to_target: '{{\" \" + target}}'\n"
             "metric_list: [{metric: perplexity}, {metric: acc}]\n"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ from fathomlm.lab.evaluate.judge.client import Reply
 from fathomlm.lab.evaluate.judge.outputs import JudgedOutputs, JudgedRow, read_outputs
 from fathomlm.lab.evaluate.judge.prompts import DIMENSIONS, Templates, read_scores, read_verdict
 from fathomlm.lab.evaluate.judge.questions import Answers, JudgeQuestion, likert, pairwise, questions
+from jsonl import write_jsonl
 
 TWO = ("relevance", "fluency")
 
@@ -112,15 +112,12 @@ def test_templates_that_cannot_work(given: dict[str, Any], message: str) -> None
         Templates(**given)
 
 
-def lines(path: Path, rows: list[dict[str, Any]]) -> Path:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    return path
-
-
 def test_files_with_one_and_two_systems(tmp_path: Path) -> None:
-    one = lines(tmp_path / "a.jsonl", [{"prompt": f"p{n}", "text": f"a{n}", "references": []} for n in range(9)])
-    two = lines(tmp_path / "b.jsonl", [{"prompt": f"p{n}", "text": f"b{n}"} for n in range(9)])
-    both = lines(tmp_path / "c.jsonl", [{"source": "s", "prompt": "p", "output_a": "x", "output_b": "y", "third": "z"}])
+    one = write_jsonl(tmp_path / "a.jsonl", [{"prompt": f"p{n}", "text": f"a{n}", "references": []} for n in range(9)])
+    two = write_jsonl(tmp_path / "b.jsonl", [{"prompt": f"p{n}", "text": f"b{n}"} for n in range(9)])
+    both = write_jsonl(
+        tmp_path / "c.jsonl", [{"source": "s", "prompt": "p", "output_a": "x", "output_b": "y", "third": "z"}]
+    )
     assert read_outputs([one], limit=2) == JudgedOutputs(
         systems=("a",), rows=tuple(JudgedRow(number=n, source=f"p{n}", texts=(f"a{n}",)) for n in range(2))
     )
@@ -138,15 +135,15 @@ def test_files_with_one_and_two_systems(tmp_path: Path) -> None:
 
 
 def test_files_that_do_not_go_together(tmp_path: Path) -> None:
-    one = lines(tmp_path / "a.jsonl", [{"source": "s", "text": "t"}, {"source": "u", "text": "t"}])
+    one = write_jsonl(tmp_path / "a.jsonl", [{"source": "s", "text": "t"}, {"source": "u", "text": "t"}])
     with pytest.raises(DataError, match=r"2 rows and .* 1; both must answer"):
-        read_outputs([one, lines(tmp_path / "b.jsonl", [{"source": "s", "text": "t"}])])
+        read_outputs([one, write_jsonl(tmp_path / "b.jsonl", [{"source": "s", "text": "t"}])])
     with pytest.raises(DataError, match=r"row 2 of .* have different sources"):
-        read_outputs([one, lines(tmp_path / "b.jsonl", [{"source": "s", "text": "t"}, {"source": "v", "text": "t"}])])
+        read_outputs([one, write_jsonl(tmp_path / "b.jsonl", [{"source": "s", "text": "t"}, {"source": "v", "text": "t"}])])
     with pytest.raises(OptionError, match="has the fields a, b; set --source and --output"):
-        read_outputs([lines(tmp_path / "b.jsonl", [{"a": "s", "b": "t"}])])
+        read_outputs([write_jsonl(tmp_path / "b.jsonl", [{"a": "s", "b": "t"}])])
     with pytest.raises(DataError, match="'source' is empty"):
-        read_outputs([lines(tmp_path / "b.jsonl", [{"source": " ", "text": "t"}])])
+        read_outputs([write_jsonl(tmp_path / "b.jsonl", [{"source": " ", "text": "t"}])])
     with pytest.raises(OptionError, match="--names must give 2 different names"):
         read_outputs([one, one], names=["a", "a"])
     with pytest.raises(OptionError, match="one or two files"):

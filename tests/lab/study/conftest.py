@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from jsonl import write_jsonl
 
 
 @pytest.fixture(scope="session")
@@ -17,7 +18,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     place = tmp_path_factory.mktemp("study-documents")
     texts = (f"{n}: the line is {n * 7919 % 1000} fathoms long" + ", and so on" * (n % 4) for n in range(200))
-    (place / "text.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    write_jsonl(place / "text.jsonl", ({"text": text} for text in texts))
     options = {"sources": (str(place / "text.jsonl"),), "tokenizer": "bytes", "validation_fraction": 0.2}
     return prepare(PrepareOptions(out=place / "corpus", **options)).path
 

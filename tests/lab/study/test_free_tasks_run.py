@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from jsonl import write_jsonl
+
 ROOT = Path(__file__).resolve().parents[3]
 STUDY = """
 name: small-free
@@ -47,7 +49,7 @@ def prepare(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     words = [f"number {i} and {7 * i}" for i in range(64)]
     for split, part in (("train", words[16:]), ("validation", words[8:16]), ("test", words[:8])):
         samples = ({"source": word, "target": word[::-1], "references": [word[::-1]]} for word in part)
-        (folder / f"{split}.jsonl").write_text("".join(json.dumps(sample) + "\n" for sample in samples))
+        write_jsonl(folder / f"{split}.jsonl", samples)
     prepare_corpus(
         PrepareOptions(
             sources=(str(folder / "train.jsonl"),),

@@ -17,6 +17,7 @@ from fathomlm.lab.study.report import exit_table, results_of, score_table
 from fathomlm.lab.study.results import metric_of
 from fathomlm.lab.study.scores import read_wanted
 from fathomlm.lab.study.spec import build_study
+from jsonl import write_jsonl
 
 Values = Callable[..., dict[str, Any]]
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -31,7 +32,7 @@ def tasks(tmp_path_factory: pytest.TempPathFactory) -> Path:
     chosen = [{"id": str(n), "context": f"a line of {n}", "choices": choices, "gold": n % 3} for n in range(4)]
     texts = [{"text": "so many"}, {"text": "fathoms"}]
     for name, rows in {"lambada_openai_test": words, "hellaswag_val": chosen, "wikitext2_valid": texts}.items():
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        write_jsonl(folder / f"{name}.jsonl", rows)
     return folder
 
 

@@ -53,7 +53,7 @@ def render(task: dict[str, Any]) -> str:
     """A chat template with its values."""
     text: str = _compiled(task["template"]).render(**task["values"])
     if len(text) > MAX_TEXT:
-        raise ValueError(f"it makes a text of {len(text):,} characters; at most {MAX_TEXT:,} are taken")
+        raise ValueError(f"it renders a text of {len(text):,} characters; at most {MAX_TEXT:,} are taken")
     return text
 
 
@@ -135,7 +135,7 @@ def try_tokenizer(task: dict[str, Any]) -> str:
         record = json.loads(found.__getstate__())
         patterns += _patterns(record)
         if (growth := _growth(record)) > MAX_GROWTH:
-            raise ValueError(f"its {part} may make a text {growth:,} times longer; at most {MAX_GROWTH} are taken")
+            raise ValueError(f"its {part} may make a text {growth:,} times longer; at most {MAX_GROWTH} times are allowed")
     for sample in (SAMPLE, *(run * (2000 // len(run)) for run in RUNS), *(pattern * 20 for pattern in patterns[:200])):
         tokenizer.decode(tokenizer.encode(sample[:20_000]).ids, skip_special_tokens=False)
     return ""

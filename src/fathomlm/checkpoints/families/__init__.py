@@ -1,6 +1,6 @@
 """Families: how Hugging Face spells each architecture, and how it names the tensors. One file a family, one dict.
 
-Reading goes from a `config.json` to an `Architecture`; exporting goes back. An option that has no block here is refused
+Reading goes from a `config.json` to an `Architecture`; exporting goes back. An option that is not supported is refused
 by name rather than ignored.
 """
 
@@ -66,7 +66,7 @@ def family_of(model_type: object, where: str) -> Family:
         if family.model_type == model_type:
             return family
     known = ", ".join(family.model_type for family in known_families)
-    raise UnsupportedModel(f"{where}: model type {shown(model_type)} has no block here; known: {known}")
+    raise UnsupportedModel(f"{where}: model type {shown(model_type)} is not supported; supported: {known}")
 
 
 def hf_name(family: Family, name: str) -> str:

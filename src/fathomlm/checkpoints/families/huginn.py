@@ -42,7 +42,7 @@ def complete(names: Collection[str]) -> dict[str, Any]:
 def read_huginn(config: Config) -> Architecture:
     for name, value in RELEASED.items():
         if config.raw(name, value) != value:
-            raise UnsupportedModel(f"huginn_raven with {name} other than {value!r} has no block here")
+            raise UnsupportedModel(f"huginn_raven with {name} other than {value!r} is not supported")
     heads = size(config, "num_attention_heads", "heads", None) or size(config, "n_heads", "heads")
     hidden = size(config, "hidden_size", "hidden", None) or size(config, "n_embd", "hidden")
     init = config.record("init_values", default=None)

@@ -20,7 +20,7 @@ VARIANTS = (
 def read_nanbeige(config: Config) -> Architecture:
     for name in VARIANTS:
         if config.raw(name):
-            raise UnsupportedModel(f"nanbeige with {name} has no block here; released models do not set it")
+            raise UnsupportedModel(f"nanbeige with {name} is not supported; released models do not set it")
     traits = llama_traits(config, "nanbeige")
     return Architecture(**{**traits, "layers": traits["layers"] * _loops(config)})
 

@@ -24,7 +24,7 @@ LOOPS = 4
 
 def read_ouro(config: Config) -> Architecture:
     if config.flag("use_sliding_window", default=False):
-        raise UnsupportedModel("ouro with use_sliding_window has no block here; released models do not set it")
+        raise UnsupportedModel("ouro with use_sliding_window is not supported; released models do not set it")
     traits = llama_traits(config, "ouro")
     return Architecture(**{**traits, "layers": traits["layers"] * _loops(config)}, residual="sandwich")
 

@@ -31,7 +31,7 @@ PHI_NAMES = {**LLAMA_NAMES, "attn.qkv": "self_attn.qkv_proj", "mlp.gate_up": "ml
 def read_phi(config: Config) -> Architecture:
     for name in ("attention_bias", "mlp_bias"):
         if config.flag(name, default=False):
-            raise UnsupportedModel(f"phi3 with {name} has no block here")
+            raise UnsupportedModel(f"phi3 with {name} is not supported")
     traits = llama_traits(_with_original(config), "phi3")
     parameters = config.record("rope_parameters", default=None)
     fraction = config.number("partial_rotary_factor", default=1.0)

@@ -67,7 +67,7 @@ def write_qwen(a: Architecture) -> dict[str, Any]:
 def read_qwen3_moe(config: Config) -> Architecture:
     if config.raw("mlp_only_layers") or config.integer("decoder_sparse_step", at_least=0, default=1) != 1:
         raise UnsupportedModel(
-            "qwen3_moe with layers that have no experts (mlp_only_layers, decoder_sparse_step) has no block here"
+            "qwen3_moe with layers that have no experts (mlp_only_layers, decoder_sparse_step) is not supported"
         )
     dense = config.replaced({"intermediate_size": size(config, "moe_intermediate_size", "intermediate")})
     return dataclasses.replace(

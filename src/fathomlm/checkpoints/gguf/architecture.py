@@ -81,13 +81,13 @@ def read_architecture(file: GGUFFile) -> tuple[Architecture, DepthPlan]:
         raise UnsupportedModel(f"{file.path}: holds a GGUF {kind!r}, not a model")
     if name not in _FAMILIES:
         known = ", ".join(sorted(_FAMILIES))
-        raise UnsupportedModel(f"{file.path}: GGUF architecture {name!r} has no block here; known: {known}")
+        raise UnsupportedModel(f"{file.path}: GGUF architecture {name!r} is not supported; supported: {known}")
     facts = _Facts(file, name)
     if (parts := file.metadata.get("split.count")) not in (None, 0, 1):
         raise UnsupportedModel(f"{file.path}: one of {parts} parts; join them first (llama-gguf-split --merge)")
     for key in _REFUSED:
         if facts.get(key) and key not in _USED.get(name, ()):
-            raise UnsupportedModel(f"{file.path}: {name}.{key} is set, which no block here can do")
+            raise UnsupportedModel(f"{file.path}: {name}.{key} is set, which is not supported")
     layers = facts.whole("block_count")
     blocks = {match[1] for tensor in file.tensors if (match := re.match(r"blk\.(\d+)\.", tensor))}
     if layers != len(blocks):
@@ -98,7 +98,7 @@ def read_architecture(file: GGUFFile) -> tuple[Architecture, DepthPlan]:
         architecture = _FAMILIES[name](facts)
         return architecture, _plan(facts, architecture)
     except (OptionError, PlanError) as error:
-        raise CheckpointError(f"{file.path}: the metadata make no sense: {error}") from error
+        raise CheckpointError(f"{file.path}: invalid metadata: {error}") from error
 
 
 def _common(facts: _Facts, norm: str = "layer_norm_rms_epsilon", partial_rotary: bool = False) -> dict[str, Any]:
@@ -113,7 +113,7 @@ def _common(facts: _Facts, norm: str = "layer_norm_rms_epsilon", partial_rotary:
     head_dim = facts.whole("attention.key_length", hidden // heads)
     rotary_dim = facts.whole("rope.dimension_count", head_dim)
     if facts.whole("attention.value_length", head_dim) != head_dim:
-        raise UnsupportedModel(f"{path}: a head's keys and values differ in width, which no block here can do")
+        raise UnsupportedModel(f"{path}: a head's keys and values differ in width, which is not supported")
     if not 0 < rotary_dim <= head_dim or (rotary_dim != head_dim and not partial_rotary):
         raise UnsupportedModel(f"{path}: rope.dimension_count is {rotary_dim}, but each head has {head_dim}")
     return {
@@ -138,7 +138,7 @@ def _llama(facts: _Facts, family: str = "llama") -> Architecture:
     traits = _common(facts)
     if window and window < traits["context"]:
         if family != "llama":
-            raise UnsupportedModel(f"{facts.file.path}: a {family} model with a sliding window has no block here")
+            raise UnsupportedModel(f"{facts.file.path}: a {family} model with a sliding window is not supported")
         traits |= {"windows": (window,) * traits["layers"]}
         family = "mistral"
     return Architecture(

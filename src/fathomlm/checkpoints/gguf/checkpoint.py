@@ -101,11 +101,11 @@ class GGUFCheckpoint:
             raise CheckpointError(f"{path}: incomplete: {len(missing)} tensor(s) are missing, such as {missing[0]}")
         for name, shape in wanted.items():
             if (found := self._file.tensors[name].shape) != shape:
-                raise CheckpointError(f"{path}: {name} has shape {list(found)}; the metadata ask for {list(shape)}")
+                raise CheckpointError(f"{path}: {name} has shape {list(found)}; the metadata require {list(shape)}")
         more = sorted(name for name in set(self._file.tensors) - set(wanted) if not _IGNORED.fullmatch(name))
         if more:
             raise UnsupportedModel(
-                f"{path}: {len(more)} tensor(s) have no place in a {arch.family} model here, such as {more[0]!r}"
+                f"{path}: {len(more)} tensor(s) are unexpected in a {arch.family} model, such as {more[0]!r}"
             )
 
 

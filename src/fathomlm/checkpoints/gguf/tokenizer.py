@@ -183,9 +183,7 @@ def tokenizer_metadata(tokenizer: Any, architecture: Architecture, ends: Sequenc
         found = {**facts, **kind}
         if _reads_back(found, tokenizer, architecture):
             return found
-    raise OptionError(
-        "no way to cut text that GGUF has a name for gives this model's tokens, so its tokenizer cannot be exported"
-    )
+    raise OptionError("no pre-tokenizer that GGUF names reproduces this model's tokens, so its tokenizer cannot be exported")
 
 
 def _kinds(model: dict[str, Any]) -> Iterator[dict[str, Any]]:

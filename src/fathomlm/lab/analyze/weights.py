@@ -107,7 +107,7 @@ def open_plain(source: str | Path) -> BaseCheckpoint:
     if path.is_dir() and is_native(read_config(path)):
         model = load(path)
         if model.plan.recursions > 1 or model.relaxation is not None:
-            raise OptionError(f"{source} was converted already ({describe(model)}); look at the plain model it came from")
+            raise OptionError(f"{source} was converted already ({describe(model)}); analyze the plain model it came from")
         return ModelBase(model)
     return open_base(path)
 

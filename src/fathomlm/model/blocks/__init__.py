@@ -29,7 +29,7 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, step: StepContext) -> Tensor:
         """The residual stream after this layer."""
-        raise AssertionError("a block says how it is wired")
+        raise AssertionError("a block must define forward")
 
     def keep_entries(self, x: Tensor, step: StepContext) -> None:
         """Store this layer's keys and values of a residual stream, and run nothing else of it."""

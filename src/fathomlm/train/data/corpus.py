@@ -38,7 +38,7 @@ class Corpus:
         path = Path(path).expanduser()
         manifest = Manifest.read(path)
         if not manifest.complete and not unfinished:
-            raise DataError(f"{path} is not finished; run the same `fathomlm data prepare` again, and it goes on")
+            raise DataError(f"{path} is incomplete; run the same `fathomlm data prepare` again to resume it")
         check_sizes(path, manifest)
         corpus = cls(path=path, manifest=manifest)
         if verify == "full":
@@ -125,7 +125,7 @@ class Corpus:
     def _shards(self, name: str, kind: str) -> list[_MappedShard]:
         split = self._split(name)
         if self.manifest.kind != kind:
-            raise DataError(f"{self.path} holds {self.manifest.kind}, and {kind} are wanted here (see --pairs of prepare)")
+            raise DataError(f"{self.path} holds {self.manifest.kind}, and {kind} are required here (see --pairs of prepare)")
         if not split.documents:
             raise DataError(f"{self.path} has no {name} documents; prepare it with another --validation-fraction")
         return [_MappedShard(self.path, shard, self.manifest) for shard in split.shards]

@@ -151,7 +151,7 @@ def _round(
             yield earlier, _result(helper)
     except (EOFError, BrokenPipeError, ConnectionResetError) as error:
         raise DataError(
-            "a tokenising process was ended from outside (is memory short?); the same command with fewer --workers goes on"
+            "a tokenizer process was killed (out of memory?); run the same command with fewer --workers to continue"
         ) from error
 
 

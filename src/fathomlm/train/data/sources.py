@@ -131,7 +131,7 @@ def _expand_one(pattern: str, validation: bool) -> list[DataSource]:
         files = [file for file in path.rglob("*") if _visible(file.relative_to(path))]
     elif path.exists():
         if KNOWN.search(path.name) is None:
-            raise DataError(f"{path}: files of this kind are not read; known: {NAMES}")
+            raise DataError(f"{path}: unsupported file type; supported: {NAMES}")
         files = [path]
     elif glob.has_magic(pattern):
         files = [Path(name) for name in glob.glob(str(path), recursive=True)]
@@ -139,7 +139,7 @@ def _expand_one(pattern: str, validation: bool) -> list[DataSource]:
         raise DataError(missing(path))
     wanted = sorted(file for file in files if KNOWN.search(file.name) and file.is_file())
     if not wanted:
-        raise DataError(f"{pattern}: no file of a known kind is there; known: {NAMES}")
+        raise DataError(f"{pattern}: no supported file found; supported: {NAMES}")
     return [
         DataSource(name=str(file), kind=_kind(file), bytes=file.stat().st_size, validation=validation) for file in wanted
     ]
@@ -254,7 +254,7 @@ def _read_hub(source: DataSource, columns: tuple[str, ...], skip: int, limit: Do
         try:
             record = next(records, None)
         except Exception as error:
-            raise DataError(f"{source.name} stopped coming after row {row:,}: {one_line(error)}") from error
+            raise DataError(f"{source.name} stopped downloading after row {row:,}: {one_line(error)}") from error
         if record is None:
             return
         row += 1

@@ -154,7 +154,7 @@ def _from_hub(repo_id: str) -> Any | None:
             f"the tokenizer of {repo_id}: the hub cannot be reached, and no copy is cached (smollm2-135m needs no hub)"
         ) from error
     except Exception as error:  # what its HTTP client raises is not of one type across versions
-        raise DataError(f"the tokenizer of {repo_id} could not be had from the hub: {one_line(error)}") from error
+        raise DataError(f"the tokenizer of {repo_id} could not be downloaded from the hub: {one_line(error)}") from error
     return read_tokenizer(Path(where))
 
 

@@ -26,7 +26,7 @@ def exit_steps(recipe: ExitRecipe, plan: DepthPlan) -> tuple[int, ...]:
             )
         return ends
     if not recipe.at:
-        raise OptionError("loss.exits.at names no step")
+        raise OptionError("loss.exits.at must name at least one step")
     return plan.with_exits(count - 1 for count in recipe.at).exits
 
 
