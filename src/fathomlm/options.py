@@ -99,10 +99,10 @@ class Option:
         )
 
 
-def option(default: Any = MISSING, *, choices: Iterable[str] = (), **described: Any) -> Any:
+def option(default: Any = MISSING, *, choices: Iterable[str] = (), repr: bool = True, **described: Any) -> Any:
     """A dataclass field with what its flag and its check need, the fields of `Option`. A default that is a function is
-    called anew each time."""
-    return _field(default, Option(choices=tuple(choices), **described))
+    called anew each time; without `repr` the value is not shown with the others."""
+    return _field(default, Option(choices=tuple(choices), **described), repr)
 
 
 def like(cls: type, name: str, default: Any = ..., **changes: Any) -> Any:
@@ -114,13 +114,13 @@ def like(cls: type, name: str, default: Any = ..., **changes: Any) -> Any:
     return _field(field.default if default is ... else default, changed)
 
 
-def _field(default: Any, described: Option) -> Any:
+def _field(default: Any, described: Option, repr: bool = True) -> Any:
     metadata = {_OPTION: described}
-    if callable(default):
-        return dataclasses.field(default_factory=default, metadata=metadata)
     if isinstance(default, list | dict):
-        return dataclasses.field(default_factory=lambda: type(default)(default), metadata=metadata)
-    return dataclasses.field(default=default, metadata=metadata)
+        return dataclasses.field(default_factory=lambda: type(default)(default), metadata=metadata, repr=repr)
+    if callable(default):
+        return dataclasses.field(default_factory=default, metadata=metadata, repr=repr)
+    return dataclasses.field(default=default, metadata=metadata, repr=repr)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -450,7 +450,7 @@ def _help(field: _Field) -> str:
         text += f" [{', '.join(field.known)}]"
     if described.default_text is not None:
         return f"{text} (default: {described.default_text})"
-    if field.default is MISSING or field.default is None or field.default in ("", ()):
+    if field.default is MISSING or field.default is None or field.default in ("", (), {}):
         return text
     return f"{text} (default: {_shown(field)})"
 

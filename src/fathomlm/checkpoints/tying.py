@@ -40,11 +40,11 @@ class InitOptions:
     """Where tied layers and what steps add start from."""
 
     init: str | None = option(
-        None, choices=INITS, help="of tied layers",
+        None, choices=INITS, help="initialization of tied layers",
         default_text="average with lora and dora, otherwise stepwise, or influence with --calibrate",
     )  # fmt: skip
     norm_init: str | None = option(
-        None, choices=NORM_INITS, help="of norms with --init average or aligned", default_text="average"
+        None, choices=NORM_INITS, help="initialization of norms with --init average or aligned", default_text="average"
     )
     relax_init: str | None = option(
         None, choices=RELAX_INITS, default_text="svd; with --calibrate aware",

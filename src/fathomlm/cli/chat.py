@@ -16,11 +16,11 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from fathomlm.cli.common import ModelOptions, QuantizeOptions
-from fathomlm.cli.decoding import DecodeOptions, DepthOptions, ReferenceOptions
+from fathomlm.cli.decoding import DecodeOptions, DepthOptions, MessageOptions, ReferenceOptions
 from fathomlm.decode.exiting import Exiting
 from fathomlm.decode.sampling import Sampling
 from fathomlm.errors import FathomError, OptionError, OutputError, choices
-from fathomlm.options import option, section
+from fathomlm.options import like, section
 
 if TYPE_CHECKING:
     from fathomlm.decode.full import Session
@@ -46,7 +46,7 @@ class Chat(QuantizeOptions, ModelOptions, ReferenceOptions):
     """Chat with a model that has a chat template. Each line is a message; /help lists the commands. Ctrl-C stops a reply,
     Ctrl-D ends the conversation. From a pipe, each line is a turn and only the replies are printed."""
 
-    system: str | None = option(None, help="system message")
+    system: str | None = like(MessageOptions, "system", help="system message", requires=())
     sampling: Sampling = section(Sampling, "sampling", max_new_tokens=512)
     depth: DepthOptions = section(DepthOptions, "depth")
     decoding: DecodeOptions = section(DecodeOptions, "early exit", "how far down a model without a router each token goes")

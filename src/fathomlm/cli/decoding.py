@@ -37,6 +37,14 @@ def _check_pack(path: Path) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
+class MessageOptions:
+    """Prompts in the model's chat template."""
+
+    chat: bool = option(False, help="apply the model's chat template to the prompt")
+    system: str | None = option(None, help="system message for --chat", requires=("chat",))
+
+
+@dataclass(frozen=True, kw_only=True)
 class DepthOptions:
     """How deep the tokens of looped and routed models go."""
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fathomlm.cli.common import JsonOptions, ModelOptions, QuantizeOptions, read_text
-from fathomlm.cli.decoding import DecodeOptions, DepthOptions, ReferenceOptions, exit_record, exit_statistic
+from fathomlm.cli.decoding import DecodeOptions, DepthOptions, MessageOptions, ReferenceOptions, exit_record, exit_statistic
 from fathomlm.cli.progress import progress_bar
 from fathomlm.decode.sampling import Sampling
 from fathomlm.errors import OptionError
@@ -27,7 +27,7 @@ ENDED = {"eos": "ended by itself", "stop": "ended at a stop string", "length": "
 
 
 @dataclass(frozen=True, kw_only=True)
-class Generate(QuantizeOptions, ModelOptions, ReferenceOptions, JsonOptions):
+class Generate(MessageOptions, QuantizeOptions, ModelOptions, ReferenceOptions, JsonOptions):
     """Complete one prompt, or several as one batch. The text goes to standard output, statistics to standard error. With
     --chat a prompt is a message in the model's chat template."""
 
@@ -35,8 +35,6 @@ class Generate(QuantizeOptions, ModelOptions, ReferenceOptions, JsonOptions):
         (), short="-p", help="text to complete; '-' reads standard input; repeatable, several prompts run as one batch"
     )
     prompt_file: Path | None = option(None, metavar="FILE", help="file with one prompt per line; empty lines are skipped")
-    chat: bool = option(False, help="apply the model's chat template to the prompt")
-    system: str | None = option(None, help="system message for --chat", requires=("chat",))
     stream: bool = option(False, help="print the completion as it is generated; one prompt only")
     sampling: Sampling = section(Sampling, "sampling")
     depth: DepthOptions = section(DepthOptions, "depth")

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fathomlm.cli.common import ModelOptions, QuantizeOptions, memory_errors, threshold_file
-from fathomlm.cli.decoding import ShippedExitOptions, calibrated_fields, tell_shipped
+from fathomlm.cli.decoding import DepthOptions, ShippedExitOptions, calibrated_fields, tell_shipped
 from fathomlm.cli.first import check_device, check_memory, check_threads
 from fathomlm.cli.serve_models import SeveralOptions, at_hand, catalog_of, model_name, read_lora
 from fathomlm.cli.serve_ray import RayOptions, run_on_ray
@@ -53,7 +53,9 @@ class ServedDepthOptions(ShippedExitOptions):
         help="exit where the confidence exceeds T, from 0 (always) to 1 (never); one for each exit as 0.9,0.8; 'adaptive' "
         "is the calibrated threshold",
     )  # fmt: skip
-    max_depth: int | None = option(None, ge=1, help="routed models: at most N recursions, for every request")
+    max_depth: int | None = like(
+        DepthOptions, "max_depth", default_text=None, help="routed models: at most N recursions, for every request"
+    )
 
     def used_pack(self, model: str) -> Path | None:
         """The pack whose exits are used: the one that is named, or one that ships for the model where nothing else says how

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from fathomlm.checkpoints.tying import WEIGHTS_ONLY
+from fathomlm.checkpoints.tying import WEIGHTS_ONLY, InitOptions
 from fathomlm.cli.common import (
     SOURCE,
     ExitPackOptions,
@@ -264,13 +264,10 @@ class AnalyzeWeights(AnalysisOptions, ThreadOptions):
 
     kind = "weights"
     model: str = option(positional=True, help=SOURCE, first=check_model)
-    init: tuple[str, ...] = option(
-        ("average", "stepwise"),
-        comma=True,
-        choices=WEIGHTS_ONLY,
-        metavar="NAME,...",
-        help="initializations of tied layers",
-    )
+    init: tuple[str, ...] = like(
+        InitOptions, "init", ("average", "stepwise"), comma=True, choices=WEIGHTS_ONLY, metavar="NAME,...",
+        default_text=None, help="initializations of tied layers",
+    )  # fmt: skip
     plan: PlanOptions = section(PlanOptions, "depth plan")
 
     def run(self) -> int:

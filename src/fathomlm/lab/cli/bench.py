@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 from fathomlm.cli.common import SOURCE, DeviceOptions, JsonOptions, ModelOptions, QuantizeOptions, memory_errors
 from fathomlm.cli.first import check_memory, check_model, check_shape
 from fathomlm.cli.progress import progress_bar
+from fathomlm.depth.options import PlanOptions, RelaxOptions
 from fathomlm.engine.options import EngineOptions
 from fathomlm.errors import OptionError
 from fathomlm.lab.cli.bench_setup import (
@@ -119,8 +120,10 @@ class Kernels(DeviceOptions, JsonOptions):
     model: str = like(ModelOptions, "model", first=check_shape)
     batch_size: int = like(EngineOptions, "batch_size")
     context: int = option(512, ge=1, help="tokens that each sequence attends to")
-    rank: int = option(64, ge=1, help="rank of the low-rank deltas")
-    recursions: int = option(2, ge=1, help="depths that the batch is spread over")
+    rank: int = like(RelaxOptions, "rank", 64, ge=1, metavar=None, default_text=None, help="rank of the low-rank deltas")
+    recursions: int = like(
+        PlanOptions, "recursions", 2, ge=1, default_text=None, help="depths that the batch is spread over"
+    )
 
     def run(self) -> int:
         import torch

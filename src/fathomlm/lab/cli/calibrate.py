@@ -15,6 +15,7 @@ from fathomlm.cli.common import (
     read_documents,
     threshold_file,
 )
+from fathomlm.cli.decoding import MessageOptions
 from fathomlm.cli.progress import progress_bar
 from fathomlm.decode.exiting import Exiting
 from fathomlm.decode.sampling import Sampling
@@ -40,7 +41,7 @@ class Calibrate(TextOptions, ModelOptions, ExitPackOptions, JsonOptions):
     data: tuple[str, ...] = like(TextOptions, "data", nargs="+")
     prompts: int = like(PromptOptions, "prompts", 32)
     prompt_tokens: int | None = like(PromptOptions, "prompt_tokens", None, default_text="32; 512 for an encoder")
-    chat: bool = option(False, help="documents are messages, each wrapped in the model's chat template")
+    chat: bool = like(MessageOptions, "chat", help="documents are messages, each wrapped in the model's chat template")
     max_new_tokens: int = like(Sampling, "max_new_tokens", 64)
     exit_layers: tuple[int, ...] | None = like(Exiting, "exit_layers", help="the exit, counted from 1 in unrolled depth")
     confidence: str | None = like(Exiting, "confidence")

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fathomlm.cli.common import ExitPackOptions, JsonOptions
+from fathomlm.cli.decoding import DepthOptions
 from fathomlm.engine.options import EngineOptions
 from fathomlm.options import like, option
 
@@ -46,9 +47,10 @@ class EvaluatedOutputOptions(ExitPackOptions):
         None, metavar="WHERE",
         help="exits to evaluate too: recursion, layer, all, or layers such as 4,8", default_text="the last output only",
     )  # fmt: skip
-    max_depth: str | None = option(
-        None, metavar="N", help="looped models: at most N recursions; 'all' evaluates every number of them"
-    )
+    max_depth: str | None = like(
+        DepthOptions, "max_depth", metavar="N", default_text=None,
+        help="looped models: at most N recursions; 'all' evaluates every number of them",
+    )  # fmt: skip
 
     def outputs(self, model: str) -> tuple[Output, ...]:
         """From the model's configuration, before its weights are loaded."""

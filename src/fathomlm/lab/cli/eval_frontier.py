@@ -57,8 +57,8 @@ class Frontier(ForceOptions, JsonOptions, ColumnOptions, DeviceOptions, Referenc
     quality: str = option("agreement", choices=tuple(QUALITIES), help="what is measured")
     max_new_tokens: int = like(Sampling, "max_new_tokens", 32, ge=2)
     repeats: int = option(2, ge=1, help="how often each prompt is timed; the fastest counts")
-    exit_layer: str | None = option(
-        None, metavar="N", default_text="the model's own, or all",
+    exit_layer: str | None = like(
+        Exiting, "exit_layers", default_text="the model's own, or all",
         help="threshold: the exit; exit-layer: recursion, layer, or layers such as 4,8",
     )  # fmt: skip
     thresholds: tuple[float, ...] | None = option(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import re
 import sys
 import time
 from dataclasses import dataclass
@@ -13,7 +11,6 @@ from typing import TYPE_CHECKING, Any, Literal
 from fathomlm.cli.common import JsonOptions, SeedOptions, read_text
 from fathomlm.cli.progress import progress_bar
 from fathomlm.errors import OptionError
-from fathomlm.jsonfile import parse
 from fathomlm.lab.cli.eval_common import BatchOptions, answer
 from fathomlm.lab.evaluate.judge.client import Endpoint
 from fathomlm.lab.tables import print_table
@@ -47,21 +44,10 @@ class QuestionOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class EndpointOptions:
-    """Who is asked, and how patiently."""
+class AskOptions:
+    """How many questions are asked at once, and where answers are kept."""
 
-    base_url: str = like(Endpoint, "base_url")
-    model: str = like(Endpoint, "model")
-    api_key_env: str | None = option(
-        None, metavar="NAME", help="environment variable with the API key; keys are never taken from the command line"
-    )
-    max_tokens: int = like(Endpoint, "max_tokens")
-    body: str | None = option(
-        None, metavar="JSON", help="further fields of a request; null omits one, as in '{\"max_tokens\": null}'"
-    )
     concurrency: int = option(4, ge=1, help="concurrent requests")
-    retries: int = like(Endpoint, "retries")
-    timeout: float = like(Endpoint, "timeout")
     answers: Path | None = option(
         None,
         metavar="FILE",
@@ -90,25 +76,26 @@ class Judge(SeedOptions, JsonOptions):
     limit: int | None = like(BatchOptions, "limit", help="judge the first N rows only")
     draw: int | None = option(None, ge=1, help="judge N rows at random; the thesis: 100")
     questions: QuestionOptions = section(QuestionOptions, "questions")
-    endpoint: EndpointOptions = section(EndpointOptions, "judge")
+    endpoint: Endpoint = section(Endpoint, "judge")
+    asking: AskOptions = section(AskOptions, "answers")
 
     def run(self) -> int:
         from fathomlm.lab.evaluate.judge.questions import AnswerFile, ask_all, is_unreadable, questions
         from fathomlm.lab.evaluate.tasks import stem
 
-        templates, endpoint = _templates(self), _endpoint(self)
+        templates = _templates(self)
         material = _material(self)
         kinds = _kinds(self, len(material.systems))
-        path = self.endpoint.answers or Path("analysis") / f"judge-{stem(self.files[0])}.jsonl"
+        path = self.asking.answers or Path("analysis") / f"judge-{stem(self.files[0])}.jsonl"
         begun = time.perf_counter()
         with AnswerFile(path) as answers, progress_bar("asking", unit="questions") as update:
             outcome = ask_all(
                 questions(material, templates, kinds),
-                endpoint,
+                self.endpoint,
                 answers,
-                concurrency=self.endpoint.concurrency,
+                concurrency=self.asking.concurrency,
                 again=(lambda question, reply: is_unreadable(question, reply, templates.dimensions))
-                if self.endpoint.again
+                if self.asking.again
                 else None,
                 on_done=update,
             )
@@ -156,36 +143,6 @@ def _templates(options: Judge) -> Templates:
         if path is not None:
             given[name] = read_text(path)
     return Templates(**given)
-
-
-def _endpoint(options: Judge) -> Endpoint:
-    return Endpoint(
-        base_url=options.endpoint.base_url,
-        model=options.endpoint.model,
-        key=_key(options.endpoint.api_key_env),
-        timeout=options.endpoint.timeout,
-        retries=options.endpoint.retries,
-        max_tokens=options.endpoint.max_tokens,
-        body=_body(options.endpoint.body),
-    )
-
-
-def _key(name: str | None) -> str | None:
-    """The error does not repeat the given word: it may be the key itself."""
-    if name is None:
-        return None
-    if re.fullmatch(r"[A-Za-z_]\w*", name) is None:
-        raise OptionError("--api-key-env takes the name of an environment variable, not a key")
-    if name not in os.environ:
-        raise OptionError("the environment variable that --api-key-env names is not set")
-    return os.environ[name].strip()
-
-
-def _body(text: str | None) -> dict[str, Any]:
-    found = parse(text or "{}", "--body", error=OptionError)
-    if not isinstance(found, dict) or {"messages", "model", "stream"} & found.keys():
-        raise OptionError("--body takes a JSON object of further fields: not messages, model or stream")
-    return found
 
 
 def _record(

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from fathomlm.cli.common import JsonOptions
 from fathomlm.cli.first import check_shape
+from fathomlm.depth.options import PlanOptions
 from fathomlm.errors import OptionError
 from fathomlm.lab.analyze.isoflop import IsoOptions, PlannedRows
 from fathomlm.lab.cli.bench_setup import GpuOptions
@@ -32,8 +33,8 @@ class Plan(JsonOptions, PlannedRows):
         (), comma=True, metavar="MODEL,...", first=check_shape,
         help="presets, or other models by their configuration: smollm-135m,smollm-360m",
     )  # fmt: skip
-    recursions: tuple[int, ...] | None = option(
-        None, ge=1, metavar="N,...", help="how often the shared block runs", default_text="3; 1,2,3 for --gpu-memory"
+    recursions: tuple[int, ...] | None = like(
+        PlanOptions, "recursions", ge=1, metavar="N,...", default_text="3; 1,2,3 for --gpu-memory"
     )
     budget: tuple[float, ...] = option(
         (), metavar="FLOPS,...", parse=lambda text, flag: parse_amount(flag, text),

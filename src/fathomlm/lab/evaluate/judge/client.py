@@ -6,8 +6,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
+import re
 import socket
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 from urllib.parse import parse_qsl, urlsplit
 
@@ -39,6 +41,22 @@ class Reply:
     """Why it stopped, such as `stop` or `length`."""
 
 
+def _read_key(name: str, flag: str) -> str:
+    """The error does not repeat the given word: it may be the key itself."""
+    if re.fullmatch(r"[A-Za-z_]\w*", name) is None:
+        raise OptionError(f"{flag} takes the name of an environment variable, not a key")
+    if name not in os.environ:
+        raise OptionError(f"the environment variable that {flag} names is not set")
+    return os.environ[name].strip()
+
+
+def _read_body(text: str, flag: str) -> dict[str, Any]:
+    found = parse(text, flag, error=OptionError)
+    if not isinstance(found, dict) or {"messages", "model", "stream"} & found.keys():
+        raise OptionError(f"{flag} takes a JSON object of further fields: not messages, model or stream")
+    return found
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Endpoint:
     """Where to ask, and how patiently."""
@@ -46,11 +64,18 @@ class Endpoint:
     base_url: str = option(metavar="URL", help="OpenAI-compatible API, such as http://localhost:8000/v1")
     """What `/chat/completions` is put behind."""
     model: str = option(metavar="NAME", help="name of the judge at the endpoint")
-    key: str | None = field(default=None, repr=False)
+    key: str | None = option(
+        None, flag="--api-key-env", metavar="NAME", parse=_read_key, repr=False,
+        help="environment variable with the API key; keys are never taken from the command line",
+    )  # fmt: skip
     timeout: float = option(120.0, gt=0, metavar="S", help="seconds per request")
     retries: int = option(5, ge=0, help="retries of a failed request, with growing pauses")
-    body: dict[str, Any] = field(default_factory=dict)
-    """Further fields of a request; None leaves one out that would be sent."""
+    body: dict[str, Any] = option(
+        {},
+        metavar="JSON",
+        parse=_read_body,
+        help="further fields of a request; null omits one, as in '{\"max_tokens\": null}'",
+    )
     max_tokens: int = option(128, ge=1, help="new tokens per answer")
 
     def __post_init__(self) -> None:
