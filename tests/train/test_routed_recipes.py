@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -22,6 +23,7 @@ from fathomlm.train.memory import count_memory
 from fathomlm.train.optim import choose_trained
 from fathomlm.train.reading import build_recipe, read_recipe, to_yaml
 from fathomlm.train.recipe import Recipe
+from fathomlm.train.resume import check_same
 from fathomlm.train.setup import build_student
 from fathomlm.train.student import read_student
 
@@ -152,6 +154,11 @@ def test_trained_exit_heads_of_a_source_go_on(recipe: Callable[..., Any], token_
     for model in (onwards, {**onwards, "kv": "share"}):
         student = build_student(recipe(model=model, loss=loss), corpus)
         assert student.decoder.exit_delta(1).b.unique().tolist() == [7.0]
+
+
+def test_a_run_goes_on_with_the_capacities_that_its_checkpoint_kept() -> None:
+    ours = small({**EXPERT, "router": {"kind": "expert", "capacity": [1.0, 0.5, 0.25]}})
+    check_same(ours, json.loads(json.dumps(dataclasses.asdict(ours))), "a checkpoint")
 
 
 def test_recipes_with_routers_read_back_equal() -> None:

@@ -49,7 +49,7 @@ class RouterOptions:
     """wide is an mlp four times as wide as the model."""
     alpha: float | None = option(None, gt=0, metavar="A", help="weight of a recursion's output at score 1")
     """expert 0.1, or 1 with identity; token 1."""
-    capacity: tuple[float, ...] | None = option(None)
+    capacity: list[float] | None = option(None)
     """expert: the part of all tokens that each recursion keeps in training ((N - i)/N)."""
     sampling: Sampling | None = option(None)
     """expert: what decides at inference: the router itself, taught by an auxiliary loss (aux_loss, the default), or a second
