@@ -414,3 +414,25 @@ def test_an_exit_that_was_not_asked_for_a_while_is_as_sure_as_ever(name: str) ->
         assert name == "loop-shared-kv" or len(asked) < len(pairs), "where rows share a pass the head runs for all"
         for one, other in asked:
             assert one == pytest.approx(other, abs=1e-5)
+
+
+@pytest.mark.parametrize("name", ["vanilla", "own-layer", "gemma3"])
+@pytest.mark.parametrize("alone", [True, False])
+def test_nothing_is_filled_in_behind_the_end_of_a_text(name: str, alone: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where every token exits and all of them may wait, no pass runs the layers behind the exit."""
+    sizes = SMALL | ({"batch_size": 16, "max_sequences": 1} if alone else {"batch_size": 16})
+    engine = Engine(model(name), exiting=exiting(name, "parallel", threshold=0.0, max_stack=16), **sizes)
+    deep, ran = [step.index for step in engine.runner.decoder.plan][exit_layer(name) :], list[int]()
+    run = engine.runner.layers._run
+    monkeypatch.setattr(
+        engine.runner.layers, "_run", lambda x, steps, *given: ran.extend(s.index for s in steps) or run(x, steps, *given)
+    )
+    prefill = engine.runner.program.prefill
+    monkeypatch.setattr(engine.runner.program, "prefill", lambda batch: (prefill(batch), ran.clear())[0])
+    asked = [[prompt] for prompt in MANY] if alone else [MANY]
+    for prompts in asked:
+        for result in engine.generate(prompts, max_new_tokens=NEW, ignore_eos=True):
+            assert set(result.depths or ()) == {exit_layer(name)}
+        assert ran
+        assert not set(ran) & set(deep)
+        ran.clear()
