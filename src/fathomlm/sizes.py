@@ -6,6 +6,7 @@ thousand, as disks and data sheets have them; KiB, MiB, GiB and TiB are powers o
 
 from __future__ import annotations
 
+import math
 import re
 from decimal import Decimal, InvalidOperation
 
@@ -19,6 +20,8 @@ UNITS = {"": 1, "B": 1} | {
 MOST = 2**60
 """More than any machine has."""
 MEGABYTE = 10**6
+Amount = int | float | str
+"""A count, plain or with a letter: 500, 2e6, 15B."""
 COUNTS = {"K": 3, "M": 6, "B": 9, "T": 12}
 """The powers of ten that letters behind a count stand for."""
 MOST_COUNT = 10**18
@@ -51,14 +54,29 @@ def format_size(size: int) -> str:
 
 def parse_count(text: str, option: str) -> int:
     """An integer from 20e9, 20B, 300M, 1.5T or 20_000."""
-    power = COUNTS.get(text[-1:].upper(), 0)
-    try:
-        number = Decimal(text[:-1] if power else text).scaleb(power)
-    except InvalidOperation:
-        number = Decimal("NaN")
-    if not number.is_finite() or not 1 <= number <= MOST_COUNT or number != number.to_integral_value():
+    number = _decimal(text)
+    if number is None or not number.is_finite() or not 1 <= number <= MOST_COUNT or number != number.to_integral_value():
         raise OptionError(f"{option} must be an integer between 1 and 1e18, such as 20e9, 20B or 300M, got '{text:.30}'")
     return int(number)
+
+
+def parse_amount(name: str, value: Amount) -> float:
+    """A number from the same, which need not be whole."""
+    number = _decimal(str(value))
+    if number is None:
+        raise OptionError(f"cannot read {name} '{value}'; write a number such as 500, 2e6 or 15B")
+    if not 0 < float(number) < math.inf:
+        raise OptionError(f"{name} must be > 0, got {value}")
+    return float(number)
+
+
+def _decimal(text: str) -> Decimal | None:
+    text = text.strip().replace(",", "")
+    power = COUNTS.get(text[-1:].upper(), 0)
+    try:
+        return Decimal(text[:-1] if power else text).scaleb(power)
+    except InvalidOperation:
+        return None
 
 
 def amount(number: float, unit: str = "", digits: int = 4) -> str:

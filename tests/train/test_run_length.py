@@ -10,8 +10,9 @@ from fathomlm.depth import Architecture, DepthPlan
 from fathomlm.depth.cost import count
 from fathomlm.errors import OptionError
 from fathomlm.options import check
+from fathomlm.sizes import parse_amount
 from fathomlm.train.flops import forward_flops_per_token
-from fathomlm.train.recipe import BatchRecipe, BudgetRecipe, DataRecipe, Recipe, parse_amount
+from fathomlm.train.recipe import BatchRecipe, BudgetRecipe, DataRecipe, Recipe
 from fathomlm.train.schedule import micro_batch_size, plan_steps, row_length, rows_per_step
 from fathomlm.train.student import StudentSpec
 

@@ -17,7 +17,8 @@ import yaml
 from fathomlm.errors import OptionError, choices
 from fathomlm.jsonfile import Fields
 from fathomlm.options import check, check_required
-from fathomlm.train.recipe import ExitRecipe, Recipe, parse_amount
+from fathomlm.sizes import parse_amount
+from fathomlm.train.recipe import ExitRecipe, Recipe
 
 
 def read_recipe(path: str | Path | None, overrides: Sequence[str] = ()) -> Recipe:

@@ -15,14 +15,12 @@ from fathomlm.depth.dropping import DropOptions
 from fathomlm.depth.options import PlanOptions, RelaxOptions, RoutingOptions
 from fathomlm.depth.plan import KVMode
 from fathomlm.depth.routing import RouterOptions
-from fathomlm.errors import OptionError
 from fathomlm.options import like, option
+from fathomlm.sizes import Amount
 from fathomlm.train.data.options import PrepareOptions
 from fathomlm.train.losses.divergence import DIVERGENCES
 
 Recompute = Literal["none", "inner", "recursion", "layer"]
-Amount = int | float | str
-"""A count, plain or with a letter: 500, 2e6, 15B."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -348,19 +346,3 @@ class Recipe:
     @property
     def directory(self) -> str:
         return self.out or f"runs/{self.name}"
-
-
-def parse_amount(name: str, value: Amount) -> float:
-    """15B, 2M, 500k, 1e9 or a plain number."""
-    if isinstance(value, int | float):
-        number = float(value)
-    else:
-        text = value.strip().replace("_", "").replace(",", "")
-        scale = {"k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}.get(text[-1:].lower())
-        try:
-            number = float(text[:-1]) * scale if scale else float(text)
-        except ValueError:
-            raise OptionError(f"cannot read {name} '{value}'; write a number such as 500, 2e6 or 15B") from None
-    if not 0 < number < float("inf"):
-        raise OptionError(f"{name} must be > 0, got {value}")
-    return number

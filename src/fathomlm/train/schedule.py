@@ -12,7 +12,8 @@ import math
 from dataclasses import dataclass
 
 from fathomlm.errors import OptionError
-from fathomlm.train.recipe import Recipe, ScheduleRecipe, parse_amount
+from fathomlm.sizes import parse_amount
+from fathomlm.train.recipe import Recipe, ScheduleRecipe
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

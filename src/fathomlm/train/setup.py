@@ -20,6 +20,7 @@ from fathomlm.decode.prompts import end_tokens
 from fathomlm.errors import DataError, OptionError
 from fathomlm.model.hub import empty_model
 from fathomlm.model.seq2seq import FathomForSeq2SeqLM, FathomModel
+from fathomlm.sizes import parse_amount
 from fathomlm.train.data.corpus import Corpus
 from fathomlm.train.data.frequent import frequent_in_corpus
 from fathomlm.train.data.loader import BatchLoader, Loader
@@ -29,7 +30,7 @@ from fathomlm.train.data.prepare import PreparationProgress, prepare
 from fathomlm.train.distributed import World
 from fathomlm.train.first import check_corpus, check_models
 from fathomlm.train.losses.exits import exited_plan
-from fathomlm.train.recipe import DataRecipe, ExitRecipe, ModelRecipe, Recipe, parse_amount
+from fathomlm.train.recipe import DataRecipe, ExitRecipe, ModelRecipe, Recipe
 from fathomlm.train.schedule import rows_per_step
 from fathomlm.train.seq2seq import fresh_seq2seq, fresh_tokens, read_encoder, ready_to_train
 from fathomlm.train.student import (

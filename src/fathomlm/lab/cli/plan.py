@@ -17,7 +17,8 @@ from fathomlm.lab.analyze.isoflop import IsoOptions, PlannedRows
 from fathomlm.lab.cli.bench_setup import GpuOptions
 from fathomlm.lab.tables import print_table
 from fathomlm.options import like, option
-from fathomlm.train.recipe import Recipe, Recompute, parse_amount
+from fathomlm.sizes import parse_amount
+from fathomlm.train.recipe import Recipe, Recompute
 
 if TYPE_CHECKING:
     from fathomlm.depth import Architecture
