@@ -12,6 +12,7 @@ import pytest
 
 from fathomlm.errors import OptionError
 from fathomlm.options import add_flags, bounds, check, from_args, option, section
+from fathomlm.sizes import parse_amount
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,6 +130,18 @@ def test_help_states_defaults_choices_and_groups() -> None:
         assert part in text
     assert "--pair" not in text
     assert "--hidden" not in text
+
+
+@dataclass(frozen=True)
+class Counted:
+    tokens: int | float | str | None = option(None, also=parse_amount)
+
+
+def test_a_field_may_refuse_more_than_its_type_does() -> None:
+    check(Counted("15B"))
+    check(Counted())
+    with pytest.raises(OptionError, match=r"^batch\.tokens must be > 0, got -1$"):
+        check(Counted(-1), "batch.")
 
 
 @dataclass(frozen=True, kw_only=True)

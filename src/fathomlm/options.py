@@ -79,6 +79,8 @@ class Option:
     will."""
     of: str = ""
     """Where it is stated, as Class.field, if it is `like` another one."""
+    also: Callable[[str, Any], object] | None = None
+    """Refuses more than types and bounds do, given the field's name and its value."""
     first: Callable[[Any], None] | None = None
     """Checks the value, or each item of a tuple, against this machine before the command loads anything (`check_first`)."""
 
@@ -194,6 +196,8 @@ def check(instance: Any, prefix: str = "") -> None:
         if value is None and field.optional:
             continue
         name = prefix + field.name
+        if field.option.also is not None:
+            field.option.also(name, value)
         if not field.many:
             _check_value(field, name, value)
         elif not isinstance(value, list | tuple):

@@ -8,7 +8,7 @@ import importlib
 import inspect
 import typing
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -43,12 +43,12 @@ def commands(table: typing.Mapping[str, Command] = COMMANDS) -> Iterator[type]:
             yield getattr(importlib.import_module(f"fathomlm.{module}"), name)
 
 
-def stated(cls: type) -> Iterator[tuple[str, str]]:
-    """The flags of a dataclass, and where each is stated."""
+def stated(cls: type, flags: Callable[[str], bool] = lambda name: True) -> Iterator[tuple[str, str]]:
+    """The flags of a dataclass, and where each is stated. `flags` says which fields have one here."""
     hints = typing.get_type_hints(cls)
-    for field in dataclasses.fields(cls):
-        if "section" in field.metadata:
-            yield from stated(hints[field.name])
+    for field in (field for field in dataclasses.fields(cls) if flags(field.name)):
+        if (section := field.metadata.get("section")) is not None:
+            yield from stated(hints[field.name], section.flags)
         elif (option := field.metadata.get("option")) is not None and option.help and not option.positional:
             owner = next(each for each in cls.__mro__ if field.name in inspect.get_annotations(each))
             yield option.flag or f"--{field.name.replace('_', '-')}", option.of or f"{owner.__name__}.{field.name}"

@@ -156,9 +156,6 @@ def _section(kind: Any) -> type | None:
     return next((option for option in options if isinstance(option, type) and dataclasses.is_dataclass(option)), None)
 
 
-AMOUNTS = ("budget.tokens", "budget.steps", "budget.epochs", "budget.flops", "batch.tokens", "data.max_tokens")
-
-
 def check_recipe(recipe: Recipe) -> None:
     """Refuse what no run could mean, each with the field, the rule and the value."""
     check(recipe)
@@ -223,11 +220,6 @@ def check_recipe(recipe: Recipe) -> None:
             f"loss.exits.exit_vocab requires train: exits, got train: {recipe.train}; exits copy their rows of "
             "the head, which must not learn"
         )
-    for name in AMOUNTS:
-        section, field = name.split(".")
-        value = getattr(getattr(recipe, section), field)
-        if value is not None:
-            parse_amount(name, value)
 
 
 def _check_draft(recipe: Recipe, exits: ExitRecipe) -> None:

@@ -16,7 +16,7 @@ from fathomlm.depth.options import PlanOptions, RelaxOptions, RoutingOptions
 from fathomlm.depth.plan import KVMode
 from fathomlm.depth.routing import RouterOptions
 from fathomlm.options import like, option
-from fathomlm.sizes import Amount
+from fathomlm.sizes import Amount, parse_amount
 from fathomlm.train.data.options import PrepareOptions
 from fathomlm.train.losses.divergence import DIVERGENCES
 
@@ -47,7 +47,7 @@ class ModelRecipe(PlanOptions, RelaxOptions, DropOptions, InitOptions):
     longt5) it is the decoder of an encoder-decoder model."""
     encoder: EncoderRecipe | None = None
     """Of an encoder-decoder model: how its encoder trains, and how deep a fresh one is."""
-    calibrate: Amount | None = None
+    calibrate: Amount | None = option(None, also=parse_amount)
     """Tokens of the training split over which layers of `source` are measured, for what `convert --calibrate` offers."""
     recursions: int = like(PlanOptions, "recursions", 1, ge=1)
     """1 leaves the model plain, or as `source` has it."""
@@ -78,7 +78,7 @@ class DataRecipe:
     pairs: list[str] = like(PrepareOptions, "pairs", list)
     """The loss is then on targets only."""
     source_prefix: str | None = like(PrepareOptions, "source_prefix", None)
-    max_tokens: Amount | None = like(PrepareOptions, "max_tokens")
+    max_tokens: Amount | None = like(PrepareOptions, "max_tokens", also=parse_amount)
     validation_fraction: float | None = like(PrepareOptions, "validation_fraction")
     context: int = option(2048, ge=1)
     """Tokens in a training row."""
@@ -97,10 +97,10 @@ class DataRecipe:
 class BudgetRecipe:
     """How long to train: exactly one of these."""
 
-    tokens: Amount | None = None
-    steps: Amount | None = None
-    epochs: float | None = None
-    flops: Amount | None = None
+    tokens: Amount | None = option(None, also=parse_amount)
+    steps: Amount | None = option(None, also=parse_amount)
+    epochs: float | None = option(None, gt=0)
+    flops: Amount | None = option(None, also=parse_amount)
     """Forward FLOPs, counted as the thesis counts its budgets (appendix of chapter 4); 2e18 is its 2EB."""
 
 
@@ -108,7 +108,7 @@ class BudgetRecipe:
 class BatchRecipe:
     """The global batch, which does not depend on how it is split."""
 
-    tokens: Amount | None = None
+    tokens: Amount | None = option(None, also=parse_amount)
     """Tokens in one optimizer step, over all ranks; rounded to whole rows."""
     sequences: int | None = option(None, ge=1)
     """The same in rows."""
