@@ -119,7 +119,7 @@ class Timed:
         self.args, self.rounds = args, {"one": [], "many": []}
         self.exits: list[tuple[int, int]] = []
         a, dtype = model.architecture, model.decoder.embed.weight.dtype
-        token = 2 * model.plan.unrolled_layers * a.kv_heads * a.head_dim * dtype.itemsize
+        token = model.plan.unrolled_layers * a.kv_bytes(dtype.itemsize)
         longest, exits = min(LONGEST, a.context), tuple(index + 1 for index in model.plan.exits)
         usual: Record = {
             "max_length": longest, "prefix_caching": False, "penalties": False, "max_logprobs": 0, "max_queue": 10**5

@@ -53,7 +53,7 @@ def build(name: str, architecture: Architecture, device: torch.device, args: arg
     model = random_model(
         architecture, DepthPlan.build("cycle", 2, architecture.layers), relaxation, dtype=dtype, device=device
     )
-    token = 2 * architecture.layers * architecture.kv_heads * architecture.head_dim * dtype.itemsize
+    token = architecture.layers * architecture.kv_bytes(dtype.itemsize)
     engine = Engine(
         model, batch_size=args.rows, max_length=LONGEST, memory=int(1.1 * args.rows * LONGEST * token), prefix_caching=False,
         penalties=False, max_logprobs=0, max_queue=10**5, fuse=True, merge=merge,

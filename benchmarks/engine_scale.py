@@ -65,7 +65,7 @@ def measure(bench: Bench, name: str, rows: int, weights: str) -> Record:
     model = build(a, plan, bench.device)
     if weights != WEIGHTS[0]:
         quantize_layers(model.decoder, cast(Kind, weights), None)
-    token = 2 * a.layers * a.kv_heads * a.head_dim * model.decoder.embed.weight.element_size()
+    token = a.layers * a.kv_bytes(model.decoder.embed.weight.element_size())
     settings: Record = {"memory": int(1.1 * rows * LONGEST * token * (1 if plan.routing is None else 2))}
     if plan.routing is not None:
         settings |= {"forced_depths": plan.routing.capacity, "max_sequences": round(rows * bench.args.overbook)}
@@ -100,7 +100,7 @@ def same_bytes(bench: Bench, names: list[str]) -> None:
     """Weights and KV cache in the same bytes (those of the plain model with room for 32 whole sequences), each side at the
     number of rows that is best for it."""
     a, args = bench.shapes[bench.args.shape], bench.args
-    token = 2 * a.layers * a.kv_heads * a.head_dim * 2
+    token = a.layers * a.kv_bytes(2)
     base: Record = {}
     for name in names:
         tried = []
@@ -153,7 +153,7 @@ def workload(
 ) -> None:  # fmt: skip
     """Requests at each of some row counts, with memory for all of them; the best is the record."""
     a, tried = bench.shapes[bench.args.shape], []
-    token = 2 * a.layers * a.kv_heads * a.head_dim * 2
+    token = a.layers * a.kv_bytes(2)
     for rows in rows_tried:
         model, settings = plain_or_routed(bench, name, max_length)
         settings |= batch_options(name, rows, bench.args.overbook)
@@ -188,7 +188,7 @@ def poisson(bench: Bench, name: str, rows: int, seconds: float) -> None:
     """Requests that arrive at random, at parts of the rate that the engine sustains with these rows: what they wait for."""
     a = bench.shapes[bench.args.shape]
     model, settings = plain_or_routed(bench, name)
-    token = 2 * a.layers * a.kv_heads * a.head_dim * 2
+    token = a.layers * a.kv_bytes(2)
     settings |= batch_options(name, rows, bench.args.overbook) | {"memory": int(3 * rows * LONGEST * token)}
     engine = bench.engine(model, rows, kind=TimedEngine, **settings)
     assert isinstance(engine, TimedEngine)
@@ -232,7 +232,7 @@ def prefill(bench: Bench, shape: str, prompt: int, count: int) -> Record:
     a = bench.shapes[shape]
     model = build(a, plan_for(a, 1), bench.device)
     prompt, count = (20, 8) if bench.args.tiny else (min(prompt, a.context - 2), count)
-    memory = int(1.1 * 2 * count * (prompt + 16) * a.layers * a.kv_heads * a.head_dim * 2 * 2)
+    memory = int(1.1 * 2 * count * (prompt + 16) * a.layers * a.kv_bytes(2))
     engine = bench.engine(model, 64, max_length=prompt + 2, memory=memory)
     draw = random.Random(0)
     found: Record = {}

@@ -244,7 +244,7 @@ def one_row(bench: Bench, shape: str) -> Record:
 def vanilla(bench: Bench) -> None:
     model = build(bench.shapes["360m"], plan_for(bench.shapes["360m"], 1), bench.device)
     a = model.architecture
-    token = 2 * a.layers * a.kv_heads * a.head_dim * model.decoder.embed.weight.element_size()
+    token = a.layers * a.kv_bytes(model.decoder.embed.weight.element_size())
     engine = bench.engine(model, 32, memory=32 * LONGEST * token)
     found = bench.throughput(engine, bench.args.requests)
     bench.note("vanilla_360m_32rows", found | bench.replay(engine) | {"memory_gb": _memory(found)})

@@ -85,7 +85,7 @@ def build_engine(args: argparse.Namespace, policy: str, rows: int, device: torch
     model = looped_model(args.preset, args.tiny, policy == "shared", device)
     a, plan = model.architecture, model.plan
     over = 1 if policy == "full" or rows == 1 else 2
-    token = 2 * plan.unrolled_layers * a.kv_heads * a.head_dim * model.decoder.embed.weight.element_size()
+    token = plan.unrolled_layers * a.kv_bytes(model.decoder.embed.weight.element_size())
     token //= plan.recursions if policy == "shared" else 1
     options: Record = {
         "batch_size": rows, "max_sequences": rows * over, "max_length": LONGEST, "prefix_caching": False,

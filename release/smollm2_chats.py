@@ -225,7 +225,7 @@ def _engine(model: FathomForCausalLM, rows: int, length: int) -> Engine:
     """Room for every row at its longest, so that none is put aside; prompts are read as fast as rows become free."""
     shape = model.architecture
     weight = model.decoder.embed.weight
-    token = 2 * shape.layers * shape.kv_heads * shape.head_dim * weight.element_size()
+    token = shape.layers * shape.kv_bytes(weight.element_size())
     room = rows * (length + 128) * token
     return Engine(
         model, batch_size=rows, max_length=length, memory=room, prefill_chunk=8 * rows, penalties=False, max_logprobs=0

@@ -153,7 +153,7 @@ class DenseCache:
         return buffer
 
     def reads(self, step: Step) -> Entries | None:
-        """The entries that a step looks at without making any, where keys and values are shared."""
+        """The entries that a step attends to without making any, where keys and values are shared."""
         return self._steps[self._plan.kv_sources[step.index]].entries() if self._plan.reads_kv(step) else None
 
     def advance(self, tokens: int) -> None:

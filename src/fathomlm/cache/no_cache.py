@@ -90,7 +90,7 @@ class RolledEntries(_Pass):
 
 
 class NoCache:
-    """The entries of one pass, by step. Without sharing it holds nothing, and steps look at what they make themselves."""
+    """The entries of one pass, by step. Without sharing it holds nothing, and steps attend to what they make themselves."""
 
     def __init__(self, plan: DepthPlan, rolled: RolledEntries | None = None) -> None:
         """`rolled` are the entries of a step that no other reads and that runs several times."""

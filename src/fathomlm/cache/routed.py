@@ -143,7 +143,8 @@ class RoutedCache:
                 self._runs[step.index].placement = placement
 
     def key_slots(self, recursion: int) -> Tensor:
-        """The slot of every entry that a recursion's queries look at, (B, R); those that are not there lie past the end."""
+        """The slot of every entry that a recursion's queries attend to, (B, R); those that are not there lie past the
+        end."""
         ledger = self._ledgers[0 if self._plan.kv != "cache" else recursion]
         assert ledger.slots_BR is not None
         assert ledger.counts_B is not None

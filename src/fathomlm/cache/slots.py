@@ -40,7 +40,7 @@ class Focus:
         assert all(span.count > 0 for span in spans)
         self.spans = tuple(spans)
         self.reach = max(span.end for span in spans)
-        """How many slots the tokens look at."""
+        """How many slots the tokens attend to."""
         longest = max(span.count for span in spans)
         # What stands behind a short span is its last token again; it is stored nowhere and nobody reads its output.
         slots = [[min(span.first + n, span.end - 1) for n in range(longest)] for span in spans]

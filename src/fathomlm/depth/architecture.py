@@ -95,7 +95,7 @@ class LinearSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Architecture:
-    """A plain Transformer decoder, described by its traits; with `cross`, one that looks at an encoder's output."""
+    """A plain Transformer decoder, described by its traits; with `cross`, one that attends to an encoder's output."""
 
     family: str
     """The checkpoint layout that is read and exported: llama, mistral, ... (`checkpoints.families`)."""
@@ -150,7 +150,7 @@ class Architecture:
     relative_distance: int = 128
     """relative: all distances from this one on have the same number."""
     cross: bool = False
-    """Whether each layer also looks at an encoder's output (thesis 2, the T5 family)."""
+    """Whether each layer also attends to an encoder's output (thesis 2, the T5 family)."""
     memory_width: int = 0
     """cross: how wide the encoder's output is."""
     experts: int = 0

@@ -86,7 +86,7 @@ def count(
 ) -> Cost:
     """The cost of `plan` laid over `architecture`.
 
-    `router` and `kv` look at the plan with a default router of that kind, or with keys and values shared so, in place of
+    `router` and `kv` count the plan with a default router of that kind, or with keys and values shared so, in place of
     its own. `capacity` is the part of the tokens that each recursion runs, where it was measured. Of an encoder-decoder
     model this is the decoder's part; `source` is how many tokens its encoder read, as many as `context` unless given.
     """
@@ -189,7 +189,7 @@ def encoder_flops(record: Mapping[str, Any], weights: int, source: int) -> int:
 
 
 def _encoder_keys(record: Mapping[str, Any], source: int) -> int:
-    """Keys that a token's scores are computed for: all of the source, but LongT5 looks at whole blocks, its own and one to
+    """Keys that a token's scores are computed for: all of the source, but LongT5 attends to whole blocks, its own and one to
     each side, and with transient globals at one key for each global block."""
     radius = record.get("local_radius")
     if radius is None:

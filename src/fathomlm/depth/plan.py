@@ -25,8 +25,8 @@ Resize = Literal["add", "drop"]
 Part = Literal["prelude", "core", "coda", "exit"]
 """An exit's own step stands beside the plan's: see `DepthPlan.exit_steps`."""
 KVMode = Literal["cache", "share", "hybrid"]
-"""Whose keys and values a step looks at: its own, for the tokens that run it; those of the first use of its layer; or those
-with its own written over them (thesis 4.3.3, and its appendix on KV sharing)."""
+"""Whose keys and values a step attends to: its own, for the tokens that run it; those of the first use of its layer; or
+those with its own written over them (thesis 4.3.3, and its appendix on KV sharing)."""
 KV_MODES: tuple[str, ...] = get_args(KVMode)
 LOOP_TRAITS = ("loop_norm", "injection", "core_norm")
 """What stands between recursions, by its fields; written only where it is there."""

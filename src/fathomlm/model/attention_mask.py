@@ -172,7 +172,7 @@ def gathered_masks(
 ) -> AttentionMasks:
     """For some tokens of a forward pass, given by their slots in ascending order, at their true positions.
 
-    `keys_BK` are the slots of what they look at, themselves by default; `shown_BK` is False where nobody may look. A
+    `keys_BK` are the slots of what they attend to, themselves by default; `shown_BK` is False where nobody may. A
     query sees keys up to its own slot, and always itself.
     """
     here_BN = queries_BN - rows.past

@@ -1,4 +1,4 @@
-"""The encoder's output, as a decoder's cross-attention looks at it.
+"""The encoder's output, as a decoder's cross-attention sees it.
 
 Its keys and values depend on the step and the source only. Within a pass they are made where they are used; behind a
 cache they are made once for a sequence and kept here, beside the encoder's output that they belong to.
@@ -19,7 +19,7 @@ from fathomlm.depth import Step
 
 
 class StepMemory:
-    """What one step's cross-attention looks at. Plain attributes and no step number: a compiled layer takes one for each
+    """What one step's cross-attention sees. Plain attributes and no step number: a compiled layer takes one for each
     step without being compiled anew."""
 
     def __init__(self, states_BSM: Tensor, mask: Tensor | None, keeps: bool) -> None:

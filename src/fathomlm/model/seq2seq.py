@@ -1,4 +1,4 @@
-"""Encoder-decoder models in Hugging Face clothes: transformers' encoder, and a `Decoder` that looks at its output.
+"""Encoder-decoder models in Hugging Face clothes: transformers' encoder, and a `Decoder` that attends to its output.
 
 The thesis' early exits (chapter 2) are on T5, mT5 and LongT5. Everything that is built on `Decoder` works on theirs:
 plans, exits, loops, relaxations, caches. Importing this module registers the `fathomlm-seq2seq` model type.

@@ -258,8 +258,8 @@ class LayerStack(nn.Module):
     def exit_hidden(self, x_BTM: Tensor, index: int, *, layered: bool = False) -> Tensor:
         """What the head reads after step `index`: the residual stream through that exit's adapter and the final norm.
 
-        Where the exit has a layer of its own, x is what that layer made of the stream (`layered`). It looks at other tokens,
-        so it cannot be made up for here: who does not run it is refused."""
+        Where the exit has a layer of its own, x is what that layer made of the stream (`layered`). It attends to other
+        tokens, so it cannot be made up for here: who does not run it is refused."""
         if not layered and str(index) in self.exit_blocks:
             raise UnsupportedModel(
                 f"the exit after layer {index + 1} has a layer of its own, over the states of all tokens so far, which this "

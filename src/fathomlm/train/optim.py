@@ -42,7 +42,7 @@ def choose_trained(decoder: Decoder, what: str) -> None:
 
 
 def _unread(decoder: Decoder) -> Iterator[str]:
-    """How the names of weights begin that make keys and values which no step looks at."""
+    """How the names of weights begin that make keys and values which no step attends to."""
     plan = decoder.plan
     if decoder.relaxation is not None and decoder.relaxation.method.makes_kv:
         return

@@ -110,7 +110,7 @@ def ready_to_train(student: FathomForSeq2SeqLM, model: ModelRecipe, corpus: Corp
 
 
 def encode(encoder: nn.Module, decoder: Decoder, source_BS: Tensor, keep_BS: Tensor) -> EncoderMemory:
-    """The encoder's output, for the decoder to look at."""
+    """The encoder's output, for the decoder to attend to."""
     return EncoderMemory(run_encoder(encoder, decoder.embed(source_BS), keep_BS), keep_BS, look=False)
 
 

@@ -46,7 +46,7 @@ FAMILIES: dict[str, Family] = {
 }
 """Decoder-only families by the name that an `Architecture` has."""
 SEQ2SEQ: dict[str, Family] = {"t5": t5.T5, "mt5": t5.MT5, "longt5": t5.LONGT5}
-"""Decoders that look at an encoder's output."""
+"""Decoders that attend to an encoder's output."""
 
 
 def family_for(architecture: Architecture, plan: DepthPlan | None = None) -> Family:

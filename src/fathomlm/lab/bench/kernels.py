@@ -41,7 +41,7 @@ ROUNDS, LEAST_ROUNDS, SECONDS = 20, 3, 0.5
 class KernelOptions:
     rows: int
     context: int
-    """Entries that each row looks at."""
+    """Entries that each row attends to."""
     rank: int
     """Of the low-rank deltas."""
     recursions: int

@@ -52,7 +52,7 @@ class Addition(Protocol):
 
 
 class StepPages(Protocol):
-    """Entries of one step in pages. Whoever keeps them also looks at them, so that nothing is gathered."""
+    """Entries of one step in pages. Whoever keeps them also attends to them, so that nothing is gathered."""
 
     @property
     def reads(self) -> bool:
@@ -85,7 +85,7 @@ class StepContext:
     kv: StepKV | None
     """Where the step's keys and values go, if anywhere."""
     reads: Entries | None
-    """Entries of another step to look at; this one then makes none."""
+    """Entries of another step to attend to; this one then makes none."""
     delta: Addition | None
     """What the step adds to the layer."""
     packed: Packed | None = None
@@ -93,7 +93,7 @@ class StepContext:
     keep_inner: bool = True
     """Whether a training form keeps the feed-forward part's inner activations, or makes them again."""
     memory: StepMemory | None = None
-    """The encoder's output, for layers that look at one."""
+    """The encoder's output, for layers that attend to one."""
     pages: StepPages | None = None
     """Where entries are kept in pages, row by row (the engine); each of B rows then is one token."""
 
