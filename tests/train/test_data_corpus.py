@@ -87,7 +87,7 @@ def test_what_is_not_there(corpus, tmp_path):
         corpus.stream("validation")
     with pytest.raises(DataError, match=r"unknown split 'valid' \(did you mean 'validation'\?\)"):
         corpus.stream("valid")
-    with pytest.raises(DataError, match="holds tokens, and pairs are wanted"):
+    with pytest.raises(DataError, match="holds tokens, and pairs are required"):
         corpus.pairs()
     with pytest.raises(DataError, match=r"is not a corpus \(no corpus.json\)"):
         Corpus.open(tmp_path)

@@ -57,7 +57,7 @@ def test_what_is_stored(corpus):
         assert target.tolist() == [*target_of(pair).encode(), END]
         assert pairs.lengths(number) == (len(source), len(target))
     corpus.verify()
-    with pytest.raises(DataError, match="holds pairs, and tokens are wanted"):
+    with pytest.raises(DataError, match="holds pairs, and tokens are required"):
         corpus.stream()
 
 
