@@ -32,7 +32,9 @@ def wrong_names(call: ast.Call, takes: ast.arguments) -> set[str]:
 
 def test_every_keyword_of_a_launch_is_its_kernels() -> None:
     trees = {path: ast.parse(path.read_text(encoding="utf-8")) for path in SOURCES}
-    kernels = {name: takes for tree in trees.values() for name, takes in jitted(tree).items()}
+    named = [(name, takes) for tree in trees.values() for name, takes in jitted(tree).items()]
+    kernels = dict(named)
+    assert len(kernels) == len(named), "two kernels have one name"
     found = [(path, name, call) for path, tree in trees.items() for name, call in launches(tree) if name in kernels]
     assert len(found) >= 20, "the kernels and their launches were not found"
     wrong = [

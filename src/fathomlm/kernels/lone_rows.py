@@ -24,7 +24,7 @@ if triton is not None:
     _HERE, _CURRENT, _LAST = tl.constexpr(1), tl.constexpr(2), tl.constexpr(4)
 
     @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
-    def enter_kernel(  # type: ignore[no-untyped-def]
+    def enter_lone_kernel(  # type: ignore[no-untyped-def]
         token_ptr, position_ptr, stage_ptr, generated_ptr, level_ptr, filled_ptr, capacity_ptr, clock_ptr, table_ptr,
         embed_ptr, ring_ptr, cos_ptr, sin_ptr,
         slots_ptr, positions_ptr, marks_ptr, before_ptr, mapping_ptr, lengths_ptr, x_ptr, row_cos_ptr, row_sin_ptr, rows,

@@ -88,7 +88,7 @@ class LoneRows:
         before = torch.empty(lone_rows.BEFORE, dtype=torch.int64, device=s.device)
         cos_ND, sin_ND = (table_PD.new_empty(many, D) for table_PD in self._angles)
         x_NM = embed_VM.new_empty(many, embed_VM.shape[1])
-        lone_rows.enter_kernel[(many,)](
+        lone_rows.enter_lone_kernel[(many,)](
             s.token_S, s.position_S, s.stage_S, s.generated_S, kept.level_S, kept.filled_BS, s.capacity_ST, s.clock,
             s.tables_STP, embed_VM, kept.ring_BSKM, *self._angles,
             slots_N, positions_N, marks_N, before, mapping_N, lengths_N, x_NM, cos_ND, sin_ND, many,
