@@ -6,9 +6,11 @@ and keeps its traceback.
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import math
-from collections.abc import Iterable
+import os
+from collections.abc import Iterable, Iterator
 
 
 class FathomError(Exception):
@@ -57,6 +59,15 @@ class QueueFull(FathomError):
 
 class EngineStopped(FathomError):
     """An engine that takes no more requests: it was closed, it is finishing its last ones, or it has failed."""
+
+
+@contextlib.contextmanager
+def writing(path: str | os.PathLike[str], more: str = "") -> Iterator[None]:
+    """Within, what the system refuses is an `OutputError` of this path; `more` is what else there is to say."""
+    try:
+        yield
+    except OSError as error:
+        raise OutputError(f"cannot write {path}: {error.strerror or error}{more}") from error
 
 
 def choices(what: str, got: str, known: Iterable[str]) -> str:

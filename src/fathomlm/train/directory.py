@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fathomlm.checkpoints.writing import is_alive, make_directories, remove_empty, whole_file
-from fathomlm.errors import OutputError, TrainingError
+from fathomlm.errors import TrainingError, writing
 from fathomlm.train.checkpoint import clean_up, point, prune, set_aside
 from fathomlm.train.distributed import World
 from fathomlm.train.reading import to_yaml
@@ -52,7 +52,7 @@ class RunDirectory:
     def settle(self, best: int | None, damaged: Iterable[Path] = ()) -> None:
         """As a run needs it: made, or rid of what a killed run left half-done. Damaged checkpoints get other names, or they
         would count among those that are kept, and the run would meet them in its way."""
-        with self._writing():
+        with writing(self.path):
             make_directories(self.checkpoints)
             clean_up(self.checkpoints)
             for checkpoint in damaged:
@@ -66,19 +66,12 @@ class RunDirectory:
     def tidy(self, best: int | None) -> None:
         """Point `last` and `best` where they belong and remove what is not kept; a killed run may not have come to it."""
         recipe, saved = self.recipe.checkpoint, self.saved()
-        with self._writing():
+        with writing(self.path):
             if saved:
                 point(self.path / "last", saved[max(saved)])
             if best is not None and best in saved:
                 point(self.path / "best", saved[best])
             prune(self.checkpoints, recipe.keep, {*recipe.milestones} | ({best} if best is not None else set()))
-
-    @contextmanager
-    def _writing(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            raise OutputError(f"cannot write {self.path}: {error.strerror or error}") from error
 
 
 NAME = ".lock"
@@ -107,10 +100,8 @@ def run_lock(directory: Path, world: World, note: Callable[[str], None]) -> Iter
 
 
 def _take(directory: Path, note: Callable[[str], None]) -> int:
-    try:
+    with writing(directory):
         return _taken(directory, note)
-    except OSError as error:
-        raise OutputError(f"cannot write {directory}: {error.strerror or error}") from error
 
 
 def _taken(directory: Path, note: Callable[[str], None]) -> int:

@@ -7,13 +7,12 @@ import math
 import os
 import shutil
 import uuid
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import Any, Protocol
 
 from fathomlm.checkpoints.writing import make_directories, sync_directory, whole_file
-from fathomlm.errors import DataError, OptionError, OutputError
+from fathomlm.errors import DataError, OptionError, writing
 from fathomlm.jsonfile import parse_object
 from fathomlm.train.recipe import Recipe
 
@@ -84,14 +83,8 @@ class Reporter:
             self._wandb.finish()
 
 
-@contextmanager
-def _writing(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise OutputError(
-            f"cannot write {path}: {error.strerror or error}; --resume continues from the last checkpoint"
-        ) from error
+def _writing(path: Path) -> AbstractContextManager[None]:
+    return writing(path, "; --resume continues from the last checkpoint")
 
 
 def read_records(path: Path) -> list[Record]:

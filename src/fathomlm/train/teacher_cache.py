@@ -28,7 +28,7 @@ import numpy.typing as npt
 import torch
 
 from fathomlm.checkpoints.writing import whole_file
-from fathomlm.errors import DataError, OutputError
+from fathomlm.errors import DataError, writing
 from fathomlm.jsonfile import read_object
 from fathomlm.model.seq2seq import FathomModel
 from fathomlm.train.data.corpus import Corpus
@@ -141,10 +141,8 @@ def open_cache(recipe: Recipe, corpus: Corpus, loaders: dict[str, Loader], vocab
                 "name another loss.distill.cache"
             )
     else:
-        try:
+        with writing(directory):
             directory.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise OutputError(f"cannot write {directory}: {error.strerror or error}") from error
         with whole_file(path) as temporary:
             temporary.write_text(json.dumps(belongs, indent=1) + "\n", encoding="utf-8")
     wide = vocab > 1 << 16
@@ -193,24 +191,19 @@ def weights_mark(source: str) -> str | None:
 def _opened(path: Path, kind: Any, shape: tuple[int, ...]) -> np.memmap[Any, Any]:
     """An array in a file, made with zeros where there is none; to be read."""
     size = int(np.prod(shape)) * np.dtype(kind).itemsize
-    try:
+    with writing(path):
         if not path.exists():
             with path.open("wb") as file:
                 file.truncate(size)
         if (found := path.stat().st_size) != size:
             raise DataError(f"{path} has {found:,} bytes instead of {size:,}; delete its directory, or name another")
         return np.memmap(path, dtype=kind, mode="r", shape=shape)
-    except OSError as error:
-        raise OutputError(f"cannot write {path}: {error.strerror or error}") from error
 
 
 def _write(array: np.memmap[Any, Any], windows: npt.NDArray[np.int64], values: npt.NDArray[Any]) -> None:
     assert array.filename is not None
     size = array.nbytes // len(array)
-    try:
-        with Path(array.filename).open("r+b") as file:
-            for window, value in zip(windows, values.astype(array.dtype), strict=True):
-                file.seek(int(window) * size)
-                file.write(value.tobytes())
-    except OSError as error:
-        raise OutputError(f"cannot write {array.filename}: {error.strerror or error}") from error
+    with writing(array.filename), Path(array.filename).open("r+b") as file:
+        for window, value in zip(windows, values.astype(array.dtype), strict=True):
+            file.seek(int(window) * size)
+            file.write(value.tobytes())

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from fathomlm.checkpoints.writing import whole_file
-from fathomlm.errors import DataError, OutputError
+from fathomlm.errors import DataError, writing
 from fathomlm.jsonfile import read_object
 from fathomlm.train.recipe import Recipe
 from fathomlm.train.resume import FREE
@@ -89,11 +89,9 @@ class Ledger:
     @contextmanager
     def _alone(self) -> Iterator[None]:
         """Reading and writing as one act: several processes may add to a ledger."""
-        try:
+        with writing(self.directory):
             self.directory.mkdir(parents=True, exist_ok=True)
             handle = os.open(self.directory, os.O_RDONLY)
-        except OSError as error:
-            raise OutputError(f"cannot write {self.directory}: {error.strerror or error}") from error
         try:
             fcntl.flock(handle, fcntl.LOCK_EX)
             yield

@@ -22,7 +22,7 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any, Protocol
 
-from fathomlm.errors import FathomError, OptionError, OutputError
+from fathomlm.errors import FathomError, OptionError, writing
 from fathomlm.lab.study.jobs import Job
 from fathomlm.lab.study.ledger import Ledger, Record, fingerprint, identity
 from fathomlm.lab.study.spec import Study
@@ -106,10 +106,8 @@ class Claims:
     def __init__(self, work: Path) -> None:
         self._directory = work / ".claims"
         self._held: dict[str, int] = {}
-        try:
+        with writing(self._directory):
             self._directory.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise OutputError(f"cannot write {self._directory}: {error.strerror or error}") from error
         self._own = f"process-{os.getpid()}"
         self._take(self._own)
 

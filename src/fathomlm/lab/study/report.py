@@ -11,7 +11,7 @@ from statistics import fmean, mode
 from typing import Any
 
 from fathomlm.checkpoints.writing import whole_file
-from fathomlm.errors import OutputError
+from fathomlm.errors import writing
 from fathomlm.lab.analyze.scaling import architecture_name
 from fathomlm.lab.drawing import DASHES, LINES, MARKERS, check_matplotlib, new_figure, plain_axes, save_figure
 from fathomlm.lab.evaluate.tasks import TASKS
@@ -44,10 +44,8 @@ def results_of(studies: Sequence[Study], ledger: Ledger) -> list[Results]:
 
 def write_report(results: Sequence[Results], out: Path) -> list[Path]:
     """The page, and a picture beside it for each study with finished runs; returns what was written."""
-    try:
+    with writing(out.parent):
         out.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise OutputError(f"cannot write {out.parent}: {error.strerror or error}") from error
     written = [out]
     for each in results:
         if each.records:

@@ -22,7 +22,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, Literal
 
-from fathomlm.errors import DataError, OutputError, require
+from fathomlm.errors import DataError, require, writing
 from fathomlm.jsonfile import MAX_LINE, bounded_lines, parse_object
 from fathomlm.lab.evaluate.judge.client import Endpoint, EndpointError, JudgeError, Reply
 from fathomlm.lab.evaluate.judge.outputs import JudgedOutputs
@@ -86,11 +86,9 @@ class AnswerFile:
         self._file: IO[bytes] | None = None
 
     def __enter__(self) -> AnswerFile:
-        try:
+        with writing(self.path):
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self._file = self.path.open("a+b")
-        except OSError as error:
-            raise OutputError(f"cannot write {self.path}: {error.strerror or error}") from error
         try:
             self._load(self._file)
         except BaseException:
@@ -106,11 +104,9 @@ class AnswerFile:
         """`about` says what was asked, for people who read the file."""
         assert self._file is not None
         line = json.dumps({"key": key, **about, **asdict(reply)}, ensure_ascii=False)
-        try:
+        with writing(self.path):
             self._file.write(line.encode("utf-8", "replace") + b"\n")
             self._file.flush()
-        except OSError as error:
-            raise OutputError(f"cannot write {self.path}: {error.strerror or error}") from error
         self.found[key] = reply
 
     def _load(self, file: IO[bytes]) -> None:
