@@ -188,8 +188,9 @@ class _Field:
         return tuple(map(str, typing.get_args(self.kind))) if typing.get_origin(self.kind) is typing.Literal else ()
 
 
-def check(instance: Any, prefix: str = "") -> None:
-    """Refuse values that break their field's type, choices or bounds; also those of dataclasses inside, by dotted names."""
+def check(instance: Any, prefix: str = "", *, inside: bool = True) -> None:
+    """Refuse values that break their field's type, choices or bounds; also those of dataclasses `inside`, by dotted names,
+    unless they have checked themselves."""
     cls: type = type(instance)
     for field in _fields(cls):
         value = getattr(instance, field.name)
@@ -205,7 +206,7 @@ def check(instance: Any, prefix: str = "") -> None:
         else:
             for item in value:
                 _check_value(field, name, item)
-    for other in dataclasses.fields(instance):
+    for other in dataclasses.fields(instance) if inside else ():
         inner = getattr(instance, other.name)
         if dataclasses.is_dataclass(inner) and not isinstance(inner, type):
             check(inner, f"{prefix}{other.name}.")

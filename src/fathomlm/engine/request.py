@@ -12,6 +12,7 @@ from typing import Literal, Protocol
 from fathomlm.decode.exiting import Threshold, thresholds_of
 from fathomlm.decode.sampling import Sampling
 from fathomlm.errors import OptionError, is_int, is_number, require
+from fathomlm.options import check, option
 
 MAX_LOGPROBS = 20
 """The most alternatives whose log probabilities a request may ask for at each token."""
@@ -47,17 +48,17 @@ class Request:
     id: int
     prompt: tuple[int, ...]
     sampling: Sampling = field(default_factory=Sampling)
-    logprobs: int | None = None
+    logprobs: int | None = option(None, ge=0, le=MAX_LOGPROBS)
     """Log probabilities to report: None is none, 0 the chosen token's, more also of so many likeliest tokens."""
-    presence_penalty: float = 0.0
-    """Taken from the score of every token of the completion so far, once. The prompt does not count. -2 to 2."""
-    frequency_penalty: float = 0.0
-    """Taken from a token's score for each time that it is in the completion so far. The prompt does not count. -2 to 2."""
+    presence_penalty: float = option(0.0, ge=-2, le=2)
+    """Taken from the score of every token of the completion so far, once. The prompt does not count."""
+    frequency_penalty: float = option(0.0, ge=-2, le=2)
+    """Taken from a token's score for each time that it is in the completion so far. The prompt does not count."""
     logit_bias: Mapping[int, float] = field(default_factory=dict, hash=False)
     """By token: added to its score before it is chosen. -100 to 100, of which the ends all but forbid and demand it."""
     constraint: Constraint | None = field(default=None, compare=False)
     """What the completion has to follow: of the tokens that it does not allow none is chosen."""
-    max_depth: int | None = None
+    max_depth: int | None = option(None, ge=1)
     """No token runs deeper than this; None leaves depth to the model."""
     exit_threshold: Threshold | None = None
     """How sure an exit must be for a token to leave there, from 0 (always) to 1 (never), or one number for each exit; None
@@ -72,17 +73,10 @@ class Request:
         object.__setattr__(self, "prompt", _token_ids(self.prompt))
         require(is_int(self.id), "id", "an integer", self.id)
         require(isinstance(self.sampling, Sampling), "sampling", "a Sampling", self.sampling)
-        top = self.logprobs
-        allowed = top is None or (is_int(top) and 0 <= top <= MAX_LOGPROBS)
-        require(allowed, "logprobs", f"None or an integer from 0 to {MAX_LOGPROBS}", top)
-        for name in ("presence_penalty", "frequency_penalty"):
-            value = getattr(self, name)
-            require(is_number(value) and -2 <= value <= 2, name, "between -2 and 2 (0 is off)", value)
+        check(self, inside=False)
         object.__setattr__(self, "logit_bias", _biases(self.logit_bias))
         ends = self.constraint is None or not self.sampling.ignore_eos
         require(ends, "ignore_eos", "False where the completion is constrained", self.sampling.ignore_eos)
-        depth = self.max_depth
-        require(depth is None or (is_int(depth) and depth >= 1), "max_depth", "None or >= 1", depth)
         each = () if self.exit_threshold is None else thresholds_of(self.exit_threshold, 1)
         inside = self.exit_threshold != () and all(is_number(one) and 0 <= one <= 1 for one in each)
         require(inside, "exit_threshold", "None or from 0 to 1", self.exit_threshold)

@@ -24,7 +24,7 @@ from pydantic.json_schema import models_json_schema
 
 from fathomlm.decode.exiting import Exiting
 from fathomlm.decode.sampling import Sampling
-from fathomlm.engine.request import MAX_LOGPROBS
+from fathomlm.engine.request import Request as EngineRequest
 from fathomlm.options import bounds
 from fathomlm.serve.errors import ApiError, refused, validation_error
 
@@ -56,6 +56,10 @@ MOST_STOPS = 1024
 """Stop strings; the server's `max_stops` is less by default."""
 
 Count = Annotated[int, Field(ge=1, le=MOST_INT)]
+Temperature = Annotated[float, Field(**bounds(Sampling, "temperature"), le=2)]
+"""At most 2, as OpenAI has it."""
+Alternatives = Annotated[int, Field(**bounds(EngineRequest, "logprobs"))]
+Penalty = Annotated[float, Field(**bounds(EngineRequest, "presence_penalty"))]
 TopP = Annotated[float, Field(**bounds(Sampling, "top_p"))]
 MinP = Annotated[float, Field(**bounds(Sampling, "min_p"))]
 RepetitionPenalty = Annotated[float, Field(**bounds(Sampling, "repetition_penalty"))]
@@ -120,14 +124,14 @@ class RequestBody(Part):
     n: Count | None = None
     stop: str | Annotated[list[str], Field(max_length=MOST_STOPS, fail_fast=True)] | None = None
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
-    temperature: float | None = Field(None, ge=0, le=2)
+    temperature: Temperature | None = None
     top_p: TopP | None = None
     top_k: int | None = Field(None, ge=-1, le=MOST_INT, description="Beyond OpenAI: sample among so many; 0 and -1 are all.")
     min_p: MinP | None = Field(None, description="Beyond OpenAI.")
     repetition_penalty: RepetitionPenalty | None = Field(None, description="Beyond OpenAI; 1 is off.")
     ignore_eos: bool | None = Field(None, description="Beyond OpenAI: go on past the end token, for measurements.")
-    presence_penalty: float | None = Field(None, ge=-2, le=2)
-    frequency_penalty: float | None = Field(None, ge=-2, le=2)
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
     max_tokens: Count | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -304,7 +308,7 @@ class ChatBody(RequestBody):
     messages: Messages
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
-    top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    top_logprobs: Alternatives | None = None
     tools: Annotated[list[Tool], Field(max_length=MOST_TOOLS, fail_fast=True)] | None = Field(
         None, description="Functions that the model may call."
     )

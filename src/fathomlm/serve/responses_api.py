@@ -21,6 +21,8 @@ from fathomlm.serve.bodies import (
     FathomOptions,
     Name,
     Part,
+    Temperature,
+    TopP,
     read_body,
 )
 from fathomlm.serve.errors import refused
@@ -63,8 +65,8 @@ class ResponsesBody(Part):
     input: str | Annotated[list[InputMessage], Field(min_length=1, max_length=MOST_MESSAGES - 1, fail_fast=True)]
     instructions: str | None = Field(None, description="A system message in front.")
     max_output_tokens: Count | None = None
-    temperature: float | None = Field(None, ge=0, le=2)
-    top_p: float | None = Field(None, gt=0, le=1)
+    temperature: Temperature | None = None
+    top_p: TopP | None = None
     stream: bool | None = None
     text: TextSettings | None = Field(None, description="`format`: text, json_object or json_schema.")
     truncation: Literal["auto", "disabled"] | None = Field(None, description="Only 'disabled' is supported.")
