@@ -5,7 +5,10 @@ from __future__ import annotations
 import ast
 from pathlib import Path
 
+import pytest
+
 import fathomlm
+from fathomlm.kernels import triton_here
 
 SOURCES = sorted(Path(fathomlm.__file__).parent.rglob("*.py"))
 LAUNCH_OPTIONS = {"num_warps", "num_stages", "num_ctas", "launch_pdl", "maxnreg", "grid", "warmup"}
@@ -49,3 +52,22 @@ def test_a_name_that_is_gone_is_found() -> None:
     tree = ast.parse("@triton.jit\ndef k(a, N: tl.constexpr): ...\nk[(1,)](a, M=2, num_warps=4)")
     ((name, call),) = launches(tree)
     assert wrong_names(call, jitted(tree)[name]) == {"M"}
+
+
+def test_more_rows_start_early_where_that_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton_here, "_starts_early", lambda: True)
+    monkeypatch.setattr(triton_here, "EARLY_ROWS", 1)
+
+    def early() -> list[int]:
+        return [rows for rows in (1, 2, 16, 17) if triton_here.early_launch(rows)["EARLY"]]
+
+    assert early() == [1]
+    with triton_here.launching_early(16):
+        assert early() == [1, 2, 16]
+        with triton_here.launching_early(0):
+            assert early() == [1]
+        assert early() == [1, 2, 16]
+    assert early() == [1]
+    monkeypatch.setattr(triton_here, "_starts_early", lambda: False)
+    with triton_here.launching_early(16):
+        assert early() == []

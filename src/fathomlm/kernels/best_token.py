@@ -3,7 +3,7 @@
 In plain torch that is a maximum, a softmax over the vocabulary and a look-up, each a pass over all scores by one program a
 row. Here programs share a row and go over it once.
 
-Shapes: N rows, V vocabulary, C chunks of a row.
+Shapes: N rows, V vocabulary, C chunks of a row, K likeliest tokens.
 """
 
 from __future__ import annotations
@@ -57,6 +57,30 @@ def plain_best_and_gap(scores_NV: Tensor) -> tuple[Tensor, Tensor]:
     tokens_N = scores_NV.argmax(-1)
     others_NV = chances_NV.scatter(-1, tokens_N[:, None], 0.0)
     return tokens_N, chances_NV.amax(-1) - others_NV.amax(-1)
+
+
+def best_few(scores_NV: Tensor, many: int, without_N: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """The `many` highest scores of each row, (N, K), the first of equal ones first; and by how much the best is more
+    probable than the next likeliest token, as `best_and_gap`. `without_N` names a token of each row to leave out, which
+    counts for the gap alone. Where a score is not finite neither means anything, but tokens are tokens."""
+    assert 0 < many + (without_N is not None) <= scores_NV.shape[1]
+    if triton is not None and scores_NV.is_cuda:
+        return _triton_best_few(scores_NV, many, without_N)
+    return plain_best_few(scores_NV, many, without_N)
+
+
+def plain_best_few(scores_NV: Tensor, many: int, without_N: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """The meaning. By as many looks for the best, which torch promises to be the first, and which take less than a sort."""
+    tokens_N, gaps_N = plain_best_and_gap(scores_NV)
+    if without_N is None:
+        found, left_NV = [tokens_N], scores_NV
+    else:
+        found, left_NV = [], scores_NV.scatter(-1, without_N[:, None], -torch.inf)
+    while len(found) < many:
+        if found:
+            left_NV = left_NV.scatter(-1, found[-1][:, None], -torch.inf)
+        found.append(left_NV.argmax(-1))
+    return torch.stack(found, 1), gaps_N
 
 
 if triton is not None:
@@ -159,3 +183,88 @@ if triton is not None:
         wide = triton.next_power_of_2(chunks)
         _row_gap_kernel[(N,)](*chunks_NC, *out, V, CHUNKS=chunks, WIDE=wide, CHUNK=CHUNK, num_warps=1)
         return out
+
+    @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
+    def _few_chunk_kernel(  # type: ignore[no-untyped-def]
+        scores_ptr, scores_stride, few_ptr, at_ptr, sum_ptr, vocab,
+        CHUNKS: tl.constexpr, CHUNK: tl.constexpr, FEW: tl.constexpr,
+    ):  # fmt: skip
+        """The FEW highest scores of a chunk and where they are, the vocabulary's size behind its end; and the sum of
+        exponentials below the highest."""
+        row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
+        column = chunk * CHUNK + tl.arange(0, CHUNK)
+        left = column < vocab
+        x = tl.load(scores_ptr + row * scores_stride + column, mask=left, other=float("-inf")).to(tl.float32)
+        at = row * CHUNKS + chunk
+        for number in tl.static_range(FEW):
+            most = tl.max(tl.where(left, x, float("-inf")), 0)
+            first = tl.min(tl.where(left & (x == most), column, vocab), 0)
+            left = left & (column != first)
+            tl.store(few_ptr + at * FEW + number, most)
+            tl.store(at_ptr + at * FEW + number, first)
+            if number == 0:
+                tl.store(sum_ptr + at, tl.sum(tl.exp(x - tl.where(most == float("-inf"), 0.0, most)), 0))
+
+    @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
+    def load_few(  # type: ignore[no-untyped-def]
+        few_ptr, at_ptr, sum_ptr, row, vocab, CHUNKS: tl.constexpr, FEW: tl.constexpr, WIDE: tl.constexpr,
+        PARTS: tl.constexpr,
+    ):  # fmt: skip
+        """What the chunks of a row offer: scores, their places, whether they are there, and by how much the best one is more
+        probable than the next."""
+        one, chunk = tl.arange(0, WIDE), tl.arange(0, PARTS)
+        at = row * CHUNKS * FEW + one
+        x = tl.load(few_ptr + at, mask=one < CHUNKS * FEW, other=float("-inf"))
+        place = tl.load(at_ptr + at, mask=one < CHUNKS * FEW, other=vocab)
+        left = place < vocab
+        best, first = next_best(x, place, left, vocab)
+        second = tl.max(tl.where(left & (place != first), x, float("-inf")), 0)
+        here = chunk < CHUNKS
+        most = tl.load(few_ptr + (row * CHUNKS + chunk) * FEW, mask=here, other=float("-inf"))
+        total = tl.sum(tl.load(sum_ptr + row * CHUNKS + chunk, mask=here, other=0.0) * tl.exp(most - best), 0)
+        return x, place, left, (1.0 - tl.exp(second - best)) / total
+
+    @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
+    def next_best(x, place, left, vocab):  # type: ignore[no-untyped-def]
+        """The highest score of those left, and the first place that has it; where all is NaN, any."""
+        most = tl.max(tl.where(left, x, float("-inf")), 0)
+        return most, tl.minimum(tl.min(tl.where(left & (x == most), place, vocab), 0), vocab - 1)
+
+    @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
+    def _few_row_kernel(  # type: ignore[no-untyped-def]
+        few_ptr, at_ptr, sum_ptr, without_ptr, tokens_ptr, gaps_ptr, vocab, MANY: tl.constexpr, WITHOUT: tl.constexpr,
+        CHUNKS: tl.constexpr, FEW: tl.constexpr, WIDE: tl.constexpr, PARTS: tl.constexpr,
+    ):  # fmt: skip
+        row = tl.program_id(0).to(tl.int64)
+        x, place, left, gap = load_few(few_ptr, at_ptr, sum_ptr, row, vocab, CHUNKS, FEW, WIDE, PARTS)
+        tl.store(gaps_ptr + row, gap)
+        if WITHOUT:
+            left = left & (place != tl.load(without_ptr + row))
+        for number in tl.static_range(MANY):
+            _, first = next_best(x, place, left, vocab)
+            left = left & (place != first)
+            tl.store(tokens_ptr + row * MANY + number, first.to(tl.int64))
+
+    def look_for_few(scores_NV: Tensor, many: int) -> tuple[tuple[Tensor, Tensor, Tensor], dict[str, int]]:
+        """Of each chunk of a row: its highest scores, `many` or two at least, and where they are, (N, C, K) each, and the
+        sum of exponentials below the highest, (N, C). With the sizes that `load_few` takes."""
+        (N, V), device = scores_NV.shape, scores_NV.device
+        assert scores_NV.stride(1) == 1
+        chunks, few = triton.cdiv(V, CHUNK), max(2, many)
+        few_NCK, sum_NC = torch.empty(N, chunks, few, device=device), torch.empty(N, chunks, device=device)
+        at_NCK = torch.empty(N, chunks, few, dtype=torch.int32, device=device)
+        _few_chunk_kernel[(N, chunks)](
+            scores_NV, scores_NV.stride(0), few_NCK, at_NCK, sum_NC, V, CHUNKS=chunks, CHUNK=CHUNK, FEW=few, num_warps=4
+        )
+        wide, parts = triton.next_power_of_2(chunks * few), triton.next_power_of_2(chunks)
+        return (few_NCK, at_NCK, sum_NC), {"CHUNKS": chunks, "FEW": few, "WIDE": wide, "PARTS": parts}
+
+    def _triton_best_few(scores_NV: Tensor, many: int, without_N: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        (N, V), device, drawn = scores_NV.shape, scores_NV.device, without_N is not None
+        found, sizes = look_for_few(scores_NV, many + drawn)
+        tokens_NK, gaps_N = torch.empty(N, many, dtype=torch.int64, device=device), torch.empty(N, device=device)
+        _few_row_kernel[(N,)](
+            *found, tokens_NK if without_N is None else without_N.contiguous(), tokens_NK, gaps_N, V,
+            MANY=many, WITHOUT=drawn, num_warps=1, **sizes,
+        )  # fmt: skip
+        return tokens_NK, gaps_N

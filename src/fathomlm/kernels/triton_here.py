@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import importlib.util
 import os
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -14,6 +16,9 @@ _found = importlib.util.find_spec("triton") is not None
 triton: Any = importlib.import_module("triton") if _found else None
 tl: Any = importlib.import_module("triton.language") if _found else None
 EARLY_ROWS = int(os.environ.get("FATHOMLM_EARLY_LAUNCH", "1"))
+EARLY_DRAFTS = int(os.environ.get("FATHOMLM_EARLY_DRAFTS", "0"))
+"""The same for passes that draft or verify drafts, where that is more: rows of one or a few sequences."""
+_more = [0]
 
 
 def early_launch(rows: int) -> dict[str, bool]:
@@ -23,7 +28,17 @@ def early_launch(rows: int) -> dict[str, bool]:
     behind loads. Every kernel launched so must wait, since the next one counts on it. For one row only: programs of several
     rows are large, and those that start early crowd where there is room instead of spreading (32 rows of a 360M model: 18 %
     slower); `FATHOMLM_EARLY_LAUNCH` says up to how many, 0 for none. Compiled graphs launch in their own way."""
-    return launch_behind(early=rows <= EARLY_ROWS)
+    return launch_behind(early=rows <= max(EARLY_ROWS, _more[0]))
+
+
+@contextlib.contextmanager
+def launching_early(rows: int) -> Iterator[None]:
+    """`early_launch` for up to so many rows, whatever else is the limit, unless early launches are off."""
+    before, _more[0] = _more[0], rows
+    try:
+        yield
+    finally:
+        _more[0] = before
 
 
 def launch_behind(early: bool) -> dict[str, bool]:
@@ -54,4 +69,4 @@ if triton is not None:
             gdc_wait()
 
 
-__all__ = ["early_launch", "launch_behind", "tl", "triton"]
+__all__ = ["EARLY_DRAFTS", "early_launch", "launch_behind", "launching_early", "tl", "triton"]

@@ -39,6 +39,7 @@ from fathomlm.engine.programs.whole import count_entries, prefill_steps
 from fathomlm.engine.sampler import Sampled, note
 from fathomlm.engine.schedule import Placement
 from fathomlm.kernels.best_token import best_and_gap
+from fathomlm.kernels.triton_here import EARLY_DRAFTS, launching_early
 
 
 class DraftLayerProgram:
@@ -93,6 +94,10 @@ class DraftLayerProgram:
         count_entries(self.parts.state, 0, slots_N)
 
     def decode_step(self, variant: SamplingVariant) -> None:
+        with launching_early(EARLY_DRAFTS):
+            self._step(variant)
+
+    def _step(self, variant: SamplingVariant) -> None:
         parts, s, layers = self.parts, self.parts.state, self.parts.layers
         limited = variant.penalise or variant.bias
         live_S, room_S, asks_S, last_S, before_NM, tokens_N, positions_N, *found = self._begin(limited)
@@ -121,7 +126,8 @@ class DraftLayerProgram:
                     break
                 positions_S, *seen = found
                 read_SM = self._enter(drafts[-1], x_SM)
-                x_SM = self.parts.layers.run(read_SM, self._own, metadata_of(seen), positions_S, spend=True)
+                # A draft may be rounded as one row is.
+                x_SM = self.parts.layers.run(read_SM, self._own, metadata_of(seen), positions_S, spend=True, alone=True)
             scores = self._scores(x_SM, asks_S, number, variant)
             draft_S, sure_S, many_S, asks_S, *found = self._meet(*scores, x_SM, asks_S, many_S, room_S)
             drafts.append(draft_S)
@@ -134,9 +140,10 @@ class DraftLayerProgram:
         """What the layer's output scores, the tokens that the columns stand for (None: all) and the rows' choices where
         they are not just the best: drawn as the full model's will be, with the same random number. A slot has one row, or as
         many as any other."""
-        layers, slots_N, index_N = self.parts.layers, self._slots_S, self.parts.state.generated_S[:-1] + number
+        layers, slots_N = self.parts.layers, self._slots_S
         if variant.greedy:
             return *layers.draft_scores(x_NM), None
+        index_N = self.parts.state.generated_S[:-1] + number
         if (each := len(x_NM) // len(slots_N)) > 1:
             slots_N, index_N = slots_N.repeat_interleave(each), index_N.repeat_interleave(each)
         scores_NV = layers.scores(x_NM, self._own[0].index)

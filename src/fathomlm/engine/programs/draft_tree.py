@@ -28,7 +28,7 @@ from fathomlm.engine.programs.base import ProgramContext, SamplingVariant
 from fathomlm.engine.programs.draft_layer import DraftLayerProgram, metadata_of
 from fathomlm.engine.sampler import Sampled
 from fathomlm.errors import OptionError
-from fathomlm.kernels.best_token import best_and_gap
+from fathomlm.kernels.best_token import best_and_gap, best_few
 from fathomlm.kernels.row_attention import BITS
 
 
@@ -68,7 +68,7 @@ class DraftTreeProgram(DraftLayerProgram):
                 positions_N, *seen = found
                 x_NM = x_NM.repeat_interleave(tree.widths[level - 1], 0)
                 read_NM = self._enter(drafts[-1].flatten(), x_NM)
-                x_NM = parts.layers.run(read_NM, self._own, _metadata(seen), positions_N, spend=True)
+                x_NM = parts.layers.run(read_NM, self._own, _metadata(seen), positions_N, spend=True, alone=True)
             elif level:
                 x_NM = x_SM.new_zeros(slots * many, x_SM.shape[1])
             scores = self._scores(x_NM, asks_Sn.flatten(), level, variant)
@@ -84,15 +84,18 @@ class DraftTreeProgram(DraftLayerProgram):
     ) -> tuple[Tensor, ...]:  # fmt: skip
         """The drafts behind a level's nodes, which of them there are, and what those that are followed by others see."""
         s, slots = self.parts.state, len(room_S)
-        best_N, sure_N = best_and_gap(scores_NW)
+        if width == 1:
+            tokens_N, sure_N = best_and_gap(scores_NW)
+            tokens_NK = (tokens_N if drawn_N is None else drawn_N)[:, None]
+        elif drawn_N is None:
+            tokens_NK, sure_N = best_few(scores_NW, width)
+        else:
+            others_NK, sure_N = best_few(scores_NW, width - 1, drawn_N)
+            tokens_NK = torch.cat((drawn_N[:, None], others_NK), 1)
+        if drawn_N is None and vocab_W is not None:
+            tokens_NK = vocab_W[tokens_NK]
         if self._measure != "gap":
             sure_N = MEASURES[self._measure](AtExit(x_NM, x_NM, scores_NW))
-        if drawn_N is None:
-            tokens_NK = best_N[:, None] if width == 1 else scores_NW.topk(width).indices
-            tokens_NK = tokens_NK if vocab_W is None else vocab_W[tokens_NK]
-        else:
-            others_NW = scores_NW.scatter(1, drawn_N[:, None], -torch.inf)
-            tokens_NK = torch.cat((drawn_N[:, None], others_NW.topk(width - 1).indices), 1)
         sure_Sn = sure_N.view(slots, -1)
         threshold_S1 = self.threshold_S[:-1, None]
         drafts_Sn = asks_Sn & ((threshold_S1 == 0) | (sure_Sn > threshold_S1))
