@@ -1,10 +1,15 @@
-"""Ctrl-C that waits."""
+"""Signals that wait, or that are answered."""
 
 from __future__ import annotations
 
 import contextlib
 import signal
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
+from types import FrameType
+
+ENDS = (signal.SIGINT, signal.SIGTERM)
+"""Those that ask a process to end."""
 
 
 @contextlib.contextmanager
@@ -19,3 +24,18 @@ def no_interrupts() -> Iterator[None]:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+@contextlib.contextmanager
+def on_signals(answer: Callable[[int, FrameType | None], object], *numbers: signal.Signals) -> Iterator[None]:
+    """Within, these signals call `answer`, by default those of `ENDS`. Only a main thread may ask for them: in others
+    nothing changes."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.signal(number, answer) for number in numbers or ENDS}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -13,13 +13,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from fathomlm.cli.common import ModelOptions, QuantizeOptions
 from fathomlm.cli.decoding import DecodeOptions, DepthOptions, MessageOptions, ReferenceOptions
 from fathomlm.decode.exiting import Exiting
 from fathomlm.decode.sampling import Sampling
 from fathomlm.errors import FathomError, OptionError, OutputError, choices
+from fathomlm.interrupts import on_signals
 from fathomlm.options import like, section
 
 if TYPE_CHECKING:
@@ -225,8 +226,5 @@ def _ctrl_c_raises() -> Iterator[None]:
     def stop(number: int, frame: FrameType | None) -> NoReturn:
         raise ReplyStopped
 
-    previous: Any = signal.signal(signal.SIGINT, stop)
-    try:
+    with on_signals(stop, signal.SIGINT):
         yield
-    finally:
-        signal.signal(signal.SIGINT, previous)

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import os
 import re
-import signal
 import threading
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
@@ -19,6 +18,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from fathomlm.errors import FathomError, OptionError
+from fathomlm.interrupts import on_signals
 from fathomlm.serve.options import ReplicaOptions, ServeOptions
 
 if TYPE_CHECKING:
@@ -89,12 +89,8 @@ def _stop_event() -> Generator[threading.Event, None, None]:
             os._exit(1)
         stop.set()
 
-    before = {one: signal.signal(one, on_signal) for one in (signal.SIGINT, signal.SIGTERM)}
-    try:
+    with on_signals(on_signal):
         yield stop
-    finally:
-        for one, handler in before.items():
-            signal.signal(one, handler)
 
 
 def _application(load: Callable[[], ServedModel], options: ServeOptions, replicas: ReplicaOptions) -> Any:

@@ -10,16 +10,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import signal
 import socket
-import threading
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from types import FrameType
 from typing import Any
 
 import uvicorn
 from fastapi import FastAPI
 
+from fathomlm.interrupts import on_signals
 from fathomlm.serve.connections import ACCEPTED, Connections
 from fathomlm.serve.logs import log_event
 from fathomlm.serve.options import ServeOptions
@@ -92,9 +91,6 @@ class Server(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None, None, None]:
         """uvicorn raises a signal again when it is done; for us a drained server has ended well."""
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
         loop = asyncio.get_running_loop()
 
         def on_signal(number: int, frame: FrameType | None) -> None:
@@ -102,11 +98,5 @@ class Server(uvicorn.Server):
                 logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
             loop.call_soon_threadsafe(self.end)
 
-        before: dict[signal.Signals, Callable[[int, FrameType | None], object] | int | None] = {}
-        for one in (signal.SIGINT, signal.SIGTERM):
-            before[one] = signal.signal(one, on_signal)
-        try:
+        with on_signals(on_signal):
             yield
-        finally:
-            for one, handler in before.items():
-                signal.signal(one, handler)

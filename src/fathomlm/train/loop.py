@@ -23,6 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from fathomlm.errors import DataError
+from fathomlm.interrupts import on_signals
 from fathomlm.model.route.trace import RoutingMeter
 from fathomlm.train.captured import CapturedPass
 from fathomlm.train.data.loader import IGNORE, Batch, BatchLoader, Prefetched, prefetch
@@ -275,12 +276,5 @@ def stop_requested() -> Iterator[threading.Event]:
             raise KeyboardInterrupt
         stop_event.set()
 
-    if threading.current_thread() is not threading.main_thread():
+    with on_signals(ask):
         yield stop_event
-        return
-    before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield stop_event
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
