@@ -12,6 +12,8 @@ from decode.exit_models import build, exiting, mixing_threshold
 from engine.test_engine import NEW, many
 from engine.test_engine_exits import model as gated
 from engine.test_engine_exits import threshold
+from engine.test_engine_injected import model as injected
+from engine.test_engine_injected import setting as between_loops
 from engine.test_engine_prefix import PREFIX
 from engine.test_engine_prefix import model as prefixed
 from engine.test_engine_prefix import threshold as prefix_threshold
@@ -27,7 +29,7 @@ from fathomlm.engine.session import EngineSession
 from fathomlm.kernels.paged_write import FLOAT8
 from fathomlm.lab.bench.models import random_model
 from fathomlm.model.hub import FathomForCausalLM
-from model.route.small import WINDOWS, model_of, routed
+from model.route.small import LOOPS, WINDOWS, model_of, routed
 
 pytestmark = [
     pytest.mark.gpu,
@@ -72,6 +74,12 @@ CASES: dict[str, Any] = {
             mode="parallel", exit_layers=(2, 4), threshold=prefix_threshold("three loops, windows", (2, 4)), max_stack=2
         ),
     ),
+    "exits, one pass, windows": (
+        lambda: model_of(LOOPS["cycle"], architecture=WINDOWS),
+        lambda: Exiting(mode="parallel", exit_layers=(4,), threshold=0.05, max_stack=3),
+    ),
+    "exits, injected": (lambda: injected("norm"), lambda: between_loops("norm", None, "kl")),
+    "exits, injected, two passes": (lambda: injected("windows"), lambda: between_loops("windows", (1, 3), "gap")),
     "exits, two passes": (
         lambda: build("vanilla"), lambda: exiting("vanilla", "parallel", threshold=mixing_threshold("vanilla"), max_stack=4)
     ),
