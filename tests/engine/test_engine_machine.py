@@ -66,6 +66,9 @@ PLANS = {
     .with_routing(build_routing("expert", 3))
     .with_kv("cache"),
     "exits, entries copied, injected": DepthPlan.build("middle-cycle", 3, 5).with_injection(norm=True),
+    "routed, hybrid, encoder": DepthPlan.build("middle-cycle", 3, 5)
+    .with_routing(build_routing("expert", 3))
+    .with_kv("hybrid"),
     "whole, injected": DepthPlan.build("middle-cycle", 3, 5).with_injection(norm=True),
 }
 """The kinds of program; new ones at the end, since their order decides what `test_crowds` plays. The routed ones have four

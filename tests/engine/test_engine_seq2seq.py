@@ -19,8 +19,9 @@ from fathomlm.depth.relaxation import build_relaxation
 from fathomlm.engine.engine import Engine
 from fathomlm.engine.kv_pages import page_bytes
 from fathomlm.engine.programs.exits import ExitProgram
+from fathomlm.engine.row_positions import RowPositions
 from fathomlm.engine.session import EngineSession
-from fathomlm.errors import RequestTooLarge, UnsupportedModel
+from fathomlm.errors import RequestTooLarge
 from fathomlm.model.seq2seq import FathomForSeq2SeqLM
 from parity.t5_models import write_tiny_t5
 
@@ -175,11 +176,55 @@ def test_what_does_not_fit_is_refused() -> None:
         tight.generate([[5] * 9], max_new_tokens=8)
 
 
-def test_routers_are_refused() -> None:
-    loops = DepthPlan.build("cycle", 2, 4)
-    routed = encoder_model(loops.with_routing(build_routing("token", 2)))
-    with pytest.raises(UnsupportedModel, match="does not support a router in a t5 decoder"):
-        Engine(routed)
+ROUTED = [
+    ("cache", "expert", "middle-cycle"), ("cache", "token", "cycle"), ("share", "expert", "cycle"),
+    ("hybrid", "token", "middle-cycle"),
+]  # fmt: skip
+
+
+def routed(kv: Any, router: str, sharing: str) -> FathomForSeq2SeqLM:
+    recursions, layers = (3, 5) if sharing == "middle-cycle" else (2, 4)
+    plan = DepthPlan.build(sharing, recursions, layers).with_routing(build_routing(router, recursions)).with_kv(kv)  # type: ignore[arg-type]
+    made = encoder_model(plan)
+    assert made.decoder.relative is not None
+    with torch.no_grad():
+        for parameter in made.decoder.relative.parameters():
+            parameter.mul_(20)  # where a token is matters
+    return made
+
+
+@pytest.mark.parametrize(("kv", "router", "sharing"), ROUTED)
+def test_routers(kv: str, router: str, sharing: str) -> None:
+    """What a score gains is by positions, also where only the tokens that ran a recursion have entries; each recursion looks
+    at its own keys and values of the source."""
+    made = routed(kv, router, sharing)
+    wanted = generate(made, SOURCES, max_new_tokens=NEW, ignore_eos=True)
+    assert len({depth for one in wanted for depth in one.depths or ()}) > 1
+    for sizes in ({}, {"page_size": 1, "lag": 1, "burst": 2}, {"page_size": 16, "batch_size": 1}):
+        engine = Engine(made, **SMALL | sizes)
+        found = engine.generate(SOURCES, max_new_tokens=NEW, ignore_eos=True)
+        assert [(one.tokens, one.depths) for one in found] == [(one.tokens, one.depths) for one in wanted]
+        assert not any(engine.counters().pages_used)
+
+
+def test_distances_of_routed_tokens_are_not_entries(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the test above is worth."""
+    made = routed(*ROUTED[0])
+    wanted = generate(made, SOURCES, max_new_tokens=NEW, ignore_eos=True)
+    monkeypatch.setattr(RowPositions, "kept", lambda *_: False)
+    found = Engine(made, **SMALL).generate(SOURCES, max_new_tokens=NEW, ignore_eos=True)
+    assert [one.tokens for one in found] != [one.tokens for one in wanted]
+
+
+def test_a_session_of_a_routed_model() -> None:
+    made = routed(*ROUTED[0])
+    session = EngineSession(made, sequences=len(SOURCES))
+    for sources, new in ((SOURCES, 4), ([[7, 2] * 40], 70)):
+        wanted = generate(made, sources, max_new_tokens=new, ignore_eos=True)
+        found = session.generate_all(sources, max_new_tokens=new, ignore_eos=True)
+        assert [(one.tokens, one.depths) for one in found] == [(one.tokens, one.depths) for one in wanted]
+    assert session._engine is not None
+    assert session._engine.counters().preemptions == 0
 
 
 @pytest.mark.parametrize("mode", ["full", "speculative"])

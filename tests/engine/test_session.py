@@ -96,6 +96,4 @@ def test_what_only_the_reference_does() -> None:
     assert reference_only(build("prefix"), None, None) is None
     loops = DepthPlan.build("cycle", 2, 4)
     assert reference_only(encoder_model(loops), None, Exiting(mode="parallel", exit_layers=(2,))) is None
-    assert "a router in a t5 decoder" in (
-        reference_only(encoder_model(loops.with_routing(build_routing("token", 2))), None, None) or ""
-    )
+    assert reference_only(encoder_model(loops.with_routing(build_routing("token", 2))), None, None) is None

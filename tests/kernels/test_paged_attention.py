@@ -156,12 +156,15 @@ def test_a_bias_by_distance() -> None:
     lengths = LENGTHS[1:]
     q, pages, bias_DH = random(len(lengths), 4, 5), Pages.build(random, lengths, 2, 5, PAGE), random(7, 4)
     found = paged_attention(q, *pages, 1.0, bias_DH=bias_DH)
+    back_NE = torch.randint(0, 9, (len(lengths), pages.table.shape[1] * PAGE), generator=torch.Generator().manual_seed(1))
+    told = paged_attention(q, *pages, 1.0, bias_DH=bias_DH, back_NE=back_NE)
     for row, length in enumerate(lengths):
         at = torch.tensor([[int(pages.table[row, e // PAGE]), e % PAGE] for e in range(length)])
         k, v = (t[at[:, 0], at[:, 1]].transpose(0, 1).repeat_interleave(2, dim=0) for t in (pages.k, pages.v))
-        gains = torch.stack([bias_DH[min(length - 1 - e, 6)] for e in range(length)], dim=1)
-        scores = torch.einsum("hd,hed->he", q[row], k) + gains
-        torch.testing.assert_close(found[row], torch.einsum("he,hed->hd", scores.softmax(-1), v))
+        for said, back in ((found, [length - 1 - e for e in range(length)]), (told, back_NE[row, :length].tolist())):
+            gains = torch.stack([bias_DH[min(one, 6)] for one in back], dim=1)
+            scores = torch.einsum("hd,hed->he", q[row], k) + gains
+            torch.testing.assert_close(said[row], torch.einsum("he,hed->hd", scores.softmax(-1), v))
 
 
 @pytest.mark.parametrize("lengths", [[7], [1], [5, 5], [1, 4, 13, 9]])

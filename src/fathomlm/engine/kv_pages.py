@@ -55,6 +55,8 @@ class AttentionMetadata:
     (`row_positions`)."""
     source: AttentionMetadata | None = field(default=None, kw_only=True)
     """What rows look at of what an encoder made."""
+    back_NE: Tensor | None = field(default=None, kw_only=True)
+    """How many positions in front of its row each entry is, for relative positions, where it is not as many entries."""
     prefix: PrefixSpan = field(default=NO_PREFIX, kw_only=True)
     """Entries in front of a row's own, counted in `lengths_N` and `starts`."""
     gathered: GatheredPages | None = field(default=None, kw_only=True)

@@ -169,7 +169,7 @@ class PagedLayers:
             )
         if self.fused:
             return self._fused(x_NM if spend else x_NM.clone(), steps, attention, positions_N, recursion_N, alone)
-        seen = self._seen(steps, attention, recursion_N)
+        seen = self._seen(steps, attention, positions_N, recursion_N)
         if self.decoder.inject is not None:
             return self._injected(x_NM, steps, seen, positions_N, recursion_N)
         for step, here in zip(steps, seen, strict=True):
@@ -177,7 +177,7 @@ class PagedLayers:
         return x_NM
 
     def _seen(
-        self, steps: Sequence[Step], attention: AttentionMetadata, recursion_N: Tensor | None
+        self, steps: Sequence[Step], attention: AttentionMetadata, positions_N: Tensor, recursion_N: Tensor | None
     ) -> list[AttentionMetadata]:
         """What rows look at, by step: behind its trained prefix, where it has one."""
         made: dict[tuple[int, ...], AttentionMetadata] = {}
@@ -188,7 +188,9 @@ class PagedLayers:
                 behind = attention
                 if numbers:
                     behind = self.pages.behind_prefix(self.layout.home(step)[0], attention, self._own(numbers, recursion_N))
-                if self.device.type == "cpu" and self.pages.dtype == self.dtype and attention.bits_N is None:
+                if self._bias_DH is not None and self._places.kept(step, recursion_N):
+                    behind = replace(behind, back_NE=self._places.back(step, behind, positions_N))
+                elif self.device.type == "cpu" and self.pages.dtype == self.dtype and attention.bits_N is None:
                     behind = behind.gathering(self.pages.page_size)
                 made[numbers] = behind
             seen.append(made[numbers])
@@ -523,6 +525,7 @@ class _StepPages:
         mixed_NHD = paged_attention(
             q_NHD, self.k_pages, self.v_pages, table_NP, lengths_N, scale, self.window, sequence_N=self.attention.sequence_N,
             bias_DH=self.bias_DH, bits_N=self.attention.bits_N, starts_N=self.starts_N, prefix=self.attention.prefix,
+            back_NE=self.attention.back_NE,
         )  # fmt: skip
         return mixed_NHD[:, :, None]
 

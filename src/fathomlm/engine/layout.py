@@ -39,7 +39,8 @@ class Layout:
     recursion_tables: tuple[int, ...] = ()
     """routed: the table of each recursion."""
     positioned: tuple[int, ...] = ()
-    """Pools that keep the position of each entry, since windows count positions: where not every token has an entry."""
+    """Pools that keep the position of each entry, since windows and relative positions count positions: where not every
+    token has an entry."""
 
     def home(self, step: Step) -> tuple[int, int]:
         return self.homes[step.index]
@@ -95,17 +96,16 @@ def build_layout(
     pool = 1 if outer else 0
     homes = {s.index: (0, outer.index(s.index)) if s.part != "core" else (pool, s.layer - first) for s in plan}
     tables = (*((0,) if outer else ()), *[pool] * plan.recursions)
-    planes_by_pool = (*((len(outer),) if outer else ()), plan.core_layers)
+    planes_by_pool = [*((len(outer),) if outer else ()), plan.core_layers]
+    if architecture.cross:
+        planes_by_pool[0] = max(planes_by_pool[0], len(plan.steps))
     windowed = any(architecture.window(step.origin) is not None for step in plan if step.part == "core")
+    placed = windowed or architecture.positions == "relative"
     recursion_tables = tuple(range(pool, pool + plan.recursions))
-    return Layout("routed", tables, planes_by_pool, homes, recursion_tables, (pool,) if windowed else ())
+    return Layout("routed", tables, tuple(planes_by_pool), homes, recursion_tables, (pool,) if placed else ())
 
 
 def _check(architecture: Architecture, plan: DepthPlan, relaxation: Relaxation | None, exits: Sequence[int]) -> None:
-    if plan.routing is not None and (architecture.cross or architecture.positions != "rotary"):
-        raise UnsupportedModel(
-            f"the engine does not support a router in a {architecture.family} decoder; use fathomlm generate"
-        )
     if relaxation is not None and not relaxation.method.serves:
         raise UnsupportedModel(f"the engine does not support a {relaxation.kind} relaxation; use fathomlm generate")
     if plan.routing is not None and not plan.routing.method.serves:

@@ -109,10 +109,12 @@ class RowPositions:
     ) -> AttentionMetadata:
         """Leave positions beside the entries that rows are about to make, where these are kept; and say from which entry on
         rows see, wherever a window does not say it (`AttentionMetadata.starts`)."""
-        if not self._architecture.windows or not steps:
+        if not steps or not (self._architecture.windows or self._layout.positioned):
             return attention
         pool = self._layout.home(steps[0])[0]
-        kept = recursion_N is not None and pool in self._layout.positioned
+        kept = self.kept(steps[0], recursion_N)
+        if kept and self._architecture.positions == "relative":
+            write_positions(self._pages.positions[pool], attention.slot_mapping_N, positions_N)
         starts: dict[Windows, Tensor] = {}
         for step in steps:
             windows = self.windows(step, recursion_N)
@@ -131,6 +133,17 @@ class RowPositions:
                     (positions_N + 1 - (by_R[0] if recursion_N is None else by_R[recursion_N])).clamp_min(0).int()
                 )
         return replace(attention, starts=starts) if starts else attention
+
+    def kept(self, step: Step, recursion_N: Tensor | None) -> bool:
+        """Whether the positions of a step's entries are kept beside them."""
+        return recursion_N is not None and self._layout.home(step)[0] in self._layout.positioned
+
+    def back(self, step: Step, attention: AttentionMetadata, positions_N: Tensor) -> Tensor:
+        """How many positions in front of each row its entries are, (N, entries of its table), where they are kept."""
+        pages, table_NP = self._pages.positions[self._layout.home(step)[0]], attention.table_NP
+        first_P = torch.arange(table_NP.shape[1], device=table_NP.device) * pages.shape[1]
+        table_NP = torch.where(first_P < attention.lengths_N[:, None], table_NP, 0)  # behind a row's last page: anything
+        return positions_N[:, None] - pages[table_NP.long()].flatten(1)
 
     def _by_recursion(self, windows: Windows) -> Tensor:
         if windows not in self._numbers:

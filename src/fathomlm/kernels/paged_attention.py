@@ -39,7 +39,7 @@ def paged_attention(
     window: int | None = None, splits: int = 1, workspace: Tensor | None = None,
     k_scale: float = 1.0, v_scale: float = 1.0, out: Tensor | None = None, sequence_N: Tensor | None = None,
     arrived: Tensor | None = None, bias_DH: Tensor | None = None, bits_N: Tensor | None = None,
-    starts_N: Tensor | None = None, prefix: PrefixSpan = NO_PREFIX,
+    starts_N: Tensor | None = None, prefix: PrefixSpan = NO_PREFIX, back_NE: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """softmax(q k^T * scale) v over each row's first `lengths_N` entries (N, H, D); zeros where it has none.
 
@@ -50,8 +50,9 @@ def paged_attention(
     values / v_scale. `sequence_N` says which rows have the same table, where those of a sequence stand together: then many
     rows are looked at together. `bits_N` (int64) says which of its last 64 entries a row sees, its own in the lowest bit:
     branches of a tree, one behind the other. `prefix` entries in front are seen wherever a window begins, and a bias adds
-    nothing to them. Nothing outside `k_pages` and `v_pages` is read: a row whose table names a page
-    that is not there is a bug, which raises on a CPU and gives NaN on a GPU.
+    nothing to them. A bias is by distance: `back_NE`, where that is not how many entries back. Nothing outside `k_pages` and
+    `v_pages` is read: a row whose table names a page that is not there is a bug, which raises on a CPU and gives NaN on a
+    GPU.
     """
     if window is None and starts_N is None and bias_DH is None and not prefix.first:
         prefix = NO_PREFIX  # entries like any other
@@ -67,7 +68,7 @@ def paged_attention(
         )  # fmt: skip
     return plain_paged_attention(
         q_NHD, k_pages, v_pages, table_NP, lengths_N, scale, window, k_scale=k_scale, v_scale=v_scale, out=out,
-        bias_DH=bias_DH, bits_N=bits_N, starts_N=starts_N, prefix=prefix,
+        bias_DH=bias_DH, bits_N=bits_N, starts_N=starts_N, prefix=prefix, back_NE=back_NE,
     )  # fmt: skip
 
 
@@ -76,6 +77,7 @@ def plain_paged_attention(
     window: int | None = None, splits: int = 1, workspace: Tensor | None = None,
     k_scale: float = 1.0, v_scale: float = 1.0, out: Tensor | None = None, bias_DH: Tensor | None = None,
     bits_N: Tensor | None = None, starts_N: Tensor | None = None, prefix: PrefixSpan = NO_PREFIX,
+    back_NE: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """The meaning. `splits` and `workspace` change nothing here."""
     (N, H, D), (size, G) = q_NHD.shape, k_pages.shape[1:3]
@@ -101,8 +103,10 @@ def plain_paged_attention(
     )
     scores = torch.einsum("ngrd,negd->ngre", q_NHD.view(N, G, H // G, D).to(wide), k) * scale
     if bias_DH is not None:
-        back_NE = (lengths_N[:, None] - 1 - entry_E).clamp(0, len(bias_DH) - 1)
-        bias_NEH = bias_DH[back_NE].to(q_NHD.dtype).masked_fill((entry_E < prefix.end)[:, None], 0.0)
+        far_NE = lengths_N[:, None] - 1 - entry_E if back_NE is None else back_NE[:, : len(entry_E)]
+        bias_NEH = (
+            bias_DH[far_NE.clamp(0, len(bias_DH) - 1)].to(q_NHD.dtype).masked_fill((entry_E < prefix.end)[:, None], 0.0)
+        )
         scores = scores + bias_NEH.transpose(1, 2).reshape(N, G, H // G, -1)
     weights = scores.masked_fill(~seen_NE[:, None, None], -math.inf).softmax(-1).nan_to_num(0.0)
     mixed = torch.einsum("ngre,negd->ngrd", weights, v).reshape(N, H, D).to(q_NHD.dtype)

@@ -138,7 +138,7 @@ class TorchQueue:
     def begin_core(self) -> PickedRows:
         self.parts.state.clock.add_(1)
         rows_N, recursion_N, live_N, positions_N, x_NM, *found = self._begin_core()
-        seen = AttentionMetadata(*found, planes=self._planes.planes, apart=self.parts.plan.kv != "share")
+        seen = AttentionMetadata(*found, planes=self._planes.planes, apart=self.parts.plan.kv != "share", slots_N=rows_N)
         return PickedRows(rows_N, recursion_N, live_N, positions_N, x_NM, seen)
 
     def end_core(self, picked: PickedRows, out_NM: Tensor) -> None:
@@ -147,11 +147,15 @@ class TorchQueue:
     def begin_turn(self) -> PickedRows:
         self.parts.state.clock.add_(1)
         rows_N, recursion_N, live_N, positions_N, x_NM, *found = self._begin_turn()
-        return PickedRows(rows_N, recursion_N, live_N, positions_N, x_NM, AttentionMetadata(*found, apart=True))
+        return PickedRows(
+            rows_N, recursion_N, live_N, positions_N, x_NM, AttentionMetadata(*found, apart=True, slots_N=rows_N)
+        )
 
     def enter(self, picked: PickedRows) -> Entering:
         tokens_N, enters_N, positions_N, *found = self._enter(picked.rows_N, picked.live_N)
-        return Entering(picked.rows_N, tokens_N, enters_N, positions_N, AttentionMetadata(*found, apart=True))
+        return Entering(
+            picked.rows_N, tokens_N, enters_N, positions_N, AttentionMetadata(*found, apart=True, slots_N=picked.rows_N)
+        )
 
     def arrive(self, entering: Entering, x_NM: Tensor) -> None:
         self._arrive(entering.rows_N, entering.live_N, entering.positions_N, x_NM)
