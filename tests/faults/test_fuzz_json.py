@@ -21,8 +21,7 @@ from fathomlm.checkpoints.shards import INDEX, Shards, read_json, write_shards
 from fathomlm.decode.calibration import Calibration
 from fathomlm.decode.threshold import ThresholdEstimator
 from fathomlm.errors import FathomError
-from fathomlm.lab.cli.eval_judge import _body
-from fathomlm.lab.evaluate.judge.client import _reply
+from fathomlm.lab.evaluate.judge.client import _read_body, _reply
 from fathomlm.lab.evaluate.judge.questions import AnswerFile
 from fathomlm.lab.evaluate.tasks import read_rows
 from fathomlm.lab.simulate.costs import read_costs
@@ -167,7 +166,9 @@ def others(tmp_path: Path) -> Iterator[Reader]:
     answer = {"choices": [{"message": {"content": "5"}, "finish_reason": "stop"}]}
     yield Reader("judge", answer, lambda path: _reply(path.read_bytes()))
     yield Reader(
-        "body", {"top_p": 0.5, "extra": {"a": [1]}}, lambda path: _body(path.read_text(encoding="utf-8", errors="replace"))
+        "body",
+        {"top_p": 0.5, "extra": {"a": [1]}},
+        lambda path: _read_body(path.read_text(encoding="utf-8", errors="replace"), "--body"),
     )
 
 

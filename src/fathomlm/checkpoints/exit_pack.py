@@ -30,8 +30,8 @@ from fathomlm.checkpoints.shards import read_json
 from fathomlm.checkpoints.writing import THRESHOLD, check_room, whole_directory
 from fathomlm.depth import Architecture, DepthPlan, ExitParts, Relaxation
 from fathomlm.depth.bounds import BOUNDS
-from fathomlm.errors import CheckpointError, FathomError, OptionError, choices, is_int
-from fathomlm.jsonfile import shown
+from fathomlm.errors import CheckpointError, FathomError, OptionError, is_int
+from fathomlm.jsonfile import exact_record, shown
 from fathomlm.model.decoder import Decoder
 from fathomlm.model.exits import check_exit_vocab, check_rising
 from fathomlm.model.seq2seq import FathomForSeq2SeqLM, FathomModel
@@ -224,11 +224,13 @@ def _check_version(record: dict[str, Any], where: str) -> None:
 
 
 def _read(record: dict[str, Any], path: Path, where: str) -> ExitPack:
-    _check_names(record, ("format", "version", "exits", "parts", "base", VOCAB, "sha256"), where)
+    exact_record(record, ("format", "version", "exits", "parts", "base", VOCAB, "sha256"), where, error=CheckpointError)
     base, parts, exits = record["base"], record["parts"], record["exits"]
-    _check_names(base, ("architecture", "plan", "relaxation", "sample"), f"{where}, base")
+    exact_record(base, ("architecture", "plan", "relaxation", "sample"), f"{where}, base", error=CheckpointError)
     parts = {"draft": False} | parts if isinstance(parts, dict) else parts  # packs from before there were draft layers
-    _check_names(parts, tuple(field.name for field in dataclasses.fields(ExitParts)), f"{where}, parts")
+    exact_record(
+        parts, tuple(field.name for field in dataclasses.fields(ExitParts)), f"{where}, parts", error=CheckpointError
+    )
     for name, value in parts.items():
         if not (isinstance(value, bool) if name in ("layer", "classifier", "draft") else is_int(value)):
             raise CheckpointError(f"{where}, parts: {name} is {shown(value)}")
@@ -249,15 +251,6 @@ def _read(record: dict[str, Any], path: Path, where: str) -> ExitPack:
     )
     pack.plan_over(pack.architecture, pack.plan, pack.relaxation)  # refuses exits that the base has no place for
     return pack
-
-
-def _check_names(record: object, names: tuple[str, ...], where: str) -> None:
-    if not isinstance(record, dict):
-        raise CheckpointError(f"{where} must be an object with {', '.join(names)}")
-    if unknown := [name for name in record if name not in names]:
-        raise CheckpointError(f"{where}: {choices('field', str(unknown[0]), names)}")
-    if missing := [name for name in names if name not in record]:
-        raise CheckpointError(f"{where} is missing {', '.join(missing)}")
 
 
 def _expected(pack: ExitPack, exit_vocab: int | None) -> dict[str, torch.Size]:

@@ -19,6 +19,7 @@ from fathomlm.decode.prompts import Prompt
 from fathomlm.decode.sampling import Sampling
 from fathomlm.decode.threshold import ThresholdEstimator, ThresholdOptions, read_record, write_record
 from fathomlm.errors import CheckpointError, OptionError
+from fathomlm.jsonfile import exact_record
 from fathomlm.model.seq2seq import FathomModel
 
 FILE = "threshold.json"
@@ -52,10 +53,8 @@ class Calibration:
 
     @classmethod
     def load(cls, path: Path) -> Calibration:
-        record = read_record(path, "is no calibration")
-        names = {field.name for field in dataclasses.fields(cls)}
-        if not isinstance(record, dict) or set(record) != names:
-            raise CheckpointError(f"{path} is not a calibration: it must have {', '.join(sorted(names))}")
+        names = [field.name for field in dataclasses.fields(cls)]
+        record = exact_record(read_record(path, "is not a calibration"), names, str(path), error=CheckpointError)
         layer, confidence = record["exit_layer"], record["confidence"]
         if not isinstance(layer, int) or isinstance(layer, bool) or layer < 1 or not isinstance(confidence, str):
             raise CheckpointError(f"{path}: exit_layer must be a layer, from 1, and confidence a name")

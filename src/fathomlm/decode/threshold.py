@@ -43,8 +43,8 @@ from typing import Any, TypeVar
 from fathomlm.checkpoints.writing import whole_file
 from fathomlm.decode.threshold_beta import BINS, Beta, Samples, check_number, clipped
 from fathomlm.decode.threshold_risk import Texts
-from fathomlm.errors import CheckpointError, OptionError, choices, require
-from fathomlm.jsonfile import parse, read_bytes, shown
+from fathomlm.errors import CheckpointError, OptionError, require
+from fathomlm.jsonfile import exact_record, parse, read_bytes, shown
 from fathomlm.options import check, option
 
 FORMAT = 2
@@ -323,16 +323,9 @@ def read_record(path: Path, otherwise: str) -> object:
 def _read(kind: Callable[..., T], record: object, where: str, **parts: Callable[..., object]) -> T:
     """A dataclass from a record that has its fields and no others. `parts` are those of them that are dataclasses."""
     names = [each.name for each in dataclasses.fields(kind)]  # type: ignore[arg-type]
-    if not isinstance(record, dict):
-        raise CheckpointError(f"{where} must be an object with {', '.join(names)}, got {shown(record)}")
-    for name in record:
-        if name not in names:
-            raise CheckpointError(f"{where}: {choices('field', str(name), names)}")
-    missing = [name for name in names if name not in record]
-    if missing:
-        raise CheckpointError(f"{where} is missing {', '.join(missing)}; it must have {', '.join(names)}")
-    read = {name: _read(part, record[name], f"{where}, {name}") for name, part in parts.items()}
+    values = exact_record(record, names, where, error=CheckpointError)
+    read = {name: _read(part, values[name], f"{where}, {name}") for name, part in parts.items()}
     try:
-        return kind(**{**record, **read})
+        return kind(**{**values, **read})
     except OptionError as error:
         raise CheckpointError(f"{where}: {error}") from None
