@@ -321,3 +321,23 @@ def test_long_prompts_in_half_precision(kind: str, kv: str) -> None:
         assert len(wanted.keys() & got.keys()) >= 4
         assert all(abs(wanted[token] - got[token]) < 0.1 for token in wanted.keys() & got.keys())
     assert len({result.tokens[0] for result in slow}) > 3, "prompts that nothing tells apart show nothing"
+
+
+@pytest.mark.parametrize("mode", ["full", "parallel", "speculative", "draft layer"])
+def test_captured_prompts_say_what_the_reference_says(mode: str) -> None:
+    """A size's first pass is launched as it is, the second is captured, and later ones are replayed."""
+    name = "draft" if mode == "draft layer" else "vanilla"
+    setting = None
+    if mode != "full":
+        sure = 0.0 if name == "draft" else mixing_threshold(name)
+        setting = exiting(name, "speculative" if name == "draft" else mode, threshold=sure, max_stack=4)
+    prompts = [[1 + (7 * number + at) % 20 for at in range(3 + 5 * number)] for number in range(5)]
+    wanted = [w.tokens for w in generate(build(name), prompts, max_new_tokens=8, exiting=setting, ignore_eos=True)]
+    engine = Engine(
+        on_gpu(build(name)), exiting=setting, always_draft=True, **SIZES | {"prefill_chunk": 100, "max_length": 64}
+    )
+    for _ in range(4):
+        found = engine.generate(prompts, max_new_tokens=8, ignore_eos=True)
+        assert [r.tokens for r in found] == wanted
+    assert engine.runner.short_prefill is not None
+    assert engine.runner.short_prefill._graphs

@@ -90,11 +90,16 @@ class EngineState:
             at = [slot * stride + table for slot, table in scheduled.capacity]
             self._write(self.capacity_ST, at, list(scheduled.capacity.values()))
 
-    def prefill_batch(
-        self, chunks: Sequence[PrefillChunk], tokens: Sequence[Sequence[int]], depths: Sequence[Sequence[int]] | None = None
-    ) -> PrefillBatch:
-        """Chunks, their tokens and perhaps the depths of these as rows, in one upload. By numpy: of a thousand tokens torch
-        would take a millisecond to make a tensor of a list of rows, while a GPU waits."""
+    def prefill_columns(
+        self,
+        chunks: Sequence[PrefillChunk],
+        tokens: Sequence[Sequence[int]],
+        depths: Sequence[Sequence[int]] | None = None,
+        size: int | None = None,
+    ) -> Tensor:
+        """Chunks, their tokens and perhaps the depths of these as the columns of a PrefillBatch, in one upload; up to `size`
+        with rows of the spare slot, each a chunk of its own. By numpy: of a thousand tokens torch would take a millisecond
+        to make a tensor of a list of rows, while a GPU waits."""
         counts = [len(each) for each in tokens]
         total = sum(counts)
         ends = np.cumsum(counts)
@@ -104,8 +109,13 @@ class EngineState:
         )
         given = (tokens,) if depths is None else (tokens, depths)
         flat = [np.fromiter(itertools.chain.from_iterable(each), np.int64, total) for each in given]
-        columns = (slots, flat[0], firsts + np.arange(total) - starts, starts, *flat[1:])
-        return PrefillBatch(*self.upload(np.stack(columns)))
+        columns = np.stack((slots, flat[0], firsts + np.arange(total) - starts, starts, *flat[1:]))
+        if size is not None and size > total:
+            rest = np.arange(total, size)
+            nothing = np.zeros_like(rest)
+            added = (np.full_like(rest, self.spare), nothing, nothing, rest, *(nothing for _ in flat[1:]))
+            columns = np.concatenate((columns, np.stack(added)), 1)
+        return self.upload(columns)
 
     def start(self, slots: Sequence[int]) -> None:
         """Sequences that are prefilled begin to run, those that were held go on."""

@@ -9,6 +9,7 @@ Nothing here waits for the one it has just started; on a GPU the host runs some 
 
 from __future__ import annotations
 
+import math
 import time
 from collections import abc, deque
 from dataclasses import dataclass, replace
@@ -67,6 +68,10 @@ class Totals:
     prefill_tokens: int = 0
 
 
+PACE_WEIGHT = 0.5
+"""Of the last burst in what is known of how many tokens a decode step adds."""
+
+
 class Engine:
     def __init__(
         self,
@@ -90,8 +95,11 @@ class Engine:
             prefix_caching=self.options.prefix_caching and encodes is None, catch_up=self._catch_up,
         )  # fmt: skip
         self._ends = end_tokens(model)
+        drafts = isinstance(self.runner.program, DraftProgram | DraftLayerProgram)
+        self._pace = 1.0 if drafts or self.runner.layout.kind == "whole" else None
+        """Tokens that a decode step adds to a sequence; None where a token may take several."""
         self._drafting: DraftControl | None = None
-        if isinstance(self.runner.program, DraftProgram | DraftLayerProgram) and not self.options.always_draft:
+        if drafts and not self.options.always_draft:
             self._drafting = DraftControl(skip=sizes.lag)
         self._last_burst = (0, 0.0)
         program = self.runner.program
@@ -245,8 +253,7 @@ class Engine:
                 self._run_passes(self._chosen)
                 return
             self._collect_chosen()
-            if self._kind == "whole":  # each step has a token of every sequence: none needs more steps than it lacks tokens
-                burst = min(burst, max(1, self._records.most_left()))
+            burst = min(burst, self._steps_needed())
             self._bursts.append(burst)
             for _ in range(burst):
                 self._in_flight.append(self.runner.launch(drafts, self.scheduler.occupied))
@@ -254,6 +261,14 @@ class Engine:
         else:
             self._collect_chosen()
             self._collect_first(1)
+
+    def _steps_needed(self) -> int:
+        """How many decode steps any sequence will need beyond those in flight: each has a token of every sequence, or with
+        drafts about as many as of late. 0 where it is better to wait for what those in flight bring."""
+        if self._pace is None:
+            return self.runner.sizes.burst
+        left = self._records.most_left() - self._pace * len(self._in_flight)
+        return max(0 if self._in_flight else 1, math.ceil(left / self._pace))
 
     def _run_passes(self, chosen: ChosenPasses) -> None:
         """Some passes of the one sequence that runs."""
@@ -272,8 +287,13 @@ class Engine:
 
     def _collect_first(self, many: int) -> None:
         """The earliest of the decode steps in flight."""
-        if self._in_flight and many > 0:
-            self._collect([self._in_flight.popleft() for _ in range(many)])
+        if not self._in_flight or many <= 0:
+            return
+        running, tokens = self.scheduler.running, self.totals.tokens
+        self._collect([self._in_flight.popleft() for _ in range(many)])
+        if self._pace is not None and self._kind != "whole" and running:
+            pace = max(1.0, (self.totals.tokens - tokens) / (many * running))
+            self._pace += PACE_WEIGHT * (pace - self._pace)
 
     def _note(self, scheduled: SchedulerOutput) -> None:
         """Who is in which slot now, and how far their pages reach."""

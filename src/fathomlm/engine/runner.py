@@ -24,7 +24,8 @@ from fathomlm.decode.entry_copy import check_loops
 from fathomlm.decode.exiting import SERVED_MODES, Exiting
 from fathomlm.depth import Architecture, DepthPlan
 from fathomlm.engine.batch_routers import BatchRouters
-from fathomlm.engine.device_state import EngineState
+from fathomlm.engine.captured_prefill import CapturedPrefill, sizes_for
+from fathomlm.engine.device_state import EngineState, PrefillBatch
 from fathomlm.engine.kv_pages import KVPages, entry_dtype, pool_page_bytes
 from fathomlm.engine.layers import PagedLayers
 from fathomlm.engine.layout import Layout, build_layout
@@ -138,6 +139,9 @@ class Runner:
             merge=options.merge,
         )  # fmt: skip
         self.program = self._program(ends, exiting, compiled)
+        self.short_prefill: CapturedPrefill | None = None
+        if self._captures and self.layout.kind != "routed":  # how many tokens a router lets go on is asked of the device
+            self.short_prefill = CapturedPrefill(self.program.prefill, sizes_for(decoder), captures=True)
         self._graphs: dict[SamplingVariant, torch.cuda.CUDAGraph] = {}
         self._pool: Any = None
         rows = self.program.output.ints_NC.shape[0]
@@ -233,9 +237,16 @@ class Runner:
         """Add the entries of the chunks' tokens, which left after `depths` layers where that is given; returns how many each
         slot's tables have then.
 
-        All chunks are one pass: a pass that is not captured costs a GPU's host as much for ten tokens as for a thousand.
+        All chunks are one pass: one that is not captured costs a GPU's host as much for ten tokens as for a thousand.
         """
-        self.program.prefill(self.state.prefill_batch(chunks, tokens, depths))
+        size = None
+        if self.short_prefill is not None and depths is None:
+            size = self.short_prefill.size(sum(map(len, tokens)))
+        columns_CN = self.state.prefill_columns(chunks, tokens, depths, size)
+        if self.short_prefill is not None and size is not None:
+            self.short_prefill(columns_CN)
+        else:
+            self.program.prefill(PrefillBatch(*columns_CN))
         self.state.start([chunk.slot for chunk in chunks if chunk.last])
         if self.layout.kind != "routed":
             return [(chunk.first + chunk.count,) for chunk in chunks]

@@ -69,16 +69,17 @@ class WholeProgram:
 def prefill_steps(
     parts: ProgramContext, batch: PrefillBatch, x_NM: Tensor, steps: Sequence[Step]
 ) -> tuple[Tensor, AttentionMetadata]:
-    """Steps that every token runs, with entries in the first table; and what the tokens see there."""
+    """Steps that every token runs, with entries in the first table; and what the tokens see there. Rows of the spare slot
+    stand for nothing."""
     slots_N, positions_N = batch.slots_N, batch.positions_N
-    none_N, all_N = torch.zeros_like(slots_N), torch.ones_like(slots_N, dtype=torch.bool)
-    seen = attention_for(parts.state.tables_STP, slots_N, none_N, positions_N, all_N, parts.page_size, together=True)
+    none_N, valid_N = torch.zeros_like(slots_N), slots_N != parts.state.spare
+    seen = attention_for(parts.state.tables_STP, slots_N, none_N, positions_N, valid_N, parts.page_size, together=True)
     return parts.layers.run(x_NM, steps, seen, positions_N), seen
 
 
 def count_entries(state: EngineState, table: int, slots_N: Tensor) -> None:
-    """One more in a table for each row."""
-    state.entries_ST[:, table].index_add_(0, slots_N, torch.ones_like(slots_N))
+    """One more in a table for each row; none for rows that stand for nothing."""
+    state.entries_ST[:, table].index_add_(0, slots_N, (slots_N != state.spare).long())
 
 
 def pick_live(numbers_SC: Tensor, entries_ST: Tensor, capacity_ST: Tensor, many: int) -> Tensor:

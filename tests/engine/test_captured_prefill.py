@@ -1,0 +1,102 @@
+"""Rows that stand for nothing beside short prompts change nothing; no decode steps are started that nobody needs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from decode.exit_models import PROMPTS, build, exiting, mixing_threshold
+from fathomlm.decode.full import generate
+from fathomlm.decode.sampling import Sampling
+from fathomlm.depth import Architecture, DepthPlan
+from fathomlm.engine.captured_prefill import SIZES, CapturedPrefill, sizes_for
+from fathomlm.engine.engine import Engine
+from fathomlm.engine.request import Request
+from fathomlm.lab.bench.models import random_model
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+SMALL: dict[str, Any] = {"page_size": 4, "batch_size": 4, "prefill_chunk": 11, "max_length": 64}
+TOKENS = 12
+WAYS = {
+    "full": ("vanilla", None),
+    "static": ("vanilla", "static"),
+    "state-copy": ("vanilla", "state-copy"),
+    "parallel": ("vanilla", "parallel"),
+    "speculative": ("vanilla", "speculative"),
+    "draft layer": ("draft", "speculative"),
+}
+
+
+def setting(way: str) -> Any:
+    name, mode = WAYS[way]
+    if mode is None or mode == "static":
+        return None if mode is None else exiting(name, mode)
+    threshold = 0.0 if name == "draft" else mixing_threshold(name)
+    return exiting(name, mode, threshold=threshold, **({} if mode == "state-copy" else {"max_stack": 4}))
+
+
+def padded(engine: Engine, *sizes: int) -> CapturedPrefill:
+    """The engine's prompts have rows that stand for nothing from now on, as on a GPU; nothing is captured."""
+    found = CapturedPrefill(engine.runner.program.prefill, sizes, captures=False)
+    engine.runner.short_prefill = found
+    return found
+
+
+@pytest.mark.parametrize("way", list(WAYS))
+def test_rows_that_stand_for_nothing_change_nothing(way: str) -> None:
+    model, how = build(WAYS[way][0]), setting(way)
+    plain, engine = (Engine(model, exiting=how, always_draft=True, **SMALL) for _ in range(2))
+    short = padded(engine, 6, 16)
+    work = [tuple(prompt) for prompt in PROMPTS] * 2
+    wanted, found = (one.generate(work, max_new_tokens=TOKENS, ignore_eos=True) for one in (plain, engine))
+    assert short._met == {6, 16}, "chunks of both sizes were read"
+    assert [(r.tokens, r.depths) for r in found] == [(r.tokens, r.depths) for r in wanted]
+    assert torch.equal(engine.runner.state.entries_ST, plain.runner.state.entries_ST)
+
+
+def test_wide_layers_and_long_chunks_are_read_as_they_are() -> None:
+    shape = {"hidden": 64, "intermediate": 64, "heads": 2, "kv_heads": 2, "head_dim": 32, "vocab": 64}
+    narrow = random_model(
+        Architecture(family="llama", layers=1, **shape),
+        DepthPlan.vanilla(1),
+        dtype=torch.bfloat16,
+        device=torch.device("cpu"),
+    )
+    assert sizes_for(narrow.decoder) == SIZES
+    wide = random_model(
+        Architecture(family="llama", layers=1, **shape | {"intermediate": 2**19}),
+        DepthPlan.vanilla(1),
+        dtype=torch.bfloat16,
+        device=torch.device("cpu"),
+    )
+    assert sizes_for(wide.decoder) == tuple(size for size in SIZES if size <= 256)
+    short = CapturedPrefill(lambda batch: None, sizes_for(wide.decoder), captures=False)
+    assert [short.size(tokens) for tokens in (1, 64, 65, 256, 257)] == [64, 64, 128, 256, None]
+
+
+@pytest.mark.parametrize("tokens", [1, 4, 5, 11])
+def test_no_decode_step_is_started_that_nobody_needs(tokens: int) -> None:
+    engine = Engine(build("vanilla"), burst=4, lag=1, **SMALL)
+    request = Request(
+        id=engine.new_id(), prompt=tuple(PROMPTS[0]), sampling=Sampling(max_new_tokens=tokens, ignore_eos=True)
+    )
+    (found,) = engine.run([request])
+    assert len(found.tokens) == tokens
+    assert engine.totals.decode_steps == tokens
+
+
+def test_with_drafts_fewer_steps_are_started_than_there_are_tokens() -> None:
+    """A step of drafts brings several tokens: what is in flight counts for as many as steps brought of late."""
+    model, how = build("draft"), setting("draft layer")
+    engine = Engine(model, exiting=how, always_draft=True, burst=4, lag=1, **SMALL)
+    (wanted,) = generate(model, [PROMPTS[0]], max_new_tokens=40, ignore_eos=True, exiting=how)
+    sampling = Sampling(max_new_tokens=40, ignore_eos=True)
+    for _ in range(2):
+        before = engine.totals.decode_steps
+        (found,) = engine.run([Request(id=engine.new_id(), prompt=tuple(PROMPTS[0]), sampling=sampling)])
+        assert found.tokens == wanted.tokens
+    assert wanted.exits is not None
+    passes = 40 - wanted.exits.accepted
+    assert passes <= engine.totals.decode_steps - before <= passes + 4
