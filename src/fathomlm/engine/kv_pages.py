@@ -215,6 +215,11 @@ class KVPages:
             moved = flat.index_select(1, source_N.clamp_min(0))
             flat.index_copy_(1, torch.where(target_N < 0, flat.shape[1] - 1, target_N), moved)
 
+    def planes(self, pool: int) -> tuple[int, tuple[Tensor, Tensor]]:
+        """How many planes a pool has, and the pages of all of them, one behind the other; entries of a byte as bytes."""
+        k, v = (pages.view(torch.uint8) if pages.dtype == FLOAT8 else pages for pages in self._pools[pool])
+        return len(k), (k.flatten(0, 1), v.flatten(0, 1))
+
     @property
     def bytes(self) -> int:
         """The spare pages left out."""

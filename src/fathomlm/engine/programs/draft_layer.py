@@ -21,6 +21,7 @@ from torch import Tensor
 
 from fathomlm.decode.confidence import MEASURES, AtExit
 from fathomlm.decode.draft_layer import DEPTH
+from fathomlm.decode.draft_tree import TreeShape
 from fathomlm.decode.exiting import Threshold, thresholds_of
 from fathomlm.engine.device_state import ENTER, IDLE, PrefillBatch
 from fathomlm.engine.kv_pages import AttentionMetadata, attention_for
@@ -35,6 +36,7 @@ from fathomlm.engine.programs.base import (
     TokenChooser,
     ends_sequence,
 )
+from fathomlm.engine.programs.draft_rows import DraftRows, SlotDrafts
 from fathomlm.engine.programs.whole import count_entries, prefill_steps
 from fathomlm.engine.sampler import Sampled, note
 from fathomlm.engine.schedule import Placement
@@ -68,6 +70,14 @@ class DraftLayerProgram:
         self._rows = parts.small(self._rows_plain)
         self._verify = parts.small(self._verify_plain)
         self._choose = TokenChooser(parts)
+        self._kernels = self._kernels_for(TreeShape((1,) * drafts), None)
+
+    def _kernels_for(self, tree: TreeShape, bits_J: Tensor | None) -> DraftRows | None:
+        """What makes greedy steps, where that can be."""
+        if self._measure != "gap":
+            return None
+        kept = SlotDrafts(self.states_SJM, self.tokens_SJ, self.count_S, self.threshold_S)
+        return DraftRows.of(self.parts, kept, tree, bits_J)
 
     def place(self, placements: Sequence[Placement], threshold: Threshold) -> None:
         s = self.parts.state
@@ -95,7 +105,10 @@ class DraftLayerProgram:
 
     def decode_step(self, variant: SamplingVariant) -> None:
         with launching_early(EARLY_DRAFTS):
-            self._step(variant)
+            if self._kernels is not None and variant.greedy and variant.drafts:
+                self._kernels.step(self.output)
+            else:
+                self._step(variant)
 
     def _step(self, variant: SamplingVariant) -> None:
         parts, s, layers = self.parts, self.parts.state, self.parts.layers

@@ -53,6 +53,7 @@ class DraftTreeProgram(DraftLayerProgram):
         self._grow = parts.small(self._grow_plain)
         self._nodes = parts.small(self._nodes_plain)
         self._follow = parts.small(self._follow_plain)
+        self._kernels = self._kernels_for(tree, self._bits_J)
 
     def _draft(
         self, x_SM: Tensor, live_S: Tensor, asks_S: Tensor, room_S: Tensor, variant: SamplingVariant
