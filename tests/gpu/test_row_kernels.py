@@ -247,6 +247,32 @@ def test_attention_of_prompts(dtype: torch.dtype, heads: tuple[int, int, int], w
     assert not out[sequence != 6].isnan().any()
 
 
+@pytest.mark.parametrize("dtype", DTYPES[:2])
+@pytest.mark.parametrize("prefix", [(0, 256), (5, 16), (28, 32)])
+@pytest.mark.parametrize("window", [None, 33, 200])
+def test_attention_behind_a_prefix(dtype: torch.dtype, prefix: tuple[int, int], window: int | None) -> None:
+    """Rows of sequences of their own, and chunks of prompts: all of the prefix, and what the window shows."""
+    (H, G, D), front = HEADS[0], attention_blocks.PrefixSpan(*prefix)
+    spans = [(0, 70), (5, 6), (300, 420), (0, 1), (600, 603), (0, 200)]
+    ends = [front.end + end for _, end in spans]
+    pages = Pages.build(lambda *s: random(*s, dtype=dtype), ends, G, D, PAGE, spare=4)
+    sequence = torch.tensor([n for n, (first, end) in enumerate(spans) for _ in range(first, end)], device=CUDA)
+    places = [front.end + i + 1 for first, end in spans for i in range(first, end)]
+    lengths = torch.tensor(places, dtype=torch.int32, device=CUDA)
+    prompts, apart = (pages.table[sequence].contiguous(), lengths), (pages.table, pages.lengths)
+    for (table, counts), together in ((prompts, sequence), (apart, None)):
+        q, wide = random(len(counts), H, D, dtype=dtype, std=2.0), (pages.k.float(), pages.v.float(), table, counts)
+        starts = front.end + (counts - front.end) // 2
+        for shown, own in ((window, None), (None, starts)):
+            for splits in (1,) if together is not None else (1, 4):
+                found = paged_attention.paged_attention(
+                    q, pages.k, pages.v, table, counts, D**-0.5, shown, splits, sequence_N=together, starts_N=own,
+                    prefix=front,
+                )  # fmt: skip
+                wanted = paged_attention.plain_paged_attention(q.float(), *wide, D**-0.5, shown, starts_N=own, prefix=front)
+                near(found, wanted, dtype, atol=4 * NEAR[dtype])
+
+
 @pytest.mark.parametrize("splits", [1, 4])
 def test_a_page_that_is_not_there_gives_no_numbers(splits: int) -> None:
     pages = Pages.build(lambda *s: random(*s, dtype=torch.bfloat16), [200] * 5, 5, 64, PAGE)

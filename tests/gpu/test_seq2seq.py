@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from engine.test_engine_seq2seq import NEW, SOURCES, model, threshold
+from engine.test_engine_seq2seq import NEW, ROUTED, SOURCES, model, routed, threshold
 from fathomlm.cache import build_cache
 from fathomlm.decode.exiting import Exiting
 from fathomlm.decode.full import generate
@@ -178,3 +178,12 @@ def test_captured_training_steps_are_steps(tmp_path: Path, compiled: bool) -> No
         found.append([record["loss"] for record in records if "loss" in record])
     assert len(found[0]) >= 12
     assert found[1] == pytest.approx(found[0], rel=1e-3)
+
+
+@pytest.mark.parametrize(("kv", "router", "sharing"), ROUTED)
+def test_routed_models_say_what_the_reference_says(kv: str, router: str, sharing: str) -> None:
+    made = routed(kv, router, sharing)
+    wanted = generate(made, SOURCES, max_new_tokens=NEW, ignore_eos=True)
+    engine = Engine(copy.deepcopy(made).to(CUDA), page_size=16, batch_size=4, max_length=20, max_source=12)
+    found = engine.generate(SOURCES, max_new_tokens=NEW, ignore_eos=True)
+    assert [(one.tokens, one.depths) for one in found] == [(one.tokens, one.depths) for one in wanted]
