@@ -13,6 +13,7 @@ from engine.test_engine_windows import PROMPTS as MANY
 from fathomlm.decode.exiting import Exiting
 from fathomlm.decode.full import generate
 from fathomlm.depth import DepthPlan
+from fathomlm.engine.captured_prefill import CapturedPrefill
 from fathomlm.engine.engine import Engine
 from fathomlm.engine.kv_pages import page_bytes
 from fathomlm.engine.programs.injected_exits import InjectedExitProgram
@@ -92,4 +93,15 @@ def test_a_sequence_that_is_preempted_is_read_again_as_it_was() -> None:
     tight = Engine(model("norm"), exiting=how, **SMALL | {"memory": 32 * page, "page_size": 1, "max_sequences": 5})
     found = tight.generate(PROMPTS, max_new_tokens=NEW)
     assert tight.counters().preemptions > 0
+    assert [(one.tokens, one.depths) for one in found] == [(one.tokens, one.exit_layers) for one in wanted]
+
+
+def test_rows_that_stand_for_nothing_beside_a_prompt_change_nothing() -> None:
+    """Short prompts come in a few sizes on a GPU."""
+    how = setting("norm", None, "gap")
+    wanted = generate(model("norm"), PROMPTS, max_new_tokens=NEW, exiting=how)
+    engine = Engine(model("norm"), exiting=how, **SMALL)
+    engine.runner.short_prefill = CapturedPrefill(engine.runner.program.prefill, (4, 16), captures=False)
+    found = engine.generate(PROMPTS, max_new_tokens=NEW)
+    assert engine.runner.short_prefill._met == {4, 16}
     assert [(one.tokens, one.depths) for one in found] == [(one.tokens, one.exit_layers) for one in wanted]

@@ -17,6 +17,7 @@ from engine.test_engine_windows import SMALL, said
 from fathomlm.decode.exiting import Exiting
 from fathomlm.decode.full import generate
 from fathomlm.depth import DepthPlan, Relaxation
+from fathomlm.engine.captured_prefill import CapturedPrefill
 from fathomlm.engine.engine import Engine
 from fathomlm.engine.kv_pages import pool_page_bytes
 from fathomlm.engine.programs.exits import ExitProgram
@@ -187,3 +188,13 @@ def test_entries_in_float8() -> None:
 def test_steps_that_look_at_one_plane_have_prefixes_of_their_own() -> None:
     layout = Engine(model("loops, shared"), **SMALL).runner.layout
     assert [number for _, number in sorted(layout.prefix_numbers().items())] == [0, 0, 0, 0, 1, 1, 1, 1]
+
+
+def test_rows_that_stand_for_nothing_beside_a_prompt_change_nothing() -> None:
+    """Short prompts come in a few sizes on a GPU."""
+    wanted = generate(model("plain, windows"), PROMPTS, max_new_tokens=NEW)
+    engine = Engine(model("plain, windows"), **SMALL)
+    engine.runner.short_prefill = CapturedPrefill(engine.runner.program.prefill, (4, 16), captures=False)
+    found = engine.generate(PROMPTS, max_new_tokens=NEW)
+    assert engine.runner.short_prefill._met
+    assert [one.tokens for one in found] == [one.tokens for one in wanted]
