@@ -2,7 +2,10 @@
 
     python benchmarks/speculative.py --out speculative.json [--parts smollm2 translator] [--rows 1 8 32]
 
-    smollm2      SmolLM2-135M with the exit that ships for it, asked for 32 short answers (bfloat16 on a GPU)
+    smollm2      SmolLM2-135M with the exit that ships for it, asked for 32 short answers, in float32
+    smollm2-16   the same in bfloat16, where a pass over several rows rounds otherwise than one over a single row: a near tie
+                 may fall the other way
+    drafts       SmolLM2-135M with the draft layer that ships for it, in float32; drafts-16 in bfloat16
     translator   a T5 of 6 + 12 layers (float32: a pass of another size must not round otherwise, or texts could differ):
                  with `--translator runs/study/free/last-.../last --sources data/free/translation/test.jsonl` one that the
                  study `free` trained, on sentences; else of its shape with random weights, where what the layers behind the
@@ -37,7 +40,7 @@ from fathomlm.lab.bench.floor import finish
 from fathomlm.lab.environment import environment, free_memory
 from fathomlm.model.encoder import encoder_record
 from fathomlm.model.seq2seq import FathomForSeq2SeqLM, FathomModel, FathomSeq2SeqConfig
-from fathomlm.packaged import packaged_exits
+from fathomlm.packaged import packaged_drafts, packaged_exits
 
 TOPICS = (
     "the tides", "bread", "glaciers", "a violin", "photosynthesis", "the printing press", "chess", "volcanoes", "tea",
@@ -51,12 +54,16 @@ SOURCE = 32
 """Tokens of a sentence that the study's translators read."""
 
 
-def smollm2(args: argparse.Namespace, device: str) -> tuple[FathomModel, list[list[int]], int, tuple[float, ...]]:
-    dtype = "bfloat16" if device == "cuda" else "float32"
-    model = fathomlm.load(args.model, dtype, device, exits=packaged_exits("smollm2-135m"))
+def smollm2(
+    args: argparse.Namespace, device: str, dtype: str = "float32", pack: Callable[[str], Path | None] = packaged_exits
+) -> tuple[FathomModel, list[list[int]], int, tuple[float, ...]]:
+    model = fathomlm.load(args.model, dtype, device, exits=pack("smollm2-135m"))
     asked = [[{"role": "user", "content": f"What is important to know about {topic}?"}] for topic in TOPICS]
+    prompts = [encode_prompt(model, chat_prompt(model, one), special=False) for one in asked]
+    if model.plan.draft:
+        return model, prompts, model.plan.unrolled_layers, (0.0,)
     (exit,) = model.plan.exits
-    return model, [encode_prompt(model, chat_prompt(model, one), special=False) for one in asked], exit + 1, args.thresholds
+    return model, prompts, exit + 1, args.thresholds
 
 
 def translator(args: argparse.Namespace, device: str) -> tuple[FathomModel, list[list[int]], int, tuple[float, ...]]:
@@ -99,7 +106,13 @@ def random_translator(device: str) -> tuple[FathomModel, list[list[int]], int, t
     return model.to(device).requires_grad_(False), sources, exit_layer, (0.0,)
 
 
-PARTS = {"smollm2": smollm2, "translator": translator}
+PARTS = {
+    "smollm2": smollm2,
+    "smollm2-16": partial(smollm2, dtype="bfloat16"),
+    "drafts": partial(smollm2, pack=packaged_drafts),
+    "drafts-16": partial(smollm2, dtype="bfloat16", pack=packaged_drafts),
+    "translator": translator,
+}
 
 
 class Bench:
@@ -118,11 +131,13 @@ class Bench:
         sizes: dict[str, Any] = {"max_length": self.new + (1 if seq2seq else longest)}
         if seq2seq:
             sizes |= {"max_source": longest}
-        exiting = None
+        exiting, behind = None, self.model.plan.draft
         if threshold is not None:
-            exiting = Exiting(mode="speculative", exit_layers=(self.exit_layer,), threshold=threshold, max_stack=stack)
+            where = {} if behind else {"exit_layers": (self.exit_layer,)}
+            exiting = Exiting(mode="speculative", threshold=threshold, max_stack=stack, **where)
         return Engine(
-            self.model, batch_size=rows * stack, max_sequences=rows, prefix_caching=False, penalties=False, max_logprobs=0,
+            self.model, batch_size=rows if behind else rows * stack, max_sequences=rows, prefix_caching=False,
+            penalties=False, max_logprobs=0,
             exiting=exiting, **sizes,
         )  # fmt: skip
 

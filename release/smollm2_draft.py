@@ -104,7 +104,9 @@ def ship(args: argparse.Namespace) -> None:
     lines = []
     for name, found in settings.items():
         each = " | ".join(f"{found[kind]['speedup']:.2f}" for kind in kinds)
-        what = f"{name.replace('_', ', ')}, {found['drafts']} drafts"
+        place, _, rows = name.replace("rows", " sequences").replace("1row", "one sequence").partition("_")
+        drafts = f"tree {found['drafts']}" if "," in str(found["drafts"]) else f"{found['drafts']} drafts"
+        what = f"two cores, {rows}, {drafts}" if place == "cpu" else f"H200, {place}, {rows}, {drafts}"
         lines.append(
             f"| {what} | {found['speedup']:.2f} | {found['tokens_per_pass']:.2f} | {each} | {found['same_text']:.0%} |"
         )

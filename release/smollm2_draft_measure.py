@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -54,16 +55,18 @@ def measure(args: argparse.Namespace) -> None:
         model = attach(load(args.source, dtype=dtype, device=torch.device(device)), read_pack(args.pack))
         place = record.setdefault(f"{device}, {dtype}", {"environment": environment(device), "revision": revision()})
         for rows in args.rows:
-            for name, figures in race(model, prompts, rows, args).items():
+            for name, figures in race(model, prompts, rows, args):
                 place[name] = figures
                 if dtype == args.dtypes[0]:
                     record[f"cpu_{name.removeprefix('greedy_')}" if device == "cpu" else name] = figures
-            args.out.write_text(json.dumps(record, indent=1) + "\n")
+                args.out.write_text(json.dumps(record, indent=1) + "\n")
             free_memory()
 
 
-def race(model: Any, prompts: dict[str, list[list[int]]], rows: int, args: argparse.Namespace) -> dict[str, Any]:
-    """Figures by the name of a setting: of each temperature, for all prompts and kind by kind, with the best number of
+def race(
+    model: Any, prompts: dict[str, list[list[int]]], rows: int, args: argparse.Namespace
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The name and the figures of a setting: of each temperature, for all prompts and kind by kind, with the best number of
     drafts and with every one that was tried."""
     longest = max(len(prompt) for found in prompts.values() for prompt in found) + args.new_tokens
     sizes = {"batch_size": rows, "max_length": longest, "penalties": False, "max_logprobs": 0, "prefix_caching": False}
@@ -77,7 +80,6 @@ def race(model: Any, prompts: dict[str, list[list[int]]], rows: int, args: argpa
     for drafts, exiting in ways.items():  # every row has its pages: what is preempted is computed twice, in every way
         room = ample_memory(model.decoder, EngineOptions(**sizes), longest + AHEAD, exiting)
         engines[drafts] = Engine(model, exiting=exiting, always_draft=True, memory=room, **sizes)
-    named = {}
     for temperature in args.temperatures:
         tried: dict[int | str, dict[str, Any]] = {drafts: {} for drafts in engines}
         for kind, found in prompts.items():
@@ -96,9 +98,12 @@ def race(model: Any, prompts: dict[str, list[list[int]]], rows: int, args: argpa
                 tried[drafts][kind] = {
                     "seconds": seconds, "tokens": tokens, "passes": tokens - accepted, "same": same, "texts": len(results)
                 }  # fmt: skip
-        named[f"{'drawn' if temperature else 'greedy'}_{rows}row{'s' if rows > 1 else ''}"] = _figures(tried, temperature)
-        print(json.dumps({name: {k: v for k, v in f.items() if k != "tried"} for name, f in named.items()}), flush=True)
-    return named
+        name, figures = (
+            f"{'drawn' if temperature else 'greedy'}_{rows}row{'s' if rows > 1 else ''}",
+            _figures(tried, temperature),
+        )
+        print(json.dumps({name: figures}), flush=True)
+        yield name, figures
 
 
 def _run(

@@ -16,9 +16,12 @@ from fathomlm.decode.exiting import Exiting
 from fathomlm.decode.full import generate
 from fathomlm.decode.sampling import Sampling
 from fathomlm.depth import DepthPlan
+from fathomlm.engine.device_state import ENTER
 from fathomlm.engine.drafting import REPEAT, TRIAL, DraftControl
 from fathomlm.engine.engine import Engine
 from fathomlm.engine.kv_pages import page_bytes
+from fathomlm.engine.programs.base import SamplingVariant
+from fathomlm.engine.programs.drafts import DraftProgram
 from fathomlm.engine.programs.exits import ExitProgram
 from fathomlm.engine.request import Request
 from fathomlm.errors import OptionError
@@ -414,6 +417,56 @@ def test_an_exit_that_was_not_asked_for_a_while_is_as_sure_as_ever(name: str) ->
         assert name == "loop-shared-kv" or len(asked) < len(pairs), "where rows share a pass the head runs for all"
         for one, other in asked:
             assert one == pytest.approx(other, abs=1e-5)
+
+
+class InLongTurns(DraftControl):
+    """Some bursts with drafts, some without."""
+
+    bursts = 0
+
+    def choose(self, running: int) -> bool:
+        self.bursts += 1
+        return self.bursts // 5 % 2 == 0
+
+
+@pytest.mark.parametrize("name", ["vanilla", "own-layer", "gemma3"])
+@pytest.mark.parametrize(
+    "sizes", [{}, {"burst": 2, "lag": 1}, {"max_sequences": 1, "batch_size": 3}], ids=["", "ahead", "one"]
+)
+def test_where_drafting_is_off_a_step_is_the_plain_models(
+    name: str, sizes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One token of each sequence through all layers, once what was drafted is verified; the exit is not asked."""
+    setting = exiting(name, "speculative", threshold=0.0, max_stack=3)
+    engine = Engine(model(name), exiting=setting, **SMALL | {"batch_size": 12, "max_sequences": 4} | sizes)
+    engine._drafting = InLongTurns()
+    program, scored = engine.runner.program, list[int]()
+    assert isinstance(program, DraftProgram)
+    assert program.settles
+    scores = program._scores
+    monkeypatch.setattr(program, "_scores", lambda x, segment, kind: scored.append(kind) or scores(x, segment, kind))
+    step, plain = program._settled_step, list[int]()
+
+    def settled_step(variant: SamplingVariant) -> None:
+        s, asked = engine.runner.state, len(scored)
+        live_S = (s.stage_S == ENTER) & (program.level_S == 0)
+        assert torch.equal(program.filled_BS[0][live_S], s.position_S[live_S]), "nothing waits"
+        step(variant)
+        assert len(scored) == asked
+        plain.append(int(live_S.sum()))
+
+    monkeypatch.setattr(program, "_settled_step", settled_step)
+    prompts = MANY if "max_sequences" not in sizes else MANY[:3]
+    whole = {name: value for name, value in SMALL.items() if name != "max_sequences"}
+    full = Engine(model(name), **whole).generate(prompts, max_new_tokens=20)
+    if "max_sequences" in sizes:
+        results = [result for prompt in prompts for result in engine.generate([prompt], max_new_tokens=20)]
+    else:
+        results = engine.generate(prompts, max_new_tokens=20)
+    assert [(r.tokens, r.finish) for r in results] == [(f.tokens, f.finish) for f in full]
+    assert engine.totals.drafted > 0
+    assert sum(plain) > 3
+    assert engine.counters().pages_used == engine.counters().pages_cached
 
 
 @pytest.mark.parametrize("name", ["vanilla", "own-layer", "gemma3"])

@@ -13,6 +13,7 @@ import torch
 from decode.exit_models import LLAMA, LOOP, MODELS, build, exiting, mixing_threshold
 from fathomlm.depth import DepthPlan
 from fathomlm.depth.sharing import STRATEGIES
+from fathomlm.engine import runner
 from fathomlm.engine.engine import Engine
 from fathomlm.engine.kv_pages import AttentionMetadata, KVPages
 from fathomlm.engine.layout import Layout, build_layout
@@ -158,3 +159,15 @@ def test_an_exit_program_that_counts_planes_wrongly_is_found(name: str) -> None:
     program.stride = program.stride._replace(planes=engine.runner.layout.planes[0])
     with pytest.raises(AssertionError, match="planes"):
         engine.generate([[5, 9, 33]], max_new_tokens=8)
+
+
+@pytest.mark.parametrize(("room", "part"), [(1 << 30, 1.0), (0, 0.25)])
+def test_there_is_room_for_every_sequence_unless_it_is_too_much(
+    room: int, part: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runner, "CPU_ROOM", room)
+    engine = Engine(build("vanilla"), page_size=4, batch_size=8, max_length=48, prefix_caching=False)
+    assert engine.runner.sizes.pool_pages == (8 * 12 * part,)
+    results = engine.generate([[3, 5, 7]] * 8, max_new_tokens=40, ignore_eos=True)
+    assert len({result.tokens for result in results}) == 1
+    assert any(result.preemptions for result in results) == (part < 1)

@@ -16,7 +16,7 @@ from fathomlm.cache import NoCache
 from fathomlm.checkpoints.native import save
 from fathomlm.checkpoints.resolve import load
 from fathomlm.cli.main import main
-from fathomlm.decode.exiting import DRAFT_STACK
+from fathomlm.decode.exiting import DRAFT_STACKS
 from fathomlm.depth import Architecture, DepthPlan, ExitParts
 from fathomlm.errors import OptionError
 from fathomlm.model.attention_mask import TokenBatch, full_masks
@@ -160,7 +160,7 @@ def test_commands_use_it_and_say_so(trained: Trained, tmp_path: Path, capsys: py
         found = json.loads(capsys.readouterr().out)
         assert found["results"][0]["text"] == full["results"][0]["text"]
         assert found["results"][0]["exits"]["drafted"] > 0
-        assert (found["exits"]["threshold"], found["exits"]["max_stack"]) == (0.0, DRAFT_STACK)
+        assert (found["exits"]["threshold"], found["exits"]["max_stack"]) == (0.0, DRAFT_STACKS["cpu"])
     assert main(["generate", last, *ask, "--decode", "speculative", "--draft-tree", "3,2"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["results"][0]["text"] == full["results"][0]["text"]

@@ -240,7 +240,7 @@ def exit_record(exiting: Exiting | None, model: FathomModel, results: Sequence[G
 
     if exiting is None:
         return None
-    first, exiting = results[0].exits, exiting.for_plan(model.plan)
+    first, exiting = results[0].exits, exiting.for_plan(model.plan, model.device.type)
     assert first is not None
     return {
         "mode": exiting.mode,

@@ -241,7 +241,7 @@ def run(
 ) -> list[Generation]:
     """Continue each sequence behind what the cache holds of all of them."""
     begun = time.perf_counter()
-    exiting = exiting.for_plan(decoder.plan)
+    exiting = exiting.for_plan(decoder.plan, decoder.embed.weight.device.type)
     policy = ExitPolicy(decoder, exiting)
     forward = PartialForward(decoder, cache, len(states), memory)
     mode = EXIT_MODES[exiting.mode](forward, policy, exiting)

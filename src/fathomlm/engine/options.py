@@ -31,7 +31,7 @@ class EngineOptions:
     )
     memory: int | None = option(
         None, ge=1, size=MEGABYTE, help="memory for the KV cache",
-        default_text="enough for every sequence at a quarter of --max-length, and for one at full",
+        default_text="enough for every sequence at --max-length, within half of a GPU's free memory or 1 GiB on a CPU",
     )  # fmt: skip
     kv_dtype: KvDtype = option("auto", help="data type of the KV cache; auto is that of the weights")
     """fp8 is one byte for each number (float8_e4m3fn, not scaled, cut off at 448): the same memory holds more pages."""

@@ -57,6 +57,8 @@ CHUNK, GPU_CHUNK = 256, 8192
 """Prompt tokens of one pass: a GPU needs thousands to be kept busy, and a CPU should not keep others waiting."""
 LEAST_ROWS = 32
 """With fewer rows a decode step is hardly faster on a GPU."""
+CPU_ROOM = 1 << 30
+"""Bytes of a KV cache on a CPU where nobody says, unless a quarter of what all sequences may need is more."""
 OVERBOOKED = 2
 """Sequences for each token of a forward pass, where tokens differ in depth."""
 UNTOLD = -(1 << 62)
@@ -103,7 +105,7 @@ class Runner:
     ) -> None:
         """`encodes` is the model of the decoder, where it has an encoder."""
         self.decoder, self.options = decoder, options
-        exiting = None if exiting is None else exiting.for_plan(decoder.plan)
+        exiting = None if exiting is None else exiting.for_plan(decoder.plan, decoder.embed.weight.device.type)
         weight = decoder.embed.weight
         self.device = weight.device
         gpu = self.device.type == "cuda"
@@ -159,6 +161,8 @@ class Runner:
         self.row_counts = row_counts(options.batch_size) if gpu and self.layout.kind == "whole" else ()
         """Rows of decode steps for few sequences, rising. On a CPU rows that nobody needs cost nothing."""
         self._launched = 0
+        self._unsettled = False
+        """Whether the last step left drafts to verify."""
 
     def _program(self, ends: Sequence[int], exiting: Exiting | None, compiled: bool) -> Program:
         plan, options = self.decoder.plan, self.options
@@ -262,6 +266,7 @@ class Runner:
         work = None if only is None else self._passes.get(only)
         if work is None:
             work = self._work(drafts, sequences, only)
+        self._unsettled = drafts or only is not None
         if only is not None:
             self._words[at][SLOT] = self._words[at][FLAGS] = UNTOLD
         work.start()
@@ -277,10 +282,13 @@ class Runner:
         sampler = self.sampler
         rows = None if sequences is None else next((many for many in self.row_counts if many >= sequences), None)
         name, rows = (None, rows) if only is None else only
-        variant = SamplingVariant(sampler.mode, sampler.penalised, sampler.biased, sampler.alternatives, drafts, rows, name)
+        settled = isinstance(self.program, DraftProgram) and self.program.settles and not (drafts or self._unsettled or only)
+        rows = self.state.slots if settled else rows
+        kind = sampler.mode, sampler.penalised, sampler.biased, sampler.alternatives
+        variant = SamplingVariant(*kind, drafts, rows, name, settled)
         start: Callable[[], object] = partial(self._decode_step, variant)
         if self._captures:
-            if variant not in self._graphs and name is not None:
+            if variant not in self._graphs and (name is not None or settled):
                 self._capture(variant)
             elif variant not in self._graphs:  # with every number of rows: none should be waited for later
                 for many in (None, *self.row_counts):
@@ -411,8 +419,10 @@ def _sizes(decoder: Decoder, layout: Layout, options: EngineOptions, gpu: bool, 
     full = [many * -(-max_length // size) for many in tables]
     full[0] += -(-max_source // size)
     if options.memory is None:
+        every = sequences * sum(pages * one for pages, one in zip(full, sizes, strict=True))
+        kept = min(1.0, max(1 / 4, room(decoder.embed.weight.device) / every))
         pool_pages = tuple(
-            max(pages + tables_, math.ceil(sequences * pages / 4)) for pages, tables_ in zip(full, tables, strict=True)
+            max(pages + tables_, math.ceil(kept * sequences * pages)) for pages, tables_ in zip(full, tables, strict=True)
         )
     else:
         share = pool_shares(plan, layout)
@@ -434,6 +444,11 @@ def _sizes(decoder: Decoder, layout: Layout, options: EngineOptions, gpu: bool, 
     chunk = options.prefill_chunk or (GPU_CHUNK if gpu else CHUNK)
     lookahead = (lag + 1) * burst * in_a_step + 1 + waiting
     return Sizes(layout.tables, pool_pages, sequences, max_length, chunk, lookahead, burst, lag, max_source, spare)
+
+
+def room(device: torch.device) -> int:
+    """Bytes that a KV cache may take where nobody says: half of what is free on a GPU."""
+    return torch.cuda.mem_get_info(device)[0] // 2 if device.type == "cuda" else CPU_ROOM
 
 
 def _shallows(options: EngineOptions, exiting: Exiting) -> int:

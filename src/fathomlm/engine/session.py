@@ -83,7 +83,7 @@ class EngineSession:
         sequences: int = 1,
     ) -> None:
         self.model, self.control, self.sequences = model, control, sequences
-        self.exiting = None if exiting is None or exiting.mode == "full" else exiting.for_plan(model.plan)
+        self.exiting = None if exiting is None or exiting.mode == "full" else exiting.for_plan(model.plan, model.device.type)
         self._engine: Engine | None = None
         check_exiting(model, control, self.exiting)
 

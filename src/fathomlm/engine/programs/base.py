@@ -50,6 +50,8 @@ class SamplingVariant:
     """How many rows run, where that is enough for all sequences on the device; None: as many as the batch size."""
     only: str | None = None
     """exits: the pass that the host has chosen, instead of all of a decode step."""
+    settled: bool = False
+    """No draft waits to be verified and none is made: a step may be the plain model's."""
 
     @property
     def greedy(self) -> bool:

@@ -173,7 +173,7 @@ class DraftLayerProgram:
         slots_N = self._slots_N if places == self.drafts + 1 else self._slots_S.repeat_interleave(places)
         valid_N, positions_N, index_N, *found = self._rows(live_S, many_S, slots_N, places)
         seen, x_NM = metadata_of(found), layers.enter(drafts_SJ.flatten())
-        x_NM = layers.run(x_NM, self.parts.plan.steps, seen, positions_N, spend=True)
+        x_NM = layers.run(x_NM, self.parts.plan.steps, seen, positions_N, spend=True, alone=len(slots_N) == 1)
         scores_NV = layers.scores(x_NM)
         sampled = self._choose.sampled(scores_NV, slots_N, index_N, valid_N, variant)
         output = self.output if places == self.drafts + 1 else self.output.part(0, len(slots_N))

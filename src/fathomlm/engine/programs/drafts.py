@@ -21,7 +21,8 @@ import torch
 from torch import Tensor
 
 from fathomlm.decode.exiting import Threshold
-from fathomlm.engine.device_state import IDLE
+from fathomlm.engine.device_state import ENTER, IDLE
+from fathomlm.engine.kv_pages import AttentionMetadata, attention_for
 from fathomlm.engine.programs.base import (
     BAD,
     DRAFTED,
@@ -54,6 +55,14 @@ class DraftProgram(ExitProgram):
         """The last draft would end the sequence: nothing more is drafted until it is verified."""
         self._draft = parts.small(self._draft_plain)
         self._verify = parts.small(self._verify_plain)
+        self.settles = s.slots * self.stack <= parts.batch_size and not (self.mixed or parts.plan.injection)
+        """Whether a step without drafts leaves nothing to verify: it has a pass for every segment, and rows for all that may
+        wait."""
+        self._slots_S = torch.arange(s.slots, device=s.device)
+        self._depth_S = torch.full_like(self._slots_S, self.cuts[-1])
+        self._unsure_S = torch.zeros(s.slots, device=s.device)
+        self._begin_settled = parts.small(self._begin_settled_plain)
+        self._end_settled = parts.small(self._end_settled_plain)
 
     def place(self, placements: Sequence[Placement], threshold: Threshold) -> None:
         super().place(placements, threshold)
@@ -64,9 +73,47 @@ class DraftProgram(ExitProgram):
         if variant.drafts or variant.only is not None:
             super().decode_step(variant)
             return
+        if variant.settled:
+            self._settled_step(variant)
+            return
         self.output.blank(self.parts.state.spare)
         for name in dict.fromkeys(self.passes):
             self._pass(name, variant, self.output.part(self.passes.index(name), self.parts.batch_size))
+
+    def _settled_step(self, variant: SamplingVariant) -> None:
+        """A token of every slot through all layers, as without exits: drafting that does not pay must not cost anything
+        where it is off. What exits need of their own is stored, lest it be missing when they are asked again."""
+        parts, layers = self.parts, self.parts.layers
+        live_S, tokens_S, positions_S, *found = self._begin_settled()
+        output = self.output.part(0, len(live_S))
+        if parts.idle(live_S):
+            output.blank(parts.state.spare)
+            return
+        seen = AttentionMetadata(*found, apart=True, slots_N=self._slots_S)
+        x_SM, alone = layers.enter(tokens_S), len(live_S) == 1
+        for steps, own in zip(self.segments, (*self.own, ()), strict=True):
+            x_SM = layers.run(x_SM, steps, seen, positions_S, spend=True, alone=alone)
+            if own:
+                layers.keep(x_SM, own, seen, positions_S)
+        scores_SV = layers.scores(x_SM)
+        self._choose(scores_SV, self._slots_S, live_S, self._depth_S, self._unsure_S, variant, output)
+        self._end_settled(live_S)
+
+    def _begin_settled_plain(self) -> tuple[Tensor, ...]:
+        s, slots_S = self.parts.state, self._slots_S
+        position_S = s.position_S[:-1]
+        live_S = (s.stage_S[:-1] == ENTER) & (position_S < s.capacity_ST[:-1, 0])
+        positions_S = torch.where(live_S, position_S, 0)
+        seen = attention_for(
+            s.tables_STP, slots_S, torch.zeros_like(slots_S), positions_S, live_S, self.parts.page_size
+        )  # fmt: skip
+        return live_S, s.token_S[:-1], positions_S, seen.slot_mapping_N, seen.table_NP, seen.lengths_N
+
+    def _end_settled_plain(self, live_S: Tensor) -> None:
+        """All positions up to the slots' own have run every segment."""
+        s = self.parts.state
+        self.filled_BS[:, :-1] = torch.where(live_S, s.position_S[:-1], self.filled_BS[:, :-1])
+        s.clock.add_(1)
 
     def _overflows(self, segment_S: Tensor, pending_S: Tensor, size_S: Tensor) -> Tensor:
         """Drafts are verified also where there is no page for another: the host gives pages for what it knows of."""
