@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from fathomlm.serve import service
+from fathomlm.serve import served_model
 from fathomlm.serve.options import ServeOptions
 from faults.test_connections import dialled, request
 from serve.serving import Running, running, until
@@ -75,7 +75,7 @@ def test_a_prompt_that_is_being_read_is_left_behind(tiny_model: Any, monkeypatch
         assert go_on.wait(120)
         return [1]
 
-    monkeypatch.setattr(service, "encode_prompt", slow)
+    monkeypatch.setattr(served_model, "encode_prompt", slow)
     with running(tiny_model, ServeOptions(drain_timeout=0.05)) as ending, dialled(ending, request()):
         assert begun.wait(60)
         told_to_stop(ending)
@@ -92,10 +92,10 @@ def test_the_process_ends_although_its_engine_does_not(tiny_model_dir: Path) -> 
         "import threading, sys\n"
         "from fathomlm.engine.engine import Engine\n"
         "Engine.step = lambda self: threading.Event().wait()\n"
-        "from fathomlm.serve import service\n"
-        "encode = service.encode_prompt\n"
+        "from fathomlm.serve import served_model\n"
+        "encode = served_model.encode_prompt\n"
         "wait = threading.Event().wait\n"
-        "service.encode_prompt = lambda model, prompt: encode(model, prompt) if prompt != 'x' else wait()\n"
+        "served_model.encode_prompt = lambda model, prompt: encode(model, prompt) if prompt != 'x' else wait()\n"
         "from fathomlm.cli.main import main\n"
         f"sys.exit(main(['serve', {str(tiny_model_dir)!r}, '--port', '0', '--threads', '1', '--drain-timeout', '0.1']))\n"
     )

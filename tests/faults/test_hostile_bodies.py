@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from fathomlm.serve import bodies, service
+from fathomlm.serve import bodies, served_model
 from fathomlm.serve.bodies import MOST_INT, ChatBody, CompletionBody
 from fathomlm.serve.errors import ApiError, validation_error
 from fathomlm.serve.options import ServeOptions
@@ -173,7 +173,7 @@ def test_a_text_that_cannot_fit_is_refused_unread(server: Running, monkeypatch: 
 @pytest.fixture
 def stuck(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     """Long prompts, which are not read to the end until the event is set."""
-    plain, go_on = service.encode_prompt, threading.Event()
+    plain, go_on = served_model.encode_prompt, threading.Event()
     go_on.begun = 0  # type: ignore[attr-defined]
 
     def slow(model: Any, prompt: Any) -> Any:
@@ -183,7 +183,7 @@ def stuck(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
             return [1]
         return plain(model, prompt)
 
-    monkeypatch.setattr(service, "encode_prompt", slow)
+    monkeypatch.setattr(served_model, "encode_prompt", slow)
     yield go_on
     go_on.set()
 

@@ -206,11 +206,12 @@ class Simulation:
             self._collect(*self._flying.popleft())
 
     def _burst(self) -> int:
-        """Decode steps of the next burst: where each has a token of every sequence, no more than any lacks tokens."""
+        """Decode steps of the next burst: where each has a token of every sequence, no more than any lacks tokens beyond
+        those in flight."""
         if not isinstance(self.device, PlainDevice):
             return self.setting.burst
         lacks = max(sequence.max_new_tokens - len(sequence.tokens) for sequence in self.scheduler.placed)
-        return min(self.setting.burst, max(1, lacks))
+        return min(self.setting.burst, max(0 if self._flying else 1, lacks - len(self._flying)))
 
     def _in_slot(self, slot: int) -> Sequence:
         return next(sequence for sequence in self.scheduler.placed if sequence.slot == slot)
