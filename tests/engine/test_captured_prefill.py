@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -15,6 +17,7 @@ from fathomlm.engine.captured_prefill import SIZES, CapturedPrefill, sizes_for
 from fathomlm.engine.engine import Engine
 from fathomlm.engine.request import Request
 from fathomlm.lab.bench.models import random_model
+from fathomlm.model.quantize import quantize_layers
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 SMALL: dict[str, Any] = {"page_size": 4, "batch_size": 4, "prefill_chunk": 11, "max_length": 64}
@@ -74,6 +77,44 @@ def test_wide_layers_and_long_chunks_are_read_as_they_are() -> None:
     assert sizes_for(wide.decoder) == tuple(size for size in SIZES if size <= 256)
     short = CapturedPrefill(lambda batch: None, sizes_for(wide.decoder), captures=False)
     assert [short.size(tokens) for tokens in (1, 64, 65, 256, 257)] == [64, 64, 128, 256, None]
+
+
+def test_layers_in_integers_are_as_wide_as_before() -> None:
+    """Their weights are no parameters; a pass over them takes the device no less time."""
+    shape = {"hidden": 64, "intermediate": 2**17, "heads": 2, "kv_heads": 2, "head_dim": 32, "vocab": 64}
+    model = random_model(
+        Architecture(family="llama", layers=1, **shape),
+        DepthPlan.vanilla(1),
+        dtype=torch.bfloat16,
+        device=torch.device("cpu"),
+    )
+    before = sizes_for(model.decoder)
+    assert before != SIZES
+    quantize_layers(model.decoder, "int8", None)
+    assert sizes_for(model.decoder) == before
+
+
+def test_other_threads_may_use_the_device_while_one_captures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines of other models have threads of their own: a capture that forbids what they do would break, or break them."""
+    modes: list[str] = []
+
+    class Graph:
+        def pool(self) -> int:
+            return 1
+
+        def replay(self) -> None: ...
+
+    @contextmanager
+    def capture(graph: Graph, pool: int | None = None, capture_error_mode: str = "global") -> Iterator[None]:
+        modes.append(capture_error_mode)
+        yield
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    monkeypatch.setattr(torch.cuda, "graph", capture)
+    short = CapturedPrefill(lambda batch: None, (2,), captures=True)
+    for _ in range(3):
+        short(torch.zeros(4, 2, dtype=torch.int64))
+    assert modes == ["thread_local"], "the second pass of a size is captured, once"
 
 
 @pytest.mark.parametrize("tokens", [1, 4, 5, 11])

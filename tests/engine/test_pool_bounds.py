@@ -171,3 +171,15 @@ def test_there_is_room_for_every_sequence_unless_it_is_too_much(
     results = engine.generate([[3, 5, 7]] * 8, max_new_tokens=40, ignore_eos=True)
     assert len({result.tokens for result in results}) == 1
     assert any(result.preemptions for result in results) == (part < 1)
+
+
+def test_what_an_unloaded_model_had_is_free_for_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch keeps what it has freed, and the device counts it as taken until torch lets go of it."""
+    free, kept = [100], [60]
+
+    def empty_cache() -> None:
+        free[0], kept[0] = free[0] + kept[0], 0
+
+    monkeypatch.setattr(torch.cuda, "empty_cache", empty_cache)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free[0], 200))
+    assert runner.room(torch.device("cuda", 0)) == 80

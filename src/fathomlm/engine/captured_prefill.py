@@ -8,25 +8,41 @@ layers keep the device busy by themselves, and are launched as they are: there, 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fathomlm.engine.device_state import PrefillBatch
 from fathomlm.model.decoder import Decoder
 
 SIZES = (64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
+ONE_AT_A_TIME = threading.Lock()
+"""torch lets go of its unused memory where a capture begins, which must not be while another one is under way."""
 LAUNCH_S = 150e-6
 """What a layer's kernels take the host to launch."""
 SPEED = {2: 4e14, 4: 5e13}
 """Multiplications and additions per second that a GPU reaches in prompts, by the bytes of a number."""
 
 
+@contextmanager
+def capturing(graph: torch.cuda.CUDAGraph, pool: Any) -> Iterator[None]:
+    """Only the thread that captures must keep still: engines of other models, and those that are being loaded, have threads
+    of their own, which allocate memory and ask for events meanwhile."""
+    with ONE_AT_A_TIME, torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+        yield
+
+
 def sizes_for(decoder: Decoder) -> tuple[int, ...]:
-    """Those in which a layer takes the device no longer than the host."""
-    widest = max(sum(parameter.numel() for parameter in layer.parameters()) for layer in decoder.layers)
+    """Those in which a layer takes the device no longer than the host. Linears are counted by their sizes: weights in
+    integers are no parameters."""
+    widest = max(
+        sum(part.in_features * part.out_features for part in layer.modules() if isinstance(part, nn.Linear))
+        for layer in decoder.layers
+    )
     speed = SPEED.get(decoder.embed.weight.element_size(), SPEED[4])
     return tuple(size for size in SIZES if 2 * widest * size / speed <= LAUNCH_S)
 
@@ -59,7 +75,7 @@ class CapturedPrefill:
 
     def _capture(self, columns_CN: Tensor) -> tuple[Tensor, torch.cuda.CUDAGraph]:
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
+        with capturing(graph, self._pool):
             self._run(PrefillBatch(*columns_CN))
         self._pool = self._pool or graph.pool()
         return columns_CN, graph

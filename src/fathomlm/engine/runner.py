@@ -7,6 +7,7 @@ memory while the next ones run. On a CPU the same work runs at once.
 from __future__ import annotations
 
 import dataclasses
+import gc
 import math
 import os
 import select
@@ -24,7 +25,7 @@ from fathomlm.decode.entry_copy import check_loops
 from fathomlm.decode.exiting import SERVED_MODES, Exiting
 from fathomlm.depth import Architecture, DepthPlan
 from fathomlm.engine.batch_routers import BatchRouters
-from fathomlm.engine.captured_prefill import CapturedPrefill, sizes_for
+from fathomlm.engine.captured_prefill import ONE_AT_A_TIME, CapturedPrefill, capturing, sizes_for
 from fathomlm.engine.device_state import EngineState, PrefillBatch
 from fathomlm.engine.kv_pages import KVPages, entry_dtype, pool_page_bytes
 from fathomlm.engine.layers import PagedLayers
@@ -343,7 +344,7 @@ class Runner:
                 self.program.decode_step(variant)
         torch.cuda.current_stream().wait_stream(side)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
+        with capturing(graph, self._pool):
             self.program.decode_step(variant)
         self._pool = self._pool or graph.pool()
         self._graphs[variant] = graph
@@ -447,8 +448,14 @@ def _sizes(decoder: Decoder, layout: Layout, options: EngineOptions, gpu: bool, 
 
 
 def room(device: torch.device) -> int:
-    """Bytes that a KV cache may take where nobody says: half of what is free on a GPU."""
-    return torch.cuda.mem_get_info(device)[0] // 2 if device.type == "cuda" else CPU_ROOM
+    """Bytes that a KV cache may take where nobody says: half of what is free on a GPU. What an engine before this one had,
+    of a model that was unloaded, is free as well, once torch has let go of it."""
+    if device.type != "cuda":
+        return CPU_ROOM
+    gc.collect()
+    with ONE_AT_A_TIME:
+        torch.cuda.empty_cache()
+    return torch.cuda.mem_get_info(device)[0] // 2
 
 
 def _shallows(options: EngineOptions, exiting: Exiting) -> int:
