@@ -4,7 +4,8 @@ What the exit chooses is a draft: the slot goes on behind it, and nothing is tol
 drafts wait as may, or one would end the sequence, all that waits runs the deeper segment in one pass, each a row. There the
 full model chooses for every row, with the random number that belongs to the token's place in its sequence. Drafts that it
 would not have chosen are dropped with all behind them. So a request's tokens are those that the full model chooses, greedy
-or drawn, token by token, whatever was drafted and whenever drafting is switched off.
+or drawn, token by token, whatever was drafted and whenever drafting is switched off; in 16 bits up to near ties, since a
+pass over a single row rounds otherwise than one over several.
 
 A draft and the full model's choice are drawn with the same number, so they differ no more often than the two distributions
 make them. A request with penalties or a constraint is never drafted for: what counts as repeated, or is allowed next, is
