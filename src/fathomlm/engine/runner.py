@@ -143,7 +143,8 @@ class Runner:
         )  # fmt: skip
         self.program = self._program(ends, exiting, compiled)
         self.short_prefill: CapturedPrefill | None = None
-        if self._captures and self.layout.kind != "routed":  # how many tokens a router lets go on is asked of the device
+        relative = decoder.architecture.positions == "relative"  # their attention is plain, and dear for rows of nothing
+        if self._captures and not relative and self.layout.kind != "routed":  # a router asks the device who goes on
             self.short_prefill = CapturedPrefill(self.program.prefill, sizes_for(decoder), captures=True)
         self._graphs: dict[SamplingVariant, torch.cuda.CUDAGraph] = {}
         self._pool: Any = None
