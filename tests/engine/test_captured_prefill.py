@@ -113,7 +113,7 @@ def test_other_threads_may_use_the_device_while_one_captures(monkeypatch: pytest
     monkeypatch.setattr(torch.cuda, "graph", capture)
     short = CapturedPrefill(lambda batch: None, (2,), captures=True)
     for _ in range(3):
-        short(torch.zeros(4, 2, dtype=torch.int64))
+        short(torch.zeros(4, 2, dtype=torch.int64), 2)
     assert modes == ["thread_local"], "the second pass of a size is captured, once"
 
 

@@ -60,11 +60,11 @@ class CapturedPrefill:
         """How many rows a pass over so many tokens has; None where it is run as it is."""
         return next((size for size in self.sizes if size >= tokens), None)
 
-    def __call__(self, columns_CN: Tensor) -> None:
-        """Prefill what the columns of a batch say; they have one of the sizes."""
-        size = columns_CN.shape[1]
-        if not self._captures or size not in self._met:
-            self._met.add(size)
+    def __call__(self, columns_CN: Tensor, size: int | None) -> None:
+        """Prefill what the columns of a batch say; they have `size` rows, where that is one of the sizes."""
+        if size is None or not self._captures or size not in self._met:
+            if size is not None:
+                self._met.add(size)
             self._run(PrefillBatch(*columns_CN))
             return
         if size not in self._graphs:

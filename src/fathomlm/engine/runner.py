@@ -26,7 +26,7 @@ from fathomlm.decode.exiting import SERVED_MODES, Exiting
 from fathomlm.depth import Architecture, DepthPlan
 from fathomlm.engine.batch_routers import BatchRouters
 from fathomlm.engine.captured_prefill import ONE_AT_A_TIME, CapturedPrefill, capturing, sizes_for
-from fathomlm.engine.device_state import EngineState, PrefillBatch
+from fathomlm.engine.device_state import EngineState
 from fathomlm.engine.kv_pages import KVPages, entry_dtype, pool_page_bytes
 from fathomlm.engine.layers import PagedLayers
 from fathomlm.engine.layout import Layout, build_layout
@@ -142,10 +142,11 @@ class Runner:
             merge=options.merge,
         )  # fmt: skip
         self.program = self._program(ends, exiting, compiled)
-        self.short_prefill: CapturedPrefill | None = None
         relative = decoder.architecture.positions == "relative"  # their attention is plain, and dear for rows of nothing
-        if self._captures and not relative and self.layout.kind != "routed":  # a router asks the device who goes on
-            self.short_prefill = CapturedPrefill(self.program.prefill, sizes_for(decoder), captures=True)
+        pads = self._captures and not relative and self.layout.kind != "routed"  # a router asks the device who goes on
+        self.short_prefill = CapturedPrefill(
+            lambda batch: self.program.prefill(batch), sizes_for(decoder) if pads else (), captures=self._captures
+        )
         self._graphs: dict[SamplingVariant, torch.cuda.CUDAGraph] = {}
         self._pool: Any = None
         rows = self.program.output.ints_NC.shape[0]
@@ -245,14 +246,8 @@ class Runner:
 
         All chunks are one pass: one that is not captured costs a GPU's host as much for ten tokens as for a thousand.
         """
-        size = None
-        if self.short_prefill is not None and depths is None:
-            size = self.short_prefill.size(sum(map(len, tokens)))
-        columns_CN = self.state.prefill_columns(chunks, tokens, depths, size)
-        if self.short_prefill is not None and size is not None:
-            self.short_prefill(columns_CN)
-        else:
-            self.program.prefill(PrefillBatch(*columns_CN))
+        size = self.short_prefill.size(sum(map(len, tokens))) if depths is None else None
+        self.short_prefill(self.state.prefill_columns(chunks, tokens, depths, size), size)
         self.state.start([chunk.slot for chunk in chunks if chunk.last])
         if self.layout.kind != "routed":
             return [(chunk.first + chunk.count,) for chunk in chunks]
