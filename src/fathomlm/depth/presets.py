@@ -16,6 +16,8 @@ from fathomlm.depth.architecture import Architecture, Rope
 from fathomlm.depth.plan import DepthPlan
 from fathomlm.errors import ModelNotFound, choices
 
+SIZES = ("layers", "hidden", "intermediate", "heads", "kv_heads")
+
 
 @dataclass(frozen=True, slots=True)
 class Preset:
@@ -35,30 +37,21 @@ class Preset:
     """Further encoder fields, by Hugging Face's names (LongT5: its attention type)."""
 
 
-def _llama(
-    layers: int,
-    hidden: int,
-    intermediate: int,
-    heads: int,
-    kv_heads: int,
-    vocab: int = 49_152,
-    *,
-    theta: float = 1e4,
-    **more: Any,
-) -> Architecture:
-    """Sizes, and traits of `Architecture` where they are not Llama's."""
-    sizes = {"layers": layers, "hidden": hidden, "intermediate": intermediate, "heads": heads, "kv_heads": kv_heads}
-    usual = {"family": "llama", "head_dim": hidden // heads, "vocab": vocab, "rope": Rope(theta=theta)}
-    return Architecture(**sizes | usual | more)  # type: ignore[arg-type]
+def _llama(*sizes: int, vocab: int = 49_152, theta: float = 1e4, **more: Any) -> Architecture:
+    """Sizes in the order of `SIZES`, and traits of `Architecture` where they are not Llama's."""
+    fields: dict[str, Any] = {"family": "llama", "vocab": vocab, "rope": Rope(theta=theta)}
+    fields |= zip(SIZES, sizes, strict=True)
+    fields["head_dim"] = fields["hidden"] // fields["heads"]
+    return Architecture(**fields | more)
 
 
 def _llama3(*sizes: int, factor: float = 32.0, **more: Any) -> Architecture:
     rope = Rope(theta=5e5, scaling="llama3", factor=factor, low_freq_factor=1.0, high_freq_factor=4.0)
-    return _llama(*sizes, 128_256, context=131_072, rope=rope, **more)
+    return _llama(*sizes, vocab=128_256, context=131_072, rope=rope, **more)
 
 
 def _qwen(*sizes: int, family: str, context: int, **more: Any) -> Architecture:
-    return _llama(*sizes, 151_936, family=family, context=context, theta=1e6, norm_eps=1e-6, **more)
+    return _llama(*sizes, vocab=151_936, family=family, context=context, theta=1e6, norm_eps=1e-6, **more)
 
 
 def _qwen3(*sizes: int, family: str = "qwen3", **more: Any) -> Architecture:
@@ -70,21 +63,21 @@ _GEMMA: dict[str, Any] = {"head_dim": 256, "norm": "rms_plus_one", "norm_eps": 1
 
 def _gemma(layers: int, hidden: int, *sizes: int) -> Architecture:
     scale = hidden**0.5
-    return _llama(layers, hidden, *sizes, 256_000, family="gemma", context=8192, embedding_scale=scale, **_GEMMA)
+    return _llama(layers, hidden, *sizes, vocab=256_000, family="gemma", context=8192, embedding_scale=scale, **_GEMMA)
 
 
 def _gemma3(layers: int, hidden: int, *sizes: int) -> Architecture:
     """Five layers of six have a window, and a rotary base of their own."""
     windows = tuple(None if (i + 1) % 6 == 0 else 512 for i in range(layers))
     return _llama(
-        layers, hidden, *sizes, 262_144, family="gemma3", context=32_768, theta=1e6, local_rope=Rope(), windows=windows,
-        residual="sandwich", qk_norm=True, attention_scale=256**-0.5, embedding_scale=hidden**0.5, **_GEMMA,
+        layers, hidden, *sizes, vocab=262_144, family="gemma3", context=32_768, theta=1e6, local_rope=Rope(),
+        windows=windows, residual="sandwich", qk_norm=True, attention_scale=256**-0.5, embedding_scale=hidden**0.5, **_GEMMA,
     )  # fmt: skip
 
 
 def _pythia(layers: int, hidden: int, heads: int) -> Architecture:
     return _llama(
-        layers, hidden, 4 * hidden, heads, heads, 50_304, family="neox", tied_embeddings=False, norm="layer",
+        layers, hidden, 4 * hidden, heads, heads, vocab=50_304, family="neox", tied_embeddings=False, norm="layer",
         activation="gelu", gated=False, residual="parallel", qkv_bias=True, o_bias=True, mlp_bias=True, rotary_fraction=0.25,
     )  # fmt: skip
 
@@ -93,13 +86,13 @@ def _phi4_mini() -> Architecture:
     """Within its original context; see `checkpoints.families.phi`."""
     stretched = math.sqrt(1 + math.log(32) / math.log(4096))
     rope = Rope(scaling="longrope", original_context=4096, attention_factor=stretched, factors=(1.0,) * 48)
-    return _llama(32, 3072, 8192, 24, 8, 200_064, family="phi3", context=4096, rope=rope, rotary_fraction=0.75)
+    return _llama(32, 3072, 8192, 24, 8, vocab=200_064, family="phi3", context=4096, rope=rope, rotary_fraction=0.75)
 
 
 def _olmo2(layers: int, hidden: int, intermediate: int, heads: int) -> Architecture:
     return _llama(
-        layers, hidden, intermediate, heads, heads, 100_352, family="olmo2", context=4096, theta=5e5, tied_embeddings=False,
-        norm_eps=1e-6, residual="post", qk_norm=True, qk_norm_wide=True,
+        layers, hidden, intermediate, heads, heads, vocab=100_352, family="olmo2", context=4096, theta=5e5,
+        tied_embeddings=False, norm_eps=1e-6, residual="post", qk_norm=True, qk_norm_wide=True,
     )  # fmt: skip
 
 
@@ -129,7 +122,7 @@ def _t5(
     encoder: Mapping[str, Any] | None = None, **more: Any,
 ) -> Preset:  # fmt: skip
     """A published model; its heads are 64 wide unless `head_dim` says otherwise, its encoder is as deep as its decoder."""
-    sizes = {"layers": layers, "hidden": hidden, "intermediate": intermediate, "heads": heads, "kv_heads": heads}
+    sizes = dict(zip(SIZES, (layers, hidden, intermediate, heads, heads), strict=True))
     fields = with_t5_traits({"family": "t5", "head_dim": 64, "vocab": vocab, **sizes, **more})
     return Preset(Architecture.from_dict(fields), hub, encoder_layers=layers, encoder_fields=encoder or {})
 
@@ -157,26 +150,27 @@ def _injected(layer: Architecture, prelude: int, core: int, coda: int, hub: str,
     return Preset(architecture, hub, plan=plan)
 
 
-_TINYLLAMA = _llama(22, 2048, 5632, 32, 4, 32_000, tied_embeddings=False)
+_TINYLLAMA = _llama(22, 2048, 5632, 32, 4, vocab=32_000, tied_embeddings=False)
 _LLAMA32_1B = _llama3(16, 2048, 8192, 32, 8)
 _OLMO2_1B = _olmo2(16, 2048, 8192, 16)
 _SMOLLM3 = _llama(
-    36, 2048, 11_008, 16, 4, 128_256, family="smollm3", context=65_536, theta=5e6, norm_eps=1e-6,
+    36, 2048, 11_008, 16, 4, vocab=128_256, family="smollm3", context=65_536, theta=5e6, norm_eps=1e-6,
     rotated=tuple((i + 1) % 4 != 0 for i in range(36)),
 )  # fmt: skip
 _GRANITE = _llama(
-    40, 2048, 8192, 32, 8, 49_155, family="granite", context=131_072, theta=5e6, embedding_scale=12.0,
+    40, 2048, 8192, 32, 8, vocab=49_155, family="granite", context=131_072, theta=5e6, embedding_scale=12.0,
     attention_scale=0.015625, residual_scale=0.22, head_scale=0.125,
 )  # fmt: skip
 _HUGINN = _llama(
-    8, 5280, 17_920, 55, 55, 65_536, context=4096, theta=5e4, norm_eps=1e-6, residual="around", qk_bias=True,
+    8, 5280, 17_920, 55, 55, vocab=65_536, context=4096, theta=5e4, norm_eps=1e-6, residual="around", qk_bias=True,
     embedding_scale=math.sqrt(5280),
 )  # fmt: skip
 _NANBEIGE = _llama(
-    22, 3072, 10_752, 48, 8, 166_144, family="nanbeige", head_dim=128, context=262_144, theta=7e7, tied_embeddings=False
-)
+    22, 3072, 10_752, 48, 8, vocab=166_144, family="nanbeige", head_dim=128, context=262_144, theta=7e7,
+    tied_embeddings=False,
+)  # fmt: skip
 _MISTRAL = _llama(
-    32, 4096, 14_336, 32, 8, 32_768, family="mistral", context=32_768, theta=1e6, tied_embeddings=False
+    32, 4096, 14_336, 32, 8, vocab=32_768, family="mistral", context=32_768, theta=1e6, tied_embeddings=False
 )  # fmt: skip
 _QWEN3_MOE = _qwen3(
     48, 2048, 768, 32, 4, family="qwen3_moe", tied_embeddings=False, experts=128, experts_per_token=8, experts_normed=True
