@@ -71,9 +71,9 @@ if TYPE_CHECKING:
     from fathomlm.model.seq2seq import FathomForSeq2SeqLM as FathomForSeq2SeqLM
     from fathomlm.model.seq2seq import FathomSeq2SeqConfig as FathomSeq2SeqConfig
     from fathomlm.serve.app import create_app as create_app
-    from fathomlm.serve.catalog import Catalog as Catalog
-    from fathomlm.serve.catalog import Offer as Offer
     from fathomlm.serve.served_model import serve_model as serve_model
+    from fathomlm.serve.service import Catalog as Catalog
+    from fathomlm.serve.service import Offer as Offer
     from fathomlm.serve.service import Service as Service
     from fathomlm.train.reading import read_recipe as read_recipe
 
@@ -108,9 +108,8 @@ _MODULES = {
     "fathomlm.model.route": "DepthControl",
     "fathomlm.model.seq2seq": "FathomForSeq2SeqLM FathomSeq2SeqConfig",
     "fathomlm.serve.app": "create_app",
-    "fathomlm.serve.catalog": "Catalog Offer",
     "fathomlm.serve.served_model": "serve_model",
-    "fathomlm.serve.service": "Service",
+    "fathomlm.serve.service": "Catalog Offer Service",
     "fathomlm.train.reading": "read_recipe",
 }
 _PUBLIC = {name: module for module, names in _MODULES.items() for name in names.split()}

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 import json
 import math
 import re
@@ -23,7 +22,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, TypeVar
 
-from fathomlm.errors import FathomError, choices, is_int, is_number, nearest
+from fathomlm.errors import FathomError, OptionError, choices, is_int, is_number, nearest
 
 Raises = type[FathomError]
 MAX_BYTES = 16 << 20
@@ -280,9 +279,10 @@ class Fields:
             raise self.wrong(name, "an object")
         return Fields(value, self.where, error=self._error, prefix=f"{self._prefix}{name}.")
 
-    def build(self, cls: type[T], texts: bool = False) -> T:
-        """A dataclass from fields of the same names, each as its annotation says: what is missing has its default, and any
-        other name is refused. `texts` also takes numbers that are written as strings, as YAML reads 3e-4."""
+    def build(self, cls: type[T], *, texts: bool = False, whole: bool = False) -> T:
+        """A dataclass from fields of the same names, each as its annotation says: what is missing has its default (`whole`:
+        nothing may be missing), any other name is refused, and so is what the dataclass itself refuses. `texts` also takes
+        numbers that are written as strings, as YAML reads 3e-4."""
         hints = _hints(cls)  # type: ignore[arg-type]
         for name in self.values:
             if name not in hints:
@@ -291,35 +291,33 @@ class Fields:
         found = {}
         for field in dataclasses.fields(cls):  # type: ignore[arg-type]
             if field.name in self.values:
-                found[field.name] = self._as(hints[field.name], field.name, self.values[field.name], texts)
-            elif field.default is field.default_factory is dataclasses.MISSING:
+                found[field.name] = self._as(hints[field.name], field.name, self.values[field.name], texts, whole)
+            elif whole or field.default is field.default_factory is dataclasses.MISSING:
                 raise self.wrong(field.name, _rule(hints[field.name]))
-        return cls(**found)
+        try:
+            return cls(**found)
+        except OptionError as problem:
+            if issubclass(OptionError, self._error):
+                raise
+            raise self._error(f"{self.where}: {self._prefix}{problem}") from None
 
-    def _as(self, kind: Any, name: str, value: Any, texts: bool) -> Any:
+    def _as(self, kind: Any, name: str, value: Any, texts: bool, whole: bool) -> Any:
         """A value as an annotation says, the first that fits of several."""
         options = typing.get_args(kind) if typing.get_origin(kind) in (typing.Union, types.UnionType) else (kind,)
         for option in options:
             origin, inner = typing.get_origin(option), typing.get_args(option)
-            if dataclasses.is_dataclass(option) and isinstance(value, dict):
+            if isinstance(value, dict) and (origin in (dict, Mapping) or dataclasses.is_dataclass(option)):
                 part = Fields(value, self.where, error=self._error, prefix=f"{self._prefix}{name}.")
-                return part.build(option, texts)  # type: ignore[arg-type]
+                if origin is None:
+                    return part.build(option, texts=texts, whole=whole)
+                return {key: part._as(inner[1], key, each, texts, whole) for key, each in value.items()}
             if origin in (list, tuple) and isinstance(value, list):
                 kinds = inner[:1] * len(value) if origin is list or Ellipsis in inner else inner
                 if len(kinds) == len(value):
-                    items = [self._as(*each, texts) for each in zip(kinds, itertools.repeat(name), value, strict=False)]
-                    return origin(items)
-            if origin is dict and isinstance(value, dict):
-                part = Fields(value, self.where, error=self._error, prefix=f"{self._prefix}{name}.")
-                return {key: part._as(inner[1], key, each, texts) for key, each in value.items()}
+                    return origin(self._as(own, name, each, texts, whole) for own, each in zip(kinds, value, strict=True))
             if _fits(option, value):
                 return float(value) if option is float else value
-            if (
-                texts
-                and option in (int, float)
-                and isinstance(value, str)
-                and (number := _number(value, option)) is not None
-            ):
+            if texts and option in (int, float) and (number := _number(value, option)) is not None:
                 return number
         raise self.wrong(name, _rule(kind), value)
 

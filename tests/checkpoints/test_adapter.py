@@ -18,8 +18,7 @@ from fathomlm.cli.serve import load_adapter
 from fathomlm.cli.serve_models import read_lora
 from fathomlm.decode.full import generate
 from fathomlm.errors import CheckpointError, FathomError, OptionError
-from fathomlm.serve.catalog import Catalog, Offer
-from fathomlm.serve.service import Service
+from fathomlm.serve.service import Catalog, Offer, Service
 from serve.serving import running
 
 peft = pytest.importorskip("peft")

@@ -49,9 +49,9 @@ def test_another_exit_or_confidence_is_refused() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"exit_layer": 0}, "from 1"),
-        ({"exit_layer": True}, "from 1"),
-        ({"confidence": 3}, "a name"),
+        ({"exit_layer": 0}, "exit_layer must be >= 1, got 0"),
+        ({"exit_layer": True}, "exit_layer must be an integer, got true"),
+        ({"confidence": 3}, "confidence must be a string, got 3"),
         ({"estimator": {}}, "estimator"),
         ({"more": 1}, "unknown field 'more'"),
     ],

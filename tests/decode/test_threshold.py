@@ -15,7 +15,7 @@ import pytest
 
 from fathomlm.decode import threshold as module
 from fathomlm.decode.threshold import GRID, PUBLIC, ThresholdEstimator, ThresholdOptions
-from fathomlm.decode.threshold_beta import BINS, CLIP, Beta, Samples
+from fathomlm.decode.threshold_samples import BINS, CLIP, Beta, Samples
 from fathomlm.errors import CheckpointError, OptionError, OutputError
 
 Draw = Callable[[random.Random], float]
@@ -433,20 +433,20 @@ def change(record: dict[str, Any], path: str, value: Any) -> None:
         ("format", 3, "has format 3; this version reads 2 and 1"),
         ("format", True, "has format true"),
         ("extra", 1, "unknown field 'extra'"),
-        ("sequences", -1, "sequences must be an integer from 0 on, got -1"),
+        ("sequences", -1, "sequences must be >= 0, got -1"),
         ("history", {}, "history must be a list"),
-        ("history.0.threshold", 1.5, "history 0: threshold must be a number from 0 to 1, got 1.5"),
-        ("history.0.agree.alpha", 0, "history 0, agree: alpha must be"),
-        ("history.0.agree", None, "history 0, agree must be an object with alpha, beta"),
-        ("options.priors", [], "options: invalid priors"),
-        ("options.treshold", 1, "options: unknown field 'treshold'"),
-        ("agree.mean", 2.0, "agree: mean must be a number from 0 to 1"),
-        ("agree.mean", math.nan, "agree: mean must be"),
-        ("agree.m2", math.inf, "agree: m2 must be"),
-        ("agree.count", 10**400, "agree: count must be"),
-        ("agree.count", 3, "agree: bins must be counts that sum to 3"),
-        ("agree.bins", [2000], "agree: bins must be a list of 50 counts"),
-        ("agree.bins", [2001, -1] + [0] * 48, "agree: a bin must be"),
+        ("history.0.threshold", 1.5, "history.threshold must be between 0 and 1, got 1.5"),
+        ("history.0.agree.alpha", 0, r"history\.agree\.alpha must be >="),
+        ("history.0.agree", None, "history.agree must be a section of fields, got null"),
+        ("options.priors", [], "options.priors must be a string"),
+        ("options.treshold", 1, "unknown field in options 'treshold'"),
+        ("agree.mean", 2.0, "agree.mean must be between 0 and 1"),
+        ("agree.mean", math.nan, "agree.mean must be a number"),
+        ("agree.m2", math.inf, "agree.m2 must be a number"),
+        ("agree.count", 10**400, "agree.bins must be counts that sum to 1"),
+        ("agree.count", 3, "agree.bins must be counts that sum to 3"),
+        ("agree.bins", [2000], "agree.bins must be a list of 50 counts"),
+        ("agree.bins", [2001, -1] + [0] * 48, "agree.bins must be >= 0, got -1"),
         ("disagree", {"count": 0, "mean": 0.5, "m2": 0.0, "bins": [0] * 50}, "mean and m2 must be 0 without samples"),
     ],
 )

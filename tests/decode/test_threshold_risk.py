@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from fathomlm.decode.threshold import ThresholdEstimator, ThresholdOptions
-from fathomlm.decode.threshold_risk import STEPS, Texts
+from fathomlm.decode.threshold_samples import STEPS, Texts
 from fathomlm.errors import CheckpointError, OptionError
 
 Text = list[tuple[float, bool]]
@@ -187,7 +187,7 @@ def test_an_estimator_of_format_1_keeps_its_rule_and_its_threshold() -> None:
         ("wrong", [0] * 3, "wrong must be a list of 200 counts"),
         ("wrong", [10**9] * STEPS, "wrong must be counts that fall from at most"),
         ("wrong", list(range(STEPS)), "wrong must be counts that fall"),
-        ("seen", [-1] * STEPS, "seen must be an integer"),
+        ("seen", [-1] * STEPS, "seen must be >= 0, got -1"),
         ("open_tokens", 0.5, "open_tokens must be an integer"),
     ],
 )

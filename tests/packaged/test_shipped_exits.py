@@ -21,7 +21,7 @@ from fathomlm.cli.main import main
 from fathomlm.decode.calibration import FILE, Calibration
 from fathomlm.decode.exiting import Exiting
 from fathomlm.decode.prompts import chat_prompt
-from fathomlm.decode.threshold_risk import STEPS
+from fathomlm.decode.threshold_samples import STEPS
 from fathomlm.model.hub import FathomForCausalLM
 from fathomlm.packaged import packaged_exits
 from packaged.shipped import record_of

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fathomlm.decode.threshold import GRID, PRIORS, RULES, ThresholdEstimator, ThresholdOptions
-from fathomlm.decode.threshold_beta import BINS
+from fathomlm.decode.threshold_samples import BINS
 
 quick = settings(deadline=None, max_examples=100)
 confidences = st.sampled_from([0.0, 1.0, 5e-324, 1e-4, 1 - 1e-4, 0.5]) | st.floats(0, 1)

@@ -57,8 +57,8 @@ def main() -> None:
 
     import fathomlm
     from fathomlm.engine.engine import Engine
-    from fathomlm.serve.catalog import Catalog, Offer
     from fathomlm.serve.served_model import serve_model
+    from fathomlm.serve.service import Catalog, Offer
     from serve.serving import running
 
     parser = argparse.ArgumentParser(description=__doc__)

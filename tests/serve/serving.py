@@ -16,13 +16,11 @@ from openai import OpenAI
 
 from fathomlm.engine.engine import Engine
 from fathomlm.engine.options import RestartPolicy
-from fathomlm.serve.address import address_of, bind
 from fathomlm.serve.app import create_app
-from fathomlm.serve.catalog import Catalog
-from fathomlm.serve.options import ServeOptions
+from fathomlm.serve.options import ServeOptions, address_of, bind
 from fathomlm.serve.served_model import serve_model
 from fathomlm.serve.server import Server
-from fathomlm.serve.service import Service
+from fathomlm.serve.service import Catalog, Service
 
 SMALL: dict[str, Any] = {"batch_size": 4, "page_size": 4, "max_length": 96, "max_logprobs": 20}
 NAME = "tiny"

@@ -12,8 +12,8 @@ import pytest
 
 from fathomlm.engine.engine import Engine
 from fathomlm.errors import FathomError, ModelNotFound, OptionError
-from fathomlm.serve.catalog import Catalog, Offer
 from fathomlm.serve.served_model import ServedModel, serve_model
+from fathomlm.serve.service import Catalog, Offer
 from serve.serving import NAME, SMALL, Running, events, running, until
 
 pytestmark = pytest.mark.usefixtures("one_thread")

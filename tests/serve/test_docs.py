@@ -21,9 +21,8 @@ from fathomlm.cli import serve
 from fathomlm.cli.main import build_parser, read_command
 from fathomlm.engine.engine import Engine
 from fathomlm.packaged import default_model, models_directory
-from fathomlm.serve.catalog import Catalog, Offer
 from fathomlm.serve.served_model import serve_model
-from fathomlm.serve.service import Service
+from fathomlm.serve.service import Catalog, Offer, Service
 from model.route.small import LLAMA, model_of, routed
 from serve.serving import SMALL, Running, events, running, serving
 

@@ -19,9 +19,9 @@ from fathomlm.depth.colours import depth_colours, ink
 from fathomlm.engine.engine import Engine
 from fathomlm.errors import ModelNotFound
 from fathomlm.model.hub import FathomConfig, FathomForCausalLM
-from fathomlm.serve.catalog import Catalog, Offer
 from fathomlm.serve.options import ServeOptions
 from fathomlm.serve.served_model import serve_model
+from fathomlm.serve.service import Catalog, Offer
 from serve.serving import SMALL, Running, running
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")

@@ -10,12 +10,11 @@ from typing import Any
 import pytest
 
 from fathomlm.errors import EngineStopped, ModelNotFound, OptionError, QueueFull, RequestTooLarge
-from fathomlm.serve.address import address_of, bind
 from fathomlm.serve.app import create_app
 from fathomlm.serve.errors import as_api_error, to_json
 from fathomlm.serve.logs import LOGGER, JsonLines
 from fathomlm.serve.middleware import is_loopback
-from fathomlm.serve.options import ServeOptions
+from fathomlm.serve.options import ServeOptions, address_of, bind
 from fathomlm.serve.served_model import ServedModel
 from fathomlm.serve.server import Server
 from fathomlm.serve.service import Service

@@ -27,9 +27,8 @@ from fathomlm.packaged import default_model
 from fathomlm.serve.options import ReplicaOptions, ServeOptions
 
 if TYPE_CHECKING:
-    from fathomlm.serve.catalog import Catalog
     from fathomlm.serve.served_model import ServedModel
-    from fathomlm.serve.service import Service
+    from fathomlm.serve.service import Catalog, Service
 
 REQUIRED = ("fastapi", "uvicorn", "prometheus_client")
 
@@ -154,7 +153,7 @@ class Serve(QuantizeOptions, ModelOptions):
         missing = [name for name in REQUIRED if importlib.util.find_spec(name) is None]
         if missing:
             raise OptionError(f"serving requires {', '.join(missing)}: pip install -c constraints.txt -e '.[serve]'")
-        from fathomlm.serve.address import bind
+        from fathomlm.serve.options import bind
 
         options, engine = self.server_options, self.engine_options
         replicas = self.ray.of_engine(engine, self.device, self.threads)
@@ -178,10 +177,10 @@ class Serve(QuantizeOptions, ModelOptions):
         catalog: Catalog, services: list[Service],
     ) -> int:  # fmt: skip
         """What imports torch: all that can be known before is checked."""
-        from fathomlm.serve.address import address_of
         from fathomlm.serve.app import create_app
         from fathomlm.serve.logs import configure_logging, log_event
         from fathomlm.serve.middleware import is_loopback
+        from fathomlm.serve.options import address_of
         from fathomlm.serve.server import Server
         from fathomlm.serve.service import Service
 

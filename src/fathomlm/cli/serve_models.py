@@ -15,8 +15,8 @@ from fathomlm.options import option
 from fathomlm.packaged import FETCHED, packaged_models
 
 if TYPE_CHECKING:
-    from fathomlm.serve.catalog import Catalog
     from fathomlm.serve.served_model import ServedModel
+    from fathomlm.serve.service import Catalog
 
 
 def check_lora(given: str) -> None:
@@ -75,7 +75,7 @@ def catalog_of(
 ) -> Catalog:
     """The other models by the names that clients use; `first` is that of the server's own, `load` takes what users type.
     `adapters` are those of the server's own model."""
-    from fathomlm.serve.catalog import Catalog, Offer
+    from fathomlm.serve.service import Catalog, Offer
 
     offers: dict[str, Offer] = {}
     for source in others:

@@ -17,10 +17,11 @@ from fathomlm.decode.full import generate
 from fathomlm.decode.generation import Generation
 from fathomlm.decode.prompts import Prompt
 from fathomlm.decode.sampling import Sampling
-from fathomlm.decode.threshold import ThresholdEstimator, ThresholdOptions, read_record, write_record
+from fathomlm.decode.threshold import ThresholdEstimator, ThresholdOptions, write_record
 from fathomlm.errors import CheckpointError, OptionError
-from fathomlm.jsonfile import exact_record
+from fathomlm.jsonfile import read_object
 from fathomlm.model.seq2seq import FathomModel
+from fathomlm.options import check, option
 
 FILE = "threshold.json"
 """Beside a model's weights."""
@@ -30,10 +31,13 @@ FILE = "threshold.json"
 class Calibration:
     """What was learnt, and at which exit and by which confidence."""
 
-    exit_layer: int
+    exit_layer: int = option(ge=1)
     """From 1, in unrolled depth."""
     confidence: str
     estimator: ThresholdEstimator
+
+    def __post_init__(self) -> None:
+        check(self, inside=False)
 
     def check(self, exits: Sequence[int], confidence: str | None, where: str) -> None:
         """Refuse another exit (`exits` are step indices) or confidence than it was learnt for."""
@@ -44,22 +48,13 @@ class Calibration:
             raise OptionError(f"{where} was calibrated for the confidence '{self.confidence}', not '{confidence}'")
 
     def save(self, path: Path) -> None:
-        record = {
-            "exit_layer": self.exit_layer,
-            "confidence": self.confidence,
-            "estimator": self.estimator.to_dict(),
-        }
-        write_record(path, record)
+        write_record(path, dataclasses.asdict(self) | {"estimator": self.estimator.to_dict()})
 
     @classmethod
     def load(cls, path: Path) -> Calibration:
-        names = [field.name for field in dataclasses.fields(cls)]
-        record = exact_record(read_record(path, "is not a calibration"), names, str(path), error=CheckpointError)
-        layer, confidence = record["exit_layer"], record["confidence"]
-        if not isinstance(layer, int) or isinstance(layer, bool) or layer < 1 or not isinstance(confidence, str):
-            raise CheckpointError(f"{path}: exit_layer must be a layer, from 1, and confidence a name")
-        estimator = ThresholdEstimator.from_dict(record["estimator"], f"{path}, estimator")
-        return cls(exit_layer=layer, confidence=confidence, estimator=estimator)
+        fields = read_object(path, error=CheckpointError)
+        estimator = ThresholdEstimator.from_dict(fields.raw("estimator"), f"{path}, estimator")
+        return fields.replaced({"estimator": estimator}).build(cls, whole=True)
 
 
 def calibrate(

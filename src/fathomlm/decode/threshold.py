@@ -27,7 +27,7 @@ likely to agree, also when 1 in 100 did. Densities fitted to two moments may pro
 the last word: while fewer than `condition` of the tokens seen above a threshold agreed, it is raised, bin by bin, up to 1.0.
 
 How many of the tokens that exit are wrong no condition says: 40 % likely to agree is 60 % likely to err. The rule `risk`,
-the default, bounds the share of wrong tokens among all (threshold_risk.py). Under every rule the samples of all are kept.
+the default, bounds the share of wrong tokens among all (threshold_samples.py). Under every rule the samples of all are kept.
 """
 
 from __future__ import annotations
@@ -38,13 +38,12 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from fathomlm.checkpoints.writing import whole_file
-from fathomlm.decode.threshold_beta import BINS, Beta, Samples, check_number, clipped
-from fathomlm.decode.threshold_risk import Texts
+from fathomlm.decode.threshold_samples import BINS, Beta, Samples, Texts, clipped
 from fathomlm.errors import CheckpointError, OptionError, require
-from fathomlm.jsonfile import exact_record, parse, read_bytes, shown
+from fathomlm.jsonfile import Fields, parse, read_bytes, shown
 from fathomlm.options import check, option
 
 FORMAT = 2
@@ -64,7 +63,6 @@ RULES = ("risk", "thesis", "public")
 CANDIDATES = [at / GRID for at in range(GRID + 1)]
 PUBLIC = [round(0.3 + 0.6 * at / 9, 3) for at in range(10)]
 """Where the rules `thesis` and `public` look."""
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,18 +126,16 @@ class ThresholdOptions:
 class Refit:
     """What was known after a sequence, and the threshold from then on."""
 
-    sequence: int
+    sequence: int = option(ge=1)
     """The number of the sequence, from 1."""
-    agreements: int
-    disagreements: int
+    agreements: int = option(ge=0)
+    disagreements: int = option(ge=0)
     agree: Beta
     disagree: Beta
-    threshold: float
+    threshold: float = option(ge=0, le=1)
 
     def __post_init__(self) -> None:
-        for name, low in (("sequence", 1), ("agreements", 0), ("disagreements", 0)):
-            check_number(name, getattr(self, name), low, integer=True)
-        check_number("threshold", self.threshold, 0, 1)
+        check(self, inside=False)
 
 
 @dataclass(slots=True)
@@ -153,12 +149,12 @@ class ThresholdEstimator:
     agree: Samples = field(default_factory=Samples)
     disagree: Samples = field(default_factory=Samples)
     texts: Texts = field(default_factory=Texts)
-    sequences: int = 0
+    sequences: int = option(0, ge=0)
     """How many have ended."""
     history: list[Refit] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        check_number("sequences", self.sequences, 0, integer=True)
+        check(self, inside=False)
 
     @property
     def threshold(self) -> float:
@@ -247,19 +243,19 @@ class ThresholdEstimator:
             defaults = {name: getattr(ThresholdOptions(), name) for name in ("risk", "level")}
             options = {"rule": "thesis", **defaults, **record["options"]}
             record = {**record, "options": options, "texts": dataclasses.asdict(Texts())}
-        history = record.get("history")
-        if not isinstance(history, list):
-            raise CheckpointError(f"{where}: history must be a list, got {shown(history)}")
-        refits = [_read(Refit, each, f"{where}, history {at}", agree=Beta, disagree=Beta) for at, each in enumerate(history)]
-        rest = {name: value for name, value in record.items() if name != "format"} | {"history": refits}
-        return _read(cls, rest, where, options=ThresholdOptions, agree=Samples, disagree=Samples, texts=Texts)
+        rest = {name: value for name, value in record.items() if name != "format"}
+        return Fields(rest, where, error=CheckpointError).build(cls, whole=True)
 
     def save(self, path: Path) -> None:
         write_record(path, self.to_dict())
 
     @classmethod
     def load(cls, path: Path) -> ThresholdEstimator:
-        return cls.from_dict(read_record(path, "is not a saved threshold estimator"), str(path))
+        data = read_bytes(path, str(path), error=CheckpointError)
+        try:
+            return cls.from_dict(parse(data, "it", error=CheckpointError), str(path))
+        except CheckpointError as error:
+            raise CheckpointError(f"{path} is not a saved threshold estimator: {error}") from error
 
     def _smallest(self, rule: str) -> float:
         """The last candidate before the first, from the largest downwards, at which agreement is too unlikely; the smallest
@@ -308,24 +304,3 @@ def write_record(path: Path, record: dict[str, Any]) -> None:
     """A JSON file, whole or not at all."""
     with whole_file(path) as temporary:
         temporary.write_text(json.dumps(record) + "\n", encoding="utf-8")
-
-
-def read_record(path: Path, otherwise: str) -> object:
-    """What such a file holds; `otherwise` says what a file that is no JSON is not."""
-    data = read_bytes(path, str(path), error=CheckpointError)
-    try:
-        record: object = parse(data, "it", error=CheckpointError)
-    except CheckpointError as error:
-        raise CheckpointError(f"{path} {otherwise}: {error}") from error
-    return record
-
-
-def _read(kind: Callable[..., T], record: object, where: str, **parts: Callable[..., object]) -> T:
-    """A dataclass from a record that has its fields and no others. `parts` are those of them that are dataclasses."""
-    names = [each.name for each in dataclasses.fields(kind)]  # type: ignore[arg-type]
-    values = exact_record(record, names, where, error=CheckpointError)
-    read = {name: _read(part, values[name], f"{where}, {name}") for name, part in parts.items()}
-    try:
-        return kind(**{**values, **read})
-    except OptionError as error:
-        raise CheckpointError(f"{where}: {error}") from None

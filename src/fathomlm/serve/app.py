@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import mimetypes
-import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from dataclasses import asdict
-from functools import partial
-from html import escape
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request
 from starlette.middleware.cors import CORSMiddleware
-from starlette.responses import FileResponse, HTMLResponse, Response
+from starlette.responses import Response
+from starlette.routing import Route
 
 from fathomlm import __version__
-from fathomlm.engine.request import Request as EngineRequest
 from fathomlm.serve import errors
 from fathomlm.serve.bodies import (
     ChatBody,
@@ -26,40 +22,24 @@ from fathomlm.serve.bodies import (
     DetokenizeBody,
     EmbeddingBody,
     LoadBody,
-    RequestBody,
     TokenizeBody,
     describe,
     read_body,
     request_body,
 )
 from fathomlm.serve.completions import GONE, ClientGone, CompletionHandler, in_time
-from fathomlm.serve.docs_page import add_docs
-from fathomlm.serve.embeddings import add_embeddings
+from fathomlm.serve.encodings import detokenize, embed, tokenize
 from fathomlm.serve.errors import json_response
 from fathomlm.serve.metrics import Metrics, exit_rate, mean_depth
 from fathomlm.serve.middleware import ENTRY, AllowedHosts, ApiKeys, BodyLimit, RequestLog, allowed_hosts
 from fathomlm.serve.options import ServeOptions
+from fathomlm.serve.pages import STATIC, add_pages
 from fathomlm.serve.requests import chat_requests, completion_requests
-from fathomlm.serve.responses import ChatFormat, CompletionFormat, ResponseFormat
-from fathomlm.serve.responses_api import ResponsesBody, ResponsesFormat, read_responses
+from fathomlm.serve.responses import ChatFormat, CompletionFormat
+from fathomlm.serve.responses_api import ResponsesBody, ResponsesFormat
 from fathomlm.serve.served_model import ServedModel
 from fathomlm.serve.service import Service, unknown_model
-from fathomlm.serve.tokenize import add_tokenize
 
-STATIC = Path(__file__).parent / "static"
-CSP = (
-    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; font-src 'self'; connect-src 'self'; "
-    "manifest-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
-)
-"""Nothing from elsewhere, nothing inline, and no frame around it."""
-HEADERS = {"content-security-policy": CSP, "referrer-policy": "no-referrer", "cache-control": "no-cache"}
-LINKS = ("/v1/models", "/v1/fathom/status", "/metrics", "/health", "/ready", "/docs", "/openapi.json")
-PATHS = frozenset(
-    {
-        "/v1/models", "/v1/completions", "/v1/chat/completions", "/v1/fathom/status", "/v1/fathom/load", "/health", "/ready",
-        "/metrics", "/tokenize", "/detokenize", "/docs", "/v1/embeddings", "/v1/responses",
-    }
-)  # fmt: skip
 REFUSALS: dict[int | str, dict[str, Any]] = {
     code: {"description": what}
     for code, what in {
@@ -71,7 +51,9 @@ REFUSALS: dict[int | str, dict[str, Any]] = {
         503: "Loading, restarting, draining or failed", 504: "The request timed out",
     }.items()
 }  # fmt: skip
-Body = TypeVar("Body", bound=RequestBody)
+Answer = Callable[[Any, ServedModel, "Call"], Awaitable[Any]]
+"""What is made of a body and the model that it names: a response, or a record."""
+T = TypeVar("T")
 
 
 def create_app(service: Service, options: ServeOptions | None = None, static: Path = STATIC) -> FastAPI:
@@ -90,16 +72,13 @@ def create_app(service: Service, options: ServeOptions | None = None, static: Pa
     app = FastAPI(title="FathomLM", version=__version__, docs_url=None, redoc_url=None, lifespan=lifespan)
     metrics = Metrics(service)
     errors.install(app)
-    _add_completions(app, service, options, metrics)
-    add_tokenize(app, service, options, REFUSALS)
-    add_embeddings(app, service, options, REFUSALS)
-    _add_models(app, service, options)
+    _add_posts(app, service, options, metrics)
+    _add_models(app, service)
     _add_operations(app, service, metrics)
-    describe(app, CompletionBody, ChatBody, LoadBody, TokenizeBody, DetokenizeBody, EmbeddingBody, ResponsesBody)
-    paths = add_page(app, service, static)
-    add_docs(app, HEADERS, "static/style.css" if "/static/style.css" in paths else None)
+    pages = add_pages(app, service, static)
+    paths = frozenset(route.path for route in app.routes if isinstance(route, Route) and "{" not in route.path)
     app.add_middleware(BodyLimit, most=options.max_body, timeout=options.body_timeout)
-    app.add_middleware(ApiKeys, keys=options.api_keys, open_paths=paths)
+    app.add_middleware(ApiKeys, keys=options.api_keys, open_paths=pages)
     if options.cors:
         origins = list(options.cors)
         app.add_middleware(
@@ -107,81 +86,101 @@ def create_app(service: Service, options: ServeOptions | None = None, static: Pa
             expose_headers=["x-request-id", "retry-after"],
         )  # fmt: skip
     app.add_middleware(AllowedHosts, allowed=allowed_hosts(options))
-    app.add_middleware(RequestLog, metrics=metrics, paths=PATHS | paths, numbered=service.replica is not None)
+    app.add_middleware(RequestLog, metrics=metrics, paths=paths, numbered=service.replica is not None)
     return app
 
 
-def _add_completions(app: FastAPI, service: Service, options: ServeOptions, metrics: Metrics) -> None:
-    async def respond(
-        request: Request,
-        read: Callable[[Request], Awaitable[Body]],
-        build: Callable[[Body, ServedModel, ServeOptions], Awaitable[list[EngineRequest]]],
-        response: type[ResponseFormat],
-        endpoint: str = "/v1/chat/completions",
-    ) -> Response:
-        deadline = asyncio.get_running_loop().time() + options.timeout
-        service.require()
-        body, entry = await read(request), request.scope[ENTRY]
-        try:
-            served = await in_time(request.receive, service.find(body.model), options, deadline)
-            service.check_endpoint(served, endpoint)
-            requests = await in_time(request.receive, build(body, served, options), options, deadline)
-        except ClientGone:
-            return GONE
-        entry.model = served.name
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A request on its way, and how long it may take."""
+
+    request: Request
+    options: ServeOptions
+    deadline: float
+
+    async def within(self, work: Awaitable[T]) -> T:
+        return await in_time(self.request.receive, work, self.options, self.deadline)
+
+
+def _add_posts(app: FastAPI, service: Service, options: ServeOptions, metrics: Metrics) -> None:
+    async def complete(body: Any, served: ServedModel, call: Call) -> Response:
+        chats, (build, form) = not isinstance(body, CompletionBody), COMPLETIONS[type(body)]
+        if isinstance(body, ResponsesBody):
+            body = body.chat()
+        if chats:
+            service.check_chats(served)
+        requests = await call.within(build(body, served, options))
+        entry = call.request.scope[ENTRY]
         if options.log_prompts:
             entry.prompts = body.prompts
-        form = response(served, body, requests)
-        try:
-            await in_time(request.receive, form.prepare(), options, deadline)
-        except ClientGone:
-            return GONE
-        handler = CompletionHandler(form, options, metrics, entry)
-        return await handler.respond(request.receive, deadline)
+        response = form(served, body, requests)
+        await call.within(response.prepare())
+        return await CompletionHandler(response, options, metrics, entry).respond(call.request.receive, call.deadline)
 
-    @app.post(
-        "/v1/completions", responses=REFUSALS, response_model=None, openapi_extra=request_body(CompletionBody)
-    )  # fmt: skip
-    async def completions(request: Request) -> Response:
-        """Continue a prompt."""
-        return await respond(
-            request, partial(read_body, model=CompletionBody), completion_requests, CompletionFormat, "/v1/completions"
-        )
+    async def load(body: LoadBody, served: ServedModel) -> dict[str, Any]:
+        return model_record(service, served.name, served)
 
-    @app.post(
-        "/v1/chat/completions", responses=REFUSALS, response_model=None, openapi_extra=request_body(ChatBody)
-    )  # fmt: skip
-    async def chat(request: Request) -> Response:
-        """Reply in a conversation."""
-        return await respond(request, partial(read_body, model=ChatBody), chat_requests, ChatFormat)
+    def within(work: Callable[[Any, ServedModel], Awaitable[dict[str, Any]]]) -> Answer:
+        async def answer(body: Any, served: ServedModel, call: Call) -> dict[str, Any]:
+            return await call.within(work(body, served))
 
-    @app.post(
-        "/v1/responses", responses=REFUSALS, response_model=None, openapi_extra=request_body(ResponsesBody)
-    )  # fmt: skip
-    async def responses(request: Request) -> Response:
-        """Reply in a conversation, in OpenAI's newer form."""
-        return await respond(request, read_responses, chat_requests, ResponsesFormat)
+        return answer
+
+    def add(path: str, kind: type[Any], description: str, answer: Answer) -> None:
+        async def post(request: Request) -> Response:
+            call = Call(request, options, asyncio.get_running_loop().time() + options.timeout)
+            service.require()
+            body = await read_body(request, kind)
+            try:
+                served = await call.within(service.find(body.model))
+                request.scope[ENTRY].model = served.name
+                found = await answer(body, served, call)
+            except ClientGone:
+                return GONE
+            return found if isinstance(found, Response) else json_response(found)
+
+        app.add_api_route(
+            path, post, methods=["POST"], name=path.removeprefix("/v1").strip("/").replace("/", " "),
+            description=description, responses=REFUSALS, response_model=None, openapi_extra=request_body(kind),
+        )  # fmt: skip
+
+    add("/v1/completions", CompletionBody, "Continue a prompt.", complete)
+    add("/v1/chat/completions", ChatBody, "Reply in a conversation.", complete)
+    add("/v1/responses", ResponsesBody, "Reply in a conversation, in OpenAI's newer form.", complete)
+    add("/tokenize", TokenizeBody, "The tokens of a prompt or a conversation.", within(tokenize))
+    add("/detokenize", DetokenizeBody, "The text of tokens, special ones included.", within(detokenize))
+    add("/v1/embeddings", EmbeddingBody, "Embed texts.", within(embed))
+    now = "Load a model now, before the first request that names it. Returns when it is ready."
+    add("/v1/fathom/load", LoadBody, now, within(load))
+    describe(app, *COMPLETIONS, TokenizeBody, DetokenizeBody, EmbeddingBody, LoadBody)
 
 
-def _add_models(app: FastAPI, service: Service, options: ServeOptions) -> None:
-    catalog, begun = service.catalog, int(time.time())
+COMPLETIONS: dict[type[Any], tuple[Callable[..., Awaitable[Any]], type[Any]]] = {
+    CompletionBody: (completion_requests, CompletionFormat),
+    ChatBody: (chat_requests, ChatFormat),
+    ResponsesBody: (chat_requests, ResponsesFormat),
+}
+"""What a body becomes: the engine's requests, and the form of what comes of them."""
 
-    def record(name: str, served: ServedModel | None) -> dict[str, Any]:
-        """What a model can do is known from when it has been loaded."""
-        found = {
-            "id": name, "object": "model", "created": begun, "owned_by": "fathomlm", "max_model_len": None,
-            "endpoints": None, "loaded": served is not None,
-        }  # fmt: skip
-        if served is None:
-            return found | {"download": catalog.offers[name].download()}
-        return found | {
-            "created": served.created, "max_model_len": served.max_length, "endpoints": served.endpoints, "download": None
-        }  # fmt: skip
 
+def model_record(service: Service, name: str, served: ServedModel | None) -> dict[str, Any]:
+    """What a model can do is known from when it has been loaded."""
+    found = {
+        "id": name, "object": "model", "created": service.begun, "owned_by": "fathomlm", "max_model_len": None,
+        "endpoints": None, "loaded": served is not None,
+    }  # fmt: skip
+    if served is None:
+        return found | {"download": service.catalog.offers[name].download()}
+    return found | {
+        "created": served.created, "max_model_len": served.max_length, "endpoints": served.endpoints, "download": None
+    }  # fmt: skip
+
+
+def _add_models(app: FastAPI, service: Service) -> None:
     def records() -> dict[str, dict[str, Any]]:
         own = {} if service.served is None else {service.served.name: service.served}
-        offered = {name: catalog.loaded.get(name) for name in catalog.offers}
-        return {name: record(name, served) for name, served in (own | offered).items()}
+        offered = {name: service.catalog.loaded.get(name) for name in service.catalog.offers}
+        return {name: model_record(service, name, served) for name, served in (own | offered).items()}
 
     @app.get("/v1/models", response_model=None)
     async def models() -> Response:
@@ -194,17 +193,6 @@ def _add_models(app: FastAPI, service: Service, options: ServeOptions) -> None:
         if model not in found:
             raise unknown_model(model, found)
         return json_response(found[model])
-
-    @app.post("/v1/fathom/load", response_model=None, openapi_extra=request_body(LoadBody))
-    async def load(request: Request) -> Response:
-        """Load a model now, before the first request that names it. Returns when it is ready."""
-        deadline = asyncio.get_running_loop().time() + options.timeout
-        body = await read_body(request, LoadBody)
-        try:
-            served = await in_time(request.receive, service.find(body.model), options, deadline)
-        except ClientGone:
-            return GONE
-        return json_response(record(served.name, served))
 
 
 def _add_operations(app: FastAPI, service: Service, metrics: Metrics) -> None:
@@ -271,36 +259,3 @@ def _status(service: Service, metrics: Metrics, name: str | None) -> dict[str, A
         "mean_depth": mean_depth(found),
         "exit_rate": exit_rate(found),
     }
-
-
-def add_page(app: FastAPI, service: Service, static: Path = STATIC) -> frozenset[str]:
-    """What a browser gets: the page in the package's `static` folder at `/` and its files under `/static/`, or a few links
-    where there is none. Each file has a path of its own, so that nothing outside the folder can be requested and the API's
-    paths stay the API's. Completions are never part of what is sent from here. Returns the paths that it added."""
-    if not (static / "index.html").is_file():
-        app.add_api_route("/", lambda: _links(service), methods=["GET", "HEAD"], include_in_schema=False)
-        return frozenset({"/"})
-    files = {f"/static/{file.relative_to(static).as_posix()}": file for file in sorted(static.rglob("*")) if file.is_file()}
-    files["/"] = static / "index.html"
-    for path, file in files.items():
-        app.add_api_route(path, _sender(file), methods=["GET", "HEAD"], include_in_schema=False)
-    return frozenset(files)
-
-
-def _sender(file: Path) -> Callable[[], Awaitable[Response]]:
-    async def send() -> Response:
-        kind = mimetypes.guess_type(file.name)[0] or "application/octet-stream"
-        return FileResponse(file, media_type=kind, headers=HEADERS)
-
-    return send
-
-
-def _links(service: Service) -> Response:
-    name = "no model yet" if service.served is None else service.served.name
-    items = "".join(f'<li><a href="{escape(link)}">{escape(link)}</a></li>' for link in LINKS)
-    body = (
-        f'<!doctype html><html lang="en"><meta charset="utf-8"><title>FathomLM</title><h1>FathomLM</h1>'
-        f"<p>{escape(name)}: {escape(service.phase)}. OpenAI clients take this address with /v1 as their base URL.</p>"
-        f"<ul>{items}</ul></html>"
-    )
-    return HTMLResponse(body, headers=HEADERS)

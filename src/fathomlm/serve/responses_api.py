@@ -9,7 +9,6 @@ import time
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-from fastapi import Request as HttpRequest
 from pydantic import Field
 
 from fathomlm.engine.request import Request, Result, TokenEvent
@@ -23,7 +22,6 @@ from fathomlm.serve.bodies import (
     Part,
     Temperature,
     TopP,
-    read_body,
 )
 from fathomlm.serve.errors import refused
 from fathomlm.serve.responses import Json, ResponseFormat, finish_reason
@@ -109,10 +107,6 @@ class ResponsesBody(Part):
 
 def _text(content: str | list[InputText]) -> str:
     return content if isinstance(content, str) else "".join(part.text for part in content)
-
-
-async def read_responses(request: HttpRequest) -> ChatBody:
-    return (await read_body(request, ResponsesBody)).chat()
 
 
 class ResponsesFormat(ResponseFormat):

@@ -67,10 +67,14 @@ class ServedModel:
         return None if self.exiting is None else self.exiting.threshold_now()
 
     @property
+    def chats(self) -> bool:
+        """Whether the model can hold a conversation, which requires a chat template."""
+        return self.model.tokenizer is not None and self.model.tokenizer.chat_template is not None
+
+    @property
     def endpoints(self) -> tuple[str, ...]:
-        """What the model can do: a conversation requires a chat template."""
-        chat = self.model.tokenizer is not None and self.model.tokenizer.chat_template is not None
-        return ("/v1/completions", "/v1/chat/completions") if chat else ("/v1/completions",)
+        """What the model can do."""
+        return ("/v1/completions", "/v1/chat/completions") if self.chats else ("/v1/completions",)
 
     @property
     def decodes(self) -> tuple[str, ...]:

@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from fathomlm.decode.threshold import ThresholdEstimator
-from fathomlm.decode.threshold_beta import BINS
-from fathomlm.decode.threshold_risk import STEPS
+from fathomlm.decode.threshold_samples import BINS, STEPS
 from fathomlm.lab.drawing import LINES, SELECTED, UNSELECTED, figure_over_table, plain_axes, save_figure, shortened
 from fathomlm.lab.tables import Rows
 

@@ -161,7 +161,7 @@ def _describe(record: dict[str, Any]) -> str:
 
 def _rule(estimator: ThresholdEstimator, rule: str) -> dict[str, float]:
     """What a rule says, and what would come of it on these texts; at the next lower threshold that is counted."""
-    from fathomlm.decode.threshold_risk import STEPS
+    from fathomlm.decode.threshold_samples import STEPS
 
     threshold = estimator.threshold if rule == estimator.options.rule else estimator.by(rule)
     texts, at = estimator.texts, int(threshold * STEPS)

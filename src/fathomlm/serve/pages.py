@@ -1,28 +1,70 @@
-"""GET /docs: the endpoints and the fields of their bodies as a plain page, made from the OpenAPI document. Nothing is loaded
-from elsewhere and no script runs."""
+"""What a browser gets: the page in the `static` folder, and GET /docs: endpoints and the fields of their bodies as a plain
+page made from the OpenAPI document. Nothing is loaded from elsewhere."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import mimetypes
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from html import escape
+from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI
-from starlette.responses import HTMLResponse, Response
+from starlette.responses import FileResponse, HTMLResponse, Response
 
+from fathomlm.serve.service import Service
+
+STATIC = Path(__file__).parent / "static"
+CSP = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; font-src 'self'; connect-src 'self'; "
+    "manifest-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+"""Nothing from elsewhere, nothing inline, and no frame around it."""
+HEADERS = {"content-security-policy": CSP, "referrer-policy": "no-referrer", "cache-control": "no-cache"}
+LINKS = ("/v1/models", "/v1/fathom/status", "/metrics", "/health", "/ready", "/docs", "/openapi.json")
 Json = Mapping[str, Any]
 
 
-def add_docs(app: FastAPI, headers: Mapping[str, str], style: str | None) -> None:
-    """`style` is the path of a style sheet."""
+def add_pages(app: FastAPI, service: Service, static: Path = STATIC) -> frozenset[str]:
+    """The docs; the page at `/` and its files under `/static/`, or a few links where there is none. Each file has a path of
+    its own, so that nothing outside the folder can be requested and the API's paths stay the API's. Completions are never
+    part of what is sent from here. Returns the paths that it added, but for the docs."""
+    style = "static/style.css" if (static / "index.html").is_file() and (static / "style.css").is_file() else None
 
     async def docs() -> Response:
-        return HTMLResponse(page(app.openapi(), style), headers=dict(headers))
+        return HTMLResponse(docs_page(app.openapi(), style), headers=HEADERS)
 
     app.add_api_route("/docs", docs, methods=["GET", "HEAD"], include_in_schema=False)
+    if not (static / "index.html").is_file():
+        app.add_api_route("/", lambda: _links(service), methods=["GET", "HEAD"], include_in_schema=False)
+        return frozenset({"/"})
+    files = {f"/static/{file.relative_to(static).as_posix()}": file for file in sorted(static.rglob("*")) if file.is_file()}
+    files["/"] = static / "index.html"
+    for path, file in files.items():
+        app.add_api_route(path, _sender(file), methods=["GET", "HEAD"], include_in_schema=False)
+    return frozenset(files)
 
 
-def page(document: Json, style: str | None = None) -> str:
+def _sender(file: Path) -> Callable[[], Awaitable[Response]]:
+    async def send() -> Response:
+        kind = mimetypes.guess_type(file.name)[0] or "application/octet-stream"
+        return FileResponse(file, media_type=kind, headers=HEADERS)
+
+    return send
+
+
+def _links(service: Service) -> Response:
+    name = "no model yet" if service.served is None else service.served.name
+    items = "".join(f'<li><a href="{escape(link)}">{escape(link)}</a></li>' for link in LINKS)
+    body = (
+        f'<!doctype html><html lang="en"><meta charset="utf-8"><title>FathomLM</title><h1>FathomLM</h1>'
+        f"<p>{escape(name)}: {escape(service.phase)}. OpenAI clients take this address with /v1 as their base URL.</p>"
+        f"<ul>{items}</ul></html>"
+    )
+    return HTMLResponse(body, headers=HEADERS)
+
+
+def docs_page(document: Json, style: str | None = None) -> str:
     title = f"{document['info']['title']} {document['info']['version']}"
     sheet = "" if style is None else f'<link rel="stylesheet" href="{escape(style)}">'
     schemas = document.get("components", {}).get("schemas", {})

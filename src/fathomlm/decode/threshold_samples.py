@@ -1,4 +1,7 @@
-"""A threshold with a promise: the share of wrong tokens stays below a target, with a stated confidence.
+"""What an estimator of thresholds keeps of the tokens it has seen: the confidences of each class of them, with the Beta
+distribution of the same moments (thesis 2.5.3), and for the rule `risk` how many were wrong in each sequence.
+
+That rule makes a promise: the share of wrong tokens stays below a target, with a stated confidence.
 
 A token is wrong if it exits, its confidence being above the threshold, and its choice is not the full model's; the share is
 of all tokens, those that do not exit included. Learn-then-Test (Angelopoulos et al. 2021, as in CALM, Schuster et al. 2022)
@@ -24,50 +27,110 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import accumulate
 
-from fathomlm.decode.threshold_beta import check_number
 from fathomlm.errors import require
+from fathomlm.options import check, option
 
+BINS = 50
+CLIP = 1e-4
+"""Confidences count as at least this and at most 1 minus this: at 0 and 1 the density of a Beta is 0 or infinite."""
+WIDEST, NARROWEST = 1e-4, 1e6
+"""The range of alpha + beta. The upper end is for samples that are all equal, the lower for rounding."""
 STEPS = 200
 """Thresholds to choose from are 0, 1 / STEPS, ..., 1."""
 THRESHOLDS = [at / STEPS for at in range(STEPS)]
 
 
-def _zeros() -> list[int]:
-    return [0] * STEPS
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Beta:
+    alpha: float = option(ge=CLIP * WIDEST / 2)
+    beta: float = option(ge=CLIP * WIDEST / 2)
+
+    def __post_init__(self) -> None:
+        check(self)
+
+    @classmethod
+    def of_moments(cls, mean: float, variance: float) -> Beta:
+        """The Beta of this mean and variance; one of the mean where no Beta has both."""
+        mean = clipped(mean)
+        total = mean * (1 - mean) / variance - 1 if variance > 0 else NARROWEST
+        total = min(max(total, WIDEST), NARROWEST)
+        return cls(alpha=mean * total, beta=(1 - mean) * total)
+
+    @property
+    def log_scale(self) -> float:
+        """The logarithm of the factor that makes the area 1. The Gamma functions themselves overflow from 172 on."""
+        return math.lgamma(self.alpha + self.beta) - math.lgamma(self.alpha) - math.lgamma(self.beta)
+
+    def density(self, c: float) -> float:
+        c = clipped(c)
+        return math.exp(self.log_scale + (self.alpha - 1) * math.log(c) + (self.beta - 1) * math.log1p(-c))
+
+
+@dataclass(slots=True, kw_only=True)
+class Samples:
+    """The confidences of one class: Welford's running moments, and a histogram for pictures."""
+
+    count: int = option(0, ge=0)
+    mean: float = option(0.0, ge=0, le=1)
+    m2: float = option(0.0, ge=0)
+    """The sum of squared distances from the mean."""
+    bins: list[int] = option([0] * BINS, ge=0)
+
+    def __post_init__(self) -> None:
+        check(self)
+        require(self.count > 0 or self.mean == self.m2 == 0, "mean and m2", "0 without samples", (self.mean, self.m2))
+        require(len(self.bins) == BINS, "bins", f"a list of {BINS} counts", self.bins)
+        require(sum(self.bins) == self.count, "bins", f"counts that sum to {self.count}", self.bins)
+
+    @property
+    def variance(self) -> float:
+        return self.m2 / self.count if self.count else 0.0
+
+    def add(self, confidence: float) -> None:
+        self.bins[min(max(int(confidence * BINS), 0), BINS - 1)] += 1
+        c = clipped(confidence)
+        self.count += 1
+        before = c - self.mean
+        self.mean += before / self.count
+        self.m2 += before * (c - self.mean)
+
+    def fit(self) -> Beta:
+        """Uniform without samples."""
+        return Beta.of_moments(self.mean, self.variance) if self.count else Beta(alpha=1.0, beta=1.0)
+
+
+def clipped(c: float) -> float:
+    return min(max(c, CLIP), 1 - CLIP)
 
 
 @dataclass(slots=True, kw_only=True)
 class Texts:
     """Tokens and wrong tokens of sequences. Lists have an entry for each threshold below 1."""
 
-    count: int = 0
-    tokens: int = 0
-    tokens_squared: int = 0
+    count: int = option(0, ge=0)
+    tokens: int = option(0, ge=0)
+    tokens_squared: int = option(0, ge=0)
     """The sum over sequences, as of the two others."""
-    wrong: list[int] = field(default_factory=_zeros)
+    wrong: list[int] = option([0] * STEPS, ge=0)
     """Tokens that would be wrong at this threshold."""
-    wrong_squared: list[int] = field(default_factory=_zeros)
-    wrong_tokens: list[int] = field(default_factory=_zeros)
+    wrong_squared: list[int] = option([0] * STEPS, ge=0)
+    wrong_tokens: list[int] = option([0] * STEPS, ge=0)
     """The product of a sequence's wrong tokens and its tokens."""
-    seen: list[int] = field(default_factory=_zeros)
+    seen: list[int] = option([0] * STEPS, ge=0)
     """All tokens, at the largest threshold that each of them is above."""
-    open_tokens: int = 0
+    open_tokens: int = option(0, ge=0)
     """Of the sequence that has not ended."""
-    open_wrong: list[int] = field(default_factory=_zeros)
+    open_wrong: list[int] = option([0] * STEPS, ge=0)
     """Its disagreements, at the largest threshold that each of them is above."""
 
     def __post_init__(self) -> None:
-        for name in ("count", "tokens", "tokens_squared", "open_tokens"):
-            check_number(name, getattr(self, name), 0, integer=True)
+        check(self)
         for name in ("wrong", "wrong_squared", "wrong_tokens", "seen", "open_wrong"):
             values = getattr(self, name)
-            require(isinstance(values, list) and len(values) == STEPS, name, f"a list of {STEPS} counts", values)
-            for value in values:
-                check_number(name, value, 0, integer=True)
-            setattr(self, name, list(values))  # not shared with the record that they were read from
+            require(len(values) == STEPS, name, f"a list of {STEPS} counts", values)
         falling = all(more >= less for more, less in zip([self.tokens, *self.wrong], self.wrong, strict=False))
         require(falling, "wrong", f"counts that fall from at most {self.tokens}", self.wrong)
 
@@ -81,7 +144,7 @@ class Texts:
     def end(self) -> None:
         """The sequence is over; one without tokens does not count."""
         tokens, wrong = self.open_tokens, list(accumulate(reversed(self.open_wrong)))[::-1]
-        self.open_tokens, self.open_wrong = 0, _zeros()
+        self.open_tokens, self.open_wrong = 0, [0] * STEPS
         if not tokens:
             return
         self.count += 1

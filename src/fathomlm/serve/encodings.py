@@ -1,4 +1,5 @@
-"""POST /v1/embeddings: the mean of a text's hidden states at a depth, with length 1."""
+"""Prompts as tokens and as embeddings: POST /tokenize and /detokenize in vLLM's shapes, and POST /v1/embeddings, the mean of
+a text's hidden states at a depth, with length 1."""
 
 from __future__ import annotations
 
@@ -8,24 +9,40 @@ import struct
 from functools import partial
 from typing import Any
 
-from fastapi import FastAPI, Request
-from starlette.responses import Response
-
+from fathomlm.decode.prompts import encode_prompt
 from fathomlm.engine.forward import deepest, embedding
 from fathomlm.errors import FathomError
-from fathomlm.serve.bodies import EmbeddingBody, request_body
+from fathomlm.serve.bodies import DetokenizeBody, EmbeddingBody, TokenizeBody, as_messages
 from fathomlm.serve.errors import as_api_error, refused
-from fathomlm.serve.options import ServeOptions
 from fathomlm.serve.served_model import ServedModel
-from fathomlm.serve.service import Service
-from fathomlm.serve.tokenize import answer
 
 
-def add_embeddings(app: FastAPI, service: Service, options: ServeOptions, refusals: dict[int | str, dict[str, Any]]) -> None:
-    @app.post("/v1/embeddings", responses=refusals, response_model=None, openapi_extra=request_body(EmbeddingBody))
-    async def embeddings(request: Request) -> Response:
-        """Embed texts."""
-        return await answer(request, EmbeddingBody, embed, service, options)
+async def tokenize(body: TokenizeBody, served: ServedModel) -> dict[str, Any]:
+    if (body.prompt is None) == (body.messages is None):
+        raise refused("give either prompt or messages", "prompt", "invalid_value")
+    where = "prompt" if body.messages is None else "messages"
+    special = body.messages is None if body.add_special_tokens is None else body.add_special_tokens
+    try:
+        if body.messages is None:
+            assert body.prompt is not None
+            work = partial(encode_prompt, served.model, body.prompt, special=special)
+            tokens = await served.tokenizers.run(len(body.prompt), work)
+        else:
+            begins = body.add_generation_prompt is not False
+            tokens = await served.encode_chat(as_messages(body.messages), special=special, begins_reply=begins)
+    except FathomError as error:
+        raise as_api_error(error, where) from error
+    strings = [served.tokens.text(token) for token in tokens] if body.return_token_strs else None
+    return {"count": len(tokens), "max_model_len": served.max_length, "tokens": tokens, "token_strs": strings}
+
+
+async def detokenize(body: DetokenizeBody, served: ServedModel) -> dict[str, Any]:
+    vocab, most = served.model.architecture.vocab, max(body.tokens, default=0)
+    if most >= vocab:
+        raise refused(f"tokens: id {most} is outside the model's vocabulary of {vocab}", "tokens", "invalid_value")
+    if served.model.tokenizer is None:
+        raise refused("this model has no tokenizer", "model", "invalid_value")
+    return {"prompt": await served.tokenizers.run(len(body.tokens), served.tokens.whole, body.tokens)}
 
 
 async def embed(body: EmbeddingBody, served: ServedModel) -> dict[str, Any]:
